@@ -1,0 +1,182 @@
+"""Standard attention with the score matrix in memory: the plain version that every kernel is judged against.
+
+`standard` computes in float64, `standard_in_own_precision` as a framework without a fused kernel would in the inputs' own
+precision, and `assert_as_good` is the criterion between them. Arrays are NumPy in (B, S, H, D).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from cupyflash.problem import AttentionProblem, View, describe
+
+DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
+
+
+class Standard(NamedTuple):
+    """out (B, Sq, Hq, Dv), lse (B, Hq, Sq); dq, dk, dv shaped like q, k, v, None unless dout was given."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    dq: np.ndarray | None = None
+    dk: np.ndarray | None = None
+    dv: np.ndarray | None = None
+
+
+def standard(
+    problem: AttentionProblem,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    key_mask: np.ndarray | None = None,
+    dout: np.ndarray | None = None,
+) -> Standard:
+    """Attention (and, with dout, its gradients) in float64; every result is float64."""
+    return _standard(problem, q, k, v, key_mask, dout, np.dtype(np.float64), lambda x: x)
+
+
+def standard_in_own_precision(
+    problem: AttentionProblem,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    key_mask: np.ndarray | None = None,
+    dout: np.ndarray | None = None,
+) -> Standard:
+    """Attention as standard tensor operations give it in the dtype of q: what a framework's math path does.
+
+    For float16 and bfloat16 each operation runs in float32 and its result (S, P, dP, dS, ...) is rounded to the dtype.
+    """
+    dtype = np.dtype(DTYPES[problem.dtype])
+    if dtype.itemsize >= 4:
+        return _standard(problem, q, k, v, key_mask, dout, dtype, lambda x: x)
+    work = np.dtype(np.float32)
+    return _standard(problem, q, k, v, key_mask, dout, work, lambda x: x.astype(dtype).astype(work))
+
+
+def visible(problem: AttentionProblem, key_mask: np.ndarray | None = None) -> np.ndarray:
+    """(B, 1, Sq, Sk) booleans: may query i see key j?"""
+    at = np.arange(problem.seq_q)[:, None] + problem.diagonal
+    j = np.arange(problem.seq_k)[None, :]
+    seen = np.ones((problem.seq_q, problem.seq_k), bool)
+    if problem.left is not None:
+        seen &= j >= at - problem.left
+    if problem.right is not None:
+        seen &= j <= at + problem.right
+    seen = np.broadcast_to(seen, (problem.batch, 1, *seen.shape))
+    return seen if key_mask is None else seen & np.asarray(key_mask)[:, None, None, :]
+
+
+def assert_as_good(actual: np.ndarray, exact: np.ndarray, own_precision: np.ndarray, name: str = "result") -> None:
+    """The largest error is at most 2x that of own-precision standard attention, plus 1e-5; NaN and inf stand where they do.
+
+    `actual` keeps the dtype it was computed in: for float64, where `exact` is no more precise than `own_precision`, the
+    bound is 1e-11 of the largest value (scores of 1e4 already carry 1e-12).
+    """
+    actual_dtype = np.asarray(actual).dtype
+    actual, exact, own = (np.asarray(x).astype(np.float64) for x in (actual, exact, own_precision))
+    assert actual.shape == exact.shape, f"{name} has shape {actual.shape}, not {exact.shape}"
+    for what, test in (("NaN", np.isnan), ("inf", np.isposinf), ("-inf", np.isneginf)):
+        wrong = test(actual) != test(exact)
+        assert not wrong.any(), f"{name} has {what} in the wrong places, {wrong.sum()} of them; first {_first(wrong)}"
+    error = np.abs(_finite(actual) - _finite(exact))
+    if actual_dtype == np.float64:
+        allowed = 1e-11 * max(1.0, np.abs(_finite(exact)).max(initial=0.0))
+    else:
+        # Where own precision overflows it sets no standard.
+        allowed = 2 * np.abs(_finite(own) - _finite(exact))[np.isfinite(own)].max(initial=0.0) + 1e-5
+    worst = error.max(initial=0.0)
+    assert worst <= allowed, f"{name} is off by {worst:.3e} at {_first(error == worst)}; at most {allowed:.3e} is allowed"
+
+
+def fresh_rng() -> np.random.Generator:
+    """A generator with a new seed, printed so that a failing test shows it; CUPYFLASH_TEST_SEED brings it back."""
+    seed = int(os.environ.get("CUPYFLASH_TEST_SEED") or np.random.SeedSequence().entropy % 2**32)
+    print(f"CUPYFLASH_TEST_SEED={seed}")
+    return np.random.default_rng(seed)
+
+
+def draw(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
+    """Standard normal numbers in `dtype`."""
+    return rng.standard_normal(shape).astype(DTYPES[dtype])
+
+
+def state(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, key_mask: np.ndarray | None = None, **options: object
+) -> AttentionProblem:
+    """The problem that NumPy arrays (in the layout that `options` says) and options state."""
+    views = [None if x is None else View(x.shape, (), x.dtype.name, "cpu", "numpy") for x in (q, k, v, key_mask)]
+    return describe(*views[:3], key_mask=views[3], **options)
+
+
+def _standard(
+    problem: AttentionProblem,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    key_mask: np.ndarray | None,
+    dout: np.ndarray | None,
+    work: np.dtype,
+    rounded: Callable[[np.ndarray], np.ndarray],
+) -> Standard:
+    def heads_first(x: np.ndarray) -> np.ndarray:
+        return np.asarray(x).astype(work).transpose(0, 2, 1, 3)
+
+    scale = work.type(problem.scale)
+    qh, kh, vh = heads_first(q), heads_first(k), heads_first(v)
+    kh, vh = (np.repeat(x, problem.group, axis=1) if problem.heads_k else x for x in (kh, vh))
+    seen = visible(problem, key_mask)
+    with np.errstate(all="ignore"):  # infinities and NaN in the inputs do what IEEE says
+        scores = np.where(seen, rounded(rounded(qh * scale) @ kh.swapaxes(-1, -2)), -np.inf)
+        p, _ = _softmax(scores)
+        p = rounded(p)
+        out = rounded(_sum_over_visible(p, seen, vh))
+        # lse is never rounded to 16 bits, so neither are the scores that it is judged by.
+        _, lse = _softmax(np.where(seen, (qh @ kh.swapaxes(-1, -2)) * scale, -np.inf))
+        if dout is None:
+            return Standard(out.transpose(0, 2, 1, 3), lse)
+
+        do = heads_first(dout)
+        dp = rounded(do @ vh.swapaxes(-1, -2))
+        mean = np.where(seen, p * dp, 0).sum(-1, keepdims=True)
+        ds = rounded(np.where(seen, p * (dp - mean), 0))
+        dq = rounded(_sum_over_visible(ds, seen, kh) * scale)
+        seen, p, ds = seen.swapaxes(-1, -2), p.swapaxes(-1, -2), ds.swapaxes(-1, -2)
+        dk = rounded(_sum_over_visible(ds, seen, qh) * scale)
+        dv = rounded(_sum_over_visible(p, seen, do))
+    b, sk, hk = problem.batch, problem.seq_k, problem.heads_k
+    dk, dv = (rounded(x.reshape(b, hk, problem.group if hk else 1, sk, x.shape[-1]).sum(2)) for x in (dk, dv))
+    return Standard(out.transpose(0, 2, 1, 3), lse, *(x.transpose(0, 2, 1, 3) for x in (dq, dk, dv)))
+
+
+def _softmax(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax and log-sum-exp over the last axis. A row of -inf has no mass: probabilities 0, lse -inf."""
+    top = scores.max(-1, keepdims=True, initial=-np.inf)
+    top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)
+    e = np.exp(scores - top)
+    total = e.sum(-1, keepdims=True)
+    return e / np.where(total == 0, 1, total), (top + np.log(total))[..., 0]
+
+
+def _sum_over_visible(weights: np.ndarray, seen: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """weights @ x, without the terms that are not seen: where x is not finite, 0 · x would be NaN."""
+    if np.isfinite(x).all():
+        return weights @ x
+    seen = np.broadcast_to(seen, weights.shape)
+    out = np.empty((*weights.shape[:-1], x.shape[-1]), x.dtype)
+    for b, h, i in np.ndindex(*weights.shape[:-1]):
+        out[b, h, i] = weights[b, h, i, seen[b, h, i]] @ x[b, h, seen[b, h, i]]
+    return out
+
+
+def _finite(x: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(x), x, 0)
+
+
+def _first(where: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.argwhere(where)[0])
