@@ -1,0 +1,71 @@
+// Conversions between memory formats and the types sums are kept in, rounding to nearest even.
+#pragma once
+
+// bfloat16 is the upper half of a float.
+__device__ inline float to_float(bfloat16_t x) { return __uint_as_float(unsigned(x.bits) << 16); }
+
+__device__ inline float to_float(half_t x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+
+// float and double are computed in as they are.
+__device__ inline float to_float(float x) { return x; }
+__device__ inline double to_float(double x) { return x; }
+
+template <class T>
+__device__ T from_float(float x);
+
+template <>
+__device__ inline half_t from_float<half_t>(float x) {
+    half_t y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+
+template <>
+__device__ inline bfloat16_t from_float<bfloat16_t>(float x) {
+    bfloat16_t y;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
+    // Adding just under half of the last kept bit, or half where that bit is odd, makes truncation round to even.
+    unsigned bits = __float_as_uint(x);
+    y.bits = x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+#endif
+    return y;
+}
+
+template <>
+__device__ inline float from_float<float>(float x) {
+    return x;
+}
+
+template <class T>
+__device__ T from_float(double x);
+
+template <>
+__device__ inline double from_float<double>(double x) {
+    return x;
+}
+
+// Two floats as one register of two 16-bit numbers, `low` in the lower half: how tensor cores take them.
+template <class T>
+__device__ unsigned pack2(float low, float high);
+
+#if __CUDA_ARCH__ >= 800
+template <>
+__device__ inline unsigned pack2<half_t>(float low, float high) {
+    unsigned pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+template <>
+__device__ inline unsigned pack2<bfloat16_t>(float low, float high) {
+    unsigned pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+#endif
