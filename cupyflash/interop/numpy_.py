@@ -1,0 +1,55 @@
+"""NumPy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..problem import View
+
+kind = "numpy"
+
+
+def objection(cls: type) -> str | None:
+    if not issubclass(cls, np.ndarray):
+        return "it must be an array"
+    if issubclass(cls, np.ma.MaskedArray):
+        return "its mask would be lost; pass its data, and what it hides as key_mask"
+    if issubclass(cls, np.matrix):
+        return "it must be an array; pass numpy.asarray of it"
+    return None
+
+
+def on_gpu(x: np.ndarray) -> bool:
+    return False
+
+
+def view(x: np.ndarray) -> View:
+    strides = tuple(s // x.itemsize for s in x.strides)
+    return View(x.shape, strides, dtype_name(x.dtype), "cpu", kind, x.__array_interface__["data"][0])
+
+
+def wants_grad(arrays: list[Any]) -> bool:
+    return False
+
+
+def to_numpy(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def from_numpy(a: np.ndarray) -> np.ndarray:
+    return a
+
+
+def wrap(name: str, x: Any) -> np.ndarray:
+    """Memory of a DLPack producer on the CPU as an array."""
+    try:
+        return np.from_dlpack(x)
+    except (RuntimeError, BufferError) as error:  # bfloat16, which NumPy's DLPack does not know, for one
+        raise TypeError(f"{name} is a {type(x).__name__} that NumPy cannot take by DLPack: {error}") from error
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    """float32, bfloat16, bool, ...; >f4 for what is not in this machine's byte order."""
+    return dtype.name if dtype.isnative else dtype.str
