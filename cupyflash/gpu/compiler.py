@@ -1,0 +1,232 @@
+"""CUDA source to cubin with NVRTC, kept on disk; needs neither a GPU nor a driver. `load` alone needs them.
+
+The disk cache may be read-only, full, corrupt, shared by many processes or deleted at any moment: whatever happens to
+it costs a compilation, never an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .device import INSTALL, import_cupy, version_text
+
+CACHE_LIMIT = 512 << 20  # bytes on disk; the entries that were not read for longest go first
+STATIC_SHARED_LIMIT = 48 << 10  # a block that uses more shared memory has to ask for it
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a source; the message is its log, which names our file and line."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas gave one kernel: registers per thread; bytes per thread spilled and on the stack; bytes per block."""
+
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+    static_shared: int
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """One source, compiled for one architecture; `cached` says whether the cubin came from the disk cache."""
+
+    arch: str
+    cubin: bytes
+    log: str
+    resources: dict[str, Resources]
+    cached: bool
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    path: Path
+    entries: int
+    bytes: int
+
+
+@functools.lru_cache(maxsize=1024)
+def compile_source(source: str, arch: str) -> Compiled:
+    """Compile `source` for `arch` ("sm_80", "sm_90a", ...), or take it from this process or from the disk cache.
+
+    CompileError carries NVRTC's log; ImportError says what to install where NVRTC or cuda-core is missing.
+    """
+    key = _key(source, arch)
+    found = _read(key)
+    if found is not None:
+        return _compiled(arch, *found, cached=True)
+    compiled = compile_uncached(source, arch)
+    _write(key, compiled)
+    return compiled
+
+
+def compile_uncached(source: str, arch: str) -> Compiled:
+    """`compile_source` without any cache."""
+    core = _cuda_core()
+    log = io.StringIO()
+    try:
+        version = nvrtc_version()
+    except RuntimeError as error:
+        raise ImportError(f"compiling kernels needs NVRTC, which cannot be loaded ({error}); run {INSTALL}") from error
+    try:
+        code = core.Program(source, "c++", _options(arch)).compile("cubin", logs=log).code
+    except Exception as error:  # cuda.core keeps its error types private
+        raise CompileError(f"NVRTC {version} cannot compile for {arch}: {error}") from error
+    return _compiled(arch, bytes(code), log.getvalue().rstrip("\0\n"), cached=False)
+
+
+def nvrtc_version() -> str:
+    """NVRTC's version, "13.2"; RuntimeError where it cannot be loaded."""
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"{major}.{minor}"
+
+
+def _cuda_core() -> Any:
+    try:
+        import cuda.core
+    except ImportError as error:
+        raise ImportError(f"compiling kernels needs cuda-core ({error}); run {INSTALL}") from error
+    return cuda.core
+
+
+def _options(arch: str) -> Any:
+    return _cuda_core().ProgramOptions(name="cupyflash", arch=arch, std="c++17", ptxas_options=["-v"])
+
+
+def _compiled(arch: str, cubin: bytes, log: str, cached: bool) -> Compiled:
+    return Compiled(arch, cubin, log, parse_resources(log), cached)
+
+
+_ENTRY = re.compile(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry function|\Z)", re.DOTALL)
+_FRAME = r"Function properties for {}\s[^\d]*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+
+
+def parse_resources(log: str) -> dict[str, Resources]:
+    """The kernels' resources in a `ptxas -v` log, by kernel name."""
+    resources = {}
+    for name, text in _ENTRY.findall(log):
+        frame = re.search(_FRAME.format(name), text)
+        registers = re.search(r"Used (\d+) registers", text)
+        if frame and registers:
+            shared = re.search(r"(\d+) bytes smem", text)
+            stack, stores, loads = map(int, frame.groups())
+            resources[name] = Resources(int(registers[1]), stores, loads, stack, int(shared[1]) if shared else 0)
+    return resources
+
+
+def cache_dir() -> Path:
+    """CUPYFLASH_CACHE_DIR, or "cupyflash" in the user's cache folder."""
+    chosen = os.environ.get("CUPYFLASH_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    try:
+        home = Path.home()
+    except RuntimeError:
+        home = Path(os.devnull)  # a user without a home: nothing can be kept
+    if sys.platform == "win32":
+        root = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        root = home / "Library" / "Caches"
+    else:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    return root / "cupyflash"
+
+
+def cache_info() -> CacheInfo:
+    """Where the disk cache is and what it holds."""
+    sizes = []
+    for folder, _, names in os.walk(_programs()):
+        for name in names:
+            with contextlib.suppress(OSError):  # another process may remove it meanwhile
+                sizes.append(os.path.getsize(os.path.join(folder, name)))
+    return CacheInfo(cache_dir(), len(sizes), sum(sizes))
+
+
+def clear_cache() -> CacheInfo:
+    """Empty the disk cache; returns what it held."""
+    info = cache_info()
+    shutil.rmtree(_programs(), ignore_errors=True)
+    compile_source.cache_clear()
+    return info
+
+
+def _programs() -> Path:
+    return cache_dir() / "programs"  # a folder that is ours alone, wherever CUPYFLASH_CACHE_DIR points
+
+
+def _key(source: str, arch: str) -> bytes:
+    return _cuda_core().utils.make_program_cache_key(
+        code=source, code_type="c++", options=_options(arch), target_type="cubin"
+    )
+
+
+def _read(key: bytes) -> tuple[bytes, str] | None:
+    """(cubin, log), or None where the cache has no whole entry."""
+    with contextlib.suppress(OSError):
+        entry = _cuda_core().utils.FileStreamProgramCache(_programs()).get(key, b"")
+        digest, _, payload = entry.partition(b"\n")
+        if digest == _digest(payload):
+            log, _, cubin = payload.partition(b"\n")
+            return cubin, json.loads(log)
+    return None
+
+
+def _write(key: bytes, compiled: Compiled) -> None:
+    payload = json.dumps(compiled.log).encode() + b"\n" + compiled.cubin
+    with contextlib.suppress(OSError):
+        cache = _cuda_core().utils.FileStreamProgramCache(_programs(), max_size_bytes=CACHE_LIMIT)
+        cache[key] = _digest(payload) + b"\n" + payload
+
+
+def _digest(payload: bytes) -> bytes:
+    return hashlib.sha256(payload).hexdigest().encode()
+
+
+def load(compiled: Compiled, ordinal: int, dynamic_shared: Mapping[str, int]) -> dict[str, Any]:
+    """Load a cubin onto the GPU `ordinal`: its kernels as `cupy.cuda.Function`, by name.
+
+    `dynamic_shared` names the kernels wanted, each with the bytes of dynamic shared memory that its launches take.
+    RuntimeError says what to install where the driver refuses the cubin.
+    """
+    cuda = import_cupy().cuda
+    kernels = {}
+    with cuda.Device(ordinal):
+        module = cuda.Module()
+        try:
+            module.load(compiled.cubin)
+        except cuda.driver.CUDADriverError as error:
+            raise _load_error(error, compiled.arch, cuda.runtime.driverGetVersion()) from error
+        for name, size in dynamic_shared.items():
+            kernels[name] = module.get_function(name)
+            if size > STATIC_SHARED_LIMIT:
+                attribute = cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                cuda.driver.funcSetAttribute(kernels[name].ptr, attribute, size)
+    return kernels
+
+
+_REFUSALS = ("NO_BINARY_FOR_GPU", "INVALID_IMAGE", "INVALID_PTX", "UNSUPPORTED_PTX_VERSION", "INVALID_SOURCE")
+
+
+def _load_error(error: Exception, arch: str, driver: int) -> RuntimeError:
+    """The driver's error in loading a cubin, as one that says what to do."""
+    text = f"the NVIDIA driver (for CUDA {version_text(driver)}) cannot load a kernel for {arch} "
+    text += f"that NVRTC {nvrtc_version()} compiled ({error})"
+    if any(refusal in str(error) for refusal in _REFUSALS):
+        text += f"; update the driver, or choose the packages that match it: {INSTALL}"
+    return RuntimeError(text)
