@@ -1,0 +1,96 @@
+"""PyTorch tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from ..problem import View
+
+kind = "torch"
+_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+def objection(cls: type) -> str | None:
+    return None if issubclass(cls, torch.Tensor) else "it must be a tensor"
+
+
+def on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
+
+def view(x: torch.Tensor) -> View:
+    if x.layout is not torch.strided:
+        raise TypeError(f"a tensor of shape {tuple(x.shape)} has layout {x.layout}; it must be strided (dense)")
+    if x.is_neg():
+        raise ValueError(
+            f"a tensor of shape {tuple(x.shape)} has its negation pending (torch's negative bit); pass x.resolve_neg()"
+        )
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} is on {x.device}; it must be on cpu or cuda")
+    where = f"cuda:{x.get_device()}" if x.is_cuda else "cpu"
+    return View(tuple(x.shape), x.stride(), str(x.dtype).removeprefix("torch."), where, kind, x.data_ptr())
+
+
+def signature(x: torch.Tensor) -> tuple[Any, ...]:
+    return (x.shape, x.stride(), x.dtype, x.get_device(), x.is_neg())
+
+
+def pointer(x: torch.Tensor) -> int:
+    return x.data_ptr()
+
+
+def device(x: torch.Tensor) -> int:
+    return x.get_device()
+
+
+if hasattr(torch._C, "_cuda_getCurrentRawStream"):  # the public call costs microseconds for the object around it
+    stream = torch._C._cuda_getCurrentRawStream
+else:
+
+    def stream(device: int) -> int:
+        return torch.cuda.current_stream(device).cuda_stream
+
+
+def empty(shape: tuple[int, ...], dtype: str, device: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=_DTYPES[dtype], device=device)
+
+
+def finish(x: torch.Tensor, device: int) -> torch.Tensor:
+    return x
+
+
+def wants_grad(arrays: list[Any]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    for x in arrays:
+        if getattr(x, "requires_grad", False):
+            return True
+    return False
+
+
+def differentiable_attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    from ..torch.autograd import attention
+
+    return attention(q, k, v, **options)
+
+
+def to_numpy(x: torch.Tensor) -> np.ndarray:
+    x = x.detach()
+    if x.dtype is torch.bfloat16:  # NumPy has no bfloat16 of its own to share memory as
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
+
+
+def from_numpy(a: np.ndarray) -> torch.Tensor:
+    if a.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(a)

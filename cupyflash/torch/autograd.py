@@ -1,0 +1,79 @@
+"""`cupyflash.attention` and `attention_backward` as one autograd function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import api
+from ..interop import torch_
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    key_mask: torch.Tensor | None = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    deterministic: bool = False,
+    out: torch.Tensor | None = None,
+    family: str | None = None,
+) -> Any:
+    """Exact attention on tensors, differentiable with respect to q, k and v.
+
+    Takes and returns what `cupyflash.attention` does, with one restriction: lse carries no gradient (it is marked
+    non-differentiable), nor can gradients be differentiated again.
+
+    Raises
+    ------
+    TypeError
+        q, k or v is no tensor.
+    ValueError
+        `out` is given although a gradient is wanted: autograd cannot follow a write into it.
+    RuntimeError
+        From the backward pass, where it is asked to be differentiable itself (`create_graph=True`).
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+    options = {
+        "causal": causal, "window": window, "scale": scale, "layout": layout, "deterministic": deterministic,
+        "family": family,
+    }  # fmt: skip
+    if not torch_.wants_grad([q, k, v, out]):
+        return api.attention(q, k, v, key_mask=key_mask, return_lse=return_lse, out=out, **options)
+    if out is not None:
+        raise ValueError(
+            "out is given but a gradient is wanted, and autograd cannot follow a write into out; leave it out, or call "
+            "under torch.no_grad()"
+        )
+    o, lse = _Attention.apply(q, k, v, key_mask, options)
+    return (o, lse) if return_lse else o
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, options: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return api.attention(q, k, v, key_mask=key_mask, return_lse=True, **options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        q, k, v, key_mask, ctx.options = inputs
+        out, lse = output
+        ctx.mark_non_differentiable(lse)
+        ctx.save_for_backward(q, k, v, key_mask, out, lse)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, key_mask, out, lse = ctx.saved_tensors
+        grads = api.attention_backward(dout, q, k, v, out, lse, key_mask=key_mask, **ctx.options)
+        return *grads, None, None
