@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from typing import Any
 from .device import INSTALL, import_cupy, version_text
 
 CACHE_LIMIT = 512 << 20  # bytes on disk; the entries that were not read for longest go first
-STATIC_SHARED_LIMIT = 48 << 10  # a block that uses more shared memory has to ask for it
+
+# The errors of a driver that is too old for a cubin, or of another kind of GPU.
+_REFUSALS = ("NO_BINARY_FOR_GPU", "INVALID_IMAGE", "INVALID_PTX", "UNSUPPORTED_PTX_VERSION", "INVALID_SOURCE")
 
 
 class CompileError(RuntimeError):
@@ -59,7 +61,7 @@ class CacheInfo:
     bytes: int
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def compile_source(source: str, arch: str) -> Compiled:
     """Compile `source` for `arch` ("sm_80", "sm_90a", ...), or take it from this process or from the disk cache.
 
@@ -198,29 +200,27 @@ def _digest(payload: bytes) -> bytes:
     return hashlib.sha256(payload).hexdigest().encode()
 
 
-def load(compiled: Compiled, ordinal: int, dynamic_shared: Mapping[str, int]) -> dict[str, Any]:
-    """Load a cubin onto the GPU `ordinal`: its kernels as `cupy.cuda.Function`, by name.
+def load(compiled: Compiled, kernels: Sequence[tuple[str, int]], ordinal: int) -> list[Any]:
+    """Load a cubin onto the GPU `ordinal` and return its kernels, each a `cupy.cuda.Function`.
 
-    `dynamic_shared` names the kernels wanted, each with the bytes of dynamic shared memory that its launches take.
-    RuntimeError says what to install where the driver refuses the cubin.
+    `kernels` holds (name, bytes of dynamic shared memory that its launches take). RuntimeError says what to install
+    where the driver refuses the cubin.
     """
     cuda = import_cupy().cuda
-    kernels = {}
+    functions = []
     with cuda.Device(ordinal):
         module = cuda.Module()
         try:
             module.load(compiled.cubin)
         except cuda.driver.CUDADriverError as error:
             raise _load_error(error, compiled.arch, cuda.runtime.driverGetVersion()) from error
-        for name, size in dynamic_shared.items():
-            kernels[name] = module.get_function(name)
-            if size > STATIC_SHARED_LIMIT:
+        for name, shared_memory in kernels:
+            function = module.get_function(name)
+            if shared_memory:
                 attribute = cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                cuda.driver.funcSetAttribute(kernels[name].ptr, attribute, size)
-    return kernels
-
-
-_REFUSALS = ("NO_BINARY_FOR_GPU", "INVALID_IMAGE", "INVALID_PTX", "UNSUPPORTED_PTX_VERSION", "INVALID_SOURCE")
+                cuda.driver.funcSetAttribute(function.ptr, attribute, shared_memory)
+            functions.append(function)
+    return functions
 
 
 def _load_error(error: Exception, arch: str, driver: int) -> RuntimeError:

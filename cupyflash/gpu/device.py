@@ -46,7 +46,7 @@ class Arch:
         A suffix is not needed and not looked at: kernels are compiled for what `current` would name on such a GPU.
         ValueError for an architecture that is unknown or older than sm_75.
         """
-        match = re.fullmatch(r"sm_(\d+)[af]?", name)
+        match = re.fullmatch(r"sm_(\d+)[af]?", str(name))
         cc = int(match[1]) if match else 0
         if cc not in _TYPICAL:
             known = ", ".join(_target(known) for known in _TYPICAL)
