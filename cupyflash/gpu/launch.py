@@ -1,0 +1,148 @@
+"""The last step of the corridor: pack Params, launch on the caller's stream. The only step that needs a GPU."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import cupy
+import numpy as np
+
+from ..problem import ITEMSIZE, AttentionProblem, View, to_bshd
+from .plan import KernelPlan
+
+# The fields of kernels_cu/attention/params.cuh, in its order.
+POINTERS = ("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "delta", "dq_sum", "counters", "mask")
+STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+_POINTERS = struct.Struct(f"{len(POINTERS)}Q")
+_REST = struct.Struct(f"{3 * len(STRIDED)}q q d 10i")
+PARAMS = np.dtype(f"V{_POINTERS.size + _REST.size}")
+
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class Stream:
+    """The raw handle of a stream in the form that a CuPy launch takes."""
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+class Launcher:
+    """A plan with its kernels loaded on one device and everything packed that a call does not change."""
+
+    def __init__(
+        self,
+        plan: KernelPlan,
+        functions: list[Any],
+        problem: AttentionProblem,
+        strides: dict[str, tuple[int, ...]],
+        mask_batch: int,
+        device: int,
+    ) -> None:
+        self.device = device
+        self._kernels = [
+            (function, (launch.grid,), (launch.threads,), launch.shared_memory)
+            for function, launch in zip(functions, plan.launches)
+        ]
+        rows = [s for name in STRIDED for s in strides.get(name, (0, 0, 0, 0))[:3]]
+        p = problem
+        self._rest = _REST.pack(
+            *rows, mask_batch, abs(p.scale), p.batch, p.heads_q, p.heads_k, p.seq_q, p.seq_k, p.dim, p.dim_v,
+            p.diagonal, p.left or 0, p.right or 0,
+        )  # fmt: skip
+        self._offsets, self.workspace = [], 0
+        for space in plan.workspace:
+            self._offsets.append((POINTERS.index(space.name), self.workspace))
+            self.workspace += -(-space.nbytes // 256) * 256
+
+    def __call__(self, pointers: list[int], stream: int, workspace: int = 0) -> None:
+        """Launch on `stream`. `pointers` in the order of POINTERS; those into the workspace are filled in here."""
+        for index, offset in self._offsets:
+            pointers[index] = workspace + offset
+        # CuPy passes a NumPy array of one element by value; the buffer outlives the launch, which copies it.
+        params = np.ndarray((), PARAMS, _POINTERS.pack(*pointers) + self._rest)
+        if cupy.cuda.runtime.getDevice() == self.device:
+            self._launch(params, Stream(stream))
+        else:
+            with cupy.cuda.Device(self.device):
+                self._launch(params, Stream(stream))
+
+    def _launch(self, params: np.ndarray, stream: Stream) -> None:
+        for function, grid, block, shared in self._kernels:
+            function(grid, block, (params,), shared, stream)
+
+
+def bshd_strides(view: View, layout: str) -> tuple[int, int, int, int]:
+    """Element strides of (batch, sequence, heads, dim), in that order; 0 for axes the array does not have."""
+    return to_bshd(view.strides, layout, fill=0)
+
+
+def params_strides(view: View, layout: str) -> tuple[int, int, int]:
+    """The same as Params wants them: batch, row, head."""
+    b, s, h, _ = bshd_strides(view, layout)
+    return b, s, h
+
+
+def needs_copy(view: View, alignment: int) -> str | None:
+    """Why kernels that need `alignment` cannot read this array where it is, or None. The pointer is not looked at."""
+    if 0 in view.shape:
+        return None
+    if view.shape[-1] > 1 and view.strides[-1] != 1:
+        return f"its last dimension has stride {view.strides[-1]}, not 1"
+    size = ITEMSIZE[view.dtype]
+    for extent, stride in zip(view.shape[:-1], view.strides[:-1]):
+        if extent > 1 and stride * size % alignment:
+            return f"its rows are not {alignment}-byte aligned (a stride of {stride} elements)"
+    return None
+
+
+def on_device(pointer: int, view: View, device: int) -> cupy.ndarray:
+    """The memory behind a view as a CuPy array of unsigned integers (for copies and fills: no bit changes)."""
+    size = ITEMSIZE[view.dtype]
+    memory = cupy.cuda.UnownedMemory(pointer, 1, None, device)
+    strides = tuple(s * size for s in view.strides)
+    return cupy.ndarray(view.shape, _UNSIGNED[size], cupy.cuda.MemoryPointer(memory, 0), strides)
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Element strides of a contiguous array."""
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * max(extent, 1))
+    return tuple(reversed(strides))
+
+
+def padded(view: View, alignment: int) -> View:
+    """The view of a copy whose rows start at multiples of `alignment` bytes."""
+    unit = max(1, alignment // ITEMSIZE[view.dtype])
+    return view._replace(strides=contiguous((*view.shape[:-1], -(-view.shape[-1] // unit) * unit)))
+
+
+def padded_copy(lib: Any, x: Any, alignment: int, device: int, stream: int) -> Any:
+    """Copy x to where `padded` says, in memory from the caller's allocator, on its stream. Returns what holds it."""
+    view = lib.view(x)
+    copy = padded(view, alignment)
+    buffer = lib.empty((copy.strides[0] * copy.shape[0],), view.dtype, device)
+    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream, device):
+        on_device(lib.pointer(buffer), copy, device)[...] = on_device(lib.pointer(x), view, device)
+    return buffer
+
+
+def copy_into(lib: Any, target: Any, source: Any, device: int, stream: int) -> None:
+    """target[...] = source for two arrays of one library and shape, on its stream."""
+    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream, device):
+        on_device(lib.pointer(target), lib.view(target), device)[...] = on_device(
+            lib.pointer(source), lib.view(source), device
+        )
+
+
+def fill(lib: Any, x: Any, value: float, device: int, stream: int) -> None:
+    """Fill an array of any library with 0 or -inf, on its stream."""
+    view = lib.view(x)
+    pattern = np.array(value, {2: np.float16, 4: np.float32, 8: np.float64}[ITEMSIZE[view.dtype]])
+    bits = pattern.view(_UNSIGNED[pattern.itemsize]).item()
+    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream, device):
+        on_device(lib.pointer(x), view, device)[...] = bits

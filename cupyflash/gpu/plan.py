@@ -1,0 +1,182 @@
+"""From a problem to the kernels that answer it: family, tiles, stages, grid, workspace. Pure; tested without a GPU.
+
+A family is a row in `FAMILIES`: why it does not take a problem, and how it plans one it takes. The order is the
+preference; the first family with nothing to object is chosen, and the objections of the others are kept for `explain`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..problem import ITEMSIZE, AttentionProblem
+from . import tuning
+from .device import Arch
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch of a plan, in order."""
+
+    name: str
+    grid: int
+    threads: int
+    shared_memory: int = 0
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Memory that a plan needs beyond inputs and outputs. `name` is a field of Params."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * (4 if self.dtype == "uint32" else ITEMSIZE[self.dtype])
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    family: str
+    arch: str
+    dtype: str
+    source: str  # file under kernels_cu/
+    constants: tuple[tuple[str, int | bool | float], ...]
+    launches: tuple[Launch, ...]
+    alignment: int  # bytes that the inputs' pointers and rows must be multiples of
+    workspace: tuple[Workspace, ...] = ()
+    passed_over: tuple[str, ...] = ()  # why faster families were not taken
+
+
+def plan(problem: AttentionProblem, arch: Arch, backward: bool = False, family: str | None = None) -> KernelPlan:
+    """Choose the family (or take the one named) and plan the problem on `arch`.
+
+    Raises ValueError where the family named, or every family, objects to the problem.
+    """
+    if family is not None and family not in FAMILIES:
+        raise ValueError(f"family is {family!r}; it must be one of {', '.join(map(repr, FAMILIES))}, or None")
+    objections = []
+    for name, (objection, build) in FAMILIES.items():
+        if family in (None, name):
+            why = objection(problem, arch)
+            if why is None:
+                return _checked(build(problem, arch, backward, tuple(objections)), problem)
+            objections.append(f"{name} {why}")
+    raise ValueError(f"no kernel family takes this problem: {'; '.join(objections)}")
+
+
+def _checked(plan: KernelPlan, problem: AttentionProblem) -> KernelPlan:
+    """Positions and thread blocks are 32-bit integers in the kernels; elements and bytes are 64-bit."""
+    for name, length in (("q", problem.seq_q), ("k", problem.seq_k)):
+        if length >= 2**30:
+            raise ValueError(f"{name} has a sequence of {length}; the kernels take less than 2**30")
+    blocks = max(x.grid for x in plan.launches)
+    if blocks >= 2**31:
+        raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {blocks} tiles; less than 2**31 fit")
+    return plan
+
+
+def _features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
+    """What is asked of the mask and the score, as constants: what is not asked compiles to nothing."""
+    return (
+        ("LEFT", problem.left is not None),
+        ("RIGHT", problem.right is not None),
+        ("KEY_MASK", problem.key_mask),
+        ("NEGATIVE_SCALE", problem.scale < 0),
+    )
+
+
+def _ceil(n: int, step: int) -> int:
+    return -(-n // step)
+
+
+# ---- sm80: mma.sync tensor cores ------------------------------------------------------------------------------------
+
+
+def _sm80_objection(problem: AttentionProblem, arch: Arch) -> str | None:
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"takes float16 and bfloat16, not {problem.dtype}"
+    if arch.cc < 80:
+        return f"needs compute capability 8.0, this GPU has {arch.cc / 10}"
+    if max(problem.dim, problem.dim_v) > 256 or min(problem.dim, problem.dim_v) < 1:
+        return f"takes head dimensions 1 to 256, not {problem.dim} and {problem.dim_v}"
+    return None
+
+
+def _sm80(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tuple[str, ...]) -> KernelPlan:
+    dim, dim_v = (_ceil(d, 16) * 16 for d in (problem.dim, problem.dim_v))
+    pairs = problem.batch * problem.heads_q
+    common = (("DIM", dim), ("DIM_V", dim_v), *_features(problem))
+    if not backward:
+        t = tuning.sm80_forward(dim, dim_v, problem, arch)
+        launches: tuple[Launch, ...] = (
+            Launch("attention_forward", pairs * _ceil(problem.seq_q, t.rows), 32 * t.warps, t.shared_memory),
+        )
+        return KernelPlan(
+            "sm80", arch.name, problem.dtype, "sm80/forward.cu", (*common, *t.constants), launches, 16,
+            passed_over=passed_over,
+        )  # fmt: skip
+    b = tuning.sm80_backward(dim, dim_v, problem, arch)
+    tiles_q, tiles_k = _ceil(problem.seq_q, b.rows), _ceil(problem.seq_k, b.keys)
+    launches = (
+        Launch("attention_backward_prepare", pairs * tiles_q, 128),
+        Launch("attention_backward", problem.batch * problem.heads_k * tiles_k, 32 * b.warps, b.shared_memory),
+        Launch("attention_backward_finish", pairs * tiles_q, 128),
+    )
+    workspace = [
+        Workspace("delta", "float32", (pairs, problem.seq_q)),
+        Workspace("dq_sum", "float32", (pairs, tiles_q, b.rows * dim)),
+    ]
+    if problem.deterministic:
+        workspace.append(Workspace("counters", "uint32", (pairs * tiles_q + 1,)))
+    constants = (*common, *b.constants, ("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", arch.cc >= 90))
+    return KernelPlan(
+        "sm80", arch.name, problem.dtype, "sm80/backward.cu", constants, launches, 16, tuple(workspace), passed_over
+    )
+
+
+# ---- simt: plain CUDA -----------------------------------------------------------------------------------------------
+
+SIMT_MAX_DIM = 4096
+
+
+def _simt_objection(problem: AttentionProblem, arch: Arch) -> str | None:
+    if max(problem.dim, problem.dim_v) > SIMT_MAX_DIM:
+        return f"takes head dimensions up to {SIMT_MAX_DIM}, not {problem.dim} and {problem.dim_v}"
+    return None
+
+
+def _simt(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tuple[str, ...]) -> KernelPlan:
+    t = tuning.simt(problem, backward)
+    pairs = problem.batch * problem.heads_q
+    tiles_q, tiles_k = _ceil(problem.seq_q, t.rows), _ceil(problem.seq_k, t.keys)
+    chunks, chunks_v = max(1, _ceil(problem.dim, t.columns)), max(1, _ceil(problem.dim_v, t.columns))
+    constants = (*t.constants, *_features(problem))
+    if not backward:
+        launches: tuple[Launch, ...] = (Launch("attention_forward", pairs * tiles_q * chunks_v, t.threads),)
+        return KernelPlan(
+            "simt", arch.name, problem.dtype, "simt/forward.cu", constants, launches, ITEMSIZE[problem.dtype],
+            passed_over=passed_over,
+        )  # fmt: skip
+    pairs_k = problem.batch * problem.heads_k
+    launches = (
+        Launch("attention_backward_delta", _ceil(pairs * problem.seq_q, 8), 256),
+        Launch("attention_backward_dk_dv", pairs_k * tiles_k * max(chunks, chunks_v), t.threads),
+        Launch("attention_backward_dq", pairs * tiles_q * chunks, t.threads),
+    )
+    workspace = (Workspace("delta", problem.lse_dtype, (pairs, problem.seq_q)),)
+    return KernelPlan(
+        "simt", arch.name, problem.dtype, "simt/backward.cu", constants, launches, ITEMSIZE[problem.dtype], workspace,
+        passed_over,
+    )  # fmt: skip
+
+
+Objection = Callable[[AttentionProblem, Arch], "str | None"]
+Build = Callable[[AttentionProblem, Arch, bool, "tuple[str, ...]"], KernelPlan]
+FAMILIES: dict[str, tuple[Objection, Build]] = {
+    "sm80": (_sm80_objection, _sm80),
+    "simt": (_simt_objection, _simt),
+}

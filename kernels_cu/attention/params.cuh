@@ -1,0 +1,26 @@
+// What the host hands to every kernel, by value. gpu/launch.py packs it; the two must list the same fields.
+#pragma once
+
+// Distances in elements between batches, between rows (positions in the sequence) and between heads.
+struct Strides {
+    long long batch, row, head;
+};
+
+struct Params {
+    const Element *q, *k, *v;
+    Element* out;
+    Accum* lse;  // (B, Hq, Sq), natural logarithm; null in the forward where nobody asked
+    const Element* dout;
+    Element *dq, *dk, *dv;
+    Accum* delta;               // (B, Hq, Sq), rowsum(dO * O)
+    float* dq_sum;              // float32 dQ in the order of the accumulator fragments
+    unsigned* counters;         // deterministic mode: how many key tiles have added to a dQ tile; the last is the ticket
+    const unsigned char* mask;  // key_mask (B, Sk): 1 where the key may be attended
+
+    Strides q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides, dk_strides, dv_strides;
+    long long mask_batch;
+
+    double scale;  // multiplies Q K^T
+    int batch, heads_q, heads_k, seq_q, seq_k, dim, dim_v;
+    int diagonal, left, right;  // query i sees keys i + diagonal - left .. i + diagonal + right
+};

@@ -1,0 +1,86 @@
+// Online softmax over the rows of a warp's accumulator (Dao 2023, Algorithm 1), in base 2.
+#pragma once
+#include "ptx/math.cuh"
+#include "tile/fragment.cuh"
+
+#define MINUS_INFINITY __int_as_float(0xff800000)
+
+template <int M>
+struct OnlineSoftmax {
+    float factor;         // scale * log2(e): exp(scale * s) = exp2(factor * s)
+    float maximum[M][2];  // of the scores, as of the last rescale
+    float sum[M][2];      // of exp2(factor * (s - maximum)), this lane's columns only
+
+    // 0 would make NaN of a hidden score (-inf * 0).
+    __device__ OnlineSoftmax(double scale) : factor(fmaxf(float(scale * 1.4426950408889634), 1e-30f)) {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) maximum[m][h] = MINUS_INFINITY, sum[m][h] = 0;
+    }
+
+    // scores become probabilities, not yet divided by the sum; the result so far is rescaled to the new maximum.
+    // A maximum that grows by less than 2^8 is left alone: the probabilities stay far from overflow, and the result
+    // is the same, since it is divided by a sum taken with the same maximum.
+    template <int N, int NO>
+    __device__ void operator()(Accumulator<M, N>& scores, Accumulator<M, NO>& result) {
+        float largest[M][2];
+        bool grown = false;
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float x = maximum[m][h];
+#pragma unroll
+                for (int n = 0; n < N; n++) x = fmaxf(x, fmaxf(scores.x[m][n][2 * h], scores.x[m][n][2 * h + 1]));
+                x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+                largest[m][h] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+                grown |= (largest[m][h] - maximum[m][h]) * factor > 8;  // the first time: inf > 8
+            }
+        if (__any_sync(~0u, grown)) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    // a row that has seen no key has nothing to rescale, and -inf - -inf would be NaN
+                    float shrink = maximum[m][h] == MINUS_INFINITY
+                                       ? 0.f
+                                       : exp2_approx((maximum[m][h] - largest[m][h]) * factor);
+                    maximum[m][h] = largest[m][h];
+                    sum[m][h] *= shrink;
+#pragma unroll
+                    for (int n = 0; n < NO; n++) result.x[m][n][2 * h] *= shrink, result.x[m][n][2 * h + 1] *= shrink;
+                }
+        }
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float offset = maximum[m][h] == MINUS_INFINITY ? 0.f : maximum[m][h] * factor;
+#pragma unroll
+                for (int n = 0; n < N; n++)
+#pragma unroll
+                    for (int e = 2 * h; e < 2 * h + 2; e++) {
+                        scores.x[m][n][e] = exp2_approx(scores.x[m][n][e] * factor - offset);
+                        sum[m][h] += scores.x[m][n][e];
+                    }
+            }
+    }
+
+    // Divide the result by the sums; lse(row fragment, half) is left in `maximum`. Rows that saw no key: 0 and -inf.
+    template <int N>
+    __device__ void finish(Accumulator<M, N>& result, double scale) {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float total = sum[m][h];
+                total += __shfl_xor_sync(~0u, total, 1);
+                total += __shfl_xor_sync(~0u, total, 2);
+                float inverse = total == 0 ? 0.f : 1 / total;
+#pragma unroll
+                for (int n = 0; n < N; n++) result.x[m][n][2 * h] *= inverse, result.x[m][n][2 * h + 1] *= inverse;
+                maximum[m][h] = total == 0 ? MINUS_INFINITY : maximum[m][h] * float(scale) + logf(total);
+            }
+    }
+};

@@ -1,0 +1,20 @@
+// Copies from global to shared memory that run in the background, in groups.
+#pragma once
+
+// 16 bytes, of which the first `bytes` are read and the rest are zeros.
+__device__ inline void cp_async_16(unsigned shared, const void* global, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
+// 4 bytes, read or zeros.
+__device__ inline void cp_async_4(unsigned shared, const void* global, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
+__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait until at most PENDING of the thread's last groups are still under way.
+template <int PENDING>
+__device__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}

@@ -1,0 +1,260 @@
+// FlashAttention-2 backward (Dao 2023, Algorithm 2) on the tensor cores of Ampere and every GPU after it.
+//
+// A thread block owns KEYS keys of one key/value head, holds their dK and dV in registers, and loops over the query
+// tiles that see them, for every query head that shares them. Scores are computed transposed, S^T = K Q^T, so that
+// P^T and dS^T stand in registers exactly as the A operands of dV += P^T dO and dK += dS^T Q; only dS goes through
+// shared memory, for dQ += dS K, which many thread blocks add to in global memory (dq_sum).
+//
+// Where a warp's dK and dV would not fit its registers, COLUMN_WARPS = 2 warps share 16 keys: each computes half of
+// the queries' scores, P and dS both go through shared memory, and each warp owns half of the columns of dK and dV.
+#include "attention/mask.cuh"
+#include "attention/score.cuh"
+#include "attention/softmax.cuh"
+#include "ptx/reduce.cuh"
+
+using namespace config;
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int KEY_WARPS = WARPS / COLUMN_WARPS;  // each has 16 keys
+constexpr int WARP_QUERIES = ROWS / COLUMN_WARPS;
+constexpr bool SHARE = COLUMN_WARPS > 1;
+static_assert(KEYS == 16 * KEY_WARPS && WARP_QUERIES % 16 == 0 && DIM % (16 * COLUMN_WARPS) == 0 &&
+              DIM_V % (16 * COLUMN_WARPS) == 0);
+
+// dQ of a tile, ROWS x DIM, is shared out among the warps as DQ_ROW_WARPS x DQ_COLUMN_WARPS.
+constexpr int DQ_ROW_WARPS = ROWS / 16 < WARPS ? ROWS / 16 : WARPS;
+constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS;
+constexpr int DQ_M = ROWS / 16 / DQ_ROW_WARPS;
+constexpr int DQ_N = (DIM / 16 + DQ_COLUMN_WARPS - 1) / DQ_COLUMN_WARPS * 2;  // the last warp may have fewer columns
+constexpr int DQ_TILE = ROWS * DIM;                                            // floats of one tile in dq_sum
+
+using QTile = SharedTile<ROWS, DIM>;
+using DOTile = SharedTile<ROWS, DIM_V>;
+using KTile = SharedTile<KEYS, DIM>;
+using VTile = SharedTile<KEYS, DIM_V>;
+using STile = SharedTile<KEYS, ROWS>;  // P^T or dS^T
+
+// One fragment of dq_sum is stored as its 32 lanes hold it, so that every addition is 16 bytes wide.
+__device__ inline float* dq_fragment(const Params& p, long long tile, int m, int n) {
+    return p.dq_sum + tile * DQ_TILE + ((m * (DIM / 8) + n) * 32 + threadIdx.x % 32) * 4;
+}
+
+// delta = rowsum(dO * O); zeros where the dQ of this tile will be summed.
+extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
+    int tiles = (p.seq_q + ROWS - 1) / ROWS;
+    int tile = blockIdx.x % tiles, head = blockIdx.x / tiles % p.heads_q, batch = blockIdx.x / tiles / p.heads_q;
+    long long pair = (long long)batch * p.heads_q + head;
+    float4* sums = (float4*)(p.dq_sum + blockIdx.x * (long long)DQ_TILE);
+    for (int i = threadIdx.x; i < DQ_TILE / 4; i += 128) sums[i] = make_float4(0, 0, 0, 0);
+    if (DETERMINISTIC && threadIdx.x == 0) {
+        p.counters[blockIdx.x] = 0;
+        if (blockIdx.x == 0) p.counters[gridDim.x] = 0;
+    }
+    constexpr int LANES = DIM_V <= 64 ? 8 : DIM_V <= 128 ? 16 : 32;  // of 8 columns, for one row
+    int lane = threadIdx.x % LANES;
+    const Element* o = p.out + batch * p.out_strides.batch + head * p.out_strides.head;
+    const Element* d = p.dout + batch * p.dout_strides.batch + head * p.dout_strides.head;
+    for (int i = tile * ROWS + threadIdx.x / LANES; i < (tile + 1) * ROWS; i += 128 / LANES) {
+        float sum = 0;
+        int columns = i < p.seq_q ? min(p.dim_v - 8 * lane, 8) : 0;
+        const Element *oi = o + i * p.out_strides.row + 8 * lane, *di = d + i * p.dout_strides.row + 8 * lane;
+        if (columns == 8) {
+            uint4 a = *(const uint4*)oi, b = *(const uint4*)di;
+#pragma unroll
+            for (int c = 0; c < 8; c++) sum += to_float(((Element*)&a)[c]) * to_float(((Element*)&b)[c]);
+        } else {
+            for (int c = 0; c < columns; c++) sum += to_float(oi[c]) * to_float(di[c]);
+        }
+#pragma unroll
+        for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (lane == 0 && i < p.seq_q) p.delta[pair * p.seq_q + i] = sum;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) Element shared[];
+    KTile k_tile{shared};
+    VTile v_tile{k_tile.data + KTile::ELEMENTS};
+    STile ds_tile{v_tile.data + VTile::ELEMENTS};
+    STile p_tile{ds_tile.data + STile::ELEMENTS};  // only where P is shared
+    Element* ring = ds_tile.data + (SHARE ? 2 : 1) * STile::ELEMENTS;
+    auto q_tile = [&](int stage) { return QTile{ring + stage * (QTile::ELEMENTS + DOTile::ELEMENTS)}; };
+    auto do_tile = [&](int stage) { return DOTile{q_tile(stage).data + QTile::ELEMENTS}; };
+    float* rows = (float*)(ring + STAGES * (QTile::ELEMENTS + DOTile::ELEMENTS));  // lse and delta of a query tile
+    auto lse_row = [&](int stage) { return rows + stage * 2 * ROWS; };
+    auto delta_row = [&](int stage) { return rows + stage * 2 * ROWS + ROWS; };
+
+    int tiles = (p.seq_k + KEYS - 1) / KEYS, tiles_q = (p.seq_q + ROWS - 1) / ROWS;
+    int block = blockIdx.x;
+    if (DETERMINISTIC) {
+        // Blocks wait for those with smaller numbers: numbers given in the order of starting cannot wait for ever.
+        __shared__ int ticket;
+        if (threadIdx.x == 0) ticket = atomicAdd(p.counters + (long long)p.batch * p.heads_q * tiles_q, 1u);
+        __syncthreads();
+        block = ticket;
+    }
+    int tile = block % tiles, head_k = block / tiles % p.heads_k, batch = block / tiles / p.heads_k;
+    int group = p.heads_q / p.heads_k;
+    Range keys{tile * KEYS, min(p.seq_k, (tile + 1) * KEYS)};
+    Mask mask(p, batch);
+    Range queries = mask.queries_of(keys);
+    int first = queries.begin / ROWS, last = (queries.end + ROWS - 1) / ROWS;  // query tiles [first, last)
+    if (queries.begin == queries.end) last = first;
+    int steps = (last - first) * group;  // over the heads of the group, and the query tiles of each
+
+    auto load_queries = [&](int step, int stage) {
+        int head = head_k * group + step / (last - first), i = (first + step % (last - first)) * ROWS;
+        const Element* q = p.q + batch * p.q_strides.batch + head * p.q_strides.head + i * p.q_strides.row;
+        const Element* d = p.dout + batch * p.dout_strides.batch + head * p.dout_strides.head + i * p.dout_strides.row;
+        load_async<THREADS>(q_tile(stage), q, p.q_strides.row, p.seq_q - i, p.dim);
+        load_async<THREADS>(do_tile(stage), d, p.dout_strides.row, p.seq_q - i, p.dim_v);
+        long long row = ((long long)batch * p.heads_q + head) * p.seq_q + i;
+        for (int r = threadIdx.x; r < 2 * ROWS; r += THREADS) {
+            const float* source = (r < ROWS ? p.lse : p.delta) + row + r % ROWS;
+            cp_async_4(shared_address(lse_row(stage) + r), source, i + r % ROWS < p.seq_q ? 4 : 0);
+        }
+    };
+
+    const Element* k = p.k + batch * p.k_strides.batch + head_k * p.k_strides.head + keys.begin * p.k_strides.row;
+    const Element* v = p.v + batch * p.v_strides.batch + head_k * p.v_strides.head + keys.begin * p.v_strides.row;
+    load_async<THREADS>(k_tile, k, p.k_strides.row, p.seq_k - keys.begin, p.dim);
+    load_async<THREADS>(v_tile, v, p.v_strides.row, p.seq_k - keys.begin, p.dim_v);
+    if (steps > 0) load_queries(0, 0);
+    cp_async_commit();
+
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int warp_key = warp % KEY_WARPS * 16, column_warp = warp / KEY_WARPS;
+    int warp_query = column_warp * WARP_QUERIES;
+    float factor = float(p.scale * 1.4426950408889634);
+    Accumulator<1, DIM / 8 / COLUMN_WARPS> dk;
+    Accumulator<1, DIM_V / 8 / COLUMN_WARPS> dv;
+    dk.clear();
+    dv.clear();
+
+    for (int step = 0; step < steps; step++) {
+        int head = head_k * group + step / (last - first), tile_q = first + step % (last - first);
+        int i0 = tile_q * ROWS, stage = STAGES == 2 ? step % 2 : 0;
+        cp_async_wait<0>();
+        __syncthreads();  // the tile has arrived, and everybody is done with the one before
+        if (STAGES == 2 && step + 1 < steps) load_queries(step + 1, 1 - stage);
+        cp_async_commit();
+
+        // S^T = K Q^T, P^T = exp(S^T - lse)
+        Accumulator<1, WARP_QUERIES / 8> s, ds;
+        s.clear();
+        mma_ABt<DIM>(s, [&](unsigned(&a)[4], int, int k) { load_operand(a, k_tile, warp_key, 16 * k); }, q_tile(stage),
+                     warp_query);
+        bool tests = mask.tests({i0 + warp_query, i0 + warp_query + WARP_QUERIES},
+                                {keys.begin + warp_key, keys.begin + warp_key + 16});
+        const float *lse = lse_row(stage) + warp_query, *delta = delta_row(stage) + warp_query;
+        float derivative = score_derivative(1.f, batch, head, 0, 0);
+        s.each([&](float& x, int j, int i) {
+            x = score(x, batch, head, i0 + warp_query + i, keys.begin + warp_key + j);
+            x = exp2_approx(x * factor - lse[i] * LOG2_E);
+        });
+        if (tests) {
+            s.each([&](float& x, int j, int i) {
+                if (!mask.visible(i0 + warp_query + i, keys.begin + warp_key + j)) x = 0;
+            });
+        }
+        auto p_operand = [&](unsigned(&a)[4], int, int k) { s.as_operand(a, 0, k); };
+        if constexpr (SHARE) s.store(p_tile, warp_key, warp_query);
+
+        // dP^T = V dO^T, dS^T = P^T (dP^T - delta)
+        ds.clear();
+        mma_ABt<DIM_V>(ds, [&](unsigned(&a)[4], int, int k) { load_operand(a, v_tile, warp_key, 16 * k); },
+                       do_tile(stage), warp_query);
+#pragma unroll
+        for (int n = 0; n < WARP_QUERIES / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                ds.x[0][n][e] = s.x[0][n][e] * (ds.x[0][n][e] - delta[8 * n + lane % 4 * 2 + e % 2]) * derivative;
+        ds.store(ds_tile, warp_key, warp_query);
+        if constexpr (!SHARE) mma_AB<ROWS>(dv, p_operand, do_tile(stage), 0);  // runs while others still write dS
+        __syncthreads();
+
+        if constexpr (SHARE) {
+            mma_AB<ROWS>(dv, [&](unsigned(&a)[4], int, int k) { load_operand(a, p_tile, warp_key, 16 * k); },
+                         do_tile(stage), column_warp * (DIM_V / COLUMN_WARPS));
+            mma_AB<ROWS>(dk, [&](unsigned(&a)[4], int, int k) { load_operand(a, ds_tile, warp_key, 16 * k); },
+                         q_tile(stage), column_warp * (DIM / COLUMN_WARPS));
+        } else {
+            mma_AB<ROWS>(dk, [&](unsigned(&a)[4], int, int k) { ds.as_operand(a, 0, k); }, q_tile(stage), 0);
+        }
+        if (STAGES == 1) {
+            __syncthreads();
+            if (step + 1 < steps) load_queries(step + 1, 0);
+            cp_async_commit();
+        }
+
+        // dQ += dS K
+        int dq_row = warp % DQ_ROW_WARPS * DQ_M, dq_column = warp / DQ_ROW_WARPS * DQ_N;  // in fragments
+        Accumulator<DQ_M, DQ_N> dq;
+        dq.clear();
+        if (dq_column < DIM / 8) {
+            mma_AB<KEYS>(
+                dq,
+                [&](unsigned(&a)[4], int m, int k) {
+                    load_operand_transposed(a, ds_tile, 16 * (dq_row + m), 16 * k);
+                },
+                k_tile, 8 * dq_column);
+        }
+        long long sum = ((long long)batch * p.heads_q + head) * tiles_q + tile_q;
+        if (DETERMINISTIC) {  // in the order of the key tiles
+            unsigned turn = tile - mask.keys_of({i0, min(p.seq_q, i0 + ROWS)}).begin / KEYS;
+            if (threadIdx.x == 0)
+                while (load_acquire(p.counters + sum) != turn) __nanosleep(32);
+            __syncthreads();
+        }
+#pragma unroll
+        for (int m = 0; m < DQ_M; m++)
+#pragma unroll
+            for (int n = 0; n < DQ_N; n++)
+                if (dq_column + n < DIM / 8) red_add_4(dq_fragment(p, sum, dq_row + m, dq_column + n), dq.x[m][n]);
+        if (DETERMINISTIC) {
+            __syncthreads();
+            if (threadIdx.x == 0) add_release(p.counters + sum, 1);
+        }
+    }
+    cp_async_wait<0>();
+    __syncthreads();
+
+    // Out through shared memory, where K and V were, for whole rows.
+    float scale = p.scale;
+    dk.each([&](float& x, int, int) { x *= scale; });
+    dk.store(k_tile, warp_key, column_warp * (DIM / COLUMN_WARPS));
+    dv.store(v_tile, warp_key, column_warp * (DIM_V / COLUMN_WARPS));
+    __syncthreads();
+    Element* dk_out = p.dk + batch * p.dk_strides.batch + head_k * p.dk_strides.head + keys.begin * p.dk_strides.row;
+    Element* dv_out = p.dv + batch * p.dv_strides.batch + head_k * p.dv_strides.head + keys.begin * p.dv_strides.row;
+    constexpr int SHARE_ROWS = KEYS / WARPS;
+    store_rows<SHARE_ROWS>(k_tile, warp * SHARE_ROWS, dk_out, p.dk_strides.row, p.seq_k - keys.begin, p.dim);
+    store_rows<SHARE_ROWS>(v_tile, warp * SHARE_ROWS, dv_out, p.dv_strides.row, p.seq_k - keys.begin, p.dim_v);
+}
+
+// dQ = scale * dq_sum, from fragment order to rows.
+extern "C" __global__ void __launch_bounds__(128) attention_backward_finish(const __grid_constant__ Params p) {
+    int tiles = (p.seq_q + ROWS - 1) / ROWS;
+    int tile = blockIdx.x % tiles, head = blockIdx.x / tiles % p.heads_q, batch = blockIdx.x / tiles / p.heads_q;
+    Element* dq = p.dq + batch * p.dq_strides.batch + head * p.dq_strides.head;
+    bool pairs = p.dim % 2 == 0 && p.dq_strides.row % 2 == 0 && (unsigned long long)dq % 4 == 0;
+    int lane = threadIdx.x % 32;
+    float scale = p.scale;
+    for (int f = threadIdx.x / 32; f < ROWS / 16 * (DIM / 8); f += 4) {
+        int m = f / (DIM / 8), n = f % (DIM / 8);
+        float4 x = *(const float4*)dq_fragment(p, blockIdx.x, m, n);
+        unsigned halves[2] = {pack2<Element>(x.x * scale, x.y * scale), pack2<Element>(x.z * scale, x.w * scale)};
+        int column = 8 * n + lane % 4 * 2;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int i = tile * ROWS + 16 * m + lane / 4 + 8 * h;
+            if (i >= p.seq_q || column >= p.dim) continue;
+            Element* to = dq + i * p.dq_strides.row + column;
+            if (pairs) {
+                *(unsigned*)to = halves[h];
+            } else {
+                for (int e = 0; e < min(2, p.dim - column); e++) to[e] = ((Element*)&halves[h])[e];
+            }
+        }
+    }
+}

@@ -1,0 +1,117 @@
+// Register tiles of a warp, in the layout that mma.sync gives and takes.
+#pragma once
+#include "ptx/convert.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "tile/shared.cuh"
+
+// M x N fragments of 16 x 8 float32 sums. Lane l holds rows l / 4 and l / 4 + 8 of a fragment, columns 2 (l % 4) + {0, 1}.
+template <int M, int N>
+struct Accumulator {
+    float x[M][N][4];
+
+    __device__ void clear() {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) x[m][n][e] = 0;
+    }
+
+    // f(x, row, column) for every element this lane holds.
+    template <class F>
+    __device__ void each(F f) {
+        int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    f(x[m][n][e], 16 * m + lane / 4 + e / 2 * 8, 8 * n + lane % 4 * 2 + e % 2);
+    }
+
+    // Columns [16 k, 16 k + 16) of row fragment m as an A operand: the two layouts agree.
+    __device__ void as_operand(unsigned (&a)[4], int m, int k) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float(&f)[4] = x[m][2 * k + i / 2];
+            a[i] = pack2<Element>(f[i % 2 * 2], f[i % 2 * 2 + 1]);
+        }
+    }
+
+    // Round to Element and store at (row, col) of a shared tile.
+    template <int ROWS, int COLS>
+    __device__ void store(SharedTile<ROWS, COLS> tile, int row, int col) const {
+        int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+                    *(unsigned*)tile.at(row + 16 * m + lane / 4 + 8 * h, col + 8 * n + lane % 4 * 2) =
+                        pack2<Element>(x[m][n][2 * h], x[m][n][2 * h + 1]);
+    }
+};
+
+// The 16 x 16 A operand at (row, k) of a shared tile.
+template <int ROWS, int COLS>
+__device__ void load_operand(unsigned (&a)[4], SharedTile<ROWS, COLS> tile, int row, int k) {
+    int lane = threadIdx.x % 32;
+    ldmatrix_x4(a, tile.address(row + lane % 16, k + lane / 16 * 8));
+}
+
+// The same of the tile's transpose: the operand's rows are the tile's columns.
+template <int ROWS, int COLS>
+__device__ void load_operand_transposed(unsigned (&a)[4], SharedTile<ROWS, COLS> tile, int row, int k) {
+    int lane = threadIdx.x % 32;
+    ldmatrix_x4_transposed(a, tile.address(k + lane % 8 + lane / 16 * 8, row + lane / 8 % 2 * 8));
+}
+
+// sum += A B^T over K: A(a, m, k) gives operand fragments, B's rows [row, row + 8 N) are the columns of the sum.
+template <int K, int M, int N, int ROWS, int COLS, class A>
+__device__ void mma_ABt(Accumulator<M, N>& sum, A operand, SharedTile<ROWS, COLS> b, int row) {
+    int lane = threadIdx.x % 32;
+    unsigned base = b.address(row + lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
+#pragma unroll
+    for (int k = 0; k < K / 16; k++) {
+        unsigned a[M][4];
+#pragma unroll
+        for (int m = 0; m < M; m++) operand(a[m], m, k);
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            unsigned r[4];
+            ldmatrix_x4(r, base + 2 * (8 * n * b.PITCH + 16 * k));
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                mma_m16n8k16(sum.x[m][n], a[m], r[0], r[1], Element());
+                mma_m16n8k16(sum.x[m][n + 1], a[m], r[2], r[3], Element());
+            }
+        }
+    }
+}
+
+// sum += A B over K: B's rows are summed over, its columns [col, col + 8 N) are those of the sum.
+template <int K, int M, int N, int ROWS, int COLS, class A>
+__device__ void mma_AB(Accumulator<M, N>& sum, A operand, SharedTile<ROWS, COLS> b, int col) {
+    int lane = threadIdx.x % 32;
+    unsigned base = b.address(lane % 16, col + lane / 16 * 8);
+#pragma unroll
+    for (int k = 0; k < K / 16; k++) {
+        unsigned a[M][4];
+#pragma unroll
+        for (int m = 0; m < M; m++) operand(a[m], m, k);
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            unsigned r[4];
+            ldmatrix_x4_transposed(r, base + 2 * (16 * k * b.PITCH + 8 * n));
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                mma_m16n8k16(sum.x[m][n], a[m], r[0], r[1], Element());
+                mma_m16n8k16(sum.x[m][n + 1], a[m], r[2], r[3], Element());
+            }
+        }
+    }
+}
