@@ -83,7 +83,8 @@ def compile_uncached(source: str, arch: str) -> Compiled:
     try:
         version = nvrtc_version()
     except RuntimeError as error:
-        raise ImportError(f"compiling kernels needs NVRTC, which cannot be loaded ({error}); run {INSTALL}") from error
+        reason = " ".join(str(error).split())
+        raise ImportError(f"compiling kernels needs NVRTC, which cannot be loaded ({reason}); run {INSTALL}") from error
     try:
         code = core.Program(source, "c++", _options(arch)).compile("cubin", logs=log).code
     except Exception as error:  # cuda.core keeps its error types private
@@ -102,8 +103,9 @@ def nvrtc_version() -> str:
 def _cuda_core() -> Any:
     try:
         import cuda.core
+        from cuda.core.utils import make_program_cache_key  # noqa: F401  (old releases have none)
     except ImportError as error:
-        raise ImportError(f"compiling kernels needs cuda-core ({error}); run {INSTALL}") from error
+        raise ImportError(f"compiling kernels needs cuda-core 1.2 or newer ({error}); run {INSTALL}") from error
     return cuda.core
 
 

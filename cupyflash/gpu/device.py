@@ -104,7 +104,7 @@ def _count(runtime: Any) -> int:
         driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
         if driver == 0:
             found = (
-                "no NVIDIA driver was found; install one from https://www.nvidia.com/drivers (a container: start it "
+                "no NVIDIA driver was found; install one from https://www.nvidia.com/drivers (or start the container "
             )
             found += "with its GPUs), or pass NumPy arrays to compute on the CPU"
         elif driver // 1000 < needed // 1000:

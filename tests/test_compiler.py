@@ -1,0 +1,194 @@
+"""Source to cubin, with no GPU: what comes back, and what is said when it cannot be done."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cupyflash.gpu import compiler, device
+from cupyflash.gpu.compiler import Compiled, CompileError, Resources, parse_resources
+
+pytest.importorskip("cuda.core")
+
+TWO_KERNELS = """
+extern "C" __global__ void reverse(float *a) {
+  __shared__ float tile[64];
+  tile[threadIdx.x] = a[threadIdx.x];
+  __syncthreads();
+  a[threadIdx.x] = tile[63 - threadIdx.x];
+}
+extern "C" __global__ void fill(float *a, float x) { a[blockIdx.x * blockDim.x + threadIdx.x] = x; }
+"""
+
+SPILLS = """
+extern "C" __global__ void __launch_bounds__(1024) spills(float *a) {
+  float x[100];
+  for (int i = 0; i < 100; i++) x[i] = a[i * 1024 + threadIdx.x];
+  for (int k = 0; k < 100; k++) {
+    __syncthreads();
+    for (int i = 0; i < 100; i++) x[i] = x[i] * x[(i + 7) % 100] + a[k];
+  }
+  for (int i = 0; i < 100; i++) a[i * 1024 + threadIdx.x] = x[i];
+}
+"""
+
+# The accumulator is touched between two asynchronous products: ptxas has to wait after each.
+SERIALIZED = """
+extern "C" __global__ void __launch_bounds__(128) serialized(float *out, long long a, long long b, int n) {
+  float c[4] = {0, 0, 0, 0};
+  for (int i = 0; i < n; i++) {
+    asm volatile("wgmma.fence.sync.aligned;");
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "l"(a), "l"(b));
+    asm volatile("wgmma.commit_group.sync.aligned;");
+    c[0] += 1.0f;
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;");
+  for (int i = 0; i < 4; i++) out[threadIdx.x * 4 + i] = c[i];
+}
+"""
+
+LOG = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'main_loop' for 'sm_75'
+ptxas info    : Function properties for main_loop
+ptxas         .     400 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 400 bytes cumulative stack size, 256 bytes smem, 364 bytes cmem[0]
+ptxas info    : Compiling entry function 'main' for 'sm_75'
+ptxas info    : Function properties for main
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 4 registers, used 0 barriers, 360 bytes cmem[0]
+ptxas info    : Function properties for helper
+ptxas         .     8 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
+"""
+
+
+def test_parse_resources():
+    assert parse_resources(LOG) == {
+        "main_loop": Resources(registers=168, spill_stores=16, spill_loads=24, stack=400, static_shared=256),
+        "main": Resources(registers=4, spill_stores=0, spill_loads=0, stack=0, static_shared=0),
+    }
+    assert parse_resources("") == {}
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+def test_compiles_without_a_gpu(arch):
+    compiled = compiler.compile_uncached(TWO_KERNELS, arch)
+    assert compiled.cubin.startswith(b"\x7fELF")
+    assert (compiled.arch, compiled.cached) == (arch, False)
+    assert f"for '{arch}'" in compiled.log
+    assert set(compiled.resources) == {"reverse", "fill"}
+    assert compiled.resources["reverse"].static_shared >= 256  # some architectures reserve more
+    assert all(r.registers > 0 and r.spill_stores == 0 for r in compiled.resources.values())
+
+
+def test_spills_are_seen():
+    spills = compiler.compile_uncached(SPILLS, "sm_80").resources["spills"]
+    assert spills.spill_stores > 0
+    assert spills.spill_loads > 0
+
+
+def test_the_log_tells_of_serialized_wgmma():
+    log = compiler.compile_uncached(SERIALIZED, "sm_90a").log
+    assert "wgmma.mma_async instructions are serialized" in log
+
+
+def test_an_error_names_our_file_and_line():
+    source = '#line 7 "sm80/forward.cu"\nextern "C" __global__ void k(int *a) { *a = nowhere; }'
+    with pytest.raises(
+        CompileError, match=r'NVRTC [\d.]+ cannot compile for sm_80(.|\n)*sm80/forward.cu\(7\).*"nowhere"'
+    ):
+        compiler.compile_uncached(source, "sm_80")
+
+
+def test_an_architecture_nvrtc_does_not_know():
+    with pytest.raises(CompileError, match=r"cannot compile for sm_999(.|\n)*invalid value for --gpu-architecture"):
+        compiler.compile_uncached(TWO_KERNELS, "sm_999")
+
+
+def test_no_nvrtc(monkeypatch):
+    from cuda.bindings import nvrtc
+    from cuda.pathfinder import DynamicLibNotFoundError
+
+    def missing():
+        raise DynamicLibNotFoundError("No such file: libnvrtc.so.13")
+
+    monkeypatch.setattr(nvrtc, "nvrtcVersion", missing)
+    with pytest.raises(ImportError, match=r'needs NVRTC.*libnvrtc.so.13.*pip install "cupyflash\[cuda13\]"'):
+        compiler.compile_uncached(TWO_KERNELS, "sm_80")
+
+
+def test_no_cuda_core(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("cuda"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r'needs cuda-core.*pip install "cupyflash\[cuda13\]"'):
+        compiler.compile_source(TWO_KERNELS, "sm_80")
+
+
+class CUDADriverError(RuntimeError):
+    """Stands for CuPy's, which cannot be made without a driver."""
+
+
+@pytest.mark.parametrize(
+    "message, says_what_to_install",
+    [
+        ("CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image is available for execution on the device", True),
+        ("CUDA_ERROR_INVALID_IMAGE: device kernel image is invalid", True),
+        ("CUDA_ERROR_UNSUPPORTED_PTX_VERSION: the provided PTX was compiled with an unsupported toolchain.", True),
+        ("CUDA_ERROR_OUT_OF_MEMORY: out of memory", False),
+    ],
+)
+def test_a_driver_that_refuses(monkeypatch, message, says_what_to_install):
+    class Module:
+        def load(self, cubin):
+            raise CUDADriverError(message)
+
+    cuda = SimpleNamespace(
+        Device=lambda ordinal: contextlib.nullcontext(),
+        Module=Module,
+        driver=SimpleNamespace(CUDADriverError=CUDADriverError),
+        runtime=SimpleNamespace(driverGetVersion=lambda: 12040),
+    )
+    monkeypatch.setattr(compiler, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
+    with pytest.raises(RuntimeError, match=r"driver \(for CUDA 12.4\) cannot load a kernel for sm_80 .*NVRTC \d+") as e:
+        compiler.load(Compiled("sm_80", b"", "", {}, False), [("k", 0)], 0)
+    assert message in str(e.value)
+    assert ("update the driver" in str(e.value) and "pip install" in str(e.value)) is says_what_to_install
+
+
+@pytest.mark.gpu
+def test_load_and_launch():
+    cupy = pytest.importorskip("cupy")
+    source = (
+        TWO_KERNELS
+        + """
+    extern "C" __global__ void far(float *a) {
+      extern __shared__ float tile[];
+      tile[15000] = 3.0f;
+      a[0] = tile[15000];
+    }"""
+    )
+    compiled = compiler.compile_source(source, device.current(0).name)
+    reverse, far = compiler.load(compiled, [("reverse", 0), ("far", 60004)], 0)
+    a = cupy.arange(64, dtype="float32")
+    reverse((1,), (64,), (a,))
+    np.testing.assert_array_equal(cupy.asnumpy(a), np.arange(64, dtype="float32")[::-1])
+    far((1,), (1,), (a,), 60004)
+    assert float(a[0]) == 3.0
+
+
+@pytest.mark.gpu
+def test_a_cubin_for_another_gpu():
+    pytest.importorskip("cupy")
+    other = "sm_80" if device.current(0).cc >= 90 else "sm_90a"
+    with pytest.raises(RuntimeError, match=rf"cannot load a kernel for {other} .*update the driver"):
+        compiler.load(compiler.compile_source(TWO_KERNELS, other), [("fill", 0)], 0)
