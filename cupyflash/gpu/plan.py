@@ -49,6 +49,7 @@ class KernelPlan:
     alignment: int  # bytes that the inputs' pointers and rows must be multiples of
     workspace: tuple[Workspace, ...] = ()
     passed_over: tuple[str, ...] = ()  # why faster families were not taken
+    spills: int = 0  # bytes of registers per thread that the tuning row lets ptxas spill
 
 
 def plan(problem: AttentionProblem, arch: Arch, backward: bool = False, family: str | None = None) -> KernelPlan:
