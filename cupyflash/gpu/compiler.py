@@ -102,11 +102,11 @@ def nvrtc_version() -> str:
 
 def _cuda_core() -> Any:
     try:
-        import cuda.core
+        from cuda import core  # not `import cuda.core`: while another thread imports it, `cuda` may not have it yet
         from cuda.core.utils import make_program_cache_key  # noqa: F401  (old releases have none)
     except ImportError as error:
         raise ImportError(f"compiling kernels needs cuda-core 1.2 or newer ({error}); run {INSTALL}") from error
-    return cuda.core
+    return core
 
 
 def _options(arch: str) -> Any:
@@ -168,6 +168,14 @@ def clear_cache() -> CacheInfo:
     shutil.rmtree(_programs(), ignore_errors=True)
     compile_source.cache_clear()
     return info
+
+
+def share_cache() -> None:
+    """Let every user read the disk cache, for a container that root fills and another user runs."""
+    for folder, _, names in os.walk(_programs()):
+        for path in (folder, *(os.path.join(folder, name) for name in names)):
+            with contextlib.suppress(OSError):
+                os.chmod(path, 0o755 if path == folder else 0o644)
 
 
 def _programs() -> Path:
