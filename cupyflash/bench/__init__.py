@@ -1,0 +1,52 @@
+"""Measure this package beside every other attention that can be imported: `cupyflash bench`, `python -m cupyflash.bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+
+__all__ = ["plot", "run"]
+
+
+def run(
+    suites: Sequence[str] = ("forward", "backward"),
+    family: str | None = None,
+    out: str | PathLike[str] | None = None,
+    quick: bool = False,
+    dtype: str = "bfloat16",
+    rounds: int | None = None,
+    min_ms: float | None = None,
+) -> int:
+    """Run suites, print a table of each and write `<out>/<suite>.json` after every row.
+
+    Parameters
+    ----------
+    suites : names
+        "forward", "backward" (the papers' grid), "host", "jit", "memory", "fp32", "cpu", or "all": those that need a GPU.
+    family : str, optional
+        Force this kernel family; the file is then `<family>_<suite>.json`.
+    out : folder, optional
+        Default `bench/results/<gpu>` in the current directory, with quick `bench/quick/<gpu>`.
+    quick : bool
+        Fewer problems, rounds and milliseconds.
+    dtype : str
+        For the suites "forward", "backward" and "memory".
+    rounds, min_ms : optional
+        Samples of each candidate, and the least duration of one in milliseconds. Default 7 and 20, with quick 3 and 5.
+
+    Returns
+    -------
+    int
+        0; 1 where a problem gave no result or a wrong one; 2 where a suite cannot run here or its name is unknown, after
+        a message that says why.
+    """
+    from .runner import run as _run
+
+    return _run(suites, family, out, quick, dtype, rounds, min_ms)
+
+
+def plot(results: str | PathLike[str] = "bench/results", docs: str | PathLike[str] = "docs") -> list[str]:
+    """Draw the results as PNGs under `<docs>/plots` and write `<docs>/benchmarks.md`; returns the files written."""
+    from .plots import plot as _plot
+
+    return _plot(results, docs)

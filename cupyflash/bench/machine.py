@@ -1,0 +1,100 @@
+"""The machine a result belongs to: names, versions, and how fast anything at all could be on it."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .timing import Candidate, gpu_sampler, host_sampler, interleave, significant
+
+
+class Unavailable(RuntimeError):
+    """A suite cannot run here; the message says what it needs."""
+
+
+def require_gpu(suite: str) -> None:
+    """Raise `Unavailable` unless PyTorch and CuPy can be imported and PyTorch sees a GPU."""
+    for module in ("torch", "cupy"):
+        try:
+            __import__(module)
+        except ImportError as error:
+            raise Unavailable(
+                f"bench suite {suite!r} needs {module} (it measures beside PyTorch's attention): {error}; "
+                f"pip install {'torch' if module == 'torch' else 'cupyflash[cuda13]'}"
+            ) from None
+    import torch
+
+    if not torch.cuda.is_available():
+        why = f"PyTorch {torch.__version__} sees none" if torch.version.cuda else "PyTorch is built without CUDA"
+        raise Unavailable(f"bench suite {suite!r} needs a CUDA GPU and {why}; suite 'cpu' runs without")
+
+
+def require_torch(suite: str) -> None:
+    """Raise `Unavailable` unless PyTorch can be imported."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise Unavailable(f"bench suite {suite!r} measures beside PyTorch: {error}; pip install torch") from None
+
+
+def name(gpu: bool) -> str:
+    """What the machine is called, as its maker writes it."""
+    if gpu:
+        import torch
+
+        return str(torch.cuda.get_device_name())
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def short_name(full: str) -> str:
+    """'NVIDIA H200' as 'h200': the folder that a GPU's results lie in."""
+    words = full.lower().replace("/", "-").split()
+    return "-".join(word for word in words if word not in ("nvidia", "geforce", "tesla")) or "gpu"
+
+
+def driver() -> str | None:
+    """The GPU driver's version, None where nvidia-smi cannot tell."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.splitlines()[0].strip()
+
+
+def ceilings(gpu: bool, dtypes: Iterable[str], min_ms: float) -> dict[str, float | None]:
+    """What matrix products and copies reach on this machine, measured in this run."""
+    import torch
+
+    device = "cuda" if gpu else "cpu"
+    size, unit, scale = (8192, "tflops", 1e12) if gpu else (2048, "gflops", 1e9)
+    work: dict[str, float] = {}
+    candidates: dict[str, Candidate] = {}
+    for dtype in dtypes:
+        key = f"{gemm_key(dtype)}_{unit}"
+        a, b = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
+        work[key] = 2 * size**3 / scale
+        candidates[key] = _into(torch.matmul, a, b, out=torch.empty_like(a))
+    amount = min(2 << 30, torch.cuda.mem_get_info()[0] // 4) if gpu else 256 << 20
+    source = torch.empty(amount, device=device, dtype=torch.uint8).random_()
+    work["copy_gbps"] = 2 * amount / 1e9  # read and written
+    candidates["copy_gbps"] = _into(torch.empty_like(source).copy_, source)
+    sampler = gpu_sampler(candidates, min_ms) if gpu else host_sampler(candidates, 1)
+    seconds, _ = interleave(list(candidates), 3, sampler)
+    return {key: significant(work[key] / seconds[key]) if key in seconds else None for key in work}
+
+
+def gemm_key(dtype: str) -> str:
+    """What the ceiling of a dtype's matrix products is called, without its unit."""
+    return "gemm_" + dtype.replace("bfloat", "bf").replace("float", "fp")
+
+
+def _into(function: Any, *args: Any, **kwargs: Any) -> Candidate:
+    return Candidate(lambda: (function(*args, **kwargs),))

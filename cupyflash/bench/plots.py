@@ -1,0 +1,263 @@
+"""From results files to pictures and docs/benchmarks.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from . import machine, report
+from .report import Row, cell
+
+COLOURS = {
+    "ours": "#d62728",
+    "fa3": "#1f77b4",
+    "fa4": "#17becf",
+    "cudnn": "#2ca02c",
+    "fa2": "#9467bd",
+    "efficient": "#8c564b",
+    "math": "#7f7f7f",
+    "standard": "#bcbd22",
+}
+STYLE: dict[Any, Any] = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e4e4e4",
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "figure.dpi": 110,
+    "figure.constrained_layout.w_pad": 0.08,
+    "figure.constrained_layout.h_pad": 0.08,
+}
+TITLES = {
+    "forward": "Attention forward",
+    "backward": "Attention backward",
+    "fp32": "float32 and float64",
+    "memory": "Memory beyond inputs and results",
+    "host": "Host time of a call",
+    "jit": "First call in a new process",
+    "cpu": "NumPy path",
+}
+INTRO = """# Benchmarks
+
+Made by `cupyflash bench plot` from the JSON files in `bench/results/`; do not edit.
+
+How it is measured: everybody in a table runs in the same process on the same random normal inputs, results are compared
+with each other before anything is timed, and samples are taken in turn, in a new order each round, because clocks and power
+drift. A number is the median over the rounds. GPU times lie between CUDA events around many calls. TFLOP/s count
+4·S²·D·H·B for the forward, half of it with a causal mask, 2.5 times it for the backward, as the papers do; the backward is
+timed alone. "vs best" compares with the fastest peer of the row, larger is better whatever the unit. – is what a peer
+cannot do or what has no room. `bench/README.md` tells how to run it.
+"""
+
+
+def plot(results: str | PathLike[str], docs: str | PathLike[str]) -> list[str]:
+    """See `cupyflash.bench.plot`."""
+    found = report.load(Path(results))
+    if not found:
+        raise FileNotFoundError(f"{results} has no <gpu>/<suite>.json; `cupyflash bench` writes them")
+    folder = Path(docs, "plots")
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for data in found:
+        figure = _figure(data)
+        path = folder / f"{data['file'].replace('/', '_')}.png"
+        figure.savefig(path, bbox_inches="tight", metadata={"Software": None})
+        written.append(str(path))
+    page = Path(docs, "benchmarks.md")
+    page.write_text(markdown(found))
+    return [*written, str(page)]
+
+
+def markdown(found: Sequence[dict[str, Any]]) -> str:
+    """The page: for each machine and suite the circumstances, a picture, what it sums up to, and every row."""
+    parts = [INTRO]
+    order = list(TITLES)
+    for place in dict.fromkeys(data["file"].split("/")[0] for data in found):
+        here = [data for data in found if data["file"].split("/")[0] == place]
+        here.sort(key=lambda data: (order.index(data["suite"]), data["family"] or ""))
+        parts.append(f"## {here[0]['machine']}\n")
+        for data in here:
+            rows = data["rows"]
+            stem = data["file"].replace("/", "_")
+            ceilings = ", ".join(f"{key} {cell(value)}" for key, value in data["ceilings"].items())
+            versions = ", ".join(f"{key} {value}" for key, value in data["versions"].items())
+            driver = f", driver {data['driver']}" if data["driver"] else ""
+            shared = report.fixed([row["problem"] for row in rows])
+            parts += [
+                f"### {_title(data)}\n",
+                f"{rows[0]['unit']}{shared and '; ' + shared}. {data['date'][:10]}{driver}, {versions}.\n",
+                f"Ceilings in the same run: {ceilings}.\n",
+                f"![{_title(data)}](plots/{stem}.png)\n",
+                "\n".join(f"- {line}" for line in report.summary(rows)) + "\n",
+                table(rows),
+            ]
+    return "\n".join(parts)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All rows as a Markdown table; the best value of each is bold."""
+    keys = report.varying([row["problem"] for row in rows])
+    peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    lines = [
+        "| " + " | ".join([*keys, "cupyflash", *(report.NAMES.get(name, name) for name in peers), "vs best"]) + " |",
+        "|" + " --- |" * (len(keys) + len(peers) + 2),
+    ]
+    for row in rows:
+        best = report.best({**row["peers"], "ours": row["ours"]}, row["unit"])
+        values = [row["ours"], *(row["peers"].get(name) for name in peers)]
+        shown = [f"**{cell(value)}**" if value is not None and value == best else cell(value) for value in values]
+        ratio = "–" if row["ratio_to_best"] is None else f"{row['ratio_to_best']:.2f}x"
+        lines.append("| " + " | ".join([*(cell(row["problem"][key]) for key in keys), *shown, ratio]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _title(data: dict[str, Any]) -> str:
+    return TITLES[data["suite"]] + (f", family {data['family']} forced" if data["family"] else "")
+
+
+def _figure(data: dict[str, Any]) -> Any:
+    """Lines over the sequence length where there are several, bars otherwise."""
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        lengths = {row["problem"].get("seq") for row in data["rows"]}
+        return _lines(data) if len(lengths) > 1 else _bars(data)
+
+
+def _lines(data: dict[str, Any]) -> Any:
+    """One panel for each head dimension (and dtype) and each mask or pass."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    rows = data["rows"]
+    unit = rows[0]["unit"]
+    keys = [key for key in report.varying([row["problem"] for row in rows]) if key != "seq"]
+    down, across = ("causal" if "causal" in keys else "pass"), [key for key in keys if key in ("dtype", "dim")]
+    if {"pass", "causal"} <= set(keys):  # fp32: a picture for each mask and pass would be too many
+        rows, down = [row for row in rows if not row["problem"]["causal"]], "pass"
+    vertical = _distinct(rows, [down])
+    horizontal = _distinct(rows, across)
+    if len(horizontal) == 1:  # one row of panels is better than one column
+        vertical, horizontal, down, across = horizontal, vertical, "", [down]
+    shared = len(_distinct(rows, ["dtype"])) == 1  # one dtype's speed says nothing about another's
+    figure = Figure(figsize=(3.9 * len(horizontal) + 0.6, 3.0 * len(vertical) + 0.9), layout="constrained")
+    axes = figure.subplots(len(vertical), len(horizontal), squeeze=False, sharey=shared)
+    lengths = sorted({row["problem"]["seq"] for row in rows})
+    peers = _measured(rows)
+    for y, first in enumerate(vertical):
+        for x, second in enumerate(horizontal):
+            axis = axes[y][x]
+            panel = [row for row in rows if _is(row, [down], first) and _is(row, across, second)]
+            by_length = {row["problem"]["seq"]: row for row in panel}
+            for name in [*reversed(peers), "ours"]:  # ours on top
+                values = [_value(by_length.get(seq), name) for seq in lengths]
+                ours = name == "ours"
+                axis.plot(
+                    range(len(lengths)), values, label=name, color=COLOURS.get(name, "#444444"), marker="o",
+                    linewidth=2.2 if ours else 1.3,
+                    markersize=4 if ours else 6.5, markerfacecolor=None if ours else "none",  # seen even under ours
+                )  # fmt: skip
+            ceiling = _ceiling(panel[0], data["ceilings"])
+            if unit == "TFLOP/s" and ceiling:
+                axis.axhline(ceiling, color="#333333", linestyle="--", linewidth=1)
+            axis.set_xticks(range(len(lengths)), [f"{seq // 1024}k" if seq >= 1024 else str(seq) for seq in lengths])
+            axis.set_title(", ".join(filter(None, [_words([down], first), _words(across, second)])))
+            if unit == "TFLOP/s":
+                axis.set_ylim(0, 1.06 * _highest(rows if shared else panel, data["ceilings"]))
+            else:
+                axis.set_yscale("symlog", linthresh=0.1)  # a logarithm that has room for 0
+                axis.set_ylim(bottom=0)
+            if x == 0:
+                axis.set_ylabel(unit)
+            if y == len(vertical) - 1:
+                axis.set_xlabel("sequence length")
+    handles = {line.get_label(): line for line in reversed(axes[0][0].get_lines()) if line.get_label()[0] != "_"}
+    labels = [_label(name, data) for name in handles]
+    shown: list[Any] = list(handles.values())
+    if unit == "TFLOP/s":
+        shown.append(Line2D([], [], color="#333333", linestyle="--", linewidth=1))
+        labels.append("matrix product, 8192³")
+    figure.legend(shown, labels, loc="outside lower center", ncols=min(4, len(shown)), frameon=False)
+    figure.suptitle(f"{_title(data)}, {data['machine']}", fontsize=13, fontweight="bold")
+    return figure
+
+
+def _bars(data: dict[str, Any]) -> Any:
+    """A group of horizontal bars for each row, for suites without a range of lengths."""
+    from matplotlib.figure import Figure
+
+    rows = data["rows"]
+    keys = report.varying([row["problem"] for row in rows])
+    names = ["ours", *_measured(rows)]
+    bars: list[tuple[float, float, str]] = []  # position, value, name
+    ticks, position = [], 0.0
+    for row in rows:
+        group = [(name, value) for name in names if (value := _value(row, name)) is not None]
+        ticks.append(position + (len(group) - 1) / 2)
+        bars += [(position + i, value, name) for i, (name, value) in enumerate(group)]
+        position += max(1, len(group)) + 0.8
+    figure = Figure(figsize=(8.4, 0.27 * position + 1.3), layout="constrained")
+    axis = figure.subplots()
+    for name in names:
+        own = [(y, value) for y, value, owner in bars if owner == name]
+        if own:
+            colour = COLOURS.get(name, {"torch": "#9467bd", "jax-cudnn": "#2ca02c", "flex": "#9467bd"}.get(name))
+            places, values = zip(*own)
+            drawn = axis.barh(places, values, 0.85, color=colour, label=_label(name, data))
+            axis.bar_label(drawn, [cell(value) for value in values], padding=3, fontsize=8)
+    axis.set_yticks(ticks, [_words(keys, tuple(row["problem"][key] for key in keys)) for row in rows])
+    axis.invert_yaxis()
+    axis.grid(visible=False, axis="y")
+    axis.tick_params(axis="y", length=0)
+    axis.margins(x=0.08)
+    axis.set_xlabel(f"{'µs' if rows[0]['unit'] == 'us' else rows[0]['unit']}")
+    figure.legend(loc="outside lower center", ncols=min(4, len(names)), frameon=False)
+    figure.suptitle(f"{_title(data)}, {data['machine']}", fontsize=13, fontweight="bold")
+    return figure
+
+
+def _ceiling(row: Row, ceilings: dict[str, float | None]) -> float | None:
+    return ceilings.get(machine.gemm_key(row["problem"]["dtype"]) + "_tflops")
+
+
+def _highest(rows: Sequence[Row], ceilings: dict[str, float | None]) -> float:
+    """The highest value that these rows or their ceilings reach."""
+    values = [value for row in rows for value in (row["ours"], *row["peers"].values(), _ceiling(row, ceilings))]
+    return max((value for value in values if value is not None), default=1.0)
+
+
+def _measured(rows: Sequence[Row]) -> list[str]:
+    """The peers that have a value in any row."""
+    return list(dict.fromkeys(name for row in rows for name, value in row["peers"].items() if value is not None))
+
+
+def _distinct(rows: Sequence[Row], keys: Sequence[str]) -> list[tuple[Any, ...]]:
+    return list(dict.fromkeys(tuple(row["problem"][key] for key in keys) for row in rows))
+
+
+def _is(row: Row, keys: Sequence[str], values: tuple[Any, ...]) -> bool:
+    return all(row["problem"][key] == value for key, value in zip(keys, values))
+
+
+def _value(row: Row | None, name: str) -> float | None:
+    if row is None:
+        return None
+    value: float | None = row["ours"] if name == "ours" else row["peers"].get(name)
+    return value
+
+
+def _label(name: str, data: dict[str, Any]) -> str:
+    if name == "ours":
+        return "cupyflash" + (f" ({data['family']})" if data["family"] else "")
+    return report.NAMES.get(name, name)
+
+
+def _words(keys: Sequence[str], values: Sequence[Any]) -> str:
+    """'dim', 64 as 'head dim 64'; masks, passes and dtypes by their own names."""
+    words = {"dim": "head dim {}", "causal": "{}"}
+    named = [("causal" if value else "full") if key == "causal" else value for key, value in zip(keys, values)]
+    return ", ".join(words.get(key, "{}").format(value) for key, value in zip(keys, named))

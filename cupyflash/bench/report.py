@@ -1,0 +1,127 @@
+"""Results: the JSON file that grows row by row, the table on the terminal, and the lines that sum a suite up."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from .timing import best, geomean, ratio, significant
+
+Row = dict[str, Any]
+
+NAMES = {
+    "fa2": "FlashAttention-2 (PyTorch)",
+    "cudnn": "cuDNN (PyTorch)",
+    "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
+    "efficient": "memory-efficient (PyTorch)",
+    "math": "math (PyTorch)",
+    "standard": "standard attention (CuPy)",
+    "torch": "PyTorch SDPA",
+    "jax-cudnn": "JAX cuDNN, jitted",
+    "flex": "FlexAttention (torch.compile)",
+}
+
+
+def make_row(
+    problem: Mapping[str, Any], unit: str, values: Mapping[str, float], notes: Mapping[str, str], peers: Iterable[str]
+) -> Row:
+    """One row of a results file. Who has a note but no value is null; `ratio_to_best` is better when larger."""
+    rounded = {name: significant(value) for name, value in values.items()}
+    row: Row = {
+        "problem": dict(problem),
+        "unit": unit,
+        "ours": rounded.get("ours"),
+        "peers": {name: rounded.get(name) for name in peers if name in values or name in notes},
+    }
+    row["ratio_to_best"] = significant(ratio(row["ours"], best(row["peers"], unit), unit))
+    if notes:
+        row["notes"] = dict(notes)
+    return row
+
+
+def save(path: Path, results: Mapping[str, Any]) -> None:
+    """Write a results file whole or not at all, so that an interrupted run leaves the rows it has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(json.dumps(results, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    """All results under a folder such as bench/results, each with "file": <gpu>/<name of the file>."""
+    return [
+        {**json.loads(path.read_text()), "file": f"{path.parent.name}/{path.stem}"}
+        for path in sorted(folder.glob("*/*.json"))
+    ]
+
+
+def varying(problems: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The fields of the problems that tell them apart, without those that follow from the sequence length and dim."""
+    shown = [key for key in problems[0] if key not in ("batch", "heads")]
+    return [key for key in shown if len({problem.get(key) for problem in problems}) > 1]
+
+
+def fixed(problems: Sequence[Mapping[str, Any]]) -> str:
+    """The fields that all the problems share, in words."""
+    same = [key for key in problems[0] if len({problem.get(key) for problem in problems}) == 1]
+    return ", ".join(f"{key} {cell(problems[0][key])}" for key in same)
+
+
+def cell(value: Any) -> str:
+    """A value as a table shows it."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+    return str(value)
+
+
+def ratio_text(value: float | None) -> Text:
+    """A ratio to the best peer, green where ours leads."""
+    if value is None:
+        return Text("–")
+    return Text(f"{value:.2f}x", style="green" if value >= 1 else "yellow" if value >= 0.9 else "red")
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Geometric means against each peer and the best one, the worst row, short sequences, each head dimension."""
+    lines = []
+    peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    means = [(NAMES.get(name, name), geomean(_against(rows, name))) for name in peers]
+    if any(mean is not None for _, mean in means):
+        lines.append("against " + ", ".join(f"{name} {mean:.2f}x" for name, mean in means if mean is not None))
+    if (mean := geomean(row["ratio_to_best"] for row in rows)) is not None:
+        lines.append(f"against the best peer of each row {mean:.2f}x (geometric mean of {len(rows)} rows)")
+        worst = min((row for row in rows if row["ratio_to_best"]), key=lambda row: row["ratio_to_best"])
+        where = ", ".join(f"{key} {cell(worst['problem'][key])}" for key in varying([row["problem"] for row in rows]))
+        lines.append(f"worst row {worst['ratio_to_best']:.2f}x ({where or fixed([worst['problem']])})")
+    groups = {f"dim {dim}": _where(rows, lambda p, dim=dim: p.get("dim") == dim) for dim in _values(rows, "dim")}
+    if len(_values(rows, "seq")) > 1:
+        groups["sequences up to 1k"] = _where(rows, lambda p: p["seq"] <= 1024)
+    for label, group in groups.items():
+        if 0 < len(group) < len(rows) and (mean := geomean(row["ratio_to_best"] for row in group)) is not None:
+            fa2 = geomean(_against(group, "fa2"))
+            lines.append(f"{label}: best peer {mean:.2f}x" + (f", {NAMES['fa2']} {fa2:.2f}x" if fa2 else ""))
+    if wrong := [row for row in rows if row["ours"] is None]:
+        lines.append(f"NO RESULT of ours in {len(wrong)} rows; the first: {wrong[0]['notes'].get('ours')}")
+    return lines
+
+
+def _against(rows: Iterable[Row], peer: str) -> list[float | None]:
+    return [ratio(row["ours"], row["peers"].get(peer), row["unit"]) for row in rows]
+
+
+def _values(rows: Iterable[Row], key: str) -> list[Any]:
+    return sorted({row["problem"][key] for row in rows if key in row["problem"]})
+
+
+def _where(rows: Iterable[Row], keep: Any) -> list[Row]:
+    return [row for row in rows if keep(row["problem"])]

@@ -1,0 +1,136 @@
+"""Runs suites: progress and a growing table on the terminal, a growing JSON file on disk."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Iterable, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from . import machine, peers, report
+from .suites import SUITES, Options
+
+
+def run(
+    suites: Sequence[str],
+    family: str | None,
+    out: str | PathLike[str] | None,
+    quick: bool,
+    dtype: str,
+    rounds: int | None,
+    min_ms: float | None,
+) -> int:
+    """See `cupyflash.bench.run`."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160  # a log has no edge
+    names = [name for name, suite in SUITES.items() if suite.needs_gpu] if "all" in suites else list(suites)
+    options = Options(
+        family, dtype, rounds=rounds or (3 if quick else 7), min_ms=min_ms or (5 if quick else 20), quick=quick
+    )
+    try:
+        for name in names:
+            _check(name)
+    except machine.Unavailable as error:
+        console.print(Text(str(error)), soft_wrap=True)
+        return 2
+    good = True
+    for name in names:
+        gpu = machine.name(True) if SUITES[name].needs_gpu else None
+        folder = (
+            Path(out)
+            if out is not None
+            else Path("bench", "quick" if quick else "results", machine.short_name(gpu) if gpu else "cpu")
+        )
+        rows = _run_suite(console, name, options, folder / f"{family + '_' if family else ''}{name}.json", gpu)
+        good = good and all(row["ours"] is not None for row in rows)
+    return 0 if good else 1
+
+
+def _check(name: str) -> None:
+    if name not in SUITES:
+        raise machine.Unavailable(f"suites contains {name!r}; it must be of {', '.join(SUITES)} or all")
+    (machine.require_gpu if SUITES[name].needs_gpu else machine.require_torch)(name)
+
+
+def _run_suite(console: Console, name: str, options: Options, path: Path, gpu: str | None) -> list[report.Row]:
+    from ..gpu.source import sources_digest
+
+    suite = SUITES[name]
+    problems = suite.problems(options)
+    absent = {p: why for p in suite.peers if p in peers.LOADERS and isinstance(why := peers.load(p), str)}
+    present = [p for p in suite.peers if p not in absent]
+    dtypes = dict.fromkeys([*(["bfloat16"] if gpu else []), *(problem["dtype"] for problem in problems)])
+    results: dict[str, Any] = {
+        "suite": name,
+        "gpu": gpu,
+        "driver": machine.driver() if gpu else None,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "sources": sources_digest(),
+        "family": options.family,
+        "machine": machine.name(gpu is not None),
+        "versions": peers.versions(),
+        "absent": absent,
+        "ceilings": machine.ceilings(gpu is not None, dtypes, options.min_ms),
+        "rows": [],
+    }
+    keys = report.varying(problems)
+    console.print(Text(f"{name} on {results['machine']}, {suite.unit}: {report.fixed(problems)}"), style="bold")
+    console.print(Text("; ".join(f"{key} {report.cell(value)}" for key, value in results["ceilings"].items())))
+    for peer, why in absent.items():
+        console.print(Text(f"{peer} is not measured: {why}"), style="dim", soft_wrap=True)
+    widths = [max(len(key), *(len(report.cell(p[key])) for p in problems)) for key in keys]
+    widths += [max(7, len(peer)) for peer in ("ours", *present, "vs best")]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(name, total=len(problems))
+        progress.console.print(_line(widths, [*keys, "ours", *present, "vs best"], style="bold"))
+        for problem in problems:
+            progress.update(task, description=" ".join(report.cell(problem[key]) for key in keys))
+            values, notes = suite.measure(problem, options)
+            row = report.make_row(problem, suite.unit, values, notes, present)
+            results["rows"].append(row)
+            report.save(path, results)
+            _release()
+            speeds = [report.cell(value) for value in (row["ours"], *(row["peers"].get(peer) for peer in present))]
+            cells: list[str | Text] = [
+                *(report.cell(problem[key]) for key in keys),
+                *speeds,
+                report.ratio_text(row["ratio_to_best"]),
+            ]
+            progress.console.print(_line(widths, cells))
+            if row["ours"] is None or str(notes.get("ours", "")).startswith("unchecked"):
+                progress.console.print(Text(f"  ours: {notes.get('ours')}"), style="red", soft_wrap=True)
+            progress.advance(task)
+    for line in report.summary(results["rows"]):
+        console.print(Text(line), soft_wrap=True)
+    console.print(Text(f"written to {path}\n"), soft_wrap=True)
+    return list(results["rows"])
+
+
+def _line(widths: Iterable[int], cells: Iterable[str | Text], style: str = "") -> Table:
+    """One line of a table whose rows are printed as they come."""
+    table = Table.grid(padding=(0, 2))
+    for width in widths:
+        table.add_column(justify="right", width=width, no_wrap=True)
+    table.add_row(*cells, style=style)
+    return table
+
+
+def _release() -> None:
+    """Give cached GPU memory back, so that one library's pool does not starve another's."""
+    for module, free in (("torch", lambda m: m.cuda.empty_cache()), ("cupy", _free_cupy)):
+        if module in sys.modules:
+            free(sys.modules[module])
+
+
+def _free_cupy(cupy: Any) -> None:
+    if cupy.cuda.is_available():
+        cupy.get_default_memory_pool().free_all_blocks()

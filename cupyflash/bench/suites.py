@@ -1,0 +1,333 @@
+"""What each suite measures: a list of problems, and a function that measures one of them for everybody."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import warnings
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import attention, attention_backward
+from . import first_call, peers
+from .timing import Candidate, flops, gpu_sampler, host_sampler, interleave, reason
+
+Problem = dict[str, Any]
+Measured = tuple[dict[str, float], dict[str, str]]  # values by name ("ours" and the peers), notes by name
+
+DENSE = ("math", "standard")  # peers that build the S x S matrix
+TOLERANCE = 2e-2  # relative Frobenius error above which a result is wrong and its time means nothing
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure: the family to force, the dtype to use, rounds, and the least time of a sample."""
+
+    family: str | None = None
+    dtype: str = "bfloat16"
+    rounds: int = 7
+    min_ms: float = 20.0
+    quick: bool = False
+
+
+class Suite(NamedTuple):
+    unit: str
+    peers: tuple[str, ...]
+    problems: Callable[[Options], list[Problem]]
+    measure: Callable[[Problem, Options], Measured]
+    needs_gpu: bool = True
+
+
+def compare(
+    prepares: dict[str, peers.Prepare], case: peers.Case, backward: bool
+) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """Run everyone once. Whoever fails, or disagrees with the first that works, is left out with a note."""
+    import torch
+
+    candidates: dict[str, Candidate] = {}
+    notes: dict[str, str] = {}
+    reference: tuple[Any, ...] = ()
+    for name, prepare in prepares.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch warns once for every reason why a backend cannot
+                candidate = prepare(case, backward)
+                with candidate.context():
+                    results = tuple(_tensor(x) for x in candidate.call())
+                if case.q.is_cuda:
+                    torch.cuda.synchronize()
+            error = max(relative_error(x, y) for x, y in zip(results, reference or results))
+        except Exception as failure:  # noqa: BLE001 - a peer may fail in any way; the row goes on without it
+            notes[name] = reason(failure)
+            continue
+        if not error < TOLERANCE:  # also where it is NaN
+            notes[name] = f"wrong: relative error {error:.2g} against {next(iter(candidates), 'itself')}"
+        else:
+            candidates[name] = candidate
+            reference = reference or results
+    if "ours" in candidates and len(candidates) == 1:
+        notes["ours"] = "unchecked: no peer takes this problem"
+    return candidates, notes
+
+
+def relative_error(x: Any, y: Any) -> float:
+    """Frobenius norm of the difference over that of y."""
+    import torch
+
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, y = x.to(wide), y.to(wide)
+    return float((x - y).norm() / y.norm())
+
+
+def _tensor(x: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+
+
+def _importable(names: tuple[str, ...]) -> dict[str, peers.Prepare]:
+    return {name: peer for name in names if not isinstance(peer := peers.load(name), str)}
+
+
+def _case(problem: Problem, device: str = "cuda") -> peers.Case:
+    seed = zlib.crc32(repr(problem).encode())  # other data for every problem, the same in every run
+    sizes = {key: problem[key] for key in ("batch", "seq", "heads", "dim", "causal", "dtype")}
+    return peers.make_case(**sizes, seed=seed, device=device)
+
+
+def _flops(problem: Problem) -> float:
+    sizes = {key: problem[key] for key in ("batch", "seq", "heads", "dim", "causal")}
+    return flops(**sizes, backward=problem["pass"] == "backward")
+
+
+def _taking(problem: Problem, names: tuple[str, ...], longest: int) -> tuple[dict[str, peers.Prepare], dict[str, str]]:
+    """The peers for a problem, without those whose S x S matrix is longer than `longest` or has no room."""
+    import torch
+
+    itemsize = 8 if problem["dtype"] == "float64" else 4
+    # The matrix, its gradient and the copies that PyTorch's math backend makes.
+    need = 6 * problem["batch"] * problem["heads"] * problem["seq"] ** 2 * itemsize
+    fits = problem["seq"] <= longest and need < torch.cuda.mem_get_info()[0] // 2
+    found = _importable(names)
+    notes = {name: "left out: the S x S matrix is too large" for name in found if name in DENSE and not fits}
+    return {name: peer for name, peer in found.items() if name not in notes}, notes
+
+
+def _speed(names: tuple[str, ...], longest: int, problem: Problem, options: Options) -> Measured:
+    """TFLOP/s of ours and the peers on the GPU, taken in turn."""
+    prepares, left_out = _taking(problem, names, longest)
+    prepares["ours"] = peers.ours(options.family)
+    candidates, notes = compare(prepares, _case(problem), problem["pass"] == "backward")
+    seconds, failures = interleave(list(candidates), options.rounds, gpu_sampler(candidates, options.min_ms))
+    return {name: _flops(problem) / 1e12 / t for name, t in seconds.items()}, left_out | notes | failures
+
+
+# --- forward, backward: the papers' grid --------------------------------------------------------------------------
+
+
+def _grid(direction: str, options: Options) -> list[Problem]:
+    tokens, hidden = 16384, 2048
+    lengths = (1024, 8192) if options.quick else (512, 1024, 2048, 4096, 8192, 16384)
+    return [
+        {"pass": direction, "dtype": options.dtype, "dim": dim, "causal": causal, "seq": seq,
+         "batch": tokens // seq, "heads": hidden // dim}
+        for dim, causal, seq in itertools.product((64, 128, 256), (False, True), lengths)
+    ]  # fmt: skip
+
+
+GRID_PEERS = ("fa2", "cudnn", "fa3", "fa4", "efficient", "math")
+_grid_speed = functools.partial(_speed, GRID_PEERS, 4096)
+
+
+# --- fp32: the dtypes of scientific arrays ------------------------------------------------------------------------
+
+
+def _wide(options: Options) -> list[Problem]:
+    tokens, hidden = 8192, 1024
+    lengths = (2048,) if options.quick else (512, 2048, 8192)
+    passes, dtypes = ("forward", "backward"), ("float32", "float64")
+    return [
+        {"pass": direction, "dtype": dtype, "dim": dim, "causal": causal, "seq": seq,
+         "batch": tokens // seq, "heads": hidden // dim}
+        for direction, dtype, dim, causal, seq in itertools.product(passes, dtypes, (64, 128), (False, True), lengths)
+    ]  # fmt: skip
+
+
+WIDE_PEERS = ("math", "efficient", "cudnn", "standard")
+_wide_speed = functools.partial(_speed, WIDE_PEERS, 8192)
+
+
+# --- cpu: the NumPy path ------------------------------------------------------------------------------------------
+
+
+def _cpu(options: Options) -> list[Problem]:
+    import torch
+
+    seq = 1024 if options.quick else 4096
+    fixed = {"dtype": "float32", "batch": 1, "heads": 8, "dim": 64, "seq": seq, "threads": torch.get_num_threads()}
+    return [
+        {"pass": direction, "causal": causal, **fixed}
+        for direction, causal in itertools.product(("forward", "backward"), (False, True))
+    ]
+
+
+def _cpu_speed(problem: Problem, options: Options) -> Measured:
+    prepares = {**_importable(("torch",)), "ours": peers.ours_numpy}
+    candidates, notes = compare(prepares, _case(problem, "cpu"), problem["pass"] == "backward")
+    seconds, failures = interleave(list(candidates), min(options.rounds, 5), host_sampler(candidates, 1))
+    return {name: _flops(problem) / 1e9 / t for name, t in seconds.items()}, notes | failures
+
+
+# --- host: what a call costs the caller's thread ------------------------------------------------------------------
+
+
+def _host(options: Options) -> list[Problem]:
+    fixed = {"dtype": "float16", "batch": 1, "seq": 128, "heads": 4, "dim": 64, "causal": True}
+    return [
+        {"library": library, "pass": direction, **fixed}
+        for library, direction in itertools.product(("cupy", "torch", "jax"), ("forward", "backward"))
+    ]
+
+
+def _host_time(problem: Problem, options: Options) -> Measured:
+    """Microseconds until a call returns, on a problem so small that the GPU keeps up with the host."""
+    import torch
+
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the memory
+    backward = problem["pass"] == "backward"
+    case = _case(problem)
+    prepares: dict[str, peers.Prepare] = _importable(("torch",))
+    if problem["library"] == "cupy":
+        prepares["standard"] = peers.standard
+    if problem["library"] == "jax" and not backward:
+        prepares["jax-cudnn"] = _jax_cudnn
+    prepares["ours"] = functools.partial(_ours_in, problem["library"], options.family)
+    candidates: dict[str, Candidate] = {}
+    notes: dict[str, str] = {}
+    for name, prepare in prepares.items():
+        try:
+            candidates[name] = prepare(case, backward)
+            candidates[name].call()
+        except Exception as failure:  # noqa: BLE001 - as in compare; what these compute, the other suites check
+            candidates.pop(name, None)
+            notes[name] = reason(failure)
+    sampler = host_sampler(candidates, 50 if options.quick else 200, torch.cuda.synchronize)
+    seconds, failures = interleave(list(candidates), options.rounds, sampler)
+    return {name: 1e6 * t for name, t in seconds.items()}, notes | failures
+
+
+def _ours_in(library: str, family: str | None, case: peers.Case, backward: bool) -> Candidate:
+    """This package on the arrays of one library."""
+    if library == "torch":
+        return peers.ours(family)(case, backward)
+    q, k, v, dout = (_convert(x, library) for x in case[:4])
+    if not backward:
+        return Candidate(lambda: attention(q, k, v, causal=case.causal, family=family))
+    out, lse = attention(q, k, v, causal=case.causal, family=family, return_lse=True)
+    return Candidate(lambda: attention_backward(dout, q, k, v, out, lse, causal=case.causal, family=family))
+
+
+def _jax_cudnn(case: peers.Case, backward: bool) -> Candidate:
+    import jax
+
+    q, k, v = (_convert(x, "jax") for x in case[:3])
+    call = jax.jit(functools.partial(jax.nn.dot_product_attention, is_causal=case.causal, implementation="cudnn"))
+    return Candidate(lambda: call(q, k, v))
+
+
+def _convert(x: Any, library: str) -> Any:
+    if library == "cupy":
+        import cupy
+
+        return cupy.asarray(x.cpu().numpy())
+    import jax
+
+    if jax.default_backend() != "gpu":
+        raise RuntimeError(f"JAX sees no GPU, its backend is {jax.default_backend()}")
+    return jax.numpy.asarray(x.cpu().numpy())
+
+
+# --- jit: how long the first call takes ---------------------------------------------------------------------------
+
+
+def _jit(options: Options) -> list[Problem]:
+    return [
+        {"start": start, "pass": direction, **first_call.PROBLEM}
+        for start, direction in itertools.product(("cold", "disk cache"), ("forward", "backward"))
+    ]
+
+
+def _jit_time(problem: Problem, options: Options) -> Measured:
+    repeats = 1 if options.quick else 3
+    values: dict[str, float] = {}
+    notes: dict[str, str] = {}
+    for name, family in (("ours", options.family), ("flex", None)):
+        times = first_call.measure(name, family, repeats)
+        if isinstance(times, str):  # torch.compile needs a C compiler on the machine, among other things
+            notes[name] = times
+        else:
+            values[name] = times[problem["start"]][problem["pass"]]
+    return values, notes
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def _memory(options: Options) -> list[Problem]:
+    lengths = (1024, 8192) if options.quick else (512, 1024, 2048, 4096, 8192, 16384, 32768)
+    fixed = {"dtype": options.dtype, "batch": 1, "heads": 16, "dim": 128, "causal": False}
+    return [
+        {"pass": direction, "seq": seq, **fixed}
+        for direction, seq in itertools.product(("forward", "forward and backward"), lengths)
+    ]
+
+
+MEMORY_PEERS = ("fa2", "efficient", "cudnn", "math")
+
+
+def _memory_peak(problem: Problem, options: Options) -> Measured:
+    """Megabytes at the peak, beyond inputs and results."""
+    prepares, notes = _taking(problem, MEMORY_PEERS, problem["seq"])
+    prepares["ours"] = peers.ours(options.family)
+    backward = problem["pass"] != "forward"
+    case, small = _case(problem), _case({**problem, "seq": 256})
+    values: dict[str, float] = {}
+    for name, prepare in prepares.items():
+        try:
+            _peak(prepare, small, backward)  # cuBLAS and cuDNN keep the workspaces of their first call
+            values[name] = _peak(prepare, case, backward) / 1e6
+        except Exception as failure:  # noqa: BLE001 - as in compare
+            notes[name] = reason(failure)
+    return values, notes
+
+
+def _peak(prepare: peers.Prepare, case: peers.Case, backward: bool) -> int:
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    candidate = prepare(case, backward)
+    with candidate.context():
+        results = candidate.call()
+    torch.cuda.synchronize()
+    kept = sum(x.nbytes for x in results)
+    if backward:
+        kept += case.q.nbytes  # out, which the backward holds as well
+    return int(torch.cuda.max_memory_allocated()) - before - kept
+
+
+SUITES: dict[str, Suite] = {
+    "forward": Suite("TFLOP/s", GRID_PEERS, functools.partial(_grid, "forward"), _grid_speed),
+    "backward": Suite("TFLOP/s", GRID_PEERS, functools.partial(_grid, "backward"), _grid_speed),
+    "host": Suite("us", ("torch", "standard", "jax-cudnn"), _host, _host_time),
+    "jit": Suite("s", ("flex",), _jit, _jit_time),
+    "memory": Suite("MB", MEMORY_PEERS, _memory, _memory_peak),
+    "fp32": Suite("TFLOP/s", WIDE_PEERS, _wide, _wide_speed),
+    "cpu": Suite("GFLOP/s", ("torch",), _cpu, _cpu_speed, needs_gpu=False),
+}

@@ -1,0 +1,410 @@
+"""The bench without a GPU: statistics, FLOP counts, peers' calls, results files, tables and plots."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rich")
+
+from cupyflash import bench
+from cupyflash.bench import machine, peers, plots, report, suites, timing
+from cupyflash.bench.suites import SUITES, Options
+from cupyflash.bench.timing import Candidate
+
+# --- statistics ---------------------------------------------------------------------------------------------------
+
+
+def test_flops_are_the_papers():
+    sizes = {"batch": 2, "seq": 1024, "heads": 16, "dim": 128}
+    full = timing.flops(**sizes, causal=False, backward=False)
+    assert full == 4 * 2 * 16 * 1024**2 * 128
+    assert timing.flops(**sizes, causal=True, backward=False) == full / 2
+    assert timing.flops(**sizes, causal=True, backward=True) == 2.5 * full / 2
+
+
+def test_interleave_takes_turns_and_medians():
+    order: list[str] = []
+    values = {"a": iter([3.0, 1.0, 2.0]), "b": iter([30.0, 10.0, 20.0])}
+
+    def sample(name):
+        order.append(name)
+        return next(values[name])
+
+    medians, failures = timing.interleave(["a", "b"], 3, sample)
+    assert medians == {"a": 2.0, "b": 20.0} and failures == {}
+    rounds = [order[i : i + 2] for i in range(0, 6, 2)]
+    assert all(sorted(pair) == ["a", "b"] for pair in rounds)
+    assert len({tuple(pair) for pair in rounds}) == 2  # not always the same one first
+
+
+def test_interleave_goes_on_without_those_that_fail():
+    def sample(name):
+        if name == "bad":
+            raise RuntimeError("\n  out of memory\nmore")
+        return 1.0
+
+    medians, failures = timing.interleave(["bad", "good"], 3, sample)
+    assert medians == {"good": 1.0}
+    assert failures == {"bad": "RuntimeError: out of memory"}
+
+
+def test_interleave_lets_an_interrupt_through():
+    def sample(name):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        timing.interleave(["a"], 1, sample)
+
+
+def test_host_sampler_counts_calls_and_enters_the_context():
+    events: list[str] = []
+
+    class Context:
+        def __enter__(self):
+            events.append("in")
+
+        def __exit__(self, *error):
+            events.append("out")
+
+    candidate = Candidate(lambda: events.append("call") or (), Context)
+    assert timing.host_sampler({"x": candidate}, 3)("x") > 0
+    assert events == ["in", *["call"] * 4, "out"]
+
+
+def test_gpu_sampler_repeats_until_a_sample_is_long_enough(monkeypatch):
+    torch = pytest.importorskip("torch")
+    clock = [0.0]  # milliseconds
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.time = clock[0]
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return end.time - self.time
+
+    def call():
+        clock[0] += 0.5
+        return ()
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    sample = timing.gpu_sampler({"x": Candidate(call)}, min_ms=20)
+    assert sample("x") == pytest.approx(0.5e-3)
+    before = clock[0]
+    sample("x")
+    assert clock[0] - before == pytest.approx(0.5 + 20)  # one call ahead of the clock, then 20 ms of them
+
+
+def test_ratio_is_better_when_larger():
+    assert timing.ratio(600.0, 300.0, "TFLOP/s") == 2.0
+    assert timing.ratio(10.0, 30.0, "us") == 3.0
+    assert timing.ratio(None, 300.0, "TFLOP/s") is None
+    assert timing.ratio(0.0, 1.0, "MB") is None
+
+
+def test_best_geomean_significant():
+    assert timing.best({"a": 1.0, "b": None, "c": 3.0}, "TFLOP/s") == 3.0
+    assert timing.best({"a": 1.0, "b": None, "c": 3.0}, "s") == 1.0
+    assert timing.best({"b": None}, "s") is None
+    assert timing.geomean([2.0, None, 8.0]) == pytest.approx(4.0)
+    assert timing.geomean([None]) is None
+    assert timing.significant(123.456) == 123.5 and timing.significant(0.000123456) == 0.0001235
+    assert timing.significant(None) is None
+
+
+@pytest.mark.parametrize(
+    ("full", "short"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("Tesla T4", "t4"),
+    ],
+)
+def test_short_name(full, short):
+    assert machine.short_name(full) == short
+
+
+# --- problems -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_the_grid_is_the_papers(name):
+    problems = SUITES[name].problems(Options())
+    assert len(problems) == 36
+    assert all(p["batch"] * p["seq"] == 16384 and p["heads"] * p["dim"] == 2048 for p in problems)
+    assert {p["pass"] for p in problems} == {name} and {p["dtype"] for p in problems} == {"bfloat16"}
+    quick = SUITES[name].problems(Options(dtype="float16", quick=True))
+    assert len(quick) == 12 and {p["dtype"] for p in quick} == {"float16"}
+
+
+def test_every_suite_tells_its_problems_apart():
+    pytest.importorskip("torch")
+    for suite in SUITES.values():
+        problems = suite.problems(Options())
+        assert len({json.dumps(problem) for problem in problems}) == len(problems)
+        keys = report.varying(problems)
+        assert len({tuple(problem[key] for key in keys) for problem in problems}) == len(problems)
+
+
+# --- peers, on the CPU --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def case():
+    pytest.importorskip("torch")
+    return peers.make_case(2, 64, 2, 16, causal=True, dtype="float32", seed=7, device="cpu")
+
+
+def attention_by_hand(case):
+    """out, lse and the gradients in float64, the formulas of the FlashAttention-2 paper without tiles."""
+    q, k, v, dout = (x.numpy().astype(np.float64).transpose(0, 2, 1, 3) for x in case[:4])
+    scale = q.shape[-1] ** -0.5
+    s = q @ k.swapaxes(2, 3) * scale
+    s = np.where(np.tril(np.ones(s.shape[2:], bool)), s, -np.inf) if case.causal else s
+    lse = np.log(np.exp(s).sum(-1))
+    p = np.exp(s - lse[..., None])
+    out = p @ v
+    ds = p * (dout @ v.swapaxes(2, 3) - (dout * out).sum(-1, keepdims=True)) * scale
+    grads = ds @ k, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dout
+    return out.transpose(0, 2, 1, 3), lse, [g.transpose(0, 2, 1, 3) for g in grads]
+
+
+def close(tensors, arrays):
+    return all(np.allclose(x.numpy(), y, atol=1e-5) for x, y in zip(tensors, arrays))
+
+
+def test_sdpa_peers_give_out_and_gradients(case):
+    out, _, grads = attention_by_hand(case)
+    for name in ("torch", "math"):
+        peer = peers.load(name)
+        assert close(peer(case, False).call(), [out])
+        candidate = peer(case, True)
+        assert close(candidate.call(), grads)
+        assert close(candidate.call(), grads)  # the graph is kept: it is called many times
+
+
+def test_standard_attention_is_attention(case, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", np)  # the same calls on the CPU
+    out, _, grads = attention_by_hand(case)
+    assert close(peers.standard(case, False).call(), [out])
+    assert close(peers.standard(case, True).call(), grads)
+
+
+def test_fa3_calls_the_operators_by_their_schema(case, monkeypatch):
+    """The schemas are those of FlashAttention-3's operators; a wrong name or order fails here as it would there."""
+    torch = pytest.importorskip("torch")
+    out, lse, grads = attention_by_hand(case)
+    if hasattr(torch.ops.flash_attn_3, "fwd"):
+        pytest.skip("the real operators are loaded")
+    library = torch.library.Library("flash_attn_3", "DEF")
+    library.define(
+        "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None, "
+        "Tensor? q_v = None, Tensor(out!)? out = None, float? softmax_scale = None, bool is_causal = False, "
+        "int window_size_left = -1, int window_size_right = -1, int num_splits = 0, bool? pack_gqa = None) "
+        "-> (Tensor(out!), Tensor, Tensor, Tensor)"
+    )
+    library.define(
+        "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq = None, "
+        "Tensor(dk!)? dk = None, Tensor(dv!)? dv = None, float? softmax_scale = None, bool is_causal = False) "
+        "-> (Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor)"
+    )
+
+    def as_float(x):
+        return torch.from_numpy(np.ascontiguousarray(x, np.float32))
+
+    def fwd(q, k, v, k_new, v_new, q_v, into, scale, is_causal, left, right, num_splits, pack_gqa=None):
+        assert is_causal and num_splits == 1 and q is not k
+        return as_float(out), as_float(lse), torch.empty(0), torch.empty(0)
+
+    def bwd(dout, q, k, v, o, softmax_lse, dq, dk, dv, scale, is_causal):
+        assert is_causal and torch.equal(dout, case.dout) and close([o, softmax_lse], [out, lse])
+        for target, grad in zip((dq, dk, dv), grads):
+            target.copy_(as_float(grad))
+        return dq, dk, dv, softmax_lse
+
+    library.impl("fwd", fwd, "CPU")
+    library.impl("bwd", bwd, "CPU")
+    monkeypatch.delenv("CUPYFLASH_PEER_FA3", raising=False)
+    for name in ("flash_attn_3", "flash_attn_3._C"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    prepare = peers.fa3()
+    assert close(prepare(case, False).call(), [out])
+    assert close(prepare(case, True).call(), grads)
+
+
+def test_absent_peers_tell_why(monkeypatch, tmp_path):
+    pytest.importorskip("torch")
+    monkeypatch.setenv("CUPYFLASH_PEER_FA3", str(tmp_path / "missing.so"))
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert "missing.so" in peers.load.__wrapped__("fa3")
+    assert "flash_attn" in peers.load.__wrapped__("fa4")
+
+
+def test_compare_leaves_out_who_fails_or_is_wrong(case):
+    def wrong(case, backward):
+        return Candidate(lambda: (1.1 * case.v,))
+
+    def nan(case, backward):
+        return Candidate(lambda: (case.v * math.nan,))
+
+    def broken(case, backward):
+        raise ValueError("float32 is not supported")
+
+    right = peers.load("torch")
+    prepares = {"nan": nan, "broken": broken, "torch": right, "wrong": wrong, "ours": right}
+    candidates, notes = suites.compare(prepares, case, backward=False)
+    assert list(candidates) == ["torch", "ours"]
+    assert notes["nan"].startswith("wrong: relative error nan")
+    assert notes["broken"] == "ValueError: float32 is not supported"
+    assert notes["wrong"].endswith("against torch")
+    assert "ours" not in notes
+    _, alone = suites.compare({"broken": broken, "ours": right}, case, backward=False)
+    assert alone["ours"].startswith("unchecked")
+
+
+# --- results files ------------------------------------------------------------------------------------------------
+
+
+def test_make_row():
+    problem = {"seq": 512, "dim": 64, "causal": True}
+    row = report.make_row(
+        problem,
+        "TFLOP/s",
+        {"ours": 300.04, "fa2": 200.0, "fa3": 400.0},
+        {"cudnn": "no"},
+        ["fa2", "cudnn", "fa3", "fa4"],
+    )
+    assert row == {
+        "problem": problem,
+        "unit": "TFLOP/s",
+        "ours": 300.0,
+        "peers": {"fa2": 200.0, "cudnn": None, "fa3": 400.0},
+        "ratio_to_best": 0.75,
+        "notes": {"cudnn": "no"},
+    }
+    failed = report.make_row(problem, "us", {"torch": 10.0}, {"ours": "wrong"}, ["torch"])
+    assert failed["ours"] is None and failed["ratio_to_best"] is None
+    assert "notes" not in report.make_row(problem, "us", {"ours": 5.0, "torch": 10.0}, {}, ["torch"])
+
+
+def test_save_replaces_the_whole_file(tmp_path):
+    path = tmp_path / "h200" / "forward.json"
+    report.save(path, {"rows": [1]})
+    report.save(path, {"rows": [1, 2]})
+    assert json.loads(path.read_text()) == {"rows": [1, 2]}
+    assert [p.name for p in path.parent.iterdir()] == ["forward.json"]
+
+
+def synthetic(suite, family=None):
+    """Results as a run would write them; ours is always half as fast as fa3 and twice as fast as the others."""
+    rows = []
+    definition = SUITES[suite]
+    for problem in definition.problems(Options()):
+        better = 100.0 + problem["seq"] / 100
+        worse = better / 4
+        notes = {"math": "left out"} if problem["seq"] > 4096 else {}
+        values = {
+            "ours": better / 2,
+            **{p: better if p == "fa3" else worse for p in definition.peers if p not in notes},
+        }
+        rows.append(report.make_row(problem, definition.unit, values, notes, definition.peers))
+    return {
+        "suite": suite, "gpu": "NVIDIA H200", "driver": "1", "date": "2026-01-01T00:00:00+00:00", "sources": "0",
+        "family": family, "machine": "NVIDIA H200", "versions": {"torch": "2"}, "absent": {},
+        "ceilings": {"gemm_bf16_tflops": 700.0, "copy_gbps": 4000.0}, "rows": rows,
+    }  # fmt: skip
+
+
+def test_summary():
+    rows = synthetic("forward")["rows"]
+    rows[7]["ratio_to_best"] = 0.25
+    lines = "\n".join(report.summary(rows))
+    assert "FlashAttention-2 (PyTorch) 2.00x" in lines and "FlashAttention-3 0.50x" in lines
+    assert "worst row 0.25x (dim 64, causal yes, seq 1024)" in lines
+    assert "dim 256: best peer 0.50x, FlashAttention-2 (PyTorch) 2.00x" in lines
+    assert "sequences up to 1k: best peer 0.47x" in lines
+    rows[0].update(ours=None, ratio_to_best=None, notes={"ours": "wrong: relative error 1"})
+    assert "NO RESULT of ours in 1 rows; the first: wrong" in report.summary(rows)[-1]
+
+
+def test_table_marks_the_best_and_shows_gaps():
+    lines = plots.table(synthetic("forward")["rows"]).splitlines()
+    assert len(lines) == 38
+    assert lines[0].startswith("| dim | causal | seq | cupyflash | FlashAttention-2 (PyTorch) |")
+    assert "| **105** |" in lines[2] and lines[2].endswith("| 0.50x |")
+    assert "–" in lines[7] and "–" not in lines[2]
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_plot_draws_every_suite_and_writes_the_page(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("torch")
+    stems = []
+    for suite, family in [(name, None) for name in SUITES] + [("forward", "sm80")]:
+        stems.append(f"{family}_{suite}" if family else suite)
+        report.save(tmp_path / "results" / "h200" / f"{stems[-1]}.json", synthetic(suite, family))
+    written = bench.plot(tmp_path / "results", tmp_path / "docs")
+    pictures = sorted((tmp_path / "docs" / "plots").iterdir())
+    assert [p.stem for p in pictures] == sorted(f"h200_{stem}" for stem in stems)
+    assert all(p.read_bytes().startswith(b"\x89PNG") and p.stat().st_size > 5000 for p in pictures)
+    page = (tmp_path / "docs" / "benchmarks.md").read_text()
+    assert sorted(written) == sorted([*(str(p) for p in pictures), str(tmp_path / "docs" / "benchmarks.md")])
+    assert all(f"(plots/h200_{stem}.png)" in page for stem in stems)
+    assert page.index("### Attention forward\n") < page.index("### Attention forward, family sm80 forced")
+    assert "gemm_bf16_tflops 700" in page
+
+
+def test_plot_without_results_says_so(tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(FileNotFoundError, match="cupyflash bench"):
+        bench.plot(tmp_path, tmp_path)
+
+
+# --- running ------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_one_line_says_so(monkeypatch, capsys, tmp_path):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("cupy")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.run(["forward"], out=tmp_path) == 2
+    printed = capsys.readouterr().out
+    assert "'forward' needs a CUDA GPU" in printed and "'cpu'" in printed and printed.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_torch_one_line_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for suite in ("host", "cpu"):
+        assert bench.run([suite]) == 2
+        assert "pip install torch" in capsys.readouterr().out
+
+
+def test_unknown_suites_are_named(capsys):
+    assert bench.run(["forwards"]) == 2
+    assert "'forwards'; it must be of forward, backward," in capsys.readouterr().out
+
+
+def test_the_cpu_suite_runs(tmp_path, capsys):
+    pytest.importorskip("torch")
+    assert bench.run(["cpu"], out=tmp_path, quick=True, rounds=1) == 0
+    results = json.loads((tmp_path / "cpu.json").read_text())
+    assert results["suite"] == "cpu" and results["gpu"] is None and len(results["sources"]) == 64
+    assert set(results["ceilings"]) == {"gemm_fp32_gflops", "copy_gbps"}
+    assert len(results["rows"]) == 4
+    for row in results["rows"]:
+        assert row["ours"] > 0 and row["peers"]["torch"] > 0 and "notes" not in row
+        assert row["ratio_to_best"] == pytest.approx(row["ours"] / row["peers"]["torch"], rel=1e-3)
+    assert "GFLOP/s" in capsys.readouterr().out
