@@ -170,7 +170,7 @@ def _lines(data: dict[str, Any]) -> Any:
                 axis.set_ylim(0, 1.06 * _highest(rows if shared else panel, data["ceilings"]))
             else:
                 axis.set_yscale("symlog", linthresh=0.1)  # a logarithm that has room for 0
-                axis.set_ylim(bottom=0)
+                axis.set_ylim(0, 2 * _highest(rows, {}))
             if x == 0:
                 axis.set_ylabel(unit)
             if y == len(vertical) - 1:

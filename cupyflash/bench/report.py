@@ -99,8 +99,9 @@ def summary(rows: Sequence[Row]) -> list[str]:
     if any(mean is not None for _, mean in means):
         lines.append("against " + ", ".join(f"{name} {mean:.2f}x" for name, mean in means if mean is not None))
     if (mean := geomean(row["ratio_to_best"] for row in rows)) is not None:
-        lines.append(f"against the best peer of each row {mean:.2f}x (geometric mean of {len(rows)} rows)")
-        worst = min((row for row in rows if row["ratio_to_best"]), key=lambda row: row["ratio_to_best"])
+        compared = [row for row in rows if row["ratio_to_best"]]
+        lines.append(f"against the best peer of each row {mean:.2f}x (geometric mean of {len(compared)} rows)")
+        worst = min(compared, key=lambda row: row["ratio_to_best"])
         where = ", ".join(f"{key} {cell(worst['problem'][key])}" for key in varying([row["problem"] for row in rows]))
         lines.append(f"worst row {worst['ratio_to_best']:.2f}x ({where or fixed([worst['problem']])})")
     groups = {f"dim {dim}": _where(rows, lambda p, dim=dim: p.get("dim") == dim) for dim in _values(rows, "dim")}
