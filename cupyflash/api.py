@@ -205,7 +205,7 @@ def explain(
     Explanation
         Prints as a table; its fields are plain data.
     """
-    from .explain import explain as _explain
+    from .explanation import explain as _explain
 
     return _explain(q, k, v, dtype=dtype, arch=arch, backward=backward, **options)
 

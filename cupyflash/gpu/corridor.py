@@ -10,9 +10,9 @@ from typing import Any
 
 from .. import problem as rules
 from . import compiler, device, launch
-from .launch import contiguous, padded
 from .plan import KernelPlan, plan
 from .source import generate
+from .strides import contiguous, needs_copy, padded, params_strides
 
 _prepared: dict[Any, Any] = {}
 _MAX_PREPARED = 4096
@@ -67,14 +67,14 @@ class Prepared:
             alignment = 1
             if name in launch.STRIDED:
                 alignment = self.plan.alignment
-                copy = (odd and alignment == 16) or launch.needs_copy(view, alignment) is not None
+                copy = (odd and alignment == 16) or needs_copy(view, alignment) is not None
             else:  # lse is read as one block, key_mask as contiguous rows
                 copy = view.strides != contiguous(view.shape) if name == "lse" else view.strides[-1] != 1
             if copy:
                 self.copies.append((name, alignment))
                 view = padded(view, alignment)
             if name in launch.STRIDED:
-                strides[name] = launch.params_strides(view, self.layout)
+                strides[name] = params_strides(view, self.layout)
             elif name == "key_mask" and len(view.shape) == 2:
                 mask_batch = view.strides[0]
         self.through: list[str] = []  # outputs given in a form no kernel writes: computed aside, copied over
@@ -86,7 +86,7 @@ class Prepared:
                     self.through.append(name)
                 else:
                     view = target
-            strides[name] = launch.params_strides(view, self.layout)
+            strides[name] = params_strides(view, self.layout)
         functions = load(self.plan, ordinal)
         self.launcher = launch.Launcher(self.plan, functions, problem, strides, mask_batch, ordinal)
 

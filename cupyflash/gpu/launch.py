@@ -8,8 +8,9 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ..problem import ITEMSIZE, AttentionProblem, View, to_bshd
+from ..problem import ITEMSIZE, AttentionProblem, View
 from .plan import KernelPlan
+from .strides import padded
 
 # The fields of kernels_cu/attention/params.cuh, in its order.
 POINTERS = ("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "delta", "dq_sum", "counters", "mask")
@@ -75,50 +76,12 @@ class Launcher:
             function(grid, block, (params,), shared, stream)
 
 
-def bshd_strides(view: View, layout: str) -> tuple[int, int, int, int]:
-    """Element strides of (batch, sequence, heads, dim), in that order; 0 for axes the array does not have."""
-    return to_bshd(view.strides, layout, fill=0)
-
-
-def params_strides(view: View, layout: str) -> tuple[int, int, int]:
-    """The same as Params wants them: batch, row, head."""
-    b, s, h, _ = bshd_strides(view, layout)
-    return b, s, h
-
-
-def needs_copy(view: View, alignment: int) -> str | None:
-    """Why kernels that need `alignment` cannot read this array where it is, or None. The pointer is not looked at."""
-    if 0 in view.shape:
-        return None
-    if view.shape[-1] > 1 and view.strides[-1] != 1:
-        return f"its last dimension has stride {view.strides[-1]}, not 1"
-    size = ITEMSIZE[view.dtype]
-    for extent, stride in zip(view.shape[:-1], view.strides[:-1]):
-        if extent > 1 and stride * size % alignment:
-            return f"its rows are not {alignment}-byte aligned (a stride of {stride} elements)"
-    return None
-
-
 def on_device(pointer: int, view: View, device: int) -> cupy.ndarray:
     """The memory behind a view as a CuPy array of unsigned integers (for copies and fills: no bit changes)."""
     size = ITEMSIZE[view.dtype]
     memory = cupy.cuda.UnownedMemory(pointer, 1, None, device)
     strides = tuple(s * size for s in view.strides)
     return cupy.ndarray(view.shape, _UNSIGNED[size], cupy.cuda.MemoryPointer(memory, 0), strides)
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Element strides of a contiguous array."""
-    strides = [1]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * max(extent, 1))
-    return tuple(reversed(strides))
-
-
-def padded(view: View, alignment: int) -> View:
-    """The view of a copy whose rows start at multiples of `alignment` bytes."""
-    unit = max(1, alignment // ITEMSIZE[view.dtype])
-    return view._replace(strides=contiguous((*view.shape[:-1], -(-view.shape[-1] // unit) * unit)))
 
 
 def padded_copy(lib: Any, x: Any, alignment: int, device: int, stream: int) -> Any:

@@ -1,0 +1,43 @@
+"""Which arrays the kernels read where they are, and what a copy of the others looks like. Pure; tested without a GPU."""
+
+from __future__ import annotations
+
+from ..problem import ITEMSIZE, View, to_bshd
+
+
+def bshd_strides(view: View, layout: str) -> tuple[int, int, int, int]:
+    """Element strides of (batch, sequence, heads, dim), in that order; 0 for axes the array does not have."""
+    return to_bshd(view.strides, layout, fill=0)
+
+
+def params_strides(view: View, layout: str) -> tuple[int, int, int]:
+    """The same as Params wants them: batch, row, head."""
+    b, s, h, _ = bshd_strides(view, layout)
+    return b, s, h
+
+
+def needs_copy(view: View, alignment: int) -> str | None:
+    """Why kernels that need `alignment` cannot read this array where it is, or None. The pointer is not looked at."""
+    if 0 in view.shape:
+        return None
+    if view.shape[-1] > 1 and view.strides[-1] != 1:
+        return f"its last dimension has stride {view.strides[-1]}, not 1"
+    size = ITEMSIZE[view.dtype]
+    for extent, stride in zip(view.shape[:-1], view.strides[:-1]):
+        if extent > 1 and stride * size % alignment:
+            return f"its rows are not {alignment}-byte aligned (a stride of {stride} elements)"
+    return None
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Element strides of a contiguous array."""
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * max(extent, 1))
+    return tuple(reversed(strides))
+
+
+def padded(view: View, alignment: int) -> View:
+    """The view of a copy whose rows start at multiples of `alignment` bytes."""
+    unit = max(1, alignment // ITEMSIZE[view.dtype])
+    return view._replace(strides=contiguous((*view.shape[:-1], -(-view.shape[-1] // unit) * unit)))
