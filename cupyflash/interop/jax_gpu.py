@@ -8,6 +8,7 @@ waits for nothing.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+
 import cupy
 import jax
 
@@ -40,14 +41,14 @@ class Loan:
         return cupy_.view(x)._replace(kind=self.kind)
 
     def finish(self, x: cupy.ndarray, device: int) -> jax.Array:
-        if self._taken:
-            # JAX reuses memory on its own stream as soon as nobody holds it: hold the inputs until the kernels that
-            # read them are done.
-            with cupy.cuda.Device(device):
+        with cupy.cuda.Device(device):
+            if self._taken:
+                # JAX reuses memory on its own stream as soon as nobody holds it: hold the inputs until the kernels that
+                # read them are done.
                 done = cupy.cuda.get_current_stream().record(cupy.cuda.Event(block=True, disable_timing=True))
-            _keeper.submit(_hold, done, self._taken)
-            self._taken = []
-        return jax.dlpack.from_dlpack(x)
+                _keeper.submit(_hold, done, self._taken)
+                self._taken = []
+            return jax.dlpack.from_dlpack(x)
 
 
 def _hold(done: cupy.cuda.Event, arrays: list[cupy.ndarray]) -> None:

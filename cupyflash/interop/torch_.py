@@ -32,7 +32,7 @@ def view(x: torch.Tensor) -> View:
         raise TypeError(f"a tensor of shape {tuple(x.shape)} has layout {x.layout}; it must be strided (dense)")
     if x.is_neg():
         raise ValueError(
-            f"a tensor of shape {tuple(x.shape)} has its negation pending (torch's negative bit); pass x.resolve_neg()"
+            f"a tensor of shape {tuple(x.shape)} is a view that torch has yet to negate; pass x.resolve_neg()"
         )
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"a tensor of shape {tuple(x.shape)} is on {x.device}; it must be on cpu or cuda")

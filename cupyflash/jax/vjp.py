@@ -24,7 +24,7 @@ def attention(
     deterministic: bool = False,
     family: str | None = None,
 ) -> Any:
-    """Exact attention on JAX arrays, differentiable with respect to q, k and v by reverse-mode `jax.grad` and `jax.vjp`.
+    """Exact attention on JAX arrays, differentiable with respect to q, k and v by `jax.grad` and `jax.vjp`.
 
     Takes and returns what `cupyflash.attention` does, with these restrictions: there is no `out`, as JAX arrays are
     immutable; lse carries no gradient (as under `jax.lax.stop_gradient`); and arrays must be concrete, so no `jax.jit`,
@@ -35,7 +35,7 @@ def attention(
     TypeError
         An array is traced or is no JAX array.
     """
-    options = {
+    options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "layout": layout, "deterministic": deterministic,
         "family": family,
     }  # fmt: skip

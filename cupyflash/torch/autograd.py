@@ -27,8 +27,8 @@ def attention(
 ) -> Any:
     """Exact attention on tensors, differentiable with respect to q, k and v.
 
-    Takes and returns what `cupyflash.attention` does, with one restriction: lse carries no gradient (it is marked
-    non-differentiable), nor can gradients be differentiated again.
+    Takes and returns what `cupyflash.attention` does, with these restrictions: lse carries no gradient (it is marked
+    non-differentiable), gradients cannot be differentiated again, and torch.func transforms are not supported.
 
     Raises
     ------
@@ -37,12 +37,12 @@ def attention(
     ValueError
         `out` is given although a gradient is wanted: autograd cannot follow a write into it.
     RuntimeError
-        From the backward pass, where it is asked to be differentiable itself (`create_graph=True`).
+        Where gradients are differentiated again, and under a torch.func transform.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
-    options = {
+    options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "layout": layout, "deterministic": deterministic,
         "family": family,
     }  # fmt: skip
@@ -60,16 +60,18 @@ def attention(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, options: dict[str, Any]
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        key_mask: torch.Tensor | None,
+        options: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return api.attention(q, k, v, key_mask=key_mask, return_lse=True, **options)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        q, k, v, key_mask, ctx.options = inputs
-        out, lse = output
+        out, lse = api.attention(q, k, v, key_mask=key_mask, return_lse=True, **options)
+        ctx.options = options
         ctx.mark_non_differentiable(lse)
         ctx.save_for_backward(q, k, v, key_mask, out, lse)
+        return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -1,0 +1,246 @@
+"""Which arrays are taken, what is said of those that are not, and that nothing is copied and no stream left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from frameworks import judge, references, sleep
+from reference import DTYPES
+from semantics import draw_inputs
+
+from cupyflash import attention, attention_backward, interop
+
+
+class DLPackOnly:
+    """A foreign array: DLPack and nothing else."""
+
+    def __init__(self, array: Any, device: tuple[int, int] | None = None) -> None:
+        self._array, self._device = array, device
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device or self._array.__dlpack_device__()
+
+
+class CudaArrayOnly:
+    """A foreign GPU array as Numba has it: the CUDA array interface and nothing else."""
+
+    def __init__(self, array: Any, stream: int | None = None) -> None:
+        self._array = array
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "version": 3, "stream": stream}
+
+
+def test_importing_imports_no_framework() -> None:
+    code = (
+        "import sys, numpy as np, cupyflash\n"
+        "q = np.ones((3, 4), np.float32)\n"
+        "cupyflash.attention(q, q, q)\n"
+        "print([m for m in ('torch', 'jax', 'cupy') if m in sys.modules])"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "bad", [None, 3.0, [[1.0]], ((1.0,),), "q", b"q", object(), {}], ids=lambda x: type(x).__name__
+)
+def test_what_is_no_array(bad: Any) -> None:
+    good = np.ones((3, 4), np.float32)
+    expected = f"is a {type(bad).__name__}; it must be an array"
+    with pytest.raises(TypeError, match=f"^q {expected}"):
+        attention(bad, good, good)
+    if bad is not None:  # where None means that there is none
+        with pytest.raises(TypeError, match=f"^key_mask {expected}"):
+            attention(good, good, good, key_mask=bad)
+        with pytest.raises(TypeError, match=f"^grads: dk {expected}|^dk {expected}"):
+            attention_backward(good, good, good, good, good, good[:, 0], grads=(good, bad, good))
+
+
+def test_numpy_classes_that_are_no_arrays_for_us() -> None:
+    good = np.ones((3, 4), np.float32)
+    with pytest.raises(TypeError, match="k is a numpy.matrix; it must be an array; pass numpy.asarray"):
+        attention(good, good.view(np.matrix), good)
+    with pytest.raises(TypeError, match="v is a numpy.*MaskedArray; its mask would be lost"):
+        attention(good, good, np.ma.array(good, mask=good > 0))
+    with pytest.raises(TypeError, match="q is a numpy.float32; it must be an array"):
+        attention(np.float32(1), good, good)
+    with pytest.raises(TypeError, match="q has dtype >f4; it must be one of float16"):
+        attention(good.astype(">f4"), good, good)
+
+
+def test_numpy_subclasses(tmp_path: Path) -> None:
+    class Mine(np.ndarray):
+        pass
+
+    good = np.random.default_rng(0).standard_normal((5, 4), np.float32)
+    good.tofile(tmp_path / "q")
+    mapped = np.memmap(tmp_path / "q", np.float32, "r", shape=(5, 4))
+    expected = attention(good, good, good)
+    np.testing.assert_array_equal(attention(mapped, good.view(Mine), good), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numpy_view(dtype: str) -> None:
+    x = np.zeros((2, 3, 4, 10), DTYPES[dtype]).transpose(0, 2, 1, 3)[:, ::-1, :, ::2]
+    lib = interop.library("q", x)
+    assert lib.view(x) == ((2, 4, 3, 5), (120, -10, 40, 2), dtype, "cpu", "numpy", x.__array_interface__["data"][0])
+
+
+def test_known_libraries_pass_through_untouched() -> None:
+    x, y = np.ones((3, 4), np.float32), np.ones(3, bool)
+    lib = interop.library("q", x)
+    assert lib.kind == "numpy"
+    same, arrays = interop.adopt(lib, q=x, key_mask=y, out=None)
+    assert same is lib and arrays[0] is x and arrays[1] is y and arrays[2] is None
+    assert lib.to_numpy(x) is x and lib.from_numpy(x) is x and not lib.on_gpu(x) and not lib.wants_grad([x, None])
+
+
+def test_dlpack_producers_on_the_cpu_become_numpy() -> None:
+    x, k = np.ones((3, 4), np.float32), np.ones((5, 4), np.float32)
+    q = DLPackOnly(x)
+    lib, arrays = interop.adopt(interop.library("q", q), q=q, k=k)
+    assert lib.kind == "numpy" and type(arrays[0]) is np.ndarray and np.shares_memory(arrays[0], x) and arrays[1] is k
+    out = attention(q, DLPackOnly(k), k)
+    assert type(out) is np.ndarray
+    np.testing.assert_array_equal(out, attention(x, k, k))
+
+
+def test_dlpack_producers_that_cannot_be_taken() -> None:
+    good = np.ones((3, 4), np.float32)
+    with pytest.raises(TypeError, match="q is on a device of DLPack type 8; it must be on a CPU or a CUDA GPU"):
+        attention(DLPackOnly(good, (8, 0)), good, good)
+    with pytest.raises(TypeError, match="k is a DLPackOnly that NumPy cannot take by DLPack"):
+        attention(good, DLPackOnly(good.astype(ml_dtypes.bfloat16), (1, 0)), good)
+
+
+def test_one_library_only() -> None:
+    torch = pytest.importorskip("torch")
+    a, t = np.ones((3, 4), np.float32), torch.ones(3, 4)
+    with pytest.raises(TypeError, match="k is a torch array but q is a numpy array; all arrays must come from one lib"):
+        attention(a, t, a)
+    with pytest.raises(TypeError, match="key_mask is a numpy array but q is a torch array"):
+        attention(t, t, t, key_mask=np.ones(3, bool))
+    with pytest.raises(TypeError, match="out is a numpy array but q is a torch array"):
+        attention(t, t, t, out=a)
+    with pytest.raises(TypeError, match="dout is a numpy array but q is a torch array"):
+        attention_backward(a, t, t, t, t, t[:, 0])
+
+
+def test_gpu_arrays_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:  # no GPU needed: CuPy is asked for first
+        def __init__(self) -> None:
+            self.__cuda_array_interface__ = {"shape": (3, 4), "typestr": "<f4", "data": (1 << 40, False), "version": 3}
+
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.delitem(sys.modules, "cupyflash.interop.cupy_", raising=False)
+    with pytest.raises(ImportError, match=r'arrays on a GPU need CuPy: pip install "cupyflash\[cuda13\]"'):
+        attention(OnGpu(), OnGpu(), OnGpu())
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cupy(dtype: str, rng: np.random.Generator) -> None:
+    import cupy
+
+    inputs = draw_inputs(rng, dtype, heads=(4, 2), key_mask=True)
+    q, k, v, dout, mask = (cupy.asarray(x) for x in inputs)
+    lib = interop.library("q", q)
+    assert lib.view(q) == (q.shape, (2 * 67 * 4 * 64 // 2, 4 * 64, 64, 1), dtype, "cuda:0", "cupy", q.data.ptr)
+    assert lib.pointer(q) == q.data.ptr and lib.device(q) == 0 and lib.signature(q) != lib.signature(k)
+    out, lse = attention(q, k, v, key_mask=mask, return_lse=True)
+    grads = attention_backward(dout, q, k, v, out, lse, key_mask=mask)
+    results = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)))
+    assert all(type(x) is cupy.ndarray for x in results.values())
+    judge({name: x.get() for name, x in results.items()}, *references(inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("foreign", [DLPackOnly, CudaArrayOnly])
+def test_foreign_gpu_arrays_become_cupy(foreign: type, rng: np.random.Generator) -> None:
+    import cupy
+
+    inputs = draw_inputs(rng, "float32", key_mask=True)
+    q, k, v, _, mask = (cupy.asarray(x) for x in inputs)
+    lib, (taken, own) = interop.adopt(interop.library("q", foreign(q)), q=foreign(q), k=k)
+    assert lib.kind == "cupy" and type(taken) is cupy.ndarray and taken.data.ptr == q.data.ptr and own is k
+    out = attention(foreign(q), foreign(k), v, key_mask=foreign(mask))
+    assert type(out) is cupy.ndarray
+    judge({"out": out.get()}, *references(inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_work_goes_to_cupys_current_stream(dtype: str, rng: np.random.Generator) -> None:
+    import cupy
+
+    inputs = draw_inputs(rng, dtype)
+    late = [cupy.asarray(x) for x in inputs[:4]]
+    out, lse = attention(*late[:3], return_lse=True)
+    attention_backward(late[3], *late[:3], out, lse)  # compiled: what follows is queued while the stream sleeps
+    arrays = [cupy.full_like(x, np.nan) for x in late]
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    sleep(stream)
+    with stream:
+        for x, source in zip(arrays, late):
+            x[...] = source
+        q, k, v, dout = arrays
+        out, lse = attention(q, k, v, return_lse=True)
+        dq, dk, dv = attention_backward(dout, q, k, v, out, lse)
+        results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        judge({name: x.get(stream=stream) for name, x in results.items()}, *references(inputs))
+
+
+@pytest.mark.gpu
+def test_a_foreign_producers_stream_is_waited_for(rng: np.random.Generator) -> None:
+    import cupy
+
+    inputs = draw_inputs(rng, "float32")
+    late = [cupy.asarray(x) for x in inputs[:3]]
+    attention(*late)
+    arrays = [cupy.full_like(x, np.nan) for x in late]
+    cupy.cuda.Device().synchronize()
+    producer, ours = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    sleep(producer)
+    with producer:
+        for x, source in zip(arrays, late):
+            x[...] = source
+    with ours:
+        foreign = [CudaArrayOnly(x, producer.ptr) for x in arrays]
+        out = attention(*foreign)
+        assert not producer.done, "the host waited for the producer"
+        judge({"out": out.get(stream=ours)}, *references(inputs))
+
+
+@pytest.mark.gpu
+def test_a_cpu_array_among_gpu_arrays() -> None:
+    import cupy
+
+    a, g = np.ones((3, 4), np.float32), cupy.ones((3, 4), np.float32)
+    with pytest.raises(TypeError, match="k is a numpy array but q is a cupy array; all arrays must come from one lib"):
+        attention(g, a, g)
+    with pytest.raises(TypeError, match="key_mask is a numpy array but q is a cupy array"):
+        attention(g, g, g, key_mask=np.ones(3, bool))
+    with pytest.raises(TypeError, match="v is a cupy array but q is a numpy array"):
+        attention(a, a, CudaArrayOnly(g))
+
+
+@pytest.mark.gpu
+def test_strides_that_count_no_whole_elements() -> None:
+    import cupy
+
+    x = cupy.zeros((6, 5), np.float32)[:, :4].view(np.float64)
+    with pytest.raises(ValueError, match="no multiples of its item size 8; pass cupy.ascontiguousarray"):
+        attention(x, x, x)

@@ -1,0 +1,171 @@
+"""JAX arrays, eager: results, gradients, and order between JAX's streams and ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from frameworks import OPTIONS, judge, references, sleep, split
+from reference import DTYPES
+from semantics import Inputs, draw_inputs
+
+import cupyflash
+from cupyflash import interop
+
+jax = pytest.importorskip("jax")
+
+from cupyflash.jax import attention
+
+PLATFORMS = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def double_precision() -> Any:
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+def put(x: np.ndarray | None, platform: str = "cpu") -> Any:
+    if x is None:
+        return None
+    try:
+        device = jax.devices(platform)[0]
+    except RuntimeError as error:
+        pytest.skip(f"JAX has no {platform}: {error}")
+    return jax.device_put(x, device)
+
+
+def arrays(inputs: Inputs, platform: str = "cpu") -> list[Any]:
+    return [put(x, platform) for x in inputs]
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_and_gradients(dtype: str, options: str, platform: str, rng: np.random.Generator) -> None:
+    masked, options = split(options)
+    inputs = draw_inputs(rng, dtype, heads=(4, 2), dims=(64, 32), key_mask=masked)
+    q, k, v, dout, mask = arrays(inputs, platform)
+    out, lse = cupyflash.attention(q, k, v, key_mask=mask, return_lse=True, **options)
+    assert isinstance(out, jax.Array) and out.dtype == q.dtype and out.devices() == lse.devices() == q.devices()
+    grads = cupyflash.attention_backward(dout, q, k, v, out, lse, key_mask=mask, **options)
+    results = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)))
+    assert all(x.devices() == q.devices() for x in grads)
+    judge({name: np.asarray(x) for name, x in results.items()}, *references(inputs, **options))
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_eager_grad(options: str, platform: str, rng: np.random.Generator) -> None:
+    masked, options = split(options)
+    inputs = draw_inputs(rng, "float32", heads=(4, 2), key_mask=masked)
+    q, k, v, dout, mask = arrays(inputs, platform)
+    out, pull = jax.vjp(lambda *x: attention(*x, key_mask=mask, **options), q, k, v)
+    results = dict(zip(("out", "dq", "dk", "dv"), (out, *pull(dout))))
+    judge({name: np.asarray(x) for name, x in results.items()}, *references(inputs, **options))
+    (dq,) = jax.grad(lambda x: (attention(*x, k, v, key_mask=mask, **options) * dout).sum())((q,))
+    judge({"dq": np.asarray(dq)}, *references(inputs, **options))
+
+
+def test_lse_carries_no_gradient(rng: np.random.Generator) -> None:
+    q, k, v, *_ = arrays(draw_inputs(rng, "float32"))
+    assert not jax.grad(lambda q: attention(q, k, v, return_lse=True)[1].sum())(q).any()
+
+
+def test_single_precision_mode(rng: np.random.Generator) -> None:
+    jax.config.update("jax_enable_x64", False)
+    inputs = draw_inputs(rng, "float32")
+    q, k, v, *_ = arrays(inputs)
+    out, lse = attention(q, k, v, return_lse=True)
+    judge({"out": np.asarray(out), "lse": np.asarray(lse)}, *references(inputs))
+
+
+def test_traced_arrays() -> None:
+    x = jax.numpy.ones((3, 4))
+    for entry in (cupyflash.attention, attention):
+        with pytest.raises(TypeError, match="q is a .*Tracer; it must be a concrete array: calls inside jax.jit"):
+            jax.jit(entry)(x, x, x)
+    with pytest.raises(TypeError, match="for gradients use cupyflash.jax.attention"):
+        jax.grad(lambda q: cupyflash.attention(q, x, x).sum())(x)
+    with pytest.raises(TypeError, match="k is a .*Tracer; it must be a concrete array"):
+        jax.jit(lambda k: cupyflash.attention(x, k, x))(x)
+
+
+def test_what_jax_cannot_do() -> None:
+    x = jax.numpy.ones((3, 4))
+    with pytest.raises(TypeError, match="out is given to be written, but JAX arrays are immutable"):
+        cupyflash.attention(x, x, x, out=x)
+    out, lse = cupyflash.attention(x, x, x, return_lse=True)
+    with pytest.raises(TypeError, match="dq is given to be written, but JAX arrays are immutable"):
+        cupyflash.attention_backward(out, x, x, x, out, lse, grads=(x, x, x))
+    with pytest.raises(TypeError, match="k is a ndarray; it must be a jax.Array"):
+        attention(x, np.ones((3, 4)), x)
+    with pytest.raises(TypeError, match="k is a numpy array but q is a jax array"):
+        cupyflash.attention(x, np.ones((3, 4)), x)
+    with pytest.raises(TypeError, match="q has dtype key<fry>"):
+        cupyflash.attention(jax.random.key(0), x, x)
+    with pytest.raises(TypeError, match="q has dtype int32"):
+        cupyflash.attention(x.astype("int32"), x, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numpy_shares_memory(dtype: str) -> None:
+    x = jax.numpy.zeros((2, 3, 4), dtype)
+    lib = interop.library("q", x)
+    a = lib.to_numpy(x)
+    assert a.dtype.name == dtype and a.__array_interface__["data"][0] == x.unsafe_buffer_pointer()
+    assert lib.view(x)[:5] == ((2, 3, 4), (12, 4, 1), dtype, "cpu", "jax")
+    assert lib.from_numpy(a).dtype == x.dtype
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_order_between_jax_and_us(rng: np.random.Generator) -> None:
+    """JAX computes the inputs late and uses the results at once, while our own stream is late too."""
+    import cupy
+
+    inputs = draw_inputs(rng, "float32")
+    q, k, v, *_ = arrays(inputs, "gpu")
+    expected = np.asarray(attention(q, k, v)) * 2.0
+    slow = jax.jit(lambda x, y: x + 0 * jax.lax.fori_loop(0, 200, lambda _, z: z @ z * 1e-4, y)[0, 0])
+    busy = put(np.ones((2048, 2048), np.float32), "gpu")
+    double = jax.jit(lambda x: x * 2)
+    double(slow(q, busy)).block_until_ready()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    sleep(stream)
+    with stream:
+        out = double(attention(slow(q, busy), slow(k, busy), slow(v, busy)))
+    np.testing.assert_allclose(np.asarray(out), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_inputs_live_until_they_are_read(rng: np.random.Generator) -> None:
+    """JAX may not reuse the memory of inputs that nobody holds while our kernels have yet to read them."""
+    import cupy
+
+    inputs = draw_inputs(rng, "float32", batch=4, seq=(512, 512))
+    expected = np.asarray(attention(*arrays(inputs, "gpu")[:3]))
+    fill = jax.jit(lambda n: jax.numpy.full(inputs.q.shape, jax.numpy.nan, "float32") + n)
+    fill(0.0).block_until_ready()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    sleep(stream)
+    with stream:
+        out = attention(*(put(x, "gpu") for x in inputs[:3]))
+    assert not stream.done, "the host waited"
+    spoilers = [fill(float(n)).block_until_ready() for n in range(12)]
+    np.testing.assert_array_equal(np.asarray(out), expected)
+    assert len(spoilers) == 12
+
+
+@pytest.mark.gpu
+def test_a_cpu_array_among_gpu_arrays() -> None:
+    a, g = (put(np.ones((3, 4), np.float32), platform) for platform in ("cpu", "gpu"))
+    with pytest.raises(ValueError, match="k is on cpu but other arrays are on a GPU; all must be on one device"):
+        cupyflash.attention(g, a, g)
+    with pytest.raises(ValueError, match="q is on cpu but other arrays are on a GPU; all must be on one device"):
+        cupyflash.attention(a, a, g)

@@ -1,0 +1,264 @@
+"""PyTorch tensors: results, gradients through autograd, streams and graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from frameworks import OPTIONS, judge, references, split
+from reference import DTYPES, draw
+from semantics import Inputs, draw_inputs
+
+import cupyflash
+from cupyflash import interop
+
+torch = pytest.importorskip("torch")
+
+from cupyflash.torch import attention
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def put(x: np.ndarray | None, device: str = "cpu", grad: bool = False) -> Any:
+    if x is None:
+        return None
+    if x.dtype == DTYPES["bfloat16"]:
+        return torch.from_numpy(x.astype(np.float32)).to(device, torch.bfloat16).requires_grad_(grad)
+    return torch.from_numpy(x.copy()).to(device).requires_grad_(grad)
+
+
+def get(x: Any) -> np.ndarray:
+    x = x.detach().cpu()
+    return x.float().numpy().astype(DTYPES["bfloat16"]) if x.dtype is torch.bfloat16 else x.numpy()
+
+
+def leaves(inputs: Inputs, device: str = "cpu") -> list[Any]:
+    return [put(x, device, grad=True) for x in (inputs.q, inputs.k, inputs.v)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("entry", [attention, cupyflash.attention], ids=["torch", "package"])
+def test_results_and_gradients(entry: Any, dtype: str, options: str, device: str, rng: np.random.Generator) -> None:
+    masked, options = split(options)
+    inputs = draw_inputs(rng, dtype, heads=(4, 2), dims=(64, 32), key_mask=masked)
+    q, k, v = leaves(inputs, device)
+    out, lse = entry(q, k, v, key_mask=put(inputs.key_mask, device), return_lse=True, **options)
+    assert type(out) is torch.Tensor and out.dtype is q.dtype and out.device == q.device and out.requires_grad
+    out.backward(put(inputs.dout, device))
+    results = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    judge({name: get(x) for name, x in results.items()}, *references(inputs, **options))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("rank", [2, 3, 4])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradcheck(options: str, rank: int, layout: str) -> None:
+    masked, options = split(options)
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(*bshd: int, strided: bool = False) -> Any:
+        shape = bshd if layout == "bshd" else (bshd[0], bshd[2], bshd[1], bshd[3])
+        shape = shape[4 - rank :] if rank > 2 else (bshd[1], bshd[3])
+        x = torch.randn(*shape[:-1], 2 * shape[-1], dtype=torch.float64, generator=generator)
+        return (x[..., ::2] if strided else x[..., : shape[-1]].contiguous()).detach().requires_grad_()
+
+    heads = (4, 2) if rank > 2 else (1, 1)
+    q, k, v = tensor(2, 5, heads[0], 3), tensor(2, 7, heads[1], 3, strided=True), tensor(2, 7, heads[1], 4)
+    mask = torch.rand(2, 7, generator=generator) < 0.7 if masked else None
+    mask = mask if mask is None or rank == 4 else mask[0]
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, key_mask=mask, layout=layout, **options), (q, k, v))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_that_come_in_any_form(device: str, rng: np.random.Generator) -> None:
+    """sum() sends back one number with strides 0, a transpose a transposed gradient."""
+    inputs = draw_inputs(rng, "float32")
+    weights = put(inputs.dout, device)
+    q, k, v = leaves(inputs, device)
+    (attention(q, k, v).transpose(1, 2) * weights.transpose(1, 2).contiguous()).sum().backward()
+    judge({f"d{n}": get(x.grad) for n, x in zip("qkv", (q, k, v))}, *references(inputs))
+    q, k, v = leaves(inputs, device)
+    attention(q, k, v).sum().backward()
+    ones = inputs._replace(dout=np.ones_like(inputs.dout))
+    judge({f"d{n}": get(x.grad) for n, x in zip("qkv", (q, k, v))}, *references(ones))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wanted", ["q", "k", "v"])
+def test_gradient_of_one_input(wanted: str, device: str, rng: np.random.Generator) -> None:
+    inputs = draw_inputs(rng, "float32")
+    tensors = {name: put(getattr(inputs, name), device, grad=name == wanted) for name in "qkv"}
+    cupyflash.attention(**tensors).backward(put(inputs.dout, device))
+    assert all((x.grad is not None) == (name == wanted) for name, x in tensors.items())
+    judge({f"d{wanted}": get(tensors[wanted].grad)}, *references(inputs))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_a_module(device: str, rng: np.random.Generator) -> None:
+    """Parameters (a subclass of Tensor) and one packed projection, differentiated in a chain."""
+    x = put(draw(rng, "float32", 2, 9, 16), device)
+    weight = torch.nn.Parameter(put(draw(rng, "float32", 48, 16), device))
+
+    def loss(attend: Any) -> Any:
+        q, k, v = (x @ weight.T).view(2, 9, 3, 4, 4).unbind(2)
+        return attend(q, k, v).square().sum()
+
+    def standard(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+    (expected,) = torch.autograd.grad(loss(standard), weight)
+    (actual,) = torch.autograd.grad(loss(attention), weight)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+    assert cupyflash.attention(weight, weight, weight).requires_grad
+
+
+def test_no_graph_where_none_is_wanted(rng: np.random.Generator) -> None:
+    q, k, v = leaves(draw_inputs(rng, "float32"))
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            out, lse = attention(q, k, v, return_lse=True)
+            assert not out.requires_grad and not lse.requires_grad
+    assert not attention(q.detach(), k.detach(), v.detach()).requires_grad
+
+
+def test_lse_carries_no_gradient(rng: np.random.Generator) -> None:
+    out, lse = attention(*leaves(draw_inputs(rng, "float32")), return_lse=True)
+    assert out.requires_grad and not lse.requires_grad
+
+
+def test_gradients_are_not_differentiable(rng: np.random.Generator) -> None:
+    q, k, v = leaves(draw_inputs(rng, "float32"))
+    (dq,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_out(device: str, rng: np.random.Generator) -> None:
+    inputs = draw_inputs(rng, "float32")
+    q, k, v = leaves(inputs, device)
+    out = torch.full_like(q, torch.nan)
+    with pytest.raises(ValueError, match="out is given but a gradient is wanted"):
+        attention(q, k, v, out=out)
+    with pytest.raises(ValueError, match="out is given but a gradient is wanted"):
+        attention(q.detach(), k.detach(), v.detach(), out=out.detach().clone().requires_grad_())
+    with torch.no_grad():
+        assert attention(q, k, v, out=out) is out
+    judge({"out": get(out)}, *references(inputs))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "bool"])
+def test_numpy_shares_memory(dtype: str) -> None:
+    x = torch.zeros((3, 4), dtype=getattr(torch, dtype)).T
+    lib = interop.library("q", x)
+    a = lib.to_numpy(x)
+    assert a.dtype.name == dtype and a.__array_interface__["data"][0] == x.data_ptr()
+    assert tuple(s // a.itemsize for s in a.strides) == x.stride()
+    back = lib.from_numpy(a)
+    assert back.data_ptr() == x.data_ptr() and back.dtype is x.dtype and back.stride() == x.stride()
+    assert lib.view(x) == ((4, 3), (1, 4), dtype, "cpu", "torch", x.data_ptr())
+
+
+def test_signature_tells_apart_what_view_does() -> None:
+    x = torch.zeros(2, 3, 4)
+    lib = interop.library("q", x)
+    others = [x.transpose(0, 1), x.half(), torch.zeros(2, 3, 5), x[:, :, ::2]]
+    signatures = {lib.signature(x), *(lib.signature(y) for y in others)}
+    assert len(signatures) == 5 and lib.signature(torch.ones(2, 3, 4)) == lib.signature(x)
+
+
+def test_bad_tensors() -> None:
+    x = torch.ones(3, 4)
+    with pytest.raises(TypeError, match="k is a ndarray; it must be a torch.Tensor"):
+        attention(x, np.ones((3, 4), np.float32), x)
+    with pytest.raises(TypeError, match="layout torch.sparse_coo; it must be strided"):
+        attention(x.to_sparse(), x, x)
+    with pytest.raises(ValueError, match="is on meta; it must be on cpu or cuda"):
+        attention(x.to("meta"), x, x)
+    with pytest.raises(ValueError, match=r"pass x.resolve_neg\(\)"):
+        attention(torch.ones(3, 4, dtype=torch.complex64).conj().imag, x, x)
+    with pytest.raises(TypeError, match="q has dtype int64"):
+        attention(x.long(), x, x)
+    with pytest.raises(TypeError, match="key_mask is a list; it must be an array"):
+        attention(x, x, x, key_mask=[True] * 3)
+
+
+def test_functional_transforms_are_refused() -> None:
+    x = torch.ones(3, 4)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda q: attention(q, x, x).sum())(x)
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_work_goes_to_torchs_current_stream(dtype: str, rng: np.random.Generator) -> None:
+    inputs = draw_inputs(rng, dtype)
+    late = [put(x, "cuda") for x in inputs[:4]]
+    warm = [x.clone().requires_grad_() for x in late[:3]]
+    attention(*warm).backward(late[3])  # compiled: what follows is queued while the stream sleeps
+    arrays = [torch.full_like(x, torch.nan) for x in late]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)
+        for x, source in zip(arrays, late):
+            x.copy_(source)
+        q, k, v = (x.requires_grad_() for x in arrays[:3])
+        out, lse = attention(q, k, v, return_lse=True)
+        out.backward(arrays[3])
+        results = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+        judge({name: get(x) for name, x in results.items()}, *references(inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_in_a_cuda_graph(dtype: str, rng: np.random.Generator) -> None:
+    """Forward and backward captured once, replayed on new data in the same memory."""
+    first, second = (draw_inputs(rng, dtype) for _ in range(2))
+    q, k, v = leaves(first, "cuda")
+    dout = put(first.dout, "cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compile and fill the allocators outside the capture
+        torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attention(q, k, v, return_lse=True)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    for inputs in (second, first):
+        with torch.no_grad():
+            for x, source in zip((q, k, v, dout), inputs):
+                x.copy_(put(source))
+            for x in (out, lse, dq, dk, dv):
+                x.fill_(torch.nan)
+        graph.replay()
+        results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        judge({name: get(x) for name, x in results.items()}, *references(inputs))
+
+
+@pytest.mark.gpu
+def test_a_cpu_tensor_among_gpu_tensors() -> None:
+    a, g = torch.ones(3, 4), torch.ones(3, 4, device="cuda")
+    with pytest.raises(ValueError, match="k is on cpu but q is on cuda:0; all arrays must be on one device"):
+        attention(g, a, g)
+    with pytest.raises(ValueError, match="key_mask is on cpu but q is on cuda:0"):
+        attention(g, g, g, key_mask=torch.ones(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="v is on cuda:0 but q is on cpu"):
+        attention(a, a, g)
+    with pytest.raises(ValueError, match="out is on cpu but q is on cuda:0"):
+        attention(g, g, g, out=a)
+
+
+@pytest.mark.gpu
+def test_the_negative_bit_is_not_overlooked_on_a_gpu() -> None:
+    x = torch.ones(3, 4, device="cuda")
+    attention(x, x, x)  # the same but for the bit: prepared now
+    with pytest.raises(ValueError, match=r"pass x.resolve_neg\(\)"):
+        attention(torch._neg_view(x), x, x)
