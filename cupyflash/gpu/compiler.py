@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,13 +101,17 @@ def nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
+_importing = threading.Lock()  # two threads that import cuda.core at once see half of it
+
+
 def _cuda_core() -> Any:
     try:
-        from cuda import core  # not `import cuda.core`: while another thread imports it, `cuda` may not have it yet
-        from cuda.core.utils import make_program_cache_key  # noqa: F401  (old releases have none)
+        with _importing:
+            import cuda.core
+            from cuda.core.utils import make_program_cache_key  # noqa: F401  (old releases have none)
     except ImportError as error:
         raise ImportError(f"compiling kernels needs cuda-core 1.2 or newer ({error}); run {INSTALL}") from error
-    return core
+    return cuda.core
 
 
 def _options(arch: str) -> Any:
