@@ -1,0 +1,100 @@
+"""Where the semantic suite runs: NumPy on the CPU, and each kernel family on a GPU through CuPy."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from reference import DTYPES
+
+from cupyflash.gpu import device
+from cupyflash.gpu.plan import FAMILIES
+from cupyflash.gpu.plan import plan as make_plan
+from cupyflash.problem import FLOATS, AttentionProblem
+
+
+@functools.cache
+def no_gpu() -> str | None:
+    """Why GPU tests cannot run here, or None."""
+    try:
+        device.current(0)
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    family: str | None = None  # None: the CPU
+
+    @property
+    def xp(self) -> ModuleType:
+        if self.family is None:
+            return np
+        import cupy
+
+        return cupy
+
+    def put(self, a: np.ndarray) -> Any:
+        """A contiguous array of this backend with the values of `a`."""
+        return np.array(a, order="C") if self.family is None else self.xp.asarray(np.ascontiguousarray(a))
+
+    def get(self, x: Any) -> np.ndarray:
+        return x if self.family is None else self.xp.asnumpy(x)
+
+    def nan(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """What outputs hold before they are written."""
+        return self.put(np.full(shape, np.nan, DTYPES[dtype]))
+
+    def poison(self) -> None:
+        """Fill the memory that the next allocations get with NaN, so that nothing right can come of it by chance."""
+        if self.family is not None:
+            self.xp.get_default_memory_pool().free_all_blocks()
+            self.xp.full(8 << 20, np.nan, np.float32)
+
+    def takes(self, dtype: str, dim: int, dim_v: int) -> bool:
+        """Whether this backend states that it takes the head dimensions, on the newest GPU that the suite knows."""
+        if self.family is None:
+            return True
+        objection, _ = FAMILIES[self.family]
+        problem = AttentionProblem(dtype, 1, 16, 16, 1, 1, dim, dim_v, 1 / math.sqrt(max(1, dim)))
+        return objection(problem, _arch()) is None
+
+    def plan(self, problem: AttentionProblem, backward: bool = False) -> Any:
+        return make_plan(problem, device.current(0), backward, self.family)
+
+
+CPU = Backend("cpu")
+
+
+def _arch() -> device.Arch:
+    return device.current(0) if no_gpu() is None else device.Arch.of("sm_90a")
+
+
+def pairs() -> list[tuple[Backend, str]]:
+    """Every backend with every dtype that it takes."""
+    backends = [CPU, *(Backend(name, name) for name in FAMILIES)]
+    return [(backend, dtype) for backend in backends for dtype in FLOATS if backend.takes(dtype, 64, 64)]
+
+
+def on_pairs(test: Any) -> Any:
+    """Parametrise a test over `backend` and `dtype`; those on a GPU carry the marker."""
+    return pytest.mark.parametrize(("backend", "dtype"), [_param(*pair) for pair in pairs()])(test)
+
+
+def on_pairs_with_dims(dims: list[tuple[int, int]]) -> Any:
+    """The same with `dims`, a pair of head dimensions (of q and k, of v) that the backend takes."""
+    cases = [_param(backend, dtype, pair) for backend, dtype in pairs() for pair in dims if backend.takes(dtype, *pair)]
+    return pytest.mark.parametrize(("backend", "dtype", "dims"), cases)
+
+
+def _param(backend: Backend, dtype: str, dims: tuple[int, int] | None = None) -> Any:
+    name = f"{backend.name}-{dtype}" + (f"-{dims[0]}x{dims[1]}" if dims else "")
+    values = (backend, dtype) if dims is None else (backend, dtype, dims)
+    return pytest.param(*values, id=name, marks=[pytest.mark.gpu] if backend.family else [])

@@ -1,0 +1,46 @@
+"""Fails unless tests/gpu_report.json says that these very kernel sources passed on a GPU, every family and dtype."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from backends import pairs
+
+from cupyflash.gpu.source import sources_digest
+
+HOW = "Run `pytest --gpu-report tests/gpu_report.json` on a machine with a GPU and commit the report."
+
+
+def complaints(report: dict[str, object], digest: str) -> list[str]:
+    """What is wrong with the report, in sentences."""
+    wrong = []
+    if report.get("sources") != digest:
+        wrong.append(f"it is of other kernel sources ({str(report.get('sources'))[:12]}) than these ({digest[:12]})")
+    for outcome in ("failed", "errors"):
+        if report.get(outcome) != 0:
+            wrong.append(f"it counts {report.get(outcome)} {outcome}: {report.get('failures')}")
+    counts = report.get("counts") or {}
+    for backend, dtype in pairs():
+        if backend.family and not counts.get(f"{backend.name}/{dtype}"):  # type: ignore[attr-defined]
+            wrong.append(f"it has no passed test of {backend.name} in {dtype}")
+    return wrong
+
+
+def main() -> int:
+    path = Path(__file__).with_name("gpu_report.json")
+    if not path.is_file():
+        wrong = ["it is missing"]
+    else:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        wrong = complaints(report, sources_digest())
+    if wrong:
+        print(f"{path.name}: {'; '.join(wrong)}.\n{HOW}", file=sys.stderr)
+        return 1
+    print(f"{path.name}: {report['passed']} tests passed on {report['gpu']}, {report['date']}, on these kernel sources")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""tests/gpu_report.json: which kernel sources passed which tests on which GPU. `--gpu-report PATH` writes it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import time
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cupyflash.bench.machine import driver
+from cupyflash.gpu.compiler import nvrtc_version
+from cupyflash.gpu.source import sources_digest
+
+COUNTED = "counted as"
+
+
+def count_as(item: pytest.Item) -> None:
+    """Let the item's result carry the kernel family and dtype that it tests, to the process that counts."""
+    params = getattr(item, "callspec", None) and item.callspec.params
+    if params and "backend" in params and "dtype" in params:
+        item.user_properties.append((COUNTED, f"{params['backend'].name}/{params['dtype']}"))
+
+
+class GpuReport:
+    """A pytest plugin that counts every result and writes the report when the run ends."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.sources = sources_digest()
+        self.started = time.monotonic()
+        self.outcomes = Counter(passed=0, failed=0, skipped=0, errors=0)
+        self.counts: Counter[str] = Counter()
+        self.failures: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.outcomes["failed" if report.when == "call" else "errors"] += 1
+            self.failures.append(report.nodeid)
+        elif report.skipped:
+            self.outcomes["skipped"] += 1
+        elif report.when == "call":
+            self.outcomes["passed"] += 1
+            self.counts.update(str(what) for name, what in report.user_properties if name == COUNTED)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.outcomes["errors"] += 1
+            self.failures.append(report.nodeid)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            self.outcomes["errors"] += 1
+            self.failures.append(f"the run ended early, with exit status {int(exitstatus)}")
+        self.path.write_text(json.dumps(self._facts(), indent=1) + "\n", encoding="utf-8")
+
+    def _facts(self) -> dict[str, Any]:
+        import cupy
+
+        return {
+            "gpu": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(),
+            "driver": driver(),
+            "cuda": nvrtc_version(),
+            "python": platform.python_version(),
+            **{library: _version(library) for library in ("numpy", "torch", "jax")},
+            "cupy": cupy.__version__,
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "sources": self.sources,
+            **self.outcomes,
+            "failures": self.failures,
+            "seconds": round(time.monotonic() - self.started, 1),
+            "counts": dict(sorted(self.counts.items())),
+        }
+
+
+def _version(library: str) -> str | None:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None

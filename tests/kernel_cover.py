@@ -1,0 +1,43 @@
+"""A covering set of kernel configurations, for the tests that plan and compile without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from cupyflash.gpu.device import Arch
+from cupyflash.gpu.plan import FAMILIES
+from cupyflash.problem import FLOATS, AttentionProblem
+
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+DIMS = [(d, d) for d in (16, 32, 64, 80, 96, 128, 160, 192, 256)] + [(192, 128), (64, 96), (256, 32)]
+
+# What a kernel can be asked, as fields of a problem; "everything" has all the mask's and the score's code at once.
+FEATURES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "causal": {"causal": "bottom_right", "right": 0},
+    "everything": {"left": 100, "right": 50, "key_mask": True, "scale": -1.0, "deterministic": True},
+}
+
+
+def problem(dtype: str, dim: int = 64, dim_v: int | None = None, **fields: Any) -> AttentionProblem:
+    """A problem of ordinary size."""
+    fields = {"batch": 2, "seq_q": 1000, "seq_k": 1000, "heads_q": 8, "heads_k": 2, "scale": 0.125} | fields
+    return AttentionProblem(dtype=dtype, dim=dim, dim_v=dim if dim_v is None else dim_v, **fields)
+
+
+def problems() -> Iterator[AttentionProblem]:
+    """The covering set. The two 16-bit formats differ in one instruction, so they share the features out."""
+    for dtype in FLOATS:
+        for dims in DIMS:
+            for name, fields in FEATURES.items():
+                if (dtype, name) not in (("float16", "causal"), ("bfloat16", "nothing")):
+                    yield problem(dtype, *dims, **fields)
+
+
+FAMILY_ARCHS = [
+    (family, arch)
+    for family, (objection, _) in FAMILIES.items()
+    for arch in ARCHS
+    if objection(problem("float16"), Arch.of(arch)) is None
+]

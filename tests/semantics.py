@@ -1,0 +1,155 @@
+"""One attention problem, run forward and backward on a backend and judged against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from backends import Backend
+from reference import assert_as_good, draw, large_score_units, standard, standard_in_own_precision, state
+
+from cupyflash import attention, attention_backward
+
+
+class Inputs(NamedTuple):
+    """NumPy arrays in (B, S, H, D)."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+    key_mask: np.ndarray | None = None
+
+
+def draw_inputs(
+    rng: np.random.Generator,
+    dtype: str,
+    *,
+    batch: int = 2,
+    seq: tuple[int, int] = (67, 93),
+    heads: tuple[int, int] = (2, 2),
+    dims: tuple[int, int] = (64, 64),
+    key_mask: bool = False,
+) -> Inputs:
+    """Random inputs: `seq` is (Sq, Sk), `heads` (Hq, Hk), `dims` (D, Dv)."""
+    (sq, sk), (hq, hk), (d, dv) = seq, heads, dims
+    shapes = ((batch, sq, hq, d), (batch, sk, hk, d), (batch, sk, hk, dv), (batch, sq, hq, dv))
+    mask = rng.random((batch, sk)) < 0.7 if key_mask else None
+    return Inputs(*(draw(rng, dtype, *shape) for shape in shapes), mask)
+
+
+Shape = tuple[int, ...]
+
+
+class Lay(NamedTuple):
+    """How an array lies in memory: as view(base), where base has the shape `around` and is otherwise NaN."""
+
+    around: Callable[[Shape], Shape]
+    view: Callable[[Any], Any]
+
+
+CONTIGUOUS = Lay(lambda s: s, lambda base: base)
+LAYS = {
+    "axes-swapped-in-memory": Lay(lambda s: (s[0], s[2], s[1], s[3]), lambda base: base.swapaxes(1, 2)),
+    "slices-of-a-larger-array": Lay(
+        lambda s: (s[0] + 1, 2 * s[1], s[2] + 1, s[3] + 16), lambda base: base[1:, ::2, 1:, 8:-8]
+    ),
+    "rows-not-aligned": Lay(lambda s: (*s[:3], s[3] + 1), lambda base: base[..., 1:]),
+    "last-dimension-strided": Lay(lambda s: (*s[:3], 2 * s[3]), lambda base: base[..., ::2]),
+    "last-dimension-outermost": Lay(lambda s: (s[3], *s[:3]), lambda base: base.transpose(1, 2, 3, 0)),
+    "reversed": Lay(lambda s: s, lambda base: base[:, ::-1]),
+    "reversed-rows": Lay(lambda s: s, lambda base: base[..., ::-1]),
+}
+
+
+def check(
+    backend: Backend,
+    inputs: Inputs,
+    *,
+    rank: int = 4,
+    layout: str = "bshd",
+    lay: Lay = CONTIGUOUS,
+    backward: bool = True,
+    deterministic: bool = False,
+    large_scores: bool = False,
+    **options: Any,
+) -> None:
+    """Run `inputs` through attention and attention_backward on the backend; every result must be as good as the reference.
+
+    Arrays are given in `rank` dimensions, `layout` and `lay`; results go into arrays that hold NaN before, and nothing
+    around them may be touched.
+    """
+    q, k, v, dout, key_mask = inputs
+    problem = state(q, k, v, key_mask, **options)
+    dtype = problem.dtype
+    exact = standard(problem, q, k, v, key_mask, dout if backward else None)
+    own = standard_in_own_precision(problem, q, k, v, key_mask, dout if backward else None)
+
+    units = large_score_units(problem, q, k) if large_scores else {}
+
+    def judge(name: str, actual: np.ndarray) -> None:
+        assert_as_good(actual, getattr(exact, name), getattr(own, name), name, units.get(name, 1.0))
+
+    given = [_placed(backend, _as_caller_has_it(x, rank, layout), lay)[1] for x in (q, k, v, dout)]
+    options |= {"layout": layout, "family": backend.family}
+    if key_mask is not None:
+        options["key_mask"] = backend.put(key_mask if rank == 4 else key_mask[0])
+
+    base, out = _unwritten(backend, q.shape[:-1] + v.shape[-1:], dtype, rank, layout, lay)
+    backend.poison()
+    result, lse = attention(*given[:3], out=out, return_lse=True, **options)
+    assert result is out
+    lse_host = backend.get(lse)
+    assert lse_host.dtype == problem.lse_dtype
+    judge("out", _as_reference_has_it(backend.get(out), rank, layout))
+    judge("lse", lse_host.reshape(exact.lse.shape))
+    _assert_untouched_around(backend, base, lay)
+    if not backward:
+        return
+
+    written = [_unwritten(backend, x.shape, dtype, rank, layout, lay) for x in (q, k, v)]
+    grads = tuple(view for _, view in written)
+    backend.poison()
+    results = attention_backward(
+        given[3], *given[:3], out, lse, deterministic=deterministic, grads=grads, **options
+    )  # fmt: skip
+    for name, (base, view), result in zip(("dq", "dk", "dv"), written, results):
+        assert result is view
+        judge(name, _as_reference_has_it(backend.get(view), rank, layout))
+        _assert_untouched_around(backend, base, lay)
+
+
+def _as_caller_has_it(x: np.ndarray, rank: int, layout: str) -> np.ndarray:
+    if rank == 2:
+        return x[0, :, 0]
+    x = x if layout == "bshd" else x.swapaxes(1, 2)
+    return x if rank == 4 else x[0]
+
+
+def _as_reference_has_it(x: np.ndarray, rank: int, layout: str) -> np.ndarray:
+    if rank == 2:
+        return x[None, :, None]
+    x = x if rank == 4 else x[None]
+    return x if layout == "bshd" else x.swapaxes(1, 2)
+
+
+def _placed(backend: Backend, x: np.ndarray, lay: Lay) -> tuple[Any, Any]:
+    """The base array on the backend and the view of it that has the values of x."""
+    host = np.full(lay.around(x.shape), np.nan, x.dtype)
+    lay.view(host)[...] = x
+    base = backend.put(host)
+    return base, lay.view(base)
+
+
+def _unwritten(backend: Backend, shape: Shape, dtype: str, rank: int, layout: str, lay: Lay) -> tuple[Any, Any]:
+    shape = _as_caller_has_it(np.empty(shape, bool), rank, layout).shape
+    base = backend.nan(lay.around(shape), dtype)
+    return base, lay.view(base)
+
+
+def _assert_untouched_around(backend: Backend, base: Any, lay: Lay) -> None:
+    host = backend.get(base).copy()
+    inside = lay.view(host)
+    inside[...] = 0
+    assert np.isnan(host).sum() == host.size - inside.size, "memory around a result was written"

@@ -1,0 +1,61 @@
+"""Every kernel family, compiled for every architecture that it claims: no GPU needed, no register spilled in silence."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from kernel_cover import FAMILY_ARCHS, problems
+
+from cupyflash.gpu import compiler
+from cupyflash.gpu.device import Arch
+from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
+from cupyflash.gpu.source import generate
+
+
+def plans(family: str, arch: Arch) -> dict[str, KernelPlan]:
+    """The kernels to compile, by the source that they come to: many problems share one."""
+    found = {}
+    for problem in problems():
+        if FAMILIES[family][0](problem, arch) is None:
+            for backward in (False, True):
+                kernel_plan = plan(problem, arch, backward, family)
+                found[generate(kernel_plan)] = kernel_plan
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("family", "arch"), FAMILY_ARCHS)
+def test_compiles_without_undeclared_spills(family: str, arch: str) -> None:
+    def complaint(source: str, kernel_plan: KernelPlan) -> str | None:
+        what = f"{kernel_plan.source} {kernel_plan.dtype} {dict(kernel_plan.constants)}"
+        try:
+            compiled = compiler.compile_uncached(source, kernel_plan.arch)
+        except compiler.CompileError as error:
+            return f"{what}: {str(error)[:2000]}"
+        if "serialized" in compiled.log:  # "wgmma.mma_async instructions are serialized due to ..."
+            return f"{what}: {compiled.log}"
+        if set(compiled.resources) != {launch.name for launch in kernel_plan.launches}:
+            return f"{what}: has the kernels {sorted(compiled.resources)}, not those that are launched"
+        spilled = max(max(r.spill_stores, r.spill_loads) for r in compiled.resources.values())
+        if spilled > kernel_plan.spills:
+            return f"{what}: spills {spilled} bytes, {kernel_plan.spills} declared"
+        return None
+
+    found = plans(family, Arch.of(arch))
+    assert found
+    with ThreadPoolExecutor(1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count()) as pool:
+        complaints = [text for text in pool.map(complaint, found.keys(), found.values()) if text]
+    assert not complaints, f"{len(complaints)} of {len(found)}:\n" + "\n".join(complaints)
+
+
+def test_a_compile_error_names_our_file_and_line() -> None:
+    problem = next(problems())
+    kernel_plan = plan(problem, Arch.of("sm_80"), family="simt")
+    source = generate(kernel_plan)
+    lines = source.splitlines()
+    start = lines.index(f'#line 1 "{kernel_plan.source}"')
+    broken = "\n".join([*lines[: start + 5], "not CUDA;", *lines[start + 5 :]])
+    with pytest.raises(compiler.CompileError, match=rf"{kernel_plan.source}\(5\)"):
+        compiler.compile_uncached(broken, kernel_plan.arch)

@@ -1,0 +1,212 @@
+"""Bad input: each message names the argument, what it is and what it must be, and nothing has been computed then.
+
+What is said where there is no GPU, driver, CuPy or NVRTC: test_device.py and test_compiler.py. What is no array, or comes
+from another library: test_interop.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from backends import Backend, on_pairs
+from reference import DTYPES, assert_as_good, draw, standard, standard_in_own_precision, state
+
+from cupyflash import attention, attention_backward
+from cupyflash.problem import View, describe
+
+B, SQ, SK, HQ, HK, D, DV = 2, 5, 7, 4, 2, 8, 16
+
+
+def good(dtype: str = "float32") -> dict[str, Any]:
+    """q, k, v that are right."""
+    shapes = {"q": (B, SQ, HQ, D), "k": (B, SK, HK, D), "v": (B, SK, HK, DV)}
+    return {name: np.ones(shape, DTYPES[dtype]) for name, shape in shapes.items()}
+
+
+def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.ones(shape, dtype)
+
+
+# what is wrong: (arguments instead of the right ones, error, parts of the message in order)
+BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "dtypes of q and k": ({"k": ones(B, SK, HK, D, dtype=np.float64)}, TypeError, ["k has dtype float64", "q has float32"]),
+    "dtypes of q and v": ({"v": ones(B, SK, HK, DV, dtype=np.float16)}, TypeError, ["v has dtype float16", "q has float32"]),
+    "integers": ({"q": ones(B, SQ, HQ, D, dtype=np.int32)}, TypeError, ["q has dtype int32", "float16, bfloat16, float32"]),
+    "integer keys": ({"k": ones(B, SK, HK, D, dtype=np.int64)}, TypeError, ["k has dtype int64", "must be one of float16"]),
+    "booleans": ({"v": ones(B, SK, HK, DV, dtype=bool)}, TypeError, ["v has dtype bool", "must be one of float16"]),
+    "complex": ({"q": ones(B, SQ, HQ, D, dtype=np.complex64)}, TypeError, ["q has dtype complex64", "must be one of"]),
+    "byte order": ({"q": ones(B, SQ, HQ, D, dtype=">f4")}, TypeError, ["q has dtype >f4", "must be one of"]),
+    "group": ({"q": ones(B, SQ, 3, D)}, ValueError, ["q has 3 heads", "k has 2", "multiple"]),
+    "no key heads": (
+        {"k": ones(B, SK, 0, D), "v": ones(B, SK, 0, DV)}, ValueError, ["q has 4 heads and k has 0", "multiple"],
+    ),
+    "heads of v": ({"v": ones(B, SK, 4, DV)}, ValueError, ["v has 4 heads", r"shape \(2, 7, 4, 16\)", "as k, 2"]),
+    "head dimension": ({"k": ones(B, SK, HK, 9)}, ValueError, ["k has head dimension 9", "that of q, 8"]),
+    "keys of v": ({"v": ones(B, 6, HK, DV)}, ValueError, ["v has 6 keys", "as k, 7"]),
+    "batch of k": ({"k": ones(3, SK, HK, D)}, ValueError, ["k has batch 3", "that of q, 2"]),
+    "batch of v": ({"v": ones(1, SK, HK, DV)}, ValueError, ["v has batch 1", "that of q, 2"]),
+    "rank 1": ({"q": ones(D)}, ValueError, ["q has 1 dimensions", r"shape \(8,\)", "must have 4"]),
+    "rank 5": ({"q": ones(1, B, SQ, HQ, D)}, ValueError, ["q has 5 dimensions", r"4 \(batch, sequence, heads, dim\)"]),
+    "rank in bhsd": ({"q": ones(D), "layout": "bhsd"}, ValueError, [r"4 \(batch, heads, sequence, dim\)"]),
+    "ranks": ({"k": ones(SK, HK, D)}, ValueError, ["k has 3 dimensions", "q has 4", "the same number"]),
+    "layout": ({"layout": "sbhd"}, ValueError, ["layout is 'sbhd'", "'bshd', 'bhsd'"]),
+    "causal": ({"causal": "bottom_left"}, ValueError, ["causal is 'bottom_left'", "'bottom_right' or 'top_left'"]),
+    "causal list": ({"causal": []}, ValueError, [r"causal is \[\]", "must be False, True"]),
+    "negative window": ({"window": (-1, 0)}, ValueError, ["window's left bound is -1", "0 or more"]),
+    "negative right": ({"window": (None, -2)}, ValueError, ["window's right bound is -2", "0 or more"]),
+    "window of one": ({"window": (3,)}, ValueError, [r"window is \(3,\)", r"pair \(left, right\)"]),
+    "window number": ({"window": 3}, ValueError, ["window is 3", "None or a pair"]),
+    "window float": ({"window": (1.5, 0)}, TypeError, ["window's left bound is 1.5", "integer or None"]),
+    "scale word": ({"scale": "big"}, TypeError, ["scale is 'big'", "real number or None"]),
+    "scale infinite": ({"scale": float("inf")}, ValueError, ["scale is inf", "finite"]),
+    "scale nan": ({"scale": float("nan")}, ValueError, ["scale is nan", "finite"]),
+    "mask shape": ({"key_mask": ones(B, SQ, dtype=bool)}, ValueError, [r"key_mask has shape \(2, 5\)", r"\(2, 7\)"]),
+    "mask rank": ({"key_mask": ones(SK, dtype=bool)}, ValueError, [r"key_mask has shape \(7,\)", r"\(2, 7\)"]),
+    "mask dtype": ({"key_mask": ones(B, SK, dtype=np.uint8)}, TypeError, ["key_mask has dtype uint8", "must be bool"]),
+    "out shape": ({"out": ones(B, SQ, HQ, D)}, ValueError, [r"out has shape \(2, 5, 4, 8\)", r"\(2, 5, 4, 16\)"]),
+    "out dtype": ({"out": ones(B, SQ, HQ, DV, dtype=np.float64)}, TypeError, ["out has dtype float64", "float32"]),
+    "q list": ({"q": [[1.0]]}, TypeError, ["q is a list", "must be an array"]),
+    "k none": ({"k": None}, TypeError, ["k is", "None", "must be an array"]),
+    "mask list": ({"key_mask": [True]}, TypeError, ["key_mask is a list", "must be an array"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_forward(what: str) -> None:
+    wrong, error, parts = BAD[what]
+    out = np.full((B, SQ, HQ, DV), np.nan, np.float32)
+    with pytest.raises(error, match=".*".join(parts)):
+        attention(**(good() | {"out": out} | wrong))
+    assert np.isnan(out).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", BAD)
+def test_forward_on_a_gpu(what: str) -> None:
+    import cupy
+
+    wrong, error, parts = BAD[what]
+    if what == "byte order":
+        pytest.skip("CuPy has no arrays in the other byte order")
+    out = cupy.full((B, SQ, HQ, DV), np.nan, np.float32)
+    arguments = {
+        name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in (good() | {"out": out} | wrong).items()
+    }
+    with pytest.raises(error, match=".*".join(parts)):
+        attention(**arguments)
+    assert cupy.isnan(out).all()
+
+
+BAD_BACKWARD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "dout shape": ({"dout": ones(B, SQ, HQ, D)}, ValueError, [r"dout has shape \(2, 5, 4, 8\)", r"\(2, 5, 4, 16\)"]),
+    "dout dtype": ({"dout": ones(B, SQ, HQ, DV, dtype=np.float64)}, TypeError, ["dout has dtype float64", "float32"]),
+    "out shape": ({"out": ones(B, SQ, HK, DV)}, ValueError, [r"out has shape \(2, 5, 2, 16\)", r"\(2, 5, 4, 16\)"]),
+    "lse shape": ({"lse": ones(B, SQ, HQ)}, ValueError, [r"lse has shape \(2, 5, 4\)", r"\(2, 4, 5\)"]),
+    "lse dtype": ({"lse": ones(B, HQ, SQ, dtype=np.float64)}, TypeError, ["lse has dtype float64", "float32"]),
+    "lse none": ({"lse": None}, TypeError, ["lse is", "None", "must be an array"]),
+    "grads two": ({"grads": (1, 2)}, ValueError, ["grads is", "three arrays"]),
+    "grads array": ({"grads": ones(B, SQ, HQ, D)}, ValueError, ["grads is ndarray", r"three arrays \(dq, dk, dv\)"]),
+    "dk shape": (
+        {"grads": (ones(B, SQ, HQ, D), ones(B, SK, HQ, D), ones(B, SK, HK, DV))}, ValueError,
+        [r"dk has shape \(2, 7, 4, 8\)", r"\(2, 7, 2, 8\)"],
+    ),
+    "dv dtype": (
+        {"grads": (ones(B, SQ, HQ, D), ones(B, SK, HK, D), ones(B, SK, HK, DV, dtype=np.float16))}, TypeError,
+        ["dv has dtype float16", "float32"],
+    ),
+    "head dimension": ({"k": ones(B, SK, HK, 9)}, ValueError, ["k has head dimension 9", "that of q, 8"]),
+    "window": ({"window": (-1, None)}, ValueError, ["window's left bound is -1", "0 or more"]),
+    "mask shape": ({"key_mask": ones(B, SQ, dtype=bool)}, ValueError, [r"key_mask has shape \(2, 5\)", r"\(2, 7\)"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD_BACKWARD)
+def test_backward(what: str) -> None:
+    wrong, error, parts = BAD_BACKWARD[what]
+    out, lse = attention(**good(), return_lse=True)
+    with pytest.raises(error, match=".*".join(parts)):
+        attention_backward(**(good() | {"dout": out, "out": out, "lse": lse} | wrong))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", BAD_BACKWARD)
+def test_backward_on_a_gpu(what: str) -> None:
+    import cupy
+
+    def put(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(put(y) for y in x)
+        return cupy.asarray(x) if isinstance(x, np.ndarray) else x
+
+    wrong, error, parts = BAD_BACKWARD[what]
+    q = {name: put(x) for name, x in good().items()}
+    out, lse = attention(**q, return_lse=True)
+    arguments = q | {"dout": out, "out": out, "lse": lse} | {name: put(x) for name, x in wrong.items()}
+    with pytest.raises(error, match=".*".join(parts)):
+        attention_backward(**arguments)
+
+
+@pytest.mark.parametrize("name", ["k", "v", "key_mask"])
+def test_two_devices(name: str) -> None:
+    views = {
+        "q": View((B, SQ, HQ, D), (), "float32", "cuda:0", "cupy"),
+        "k": View((B, SK, HK, D), (), "float32", "cuda:0", "cupy"),
+        "v": View((B, SK, HK, DV), (), "float32", "cuda:0", "cupy"),
+        "key_mask": View((B, SK), (), "bool", "cuda:0", "cupy"),
+    }
+    for device in ("cuda:1", "cpu"):
+        moved = views | {name: views[name]._replace(device=device)}
+        with pytest.raises(ValueError, match=f"{name} is on {device} but q is on cuda:0.*one device"):
+            describe(**moved)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "key_mask"])
+def test_two_libraries(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    arguments = good() | {"key_mask": ones(B, SK, dtype=bool)}
+    arguments[name] = torch.from_numpy(arguments[name])
+    with pytest.raises(TypeError, match="is a (numpy|torch) array.*q is a (numpy|torch) array.*one library"):
+        attention(**arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["q", "k", "v", "key_mask", "out"])
+def test_a_cpu_array_among_gpu_arrays(name: str) -> None:
+    import cupy
+
+    host = good() | {"key_mask": ones(B, SK, dtype=bool), "out": ones(B, SQ, HQ, DV)}
+    arguments = {other: x if other == name else cupy.asarray(x) for other, x in host.items()}
+    with pytest.raises(TypeError, match="is a (numpy|cupy) array.*q is a (numpy|cupy) array"):
+        attention(**arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["sm80", "simt"])
+def test_a_head_dimension_that_the_family_does_not_take(family: str) -> None:
+    import cupy
+
+    dim = {"sm80": 264, "simt": 5000}[family]
+    x = cupy.ones((1, 4, 1, dim), np.float16)
+    with pytest.raises(ValueError, match=f"no kernel family takes.*{family} takes head dimensions.*{dim}"):
+        attention(x, x, x, family=family)
+
+
+@pytest.mark.gpu
+def test_an_unknown_family() -> None:
+    import cupy
+
+    x = cupy.ones((1, 4, 1, 64), np.float16)
+    with pytest.raises(ValueError, match="family is 'sm70'.*must be one of.*'sm80', 'simt'"):
+        attention(x, x, x, family="sm70")
+
+
+@on_pairs
+def test_a_last_dimension_that_is_not_contiguous_works(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    wide = draw(rng, dtype, 2, 30, 2, 64)
+    host = wide[..., ::2]
+    problem = state(host, host, host)
+    exact, own = (f(problem, host, host, host) for f in (standard, standard_in_own_precision))
+    x = backend.put(wide)[..., ::2]
+    assert_as_good(backend.get(attention(x, x, x, family=backend.family)), exact.out, own.out, "out")

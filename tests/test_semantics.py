@@ -1,0 +1,304 @@
+"""What attention means, on every backend and dtype: the CPU always, each kernel family where there is a GPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from backends import Backend, on_pairs, on_pairs_with_dims, pairs
+from reference import DTYPES, assert_as_good, draw, standard, standard_in_own_precision, state
+from semantics import LAYS, Inputs, check, draw_inputs
+
+from cupyflash import attention, attention_backward
+
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "top-left": {"causal": "top_left"},
+    "window": {"window": (13, 7)},
+    "left-only": {"window": (20, None)},
+    "right-only": {"window": (None, 5)},
+    "diagonal": {"window": (0, 0)},
+    "causal-window": {"causal": True, "window": (30, 4)},
+    "top-left-window": {"causal": "top_left", "window": (9, None)},
+    "keys": {"key_mask": True},
+    "keys-causal": {"key_mask": True, "causal": True},
+    "keys-left": {"key_mask": True, "window": (20, None)},
+    "keys-window": {"key_mask": True, "window": (11, 6)},
+}
+SEQS = [(128, 128), (67, 93), (193, 65), (1, 77), (130, 1), (1, 1), (31, 257)]
+DIMS = [(d, d) for d in (1, 8, 40, 59, 64, 72, 96, 111, 128, 160, 192, 256, 512)]
+DIMS += [(192, 128), (64, 96), (128, 64), (59, 8), (16, 256)]
+
+
+def split(options: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """A mask's entry as (whether keys are masked, the options)."""
+    return options.get("key_mask", False), {name: x for name, x in options.items() if name != "key_mask"}
+
+
+@pytest.mark.parametrize("seq", SEQS, ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize("mask", MASKS)
+@on_pairs
+def test_masks(backend: Backend, dtype: str, mask: str, seq: tuple[int, int], rng: np.random.Generator) -> None:
+    key_mask, options = split(MASKS[mask])
+    check(backend, draw_inputs(rng, dtype, batch=3, seq=seq, key_mask=key_mask), **options)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "top-left", "keys-window"])
+@pytest.mark.parametrize("seq", [(1027, 1100), (1, 4099), (1300, 3)], ids=lambda s: f"{s[0]}x{s[1]}")
+@on_pairs
+def test_many_tiles(backend: Backend, dtype: str, seq: tuple[int, int], mask: str, rng: np.random.Generator) -> None:
+    key_mask, options = split(MASKS[mask])
+    check(backend, draw_inputs(rng, dtype, batch=1, seq=seq, key_mask=key_mask), **options)
+
+
+@on_pairs_with_dims(DIMS)
+def test_head_dimensions(backend: Backend, dtype: str, dims: tuple[int, int], rng: np.random.Generator) -> None:
+    check(backend, draw_inputs(rng, dtype, seq=(77, 150), dims=dims), causal=True)
+
+
+@on_pairs_with_dims([(128, 128), (256, 256), (192, 128)])
+def test_wide_heads_with_masked_keys(
+    backend: Backend, dtype: str, dims: tuple[int, int], rng: np.random.Generator
+) -> None:
+    check(backend, draw_inputs(rng, dtype, seq=(150, 140), dims=dims, key_mask=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (8, 1), (3, 1), (5, 5)], ids=lambda h: f"{h[0]}over{h[1]}")
+@on_pairs
+def test_query_heads_share_key_heads(
+    backend: Backend, dtype: str, heads: tuple[int, int], causal: bool, rng: np.random.Generator
+) -> None:
+    check(backend, draw_inputs(rng, dtype, seq=(70, 130), heads=heads), causal=causal)
+
+
+@pytest.mark.parametrize("mask", ["full", "keys-causal"])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("rank", [2, 3, 4])
+@on_pairs
+def test_ranks_and_layouts(
+    backend: Backend, dtype: str, rank: int, layout: str, mask: str, rng: np.random.Generator
+) -> None:
+    key_mask, options = split(MASKS[mask])
+    batch, heads = (2 if rank == 4 else 1), ((1, 1) if rank == 2 else (4, 2))
+    inputs = draw_inputs(rng, dtype, batch=batch, heads=heads, seq=(67, 130), key_mask=key_mask)
+    check(backend, inputs, rank=rank, layout=layout, **options)
+
+
+@pytest.mark.parametrize("lay", LAYS)
+@on_pairs_with_dims([(64, 64), (59, 72)])
+def test_strides(backend: Backend, dtype: str, dims: tuple[int, int], lay: str, rng: np.random.Generator) -> None:
+    check(backend, draw_inputs(rng, dtype, dims=dims, heads=(4, 2)), lay=LAYS[lay])
+
+
+@on_pairs
+def test_packed_in_one_array(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """q, k and v out of one projection, (B, S, 3, H, D), and their gradients into one."""
+    host = draw(rng, dtype, 2, 75, 3, 2, 64)
+    dout = draw(rng, dtype, 2, 75, 2, 64)
+    problem = state(*(host[:, :, i] for i in range(3)), causal=True)
+    qkv, dqkv = backend.put(host), backend.nan(host.shape, dtype)
+    q, k, v = (qkv[:, :, i] for i in range(3))
+    options = {"causal": True, "family": backend.family}
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    attention_backward(
+        backend.put(dout), q, k, v, out, lse, grads=tuple(dqkv[:, :, i] for i in range(3)), **options
+    )  # fmt: skip
+    exact, own = (
+        f(problem, *(host[:, :, i] for i in range(3)), None, dout) for f in (standard, standard_in_own_precision)
+    )
+    assert_as_good(backend.get(out), exact.out, own.out, "out")
+    for i, name in enumerate(("dq", "dk", "dv")):
+        assert_as_good(backend.get(dqkv)[:, :, i], getattr(exact, name), getattr(own, name), name)
+
+
+@on_pairs
+def test_broadcast_inputs(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """Strides of 0: one K and V for every batch and head, one mask for every batch."""
+    q, k, v, dout, mask = draw_inputs(rng, dtype, heads=(4, 4), key_mask=True)
+    k, v, mask = k[:1, :, :1], v[:1, :, :1], mask[:1]
+    shapes = [(2, 93, 4, 64), (2, 93, 4, 64), (2, 93)]
+    wide = [np.broadcast_to(x, shape) for x, shape in zip((k, v, mask), shapes)]
+    kx, vx, maskx = (backend.xp.broadcast_to(backend.put(x), shape) for x, shape in zip((k, v, mask), shapes))
+    problem = state(q, wide[0], wide[1], wide[2])
+    exact, own = (f(problem, q, *wide, dout) for f in (standard, standard_in_own_precision))
+    options = {"key_mask": maskx, "family": backend.family}
+    qx = backend.put(q)
+    out, lse = attention(qx, kx, vx, return_lse=True, **options)
+    grads = attention_backward(backend.put(dout), qx, kx, vx, out, lse, **options)
+    for name, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)):
+        assert_as_good(backend.get(x), getattr(exact, name), getattr(own, name), name)
+
+
+@on_pairs
+def test_new_arrays_without_lse(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """The plain call: no out=, no lse; a new array like q."""
+    q, k, v, *_ = draw_inputs(rng, dtype)
+    problem = state(q, k, v)
+    out = attention(*(backend.put(x) for x in (q, k, v)), family=backend.family)
+    assert type(out) is backend.xp.ndarray and out.dtype == q.dtype
+    exact, own = (f(problem, q, k, v) for f in (standard, standard_in_own_precision))
+    assert_as_good(backend.get(out), exact.out, own.out, "out")
+
+
+@pytest.mark.parametrize("mask", ["full", "keys-causal"])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-3, 2.0])
+@on_pairs
+def test_scale(backend: Backend, dtype: str, scale: float, mask: str, rng: np.random.Generator) -> None:
+    key_mask, options = split(MASKS[mask])
+    check(backend, draw_inputs(rng, dtype, seq=(67, 130), key_mask=key_mask), scale=scale, **options)
+
+
+# ---- inputs that hurt -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@on_pairs
+def test_large_logits(backend: Backend, dtype: str, sign: int, rng: np.random.Generator) -> None:
+    """Logits of ±1e4, keys in pairs that nearly tie, so that there is a softmax to get right."""
+    inputs = draw_inputs(rng, dtype, seq=(67, 130))
+    k = inputs.k.astype(np.float64)
+    k[:, 1::2] = k[:, ::2] + 1e-4 * rng.standard_normal(k[:, ::2].shape)
+    check(backend, inputs._replace(k=k.astype(DTYPES[dtype])), scale=sign * 1e4 / 8, large_scores=True)
+
+
+@on_pairs
+def test_one_dominant_key(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    inputs = draw_inputs(rng, dtype, seq=(67, 130))
+    inputs.q[...] = np.abs(inputs.q) + DTYPES[dtype](0.5)
+    for batch, key in enumerate((3, 129)):
+        inputs.k[batch, key] = 8
+    check(backend, inputs, large_scores=True)
+
+
+@on_pairs
+def test_all_scores_equal(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    inputs = draw_inputs(rng, dtype, seq=(67, 130))
+    inputs.k[...] = inputs.k[:, :1]
+    check(backend, inputs, causal=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (3, 5)}], ids=str)
+@on_pairs
+def test_fully_masked_rows(backend: Backend, dtype: str, options: dict[str, Any], rng: np.random.Generator) -> None:
+    """No key visible: out 0, lse -inf, and all gradients 0, exactly."""
+    q, k, v, dout, _ = draw_inputs(rng, dtype, seq=(100, 90), heads=(4, 2))
+    key_mask = np.zeros((2, 90), bool)
+    key_mask[0, 40:60] = True  # batch 1 sees nothing at all
+    check(backend, Inputs(q, k, v, dout, key_mask), **options)
+    arrays = [backend.put(x) for x in (q, k, v)]
+    options = {**options, "key_mask": backend.put(key_mask), "family": backend.family}
+    out, lse = attention(*arrays, return_lse=True, **options)
+    dq, dk, dv = attention_backward(backend.put(dout), *arrays, out, lse, **options)
+    assert (backend.get(lse)[1] == -np.inf).all()
+    for x in (out, dq, dk, dv):
+        assert not backend.get(x)[1].any()
+    unseen = ~key_mask[0]
+    assert not backend.get(dk)[0, unseen].any() and not backend.get(dv)[0, unseen].any()
+
+
+@on_pairs
+def test_nan_stays_where_the_reference_has_it(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    inputs = draw_inputs(rng, dtype, seq=(70, 130))
+    inputs.q[0, 11, 0, 5] = np.nan  # one row of out, all of dk and dv of this head
+    inputs.v[1, 17, 1, 9] = np.nan  # one column of out
+    check(backend, inputs)
+
+
+@on_pairs
+def test_nan_in_a_hidden_key_stays_hidden(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    inputs = draw_inputs(rng, dtype, seq=(130, 130))
+    inputs.k[0, 77, 0, 5] = np.nan  # rows 77 and after
+    check(backend, inputs, causal=True, backward=False)
+
+
+@on_pairs
+def test_infinities(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """A score of -inf takes no part, one of +inf makes its row NaN, an infinite value its column infinite."""
+    inputs = draw_inputs(rng, dtype, seq=(70, 130))
+    inputs.q[...] = np.abs(inputs.q) + DTYPES[dtype](0.1)
+    inputs.k[0, 20, 0, 3] = -np.inf
+    inputs.k[1, 100, 0, 3] = np.inf
+    inputs.v[0, 64, 1, 10] = np.inf
+    inputs.v[0, 65, 1, 11] = -np.inf
+    check(backend, inputs, backward=False)
+
+
+@pytest.mark.parametrize("zero", ["batch", "queries", "keys", "heads", "dim", "dim_v", "all"])
+@on_pairs
+def test_empty(backend: Backend, dtype: str, zero: str, rng: np.random.Generator) -> None:
+    sizes = {"batch": 2, "queries": 5, "keys": 7, "heads": 2, "dim": 8, "dim_v": 16}
+    sizes = {name: 0 if zero in (name, "all") else size for name, size in sizes.items()}
+    if zero == "dim" and not backend.takes(dtype, 0, 16):
+        pytest.skip(f"{backend.name} takes no head dimension 0")
+    inputs = draw_inputs(
+        rng, dtype, batch=sizes["batch"], seq=(sizes["queries"], sizes["keys"]), heads=(sizes["heads"],) * 2,
+        dims=(sizes["dim"], sizes["dim_v"]),
+    )  # fmt: skip
+    check(backend, inputs)
+    check(backend, inputs, causal=True)
+
+
+# ---- determinism ----------------------------------------------------------------------------------------------------
+
+
+@on_pairs
+def test_same_bits_in_every_run(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """The forward always, the backward with deterministic=True; many tiles add to one dq, many heads to one dk."""
+    inputs = draw_inputs(rng, dtype, batch=1, seq=(517, 777), heads=(4, 2))
+    q, k, v, dout = (backend.put(x) for x in inputs[:4])
+    options = {"causal": True, "family": backend.family}
+
+    def run() -> list[bytes]:
+        out, lse = attention(q, k, v, return_lse=True, **options)
+        grads = attention_backward(dout, q, k, v, out, lse, deterministic=True, **options)
+        return [backend.get(x).tobytes() for x in (out, lse, *grads)]
+
+    first = run()
+    for _ in range(5):
+        assert run() == first
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "keys-window"])
+@on_pairs
+def test_deterministic_gradients_are_right(backend: Backend, dtype: str, mask: str, rng: np.random.Generator) -> None:
+    key_mask, options = split(MASKS[mask])
+    inputs = draw_inputs(rng, dtype, seq=(230, 301), heads=(4, 2), key_mask=key_mask)
+    check(backend, inputs, deterministic=True, **options)
+
+
+# ---- problems nobody thought of -------------------------------------------------------------------------------------
+
+FUZZ_PARTS = 3
+FUZZ_PROBLEMS = -(-int(os.environ.get("CUPYFLASH_FUZZ", "300")) // (FUZZ_PARTS * len(pairs())))
+BUCKETS = [(49, 64), (113, 128)]  # of head dimensions; tensor-core kernels are compiled once for each
+
+
+@pytest.mark.parametrize("part", range(FUZZ_PARTS))
+@on_pairs
+def test_random_problems(backend: Backend, dtype: str, part: int, rng: np.random.Generator) -> None:
+    for _ in range(FUZZ_PROBLEMS):
+        low, high = BUCKETS[rng.integers(len(BUCKETS))]
+        heads_k = int(rng.integers(1, 4))
+        shape = {
+            "batch": int(rng.integers(1, 4)),
+            "seq": tuple(int(rng.integers(1, 40 if rng.random() < 0.3 else 300)) for _ in range(2)),
+            "heads": (heads_k * int(rng.integers(1, 4)), heads_k),
+            "dims": tuple(int(d) for d in rng.integers(low, high + 1, 2)),
+            "key_mask": bool(rng.random() < 0.4),
+        }
+        options = {
+            "causal": [False, True, "top_left"][rng.integers(3)],
+            "window": [None, tuple(None if rng.random() < 0.3 else int(n) for n in rng.integers(0, 150, 2))][
+                rng.integers(2)
+            ],
+            "scale": [None, float(rng.uniform(-0.3, 0.3))][rng.integers(2)],
+            "layout": ["bshd", "bhsd"][rng.integers(2)],
+            "deterministic": bool(rng.random() < 0.2),
+        }
+        lay = list(LAYS)[rng.integers(len(LAYS))]
+        print(shape, options, lay)
+        check(backend, draw_inputs(rng, dtype, **shape), lay=LAYS[lay], **options)
