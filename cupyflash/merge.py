@@ -1,0 +1,88 @@
+"""Combine attention over disjoint sets of keys: written once, for the array library that the parts come from."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from . import interop
+from .problem import FLOATS, LAYOUTS
+
+Array = Any
+NAMESPACES = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax.numpy"}
+
+
+def merge(outs: Any, lses: Any, *, layout: str = "bshd") -> tuple[Array, Array]:
+    """out = Σ outᵢ · exp(lseᵢ - lse) and lse = log Σ exp(lseᵢ); see `cupyflash.merge`."""
+    lib, outs, lses = _checked(outs, lses, layout)
+    xp = importlib.import_module(NAMESPACES[lib.kind])
+    top = functools.reduce(xp.maximum, lses)
+    top = xp.where(top == -xp.inf, xp.zeros_like(top), top)  # a row that no part saw must not compute inf - inf
+    weights = [xp.exp(lse - top) for lse in lses]
+    total = sum(weights[1:], start=weights[0])
+    unseen = total == 0
+    total = xp.where(unseen, xp.ones_like(total), total)
+    lse = xp.where(unseen, xp.full_like(total, -xp.inf), top + xp.log(total))
+    parts = [out * _over_out(weight / total, layout) for out, weight in zip(outs, weights)]
+    out = sum(parts[1:], start=parts[0])
+    return (out.to(outs[0].dtype) if lib.kind == "torch" else out.astype(outs[0].dtype)), lse
+
+
+def _over_out(weight: Array, layout: str) -> Array:
+    """A weight for each row, shaped like lse (.., H, S), so that it broadcasts over out."""
+    if layout == "bshd" and weight.ndim > 1:
+        weight = weight.swapaxes(-1, -2)
+    return weight[..., None]
+
+
+def _checked(outs: Any, lses: Any, layout: str) -> tuple[Any, list[Array], list[Array]]:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, (list, tuple)):
+            raise TypeError(
+                f"{name} is a {type(parts).__name__}; it must be a list or tuple of arrays, one for each part"
+            )
+    if not outs:
+        raise ValueError("outs is empty; it must hold at least one part")
+    if len(lses) != len(outs):
+        raise ValueError(f"lses has {len(lses)} arrays; it must have as many as outs, {len(outs)}")
+    named = {f"{name}[{i}]": x for name, parts in (("outs", outs), ("lses", lses)) for i, x in enumerate(parts)}
+    lib = interop.library("outs[0]", outs[0])
+    for name, x in named.items():
+        kind = interop.library(name, x).kind
+        if kind != lib.kind:
+            raise TypeError(
+                f"{name} is a {kind} array but outs[0] is a {lib.kind} array; all must come from one library"
+            )
+    # JAX arrays stay what they are: only kernels need them lent.
+    arrays = list(named.values()) if lib.kind == "jax" else interop.adopt(lib, **named)[1]
+    views = dict(zip(named, map(lib.view, arrays)))
+    first = views["outs[0]"]
+    if first.dtype not in FLOATS:
+        raise TypeError(f"outs[0] has dtype {first.dtype}; it must be one of {', '.join(FLOATS)}")
+    if len(first.shape) not in (2, 3, 4):
+        raise ValueError(
+            f"outs[0] has {len(first.shape)} dimensions, shape {first.shape}; it must have 4, 3 (without batch) or 2 "
+            "(sequence, dim)"
+        )
+    for name, view in views.items():
+        is_out = name.startswith("outs")
+        shape = first.shape if is_out else _rows(first.shape, layout)
+        dtype = first.dtype if is_out else "float64" if first.dtype == "float64" else "float32"
+        if view.dtype != dtype:
+            raise TypeError(f"{name} has dtype {view.dtype}; it must be {dtype}, since outs[0] is {first.dtype}")
+        if view.shape != shape:
+            raise ValueError(
+                f"{name} has shape {view.shape}; it must be {shape}, since outs[0] has shape {first.shape}"
+            )
+        if view.device != first.device:
+            raise ValueError(f"{name} is on {view.device} but outs[0] is on {first.device}; all must be on one device")
+    return lib, arrays[: len(outs)], arrays[len(outs) :]
+
+
+def _rows(out_shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """Shape of the lse that belongs to an out of this shape."""
+    rows = out_shape[:-1]
+    return (*rows[:-2], rows[-1], rows[-2]) if layout == "bshd" and len(rows) > 1 else rows

@@ -1,0 +1,250 @@
+"""The NumPy path against standard attention in float64."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tracemalloc
+import warnings
+
+import numpy as np
+import pytest
+from reference import (
+    DTYPES,
+    assert_as_good,
+    draw,
+    fresh_rng,
+    large_score_units,
+    standard,
+    standard_in_own_precision,
+    state,
+)
+
+from cupyflash import cpu
+from cupyflash.cpu import tiles
+
+
+def check(q, k, v, key_mask=None, dout=None, units=None, **options):
+    """Forward and, with dout, backward against the reference; returns what was computed, by name."""
+    problem = state(q, k, v, key_mask, **options)
+    given = problem, q, k, v, key_mask, dout
+    exact, own = standard(*given), standard_in_own_precision(*given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out, lse = cpu.forward(problem, q, k, v, key_mask)
+        grads = () if dout is None else cpu.backward(problem, dout, q, k, v, out, lse, key_mask)
+    assert out.dtype == q.dtype and lse.dtype == DTYPES[problem.lse_dtype]
+    found = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)))
+    for name, x in found.items():
+        assert name == "lse" or x.dtype == q.dtype
+        assert_as_good(x, getattr(exact, name), getattr(own, name), name, (units or {}).get(name, 1.0))
+    return found
+
+
+def arrays(rng, dtype, batch, seq_q, seq_k, heads_q, heads_k, dim, dim_v):
+    """q, k, v and dout."""
+    return (
+        draw(rng, dtype, batch, seq_q, heads_q, dim),
+        draw(rng, dtype, batch, seq_k, heads_k, dim),
+        draw(rng, dtype, batch, seq_k, heads_k, dim_v),
+        draw(rng, dtype, batch, seq_q, heads_q, dim_v),
+    )
+
+
+@pytest.fixture(params=["one tile", "many tiles"])
+def tile_size(request, monkeypatch):
+    """Small tiles as well as the real ones, so that small inputs have edges and tails of every kind."""
+    if request.param == "many tiles":
+        monkeypatch.setattr(tiles, "QUERIES", 16)
+        for module in ("forward", "backward", "tiles"):
+            monkeypatch.setattr(sys.modules[f"cupyflash.cpu.{module}"], "KEYS", 8)
+        monkeypatch.setattr(tiles, "ONE_THREAD", 1 << 9)
+
+
+OPTIONS = [
+    {"causal": causal, "window": window}
+    for causal in (False, True, "top_left")
+    for window in (None, (9, None), (None, 3), (5, 2), (0, 0))
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("seq_q, seq_k", [(37, 37), (21, 50), (50, 21)])
+def test_masks(options, seq_q, seq_k, tile_size):
+    rng = fresh_rng()
+    q, k, v, dout = arrays(rng, "float32", 2, seq_q, seq_k, 4, 2, 16, 12)
+    check(q, k, v, None, dout, **options)
+    check(q, k, v, rng.random((2, seq_k)) < 0.6, dout, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_dtypes(dtype, causal, tile_size):
+    rng = fresh_rng()
+    q, k, v, dout = arrays(rng, dtype, 1, 70, 45, 6, 3, 40, 24)
+    check(q, k, v, rng.random((1, 45)) < 0.8, dout, causal=causal, window=(30, 11), scale=0.3)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 1, 1, 1, 1, 1),
+        (3, 1, 300, 8, 1, 64, 64),  # decoding, multi-query
+        (1, 513, 257, 1, 1, 59, 111),  # one more than a tile
+        (1, 1030, 700, 2, 1, 8, 8),  # several tiles and tails
+        (2, 7, 130, 2, 2, 512, 3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_shapes(shape, causal):
+    q, k, v, dout = arrays(fresh_rng(), "float32", *shape)
+    check(q, k, v, None, dout, causal=causal)
+
+
+def test_any_strides():
+    rng = fresh_rng()
+    q, k, v, dout = arrays(rng, "float32", 2, 33, 41, 4, 2, 10, 14)
+    problem = state(q, k, v, causal=True)
+    out, lse = cpu.forward(problem, q, k, v)
+    grads = cpu.backward(problem, dout, q, k, v, out, lse)
+
+    def odd(x):
+        """The same values, neither contiguous nor in order."""
+        wide = np.full((*x.shape[::-1], 2), np.nan, x.dtype)
+        wide[..., 1] = x.T
+        return wide[::-1, ..., 1].T[..., ::-1]
+
+    strange = [odd(x) for x in (q, k, v, dout, out)]
+    np.testing.assert_array_equal(strange[0], q)
+    odd_out, odd_lse = cpu.forward(problem, *strange[:3])
+    odd_grads = cpu.backward(problem, strange[3], *strange[:3], strange[4], odd(lse))
+    for a, b in zip((odd_out, odd_lse, *odd_grads), (out, lse, *grads)):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["large logits", "dominant key", "equal scores"])
+def test_scores_that_hurt(dtype, kind, tile_size):
+    rng = fresh_rng()
+    q, k, v, dout = arrays(rng, dtype, 1, 40, 60, 2, 1, 32, 32)
+    if kind == "large logits":
+        q, k = (x * x.dtype.type(40) for x in (q, k))
+        units = large_score_units(state(q, k, v, scale=1.0), q, k)
+        found = check(q, k, v, None, dout, units, scale=1.0)
+        assert found["lse"].max() > 1e4
+    elif kind == "dominant key":
+        k[:, 47] *= 30
+        units = large_score_units(state(q, k, v), q, k)
+        check(q, k, v, None, dout, units)
+        check(q, k, v, None, dout, units, causal=True)
+    else:
+        k[:] = k[:, :1]
+        found = check(q, k, v, None, dout)
+        mean = v.astype(np.float64).mean(axis=1, keepdims=True)
+        assert np.abs(found["out"] - mean).max() < {"float16": 2e-3, "bfloat16": 2e-2}.get(dtype, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_see_no_key(dtype, tile_size):
+    rng = fresh_rng()
+    q, k, v, dout = arrays(rng, dtype, 2, 40, 24, 2, 1, 16, 16)
+    key_mask = np.ones((2, 24), bool)
+    key_mask[1] = False
+    found = check(q, k, v, key_mask, dout, causal=True)
+    for rows in (np.s_[0, :16], np.s_[1]):  # queries before the first key; a batch entry without keys
+        assert not found["out"][rows].any() and not found["dq"][rows].any()
+    assert np.isneginf(found["lse"][0, :, :16]).all() and np.isneginf(found["lse"][1]).all()
+    assert not found["dk"][1].any() and not found["dv"][1].any()
+    assert np.isfinite(found["lse"][0, :, 16:]).all() and found["out"][0, 16:].any()
+
+
+# An infinite dout is left out: whether inf - inf arises depends on the order of a sum.
+@pytest.mark.parametrize("value, where", [(np.nan, x) for x in ("q", "k", "v", "dout")] + [(np.inf, x) for x in "qkv"])
+def test_what_is_not_finite_stays_where_the_reference_has_it(value, where, tile_size):
+    """Hidden pairs do not spread it: neither those of the band, nor keys that key_mask hides."""
+    rng = fresh_rng()
+    given = dict(zip(("q", "k", "v", "dout"), arrays(rng, "float32", 2, 40, 40, 2, 1, 16, 16)))
+    given[where][0, 20, 0, 3] = value
+    for options in ({}, {"causal": True}, {"window": (4, 4)}):
+        found = check(given["q"], given["k"], given["v"], None, given["dout"], **options)
+        names = {"q": ("out", "dq", "dk"), "k": ("out", "dk"), "v": ("out", "dq"), "dout": ("dv",)}[where]
+        assert not any(np.isfinite(found[name]).all() for name in names)
+        assert all(np.isfinite(x[1]).all() for x in found.values())
+    if where in ("k", "v"):
+        key_mask = np.ones((2, 40), bool)
+        key_mask[0, 20] = False
+        found = check(given["q"], given["k"], given["v"], key_mask, given["dout"])
+        assert all(np.isfinite(x).all() for x in found.values())
+
+
+def test_key_at_minus_infinity_is_as_if_hidden(tile_size):
+    rng = fresh_rng()
+    q, k, v, _ = arrays(rng, "float32", 1, 20, 30, 1, 1, 8, 8)
+    q[..., 0] = np.abs(q[..., 0]) + 0.1
+    k[:, ::3, :, 0] = -np.inf
+    out = check(q, k, v)["out"]
+    hidden = np.arange(30)[None] % 3 != 0
+    np.testing.assert_allclose(out, check(q, k, v, hidden)["out"], atol=1e-6)
+
+
+SIZES = ("batch", "seq_q", "seq_k", "heads", "dim", "dim_v")
+
+
+@pytest.mark.parametrize("zero", [c for n in (1, 2) for c in itertools.combinations(SIZES, n)], ids="+".join)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window": (2, 2)}], ids=str)
+def test_empty(zero, options):
+    size = {name: 0 if name in zero else 5 for name in SIZES}
+    shape = [size[name] for name in ("batch", "seq_q", "seq_k", "heads", "heads", "dim", "dim_v")]
+    rng = fresh_rng()
+    q, k, v, dout = arrays(rng, "float32", *shape)
+    found = check(q, k, v, None, dout, **options)
+    check(q, k, v, rng.random((shape[0], shape[2])) < 0.5, dout, **options)
+    if zero == ("dim",):  # all scores are 0, so each query takes the mean of the keys it sees
+        assert np.isfinite(found["lse"]).all() and found["out"].any()
+
+
+@pytest.mark.parametrize("workers", ["1", "5"])
+def test_one_thread_or_many(workers, monkeypatch):
+    """With more threads than heads the gradients of one head are summed over several tasks."""
+    monkeypatch.setenv("OMP_NUM_THREADS", workers)
+    monkeypatch.setattr(tiles, "WORTH_THREADS", 0)
+    monkeypatch.setattr(tiles, "QUERIES", 16)
+    assert tiles.threads() == int(workers)
+    rng = fresh_rng()
+    q, k, v, dout = arrays(rng, "float32", 1, 100, 90, 4, 2, 16, 16)
+    check(q, k, v, rng.random((1, 90)) < 0.7, dout, causal=True)
+    q, k, v, dout = arrays(rng, "float32", 1, 100, 90, 1, 1, 16, 16)
+    first, second = (check(q, k, v, None, dout, causal=True) for _ in range(2))
+    for name in first:  # bit for bit
+        np.testing.assert_array_equal(first[name], second[name])
+
+
+def test_tiles_outside_the_band_are_not_visited():
+    q = np.empty((1, 4096, 1, 8), np.float32)
+
+    def visited(**options):
+        problem = state(q, q, q, **options)
+        positions = np.arange(problem.seq_k)
+        found = [tile for rows in tiles.query_tiles(problem) for tile in tiles.key_tiles(problem, rows, positions)]
+        return len(found), sum(tile.hidden is not None for tile in found)
+
+    rows, columns = 4096 // tiles.QUERIES, 4096 // tiles.KEYS
+    per_row = tiles.QUERIES // tiles.KEYS
+    assert visited() == (rows * columns, 0)
+    assert visited(causal=True) == (per_row * rows * (rows + 1) // 2, per_row * rows)
+    assert visited(window=(64, 0))[0] <= rows * (per_row + 1)
+
+
+def test_memory_grows_with_the_sequence_not_its_square():
+    seq, heads, dim = 8192, 2, 16
+    q, k, v, dout = arrays(fresh_rng(), "float32", 1, seq, seq, heads, heads, dim, dim)
+    problem = state(q, k, v, window=(300, 300))
+    tracemalloc.start()
+    try:
+        out, lse = cpu.forward(problem, q, k, v)
+        cpu.backward(problem, dout, q, k, v, out, lse)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * seq * seq / 8  # of one head's score matrix

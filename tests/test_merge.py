@@ -1,0 +1,158 @@
+"""merge: attention over parts of the keys combined into attention over all of them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from reference import (
+    DTYPES,
+    assert_as_good,
+    draw,
+    fresh_rng,
+    large_score_units,
+    standard,
+    standard_in_own_precision,
+    state,
+)
+
+from cupyflash import cpu, merge
+
+
+def parts_of(rng, dtype="float32", cuts=(3, 40, 41), seq_k=70, scale=None):
+    """Arrays, and (out, lse) over each part of the keys; key_mask hides whole parts from some batch entries."""
+    q, k, v = draw(rng, dtype, 2, 9, 4, 16), draw(rng, dtype, 2, seq_k, 2, 16), draw(rng, dtype, 2, seq_k, 2, 12)
+    key_mask = rng.random((2, seq_k)) < 0.7
+    key_mask[0, :3] = False
+    key_mask[1] = False
+    bounds = [0, *cuts, seq_k]
+    found = []
+    for i, j in itertools.pairwise(bounds):
+        given = q, k[:, i:j], v[:, i:j], key_mask[:, i:j]
+        found.append(cpu.forward(state(*given, scale=scale), *given))
+    return (q, k, v, key_mask), *(list(column) for column in zip(*found))
+
+
+def same(a, b):
+    for x, y in zip(a, b):
+        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [None, 500.0])
+def test_parts_make_the_whole(dtype, scale):
+    given, outs, lses = parts_of(fresh_rng(), dtype, scale=scale)
+    problem = state(*given, scale=scale)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out, lse = merge(outs, lses)
+    exact, own = standard(problem, *given), standard_in_own_precision(problem, *given)
+    assert out.dtype == DTYPES[dtype] and lse.dtype == DTYPES[problem.lse_dtype]
+    units = large_score_units(problem, *given[:2])
+    assert_as_good(out, exact.out, own.out, "out", units["out"])
+    assert_as_good(lse, exact.lse, own.lse, "lse", units["lse"])
+    assert not out[1].any() and np.isneginf(lse[1]).all() and np.isfinite(lse[0]).all()
+
+
+def test_associative_and_commutative():
+    _, outs, lses = parts_of(fresh_rng())
+    whole = merge(outs, lses)
+    pairs = list(zip(outs, lses))
+    fold = functools.partial(functools.reduce, lambda a, b: merge((a[0], b[0]), (a[1], b[1])))
+    same(fold(pairs), whole)
+    same(fold(pairs[::-1]), whole)
+    same(fold([fold(pairs[:2]), fold(pairs[2:])]), whole)
+    same(merge(outs[:1], lses[:1]), pairs[0])
+
+
+def test_layouts_and_ranks():
+    _, outs, lses = parts_of(fresh_rng())
+    out, lse = merge(outs, lses)
+    heads_first, rows = merge([x.swapaxes(1, 2) for x in outs], lses, layout="bhsd")
+    same((heads_first.swapaxes(1, 2), rows), (out, lse))
+    same(merge([x[0] for x in outs], [x[0] for x in lses]), (out[0], lse[0]))
+    same(merge([x[0].swapaxes(0, 1) for x in outs], [x[0] for x in lses], layout="bhsd"), (heads_first[0], lse[0]))
+    for layout in ("bshd", "bhsd"):
+        same(merge([x[0, :, 1] for x in outs], [x[0, 1] for x in lses], layout=layout), (out[0, :, 1], lse[0, 1]))
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_other_libraries(name, dtype):
+    _, outs, lses = parts_of(fresh_rng(), dtype)
+    out, lse = merge(outs, lses)
+    if name == "jax":
+        theirs = merge([jnp.asarray(x) for x in outs], [jnp.asarray(x) for x in lses])
+        assert all(isinstance(x, jnp.ndarray) for x in theirs) and str(theirs[0].dtype) == dtype
+    else:
+        wide = [torch.from_numpy(x.astype(np.float32)).to(getattr(torch, dtype)) for x in outs]
+        theirs = merge(wide, [torch.from_numpy(x) for x in lses])
+        assert all(isinstance(x, torch.Tensor) for x in theirs) and theirs[0].dtype == getattr(torch, dtype)
+        theirs = [x.float().numpy() for x in theirs]
+    step = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6}[dtype]
+    np.testing.assert_allclose(np.asarray(theirs[0], np.float32), out.astype(np.float32), atol=step)
+    np.testing.assert_allclose(np.asarray(theirs[1]), lse, rtol=1e-6)
+
+
+def test_torch_gradients():
+    """Those of attention written out in one piece, also through lse; nothing flows into rows that nobody saw."""
+    rng = fresh_rng()
+    scores = torch.from_numpy(rng.standard_normal((2, 3, 5, 8)))
+    scores[0, 0, 0] = scores[1, 2, 3, :4] = -torch.inf
+    v = torch.from_numpy(rng.standard_normal((2, 3, 8, 4)))
+    dout, dlse = torch.from_numpy(rng.standard_normal((2, 3, 5, 4))), torch.from_numpy(rng.standard_normal((2, 3, 5)))
+    seen = torch.isfinite(scores)
+    dlse[0, 0, 0] = 0
+
+    def attend(logits, values, mask):
+        """Out and lse; a row without keys gives 0 and -inf, and no gradient."""
+        alive = mask.any(-1, keepdim=True)
+        safe = torch.where(alive, logits.masked_fill(~mask, -torch.inf), 0)
+        p = torch.where(mask, safe.softmax(-1), 0)
+        return p @ values, torch.where(alive[..., 0], safe.logsumexp(-1), -torch.inf)
+
+    leaves = [scores.masked_fill(~seen, 0).requires_grad_(), v.requires_grad_()]
+    halves = [attend(leaves[0][..., j], leaves[1][..., j, :], seen[..., j]) for j in (slice(0, 4), slice(4, 8))]
+    out, lse = merge(*zip(*halves), layout="bhsd")
+    grads = torch.autograd.grad([out, lse], leaves, [dout, dlse])
+    whole = attend(*leaves, seen)
+    for a, b in zip(grads, torch.autograd.grad(list(whole), leaves, [dout, dlse])):
+        assert torch.isfinite(a).all()
+        torch.testing.assert_close(a, b)
+
+
+OUT, LSE = np.zeros((2, 5, 3, 4), np.float32), np.zeros((2, 3, 5), np.float32)
+
+
+@pytest.mark.parametrize(
+    "outs, lses, layout, error, message",
+    [
+        (OUT, [LSE], "bshd", TypeError, "outs is a ndarray; it must be a list or tuple"),
+        ([OUT], LSE, "bshd", TypeError, "lses is a ndarray; it must be a list or tuple"),
+        ([], [], "bshd", ValueError, "outs is empty; it must hold at least one part"),
+        ([OUT, OUT], [LSE], "bshd", ValueError, "lses has 1 arrays; it must have as many as outs, 2"),
+        ([OUT], [LSE], "sbhd", ValueError, "layout is 'sbhd'; it must be one of 'bshd', 'bhsd'"),
+        ([OUT, OUT[:1]], [LSE, LSE], "bshd", ValueError, r"outs\[1\] has shape \(1, 5, 3, 4\); it must be"),
+        ([OUT], [LSE.swapaxes(1, 2)], "bshd", ValueError, r"lses\[0\] has shape \(2, 5, 3\); it must be \(2, 3, 5\)"),
+        ([OUT], [LSE], "bhsd", ValueError, r"lses\[0\] has shape \(2, 3, 5\); it must be \(2, 5, 3\)"),
+        ([OUT[0, 0, 0]], [LSE], "bshd", ValueError, r"outs\[0\] has 1 dimensions, shape \(4,\); it must have 4"),
+        ([OUT.astype(int)], [LSE], "bshd", TypeError, r"outs\[0\] has dtype int64; it must be one of float16"),
+        ([OUT], [LSE.astype(np.float64)], "bshd", TypeError, r"lses\[0\] has dtype float64; it must be float32"),
+        ([OUT, OUT.tolist()], [LSE, LSE], "bshd", TypeError, r"outs\[1\] is a list; it must be an array"),
+        (
+            [OUT],
+            [torch.from_numpy(LSE)],
+            "bshd",
+            TypeError,
+            r"lses\[0\] is a torch array but outs\[0\] is a numpy array",
+        ),
+    ],
+)
+def test_bad_input(outs, lses, layout, error, message):
+    with pytest.raises(error, match=message):
+        merge(outs, lses, layout=layout)
