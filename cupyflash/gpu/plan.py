@@ -153,21 +153,23 @@ def _simt_objection(problem: AttentionProblem, arch: Arch) -> str | None:
 def _simt(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tuple[str, ...]) -> KernelPlan:
     t = tuning.simt(problem, backward)
     pairs = problem.batch * problem.heads_q
-    tiles_q, tiles_k = _ceil(problem.seq_q, t.rows), _ceil(problem.seq_k, t.keys)
-    chunks, chunks_v = max(1, _ceil(problem.dim, t.columns)), max(1, _ceil(problem.dim_v, t.columns))
+    tiles_q, tiles_k = _ceil(problem.seq_q, t.owned), _ceil(problem.seq_k, t.owned)
+    # A block owns t.columns columns of the result: a wider one takes several blocks, which share their rows.
+    parts, parts_v = _ceil(problem.dim, t.columns), _ceil(problem.dim_v, t.columns)
     constants = (*t.constants, *_features(problem))
     if not backward:
-        launches: tuple[Launch, ...] = (Launch("attention_forward", pairs * tiles_q * chunks_v, t.threads),)
+        launches: tuple[Launch, ...] = (Launch("attention_forward", pairs * tiles_q * parts_v, t.threads),)
         return KernelPlan(
             "simt", arch.name, problem.dtype, "simt/forward.cu", constants, launches, ITEMSIZE[problem.dtype],
             passed_over=passed_over,
         )  # fmt: skip
     pairs_k = problem.batch * problem.heads_k
     launches = (
-        Launch("attention_backward_delta", _ceil(pairs * problem.seq_q, 8), 256),
-        Launch("attention_backward_dk_dv", pairs_k * tiles_k * max(chunks, chunks_v), t.threads),
-        Launch("attention_backward_dq", pairs * tiles_q * chunks, t.threads),
+        Launch("attention_backward_delta", _ceil(pairs * problem.seq_q, t.threads), t.threads),
+        Launch("attention_backward_dk_dv", pairs_k * tiles_k * max(parts, parts_v), t.threads),
     )
+    if problem.dim:  # else dQ has no elements, and no block
+        launches += (Launch("attention_backward_dq", pairs * tiles_q * parts, t.threads),)
     workspace = (Workspace("delta", problem.lse_dtype, (pairs, problem.seq_q)),)
     return KernelPlan(
         "simt", arch.name, problem.dtype, "simt/backward.cu", constants, launches, ITEMSIZE[problem.dtype], workspace,

@@ -15,6 +15,7 @@ class Sm80Forward:
     rows: int
     keys: int
     warps: int
+    stages: int
     blocks: int  # thread blocks that should fit on a multiprocessor: bounds the registers
     shared_memory: int
 
@@ -24,6 +25,7 @@ class Sm80Forward:
             ("ROWS", self.rows),
             ("KEYS", self.keys),
             ("WARPS", self.warps),
+            ("STAGES", self.stages),
             ("MIN_BLOCKS", self.blocks),
         )
 
@@ -54,16 +56,16 @@ class Sm80Backward:
 
 PAD = 8  # elements between the rows of a shared tile, see kernels_cu/tile/shared.cuh
 
-# (largest head dimension, rows, keys, warps, blocks); the first row that the dimension and the GPU's shared
+# (largest head dimension, rows, keys, warps, stages, blocks); the first row that the dimension and the GPU's shared
 # memory admit is taken.
 SM80_FORWARD = (
-    (64, 128, 64, 4, 2),
-    (96, 128, 64, 4, 2),
-    (128, 128, 64, 4, 2),
-    (128, 128, 32, 4, 2),
-    (192, 128, 64, 8, 1),
-    (256, 128, 64, 8, 1),
-    (256, 64, 32, 4, 1),
+    (64, 128, 64, 4, 2, 2),
+    (96, 128, 64, 4, 2, 2),
+    (128, 128, 64, 4, 2, 2),
+    (128, 128, 32, 4, 2, 2),
+    (192, 128, 64, 8, 2, 1),
+    (256, 128, 64, 8, 2, 1),
+    (256, 64, 32, 4, 2, 1),
 )
 
 # (largest head dimension, rows, keys, warps, column warps, stages, blocks)
@@ -78,11 +80,11 @@ SM80_BACKWARD = (
 
 
 def sm80_forward(dim: int, dim_v: int, problem: AttentionProblem, arch: Arch) -> Sm80Forward:
-    for largest, rows, keys, warps, blocks in SM80_FORWARD:
+    for largest, rows, keys, warps, stages, blocks in SM80_FORWARD:
         if max(dim, dim_v) <= largest:
-            elements = rows * (max(dim, dim_v) + PAD) + 2 * keys * (dim + dim_v + 2 * PAD)
+            elements = rows * (max(dim, dim_v) + PAD) + stages * keys * (dim + dim_v + 2 * PAD)
             if 2 * elements <= arch.shared_memory:
-                return Sm80Forward(rows, keys, warps, blocks, 2 * elements)
+                return Sm80Forward(rows, keys, warps, stages, blocks, 2 * elements)
     raise ValueError(f"no sm80 forward tile of head dimension {dim} fits {arch.shared_memory} bytes of shared memory")
 
 
@@ -98,21 +100,52 @@ def sm80_backward(dim: int, dim_v: int, problem: AttentionProblem, arch: Arch) -
 
 @dataclass(frozen=True)
 class Simt:
-    """A thread block of 16 x 16 threads owns a tile of rows x keys scores and `columns` columns of the result."""
+    """A block owns `owned` rows and `columns` columns of the result, and visits the other side `visited` rows at a time.
 
-    rows: int
-    keys: int
+    Operands come to shared memory in pieces of `depth` columns (of Q, K) or rows (of V).
+    """
+
+    owned: int
+    visited: int
     columns: int
-    threads: int = 256
+    depth: int
+    blocks: int  # thread blocks that should fit on a multiprocessor: bounds the registers
+    threads: int = 128
 
     @property
     def constants(self) -> tuple[tuple[str, int | bool], ...]:
-        return (("ROWS", self.rows), ("KEYS", self.keys), ("COLUMNS", self.columns))
+        return (
+            ("OWNED", self.owned),
+            ("VISITED", self.visited),
+            ("COLUMNS", self.columns),
+            ("DEPTH", self.depth),
+            ("THREADS", self.threads),
+            ("BLOCKS", self.blocks),
+        )
+
+
+# (bytes of an element of a sum, backward, largest head dimension) to the tile; the last serves any larger dimension.
+SIMT = (
+    (4, False, 32, Simt(64, 64, 32, 32, 3)),
+    (4, False, 64, Simt(64, 64, 64, 32, 3)),
+    (4, False, 128, Simt(64, 32, 128, 32, 3)),
+    (4, False, 4096, Simt(64, 32, 256, 16, 2)),
+    (4, True, 32, Simt(64, 32, 32, 32, 3)),
+    (4, True, 64, Simt(64, 32, 64, 32, 2)),
+    (4, True, 4096, Simt(64, 32, 128, 32, 2)),
+    (8, False, 32, Simt(64, 32, 32, 16, 2)),
+    (8, False, 64, Simt(64, 32, 64, 16, 2)),
+    (8, False, 4096, Simt(32, 32, 128, 16, 2)),
+    (8, True, 32, Simt(32, 32, 32, 16, 3)),
+    (8, True, 64, Simt(32, 32, 64, 16, 2)),
+    (8, True, 4096, Simt(32, 32, 128, 16, 2)),
+)
 
 
 def simt(problem: AttentionProblem, backward: bool) -> Simt:
+    size = 8 if problem.dtype == "float64" else 4
     widest = max(problem.dim, problem.dim_v)
-    columns = next((c for c in (32, 64, 128) if widest <= c), 128)
-    if problem.dtype == "float64" or (backward and columns == 128):
-        return Simt(32, 32, columns)
-    return Simt(64, 64, columns)
+    for row_size, row_backward, largest, tile in SIMT:
+        if (row_size, row_backward) == (size, backward) and widest <= largest:
+            return tile
+    raise ValueError(f"no simt tile of head dimension {widest}")
