@@ -1,0 +1,5 @@
+"""`python -m cupyflash`."""
+
+from .cli import main
+
+main()

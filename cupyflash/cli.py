@@ -1,0 +1,37 @@
+"""The entrance of the command line; the commands themselves are in `commands.py`.
+
+Nothing beyond the standard library is imported before it is known to be there, and an error that a user can meet is one
+message on stderr and exit code 2. CUPYFLASH_TRACEBACK=1 shows where it came from.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+EXTRA = {"typer", "click", "rich", "matplotlib", "safetensors", "threadpoolctl"}  # what the extra `demo` installs
+
+
+def main() -> None:
+    """Run the command line on sys.argv."""
+    try:
+        from .commands import app
+
+        app(prog_name="cupyflash")
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        if os.environ.get("CUPYFLASH_TRACEBACK"):
+            raise
+        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if missing in EXTRA:
+            _fail(f'this command needs {missing}, which is not installed; run pip install "cupyflash[demo]"')
+        _fail(str(error) or type(error).__name__)
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"cupyflash: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()

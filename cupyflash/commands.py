@@ -1,0 +1,269 @@
+"""The commands: what they take, what they print. The work is done elsewhere; each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+app = typer.Typer(
+    help="Exact attention, forward and backward, for any array library, on CPU and GPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+DTYPES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
+Causal = Annotated[bool, typer.Option("--causal", help="Hide later keys; the last query sees the last key.")]
+TopLeft = Annotated[bool, typer.Option("--top-left", help="With --causal: query i sees keys up to i.")]
+Window = Annotated[
+    str | None, typer.Option(metavar="LEFT,RIGHT", help="Keys seen on each side of the diagonal; empty: all.")
+]
+Layout = Annotated[str, typer.Option(help="bshd: (batch, sequence, heads, dim); bhsd: heads first.")]
+Device = Annotated[str | None, typer.Option(help="cpu or gpu. Default: the GPU where one can be used.")]
+Family = Annotated[str | None, typer.Option(help="Take this kernel family instead of the fastest.")]
+Backward = Annotated[bool, typer.Option("--backward", help="Explain the gradients instead.")]
+
+
+@app.command()
+def demo(
+    steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many optimiser steps.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Train for so long. Default 55 (GPU: 40).")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The picture.")] = Path("cupyflash-demo.png"),
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Device = None,
+) -> None:
+    """Train a small language model on Python's own source text, with this package and NumPy or CuPy alone."""
+    from .arrays import array_module
+    from .demo.screen import run
+    from .demo.training import recipe
+
+    if output.suffix.lower() != ".png" or not output.absolute().parent.is_dir():
+        raise ValueError(f"--output is {output}; it must be a .png file in a folder that exists")
+    xp = array_module(device)
+    if not run(xp, recipe(xp, steps, seconds, seed), output, _console()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def attend(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write out (.npy, .npz, .safetensors).")],
+    file: Annotated[
+        Path | None, typer.Option("--input", "-i", help="A file with arrays named q, k, v (and key_mask).")
+    ] = None,
+    q: Annotated[Path | None, typer.Option("--q", help="Queries.")] = None,
+    k: Annotated[Path | None, typer.Option("--k", help="Keys.")] = None,
+    v: Annotated[Path | None, typer.Option("--v", help="Values.")] = None,
+    key_mask: Annotated[Path | None, typer.Option(help="(batch, keys) booleans: which keys may be seen.")] = None,
+    causal: Causal = False,
+    top_left: TopLeft = False,
+    window: Window = None,
+    scale: Annotated[float | None, typer.Option(help="Default 1 / sqrt(dim).")] = None,
+    layout: Layout = "bshd",
+    lse: Annotated[bool, typer.Option("--lse", help="Also write lse, the log-sum-exp of each row.")] = False,
+    device: Device = None,
+    family: Family = None,
+) -> None:
+    """Attention of arrays in files (.npy, .npz, .safetensors), written to a file."""
+    from . import attention, files
+    from .arrays import array_module, on_host
+
+    suffix = files.suffix(output)
+    if lse and suffix == ".npy":
+        raise ValueError(f"--output is {output}; with --lse there are two arrays: write .npz or .safetensors")
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"--output is {output}; its folder does not exist")
+    arrays = _read(files.read, file, {"q": q, "k": k, "v": v, "key_mask": key_mask})
+    xp = array_module(device)
+    start = time.perf_counter()
+    given = {name: xp.asarray(x) for name, x in arrays.items()}
+    out, rows = attention(
+        **given, causal=_causal(causal, top_left), window=_window(window), scale=scale, layout=layout, return_lse=True,
+        family=family,
+    )  # fmt: skip
+    results = {"out": on_host(out), **({"lse": on_host(rows)} if lse else {})}
+    seconds = time.perf_counter() - start
+    files.write(output, results)
+    console = _console()
+    for name, x in {**arrays, **results}.items():
+        console.print(f"[bold]{name:<8}[/] {'x'.join(map(str, x.shape))} {x.dtype}")
+    console.print(f"{seconds:.3g} s with {xp.__name__}, written to {output}", soft_wrap=True)
+
+
+@app.command()
+def explain(
+    shape: Annotated[str, typer.Option(help="Of q, as in 2,8192,16,128.")],
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, fp64 or their long names.")] = "bfloat16",
+    kv_shape: Annotated[str | None, typer.Option(help="Of k and v. Default: that of q.")] = None,
+    v_shape: Annotated[str | None, typer.Option(help="Of v, where its last dimension is not that of k.")] = None,
+    causal: Causal = False,
+    top_left: TopLeft = False,
+    window: Window = None,
+    key_mask: Annotated[bool, typer.Option("--key-mask", help="With a key mask.")] = False,
+    layout: Layout = "bshd",
+    arch: Annotated[str | None, typer.Option(help="Plan for sm_80, sm_90a, ...; no GPU is needed.")] = None,
+    backward: Backward = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Gradients bitwise the same.")] = False,
+    family: Family = None,
+) -> None:
+    """Tell how a call would run: kernels, registers, shared memory, FLOPs, bytes, workspace, copies, fall backs."""
+    from . import explain as _explain
+    from .problem import to_bshd
+
+    q = _shape("--shape", shape)
+    k = q if kv_shape is None else _shape("--kv-shape", kv_shape)
+    v = k if v_shape is None else _shape("--v-shape", v_shape)
+    keys = k[:1] if len(k) == 2 else (k[0], to_bshd(k, layout)[1]) if len(k) == 4 else (to_bshd(k, layout)[1],)
+    told = _explain(
+        q, k, v, dtype=DTYPES.get(dtype, dtype), arch=arch, backward=backward, causal=_causal(causal, top_left),
+        window=_window(window), key_mask=keys if key_mask else None, layout=layout, deterministic=deterministic,
+        family=family,
+    )  # fmt: skip
+    _console().print(told)
+
+
+@app.command()
+def info() -> None:
+    """Tell which GPU, driver, libraries and cache this machine has, and what is missing."""
+    from .info import facts
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts():
+        table.add_row(name, Text(value))
+    _console().print(table)
+
+
+@app.command("compile")
+def compile_(
+    arch: Annotated[list[str], typer.Option(help="sm_80, sm_90a, ...; may be given several times.")],
+    dtype: Annotated[list[str] | None, typer.Option(help="Default: all four.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(min=1, help="Default: 64, 128 and, 16-bit, 256.")] = None,
+    causal: Annotated[bool | None, typer.Option("--causal/--full", help="Default: both.")] = None,
+    backward: Annotated[bool | None, typer.Option("--backward/--forward", help="Default: both.")] = None,
+    window: Window = None,
+    key_mask: Annotated[bool, typer.Option("--key-mask", help="Kernels that take a key mask.")] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Deterministic gradients.")] = False,
+    family: Family = None,
+) -> None:
+    """Fill the cache with compiled kernels; no GPU is needed, so a container can be built with them."""
+    from .gpu.compiler import cache_info
+    from .precompile import HEAD_DIMS, Done, compile_all, jobs
+
+    both = (False, True)
+    work = jobs(
+        arch, [DTYPES.get(d, d) for d in dtype or HEAD_DIMS], head_dim or (), both if causal is None else (causal,),
+        both if backward is None else (backward,), _window(window), key_mask, deterministic, family,
+    )  # fmt: skip
+    console = _console()
+    done: list[Done] = []
+    columns = (BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("programs", total=len(work))
+        for result in compile_all(work):
+            done.append(result)
+            progress.advance(bar)
+    console.print(_kernel_table(done, {job: i for i, job in enumerate(work)}))
+    errors = [result for result in done if result.error is not None]
+    for result in errors:
+        console.print(Text(str(result.error)), style="red", soft_wrap=True)
+    cache = cache_info()
+    console.print(f"{cache.path}: {cache.entries} programs, {cache.bytes / 2**20:.1f} MiB", soft_wrap=True)
+    if errors:
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    suites: Annotated[
+        list[str] | None,
+        typer.Argument(help="forward, backward, host, jit, memory, fp32, cpu, all; plot draws the results."),
+    ] = None,
+    family: Family = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the JSON files. Default bench/results/<gpu>.")] = None,
+    dtype: Annotated[str, typer.Option(help="For the suites forward, backward, memory.")] = "bfloat16",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer problems, rounds and milliseconds.")] = False,
+) -> None:
+    """Measure beside every other attention that can be imported, in turn in the same run."""
+    from .bench import plot, run
+
+    if suites == ["plot"]:
+        for path in plot():
+            typer.echo(path)
+        return
+    raise typer.Exit(run(suites or ("forward", "backward"), family, out, quick, DTYPES.get(dtype, dtype)))
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160  # a log has no edge
+    return console
+
+
+def _read(read: Any, file: Path | None, single: dict[str, Path | None]) -> dict[str, Any]:
+    """The arrays from one file, from single files, or both (a single file wins)."""
+    arrays: dict[str, Any] = {}
+    if file is not None:
+        held = read(file)
+        arrays = {name: held[name] for name in single if name in held}
+    for name, path in single.items():
+        if path is not None:
+            held = read(path)
+            if len(held) > 1 and name not in held:
+                raise ValueError(f"--{name.replace('_', '-')}: {path} holds {', '.join(held)}, but no {name}")
+            arrays[name] = held.get(name, next(iter(held.values())))
+    missing = [name for name in ("q", "k", "v") if name not in arrays]
+    if missing:
+        where = f" in {file}" if file is not None else ""
+        raise ValueError(f"no {' and no '.join(missing)}{where}; give --q, --k and --v, or --input with all three")
+    return arrays
+
+
+def _causal(causal: bool, top_left: bool) -> bool | str:
+    return "top_left" if top_left else causal
+
+
+def _window(text: str | None) -> tuple[int | None, int | None] | None:
+    if text is None:
+        return None
+    try:
+        left, right = (int(part) if part.strip() else None for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--window is {text!r}; it must be LEFT,RIGHT, as in 256,0 or 256, (right: all)") from None
+    return left, right
+
+
+def _shape(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}; it must be integers, as in 2,8192,16,128") from None
+
+
+def _kernel_table(done: list[Any], order: dict[Any, int]) -> Table:
+    table = Table()
+    for heading in ("arch", "family", "dtype", "dim", "mask", "kernel"):
+        table.add_column(heading)
+    for heading in ("registers", "spilled", "seconds"):
+        table.add_column(heading, justify="right")
+    for result in sorted(done, key=lambda result: order[result.job]):
+        p, plan = result.job.problem, result.job.plan
+        mask = "causal" if p.causal else "full"
+        resources = {} if result.compiled is None else result.compiled.resources
+        seconds = f"{result.seconds:.2f}" + (" (cache)" if result.compiled and result.compiled.cached else "")
+        for i, launch in enumerate(plan.launches):
+            found = resources.get(launch.name)
+            numbers = ("failed", "") if found is None else (found.registers, found.spill_stores + found.spill_loads)
+            same = (plan.arch, plan.family, p.dtype, str(p.dim), mask) if i == 0 else ("",) * 5
+            table.add_row(*same, launch.name, *map(str, numbers), seconds if i == 0 else "")
+    return table

@@ -1,0 +1,67 @@
+"""One layer's attention, as trained, against standard attention in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyflash import attention, attention_backward
+from cupyflash.arrays import on_host
+
+from .model import Array, Model
+
+
+@dataclass(frozen=True)
+class Check:
+    """Largest errors of one result against float64: ours, and standard attention's in the dtype of the inputs."""
+
+    name: str
+    error: float
+    standard: float
+
+    @property
+    def limit(self) -> float:
+        """Twice the error of standard attention, the criterion of FlashAttention's authors, plus 1e-5."""
+        return 2 * self.standard + 1e-5
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.limit  # False for NaN
+
+
+def check_layer(model: Model, tokens: Array, layer: int, seed: int = 0) -> tuple[list[Check], np.ndarray]:
+    """Check out, dq, dk and dv of a layer on the queries, keys and values it computes from tokens (1, S).
+
+    Returns the checks and the layer's attention probabilities (heads, S, S).
+    """
+    xp = model.xp
+    _, (_, q, k, v, *_), *_ = model.logits(tokens)[1][layer]
+    dout = xp.asarray(np.random.default_rng(seed).normal(size=v.shape)).astype(v.dtype)
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    ours = (out, *attention_backward(dout, q, k, v, out, lse, causal=True))
+    *exact, odds = standard_attention(xp, dout, q, k, v, "float64")
+    *same, _ = standard_attention(xp, dout, q, k, v, q.dtype)
+    checks = [
+        Check(name, _error(a, e), _error(s, e)) for name, a, s, e in zip(("out", "dq", "dk", "dv"), ours, same, exact)
+    ]
+    return checks, on_host(odds[0])
+
+
+def standard_attention(xp: Any, dout: Array, q: Array, k: Array, v: Array, dtype: Any) -> tuple[Array, ...]:
+    """out, dq, dk, dv and the probabilities (B, H, S, S) of causal attention over (B, S, H, D), all in `dtype`."""
+    dout, q, k, v = (x.astype(dtype).transpose(0, 2, 1, 3) for x in (dout, q, k, v))
+    scale = q.shape[-1] ** -0.5
+    s = (q @ k.swapaxes(-1, -2)) * scale
+    s = s + xp.asarray(np.triu(np.full(s.shape[-2:], -np.inf), 1)).astype(dtype)
+    p = xp.exp(s - s.max(axis=-1, keepdims=True))
+    p = p / p.sum(axis=-1, keepdims=True)
+    out = p @ v
+    ds = p * (dout @ v.swapaxes(-1, -2) - (dout * out).sum(axis=-1, keepdims=True)) * scale
+    results = (out, ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ dout)
+    return (*(x.transpose(0, 2, 1, 3) for x in results), p)
+
+
+def _error(x: Array, exact: Array) -> float:
+    return float(abs(x.astype("float64") - exact).max())

@@ -1,0 +1,266 @@
+"""How a call would run, told without running it."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from . import interop
+from . import problem as rules
+from .problem import ITEMSIZE, AttentionProblem, View
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel launch. What only the compiler knows is None where it could not be asked."""
+
+    name: str
+    grid: int
+    threads: int
+    shared_memory: int | None  # bytes of one thread block
+    registers: int | None  # of one thread
+    spills: int | None  # bytes of one thread that did not fit the registers
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `cupyflash.explain` returns: plain data that prints as a table."""
+
+    problem: AttentionProblem
+    backward: bool
+    device: str  # "cpu" or an architecture, "sm_90a"
+    family: str  # of kernels; "numpy" on the CPU, "none" where nothing needs to be computed
+    tiles: dict[str, bool | float]  # the constants that the kernels are compiled with
+    kernels: tuple[Kernel, ...]
+    flops: int  # of the matrix products
+    bytes_moved: int  # at least: every input read once, every output written once
+    workspace: dict[str, int]  # bytes beyond inputs and outputs, by what they hold
+    copies: tuple[str, ...]  # inputs that are copied first, and why
+    passed_over: tuple[str, ...]  # faster families that do not take this problem, and why
+    notes: tuple[str, ...] = ()
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte moved."""
+        return self.flops / self.bytes_moved if self.bytes_moved else 0.0
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The table, as (what, value) pairs."""
+        p = self.problem
+        rows = [
+            ("pass", "backward" if self.backward else "forward"),
+            ("q", f"{p.batch} x {p.seq_q} x {p.heads_q} x {p.dim} {p.dtype} (batch, sequence, heads, dim)"),
+            ("k, v", f"{p.batch} x {p.seq_k} x {p.heads_k} x {p.dim}" + (f", {p.dim_v}" if p.dim_v != p.dim else "")),
+            ("mask", _mask(p)),
+            ("device", self.device),
+            ("family", self.family),
+            *[("  passed over", why) for why in self.passed_over],
+        ]
+        if self.tiles:
+            rows.append(("constants", ", ".join(f"{name} {_plain(value)}" for name, value in self.tiles.items())))
+        for kernel in self.kernels:
+            rows.append(("kernel", f"{kernel.name}: {kernel.grid:,} blocks of {kernel.threads} threads"))
+            rows.append(("  resources", _resources(kernel)))
+        rows += [
+            ("FLOPs", f"{_si(self.flops, 1000)}FLOP"),
+            ("bytes moved", f"at least {_si(self.bytes_moved)}B"),
+            ("intensity", f"{self.intensity:,.1f} FLOP per byte"),
+            ("workspace", ", ".join(f"{name} {_si(size)}B" for name, size in self.workspace.items()) or "none"),
+            *[("copy", why) for why in self.copies or ("none: every input is read where it is",)],
+            *[("note", note) for note in self.notes],
+        ]
+        return rows
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, show_header=False, pad_edge=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in self.rows():
+            table.add_row(name, Text(value))
+        return table
+
+
+def explain(
+    q: Any,
+    k: Any = None,
+    v: Any = None,
+    *,
+    dtype: str | None = None,
+    arch: str | None = None,
+    backward: bool = False,
+    family: str | None = None,
+    key_mask: Any = None,
+    **options: Any,
+) -> Explanation:
+    """`cupyflash.explain`; see there. `key_mask` may be a shape too. Other options of `attention` change no plan."""
+    options = {name: value for name, value in options.items() if name not in ("return_lse", "out", "grads")}
+    k = q if k is None else k
+    given = {"q": q, "k": k, "v": k if v is None else v, "key_mask": key_mask}
+    views = {name: _view(name, x, dtype, arch) for name, x in given.items() if x is not None}
+    problem = rules.describe(**views, **options)
+    device = views["q"].device
+    if device == "cpu" and arch is None:
+        return _on_cpu(problem, backward, shapes=isinstance(q, tuple))
+    return _on_gpu(problem, views, backward, family, arch, 0 if device == "cpu" else int(device.partition(":")[2]))
+
+
+def _on_cpu(problem: AttentionProblem, backward: bool, shapes: bool) -> Explanation:
+    notes = []
+    if problem.dtype in ("float16", "bfloat16"):
+        notes.append(f"{problem.dtype} is computed in float32, tile by tile")
+    if shapes:
+        notes.append('no GPU can be used here; name one to plan for it, as in arch="sm_90a"')
+    return Explanation(
+        problem, backward, "cpu", "none" if problem.empty else "numpy", {}, (), problem.flops(backward),
+        bytes_moved(problem, backward), {}, (), (), tuple(notes),
+    )  # fmt: skip
+
+
+def _on_gpu(
+    problem: AttentionProblem,
+    views: dict[str, View],
+    backward: bool,
+    family: str | None,
+    arch_name: str | None,
+    ordinal: int,
+) -> Explanation:
+    from .gpu.device import Arch, current
+    from .gpu.plan import plan
+    from .gpu.strides import contiguous
+
+    arch = current(ordinal) if arch_name is None else Arch.of(arch_name)
+    flops, moved = problem.flops(backward), bytes_moved(problem, backward)
+    if problem.empty:
+        note = "nothing to compute: the results are filled with zeros"
+        return Explanation(problem, backward, arch.name, "none", {}, (), flops, moved, {}, (), (), (note,))
+    chosen = plan(problem, arch, backward, family)
+    resources, notes = _compiled(chosen)
+    if backward:  # as a caller would make them
+        shape = rules.out_shape(views["q"].shape, problem)
+        views = views | {
+            name: views["q"]._replace(shape=shape, strides=contiguous(shape), ptr=0) for name in ("dout", "out")
+        }
+    kernels = []
+    for launch in chosen.launches:
+        found = resources.get(launch.name)
+        kernels.append(
+            Kernel(
+                launch.name, launch.grid, launch.threads,
+                None if found is None else launch.shared_memory + found.static_shared,
+                None if found is None else found.registers,
+                None if found is None else found.spill_stores + found.spill_loads,
+            )
+        )  # fmt: skip
+    return Explanation(
+        problem, backward, arch.name, chosen.family, dict(chosen.constants), tuple(kernels), flops, moved,
+        {space.name: space.nbytes for space in chosen.workspace}, _copies(views, chosen.alignment), chosen.passed_over,
+        notes,
+    )  # fmt: skip
+
+
+def _compiled(chosen: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Resources of a plan's kernels by name, compiled through the cache; none of them and a note without NVRTC."""
+    from .gpu.compiler import compile_source
+    from .gpu.source import generate
+
+    try:
+        return compile_source(generate(chosen), chosen.arch).resources, ()
+    except ImportError as error:
+        return {}, (f"registers and shared memory are unknown: {error}",)
+
+
+def _copies(views: dict[str, View], alignment: int) -> tuple[str, ...]:
+    from .gpu.strides import needs_copy
+
+    copies = []
+    for name, view in views.items():
+        if name == "key_mask":
+            continue
+        why = needs_copy(view, alignment)
+        if why is None and alignment == 16 and view.ptr % 16:
+            why = "it does not start at a 16-byte boundary"
+        if why is not None:
+            copies.append(f"{name}, because {why}")
+    return tuple(copies)
+
+
+def _view(name: str, x: Any, dtype: str | None, arch: str | None) -> View:
+    from .gpu.strides import contiguous
+
+    if not isinstance(x, (tuple, list)):
+        lib, (x,) = interop.adopt(interop.library(name, x), **{name: x})
+        return lib.view(x)
+    try:
+        shape = tuple(operator.index(n) for n in x)
+    except TypeError:
+        raise TypeError(f"{name} is {x!r}; it must be an array or a shape, a tuple of integers") from None
+    if any(n < 0 for n in shape):
+        raise ValueError(f"{name} has shape {shape}; its lengths must be 0 or more")
+    if name == "key_mask":
+        dtype = "bool"
+    elif dtype is None:
+        raise TypeError(f"{name} is a shape, {shape}; dtype must be given with it, as in dtype='bfloat16'")
+    return View(shape, contiguous(shape), dtype, "cuda:0" if arch is not None or _gpu_at_hand() else "cpu", "shape")
+
+
+def _gpu_at_hand() -> bool:
+    from .gpu.device import current
+
+    try:
+        current(0)
+    except (ImportError, RuntimeError):
+        return False
+    return True
+
+
+def bytes_moved(problem: AttentionProblem, backward: bool) -> int:
+    """Bytes of all inputs and outputs: what a pass has to read and write at the very least."""
+    p = problem
+    rows = p.batch * p.seq_q * p.heads_q
+    q, o = rows * p.dim, rows * p.dim_v
+    k, v = (p.batch * p.seq_k * p.heads_k * d for d in (p.dim, p.dim_v))
+    elements = 2 * (q + k + v + o) if backward else q + k + v + o
+    return elements * ITEMSIZE[p.dtype] + rows * ITEMSIZE[p.lse_dtype] + p.batch * p.seq_k * p.key_mask
+
+
+def _mask(p: AttentionProblem) -> str:
+    parts = [] if p.causal is None else [f"causal ({p.causal.replace('_', ' ')})"]
+    left, right = ("all" if n is None else n for n in (p.left, p.right))
+    if p.left is not None or (p.right is not None and p.causal is None):
+        parts.append(f"window ({left} keys to the left, {right} to the right)")
+    if p.key_mask:
+        parts.append("key mask")
+    share = p.visible / max(1, p.seq_q * p.seq_k)
+    return f"{', '.join(parts) or 'none'}: {share:.1%} of the scores are computed"
+
+
+def _resources(kernel: Kernel) -> str:
+    if kernel.registers is None:
+        return "unknown"
+    spills = f"{kernel.spills} bytes spilled" if kernel.spills else "no spills"
+    return f"{kernel.registers} registers, {spills}, {_si(kernel.shared_memory or 0)}B of shared memory"
+
+
+def _plain(value: bool | float) -> str:
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
+
+
+def _si(n: float, base: int = 1024) -> str:
+    """A number with the prefix that leaves 1 to 4 digits: 2.5 Ki (base 1024) or 2.6 k (base 1000)."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if n < base:
+            break
+        n /= base
+    else:
+        prefix = "E"
+    i = "i" if base == 1024 and prefix else ""
+    return f"{n:,.4g} {prefix.upper() if i else prefix}{i}"

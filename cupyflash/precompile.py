@@ -1,0 +1,90 @@
+"""Compile kernels before they are needed, with no GPU present: what `cupyflash compile` does in a container's build."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import product
+
+from .gpu.compiler import Compiled, compile_source
+from .gpu.device import Arch
+from .gpu.plan import KernelPlan, plan
+from .gpu.source import generate
+from .gpu.strides import contiguous
+from .problem import AttentionProblem, View, describe
+
+HEAD_DIMS = {"float16": (64, 128, 256), "bfloat16": (64, 128, 256), "float32": (64, 128), "float64": (64, 128)}
+_LENGTH, _HEADS = 8192, 16  # no kernel is compiled for a length or a number of heads; long enough for every tile
+
+
+@dataclass(frozen=True)
+class Job:
+    """One source to compile, and the problem that it answers."""
+
+    problem: AttentionProblem
+    backward: bool
+    plan: KernelPlan
+
+
+@dataclass(frozen=True)
+class Done:
+    """A job's result: a program and the seconds it took, or the error."""
+
+    job: Job
+    seconds: float
+    compiled: Compiled | None
+    error: Exception | None = None
+
+
+def jobs(
+    archs: Sequence[str],
+    dtypes: Sequence[str] = tuple(HEAD_DIMS),
+    head_dims: Sequence[int] = (),
+    causal: Sequence[bool] = (False, True),
+    backward: Sequence[bool] = (False, True),
+    window: tuple[int | None, int | None] | None = None,
+    key_mask: bool = False,
+    deterministic: bool = False,
+    family: str | None = None,
+) -> list[Job]:
+    """Every combination of what is given, each source once. head_dims default to the usual ones of each dtype.
+
+    ValueError for an architecture, dtype, head dimension or family that is not known.
+    """
+    found: dict[tuple[str, str], Job] = {}
+    for arch, dtype in product(archs, dtypes):
+        for dim, banded, back in product(head_dims or HEAD_DIMS.get(dtype, (64,)), causal, backward):
+            x = _view((1, _LENGTH, _HEADS, dim), dtype)
+            mask = _view((1, _LENGTH), "bool") if key_mask else None
+            problem = describe(
+                x, x, x, causal=banded, window=window, key_mask=mask, deterministic=deterministic and back
+            )
+            job = Job(problem, back, plan(problem, Arch.of(arch), back, family))
+            found.setdefault((job.plan.arch, generate(job.plan)), job)
+    return list(found.values())
+
+
+def _view(shape: tuple[int, ...], dtype: str) -> View:
+    return View(shape, contiguous(shape), dtype, "cuda:0", "shape")
+
+
+def compile_all(work: Sequence[Job]) -> Iterator[Done]:
+    """Compile through the disk cache, on all cores, yielding as each is done. ImportError where NVRTC is missing."""
+    yield from map(_compile, work[:1])  # on this thread: cuda.core cannot be imported by several at once
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = [pool.submit(_compile, job) for job in work[1:]]
+        for future in as_completed(futures):
+            yield future.result()
+
+
+def _compile(job: Job) -> Done:
+    start = time.perf_counter()
+    compiled, error = None, None
+    try:
+        compiled = compile_source(generate(job.plan), job.plan.arch)
+    except RuntimeError as refused:  # CompileError: tell of it with the others' results
+        error = refused
+    return Done(job, time.perf_counter() - start, compiled, error)
