@@ -24,9 +24,12 @@ def merge(outs: Any, lses: Any, *, layout: str = "bshd") -> tuple[Array, Array]:
     unseen = total == 0
     total = xp.where(unseen, xp.ones_like(total), total)
     lse = xp.where(unseen, xp.full_like(total, -xp.inf), top + xp.log(total))
-    parts = [out * _over_out(weight / total, layout) for out, weight in zip(outs, weights)]
-    out = sum(parts[1:], start=parts[0])
-    return (out.to(outs[0].dtype) if lib.kind == "torch" else out.astype(outs[0].dtype)), lse
+    parts = [_cast(out, total.dtype) * _over_out(weight / total, layout) for out, weight in zip(outs, weights)]
+    return _cast(sum(parts[1:], start=parts[0]), outs[0].dtype), lse
+
+
+def _cast(x: Array, dtype: Any) -> Array:
+    return x.to(dtype) if hasattr(x, "to") else x.astype(dtype)  # PyTorch's name for it
 
 
 def _over_out(weight: Array, layout: str) -> Array:

@@ -46,7 +46,7 @@ def backward(
             do = dout[b, rows, h].astype(work)
             delta = (do * out[b, rows, h].astype(work)).sum(axis=1, keepdims=True)
             norm = lse[b, h, rows, None]
-            norm = np.where(np.isneginf(norm), np.inf, norm)  # a row that saw no key: every probability is 0
+            norm = np.where(np.isneginf(norm), np.inf, norm)  # all scores -inf: every probability is 0
             dqi, dq_part = np.zeros_like(qi), np.empty_like(qi)
             scores, dscores = np.empty((2, len(qi), KEYS), work)
             dk_part, dv_part = np.empty((KEYS, problem.dim), work), np.empty((KEYS, problem.dim_v), work)
