@@ -77,6 +77,7 @@ def attention(
     """
     arrays = [q, k, v, key_mask]
     lib = interop.library("q", q)
+    _given(k=k, v=v)
     options = {"causal": causal, "window": window, "scale": scale, "layout": layout}
     if lib.wants_grad(arrays):
         return lib.differentiable_attention(
@@ -134,6 +135,7 @@ def attention_backward(
         Shapes and dtypes of q, k and v; dk and dv are summed over the query heads that share them.
     """
     lib = interop.library("q", q)
+    _given(dout=dout, k=k, v=v, out=out, lse=lse)
     options = {"causal": causal, "window": window, "scale": scale, "layout": layout, "deterministic": deterministic}
     if grads is not None and (not isinstance(grads, (tuple, list)) or len(grads) != 3):
         raise ValueError(f"grads is {type(grads).__name__}; it must be a tuple of three arrays (dq, dk, dv) or None")
@@ -208,6 +210,12 @@ def explain(
     from .explanation import explain as _explain
 
     return _explain(q, k, v, dtype=dtype, arch=arch, backward=backward, **options)
+
+
+def _given(**named: Array) -> None:
+    for name, x in named.items():
+        if x is None:
+            interop.library(name, x)  # raises: None is no array
 
 
 def _cpu_forward(
