@@ -1,0 +1,426 @@
+"""The command line, and `explain`, whose command it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from reference import DTYPES, assert_as_good, draw, standard, standard_in_own_precision
+
+import cupyflash
+from cupyflash import bench, cli, files
+from cupyflash.arrays import array_module
+from cupyflash.explanation import bytes_moved
+from cupyflash.gpu import compiler
+from cupyflash.precompile import jobs
+from cupyflash.problem import describe
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line on some arguments: its exit code, what it printed, and what it said on stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["cupyflash", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        code = exit_.value.code
+        return int(code or 0), *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without CuPy, whatever this one has."""
+    from cupyflash.gpu import device
+
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    device.current.cache_clear()
+    yield
+    device.current.cache_clear()
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A compile cache of the test's own."""
+    pytest.importorskip("cuda.core")
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    compiler.compile_source.cache_clear()
+    return tmp_path / "cache"
+
+
+def tensors(rng: np.random.Generator, dtype: str) -> dict[str, np.ndarray]:
+    return {"q": draw(rng, dtype, 2, 5, 4, 8), "k": draw(rng, dtype, 2, 7, 2, 8), "v": draw(rng, dtype, 2, 7, 2, 8)}
+
+
+def problem_of(arrays: dict[str, np.ndarray], **options: object):
+    from cupyflash.interop import numpy_
+
+    return describe(*(numpy_.view(arrays[name]) for name in "qkv"), **options)
+
+
+# ---- the entrance ---------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_command(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in ("demo", "attend", "explain", "info", "compile", "bench"):
+        assert command in out
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_missing_extra_is_a_message(missing: str) -> None:
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv[1:] = ['info']; from cupyflash.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f'cupyflash: this command needs {missing}, which is not installed; run pip install "cupyflash[demo]"\n'
+    )
+
+
+def test_module_is_the_command_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cupyflash", "nonsense"], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert "No such command 'nonsense'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_traceback_on_request(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPYFLASH_TRACEBACK", "1")
+    monkeypatch.setattr(sys, "argv", ["cupyflash", "explain", "--shape", "a"])
+    with pytest.raises(ValueError, match="--shape is 'a'"):
+        cli.main()
+
+
+# ---- attend ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("suffix", files.SUFFIXES)
+def test_attend_one_file_each(run: Run, tmp_path: Path, rng: np.random.Generator, dtype: str, suffix: str) -> None:
+    arrays = tensors(rng, dtype)
+    for name, x in arrays.items():
+        files.write(tmp_path / (name + suffix), {name: x})
+    out = tmp_path / ("out" + suffix)
+    given = [part for name in arrays for part in (f"--{name}", tmp_path / (name + suffix))]
+    code, printed, err = run("attend", *given, "--causal", "--device", "cpu", "-o", out)
+    assert (code, err) == (0, "")
+    assert f"2x5x4x8 {dtype}" in printed
+    problem = problem_of(arrays, causal=True)
+    result = files.read(out)["out"]
+    assert result.dtype == DTYPES[dtype]
+    exact, own = (f(problem, *arrays.values()) for f in (standard, standard_in_own_precision))
+    assert_as_good(np.array(result), exact.out, own.out)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_attend_all_in_one_file(run: Run, tmp_path: Path, rng: np.random.Generator, suffix: str) -> None:
+    arrays = tensors(rng, "float32")
+    key_mask = np.array([[True] * 4 + [False] * 3, [True] * 7])
+    files.write(tmp_path / ("in" + suffix), arrays | {"key_mask": key_mask, "other": np.arange(3)})
+    out = tmp_path / ("out" + suffix)
+    code, _, err = run(
+        "attend",
+        "-i",
+        tmp_path / ("in" + suffix),
+        "--window",
+        "2,",
+        "--scale",
+        "0.5",
+        "--lse",
+        "--device",
+        "cpu",
+        "-o",
+        out,
+    )
+    assert (code, err) == (0, "")
+    from cupyflash.interop import numpy_
+
+    problem = problem_of(arrays, window=(2, None), scale=0.5, key_mask=numpy_.view(key_mask))
+    exact, own = (f(problem, *arrays.values(), key_mask) for f in (standard, standard_in_own_precision))
+    results = files.read(out)
+    assert set(results) == {"out", "lse"}
+    assert_as_good(results["out"], exact.out, own.out)
+    assert_as_good(results["lse"], exact.lse, own.lse)
+
+
+def test_attend_top_left_and_heads_first(run: Run, tmp_path: Path, rng: np.random.Generator) -> None:
+    arrays = tensors(rng, "float64")
+    files.write(tmp_path / "in.npz", {name: x.transpose(0, 2, 1, 3) for name, x in arrays.items()})
+    options = ("--causal", "--top-left", "--layout", "bhsd", "--device", "cpu")
+    code, _, err = run("attend", "-i", tmp_path / "in.npz", *options, "-o", tmp_path / "out.npy")
+    assert (code, err) == (0, "")
+    expected = cupyflash.attention(*arrays.values(), causal="top_left")
+    result = np.load(tmp_path / "out.npy").transpose(0, 2, 1, 3)
+    np.testing.assert_allclose(result, expected, rtol=1e-12)
+    assert abs(result - cupyflash.attention(*arrays.values(), causal=True)).max() > 0.01
+
+
+def test_bfloat16_files_of_others(tmp_path: Path) -> None:
+    """A bfloat16 tensor that PyTorch wrote, and a bfloat16 .npy, which says V2."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    x = torch.randn(3, 4).to(torch.bfloat16)
+    save_file({"x": x}, tmp_path / "x.safetensors")
+    read = files.read(tmp_path / "x.safetensors")["x"]
+    assert read.dtype == ml_dtypes.bfloat16
+    np.save(tmp_path / "x.npy", read)
+    for back in (read, files.read(tmp_path / "x.npy")["x"]):
+        np.testing.assert_array_equal(back.astype(np.float32), x.float().numpy())
+
+
+def test_attend_errors_are_one_line(run: Run, tmp_path: Path, rng: np.random.Generator) -> None:
+    arrays = tensors(rng, "float32")
+    good, out = tmp_path / "in.npz", tmp_path / "out.npz"
+    files.write(good, arrays)
+    files.write(tmp_path / "qk.npz", {name: arrays[name] for name in "qk"})
+    files.write(tmp_path / "int.npy", {"v": np.arange(8)})
+    np.save(tmp_path / "object.npy", np.array([{}], dtype=object), allow_pickle=True)
+    for name in ("bad.npz", "bad.npy", "bad.safetensors"):
+        (tmp_path / name).write_bytes(b"this is no array")
+    cases: list[tuple[list[object], str]] = [
+        (["-i", tmp_path / "none.npz"], "none.npz does not exist"),
+        (["-i", tmp_path], "it must end in .npy, .npz, .safetensors"),
+        (["-i", tmp_path / "qk.npz"], "no v in"),
+        ([], "no q and no k and no v; give --q, --k and --v, or --input with all three"),
+        (["-i", good, "--v", tmp_path / "int.npy"], "v has "),
+        (["-i", good, "--v", tmp_path / "qk.npz"], "--v: "),
+        (["-i", tmp_path / "bad.npz"], "bad.npz cannot be read as .npz"),
+        (["-i", tmp_path / "bad.safetensors"], "bad.safetensors cannot be read as .safetensors"),
+        (["-i", good, "--q", tmp_path / "bad.npy"], "bad.npy cannot be read as .npy"),
+        (["-i", good, "--q", tmp_path / "object.npy"], "object.npy cannot be read as .npy"),
+        (["-i", good, "--window", "3"], "--window is '3'; it must be LEFT,RIGHT"),
+        (["-i", good, "--window", "-1,0"], "window's left bound is -1"),
+        (["-i", good, "--layout", "bhds"], "layout is 'bhds'"),
+        (["-i", good, "--device", "tpu"], "device is 'tpu'; it must be 'cpu' or 'gpu'"),
+        (["-i", good, "-o", tmp_path / "out.txt"], "out.txt ends in '.txt'"),
+        (["-i", good, "-o", tmp_path / "out.npy", "--lse"], "with --lse there are two arrays"),
+        (["-i", good, "-o", tmp_path / "no" / "out.npz"], "its folder does not exist"),
+    ]
+    for arguments, message in cases:
+        given = arguments if "-o" in arguments else [*arguments, "-o", out]
+        code, _, err = run("attend", "--device", "cpu", *given)
+        assert code == 2, (arguments, err)
+        assert err.startswith("cupyflash: "), arguments
+        assert message in err, arguments
+        assert err.count("\n") == 1, err
+        assert not out.exists()
+
+
+def test_gpu_asked_for_and_not_there(run: Run, tmp_path: Path, rng: np.random.Generator, no_gpu: None) -> None:
+    files.write(tmp_path / "in.npz", tensors(rng, "float32"))
+    code, _, err = run("attend", "-i", tmp_path / "in.npz", "--device", "gpu", "-o", tmp_path / "out.npz")
+    assert code == 2
+    assert 'pip install "cupyflash[cuda13]"' in err
+    assert array_module() is np
+
+
+# ---- explain --------------------------------------------------------------------------------------------------------
+
+
+def test_explain_on_the_cpu(no_gpu: None, rng: np.random.Generator) -> None:
+    x = draw(rng, "float32", 2, 64, 4, 16)
+    told = cupyflash.explain(x, x, x, causal=True)
+    assert (told.device, told.family, told.kernels, told.copies) == ("cpu", "numpy", (), ())
+    assert told.flops == 4 * 2 * 4 * 16 * (64 * 65 // 2)
+    assert told.bytes_moved == 4 * (4 * 2 * 64 * 4 * 16 + 2 * 64 * 4)
+    assert "causal (bottom right): 50.8% of the scores" in str(told)
+    shapes = cupyflash.explain((2, 64, 4, 16), dtype="float32", causal=True)  # a second call: `explain` is the function
+    assert (shapes.problem, shapes.flops) == (told.problem, told.flops)
+    assert 'name one to plan for it, as in arch="sm_90a"' in str(shapes)
+
+
+def test_explain_plans_without_a_gpu(no_gpu: None, cache: Path) -> None:
+    told = cupyflash.explain((2, 300, 4, 59), (2, 500, 2, 59), dtype="bfloat16", arch="sm_80", family="sm80")
+    assert (told.device, told.family) == ("sm_80", "sm80")
+    (kernel,) = told.kernels
+    assert kernel.registers is not None and 0 < kernel.registers <= 255
+    assert kernel.shared_memory and kernel.spills is not None
+    assert f"{kernel.registers} registers" in str(told)
+    assert [copy.split(",")[0] for copy in told.copies] == ["q", "k", "v"]
+    assert "16-byte aligned" in told.copies[0]
+
+    back = cupyflash.explain((1, 64, 1, 16), dtype="float32", arch="sm_75", backward=True)
+    assert back.family == "simt"
+    assert any("sm80 takes float16 and bfloat16, not float32" in why for why in back.passed_over)
+    assert back.workspace["delta"] == 64 * 4
+    assert back.flops == 5 * 2 * 64 * 64 * 16
+    assert back.bytes_moved == 4 * (8 * 64 * 16 + 64)
+    assert back.copies == ()
+
+
+def test_explain_tells_of_copies(cache: Path, rng: np.random.Generator) -> None:
+    x = draw(rng, "float16", 1, 64, 2, 64)
+    turned = np.asfortranarray(x)
+    told = cupyflash.explain(x, turned, np.repeat(x, 2, axis=-1)[..., ::2], arch="sm_90a", family="sm80")
+    assert any(copy.startswith("k, because its last dimension has stride 128, not 1") for copy in told.copies)
+    assert any(copy.startswith("v, because its last dimension has stride 2, not 1") for copy in told.copies)
+
+
+def test_explain_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(source: str, arch: str) -> None:
+        raise ImportError("compiling kernels needs cuda-core")
+
+    monkeypatch.setattr(compiler, "compile_source", missing)
+    told = cupyflash.explain((1, 64, 1, 64), dtype="float32", arch="sm_90a")
+    assert told.kernels[0].registers is None
+    assert "registers and shared memory are unknown: compiling kernels needs cuda-core" in str(told)
+
+
+def test_explain_of_nothing() -> None:
+    told = cupyflash.explain((0, 8, 1, 64), dtype="float32", arch="sm_90a")
+    assert (told.family, told.kernels, told.flops) == ("none", (), 0)
+
+
+def test_explain_prints_without_rich() -> None:
+    code = "import sys; sys.modules['rich'] = None; import cupyflash; print(cupyflash.explain((1, 8, 1, 8), dtype='float32'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert "FLOPs" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (((1, 8, 1, 8),), TypeError, "q is a shape, (1, 8, 1, 8); dtype must be given with it"),
+        ((["a", 1],), TypeError, "q is ['a', 1]; it must be an array or a shape"),
+        (((1, -8, 1, 8),), ValueError, "q has shape (1, -8, 1, 8); its lengths must be 0 or more"),
+        (("text",), TypeError, "q is a str; it must be an array"),
+    ],
+)
+def test_explain_errors(arguments: tuple[object, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as raised:
+        cupyflash.explain(*arguments)
+    assert message in str(raised.value)
+
+
+def test_bytes_moved_counts_the_mask() -> None:
+    arrays = {name: np.zeros((1, 3, 2, 8), np.float16) for name in "qkv"}
+    from cupyflash.interop import numpy_
+
+    plain = problem_of(arrays)
+    masked = problem_of(arrays, key_mask=numpy_.view(np.ones((1, 3), bool)))
+    assert bytes_moved(masked, False) - bytes_moved(plain, False) == 3
+
+
+def test_explain_command(run: Run, cache: Path) -> None:
+    shape = ("--shape", "2,8192,16,128", "--dtype", "bf16", "--causal", "--arch", "sm_90a", "--family", "sm80")
+    code, out, err = run("explain", *shape)
+    assert (code, err) == (0, "")
+    for expected in ("2 x 8192 x 16 x 128 bfloat16", "sm_90a", "sm80", "registers", "549.8 GFLOP", "workspace"):
+        assert expected in out
+    other = ("--kv-shape", "2,4096,4,128", "--v-shape", "2,4096,4,64", "--key-mask", "--window", "100,0", "--backward")
+    code, out, err = run("explain", *shape, *other)
+    assert (code, err) == (0, "")
+    assert "2 x 4096 x 4 x 128, 64" in out
+    assert "key mask" in out and "window (100 keys to the left" in out and "dq_sum" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "2,x"], "--shape is '2,x'; it must be integers"),
+        (["--shape", "1,8,3,8", "--kv-shape", "1,8,2,8"], "q has 3 heads and k has 2"),
+        (["--shape", "1,8,1,8", "--dtype", "int8"], "q has dtype int8"),
+        (["--shape", "1,8,1,8", "--arch", "sm_42"], "arch is 'sm_42'; it must be one of sm_75"),
+        (["--shape", "1,8,1,8", "--arch", "sm_80", "--family", "sm1"], "family is 'sm1'"),
+    ],
+)
+def test_explain_command_errors(run: Run, arguments: list[str], message: str) -> None:
+    code, out, err = run("explain", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err and err.count("\n") == 1
+
+
+# ---- info, compile, bench -------------------------------------------------------------------------------------------
+
+
+def test_info_with_nothing_there(run: Run, no_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module in ("cuda", "cuda.core", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "none"))
+    code, out, err = run("info")
+    assert (code, err) == (0, "")
+    words = " ".join(out.split())
+    assert "none can be used" in words and 'pip install "cupyflash[cuda13]"' in words
+    assert "no kernel can be compiled" in words
+    assert np.__version__ in words and "0 programs" in words
+
+
+def test_compile_fills_the_cache(run: Run, cache: Path) -> None:
+    only = ("--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--causal", "--forward")
+    code, out, err = run("compile", *only)
+    assert (code, err) == (0, "")
+    assert "attention_forward" in out and "simt" in out and "1 programs" in out
+    assert "(cache)" not in out
+    assert compiler.cache_info().entries == 1
+    compiler.compile_source.cache_clear()  # as in a new process
+    code, out, _ = run("compile", *only)
+    assert code == 0 and "(cache)" in out
+
+
+def test_compiled_is_what_a_call_needs(cache: Path) -> None:
+    """The kernels of `compile` are those of a real call, whatever its batch, heads and lengths."""
+    from cupyflash.gpu.device import Arch
+    from cupyflash.gpu.plan import plan
+    from cupyflash.gpu.source import generate
+
+    ready = {generate(job.plan) for job in jobs(["sm_90a"])}
+    for dtype, dim in (("float16", 64), ("bfloat16", 128), ("bfloat16", 256), ("float32", 64), ("float64", 128)):
+        for causal in (False, True):
+            arrays = {name: np.empty((3, 1000, 6, dim), DTYPES[dtype]) for name in "qkv"}
+            problem = problem_of(arrays, causal=causal)
+            for backward in (False, True):
+                assert generate(plan(problem, Arch.of("sm_90a"), backward)) in ready, (dtype, dim, causal, backward)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arch", "sm_42"], "arch is 'sm_42'"),
+        (["--arch", "sm_80", "--dtype", "int8"], "q has dtype int8"),
+        (["--arch", "sm_80", "--family", "sm1"], "family is 'sm1'"),
+        (["--arch", "sm_75", "--family", "sm80", "--dtype", "fp16"], "needs compute capability 8.0"),
+    ],
+)
+def test_compile_errors(run: Run, arguments: list[str], message: str) -> None:
+    code, _, err = run("compile", *arguments)
+    assert code == 2
+    assert message in err and err.count("\n") == 1
+
+
+def test_compile_tells_of_a_refused_source(run: Run, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupyflash import precompile
+
+    monkeypatch.setattr(precompile, "generate", lambda plan: "this is no CUDA")
+    code, out, _ = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--forward", "--full")
+    assert code == 1
+    assert "failed" in out and "cannot compile for sm_80" in out
+
+
+def test_bench_is_handed_over(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = []
+    monkeypatch.setattr(bench, "run", lambda *given: calls.append(given) or 1)
+    code, _, err = run("bench", "fp32", "host", "--family", "simt", "--quick", "--out", tmp_path, "--dtype", "fp16")
+    assert (code, err) == (1, "")
+    assert calls == [(["fp32", "host"], "simt", tmp_path, True, "float16")]
+
+
+def test_bench_of_an_unknown_suite(run: Run) -> None:
+    code, out, err = run("bench", "speed")
+    assert code == 2
+    assert "'speed'" in out + err

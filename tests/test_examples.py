@@ -1,0 +1,62 @@
+"""The examples, at sizes that a test can afford."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_kernel_regression(dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "plot.png"
+    small = ["--points", "1500", "--queries", "400", "--steps", "15", "--device", "cpu", "--plot", str(plot)]
+    result = load("kernel_regression").main(small + ["--float64"] * (dtype == "float64"))
+    assert result["last"] < 0.2 * result["first"]
+    assert result["rms"] < 0.12
+    assert result["difference"] < (1e-11 if dtype == "float64" else 1e-4)
+    assert result["gradient"] < (1e-5 if dtype == "float64" else 1e-2)
+    assert f"1,500 samples, 400 queries, {dtype}" in capsys.readouterr().out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_kernel_regression_is_the_formula(rng: np.random.Generator) -> None:
+    example = load("kernel_regression")
+    x, y, z = rng.normal(size=(7, 2)), rng.normal(size=(31, 2)), rng.normal(size=(31, 3))
+    h = np.array([0.3, 2.0])
+    by_hand = np.empty((7, 3))
+    for i in range(7):
+        w = np.exp(-0.5 * (((x[i] - y) / h) ** 2).sum(axis=1))
+        by_hand[i] = (w[:, None] * z).sum(axis=0) / w.sum()
+    np.testing.assert_allclose(example.estimate(np, x, y, z, h), by_hand, rtol=1e-9)
+    np.testing.assert_allclose(example.direct(x, y, z, h), by_hand, rtol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_kernel_regression_on_a_gpu(dtype: str) -> None:
+    small = ["--points", "20000", "--queries", "2000", "--device", "gpu"]
+    result = load("kernel_regression").main(small + ["--float64"] * (dtype == "float64"))
+    assert result["last"] < 0.2 * result["first"]
+    assert result["difference"] < (1e-11 if dtype == "float64" else 1e-4)
+    assert result["gradient"] < (1e-5 if dtype == "float64" else 1e-2)
+
+
+def test_train_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = load("train_bytes").main(steps=20, device="cpu")
+    assert len(losses) == 20
+    assert losses[0] == pytest.approx(np.log(256), rel=1e-4) and losses[-1] < 4.5
+    assert "import " in capsys.readouterr().out
