@@ -1,0 +1,141 @@
+"""The planner: which family, why not another, and plans that fit the GPU. Pure; no GPU needed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from kernel_cover import ARCHS, FAMILY_ARCHS, FEATURES, problem, problems
+
+from cupyflash.gpu.device import Arch
+from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
+
+A100, H200, T4 = Arch.of("sm_80"), Arch.of("sm_90a"), Arch.of("sm_75")
+STATIC_LIMIT = 48 << 10
+
+
+def constants(kernel_plan: KernelPlan) -> dict[str, int | bool | float]:
+    return dict(kernel_plan.constants)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "arch", "family"),
+    [
+        ("float16", (64, 64), A100, "sm80"),
+        ("bfloat16", (128, 128), A100, "sm80"),
+        ("bfloat16", (256, 256), A100, "sm80"),
+        ("float16", (59, 111), A100, "sm80"),
+        ("float16", (64, 64), T4, "simt"),
+        ("float16", (264, 64), A100, "simt"),
+        ("float16", (64, 264), A100, "simt"),
+        ("float32", (64, 64), H200, "simt"),
+        ("float64", (64, 64), H200, "simt"),
+        ("float64", (511, 3), T4, "simt"),
+    ],
+)
+def test_family(dtype: str, dims: tuple[int, int], arch: Arch, family: str) -> None:
+    for backward in (False, True):
+        chosen = plan(problem(dtype, *dims), arch, backward)
+        assert chosen.family == family
+        assert plan(problem(dtype, *dims), arch, backward, family).source == chosen.source
+
+
+def test_reasons_of_the_families_passed_over() -> None:
+    reasons = {
+        ("float32", 64, A100): "sm80 takes float16 and bfloat16, not float32",
+        ("float16", 64, T4): "sm80 needs compute capability 8.0, this GPU has 7.5",
+        ("float16", 512, A100): "sm80 takes head dimensions 1 to 256, not 512 and 512",
+    }
+    for (dtype, dim, arch), reason in reasons.items():
+        assert reason in plan(problem(dtype, dim), arch).passed_over
+    assert plan(problem("float32"), A100, family="simt").passed_over == ()  # nobody was asked
+
+
+def test_a_family_that_objects() -> None:
+    with pytest.raises(ValueError, match="no kernel family takes this problem: sm80 takes float16 and bfloat16"):
+        plan(problem("float32"), A100, family="sm80")
+    with pytest.raises(ValueError, match="family is 'sm70'; it must be one of .*'sm80', 'simt', or None"):
+        plan(problem("float32"), A100, family="sm70")
+
+
+def test_nothing_takes_it() -> None:
+    with pytest.raises(ValueError, match="sm80 takes head dimensions 1 to 256.*; simt takes head dimensions up to"):
+        plan(problem("float16", 10_000), A100)
+
+
+@pytest.mark.parametrize(("family", "arch"), FAMILY_ARCHS)
+def test_fits_the_gpu(family: str, arch: str) -> None:
+    """Every head dimension, not only those compiled in test_kernels_compile: shared memory, threads, grid."""
+    gpu = Arch.of(arch)
+    for dtype in ("float16", "float32", "float64"):
+        for dim, dim_v in [(d, d) for d in range(1, 520, 3)] + [(8, 256), (256, 8), (192, 128), (100, 512), (512, 4)]:
+            asked = problem(dtype, dim, dim_v)
+            if FAMILIES[family][0](asked, gpu) is not None:
+                continue
+            for backward in (False, True):
+                for launch in plan(asked, gpu, backward, family).launches:
+                    assert 0 <= launch.shared_memory <= gpu.shared_memory
+                    assert 32 <= launch.threads <= 1024 and launch.threads % 32 == 0
+                    assert 1 <= launch.grid < 2**31
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_query_and_key_has_a_block(family: str) -> None:
+    tiny, large = (problem("float16", seq_q=s, seq_k=s) for s in (1, 100_001))
+    for backward in (False, True):
+        for few, many in zip(*(plan(p, A100, backward, family).launches for p in (tiny, large))):
+            assert few.name == many.name and few.grid < many.grid
+
+
+def test_workspace() -> None:
+    """The forward needs none; the backward one row vector, and sm80 one float32 dQ."""
+    rows = 2 * 8 * 1024
+    for asked in (problem("float16", seq_q=1024), problem("float32", seq_q=1024), problem("float64", seq_q=1024)):
+        for family in FAMILIES:
+            if FAMILIES[family][0](asked, A100) is None:
+                assert plan(asked, A100, family=family).workspace == ()
+                sizes = {w.name: w.nbytes for w in plan(asked, A100, True, family).workspace}
+                assert sizes.pop("delta") == rows * (8 if asked.dtype == "float64" else 4)
+                assert sizes.pop("dq_sum", 0) in (0, rows * 64 * 4)
+                assert not sizes
+
+
+def test_determinism_costs_counters_alone() -> None:
+    plain, same = (plan(problem("float16", deterministic=d), A100, True) for d in (False, True))
+    extra = [w for w in same.workspace if w not in plain.workspace]
+    assert sum(w.nbytes for w in extra) < 0.01 * sum(w.nbytes for w in plain.workspace)
+    assert plan(problem("float16", deterministic=True), A100) == plan(problem("float16"), A100)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_not_asked_is_not_compiled(family: str) -> None:
+    """Features are booleans among the constants: every set of features has kernels of its own, sizes have not."""
+    seen = set()
+    for fields in FEATURES.values():
+        seen.add(plan(problem("float16", **fields), A100, family=family).constants)
+    assert len(seen) == len(FEATURES)
+    for backward in (False, True):
+        small, large = (
+            plan(problem("float16", seq_q=s, batch=b), A100, backward, family) for s, b in ((1000, 2), (999, 7))
+        )
+        assert small.constants == large.constants
+
+
+def test_plans_are_data() -> None:
+    for asked in list(problems())[:10]:
+        one, two = (plan(asked, H200, True) for _ in range(2))
+        assert one == two and hash(one) == hash(two)
+
+
+def test_alignment_is_that_of_an_element_or_16_bytes() -> None:
+    assert plan(problem("float16"), A100).alignment == 16
+    assert plan(problem("float64"), A100).alignment in (8, 16)
+    assert plan(problem("float32"), A100).alignment in (4, 8, 16)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_dtype_has_a_family_everywhere(arch: str) -> None:
+    for asked in problems():
+        for backward in (False, True):
+            chosen = plan(asked, Arch.of(arch), backward)
+            assert chosen.arch == arch and math.prod(launch.grid for launch in chosen.launches) > 0
