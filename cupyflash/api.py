@@ -172,7 +172,7 @@ def merge(outs: Any, lses: Any, *, layout: str = "bshd") -> tuple[Array, Array]:
     out, lse
         As one `attention(..., return_lse=True)` over all the keys would return. Rows that no part sees: 0 and -inf.
     """
-    from .merge import merge as _merge
+    from .merging import merge as _merge
 
     return _merge(outs, lses, layout=layout)
 

@@ -245,6 +245,12 @@ def test_explain_on_the_cpu(no_gpu: None, rng: np.random.Generator) -> None:
     assert 'name one to plan for it, as in arch="sm_90a"' in str(shapes)
 
 
+def test_public_functions_are_not_hidden_by_modules() -> None:
+    """A module named like a function of the package would take its place when it is first imported."""
+    modules = {path.stem for path in Path(cupyflash.__file__).parent.iterdir()}
+    assert modules.isdisjoint(cupyflash.__all__)
+
+
 def test_explain_plans_without_a_gpu(no_gpu: None, cache: Path) -> None:
     told = cupyflash.explain((2, 300, 4, 59), (2, 500, 2, 59), dtype="bfloat16", arch="sm_80", family="sm80")
     assert (told.device, told.family) == ("sm_80", "sm80")
