@@ -25,7 +25,6 @@ def plans(family: str, arch: Arch) -> dict[str, KernelPlan]:
     return found
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("family", "arch"), FAMILY_ARCHS)
 def test_compiles_without_undeclared_spills(family: str, arch: str) -> None:
     def complaint(source: str, kernel_plan: KernelPlan) -> str | None:

@@ -1,0 +1,99 @@
+"""The wheel: built, put into an environment that has NumPy and ml_dtypes alone, and used there."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+TOP = Path(__file__).resolve().parent.parent
+BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+USE = """
+import sys
+import numpy as np
+import cupyflash
+import_costs = sorted(set(sys.modules) & {"torch", "jax", "cupy", "cuda", "typer", "rich", "matplotlib"})
+assert not import_costs, f"importing cupyflash imports {import_costs}"
+assert cupyflash.__file__.startswith(sys.prefix), cupyflash.__file__
+
+q = np.random.default_rng(0).standard_normal((2, 50, 4, 16)).astype(np.float32)
+out, lse = cupyflash.attention(q, q, q, causal=True, return_lse=True)
+assert np.allclose(out[:, 0], q[:, 0], atol=1e-5) and lse.shape == (2, 4, 50)
+dq, dk, dv = cupyflash.attention_backward(out, q, q, q, out, lse, causal=True)
+assert np.isfinite(dq).all() and dq.any() and dk.any() and dv.any()
+
+from cupyflash.gpu.device import Arch
+from cupyflash.gpu.plan import FAMILIES, plan
+from cupyflash.gpu.source import generate, kernels_folder, sources_digest
+from cupyflash.problem import AttentionProblem
+assert str(kernels_folder()).startswith(sys.prefix), kernels_folder()
+problem = AttentionProblem("float16", 1, 64, 64, 1, 1, 64, 64, 1.0)
+for family in FAMILIES:
+    for backward in (False, True):
+        assert "attention_" in generate(plan(problem, Arch.of("sm_90a"), backward, family))
+print(sources_digest())
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Its output; nothing of this process's environment may show the checkout to it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(command, check=False, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy of the checkout without what earlier builds left there."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in ("cupyflash", "kernels_cu"):
+        shutil.copytree(TOP / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(TOP / name, copy)
+    dist = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-c", BUILD, dist, cwd=copy)
+    (built,) = dist.glob("*.whl")
+    return built
+
+
+def test_contents(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert wheel.stat().st_size < 1_000_000
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
+        scripts = configparser.ConfigParser()
+        scripts.read_string(archive.read(entry_points).decode())
+    kernels = {f"cupyflash/{path.relative_to(TOP).as_posix()}" for path in (TOP / "kernels_cu").rglob("*.cu*")}
+    modules = {path.relative_to(TOP).as_posix() for path in (TOP / "cupyflash").rglob("*.py")}
+    missing = (kernels | modules | {"cupyflash/py.typed"}) - names
+    assert not missing
+    assert not [name for name in names if not name.startswith(("cupyflash/", "cupyflash-"))]
+    module, _, function = scripts["console_scripts"]["cupyflash"].partition(":")
+    assert function and f"{module.replace('.', '/')}.py" in names
+
+
+def test_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "env", with_pip=False, symlinks=os.name != "nt")
+    python = tmp_path / "env" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    for package in (np, ml_dtypes):
+        folder = Path(package.__file__).parent
+        for needed in (folder, folder.with_name(f"{folder.name}.libs")):
+            if needed.exists():
+                (site / needed.name).symlink_to(needed)
+    from cupyflash.gpu.source import sources_digest
+
+    assert run(python, "-c", USE, cwd=tmp_path).splitlines()[-1] == sources_digest()
