@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -58,18 +57,8 @@ class GpuReport:
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             self.outcomes["errors"] += 1
             self.failures.append(f"the run ended early, with exit status {int(exitstatus)}")
-        self.path.write_text(json.dumps(self._facts(), indent=1) + "\n", encoding="utf-8")
-
-    def _facts(self) -> dict[str, Any]:
-        import cupy
-
-        return {
-            "gpu": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(),
-            "driver": driver(),
-            "cuda": nvrtc_version(),
-            "python": platform.python_version(),
-            **{library: _version(library) for library in ("numpy", "torch", "jax")},
-            "cupy": cupy.__version__,
+        facts = {
+            **machine(),
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "sources": self.sources,
             **self.outcomes,
@@ -77,6 +66,21 @@ class GpuReport:
             "seconds": round(time.monotonic() - self.started, 1),
             "counts": dict(sorted(self.counts.items())),
         }
+        self.path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def machine() -> dict[str, str | None]:
+    """The GPU and what ran on it."""
+    import cupy
+
+    return {
+        "gpu": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(),
+        "driver": driver(),
+        "cuda": nvrtc_version(),
+        "python": platform.python_version(),
+        "cupy": cupy.__version__,
+        **{library: _version(library) for library in ("numpy", "torch", "jax")},
+    }
 
 
 def _version(library: str) -> str | None:
