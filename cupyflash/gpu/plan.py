@@ -108,19 +108,17 @@ def _sm80_objection(problem: AttentionProblem, arch: Arch) -> str | None:
 
 
 def _sm80(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tuple[str, ...]) -> KernelPlan:
-    dim, dim_v = (_ceil(d, 16) * 16 for d in (problem.dim, problem.dim_v))
     pairs = problem.batch * problem.heads_q
-    common = (("DIM", dim), ("DIM_V", dim_v), *_features(problem))
     if not backward:
-        t = tuning.sm80_forward(dim, dim_v, problem, arch)
+        t = tuning.sm80_forward(problem, arch)
         launches: tuple[Launch, ...] = (
             Launch("attention_forward", pairs * _ceil(problem.seq_q, t.rows), 32 * t.warps, t.shared_memory),
         )
         return KernelPlan(
-            "sm80", arch.name, problem.dtype, "sm80/forward.cu", (*common, *t.constants), launches, 16,
+            "sm80", arch.name, problem.dtype, "sm80/forward.cu", (*t.constants, *_features(problem)), launches, 16,
             passed_over=passed_over,
         )  # fmt: skip
-    b = tuning.sm80_backward(dim, dim_v, problem, arch)
+    b = tuning.sm80_backward(problem, arch)
     tiles_q, tiles_k = _ceil(problem.seq_q, b.rows), _ceil(problem.seq_k, b.keys)
     launches = (
         Launch("attention_backward_prepare", pairs * tiles_q, 128),
@@ -129,11 +127,14 @@ def _sm80(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tu
     )
     workspace = [
         Workspace("delta", "float32", (pairs, problem.seq_q)),
-        Workspace("dq_sum", "float32", (pairs, tiles_q, b.rows * dim)),
+        Workspace("dq_sum", "float32", (pairs, tiles_q, b.rows * b.dim)),
     ]
     if problem.deterministic:
         workspace.append(Workspace("counters", "uint32", (pairs * tiles_q + 1,)))
-    constants = (*common, *b.constants, ("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", arch.cc >= 90))
+    constants = (
+        *b.constants, *_features(problem), ("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", arch.cc >= 90),
+        ("SPREAD", b.spread and not problem.deterministic),
+    )  # fmt: skip
     return KernelPlan(
         "sm80", arch.name, problem.dtype, "sm80/backward.cu", constants, launches, 16, tuple(workspace), passed_over
     )
@@ -161,7 +162,7 @@ def _simt(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tu
         launches: tuple[Launch, ...] = (Launch("attention_forward", pairs * tiles_q * parts_v, t.threads),)
         return KernelPlan(
             "simt", arch.name, problem.dtype, "simt/forward.cu", constants, launches, ITEMSIZE[problem.dtype],
-            passed_over=passed_over,
+            passed_over=passed_over, spills=t.spills,
         )  # fmt: skip
     pairs_k = problem.batch * problem.heads_k
     launches = (
@@ -173,7 +174,7 @@ def _simt(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tu
     workspace = (Workspace("delta", problem.lse_dtype, (pairs, problem.seq_q)),)
     return KernelPlan(
         "simt", arch.name, problem.dtype, "simt/backward.cu", constants, launches, ITEMSIZE[problem.dtype], workspace,
-        passed_over,
+        passed_over, t.spills,
     )  # fmt: skip
 
 

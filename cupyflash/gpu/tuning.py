@@ -9,93 +9,77 @@ from .device import Arch
 
 
 @dataclass(frozen=True)
-class Sm80Forward:
-    """A thread block owns `rows` queries; each warp owns rows / warps of them. K and V come in tiles of `keys`."""
+class Sm80:
+    """Tiles of the sm80 kernels. Each field but the last three is a constant of the kernel.
 
+    Forward: a thread block owns `rows` queries and visits `keys` keys at a time. Backward: it owns `keys` keys and
+    visits `rows` queries at a time. `column_warps` warps share 16-row fragments, each with its part of the columns.
+    """
+
+    dim: int  # head dimensions as the kernel pads them
+    dim_v: int
     rows: int
     keys: int
     warps: int
-    stages: int
-    blocks: int  # thread blocks that should fit on a multiprocessor: bounds the registers
+    column_warps: int
+    stages: int  # tiles in flight: 2, or 1 where another thread block hides the wait
+    min_blocks: int  # thread blocks on a multiprocessor: bounds the registers
     shared_memory: int
+    spread: bool = False  # backward: blocks of a head start at different query tiles
 
     @property
     def constants(self) -> tuple[tuple[str, int | bool], ...]:
-        return (
-            ("ROWS", self.rows),
-            ("KEYS", self.keys),
-            ("WARPS", self.warps),
-            ("STAGES", self.stages),
-            ("MIN_BLOCKS", self.blocks),
-        )
-
-
-@dataclass(frozen=True)
-class Sm80Backward:
-    """A thread block owns `keys` keys and loops over tiles of `rows` queries."""
-
-    rows: int
-    keys: int
-    warps: int
-    column_warps: int  # warps that share 16 keys, each with its part of the columns of dK and dV
-    stages: int
-    blocks: int
-    shared_memory: int
-
-    @property
-    def constants(self) -> tuple[tuple[str, int | bool], ...]:
-        return (
-            ("ROWS", self.rows),
-            ("KEYS", self.keys),
-            ("WARPS", self.warps),
-            ("COLUMN_WARPS", self.column_warps),
-            ("STAGES", self.stages),
-            ("MIN_BLOCKS", self.blocks),
-        )
+        names = ("dim", "dim_v", "rows", "keys", "warps", "column_warps", "stages", "min_blocks")
+        return tuple((name.upper(), getattr(self, name)) for name in names)
 
 
 PAD = 8  # elements between the rows of a shared tile, see kernels_cu/tile/shared.cuh
 
-# (largest head dimension, rows, keys, warps, stages, blocks); the first row that the dimension and the GPU's shared
-# memory admit is taken.
+# (largest head dimension, rows, keys, warps, column warps, stages, blocks); the first row that the dimension and the
+# GPU's shared memory admit is taken.
 SM80_FORWARD = (
-    (64, 128, 64, 4, 2, 2),
-    (96, 128, 64, 4, 2, 2),
-    (128, 128, 64, 4, 2, 2),
-    (128, 128, 32, 4, 2, 2),
-    (192, 128, 64, 8, 2, 1),
-    (256, 128, 64, 8, 2, 1),
-    (256, 64, 32, 4, 2, 1),
+    (64, 128, 128, 4, 1, 2, 2),
+    (128, 128, 64, 4, 1, 2, 2),
+    (128, 128, 32, 4, 1, 2, 2),
+    (256, 64, 64, 4, 2, 1, 2),
+    (256, 64, 32, 4, 1, 1, 2),
 )
 
-# (largest head dimension, rows, keys, warps, column warps, stages, blocks)
+# (largest head dimension, rows, keys, warps, column warps, stages, blocks, spread)
 SM80_BACKWARD = (
-    (64, 64, 128, 8, 1, 2, 1),
-    (128, 64, 128, 8, 1, 2, 1),
-    (128, 64, 64, 8, 2, 1, 1),
-    (256, 64, 64, 8, 2, 2, 1),
-    (256, 32, 64, 8, 2, 1, 1),
-    (256, 32, 32, 4, 2, 1, 1),
+    (64, 128, 128, 8, 2, 2, 1, False),
+    (64, 64, 128, 8, 2, 1, 1, False),
+    (128, 64, 128, 8, 2, 2, 1, False),
+    (128, 64, 64, 8, 4, 1, 1, False),
+    (192, 64, 64, 8, 2, 2, 1, True),
+    (256, 64, 64, 8, 4, 2, 1, True),
+    (256, 32, 64, 8, 2, 1, 1, True),
+    (256, 32, 32, 4, 2, 1, 1, True),
 )
 
 
-def sm80_forward(dim: int, dim_v: int, problem: AttentionProblem, arch: Arch) -> Sm80Forward:
-    for largest, rows, keys, warps, stages, blocks in SM80_FORWARD:
-        if max(dim, dim_v) <= largest:
-            elements = rows * (max(dim, dim_v) + PAD) + stages * keys * (dim + dim_v + 2 * PAD)
-            if 2 * elements <= arch.shared_memory:
-                return Sm80Forward(rows, keys, warps, stages, blocks, 2 * elements)
-    raise ValueError(f"no sm80 forward tile of head dimension {dim} fits {arch.shared_memory} bytes of shared memory")
+def sm80_forward(problem: AttentionProblem, arch: Arch) -> Sm80:
+    for largest, rows, keys, warps, columns, stages, blocks in SM80_FORWARD:
+        dim, dim_v = _pad(problem.dim, 16), _pad(problem.dim_v, 16 * columns)
+        elements = rows * (max(dim, dim_v) + PAD) + stages * keys * (dim + dim_v + 2 * PAD)
+        size = 2 * elements + (2 * rows * (keys + PAD) + 8 * rows if columns > 1 else 0)  # P and row values exchanged
+        if max(dim, dim_v) <= largest and size <= arch.shared_memory:
+            return Sm80(dim, dim_v, rows, keys, warps, columns, stages, blocks, size)
+    raise ValueError(f"no sm80 forward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
 
 
-def sm80_backward(dim: int, dim_v: int, problem: AttentionProblem, arch: Arch) -> Sm80Backward:
-    for largest, rows, keys, warps, columns, stages, blocks in SM80_BACKWARD:
-        if max(dim, dim_v) <= largest:
-            elements = (keys + stages * rows) * (dim + dim_v + 2 * PAD) + (1 if columns == 1 else 2) * keys * (rows + PAD)
-            size = 2 * elements + stages * 2 * 4 * rows  # lse and delta of the queries
-            if size <= arch.shared_memory:
-                return Sm80Backward(rows, keys, warps, columns, stages, blocks, size)
-    raise ValueError(f"no sm80 backward tile of head dimension {dim} fits {arch.shared_memory} bytes of shared memory")
+def sm80_backward(problem: AttentionProblem, arch: Arch) -> Sm80:
+    for largest, rows, keys, warps, columns, stages, blocks, spread in SM80_BACKWARD:
+        dim, dim_v = _pad(problem.dim, 16 * columns), _pad(problem.dim_v, 16 * columns)
+        elements = (keys + stages * rows) * (dim + dim_v + 2 * PAD) + (2 if columns > 1 else 1) * keys * (rows + PAD)
+        size = 2 * elements + stages * 2 * 4 * rows + 16  # lse and delta of the queries, the ticket
+        if max(dim, dim_v) <= largest and size <= arch.shared_memory:
+            return Sm80(dim, dim_v, rows, keys, warps, columns, stages, blocks, size, spread)
+    raise ValueError(f"no sm80 backward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
+
+
+def _pad(n: int, step: int) -> int:
+    return -(-n // step) * step
 
 
 @dataclass(frozen=True)
@@ -110,6 +94,7 @@ class Simt:
     columns: int
     depth: int
     blocks: int  # thread blocks that should fit on a multiprocessor: bounds the registers
+    spills: int = 0  # bytes per thread: addresses that do not change in the loop, written once and read once per tile
     threads: int = 128
 
     @property
@@ -124,21 +109,21 @@ class Simt:
         )
 
 
-# (bytes of an element of a sum, backward, largest head dimension) to the tile; the last serves any larger dimension.
+# (bytes of a number that sums are kept in, backward, largest head dimension, tile)
 SIMT = (
     (4, False, 32, Simt(64, 64, 32, 32, 3)),
     (4, False, 64, Simt(64, 64, 64, 32, 3)),
-    (4, False, 128, Simt(64, 32, 128, 32, 3)),
+    (4, False, 128, Simt(64, 32, 128, 32, 3, spills=48)),
     (4, False, 4096, Simt(64, 32, 256, 16, 2)),
-    (4, True, 32, Simt(64, 32, 32, 32, 3)),
-    (4, True, 64, Simt(64, 32, 64, 32, 2)),
+    (4, True, 32, Simt(64, 32, 32, 32, 2)),
+    (4, True, 64, Simt(64, 32, 64, 32, 3, spills=32)),
     (4, True, 4096, Simt(64, 32, 128, 32, 2)),
     (8, False, 32, Simt(64, 32, 32, 16, 2)),
     (8, False, 64, Simt(64, 32, 64, 16, 2)),
     (8, False, 4096, Simt(32, 32, 128, 16, 2)),
     (8, True, 32, Simt(32, 32, 32, 16, 3)),
     (8, True, 64, Simt(32, 32, 64, 16, 2)),
-    (8, True, 4096, Simt(32, 32, 128, 16, 2)),
+    (8, True, 4096, Simt(32, 32, 128, 16, 2, spills=64)),
 )
 
 

@@ -59,12 +59,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     index /= parts;
     const int row = index % tiles * config::OWNED;  // first first: under a causal mask most queries see them
     index /= tiles;
-    const int head_k = index % p.heads_k, batch = index / p.heads_k, group = p.heads_q / p.heads_k;
-
-    const Matrix k(p.k, p.k_strides, batch, head_k, p.seq_k, p.dim);
-    const Matrix v(p.v, p.v_strides, batch, head_k, p.seq_k, p.dim_v);
-    const Matrix dk(p.dk, p.dk_strides, batch, head_k, p.seq_k, p.dim);
-    const Matrix dv(p.dv, p.dv_strides, batch, head_k, p.seq_k, p.dim_v);
+    const int head_k = index % p.heads_k, batch = index / p.heads_k;
 
     const Mask mask(p, batch);
     const Range keys = {row, min(row + config::OWNED, p.seq_k)};
@@ -74,7 +69,10 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     ResultTile dk_sum = {}, dv_sum = {};
 
     // The query heads of the group share these keys, so their gradients add up.
+    const int group = p.heads_q / p.heads_k;
     for (int head = head_k * group; head < (head_k + 1) * group; ++head) {
+        const Matrix k(p.k, p.k_strides, batch, head_k, p.seq_k, p.dim);
+        const Matrix v(p.v, p.v_strides, batch, head_k, p.seq_k, p.dim_v);
         const Matrix q(p.q, p.q_strides, batch, head, p.seq_q, p.dim);
         const Matrix dout(p.dout, p.dout_strides, batch, head, p.seq_q, p.dim_v);
 
@@ -103,8 +101,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     }
 
     scale_by(dk_sum, p.scale);
-    store(dk, dk_sum, row, column);
-    store(dv, dv_sum, row, column);
+    store(Matrix(p.dk, p.dk_strides, batch, head_k, p.seq_k, p.dim), dk_sum, row, column);
+    store(Matrix(p.dv, p.dv_strides, batch, head_k, p.seq_k, p.dim_v), dv_sum, row, column);
 }
 
 extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
@@ -122,7 +120,6 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const Matrix k(p.k, p.k_strides, batch, head_k, p.seq_k, p.dim);
     const Matrix v(p.v, p.v_strides, batch, head_k, p.seq_k, p.dim_v);
     const Matrix dout(p.dout, p.dout_strides, batch, head, p.seq_q, p.dim_v);
-    const Matrix dq(p.dq, p.dq_strides, batch, head, p.seq_q, p.dim);
 
     const Mask mask(p, batch);
     const Range queries = {row, min(row + config::OWNED, p.seq_q)};
@@ -153,5 +150,5 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     }
 
     scale_by(dq_sum, p.scale);
-    store(dq, dq_sum, row, column);
+    store(Matrix(p.dq, p.dq_strides, batch, head, p.seq_q, p.dim), dq_sum, row, column);
 }

@@ -28,7 +28,6 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const Matrix q(p.q, p.q_strides, batch, head, p.seq_q, p.dim);
     const Matrix k(p.k, p.k_strides, batch, head_k, p.seq_k, p.dim);
     const Matrix v(p.v, p.v_strides, batch, head_k, p.seq_k, p.dim_v);
-    const Matrix out(p.out, p.out_strides, batch, head, p.seq_q, p.dim_v);
 
     const Mask mask(p, batch);
     const Range queries = {row, min(row + config::OWNED, p.seq_q)};
@@ -84,5 +83,5 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
             p.lse[((long long)batch * p.heads_q + head) * p.seq_q + query_i] =
                 sum[i] == 0 ? -infinity() : top[i] * scale + log(sum[i]);
     }
-    store(out, o, row, column);
+    store(Matrix(p.out, p.out_strides, batch, head, p.seq_q, p.dim_v), o, row, column);
 }

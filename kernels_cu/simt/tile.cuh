@@ -75,13 +75,12 @@ struct SharedTile {
 #pragma unroll
         for (int r = 0; r < ROWS; r += STEP, source += STEP * from.stride) {
             Vector<Element, WIDTH> x = {};
-            if (row + first + r < from.rows) {
-                if (VECTORS) {
-                    if (left > 0) x = *reinterpret_cast<const Vector<Element, WIDTH>*>(source);
-                } else {
-                    for (int e = 0; e < WIDTH; ++e)
-                        if (e < left) x.at[e] = source[e];
-                }
+            const int inside = row + first + r < from.rows ? left : 0;
+            if (VECTORS) {
+                if (inside > 0) x = *reinterpret_cast<const Vector<Element, WIDTH>*>(source);
+            } else {
+                for (int e = 0; e < WIDTH; ++e)
+                    if (e < inside) x.at[e] = source[e];
             }
             if (ROWS % STEP == 0 || first + r < ROWS)
                 for (int e = 0; e < WIDTH; ++e) at[first + r][c + e] = to_float(x.at[e]);
