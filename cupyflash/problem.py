@@ -64,7 +64,7 @@ class AttentionProblem:
     @property
     def empty(self) -> bool:
         """True where no score exists, so that results are zeros (or have no elements) and no kernel is needed."""
-        return 0 in (self.batch, self.seq_q, self.seq_k, self.heads_q, self.dim_v)
+        return 0 in (self.batch, self.seq_q, self.seq_k, self.heads_q)
 
     @property
     def visible(self) -> int:

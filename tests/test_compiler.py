@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -148,19 +149,21 @@ class CUDADriverError(RuntimeError):
     ],
 )
 def test_a_driver_that_refuses(monkeypatch, message, says_what_to_install):
-    class Module:
-        def load(self, cubin):
+    class RawModule:
+        def __init__(self, path):
+            assert Path(path).read_bytes() == b"cubin"
+
+        def get_function(self, name):
             raise CUDADriverError(message)
 
     cuda = SimpleNamespace(
         Device=lambda ordinal: contextlib.nullcontext(),
-        Module=Module,
         driver=SimpleNamespace(CUDADriverError=CUDADriverError),
         runtime=SimpleNamespace(driverGetVersion=lambda: 12040),
     )
-    monkeypatch.setattr(compiler, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(compiler, "import_cupy", lambda: SimpleNamespace(cuda=cuda, RawModule=RawModule))
     with pytest.raises(RuntimeError, match=r"driver \(for CUDA 12.4\) cannot load a kernel for sm_80 .*NVRTC \d+") as e:
-        compiler.load(Compiled("sm_80", b"", "", {}, False), [("k", 0)], 0)
+        compiler.load(Compiled("sm_80", b"cubin", "", {}, False), [("k", 0)], 0)
     assert message in str(e.value)
     assert ("update the driver" in str(e.value) and "pip install" in str(e.value)) is says_what_to_install
 

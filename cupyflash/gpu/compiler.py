@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,7 +116,13 @@ def _cuda_core() -> Any:
 
 
 def _options(arch: str) -> Any:
-    return _cuda_core().ProgramOptions(name="cupyflash", arch=arch, std="c++17", ptxas_options=["-v"])
+    return _cuda_core().ProgramOptions(
+        name="cupyflash",
+        arch=arch,
+        std="c++17",
+        ptxas_options=["-v"],
+        device_as_default_execution_space=True,  # NVRTC 13.0 takes generic lambdas for host functions otherwise
+    )
 
 
 def _compiled(arch: str, cubin: bytes, log: str, cached: bool) -> Compiled:
@@ -221,20 +228,20 @@ def load(compiled: Compiled, kernels: Sequence[tuple[str, int]], ordinal: int) -
     `kernels` holds (name, bytes of dynamic shared memory that its launches take). RuntimeError says what to install
     where the driver refuses the cubin.
     """
-    cuda = import_cupy().cuda
+    cupy = import_cupy()
     functions = []
-    with cuda.Device(ordinal):
-        module = cuda.Module()
+    with cupy.cuda.Device(ordinal), tempfile.TemporaryDirectory(prefix="cupyflash-") as folder:
+        path = os.path.join(folder, "kernels.cubin")
+        Path(path).write_bytes(compiled.cubin)
+        module = cupy.RawModule(path=path)
         try:
-            module.load(compiled.cubin)
-        except cuda.driver.CUDADriverError as error:
-            raise _load_error(error, compiled.arch, cuda.runtime.driverGetVersion()) from error
-        for name, shared_memory in kernels:
-            function = module.get_function(name)
-            if shared_memory:
-                attribute = cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                cuda.driver.funcSetAttribute(function.ptr, attribute, shared_memory)
-            functions.append(function)
+            for name, shared_memory in kernels:
+                kernel = module.get_function(name)
+                if shared_memory:
+                    kernel.max_dynamic_shared_size_bytes = shared_memory
+                functions.append(kernel.kernel)  # the driver's function, for this device: RawKernel looks it up each time
+        except cupy.cuda.driver.CUDADriverError as error:
+            raise _load_error(error, compiled.arch, cupy.cuda.runtime.driverGetVersion()) from error
     return functions
 
 

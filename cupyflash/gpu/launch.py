@@ -30,6 +30,9 @@ class Stream:
     def __init__(self, ptr: int) -> None:
         self.ptr = ptr
 
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.ptr
+
 
 class Launcher:
     """A plan with its kernels loaded on one device and everything packed that a call does not change."""
@@ -89,14 +92,16 @@ def padded_copy(lib: Any, x: Any, alignment: int, device: int, stream: int) -> A
     view = lib.view(x)
     copy = padded(view, alignment)
     buffer = lib.empty((copy.strides[0] * copy.shape[0],), view.dtype, device)
-    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream, device):
+    with cupy.cuda.Device(device), cupy.cuda.Stream.from_external(Stream(stream)):
+        if copy.strides[-2] != copy.shape[-1]:
+            on_device(lib.pointer(buffer), lib.view(buffer), device)[...] = 0
         on_device(lib.pointer(buffer), copy, device)[...] = on_device(lib.pointer(x), view, device)
     return buffer
 
 
 def copy_into(lib: Any, target: Any, source: Any, device: int, stream: int) -> None:
     """target[...] = source for two arrays of one library and shape, on its stream."""
-    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream, device):
+    with cupy.cuda.Device(device), cupy.cuda.Stream.from_external(Stream(stream)):
         on_device(lib.pointer(target), lib.view(target), device)[...] = on_device(
             lib.pointer(source), lib.view(source), device
         )
@@ -107,5 +112,5 @@ def fill(lib: Any, x: Any, value: float, device: int, stream: int) -> None:
     view = lib.view(x)
     pattern = np.array(value, {2: np.float16, 4: np.float32, 8: np.float64}[ITEMSIZE[view.dtype]])
     bits = pattern.view(_UNSIGNED[pattern.itemsize]).item()
-    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream, device):
+    with cupy.cuda.Device(device), cupy.cuda.Stream.from_external(Stream(stream)):
         on_device(lib.pointer(x), view, device)[...] = bits

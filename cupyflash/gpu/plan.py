@@ -102,8 +102,8 @@ def _sm80_objection(problem: AttentionProblem, arch: Arch) -> str | None:
         return f"takes float16 and bfloat16, not {problem.dtype}"
     if arch.cc < 80:
         return f"needs compute capability 8.0, this GPU has {arch.cc / 10}"
-    if max(problem.dim, problem.dim_v) > 256 or min(problem.dim, problem.dim_v) < 1:
-        return f"takes head dimensions 1 to 256, not {problem.dim} and {problem.dim_v}"
+    if max(problem.dim, problem.dim_v) > 256:
+        return f"takes head dimensions up to 256, not {problem.dim} and {problem.dim_v}"
     return None
 
 
@@ -116,7 +116,7 @@ def _sm80(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tu
         )
         return KernelPlan(
             "sm80", arch.name, problem.dtype, "sm80/forward.cu", (*t.constants, *_features(problem)), launches, 16,
-            passed_over=passed_over,
+            passed_over=passed_over, spills=t.spills,
         )  # fmt: skip
     b = tuning.sm80_backward(problem, arch)
     tiles_q, tiles_k = _ceil(problem.seq_q, b.rows), _ceil(problem.seq_k, b.keys)
@@ -136,8 +136,9 @@ def _sm80(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tu
         ("SPREAD", b.spread and not problem.deterministic),
     )  # fmt: skip
     return KernelPlan(
-        "sm80", arch.name, problem.dtype, "sm80/backward.cu", constants, launches, 16, tuple(workspace), passed_over
-    )
+        "sm80", arch.name, problem.dtype, "sm80/backward.cu", constants, launches, 16, tuple(workspace), passed_over,
+        b.spills,
+    )  # fmt: skip
 
 
 # ---- simt: plain CUDA -----------------------------------------------------------------------------------------------

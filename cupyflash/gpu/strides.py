@@ -23,6 +23,8 @@ def needs_copy(view: View, alignment: int) -> str | None:
     if view.shape[-1] > 1 and view.strides[-1] != 1:
         return f"its last dimension has stride {view.strides[-1]}, not 1"
     size = ITEMSIZE[view.dtype]
+    if view.shape[-1] * size % alignment:
+        return f"its rows of {view.shape[-1]} elements are no multiple of {alignment} bytes"
     for extent, stride in zip(view.shape[:-1], view.strides[:-1]):
         if extent > 1 and stride * size % alignment:
             return f"its rows are not {alignment}-byte aligned (a stride of {stride} elements)"
@@ -38,6 +40,6 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def padded(view: View, alignment: int) -> View:
-    """The view of a copy whose rows start at multiples of `alignment` bytes."""
+    """The view of a copy whose rows start at multiples of `alignment` bytes, zeros between them."""
     unit = max(1, alignment // ITEMSIZE[view.dtype])
     return view._replace(strides=contiguous((*view.shape[:-1], -(-view.shape[-1] // unit) * unit)))

@@ -10,7 +10,7 @@ from .device import Arch
 
 @dataclass(frozen=True)
 class Sm80:
-    """Tiles of the sm80 kernels. Each field but the last three is a constant of the kernel.
+    """Tiles of the sm80 kernels. Each field up to min_blocks is a constant of the kernel.
 
     Forward: a thread block owns `rows` queries and visits `keys` keys at a time. Backward: it owns `keys` keys and
     visits `rows` queries at a time. `column_warps` warps share 16-row fragments, each with its part of the columns.
@@ -26,6 +26,7 @@ class Sm80:
     min_blocks: int  # thread blocks on a multiprocessor: bounds the registers
     shared_memory: int
     spread: bool = False  # backward: blocks of a head start at different query tiles
+    spills: int = 0  # bytes per thread, see SM80_SPILLS
 
     @property
     def constants(self) -> tuple[tuple[str, int | bool], ...]:
@@ -58,13 +59,19 @@ SM80_BACKWARD = (
 )
 
 
+# What ptxas may spill, in bytes per thread. Registers are full by choice: a tile a step smaller was slower everywhere.
+# Unmasked kernels spill a few addresses, read once per tile; the most is spilled where key_mask's bytes are loaded ahead
+# in the branch for tiles that test elements.
+SM80_SPILLS = {False: 416, True: 48}
+
+
 def sm80_forward(problem: AttentionProblem, arch: Arch) -> Sm80:
     for largest, rows, keys, warps, columns, stages, blocks in SM80_FORWARD:
         dim, dim_v = _pad(problem.dim, 16), _pad(problem.dim_v, 16 * columns)
         elements = rows * (max(dim, dim_v) + PAD) + stages * keys * (dim + dim_v + 2 * PAD)
         size = 2 * elements + (2 * rows * (keys + PAD) + 8 * rows if columns > 1 else 0)  # P and row values exchanged
         if max(dim, dim_v) <= largest and size <= arch.shared_memory:
-            return Sm80(dim, dim_v, rows, keys, warps, columns, stages, blocks, size)
+            return Sm80(dim, dim_v, rows, keys, warps, columns, stages, blocks, size, spills=SM80_SPILLS[False])
     raise ValueError(f"no sm80 forward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
 
 
@@ -74,12 +81,12 @@ def sm80_backward(problem: AttentionProblem, arch: Arch) -> Sm80:
         elements = (keys + stages * rows) * (dim + dim_v + 2 * PAD) + (2 if columns > 1 else 1) * keys * (rows + PAD)
         size = 2 * elements + stages * 2 * 4 * rows + 16  # lse and delta of the queries, the ticket
         if max(dim, dim_v) <= largest and size <= arch.shared_memory:
-            return Sm80(dim, dim_v, rows, keys, warps, columns, stages, blocks, size, spread)
+            return Sm80(dim, dim_v, rows, keys, warps, columns, stages, blocks, size, spread, SM80_SPILLS[True])
     raise ValueError(f"no sm80 backward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
 
 
 def _pad(n: int, step: int) -> int:
-    return -(-n // step) * step
+    return max(1, -(-n // step)) * step
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 #pragma once
 #include "attention/params.cuh"
 
+// At the start of a branch that a whole warp takes or not: keeps the compiler from computing both sides always.
+__device__ inline void keep_branch() { __syncwarp(); }
+
 struct Range {
     int begin, end;
 };

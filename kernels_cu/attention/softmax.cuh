@@ -19,13 +19,9 @@ struct OnlineSoftmax {
             for (int h = 0; h < 2; h++) maximum[m][h] = MINUS_INFINITY, sum[m][h] = 0;
     }
 
-    // scores become probabilities, not yet divided by the sum; the result so far is rescaled to the new maximum.
-    // A maximum that grows by less than 2^8 is left alone: the probabilities stay far from overflow, and the result
-    // is the same, since it is divided by a sum taken with the same maximum.
-    template <int N, int NO>
-    __device__ void operator()(Accumulator<M, N>& scores, Accumulator<M, NO>& result) {
-        float largest[M][2];
-        bool grown = false;
+    // The largest score of each row, and the maximum so far.
+    template <int N>
+    __device__ void row_maximum(const Accumulator<M, N>& scores, float (&largest)[M][2]) const {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -35,8 +31,20 @@ struct OnlineSoftmax {
                 for (int n = 0; n < N; n++) x = fmaxf(x, fmaxf(scores.x[m][n][2 * h], scores.x[m][n][2 * h + 1]));
                 x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
                 largest[m][h] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-                grown |= (largest[m][h] - maximum[m][h]) * factor > 8;  // the first time: inf > 8
             }
+    }
+
+    // Rescale the result so far to the new maximum. A maximum that grows by less than 2^8 is left alone: the
+    // probabilities stay far from overflow, and the result is the same, since it is divided by a sum taken with the
+    // same maximum.
+    template <int NO>
+    __device__ void rescale(const float (&largest)[M][2], Accumulator<M, NO>& result) {
+        bool grown = false;
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                grown |= (largest[m][h] - maximum[m][h]) * factor > 8;  // the first time: inf > 8
         if (__any_sync(~0u, grown)) {
 #pragma unroll
             for (int m = 0; m < M; m++)
@@ -52,6 +60,11 @@ struct OnlineSoftmax {
                     for (int n = 0; n < NO; n++) result.x[m][n][2 * h] *= shrink, result.x[m][n][2 * h + 1] *= shrink;
                 }
         }
+    }
+
+    // Scores become probabilities, not yet divided by their sum.
+    template <int N>
+    __device__ void exponentiate(Accumulator<M, N>& scores) {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -67,17 +80,25 @@ struct OnlineSoftmax {
             }
     }
 
-    // Divide the result by the sums; lse(row fragment, half) is left in `maximum`. Rows that saw no key: 0 and -inf.
+    // The sums over whole rows.
+    __device__ void add_lanes() {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                sum[m][h] += __shfl_xor_sync(~0u, sum[m][h], 1);
+                sum[m][h] += __shfl_xor_sync(~0u, sum[m][h], 2);
+            }
+    }
+
+    // Divide the result by the sums of whole rows; lse(row fragment, half) is left in `maximum`. Rows that saw no key: 0 and -inf.
     template <int N>
     __device__ void finish(Accumulator<M, N>& result, double scale) {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                float total = sum[m][h];
-                total += __shfl_xor_sync(~0u, total, 1);
-                total += __shfl_xor_sync(~0u, total, 2);
-                float inverse = total == 0 ? 0.f : 1 / total;
+                float total = sum[m][h], inverse = total == 0 ? 0.f : 1 / total;
 #pragma unroll
                 for (int n = 0; n < N; n++) result.x[m][n][2 * h] *= inverse, result.x[m][n][2 * h + 1] *= inverse;
                 maximum[m][h] = total == 0 ? MINUS_INFINITY : maximum[m][h] * float(scale) + logf(total);

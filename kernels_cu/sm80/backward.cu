@@ -15,17 +15,20 @@
 using namespace config;
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int KEY_WARPS = WARPS / COLUMN_WARPS;  // each has 16 keys
+constexpr int KEY_WARPS = WARPS / COLUMN_WARPS;
+constexpr int WARP_KEYS = KEYS / KEY_WARPS;
+constexpr int M = WARP_KEYS / 16;  // row fragments of a warp
 constexpr int WARP_QUERIES = ROWS / COLUMN_WARPS;
 constexpr bool SHARE = COLUMN_WARPS > 1;
-static_assert(KEYS == 16 * KEY_WARPS && WARP_QUERIES % 16 == 0 && DIM % (16 * COLUMN_WARPS) == 0 &&
+static_assert(KEYS % (16 * KEY_WARPS) == 0 && WARP_QUERIES % 16 == 0 && DIM % (16 * COLUMN_WARPS) == 0 &&
               DIM_V % (16 * COLUMN_WARPS) == 0);
 
 // dQ of a tile, ROWS x DIM, is shared out among the warps as DQ_ROW_WARPS x DQ_COLUMN_WARPS.
-constexpr int DQ_ROW_WARPS = ROWS / 16 < WARPS ? ROWS / 16 : WARPS;
+constexpr int DQ_ROW_WARPS = ROWS % 32 == 0 ? ROWS / 32 : 1;
 constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS;
 constexpr int DQ_M = ROWS / 16 / DQ_ROW_WARPS;
 constexpr int DQ_N = (DIM / 16 + DQ_COLUMN_WARPS - 1) / DQ_COLUMN_WARPS * 2;  // the last warp may have fewer columns
+constexpr bool DQ_EVEN = DIM / 16 % DQ_COLUMN_WARPS == 0;
 constexpr int DQ_TILE = ROWS * DIM;                                            // floats of one tile in dq_sum
 
 using QTile = SharedTile<ROWS, DIM>;
@@ -72,17 +75,16 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(con
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) Element shared[];
-    KTile k_tile{shared};
-    VTile v_tile{k_tile.data + KTile::ELEMENTS};
-    STile ds_tile{v_tile.data + VTile::ELEMENTS};
-    STile p_tile{ds_tile.data + STile::ELEMENTS};  // only where P is shared
-    Element* ring = ds_tile.data + (SHARE ? 2 : 1) * STile::ELEMENTS;
-    auto q_tile = [&](int stage) { return QTile{ring + stage * (QTile::ELEMENTS + DOTile::ELEMENTS)}; };
-    auto do_tile = [&](int stage) { return DOTile{q_tile(stage).data + QTile::ELEMENTS}; };
-    float* rows = (float*)(ring + STAGES * (QTile::ELEMENTS + DOTile::ELEMENTS));  // lse and delta of a query tile
-    auto lse_row = [&](int stage) { return rows + stage * 2 * ROWS; };
-    auto delta_row = [&](int stage) { return rows + stage * 2 * ROWS + ROWS; };
+    extern __shared__ __align__(16) char shared[];
+    KTile k_tile{shared_address(shared)};
+    VTile v_tile{k_tile.base + KTile::BYTES};
+    STile ds_tile{v_tile.base + VTile::BYTES};
+    STile p_tile{ds_tile.base + STile::BYTES};  // only where P is shared
+    constexpr int STAGE_BYTES = QTile::BYTES + DOTile::BYTES + 2 * ROWS * 4;
+    unsigned ring = ds_tile.base + (SHARE ? 2 : 1) * STile::BYTES;
+    auto q_tile = [&](int stage) { return QTile{ring + stage * STAGE_BYTES}; };
+    auto do_tile = [&](int stage) { return DOTile{q_tile(stage).base + QTile::BYTES}; };
+    auto lse_row = [&](int stage) { return do_tile(stage).base + DOTile::BYTES; };  // ROWS floats, then as many of delta
 
     int tiles = (p.seq_k + KEYS - 1) / KEYS, tiles_q = (p.seq_q + ROWS - 1) / ROWS;
     int block = blockIdx.x;
@@ -100,90 +102,102 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     Range queries = mask.queries_of(keys);
     int first = queries.begin / ROWS, last = (queries.end + ROWS - 1) / ROWS;  // query tiles [first, last)
     if (queries.begin == queries.end) last = first;
-    int steps = (last - first) * group;  // over the heads of the group, and the query tiles of each
+    int head = head_k * group, end_head = head + group;
+    if (first == last) head = end_head;  // no query sees these keys
 
-    auto load_queries = [&](int step, int stage) {
-        int head = head_k * group + step / (last - first), i = (first + step % (last - first)) * ROWS;
+    auto load_queries = [&](int head, int tile_q, int stage, auto along) {
+        int i = tile_q * ROWS, rows = head < end_head ? p.seq_q - i : 0;
         const Element* q = p.q + batch * p.q_strides.batch + head * p.q_strides.head + i * p.q_strides.row;
         const Element* d = p.dout + batch * p.dout_strides.batch + head * p.dout_strides.head + i * p.dout_strides.row;
-        load_async<THREADS>(q_tile(stage), q, p.q_strides.row, p.seq_q - i, p.dim);
-        load_async<THREADS>(do_tile(stage), d, p.dout_strides.row, p.seq_q - i, p.dim_v);
+        along(AsyncCopy<THREADS, ROWS, DIM>(q_tile(stage), q, p.q_strides.row, rows, p.dim),
+              AsyncCopy<THREADS, ROWS, DIM_V>(do_tile(stage), d, p.dout_strides.row, rows, p.dim_v));
         long long row = ((long long)batch * p.heads_q + head) * p.seq_q + i;
-        for (int r = threadIdx.x; r < 2 * ROWS; r += THREADS) {
-            const float* source = (r < ROWS ? p.lse : p.delta) + row + r % ROWS;
-            cp_async_4(shared_address(lse_row(stage) + r), source, i + r % ROWS < p.seq_q ? 4 : 0);
+#pragma unroll
+        for (int start = 0; start < 2 * ROWS; start += THREADS) {
+            int r = start + threadIdx.x;
+            if (r < 2 * ROWS)
+                cp_async_4(lse_row(stage) + 4 * r, (r < ROWS ? p.lse : p.delta) + row + r % ROWS,
+                           r % ROWS < rows);
         }
     };
 
     const Element* k = p.k + batch * p.k_strides.batch + head_k * p.k_strides.head + keys.begin * p.k_strides.row;
     const Element* v = p.v + batch * p.v_strides.batch + head_k * p.v_strides.head + keys.begin * p.v_strides.row;
-    load_async<THREADS>(k_tile, k, p.k_strides.row, p.seq_k - keys.begin, p.dim);
-    load_async<THREADS>(v_tile, v, p.v_strides.row, p.seq_k - keys.begin, p.dim_v);
-    if (steps > 0) load_queries(0, 0);
+    AsyncCopy<THREADS, KEYS, DIM>(k_tile, k, p.k_strides.row, p.seq_k - keys.begin, p.dim).all();
+    AsyncCopy<THREADS, KEYS, DIM_V>(v_tile, v, p.v_strides.row, p.seq_k - keys.begin, p.dim_v).all();
+    auto at_once = [](auto q, auto d) { q.all(), d.all(); };
+    // Each block starts elsewhere, so that those of one head do not all add to the same dQ tile at once.
+    int start = first + (SPREAD && first < last ? tile % (last - first) : 0);
+    load_queries(head, start, 0, at_once);
     cp_async_commit();
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int warp_key = warp % KEY_WARPS * 16, column_warp = warp / KEY_WARPS;
+    int warp_key = warp % KEY_WARPS * WARP_KEYS, column_warp = warp / KEY_WARPS;
     int warp_query = column_warp * WARP_QUERIES;
     float factor = float(p.scale * 1.4426950408889634);
-    Accumulator<1, DIM / 8 / COLUMN_WARPS> dk;
-    Accumulator<1, DIM_V / 8 / COLUMN_WARPS> dv;
+    Accumulator<M, DIM / 8 / COLUMN_WARPS> dk;
+    Accumulator<M, DIM_V / 8 / COLUMN_WARPS> dv;
     dk.clear();
     dv.clear();
 
-    for (int step = 0; step < steps; step++) {
-        int head = head_k * group + step / (last - first), tile_q = first + step % (last - first);
-        int i0 = tile_q * ROWS, stage = STAGES == 2 ? step % 2 : 0;
+    int stage = 0;
+    for (int tile_q = start; head < end_head;) {
+        int i0 = tile_q * ROWS;
+        int next_tile = tile_q + 1 < last ? tile_q + 1 : first, next_head = next_tile == start ? head + 1 : head;
         cp_async_wait<0>();
         __syncthreads();  // the tile has arrived, and everybody is done with the one before
-        if (STAGES == 2 && step + 1 < steps) load_queries(step + 1, 1 - stage);
-        cp_async_commit();
 
         // S^T = K Q^T, P^T = exp(S^T - lse)
-        Accumulator<1, WARP_QUERIES / 8> s, ds;
+        Accumulator<M, WARP_QUERIES / 8> s, ds;
         s.clear();
-        mma_ABt<DIM>(s, [&](unsigned(&a)[4], int, int k) { load_operand(a, k_tile, warp_key, 16 * k); }, q_tile(stage),
-                     warp_query);
+        FromShared<KTile> k_operand{k_tile, warp_key};
+        if constexpr (STAGES == 2) {
+            load_queries(next_head, next_tile, 1 - stage, [&](auto next_q, auto next_do) {
+                mma_ABt<DIM>(s, k_operand, q_tile(stage), warp_query, [&](int k) {
+                    next_q.template part<DIM / 16>(k);
+                    next_do.template part<DIM / 16>(k);
+                });
+            });
+            cp_async_commit();
+        } else {
+            mma_ABt<DIM>(s, k_operand, q_tile(stage), warp_query);
+        }
         bool tests = mask.tests({i0 + warp_query, i0 + warp_query + WARP_QUERIES},
-                                {keys.begin + warp_key, keys.begin + warp_key + 16});
-        const float *lse = lse_row(stage) + warp_query, *delta = delta_row(stage) + warp_query;
-        float derivative = score_derivative(1.f, batch, head, 0, 0);
+                                {keys.begin + warp_key, keys.begin + warp_key + WARP_KEYS});
+        ColumnVector<WARP_QUERIES / 8> lse(lse_row(stage) + 4 * warp_query);
         s.each([&](float& x, int j, int i) {
             x = score(x, batch, head, i0 + warp_query + i, keys.begin + warp_key + j);
             x = exp2_approx(x * factor - lse[i] * LOG2_E);
         });
         if (tests) {
+            keep_branch();
             s.each([&](float& x, int j, int i) {
                 if (!mask.visible(i0 + warp_query + i, keys.begin + warp_key + j)) x = 0;
             });
         }
-        auto p_operand = [&](unsigned(&a)[4], int, int k) { s.as_operand(a, 0, k); };
         if constexpr (SHARE) s.store(p_tile, warp_key, warp_query);
 
         // dP^T = V dO^T, dS^T = P^T (dP^T - delta)
         ds.clear();
-        mma_ABt<DIM_V>(ds, [&](unsigned(&a)[4], int, int k) { load_operand(a, v_tile, warp_key, 16 * k); },
-                       do_tile(stage), warp_query);
-#pragma unroll
-        for (int n = 0; n < WARP_QUERIES / 8; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                ds.x[0][n][e] = s.x[0][n][e] * (ds.x[0][n][e] - delta[8 * n + lane % 4 * 2 + e % 2]) * derivative;
+        mma_ABt<DIM_V>(ds, FromShared<VTile>{v_tile, warp_key}, do_tile(stage), warp_query);
+        ColumnVector<WARP_QUERIES / 8> delta(lse_row(stage) + 4 * (ROWS + warp_query));
+        ds.zip(s, [&](float& x, float probability, int j, int i) {
+            x = probability * (x - delta[i]) *
+                score_derivative(0.f, batch, head, i0 + warp_query + i, keys.begin + warp_key + j);
+        });
         ds.store(ds_tile, warp_key, warp_query);
-        if constexpr (!SHARE) mma_AB<ROWS>(dv, p_operand, do_tile(stage), 0);  // runs while others still write dS
+        if constexpr (!SHARE) mma_AB<ROWS>(dv, FromRegisters<M, WARP_QUERIES / 8>{s}, do_tile(stage), 0);  // while others still write dS
         __syncthreads();
 
         if constexpr (SHARE) {
-            mma_AB<ROWS>(dv, [&](unsigned(&a)[4], int, int k) { load_operand(a, p_tile, warp_key, 16 * k); },
-                         do_tile(stage), column_warp * (DIM_V / COLUMN_WARPS));
-            mma_AB<ROWS>(dk, [&](unsigned(&a)[4], int, int k) { load_operand(a, ds_tile, warp_key, 16 * k); },
-                         q_tile(stage), column_warp * (DIM / COLUMN_WARPS));
+            mma_AB<ROWS>(dv, FromShared<STile>{p_tile, warp_key}, do_tile(stage), column_warp * (DIM_V / COLUMN_WARPS));
+            mma_AB<ROWS>(dk, FromShared<STile>{ds_tile, warp_key}, q_tile(stage), column_warp * (DIM / COLUMN_WARPS));
         } else {
-            mma_AB<ROWS>(dk, [&](unsigned(&a)[4], int, int k) { ds.as_operand(a, 0, k); }, q_tile(stage), 0);
+            mma_AB<ROWS>(dk, FromRegisters<M, WARP_QUERIES / 8>{ds}, q_tile(stage), 0);
         }
         if (STAGES == 1) {
             __syncthreads();
-            if (step + 1 < steps) load_queries(step + 1, 0);
+            load_queries(next_head, next_tile, 0, at_once);
             cp_async_commit();
         }
 
@@ -191,13 +205,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         int dq_row = warp % DQ_ROW_WARPS * DQ_M, dq_column = warp / DQ_ROW_WARPS * DQ_N;  // in fragments
         Accumulator<DQ_M, DQ_N> dq;
         dq.clear();
-        if (dq_column < DIM / 8) {
-            mma_AB<KEYS>(
-                dq,
-                [&](unsigned(&a)[4], int m, int k) {
-                    load_operand_transposed(a, ds_tile, 16 * (dq_row + m), 16 * k);
-                },
-                k_tile, 8 * dq_column);
+        if (DQ_EVEN || dq_column < DIM / 8) {
+            mma_AB<KEYS>(dq, FromTransposed<STile>{ds_tile, 16 * dq_row}, k_tile, 8 * dq_column);
         }
         long long sum = ((long long)batch * p.heads_q + head) * tiles_q + tile_q;
         if (DETERMINISTIC) {  // in the order of the key tiles
@@ -210,11 +219,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         for (int m = 0; m < DQ_M; m++)
 #pragma unroll
             for (int n = 0; n < DQ_N; n++)
-                if (dq_column + n < DIM / 8) red_add_4(dq_fragment(p, sum, dq_row + m, dq_column + n), dq.x[m][n]);
+                if (DQ_EVEN || dq_column + n < DIM / 8) red_add_4(dq_fragment(p, sum, dq_row + m, dq_column + n), dq.x[m][n]);
         if (DETERMINISTIC) {
             __syncthreads();
             if (threadIdx.x == 0) add_release(p.counters + sum, 1);
         }
+        tile_q = next_tile, head = next_head;
+        if (STAGES == 2) stage = 1 - stage;
     }
     cp_async_wait<0>();
     __syncthreads();

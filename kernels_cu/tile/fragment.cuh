@@ -32,13 +32,17 @@ struct Accumulator {
                     f(x[m][n][e], 16 * m + lane / 4 + e / 2 * 8, 8 * n + lane % 4 * 2 + e % 2);
     }
 
-    // Columns [16 k, 16 k + 16) of row fragment m as an A operand: the two layouts agree.
-    __device__ void as_operand(unsigned (&a)[4], int m, int k) const {
+    // f(x, y, row, column) for every element and its counterpart in another accumulator.
+    template <class F>
+    __device__ void zip(const Accumulator& other, F f) {
+        int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float(&f)[4] = x[m][2 * k + i / 2];
-            a[i] = pack2<Element>(f[i % 2 * 2], f[i % 2 * 2 + 1]);
-        }
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    f(x[m][n][e], other.x[m][n][e], 16 * m + lane / 4 + e / 2 * 8, 8 * n + lane % 4 * 2 + e % 2);
     }
 
     // Round to Element and store at (row, col) of a shared tile.
@@ -51,32 +55,82 @@ struct Accumulator {
             for (int n = 0; n < N; n++)
 #pragma unroll
                 for (int h = 0; h < 2; h++)
-                    *(unsigned*)tile.at(row + 16 * m + lane / 4 + 8 * h, col + 8 * n + lane % 4 * 2) =
-                        pack2<Element>(x[m][n][2 * h], x[m][n][2 * h + 1]);
+                    store_shared(tile.address(row + 16 * m + lane / 4 + 8 * h, col + 8 * n + lane % 4 * 2),
+                                 pack2<Element>(x[m][n][2 * h], x[m][n][2 * h + 1]));
     }
 };
 
-// The 16 x 16 A operand at (row, k) of a shared tile.
-template <int ROWS, int COLS>
-__device__ void load_operand(unsigned (&a)[4], SharedTile<ROWS, COLS> tile, int row, int k) {
-    int lane = threadIdx.x % 32;
-    ldmatrix_x4(a, tile.address(row + lane % 16, k + lane / 16 * 8));
-}
+// One float32 for each of the accumulator columns that a lane holds, column 8 n + 2 (lane % 4) + e at x[n][e].
+template <int N>
+struct ColumnVector {
+    float x[N][2];
 
-// The same of the tile's transpose: the operand's rows are the tile's columns.
-template <int ROWS, int COLS>
-__device__ void load_operand_transposed(unsigned (&a)[4], SharedTile<ROWS, COLS> tile, int row, int k) {
-    int lane = threadIdx.x % 32;
-    ldmatrix_x4_transposed(a, tile.address(k + lane % 8 + lane / 16 * 8, row + lane / 8 % 2 * 8));
-}
+    // From consecutive floats in shared memory.
+    __device__ ColumnVector(unsigned address) {
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            float2 pair = load_shared_float2(address + 4 * (8 * n + threadIdx.x % 4 * 2));
+            x[n][0] = pair.x, x[n][1] = pair.y;
+        }
+    }
 
-// sum += A B^T over K: A(a, m, k) gives operand fragments, B's rows [row, row + 8 N) are the columns of the sum.
-template <int K, int M, int N, int ROWS, int COLS, class A>
-__device__ void mma_ABt(Accumulator<M, N>& sum, A operand, SharedTile<ROWS, COLS> b, int row) {
+    __device__ float operator[](int column) const { return x[column / 8][column % 2]; }  // a constant, once unrolled
+};
+
+// Where the A operand of a product comes from; (a, m, k) gives its 16 x 16 fragment at row fragment m, columns 16 k.
+
+// An accumulator, rounded to Element: the two layouts agree.
+template <int M, int N>
+struct FromRegisters {
+    const Accumulator<M, N>& sum;
+
+    __device__ void operator()(unsigned (&a)[4], int m, int k) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float(&f)[4] = sum.x[m][2 * k + i / 2];
+            a[i] = pack2<Element>(f[i % 2 * 2], f[i % 2 * 2 + 1]);
+        }
+    }
+};
+
+// A shared tile from `row` on.
+template <class Tile>
+struct FromShared {
+    Tile tile;
+    int row;
+
+    __device__ void operator()(unsigned (&a)[4], int m, int k) const {
+        int lane = threadIdx.x % 32;
+        ldmatrix_x4(a, tile.address(row + 16 * m + lane % 16, 16 * k + lane / 16 * 8));
+    }
+};
+
+// The transpose of a shared tile: rows of the operand are columns of the tile, from `row` on.
+template <class Tile>
+struct FromTransposed {
+    Tile tile;
+    int row;
+
+    __device__ void operator()(unsigned (&a)[4], int m, int k) const {
+        int lane = threadIdx.x % 32;
+        ldmatrix_x4_transposed(a,
+                               tile.address(16 * k + lane % 8 + lane / 16 * 8, row + 16 * m + lane / 8 % 2 * 8));
+    }
+};
+
+struct Nothing {
+    __device__ void operator()(int) const {}
+};
+
+// sum += A B^T over K; B's rows [row, row + 8 N) are the columns of the sum. `along(k)` is
+// called at every step of 16: the place for copies that should not come in a burst.
+template <int K, int M, int N, int ROWS, int COLS, class A, class F = Nothing>
+__device__ void mma_ABt(Accumulator<M, N>& sum, const A& operand, SharedTile<ROWS, COLS> b, int row, F along = F()) {
     int lane = threadIdx.x % 32;
     unsigned base = b.address(row + lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
 #pragma unroll
     for (int k = 0; k < K / 16; k++) {
+        along(k);
         unsigned a[M][4];
 #pragma unroll
         for (int m = 0; m < M; m++) operand(a[m], m, k);
@@ -93,13 +147,14 @@ __device__ void mma_ABt(Accumulator<M, N>& sum, A operand, SharedTile<ROWS, COLS
     }
 }
 
-// sum += A B over K: B's rows are summed over, its columns [col, col + 8 N) are those of the sum.
-template <int K, int M, int N, int ROWS, int COLS, class A>
-__device__ void mma_AB(Accumulator<M, N>& sum, A operand, SharedTile<ROWS, COLS> b, int col) {
+// sum += A B over K; B's rows are summed over, its columns [col, col + 8 N) are those of the sum.
+template <int K, int M, int N, int ROWS, int COLS, class A, class F = Nothing>
+__device__ void mma_AB(Accumulator<M, N>& sum, const A& operand, SharedTile<ROWS, COLS> b, int col, F along = F()) {
     int lane = threadIdx.x % 32;
     unsigned base = b.address(lane % 16, col + lane / 16 * 8);
 #pragma unroll
     for (int k = 0; k < K / 16; k++) {
+        along(k);
         unsigned a[M][4];
 #pragma unroll
         for (int m = 0; m < M; m++) operand(a[m], m, k);

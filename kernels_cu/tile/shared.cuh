@@ -2,39 +2,58 @@
 // ldmatrix reads at once lie in different banks, and every address is a base plus a constant.
 #pragma once
 #include "ptx/cp_async.cuh"
-
-__device__ inline unsigned shared_address(const void* pointer) { return unsigned(__cvta_generic_to_shared(pointer)); }
+#include "ptx/shared.cuh"
 
 template <int ROWS, int COLS>
 struct SharedTile {
     static constexpr int PITCH = COLS + 8;
-    static constexpr int ELEMENTS = ROWS * PITCH;
+    static constexpr int BYTES = 2 * ROWS * PITCH;
 
-    Element* data;
+    unsigned base;  // 32-bit address in shared memory
 
-    __device__ Element* at(int row, int col) const { return data + row * PITCH + col; }
-    __device__ unsigned address(int row, int col) const { return shared_address(at(row, col)); }
+    __device__ unsigned address(int row, int col) const { return base + 2 * (row * PITCH + col); }
 };
 
-// Start copying rows x cols elements of global memory into the tile; what lies beyond them in the tile becomes zeros.
+// A copy of rows x cols elements of global memory into a tile; what lies beyond them in the tile becomes zeros. It comes
+// in PIECES, 16 bytes for each thread, so that it can ride along a product: in one burst they would fill the queue that
+// the product's own loads wait in. Columns come in eights: where cols is no multiple of 8, the memory must hold zeros up
+// to the next (the host sees to it).
 template <int THREADS, int ROWS, int COLS>
-__device__ void load_async(SharedTile<ROWS, COLS> tile, const Element* source, long long row_stride, int rows,
-                           int cols) {
-    constexpr int CHUNKS = COLS / 8;  // of 16 bytes in a row
-    constexpr int STEP = THREADS / CHUNKS;  // rows that the block copies at once
-    int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
-    int bytes = 2 * min(max(cols - 8 * chunk, 0), 8);
-    source += first * row_stride + 8 * chunk;
-    unsigned target = tile.address(first, 8 * chunk);
-    if (THREADS % CHUNKS != 0 && first >= STEP) return;
-#pragma unroll
-    for (int row = 0; row < ROWS; row += STEP) {
-        if (ROWS % STEP == 0 || first + row < ROWS) {
-            cp_async_16(target + row * tile.PITCH * 2, source, first + row < rows ? bytes : 0);
-        }
-        source += STEP * row_stride;
+struct AsyncCopy {
+    static constexpr int CHUNKS = COLS / 8;        // of 16 bytes in a row
+    static constexpr int STEP = THREADS / CHUNKS;  // rows that the block copies at once
+    static constexpr int PIECES = (ROWS + STEP - 1) / STEP;
+    static constexpr bool EVEN = THREADS % CHUNKS == 0 && ROWS % STEP == 0;
+
+    unsigned target;
+    const Element* source;
+    long long stride;     // between pieces
+    int rows, tile_rows;  // of the source and of the tile, from this thread's first on
+
+    __device__ AsyncCopy(SharedTile<ROWS, COLS> tile, const Element* from, long long row_stride, int rows, int cols) {
+        int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
+        target = tile.address(first, 8 * chunk);
+        source = from + first * row_stride + 8 * chunk;
+        stride = STEP * row_stride;
+        this->rows = (8 * chunk < cols ? rows : 0) - first;
+        tile_rows = first < STEP ? ROWS - first : 0;
     }
-}
+
+    __device__ void all() { part<1>(0); }
+
+    // What belongs to step k of STEPS, in order.
+    template <int STEPS>
+    __device__ void part(int k) {
+        constexpr int EACH = (PIECES + STEPS - 1) / STEPS;
+#pragma unroll
+        for (int i = k * EACH; i < (k + 1) * EACH && i < PIECES; i++) {
+            if (EVEN || i * STEP < tile_rows) {
+                cp_async_16(target + i * STEP * SharedTile<ROWS, COLS>::PITCH * 2, source, i * STEP < rows);
+            }
+            source += stride;
+        }
+    }
+};
 
 // Write the warp's rows [first, first + ROWS) of a tile to global memory, where they are rows of `cols` elements.
 template <int COUNT, int ROWS, int COLS>
@@ -48,9 +67,9 @@ __device__ void store_rows(SharedTile<ROWS, COLS> tile, int first, Element* targ
         if (row >= rows || col >= cols) continue;
         Element* to = target + row * row_stride + col;
         if (vectors) {
-            *(uint4*)to = *(const uint4*)tile.at(row, col);
+            *(uint4*)to = load_shared_16(tile.address(row, col));
         } else {
-            for (int c = 0; c < min(8, cols - col); c++) to[c] = *tile.at(row, col + c);
+            for (int c = 0; c < min(8, cols - col); c++) to[c].bits = load_shared_u16(tile.address(row, col + c));
         }
     }
 }

@@ -1,0 +1,27 @@
+// Ordinary loads and stores of shared memory by 32-bit address: generic pointers cost twice the integer arithmetic.
+#pragma once
+
+__device__ inline unsigned shared_address(const void* pointer) { return unsigned(__cvta_generic_to_shared(pointer)); }
+
+__device__ inline void store_shared(unsigned address, unsigned x) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+__device__ inline unsigned short load_shared_u16(unsigned address) {
+    unsigned short x;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+    return x;
+}
+
+__device__ inline uint4 load_shared_16(unsigned address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address)
+                 : "memory");
+    return x;
+}
+
+__device__ inline float2 load_shared_float2(unsigned address) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+    return x;
+}
