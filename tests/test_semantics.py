@@ -297,7 +297,7 @@ def test_random_problems(backend: Backend, dtype: str, part: int, rng: np.random
             "window": [None, tuple(None if rng.random() < 0.3 else int(n) for n in rng.integers(0, 150, 2))][
                 rng.integers(2)
             ],
-            "scale": [None, float(rng.uniform(-0.3, 0.3))][rng.integers(2)],
+            "scale": [None, float(rng.uniform(-1, 1)) / narrow**0.5][rng.integers(2)],
             "layout": ["bshd", "bhsd"][rng.integers(2)],
             "deterministic": bool(rng.random() < 0.2),
         }
