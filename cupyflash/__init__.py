@@ -3,4 +3,4 @@
 from .api import attention, attention_backward, explain, merge
 
 __version__ = "0.1.0"
-__all__ = ["attention", "attention_backward", "explain", "merge", "__version__"]
+__all__ = ["__version__", "attention", "attention_backward", "explain", "merge"]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import interop, problem as rules
+from . import interop
+from . import problem as rules
 from .problem import AttentionProblem, View
 
 Array = Any

@@ -52,7 +52,7 @@ def test_kernel_regression_on_a_gpu(dtype: str) -> None:
     result = load("kernel_regression").main(small + ["--float64"] * (dtype == "float64"))
     assert result["last"] < 0.2 * result["first"]
     assert result["difference"] < (1e-11 if dtype == "float64" else 1e-4)
-    assert result["gradient"] < (1e-5 if dtype == "float64" else 1e-2)
+    assert result["gradient"] < (1e-5 if dtype == "float64" else 1e-1)  # against a difference quotient
 
 
 def test_train_bytes(capsys: pytest.CaptureFixture[str]) -> None:

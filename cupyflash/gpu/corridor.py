@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import problem as rules
+from ..problem import View
 from . import compiler, device, launch
 from .plan import KernelPlan, plan
 from .source import generate
@@ -17,8 +18,9 @@ from .strides import contiguous, needs_copy, padded, params_strides
 _prepared: dict[Any, Any] = {}
 _MAX_PREPARED = 4096
 
-Q, K, V, OUT, LSE, DOUT, DQ, DK, DV = range(9)  # positions in launch.POINTERS
-MASK = launch.POINTERS.index("mask")
+# Where each argument's pointer stands in Params.
+_SLOT = {name: i for i, name in enumerate(launch.POINTERS)}
+_SLOT["key_mask"] = _SLOT.pop("mask")
 
 
 class Prepared:
@@ -29,15 +31,15 @@ class Prepared:
         lib: Any,
         arrays: dict[str, Any],
         targets: dict[str, Any],
-        misaligned: tuple[bool, ...],
+        misaligned: tuple[str, ...],
         options: dict[str, Any],
         family: str | None,
         backward: bool,
         ordinal: int,
     ) -> None:
-        views = {name: None if x is None else lib.view(x) for name, x in arrays.items()}
-        q, k, v, mask = (views[name] for name in ("q", "k", "v", "key_mask"))
-        self.problem = problem = rules.describe(q, k, v, key_mask=mask, **options)
+        views: dict[str, View] = {name: lib.view(x) for name, x in arrays.items() if x is not None}
+        q, k, v = (views[name] for name in "qkv")
+        self.problem = problem = rules.describe(q, k, v, key_mask=views.get("key_mask"), **options)
         self.device, self.layout = ordinal, options["layout"]
         rank = len(q.shape)
         lse_shape, out_shape = rules.lse_shape(rank, problem), rules.out_shape(q.shape, problem)
@@ -58,16 +60,14 @@ class Prepared:
 
         arch = device.current(ordinal)
         self.plan = plan(problem, arch, backward, family)
-        strides = {}
+        strides: dict[str, tuple[int, int, int]] = {}
         mask_batch = 0
         self.copies: list[tuple[str, int]] = []  # inputs to copy first, with the alignment they need
-        for (name, view), odd in zip(views.items(), misaligned):
-            if view is None:
-                continue
+        for name, view in views.items():
             alignment = 1
             if name in launch.STRIDED:
                 alignment = self.plan.alignment
-                copy = (odd and alignment == 16) or needs_copy(view, alignment) is not None
+                copy = (name in misaligned and alignment == 16) or needs_copy(view, alignment) is not None
             else:  # lse is read as one block, key_mask as contiguous rows
                 copy = view.strides != contiguous(view.shape) if name == "lse" else view.strides[-1] != 1
             if copy:
@@ -124,7 +124,7 @@ class Prepared:
         for name, x in zip(self.outputs, written):
             pointers[_SLOT[name]] = lib.pointer(x)
         if rows is not None:
-            pointers[LSE] = lib.pointer(rows)
+            pointers[_SLOT["lse"]] = lib.pointer(rows)
         workspace = 0
         if self.launcher.workspace:
             space = lib.empty((self.launcher.workspace // 4,), "float32", ordinal)
@@ -135,9 +135,6 @@ class Prepared:
             if x is not result:
                 launch.copy_into(lib, result, x, ordinal, stream)
         return results, rows
-
-
-_SLOT = {name: i for i, name in enumerate(launch.POINTERS)} | {"key_mask": MASK}
 
 
 def forward(
@@ -191,8 +188,8 @@ def _find(
     ordinal: int,
 ) -> Prepared:
     signature, pointer = lib.signature, lib.pointer
-    misaligned = tuple([x is not None and pointer(x) & 15 != 0 for x in arrays.values()])
-    key = (
+    misaligned = tuple([name for name, x in arrays.items() if x is not None and pointer(x) & 15])
+    key: tuple[Any, ...] | None = (
         lib.kind, backward, family, misaligned, *options.values(),
         *[None if x is None else signature(x) for x in arrays.values()],
         *[None if x is None else signature(x) for x in targets.values()],

@@ -42,7 +42,7 @@ class Launcher:
         plan: KernelPlan,
         functions: list[Any],
         problem: AttentionProblem,
-        strides: dict[str, tuple[int, ...]],
+        strides: dict[str, tuple[int, int, int]],
         mask_batch: int,
         device: int,
     ) -> None:
@@ -51,7 +51,7 @@ class Launcher:
             (function, (launch.grid,), (launch.threads,), launch.shared_memory)
             for function, launch in zip(functions, plan.launches)
         ]
-        rows = [s for name in STRIDED for s in strides.get(name, (0, 0, 0, 0))[:3]]
+        rows = [s for name in STRIDED for s in strides.get(name, (0, 0, 0))]
         p = problem
         self._rest = _REST.pack(
             *rows, mask_batch, abs(p.scale), p.batch, p.heads_q, p.heads_k, p.seq_q, p.seq_k, p.dim, p.dim_v,

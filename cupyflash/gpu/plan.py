@@ -59,7 +59,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool = False, family: 
     """
     if family is not None and family not in FAMILIES:
         raise ValueError(f"family is {family!r}; it must be one of {', '.join(map(repr, FAMILIES))}, or None")
-    objections = []
+    objections: list[str] = []
     for name, (objection, build) in FAMILIES.items():
         if family in (None, name):
             why = objection(problem, arch)
@@ -133,7 +133,6 @@ def _sm80(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tu
         workspace.append(Workspace("counters", "uint32", (pairs * tiles_q + 1,)))
     constants = (
         *b.constants, *_features(problem), ("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", arch.cc >= 90),
-        ("SPREAD", b.spread and not problem.deterministic),
     )  # fmt: skip
     return KernelPlan(
         "sm80", arch.name, problem.dtype, "sm80/backward.cu", constants, launches, 16, tuple(workspace), passed_over,
@@ -157,7 +156,7 @@ def _simt(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tu
     pairs = problem.batch * problem.heads_q
     tiles_q, tiles_k = _ceil(problem.seq_q, t.owned), _ceil(problem.seq_k, t.owned)
     # A block owns t.columns columns of the result: a wider one takes several blocks, which share their rows.
-    parts, parts_v = _ceil(problem.dim, t.columns), _ceil(problem.dim_v, t.columns)
+    parts, parts_v = _ceil(problem.dim, t.columns), max(1, _ceil(problem.dim_v, t.columns))
     constants = (*t.constants, *_features(problem))
     if not backward:
         launches: tuple[Launch, ...] = (Launch("attention_forward", pairs * tiles_q * parts_v, t.threads),)

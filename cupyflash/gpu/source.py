@@ -68,7 +68,7 @@ def _inline(name: str) -> str:
     return "\n".join(text(name)) + "\n"
 
 
-def _declare(name: str, value: int | bool | float) -> str:
+def _declare(name: str, value: bool | float) -> str:
     if isinstance(value, bool):
         return f"bool {name} = {str(value).lower()}"
     return f"int {name} = {value}" if isinstance(value, int) else f"double {name} = {value!r}"

@@ -25,7 +25,6 @@ class Sm80:
     stages: int  # tiles in flight: 2, or 1 where another thread block hides the wait
     min_blocks: int  # thread blocks on a multiprocessor: bounds the registers
     shared_memory: int
-    spread: bool = False  # backward: blocks of a head start at different query tiles
     spills: int = 0  # bytes per thread, see SM80_SPILLS
 
     @property
@@ -34,6 +33,7 @@ class Sm80:
         return tuple((name.upper(), getattr(self, name)) for name in names)
 
 
+ANY = 1 << 30
 PAD = 8  # elements between the rows of a shared tile, see kernels_cu/tile/shared.cuh
 
 # (largest head dimension, rows, keys, warps, column warps, stages, blocks); the first row that the dimension and the
@@ -46,16 +46,17 @@ SM80_FORWARD = (
     (256, 64, 32, 4, 1, 1, 2),
 )
 
-# (largest head dimension, rows, keys, warps, column warps, stages, blocks, spread)
+# (largest head dimension, longest sequence of queries, rows, keys, warps, column warps, stages, blocks)
 SM80_BACKWARD = (
-    (64, 128, 128, 8, 2, 2, 1, False),
-    (64, 64, 128, 8, 2, 1, 1, False),
-    (128, 64, 128, 8, 2, 2, 1, False),
-    (128, 64, 64, 8, 4, 1, 1, False),
-    (192, 64, 64, 8, 2, 2, 1, True),
-    (256, 64, 64, 8, 4, 2, 1, True),
-    (256, 32, 64, 8, 2, 1, 1, True),
-    (256, 32, 32, 4, 2, 1, 1, True),
+    (64, 2048, 64, 64, 4, 1, 2, 3),
+    (64, ANY, 128, 128, 8, 2, 2, 1),
+    (64, ANY, 64, 128, 8, 2, 1, 1),
+    (128, ANY, 64, 128, 8, 2, 2, 1),
+    (128, ANY, 64, 64, 8, 4, 1, 1),
+    (192, ANY, 64, 64, 8, 2, 2, 1),
+    (256, ANY, 64, 64, 8, 4, 2, 1),
+    (256, ANY, 32, 64, 8, 2, 1, 1),
+    (256, ANY, 32, 32, 4, 2, 1, 1),
 )
 
 
@@ -71,17 +72,17 @@ def sm80_forward(problem: AttentionProblem, arch: Arch) -> Sm80:
         elements = rows * (max(dim, dim_v) + PAD) + stages * keys * (dim + dim_v + 2 * PAD)
         size = 2 * elements + (2 * rows * (keys + PAD) + 8 * rows if columns > 1 else 0)  # P and row values exchanged
         if max(dim, dim_v) <= largest and size <= arch.shared_memory:
-            return Sm80(dim, dim_v, rows, keys, warps, columns, stages, blocks, size, spills=SM80_SPILLS[False])
+            return Sm80(dim, dim_v, rows, keys, warps, columns, stages, blocks, size, SM80_SPILLS[False])
     raise ValueError(f"no sm80 forward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
 
 
 def sm80_backward(problem: AttentionProblem, arch: Arch) -> Sm80:
-    for largest, rows, keys, warps, columns, stages, blocks, spread in SM80_BACKWARD:
+    for largest, longest, rows, keys, warps, columns, stages, blocks in SM80_BACKWARD:
         dim, dim_v = _pad(problem.dim, 16 * columns), _pad(problem.dim_v, 16 * columns)
         elements = (keys + stages * rows) * (dim + dim_v + 2 * PAD) + (2 if columns > 1 else 1) * keys * (rows + PAD)
         size = 2 * elements + stages * 2 * 4 * rows + 16  # lse and delta of the queries, the ticket
-        if max(dim, dim_v) <= largest and size <= arch.shared_memory:
-            return Sm80(dim, dim_v, rows, keys, warps, columns, stages, blocks, size, spread, SM80_SPILLS[True])
+        if max(dim, dim_v) <= largest and problem.seq_q <= longest and size <= arch.shared_memory:
+            return Sm80(dim, dim_v, rows, keys, warps, columns, stages, blocks, size, SM80_SPILLS[True])
     raise ValueError(f"no sm80 backward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
 
 
@@ -120,14 +121,14 @@ class Simt:
 SIMT = (
     (4, False, 32, Simt(64, 64, 32, 32, 3)),
     (4, False, 64, Simt(64, 64, 64, 32, 3)),
-    (4, False, 128, Simt(64, 32, 128, 32, 3, spills=48)),
+    (4, False, 128, Simt(64, 64, 128, 16, 2)),
     (4, False, 4096, Simt(64, 32, 256, 16, 2)),
     (4, True, 32, Simt(64, 32, 32, 32, 2)),
     (4, True, 64, Simt(64, 32, 64, 32, 3, spills=32)),
     (4, True, 4096, Simt(64, 32, 128, 32, 2)),
     (8, False, 32, Simt(64, 32, 32, 16, 2)),
-    (8, False, 64, Simt(64, 32, 64, 16, 2)),
-    (8, False, 4096, Simt(32, 32, 128, 16, 2)),
+    (8, False, 64, Simt(32, 32, 64, 16, 3)),
+    (8, False, 4096, Simt(32, 32, 128, 16, 3, spills=32)),
     (8, True, 32, Simt(32, 32, 32, 16, 3)),
     (8, True, 64, Simt(32, 32, 64, 16, 2)),
     (8, True, 4096, Simt(32, 32, 128, 16, 2, spills=64)),

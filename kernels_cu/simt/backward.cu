@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS)
 extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     attention_backward_dk_dv(const __grid_constant__ Params p) {
     // This block owns OWNED keys, and of the columns of dK and dV the same COLUMNS.
-    const int parts = ceil_div(max(p.dim, p.dim_v), config::COLUMNS), tiles = ceil_div(p.seq_k, config::OWNED);
+    const int parts = ceil_div(max(max(p.dim, p.dim_v), 1), config::COLUMNS), tiles = ceil_div(p.seq_k, config::OWNED);
     int index = blockIdx.x;
     const int column = index % parts * config::COLUMNS;
     index /= parts;

@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     attention_forward(const __grid_constant__ Params p) {
     // Which part of the output is this block's: OWNED queries of a head, COLUMNS of its columns. Where Dv is larger than
     // COLUMNS, several blocks compute the same scores, each for its columns: a register tile cannot be any wider.
-    const int parts = ceil_div(p.dim_v, config::COLUMNS), tiles = ceil_div(p.seq_q, config::OWNED);
+    const int parts = ceil_div(max(p.dim_v, 1), config::COLUMNS), tiles = ceil_div(p.seq_q, config::OWNED);
     int index = blockIdx.x;
     const int column = index % parts * config::COLUMNS;
     index /= parts;

@@ -57,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(con
     int lane = threadIdx.x % LANES;
     const Element* o = p.out + batch * p.out_strides.batch + head * p.out_strides.head;
     const Element* d = p.dout + batch * p.dout_strides.batch + head * p.dout_strides.head;
+#pragma unroll 4
     for (int i = tile * ROWS + threadIdx.x / LANES; i < (tile + 1) * ROWS; i += 128 / LANES) {
         float sum = 0;
         int columns = i < p.seq_q ? min(p.dim_v - 8 * lane, 8) : 0;
@@ -126,9 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     AsyncCopy<THREADS, KEYS, DIM>(k_tile, k, p.k_strides.row, p.seq_k - keys.begin, p.dim).all();
     AsyncCopy<THREADS, KEYS, DIM_V>(v_tile, v, p.v_strides.row, p.seq_k - keys.begin, p.dim_v).all();
     auto at_once = [](auto q, auto d) { q.all(), d.all(); };
-    // Each block starts elsewhere, so that those of one head do not all add to the same dQ tile at once.
-    int start = first + (SPREAD && first < last ? tile % (last - first) : 0);
-    load_queries(head, start, 0, at_once);
+    load_queries(head, first, 0, at_once);
     cp_async_commit();
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -141,9 +140,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     dv.clear();
 
     int stage = 0;
-    for (int tile_q = start; head < end_head;) {
+    for (int tile_q = first; head < end_head;) {
         int i0 = tile_q * ROWS;
-        int next_tile = tile_q + 1 < last ? tile_q + 1 : first, next_head = next_tile == start ? head + 1 : head;
+        int next_tile = tile_q + 1 < last ? tile_q + 1 : first, next_head = next_tile == first ? head + 1 : head;
         cp_async_wait<0>();
         __syncthreads();  // the tile has arrived, and everybody is done with the one before
 
@@ -186,22 +185,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                 score_derivative(0.f, batch, head, i0 + warp_query + i, keys.begin + warp_key + j);
         });
         ds.store(ds_tile, warp_key, warp_query);
-        if constexpr (!SHARE) mma_AB<ROWS>(dv, FromRegisters<M, WARP_QUERIES / 8>{s}, do_tile(stage), 0);  // while others still write dS
+        if constexpr (!SHARE) mma_AB<ROWS>(dv, FromRegisters<M, WARP_QUERIES / 8>{s}, do_tile(stage), 0);
         __syncthreads();
 
-        if constexpr (SHARE) {
-            mma_AB<ROWS>(dv, FromShared<STile>{p_tile, warp_key}, do_tile(stage), column_warp * (DIM_V / COLUMN_WARPS));
-            mma_AB<ROWS>(dk, FromShared<STile>{ds_tile, warp_key}, q_tile(stage), column_warp * (DIM / COLUMN_WARPS));
-        } else {
-            mma_AB<ROWS>(dk, FromRegisters<M, WARP_QUERIES / 8>{ds}, q_tile(stage), 0);
-        }
-        if (STAGES == 1) {
-            __syncthreads();
-            load_queries(next_head, next_tile, 0, at_once);
-            cp_async_commit();
-        }
-
-        // dQ += dS K
+        // dQ += dS K. The additions in memory ride along the products that follow: in one burst they would hold up the
+        // loads of those.
         int dq_row = warp % DQ_ROW_WARPS * DQ_M, dq_column = warp / DQ_ROW_WARPS * DQ_N;  // in fragments
         Accumulator<DQ_M, DQ_N> dq;
         dq.clear();
@@ -215,11 +203,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                 while (load_acquire(p.counters + sum) != turn) __nanosleep(32);
             __syncthreads();
         }
+        float* dq_sum = dq_fragment(p, sum, dq_row, dq_column);
+        auto add_dq = [&](int step, auto steps) {
+            constexpr int FRAGMENTS = DQ_M * DQ_N, EACH = (FRAGMENTS + steps.value - 1) / steps.value;
 #pragma unroll
-        for (int m = 0; m < DQ_M; m++)
-#pragma unroll
-            for (int n = 0; n < DQ_N; n++)
-                if (DQ_EVEN || dq_column + n < DIM / 8) red_add_4(dq_fragment(p, sum, dq_row + m, dq_column + n), dq.x[m][n]);
+            for (int f = step * EACH; f < (step + 1) * EACH && f < FRAGMENTS; f++) {
+                int m = f / DQ_N, n = f % DQ_N;
+                if (DQ_EVEN || dq_column + n < DIM / 8) red_add_4(dq_sum + 128 * (m * (DIM / 8) + n), dq.x[m][n]);
+            }
+        };
+        constexpr int STEPS = ROWS / 16;
+        if constexpr (SHARE) {
+            mma_AB<ROWS>(dv, FromShared<STile>{p_tile, warp_key}, do_tile(stage), column_warp * (DIM_V / COLUMN_WARPS),
+                         [&](int k) { add_dq(k, Constant<2 * STEPS>()); });
+            mma_AB<ROWS>(dk, FromShared<STile>{ds_tile, warp_key}, q_tile(stage), column_warp * (DIM / COLUMN_WARPS),
+                         [&](int k) { add_dq(STEPS + k, Constant<2 * STEPS>()); });
+        } else {
+            mma_AB<ROWS>(dk, FromRegisters<M, WARP_QUERIES / 8>{ds}, q_tile(stage), 0,
+                         [&](int k) { add_dq(k, Constant<STEPS>()); });
+        }
+        if (STAGES == 1) {
+            __syncthreads();
+            load_queries(next_head, next_tile, 0, at_once);
+            cp_async_commit();
+        }
         if (DETERMINISTIC) {
             __syncthreads();
             if (threadIdx.x == 0) add_release(p.counters + sum, 1);
@@ -245,27 +252,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
 // dQ = scale * dq_sum, from fragment order to rows.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_finish(const __grid_constant__ Params p) {
+    __shared__ alignas(16) char shared[QTile::BYTES];
+    QTile dq_tile{shared_address(shared)};
     int tiles = (p.seq_q + ROWS - 1) / ROWS;
     int tile = blockIdx.x % tiles, head = blockIdx.x / tiles % p.heads_q, batch = blockIdx.x / tiles / p.heads_q;
-    Element* dq = p.dq + batch * p.dq_strides.batch + head * p.dq_strides.head;
-    bool pairs = p.dim % 2 == 0 && p.dq_strides.row % 2 == 0 && (unsigned long long)dq % 4 == 0;
-    int lane = threadIdx.x % 32;
     float scale = p.scale;
+#pragma unroll 4
     for (int f = threadIdx.x / 32; f < ROWS / 16 * (DIM / 8); f += 4) {
         int m = f / (DIM / 8), n = f % (DIM / 8);
-        float4 x = *(const float4*)dq_fragment(p, blockIdx.x, m, n);
-        unsigned halves[2] = {pack2<Element>(x.x * scale, x.y * scale), pack2<Element>(x.z * scale, x.w * scale)};
-        int column = 8 * n + lane % 4 * 2;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            int i = tile * ROWS + 16 * m + lane / 4 + 8 * h;
-            if (i >= p.seq_q || column >= p.dim) continue;
-            Element* to = dq + i * p.dq_strides.row + column;
-            if (pairs) {
-                *(unsigned*)to = halves[h];
-            } else {
-                for (int e = 0; e < min(2, p.dim - column); e++) to[e] = ((Element*)&halves[h])[e];
-            }
-        }
+        float4 sum = *(const float4*)dq_fragment(p, blockIdx.x, m, n);
+        Accumulator<1, 1> dq{{{{sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale}}}};
+        dq.store(dq_tile, 16 * m, 8 * n);
     }
+    __syncthreads();
+    int i0 = tile * ROWS;
+    Element* dq = p.dq + batch * p.dq_strides.batch + head * p.dq_strides.head + i0 * p.dq_strides.row;
+    store_rows<ROWS / 4>(dq_tile, threadIdx.x / 32 * (ROWS / 4), dq, p.dq_strides.row, p.seq_q - i0, p.dim);
 }

@@ -118,6 +118,11 @@ struct FromTransposed {
     }
 };
 
+template <int N>
+struct Constant {
+    static constexpr int value = N;
+};
+
 struct Nothing {
     __device__ void operator()(int) const {}
 };
