@@ -141,6 +141,8 @@ def attention_backward(
     if grads is not None and (not isinstance(grads, (tuple, list)) or len(grads) != 3):
         raise ValueError(f"grads is {type(grads).__name__}; it must be a tuple of three arrays (dq, dk, dv) or None")
     dq, dk, dv = grads if grads is not None else (None, None, None)
+    if grads is not None:
+        _given(dq=dq, dk=dk, dv=dv)
     lib, arrays = interop.adopt(
         lib, dout=dout, q=q, k=k, v=v, out=out, lse=lse, key_mask=key_mask, dq=dq, dk=dk, dv=dv
     )

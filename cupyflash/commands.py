@@ -245,9 +245,12 @@ def _window(text: str | None) -> tuple[int | None, int | None] | None:
 
 def _shape(name: str, text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
+        shape = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"{name} is {text!r}; it must be integers, as in 2,8192,16,128") from None
+        shape = ()
+    if not 2 <= len(shape) <= 4:
+        raise ValueError(f"{name} is {text!r}; it must be 2 to 4 integers, as in 2,8192,16,128")
+    return shape
 
 
 def _kernel_table(done: list[Any], order: dict[Any, int]) -> Table:

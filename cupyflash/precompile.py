@@ -17,7 +17,7 @@ from .gpu.strides import contiguous
 from .problem import AttentionProblem, View, describe
 
 HEAD_DIMS = {"float16": (64, 128, 256), "bfloat16": (64, 128, 256), "float32": (64, 128), "float64": (64, 128)}
-_LENGTH, _HEADS = 8192, 16  # no kernel is compiled for a length or a number of heads; long enough for every tile
+_LENGTHS, _HEADS = (1024, 8192), 16  # no kernel is compiled for a length or a number of heads, but tiles may differ
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def jobs(
     """
     found: dict[tuple[str, str], Job] = {}
     for arch, dtype in product(archs, dtypes):
-        for dim, banded, back in product(head_dims or HEAD_DIMS.get(dtype, (64,)), causal, backward):
-            x = _view((1, _LENGTH, _HEADS, dim), dtype)
-            mask = _view((1, _LENGTH), "bool") if key_mask else None
+        for dim, banded, back, length in product(head_dims or HEAD_DIMS.get(dtype, (64,)), causal, backward, _LENGTHS):
+            x = _view((1, length, _HEADS, dim), dtype)
+            mask = _view((1, length), "bool") if key_mask else None
             problem = describe(
                 x, x, x, causal=banded, window=window, key_mask=mask, deterministic=deterministic and back
             )

@@ -107,6 +107,9 @@ BAD_BACKWARD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "lse dtype": ({"lse": ones(B, HQ, SQ, dtype=np.float64)}, TypeError, ["lse has dtype float64", "float32"]),
     "lse none": ({"lse": None}, TypeError, ["lse is", "None", "must be an array"]),
     "grads two": ({"grads": (1, 2)}, ValueError, ["grads is", "three arrays"]),
+    "grads None": (
+        {"grads": (ones(B, SQ, HQ, D), ones(B, SK, HK, D), None)}, TypeError, ["dv is a NoneType", "must be an array"],
+    ),
     "grads array": ({"grads": ones(B, SQ, HQ, D)}, ValueError, ["grads is ndarray", r"three arrays \(dq, dk, dv\)"]),
     "dk shape": (
         {"grads": (ones(B, SQ, HQ, D), ones(B, SK, HQ, D), ones(B, SK, HK, DV))}, ValueError,
