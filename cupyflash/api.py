@@ -61,7 +61,7 @@ def attention(
         The forward always is, bit for bit; this asks it of the gradients (PyTorch tensors that require grad).
     out : array, optional
         Where to write the result: the shape, dtype, library and device of the result.
-    family : "sm80", "simt", ..., optional
+    family : "sm90", "sm80", "simt", optional
         Take this kernel family instead of the fastest one that supports the problem.
 
     Returns

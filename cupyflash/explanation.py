@@ -162,7 +162,7 @@ def _on_gpu(
         )  # fmt: skip
     return Explanation(
         problem, backward, arch.name, chosen.family, dict(chosen.constants), tuple(kernels), flops, moved,
-        {space.name: space.nbytes for space in chosen.workspace}, _copies(views, chosen.alignment), chosen.passed_over,
+        {space.name: space.nbytes for space in chosen.workspace}, _copies(views, chosen), chosen.passed_over,
         notes,
     )  # fmt: skip
 
@@ -178,15 +178,15 @@ def _compiled(chosen: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
         return {}, (f"registers and shared memory are unknown: {error}",)
 
 
-def _copies(views: dict[str, View], alignment: int) -> tuple[str, ...]:
+def _copies(views: dict[str, View], chosen: Any) -> tuple[str, ...]:
     from .gpu.strides import needs_copy
 
     copies = []
     for name, view in views.items():
         if name == "key_mask":
             continue
-        why = needs_copy(view, alignment)
-        if why is None and alignment == 16 and view.ptr % 16:
+        why = needs_copy(view, chosen.alignment, bool(chosen.maps))
+        if why is None and chosen.alignment == 16 and view.ptr % 16:
             why = "it does not start at a 16-byte boundary"
         if why is not None:
             copies.append(f"{name}, because {why}")

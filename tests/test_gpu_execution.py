@@ -20,6 +20,7 @@ from cupyflash.gpu.compiler import compile_source
 pytestmark = pytest.mark.gpu
 
 FAMILIES = [pytest.param(b, d, id=f"{b.name}-{d}") for b, d in pairs() if b.family]
+LARGE = [b for b in (Backend(f, f) for f in ("sm90", "sm80", "simt")) if b.takes("float16", 128, 128)]
 on_gpu_families = pytest.mark.parametrize(("backend", "dtype"), FAMILIES)
 
 
@@ -46,10 +47,11 @@ def test_never_waits_for_the_gpu(backend: Backend, dtype: str, rng: np.random.Ge
 
     q, k, v, dout = (backend.put(x) for x in draw_inputs(rng, dtype)[:4])
     options = {"causal": True, "family": backend.family}
+    back = options | {"family": backend.backward_family}
 
     def run() -> None:
         out, lse = attention(q, k, v, return_lse=True, **options)
-        attention_backward(dout, q, k, v, out, lse, **options)
+        attention_backward(dout, q, k, v, out, lse, **back)
 
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -72,10 +74,11 @@ def test_in_a_cuda_graph(backend: Backend, dtype: str, rng: np.random.Generator)
     out = backend.nan(dout.shape, dtype)
     grads = tuple(backend.nan(x.shape, dtype) for x in (q, k, v))
     options = {"causal": True, "family": backend.family}
+    back = options | {"family": backend.backward_family}
 
     def run() -> Any:
         _, lse = attention(q, k, v, out=out, return_lse=True, **options)
-        attention_backward(dout, q, k, v, out, lse, grads=grads, **options)
+        attention_backward(dout, q, k, v, out, lse, grads=grads, **back)
         return lse
 
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -111,6 +114,7 @@ def test_memory_through_cupy(backend: Backend, dtype: str, rng: np.random.Genera
     q, k, v, dout = (backend.put(draw(rng, dtype, *SHAPE)) for _ in range(4))
     lse_bytes = ROWS * (8 if dtype == "float64" else 4)
     options = {"causal": True, "family": backend.family}
+    back = options | {"family": backend.backward_family}
     pool = cupy.cuda.MemoryPool()  # never gives back: what it took in all is at least the peak
     with cupy.cuda.using_allocator(pool.malloc):
         out = attention(q, k, v, **options)
@@ -121,7 +125,7 @@ def test_memory_through_cupy(backend: Backend, dtype: str, rng: np.random.Genera
         assert pool.total_bytes() <= q.nbytes + lse_bytes + SLACK
     pool = cupy.cuda.MemoryPool()
     with cupy.cuda.using_allocator(pool.malloc):
-        grads = attention_backward(dout, q, k, v, out, lse, **options)
+        grads = attention_backward(dout, q, k, v, out, lse, **back)
         assert pool.total_bytes() <= 3 * q.nbytes + ROWS * 64 * 4 + lse_bytes + SLACK
     assert all(x.shape == SHAPE for x in grads)
 
@@ -132,6 +136,7 @@ def test_memory_through_torch(backend: Backend, dtype: str) -> None:
     q, k, v, dout = (torch.randn(SHAPE, device="cuda").to(getattr(torch, dtype)) for _ in range(4))
     size = q.numel() * q.element_size()
     options = {"causal": True, "family": backend.family}
+    back = options | {"family": backend.backward_family}
 
     def peak(function: Any) -> tuple[Any, int]:
         torch.cuda.synchronize()
@@ -144,7 +149,7 @@ def test_memory_through_torch(backend: Backend, dtype: str) -> None:
     rows = ROWS * (8 if dtype == "float64" else 4)
     (out, lse), forward = peak(lambda: attention(q, k, v, return_lse=True, **options))
     assert forward <= size + rows + SLACK
-    _, backward = peak(lambda: attention_backward(dout, q, k, v, out, lse, **options))
+    _, backward = peak(lambda: attention_backward(dout, q, k, v, out, lse, **back))
     assert backward <= 3 * size + ROWS * 64 * 4 + rows + SLACK
 
 
@@ -170,7 +175,7 @@ def much_memory() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("much_memory")
-@pytest.mark.parametrize("backend", [Backend(f, f) for f in ("sm80", "simt")], ids=lambda b: b.name)
+@pytest.mark.parametrize("backend", LARGE, ids=lambda b: b.name)
 @pytest.mark.parametrize("long", ["batch", "sequence"])
 def test_tensors_over_2_to_31_elements(backend: Backend, long: str, rng: np.random.Generator) -> None:
     """The last rows are judged; what comes before repeats a block of random numbers."""
@@ -194,8 +199,9 @@ def test_tensors_over_2_to_31_elements(backend: Backend, long: str, rng: np.rand
     out = cupy.full(shape, np.nan, np.float16)
     grads = tuple(cupy.full(shape, np.nan, np.float16) for _ in range(3))
     options = {"causal": True, "window": window, "family": backend.family}
+    back = options | {"family": backend.backward_family}
     _, lse = attention(q, k, v, out=out, return_lse=True, **options)
-    attention_backward(dout, q, k, v, out, lse, grads=grads, **options)
+    attention_backward(dout, q, k, v, out, lse, grads=grads, **back)
 
     rows = min(300, shape[1])  # of the last batch; with the window, the last 100 depend on these alone
     tail = [backend.get(x[-1:, -rows:]) for x in (q, k, v, dout)]

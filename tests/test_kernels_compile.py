@@ -18,8 +18,8 @@ def plans(family: str, arch: Arch) -> dict[str, KernelPlan]:
     """The kernels to compile, by the source that they come to: many problems share one."""
     found = {}
     for problem in problems():
-        if FAMILIES[family][0](problem, arch) is None:
-            for backward in (False, True):
+        for backward in (False, True):
+            if FAMILIES[family][0](problem, arch, backward) is None:
                 kernel_plan = plan(problem, arch, backward, family)
                 found[generate(kernel_plan)] = kernel_plan
     return found

@@ -186,11 +186,11 @@ def test_a_cpu_array_among_gpu_arrays(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["sm80", "simt"])
+@pytest.mark.parametrize("family", ["sm90", "sm80", "simt"])
 def test_a_head_dimension_that_the_family_does_not_take(family: str) -> None:
     import cupy
 
-    dim = {"sm80": 264, "simt": 5000}[family]
+    dim = {"sm90": 264, "sm80": 264, "simt": 5000}[family]
     x = cupy.ones((1, 4, 1, dim), np.float16)
     with pytest.raises(ValueError, match=f"no kernel family takes.*{family} takes head dimensions.*{dim}"):
         attention(x, x, x, family=family)
@@ -201,7 +201,7 @@ def test_an_unknown_family() -> None:
     import cupy
 
     x = cupy.ones((1, 4, 1, 64), np.float16)
-    with pytest.raises(ValueError, match="family is 'sm70'.*must be one of.*'sm80', 'simt'"):
+    with pytest.raises(ValueError, match="family is 'sm70'.*must be one of 'sm90', 'sm80', 'simt'"):
         attention(x, x, x, family="sm70")
 
 

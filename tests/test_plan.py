@@ -9,9 +9,15 @@ from kernel_cover import ARCHS, FAMILY_ARCHS, FEATURES, problem, problems
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
+from cupyflash.problem import AttentionProblem
 
-A100, H200, T4 = Arch.of("sm_80"), Arch.of("sm_90a"), Arch.of("sm_75")
+A100, H200, B200, T4 = Arch.of("sm_80"), Arch.of("sm_90a"), Arch.of("sm_100"), Arch.of("sm_75")
 STATIC_LIMIT = 48 << 10
+
+
+def directions(family: str, asked: AttentionProblem, gpu: Arch) -> list[bool]:
+    """Forward (False) and backward (True), as far as the family takes them."""
+    return [backward for backward in (False, True) if FAMILIES[family][0](asked, gpu, backward) is None]
 
 
 def constants(kernel_plan: KernelPlan) -> dict[str, int | bool | float]:
@@ -22,6 +28,7 @@ def constants(kernel_plan: KernelPlan) -> dict[str, int | bool | float]:
     ("dtype", "dims", "arch", "family"),
     [
         ("float16", (64, 64), A100, "sm80"),
+        ("bfloat16", (64, 64), B200, "sm80"),
         ("bfloat16", (128, 128), A100, "sm80"),
         ("bfloat16", (256, 256), A100, "sm80"),
         ("float16", (59, 111), A100, "sm80"),
@@ -40,8 +47,20 @@ def test_family(dtype: str, dims: tuple[int, int], arch: Arch, family: str) -> N
         assert plan(problem(dtype, *dims), arch, backward, family).source == chosen.source
 
 
+@pytest.mark.parametrize("dims", [(8, 8), (64, 64), (59, 111), (128, 128), (192, 128), (256, 256)])
+def test_hopper_has_its_own_forward(dims: tuple[int, int]) -> None:
+    for dtype in ("float16", "bfloat16"):
+        assert plan(problem(dtype, *dims), H200).family == "sm90"
+        back = plan(problem(dtype, *dims), H200, True)
+        assert back.family == "sm80" and back.passed_over == ("sm90 has no backward yet",)
+    with pytest.raises(ValueError, match="no kernel family takes this problem: sm90 has no backward yet"):
+        plan(problem("float16", *dims), H200, True, "sm90")
+
+
 def test_reasons_of_the_families_passed_over() -> None:
     reasons = {
+        ("float16", 64, A100): "sm90 is for compute capability 9.0, this GPU has 8.0",
+        ("float16", 0, H200): "sm90 takes head dimensions from 1 to 256, not 0 and 0",
         ("float32", 64, A100): "sm80 takes float16 and bfloat16, not float32",
         ("float16", 64, T4): "sm80 needs compute capability 8.0, this GPU has 7.5",
         ("float16", 512, A100): "sm80 takes head dimensions up to 256, not 512 and 512",
@@ -54,7 +73,7 @@ def test_reasons_of_the_families_passed_over() -> None:
 def test_a_family_that_objects() -> None:
     with pytest.raises(ValueError, match="no kernel family takes this problem: sm80 takes float16 and bfloat16"):
         plan(problem("float32"), A100, family="sm80")
-    with pytest.raises(ValueError, match="family is 'sm70'; it must be one of .*'sm80', 'simt', or None"):
+    with pytest.raises(ValueError, match="family is 'sm70'; it must be one of 'sm90', 'sm80', 'simt', or None"):
         plan(problem("float32"), A100, family="sm70")
 
 
@@ -70,9 +89,7 @@ def test_fits_the_gpu(family: str, arch: str) -> None:
     for dtype in ("float16", "float32", "float64"):
         for dim, dim_v in [(d, d) for d in range(1, 520, 3)] + [(8, 256), (256, 8), (192, 128), (100, 512), (512, 4)]:
             asked = problem(dtype, dim, dim_v)
-            if FAMILIES[family][0](asked, gpu) is not None:
-                continue
-            for backward in (False, True):
+            for backward in directions(family, asked, gpu):
                 for launch in plan(asked, gpu, backward, family).launches:
                     assert 0 <= launch.shared_memory <= gpu.shared_memory
                     assert 32 <= launch.threads <= 1024 and launch.threads % 32 == 0
@@ -81,10 +98,16 @@ def test_fits_the_gpu(family: str, arch: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_query_and_key_has_a_block(family: str) -> None:
+    """Or, where blocks take tile after tile, every multiprocessor one."""
     tiny, large = (problem("float16", seq_q=s, seq_k=s) for s in (1, 100_001))
-    for backward in (False, True):
-        for few, many in zip(*(plan(p, A100, backward, family).launches for p in (tiny, large))):
+    for backward in directions(family, tiny, H200):
+        for few, many in zip(*(plan(p, H200, backward, family).launches for p in (tiny, large))):
             assert few.name == many.name and few.grid < many.grid
+
+
+def test_tiles_that_the_sm90_kernel_can_count() -> None:
+    with pytest.raises(ValueError, match=r"q has batch 100000 and 16384 heads: 1638400000 tiles; less than 2\*\*30 fit"):
+        plan(problem("float16", batch=100_000, heads_q=16384, heads_k=16384, seq_q=128), H200)
 
 
 def test_workspace() -> None:
@@ -92,12 +115,20 @@ def test_workspace() -> None:
     rows = 2 * 8 * 1024
     for asked in (problem("float16", seq_q=1024), problem("float32", seq_q=1024), problem("float64", seq_q=1024)):
         for family in FAMILIES:
-            if FAMILIES[family][0](asked, A100) is None:
-                assert plan(asked, A100, family=family).workspace == ()
-                sizes = {w.name: w.nbytes for w in plan(asked, A100, True, family).workspace}
+            if FAMILIES[family][0](asked, H200, False) is None:
+                assert plan(asked, H200, family=family).workspace == ()
+            if FAMILIES[family][0](asked, H200, True) is None:
+                sizes = {w.name: w.nbytes for w in plan(asked, H200, True, family).workspace}
                 assert sizes.pop("delta") == rows * (8 if asked.dtype == "float64" else 4)
                 assert sizes.pop("dq_sum", 0) in (0, rows * 64 * 4)
                 assert not sizes
+
+
+def test_three_words_to_deal_out_tiles() -> None:
+    """Where tiles differ in length and there are many keys."""
+    for fields, size in (({"right": 0}, 12), ({"left": 9, "right": 9}, 12), ({"left": 9}, 0), ({}, 0)):
+        asked = problem("float16", seq_q=4096, seq_k=4096, **fields)
+        assert sum(w.nbytes for w in plan(asked, H200, family="sm90").workspace) == size
 
 
 def test_determinism_costs_counters_alone() -> None:
@@ -112,11 +143,11 @@ def test_what_is_not_asked_is_not_compiled(family: str) -> None:
     """Features are booleans among the constants: every set of features has kernels of its own, sizes have not."""
     seen = set()
     for fields in FEATURES.values():
-        seen.add(plan(problem("float16", **fields), A100, family=family).constants)
+        seen.add(plan(problem("float16", **fields), H200, family=family).constants)
     assert len(seen) == len(FEATURES)
-    for backward in (False, True):
+    for backward in directions(family, problem("float16"), H200):
         small, large = (
-            plan(problem("float16", seq_q=s, batch=b), A100, backward, family) for s, b in ((1000, 2), (999, 7))
+            plan(problem("float16", seq_q=s, batch=b), H200, backward, family) for s, b in ((1000, 2), (999, 7))
         )
         assert small.constants == large.constants
 

@@ -105,7 +105,8 @@ def test_packed_in_one_array(backend: Backend, dtype: str, rng: np.random.Genera
     options = {"causal": True, "family": backend.family}
     out, lse = attention(q, k, v, return_lse=True, **options)
     attention_backward(
-        backend.put(dout), q, k, v, out, lse, grads=tuple(dqkv[:, :, i] for i in range(3)), **options
+        backend.put(dout), q, k, v, out, lse, grads=tuple(dqkv[:, :, i] for i in range(3)),
+        **options | {"family": backend.backward_family},
     )  # fmt: skip
     exact, own = (
         f(problem, *(host[:, :, i] for i in range(3)), None, dout) for f in (standard, standard_in_own_precision)
@@ -128,7 +129,7 @@ def test_broadcast_inputs(backend: Backend, dtype: str, rng: np.random.Generator
     options = {"key_mask": maskx, "family": backend.family}
     qx = backend.put(q)
     out, lse = attention(qx, kx, vx, return_lse=True, **options)
-    grads = attention_backward(backend.put(dout), qx, kx, vx, out, lse, **options)
+    grads = attention_backward(backend.put(dout), qx, kx, vx, out, lse, **options | {"family": backend.backward_family})
     for name, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)):
         assert_as_good(backend.get(x), getattr(exact, name), getattr(own, name), name)
 
@@ -192,6 +193,7 @@ def test_fully_masked_rows(backend: Backend, dtype: str, options: dict[str, Any]
     arrays = [backend.put(x) for x in (q, k, v)]
     options = {**options, "key_mask": backend.put(key_mask), "family": backend.family}
     out, lse = attention(*arrays, return_lse=True, **options)
+    options["family"] = backend.backward_family
     dq, dk, dv = attention_backward(backend.put(dout), *arrays, out, lse, **options)
     assert (backend.get(lse)[1] == -np.inf).all()
     for x in (out, dq, dk, dv):
@@ -251,10 +253,11 @@ def test_same_bits_in_every_run(backend: Backend, dtype: str, rng: np.random.Gen
     inputs = draw_inputs(rng, dtype, batch=1, seq=(517, 777), heads=(4, 2))
     q, k, v, dout = (backend.put(x) for x in inputs[:4])
     options = {"causal": True, "family": backend.family}
+    back = options | {"family": backend.backward_family}
 
     def run() -> list[bytes]:
         out, lse = attention(q, k, v, return_lse=True, **options)
-        grads = attention_backward(dout, q, k, v, out, lse, deterministic=True, **options)
+        grads = attention_backward(dout, q, k, v, out, lse, deterministic=True, **back)
         return [backend.get(x).tobytes() for x in (out, lse, *grads)]
 
     first = run()

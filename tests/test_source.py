@@ -14,7 +14,12 @@ from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 
 GPU = Arch.of("sm_90a")
-SOURCES = [(family, backward) for family in FAMILIES for backward in (False, True)]
+SOURCES = [
+    (family, backward)
+    for family, (objection, _) in FAMILIES.items()
+    for backward in (False, True)
+    if objection(problem("float16"), GPU, backward) is None
+]
 
 
 def planned(family: str, backward: bool, **fields: object) -> KernelPlan:

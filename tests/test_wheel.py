@@ -37,9 +37,10 @@ from cupyflash.gpu.source import generate, kernels_folder, sources_digest
 from cupyflash.problem import AttentionProblem
 assert str(kernels_folder()).startswith(sys.prefix), kernels_folder()
 problem = AttentionProblem("float16", 1, 64, 64, 1, 1, 64, 64, 1.0)
-for family in FAMILIES:
+for family, (objection, _) in FAMILIES.items():
     for backward in (False, True):
-        assert "attention_" in generate(plan(problem, Arch.of("sm_90a"), backward, family))
+        if objection(problem, Arch.of("sm_90a"), backward) is None:
+            assert "attention_" in generate(plan(problem, Arch.of("sm_90a"), backward, family))
 print(sources_digest())
 """
 

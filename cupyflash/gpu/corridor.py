@@ -67,7 +67,8 @@ class Prepared:
             alignment = 1
             if name in launch.STRIDED:
                 alignment = self.plan.alignment
-                copy = (name in misaligned and alignment == 16) or needs_copy(view, alignment) is not None
+                odd = name in misaligned and alignment == 16
+                copy = odd or needs_copy(view, alignment, bool(self.plan.maps)) is not None
             else:  # lse is read as one block, key_mask as contiguous rows
                 copy = view.strides != contiguous(view.shape) if name == "lse" else view.strides[-1] != 1
             if copy:

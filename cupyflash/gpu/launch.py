@@ -11,6 +11,7 @@ import numpy as np
 from ..problem import ITEMSIZE, AttentionProblem, View
 from .plan import KernelPlan
 from .strides import padded
+from .tensormap import Maps
 
 # The fields of kernels_cu/attention/params.cuh, in its order.
 POINTERS = ("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "delta", "dq_sum", "counters", "mask")
@@ -57,6 +58,8 @@ class Launcher:
             *rows, mask_batch, abs(p.scale), p.batch, p.heads_q, p.heads_k, p.seq_q, p.seq_k, p.dim, p.dim_v,
             p.diagonal, p.left or 0, p.right or 0,
         )  # fmt: skip
+        self._maps = Maps(plan, problem, strides) if plan.maps else None
+        self._mapped = [POINTERS.index(name) for name, _ in plan.maps]
         self._offsets, self.workspace = [], 0
         for space in plan.workspace:
             self._offsets.append((POINTERS.index(space.name), self.workspace))
@@ -69,14 +72,17 @@ class Launcher:
         # CuPy passes a NumPy array of one element by value; the buffer outlives the launch, which copies it.
         params = np.ndarray((), PARAMS, _POINTERS.pack(*pointers) + self._rest)
         if cupy.cuda.runtime.getDevice() == self.device:
-            self._launch(params, Stream(stream))
+            self._launch(params, pointers, Stream(stream))
         else:
             with cupy.cuda.Device(self.device):
-                self._launch(params, Stream(stream))
+                self._launch(params, pointers, Stream(stream))
 
-    def _launch(self, params: np.ndarray, stream: Stream) -> None:
+    def _launch(self, params: np.ndarray, pointers: list[int], stream: Stream) -> None:
+        arguments: tuple[np.ndarray, ...] = (params,)
+        if self._maps is not None:
+            arguments += (self._maps.parameter(*[pointers[i] for i in self._mapped]),)
         for function, grid, block, shared in self._kernels:
-            function(grid, block, (params,), shared, stream)
+            function(grid, block, arguments, shared, stream)
 
 
 def on_device(pointer: int, view: View, device: int) -> cupy.ndarray:

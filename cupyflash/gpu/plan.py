@@ -50,6 +50,7 @@ class KernelPlan:
     workspace: tuple[Workspace, ...] = ()
     passed_over: tuple[str, ...] = ()  # why faster families were not taken
     spills: int = 0  # bytes of registers per thread that the tuning row lets ptxas spill
+    maps: tuple[tuple[str, int], ...] = ()  # arrays that the copy engine moves, in order, with the rows of a box
 
 
 def plan(problem: AttentionProblem, arch: Arch, backward: bool = False, family: str | None = None) -> KernelPlan:
@@ -62,7 +63,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool = False, family: 
     objections: list[str] = []
     for name, (objection, build) in FAMILIES.items():
         if family in (None, name):
-            why = objection(problem, arch)
+            why = objection(problem, arch, backward)
             if why is None:
                 return _checked(build(problem, arch, backward, tuple(objections)), problem)
             objections.append(f"{name} {why}")
@@ -94,10 +95,38 @@ def _ceil(n: int, step: int) -> int:
     return -(-n // step)
 
 
+# ---- sm90: wgmma tensor cores and the copy engine of Hopper -----------------------------------------------------------
+
+
+def _sm90_objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"takes float16 and bfloat16, not {problem.dtype}"
+    if arch.cc != 90:
+        return f"is for compute capability 9.0, this GPU has {arch.cc / 10}"
+    if not 0 < min(problem.dim, problem.dim_v) or max(problem.dim, problem.dim_v) > 256:
+        return f"takes head dimensions from 1 to 256, not {problem.dim} and {problem.dim_v}"
+    if backward:
+        return "has no backward yet"
+    return None
+
+
+def _sm90(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tuple[str, ...]) -> KernelPlan:
+    t = tuning.sm90_forward(problem, arch)
+    tiles = problem.batch * problem.heads_q * _ceil(problem.seq_q, t.rows)
+    if tiles >= 2**30:
+        raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
+    return KernelPlan(
+        "sm90", arch.name, problem.dtype, "sm90/forward.cu", (*t.constants, *_features(problem)),
+        (Launch("attention_forward", min(tiles, arch.sms), t.threads, t.shared_memory),), 16,
+        (Workspace("counters", "uint32", (3,)),) if t.dynamic else (), passed_over, t.spills,
+        (("q", t.rows), ("k", t.keys), ("v", t.keys), ("out", 64)),
+    )  # fmt: skip
+
+
 # ---- sm80: mma.sync tensor cores ------------------------------------------------------------------------------------
 
 
-def _sm80_objection(problem: AttentionProblem, arch: Arch) -> str | None:
+def _sm80_objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
     if problem.dtype not in ("float16", "bfloat16"):
         return f"takes float16 and bfloat16, not {problem.dtype}"
     if arch.cc < 80:
@@ -145,7 +174,7 @@ def _sm80(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tu
 SIMT_MAX_DIM = 4096
 
 
-def _simt_objection(problem: AttentionProblem, arch: Arch) -> str | None:
+def _simt_objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
     if max(problem.dim, problem.dim_v) > SIMT_MAX_DIM:
         return f"takes head dimensions up to {SIMT_MAX_DIM}, not {problem.dim} and {problem.dim_v}"
     return None
@@ -178,9 +207,10 @@ def _simt(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tu
     )  # fmt: skip
 
 
-Objection = Callable[[AttentionProblem, Arch], "str | None"]
+Objection = Callable[[AttentionProblem, Arch, bool], "str | None"]
 Build = Callable[[AttentionProblem, Arch, bool, "tuple[str, ...]"], KernelPlan]
 FAMILIES: dict[str, tuple[Objection, Build]] = {
+    "sm90": (_sm90_objection, _sm90),
     "sm80": (_sm80_objection, _sm80),
     "simt": (_simt_objection, _simt),
 }

@@ -16,8 +16,11 @@ def params_strides(view: View, layout: str) -> tuple[int, int, int]:
     return b, s, h
 
 
-def needs_copy(view: View, alignment: int) -> str | None:
-    """Why kernels that need `alignment` cannot read this array where it is, or None. The pointer is not looked at."""
+def needs_copy(view: View, alignment: int, maps: bool = False) -> str | None:
+    """Why kernels that need `alignment` cannot read this array where it is, or None. The pointer is not looked at.
+
+    `maps`: they read it by the copy engine (TMA), whose strides are positive and less than 2**40 bytes.
+    """
     if 0 in view.shape:
         return None
     if view.shape[-1] > 1 and view.strides[-1] != 1:
@@ -28,6 +31,8 @@ def needs_copy(view: View, alignment: int) -> str | None:
     for extent, stride in zip(view.shape[:-1], view.strides[:-1]):
         if extent > 1 and stride * size % alignment:
             return f"its rows are not {alignment}-byte aligned (a stride of {stride} elements)"
+        if maps and extent > 1 and not 0 < stride * size < 2**40:
+            return f"the copy engine takes strides of 1 to 2**40 bytes, not {stride * size}"
     return None
 
 

@@ -86,6 +86,70 @@ def sm80_backward(problem: AttentionProblem, arch: Arch) -> Sm80:
     raise ValueError(f"no sm80 backward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
 
 
+@dataclass(frozen=True)
+class Sm90:
+    """Tiles of the sm90 forward. Each field up to dynamic is a constant of the kernel.
+
+    A thread block has one warpgroup that loads and `groups` that own 64 queries each; it visits `keys` keys at a time.
+    """
+
+    dim: int  # head dimensions as the kernel pads them
+    dim_v: int
+    groups: int
+    keys: int
+    stages: int  # K and V tiles in flight
+    o_apart: bool  # the output has shared memory of its own, so that the next Q can come before the output has left
+    dynamic: bool  # thread blocks ask for their next tile, where tiles differ in length
+    shared_memory: int
+    spills: int
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    @property
+    def constants(self) -> tuple[tuple[str, int | bool], ...]:
+        names = ("dim", "dim_v", "groups", "keys", "stages", "o_apart", "dynamic")
+        return tuple((name.upper(), getattr(self, name)) for name in names)
+
+
+SM90_DIMS = (64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
+SM90_BARRIERS = 256  # bytes for barriers, more than any ring takes
+SM90_DYNAMIC = 1024  # shortest sequence of keys for which asking for tiles pays
+
+# (largest head dimension, causal or window, longest sequence of queries, groups, keys, stages, spills); None: either,
+# any. What may be spilled are addresses, read once per tile: the wide accumulators need most of the registers.
+SM90_FORWARD = (
+    (64, True, 1024, 2, 128, 2, 0),
+    (64, None, None, 3, 128, 2, 0),
+    (128, None, None, 2, 128, 2, 0),
+    (192, None, None, 2, 128, 2, 0),
+    (192, None, None, 2, 96, 2, 16),
+    (256, None, None, 2, 80, 2, 16),
+)
+
+
+def sm90_forward(problem: AttentionProblem, arch: Arch) -> Sm90:
+    dim, dim_v = (next(d for d in SM90_DIMS if n <= d) for n in (problem.dim, problem.dim_v))
+    banded = problem.left is not None or problem.right is not None
+    for largest, band, longest, groups, keys, stages, spills in SM90_FORWARD:
+        if max(dim, dim_v) > largest or band not in (None, banded) or (longest or problem.seq_q) < problem.seq_q:
+            continue
+        blocks, blocks_v = _pad(dim, 64), _pad(dim_v, 64)  # columns in shared memory
+        rows = 64 * groups
+        rings = 2 * stages * keys * (blocks + blocks_v) + SM90_BARRIERS + 1024  # tiles start at multiples of 1024
+        for apart in (True, False):
+            size = rings + 2 * rows * (blocks + blocks_v if apart else max(blocks, blocks_v))
+            if size <= arch.shared_memory:
+                dynamic = problem.right is not None and problem.seq_k >= SM90_DYNAMIC
+                return Sm90(dim, dim_v, groups, keys, stages, apart, dynamic, size, spills)
+    raise ValueError(f"no sm90 forward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
+
+
 def _pad(n: int, step: int) -> int:
     return max(1, -(-n // step)) * step
 

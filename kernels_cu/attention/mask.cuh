@@ -36,8 +36,17 @@ struct Mask {
                (config::LEFT && k.begin < q.end - 1 + p.diagonal - p.left);
     }
 
-    __device__ bool visible(int i, int j) const {
+    __device__ bool visible(int i, int j) const { return in_band(i, j) && (!config::KEY_MASK || keys[j]); }
+
+    // The part of it that positions decide.
+    __device__ bool in_band(int i, int j) const {
         return j < p.seq_k && (!config::RIGHT || j <= i + p.diagonal + p.right) &&
-               (!config::LEFT || j >= i + p.diagonal - p.left) && (!config::KEY_MASK || keys[j]);
+               (!config::LEFT || j >= i + p.diagonal - p.left);
+    }
+
+    // The part that key_mask decides, for 32 keys from j on, as bits. To be asked by a whole warp.
+    __device__ unsigned kept(int j) const {
+        j += threadIdx.x % 32;
+        return __ballot_sync(~0u, j < p.seq_k && keys[j]);
     }
 };

@@ -34,32 +34,49 @@ struct OnlineSoftmax {
             }
     }
 
-    // Rescale the result so far to the new maximum. A maximum that grows by less than 2^8 is left alone: the
-    // probabilities stay far from overflow, and the result is the same, since it is divided by a sum taken with the
-    // same maximum.
-    template <int NO>
-    __device__ void rescale(const float (&largest)[M][2], Accumulator<M, NO>& result) {
+    // Raise the maximum to the largest score, and tell whether the result so far must `shrink` for it. A maximum that
+    // grows by less than 2^8 is left alone: the probabilities stay far from overflow, and the result is the same, since
+    // it is divided by a sum taken with the same maximum.
+    __device__ bool raise(const float (&largest)[M][2], float (&shrink)[M][2]) {
         bool grown = false;
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++)
                 grown |= (largest[m][h] - maximum[m][h]) * factor > 8;  // the first time: inf > 8
-        if (__any_sync(~0u, grown)) {
+        grown = __any_sync(~0u, grown);
+        if (grown) {
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     // a row that has seen no key has nothing to rescale, and -inf - -inf would be NaN
-                    float shrink = maximum[m][h] == MINUS_INFINITY
+                    shrink[m][h] = maximum[m][h] == MINUS_INFINITY
                                        ? 0.f
                                        : exp2_approx((maximum[m][h] - largest[m][h]) * factor);
                     maximum[m][h] = largest[m][h];
-                    sum[m][h] *= shrink;
-#pragma unroll
-                    for (int n = 0; n < NO; n++) result.x[m][n][2 * h] *= shrink, result.x[m][n][2 * h + 1] *= shrink;
+                    sum[m][h] *= shrink[m][h];
                 }
         }
+        return grown;
+    }
+
+    template <int N>
+    __device__ void scale_rows(Accumulator<M, N>& result, const float (&shrink)[M][2]) const {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+#pragma unroll
+                for (int n = 0; n < N; n++)
+                    result.x[m][n][2 * h] *= shrink[m][h], result.x[m][n][2 * h + 1] *= shrink[m][h];
+    }
+
+    // Both at once.
+    template <int N>
+    __device__ void rescale(const float (&largest)[M][2], Accumulator<M, N>& result) {
+        float shrink[M][2];
+        if (raise(largest, shrink)) scale_rows(result, shrink);
     }
 
     // Scores become probabilities, not yet divided by their sum.

@@ -7,6 +7,12 @@ __device__ inline void store_shared(unsigned address, unsigned x) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
+__device__ inline unsigned load_shared(unsigned address) {
+    unsigned x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+
 __device__ inline unsigned short load_shared_u16(unsigned address) {
     unsigned short x;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");

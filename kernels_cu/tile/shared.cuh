@@ -55,13 +55,12 @@ struct AsyncCopy {
     }
 };
 
-// Write the warp's rows [first, first + ROWS) of a tile to global memory, where they are rows of `cols` elements.
-template <int COUNT, int ROWS, int COLS>
-__device__ void store_rows(SharedTile<ROWS, COLS> tile, int first, Element* target, long long row_stride, int rows,
-                           int cols) {
+// Write the warp's rows [first, first + COUNT) of a tile to global memory, where they are rows of `cols` elements.
+template <int COUNT, class Tile>
+__device__ void store_rows(Tile tile, int first, Element* target, long long row_stride, int rows, int cols) {
     int lane = threadIdx.x % 32;
     bool vectors = cols % 8 == 0 && row_stride % 8 == 0 && (unsigned long long)target % 16 == 0;
-    constexpr int CHUNKS = COLS / 8;
+    constexpr int CHUNKS = Tile::COLUMNS / 8;
     for (int i = lane; i < COUNT * CHUNKS; i += 32) {
         int row = first + i / CHUNKS, col = i % CHUNKS * 8;
         if (row >= rows || col >= cols) continue;

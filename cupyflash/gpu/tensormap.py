@@ -1,0 +1,87 @@
+"""Tensor maps: what the copy engine of Hopper (TMA) wants to know of an array, encoded by the driver. Needs a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import cupy
+import numpy as np
+
+from ..problem import AttentionProblem
+from .plan import KernelPlan
+
+BYTES = 128  # of one map
+COLUMNS = 64  # of a box: rows of 128 bytes, as the swizzle of tile/swizzled.cuh takes them
+_KEPT = 256  # sets of arrays whose maps are kept
+
+
+class Maps:
+    """The maps that a plan's kernels take, as their second parameter: the maps in order, then whether the last is there.
+
+    The last one is the output's. Where it lies as no map can tell (rows that are not 16-byte aligned, negative strides)
+    the kernel stores it by itself.
+    """
+
+    def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: dict[str, tuple[int, ...]]) -> None:
+        p = problem
+        shapes = {
+            "q": (p.dim, p.seq_q, p.heads_q, p.batch),
+            "k": (p.dim, p.seq_k, p.heads_k, p.batch),
+            "v": (p.dim_v, p.seq_k, p.heads_k, p.batch),
+            "out": (p.dim_v, p.seq_q, p.heads_q, p.batch),
+        }
+        self._arrays = []
+        for name, rows in plan.maps:
+            batch, row, head = (2 * stride for stride in strides[name])
+            # The stride of an axis with one entry says nothing, and may be anything.
+            apart = tuple(stride if n > 1 else 16 for n, stride in zip(shapes[name][1:], (row, head, batch)))
+            self._arrays.append((plan.dtype, shapes[name], apart, rows))
+        self._output = all(0 < stride < 2**40 and stride % 16 == 0 for stride in self._arrays[-1][2])
+        self.parameter = functools.lru_cache(_KEPT)(self._parameter)
+
+    def _parameter(self, *pointers: int) -> np.ndarray:
+        """The parameter for arrays at these addresses, in the order of `plan.maps`; a launch copies it."""
+        output = self._output and pointers[-1] % 16 == 0
+        maps = [encode(at, *array) for at, array in zip(pointers[:-1], self._arrays)]
+        maps.append(encode(pointers[-1], *self._arrays[-1]) if output else bytes(BYTES))
+        parameter = b"".join(maps) + int(output).to_bytes(64, "little")
+        return np.ndarray((), f"V{len(parameter)}", parameter)
+
+
+def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> bytes:
+    """The map of a 16-bit array (columns, rows, heads, batch) that moves in boxes of 64 columns and `rows` rows.
+
+    `strides` are those of rows, heads and batch, in bytes. RuntimeError with the driver's reason where it refuses.
+    """
+    driver = _driver()
+    cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())  # the driver wants a context, on this thread too
+    kind = driver.CUtensorMapDataType
+    u32, u64 = driver.cuuint32_t, driver.cuuint64_t
+    status, found = driver.cuTensorMapEncodeTiled(
+        {"float16": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, "bfloat16": kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}[dtype],
+        len(shape),
+        pointer,
+        [u64(n) for n in shape],
+        [u64(n) for n in strides],
+        [u32(n) for n in (COLUMNS, rows, 1, 1)],
+        [u32(1)] * len(shape),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(
+            f"the driver cannot describe an array of shape {shape} with strides of {strides} bytes at {pointer:#x} "
+            f"to the copy engine ({status.name})"
+        )
+    return ctypes.string_at(found.getPtr(), BYTES)
+
+
+@functools.cache
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver

@@ -1,0 +1,37 @@
+// The copy engine of Hopper moves boxes of a 4-dimensional array (column, row, head, batch). What a box has outside of the
+// array is read as zeros, and not written.
+#pragma once
+
+// How an array lies in memory and what its boxes are: made by the driver (gpu/tensormap.py), opaque.
+struct alignas(64) TensorMap {
+    char bytes[128];
+};
+
+__device__ inline void tma_prefetch(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Load a box; its bytes, also those outside of the array, count on the barrier.
+__device__ inline void tma_load(unsigned shared, const TensorMap& map, unsigned barrier, int column, int row, int head,
+                                int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
+            "r"(shared),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
+        : "memory");
+}
+
+__device__ inline void tma_store(const TensorMap& map, unsigned shared, int column, int row, int head, int batch) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+                 "r"(shared), "r"(column), "r"(row), "r"(head), "r"(batch)
+                 : "memory");
+}
+
+// The thread's stores since the last commit become one group.
+__device__ inline void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Wait until the thread's stores have read shared memory.
+__device__ inline void tma_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Between a thread's own stores to shared memory and their use by the copy engine or wgmma.
+__device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -1,0 +1,85 @@
+// Tensor-core products of Hopper: a warpgroup (four warps) computes D (64 x N, float32) = or += A (64 x 16) B (16 x N) in the
+// background. Each warp holds 16 rows of D and, where it comes from registers, of A, laid out as for mma.sync. Operands
+// in shared memory are given by descriptors (tile/swizzled.cuh).
+#pragma once
+
+// Before the first product after registers of D or A were touched.
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// What was issued since the last commit becomes one group.
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Wait until at most PENDING groups are under way.
+template <int PENDING>
+__device__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// The operands of an asm statement for the D of N columns: d[n] holds the four numbers of column group n.
+#define D1(c, n) c(d[n][0]), c(d[n][1]), c(d[n][2]), c(d[n][3])
+#define D2(c, n) D1(c, n), D1(c, n + 1)
+#define D4(c, n) D2(c, n), D2(c, n + 2)
+#define D8(c, n) D4(c, n), D4(c, n + 4)
+#define D_64(c) D8(c, 0)
+#define D_80(c) D_64(c), D2(c, 8)
+#define D_96(c) D_80(c), D2(c, 10)
+#define D_128(c) D_96(c), D4(c, 12)
+#define D_192(c) D_128(c), D8(c, 16)
+#define D_256(c) D_192(c), D8(c, 24)
+
+// Their names in its text.
+#define NAMES_64 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+    "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_80 \
+    NAMES_64 ", " \
+    "%32, %33, %34, %35, %36, %37, %38, %39"
+#define NAMES_96 \
+    NAMES_80 ", " \
+    "%40, %41, %42, %43, %44, %45, %46, %47"
+#define NAMES_128 \
+    NAMES_96 ", " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_192 \
+    NAMES_128 ", " \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
+    "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_256 \
+    NAMES_192 ", " \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
+    "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+// wgmma_start: D = A B;  wgmma: D += A B, both operands in shared memory, rows of A and of B^T contiguous ("K-major").
+// wgmma with A in registers: rows of B contiguous ("MN-major"). I to M number the operands after those of D.
+#define WGMMA(N, TYPE, NAME, I, J, K, L, M)                                                                             \
+    __device__ inline void wgmma_start(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, TYPE) {        \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0; "                                                        \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, %" #I ", %" #J  \
+                     ", add, 1, 1, 0, 0; }"                                                                             \
+                     : D_##N("=f")                                                                                      \
+                     : "l"(a), "l"(b));                                                                                 \
+    }                                                                                                                   \
+    __device__ inline void wgmma(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, TYPE) {              \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                        \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, %" #I ", %" #J  \
+                     ", add, 1, 1, 0, 0; }"                                                                             \
+                     : D_##N("+f")                                                                                      \
+                     : "l"(a), "l"(b));                                                                                 \
+    }                                                                                                                   \
+    __device__ inline void wgmma(float (&d)[N / 8][4], const unsigned (&a)[4], unsigned long long b, TYPE) {            \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                        \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, {%" #I ", %" #J \
+                     ", %" #K ", %" #L "}, %" #M ", add, 1, 1, 1; }"                                                    \
+                     : D_##N("+f")                                                                                      \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                             \
+    }
+#define WGMMA_BOTH_TYPES(N, ...)                \
+    WGMMA(N, half_t, "f16", __VA_ARGS__)        \
+    WGMMA(N, bfloat16_t, "bf16", __VA_ARGS__)
+
+WGMMA_BOTH_TYPES(64, 32, 33, 34, 35, 36)
+WGMMA_BOTH_TYPES(80, 40, 41, 42, 43, 44)
+WGMMA_BOTH_TYPES(96, 48, 49, 50, 51, 52)
+WGMMA_BOTH_TYPES(128, 64, 65, 66, 67, 68)
+WGMMA_BOTH_TYPES(192, 96, 97, 98, 99, 100)
+WGMMA_BOTH_TYPES(256, 128, 129, 130, 131, 132)

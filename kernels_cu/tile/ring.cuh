@@ -1,0 +1,39 @@
+// A ring of STAGES slots in shared memory that one thread fills and WARPS warps read. Each slot has two barriers: "full",
+// on which the bytes of a fill arrive, and "empty", on which every warp says that it is done with them. Either side keeps
+// its own place in the ring.
+#pragma once
+#include "ptx/mbarrier.cuh"
+
+template <int STAGES, int WARPS>
+struct Ring {
+    static constexpr int BYTES = 16 * STAGES;
+
+    unsigned barriers;  // address of STAGES full and STAGES empty barriers
+    int stage = 0;
+    unsigned parity = 0;
+
+    __device__ Ring(unsigned barriers) : barriers(barriers) {}
+
+    __device__ void init() const {
+        for (int i = 0; i < STAGES; i++) {
+            mbarrier_init(barriers + 8 * i, 1);
+            mbarrier_init(barriers + 8 * (STAGES + i), WARPS);
+        }
+    }
+
+    __device__ unsigned full() const { return barriers + 8 * stage; }
+    __device__ unsigned empty() const { return barriers + 8 * (STAGES + stage); }
+
+    // The filling thread: wait until the slot is free.
+    __device__ void wait_empty() const { mbarrier_wait(empty(), parity ^ 1); }
+
+    // A reading warp: wait until the slot is full; and say that the warp is done with it.
+    __device__ void wait_full() const { mbarrier_wait(full(), parity); }
+    __device__ void release() const {
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(empty());
+    }
+
+    __device__ void advance() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};

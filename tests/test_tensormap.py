@@ -1,0 +1,93 @@
+"""Tensor maps: what the driver is told of arrays. A driver that writes down what it is asked; no GPU needed."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cupy")
+pytest.importorskip("cuda.bindings.driver")
+from kernel_cover import problem
+
+from cupyflash.gpu import tensormap
+from cupyflash.gpu.device import Arch
+from cupyflash.gpu.plan import plan
+
+STRIDES = {"q": (700_000, 1024, 64), "k": (0, 128, 64), "v": (80_000, 256, 128), "out": (800_000, 1024, 128)}
+AT = (0x1000, 0x2000, 0x3000, 0x4000)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The calls of cuTensorMapEncodeTiled; the map of call n is 128 bytes of n."""
+    from cuda.bindings import driver
+
+    calls: list[dict[str, Any]] = []
+
+    def encode(dtype: Any, rank: int, address: int, shape: Any, strides: Any, box: Any, steps: Any, *rest: Any) -> Any:
+        calls.append(
+            {
+                "dtype": dtype.name.rpartition("_")[2], "at": address, "shape": [int(x) for x in shape],
+                "strides": [int(x) for x in strides], "box": [int(x) for x in box], "rest": [x.name for x in rest],
+            }
+        )  # fmt: skip
+        assert rank == len(shape) == len(strides) + 1 == len(box) == len(steps)
+        status = driver.CUresult.CUDA_ERROR_INVALID_VALUE if address == 0xBAD0 else driver.CUresult.CUDA_SUCCESS
+        buffer = ctypes.create_string_buffer(bytes([len(calls)]) * 128, 128)
+        return status, SimpleNamespace(getPtr=lambda: ctypes.addressof(buffer), buffer=buffer)
+
+    names = {name: getattr(driver, name) for name in dir(driver) if name.startswith(("CU", "cuu"))}
+    monkeypatch.setattr(tensormap, "_driver", lambda: SimpleNamespace(**names, cuTensorMapEncodeTiled=encode))
+    monkeypatch.setattr(tensormap.cupy.cuda.runtime, "getDevice", lambda: 0)
+    monkeypatch.setattr(tensormap.cupy.cuda.runtime, "setDevice", lambda device: None)
+    return calls
+
+
+def maps(strides: dict[str, tuple[int, ...]] = STRIDES, **fields: Any) -> tensormap.Maps:
+    fields = {"batch": 1, "heads_q": 8, "heads_k": 2, "seq_q": 500, "seq_k": 300} | fields
+    asked = problem("bfloat16", 64, 128, **fields)
+    return tensormap.Maps(plan(asked, Arch.of("sm_90a"), family="sm90"), asked, strides)
+
+
+def test_columns_rows_heads_batches(asked: list[dict[str, Any]]) -> None:
+    parameter = maps().parameter(*AT)
+    assert [call["at"] for call in asked] == list(AT)
+    assert {call["dtype"] for call in asked} == {"BFLOAT16"}
+    assert [call["shape"] for call in asked] == [[64, 500, 8, 1], [64, 300, 2, 1], [128, 300, 2, 1], [128, 500, 8, 1]]
+    # bytes between rows and between heads; that between batches says nothing where there is one
+    assert [call["strides"][:2] for call in asked] == [[2048, 128], [256, 128], [512, 256], [2048, 256]]
+    assert [call["box"] for call in asked] == [[64, rows, 1, 1] for rows in (128, 128, 128, 64)]
+    for call in asked:
+        assert call["rest"][:2] == ["CU_TENSOR_MAP_INTERLEAVE_NONE", "CU_TENSOR_MAP_SWIZZLE_128B"]
+        assert call["rest"][3] == "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE"
+        assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in call["strides"])
+    assert bytes(parameter)[:512] == b"".join(bytes([n]) * 128 for n in (1, 2, 3, 4))
+    assert int.from_bytes(bytes(parameter)[512:], "little") == 1 and parameter.nbytes == 576
+
+
+def test_strides_between_batches(asked: list[dict[str, Any]]) -> None:
+    maps(STRIDES | {"k": (40_000, 128, 64)}, batch=3).parameter(*AT)
+    assert [call["strides"][2] for call in asked] == [1_400_000, 80_000, 160_000, 1_600_000]
+
+
+def test_made_once_for_the_same_arrays(asked: list[dict[str, Any]]) -> None:
+    made = maps()
+    first = made.parameter(*AT)
+    assert made.parameter(*AT) is first and len(asked) == 4
+    assert made.parameter(0x5000, *AT[1:]) is not first and len(asked) == 8
+
+
+@pytest.mark.parametrize("out", [(800_000, -1024, 128), (800_000, 1023, 128), (800_000, 1024, 0)])
+def test_an_output_that_no_map_can_tell(asked: list[dict[str, Any]], out: tuple[int, ...]) -> None:
+    for made, at in ((maps(STRIDES | {"out": out}), AT), (maps(), (*AT[:3], 0x4008))):
+        parameter = bytes(made.parameter(*at))
+        assert parameter[384:] == bytes(192)
+    assert len(asked) == 6
+
+
+def test_a_refusal_of_the_driver(asked: list[dict[str, Any]]) -> None:
+    with pytest.raises(RuntimeError, match=r"cannot describe an array of shape \(64, 500, 8, 1\).*0xbad0.*INVALID_VALUE"):
+        maps().parameter(0xBAD0, *AT[1:])
