@@ -11,6 +11,7 @@ from cupyflash.problem import FLOATS, AttentionProblem
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DIMS = [(d, d) for d in (16, 32, 64, 80, 96, 128, 160, 192, 256)] + [(192, 128), (64, 96), (256, 32)]
+LENGTHS = (1000, 8192)  # tiles may differ; where they do not, the source is the same and is compiled once
 
 # What a kernel can be asked, as fields of a problem; "everything" has all the mask's and the score's code at once.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -32,7 +33,8 @@ def problems() -> Iterator[AttentionProblem]:
         for dims in DIMS:
             for name, fields in FEATURES.items():
                 if (dtype, name) not in (("float16", "causal"), ("bfloat16", "nothing")):
-                    yield problem(dtype, *dims, **fields)
+                    for length in LENGTHS:
+                        yield problem(dtype, *dims, seq_q=length, seq_k=length, **fields)
 
 
 FAMILY_ARCHS = [

@@ -6,6 +6,7 @@
 
 template <int ROWS, int COLS>
 struct SharedTile {
+    static constexpr int COLUMNS = COLS;
     static constexpr int PITCH = COLS + 8;
     static constexpr int BYTES = 2 * ROWS * PITCH;
 
