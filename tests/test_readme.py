@@ -1,0 +1,81 @@
+"""README.md: its examples run, its commands and options exist, its links lead somewhere."""
+
+from __future__ import annotations
+
+import math
+import re
+import runpy
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TOP = Path(__file__).resolve().parent.parent
+README = (TOP / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    """Every command line of the bash blocks, as words."""
+    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    return [shlex.split(part) for line in lines for part in line.partition("#")[0].split("&&") if part.strip()]
+
+
+def example(block: str) -> Any:
+    """The block as a test parameter, named by the libraries it imports."""
+    imports = re.findall(r"^(?:import|from) (\w+)", block, re.MULTILINE)
+    marks = [pytest.mark.gpu] if "cupy" in imports else []
+    return pytest.param(block, imports, marks=marks, id="+".join(dict.fromkeys(imports)))
+
+
+@pytest.mark.parametrize(("block", "imports"), [example(block) for block in blocks("python")])
+def test_python_examples_run(block: str, imports: list[str], tmp_path: Path) -> None:
+    for library in imports:
+        pytest.importorskip(library)
+    script = tmp_path / "example.py"
+    script.write_text(block, encoding="utf-8")
+    names = runpy.run_path(str(script))
+    for name in {"out", "mean", "dq", "dk", "dv"} & names.keys():
+        x = names[name]
+        largest = abs(x.detach() if hasattr(x, "detach") else x).max()
+        assert 0 < float(largest) < math.inf, f"{name} is all zeros, or has NaN"
+
+
+def test_every_library_has_an_example() -> None:
+    source = "".join(blocks("python"))
+    for library in ("cupy", "numpy", "torch", "jax"):
+        assert re.search(rf"^import {library}\b", source, re.MULTILINE), library
+
+
+def test_commands_and_their_options_exist() -> None:
+    typer = pytest.importorskip("typer")
+    from cupyflash.commands import app
+
+    group = typer.main.get_command(app)
+    seen = set()
+    for program, *words in commands():
+        if program == "cupyflash":
+            name, *arguments = words
+            group.commands[name].make_context(name, arguments)  # raises where an option does not exist
+            seen.add(name)
+    assert seen == set(group.commands), "commands that the README does not show"
+
+
+def test_extras_exist() -> None:
+    lists = [re.findall(r"\[([\w,]+)\]", word) for words in commands() for word in words]
+    named = {extra for found in lists for names in found for extra in names.split(",")}
+    assert {"demo", "test"} <= named
+    extras = (TOP / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
+    assert named <= set(re.findall(r"^(\w+) = \[", extras, re.MULTILINE))
+
+
+def test_links_and_files_exist() -> None:
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
+    paths = re.findall(r"`((?:cupyflash|kernels_cu|docs|bench|examples)/[\w/]+(?:\.\w+)?)`", README)
+    assert links and paths
+    for path in (*links, *paths):
+        assert (TOP / path).exists(), path
