@@ -91,6 +91,7 @@ def attention(
 
         o, lse = corridor.forward(lib, q, k, v, key_mask, out, return_lse, options, family)
     else:
+        _no_family(family, lib, q)
         o, lse = _cpu_forward(lib, q, k, v, key_mask, out, options)
     return (o, lse) if return_lse else o
 
@@ -152,6 +153,7 @@ def attention_backward(
         from .gpu import corridor
 
         return corridor.backward(lib, dout, q, k, v, out, lse, key_mask, into, options, family)
+    _no_family(family, lib, q)
     return _cpu_backward(lib, dout, q, k, v, out, lse, key_mask, into, options)
 
 
@@ -286,6 +288,11 @@ def check_backward(
     rules.check_like("lse", lib.view(lse), rules.lse_shape(len(q.shape), problem), problem.lse_dtype, q)
     for name, target, like in zip(("dq", "dk", "dv"), into or (), views):
         rules.check_like(f"grads: {name}", lib.view(target), like.shape, problem.dtype, q)
+
+
+def _no_family(family: str | None, lib: Any, q: Array) -> None:
+    if family is not None:
+        raise ValueError(f"family is {family!r}, a family of GPU kernels, but q is a {lib.kind} array on the CPU")
 
 
 def _four(x: Any, layout: str) -> Any:

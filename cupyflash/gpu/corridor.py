@@ -55,7 +55,8 @@ class Prepared:
                 where = f"grads: {name}" if backward else name
                 rules.check_like(where, lib.view(targets[name]), like.shape, problem.dtype, q)
         self.lse_shape = lse_shape
-        if problem.empty:
+        self.empty = problem.empty or (backward and problem.dim_v == 0)  # results are zeros, no kernel is needed
+        if self.empty:
             return
 
         arch = device.current(ordinal)
@@ -100,7 +101,7 @@ class Prepared:
             target = targets.get(name)
             results.append(lib.empty(like.shape, dtype, ordinal) if target is None else target)
         rows = lib.empty(self.lse_shape, self.problem.lse_dtype, ordinal) if lse else None
-        if self.problem.empty:
+        if self.empty:
             for x in results:
                 launch.fill(lib, x, 0.0, ordinal, stream)
             if rows is not None:

@@ -5,8 +5,9 @@
 // P^T and dS^T stand in registers exactly as the A operands of dV += P^T dO and dK += dS^T Q; only dS goes through
 // shared memory, for dQ += dS K, which many thread blocks add to in global memory (dq_sum).
 //
-// Where a warp's dK and dV would not fit its registers, COLUMN_WARPS = 2 warps share 16 keys: each computes half of
-// the queries' scores, P and dS both go through shared memory, and each warp owns half of the columns of dK and dV.
+// With COLUMN_WARPS of 2 or 4, that many warps share their keys: each computes the scores of its part of the queries,
+// P and dS both go through shared memory, and each warp owns its part of the columns of dK and dV. The tiles of a warp
+// are nearer to squares then, so that shared memory, which is what binds, is read less often.
 #include "attention/mask.cuh"
 #include "attention/score.cuh"
 #include "attention/softmax.cuh"
