@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import cupy
@@ -24,7 +25,7 @@ class Maps:
     the kernel stores it by itself.
     """
 
-    def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, tuple[int, ...]]) -> None:
         p = problem
         shapes = {
             "q": (p.dim, p.seq_q, p.heads_q, p.batch),

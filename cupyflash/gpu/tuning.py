@@ -119,9 +119,9 @@ class Sm90:
 
 SM90_DIMS = (64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
 SM90_BARRIERS = 256  # bytes for barriers, more than any ring takes
-SM90_DYNAMIC = 1024  # shortest sequence of keys for which asking for tiles pays
+SM90_STATIC = 1024  # longest sequence of keys for which asking for tiles does not pay
 
-# (largest head dimension, causal or window, longest sequence of queries, groups, keys, stages, spills); None: either,
+# (largest head dimension, causal or window, longest sequence of keys, groups, keys, stages, spills); None: either,
 # any. What may be spilled are addresses, read once per tile: the wide accumulators need most of the registers.
 SM90_FORWARD = (
     (64, True, 1024, 2, 128, 2, 0),
@@ -137,7 +137,7 @@ def sm90_forward(problem: AttentionProblem, arch: Arch) -> Sm90:
     dim, dim_v = (next(d for d in SM90_DIMS if n <= d) for n in (problem.dim, problem.dim_v))
     banded = problem.left is not None or problem.right is not None
     for largest, band, longest, groups, keys, stages, spills in SM90_FORWARD:
-        if max(dim, dim_v) > largest or band not in (None, banded) or (longest or problem.seq_q) < problem.seq_q:
+        if max(dim, dim_v) > largest or band not in (None, banded) or (longest or problem.seq_k) < problem.seq_k:
             continue
         blocks, blocks_v = _pad(dim, 64), _pad(dim_v, 64)  # columns in shared memory
         rows = 64 * groups
@@ -145,7 +145,7 @@ def sm90_forward(problem: AttentionProblem, arch: Arch) -> Sm90:
         for apart in (True, False):
             size = rings + 2 * rows * (blocks + blocks_v if apart else max(blocks, blocks_v))
             if size <= arch.shared_memory:
-                dynamic = problem.right is not None and problem.seq_k >= SM90_DYNAMIC
+                dynamic = problem.right is not None and problem.seq_k > SM90_STATIC
                 return Sm90(dim, dim_v, groups, keys, stages, apart, dynamic, size, spills)
     raise ValueError(f"no sm90 forward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
 
