@@ -139,10 +139,10 @@ __device__ inline void work(const Params& p, const TensorMaps& maps, Shared& s, 
             }
         };
         auto tests = [&](int j) { return mask.tests({row, row + 64}, {j * KEYS, (j + 1) * KEYS}); };
-        // S = Q K^T of tile j, and under O += P V of the tile before its softmax.
+        // S = Q K^T of tile j, whose K is there, and under O += P V of the tile before its softmax. The next K is waited
+        // for before P V is: that branch also keeps the compiler from moving the softmax behind the wait for P V.
         auto visit = [&](int j, bool tests) {
             Accumulator<1, KEYS / 8> scores;
-            s.k.wait_full();
             start_ABt<DIM>(scores, s.q_tile, first_row, s.k_tile());
             s.v.wait_full();
             start_AB(o, probabilities, s.v_tile());
@@ -155,6 +155,7 @@ __device__ inline void work(const Params& p, const TensorMaps& maps, Shared& s, 
             softmax.row_maximum(scores, largest);
             bool grown = softmax.raise(largest, shrink);
             softmax.exponentiate(scores);
+            if (j > keys.begin) s.k.wait_full();
             wgmma_wait<0>();
             changed(o);
             changed(scores);
@@ -179,6 +180,7 @@ __device__ inline void work(const Params& p, const TensorMaps& maps, Shared& s, 
             softmax.raise(largest, shrink);
             softmax.exponentiate(scores);
             probabilities.take(scores);
+            if (j > keys.begin) s.k.wait_full();
             j--;
 
             if (KEY_MASK || RIGHT)
