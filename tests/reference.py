@@ -104,7 +104,7 @@ def assert_as_good(
 
 
 def large_score_units(problem: AttentionProblem, q: np.ndarray, k: np.ndarray) -> dict[str, float]:
-    """`unit` of each result where scores are far from 0 or one key takes all, for v and dout of size 1.
+    """`unit` of each result where scores are far from 0, one key takes all or D is tiny, for v and dout of size 1.
 
     A score s carries a rounding error of about eps · |s|, which moves a probability by as much, but only in the few rows
     where two keys compete: with two or three such rows the error of own precision is luck. And where P is close to one-hot

@@ -38,6 +38,13 @@ def test_complaints(change: dict[str, Any], complaint: str) -> None:
     assert complaints(passing() | change, DIGEST) == [complaint]
 
 
+def test_a_failure_that_is_explained() -> None:
+    report = passing() | {"failed": 1, "failures": ["a"]}
+    assert complaints(report | {"judged_again": [{"test": "a", "why": "..."}]}, DIGEST) == []
+    assert complaints(report | {"judged_again": [{"test": "b", "why": "..."}]}, DIGEST) != []
+    assert complaints(report | {"judged_again": []}, DIGEST) != []
+
+
 def test_an_empty_report() -> None:
     assert len(complaints({}, DIGEST)) == 3 + len(passing()["counts"])
 

@@ -56,7 +56,10 @@ def test_many_tiles(backend: Backend, dtype: str, seq: tuple[int, int], mask: st
 
 @on_pairs_with_dims(DIMS)
 def test_head_dimensions(backend: Backend, dtype: str, dims: tuple[int, int], rng: np.random.Generator) -> None:
-    check(backend, draw_inputs(rng, dtype, seq=(77, 150), dims=dims), causal=True)
+    # With one column, the rounding of O in rowsum(dO * O) is not averaged over anything, and luck decides: Algorithm 2
+    # emulated in float64 with O, P and dS rounded to bfloat16 misses the criterion for one seed in twelve.
+    few = min(dims) < 8
+    check(backend, draw_inputs(rng, dtype, seq=(77, 150), dims=dims), causal=True, large_scores=few)
 
 
 @on_pairs_with_dims([(128, 128), (256, 256), (192, 128)])
