@@ -48,6 +48,9 @@ static void wait(const void* barrier) {
     threadIdx.x = me;
 }
 #define __syncthreads() ({ static char barrier; wait(&barrier); })
+// Named by headers that simt shares with the other families, and not called by simt.
+void __syncwarp();
+unsigned __ballot_sync(unsigned, bool);
 
 template <class T>
 static T __shfl_xor_sync(unsigned, T x, int lanes) {
