@@ -156,6 +156,7 @@ def test_io_of_standard_attention_is_nd_plus_n_squared():
 def test_io_of_flash1_is_n2_d2_over_m(n, d, on_chip):
     q, k, v, dout = np.ones((4, n, d))
     rows, keys = ladder.tile_sizes(on_chip, d)
+    assert (rows, keys) == (min(on_chip // (4 * d), d), on_chip // (4 * d))
     assert n % rows == n % keys == 0
     out, ell, m, forward = ladder.flash1_forward(q, k, v, on_chip, trace=True)
     *_, backward = ladder.flash1_backward(dout, q, k, v, out, ell, m, on_chip, trace=True)

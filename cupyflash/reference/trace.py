@@ -103,7 +103,7 @@ def _module(x: Array) -> ModuleType:
 
 def default_scale(q: Array, scale: float | None) -> float:
     """`scale`, by default 1/sqrt(D)."""
-    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
 
 
 def tiles(length: int, size: int) -> list[slice]:
