@@ -241,6 +241,30 @@ def test_io_of_the_rungs_between():
     assert split.moved - whole.moved == 2 * (24 + 2 * (24 + 6))
 
 
+def test_a_trace_of_ones_own_sees_every_step(rng):
+    class Watch(ladder.Trace):
+        def __init__(self):
+            super().__init__()
+            self.tiles, self.parts = [], []
+
+        def hold(self, *arrays):
+            super().hold(*arrays)
+            self.tiles.append(tuple(x.shape for x in arrays[:2]))
+
+        def add(self, part):
+            super().add(part)
+            self.parts.append(part)
+
+    q, k, v, _ = (x[:6, :2] for x in one_head(rng))
+    watch = Watch()
+    *_, same = ladder.flash2_forward(*heads(q, k, v), rows=4, keys=3, trace=watch)
+    *_, plain = ladder.flash2_forward(*heads(q, k, v), rows=4, keys=3, trace=True)
+    assert same is watch and watch.tiles == [((r, 2), (3, 2)) for r in (4, 4, 2, 2)]
+    assert (watch.moved, watch.multiplications) == (plain.moved, plain.multiplications)
+    *_, split = ladder.split_kv(q, k, v, 3, trace=Watch())
+    assert [part.tiles for part in split.parts] == 3 * [[((6, 2), (2, 2))]]
+
+
 def test_float32_stays_float32(rng):
     q, k, v, dout = (x.astype(np.float32) for x in one_head(rng))
     out, ell, m = ladder.flash1_forward(q, k, v, 150)

@@ -7,12 +7,14 @@ dtype, and no dimension is empty.
 Shapes: `standard_attention` and `flash2_*` take q (B, Sq, H, D), k (B, Sk, H, D) and v (B, Sk, H, Dv) like the rest of the
 package. The other rungs are about one head and take q (Sq, D), k (Sk, D), v (Sk, Dv). The scale is 1/sqrt(D) unless given.
 
-With `trace=True` a function returns one more value: a `Trace` of the elements it moved and the operations it did.
+With `trace=True` a function returns one more value: a `Trace` of the elements it moved and the operations it did. Given a
+`Trace`, it works on that one: a subclass sees every tile that passes (docs/tutorial_plots.py draws its pictures so).
 
 Papers
 ------
 - Vaswani et al. 2017, Attention is all you need, https://arxiv.org/abs/1706.03762
 - Milakov & Gimelshein 2018, Online normalizer calculation for softmax, https://arxiv.org/abs/1805.02867
+- Rabe & Staats 2021, Self-attention does not need O(n²) memory, https://arxiv.org/abs/2112.05682
 - Dao et al. 2022, FlashAttention, https://arxiv.org/abs/2205.14135
 - Dao 2023, FlashAttention-2, https://arxiv.org/abs/2307.08691
 - Dao et al. 2023, Flash-Decoding for long-context inference, https://pytorch.org/blog/flash-decoding/

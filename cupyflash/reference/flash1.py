@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .trace import Array, Trace, default_scale, namespace, tiles, with_trace
+from .trace import Array, Trace, default_scale, namespace, started, tiles, with_trace
 
 
 def tile_sizes(on_chip: int, dim: int) -> tuple[int, int]:
@@ -26,7 +26,7 @@ def flash1_forward(
     *,
     key_mask: Array | None = None,
     scale: float | None = None,
-    trace: bool = False,
+    trace: bool | Trace = False,
 ) -> Any:
     """FlashAttention's Algorithm 1 for one head: each tile of K and V is loaded once, O, ℓ and m are rescaled and stored
     at every step. Θ(N²d²/M) HBM accesses (Theorem 2).
@@ -65,12 +65,19 @@ def flash1_forward(
     >>> trace.exponentials, trace.multiplications, trace.rescalings
     (288, 3888, 1152)
     """
-    chip = Trace()
+    chip = started(trace)
     return with_trace(_algorithm_1(chip, q, k, v, on_chip, key_mask, None, scale), chip, trace)
 
 
 def block_sparse(
-    q: Array, k: Array, v: Array, blocks: Array, on_chip: int, *, scale: float | None = None, trace: bool = False
+    q: Array,
+    k: Array,
+    v: Array,
+    blocks: Array,
+    on_chip: int,
+    *,
+    scale: float | None = None,
+    trace: bool | Trace = False,
 ) -> Any:
     """Block-sparse FlashAttention (Algorithm 5) for one head: Algorithm 1 that leaves out the zero blocks.
 
@@ -92,7 +99,7 @@ def block_sparse(
     shape = len(tiles(len(q), rows)), len(tiles(len(k), keys))
     if blocks.shape != shape:
         raise ValueError(f"blocks has shape {blocks.shape}; it must be {shape}, one for each tile of {rows} x {keys}")
-    chip = Trace()
+    chip = started(trace)
     return with_trace(_algorithm_1(chip, q, k, v, on_chip, None, blocks, scale), chip, trace)
 
 
@@ -159,7 +166,7 @@ def flash1_backward(
     *,
     key_mask: Array | None = None,
     scale: float | None = None,
-    trace: bool = False,
+    trace: bool | Trace = False,
 ) -> Any:
     """FlashAttention's Algorithm 4 for one head: P is computed again, tile by tile, from ℓ and m.
 
@@ -169,7 +176,7 @@ def flash1_backward(
     ----------
     dout : (Sq, Dv)
     q, k, v, out, ell, m, on_chip, key_mask, scale
-        What `flash1_forward` was given and returned. The tile sizes are the forward's (line 1), although more tiles are
+        What `flash1_forward` was given and returned. The tile sizes are the forward's (line 2), although more tiles are
         on the chip here: the trace tells how many elements that is.
 
     Returns
@@ -178,7 +185,7 @@ def flash1_backward(
         Shaped like q, k, v.
     """
     xp = namespace(dout=dout, q=q, k=k, v=v, out=out, ell=ell, m=m)
-    chip = Trace()
+    chip = started(trace)
     tau = default_scale(q, scale)
     rows, keys = tile_sizes(on_chip, max(q.shape[1], v.shape[1]))
     ell, m = ell[:, None], m[:, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..api import merge
-from .trace import Array, Trace, default_scale, namespace, tiles, with_trace
+from .trace import Array, Trace, default_scale, namespace, started, tiles, with_trace
 
 
 def flash2_forward(
@@ -17,12 +17,12 @@ def flash2_forward(
     keys: int = 64,
     causal: bool = False,
     scale: float | None = None,
-    trace: bool = False,
+    trace: bool | Trace = False,
 ) -> Any:
     """FlashAttention-2's Algorithm 1: O stays on the chip, unscaled, until all keys have been visited.
 
     Against FlashAttention: rows never meet another tile's rows, so O, ℓ and m never leave the chip between steps; O is
-    divided by ℓ once, at the end; and only the log-sum-exp L = m + log ℓ is stored for the backward (section 3.1).
+    divided by ℓ once, at the end; and only the log-sum-exp L = m + log ℓ is stored for the backward (section 3.1.1).
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def flash2_forward(
         Rows that see no key: 0 and -inf.
     """
     xp = namespace(q=q, k=k, v=v)
-    chip = Trace()
+    chip = started(trace)
     group = _group(q, k)
     out = xp.empty((*q.shape[:3], v.shape[3]), q.dtype)
     lse = xp.empty((q.shape[0], q.shape[2], q.shape[1]), q.dtype)
@@ -91,7 +91,7 @@ def flash2_backward(
     keys: int = 64,
     causal: bool = False,
     scale: float | None = None,
-    trace: bool = False,
+    trace: bool | Trace = False,
 ) -> Any:
     """FlashAttention-2's Algorithm 2: P = exp(S - L), and D = rowsum(dO ∘ O) once for each row.
 
@@ -109,7 +109,7 @@ def flash2_backward(
         Shaped like q, k, v.
     """
     xp = namespace(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-    chip = Trace()
+    chip = started(trace)
     group = _group(q, k)
     tau = default_scale(q, scale)
     diagonal = k.shape[1] - q.shape[1]
@@ -144,7 +144,9 @@ def flash2_backward(
     return with_trace((dq, dk, dv), chip, trace)
 
 
-def split_kv(q: Array, k: Array, v: Array, parts: int, *, scale: float | None = None, trace: bool = False) -> Any:
+def split_kv(
+    q: Array, k: Array, v: Array, parts: int, *, scale: float | None = None, trace: bool | Trace = False
+) -> Any:
     """Attention over `parts` ranges of keys, each on its own, combined by their log-sum-exps (Flash-Decoding, Dao et al.
     2023): with few queries the key ranges are what keeps a GPU busy.
 
@@ -162,10 +164,11 @@ def split_kv(q: Array, k: Array, v: Array, parts: int, *, scale: float | None = 
     namespace(q=q, k=k, v=v)
     if parts < 1:
         raise ValueError(f"parts is {parts}; it must be at least 1")
-    chip = Trace()
+    chip = started(trace)
     outs, lses = [], []
     for j in tiles(len(k), -(-len(k) // parts)):
-        out, lse, part = flash2_forward(*(x[None, :, None] for x in (q, k[j], v[j])), scale=scale, trace=True)
+        part = type(chip)()
+        out, lse, _ = flash2_forward(*(x[None, :, None] for x in (q, k[j], v[j])), scale=scale, trace=part)
         outs.append(out[0, :, 0])
         lses.append(lse[0, 0])
         chip.add(part)

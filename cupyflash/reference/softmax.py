@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .trace import Array, Trace, default_scale, namespace, with_trace
+from .trace import Array, Trace, default_scale, namespace, started, with_trace
 
 
-def safe_softmax(x: Array, *, trace: bool = False) -> Any:
+def safe_softmax(x: Array, *, trace: bool | Trace = False) -> Any:
     """Softmax over the last axis in three passes: the maximum, the sum of e^(x - max), the quotients.
 
     Milakov & Gimelshein 2018, Algorithm 2: 4 memory accesses per element. Subtracting the maximum keeps e^x from
@@ -23,7 +23,7 @@ def safe_softmax(x: Array, *, trace: bool = False) -> Any:
         A row of -inf gives 0.
     """
     xp = namespace(x=x)
-    chip = Trace()
+    chip = started(trace)
     y = xp.empty_like(x)
     m = xp.full(x.shape[:-1], -xp.inf, x.dtype)
     d = xp.zeros_like(m)
@@ -37,7 +37,7 @@ def safe_softmax(x: Array, *, trace: bool = False) -> Any:
     return with_trace((y,), chip, trace)
 
 
-def online_softmax(x: Array, *, trace: bool = False) -> Any:
+def online_softmax(x: Array, *, trace: bool | Trace = False) -> Any:
     """Softmax over the last axis in two passes: maximum and sum together, then the quotients.
 
     Milakov & Gimelshein 2018, Algorithm 3: 3 memory accesses per element instead of 4. When the maximum grows from m to
@@ -55,7 +55,7 @@ def online_softmax(x: Array, *, trace: bool = False) -> Any:
         A row of -inf gives 0.
     """
     xp = namespace(x=x)
-    chip = Trace()
+    chip = started(trace)
     y = xp.empty_like(x)
     m = xp.full(x.shape[:-1], -xp.inf, x.dtype)
     d = xp.zeros_like(m)
@@ -70,14 +70,15 @@ def online_softmax(x: Array, *, trace: bool = False) -> Any:
     return with_trace((y,), chip, trace)
 
 
-def flash_one_pass(q: Array, k: Array, v: Array, *, scale: float | None = None, trace: bool = False) -> Any:
+def flash_one_pass(q: Array, k: Array, v: Array, *, scale: float | None = None, trace: bool | Trace = False) -> Any:
     """Attention of one head in one pass over the keys for each row, without tiles.
 
     The online softmax again, with the output corrected along with the sum, so that no second pass is left:
 
         o ← o · (d · e^(m - m_new) / d_new) + v · (e^(x - m_new) / d_new)
 
-    That is line 12 of FlashAttention's Algorithm 1 with Br = Bc = 1 and the loops exchanged.
+    That is line 12 of FlashAttention's Algorithm 1 with Br = Bc = 1 and the loops exchanged. Rabe & Staats 2021 have the
+    same pass with one division, at the end.
 
     Parameters
     ----------
@@ -88,7 +89,7 @@ def flash_one_pass(q: Array, k: Array, v: Array, *, scale: float | None = None, 
     out (Sq, Dv)
     """
     xp = namespace(q=q, k=k, v=v)
-    chip = Trace()
+    chip = started(trace)
     tau = default_scale(q, scale)
     out = xp.empty((len(q), v.shape[1]), q.dtype)
     for i in range(len(q)):

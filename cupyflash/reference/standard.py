@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from .trace import Array, Trace, default_scale, namespace, with_trace
+from .trace import Array, Trace, default_scale, namespace, started, with_trace
 
 
 def standard_attention(
-    q: Array, k: Array, v: Array, *, key_mask: Array | None = None, scale: float | None = None, trace: bool = False
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    key_mask: Array | None = None,
+    scale: float | None = None,
+    trace: bool | Trace = False,
 ) -> Any:
     """softmax(scale · Q K^T) V, with S and P written to memory and read back.
 
@@ -27,7 +33,7 @@ def standard_attention(
         p is what the backward reads again: the N² elements that FlashAttention never stores.
     """
     xp = namespace(q=q, k=k, v=v)
-    chip = Trace()
+    chip = started(trace)
     qh, kh, vh = (_heads_first(x) for x in (q, k, v))
     s, p, out = (xp.empty((*qh.shape[:3], n), q.dtype) for n in (k.shape[1], k.shape[1], v.shape[3]))
 
@@ -48,7 +54,7 @@ def standard_attention(
 
 
 def standard_attention_backward(
-    dout: Array, q: Array, k: Array, v: Array, p: Array, *, scale: float | None = None, trace: bool = False
+    dout: Array, q: Array, k: Array, v: Array, p: Array, *, scale: float | None = None, trace: bool | Trace = False
 ) -> Any:
     """Gradients of standard attention from the stored P (FlashAttention, Algorithm 3): Θ(Nd + N²) HBM accesses.
 
@@ -64,7 +70,7 @@ def standard_attention_backward(
         Shaped like q, k, v.
     """
     xp = namespace(dout=dout, q=q, k=k, v=v, p=p)
-    chip = Trace()
+    chip = started(trace)
     tau = default_scale(q, scale)
     do, qh, kh, vh = (_heads_first(x) for x in (dout, q, k, v))
     dq, dk, dv, dp, ds = (xp.empty_like(x) for x in (qh, kh, vh, p, p))

@@ -101,6 +101,11 @@ def _module(x: Array) -> ModuleType:
     return cupy
 
 
+def started(trace: bool | Trace) -> Trace:
+    """The chip to work on: the caller's own, or a new one."""
+    return trace if isinstance(trace, Trace) else Trace()
+
+
 def default_scale(q: Array, scale: float | None) -> float:
     """`scale`, by default 1/sqrt(D)."""
     return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
@@ -111,7 +116,7 @@ def tiles(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def with_trace(results: tuple[Array, ...], chip: Trace, trace: bool) -> Any:
+def with_trace(results: tuple[Array, ...], chip: Trace, trace: bool | Trace) -> Any:
     """What a rung returns: its results, and the trace where it was asked for."""
     results = (*results, chip) if trace else results
     return results if len(results) > 1 else results[0]
