@@ -186,7 +186,7 @@ def compile_(
 def bench(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(help="forward, backward, host, jit, memory, fp32, cpu, all; plot draws the results."),
+        typer.Argument(help="forward, backward, host, jit, memory, fp32, ladder, cpu, all; plot draws the results."),
     ] = None,
     family: Family = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the JSON files. Default bench/results/<gpu>.")] = None,

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("rich")
 
 from cupyflash import bench
-from cupyflash.bench import machine, peers, plots, report, suites, timing
+from cupyflash.bench import ladder, machine, peers, plots, report, suites, timing
 from cupyflash.bench.suites import SUITES, Options
 from cupyflash.bench.timing import Candidate
 
@@ -370,6 +370,61 @@ def test_plot_without_results_says_so(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(FileNotFoundError, match="cupyflash bench"):
         bench.plot(tmp_path, tmp_path)
+
+
+# --- the ladder ---------------------------------------------------------------------------------------------------
+
+
+def test_rung_bytes_are_what_the_references_count():
+    from cupyflash import reference
+
+    n, d, tile = 48, 8, 8
+    q, k, v = np.ones((3, n, d))
+    batch = [x[None, :, None] for x in (q, k, v)]
+    *_, standard = reference.standard_attention(*batch, trace=True)
+    assert suites.rung_bytes("standard", 2, n, 3, d) == 6 * 2 * standard.moved
+    *_, second = reference.flash2_forward(*batch, rows=tile, keys=4, trace=True)
+    assert suites.rung_bytes("simt", 2, n, 3, d, tile) == 6 * 2 * (second.moved - n)  # without lse
+    *_, first = reference.flash1_forward(q, k, v, 4 * d * tile, trace=True)
+    inputs = 2 * n * d + n // tile * n * d  # float16; O, l and m are float32
+    assert suites.rung_bytes("flash1", 2, n, 3, d, tile) == 6 * (2 * inputs + 4 * (first.moved - inputs))
+
+
+def test_the_ladder_counts_the_bytes_of_every_family(monkeypatch):
+    from cupyflash.gpu import device
+    from cupyflash.gpu.plan import FAMILIES
+
+    monkeypatch.setattr(device, "current", lambda ordinal: device.Arch.of("sm_90a"))
+    (problem,) = (p for p in SUITES["ladder"].problems(Options()) if p["unit"] == "GB")
+    values, notes = SUITES["ladder"].measure(problem, Options())
+    assert set(values) == {"standard", "ours"} | (set(suites.LADDER) & set(FAMILIES)) and notes["ours"] == "sm90"
+    assert values["ours"] < values["simt"] < values["standard"] == pytest.approx(8.724, abs=1e-3)
+    monkeypatch.setattr(device, "current", lambda ordinal: device.Arch.of("sm_75"))
+    values, notes = SUITES["ladder"].measure(problem, Options())
+    assert notes["ours"] == "simt" and values["ours"] == values["simt"]
+    assert "sm80" not in values and "needs compute capability 8.0" in notes["sm80"]
+
+
+def test_the_ladder_fills_the_tutorial(tmp_path):
+    pytest.importorskip("matplotlib")
+    problems = SUITES["ladder"].problems(Options())
+    rows = []
+    for problem, best in zip(problems, (0.5, 1.5, 2.0)):
+        values = {"standard": 10 * best, "simt": 4 * best, "sm80": 2 * best, "ours": best}
+        notes = {"flash1": "ValueError: no such family", "ours": "sm90"}
+        rows.append(report.make_row(problem, problem["unit"], values, notes, suites.LADDER))
+    assert [row["unit"] for row in rows] == ["ms", "ms", "GB"]
+    report.save(tmp_path / "results" / "h200" / "ladder.json", {**synthetic("ladder"), "rows": rows})
+    page = tmp_path / "docs" / "tutorial.md"
+    page.parent.mkdir()
+    page.write_text(f"before\n{ladder.BEGIN}\nold\n{ladder.END}\nafter\n")
+    for _ in range(2):  # again: the same page
+        assert str(page) in bench.plot(tmp_path / "results", tmp_path / "docs")
+        text = page.read_text()
+        assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+        assert "| standard (CuPy, cuBLAS) | 5 ms | 15 ms | 20 GB |" in text
+        assert "| Hopper, `sm90` | 0.5 ms | 1.5 ms | 2 GB |" in text
+        assert "FlashAttention-1" not in text and text.count("NVIDIA H200, 2026-01-01: float16, batch 4, 16 heads") == 1
 
 
 # --- running ------------------------------------------------------------------------------------------------------

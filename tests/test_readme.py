@@ -5,24 +5,14 @@ from __future__ import annotations
 import math
 import re
 import runpy
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import blocks, commands, links
 
 TOP = Path(__file__).resolve().parent.parent
 README = (TOP / "README.md").read_text(encoding="utf-8")
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-
-
-def commands() -> list[list[str]]:
-    """Every command line of the bash blocks, as words."""
-    lines = [line for block in blocks("bash") for line in block.splitlines()]
-    return [shlex.split(part) for line in lines for part in line.partition("#")[0].split("&&") if part.strip()]
 
 
 def example(block: str) -> Any:
@@ -32,7 +22,7 @@ def example(block: str) -> Any:
     return pytest.param(block, imports, marks=marks, id="+".join(dict.fromkeys(imports)))
 
 
-@pytest.mark.parametrize(("block", "imports"), [example(block) for block in blocks("python")])
+@pytest.mark.parametrize(("block", "imports"), [example(block) for block in blocks(README, "python")])
 def test_python_examples_run(block: str, imports: list[str], tmp_path: Path) -> None:
     for library in imports:
         pytest.importorskip(library)
@@ -46,7 +36,7 @@ def test_python_examples_run(block: str, imports: list[str], tmp_path: Path) -> 
 
 
 def test_every_library_has_an_example() -> None:
-    source = "".join(blocks("python"))
+    source = "".join(blocks(README, "python"))
     for library in ("cupy", "numpy", "torch", "jax"):
         assert re.search(rf"^import {library}\b", source, re.MULTILINE), library
 
@@ -57,7 +47,7 @@ def test_commands_and_their_options_exist() -> None:
 
     group = typer.main.get_command(app)
     seen = set()
-    for program, *words in commands():
+    for program, *words in commands(README):
         if program == "cupyflash":
             name, *arguments = words
             group.commands[name].make_context(name, arguments)  # raises where an option does not exist
@@ -66,7 +56,7 @@ def test_commands_and_their_options_exist() -> None:
 
 
 def test_extras_exist() -> None:
-    lists = [re.findall(r"\[([\w,]+)\]", word) for words in commands() for word in words]
+    lists = [re.findall(r"\[([\w,]+)\]", word) for words in commands(README) for word in words]
     named = {extra for found in lists for names in found for extra in names.split(",")}
     assert {"demo", "test"} <= named
     extras = (TOP / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
@@ -74,8 +64,7 @@ def test_extras_exist() -> None:
 
 
 def test_links_and_files_exist() -> None:
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
     paths = re.findall(r"`((?:cupyflash|kernels_cu|docs|bench|examples)/[\w/]+(?:\.\w+)?)`", README)
-    assert links and paths
-    for path in (*links, *paths):
+    assert links(README) and paths
+    for path in (*links(README), *paths):
         assert (TOP / path).exists(), path

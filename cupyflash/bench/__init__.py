@@ -22,7 +22,8 @@ def run(
     Parameters
     ----------
     suites : names
-        "forward", "backward" (the papers' grid), "host", "jit", "memory", "fp32", "cpu", or "all": those that need a GPU.
+        "forward", "backward" (the papers' grid), "host", "jit", "memory", "fp32", "ladder", "cpu", or "all":
+        those that need a GPU.
     family : str, optional
         Force this kernel family; the file is then `<family>_<suite>.json`.
     out : folder, optional
@@ -46,7 +47,10 @@ def run(
 
 
 def plot(results: str | PathLike[str] = "bench/results", docs: str | PathLike[str] = "docs") -> list[str]:
-    """Draw the results as PNGs under `<docs>/plots` and write `<docs>/benchmarks.md`; returns the files written."""
+    """Draw the results as PNGs under `<docs>/plots`, write `<docs>/benchmarks.md` and the table in `<docs>/tutorial.md`.
+
+    Returns the files written.
+    """
     from .plots import plot as _plot
 
     return _plot(results, docs)

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from . import machine, report
+from . import ladder, machine, report
 from .report import Row, cell
 
 COLOURS = {
@@ -39,6 +39,7 @@ TITLES = {
     "memory": "Memory beyond inputs and results",
     "host": "Host time of a call",
     "jit": "First call in a new process",
+    "ladder": "The ladder",
     "cpu": "NumPy path",
 }
 INTRO = """# Benchmarks
@@ -69,7 +70,9 @@ def plot(results: str | PathLike[str], docs: str | PathLike[str]) -> list[str]:
         written.append(str(path))
     page = Path(docs, "benchmarks.md")
     page.write_text(markdown(found))
-    return [*written, str(page)]
+    written.append(str(page))
+    tutorial = Path(docs, "tutorial.md")
+    return [*written, str(tutorial)] if ladder.fill(tutorial, found) else written
 
 
 def markdown(found: Sequence[dict[str, Any]]) -> str:
@@ -187,10 +190,10 @@ def _lines(data: dict[str, Any]) -> Any:
 
 
 def _bars(data: dict[str, Any]) -> Any:
-    """A group of horizontal bars for each row, for suites without a range of lengths."""
+    """A group of horizontal bars for each row, for suites without a range of lengths; one unit in a picture."""
     from matplotlib.figure import Figure
 
-    rows = data["rows"]
+    rows = [row for row in data["rows"] if row["unit"] == data["rows"][0]["unit"]]
     keys = report.varying([row["problem"] for row in rows])
     names = ["ours", *_measured(rows)]
     bars: list[tuple[float, float, str]] = []  # position, value, name
@@ -214,6 +217,8 @@ def _bars(data: dict[str, Any]) -> Any:
     axis.grid(visible=False, axis="y")
     axis.tick_params(axis="y", length=0)
     axis.margins(x=0.08)
+    if data["suite"] == "ladder":  # from rung to rung by an order of magnitude
+        axis.set_xscale("log")
     axis.set_xlabel(f"{'µs' if rows[0]['unit'] == 'us' else rows[0]['unit']}")
     figure.legend(loc="outside lower center", ncols=min(4, len(names)), frameon=False)
     figure.suptitle(f"{_title(data)}, {data['machine']}", fontsize=13, fontweight="bold")

@@ -23,6 +23,9 @@ NAMES = {
     "math": "math (PyTorch)",
     "standard": "standard attention (CuPy)",
     "torch": "PyTorch SDPA",
+    "flash1": "FlashAttention-1 (ours)",
+    "simt": "FlashAttention-2, simt (ours)",
+    "sm80": "FlashAttention-2, sm80 (ours)",
     "jax-cudnn": "JAX cuDNN, jitted",
     "flex": "FlexAttention (torch.compile)",
 }
@@ -94,6 +97,7 @@ def ratio_text(value: float | None) -> Text:
 def summary(rows: Sequence[Row]) -> list[str]:
     """Geometric means against each peer and the best one, the worst row, short sequences, each head dimension."""
     lines = []
+    rows = [row for row in rows if row["unit"] == rows[0]["unit"]]
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     means = [(NAMES.get(name, name), geomean(_against(rows, name))) for name in peers]
     if any(mean is not None for _, mean in means):

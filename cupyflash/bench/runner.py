@@ -95,7 +95,7 @@ def _run_suite(console: Console, name: str, options: Options, path: Path, gpu: s
         for problem in problems:
             progress.update(task, description=" ".join(report.cell(problem[key]) for key in keys))
             values, notes = suite.measure(problem, options)
-            row = report.make_row(problem, suite.unit, values, notes, present)
+            row = report.make_row(problem, problem.get("unit", suite.unit), values, notes, present)
             results["rows"].append(row)
             report.save(path, results)
             _release()

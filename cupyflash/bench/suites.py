@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import attention, attention_backward
+from ..gpu.plan import KernelPlan, plan
+from ..problem import AttentionProblem
 from . import first_call, peers
 from .timing import Candidate, flops, gpu_sampler, host_sampler, interleave, reason
 
@@ -322,6 +324,72 @@ def _peak(prepare: peers.Prepare, case: peers.Case, backward: bool) -> int:
     return int(torch.cuda.max_memory_allocated()) - before - kept
 
 
+# --- ladder: from the formula to the planner's choice, on one problem ----------------------------------------------
+
+
+def _ladder(options: Options) -> list[Problem]:
+    fixed = {"dtype": "float16", "batch": 4, "heads": 16, "dim": 64, "causal": False}
+    fixed["seq"] = 1024 if options.quick else 4096
+    return [
+        {"pass": direction, "unit": unit, **fixed}
+        for direction, unit in (("forward", "ms"), ("backward", "ms"), ("forward", "GB"))
+    ]
+
+
+LADDER = ("standard", "flash1", "simt", "sm80")
+
+
+def _ladder_rung(problem: Problem, options: Options) -> Measured:
+    """Milliseconds of each rung; or the gigabytes that it moves, which follow from its tiles."""
+    if problem["unit"] == "GB":
+        return _moved(problem, options.family)
+    prepares = {name: peers.standard if name == "standard" else peers.ours(name) for name in LADDER}
+    prepares["ours"] = peers.ours(options.family)
+    candidates, notes = compare(prepares, _case(problem), problem["pass"] == "backward")
+    seconds, failures = interleave(list(candidates), options.rounds, gpu_sampler(candidates, options.min_ms))
+    return {name: 1e3 * t for name, t in seconds.items()}, notes | failures
+
+
+def _moved(problem: Problem, family: str | None) -> Measured:
+    """What the kernels of each rung ask of memory and its cache in a forward; notes tell ours' family."""
+    from ..gpu.device import current
+
+    shape = (problem["batch"], problem["seq"], problem["heads"], problem["dim"])
+    values, notes = {"standard": rung_bytes("standard", *shape) / 1e9}, {}
+    for name in (*LADDER[1:], "ours"):
+        asked = AttentionProblem(
+            problem["dtype"], shape[0], shape[1], shape[1], shape[2], shape[2], shape[3], shape[3], shape[3] ** -0.5
+        )
+        try:
+            chosen = plan(asked, current(0), family=family if name == "ours" else name)
+        except ValueError as objection:
+            notes[name] = reason(objection)
+            continue
+        values[name] = rung_bytes(chosen.family, *shape, tile=tile_of(chosen)) / 1e9
+        if name == "ours":
+            notes[name] = chosen.family
+    return values, notes
+
+
+def tile_of(chosen: KernelPlan) -> int:
+    """How many rows of the other side one row that was fetched serves: queries, in flash1 keys."""
+    constants = dict(chosen.constants)
+    tile = constants["OWNED"] if "OWNED" in constants else constants.get("ROWS") or 64 * constants["GROUPS"]
+    return int(tile)
+
+
+def rung_bytes(family: str, batch: int, seq: int, heads: int, dim: int, tile: int = 1) -> int:
+    """Bytes of a float16 forward, as `cupyflash.reference` counts them, with O, l and m of flash1 in float32."""
+    rows, steps = seq * dim, -(-seq // tile)
+    if family == "standard":
+        head = 2 * (4 * rows + 4 * seq**2)
+    elif family == "flash1":
+        head = 2 * (2 * rows + steps * rows) + 4 * (1 + 2 * steps) * (rows + 2 * seq)
+    else:
+        head = 2 * (2 * rows + steps * 2 * rows)
+    return batch * heads * head
+
+
 SUITES: dict[str, Suite] = {
     "forward": Suite("TFLOP/s", GRID_PEERS, functools.partial(_grid, "forward"), _grid_speed),
     "backward": Suite("TFLOP/s", GRID_PEERS, functools.partial(_grid, "backward"), _grid_speed),
@@ -329,5 +397,6 @@ SUITES: dict[str, Suite] = {
     "jit": Suite("s", ("flex",), _jit, _jit_time),
     "memory": Suite("MB", MEMORY_PEERS, _memory, _memory_peak),
     "fp32": Suite("TFLOP/s", WIDE_PEERS, _wide, _wide_speed),
+    "ladder": Suite("ms", LADDER, _ladder, _ladder_rung),
     "cpu": Suite("GFLOP/s", ("torch",), _cpu, _cpu_speed, needs_gpu=False),
 }
