@@ -22,8 +22,8 @@ def run(
     Parameters
     ----------
     suites : names
-        "forward", "backward" (the papers' grid), "host", "jit", "memory", "fp32", "ladder", "cpu", or "all":
-        those that need a GPU.
+        "forward", "backward" (the papers' grid), "host", "jit", "memory", "fp32", "figures", "training", "ladder",
+        "cpu"; "paper" (figures, memory and training: what the papers report), or "all": those that need a GPU.
     family : str, optional
         Force this kernel family; the file is then `<family>_<suite>.json`.
     out : folder, optional
@@ -31,7 +31,7 @@ def run(
     quick : bool
         Fewer problems, rounds and milliseconds.
     dtype : str
-        For the suites "forward", "backward" and "memory".
+        For the suites "forward", "backward", "figures" and "memory".
     rounds, min_ms : optional
         Samples of each candidate, and the least duration of one in milliseconds. Default 7 and 20, with quick 3 and 5.
 
@@ -47,7 +47,8 @@ def run(
 
 
 def plot(results: str | PathLike[str] = "bench/results", docs: str | PathLike[str] = "docs") -> list[str]:
-    """Draw the results as PNGs under `<docs>/plots`, write `<docs>/benchmarks.md` and the table in `<docs>/tutorial.md`.
+    """Draw the results as PNGs under `<docs>/plots` and write `<docs>/benchmarks.md`, `<docs>/papers.md` and the table in
+    `<docs>/tutorial.md`.
 
     Returns the files written.
     """

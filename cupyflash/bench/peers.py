@@ -159,6 +159,8 @@ LOADERS: dict[str, Callable[[], Prepare]] = {
     "efficient": functools.partial(sdpa, "EFFICIENT_ATTENTION"),
     "math": functools.partial(sdpa, "MATH"),
     "standard": lambda: standard,
+    "sm80": lambda: ours("sm80"),
+    "flash1": lambda: ours("flash1"),
     "torch": sdpa,
 }
 

@@ -19,6 +19,8 @@ COLOURS = {
     "efficient": "#8c564b",
     "math": "#7f7f7f",
     "standard": "#bcbd22",
+    "sm80": "#ff7f0e",
+    "flash1": "#e377c2",
 }
 STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
@@ -36,6 +38,7 @@ TITLES = {
     "forward": "Attention forward",
     "backward": "Attention backward",
     "fp32": "float32 and float64",
+    "both": "Attention forward and backward",
     "memory": "Memory beyond inputs and results",
     "host": "Host time of a call",
     "jit": "First call in a new process",
@@ -57,20 +60,25 @@ cannot do or what has no room. `bench/README.md` tells how to run it.
 
 def plot(results: str | PathLike[str], docs: str | PathLike[str]) -> list[str]:
     """See `cupyflash.bench.plot`."""
+    from . import papers  # which draws with what is here
+
     found = report.load(Path(results))
     if not found:
         raise FileNotFoundError(f"{results} has no <gpu>/<suite>.json; `cupyflash bench` writes them")
     folder = Path(docs, "plots")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for data in found:
-        figure = _figure(data)
+    benchmarks = [data for data in found if data["suite"] not in ("figures", "training")]
+    for data in benchmarks:
+        drawn = figure(data)
         path = folder / f"{data['file'].replace('/', '_')}.png"
-        figure.savefig(path, bbox_inches="tight", metadata={"Software": None})
+        drawn.savefig(path, bbox_inches="tight", metadata={"Software": None})
         written.append(str(path))
-    page = Path(docs, "benchmarks.md")
-    page.write_text(markdown(found))
-    written.append(str(page))
+    if benchmarks:
+        page = Path(docs, "benchmarks.md")
+        page.write_text(markdown(benchmarks))
+        written.append(str(page))
+    written += papers.write(found, Path(docs))
     tutorial = Path(docs, "tutorial.md")
     return [*written, str(tutorial)] if ladder.fill(tutorial, found) else written
 
@@ -122,7 +130,7 @@ def _title(data: dict[str, Any]) -> str:
     return TITLES[data["suite"]] + (f", family {data['family']} forced" if data["family"] else "")
 
 
-def _figure(data: dict[str, Any]) -> Any:
+def figure(data: dict[str, Any]) -> Any:
     """Lines over the sequence length where there are several, bars otherwise."""
     import matplotlib
 
@@ -164,9 +172,9 @@ def _lines(data: dict[str, Any]) -> Any:
                     linewidth=2.2 if ours else 1.3,
                     markersize=4 if ours else 6.5, markerfacecolor=None if ours else "none",  # seen even under ours
                 )  # fmt: skip
-            ceiling = _ceiling(panel[0], data["ceilings"])
-            if unit == "TFLOP/s" and ceiling:
-                axis.axhline(ceiling, color="#333333", linestyle="--", linewidth=1)
+            highest = ceiling(panel[0], data["ceilings"])
+            if unit == "TFLOP/s" and highest:
+                axis.axhline(highest, color="#333333", linestyle="--", linewidth=1)
             axis.set_xticks(range(len(lengths)), [f"{seq // 1024}k" if seq >= 1024 else str(seq) for seq in lengths])
             axis.set_title(", ".join(filter(None, [_words([down], first), _words(across, second)])))
             if unit == "TFLOP/s":
@@ -225,13 +233,13 @@ def _bars(data: dict[str, Any]) -> Any:
     return figure
 
 
-def _ceiling(row: Row, ceilings: dict[str, float | None]) -> float | None:
+def ceiling(row: Row, ceilings: dict[str, float | None]) -> float | None:
     return ceilings.get(machine.gemm_key(row["problem"]["dtype"]) + "_tflops")
 
 
 def _highest(rows: Sequence[Row], ceilings: dict[str, float | None]) -> float:
     """The highest value that these rows or their ceilings reach."""
-    values = [value for row in rows for value in (row["ours"], *row["peers"].values(), _ceiling(row, ceilings))]
+    values = [value for row in rows for value in (row["ours"], *row["peers"].values(), ceiling(row, ceilings))]
     return max((value for value in values if value is not None), default=1.0)
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import machine, peers, report
-from .suites import SUITES, Options
+from .suites import GROUPS, SUITES, Options
 
 
 def run(
@@ -31,7 +31,7 @@ def run(
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160  # a log has no edge
-    names = [name for name, suite in SUITES.items() if suite.needs_gpu] if "all" in suites else list(suites)
+    names = list(dict.fromkeys(name for asked in suites for name in GROUPS.get(asked, (asked,))))
     options = Options(
         family, dtype, rounds=rounds or (3 if quick else 7), min_ms=min_ms or (5 if quick else 20), quick=quick
     )
@@ -56,7 +56,7 @@ def run(
 
 def _check(name: str) -> None:
     if name not in SUITES:
-        raise machine.Unavailable(f"suites contains {name!r}; it must be of {', '.join(SUITES)} or all")
+        raise machine.Unavailable(f"suites contains {name!r}; it must be of {', '.join([*SUITES, *GROUPS])}")
     (machine.require_gpu if SUITES[name].needs_gpu else machine.require_torch)(name)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
+import math
 import os
 import warnings
 import zlib
@@ -120,12 +122,15 @@ def _taking(problem: Problem, names: tuple[str, ...], longest: int) -> tuple[dic
     return {name: peer for name, peer in found.items() if name not in notes}, notes
 
 
-def _speed(names: tuple[str, ...], longest: int, problem: Problem, options: Options) -> Measured:
-    """TFLOP/s of ours and the peers on the GPU, taken in turn."""
+def _speed(
+    names: tuple[str, ...], longest: int, problem: Problem, options: Options, patience: float = math.inf
+) -> Measured:
+    """TFLOP/s of ours and the peers on the GPU, taken in turn; `patience` as in `gpu_sampler`."""
     prepares, left_out = _taking(problem, names, longest)
     prepares["ours"] = peers.ours(options.family)
     candidates, notes = compare(prepares, _case(problem), problem["pass"] == "backward")
-    seconds, failures = interleave(list(candidates), options.rounds, gpu_sampler(candidates, options.min_ms))
+    sampler = gpu_sampler(candidates, options.min_ms, patience)
+    seconds, failures = interleave(list(candidates), options.rounds, sampler)
     return {name: _flops(problem) / 1e12 / t for name, t in seconds.items()}, left_out | notes | failures
 
 
@@ -144,6 +149,20 @@ def _grid(direction: str, options: Options) -> list[Problem]:
 
 GRID_PEERS = ("fa2", "cudnn", "fa3", "fa4", "efficient", "math")
 _grid_speed = functools.partial(_speed, GRID_PEERS, 4096)
+
+
+# --- figures: FlashAttention-2's Figures 4 to 7 -------------------------------------------------------------------
+
+
+def _figures(options: Options) -> list[Problem]:
+    """Both passes; the page computes the figures' third kind, forward and backward, from the two."""
+    grids = [_grid(direction, options) for direction in ("forward", "backward")]
+    return [problem for grid in grids for problem in grid if problem["dim"] <= 128]
+
+
+FIGURE_PEERS = ("fa2", "cudnn", "fa3", "sm80", "flash1", "math")
+# FlashAttention-1 has as many thread blocks as there are heads and takes seconds where those are few and long.
+_figure_speed = functools.partial(_speed, FIGURE_PEERS, 16384, patience=0.1)
 
 
 # --- fp32: the dtypes of scientific arrays ------------------------------------------------------------------------
@@ -390,6 +409,42 @@ def rung_bytes(family: str, batch: int, seq: int, heads: int, dim: int, tile: in
     return batch * heads * head
 
 
+# --- training: FlashAttention-2's Table 1 -------------------------------------------------------------------------
+
+
+def _training(options: Options) -> list[Problem]:
+    """8192 tokens a step, so that all ways of attention fit at 2k; at 8k also with activations computed again."""
+    models, lengths = (("1.3B",), (2048,)) if options.quick else (("1.3B", "2.7B"), (2048, 8192))
+    return [
+        {"model": model, "seq": seq, "batch": 8192 // seq, "recompute": recompute, "dtype": "bfloat16"}
+        for model, seq, recompute in itertools.product(models, lengths, (False, True))
+        if seq > 2048 or not recompute
+    ]
+
+
+TRAINING_PEERS = ("fa2", "math")
+
+
+def _training_speed(problem: Problem, options: Options) -> Measured:
+    """Model TFLOP/s; one after the other, as there is no room for several models."""
+    import torch
+
+    from . import gpt
+
+    size, steps, values, notes = gpt.SIZES[problem["model"]], 6 if options.quick else 16, {}, {}
+    for name in ("ours", *TRAINING_PEERS):
+        try:
+            done = gpt.train(size, problem["seq"], problem["batch"], name, steps, checkpoint=problem["recompute"])
+            work = problem["batch"] * gpt.model_flops(done.parameters, size.layers, size.width, problem["seq"])
+            values[name] = work / done.seconds / 1e12
+            notes[name] = f"{problem['batch'] * problem['seq'] / done.seconds:.0f} tokens/s"
+        except Exception as failure:  # noqa: BLE001 - as in compare; the most likely one is that memory does not suffice
+            notes[name] = reason(failure)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return values, notes
+
+
 SUITES: dict[str, Suite] = {
     "forward": Suite("TFLOP/s", GRID_PEERS, functools.partial(_grid, "forward"), _grid_speed),
     "backward": Suite("TFLOP/s", GRID_PEERS, functools.partial(_grid, "backward"), _grid_speed),
@@ -397,6 +452,9 @@ SUITES: dict[str, Suite] = {
     "jit": Suite("s", ("flex",), _jit, _jit_time),
     "memory": Suite("MB", MEMORY_PEERS, _memory, _memory_peak),
     "fp32": Suite("TFLOP/s", WIDE_PEERS, _wide, _wide_speed),
+    "figures": Suite("TFLOP/s", FIGURE_PEERS, _figures, _figure_speed),
+    "training": Suite("TFLOP/s", TRAINING_PEERS, _training, _training_speed),
     "ladder": Suite("ms", LADDER, _ladder, _ladder_rung),
     "cpu": Suite("GFLOP/s", ("torch",), _cpu, _cpu_speed, needs_gpu=False),
 }
+GROUPS = {"all": tuple(name for name in SUITES if SUITES[name].needs_gpu), "paper": ("figures", "memory", "training")}

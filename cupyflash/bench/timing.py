@@ -46,12 +46,41 @@ def interleave(
     return {name: statistics.median(samples[name]) for name in names if name not in failures}, failures
 
 
-def gpu_sampler(candidates: Mapping[str, Candidate], min_ms: float) -> Callable[[str], float]:
-    """A function for `interleave` that gives seconds per call on the GPU, from CUDA events around at least `min_ms`."""
+def torch_event() -> Any:
+    """A CUDA event for PyTorch's current stream."""
     import torch
 
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    return torch.cuda.Event(enable_timing=True)
+
+
+def cupy_event() -> Any:
+    """A CUDA event for CuPy's current stream, with the methods of PyTorch's."""
+    import cupy
+
+    class Event:
+        def __init__(self) -> None:
+            self.event = cupy.cuda.Event()
+            self.record, self.synchronize = self.event.record, self.event.synchronize
+
+        def elapsed_time(self, end: Event) -> float:
+            return float(cupy.cuda.get_elapsed_time(self.event, end.event))
+
+    return Event()
+
+
+def gpu_sampler(
+    candidates: Mapping[str, Candidate],
+    min_ms: float,
+    patience: float = math.inf,
+    event: Callable[[], Any] = torch_event,
+) -> Callable[[str], float]:
+    """A function for `interleave` that gives seconds per call on the GPU, from CUDA events around at least `min_ms`.
+
+    Whose call takes longer than `patience` seconds is timed in its first round alone.
+    """
+    start, end = event(), event()
     counts: dict[str, int] = {}
+    slow: dict[str, float] = {}
 
     def seconds(name: str, count: int) -> float:
         call, context = candidates[name]
@@ -65,8 +94,14 @@ def gpu_sampler(candidates: Mapping[str, Candidate], min_ms: float) -> Callable[
         return float(start.elapsed_time(end)) / 1e3 / count
 
     def sample(name: str) -> float:
+        if name in slow:
+            return slow[name]
         if name not in counts:
-            counts[name] = min(1000, max(1, math.ceil(min_ms / 1e3 / seconds(name, 2))))
+            first = seconds(name, 2)
+            if first > patience:
+                slow[name] = first
+                return first
+            counts[name] = min(1000, max(1, math.ceil(min_ms / 1e3 / first)))
         return seconds(name, counts[name])
 
     return sample

@@ -1,0 +1,47 @@
+"""Train a GPT model in PyTorch with one attention or another: FlashAttention-2's Table 1, a row of it.
+
+    python examples/train_gpt.py --model 1.3B --context 8192 --attention ours
+    python examples/train_gpt.py --model 1.3B --context 8192 --attention math --checkpoint
+    python examples/train_gpt.py --model tiny --context 64 --device cpu
+
+The model and the loop are in `cupyflash/bench/gpt.py`; tokens are synthetic. `cupyflash bench training` runs the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.progress import Progress
+
+from cupyflash.bench.gpt import SIZES, WAYS, Trained, model_flops, train
+
+
+def main(arguments: list[str] | None = None) -> Trained:
+    """Train for some steps; print the loss, tokens per second and model TFLOP/s."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SIZES, default="125M")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, help="sequences of a step; default: 8192 tokens' worth")
+    parser.add_argument("--attention", choices=WAYS, default="ours", help="ours; PyTorch's fa2 or math backend")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--checkpoint", action="store_true", help="compute activations again instead of keeping them")
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args(arguments)
+
+    size, batch = SIZES[args.model], args.batch or max(1, 8192 // args.context)
+    with Progress() as progress:
+        bar = progress.add_task(f"{args.model}, {args.context} tokens, {args.attention}", total=args.steps)
+        done = train(
+            size, args.context, batch, args.attention, args.steps, checkpoint=args.checkpoint, device=args.device,
+            told=lambda step: progress.advance(bar),
+        )  # fmt: skip
+    flops = model_flops(done.parameters, size.layers, size.width, args.context)
+    print(f"{done.parameters / 1e6:,.0f} million parameters; loss {done.losses[0]:.2f} -> {done.losses[-1]:.2f}")
+    print(
+        f"{batch * args.context / done.seconds:,.0f} tokens/s, {batch * flops / done.seconds / 1e12:,.1f} model TFLOP/s"
+    )
+    return done
+
+
+if __name__ == "__main__":
+    main()
