@@ -73,7 +73,7 @@ class Gpt(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
-            x = recompute(block, x, use_reentrant=False) if self.checkpoint else block(x)
+            x = recompute(block, x, use_reentrant=False, preserve_rng_state=False) if self.checkpoint else block(x)
         return functional.linear(self.norm(x), self.embedding.weight)
 
 
