@@ -106,6 +106,17 @@ def test_every_way_trains_the_same(checkpoint: bool) -> None:
         assert run.seconds > 0 and run.parameters == runs["math"].parameters
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_every_way_trains_the_same_on_a_gpu(checkpoint: bool) -> None:
+    """In bfloat16, with head dimension 80 as in the model of 2.7B."""
+    size = gpt.Size(2, 160, 2, 512)
+    losses = {way: gpt.train(size, 300, 4, way, 10, checkpoint=checkpoint).losses for way in gpt.WAYS}
+    assert losses["ours"][-1] < losses["ours"][0]
+    for found in losses.values():
+        assert found == pytest.approx(losses["math"], abs=0.02)
+
+
 def test_it_learns() -> None:
     losses = gpt.train(gpt.SIZES["tiny"], 64, 16, "fa2", 60, device="cpu").losses
     assert losses[-1] < losses[0] - 0.5
