@@ -218,6 +218,67 @@ def explain(
 
 
 def _given(**named: Array) -> None:
+def tune(
+    q: Any,
+    k: Any = None,
+    v: Any = None,
+    *,
+    dtype: str | None = None,
+    backward: bool = False,
+    family: str | None = None,
+    key_mask: Any = None,
+    store: bool = True,
+    rounds: int = 5,
+    min_ms: float = 10.0,
+    progress: Any = None,
+    **options: Any,
+) -> Any:
+    """Time the tiles that a problem's kernels could have on this GPU, and use the fastest from now on.
+
+    FlashAttention-2 (Dao 2023, section 3.3) chose them by hand and left this to future work. What is stored holds for
+    problems of the same dtype, head dimensions and kind of mask, with lengths up to the same power of two, on the same kind
+    of GPU.
+
+    Parameters
+    ----------
+    q, k, v, key_mask : arrays or shapes
+        As for `explain`. Only shapes matter: random arrays of that size are made on the GPU.
+    dtype : str, optional
+        For shapes: "float16", "bfloat16", "float32", "float64".
+    backward : bool
+        Tune `attention_backward`.
+    family : "sm90", "sm80", "simt", optional
+        Default: the one that such a call takes.
+    store : bool
+        Keep the fastest in `tuning.json` in the user's configuration folder (or CUPYFLASH_CONFIG_DIR). The file is
+        replaced at the end, whole; an interrupt leaves it as it was.
+    rounds, min_ms
+        How often each tile is timed, in turn, and for how many milliseconds at least.
+    progress : callable, optional
+        Called with what is being done, how many are done, and of how many.
+    **options
+        causal, window, scale, layout, deterministic, as for `attention`.
+
+    Returns
+    -------
+    Tuning
+        Every tile with its time or why it has none; `best`, and `gain` over the table's own.
+
+    Raises
+    ------
+    ImportError, RuntimeError
+        Where there is no CuPy or no GPU; RuntimeError also where the kernels do not run.
+    ValueError
+        For a family that has nothing to tune.
+    """
+    from .autotune import tune as _tune
+
+    return _tune(
+        q, k, v, dtype=dtype, backward=backward, family=family, key_mask=key_mask, store=store, rounds=rounds,
+        min_ms=min_ms, progress=progress or (lambda *_: None), **options,
+    )  # fmt: skip
+
+
     for name, x in named.items():
         if x is None:
             interop.library(name, x)  # raises: None is no array

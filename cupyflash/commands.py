@@ -116,12 +116,8 @@ def explain(
 ) -> None:
     """Tell how a call would run: kernels, registers, shared memory, FLOPs, bytes, workspace, copies, fall backs."""
     from . import explain as _explain
-    from .problem import to_bshd
 
-    q = _shape("--shape", shape)
-    k = q if kv_shape is None else _shape("--kv-shape", kv_shape)
-    v = k if v_shape is None else _shape("--v-shape", v_shape)
-    keys = k[:1] if len(k) == 2 else (k[0], to_bshd(k, layout)[1]) if len(k) == 4 else (to_bshd(k, layout)[1],)
+    q, k, v, keys = _shapes(shape, kv_shape, v_shape, layout)
     told = _explain(
         q, k, v, dtype=DTYPES.get(dtype, dtype), arch=arch, backward=backward, causal=_causal(causal, top_left),
         window=_window(window), key_mask=keys if key_mask else None, layout=layout, deterministic=deterministic,
@@ -183,14 +179,70 @@ def compile_(
 
 
 @app.command()
+def tune(
+    shape: Annotated[str | None, typer.Option(help="Of q, as in 2,8192,16,128.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, fp64 or their long names.")] = "bfloat16",
+    kv_shape: Annotated[str | None, typer.Option(help="Of k and v. Default: that of q.")] = None,
+    v_shape: Annotated[str | None, typer.Option(help="Of v, where its last dimension is not that of k.")] = None,
+    causal: Causal = False,
+    top_left: TopLeft = False,
+    window: Window = None,
+    key_mask: Annotated[bool, typer.Option("--key-mask", help="With a key mask.")] = False,
+    layout: Layout = "bshd",
+    backward: Annotated[bool, typer.Option("--backward", help="Tune the gradients instead.")] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Gradients bitwise the same.")] = False,
+    family: Family = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each tile is timed.")] = 5,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing.")] = False,
+    export: Annotated[bool, typer.Option("--export", help="Print what is stored as rows for gpu/tuning.py.")] = False,
+) -> None:
+    """Time the tiles that a problem's kernels could have on this GPU, and use the fastest from now on."""
+    from . import tune as _tune
+    from . import tuned
+
+    if export:
+        from .autotune import export as lines
+
+        found = tuned.stored()
+        if not found.entries:
+            raise ValueError(found.note or f"{tuned.path()} holds nothing; cupyflash tune --shape ... fills it")
+        for line in lines(found.entries):
+            typer.echo(line)
+        return
+    if shape is None:
+        raise ValueError("--shape is missing; it is the shape of q, as in --shape 2,8192,16,128")
+    q, k, v, keys = _shapes(shape, kv_shape, v_shape, layout)
+    console = _console()
+    columns = (TextColumn("{task.description}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("compile", total=None)
+        result = _tune(
+            q, k, v, dtype=DTYPES.get(dtype, dtype), backward=backward, causal=_causal(causal, top_left),
+            window=_window(window), key_mask=keys if key_mask else None, layout=layout, deterministic=deterministic,
+            family=family, rounds=rounds, store=not dry_run,
+            progress=lambda what, done, total: progress.update(bar, description=what, completed=done, total=total),
+        )  # fmt: skip
+    console.print(_tuning_table(result))
+    if result.best is result.trials[0]:
+        console.print("the table's own tile is the fastest, or as fast")
+    else:
+        console.print(f"{result.gain:.3f} times as fast as the table's own tile")
+    if result.path is not None:
+        console.print(f"written to {result.path}", soft_wrap=True)
+
+
+@app.command()
 def bench(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(help="forward, backward, host, jit, memory, fp32, ladder, cpu, all; plot draws the results."),
+        typer.Argument(
+            help="forward, backward, host, jit, memory, fp32, figures, training, ladder, cpu; paper: what the papers "
+            "report; all; plot draws the results."
+        ),
     ] = None,
     family: Family = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the JSON files. Default bench/results/<gpu>.")] = None,
-    dtype: Annotated[str, typer.Option(help="For the suites forward, backward, memory.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="For the suites forward, backward, figures, memory.")] = "bfloat16",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer problems, rounds and milliseconds.")] = False,
 ) -> None:
     """Measure beside every other attention that can be imported, in turn in the same run."""
@@ -251,6 +303,45 @@ def _shape(name: str, text: str) -> tuple[int, ...]:
     if not 2 <= len(shape) <= 4:
         raise ValueError(f"{name} is {text!r}; it must be 2 to 4 integers, as in 2,8192,16,128")
     return shape
+
+
+def _shapes(
+    shape: str, kv_shape: str | None, v_shape: str | None, layout: str
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shapes of q, k, v and of a key mask for them."""
+    from .problem import to_bshd
+
+    q = _shape("--shape", shape)
+    k = q if kv_shape is None else _shape("--kv-shape", kv_shape)
+    v = k if v_shape is None else _shape("--v-shape", v_shape)
+    keys = k[:1] if len(k) == 2 else (k[0], to_bshd(k, layout)[1]) if len(k) == 4 else (to_bshd(k, layout)[1],)
+    return q, k, v, keys
+
+
+def _tuning_table(result: Any) -> Table:
+    """Every tile that was tried, the fastest first."""
+    sets = [dict(trial.plan.constants) for trial in result.trials]
+    names = [name for name in sets[0] if len({constants.get(name) for constants in sets}) > 1]
+    flops = result.problem.flops(result.backward) / 1e12
+    table = Table(title=f"{result.family} {'backward' if result.backward else 'forward'}, {len(sets)} tiles")
+    for heading in (*(name.lower() for name in names), "ms", "TFLOP/s", "against the table's"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    own = result.trials[0]
+    order = sorted(zip(result.trials, sets), key=lambda pair: pair[0].seconds or float("inf"))
+    for trial, constants in order:
+        cells = [str(constants.get(name, "")) for name in names]
+        if trial.seconds is None:
+            cells += ["", "", ""]
+        else:
+            cells += [
+                f"{1e3 * trial.seconds:.4g}",
+                f"{flops / trial.seconds:.4g}",
+                f"{own.seconds / trial.seconds:.3f}x",
+            ]
+        note = "the table's own" if trial is own else trial.note
+        table.add_row(*cells, Text(note), style="bold" if trial is result.best else "" if trial.seconds else "dim")
+    return table
 
 
 def _kernel_table(done: list[Any], order: dict[Any, int]) -> Table:

@@ -105,7 +105,7 @@ def explain(
     options = {name: value for name, value in options.items() if name not in ("return_lse", "out", "grads")}
     k = q if k is None else k
     given = {"q": q, "k": k, "v": k if v is None else v, "key_mask": key_mask}
-    views = {name: _view(name, x, dtype, arch) for name, x in given.items() if x is not None}
+    views = {name: as_view(name, x, dtype, arch) for name, x in given.items() if x is not None}
     problem = rules.describe(**views, **options)
     device = views["q"].device
     if device == "cpu" and arch is None:
@@ -144,6 +144,8 @@ def _on_gpu(
         return Explanation(problem, backward, arch.name, "none", {}, (), flops, moved, {}, (), (), (note,))
     chosen = plan(problem, arch, backward, family)
     resources, notes = _compiled(chosen)
+    if arch_name is None:
+        notes += _tuning(problem, arch, backward, chosen.family)
     if backward:  # as a caller would make them
         shape = rules.out_shape(views["q"].shape, problem)
         views = views | {
@@ -178,6 +180,16 @@ def _compiled(chosen: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
         return {}, (f"registers and shared memory are unknown: {error}",)
 
 
+def _tuning(problem: AttentionProblem, arch: Any, backward: bool, family: str) -> tuple[str, ...]:
+    """Where the tiles come from, if not from the table; why the stored ones are not used, if they are not."""
+    from . import tuned
+
+    key = tuned.entry(problem, arch.name, arch.sms, family, backward).key
+    own = [x for x in arch.tuned if x.key == key]
+    said = [f"tiles tuned on {x.date}: {x.ms:.3g} ms, the table's took {x.table_ms:.3g} ms" for x in own]
+    return (*said, *filter(None, [tuned.stored().note]))
+
+
 def _copies(views: dict[str, View], chosen: Any) -> tuple[str, ...]:
     from .gpu.strides import needs_copy
 
@@ -193,7 +205,7 @@ def _copies(views: dict[str, View], chosen: Any) -> tuple[str, ...]:
     return tuple(copies)
 
 
-def _view(name: str, x: Any, dtype: str | None, arch: str | None) -> View:
+def as_view(name: str, x: Any, dtype: str | None, arch: str | None) -> View:
     from .gpu.strides import contiguous
 
     if not isinstance(x, (tuple, list)):

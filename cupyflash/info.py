@@ -31,6 +31,7 @@ def facts() -> list[tuple[str, str]]:
         ("NVRTC", _nvrtc()),
         *[(name, _version(distributions)) for name, distributions in PACKAGES.items()],
         ("cache", f"{cache.path}: {cache.entries} programs, {cache.bytes / 2**20:.1f} MiB"),
+        ("tuning", _tuning()),
         ("kernels", f"{kernels_folder()}, SHA-256 {sources_digest()[:16]}"),
     ]
 
@@ -55,6 +56,13 @@ def _gpus() -> list[tuple[str, str]]:
         found.append((f"GPU {ordinal}", f"{name}, {memory:.0f} GiB, {text}"))
     versions = (version_text(version()) for version in (runtime.runtimeGetVersion, runtime.driverGetVersion))
     return [*found, ("CUDA", "runtime {}, driver for up to {}".format(*versions))]
+
+
+def _tuning() -> str:
+    from . import tuned
+
+    found = tuned.stored()
+    return found.note or f"{tuned.path()}: {len(found.entries)} tiles"
 
 
 def _nvrtc() -> str:

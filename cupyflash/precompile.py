@@ -76,8 +76,11 @@ def compile_all(work: Sequence[Job]) -> Iterator[Done]:
     yield from map(_compile, work[:1])  # on this thread: cuda.core cannot be imported by several at once
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [pool.submit(_compile, job) for job in work[1:]]
-        for future in as_completed(futures):
-            yield future.result()
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)  # an interrupt waits for those at work alone
 
 
 def _compile(job: Job) -> Done:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -74,7 +75,7 @@ def problem_of(arrays: dict[str, np.ndarray], **options: object):
 def test_help_names_every_command(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
-    for command in ("demo", "attend", "explain", "info", "compile", "bench"):
+    for command in ("demo", "attend", "explain", "info", "compile", "tune", "bench"):
         assert command in out
 
 
@@ -417,6 +418,54 @@ def test_compile_tells_of_a_refused_source(run: Run, cache: Path, monkeypatch: p
     code, out, _ = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--forward", "--full")
     assert code == 1
     assert "failed" in out and "cannot compile for sm_80" in out
+
+
+def test_tune_prints_every_tile(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupyflash.autotune import Tuning, candidates
+    from cupyflash.gpu.device import Arch
+    from cupyflash.problem import AttentionProblem
+
+    asked = AttentionProblem("bfloat16", 2, 512, 512, 4, 4, 64, 64, 0.125)
+    own, best, wrong, *_ = candidates(asked, Arch.of("sm_80"), False, "sm80")
+    own, best = replace(own, seconds=2e-3), replace(best, seconds=1e-3)
+    wrong = replace(wrong, note="wrong: differs by 1.0e+00")
+    calls = []
+
+    def tune(*shapes: object, **options: object) -> Tuning:
+        calls.append((shapes, options))
+        options["progress"]("time", 1, 2)
+        return Tuning(asked, False, "sm80", (own, best, wrong), best, "/there/tuning.json")
+
+    monkeypatch.setattr(cupyflash, "tune", tune)
+    code, out, err = run("tune", "--shape", "2,512,4,64", "--causal", "--key-mask", "--dry-run", "--family", "sm80")
+    assert (code, err) == (0, "")
+    ((shapes, options),) = calls
+    assert shapes == ((2, 512, 4, 64),) * 3 and options["key_mask"] == (2, 512) and options["dtype"] == "bfloat16"
+    assert options["causal"] is True and options["family"] == "sm80" and options["store"] is False
+    for text in ("2.000x", "the table's own", "wrong: differs", "2.000 times as fast", "/there/tuning.json", "keys"):
+        assert text in out
+    assert out.index("2.000x") < out.index("the table's own") < out.index("wrong: differs")
+
+
+def test_tune_export(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from cupyflash import tuned
+
+    monkeypatch.setenv("CUPYFLASH_CONFIG_DIR", str(tmp_path))
+    tuned.stored.cache_clear()
+    code, out, err = run("tune", "--export")
+    assert (code, out) == (2, "") and "tuning.json holds nothing" in err
+    problem = problem_of({name: np.empty((1, 100, 2, 64), np.float16) for name in "qkv"})
+    tuned.replace([tuned.entry(problem, "sm_80", 108, "sm80", False, (64, 64, 4, 1, 2, 2))], [])
+    code, out, _ = run("tune", "--export")
+    tuned.stored.cache_clear()
+    assert code == 0 and out.splitlines()[1] == "(64, 64, 64, 4, 1, 2, 2),"
+
+
+def test_tune_errors(run: Run, no_gpu: None) -> None:
+    code, out, err = run("tune")
+    assert (code, out) == (2, "") and "--shape is missing" in err
+    code, out, err = run("tune", "--shape", "2,512,4,64")
+    assert (code, out) == (2, "") and "arrays on a GPU need CuPy" in err and err.count("\n") == 1
 
 
 def test_bench_is_handed_over(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,139 @@
+"""What `cupyflash tune` found on this machine: a small JSON in the user's configuration folder, read once per process.
+
+It holds tiles that were timed with certain kernels. A file from other sources, or one that cannot be read, is left alone:
+the tables in gpu/tuning.py are used, and `explain` tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .folders import user_folder
+from .problem import AttentionProblem
+
+AGAIN = "run `cupyflash tune` again"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The tile for a class of problems on a kind of GPU. `tile` has the fields of the family's table, without its limits."""
+
+    arch: str
+    sms: int
+    family: str
+    backward: bool
+    dtype: str
+    dim: int
+    dim_v: int
+    banded: bool  # causal or a window
+    key_mask: bool
+    deterministic: bool
+    seq_q: int  # lengths up to this power of two, and above half of it
+    seq_k: int
+    tile: tuple[int, ...]
+    ms: float = 0.0  # what was measured, and with the table's own tile
+    table_ms: float = 0.0
+    date: str = ""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What it is for."""
+        return dataclasses.astuple(dataclasses.replace(self, tile=(), ms=0.0, table_ms=0.0, date=""))
+
+
+def entry(
+    problem: AttentionProblem, arch: str, sms: int, family: str, backward: bool, tile: tuple[int, ...] = ()
+) -> Tuned:
+    """The entry for the class that a problem belongs to. Batch and heads are not part of it."""
+    banded = problem.left is not None or problem.right is not None
+    return Tuned(
+        arch, sms, family, backward, problem.dtype, problem.dim, problem.dim_v, banded, problem.key_mask,
+        problem.deterministic, _power(problem.seq_q), _power(problem.seq_k), tile,
+    )  # fmt: skip
+
+
+def _power(n: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the file holds; `note` says why it is not used, where it is not."""
+
+    entries: tuple[Tuned, ...] = ()
+    note: str = ""
+
+
+def path() -> Path:
+    """tuning.json in CUPYFLASH_CONFIG_DIR, or in "cupyflash" in the user's configuration folder."""
+    folder = user_folder(
+        "CUPYFLASH_CONFIG_DIR", ("APPDATA", "AppData/Roaming"), "Library/Application Support",
+        ("XDG_CONFIG_HOME", ".config"),
+    )  # fmt: skip
+    return folder / "tuning.json"
+
+
+@functools.cache
+def stored() -> Stored:
+    """The file, as this process knows it."""
+    try:
+        text = path().read_text(encoding="utf-8")
+    except OSError:
+        return Stored()  # the usual case, and all that it costs
+    from .gpu.source import sources_digest
+
+    try:
+        data = json.loads(text)
+        if data["sources"] != sources_digest():
+            return Stored(note=f"{path()} was tuned for other kernel sources and is not used; {AGAIN}")
+        return Stored(tuple(_entry(row) for row in data["rows"]))
+    except (ValueError, TypeError, KeyError):
+        return Stored(note=f"{path()} is not a file of this version of `cupyflash tune` and is not used; {AGAIN}")
+
+
+def _entry(row: dict[str, Any]) -> Tuned:
+    tile = tuple(row["tile"])
+    if not all(type(n) is int for n in tile):
+        raise TypeError("a tile is a list of integers")
+    return Tuned(**{**row, "tile": tile})
+
+
+def save(entries: Iterable[Tuned]) -> Path:
+    """Write the file whole or not at all: who reads it meanwhile, and who is interrupted, has the old one."""
+    from .gpu.source import sources_digest
+
+    rows = [dataclasses.asdict(x) for x in entries]
+    text = json.dumps({"sources": sources_digest(), "rows": rows}, indent=1) + "\n"
+    target = path()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(prefix=target.name, dir=target.parent)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(partial, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(partial)
+        raise
+    stored.cache_clear()
+    return target
+
+
+def replace(found: Iterable[Tuned], keys: Iterable[tuple[Any, ...]]) -> Path:
+    """Put `found` in the place of whatever the file has under `keys`, and keep the rest.
+
+    Entries that other sources left are dropped: they would be wrong under this digest.
+    """
+    stored.cache_clear()  # another process may have written since
+    gone = set(keys)
+    return save([*(x for x in stored().entries if x.key not in gone), *found])

@@ -1,0 +1,390 @@
+"""Tuning without a GPU: which tiles are tried, how one wins by a fake clock, what is stored, and who believes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from kernel_cover import problem
+
+import cupyflash
+from cupyflash import autotune, precompile, tuned
+from cupyflash.autotune import FIELDS, candidates, table
+from cupyflash.gpu import device, tuning
+from cupyflash.gpu.device import Arch
+from cupyflash.gpu.plan import FAMILIES, plan
+
+A100, H200 = Arch.of("sm_80"), Arch.of("sm_90a")
+SHAPE = (2, 1000, 8, 64)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A configuration folder of the test's own; the file in it."""
+    monkeypatch.setenv("CUPYFLASH_CONFIG_DIR", str(tmp_path / "config"))
+    tuned.stored.cache_clear()
+    yield tmp_path / "config" / "tuning.json"
+    tuned.stored.cache_clear()
+
+
+def entry(tile: tuple[int, ...], arch: Arch = A100, backward: bool = False, family: str = "sm80", **fields: object):
+    return tuned.entry(problem("float16", **fields), arch.name, arch.sms, family, backward, tile)
+
+
+# ---- what is tried ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "backward"), FIELDS)
+def test_fields_are_the_columns_of_the_table(family: str, backward: bool) -> None:
+    rows = table(family, backward)
+    assert rows and {len(tile) for tile in rows} == {len(FIELDS[family, backward])}
+
+
+@pytest.mark.parametrize(("family", "backward"), FIELDS)
+def test_candidates_fit_and_differ(family: str, backward: bool) -> None:
+    for dim in (64, 128):
+        asked = problem("float16", dim)
+        if FAMILIES[family][0](asked, H200, backward) is not None:
+            continue
+        trials = list(candidates(asked, H200, backward, family))
+        assert trials[0].tile == () and trials[0].plan == plan(asked, H200, backward, family)
+        assert len({trial.plan.constants for trial in trials}) == len(trials) > 1
+        assert {trial.plan.family for trial in trials} == {family}
+        for trial in trials:
+            assert all(launch.shared_memory <= H200.shared_memory for launch in trial.plan.launches)
+            assert all(launch.threads <= 1024 for launch in trial.plan.launches)
+
+
+def test_warps_share_a_tile_evenly() -> None:
+    for dim in (64, 128, 256):
+        for trial in candidates(problem("float16", dim), A100, False, "sm80"):
+            c = dict(trial.plan.constants)
+            assert c["ROWS"] % (16 * c["WARPS"] // c["COLUMN_WARPS"]) == 0 and c["KEYS"] % (16 * c["COLUMN_WARPS"]) == 0
+            assert c["ROWS"] * (c["DIM_V"] + c["KEYS"]) <= 32 * c["WARPS"] * 255  # its sums have room in the registers
+
+
+def test_a_family_with_nothing_to_choose() -> None:
+    with pytest.raises(ValueError, match="family is 'flash1'; it has nothing to tune"):
+        list(candidates(problem("float16"), A100, False, "flash1"))
+
+
+# ---- what is stored --------------------------------------------------------------------------------------------------
+
+
+def test_stored_and_read_again(store: Path) -> None:
+    first, second = entry((64, 64, 4, 1, 2, 2)), entry((64, 32, 4, 1, 2, 2), seq_q=5000)
+    assert tuned.stored() == tuned.Stored()
+    assert tuned.replace([first], [first.key]) == store
+    tuned.replace([second], [second.key])
+    assert tuned.stored().entries == (first, second)
+    other = dataclasses.replace(first, tile=(128, 32, 4, 1, 2, 2), ms=1.0)
+    tuned.replace([other], [other.key])
+    assert set(tuned.stored().entries) == {second, other}
+    tuned.replace([], [second.key])
+    assert tuned.stored().entries == (other,)
+    assert [path.name for path in store.parent.iterdir()] == ["tuning.json"]
+
+
+def test_other_sources_are_rejected_with_a_note(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned.replace([entry((64, 64, 4, 1, 2, 2))], [])
+    store.write_text(store.read_text().replace('"sources": "', '"sources": "0'))
+    tuned.stored.cache_clear()
+    assert tuned.stored().entries == () and "other kernel sources" in tuned.stored().note
+    monkeypatch.setattr(device, "current", lambda ordinal: A100)
+    explained = cupyflash.explain(SHAPE, dtype="float16")
+    assert any("other kernel sources" in note and "cupyflash tune" in note for note in explained.notes)
+    assert not cupyflash.explain(SHAPE, dtype="float16", arch="sm_80").notes
+    tuned.replace([], [])  # the next tuning starts anew
+    assert tuned.stored() == tuned.Stored()
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"sources": 1}', "rows", "tile"])
+def test_a_damaged_file_is_no_error(store: Path, damage: str) -> None:
+    tuned.replace([entry((64, 64, 4, 1, 2, 2))], [])
+    data = json.loads(store.read_text())
+    if damage == "rows":
+        data["rows"] = [{"tile": [1], "colour": "red"}]
+    elif damage == "tile":
+        data["rows"][0]["tile"] = ["64", 64, 4, 1, 2, 2]
+    store.write_text(json.dumps(data) if damage in ("rows", "tile") else damage)
+    tuned.stored.cache_clear()
+    assert tuned.stored().entries == () and str(store) in tuned.stored().note
+
+
+def test_an_interrupt_leaves_the_old_file(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned.replace([entry((64, 64, 4, 1, 2, 2))], [])
+    before = store.read_bytes()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tuned.replace([entry((64, 32, 4, 1, 2, 2))], [])
+    assert store.read_bytes() == before
+    assert [path.name for path in store.parent.iterdir()] == ["tuning.json"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "variables", "place"),
+    [
+        ("linux", {}, "home/.config/cupyflash"),
+        ("linux", {"XDG_CONFIG_HOME": "/xdg"}, "/xdg/cupyflash"),
+        ("win32", {"APPDATA": "/roaming"}, "/roaming/cupyflash"),
+        ("darwin", {"XDG_CONFIG_HOME": "/xdg"}, "home/Library/Application Support/cupyflash"),
+        ("linux", {"CUPYFLASH_CONFIG_DIR": "/mine", "XDG_CONFIG_HOME": "/xdg"}, "/mine"),
+    ],
+)
+def test_place(monkeypatch: pytest.MonkeyPatch, platform: str, variables: dict[str, str], place: str) -> None:
+    for name in ("CUPYFLASH_CONFIG_DIR", "XDG_CONFIG_HOME", "APPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(Path, "home", lambda: Path("home"))
+    assert tuned.path() == Path(place, "tuning.json")
+
+
+# ---- who believes it -------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_takes_the_tile_of_its_class_alone() -> None:
+    own = dataclasses.replace(A100, tuned=(entry((64, 96, 4, 1, 1, 3)),))
+    like, longer = problem("float16", seq_q=1024, seq_k=600, batch=7), problem("float16", seq_q=1025)
+    c = dict(plan(like, own).constants)
+    assert [c[name] for name in ("ROWS", "KEYS", "WARPS", "STAGES", "MIN_BLOCKS")] == [64, 96, 4, 1, 3]
+    others = (longer, problem("bfloat16"), problem("float16", 128), problem("float16", right=0), problem("float32"))
+    for asked in others:
+        assert plan(asked, own) == plan(asked, A100)
+    assert plan(like, own, True) == plan(like, A100, True)
+    assert plan(like, own, family="simt") == plan(like, A100, family="simt")
+
+
+@pytest.mark.parametrize(("family", "backward"), FIELDS)
+def test_every_family_takes_a_tuned_tile(family: str, backward: bool) -> None:
+    asked = problem("float16")
+    if FAMILIES[family][0](asked, H200, backward) is None:
+        *_, last = candidates(asked, H200, backward, family)
+        own = dataclasses.replace(H200, tuned=(entry(last.tile, H200, backward, family),))
+        assert plan(asked, own, backward, family) == last.plan != plan(asked, H200, backward, family)
+
+
+def test_a_gpu_knows_what_was_tuned_on_its_kind(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, other = entry((64, 64, 4, 1, 2, 2), Arch("sm_86", 86, 7, 99)), entry((64, 64, 4, 1, 2, 2), H200)
+    tuned.replace([mine, other], [])
+    runtime = SimpleNamespace(
+        getDeviceCount=lambda: 1, deviceGetAttribute=lambda what, _: what, cudaDevAttrMultiProcessorCount=7,
+        cudaDevAttrMaxSharedMemoryPerBlockOptin=99,
+    )  # fmt: skip
+    cuda = SimpleNamespace(runtime=runtime, Device=lambda _: SimpleNamespace(compute_capability="86"))
+    monkeypatch.setattr(device, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
+    assert device.current.__wrapped__(0) == Arch("sm_86", 86, 7, 99, (mine,))
+
+
+def test_explain_tells_of_a_tuned_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dataclasses.replace(entry((64, 96, 4, 1, 1, 3)), ms=0.5, table_ms=0.6, date="2026-01-02")
+    monkeypatch.setattr(device, "current", lambda ordinal: dataclasses.replace(A100, tuned=(found,)))
+    told = cupyflash.explain(SHAPE, dtype="float16")
+    assert told.tiles["KEYS"] == 96
+    assert "tiles tuned on 2026-01-02: 0.5 ms, the table's took 0.6 ms" in told.notes
+    assert not any("tuned" in note for note in cupyflash.explain((2, 5000, 8, 64), dtype="float16").notes)
+
+
+# ---- how one wins ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(store: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU and a compiler that are not there. `seconds(tile)` is the clock, `spills` and `wrong` are sets of tiles."""
+    fake = SimpleNamespace(seconds=lambda tile: 1e-3, spills=set(), wrong=set(), stop=None, forgotten=0)
+    by_plan: dict[object, tuple[int, ...]] = {}
+
+    def compile_all(jobs):
+        for number, job in enumerate(reversed(jobs)):
+            tile = tile_of(job.plan)
+            spilled = 9999 if tile in fake.spills else 0
+            resources = {"attention_forward": SimpleNamespace(spill_stores=spilled, spill_loads=0)}
+            compiled = SimpleNamespace(resources=resources, log="")
+            error = (
+                RuntimeError("NVRTC says:\na.cu(22): error: static assertion failed\nmore")
+                if number == fake.stop
+                else None
+            )
+            yield SimpleNamespace(job=job, compiled=None if error else compiled, error=error)
+
+    def tile_of(chosen):
+        c = dict(chosen.constants)
+        return tuple(c[name] for name in ("ROWS", "KEYS", "WARPS", "COLUMN_WARPS", "STAGES", "MIN_BLOCKS"))
+
+    def on_gpu(*_):
+        def prepare(trial):
+            tile = tile_of(trial.plan)
+            result = np.full((2, 3), 1.1 if tile in fake.wrong else 1.0, np.float16)
+            call = lambda: (result,)
+            by_plan[call] = tile
+            return call
+
+        return prepare
+
+    def sampler(ready, min_ms, event):
+        assert event is autotune.cupy_event
+        return lambda name: fake.seconds(by_plan[ready[name].call])
+
+    def forget():
+        fake.forgotten += 1
+
+    monkeypatch.setattr(device, "current", lambda ordinal: A100)
+    monkeypatch.setattr(autotune, "compile_all", compile_all)
+    monkeypatch.setattr(autotune, "_on_gpu", on_gpu)
+    monkeypatch.setattr(autotune, "gpu_sampler", sampler)
+    monkeypatch.setattr(autotune, "_forget", forget)
+    return fake
+
+
+FAST = (64, 96, 4, 1, 2, 2)
+
+
+def test_the_fastest_right_one_is_stored(clock: SimpleNamespace, store: Path) -> None:
+    faster, fastest = (64, 64, 4, 1, 2, 2), (128, 64, 4, 1, 2, 2)
+    times = {FAST: 0.5e-3, faster: 0.1e-3, fastest: 0.05e-3}
+    clock.seconds = lambda tile: times.get(tile, 1e-3)
+    clock.spills, clock.wrong, clock.stop = {faster}, {fastest}, 0
+    steps = []
+    result = cupyflash.tune(SHAPE, dtype="float16", progress=lambda *step: steps.append(step))
+    assert result.family == "sm80" and result.best.tile == FAST and result.gain == pytest.approx(2)
+    assert result.trials[0].tile == () and result.trials[1] is result.best
+    notes = {trial.tile: trial.note for trial in result.trials}
+    assert notes[faster] == "spills 9999 bytes" and notes[fastest].startswith("wrong: differs by 1.0e-01")
+    assert sum(note == "does not compile: static assertion failed" for note in notes.values()) == 1
+    assert [trial.seconds for trial in result.trials if trial.note] == [None] * 3
+    assert {what for what, *_ in steps} == {"compile", "check", "time"} and steps[-1][1] == steps[-1][2]
+    (found,) = tuned.stored().entries
+    assert found == dataclasses.replace(entry(FAST), ms=0.5, table_ms=1.0, date=found.date) and found.date
+    assert result.path == str(store) and clock.forgotten == 1
+    assert dict(plan(problem("float16"), dataclasses.replace(A100, tuned=(found,))).constants)["KEYS"] == 96
+
+
+def test_the_table_keeps_its_place_within_the_noise(clock: SimpleNamespace, store: Path) -> None:
+    clock.seconds = lambda tile: 0.995e-3 if tile == FAST else 1e-3
+    result = cupyflash.tune(SHAPE, dtype="float16")
+    assert result.best is result.trials[0] and result.path is None and not store.exists() and result.gain == 1
+    tuned.replace([entry(FAST)], [])  # what won once does no more
+    assert cupyflash.tune(SHAPE, dtype="float16").path == str(store)
+    assert tuned.stored().entries == ()
+
+
+def test_nothing_is_stored_unasked(clock: SimpleNamespace, store: Path) -> None:
+    clock.seconds = lambda tile: 0.5e-3 if tile == FAST else 1e-3
+    assert cupyflash.tune(SHAPE, dtype="float16", store=False).best.tile == FAST
+    assert not store.exists() and clock.forgotten == 0
+
+    def interrupt(tile):
+        raise KeyboardInterrupt
+
+    clock.seconds = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        cupyflash.tune(SHAPE, dtype="float16")
+    assert not store.exists()
+
+
+def test_where_the_tables_own_fails_nothing_is_known(clock: SimpleNamespace, store: Path) -> None:
+    def broken(tile):
+        raise RuntimeError("illegal address")
+
+    clock.seconds = broken
+    with pytest.raises(RuntimeError, match="the table's own tile cannot be timed: RuntimeError: illegal address"):
+        cupyflash.tune(SHAPE, dtype="float16")
+    assert not store.exists()
+
+
+def test_an_interrupt_cancels_what_is_not_compiled_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(precompile, "_compile", lambda job: started.append(job) or time.sleep(0.02))
+    done = precompile.compile_all(range(1000))
+    next(done), next(done)
+    done.close()
+    assert len(started) < 500
+
+
+def test_messages(clock: SimpleNamespace) -> None:
+    with pytest.raises(ValueError, match="no score, so nothing to tune"):
+        cupyflash.tune((2, 0, 8, 64), dtype="float16")
+    with pytest.raises(TypeError, match="dtype must be given with it"):
+        cupyflash.tune(SHAPE)
+    with pytest.raises(ValueError, match="family is 'sm1'"):
+        cupyflash.tune(SHAPE, dtype="float16", family="sm1")
+
+
+def test_difference_is_relative() -> None:
+    x = np.array([3, 4], np.float16)
+    assert autotune.difference(x, x) == 0 and autotune.difference(2 * x, x) == pytest.approx(1)
+    assert np.isnan(autotune.difference(x * np.nan, x))
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("family", "backward"), FIELDS)
+def test_tiles_are_timed_and_used(
+    family: str, backward: bool, store: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table's tiles and one more; whatever runs gives the same result, and the next call runs what is stored."""
+    import cupy
+
+    from cupyflash.gpu import corridor
+
+    shape, dtype = (2, 300, 4, 64), "float16" if backward else "bfloat16"
+    asked, arch = problem(dtype, seq_q=300, seq_k=300, heads_q=4, heads_k=4), device.current(0)
+    if (why := FAMILIES[family][0](asked, arch, backward)) is not None:
+        pytest.skip(f"{family} {why}")
+    few = {name: values[:1] for name, values in FIELDS[family, backward].items()}
+    monkeypatch.setitem(FIELDS, (family, backward), few)
+    result = cupyflash.tune(shape, dtype=dtype, backward=backward, family=family, rounds=2, min_ms=1)
+    timed = [trial for trial in result.trials if trial.seconds]
+    assert timed[0] is result.trials[0] and all(0 < trial.seconds < 1 for trial in timed) and len(timed) > 1
+    assert not [trial.note for trial in result.trials if trial.note.startswith("wrong")]
+
+    def call() -> list[np.ndarray]:
+        options = {"family": family}
+        out, lse = cupyflash.attention(*arrays, return_lse=True, **({} if backward else options))
+        results = cupyflash.attention_backward(arrays[0], *arrays, out, lse, **options) if backward else (out,)
+        return [cupy.asnumpy(x).astype(np.float64) for x in results]
+
+    arrays = [cupy.asarray(rng.standard_normal(shape, np.float32)).astype("float16") for _ in range(3)]
+    own = tuned.entry(asked, arch.name, arch.sms, family, backward, timed[1].tile)
+    try:
+        before = call()
+        tuned.replace([dataclasses.replace(own, dtype="float16")], [])
+        corridor.forget()
+        for x, y in zip(call(), before):
+            assert autotune.difference(x, y) < autotune.TOLERANCE["float16"]
+        explained = cupyflash.explain(shape, dtype="float16", backward=backward, family=family)
+        assert explained.tiles == dict(timed[1].plan.constants) and "tiles tuned on" in explained.notes[0]
+    finally:
+        monkeypatch.setenv("CUPYFLASH_CONFIG_DIR", os.devnull)
+        tuned.stored.cache_clear()
+        corridor.forget()
+
+
+# ---- export ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "backward"), FIELDS)
+def test_exported_rows_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch, family: str, backward: bool) -> None:
+    asked = problem("float16")
+    if FAMILIES[family][0](asked, H200, backward) is None:
+        *_, last = candidates(asked, H200, backward, family)
+        comment, row = autotune.export((entry(last.tile, H200, backward, family),))
+        name = comment.split()[1].rstrip(":")
+        (parsed,) = eval(f"[{row}]", {"Simt": tuning.Simt})
+        assert len(parsed) == len(getattr(tuning, name)[0])
+        monkeypatch.setattr(tuning, name, (parsed, *getattr(tuning, name)))
+        assert plan(asked, H200, backward, family) == last.plan
