@@ -242,7 +242,7 @@ def tune(
     Parameters
     ----------
     q, k, v, key_mask : arrays or shapes
-        As for `explain`. Only shapes matter: random arrays of that size are made on the GPU.
+        As for `explain`. Only shapes matter: random arrays of that size are made on CuPy's current GPU.
     dtype : str, optional
         For shapes: "float16", "bfloat16", "float32", "float64".
     backward : bool

@@ -97,7 +97,8 @@ def tune(
     **options: Any,
 ) -> Tuning:
     """`cupyflash.tune`; see there."""
-    ordinal = 0 if isinstance(q, (tuple, list)) else int(as_view("q", q, dtype, None).device.partition(":")[2] or 0)
+    device.current(0)  # says what is missing, where there is no GPU
+    ordinal = _ordinal()
     arch = replace(device.current(ordinal), tuned=())
     k = q if k is None else k
     given = {"q": q, "k": k, "v": k if v is None else v, "key_mask": key_mask}
@@ -306,6 +307,11 @@ def difference(x: Any, y: Any) -> float:
     wide = "float64" if x.dtype == "float64" else "float32"
     x, y = x.astype(wide), y.astype(wide)
     return float(((x - y) ** 2).sum() ** 0.5 / max(float((y**2).sum() ** 0.5), 1e-30))
+
+
+def _ordinal() -> int:
+    """The GPU that CuPy computes on."""
+    return int(device.import_cupy().cuda.runtime.getDevice())
 
 
 def _forget() -> None:

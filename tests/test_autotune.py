@@ -245,6 +245,7 @@ def clock(store: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(autotune, "_on_gpu", on_gpu)
     monkeypatch.setattr(autotune, "gpu_sampler", sampler)
     monkeypatch.setattr(autotune, "_forget", forget)
+    monkeypatch.setattr(autotune, "_ordinal", lambda: 0)
     return fake
 
 
