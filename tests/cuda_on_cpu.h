@@ -1,4 +1,4 @@
-// Just enough of CUDA to run the simt kernels as C++ on the CPU. The threads of a block are fibers that take turns from
+// Just enough of CUDA to run plain kernels as C++ on the CPU. The threads of a block are fibers that take turns from
 // one barrier to the next, in a fixed order: a forgotten barrier shows in one of the orders 0, 1, 2, ... and ..., 2, 1, 0.
 // Shared memory is filled with NaN before each block, so that what is read before it is written shows too.
 #include <cmath>
@@ -11,6 +11,7 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
 #define __shared__ static __attribute__((section("shared_memory")))
 extern char __start_shared_memory[], __stop_shared_memory[];
 

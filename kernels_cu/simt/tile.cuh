@@ -114,6 +114,28 @@ __device__ void for_each(Accum (&tile)[ROWS][COLUMNS], F f) {
         for (int j = 0; j < COLUMNS; ++j) f(tile[i][j], i, j);
 }
 
+// s += A B^T for two tiles in shared memory.
+template <int COLUMNS>
+__device__ void add_products(ScoreTile& s, const SharedTile<config::OWNED, COLUMNS>& a,
+                             const SharedTile<config::VISITED, COLUMNS>& b) {
+    // Each thread multiplies M x SCORES pairs for M + SCORES elements read: from registers the arithmetic units can be
+    // fed, from shared memory they cannot.
+#pragma unroll 1
+    for (int d = 0; d < COLUMNS; d += WIDTH) {
+        Vector<Accum, WIDTH> right[SCORES];
+#pragma unroll
+        for (int j = 0; j < SCORES; ++j) right[j] = b.vector(score_column_of(j), d);
+#pragma unroll
+        for (int i = 0; i < M; ++i) {
+            const auto left = a.vector(row_of(i), d);
+#pragma unroll
+            for (int e = 0; e < WIDTH; ++e)
+#pragma unroll
+                for (int j = 0; j < SCORES; ++j) s[i][j] += left.at[e] * right[j].at[e];
+        }
+    }
+}
+
 // s = A B^T for OWNED rows of A and VISITED rows of B, in pieces of DEPTH columns: any head dimension fits.
 __device__ inline void dot_products(ScoreTile& s, const Matrix<const Element>& a, int row_a,
                                     const Matrix<const Element>& b, int row_b, Shared& shared) {
@@ -123,37 +145,24 @@ __device__ inline void dot_products(ScoreTile& s, const Matrix<const Element>& a
         shared.owned.load(a, row_a, column);
         shared.visited.load(b, row_b, column);
         __syncthreads();
-        // Each thread multiplies M x SCORES pairs for M + SCORES elements read: from registers the arithmetic units can
-        // be fed, from shared memory they cannot.
-#pragma unroll 1
-        for (int d = 0; d < config::DEPTH; d += WIDTH) {
-            Vector<Accum, WIDTH> right[SCORES];
-#pragma unroll
-            for (int j = 0; j < SCORES; ++j) right[j] = shared.visited.vector(score_column_of(j), d);
-#pragma unroll
-            for (int i = 0; i < M; ++i) {
-                const auto left = shared.owned.vector(row_of(i), d);
-#pragma unroll
-                for (int e = 0; e < WIDTH; ++e)
-#pragma unroll
-                    for (int j = 0; j < SCORES; ++j) s[i][j] += left.at[e] * right[j].at[e];
-            }
-        }
+        add_products(s, shared.owned, shared.visited);
     }
 }
 
-template <bool SKIP_ZEROS>
-__device__ void add_piece(ResultTile& sum, const Shared& shared, int from) {
+// sum += weights B for ROWS rows of B; `from` is the column of the weights that belongs to the first.
+template <bool SKIP_ZEROS, int ROWS>
+__device__ void add_piece(ResultTile& sum, const SharedTile<config::OWNED, config::VISITED>& weights, int from,
+                          const SharedTile<ROWS, config::COLUMNS>& b) {
 #pragma unroll 1
-    for (int k = 0; k < config::DEPTH; k += WIDTH) {
+    for (int k = 0; k < ROWS; k += WIDTH) {
         Vector<Accum, WIDTH> left[M];
 #pragma unroll
-        for (int i = 0; i < M; ++i) left[i] = shared.weights.vector(row_of(i), from + k);
+        for (int i = 0; i < M; ++i) left[i] = weights.vector(row_of(i), from + k);
 #pragma unroll
         for (int e = 0; e < WIDTH; ++e)
 #pragma unroll
             for (int j = 0; j < N; j += TOGETHER) {
-                const auto right = shared.right.template vector<TOGETHER>(k + e, result_column_of(j));
+                const auto right = b.template vector<TOGETHER>(k + e, result_column_of(j));
 #pragma unroll
                 for (int i = 0; i < M; ++i)
                     if (!SKIP_ZEROS || left[i].at[e] != 0)
@@ -177,26 +186,27 @@ __device__ inline void add_weighted(ResultTile& sum, ScoreTile& weights, const M
         shared.right.load(b, row + k, column);
         __syncthreads();
         if (tested)
-            add_piece<true>(sum, shared, k);
+            add_piece<true>(sum, shared.weights, k, shared.right);
         else
-            add_piece<false>(sum, shared, k);
+            add_piece<false>(sum, shared.weights, k, shared.right);
     }
 }
 
 // Write a tile of results, without what hangs over the edge of the matrix.
-__device__ inline void store(const Matrix<Element>& to, const ResultTile& tile, int row, int column) {
+template <class T>
+__device__ void store(const Matrix<T>& to, const ResultTile& tile, int row, int column) {
 #pragma unroll
     for (int i = 0; i < M; ++i) {
         if (row + row_of(i) >= to.rows) continue;
-        Element* target = to.at + (row + row_of(i)) * to.stride;
+        T* target = to.at + (row + row_of(i)) * to.stride;
 #pragma unroll
         for (int j = 0; j < N; j += TOGETHER) {
-            Vector<Element, TOGETHER> x;
+            Vector<T, TOGETHER> x;
 #pragma unroll
-            for (int e = 0; e < TOGETHER; ++e) x.at[e] = from_float<Element>(tile[i][j + e]);
+            for (int e = 0; e < TOGETHER; ++e) x.at[e] = from_float<T>(tile[i][j + e]);
             const int c = column + result_column_of(j);
             if (to.vectors && c < to.columns) {
-                *reinterpret_cast<Vector<Element, TOGETHER>*>(target + c) = x;
+                *reinterpret_cast<Vector<T, TOGETHER>*>(target + c) = x;
             } else {
 #pragma unroll
                 for (int e = 0; e < TOGETHER; ++e)

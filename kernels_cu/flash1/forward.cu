@@ -1,0 +1,108 @@
+// Attention, forward, as FlashAttention's Algorithm 1 has it (https://arxiv.org/abs/2205.14135): one thread block for
+// each head, keys outermost, and O, l and m in global memory, read and written at every step.
+//
+//     for each tile of keys:                      loaded once
+//         for each tile of queries that may see one of them:
+//             S = Q K^T
+//             m' = row maximum of S,  P = exp(S - m'),  l' = row sum of P
+//             m_new = max(m, m'),  l_new = exp(m - m_new) l + exp(m' - m_new) l'
+//             O = (exp(m - m_new) l O + exp(m' - m_new) P V) / l_new
+//
+// It is here to be compared: simt/forward.cu exchanges the loops, so that O stays in registers, is divided once, and
+// every tile of queries has a block of its own.
+#include "attention/mask.cuh"
+#include "attention/params.cuh"
+#include "attention/score.cuh"
+#include "flash1/on_chip.cuh"
+
+struct Tiles {
+    Rows q, k, v;
+    Weights p;
+};
+static_assert(sizeof(Tiles) <= config::ON_CHIP, "the launch asks for as much");
+
+extern "C" __global__ void __launch_bounds__(config::THREADS, 1) attention_forward(const __grid_constant__ Params p) {
+    const int head = blockIdx.x % p.heads_q, batch = blockIdx.x / p.heads_q, head_k = head / (p.heads_q / p.heads_k);
+    const Matrix q(p.q, p.q_strides, batch, head, p.seq_q, p.dim);
+    const Matrix k(p.k, p.k_strides, batch, head_k, p.seq_k, p.dim);
+    const Matrix v(p.v, p.v_strides, batch, head_k, p.seq_k, p.dim_v);
+    const Matrix o = between_steps(p.out, p.out_strides, p.o_sum, p, batch, head, p.dim_v);
+    const long long rows = ((long long)batch * p.heads_q + head) * p.seq_q;
+    Accum *const m = p.m + rows, *const l = p.l + rows;
+
+    const Mask mask(p, batch);
+    // As in simt/forward.cu: the scale is folded into the exponential, so that m is the largest score without it.
+    const Accum scale = p.scale, factor = max(scale * LOG2E, SMALLEST);
+    Tiles& tiles = *reinterpret_cast<Tiles*>(on_chip);
+
+    clear(o);  // line 2
+    for (int i = threadIdx.x; i < p.seq_q; i += config::THREADS) m[i] = -infinity(), l[i] = 0;
+
+    for (int key = 0; key < p.seq_k; key += TILE) {  // line 5
+        __syncthreads();
+        tiles.k.load(k, key, 0);  // line 6
+        tiles.v.load(v, key, 0);
+
+        const Range queries = mask.queries_of({key, min(key + TILE, p.seq_k)});
+        for (int query = queries.begin; query < queries.end; query += TILE) {  // line 7
+            __syncthreads();  // what the step before wrote to memory is there, and nobody reads its tiles any more
+            tiles.q.load(q, query, 0);  // line 8
+            __syncthreads();
+
+            ScoreTile s = {};
+            add_products(s, tiles.q, tiles.k);  // line 9
+            const bool tested = mask.tests({query, min(query + TILE, p.seq_q)}, {key, key + TILE});
+            for_each(s, [&](Accum& x, int i, int j) {
+                const int query_i = query + row_of(i), key_j = key + score_column_of(j);
+                x = tested && !mask.visible(query_i, key_j) ? -infinity() : score(x, batch, head, query_i, key_j);
+            });
+
+            Accum m_new[M], l_new[M], before[M], weight[M];  // `before` of the old O and `weight` of P V in the new
+#pragma unroll
+            for (int i = 0; i < M; ++i) {
+                const int query_i = query + row_of(i);
+                const bool inside = query_i < p.seq_q;
+                const Accum m_i = inside ? m[query_i] : -infinity(), l_i = inside ? l[query_i] : 0;
+
+                Accum m_tile = -infinity(), l_tile = 0;  // line 10
+                for (Accum x : s[i]) m_tile = max(m_tile, x);
+                m_tile = row_max(m_tile);
+                // A row that has seen no key has the maximum -inf, and -inf - -inf would be NaN.
+                const Accum base = m_tile == -infinity() ? 0 : m_tile;
+                for (Accum& x : s[i]) {
+                    x = exp2((x - base) * factor);
+                    l_tile += x;
+                }
+                l_tile = row_sum(l_tile);
+
+                m_new[i] = max(m_i, m_tile);  // line 11
+                const Accum base_new = m_new[i] == -infinity() ? 0 : m_new[i];
+                before[i] = exp2((m_i - base_new) * factor) * l_i;
+                weight[i] = exp2((m_tile - base_new) * factor);
+                l_new[i] = before[i] + weight[i] * l_tile;
+                const Accum divisor = l_new[i] == 0 ? 1 : l_new[i];
+                before[i] /= divisor, weight[i] /= divisor;
+            }
+
+            share(tiles.p, s);
+            __syncthreads();
+            ResultTile pv = {}, o_i;
+            add_product(pv, tiles.p, tiles.v, tested);
+
+            load(o_i, o, query);  // line 12
+            for_each(o_i, [&](Accum& x, int i, int j) { x = before[i] * x + weight[i] * pv[i][j]; });
+            store(o, o_i, query, 0);
+#pragma unroll
+            for (int i = 0; i < M; ++i) {  // line 13
+                const int query_i = query + row_of(i);
+                if (query_i < p.seq_q && threadIdx.x % ACROSS == 0) m[query_i] = m_new[i], l[query_i] = l_new[i];
+            }
+        }
+    }
+
+    __syncthreads();
+    finish(Matrix(p.out, p.out_strides, batch, head, p.seq_q, p.dim_v), o);
+    if (p.lse != nullptr)
+        for (int i = threadIdx.x; i < p.seq_q; i += config::THREADS)
+            p.lse[rows + i] = l[i] == 0 ? -infinity() : m[i] * scale + log(l[i]);
+}
