@@ -1,4 +1,4 @@
-// Additions in global memory whose result nobody waits for, and the flags that order them.
+// Additions in global memory whose result nobody waits for.
 #pragma once
 
 // Four consecutive floats, 16-byte aligned.
@@ -11,14 +11,4 @@ __device__ inline void red_add_4(float* address, const float (&x)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; i++) atomicAdd(address + i, x[i]);
     }
-}
-
-__device__ inline unsigned load_acquire(const unsigned* address) {
-    unsigned x;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(address) : "memory");
-    return x;
-}
-
-__device__ inline void add_release(unsigned* address, unsigned x) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(x) : "memory");
 }

@@ -31,3 +31,8 @@ __device__ inline float2 load_shared_float2(unsigned address) {
     asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
     return x;
 }
+
+__device__ inline void store_shared_16(unsigned address, const float (&x)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
+}

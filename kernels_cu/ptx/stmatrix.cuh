@@ -6,3 +6,10 @@ __device__ inline void stmatrix_x4(unsigned address, const unsigned (&r)[4]) {
                  "r"(r[2]), "r"(r[3])
                  : "memory");
 }
+
+// The same with each matrix transposed: the addresses are those of its columns.
+__device__ inline void stmatrix_x4_transposed(unsigned address, const unsigned (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}

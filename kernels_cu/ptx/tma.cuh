@@ -1,5 +1,5 @@
-// The copy engine of Hopper moves boxes of a 4-dimensional array (column, row, head, batch). What a box has outside of the
-// array is read as zeros, and not written.
+// The copy engine of Hopper moves boxes of a 4-dimensional array (column, row, head, batch), and consecutive bytes. What a
+// box has outside of the array is read as zeros, and not written.
 #pragma once
 
 // How an array lies in memory and what its boxes are: made by the driver (gpu/tensormap.py), opaque.
@@ -27,11 +27,28 @@ __device__ inline void tma_store(const TensorMap& map, unsigned shared, int colu
                  : "memory");
 }
 
+// Copy consecutive bytes, a multiple of 16 and so aligned; they count on the barrier.
+__device__ inline void bulk_load(unsigned shared, const void* global, int bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+                 "l"(global), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// Add consecutive floats of shared memory to those in global memory; bytes as above.
+__device__ inline void bulk_add(float* global, unsigned shared, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
+                 "r"(bytes)
+                 : "memory");
+}
+
 // The thread's stores since the last commit become one group.
 __device__ inline void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Wait until the thread's stores have read shared memory.
 __device__ inline void tma_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Wait until they have been written.
+__device__ inline void tma_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Between a thread's own stores to shared memory and their use by the copy engine or wgmma.
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

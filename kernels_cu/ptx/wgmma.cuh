@@ -20,7 +20,8 @@ __device__ void wgmma_wait() {
 #define D2(c, n) D1(c, n), D1(c, n + 1)
 #define D4(c, n) D2(c, n), D2(c, n + 2)
 #define D8(c, n) D4(c, n), D4(c, n + 4)
-#define D_64(c) D8(c, 0)
+#define D_32(c) D4(c, 0)
+#define D_64(c) D_32(c), D4(c, 4)
 #define D_80(c) D_64(c), D2(c, 8)
 #define D_96(c) D_80(c), D2(c, 10)
 #define D_128(c) D_96(c), D4(c, 12)
@@ -28,9 +29,10 @@ __device__ void wgmma_wait() {
 #define D_256(c) D_192(c), D8(c, 24)
 
 // Their names in its text.
+#define NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_64 \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
-    "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+    NAMES_32 ", " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_80 \
     NAMES_64 ", " \
     "%32, %33, %34, %35, %36, %37, %38, %39"
@@ -49,22 +51,25 @@ __device__ void wgmma_wait() {
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
     "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// wgmma_start: D = A B;  wgmma: D += A B, both operands in shared memory, rows of A and of B^T contiguous ("K-major").
-// wgmma with A in registers: rows of B contiguous ("MN-major"). I to M number the operands after those of D.
+// wgmma_start: D = A B;  wgmma: D += A B, both operands in shared memory. TRANSPOSED_A: columns of A are contiguous, not
+// rows ("M-major" instead of "K-major"); TRANSPOSED_B: rows of B, not columns.
+// wgmma with A in registers: rows of B contiguous. I to M number the operands after those of D.
 #define WGMMA(N, TYPE, NAME, I, J, K, L, M)                                                                             \
-    __device__ inline void wgmma_start(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, TYPE) {        \
+    template <int TRANSPOSED_A = 0, int TRANSPOSED_B = 0>                                                               \
+    __device__ void wgmma_start(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, TYPE) {               \
         asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0; "                                                        \
                      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, %" #I ", %" #J  \
-                     ", add, 1, 1, 0, 0; }"                                                                             \
+                     ", add, 1, 1, %" #K ", %" #L "; }"                                                                 \
                      : D_##N("=f")                                                                                      \
-                     : "l"(a), "l"(b));                                                                                 \
+                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));                                           \
     }                                                                                                                   \
-    __device__ inline void wgmma(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, TYPE) {              \
+    template <int TRANSPOSED_A = 0, int TRANSPOSED_B = 0>                                                               \
+    __device__ void wgmma(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, TYPE) {                     \
         asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                        \
                      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, %" #I ", %" #J  \
-                     ", add, 1, 1, 0, 0; }"                                                                             \
+                     ", add, 1, 1, %" #K ", %" #L "; }"                                                                 \
                      : D_##N("+f")                                                                                      \
-                     : "l"(a), "l"(b));                                                                                 \
+                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));                                           \
     }                                                                                                                   \
     __device__ inline void wgmma(float (&d)[N / 8][4], const unsigned (&a)[4], unsigned long long b, TYPE) {            \
         asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                        \
@@ -77,6 +82,7 @@ __device__ void wgmma_wait() {
     WGMMA(N, half_t, "f16", __VA_ARGS__)        \
     WGMMA(N, bfloat16_t, "bf16", __VA_ARGS__)
 
+WGMMA_BOTH_TYPES(32, 16, 17, 18, 19, 20)
 WGMMA_BOTH_TYPES(64, 32, 33, 34, 35, 36)
 WGMMA_BOTH_TYPES(80, 40, 41, 42, 43, 44)
 WGMMA_BOTH_TYPES(96, 48, 49, 50, 51, 52)

@@ -8,9 +8,11 @@
 // With COLUMN_WARPS of 2 or 4, that many warps share their keys: each computes the scores of its part of the queries,
 // P and dS both go through shared memory, and each warp owns its part of the columns of dK and dV. The tiles of a warp
 // are nearer to squares then, so that shared memory, which is what binds, is read less often.
+#include "attention/delta.cuh"
 #include "attention/mask.cuh"
 #include "attention/score.cuh"
 #include "attention/softmax.cuh"
+#include "ptx/flag.cuh"
 #include "ptx/reduce.cuh"
 
 using namespace config;
@@ -54,26 +56,9 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(con
         p.counters[blockIdx.x] = 0;
         if (blockIdx.x == 0) p.counters[gridDim.x] = 0;
     }
-    constexpr int LANES = DIM_V <= 64 ? 8 : DIM_V <= 128 ? 16 : 32;  // of 8 columns, for one row
-    int lane = threadIdx.x % LANES;
-    const Element* o = p.out + batch * p.out_strides.batch + head * p.out_strides.head;
-    const Element* d = p.dout + batch * p.dout_strides.batch + head * p.dout_strides.head;
-#pragma unroll 4
-    for (int i = tile * ROWS + threadIdx.x / LANES; i < (tile + 1) * ROWS; i += 128 / LANES) {
-        float sum = 0;
-        int columns = i < p.seq_q ? min(p.dim_v - 8 * lane, 8) : 0;
-        const Element *oi = o + i * p.out_strides.row + 8 * lane, *di = d + i * p.dout_strides.row + 8 * lane;
-        if (columns == 8) {
-            uint4 a = *(const uint4*)oi, b = *(const uint4*)di;
-#pragma unroll
-            for (int c = 0; c < 8; c++) sum += to_float(((Element*)&a)[c]) * to_float(((Element*)&b)[c]);
-        } else {
-            for (int c = 0; c < columns; c++) sum += to_float(oi[c]) * to_float(di[c]);
-        }
-#pragma unroll
-        for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        if (lane == 0 && i < p.seq_q) p.delta[pair * p.seq_q + i] = sum;
-    }
+    row_deltas<ROWS>(p, batch, head, tile * ROWS, [&](int i, float delta) {
+        if (i < p.seq_q) p.delta[pair * p.seq_q + i] = delta;
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward(const __grid_constant__ Params p) {

@@ -1,10 +1,10 @@
-// A ring of STAGES slots in shared memory that one thread fills and WARPS warps read. Each slot has two barriers: "full",
-// on which the bytes of a fill arrive, and "empty", on which every warp says that it is done with them. Either side keeps
-// its own place in the ring.
+// A ring of STAGES slots in shared memory that one thread (or FILLERS warps) fills and WARPS warps read. Each slot has two
+// barriers: "full", on which the bytes of a fill arrive, and "empty", on which every warp says that it is done with them.
+// Either side keeps its own place in the ring.
 #pragma once
 #include "ptx/mbarrier.cuh"
 
-template <int STAGES, int WARPS>
+template <int STAGES, int WARPS, int FILLERS = 1>
 struct Ring {
     static constexpr int BYTES = 16 * STAGES;
 
@@ -16,7 +16,7 @@ struct Ring {
 
     __device__ void init() const {
         for (int i = 0; i < STAGES; i++) {
-            mbarrier_init(barriers + 8 * i, 1);
+            mbarrier_init(barriers + 8 * i, FILLERS);
             mbarrier_init(barriers + 8 * (STAGES + i), WARPS);
         }
     }
@@ -27,13 +27,27 @@ struct Ring {
     // The filling thread: wait until the slot is free.
     __device__ void wait_empty() const { mbarrier_wait(empty(), parity ^ 1); }
 
+    // A filling warp, where warps fill by themselves: say that it is done.
+    __device__ void filled() const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(full());
+    }
+
     // A reading warp: wait until the slot is full; and say that the warp is done with it.
     __device__ void wait_full() const { mbarrier_wait(full(), parity); }
     __device__ void release() const {
+        __syncwarp();
         if (threadIdx.x % 32 == 0) mbarrier_arrive(empty());
     }
 
     __device__ void advance() {
         if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+
+    // A reading warp that has no use for the slot.
+    __device__ void pass() {
+        wait_full();
+        release();
+        advance();
     }
 };
