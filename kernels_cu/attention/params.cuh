@@ -12,9 +12,11 @@ struct Params {
     Accum* lse;  // (B, Hq, Sq), natural logarithm; null in the forward where nobody asked
     const Element* dout;
     Element *dq, *dk, *dv;
-    Accum* delta;               // (B, Hq, Sq), rowsum(dO * O)
+    Accum* delta;               // (B, Hq, Sq), rowsum(dO * O); in sm90, -lse in base 2 and that, by tiles of queries
     float* dq_sum;              // float32 dQ in the order of the accumulator fragments
-    unsigned* counters;         // deterministic mode: how many key tiles have added to a dQ tile; the last is the ticket
+    Accum *m, *l;               // (B, Hq, Sq), FlashAttention-1: largest score and sum of each row so far
+    float* o_sum;               // (B, Hq, Sq, Dv), FlashAttention-1: O between the steps
+    unsigned* counters;         // the ticket; deterministic: how many key tiles have added to a dQ tile
     const unsigned char* mask;  // key_mask (B, Sk): 1 where the key may be attended
 
     Strides q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides, dk_strides, dv_strides;

@@ -42,22 +42,25 @@ struct Schedule {
     }
 };
 
-// Deals out the numbers 0, 1, ... to the thread blocks of a launch in the order of asking. Each asks until it is told
-// `last` or more, so that they ask last + 1 times in all if `last` is the number of those wanted plus that of the blocks,
-// less one. The memory (3 words) comes uninitialised, and nothing before this launch could set it: the first block that
-// asks does, under a pair of marks that memory does not hold by chance; the last one that asks removes them, so that
-// another launch on the same memory starts afresh.
+// Deals out the numbers 0, 1, ... to the thread blocks of a launch in the order of asking. N numbers are wanted; each block
+// asks until it is told N or more, so that they ask N + blocks times in all, and `last` is that less one. The memory (3
+// words) comes uninitialised, and nothing before this launch could set it: the first block that asks does, under a pair of
+// marks that memory does not hold by chance; the last one that asks removes them, so that another launch on the same memory
+// starts afresh.
 struct Tickets {
     static constexpr unsigned long long SETTING = 0x9d3f6a1cc5e2704bull, READY = 0x71b8e40a2f96d35dull;
 
     unsigned* workspace;
 
     // `first`: the thread has not asked before.
-    __device__ int next(int last, bool first) const {
+    __device__ int take(bool first) const {
         if (first) set();
-        int ticket = atomicAdd(workspace + 2, 1);
+        return atomicAdd(workspace + 2, 1);
+    }
+
+    // With the last ticket a thread took.
+    __device__ void settle(int ticket, int last) const {
         if (ticket == last) store_release(mark(), 0);
-        return ticket;
     }
 
    private:

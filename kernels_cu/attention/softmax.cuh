@@ -3,7 +3,12 @@
 #include "ptx/math.cuh"
 #include "tile/fragment.cuh"
 
-#define MINUS_INFINITY __int_as_float(0xff800000)
+// How large a probability, taken with a maximum that is out of date, may become: in T, and so that its product with a value
+// is far from float32's range.
+template <class T>
+constexpr float FITS = 0x1p32f;
+template <>
+constexpr float FITS<half_t> = 0x1p15f;
 
 template <int M>
 struct OnlineSoftmax {
@@ -95,6 +100,47 @@ struct OnlineSoftmax {
                         sum[m][h] += scores.x[m][n][e];
                     }
             }
+    }
+
+    // The same without a look at their maximum, where it was raised before; `added` is to be added to the sum. False where
+    // that overflows, or a row has seen no key so far: the scores are lost then, and nothing else has changed.
+    template <int N>
+    __device__ bool exponentiate_blindly(Accumulator<M, N>& scores, float (&added)[M][2]) const {
+        bool fits = true;
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float offset = maximum[m][h] * factor;  // -inf gives inf or NaN below
+                added[m][h] = 0;
+#pragma unroll
+                for (int n = 0; n < N; n++)
+#pragma unroll
+                    for (int e = 2 * h; e < 2 * h + 2; e++) {
+                        scores.x[m][n][e] = exp2_approx(scores.x[m][n][e] * factor - offset);
+                        added[m][h] += scores.x[m][n][e];
+                    }
+                fits = fits && added[m][h] <= FITS<Element>;
+            }
+        return fits;
+    }
+
+    __device__ void add(const float (&added)[M][2]) {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) sum[m][h] += added[m][h];
+    }
+
+    // Keeps the compiler from moving the exponentials down over a wait that follows.
+    __device__ void settle() const {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                asm volatile("{ .reg .pred never; setp.lt.f32 never, %0, 0f00000000; @never nanosleep.u32 0; }" ::"f"(
+                                 sum[m][h])
+                             : "memory");
     }
 
     // The sums over whole rows.

@@ -4,7 +4,8 @@
 // One thread block stays on each multiprocessor and takes tile after tile of queries. Its first warpgroup only loads: one
 // thread asks the copy engine (TMA) for Q, K and V tiles, as far ahead as the rings in shared memory reach. The others each
 // own 64 rows: the tensor cores compute S = Q K^T of one key tile and O += P V of the tile before in the background
-// (wgmma), and under P V the threads do the softmax of S. O leaves through shared memory, by the copy engine again.
+// (wgmma), and under P V the threads do the softmax of S. O leaves through shared memory, by the copy engine again, where
+// there is room for it.
 #include "attention/mask.cuh"
 #include "attention/schedule.cuh"
 #include "attention/score.cuh"
@@ -12,6 +13,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "tile/ring.cuh"
+#include "tile/rows.cuh"
 #include "tile/swizzled.cuh"
 
 using namespace config;
@@ -22,9 +24,20 @@ constexpr int READERS = 4 * GROUPS;  // warps that read what is loaded
 
 // Per thread. What the loading warpgroup gives away the others take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int LOADER_REGISTERS = GROUPS == 2 ? 24 : 32;
-constexpr int WORKER_REGISTERS = GROUPS == 2 ? 240 : 160;
+constexpr int LOADER_REGISTERS = GROUPS == 2 ? 40 : 32;
+constexpr int WORKER_REGISTERS = GROUPS == 2 ? 232 : 160;
 static_assert(LOADER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);
+
+// Exponentials are taken before their maximum is known (softmax.cuh), where registers allow it. Two warpgroups have some
+// to spare for a warp to do what overflowed again by itself; three do it together.
+constexpr bool BLIND = DIM <= 128 && DIM_V <= 128;
+constexpr bool WARP_VOTE = GROUPS == 2;
+
+// Whether the last O += P V of a tile is done under the first scores of the next: asks for registers and an early Q.
+constexpr bool RIDE = GROUPS == 2 && Q_STAGES > 1;
+
+// Whether a warpgroup that sees no more than half of its first key tile computes only that.
+constexpr bool HALVES = RIGHT && KEYS == 128;
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
@@ -38,25 +51,26 @@ struct TensorMaps {
 
 // Shared memory, and one thread's place in its rings. `gpu/tuning.py` reckons the same size.
 struct Shared {
-    QTile q_tile;
-    unsigned k_tiles, v_tiles;
-    OTile o_tile;  // where Q is, where there is no room for both
-    Ring<1, READERS> q;
+    unsigned q_tiles, k_tiles, v_tiles;
+    OTile o_tile;  // only where O_STAGED
+    Ring<Q_STAGES, READERS> q;
     Ring<STAGES, READERS> k, v;
-    unsigned number;  // of the tile that Q belongs to; -1: no more
+    unsigned numbers;  // of the tiles that the slots of Q belong to; -1: no more
 
     __device__ Shared(unsigned base)
-        : q_tile{base},
-          k_tiles(base + (O_APART ? QTile::BYTES + OTile::BYTES : max(QTile::BYTES, OTile::BYTES))),
+        : q_tiles(base),
+          k_tiles(q_tiles + Q_STAGES * QTile::BYTES),
           v_tiles(k_tiles + STAGES * KTile::BYTES),
-          o_tile{O_APART ? base + QTile::BYTES : base},
-          q(v_tiles + STAGES * VTile::BYTES),
+          o_tile{v_tiles + STAGES * VTile::BYTES},
+          q(o_tile.base + (O_STAGED ? OTile::BYTES : 0)),
           k(q.barriers + q.BYTES),
           v(k.barriers + k.BYTES),
-          number(v.barriers + v.BYTES) {}
+          numbers(v.barriers + v.BYTES) {}
 
+    __device__ QTile q_tile() const { return {q_tiles + q.stage * QTile::BYTES}; }
     __device__ KTile k_tile() const { return {k_tiles + k.stage * KTile::BYTES}; }
     __device__ VTile v_tile() const { return {v_tiles + v.stage * VTile::BYTES}; }
+    __device__ unsigned number() const { return numbers + 4 * q.stage; }
 };
 
 // The key tiles [begin, end) that a query tile visits, from the last to the first: with a causal mask those that need
@@ -66,174 +80,316 @@ __device__ inline Range key_tiles(const Mask& mask, Range queries) {
     return {keys.begin / KEYS, keys.begin == keys.end ? keys.begin / KEYS : (keys.end + KEYS - 1) / KEYS};
 }
 
-// The loading thread.
+// The loading thread. K is always a tile ahead of V, where RIDE over the end of a query tile too.
 __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) {
     Schedule<ROWS> schedule(p);
     Tickets tickets{p.counters};
+    auto load_k = [&](const Tile& tile, int j) {
+        s.k.wait_empty();
+        mbarrier_arrive_expect(s.k.full(), KTile::BYTES);
+        s.k_tile().load(maps.k, s.k.full(), j * KEYS, tile.head_k, tile.batch);
+        s.k.advance();
+    };
+    auto load_v = [&](const Tile& tile, int j) {
+        s.v.wait_empty();
+        mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
+        s.v_tile().load(maps.v, s.v.full(), j * KEYS, tile.head_k, tile.batch);
+        s.v.advance();
+    };
     int total = schedule.total(), number = blockIdx.x;
+    bool dynamic = p.counters != nullptr;  // tiles differ in length: each is asked for
+    Tile before;
+    int last_before = -1;  // key tile whose V is still to come, where RIDE
     while (number < total) {
         Tile tile = schedule.tile(number);
         Range keys = key_tiles(Mask(p, tile.batch), tile.queries);
-        auto load_k = [&](int j) {
-            s.k.wait_empty();
-            mbarrier_arrive_expect(s.k.full(), KTile::BYTES);
-            s.k_tile().load(maps.k, s.k.full(), j * KEYS, tile.head_k, tile.batch);
-            s.k.advance();
-        };
-        auto load_v = [&](int j) {
-            s.v.wait_empty();
-            mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
-            s.v_tile().load(maps.v, s.v.full(), j * KEYS, tile.head_k, tile.batch);
-            s.v.advance();
-        };
-        int j = keys.end - 1;
-        if (j >= keys.begin) load_k(j);
+        bool any = keys.begin < keys.end;
+        if (any) load_k(tile, keys.end - 1);
         s.q.wait_empty();
-        store_shared(s.number, number);
+        store_shared(s.number(), number);
         mbarrier_arrive_expect(s.q.full(), QTile::BYTES);
-        s.q_tile.load(maps.q, s.q.full(), tile.queries.begin, tile.head, tile.batch);
+        s.q_tile().load(maps.q, s.q.full(), tile.queries.begin, tile.head, tile.batch);
         s.q.advance();
-        for (; j > keys.begin; j--) {
-            load_k(j - 1);
-            load_v(j);
+        if (RIDE && last_before >= 0) load_v(before, last_before);
+        int ticket = number;
+        bool asked = !dynamic;
+        // Late, since blocks that had little to do so far should ask first; early enough for the answer to come.
+        auto ask = [&] {
+            if (!asked) ticket = tickets.take(number < gridDim.x);
+            asked = true;
+        };
+        for (int j = keys.end - 1; j > keys.begin; j--) {
+            load_k(tile, j - 1);
+            if (j <= keys.begin + 2) ask();
+            load_v(tile, j);
         }
-        // As late as can be without a wait: blocks that had little to do so far ask first.
-        number = gridDim.x + (DYNAMIC ? tickets.next(total - 1, number < gridDim.x) : number);
-        if (j >= keys.begin) load_v(j);
+        ask();
+        if (RIDE)
+            before = tile, last_before = any ? keys.begin : -1;
+        else if (any)
+            load_v(tile, keys.begin);
+        if (dynamic) tickets.settle(ticket, total - 1);
+        number = gridDim.x + ticket;
     }
     s.q.wait_empty();
-    store_shared(s.number, unsigned(-1));
+    store_shared(s.number(), unsigned(-1));
     mbarrier_arrive(s.q.full());
+    s.q.advance();
+    if (RIDE && last_before >= 0) load_v(before, last_before);
 }
 
 // A warpgroup with 64 rows of every tile.
-__device__ inline void work(const Params& p, const TensorMaps& maps, Shared& s, int group) {
-    Schedule<ROWS> schedule(p);
-    int first_row = 64 * group, warp_row = first_row + threadIdx.x / 32 % 4 * 16;  // of the tile
-    bool storer = threadIdx.x % 128 == 0;
-    while (true) {
-        s.q.wait_full();
-        int number = __shfl_sync(~0u, int(load_shared(s.number)), 0);
-        if (number == -1) break;
-        Tile tile = schedule.tile(number);
-        Mask mask(p, tile.batch);
-        Range keys = key_tiles(mask, tile.queries);
-        int row = tile.queries.begin + first_row;
+struct Worker {
+    const Params& p;
+    const TensorMaps& maps;
+    Shared& s;
+    int group, first_row, warp_row;  // rows: of the tile
 
-        OnlineSoftmax<1> softmax(p.scale);
-        Accumulator<1, DIM_V / 8> o;
-        Operand<KEYS> probabilities;
-        o.clear();
+    Tile tile{};               // whose scores are computed
+    Range own{};               // of its key tiles those that the warpgroup's rows see
+    bool half = false;         // whether they see no more than the first half of the first one
+    OnlineSoftmax<1> softmax;  // of its rows
 
-        // Scores of key tile j as the softmax wants them.
-        auto see = [&](Accumulator<1, KEYS / 8>& scores, int j, bool tests) {
-            int i0 = tile.queries.begin + warp_row, j0 = j * KEYS;
-            scores.each([&](float& x, int i, int c) { x = score(x, tile.batch, tile.head, i0 + i, j0 + c); });
-            if (tests) {
-                unsigned kept[(KEYS + 31) / 32];
+    // P V is added while the scores after those of P are computed: those of the next key tile, or of the next tile.
+    Accumulator<1, DIM_V / 8> o;
+    Operand<KEYS> probabilities;
+
+    __device__ Worker(const Params& p, const TensorMaps& maps, Shared& s, int group)
+        : p(p),
+          maps(maps),
+          s(s),
+          group(group),
+          first_row(64 * group),
+          warp_row(first_row + threadIdx.x / 32 % 4 * 16),
+          softmax(p.scale) {}
+
+    // What is hidden from all rows of the warpgroup it only passes on.
+    __device__ void pass(int tiles) {
+        for (; tiles > 0; tiles--) {
+            s.k.pass();
+            s.v.pass();
+        }
+    }
+
+    __device__ int row() const { return tile.queries.begin + first_row; }
+    __device__ bool tests(const Mask& mask, int j, int keys = KEYS) const {
+        return mask.tests({row(), row() + 64}, {j * KEYS, j * KEYS + keys});
+    }
+
+    // Scores of key tile j as the softmax wants them.
+    template <int N>
+    __device__ void see(Accumulator<1, N>& scores, const Mask& mask, int j, bool tests) const {
+        int i0 = tile.queries.begin + warp_row, j0 = j * KEYS;
+        scores.each([&](float& x, int i, int c) { x = score(x, tile.batch, tile.head, i0 + i, j0 + c); });
+        if (tests) {
+            unsigned kept[(8 * N + 31) / 32];
 #pragma unroll
-                for (int n = 0; KEY_MASK && n < (KEYS + 31) / 32; n++) kept[n] = mask.kept(j0 + 32 * n);
-                scores.each([&](float& x, int i, int c) {
-                    if (!mask.in_band(i0 + i, j0 + c) || (KEY_MASK && !(kept[c / 32] >> c % 32 & 1))) x = MINUS_INFINITY;
-                });
-            }
-        };
-        auto tests = [&](int j) { return mask.tests({row, row + 64}, {j * KEYS, (j + 1) * KEYS}); };
-        // S = Q K^T of tile j, whose K is there, and under O += P V of the tile before its softmax. The next K is waited
-        // for before P V is: that branch also keeps the compiler from moving the softmax behind the wait for P V.
-        auto visit = [&](int j, bool tests) {
-            Accumulator<1, KEYS / 8> scores;
-            start_ABt<DIM>(scores, s.q_tile, first_row, s.k_tile());
-            s.v.wait_full();
-            start_AB(o, probabilities, s.v_tile());
+            for (int n = 0; KEY_MASK && n < (8 * N + 31) / 32; n++) kept[n] = mask.kept(j0 + 32 * n);
+            scores.each([&](float& x, int i, int c) {
+                if (!mask.in_band(i0 + i, j0 + c) || (KEY_MASK && !(kept[c / 32] >> c % 32 & 1))) x = MINUS_INFINITY;
+            });
+        }
+    }
+
+    // Start O += P V.
+    __device__ void add_values(bool half) {
+        s.v.wait_full();
+        if (HALVES && half)
+            start_AB<HALVES ? KEYS / 2 : KEYS>(o, probabilities, s.v_tile());
+        else
+            start_AB<KEYS>(o, probabilities, s.v_tile());
+    }
+
+    __device__ void values_added() {
+        wgmma_wait<0>();
+        changed(o);
+        s.v.release();
+        s.v.advance();
+    }
+
+    __device__ void release_k() {
+        s.k.release();
+        s.k.advance();
+    }
+
+    // The first key tile of a tile; RIDING: under it O += P V of the tile before.
+    template <int N, bool RIDING>
+    __device__ void first(const Mask& mask, bool half_before) {
+        int j = own.end - 1;
+        Accumulator<1, N> scores;
+        start_ABt<DIM>(scores, s.q_tile(), first_row, s.k_tile());
+        if constexpr (RIDING) {
+            add_values(half_before);
             wgmma_wait<1>();
-            changed(scores);
-            s.k.release();
-            s.k.advance();
-            see(scores, j, tests);
-            float largest[1][2], shrink[1][2];
-            softmax.row_maximum(scores, largest);
-            bool grown = softmax.raise(largest, shrink);
-            softmax.exponentiate(scores);
-            if (j > keys.begin) s.k.wait_full();
+        } else {
             wgmma_wait<0>();
-            changed(o);
-            changed(scores);
-            s.v.release();
-            s.v.advance();
-            if (grown) softmax.scale_rows(o, shrink);
-            probabilities.take(scores);
+        }
+        changed(scores);
+        release_k();
+        see(scores, mask, j, tests(mask, j));
+        float largest[1][2], shrink[1][2];
+        softmax.row_maximum(scores, largest);
+        softmax.raise(largest, shrink);
+        softmax.exponentiate(scores);
+        if (RIDING) softmax.settle();
+        if (j > own.begin) s.k.wait_full();
+        if (RIDING) values_added();
+        changed(scores);
+        probabilities.take(scores);
+    }
+
+    // S = Q K^T of tile j, whose K is there, and under O += P V of the tile before its softmax. The next K is waited
+    // for before P V is: that branch, where there is one, also keeps the compiler from moving the softmax behind the
+    // wait for P V.
+    __device__ void visit(const Mask& mask, int j, bool tests) {
+        Accumulator<1, KEYS / 8> scores;
+        start_ABt<DIM>(scores, s.q_tile(), first_row, s.k_tile());
+        add_values(half);
+        half = false;
+        wgmma_wait<1>();
+        changed(scores);
+        float largest[1][2], shrink[1][2];
+        bool grown = false;
+        auto look = [&] {
+            see(scores, mask, j, tests);
+            softmax.row_maximum(scores, largest);
+            grown = softmax.raise(largest, shrink);
+            softmax.exponentiate(scores);
         };
-
-        int j = keys.end - 1;
-        if (j >= keys.begin) {
-            Accumulator<1, KEYS / 8> scores;
-            s.k.wait_full();
-            start_ABt<DIM>(scores, s.q_tile, first_row, s.k_tile());
-            wgmma_wait<0>();
-            changed(scores);
-            s.k.release();
-            s.k.advance();
-            see(scores, j, tests(j));
-            float largest[1][2], shrink[1][2];
-            softmax.row_maximum(scores, largest);
-            softmax.raise(largest, shrink);
-            softmax.exponentiate(scores);
-            probabilities.take(scores);
-            if (j > keys.begin) s.k.wait_full();
-            j--;
-
-            if (KEY_MASK || RIGHT)
-                for (; j >= keys.begin && tests(j); j--) visit(j, true);
-            if (!KEY_MASK)
-                for (; j >= keys.begin && !(LEFT && tests(j)); j--) visit(j, false);
-            if (!KEY_MASK && LEFT)
-                for (; j >= keys.begin; j--) visit(j, true);
+        if (tests || !BLIND) {
+            release_k();
+            look();
+        } else {
+            see(scores, mask, j, false);
+            float added[1][2];
+            bool fits = softmax.exponentiate_blindly(scores, added);
+            if constexpr (WARP_VOTE) {
+                if (__builtin_expect(__all_sync(~0u, fits), true)) {
+                    softmax.add(added);
+                } else {
+                    warp_ABt<DIM>(scores, s.q_tile(), warp_row, s.k_tile());
+                    look();
+                }
+            } else {
+                if (__builtin_expect(all_threads<128>(1 + group, fits), true)) {
+                    softmax.add(added);
+                } else {
+                    start_ABt<DIM>(scores, s.q_tile(), first_row, s.k_tile());
+                    wgmma_wait<0>();
+                    changed(o);
+                    changed(scores);
+                    look();
+                }
+            }
+            release_k();
         }
-        if (O_APART) s.q.release();
-        if (keys.begin < keys.end) {
-            s.v.wait_full();
-            start_AB(o, probabilities, s.v_tile());
-            softmax.add_lanes();
-            wgmma_wait<0>();
-            changed(o);
-            s.v.release();
-            s.v.advance();
-        }
+        if (j > own.begin) s.k.wait_full();
+        values_added();
+        changed(scores);
+        if (__builtin_expect(grown, false)) softmax.scale_rows(o, shrink);
+        probabilities.take(scores);
+    }
+
+    __device__ void store(const Tile& tile, OnlineSoftmax<1>& softmax) {
+        softmax.add_lanes();
         softmax.finish(o, p.scale);
-
-        // Out through shared memory. The rows of the tile are this warpgroup's own, be they Q's or O's of the tile before.
-        if (O_APART && storer) tma_wait_read();
-        sync_threads<128>(1 + group);
-        store_rounded(o, s.o_tile, warp_row);
-        fence_async();
-        if (maps.map_out) {
+        int i0 = tile.queries.begin + warp_row;
+        if (O_STAGED && maps.map_out) {
+            bool storer = threadIdx.x % 128 == 0;
+            if (storer) tma_wait_read();
+            sync_threads<128>(1 + group);
+            store_rounded(o, s.o_tile, warp_row, 0);
+            fence_async();
             sync_threads<128>(1 + group);
             if (storer) {
-                s.o_tile.store(maps.out, first_row, row, tile.head, tile.batch);
+                s.o_tile.store(maps.out, first_row, tile.queries.begin + first_row, tile.head, tile.batch);
                 tma_commit();
-                if (!O_APART) tma_wait_read();
             }
         } else {
-            __syncwarp();
-            Element* out = p.out + tile.batch * p.out_strides.batch + tile.head * p.out_strides.head +
-                           tile.queries.begin * p.out_strides.row;
-            store_rows<16>(s.o_tile, warp_row, out, p.out_strides.row, p.seq_q - tile.queries.begin, p.dim_v);
+            Element* out =
+                p.out + tile.batch * p.out_strides.batch + tile.head * p.out_strides.head + i0 * p.out_strides.row;
+            store_rows(o, out, p.out_strides.row, p.seq_q - i0, p.dim_v);
         }
-        __syncwarp();
-        if (!O_APART) s.q.release();
-        s.q.advance();
         if (p.lse != nullptr && threadIdx.x % 4 == 0) {
             Accum* lse = p.lse + ((long long)tile.batch * p.heads_q + tile.head) * p.seq_q;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                int i = tile.queries.begin + warp_row + 8 * h + threadIdx.x % 32 / 4;
+                int i = i0 + 8 * h + threadIdx.x % 32 / 4;
                 if (i < p.seq_q) lse[i] = softmax.maximum[0][h];
             }
         }
     }
-    if (storer) tma_wait_read();  // shared memory goes with the block
-}
+
+    __device__ void run() {
+        Schedule<ROWS> schedule(p);
+        bool have = false, owing = false;  // a tile before that is not stored; and the last O += P V of which is to come
+        while (true) {
+            s.q.wait_full();
+            int number = __shfl_sync(~0u, int(load_shared(s.number())), 0);
+            bool more = number != -1;
+            if (!RIDE && !more) break;
+            Tile before = tile;
+            OnlineSoftmax<1> softmax_before = softmax;
+            bool half_before = half;
+            if (more) tile = schedule.tile(number);
+            Mask mask(p, tile.batch);
+            Range keys = key_tiles(mask, tile.queries), seen = mask.keys_of({row(), min(row() + 64, p.seq_q)});
+            bool any = more && row() < p.seq_q && seen.begin < seen.end;
+            own = any ? Range{seen.begin / KEYS, (seen.end + KEYS - 1) / KEYS} : Range{keys.begin, keys.begin};
+            half = HALVES && seen.end <= (own.end - 1) * KEYS + KEYS / 2;
+            softmax = OnlineSoftmax<1>(p.scale);
+
+            // V comes in the order of the key tiles, hidden ones too.
+            if (RIDE && owing && (!any || own.end < keys.end)) {
+                add_values(half_before);
+                values_added();
+                owing = false;
+            }
+            if (more && !owing) pass(keys.end - own.end);
+            if (any) {
+                s.k.wait_full();
+                constexpr int HALF = HALVES ? KEYS / 16 : KEYS / 8;
+                if (RIDE && owing) {
+                    if (HALVES && half)
+                        first<HALF, true>(mask, half_before);
+                    else
+                        first<KEYS / 8, true>(mask, half_before);
+                } else {
+                    if (HALVES && half)
+                        first<HALF, false>(mask, half_before);
+                    else
+                        first<KEYS / 8, false>(mask, half_before);
+                }
+            }
+            if (RIDE && have) store(before, softmax_before);
+            if (!more) break;
+
+            o.clear();
+            if (any) {
+                int j = own.end - 2;
+                // A row that saw nothing of the tile before has no maximum yet: where one may be, the key after this
+                // tile is hidden from it.
+                if (KEY_MASK || RIGHT)
+                    for (; j >= own.begin && tests(mask, j, KEYS + 1); j--) visit(mask, j, true);
+                if (!KEY_MASK)
+                    for (; j >= own.begin && !(LEFT && tests(mask, j)); j--) visit(mask, j, false);
+                if (!KEY_MASK && LEFT)
+                    for (; j >= own.begin; j--) visit(mask, j, true);
+            }
+            s.q.release();
+            s.q.advance();
+            owing = RIDE && any && own.begin == keys.begin;
+            if (any && !owing) {
+                add_values(half);
+                values_added();
+            }
+            pass(own.begin - keys.begin);
+            if (!RIDE) store(tile, softmax);
+            have = true;
+        }
+        if (O_STAGED && threadIdx.x % 128 == 0) tma_wait_read();  // shared memory goes with the block
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_forward(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
@@ -255,6 +411,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) load(p, maps, s);
     } else {
         grow_registers<WORKER_REGISTERS>();
-        work(p, maps, s, group);
+        Worker(p, maps, s, group).run();
     }
 }

@@ -41,8 +41,10 @@ struct SwizzledTile {
         return descriptor(128 * row + k / 4 * BLOCK_BYTES + k % 4 * 32, 0);
     }
 
-    // Operand of a product whose sum runs down the columns: 16 rows at 16 k, all columns.
-    __device__ unsigned long long down_columns(int k) const { return descriptor(128 * 16 * k, BLOCK_BYTES); }
+    // Operand of a product whose sum runs down the columns: 16 rows at 16 k, all columns from block `b` on.
+    __device__ unsigned long long down_columns(int k, int b = 0) const {
+        return descriptor(128 * 16 * k + b * BLOCK_BYTES, BLOCK_BYTES);
+    }
 
    private:
     // Address, distance of column blocks, distance of groups of eight rows, all in 16 bytes; 1: 128-byte swizzle.
@@ -61,9 +63,10 @@ __device__ void changed(Accumulator<1, N>& sum) {
         for (int e = 0; e < 4; e++) asm volatile("" : "+f"(sum.x[0][n][e])::"memory");
 }
 
-// sum = A B^T over K columns, in the background; A's 64 rows from `row` on, B's rows are the columns of the sum.
-template <int K, int N, int ROWS, int COLS>
-__device__ void start_ABt(Accumulator<1, N>& sum, SwizzledTile<ROWS, COLS> a, int row, SwizzledTile<8 * N, COLS> b) {
+// sum = A B^T over K columns, in the background; A's 64 rows from `row` on, B's first rows are the columns of the sum.
+template <int K, int N, int ROWS, int COLS, int ROWS_B>
+__device__ void start_ABt(Accumulator<1, N>& sum, SwizzledTile<ROWS, COLS> a, int row, SwizzledTile<ROWS_B, COLS> b) {
+    static_assert(8 * N <= ROWS_B);
     wgmma_fence();
     wgmma_start(sum.x[0], a.along_rows(row, 0), b.along_rows(0, 0), Element());
 #pragma unroll
@@ -71,36 +74,89 @@ __device__ void start_ABt(Accumulator<1, N>& sum, SwizzledTile<ROWS, COLS> a, in
     wgmma_commit();
 }
 
+// sum = A B^T over K columns by one warp, A's 16 rows from `row` on, at once: slow.
+template <int K, int N, class TileA, class TileB>
+__device__ void warp_ABt(Accumulator<1, N>& sum, TileA tile, int row, TileB b) {
+    int lane = threadIdx.x % 32;
+    sum.clear();
+#pragma unroll 1
+    for (int k = 0; k < K / 16; k++) {
+        unsigned a[4];
+        FromShared<TileA>{tile, row}(a, 0, k);
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            unsigned r[4];
+            ldmatrix_x4(r, b.address(8 * n + lane % 8 + lane / 16 * 8, 16 * k + lane / 8 % 2 * 8));
+            mma_m16n8k16(sum.x[0][n], a, r[0], r[1], Element());
+            mma_m16n8k16(sum.x[0][n + 1], a, r[2], r[3], Element());
+        }
+    }
+}
+
 // A 64 x K operand in registers, rounded to Element.
 template <int K>
 struct Operand {
     unsigned x[K / 16][4];
 
-    __device__ void take(const Accumulator<1, K / 8>& sum) {
-        FromRegisters<1, K / 8> rounded{sum};
+    // Its first columns.
+    template <int N>
+    __device__ void take(const Accumulator<1, N>& sum) {
+        FromRegisters<1, N> rounded{sum};
 #pragma unroll
-        for (int k = 0; k < K / 16; k++) rounded(x[k], 0, k);
+        for (int k = 0; k < N / 2; k++) rounded(x[k], 0, k);
     }
 };
 
-// sum += A B, in the background; A and the sum in registers.
-template <int K, int N>
-__device__ void start_AB(Accumulator<1, N>& sum, const Operand<K>& a, SwizzledTile<K, 8 * N> b) {
+// sum += A B over the first K columns of A and rows of B, in the background; A and the sum in registers.
+template <int K, int N, int COLS, int ROWS>
+__device__ void start_AB(Accumulator<1, N>& sum, const Operand<COLS>& a, SwizzledTile<ROWS, 8 * N> b) {
+    static_assert(K <= COLS && K <= ROWS);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < K / 16; k++) wgmma(sum.x[0], a.x[k], b.down_columns(k), Element());
     wgmma_commit();
 }
 
-// Round a warp's 16 rows to Element and store them from `row` of the tile on.
-template <int N, int ROWS>
-__device__ void store_rounded(const Accumulator<1, N>& sum, SwizzledTile<ROWS, 8 * N> tile, int row) {
+// sum = A^T B^T over K, in the background: 64 columns of A, block `a_block`, by 8 N rows of B, from `b_row` on.
+template <int K, int N, class TileA, class TileB>
+__device__ void start_AtBt(Accumulator<1, N>& sum, TileA a, int a_block, TileB b, int b_row) {
+    wgmma_fence();
+    wgmma_start<1, 0>(sum.x[0], a.down_columns(0, a_block), b.along_rows(b_row, 0), Element());
+#pragma unroll
+    for (int k = 1; k < K / 16; k++)
+        wgmma<1, 0>(sum.x[0], a.down_columns(k, a_block), b.along_rows(b_row, k), Element());
+    wgmma_commit();
+}
+
+// sum += A^T B over K, in the background: 64 columns of A, block `a_block`, by the first 8 N columns of B.
+template <int K, int N, class TileA, class TileB>
+__device__ void start_AtB(Accumulator<1, N>& sum, TileA a, int a_block, TileB b) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < K / 16; k++)
+        wgmma<1, 1>(sum.x[0], a.down_columns(k, a_block), b.down_columns(k), Element());
+    wgmma_commit();
+}
+
+// Store the transpose of a warp's 16 rows of an operand: as 16 columns of a tile, from (row, col) on.
+template <int K, class Tile>
+__device__ void store_transposed(const Operand<K>& operand, Tile tile, int row, int col) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < K / 16; k++)
+        stmatrix_x4_transposed(tile.address(row + 16 * k + lane % 8 + lane / 16 * 8, col + lane / 8 % 2 * 8),
+                               operand.x[k]);
+}
+
+// Round a warp's 16 rows to Element and store them from (row, col) of the tile on.
+template <int N, class Tile>
+__device__ void store_rounded(const Accumulator<1, N>& sum, Tile tile, int row, int col) {
     int lane = threadIdx.x % 32;
     FromRegisters<1, N> rounded{sum};
 #pragma unroll
     for (int k = 0; k < N / 2; k++) {
         unsigned pairs[4];
         rounded(pairs, 0, k);
-        stmatrix_x4(tile.address(row + lane % 16, 16 * k + lane / 16 * 8), pairs);
+        stmatrix_x4(tile.address(row + lane % 16, col + 16 * k + lane / 16 * 8), pairs);
     }
 }

@@ -1,0 +1,49 @@
+// A warp's 16 rows of an accumulator, rounded, straight to global memory.
+#pragma once
+#include "tile/fragment.cuh"
+
+// The four lanes that hold a row exchange 32-bit words, as a 4 x 4 matrix is transposed.
+__device__ inline void transpose_quad(unsigned (&w)[4]) {
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+        bool upper = threadIdx.x & step;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i & step) continue;
+            unsigned got = __shfl_xor_sync(~0u, upper ? w[i] : w[i + step], step);
+            if (upper)
+                w[i] = got;
+            else
+                w[i + step] = got;
+        }
+    }
+}
+
+// Rows of `cols` elements from `target` on, of which there are `rows`. A lane writes 16 bytes of a row at once, the four
+// lanes of a row 64.
+template <int N>
+__device__ void store_rows(const Accumulator<1, N>& sum, Element* target, long long row_stride, int rows, int cols) {
+    static_assert(N % 4 == 0);
+    bool vectors = cols % 8 == 0 && row_stride % 8 == 0 && (unsigned long long)target % 16 == 0;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        int row = threadIdx.x % 32 / 4 + 8 * h;
+        Element* to = target + row * row_stride;
+#pragma unroll
+        for (int n = 0; n < N; n += 4) {
+            unsigned w[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) w[i] = pack2<Element>(sum.x[0][n + i][2 * h], sum.x[0][n + i][2 * h + 1]);
+            transpose_quad(w);
+            int col = 8 * (n + threadIdx.x % 4);
+            if (row >= rows || col >= cols) continue;
+            if (vectors) {
+                *(uint4*)(to + col) = make_uint4(w[0], w[1], w[2], w[3]);
+            } else {
+#pragma unroll
+                for (int c = 0; c < 8; c++)
+                    if (col + c < cols) to[col + c].bits = (unsigned short)(w[c / 2] >> 16 * (c % 2));
+            }
+        }
+    }
+}
