@@ -61,8 +61,9 @@ def attention(
         The forward always is, bit for bit; this asks it of the gradients (PyTorch tensors that require grad).
     out : array, optional
         Where to write the result: the shape, dtype, library and device of the result.
-    family : "sm90", "sm80", "simt", optional
-        Take this kernel family instead of the fastest one that supports the problem.
+    family : "sm90", "sm80", "simt", "flash1", optional
+        Take this kernel family instead of the fastest one that supports the problem. "flash1", FlashAttention as
+        published in 2022, is there to be compared with and is taken only where it is named.
 
     Returns
     -------
@@ -217,7 +218,6 @@ def explain(
     return _explain(q, k, v, dtype=dtype, arch=arch, backward=backward, **options)
 
 
-def _given(**named: Array) -> None:
 def tune(
     q: Any,
     k: Any = None,
@@ -279,6 +279,7 @@ def tune(
     )  # fmt: skip
 
 
+def _given(**named: Array) -> None:
     for name, x in named.items():
         if x is None:
             interop.library(name, x)  # raises: None is no array

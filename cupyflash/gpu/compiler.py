@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..folders import user_folder
 from .device import INSTALL, import_cupy, version_text
 
 CACHE_LIMIT = 512 << 20  # bytes on disk; the entries that were not read for longest go first
@@ -148,20 +148,9 @@ def parse_resources(log: str) -> dict[str, Resources]:
 
 def cache_dir() -> Path:
     """CUPYFLASH_CACHE_DIR, or "cupyflash" in the user's cache folder."""
-    chosen = os.environ.get("CUPYFLASH_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser()
-    try:
-        home = Path.home()
-    except RuntimeError:
-        home = Path(os.devnull)  # a user without a home: nothing can be kept
-    if sys.platform == "win32":
-        root = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        root = home / "Library" / "Caches"
-    else:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    return root / "cupyflash"
+    return user_folder(
+        "CUPYFLASH_CACHE_DIR", ("LOCALAPPDATA", "AppData/Local"), "Library/Caches", ("XDG_CACHE_HOME", ".cache")
+    )
 
 
 def cache_info() -> CacheInfo:

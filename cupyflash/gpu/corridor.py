@@ -11,6 +11,7 @@ from typing import Any
 from .. import problem as rules
 from ..problem import View
 from . import compiler, device, launch
+from .device import Arch
 from .plan import KernelPlan, plan
 from .source import generate
 from .strides import contiguous, needs_copy, padded, params_strides
@@ -36,6 +37,7 @@ class Prepared:
         family: str | None,
         backward: bool,
         ordinal: int,
+        arch: Arch | None = None,
     ) -> None:
         views: dict[str, View] = {name: lib.view(x) for name, x in arrays.items() if x is not None}
         q, k, v = (views[name] for name in "qkv")
@@ -59,8 +61,7 @@ class Prepared:
         if self.empty:
             return
 
-        arch = device.current(ordinal)
-        self.plan = plan(problem, arch, backward, family)
+        self.plan = plan(problem, arch or device.current(ordinal), backward, family)
         strides: dict[str, tuple[int, int, int]] = {}
         mask_batch = 0
         self.copies: list[tuple[str, int]] = []  # inputs to copy first, with the alignment they need
@@ -208,6 +209,12 @@ def _find(
                 _prepared.clear()
             _prepared[key] = prepared
     return prepared
+
+
+def forget() -> None:
+    """Plan every class of calls anew, because another tile was stored for one of them."""
+    device.current.cache_clear()
+    _prepared.clear()
 
 
 _loaded: dict[tuple[Any, ...], list[Any]] = {}

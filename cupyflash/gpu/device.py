@@ -7,6 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from .. import tuned
+from ..tuned import Tuned
+
 INSTALL = 'pip install "cupyflash[cuda13]" (NVIDIA driver 580 or newer) or pip install "cupyflash[cuda12]"'
 OLDEST = 75
 
@@ -31,13 +34,15 @@ class Arch:
     """The facts about a GPU that a plan rests on.
 
     `name` is what its kernels are compiled for ("sm_80", "sm_90a"), `cc` its compute capability (90 for 9.0), `sms`
-    the number of its multiprocessors, `shared_memory` the bytes of shared memory that one block may ask for.
+    the number of its multiprocessors, `shared_memory` the bytes of shared memory that one block may ask for. `tuned` are
+    tiles that were timed on it; a GPU that is not there has none.
     """
 
     name: str
     cc: int
     sms: int
     shared_memory: int
+    tuned: tuple[Tuned, ...] = ()
 
     @classmethod
     def of(cls, name: str) -> Arch:
@@ -81,7 +86,8 @@ def current(ordinal: int) -> Arch:
             cuda.runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin,
         )
     )
-    return Arch(_target(cc), cc, sms, shared_memory)
+    own = (x for x in tuned.stored().entries if (x.arch, x.sms) == (_target(cc), sms))
+    return Arch(_target(cc), cc, sms, shared_memory, tuple(own))
 
 
 def import_cupy() -> Any:

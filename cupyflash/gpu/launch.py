@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Any
 
@@ -14,12 +15,15 @@ from .strides import padded
 from .tensormap import Maps
 
 # The fields of kernels_cu/attention/params.cuh, in its order.
-POINTERS = ("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "delta", "dq_sum", "counters", "mask")
+POINTERS = (
+    "q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "delta", "dq_sum", "m", "l", "o_sum", "counters", "mask",
+)  # fmt: skip
 STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _POINTERS = struct.Struct(f"{len(POINTERS)}Q")
 _REST = struct.Struct(f"{3 * len(STRIDED)}q q d 10i")
 PARAMS = np.dtype(f"V{_POINTERS.size + _REST.size}")
 
+_KEPT = 256  # sets of pointers whose packed arguments are kept
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -59,6 +63,7 @@ class Launcher:
             p.diagonal, p.left or 0, p.right or 0,
         )  # fmt: skip
         self._maps = Maps(plan, problem, strides) if plan.maps else None
+        self._arguments = functools.lru_cache(_KEPT)(self._packed)
         self._mapped = [POINTERS.index(name) for name, _ in plan.maps]
         self._offsets, self.workspace = [], 0
         for space in plan.workspace:
@@ -69,18 +74,21 @@ class Launcher:
         """Launch on `stream`. `pointers` in the order of POINTERS; those into the workspace are filled in here."""
         for index, offset in self._offsets:
             pointers[index] = workspace + offset
-        # CuPy passes a NumPy array of one element by value; the buffer outlives the launch, which copies it.
-        params = np.ndarray((), PARAMS, _POINTERS.pack(*pointers) + self._rest)
+        arguments = self._arguments(tuple(pointers))
         if cupy.cuda.runtime.getDevice() == self.device:
-            self._launch(params, pointers, Stream(stream))
+            self._launch(arguments, Stream(stream))
         else:
             with cupy.cuda.Device(self.device):
-                self._launch(params, pointers, Stream(stream))
+                self._launch(arguments, Stream(stream))
 
-    def _launch(self, params: np.ndarray, pointers: list[int], stream: Stream) -> None:
-        arguments: tuple[np.ndarray, ...] = (params,)
-        if self._maps is not None:
-            arguments += (self._maps.parameter(*[pointers[i] for i in self._mapped]),)
+    def _packed(self, pointers: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+        """The kernels' arguments. CuPy passes a NumPy array of one element by value; a launch copies it."""
+        params = np.ndarray((), PARAMS, _POINTERS.pack(*pointers) + self._rest)
+        if self._maps is None:
+            return (params,)
+        return params, self._maps.parameter(*[pointers[i] for i in self._mapped])
+
+    def _launch(self, arguments: tuple[np.ndarray, ...], stream: Stream) -> None:
         for function, grid, block, shared in self._kernels:
             function(grid, block, arguments, shared, stream)
 

@@ -62,7 +62,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool = False, family: 
         raise ValueError(f"family is {family!r}; it must be one of {', '.join(map(repr, FAMILIES))}, or None")
     objections: list[str] = []
     for name, (objection, build) in FAMILIES.items():
-        if family in (None, name):
+        if family == name or (family is None and name not in ON_REQUEST):
             why = objection(problem, arch, backward)
             if why is None:
                 return _checked(build(problem, arch, backward, tuple(objections)), problem)
@@ -105,12 +105,12 @@ def _sm90_objection(problem: AttentionProblem, arch: Arch, backward: bool) -> st
         return f"is for compute capability 9.0, this GPU has {arch.cc / 10}"
     if not 0 < min(problem.dim, problem.dim_v) or max(problem.dim, problem.dim_v) > 256:
         return f"takes head dimensions from 1 to 256, not {problem.dim} and {problem.dim_v}"
-    if backward:
-        return "has no backward yet"
     return None
 
 
 def _sm90(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tuple[str, ...]) -> KernelPlan:
+    if backward:
+        return _sm90_backward(problem, arch, passed_over)
     t = tuning.sm90_forward(problem, arch)
     tiles = problem.batch * problem.heads_q * _ceil(problem.seq_q, t.rows)
     if tiles >= 2**30:
@@ -120,6 +120,29 @@ def _sm90(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tu
         (Launch("attention_forward", min(tiles, arch.sms), t.threads, t.shared_memory),), 16,
         (Workspace("counters", "uint32", (3,)),) if t.dynamic else (), passed_over, t.spills,
         (("q", t.rows), ("k", t.keys), ("v", t.keys), ("out", 64)),
+    )  # fmt: skip
+
+
+def _sm90_backward(problem: AttentionProblem, arch: Arch, passed_over: tuple[str, ...]) -> KernelPlan:
+    t = tuning.sm90_backward(problem, arch)
+    tiles_k = problem.batch * problem.heads_k * _ceil(problem.seq_k, t.keys)
+    tiles_q = problem.batch * problem.heads_q * _ceil(problem.seq_q, t.rows)
+    if tiles_k >= 2**30:
+        raise ValueError(f"k has batch {problem.batch} and {problem.heads_k} heads: {tiles_k} tiles; less than 2**30 fit")
+    launches = (
+        Launch("attention_backward_prepare", tiles_q, 128),
+        Launch("attention_backward", min(tiles_k, arch.sms), t.threads, t.shared_memory),
+        Launch("attention_backward_finish", tiles_q, 128),
+    )
+    workspace = (
+        Workspace("delta", "float32", (tiles_q, 2, t.rows)),  # and lse
+        Workspace("dq_sum", "float32", (tiles_q, t.rows * t.dim)),
+        Workspace("counters", "uint32", (1 + (tiles_q * t.groups if problem.deterministic else 0),)),
+    )
+    return KernelPlan(
+        "sm90", arch.name, problem.dtype, "sm90/backward.cu",
+        (*t.constants, *_features(problem), ("DETERMINISTIC", problem.deterministic)), launches, 16, workspace,
+        passed_over, t.spills, (("q", t.rows), ("k", t.keys), ("v", t.keys), ("dout", t.rows)),
     )  # fmt: skip
 
 
@@ -181,7 +204,7 @@ def _simt_objection(problem: AttentionProblem, arch: Arch, backward: bool) -> st
 
 
 def _simt(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tuple[str, ...]) -> KernelPlan:
-    t = tuning.simt(problem, backward)
+    t = tuning.simt(problem, arch, backward)
     pairs = problem.batch * problem.heads_q
     tiles_q, tiles_k = _ceil(problem.seq_q, t.owned), _ceil(problem.seq_k, t.owned)
     # A block owns t.columns columns of the result: a wider one takes several blocks, which share their rows.
@@ -207,10 +230,42 @@ def _simt(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tu
     )  # fmt: skip
 
 
+# ---- flash1: FlashAttention (2022) as published, to be compared with ------------------------------------------------
+
+
+def _flash1_objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
+    if problem.dtype == "float64":
+        return "takes float16, bfloat16 and float32, not float64"
+    largest = tuning.FLASH1_COLUMNS[-1]  # all columns of a tile are on the chip at once
+    if max(problem.dim, problem.dim_v) > largest:
+        return f"takes head dimensions up to {largest}, not {problem.dim} and {problem.dim_v}"
+    return None
+
+
+def _flash1(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tuple[str, ...]) -> KernelPlan:
+    t = tuning.flash1(problem, arch, backward)
+    rows = (problem.batch * problem.heads_q, problem.seq_q)
+    # O and dQ are read and written at every step; where they have 16 bits, in float32 aside.
+    aside = problem.dtype != "float32"
+    if backward:
+        launch = Launch("attention_backward", problem.batch * problem.heads_k, t.threads, t.shared_memory)
+        workspace = [Workspace("dq_sum", "float32", (*rows, problem.dim))] if aside else []
+    else:
+        launch = Launch("attention_forward", problem.batch * problem.heads_q, t.threads, t.shared_memory)
+        workspace = [Workspace("m", "float32", rows), Workspace("l", "float32", rows)]
+        workspace += [Workspace("o_sum", "float32", (*rows, problem.dim_v))] if aside else []
+    return KernelPlan(
+        "flash1", arch.name, problem.dtype, f"flash1/{'backward' if backward else 'forward'}.cu",
+        (*t.constants, *_features(problem)), (launch,), ITEMSIZE[problem.dtype], tuple(workspace), passed_over,
+    )  # fmt: skip
+
+
 Objection = Callable[[AttentionProblem, Arch, bool], "str | None"]
 Build = Callable[[AttentionProblem, Arch, bool, "tuple[str, ...]"], KernelPlan]
 FAMILIES: dict[str, tuple[Objection, Build]] = {
     "sm90": (_sm90_objection, _sm90),
     "sm80": (_sm80_objection, _sm80),
     "simt": (_simt_objection, _simt),
+    "flash1": (_flash1_objection, _flash1),
 }
+ON_REQUEST = ("flash1",)  # families that are taken only where they are named

@@ -19,10 +19,10 @@ _KEPT = 256  # sets of arrays whose maps are kept
 
 
 class Maps:
-    """The maps that a plan's kernels take, as their second parameter: the maps in order, then whether the last is there.
+    """The maps that a plan's kernels take as their second parameter: those of `plan.maps`, in order.
 
-    The last one is the output's. Where it lies as no map can tell (rows that are not 16-byte aligned, negative strides)
-    the kernel stores it by itself.
+    Behind that of an output stands whether it is there: where the output lies as no map can tell (rows that are not
+    16-byte aligned, negative strides) the kernel stores it by itself.
     """
 
     def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, tuple[int, ...]]) -> None:
@@ -32,6 +32,7 @@ class Maps:
             "k": (p.dim, p.seq_k, p.heads_k, p.batch),
             "v": (p.dim_v, p.seq_k, p.heads_k, p.batch),
             "out": (p.dim_v, p.seq_q, p.heads_q, p.batch),
+            "dout": (p.dim_v, p.seq_q, p.heads_q, p.batch),
         }
         self._arrays = []
         for name, rows in plan.maps:
@@ -39,15 +40,18 @@ class Maps:
             # The stride of an axis with one entry says nothing, and may be anything.
             apart = tuple(stride if n > 1 else 16 for n, stride in zip(shapes[name][1:], (row, head, batch)))
             self._arrays.append((plan.dtype, shapes[name], apart, rows))
-        self._output = all(0 < stride < 2**40 and stride % 16 == 0 for stride in self._arrays[-1][2])
+        self._output = bool(plan.maps) and plan.maps[-1][0] == "out"
+        self._mapped = all(0 < stride < 2**40 and stride % 16 == 0 for stride in self._arrays[-1][2])
         self.parameter = functools.lru_cache(_KEPT)(self._parameter)
 
     def _parameter(self, *pointers: int) -> np.ndarray:
         """The parameter for arrays at these addresses, in the order of `plan.maps`; a launch copies it."""
-        output = self._output and pointers[-1] % 16 == 0
-        maps = [encode(at, *array) for at, array in zip(pointers[:-1], self._arrays)]
-        maps.append(encode(pointers[-1], *self._arrays[-1]) if output else bytes(BYTES))
-        parameter = b"".join(maps) + int(output).to_bytes(64, "little")
+        maps = [encode(at, *array) for at, array in zip(pointers, self._arrays[:-1] if self._output else self._arrays)]
+        if self._output:
+            mapped = self._mapped and pointers[-1] % 16 == 0
+            maps.append(encode(pointers[-1], *self._arrays[-1]) if mapped else bytes(BYTES))
+            maps.append(int(mapped).to_bytes(64, "little"))
+        parameter = b"".join(maps)
         return np.ndarray((), f"V{len(parameter)}", parameter)
 
 

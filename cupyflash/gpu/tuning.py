@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from .. import tuned
 from ..problem import AttentionProblem
 from .device import Arch
 
@@ -67,7 +69,7 @@ SM80_SPILLS = {False: 416, True: 80}
 
 
 def sm80_forward(problem: AttentionProblem, arch: Arch) -> Sm80:
-    for largest, rows, keys, warps, columns, stages, blocks in SM80_FORWARD:
+    for largest, rows, keys, warps, columns, stages, blocks in _tried(SM80_FORWARD, "sm80", False, problem, arch):
         dim, dim_v = _pad(problem.dim, 16), _pad(problem.dim_v, 16 * columns)
         elements = rows * (max(dim, dim_v) + PAD) + stages * keys * (dim + dim_v + 2 * PAD)
         size = 2 * elements + (2 * rows * (keys + PAD) + 8 * rows if columns > 1 else 0)  # P and row values exchanged
@@ -77,7 +79,8 @@ def sm80_forward(problem: AttentionProblem, arch: Arch) -> Sm80:
 
 
 def sm80_backward(problem: AttentionProblem, arch: Arch) -> Sm80:
-    for largest, longest, rows, keys, warps, columns, stages, blocks in SM80_BACKWARD:
+    table = _tried(SM80_BACKWARD, "sm80", True, problem, arch)
+    for largest, longest, rows, keys, warps, columns, stages, blocks in table:
         dim, dim_v = _pad(problem.dim, 16 * columns), _pad(problem.dim_v, 16 * columns)
         elements = (keys + stages * rows) * (dim + dim_v + 2 * PAD) + (2 if columns > 1 else 1) * keys * (rows + PAD)
         size = 2 * elements + stages * 2 * 4 * rows + 16  # lse and delta of the queries, the ticket
@@ -88,7 +91,7 @@ def sm80_backward(problem: AttentionProblem, arch: Arch) -> Sm80:
 
 @dataclass(frozen=True)
 class Sm90:
-    """Tiles of the sm90 forward. Each field up to dynamic is a constant of the kernel.
+    """Tiles of the sm90 forward. Each field up to o_staged is a constant of the kernel.
 
     A thread block has one warpgroup that loads and `groups` that own 64 queries each; it visits `keys` keys at a time.
     """
@@ -98,7 +101,8 @@ class Sm90:
     groups: int
     keys: int
     stages: int  # K and V tiles in flight
-    o_apart: bool  # the output has shared memory of its own, so that the next Q can come before the output has left
+    q_stages: int  # Q tiles in flight: 2 where there is room, so that the next tile's comes early
+    o_staged: bool  # the output has shared memory to leave through
     dynamic: bool  # thread blocks ask for their next tile, where tiles differ in length
     shared_memory: int
     spills: int
@@ -113,45 +117,134 @@ class Sm90:
 
     @property
     def constants(self) -> tuple[tuple[str, int | bool], ...]:
-        names = ("dim", "dim_v", "groups", "keys", "stages", "o_apart", "dynamic")
+        names = ("dim", "dim_v", "groups", "keys", "stages", "q_stages", "o_staged")
         return tuple((name.upper(), getattr(self, name)) for name in names)
 
 
 SM90_DIMS = (64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
 SM90_BARRIERS = 256  # bytes for barriers, more than any ring takes
-SM90_STATIC = 1024  # longest sequence of keys for which asking for tiles does not pay
 
-# (largest head dimension, causal or window, longest sequence of keys, groups, keys, stages, spills); None: either,
-# any. What may be spilled are addresses, read once per tile: the wide accumulators need most of the registers.
+# (largest head dimension, causal or window, groups, keys, stages, spills); None: either
 SM90_FORWARD = (
-    (64, True, 1024, 2, 128, 2, 0),
-    (64, None, None, 3, 128, 2, 0),
-    (128, None, None, 2, 128, 2, 0),
-    (192, None, None, 2, 128, 2, 0),
-    (192, None, None, 2, 96, 2, 16),
-    (256, None, None, 2, 80, 2, 16),
+    (64, None, 3, 128, 3, 160),  # with windows; else 16, once per tile
+    (128, None, 2, 128, 2, 0),
+    (192, None, 2, 128, 2, 0),
+    (192, None, 2, 96, 2, 0),
+    (256, True, 2, 64, 2, 0),
+    (256, None, 2, 80, 2, 0),
 )
 
 
 def sm90_forward(problem: AttentionProblem, arch: Arch) -> Sm90:
     dim, dim_v = (next(d for d in SM90_DIMS if n <= d) for n in (problem.dim, problem.dim_v))
     banded = problem.left is not None or problem.right is not None
-    for largest, band, longest, groups, keys, stages, spills in SM90_FORWARD:
-        if max(dim, dim_v) > largest or band not in (None, banded) or (longest or problem.seq_k) < problem.seq_k:
+    for largest, band, groups, keys, stages, spills in _tried(SM90_FORWARD, "sm90", False, problem, arch):
+        if max(dim, dim_v) > largest or band not in (None, banded):
             continue
         blocks, blocks_v = _pad(dim, 64), _pad(dim_v, 64)  # columns in shared memory
         rows = 64 * groups
         rings = 2 * stages * keys * (blocks + blocks_v) + SM90_BARRIERS + 1024  # tiles start at multiples of 1024
-        for apart in (True, False):
-            size = rings + 2 * rows * (blocks + blocks_v if apart else max(blocks, blocks_v))
+        for q_stages, o_staged in ((2, True), (2, False), (1, False)):
+            size = rings + 2 * rows * (q_stages * blocks + o_staged * blocks_v)
             if size <= arch.shared_memory:
-                dynamic = problem.right is not None and problem.seq_k > SM90_STATIC
-                return Sm90(dim, dim_v, groups, keys, stages, apart, dynamic, size, spills)
+                tiles = problem.batch * problem.heads_q * -(-problem.seq_q // rows)
+                dynamic = tiles > arch.sms and (banded or problem.seq_q % rows > 0)  # else tiles are all alike
+                return Sm90(dim, dim_v, groups, keys, stages, q_stages, o_staged, dynamic, size, spills)
     raise ValueError(f"no sm90 forward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
+
+
+@dataclass(frozen=True)
+class Sm90Backward:
+    """Tiles of the sm90 backward. Each field up to ds_stages is a constant of the kernel.
+
+    A thread block has one warpgroup that moves data and `groups` that compute; it owns `keys` keys and visits `rows`
+    queries at a time.
+    """
+
+    dim: int  # head dimensions as the kernel pads them
+    dim_v: int
+    rows: int
+    keys: int
+    groups: int
+    stages: int  # Q tiles in flight
+    do_stages: int  # dO tiles in flight
+    ds_stages: int  # tiles of dS: with 2 the warpgroups meet once per step, with 1 twice
+    shared_memory: int
+    spills: int
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    @property
+    def constants(self) -> tuple[tuple[str, int | bool], ...]:
+        names = ("dim", "dim_v", "rows", "keys", "groups", "stages", "do_stages", "ds_stages")
+        return tuple((name.upper(), getattr(self, name)) for name in names)
+
+
+# (largest head dimension, causal or window, longest sequence of queries, rows, keys, groups, Q stages, dO stages, spills);
+# None: either, any. What may be spilled are addresses: those of dK and dV, written before the loop and read after it, and in
+# the loop, where 80 rows take all registers, a dozen at each step.
+SM90_BACKWARD = (
+    (64, None, None, 128, 128, 2, 2, 2, 80),
+    (96, None, None, 64, 128, 2, 2, 2, 16),
+    (128, True, 1024, 64, 128, 2, 2, 2, 64),
+    (128, None, 512, 64, 128, 2, 2, 2, 64),
+    (128, None, None, 80, 128, 2, 2, 2, 200),
+    (128, None, None, 64, 128, 2, 2, 2, 64),
+    (192, None, None, 64, 96, 3, 2, 2, 48),
+    (192, None, None, 64, 96, 3, 2, 1, 48),
+    (256, None, None, 64, 64, 2, 2, 1, 64),
+)
+
+
+def sm90_backward(problem: AttentionProblem, arch: Arch) -> Sm90Backward:
+    dim, dim_v = (next(d for d in SM90_DIMS if n <= d) for n in (problem.dim, problem.dim_v))
+    banded = problem.left is not None or problem.right is not None
+    table = _tried(SM90_BACKWARD, "sm90", True, problem, arch)
+    for largest, band, longest, rows, keys, groups, stages, do_stages, spills in table:
+        if max(dim, dim_v) > largest or band not in (None, banded) or (longest or problem.seq_q) < problem.seq_q:
+            continue
+        wide = keys < 64 * groups  # the warpgroups share out columns, and P goes through shared memory too
+        share_rows = not wide and dim == 64
+        if share_rows and rows % (16 * groups):
+            continue
+        blocks, blocks_v, block_keys = _pad(dim, 64), _pad(dim_v, 64), _pad(keys, 64)  # columns in shared memory
+        part = 4 * 64 * (rows // groups if share_rows else rows)  # of dQ, a warpgroup's
+        fixed = 2 * (keys * (blocks + blocks_v) + rows * (stages * blocks + do_stages * blocks_v)) + groups * part
+        fixed += stages * 8 * rows + SM90_BARRIERS + 1024  # lse and delta; tiles start at multiples of 1024
+        for ds_stages in (1,) if wide else (2, 1):
+            size = fixed + (2 if wide else ds_stages) * 2 * rows * block_keys
+            if size <= arch.shared_memory:
+                return Sm90Backward(dim, dim_v, rows, keys, groups, stages, do_stages, ds_stages, size, spills)
+    raise ValueError(f"no sm90 backward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
 
 
 def _pad(n: int, step: int) -> int:
     return max(1, -(-n // step)) * step
+
+
+# What a row of a table has in front of its tile where the tile is for one class of problems alone: no limits.
+UNLIMITED: dict[tuple[str, bool], tuple[int | None, ...]] = {
+    ("sm80", False): (256,),
+    ("sm80", True): (256, ANY),
+    ("sm90", False): (256, None),
+    ("sm90", True): (256, None, None),
+}
+
+
+def _tried(table: Any, family: str, backward: bool, problem: AttentionProblem, arch: Arch) -> Any:
+    """A table's rows in the order in which they are tried: what was tuned for this class of problems comes first."""
+    tile = tuned_tile(family, backward, problem, arch)
+    return table if tile is None else ((*UNLIMITED[family, backward], *tile), *table)
+
+
+def tuned_tile(family: str, backward: bool, problem: AttentionProblem, arch: Arch) -> tuple[int, ...] | None:
+    """The tile that was timed on this GPU and stored for problems like this one."""
+    if not arch.tuned:
+        return None
+    key = tuned.entry(problem, arch.name, arch.sms, family, backward).key
+    return next((x.tile for x in arch.tuned if x.key == key), None)
 
 
 @dataclass(frozen=True)
@@ -199,10 +292,48 @@ SIMT = (
 )
 
 
-def simt(problem: AttentionProblem, backward: bool) -> Simt:
+def simt(problem: AttentionProblem, arch: Arch, backward: bool) -> Simt:
+    tile = tuned_tile("simt", backward, problem, arch)
+    if tile is not None:
+        return Simt(*tile)
     size = 8 if problem.dtype == "float64" else 4
     widest = max(problem.dim, problem.dim_v)
-    for row_size, row_backward, largest, tile in SIMT:
+    for row_size, row_backward, largest, row in SIMT:
         if (row_size, row_backward) == (size, backward) and widest <= largest:
-            return tile
+            return row
     raise ValueError(f"no simt tile of head dimension {widest}")
+
+
+@dataclass(frozen=True)
+class Flash1:
+    """Tiles of FlashAttention-1: `tile` queries by `tile` keys, with all columns of a head on the chip."""
+
+    tile: int
+    columns: int  # head dimensions as the kernel pads them
+    shared_memory: int
+    threads: int = 256
+
+    @property
+    def constants(self) -> tuple[tuple[str, int | bool], ...]:
+        return (
+            ("OWNED", self.tile),
+            ("VISITED", self.tile),
+            ("COLUMNS", self.columns),
+            ("DEPTH", self.tile),  # nothing comes in pieces
+            ("THREADS", self.threads),
+            ("ON_CHIP", self.shared_memory),
+        )
+
+
+FLASH1_COLUMNS = (32, 64, 128)
+FLASH1_TILES = (64, 32, 16)
+
+
+def flash1(problem: AttentionProblem, arch: Arch, backward: bool) -> Flash1:
+    """The largest square tile that fits: the paper's Bc = M / 4d and Br = min(Bc, d), in powers of two."""
+    columns = next(n for n in FLASH1_COLUMNS if max(problem.dim, problem.dim_v) <= n)
+    for tile in FLASH1_TILES:
+        size = 4 * tile * ((4 if backward else 3) * (columns + 4) + tile + 4 + backward)  # rows padded by 16 bytes
+        if size <= arch.shared_memory:
+            return Flash1(tile, columns, size)
+    raise ValueError(f"no flash1 tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
