@@ -66,14 +66,6 @@ class Backend:
         problem = AttentionProblem(dtype, 1, 16, 16, 1, 1, dim, dim_v, 1 / math.sqrt(max(1, dim)))
         return objection(problem, _arch(), False) is None
 
-    @property
-    def backward_family(self) -> str | None:
-        """The family for a backward: this one, or the planner's choice where it has none."""
-        if self.family is None:
-            return None
-        problem = AttentionProblem("float16", 1, 16, 16, 1, 1, 64, 64, 0.125)
-        return self.family if FAMILIES[self.family][0](problem, _arch(), True) is None else None
-
     def plan(self, problem: AttentionProblem, backward: bool = False) -> Any:
         return make_plan(problem, device.current(0), backward, self.family)
 

@@ -111,7 +111,6 @@ def check(
     written = [_unwritten(backend, x.shape, dtype, rank, layout, lay) for x in (q, k, v)]
     grads = tuple(view for _, view in written)
     backend.poison()
-    options["family"] = backend.backward_family
     results = attention_backward(
         given[3], *given[:3], out, lse, deterministic=deterministic, grads=grads, **options
     )  # fmt: skip

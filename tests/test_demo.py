@@ -40,11 +40,11 @@ def test_gradient_is_that_of_the_loss(rng: np.random.Generator) -> None:
         direction[:] = 0
         part[...] = rng.normal(size=part.shape)
         sides = []
-        for step in (1e-5, -1e-5):
+        for step in (1e-6, -1e-6):
             model.flat[:] = start + step * direction
             sides.append(model.loss(tokens, targets))
         model.flat[:] = start
-        slope = (sides[0] - sides[1]) / 2e-5
+        slope = (sides[0] - sides[1]) / 2e-6
         assert slope == pytest.approx(float((by_name[name] * part).sum()), rel=1e-5, abs=1e-8), name
 
 

@@ -38,13 +38,6 @@ def test_complaints(change: dict[str, Any], complaint: str) -> None:
     assert complaints(passing() | change, DIGEST) == [complaint]
 
 
-def test_a_failure_that_is_explained() -> None:
-    report = passing() | {"failed": 1, "failures": ["a"]}
-    assert complaints(report | {"judged_again": [{"test": "a", "why": "..."}]}, DIGEST) == []
-    assert complaints(report | {"judged_again": [{"test": "b", "why": "..."}]}, DIGEST) != []
-    assert complaints(report | {"judged_again": []}, DIGEST) != []
-
-
 def test_an_empty_report() -> None:
     assert len(complaints({}, DIGEST)) == 3 + len(passing()["counts"])
 
@@ -69,3 +62,28 @@ def test_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert written["counts"] == {"simt/float32": 1} and written["failures"] == ["t", "t"]
     report.pytest_sessionfinish(int(pytest.ExitCode.INTERRUPTED))
     assert json.loads(path.read_text())["errors"] == 2
+
+
+def test_failures_that_ran_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(**outcomes: str) -> dict[str, Any]:
+        report = gpu_report.GpuReport(str(path))
+        for name, outcome in outcomes.items():
+            properties = [(gpu_report.COUNTED, "simt/float32")]
+            result = pytest.TestReport(name, (name, 0, name), {}, outcome, None, "call", user_properties=properties)  # type: ignore[arg-type]
+            report.pytest_runtest_logreport(result)
+        report.pytest_sessionfinish(int(pytest.ExitCode.OK))
+        return dict(json.loads(path.read_text()))
+
+    monkeypatch.setattr(gpu_report, "machine", lambda: {"gpu": "a GPU"})
+    path = tmp_path / "report.json"
+    assert run(a="failed", b="failed", c="passed")["failures"] == ["a", "b"]
+    once = run(a="passed")
+    assert [once[x] for x in ("passed", "failed", "errors", "failures")] == [2, 1, 0, ["b"]]
+    twice = run(b="passed")
+    assert [twice[x] for x in ("passed", "failed", "failures")] == [3, 0, []] and twice["counts"] == {"simt/float32": 3}
+    assert [again["tests"] for again in twice["again"]] == [["a"], ["b"]]
+    whole = run(a="passed", b="passed", c="passed")  # not only what failed: a report of its own
+    assert whole["passed"] == 3 and "again" not in whole
+    run(a="failed")
+    monkeypatch.setattr(gpu_report, "sources_digest", lambda: "other kernels")
+    assert run(a="passed")["passed"] == 1 and "again" not in json.loads(path.read_text())

@@ -48,13 +48,11 @@ def test_family(dtype: str, dims: tuple[int, int], arch: Arch, family: str) -> N
 
 
 @pytest.mark.parametrize("dims", [(8, 8), (64, 64), (59, 111), (128, 128), (192, 128), (256, 256)])
-def test_hopper_has_its_own_forward(dims: tuple[int, int]) -> None:
+def test_hopper_has_its_own_kernels(dims: tuple[int, int]) -> None:
     for dtype in ("float16", "bfloat16"):
-        assert plan(problem(dtype, *dims), H200).family == "sm90"
-        back = plan(problem(dtype, *dims), H200, True)
-        assert back.family == "sm80" and back.passed_over == ("sm90 has no backward yet",)
-    with pytest.raises(ValueError, match="no kernel family takes this problem: sm90 has no backward yet"):
-        plan(problem("float16", *dims), H200, True, "sm90")
+        for backward in (False, True):
+            chosen = plan(problem(dtype, *dims), H200, backward)
+            assert chosen.family == "sm90" and chosen.passed_over == ()
 
 
 def test_reasons_of_the_families_passed_over() -> None:
@@ -73,8 +71,32 @@ def test_reasons_of_the_families_passed_over() -> None:
 def test_a_family_that_objects() -> None:
     with pytest.raises(ValueError, match="no kernel family takes this problem: sm80 takes float16 and bfloat16"):
         plan(problem("float32"), A100, family="sm80")
-    with pytest.raises(ValueError, match="family is 'sm70'; it must be one of 'sm90', 'sm80', 'simt', or None"):
+    with pytest.raises(ValueError, match="family is 'sm70'; it must be one of 'sm90', 'sm80', 'simt', 'flash1', or None"):
         plan(problem("float32"), A100, family="sm70")
+
+
+def test_flash1_is_taken_only_where_it_is_named() -> None:
+    """Not even as the last that could take a problem, nor is it told of."""
+    for asked in problems():
+        for arch in (T4, A100, B200):
+            for backward in (False, True):
+                chosen = plan(asked, arch, backward)
+                assert chosen.family != "flash1" and not any("flash1" in why for why in chosen.passed_over)
+    assert plan(problem("float16"), H200, family="flash1").launches[0].grid == 2 * 8  # a block for each head
+    assert plan(problem("float16"), H200, True, "flash1").launches[0].grid == 2 * 2  # of K and V
+    wide = problem("float16", 136)
+    for asked, why in ((problem("float64"), "bfloat16 and float32, not float64"), (wide, "dimensions up to 128")):
+        with pytest.raises(ValueError, match=f"no kernel family takes this problem: flash1 takes .*{why}"):
+            plan(asked, H200, family="flash1")
+
+
+def test_flash1_keeps_o_l_and_m_in_memory() -> None:
+    """In the output itself where that is float32; dQ likewise."""
+    rows = 2 * 8 * 1024
+    for dtype, sums in (("float32", 0), ("float16", rows * 64 * 4), ("bfloat16", rows * 64 * 4)):
+        forward, backward = (plan(problem(dtype, seq_q=1024), H200, back, "flash1") for back in (False, True))
+        sizes = {w.name: w.nbytes for w in (*forward.workspace, *backward.workspace)}
+        assert sizes == {"m": 4 * rows, "l": 4 * rows} | ({"o_sum": sums, "dq_sum": sums} if sums else {})
 
 
 def test_nothing_takes_it() -> None:
@@ -96,7 +118,7 @@ def test_fits_the_gpu(family: str, arch: str) -> None:
                     assert 1 <= launch.grid < 2**31
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "flash1"])  # there a head has one block
 def test_every_query_and_key_has_a_block(family: str) -> None:
     """Or, where blocks take tile after tile, every multiprocessor one."""
     tiny, large = (problem("float16", seq_q=s, seq_k=s) for s in (1, 100_001))
@@ -105,30 +127,35 @@ def test_every_query_and_key_has_a_block(family: str) -> None:
             assert few.name == many.name and few.grid < many.grid
 
 
-def test_tiles_that_the_sm90_kernel_can_count() -> None:
-    asked = problem("float16", batch=100_000, heads_q=16384, heads_k=16384, seq_q=128)
-    with pytest.raises(ValueError, match=r"q has batch 100000 and 16384 heads: 1638400000 tiles; less than 2\*\*30 fit"):
-        plan(asked, H200)
+def test_tiles_that_the_sm90_kernels_can_count() -> None:
+    asked = problem("float16", batch=100_000, heads_q=16384, heads_k=16384, seq_q=128, seq_k=128)
+    for backward, name in ((False, "q"), (True, "k")):
+        told = rf"{name} has batch 100000 and 16384 heads: 1638400000 tiles; less than 2\*\*30"
+        with pytest.raises(ValueError, match=told):
+            plan(asked, H200, backward)
 
 
 def test_workspace() -> None:
-    """The forward needs none; the backward one row vector, and sm80 one float32 dQ."""
+    """The forward needs none; the backward one row vector, sm80 one float32 dQ as well, and sm90 a copy of lse and a ticket."""
     rows = 2 * 8 * 1024
     for asked in (problem("float16", seq_q=1024), problem("float32", seq_q=1024), problem("float64", seq_q=1024)):
-        for family in FAMILIES:
+        for family in [name for name in FAMILIES if name != "flash1"]:
             if FAMILIES[family][0](asked, H200, False) is None:
                 assert plan(asked, H200, family=family).workspace == ()
             if FAMILIES[family][0](asked, H200, True) is None:
                 sizes = {w.name: w.nbytes for w in plan(asked, H200, True, family).workspace}
-                assert sizes.pop("delta") == rows * (8 if asked.dtype == "float64" else 4)
+                assert sizes.pop("delta") == rows * (8 if asked.dtype == "float64" or family == "sm90" else 4)
+                assert sizes.pop("counters", 4) == 4
                 assert sizes.pop("dq_sum", 0) in (0, rows * 64 * 4)
                 assert not sizes
 
 
 def test_three_words_to_deal_out_tiles() -> None:
-    """Where tiles differ in length and there are many keys."""
-    for fields, size in (({"right": 0}, 12), ({"left": 9, "right": 9}, 12), ({"left": 9}, 0), ({}, 0)):
-        asked = problem("float16", seq_q=4096, seq_k=4096, **fields)
+    """Where tiles differ in length, and are more than the multiprocessors."""
+    for fields, size in (
+        ({"right": 0}, 12), ({"left": 9}, 12), ({}, 0), ({"seq_q": 4000}, 12), ({"right": 0, "seq_q": 128}, 0),
+    ):  # fmt: skip
+        asked = problem("float16", 128, 128, **{"batch": 2, "heads_q": 8, "seq_q": 4096, "seq_k": 4096} | fields)
         assert sum(w.nbytes for w in plan(asked, H200, family="sm90").workspace) == size
 
 

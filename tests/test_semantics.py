@@ -43,7 +43,8 @@ def split(options: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
 @on_pairs
 def test_masks(backend: Backend, dtype: str, mask: str, seq: tuple[int, int], rng: np.random.Generator) -> None:
     key_mask, options = split(MASKS[mask])
-    check(backend, draw_inputs(rng, dtype, batch=3, seq=seq, key_mask=key_mask), **options)
+    batch = 3 if min(seq) > 10 else 24  # where a handful of rows decides, luck does
+    check(backend, draw_inputs(rng, dtype, batch=batch, seq=seq, key_mask=key_mask), **options)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "top-left", "keys-window"])
@@ -109,7 +110,7 @@ def test_packed_in_one_array(backend: Backend, dtype: str, rng: np.random.Genera
     out, lse = attention(q, k, v, return_lse=True, **options)
     attention_backward(
         backend.put(dout), q, k, v, out, lse, grads=tuple(dqkv[:, :, i] for i in range(3)),
-        **options | {"family": backend.backward_family},
+        **options,
     )  # fmt: skip
     exact, own = (
         f(problem, *(host[:, :, i] for i in range(3)), None, dout) for f in (standard, standard_in_own_precision)
@@ -132,7 +133,7 @@ def test_broadcast_inputs(backend: Backend, dtype: str, rng: np.random.Generator
     options = {"key_mask": maskx, "family": backend.family}
     qx = backend.put(q)
     out, lse = attention(qx, kx, vx, return_lse=True, **options)
-    grads = attention_backward(backend.put(dout), qx, kx, vx, out, lse, **options | {"family": backend.backward_family})
+    grads = attention_backward(backend.put(dout), qx, kx, vx, out, lse, **options)
     for name, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)):
         assert_as_good(backend.get(x), getattr(exact, name), getattr(own, name), name)
 
@@ -178,6 +179,17 @@ def test_one_dominant_key(backend: Backend, dtype: str, rng: np.random.Generator
     check(backend, inputs, large_scores=True)
 
 
+@pytest.mark.parametrize("growth", [20, 300])  # of the logits over 128 keys: float16, then bfloat16 overflow
+@on_pairs
+def test_scores_that_grow(backend: Backend, dtype: str, growth: int, rng: np.random.Generator) -> None:
+    """Towards the first key, which is visited last; a maximum that is out of date must be found out."""
+    inputs = draw_inputs(rng, dtype, seq=(200, 700))
+    inputs.q[..., 0] = 8
+    inputs.k[..., 0] = (growth * (1 - np.arange(700) / 128))[:, None]  # the scale is 1/8
+    check(backend, inputs, large_scores=True)
+    check(backend, inputs, causal=True, large_scores=True)
+
+
 @on_pairs
 def test_all_scores_equal(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
     inputs = draw_inputs(rng, dtype, seq=(67, 130))
@@ -196,7 +208,6 @@ def test_fully_masked_rows(backend: Backend, dtype: str, options: dict[str, Any]
     arrays = [backend.put(x) for x in (q, k, v)]
     options = {**options, "key_mask": backend.put(key_mask), "family": backend.family}
     out, lse = attention(*arrays, return_lse=True, **options)
-    options["family"] = backend.backward_family
     dq, dk, dv = attention_backward(backend.put(dout), *arrays, out, lse, **options)
     assert (backend.get(lse)[1] == -np.inf).all()
     for x in (out, dq, dk, dv):
@@ -256,11 +267,10 @@ def test_same_bits_in_every_run(backend: Backend, dtype: str, rng: np.random.Gen
     inputs = draw_inputs(rng, dtype, batch=1, seq=(517, 777), heads=(4, 2))
     q, k, v, dout = (backend.put(x) for x in inputs[:4])
     options = {"causal": True, "family": backend.family}
-    back = options | {"family": backend.backward_family}
 
     def run() -> list[bytes]:
         out, lse = attention(q, k, v, return_lse=True, **options)
-        grads = attention_backward(dout, q, k, v, out, lse, deterministic=True, **back)
+        grads = attention_backward(dout, q, k, v, out, lse, deterministic=True, **options)
         return [backend.get(x).tobytes() for x in (out, lse, *grads)]
 
     first = run()
