@@ -24,15 +24,15 @@ def merge(outs: Any, lses: Any, *, layout: str = "bshd") -> tuple[Array, Array]:
     unseen = total == 0
     total = xp.where(unseen, xp.ones_like(total), total)
     lse = xp.where(unseen, xp.full_like(total, -xp.inf), top + xp.log(total))
-    parts = [_cast(out, total.dtype) * _over_out(weight / total, layout) for out, weight in zip(outs, weights)]
-    return _cast(sum(parts[1:], start=parts[0]), outs[0].dtype), lse
+    parts = [cast(out, total.dtype) * over_out(weight / total, layout) for out, weight in zip(outs, weights)]
+    return cast(sum(parts[1:], start=parts[0]), outs[0].dtype), lse
 
 
-def _cast(x: Array, dtype: Any) -> Array:
+def cast(x: Array, dtype: Any) -> Array:
     return x.to(dtype) if hasattr(x, "to") else x.astype(dtype)  # PyTorch's name for it
 
 
-def _over_out(weight: Array, layout: str) -> Array:
+def over_out(weight: Array, layout: str) -> Array:
     """A weight for each row, shaped like lse (.., H, S), so that it broadcasts over out."""
     if layout == "bshd" and weight.ndim > 1:
         weight = weight.swapaxes(-1, -2)

@@ -70,9 +70,18 @@ def test_eager_grad(options: str, platform: str, rng: np.random.Generator) -> No
     judge({"dq": np.asarray(dq)}, *references(inputs, **options))
 
 
-def test_lse_carries_no_gradient(rng: np.random.Generator) -> None:
-    q, k, v, *_ = arrays(draw_inputs(rng, "float32"))
-    assert not jax.grad(lambda q: attention(q, k, v, return_lse=True)[1].sum())(q).any()
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_gradient_through_lse(platform: str, rng: np.random.Generator) -> None:
+    q, k, v, *_ = arrays(draw_inputs(rng, "float32"), platform)
+    u = jax.device_put(jax.numpy.asarray(rng.standard_normal((2, 2, 67)), "float32"), q.device)
+
+    def scores(q: Any, k: Any) -> Any:
+        return jax.numpy.einsum("bihd,bjhd->bhij", q, k) / 8
+
+    expected = jax.grad(lambda *x: (jax.nn.logsumexp(scores(*x), -1) * u).sum(), (0, 1))(q, k)
+    got = jax.grad(lambda *x: (attention(*x, v, return_lse=True)[1] * u).sum(), (0, 1))(q, k)
+    for x, y in zip(got, expected):
+        np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 def test_single_precision_mode(rng: np.random.Generator) -> None:

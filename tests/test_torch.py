@@ -125,9 +125,47 @@ def test_no_graph_where_none_is_wanted(rng: np.random.Generator) -> None:
     assert not attention(q.detach(), k.detach(), v.detach()).requires_grad
 
 
-def test_lse_carries_no_gradient(rng: np.random.Generator) -> None:
-    out, lse = attention(*leaves(draw_inputs(rng, "float32")), return_lse=True)
-    assert out.requires_grad and not lse.requires_grad
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradient_through_lse(masked: bool, layout: str, device: str, rng: np.random.Generator) -> None:
+    """Of attention in two parts and merged, and of whole attention; of out and lse, and of one alone."""
+    inputs = draw_inputs(rng, "float64", heads=(4, 2), dims=(16, 12), key_mask=masked)
+    mask = put(inputs.key_mask, device)
+    if masked:
+        mask[0] = False  # queries that see no key
+        mask[1, 0] = mask[1, 50] = True
+    q, k, v = (x if layout == "bshd" else x.detach().transpose(1, 2).requires_grad_() for x in leaves(inputs, device))
+    along = 1 if layout == "bshd" else 2
+
+    def whole() -> Any:
+        return attention(q, k, v, key_mask=mask, layout=layout, return_lse=True)
+
+    def merged() -> Any:
+        pieces = zip(k.split(40, along), v.split(40, along), [None] * 3 if mask is None else mask.split(40, 1))
+        parts = [attention(q, *kv, key_mask=m, layout=layout, return_lse=True) for *kv, m in pieces]
+        return cupyflash.merge(*zip(*parts), layout=layout)
+
+    def standard() -> Any:
+        x, y, z = (t if layout == "bhsd" else t.transpose(1, 2) for t in (q, k, v))
+        scores = x @ y.repeat_interleave(2, 1).mT / 4
+        if mask is not None:
+            scores = torch.where(mask[:, None, None], scores, -1e9)
+        out = scores.softmax(-1) @ z.repeat_interleave(2, 1)
+        return out if layout == "bhsd" else out.transpose(1, 2), scores.logsumexp(-1)
+
+    w, u = (torch.randn_like(x) for x in whole())
+    if masked:
+        w[0], u[0] = 0, 0
+    for terms in ((1, 1), (0, 1), (1, 0)):
+        exact, *others = (
+            torch.autograd.grad(sum((x * y).nan_to_num().sum() for x, y, n in zip(f(), (w, u), terms) if n), (q, k, v),
+                                allow_unused=True, materialize_grads=True)
+            for f in (standard, whole, merged)
+        )  # fmt: skip
+        for grads in others:
+            for name, got, expected in zip("qkv", grads, exact):
+                assert (got - expected).abs().max() < 1e-11, (terms, name)
 
 
 def test_gradients_are_not_differentiable(rng: np.random.Generator) -> None:

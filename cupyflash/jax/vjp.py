@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 
 from .. import api
+from ..lse_gradient import attention_backward
 
 
 def attention(
@@ -27,8 +29,8 @@ def attention(
     """Exact attention on JAX arrays, differentiable with respect to q, k and v by `jax.grad` and `jax.vjp`.
 
     Takes and returns what `cupyflash.attention` does, with these restrictions: there is no `out`, as JAX arrays are
-    immutable; lse carries no gradient (as under `jax.lax.stop_gradient`); and arrays must be concrete, so no `jax.jit`,
-    `vmap` or `scan` around the call yet.
+    immutable; and arrays must be concrete, so no `jax.jit`, `vmap` or `scan` around the call yet. out and lse are both
+    differentiable.
 
     Raises
     ------
@@ -53,17 +55,17 @@ def _attention(
     return api.attention(q, k, v, key_mask=key_mask, return_lse=True, **options)
 
 
-def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, key_mask: jax.Array | None, options: dict[str, Any]
-) -> tuple[Any, Any]:
+def _forward(q: Any, k: Any, v: Any, key_mask: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    q, k, v = q.value, k.value, v.value
+    key_mask = None if key_mask is None else key_mask.value
     out, lse = api.attention(q, k, v, key_mask=key_mask, return_lse=True, **options)
     return (out, lse), (q, k, v, key_mask, out, lse)
 
 
-def _backward(options: dict[str, Any], kept: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+def _backward(options: dict[str, Any], kept: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
     q, k, v, key_mask, out, lse = kept
-    dout, _ = cotangents
-    return *api.attention_backward(dout, q, k, v, out, lse, key_mask=key_mask, **options), None
+    dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+    return *attention_backward("jax", dout, dlse, q, k, v, out, lse, key_mask=key_mask, **options), None
 
 
-_attention.defvjp(_forward, _backward)
+_attention.defvjp(_forward, _backward, symbolic_zeros=True)  # else what the loss does not depend on comes as zeros

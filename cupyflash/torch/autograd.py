@@ -8,6 +8,7 @@ import torch
 
 from .. import api
 from ..interop import torch_
+from ..lse_gradient import attention_backward
 
 
 def attention(
@@ -27,8 +28,8 @@ def attention(
 ) -> Any:
     """Exact attention on tensors, differentiable with respect to q, k and v.
 
-    Takes and returns what `cupyflash.attention` does, with these restrictions: lse carries no gradient (it is marked
-    non-differentiable), gradients cannot be differentiated again, and torch.func transforms are not supported.
+    Takes and returns what `cupyflash.attention` does, out and lse both differentiable, with these restrictions:
+    gradients cannot be differentiated again, and torch.func transforms are not supported.
 
     Raises
     ------
@@ -69,13 +70,17 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = api.attention(q, k, v, key_mask=key_mask, return_lse=True, **options)
         ctx.options = options
-        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, key_mask, out, lse)
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return (None,) * 5
         q, k, v, key_mask, out, lse = ctx.saved_tensors
-        grads = api.attention_backward(dout, q, k, v, out, lse, key_mask=key_mask, **ctx.options)
+        grads = attention_backward("torch", dout, dlse, q, k, v, out, lse, key_mask=key_mask, **ctx.options)
         return *grads, None, None
