@@ -23,7 +23,7 @@ app = typer.Typer(
 DTYPES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 Causal = Annotated[bool, typer.Option("--causal", help="Hide later keys; the last query sees the last key.")]
-TopLeft = Annotated[bool, typer.Option("--top-left", help="With --causal: query i sees keys up to i.")]
+TopLeft = Annotated[bool, typer.Option("--top-left", help="As --causal, but query i sees keys up to i.")]
 Window = Annotated[
     str | None, typer.Option(metavar="LEFT,RIGHT", help="Keys seen on each side of the diagonal; empty: all.")
 ]
@@ -81,7 +81,12 @@ def attend(
         raise ValueError(f"--output is {output}; with --lse there are two arrays: write .npz or .safetensors")
     if not output.absolute().parent.is_dir():
         raise ValueError(f"--output is {output}; its folder does not exist")
-    arrays = _read(files.read, file, {"q": q, "k": k, "v": v, "key_mask": key_mask})
+    single = {"q": q, "k": k, "v": v, "key_mask": key_mask}
+    for name, path in {"input": file, **single}.items():
+        if path is not None and path.exists() and output.exists() and output.samefile(path):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"--output is {output}, the file that {option} reads; it must be another")
+    arrays = _read(files.read, file, single)
     xp = array_module(device)
     start = time.perf_counter()
     given = {name: xp.asarray(x) for name, x in arrays.items()}
@@ -153,7 +158,7 @@ def compile_(
 ) -> None:
     """Fill the cache with compiled kernels; no GPU is needed, so a container can be built with them."""
     from .gpu.compiler import cache_info
-    from .precompile import HEAD_DIMS, Done, compile_all, jobs
+    from .precompile import HEAD_DIMS, Done, compile_all, jobs, kept
 
     both = (False, True)
     work = jobs(
@@ -162,12 +167,20 @@ def compile_(
     )  # fmt: skip
     console = _console()
     done: list[Done] = []
+    checked = False
     columns = (BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("programs", total=len(work))
         for result in compile_all(work):
             done.append(result)
             progress.advance(bar)
+            if not checked and result.compiled is not None and not result.compiled.cached:
+                checked = True  # the first one tells, before minutes are spent on the others
+                if not kept(result):
+                    raise RuntimeError(
+                        f"nothing can be kept in the cache folder {cache_info().path}; it must be a folder that can be "
+                        "written, with room on its disk (CUPYFLASH_CACHE_DIR names another)"
+                    )
     console.print(_kernel_table(done, {job: i for i, job in enumerate(work)}))
     errors = [result for result in done if result.error is not None]
     for result in errors:
@@ -242,8 +255,14 @@ def bench(
     ] = None,
     family: Family = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the JSON files. Default bench/results/<gpu>.")] = None,
-    dtype: Annotated[str, typer.Option(help="For the suites forward, backward, figures, memory.")] = "bfloat16",
+    dtype: Annotated[
+        str | None, typer.Option(help="For the suites forward, backward, figures, memory. Default: bfloat16.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer problems, rounds and milliseconds.")] = False,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Samples of each candidate. Default 7, quick 3.")] = None,
+    min_ms: Annotated[
+        float | None, typer.Option(min=0.1, help="Least duration of a sample. Default 20, quick 5.")
+    ] = None,
 ) -> None:
     """Measure beside every other attention that can be imported, in turn in the same run."""
     from .bench import plot, run
@@ -252,7 +271,8 @@ def bench(
         for path in plot():
             typer.echo(path)
         return
-    raise typer.Exit(run(suites or ("forward", "backward"), family, out, quick, DTYPES.get(dtype, dtype)))
+    dtype = None if dtype is None else DTYPES.get(dtype, dtype)
+    raise typer.Exit(run(suites or ("forward", "backward"), family, out, quick, dtype, rounds, min_ms))
 
 
 def _console() -> Console:
@@ -263,9 +283,12 @@ def _console() -> Console:
 
 
 def _read(read: Any, file: Path | None, single: dict[str, Path | None]) -> dict[str, Any]:
-    """The arrays from one file, from single files, or both (a single file wins)."""
+    """The arrays from one file or from single files; a key mask in a file of its own goes with either."""
     arrays: dict[str, Any] = {}
     if file is not None:
+        for name in ("q", "k", "v"):
+            if single[name] is not None:
+                raise ValueError(f"--input is {file} and --{name} is {single[name]}; give --q, --k and --v, or --input")
         held = read(file)
         arrays = {name: held[name] for name in single if name in held}
     for name, path in single.items():

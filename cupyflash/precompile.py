@@ -83,6 +83,12 @@ def compile_all(work: Sequence[Job]) -> Iterator[Done]:
             pool.shutdown(cancel_futures=True)  # an interrupt waits for those at work alone
 
 
+def kept(result: Done) -> bool:
+    """Whether the disk cache has what was compiled, so that another process need not compile it again."""
+    compile_source.cache_clear()
+    return compile_source(generate(result.job.plan), result.job.plan.arch).cached
+
+
 def _compile(job: Job) -> Done:
     start = time.perf_counter()
     compiled, error = None, None

@@ -452,10 +452,36 @@ def test_without_torch_one_line_says_what_to_install(monkeypatch, capsys):
         assert "pip install torch" in capsys.readouterr().out
 
 
+def test_one_line_names_all_that_is_missing(monkeypatch, capsys):
+    for module in ("torch", "cupy"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for version, first in ((None, "needs a CUDA GPU (nvidia-smi finds none"), ("580", "needs torch (")):
+        monkeypatch.setattr(machine, "driver", lambda version=version: version)
+        assert bench.run(["forward"]) == 2
+        printed = capsys.readouterr().out
+        assert first in printed and "torch (" in printed and "cupy (" in printed and printed.count("\n") == 1
+        assert printed.endswith('; pip install torch "cupyflash[cuda13]"\n')
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"family": "simt"}, "family is 'simt', a family of GPU kernels; bench suite 'cpu' measures NumPy"),
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16'; bench suite 'cpu' measures float32"),
+        ({"dtype": "int8"}, "dtype is 'int8'; it must be one of float16, bfloat16"),
+    ],
+)
+def test_the_cpu_suite_refuses_what_it_cannot_use(given, message, capsys, tmp_path):
+    assert bench.run(["cpu"], out=tmp_path, **given) == 2
+    assert message in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_unknown_suites_are_named(capsys):
     assert bench.run(["forwards"]) == 2
     printed = " ".join(capsys.readouterr().out.split())
-    assert "'forwards'; it must be of forward, backward," in printed and printed.endswith("cpu, all, paper")
+    assert "'forwards'; it must be of forward, backward," in printed
+    assert printed.endswith("cpu, all, paper, or plot alone")
 
 
 def test_the_cpu_suite_runs(tmp_path, capsys):

@@ -13,7 +13,7 @@ def run(
     family: str | None = None,
     out: str | PathLike[str] | None = None,
     quick: bool = False,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     rounds: int | None = None,
     min_ms: float | None = None,
 ) -> int:
@@ -30,16 +30,16 @@ def run(
         Default `bench/results/<gpu>` in the current directory, with quick `bench/quick/<gpu>`.
     quick : bool
         Fewer problems, rounds and milliseconds.
-    dtype : str
-        For the suites "forward", "backward", "figures" and "memory".
+    dtype : str, optional
+        For the suites "forward", "backward", "figures" and "memory". Default "bfloat16".
     rounds, min_ms : optional
         Samples of each candidate, and the least duration of one in milliseconds. Default 7 and 20, with quick 3 and 5.
 
     Returns
     -------
     int
-        0; 1 where a problem gave no result or a wrong one; 2 where a suite cannot run here or its name is unknown, after
-        a message that says why.
+        0; 1 where a problem gave no result or a wrong one; 2 where a suite is unknown, cannot run here or cannot use
+        the family or dtype, after a message that says why.
     """
     from .runner import run as _run
 

@@ -15,7 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", help="folder for the JSON files (default bench/results/<gpu>, with --quick bench/quick/<gpu>)"
     )
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32", "float64"])
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32", "float64"])
     parser.add_argument("--quick", action="store_true", help="fewer problems, rounds and milliseconds")
     parser.add_argument("--rounds", type=int, help="samples of each candidate")
     parser.add_argument("--min-ms", type=float, help="least duration of a sample")

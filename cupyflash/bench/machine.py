@@ -16,20 +16,32 @@ class Unavailable(RuntimeError):
 
 
 def require_gpu(suite: str) -> None:
-    """Raise `Unavailable` unless PyTorch and CuPy can be imported and PyTorch sees a GPU."""
-    for module in ("torch", "cupy"):
+    """Raise `Unavailable`, with all that is missing, unless PyTorch and CuPy can be imported and PyTorch sees a GPU."""
+    absent = {}
+    for module, package in {"torch": "torch", "cupy": '"cupyflash[cuda13]"'}.items():
         try:
             __import__(module)
         except ImportError as error:
-            raise Unavailable(
-                f"bench suite {suite!r} needs {module} (it measures beside PyTorch's attention): {error}; "
-                f"pip install {'torch' if module == 'torch' else 'cupyflash[cuda13]'}"
-            ) from None
+            absent[module] = (str(error), package)
+    missing = [f"{module} ({error})" for module, (error, _) in absent.items()]
+    no_gpu = _no_gpu(torch_too="torch" not in absent)
+    if no_gpu is not None:
+        missing.insert(0, f"a CUDA GPU ({no_gpu}; suite 'cpu' runs without)")
+    if absent:
+        missing[-1] += f"; pip install {' '.join(package for _, package in absent.values())}"
+    if missing:
+        raise Unavailable(f"bench suite {suite!r} needs {' and '.join(missing)}")
+
+
+def _no_gpu(torch_too: bool) -> str | None:
+    """Why no GPU can be measured; None where one can. Without PyTorch the driver alone is asked."""
+    if not torch_too:
+        return "nvidia-smi finds none" if driver() is None else None
     import torch
 
-    if not torch.cuda.is_available():
-        why = f"PyTorch {torch.__version__} sees none" if torch.version.cuda else "PyTorch is built without CUDA"
-        raise Unavailable(f"bench suite {suite!r} needs a CUDA GPU and {why}; suite 'cpu' runs without")
+    if torch.cuda.is_available():
+        return None
+    return f"PyTorch {torch.__version__} sees none" if torch.version.cuda else "PyTorch is built without CUDA"
 
 
 def require_torch(suite: str) -> None:

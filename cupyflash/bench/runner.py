@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from ..problem import FLOATS
 from . import machine, peers, report
 from .suites import GROUPS, SUITES, Options
 
@@ -23,7 +24,7 @@ def run(
     family: str | None,
     out: str | PathLike[str] | None,
     quick: bool,
-    dtype: str,
+    dtype: str | None,
     rounds: int | None,
     min_ms: float | None,
 ) -> int:
@@ -33,11 +34,15 @@ def run(
         console.width = 160  # a log has no edge
     names = list(dict.fromkeys(name for asked in suites for name in GROUPS.get(asked, (asked,))))
     options = Options(
-        family, dtype, rounds=rounds or (3 if quick else 7), min_ms=min_ms or (5 if quick else 20), quick=quick
+        family,
+        dtype or "bfloat16",
+        rounds=rounds or (3 if quick else 7),
+        min_ms=min_ms or (5 if quick else 20),
+        quick=quick,
     )
     try:
         for name in names:
-            _check(name)
+            _check(name, family, dtype)
     except machine.Unavailable as error:
         console.print(Text(str(error)), soft_wrap=True)
         return 2
@@ -54,10 +59,20 @@ def run(
     return 0 if good else 1
 
 
-def _check(name: str) -> None:
+def _check(name: str, family: str | None, dtype: str | None) -> None:
     if name not in SUITES:
-        raise machine.Unavailable(f"suites contains {name!r}; it must be of {', '.join([*SUITES, *GROUPS])}")
-    (machine.require_gpu if SUITES[name].needs_gpu else machine.require_torch)(name)
+        names = ", ".join([*SUITES, *GROUPS])
+        raise machine.Unavailable(f"suites contains {name!r}; it must be of {names}, or plot alone")
+    if dtype not in (None, *FLOATS):
+        raise machine.Unavailable(f"dtype is {dtype!r}; it must be one of {', '.join(FLOATS)}")
+    if SUITES[name].needs_gpu:
+        machine.require_gpu(name)
+        return
+    if family is not None:
+        raise machine.Unavailable(f"family is {family!r}, a family of GPU kernels; bench suite {name!r} measures NumPy")
+    if dtype not in (None, "float32"):
+        raise machine.Unavailable(f"dtype is {dtype!r}; bench suite {name!r} measures float32")
+    machine.require_torch(name)
 
 
 def _run_suite(console: Console, name: str, options: Options, path: Path, gpu: str | None) -> list[report.Row]:
