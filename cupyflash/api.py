@@ -141,7 +141,8 @@ def attention_backward(
     _given(dout=dout, k=k, v=v, out=out, lse=lse)
     options = {"causal": causal, "window": window, "scale": scale, "layout": layout, "deterministic": deterministic}
     if grads is not None and (not isinstance(grads, (tuple, list)) or len(grads) != 3):
-        raise ValueError(f"grads is {type(grads).__name__}; it must be a tuple of three arrays (dq, dk, dv) or None")
+        what = f"holds {len(grads)} arrays" if isinstance(grads, (tuple, list)) else f"is {type(grads).__name__}"
+        raise ValueError(f"grads {what}; it must be a tuple of three arrays (dq, dk, dv) or None")
     dq, dk, dv = grads if grads is not None else (None, None, None)
     if grads is not None:
         _given(dq=dq, dk=dk, dv=dv)
@@ -295,6 +296,7 @@ def _cpu_forward(
     layout = options["layout"]
     if out is not None:
         rules.check_like("out", lib.view(out), rules.out_shape(views[0].shape, problem), problem.dtype, views[0])
+        _writable("out", lib.to_numpy(out))
     qn, kn, vn = (_four(lib.to_numpy(x), layout) for x in (q, k, v))
     o, lse = cpu.forward(problem, qn, kn, vn, _mask_rows(lib, key_mask))
     o = _like(o, views[0], layout)
@@ -322,6 +324,8 @@ def _cpu_backward(
     problem = rules.describe(*views, key_mask=None if key_mask is None else lib.view(key_mask), **options)
     layout = options["layout"]
     check_backward(lib, problem, views, dout, out, lse, into)
+    for name, target in zip(("dq", "dk", "dv"), into or ()):
+        _writable(f"grads: {name}", lib.to_numpy(target))
     arrays = [_four(lib.to_numpy(x), layout) for x in (dout, q, k, v, out)]
     rows = lib.to_numpy(lse).reshape(problem.batch, problem.heads_q, problem.seq_q)
     grads = cpu.backward(problem, *arrays, rows, _mask_rows(lib, key_mask))
@@ -353,8 +357,18 @@ def check_backward(
 
 
 def _no_family(family: str | None, lib: Any, q: Array) -> None:
-    if family is not None:
-        raise ValueError(f"family is {family!r}, a family of GPU kernels, but q is a {lib.kind} array on the CPU")
+    if family is None:
+        return
+    from .gpu.plan import FAMILIES
+
+    if family not in FAMILIES:
+        raise ValueError(f"family is {family!r}; it must be one of {', '.join(map(repr, FAMILIES))}, or None")
+    raise ValueError(f"family is {family!r}, a family of GPU kernels, but q is a {lib.kind} array on the CPU")
+
+
+def _writable(name: str, x: Any) -> None:
+    if not x.flags.writeable:
+        raise ValueError(f"{name} is read-only; it must be an array that can be written")
 
 
 def _four(x: Any, layout: str) -> Any:

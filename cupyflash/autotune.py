@@ -97,6 +97,7 @@ def tune(
     **options: Any,
 ) -> Tuning:
     """`cupyflash.tune`; see there."""
+    rules.check_options("tune", options)
     device.current(0)  # says what is missing, where there is no GPU
     ordinal = _ordinal()
     arch = replace(device.current(ordinal), tuned=())

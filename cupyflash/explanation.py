@@ -10,6 +10,8 @@ from . import interop
 from . import problem as rules
 from .problem import ITEMSIZE, AttentionProblem, View
 
+NO_PLAN = ("return_lse", "out", "grads")  # options of a call that change no plan
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -101,8 +103,9 @@ def explain(
     key_mask: Any = None,
     **options: Any,
 ) -> Explanation:
-    """`cupyflash.explain`; see there. `key_mask` may be a shape too. Other options of `attention` change no plan."""
-    options = {name: value for name, value in options.items() if name not in ("return_lse", "out", "grads")}
+    """`cupyflash.explain`; see there. `key_mask` may be a shape too. NO_PLAN are let through."""
+    rules.check_options("explain", options, (*rules.OPTIONS, *NO_PLAN))
+    options = {name: value for name, value in options.items() if name not in NO_PLAN}
     k = q if k is None else k
     given = {"q": q, "k": k, "v": k if v is None else v, "key_mask": key_mask}
     views = {name: as_view(name, x, dtype, arch) for name, x in given.items() if x is not None}

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
 LAYOUTS = ("bshd", "bhsd")
+OPTIONS = ("causal", "window", "scale", "layout", "deterministic")  # that change a problem
 CAUSALS = {False: None, True: "bottom_right", "bottom_right": "bottom_right", "top_left": "top_left"}
 
 
@@ -164,6 +166,13 @@ def describe(
         dtype=q.dtype, batch=batch, seq_q=sq, seq_k=sk, heads_q=hq, heads_k=hk, dim=d, dim_v=dv, scale=scale,
         causal=causal_kind, left=left, right=right, key_mask=key_mask is not None, deterministic=bool(deterministic),
     )  # fmt: skip
+
+
+def check_options(function: str, names: Iterable[str], known: tuple[str, ...] = OPTIONS) -> None:
+    """What Python says of a keyword argument that a function does not have, for one that hands its options on."""
+    for name in names:
+        if name not in known:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 def check_like(name: str, x: View, shape: tuple[int, ...], dtype: str, like: View) -> None:

@@ -162,7 +162,7 @@ def test_attend_all_in_one_file(run: Run, tmp_path: Path, rng: np.random.Generat
 def test_attend_top_left_and_heads_first(run: Run, tmp_path: Path, rng: np.random.Generator) -> None:
     arrays = tensors(rng, "float64")
     files.write(tmp_path / "in.npz", {name: x.transpose(0, 2, 1, 3) for name, x in arrays.items()})
-    options = ("--causal", "--top-left", "--layout", "bhsd", "--device", "cpu")
+    options = ("--top-left", "--layout", "bhsd", "--device", "cpu")
     code, _, err = run("attend", "-i", tmp_path / "in.npz", *options, "-o", tmp_path / "out.npy")
     assert (code, err) == (0, "")
     expected = cupyflash.attention(*arrays.values(), causal="top_left")
@@ -194,17 +194,23 @@ def test_attend_errors_are_one_line(run: Run, tmp_path: Path, rng: np.random.Gen
     np.save(tmp_path / "object.npy", np.array([{}], dtype=object), allow_pickle=True)
     for name in ("bad.npz", "bad.npy", "bad.safetensors"):
         (tmp_path / name).write_bytes(b"this is no array")
+    (tmp_path / "link.npz").symlink_to(good)
+    before = good.read_bytes()
     cases: list[tuple[list[object], str]] = [
         (["-i", tmp_path / "none.npz"], "none.npz does not exist"),
         (["-i", tmp_path], "it must end in .npy, .npz, .safetensors"),
         (["-i", tmp_path / "qk.npz"], "no v in"),
         ([], "no q and no k and no v; give --q, --k and --v, or --input with all three"),
-        (["-i", good, "--v", tmp_path / "int.npy"], "v has "),
-        (["-i", good, "--v", tmp_path / "qk.npz"], "--v: "),
+        (["--q", good, "--k", good, "--v", tmp_path / "int.npy"], "v has "),
+        (["--q", good, "--k", good, "--v", tmp_path / "qk.npz"], "--v: "),
+        (["-i", good, "--k", good], "in.npz; give --q, --k and --v, or --input"),
+        (["-i", good, "-o", good], "in.npz, the file that --input reads; it must be another"),
+        (["--q", good, "--k", good, "--v", good, "-o", tmp_path / "link.npz"], "link.npz, the file that --q reads"),
+        (["-i", good, "--key-mask", tmp_path / "int.npy", "-o", tmp_path / "int.npy"], "that --key-mask reads"),
         (["-i", tmp_path / "bad.npz"], "bad.npz cannot be read as .npz"),
         (["-i", tmp_path / "bad.safetensors"], "bad.safetensors cannot be read as .safetensors"),
-        (["-i", good, "--q", tmp_path / "bad.npy"], "bad.npy cannot be read as .npy"),
-        (["-i", good, "--q", tmp_path / "object.npy"], "object.npy cannot be read as .npy"),
+        (["--q", tmp_path / "bad.npy"], "bad.npy cannot be read as .npy"),
+        (["--q", tmp_path / "object.npy"], "object.npy cannot be read as .npy"),
         (["-i", good, "--window", "3"], "--window is '3'; it must be LEFT,RIGHT"),
         (["-i", good, "--window", "-1,0"], "window's left bound is -1"),
         (["-i", good, "--layout", "bhds"], "layout is 'bhds'"),
@@ -221,6 +227,7 @@ def test_attend_errors_are_one_line(run: Run, tmp_path: Path, rng: np.random.Gen
         assert message in err, arguments
         assert err.count("\n") == 1, err
         assert not out.exists()
+    assert good.read_bytes() == before
 
 
 def test_gpu_asked_for_and_not_there(run: Run, tmp_path: Path, rng: np.random.Generator, no_gpu: None) -> None:
@@ -315,6 +322,13 @@ def test_explain_errors(arguments: tuple[object, ...], error: type[Exception], m
     assert message in str(raised.value)
 
 
+def test_an_option_that_is_not_there_is_told_by_name() -> None:
+    for function in (cupyflash.explain, cupyflash.tune):
+        with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'windw'$"):
+            function((1, 8, 1, 8), dtype="float16", windw=1)
+    cupyflash.explain(np.ones((8, 4)), window=(1, 1), return_lse=True, out=None)
+
+
 def test_bytes_moved_counts_the_mask() -> None:
     arrays = {name: np.zeros((1, 3, 2, 8), np.float16) for name in "qkv"}
     from cupyflash.interop import numpy_
@@ -379,6 +393,13 @@ def test_compile_fills_the_cache(run: Run, cache: Path) -> None:
     compiler.compile_source.cache_clear()  # as in a new process
     code, out, _ = run("compile", *only)
     assert code == 0 and "(cache)" in out
+
+
+def test_compile_that_keeps_nothing_fails(run: Run, cache: Path) -> None:
+    cache.write_text("a file where the folder should be")
+    code, _, err = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--forward")
+    assert code == 2
+    assert f"nothing can be kept in the cache folder {cache}" in err and err.count("\n") == 1
 
 
 def test_compiled_is_what_a_call_needs(cache: Path) -> None:
@@ -471,9 +492,10 @@ def test_tune_errors(run: Run, no_gpu: None) -> None:
 def test_bench_is_handed_over(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = []
     monkeypatch.setattr(bench, "run", lambda *given: calls.append(given) or 1)
-    code, _, err = run("bench", "fp32", "host", "--family", "simt", "--quick", "--out", tmp_path, "--dtype", "fp16")
+    few = ("--rounds", 2, "--min-ms", 1.5)
+    code, _, err = run("bench", "fp32", "host", "--family", "simt", "--quick", "--out", tmp_path, "--dtype=fp16", *few)
     assert (code, err) == (1, "")
-    assert calls == [(["fp32", "host"], "simt", tmp_path, True, "float16")]
+    assert calls == [(["fp32", "host"], "simt", tmp_path, True, "float16", 2, 1.5)]
 
 
 def test_bench_of_an_unknown_suite(run: Run) -> None:

@@ -106,7 +106,7 @@ BAD_BACKWARD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "lse shape": ({"lse": ones(B, SQ, HQ)}, ValueError, [r"lse has shape \(2, 5, 4\)", r"\(2, 4, 5\)"]),
     "lse dtype": ({"lse": ones(B, HQ, SQ, dtype=np.float64)}, TypeError, ["lse has dtype float64", "float32"]),
     "lse none": ({"lse": None}, TypeError, ["lse is", "None", "must be an array"]),
-    "grads two": ({"grads": (1, 2)}, ValueError, ["grads is", "three arrays"]),
+    "grads two": ({"grads": (1, 2)}, ValueError, ["grads holds 2 arrays", "three arrays"]),
     "grads None": (
         {"grads": (ones(B, SQ, HQ, D), ones(B, SK, HK, D), None)}, TypeError, ["dv is a NoneType", "must be an array"],
     ),
@@ -194,6 +194,28 @@ def test_a_head_dimension_that_the_family_does_not_take(family: str) -> None:
     x = cupy.ones((1, 4, 1, dim), np.float16)
     with pytest.raises(ValueError, match=f"no kernel family takes.*{family} takes head dimensions.*{dim}"):
         attention(x, x, x, family=family)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [("sm70", "it must be one of 'sm90', 'sm80', 'simt', 'flash1'"), ("simt", "a family of GPU kernels, but q is")],
+)
+def test_a_family_on_the_cpu(family: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention(**good(), family=family)
+
+
+def test_results_that_cannot_be_written() -> None:
+    fixed = ones(B, SQ, HQ, DV)
+    fixed.flags.writeable = False
+    with pytest.raises(ValueError, match="^out is read-only; it must be an array that can be written"):
+        attention(**good(), out=fixed)
+    out, lse = attention(**good(), return_lse=True)
+    grads = (ones(B, SQ, HQ, D), ones(B, SK, HK, D), ones(B, SK, HK, DV))
+    grads[1].flags.writeable = False
+    with pytest.raises(ValueError, match="^grads: dk is read-only"):
+        attention_backward(out, **good(), out=out, lse=lse, grads=grads)
+    assert (grads[0] == 1).all()
 
 
 @pytest.mark.gpu
