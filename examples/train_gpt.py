@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 
+import torch
 from rich.progress import Progress
 
 from cupyflash.bench.gpt import SIZES, WAYS, Trained, model_flops, train
@@ -25,20 +26,21 @@ def main(arguments: list[str] | None = None) -> Trained:
     parser.add_argument("--attention", choices=WAYS, default="ours", help="ours; PyTorch's fa2 or math backend")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--checkpoint", action="store_true", help="compute activations again instead of keeping them")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     args = parser.parse_args(arguments)
 
     size, batch = SIZES[args.model], args.batch or max(1, 8192 // args.context)
     with Progress() as progress:
         bar = progress.add_task(f"{args.model}, {args.context} tokens, {args.attention}", total=args.steps)
         done = train(
-            size, args.context, batch, args.attention, args.steps, checkpoint=args.checkpoint, device=args.device,
-            told=lambda step: progress.advance(bar),
+            size, args.context, batch, args.attention, args.steps, checkpoint=args.checkpoint,
+            warm_up=min(3, args.steps - 1), device=args.device, told=lambda step: progress.advance(bar),
         )  # fmt: skip
     flops = model_flops(done.parameters, size.layers, size.width, args.context)
-    print(f"{done.parameters / 1e6:,.0f} million parameters; loss {done.losses[0]:.2f} -> {done.losses[-1]:.2f}")
+    digits = 0 if done.parameters >= 1e7 else 1  # the tiny one has 0.1 million
+    print(f"{done.parameters / 1e6:,.{digits}f} million parameters; loss {done.losses[0]:.2f} -> {done.losses[-1]:.2f}")
     print(
-        f"{batch * args.context / done.seconds:,.0f} tokens/s, {batch * flops / done.seconds / 1e12:,.1f} model TFLOP/s"
+        f"{batch * args.context / done.seconds:,.0f} tokens/s, {batch * flops / done.seconds / 1e12:.3g} model TFLOP/s"
     )
     return done
 

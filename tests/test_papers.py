@@ -40,7 +40,7 @@ def results(suite: str, speeds: dict[str, float] = SPEEDS) -> dict[str, Any]:
 def test_paper_is_three_suites_that_can_be_run_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert GROUPS["paper"] == ("figures", "memory", "training") and "cpu" not in GROUPS["all"]
     ran: list[str] = []
-    monkeypatch.setattr(runner, "_check", lambda name: None)
+    monkeypatch.setattr(runner, "_check", lambda *given: None)
     monkeypatch.setattr(runner.machine, "name", lambda gpu: "NVIDIA H200")
     monkeypatch.setattr(runner, "_run_suite", lambda console, name, *rest: ran.append(name) or [])
     assert bench.run(["paper", "memory", "cpu"], out=tmp_path) == 0
@@ -137,6 +137,8 @@ def test_train_gpt(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(example.main(told).losses) == 5
     printed = capsys.readouterr().out
     assert "tiny, 32 tokens, ours" in printed and "tokens/s" in printed and "model TFLOP/s" in printed
+    assert "0.1 million parameters" in printed
+    assert len(example.main([*told, "--steps", "1"]).losses) == 1
 
 
 # --- the page -----------------------------------------------------------------------------------------------------
