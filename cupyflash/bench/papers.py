@@ -257,10 +257,7 @@ def _draw(data: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _circumstances(data: dict[str, Any]) -> str:
-    ceilings = ", ".join(f"{key} {cell(value)}" for key, value in data["ceilings"].items())
-    versions = ", ".join(f"{key} {value}" for key, value in data["versions"].items())
-    dtype = data["rows"][0]["problem"]["dtype"]
-    return f"{dtype}; {data['date'][:10]}, driver {data['driver']}, {versions}. Ceilings in the same run: {ceilings}.\n"
+    return f"{data['rows'][0]['problem']['dtype']}; {plots.circumstances(data)}\n"
 
 
 def _value(row: Row, name: str) -> float | None:

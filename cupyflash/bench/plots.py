@@ -54,7 +54,8 @@ with each other before anything is timed, and samples are taken in turn, in a ne
 drift. A number is the median over the rounds. GPU times lie between CUDA events around many calls. TFLOP/s count
 4·S²·D·H·B for the forward, half of it with a causal mask, 2.5 times it for the backward, as the papers do; the backward is
 timed alone. "vs best" compares with the fastest peer of the row, larger is better whatever the unit. – is what a peer
-cannot do or what has no room. `bench/README.md` tells how to run it.
+cannot do or what has no room. Suites that name other kernel sources were measured on another state of the kernels; the
+report of the tests on a GPU, `tests/gpu_report.json`, names those of the checkout. `bench/README.md` tells how to run it.
 """
 
 
@@ -94,19 +95,26 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
         for data in here:
             rows = data["rows"]
             stem = data["file"].replace("/", "_")
-            ceilings = ", ".join(f"{key} {cell(value)}" for key, value in data["ceilings"].items())
-            versions = ", ".join(f"{key} {value}" for key, value in data["versions"].items())
-            driver = f", driver {data['driver']}" if data["driver"] else ""
             shared = report.fixed([row["problem"] for row in rows])
             parts += [
                 f"### {_title(data)}\n",
-                f"{rows[0]['unit']}{shared and '; ' + shared}. {data['date'][:10]}{driver}, {versions}.\n",
-                f"Ceilings in the same run: {ceilings}.\n",
+                f"{rows[0]['unit']}{shared and '; ' + shared}. {circumstances(data)}\n",
                 f"![{_title(data)}](plots/{stem}.png)\n",
                 "\n".join(f"- {line}" for line in report.summary(rows)) + "\n",
                 table(rows),
             ]
     return "\n".join(parts)
+
+
+def circumstances(data: dict[str, Any]) -> str:
+    """When, on what and of which kernel sources a suite was measured, with the ceilings of that run."""
+    driver = f", driver {data['driver']}" if data["driver"] else ""
+    versions = ", ".join(f"{key} {value}" for key, value in data["versions"].items())
+    ceilings = ", ".join(f"{key} {cell(value)}" for key, value in data["ceilings"].items())
+    return (
+        f"{data['date'][:10]}{driver}, {versions}; kernel sources {data['sources'][:12]}. "
+        f"Ceilings in the same run: {ceilings}."
+    )
 
 
 def table(rows: Sequence[Row]) -> str:
