@@ -27,6 +27,11 @@ TopLeft = Annotated[bool, typer.Option("--top-left", help="As --causal, but quer
 Window = Annotated[
     str | None, typer.Option(metavar="LEFT,RIGHT", help="Keys seen on each side of the diagonal; empty: all.")
 ]
+DType = Annotated[str, typer.Option(help="bf16, fp16, fp32, fp64 or their long names.")]
+KvShape = Annotated[str | None, typer.Option(help="Of k and v. Default: that of q.")]
+VShape = Annotated[str | None, typer.Option(help="Of v, where its last dimension is not that of k.")]
+WithKeyMask = Annotated[bool, typer.Option("--key-mask", help="With a key mask.")]
+Deterministic = Annotated[bool, typer.Option("--deterministic", help="Gradients bitwise the same.")]
 Layout = Annotated[str, typer.Option(help="bshd: (batch, sequence, heads, dim); bhsd: heads first.")]
 Device = Annotated[str | None, typer.Option(help="cpu or gpu. Default: the GPU where one can be used.")]
 Family = Annotated[str | None, typer.Option(help="Take this kernel family instead of the fastest.")]
@@ -106,17 +111,17 @@ def attend(
 @app.command()
 def explain(
     shape: Annotated[str, typer.Option(help="Of q, as in 2,8192,16,128.")],
-    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, fp64 or their long names.")] = "bfloat16",
-    kv_shape: Annotated[str | None, typer.Option(help="Of k and v. Default: that of q.")] = None,
-    v_shape: Annotated[str | None, typer.Option(help="Of v, where its last dimension is not that of k.")] = None,
+    dtype: DType = "bfloat16",
+    kv_shape: KvShape = None,
+    v_shape: VShape = None,
     causal: Causal = False,
     top_left: TopLeft = False,
     window: Window = None,
-    key_mask: Annotated[bool, typer.Option("--key-mask", help="With a key mask.")] = False,
+    key_mask: WithKeyMask = False,
     layout: Layout = "bshd",
     arch: Annotated[str | None, typer.Option(help="Plan for sm_80, sm_90a, ...; no GPU is needed.")] = None,
     backward: Backward = False,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Gradients bitwise the same.")] = False,
+    deterministic: Deterministic = False,
     family: Family = None,
 ) -> None:
     """Tell how a call would run: kernels, registers, shared memory, FLOPs, bytes, workspace, copies, fall backs."""
@@ -194,16 +199,16 @@ def compile_(
 @app.command()
 def tune(
     shape: Annotated[str | None, typer.Option(help="Of q, as in 2,8192,16,128.")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, fp64 or their long names.")] = "bfloat16",
-    kv_shape: Annotated[str | None, typer.Option(help="Of k and v. Default: that of q.")] = None,
-    v_shape: Annotated[str | None, typer.Option(help="Of v, where its last dimension is not that of k.")] = None,
+    dtype: DType = "bfloat16",
+    kv_shape: KvShape = None,
+    v_shape: VShape = None,
     causal: Causal = False,
     top_left: TopLeft = False,
     window: Window = None,
-    key_mask: Annotated[bool, typer.Option("--key-mask", help="With a key mask.")] = False,
+    key_mask: WithKeyMask = False,
     layout: Layout = "bshd",
     backward: Annotated[bool, typer.Option("--backward", help="Tune the gradients instead.")] = False,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Gradients bitwise the same.")] = False,
+    deterministic: Deterministic = False,
     family: Family = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each tile is timed.")] = 5,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing.")] = False,
