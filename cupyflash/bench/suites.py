@@ -284,7 +284,7 @@ def _jit(options: Options) -> list[Problem]:
 
 
 def _jit_time(problem: Problem, options: Options) -> Measured:
-    repeats = 1 if options.quick else 3
+    repeats = 1 if options.quick else min(3, options.rounds)
     values: dict[str, float] = {}
     notes: dict[str, str] = {}
     for name, family in (("ours", options.family), ("flex", None)):
@@ -431,7 +431,7 @@ def _training_speed(problem: Problem, options: Options) -> Measured:
 
     from . import gpt
 
-    size, steps, values, notes = gpt.SIZES[problem["model"]], 6 if options.quick else 16, {}, {}
+    size, steps, values, notes = gpt.SIZES[problem["model"]], 2 * options.rounds + 2, {}, {}  # the first three warm up
     for name in ("ours", *TRAINING_PEERS):
         try:
             done = gpt.train(size, problem["seq"], problem["batch"], name, steps, checkpoint=problem["recompute"])

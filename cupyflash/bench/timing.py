@@ -97,11 +97,11 @@ def gpu_sampler(
         if name in slow:
             return slow[name]
         if name not in counts:
-            first = seconds(name, 2)
+            first = seconds(name, 1)
             if first > patience:
                 slow[name] = first
                 return first
-            counts[name] = min(1000, max(1, math.ceil(min_ms / 1e3 / first)))
+            counts[name] = min(1000, max(1, math.ceil(min_ms / 1e3 / seconds(name, 2))))
         return seconds(name, counts[name])
 
     return sample
