@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from reference import DTYPES, assert_as_good, draw, standard, standard_in_own_pr
 from semantics import LAYS, Inputs, check, draw_inputs
 
 from cupyflash import attention, attention_backward
+from cupyflash.problem import FLOATS
 
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -77,6 +78,54 @@ def test_query_heads_share_key_heads(
     backend: Backend, dtype: str, heads: tuple[int, int], causal: bool, rng: np.random.Generator
 ) -> None:
     check(backend, draw_inputs(rng, dtype, seq=(70, 130), heads=heads), causal=causal)
+
+
+FEW = {  # batch, (Sq, Sk), heads: what a kernel may put into one tile, whole groups and parts of them, and some of each
+    "1-of-8": (24, (1, 77), (8, 1)),
+    "2-of-128": (2, (2, 130), (128, 1)),
+    "5-of-4": (50, (5, 300), (12, 3)),
+    "16-of-7": (4, (16, 77), (14, 2)),
+    "30-of-64": (2, (30, 300), (64, 1)),
+    "64-of-3": (3, (64, 130), (6, 2)),
+    "65-of-3": (3, (65, 130), (6, 2)),
+}
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "top-left", "window", "keys-left", "keys-window"])
+@pytest.mark.parametrize("few", FEW)
+@on_pairs
+def test_few_queries_of_heads_that_share_keys(
+    backend: Backend, dtype: str, few: str, mask: str, rng: np.random.Generator
+) -> None:
+    batch, seq, heads = FEW[few]
+    key_mask, options = split(MASKS[mask])
+    check(backend, draw_inputs(rng, dtype, batch=batch, seq=seq, heads=heads, key_mask=key_mask), **options)
+
+
+@pytest.mark.parametrize("seq", [(1, 300), (7, 90)], ids=lambda s: f"{s[0]}x{s[1]}")
+@on_pairs_with_dims([(111, 59), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_few_queries_of_wide_heads(
+    backend: Backend, dtype: str, dims: tuple[int, int], seq: tuple[int, int], rng: np.random.Generator
+) -> None:
+    inputs = draw_inputs(rng, dtype, batch=24, seq=seq, heads=(10, 2), dims=dims, key_mask=seq[0] > 1)
+    check(backend, inputs)
+    check(backend, inputs, causal=True)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("lay", LAYS)
+@on_pairs
+def test_few_queries_in_odd_places(
+    backend: Backend, dtype: str, lay: str, layout: str, rng: np.random.Generator
+) -> None:
+    inputs = draw_inputs(rng, dtype, batch=4, seq=(5, 77), heads=(12, 2), dims=(64, 72))
+    check(backend, inputs, lay=LAYS[lay], layout=layout, causal=True)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+@on_pairs
+def test_more_tiles_than_multiprocessors(backend: Backend, dtype: str, mask: str, rng: np.random.Generator) -> None:
+    check(backend, draw_inputs(rng, dtype, batch=8, seq=(260, 200), heads=(12, 3)), **MASKS[mask])
 
 
 @pytest.mark.parametrize("mask", ["full", "keys-causal"])
@@ -291,15 +340,42 @@ def test_deterministic_gradients_are_right(backend: Backend, dtype: str, mask: s
 FUZZ = -(-int(os.environ.get("CUPYFLASH_FUZZ", "300")) // len(pairs()))  # problems for each backend and dtype
 FUZZ_PARTS = max(3, FUZZ // 50)
 BUCKETS = [(49, 64), (81, 96), (113, 128), (177, 192), (241, 256)]  # head dimensions that share a tensor-core kernel
+KINDS = 40
+
+
+class Kind(NamedTuple):
+    """What becomes a constant of a kernel. Problems are of a few kinds, so that thousands need some hundred kernels."""
+
+    dims: tuple[int, int]  # from, to
+    causal: bool | str
+    window: tuple[bool, bool] | None  # which sides are bounded
+    scale: int | None  # its sign
+    key_mask: bool
+    deterministic: bool
+
+
+def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str) -> Kind:
+    buckets = [bucket for bucket in BUCKETS if backend.takes(dtype, *bucket)]
+    return Kind(
+        dims=buckets[rng.integers(len(buckets))],
+        causal=[False, True, "top_left"][rng.integers(3)],
+        window=[None, (bool(rng.random() < 0.7), bool(rng.random() < 0.7))][rng.integers(2)],
+        scale=[None, None, 1, -1][rng.integers(4)],
+        key_mask=bool(rng.random() < 0.4),
+        deterministic=bool(rng.random() < 0.2),
+    )
 
 
 @pytest.mark.parametrize("part", range(FUZZ_PARTS))
 @on_pairs
 def test_random_problems(backend: Backend, dtype: str, part: int, rng: np.random.Generator) -> None:
-    rng = np.random.default_rng([int(rng.integers(2**32)), part])  # one seed for all parts draws other problems in each
-    buckets = [bucket for bucket in BUCKETS if backend.takes(dtype, *bucket)]
+    seed = int(rng.integers(2**32))  # where CUPYFLASH_TEST_SEED gives it, all parts share kinds, but not problems
+    pool = np.random.default_rng([seed, FLOATS.index(dtype)])
+    kinds = [draw_kind(pool, backend, dtype) for _ in range(KINDS)]
+    rng = np.random.default_rng([seed, part])
     for _ in range(-(-FUZZ // FUZZ_PARTS)):
-        narrow, wide = buckets[rng.integers(len(buckets))]
+        kind = kinds[rng.integers(KINDS)]
+        narrow, wide = kind.dims
         heads_k, group = (int(n) for n in rng.integers(1, 4, 2))
         seq = tuple(int(rng.integers(low, 40 if rng.random() < 0.3 else 300)) for low in (1, 3))
         enough = 1 + 200 // (heads_k * group * min(seq))  # where a handful of rows decides, luck does
@@ -308,17 +384,16 @@ def test_random_problems(backend: Backend, dtype: str, part: int, rng: np.random
             "seq": seq,
             "heads": (heads_k * group, heads_k),
             "dims": tuple(int(d) for d in rng.integers(narrow, wide + 1, 2)),
-            "key_mask": bool(rng.random() < 0.4),
+            "key_mask": kind.key_mask,
         }
         options = {
-            "causal": [False, True, "top_left"][rng.integers(3)],
-            "window": [None, tuple(None if rng.random() < 0.3 else int(n) for n in rng.integers(0, 150, 2))][
-                rng.integers(2)
-            ],
-            "scale": [None, float(rng.uniform(-1, 1)) / narrow**0.5][rng.integers(2)],
+            "causal": kind.causal,
+            "window": kind.window and tuple(int(rng.integers(150)) if bounded else None for bounded in kind.window),
+            "scale": kind.scale and kind.scale * float(rng.random()) / narrow**0.5,
             "layout": ["bshd", "bhsd"][rng.integers(2)],
-            "deterministic": bool(rng.random() < 0.2),
+            "deterministic": kind.deterministic,
         }
         lay = list(LAYS)[rng.integers(len(LAYS))]
         print(shape, options, lay)
-        check(backend, draw_inputs(rng, dtype, **shape), lay=LAYS[lay], **options)
+        numbers = rng.spawn(1)[0]
+        check(backend, draw_inputs(numbers, dtype, **shape), lay=LAYS[lay], **options)
