@@ -42,7 +42,7 @@ FIELDS: dict[tuple[str, bool], dict[str, tuple[int, ...]]] = {
         "groups": (2, 3), "keys": (64, 80, 96, 128, 192), "stages": (2, 3, 4), "spills": (0,),
     },
     ("sm90", True): {
-        "rows": (64, 80, 96, 128), "keys": (64, 96, 128), "groups": (2, 3), "stages": (1, 2), "do_stages": (1, 2),
+        "rows": (64, 80, 96, 128), "keys": (64, 80, 96, 128), "groups": (2, 3), "stages": (1, 2), "do_stages": (1, 2),
         "spills": (0,),
     },
     ("simt", False): {
@@ -331,7 +331,7 @@ def export(entries: tuple[Tuned, ...]) -> list[str]:
         if x.family == "sm80" and x.backward:
             limits = (widest, x.seq_q)
         elif x.family == "sm90":
-            limits = (widest, x.banded, x.seq_q) if x.backward else (widest, x.banded)
+            limits = (widest, x.seq_q) if x.backward else (widest, x.banded)
         elif x.family == "simt":
             limits = (8 if x.dtype == "float64" else 4, x.backward, widest)
         tile = f"Simt{x.tile}" if x.family == "simt" else ", ".join(map(str, x.tile))

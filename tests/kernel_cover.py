@@ -7,11 +7,12 @@ from typing import Any
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES
-from cupyflash.problem import FLOATS, AttentionProblem
+from cupyflash.problem import FLOATS, ITEMSIZE, AttentionProblem
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DIMS = [(d, d) for d in (16, 32, 64, 80, 96, 128, 160, 192, 256)] + [(192, 128), (64, 96), (256, 32)]
 LENGTHS = (1000, 8192)  # tiles may differ; where they do not, the source is the same and is compiled once
+FEW = {(64, 64): 1, (96, 96): 7, (128, 128): 1, (192, 128): 30, (192, 192): 16, (256, 256): 60}  # queries: tiles differ
 
 # What a kernel can be asked, as fields of a problem; "everything" has all the mask's and the score's code at once.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -35,6 +36,8 @@ def problems() -> Iterator[AttentionProblem]:
                 if (dtype, name) not in (("float16", "causal"), ("bfloat16", "nothing")):
                     for length in LENGTHS:
                         yield problem(dtype, *dims, seq_q=length, seq_k=length, **fields)
+                    if dims in FEW and ITEMSIZE[dtype] == 2:
+                        yield problem(dtype, *dims, batch=10, seq_q=FEW[dims], **fields)
 
 
 FAMILY_ARCHS = [

@@ -103,6 +103,42 @@ def assert_as_good(
     )
 
 
+def flash2_in_own_precision(
+    problem: AttentionProblem,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    key_mask: np.ndarray | None,
+    dout: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """dq and dk of FlashAttention-2's Algorithms 1 and 2 in float64, with P, O, dS and the results rounded to the dtype.
+
+    That is what every FlashAttention kernel rounds. D = rowsum(dO * O) carries the rounding of P and O, which the sum over
+    P * dP in standard attention does not see: in rows with a handful of keys this is, by luck, a few times worse.
+    """
+    dtype = np.dtype(DTYPES[problem.dtype])
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x.astype(dtype).astype(np.float64)
+
+    qh, kh, vh, do = (np.asarray(x).astype(np.float64).transpose(0, 2, 1, 3) for x in (q, k, v, dout))
+    kh, vh = (np.repeat(x, problem.group, axis=1) for x in (kh, vh))
+    seen = visible(problem, key_mask)
+    with np.errstate(divide="ignore"):  # rows that see no key
+        p, _ = _softmax(np.where(seen, qh @ kh.swapaxes(-1, -2) * problem.scale, -np.inf))
+    top = p.max(-1, keepdims=True, initial=0.0)
+    top[top == 0] = 1
+    unscaled = p / top  # exp(S - maximum), as it is rounded before P V
+    total = unscaled.sum(-1, keepdims=True)
+    out = rounded((rounded(unscaled) @ vh) / np.where(total == 0, 1, total))
+    ds = rounded(p * (do @ vh.swapaxes(-1, -2) - (do * out).sum(-1, keepdims=True)))
+    dq = rounded(ds @ kh * problem.scale)
+    dk = (ds.swapaxes(-1, -2) @ qh * problem.scale).reshape(
+        problem.batch, problem.heads_k, problem.group, problem.seq_k, -1
+    )
+    return dq.transpose(0, 2, 1, 3), rounded(dk.sum(2)).transpose(0, 2, 1, 3)
+
+
 def large_score_units(problem: AttentionProblem, q: np.ndarray, k: np.ndarray) -> dict[str, float]:
     """`unit` of each result where scores are far from 0, one key takes all or D is tiny, for v and dout of size 1.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from kernel_cover import ARCHS, FAMILY_ARCHS, FEATURES, problem, problems
 
+from cupyflash import tuned
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 from cupyflash.problem import AttentionProblem
@@ -136,7 +138,8 @@ def test_tiles_that_the_sm90_kernels_can_count() -> None:
 
 
 def test_workspace() -> None:
-    """The forward needs none; the backward one row vector, sm80 one float32 dQ as well, and sm90 a copy of lse and a ticket."""
+    """The forward needs none; the backward one row vector, sm80 one float32 dQ as well, and sm90 that of some heads, a copy
+    of lse, and counters."""
     rows = 2 * 8 * 1024
     for asked in (problem("float16", seq_q=1024), problem("float32", seq_q=1024), problem("float64", seq_q=1024)):
         for family in [name for name in FAMILIES if name != "flash1"]:
@@ -145,18 +148,63 @@ def test_workspace() -> None:
             if FAMILIES[family][0](asked, H200, True) is None:
                 sizes = {w.name: w.nbytes for w in plan(asked, H200, True, family).workspace}
                 assert sizes.pop("delta") == rows * (8 if asked.dtype == "float64" or family == "sm90" else 4)
-                assert sizes.pop("counters", 4) == 4
+                assert sizes.pop("counters", 0) == (4 * (2 + 4 + rows // 128) if family == "sm90" else 0)
                 assert sizes.pop("dq_sum", 0) in (0, rows * 64 * 4)
                 assert not sizes
 
 
+def test_sums_of_dq_for_heads_under_work_alone() -> None:
+    """The sm90 backward keeps float32 dQ of as many heads as the thread blocks are at, not of all."""
+    long = problem("bfloat16", 128, batch=32, heads_q=16, heads_k=16, seq_q=512, seq_k=512)
+    chosen = plan(long, H200, True)
+    assert (chosen.together, chosen.kept) == (1, 2 + 99)  # 3 waves of 132 key tiles, 4 of them to a head
+    assert next(w for w in chosen.workspace if w.name == "dq_sum").nbytes == 101 * 512 * 128 * 4
+    causal = plan(replace(long, causal="bottom_right", right=0), H200, True)
+    assert causal.together > 1 and 2 * causal.together <= causal.kept < 512
+    few = plan(replace(long, batch=1), H200, True)
+    assert few.kept == 16
+
+
 def test_three_words_to_deal_out_tiles() -> None:
-    """Where tiles differ in length, and are more than the multiprocessors."""
+    """Where tiles differ in length, and are more than the multiprocessors. Those of heads with one tile each do not."""
     for fields, size in (
+        ({"right": 0, "seq_q": 128, "batch": 40}, 0), ({"right": 0, "seq_q": 129, "batch": 40}, 12),
         ({"right": 0}, 12), ({"left": 9}, 12), ({}, 0), ({"seq_q": 4000}, 12), ({"right": 0, "seq_q": 128}, 0),
     ):  # fmt: skip
         asked = problem("float16", 128, 128, **{"batch": 2, "heads_q": 8, "seq_q": 4096, "seq_k": 4096} | fields)
         assert sum(w.nbytes for w in plan(asked, H200, family="sm90").workspace) == size
+
+
+def test_heads_that_share_keys_share_tiles_where_queries_are_few() -> None:
+    """Tiles and the heads of each: all of a head's queries are in one tile, and a group is in as few as hold it."""
+    for (seq_q, heads_q, heads_k), pack, tiles in (
+        ((1, 8, 1), 64, 1), ((2, 8, 2), 64, 2), ((3, 32, 8), 16, 8), ((8, 14, 2), 16, 2), ((9, 64, 2), 8, 8),
+        ((16, 14, 2), 8, 2), ((30, 10, 2), 4, 4), ((33, 6, 2), 2, 4), ((64, 128, 1), 2, 64), ((65, 8, 1), 1, 8),
+        ((1, 8, 8), 1, 8), ((1, 256, 1), 64, 4),
+    ):  # fmt: skip
+        for dim in (64, 96, 128, 192, 256):
+            asked = problem("bfloat16", dim, batch=12, seq_q=seq_q, heads_q=heads_q, heads_k=heads_k)
+            chosen = plan(asked, H200)
+            rows, told = 64 * int(constants(chosen)["GROUPS"]), constants(chosen)
+            assert (chosen.family, told["PACK"], chosen.launches[0].grid) == ("sm90", pack, min(12 * tiles, H200.sms))
+            q = chosen.maps[0]
+            assert (q.array, q.heads, q.rows * q.heads) == ("q", pack, rows) and (q.rows >= seq_q or pack == 1)
+            assert max(q.rows, q.heads) <= 256  # what the copy engine takes
+            assert {box.heads for box in chosen.maps[1:]} == {1}
+            assert chosen.workspace == ()  # tiles are alike: nothing to deal out
+            if pack > 1:
+                assert not told["O_STAGED"]  # a box of the output has one head
+    one = plan(problem("bfloat16", batch=1, seq_q=1, heads_q=8, heads_k=1), H200)
+    assert constants(one)["PACK"] == 1 and one.launches[0].grid == 8  # there is a multiprocessor for each head
+    backward = plan(problem("bfloat16", seq_q=1, heads_q=8, heads_k=1), H200, True)
+    assert "PACK" not in constants(backward) and {box.heads for box in backward.maps} == {1}
+
+
+def test_a_tuned_tile_packs_too() -> None:
+    asked = problem("bfloat16", batch=10, seq_q=3, heads_q=8, heads_k=1)
+    entry = tuned.entry(asked, H200.name, H200.sms, "sm90", False, (3, 128, 2, 0))
+    told = constants(plan(asked, replace(H200, tuned=(entry,))))
+    assert (told["GROUPS"], told["PACK"]) == (3, 64)  # 3 rows each
 
 
 def test_determinism_costs_counters_alone() -> None:

@@ -80,18 +80,19 @@ def test_query_heads_share_key_heads(
     check(backend, draw_inputs(rng, dtype, seq=(70, 130), heads=heads), causal=causal)
 
 
-FEW = {  # batch, (Sq, Sk), heads: what a kernel may put into one tile, whole groups and parts of them, and some of each
+# batch, (Sq, Sk), heads: what a kernel may put into one tile, whole groups and parts of them, and some of each; enough of
+# them that it does.
+FEW = {
     "1-of-8": (24, (1, 77), (8, 1)),
     "2-of-128": (2, (2, 130), (128, 1)),
-    "5-of-4": (50, (5, 300), (12, 3)),
-    "16-of-7": (4, (16, 77), (14, 2)),
+    "5-of-4": (50, (5, 150), (12, 3)),
+    "16-of-7": (5, (16, 77), (14, 2)),
     "30-of-64": (2, (30, 300), (64, 1)),
-    "64-of-3": (3, (64, 130), (6, 2)),
-    "65-of-3": (3, (65, 130), (6, 2)),
+    "64-of-3": (12, (64, 130), (6, 2)),
 }
 
 
-@pytest.mark.parametrize("mask", ["full", "causal", "top-left", "window", "keys-left", "keys-window"])
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "keys-window"])
 @pytest.mark.parametrize("few", FEW)
 @on_pairs
 def test_few_queries_of_heads_that_share_keys(
@@ -118,7 +119,7 @@ def test_few_queries_of_wide_heads(
 def test_few_queries_in_odd_places(
     backend: Backend, dtype: str, lay: str, layout: str, rng: np.random.Generator
 ) -> None:
-    inputs = draw_inputs(rng, dtype, batch=4, seq=(5, 77), heads=(12, 2), dims=(64, 72))
+    inputs = draw_inputs(rng, dtype, batch=6, seq=(5, 77), heads=(12, 2), dims=(64, 72))
     check(backend, inputs, lay=LAYS[lay], layout=layout, causal=True)
 
 
@@ -396,4 +397,4 @@ def test_random_problems(backend: Backend, dtype: str, part: int, rng: np.random
         lay = list(LAYS)[rng.integers(len(LAYS))]
         print(shape, options, lay)
         numbers = rng.spawn(1)[0]
-        check(backend, draw_inputs(numbers, dtype, **shape), lay=LAYS[lay], **options)
+        check(backend, draw_inputs(numbers, dtype, **shape), lay=LAYS[lay], thousands=True, **options)

@@ -112,8 +112,8 @@ def run(
     pointers = [arrays[name].ctypes.data if name in arrays else 0 for name in POINTERS]
     strides = [stride // arrays[name].itemsize for name in STRIDED for stride in arrays[name].strides[:3]]
     params = struct.pack(
-        f"{len(pointers)}Q{len(strides)}q q d 10i", *pointers, *strides, p.seq_k, abs(p.scale), p.batch, p.heads_q,
-        p.heads_k, p.seq_q, p.seq_k, p.dim, p.dim_v, p.diagonal, p.left or 0, p.right or 0,
+        f"{len(pointers)}Q{len(strides)}q q d f 12i", *pointers, *strides, p.seq_k, abs(p.scale), abs(p.scale), p.batch,
+        p.heads_q, p.heads_k, p.seq_q, p.seq_k, p.dim, p.dim_v, p.diagonal, p.left or 0, p.right or 0, 0, 0,
     )  # fmt: skip
     for launch in kernel_plan.launches:
         function = getattr(kernels, f"run_{launch.name}")

@@ -68,6 +68,13 @@ def test_columns_rows_heads_batches(asked: list[dict[str, Any]]) -> None:
     assert int.from_bytes(bytes(parameter)[512:], "little") == 1 and parameter.nbytes == 576
 
 
+def test_boxes_of_several_heads(asked: list[dict[str, Any]]) -> None:
+    """Few queries: a box of Q has all of those of many heads, also of more than there are."""
+    maps(seq_q=5, batch=10).parameter(*AT)
+    assert [call["shape"] for call in asked] == [[64, 5, 8, 10], [64, 300, 2, 10], [128, 300, 2, 10], [128, 5, 8, 10]]
+    assert [call["box"] for call in asked] == [[64, 8, 16, 1], [64, 128, 1, 1], [64, 128, 1, 1], [64, 64, 1, 1]]
+
+
 def test_strides_between_batches(asked: list[dict[str, Any]]) -> None:
     maps(STRIDES | {"k": (40_000, 128, 64)}, batch=3).parameter(*AT)
     assert [call["strides"][2] for call in asked] == [1_400_000, 80_000, 160_000, 1_600_000]

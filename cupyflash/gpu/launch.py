@@ -20,7 +20,7 @@ POINTERS = (
 )  # fmt: skip
 STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _POINTERS = struct.Struct(f"{len(POINTERS)}Q")
-_REST = struct.Struct(f"{3 * len(STRIDED)}q q d 10i")
+_REST = struct.Struct(f"{3 * len(STRIDED)}q q d f 12i 4x")
 PARAMS = np.dtype(f"V{_POINTERS.size + _REST.size}")
 
 _KEPT = 256  # sets of pointers whose packed arguments are kept
@@ -59,12 +59,12 @@ class Launcher:
         rows = [s for name in STRIDED for s in strides.get(name, (0, 0, 0))]
         p = problem
         self._rest = _REST.pack(
-            *rows, mask_batch, abs(p.scale), p.batch, p.heads_q, p.heads_k, p.seq_q, p.seq_k, p.dim, p.dim_v,
-            p.diagonal, p.left or 0, p.right or 0,
+            *rows, mask_batch, abs(p.scale), abs(p.scale), p.batch, p.heads_q, p.heads_k, p.seq_q, p.seq_k, p.dim, p.dim_v,
+            p.diagonal, p.left or 0, p.right or 0, plan.together, plan.kept,
         )  # fmt: skip
         self._maps = Maps(plan, problem, strides) if plan.maps else None
         self._arguments = functools.lru_cache(_KEPT)(self._packed)
-        self._mapped = [POINTERS.index(name) for name, _ in plan.maps]
+        self._mapped = [POINTERS.index(box.array) for box in plan.maps]
         self._offsets, self.workspace = [], 0
         for space in plan.workspace:
             self._offsets.append((POINTERS.index(space.name), self.workspace))

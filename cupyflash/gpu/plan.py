@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..problem import ITEMSIZE, AttentionProblem
 from . import tuning
@@ -38,6 +39,14 @@ class Workspace:
         return math.prod(self.shape) * (4 if self.dtype == "uint32" else ITEMSIZE[self.dtype])
 
 
+class Box(NamedTuple):
+    """What the copy engine moves at once of an array: `rows` rows of `heads` heads (and 64 columns)."""
+
+    array: str
+    rows: int
+    heads: int = 1
+
+
 @dataclass(frozen=True)
 class KernelPlan:
     family: str
@@ -50,7 +59,9 @@ class KernelPlan:
     workspace: tuple[Workspace, ...] = ()
     passed_over: tuple[str, ...] = ()  # why faster families were not taken
     spills: int = 0  # bytes of registers per thread that the tuning row lets ptxas spill
-    maps: tuple[tuple[str, int], ...] = ()  # arrays that the copy engine moves, in order, with the rows of a box
+    maps: tuple[Box, ...] = ()  # how the copy engine moves arrays, in the order in which the kernels take their maps
+    together: int = 1  # sm90 backward: heads of K and V whose tiles are dealt out as one
+    kept: int = 0  # and for whose float32 dQ there is room at a time
 
 
 def plan(problem: AttentionProblem, arch: Arch, backward: bool = False, family: str | None = None) -> KernelPlan:
@@ -112,37 +123,45 @@ def _sm90(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tu
     if backward:
         return _sm90_backward(problem, arch, passed_over)
     t = tuning.sm90_forward(problem, arch)
-    tiles = problem.batch * problem.heads_q * _ceil(problem.seq_q, t.rows)
+    tiles = t.tiles(problem)
     if tiles >= 2**30:
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
     return KernelPlan(
         "sm90", arch.name, problem.dtype, "sm90/forward.cu", (*t.constants, *_features(problem)),
         (Launch("attention_forward", min(tiles, arch.sms), t.threads, t.shared_memory),), 16,
         (Workspace("counters", "uint32", (3,)),) if t.dynamic else (), passed_over, t.spills,
-        (("q", t.rows), ("k", t.keys), ("v", t.keys), ("out", 64)),
+        (Box("q", t.span, t.pack), Box("k", t.keys), Box("v", t.keys), Box("out", 64)),
     )  # fmt: skip
+
+
+SM90_CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together may take
+SM90_WAVES = 3  # key tiles of every thread block for whose heads there is room in dq_sum: under work, loaded, being finished
 
 
 def _sm90_backward(problem: AttentionProblem, arch: Arch, passed_over: tuple[str, ...]) -> KernelPlan:
     t = tuning.sm90_backward(problem, arch)
-    tiles_k = problem.batch * problem.heads_k * _ceil(problem.seq_k, t.keys)
-    tiles_q = problem.batch * problem.heads_q * _ceil(problem.seq_q, t.rows)
-    if tiles_k >= 2**30:
-        raise ValueError(f"k has batch {problem.batch} and {problem.heads_k} heads: {tiles_k} tiles; less than 2**30 fit")
+    pairs, key_tiles = problem.batch * problem.heads_k, _ceil(problem.seq_k, t.keys)
+    tiles = problem.group * _ceil(problem.seq_q, t.rows)  # of queries, for one pair
+    for name, heads, n in (("k", problem.heads_k, key_tiles), ("q", problem.heads_q, tiles)):
+        if pairs * n >= 2**30:
+            raise ValueError(f"{name} has batch {problem.batch} and {heads} heads: {pairs * n} tiles; less than 2**30 fit")
+    # A causal mask makes key tiles of different length: those of some heads are dealt out together, long ones first.
+    traffic = problem.group * problem.seq_q * (6 * problem.dim + 2 * problem.dim_v)
+    together = 1 if problem.right is None else max(1, min(pairs, SM90_CACHE // traffic))
+    kept = min(pairs, 2 * together + _ceil(SM90_WAVES * arch.sms, key_tiles))
     launches = (
-        Launch("attention_backward_prepare", tiles_q, 128),
-        Launch("attention_backward", min(tiles_k, arch.sms), t.threads, t.shared_memory),
-        Launch("attention_backward_finish", tiles_q, 128),
+        Launch("attention_backward_prepare", pairs * tiles, 128),
+        Launch("attention_backward", min(pairs * key_tiles, arch.sms), t.threads, t.shared_memory),
     )
     workspace = (
-        Workspace("delta", "float32", (tiles_q, 2, t.rows)),  # and lse
-        Workspace("dq_sum", "float32", (tiles_q, t.rows * t.dim)),
-        Workspace("counters", "uint32", (1 + (tiles_q * t.groups if problem.deterministic else 0),)),
+        Workspace("delta", "float32", (pairs * tiles, 2, t.rows)),  # and lse
+        Workspace("dq_sum", "float32", (kept * tiles, t.rows * t.dim)),
+        Workspace("counters", "uint32", (2 + pairs + pairs * tiles,)),
     )
+    constants = (*t.constants, *_features(problem), ("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", True))
     return KernelPlan(
-        "sm90", arch.name, problem.dtype, "sm90/backward.cu",
-        (*t.constants, *_features(problem), ("DETERMINISTIC", problem.deterministic)), launches, 16, workspace,
-        passed_over, t.spills, (("q", t.rows), ("k", t.keys), ("v", t.keys), ("dout", t.rows)),
+        "sm90", arch.name, problem.dtype, "sm90/backward.cu", constants, launches, 16, workspace, passed_over, t.spills,
+        (Box("q", t.rows), Box("k", t.keys), Box("v", t.keys), Box("dout", t.rows)), together, kept,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import cupy
 import numpy as np
 
 from ..problem import AttentionProblem
-from .plan import KernelPlan
+from .plan import Box, KernelPlan
 
 BYTES = 128  # of one map
 COLUMNS = 64  # of a box: rows of 128 bytes, as the swizzle of tile/swizzled.cuh takes them
@@ -35,12 +35,12 @@ class Maps:
             "dout": (p.dim_v, p.seq_q, p.heads_q, p.batch),
         }
         self._arrays = []
-        for name, rows in plan.maps:
-            batch, row, head = (2 * stride for stride in strides[name])
+        for box in plan.maps:
+            batch, row, head = (2 * stride for stride in strides[box.array])
             # The stride of an axis with one entry says nothing, and may be anything.
-            apart = tuple(stride if n > 1 else 16 for n, stride in zip(shapes[name][1:], (row, head, batch)))
-            self._arrays.append((plan.dtype, shapes[name], apart, rows))
-        self._output = bool(plan.maps) and plan.maps[-1][0] == "out"
+            apart = tuple(stride if n > 1 else 16 for n, stride in zip(shapes[box.array][1:], (row, head, batch)))
+            self._arrays.append((plan.dtype, shapes[box.array], apart, box))
+        self._output = bool(plan.maps) and plan.maps[-1].array == "out"
         self._mapped = all(0 < stride < 2**40 and stride % 16 == 0 for stride in self._arrays[-1][2])
         self.parameter = functools.lru_cache(_KEPT)(self._parameter)
 
@@ -55,8 +55,8 @@ class Maps:
         return np.ndarray((), f"V{len(parameter)}", parameter)
 
 
-def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> bytes:
-    """The map of a 16-bit array (columns, rows, heads, batch) that moves in boxes of 64 columns and `rows` rows.
+def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: Box) -> bytes:
+    """The map of a 16-bit array (columns, rows, heads, batch) that moves in boxes.
 
     `strides` are those of rows, heads and batch, in bytes. RuntimeError with the driver's reason where it refuses.
     """
@@ -70,7 +70,7 @@ def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int,
         pointer,
         [u64(n) for n in shape],
         [u64(n) for n in strides],
-        [u32(n) for n in (COLUMNS, rows, 1, 1)],
+        [u32(n) for n in (COLUMNS, box.rows, box.heads, 1)],
         [u32(1)] * len(shape),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,

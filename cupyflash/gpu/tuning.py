@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import tuned
@@ -91,9 +92,10 @@ def sm80_backward(problem: AttentionProblem, arch: Arch) -> Sm80:
 
 @dataclass(frozen=True)
 class Sm90:
-    """Tiles of the sm90 forward. Each field up to o_staged is a constant of the kernel.
+    """Tiles of the sm90 forward. Each field up to pack is a constant of the kernel.
 
-    A thread block has one warpgroup that loads and `groups` that own 64 queries each; it visits `keys` keys at a time.
+    A thread block has one warpgroup that loads and `groups` that own 64 rows each, together `span` queries of each of
+    `pack` heads; it visits `keys` keys at a time.
     """
 
     dim: int  # head dimensions as the kernel pads them
@@ -103,6 +105,7 @@ class Sm90:
     stages: int  # K and V tiles in flight
     q_stages: int  # Q tiles in flight: 2 where there is room, so that the next tile's comes early
     o_staged: bool  # the output has shared memory to leave through
+    pack: int  # query heads with the same K and V that share a tile, where there are few queries
     dynamic: bool  # thread blocks ask for their next tile, where tiles differ in length
     shared_memory: int
     spills: int
@@ -112,12 +115,20 @@ class Sm90:
         return 64 * self.groups
 
     @property
+    def span(self) -> int:
+        return self.rows // self.pack
+
+    def tiles(self, problem: AttentionProblem) -> int:
+        packs = problem.heads_k * -(-problem.group // self.pack)
+        return problem.batch * packs * -(-problem.seq_q // self.span)
+
+    @property
     def threads(self) -> int:
         return 128 * (self.groups + 1)
 
     @property
     def constants(self) -> tuple[tuple[str, int | bool], ...]:
-        names = ("dim", "dim_v", "groups", "keys", "stages", "q_stages", "o_staged")
+        names = ("dim", "dim_v", "groups", "keys", "stages", "q_stages", "o_staged", "pack")
         return tuple((name.upper(), getattr(self, name)) for name in names)
 
 
@@ -134,28 +145,42 @@ SM90_FORWARD = (
     (256, None, 2, 80, 2, 0),
 )
 
+# Where heads share K and V and queries are few, a tile takes all queries of as many heads as it holds. Not of every
+# number: each is a kernel to compile. The rows are tried first there: three warpgroups would spill, and under a window
+# with key_mask two do, once per tile.
+SM90_FEW = 64
+SM90_PACKS = (64, 16, 8, 4, 2)
+SM90_PACKED = (
+    (64, None, 2, 128, 4, 0),
+    (128, None, 2, 128, 2, 96),
+)
+
 
 def sm90_forward(problem: AttentionProblem, arch: Arch) -> Sm90:
     dim, dim_v = (next(d for d in SM90_DIMS if n <= d) for n in (problem.dim, problem.dim_v))
     banded = problem.left is not None or problem.right is not None
-    for largest, band, groups, keys, stages, spills in _tried(SM90_FORWARD, "sm90", False, problem, arch):
+    # With few heads too, thread blocks would stand idle, and each is as long at a tile.
+    packed = problem.group > 1 and problem.seq_q <= SM90_FEW and 2 * problem.batch * problem.heads_q > arch.sms
+    table = (*SM90_PACKED, *SM90_FORWARD) if packed else SM90_FORWARD
+    for largest, band, groups, keys, stages, spills in _tried(table, "sm90", False, problem, arch):
         if max(dim, dim_v) > largest or band not in (None, banded):
             continue
         blocks, blocks_v = _pad(dim, 64), _pad(dim_v, 64)  # columns in shared memory
         rows = 64 * groups
         rings = 2 * stages * keys * (blocks + blocks_v) + SM90_BARRIERS + 1024  # tiles start at multiples of 1024
-        for q_stages, o_staged in ((2, True), (2, False), (1, False)):
+        pack = next(n for n in SM90_PACKS if rows // n >= problem.seq_q) if packed else 1
+        for q_stages, o_staged in ((2, pack == 1), (2, False), (1, False)):
             size = rings + 2 * rows * (q_stages * blocks + o_staged * blocks_v)
             if size <= arch.shared_memory:
-                tiles = problem.batch * problem.heads_q * -(-problem.seq_q // rows)
-                dynamic = tiles > arch.sms and (banded or problem.seq_q % rows > 0)  # else tiles are all alike
-                return Sm90(dim, dim_v, groups, keys, stages, q_stages, o_staged, dynamic, size, spills)
+                alike = problem.seq_q <= rows or not (banded or problem.seq_q % rows)
+                t = Sm90(dim, dim_v, groups, keys, stages, q_stages, o_staged, pack, not alike, size, spills)
+                return t if t.tiles(problem) > arch.sms else replace(t, dynamic=False)
     raise ValueError(f"no sm90 forward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
 
 
 @dataclass(frozen=True)
 class Sm90Backward:
-    """Tiles of the sm90 backward. Each field up to ds_stages is a constant of the kernel.
+    """Tiles of the sm90 backward. Each field up to finish_stages is a constant of the kernel.
 
     A thread block has one warpgroup that moves data and `groups` that compute; it owns `keys` keys and visits `rows`
     queries at a time.
@@ -169,6 +194,10 @@ class Sm90Backward:
     stages: int  # Q tiles in flight
     do_stages: int  # dO tiles in flight
     ds_stages: int  # tiles of dS: with 2 the warpgroups meet once per step, with 1 twice
+    dq_staged: bool  # parts of dQ leave through shared memory, not from registers
+    finishers: int  # warps of the moving warpgroup that turn float32 sums of dQ to rows
+    finish_fragments: int  # of 512 bytes, that one turns at a time
+    finish_stages: int  # and how many times as many are in flight
     shared_memory: int
     spills: int
 
@@ -178,45 +207,58 @@ class Sm90Backward:
 
     @property
     def constants(self) -> tuple[tuple[str, int | bool], ...]:
-        names = ("dim", "dim_v", "rows", "keys", "groups", "stages", "do_stages", "ds_stages")
+        names = ("dim", "dim_v", "rows", "keys", "groups", "stages", "do_stages", "ds_stages", "dq_staged", "finishers",
+                 "finish_fragments", "finish_stages")
         return tuple((name.upper(), getattr(self, name)) for name in names)
 
 
-# (largest head dimension, causal or window, longest sequence of queries, rows, keys, groups, Q stages, dO stages, spills);
-# None: either, any. What may be spilled are addresses: those of dK and dV, written before the loop and read after it, and in
-# the loop, where 80 rows take all registers, a dozen at each step.
+# (largest head dimension, longest sequence of queries, rows, keys, groups, Q stages, dO stages, spills); None: any. What may
+# be spilled are addresses: a worker's, read once per key tile (80 rows: a few at each step), and those of the moving warps.
 SM90_BACKWARD = (
-    (64, None, None, 128, 128, 2, 2, 2, 80),
-    (96, None, None, 64, 128, 2, 2, 2, 16),
-    (128, True, 1024, 64, 128, 2, 2, 2, 64),
-    (128, None, 512, 64, 128, 2, 2, 2, 64),
-    (128, None, None, 80, 128, 2, 2, 2, 200),
-    (128, None, None, 64, 128, 2, 2, 2, 64),
-    (192, None, None, 64, 96, 3, 2, 2, 48),
-    (192, None, None, 64, 96, 3, 2, 1, 48),
-    (256, None, None, 64, 64, 2, 2, 1, 64),
+    (64, None, 128, 128, 2, 2, 2, 208),
+    (96, None, 64, 128, 2, 2, 2, 0),
+    (128, 3072, 64, 128, 2, 2, 2, 0),
+    (128, None, 80, 128, 2, 2, 2, 144),
+    (128, None, 64, 128, 2, 2, 2, 0),
+    (192, None, 64, 96, 3, 2, 1, 32),
+    (256, 512, 64, 64, 2, 2, 2, 0),
+    (256, None, 64, 80, 2, 2, 1, 272),
+    (256, None, 64, 64, 2, 2, 1, 0),
 )
+# Warps that turn sums of dQ to rows, fragments at a time, stages. The last only where nothing else has room, or a key tile
+# has so many steps that even this is done before the next.
+SM90_FINISH = ((2, 8, 4), (2, 8, 2), (1, 2, 1))
+SM90_MANY_STEPS = 3072  # queries
 
 
 def sm90_backward(problem: AttentionProblem, arch: Arch) -> Sm90Backward:
     dim, dim_v = (next(d for d in SM90_DIMS if n <= d) for n in (problem.dim, problem.dim_v))
-    banded = problem.left is not None or problem.right is not None
-    table = _tried(SM90_BACKWARD, "sm90", True, problem, arch)
-    for largest, band, longest, rows, keys, groups, stages, do_stages, spills in table:
-        if max(dim, dim_v) > largest or band not in (None, banded) or (longest or problem.seq_q) < problem.seq_q:
-            continue
+    table = list(_tried(SM90_BACKWARD, "sm90", True, problem, arch))
+    large = () if problem.seq_q > SM90_MANY_STEPS else (SM90_FINISH[:-1],)
+    for finishes, row in itertools.product((*large, SM90_FINISH), table):
+        largest, longest, rows, keys, groups, stages, do_stages, spills = row
         wide = keys < 64 * groups  # the warpgroups share out columns, and P goes through shared memory too
+        if max(dim, dim_v) > largest or (longest or problem.seq_q) < problem.seq_q or (wide and stages < 2):
+            continue
         share_rows = not wide and dim == 64
         if share_rows and rows % (16 * groups):
             continue
         blocks, blocks_v, block_keys = _pad(dim, 64), _pad(dim_v, 64), _pad(keys, 64)  # columns in shared memory
-        part = 4 * 64 * (rows // groups if share_rows else rows)  # of dQ, a warpgroup's
-        fixed = 2 * (keys * (blocks + blocks_v) + rows * (stages * blocks + do_stages * blocks_v)) + groups * part
-        fixed += stages * 8 * rows + SM90_BARRIERS + 1024  # lse and delta; tiles start at multiples of 1024
-        for ds_stages in (1,) if wide else (2, 1):
-            size = fixed + (2 if wide else ds_stages) * 2 * rows * block_keys
-            if size <= arch.shared_memory:
-                return Sm90Backward(dim, dim_v, rows, keys, groups, stages, do_stages, ds_stages, size, spills)
+        part_rows = rows // groups if share_rows else rows  # of dQ, a warpgroup's
+        fixed = 2 * (keys * (blocks + blocks_v) + rows * (stages * blocks + do_stages * blocks_v))
+        fixed += stages * 8 * rows + SM90_BARRIERS  # lse and delta
+        # Where two warpgroups share out columns, parts of dQ leave faster from registers; but their order needs a thread.
+        staged = (True,) if not wide or problem.deterministic else (False,) if groups == 2 else (True, False)
+        for dq_staged, ds_stages, finish in itertools.product(staged, (1,) if wide else (2, 1), finishes):
+            ds = (2 if wide else ds_stages) * 2 * rows * block_keys
+            out = groups * (256 * part_rows if dq_staged else 128 * keys)  # dK and dV leave there too
+            finishers, fragments, finish_stages = finish
+            size = fixed + (ds + out if dq_staged else max(ds, out)) + finishers * finish_stages * (512 * fragments + 16)
+            if size <= arch.shared_memory and part_rows // 8 % (fragments // 2) == 0:
+                return Sm90Backward(
+                    dim, dim_v, rows, keys, groups, stages, do_stages, ds_stages, dq_staged, finishers, fragments,
+                    finish_stages, size, spills,
+                )  # fmt: skip
     raise ValueError(f"no sm90 backward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
 
 
@@ -229,7 +271,7 @@ UNLIMITED: dict[tuple[str, bool], tuple[int | None, ...]] = {
     ("sm80", False): (256,),
     ("sm80", True): (256, ANY),
     ("sm90", False): (256, None),
-    ("sm90", True): (256, None, None),
+    ("sm90", True): (256, None),
 }
 
 

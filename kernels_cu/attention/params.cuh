@@ -16,13 +16,15 @@ struct Params {
     float* dq_sum;              // float32 dQ in the order of the accumulator fragments
     Accum *m, *l;               // (B, Hq, Sq), FlashAttention-1: largest score and sum of each row so far
     float* o_sum;               // (B, Hq, Sq, Dv), FlashAttention-1: O between the steps
-    unsigned* counters;         // the ticket; deterministic: how many key tiles have added to a dQ tile
+    unsigned* counters;         // tickets, and how many key tiles have added to a tile of dQ, or to all of a head's
     const unsigned char* mask;  // key_mask (B, Sk): 1 where the key may be attended
 
     Strides q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides, dk_strides, dv_strides;
     long long mask_batch;
 
     double scale;  // multiplies Q K^T
+    float scale_float;
     int batch, heads_q, heads_k, seq_q, seq_k, dim, dim_v;
     int diagonal, left, right;  // query i sees keys i + diagonal - left .. i + diagonal + right
+    int together, kept;         // sm90 backward: heads of K, V whose tiles are dealt out as one; that dq_sum has room for
 };

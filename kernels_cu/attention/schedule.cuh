@@ -5,41 +5,49 @@
 #include "ptx/flag.cuh"
 
 struct Tile {
-    int batch, head, head_k;
+    int batch, head, head_k;  // the first of the query heads
     Range queries;
 };
 
-template <int ROWS>
+// Tiles of ROWS queries of PACK heads each, which share K and V; the last of those that do may have heads beyond them.
+template <int ROWS, int PACK>
 struct Schedule {
     // Heads whose K and V together stay in the L2 cache.
     static constexpr long long CACHE = 32 << 20;
 
     const Params& p;
     int tiles;     // of a head
-    int together;  // heads whose tiles are worked on together
+    int packs;     // of the heads that share K and V
+    int heads;     // packs of all heads
+    int together;  // of these, whose tiles are worked on together
 
     __device__ Schedule(const Params& p) : p(p), tiles((p.seq_q + ROWS - 1) / ROWS) {
+        packs = (p.heads_q / p.heads_k + PACK - 1) / PACK;
+        heads = p.heads_k * packs;
         long long bytes = (long long)sizeof(Element) * p.seq_k * (p.dim + p.dim_v), fit = CACHE / bytes;
-        together = int(fit < 1 ? 1 : fit < p.heads_k * p.batch ? fit : p.heads_k * p.batch) * (p.heads_q / p.heads_k);
+        together = int(fit < 1 ? 1 : fit < p.heads_k * p.batch ? fit : p.heads_k * p.batch) * packs;
     }
 
-    __device__ int total() const { return tiles * p.heads_q * p.batch; }
+    __device__ int total() const { return tiles * heads * p.batch; }
 
     // With a causal mask later tiles see more keys: in a group of heads they come first. Else head by head.
     __device__ Tile tile(int number) const {
         int pair, row;
         if (config::RIGHT) {
             int first = number / (together * tiles) * together, place = number - first * tiles;
-            int heads = min(together, p.heads_q * p.batch - first);
-            pair = first + place % heads;
-            row = (tiles - 1 - place / heads) * ROWS;
+            int these = min(together, heads * p.batch - first);
+            pair = first + place % these;
+            row = (tiles - 1 - place / these) * ROWS;
         } else {
             pair = number / tiles;
             row = number % tiles * ROWS;
         }
-        int head = pair % p.heads_q;
-        return {pair / p.heads_q, head, head / (p.heads_q / p.heads_k), {row, min(p.seq_q, row + ROWS)}};
+        int head = pair % heads, head_k = head / packs;
+        if (PACK > 1) head = head_k * (p.heads_q / p.heads_k) + head % packs * PACK;
+        return {pair / heads, head, head_k, queries(row)};
     }
+
+    __device__ Range queries(int row) const { return {row, min(p.seq_q, row + ROWS)}; }
 };
 
 // Deals out the numbers 0, 1, ... to the thread blocks of a launch in the order of asking. N numbers are wanted; each block

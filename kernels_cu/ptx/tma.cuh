@@ -47,8 +47,14 @@ __device__ inline void tma_commit() { asm volatile("cp.async.bulk.commit_group;"
 // Wait until the thread's stores have read shared memory.
 __device__ inline void tma_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// Wait until they have been written.
-__device__ inline void tma_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Wait until they have been written, but for the last GROUPS groups.
+template <int GROUPS = 0>
+__device__ void tma_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
 
 // Between a thread's own stores to shared memory and their use by the copy engine or wgmma.
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Between stores to global memory by threads and by the copy engine, with a flag in between.
+__device__ inline void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

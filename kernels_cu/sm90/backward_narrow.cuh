@@ -2,7 +2,7 @@
 // dV += P^T dO and dK += dS^T Q. dS goes through shared memory as well, for dQ^T = K^T dS^T, of which each worker
 // computes its part.
 #pragma once
-#include "sm90/backward_tiles.cuh"
+#include "sm90/backward_dq.cuh"
 
 // A warpgroup with 64 keys of every tile.
 __device__ inline void work_narrow(const Params& p, Shared& s, int group) {
@@ -10,7 +10,7 @@ __device__ inline void work_narrow(const Params& p, Shared& s, int group) {
     int first_key = 64 * group, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     float factor = float(p.scale * 1.4426950408889634);
     static_assert(WIDE || KEYS == 64 * GROUPS && DIM <= 64 * GROUPS);
-    int ds_stage = 0;
+    unsigned steps = 0, own = column_offset();
     while (true) {
         s.k.wait_full();
         KeyTile t = s.this_tile();
@@ -30,20 +30,27 @@ __device__ inline void work_narrow(const Params& p, Shared& s, int group) {
 
         auto visit = [&](int head, int tile_q, int) {
             int i0 = tile_q * ROWS, j0 = key + 16 * warp;
-            STile ds_tile{s.ds_tiles + ds_stage * STile::BYTES};
-            // S^T = K Q^T, and dP^T = V dO^T under P^T = exp(S^T - lse)
+            // One number tells the place in every ring: registers are scarce here.
+            s.q.go_to(steps);
+            s.d.go_to(steps);
+            dq_ring.go_to(steps);
+            STile ds_tile{s.ds_tiles + steps % DS_STAGES * STile::BYTES};
+            steps++;
+            // S^T = K Q^T, and dP^T - delta = V dO^T - delta under P^T = exp(S^T - lse)
             Accumulator<1, ROWS / 8> probabilities, ds;
             s.q.wait_full();
+            ds.fill(ColumnVector<ROWS / 8>(s.row_values() + 4 * ROWS, own));
+            changed(ds);
             start_ABt<DIM>(probabilities, s.k_tile, first_key, s.q_tile());
             s.d.wait_full();
-            start_ABt<DIM_V>(ds, s.v_tile, first_key, s.do_tile());
+            add_ABt<DIM_V>(ds, s.v_tile, first_key, s.do_tile());
             wgmma_wait<1>();
             changed(probabilities);
-            ColumnVector<ROWS / 8> offset(s.row_values());
+            ColumnVector<ROWS / 8> offset(s.row_values(), own);
             probabilities.each([&](float& x, int j, int i) {
                 x = exp2_approx(score(x, batch, head, i0 + i, j0 + j) * factor + offset[i]);
             });
-            if (mask.tests({i0, i0 + ROWS}, {key, key + 64})) {
+            if (__any_sync(~0u, mask.tests({i0, i0 + ROWS}, {key, key + 64}))) {
                 keep_branch();
                 probabilities.each([&](float& x, int j, int i) {
                     if (!mask.in_band(i0 + i, j0 + j) || !kept[j / 8 % 2]) x = 0;
@@ -53,9 +60,8 @@ __device__ inline void work_narrow(const Params& p, Shared& s, int group) {
             Operand<ROWS> p_operand, ds_operand;
             wgmma_wait<0>();
             changed(ds);
-            ColumnVector<ROWS / 8> delta(s.row_values() + 4 * ROWS);
             ds.zip(probabilities, [&](float& x, float probability, int j, int i) {
-                x = probability * (x - delta[i]) * score_derivative(0.f, batch, head, i0 + i, j0 + j);
+                x *= probability * score_derivative(0.f, batch, head, i0 + i, j0 + j);
             });
             p_operand.take(probabilities);
             ds_operand.take(ds);
@@ -69,15 +75,12 @@ __device__ inline void work_narrow(const Params& p, Shared& s, int group) {
             start_AtBt<KEYS>(dq, s.k_tile, SHARE_ROWS ? 0 : group, ds_tile, SHARE_ROWS ? group * PART_ROWS : 0);
             wgmma_wait<1>();
             s.d.release();
-            s.d.advance();
             start_AB<ROWS>(dk, ds_operand, s.q_tile());
             wgmma_wait<1>();
             changed(dq);
             hand_over(dq, s.part(group), dq_ring);
             wgmma_wait<0>();
             s.q.release();
-            s.q.advance();
-            if (DS_STAGES == 2) ds_stage ^= 1;
         };
         if (t.first < t.last) s.v.wait_full();
         query_tiles(p, t, visit);

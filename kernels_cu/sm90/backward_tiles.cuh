@@ -20,8 +20,11 @@ constexpr int WORKERS = 4 * GROUPS;  // warps
 
 // Per thread. What the moving warpgroup gives away the others take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int MOVER_REGISTERS = GROUPS == 3 ? 32 : ROWS % 64 == 0 ? 40 : 24;
-constexpr int WORKER_REGISTERS = GROUPS == 3 ? 160 : ROWS % 64 == 0 ? 232 : 240;
+// Sums alone leave a worker few registers: of dK, dV and S, or of two parts of each and one of dQ.
+constexpr int SUMS = ROWS + (DIM + DIM_V) / 2;
+constexpr bool TIGHT = WIDE ? KEYS > 64 : SUMS > 192 || (SUMS == 192 && DIM == 64 && !RIGHT);
+constexpr int MOVER_REGISTERS = GROUPS == 3 ? 32 : TIGHT ? 24 : 40;
+constexpr int WORKER_REGISTERS = GROUPS == 3 ? 160 : TIGHT ? 240 : 232;
 static_assert(MOVER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);
 
 using QTile = SwizzledTile<ROWS, DIM>;
@@ -36,18 +39,13 @@ constexpr bool SHARE_ROWS = !WIDE && DIM <= 64;
 constexpr int PARTS = SHARE_ROWS ? 1 : ((DIM + 63) / 64 + GROUPS - 1) / GROUPS;
 constexpr int PART_ROWS = SHARE_ROWS ? ROWS / GROUPS : ROWS;
 constexpr int PART_BYTES = 4 * 64 * PART_ROWS;
-constexpr int DQ_TILE = ROWS * DIM;  // floats of one tile in dq_sum
+constexpr int DQ_TILE = ROWS * DIM;          // floats of one tile in dq_sum
+constexpr int FRAGMENT_BYTES = 4 * 16 * 8;  // 16 columns by 8 queries of it
+constexpr int FINISH_BYTES = FINISH_FRAGMENTS * FRAGMENT_BYTES;
 
 struct TensorMaps {
     TensorMap q, k, v, dout;
 };
-
-// dq_sum lies in memory as the parts of dQ^T lie in registers, four numbers of a lane side by side: fragments of 16
-// columns by 8 queries, PART_ROWS / 8 of them for each 16 columns.
-__device__ inline float* dq_fragment(const Params& p, long long tile, int column16, int row8) {
-    int part = row8 / (PART_ROWS / 8), n = row8 % (PART_ROWS / 8);
-    return p.dq_sum + tile * DQ_TILE + ((part * (DIM / 16) + column16) * (PART_ROWS / 8) + n) * 128;
-}
 
 // A tile of keys of a head of K and V, and the query tiles [first, last) that see it. One thread hands it to the others
 // through shared memory, as the four words that it is.
@@ -73,11 +71,12 @@ struct Shared {
     KTile k_tile;
     VTile v_tile;
     unsigned q_tiles, do_tiles, ds_tiles, p_tile, parts, rows;
-    Ring<1, WORKERS + 3> k;  // and the KeyTile that it belongs to, at `tile`: the other movers read that too
+    Ring<1, WORKERS + 1> k;  // and the KeyTile that it belongs to, at `tile`: the thread that adds dQ reads that too
     Ring<1, WORKERS> v;
-    Ring<STAGES, WORKERS> q;  // with -lse and delta of its rows
+    Ring<STAGES, WORKERS> q;  // with -lse and -delta of its rows
     Ring<DO_STAGES, WORKERS> d;
     unsigned dq_rings, tile;
+    unsigned finish;  // rings and slots of the warps that turn sums of dQ to rows
 
     __device__ Shared(unsigned base)
         : k_tile{base},
@@ -86,16 +85,17 @@ struct Shared {
           do_tiles(q_tiles + STAGES * QTile::BYTES),
           ds_tiles(do_tiles + DO_STAGES * DOTile::BYTES),
           p_tile(ds_tiles + DS_STAGES * STile::BYTES),
-          parts(p_tile + (WIDE ? STile::BYTES : 0)),
-          rows(parts + GROUPS * PART_BYTES),
+          parts(ds_tiles + (DQ_STAGED ? (DS_STAGES + WIDE) * STile::BYTES : 0)),
+          rows(DQ_STAGED ? parts + GROUPS * PART_BYTES : ds_tiles + max(2 * STile::BYTES, GROUPS * 128 * KEYS)),
           k(rows + STAGES * 8 * ROWS),
           v(k.barriers + k.BYTES),
           q(v.barriers + v.BYTES),
           d(q.barriers + q.BYTES),
           dq_rings(d.barriers + d.BYTES),
-          tile(dq_rings + GROUPS * Ring<1, 1, 4>::BYTES) {}
+          tile(dq_rings + GROUPS * Ring<1, 1, 4>::BYTES),
+          finish(tile + 16) {}
 
-    // For the moving threads that do not read K. Each is alone in its warp.
+    // For a moving thread that does not read K, alone in its warp.
     __device__ KeyTile next_tile() {
         k.wait_full();
         uint4 words = load_shared_16(tile);
@@ -115,6 +115,12 @@ struct Shared {
     __device__ DOTile do_tile() const { return {do_tiles + d.stage * DOTile::BYTES}; }
     __device__ unsigned row_values() const { return rows + q.stage * 8 * ROWS; }
     __device__ unsigned part(int group) const { return parts + group * PART_BYTES; }
+    // What dK and dV leave through, 64 columns of a worker's at a time: where parts of dQ are, or dS and P.
+    __device__ unsigned out_tile(int group) const { return parts + group * (DQ_STAGED ? PART_BYTES : 128 * KEYS); }
+    __device__ Ring<FINISH_STAGES, 1> finish_ring(int i) const { return {finish + i * Ring<FINISH_STAGES, 1>::BYTES}; }
+    __device__ unsigned finish_slots(int i) const {
+        return finish + FINISHERS * Ring<FINISH_STAGES, 1>::BYTES + i * FINISH_STAGES * FINISH_BYTES;
+    }
     __device__ Ring<1, 1, 4> dq(int group) const { return {dq_rings + group * Ring<1, 1, 4>::BYTES}; }
 };
 
@@ -125,14 +131,9 @@ __device__ inline int key_tiles(const Params& p) { return (p.seq_k + KEYS - 1) /
 // deterministic backward adds to a dQ tile in the order of the numbers: there those of the last keys come first,
 // since they begin where the diagonal is and nobody needs to wait.
 __device__ inline KeyTile key_tile(const Params& p, int number) {
-    int tiles = key_tiles(p), pairs = p.heads_k * p.batch, together = 1;
-    if (RIGHT) {
-        constexpr float CACHE = 32 << 20;
-        float bytes = float(p.seq_q) * (p.heads_q / p.heads_k) * (6 * p.dim + 2 * p.dim_v);
-        together = max(1, min(pairs, int(CACHE / bytes)));
-    }
-    int first = number / (together * tiles) * together, place = number - first * tiles;
-    int heads = min(together, pairs - first);
+    int tiles = key_tiles(p), pairs = p.heads_k * p.batch;
+    int first = number / (p.together * tiles) * p.together, place = number - first * tiles;
+    int heads = min(p.together, pairs - first);
     int pair = first + place % heads, tile = place / heads;
     if (RIGHT && DETERMINISTIC) tile = tiles - 1 - tile;
     Range queries = Mask(p, 0).queries_of({tile * KEYS, min(p.seq_k, (tile + 1) * KEYS)});
@@ -140,10 +141,10 @@ __device__ inline KeyTile key_tile(const Params& p, int number) {
     return {pair, tile, seen ? queries.begin / ROWS : 0, seen ? (queries.end + ROWS - 1) / ROWS : 0};
 }
 
-// How many key tiles add to the dQ of a query tile before tile `number` does.
-__device__ inline int turn(const Params& p, int number, int tile_q) {
+// The key tiles that add to the dQ of a query tile.
+__device__ inline Range keys_of(const Params& p, int tile_q) {
     Range keys = Mask(p, 0).keys_of({tile_q * ROWS, min(p.seq_q, (tile_q + 1) * ROWS)});
-    return RIGHT ? (keys.end + KEYS - 1) / KEYS - 1 - number : number - keys.begin / KEYS;
+    return keys.begin < keys.end ? Range{keys.begin / KEYS, (keys.end + KEYS - 1) / KEYS} : Range{0, 0};
 }
 
 // f(head, i, n) for every query head of the group and query tile that sees the keys; n numbers the query tiles of all
@@ -157,15 +158,43 @@ __device__ void query_tiles(const Params& p, const KeyTile& t, F f) {
         for (int i = t.first; i < t.last; i++) f(t.pair % p.heads_k * group + h, i, (t.pair * group + h) * tiles + i);
 }
 
-// The thread that deals out the tiles, and loads K and Q.
-__device__ inline void load_k_q(const Params& p, const TensorMaps& maps, Shared& s) {
+// How far dQ is, in `counters` behind the ticket: heads of K and V ("pairs") take the room in dq_sum in turn.
+struct DQCounters {
+    unsigned *ticket, *finished, *added;
+    int tiles;  // of queries, for one pair
+
+    __device__ DQCounters(const Params& p) {
+        int pairs = p.heads_k * p.batch;
+        ticket = p.counters + 1;   // who turns the next tile of queries to rows
+        finished = ticket + 1;     // of a pair, tiles of queries whose sums are read, and zeros again
+        added = finished + pairs;  // key tiles that have added to a tile of queries
+        tiles = (p.seq_q + ROWS - 1) / ROWS * (p.heads_q / p.heads_k);
+    }
+
+    // The first tile of a pair's sums, less that of its queries.
+    __device__ int shift(const Params& p, int pair) const { return (pair % p.kept - pair) * tiles; }
+
+    // Wait until the sums that lie where those of `pair` will be are finished: of a pair whose tickets were dealt out before.
+    __device__ void wait_for_room(const Params& p, int pair) const {
+        if (pair < p.kept) return;
+        while (load_acquire(finished + pair - p.kept) != tiles) {
+        }
+        fence_async_global();
+    }
+};
+
+// The thread that deals out the tiles, and loads.
+__device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) {
+    DQCounters counters(p);
     int number = atomicAdd(p.counters, 1);
     while (number < key_tiles(p) * p.heads_k * p.batch) {
         KeyTile t = key_tile(p, number);
+        counters.wait_for_room(p, t.pair);
         s.k.wait_empty();
         t.store(s.tile);
         int batch = t.pair / p.heads_k, head_k = t.pair % p.heads_k;
-        if (t.first < t.last) {
+        bool seen = t.first < t.last, first = true;
+        if (seen) {
             mbarrier_arrive_expect(s.k.full(), KTile::BYTES);
             s.k_tile.load(maps.k, s.k.full(), t.number * KEYS, head_k, batch);
         } else {
@@ -178,81 +207,21 @@ __device__ inline void load_k_q(const Params& p, const TensorMaps& maps, Shared&
             s.q_tile().load(maps.q, s.q.full(), i * ROWS, head, batch);
             bulk_load(s.row_values(), p.delta + n * (2ll * ROWS), 8 * ROWS, s.q.full());
             s.q.advance();
+            if (first) {
+                first = false;
+                s.v.wait_empty();
+                mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
+                s.v_tile.load(maps.v, s.v.full(), t.number * KEYS, head_k, batch);
+                s.v.advance();
+            }
+            s.d.wait_empty();
+            mbarrier_arrive_expect(s.d.full(), DOTile::BYTES);
+            s.do_tile().load(maps.dout, s.d.full(), i * ROWS, head, batch);
+            s.d.advance();
         });
         number = atomicAdd(p.counters, 1);  // not before: blocks that had little to do so far ask first
     }
     s.k.wait_empty();
     KeyTile(-1, 0, 0, 0).store(s.tile);
     mbarrier_arrive(s.k.full());
-}
-
-// The thread that loads V and dO.
-__device__ inline void load_v_do(const Params& p, const TensorMaps& maps, Shared& s) {
-    while (true) {
-        KeyTile t = s.next_tile();
-        if (t.pair == -1) break;
-        int batch = t.pair / p.heads_k, head_k = t.pair % p.heads_k;
-        if (t.first < t.last) {
-            s.v.wait_empty();
-            mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
-            s.v_tile.load(maps.v, s.v.full(), t.number * KEYS, head_k, batch);
-            s.v.advance();
-        }
-        query_tiles(p, t, [&](int head, int i, int) {
-            s.d.wait_empty();
-            mbarrier_arrive_expect(s.d.full(), DOTile::BYTES);
-            s.do_tile().load(maps.dout, s.d.full(), i * ROWS, head, batch);
-            s.d.advance();
-        });
-    }
-}
-
-// A thread that adds parts of dQ to memory: those of every other worker from `first` on.
-__device__ inline void add_dq(const Params& p, Shared& s, int first) {
-    Ring<1, 1, 4> dq = s.dq(first);
-    while (true) {
-        KeyTile t = s.next_tile();
-        if (t.pair == -1) break;
-        query_tiles(p, t, [&](int, int i, int n) {
-            Ring<1, 1, 4> before = dq;
-#pragma unroll
-            for (int group = first; group < GROUPS; group += 2) {
-                dq = before;
-                dq.barriers = s.dq(group).barriers;
-                unsigned* counter = p.counters + 1 + n * (long long)GROUPS + group;
-                if (DETERMINISTIC) {
-                    unsigned others = turn(p, t.number, i);
-                    while (load_acquire(counter) != others) {
-                    }
-                }
-#pragma unroll
-                for (int part = 0; part < PARTS; part++) {
-                    int column16 = SHARE_ROWS ? 0 : 4 * (group * PARTS + part);
-                    int row8 = SHARE_ROWS ? group * (PART_ROWS / 8) : 0;
-                    int bytes = 4 * PART_ROWS * min(DIM - 16 * column16, 64);
-                    dq.wait_full();
-                    if (bytes > 0) bulk_add(dq_fragment(p, n, column16, row8), s.part(group), bytes);
-                    tma_commit();
-                    if (DETERMINISTIC)
-                        tma_wait();
-                    else
-                        tma_wait_read();
-                    mbarrier_arrive(dq.empty());
-                    dq.advance();
-                }
-                if (DETERMINISTIC) add_release(counter, 1);
-            }
-        });
-    }
-}
-
-// A worker's part of dQ^T, to the thread that adds it to memory.
-__device__ inline void hand_over(const Accumulator<1, PART_ROWS / 8>& dq, unsigned part, Ring<1, 1, 4>& ring) {
-    ring.wait_empty();
-#pragma unroll
-    for (int n = 0; n < PART_ROWS / 8; n++)
-        store_shared_16(part + ((threadIdx.x / 32 % 4 * (PART_ROWS / 8) + n) * 32 + threadIdx.x % 32) * 16, dq.x[0][n]);
-    fence_async();
-    ring.filled();
-    ring.advance();
 }

@@ -19,6 +19,7 @@
 using namespace config;
 
 constexpr int ROWS = 64 * GROUPS;
+constexpr int SPAN = ROWS / PACK;  // rows of one head: where queries are few, heads that share K and V share a tile
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int READERS = 4 * GROUPS;  // warps that read what is loaded
 
@@ -35,6 +36,10 @@ constexpr bool WARP_VOTE = GROUPS == 2;
 
 // Whether the last O += P V of a tile is done under the first scores of the next: asks for registers and an early Q.
 constexpr bool RIDE = GROUPS == 2 && Q_STAGES > 1;
+
+// Whether the loading thread tells the others all of a tile, so that they need no divisions between two tiles, or only
+// its number: beside three warpgroups it has no registers for more, and where tiles are alike there is nothing to gain.
+constexpr bool TELL = GROUPS == 2 && (LEFT || RIGHT);
 
 // Whether a warpgroup that sees no more than half of its first key tile computes only that.
 constexpr bool HALVES = RIGHT && KEYS == 128;
@@ -55,7 +60,7 @@ struct Shared {
     OTile o_tile;  // only where O_STAGED
     Ring<Q_STAGES, READERS> q;
     Ring<STAGES, READERS> k, v;
-    unsigned numbers;  // of the tiles that the slots of Q belong to; -1: no more
+    unsigned notes;  // what each slot of Q tells of its tile
 
     __device__ Shared(unsigned base)
         : q_tiles(base),
@@ -65,13 +70,45 @@ struct Shared {
           q(o_tile.base + (O_STAGED ? OTile::BYTES : 0)),
           k(q.barriers + q.BYTES),
           v(k.barriers + k.BYTES),
-          numbers(v.barriers + v.BYTES) {}
+          notes(v.barriers + v.BYTES) {}
 
     __device__ QTile q_tile() const { return {q_tiles + q.stage * QTile::BYTES}; }
     __device__ KTile k_tile() const { return {k_tiles + k.stage * KTile::BYTES}; }
     __device__ VTile v_tile() const { return {v_tiles + v.stage * VTile::BYTES}; }
-    __device__ unsigned number() const { return numbers + 4 * q.stage; }
+
+    // The loading thread tells of a tile, or that there are no more, and the others are told: a batch of -1.
+    __device__ void tell(const Tile& tile, int number) const {
+        unsigned note = notes + 16 * q.stage;
+        if constexpr (TELL) {
+            store_shared(note, tile.batch);
+            store_shared(note + 4, tile.head);
+            store_shared(note + 8, tile.head_k);
+            store_shared(note + 12, tile.queries.begin);
+        } else {
+            store_shared(note, number);
+        }
+    }
+    __device__ void tell_end() const { store_shared(notes + 16 * q.stage, unsigned(-1)); }
+    __device__ bool told(Tile& tile, const Schedule<SPAN, PACK>& schedule) const {
+        unsigned note = notes + 16 * q.stage;
+        if constexpr (TELL) {
+            uint4 x = load_shared_16(note);
+            int batch = __shfl_sync(~0u, int(x.x), 0), head = __shfl_sync(~0u, int(x.y), 0);
+            int head_k = __shfl_sync(~0u, int(x.z), 0), row = __shfl_sync(~0u, int(x.w), 0);
+            if (batch == -1) return false;
+            tile = {batch, head, head_k, schedule.queries(row)};
+        } else {
+            int number = __shfl_sync(~0u, int(load_shared(note)), 0);
+            if (number == -1) return false;
+            tile = schedule.tile(number);
+        }
+        return true;
+    }
 };
+
+// Of a row of a tile: which of its heads, and which query from its first one on.
+__device__ inline int head_of(int row) { return PACK > 1 ? row / SPAN : 0; }
+__device__ inline int query_of(int row) { return PACK > 1 ? row % SPAN : row; }
 
 // The key tiles [begin, end) that a query tile visits, from the last to the first: with a causal mask those that need
 // element tests come first.
@@ -82,7 +119,7 @@ __device__ inline Range key_tiles(const Mask& mask, Range queries) {
 
 // The loading thread. K is always a tile ahead of V, where RIDE over the end of a query tile too.
 __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) {
-    Schedule<ROWS> schedule(p);
+    Schedule<SPAN, PACK> schedule(p);
     Tickets tickets{p.counters};
     auto load_k = [&](const Tile& tile, int j) {
         s.k.wait_empty();
@@ -106,7 +143,7 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
         bool any = keys.begin < keys.end;
         if (any) load_k(tile, keys.end - 1);
         s.q.wait_empty();
-        store_shared(s.number(), number);
+        s.tell(tile, number);
         mbarrier_arrive_expect(s.q.full(), QTile::BYTES);
         s.q_tile().load(maps.q, s.q.full(), tile.queries.begin, tile.head, tile.batch);
         s.q.advance();
@@ -132,7 +169,7 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
         number = gridDim.x + ticket;
     }
     s.q.wait_empty();
-    store_shared(s.number(), unsigned(-1));
+    s.tell_end();
     mbarrier_arrive(s.q.full());
     s.q.advance();
     if (RIDE && last_before >= 0) load_v(before, last_before);
@@ -171,22 +208,36 @@ struct Worker {
         }
     }
 
-    __device__ int row() const { return tile.queries.begin + first_row; }
+    // How many of a tile's heads share its K and V. What it has beyond them is thrown away.
+    __device__ int heads_of(const Tile& tile) const {
+        return PACK > 1 ? (tile.head_k + 1) * (p.heads_q / p.heads_k) - tile.head : 1;
+    }
+
+    // The queries of the warpgroup's rows; they may lie behind the end.
+    __device__ Range queries() const {
+        constexpr int COUNT = SPAN % 64 == 0 ? 64 : SPAN;
+        int begin = tile.queries.begin + (COUNT == 64 ? first_row % SPAN : 0);
+        return {begin, begin + COUNT};
+    }
     __device__ bool tests(const Mask& mask, int j, int keys = KEYS) const {
-        return mask.tests({row(), row() + 64}, {j * KEYS, j * KEYS + keys});
+        return mask.tests(queries(), {j * KEYS, j * KEYS + keys});
     }
 
     // Scores of key tile j as the softmax wants them.
     template <int N>
     __device__ void see(Accumulator<1, N>& scores, const Mask& mask, int j, bool tests) const {
-        int i0 = tile.queries.begin + warp_row, j0 = j * KEYS;
-        scores.each([&](float& x, int i, int c) { x = score(x, tile.batch, tile.head, i0 + i, j0 + c); });
+        int i0 = tile.queries.begin, j0 = j * KEYS;
+        scores.each([&](float& x, int i, int c) {
+            int row = warp_row + i;
+            x = score(x, tile.batch, tile.head + head_of(row), i0 + query_of(row), j0 + c);
+        });
         if (tests) {
             unsigned kept[(8 * N + 31) / 32];
 #pragma unroll
             for (int n = 0; KEY_MASK && n < (8 * N + 31) / 32; n++) kept[n] = mask.kept(j0 + 32 * n);
             scores.each([&](float& x, int i, int c) {
-                if (!mask.in_band(i0 + i, j0 + c) || (KEY_MASK && !(kept[c / 32] >> c % 32 & 1))) x = MINUS_INFINITY;
+                bool hidden = !mask.in_band(i0 + query_of(warp_row + i), j0 + c);
+                if (hidden || (KEY_MASK && !(kept[c / 32] >> c % 32 & 1))) x = MINUS_INFINITY;
             });
         }
     }
@@ -293,7 +344,7 @@ struct Worker {
     __device__ void store(const Tile& tile, OnlineSoftmax<1>& softmax) {
         softmax.add_lanes();
         softmax.finish(o, p.scale);
-        int i0 = tile.queries.begin + warp_row;
+        int i0 = tile.queries.begin, heads = heads_of(tile);
         if (O_STAGED && maps.map_out) {
             bool storer = threadIdx.x % 128 == 0;
             if (storer) tma_wait_read();
@@ -302,54 +353,57 @@ struct Worker {
             fence_async();
             sync_threads<128>(1 + group);
             if (storer) {
-                s.o_tile.store(maps.out, first_row, tile.queries.begin + first_row, tile.head, tile.batch);
+                s.o_tile.store(maps.out, first_row, i0 + first_row, tile.head, tile.batch);
                 tma_commit();
             }
         } else {
-            Element* out =
-                p.out + tile.batch * p.out_strides.batch + tile.head * p.out_strides.head + i0 * p.out_strides.row;
-            store_rows(o, out, p.out_strides.row, p.seq_q - i0, p.dim_v);
+            const Strides& to = p.out_strides;
+            Element* out = p.out + tile.batch * to.batch + tile.head * to.head;
+            bool vectors = (PACK == 1 || to.head % 8 == 0) && aligned(out, to.row, p.dim_v);
+            store_rows(o, vectors, p.dim_v, [&](int row) {
+                int n = head_of(warp_row + row), i = i0 + query_of(warp_row + row);
+                return n < heads && i < p.seq_q ? out + n * to.head + i * to.row : nullptr;
+            });
         }
         if (p.lse != nullptr && threadIdx.x % 4 == 0) {
             Accum* lse = p.lse + ((long long)tile.batch * p.heads_q + tile.head) * p.seq_q;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                int i = i0 + 8 * h + threadIdx.x % 32 / 4;
-                if (i < p.seq_q) lse[i] = softmax.maximum[0][h];
+                int row = warp_row + 8 * h + threadIdx.x % 32 / 4, n = head_of(row), i = i0 + query_of(row);
+                if (n < heads && i < p.seq_q) lse[n * (long long)p.seq_q + i] = softmax.maximum[0][h];
             }
         }
     }
 
     __device__ void run() {
-        Schedule<ROWS> schedule(p);
-        bool have = false, owing = false;  // a tile before that is not stored; and the last O += P V of which is to come
+        Schedule<SPAN, PACK> schedule(p);
+        enum { NOTHING, OUTPUT, VALUES } owed = NOTHING;  // of the tile before: its output; before it the last O += P V
         while (true) {
             s.q.wait_full();
-            int number = __shfl_sync(~0u, int(load_shared(s.number())), 0);
-            bool more = number != -1;
-            if (!RIDE && !more) break;
             Tile before = tile;
+            bool more = s.told(tile, schedule);
+            if (!RIDE && !more) break;
             OnlineSoftmax<1> softmax_before = softmax;
             bool half_before = half;
-            if (more) tile = schedule.tile(number);
             Mask mask(p, tile.batch);
-            Range keys = key_tiles(mask, tile.queries), seen = mask.keys_of({row(), min(row() + 64, p.seq_q)});
-            bool any = more && row() < p.seq_q && seen.begin < seen.end;
+            int begin = queries().begin, end = min(queries().end, p.seq_q);
+            Range keys = key_tiles(mask, tile.queries), seen = mask.keys_of({begin, end});
+            bool any = more && begin < end && head_of(first_row) < heads_of(tile) && seen.begin < seen.end;
             own = any ? Range{seen.begin / KEYS, (seen.end + KEYS - 1) / KEYS} : Range{keys.begin, keys.begin};
             half = HALVES && seen.end <= (own.end - 1) * KEYS + KEYS / 2;
             softmax = OnlineSoftmax<1>(p.scale);
 
             // V comes in the order of the key tiles, hidden ones too.
-            if (RIDE && owing && (!any || own.end < keys.end)) {
+            if (RIDE && owed == VALUES && (!any || own.end < keys.end)) {
                 add_values(half_before);
                 values_added();
-                owing = false;
+                owed = OUTPUT;
             }
-            if (more && !owing) pass(keys.end - own.end);
+            if (more && owed != VALUES) pass(keys.end - own.end);
             if (any) {
                 s.k.wait_full();
                 constexpr int HALF = HALVES ? KEYS / 16 : KEYS / 8;
-                if (RIDE && owing) {
+                if (RIDE && owed == VALUES) {
                     if (HALVES && half)
                         first<HALF, true>(mask, half_before);
                     else
@@ -361,7 +415,7 @@ struct Worker {
                         first<KEYS / 8, false>(mask, half_before);
                 }
             }
-            if (RIDE && have) store(before, softmax_before);
+            if (RIDE && owed != NOTHING) store(before, softmax_before);
             if (!more) break;
 
             o.clear();
@@ -378,14 +432,13 @@ struct Worker {
             }
             s.q.release();
             s.q.advance();
-            owing = RIDE && any && own.begin == keys.begin;
-            if (any && !owing) {
+            owed = RIDE && any && own.begin == keys.begin ? VALUES : OUTPUT;
+            if (any && owed != VALUES) {
                 add_values(half);
                 values_added();
             }
             pass(own.begin - keys.begin);
             if (!RIDE) store(tile, softmax);
-            have = true;
         }
         if (O_STAGED && threadIdx.x % 128 == 0) tma_wait_read();  // shared memory goes with the block
     }

@@ -19,6 +19,17 @@ struct Accumulator {
                 for (int e = 0; e < 4; e++) x[m][n][e] = 0;
     }
 
+    // Every row becomes `row`.
+    template <class Row>
+    __device__ void fill(const Row& row) {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) x[m][n][e] = row.x[n][e % 2];
+    }
+
     // f(x, row, column) for every element this lane holds.
     template <class F>
     __device__ void each(F f) {
@@ -60,16 +71,20 @@ struct Accumulator {
     }
 };
 
+// Where a lane's first accumulator column lies in a row of floats, in bytes. Through a shuffle, which hides from the
+// compiler how it is reckoned: else it does so again and again, between waits.
+__device__ inline unsigned column_offset() { return __shfl_sync(~0u, threadIdx.x % 4 * 8, threadIdx.x % 32); }
+
 // One float32 for each of the accumulator columns that a lane holds, column 8 n + 2 (lane % 4) + e at x[n][e].
 template <int N>
 struct ColumnVector {
     float x[N][2];
 
     // From consecutive floats in shared memory.
-    __device__ ColumnVector(unsigned address) {
+    __device__ ColumnVector(unsigned address, unsigned own = threadIdx.x % 4 * 8) {
 #pragma unroll
         for (int n = 0; n < N; n++) {
-            float2 pair = load_shared_float2(address + 4 * (8 * n + threadIdx.x % 4 * 2));
+            float2 pair = load_shared_float2(address + own + 32 * n);
             x[n][0] = pair.x, x[n][1] = pair.y;
         }
     }

@@ -40,6 +40,9 @@ struct Ring {
         if (threadIdx.x % 32 == 0) mbarrier_arrive(empty());
     }
 
+    // To the place that n advances from the start lead to.
+    __device__ void go_to(unsigned n) { stage = n % STAGES, parity = n / STAGES % 2; }
+
     __device__ void advance() {
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }

@@ -19,16 +19,19 @@ __device__ inline void transpose_quad(unsigned (&w)[4]) {
     }
 }
 
-// Rows of `cols` elements from `target` on, of which there are `rows`. A lane writes 16 bytes of a row at once, the four
-// lanes of a row 64.
-template <int N>
-__device__ void store_rows(const Accumulator<1, N>& sum, Element* target, long long row_stride, int rows, int cols) {
+// Whether rows of `cols` elements from `target` on can be written 16 bytes at once.
+__device__ inline bool aligned(const Element* target, long long row_stride, int cols) {
+    return cols % 8 == 0 && row_stride % 8 == 0 && (unsigned long long)target % 16 == 0;
+}
+
+// A row of `cols` elements begins at(row), null where there is none. A lane writes 16 bytes of it at once, where they are
+// so aligned (`vectors`), the four lanes of a row 64.
+template <int N, class F>
+__device__ void store_rows(const Accumulator<1, N>& sum, bool vectors, int cols, F at) {
     static_assert(N % 4 == 0);
-    bool vectors = cols % 8 == 0 && row_stride % 8 == 0 && (unsigned long long)target % 16 == 0;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        int row = threadIdx.x % 32 / 4 + 8 * h;
-        Element* to = target + row * row_stride;
+        Element* to = at(threadIdx.x % 32 / 4 + 8 * h);
 #pragma unroll
         for (int n = 0; n < N; n += 4) {
             unsigned w[4];
@@ -36,7 +39,7 @@ __device__ void store_rows(const Accumulator<1, N>& sum, Element* target, long l
             for (int i = 0; i < 4; i++) w[i] = pack2<Element>(sum.x[0][n + i][2 * h], sum.x[0][n + i][2 * h + 1]);
             transpose_quad(w);
             int col = 8 * (n + threadIdx.x % 4);
-            if (row >= rows || col >= cols) continue;
+            if (to == nullptr || col >= cols) continue;
             if (vectors) {
                 *(uint4*)(to + col) = make_uint4(w[0], w[1], w[2], w[3]);
             } else {
@@ -46,4 +49,11 @@ __device__ void store_rows(const Accumulator<1, N>& sum, Element* target, long l
             }
         }
     }
+}
+
+// Rows from `target` on, of which there are `rows`.
+template <int N>
+__device__ void store_rows(const Accumulator<1, N>& sum, Element* target, long long row_stride, int rows, int cols) {
+    auto at = [&](int row) { return row < rows ? target + row * row_stride : nullptr; };
+    store_rows(sum, aligned(target, row_stride, cols), cols, at);
 }

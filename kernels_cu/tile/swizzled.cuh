@@ -74,6 +74,16 @@ __device__ void start_ABt(Accumulator<1, N>& sum, SwizzledTile<ROWS, COLS> a, in
     wgmma_commit();
 }
 
+// The same, added to the sum.
+template <int K, int N, int ROWS, int COLS, int ROWS_B>
+__device__ void add_ABt(Accumulator<1, N>& sum, SwizzledTile<ROWS, COLS> a, int row, SwizzledTile<ROWS_B, COLS> b) {
+    static_assert(8 * N <= ROWS_B);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < K / 16; k++) wgmma(sum.x[0], a.along_rows(row, k), b.along_rows(0, k), Element());
+    wgmma_commit();
+}
+
 // sum = A B^T over K columns by one warp, A's 16 rows from `row` on, at once: slow.
 template <int K, int N, class TileA, class TileB>
 __device__ void warp_ABt(Accumulator<1, N>& sum, TileA tile, int row, TileB b) {
@@ -150,13 +160,16 @@ __device__ void store_transposed(const Operand<K>& operand, Tile tile, int row, 
 
 // Round a warp's 16 rows to Element and store them from (row, col) of the tile on.
 template <int N, class Tile>
-__device__ void store_rounded(const Accumulator<1, N>& sum, Tile tile, int row, int col) {
-    int lane = threadIdx.x % 32;
+__device__ void store_rounded(const Accumulator<1, N>& sum, Tile tile, int row, int col, int lane = threadIdx.x % 32) {
     FromRegisters<1, N> rounded{sum};
 #pragma unroll
     for (int k = 0; k < N / 2; k++) {
         unsigned pairs[4];
         rounded(pairs, 0, k);
         stmatrix_x4(tile.address(row + lane % 16, col + 16 * k + lane / 16 * 8), pairs);
+    }
+    if constexpr (N % 2) {
+        const float(&f)[4] = sum.x[0][N - 1];
+        stmatrix_x2(tile.address(row + lane % 16, col + 8 * (N - 1)), pack2<Element>(f[0], f[1]), pack2<Element>(f[2], f[3]));
     }
 }

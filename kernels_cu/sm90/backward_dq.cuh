@@ -1,0 +1,181 @@
+// How dQ leaves: parts are added to float32 sums in memory; sums to which every key tile has added are turned to rows of
+// dQ by warps that have nothing else to do. Only sums of heads under work lie in memory, so that the L2 cache holds them.
+#pragma once
+#include "ptx/global.cuh"
+#include "ptx/reduce.cuh"
+#include "sm90/backward_tiles.cuh"
+
+// dq_sum lies in memory as dQ^T lies in registers, four numbers of a lane side by side: fragments of 16 columns by 8
+// queries, in pairs that share the queries, PART_ROWS / 8 pairs for each 32 columns. A worker's part, of 64 columns, lies
+// in one piece.
+constexpr int ROW8S = PART_ROWS / 8;
+
+__device__ inline constexpr int fragment_in_part(int column16, int row8) {
+    return (column16 / 2 * ROW8S + row8) * 2 + column16 % 2;
+}
+
+__device__ inline float* dq_fragment(const Params& p, long long tile, int column16, int row8) {
+    int fragment = row8 / ROW8S * (DIM / 16 * ROW8S) + fragment_in_part(column16, row8 % ROW8S);
+    return p.dq_sum + tile * DQ_TILE + fragment * (FRAGMENT_BYTES / 4);
+}
+
+// The thread that adds parts of dQ to memory, and tells what has been added.
+__device__ inline void add_dq(const Params& p, Shared& s) {
+    Ring<1, 1, 4> dq = s.dq(0);  // all workers are at the same place in theirs
+    DQCounters counters(p);
+    while (true) {
+        KeyTile t = s.next_tile();
+        if (t.pair == -1) break;
+        if constexpr (DQ_STAGED) {
+            int shift = counters.shift(p, t.pair), last = -1;
+            query_tiles(p, t, [&](int, int i, int n) {
+                if (DETERMINISTIC) {
+                    unsigned others = t.number - keys_of(p, i).begin;
+                    if (RIGHT) others = keys_of(p, i).end - 1 - t.number;
+                    while (load_acquire(counters.added + n) != others) {
+                    }
+                }
+#pragma unroll
+                for (int part = 0; part < PARTS; part++) {
+#pragma unroll
+                    for (int group = 0; group < GROUPS; group++) {
+                        int column16 = SHARE_ROWS ? 0 : 4 * (group * PARTS + part);
+                        int bytes = 4 * PART_ROWS * min(DIM - 16 * column16, 64);
+                        dq.barriers = s.dq(group).barriers;
+                        dq.wait_full();
+                        float* sums = dq_fragment(p, n + shift, column16, SHARE_ROWS ? group * ROW8S : 0);
+                        if (bytes > 0) bulk_add(sums, s.part(group), bytes);
+                    }
+                    tma_commit();
+                    tma_wait_read();
+#pragma unroll
+                    for (int group = 0; group < GROUPS; group++) {
+                        dq.barriers = s.dq(group).barriers;
+                        mbarrier_arrive(dq.empty());
+                    }
+                    dq.advance();
+                }
+                tma_wait<DETERMINISTIC ? 0 : PARTS>();  // what was added at the step before has arrived
+                if (!DETERMINISTIC && last != -1) add_release(counters.added + last, 1);
+                if (DETERMINISTIC) add_release(counters.added + n, 1);
+                last = n;
+            });
+            tma_wait<0>();
+            if (!DETERMINISTIC && last != -1) add_release(counters.added + last, 1);
+        } else {  // the workers have added, and say so once a key tile
+#pragma unroll
+            for (int group = 0; group < GROUPS; group++) {
+                dq.barriers = s.dq(group).barriers;
+                dq.wait_full();
+                mbarrier_arrive(dq.empty());
+            }
+            dq.advance();
+            query_tiles(p, t, [&](int, int, int n) { add_release(counters.added + n, 1); });
+        }
+    }
+}
+
+// A worker's part of dQ^T, to the thread that adds it to memory.
+__device__ inline void hand_over(const Accumulator<1, PART_ROWS / 8>& dq, unsigned part, Ring<1, 1, 4>& ring) {
+    ring.wait_empty();
+#pragma unroll
+    for (int n = 0; n < ROW8S; n++)
+        store_shared_16(part + fragment_in_part(threadIdx.x / 32 % 4, n) * FRAGMENT_BYTES + threadIdx.x % 32 * 16,
+                        dq.x[0][n]);
+    fence_async();
+    ring.filled();
+    ring.advance();
+}
+
+// A worker's part of dQ^T, to memory: 64 columns from `column16` on, four additions of a lane at once.
+__device__ inline void add_part(const Params& p, const Accumulator<1, PART_ROWS / 8>& dq, long long tile,
+                                int column16) {
+    column16 += __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+    if (DIM % (64 * GROUPS) && column16 >= DIM / 16) return;
+    float* to = dq_fragment(p, tile, column16, 0) + threadIdx.x % 32 * 4;
+#pragma unroll
+    for (int n = 0; n < ROW8S; n++) red_add_4(to + n * (FRAGMENT_BYTES / 2), dq.x[0][n]);
+}
+
+// A warp that turns sums to rows, dQ = scale * dq_sum, of one tile of queries after the other: FINISH_FRAGMENTS at a time,
+// with FINISH_STAGES times as many under way. Zeros are left where the sums of other heads will be. A warp by itself
+// waits for nearly every instruction: there must be few of them for a byte.
+__device__ inline void finish_dq(const Params& p, Shared& s, int number) {
+    constexpr int PAIRS = FINISH_FRAGMENTS / 2;  // of fragments: 8 queries by 32 columns
+    constexpr int FETCHES = DQ_TILE * 4 / FINISH_BYTES, DOWN = ROW8S / PAIRS, ACROSS = DIM / 32;
+    static_assert(ROW8S % PAIRS == 0 && FINISH_FRAGMENTS % 2 == 0);
+    Ring<FINISH_STAGES, 1> ring = s.finish_ring(number);
+    int lane = threadIdx.x % 32, pairs = p.heads_k * p.batch;
+    bool vectors = p.dim % 8 == 0 && p.dq_strides.row % 8 == 0 && p.dq_strides.head % 8 == 0 &&
+                   p.dq_strides.batch % 8 == 0 && (unsigned long long)p.dq % 16 == 0;
+    // A thread takes 8 columns of a query.
+    unsigned own = lane % 4 / 2 * FRAGMENT_BYTES + lane / 8 * 16 + lane % 2 * 8 + lane / 4 % 2 * 4;
+    unsigned slots = s.finish_slots(number) + own;  // (0 for lane 0, which fetches)
+    unsigned fetched = 0;
+    auto fetch = [&](const float4* from, unsigned n) {
+        ring.go_to(n);
+        mbarrier_arrive_expect(ring.full(), FINISH_BYTES);
+        bulk_load(slots + ring.stage * FINISH_BYTES, from, FINISH_BYTES, ring.full());
+    };
+    while (true) {
+        DQCounters counters(p);
+        int n = __shfl_sync(~0u, lane == 0 ? atomicAdd(counters.ticket, 1) : 0, 0);
+        int pair = n / counters.tiles;
+        if (pair >= pairs) break;
+        bool again = pair + p.kept < pairs;  // another head's sums will lie here
+        float4* sums = (float4*)(p.dq_sum + (long long)(n + counters.shift(p, pair)) * DQ_TILE) + lane;
+        int tiles = (p.seq_q + ROWS - 1) / ROWS;
+        if (lane == 0) {
+            Range keys = keys_of(p, n % tiles);
+            while (load_acquire(counters.added + n) != keys.end - keys.begin) __nanosleep(32);
+            fence_async_global();
+#pragma unroll 1
+            for (int c = 0; c < min(FINISH_STAGES, FETCHES); c++) fetch(sums + c * (FINISH_BYTES / 16), fetched + c);
+        }
+        int head = n / tiles % p.heads_q, batch = n / tiles / p.heads_q, row = n % tiles * ROWS + lane / 4;
+        Element* to = p.dq + batch * p.dq_strides.batch + head * p.dq_strides.head + row * p.dq_strides.row;
+        to += lane % 4 * 8;
+        int rows = p.seq_q - row, columns = p.dim - lane % 4 * 8;  // from there on
+#pragma unroll 1
+        for (int c = 1; c <= FETCHES; c++, fetched++, sums += FINISH_BYTES / 16) {
+            ring.go_to(fetched);
+            ring.wait_full();
+            unsigned slot = slots + ring.stage * FINISH_BYTES;
+            auto value = [&](int i, int e) {
+                return __uint_as_float(load_shared(slot + 2 * i * FRAGMENT_BYTES + 64 * e)) * p.scale_float;
+            };
+            if (vectors) {
+                int seen = columns > 0 ? rows : 0;
+#pragma unroll
+                for (int i = 0; i < PAIRS; i++, to += 8 * p.dq_strides.row) {
+                    auto two = [&](int e) { return pack2<Element>(value(i, e), value(i, e + 1)); };
+                    uint4 w = make_uint4(two(0), two(2), two(4), two(6));
+                    if (8 * i < seen) store_global_16(to, w);
+                }
+            } else {
+#pragma unroll 1
+                for (int i = 0; i < PAIRS; i++, to += 8 * p.dq_strides.row)
+#pragma unroll 1
+                    for (int e = 0; 8 * i < rows && e < min(columns, 8); e++) to[e] = from_float<Element>(value(i, e));
+            }
+            rows -= 8 * PAIRS;
+            if (c % DOWN == 0) {  // on to the next columns
+                to += 32 - PART_ROWS * p.dq_strides.row, rows += PART_ROWS, columns -= 32;
+                if (SHARE_ROWS && c % (DOWN * ACROSS) == 0)
+                    to += PART_ROWS * p.dq_strides.row - DIM, rows -= PART_ROWS, columns += DIM;
+            }
+            if (again) {
+#pragma unroll
+                for (int i = 0; i < FINISH_BYTES / 512; i++) sums[32 * i] = make_float4(0, 0, 0, 0);
+            }
+            __syncwarp();  // all of it has been read
+            if (lane == 0 && c + FINISH_STAGES <= FETCHES)
+                fetch(sums + FINISH_STAGES * (FINISH_BYTES / 16), fetched + FINISH_STAGES);
+        }
+        if (again) {
+            fence_async_global();
+            __syncwarp();
+            if (lane == 0) add_release(counters.finished + pair, 1);
+        }
+    }
+}
