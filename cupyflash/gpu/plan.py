@@ -134,7 +134,7 @@ def _sm90(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tu
     )  # fmt: skip
 
 
-SM90_CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together may take
+SM90_CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take, twice where tiles are long
 SM90_WAVES = 3  # key tiles of every thread block for whose heads there is room in dq_sum: under work, loaded, being finished
 
 
@@ -145,9 +145,13 @@ def _sm90_backward(problem: AttentionProblem, arch: Arch, passed_over: tuple[str
     for name, heads, n in (("k", problem.heads_k, key_tiles), ("q", problem.heads_q, tiles)):
         if pairs * n >= 2**30:
             raise ValueError(f"{name} has batch {problem.batch} and {heads} heads: {pairs * n} tiles; less than 2**30 fit")
-    # A causal mask makes key tiles of different length: those of some heads are dealt out together, long ones first.
+    # A causal mask makes key tiles of different length: those of some heads are dealt out together, long ones first. Of one
+    # long head the first tile takes as long as all others do on all multiprocessors: at the end they would stand idle.
     traffic = problem.group * problem.seq_q * (6 * problem.dim + 2 * problem.dim_v)
-    together = 1 if problem.right is None else max(1, min(pairs, SM90_CACHE // traffic))
+    together = 1
+    if problem.right is not None:
+        long = problem.seq_q > tuning.SM90_MANY_STEPS // 2
+        together = min(pairs, max(2, _ceil(2 * SM90_CACHE, traffic)) if long else max(1, SM90_CACHE // traffic))
     kept = min(pairs, 2 * together + _ceil(SM90_WAVES * arch.sms, key_tiles))
     launches = (
         Launch("attention_backward_prepare", pairs * tiles, 128),

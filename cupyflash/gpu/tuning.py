@@ -213,11 +213,11 @@ class Sm90Backward:
 
 
 # (largest head dimension, longest sequence of queries, rows, keys, groups, Q stages, dO stages, spills); None: any. What may
-# be spilled are addresses: a worker's, read once per key tile (80 rows: a few at each step), and those of the moving warps.
+# be spilled are addresses: a worker's (at head dimension 64 some at each step), and those of the moving warps.
 SM90_BACKWARD = (
     (64, None, 128, 128, 2, 2, 2, 208),
     (96, None, 64, 128, 2, 2, 2, 0),
-    (128, 3072, 64, 128, 2, 2, 2, 0),
+    (128, 4096, 64, 128, 2, 2, 2, 0),
     (128, None, 80, 128, 2, 2, 2, 144),
     (128, None, 64, 128, 2, 2, 2, 0),
     (192, None, 64, 96, 3, 2, 1, 32),
@@ -228,7 +228,7 @@ SM90_BACKWARD = (
 # Warps that turn sums of dQ to rows, fragments at a time, stages. The last only where nothing else has room, or a key tile
 # has so many steps that even this is done before the next.
 SM90_FINISH = ((2, 8, 4), (2, 8, 2), (1, 2, 1))
-SM90_MANY_STEPS = 3072  # queries
+SM90_MANY_STEPS = 4096  # queries
 
 
 def sm90_backward(problem: AttentionProblem, arch: Arch) -> Sm90Backward:

@@ -55,7 +55,7 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
                     }
                     dq.advance();
                 }
-                tma_wait<DETERMINISTIC ? 0 : PARTS>();  // what was added at the step before has arrived
+                tma_wait<DETERMINISTIC ? 0 : PARTS>();  // what was added at the step before (or at this) has arrived
                 if (!DETERMINISTIC && last != -1) add_release(counters.added + last, 1);
                 if (DETERMINISTIC) add_release(counters.added + n, 1);
                 last = n;
@@ -110,7 +110,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
                    p.dq_strides.batch % 8 == 0 && (unsigned long long)p.dq % 16 == 0;
     // A thread takes 8 columns of a query.
     unsigned own = lane % 4 / 2 * FRAGMENT_BYTES + lane / 8 * 16 + lane % 2 * 8 + lane / 4 % 2 * 4;
-    unsigned slots = s.finish_slots(number) + own;  // (0 for lane 0, which fetches)
+    unsigned slots = s.finish_slots(number) + own;  // lane 0 fetches: there it is where the slots begin, as `sums` below
     unsigned fetched = 0;
     auto fetch = [&](const float4* from, unsigned n) {
         ring.go_to(n);
@@ -127,6 +127,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
         int tiles = (p.seq_q + ROWS - 1) / ROWS;
         if (lane == 0) {
             Range keys = keys_of(p, n % tiles);
+            // (Where no key is seen the sums are zeros, of every head whose tile lies here.)
             while (load_acquire(counters.added + n) != keys.end - keys.begin) __nanosleep(32);
             fence_async_global();
 #pragma unroll 1
@@ -168,7 +169,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
 #pragma unroll
                 for (int i = 0; i < FINISH_BYTES / 512; i++) sums[32 * i] = make_float4(0, 0, 0, 0);
             }
-            __syncwarp();  // all of it has been read
+            __syncwarp();  // the slot has been read
             if (lane == 0 && c + FINISH_STAGES <= FETCHES)
                 fetch(sums + FINISH_STAGES * (FINISH_BYTES / 16), fetched + FINISH_STAGES);
         }

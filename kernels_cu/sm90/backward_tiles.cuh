@@ -20,7 +20,8 @@ constexpr int WORKERS = 4 * GROUPS;  // warps
 
 // Per thread. What the moving warpgroup gives away the others take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
-// Sums alone leave a worker few registers: of dK, dV and S, or of two parts of each and one of dQ.
+// Sums alone leave a worker few registers: dK, dV, S and dP, or two parts of dK and dV and one of dQ. (With a causal mask
+// and head dimension 64 the moving warps spilling cost more than the workers: measured.)
 constexpr int SUMS = ROWS + (DIM + DIM_V) / 2;
 constexpr bool TIGHT = WIDE ? KEYS > 64 : SUMS > 192 || (SUMS == 192 && DIM == 64 && !RIGHT);
 constexpr int MOVER_REGISTERS = GROUPS == 3 ? 32 : TIGHT ? 24 : 40;
@@ -174,7 +175,8 @@ struct DQCounters {
     // The first tile of a pair's sums, less that of its queries.
     __device__ int shift(const Params& p, int pair) const { return (pair % p.kept - pair) * tiles; }
 
-    // Wait until the sums that lie where those of `pair` will be are finished: of a pair whose tickets were dealt out before.
+    // Wait until the sums that lie where those of `pair` will be are finished. They are of a pair of an earlier group
+    // (kept >= 2 * together): all its tickets are taken, and none of them waits for one that came later.
     __device__ void wait_for_room(const Params& p, int pair) const {
         if (pair < p.kept) return;
         while (load_acquire(finished + pair - p.kept) != tiles) {
