@@ -326,9 +326,9 @@ def _cpu_backward(
     check_backward(lib, problem, views, dout, out, lse, into)
     for name, target in zip(("dq", "dk", "dv"), into or ()):
         _writable(f"grads: {name}", lib.to_numpy(target))
-    arrays = [_four(lib.to_numpy(x), layout) for x in (dout, q, k, v, out)]
+    dout, q, k, v, out = (_four(lib.to_numpy(x), layout) for x in (dout, q, k, v, out))
     rows = lib.to_numpy(lse).reshape(problem.batch, problem.heads_q, problem.seq_q)
-    grads = cpu.backward(problem, *arrays, rows, _mask_rows(lib, key_mask))
+    grads = cpu.backward(problem, dout, q, k, v, out, rows, _mask_rows(lib, key_mask))
     shaped = [_like(g, view, layout) for g, view in zip(grads, views)]
     if into is None:
         return tuple(lib.from_numpy(g) for g in shaped)  # type: ignore[return-value]

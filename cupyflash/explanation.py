@@ -108,7 +108,7 @@ def explain(
     options = {name: value for name, value in options.items() if name not in NO_PLAN}
     k = q if k is None else k
     given = {"q": q, "k": k, "v": k if v is None else v, "key_mask": key_mask}
-    views = {name: as_view(name, x, dtype, arch) for name, x in given.items() if x is not None}
+    views: dict[str, Any] = {name: as_view(name, x, dtype, arch) for name, x in given.items() if x is not None}
     problem = rules.describe(**views, **options)
     device = views["q"].device
     if device == "cpu" and arch is None:

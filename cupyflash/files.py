@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -48,17 +49,17 @@ def read(path: Path) -> dict[str, np.ndarray]:
 def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write arrays by name in the format that the path's suffix names; .npy holds exactly one."""
     kind = suffix(path)
-    arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    whole: dict[str, Any] = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
     if kind == ".npy":
-        if len(arrays) != 1:
-            raise ValueError(f"{path} holds one array, not {', '.join(arrays)}; write .npz or .safetensors")
-        np.save(path, *arrays.values())
+        if len(whole) != 1:
+            raise ValueError(f"{path} holds one array, not {', '.join(whole)}; write .npz or .safetensors")
+        np.save(path, next(iter(whole.values())))
     elif kind == ".npz":
-        np.savez(path, **arrays)
+        np.savez(path, **whole)
     else:
         import safetensors.numpy
 
-        safetensors.numpy.save_file(arrays, path)
+        safetensors.numpy.save_file(whole, path)
 
 
 def _typed(x: np.ndarray) -> np.ndarray:
