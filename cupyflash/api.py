@@ -146,9 +146,7 @@ def attention_backward(
     dq, dk, dv = grads if grads is not None else (None, None, None)
     if grads is not None:
         _given(dq=dq, dk=dk, dv=dv)
-    lib, arrays = interop.adopt(
-        lib, dout=dout, q=q, k=k, v=v, out=out, lse=lse, key_mask=key_mask, dq=dq, dk=dk, dv=dv
-    )
+    lib, arrays = interop.adopt(lib, dout=dout, q=q, k=k, v=v, out=out, lse=lse, key_mask=key_mask, dq=dq, dk=dk, dv=dv)
     dout, q, k, v, out, lse, key_mask, dq, dk, dv = arrays
     into = None if grads is None else (dq, dk, dv)
     if lib.on_gpu(q):

@@ -75,7 +75,6 @@ class GpuReport:
         }
         self.path.write_text(json.dumps(self._amended(facts) or facts, indent=1) + "\n", encoding="utf-8")
 
-
     def _amended(self, facts: dict[str, Any]) -> dict[str, Any] | None:
         """The report that stands, with these results instead of the failures it counts; None where that does not apply."""
         if not self.path.is_file():

@@ -109,7 +109,9 @@ def check(
                 raise
             published = dict(zip(("dq", "dk"), flash2_in_own_precision(problem, q, k, v, key_mask, dout)))[name]
             error, allowed = (np.abs(x.astype(np.float64) - right).max() for x in (actual, published))
-            print(f"{name} by luck: off by {error:.4e}, FlashAttention-2's algorithm in this precision by {allowed:.4e}")
+            print(
+                f"{name} by luck: off by {error:.4e}, FlashAttention-2's algorithm in this precision by {allowed:.4e}"
+            )
             if not error <= 1.1 * allowed:
                 raise
 

@@ -13,7 +13,6 @@ from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 from cupyflash.gpu.source import generate
 
-
 # With each NVRTC, and each argument more, ptxas spills a few words more or less: so many bytes beyond those declared pass.
 LEEWAY = 16
 

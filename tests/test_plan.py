@@ -73,7 +73,9 @@ def test_reasons_of_the_families_passed_over() -> None:
 def test_a_family_that_objects() -> None:
     with pytest.raises(ValueError, match="no kernel family takes this problem: sm80 takes float16 and bfloat16"):
         plan(problem("float32"), A100, family="sm80")
-    with pytest.raises(ValueError, match="family is 'sm70'; it must be one of 'sm90', 'sm80', 'simt', 'flash1', or None"):
+    with pytest.raises(
+        ValueError, match="family is 'sm70'; it must be one of 'sm90', 'sm80', 'simt', 'flash1', or None"
+    ):
         plan(problem("float32"), A100, family="sm70")
 
 

@@ -96,5 +96,7 @@ def test_an_output_that_no_map_can_tell(asked: list[dict[str, Any]], out: tuple[
 
 
 def test_a_refusal_of_the_driver(asked: list[dict[str, Any]]) -> None:
-    with pytest.raises(RuntimeError, match=r"cannot describe an array of shape \(64, 500, 8, 1\).*0xbad0.*INVALID_VALUE"):
+    with pytest.raises(
+        RuntimeError, match=r"cannot describe an array of shape \(64, 500, 8, 1\).*0xbad0.*INVALID_VALUE"
+    ):
         maps().parameter(0xBAD0, *AT[1:])
