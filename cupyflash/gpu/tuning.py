@@ -228,7 +228,7 @@ SM90_BACKWARD = (
 # Warps that turn sums of dQ to rows, fragments at a time, stages. The last only where nothing else has room, or a key tile
 # has so many steps that even this is done before the next.
 SM90_FINISH = ((2, 8, 4), (2, 8, 2), (1, 2, 1))
-SM90_MANY_STEPS = 4096  # queries
+SM90_MANY_STEPS = 3072  # queries
 
 
 def sm90_backward(problem: AttentionProblem, arch: Arch) -> Sm90Backward:
@@ -247,8 +247,8 @@ def sm90_backward(problem: AttentionProblem, arch: Arch) -> Sm90Backward:
         part_rows = rows // groups if share_rows else rows  # of dQ, a warpgroup's
         fixed = 2 * (keys * (blocks + blocks_v) + rows * (stages * blocks + do_stages * blocks_v))
         fixed += stages * 8 * rows + SM90_BARRIERS  # lse and delta
-        # Where two warpgroups share out columns, parts of dQ leave faster from registers; but their order needs a thread.
-        staged = (True,) if not wide or problem.deterministic else (False,) if groups == 2 else (True, False)
+        # Where two warpgroups share out columns, parts of dQ leave faster from registers.
+        staged = (True,) if not wide else (False,) if groups == 2 else (True, False)
         for dq_staged, ds_stages, finish in itertools.product(staged, (1,) if wide else (2, 1), finishes):
             ds = (2 if wide else ds_stages) * 2 * rows * block_keys
             out = groups * (256 * part_rows if dq_staged else 128 * keys)  # dK and dV leave there too

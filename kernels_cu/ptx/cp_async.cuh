@@ -8,8 +8,10 @@ __device__ inline void cp_async_16(unsigned shared, const void* global, bool rea
 }
 
 // 4 bytes, read or zeros.
-__device__ inline void cp_async_4(unsigned shared, const void* global, bool read) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(read ? 4 : 0)
+__device__ inline void cp_async_4(unsigned shared, const void* global, bool read, bool copy) {
+    asm volatile("{ .reg .pred copy; setp.ne.b32 copy, %3, 0; @copy cp.async.ca.shared.global [%0], [%1], 4, %2; }" ::"r"(
+                     shared),
+                 "l"(global), "r"(read ? 4 : 0), "r"(int(copy))
                  : "memory");
 }
 

@@ -23,6 +23,7 @@ constexpr int WARP_KEYS = KEYS / KEY_WARPS;
 constexpr int M = WARP_KEYS / 16;  // row fragments of a warp
 constexpr int WARP_QUERIES = ROWS / COLUMN_WARPS;
 constexpr bool SHARE = COLUMN_WARPS > 1;
+constexpr bool ALONG = DIM > 64;  // exponentials are taken along the product for dP (of few steps: slower, measured)
 static_assert(KEYS % (16 * KEY_WARPS) == 0 && WARP_QUERIES % 16 == 0 && DIM % (16 * COLUMN_WARPS) == 0 &&
               DIM_V % (16 * COLUMN_WARPS) == 0);
 
@@ -102,9 +103,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 #pragma unroll
         for (int start = 0; start < 2 * ROWS; start += THREADS) {
             int r = start + threadIdx.x;
-            if (r < 2 * ROWS)
-                cp_async_4(lse_row(stage) + 4 * r, (r < ROWS ? p.lse : p.delta) + row + r % ROWS,
-                           r % ROWS < rows);
+            cp_async_4(lse_row(stage) + 4 * r, (r < ROWS ? p.lse : p.delta) + row + r % ROWS, r % ROWS < rows,
+                       r < 2 * ROWS);
         }
     };
 
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     load_queries(head, first, 0, at_once);
     cp_async_commit();
 
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int warp = threadIdx.x / 32;
     int warp_key = warp % KEY_WARPS * WARP_KEYS, column_warp = warp / KEY_WARPS;
     int warp_query = column_warp * WARP_QUERIES;
     float factor = float(p.scale * 1.4426950408889634);
@@ -132,29 +132,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         cp_async_wait<0>();
         __syncthreads();  // the tile has arrived, and everybody is done with the one before
 
-        // S^T = K Q^T, P^T = exp(S^T - lse)
+        // S^T = K Q^T. The copies of the next tile ride along from the second step on, where there are steps enough: their
+        // addresses are not to be reckoned between the arrival of this tile and its first product.
         Accumulator<M, WARP_QUERIES / 8> s, ds;
+        ColumnVector<WARP_QUERIES / 8> lse(lse_row(stage) + 4 * warp_query), delta(lse_row(stage) + 4 * (ROWS + warp_query));
         s.clear();
         FromShared<KTile> k_operand{k_tile, warp_key};
         if constexpr (STAGES == 2) {
             load_queries(next_head, next_tile, 1 - stage, [&](auto next_q, auto next_do) {
+                constexpr int LATER = ALONG && DIM / 16 > next_q.PIECES && DIM / 16 > next_do.PIECES, STEPS = DIM / 16 - LATER;
                 mma_ABt<DIM>(s, k_operand, q_tile(stage), warp_query, [&](int k) {
-                    next_q.template part<DIM / 16>(k);
-                    next_do.template part<DIM / 16>(k);
+                    if (k < LATER) return;
+                    next_q.template part<STEPS>(k - LATER);
+                    next_do.template part<STEPS>(k - LATER);
                 });
             });
             cp_async_commit();
         } else {
             mma_ABt<DIM>(s, k_operand, q_tile(stage), warp_query);
         }
-        bool tests = mask.tests({i0 + warp_query, i0 + warp_query + WARP_QUERIES},
-                                {keys.begin + warp_key, keys.begin + warp_key + WARP_KEYS});
-        ColumnVector<WARP_QUERIES / 8> lse(lse_row(stage) + 4 * warp_query);
-        s.each([&](float& x, int j, int i) {
+
+        // dP^T = V dO^T, P^T = exp(S^T - lse)
+        auto exponential = [&](float& x, int j, int i) {
             x = score(x, batch, head, i0 + warp_query + i, keys.begin + warp_key + j);
             x = exp2_approx(x * factor - lse[i] * LOG2_E);
+        };
+        if (!ALONG) s.each(exponential);
+        ds.clear();
+        mma_ABt<DIM_V>(ds, FromShared<VTile>{v_tile, warp_key}, do_tile(stage), warp_query, [&](int k) {
+            if constexpr (ALONG) s.template part<DIM_V / 16>(k, exponential);
         });
-        if (tests) {
+        if (mask.tests({i0 + warp_query, i0 + warp_query + WARP_QUERIES},
+                       {keys.begin + warp_key, keys.begin + warp_key + WARP_KEYS})) {
             keep_branch();
             s.each([&](float& x, int j, int i) {
                 if (!mask.visible(i0 + warp_query + i, keys.begin + warp_key + j)) x = 0;
@@ -162,10 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         }
         if constexpr (SHARE) s.store(p_tile, warp_key, warp_query);
 
-        // dP^T = V dO^T, dS^T = P^T (dP^T - delta)
-        ds.clear();
-        mma_ABt<DIM_V>(ds, FromShared<VTile>{v_tile, warp_key}, do_tile(stage), warp_query);
-        ColumnVector<WARP_QUERIES / 8> delta(lse_row(stage) + 4 * (ROWS + warp_query));
+        // dS^T = P^T (dP^T - delta)
         ds.zip(s, [&](float& x, float probability, int j, int i) {
             x = probability * (x - delta[i]) *
                 score_derivative(0.f, batch, head, i0 + warp_query + i, keys.begin + warp_key + j);

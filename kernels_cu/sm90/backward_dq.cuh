@@ -19,6 +19,14 @@ __device__ inline float* dq_fragment(const Params& p, long long tile, int column
     return p.dq_sum + tile * DQ_TILE + fragment * (FRAGMENT_BYTES / 4);
 }
 
+// Key tiles add to a query tile in the order of their tickets.
+__device__ inline void wait_for_turn(const Params& p, const DQCounters& counters, const KeyTile& t, int tile_q, int n) {
+    Range keys = keys_of(p, tile_q);
+    unsigned others = RIGHT ? keys.end - 1 - t.number : t.number - keys.begin;
+    while (load_acquire(counters.added + n) != others) {
+    }
+}
+
 // The thread that adds parts of dQ to memory, and tells what has been added.
 __device__ inline void add_dq(const Params& p, Shared& s) {
     Ring<1, 1, 4> dq = s.dq(0);  // all workers are at the same place in theirs
@@ -29,12 +37,7 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
         if constexpr (DQ_STAGED) {
             int shift = counters.shift(p, t.pair), last = -1;
             query_tiles(p, t, [&](int, int i, int n) {
-                if (DETERMINISTIC) {
-                    unsigned others = t.number - keys_of(p, i).begin;
-                    if (RIGHT) others = keys_of(p, i).end - 1 - t.number;
-                    while (load_acquire(counters.added + n) != others) {
-                    }
-                }
+                if (DETERMINISTIC) wait_for_turn(p, counters, t, i, n);
 #pragma unroll
                 for (int part = 0; part < PARTS; part++) {
 #pragma unroll
@@ -62,6 +65,19 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
             });
             tma_wait<0>();
             if (!DETERMINISTIC && last != -1) add_release(counters.added + last, 1);
+        } else if constexpr (DETERMINISTIC) {  // the workers add when this thread says that it is their turn
+            query_tiles(p, t, [&](int, int i, int n) {
+                wait_for_turn(p, counters, t, i, n);
+#pragma unroll
+                for (int group = 0; group < GROUPS; group++) mbarrier_arrive(s.dq(group).empty());
+#pragma unroll
+                for (int group = 0; group < GROUPS; group++) {
+                    dq.barriers = s.dq(group).barriers;
+                    dq.wait_full();
+                }
+                dq.advance();
+                add_release(counters.added + n, 1);
+            });
         } else {  // the workers have added, and say so once a key tile
 #pragma unroll
             for (int group = 0; group < GROUPS; group++) {
@@ -75,13 +91,18 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
     }
 }
 
-// A worker's part of dQ^T, to the thread that adds it to memory.
-__device__ inline void hand_over(const Accumulator<1, PART_ROWS / 8>& dq, unsigned part, Ring<1, 1, 4>& ring) {
-    ring.wait_empty();
+// A worker's part of dQ^T, to shared memory.
+__device__ inline void put(const Accumulator<1, PART_ROWS / 8>& dq, unsigned part) {
 #pragma unroll
     for (int n = 0; n < ROW8S; n++)
         store_shared_16(part + fragment_in_part(threadIdx.x / 32 % 4, n) * FRAGMENT_BYTES + threadIdx.x % 32 * 16,
                         dq.x[0][n]);
+}
+
+// The same, and on to the thread that adds it to memory.
+__device__ inline void hand_over(const Accumulator<1, PART_ROWS / 8>& dq, unsigned part, Ring<1, 1, 4>& ring) {
+    ring.wait_empty();
+    put(dq, part);
     fence_async();
     ring.filled();
     ring.advance();

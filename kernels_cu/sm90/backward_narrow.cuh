@@ -4,6 +4,12 @@
 #pragma once
 #include "sm90/backward_dq.cuh"
 
+// At head dimension 64 the exponentials of a tile take as long as two of its five products. So they are taken in two halves,
+// and dV and dK of the first half start before the second is there.
+constexpr bool HALVES = SHARE_ROWS;
+constexpr int FIRST = ROWS / 32 * 16, SECOND = ROWS - FIRST;  // queries
+static_assert(!HALVES || FIRST == SECOND);
+
 // A warpgroup with 64 keys of every tile.
 __device__ inline void work_narrow(const Params& p, Shared& s, int group) {
     Ring<1, 1, 4> dq_ring = s.dq(group);
@@ -28,6 +34,11 @@ __device__ inline void work_narrow(const Params& p, Shared& s, int group) {
         dk.clear();
         dv.clear();
 
+        bool owed = false;  // whether the thread that adds dQ is still to be told of a part
+        auto tell = [&] {
+            fence_async();
+            dq_ring.filled();
+        };
         auto visit = [&](int head, int tile_q, int) {
             int i0 = tile_q * ROWS, j0 = key + 16 * warp;
             // One number tells the place in every ring: registers are scarce here.
@@ -36,54 +47,124 @@ __device__ inline void work_narrow(const Params& p, Shared& s, int group) {
             dq_ring.go_to(steps);
             STile ds_tile{s.ds_tiles + steps % DS_STAGES * STile::BYTES};
             steps++;
-            // S^T = K Q^T, and dP^T - delta = V dO^T - delta under P^T = exp(S^T - lse)
+
             Accumulator<1, ROWS / 8> probabilities, ds;
+            // P^T = exp(S^T - lse) of eight queries.
+            auto exponentials = [&](int n, const float (&minus_lse)[2]) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    float& x = probabilities.x[0][n][e];
+                    int i = i0 + 8 * n + lane % 4 * 2 + e % 2, j = j0 + lane / 4 + e / 2 * 8;
+                    x = exp2_approx(score(x, batch, head, i, j) * factor + minus_lse[e % 2]);
+                }
+            };
+            auto tested = [&] { return __any_sync(~0u, mask.tests({i0, i0 + ROWS}, {key, key + 64})); };
+            bool tests = HALVES && tested();
+            auto hide = [&](int begin, int end) {
+                if (HALVES ? tests : tested()) {
+                    keep_branch();
+#pragma unroll
+                    for (int n = begin; n < end; n++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) {
+                            int i = i0 + 8 * n + lane % 4 * 2 + e % 2, j = j0 + lane / 4 + e / 2 * 8;
+                            if (!mask.in_band(i, j) || !kept[e / 2]) probabilities.x[0][n][e] = 0;
+                        }
+                }
+            };
+            // dS^T = P^T (dP^T - delta)
+            auto derive = [&](int n, const float (&minus_delta)[2]) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    float& x = ds.x[0][n][e];
+                    int i = i0 + 8 * n + lane % 4 * 2 + e % 2, j = j0 + lane / 4 + e / 2 * 8;
+                    if (HALVES) x += minus_delta[e % 2];
+                    x *= probabilities.x[0][n][e] * score_derivative(0.f, batch, head, i, j);
+                }
+            };
+
+            // S^T = K Q^T, dP^T = V dO^T, which starts at -delta where registers are filled faster than added to. Rows'
+            // numbers are read before products keep shared memory busy.
             s.q.wait_full();
-            ds.fill(ColumnVector<ROWS / 8>(s.row_values() + 4 * ROWS, own));
-            changed(ds);
+            ColumnVector<(HALVES ? FIRST : ROWS) / 8> minus_lse(s.row_values(), own);
+            if constexpr (!HALVES) {
+                ds.fill(ColumnVector<ROWS / 8>(s.row_values() + 4 * ROWS, own));
+                changed(ds);
+            }
             start_ABt<DIM>(probabilities, s.k_tile, first_key, s.q_tile());
             s.d.wait_full();
-            add_ABt<DIM_V>(ds, s.v_tile, first_key, s.do_tile());
+            if constexpr (HALVES) {
+                start_ABt<DIM_V>(ds, s.v_tile, first_key, s.do_tile());
+                if (owed) tell();
+                owed = true;
+            } else {
+                add_ABt<DIM_V>(ds, s.v_tile, first_key, s.do_tile());
+            }
             wgmma_wait<1>();
             changed(probabilities);
-            ColumnVector<ROWS / 8> offset(s.row_values(), own);
-            probabilities.each([&](float& x, int j, int i) {
-                x = exp2_approx(score(x, batch, head, i0 + i, j0 + j) * factor + offset[i]);
-            });
-            if (__any_sync(~0u, mask.tests({i0, i0 + ROWS}, {key, key + 64}))) {
-                keep_branch();
-                probabilities.each([&](float& x, int j, int i) {
-                    if (!mask.in_band(i0 + i, j0 + j) || !kept[j / 8 % 2]) x = 0;
-                });
-            }
-            // dS^T = P^T (dP^T - delta)
             Operand<ROWS> p_operand, ds_operand;
-            wgmma_wait<0>();
-            changed(ds);
-            ds.zip(probabilities, [&](float& x, float probability, int j, int i) {
-                x *= probability * score_derivative(0.f, batch, head, i0 + i, j0 + j);
-            });
-            p_operand.take(probabilities);
-            ds_operand.take(ds);
-            if (DS_STAGES == 1) sync_threads<128 * GROUPS>(1);  // nobody reads dS of the step before any more
-            store_transposed(ds_operand, ds_tile, 0, first_key + 16 * warp);
-            fence_async();
-            start_AB<ROWS>(dv, p_operand, s.do_tile());
+            if constexpr (HALVES) {
+                ColumnVector<SECOND / 8> minus_lse_2(s.row_values() + 4 * FIRST, own);
+#pragma unroll
+                for (int n = 0; n < FIRST / 8; n++) exponentials(n, minus_lse.x[n]);
+                hide(0, FIRST / 8);
+                wgmma_wait<0>();
+                changed(ds);
+                p_operand.template take<0, FIRST>(probabilities);
+                start_AB<FIRST>(dv, p_operand, s.do_tile());
+                ColumnVector<ROWS / 8> minus_delta(s.row_values() + 4 * ROWS, own);
+#pragma unroll
+                for (int n = 0; n < FIRST / 8; n++) {
+                    exponentials(FIRST / 8 + n, minus_lse_2.x[n]);
+                    derive(n, minus_delta.x[n]);
+                }
+                ds_operand.template take<0, FIRST>(ds);
+                store_transposed<0, FIRST>(ds_operand, ds_tile, 0, first_key + 16 * warp);
+                hide(FIRST / 8, ROWS / 8);
+#pragma unroll
+                for (int n = FIRST / 8; n < ROWS / 8; n++) derive(n, minus_delta.x[n]);
+                wgmma_wait<0>();  // nothing under way: ptxas wants operands in registers made so
+                changed(dv);
+                p_operand.template take<FIRST, SECOND>(probabilities);
+                ds_operand.template take<FIRST, SECOND>(ds);
+                store_transposed<FIRST, SECOND>(ds_operand, ds_tile, 0, first_key + 16 * warp);
+                start_AB<SECOND, FIRST>(dv, p_operand, s.do_tile());
+                start_AB<FIRST>(dk, ds_operand, s.q_tile());
+                fence_async();
+            } else {
+#pragma unroll
+                for (int n = 0; n < ROWS / 8; n++) exponentials(n, minus_lse.x[n]);
+                hide(0, ROWS / 8);
+                wgmma_wait<0>();
+                changed(ds);
+#pragma unroll
+                for (int n = 0; n < ROWS / 8; n++) derive(n, minus_lse.x[n]);
+                p_operand.take(probabilities);
+                ds_operand.take(ds);
+                if (DS_STAGES == 1) sync_threads<128 * GROUPS>(1);  // nobody reads dS of the step before any more
+                store_transposed(ds_operand, ds_tile, 0, first_key + 16 * warp);
+                fence_async();
+                start_AB<ROWS>(dv, p_operand, s.do_tile());
+            }
             sync_threads<128 * GROUPS>(2);
-            // dQ^T = K^T dS^T, and dK += dS^T Q under its exit
+            // dQ^T = K^T dS^T, and dK += dS^T Q under its exit. Where registers allow, the fence that this asks for comes
+            // under the next S: it waits for stores to shared memory, which products hold up.
             Accumulator<1, PART_ROWS / 8> dq;
             start_AtBt<KEYS>(dq, s.k_tile, SHARE_ROWS ? 0 : group, ds_tile, SHARE_ROWS ? group * PART_ROWS : 0);
-            wgmma_wait<1>();
+            wgmma_wait<HALVES ? 2 : 1>();
             s.d.release();
-            start_AB<ROWS>(dk, ds_operand, s.q_tile());
+            start_AB<HALVES ? SECOND : ROWS, HALVES ? FIRST : 0>(dk, ds_operand, s.q_tile());
+            dq_ring.wait_empty();
             wgmma_wait<1>();
             changed(dq);
-            hand_over(dq, s.part(group), dq_ring);
+            put(dq, s.part(group));
+            if (!HALVES) tell();
             wgmma_wait<0>();
             s.q.release();
         };
         if (t.first < t.last) s.v.wait_full();
         query_tiles(p, t, visit);
+        if (owed) tell();
         changed(dk);
         changed(dv);
         s.k.release();

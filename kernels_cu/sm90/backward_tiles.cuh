@@ -20,10 +20,9 @@ constexpr int WORKERS = 4 * GROUPS;  // warps
 
 // Per thread. What the moving warpgroup gives away the others take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
-// Sums alone leave a worker few registers: dK, dV, S and dP, or two parts of dK and dV and one of dQ. (With a causal mask
-// and head dimension 64 the moving warps spilling cost more than the workers: measured.)
+// Sums alone leave a worker few registers: dK, dV, S and dP, or two parts of dK and dV and one of dQ.
 constexpr int SUMS = ROWS + (DIM + DIM_V) / 2;
-constexpr bool TIGHT = WIDE ? KEYS > 64 : SUMS > 192 || (SUMS == 192 && DIM == 64 && !RIGHT);
+constexpr bool TIGHT = WIDE ? KEYS > 64 : SUMS > 192 || (SUMS == 192 && DIM == 64);
 constexpr int MOVER_REGISTERS = GROUPS == 3 ? 32 : TIGHT ? 24 : 40;
 constexpr int WORKER_REGISTERS = GROUPS == 3 ? 160 : TIGHT ? 240 : 232;
 static_assert(MOVER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);

@@ -11,6 +11,7 @@ __device__ inline unsigned opaque(unsigned x) {
 }
 
 __device__ inline void work_wide(const Params& p, Shared& s, int group) {
+    constexpr bool IN_TURN = DETERMINISTIC && !DQ_STAGED;  // the adding thread says when this worker may add a step's parts
     constexpr int PART_KEYS = KEYS / GROUPS;
     constexpr int BLOCKS = (DIM + 63) / 64, BLOCKS_V = (DIM_V + 63) / 64, PARTS_V = (BLOCKS_V + GROUPS - 1) / GROUPS;
     static_assert(!WIDE || ROWS == 64 && DS_STAGES == 1 && STAGES == 2 && PARTS <= 2 && PARTS_V <= 2);
@@ -112,10 +113,16 @@ __device__ inline void work_wide(const Params& p, Shared& s, int group) {
             };
             auto leave = [&](Accumulator<1, PART_ROWS / 8>& dq, int part) {
                 changed(dq);
-                if (DQ_STAGED)
+                if (DQ_STAGED) {
                     hand_over(dq, s.part(group), dq_ring);
-                else
+                } else {
+                    if (IN_TURN && part == 0) mbarrier_wait(dq_ring.empty(), dq_ring.parity);
                     add_part(p, dq, tile + shift, 4 * (group * PARTS + part));
+                    if (IN_TURN && part == PARTS - 1) {
+                        dq_ring.filled();
+                        dq_ring.advance();
+                    }
+                }
             };
             Accumulator<1, PART_ROWS / 8> dq;
             start_AtBt<KEYS>(dq, k_tile, block(0), ds_tile, 0);
@@ -153,10 +160,12 @@ __device__ inline void work_wide(const Params& p, Shared& s, int group) {
         }
 
         // Out through shared memory, turned to rows.
-        dq_ring.wait_empty();
+        if (!IN_TURN) dq_ring.wait_empty();
         if (!DQ_STAGED) {
-            dq_ring.filled();  // this worker has added all its parts
-            dq_ring.advance();
+            if (!IN_TURN) {
+                dq_ring.filled();  // this worker has added all its parts
+                dq_ring.advance();
+            }
             sync_threads<128 * GROUPS>(1);  // nobody reads P and dS of the last step any more
         }
         float scale = p.scale;

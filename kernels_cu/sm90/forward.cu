@@ -37,6 +37,15 @@ constexpr bool WARP_VOTE = GROUPS == 2;
 // Whether the last O += P V of a tile is done under the first scores of the next: asks for registers and an early Q.
 constexpr bool RIDE = GROUPS == 2 && Q_STAGES > 1;
 
+// Whether, where tiles are alike and so their order is fixed, the next tile's Q is asked for in the middle of a tile: all
+// thread blocks change heads at once, and it would come late. (Beside three warpgroups the loading thread has no
+// registers for that.)
+constexpr bool EARLY = RIDE && !LEFT && !RIGHT;
+
+// Whether the output of a tile is stored under the second scores of the next. (With a lower bound of the keys the compiler
+// would make the products wait for each other.)
+constexpr bool UNDER = RIDE && !LEFT;
+
 // Whether the loading thread tells the others all of a tile, so that they need no divisions between two tiles, or only
 // its number: beside three warpgroups it has no registers for more, and where tiles are alike there is nothing to gain.
 constexpr bool TELL = GROUPS == 2 && (LEFT || RIGHT);
@@ -133,20 +142,25 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
         s.v_tile().load(maps.v, s.v.full(), j * KEYS, tile.head_k, tile.batch);
         s.v.advance();
     };
-    int total = schedule.total(), number = blockIdx.x;
-    bool dynamic = p.counters != nullptr;  // tiles differ in length: each is asked for
-    Tile before;
-    int last_before = -1;  // key tile whose V is still to come, where RIDE
-    while (number < total) {
-        Tile tile = schedule.tile(number);
-        Range keys = key_tiles(Mask(p, tile.batch), tile.queries);
-        bool any = keys.begin < keys.end;
-        if (any) load_k(tile, keys.end - 1);
+    auto load_q = [&](const Tile& tile, int number) {
         s.q.wait_empty();
         s.tell(tile, number);
         mbarrier_arrive_expect(s.q.full(), QTile::BYTES);
         s.q_tile().load(maps.q, s.q.full(), tile.queries.begin, tile.head, tile.batch);
         s.q.advance();
+    };
+    int total = schedule.total(), number = blockIdx.x;
+    bool dynamic = p.counters != nullptr;  // tiles differ in length: each is asked for
+    Tile before, next;
+    bool early = false;    // Q of the next tile is asked for
+    int last_before = -1;  // key tile whose V is still to come, where RIDE
+    while (number < total) {
+        Tile tile = early ? next : schedule.tile(number);
+        Range keys = key_tiles(Mask(p, tile.batch), tile.queries);
+        bool any = keys.begin < keys.end;
+        if (any) load_k(tile, keys.end - 1);
+        if (!early) load_q(tile, number);
+        early = false;
         if (RIDE && last_before >= 0) load_v(before, last_before);
         int ticket = number;
         bool asked = !dynamic;
@@ -159,6 +173,12 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
             load_k(tile, j - 1);
             if (j <= keys.begin + 2) ask();
             load_v(tile, j);
+            int after = number + gridDim.x;
+            if (EARLY && !dynamic && !early && j <= keys.begin + 2 && after < total) {
+                next = schedule.tile(after);
+                load_q(next, after);
+                early = true;
+            }
         }
         ask();
         if (RIDE)
@@ -294,7 +314,12 @@ struct Worker {
     // wait for P V.
     __device__ void visit(const Mask& mask, int j, bool tests) {
         Accumulator<1, KEYS / 8> scores;
-        start_ABt<DIM>(scores, s.q_tile(), first_row, s.k_tile());
+        visit<false>(mask, j, tests, scores);
+    }
+    // STARTED: the product for S was, before.
+    template <bool STARTED>
+    __device__ void visit(const Mask& mask, int j, bool tests, Accumulator<1, KEYS / 8>& scores) {
+        if constexpr (!STARTED) start_ABt<DIM>(scores, s.q_tile(), first_row, s.k_tile());
         add_values(half);
         half = false;
         wgmma_wait<1>();
@@ -415,12 +440,20 @@ struct Worker {
                         first<KEYS / 8, false>(mask, half_before);
                 }
             }
-            if (RIDE && owed != NOTHING) store(before, softmax_before);
-            if (!more) break;
-
-            o.clear();
+            int j = own.end - 2;
+            if (UNDER && owed != NOTHING && any && j >= own.begin) {
+                Accumulator<1, KEYS / 8> scores;
+                start_ABt<DIM>(scores, s.q_tile(), first_row, s.k_tile());
+                store(before, softmax_before);
+                o.clear();
+                bool tested = (KEY_MASK || RIGHT) && tests(mask, j, KEYS + 1);
+                visit<true>(mask, j--, tested, scores);
+            } else {
+                if (RIDE && owed != NOTHING) store(before, softmax_before);
+                if (!more) break;
+                o.clear();
+            }
             if (any) {
-                int j = own.end - 2;
                 // A row that saw nothing of the tile before has no maximum yet: where one may be, the key after this
                 // tile is hidden from it.
                 if (KEY_MASK || RIGHT)

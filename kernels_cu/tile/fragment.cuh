@@ -43,6 +43,18 @@ struct Accumulator {
                     f(x[m][n][e], 16 * m + lane / 4 + e / 2 * 8, 8 * n + lane % 4 * 2 + e % 2);
     }
 
+    // The same for what belongs to step k of STEPS, in order.
+    template <int STEPS, class F>
+    __device__ void part(int k, F f) {
+        constexpr int EACH = (4 * M * N + STEPS - 1) / STEPS;
+        int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = k * EACH; i < (k + 1) * EACH && i < 4 * M * N; i++) {
+            int m = i / (4 * N), n = i / 4 % N, e = i % 4;
+            f(x[m][n][e], 16 * m + lane / 4 + e / 2 * 8, 8 * n + lane % 4 * 2 + e % 2);
+        }
+    }
+
     // f(x, y, row, column) for every element and its counterpart in another accumulator.
     template <class F>
     __device__ void zip(const Accumulator& other, F f) {

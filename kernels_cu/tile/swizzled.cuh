@@ -108,22 +108,22 @@ template <int K>
 struct Operand {
     unsigned x[K / 16][4];
 
-    // Its first columns.
-    template <int N>
+    // Its first columns, or COUNT from FIRST on.
+    template <int FIRST = 0, int COUNT = K, int N>
     __device__ void take(const Accumulator<1, N>& sum) {
         FromRegisters<1, N> rounded{sum};
 #pragma unroll
-        for (int k = 0; k < N / 2; k++) rounded(x[k], 0, k);
+        for (int k = FIRST / 16; k < (FIRST + COUNT) / 16 && k < N / 2; k++) rounded(x[k], 0, k);
     }
 };
 
 // sum += A B over the first K columns of A and rows of B, in the background; A and the sum in registers.
-template <int K, int N, int COLS, int ROWS>
+template <int K, int FIRST = 0, int N, int COLS, int ROWS>
 __device__ void start_AB(Accumulator<1, N>& sum, const Operand<COLS>& a, SwizzledTile<ROWS, 8 * N> b) {
-    static_assert(K <= COLS && K <= ROWS);
+    static_assert(FIRST + K <= COLS && FIRST + K <= ROWS);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < K / 16; k++) wgmma(sum.x[0], a.x[k], b.down_columns(k), Element());
+    for (int k = FIRST / 16; k < (FIRST + K) / 16; k++) wgmma(sum.x[0], a.x[k], b.down_columns(k), Element());
     wgmma_commit();
 }
 
@@ -149,11 +149,11 @@ __device__ void start_AtB(Accumulator<1, N>& sum, TileA a, int a_block, TileB b)
 }
 
 // Store the transpose of a warp's 16 rows of an operand: as 16 columns of a tile, from (row, col) on.
-template <int K, class Tile>
+template <int FIRST = 0, int COUNT = 1 << 20, int K, class Tile>
 __device__ void store_transposed(const Operand<K>& operand, Tile tile, int row, int col) {
     int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int k = 0; k < K / 16; k++)
+    for (int k = FIRST / 16; k < (FIRST + COUNT) / 16 && k < K / 16; k++)
         stmatrix_x4_transposed(tile.address(row + 16 * k + lane % 8 + lane / 16 * 8, col + lane / 8 % 2 * 8),
                                operand.x[k]);
 }
