@@ -57,6 +57,7 @@ class Prepared:
                 where = f"grads: {name}" if backward else name
                 rules.check_like(where, lib.view(targets[name]), like.shape, problem.dtype, q)
         self.lse_shape = lse_shape
+        self._results = [(name, like.shape, _SLOT[name]) for name, like in self.outputs.items()]
         self.empty = problem.empty or (backward and problem.dim_v == 0)  # results are zeros, no kernel is needed
         if self.empty:
             return
@@ -93,14 +94,23 @@ class Prepared:
         functions = load(self.plan, ordinal)
         self.launcher = launch.Launcher(self.plan, functions, problem, strides, mask_batch, ordinal)
 
-    def run(self, lib: Any, arrays: dict[str, Any], targets: dict[str, Any], lse: bool) -> tuple[list[Any], Any]:
-        """Launch. Returns the outputs, and in the forward the LSE where it is asked for."""
-        dtype, ordinal = self.problem.dtype, self.device
+    def run(
+        self,
+        lib: Any,
+        arrays: dict[str, Any],
+        targets: dict[str, Any],
+        lse: bool,
+        addresses: dict[str, int] | None = None,
+    ) -> tuple[list[Any], Any]:
+        """Launch. Returns the outputs, and in the forward the LSE where it is asked for.
+
+        `addresses` of `arrays`, where they are known already."""
+        dtype, ordinal, pointer = self.problem.dtype, self.device, lib.pointer
         stream = lib.stream(ordinal)
         results = []
-        for name, like in self.outputs.items():
+        for name, shape, _ in self._results:
             target = targets.get(name)
-            results.append(lib.empty(like.shape, dtype, ordinal) if target is None else target)
+            results.append(lib.empty(shape, dtype, ordinal) if target is None else target)
         rows = lib.empty(self.lse_shape, self.problem.lse_dtype, ordinal) if lse else None
         if self.empty:
             for x in results:
@@ -110,13 +120,12 @@ class Prepared:
             return results, rows
 
         pointers = [0] * len(launch.POINTERS)
-        for name, x in arrays.items():
-            if x is not None:
-                pointers[_SLOT[name]] = lib.pointer(x)
+        for name, at in (_addresses(lib, arrays) if addresses is None else addresses).items():
+            pointers[_SLOT[name]] = at
         keep = []
         for name, alignment in self.copies:
             copy = launch.padded_copy(lib, arrays[name], alignment, ordinal, stream)
-            pointers[_SLOT[name]] = lib.pointer(copy)
+            pointers[_SLOT[name]] = pointer(copy)
             keep.append(copy)
         written = results
         if self.through:
@@ -124,19 +133,20 @@ class Prepared:
                 lib.empty(like.shape, dtype, ordinal) if name in self.through else x
                 for (name, like), x in zip(self.outputs.items(), results)
             ]
-        for name, x in zip(self.outputs, written):
-            pointers[_SLOT[name]] = lib.pointer(x)
+        for (_, _, slot), x in zip(self._results, written):
+            pointers[slot] = pointer(x)
         if rows is not None:
-            pointers[_SLOT["lse"]] = lib.pointer(rows)
+            pointers[_SLOT["lse"]] = pointer(rows)
         workspace = 0
         if self.launcher.workspace:
             space = lib.empty((self.launcher.workspace // 4,), "float32", ordinal)
-            workspace = lib.pointer(space)
+            workspace = pointer(space)
             keep.append(space)
         self.launcher(pointers, stream, workspace)
-        for name, x, result in zip(self.outputs, written, results):
-            if x is not result:
-                launch.copy_into(lib, result, x, ordinal, stream)
+        if self.through:
+            for x, result in zip(written, results):
+                if x is not result:
+                    launch.copy_into(lib, result, x, ordinal, stream)
         return results, rows
 
 
@@ -154,8 +164,9 @@ def forward(
     """out and (where asked for) lse of one attention call on GPU arrays."""
     ordinal = lib.device(q)
     arrays, targets = {"q": q, "k": k, "v": v, "key_mask": key_mask}, {"out": out}
-    prepared = _find(lib, arrays, targets, options, family, False, ordinal)
-    (o,), lse = prepared.run(lib, arrays, targets, return_lse)
+    addresses = _addresses(lib, arrays)
+    prepared = _find(lib, arrays, addresses, targets, options, family, False, ordinal)
+    (o,), lse = prepared.run(lib, arrays, targets, return_lse, addresses)
     return lib.finish(o, ordinal) if out is None else out, lib.finish(lse, ordinal) if return_lse else None
 
 
@@ -176,22 +187,29 @@ def backward(
     ordinal = lib.device(q)
     arrays = {"q": q, "k": k, "v": v, "key_mask": key_mask, "dout": dout, "out": out, "lse": lse}
     targets = dict(zip(("dq", "dk", "dv"), into or (None, None, None)))
-    prepared = _find(lib, arrays, targets, options, family, True, ordinal)
-    grads, _ = prepared.run(lib, arrays, targets, False)
+    addresses = _addresses(lib, arrays)
+    prepared = _find(lib, arrays, addresses, targets, options, family, True, ordinal)
+    grads, _ = prepared.run(lib, arrays, targets, False, addresses)
     return tuple(lib.finish(g, ordinal) for g in grads) if into is None else into  # type: ignore[return-value]
+
+
+def _addresses(lib: Any, arrays: dict[str, Any]) -> dict[str, int]:
+    pointer = lib.pointer
+    return {name: pointer(x) for name, x in arrays.items() if x is not None}
 
 
 def _find(
     lib: Any,
     arrays: dict[str, Any],
+    addresses: dict[str, int],
     targets: dict[str, Any],
     options: dict[str, Any],
     family: str | None,
     backward: bool,
     ordinal: int,
 ) -> Prepared:
-    signature, pointer = lib.signature, lib.pointer
-    misaligned = tuple([name for name, x in arrays.items() if x is not None and pointer(x) & 15])
+    signature = lib.signature
+    misaligned = tuple([name for name, at in addresses.items() if at & 15])
     key: tuple[Any, ...] | None = (
         lib.kind, backward, family, misaligned, *options.values(),
         *[None if x is None else signature(x) for x in arrays.values()],

@@ -39,6 +39,9 @@ class Stream:
         return 0, self.ptr
 
 
+_stream = functools.lru_cache(_KEPT)(Stream)
+
+
 class Launcher:
     """A plan with its kernels loaded on one device and everything packed that a call does not change."""
 
@@ -76,10 +79,10 @@ class Launcher:
             pointers[index] = workspace + offset
         arguments = self._arguments(tuple(pointers))
         if cupy.cuda.runtime.getDevice() == self.device:
-            self._launch(arguments, Stream(stream))
+            self._launch(arguments, _stream(stream))
         else:
             with cupy.cuda.Device(self.device):
-                self._launch(arguments, Stream(stream))
+                self._launch(arguments, _stream(stream))
 
     def _packed(self, pointers: tuple[int, ...]) -> tuple[np.ndarray, ...]:
         """The kernels' arguments. CuPy passes a NumPy array of one element by value; a launch copies it."""

@@ -134,12 +134,6 @@ def _sm90(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tu
     )  # fmt: skip
 
 
-SM90_CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take, twice where tiles are long
-SM90_APART = 2  # deterministic, no causal mask: steps between two key tiles of a head
-SM90_LONG = 2048  # queries
-SM90_WAVES = 3  # key tiles of every thread block for whose heads there is room in dq_sum: under work, loaded, being finished
-
-
 def _sm90_backward(problem: AttentionProblem, arch: Arch, passed_over: tuple[str, ...]) -> KernelPlan:
     t = tuning.sm90_backward(problem, arch)
     pairs, key_tiles = problem.batch * problem.heads_k, _ceil(problem.seq_k, t.keys)
@@ -150,14 +144,14 @@ def _sm90_backward(problem: AttentionProblem, arch: Arch, passed_over: tuple[str
     # A causal mask makes key tiles of different length: those of some heads are dealt out together, long ones first. Of one
     # long head the first tile takes as long as all others do on all multiprocessors: at the end they would stand idle.
     traffic = problem.group * problem.seq_q * (6 * problem.dim + 2 * problem.dim_v)
-    together, spare = 1, _ceil(SM90_WAVES * arch.sms, key_tiles)
+    together, spare, cache = 1, _ceil(tuning.SM90_WAVES * arch.sms, key_tiles), tuning.SM90_CACHE
     if problem.right is not None:
-        long = problem.seq_q > SM90_LONG
-        together = min(pairs, max(2, _ceil(2 * SM90_CACHE, traffic)) if long else max(1, SM90_CACHE // traffic))
+        long = problem.seq_q > tuning.SM90_LONG
+        together = min(pairs, max(2, _ceil(2 * cache, traffic)) if long else max(1, cache // traffic))
     # The key tiles of a head add to dQ in order. Taken at once, each would wait for the one before: all but one stand idle
     # for some steps. So they are taken some steps apart, and in between those of other heads.
     elif problem.deterministic:
-        groups = _ceil(pairs, _ceil(SM90_APART * arch.sms, tiles))
+        groups = _ceil(pairs, _ceil(tuning.SM90_APART * arch.sms, tiles))
         together = _ceil(pairs, groups)
         spare = max(together, spare) - together  # a head is under work for as long as all of them
     kept = min(pairs, 2 * together + spare)

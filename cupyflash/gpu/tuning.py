@@ -229,6 +229,11 @@ SM90_BACKWARD = (
 # has so many steps that even this is done before the next.
 SM90_FINISH = ((2, 8, 4), (2, 8, 2), (1, 2, 1))
 SM90_MANY_STEPS = 3072  # queries
+# The order of the key tiles, and room for sums of dQ.
+SM90_CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
+SM90_LONG = 2048  # longer than this, in queries
+SM90_APART = 2  # deterministic, no causal mask: steps between two key tiles of a head
+SM90_WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
 
 
 def sm90_backward(problem: AttentionProblem, arch: Arch) -> Sm90Backward:

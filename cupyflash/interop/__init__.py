@@ -47,9 +47,10 @@ def adopt(lib: ModuleType, **named: Any) -> tuple[ModuleType, list[Any]]:
     TypeError names the argument that is no array, or that comes from another library than q.
     """
     arrays = list(named.values())
-    for i, x in enumerate(arrays):
+    for x in arrays:
         if x is not None and _by_type.get(type(x)) is not lib:
-            arrays[i] = _adopt_one(lib, list(named)[i], x)
+            arrays = [None if x is None else _adopt_one(lib, name, x) for name, x in named.items()]
+            break
     return (lib, arrays) if lib.kind != "jax" else lib.borrow(named)
 
 

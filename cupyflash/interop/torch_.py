@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import ml_dtypes
@@ -61,7 +63,13 @@ else:
 
 
 def empty(shape: tuple[int, ...], dtype: str, device: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=_DTYPES[dtype], device=device)
+    strides, torch_dtype = _form(shape, dtype)
+    return torch.empty_strided(shape, strides, dtype=torch_dtype, device=device)  # 0.4 us less than torch.empty
+
+
+@functools.lru_cache(1024)
+def _form(shape: tuple[int, ...], dtype: str) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(math.prod(max(1, n) for n in shape[i + 1 :]) for i in range(len(shape))), _DTYPES[dtype]
 
 
 def finish(x: torch.Tensor, device: int) -> torch.Tensor:

@@ -135,7 +135,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         // S^T = K Q^T. The copies of the next tile ride along from the second step on, where there are steps enough: their
         // addresses are not to be reckoned between the arrival of this tile and its first product.
         Accumulator<M, WARP_QUERIES / 8> s, ds;
-        ColumnVector<WARP_QUERIES / 8> lse(lse_row(stage) + 4 * warp_query), delta(lse_row(stage) + 4 * (ROWS + warp_query));
+        ColumnVector<WARP_QUERIES / 8> lse, delta;
+        if (ALONG) {
+            lse.load(lse_row(stage) + 4 * warp_query);
+            delta.load(lse_row(stage) + 4 * (ROWS + warp_query));
+        }
         s.clear();
         FromShared<KTile> k_operand{k_tile, warp_key};
         if constexpr (STAGES == 2) {
@@ -157,21 +161,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
             x = score(x, batch, head, i0 + warp_query + i, keys.begin + warp_key + j);
             x = exp2_approx(x * factor - lse[i] * LOG2_E);
         };
-        if (!ALONG) s.each(exponential);
+        auto settle = [&] {
+            if (mask.tests({i0 + warp_query, i0 + warp_query + WARP_QUERIES},
+                           {keys.begin + warp_key, keys.begin + warp_key + WARP_KEYS})) {
+                keep_branch();
+                s.each([&](float& x, int j, int i) {
+                    if (!mask.visible(i0 + warp_query + i, keys.begin + warp_key + j)) x = 0;
+                });
+            }
+            if constexpr (SHARE) s.store(p_tile, warp_key, warp_query);
+        };
+        if (!ALONG) {
+            lse.load(lse_row(stage) + 4 * warp_query);
+            s.each(exponential);
+            settle();
+        }
         ds.clear();
         mma_ABt<DIM_V>(ds, FromShared<VTile>{v_tile, warp_key}, do_tile(stage), warp_query, [&](int k) {
             if constexpr (ALONG) s.template part<DIM_V / 16>(k, exponential);
         });
-        if (mask.tests({i0 + warp_query, i0 + warp_query + WARP_QUERIES},
-                       {keys.begin + warp_key, keys.begin + warp_key + WARP_KEYS})) {
-            keep_branch();
-            s.each([&](float& x, int j, int i) {
-                if (!mask.visible(i0 + warp_query + i, keys.begin + warp_key + j)) x = 0;
-            });
-        }
-        if constexpr (SHARE) s.store(p_tile, warp_key, warp_query);
+        if (ALONG) settle();
 
         // dS^T = P^T (dP^T - delta)
+        if (!ALONG) delta.load(lse_row(stage) + 4 * (ROWS + warp_query));
         ds.zip(s, [&](float& x, float probability, int j, int i) {
             x = probability * (x - delta[i]) *
                 score_derivative(0.f, batch, head, i0 + warp_query + i, keys.begin + warp_key + j);

@@ -59,8 +59,8 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
                     dq.advance();
                 }
                 tma_wait<DETERMINISTIC ? 0 : PARTS>();  // what was added at the step before (or at this) has arrived
-                if (!DETERMINISTIC && last != -1) add_release(counters.added + last, 1);
-                if (DETERMINISTIC) add_release(counters.added + n, 1);
+                int done = DETERMINISTIC ? n : last;
+                if (done != -1) add_release(counters.added + done, 1);
                 last = n;
             });
             tma_wait<0>();
@@ -127,8 +127,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
     static_assert(ROW8S % PAIRS == 0 && FINISH_FRAGMENTS % 2 == 0);
     Ring<FINISH_STAGES, 1> ring = s.finish_ring(number);
     int lane = threadIdx.x % 32, pairs = p.heads_k * p.batch;
-    bool vectors = p.dim % 8 == 0 && p.dq_strides.row % 8 == 0 && p.dq_strides.head % 8 == 0 &&
-                   p.dq_strides.batch % 8 == 0 && (unsigned long long)p.dq % 16 == 0;
+    bool vectors = aligned(p.dq, p.dq_strides.row, p.dim) && p.dq_strides.head % 8 == 0 && p.dq_strides.batch % 8 == 0;
     // A thread takes 8 columns of a query.
     unsigned own = lane % 4 / 2 * FRAGMENT_BYTES + lane / 8 * 16 + lane % 2 * 8 + lane / 4 % 2 * 4;
     unsigned slots = s.finish_slots(number) + own;  // lane 0 fetches: there it is where the slots begin, as `sums` below

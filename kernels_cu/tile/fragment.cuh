@@ -92,8 +92,11 @@ template <int N>
 struct ColumnVector {
     float x[N][2];
 
+    ColumnVector() = default;
+    __device__ ColumnVector(unsigned address, unsigned own) { load(address, own); }
+
     // From consecutive floats in shared memory.
-    __device__ ColumnVector(unsigned address, unsigned own = threadIdx.x % 4 * 8) {
+    __device__ void load(unsigned address, unsigned own = threadIdx.x % 4 * 8) {
 #pragma unroll
         for (int n = 0; n < N; n++) {
             float2 pair = load_shared_float2(address + own + 32 * n);
