@@ -66,7 +66,7 @@ SM80_BACKWARD = (
 # What ptxas may spill, in bytes per thread. Registers are full by choice: a tile a step smaller was slower everywhere.
 # Unmasked kernels spill a few addresses, read once per tile; the most is spilled where key_mask's bytes are loaded ahead
 # in the branch for tiles that test elements.
-SM80_SPILLS = {False: 416, True: 80}
+SM80_SPILLS = {False: 432, True: 80}
 
 
 def sm80_forward(problem: AttentionProblem, arch: Arch) -> Sm80:
@@ -215,14 +215,14 @@ class Sm90Backward:
 # (largest head dimension, longest sequence of queries, rows, keys, groups, Q stages, dO stages, spills); None: any. What may
 # be spilled are addresses: a worker's (at head dimension 64 some at each step), and those of the moving warps.
 SM90_BACKWARD = (
-    (64, None, 128, 128, 2, 2, 2, 208),
+    (64, None, 128, 128, 2, 2, 2, 240),
     (96, None, 64, 128, 2, 2, 2, 0),
-    (128, 4096, 64, 128, 2, 2, 2, 0),
-    (128, None, 80, 128, 2, 2, 2, 144),
-    (128, None, 64, 128, 2, 2, 2, 0),
-    (192, None, 64, 96, 3, 2, 1, 32),
+    (128, 4096, 64, 128, 2, 2, 2, 16),
+    (128, None, 80, 128, 2, 2, 2, 208),
+    (128, None, 64, 128, 2, 2, 2, 16),
+    (192, None, 64, 96, 3, 2, 1, 48),
     (256, 512, 64, 64, 2, 2, 2, 0),
-    (256, None, 64, 80, 2, 2, 1, 272),
+    (256, None, 64, 80, 2, 2, 1, 320),
     (256, None, 64, 64, 2, 2, 1, 0),
 )
 # Warps that turn sums of dQ to rows, fragments at a time, stages. The last only where nothing else has room, or a key tile
