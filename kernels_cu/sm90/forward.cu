@@ -42,9 +42,9 @@ constexpr bool RIDE = GROUPS == 2 && Q_STAGES > 1;
 // registers for that.)
 constexpr bool EARLY = RIDE && !LEFT && !RIGHT;
 
-// Whether the output of a tile is stored under the second scores of the next. (With a lower bound of the keys the compiler
-// would make the products wait for each other.)
-constexpr bool UNDER = RIDE && !LEFT;
+// Whether the output of a tile is stored under the second scores of the next, where those need no element tests. (With a
+// lower bound of the keys the compiler would make the products wait for each other.)
+constexpr bool UNDER = RIDE && !LEFT && !KEY_MASK;
 
 // Whether the loading thread tells the others all of a tile, so that they need no divisions between two tiles, or only
 // its number: beside three warpgroups it has no registers for more, and where tiles are alike there is nothing to gain.
@@ -312,14 +312,11 @@ struct Worker {
     // S = Q K^T of tile j, whose K is there, and under O += P V of the tile before its softmax. The next K is waited
     // for before P V is: that branch, where there is one, also keeps the compiler from moving the softmax behind the
     // wait for P V.
-    __device__ void visit(const Mask& mask, int j, bool tests) {
+    template <class F>
+    __device__ void visit(const Mask& mask, int j, bool tests, F between) {
         Accumulator<1, KEYS / 8> scores;
-        visit<false>(mask, j, tests, scores);
-    }
-    // STARTED: the product for S was, before.
-    template <bool STARTED>
-    __device__ void visit(const Mask& mask, int j, bool tests, Accumulator<1, KEYS / 8>& scores) {
-        if constexpr (!STARTED) start_ABt<DIM>(scores, s.q_tile(), first_row, s.k_tile());
+        start_ABt<DIM>(scores, s.q_tile(), first_row, s.k_tile());
+        between();
         add_values(half);
         half = false;
         wgmma_wait<1>();
@@ -415,7 +412,6 @@ struct Worker {
             Range keys = key_tiles(mask, tile.queries), seen = mask.keys_of({begin, end});
             bool any = more && begin < end && head_of(first_row) < heads_of(tile) && seen.begin < seen.end;
             own = any ? Range{seen.begin / KEYS, (seen.end + KEYS - 1) / KEYS} : Range{keys.begin, keys.begin};
-            half = HALVES && seen.end <= (own.end - 1) * KEYS + KEYS / 2;
             softmax = OnlineSoftmax<1>(p.scale);
 
             // V comes in the order of the key tiles, hidden ones too.
@@ -425,6 +421,8 @@ struct Worker {
                 owed = OUTPUT;
             }
             if (more && owed != VALUES) pass(keys.end - own.end);
+            // (With RIDE not in a thread block's first tile: less to compile.)
+            half = HALVES && (!RIDE || owed == VALUES) && seen.end <= (own.end - 1) * KEYS + KEYS / 2;
             if (any) {
                 s.k.wait_full();
                 constexpr int HALF = HALVES ? KEYS / 16 : KEYS / 8;
@@ -433,22 +431,18 @@ struct Worker {
                         first<HALF, true>(mask, half_before);
                     else
                         first<KEYS / 8, true>(mask, half_before);
-                } else {
-                    if (HALVES && half)
+                } else if constexpr (HALVES && !RIDE) {
+                    if (half)
                         first<HALF, false>(mask, half_before);
                     else
                         first<KEYS / 8, false>(mask, half_before);
+                } else {
+                    first<KEYS / 8, false>(mask, half_before);
                 }
             }
             int j = own.end - 2;
-            if (UNDER && owed != NOTHING && any && j >= own.begin) {
-                Accumulator<1, KEYS / 8> scores;
-                start_ABt<DIM>(scores, s.q_tile(), first_row, s.k_tile());
-                store(before, softmax_before);
-                o.clear();
-                bool tested = (KEY_MASK || RIGHT) && tests(mask, j, KEYS + 1);
-                visit<true>(mask, j--, tested, scores);
-            } else {
+            bool under = UNDER && owed != NOTHING && any && j >= own.begin && !(RIGHT && tests(mask, j, KEYS + 1));
+            if (!under) {
                 if (RIDE && owed != NOTHING) store(before, softmax_before);
                 if (!more) break;
                 o.clear();
@@ -457,11 +451,18 @@ struct Worker {
                 // A row that saw nothing of the tile before has no maximum yet: where one may be, the key after this
                 // tile is hidden from it.
                 if (KEY_MASK || RIGHT)
-                    for (; j >= own.begin && tests(mask, j, KEYS + 1); j--) visit(mask, j, true);
+                    for (; j >= own.begin && tests(mask, j, KEYS + 1); j--) visit(mask, j, true, [] {});
                 if (!KEY_MASK)
-                    for (; j >= own.begin && !(LEFT && tests(mask, j)); j--) visit(mask, j, false);
+                    for (; j >= own.begin && !(LEFT && tests(mask, j)); j--) {
+                        visit(mask, j, false, [&] {
+                            if (!UNDER || !under) return;
+                            store(before, softmax_before);
+                            o.clear();
+                            under = false;
+                        });
+                    }
                 if (!KEY_MASK && LEFT)
-                    for (; j >= own.begin; j--) visit(mask, j, true);
+                    for (; j >= own.begin; j--) visit(mask, j, true, [] {});
             }
             s.q.release();
             s.q.advance();
