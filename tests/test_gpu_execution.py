@@ -260,8 +260,12 @@ def test_kernels_loaded_once_serve_every_size(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("family", "dim"), [("sm90", 64), ("sm90", 128), ("sm90", 192), ("sm90", 256), ("sm80", 64), ("sm80", 256)])
-def test_a_thousand_runs_give_the_same_bits(family: str, dim: int, deterministic: bool, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(
+    ("family", "dim"), [("sm90", 64), ("sm90", 128), ("sm90", 192), ("sm90", 256), ("sm80", 64), ("sm80", 256)]
+)
+def test_a_thousand_runs_give_the_same_bits(
+    family: str, dim: int, deterministic: bool, rng: np.random.Generator
+) -> None:
     """What races would show in: nothing but dq, and that only without `deterministic`, depends on who comes first."""
     import cupy
 
