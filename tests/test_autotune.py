@@ -47,6 +47,14 @@ def test_fields_are_the_columns_of_the_table(family: str, backward: bool) -> Non
     assert rows and {len(tile) for tile in rows} == {len(FIELDS[family, backward])}
 
 
+@pytest.mark.parametrize("dim_v", [64, 128, 192])
+def test_hopper_backward_in_halves_has_two_tiles_of_ds(dim_v: int) -> None:
+    """One would be overwritten while the other warpgroup still reads it."""
+    trials = list(candidates(problem("float16", 64, dim_v=dim_v), H200, True, "sm90"))
+    narrow = [c for c in (dict(trial.plan.constants) for trial in trials) if c["KEYS"] == 64 * c["GROUPS"]]
+    assert narrow and all(c["DS_STAGES"] == 2 for c in narrow)
+
+
 @pytest.mark.parametrize(("family", "backward"), FIELDS)
 def test_candidates_fit_and_differ(family: str, backward: bool) -> None:
     for dim in (64, 128):
