@@ -80,8 +80,7 @@ def attention(
     """
     arrays = [q, k, v, key_mask]
     lib = interop.library("q", q)
-    if k is None or v is None:
-        _given(k=k, v=v)
+    _given(k=k, v=v)
     options = {"causal": causal, "window": window, "scale": scale, "layout": layout}
     if lib.wants_grad(arrays):
         return lib.differentiable_attention(

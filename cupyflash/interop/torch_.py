@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
 
+from ..gpu.strides import contiguous
 from ..problem import View
 
 kind = "torch"
@@ -69,7 +69,7 @@ def empty(shape: tuple[int, ...], dtype: str, device: int) -> torch.Tensor:
 
 @functools.lru_cache(1024)
 def _form(shape: tuple[int, ...], dtype: str) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(math.prod(max(1, n) for n in shape[i + 1 :]) for i in range(len(shape))), _DTYPES[dtype]
+    return contiguous(shape), _DTYPES[dtype]
 
 
 def finish(x: torch.Tensor, device: int) -> torch.Tensor:
