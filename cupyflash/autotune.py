@@ -139,7 +139,7 @@ def candidates(problem: AttentionProblem, arch: Arch, backward: bool, family: st
     for tile in _tiles(problem, stock, family, backward):
         entry = tuned.entry(problem, arch.name, arch.sms, family, backward, tile)
         other = plan(problem, replace(stock, tuned=(entry,)), backward, family)
-        if other.constants not in seen and _resident(other, arch) and _has_room_for_halves(other):
+        if other.constants not in seen and _resident(other, arch):
             seen.add(other.constants)
             yield Trial(tile, other)
 
@@ -148,13 +148,6 @@ def _resident(chosen: KernelPlan, arch: Arch) -> bool:
     """Has a multiprocessor shared memory for as many blocks as the registers are divided among? (1 KiB each is CUDA's.)"""
     blocks = int(dict(chosen.constants).get("MIN_BLOCKS", 1))
     return blocks * (max(x.shared_memory for x in chosen.launches) + 1024) <= arch.shared_memory + 1024
-
-
-def _has_room_for_halves(chosen: KernelPlan) -> bool:
-    """Narrow workers of the Hopper backward store dS in halves at head dimension 64: that takes two tiles of dS."""
-    constants = dict(chosen.constants)
-    halves = chosen.source == "sm90/backward.cu" and constants["DIM"] == 64 and constants["KEYS"] == 64 * constants["GROUPS"]
-    return not halves or constants["DS_STAGES"] > 1
 
 
 def table(family: str, backward: bool) -> list[tuple[int, ...]]:

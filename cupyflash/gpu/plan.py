@@ -153,7 +153,7 @@ def _sm90_backward(problem: AttentionProblem, arch: Arch, passed_over: tuple[str
     elif problem.deterministic:
         groups = _ceil(pairs, _ceil(tuning.SM90_APART * arch.sms, tiles))
         together = _ceil(pairs, groups)
-        spare = max(together, spare) - together  # a head is under work for as long as all of them
+        spare = max(0, spare - together)  # a head is under work for as long as all of them
     kept = min(pairs, 2 * together + spare)
     launches = (
         Launch("attention_backward_prepare", pairs * tiles, 128),
@@ -167,7 +167,10 @@ def _sm90_backward(problem: AttentionProblem, arch: Arch, passed_over: tuple[str
     constants = (*t.constants, *_features(problem), ("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", True))
     return KernelPlan(
         "sm90", arch.name, problem.dtype, "sm90/backward.cu", constants, launches, 16, workspace, passed_over, t.spills,
-        (Box("q", t.rows), Box("k", t.keys), Box("v", t.keys), Box("dout", t.rows)), together, kept,
+        (
+            Box("q", t.rows), Box("k", t.keys), Box("v", t.keys), Box("dout", t.rows), Box("dk", t.out_rows),
+            Box("dv", t.out_rows),
+        ), together, kept,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from ..problem import AttentionProblem
 from .plan import Box, KernelPlan
 
 BYTES = 128  # of one map
+OUTPUTS = ("out", "dk", "dv")
 COLUMNS = 64  # of a box: rows of 128 bytes, as the swizzle of tile/swizzled.cuh takes them
 _KEPT = 256  # sets of arrays whose maps are kept
 
@@ -21,8 +22,8 @@ _KEPT = 256  # sets of arrays whose maps are kept
 class Maps:
     """The maps that a plan's kernels take as their second parameter: those of `plan.maps`, in order.
 
-    Behind that of an output stands whether it is there: where the output lies as no map can tell (rows that are not
-    16-byte aligned, negative strides) the kernel stores it by itself.
+    Outputs come last, and behind them stands whether they are there: where one lies as no map can tell (rows that are not
+    16-byte aligned, negative strides) the kernel stores them by itself.
     """
 
     def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, tuple[int, ...]]) -> None:
@@ -33,6 +34,8 @@ class Maps:
             "v": (p.dim_v, p.seq_k, p.heads_k, p.batch),
             "out": (p.dim_v, p.seq_q, p.heads_q, p.batch),
             "dout": (p.dim_v, p.seq_q, p.heads_q, p.batch),
+            "dk": (p.dim, p.seq_k, p.heads_k, p.batch),
+            "dv": (p.dim_v, p.seq_k, p.heads_k, p.batch),
         }
         self._arrays = []
         for box in plan.maps:
@@ -40,18 +43,20 @@ class Maps:
             # The stride of an axis with one entry says nothing, and may be anything.
             apart = tuple(stride if n > 1 else 16 for n, stride in zip(shapes[box.array][1:], (row, head, batch)))
             self._arrays.append((plan.dtype, shapes[box.array], apart, box))
-        self._output = bool(plan.maps) and plan.maps[-1].array == "out"
-        self._mapped = all(0 < stride < 2**40 and stride % 16 == 0 for stride in self._arrays[-1][2])
+        self._inputs = sum(box.array not in OUTPUTS for box in plan.maps)
+        outputs = self._arrays[self._inputs :]
+        self._mappable = all(0 < n < 2**40 and n % 16 == 0 for *_, apart, _ in outputs for n in apart)
         self.parameter = functools.lru_cache(_KEPT)(self._parameter)
 
     def _parameter(self, *pointers: int) -> np.ndarray:
         """The parameter for arrays at these addresses, in the order of `plan.maps`; a launch copies it."""
-        maps = [encode(at, *array) for at, array in zip(pointers, self._arrays[:-1] if self._output else self._arrays)]
-        if self._output:
-            mapped = self._mapped and pointers[-1] % 16 == 0
-            maps.append(encode(pointers[-1], *self._arrays[-1]) if mapped else bytes(BYTES))
-            maps.append(int(mapped).to_bytes(64, "little"))
-        parameter = b"".join(maps)
+        n = self._inputs
+        mapped = self._mappable and all(at % 16 == 0 for at in pointers[n:])
+        maps = [
+            encode(at, *array) if mapped or i < n else bytes(BYTES)
+            for i, (at, array) in enumerate(zip(pointers, self._arrays))
+        ]
+        parameter = b"".join((*maps, int(mapped).to_bytes(64, "little")))
         return np.ndarray((), f"V{len(parameter)}", parameter)
 
 

@@ -193,7 +193,6 @@ class Sm90Backward:
     groups: int
     stages: int  # Q tiles in flight
     do_stages: int  # dO tiles in flight
-    ds_stages: int  # tiles of dS: with 2 the warpgroups meet once per step, with 1 twice
     dq_staged: bool  # parts of dQ leave through shared memory, not from registers
     finishers: int  # warps of the moving warpgroup that turn float32 sums of dQ to rows
     finish_fragments: int  # of 512 bytes, that one turns at a time
@@ -206,24 +205,27 @@ class Sm90Backward:
         return 128 * (self.groups + 1)
 
     @property
+    def out_rows(self) -> int:
+        """Keys of dK and dV that leave at once: a warpgroup's own, or all where it has some of their columns."""
+        return self.keys if self.keys < 64 * self.groups else 64
+
+    @property
     def constants(self) -> tuple[tuple[str, int | bool], ...]:
-        names = ("dim", "dim_v", "rows", "keys", "groups", "stages", "do_stages", "ds_stages", "dq_staged", "finishers",
-                 "finish_fragments", "finish_stages")
+        names = ("dim", "dim_v", "rows", "keys", "groups", "stages", "do_stages", "dq_staged", "finishers", "finish_fragments",
+                 "finish_stages")
         return tuple((name.upper(), getattr(self, name)) for name in names)
 
 
 # (largest head dimension, longest sequence of queries, rows, keys, groups, Q stages, dO stages, spills); None: any. What may
-# be spilled are addresses: a worker's (at head dimension 64 some at each step), and those of the moving warps.
+# be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
 SM90_BACKWARD = (
-    (64, None, 128, 128, 2, 2, 2, 240),
+    (64, None, 128, 128, 2, 2, 2, 152),
     (96, None, 64, 128, 2, 2, 2, 0),
-    (128, 4096, 64, 128, 2, 2, 2, 16),
-    (128, None, 80, 128, 2, 2, 2, 208),
-    (128, None, 64, 128, 2, 2, 2, 16),
-    (192, None, 64, 96, 3, 2, 1, 48),
-    (256, 512, 64, 64, 2, 2, 2, 0),
-    (256, None, 64, 80, 2, 2, 1, 320),
-    (256, None, 64, 64, 2, 2, 1, 0),
+    (128, 4096, 64, 128, 2, 2, 2, 0),
+    (128, None, 80, 128, 2, 2, 2, 104),
+    (128, None, 64, 128, 2, 2, 2, 0),
+    (192, None, 64, 96, 3, 2, 1, 32),
+    (256, None, 64, 80, 2, 2, 1, 224),
 )
 # Warps that turn sums of dQ to rows, fragments at a time, stages. The last only where nothing else has room, or a key tile
 # has so many steps that even this is done before the next.
@@ -254,15 +256,17 @@ def sm90_backward(problem: AttentionProblem, arch: Arch) -> Sm90Backward:
         fixed += stages * 8 * rows + SM90_BARRIERS  # lse and delta
         # Where two warpgroups share out columns, parts of dQ leave faster from registers.
         staged = (True,) if not wide else (False,) if groups == 2 else (True, False)
-        for dq_staged, ds_stages, finish in itertools.product(staged, (1,) if wide else (2, 1), finishes):
-            ds = (2 if wide else ds_stages) * 2 * rows * block_keys
-            out = groups * (256 * part_rows if dq_staged else 128 * keys)  # dK and dV leave there too
+        ds = 2 * 2 * rows * block_keys  # of two steps, or dS and P
+        for dq_staged, finish in itertools.product(staged, finishes):
+            out = groups * (256 * part_rows if dq_staged else 128 * keys)
             finishers, fragments, finish_stages = finish
+            if not wide and groups * 2 * 64 * (blocks + blocks_v) > ds + out:  # dK and dV leave there too
+                continue
             size = fixed + (ds + out if dq_staged else max(ds, out)) + finishers * finish_stages * (512 * fragments + 16)
             if size <= arch.shared_memory and part_rows // 8 % (fragments // 2) == 0:
                 return Sm90Backward(
-                    dim, dim_v, rows, keys, groups, stages, do_stages, ds_stages, dq_staged, finishers, fragments,
-                    finish_stages, size, spills,
+                    dim, dim_v, rows, keys, groups, stages, do_stages, dq_staged, finishers, fragments, finish_stages,
+                    size, spills,
                 )  # fmt: skip
     raise ValueError(f"no sm90 backward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
 

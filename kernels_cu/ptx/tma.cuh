@@ -21,9 +21,12 @@ __device__ inline void tma_load(unsigned shared, const TensorMap& map, unsigned 
         : "memory");
 }
 
-__device__ inline void tma_store(const TensorMap& map, unsigned shared, int column, int row, int head, int batch) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
-                 "r"(shared), "r"(column), "r"(row), "r"(head), "r"(batch)
+// Store a box, or not: a branch in its place would make the compiler take addresses for different in different lanes.
+__device__ inline void tma_store(const TensorMap& map, unsigned shared, int column, int row, int head, int batch,
+                                 bool yes = true) {
+    asm volatile("{ .reg .pred yes; setp.ne.u32 yes, %6, 0; "
+                 "@yes cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1]; }" ::"l"(&map),
+                 "r"(shared), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(unsigned(yes))
                  : "memory");
 }
 

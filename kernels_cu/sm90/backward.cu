@@ -13,23 +13,20 @@
 #include "sm90/backward_tiles.cuh"
 #include "sm90/backward_wide.cuh"
 
-// Zeros where the dQ of the first heads will be summed, and in the counters. For each of a tile's queries, -lse in base 2
-// and then -delta, in `delta`, padded to whole tiles: where there is no query, or it saw no key, exp2(s - inf) is 0.
+// Zeros in the counters. For each of a tile's queries, -lse in base 2 and then -delta, in `delta`, padded to whole tiles:
+// where there is no query, or it saw no key, exp2(s - inf) is 0.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
     int tiles = (p.seq_q + ROWS - 1) / ROWS;
-    int tile = blockIdx.x % tiles, head = blockIdx.x / tiles % p.heads_q, batch = blockIdx.x / tiles / p.heads_q;
+    // Heads first: in the usual layout rows of all heads lie side by side.
+    int head = blockIdx.x % p.heads_q, tile = blockIdx.x / p.heads_q % tiles, batch = blockIdx.x / p.heads_q / tiles;
     long long pair = (long long)batch * p.heads_q + head;
     DQCounters counters(p);
-    if (blockIdx.x < p.kept * counters.tiles) {
-        float4* sums = (float4*)(p.dq_sum + blockIdx.x * (long long)DQ_TILE);
-        for (int i = threadIdx.x; i < DQ_TILE / 4; i += 128) sums[i] = make_float4(0, 0, 0, 0);
-    }
     if (threadIdx.x == 0) {
         if (blockIdx.x == 0) p.counters[0] = *counters.ticket = 0;
-        if (blockIdx.x < p.heads_k * p.batch) counters.finished[blockIdx.x] = 0;
+        if (blockIdx.x < p.heads_k * p.batch) counters.clear[blockIdx.x] = 0;
         counters.added[blockIdx.x] = 0;
     }
-    float* rows = p.delta + blockIdx.x * (long long)(2 * ROWS);
+    float* rows = p.delta + (pair * tiles + tile) * (2 * ROWS);
     row_deltas<ROWS>(p, batch, head, tile * ROWS, [&](int i, float delta) {
         float lse = i < p.seq_q ? p.lse[pair * p.seq_q + i] : MINUS_INFINITY;
         rows[i - tile * ROWS] = lse == MINUS_INFINITY ? MINUS_INFINITY : -lse * LOG2_E;
@@ -69,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         grow_registers<WORKER_REGISTERS>();
         if constexpr (WIDE)
-            work_wide(p, s, group);
+            work_wide(p, maps, s, group);
         else
-            work_narrow(p, s, group);
+            work_narrow(p, maps, s, group);
     }
 }

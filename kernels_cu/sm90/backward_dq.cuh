@@ -86,7 +86,8 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
                 mbarrier_arrive(dq.empty());
             }
             dq.advance();
-            query_tiles(p, t, [&](int, int, int n) { add_release(counters.added + n, 1); });
+            __threadfence();  // to tell by add_release would be a fence each time
+            query_tiles(p, t, [&](int, int, int n) { atomicAdd(counters.added + n, 1); });
         }
     }
 }
@@ -105,7 +106,6 @@ __device__ inline void hand_over(const Accumulator<1, PART_ROWS / 8>& dq, unsign
     put(dq, part);
     fence_async();
     ring.filled();
-    ring.advance();
 }
 
 // A worker's part of dQ^T, to memory: 64 columns from `column16` on, four additions of a lane at once.
@@ -140,10 +140,21 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
     while (true) {
         DQCounters counters(p);
         int n = __shfl_sync(~0u, lane == 0 ? atomicAdd(counters.ticket, 1) : 0, 0);
-        int pair = n / counters.tiles;
-        if (pair >= pairs) break;
-        bool again = pair + p.kept < pairs;  // another head's sums will lie here
-        float4* sums = (float4*)(p.dq_sum + (long long)(n + counters.shift(p, pair)) * DQ_TILE) + lane;
+        int next = n / counters.tiles;  // the pair whose sums will lie here; before those of the first there are none
+        float4* sums = (float4*)(p.dq_sum + (long long)(n % (p.kept * counters.tiles)) * DQ_TILE) + lane;
+        auto cleared = [&] {
+            fence_async_global();
+            __syncwarp();
+            if (lane == 0) add_release(counters.clear + next, 1);
+        };
+        if (next < p.kept) {
+            for (int i = 0; i < DQ_TILE / 128; i++) sums[32 * i] = make_float4(0, 0, 0, 0);
+            cleared();
+            continue;
+        }
+        n -= p.kept * counters.tiles;
+        if (next - p.kept >= pairs) break;
+        bool again = next < pairs;
         int tiles = (p.seq_q + ROWS - 1) / ROWS;
         if (lane == 0) {
             Range keys = keys_of(p, n % tiles);
@@ -193,10 +204,6 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
             if (lane == 0 && c + FINISH_STAGES <= FETCHES)
                 fetch(sums + FINISH_STAGES * (FINISH_BYTES / 16), fetched + FINISH_STAGES);
         }
-        if (again) {
-            fence_async_global();
-            __syncwarp();
-            if (lane == 0) add_release(counters.finished + pair, 1);
-        }
+        if (again) cleared();
     }
 }

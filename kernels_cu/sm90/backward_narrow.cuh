@@ -11,7 +11,7 @@ constexpr int FIRST = ROWS / 32 * 16, SECOND = ROWS - FIRST;  // queries
 static_assert(!HALVES || FIRST == SECOND);
 
 // A warpgroup with 64 keys of every tile.
-__device__ inline void work_narrow(const Params& p, Shared& s, int group) {
+__device__ inline void work_narrow(const Params& p, const TensorMaps& maps, Shared& s, int group) {
     Ring<1, 1, 4> dq_ring = s.dq(group);
     int first_key = 64 * group, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     float factor = float(p.scale * 1.4426950408889634);
@@ -21,6 +21,8 @@ __device__ inline void work_narrow(const Params& p, Shared& s, int group) {
         s.k.wait_full();
         KeyTile t = s.this_tile();
         if (t.pair == -1) break;
+        tma_wait_read();
+        sync_threads<128 * GROUPS>(1);  // there is room for dS and parts of dQ
         int batch = t.pair / p.heads_k, head_k = t.pair % p.heads_k, key = t.number * KEYS + first_key;
         Mask mask(p, batch);
         bool kept[2];  // this thread's two keys
@@ -45,7 +47,7 @@ __device__ inline void work_narrow(const Params& p, Shared& s, int group) {
             s.q.go_to(steps);
             s.d.go_to(steps);
             dq_ring.go_to(steps);
-            STile ds_tile{s.ds_tiles + steps % DS_STAGES * STile::BYTES};
+            STile ds_tile{s.ds_tiles + steps % 2 * STile::BYTES};
             steps++;
 
             Accumulator<1, ROWS / 8> probabilities, ds;
@@ -141,7 +143,6 @@ __device__ inline void work_narrow(const Params& p, Shared& s, int group) {
                 for (int n = 0; n < ROWS / 8; n++) derive(n, minus_lse.x[n]);
                 p_operand.take(probabilities);
                 ds_operand.take(ds);
-                if (DS_STAGES == 1) sync_threads<128 * GROUPS>(1);  // nobody reads dS of the step before any more
                 store_transposed(ds_operand, ds_tile, 0, first_key + 16 * warp);
                 fence_async();
                 start_AB<ROWS>(dv, p_operand, s.do_tile());
@@ -162,24 +163,40 @@ __device__ inline void work_narrow(const Params& p, Shared& s, int group) {
             wgmma_wait<0>();
             s.q.release();
         };
-        if (t.first < t.last) s.v.wait_full();
+        s.v.wait_full();
         query_tiles(p, t, visit);
         if (owed) tell();
         changed(dk);
         changed(dv);
         s.k.release();
         s.k.advance();
-        if (t.first < t.last) {
-            s.v.release();
-            s.v.advance();
-        }
+        s.v.release();
+        s.v.advance();
 
-        float scale = p.scale;
-        dk.each([&](float& x, int, int) { x *= scale; });
-        int j0 = key + 16 * warp;
-        Element* dk_out = p.dk + batch * p.dk_strides.batch + head_k * p.dk_strides.head + j0 * p.dk_strides.row;
-        Element* dv_out = p.dv + batch * p.dv_strides.batch + head_k * p.dv_strides.head + j0 * p.dv_strides.row;
-        store_rows(dv, dv_out, p.dv_strides.row, p.seq_k - j0, p.dim_v);
-        store_rows(dk, dk_out, p.dk_strides.row, p.seq_k - j0, p.dim);
+        // Out through shared memory and the copy engine, which goes on by itself.
+        dq_ring.go_to(steps);
+        dq_ring.wait_empty();
+        sync_threads<128 * GROUPS>(1);  // nobody reads dS any more
+        dk.each([&](float& x, int, int) { x *= p.scale_float; });
+        SwizzledTile<64, DIM> dk_tile{s.out_tile(group)};
+        SwizzledTile<64, DIM_V> dv_tile{dk_tile.base + dk_tile.BYTES};
+        static_assert(WIDE || dk_tile.BYTES + dv_tile.BYTES <= 2 * STile::BYTES / GROUPS + PART_BYTES);
+        store_rounded(dk, dk_tile, 16 * warp, 0);
+        store_rounded(dv, dv_tile, 16 * warp, 0);
+        fence_async();
+        sync_threads<128>(3 + group);
+        if (maps.map_out) {
+            if (threadIdx.x % 128 == 0) {
+                dk_tile.store(maps.dk, 0, key, head_k, batch);
+                dv_tile.store(maps.dv, 0, key, head_k, batch);
+                tma_commit();
+            }
+        } else {
+            Element* dk_out = p.dk + batch * p.dk_strides.batch + head_k * p.dk_strides.head + key * p.dk_strides.row;
+            Element* dv_out = p.dv + batch * p.dv_strides.batch + head_k * p.dv_strides.head + key * p.dv_strides.row;
+            store_rows<16>(dk_tile, 16 * warp, dk_out, p.dk_strides.row, p.seq_k - key, p.dim);
+            store_rows<16>(dv_tile, 16 * warp, dv_out, p.dv_strides.row, p.seq_k - key, p.dim_v);
+        }
     }
+    tma_wait_read();  // shared memory goes with the block
 }

@@ -31,7 +31,7 @@ using QTile = SwizzledTile<ROWS, DIM>;
 using DOTile = SwizzledTile<ROWS, DIM_V>;
 using KTile = SwizzledTile<KEYS, DIM>;
 using VTile = SwizzledTile<KEYS, DIM_V>;
-using STile = SwizzledTile<ROWS, KEYS>;  // dS, or P
+using STile = SwizzledTile<ROWS, KEYS>;  // two of them: dS of two steps, or dS and P
 
 // dQ^T of a tile is computed in parts of 64 columns by PART_ROWS queries. The workers share out its columns, PARTS
 // blocks of 64 to each, or where there is one such block, its rows.
@@ -44,7 +44,8 @@ constexpr int FRAGMENT_BYTES = 4 * 16 * 8;  // 16 columns by 8 queries of it
 constexpr int FINISH_BYTES = FINISH_FRAGMENTS * FRAGMENT_BYTES;
 
 struct TensorMaps {
-    TensorMap q, k, v, dout;
+    TensorMap q, k, v, dout, dk, dv;
+    int map_out;  // 0 where dk or dv lies as no map can tell
 };
 
 // A tile of keys of a head of K and V, and the query tiles [first, last) that see it. One thread hands it to the others
@@ -84,8 +85,8 @@ struct Shared {
           q_tiles(v_tile.base + VTile::BYTES),
           do_tiles(q_tiles + STAGES * QTile::BYTES),
           ds_tiles(do_tiles + DO_STAGES * DOTile::BYTES),
-          p_tile(ds_tiles + DS_STAGES * STile::BYTES),
-          parts(ds_tiles + (DQ_STAGED ? (DS_STAGES + WIDE) * STile::BYTES : 0)),
+          p_tile(ds_tiles + STile::BYTES),
+          parts(ds_tiles + (DQ_STAGED ? 2 * STile::BYTES : 0)),
           rows(DQ_STAGED ? parts + GROUPS * PART_BYTES : ds_tiles + max(2 * STile::BYTES, GROUPS * 128 * KEYS)),
           k(rows + STAGES * 8 * ROWS),
           v(k.barriers + k.BYTES),
@@ -115,8 +116,12 @@ struct Shared {
     __device__ DOTile do_tile() const { return {do_tiles + d.stage * DOTile::BYTES}; }
     __device__ unsigned row_values() const { return rows + q.stage * 8 * ROWS; }
     __device__ unsigned part(int group) const { return parts + group * PART_BYTES; }
-    // What dK and dV leave through, 64 columns of a worker's at a time: where parts of dQ are, or dS and P.
-    __device__ unsigned out_tile(int group) const { return parts + group * (DQ_STAGED ? PART_BYTES : 128 * KEYS); }
+    // What dK and dV leave through. Narrow: all of a worker's, where dS and parts of dQ are. Wide: 64 columns of a
+    // worker's at a time, where parts of dQ are, or dS and P.
+    __device__ unsigned out_tile(int group) const {
+        if (!WIDE) return ds_tiles + group * ((rows - ds_tiles) / GROUPS);
+        return parts + group * (DQ_STAGED ? PART_BYTES : 128 * KEYS);
+    }
     __device__ Ring<FINISH_STAGES, 1> finish_ring(int i) const { return {finish + i * Ring<FINISH_STAGES, 1>::BYTES}; }
     __device__ unsigned finish_slots(int i) const {
         return finish + FINISHERS * Ring<FINISH_STAGES, 1>::BYTES + i * FINISH_STAGES * FINISH_BYTES;
@@ -160,25 +165,24 @@ __device__ void query_tiles(const Params& p, const KeyTile& t, F f) {
 
 // How far dQ is, in `counters` behind the ticket: heads of K and V ("pairs") take the room in dq_sum in turn.
 struct DQCounters {
-    unsigned *ticket, *finished, *added;
+    unsigned *ticket, *clear, *added;
     int tiles;  // of queries, for one pair
 
     __device__ DQCounters(const Params& p) {
         int pairs = p.heads_k * p.batch;
         ticket = p.counters + 1;   // who turns the next tile of queries to rows
-        finished = ticket + 1;     // of a pair, tiles of queries whose sums are read, and zeros again
-        added = finished + pairs;  // key tiles that have added to a tile of queries
+        clear = ticket + 1;     // of a pair, tiles of queries in whose place are zeros
+        added = clear + pairs;  // key tiles that have added to a tile of queries
         tiles = (p.seq_q + ROWS - 1) / ROWS * (p.heads_q / p.heads_k);
     }
 
     // The first tile of a pair's sums, less that of its queries.
     __device__ int shift(const Params& p, int pair) const { return (pair % p.kept - pair) * tiles; }
 
-    // Wait until the sums that lie where those of `pair` will be are finished. They are of a pair of an earlier group
+    // Wait until there are zeros where the sums of `pair` will be. Before, sums of a pair of an earlier group lie there
     // (kept >= 2 * together): all its tickets are taken, and none of them waits for one that came later.
-    __device__ void wait_for_room(const Params& p, int pair) const {
-        if (pair < p.kept) return;
-        while (load_acquire(finished + pair - p.kept) != tiles) {
+    __device__ void wait_for_room(int pair) const {
+        while (load_acquire(clear + pair) != tiles) {
         }
         fence_async_global();
     }
@@ -190,7 +194,7 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
     int number = atomicAdd(p.counters, 1);
     while (number < key_tiles(p) * p.heads_k * p.batch) {
         KeyTile t = key_tile(p, number);
-        counters.wait_for_room(p, t.pair);
+        counters.wait_for_room(t.pair);
         s.k.wait_empty();
         t.store(s.tile);
         int batch = t.pair / p.heads_k, head_k = t.pair % p.heads_k;
@@ -200,6 +204,9 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
             s.k_tile.load(maps.k, s.k.full(), t.number * KEYS, head_k, batch);
         } else {
             mbarrier_arrive(s.k.full());
+            s.v.wait_empty();
+            mbarrier_arrive(s.v.full());
+            s.v.advance();
         }
         s.k.advance();
         query_tiles(p, t, [&](int head, int i, int n) {
