@@ -330,8 +330,8 @@ def export(entries: tuple[Tuned, ...]) -> list[str]:
         limits: tuple[Any, ...] = (widest,)
         if x.family == "sm80" and x.backward:
             limits = (widest, x.seq_q)
-        elif x.family == "sm90":
-            limits = (widest, x.seq_q) if x.backward else (widest, x.banded)
+        elif x.family == "sm90" and not x.backward:
+            limits = (widest, x.banded)
         elif x.family == "simt":
             limits = (8 if x.dtype == "float64" else 4, x.backward, widest)
         tile = f"Simt{x.tile}" if x.family == "simt" else ", ".join(map(str, x.tile))

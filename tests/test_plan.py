@@ -167,6 +167,25 @@ def test_sums_of_dq_for_heads_under_work_alone() -> None:
     assert few.kept == 16
 
 
+def test_blocks_that_share_dq_come_in_pairs() -> None:
+    """Above a head dimension of 192, two thread blocks of a cluster have 64 keys each, also where multiprocessors are odd."""
+    for sms, seq_k, grid in ((132, 4000, 132), (131, 4000, 130), (132, 128, 32), (132, 129, 64), (132, 1, 32)):
+        asked = problem("bfloat16", 256, batch=2, heads_q=8, heads_k=8, seq_q=4000, seq_k=seq_k)
+        chosen = plan(asked, replace(H200, sms=sms), True)
+        told = constants(chosen)
+        assert (told["CLUSTER"], told["KEYS"], chosen.launches[-1].grid) == (2, 64, grid)
+    for dim in (64, 96, 128, 192):
+        assert constants(plan(problem("bfloat16", dim), H200, True))["CLUSTER"] == 1
+
+
+def test_tiles_that_the_paired_blocks_cannot_take_are_passed_over() -> None:
+    """A tile tuned with other kernels: 80 keys cannot be sent 32 at a time, and 96 leave no place for 256 columns of dQ."""
+    asked = problem("bfloat16", 256)
+    for tile in ((64, 80, 2, 2, 1, 0), (64, 96, 3, 2, 1, 0), (80, 64, 2, 2, 1, 0)):
+        entry = tuned.entry(asked, H200.name, H200.sms, "sm90", True, tile)
+        assert plan(asked, replace(H200, tuned=(entry,)), True).constants == plan(asked, H200, True).constants
+
+
 def test_three_words_to_deal_out_tiles() -> None:
     """Where tiles differ in length, and are more than the multiprocessors. Those of heads with one tile each do not."""
     for fields, size in (

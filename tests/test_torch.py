@@ -112,7 +112,8 @@ def test_in_a_module(device: str, rng: np.random.Generator) -> None:
 
     (expected,) = torch.autograd.grad(loss(standard), weight)
     (actual,) = torch.autograd.grad(loss(attention), weight)
-    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+    # float32 leaves 1e-5 of the largest gradient, hundreds here
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=5e-5 * expected.abs().max().item())
     assert cupyflash.attention(weight, weight, weight).requires_grad
 
 

@@ -136,7 +136,8 @@ def _sm90(problem: AttentionProblem, arch: Arch, backward: bool, passed_over: tu
 
 def _sm90_backward(problem: AttentionProblem, arch: Arch, passed_over: tuple[str, ...]) -> KernelPlan:
     t = tuning.sm90_backward(problem, arch)
-    pairs, key_tiles = problem.batch * problem.heads_k, _ceil(problem.seq_k, t.keys)
+    pairs, key_tiles = problem.batch * problem.heads_k, _ceil(problem.seq_k, t.span)
+    clusters = arch.sms // t.cluster
     tiles = problem.group * _ceil(problem.seq_q, t.rows)  # of queries, for one pair
     for name, heads, n in (("k", problem.heads_k, key_tiles), ("q", problem.heads_q, tiles)):
         if pairs * n >= 2**30:
@@ -144,20 +145,20 @@ def _sm90_backward(problem: AttentionProblem, arch: Arch, passed_over: tuple[str
     # A causal mask makes key tiles of different length: those of some heads are dealt out together, long ones first. Of one
     # long head the first tile takes as long as all others do on all multiprocessors: at the end they would stand idle.
     traffic = problem.group * problem.seq_q * (6 * problem.dim + 2 * problem.dim_v)
-    together, spare, cache = 1, _ceil(tuning.SM90_WAVES * arch.sms, key_tiles), tuning.SM90_CACHE
+    together, spare, cache = 1, _ceil(tuning.SM90_WAVES * clusters, key_tiles), tuning.SM90_CACHE
     if problem.right is not None:
         long = problem.seq_q > tuning.SM90_LONG
         together = min(pairs, max(2, _ceil(2 * cache, traffic)) if long else max(1, cache // traffic))
     # The key tiles of a head add to dQ in order. Taken at once, each would wait for the one before: all but one stand idle
     # for some steps. So they are taken some steps apart, and in between those of other heads.
     elif problem.deterministic:
-        groups = _ceil(pairs, _ceil(tuning.SM90_APART * arch.sms, tiles))
+        groups = _ceil(pairs, _ceil(tuning.SM90_APART * clusters, tiles))
         together = _ceil(pairs, groups)
         spare = max(0, spare - together)  # a head is under work for as long as all of them
     kept = min(pairs, 2 * together + spare)
     launches = (
         Launch("attention_backward_prepare", pairs * tiles, 128),
-        Launch("attention_backward", min(pairs * key_tiles, arch.sms), t.threads, t.shared_memory),
+        Launch("attention_backward", t.cluster * min(pairs * key_tiles, clusters), t.threads, t.shared_memory),
     )
     workspace = (
         Workspace("delta", "float32", (pairs * tiles, 2, t.rows)),  # and lse

@@ -47,15 +47,14 @@ class Maps:
         outputs = self._arrays[self._inputs :]
         self._mappable = all(0 < n < 2**40 and n % 16 == 0 for *_, apart, _ in outputs for n in apart)
         self.parameter = functools.lru_cache(_KEPT)(self._parameter)
+        # One by one too: a caller that allocates its results has them at other addresses, and the rest where it was.
+        self._map = functools.lru_cache(_KEPT * len(self._arrays))(lambda i, at: encode(at, *self._arrays[i]))
 
     def _parameter(self, *pointers: int) -> np.ndarray:
         """The parameter for arrays at these addresses, in the order of `plan.maps`; a launch copies it."""
         n = self._inputs
         mapped = self._mappable and all(at % 16 == 0 for at in pointers[n:])
-        maps = [
-            encode(at, *array) if mapped or i < n else bytes(BYTES)
-            for i, (at, array) in enumerate(zip(pointers, self._arrays))
-        ]
+        maps = [self._map(i, at) if mapped or i < n else bytes(BYTES) for i, at in enumerate(pointers)]
         parameter = b"".join((*maps, int(mapped).to_bytes(64, "little")))
         return np.ndarray((), f"V{len(parameter)}", parameter)
 

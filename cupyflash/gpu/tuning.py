@@ -183,7 +183,7 @@ class Sm90Backward:
     """Tiles of the sm90 backward. Each field up to finish_stages is a constant of the kernel.
 
     A thread block has one warpgroup that moves data and `groups` that compute; it owns `keys` keys and visits `rows`
-    queries at a time.
+    queries at a time. The `cluster` blocks of a cluster visit the same queries, and add to dQ once for all their keys.
     """
 
     dim: int  # head dimensions as the kernel pads them
@@ -191,9 +191,9 @@ class Sm90Backward:
     rows: int
     keys: int
     groups: int
+    cluster: int
     stages: int  # Q tiles in flight
     do_stages: int  # dO tiles in flight
-    dq_staged: bool  # parts of dQ leave through shared memory, not from registers
     finishers: int  # warps of the moving warpgroup that turn float32 sums of dQ to rows
     finish_fragments: int  # of 512 bytes, that one turns at a time
     finish_stages: int  # and how many times as many are in flight
@@ -205,70 +205,73 @@ class Sm90Backward:
         return 128 * (self.groups + 1)
 
     @property
+    def span(self) -> int:
+        return self.cluster * self.keys
+
+    @property
     def out_rows(self) -> int:
         """Keys of dK and dV that leave at once: a warpgroup's own, or all where it has some of their columns."""
-        return self.keys if self.keys < 64 * self.groups else 64
+        return self.keys if _wide(self.keys, self.groups) else 64
 
     @property
     def constants(self) -> tuple[tuple[str, int | bool], ...]:
-        names = ("dim", "dim_v", "rows", "keys", "groups", "stages", "do_stages", "dq_staged", "finishers", "finish_fragments",
-                 "finish_stages")
+        names = ("dim", "dim_v", "rows", "keys", "groups", "cluster", "stages", "do_stages", "finishers",
+                 "finish_fragments", "finish_stages")
         return tuple((name.upper(), getattr(self, name)) for name in names)
 
 
-# (largest head dimension, longest sequence of queries, rows, keys, groups, Q stages, dO stages, spills); None: any. What may
-# be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
+# (largest head dimension, rows, keys, groups, Q stages, dO stages, spills). What may be spilled are addresses: the moving
+# warps', and a worker's, once per tile or where it adds to dQ in turn.
 SM90_BACKWARD = (
-    (64, None, 128, 128, 2, 2, 2, 152),
-    (96, None, 64, 128, 2, 2, 2, 0),
-    (128, 4096, 64, 128, 2, 2, 2, 0),
-    (128, None, 80, 128, 2, 2, 2, 104),
-    (128, None, 64, 128, 2, 2, 2, 0),
-    (192, None, 64, 96, 3, 2, 1, 32),
-    (256, None, 64, 80, 2, 2, 1, 224),
+    (64, 128, 128, 2, 2, 2, 152),
+    (128, 64, 128, 2, 2, 2, 0),
+    (192, 64, 96, 3, 2, 1, 32),
+    (256, 64, 64, 2, 2, 1, 32),
 )
-# Warps that turn sums of dQ to rows, fragments at a time, stages. The last only where nothing else has room, or a key tile
-# has so many steps that even this is done before the next.
-SM90_FINISH = ((2, 8, 4), (2, 8, 2), (1, 2, 1))
-SM90_MANY_STEPS = 3072  # queries
+# Warps that turn sums of dQ to rows, fragments at a time, stages: the first that there is room for.
+SM90_FINISH = ((2, 8, 4), (2, 8, 2), (2, 8, 1), (1, 2, 1))
 # The order of the key tiles, and room for sums of dQ.
 SM90_CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
-SM90_LONG = 2048  # longer than this, in queries
+SM90_LONG = 1024  # longer than this, in queries
 SM90_APART = 2  # deterministic, no causal mask: steps between two key tiles of a head
 SM90_WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
 
 
 def sm90_backward(problem: AttentionProblem, arch: Arch) -> Sm90Backward:
     dim, dim_v = (next(d for d in SM90_DIMS if n <= d) for n in (problem.dim, problem.dim_v))
-    table = list(_tried(SM90_BACKWARD, "sm90", True, problem, arch))
-    large = () if problem.seq_q > SM90_MANY_STEPS else (SM90_FINISH[:-1],)
-    for finishes, row in itertools.product((*large, SM90_FINISH), table):
-        largest, longest, rows, keys, groups, stages, do_stages, spills = row
-        wide = keys < 64 * groups  # the warpgroups share out columns, and P goes through shared memory too
-        if max(dim, dim_v) > largest or (longest or problem.seq_q) < problem.seq_q or (wide and stages < 2):
+    table = _tried(SM90_BACKWARD, "sm90", True, problem, arch)
+    for (largest, rows, keys, groups, stages, do_stages, spills), finish in itertools.product(table, SM90_FINISH):
+        wide = _wide(keys, groups)
+        # Where two warpgroups share out the columns, what they add to dQ is what binds: half of it with twice the keys.
+        paired = wide and groups == 2
+        if max(dim, dim_v) > largest:
+            continue
+        if wide and (rows != 64 or stages != 2 or dim > 64 * groups * (1 + paired) or (paired and keys % 32)):
             continue
         share_rows = not wide and dim == 64
         if share_rows and rows % (16 * groups):
             continue
-        blocks, blocks_v, block_keys = _pad(dim, 64), _pad(dim_v, 64), _pad(keys, 64)  # columns in shared memory
         part_rows = rows // groups if share_rows else rows  # of dQ, a warpgroup's
-        fixed = 2 * (keys * (blocks + blocks_v) + rows * (stages * blocks + do_stages * blocks_v))
-        fixed += stages * 8 * rows + SM90_BARRIERS  # lse and delta
-        # Where two warpgroups share out columns, parts of dQ leave faster from registers.
-        staged = (True,) if not wide else (False,) if groups == 2 else (True, False)
-        ds = 2 * 2 * rows * block_keys  # of two steps, or dS and P
-        for dq_staged, finish in itertools.product(staged, finishes):
-            out = groups * (256 * part_rows if dq_staged else 128 * keys)
-            finishers, fragments, finish_stages = finish
-            if not wide and groups * 2 * 64 * (blocks + blocks_v) > ds + out:  # dK and dV leave there too
-                continue
-            size = fixed + (ds + out if dq_staged else max(ds, out)) + finishers * finish_stages * (512 * fragments + 16)
-            if size <= arch.shared_memory and part_rows // 8 % (fragments // 2) == 0:
-                return Sm90Backward(
-                    dim, dim_v, rows, keys, groups, stages, do_stages, dq_staged, finishers, fragments, finish_stages,
-                    size, spills,
-                )  # fmt: skip
+        blocks, blocks_v = _pad(dim, 64), _pad(dim_v, 64)  # columns in shared memory
+        s_tile = 2 * (keys * _pad(rows, 64) if wide else rows * _pad(keys, 64))  # of P or dS
+        parts = 256 * groups * part_rows
+        if not wide and groups * 2 * 64 * (blocks + blocks_v) > 2 * s_tile + parts:  # dK and dV leave there
+            continue
+        size = 2 * (keys * (blocks + blocks_v) + rows * (stages * blocks + do_stages * blocks_v))
+        size += stages * 8 * rows + SM90_BARRIERS  # lse and delta
+        # P, dS of two steps, also the other block's, and some columns of its K; else dS of two steps, or P and dS.
+        size += 5 * s_tile + 2 * keys * 64 * groups if paired else 2 * s_tile + parts
+        finishers, fragments, finish_stages = finish
+        size += finishers * finish_stages * (512 * fragments + 16)
+        if size <= arch.shared_memory and part_rows // 8 % (fragments // 2) == 0:
+            cluster = 2 if paired else 1
+            return Sm90Backward(dim, dim_v, rows, keys, groups, cluster, stages, do_stages, *finish, size, spills)
     raise ValueError(f"no sm90 backward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
+
+
+def _wide(keys: int, groups: int) -> bool:
+    """Whether warpgroups share out the columns of dK and dV (and P goes through shared memory too), not the keys."""
+    return keys < 64 * groups
 
 
 def _pad(n: int, step: int) -> int:
@@ -280,7 +283,7 @@ UNLIMITED: dict[tuple[str, bool], tuple[int | None, ...]] = {
     ("sm80", False): (256,),
     ("sm80", True): (256, ANY),
     ("sm90", False): (256, None),
-    ("sm90", True): (256, None),
+    ("sm90", True): (256,),
 }
 
 

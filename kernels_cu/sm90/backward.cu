@@ -5,7 +5,7 @@
 // data (backward_tiles.cuh): the copy engine (TMA) brings K and V, and Q and dO of query tile after query tile of
 // every head that shares these keys; dQ leaves by backward_dq.cuh. The other warpgroups compute,
 // with the tensor cores in the background (wgmma): backward_narrow.cuh for head dimensions up to 128,
-// backward_wide.cuh above.
+// backward_wide.cuh above; above 192 the two blocks of a cluster share the work on dQ.
 #include "attention/delta.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/backward_dq.cuh"
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(con
     });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     attention_backward(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) char memory[];
     Shared s(shared_address(memory));
@@ -45,6 +45,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         s.d.init();
         for (int group = 0; group < GROUPS; group++) s.dq(group).init();
         for (int i = 0; i < FINISHERS; i++) s.finish_ring(i).init();
+        if (PAIRED) {
+            s.far_ds.init();
+            s.ticket.init();
+        }
         mbarrier_init_fence();
         tma_prefetch(maps.q);
         tma_prefetch(maps.k);
@@ -52,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         tma_prefetch(maps.dout);
     }
     __syncthreads();
+    if (PAIRED) sync_cluster();
     int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     if (group == -1) {
         shrink_registers<MOVER_REGISTERS>();
@@ -70,4 +75,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         else
             work_narrow(p, maps, s, group);
     }
+    if (PAIRED) sync_cluster();  // shared memory goes with the block
 }

@@ -22,8 +22,8 @@ __device__ inline float* dq_fragment(const Params& p, long long tile, int column
 // Key tiles add to a query tile in the order of their tickets.
 __device__ inline void wait_for_turn(const Params& p, const DQCounters& counters, const KeyTile& t, int tile_q, int n) {
     Range keys = keys_of(p, tile_q);
-    unsigned others = RIGHT ? keys.end - 1 - t.number : t.number - keys.begin;
-    while (load_acquire(counters.added + n) != others) {
+    unsigned others = CLUSTER * (RIGHT ? keys.end - 1 - t.number : t.number - keys.begin);
+    while (load_acquire(counters.added + n) < others) {  // (the cluster's other block may be done)
     }
 }
 
@@ -34,31 +34,28 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
     while (true) {
         KeyTile t = s.next_tile();
         if (t.pair == -1) break;
-        if constexpr (DQ_STAGED) {
+        if constexpr (!PAIRED) {
             int shift = counters.shift(p, t.pair), last = -1;
             query_tiles(p, t, [&](int, int i, int n) {
                 if (DETERMINISTIC) wait_for_turn(p, counters, t, i, n);
 #pragma unroll
-                for (int part = 0; part < PARTS; part++) {
-#pragma unroll
-                    for (int group = 0; group < GROUPS; group++) {
-                        int column16 = SHARE_ROWS ? 0 : 4 * (group * PARTS + part);
-                        int bytes = 4 * PART_ROWS * min(DIM - 16 * column16, 64);
-                        dq.barriers = s.dq(group).barriers;
-                        dq.wait_full();
-                        float* sums = dq_fragment(p, n + shift, column16, SHARE_ROWS ? group * ROW8S : 0);
-                        if (bytes > 0) bulk_add(sums, s.part(group), bytes);
-                    }
-                    tma_commit();
-                    tma_wait_read();
-#pragma unroll
-                    for (int group = 0; group < GROUPS; group++) {
-                        dq.barriers = s.dq(group).barriers;
-                        mbarrier_arrive(dq.empty());
-                    }
-                    dq.advance();
+                for (int group = 0; group < GROUPS; group++) {
+                    int column16 = SHARE_ROWS ? 0 : 4 * group;
+                    int bytes = 4 * PART_ROWS * min(DIM - 16 * column16, 64);
+                    dq.barriers = s.dq(group).barriers;
+                    dq.wait_full();
+                    float* sums = dq_fragment(p, n + shift, column16, SHARE_ROWS ? group * ROW8S : 0);
+                    if (bytes > 0) bulk_add(sums, s.part(group), bytes);
                 }
-                tma_wait<DETERMINISTIC ? 0 : PARTS>();  // what was added at the step before (or at this) has arrived
+                tma_commit();
+                tma_wait_read();
+#pragma unroll
+                for (int group = 0; group < GROUPS; group++) {
+                    dq.barriers = s.dq(group).barriers;
+                    mbarrier_arrive(dq.empty());
+                }
+                dq.advance();
+                tma_wait<DETERMINISTIC ? 0 : 1>();  // what was added at the step before (or at this) has arrived
                 int done = DETERMINISTIC ? n : last;
                 if (done != -1) add_release(counters.added + done, 1);
                 last = n;
@@ -108,14 +105,16 @@ __device__ inline void hand_over(const Accumulator<1, PART_ROWS / 8>& dq, unsign
     ring.filled();
 }
 
-// A worker's part of dQ^T, to memory: 64 columns from `column16` on, four additions of a lane at once.
-__device__ inline void add_part(const Params& p, const Accumulator<1, PART_ROWS / 8>& dq, long long tile,
-                                int column16) {
-    column16 += __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
-    if (DIM % (64 * GROUPS) && column16 >= DIM / 16) return;
-    float* to = dq_fragment(p, tile, column16, 0) + threadIdx.x % 32 * 4;
+// Where a thread adds its numbers of 64 columns of dQ^T, in a tile of sums; `block`: which 64.
+__device__ inline int place_in_sums(int block) {
+    return fragment_in_part(4 * block + threadIdx.x / 32 % 4, 0) * (FRAGMENT_BYTES / 4) + threadIdx.x % 32 * 4;
+}
+
+// A worker's part of dQ^T, or COUNT times 8 of its queries, to memory, four additions of a lane at once.
+template <int FIRST, int COUNT>
+__device__ void add_part(const Accumulator<1, PART_ROWS / 8>& dq, float* to) {
 #pragma unroll
-    for (int n = 0; n < ROW8S; n++) red_add_4(to + n * (FRAGMENT_BYTES / 2), dq.x[0][n]);
+    for (int n = FIRST; n < FIRST + COUNT; n++) red_add_4(to + n * (FRAGMENT_BYTES / 2), dq.x[0][n]);
 }
 
 // A warp that turns sums to rows, dQ = scale * dq_sum, of one tile of queries after the other: FINISH_FRAGMENTS at a time,
@@ -159,7 +158,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
         if (lane == 0) {
             Range keys = keys_of(p, n % tiles);
             // (Where no key is seen the sums are zeros, of every head whose tile lies here.)
-            while (load_acquire(counters.added + n) != keys.end - keys.begin) __nanosleep(32);
+            while (load_acquire(counters.added + n) != CLUSTER * (keys.end - keys.begin)) __nanosleep(32);
             fence_async_global();
 #pragma unroll 1
             for (int c = 0; c < min(FINISH_STAGES, FETCHES); c++) fetch(sums + c * (FINISH_BYTES / 16), fetched + c);

@@ -4,6 +4,7 @@
 #include "attention/mask.cuh"
 #include "attention/score.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/flag.cuh"
 #include "ptx/math.cuh"
 #include "tile/ring.cuh"
@@ -20,9 +21,9 @@ constexpr int WORKERS = 4 * GROUPS;  // warps
 
 // Per thread. What the moving warpgroup gives away the others take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
-// Sums alone leave a worker few registers: dK, dV, S and dP, or two parts of dK and dV and one of dQ.
+// Sums alone (dK, dV, S and dP) leave a worker few registers.
 constexpr int SUMS = ROWS + (DIM + DIM_V) / 2;
-constexpr bool TIGHT = WIDE ? KEYS > 64 : SUMS > 192 || (SUMS == 192 && DIM == 64);
+constexpr bool TIGHT = !WIDE && (SUMS > 192 || (SUMS == 192 && DIM == 64));
 constexpr int MOVER_REGISTERS = GROUPS == 3 ? 32 : TIGHT ? 24 : 40;
 constexpr int WORKER_REGISTERS = GROUPS == 3 ? 160 : TIGHT ? 240 : 232;
 static_assert(MOVER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);
@@ -31,12 +32,19 @@ using QTile = SwizzledTile<ROWS, DIM>;
 using DOTile = SwizzledTile<ROWS, DIM_V>;
 using KTile = SwizzledTile<KEYS, DIM>;
 using VTile = SwizzledTile<KEYS, DIM_V>;
-using STile = SwizzledTile<ROWS, KEYS>;  // two of them: dS of two steps, or dS and P
+// Of P or dS. The rows are what need not be a multiple of 64.
+using STile = SwizzledTile<WIDE ? KEYS : ROWS, WIDE ? ROWS : KEYS>;
 
-// dQ^T of a tile is computed in parts of 64 columns by PART_ROWS queries. The workers share out its columns, PARTS
-// blocks of 64 to each, or where there is one such block, its rows.
+// Two blocks of a cluster, with KEYS keys each, visit the same queries side by side. Each computes dQ of the keys of both,
+// for half of the columns: it has those columns of the other's K, and is sent the other's dS ("far").
+constexpr bool PAIRED = CLUSTER == 2;
+constexpr int SPAN = CLUSTER * KEYS;
+using FarKTile = SwizzledTile<KEYS, 64 * GROUPS>;
+static_assert(CLUSTER == 1 || PAIRED && WIDE);
+
+// dQ^T of a tile is computed in parts of 64 columns by PART_ROWS queries, one for each worker of a cluster. Where there are
+// 64 columns only, two workers share out the rows.
 constexpr bool SHARE_ROWS = !WIDE && DIM <= 64;
-constexpr int PARTS = SHARE_ROWS ? 1 : ((DIM + 63) / 64 + GROUPS - 1) / GROUPS;
 constexpr int PART_ROWS = SHARE_ROWS ? ROWS / GROUPS : ROWS;
 constexpr int PART_BYTES = 4 * 64 * PART_ROWS;
 constexpr int DQ_TILE = ROWS * DIM;          // floats of one tile in dq_sum
@@ -52,7 +60,7 @@ struct TensorMaps {
 // through shared memory, as the four words that it is.
 struct KeyTile {
     int pair;  // of batch and head; -1: there is no tile any more
-    int number, first, last;
+    int number, first, last;  // keys from SPAN * number on
 
     __device__ KeyTile(int pair, int number, int first, int last)
         : pair(pair), number(number), first(first), last(last) {}
@@ -69,32 +77,52 @@ struct KeyTile {
 
 // Shared memory, and one thread's place in its rings. `gpu/tuning.py` reckons the same size.
 struct Shared {
+    int rank;  // of the block in its cluster
     KTile k_tile;
     VTile v_tile;
-    unsigned q_tiles, do_tiles, ds_tiles, p_tile, parts, rows;
+    FarKTile far_k_tile;
+    unsigned q_tiles, do_tiles, ds_tiles, p_tile, far_ds_tiles, parts, rows;
     Ring<1, WORKERS + 1> k;  // and the KeyTile that it belongs to, at `tile`: the thread that adds dQ reads that too
     Ring<1, WORKERS> v;
     Ring<STAGES, WORKERS> q;  // with -lse and -delta of its rows
     Ring<DO_STAGES, WORKERS> d;
     unsigned dq_rings, tile;
+    // PAIRED: dS of two steps that this block is sent, and tickets that block 0 sends to block 1. Who reads waits for "full"
+    // in its own memory; who sends, for "empty" in its own.
+    Ring<2, WORKERS, WORKERS> far_ds;
+    Ring<1, 1> ticket;
+    unsigned ticket_slot;
     unsigned finish;  // rings and slots of the warps that turn sums of dQ to rows
 
     __device__ Shared(unsigned base)
-        : k_tile{base},
+        : rank(blockIdx.x % CLUSTER),
+          k_tile{base},
           v_tile{base + KTile::BYTES},
-          q_tiles(v_tile.base + VTile::BYTES),
+          far_k_tile{v_tile.base + VTile::BYTES},
+          q_tiles(far_k_tile.base + PAIRED * FarKTile::BYTES),
           do_tiles(q_tiles + STAGES * QTile::BYTES),
           ds_tiles(do_tiles + DO_STAGES * DOTile::BYTES),
-          p_tile(ds_tiles + STile::BYTES),
-          parts(ds_tiles + (DQ_STAGED ? 2 * STile::BYTES : 0)),
-          rows(DQ_STAGED ? parts + GROUPS * PART_BYTES : ds_tiles + max(2 * STile::BYTES, GROUPS * 128 * KEYS)),
+          p_tile(ds_tiles + (PAIRED ? 2 : 1) * STile::BYTES),
+          far_ds_tiles(p_tile + STile::BYTES),
+          parts(p_tile + STile::BYTES),
+          rows(PAIRED ? far_ds_tiles + 2 * STile::BYTES : parts + GROUPS * PART_BYTES),
           k(rows + STAGES * 8 * ROWS),
           v(k.barriers + k.BYTES),
           q(v.barriers + v.BYTES),
           d(q.barriers + q.BYTES),
           dq_rings(d.barriers + d.BYTES),
           tile(dq_rings + GROUPS * Ring<1, 1, 4>::BYTES),
-          finish(tile + 16) {}
+          far_ds(tile + 16),
+          ticket(far_ds.barriers + far_ds.BYTES),
+          ticket_slot(ticket.barriers + ticket.BYTES),
+          finish(PAIRED ? ticket_slot + 16 : tile + 16) {}
+
+    // Where an address of this block's shared memory is in the other's.
+    __device__ unsigned far(unsigned address) const { return far_address(address, 1 - rank); }
+    // The block's own first key.
+    __device__ int first_key(const KeyTile& t) const { return t.number * SPAN + rank * KEYS; }
+    // Which 64 columns of dQ are a worker's.
+    __device__ int dq_block(int group) const { return rank * GROUPS + group; }
 
     // For a moving thread that does not read K, alone in its warp.
     __device__ KeyTile next_tile() {
@@ -117,10 +145,10 @@ struct Shared {
     __device__ unsigned row_values() const { return rows + q.stage * 8 * ROWS; }
     __device__ unsigned part(int group) const { return parts + group * PART_BYTES; }
     // What dK and dV leave through. Narrow: all of a worker's, where dS and parts of dQ are. Wide: 64 columns of a
-    // worker's at a time, where parts of dQ are, or dS and P.
+    // worker's at a time, where its dS (PAIRED) or its part of dQ is.
     __device__ unsigned out_tile(int group) const {
         if (!WIDE) return ds_tiles + group * ((rows - ds_tiles) / GROUPS);
-        return parts + group * (DQ_STAGED ? PART_BYTES : 128 * KEYS);
+        return PAIRED ? ds_tiles + group * STile::BYTES : part(group);
     }
     __device__ Ring<FINISH_STAGES, 1> finish_ring(int i) const { return {finish + i * Ring<FINISH_STAGES, 1>::BYTES}; }
     __device__ unsigned finish_slots(int i) const {
@@ -129,7 +157,7 @@ struct Shared {
     __device__ Ring<1, 1, 4> dq(int group) const { return {dq_rings + group * Ring<1, 1, 4>::BYTES}; }
 };
 
-__device__ inline int key_tiles(const Params& p) { return (p.seq_k + KEYS - 1) / KEYS; }
+__device__ inline int key_tiles(const Params& p) { return (p.seq_k + SPAN - 1) / SPAN; }
 
 // The thread blocks take tiles in the order of their numbers. With a causal mask later keys are seen by fewer
 // queries: in a group of heads whose Q, dO and dQ stay in the L2 cache, tiles with much to do come first. The
@@ -141,7 +169,7 @@ __device__ inline KeyTile key_tile(const Params& p, int number) {
     int heads = min(p.together, pairs - first);
     int pair = first + place % heads, tile = place / heads;
     if (RIGHT && DETERMINISTIC) tile = tiles - 1 - tile;
-    Range queries = Mask(p, 0).queries_of({tile * KEYS, min(p.seq_k, (tile + 1) * KEYS)});
+    Range queries = Mask(p, 0).queries_of({tile * SPAN, min(p.seq_k, (tile + 1) * SPAN)});
     bool seen = queries.begin < queries.end;
     return {pair, tile, seen ? queries.begin / ROWS : 0, seen ? (queries.end + ROWS - 1) / ROWS : 0};
 }
@@ -149,7 +177,7 @@ __device__ inline KeyTile key_tile(const Params& p, int number) {
 // The key tiles that add to the dQ of a query tile.
 __device__ inline Range keys_of(const Params& p, int tile_q) {
     Range keys = Mask(p, 0).keys_of({tile_q * ROWS, min(p.seq_q, (tile_q + 1) * ROWS)});
-    return keys.begin < keys.end ? Range{keys.begin / KEYS, (keys.end + KEYS - 1) / KEYS} : Range{0, 0};
+    return keys.begin < keys.end ? Range{keys.begin / SPAN, (keys.end + SPAN - 1) / SPAN} : Range{0, 0};
 }
 
 // f(head, i, n) for every query head of the group and query tile that sees the keys; n numbers the query tiles of all
@@ -172,7 +200,7 @@ struct DQCounters {
         int pairs = p.heads_k * p.batch;
         ticket = p.counters + 1;   // who turns the next tile of queries to rows
         clear = ticket + 1;     // of a pair, tiles of queries in whose place are zeros
-        added = clear + pairs;  // key tiles that have added to a tile of queries
+        added = clear + pairs;  // thread blocks, with a key tile each, that have added to a tile of queries
         tiles = (p.seq_q + ROWS - 1) / ROWS * (p.heads_q / p.heads_k);
     }
 
@@ -188,10 +216,28 @@ struct DQCounters {
     }
 };
 
+// The number of the next key tile. Of a cluster, block 0 draws it and hands it on.
+__device__ inline int next_number(const Params& p, Shared& s) {
+    int number = 0;
+    if (s.rank == 0) number = atomicAdd(p.counters, 1);
+    if (!PAIRED) return number;
+    if (s.rank == 0) {
+        s.ticket.wait_empty();
+        store_far(s.far(s.ticket_slot), number, s.far(s.ticket.full()));
+    } else {
+        mbarrier_arrive_expect(s.ticket.full(), 4);
+        s.ticket.wait_full();
+        number = load_shared(s.ticket_slot);
+        if (number >= 0) mbarrier_arrive_far(s.far(s.ticket.empty()));  // it has been read
+    }
+    s.ticket.advance();
+    return number;
+}
+
 // The thread that deals out the tiles, and loads.
 __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) {
     DQCounters counters(p);
-    int number = atomicAdd(p.counters, 1);
+    int number = next_number(p, s);
     while (number < key_tiles(p) * p.heads_k * p.batch) {
         KeyTile t = key_tile(p, number);
         counters.wait_for_room(t.pair);
@@ -200,8 +246,10 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
         int batch = t.pair / p.heads_k, head_k = t.pair % p.heads_k;
         bool seen = t.first < t.last, first = true;
         if (seen) {
-            mbarrier_arrive_expect(s.k.full(), KTile::BYTES);
-            s.k_tile.load(maps.k, s.k.full(), t.number * KEYS, head_k, batch);
+            mbarrier_arrive_expect(s.k.full(), KTile::BYTES + PAIRED * FarKTile::BYTES);
+            s.k_tile.load(maps.k, s.k.full(), s.first_key(t), head_k, batch);
+            int far_key = t.number * SPAN + (1 - s.rank) * KEYS;
+            if (PAIRED) s.far_k_tile.load(maps.k, s.k.full(), far_key, head_k, batch, 64 * s.dq_block(0));
         } else {
             mbarrier_arrive(s.k.full());
             s.v.wait_empty();
@@ -219,7 +267,7 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
                 first = false;
                 s.v.wait_empty();
                 mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
-                s.v_tile.load(maps.v, s.v.full(), t.number * KEYS, head_k, batch);
+                s.v_tile.load(maps.v, s.v.full(), s.first_key(t), head_k, batch);
                 s.v.advance();
             }
             s.d.wait_empty();
@@ -227,7 +275,7 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
             s.do_tile().load(maps.dout, s.d.full(), i * ROWS, head, batch);
             s.d.advance();
         });
-        number = atomicAdd(p.counters, 1);  // not before: blocks that had little to do so far ask first
+        number = next_number(p, s);  // not before: blocks that had little to do so far ask first
     }
     s.k.wait_empty();
     KeyTile(-1, 0, 0, 0).store(s.tile);

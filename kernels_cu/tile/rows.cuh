@@ -50,10 +50,3 @@ __device__ void store_rows(const Accumulator<1, N>& sum, bool vectors, int cols,
         }
     }
 }
-
-// Rows from `target` on, of which there are `rows`.
-template <int N>
-__device__ void store_rows(const Accumulator<1, N>& sum, Element* target, long long row_stride, int rows, int cols) {
-    auto at = [&](int row) { return row < rows ? target + row * row_stride : nullptr; };
-    store_rows(sum, aligned(target, row_stride, cols), cols, at);
-}

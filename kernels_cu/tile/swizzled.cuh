@@ -22,10 +22,10 @@ struct SwizzledTile {
         return base + col / 64 * BLOCK_BYTES + 128 * row + (col / 8 % 8 ^ row % 8) * 16 + col % 8 * 2;
     }
 
-    // Fill the tile from a row of the array on; BYTES arrive on the barrier.
-    __device__ void load(const TensorMap& map, unsigned barrier, int row, int head, int batch) const {
+    // Fill the tile from a row (and column) of the array on; BYTES arrive on the barrier.
+    __device__ void load(const TensorMap& map, unsigned barrier, int row, int head, int batch, int column = 0) const {
 #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) tma_load(base + b * BLOCK_BYTES, map, barrier, 64 * b, row, head, batch);
+        for (int b = 0; b < BLOCKS; b++) tma_load(base + b * BLOCK_BYTES, map, barrier, column + 64 * b, row, head, batch);
     }
 
     // Store a box of rows, from `first` of the tile to `row` of the array on. By one thread.
@@ -138,9 +138,30 @@ __device__ void start_AtBt(Accumulator<1, N>& sum, TileA a, int a_block, TileB b
     wgmma_commit();
 }
 
-// sum += A^T B over K, in the background: 64 columns of A, block `a_block`, by the first 8 N columns of B.
+// The same, added to the sum.
+template <int K, int N, class TileA, class TileB>
+__device__ void add_AtBt(Accumulator<1, N>& sum, TileA a, int a_block, TileB b, int b_row) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < K / 16; k++)
+        wgmma<1, 0>(sum.x[0], a.down_columns(k, a_block), b.along_rows(b_row, k), Element());
+    wgmma_commit();
+}
+
+// sum = A^T B over K, in the background: 64 columns of A, block `a_block`, by the first 8 N columns of B.
 template <int K, int N, class TileA, class TileB>
 __device__ void start_AtB(Accumulator<1, N>& sum, TileA a, int a_block, TileB b) {
+    wgmma_fence();
+    wgmma_start<1, 1>(sum.x[0], a.down_columns(0, a_block), b.down_columns(0), Element());
+#pragma unroll
+    for (int k = 1; k < K / 16; k++)
+        wgmma<1, 1>(sum.x[0], a.down_columns(k, a_block), b.down_columns(k), Element());
+    wgmma_commit();
+}
+
+// The same, added to the sum.
+template <int K, int N, class TileA, class TileB>
+__device__ void add_AtB(Accumulator<1, N>& sum, TileA a, int a_block, TileB b) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < K / 16; k++)
@@ -158,18 +179,23 @@ __device__ void store_transposed(const Operand<K>& operand, Tile tile, int row, 
                                operand.x[k]);
 }
 
-// Round a warp's 16 rows to Element and store them from (row, col) of the tile on.
-template <int N, class Tile>
+// Round a warp's 16 rows to Element and store them from (row, col) of the tile on; TRANSPOSED: as 16 columns.
+template <bool TRANSPOSED = false, int N, class Tile>
 __device__ void store_rounded(const Accumulator<1, N>& sum, Tile tile, int row, int col, int lane = threadIdx.x % 32) {
     FromRegisters<1, N> rounded{sum};
 #pragma unroll
     for (int k = 0; k < N / 2; k++) {
         unsigned pairs[4];
         rounded(pairs, 0, k);
-        stmatrix_x4(tile.address(row + lane % 16, col + 16 * k + lane / 16 * 8), pairs);
+        if (TRANSPOSED)
+            stmatrix_x4_transposed(tile.address(row + 16 * k + lane % 8 + lane / 16 * 8, col + lane / 8 % 2 * 8), pairs);
+        else
+            stmatrix_x4(tile.address(row + lane % 16, col + 16 * k + lane / 16 * 8), pairs);
     }
     if constexpr (N % 2) {
+        static_assert(TRANSPOSED);
         const float(&f)[4] = sum.x[0][N - 1];
-        stmatrix_x2(tile.address(row + lane % 16, col + 8 * (N - 1)), pack2<Element>(f[0], f[1]), pack2<Element>(f[2], f[3]));
+        stmatrix_x2_transposed(tile.address(row + 8 * (N - 1) + lane % 8, col + lane / 8 % 2 * 8),
+                               pack2<Element>(f[0], f[1]), pack2<Element>(f[2], f[3]));
     }
 }
