@@ -6,8 +6,11 @@ message on stderr and exit code 2. CUPYFLASH_TRACEBACK=1 shows where it came fro
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
+from collections.abc import Iterator
 from typing import NoReturn
 
 EXTRA = {"typer", "click", "rich", "matplotlib", "safetensors", "threadpoolctl"}  # what the extra `demo` installs
@@ -15,11 +18,21 @@ EXTRA = {"typer", "click", "rich", "matplotlib", "safetensors", "threadpoolctl"}
 
 def main() -> None:
     """Run the command line on sys.argv."""
-    try:
+    with told():
         from .commands import app
 
         app(prog_name="cupyflash")
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Around a command: what a user can meet is told in a line, and what the terminal cannot show is replaced."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    try:
+        yield
+    except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
         if os.environ.get("CUPYFLASH_TRACEBACK"):
             raise
         missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""

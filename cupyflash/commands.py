@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,30 +13,41 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from . import __version__
+from .command_options import asked, flag
+
 app = typer.Typer(
     help="Exact attention, forward and backward, for any array library, on CPU and GPU.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 DTYPES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
-Causal = Annotated[bool, typer.Option("--causal", help="Hide later keys; the last query sees the last key.")]
-TopLeft = Annotated[bool, typer.Option("--top-left", help="As --causal, but query i sees keys up to i.")]
-Window = Annotated[
-    str | None, typer.Option(metavar="LEFT,RIGHT", help="Keys seen on each side of the diagonal; empty: all.")
-]
 DType = Annotated[str, typer.Option(help="bf16, fp16, fp32, fp64 or their long names.")]
 KvShape = Annotated[str | None, typer.Option(help="Of k and v. Default: that of q.")]
 VShape = Annotated[str | None, typer.Option(help="Of v, where its last dimension is not that of k.")]
-WithKeyMask = Annotated[bool, typer.Option("--key-mask", help="With a key mask.")]
-Deterministic = Annotated[bool, typer.Option("--deterministic", help="Gradients bitwise the same.")]
-Layout = Annotated[str, typer.Option(help="bshd: (batch, sequence, heads, dim); bhsd: heads first.")]
 Device = Annotated[str | None, typer.Option(help="cpu or gpu. Default: the GPU where one can be used.")]
 Family = Annotated[str | None, typer.Option(help="Take this kernel family instead of the fastest.")]
 Backward = Annotated[bool, typer.Option("--backward", help="Explain the gradients instead.")]
+
+
+def _version(asked_for: bool) -> None:
+    if asked_for:
+        typer.echo(f"cupyflash {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    """Exact attention, forward and backward, for any array library, on CPU and GPU."""
 
 
 @app.command()
@@ -51,29 +63,29 @@ def demo(
     from .demo.screen import run
     from .demo.training import recipe
 
-    if output.suffix.lower() != ".png" or not output.absolute().parent.is_dir():
+    if output.suffix.lower() != ".png" or output.is_dir() or not output.absolute().parent.is_dir():
         raise ValueError(f"--output is {output}; it must be a .png file in a folder that exists")
+    if not os.access(output if output.exists() else output.absolute().parent, os.W_OK):
+        raise ValueError(f"--output is {output}, which cannot be written")  # said now, not after the training
     xp = array_module(device)
-    if not run(xp, recipe(xp, steps, seconds, seed), output, _console()):
+    if not run(xp, recipe(xp, steps, seconds, seed), output, Console(highlight=False)):
         raise typer.Exit(1)
 
 
 @app.command()
+@asked(files=True, backward=False)
 def attend(
+    options: dict[str, Any],
+    arrays: dict[str, Path],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write out (.npy, .npz, .safetensors).")],
     file: Annotated[
-        Path | None, typer.Option("--input", "-i", help="A file with arrays named q, k, v (and key_mask).")
+        Path | None, typer.Option("--input", "-i", help="A file with arrays named q, k, v (and what else is taken).")
     ] = None,
     q: Annotated[Path | None, typer.Option("--q", help="Queries.")] = None,
     k: Annotated[Path | None, typer.Option("--k", help="Keys.")] = None,
     v: Annotated[Path | None, typer.Option("--v", help="Values.")] = None,
-    key_mask: Annotated[Path | None, typer.Option(help="(batch, keys) booleans: which keys may be seen.")] = None,
-    causal: Causal = False,
-    top_left: TopLeft = False,
-    window: Window = None,
-    scale: Annotated[float | None, typer.Option(help="Default 1 / sqrt(dim).")] = None,
-    layout: Layout = "bshd",
     lse: Annotated[bool, typer.Option("--lse", help="Also write lse, the log-sum-exp of each row.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output where it exists.")] = False,
     device: Device = None,
     family: Family = None,
 ) -> None:
@@ -86,54 +98,46 @@ def attend(
         raise ValueError(f"--output is {output}; with --lse there are two arrays: write .npz or .safetensors")
     if not output.absolute().parent.is_dir():
         raise ValueError(f"--output is {output}; its folder does not exist")
-    single = {"q": q, "k": k, "v": v, "key_mask": key_mask}
+    single = {"q": q, "k": k, "v": v, **arrays}
     for name, path in {"input": file, **single}.items():
         if path is not None and path.exists() and output.exists() and output.samefile(path):
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"--output is {output}, the file that {option} reads; it must be another")
-    arrays = _read(files.read, file, single)
+            raise ValueError(f"--output is {output}, the file that {flag(name)} reads; it must be another")
+    if output.exists() and not overwrite:
+        raise ValueError(f"--output is {output}, which exists; --overwrite replaces it")
+    inputs = _read(file, single)
     xp = array_module(device)
     start = time.perf_counter()
-    given = {name: xp.asarray(x) for name, x in arrays.items()}
-    out, rows = attention(
-        **given, causal=_causal(causal, top_left), window=_window(window), scale=scale, layout=layout, return_lse=True,
-        family=family,
-    )  # fmt: skip
+    given = {name: xp.asarray(x) for name, x in inputs.items()}
+    out, rows = attention(**given, **options, return_lse=True, family=family)
     results = {"out": on_host(out), **({"lse": on_host(rows)} if lse else {})}
     seconds = time.perf_counter() - start
     files.write(output, results)
-    console = _console()
-    for name, x in {**arrays, **results}.items():
-        console.print(f"[bold]{name:<8}[/] {'x'.join(map(str, x.shape))} {x.dtype}")
-    console.print(f"{seconds:.3g} s with {xp.__name__}, written to {output}", soft_wrap=True)
+    for name, x in {**inputs, **results}.items():
+        typer.echo(f"{name:<8} {'x'.join(map(str, x.shape))} {x.dtype}")
+    typer.echo(f"{seconds:.3g} s with {xp.__name__}, written to {output}")
 
 
 @app.command()
+@asked()
 def explain(
+    options: dict[str, Any],
+    arrays: tuple[str, ...],
     shape: Annotated[str, typer.Option(help="Of q, as in 2,8192,16,128.")],
     dtype: DType = "bfloat16",
     kv_shape: KvShape = None,
     v_shape: VShape = None,
-    causal: Causal = False,
-    top_left: TopLeft = False,
-    window: Window = None,
-    key_mask: WithKeyMask = False,
-    layout: Layout = "bshd",
     arch: Annotated[str | None, typer.Option(help="Plan for sm_80, sm_90a, ...; no GPU is needed.")] = None,
     backward: Backward = False,
-    deterministic: Deterministic = False,
     family: Family = None,
 ) -> None:
     """Tell how a call would run: kernels, registers, shared memory, FLOPs, bytes, workspace, copies, fall backs."""
     from . import explain as _explain
 
-    q, k, v, keys = _shapes(shape, kv_shape, v_shape, layout)
+    (q, k, v), others = _shapes(shape, kv_shape, v_shape, arrays, options)
     told = _explain(
-        q, k, v, dtype=DTYPES.get(dtype, dtype), arch=arch, backward=backward, causal=_causal(causal, top_left),
-        window=_window(window), key_mask=keys if key_mask else None, layout=layout, deterministic=deterministic,
-        family=family,
-    )  # fmt: skip
-    _console().print(told)
+        q, k, v, **others, **options, dtype=DTYPES.get(dtype, dtype), arch=arch, backward=backward, family=family
+    )
+    _pairs(told.rows())
 
 
 @app.command()
@@ -141,40 +145,38 @@ def info() -> None:
     """Tell which GPU, driver, libraries and cache this machine has, and what is missing."""
     from .info import facts
 
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in facts():
-        table.add_row(name, Text(value))
-    _console().print(table)
+    _pairs(facts())
 
 
 @app.command("compile")
+@asked(without=("causal", "layout"))
 def compile_(
+    options: dict[str, Any],
+    arrays: tuple[str, ...],
     arch: Annotated[list[str], typer.Option(help="sm_80, sm_90a, ...; may be given several times.")],
     dtype: Annotated[list[str] | None, typer.Option(help="Default: all four.")] = None,
     head_dim: Annotated[list[int] | None, typer.Option(min=1, help="Default: 64, 128 and, 16-bit, 256.")] = None,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="Default: both.")] = None,
     backward: Annotated[bool | None, typer.Option("--backward/--forward", help="Default: both.")] = None,
-    window: Window = None,
-    key_mask: Annotated[bool, typer.Option("--key-mask", help="Kernels that take a key mask.")] = False,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Deterministic gradients.")] = False,
     family: Family = None,
 ) -> None:
-    """Fill the cache with compiled kernels; no GPU is needed, so a container can be built with them."""
-    from .gpu.compiler import cache_info
+    """Fill the cache with compiled kernels; no GPU is needed, so a container can be built with them.
+
+    Every user whom the umask lets read the cache (with 022: all) finds them there, where CUPYFLASH_CACHE_DIR is the same.
+    """
+    from .gpu.cache import cache_info
     from .precompile import HEAD_DIMS, Done, compile_all, jobs, kept
 
     both = (False, True)
     work = jobs(
         arch, [DTYPES.get(d, d) for d in dtype or HEAD_DIMS], head_dim or (), both if causal is None else (causal,),
-        both if backward is None else (backward,), _window(window), key_mask, deterministic, family,
+        both if backward is None else (backward,), arrays, family, **options,
     )  # fmt: skip
-    console = _console()
+    console = Console(highlight=False)
     done: list[Done] = []
     checked = False
     columns = (BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("programs", total=len(work))
         for result in compile_all(work):
             done.append(result)
@@ -186,33 +188,30 @@ def compile_(
                         f"nothing can be kept in the cache folder {cache_info().path}; it must be a folder that can be "
                         "written, with room on its disk (CUPYFLASH_CACHE_DIR names another)"
                     )
-    console.print(_kernel_table(done, {job: i for i, job in enumerate(work)}))
+    _print(_kernel_table(done, {job: i for i, job in enumerate(work)}))
     errors = [result for result in done if result.error is not None]
     for result in errors:
         console.print(Text(str(result.error)), style="red", soft_wrap=True)
     cache = cache_info()
-    console.print(f"{cache.path}: {cache.entries} programs, {cache.bytes / 2**20:.1f} MiB", soft_wrap=True)
+    typer.echo(f"{cache.path}: {cache.entries} programs, {cache.bytes / 2**20:.1f} MiB")
     if errors:
         raise typer.Exit(1)
 
 
 @app.command()
+@asked()
 def tune(
+    options: dict[str, Any],
+    arrays: tuple[str, ...],
     shape: Annotated[str | None, typer.Option(help="Of q, as in 2,8192,16,128.")] = None,
     dtype: DType = "bfloat16",
     kv_shape: KvShape = None,
     v_shape: VShape = None,
-    causal: Causal = False,
-    top_left: TopLeft = False,
-    window: Window = None,
-    key_mask: WithKeyMask = False,
-    layout: Layout = "bshd",
     backward: Annotated[bool, typer.Option("--backward", help="Tune the gradients instead.")] = False,
-    deterministic: Deterministic = False,
     family: Family = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each tile is timed.")] = 5,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing.")] = False,
-    export: Annotated[bool, typer.Option("--export", help="Print what is stored as rows for gpu/tuning.py.")] = False,
+    export: Annotated[bool, typer.Option("--export", help="Print what is stored as rows for the tables.")] = False,
 ) -> None:
     """Time the tiles that a problem's kernels could have on this GPU, and use the fastest from now on."""
     from . import tune as _tune
@@ -229,24 +228,23 @@ def tune(
         return
     if shape is None:
         raise ValueError("--shape is missing; it is the shape of q, as in --shape 2,8192,16,128")
-    q, k, v, keys = _shapes(shape, kv_shape, v_shape, layout)
-    console = _console()
+    (q, k, v), others = _shapes(shape, kv_shape, v_shape, arrays, options)
+    console = Console(highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("compile", total=None)
         result = _tune(
-            q, k, v, dtype=DTYPES.get(dtype, dtype), backward=backward, causal=_causal(causal, top_left),
-            window=_window(window), key_mask=keys if key_mask else None, layout=layout, deterministic=deterministic,
-            family=family, rounds=rounds, store=not dry_run,
+            q, k, v, **others, **options, dtype=DTYPES.get(dtype, dtype), backward=backward, family=family,
+            rounds=rounds, store=not dry_run,
             progress=lambda what, done, total: progress.update(bar, description=what, completed=done, total=total),
         )  # fmt: skip
-    console.print(_tuning_table(result))
+    _print(_tuning_table(result))
     if result.best is result.trials[0]:
-        console.print("the table's own tile is the fastest, or as fast")
+        typer.echo("the table's own tile is the fastest, or as fast")
     else:
-        console.print(f"{result.gain:.3f} times as fast as the table's own tile")
+        typer.echo(f"{result.gain:.3f} times as fast as the table's own tile")
     if result.path is not None:
-        console.print(f"written to {result.path}", soft_wrap=True)
+        typer.echo(f"written to {result.path}")
 
 
 @app.command()
@@ -280,50 +278,59 @@ def bench(
     raise typer.Exit(run(suites or ("forward", "backward"), family, out, quick, dtype, rounds, min_ms))
 
 
-def _console() -> Console:
+def _print(what: Any) -> None:
+    """Print a table: as wide as the terminal, and elsewhere, in a log, as wide as it is, without blanks at its ends."""
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160  # a log has no edge
-    return console
+    if console.is_terminal:
+        console.print(what)
+        return
+    console.width = 1000
+    with console.capture() as printed:
+        console.print(what)
+    typer.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
-def _read(read: Any, file: Path | None, single: dict[str, Path | None]) -> dict[str, Any]:
-    """The arrays from one file or from single files; a key mask in a file of its own goes with either."""
+def _pairs(rows: list[tuple[str, str]]) -> None:
+    """Print (what, value) pairs as a table."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(name, Text(text))
+    _print(table)
+
+
+def _read(file: Path | None, single: dict[str, Path | None]) -> dict[str, Any]:
+    """The arrays from one file or from single files; an optional array in a file of its own goes with either."""
+    from . import files
+    from .problem import ARRAYS
+
     arrays: dict[str, Any] = {}
+    held: list[str] = []
     if file is not None:
         for name in ("q", "k", "v"):
             if single[name] is not None:
                 raise ValueError(f"--input is {file} and --{name} is {single[name]}; give --q, --k and --v, or --input")
-        held = read(file)
-        arrays = {name: held[name] for name in single if name in held}
+        held = files.names(file)
+        arrays = files.read(file, ["q", "k", "v", *(row.name for row in ARRAYS if not single.get(row.name))])
     for name, path in single.items():
         if path is not None:
-            held = read(path)
-            if len(held) > 1 and name not in held:
-                raise ValueError(f"--{name.replace('_', '-')}: {path} holds {', '.join(held)}, but no {name}")
-            arrays[name] = held.get(name, next(iter(held.values())))
+            own = files.names(path)
+            if name not in own and len(own) != 1:
+                raise ValueError(f"{flag(name)}: {path} holds {', '.join(own) or 'no array'}, but no {name}")
+            chosen = name if name in own else own[0]
+            arrays[name] = files.read(path, [chosen])[chosen]
     missing = [name for name in ("q", "k", "v") if name not in arrays]
     if missing:
-        where = f" in {file}" if file is not None else ""
+        where = f" in {file}, which holds {', '.join(held) or 'no array'}" if file is not None else ""
         raise ValueError(f"no {' and no '.join(missing)}{where}; give --q, --k and --v, or --input with all three")
     return arrays
 
 
-def _causal(causal: bool, top_left: bool) -> bool | str:
-    return "top_left" if top_left else causal
+Shape = tuple[int, ...]
 
 
-def _window(text: str | None) -> tuple[int | None, int | None] | None:
-    if text is None:
-        return None
-    try:
-        left, right = (int(part) if part.strip() else None for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"--window is {text!r}; it must be LEFT,RIGHT, as in 256,0 or 256, (right: all)") from None
-    return left, right
-
-
-def _shape(name: str, text: str) -> tuple[int, ...]:
+def _shape(name: str, text: str) -> Shape:
     try:
         shape = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -334,16 +341,18 @@ def _shape(name: str, text: str) -> tuple[int, ...]:
 
 
 def _shapes(
-    shape: str, kv_shape: str | None, v_shape: str | None, layout: str
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Shapes of q, k, v and of a key mask for them."""
-    from .problem import to_bshd
+    shape: str, kv_shape: str | None, v_shape: str | None, arrays: tuple[str, ...], options: dict[str, Any]
+) -> tuple[tuple[Shape, Shape, Shape], dict[str, Any]]:
+    """Shapes of q, k, v, and of the optional arrays that are to be there."""
+    from .problem import ARRAYS, View, contiguous, describe
 
     q = _shape("--shape", shape)
     k = q if kv_shape is None else _shape("--kv-shape", kv_shape)
     v = k if v_shape is None else _shape("--v-shape", v_shape)
-    keys = k[:1] if len(k) == 2 else (k[0], to_bshd(k, layout)[1]) if len(k) == 4 else (to_bshd(k, layout)[1],)
-    return q, k, v, keys
+    if not arrays:
+        return (q, k, v), {}
+    plain = describe(*(View(x, contiguous(x), "float32", "cpu", "shape") for x in (q, k, v)), **options)
+    return (q, k, v), {row.name: row.shape(plain, len(q)) for row in ARRAYS if row.name in arrays}
 
 
 def _tuning_table(result: Any) -> Table:
@@ -373,19 +382,19 @@ def _tuning_table(result: Any) -> Table:
 
 
 def _kernel_table(done: list[Any], order: dict[Any, int]) -> Table:
-    table = Table()
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # fits into 80 columns
     for heading in ("arch", "family", "dtype", "dim", "mask", "kernel"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for heading in ("registers", "spilled", "seconds"):
         table.add_column(heading, justify="right")
     for result in sorted(done, key=lambda result: order[result.job]):
         p, plan = result.job.problem, result.job.plan
         mask = "causal" if p.causal else "full"
         resources = {} if result.compiled is None else result.compiled.resources
-        seconds = f"{result.seconds:.2f}" + (" (cache)" if result.compiled and result.compiled.cached else "")
+        seconds = "cached" if result.compiled and result.compiled.cached else f"{result.seconds:.2f}"
         for i, launch in enumerate(plan.launches):
             found = resources.get(launch.name)
             numbers = ("failed", "") if found is None else (found.registers, found.spill_stores + found.spill_loads)
             same = (plan.arch, plan.family, p.dtype, str(p.dim), mask) if i == 0 else ("",) * 5
-            table.add_row(*same, launch.name, *map(str, numbers), seconds if i == 0 else "")
+            table.add_row(*same, launch.name.removeprefix("attention_"), *map(str, numbers), seconds if i == 0 else "")
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ from . import interop
 from . import problem as rules
 from .problem import ITEMSIZE, AttentionProblem, View
 
-NO_PLAN = ("return_lse", "out", "grads")  # options of a call that change no plan
+NO_PLAN = ("return_lse", "out", "grads", "dlse")  # options of a call that change no plan
+_OPTIONAL = {row.name: row for row in rules.ARRAYS}
 
 
 @dataclass(frozen=True)
@@ -100,15 +102,14 @@ def explain(
     arch: str | None = None,
     backward: bool = False,
     family: str | None = None,
-    key_mask: Any = None,
-    **options: Any,
+    **given: Any,
 ) -> Explanation:
-    """`cupyflash.explain`; see there. `key_mask` may be a shape too. NO_PLAN are let through."""
-    rules.check_options("explain", options, (*rules.OPTIONS, *NO_PLAN))
-    options = {name: value for name, value in options.items() if name not in NO_PLAN}
+    """`cupyflash.explain`; see there. NO_PLAN are let through."""
+    rules.check_options("explain", given, NO_PLAN)
     k = q if k is None else k
-    given = {"q": q, "k": k, "v": k if v is None else v, "key_mask": key_mask}
-    views: dict[str, Any] = {name: as_view(name, x, dtype, arch) for name, x in given.items() if x is not None}
+    arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in _OPTIONAL}}
+    views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
+    options = {name: given[name] for name in rules.complete({}) if name in given}
     problem = rules.describe(**views, **options)
     device = views["q"].device
     if device == "cpu" and arch is None:
@@ -136,24 +137,24 @@ def _on_gpu(
     arch_name: str | None,
     ordinal: int,
 ) -> Explanation:
+    from . import tuned
     from .gpu.device import Arch, current
     from .gpu.plan import plan
-    from .gpu.strides import contiguous
 
     arch = current(ordinal) if arch_name is None else Arch.of(arch_name)
     flops, moved = problem.flops(backward), bytes_moved(problem, backward)
     if problem.empty:
         note = "nothing to compute: the results are filled with zeros"
         return Explanation(problem, backward, arch.name, "none", {}, (), flops, moved, {}, (), (), (note,))
-    chosen = plan(problem, arch, backward, family)
+    tiles = tuned.tiles(problem, arch, backward) if arch_name is None else {}
+    chosen = plan(problem, arch, backward, family, tiles)
     resources, notes = _compiled(chosen)
     if arch_name is None:
         notes += _tuning(problem, arch, backward, chosen.family)
     if backward:  # as a caller would make them
         shape = rules.out_shape(views["q"].shape, problem)
-        views = views | {
-            name: views["q"]._replace(shape=shape, strides=contiguous(shape), ptr=0) for name in ("dout", "out")
-        }
+        made = views["q"]._replace(shape=shape, strides=rules.contiguous(shape), ptr=0)
+        views = views | {"dout": made, "out": made}
     kernels = []
     for launch in chosen.launches:
         found = resources.get(launch.name)
@@ -167,18 +168,17 @@ def _on_gpu(
         )  # fmt: skip
     return Explanation(
         problem, backward, arch.name, chosen.family, dict(chosen.constants), tuple(kernels), flops, moved,
-        {space.name: space.nbytes for space in chosen.workspace}, _copies(views, chosen), chosen.passed_over,
+        {space.name: space.nbytes for space in chosen.workspace}, _copies(problem, views, chosen), chosen.passed_over,
         notes,
     )  # fmt: skip
 
 
 def _compiled(chosen: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Resources of a plan's kernels by name, compiled through the cache; none of them and a note without NVRTC."""
-    from .gpu.compiler import compile_source
-    from .gpu.source import generate
+    from .gpu.programs import program
 
     try:
-        return compile_source(generate(chosen), chosen.arch).resources, ()
+        return program(chosen).resources, ()
     except ImportError as error:
         return {}, (f"registers and shared memory are unknown: {error}",)
 
@@ -187,44 +187,48 @@ def _tuning(problem: AttentionProblem, arch: Any, backward: bool, family: str) -
     """Where the tiles come from, if not from the table; why the stored ones are not used, if they are not."""
     from . import tuned
 
-    key = tuned.entry(problem, arch.name, arch.sms, family, backward).key
-    own = [x for x in arch.tuned if x.key == key]
+    found = tuned.find(problem, arch, backward)
+    own = [found[family]] if family in found else []
     said = [f"tiles tuned on {x.date}: {x.ms:.3g} ms, the table's took {x.table_ms:.3g} ms" for x in own]
     return (*said, *filter(None, [tuned.stored().note]))
 
 
-def _copies(views: dict[str, View], chosen: Any) -> tuple[str, ...]:
+def _copies(problem: AttentionProblem, views: dict[str, View], chosen: Any) -> tuple[str, ...]:
     from .gpu.strides import needs_copy
 
     copies = []
     for name, view in views.items():
-        if name == "key_mask":
-            continue
-        why = needs_copy(view, chosen.alignment, bool(chosen.maps))
-        if why is None and chosen.alignment == 16 and view.ptr % 16:
-            why = "it does not start at a 16-byte boundary"
+        row = _OPTIONAL.get(name)
+        if row is not None:
+            source = row.to_copy(view, problem, len(views["q"].shape))
+            why = None if source is None else f"its last dimension has stride {source.strides[-1]}, not 1"
+        else:
+            why = needs_copy(view, chosen.alignment, bool(chosen.maps))
+            if why is None and chosen.alignment == 16 and view.ptr % 16:
+                why = "it does not start at a 16-byte boundary"
         if why is not None:
             copies.append(f"{name}, because {why}")
     return tuple(copies)
 
 
 def as_view(name: str, x: Any, dtype: str | None, arch: str | None) -> View:
-    from .gpu.strides import contiguous
-
+    """The view of an array, or of one that has the shape x."""
     if not isinstance(x, (tuple, list)):
-        lib, (x,) = interop.adopt(interop.library(name, x), **{name: x})
-        return lib.view(x)
+        lib = interop.library(name, x)
+        adapter, arrays, _ = interop.adopt(lib, {name: x}, {})
+        return adapter.view(arrays[name])
     try:
         shape = tuple(operator.index(n) for n in x)
     except TypeError:
         raise TypeError(f"{name} is {x!r}; it must be an array or a shape, a tuple of integers") from None
     if any(n < 0 for n in shape):
         raise ValueError(f"{name} has shape {shape}; its lengths must be 0 or more")
-    if name == "key_mask":
-        dtype = "bool"
+    if name in _OPTIONAL and _OPTIONAL[name].dtypes[0] != "q":
+        dtype = _OPTIONAL[name].dtypes[0]
     elif dtype is None:
         raise TypeError(f"{name} is a shape, {shape}; dtype must be given with it, as in dtype='bfloat16'")
-    return View(shape, contiguous(shape), dtype, "cuda:0" if arch is not None or _gpu_at_hand() else "cpu", "shape")
+    where = "cuda:0" if arch is not None or _gpu_at_hand() else "cpu"
+    return View(shape, rules.contiguous(shape), dtype, where, "shape")
 
 
 def _gpu_at_hand() -> bool:
@@ -244,7 +248,8 @@ def bytes_moved(problem: AttentionProblem, backward: bool) -> int:
     q, o = rows * p.dim, rows * p.dim_v
     k, v = (p.batch * p.seq_k * p.heads_k * d for d in (p.dim, p.dim_v))
     elements = 2 * (q + k + v + o) if backward else q + k + v + o
-    return elements * ITEMSIZE[p.dtype] + rows * ITEMSIZE[p.lse_dtype] + p.batch * p.seq_k * p.key_mask
+    optional = sum(math.prod(_OPTIONAL[name].shape(p)) * ITEMSIZE[dtype] for name, dtype in p.given)
+    return elements * ITEMSIZE[p.dtype] + rows * ITEMSIZE[p.lse_dtype] + optional
 
 
 def _mask(p: AttentionProblem) -> str:
@@ -252,8 +257,7 @@ def _mask(p: AttentionProblem) -> str:
     left, right = ("all" if n is None else n for n in (p.left, p.right))
     if p.left is not None or (p.right is not None and p.causal is None):
         parts.append(f"window ({left} keys to the left, {right} to the right)")
-    if p.key_mask:
-        parts.append("key mask")
+    parts += [_OPTIONAL[name].label for name, _ in p.given]
     share = p.visible / max(1, p.seq_q * p.seq_k)
     return f"{', '.join(parts) or 'none'}: {share:.1%} of the scores are computed"
 

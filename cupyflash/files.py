@@ -1,66 +1,159 @@
-"""Arrays in files, for people who have files: .npy, .npz and .safetensors."""
+"""Arrays in files, for people who have files: .npy, .npz and .safetensors.
+
+A file may come from anywhere, so nothing in it is believed: no pickle is loaded, only what is asked for is read, and a
+header that promises more than its file can hold is refused before memory is taken for it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
+from numpy.lib import format as npy
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
+BFLOAT16 = np.dtype("V2")  # as NumPy writes it: two bytes of no type
+DEFLATE = 1032  # bytes that one byte of a compressed .npz can become at most
 
 
 def suffix(path: Path) -> str:
     """The format of a file by its name; ValueError for one that is not known."""
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path} ends in {path.suffix or 'no suffix'!r}; it must end in {', '.join(SUFFIXES)}")
+        kind = f"ends in {path.suffix!r}" if path.suffix else "is a folder" if path.is_dir() else "has no suffix"
+        raise ValueError(f"{path} {kind}; it must be a file that ends in {', '.join(SUFFIXES)}")
     return path.suffix
 
 
-def read(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file by name; the one of an .npy file has the file's stem as its name.
+def names(path: Path) -> list[str]:
+    """The names of the arrays in a file, none of which is read; that of an .npy file is the file's stem.
 
-    .npy and .npz hold bfloat16 as two bytes of no type ("V2"): those are read as bfloat16. ValueError names a file that
-    is not what its suffix says; OSError where it cannot be opened.
+    ValueError names a file that is not what its suffix says; OSError where it cannot be opened.
     """
-    kind = suffix(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist" if not path.exists() else f"{path} is not a file")
-    if kind == ".safetensors":
-        import safetensors
-        import safetensors.numpy
-
-        try:
-            return safetensors.numpy.load_file(path)
-        except (safetensors.SafetensorError, AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} cannot be read as .safetensors: {error}") from error
-    try:
+    with _opened(path) as (kind, file):
         if kind == ".npy":
-            return {path.stem: _typed(np.load(path, mmap_mode="r", allow_pickle=False))}
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: _typed(archive[name]) for name in archive.files}
-    except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} cannot be read as {kind}: {error}") from error
+            return [path.stem]
+        if kind == ".npz":
+            with zipfile.ZipFile(file) as archive:
+                return [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
+        with _safetensors(path) as held:
+            return list(held.keys())
+
+
+def read(path: Path, wanted: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    """Arrays of a file by name: those wanted that it has, or all. Errors are those of `names`.
+
+    .npy and .npz hold bfloat16 as two bytes of no type ("V2"): those are read as bfloat16.
+    """
+    chosen = [name for name in names(path) if wanted is None or name in wanted]
+    with _opened(path) as (kind, file):
+        if kind == ".safetensors":
+            return _read_safetensors(path, chosen)
+        size = os.fstat(file.fileno()).st_size
+        if kind == ".npy":
+            _header(file, size)  # refuses what NumPy would not
+            file.close()
+            return {name: _typed(np.load(path, mmap_mode="r", allow_pickle=False)) for name in chosen}
+        with zipfile.ZipFile(file) as archive:
+            return {name: _typed(_member(archive, f"{name}.npy", size)) for name in chosen}
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays by name in the format that the path's suffix names; .npy holds exactly one."""
+    """Write arrays by name in the format that the path's suffix names; .npy holds exactly one.
+
+    The file is there whole or not at all: one that it replaces is lost only when the new one is complete.
+    """
     kind = suffix(path)
     whole: dict[str, Any] = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-    if kind == ".npy":
-        if len(whole) != 1:
-            raise ValueError(f"{path} holds one array, not {', '.join(whole)}; write .npz or .safetensors")
-        np.save(path, next(iter(whole.values())))
-    elif kind == ".npz":
-        np.savez(path, **whole)
-    else:
-        import safetensors.numpy
+    if kind == ".npy" and len(whole) != 1:
+        raise ValueError(f"{path} holds one array, not {', '.join(whole)}; write .npz or .safetensors")
+    target = path.resolve()  # of a link, the file that it leads to
+    partial = target.with_name(f".{target.stem}.{os.getpid()}{kind}")
+    try:
+        if kind == ".safetensors":
+            import safetensors.numpy
 
-        safetensors.numpy.save_file(whole, path)
+            safetensors.numpy.save_file(whole, partial)
+        else:
+            with open(partial, "xb") as file:
+                if kind == ".npy":
+                    np.save(file, next(iter(whole.values())))
+                else:
+                    np.savez(file, **whole)
+        os.replace(partial, target)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
+    """(format, open file). Whatever a parser makes of its content is a ValueError that names it."""
+    kind = suffix(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist" if not path.exists() else f"{path} is not a file")
+    with open(path, "rb") as file:
+        try:
+            yield kind, file
+        except ImportError:
+            raise  # of safetensors: the command line says how to get it
+        except MemoryError:
+            raise ValueError(f"{path} cannot be read as {kind}: there is not enough memory for its arrays") from None
+        except Exception as error:  # hostile files make NumPy, zlib and safetensors raise a dozen kinds
+            raise ValueError(f"{path} cannot be read as {kind}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _header(file: IO[bytes], size: int) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, order and dtype of an array in the .npy format, of which `size` bytes are there, header and all."""
+    version = npy.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"it has version {version} of the format, which is not one of plain arrays")
+    try:
+        shape, fortran, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(file)
+    except ValueError as error:
+        if "allow_pickle" in str(error):  # advice for who calls NumPy
+            raise ValueError("its header is longer than that of any plain array") from None
+        raise
+    if dtype.kind not in "biufc" and dtype != BFLOAT16:
+        raise ValueError(f"it holds elements of type {dtype}, not numbers")
+    if any(isinstance(n, bool) or n < 0 for n in shape):
+        raise ValueError(f"its header says shape {shape}")
+    if math.prod(shape) * dtype.itemsize > size - file.tell():
+        raise ValueError(f"its header says shape {shape} of {dtype}, more than the {size} bytes that are there")
+    return shape, fortran, dtype
+
+
+def _member(archive: zipfile.ZipFile, name: str, size: int) -> np.ndarray:
+    """One array of an .npz file of `size` bytes."""
+    info = archive.getinfo(name)
+    if info.compress_size > size or info.file_size > DEFLATE * info.compress_size + 64:
+        raise ValueError(f"{name} says it has {info.file_size} bytes, more than can be in a file of {size}")
+    with archive.open(info) as member:
+        shape, fortran, dtype = _header(member, info.file_size)
+        data = member.read(math.prod(shape) * dtype.itemsize)
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
+
+
+def _safetensors(path: Path) -> Any:
+    import safetensors
+
+    return safetensors.safe_open(path, framework="numpy")
+
+
+def _read_safetensors(path: Path, chosen: Sequence[str]) -> dict[str, np.ndarray]:
+    with _safetensors(path) as held:
+        return {name: held.get_tensor(name) for name in chosen}
 
 
 def _typed(x: np.ndarray) -> np.ndarray:
-    return x.view(ml_dtypes.bfloat16) if x.dtype == np.dtype("V2") else x
+    return x.view(ml_dtypes.bfloat16) if x.dtype == BFLOAT16 else x

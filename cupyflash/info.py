@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib import metadata
 
@@ -16,11 +17,19 @@ PACKAGES = {  # what it is called here: distributions that may hold it
     "JAX": ("jax",),
 }
 
+SETTINGS = {  # environment variables, and what each does
+    "CUPYFLASH_CACHE_DIR": "the folder of compiled kernels",
+    "CUPYFLASH_CONFIG_DIR": "the folder of what `cupyflash tune` found",
+    "CUPYFLASH_DUMP": "a folder to write source, PTX, cubin and resources of every program to that a process uses",
+    "CUPYFLASH_LINEINFO": "1: programs carry line numbers, so that Nsight Compute shows our lines",
+    "CUPYFLASH_TRACEBACK": "1: the command line shows where an error came from",
+}
+
 
 def facts() -> list[tuple[str, str]]:
     """(what, value) pairs; where something is missing the value says what to install or do."""
     from .bench.machine import driver
-    from .gpu.compiler import cache_info
+    from .gpu.cache import cache_info
     from .gpu.source import kernels_folder, sources_digest
 
     cache = cache_info()
@@ -30,8 +39,9 @@ def facts() -> list[tuple[str, str]]:
         ("driver", driver() or "unknown: nvidia-smi is not there"),
         ("NVRTC", _nvrtc()),
         *[(name, _version(distributions)) for name, distributions in PACKAGES.items()],
-        ("cache", f"{cache.path}: {cache.entries} programs, {cache.bytes / 2**20:.1f} MiB"),
+        ("cache", f"{cache.path}: {cache.note or f'{cache.entries} programs, {cache.bytes / 2**20:.1f} MiB'}"),
         ("tuning", _tuning()),
+        *[(name, os.environ.get(name) or f"not set ({what})") for name, what in SETTINGS.items()],
         ("kernels", f"{kernels_folder()}, SHA-256 {sources_digest()[:16]}"),
     ]
 

@@ -6,17 +6,25 @@ import functools
 import importlib
 from typing import Any
 
+import numpy as np
+
 from . import interop
+from .interop.protocol import Library
 from .problem import FLOATS, LAYOUTS
 
 Array = Any
-NAMESPACES = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax.numpy"}
+_NAMESPACES = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax.numpy"}
 
 
 def merge(outs: Any, lses: Any, *, layout: str = "bshd") -> tuple[Array, Array]:
     """out = Σ outᵢ · exp(lseᵢ - lse) and lse = log Σ exp(lseᵢ); see `cupyflash.merge`."""
     lib, outs, lses = _checked(outs, lses, layout)
-    xp = importlib.import_module(NAMESPACES[lib.kind])
+    xp = importlib.import_module(_NAMESPACES[lib.kind])
+    with np.errstate(all="ignore"):  # an lse of +inf gives NaN, as IEEE says
+        return _merged(xp, outs, lses, layout)
+
+
+def _merged(xp: Any, outs: list[Array], lses: list[Array], layout: str) -> tuple[Array, Array]:
     top = functools.reduce(xp.maximum, lses)
     top = xp.where(top == -xp.inf, xp.zeros_like(top), top)  # a row that no part saw must not compute inf - inf
     weights = [xp.exp(lse - top) for lse in lses]
@@ -24,22 +32,22 @@ def merge(outs: Any, lses: Any, *, layout: str = "bshd") -> tuple[Array, Array]:
     unseen = total == 0
     total = xp.where(unseen, xp.ones_like(total), total)
     lse = xp.where(unseen, xp.full_like(total, -xp.inf), top + xp.log(total))
-    parts = [cast(out, total.dtype) * over_out(weight / total, layout) for out, weight in zip(outs, weights)]
-    return cast(sum(parts[1:], start=parts[0]), outs[0].dtype), lse
+    parts = [_cast(out, total.dtype) * _over_out(weight / total, layout) for out, weight in zip(outs, weights)]
+    return _cast(sum(parts[1:], start=parts[0]), outs[0].dtype), lse
 
 
-def cast(x: Array, dtype: Any) -> Array:
+def _cast(x: Array, dtype: Any) -> Array:
     return x.to(dtype) if hasattr(x, "to") else x.astype(dtype)  # PyTorch's name for it
 
 
-def over_out(weight: Array, layout: str) -> Array:
+def _over_out(weight: Array, layout: str) -> Array:
     """A weight for each row, shaped like lse (.., H, S), so that it broadcasts over out."""
     if layout == "bshd" and weight.ndim > 1:
         weight = weight.swapaxes(-1, -2)
     return weight[..., None]
 
 
-def _checked(outs: Any, lses: Any, layout: str) -> tuple[Any, list[Array], list[Array]]:
+def _checked(outs: Any, lses: Any, layout: str) -> tuple[Library, list[Array], list[Array]]:
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
     for name, parts in (("outs", outs), ("lses", lses)):
@@ -59,9 +67,8 @@ def _checked(outs: Any, lses: Any, layout: str) -> tuple[Any, list[Array], list[
             raise TypeError(
                 f"{name} is a {kind} array but outs[0] is a {lib.kind} array; all must come from one library"
             )
-    # JAX arrays stay what they are: only kernels need them lent.
-    arrays = list(named.values()) if lib.kind == "jax" else interop.adopt(lib, **named)[1]
-    views = dict(zip(named, map(lib.view, arrays)))
+    arrays = interop.adopted(lib, named)
+    views = {name: lib.view(x) for name, x in arrays.items()}
     first = views["outs[0]"]
     if first.dtype not in FLOATS:
         raise TypeError(f"outs[0] has dtype {first.dtype}; it must be one of {', '.join(FLOATS)}")
@@ -80,9 +87,10 @@ def _checked(outs: Any, lses: Any, layout: str) -> tuple[Any, list[Array], list[
             raise ValueError(
                 f"{name} has shape {view.shape}; it must be {shape}, since outs[0] has shape {first.shape}"
             )
-        if view.device != first.device:
+        if view.device != first.device and view.device and first.device:  # traced JAX arrays have none yet
             raise ValueError(f"{name} is on {view.device} but outs[0] is on {first.device}; all must be on one device")
-    return lib, arrays[: len(outs)], arrays[len(outs) :]
+    parts = list(arrays.values())
+    return lib, parts[: len(outs)], parts[len(outs) :]
 
 
 def _rows(out_shape: tuple[int, ...], layout: str) -> tuple[int, ...]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
-from .gpu.compiler import Compiled, compile_source
+from .gpu import compiler
+from .gpu.compiler import Compiled
 from .gpu.device import Arch
 from .gpu.plan import KernelPlan, plan
+from .gpu.programs import program
 from .gpu.source import generate
-from .gpu.strides import contiguous
-from .problem import AttentionProblem, View, describe
+from .problem import ARRAYS, AttentionProblem, View, contiguous, describe, whole
 
 HEAD_DIMS = {"float16": (64, 128, 256), "bfloat16": (64, 128, 256), "float32": (64, 128), "float64": (64, 128)}
 _LENGTHS, _HEADS = (1024, 8192), 16  # no kernel is compiled for a length or a number of heads, but tiles may differ
@@ -43,25 +45,24 @@ def jobs(
     archs: Sequence[str],
     dtypes: Sequence[str] = tuple(HEAD_DIMS),
     head_dims: Sequence[int] = (),
-    causal: Sequence[bool] = (False, True),
+    causal: Sequence[bool | str] = (False, True),
     backward: Sequence[bool] = (False, True),
-    window: tuple[int | None, int | None] | None = None,
-    key_mask: bool = False,
-    deterministic: bool = False,
+    arrays: Collection[str] = (),
     family: str | None = None,
+    **options: Any,
 ) -> list[Job]:
     """Every combination of what is given, each source once. head_dims default to the usual ones of each dtype.
 
-    ValueError for an architecture, dtype, head dimension or family that is not known.
+    `arrays` names the optional arrays that the kernels take, `options` are those of every call. ValueError for an
+    architecture, dtype, head dimension or family that is not known.
     """
     found: dict[tuple[str, str], Job] = {}
     for arch, dtype in product(archs, dtypes):
         for dim, banded, back, length in product(head_dims or HEAD_DIMS.get(dtype, (64,)), causal, backward, _LENGTHS):
             x = _view((1, length, _HEADS, dim), dtype)
-            mask = _view((1, length), "bool") if key_mask else None
-            problem = describe(
-                x, x, x, causal=banded, window=window, key_mask=mask, deterministic=deterministic and back
-            )
+            plain = describe(x, x, x)
+            given = {rule.name: whole(rule, plain, x) for rule in ARRAYS if rule.name in arrays}
+            problem = describe(x, x, x, causal=banded, **given, **options)
             job = Job(problem, back, plan(problem, Arch.of(arch), back, family))
             found.setdefault((job.plan.arch, generate(job.plan)), job)
     return list(found.values())
@@ -85,15 +86,15 @@ def compile_all(work: Sequence[Job]) -> Iterator[Done]:
 
 def kept(result: Done) -> bool:
     """Whether the disk cache has what was compiled, so that another process need not compile it again."""
-    compile_source.cache_clear()
-    return compile_source(generate(result.job.plan), result.job.plan.arch).cached
+    compiler.compile_source.cache_clear()
+    return program(result.job.plan).cached
 
 
 def _compile(job: Job) -> Done:
     start = time.perf_counter()
     compiled, error = None, None
     try:
-        compiled = compile_source(generate(job.plan), job.plan.arch)
+        compiled = program(job.plan)
     except RuntimeError as refused:  # CompileError: tell of it with the others' results
         error = refused
     return Done(job, time.perf_counter() - start, compiled, error)

@@ -2,21 +2,26 @@
 
 Nothing here touches an array: callers describe their arrays as `View`s, and get back a frozen, hashable
 `AttentionProblem` or a `TypeError` / `ValueError` that names the argument, what it is and what it must be.
+
+`OPTIONS` and `ARRAYS` are the tables of what a call may be given beside q, k and v. The public functions, their backends,
+PyTorch, JAX, `explain`, `tune`, `precompile` and the command line go over them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import numbers
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
 LAYOUTS = ("bshd", "bhsd")
-OPTIONS = ("causal", "window", "scale", "layout", "deterministic")  # that change a problem
 CAUSALS = {False: None, True: "bottom_right", "bottom_right": "bottom_right", "top_left": "top_left"}
+AXES = ("batch", "head", "query", "key")  # of arrays over pairs
 
 
 class View(NamedTuple):
@@ -28,6 +33,154 @@ class View(NamedTuple):
     device: str
     kind: str  # the array library: "numpy", "cupy", "torch", "jax"
     ptr: int = 0
+
+
+class Gradients(NamedTuple):
+    """What `attention_backward` returns: each shaped and typed like its input."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+# ---- the tables -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OptionRule:
+    """A scalar option of a call: a row of OPTIONS. What `check` returns is the problem's field of the same name, if any."""
+
+    name: str
+    default: Any
+    help: str
+    check: Callable[[Any], Any]  # the value as the problem has it; TypeError or ValueError
+    backward: bool = False  # changes nothing but the gradients
+
+
+@dataclass(frozen=True)
+class ArrayRule:
+    """An optional input array of a call: a row of ARRAYS. An axis of length 1 stands for every one of the problem's.
+
+    Arrays that have no batch axis, or no heads, have none here either.
+    """
+
+    name: str
+    axes: tuple[str, ...]  # of AXES, in its order
+    dtypes: tuple[str, ...]  # "q" is the dtype of q
+    label: str  # in a sentence
+    entry: str  # what one element says
+    gradient: bool = False  # whether attention_backward gives one
+    rows: bool = True  # the kernels read it along the last axis, which must have stride 1
+
+    def shape(self, problem: AttentionProblem, rank: int = 4) -> tuple[int, ...]:
+        """Its shape where q has `rank` dimensions."""
+        missing = AXES[: 4 - rank]
+        return tuple(problem.extent(axis) for axis in self.axes if axis not in missing)
+
+    def strides(self, view: View, problem: AttentionProblem, rank: int = 4) -> tuple[int, int, int, int]:
+        """Element strides of (batch, head, query, key) of an array given for it; 0 along an axis that it has not."""
+        missing = AXES[: 4 - rank]
+        own = zip((axis for axis in self.axes if axis not in missing), view.shape, view.strides)
+        strides = {axis: stride for axis, length, stride in own if length != 1 or problem.extent(axis) == 1}
+        return tuple(strides.get(axis, 0) for axis in AXES)  # type: ignore[return-value]
+
+    def to_copy(self, view: View, problem: AttentionProblem, rank: int = 4) -> View | None:
+        """Its last axis in full, where that has another stride than 1 and kernels read rows of it; else None."""
+        axis = self.axes[-1]
+        length, stride = problem.extent(axis), self.strides(view, problem, rank)[AXES.index(axis)]
+        if not self.rows or not view.shape or length <= 1 or stride == 1:
+            return None
+        return view._replace(shape=(*view.shape[:-1], length), strides=(*view.strides[:-1], stride))
+
+
+def _check_causal(causal: Any) -> str | None:
+    try:
+        return CAUSALS[causal]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"causal is {causal!r}; it must be False, True, 'bottom_right' or 'top_left'") from None
+
+
+def _check_window(window: Any) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(
+            f"window is {window!r}; it must be None or a pair (left, right) of key counts, None = unbounded"
+        )
+    bounds: list[int | None] = []
+    for side, n in zip(("left", "right"), window):
+        if n is not None:
+            try:
+                if isinstance(n, bool):
+                    raise TypeError
+                n = operator.index(n)
+            except TypeError:
+                raise TypeError(f"window's {side} bound is {n!r}; it must be an integer or None") from None
+            if n < 0:
+                raise ValueError(f"window's {side} bound is {n}; it must be 0 or more keys, or None for unbounded")
+        bounds.append(n)
+    return bounds[0], bounds[1]
+
+
+def _check_scale(scale: Any) -> float | None:
+    if scale is None:
+        return None
+    plain = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
+    if not plain and (not hasattr(scale, "__float__") or getattr(scale, "shape", None) != () or _odd(scale)):
+        raise TypeError(f"scale is {scale!r}; it must be a real number or None")
+    try:
+        value = float(scale)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise ValueError(f"scale is {value}; it must be finite")
+    return value
+
+
+def _odd(scalar: Any) -> bool:
+    """Whether an array of no dimensions holds no real number, or one that a gradient is expected for."""
+    kind = str(getattr(scalar, "dtype", ""))
+    return "complex" in kind or "bool" in kind or getattr(scalar, "requires_grad", False)
+
+
+def _check_layout(layout: Any) -> str:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
+    return layout
+
+
+def _check_deterministic(deterministic: Any) -> bool:
+    if type(deterministic).__name__ not in ("bool", "bool_"):  # NumPy's too
+        raise TypeError(f"deterministic is {deterministic!r}; it must be True or False")
+    return bool(deterministic)
+
+
+OPTIONS = (
+    OptionRule("causal", False, "No query sees keys to the right of its diagonal.", _check_causal),
+    OptionRule("window", None, "(left, right): keys that a query sees beside its diagonal.", _check_window),
+    OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", _check_scale),
+    OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", _check_layout),
+    OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),
+)
+ARRAYS = (
+    ArrayRule("key_mask", ("batch", "key"), ("bool",), "key mask", "True: the key may be attended"),
+)  # fmt: skip
+
+
+def check_options(function: str, names: Iterable[str], also: tuple[str, ...] = ()) -> None:
+    """What Python says of a keyword argument that a function does not have, for one that hands its options on."""
+    known = (*(row.name for row in OPTIONS), *(row.name for row in ARRAYS), *also)
+    for name in names:
+        if name not in known:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def complete(options: dict[str, Any]) -> dict[str, Any]:
+    """Every option, in the order of OPTIONS: what is given, and the default of what is not."""
+    return {row.name: options.get(row.name, row.default) for row in OPTIONS}
+
+
+# ---- the problem ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -43,21 +196,25 @@ class AttentionProblem:
     dim: int
     dim_v: int
     scale: float
-    causal: str | None = None  # None, "bottom_right", "top_left"
+    causal: str | None = None  # None, "bottom_right", "top_left": said already by diagonal and right
+    diagonal: int = 0  # query i stands on key i + diagonal
     left: int | None = None  # keys visible to the left of the diagonal, None = all
     right: int | None = None  # keys visible to the right of it, None = all; causal means 0
-    key_mask: bool = False
     deterministic: bool = False
+    given: tuple[tuple[str, str], ...] = ()  # (name, dtype) of each optional array, in the order of ARRAYS
+
+    def has(self, name: str) -> bool:
+        """Whether the optional array `name` is given."""
+        return any(name == given for given, _ in self.given)
+
+    def extent(self, axis: str) -> int:
+        """Length of one of AXES."""
+        return {"batch": self.batch, "head": self.heads_q, "query": self.seq_q, "key": self.seq_k}[axis]
 
     @property
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.heads_q // self.heads_k
-
-    @property
-    def diagonal(self) -> int:
-        """Query i stands on key i + diagonal."""
-        return 0 if self.causal == "top_left" else self.seq_k - self.seq_q
 
     @property
     def lse_dtype(self) -> str:
@@ -87,21 +244,14 @@ class AttentionProblem:
         return 2 * pairs * (self.dim + self.dim_v)
 
 
-def describe(
-    q: View,
-    k: View,
-    v: View,
-    *,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    key_mask: View | None = None,
-    layout: str = "bshd",
-    deterministic: bool = False,
-) -> AttentionProblem:
-    """Check q, k, v and the options against the contract and return the problem they state."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
+def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
+    """Check q, k, v and what else is given, and return the problem that they state.
+
+    `given` holds options (OPTIONS) as they are and optional arrays (ARRAYS) as `View`s or None, by name.
+    """
+    check_options("describe", given)
+    options = {row.name: row.check(given.get(row.name, row.default)) for row in OPTIONS}
+    layout, (left, right) = options.pop("layout"), options.pop("window")
     named = {"q": q, "k": k, "v": v}
     for name, x in named.items():
         if x.dtype not in FLOATS:
@@ -132,47 +282,87 @@ def describe(
     if (hk == 0) != (hq == 0) or (hk and hq % hk):
         raise ValueError(f"q has {hq} heads and k has {hk}; the heads of q must be a multiple of those of k")
 
-    try:
-        causal_kind = CAUSALS[causal]
-    except (KeyError, TypeError):
-        raise ValueError(f"causal is {causal!r}; it must be False, True, 'bottom_right' or 'top_left'") from None
-    diagonal = 0 if causal_kind == "top_left" else sk - sq
-    left, right = _window(window)
-    if causal_kind is not None:
+    diagonal = 0 if options["causal"] == "top_left" else sk - sq
+    if options["causal"] is not None:
         right = 0 if right is None else min(right, 0)
     # A bound that hides nothing is no bound: fewer kernels to compile, fewer instructions in them.
     if left is not None and left >= max(0, sq - 1 + diagonal):
         left = None
     if right is not None and right >= max(0, sk - 1 - diagonal):
         right = None
-
-    if scale is None:
-        scale = 1.0 / math.sqrt(d) if d else 1.0
-    elif isinstance(scale, (bool, str)) or not hasattr(scale, "__float__"):
-        raise TypeError(f"scale is {scale!r}; it must be a real number or None")
-    scale = float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; it must be finite")
-
-    if key_mask is not None:
-        if key_mask.dtype != "bool":
-            raise TypeError(f"key_mask has dtype {key_mask.dtype}; it must be bool (True: the key may be attended)")
-        want = (batch, sk) if len(q.shape) == 4 else (sk,)
-        if key_mask.shape != want:
-            raise ValueError(f"key_mask has shape {key_mask.shape}; it must be {want}, one entry for each key")
-        _same("key_mask", key_mask, "q", q, dtype=False)
-
-    return AttentionProblem(
-        dtype=q.dtype, batch=batch, seq_q=sq, seq_k=sk, heads_q=hq, heads_k=hk, dim=d, dim_v=dv, scale=scale,
-        causal=causal_kind, left=left, right=right, key_mask=key_mask is not None, deterministic=bool(deterministic),
+    options["scale"] = _scale_for(q.dtype, d, options["scale"])
+    problem = AttentionProblem(
+        dtype=q.dtype, batch=batch, seq_q=sq, seq_k=sk, heads_q=hq, heads_k=hk, dim=d, dim_v=dv, diagonal=diagonal,
+        left=left, right=right, given=tuple((row.name, given[row.name].dtype) for row in _arrays_in(given)), **options,
     )  # fmt: skip
+    for row in _arrays_in(given):
+        _check_array(row, given[row.name], problem, q)
+    return problem
 
 
-def check_options(function: str, names: Iterable[str], known: tuple[str, ...] = OPTIONS) -> None:
-    """What Python says of a keyword argument that a function does not have, for one that hands its options on."""
-    for name in names:
-        if name not in known:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+def _arrays_in(given: dict[str, Any]) -> list[ArrayRule]:
+    return [row for row in ARRAYS if given.get(row.name) is not None]
+
+
+def _check_array(row: ArrayRule, x: View, problem: AttentionProblem, q: View) -> None:
+    dtypes = [q.dtype if dtype == "q" else dtype for dtype in row.dtypes]
+    if x.dtype not in dtypes:
+        raise TypeError(f"{row.name} has dtype {x.dtype}; it must be {' or '.join(dtypes)} ({row.entry})")
+    want = row.shape(problem, len(q.shape))
+    if len(x.shape) != len(want) or any(n not in (1, whole) for n, whole in zip(x.shape, want)):
+        raise ValueError(
+            f"{row.name} has shape {x.shape}; it must be {want}, ({', '.join(row.axes[-len(want) :])}), where a length "
+            f"of 1 stands for all ({row.entry})"
+        )
+    _same(row.name, x, "q", q, dtype=False)
+
+
+def _scale_for(dtype: str, dim: int, scale: float | None) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(dim) if dim else 1.0
+    largest = 1e290 if dtype == "float64" else 1e30  # what scores are computed in takes it, and its inverse
+    if scale and not 1 / largest <= abs(scale) <= largest:
+        raise ValueError(
+            f"scale is {scale}; for {dtype} inputs its size must be from {1 / largest:.0e} to {largest:.0e}, or 0"
+        )
+    return scale
+
+
+def state(
+    views: dict[str, View], targets: dict[str, View], options: dict[str, Any], backward: bool
+) -> tuple[AttentionProblem, dict[str, tuple[int, ...]]]:
+    """Check a whole call: the problem, and the shapes of its results by name (out; dq, dk, dv).
+
+    `views` are q, k, v, the optional arrays that are given and, in the backward, dout, out, lse and perhaps dlse; `targets`
+    what results are to be written to, where that is given.
+    """
+    q, k, v = (views[name] for name in "qkv")
+    problem = describe(q, k, v, **options, **{row.name: views.get(row.name) for row in ARRAYS})
+    if not backward:
+        problem = replace(problem, **{row.name: row.default for row in OPTIONS if row.backward})
+    out, lse = out_shape(q.shape, problem), lse_shape(len(q.shape), problem)
+    if backward:
+        check_like("dout", views["dout"], out, problem.dtype, q)
+        check_like("out", views["out"], out, problem.dtype, q)
+        check_like("lse", views["lse"], lse, problem.lse_dtype, q)
+        if "dlse" in views:
+            check_like("dlse", views["dlse"], lse, problem.lse_dtype, q)
+    results = {f"d{name}": views[name].shape for name in "qkv"} if backward else {"out": out}
+    for name, target in targets.items():
+        check_like(target_name(name), target, results[name], problem.dtype, q)
+    return problem, results
+
+
+@functools.cache
+def target_name(name: str) -> str:
+    """What a user gave to have the result `name` written to."""
+    return name if name == "out" else f"grads: {name}"
+
+
+def whole(row: ArrayRule, problem: AttentionProblem, q: View) -> View:
+    """An array given for a row of ARRAYS, in full and contiguous, where there are shapes and no arrays."""
+    shape, dtype = row.shape(problem, len(q.shape)), row.dtypes[0]
+    return View(shape, contiguous(shape), q.dtype if dtype == "q" else dtype, q.device, q.kind)
 
 
 def check_like(name: str, x: View, shape: tuple[int, ...], dtype: str, like: View) -> None:
@@ -204,6 +394,14 @@ def to_bshd(quad: tuple[int, ...], layout: str, fill: int = 1) -> tuple[int, int
     return (b, x, y, d) if layout == "bshd" else (b, y, x, d)
 
 
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Element strides of a contiguous array."""
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * max(extent, 1))
+    return tuple(reversed(strides))
+
+
 def _same(name: str, x: View, other: str, like: View, dtype: bool = True) -> None:
     if x.kind != like.kind:
         raise TypeError(
@@ -213,21 +411,3 @@ def _same(name: str, x: View, other: str, like: View, dtype: bool = True) -> Non
         raise TypeError(f"{name} has dtype {x.dtype} but {other} has {like.dtype}; all arrays must have one dtype")
     if x.device != like.device:
         raise ValueError(f"{name} is on {x.device} but {other} is on {like.device}; all arrays must be on one device")
-
-
-def _window(window: object) -> tuple[int | None, int | None]:
-    if window is None:
-        return None, None
-    if isinstance(window, (str, bytes)) or not hasattr(window, "__len__") or len(window) != 2:  # type: ignore[arg-type]
-        raise ValueError(f"window is {window!r}; it must be None or a pair (left, right) of key counts, None = unbounded")
-    bounds = []
-    for side, n in zip(("left", "right"), window):  # type: ignore[call-overload]
-        if n is not None:
-            try:
-                n = operator.index(n)
-            except TypeError:
-                raise TypeError(f"window's {side} bound is {n!r}; it must be an integer or None") from None
-            if n < 0:
-                raise ValueError(f"window's {side} bound is {n}; it must be 0 or more keys, or None for unbounded")
-        bounds.append(n)
-    return bounds[0], bounds[1]

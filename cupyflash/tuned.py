@@ -1,7 +1,7 @@
 """What `cupyflash tune` found on this machine: a small JSON in the user's configuration folder, read once per process.
 
 It holds tiles that were timed with certain kernels. A file from other sources, or one that cannot be read, is left alone:
-the tables in gpu/tuning.py are used, and `explain` tells.
+the tables of gpu/families are used, and `explain` tells.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from .folders import user_folder
+from .gpu.device import Arch
+from .gpu.source import sources_digest
 from .problem import AttentionProblem
 
 AGAIN = "run `cupyflash tune` again"
@@ -25,7 +27,7 @@ AGAIN = "run `cupyflash tune` again"
 
 @dataclass(frozen=True)
 class Tuned:
-    """The tile for a class of problems on a kind of GPU. `tile` has the fields of the family's table, without its limits."""
+    """The tile for a class of problems on a kind of GPU. `tile` has the fields that `tune` combines, in the family's order."""
 
     arch: str
     sms: int
@@ -35,7 +37,7 @@ class Tuned:
     dim: int
     dim_v: int
     banded: bool  # causal or a window
-    key_mask: bool
+    arrays: tuple[str, ...]  # optional ones that are given
     deterministic: bool
     seq_q: int  # lengths up to this power of two, and above half of it
     seq_k: int
@@ -50,14 +52,12 @@ class Tuned:
         return dataclasses.astuple(dataclasses.replace(self, tile=(), ms=0.0, table_ms=0.0, date=""))
 
 
-def entry(
-    problem: AttentionProblem, arch: str, sms: int, family: str, backward: bool, tile: tuple[int, ...] = ()
-) -> Tuned:
+def entry(problem: AttentionProblem, arch: Arch, family: str, backward: bool, tile: tuple[int, ...] = ()) -> Tuned:
     """The entry for the class that a problem belongs to. Batch and heads are not part of it."""
     banded = problem.left is not None or problem.right is not None
     return Tuned(
-        arch, sms, family, backward, problem.dtype, problem.dim, problem.dim_v, banded, problem.key_mask,
-        problem.deterministic, _power(problem.seq_q), _power(problem.seq_k), tile,
+        arch.name, arch.sms, family, backward, problem.dtype, problem.dim, problem.dim_v, banded,
+        tuple(name for name, _ in problem.given), problem.deterministic, _power(problem.seq_q), _power(problem.seq_k), tile,
     )  # fmt: skip
 
 
@@ -90,8 +90,6 @@ def stored() -> Stored:
         text = path().read_text(encoding="utf-8")
     except OSError:
         return Stored()  # the usual case, and all that it costs
-    from .gpu.source import sources_digest
-
     try:
         data = json.loads(text)
         if data["sources"] != sources_digest():
@@ -105,13 +103,21 @@ def _entry(row: dict[str, Any]) -> Tuned:
     tile = tuple(row["tile"])
     if not all(type(n) is int for n in tile):
         raise TypeError("a tile is a list of integers")
-    return Tuned(**{**row, "tile": tile})
+    return Tuned(**{**row, "tile": tile, "arrays": tuple(row["arrays"])})
+
+
+def find(problem: AttentionProblem, arch: Arch, backward: bool) -> dict[str, Tuned]:
+    """What is stored for problems like this one on GPUs like this one, by family."""
+    return {x.family: x for x in stored().entries if x.key == entry(problem, arch, x.family, backward).key}
+
+
+def tiles(problem: AttentionProblem, arch: Arch, backward: bool) -> dict[str, tuple[int, ...]]:
+    """The tiles of `find`, as `gpu.plan.plan` takes them."""
+    return {family: x.tile for family, x in find(problem, arch, backward).items()}
 
 
 def save(entries: Iterable[Tuned]) -> Path:
     """Write the file whole or not at all: who reads it meanwhile, and who is interrupted, has the old one."""
-    from .gpu.source import sources_digest
-
     rows = [dataclasses.asdict(x) for x in entries]
     text = json.dumps({"sources": sources_digest(), "rows": rows}, indent=1) + "\n"
     target = path()

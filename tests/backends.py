@@ -62,9 +62,8 @@ class Backend:
         """Whether this backend states that it takes the head dimensions, on the newest GPU that the suite knows."""
         if self.family is None:
             return True
-        objection, _ = FAMILIES[self.family]
         problem = AttentionProblem(dtype, 1, 16, 16, 1, 1, dim, dim_v, 1 / math.sqrt(max(1, dim)))
-        return objection(problem, _arch(), False) is None
+        return FAMILIES[self.family].objection(problem, _arch(), False) is None
 
     def plan(self, problem: AttentionProblem, backward: bool = False) -> Any:
         return make_plan(problem, device.current(0), backward, self.family)

@@ -25,7 +25,7 @@ def split(name: str) -> tuple[bool, dict[str, Any]]:
 def references(inputs: Inputs, **options: Any) -> tuple[Standard, Standard]:
     """Exact results, and those of standard attention in the inputs' own precision."""
     problem = state(inputs.q, inputs.k, inputs.v, inputs.key_mask, **options)
-    args = (problem, inputs.q, inputs.k, inputs.v, inputs.key_mask, inputs.dout)
+    args = (problem, inputs.q, inputs.k, inputs.v, inputs.key_mask, inputs.dout, inputs.dlse)
     return standard(*args), standard_in_own_precision(*args)
 
 

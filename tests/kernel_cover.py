@@ -7,24 +7,27 @@ from typing import Any
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES
-from cupyflash.problem import FLOATS, ITEMSIZE, AttentionProblem
+from cupyflash.problem import ARRAYS, FLOATS, ITEMSIZE, AttentionProblem
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DIMS = [(d, d) for d in (16, 32, 64, 80, 96, 128, 160, 192, 256)] + [(192, 128), (64, 96), (256, 32)]
 LENGTHS = (1000, 8192)  # tiles may differ; where they do not, the source is the same and is compiled once
 FEW = {(64, 64): 1, (96, 96): 7, (128, 128): 1, (192, 128): 30, (192, 192): 16, (256, 256): 60}  # queries: tiles differ
 
+GIVEN = tuple((rule.name, rule.dtypes[0]) for rule in ARRAYS)  # every optional array
+
 # What a kernel can be asked, as fields of a problem; "everything" has all the mask's and the score's code at once.
 FEATURES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "causal": {"causal": "bottom_right", "right": 0},
-    "everything": {"left": 100, "right": 50, "key_mask": True, "scale": -1.0, "deterministic": True},
+    "everything": {"left": 100, "right": 50, "given": GIVEN, "scale": -1.0, "deterministic": True},
 }
 
 
 def problem(dtype: str, dim: int = 64, dim_v: int | None = None, **fields: Any) -> AttentionProblem:
-    """A problem of ordinary size."""
+    """A problem of ordinary size, whose last query stands on the last key."""
     fields = {"batch": 2, "seq_q": 1000, "seq_k": 1000, "heads_q": 8, "heads_k": 2, "scale": 0.125} | fields
+    fields.setdefault("diagonal", fields["seq_k"] - fields["seq_q"])
     return AttentionProblem(dtype=dtype, dim=dim, dim_v=dim if dim_v is None else dim_v, **fields)
 
 
@@ -42,7 +45,7 @@ def problems() -> Iterator[AttentionProblem]:
 
 FAMILY_ARCHS = [
     (family, arch)
-    for family, (objection, _) in FAMILIES.items()
+    for family, room in FAMILIES.items()
     for arch in ARCHS
-    if objection(problem("float16"), Arch.of(arch), False) is None
+    if room.objection(problem("float16"), Arch.of(arch), False) is None
 ]

@@ -35,9 +35,10 @@ def standard(
     v: np.ndarray,
     key_mask: np.ndarray | None = None,
     dout: np.ndarray | None = None,
+    dlse: np.ndarray | None = None,
 ) -> Standard:
     """Attention (and, with dout, its gradients) in float64; every result is float64."""
-    return _standard(problem, q, k, v, key_mask, dout, np.dtype(np.float64), lambda x: x)
+    return _standard(problem, q, k, v, key_mask, dout, dlse, np.dtype(np.float64), lambda x: x)
 
 
 def standard_in_own_precision(
@@ -47,6 +48,7 @@ def standard_in_own_precision(
     v: np.ndarray,
     key_mask: np.ndarray | None = None,
     dout: np.ndarray | None = None,
+    dlse: np.ndarray | None = None,
 ) -> Standard:
     """Attention as standard tensor operations give it in the dtype of q: what a framework's math path does.
 
@@ -54,9 +56,9 @@ def standard_in_own_precision(
     """
     dtype = np.dtype(DTYPES[problem.dtype])
     if dtype.itemsize >= 4:
-        return _standard(problem, q, k, v, key_mask, dout, dtype, lambda x: x)
+        return _standard(problem, q, k, v, key_mask, dout, dlse, dtype, lambda x: x)
     work = np.dtype(np.float32)
-    return _standard(problem, q, k, v, key_mask, dout, work, lambda x: x.astype(dtype).astype(work))
+    return _standard(problem, q, k, v, key_mask, dout, dlse, work, lambda x: x.astype(dtype).astype(work))
 
 
 def visible(problem: AttentionProblem, key_mask: np.ndarray | None = None) -> np.ndarray:
@@ -182,6 +184,7 @@ def _standard(
     v: np.ndarray,
     key_mask: np.ndarray | None,
     dout: np.ndarray | None,
+    dlse: np.ndarray | None,
     work: np.dtype,
     rounded: Callable[[np.ndarray], np.ndarray],
 ) -> Standard:
@@ -204,7 +207,8 @@ def _standard(
         do = heads_first(dout)
         dp = rounded(do @ vh.swapaxes(-1, -2))
         mean = np.where(seen, p * dp, 0).sum(-1, keepdims=True)
-        ds = rounded(np.where(seen, p * (dp - mean), 0))
+        through_lse = 0 if dlse is None else np.where(np.isneginf(lse), 0, dlse).astype(work)[..., None]
+        ds = rounded(np.where(seen, p * (dp - mean + through_lse), 0))
         dq = rounded(_sum_over_visible(ds, seen, kh) * scale)
         seen, p, ds = seen.swapaxes(-1, -2), p.swapaxes(-1, -2), ds.swapaxes(-1, -2)
         dk = rounded(_sum_over_visible(ds, seen, qh) * scale)

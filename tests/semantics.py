@@ -28,6 +28,7 @@ class Inputs(NamedTuple):
     v: np.ndarray
     dout: np.ndarray
     key_mask: np.ndarray | None = None
+    dlse: np.ndarray | None = None
 
 
 def draw_inputs(
@@ -39,12 +40,14 @@ def draw_inputs(
     heads: tuple[int, int] = (2, 2),
     dims: tuple[int, int] = (64, 64),
     key_mask: bool = False,
+    dlse: float = 0.0,
 ) -> Inputs:
-    """Random inputs: `seq` is (Sq, Sk), `heads` (Hq, Hk), `dims` (D, Dv)."""
+    """Random inputs: `seq` is (Sq, Sk), `heads` (Hq, Hk), `dims` (D, Dv); `dlse` the size of lse's gradient, 0 for none."""
     (sq, sk), (hq, hk), (d, dv) = seq, heads, dims
     shapes = ((batch, sq, hq, d), (batch, sk, hk, d), (batch, sk, hk, dv), (batch, sq, hq, dv))
     mask = rng.random((batch, sk)) < 0.7 if key_mask else None
-    return Inputs(*(draw(rng, dtype, *shape) for shape in shapes), mask)
+    rows = dlse * draw(rng, "float64" if dtype == "float64" else "float32", batch, hq, sq) if dlse else None
+    return Inputs(*(draw(rng, dtype, *shape) for shape in shapes), mask, rows)
 
 
 Shape = tuple[int, ...]
@@ -92,11 +95,11 @@ def check(
     Arrays are given in `rank` dimensions, `layout` and `lay`; results go into arrays that hold NaN before, and nothing
     around them may be touched.
     """
-    q, k, v, dout, key_mask = inputs
+    q, k, v, dout, key_mask, dlse = inputs
     problem = state(q, k, v, key_mask, **options)
     dtype = problem.dtype
-    exact = standard(problem, q, k, v, key_mask, dout if backward else None)
-    own = standard_in_own_precision(problem, q, k, v, key_mask, dout if backward else None)
+    exact = standard(problem, q, k, v, key_mask, dout if backward else None, dlse)
+    own = standard_in_own_precision(problem, q, k, v, key_mask, dout if backward else None, dlse)
 
     units = large_score_units(problem, q, k) if large_scores else {}
 
@@ -135,6 +138,8 @@ def check(
     written = [_unwritten(backend, x.shape, dtype, rank, layout, lay) for x in (q, k, v)]
     grads = tuple(view for _, view in written)
     backend.poison()
+    if dlse is not None:
+        options["dlse"] = backend.put(dlse.reshape(lse.shape))
     results = attention_backward(
         given[3], *given[:3], out, lse, deterministic=deterministic, grads=grads, **options
     )  # fmt: skip

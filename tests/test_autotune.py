@@ -12,17 +12,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from kernel_cover import problem
+from kernel_cover import GIVEN, problem
 
 import cupyflash
 from cupyflash import autotune, precompile, tuned
-from cupyflash.autotune import FIELDS, candidates, table
-from cupyflash.gpu import device, tuning
+from cupyflash.autotune import candidates, table
+from cupyflash.gpu import device, families
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, plan
 
 A100, H200 = Arch.of("sm_80"), Arch.of("sm_90a")
 SHAPE = (2, 1000, 8, 64)
+PASSES = [(family, backward) for family, room in FAMILIES.items() for backward in room.TILES]
 
 
 @pytest.fixture
@@ -35,16 +36,22 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def entry(tile: tuple[int, ...], arch: Arch = A100, backward: bool = False, family: str = "sm80", **fields: object):
-    return tuned.entry(problem("float16", **fields), arch.name, arch.sms, family, backward, tile)
+    return tuned.entry(problem("float16", **fields), arch, family, backward, tile)
 
 
 # ---- what is tried ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "backward"), FIELDS)
-def test_fields_are_the_columns_of_the_table(family: str, backward: bool) -> None:
-    rows = table(family, backward)
-    assert rows and {len(tile) for tile in rows} == {len(FIELDS[family, backward])}
+@pytest.mark.parametrize(("family", "backward"), PASSES)
+def test_what_is_tried_are_fields_of_the_tiles(family: str, backward: bool) -> None:
+    tiles = FAMILIES[family].TILES[backward]
+    names = [field.name for field in dataclasses.fields(tiles.table[0])]
+    assert set(tiles.tried) < set(names)  # what remains are limits
+    for row, values in zip(tiles.table, table(family, backward)):
+        assert dataclasses.replace(row, **dict(zip(tiles.tried, values))) == row
+        limits = {name: getattr(row, name) for name in names if name not in tiles.tried}
+        assert dataclasses.replace(tiles.tile(values), **limits) == row
+    assert {family for family, _ in PASSES} == {"sm90", "sm80", "simt"}
 
 
 @pytest.mark.parametrize("dim_v", [64, 128, 192])
@@ -58,12 +65,10 @@ def test_hopper_backward_has_room_for_what_leaves(dim_v: int) -> None:
     assert narrow or dim_v > 128
 
 
-@pytest.mark.parametrize(("family", "backward"), FIELDS)
+@pytest.mark.parametrize(("family", "backward"), PASSES)
 def test_candidates_fit_and_differ(family: str, backward: bool) -> None:
     for dim in (64, 128):
         asked = problem("float16", dim)
-        if FAMILIES[family][0](asked, H200, backward) is not None:
-            continue
         trials = list(candidates(asked, H200, backward, family))
         assert trials[0].tile == () and trials[0].plan == plan(asked, H200, backward, family)
         assert len({trial.plan.constants for trial in trials}) == len(trials) > 1
@@ -101,6 +106,14 @@ def test_stored_and_read_again(store: Path) -> None:
     tuned.replace([], [second.key])
     assert tuned.stored().entries == (other,)
     assert [path.name for path in store.parent.iterdir()] == ["tuning.json"]
+
+
+def test_optional_arrays_are_part_of_the_class(store: Path) -> None:
+    """And are read again as they were."""
+    plain, masked = entry((64, 64, 4, 1, 2, 2)), entry((64, 32, 4, 1, 2, 2), given=GIVEN)
+    tuned.replace([plain, masked], [])
+    assert masked.arrays == tuple(name for name, _ in GIVEN) and set(tuned.stored().entries) == {plain, masked}
+    assert tuned.tiles(problem("float16", given=GIVEN), A100, False) == {"sm80": masked.tile}
 
 
 def test_other_sources_are_rejected_with_a_note(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,46 +179,53 @@ def test_place(monkeypatch: pytest.MonkeyPatch, platform: str, variables: dict[s
 # ---- who believes it -------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_takes_the_tile_of_its_class_alone() -> None:
-    own = dataclasses.replace(A100, tuned=(entry((64, 96, 4, 1, 1, 3)),))
+def test_a_tile_is_for_its_class_alone(store: Path) -> None:
+    tuned.replace([entry((64, 96, 4, 1, 1, 3))], [])
     like, longer = problem("float16", seq_q=1024, seq_k=600, batch=7), problem("float16", seq_q=1025)
-    c = dict(plan(like, own).constants)
-    assert [c[name] for name in ("ROWS", "KEYS", "WARPS", "STAGES", "MIN_BLOCKS")] == [64, 96, 4, 1, 3]
-    others = (longer, problem("bfloat16"), problem("float16", 128), problem("float16", right=0), problem("float32"))
+    assert tuned.tiles(like, A100, False) == {"sm80": (64, 96, 4, 1, 1, 3)}
+    others = (
+        longer, problem("bfloat16"), problem("float16", 128), problem("float16", 64, 96), problem("float16", right=0),
+        problem("float16", left=5), problem("float16", given=GIVEN), problem("float16", deterministic=True),
+        problem("float16", seq_k=1025),
+    )  # fmt: skip
     for asked in others:
-        assert plan(asked, own) == plan(asked, A100)
-    assert plan(like, own, True) == plan(like, A100, True)
-    assert plan(like, own, family="simt") == plan(like, A100, family="simt")
+        assert tuned.tiles(asked, A100, False) == {}
+    assert tuned.tiles(like, A100, True) == {}
 
 
-@pytest.mark.parametrize(("family", "backward"), FIELDS)
+def test_a_tile_is_for_its_kind_of_gpu_alone(store: Path) -> None:
+    mine, other = entry((64, 64, 4, 1, 2, 2), Arch("sm_86", 86, 7, 99)), entry((64, 96, 4, 1, 2, 2), H200)
+    tuned.replace([mine, other], [])
+    assert tuned.find(problem("float16"), Arch("sm_86", 86, 7, 99), False) == {"sm80": mine}
+    assert tuned.find(problem("float16"), Arch("sm_86", 86, 8, 99), False) == {}
+    assert tuned.find(problem("float16"), H200, False) == {"sm80": other}
+
+
+def test_a_plan_takes_the_tile_of_its_family() -> None:
+    c = dict(
+        plan(problem("float16"), A100, tiles={"sm80": (64, 96, 4, 1, 1, 3), "simt": (32, 32, 32, 16, 2)}).constants
+    )
+    assert [c[name] for name in ("ROWS", "KEYS", "WARPS", "STAGES", "MIN_BLOCKS")] == [64, 96, 4, 1, 3]
+    too_large = {"sm80": (128, 128, 4, 1, 8, 1)}
+    assert plan(problem("float16"), A100, tiles=too_large) == plan(problem("float16"), A100)
+
+
+@pytest.mark.parametrize(("family", "backward"), PASSES)
 def test_every_family_takes_a_tuned_tile(family: str, backward: bool) -> None:
     asked = problem("float16")
-    if FAMILIES[family][0](asked, H200, backward) is None:
-        *_, last = candidates(asked, H200, backward, family)
-        own = dataclasses.replace(H200, tuned=(entry(last.tile, H200, backward, family),))
-        assert plan(asked, own, backward, family) == last.plan != plan(asked, H200, backward, family)
+    *_, last = candidates(asked, H200, backward, family)
+    chosen = plan(asked, H200, backward, family, {family: last.tile})
+    assert chosen == last.plan != plan(asked, H200, backward, family)
 
 
-def test_a_gpu_knows_what_was_tuned_on_its_kind(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, other = entry((64, 64, 4, 1, 2, 2), Arch("sm_86", 86, 7, 99)), entry((64, 64, 4, 1, 2, 2), H200)
-    tuned.replace([mine, other], [])
-    runtime = SimpleNamespace(
-        getDeviceCount=lambda: 1, deviceGetAttribute=lambda what, _: what, cudaDevAttrMultiProcessorCount=7,
-        cudaDevAttrMaxSharedMemoryPerBlockOptin=99,
-    )  # fmt: skip
-    cuda = SimpleNamespace(runtime=runtime, Device=lambda _: SimpleNamespace(compute_capability="86"))
-    monkeypatch.setattr(device, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
-    assert device.current.__wrapped__(0) == Arch("sm_86", 86, 7, 99, (mine,))
-
-
-def test_explain_tells_of_a_tuned_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = dataclasses.replace(entry((64, 96, 4, 1, 1, 3)), ms=0.5, table_ms=0.6, date="2026-01-02")
-    monkeypatch.setattr(device, "current", lambda ordinal: dataclasses.replace(A100, tuned=(found,)))
+def test_explain_tells_of_a_tuned_tile(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned.replace([dataclasses.replace(entry((64, 96, 4, 1, 1, 3)), ms=0.5, table_ms=0.6, date="2026-01-02")], [])
+    monkeypatch.setattr(device, "current", lambda ordinal: A100)
     told = cupyflash.explain(SHAPE, dtype="float16")
     assert told.tiles["KEYS"] == 96
     assert "tiles tuned on 2026-01-02: 0.5 ms, the table's took 0.6 ms" in told.notes
     assert not any("tuned" in note for note in cupyflash.explain((2, 5000, 8, 64), dtype="float16").notes)
+    assert cupyflash.explain(SHAPE, dtype="float16", arch="sm_80").tiles["KEYS"] != 96  # a GPU that is not there
 
 
 # ---- how one wins ----------------------------------------------------------------------------------------------------
@@ -280,7 +300,7 @@ def test_the_fastest_right_one_is_stored(clock: SimpleNamespace, store: Path) ->
     (found,) = tuned.stored().entries
     assert found == dataclasses.replace(entry(FAST), ms=0.5, table_ms=1.0, date=found.date) and found.date
     assert result.path == str(store) and clock.forgotten == 1
-    assert dict(plan(problem("float16"), dataclasses.replace(A100, tuned=(found,))).constants)["KEYS"] == 96
+    assert tuned.tiles(problem("float16"), A100, False) == {"sm80": FAST}
 
 
 def test_the_table_keeps_its_place_within_the_noise(clock: SimpleNamespace, store: Path) -> None:
@@ -344,7 +364,7 @@ def test_difference_is_relative() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("family", "backward"), FIELDS)
+@pytest.mark.parametrize(("family", "backward"), PASSES)
 def test_tiles_are_timed_and_used(
     family: str, backward: bool, store: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,10 +375,11 @@ def test_tiles_are_timed_and_used(
 
     shape, dtype = (2, 300, 4, 64), "float16" if backward else "bfloat16"
     asked, arch = problem(dtype, seq_q=300, seq_k=300, heads_q=4, heads_k=4), device.current(0)
-    if (why := FAMILIES[family][0](asked, arch, backward)) is not None:
+    if (why := FAMILIES[family].objection(asked, arch, backward)) is not None:
         pytest.skip(f"{family} {why}")
-    few = {name: values[:1] for name, values in FIELDS[family, backward].items()}
-    monkeypatch.setitem(FIELDS, (family, backward), few)
+    tiles = FAMILIES[family].TILES
+    few = {name: values[:1] for name, values in tiles[backward].tried.items()}
+    monkeypatch.setitem(tiles, backward, dataclasses.replace(tiles[backward], tried=few))
     result = cupyflash.tune(shape, dtype=dtype, backward=backward, family=family, rounds=2, min_ms=1)
     timed = [trial for trial in result.trials if trial.seconds]
     assert timed[0] is result.trials[0] and all(0 < trial.seconds < 1 for trial in timed) and len(timed) > 1
@@ -371,7 +392,7 @@ def test_tiles_are_timed_and_used(
         return [cupy.asnumpy(x).astype(np.float64) for x in results]
 
     arrays = [cupy.asarray(rng.standard_normal(shape, np.float32)).astype("float16") for _ in range(3)]
-    own = tuned.entry(asked, arch.name, arch.sms, family, backward, timed[1].tile)
+    own = tuned.entry(asked, arch, family, backward, timed[1].tile)
     try:
         before = call()
         tuned.replace([dataclasses.replace(own, dtype="float16")], [])
@@ -389,14 +410,15 @@ def test_tiles_are_timed_and_used(
 # ---- export ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "backward"), FIELDS)
+@pytest.mark.parametrize(("family", "backward"), PASSES)
 def test_exported_rows_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch, family: str, backward: bool) -> None:
-    asked = problem("float16")
-    if FAMILIES[family][0](asked, H200, backward) is None:
-        *_, last = candidates(asked, H200, backward, family)
-        comment, row = autotune.export((entry(last.tile, H200, backward, family),))
-        name = comment.split()[1].rstrip(":")
-        (parsed,) = eval(f"[{row}]", {"Simt": tuning.Simt})
-        assert len(parsed) == len(getattr(tuning, name)[0])
-        monkeypatch.setattr(tuning, name, (parsed, *getattr(tuning, name)))
-        assert plan(asked, H200, backward, family) == last.plan
+    asked = problem("float16", seq_q=1024)
+    *_, last = candidates(asked, H200, backward, family)
+    comment, row = autotune.export((entry(last.tile, H200, backward, family, seq_q=1024),))
+    assert comment.startswith(f"# {family} {'backward' if backward else 'forward'}: sm_90a")
+    (parsed,) = eval(f"[{row}]", vars(getattr(families, family)))
+    tiles = FAMILIES[family].TILES
+    monkeypatch.setitem(tiles, backward, dataclasses.replace(tiles[backward], table=(parsed, *tiles[backward].table)))
+    assert plan(asked, H200, backward, family) == last.plan
+    if family != "simt":  # in whose table the widest is the limit of the kernels
+        assert plan(problem("float16", 128), H200, backward, family) != last.plan

@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("rich")
 
-from cupyflash import bench
-from cupyflash.bench import ladder, machine, peers, plots, report, suites, timing
+from cupyflash import bench, timing
+from cupyflash.bench import ladder, machine, peers, plots, report, suites
 from cupyflash.bench.suites import SUITES, Options
-from cupyflash.bench.timing import Candidate
+from cupyflash.timing import Candidate
 
 # --- statistics ---------------------------------------------------------------------------------------------------
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cupyflash import folders
+from cupyflash.gpu import cache as disk
 from cupyflash.gpu import compiler
-from cupyflash.gpu.compiler import CacheInfo, cache_dir, cache_info, clear_cache, share_cache
+from cupyflash.gpu.cache import CacheInfo, cache_dir, cache_info
 
 pytest.importorskip("cuda.core")
 
@@ -23,14 +29,28 @@ SOURCE = 'extern "C" __global__ void k(int *a) { *a = 1; }'
 OTHER = 'extern "C" __global__ void k(int *a) { *a = 2; }'
 
 
+posix = pytest.mark.skipif(sys.platform == "win32", reason="no owners, modes or FIFOs")
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """A cache of our own, still empty."""
+    """A cache of our own, still empty; what was said once may be said again."""
     path = tmp_path / "cache"
     monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(path))
     compiler.compile_source.cache_clear()
+    folders.warn_once.cache_clear()
     yield path
     compiler.compile_source.cache_clear()
+    folders.warn_once.cache_clear()
+
+
+@pytest.fixture
+def nobody() -> Iterator[int]:
+    """Another user, which this process can become for a while."""
+    if sys.platform == "win32" or os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    yield 65534
+    os.seteuid(0)
 
 
 def compile_anew(source=SOURCE, arch="sm_80"):
@@ -43,7 +63,7 @@ def compile_anew(source=SOURCE, arch="sm_80"):
 
 
 def entry(cache: Path) -> Path:
-    (path,) = (p for p in (cache / "programs").rglob("*") if p.is_file())
+    (path,) = (cache / "programs").iterdir()
     return path
 
 
@@ -170,40 +190,21 @@ def test_nowhere_to_write(tmp_path, monkeypatch, where):
     assert not compile_anew().cached
     assert not compile_anew().cached
     assert cache_info().entries == 0
-    clear_cache()
     assert file.read_text() == "kept"
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no permission bits")
-def test_read_only_and_filled_by_another_user(monkeypatch):
-    """What is in it is found, what is not costs a compilation. Root may write anywhere, so it steps down first."""
-    code = """
-import os
-compiler.compile_uncached(SOURCE, 'sm_80')  # loads all that perhaps only root may read
-if os.geteuid() == 0:
-    os.setuid(65534)
-try:
-    (compiler.cache_dir() / "x").touch()
-except PermissionError:
-    print(compiler.compile_source(SOURCE, 'sm_80').cached, compiler.compile_source(OTHER, 'sm_80').cached)
-"""
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        cache = Path(folder, "cache")
-        monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(cache))
-        compile_anew()
-        share_cache()
-        folders = [cache, *(p for p in cache.rglob("*") if p.is_dir())]
-        for p in folders:
-            p.chmod(0o555)
-        printed = output(in_a_new_process(code))
-        for p in folders:
-            p.chmod(0o755)
-        assert cache_info().entries == 1
-    assert printed == "True False"
+@posix
+def test_read_only(cache):
+    compile_anew()
+    (cache / "programs").chmod(0o555)
+    if os.access(cache / "programs", os.W_OK):
+        pytest.skip("root may write anywhere")
+    assert compile_anew().cached
+    assert not compile_anew(OTHER).cached
+    (cache / "programs").chmod(0o755)
 
 
-@pytest.mark.parametrize("call", ["mkdir", "fsync", "replace"])
+@pytest.mark.parametrize("call", ["mkdir", "open", "replace"])
 def test_full_disk(monkeypatch, call):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -232,13 +233,13 @@ print(compiler.compile_source(SOURCE, 'sm_80').cached)
 def test_32_processes_at_once(tmp_path):
     start = tmp_path / "start"
     code = f"""
-import pathlib, time
+import hashlib, pathlib, time
 compiler.nvrtc_version()
 print("ready", flush=True)
 while not pathlib.Path({str(start)!r}).exists():
     time.sleep(0.001)
 compiled = compiler.compile_source(SOURCE, 'sm_80')
-print(compiled.resources["k"].registers > 0, compiler.hashlib.sha256(compiled.cubin).hexdigest())
+print(compiled.resources["k"].registers > 0, hashlib.sha256(compiled.cubin).hexdigest())
 """
     processes = [in_a_new_process(code) for _ in range(32)]
     for process in processes:
@@ -281,7 +282,7 @@ def test_size_limit(monkeypatch):
     sources = [SOURCE.replace("= 1", f"= {n}") for n in range(3)]
     compile_anew(sources[0])
     size = cache_info().bytes
-    monkeypatch.setattr(compiler, "CACHE_LIMIT", int(2.5 * size))
+    monkeypatch.setattr(disk, "LIMIT", int(2.5 * size))
     for source in (sources[1], sources[0], sources[2]):
         time.sleep(0.02)  # beyond the clock tick of access times
         compile_anew(source)
@@ -291,19 +292,320 @@ def test_size_limit(monkeypatch):
     assert not compile_anew(sources[1]).cached
 
 
-def test_info_and_clear(cache):
+def test_info_counts_programs_alone(cache):
     assert cache_info() == CacheInfo(cache, 0, 0)
     compile_anew()
     compile_anew(OTHER)
-    stranger = cache / "not ours"
-    stranger.write_text("kept")
+    for name in ("0" * 64 + ".lock", "0" * 64 + ".0123456789abcdef", "not ours"):
+        (cache / "programs" / name).write_text("left behind")
+    (cache / "not ours").write_text("kept")
     info = cache_info()
-    assert (info.path, info.entries) == (cache, 2)
+    assert (info.path, info.entries, info.note) == (cache, 2, "")
     assert info.bytes > len(compiler.compile_source(SOURCE, "sm_80").cubin)
-    assert clear_cache() == info
-    assert cache_info() == CacheInfo(cache, 0, 0)
-    assert not compiler.compile_source(SOURCE, "sm_80").cached
-    assert stranger.read_text() == "kept"
+
+
+def test_what_dead_processes_left_goes_after_a_while(cache):
+    disk.write(b"key", b"value")
+    old, young = (cache / "programs" / ("0" * 64 + suffix) for suffix in (".lock", ".0123456789abcdef"))
+    old.touch()
+    young.touch()
+    os.utime(old, times=(0, 0))
+    disk.write(b"other", b"value")
+    assert young.exists() and not old.exists()
+    assert (disk.read(b"key"), disk.read(b"other")) == (b"value", b"value")
+
+
+# ---- whom the cache believes ----------------------------------------------------------------------------------------
+
+
+def test_an_entry_under_another_key_is_refused(cache):
+    disk.write(b"one", b"the program of one")
+    first = entry(cache)
+    disk.write(b"two", b"the program of two")
+    (second,) = (path for path in (cache / "programs").iterdir() if path != first)
+    shutil.copy(first, second)
+    assert disk.read(b"one") == b"the program of one"
+    assert disk.read(b"two") is None
+
+
+def test_an_entry_without_a_program_is_mended(cache):
+    """Whole by its digest, and yet nothing that can be used."""
+    whole = compile_anew()
+    disk.write(compiler._key(SOURCE, "sm_80"), b'{"bad": "JSON"')
+    again = compile_anew()
+    assert not again.cached and again.cubin == whole.cubin
+    assert compile_anew().cached
+
+
+@posix
+@pytest.mark.parametrize("umask, folder, file", [(0, 0o755, 0o644), (0o022, 0o755, 0o644), (0o077, 0o700, 0o600)])
+def test_nobody_else_may_write(cache, umask, folder, file):
+    before = os.umask(umask)
+    try:
+        disk.write(b"key", b"value")
+    finally:
+        os.umask(before)
+    for path, mode in ((cache, folder), (cache / "programs", folder), (entry(cache), file)):
+        assert stat.S_IMODE(path.stat().st_mode) == mode, path
+
+
+def refused(what: str) -> None:
+    """Reading gives nothing, with one warning however often, and `info` tells."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert [disk.read(b"key") for _ in range(3)] == [None] * 3
+        assert disk.read(b"other") is None
+    assert len(told) == 1 and what in str(told[0].message) and "CUPYFLASH_CACHE_DIR" in str(told[0].message)
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+def test_a_folder_that_others_can_write_is_not_used(cache, mode):
+    disk.write(b"key", b"value")
+    (cache / "programs").chmod(mode)
+    refused("other users can write there")
+    disk.write(b"other", b"value")
+    assert len(list((cache / "programs").iterdir())) == 1
+    assert "other users can write there" in cache_info().note
+    (cache / "programs").chmod(0o755)
+    assert disk.read(b"key") == b"value"
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o666, 0o664])
+def test_an_entry_that_others_can_write_is_not_used(cache, mode):
+    disk.write(b"key", b"value")
+    disk.write(b"other", b"value")
+    for path in (cache / "programs").iterdir():
+        path.chmod(mode)
+    refused("writable by nobody else")
+    disk.write(b"key", b"value")  # as a compilation does
+    assert disk.read(b"key") == b"value"
+
+
+@posix
+def test_what_another_user_owns_is_not_used(cache, nobody):
+    disk.write(b"key", b"value")
+    os.chown(entry(cache), nobody, -1)
+    refused("own them")
+    folders.warn_once.cache_clear()
+    disk.write(b"key", b"value")
+    os.chown(cache / "programs", nobody, -1)
+    refused("own them")
+
+
+@posix
+@pytest.mark.parametrize("kind", ["FIFO", "link to an entry", "link to nothing"])
+def test_no_file_where_an_entry_should_be(cache, kind):
+    disk.write(b"key", b"value")
+    path = entry(cache)
+    moved = path.rename(cache / "moved")
+    if kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(moved if kind == "link to an entry" else cache / "none")
+    assert disk.read(b"key") is None
+    disk.write(b"key", b"new")
+    assert disk.read(b"key") == b"new"
+    assert moved.read_bytes().endswith(b"\nvalue")
+
+
+def test_a_link_to_the_folder_is_followed(cache, tmp_path):
+    """~/.cache often is one, to a larger disk."""
+    (tmp_path / "large").mkdir()
+    try:
+        cache.symlink_to(tmp_path / "large", target_is_directory=True)
+    except OSError:
+        pytest.skip("no links")
+    disk.write(b"key", b"value")
+    assert disk.read(b"key") == b"value" and (tmp_path / "large" / "programs").is_dir()
+
+
+# ---- two users ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def for_everybody(monkeypatch) -> Iterator[Path]:
+    """A cache in a folder that every user can reach, as in a container."""
+    before = os.umask(0o022)
+    with tempfile.TemporaryDirectory() as top:
+        os.chmod(top, 0o755)
+        monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(Path(top, "cache")))
+        yield Path(top, "cache")
+    os.umask(before)
+
+
+def test_root_fills_and_another_user_runs(for_everybody, nobody, recwarn):
+    """A container: what is in it is found, what is not costs a compilation and cannot be kept."""
+    compile_anew()
+    os.seteuid(nobody)
+    with pytest.raises(PermissionError):
+        (for_everybody / "programs" / "x").touch()
+    assert compile_anew().cached
+    assert not compile_anew(OTHER).cached
+    os.seteuid(0)
+    assert cache_info().entries == 1 and len(list((for_everybody / "programs").iterdir())) == 1
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("what", ["programs", "entry"])
+def test_what_another_user_cannot_read_is_told_once(for_everybody, nobody, what):
+    compile_anew()
+    path = for_everybody / "programs" if what == "programs" else entry(for_everybody)
+    path.chmod(0o700 if what == "programs" else 0o600)
+    os.seteuid(nobody)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert not compile_anew().cached
+        assert not compile_anew().cached
+    assert len(told) == 1
+    assert f"{for_everybody / 'programs'} cannot be read by this user" in str(told[0].message)
+    assert "chmod -R a+rX" in str(told[0].message)
+    assert what == "entry" or "cannot be read" in cache_info().note
+
+
+def test_whose_cache_is_planted_by_another_user(for_everybody, nobody):
+    """Into a folder that everybody can write: the victim is not given it."""
+    for_everybody.mkdir()
+    for_everybody.chmod(0o777)
+    os.seteuid(nobody)
+    disk.write(b"key", b"value")
+    assert disk.read(b"key") == b"value"  # it is right, for who wrote it
+    os.seteuid(0)
+    refused("own them")
+
+
+# ---- many at once ---------------------------------------------------------------------------------------------------
+
+
+def test_one_compiles_and_the_others_wait(tmp_path):
+    """A cold start of many processes: each that compiles says so, and takes a second more than it would."""
+    start = tmp_path / "start"
+    code = f"""
+import pathlib, time
+compiler._key(SOURCE, "sm_80")  # what is loaded late
+compiler.nvrtc_version()
+real = compiler.compile_uncached
+compiler.compile_uncached = lambda *given: (time.sleep(1), print("compiles"), real(*given))[-1]
+print("ready", flush=True)
+while not pathlib.Path({str(start)!r}).exists():
+    time.sleep(0.001)
+print("has it", len(compiler.compile_source(SOURCE, "sm_80").cubin))
+"""
+    processes = [in_a_new_process(code) for _ in range(8)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n", process.communicate()[1]
+    start.touch()
+    printed = [output(process) for process in processes]
+    assert sorted(text.count("compiles") for text in printed) == [0] * 7 + [1]
+    assert len({text.splitlines()[-1] for text in printed}) == 1
+    assert cache_info().entries == 1 and len(list((cache_dir() / "programs").iterdir())) == 1  # and no lock
+
+
+def test_threads_wait_for_each_other(monkeypatch):
+    compiled = []
+    real = compiler.compile_uncached
+
+    def slow(source, arch):
+        compiled.append(source)
+        time.sleep(0.3)
+        return real(source, arch)
+
+    monkeypatch.setattr(compiler, "compile_uncached", slow)
+    threads = [threading.Thread(target=compiler.compile_source, args=(SOURCE, "sm_80")) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiled == [SOURCE]
+
+
+HOLD = """
+from cupyflash.gpu import cache
+with cache.turn(b"key"):
+    print("holds", flush=True)
+    input()
+"""
+
+
+def seconds_for_a_turn() -> float:
+    start = time.perf_counter()
+    with disk.turn(b"key"):
+        return time.perf_counter() - start
+
+
+@posix
+def test_nobody_waits_for_the_dead():
+    holder = in_a_new_process(HOLD, stdin=subprocess.PIPE)
+    assert holder.stdout.readline() == "holds\n"
+    assert list((cache_dir() / "programs").glob("*.lock"))
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    assert list((cache_dir() / "programs").glob("*.lock"))  # it could not clean up
+    assert seconds_for_a_turn() < 1
+    assert not list((cache_dir() / "programs").iterdir())
+
+
+@posix
+def test_nobody_waits_longer_than_compiling_takes(monkeypatch):
+    monkeypatch.setattr(disk, "PATIENCE", 0.5)
+    holder = in_a_new_process(HOLD, stdin=subprocess.PIPE)
+    assert holder.stdout.readline() == "holds\n"
+    holder.send_signal(signal.SIGSTOP)
+    assert 0.5 <= seconds_for_a_turn() < 5
+    holder.send_signal(signal.SIGCONT)
+    holder.communicate("\n", timeout=60)
+    assert holder.returncode == 0
+
+
+def test_who_kept_nothing_is_waited_for_once(monkeypatch):
+    """On a full disk those who waited do not queue up: when the first is done they all compile at once."""
+    first, waiting, entered = threading.Event(), threading.Event(), []
+
+    def hold():
+        with disk.turn(b"key"):
+            first.set()
+            waiting.wait()
+
+    def wait():
+        with disk.turn(b"key"):
+            entered.append(time.perf_counter())
+            time.sleep(1)
+
+    threads = [threading.Thread(target=hold)]
+    threads[0].start()
+    assert first.wait(10)
+    threads += [threading.Thread(target=wait) for _ in range(4)]
+    for thread in threads[1:]:
+        thread.start()
+    time.sleep(0.3)
+    assert not entered
+    waiting.set()
+    for thread in threads:
+        thread.join()
+    if sys.platform != "win32":  # where they take turns
+        assert max(entered) - min(entered) < 0.9
+
+
+@posix
+@pytest.mark.parametrize("problem", ["no locks", "FIFO", "folder"])
+def test_locks_that_cannot_be_had_cost_nothing(cache, monkeypatch, problem):
+    lock = cache / "programs" / f"{disk._name(b'key')}.lock"
+    lock.parent.mkdir(parents=True)
+    if problem == "FIFO":
+        os.mkfifo(lock)
+    elif problem == "folder":
+        lock.mkdir()
+    else:
+
+        def refuse(handle):
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        monkeypatch.setattr(disk, "_lock", refuse)
+    assert seconds_for_a_turn() < 1
+
+
+# ---- where it is ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -326,3 +628,14 @@ def test_place(monkeypatch, platform, variables, place):
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(Path, "home", lambda: Path("home"))
     assert cache_dir() == Path(place)
+
+
+@posix
+def test_a_user_who_is_not_known(monkeypatch, recwarn):
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", "~nosuchuser/cache")
+    assert not compile_anew().cached
+    assert not compile_anew().cached
+    assert cache_info().entries == 0
+    (told,) = recwarn.list
+    assert "CUPYFLASH_CACHE_DIR is '~nosuchuser/cache', but no such user is known" in str(told.message)
+    assert not Path("~nosuchuser").exists()

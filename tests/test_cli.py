@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import importlib.abc
 import subprocess
 import sys
+import tracemalloc
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +15,18 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import typer
 from reference import DTYPES, assert_as_good, draw, standard, standard_in_own_precision
 
 import cupyflash
 from cupyflash import bench, cli, files
 from cupyflash.arrays import array_module
+from cupyflash.command_options import value as command_value
 from cupyflash.explanation import bytes_moved
+from cupyflash.gpu import cache as disk
 from cupyflash.gpu import compiler
 from cupyflash.precompile import jobs
-from cupyflash.problem import describe
+from cupyflash.problem import ARRAYS, OPTIONS, describe
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -79,16 +86,80 @@ def test_help_names_every_command(run: Run) -> None:
         assert command in out
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_missing_extra_is_a_message(missing: str) -> None:
+@pytest.mark.parametrize(
+    ("missing", "module", "arguments"),
+    [
+        ("typer", "cupyflash", ["info"]),
+        ("rich", "cupyflash", ["info"]),
+        ("rich", "cupyflash.bench", ["cpu", "--quick"]),
+        ("matplotlib", "cupyflash.bench", ["plot"]),
+    ],
+)
+def test_missing_extra_is_a_message(missing: str, module: str, arguments: list[str]) -> None:
     code = (
-        f"import sys; sys.modules[{missing!r}] = None; sys.argv[1:] = ['info']; from cupyflash.cli import main; main()"
+        f"import runpy, sys; sys.modules[{missing!r}] = None; sys.argv[1:] = {arguments}; "
+        f"runpy.run_module({module!r}, run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr == (
         f'cupyflash: this command needs {missing}, which is not installed; run pip install "cupyflash[demo]"\n'
     )
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == (0, f"cupyflash {cupyflash.__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", ["attend", "explain", "tune", "compile"])
+def test_every_row_of_the_tables_is_an_option(run: Run, command: str) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    for row in (*OPTIONS, *ARRAYS):
+        if not (command == "attend" and getattr(row, "backward", False)) and (command, row.name) != (
+            "compile",
+            "layout",
+        ):
+            assert f"--{row.name.replace('_', '-')}" in out, row.name
+    flags = [line for line in out.splitlines() if line.strip().startswith(("--causal", "--deterministic", "--version"))]
+    assert not [line for line in flags if "<" in line or "BOOL" in line]  # they take no value
+
+
+def test_a_new_row_needs_no_change_here(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option and an array that are not there yet become options of a command by their rows alone."""
+    from cupyflash import command_options
+    from cupyflash.problem import ArrayRule, OptionRule
+
+    def check(cap: object) -> object:
+        if not isinstance(cap, float):
+            raise TypeError(f"soft_cap is {cap!r}; it must be a number")
+        return cap
+
+    cap = OptionRule("soft_cap", None, "Scores are bent below it.", check)
+    bias = ArrayRule("bias", ("batch", "head", "query", "key"), ("q",), "bias", "added to a score")
+    monkeypatch.setattr(command_options, "OPTIONS", (*OPTIONS, cap))
+    monkeypatch.setattr(command_options, "ARRAYS", (*ARRAYS, bias))
+    app, calls = typer.Typer(), []
+
+    @app.command()
+    @command_options.asked(files=True)
+    def command(options: dict[str, object], arrays: dict[str, Path]) -> None:
+        calls.append((options, arrays))
+
+    app(["--soft-cap", "3.5", "--bias", "b.npy", "--top-left", "--window", "4,"], standalone_mode=False)
+    assert calls == [
+        ({"causal": "top_left", "window": (4, None), "layout": "bshd", "soft_cap": 3.5}, {"bias": Path("b.npy")})
+    ]
+    with pytest.raises(TypeError, match="soft_cap is 'high'; it must be a number"):
+        app(["--soft-cap", "high"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("3", 3), ("-3,0", (-3, 0)), ("3,", (3, None)), (",3", (None, 3)), ("1e-3", 1e-3), ("bhsd", "bhsd"), ("", "")],
+)
+def test_values(text: str, value: object) -> None:
+    assert command_value(text) == value
 
 
 def test_module_is_the_command_line() -> None:
@@ -191,6 +262,8 @@ def test_attend_errors_are_one_line(run: Run, tmp_path: Path, rng: np.random.Gen
     files.write(good, arrays)
     files.write(tmp_path / "qk.npz", {name: arrays[name] for name in "qk"})
     files.write(tmp_path / "int.npy", {"v": np.arange(8)})
+    np.savez(tmp_path / "names.npz", query=arrays["q"], key=arrays["k"])
+    np.savez(tmp_path / "empty.npz")
     np.save(tmp_path / "object.npy", np.array([{}], dtype=object), allow_pickle=True)
     for name in ("bad.npz", "bad.npy", "bad.safetensors"):
         (tmp_path / name).write_bytes(b"this is no array")
@@ -198,7 +271,11 @@ def test_attend_errors_are_one_line(run: Run, tmp_path: Path, rng: np.random.Gen
     before = good.read_bytes()
     cases: list[tuple[list[object], str]] = [
         (["-i", tmp_path / "none.npz"], "none.npz does not exist"),
-        (["-i", tmp_path], "it must end in .npy, .npz, .safetensors"),
+        (["-i", tmp_path], "is a folder; it must be a file that ends in .npy, .npz, .safetensors"),
+        (["-i", "."], ". is a folder; it must be a file that ends in"),
+        (["-i", tmp_path / "names.npz"], "names.npz, which holds query, key; give --q, --k and --v"),
+        (["-i", tmp_path / "empty.npz"], "empty.npz, which holds no array; give --q"),
+        (["--q", tmp_path / "empty.npz"], "empty.npz holds no array, but no q"),
         (["-i", tmp_path / "qk.npz"], "no v in"),
         ([], "no q and no k and no v; give --q, --k and --v, or --input with all three"),
         (["--q", good, "--k", good, "--v", tmp_path / "int.npy"], "v has "),
@@ -211,7 +288,8 @@ def test_attend_errors_are_one_line(run: Run, tmp_path: Path, rng: np.random.Gen
         (["-i", tmp_path / "bad.safetensors"], "bad.safetensors cannot be read as .safetensors"),
         (["--q", tmp_path / "bad.npy"], "bad.npy cannot be read as .npy"),
         (["--q", tmp_path / "object.npy"], "object.npy cannot be read as .npy"),
-        (["-i", good, "--window", "3"], "--window is '3'; it must be LEFT,RIGHT"),
+        (["-i", good, "--window", "3"], "window is 3; it must be None or a pair (left, right)"),
+        (["-i", good, "--scale", "large"], "scale is 'large'; it must be a real number"),
         (["-i", good, "--window", "-1,0"], "window's left bound is -1"),
         (["-i", good, "--layout", "bhds"], "layout is 'bhds'"),
         (["-i", good, "--device", "tpu"], "device is 'tpu'; it must be 'cpu' or 'gpu'"),
@@ -228,6 +306,184 @@ def test_attend_errors_are_one_line(run: Run, tmp_path: Path, rng: np.random.Gen
         assert err.count("\n") == 1, err
         assert not out.exists()
     assert good.read_bytes() == before
+
+
+def header(text: str, version: tuple[int, int] = (1, 0)) -> bytes:
+    """The start of an .npy file."""
+    size = len(text) + 1
+    return (
+        b"\x93NUMPY" + bytes(version) + size.to_bytes(2 if version == (1, 0) else 4, "little") + text.encode() + b"\n"
+    )
+
+
+PLAIN = "{{'descr': '{}', 'fortran_order': False, 'shape': {}, }}".format
+HOSTILE = {
+    "more than there is": header(PLAIN("<f4", "(1000000000000,)")) + bytes(16),
+    "overflow": header(PLAIN("<f4", f"({2**62}, {2**62})")) + bytes(16),
+    "huge": header(PLAIN("<f4", f"({2**80},)")) + bytes(16),
+    "negative": header(PLAIN("<f4", "(-1,)")) + bytes(16),
+    "objects": header(PLAIN("|O", "(1,)")) + bytes(16),
+    "elements of nothing": header(PLAIN("|S0", "(1000000000000000,)")) + bytes(16),
+    "nested": header("(" * 4000) + bytes(16),
+    "signs": header("-" * 9000 + "1") + bytes(16),
+    "open": header("{'descr': '<f4', 'shape") + bytes(16),
+    "long": header(" " * 20000, (2, 0)) + bytes(16),
+    "version": header(PLAIN("<f4", "(4,)"), (9, 9)) + bytes(16),
+    "empty": b"",
+    "text": b"this is no array",
+}
+
+
+@pytest.mark.parametrize("what", list(HOSTILE))
+@pytest.mark.parametrize("kind", [".npy", ".npz"])
+def test_hostile_arrays_are_one_line(run: Run, tmp_path: Path, kind: str, what: str) -> None:
+    path, out = tmp_path / f"q{kind}", tmp_path / "out.npy"
+    if kind == ".npy":
+        path.write_bytes(HOSTILE[what])
+    else:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("q.npy", HOSTILE[what])
+    code, printed, err = run("attend", "--q", path, "--k", path, "--v", path, "--device", "cpu", "-o", out)
+    assert (code, printed) == (2, "")
+    assert err.startswith(f"cupyflash: {path} cannot be read as {kind}: ") and err.count("\n") == 1
+    assert "allow_pickle" not in err and len(err) < 600
+    assert not out.exists()
+
+
+def test_hostile_archives_are_one_line(run: Run, tmp_path: Path, rng: np.random.Generator) -> None:
+    arrays = tensors(rng, "float32")
+    path, out = tmp_path / "in.npz", tmp_path / "out.npy"
+    np.savez_compressed(path, **arrays)
+    whole = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        first = archive.infolist()[0]
+    bad = {}
+    data = first.header_offset + 30 + len(first.filename) + 20  # of the first member, past its header
+    bad["deflate"] = whole[:data] + b"\xff" * 40 + whole[data + 40 :]
+    bad["cut"] = whole[: len(whole) // 2]
+    central = whole.index(b"PK\1\2")
+    for name, field, new in (("method", 10, b"\x63\0"), ("encrypted", 8, b"\1\0"), ("size", 24, b"\xff\xff\xff\x7f")):
+        bad[name] = whole[: central + field] + new + whole[central + field + len(new) :]
+    for name, content in bad.items():
+        path.write_bytes(content)
+        code, printed, err = run("attend", "-i", path, "--device", "cpu", "-o", out)
+        assert (code, printed) == (2, ""), name
+        assert err.startswith(f"cupyflash: {path} cannot be read as .npz: ") and err.count("\n") == 1, (name, err)
+    assert "more than can be in a file of" in err  # the last: 2 GiB in a few bytes
+
+
+def test_what_is_not_asked_for_is_not_read(run: Run, tmp_path: Path, rng: np.random.Generator) -> None:
+    """A bomb beside the arrays stays unlit."""
+    np.savez_compressed(tmp_path / "in.npz", **tensors(rng, "float32"))
+    with zipfile.ZipFile(tmp_path / "in.npz", "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bomb.npy", HOSTILE["objects"])
+        with archive.open("large.npy", "w") as member:
+            member.write(header(PLAIN("<f4", "(67108864,)")))
+            for _ in range(256):
+                member.write(bytes(1 << 20))
+    tracemalloc.start()
+    code, _, err = run("attend", "-i", tmp_path / "in.npz", "--device", "cpu", "-o", tmp_path / "out.npy")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (code, err) == (0, "") and peak < 100 << 20
+
+
+def test_too_large_for_memory_is_one_line(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*given: object, **options: object) -> None:
+        raise MemoryError
+
+    np.save(tmp_path / "q.npy", np.ones((4, 4), np.float32))
+    monkeypatch.setattr(np, "load", none_left)
+    code, _, err = run("attend", *(x for n in "qkv" for x in (f"--{n}", tmp_path / "q.npy")), "-o", tmp_path / "o.npy")
+    assert code == 2 and "q.npy cannot be read as .npy: there is not enough memory for its arrays" in err
+
+
+# ---- the output -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", files.SUFFIXES)
+def test_an_output_that_exists_is_replaced_on_request(
+    run: Run, tmp_path: Path, rng: np.random.Generator, suffix: str
+) -> None:
+    files.write(tmp_path / "in.npz", tensors(rng, "float32"))
+    out = tmp_path / f"out{suffix}"
+    out.write_bytes(b"precious")
+    given = ("attend", "-i", tmp_path / "in.npz", "--device", "cpu", "-o", out)
+    code, _, err = run(*given)
+    assert code == 2 and f"--output is {out}, which exists; --overwrite replaces it" in err
+    assert out.read_bytes() == b"precious"
+    assert run(*given, "--overwrite")[0] == 0
+    assert files.read(out)["out"].shape == (2, 5, 4, 8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.npz", out.name]
+
+
+@pytest.mark.parametrize("suffix", files.SUFFIXES)
+@pytest.mark.parametrize("how", [OSError("no space left"), KeyboardInterrupt()])
+def test_an_output_outlives_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, suffix: str, how: BaseException
+) -> None:
+    """Half of the new file is written when it happens."""
+    import safetensors.numpy
+
+    def fail(file: object, *given: object, **named: object) -> None:
+        if hasattr(file, "write"):
+            file.write(b"half")
+        else:
+            Path(str(given[0] if isinstance(file, dict) else file)).write_bytes(b"half")
+        raise how
+
+    for module, name in ((np, "save"), (np, "savez"), (safetensors.numpy, "save_file")):
+        monkeypatch.setattr(module, name, fail)
+    out = tmp_path / f"out{suffix}"
+    out.write_bytes(b"precious")
+    with pytest.raises(type(how)):
+        files.write(out, {"out": np.ones(3)})
+    assert out.read_bytes() == b"precious" and list(tmp_path.iterdir()) == [out]
+
+
+def test_an_output_that_is_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    out = tmp_path / "out.npy"
+    out.symlink_to(tmp_path / "there" / "real.npy")
+    files.write(out, {"out": np.ones(3)})
+    assert out.is_symlink() and np.load(tmp_path / "there" / "real.npy").sum() == 3
+
+
+@pytest.mark.parametrize("name", ["[bold red]x.npz", "[/].npz", "[link=x]"])
+def test_names_are_printed_as_they_are(run: Run, tmp_path: Path, rng: np.random.Generator, name: str) -> None:
+    folder = tmp_path / "[bold]"
+    folder.mkdir()
+    files.write(folder / "in.npz", tensors(rng, "float32"))
+    out = folder / (name if name.endswith(".npz") else f"{name}.npy")
+    out.parent.mkdir(exist_ok=True)  # of "[/].npz" it is "["
+    code, printed, err = run("attend", "-i", folder / "in.npz", "--device", "cpu", "-o", out)
+    assert (code, err) == (0, "")
+    assert printed.endswith(f"written to {out}\n")
+    code, _, err = run("attend", "-i", folder / "[/]none.npz", "-o", folder / "o.npz")
+    assert code == 2 and f"{folder / '[/]none.npz'} does not exist" in err
+
+
+def test_a_home_that_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CuPy makes a folder there when it is imported; NumPy does without."""
+    from cupyflash.gpu import device
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, path: object, target: object = None) -> None:
+            if name == "cupy":
+                raise PermissionError(errno.EACCES, "Permission denied", "/root/.cupy")
+
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "none"))
+    device.current.cache_clear()
+    try:
+        assert array_module() is np
+        code, out, err = run("info")
+        assert (code, err) == (0, "") and "'/root/.cupy'); let CUPY_CACHE_DIR name a folder that can be written" in out
+        with pytest.raises(ImportError, match="CUPY_CACHE_DIR"):
+            array_module("gpu")
+    finally:
+        device.current.cache_clear()
 
 
 def test_gpu_asked_for_and_not_there(run: Run, tmp_path: Path, rng: np.random.Generator, no_gpu: None) -> None:
@@ -381,18 +637,43 @@ def test_info_with_nothing_there(run: Run, no_gpu: None, monkeypatch: pytest.Mon
     assert "none can be used" in words and 'pip install "cupyflash[cuda13]"' in words
     assert "no kernel can be compiled" in words
     assert np.__version__ in words and "0 programs" in words
+    assert "CUPYFLASH_DUMP not set (a folder to write source" in words
+    assert not [line for line in out.splitlines() if line != line.rstrip()]  # nothing is padded
+
+
+def test_info_tells_of_a_cache_that_is_not_used(run: Run, cache: Path) -> None:
+    disk.write(b"key", b"value")
+    (cache / "programs").chmod(0o777)
+    if sys.platform != "win32":
+        assert "are not used, since other users can write there" in run("info")[1]
 
 
 def test_compile_fills_the_cache(run: Run, cache: Path) -> None:
     only = ("--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--causal", "--forward")
     code, out, err = run("compile", *only)
     assert (code, err) == (0, "")
-    assert "attention_forward" in out and "simt" in out and "1 programs" in out
-    assert "(cache)" not in out
-    assert compiler.cache_info().entries == 1
+    assert "simt" in out and "forward" in out and "1 programs" in out
+    assert not [line for line in out.splitlines() if line != line.rstrip() or not line]
+    assert "cached" not in out
+    assert disk.cache_info().entries == 1
     compiler.compile_source.cache_clear()  # as in a new process
     code, out, _ = run("compile", *only)
-    assert code == 0 and "(cache)" in out
+    assert code == 0 and "cached" in out
+
+
+def test_compiled_kernels_are_told_in_80_columns(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    from cupyflash.commands import _kernel_table
+    from cupyflash.precompile import Done
+
+    work = jobs(["sm_90a"], ["bfloat16"], [128], backward=(True,))
+    found = {x.name: compiler.Resources(255, 0, 0, 0, 0) for x in work[0].plan.launches}
+    done = [Done(job, 12.34, compiler.Compiled("sm_90a", b"", "", found, True)) for job in work]
+    Console(width=80).print(_kernel_table(done, {job: i for i, job in enumerate(work)}))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + sum(len(job.plan.launches) for job in work)  # no line is folded
+    assert all(line.strip() and len(line) <= 80 and "…" not in line for line in lines)
 
 
 def test_compile_that_keeps_nothing_fails(run: Run, cache: Path) -> None:
@@ -433,9 +714,9 @@ def test_compile_errors(run: Run, arguments: list[str], message: str) -> None:
 
 
 def test_compile_tells_of_a_refused_source(run: Run, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cupyflash import precompile
+    from cupyflash.gpu import programs
 
-    monkeypatch.setattr(precompile, "generate", lambda plan: "this is no CUDA")
+    monkeypatch.setattr(programs, "generate", lambda plan: "this is no CUDA")
     code, out, _ = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--forward", "--full")
     assert code == 1
     assert "failed" in out and "cannot compile for sm_80" in out
@@ -470,16 +751,17 @@ def test_tune_prints_every_tile(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_tune_export(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from cupyflash import tuned
+    from cupyflash.gpu.device import Arch
 
     monkeypatch.setenv("CUPYFLASH_CONFIG_DIR", str(tmp_path))
     tuned.stored.cache_clear()
     code, out, err = run("tune", "--export")
     assert (code, out) == (2, "") and "tuning.json holds nothing" in err
     problem = problem_of({name: np.empty((1, 100, 2, 64), np.float16) for name in "qkv"})
-    tuned.replace([tuned.entry(problem, "sm_80", 108, "sm80", False, (64, 64, 4, 1, 2, 2))], [])
+    tuned.replace([tuned.entry(problem, Arch.of("sm_80"), "sm80", False, (64, 64, 4, 1, 2, 2))], [])
     code, out, _ = run("tune", "--export")
     tuned.stored.cache_clear()
-    assert code == 0 and out.splitlines()[1] == "(64, 64, 64, 4, 1, 2, 2),"
+    assert code == 0 and out.splitlines()[1].startswith("Tile(rows=64, keys=64, ")
 
 
 def test_tune_errors(run: Run, no_gpu: None) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from cupyflash.gpu import compiler, device
+from cupyflash.gpu import compiler, device, programs
 from cupyflash.gpu.compiler import Compiled, CompileError, Resources, parse_resources
+from cupyflash.gpu.kernel_plan import KernelPlan, Launch
+from cupyflash.gpu.source import kernels_folder
 
 pytest.importorskip("cuda.core")
 
@@ -95,6 +98,106 @@ def test_spills_are_seen():
 def test_the_log_tells_of_serialized_wgmma():
     log = compiler.compile_uncached(SERIALIZED, "sm_90a").log
     assert "wgmma.mma_async instructions are serialized" in log
+
+
+FUSED = 'extern "C" __global__ void fused(float *a) {{ a[0] = {}; }}'
+
+
+@pytest.mark.parametrize(
+    "source, fused",
+    [("a[1] * a[2] + a[3]", False), ("__fmaf_rn(a[1], a[2], a[3])", True), ("fmaf(a[1], a[2], a[3])", True)],
+)
+def test_the_source_says_where_products_are_fused(source, fused):
+    """Left to the compiler, two copies of one line may be rounded differently."""
+    made = compiler.ptx(FUSED.format(source), "sm_80")
+    assert ("fma.rn.f32" in made) is fused
+    assert ("mul" in made and "add" in made) is not fused
+
+
+# ---- CUPYFLASH_DUMP, CUPYFLASH_LINEINFO -----------------------------------------------------------------------------
+
+MARKED = '#line 7 "sm80/forward.cu"\n' + TWO_KERNELS
+
+
+@pytest.fixture
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    compiler.compile_source.cache_clear()
+    yield
+    compiler.compile_source.cache_clear()
+
+
+@pytest.mark.parametrize("value, lines", [(None, False), ("", False), ("0", False), ("1", True)])
+def test_line_numbers_on_request(monkeypatch, own_cache, value, lines):
+    """Nsight Compute finds the files by the paths that are in the cubin."""
+    plain = compiler.compile_source(MARKED, "sm_80")
+    compiler.compile_source.cache_clear()
+    if value is not None:
+        monkeypatch.setenv("CUPYFLASH_LINEINFO", value)
+    compiled = compiler.compile_source(MARKED, "sm_80")
+    assert compiled.cached is not lines  # programs with lines lie beside those without
+    folder = str(kernels_folder() / "sm80").encode()
+    assert (folder in compiled.cubin and b"forward.cu" in compiled.cubin) is lines
+    assert folder not in plain.cubin
+    assert compiled.resources == plain.resources
+
+
+def a_plan(**changed):
+    constants = (("DIM", 64), ("DIM_V", 32), ("LEFT", False))
+    launches = (Launch("reverse", 10, 64, 1000), Launch("fill", 10, 32))
+    fixed = {"family": "sm80", "arch": "sm_80", "dtype": "float16", "backward": False, "source": "sm80/forward.cu"}
+    return KernelPlan(**{**fixed, "constants": constants, "launches": launches, "alignment": 16, **changed})
+
+
+def test_dump(monkeypatch, own_cache, tmp_path):
+    folder = tmp_path / "not yet" / "dump"
+    monkeypatch.setattr(programs, "generate", lambda plan: MARKED)
+    programs.program(a_plan())
+    assert not folder.exists()
+    monkeypatch.setenv("CUPYFLASH_DUMP", str(folder))
+    compiled = programs.program(a_plan())  # this process had it; that it uses it is what counts
+    files = sorted(folder.iterdir())
+    (name,) = {path.stem for path in files}
+    assert re.fullmatch(r"sm_80-sm80-forward-float16-d64x32-[0-9a-f]{8}", name)
+    assert [path.suffix for path in files] == [".cu", ".cubin", ".ptx", ".txt"]
+    source, cubin, ptx, text = files
+    assert source.read_text() == MARKED
+    assert cubin.read_bytes() == compiled.cubin
+    assert ".target sm_80" in ptx.read_text() and ".entry reverse" in ptx.read_text()
+    used, told = compiled.resources["reverse"], text.read_text()
+    assert (
+        f"reverse: 64 threads, {1000 + used.static_shared} bytes of shared memory, {used.registers} registers, "
+        "0 bytes spilled, 0 bytes of stack\n"
+    ) in told
+    assert "fill: 32 threads" in told and "DIM_V = 32" in told and compiled.log in told
+
+    programs.program(a_plan(backward=True, dtype="float32", constants=(("COLUMNS", 128),), arch="sm_90a"))
+    assert len({path.stem for path in folder.iterdir()}) == 2
+    assert len(list(folder.glob("sm_90a-sm80-backward-float32-d128-*"))) == 4
+
+
+def test_dump_once_per_process(monkeypatch, own_cache, tmp_path):
+    monkeypatch.setattr(programs, "generate", lambda plan: MARKED)
+    monkeypatch.setenv("CUPYFLASH_DUMP", str(tmp_path / "once"))
+    programs.program(a_plan())
+    calls = []
+    monkeypatch.setattr(compiler, "ptx", lambda *given: calls.append(given) or "")
+    programs.program(a_plan(launches=(Launch("reverse", 99, 64),)))  # another grid, the same program
+    assert not calls
+    monkeypatch.setenv("CUPYFLASH_DUMP", str(tmp_path / "elsewhere"))
+    programs.program(a_plan())
+    assert len(calls) == 1
+
+
+def test_dump_where_nothing_can_be_written(monkeypatch, own_cache, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(programs, "generate", lambda plan: MARKED)
+    monkeypatch.setenv("CUPYFLASH_DUMP", str(tmp_path / "file"))
+    with pytest.raises(OSError, match=r"CUPYFLASH_DUMP is '.*file'; it must be a folder that can be written"):
+        programs.program(a_plan())
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
 
 
 def test_an_error_names_our_file_and_line():

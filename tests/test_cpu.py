@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
 import sys
+import threading
 import tracemalloc
 import warnings
 
+import ml_dtypes
 import numpy as np
 import pytest
 from reference import (
@@ -21,18 +25,19 @@ from reference import (
 )
 
 from cupyflash import cpu
-from cupyflash.cpu import tiles
+from cupyflash.cpu import crew, tiles
+from cupyflash.cpu.pairs import Pairs
 
 
-def check(q, k, v, key_mask=None, dout=None, units=None, **options):
+def check(q, k, v, key_mask=None, dout=None, units=None, dlse=None, **options):
     """Forward and, with dout, backward against the reference; returns what was computed, by name."""
     problem = state(q, k, v, key_mask, **options)
-    given = problem, q, k, v, key_mask, dout
+    given = problem, q, k, v, key_mask, dout, dlse
     exact, own = standard(*given), standard_in_own_precision(*given)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        out, lse = cpu.forward(problem, q, k, v, key_mask)
-        grads = () if dout is None else cpu.backward(problem, dout, q, k, v, out, lse, key_mask)
+        out, lse = cpu.forward(problem, q, k, v, key_mask=key_mask)
+        grads = () if dout is None else cpu.backward(problem, dout, q, k, v, out, lse, dlse, key_mask=key_mask)
     assert out.dtype == q.dtype and lse.dtype == DTYPES[problem.lse_dtype]
     found = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)))
     for name, x in found.items():
@@ -212,9 +217,9 @@ def test_empty(zero, options):
 def test_one_thread_or_many(workers, monkeypatch):
     """With more threads than heads the gradients of one head are summed over several tasks."""
     monkeypatch.setenv("OMP_NUM_THREADS", workers)
-    monkeypatch.setattr(tiles, "WORTH_THREADS", 0)
+    monkeypatch.setattr(crew, "WORTH_THREADS", 0)
     monkeypatch.setattr(tiles, "QUERIES", 16)
-    assert tiles.threads() == int(workers)
+    assert crew.threads() == int(workers)
     rng = fresh_rng()
     q, k, v, dout = arrays(rng, "float32", 1, 100, 90, 4, 2, 16, 16)
     check(q, k, v, rng.random((1, 90)) < 0.7, dout, causal=True)
@@ -224,14 +229,168 @@ def test_one_thread_or_many(workers, monkeypatch):
         np.testing.assert_array_equal(first[name], second[name])
 
 
+BITS = """
+import sys, hashlib, numpy as np
+from cupyflash import attention, attention_backward
+rng = np.random.default_rng(7)
+for heads in (1, 3):
+    q, k, v, dout = (rng.standard_normal((1, 1500, heads, 40), "float32") for _ in range(4))
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    grads = attention_backward(dout, q, k, v, out, lse, causal=True, deterministic=True)
+    print([hashlib.sha256(x.tobytes()).hexdigest() for x in (out, lse, *grads)])
+"""
+
+
+def test_deterministic_gradients_do_not_depend_on_the_number_of_cores():
+    said = [run_python(BITS, OMP_NUM_THREADS=str(n)) for n in (1, 2, 3, 5)]
+    assert said[0] and all(x == said[0] for x in said)
+
+
+AFTER_THE_END = """
+import threading, time, numpy as np
+from cupyflash import attention, attention_backward
+def late():
+    threading.main_thread().join()
+    x = np.random.default_rng(0).standard_normal((1, 600, 4, 64), "float32")
+    out, lse = attention(x, x, x, return_lse=True)
+    grads = attention_backward(x, x, x, x, out, lse)
+    print("done", all(np.isfinite(g).all() for g in (out, *grads)))
+threading.Thread(target=late).start()
+"""
+
+
+def test_a_thread_that_outlives_the_main_thread():
+    assert run_python(AFTER_THE_END, OMP_NUM_THREADS="4").split() == ["done", "True"]
+
+
+def test_no_more_threads_can_be_had(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    monkeypatch.setattr(crew, "WORTH_THREADS", 0)
+    q, k, v, dout = arrays(fresh_rng(), "float32", 1, 100, 90, 4, 2, 16, 16)
+    check(q, k, v, None, dout)
+
+
+def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError("no room")
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr(crew, "WORTH_THREADS", 0)
+    monkeypatch.setattr(sys.modules["cupyflash.cpu.forward"], "product", fail)
+    q, k, v, _ = arrays(fresh_rng(), "float32", 1, 100, 90, 4, 2, 16, 16)
+    with pytest.raises(MemoryError, match="no room"):
+        cpu.forward(state(q, k, v), q, k, v)
+
+
+INTERRUPTED = """
+import os, signal, threading, time, numpy as np
+from cupyflash import attention, attention_backward
+x = np.ones((1, 24000, 1, 128), "float32")
+out, lse = x, np.full((1, 1, 24000), 20, "float32")
+sent = []
+def send():
+    time.sleep(1)
+    sent.append(time.perf_counter())
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=send).start()
+try:
+    attention_backward(x, x, x, x, out, lse)
+except KeyboardInterrupt:
+    print(time.perf_counter() - sent[0], threading.active_count())
+"""
+
+
+@pytest.mark.parametrize("workers", ["1", "3"])
+def test_an_interrupt_does_not_wait_for_a_whole_head(workers):
+    """Of one that takes half a minute. And no thread works on behind it."""
+    seconds, left = run_python(INTERRUPTED, OMP_NUM_THREADS=workers).split()
+    assert float(seconds) < 2 and left == "1"
+
+
+def run_python(code, **environment):
+    """What a process prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("dtype, large", [("float32", 1e30), ("float64", 1e290)])
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_scales_far_from_one(dtype, large, side):
+    """As if the factor stood in q or k: neither q nor k leaves its range on the way to scores of a few units."""
+    rng = fresh_rng()
+    q, k, v, dout = arrays(rng, dtype, 1, 30, 40, 2, 1, 16, 16)
+    plain = check(q, k, v, None, dout, scale=0.25)
+    half = DTYPES[dtype](large**0.5)
+    for scale in (large, 1 / large):
+        up = DTYPES[dtype](1 / half if scale > 1 else half)
+        given = {"q": q * up, "k": k * up}
+        given[side] *= DTYPES[dtype](0.25)  # exact
+        problem = state(given["q"], given["k"], v, scale=scale)
+        out, lse = cpu.forward(problem, given["q"], given["k"], v)
+        grads = cpu.backward(problem, dout, given["q"], given["k"], v, out, lse)
+        step = 1e-4 if dtype == "float32" else 1e-10
+        np.testing.assert_allclose(out, plain["out"], rtol=step, atol=step)
+        np.testing.assert_allclose(lse, plain["lse"], rtol=step, atol=step)
+        for name, x in (("dq", grads.dq), ("dk", grads.dk)):
+            quarter = 0.25 if name == f"d{side}" else 1.0
+            np.testing.assert_allclose(x * up * DTYPES[dtype](quarter), plain[name], rtol=step, atol=10 * step)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_values_near_the_largest_number(dtype):
+    """The mean of finite values is finite, though their sum is not. Small values beside them stay what they are."""
+    q, k, v, _ = arrays(fresh_rng(), dtype, 1, 20, 700, 2, 1, 16, 16)
+    largest = float(ml_dtypes.finfo(DTYPES[dtype]).max)
+    v[..., :8] = 0.9 * largest
+    v[..., 8] = -0.9 * largest
+    v[..., 15] *= DTYPES[dtype](1e-36)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out, _ = cpu.forward(state(q, k, v), q, k, v)
+    step = 1e-2 if dtype == "bfloat16" else 1e-5
+    large = np.where(np.arange(9) < 8, 0.9, -0.9)
+    np.testing.assert_allclose(
+        out[..., :9].astype(np.float64) / largest, np.broadcast_to(large, (1, 20, 2, 9)), rtol=step
+    )
+    np.testing.assert_array_equal(
+        out[..., 9:], cpu.forward(state(q, k, v), q, k, np.where(np.arange(16) < 9, v * 0, v))[0][..., 9:]
+    )
+
+
+def test_gradient_of_lse_of_rows_that_see_no_key():
+    """Has no effect, whatever it is: the derivative of log sum exp of nothing is often NaN."""
+    q, k, v, dout = arrays(fresh_rng(), "float32", 1, 20, 12, 2, 1, 8, 8)
+    problem = state(q, k, v, causal=True)
+    out, lse = cpu.forward(problem, q, k, v)
+    dlse = fresh_rng().standard_normal(lse.shape).astype(np.float32)
+    dlse[np.isneginf(lse)] = 0
+    clean = cpu.backward(problem, dout, q, k, v, out, lse, dlse)
+    dlse[np.isneginf(lse)] = np.nan
+    for x, y in zip(cpu.backward(problem, dout, q, k, v, out, lse, dlse), clean):
+        np.testing.assert_array_equal(x, y)
+    check(q, k, v, None, dout, dlse=dlse, causal=True)
+
+
 def test_tiles_outside_the_band_are_not_visited():
     q = np.empty((1, 4096, 1, 8), np.float32)
 
     def visited(**options):
         problem = state(q, q, q, **options)
-        positions = np.arange(problem.seq_k)
-        found = [tile for rows in tiles.query_tiles(problem) for tile in tiles.key_tiles(problem, rows, positions)]
-        return len(found), sum(tile.hidden is not None for tile in found)
+        pairs = Pairs(problem, 0, {})
+        found = [tile for rows in tiles.query_tiles(problem) for tile in tiles.key_tiles(pairs, 0, rows)]
+        return len(found), sum(pairs.visible(tile) is not None for tile in found)
 
     rows, columns = 4096 // tiles.QUERIES, 4096 // tiles.KEYS
     per_row = tiles.QUERIES // tiles.KEYS

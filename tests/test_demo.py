@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from cupyflash import cli
-from cupyflash.demo import check, picture
+from cupyflash.demo import check, picture, training
 from cupyflash.demo.model import Config, Model
 from cupyflash.demo.text import standard_library
 from cupyflash.demo.training import CPU, Recipe, generate, one_blas_thread, train
@@ -88,6 +89,11 @@ def test_batch_in_parts_is_the_same_training(monkeypatch: pytest.MonkeyPatch, rn
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.parametrize("cores, parts", [(1, 1), (2, 2), (3, 2), (6, 4), (7, 4), (8, 8), (64, 8)])
+def test_the_batch_is_spread_over_the_cores(cores: int, parts: int) -> None:
+    assert training._parts(8, cores) == parts
+
+
 def test_training_ends_by_the_clock(rng: np.random.Generator) -> None:
     text = rng.integers(0, 256, 1000, dtype=np.uint8)
     *_, last = train(Model(TINY), text, Recipe(TINY, batch=1, rate=1e-3, seconds=0.2))
@@ -100,6 +106,18 @@ def test_generate_is_repeatable_and_keeps_the_prompts() -> None:
     assert first == generate(model, prompts, length=12, seed=5)
     assert first != generate(model, prompts, length=12, seed=6)
     assert all(text.startswith(prompt) and len(text) == 12 for text, prompt in zip(first, prompts))
+
+
+def test_generate_goes_beyond_the_context() -> None:
+    """Then the model sees what its context holds of the end."""
+    model = float64_model(2)
+    (text,) = generate(model, [b"ab"], length=40, seed=5)
+    assert len(text) == 40 and text[:12] == generate(model, [b"ab"], length=12, seed=5)[0]
+    seen = []
+    real = model.logits
+    model.logits = lambda tokens: seen.append(tokens.copy()) or real(tokens)
+    generate(model, [text[:39]], length=40)
+    assert seen[0].tolist() == [list(text[27:39])]
 
 
 def test_text_is_the_standard_library() -> None:
@@ -159,6 +177,29 @@ def test_demo_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert printed.count(" ok ") == 4 and "It writes" in printed
     assert out.read_bytes().startswith(b"\x89PNG")
     assert CPU.seconds < 60  # with what stands before and behind it, the whole demo takes less than 90 s
+
+
+def test_demo_in_a_log_of_another_encoding(tmp_path: Path) -> None:
+    """It tells how it goes, in lines, and has a sign for what the encoding has not."""
+    arguments = ["demo", "--steps", "12", "--device", "cpu", "-o", tmp_path / "[red]a.png"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "cupyflash", *arguments], check=False, capture_output=True, timeout=300, env=environment
+    )
+    printed = done.stdout.decode("ascii")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^ *\d+%  step \d+  loss [\d.]+", printed, re.MULTILINE)) >= 8
+    assert "Picture:" in printed and "[red]a.png" in printed
+
+
+def test_demo_says_first_that_it_cannot_write(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
+    monkeypatch.setattr(sys, "argv", ["cupyflash", "demo", "-o", str(tmp_path / "a.png")])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 2 and "a.png, which cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["picture.jpg", "missing/picture.png"])

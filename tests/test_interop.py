@@ -99,16 +99,18 @@ def test_known_libraries_pass_through_untouched() -> None:
     x, y = np.ones((3, 4), np.float32), np.ones(3, bool)
     lib = interop.library("q", x)
     assert lib.kind == "numpy"
-    same, arrays = interop.adopt(lib, q=x, key_mask=y, out=None)
-    assert same is lib and arrays[0] is x and arrays[1] is y and arrays[2] is None
-    assert lib.to_numpy(x) is x and lib.from_numpy(x) is x and not lib.on_gpu(x) and not lib.wants_grad([x, None])
+    given, targets = {"q": x, "key_mask": y, "dlse": None}, {"out": x}
+    same, arrays, into = interop.adopt(lib, given, targets)
+    assert same is lib and arrays is given and into is targets
+    assert lib.to_numpy(x) is x and lib.from_numpy(x) is x and not lib.on_gpu(x) and lib.recorder(given) is None
 
 
 def test_dlpack_producers_on_the_cpu_become_numpy() -> None:
     x, k = np.ones((3, 4), np.float32), np.ones((5, 4), np.float32)
     q = DLPackOnly(x)
-    lib, arrays = interop.adopt(interop.library("q", q), q=q, k=k)
-    assert lib.kind == "numpy" and type(arrays[0]) is np.ndarray and np.shares_memory(arrays[0], x) and arrays[1] is k
+    lib, arrays, _ = interop.adopt(interop.library("q", q), {"q": q, "k": k}, {})
+    assert lib.kind == "numpy" and type(arrays["q"]) is np.ndarray
+    assert np.shares_memory(arrays["q"], x) and arrays["k"] is k
     out = attention(q, DLPackOnly(k), k)
     assert type(out) is np.ndarray
     np.testing.assert_array_equal(out, attention(x, k, k))
@@ -155,7 +157,7 @@ def test_cupy(dtype: str, rng: np.random.Generator) -> None:
     import cupy
 
     inputs = draw_inputs(rng, dtype, heads=(4, 2), key_mask=True)
-    q, k, v, dout, mask = (cupy.asarray(x) for x in inputs)
+    q, k, v, dout, mask = (cupy.asarray(x) for x in inputs[:5])
     lib = interop.library("q", q)
     assert lib.view(q) == (q.shape, (2 * 67 * 4 * 64 // 2, 4 * 64, 64, 1), dtype, "cuda:0", "cupy", q.data.ptr)
     assert lib.pointer(q) == q.data.ptr and lib.device(q) == 0 and lib.signature(q) != lib.signature(k)
@@ -172,9 +174,10 @@ def test_foreign_gpu_arrays_become_cupy(foreign: type, rng: np.random.Generator)
     import cupy
 
     inputs = draw_inputs(rng, "float32", key_mask=True)
-    q, k, v, _, mask = (cupy.asarray(x) for x in inputs)
-    lib, (taken, own) = interop.adopt(interop.library("q", foreign(q)), q=foreign(q), k=k)
-    assert lib.kind == "cupy" and type(taken) is cupy.ndarray and taken.data.ptr == q.data.ptr and own is k
+    q, k, v, _, mask = (cupy.asarray(x) for x in inputs[:5])
+    lib, arrays, _ = interop.adopt(interop.library("q", foreign(q)), {"q": foreign(q), "k": k}, {})
+    taken = arrays["q"]
+    assert lib.kind == "cupy" and type(taken) is cupy.ndarray and taken.data.ptr == q.data.ptr and arrays["k"] is k
     out = attention(foreign(q), foreign(k), v, key_mask=foreign(mask))
     assert type(out) is cupy.ndarray
     judge({"out": out.get()}, *references(inputs))

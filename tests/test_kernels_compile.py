@@ -19,7 +19,7 @@ def plans(family: str, arch: Arch) -> dict[str, KernelPlan]:
     found = {}
     for problem in problems():
         for backward in (False, True):
-            if FAMILIES[family][0](problem, arch, backward) is None:
+            if FAMILIES[family].objection(problem, arch, backward) is None:
                 kernel_plan = plan(problem, arch, backward, family)
                 found[generate(kernel_plan)] = kernel_plan
     return found

@@ -32,7 +32,7 @@ def parts_of(rng, dtype="float32", cuts=(3, 40, 41), seq_k=70, scale=None):
     found = []
     for i, j in itertools.pairwise(bounds):
         given = q, k[:, i:j], v[:, i:j], key_mask[:, i:j]
-        found.append(cpu.forward(state(*given, scale=scale), *given))
+        found.append(cpu.forward(state(*given, scale=scale), *given[:3], key_mask=given[3]))
     return (q, k, v, key_mask), *(list(column) for column in zip(*found))
 
 
@@ -125,6 +125,40 @@ def test_torch_gradients():
     for a, b in zip(grads, torch.autograd.grad(list(whole), leaves, [dout, dlse])):
         assert torch.isfinite(a).all()
         torch.testing.assert_close(a, b)
+
+
+def test_jax_transforms():
+    """merge is traced like any function of JAX: jit, grad and vmap, alone and around each other."""
+    jax = pytest.importorskip("jax")
+    _, outs, lses = parts_of(fresh_rng())
+    outs, lses = ([jax.numpy.asarray(x) for x in xs] for xs in (outs, lses))
+    whole = merge(outs, lses)
+    same(jax.jit(merge)(outs, lses), whole)
+    same(jax.vmap(merge)(outs, lses), whole)
+    same(jax.jit(lambda x: merge([x, *outs[1:]], lses))(outs[0]), whole)  # beside concrete arrays
+
+    def loss(outs, lses):
+        out, lse = merge(outs, lses)
+        return (out * out).sum() + jax.numpy.where(lse == -jax.numpy.inf, 0, lse).sum()
+
+    grads = jax.grad(loss, (0, 1))(outs, lses)
+    for name, x in zip(("outs", "lses"), grads):
+        assert all(np.isfinite(part).all() for part in x), name
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))(outs, lses))):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    step = 1e-2
+    moved = [lses[0] + step, *lses[1:]], [lses[0] - step, *lses[1:]]
+    slope = (loss(outs, moved[0]) - loss(outs, moved[1])) / (2 * step)
+    np.testing.assert_allclose(np.asarray(grads[1][0]).sum(), slope, rtol=2e-3, atol=2e-2)
+
+
+def test_an_lse_of_plus_infinity_is_nan_without_a_warning():
+    _, outs, lses = parts_of(fresh_rng())
+    lses[1][0, 0, 0] = np.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out, lse = merge(outs, lses)
+    assert np.isnan(out[0, 0, 0]).all() and np.isnan(lse[0, 0, 0]) and np.isfinite(out[0, 1:]).all()
 
 
 OUT, LSE = np.zeros((2, 5, 3, 4), np.float32), np.zeros((2, 3, 5), np.float32)

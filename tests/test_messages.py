@@ -35,6 +35,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "dtypes of q and v": ({"v": ones(B, SK, HK, DV, dtype=np.float16)}, TypeError, ["v has dtype float16", "q has float32"]),
     "integers": ({"q": ones(B, SQ, HQ, D, dtype=np.int32)}, TypeError, ["q has dtype int32", "float16, bfloat16, float32"]),
     "integer keys": ({"k": ones(B, SK, HK, D, dtype=np.int64)}, TypeError, ["k has dtype int64", "must be one of float16"]),
+    "records of nothing": ({"q": np.zeros((B, SQ, HQ, D), "V0")}, TypeError, ["q has dtype void", "must be one of"]),
     "booleans": ({"v": ones(B, SK, HK, DV, dtype=bool)}, TypeError, ["v has dtype bool", "must be one of float16"]),
     "complex": ({"q": ones(B, SQ, HQ, D, dtype=np.complex64)}, TypeError, ["q has dtype complex64", "must be one of"]),
     "byte order": ({"q": ones(B, SQ, HQ, D, dtype=">f4")}, TypeError, ["q has dtype >f4", "must be one of"]),
@@ -62,6 +63,15 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "scale word": ({"scale": "big"}, TypeError, ["scale is 'big'", "real number or None"]),
     "scale infinite": ({"scale": float("inf")}, ValueError, ["scale is inf", "finite"]),
     "scale nan": ({"scale": float("nan")}, ValueError, ["scale is nan", "finite"]),
+    "scale large": ({"scale": 1e31}, ValueError, [r"scale is 1e\+31", r"from 1e-30 to 1e\+30, or 0"]),
+    "scale small": ({"scale": 1e-60}, ValueError, ["scale is 1e-60", r"from 1e-30 to 1e\+30, or 0"]),
+    "scale integer": ({"scale": 10**400}, ValueError, ["scale is inf", "finite"]),
+    "scale complex": ({"scale": 1j}, TypeError, ["scale is 1j", "real number or None"]),
+    "scale array": ({"scale": ones(2)}, TypeError, ["scale is array", "real number or None"]),
+    "scale bool": ({"scale": True}, TypeError, ["scale is True", "real number or None"]),
+    "window set": ({"window": {1, 2}}, ValueError, ["window is {1, 2}", r"pair \(left, right\)"]),
+    "window bools": ({"window": (True, 0)}, TypeError, ["window's left bound is True", "integer or None"]),
+    "deterministic": ({"deterministic": "no"}, TypeError, ["deterministic is 'no'", "True or False"]),
     "mask shape": ({"key_mask": ones(B, SQ, dtype=bool)}, ValueError, [r"key_mask has shape \(2, 5\)", r"\(2, 7\)"]),
     "mask rank": ({"key_mask": ones(SK, dtype=bool)}, ValueError, [r"key_mask has shape \(7,\)", r"\(2, 7\)"]),
     "mask dtype": ({"key_mask": ones(B, SK, dtype=np.uint8)}, TypeError, ["key_mask has dtype uint8", "must be bool"]),
@@ -102,6 +112,9 @@ def test_forward_on_a_gpu(what: str) -> None:
 BAD_BACKWARD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "dout shape": ({"dout": ones(B, SQ, HQ, D)}, ValueError, [r"dout has shape \(2, 5, 4, 8\)", r"\(2, 5, 4, 16\)"]),
     "dout dtype": ({"dout": ones(B, SQ, HQ, DV, dtype=np.float64)}, TypeError, ["dout has dtype float64", "float32"]),
+    "dlse shape": ({"dlse": ones(B, SQ, HQ)}, ValueError, [r"dlse has shape \(2, 5, 4\)", r"\(2, 4, 5\)"]),
+    "dlse dtype": ({"dlse": ones(B, HQ, SQ, dtype=np.float64)}, TypeError, ["dlse has dtype float64", "float32"]),
+    "dlse list": ({"dlse": [1.0]}, TypeError, ["dlse is a list", "must be an array"]),
     "out shape": ({"out": ones(B, SQ, HK, DV)}, ValueError, [r"out has shape \(2, 5, 2, 16\)", r"\(2, 5, 4, 16\)"]),
     "lse shape": ({"lse": ones(B, SQ, HQ)}, ValueError, [r"lse has shape \(2, 5, 4\)", r"\(2, 4, 5\)"]),
     "lse dtype": ({"lse": ones(B, HQ, SQ, dtype=np.float64)}, TypeError, ["lse has dtype float64", "float32"]),
@@ -216,6 +229,28 @@ def test_results_that_cannot_be_written() -> None:
     with pytest.raises(ValueError, match="^grads: dk is read-only"):
         attention_backward(out, **good(), out=out, lse=lse, grads=grads)
     assert (grads[0] == 1).all()
+
+
+def test_results_that_overlap() -> None:
+    """Each target has memory of its own: no element of it twice, and none of another target or an input."""
+    x = {name: ones(B, SQ, HQ, D) for name in "qkv"}
+    wide = ones(B, SQ, HQ, 2 * D)
+    thin = np.broadcast_to(ones(D), (B, SQ, HQ, D)).copy()
+    thin = np.lib.stride_tricks.as_strided(thin, strides=(0, 0, 0, 4))
+    with pytest.raises(ValueError, match=r"^out has shape .* and strides \(0, 0, 0, 1\): elements share memory"):
+        attention(**x, out=thin)
+    with pytest.raises(ValueError, match="^out shares memory with k; it must have memory of its own"):
+        attention(**x, out=x["k"])
+    out, lse = attention(**x, return_lse=True)
+    given = {**x, "dout": out.copy(), "out": out, "lse": lse}
+    g, h = ones(B, SQ, HQ, D), ones(B, SQ, HQ, D)
+    with pytest.raises(ValueError, match="^grads: dk shares memory with grads: dq;"):
+        attention_backward(**given, grads=(g, g, h))
+    with pytest.raises(ValueError, match="^grads: dv shares memory with grads: dq;"):
+        attention_backward(**given, grads=(wide[..., :D], h, wide[..., 1 : D + 1]))
+    with pytest.raises(ValueError, match="^grads: dv shares memory with dout;"):
+        attention_backward(**given, grads=(g, h, given["dout"]))
+    attention_backward(**given, grads=(wide[..., :D], h, wide[..., D:]))  # side by side
 
 
 @pytest.mark.gpu

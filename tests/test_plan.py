@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from kernel_cover import ARCHS, FAMILY_ARCHS, FEATURES, problem, problems
 
-from cupyflash import tuned
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 from cupyflash.problem import AttentionProblem
@@ -19,7 +18,7 @@ STATIC_LIMIT = 48 << 10
 
 def directions(family: str, asked: AttentionProblem, gpu: Arch) -> list[bool]:
     """Forward (False) and backward (True), as far as the family takes them."""
-    return [backward for backward in (False, True) if FAMILIES[family][0](asked, gpu, backward) is None]
+    return [backward for backward in (False, True) if FAMILIES[family].objection(asked, gpu, backward) is None]
 
 
 def constants(kernel_plan: KernelPlan) -> dict[str, int | bool | float]:
@@ -100,7 +99,7 @@ def test_flash1_keeps_o_l_and_m_in_memory() -> None:
     for dtype, sums in (("float32", 0), ("float16", rows * 64 * 4), ("bfloat16", rows * 64 * 4)):
         forward, backward = (plan(problem(dtype, seq_q=1024), H200, back, "flash1") for back in (False, True))
         sizes = {w.name: w.nbytes for w in (*forward.workspace, *backward.workspace)}
-        assert sizes == {"m": 4 * rows, "l": 4 * rows} | ({"o_sum": sums, "dq_sum": sums} if sums else {})
+        assert sizes == {"m": 4 * rows, "l": 4 * rows, "o_sum": sums, "dq_sum": sums}
 
 
 def test_nothing_takes_it() -> None:
@@ -140,31 +139,60 @@ def test_tiles_that_the_sm90_kernels_can_count() -> None:
 
 
 def test_workspace() -> None:
-    """The forward needs none; the backward one row vector, sm80 one float32 dQ as well, and sm90 that of some heads, a copy
-    of lse, and counters."""
-    rows = 2 * 8 * 1024
-    for asked in (problem("float16", seq_q=1024), problem("float32", seq_q=1024), problem("float64", seq_q=1024)):
-        for family in [name for name in FAMILIES if name != "flash1"]:
-            if FAMILIES[family][0](asked, H200, False) is None:
-                assert plan(asked, H200, family=family).workspace == ()
-            if FAMILIES[family][0](asked, H200, True) is None:
-                sizes = {w.name: w.nbytes for w in plan(asked, H200, True, family).workspace}
-                assert sizes.pop("delta") == rows * (8 if asked.dtype == "float64" or family == "sm90" else 4)
-                assert sizes.pop("counters", 0) == (4 * (2 + 4 + rows // 128) if family == "sm90" else 0)
-                assert sizes.pop("dq_sum", 0) in (0, rows * 64 * 4)
-                assert not sizes
+    """The forward needs none. The backward has a row vector; sm80 one float32 dQ as well, and sm90 that of some heads;
+    both a copy of lse, in tiles of 128 queries (64 in a short sm80), and counters."""
+    rows, pairs = 2 * 8 * 1024, 2 * 8
+    expected = {
+        "simt": {"delta": ("float32", (pairs, 1024))},
+        "sm80": {
+            "delta": ("float32", (pairs, 16, 2, 64)), "dq_sum": ("float32", (pairs, 16, 64 * 64)), "counters": ("uint32", (0,)),
+        },
+        "sm90": {
+            "delta": ("float32", (rows // 128, 2, 128)), "dq_sum": ("float32", (rows // 128, 128 * 64)),
+            "counters": ("uint32", (2 + 4 + rows // 128,)),
+        },
+    }  # fmt: skip
+    asked = problem("float16", seq_q=1024)
+    for family, spaces in expected.items():
+        assert sum(w.nbytes for w in plan(asked, H200, family=family).workspace) == 0
+        assert {w.name: (w.dtype, w.shape) for w in plan(asked, H200, True, family).workspace} == spaces
+    same = plan(problem("float16", seq_q=1024, deterministic=True), H200, True, "sm80")
+    assert same.workspace[2].shape == (pairs * 16 + 1,)  # how far each tile of dQ is, and the ticket
+    (delta,) = plan(problem("float64", seq_q=1024), H200, True).workspace
+    assert delta.nbytes == 8 * rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_source_has_the_same_workspace_always(family: str) -> None:
+    """What a plan does not need has no elements: it is a field of Params, which is part of the source."""
+    for backward in (False, True):
+        names = set()
+        for fields in (*FEATURES.values(), {"seq_q": 4097, "right": 0}, {"seq_q": 1}):
+            for dtype in ("float16", "float32"):
+                asked = problem(dtype, **fields)
+                if FAMILIES[family].objection(asked, H200, backward) is None:
+                    names.add(tuple(w.name for w in plan(asked, H200, backward, family).workspace))
+        assert len(names) == 1
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_kernels_are_told_what_they_may_lay_out(family: str) -> None:
+    for dim in (64, 128, 256):
+        for backward in (False, True):
+            chosen = plan(problem("float16", dim), H200, backward, family)
+            assert constants(chosen)["SHARED_MEMORY"] == max(x.shared_memory for x in chosen.launches) > 0
 
 
 def test_sums_of_dq_for_heads_under_work_alone() -> None:
     """The sm90 backward keeps float32 dQ of as many heads as the thread blocks are at, not of all."""
     long = problem("bfloat16", 128, batch=32, heads_q=16, heads_k=16, seq_q=512, seq_k=512)
     chosen = plan(long, H200, True)
-    assert (chosen.together, chosen.kept) == (1, 2 + 99)  # 3 waves of 132 key tiles, 4 of them to a head
+    assert dict(chosen.scalars) == {"together": 1, "resident": 2 + 99}  # 3 waves of 132 key tiles, 4 of them to a head
     assert next(w for w in chosen.workspace if w.name == "dq_sum").nbytes == 101 * 512 * 128 * 4
-    causal = plan(replace(long, causal="bottom_right", right=0), H200, True)
-    assert causal.together > 1 and 2 * causal.together <= causal.kept < 512
+    causal = dict(plan(replace(long, causal="bottom_right", right=0), H200, True).scalars)
+    assert causal["together"] > 1 and 2 * causal["together"] <= causal["resident"] < 512
     few = plan(replace(long, batch=1), H200, True)
-    assert few.kept == 16
+    assert dict(few.scalars)["resident"] == 16
 
 
 def test_blocks_that_share_dq_come_in_pairs() -> None:
@@ -182,8 +210,7 @@ def test_tiles_that_the_paired_blocks_cannot_take_are_passed_over() -> None:
     """A tile tuned with other kernels: 80 keys cannot be sent 32 at a time, and 96 leave no place for 256 columns of dQ."""
     asked = problem("bfloat16", 256)
     for tile in ((64, 80, 2, 2, 1, 0), (64, 96, 3, 2, 1, 0), (80, 64, 2, 2, 1, 0)):
-        entry = tuned.entry(asked, H200.name, H200.sms, "sm90", True, tile)
-        assert plan(asked, replace(H200, tuned=(entry,)), True).constants == plan(asked, H200, True).constants
+        assert plan(asked, H200, True, tiles={"sm90": tile}).constants == plan(asked, H200, True).constants
 
 
 def test_three_words_to_deal_out_tiles() -> None:
@@ -212,7 +239,7 @@ def test_heads_that_share_keys_share_tiles_where_queries_are_few() -> None:
             assert (q.array, q.heads, q.rows * q.heads) == ("q", pack, rows) and (q.rows >= seq_q or pack == 1)
             assert max(q.rows, q.heads) <= 256  # what the copy engine takes
             assert {box.heads for box in chosen.maps[1:]} == {1}
-            assert chosen.workspace == ()  # tiles are alike: nothing to deal out
+            assert chosen.workspace[0].nbytes == 0  # tiles are alike: nothing to deal out
             if pack > 1:
                 assert not told["O_STAGED"]  # a box of the output has one head
     one = plan(problem("bfloat16", batch=1, seq_q=1, heads_q=8, heads_k=1), H200)
@@ -223,8 +250,7 @@ def test_heads_that_share_keys_share_tiles_where_queries_are_few() -> None:
 
 def test_a_tuned_tile_packs_too() -> None:
     asked = problem("bfloat16", batch=10, seq_q=3, heads_q=8, heads_k=1)
-    entry = tuned.entry(asked, H200.name, H200.sms, "sm90", False, (3, 128, 2, 0))
-    told = constants(plan(asked, replace(H200, tuned=(entry,))))
+    told = constants(plan(asked, H200, tiles={"sm90": (3, 128, 2, 0), "sm80": (64, 64, 4, 1, 2, 2)}))
     assert (told["GROUPS"], told["PACK"]) == (3, 64)  # 3 rows each
 
 
@@ -247,6 +273,46 @@ def test_what_is_not_asked_is_not_compiled(family: str) -> None:
             plan(problem("float16", seq_q=s, batch=b), H200, backward, family) for s, b in ((1000, 2), (999, 7))
         )
         assert small.constants == large.constants
+
+
+def test_sequences_that_the_kernels_cannot_count() -> None:
+    for family in ("sm90", "sm80", "simt"):
+        for backward in (False, True):
+            with pytest.raises(ValueError, match=r"k has a sequence of 1073741824; the kernels take less than 2\*\*30"):
+                plan(problem("float16", seq_k=2**30), H200, backward, family)
+    many = problem("float32", batch=2**20, heads_q=2**12, heads_k=1, seq_q=1, seq_k=1)
+    with pytest.raises(
+        ValueError, match=r"q has batch 1048576 and 4096 heads: 4294967296 tiles; less than 2\*\*31 fit"
+    ):
+        plan(many, H200)
+
+
+def test_a_bound_of_0_is_a_bound() -> None:
+    for bound, name in (("left", "LEFT"), ("right", "RIGHT")):
+        told = constants(plan(problem("float32", **{bound: 0}), H200))
+        assert told[name] is True and constants(plan(problem("float32"), H200))[name] is False
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 64), (128, 128), (192, 128), (256, 256), (64, 256)])
+def test_boxes_are_tiles(dims: tuple[int, int]) -> None:
+    """What the copy engine moves at once is what the kernels wait for."""
+    for seq_q in (5, 1000):
+        chosen = plan(problem("float16", *dims, batch=10, seq_q=seq_q), H200)
+        told = constants(chosen)
+        rows = 64 * int(told["GROUPS"]) // int(told["PACK"])
+        assert chosen.maps == (
+            ("q", rows, told["PACK"]),
+            ("k", told["KEYS"], 1),
+            ("v", told["KEYS"], 1),
+            ("out", 64, 1),
+        )
+    chosen = plan(problem("float16", *dims), H200, True)
+    told = constants(chosen)
+    rows, keys = told["ROWS"], int(told["KEYS"])
+    leaving = min(64, keys) if keys == 64 * int(told["GROUPS"]) else keys
+    assert {box.array: box.rows for box in chosen.maps} == {
+        "q": rows, "dout": rows, "k": keys, "v": keys, "dk": leaving, "dv": leaving,
+    }  # fmt: skip
 
 
 def test_plans_are_data() -> None:

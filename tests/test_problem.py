@@ -9,7 +9,23 @@ import numpy as np
 import pytest
 from reference import visible
 
-from cupyflash.problem import AttentionProblem, View, check_like, describe, lse_shape, out_shape, to_bshd
+from cupyflash.problem import (
+    ARRAYS,
+    OPTIONS,
+    ArrayRule,
+    AttentionProblem,
+    View,
+    check_like,
+    check_options,
+    complete,
+    contiguous,
+    describe,
+    lse_shape,
+    out_shape,
+    state,
+    to_bshd,
+    whole,
+)
 
 
 def stated(sq: int = 6, sk: int = 9, **options: Any) -> AttentionProblem:
@@ -118,3 +134,109 @@ def test_check_like() -> None:
         check_like("out", q._replace(device="cuda:1"), q.shape, "float32", q)
     with pytest.raises(TypeError, match="out is a torch array but q is a cupy array"):
         check_like("out", q._replace(kind="torch"), q.shape, "float32", q)
+
+
+# ---- the tables -----------------------------------------------------------------------------------------------------
+
+BIAS = ArrayRule(
+    "bias", ("batch", "head", "query", "key"), ("q", "float32"), "bias", "added to the score", gradient=True
+)
+SLOPES = ArrayRule("slopes", ("head",), ("float32",), "slopes", "of each head")
+
+
+def test_every_option_has_a_default_that_its_check_takes() -> None:
+    for row in OPTIONS:
+        row.check(row.default)
+        assert row.help.endswith(".")
+    assert stated(**{row.name: row.default for row in OPTIONS}) == stated()
+    assert complete({"scale": 2.0}) == {**{row.name: row.default for row in OPTIONS}, "scale": 2.0}
+    assert list(complete({"scale": 2.0, "causal": True})) == [row.name for row in OPTIONS]
+
+
+def test_an_option_that_changes_the_gradients_alone_changes_no_forward() -> None:
+    q = View((2, 6, 4, 16), (), "float32", "cpu", "numpy")
+    views = {"q": q, "k": q, "v": q, "dout": q, "out": q, "lse": q._replace(shape=(2, 4, 6))}
+    for row in OPTIONS:
+        if row.backward:
+            plain = state(views, {}, {}, False)
+            assert state(views, {}, {row.name: True}, False) == plain
+            assert state(views, {}, {row.name: True}, True) != state(views, {}, {}, True)
+
+
+def test_optional_arrays_are_told_by_name_and_dtype() -> None:
+    mask = View((2, 9), (9, 1), "bool", "cpu", "numpy")
+    problem = stated(key_mask=mask)
+    assert problem.given == (("key_mask", "bool"),) and problem.has("key_mask")
+    assert not stated().has("key_mask") and stated().given == ()
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'keymask'"):
+        check_options("explain", ["causal", "key_mask", "keymask"])
+    check_options("explain", ["causal", "key_mask", "out"], ("out",))
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_shapes_of_optional_arrays(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Axes that q has not, they have not either."""
+    shape = {4: (2, 6, 4, 16), 3: (6, 4, 16), 2: (6, 16)}[rank]
+    q = View(shape, (), "float16", "cpu", "numpy")
+    k = q._replace(shape=tuple(9 if n == 6 else n for n in shape))
+    problem = describe(q, k, k)
+    sizes = {"batch": 2, "head": 4, "query": 6, "key": 9}
+    has = [axis for axis in sizes if axis not in ("batch", "head")[: 4 - rank]]
+    for row in (*ARRAYS, BIAS, SLOPES):
+        want = tuple(sizes[axis] for axis in row.axes if axis in has)
+        assert row.shape(problem, rank) == want
+        assert whole(row, problem, q).shape == want
+    assert whole(BIAS, problem, q).dtype == "float16" and whole(SLOPES, problem, q).dtype == "float32"
+    monkeypatch.setattr("cupyflash.problem.ARRAYS", (BIAS, SLOPES))
+    given = {row.name: whole(row, problem, q) for row in (BIAS, SLOPES)}
+    assert describe(q, k, k, **given).given == (("bias", "float16"), ("slopes", "float32"))
+
+
+def test_axes_of_length_1_stand_for_all() -> None:
+    problem = stated()
+    full = View((2, 4, 6, 9), contiguous((2, 4, 6, 9)), "float32", "cpu", "numpy")
+    assert BIAS.strides(full, problem) == (216, 54, 9, 1)
+    one = full._replace(shape=(1, 4, 1, 9), strides=contiguous((1, 4, 1, 9)))
+    assert BIAS.strides(one, problem) == (0, 9, 0, 1)
+    assert BIAS.strides(full._replace(shape=(4, 6, 9), strides=(54, 9, 1)), problem, 3) == (0, 54, 9, 1)
+    assert SLOPES.strides(full._replace(shape=(4,), strides=(1,)), problem) == (0, 1, 0, 0)
+    mask = View((1, 9), (9, 1), "bool", "cpu", "numpy")
+    assert stated(key_mask=mask).has("key_mask")
+    for wrong in ((2, 8), (3, 9), (9,), (1, 2, 9)):
+        with pytest.raises(
+            ValueError, match=r"key_mask has shape .*; it must be \(2, 9\), \(batch, key\), where a length of 1"
+        ):
+            stated(key_mask=mask._replace(shape=wrong))
+
+
+def test_rows_that_kernels_cannot_read_are_copied() -> None:
+    problem = stated()
+    (row,) = ARRAYS
+    mask = View((2, 9), (9, 1), "bool", "cpu", "numpy")
+    assert row.to_copy(mask, problem) is None and row.to_copy(mask._replace(strides=(0, 1)), problem) is None
+    assert row.to_copy(mask._replace(strides=(18, 2)), problem) == mask._replace(strides=(18, 2))
+    assert row.to_copy(mask._replace(shape=(2, 1)), problem) == mask._replace(strides=(9, 0))
+    assert row.to_copy(mask._replace(shape=(1, 1)), stated(sk=1)) is None
+    slopes = View((4,), (3,), "float32", "cpu", "numpy")
+    assert SLOPES.to_copy(slopes, problem) == slopes and SLOPES.to_copy(slopes._replace(strides=(1,)), problem) is None
+    assert SLOPES.to_copy(slopes._replace(shape=(), strides=()), problem, 2) is None
+
+
+def test_what_is_asked_for_by_position() -> None:
+    """diagonal is data: a part of a sequence may stand anywhere."""
+    problem = AttentionProblem("float32", 1, 4, 20, 1, 1, 8, 8, 1.0, diagonal=7, right=0)
+    assert problem.visible == 8 + 9 + 10 + 11 == visible(problem)[0, 0].sum()
+
+
+@pytest.mark.parametrize(
+    "dtype, largest", [("float16", 1e30), ("bfloat16", 1e30), ("float32", 1e30), ("float64", 1e290)]
+)
+def test_range_of_the_scale(dtype: str, largest: float) -> None:
+    q = View((2, 6, 4, 16), (), dtype, "cpu", "numpy")
+    for scale in (0, -0.0, largest, -largest, 1 / largest, 1):
+        assert describe(q, q, q, scale=scale).scale == scale
+    for scale in (10 * largest, -2 * largest, 0.5 / largest):
+        with pytest.raises(
+            ValueError, match=f"scale is .*; for {dtype} inputs its size must be from 1e-.* to 1e.*, or 0"
+        ):
+            describe(q, q, q, scale=scale)

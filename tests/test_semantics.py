@@ -174,7 +174,7 @@ def test_packed_in_one_array(backend: Backend, dtype: str, rng: np.random.Genera
 @on_pairs
 def test_broadcast_inputs(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
     """Strides of 0: one K and V for every batch and head, one mask for every batch."""
-    q, k, v, dout, mask = draw_inputs(rng, dtype, heads=(4, 4), key_mask=True)
+    q, k, v, dout, mask = draw_inputs(rng, dtype, heads=(4, 4), key_mask=True)[:5]
     k, v, mask = k[:1, :, :1], v[:1, :, :1], mask[:1]
     shapes = [(2, 93, 4, 64), (2, 93, 4, 64), (2, 93)]
     wide = [np.broadcast_to(x, shape) for x, shape in zip((k, v, mask), shapes)]
@@ -252,7 +252,7 @@ def test_all_scores_equal(backend: Backend, dtype: str, rng: np.random.Generator
 @on_pairs
 def test_fully_masked_rows(backend: Backend, dtype: str, options: dict[str, Any], rng: np.random.Generator) -> None:
     """No key visible: out 0, lse -inf, and all gradients 0, exactly."""
-    q, k, v, dout, _ = draw_inputs(rng, dtype, seq=(100, 90), heads=(4, 2))
+    q, k, v, dout, *_ = draw_inputs(rng, dtype, seq=(100, 90), heads=(4, 2))
     key_mask = np.zeros((2, 90), bool)
     key_mask[0, 40:60] = True  # batch 1 sees nothing at all
     check(backend, Inputs(q, k, v, dout, key_mask), **options)
@@ -294,6 +294,28 @@ def test_infinities(backend: Backend, dtype: str, rng: np.random.Generator) -> N
     check(backend, inputs, backward=False)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@on_pairs
+def test_rows_whose_scores_are_all_minus_infinity(
+    backend: Backend, dtype: str, causal: bool, rng: np.random.Generator
+) -> None:
+    """By infinite keys, which no mask hides: as if they saw none. out is 0, and dk and dv get nothing from them."""
+    q, k, v, dout, *_ = draw_inputs(rng, dtype, seq=(130, 130), heads=(2, 2))
+    q[...] = np.abs(q) + DTYPES[dtype](0.1)
+    k[0, :, 0, 3] = -np.inf  # no row of this head has a score
+    k[1, :70, 1, 3] = -np.inf  # with a causal mask, the first rows have none
+    options = {"causal": causal, "family": backend.family}
+    arrays = [backend.put(x) for x in (q, k, v)]
+    out, lse = attention(*arrays, return_lse=True, **options)
+    _, dk, dv = attention_backward(backend.put(dout), *arrays, out, lse, **options)
+    problem = state(q, k, v, causal=causal)
+    exact, own = (f(problem, q, k, v, None, dout) for f in (standard, standard_in_own_precision))
+    assert np.isneginf(exact.lse[0, 0]).all() and np.isneginf(exact.lse[1, 1]).any() == causal
+    for name, x in (("out", out), ("lse", lse), ("dk", dk), ("dv", dv)):
+        assert_as_good(backend.get(x), getattr(exact, name), getattr(own, name), name)
+        assert name == "lse" or np.isfinite(backend.get(x)).all()
+
+
 @pytest.mark.parametrize("zero", ["batch", "queries", "keys", "heads", "dim", "dim_v", "all"])
 @on_pairs
 def test_empty(backend: Backend, dtype: str, zero: str, rng: np.random.Generator) -> None:
@@ -307,6 +329,55 @@ def test_empty(backend: Backend, dtype: str, zero: str, rng: np.random.Generator
     )  # fmt: skip
     check(backend, inputs)
     check(backend, inputs, causal=True)
+
+
+# ---- a loss that depends on lse -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "keys-causal"])
+@on_pairs
+def test_gradient_of_lse(backend: Backend, dtype: str, mask: str, rng: np.random.Generator) -> None:
+    key_mask, options = split(MASKS[mask])
+    inputs = draw_inputs(rng, dtype, seq=(167, 230), heads=(4, 2), key_mask=key_mask, dlse=1.0)
+    check(backend, inputs, deterministic=mask == "causal", **options)
+
+
+@on_pairs_with_dims([(256, 256), (192, 128), (59, 8), (64, 0), (512, 40)])
+def test_gradient_of_lse_at_any_width(
+    backend: Backend, dtype: str, dims: tuple[int, int], rng: np.random.Generator
+) -> None:
+    check(backend, draw_inputs(rng, dtype, seq=(77, 150), dims=dims, dlse=1.0))
+
+
+@on_pairs
+def test_large_gradient_of_lse(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """65536, the first scale of a gradient scaler, is more than a float16 can be."""
+    inputs = draw_inputs(rng, dtype, seq=(67, 400), dlse=65536.0)
+    check(backend, inputs)
+
+
+@on_pairs
+def test_gradient_of_lse_of_rows_that_see_no_key(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """Whatever it is: the derivative of log sum exp of nothing is often NaN."""
+    inputs = draw_inputs(rng, dtype, seq=(90, 60), heads=(2, 2), dlse=1.0)
+    inputs.dlse[:, :, :30] = np.nan  # queries before the first key
+    check(backend, inputs, causal=True)
+
+
+@on_pairs
+def test_one_mask_for_all(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """An axis of length 1 stands for every batch entry, or every key."""
+    q, k, v, dout, mask, _ = draw_inputs(rng, dtype, key_mask=True)
+    arrays = [backend.put(x) for x in (q, k, v)]
+    for thin in (mask[:1], np.array([[True], [False]])):
+        wide = np.broadcast_to(thin, mask.shape)
+        problem = state(q, k, v, wide)
+        exact, own = (f(problem, q, k, v, wide, dout) for f in (standard, standard_in_own_precision))
+        options = {"key_mask": backend.put(thin), "family": backend.family}
+        out, lse = attention(*arrays, return_lse=True, **options)
+        grads = attention_backward(backend.put(dout), *arrays, out, lse, **options)
+        for name, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)):
+            assert_as_good(backend.get(x), getattr(exact, name), getattr(own, name), name)
 
 
 # ---- determinism ----------------------------------------------------------------------------------------------------

@@ -7,18 +7,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+from imports import HANDED_OVER, import_graph
 from kernel_cover import FEATURES, problem
 
-from cupyflash.gpu import source
+from cupyflash.gpu import params, source
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 
+TOP = Path(__file__).resolve().parent.parent
 GPU = Arch.of("sm_90a")
 SOURCES = [
     (family, backward)
-    for family, (objection, _) in FAMILIES.items()
+    for family, room in FAMILIES.items()
     for backward in (False, True)
-    if objection(problem("float16"), GPU, backward) is None
+    if room.objection(problem("float16"), GPU, backward) is None
 ]
 
 
@@ -59,13 +61,18 @@ def test_the_plan_is_in_front() -> None:
     for name, value in kernel_plan.constants:
         kind = "bool" if isinstance(value, bool) else "int"
         assert f"constexpr {kind} {name} = {str(value).lower()};" in head
-    assert "using Element = half_t;" in head and "using Accum = float;" in head
+    for name, type in (("In", "half_t"), ("Product", "half_t"), ("Out", "half_t"), ("Accum", "float")):
+        assert f"using {name} = {type};" in head
+    assert params.text(kernel_plan) in head and head.index("namespace config") < head.index("struct Params")
 
 
 def test_sources_differ_where_plans_do() -> None:
     texts = {source.generate(planned("simt", False, **fields)) for fields in FEATURES.values()}
     assert len(texts) == len(FEATURES)
-    assert source.generate(planned("simt", False, seq_q=5)) == source.generate(planned("simt", False, seq_q=6))
+    for backward in (False, True):
+        for fields in ({}, {"right": 0}):  # where tiles differ in length, some are dealt out and some are not
+            texts = {source.generate(planned("sm90", backward, seq_q=s, batch=9, **fields)) for s in (1, 999, 9000)}
+            assert len(texts) == (2 if not backward else 1)  # few queries are packed
 
 
 @pytest.fixture
@@ -108,18 +115,46 @@ def test_digest_counts_sources_alone(copied: Path) -> None:
     assert digest() != first
 
 
+def test_the_digest_covers_what_a_call_on_a_gpu_walks_through() -> None:
+    """Every module that the package's entrances import, but for the CPU's and the tools that api.py hands over to."""
+    graph = import_graph()
+    entrances = [name for name in graph if name.split(".")[1:2] in (["api"], ["torch"], ["jax"], ["interop"])]
+    reached, waiting = set(), ["cupyflash", *entrances]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached and not name.startswith("cupyflash.cpu"):
+            reached.add(name)
+            waiting += sorted(graph[name] - set(HANDED_OVER if name == "cupyflash.api" else ()))
+    assert {"cupyflash.gpu.corridor", "cupyflash.gpu.families.sm90", "cupyflash.problem", "cupyflash.tuned"} <= reached
+    covered = set(source.sources())
+    missing = {name for name in reached if not {path_of(name), path_of(name, package=True)} & covered}
+    assert not missing
+    kernels = {
+        f"kernels_cu/{path.relative_to(TOP / 'kernels_cu').as_posix()}" for path in (TOP / "kernels_cu").rglob("*.cu*")
+    }
+    assert kernels <= covered and len(kernels) > 20
+    assert not {"cupyflash/cli.py", "cupyflash/cpu/forward.py", "cupyflash/bench/suites.py"} & covered
+
+
+def path_of(module: str, package: bool = False) -> str:
+    return module.replace(".", "/") + ("/__init__.py" if package else ".py")
+
+
+@pytest.mark.parametrize(
+    "room", ["gpu/plan.py", "gpu/families/sm90.py", "interop/cupy_.py", "torch/__init__.py", "api.py"]
+)
+def test_digest_follows_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, room: str) -> None:
+    first, found = digest(), source.sources()
+    changed = tmp_path / "changed.py"
+    changed.write_bytes(found[f"cupyflash/{room}"].read_bytes() + b"#")
+    monkeypatch.setattr(source, "sources", lambda: found | {f"cupyflash/{room}": changed})
+    assert digest() != first
+
+
 def test_the_digest_is_that_of_the_checkout() -> None:
     """The package under test, wherever it is installed, has the sources that lie beside these tests."""
-    top = Path(__file__).resolve().parent.parent
-    for here, there in (
-        (top / "kernels_cu", source.kernels_folder()),
-        (top / "cupyflash" / "gpu", Path(source.__file__).parent),
-    ):
-        for path in here.rglob("*.[cp][uy]*"):
-            if path.suffix in (".cu", ".cuh", ".py"):
-                assert path.read_bytes() == (there / path.relative_to(here)).read_bytes(), (
-                    f"{path.relative_to(top)} is not what is installed: pip install again"
-                )
+    for name, path in source.sources().items():
+        assert path.read_bytes() == (TOP / name).read_bytes(), f"{name} is not what is installed: pip install again"
 
 
 def test_missing_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

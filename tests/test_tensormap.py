@@ -53,7 +53,7 @@ def maps(strides: dict[str, tuple[int, ...]] = STRIDES, **fields: Any) -> tensor
 
 
 def test_columns_rows_heads_batches(asked: list[dict[str, Any]]) -> None:
-    parameter = maps().parameter(*AT)
+    parameter = maps()(*AT)
     assert [call["at"] for call in asked] == list(AT)
     assert {call["dtype"] for call in asked} == {"BFLOAT16"}
     assert [call["shape"] for call in asked] == [[64, 500, 8, 1], [64, 300, 2, 1], [128, 300, 2, 1], [128, 500, 8, 1]]
@@ -64,33 +64,33 @@ def test_columns_rows_heads_batches(asked: list[dict[str, Any]]) -> None:
         assert call["rest"][:2] == ["CU_TENSOR_MAP_INTERLEAVE_NONE", "CU_TENSOR_MAP_SWIZZLE_128B"]
         assert call["rest"][3] == "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE"
         assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in call["strides"])
-    assert bytes(parameter)[:512] == b"".join(bytes([n]) * 128 for n in (1, 2, 3, 4))
-    assert int.from_bytes(bytes(parameter)[512:], "little") == 1 and parameter.nbytes == 576
+    assert parameter[:512] == b"".join(bytes([n]) * 128 for n in (1, 2, 3, 4))
+    assert int.from_bytes(parameter[512:], "little") == 1 and len(parameter) == 576
 
 
 def test_boxes_of_several_heads(asked: list[dict[str, Any]]) -> None:
     """Few queries: a box of Q has all of those of many heads, also of more than there are."""
-    maps(seq_q=5, batch=10).parameter(*AT)
+    maps(seq_q=5, batch=10)(*AT)
     assert [call["shape"] for call in asked] == [[64, 5, 8, 10], [64, 300, 2, 10], [128, 300, 2, 10], [128, 5, 8, 10]]
     assert [call["box"] for call in asked] == [[64, 8, 16, 1], [64, 128, 1, 1], [64, 128, 1, 1], [64, 64, 1, 1]]
 
 
 def test_strides_between_batches(asked: list[dict[str, Any]]) -> None:
-    maps(STRIDES | {"k": (40_000, 128, 64)}, batch=3).parameter(*AT)
+    maps(STRIDES | {"k": (40_000, 128, 64)}, batch=3)(*AT)
     assert [call["strides"][2] for call in asked] == [1_400_000, 80_000, 160_000, 1_600_000]
 
 
-def test_made_once_for_the_same_arrays(asked: list[dict[str, Any]]) -> None:
+def test_encoded_once_for_the_same_arrays(asked: list[dict[str, Any]]) -> None:
     made = maps()
-    first = made.parameter(*AT)
-    assert made.parameter(*AT) is first and len(asked) == 4
-    assert made.parameter(0x5000, *AT[1:]) is not first and len(asked) == 5  # that array's alone
+    first = made(*AT)
+    assert made(*AT) == first and len(asked) == 4
+    assert made(0x5000, *AT[1:]) != first and len(asked) == 5  # that array's alone
 
 
 @pytest.mark.parametrize("out", [(800_000, -1024, 128), (800_000, 1023, 128), (800_000, 1024, 0)])
 def test_an_output_that_no_map_can_tell(asked: list[dict[str, Any]], out: tuple[int, ...]) -> None:
     for made, at in ((maps(STRIDES | {"out": out}), AT), (maps(), (*AT[:3], 0x4008))):
-        parameter = bytes(made.parameter(*at))
+        parameter = made(*at)
         assert parameter[384:] == bytes(192)
     assert len(asked) == 6
 
@@ -99,4 +99,4 @@ def test_a_refusal_of_the_driver(asked: list[dict[str, Any]]) -> None:
     with pytest.raises(
         RuntimeError, match=r"cannot describe an array of shape \(64, 500, 8, 1\).*0xbad0.*INVALID_VALUE"
     ):
-        maps().parameter(0xBAD0, *AT[1:])
+        maps()(0xBAD0, *AT[1:])

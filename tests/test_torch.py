@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from semantics import Inputs, draw_inputs
 
 import cupyflash
 from cupyflash import interop
+from cupyflash.problem import ITEMSIZE
 
 torch = pytest.importorskip("torch")
 
@@ -169,11 +171,67 @@ def test_gradient_through_lse(masked: bool, layout: str, device: str, rng: np.ra
                 assert (got - expected).abs().max() < 1e-11, (terms, name)
 
 
-def test_gradients_are_not_differentiable(rng: np.random.Generator) -> None:
-    q, k, v = leaves(draw_inputs(rng, "float32"))
-    (dq,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        dq.sum().backward()
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_are_not_differentiable(device: str, rng: np.random.Generator) -> None:
+    """Nothing of second order is lost in silence, whether the gradient that comes in needs one itself or not."""
+    q, k, v = leaves(draw_inputs(rng, "float32"), device)
+    out, lse = attention(q, k, v, return_lse=True)
+    for loss in (out.square().sum(), out.sum(), lse.sum()):
+        with pytest.raises(RuntimeError, match="gradients of attention cannot be differentiated again.*create_graph"):
+            torch.autograd.grad(loss, q, create_graph=True, retain_graph=True)
+    assert torch.autograd.grad(out.sum(), q)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_write_is_seen_by_autograd(device: str, rng: np.random.Generator) -> None:
+    """As after torch.add(out=...): who kept the old values for its own gradient is told."""
+    q, k, v = (x.detach() for x in leaves(draw_inputs(rng, "float32"), device))
+    weights = [torch.ones_like(x, requires_grad=True) for x in (q, q, k, v)]
+    targets = [torch.ones_like(x) for x in weights]
+    kept = [(w * x).sum() for w, x in zip(weights, targets)]
+    out, lse = attention(q, k, v, out=targets[0], return_lse=True)
+    cupyflash.attention_backward(out, q, k, v, out, lse, grads=tuple(targets[1:]))
+    for loss in kept:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    with torch.inference_mode():  # has no versions
+        x = torch.empty_like(q)
+        assert attention(q, k, v, out=x) is x
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_leaves_are_not_written(device: str, rng: np.random.Generator) -> None:
+    q, k, v = (x.detach() for x in leaves(draw_inputs(rng, "float32"), device))
+    leaf = torch.zeros_like(q, requires_grad=True)
+    with pytest.raises(ValueError, match="^out requires grad.*pass its detach"):
+        cupyflash.attention(q, k, v, out=leaf)
+    out, lse = attention(q, k, v, return_lse=True)
+    with pytest.raises(ValueError, match="^grads: dk requires grad.*pass its detach"):
+        grads = (torch.zeros_like(q), leaf, torch.zeros_like(v))
+        cupyflash.attention_backward(out, q, k, v, out, lse, grads=grads)
+    assert not leaf.detach().any()
+    with torch.no_grad():
+        attention(q, k, v, out=leaf)
+    assert leaf.detach().any()
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_mask_that_requires_grad(wanted: bool) -> None:
+    x = torch.ones(3, 4, requires_grad=wanted)
+    with pytest.raises(TypeError, match="^key_mask has dtype float32; it must be bool"):
+        cupyflash.attention(x, x, x, key_mask=torch.ones(3, requires_grad=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dims", [(64, 64), (256, 256), (32, 0), (64, 200)])
+def test_large_gradients_of_lse(dims: tuple[int, int], device: str, rng: np.random.Generator) -> None:
+    """65536, GradScaler's first scale, is no float16. Head dimension 256 has no column to spare; Dv may be 0."""
+    inputs = draw_inputs(rng, "float16", dims=dims, dlse=65536.0)
+    inputs.dout[...] = 0
+    q, k, v = leaves(inputs, device)
+    _, lse = attention(q, k, v, return_lse=True)
+    lse.backward(put(inputs.dlse, device))
+    judge({"dq": get(q.grad), "dk": get(k.grad), "dv": get(v.grad)}, *references(inputs))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -183,8 +241,6 @@ def test_out(device: str, rng: np.random.Generator) -> None:
     out = torch.full_like(q, torch.nan)
     with pytest.raises(ValueError, match="out is given but a gradient is wanted"):
         attention(q, k, v, out=out)
-    with pytest.raises(ValueError, match="out is given but a gradient is wanted"):
-        attention(q.detach(), k.detach(), v.detach(), out=out.detach().clone().requires_grad_())
     with torch.no_grad():
         assert attention(q, k, v, out=out) is out
     judge({"out": get(out)}, *references(inputs))
@@ -202,12 +258,25 @@ def test_numpy_shares_memory(dtype: str) -> None:
     assert lib.view(x) == ((4, 3), (1, 4), dtype, "cpu", "torch", x.data_ptr())
 
 
+def test_every_dtype_can_be_allocated() -> None:
+    lib: Any = interop.library("q", torch.zeros(1))
+    for dtype in ITEMSIZE:
+        x = lib.empty((2, 3), dtype, "cpu")
+        assert lib.view(x)[:4] == ((2, 3), (3, 1), dtype, "cpu")
+
+
 def test_signature_tells_apart_what_view_does() -> None:
     x = torch.zeros(2, 3, 4)
     lib = interop.library("q", x)
     others = [x.transpose(0, 1), x.half(), torch.zeros(2, 3, 5), x[:, :, ::2]]
     signatures = {lib.signature(x), *(lib.signature(y) for y in others)}
     assert len(signatures) == 5 and lib.signature(torch.ones(2, 3, 4)) == lib.signature(x)
+
+
+def test_help_shows_what_the_package_takes() -> None:
+    assert inspect.signature(attention) == inspect.signature(cupyflash.attention)
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'is_causal'"):
+        attention(torch.ones(3, 4), torch.ones(3, 4), torch.ones(3, 4), is_causal=True)
 
 
 def test_bad_tensors() -> None:

@@ -1,4 +1,4 @@
-"""The wheel: built, put into an environment that has NumPy and ml_dtypes alone, and used there."""
+"""The wheel: built, put into an environment that has NumPy and ml_dtypes alone, and used there; and the source archive."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import cupyflash
+
 TOP = Path(__file__).resolve().parent.parent
-BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+BUILD = "import sys; from hatchling import build; print(getattr(build, f'build_{sys.argv[1]}')(sys.argv[2]))"
+BUILT = ("__pycache__", ".git", ".venv*", "build", "dist", "*.egg-info", ".*_cache")  # what is no part of a checkout
 USE = """
 import sys
 import numpy as np
@@ -37,9 +40,9 @@ from cupyflash.gpu.source import generate, kernels_folder, sources_digest
 from cupyflash.problem import AttentionProblem
 assert str(kernels_folder()).startswith(sys.prefix), kernels_folder()
 problem = AttentionProblem("float16", 1, 64, 64, 1, 1, 64, 64, 1.0)
-for family, (objection, _) in FAMILIES.items():
+for family, room in FAMILIES.items():
     for backward in (False, True):
-        if objection(problem, Arch.of("sm_90a"), backward) is None:
+        if room.objection(problem, Arch.of("sm_90a"), backward) is None:
             assert "attention_" in generate(plan(problem, Arch.of("sm_90a"), backward, family))
 print(sources_digest())
 """
@@ -54,17 +57,26 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the checkout without what earlier builds left there."""
-    copy = tmp_path_factory.mktemp("checkout")
-    for name in ("cupyflash", "kernels_cu"):
-        shutil.copytree(TOP / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(TOP / name, copy)
-    dist = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-c", BUILD, dist, cwd=copy)
-    (built,) = dist.glob("*.whl")
-    return built
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout in which an earlier build has left a file that is deleted since."""
+    copy = tmp_path_factory.mktemp("copy") / "checkout"
+    shutil.copytree(TOP, copy, ignore=shutil.ignore_patterns(*BUILT))
+    for stale in ("build/lib/cupyflash", "cupyflash.egg-info", "cupyflash/__pycache__"):
+        (copy / stale).mkdir(parents=True)
+        (copy / stale / "stale.py").touch()
+    (copy / "cupyflash.egg-info" / "SOURCES.txt").write_text("stale.py\n")
+    return copy
+
+
+def built(what: str, checkout: Path, folder: Path) -> Path:
+    run(sys.executable, "-c", BUILD, what, folder, cwd=checkout)
+    (found,) = folder.iterdir()
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built("wheel", checkout, tmp_path_factory.mktemp("dist"))
 
 
 def test_contents(wheel: Path) -> None:
@@ -79,7 +91,8 @@ def test_contents(wheel: Path) -> None:
     modules = {path.relative_to(TOP).as_posix() for path in (TOP / "cupyflash").rglob("*.py")}
     missing = (kernels | modules | {"cupyflash/py.typed"}) - names
     assert not missing
-    assert not [name for name in names if not name.startswith(("cupyflash/", "cupyflash-"))]
+    assert not [name for name in names if not name.startswith(("cupyflash/", "cupyflash-")) or "stale" in name]
+    assert wheel.name.startswith(f"cupyflash-{cupyflash.__version__}-")  # said in one place
     module, _, function = scripts["console_scripts"]["cupyflash"].partition(":")
     assert function and f"{module.replace('.', '/')}.py" in names
 
@@ -98,3 +111,16 @@ def test_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     from cupyflash.gpu.source import sources_digest
 
     assert run(python, "-c", USE, cwd=tmp_path).splitlines()[-1] == sources_digest()
+
+
+def test_the_source_archive_runs_its_tests(checkout: Path, tmp_path: Path) -> None:
+    """It has all of the checkout, so what tests import and read is there; one of them proves it."""
+    archive = built("sdist", checkout, tmp_path)
+    shutil.unpack_archive(archive, tmp_path)
+    (top,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    there = {path.relative_to(top).as_posix() for path in top.rglob("*") if path.is_file()}
+    whole = {path.relative_to(checkout).as_posix() for path in checkout.rglob("*") if path.is_file()}
+    assert {name for name in whole if "stale" not in name and "egg-info" not in name} <= there
+    assert not [name for name in there if "stale" in name]
+    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_problem.py"]
+    assert " passed" in run(*test, cwd=top)

@@ -52,6 +52,6 @@ def plot(results: str | PathLike[str] = "bench/results", docs: str | PathLike[st
 
     Returns the files written.
     """
-    from .plots import plot as _plot
+    from .pages import plot as _plot
 
     return _plot(results, docs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ..cli import told
 from . import plot, run
 
 
@@ -30,4 +31,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    with told():
+        raise SystemExit(main())

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .timing import Candidate, gpu_sampler, host_sampler, interleave, significant
+from ..timing import Candidate, gpu_sampler, host_sampler, interleave, significant
 
 
 class Unavailable(RuntimeError):

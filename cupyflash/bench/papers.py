@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..timing import significant
 from . import plots, report
 from .report import Row, cell
-from .timing import significant
 
 SUITES = ("figures", "memory", "training")
 PASSES = {

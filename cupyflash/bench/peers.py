@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from .. import attention, attention_backward
-from .timing import Candidate, reason
+from ..timing import Candidate, reason
 
 
 class Case(NamedTuple):

@@ -1,13 +1,11 @@
-"""From results files to pictures and docs/benchmarks.md."""
+"""From results to pictures, and to the page of docs/benchmarks.md."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
-from . import ladder, machine, report
+from . import machine, report
 from .report import Row, cell
 
 COLOURS = {
@@ -57,31 +55,6 @@ timed alone. "vs best" compares with the fastest peer of the row, larger is bett
 cannot do or what has no room. Suites that name other kernel sources were measured on another state of the kernels; the
 report of the tests on a GPU, `tests/gpu_report.json`, names those of the checkout. `bench/README.md` tells how to run it.
 """
-
-
-def plot(results: str | PathLike[str], docs: str | PathLike[str]) -> list[str]:
-    """See `cupyflash.bench.plot`."""
-    from . import papers  # which draws with what is here
-
-    found = report.load(Path(results))
-    if not found:
-        raise FileNotFoundError(f"{results} has no <gpu>/<suite>.json; `cupyflash bench` writes them")
-    folder = Path(docs, "plots")
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    benchmarks = [data for data in found if data["suite"] not in ("figures", "training")]
-    for data in benchmarks:
-        drawn = figure(data)
-        path = folder / f"{data['file'].replace('/', '_')}.png"
-        drawn.savefig(path, bbox_inches="tight", metadata={"Software": None})
-        written.append(str(path))
-    if benchmarks:
-        page = Path(docs, "benchmarks.md")
-        page.write_text(markdown(benchmarks))
-        written.append(str(page))
-    written += papers.write(found, Path(docs))
-    tutorial = Path(docs, "tutorial.md")
-    return [*written, str(tutorial)] if ladder.fill(tutorial, found) else written
 
 
 def markdown(found: Sequence[dict[str, Any]]) -> str:

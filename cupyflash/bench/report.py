@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from .timing import best, geomean, ratio, significant
+from ..timing import best, geomean, ratio, significant
 
 Row = dict[str, Any]
 

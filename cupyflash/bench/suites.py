@@ -18,8 +18,8 @@ import numpy as np
 from .. import attention, attention_backward
 from ..gpu.plan import KernelPlan, plan
 from ..problem import AttentionProblem
+from ..timing import Candidate, flops, gpu_sampler, host_sampler, interleave, reason
 from . import first_call, peers
-from .timing import Candidate, flops, gpu_sampler, host_sampler, interleave, reason
 
 Problem = dict[str, Any]
 Measured = tuple[dict[str, float], dict[str, str]]  # values by name ("ours" and the peers), notes by name

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..problem import AttentionProblem
-from .tiles import KEYS, chosen_keys, key_tiles, product, query_tiles, run, threads, work_dtype
+from ..problem import AttentionProblem, Gradients
+from .crew import Crew
+from .pairs import Pairs
+from .tiles import KEYS, key_tiles, product, query_tiles, work_dtype
+
+PARTS = 8  # sums of dK and dV that deterministic gradients are made of, on however many cores
 
 
 def backward(
@@ -16,67 +20,86 @@ def backward(
     v: np.ndarray,
     out: np.ndarray,
     lse: np.ndarray,
-    key_mask: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """dq, dk, dv, shaped and typed like q, k, v, from what `forward` took and returned and from dout, the gradient of out.
+    dlse: np.ndarray | None = None,
+    **given: np.ndarray,
+) -> Gradients:
+    """dq, dk, dv, shaped and typed like q, k, v, from what `forward` took and returned and from the gradients of out and lse.
 
-    With P = exp(S - lse) recomputed tile by tile:  dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P · (dP - rowsum(dO · O)),
+    With P = exp(S - lse) recomputed tile by tile:  dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P · (dP - rowsum(dO · O) + dlse),
     dQ = scale · dS K,  dK = scale · dSᵀ Q.
     """
     work = work_dtype(problem)
     dq = np.empty(q.shape, q.dtype)
     dk, dv = np.zeros(k.shape, k.dtype), np.zeros(v.shape, v.dtype)
-    chosen = [chosen_keys(problem, key_mask, b) for b in range(problem.batch)]
-    positions = [np.arange(problem.seq_k)[c] for c in chosen]
-    keys = [np.ascontiguousarray(k[b][c].transpose(1, 0, 2), work) for b, c in enumerate(chosen)]  # (Hk, keys, D)
-    keys_t = [np.ascontiguousarray(x.transpose(0, 2, 1)) for x in keys]
-    values_t = [np.ascontiguousarray(v[b][c].transpose(1, 2, 0), work) for b, c in enumerate(chosen)]
+    pairs = [Pairs(problem, b, given) for b in range(problem.batch)]
+    keys, keys_t, values_t, crew = [], [], [], Crew(problem)
+    with np.errstate(all="ignore"):
+        for b, of in enumerate(pairs):
+            kh = np.ascontiguousarray(k[b][of.keys].transpose(1, 0, 2), work)  # (Hk, keys, D)
+            keys.append(kh if of.factor_k == 1 else kh * work(of.factor_k))
+            keys_t.append(np.ascontiguousarray(keys[-1].transpose(0, 2, 1)))
+            values_t.append(np.ascontiguousarray(v[b][of.keys].transpose(1, 2, 0), work))
 
     # A task sums dK and dV over query tiles of one key/value head: over all of them if there are heads enough for the
     # threads, else over every parts-th.
-    parts = -(-threads() // max(1, problem.batch * problem.heads_k))
+    heads = [(b, hk) for b in range(problem.batch) for hk in range(problem.heads_k)]
+    parts = -(-(PARTS if problem.deterministic else crew.size) // max(1, len(heads)))
+    sums: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     @np.errstate(all="ignore")  # infinities and NaN in the inputs do what IEEE says
-    def task(b: int, hk: int, part: int) -> tuple[np.ndarray, np.ndarray]:
-        kh, kt, vt = keys[b][hk], keys_t[b][hk], values_t[b][hk]
+    def task(b: int, hk: int, part: int) -> None:
+        of, kh, kt, vt = pairs[b], keys[b][hk], keys_t[b][hk], values_t[b][hk]
+        factor_q, factor_k = work(of.factor_q), work(of.factor_k)
         dkh, dvh = np.zeros_like(kh), np.zeros(vt.shape[::-1], work)
-        heads = range(hk * problem.group, (hk + 1) * problem.group)
-        for h, rows in [(h, rows) for h in heads for rows in query_tiles(problem)][part::parts]:
-            qi = q[b, rows, h].astype(work) * work(problem.scale)
+        group = range(hk * problem.group, (hk + 1) * problem.group)
+        for h, rows in [(h, rows) for h in group for rows in query_tiles(problem)][part::parts]:
+            qi = q[b, rows, h].astype(work) * factor_q
             do = dout[b, rows, h].astype(work)
-            delta = (do * out[b, rows, h].astype(work)).sum(axis=1, keepdims=True)
             norm = lse[b, h, rows, None]
-            norm = np.where(np.isneginf(norm), np.inf, norm)  # all scores -inf: every probability is 0
+            unseen = np.isneginf(norm)  # no key, or all scores -inf: every probability is 0
+            delta = (do * out[b, rows, h].astype(work)).sum(axis=1, keepdims=True)
+            if dlse is not None:
+                delta -= np.where(unseen, 0, dlse[b, h, rows, None])
+            norm = np.where(unseen, np.inf, norm)
             dqi, dq_part = np.zeros_like(qi), np.empty_like(qi)
             scores, dscores = np.empty((2, len(qi), KEYS), work)
             dk_part, dv_part = np.empty((KEYS, problem.dim), work), np.empty((KEYS, problem.dim_v), work)
-            for at, hidden in key_tiles(problem, rows, positions[b]):
-                n = at.stop - at.start
-                seen_by = None if hidden is None else hidden.T
+            for at in crew.steps(key_tiles(of, h, rows)):
+                n = at.keys.stop - at.keys.start
                 s, dp = scores[:, :n], dscores[:, :n]
-                product(qi, kt[:, at], out=s)
+                product(qi, kt[:, at.keys], out=s)
+                slope = of.slope(s, at)
+                of.score(s, at)
                 np.subtract(s, norm, out=s)
                 p = np.exp(s, out=s)
-                product(do, vt[:, at], out=dp)
+                product(do, vt[:, at.keys], out=dp)
                 np.subtract(dp, delta, out=dp)
                 ds = np.multiply(dp, p, out=dp)
-                if hidden is not None:
-                    np.copyto(p, 0, where=hidden)
-                    np.copyto(ds, 0, where=hidden)
-                product(p.T, do, out=dv_part[:n], hidden=seen_by)
-                dvh[at] += dv_part[:n]
-                product(ds, kh[at], out=dq_part, hidden=hidden)
+                if slope is not None:
+                    ds *= slope
+                seen = of.visible(at)
+                if seen is not None:
+                    np.copyto(p, 0, where=~seen)
+                    np.copyto(ds, 0, where=~seen)
+                of_keys = None if seen is None else seen.T
+                product(p.T, do, out=dv_part[:n], seen=of_keys)
+                dvh[at.keys] += dv_part[:n]
+                product(ds, kh[at.keys], out=dq_part, seen=seen)
                 dqi += dq_part
-                product(ds.T, qi, out=dk_part[:n], hidden=seen_by)
-                dkh[at] += dk_part[:n]
-            dq[b, rows, h] = dqi * work(problem.scale)
-        return dkh, dvh
+                product(ds.T, qi, out=dk_part[:n], seen=of_keys)
+                dkh[at.keys] += dk_part[:n]
+            dq[b, rows, h] = dqi * factor_q
+        dkh *= factor_k
+        if parts == 1:
+            dk[b, of.keys, hk], dv[b, of.keys, hk] = dkh, dvh
+        else:
+            sums[b, hk, part] = dkh, dvh
 
-    heads = [(b, hk) for b in range(problem.batch) for hk in range(problem.heads_k)]
-    sums = run(problem, task, ((b, hk, part) for b, hk in heads for part in range(parts)))
-    for b, hk in heads:
-        pairs = [next(sums) for _ in range(parts)]
-        with np.errstate(all="ignore"):
-            dk[b, chosen[b], hk] = sum(dkh for dkh, _ in pairs)
-            dv[b, chosen[b], hk] = sum(dvh for _, dvh in pairs)
-    return dq, dk, dv
+    crew.run(task, ((b, hk, part) for b, hk in heads for part in range(parts)))
+    with np.errstate(all="ignore"):
+        for b, hk in heads if parts > 1 else ():
+            of_keys = pairs[b].keys
+            dk[b, of_keys, hk], dv[b, of_keys, hk] = (
+                sum(column) for column in zip(*(sums.pop((b, hk, part)) for part in range(parts)))
+            )
+    return Gradients(dq, dk, dv)

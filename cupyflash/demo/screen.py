@@ -19,7 +19,7 @@ from .text import Text, standard_library
 from .training import Recipe, Step, generate, one_blas_thread, train, windows
 
 PROMPTS = [b"\ndef ", b"\nclass ", b"\nimport "]
-SAMPLE = 320  # bytes, where the context is that long
+SAMPLE = 320  # bytes
 HELD_OUT_LOOKS = 10  # times that the loss on held-out text is measured during training
 
 
@@ -45,7 +45,7 @@ def _run(xp: Any, how: Recipe, output: Path, console: Console) -> bool:
         f"(perplexity {np.exp(held_out[0][1]):.0f} → {np.exp(held_out[-1][1]):.1f} bytes)\n"
     )
 
-    samples = generate(model, PROMPTS, min(SAMPLE, c.context), seed=how.seed)
+    samples = generate(model, PROMPTS, SAMPLE, seed=how.seed)
     panels = [Panel(Styled(_printable(sample.decode("latin-1").strip())), border_style="blue") for sample in samples]
     console.print("[bold]It writes[/]", *panels)
 
@@ -54,12 +54,12 @@ def _run(xp: Any, how: Recipe, output: Path, console: Console) -> bool:
     checks, odds = check_layer(model, xp.asarray(shown[None].astype(np.int32)), layer, how.seed)
     console.print(_checks(checks, f"Attention of layer {layer + 1} against float64, largest errors"))
     head = draw(output, losses, held_out, odds, shown.tobytes())
-    console.print(f"Picture: [bold]{output}[/] (loss; attention of layer {layer + 1}, {head})")
+    console.print(Styled(f"Picture: {output} (loss; attention of layer {layer + 1}, {head})"), soft_wrap=True)
     return all(check.passed for check in checks)
 
 
 def learn(model: Model, text: Text, how: Recipe, console: Console) -> tuple[list[float], list[tuple[int, float]]]:
-    """Train under a progress bar. Returns the loss of every step and (step, loss on held-out text) pairs."""
+    """Train under a progress bar, in a log under lines. Returns each step's loss and (step, loss on held-out text) pairs."""
     xp, length = model.xp, how.config.context
     unseen = windows(xp, xp.asarray(text.held_out), 2 * how.batch, length, np.random.default_rng(how.seed + 1))
     losses: list[float] = []
@@ -68,13 +68,15 @@ def learn(model: Model, text: Text, how: Recipe, console: Console) -> tuple[list
         SpinnerColumn(), BarColumn(30), TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.description}"),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=1.0)
         for step in train(model, text.train, how):
             losses.append(step.loss)
             if int(step.done * HELD_OUT_LOOKS) > looks:
                 looks = int(step.done * HELD_OUT_LOOKS)
                 held_out.append((step.number, model.loss(*unseen)))
+                if not console.is_terminal:
+                    console.print(f"{step.done:4.0%}  {_status(step, losses)}")
             progress.update(bar, completed=step.done, description=_status(step, losses))
     return losses, held_out
 

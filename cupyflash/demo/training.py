@@ -29,7 +29,7 @@ class Recipe:
     seed: int = 0
 
 
-CPU = Recipe(Config(layers=4, width=128, heads=4, context=128), batch=8, rate=6e-3, seconds=55)
+CPU = Recipe(Config(layers=2, width=96, heads=3, context=64), batch=8, rate=1e-2, seconds=55)
 GPU = Recipe(
     Config(layers=8, width=512, heads=8, context=512, attention_dtype="float16"), batch=32, rate=1.5e-3, seconds=40
 )
@@ -68,7 +68,7 @@ def train(model: Model, text: np.ndarray, how: Recipe) -> Iterator[Step]:
     xp, optimiser, rng = model.xp, AdamW(model), np.random.default_rng(how.seed)
     data = xp.asarray(text)
     # On the CPU one thread for each equal part of the batch: NumPy lets go of the interpreter lock.
-    workers = math.gcd(how.batch, os.cpu_count() or 1) if xp is np else 1
+    workers = _parts(how.batch, os.cpu_count() or 1) if xp is np else 1
     start, number, done = time.perf_counter(), 0, 0.0
     with ThreadPoolExecutor(workers) as pool:
         over = pool.map if workers > 1 else map
@@ -81,6 +81,11 @@ def train(model: Model, text: np.ndarray, how: Recipe) -> Iterator[Step]:
             seconds = time.perf_counter() - start
             done = min(1.0, max(seconds / how.seconds, number / (how.steps or math.inf)))
             yield Step(number, loss, done, seconds, number * how.batch * how.config.context)
+
+
+def _parts(batch: int, cores: int) -> int:
+    """Into how many equal parts a batch goes, no more than there are cores."""
+    return max(n for n in range(1, cores + 1) if batch % n == 0)
 
 
 def windows(xp: Any, data: Array, batch: int, length: int, rng: np.random.Generator) -> tuple[Array, Array]:
@@ -111,17 +116,20 @@ class AdamW:
 
 
 def generate(model: Model, prompts: list[bytes], length: int, temperature: float = 0.6, seed: int = 0) -> list[bytes]:
-    """Continue each prompt to `length` bytes (at most the context), byte by byte; returns prompts and all.
+    """Continue each prompt to `length` bytes, byte by byte; returns prompts and all.
 
-    Everything is computed anew for every byte: one shape, no cache, and causality hides what is not yet written.
+    The model sees as much as its context holds. Everything is computed anew for every byte: one shape, no cache, and
+    causality hides what is not yet written.
     """
-    xp = model.xp
+    xp, context = model.xp, model.config.context
     rng = np.random.default_rng(seed)
     written = np.zeros((len(prompts), length), np.int32)
     for row, prompt in zip(written, prompts):
         row[: len(prompt)] = list(prompt)
     for i in range(min(map(len, prompts)), length):
-        scores = on_host(model.logits(xp.asarray(written))[0][:, i - 1]).astype(np.float64) / temperature
+        start = max(0, i - context)
+        seen = written[:, start : start + context]
+        scores = on_host(model.logits(xp.asarray(seen))[0][:, i - 1 - start]).astype(np.float64) / temperature
         odds = np.exp(scores - scores.max(axis=1, keepdims=True))
         odds /= odds.sum(axis=1, keepdims=True)
         for row, prompt, p in zip(written, prompts, odds):

@@ -1,19 +1,15 @@
-"""CUDA source to cubin with NVRTC, kept on disk; needs neither a GPU nor a driver. `load` alone needs them.
+"""CUDA source to cubin with NVRTC, kept on disk (`cache.py`); needs neither a GPU nor a driver. `load` alone needs them.
 
-The disk cache may be read-only, full, corrupt, shared by many processes or deleted at any moment: whatever happens to
-it costs a compilation, never an error.
+With the environment variable CUPYFLASH_LINEINFO=1 programs carry line numbers, so that Nsight Compute and cuda-gdb show the
+lines of our files. They run as fast, and lie in the cache beside those without.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import io
-import json
 import os
 import re
-import shutil
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -21,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..folders import user_folder
+from . import cache
 from .device import INSTALL, import_cupy, version_text
-
-CACHE_LIMIT = 512 << 20  # bytes on disk; the entries that were not read for longest go first
+from .source import kernels_folder
 
 # The errors of a driver that is too old for a cubin, or of another kind of GPU.
 _REFUSALS = ("NO_BINARY_FOR_GPU", "INVALID_IMAGE", "INVALID_PTX", "UNSUPPORTED_PTX_VERSION", "INVALID_SOURCE")
@@ -56,30 +51,43 @@ class Compiled:
     cached: bool
 
 
-@dataclass(frozen=True)
-class CacheInfo:
-    path: Path
-    entries: int
-    bytes: int
-
-
 @functools.lru_cache(maxsize=256)
 def compile_source(source: str, arch: str) -> Compiled:
     """Compile `source` for `arch` ("sm_80", "sm_90a", ...), or take it from this process or from the disk cache.
 
     CompileError carries NVRTC's log; ImportError says what to install where NVRTC or cuda-core is missing.
     """
+    source = _lined(source)
     key = _key(source, arch)
-    found = _read(key)
-    if found is not None:
-        return _compiled(arch, *found, cached=True)
-    compiled = compile_uncached(source, arch)
-    _write(key, compiled)
-    return compiled
+    found = _kept(key, arch)
+    if found is None:
+        with cache.turn(key):
+            found = _kept(key, arch)  # by the process whose turn it was
+            if found is None:
+                found = compile_uncached(source, arch)
+                cache.write(key, found.log.encode().replace(b"\0", b"") + b"\0" + found.cubin)
+    return found
 
 
 def compile_uncached(source: str, arch: str) -> Compiled:
     """`compile_source` without any cache."""
+    _, code, log = _nvrtc(source, arch)
+    return _compiled(arch, code, log, cached=False)
+
+
+def ptx(source: str, arch: str) -> str:
+    """What NVRTC makes of a source, and ptxas a cubin of: PTX, to be read. Compiled anew each time."""
+    from cuda.bindings import nvrtc
+
+    program, *_ = _nvrtc(_lined(source), arch)  # compiled to a cubin: cuda.core asks for a driver to make PTX
+    _, size = nvrtc.nvrtcGetPTXSize(program.handle)
+    text = bytes(size)
+    nvrtc.nvrtcGetPTX(program.handle, text)
+    return text.decode().rstrip("\0")
+
+
+def _nvrtc(source: str, arch: str) -> tuple[Any, bytes, str]:
+    """The program (cuda.core's), its cubin, and the log."""
     core = _cuda_core()
     log = io.StringIO()
     try:
@@ -88,10 +96,11 @@ def compile_uncached(source: str, arch: str) -> Compiled:
         reason = " ".join(str(error).split())
         raise ImportError(f"compiling kernels needs NVRTC, which cannot be loaded ({reason}); run {INSTALL}") from error
     try:
-        code = core.Program(source, "c++", _options(arch)).compile("cubin", logs=log).code
+        program = core.Program(source, "c++", _options(arch))
+        code = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # cuda.core keeps its error types private
         raise CompileError(f"NVRTC {version} cannot compile for {arch}: {error}") from error
-    return _compiled(arch, bytes(code), log.getvalue().rstrip("\0\n"), cached=False)
+    return program, code, log.getvalue().rstrip("\0\n")
 
 
 def nvrtc_version() -> str:
@@ -121,8 +130,26 @@ def _options(arch: str) -> Any:
         arch=arch,
         std="c++17",
         ptxas_options=["-v"],
+        lineinfo=_with_lines(),
+        # A product and a sum are rounded once where the source says fma(), and twice elsewhere. Left to the compiler, that
+        # differs between two inlined copies of one line, so between two tiles of one call.
+        fma=False,
         device_as_default_execution_space=True,  # NVRTC 13.0 takes generic lambdas for host functions otherwise
     )
+
+
+_LINE = re.compile(r'^(#line \d+) "([^"]+)"', re.MULTILINE)
+
+
+def _with_lines() -> bool:
+    return os.environ.get("CUPYFLASH_LINEINFO", "0") not in ("", "0")
+
+
+def _lined(source: str) -> str:
+    """With CUPYFLASH_LINEINFO, a source that names our files by their paths, where a profiler finds them."""
+    if not _with_lines():
+        return source
+    return _LINE.sub(lambda mark: f'{mark[1]} "{(kernels_folder() / mark[2]).as_posix()}"', source)
 
 
 def _compiled(arch: str, cubin: bytes, log: str, cached: bool) -> Compiled:
@@ -146,69 +173,15 @@ def parse_resources(log: str) -> dict[str, Resources]:
     return resources
 
 
-def cache_dir() -> Path:
-    """CUPYFLASH_CACHE_DIR, or "cupyflash" in the user's cache folder."""
-    return user_folder(
-        "CUPYFLASH_CACHE_DIR", ("LOCALAPPDATA", "AppData/Local"), "Library/Caches", ("XDG_CACHE_HOME", ".cache")
-    )
-
-
-def cache_info() -> CacheInfo:
-    """Where the disk cache is and what it holds."""
-    sizes = []
-    for folder, _, names in os.walk(_programs()):
-        for name in names:
-            with contextlib.suppress(OSError):  # another process may remove it meanwhile
-                sizes.append(os.path.getsize(os.path.join(folder, name)))
-    return CacheInfo(cache_dir(), len(sizes), sum(sizes))
-
-
-def clear_cache() -> CacheInfo:
-    """Empty the disk cache; returns what it held."""
-    info = cache_info()
-    shutil.rmtree(_programs(), ignore_errors=True)
-    compile_source.cache_clear()
-    return info
-
-
-def share_cache() -> None:
-    """Let every user read the disk cache, for a container that root fills and another user runs."""
-    for folder, _, names in os.walk(_programs()):
-        for path in (folder, *(os.path.join(folder, name) for name in names)):
-            with contextlib.suppress(OSError):
-                os.chmod(path, 0o755 if path == folder else 0o644)
-
-
-def _programs() -> Path:
-    return cache_dir() / "programs"  # a folder that is ours alone, wherever CUPYFLASH_CACHE_DIR points
-
-
 def _key(source: str, arch: str) -> bytes:
     return _cuda_core().utils.make_program_cache_key(
         code=source, code_type="c++", options=_options(arch), target_type="cubin"
     )
 
 
-def _read(key: bytes) -> tuple[bytes, str] | None:
-    """(cubin, log), or None where the cache has no whole entry."""
-    with contextlib.suppress(OSError):
-        entry = _cuda_core().utils.FileStreamProgramCache(_programs()).get(key, b"")
-        digest, _, payload = entry.partition(b"\n")
-        if digest == _digest(payload):
-            log, _, cubin = payload.partition(b"\n")
-            return cubin, json.loads(log)
-    return None
-
-
-def _write(key: bytes, compiled: Compiled) -> None:
-    payload = json.dumps(compiled.log).encode() + b"\n" + compiled.cubin
-    with contextlib.suppress(OSError):
-        cache = _cuda_core().utils.FileStreamProgramCache(_programs(), max_size_bytes=CACHE_LIMIT)
-        cache[key] = _digest(payload) + b"\n" + payload
-
-
-def _digest(payload: bytes) -> bytes:
-    return hashlib.sha256(payload).hexdigest().encode()
+def _kept(key: bytes, arch: str) -> Compiled | None:
+    log, zero, cubin = (cache.read(key) or b"").partition(b"\0")
+    return _compiled(arch, cubin, log.decode(errors="replace"), cached=True) if zero else None
 
 
 def load(compiled: Compiled, kernels: Sequence[tuple[str, int]], ordinal: int) -> list[Any]:
@@ -228,7 +201,7 @@ def load(compiled: Compiled, kernels: Sequence[tuple[str, int]], ordinal: int) -
                 kernel = module.get_function(name)
                 if shared_memory:
                     kernel.max_dynamic_shared_size_bytes = shared_memory
-                functions.append(kernel.kernel)  # the driver's function, for this device: RawKernel looks it up each time
+                functions.append(kernel.kernel)  # the driver's, for this device: RawKernel looks it up each time
         except cupy.cuda.driver.CUDADriverError as error:
             raise _load_error(error, compiled.arch, cupy.cuda.runtime.driverGetVersion()) from error
     return functions

@@ -7,9 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from .. import tuned
-from ..tuned import Tuned
-
 INSTALL = 'pip install "cupyflash[cuda13]" (NVIDIA driver 580 or newer) or pip install "cupyflash[cuda12]"'
 OLDEST = 75
 
@@ -34,15 +31,13 @@ class Arch:
     """The facts about a GPU that a plan rests on.
 
     `name` is what its kernels are compiled for ("sm_80", "sm_90a"), `cc` its compute capability (90 for 9.0), `sms`
-    the number of its multiprocessors, `shared_memory` the bytes of shared memory that one block may ask for. `tuned` are
-    tiles that were timed on it; a GPU that is not there has none.
+    the number of its multiprocessors, `shared_memory` the bytes of shared memory that one block may ask for.
     """
 
     name: str
     cc: int
     sms: int
     shared_memory: int
-    tuned: tuple[Tuned, ...] = ()
 
     @classmethod
     def of(cls, name: str) -> Arch:
@@ -86,8 +81,7 @@ def current(ordinal: int) -> Arch:
             cuda.runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin,
         )
     )
-    own = (x for x in tuned.stored().entries if (x.arch, x.sms) == (_target(cc), sms))
-    return Arch(_target(cc), cc, sms, shared_memory, tuple(own))
+    return Arch(_target(cc), cc, sms, shared_memory)
 
 
 def import_cupy() -> Any:
@@ -96,6 +90,11 @@ def import_cupy() -> Any:
         import cupy
     except ImportError as error:
         raise ImportError(f"arrays on a GPU need CuPy, which cannot be imported ({error}); run {INSTALL}") from error
+    except OSError as error:  # it makes a folder in the user's home, which a container may not have
+        raise ImportError(
+            f"arrays on a GPU need CuPy, which cannot be imported ({error}); let CUPY_CACHE_DIR name a folder that can be "
+            "written"
+        ) from error
     return cupy
 
 

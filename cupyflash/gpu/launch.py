@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import functools
-import struct
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cupy
 import numpy as np
 
+from ..interop.protocol import GpuAdapter
 from ..problem import ITEMSIZE, AttentionProblem, View
-from .plan import KernelPlan
-from .strides import padded
+from .kernel_plan import KernelPlan
+from .params import Packer
 from .tensormap import Maps
-
-# The fields of kernels_cu/attention/params.cuh, in its order.
-POINTERS = (
-    "q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "delta", "dq_sum", "m", "l", "o_sum", "counters", "mask",
-)  # fmt: skip
-STRIDED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
-_POINTERS = struct.Struct(f"{len(POINTERS)}Q")
-_REST = struct.Struct(f"{3 * len(STRIDED)}q q d f 12i 4x")
-PARAMS = np.dtype(f"V{_POINTERS.size + _REST.size}")
 
 _KEPT = 256  # sets of pointers whose packed arguments are kept
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -43,38 +36,37 @@ _stream = functools.lru_cache(_KEPT)(Stream)
 
 
 class Launcher:
-    """A plan with its kernels loaded on one device and everything packed that a call does not change."""
+    """A plan with its kernels loaded on one device and everything packed that a call does not change.
+
+    `strides` as `params.Packer` takes them. `slots` says where each array's pointer stands in what a call is given.
+    """
 
     def __init__(
         self,
         plan: KernelPlan,
-        functions: list[Any],
+        functions: Sequence[Any],
         problem: AttentionProblem,
-        strides: dict[str, tuple[int, int, int]],
-        mask_batch: int,
-        device: int,
+        strides: Mapping[str, Sequence[int]],
+        ordinal: int,
     ) -> None:
-        self.device = device
+        self.device = ordinal
         self._kernels = [
             (function, (launch.grid,), (launch.threads,), launch.shared_memory)
             for function, launch in zip(functions, plan.launches)
         ]
-        rows = [s for name in STRIDED for s in strides.get(name, (0, 0, 0))]
-        p = problem
-        self._rest = _REST.pack(
-            *rows, mask_batch, abs(p.scale), abs(p.scale), p.batch, p.heads_q, p.heads_k, p.seq_q, p.seq_k, p.dim, p.dim_v,
-            p.diagonal, p.left or 0, p.right or 0, plan.together, plan.kept,
-        )  # fmt: skip
+        self._params = Packer(plan, problem, strides)
+        self.slots: dict[str, int] = self._params.slots
         self._maps = Maps(plan, problem, strides) if plan.maps else None
         self._arguments = functools.lru_cache(_KEPT)(self._packed)
-        self._mapped = [POINTERS.index(box.array) for box in plan.maps]
-        self._offsets, self.workspace = [], 0
+        self._mapped = [self.slots[box.array] for box in plan.maps]
+        self._offsets, self.workspace = [], 0  # bytes; what a plan does not need of it stays null
         for space in plan.workspace:
-            self._offsets.append((POINTERS.index(space.name), self.workspace))
-            self.workspace += -(-space.nbytes // 256) * 256
+            if space.nbytes:
+                self._offsets.append((self.slots[space.name], self.workspace))
+                self.workspace += -(-space.nbytes // 256) * 256
 
     def __call__(self, pointers: list[int], stream: int, workspace: int = 0) -> None:
-        """Launch on `stream`. `pointers` in the order of POINTERS; those into the workspace are filled in here."""
+        """Launch on `stream`. `pointers` in the order of `slots`; those into the workspace are filled in here."""
         for index, offset in self._offsets:
             pointers[index] = workspace + offset
         arguments = self._arguments(tuple(pointers))
@@ -86,14 +78,23 @@ class Launcher:
 
     def _packed(self, pointers: tuple[int, ...]) -> tuple[np.ndarray, ...]:
         """The kernels' arguments. CuPy passes a NumPy array of one element by value; a launch copies it."""
-        params = np.ndarray((), PARAMS, _POINTERS.pack(*pointers) + self._rest)
+        params = _by_value(self._params(pointers))
         if self._maps is None:
             return (params,)
-        return params, self._maps.parameter(*[pointers[i] for i in self._mapped])
+        return params, _by_value(self._maps(*[pointers[i] for i in self._mapped]))
 
     def _launch(self, arguments: tuple[np.ndarray, ...], stream: Stream) -> None:
         for function, grid, block, shared in self._kernels:
             function(grid, block, arguments, shared, stream)
+
+
+def _by_value(packed: bytes) -> np.ndarray:
+    return np.ndarray((), _opaque(len(packed)), packed)
+
+
+@functools.cache
+def _opaque(size: int) -> np.dtype[np.void]:
+    return np.dtype((np.void, size))
 
 
 def on_device(pointer: int, view: View, device: int) -> cupy.ndarray:
@@ -104,19 +105,20 @@ def on_device(pointer: int, view: View, device: int) -> cupy.ndarray:
     return cupy.ndarray(view.shape, _UNSIGNED[size], cupy.cuda.MemoryPointer(memory, 0), strides)
 
 
-def padded_copy(lib: Any, x: Any, alignment: int, device: int, stream: int) -> Any:
-    """Copy x to where `padded` says, in memory from the caller's allocator, on its stream. Returns what holds it."""
-    view = lib.view(x)
-    copy = padded(view, alignment)
+def copy_of(lib: GpuAdapter, pointer: int, view: View, copy: View, device: int, stream: int) -> Any:
+    """Copy the array `view` at `pointer` to where `strides.padded` says, `copy`, in memory from the caller's allocator, on
+    its stream. Returns what holds it.
+    """
     buffer = lib.empty((copy.strides[0] * copy.shape[0],), view.dtype, device)
+    at = lib.pointer(buffer)
     with cupy.cuda.Device(device), cupy.cuda.Stream.from_external(Stream(stream)):
-        if copy.strides[-2] != copy.shape[-1]:
-            on_device(lib.pointer(buffer), lib.view(buffer), device)[...] = 0
-        on_device(lib.pointer(buffer), copy, device)[...] = on_device(lib.pointer(x), view, device)
+        if copy.strides[0] * copy.shape[0] != math.prod(copy.shape):  # what lies between rows is read too
+            on_device(at, lib.view(buffer), device)[...] = 0
+        on_device(at, copy, device)[...] = on_device(pointer, view, device)
     return buffer
 
 
-def copy_into(lib: Any, target: Any, source: Any, device: int, stream: int) -> None:
+def copy_into(lib: GpuAdapter, target: Any, source: Any, device: int, stream: int) -> None:
     """target[...] = source for two arrays of one library and shape, on its stream."""
     with cupy.cuda.Device(device), cupy.cuda.Stream.from_external(Stream(stream)):
         on_device(lib.pointer(target), lib.view(target), device)[...] = on_device(
@@ -124,7 +126,7 @@ def copy_into(lib: Any, target: Any, source: Any, device: int, stream: int) -> N
         )
 
 
-def fill(lib: Any, x: Any, value: float, device: int, stream: int) -> None:
+def fill(lib: GpuAdapter, x: Any, value: float, device: int, stream: int) -> None:
     """Fill an array of any library with 0 or -inf, on its stream."""
     view = lib.view(x)
     pattern = np.array(value, {2: np.float16, 4: np.float32, 8: np.float64}[ITEMSIZE[view.dtype]])

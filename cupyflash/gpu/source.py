@@ -11,15 +11,14 @@ import hashlib
 import re
 from pathlib import Path
 
-from .plan import KernelPlan
+from . import params
+from .kernel_plan import KernelPlan
 
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
-_TYPES = {  # Element, the type that sums are kept in
-    "float16": ("half_t", "float"),
-    "bfloat16": ("bfloat16_t", "float"),
-    "float32": ("float", "float"),
-    "float64": ("double", "double"),
-}
+_WALKED = ("gpu", "interop", "torch", "jax")  # packages that a call on a GPU goes through, and modules beside them
+_MODULES = (
+    "__init__.py", "api.py", "folders.py", "merging.py", "overlap.py", "problem.py", "signature.py", "tuned.py",
+)  # fmt: skip
 
 
 @functools.cache
@@ -27,22 +26,24 @@ def kernels_folder() -> Path:
     """The folder of `.cu` files: inside the installed package, or at the top of a checkout."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "kernels_cu", package.parent / "kernels_cu"):
-        if (folder / "attention" / "params.cuh").is_file():
+        if (folder / "simt" / "forward.cu").is_file():
             return folder
     raise FileNotFoundError(f"cupyflash's CUDA sources are missing: no kernels_cu in {package} nor beside it")
 
 
 def generate(plan: KernelPlan) -> str:
     """The whole CUDA source of a plan, as one string."""
-    element, accum = _TYPES[plan.dtype]
-    constants = "\n".join(f"constexpr {_declare(name, value)};" for name, value in plan.constants)
-    prelude = (
-        "// Distinct types for the two 16-bit formats; only ptx/convert.cuh looks inside.\n"
-        "struct half_t { unsigned short bits; };\nstruct bfloat16_t { unsigned short bits; };\n"
-        f"using Element = {element};\nusing Accum = {accum};\n"
-        f"namespace config {{\n{constants}\n}}\n"
-    )
-    return prelude + _inline(plan.source)
+    types = zip(("In", "Product", "Out", "Accum"), params.TYPES[plan.dtype])
+    lines = [
+        "// Distinct types for the two 16-bit formats; only ptx/convert.cuh looks inside.",
+        "struct half_t { unsigned short bits; };",
+        "struct bfloat16_t { unsigned short bits; };",
+        *(f"using {name} = {type};" for name, type in types),
+        "namespace config {",
+        *(f"constexpr {_declare(name, value)};" for name, value in plan.constants),
+        "}",
+    ]
+    return "\n".join(lines) + "\n" + params.text(plan) + _inline(plan.source)
 
 
 @functools.cache
@@ -74,14 +75,25 @@ def _declare(name: str, value: bool | float) -> str:
     return f"int {name} = {value}" if isinstance(value, int) else f"double {name} = {value!r}"
 
 
+def sources() -> dict[str, Path]:
+    """What a run on a GPU vouches for, by name: the kernels, and every module that a call with GPU arrays walks through."""
+    package = Path(__file__).resolve().parent.parent
+    found = [*(package / name for name in _MODULES), *(x for room in _WALKED for x in (package / room).rglob("*.py"))]
+    named = {f"cupyflash/{path.relative_to(package).as_posix()}": path for path in found}
+    kernels = kernels_folder()
+    named |= {
+        f"kernels_cu/{path.relative_to(kernels).as_posix()}": path
+        for path in kernels.rglob("*")
+        if path.suffix in (".cu", ".cuh")
+    }
+    return dict(sorted(named.items()))
+
+
 @functools.cache
 def sources_digest() -> str:
-    """SHA-256 over the kernels and the code that plans and launches them: what a GPU report vouches for."""
-    gpu = Path(__file__).resolve().parent
+    """SHA-256 over `sources()`, whose lines may end as git likes them on the machine at hand."""
     digest = hashlib.sha256()
-    for label, root, suffixes in (("kernels_cu", kernels_folder(), (".cu", ".cuh")), ("gpu", gpu, (".py",))):
-        for path in sorted(root.rglob("*"), key=lambda p: p.relative_to(root).as_posix()):
-            if path.suffix in suffixes:
-                content = path.read_bytes().replace(b"\r\n", b"\n")
-                digest.update(f"{label}/{path.relative_to(root).as_posix()}\0{len(content)}\0".encode() + content)
+    for name, path in sources().items():
+        content = path.read_bytes().replace(b"\r\n", b"\n")
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from ..problem import ITEMSIZE, View, to_bshd
-
-
-def bshd_strides(view: View, layout: str) -> tuple[int, int, int, int]:
-    """Element strides of (batch, sequence, heads, dim), in that order; 0 for axes the array does not have."""
-    return to_bshd(view.strides, layout, fill=0)
+from ..problem import ITEMSIZE, View, contiguous, to_bshd
 
 
 def params_strides(view: View, layout: str) -> tuple[int, int, int]:
-    """The same as Params wants them: batch, row, head."""
-    b, s, h, _ = bshd_strides(view, layout)
+    """Element strides of (batch, row, head), as Params wants them; 0 for axes the array does not have."""
+    b, s, h, _ = to_bshd(view.strides, layout, fill=0)
     return b, s, h
 
 
@@ -34,14 +29,6 @@ def needs_copy(view: View, alignment: int, maps: bool = False) -> str | None:
         if maps and extent > 1 and not 0 < stride * size < 2**40:
             return f"the copy engine takes strides of 1 to 2**40 bytes, not {stride * size}"
     return None
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Element strides of a contiguous array."""
-    strides = [1]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * max(extent, 1))
-    return tuple(reversed(strides))
 
 
 def padded(view: View, alignment: int) -> View:

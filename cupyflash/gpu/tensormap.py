@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cupy
-import numpy as np
 
 from ..problem import AttentionProblem
-from .plan import Box, KernelPlan
+from .kernel_plan import Box, KernelPlan
 
 BYTES = 128  # of one map
 OUTPUTS = ("out", "dk", "dv")
 COLUMNS = 64  # of a box: rows of 128 bytes, as the swizzle of tile/swizzled.cuh takes them
-_KEPT = 256  # sets of arrays whose maps are kept
+_KEPT = 256  # addresses of an array whose maps are kept
 
 
 class Maps:
@@ -26,7 +26,7 @@ class Maps:
     16-byte aligned, negative strides) the kernel stores them by itself.
     """
 
-    def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, Sequence[int]]) -> None:
         p = problem
         shapes = {
             "q": (p.dim, p.seq_q, p.heads_q, p.batch),
@@ -46,17 +46,15 @@ class Maps:
         self._inputs = sum(box.array not in OUTPUTS for box in plan.maps)
         outputs = self._arrays[self._inputs :]
         self._mappable = all(0 < n < 2**40 and n % 16 == 0 for *_, apart, _ in outputs for n in apart)
-        self.parameter = functools.lru_cache(_KEPT)(self._parameter)
-        # One by one too: a caller that allocates its results has them at other addresses, and the rest where it was.
+        # One by one: a caller that allocates its results has them at other addresses, and the rest where it was.
         self._map = functools.lru_cache(_KEPT * len(self._arrays))(lambda i, at: encode(at, *self._arrays[i]))
 
-    def _parameter(self, *pointers: int) -> np.ndarray:
-        """The parameter for arrays at these addresses, in the order of `plan.maps`; a launch copies it."""
-        n = self._inputs
-        mapped = self._mappable and all(at % 16 == 0 for at in pointers[n:])
-        maps = [self._map(i, at) if mapped or i < n else bytes(BYTES) for i, at in enumerate(pointers)]
-        parameter = b"".join((*maps, int(mapped).to_bytes(64, "little")))
-        return np.ndarray((), f"V{len(parameter)}", parameter)
+    def __call__(self, *pointers: int) -> bytes:
+        """The parameter for arrays at these addresses, in the order of `plan.maps`."""
+        mapped = self._mappable and not functools.reduce(operator.or_, pointers[self._inputs :]) & 15
+        last = len(pointers) if mapped else self._inputs
+        maps = map(self._map, range(last), pointers)
+        return b"".join((*maps, bytes(BYTES * (len(pointers) - last)), int(mapped).to_bytes(64, "little")))
 
 
 def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: Box) -> bytes:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..problem import View
 from .numpy_ import dtype_name
+from .protocol import Arrays
 
 try:
     import cupy
@@ -20,7 +21,7 @@ except ImportError as error:
     ) from error
 
 kind = "cupy"
-_DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")}
+_DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64", "bool")}
 _DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -69,8 +70,16 @@ def finish(x: cupy.ndarray, device: int) -> cupy.ndarray:
     return x
 
 
-def wants_grad(arrays: list[Any]) -> bool:
-    return False
+def recorder(arrays: Arrays) -> None:
+    return None
+
+
+def check_target(name: str, x: cupy.ndarray) -> None:
+    pass
+
+
+def written(x: cupy.ndarray) -> None:
+    pass
 
 
 def wrap(name: str, x: Any) -> cupy.ndarray:

@@ -8,19 +8,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..problem import View
+from ..problem import View, contiguous
 from .numpy_ import dtype_name
+from .protocol import Arrays
 
 kind = "jax"
 
 
 def objection(cls: type) -> str | None:
-    if issubclass(cls, jax.core.Tracer):
-        return (
-            "it must be a concrete array: calls inside jax.jit, vmap or scan are not supported yet; call outside them, "
-            "and for gradients use cupyflash.jax.attention (jax.grad outside jit) or cupyflash.attention_backward"
-        )
-    return None if issubclass(cls, jax.Array) else "it must be an array"
+    return None if issubclass(cls, (jax.Array, jax.core.Tracer)) else "it must be an array"
 
 
 def on_gpu(x: jax.Array) -> bool:
@@ -28,39 +24,57 @@ def on_gpu(x: jax.Array) -> bool:
 
 
 def view(x: jax.Array) -> View:
-    strides = [1]
-    for extent in reversed(x.shape[1:]):
-        strides.append(strides[-1] * extent)
     dtype = dtype_name(x.dtype) if isinstance(x.dtype, np.dtype) else str(x.dtype)
+    return View(x.shape, contiguous(x.shape), dtype, _where(x), kind)
+
+
+def _where(x: jax.Array) -> str:
+    if isinstance(x, jax.core.Tracer):
+        return ""  # will be known when what is traced runs
     device = next(iter(x.devices()))
-    where = f"cuda:{device.local_hardware_id}" if device.platform == "gpu" else device.platform
-    return View(x.shape, tuple(reversed(strides))[: len(x.shape)], dtype, where, kind)
+    return f"cuda:{device.local_hardware_id}" if device.platform == "gpu" else device.platform
 
 
-def wants_grad(arrays: list[Any]) -> bool:
-    return False  # jax.grad gives tracers, which are no arrays
+def recorder(arrays: Arrays) -> None:
+    return None  # jax.grad gives tracers, which `lend` refuses
 
 
-def borrow(named: dict[str, Any]) -> tuple[Any, list[Any]]:
+def check_target(name: str, x: jax.Array) -> None:
+    raise TypeError(f"{name} is given to be written, but JAX arrays are immutable; use the result instead")
+
+
+def written(x: jax.Array) -> None:
+    pass
+
+
+def wrap(name: str, x: Any) -> jax.Array:
+    raise TypeError(f"{name} is a {type(x).__name__}; it must be a jax.Array, as q is")
+
+
+def lend(arrays: Arrays) -> tuple[Any, Arrays]:
     """The arrays of one call for its backend: themselves on a CPU, CuPy arrays over their memory on a GPU."""
-    given = {name: x for name, x in named.items() if x is not None}
-    for name in ("dq", "dk", "dv") if "dout" in named else ("out",):
-        if name in given:
-            raise TypeError(f"{name} is given to be written, but JAX arrays are immutable; use the result instead")
+    given = {name: x for name, x in arrays.items() if x is not None}
     for name, x in given.items():
+        if isinstance(x, jax.core.Tracer):
+            cls = type(x)
+            raise TypeError(
+                f"{name} is a {cls.__module__}.{cls.__qualname__}; it must be a concrete array: calls inside jax.jit, vmap "
+                "or scan are not supported yet; call outside them, and for gradients use cupyflash.jax.attention (jax.grad "
+                "outside jit) or cupyflash.attention_backward"
+            )
         if len(x.devices()) > 1:
             raise ValueError(f"{name} is sharded over {len(x.devices())} devices; it must be on one")
-        if not on_gpu(x) and view(x).device != "cpu":
-            raise ValueError(f"{name} is on a {view(x).device}; it must be on a CPU or a GPU")
+        if not on_gpu(x) and _where(x) != "cpu":
+            raise ValueError(f"{name} is on a {_where(x)}; it must be on a CPU or a GPU")
     if not any(on_gpu(x) for x in given.values()):
-        return sys.modules[__name__], list(named.values())
+        return sys.modules[__name__], arrays
     from .jax_gpu import Loan
 
     for name, x in given.items():
         if not on_gpu(x):
-            raise ValueError(f"{name} is on {view(x).device} but other arrays are on a GPU; all must be on one device")
+            raise ValueError(f"{name} is on {_where(x)} but other arrays are on a GPU; all must be on one device")
     loan = Loan()
-    return loan, [None if x is None else loan.take(x) for x in named.values()]
+    return loan, {name: None if x is None else loan.take(x) for name, x in arrays.items()}
 
 
 def to_numpy(x: jax.Array) -> np.ndarray:

@@ -7,15 +7,16 @@ waits for nothing.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import functools
+import threading
+from queue import SimpleQueue
+from typing import Any
 
 import cupy
 import jax
 
 from ..problem import View
 from . import cupy_
-
-_keeper = ThreadPoolExecutor(1, "cupyflash-jax")
 
 
 class Loan:
@@ -28,6 +29,7 @@ class Loan:
     device = staticmethod(cupy_.device)
     stream = staticmethod(cupy_.stream)
     empty = staticmethod(cupy_.empty)
+    written = staticmethod(cupy_.written)
 
     def __init__(self) -> None:
         self._taken: list[cupy.ndarray] = []
@@ -46,10 +48,21 @@ class Loan:
                 # JAX reuses memory on its own stream as soon as nobody holds it: hold the inputs until the kernels that
                 # read them are done.
                 done = cupy.cuda.get_current_stream().record(cupy.cuda.Event(block=True, disable_timing=True))
-                _keeper.submit(_hold, done, self._taken)
+                _keeper().put((done, self._taken))
                 self._taken = []
             return jax.dlpack.from_dlpack(x)
 
 
-def _hold(done: cupy.cuda.Event, arrays: list[cupy.ndarray]) -> None:
-    done.synchronize()
+@functools.cache
+def _keeper() -> SimpleQueue[tuple[Any, list[cupy.ndarray]]]:
+    """Where (event, arrays) are put to be held until the event has come."""
+    held: SimpleQueue[tuple[Any, list[cupy.ndarray]]] = SimpleQueue()
+    threading.Thread(target=_hold, args=(held,), name="cupyflash-jax", daemon=True).start()
+    return held
+
+
+def _hold(held: SimpleQueue[tuple[Any, list[cupy.ndarray]]]) -> None:
+    while True:
+        done, arrays = held.get()
+        done.synchronize()
+        del done, arrays

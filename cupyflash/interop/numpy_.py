@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..problem import View
+from .protocol import Arrays
 
 kind = "numpy"
 
@@ -26,12 +27,21 @@ def on_gpu(x: np.ndarray) -> bool:
 
 
 def view(x: np.ndarray) -> View:
-    strides = tuple(s // x.itemsize for s in x.strides)
+    strides = tuple(s // max(1, x.itemsize) for s in x.strides)  # 0: strings and records of nothing
     return View(x.shape, strides, dtype_name(x.dtype), "cpu", kind, x.__array_interface__["data"][0])
 
 
-def wants_grad(arrays: list[Any]) -> bool:
-    return False
+def recorder(arrays: Arrays) -> None:
+    return None
+
+
+def check_target(name: str, x: np.ndarray) -> None:
+    if not x.flags.writeable:
+        raise ValueError(f"{name} is read-only; it must be an array that can be written")
+
+
+def written(x: np.ndarray) -> None:
+    pass
 
 
 def to_numpy(x: np.ndarray) -> np.ndarray:

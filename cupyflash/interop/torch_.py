@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ..gpu.strides import contiguous
-from ..problem import View
+from ..problem import ARRAYS, View, contiguous
+from .protocol import Arrays, Recorder
 
 kind = "torch"
 _DTYPES = {
@@ -18,6 +18,7 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
     "float64": torch.float64,
+    "bool": torch.bool,
 }
 
 
@@ -76,19 +77,34 @@ def finish(x: torch.Tensor, device: int) -> torch.Tensor:
     return x
 
 
-def wants_grad(arrays: list[Any]) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    for x in arrays:
-        if getattr(x, "requires_grad", False):
-            return True
-    return False
+_DIFFERENTIABLE = ("q", "k", "v", *(row.name for row in ARRAYS if row.gradient))
 
 
-def differentiable_attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    from ..torch.autograd import attention
+def recorder(arrays: Arrays) -> Recorder | None:
+    if torch.is_grad_enabled():
+        for name in _DIFFERENTIABLE:
+            if getattr(arrays[name], "requires_grad", False):
+                from .torch_autograd import record
 
-    return attention(q, k, v, **options)
+                return record
+    return None
+
+
+def check_target(name: str, x: torch.Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires grad, and autograd cannot follow a write into it; leave it out, pass its detach(), or call "
+            "under torch.no_grad()"
+        )
+
+
+def written(x: torch.Tensor) -> None:
+    if not x.is_inference():  # autograd never looks at those
+        torch.autograd.graph.increment_version(x)
+
+
+def wrap(name: str, x: Any) -> torch.Tensor:
+    raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor, as q is")
 
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:

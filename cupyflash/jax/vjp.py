@@ -9,23 +9,14 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from .. import api
-from ..lse_gradient import attention_backward
+from ..problem import ARRAYS
+from ..signature import like
+
+Arrays = dict[str, Any]
 
 
-def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    key_mask: jax.Array | None = None,
-    layout: str = "bshd",
-    return_lse: bool = False,
-    deterministic: bool = False,
-    family: str | None = None,
-) -> Any:
+@like(api.attention, without=("out",))
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = False, **options: Any) -> Any:
     """Exact attention on JAX arrays, differentiable with respect to q, k and v by `jax.grad` and `jax.vjp`.
 
     Takes and returns what `cupyflash.attention` does, with these restrictions: there is no `out`, as JAX arrays are
@@ -37,35 +28,32 @@ def attention(
     TypeError
         An array is traced or is no JAX array.
     """
-    options: dict[str, Any] = {
-        "causal": causal, "window": window, "scale": scale, "layout": layout, "deterministic": deterministic,
-        "family": family,
-    }  # fmt: skip
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    arrays = {"q": q, "k": k, "v": v}
+    for name, x in arrays.items():
         if not isinstance(x, jax.Array):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a jax.Array")
-    o, lse = _attention(q, k, v, key_mask, options)
+    arrays |= {row.name: options.pop(row.name, None) for row in ARRAYS}
+    o, lse = _attention(arrays, options)
     return (o, lse) if return_lse else o
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, key_mask: jax.Array | None, options: dict[str, Any]
-) -> tuple[jax.Array, jax.Array]:
-    return api.attention(q, k, v, key_mask=key_mask, return_lse=True, **options)
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attention(arrays: Arrays, options: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    return api.attention(**arrays, return_lse=True, **options)
 
 
-def _forward(q: Any, k: Any, v: Any, key_mask: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-    q, k, v = q.value, k.value, v.value
-    key_mask = None if key_mask is None else key_mask.value
-    out, lse = api.attention(q, k, v, key_mask=key_mask, return_lse=True, **options)
-    return (out, lse), (q, k, v, key_mask, out, lse)
+def _forward(arrays: Arrays, options: dict[str, Any]) -> tuple[Any, Any]:
+    arrays = {name: None if x is None else x.value for name, x in arrays.items()}
+    out, lse = _attention.fun(arrays, options)
+    return (out, lse), (arrays, out, lse)
 
 
-def _backward(options: dict[str, Any], kept: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
-    q, k, v, key_mask, out, lse = kept
+def _backward(options: dict[str, Any], kept: Any, cotangents: tuple[Any, Any]) -> tuple[Arrays]:
+    arrays, out, lse = kept
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-    return *attention_backward("jax", dout, dlse, q, k, v, out, lse, key_mask=key_mask, **options), None
+    dout = jax.numpy.zeros_like(out) if dout is None else dout
+    grads = api.attention_backward(dout, out=out, lse=lse, dlse=dlse, **arrays, **options)
+    return ({name: getattr(grads, f"d{name}", None) for name in arrays},)
 
 
 _attention.defvjp(_forward, _backward, symbolic_zeros=True)  # else what the loss does not depend on comes as zeros

@@ -1,11 +1,11 @@
 // Which tile of queries a persistent thread block works on next. Tiles are numbered in the order in which they should
 // start; a block begins with the one of its own number.
 #pragma once
-#include "attention/mask.cuh"
+#include "attention/walk.cuh"
 #include "ptx/flag.cuh"
 
 struct Tile {
-    int batch, head, head_k;  // the first of the query heads
+    Head head;  // the first of those whose queries it has
     Range queries;
 };
 
@@ -21,33 +21,26 @@ struct Schedule {
     int heads;     // packs of all heads
     int together;  // of these, whose tiles are worked on together
 
-    __device__ Schedule(const Params& p) : p(p), tiles((p.seq_q + ROWS - 1) / ROWS) {
-        packs = (p.heads_q / p.heads_k + PACK - 1) / PACK;
+    __device__ Schedule(const Params& p) : p(p), tiles(query_tiles<ROWS>(p)) {
+        packs = tiles_in(group_of(p), PACK);
         heads = p.heads_k * packs;
-        long long bytes = (long long)sizeof(Element) * p.seq_k * (p.dim + p.dim_v), fit = CACHE / bytes;
+        long long fit = CACHE / bytes_of_kv(p);
         together = int(fit < 1 ? 1 : fit < p.heads_k * p.batch ? fit : p.heads_k * p.batch) * packs;
     }
 
     __device__ int total() const { return tiles * heads * p.batch; }
 
-    // With a causal mask later tiles see more keys: in a group of heads they come first. Else head by head.
+    // Where later tiles see more keys they come first, in a group of heads. Else head by head.
     __device__ Tile tile(int number) const {
-        int pair, row;
-        if (config::RIGHT) {
-            int first = number / (together * tiles) * together, place = number - first * tiles;
-            int these = min(together, heads * p.batch - first);
-            pair = first + place % these;
-            row = (tiles - 1 - place / these) * ROWS;
-        } else {
-            pair = number / tiles;
-            row = number % tiles * ROWS;
+        Dealt at{number / tiles, number % tiles};
+        if (walk::GROWING) {
+            at = deal(number, tiles, heads * p.batch, together);
+            at.tile = tiles - 1 - at.tile;
         }
-        int head = pair % heads, head_k = head / packs;
-        if (PACK > 1) head = head_k * (p.heads_q / p.heads_k) + head % packs * PACK;
-        return {pair / heads, head, head_k, queries(row)};
+        int pack = at.head % heads, head_k = pack / packs;
+        Head head{at.head / heads, PACK > 1 ? head_k * group_of(p) + pack % packs * PACK : pack, head_k};
+        return {head, head.query_tile<ROWS>(p, at.tile)};
     }
-
-    __device__ Range queries(int row) const { return {row, min(p.seq_q, row + ROWS)}; }
 };
 
 // Deals out the numbers 0, 1, ... to the thread blocks of a launch in the order of asking. N numbers are wanted; each block

@@ -1,6 +1,8 @@
-// Online softmax over the rows of a warp's accumulator (Dao 2023, Algorithm 1), in base 2.
+// Online softmax over the rows of a warp's accumulator (Dao 2023, Algorithm 1), in base 2. Every rounding is written out
+// (kernels are compiled without contraction), so that all inlined copies of a function give the same bits.
 #pragma once
 #include "ptx/math.cuh"
+#include "ptx/order.cuh"
 #include "tile/fragment.cuh"
 
 // How large a probability, taken with a maximum that is out of date, may become: in T, and so that its product with a value
@@ -10,18 +12,28 @@ constexpr float FITS = 0x1p32f;
 template <>
 constexpr float FITS<half_t> = 0x1p15f;
 
+// Exponents up to which factor * s - factor * maximum may be taken in one step, see row_factor.
+constexpr float ONE_STEP = 0x1p26f;
+
 template <int M>
 struct OnlineSoftmax {
-    float factor;         // scale * log2(e): exp(scale * s) = exp2(factor * s)
+    float factor;         // exp(scale * s) = exp2(factor * s)
     float maximum[M][2];  // of the scores, as of the last rescale
     float sum[M][2];      // of exp2(factor * (s - maximum)), this lane's columns only
 
-    // 0 would make NaN of a hidden score (-inf * 0).
-    __device__ OnlineSoftmax(double scale) : factor(fmaxf(float(scale * 1.4426950408889634), 1e-30f)) {
+    __device__ OnlineSoftmax(float factor) : factor(factor) {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) maximum[m][h] = MINUS_INFINITY, sum[m][h] = 0;
+    }
+
+    // The factor of a row. factor * s - factor * maximum is taken in one step, which would show the rounding of
+    // factor * maximum where that is huge. There scores are so far apart that any factor of the size will do: a power of two,
+    // which rounds nothing.
+    __device__ float row_factor(int m, int h) const {
+        bool huge = fabsf(maximum[m][h] * factor) > ONE_STEP;
+        return huge ? __uint_as_float(__float_as_uint(factor) & 0xff800000) : factor;
     }
 
     // The largest score of each row, and the maximum so far.
@@ -91,12 +103,12 @@ struct OnlineSoftmax {
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                float offset = maximum[m][h] == MINUS_INFINITY ? 0.f : maximum[m][h] * factor;
+                float factor = row_factor(m, h), offset = maximum[m][h] == MINUS_INFINITY ? 0.f : maximum[m][h] * -factor;
 #pragma unroll
                 for (int n = 0; n < N; n++)
 #pragma unroll
                     for (int e = 2 * h; e < 2 * h + 2; e++) {
-                        scores.x[m][n][e] = exp2_approx(scores.x[m][n][e] * factor - offset);
+                        scores.x[m][n][e] = exp2_approx(fmaf(scores.x[m][n][e], factor, offset));
                         sum[m][h] += scores.x[m][n][e];
                     }
             }
@@ -111,16 +123,16 @@ struct OnlineSoftmax {
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                float offset = maximum[m][h] * factor;  // -inf gives inf or NaN below
+                float factor = row_factor(m, h), offset = maximum[m][h] * -factor;  // -inf gives inf or NaN below
                 added[m][h] = 0;
 #pragma unroll
                 for (int n = 0; n < N; n++)
 #pragma unroll
                     for (int e = 2 * h; e < 2 * h + 2; e++) {
-                        scores.x[m][n][e] = exp2_approx(scores.x[m][n][e] * factor - offset);
+                        scores.x[m][n][e] = exp2_approx(fmaf(scores.x[m][n][e], factor, offset));
                         added[m][h] += scores.x[m][n][e];
                     }
-                fits = fits && added[m][h] <= FITS<Element>;
+                fits = fits && added[m][h] <= FITS<Product>;
             }
         return fits;
     }
@@ -137,10 +149,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int h = 0; h < 2; h++)
-                asm volatile("{ .reg .pred never; setp.lt.f32 never, %0, 0f00000000; @never nanosleep.u32 0; }" ::"f"(
-                                 sum[m][h])
-                             : "memory");
+            for (int h = 0; h < 2; h++) mark_needed(sum[m][h]);
     }
 
     // The sums over whole rows.
@@ -154,9 +163,10 @@ struct OnlineSoftmax {
             }
     }
 
-    // Divide the result by the sums of whole rows; lse(row fragment, half) is left in `maximum`. Rows that saw no key: 0 and -inf.
+    // Divide the result by the sums of whole rows; lse(row fragment, half) is left in `maximum`. `unit`: of a score, in
+    // natural units. Rows that saw no key: 0 and -inf.
     template <int N>
-    __device__ void finish(Accumulator<M, N>& result, double scale) {
+    __device__ void finish(Accumulator<M, N>& result, float unit) {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -164,7 +174,7 @@ struct OnlineSoftmax {
                 float total = sum[m][h], inverse = total == 0 ? 0.f : 1 / total;
 #pragma unroll
                 for (int n = 0; n < N; n++) result.x[m][n][2 * h] *= inverse, result.x[m][n][2 * h + 1] *= inverse;
-                maximum[m][h] = total == 0 ? MINUS_INFINITY : maximum[m][h] * float(scale) + logf(total);
+                maximum[m][h] = total == 0 ? MINUS_INFINITY : fmaf(maximum[m][h], unit, logf(total));
             }
     }
 };

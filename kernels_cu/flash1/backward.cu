@@ -9,9 +9,6 @@
 //             dQ += scale * dS K,  dK += scale * dS^T Q
 //
 // Query heads that share keys are walked over by the same block, so that their dK and dV add up on the chip.
-#include "attention/mask.cuh"
-#include "attention/params.cuh"
-#include "attention/score.cuh"
 #include "flash1/on_chip.cuh"
 
 struct Tiles {
@@ -22,31 +19,35 @@ struct Tiles {
 static_assert(sizeof(Tiles) <= config::ON_CHIP, "the launch asks for as much");
 
 extern "C" __global__ void __launch_bounds__(config::THREADS, 1) attention_backward(const __grid_constant__ Params p) {
-    const int head_k = blockIdx.x % p.heads_k, batch = blockIdx.x / p.heads_k, group = p.heads_q / p.heads_k;
-    const Matrix k(p.k, p.k_strides, batch, head_k, p.seq_k, p.dim);
-    const Matrix v(p.v, p.v_strides, batch, head_k, p.seq_k, p.dim_v);
-    const Mask mask(p, batch);
+    const Place at = place(blockIdx.x, 1, p.heads_k);
+    const Head first = Head::of_k(p, at.batch, at.head);  // of those that share the keys
+    const int end = first.q + group_of(p), seq_q = first.queries(p);
+    const Matrix k = key_matrix(p, first, p.k, p.k_strides, p.dim);
+    const Matrix v = key_matrix(p, first, p.v, p.v_strides, p.dim_v);
     const Accum scale = p.scale;
     Tiles& tiles = *reinterpret_cast<Tiles*>(on_chip);
 
-    for (int head = head_k * group; head < (head_k + 1) * group; ++head)
-        clear(between_steps(p.dq, p.dq_strides, p.dq_sum, p, batch, head, p.dim));
+    for (Head head = first; head.q < end; ++head.q) clear(between_steps(p, head, p.dq, p.dq_strides, p.dq_sum, p.dim));
 
-    for (int key = 0; key < p.seq_k; key += TILE) {
+    for (int tile_k = 0; tile_k < key_tiles<TILE>(p); ++tile_k) {
+        const Range keys = first.key_tile<TILE>(p, tile_k);
+        const int key = keys.begin;
         __syncthreads();
         tiles.k.load(k, key, 0);
         tiles.v.load(v, key, 0);
         ResultTile dk = {}, dv = {};
 
-        const Range queries = mask.queries_of({key, min(key + TILE, p.seq_k)});
-        for (int head = head_k * group; head < (head_k + 1) * group; ++head) {
-            const Matrix q(p.q, p.q_strides, batch, head, p.seq_q, p.dim);
-            const Matrix<const Element> out(p.out, p.out_strides, batch, head, p.seq_q, p.dim_v);
-            const Matrix dout(p.dout, p.dout_strides, batch, head, p.seq_q, p.dim_v);
-            const Matrix dq = between_steps(p.dq, p.dq_strides, p.dq_sum, p, batch, head, p.dim);
-            const Accum* lse = p.lse + ((long long)batch * p.heads_q + head) * p.seq_q;
+        const QueryWalk<TILE> walk(p, first, keys);
+        for (Head head = first; head.q < end; ++head.q) {
+            const Pairs pairs(p, head);
+            const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);
+            const Matrix out = query_matrix<const In>(p, head, p.out, p.out_strides, p.dim_v);
+            const Matrix dout = query_matrix(p, head, p.dout, p.dout_strides, p.dim_v);
+            const Matrix dq = between_steps(p, head, p.dq, p.dq_strides, p.dq_sum, p.dim);
+            const Accum* lse = p.lse + head.row_number(p);
 
-            for (int query = queries.begin; query < queries.end; query += TILE) {
+            for (int step = walk.start(); walk.has(step); step = walk.next(step)) {
+                const int query = walk.tile(step) * TILE;
                 __syncthreads();  // what the step before wrote to memory is there, and nobody reads its tiles any more
                 tiles.dout.load(dout, query, 0);
                 tiles.q.load(out, query, 0);
@@ -56,8 +57,10 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, 1) attention_backw
                 if (threadIdx.x % ACROSS < M) {
                     const int row = row_of(threadIdx.x % ACROSS);
                     Accum d = 0;
-                    for (int c = 0; c < config::COLUMNS; ++c) d += tiles.dout.at[row][c] * tiles.q.at[row][c];
-                    tiles.d[row] = d;
+                    for (int c = 0; c < config::COLUMNS; ++c) d = fma(tiles.dout.at[row][c], tiles.q.at[row][c], d);
+                    // dS = P (dP - D + dlse); a row that sees no key has no weight, whatever dlse is.
+                    const bool seen = p.dlse != nullptr && query + row < seq_q && lse[query + row] != -infinity();
+                    tiles.d[row] = d - (seen ? p.dlse[head.row_number(p, query + row)] : 0);
                 }
                 __syncthreads();
                 tiles.q.load(q, query, 0);
@@ -67,20 +70,19 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, 1) attention_backw
                 add_products(s, tiles.q, tiles.k);
                 add_products(dp, tiles.dout, tiles.v);
 
-                const bool tested = mask.tests({query, min(query + TILE, p.seq_q)}, {key, key + TILE});
+                const bool tested = pairs.tests_backward({query, query + TILE}, {key, key + TILE});
 #pragma unroll
                 for (int i = 0; i < M; ++i) {
                     const int query_i = query + row_of(i);
-                    const bool inside = query_i < p.seq_q;
+                    const bool inside = query_i < seq_q;
                     const Accum d = tiles.d[row_of(i)];
                     // No weight beyond the last query, nor where a query sees no key: exp(s - inf) = 0.
                     const Accum lse_i = inside && lse[query_i] != -infinity() ? lse[query_i] : infinity();
 #pragma unroll
                     for (int j = 0; j < SCORES; ++j) {
-                        const int key_j = key + score_column_of(j);
-                        const bool hidden = tested && !mask.visible(query_i, key_j);
-                        const Accum x = score(s[i][j], batch, head, query_i, key_j) * scale;
-                        const Accum slope = score_derivative(s[i][j], batch, head, query_i, key_j);
+                        const Pair pair = {head.q, query_i, key + score_column_of(j)};
+                        const bool hidden = tested && !pairs.visible(pair);
+                        const Accum x = pairs.score(s[i][j], pair) * pairs.unit(), slope = pairs.slope(s[i][j], pair);
                         s[i][j] = hidden ? 0 : exp2((x - lse_i) * LOG2E);
                         dp[i][j] = hidden ? 0 : s[i][j] * (dp[i][j] - d) * slope;
                     }
@@ -107,12 +109,12 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, 1) attention_backw
         }
 
         for_each(dk, [&](Accum& x, int, int) { x *= scale; });
-        store(Matrix(p.dk, p.dk_strides, batch, head_k, p.seq_k, p.dim), dk, key, 0);
-        store(Matrix(p.dv, p.dv_strides, batch, head_k, p.seq_k, p.dim_v), dv, key, 0);
+        store(key_matrix(p, first, p.dk, p.dk_strides, p.dim), dk, key, 0);
+        store(key_matrix(p, first, p.dv, p.dv_strides, p.dim_v), dv, key, 0);
     }
 
     __syncthreads();
-    for (int head = head_k * group; head < (head_k + 1) * group; ++head)
-        finish(Matrix(p.dq, p.dq_strides, batch, head, p.seq_q, p.dim),
-               between_steps(p.dq, p.dq_strides, p.dq_sum, p, batch, head, p.dim));
+    for (Head head = first; head.q < end; ++head.q)
+        finish(query_matrix(p, head, p.dq, p.dq_strides, p.dim),
+               between_steps(p, head, p.dq, p.dq_strides, p.dq_sum, p.dim));
 }

@@ -10,9 +10,6 @@
 //
 // It is here to be compared: simt/forward.cu exchanges the loops, so that O stays in registers, is divided once, and
 // every tile of queries has a block of its own.
-#include "attention/mask.cuh"
-#include "attention/params.cuh"
-#include "attention/score.cuh"
 #include "flash1/on_chip.cuh"
 
 struct Tiles {
@@ -22,46 +19,52 @@ struct Tiles {
 static_assert(sizeof(Tiles) <= config::ON_CHIP, "the launch asks for as much");
 
 extern "C" __global__ void __launch_bounds__(config::THREADS, 1) attention_forward(const __grid_constant__ Params p) {
-    const int head = blockIdx.x % p.heads_q, batch = blockIdx.x / p.heads_q, head_k = head / (p.heads_q / p.heads_k);
-    const Matrix q(p.q, p.q_strides, batch, head, p.seq_q, p.dim);
-    const Matrix k(p.k, p.k_strides, batch, head_k, p.seq_k, p.dim);
-    const Matrix v(p.v, p.v_strides, batch, head_k, p.seq_k, p.dim_v);
-    const Matrix o = between_steps(p.out, p.out_strides, p.o_sum, p, batch, head, p.dim_v);
-    const long long rows = ((long long)batch * p.heads_q + head) * p.seq_q;
+    const Place at = place(blockIdx.x, 1, p.heads_q);
+    const Head head = Head::of_q(p, at.batch, at.head);
+    const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);
+    const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
+    const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
+    const Matrix o = between_steps(p, head, p.out, p.out_strides, p.o_sum, p.dim_v);
+    const long long rows = head.row_number(p);
+    const int seq_q = head.queries(p);
     Accum *const m = p.m + rows, *const l = p.l + rows;
 
-    const Mask mask(p, batch);
+    const Pairs pairs(p, head);
     // As in simt/forward.cu: the scale is folded into the exponential, so that m is the largest score without it.
-    const Accum scale = p.scale, factor = max(scale * LOG2E, SMALLEST);
+    const Accum factor = pairs.factor();
     Tiles& tiles = *reinterpret_cast<Tiles*>(on_chip);
 
     clear(o);  // line 2
-    for (int i = threadIdx.x; i < p.seq_q; i += config::THREADS) m[i] = -infinity(), l[i] = 0;
+    for (int i = threadIdx.x; i < seq_q; i += config::THREADS) m[i] = -infinity(), l[i] = 0;
 
-    for (int key = 0; key < p.seq_k; key += TILE) {  // line 5
+    for (int tile_k = 0; tile_k < key_tiles<TILE>(p); ++tile_k) {  // line 5
+        const Range keys = head.key_tile<TILE>(p, tile_k);
+        const int key = keys.begin;
         __syncthreads();
         tiles.k.load(k, key, 0);  // line 6
         tiles.v.load(v, key, 0);
 
-        const Range queries = mask.queries_of({key, min(key + TILE, p.seq_k)});
-        for (int query = queries.begin; query < queries.end; query += TILE) {  // line 7
+        const QueryWalk<TILE> walk(p, head, keys);
+        for (int step = walk.start(); walk.has(step); step = walk.next(step)) {  // line 7
+            const Range queries = head.query_tile<TILE>(p, walk.tile(step));
+            const int query = queries.begin;
             __syncthreads();  // what the step before wrote to memory is there, and nobody reads its tiles any more
             tiles.q.load(q, query, 0);  // line 8
             __syncthreads();
 
             ScoreTile s = {};
             add_products(s, tiles.q, tiles.k);  // line 9
-            const bool tested = mask.tests({query, min(query + TILE, p.seq_q)}, {key, key + TILE});
+            const bool tested = pairs.tests(queries, {key, key + TILE});
             for_each(s, [&](Accum& x, int i, int j) {
-                const int query_i = query + row_of(i), key_j = key + score_column_of(j);
-                x = tested && !mask.visible(query_i, key_j) ? -infinity() : score(x, batch, head, query_i, key_j);
+                const Pair pair = {head.q, query + row_of(i), key + score_column_of(j)};
+                x = tested && !pairs.visible(pair) ? -infinity() : pairs.score(x, pair);
             });
 
             Accum m_new[M], l_new[M], before[M], weight[M];  // `before` of the old O and `weight` of P V in the new
 #pragma unroll
             for (int i = 0; i < M; ++i) {
                 const int query_i = query + row_of(i);
-                const bool inside = query_i < p.seq_q;
+                const bool inside = query_i < seq_q;
                 const Accum m_i = inside ? m[query_i] : -infinity(), l_i = inside ? l[query_i] : 0;
 
                 Accum m_tile = -infinity(), l_tile = 0;  // line 10
@@ -95,14 +98,14 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, 1) attention_forwa
 #pragma unroll
             for (int i = 0; i < M; ++i) {  // line 13
                 const int query_i = query + row_of(i);
-                if (query_i < p.seq_q && threadIdx.x % ACROSS == 0) m[query_i] = m_new[i], l[query_i] = l_new[i];
+                if (query_i < seq_q && threadIdx.x % ACROSS == 0) m[query_i] = m_new[i], l[query_i] = l_new[i];
             }
         }
     }
 
     __syncthreads();
-    finish(Matrix(p.out, p.out_strides, batch, head, p.seq_q, p.dim_v), o);
+    finish(query_matrix(p, head, p.out, p.out_strides, p.dim_v), o);
     if (p.lse != nullptr)
-        for (int i = threadIdx.x; i < p.seq_q; i += config::THREADS)
-            p.lse[rows + i] = l[i] == 0 ? -infinity() : m[i] * scale + log(l[i]);
+        for (int i = threadIdx.x; i < seq_q; i += config::THREADS)
+            p.lse[rows + i] = l[i] == 0 ? -infinity() : m[i] * pairs.unit() + log(l[i]);
 }

@@ -14,11 +14,10 @@ extern __shared__ __align__(16) char on_chip[];
 // A result that is read and written at every step, in float32: `sum` where the output has 16 bits, else the output
 // itself. Rounding O to 16 bits at every step, as the paper's listing has it, costs eight times the error of standard
 // attention at 16k keys; the authors' own kernels keep it in float32, too.
-__device__ inline Matrix<Accum> between_steps(Element* result, const Strides& strides, float* sum, const Params& p,
-                                              int batch, int head, int columns) {
-    if (sizeof(Element) == sizeof(Accum)) return {(Accum*)result, strides, batch, head, p.seq_q, columns};
-    const long long size = (long long)p.seq_q * columns;
-    return {sum, {p.heads_q * size, columns, size}, batch, head, p.seq_q, columns};
+__device__ inline Matrix<Accum> between_steps(const Params& p, const Head& head, Out* result, const Strides& strides,
+                                              float* sum, int columns) {
+    if (sizeof(Out) == sizeof(Accum)) return query_matrix(p, head, (Accum*)result, strides, columns);
+    return {sum + head.row_number(p) * columns, columns, head.queries(p), columns};
 }
 
 // The tile of a result whose first row is `row`; what hangs over the edge is 0.
@@ -50,8 +49,8 @@ __device__ inline void clear(const Matrix<Accum>& result) {
 }
 
 // Round what is in float32 to the 16 bits of the output.
-__device__ inline void finish(const Matrix<Element>& to, const Matrix<Accum>& result) {
-    if constexpr (sizeof(Element) < sizeof(Accum)) {
+__device__ inline void finish(const Matrix<Out>& to, const Matrix<Accum>& result) {
+    if constexpr (sizeof(Out) < sizeof(Accum)) {
         for (int row = 0; row < result.rows; row += TILE) {
             ResultTile tile;
             load(tile, result, row);

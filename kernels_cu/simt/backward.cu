@@ -5,30 +5,27 @@
 // twice, but nothing is added in global memory, so that results are the same bits every time and no workspace in float32
 // is needed. With P from the log-sum-exp that the forward kept,
 //
-//     delta = rowsum(dO * O)    dP = dO V^T    dS = P * (dP - delta)
+//     delta = rowsum(dO * O) - dlse    dP = dO V^T    dS = P * (dP - delta)
 //     dV = P^T dO    dK = scale * dS^T Q    dQ = scale * dS K
-#include "attention/mask.cuh"
-#include "attention/params.cuh"
-#include "attention/score.cuh"
 #include "simt/tile.cuh"
 
 // What a pair needs to know of its query: two numbers.
 struct Row {
     Accum lse, delta;
 
-    __device__ Row(const Params& p, int batch, int head, int i) : lse(infinity()), delta(0) {
-        if (i >= p.seq_q) return;  // exp(s - inf) = 0: beyond the last query there is no weight
-        const long long at = ((long long)batch * p.heads_q + head) * p.seq_q + i;
+    __device__ Row(const Params& p, const Head& head, int i) : lse(infinity()), delta(0) {
+        if (i >= head.queries(p)) return;  // exp(s - inf) = 0: beyond the last query there is no weight
+        const long long at = head.row_number(p, i);
         delta = p.delta[at];
         if (p.lse[at] != -infinity()) lse = p.lse[at];  // -inf where a query sees no key: no weight either
     }
 };
 
 // From S and dP of one pair to P and dS, in place.
-__device__ inline void differentiate(Accum& s, Accum& dp, const Row& row, const Params& p, bool hidden, int batch,
-                                     int head, int i, int j) {
-    const Accum weight = exp2((score(s, batch, head, i, j) * Accum(p.scale) - row.lse) * LOG2E);
-    dp = hidden ? 0 : weight * (dp - row.delta) * score_derivative(s, batch, head, i, j);
+__device__ inline void differentiate(Accum& s, Accum& dp, const Row& row, const Pairs& pairs, bool tested, Pair pair) {
+    const bool hidden = tested && !pairs.visible(pair);
+    const Accum weight = exp2((pairs.score(s, pair) * pairs.unit() - row.lse) * LOG2E);
+    dp = hidden ? 0 : weight * (dp - row.delta) * pairs.slope(s, pair);
     s = hidden ? 0 : weight;
 }
 
@@ -38,61 +35,60 @@ __device__ inline void scale_by(ResultTile& tile, Accum scale) {
 
 extern "C" __global__ void __launch_bounds__(config::THREADS)
     attention_backward_delta(const __grid_constant__ Params p) {
-    const long long index = (long long)blockIdx.x * config::THREADS + threadIdx.x;  // in (B, Hq, Sq)
-    if (index >= (long long)p.batch * p.heads_q * p.seq_q) return;
-    const int i = index % p.seq_q, head = index / p.seq_q % p.heads_q, batch = index / p.seq_q / p.heads_q;
-    const Matrix dout(p.dout, p.dout_strides, batch, head, p.seq_q, p.dim_v);
-    const Matrix out(p.out, p.out_strides, batch, head, p.seq_q, p.dim_v);
+    const long long index = (long long)blockIdx.x * config::THREADS + threadIdx.x;
+    const Place at = query_place(p, index);
+    if (at.batch >= p.batch) return;
+    const Head head = Head::of_q(p, at.batch, at.head);
+    const In* dout = head.query_row(p.dout, p.dout_strides, at.tile);
+    const Out* out = head.query_row(p.out, p.out_strides, at.tile);
     // One thread adds a row, in the order in which dot_products adds dP: where one key has all the weight, O is its V,
     // and dP - delta is then 0 to the last bit, as it should.
     Accum sum = 0;
-    for (int c = 0; c < p.dim_v; ++c) sum += to_float(dout.at[i * dout.stride + c]) * to_float(out.at[i * out.stride + c]);
-    p.delta[index] = sum;
+    for (int c = 0; c < p.dim_v; ++c) sum = fma(to_float(dout[c]), to_float(out[c]), sum);
+    // dS = P (dP - delta + dlse); a row that sees no key has no weight, whatever dlse is.
+    const bool seen = p.dlse != nullptr && p.lse[index] != -infinity();
+    p.delta[index] = sum - (seen ? p.dlse[index] : 0);
 }
 
 extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     attention_backward_dk_dv(const __grid_constant__ Params p) {
     // This block owns OWNED keys, and of the columns of dK and dV the same COLUMNS.
-    const int parts = ceil_div(max(max(p.dim, p.dim_v), 1), config::COLUMNS), tiles = ceil_div(p.seq_k, config::OWNED);
-    int index = blockIdx.x;
-    const int column = index % parts * config::COLUMNS;
-    index /= parts;
-    const int row = index % tiles * config::OWNED;  // first first: under a causal mask most queries see them
-    index /= tiles;
-    const int head_k = index % p.heads_k, batch = index / p.heads_k;
+    const int parts = tiles_in(max(max(p.dim, p.dim_v), 1), config::COLUMNS);
+    const int column = blockIdx.x % parts * config::COLUMNS;
+    // First first: under a causal mask most queries see them.
+    const Place at = place(blockIdx.x / parts, key_tiles<config::OWNED>(p), p.heads_k);
+    Head head = Head::of_k(p, at.batch, at.head);
+    const Range keys = head.key_tile<config::OWNED>(p, at.tile);
+    const int row = keys.begin;
+    const QueryWalk<config::VISITED> walk(p, head, keys);
 
-    const Mask mask(p, batch);
-    const Range keys = {row, min(row + config::OWNED, p.seq_k)};
-    const Range queries = mask.queries_of(keys);
+    const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
+    const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
 
     __shared__ Shared shared;
     ResultTile dk_sum = {}, dv_sum = {};
 
     // The query heads of the group share these keys, so their gradients add up.
-    const int group = p.heads_q / p.heads_k;
-    for (int head = head_k * group; head < (head_k + 1) * group; ++head) {
-        const Matrix k(p.k, p.k_strides, batch, head_k, p.seq_k, p.dim);
-        const Matrix v(p.v, p.v_strides, batch, head_k, p.seq_k, p.dim_v);
-        const Matrix q(p.q, p.q_strides, batch, head, p.seq_q, p.dim);
-        const Matrix dout(p.dout, p.dout_strides, batch, head, p.seq_q, p.dim_v);
+    for (const int end = head.q + group_of(p); head.q < end; ++head.q) {
+        const Pairs pairs(p, head);
+        const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);
+        const Matrix dout = query_matrix(p, head, p.dout, p.dout_strides, p.dim_v);
 
-        for (int query = queries.begin; query < queries.end; query += config::VISITED) {
+        for (int step = walk.start(); walk.has(step); step = walk.next(step)) {
+            const int query = walk.tile(step) * config::VISITED;
             // Transposed, keys down and queries across: then dV and dK are products of the same kind as O.
             ScoreTile s, dp;
             dot_products(s, k, row, q, query, shared);
             dot_products(dp, v, row, dout, query, shared);
 
-            const bool tested = mask.tests({query, min(query + config::VISITED, p.seq_q)}, {row, row + config::OWNED});
+            const bool tested = pairs.tests_backward({query, query + config::VISITED}, {row, row + config::OWNED});
 #pragma unroll
             for (int j = 0; j < SCORES; ++j) {
                 const int query_j = query + score_column_of(j);
-                const Row of_query(p, batch, head, query_j);
+                const Row of_query(p, head, query_j);
 #pragma unroll
-                for (int i = 0; i < M; ++i) {
-                    const int key_i = row + row_of(i);
-                    const bool hidden = tested && !mask.visible(query_j, key_i);
-                    differentiate(s[i][j], dp[i][j], of_query, p, hidden, batch, head, query_j, key_i);
-                }
+                for (int i = 0; i < M; ++i)
+                    differentiate(s[i][j], dp[i][j], of_query, pairs, tested, {head.q, query_j, row + row_of(i)});
             }
 
             add_weighted(dv_sum, s, dout, query, column, tested, shared);
@@ -101,54 +97,50 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     }
 
     scale_by(dk_sum, p.scale);
-    store(Matrix(p.dk, p.dk_strides, batch, head_k, p.seq_k, p.dim), dk_sum, row, column);
-    store(Matrix(p.dv, p.dv_strides, batch, head_k, p.seq_k, p.dim_v), dv_sum, row, column);
+    store(key_matrix(p, head, p.dk, p.dk_strides, p.dim), dk_sum, row, column);
+    store(key_matrix(p, head, p.dv, p.dv_strides, p.dim_v), dv_sum, row, column);
 }
 
 extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     attention_backward_dq(const __grid_constant__ Params p) {
     // This block owns OWNED queries and COLUMNS columns of dQ, as in the forward.
-    const int parts = ceil_div(p.dim, config::COLUMNS), tiles = ceil_div(p.seq_q, config::OWNED);
-    int index = blockIdx.x;
-    const int column = index % parts * config::COLUMNS;
-    index /= parts;
-    const int row = (tiles - 1 - index % tiles) * config::OWNED;
-    index /= tiles;
-    const int head = index % p.heads_q, batch = index / p.heads_q, head_k = head / (p.heads_q / p.heads_k);
+    const int parts = tiles_in(p.dim, config::COLUMNS), tiles = query_tiles<config::OWNED>(p);
+    const int column = blockIdx.x % parts * config::COLUMNS;
+    const Place at = place(blockIdx.x / parts, tiles, p.heads_q);
+    const Head head = Head::of_q(p, at.batch, at.head);
+    const Range queries = head.query_tile<config::OWNED>(p, tiles - 1 - at.tile);
+    const int row = queries.begin;
 
-    const Matrix q(p.q, p.q_strides, batch, head, p.seq_q, p.dim);
-    const Matrix k(p.k, p.k_strides, batch, head_k, p.seq_k, p.dim);
-    const Matrix v(p.v, p.v_strides, batch, head_k, p.seq_k, p.dim_v);
-    const Matrix dout(p.dout, p.dout_strides, batch, head, p.seq_q, p.dim_v);
+    const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);
+    const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
+    const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
+    const Matrix dout = query_matrix(p, head, p.dout, p.dout_strides, p.dim_v);
 
-    const Mask mask(p, batch);
-    const Range queries = {row, min(row + config::OWNED, p.seq_q)};
-    const Range keys = mask.keys_of(queries);
+    const Pairs pairs(p, head);
+    const KeyWalk<config::VISITED> walk(p, head, queries);
 
     __shared__ Shared shared;
     ResultTile dq_sum = {};
 
-    for (int key = keys.begin; key < keys.end; key += config::VISITED) {
+    for (int step = walk.start(); walk.has(step); step = walk.next(step)) {
+        const int key = walk.tile(step) * config::VISITED;
         ScoreTile s, dp;
         dot_products(s, q, row, k, key, shared);
         dot_products(dp, dout, row, v, key, shared);
 
-        const bool tested = mask.tests(queries, {key, key + config::VISITED});
+        const bool tested = walk.tests(p, head, queries, step);
 #pragma unroll
         for (int i = 0; i < M; ++i) {
             const int query_i = row + row_of(i);
-            const Row of_query(p, batch, head, query_i);
+            const Row of_query(p, head, query_i);
 #pragma unroll
-            for (int j = 0; j < SCORES; ++j) {
-                const int key_j = key + score_column_of(j);
-                const bool hidden = tested && !mask.visible(query_i, key_j);
-                differentiate(s[i][j], dp[i][j], of_query, p, hidden, batch, head, query_i, key_j);
-            }
+            for (int j = 0; j < SCORES; ++j)
+                differentiate(s[i][j], dp[i][j], of_query, pairs, tested, {head.q, query_i, key + score_column_of(j)});
         }
 
         add_weighted(dq_sum, dp, k, key, column, tested, shared);
     }
 
     scale_by(dq_sum, p.scale);
-    store(Matrix(p.dq, p.dq_strides, batch, head, p.seq_q, p.dim), dq_sum, row, column);
+    store(query_matrix(p, head, p.dq, p.dq_strides, p.dim), dq_sum, row, column);
 }

@@ -8,47 +8,42 @@
 //         O = O / sum of P
 //
 // float32 and float64 (float16 and bfloat16 are computed in float32), any head dimension. simt/tile.cuh has the tiles.
-#include "attention/mask.cuh"
-#include "attention/params.cuh"
-#include "attention/score.cuh"
 #include "simt/tile.cuh"
 
 extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     attention_forward(const __grid_constant__ Params p) {
     // Which part of the output is this block's: OWNED queries of a head, COLUMNS of its columns. Where Dv is larger than
     // COLUMNS, several blocks compute the same scores, each for its columns: a register tile cannot be any wider.
-    const int parts = ceil_div(max(p.dim_v, 1), config::COLUMNS), tiles = ceil_div(p.seq_q, config::OWNED);
-    int index = blockIdx.x;
-    const int column = index % parts * config::COLUMNS;
-    index /= parts;
-    const int row = (tiles - 1 - index % tiles) * config::OWNED;  // last first: under a causal mask they see most keys
-    index /= tiles;
-    const int head = index % p.heads_q, batch = index / p.heads_q, head_k = head / (p.heads_q / p.heads_k);
+    const int parts = tiles_in(max(p.dim_v, 1), config::COLUMNS), tiles = query_tiles<config::OWNED>(p);
+    const int column = blockIdx.x % parts * config::COLUMNS;
+    const Place at = place(blockIdx.x / parts, tiles, p.heads_q);
+    const Head head = Head::of_q(p, at.batch, at.head);
+    // Last first: under a causal mask they see most keys.
+    const Range queries = head.query_tile<config::OWNED>(p, tiles - 1 - at.tile);
+    const int row = queries.begin;
 
-    const Matrix q(p.q, p.q_strides, batch, head, p.seq_q, p.dim);
-    const Matrix k(p.k, p.k_strides, batch, head_k, p.seq_k, p.dim);
-    const Matrix v(p.v, p.v_strides, batch, head_k, p.seq_k, p.dim_v);
+    const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);
+    const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
+    const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
 
-    const Mask mask(p, batch);
-    const Range queries = {row, min(row + config::OWNED, p.seq_q)};
-    const Range keys = mask.keys_of(queries);
-
-    // exp(scale * x) as 2^(factor * x): that is what the hardware has. Were the factor 0, a hidden -inf would become NaN.
-    const Accum scale = p.scale, factor = max(scale * LOG2E, SMALLEST);
+    const Pairs pairs(p, head);
+    const KeyWalk<config::VISITED> walk(p, head, queries);
+    const Accum factor = pairs.factor();  // exp(scale * x) as 2^(factor * x): that is what the hardware has
 
     __shared__ Shared shared;
     ResultTile o = {};
     Accum top[M], sum[M];  // of each row: the largest score so far, and this thread's part of the sum of P
     for (int i = 0; i < M; ++i) top[i] = -infinity(), sum[i] = 0;
 
-    for (int key = keys.begin; key < keys.end; key += config::VISITED) {
+    for (int step = walk.start(); walk.has(step); step = walk.next(step)) {
+        const int key = walk.tile(step) * config::VISITED;
         ScoreTile s;
         dot_products(s, q, row, k, key, shared);
 
-        const bool tested = mask.tests(queries, {key, key + config::VISITED});
+        const bool tested = walk.tests(p, head, queries, step);
         for_each(s, [&](Accum& x, int i, int j) {
-            const int query_i = row + row_of(i), key_j = key + score_column_of(j);
-            x = tested && !mask.visible(query_i, key_j) ? -infinity() : score(x, batch, head, query_i, key_j);
+            const Pair pair = {head.q, row + row_of(i), key + score_column_of(j)};
+            x = tested && !pairs.visible(pair) ? -infinity() : pairs.score(x, pair);
         });
 
 #pragma unroll
@@ -79,9 +74,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
 
         // One number a row is all that the backward needs of the softmax.
         const int query_i = row + row_of(i);
-        if (p.lse != nullptr && column == 0 && threadIdx.x % ACROSS == 0 && query_i < p.seq_q)
-            p.lse[((long long)batch * p.heads_q + head) * p.seq_q + query_i] =
-                sum[i] == 0 ? -infinity() : top[i] * scale + log(sum[i]);
+        if (p.lse != nullptr && column == 0 && threadIdx.x % ACROSS == 0 && query_i < head.queries(p))
+            p.lse[head.row_number(p, query_i)] = sum[i] == 0 ? -infinity() : top[i] * pairs.unit() + log(sum[i]);
     }
-    store(Matrix(p.out, p.out_strides, batch, head, p.seq_q, p.dim_v), o, row, column);
+    store(query_matrix(p, head, p.out, p.out_strides, p.dim_v), o, row, column);
 }

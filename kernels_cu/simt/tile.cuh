@@ -4,7 +4,7 @@
 // threads stand in a grid of THREADS / 16 by 16, and each holds, in registers, every (THREADS / 16)-th row and
 // 1 / 16 of the columns of each tile. The 16 threads of a row are half a warp, so that row reductions are shuffles.
 #pragma once
-#include "attention/params.cuh"
+#include "attention/pairs.cuh"
 #include "ptx/convert.cuh"
 
 constexpr int ACROSS = 16;                         // threads along a row
@@ -15,14 +15,12 @@ constexpr int N = config::COLUMNS / ACROSS;        // columns of a result tile t
 constexpr int SCORES = config::VISITED / ACROSS;   // columns of a score tile that a thread holds
 constexpr int TOGETHER = N < WIDTH ? N : WIDTH;    // of the N columns, so many lie side by side
 constexpr Accum LOG2E = 1.4426950408889634;
-constexpr Accum SMALLEST = 1.2e-38;  // of the numbers above 0 that no hardware takes for 0
 
 static_assert(config::OWNED % DOWN == 0 && config::VISITED % ACROSS == 0 && config::COLUMNS % ACROSS == 0,
               "each thread holds whole elements");
 static_assert(config::DEPTH % WIDTH == 0 && config::VISITED % config::DEPTH == 0, "staged in whole vectors and pieces");
 
 __device__ inline Accum infinity() { return __int_as_float(0x7f800000); }
-__device__ inline int ceil_div(int n, int step) { return n / step + (n % step != 0); }
 
 using ScoreTile = Accum[M][SCORES];  // OWNED x VISITED over the block
 using ResultTile = Accum[M][N];      // OWNED x COLUMNS over the block
@@ -39,7 +37,7 @@ struct alignas(sizeof(T) * COUNT) Vector {
     T at[COUNT];
 };
 
-// One head of one batch of an array in global memory.
+// One head of one batch entry of an array in global memory.
 template <class T>
 struct Matrix {
     T* at;
@@ -47,12 +45,22 @@ struct Matrix {
     int rows, columns;
     bool vectors;  // every row starts where WIDTH elements can be moved at once, and is a multiple of them long
 
-    __device__ Matrix(T* base, Strides strides, int batch, int head, int rows, int columns)
-        : at(base + batch * strides.batch + head * strides.head), stride(strides.row), rows(rows), columns(columns) {
+    __device__ Matrix(T* at, long long stride, int rows, int columns)
+        : at(at), stride(stride), rows(rows), columns(columns) {
         vectors = reinterpret_cast<unsigned long long>(at) % (WIDTH * sizeof(T)) == 0 && stride % WIDTH == 0 &&
                   columns % WIDTH == 0;
     }
 };
+
+// Those of a head that have rows for queries (Q, O, dO, dQ), and those that have rows for keys.
+template <class T>
+__device__ Matrix<T> query_matrix(const Params& p, const Head& head, T* array, const Strides& strides, int columns) {
+    return {head.query_row(array, strides), strides.row, head.queries(p), columns};
+}
+template <class T>
+__device__ Matrix<T> key_matrix(const Params& p, const Head& head, T* array, const Strides& strides, int columns) {
+    return {head.key_row(array, strides), strides.row, head.keys(p), columns};
+}
 
 // A tile in shared memory. The pad spreads a column over all banks, and keeps rows on 16 bytes.
 template <int ROWS, int COLUMNS>
@@ -60,7 +68,7 @@ struct SharedTile {
     alignas(16) Accum at[ROWS][COLUMNS + WIDTH];
 
     // Fetch the tile whose corner is (row, column), with zeros where it hangs over the edge of the matrix.
-    __device__ void load(const Matrix<const Element>& from, int row, int column) {
+    __device__ void load(const Matrix<const In>& from, int row, int column) {
         if (from.vectors)
             load_by<true>(from, row, column);
         else
@@ -68,16 +76,16 @@ struct SharedTile {
     }
 
     template <bool VECTORS>
-    __device__ void load_by(const Matrix<const Element>& from, int row, int column) {
+    __device__ void load_by(const Matrix<const In>& from, int row, int column) {
         constexpr int ALONG = COLUMNS / WIDTH, STEP = config::THREADS / ALONG;  // threads along a row, rows at once
         const int first = threadIdx.x / ALONG, c = threadIdx.x % ALONG * WIDTH, left = from.columns - column - c;
-        const Element* source = from.at + (row + first) * from.stride + column + c;
+        const In* source = from.at + (row + first) * from.stride + column + c;
 #pragma unroll
         for (int r = 0; r < ROWS; r += STEP, source += STEP * from.stride) {
-            Vector<Element, WIDTH> x = {};
+            Vector<In, WIDTH> x = {};
             const int inside = row + first + r < from.rows ? left : 0;
             if (VECTORS) {
-                if (inside > 0) x = *reinterpret_cast<const Vector<Element, WIDTH>*>(source);
+                if (inside > 0) x = *reinterpret_cast<const Vector<In, WIDTH>*>(source);
             } else {
                 for (int e = 0; e < WIDTH; ++e)
                     if (e < inside) x.at[e] = source[e];
@@ -131,14 +139,14 @@ __device__ void add_products(ScoreTile& s, const SharedTile<config::OWNED, COLUM
 #pragma unroll
             for (int e = 0; e < WIDTH; ++e)
 #pragma unroll
-                for (int j = 0; j < SCORES; ++j) s[i][j] += left.at[e] * right[j].at[e];
+                for (int j = 0; j < SCORES; ++j) s[i][j] = fma(left.at[e], right[j].at[e], s[i][j]);
         }
     }
 }
 
 // s = A B^T for OWNED rows of A and VISITED rows of B, in pieces of DEPTH columns: any head dimension fits.
-__device__ inline void dot_products(ScoreTile& s, const Matrix<const Element>& a, int row_a,
-                                    const Matrix<const Element>& b, int row_b, Shared& shared) {
+__device__ inline void dot_products(ScoreTile& s, const Matrix<const In>& a, int row_a,
+                                    const Matrix<const In>& b, int row_b, Shared& shared) {
     for_each(s, [](Accum& x, int, int) { x = 0; });
     for (int column = 0; column < a.columns; column += config::DEPTH) {
         __syncthreads();  // nobody reads the piece before any more
@@ -167,14 +175,15 @@ __device__ void add_piece(ResultTile& sum, const SharedTile<config::OWNED, confi
                 for (int i = 0; i < M; ++i)
                     if (!SKIP_ZEROS || left[i].at[e] != 0)
 #pragma unroll
-                        for (int t = 0; t < TOGETHER; ++t) sum[i][j + t] += left[i].at[e] * right.at[t];
+                        for (int t = 0; t < TOGETHER; ++t)
+                            sum[i][j + t] = fma(left[i].at[e], right.at[t], sum[i][j + t]);
             }
     }
 }
 
 // sum += weights B for VISITED rows of B and COLUMNS columns of it. `tested` says that some pairs are hidden: their
 // weight is 0, but 0 times what a hidden row holds may be NaN, so such terms are left out.
-__device__ inline void add_weighted(ResultTile& sum, ScoreTile& weights, const Matrix<const Element>& b, int row,
+__device__ inline void add_weighted(ResultTile& sum, ScoreTile& weights, const Matrix<const In>& b, int row,
                                     int column, bool tested, Shared& shared) {
     if (column >= b.columns) return;  // this block's columns exist in another result only (Dv > D, or D > Dv)
     __syncthreads();

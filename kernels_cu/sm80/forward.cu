@@ -8,8 +8,8 @@
 // the next K and V tiles are on their way while these are worked on; with one, V arrives under S = Q K^T and the next
 // K under the softmax and P V, in half the shared memory, so that two thread blocks share a multiprocessor.
 #include "attention/mask.cuh"
-#include "attention/score.cuh"
 #include "attention/softmax.cuh"
+#include "ptx/barrier.cuh"
 
 using namespace config;
 
@@ -19,18 +19,14 @@ constexpr int WARP_ROWS = ROWS / ROW_WARPS;
 constexpr int WARP_KEYS = KEYS / COLUMN_WARPS, WARP_COLUMNS = DIM_V / COLUMN_WARPS;
 constexpr bool SHARE = COLUMN_WARPS == 2;
 constexpr int M = WARP_ROWS / 16;  // row fragments of a warp
-static_assert(ROWS % (16 * ROW_WARPS) == 0 && WARP_KEYS % 16 == 0 && DIM % 16 == 0 && WARP_COLUMNS % 16 == 0 && (STAGES == 1 || STAGES == 2));
+static_assert(ROWS % (16 * ROW_WARPS) == 0 && WARP_KEYS % 16 == 0 && DIM % 16 == 0 && WARP_COLUMNS % 16 == 0 &&
+              (STAGES == 1 || STAGES == 2));
 
 using QTile = SharedTile<ROWS, DIM>;
 using OTile = SharedTile<ROWS, DIM_V>;  // takes Q's place at the end
 using KTile = SharedTile<KEYS, DIM>;
 using VTile = SharedTile<KEYS, DIM_V>;
 using PTile = SharedTile<ROWS, KEYS>;  // only where P is shared
-
-// The warps that share rows wait for each other.
-__device__ inline void sync_sharers(int row_warp) {
-    asm volatile("bar.sync %0, 64;" ::"r"(1 + row_warp) : "memory");
-}
 
 // One float for each row from each of the two warps that share it.
 struct Exchange {
@@ -60,138 +56,191 @@ struct Exchange {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forward(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) char shared[];
-    QTile q_tile{shared_address(shared)};
-    unsigned ring = q_tile.base + (QTile::BYTES > OTile::BYTES ? QTile::BYTES : OTile::BYTES);
-    auto k_tile = [&](int stage) { return KTile{ring + stage * (KTile::BYTES + VTile::BYTES)}; };
-    auto v_tile = [&](int stage) { return VTile{k_tile(stage).base + KTile::BYTES}; };
+// Where things lie in shared memory.
+struct Shared {
+    static constexpr int RING = QTile::BYTES > OTile::BYTES ? QTile::BYTES : OTile::BYTES;
+    static constexpr int STAGE = KTile::BYTES + VTile::BYTES;
+    static constexpr int P_TILE = RING + STAGES * STAGE;
+    static constexpr int EXCHANGE = P_TILE + PTile::BYTES;
+    static constexpr int END = SHARE ? EXCHANGE + 8 * ROWS : P_TILE;
+    static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
-    // Which tile: the tiles of a head one after the other, so that they share its K and V in the cache; with a causal
-    // mask the last queries, which see the most keys, first.
-    int tiles = (p.seq_q + ROWS - 1) / ROWS;
-    int tile = blockIdx.x % tiles, head = blockIdx.x / tiles % p.heads_q, batch = blockIdx.x / tiles / p.heads_q;
-    if (RIGHT) tile = tiles - 1 - tile;
-    int head_k = head / (p.heads_q / p.heads_k);
-    Range queries{tile * ROWS, min(p.seq_q, (tile + 1) * ROWS)};
-    Mask mask(p, batch);
-    Range keys = mask.keys_of(queries);
-    int first = keys.begin / KEYS, last = (keys.end + KEYS - 1) / KEYS;  // key tiles [first, last)
-    if (keys.begin == keys.end) last = first;
+    unsigned base;
 
-    const Element* k = p.k + batch * p.k_strides.batch + head_k * p.k_strides.head;
-    const Element* v = p.v + batch * p.v_strides.batch + head_k * p.v_strides.head;
-    auto copy_k = [&](int j, int stage) {
-        long long row = (long long)j * KEYS;
-        return AsyncCopy<THREADS, KEYS, DIM>(k_tile(stage), k + row * p.k_strides.row, p.k_strides.row,
-                                             j < first ? 0 : int(p.seq_k - row), p.dim);
-    };
-    auto copy_v = [&](int j, int stage) {
-        long long row = (long long)j * KEYS;
-        return AsyncCopy<THREADS, KEYS, DIM_V>(v_tile(stage), v + row * p.v_strides.row, p.v_strides.row,
-                                               j < first ? 0 : int(p.seq_k - row), p.dim_v);
-    };
+    __device__ QTile q_tile() const { return {base}; }
+    __device__ OTile o_tile() const { return {base}; }
+    __device__ KTile k_tile(int stage) const { return {base + RING + stage * STAGE}; }
+    __device__ VTile v_tile(int stage) const { return {k_tile(stage).base + KTile::BYTES}; }
+    __device__ PTile p_tile() const { return {base + P_TILE}; }
+};
 
-    const Element* q = p.q + batch * p.q_strides.batch + head * p.q_strides.head + queries.begin * p.q_strides.row;
-    AsyncCopy<THREADS, ROWS, DIM>(q_tile, q, p.q_strides.row, p.seq_q - queries.begin, p.dim).all();
-    copy_k(last - 1, 0).all();
-    if (STAGES == 2) copy_v(last - 1, 0).all();
-    cp_async_commit();
-
-    int row_warp = threadIdx.x / 32 % ROW_WARPS, column_warp = threadIdx.x / 32 / ROW_WARPS;
-    int warp_row = row_warp * WARP_ROWS, warp_key = column_warp * WARP_KEYS;
-    PTile p_tile{ring + STAGES * (KTile::BYTES + VTile::BYTES)};
-    Exchange exchange{p_tile.base + PTile::BYTES, warp_row, column_warp};
-    OnlineSoftmax<M> softmax(p.scale);
+// A thread block with the queries of one tile.
+struct Block {
+    const Params& p;
+    Shared s;
+    Head head;
+    Range queries;
+    KeyWalk<KEYS> walk;
+    int row_warp, column_warp, warp_row, warp_key;  // the warp's first row and key in a tile
+    OnlineSoftmax<M> softmax;
     Accumulator<M, WARP_COLUMNS / 8> o;
-    o.clear();
 
-    // From the last tile to the first: with a causal mask the tiles that need element tests come first.
-    int stage = 0;
-    for (int j = last - 1; j >= first; j--) {
+    __device__ Block(const Params& p, Shared s, Head head, int tile)
+        : p(p),
+          s(s),
+          head(head),
+          queries(head.query_tile<ROWS>(p, tile)),
+          walk(p, head, queries),
+          row_warp(threadIdx.x / 32 % ROW_WARPS),
+          column_warp(threadIdx.x / 32 / ROW_WARPS),
+          warp_row(row_warp * WARP_ROWS),
+          warp_key(column_warp * WARP_KEYS),
+          softmax(Pairs(p, head).factor()) {
+        o.clear();
+    }
+
+    // The copies of a step's K and V tile; behind the end of the walk there is nothing to read.
+    __device__ auto copy_k(int step, int stage) const {
+        long long row = (long long)walk.tile(step) * KEYS;
+        return AsyncCopy<THREADS, KEYS, DIM>(s.k_tile(stage), head.key_row(p.k, p.k_strides) + row * p.k_strides.row,
+                                             p.k_strides.row, walk.has(step) ? int(head.keys(p) - row) : 0, p.dim);
+    }
+    __device__ auto copy_v(int step, int stage) const {
+        long long row = (long long)walk.tile(step) * KEYS;
+        return AsyncCopy<THREADS, KEYS, DIM_V>(s.v_tile(stage), head.key_row(p.v, p.v_strides) + row * p.v_strides.row,
+                                               p.v_strides.row, walk.has(step) ? int(head.keys(p) - row) : 0, p.dim_v);
+    }
+
+    // Q, and the first K and V.
+    __device__ void load_first() const {
+        const In* q = head.query_row(p.q, p.q_strides, queries.begin);
+        AsyncCopy<THREADS, ROWS, DIM>(s.q_tile(), q, p.q_strides.row, head.queries(p) - queries.begin, p.dim).all();
+        copy_k(walk.start(), 0).all();
+        if (STAGES == 2) copy_v(walk.start(), 0).all();
+        cp_async_commit();
+    }
+
+    // Products become scores, hidden ones -inf.
+    __device__ void mask(Accumulator<M, WARP_KEYS / 8>& scores, int tile_k) const {
+        Pairs pairs(p, head);
+        int row = queries.begin + warp_row, key = tile_k * KEYS + warp_key;
+        Placement<> at{head.q, row, key};
+        bool tests = pairs.tests({row, row + WARP_ROWS}, {key, key + WARP_KEYS});
+        scores.each([&](float& x, int r, int c) { x = pairs.score(x, at(r, c)); });
+        if (tests) {
+            keep_branch();
+            KeysSeen<WARP_KEYS> seen(pairs, key);
+            hide(scores, at, pairs, seen, MINUS_INFINITY);
+        }
+    }
+
+    // A tile of keys, under whose products the next K and V are on their way.
+    __device__ void visit(int step, int stage) {
+        Exchange exchange{s.base + Shared::EXCHANGE, warp_row, column_warp};
+        int next = walk.next(step);
         cp_async_wait<0>();
         __syncthreads();  // the tile has arrived, and everybody is done with the one before
 
-        Accumulator<M, WARP_KEYS / 8> s;
-        s.clear();
-        FromShared<QTile> q_operand{q_tile, warp_row};
+        // S = Q K^T
+        Accumulator<M, WARP_KEYS / 8> scores;
+        scores.clear();
+        FromShared<QTile> q_operand{s.q_tile(), warp_row};
         if constexpr (STAGES == 1) {
-            auto next_v = copy_v(j, 0);
-            mma_ABt<DIM>(s, q_operand, k_tile(stage), warp_key, [&](int k) { next_v.template part<(DIM + 31) / 32>(k); });
+            auto next_v = copy_v(step, 0);
+            mma_ABt<DIM>(scores, q_operand, s.k_tile(stage), warp_key,
+                         [&](int k) { next_v.template part<(DIM + 31) / 32>(k); });
         } else {
-            auto next_k = copy_k(j - 1, 1 - stage);
-            auto next_v = copy_v(j - 1, 1 - stage);
-            mma_ABt<DIM>(s, q_operand, k_tile(stage), warp_key, [&](int k) {
+            auto next_k = copy_k(next, 1 - stage);
+            auto next_v = copy_v(next, 1 - stage);
+            mma_ABt<DIM>(scores, q_operand, s.k_tile(stage), warp_key, [&](int k) {
                 next_k.template part<DIM / 16>(k);
                 next_v.template part<DIM / 16>(k);
             });
         }
         cp_async_commit();
 
-        int row = queries.begin + warp_row, key = j * KEYS + warp_key;
-        bool tests = mask.tests({row, row + WARP_ROWS}, {key, key + WARP_KEYS});
-        s.each([&](float& x, int i, int c) { x = score(x, batch, head, row + i, key + c); });
-        if (tests) {
-            keep_branch();
-            s.each([&](float& x, int i, int c) {
-                if (!mask.visible(row + i, key + c)) x = MINUS_INFINITY;
-            });
-        }
+        mask(scores, walk.tile(step));
+
+        // Online softmax
         float largest[M][2];
-        softmax.row_maximum(s, largest);
+        softmax.row_maximum(scores, largest);
         if (SHARE) exchange.put(largest);
         if (STAGES == 1) {
             cp_async_wait<0>();
             __syncthreads();  // V has arrived, and everybody is done with K
         } else if (SHARE) {
-            sync_sharers(row_warp);
+            sync_sharers();
         }
         if (SHARE) exchange.combine(largest, [](float x, float y) { return fmaxf(x, y); });
         softmax.rescale(largest, o);
-        softmax.exponentiate(s);
-        auto next_k = copy_k(j - 1, 0);
+        softmax.exponentiate(scores);
+
+        // O += P V
+        auto next_k = copy_k(next, 0);
         auto along = [&](int k) {
             if (STAGES == 1) next_k.template part<KEYS / 16>(k);
         };
         if constexpr (SHARE) {
-            s.store(p_tile, warp_row, warp_key);
-            sync_sharers(row_warp);
-            mma_AB<KEYS>(o, FromShared<PTile>{p_tile, warp_row}, v_tile(stage), column_warp * WARP_COLUMNS, along);
+            scores.store(s.p_tile(), warp_row, warp_key);
+            sync_sharers();
+            mma_AB<KEYS>(o, FromShared<PTile>{s.p_tile(), warp_row}, s.v_tile(stage), column_warp * WARP_COLUMNS, along);
         } else {
-            mma_AB<KEYS>(o, FromRegisters<M, WARP_KEYS / 8>{s}, v_tile(stage), 0, along);
+            mma_AB<KEYS>(o, FromRegisters<M, WARP_KEYS / 8>{scores}, s.v_tile(stage), 0, along);
         }
         cp_async_commit();
+    }
+
+    // O divided by the sums, and lse.
+    __device__ void finish() {
+        Exchange exchange{s.base + Shared::EXCHANGE, warp_row, column_warp};
+        cp_async_wait<0>();
+        softmax.add_lanes();
+        if (SHARE) {
+            __syncthreads();  // everybody is done with Q and the exchange
+            exchange.put(softmax.sum);
+            sync_sharers();
+            exchange.combine(softmax.sum, [](float x, float y) { return x + y; });
+        }
+        softmax.finish(o, Pairs(p, head).unit());
+
+        // Out through shared memory, where Q was, for whole rows; where Q's rows have another length than O's, the warps'
+        // shares of the two tiles overlap.
+        if (DIM != DIM_V || walk.count() == 0) __syncthreads();
+        o.store(s.o_tile(), warp_row, column_warp * WARP_COLUMNS);
+        if (SHARE) sync_sharers();
+        __syncwarp();
+        constexpr int OUT_ROWS = WARP_ROWS / COLUMN_WARPS;
+        int rows = head.queries(p) - queries.begin;
+        store_rows<OUT_ROWS>(s.o_tile(), warp_row + column_warp * OUT_ROWS,
+                             head.query_row(p.out, p.out_strides, queries.begin), p.out_strides.row, rows, p.dim_v);
+        if (p.lse != nullptr && threadIdx.x % 4 == 0 && column_warp == 0) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    int i = queries.begin + warp_row + 16 * m + 8 * h + threadIdx.x % 32 / 4;
+                    if (i < head.queries(p)) p.lse[head.row_number(p, i)] = softmax.maximum[m][h];
+                }
+        }
+    }
+
+    // The warps that share rows wait for each other.
+    __device__ void sync_sharers() const { sync_threads<64>(1 + row_warp); }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forward(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) char shared[];
+    // The tiles of a head one after the other, so that they share its K and V in the cache; where later ones see more keys,
+    // those first.
+    int tiles = query_tiles<ROWS>(p);
+    Place at = place(blockIdx.x, tiles, p.heads_q);
+    if (walk::GROWING) at.tile = tiles - 1 - at.tile;
+    Block block(p, Shared{shared_address(shared)}, Head::of_q(p, at.batch, at.head), at.tile);
+    block.load_first();
+    int stage = 0;
+    for (int step = block.walk.start(); block.walk.has(step); step = block.walk.next(step)) {
+        block.visit(step, stage);
         if (STAGES == 2) stage = 1 - stage;
     }
-    cp_async_wait<0>();
-    softmax.add_lanes();
-    if (SHARE) {
-        __syncthreads();  // everybody is done with Q and the exchange
-        exchange.put(softmax.sum);
-        sync_sharers(row_warp);
-        exchange.combine(softmax.sum, [](float x, float y) { return x + y; });
-    }
-    softmax.finish(o, p.scale);
-
-    // Out through shared memory, where Q was, for whole rows; where Q's rows have another length than O's, the warps'
-    // shares of the two tiles overlap.
-    if (DIM != DIM_V || first == last) __syncthreads();
-    OTile o_tile{q_tile.base};
-    o.store(o_tile, warp_row, column_warp * WARP_COLUMNS);
-    if (SHARE) sync_sharers(row_warp);
-    __syncwarp();
-    constexpr int OUT_ROWS = WARP_ROWS / COLUMN_WARPS;
-    Element* out = p.out + batch * p.out_strides.batch + head * p.out_strides.head + queries.begin * p.out_strides.row;
-    store_rows<OUT_ROWS>(o_tile, warp_row + column_warp * OUT_ROWS, out, p.out_strides.row, p.seq_q - queries.begin,
-                         p.dim_v);
-    if (p.lse != nullptr && threadIdx.x % 4 == 0 && column_warp == 0) {
-        Accum* lse = p.lse + ((long long)batch * p.heads_q + head) * p.seq_q;
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                int i = queries.begin + warp_row + 16 * m + 8 * h + threadIdx.x % 32 / 4;
-                if (i < p.seq_q) lse[i] = softmax.maximum[m][h];
-            }
-    }
+    block.finish();
 }

@@ -6,7 +6,7 @@
 #include "sm90/backward_tiles.cuh"
 
 // dq_sum lies in memory as dQ^T lies in registers, four numbers of a lane side by side: fragments of 16 columns by 8
-// queries, in pairs that share the queries, PART_ROWS / 8 pairs for each 32 columns. A worker's part, of 64 columns, lies
+// queries, in twos that share the queries, PART_ROWS / 8 twos for each 32 columns. A worker's part, of 64 columns, lies
 // in one piece.
 constexpr int ROW8S = PART_ROWS / 8;
 
@@ -20,24 +20,24 @@ __device__ inline float* dq_fragment(const Params& p, long long tile, int column
 }
 
 // Key tiles add to a query tile in the order of their tickets.
-__device__ inline void wait_for_turn(const Params& p, const DQCounters& counters, const KeyTile& t, int tile_q, int n) {
-    Range keys = keys_of(p, tile_q);
-    unsigned others = CLUSTER * (RIGHT ? keys.end - 1 - t.number : t.number - keys.begin);
+__device__ inline void wait_for_turn(const Params& p, const DQCounters& counters, const KeyTile& t, const Head& head,
+                                     int tile_q, int n) {
+    unsigned others = CLUSTER * adding_to(p, head, tile_q).rank(t.number);
     while (load_acquire(counters.added + n) < others) {  // (the cluster's other block may be done)
     }
 }
 
 // The thread that adds parts of dQ to memory, and tells what has been added.
 __device__ inline void add_dq(const Params& p, Shared& s) {
-    Ring<1, 1, 4> dq = s.dq(0);  // all workers are at the same place in theirs
+    Shared::DQRing dq = s.dq(0);  // all workers are at the same place in theirs
     DQCounters counters(p);
     while (true) {
         KeyTile t = s.next_tile();
-        if (t.pair == -1) break;
-        if constexpr (!PAIRED) {
-            int shift = counters.shift(p, t.pair), last = -1;
-            query_tiles(p, t, [&](int, int i, int n) {
-                if (DETERMINISTIC) wait_for_turn(p, counters, t, i, n);
+        if (t.none()) break;
+        if constexpr (!CLUSTERED) {
+            int shift = counters.shift(p, t.kv_head), last = -1;
+            for_query_tiles(p, t, [&](const Head& head, int i, int n) {
+                if (DETERMINISTIC) wait_for_turn(p, counters, t, head, i, n);
 #pragma unroll
                 for (int group = 0; group < GROUPS; group++) {
                     int column16 = SHARE_ROWS ? 0 : 4 * group;
@@ -63,8 +63,8 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
             tma_wait<0>();
             if (!DETERMINISTIC && last != -1) add_release(counters.added + last, 1);
         } else if constexpr (DETERMINISTIC) {  // the workers add when this thread says that it is their turn
-            query_tiles(p, t, [&](int, int i, int n) {
-                wait_for_turn(p, counters, t, i, n);
+            for_query_tiles(p, t, [&](const Head& head, int i, int n) {
+                wait_for_turn(p, counters, t, head, i, n);
 #pragma unroll
                 for (int group = 0; group < GROUPS; group++) mbarrier_arrive(s.dq(group).empty());
 #pragma unroll
@@ -84,7 +84,7 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
             }
             dq.advance();
             __threadfence();  // to tell by add_release would be a fence each time
-            query_tiles(p, t, [&](int, int, int n) { atomicAdd(counters.added + n, 1); });
+            for_query_tiles(p, t, [&](const Head&, int, int n) { atomicAdd(counters.added + n, 1); });
         }
     }
 }
@@ -98,7 +98,7 @@ __device__ inline void put(const Accumulator<1, PART_ROWS / 8>& dq, unsigned par
 }
 
 // The same, and on to the thread that adds it to memory.
-__device__ inline void hand_over(const Accumulator<1, PART_ROWS / 8>& dq, unsigned part, Ring<1, 1, 4>& ring) {
+__device__ inline void hand_over(const Accumulator<1, PART_ROWS / 8>& dq, unsigned part, Shared::DQRing& ring) {
     ring.wait_empty();
     put(dq, part);
     fence_async();
@@ -121,11 +121,11 @@ __device__ void add_part(const Accumulator<1, PART_ROWS / 8>& dq, float* to) {
 // with FINISH_STAGES times as many under way. Zeros are left where the sums of other heads will be. A warp by itself
 // waits for nearly every instruction: there must be few of them for a byte.
 __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
-    constexpr int PAIRS = FINISH_FRAGMENTS / 2;  // of fragments: 8 queries by 32 columns
-    constexpr int FETCHES = DQ_TILE * 4 / FINISH_BYTES, DOWN = ROW8S / PAIRS, ACROSS = DIM / 32;
-    static_assert(ROW8S % PAIRS == 0 && FINISH_FRAGMENTS % 2 == 0);
-    Ring<FINISH_STAGES, 1> ring = s.finish_ring(number);
-    int lane = threadIdx.x % 32, pairs = p.heads_k * p.batch;
+    constexpr int TWOS = FINISH_FRAGMENTS / 2;  // of fragments: 8 queries by 32 columns
+    constexpr int FETCHES = DQ_TILE * 4 / FINISH_BYTES, DOWN = ROW8S / TWOS, ACROSS = DIM / 32;
+    static_assert(ROW8S % TWOS == 0 && FINISH_FRAGMENTS % 2 == 0);
+    Shared::FinishRing ring = s.finish_ring(number);
+    int lane = threadIdx.x % 32, kv_heads = p.heads_k * p.batch;
     bool vectors = aligned(p.dq, p.dq_strides.row, p.dim) && p.dq_strides.head % 8 == 0 && p.dq_strides.batch % 8 == 0;
     // A thread takes 8 columns of a query.
     unsigned own = lane % 4 / 2 * FRAGMENT_BYTES + lane / 8 * 16 + lane % 2 * 8 + lane / 4 % 2 * 4;
@@ -139,57 +139,57 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
     while (true) {
         DQCounters counters(p);
         int n = __shfl_sync(~0u, lane == 0 ? atomicAdd(counters.ticket, 1) : 0, 0);
-        int next = n / counters.tiles;  // the pair whose sums will lie here; before those of the first there are none
-        float4* sums = (float4*)(p.dq_sum + (long long)(n % (p.kept * counters.tiles)) * DQ_TILE) + lane;
+        int next = n / counters.tiles;  // the head of K and V whose sums will lie here; before those of the first: none
+        float4* sums = (float4*)(p.dq_sum + (long long)(n % (p.resident * counters.tiles)) * DQ_TILE) + lane;
         auto cleared = [&] {
             fence_async_global();
             __syncwarp();
             if (lane == 0) add_release(counters.clear + next, 1);
         };
-        if (next < p.kept) {
+        if (next < p.resident) {
             for (int i = 0; i < DQ_TILE / 128; i++) sums[32 * i] = make_float4(0, 0, 0, 0);
             cleared();
             continue;
         }
-        n -= p.kept * counters.tiles;
-        if (next - p.kept >= pairs) break;
-        bool again = next < pairs;
-        int tiles = (p.seq_q + ROWS - 1) / ROWS;
+        n -= p.resident * counters.tiles;
+        if (next - p.resident >= kv_heads) break;
+        bool again = next < kv_heads;
+        Place at = place(n, query_tiles<ROWS>(p), p.heads_q);
+        Head head = Head::of_q(p, at.batch, at.head);
         if (lane == 0) {
-            Range keys = keys_of(p, n % tiles);
+            unsigned adding = CLUSTER * adding_to(p, head, at.tile).count();
             // (Where no key is seen the sums are zeros, of every head whose tile lies here.)
-            while (load_acquire(counters.added + n) != CLUSTER * (keys.end - keys.begin)) __nanosleep(32);
+            while (load_acquire(counters.added + n) != adding) __nanosleep(32);
             fence_async_global();
 #pragma unroll 1
             for (int c = 0; c < min(FINISH_STAGES, FETCHES); c++) fetch(sums + c * (FINISH_BYTES / 16), fetched + c);
         }
-        int head = n / tiles % p.heads_q, batch = n / tiles / p.heads_q, row = n % tiles * ROWS + lane / 4;
-        Element* to = p.dq + batch * p.dq_strides.batch + head * p.dq_strides.head + row * p.dq_strides.row;
-        to += lane % 4 * 8;
-        int rows = p.seq_q - row, columns = p.dim - lane % 4 * 8;  // from there on
+        int row = at.tile * ROWS + lane / 4;
+        Out* to = head.query_row(p.dq, p.dq_strides, row) + lane % 4 * 8;
+        int rows = head.queries(p) - row, columns = p.dim - lane % 4 * 8;  // from there on
 #pragma unroll 1
         for (int c = 1; c <= FETCHES; c++, fetched++, sums += FINISH_BYTES / 16) {
             ring.go_to(fetched);
             ring.wait_full();
             unsigned slot = slots + ring.stage * FINISH_BYTES;
             auto value = [&](int i, int e) {
-                return __uint_as_float(load_shared(slot + 2 * i * FRAGMENT_BYTES + 64 * e)) * p.scale_float;
+                return __uint_as_float(load_shared(slot + 2 * i * FRAGMENT_BYTES + 64 * e)) * p.scale;
             };
             if (vectors) {
                 int seen = columns > 0 ? rows : 0;
 #pragma unroll
-                for (int i = 0; i < PAIRS; i++, to += 8 * p.dq_strides.row) {
-                    auto two = [&](int e) { return pack2<Element>(value(i, e), value(i, e + 1)); };
+                for (int i = 0; i < TWOS; i++, to += 8 * p.dq_strides.row) {
+                    auto two = [&](int e) { return pack2<Out>(value(i, e), value(i, e + 1)); };
                     uint4 w = make_uint4(two(0), two(2), two(4), two(6));
                     if (8 * i < seen) store_global_16(to, w);
                 }
             } else {
 #pragma unroll 1
-                for (int i = 0; i < PAIRS; i++, to += 8 * p.dq_strides.row)
+                for (int i = 0; i < TWOS; i++, to += 8 * p.dq_strides.row)
 #pragma unroll 1
-                    for (int e = 0; 8 * i < rows && e < min(columns, 8); e++) to[e] = from_float<Element>(value(i, e));
+                    for (int e = 0; 8 * i < rows && e < min(columns, 8); e++) to[e] = from_float<Out>(value(i, e));
             }
-            rows -= 8 * PAIRS;
+            rows -= 8 * TWOS;
             if (c % DOWN == 0) {  // on to the next columns
                 to += 32 - PART_ROWS * p.dq_strides.row, rows += PART_ROWS, columns -= 32;
                 if (SHARE_ROWS && c % (DOWN * ACROSS) == 0)

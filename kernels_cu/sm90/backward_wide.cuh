@@ -1,245 +1,290 @@
 // Workers that share out the columns of dK and dV, where 64 keys are too many for one worker's registers. Each
 // computes S and dP of all queries of a tile and its part of the keys; P and dS go through shared memory, and from
-// there every worker takes both for its own columns: dV^T += dO^T P, dK^T += Q^T dS, dQ^T = K^T dS^T. PAIRED: dQ is that of
-// two blocks' keys, and half as much is added to memory.
+// there every worker takes both for its own columns: dV^T += dO^T P, dK^T += Q^T dS, dQ^T = K^T dS^T. CLUSTERED: dQ is that
+// of two blocks' keys, and half as much is added to memory.
 #pragma once
 #include "sm90/backward_dq.cuh"
 
-__device__ inline void work_wide(const Params& p, const TensorMaps& maps, Shared& s, int group) {
-    constexpr bool IN_TURN = DETERMINISTIC && PAIRED;  // the adding thread says when this worker may add a step's part
-    constexpr int PART_KEYS = KEYS / GROUPS;
-    constexpr int BLOCKS = (DIM + 63) / 64, BLOCKS_V = (DIM_V + 63) / 64;  // of 64 columns
-    constexpr int PARTS = (BLOCKS + GROUPS - 1) / GROUPS, PARTS_V = (BLOCKS_V + GROUPS - 1) / GROUPS;  // each worker's
+struct WideWorker {
+    static constexpr bool IN_TURN = DETERMINISTIC && CLUSTERED;  // the adding thread says when a step's part may be added
+    static constexpr int PART_KEYS = KEYS / GROUPS;
+    static constexpr int BLOCKS = (DIM + 63) / 64, BLOCKS_V = (DIM_V + 63) / 64;  // of 64 columns
+    static constexpr int PARTS = (BLOCKS + GROUPS - 1) / GROUPS, PARTS_V = (BLOCKS_V + GROUPS - 1) / GROUPS;  // a worker's
     static_assert(!WIDE || ROWS == 64 && STAGES == 2 && PARTS <= 2 && PARTS_V <= 2 && BLOCKS <= GROUPS * CLUSTER);
-    int first_key = PART_KEYS * group, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, first_row = 16 * warp;
-    float factor = float(p.scale * 1.4426950408889634);
-    Ring<1, 1, 4> dq_ring = s.dq(group);
-    KTile my_keys{s.k_tile.base + 128 * first_key};
-    // A worker for whom no columns are left computes the last ones again, and nobody takes them.
-    auto block = [&](int part) { return min(group * PARTS + part, BLOCKS - 1); };
-    auto block_v = [&](int part) { return min(group * PARTS_V + part, BLOCKS_V - 1); };
-    int dq_block = s.dq_block(group), dq_place = place_in_sums(dq_block);
-    bool has_dq = DIM % (64 * GROUPS * CLUSTER) == 0 || 4 * dq_block + warp < DIM / 16;
+
+    using Scores = Accumulator<1, PART_KEYS / 8>;
+    using DQPart = Accumulator<1, PART_ROWS / 8>;
+    using SeenKeys = KeysSeen<PART_KEYS>;
+
+    const Params& p;
+    const TensorMaps& maps;
+    Shared& s;
+    int group, first_key;  // of the worker's keys in a tile
+    float factor;
+    Shared::DQRing dq_ring;
+    KTile my_keys;
+    int dq_block, dq_place;  // which columns of dQ are the worker's, and where a thread's numbers lie in a tile of sums
+    bool has_dq;
     // Two numbers tell the place in every ring: registers are scarce here.
     unsigned tiles = 0, steps = 0;
-    while (true) {
-        s.k.go_to(tiles);
-        s.v.go_to(tiles);
-        tiles++;
-        s.k.wait_full();
-        KeyTile t = s.this_tile();
-        if (t.pair == -1) break;
-        tma_wait_read();  // what left through shared memory: the next barrier tells the others
-        int batch = t.pair / p.heads_k, key = s.first_key(t) + first_key;
-        Mask mask(p, batch);
-        unsigned kept[(PART_KEYS + 31) / 32];
-#pragma unroll
-        for (int n = 0; KEY_MASK && n < (PART_KEYS + 31) / 32; n++) kept[n] = mask.kept(key + 32 * n);
-        Accumulator<1, KEYS / 8> dk[PARTS], dv[PARTS_V];
-#pragma unroll
-        for (int part = 0; part < PARTS; part++) dk[part].clear();
-#pragma unroll
-        for (int part = 0; part < PARTS_V; part++) dv[part].clear();
 
-        float minus_lse[2], minus_delta[2];  // of this thread's two rows
-        auto read_rows = [&](unsigned values) {
-            values += 4 * (first_row + lane / 4);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                minus_lse[h] = __uint_as_float(load_shared(values + 32 * h));
-                minus_delta[h] = __uint_as_float(load_shared(values + 32 * h + 4 * ROWS));
-            }
-        };
-        // S of a query tile is computed one step ahead, beside dQ and dK of the one before: in every stretch of work of the
-        // threads the tensor cores have something to do. After the last tile it is computed of whatever lies in the ring.
-        Accumulator<1, PART_KEYS / 8> scores;
-        int left = p.heads_q / p.heads_k * (t.last - t.first);  // steps
-        s.q.go_to(steps);
-        if (left > 0) s.q.wait_full();
-        if (PAIRED) read_rows(s.row_values());
-        start_ABt<DIM>(scores, s.q_tile(), 0, my_keys);
-        s.v.wait_full();
-        wgmma_wait<0>();
+    Accumulator<1, KEYS / 8> dk[PARTS], dv[PARTS_V];  // transposed
+    float minus_lse[2], minus_delta[2];               // of this thread's two rows
+    // S of a query tile is computed one step ahead, beside dQ and dK of the one before: in every stretch of work of the
+    // threads the tensor cores have something to do. After the last tile it is computed of whatever lies in the ring.
+    Scores scores;
+    int left;  // steps
+    // CLUSTERED: dQ of a query tile is computed a step late, when the other block's dS has come. At the first step it is
+    // computed of whatever lies there and does not leave: products in a branch are put in series by ptxas.
+    bool owing;
+    int last, shift;  // the query tile whose dQ is owed; from query tiles to tiles of sums
 
-        // PAIRED: dQ of a query tile is computed a step late, when the other block's dS has come. At the first step it is
-        // computed of whatever lies there and does not leave: products in a branch are put in series by ptxas.
-        bool owing = false;
-        int last = 0;  // the query tile whose dQ is owed
-        int shift = DQCounters(p).shift(p, t.pair);
-        auto start_dq = [&](Accumulator<1, PART_ROWS / 8>& dq, unsigned moved, unsigned step) {
-            STile ds_tile{s.ds_tiles + moved + (PAIRED ? step % 2 * STile::BYTES : 0)};
-            start_AtB<KEYS>(dq, KTile{s.k_tile.base + moved}, min(dq_block, BLOCKS - 1), ds_tile);
-        };
-        auto add_far_dq = [&](Accumulator<1, PART_ROWS / 8>& dq, unsigned moved) {
-            s.far_ds.go_to(steps - 1);
-            if (owing) s.far_ds.wait_full();
-            fence_async();  // threads have stored it
-            STile far_ds_tile{s.far_ds_tiles + moved + s.far_ds.stage * STile::BYTES};
-            add_AtB<KEYS>(dq, FarKTile{s.far_k_tile.base + moved}, group, far_ds_tile);
-        };
-        // Half of a part of dQ: all of it at once would hold up the loads.
-        auto leave_half = [&](auto half, const Accumulator<1, PART_ROWS / 8>& dq, int tile, unsigned step) {
-            if (IN_TURN) dq_ring.go_to(step);
-            if (IN_TURN && half.value == 0) mbarrier_wait(dq_ring.empty(), dq_ring.parity);
-            float* sums = p.dq_sum + (long long)(tile + shift) * DQ_TILE + dq_place;
-            if (has_dq) add_part<half.value * ROW8S / 2, ROW8S / 2>(dq, sums);
-            if (IN_TURN && half.value == 1) dq_ring.filled();
-        };
+    __device__ WideWorker(const Params& p, const TensorMaps& maps, Shared& s, int group)
+        : p(p),
+          maps(maps),
+          s(s),
+          group(group),
+          first_key(PART_KEYS * group),
+          factor(Pairs(p, Head{}).factor()),
+          dq_ring(s.dq(group)),
+          my_keys{s.k_tile().base + 128 * first_key},
+          dq_block(s.dq_block(group)),
+          dq_place(place_in_sums(dq_block)),
+          has_dq(DIM % (64 * GROUPS * CLUSTER) == 0 || 4 * dq_block + warp() < DIM / 16) {}
 
-        auto visit = [&](int head, int tile_q, int tile) {
-            int i0 = tile_q * ROWS;
-            s.q.go_to(steps);
-            s.d.go_to(steps);
-            // Through a shuffle, else ptxas keeps the descriptors of all tiles in registers.
-            unsigned moved = __shfl_sync(~0u, s.k_tile.base, 0) - s.k_tile.base;
-            KTile my_keys{s.k_tile.base + moved + 128 * first_key};
-            VTile my_values{s.v_tile.base + moved + 128 * first_key};
-            QTile q_tile{s.q_tile().base + moved};
-            DOTile do_tile{s.do_tile().base + moved};
-            STile p_tile{s.p_tile + moved}, ds_tile{s.ds_tiles + moved + (PAIRED ? steps % 2 * STile::BYTES : 0)};
-            Accumulator<1, PART_KEYS / 8> ds;
-            Accumulator<1, PART_ROWS / 8> dq;
-            if (PAIRED) {
-                start_dq(dq, moved, steps - 1);
-                add_far_dq(dq, moved);
-            }
-            s.d.wait_full();
-            start_ABt<DIM_V>(ds, do_tile, 0, my_values);
-            // P = exp(S - lse), under dP = dO V^T
-            if (!PAIRED) read_rows(s.row_values());
-            changed(scores);
-            scores.each([&](float& x, int i, int j) {
-                x = exp2_approx(score(x, batch, head, i0 + first_row + i, key + j) * factor + minus_lse[i / 8 % 2]);
-            });
-            if (mask.tests({i0, i0 + ROWS}, {key, key + PART_KEYS})) {
-                keep_branch();
-                scores.each([&](float& x, int i, int j) {
-                    bool seen = mask.in_band(i0 + first_row + i, key + j);
-                    if (!seen || (KEY_MASK && !(kept[j / 32] >> j % 32 & 1))) x = 0;
-                });
-            }
-            sync_threads<128 * GROUPS>(1);  // nobody reads P of the step before any more
-            store_rounded<true>(scores, p_tile, first_key, first_row, lane);
-            fence_async();
-            sync_threads<128 * GROUPS>(2);
-            // dS = P (dP - delta), under dV^T += dO^T P
+    __device__ static int warp() { return threadIdx.x / 32 % 4; }
+    __device__ static int first_row() { return 16 * warp(); }
+
+    // Which 64 columns are the worker's. One for whom none are left computes the last ones again, and nobody takes them.
+    __device__ int block(int part) const { return min(group * PARTS + part, BLOCKS - 1); }
+    __device__ int block_v(int part) const { return min(group * PARTS_V + part, BLOCKS_V - 1); }
+
+    __device__ void read_rows(unsigned values) {
+        values += 4 * (first_row() + threadIdx.x % 32 / 4);
 #pragma unroll
-            for (int part = 0; part < PARTS_V; part++) add_AtBt<ROWS>(dv[part], do_tile, block_v(part), p_tile, 0);
-            wgmma_wait<PARTS_V>();
-            changed(ds);
-            if (PAIRED) changed(dq);
-            ds.zip(scores, [&](float& x, float probability, int i, int j) {
-                x = probability * (x + minus_delta[i / 8 % 2]) *
-                    score_derivative(0.f, batch, head, i0 + first_row + i, key + j);
-            });
-            store_rounded<true>(ds, ds_tile, first_key, first_row, lane);
-            fence_async();
-            if (PAIRED) {
-                s.far_ds.go_to(steps);
-                if (lane == 0) mbarrier_arrive_expect(s.far_ds.full(), STile::BYTES / WORKERS);
-            }
-            sync_threads<128 * GROUPS>(6);
-            if constexpr (PAIRED) {  // dS to the other block; half of dQ of the step before to memory
-                s.far_ds.wait_empty();
-                unsigned own = 16 * (threadIdx.x - 128), full = s.far(s.far_ds.full());
-                unsigned far = s.far(s.far_ds_tiles + s.far_ds.stage * STile::BYTES + own);
-                static_assert(STile::BYTES % (16 * 32 * WORKERS) == 0);
-#pragma unroll
-                for (int n = 0; n < STile::BYTES; n += 16 * 32 * WORKERS)
-                    store_far_16(far + n, load_shared_16(ds_tile.base + own + n), full);
-                if (owing) {
-                    s.far_ds.go_to(steps - 1);
-                    __syncwarp();
-                    if (lane == 0) mbarrier_arrive_far(s.far(s.far_ds.empty()));
-                    leave_half(Constant<0>(), dq, last, steps - 1);
-                }
-            } else {
-                start_dq(dq, moved, steps);
-            }
-            // dK^T += Q^T dS, and S = Q K^T of the next query tile
-            add_AtBt<ROWS>(dk[0], q_tile, block(0), ds_tile, 0);
-            wgmma_wait<1>();
-            s.d.release();
-            if (!PAIRED) {
-                changed(dq);
-                dq_ring.go_to(steps);
-                hand_over(dq, s.part(group), dq_ring);
-            }
-            if constexpr (PARTS == 2) add_AtBt<ROWS>(dk[1], q_tile, block(1), ds_tile, 0);
-            auto next = s.q;
-            next.go_to(steps + 1);
-            if (--left > 0) next.wait_full();
-            if (PAIRED) read_rows(s.rows + next.stage * 8 * ROWS);
-            start_ABt<DIM>(scores, QTile{s.q_tiles + moved + next.stage * QTile::BYTES}, 0, my_keys);
-            if (PAIRED && owing) leave_half(Constant<1>(), dq, last, steps - 1);
-            wgmma_wait<0>();
-            s.q.release();
-            owing = true;
-            last = tile;
-            steps++;
-        };
-        query_tiles(p, t, visit);
-        if (PAIRED && owing) {
-            Accumulator<1, PART_ROWS / 8> dq;
-            start_dq(dq, 0, steps - 1);
-            add_far_dq(dq, 0);
-            wgmma_wait<0>();
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive_far(s.far(s.far_ds.empty()));
-            changed(dq);
-            leave_half(Constant<0>(), dq, last, steps - 1);
-            leave_half(Constant<1>(), dq, last, steps - 1);
+        for (int h = 0; h < 2; h++) {
+            minus_lse[h] = __uint_as_float(load_shared(values + 32 * h));
+            minus_delta[h] = __uint_as_float(load_shared(values + 32 * h + 4 * ROWS));
         }
-#pragma unroll
-        for (int part = 0; part < PARTS; part++) changed(dk[part]);
-#pragma unroll
-        for (int part = 0; part < PARTS_V; part++) changed(dv[part]);
-        s.k.release();
-        s.v.release();
-
-        // Out through shared memory and the copy engine, 64 columns at a time. What is used here alone is reckoned here:
-        // kept over the steps it would fill the registers.
-        if (!IN_TURN) {
-            dq_ring.go_to(PAIRED ? tiles - 1 : steps);
-            dq_ring.wait_empty();
-        }
-        if (PAIRED) {
-            if (!IN_TURN) dq_ring.filled();  // this worker has added all its parts
-            sync_threads<128 * GROUPS>(1);  // nobody reads P and dS of the last step any more
-        }
-        SwizzledTile<KEYS, 64> tile{s.out_tile(group)};
-        auto leave = [&](const Accumulator<1, KEYS / 8>& sum, const TensorMap& map, Element* to, const Strides& strides,
-                         int column, int columns) {
-            tma_wait_read();
-            sync_threads<128>(3 + group);
-            Operand<KEYS> rounded;
-            rounded.take(sum);
-            store_transposed(rounded, tile, 0, 16 * warp);
-            fence_async();
-            sync_threads<128>(3 + group);
-            if (maps.map_out) {
-                tma_store(map, tile.base, column, s.first_key(t), t.pair % p.heads_k, t.pair / p.heads_k,
-                          threadIdx.x % 128 == 0);
-                tma_commit();
-            } else {
-                to += t.pair / p.heads_k * strides.batch + t.pair % p.heads_k * strides.head;
-                to += s.first_key(t) * strides.row + column;
-                store_rows<KEYS / 4>(tile, warp * (KEYS / 4), to, strides.row, p.seq_k - s.first_key(t), columns - column);
-            }
-        };
-        auto leave_dv = [&](int part) {
-            int column = 64 * (group * PARTS_V + part);
-            if (column < p.dim_v) leave(dv[part], maps.dv, p.dv, p.dv_strides, column, p.dim_v);
-        };
-        auto leave_dk = [&](int part) {
-            int column = 64 * (group * PARTS + part);
-            dk[part].each([&](float& x, int, int) { x *= p.scale_float; });
-            if (column < p.dim) leave(dk[part], maps.dk, p.dk, p.dk_strides, column, p.dim);
-        };
-        leave_dv(0);
-        if constexpr (PARTS_V == 2) leave_dv(1);
-        leave_dk(0);
-        if constexpr (PARTS == 2) leave_dk(1);
     }
-    tma_wait_read();  // shared memory goes with the block
-}
+
+    // dQ^T = K^T dS^T of the block's own keys; `moved`: see visit.
+    __device__ void start_dq(DQPart& dq, unsigned moved, unsigned step) const {
+        STile ds_tile{s.ds_tile(CLUSTERED ? step : 0).base + moved};
+        start_AtB<KEYS>(dq, KTile{s.k_tile().base + moved}, min(dq_block, BLOCKS - 1), ds_tile);
+    }
+    // And of the other block's.
+    __device__ void add_far_dq(DQPart& dq, unsigned moved) {
+        s.far_ds.go_to(steps - 1);
+        if (owing) s.far_ds.wait_full();
+        fence_async();  // threads have stored it
+        STile far_ds_tile{s.far_ds_tile() + moved};
+        start_AtB<KEYS, ADD>(dq, FarKTile{s.far_k_tile().base + moved}, group, far_ds_tile);
+    }
+    // The other block may send dS of another step to the place of the last.
+    __device__ void release_far_ds() {
+        s.far_ds.go_to(steps - 1);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive_far(s.far(s.far_ds.empty()));
+    }
+    // Half of a part of dQ to memory: all of it at once would hold up the loads.
+    template <int HALF>
+    __device__ void leave_half(const DQPart& dq, int tile, unsigned step) {
+        if (IN_TURN) dq_ring.go_to(step);
+        if (IN_TURN && HALF == 0) dq_ring.wait_turn();
+        float* sums = p.dq_sum + (long long)(tile + shift) * DQ_TILE + dq_place;
+        if (has_dq) add_part<HALF * ROW8S / 2, ROW8S / 2>(dq, sums);
+        if (IN_TURN && HALF == 1) dq_ring.filled();
+    }
+
+    // One tile of queries; `tile`: its number among those of all heads.
+    __device__ void visit(const Pairs& pairs, const SeenKeys& seen, int tile_q, int tile, int key) {
+        Placement<> at{pairs.head.q, tile_q * ROWS + first_row(), key};
+        s.q.go_to(steps);
+        s.d.go_to(steps);
+        // Through a shuffle, else ptxas keeps the descriptors of all tiles in registers.
+        unsigned moved = __shfl_sync(~0u, s.k_tile().base, 0) - s.k_tile().base;
+        KTile my_keys{s.k_tile().base + moved + 128 * first_key};
+        VTile my_values{s.v_tile().base + moved + 128 * first_key};
+        QTile q_tile{s.q_tile().base + moved};
+        DOTile do_tile{s.do_tile().base + moved};
+        STile p_tile{s.p_tile().base + moved}, ds_tile{s.ds_tile(CLUSTERED ? steps : 0).base + moved};
+        Scores ds, slopes;
+        DQPart dq;
+        if (CLUSTERED) {
+            start_dq(dq, moved, steps - 1);
+            add_far_dq(dq, moved);
+        }
+        s.d.wait_full();
+        start_ABt<DIM_V>(ds, do_tile, 0, my_values);
+        // P = exp(S - lse), under dP = dO V^T
+        if (!CLUSTERED) read_rows(s.row_values());
+        changed(scores);
+        scores.each(
+            [&](float& x, int r, int c, float& slope) {
+                Pair pair = at(r, c);
+                slope = pairs.slope(x, pair);
+                x = exp2_approx(fmaf(pairs.score(x, pair), factor, minus_lse[r / 8 % 2]));
+            },
+            slopes);
+        if (pairs.tests_backward({tile_q * ROWS, tile_q * ROWS + ROWS}, {key, key + PART_KEYS})) {
+            keep_branch();
+            hide(scores, at, pairs, seen, 0);
+        }
+        sync_threads<128 * GROUPS>(1);  // nobody reads P of the step before any more
+        store_rounded<true>(scores, p_tile, first_key, first_row());
+        fence_async();
+        sync_threads<128 * GROUPS>(2);
+        // dS = P (dP - delta) slope, under dV^T += dO^T P
+#pragma unroll
+        for (int part = 0; part < PARTS_V; part++) start_AtBt<ROWS, ADD>(dv[part], do_tile, block_v(part), p_tile, 0);
+        wgmma_wait<PARTS_V>();
+        changed(ds);
+        if (CLUSTERED) changed(dq);
+        ds.each(
+            [&](float& x, int r, int, float& probability, float& slope) {
+                x = probability * (x + minus_delta[r / 8 % 2]) * slope;
+            },
+            scores, slopes);
+        store_rounded<true>(ds, ds_tile, first_key, first_row());
+        fence_async();
+        if (CLUSTERED) {
+            s.far_ds.go_to(steps);
+            if (threadIdx.x % 32 == 0) mbarrier_arrive_expect(s.far_ds.full(), STile::BYTES / WORKERS);
+        }
+        sync_threads<128 * GROUPS>(6);
+        if constexpr (CLUSTERED) {  // dS to the other block; half of dQ of the step before to memory
+            s.far_ds.wait_empty();
+            unsigned own = 16 * (threadIdx.x - 128), full = s.far(s.far_ds.full());
+            unsigned far = s.far(s.far_ds_tile() + own);
+            static_assert(STile::BYTES % (16 * 32 * WORKERS) == 0);
+#pragma unroll
+            for (int n = 0; n < STile::BYTES; n += 16 * 32 * WORKERS)
+                store_far_16(far + n, load_shared_16(ds_tile.base + own + n), full);
+            if (owing) {
+                release_far_ds();
+                leave_half<0>(dq, last, steps - 1);
+            }
+        } else {
+            start_dq(dq, moved, steps);
+        }
+        // dK^T += Q^T dS, and S = Q K^T of the next query tile
+        start_AtBt<ROWS, ADD>(dk[0], q_tile, block(0), ds_tile, 0);
+        wgmma_wait<1>();
+        s.d.release();
+        if (!CLUSTERED) {
+            changed(dq);
+            dq_ring.go_to(steps);
+            hand_over(dq, s.part(group), dq_ring);
+        }
+        if constexpr (PARTS == 2) start_AtBt<ROWS, ADD>(dk[1], q_tile, block(1), ds_tile, 0);
+        Shared next = s;
+        next.q.go_to(steps + 1);
+        if (--left > 0) next.q.wait_full();
+        if (CLUSTERED) read_rows(next.row_values());
+        start_ABt<DIM>(scores, QTile{next.q_tile().base + moved}, 0, my_keys);
+        if (CLUSTERED && owing) leave_half<1>(dq, last, steps - 1);
+        wgmma_wait<0>();
+        s.q.release();
+        owing = true;
+        last = tile;
+        steps++;
+    }
+
+    // dQ of the last step of a tile of keys.
+    __device__ void settle_dq() {
+        DQPart dq;
+        start_dq(dq, 0, steps - 1);
+        add_far_dq(dq, 0);
+        wgmma_wait<0>();
+        release_far_ds();
+        changed(dq);
+        leave_half<0>(dq, last, steps - 1);
+        leave_half<1>(dq, last, steps - 1);
+    }
+
+    // 64 columns of dK or dV, through shared memory and the copy engine.
+    __device__ void store(const Accumulator<1, KEYS / 8>& sum, const TensorMap& map, Out* to, const Strides& strides,
+                          const KeyTile& t, int column, int columns) {
+        SwizzledTile<KEYS, 64> tile{s.out_tile(group)};
+        tma_wait_read();
+        sync_threads<128>(3 + group);
+        Operand<KEYS> rounded;
+        rounded.take(sum);
+        store_transposed(rounded, tile, 0, 16 * warp());
+        fence_async();
+        sync_threads<128>(3 + group);
+        Head head = t.head(p);
+        int first = s.first_key(t);
+        if (maps.map_out) {
+            tma_store(map, tile.base, column, first, head.k, head.batch, threadIdx.x % 128 == 0);
+            tma_commit();
+        } else {
+            store_rows<KEYS / 4>(tile, warp() * (KEYS / 4), head.key_row(to, strides, first) + column, strides.row,
+                                 head.keys(p) - first, columns - column);
+        }
+    }
+    __device__ void store_dv(const KeyTile& t, int part) {
+        int column = 64 * (group * PARTS_V + part);
+        if (column < p.dim_v) store(dv[part], maps.dv, p.dv, p.dv_strides, t, column, p.dim_v);
+    }
+    __device__ void store_dk(const KeyTile& t, int part) {
+        int column = 64 * (group * PARTS + part);
+        dk[part].each([&](float& x, int, int) { x *= p.scale; });
+        if (column < p.dim) store(dk[part], maps.dk, p.dk, p.dk_strides, t, column, p.dim);
+    }
+
+    __device__ void run() {
+        while (true) {
+            s.k.go_to(tiles);
+            s.v.go_to(tiles);
+            tiles++;
+            s.k.wait_full();
+            KeyTile t = s.this_tile();
+            if (t.none()) break;
+            tma_wait_read();  // what left through shared memory: the next barrier tells the others
+            int key = s.first_key(t) + first_key;
+            SeenKeys seen(Pairs(p, t.head(p)), key);
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) dk[part].clear();
+#pragma unroll
+            for (int part = 0; part < PARTS_V; part++) dv[part].clear();
+            left = group_of(p) * t.queries.count();
+            s.q.go_to(steps);
+            if (left > 0) s.q.wait_full();
+            if (CLUSTERED) read_rows(s.row_values());
+            start_ABt<DIM>(scores, s.q_tile(), 0, my_keys);
+            s.v.wait_full();
+            wgmma_wait<0>();
+
+            owing = false;
+            last = 0;
+            shift = DQCounters(p).shift(p, t.kv_head);
+            for_query_tiles(p, t, [&](const Head& head, int tile_q, int tile) {
+                visit(Pairs(p, head), seen, tile_q, tile, key);
+            });
+            if (CLUSTERED && owing) settle_dq();
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) changed(dk[part]);
+#pragma unroll
+            for (int part = 0; part < PARTS_V; part++) changed(dv[part]);
+            s.k.release();
+            s.v.release();
+
+            // What is used here alone is reckoned here: kept over the steps it would fill the registers.
+            if (!IN_TURN) {
+                dq_ring.go_to(CLUSTERED ? tiles - 1 : steps);
+                dq_ring.wait_empty();
+            }
+            if (CLUSTERED) {
+                if (!IN_TURN) dq_ring.filled();  // this worker has added all its parts
+                sync_threads<128 * GROUPS>(1);  // nobody reads P and dS of the last step any more
+            }
+            store_dv(t, 0);
+            if constexpr (PARTS_V == 2) store_dv(t, 1);
+            store_dk(t, 0);
+            if constexpr (PARTS == 2) store_dk(t, 1);
+        }
+        tma_wait_read();  // shared memory goes with the block
+    }
+};

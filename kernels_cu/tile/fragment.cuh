@@ -30,45 +30,34 @@ struct Accumulator {
                 for (int e = 0; e < 4; e++) x[m][n][e] = row.x[n][e % 2];
     }
 
-    // f(x, row, column) for every element this lane holds.
-    template <class F>
-    __device__ void each(F f) {
-        int lane = threadIdx.x % 32;
+    // Where this lane's element x[m][n][e] stands.
+    __device__ static int row(int m, int e) { return 16 * m + threadIdx.x % 32 / 4 + e / 2 * 8; }
+    __device__ static int column(int n, int e) { return 8 * n + threadIdx.x % 4 * 2 + e % 2; }
+
+    // f(x, row, column, y...) for elements this lane holds and their counterparts in other accumulators: all of them, or
+    // those of column groups [BEGIN, END) of eight.
+    template <int BEGIN = 0, int END = N, class F, class... Others>
+    __device__ void each(F f, Others&... others) {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int n = 0; n < N; n++)
+            for (int n = BEGIN; n < END; n++)
 #pragma unroll
-                for (int e = 0; e < 4; e++)
-                    f(x[m][n][e], 16 * m + lane / 4 + e / 2 * 8, 8 * n + lane % 4 * 2 + e % 2);
+                for (int e = 0; e < 4; e++) f(x[m][n][e], row(m, e), column(n, e), others.x[m][n][e]...);
     }
 
     // The same for what belongs to step k of STEPS, in order.
-    template <int STEPS, class F>
-    __device__ void part(int k, F f) {
+    template <int STEPS, class F, class... Others>
+    __device__ void part(int k, F f, Others&... others) {
         constexpr int EACH = (4 * M * N + STEPS - 1) / STEPS;
-        int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = k * EACH; i < (k + 1) * EACH && i < 4 * M * N; i++) {
             int m = i / (4 * N), n = i / 4 % N, e = i % 4;
-            f(x[m][n][e], 16 * m + lane / 4 + e / 2 * 8, 8 * n + lane % 4 * 2 + e % 2);
+            f(x[m][n][e], row(m, e), column(n, e), others.x[m][n][e]...);
         }
     }
 
-    // f(x, y, row, column) for every element and its counterpart in another accumulator.
-    template <class F>
-    __device__ void zip(const Accumulator& other, F f) {
-        int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int n = 0; n < N; n++)
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    f(x[m][n][e], other.x[m][n][e], 16 * m + lane / 4 + e / 2 * 8, 8 * n + lane % 4 * 2 + e % 2);
-    }
-
-    // Round to Element and store at (row, col) of a shared tile.
+    // Round to Product and store at (row, col) of a shared tile.
     template <int ROWS, int COLS>
     __device__ void store(SharedTile<ROWS, COLS> tile, int row, int col) const {
         int lane = threadIdx.x % 32;
@@ -79,7 +68,7 @@ struct Accumulator {
 #pragma unroll
                 for (int h = 0; h < 2; h++)
                     store_shared(tile.address(row + 16 * m + lane / 4 + 8 * h, col + 8 * n + lane % 4 * 2),
-                                 pack2<Element>(x[m][n][2 * h], x[m][n][2 * h + 1]));
+                                 pack2<Product>(x[m][n][2 * h], x[m][n][2 * h + 1]));
     }
 };
 
@@ -109,7 +98,7 @@ struct ColumnVector {
 
 // Where the A operand of a product comes from; (a, m, k) gives its 16 x 16 fragment at row fragment m, columns 16 k.
 
-// An accumulator, rounded to Element: the two layouts agree.
+// An accumulator, rounded to Product: the two layouts agree.
 template <int M, int N>
 struct FromRegisters {
     const Accumulator<M, N>& sum;
@@ -118,7 +107,7 @@ struct FromRegisters {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float(&f)[4] = sum.x[m][2 * k + i / 2];
-            a[i] = pack2<Element>(f[i % 2 * 2], f[i % 2 * 2 + 1]);
+            a[i] = pack2<Product>(f[i % 2 * 2], f[i % 2 * 2 + 1]);
         }
     }
 };
@@ -153,6 +142,15 @@ struct Constant {
     static constexpr int value = N;
 };
 
+// f(Constant<0>()), ..., f(Constant<N - 1>()).
+template <int N, int FIRST = 0, class F>
+__device__ void for_constants(F f) {
+    if constexpr (FIRST < N) {
+        f(Constant<FIRST>());
+        for_constants<N, FIRST + 1>(f);
+    }
+}
+
 struct Nothing {
     __device__ void operator()(int) const {}
 };
@@ -175,8 +173,8 @@ __device__ void mma_ABt(Accumulator<M, N>& sum, const A& operand, SharedTile<ROW
             ldmatrix_x4(r, base + 2 * (8 * n * b.PITCH + 16 * k));
 #pragma unroll
             for (int m = 0; m < M; m++) {
-                mma_m16n8k16(sum.x[m][n], a[m], r[0], r[1], Element());
-                mma_m16n8k16(sum.x[m][n + 1], a[m], r[2], r[3], Element());
+                mma_m16n8k16(sum.x[m][n], a[m], r[0], r[1], Product());
+                mma_m16n8k16(sum.x[m][n + 1], a[m], r[2], r[3], Product());
             }
         }
     }
@@ -199,8 +197,8 @@ __device__ void mma_AB(Accumulator<M, N>& sum, const A& operand, SharedTile<ROWS
             ldmatrix_x4_transposed(r, base + 2 * (16 * k * b.PITCH + 8 * n));
 #pragma unroll
             for (int m = 0; m < M; m++) {
-                mma_m16n8k16(sum.x[m][n], a[m], r[0], r[1], Element());
-                mma_m16n8k16(sum.x[m][n + 1], a[m], r[2], r[3], Element());
+                mma_m16n8k16(sum.x[m][n], a[m], r[0], r[1], Product());
+                mma_m16n8k16(sum.x[m][n + 1], a[m], r[2], r[3], Product());
             }
         }
     }

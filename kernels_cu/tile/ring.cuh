@@ -27,6 +27,9 @@ struct Ring {
     // The filling thread: wait until the slot is free.
     __device__ void wait_empty() const { mbarrier_wait(empty(), parity ^ 1); }
 
+    // The same where the reading thread says first when the slot may be filled.
+    __device__ void wait_turn() const { mbarrier_wait(empty(), parity); }
+
     // A filling warp, where warps fill by themselves: say that it is done.
     __device__ void filled() const {
         __syncwarp();

@@ -19,11 +19,6 @@ __device__ inline void transpose_quad(unsigned (&w)[4]) {
     }
 }
 
-// Whether rows of `cols` elements from `target` on can be written 16 bytes at once.
-__device__ inline bool aligned(const Element* target, long long row_stride, int cols) {
-    return cols % 8 == 0 && row_stride % 8 == 0 && (unsigned long long)target % 16 == 0;
-}
-
 // A row of `cols` elements begins at(row), null where there is none. A lane writes 16 bytes of it at once, where they are
 // so aligned (`vectors`), the four lanes of a row 64.
 template <int N, class F>
@@ -31,12 +26,12 @@ __device__ void store_rows(const Accumulator<1, N>& sum, bool vectors, int cols,
     static_assert(N % 4 == 0);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        Element* to = at(threadIdx.x % 32 / 4 + 8 * h);
+        Out* to = at(threadIdx.x % 32 / 4 + 8 * h);
 #pragma unroll
         for (int n = 0; n < N; n += 4) {
             unsigned w[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) w[i] = pack2<Element>(sum.x[0][n + i][2 * h], sum.x[0][n + i][2 * h + 1]);
+            for (int i = 0; i < 4; i++) w[i] = pack2<Out>(sum.x[0][n + i][2 * h], sum.x[0][n + i][2 * h + 1]);
             transpose_quad(w);
             int col = 8 * (n + threadIdx.x % 4);
             if (to == nullptr || col >= cols) continue;

@@ -27,11 +27,11 @@ struct AsyncCopy {
     static constexpr bool EVEN = THREADS % CHUNKS == 0 && ROWS % STEP == 0;
 
     unsigned target;
-    const Element* source;
+    const In* source;
     long long stride;     // between pieces
     int rows, tile_rows;  // of the source and of the tile, from this thread's first on
 
-    __device__ AsyncCopy(SharedTile<ROWS, COLS> tile, const Element* from, long long row_stride, int rows, int cols) {
+    __device__ AsyncCopy(SharedTile<ROWS, COLS> tile, const In* from, long long row_stride, int rows, int cols) {
         int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
         target = tile.address(first, 8 * chunk);
         source = from + first * row_stride + 8 * chunk;
@@ -56,16 +56,21 @@ struct AsyncCopy {
     }
 };
 
+// Whether rows of `cols` elements from `target` on can be written 16 bytes at once.
+__device__ inline bool aligned(const Out* target, long long row_stride, int cols) {
+    return cols % 8 == 0 && row_stride % 8 == 0 && (unsigned long long)target % 16 == 0;
+}
+
 // Write the warp's rows [first, first + COUNT) of a tile to global memory, where they are rows of `cols` elements.
 template <int COUNT, class Tile>
-__device__ void store_rows(Tile tile, int first, Element* target, long long row_stride, int rows, int cols) {
+__device__ void store_rows(Tile tile, int first, Out* target, long long row_stride, int rows, int cols) {
     int lane = threadIdx.x % 32;
-    bool vectors = cols % 8 == 0 && row_stride % 8 == 0 && (unsigned long long)target % 16 == 0;
+    bool vectors = aligned(target, row_stride, cols);
     constexpr int CHUNKS = Tile::COLUMNS / 8;
     for (int i = lane; i < COUNT * CHUNKS; i += 32) {
         int row = first + i / CHUNKS, col = i % CHUNKS * 8;
         if (row >= rows || col >= cols) continue;
-        Element* to = target + row * row_stride + col;
+        Out* to = target + row * row_stride + col;
         if (vectors) {
             *(uint4*)to = load_shared_16(tile.address(row, col));
         } else {

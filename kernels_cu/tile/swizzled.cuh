@@ -2,6 +2,7 @@
 // each a row of 128 bytes for every row of the tile, its eight 16-byte chunks permuted by the row ("128-byte swizzle"), so
 // that neither rows nor columns meet in one bank. Tiles start at multiples of 1024 bytes.
 #pragma once
+#include "ptx/order.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
@@ -60,28 +61,41 @@ __device__ void changed(Accumulator<1, N>& sum) {
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) asm volatile("" : "+f"(sum.x[0][n][e])::"memory");
+        for (int e = 0; e < 4; e++) mark_changed(sum.x[0][n][e]);
 }
 
-// sum = A B^T over K columns, in the background; A's 64 rows from `row` on, B's first rows are the columns of the sum.
-template <int K, int N, int ROWS, int COLS, int ROWS_B>
+// Products in the background: `sum` = A B or, with ADD, += A B, over K; a(k) and b(k) describe 16 of K.
+constexpr bool ADD = true;
+
+template <int K, bool ADD, int TRANSPOSED_A, int TRANSPOSED_B, int N, class A, class B>
+__device__ void start_product(Accumulator<1, N>& sum, A a, B b) {
+    wgmma_fence();
+    if constexpr (!ADD) wgmma_start<TRANSPOSED_A, TRANSPOSED_B>(sum.x[0], a(0), b(0), Product());
+#pragma unroll
+    for (int k = ADD ? 0 : 1; k < K / 16; k++) wgmma<TRANSPOSED_A, TRANSPOSED_B>(sum.x[0], a(k), b(k), Product());
+    wgmma_commit();
+}
+
+// A B^T over K columns; A's 64 rows from `row` on, B's first rows are the columns of the sum.
+template <int K, bool ADD = false, int N, int ROWS, int COLS, int ROWS_B>
 __device__ void start_ABt(Accumulator<1, N>& sum, SwizzledTile<ROWS, COLS> a, int row, SwizzledTile<ROWS_B, COLS> b) {
     static_assert(8 * N <= ROWS_B);
-    wgmma_fence();
-    wgmma_start(sum.x[0], a.along_rows(row, 0), b.along_rows(0, 0), Element());
-#pragma unroll
-    for (int k = 1; k < K / 16; k++) wgmma(sum.x[0], a.along_rows(row, k), b.along_rows(0, k), Element());
-    wgmma_commit();
+    start_product<K, ADD, 0, 0>(
+        sum, [&](int k) { return a.along_rows(row, k); }, [&](int k) { return b.along_rows(0, k); });
 }
 
-// The same, added to the sum.
-template <int K, int N, int ROWS, int COLS, int ROWS_B>
-__device__ void add_ABt(Accumulator<1, N>& sum, SwizzledTile<ROWS, COLS> a, int row, SwizzledTile<ROWS_B, COLS> b) {
-    static_assert(8 * N <= ROWS_B);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < K / 16; k++) wgmma(sum.x[0], a.along_rows(row, k), b.along_rows(0, k), Element());
-    wgmma_commit();
+// A^T B^T over K: 64 columns of A, block `a_block`, by 8 N rows of B, from `b_row` on.
+template <int K, bool ADD = false, int N, class TileA, class TileB>
+__device__ void start_AtBt(Accumulator<1, N>& sum, TileA a, int a_block, TileB b, int b_row) {
+    start_product<K, ADD, 1, 0>(
+        sum, [&](int k) { return a.down_columns(k, a_block); }, [&](int k) { return b.along_rows(b_row, k); });
+}
+
+// A^T B over K: 64 columns of A, block `a_block`, by the first 8 N columns of B.
+template <int K, bool ADD = false, int N, class TileA, class TileB>
+__device__ void start_AtB(Accumulator<1, N>& sum, TileA a, int a_block, TileB b) {
+    start_product<K, ADD, 1, 1>(
+        sum, [&](int k) { return a.down_columns(k, a_block); }, [&](int k) { return b.down_columns(k); });
 }
 
 // sum = A B^T over K columns by one warp, A's 16 rows from `row` on, at once: slow.
@@ -97,13 +111,13 @@ __device__ void warp_ABt(Accumulator<1, N>& sum, TileA tile, int row, TileB b) {
         for (int n = 0; n < N; n += 2) {
             unsigned r[4];
             ldmatrix_x4(r, b.address(8 * n + lane % 8 + lane / 16 * 8, 16 * k + lane / 8 % 2 * 8));
-            mma_m16n8k16(sum.x[0][n], a, r[0], r[1], Element());
-            mma_m16n8k16(sum.x[0][n + 1], a, r[2], r[3], Element());
+            mma_m16n8k16(sum.x[0][n], a, r[0], r[1], Product());
+            mma_m16n8k16(sum.x[0][n + 1], a, r[2], r[3], Product());
         }
     }
 }
 
-// A 64 x K operand in registers, rounded to Element.
+// A 64 x K operand in registers, rounded to Product.
 template <int K>
 struct Operand {
     unsigned x[K / 16][4];
@@ -117,55 +131,13 @@ struct Operand {
     }
 };
 
-// sum += A B over the first K columns of A and rows of B, in the background; A and the sum in registers.
+// sum += A B over K columns of A and rows of B, from FIRST on, in the background; A and the sum in registers.
 template <int K, int FIRST = 0, int N, int COLS, int ROWS>
 __device__ void start_AB(Accumulator<1, N>& sum, const Operand<COLS>& a, SwizzledTile<ROWS, 8 * N> b) {
     static_assert(FIRST + K <= COLS && FIRST + K <= ROWS);
     wgmma_fence();
 #pragma unroll
-    for (int k = FIRST / 16; k < (FIRST + K) / 16; k++) wgmma(sum.x[0], a.x[k], b.down_columns(k), Element());
-    wgmma_commit();
-}
-
-// sum = A^T B^T over K, in the background: 64 columns of A, block `a_block`, by 8 N rows of B, from `b_row` on.
-template <int K, int N, class TileA, class TileB>
-__device__ void start_AtBt(Accumulator<1, N>& sum, TileA a, int a_block, TileB b, int b_row) {
-    wgmma_fence();
-    wgmma_start<1, 0>(sum.x[0], a.down_columns(0, a_block), b.along_rows(b_row, 0), Element());
-#pragma unroll
-    for (int k = 1; k < K / 16; k++)
-        wgmma<1, 0>(sum.x[0], a.down_columns(k, a_block), b.along_rows(b_row, k), Element());
-    wgmma_commit();
-}
-
-// The same, added to the sum.
-template <int K, int N, class TileA, class TileB>
-__device__ void add_AtBt(Accumulator<1, N>& sum, TileA a, int a_block, TileB b, int b_row) {
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < K / 16; k++)
-        wgmma<1, 0>(sum.x[0], a.down_columns(k, a_block), b.along_rows(b_row, k), Element());
-    wgmma_commit();
-}
-
-// sum = A^T B over K, in the background: 64 columns of A, block `a_block`, by the first 8 N columns of B.
-template <int K, int N, class TileA, class TileB>
-__device__ void start_AtB(Accumulator<1, N>& sum, TileA a, int a_block, TileB b) {
-    wgmma_fence();
-    wgmma_start<1, 1>(sum.x[0], a.down_columns(0, a_block), b.down_columns(0), Element());
-#pragma unroll
-    for (int k = 1; k < K / 16; k++)
-        wgmma<1, 1>(sum.x[0], a.down_columns(k, a_block), b.down_columns(k), Element());
-    wgmma_commit();
-}
-
-// The same, added to the sum.
-template <int K, int N, class TileA, class TileB>
-__device__ void add_AtB(Accumulator<1, N>& sum, TileA a, int a_block, TileB b) {
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < K / 16; k++)
-        wgmma<1, 1>(sum.x[0], a.down_columns(k, a_block), b.down_columns(k), Element());
+    for (int k = FIRST / 16; k < (FIRST + K) / 16; k++) wgmma(sum.x[0], a.x[k], b.down_columns(k), Product());
     wgmma_commit();
 }
 
@@ -179,7 +151,7 @@ __device__ void store_transposed(const Operand<K>& operand, Tile tile, int row, 
                                operand.x[k]);
 }
 
-// Round a warp's 16 rows to Element and store them from (row, col) of the tile on; TRANSPOSED: as 16 columns.
+// Round a warp's 16 rows to Product and store them from (row, col) of the tile on; TRANSPOSED: as 16 columns.
 template <bool TRANSPOSED = false, int N, class Tile>
 __device__ void store_rounded(const Accumulator<1, N>& sum, Tile tile, int row, int col, int lane = threadIdx.x % 32) {
     FromRegisters<1, N> rounded{sum};
@@ -196,6 +168,6 @@ __device__ void store_rounded(const Accumulator<1, N>& sum, Tile tile, int row, 
         static_assert(TRANSPOSED);
         const float(&f)[4] = sum.x[0][N - 1];
         stmatrix_x2_transposed(tile.address(row + 8 * (N - 1) + lane % 8, col + lane / 8 % 2 * 8),
-                               pack2<Element>(f[0], f[1]), pack2<Element>(f[2], f[3]));
+                               pack2<Product>(f[0], f[1]), pack2<Product>(f[2], f[3]));
     }
 }

@@ -1,0 +1,31 @@
+"""From results files to pictures and pages under docs/."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+
+from . import ladder, papers, plots, report
+
+
+def plot(results: str | PathLike[str], docs: str | PathLike[str]) -> list[str]:
+    """See `cupyflash.bench.plot`."""
+    found = report.load(Path(results))
+    if not found:
+        raise FileNotFoundError(f"{results} has no <gpu>/<suite>.json; `cupyflash bench` writes them")
+    folder = Path(docs, "plots")
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    benchmarks = [data for data in found if data["suite"] not in ("figures", "training")]
+    for data in benchmarks:
+        drawn = plots.figure(data)
+        path = folder / f"{data['file'].replace('/', '_')}.png"
+        drawn.savefig(path, bbox_inches="tight", metadata={"Software": None})
+        written.append(str(path))
+    if benchmarks:
+        page = Path(docs, "benchmarks.md")
+        page.write_text(plots.markdown(benchmarks))
+        written.append(str(page))
+    written += papers.write(found, Path(docs))
+    tutorial = Path(docs, "tutorial.md")
+    return [*written, str(tutorial)] if ladder.fill(tutorial, found) else written

@@ -1,0 +1,97 @@
+"""The options of a call on the command line: one for each row of problem.OPTIONS and problem.ARRAYS, named by none here.
+
+A row whose default is False becomes a flag; the value of any other is read as `value` does and judged by its row.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .problem import ARRAYS, OPTIONS, OptionRule
+
+# Flags for a further value of an option that is a flag itself.
+FURTHER = {"top_left": ("causal", "top_left", "As --causal, but query i sees keys up to i.")}
+
+
+def asked(files: bool = False, backward: bool = True, without: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+    """Give a command the options of the tables, in place of its parameters `options` and `arrays`.
+
+    It gets `options`, the values by name of those that are given, and `arrays`: with `files` the path of each that is
+    given by name, else the names of those that shall be there. `backward`: also what changes the gradients alone.
+    """
+    rows = [row for row in OPTIONS if row.name not in without and (backward or not row.backward)]
+    further = {name: of for name, of in FURTHER.items() if any(row.name == of[0] for row in rows)}
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        hints = typing.get_type_hints(command, include_extras=True)
+        own = [
+            parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, parameter in inspect.signature(command).parameters.items()
+            if name not in ("options", "arrays")
+        ]
+        added = [_parameter(row.name, *_option(row)) for row in rows]
+        added += [_parameter(name, bool, False, help) for name, (_, _, help) in further.items()]
+        for array in ARRAYS:
+            text = f"{'File of' if files else 'With'} a {array.label} ({', '.join(array.axes)}). {array.entry}."
+            added.append(_parameter(array.name, Path | None if files else bool, None if files else False, text))
+
+        @functools.wraps(command)
+        def whole(**given: Any) -> Any:
+            options = {row.name: _value(row, given.pop(row.name)) for row in rows}
+            for name, (option, meant, _) in further.items():
+                if given.pop(name):
+                    options[option] = meant
+            options = {name: x for name, x in options.items() if x is not None}
+            arrays = {array.name: given.pop(array.name) for array in ARRAYS}
+            arrays = {name: x for name, x in arrays.items() if x}
+            return command(**given, options=options, arrays=arrays if files else tuple(arrays))
+
+        whole.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+        whole.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *added]}
+        return whole
+
+    return decorate
+
+
+def flag(name: str) -> str:
+    """What an option is called on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def value(text: str) -> Any:
+    """A value as it is written on a command line: an integer, a number, a word, or several with commas (none: None)."""
+    if "," in text:
+        return tuple(value(part) if part.strip() else None for part in text.split(","))
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _option(row: OptionRule) -> tuple[Any, Any, str]:
+    if row.default is False:
+        return bool, False, row.help
+    return str | None, row.default if isinstance(row.default, str) else None, row.help
+
+
+def _parameter(name: str, kind: Any, default: Any, help: str) -> inspect.Parameter:
+    annotation = Annotated[kind, typer.Option(flag(name), help=help)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _value(row: OptionRule, given: Any) -> Any:
+    """What is given, as the row has it; None where it is not. The row says what is wrong with it."""
+    if given is None or given is False:
+        return None
+    found = given if given is True else value(given)
+    row.check(found)
+    return found

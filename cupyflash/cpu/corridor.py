@@ -1,0 +1,93 @@
+"""Attention on arrays of any library that live on a CPU: views, rules, layout, NumPy, results. As gpu/corridor.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import problem as rules
+from ..interop.protocol import Arrays, CpuAdapter
+from ..overlap import check_targets
+from ..problem import ARRAYS, AttentionProblem, Gradients
+from .backward import backward as _backward
+from .forward import forward as _forward
+
+
+def forward(
+    lib: CpuAdapter, arrays: Arrays, targets: Arrays, return_lse: bool, options: dict[str, Any], family: str | None
+) -> tuple[Any, Any]:
+    """out and (where asked for) lse of one attention call."""
+    problem, given, shapes = _checked(lib, arrays, targets, options, family, False)
+    out, lse = _forward(problem, **given)
+    rows = lib.from_numpy(lse.reshape(rules.lse_shape(len(shapes["out"]), problem))) if return_lse else None
+    return _returned(lib, "out", out, shapes, targets, options["layout"]), rows
+
+
+def backward(
+    lib: CpuAdapter, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None
+) -> Gradients:
+    """The gradients of one attention call."""
+    problem, given, shapes = _checked(lib, arrays, targets, options, family, True)
+    grads = _backward(problem, **given)._asdict()
+    return Gradients(*(_returned(lib, name, x, shapes, targets, options["layout"]) for name, x in grads.items()))
+
+
+def _checked(
+    lib: CpuAdapter, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None, backward: bool
+) -> tuple[AttentionProblem, dict[str, np.ndarray], dict[str, tuple[int, ...]]]:
+    """The problem, its arrays as (B, S, H, D), lse as (B, H, S), and the shapes of the results."""
+    if family is not None:
+        _refuse(family, lib)
+    views = {name: lib.view(x) for name, x in arrays.items() if x is not None}
+    into = {name: lib.view(x) for name, x in targets.items()}
+    problem, shapes = rules.state(views, into, options, backward)
+    check_targets(into, views)
+    layout = options["layout"]
+    given = {}
+    for name in views:
+        x = lib.to_numpy(arrays[name])
+        if name in ("lse", "dlse"):
+            given[name] = x.reshape(problem.batch, problem.heads_q, problem.seq_q)
+        elif name not in _OPTIONAL:
+            given[name] = _four(x, layout)
+        else:
+            whole = _OPTIONAL[name].shape(problem)
+            given[name] = np.broadcast_to(x.reshape((1,) * (len(whole) - x.ndim) + x.shape), whole)
+    return problem, given, shapes
+
+
+_OPTIONAL = {row.name: row for row in ARRAYS}
+
+
+def _refuse(family: str, lib: CpuAdapter) -> None:
+    from ..gpu.plan import FAMILIES
+
+    if family not in FAMILIES:
+        raise ValueError(f"family is {family!r}; it must be one of {', '.join(map(repr, FAMILIES))}, or None")
+    raise ValueError(f"family is {family!r}, a family of GPU kernels, but q is a {lib.kind} array on the CPU")
+
+
+def _four(x: np.ndarray, layout: str) -> np.ndarray:
+    """An array in the caller's rank and layout as a (B, S, H, D) view."""
+    if x.ndim == 2:
+        return x[None, :, None, :]
+    if x.ndim == 3:
+        x = x[None]
+    return x if layout == "bshd" else x.transpose(0, 2, 1, 3)
+
+
+def _returned(
+    lib: CpuAdapter, name: str, x: np.ndarray, shapes: dict[str, tuple[int, ...]], targets: Arrays, layout: str
+) -> Any:
+    """A (B, S, H, D) result in the rank and layout of the caller, in his array where he gave one."""
+    if len(shapes[name]) == 2:
+        x = x[0, :, 0]
+    else:
+        x = x if layout == "bshd" else x.transpose(0, 2, 1, 3)
+        x = x[0] if len(shapes[name]) == 3 else x
+    target = targets.get(name)
+    if target is None:
+        return lib.from_numpy(x)
+    lib.to_numpy(target)[...] = x
+    return target

@@ -1,0 +1,67 @@
+"""The seam: all that happens to a score between S = Q Kᵀ and P V. Forward and backward ask this one object."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..problem import AttentionProblem
+
+
+class Place(NamedTuple):
+    """Where a tile of scores stands: queries `rows` of head `head`, and some of the keys that `Pairs.keys` leaves."""
+
+    head: int
+    rows: slice
+    keys: slice
+
+
+class Pairs:
+    """The pairs of queries and keys of one batch entry. `given` holds the optional arrays, (batch, ...) in full rank."""
+
+    def __init__(self, problem: AttentionProblem, b: int, given: dict[str, np.ndarray]) -> None:
+        self.problem = problem
+        # Keys that nobody may see are dropped at once: no tile ever holds them.
+        self.keys: Any = slice(problem.seq_k)
+        if problem.has("key_mask"):
+            self.keys = np.flatnonzero(np.broadcast_to(given["key_mask"], (problem.batch, problem.seq_k))[b])
+        self.positions = np.arange(problem.seq_k)[self.keys]
+        self.factor_q, self.factor_k = _factors(problem.scale)
+
+    def score(self, s: np.ndarray, at: Place) -> None:
+        """In place: from products of Q and K, which carry the factors, to scores."""
+
+    def slope(self, s: np.ndarray, at: Place) -> np.ndarray | None:
+        """Derivative of the scores with respect to the products s; None where it is 1."""
+        return None
+
+    def visible(self, at: Place) -> np.ndarray | None:
+        """Which of these pairs may meet: (queries, keys), or None where all may."""
+        stands = np.arange(at.rows.start, at.rows.stop)[:, None] + self.problem.diagonal
+        left, right = self.problem.left, self.problem.right
+        positions = self.positions[at.keys]
+        seen = None
+        if right is not None and positions[-1] > stands[0, 0] + right:
+            seen = positions <= stands + right
+        if left is not None and positions[0] < stands[-1, 0] - left:
+            inside = positions >= stands - left
+            seen = inside if seen is None else seen & inside
+        return seen
+
+    def walk(self, rows: slice) -> tuple[int, int]:
+        """The first key and the last but one, among those left, that some query of `rows` may see."""
+        first, last = rows.start + self.problem.diagonal, rows.stop - 1 + self.problem.diagonal
+        left, right = self.problem.left, self.problem.right
+        begin = 0 if left is None else int(np.searchsorted(self.positions, first - left))
+        end = len(self.positions)
+        return begin, end if right is None else int(np.searchsorted(self.positions, last + right, side="right"))
+
+
+def _factors(scale: float) -> tuple[float, float]:
+    """What Q and what K is multiplied by. A scale far from 1 is shared between them, so that neither leaves its range."""
+    if scale == 0 or 2.0**-20 <= abs(scale) <= 2.0**20:
+        return scale, 1.0
+    half = 2.0 ** (math.frexp(scale)[1] // 2)
+    return scale / half, half

@@ -1,0 +1,58 @@
+"""flash1: FlashAttention (2022) as published, to be compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...problem import ITEMSIZE, AttentionProblem
+from ..device import Arch
+from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, features
+
+TILES: dict[bool, Tiles[int]] = {}  # the tile follows from the chip: nothing to choose
+COLUMNS = (32, 64, 128)  # head dimensions are padded to one of these
+SQUARES = (64, 32, 16)  # queries, and as many keys
+THREADS = 256
+
+
+def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
+    if problem.dtype == "float64":
+        return "takes float16, bfloat16 and float32, not float64"
+    largest = COLUMNS[-1]  # all columns of a tile are on the chip at once
+    if max(problem.dim, problem.dim_v) > largest:
+        return f"takes head dimensions up to {largest}, not {problem.dim} and {problem.dim_v}"
+    return None
+
+
+def shared_memory(tile: int, columns: int, backward: bool) -> int:
+    """Bytes of a tile's Q, K, V and O (or their gradients) and its scores, rows padded by 16 bytes."""
+    return 4 * tile * ((4 if backward else 3) * (columns + 4) + tile + 4 + backward)
+
+
+def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> KernelPlan:
+    """With the largest square tile that fits: the paper's Bc = M / 4d and Br = min(Bc, d), in powers of two."""
+    columns = next(n for n in COLUMNS if max(problem.dim, problem.dim_v) <= n)
+    for t in SQUARES:
+        size = shared_memory(t, columns, backward)
+        if size <= arch.shared_memory:
+            break
+    else:
+        raise ValueError(f"no flash1 tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
+    constants = (
+        ("OWNED", t), ("VISITED", t), ("COLUMNS", columns),
+        ("DEPTH", t),  # nothing comes in pieces
+        ("THREADS", THREADS), ("ON_CHIP", size), *features(problem),
+    )  # fmt: skip
+    rows = (problem.batch * problem.heads_q, problem.seq_q)
+    # O and dQ are read and written at every step; where they have 16 bits, in float32 aside.
+    aside = problem.dtype != "float32"
+    if backward:
+        launch = Launch("attention_backward", problem.batch * problem.heads_k, THREADS, size)
+        workspace: tuple[Workspace, ...] = (Workspace("dq_sum", "float32", (*rows, problem.dim if aside else 0)),)
+    else:
+        launch = Launch("attention_forward", problem.batch * problem.heads_q, THREADS, size)
+        sums = Workspace("o_sum", "float32", (*rows, problem.dim_v if aside else 0))
+        workspace = (Workspace("m", "float32", rows), Workspace("l", "float32", rows), sums)
+    return KernelPlan(
+        "flash1", arch.name, problem.dtype, backward, f"flash1/{'backward' if backward else 'forward'}.cu", constants,
+        (launch,), ITEMSIZE[problem.dtype], workspace, given=problem.given,
+    )  # fmt: skip

@@ -1,0 +1,102 @@
+"""simt: plain CUDA, for any dtype, any head dimension and any GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...problem import ITEMSIZE, AttentionProblem
+from ..device import Arch
+from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features
+
+MAX_DIM = 4096
+
+
+def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
+    if max(problem.dim, problem.dim_v) > MAX_DIM:
+        return f"takes head dimensions up to {MAX_DIM}, not {problem.dim} and {problem.dim_v}"
+    return None
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block owns `owned` rows and `columns` columns of the result, and visits the other side `visited` rows at a time.
+
+    Operands come to shared memory in pieces of `depth` columns (of Q, K) or rows (of V).
+    """
+
+    owned: int
+    visited: int
+    columns: int
+    depth: int
+    blocks: int  # thread blocks that should fit on a multiprocessor: bounds the registers
+    spills: int = 0  # bytes per thread: addresses that do not change in the loop, written once and read once per tile
+    threads: int = 128
+    dim: int = MAX_DIM  # for head dimensions up to this
+    sums: int | None = None  # and sums kept in numbers of this many bytes; None: any
+
+
+FORWARD = (
+    Tile(64, 64, 32, 32, 3, dim=32, sums=4),
+    Tile(64, 64, 64, 32, 3, dim=64, sums=4),
+    Tile(64, 64, 128, 16, 2, dim=128, sums=4),
+    Tile(64, 32, 256, 16, 2, sums=4),
+    Tile(64, 32, 32, 16, 2, dim=32, sums=8),
+    Tile(32, 32, 64, 16, 3, dim=64, sums=8),
+    Tile(32, 32, 128, 16, 3, spills=64, sums=8),
+)
+BACKWARD = (
+    Tile(64, 32, 32, 32, 2, dim=32, sums=4),
+    Tile(64, 32, 64, 32, 3, spills=32, dim=64, sums=4),
+    Tile(64, 32, 128, 32, 2, sums=4),
+    Tile(32, 32, 32, 16, 3, dim=32, sums=8),
+    Tile(32, 32, 64, 16, 2, dim=64, sums=8),
+    Tile(32, 32, 128, 16, 2, spills=64, sums=8),
+)
+TRIED = {
+    "owned": (32, 64), "visited": (32, 64), "columns": (32, 64, 128, 256), "depth": (16, 32), "blocks": (2, 3, 4),
+    "spills": (0,), "threads": (128,),
+}  # fmt: skip
+
+
+def _possible(t: Tile, problem: AttentionProblem, sides: int) -> bool:
+    """Do the pieces come out even, and have the tile's sums room in the registers? The backward has two of each."""
+    sums = sides * t.owned * (t.columns + t.visited) // t.threads * (ITEMSIZE[problem.lse_dtype] // 4)
+    return t.visited % t.depth == 0 and sums + 30 <= min(255, 65536 // (t.threads * t.blocks))
+
+
+TILES = {
+    False: Tiles(FORWARD, TRIED, functools.partial(_possible, sides=1)),
+    True: Tiles(BACKWARD, TRIED, functools.partial(_possible, sides=2)),
+}
+
+
+def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> KernelPlan:
+    size, widest = ITEMSIZE[problem.lse_dtype], max(problem.dim, problem.dim_v)
+    t = next(row for row in TILES[backward].rows(tile) if row.sums in (None, size) and widest <= row.dim)
+    pairs = problem.batch * problem.heads_q
+    tiles_q, tiles_k = ceil(problem.seq_q, t.owned), ceil(problem.seq_k, t.owned)
+    # A block owns t.columns columns of the result: a wider one takes several blocks, which share their rows.
+    parts, parts_v = ceil(problem.dim, t.columns), max(1, ceil(problem.dim_v, t.columns))
+    names = ("owned", "visited", "columns", "depth", "threads", "blocks")
+    constants = (*((name.upper(), getattr(t, name)) for name in names), *features(problem))
+    source = f"simt/{'backward' if backward else 'forward'}.cu"
+    if not backward:
+        launch = Launch("attention_forward", pairs * tiles_q * parts_v, t.threads)
+        return KernelPlan(
+            "simt", arch.name, problem.dtype, backward, source, constants, (launch,), ITEMSIZE[problem.dtype],
+            spills=t.spills, given=problem.given,
+        )  # fmt: skip
+    pairs_k = problem.batch * problem.heads_k
+    launches: tuple[Launch, ...] = (
+        Launch("attention_backward_delta", ceil(pairs * problem.seq_q, t.threads), t.threads),
+        Launch("attention_backward_dk_dv", pairs_k * tiles_k * max(parts, parts_v), t.threads),
+    )
+    if problem.dim:  # else dQ has no elements, and no block
+        launches += (Launch("attention_backward_dq", pairs * tiles_q * parts, t.threads),)
+    workspace = (Workspace("delta", problem.lse_dtype, (pairs, problem.seq_q)),)
+    return KernelPlan(
+        "simt", arch.name, problem.dtype, backward, source, constants, launches, ITEMSIZE[problem.dtype], workspace,
+        t.spills, given=problem.given,
+    )  # fmt: skip

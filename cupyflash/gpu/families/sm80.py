@@ -1,0 +1,153 @@
+"""sm80: mma.sync tensor cores, on Ampere and every GPU after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...problem import AttentionProblem
+from ..device import Arch
+from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, pad
+
+
+def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"takes float16 and bfloat16, not {problem.dtype}"
+    if arch.cc < 80:
+        return f"needs compute capability 8.0, this GPU has {arch.cc / 10}"
+    if max(problem.dim, problem.dim_v) > 256:
+        return f"takes head dimensions up to 256, not {problem.dim} and {problem.dim_v}"
+    return None
+
+
+ANY = 1 << 30
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Forward: a thread block owns `rows` queries and visits `keys` keys at a time. Backward: it owns `keys` keys and
+    visits `rows` queries at a time. `column_warps` warps share 16-row fragments, each with its part of the columns.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    column_warps: int
+    stages: int  # tiles in flight: 2, or 1 where another thread block hides the wait
+    min_blocks: int  # thread blocks on a multiprocessor: bounds the registers
+    dim: int = 256  # for head dimensions up to this
+    seq_q: int = ANY  # and this many queries
+
+    def dims(self, problem: AttentionProblem, backward: bool) -> tuple[int, int]:
+        """Head dimensions as the kernel pads them."""
+        step = 16 * self.column_warps
+        return pad(problem.dim, step if backward else 16), pad(problem.dim_v, step)
+
+
+# The first tile that the problem and the GPU's shared memory admit is taken.
+FORWARD = (
+    Tile(128, 128, 4, 1, 2, 2, dim=64),
+    Tile(128, 64, 4, 1, 2, 2, dim=128),
+    Tile(128, 32, 4, 1, 2, 2, dim=128),
+    Tile(64, 64, 4, 2, 1, 2),
+    Tile(64, 32, 4, 1, 1, 2),
+)
+BACKWARD = (
+    Tile(64, 64, 4, 1, 2, 3, dim=64, seq_q=2048),
+    Tile(128, 128, 8, 2, 2, 1, dim=64),
+    Tile(64, 128, 8, 2, 1, 1, dim=64),
+    Tile(64, 128, 8, 2, 2, 1, dim=128),
+    Tile(64, 64, 8, 4, 1, 1, dim=128),
+    Tile(64, 64, 8, 2, 2, 1, dim=192),
+    Tile(64, 64, 8, 4, 2, 1),
+    Tile(32, 64, 8, 2, 1, 1),
+    Tile(32, 32, 4, 2, 1, 1),
+)
+# What ptxas may spill, in bytes per thread. Registers are full by choice: a tile a step smaller was slower everywhere.
+# Unmasked kernels spill a few addresses, read once per tile; the most is spilled where key_mask's bytes are loaded ahead
+# in the branch for tiles that test elements.
+SPILLS = {False: 432, True: 80}
+
+
+def _registers(t: Tile) -> int:
+    """What a thread has for the sums of its part of a tile."""
+    return min(255, 65536 // (32 * t.warps * t.min_blocks)) - 40
+
+
+def _forward_possible(t: Tile, problem: AttentionProblem) -> bool:
+    """Do the warps share the tile out evenly, and have its sums room in the registers?"""
+    even = t.rows % (16 * t.warps // t.column_warps) == 0 and t.keys % (16 * t.column_warps) == 0
+    return even and t.rows * (pad(problem.dim_v, 16) + t.keys) // (32 * t.warps) <= _registers(t)
+
+
+def _backward_possible(t: Tile, problem: AttentionProblem) -> bool:
+    d, dv = pad(problem.dim, 16), pad(problem.dim_v, 16)
+    down = max(1, t.rows // 32)  # warps along dQ's rows
+    even = t.keys % (16 * t.warps // t.column_warps) == 0 and t.rows % (16 * t.column_warps) == 0
+    fits = t.keys * (d + dv + 2 * t.rows) // (32 * t.warps) <= _registers(t)
+    return even and t.warps % down == 0 and fits
+
+
+TILES = {
+    False: Tiles(FORWARD, {
+        "rows": (64, 128), "keys": (32, 48, 64, 96, 128), "warps": (4, 8), "column_warps": (1, 2), "stages": (1, 2),
+        "min_blocks": (1, 2, 3),
+    }, _forward_possible),
+    True: Tiles(BACKWARD, {
+        "rows": (32, 64, 128), "keys": (32, 64, 128), "warps": (4, 8), "column_warps": (1, 2, 4), "stages": (1, 2),
+        "min_blocks": (1, 2, 3),
+    }, _backward_possible),
+}  # fmt: skip
+
+
+PAD = 8  # elements between the rows of a shared tile, see kernels_cu/tile/shared.cuh
+
+
+def shared_memory(t: Tile, dim: int, dim_v: int, backward: bool) -> int:
+    """Bytes that the kernel of a tile lays out."""
+    if not backward:
+        elements = t.rows * (max(dim, dim_v) + PAD) + t.stages * t.keys * (dim + dim_v + 2 * PAD)
+        exchanged = 2 * t.rows * (t.keys + PAD) + 8 * t.rows if t.column_warps > 1 else 0  # P and row values
+        return 2 * elements + exchanged
+    elements = (t.keys + t.stages * t.rows) * (dim + dim_v + 2 * PAD)
+    elements += (2 if t.column_warps > 1 else 1) * t.keys * (t.rows + PAD)
+    return 2 * elements + t.stages * 2 * 4 * t.rows + 16  # lse and delta of the queries, the ticket
+
+
+def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> KernelPlan:
+    for t in TILES[backward].rows(tile):
+        dim, dim_v = t.dims(problem, backward)
+        size = shared_memory(t, dim, dim_v, backward)
+        if max(dim, dim_v) <= t.dim and problem.seq_q <= t.seq_q and size <= arch.shared_memory:
+            break
+    else:
+        which = "backward" if backward else "forward"
+        raise ValueError(f"no sm80 {which} tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
+    constants: tuple[tuple[str, int | bool], ...] = (
+        ("DIM", dim), ("DIM_V", dim_v), *((name.upper(), getattr(t, name)) for name in TILES[backward].tried),
+        ("SHARED_MEMORY", size), *features(problem),
+    )  # fmt: skip
+    pairs, tiles_q = problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows)
+    source = f"sm80/{'backward' if backward else 'forward'}.cu"
+    if not backward:
+        launch = Launch("attention_forward", pairs * tiles_q, 32 * t.warps, size)
+        return KernelPlan(
+            "sm80", arch.name, problem.dtype, backward, source, constants, (launch,), 16, spills=SPILLS[backward],
+            given=problem.given,
+        )  # fmt: skip
+    blocks = problem.batch * problem.heads_k * ceil(problem.seq_k, t.keys)
+    launches = (
+        Launch("attention_backward_prepare", pairs * tiles_q, 128),
+        Launch("attention_backward", blocks, 32 * t.warps, size),
+        Launch("attention_backward_finish", pairs * tiles_q, 128),
+    )
+    workspace = (
+        Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows)),  # and lse
+        Workspace("dq_sum", "float32", (pairs, tiles_q, t.rows * dim)),
+        Workspace("counters", "uint32", (pairs * tiles_q + 1 if problem.deterministic else 0,)),
+    )
+    constants += (("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", arch.cc >= 90))
+    return KernelPlan(
+        "sm80", arch.name, problem.dtype, backward, source, constants, launches, 16, workspace, SPILLS[backward],
+        given=problem.given,
+    )  # fmt: skip

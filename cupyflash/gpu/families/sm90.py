@@ -1,0 +1,267 @@
+"""sm90: wgmma tensor cores and the copy engine of Hopper."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...problem import AttentionProblem
+from ..device import Arch
+from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, pad
+
+
+def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"takes float16 and bfloat16, not {problem.dtype}"
+    if arch.cc != 90:
+        return f"is for compute capability 9.0, this GPU has {arch.cc / 10}"
+    if not 0 < min(problem.dim, problem.dim_v) or max(problem.dim, problem.dim_v) > 256:
+        return f"takes head dimensions from 1 to 256, not {problem.dim} and {problem.dim_v}"
+    return None
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """A thread block has one warpgroup that loads and `groups` that own 64 queries each; it visits `keys` keys at a time."""
+
+    groups: int
+    keys: int
+    stages: int  # K and V tiles in flight
+    spills: int = 0
+    dim: int = 256  # for head dimensions up to this
+    banded: bool | None = None  # causal or a window; None: either
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.groups
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """A thread block has one warpgroup that moves data and `groups` that compute; it owns `keys` keys and visits `rows`
+    queries at a time. The blocks of a cluster visit the same queries, and add to dQ once for all their keys.
+    """
+
+    rows: int
+    keys: int
+    groups: int
+    stages: int  # Q tiles in flight
+    do_stages: int  # dO tiles in flight
+    spills: int = 0
+    dim: int = 256  # for head dimensions up to this
+
+    @property
+    def wide(self) -> bool:
+        """Whether warpgroups share out the columns of dK and dV (and P goes through shared memory too), not the keys."""
+        return self.keys < 64 * self.groups
+
+    @property
+    def clustered(self) -> bool:
+        """Where two warpgroups share out the columns, what they add to dQ is what binds: half of it with twice the keys."""
+        return self.wide and self.groups == 2
+
+
+DIMS = (64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
+
+FORWARD = (
+    ForwardTile(3, 128, 3, spills=160, dim=64),  # with windows; else 16, once per tile
+    ForwardTile(2, 128, 2, dim=128),
+    ForwardTile(2, 128, 2, dim=192),
+    ForwardTile(2, 96, 2, dim=192),
+    ForwardTile(2, 64, 2, banded=True),
+    ForwardTile(2, 80, 2),
+)
+# Where heads share K and V and queries are few, a tile takes all queries of as many heads as it holds. Not of every
+# number: each is a kernel to compile. The rows are tried first there: three warpgroups would spill, and under a window
+# with key_mask two do, once per tile.
+FEW = 64
+PACKS = (64, 16, 8, 4, 2)
+PACKED = (
+    ForwardTile(2, 128, 4, dim=64),
+    ForwardTile(2, 128, 2, spills=96, dim=128),
+)
+# What may be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
+BACKWARD = (
+    BackwardTile(128, 128, 2, 2, 2, spills=152, dim=64),
+    BackwardTile(64, 128, 2, 2, 2, dim=128),
+    BackwardTile(64, 96, 3, 2, 1, spills=32, dim=192),
+    BackwardTile(64, 64, 2, 2, 1, spills=32),
+)
+# The backward's order of key tiles, and room for sums of dQ.
+CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
+LONG = 1024  # longer than this, in queries
+APART = 2  # deterministic, no causal mask: steps between two key tiles of a head
+WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
+
+
+def _forward_possible(t: ForwardTile, problem: AttentionProblem) -> bool:
+    """Have scores, their 16-bit copy and the output room in what the kernel gives a thread that computes?"""
+    return t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= {2: 200, 3: 128}[t.groups]
+
+
+def _backward_possible(t: BackwardTile, problem: AttentionProblem) -> bool:
+    """How the warpgroups share out the keys is in the table."""
+    return (t.keys, t.groups) in {(row.keys, row.groups) for row in BACKWARD}
+
+
+TILES: dict[bool, Tiles[Any]] = {
+    False: Tiles(FORWARD, {
+        "groups": (2, 3), "keys": (64, 80, 96, 128, 192), "stages": (2, 3, 4), "spills": (0,),
+    }, _forward_possible),
+    True: Tiles(BACKWARD, {
+        "rows": (64, 80, 96, 128), "keys": (64, 80, 96, 128), "groups": (2, 3), "stages": (1, 2), "do_stages": (1, 2),
+        "spills": (0,),
+    }, _backward_possible),
+}  # fmt: skip
+
+
+def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> KernelPlan:
+    return (_backward if backward else _forward)(problem, arch, tile)
+
+
+def _padded(problem: AttentionProblem) -> tuple[int, int]:
+    dim, dim_v = (next(d for d in DIMS if n <= d) for n in (problem.dim, problem.dim_v))
+    return dim, dim_v
+
+
+BARRIERS = 256  # bytes for barriers, more than any ring takes
+
+
+def forward_memory(t: ForwardTile, dim: int, dim_v: int, q_stages: int, o_staged: bool) -> int:
+    """Bytes of shared memory that the forward lays out."""
+    blocks, blocks_v = pad(dim, 64), pad(dim_v, 64)  # columns in shared memory
+    rings = 2 * t.stages * t.keys * (blocks + blocks_v) + BARRIERS
+    return rings + 2 * t.rows * (q_stages * blocks + o_staged * blocks_v)
+
+
+def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> KernelPlan:
+    dim, dim_v = _padded(problem)
+    banded = problem.left is not None or problem.right is not None
+    # With few heads too, thread blocks would stand idle, and each is as long at a tile.
+    packed = problem.group > 1 and problem.seq_q <= FEW and 2 * problem.batch * problem.heads_q > arch.sms
+    rows: tuple[ForwardTile, ...] = TILES[False].rows(tile, PACKED if packed else ())
+    # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
+    # leave through? It leaves in boxes of one head.
+    for t, (q_stages, o_staged) in itertools.product(rows, ((2, not packed), (2, False), (1, False))):
+        size = forward_memory(t, dim, dim_v, q_stages, o_staged)
+        if max(dim, dim_v) <= t.dim and t.banded in (None, banded) and size <= arch.shared_memory:
+            break
+    else:
+        raise ValueError(f"no sm90 forward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
+    pack = next(n for n in PACKS if t.rows // n >= problem.seq_q) if packed else 1
+    span = t.rows // pack  # queries of each of `pack` heads
+    tiles = problem.batch * problem.heads_k * ceil(problem.group, pack) * ceil(problem.seq_q, span)
+    if tiles >= 2**30:
+        raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
+    # Where tiles differ in length, thread blocks ask for their next one.
+    alike = problem.seq_q <= t.rows or not (banded or problem.seq_q % t.rows)
+    dynamic = not alike and tiles > arch.sms
+    constants = (
+        ("DIM", dim), ("DIM_V", dim_v), ("GROUPS", t.groups), ("KEYS", t.keys), ("STAGES", t.stages),
+        ("Q_STAGES", q_stages), ("O_STAGED", o_staged), ("PACK", pack), ("SHARED_MEMORY", size), *features(problem),
+    )  # fmt: skip
+    return KernelPlan(
+        "sm90", arch.name, problem.dtype, False, "sm90/forward.cu", constants,
+        (Launch("attention_forward", min(tiles, arch.sms), 128 * (t.groups + 1), size),), 16,
+        (Workspace("counters", "uint32", (3 if dynamic else 0,)),), t.spills,
+        (Box("q", span, pack), Box("k", t.keys), Box("v", t.keys), Box("out", 64)), given=problem.given,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finish:
+    """How float32 sums of dQ are turned to rows: by so many warps of the warpgroup that moves data."""
+
+    warps: int
+    fragments: int  # of 512 bytes, that one turns at a time
+    stages: int  # and how many times as many are in flight
+
+
+FINISH = (Finish(2, 8, 4), Finish(2, 8, 2), Finish(2, 8, 1), Finish(1, 2, 1))  # the first that there is room for
+
+
+def backward_memory(t: BackwardTile, finish: Finish, dim: int, dim_v: int) -> int | None:
+    """Bytes of shared memory that the backward lays out; None for a tile that it cannot take."""
+    blocks, blocks_v = pad(dim, 64), pad(dim_v, 64)  # columns in shared memory
+    if t.wide and (t.rows != 64 or t.stages != 2 or dim > 64 * t.groups * (1 + t.clustered) or (t.clustered and t.keys % 32)):
+        return None
+    share_rows = not t.wide and dim == 64  # of dQ; else its columns
+    if share_rows and t.rows % (16 * t.groups):
+        return None
+    part_rows = t.rows // t.groups if share_rows else t.rows  # of dQ, a warpgroup's
+    if part_rows // 8 % (finish.fragments // 2):
+        return None
+    s_tile = 2 * (t.keys * pad(t.rows, 64) if t.wide else t.rows * pad(t.keys, 64))  # of P or dS
+    parts = 256 * t.groups * part_rows
+    if not t.wide and t.groups * 2 * 64 * (blocks + blocks_v) > 2 * s_tile + parts:  # dK and dV leave there
+        return None
+    size = 2 * (t.keys * (blocks + blocks_v) + t.rows * (t.stages * blocks + t.do_stages * blocks_v))
+    size += t.stages * 8 * t.rows + BARRIERS  # lse and delta
+    # P, dS of two steps, also the other block's, and some columns of its K; else dS of two steps, or P and dS.
+    size += 5 * s_tile + 2 * t.keys * 64 * t.groups if t.clustered else 2 * s_tile + parts
+    return size + finish.warps * finish.stages * (512 * finish.fragments + 16)
+
+
+def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> KernelPlan:
+    dim, dim_v = _padded(problem)
+    rows: tuple[BackwardTile, ...] = TILES[True].rows(tile)
+    for t, finish in itertools.product(rows, FINISH):
+        size = backward_memory(t, finish, dim, dim_v)
+        if max(dim, dim_v) <= t.dim and size is not None and size <= arch.shared_memory:
+            break
+    else:
+        raise ValueError(f"no sm90 backward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
+    cluster = 2 if t.clustered else 1
+    clusters = arch.sms // cluster
+    kv_heads, key_tiles = problem.batch * problem.heads_k, ceil(problem.seq_k, cluster * t.keys)
+    tiles = problem.group * ceil(problem.seq_q, t.rows)  # of queries, for one head of K and V
+    for name, heads, n in (("k", problem.heads_k, key_tiles), ("q", problem.heads_q, tiles)):
+        if kv_heads * n >= 2**30:
+            raise ValueError(
+                f"{name} has batch {problem.batch} and {heads} heads: {kv_heads * n} tiles; less than 2**30 fit"
+            )
+    together, resident = _dealt_out(problem, kv_heads, key_tiles, tiles, clusters)
+    constants: tuple[tuple[str, int | bool], ...] = (
+        ("DIM", dim), ("DIM_V", dim_v), ("ROWS", t.rows), ("KEYS", t.keys), ("GROUPS", t.groups), ("CLUSTER", cluster),
+        ("STAGES", t.stages), ("DO_STAGES", t.do_stages), ("FINISHERS", finish.warps),
+        ("FINISH_FRAGMENTS", finish.fragments), ("FINISH_STAGES", finish.stages), ("SHARED_MEMORY", size),
+        *features(problem), ("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", True),
+    )  # fmt: skip
+    launches = (
+        Launch("attention_backward_prepare", kv_heads * tiles, 128),
+        Launch("attention_backward", cluster * min(kv_heads * key_tiles, clusters), 128 * (t.groups + 1), size),
+    )
+    workspace = (
+        Workspace("delta", "float32", (kv_heads * tiles, 2, t.rows)),  # and lse
+        Workspace("dq_sum", "float32", (resident * tiles, t.rows * dim)),
+        Workspace("counters", "uint32", (2 + kv_heads + kv_heads * tiles,)),
+    )
+    out_rows = t.keys if t.wide else 64  # of dK and dV that leave at once: all, or a warpgroup's own
+    maps = (
+        Box("q", t.rows), Box("k", t.keys), Box("v", t.keys), Box("dout", t.rows), Box("dk", out_rows),
+        Box("dv", out_rows),
+    )  # fmt: skip
+    return KernelPlan(
+        "sm90", arch.name, problem.dtype, True, "sm90/backward.cu", constants, launches, 16, workspace, t.spills, maps,
+        (("together", together), ("resident", resident)), problem.given,
+    )  # fmt: skip
+
+
+def _dealt_out(problem: AttentionProblem, kv_heads: int, key_tiles: int, tiles: int, clusters: int) -> tuple[int, int]:
+    """Heads of K and V whose key tiles are dealt out as one, and for how many there is room for sums of dQ."""
+    # A causal mask makes key tiles of different length: those of some heads are dealt out together, long ones first. Of one
+    # long head the first tile takes as long as all others do on all multiprocessors: at the end they would stand idle.
+    traffic = problem.group * problem.seq_q * (6 * problem.dim + 2 * problem.dim_v)
+    together, spare = 1, ceil(WAVES * clusters, key_tiles)
+    if problem.right is not None:
+        long = problem.seq_q > LONG
+        together = min(kv_heads, max(2, ceil(2 * CACHE, traffic)) if long else max(1, CACHE // traffic))
+    # The key tiles of a head add to dQ in order. Taken at once, each would wait for the one before: all but one stand idle
+    # for some steps. So they are taken some steps apart, and in between those of other heads.
+    elif problem.deterministic:
+        groups = ceil(kv_heads, ceil(APART * clusters, tiles))
+        together = ceil(kv_heads, groups)
+        spare = max(0, spare - together)  # a head is under work for as long as all of them
+    return together, min(kv_heads, 2 * together + spare)

@@ -1,0 +1,99 @@
+"""What a plan is: the kernels that answer a problem, as plain data. The families make it, the rest of the corridor reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from ..problem import ARRAYS, ITEMSIZE, AttentionProblem
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch of a plan, in order."""
+
+    name: str
+    grid: int
+    threads: int
+    shared_memory: int = 0
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Memory that a plan needs beyond inputs and outputs. `name` is a field of Params."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * (4 if self.dtype == "uint32" else ITEMSIZE[self.dtype])
+
+
+class Box(NamedTuple):
+    """What the copy engine moves at once of an array: `rows` rows of `heads` heads (and 64 columns)."""
+
+    array: str
+    rows: int
+    heads: int = 1
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    family: str
+    arch: str
+    dtype: str
+    backward: bool
+    source: str  # file under kernels_cu/
+    constants: tuple[tuple[str, int | bool | float], ...]
+    launches: tuple[Launch, ...]
+    alignment: int  # bytes that the inputs' pointers and rows must be multiples of
+    workspace: tuple[Workspace, ...] = ()
+    spills: int = 0  # bytes of registers per thread that the tile's row lets ptxas spill
+    maps: tuple[Box, ...] = ()  # how the copy engine moves arrays, in the order in which the kernels take their maps
+    scalars: tuple[tuple[str, int], ...] = ()  # fields of Params that this plan alone has, with their values
+    given: tuple[tuple[str, str], ...] = ()  # optional arrays of the problem, with their dtypes
+    passed_over: tuple[str, ...] = ()  # why faster families were not taken
+
+
+Tile = TypeVar("Tile")
+
+
+@dataclass(frozen=True)
+class Tiles(Generic[Tile]):
+    """The tiles of a family for one pass. A tile is a dataclass: the fields named in `tried`, then what limits its use."""
+
+    table: tuple[Tile, ...]  # in order of preference
+    tried: Mapping[str, tuple[int, ...]]  # what `tune` combines
+    possible: Callable[[Tile, AttentionProblem], bool]  # whether that can be; shared memory is the plan's
+
+    def tile(self, values: Sequence[int]) -> Tile:
+        """A tile without limits, from its fields in the order of `tried`."""
+        return type(self.table[0])(**dict(zip(self.tried, values)))
+
+    def rows(self, tuned: Sequence[int] | None, first: tuple[Tile, ...] = ()) -> tuple[Tile, ...]:
+        """What is tried in turn: the tile that was timed, where one was, then `first`, then the table."""
+        return (*([self.tile(tuned)] if tuned else ()), *first, *self.table)
+
+
+def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
+    """What is asked of the mask and the score, as constants: what is not asked compiles to nothing."""
+    return (
+        ("LEFT", problem.left is not None),
+        ("RIGHT", problem.right is not None),
+        *((rule.name.upper(), problem.has(rule.name)) for rule in ARRAYS),
+        ("NEGATIVE_SCALE", problem.scale < 0),
+    )
+
+
+def ceil(n: int, step: int) -> int:
+    """How many steps cover n."""
+    return -(-n // step)
+
+
+def pad(n: int, step: int) -> int:
+    """n as a multiple of step, and not 0."""
+    return max(1, ceil(n, step)) * step

@@ -1,0 +1,134 @@
+"""`struct Params`, what the host hands to every kernel by value: one list of fields makes its CUDA text and packs it.
+
+The pointers stand in front, so that a call packs them alone.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..problem import ARRAYS, AXES, AttentionProblem
+from .kernel_plan import KernelPlan
+
+# dtype: what q, k, v and dO are; what the tensor cores multiply; what out and the gradients are; what sums are kept in
+TYPES = {
+    "float16": ("half_t", "half_t", "half_t", "float"),
+    "bfloat16": ("bfloat16_t", "bfloat16_t", "bfloat16_t", "float"),
+    "float32": ("float", "float", "float", "float"),
+    "float64": ("double", "double", "double", "double"),
+}
+
+ROWED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")  # arrays with rows, (B, S, H, D); the rest is contiguous
+POINTERS = {  # of a pass; lse (in the forward) and dlse may be null
+    False: {"q": "const In", "k": "const In", "v": "const In", "out": "Out", "lse": "Accum"},
+    True: {
+        "q": "const In", "k": "const In", "v": "const In", "out": "const Out", "lse": "const Accum", "dout": "const In",
+        "dlse": "const Accum", "dq": "Out", "dk": "Out", "dv": "Out",
+    },
+}  # fmt: skip
+OPTIONAL = {  # by the dtype of an optional array; one with that of q is const In
+    "bool": "const unsigned char", "float32": "const float", "float64": "const double",
+}  # fmt: skip
+WORKSPACE = {"uint32": "unsigned", "float32": "float", "float64": "double"}
+
+
+def _factor(problem: AttentionProblem) -> float:
+    """What turns scores to powers of two. Never 0: -inf * 0 is NaN."""
+    return max(abs(problem.scale) * math.log2(math.e), 1e-300 if problem.lse_dtype == "float64" else 1e-30)
+
+
+SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
+    "scale": ("Accum", lambda p: abs(p.scale)),  # the sign is a constant
+    "factor": ("Accum", _factor),
+    "batch": ("int", lambda p: p.batch),
+    "heads_q": ("int", lambda p: p.heads_q),
+    "heads_k": ("int", lambda p: p.heads_k),
+    "seq_q": ("int", lambda p: p.seq_q),
+    "seq_k": ("int", lambda p: p.seq_k),
+    "dim": ("int", lambda p: p.dim),
+    "dim_v": ("int", lambda p: p.dim_v),
+    "diagonal": ("int", lambda p: p.diagonal),  # query i stands on key i + diagonal
+    "left": ("int", lambda p: p.left or 0),  # keys that it sees before and after that one, where there is a bound
+    "right": ("int", lambda p: p.right or 0),
+}
+STRIDES = {  # in elements; broadcast axes of an array over pairs have stride 0
+    "Strides": ("batch", "row", "head"),
+    "PairStrides": AXES,
+}
+_PACKED: dict[str, Any] = {
+    "int": "<i4", "float": "<f4", "double": "<f8",
+    **{name: np.dtype([(axis, "<i8") for axis in axes], align=True) for name, axes in STRIDES.items()},
+}  # fmt: skip
+
+
+class Field(NamedTuple):
+    name: str
+    type: str  # in CUDA
+    value: Any = 0
+
+
+def pointers(plan: KernelPlan) -> dict[str, str]:
+    """The pointers of a plan's Params, in its order, with the type that they point to."""
+    return {
+        **POINTERS[plan.backward],
+        **{rule.name: _optional(plan, rule.name, rule.dtypes[0]) for rule in ARRAYS},
+        **{space.name: WORKSPACE[space.dtype] for space in plan.workspace},
+    }
+
+
+def _optional(plan: KernelPlan, name: str, usual: str) -> str:
+    dtype = dict(plan.given).get(name, usual)
+    return "const In" if dtype in ("q", plan.dtype) else OPTIONAL[dtype]
+
+
+def _values(
+    plan: KernelPlan, problem: AttentionProblem | None = None, strides: Mapping[str, Sequence[int]] | None = None
+) -> list[Field]:
+    """The fields behind the pointers; without a problem, not their values."""
+    strides = strides or {}
+    rowed = [name for name in POINTERS[plan.backward] if name in ROWED]
+    return [
+        *(Field(f"{name}_strides", "Strides", tuple(strides.get(name, (0, 0, 0)))) for name in rowed),
+        *(Field(f"{rule.name}_strides", "PairStrides", tuple(strides.get(rule.name, (0, 0, 0, 0)))) for rule in ARRAYS),
+        *(Field(name, type, value(problem) if problem else 0) for name, (type, value) in SCALARS.items()),
+        *(Field(name, "int", value) for name, value in plan.scalars),
+    ]
+
+
+def text(plan: KernelPlan) -> str:
+    """Strides, PairStrides and Params as CUDA."""
+    lines = [f"struct {name} {{ long long {', '.join(axes)}; }};" for name, axes in STRIDES.items()]
+    lines += ["struct Params {", *(f"    {type}* {name};" for name, type in pointers(plan).items())]
+    return "\n".join([*lines, *(f"    {field.type} {field.name};" for field in _values(plan)), "};"]) + "\n"
+
+
+def layout(plan: KernelPlan) -> np.dtype[np.void]:
+    """The fields as a NumPy record, laid out as a C compiler does."""
+    accum = TYPES[plan.dtype][3]
+    fields = [(name, "<u8") for name in pointers(plan)]
+    fields += [(x.name, _PACKED[accum if x.type == "Accum" else x.type]) for x in _values(plan)]
+    return np.dtype(fields, align=True)
+
+
+class Packer:
+    """Packs the Params of a plan and a problem.
+
+    `strides` has, by the name of an array, its (batch, row, head), or (batch, head, query, key) of an optional one.
+    """
+
+    def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, Sequence[int]]) -> None:
+        self.slots = {name: index for index, name in enumerate(pointers(plan))}  # where each pointer stands
+        record = np.zeros((), layout(plan))
+        for field in _values(plan, problem, strides):
+            record[field.name] = field.value
+        self._pointers = struct.Struct(f"<{len(self.slots)}Q")
+        self._rest = record.tobytes()[self._pointers.size :]
+
+    def __call__(self, addresses: Sequence[int]) -> bytes:
+        """Params with these pointers, in the order of `slots`."""
+        return self._pointers.pack(*addresses) + self._rest

@@ -1,0 +1,88 @@
+"""What an adapter has: the functions that the rest of the package asks about the arrays of one library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ..problem import Gradients, View
+
+Arrays = dict[str, Any]  # of one call, by the name of the argument; inputs that are not given may be None
+
+
+class Passes(NamedTuple):
+    """One call's forward (arrays -> out, lse) and backward (with dout, out, lse and perhaps dlse -> gradients)."""
+
+    forward: Callable[[Arrays], tuple[Any, Any]]
+    backward: Callable[[Arrays], Gradients]
+
+
+Recorder = Callable[[Passes, Arrays], tuple[Any, Any]]
+
+
+class Library(Protocol):
+    """One array library: a plain module of functions."""
+
+    @property
+    def kind(self) -> str: ...  # "numpy", "cupy", "torch" or "jax"
+
+    def objection(self, cls: type) -> str | None:
+        """Why instances of this class of the library are no arrays for us; None where they are."""
+
+    def view(self, x: Any) -> View: ...
+
+    def recorder(self, arrays: Arrays) -> Recorder | None:
+        """What runs a call so that autograd follows it, where it is wanted for these arrays; else None."""
+
+    def check_target(self, name: str, x: Any) -> None:
+        """TypeError or ValueError where x, given as `name`, is not to be written to."""
+
+    def wrap(self, name: str, x: Any) -> Any:
+        """An array of another DLPack or CUDA array interface producer as one of this library, sharing memory."""
+
+
+class Adapter(Protocol):
+    """What the backends ask; a library's module is one, too, but for JAX on a GPU (see `jax_gpu`)."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def on_gpu(self, x: Any) -> bool:
+        """Whether x lives on a CUDA device."""
+
+    def view(self, x: Any) -> View: ...
+
+    def written(self, x: Any) -> None:
+        """Tell the library that the caller's array x has been written to."""
+
+
+class CpuAdapter(Adapter, Protocol):
+    """Arrays on the CPU. Memory is shared; bfloat16 is that of ml_dtypes."""
+
+    def to_numpy(self, x: Any) -> np.ndarray: ...
+
+    def from_numpy(self, a: np.ndarray) -> Any: ...
+
+
+class GpuAdapter(Adapter, Protocol):
+    """Arrays on a GPU. This is the hot path: each well under a microsecond."""
+
+    def signature(self, x: Any) -> tuple[Any, ...]:
+        """Hashable; arrays with equal signatures have views equal in all but the pointer."""
+
+    def pointer(self, x: Any) -> int:
+        """Address of the first element."""
+
+    def device(self, x: Any) -> int:
+        """CUDA ordinal."""
+
+    def stream(self, device: int) -> int:
+        """Raw handle of the library's current stream on that device."""
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
+        """Uninitialised, from the library's own allocator, ..."""
+
+    def finish(self, x: Any, device: int) -> Any:
+        """... and what the caller gets of it, once the kernels that write it are launched."""

@@ -1,0 +1,79 @@
+"""Whether results would be written over each other, over themselves or over an input. Looks at addresses, not at data."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from .problem import ITEMSIZE, View, target_name
+
+_EFFORT = 10_000  # steps of NumPy's search; what it cannot decide in so many is let through
+
+
+def check_targets(targets: dict[str, View], inputs: dict[str, View]) -> None:
+    """ValueError, naming the argument, where an element of a target has the address of another's or of an input's."""
+    others = dict(inputs)
+    for name, target in targets.items():
+        where = target_name(name)
+        if overlaps_itself(target):
+            raise ValueError(
+                f"{where} has shape {target.shape} and strides {target.strides}: elements share memory; it must be an "
+                "array of which each element has its own"
+            )
+        for other, view in others.items():
+            if overlap(target, view):
+                raise ValueError(f"{where} shares memory with {other}; it must have memory of its own")
+        others[where] = target
+
+
+def overlap(x: View, y: View) -> bool:
+    """Whether some element of x lies where one of y does."""
+    if 0 in x.shape or 0 in y.shape:
+        return False
+    (x_first, x_end), (y_first, y_end) = _extent(x), _extent(y)
+    return x_first < y_end and y_first < x_end and _share(_array(x), _array(y))
+
+
+def overlaps_itself(x: View) -> bool:
+    """Whether two elements of x lie in one place."""
+    if 0 in x.shape:
+        return False
+    span = 0  # of the axes with smaller strides
+    for stride, length in sorted((abs(s), n) for s, n in zip(x.strides, x.shape) if n > 1):
+        if stride <= span:
+            break
+        span += stride * (length - 1)
+    else:
+        return False
+    # Not laid out axis over axis. Two elements that differ first along an axis: one may be taken to stand at its start.
+    array = _array(x)
+    for axis, length in enumerate(x.shape):
+        if length > 1 and _share(array[1:], array[:1]):
+            return True
+        array = array[0, ...]  # never an element: that would be read
+    return False
+
+
+def _extent(x: View) -> tuple[int, int]:
+    """The first byte and the last but one."""
+    size = ITEMSIZE[x.dtype]
+    reach = [stride * (length - 1) * size for stride, length in zip(x.strides, x.shape)]
+    return x.ptr + sum(r for r in reach if r < 0), x.ptr + sum(r for r in reach if r > 0) + size
+
+
+def _array(x: View) -> np.ndarray:
+    """An array at x's address, which nobody may read: it can be on a GPU."""
+    size = ITEMSIZE[x.dtype]
+    described = {
+        "shape": x.shape, "strides": tuple(s * size for s in x.strides), "typestr": f"|V{size}", "data": (x.ptr, True),
+        "version": 3,
+    }  # fmt: skip
+    return np.asarray(SimpleNamespace(__array_interface__=described))
+
+
+def _share(x: np.ndarray, y: np.ndarray) -> bool:
+    try:
+        return np.shares_memory(x, y, max_work=_EFFORT)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return False

@@ -1,0 +1,121 @@
+// The walk: which tiles of the other side a tile visits, in which order, and whether their elements need tests. Loaders and
+// workers, forward and backward, ordered additions and completion counts all ask it. Today it is a band around the diagonal
+// (causal, window); a list of blocks would be another answer to the same questions.
+#pragma once
+#include "attention/head.cuh"
+
+// What a kernel may know of all walks when it is compiled.
+namespace walk {
+constexpr bool ALIKE = !config::LEFT && !config::RIGHT;  // every tile visits all tiles of the other side
+constexpr bool GROWING = config::RIGHT;                  // later tiles of queries visit more keys
+// Whether a query's keys have a first one, and a last one, but those of the sequence.
+constexpr bool BOUND_FIRST = config::LEFT, BOUND_LAST = config::RIGHT;
+// Where in a walk over keys, from the last to the first, tiles need tests (the very first one always may: it may hang over
+// the end).
+constexpr bool TESTS_FIRST = config::RIGHT, TESTS_LAST = config::LEFT, TESTS_ANY = config::KEY_MASK;
+}
+
+// The pairs (i, j) that positions leave: i + diagonal - left <= j <= i + diagonal + right.
+struct Band {
+    const Params& p;
+    Head head;
+
+    // Keys that any query of [q.begin, q.end) may see.
+    __device__ Range keys_of(Range q) const {
+        int keys = head.keys(p), diagonal = head.diagonal(p);
+        int begin = config::LEFT ? max(0, q.begin + diagonal - p.left) : 0;
+        int end = config::RIGHT ? min(keys, q.end + diagonal + p.right) : keys;
+        return {begin, max(begin, end)};
+    }
+
+    // Queries that may see any key of [k.begin, k.end).
+    __device__ Range queries_of(Range k) const {
+        int queries = head.queries(p), diagonal = head.diagonal(p);
+        int begin = config::RIGHT ? max(0, k.begin - diagonal - p.right) : 0;
+        int end = config::LEFT ? min(queries, k.end - diagonal + p.left) : queries;
+        return {begin, max(begin, end)};
+    }
+
+    __device__ bool contains(int i, int j) const {
+        int diagonal = head.diagonal(p);
+        return i < head.queries(p) && j < head.keys(p) && (!config::RIGHT || j <= i + diagonal + p.right) &&
+               (!config::LEFT || j >= i + diagonal - p.left);
+    }
+
+    // The keys that query i may see, and the queries that may see key j. Behind the ends there are none.
+    __device__ Range keys_of(int i) const {
+        Range keys = keys_of(Range{i, i + 1});
+        return {keys.begin, i < head.queries(p) ? keys.end : 0};
+    }
+    __device__ Range queries_of(int j) const {
+        Range queries = queries_of(Range{j, j + 1});
+        return {queries.begin, j < head.keys(p) ? queries.end : 0};
+    }
+
+    // Whether some pair of these may be hidden, so that elements must be tested. Queries behind the end matter to the
+    // backward alone, which sums over them: their Q is 0, but times an infinite K that is NaN.
+    __device__ bool tests_backward(Range q, Range k) const { return tests(q, k) || q.end > head.queries(p); }
+    __device__ bool tests(Range q, Range k) const {
+        int diagonal = head.diagonal(p);
+        return walk::TESTS_ANY || k.end > head.keys(p) || (config::RIGHT && k.end - 1 > q.begin + diagonal + p.right) ||
+               (config::LEFT && k.begin < q.end - 1 + diagonal - p.left);
+    }
+};
+
+// The tiles of SIZE that hold a range.
+template <int SIZE>
+__device__ Range covering(Range x) {
+    return {x.begin / SIZE, x.begin == x.end ? x.begin / SIZE : tiles_in(x.end, SIZE)};
+}
+
+// The tiles of SIZE keys that some queries visit, from the last to the first: with a causal mask those that need tests
+// come first. The same tiles add to dQ of these queries. A `step` is a place in the walk.
+template <int SIZE>
+struct KeyWalk {
+    Range tiles;
+
+    __device__ KeyWalk(Range tiles) : tiles(tiles) {}
+    __device__ KeyWalk(const Params& p, const Head& head, Range queries)
+        : tiles(covering<SIZE>(Band{p, head}.keys_of(queries))) {}
+
+    __device__ int count() const { return tiles.end - tiles.begin; }
+
+    __device__ int start() const { return tiles.end - 1; }
+    __device__ bool has(int step) const { return step >= tiles.begin; }
+    __device__ int next(int step) const { return step - 1; }
+    __device__ int after(int step) const { return step - tiles.begin; }  // how many steps come after
+    __device__ int tile(int step) const { return step; }
+
+    // Whether the elements of a step need tests for these queries; `more`: or those of so many keys behind them.
+    __device__ bool tests(const Params& p, const Head& head, Range queries, int step, int more = 0) const {
+        return Band{p, head}.tests(queries, {tile(step) * SIZE, (tile(step) + 1) * SIZE + more});
+    }
+
+    // The walk of a part of the queries: how many tiles of this one come before it, and after it.
+    __device__ int before(const KeyWalk& part) const { return tiles.end - part.tiles.end; }
+    __device__ int behind(const KeyWalk& part) const { return part.tiles.begin - tiles.begin; }
+
+    // Where tiles add in turn: how many of them come before this one. (See key_tile_in_turn.)
+    __device__ int rank(int tile) const { return config::RIGHT ? tiles.end - 1 - tile : tile - tiles.begin; }
+};
+
+// Where key tiles add to dQ in turn, the n-th to start. Under a causal mask those of the last keys start first: they begin
+// where the diagonal is, and none needs to wait.
+__device__ inline int key_tile_in_turn(int n, int tiles) { return config::RIGHT ? tiles - 1 - n : n; }
+
+// The tiles of SIZE queries that visit some keys, from the first to the last.
+template <int SIZE>
+struct QueryWalk {
+    Range tiles;
+
+    __device__ QueryWalk(Range tiles) : tiles(tiles) {}
+    __device__ QueryWalk(const Params& p, const Head& head, Range keys)
+        : tiles(covering<SIZE>(Band{p, head}.queries_of(keys))) {}
+
+    __device__ int count() const { return tiles.end - tiles.begin; }
+
+    __device__ int start() const { return tiles.begin; }
+    __device__ bool has(int step) const { return step < tiles.end; }
+    __device__ int next(int step) const { return step + 1; }
+    __device__ int tile(int step) const { return step; }
+};

@@ -1,0 +1,166 @@
+// The Hopper forward's tiles in shared memory, what a launch is made of, and the loading thread (the producer): the copy
+// engine (TMA) brings Q, K and V tiles as far ahead as the rings in shared memory reach.
+#pragma once
+#include "attention/pairs.cuh"
+#include "attention/schedule.cuh"
+#include "tile/ring.cuh"
+#include "tile/swizzled.cuh"
+
+using namespace config;
+
+constexpr int ROWS = 64 * GROUPS;
+constexpr int HEAD_ROWS = ROWS / PACK;  // where queries are few, heads that share K and V share a tile: rows of each
+constexpr int THREADS = 128 * (GROUPS + 1);
+constexpr int READERS = 4 * GROUPS;  // warps that read what is loaded
+
+// Whether the last O += P V of a tile is done under the first scores of the next: asks for registers and an early Q.
+constexpr bool RIDE = GROUPS == 2 && Q_STAGES > 1;
+
+// Whether, where tiles are alike and so their order is fixed, the next tile's Q is asked for in the middle of a tile: all
+// thread blocks change heads at once, and it would come late. (Beside three warpgroups the loading thread has no
+// registers for that.)
+constexpr bool EARLY = RIDE && walk::ALIKE;
+
+// Whether the loading thread tells the others all of a tile, so that they need no divisions between two tiles, or only
+// its number: beside three warpgroups it has no registers for more, and where tiles are alike there is nothing to gain.
+constexpr bool TELL = GROUPS == 2 && !walk::ALIKE;
+
+using QTile = SwizzledTile<ROWS, DIM>;
+using KTile = SwizzledTile<KEYS, DIM>;
+using VTile = SwizzledTile<KEYS, DIM_V>;
+using OTile = SwizzledTile<ROWS, DIM_V>;
+
+using TileSchedule = Schedule<HEAD_ROWS, PACK>;
+using TileWalk = KeyWalk<KEYS>;
+
+struct TensorMaps {
+    TensorMap q, k, v, out;
+    int map_out;  // 0 where `out` lies as no map can tell
+};
+
+// Shared memory, and one thread's place in its rings.
+struct Shared {
+    using QRing = Ring<Q_STAGES, READERS>;
+    using KVRing = Ring<STAGES, READERS>;
+
+    // Offsets.
+    static constexpr int K_TILES = Q_STAGES * QTile::BYTES;
+    static constexpr int V_TILES = K_TILES + STAGES * KTile::BYTES;
+    static constexpr int O_TILE = V_TILES + STAGES * VTile::BYTES;
+    static constexpr int Q_RING = O_TILE + (O_STAGED ? OTile::BYTES : 0);
+    static constexpr int K_RING = Q_RING + QRing::BYTES;
+    static constexpr int V_RING = K_RING + KVRing::BYTES;
+    static constexpr int NOTES = V_RING + KVRing::BYTES;
+    static constexpr int END = NOTES + 16 * Q_STAGES;
+    static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
+
+    unsigned base;
+    QRing q;
+    KVRing k, v;
+
+    __device__ Shared(unsigned base) : base(base), q(base + Q_RING), k(base + K_RING), v(base + V_RING) {}
+
+    __device__ QTile q_tile() const { return {base + q.stage * QTile::BYTES}; }
+    __device__ KTile k_tile() const { return {base + K_TILES + k.stage * KTile::BYTES}; }
+    __device__ VTile v_tile() const { return {base + V_TILES + v.stage * VTile::BYTES}; }
+    __device__ OTile o_tile() const { return {base + O_TILE}; }  // only where O_STAGED
+    __device__ unsigned note() const { return base + NOTES + 16 * q.stage; }  // what the slot of Q tells of its tile
+
+    // The loading thread tells of a tile, or that there are no more, and the others are told: a batch of -1.
+    __device__ void tell(const Tile& tile, int number) const {
+        if constexpr (TELL) {
+            store_shared(note(), tile.head.batch);
+            store_shared(note() + 4, tile.head.q);
+            store_shared(note() + 8, tile.head.k);
+            store_shared(note() + 12, tile.queries.begin);
+        } else {
+            store_shared(note(), number);
+        }
+    }
+    __device__ void tell_end() const { store_shared(note(), unsigned(-1)); }
+    __device__ bool told(const Params& p, Tile& tile, const TileSchedule& schedule) const {
+        if constexpr (TELL) {
+            uint4 x = load_shared_16(note());
+            Head head{__shfl_sync(~0u, int(x.x), 0), __shfl_sync(~0u, int(x.y), 0), __shfl_sync(~0u, int(x.z), 0)};
+            int row = __shfl_sync(~0u, int(x.w), 0);
+            if (head.batch == -1) return false;
+            tile = {head, {row, min(head.queries(p), row + HEAD_ROWS)}};
+        } else {
+            int number = __shfl_sync(~0u, int(load_shared(note())), 0);
+            if (number == -1) return false;
+            tile = schedule.tile(number);
+        }
+        return true;
+    }
+};
+
+// The loading thread. K is always a tile ahead of V, where RIDE over the end of a query tile too.
+__device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) {
+    TileSchedule schedule(p);
+    Tickets tickets{p.counters};
+    auto load_k = [&](const Tile& tile, int tile_k) {
+        s.k.wait_empty();
+        mbarrier_arrive_expect(s.k.full(), KTile::BYTES);
+        s.k_tile().load(maps.k, s.k.full(), tile_k * KEYS, tile.head.k, tile.head.batch);
+        s.k.advance();
+    };
+    auto load_v = [&](const Tile& tile, int tile_k) {
+        s.v.wait_empty();
+        mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
+        s.v_tile().load(maps.v, s.v.full(), tile_k * KEYS, tile.head.k, tile.head.batch);
+        s.v.advance();
+    };
+    auto load_q = [&](const Tile& tile, int number) {
+        s.q.wait_empty();
+        s.tell(tile, number);
+        mbarrier_arrive_expect(s.q.full(), QTile::BYTES);
+        s.q_tile().load(maps.q, s.q.full(), tile.queries.begin, tile.head.q, tile.head.batch);
+        s.q.advance();
+    };
+    int total = schedule.total(), number = blockIdx.x;
+    bool dynamic = p.counters != nullptr;  // tiles differ in length: each is asked for
+    Tile before, next;
+    bool early = false;    // Q of the next tile is asked for
+    int last_before = -1;  // key tile whose V is still to come, where RIDE
+    while (number < total) {
+        Tile tile = early ? next : schedule.tile(number);
+        TileWalk walk(p, tile.head, tile.queries);
+        int step = walk.start();
+        bool any = walk.has(step);
+        if (any) load_k(tile, walk.tile(step));
+        if (!early) load_q(tile, number);
+        early = false;
+        if (RIDE && last_before >= 0) load_v(before, last_before);
+        int ticket = number;
+        bool asked = !dynamic;
+        // Late, since blocks that had little to do so far should ask first; early enough for the answer to come.
+        auto ask = [&] {
+            if (!asked) ticket = tickets.take(number < gridDim.x);
+            asked = true;
+        };
+        for (; walk.after(step) > 0; step = walk.next(step)) {
+            load_k(tile, walk.tile(walk.next(step)));
+            bool near_end = walk.after(step) <= 2;
+            if (near_end) ask();
+            load_v(tile, walk.tile(step));
+            int after = number + gridDim.x;
+            if (EARLY && !dynamic && !early && near_end && after < total) {
+                next = schedule.tile(after);
+                load_q(next, after);
+                early = true;
+            }
+        }
+        ask();
+        if (RIDE)
+            before = tile, last_before = any ? walk.tile(step) : -1;
+        else if (any)
+            load_v(tile, walk.tile(step));
+        if (dynamic) tickets.settle(ticket, total - 1);
+        number = gridDim.x + ticket;
+    }
+    s.q.wait_empty();
+    s.tell_end();
+    mbarrier_arrive(s.q.full());
+    s.q.advance();
+    if (RIDE && last_before >= 0) load_v(before, last_before);
+}

@@ -1,0 +1,347 @@
+"""The corridor without a GPU: CuPy arrays at addresses that nobody reads, and kernels that write down what they are given."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+cupy = pytest.importorskip("cupy")
+
+from cupyflash import attention, attention_backward, explain
+from cupyflash.gpu import corridor, device, launch, params, programs, tensormap
+from cupyflash.gpu.device import Arch
+from cupyflash.interop import cupy_
+from cupyflash.problem import ITEMSIZE, View, contiguous
+
+STREAM = 77
+B, SQ, SK, HQ, HK, D = 2, 40, 50, 4, 2, 64
+
+
+class Gpu:
+    """A GPU that computes nothing: where memory was given out, what was launched, copied and filled."""
+
+    def __init__(self) -> None:
+        self.end = 1 << 40
+        self.launched: list[tuple[Any, np.void, int]] = []  # plan, Params, stream
+        self.copied: list[tuple[int, View, int, View]] = []  # from address, view, to address, view
+        self.filled: list[float] = []
+        self.copied_back: list[tuple[Any, Any]] = []
+        self.planned = 0
+
+    def array(self, shape: tuple[int, ...], dtype: Any = np.float16, offset: int = 0) -> Any:
+        size = max(1, int(np.prod(shape))) * np.dtype(dtype).itemsize + offset
+        start, self.end = self.end, self.end + -(-size // 512) * 512 + 512
+        memory = cupy.cuda.UnownedMemory(start, size, None, 0)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, offset))
+
+    def functions(self, plan: Any, ordinal: int) -> list[Any]:
+        self.planned += 1
+        layout = params.layout(plan)
+
+        def kernel(grid: Any, block: Any, arguments: Any, shared: int, stream: Any) -> None:
+            self.launched.append((plan, np.frombuffer(arguments[0].tobytes(), layout)[0], stream.ptr))
+
+        return [kernel, *[lambda *_: None] * (len(plan.launches) - 1)]
+
+    def copy_of(self, lib: Any, pointer: int, view: View, copy: View, device: int, stream: int) -> Any:
+        held = lib.empty((copy.strides[0] * copy.shape[0],), view.dtype, device)
+        self.copied.append((pointer, view, held.data.ptr, copy))
+        assert stream == STREAM
+        return held
+
+    def last(self) -> np.void:
+        return self.launched[-1][1]
+
+
+@pytest.fixture(params=["sm_90a", "sm_80"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    made = Gpu()
+    arch = Arch.of(request.param)
+    monkeypatch.setattr(corridor, "_prepared", {})
+    monkeypatch.setattr(corridor, "functions", made.functions)
+    monkeypatch.setattr(device, "current", lambda ordinal: arch)
+    monkeypatch.setattr(tensormap, "encode", lambda *_: bytes(128))
+    monkeypatch.setattr(launch.cupy.cuda.runtime, "getDevice", lambda: 0)
+    monkeypatch.setattr(launch, "copy_of", made.copy_of)
+    monkeypatch.setattr(launch, "fill", lambda lib, x, value, *_: made.filled.append(value))
+    monkeypatch.setattr(launch, "copy_into", lambda lib, target, source, *_: made.copied_back.append((target, source)))
+    monkeypatch.setattr(cupy_, "stream", lambda device: STREAM)
+    monkeypatch.setattr(cupy_, "empty", lambda shape, dtype, device: made.array(shape, cupy_._DTYPES[dtype]))
+    return made
+
+
+def inputs(gpu: Gpu, dtype: Any = np.float16) -> dict[str, Any]:
+    return {
+        "q": gpu.array((B, SQ, HQ, D), dtype), "k": gpu.array((B, SK, HK, D), dtype), "v": gpu.array((B, SK, HK, D), dtype),
+    }  # fmt: skip
+
+
+def for_backward(gpu: Gpu, dtype: Any = np.float16) -> dict[str, Any]:
+    rows = gpu.array((B, HQ, SQ), np.float32)
+    return inputs(gpu, dtype) | {
+        "dout": gpu.array((B, SQ, HQ, D), dtype), "out": gpu.array((B, SQ, HQ, D), dtype), "lse": rows,
+    }  # fmt: skip
+
+
+def strides(x: Any) -> tuple[int, int, int]:
+    """(batch, row, head) of a (B, S, H, D) array."""
+    b, s, h, _ = (n // x.itemsize for n in x.strides)
+    return b, s, h
+
+
+def test_forward(gpu: Gpu) -> None:
+    given = inputs(gpu)
+    out, lse = attention(**given, causal=True, return_lse=True)
+    (plan, p, stream), *_ = gpu.launched
+    assert plan.source.endswith("forward.cu") and stream == STREAM
+    for name, x in (given | {"out": out}).items():
+        assert p[name] == x.data.ptr and tuple(p[f"{name}_strides"]) == strides(x)
+    assert p["lse"] == lse.data.ptr and lse.dtype == np.float32 and lse.shape == (B, HQ, SQ)
+    assert out.shape == (B, SQ, HQ, D) and out.dtype == np.float16
+    assert (p["seq_q"], p["seq_k"], p["heads_k"], p["diagonal"], p["key_mask"]) == (SQ, SK, HK, SK - SQ, 0)
+    attention(**given)
+    assert gpu.last()["lse"] == 0
+    assert not gpu.copied and not gpu.filled
+
+
+def test_backward(gpu: Gpu) -> None:
+    given = for_backward(gpu)
+    grads = attention_backward(**given)
+    p = gpu.last()
+    for name, x in (given | grads._asdict()).items():
+        assert p[name] == x.data.ptr
+        assert name == "lse" or tuple(p[f"{name}_strides"]) == strides(x)
+    assert p["dlse"] == 0
+    assert [x.shape for x in grads] == [given[name].shape for name in "qkv"]
+    dlse = gpu.array((B, HQ, SQ), np.float32)
+    attention_backward(**given, dlse=dlse)
+    assert gpu.last()["dlse"] == dlse.data.ptr and gpu.planned == 2
+
+
+def test_the_second_call_prepares_nothing(gpu: Gpu) -> None:
+    for _ in range(3):
+        given = inputs(gpu)
+        attention(**given, window=(3, None))
+        assert gpu.last()["q"] == given["q"].data.ptr
+    assert gpu.planned == 1
+    attention(**given, window=(4, None))
+    assert gpu.planned == 2 and gpu.last()["left"] == 4
+
+
+def test_other_layouts(gpu: Gpu) -> None:
+    given = {name: x.transpose(0, 2, 1, 3) for name, x in inputs(gpu).items()}
+    out = attention(**given, layout="bhsd")
+    assert out.shape == (B, HQ, SQ, D)
+    p = gpu.last()
+    assert tuple(p["q_strides"]) == (SQ * HQ * D, HQ * D, D) and tuple(p["out_strides"]) == (HQ * SQ * D, D, SQ * D)
+    thin = {name: x[0, 0] for name, x in given.items()}
+    assert attention(**thin).shape == (SQ, D)
+    assert tuple(gpu.last()["q_strides"]) == (0, HQ * D, 0)
+
+
+def test_targets_are_part_of_what_is_prepared(gpu: Gpu) -> None:
+    """The same inputs, and results that lie in another way each time."""
+    given = inputs(gpu)
+    wide = gpu.array((B, SQ, HQ, 2 * D))
+    places = [None, wide[..., :D], wide[..., D:], gpu.array((B, HQ, SQ, D)).transpose(0, 2, 1, 3), None]
+    for place in places:
+        out = attention(**given, out=place)
+        assert place is None or out is place
+        assert gpu.last()["out"] == out.data.ptr and tuple(gpu.last()["out_strides"]) == strides(out)
+    given = for_backward(gpu)
+    attention_backward(**given)
+    grads = tuple(gpu.array((*x.shape[:2], 2 * x.shape[2], D))[:, :, ::2] for x in (given[name] for name in "qkv"))
+    assert all(x is y for x, y in zip(attention_backward(**given, grads=grads), grads))
+    for name, x in zip(("dq", "dk", "dv"), grads):
+        assert gpu.last()[name] == x.data.ptr and tuple(gpu.last()[f"{name}_strides"]) == strides(x)
+
+
+def test_misaligned_inputs_are_copied(gpu: Gpu) -> None:
+    given = inputs(gpu)
+    attention(**given)
+    odd = gpu.array((B, SK, HK, D), offset=8)
+    attention(**given | {"k": odd})
+    ((at, view, to, copy),) = gpu.copied
+    assert at == odd.data.ptr and view.shape == odd.shape and gpu.last()["k"] == to and to % 16 == 0
+    assert copy.strides == contiguous(odd.shape) and tuple(gpu.last()["k_strides"]) == strides(odd)
+    attention(**given)
+    assert len(gpu.copied) == 1 and gpu.last()["k"] == given["k"].data.ptr
+    narrow = {name: gpu.array((1, 8, 1, 24), np.float32, offset=4) for name in "qkv"}
+    attention(**narrow)  # simt reads float32 wherever it lies
+    assert len(gpu.copied) == 1 and gpu.last()["q"] == narrow["q"].data.ptr
+
+
+def test_what_no_kernel_reads_is_copied(gpu: Gpu) -> None:
+    given = for_backward(gpu)
+    mask = gpu.array((B, 2 * SK), np.bool_)[:, ::2]
+    strange = {
+        "v": gpu.array((B, SK, HK, 2 * D))[..., ::2], "dout": gpu.array((B, SQ, HQ, D + 1))[..., 1:],
+        "lse": gpu.array((B, SQ, HQ), np.float32).transpose(0, 2, 1), "key_mask": mask,
+    }  # fmt: skip
+    attention_backward(**given | strange)
+    copies = {at: (view, to, copy) for at, view, to, copy in gpu.copied}
+    p = gpu.last()
+    assert len(copies) == 4
+    for name, x in strange.items():
+        view, to, copy = copies[x.data.ptr]
+        assert p[name] == to and view.shape == x.shape and view.strides == tuple(s // x.itemsize for s in x.strides)
+        assert copy.strides[-1] == 1 and ITEMSIZE[copy.dtype] == x.itemsize
+    assert tuple(p["key_mask_strides"]) == (SK, 0, 0, 1)
+
+
+def test_key_mask_where_it_is(gpu: Gpu) -> None:
+    given = inputs(gpu)
+    wide = gpu.array((B, SK + 6), np.bool_)
+    attention(**given, key_mask=wide[:, 3:-3])
+    assert gpu.last()["key_mask"] == wide.data.ptr + 3 and tuple(gpu.last()["key_mask_strides"]) == (SK + 6, 0, 0, 1)
+    attention(**given, key_mask=wide[:1, :SK])  # one for all of the batch
+    assert tuple(gpu.last()["key_mask_strides"]) == (0, 0, 0, 1) and not gpu.copied
+    attention(**given, key_mask=wide[:, :1])  # one for all keys: a kernel reads rows
+    ((_, view, _, copy),) = gpu.copied
+    assert view.shape == (B, SK) and view.strides == (SK + 6, 0) and copy.strides == (SK, 1)
+    assert tuple(gpu.last()["key_mask_strides"]) == (SK, 0, 0, 1)
+
+
+def test_results_in_a_form_that_no_kernel_writes(gpu: Gpu) -> None:
+    out = gpu.array((B, SQ, HQ, 2 * D))[..., ::2]
+    assert attention(**inputs(gpu), out=out) is out
+    ((target, source),) = gpu.copied_back
+    assert target is out and gpu.last()["out"] == source.data.ptr and source.data.ptr != out.data.ptr
+
+
+def test_workspace_is_aligned(gpu: Gpu) -> None:
+    for deterministic in (False, True):
+        attention_backward(**for_backward(gpu), deterministic=deterministic)
+        plan, p, _ = gpu.launched[-1]
+        assert plan.workspace
+        spans = sorted((int(p[x.name]), x.nbytes) for x in plan.workspace if x.nbytes)
+        assert all(at % 256 == 0 for at, _ in spans)
+        assert all(at + size <= after for (at, size), (after, _) in itertools.pairwise(spans))
+        assert spans[-1][0] + spans[-1][1] <= gpu.end
+
+
+def test_targets_that_overlap_are_refused(gpu: Gpu) -> None:
+    """Also where the same shapes went through before: it is the addresses that decide."""
+    given = for_backward(gpu)
+    fine = tuple(gpu.array(given[name].shape) for name in "qkv")
+    for _ in range(2):
+        attention_backward(**given, grads=fine)
+    launches = len(gpu.launched)
+    with pytest.raises(ValueError, match="grads: dv shares memory with grads: dk"):
+        attention_backward(**given, grads=(fine[0], fine[1], fine[1]))
+    with pytest.raises(ValueError, match="grads: dk shares memory with v; it must have memory of its own"):
+        attention_backward(**given, grads=(fine[0], given["v"], fine[2]))
+    with pytest.raises(ValueError, match="out has shape .*: elements share memory"):
+        attention(
+            **{name: given[name] for name in "qkv"}, out=cupy.broadcast_to(gpu.array((1, 1, 1, D)), (B, SQ, HQ, D))
+        )
+    packed = gpu.array((B, SK, 2, HK, D))  # side by side is not over each other
+    attention_backward(**given, grads=(fine[0], packed[:, :, 0], packed[:, :, 1]))
+    assert len(gpu.launched) == launches + 1
+
+
+def test_where_there_is_nothing_to_compute(gpu: Gpu) -> None:
+    given = inputs(gpu) | {"k": gpu.array((B, 0, HK, D)), "v": gpu.array((B, 0, HK, D))}
+    attention(**given, return_lse=True)
+    assert gpu.filled == [0.0, -np.inf] and not gpu.launched
+    narrow = for_backward(gpu) | {
+        name: gpu.array((B, n, h, 0)) for name, n, h in (("v", SK, HK), ("dout", SQ, HQ), ("out", SQ, HQ))
+    }
+    attention_backward(**narrow)
+    assert gpu.filled[2:] == [0.0] * 3 and not gpu.launched
+    attention_backward(**narrow, dlse=gpu.array((B, HQ, SQ), np.float32))  # the loss depends on the scores all the same
+    assert len(gpu.launched) == 1 and len(gpu.filled) == 5
+
+
+def test_explain_tells_of_misaligned_inputs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(plan: Any) -> Any:
+        raise ImportError("none here")
+
+    monkeypatch.setattr(programs, "program", no_compiler)
+    given = inputs(gpu)
+    assert not explain(**given).copies
+    odd = explain(
+        **given | {"v": gpu.array((B, SK, HK, D), offset=2)}, key_mask=gpu.array((B, 2 * SK), np.bool_)[:, ::2]
+    )
+    assert odd.copies == (
+        "v, because it does not start at a 16-byte boundary", "key_mask, because its last dimension has stride 2, not 1",
+    )  # fmt: skip
+    assert odd.problem.has("key_mask") and "key mask" in str(odd)
+
+
+# ---- what the array libraries have to wait for ----------------------------------------------------------------------
+
+
+class Recorded:
+    """Streams and events that write down what is asked of them."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[Any, ...]] = []
+        self.come = threading.Event()
+        runtime = SimpleNamespace(
+            streamLegacy=1, eventRecord=lambda event, stream: self.said.append(("record", event, stream))
+        )
+        self.cupy = SimpleNamespace(
+            cuda=SimpleNamespace(
+                Event=lambda **_: SimpleNamespace(ptr=55, synchronize=self.come.wait),
+                Device=lambda _: contextlib.nullcontext(),
+                get_current_stream=lambda: self.stream,
+                runtime=runtime,
+            ),
+            asarray=lambda x: SimpleNamespace(device=contextlib.nullcontext(), owner=x),
+            from_dlpack=lambda x: x,
+        )
+        self.stream = SimpleNamespace(
+            ptr=9, wait_event=lambda event: self.said.append(("wait", event.ptr)), record=lambda event: event
+        )
+
+
+@pytest.mark.parametrize("producer", [None, 9, 5])
+def test_a_producers_stream_is_waited_for(producer: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Recorded()
+    monkeypatch.setattr(cupy_, "cupy", fake.cupy)
+    monkeypatch.setattr(cupy_, "get_current_stream", lambda: fake.stream)
+    foreign = SimpleNamespace(__cuda_array_interface__={"shape": (1,), "stream": producer})
+    array = cupy_.wrap("q", foreign)
+    assert "stream" not in array.owner.__cuda_array_interface__  # CuPy would have the host wait
+    assert array.owner.owner is foreign
+    assert fake.said == ([("record", 55, 5), ("wait", 55)] if producer == 5 else [])
+
+
+def test_jax_inputs_are_held_until_their_kernels_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax")
+    from cupyflash.interop import jax_gpu
+
+    class Array:
+        pass
+
+    fake = Recorded()
+    monkeypatch.setattr(jax_gpu, "cupy", fake.cupy)
+    monkeypatch.setattr(jax_gpu, "jax", SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=lambda x: x)))
+    taken = Array()
+    seen = weakref.ref(taken)
+    loan = jax_gpu.Loan()
+    loan.take(taken)
+    loan.finish(Array(), 0)
+    loan.finish(Array(), 0)  # the second result of the call
+    del taken, loan
+    time.sleep(0.1)
+    gc.collect()
+    assert seen() is not None, "an input was let go before the kernels that read it were done"
+    fake.come.set()
+    for _ in range(100):
+        gc.collect()
+        if seen() is None:
+            return
+        time.sleep(0.02)
+    raise AssertionError("an input is held for ever")

@@ -1,0 +1,99 @@
+"""The last step without a GPU: what kernels are launched with, by functions that write down what they are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+from kernel_cover import problem
+
+from cupyflash.gpu import launch, params, tensormap
+from cupyflash.gpu.device import Arch
+from cupyflash.gpu.plan import plan
+
+A100, H200 = Arch.of("sm_80"), Arch.of("sm_90a")
+SPACE = 1 << 40
+
+
+@pytest.fixture(autouse=True)
+def first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensormap, "encode", lambda *_: bytes(128))
+    monkeypatch.setattr(launch.cupy.cuda.runtime, "getDevice", lambda: 0)
+
+
+class Launched:
+    """A launcher of a problem, and what its kernels were called with."""
+
+    def __init__(self, arch: Arch, backward: bool, family: str | None = None, **fields: Any) -> None:
+        self.problem = problem("bfloat16", **fields)
+        self.plan = plan(self.problem, arch, backward, family)
+        self.calls: list[tuple[Any, ...]] = []
+        functions = [lambda *given, n=n: self.calls.append((n, *given)) for n, _ in enumerate(self.plan.launches)]
+        strides = {name: (640_000, 640, 64) for name in params.ROWED}
+        self.launcher = launch.Launcher(self.plan, functions, self.problem, strides, 0)
+
+    def __call__(self, **addresses: int) -> np.void:
+        """Launch; returns Params as the first kernel got them."""
+        pointers = [addresses.get(name, 0) for name in self.launcher.slots]
+        self.launcher(pointers, 77, SPACE)
+        return np.frombuffer(self.calls[-1][3][0].tobytes(), params.layout(self.plan))[0]
+
+
+def test_kernels_in_order_on_the_stream() -> None:
+    launched = Launched(A100, True)
+    launched(q=256)
+    assert [call[0] for call in launched.calls] == [0, 1, 2]
+    for (_, grid, block, arguments, shared, stream), asked in zip(launched.calls, launched.plan.launches):
+        assert (grid, block, shared, stream.ptr) == ((asked.grid,), (asked.threads,), asked.shared_memory, 77)
+        assert arguments is launched.calls[0][3]
+
+
+def test_pointers_by_name() -> None:
+    launched = Launched(A100, True)
+    addresses = {name: 4096 + 16 * i for i, name in enumerate(params.POINTERS[True])}
+    record = launched(**addresses)
+    assert {name: record[name] for name in addresses} == addresses and record["key_mask"] == 0
+    assert tuple(record["dq_strides"]) == (640_000, 640, 64)
+
+
+@pytest.mark.parametrize(
+    ("family", "backward", "deterministic"),
+    [("sm80", True, False), ("sm80", True, True), ("sm90", True, False), ("flash1", False, False)],
+)
+def test_workspace_is_aligned_and_apart(family: str, backward: bool, deterministic: bool) -> None:
+    launched = Launched(H200, backward, seq_q=999, seq_k=998, deterministic=deterministic, family=family)
+    record, end = launched(), SPACE
+    for space in launched.plan.workspace:
+        if space.nbytes:
+            assert record[space.name] % 256 == 0 and record[space.name] >= end
+            end = int(record[space.name]) + space.nbytes
+        else:
+            assert record[space.name] == 0  # null, not the address of something else
+    assert end - SPACE <= launched.launcher.workspace < end - SPACE + 256
+    if family == "sm80":
+        assert (record["counters"] != 0) == deterministic
+
+
+def test_packed_once_for_the_same_pointers() -> None:
+    launched = Launched(A100, False)
+    for at in (256, 256, 512):
+        launched(q=at)
+    first, again, other = (call[3] for call in launched.calls)
+    assert first is again and first is not other
+
+
+def test_the_copy_engine_gets_its_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the second parameter, in the order of the plan's boxes, for the arrays at the addresses of the call."""
+    encoded = []
+    monkeypatch.setattr(tensormap, "encode", lambda at, *rest: encoded.append((at, rest[-1])) or bytes(128))
+    launched = Launched(H200, True)
+    addresses = {name: 4096 + 16 * i for i, name in enumerate(params.POINTERS[True])}
+    launched(**addresses)
+    assert encoded == [(addresses[box.array], box) for box in launched.plan.maps]
+    _, maps = launched.calls[0][3]
+    assert maps.nbytes == 128 * len(launched.plan.maps) + 64
+    launched(**addresses | {"dq": 16 * 999})  # not read or written by the copy engine
+    assert len(encoded) == len(launched.plan.maps)

@@ -1,0 +1,40 @@
+"""Whether two arrays share memory, from addresses and strides alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from cupyflash.overlap import overlap, overlaps_itself
+from cupyflash.problem import View
+
+
+def addresses(x: View) -> list[int]:
+    """Of every element, in elements."""
+    return [x.ptr // 4 + sum(i * s for i, s in zip(index, x.strides)) for index in np.ndindex(*x.shape)]
+
+
+def random_view(rng: np.random.Generator) -> View:
+    rank = int(rng.integers(1, 4))
+    shape = tuple(int(n) for n in rng.integers(0 if rng.random() < 0.1 else 1, 5, rank))
+    strides = tuple(int(s) for s in rng.integers(-7, 12, rank))
+    return View(shape, strides, "float32", "cpu", "numpy", 4 * int(rng.integers(1000, 1020)))
+
+
+def test_against_all_addresses(rng: np.random.Generator) -> None:
+    views = [random_view(rng) for _ in range(400)]
+    said = {True: 0, False: 0}
+    for x in views:
+        assert overlaps_itself(x) == (len(set(addresses(x))) < len(addresses(x))), x
+        said[overlaps_itself(x)] += 1
+    for x, y in itertools.islice(itertools.combinations(views, 2), 3000):
+        assert overlap(x, y) == bool({*addresses(x)} & {*addresses(y)}), (x, y)
+        said[overlap(x, y)] += 1
+    assert min(said.values()) > 100
+
+
+def test_interleaved_arrays_do_not_overlap() -> None:
+    even = View((1000, 500), (1000, 2), "float32", "cpu", "numpy", 4096)
+    assert not overlap(even, even._replace(ptr=4100)) and overlap(even, even._replace(ptr=4104))
+    assert not overlaps_itself(even) and not overlaps_itself(View((3, 2), (2, 3), "float32", "cpu", "numpy", 4096))

@@ -1,0 +1,134 @@
+"""`struct Params`: which fields a kernel gets, and that what the host packs is what a compiler reads. No GPU needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kernel_cover import FEATURES, GIVEN, problem
+
+from cupyflash.gpu import params
+from cupyflash.gpu.device import Arch
+from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
+from cupyflash.problem import ARRAYS, AttentionProblem
+
+H200 = Arch.of("sm_90a")
+PLANS = [
+    pytest.param(family, dtype, backward, id=f"{family}-{dtype}-{'backward' if backward else 'forward'}")
+    for family, room in FAMILIES.items()
+    for dtype in ("float16", "float32", "float64")
+    for backward in (False, True)
+    if room.objection(problem(dtype), H200, backward) is None
+]
+everywhere = pytest.mark.parametrize(("family", "dtype", "backward"), PLANS)
+
+
+def asked(dtype: str) -> AttentionProblem:
+    """A problem with every number different."""
+    return problem(
+        dtype, 64, 96, batch=3, heads_q=10, heads_k=5, seq_q=700, seq_k=800, diagonal=-7, left=17, right=18, scale=-0.3,
+        given=GIVEN,
+    )  # fmt: skip
+
+
+def declared(kernel_plan: KernelPlan) -> list[tuple[str, str]]:
+    """(type, name) of each field, in order."""
+    body = params.text(kernel_plan).partition("struct Params {")[2].partition("};")[0]
+    return [(match[1], match[2]) for match in re.finditer(r"([\w ]+\*?) (\w+);", body.replace("\n    ", "\n").strip())]
+
+
+def test_the_fields_of_a_forward() -> None:
+    assert declared(plan(asked("float16"), H200, family="sm80")) == [
+        ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("Out*", "out"), ("Accum*", "lse"),
+        ("const unsigned char*", "key_mask"),
+        ("Strides", "q_strides"), ("Strides", "k_strides"), ("Strides", "v_strides"), ("Strides", "out_strides"),
+        ("PairStrides", "key_mask_strides"), ("Accum", "scale"), ("Accum", "factor"), ("int", "batch"),
+        ("int", "heads_q"), ("int", "heads_k"), ("int", "seq_q"), ("int", "seq_k"), ("int", "dim"), ("int", "dim_v"),
+        ("int", "diagonal"), ("int", "left"), ("int", "right"),
+    ]  # fmt: skip
+
+
+def test_the_fields_of_a_backward() -> None:
+    fields = declared(plan(asked("float16"), H200, True, "sm90"))
+    assert fields[:14] == [
+        ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("const Out*", "out"), ("const Accum*", "lse"),
+        ("const In*", "dout"), ("const Accum*", "dlse"), ("Out*", "dq"), ("Out*", "dk"), ("Out*", "dv"),
+        ("const unsigned char*", "key_mask"), ("float*", "delta"), ("float*", "dq_sum"), ("unsigned*", "counters"),
+    ]  # fmt: skip
+    strided = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+    assert [name for type, name in fields if type == "Strides"] == [f"{name}_strides" for name in strided]
+    assert fields[-2:] == [("int", "together"), ("int", "resident")]
+    assert ("double*", "delta") in declared(plan(asked("float64"), H200, True))
+
+
+def test_a_source_does_not_depend_on_what_is_not_asked() -> None:
+    """Every optional array has its pointer and strides, given or not."""
+    texts = {params.text(plan(problem("float16", **fields), H200, family="simt")) for fields in FEATURES.values()}
+    assert len(texts) == 1
+    for rule in ARRAYS:
+        assert f" {rule.name};" in next(iter(texts)) and f"PairStrides {rule.name}_strides;" in next(iter(texts))
+
+
+@everywhere
+def test_values_stand_where_they_belong(family: str, dtype: str, backward: bool) -> None:
+    """Read back through the record, whose fields the next test compares with a compiler's."""
+    state = asked(dtype)
+    kernel_plan = plan(state, H200, backward, family)
+    rowed = [name for name in params.POINTERS[backward] if name in params.ROWED]
+    strides = {name: (100 * i + 1, 100 * i + 2, 100 * i + 3) for i, name in enumerate(rowed)}
+    strides |= {rule.name: (7, 0, 0, 1) for rule in ARRAYS}
+    packer = params.Packer(kernel_plan, state, strides)
+    addresses = [2**48 + 256 * i for i in range(len(packer.slots))]
+    record = np.frombuffer(packer(addresses), params.layout(kernel_plan))[0]
+    assert {name: record[name] for name in packer.slots} == dict(zip(packer.slots, addresses))
+    for name in rowed:
+        assert [record[f"{name}_strides"][axis] for axis in ("batch", "row", "head")] == list(strides[name])
+    for axis, stride in (("batch", 7), ("head", 0), ("query", 0), ("key", 1)):
+        assert record["key_mask_strides"][axis] == stride
+    for name in ("batch", "heads_q", "heads_k", "seq_q", "seq_k", "dim", "dim_v", "diagonal", "left", "right"):
+        assert record[name] == getattr(state, name), name
+    assert record["scale"] == pytest.approx(0.3) and record["factor"] == pytest.approx(0.3 * math.log2(math.e))
+    for name, value in kernel_plan.scalars:
+        assert record[name] == value
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("float16", 1e-30), ("float32", 1e-30), ("float64", 1e-300)])
+def test_the_factor_is_never_0(dtype: str, least: float) -> None:
+    state = problem(dtype, scale=0.0)
+    kernel_plan = plan(state, H200)
+    packer = params.Packer(kernel_plan, state, {})
+    record = np.frombuffer(packer([0] * len(packer.slots)), params.layout(kernel_plan))[0]
+    assert record["scale"] == 0 and record["factor"] == pytest.approx(least)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to be compared with")
+def test_a_compiler_lays_it_out_alike(tmp_path: Path) -> None:
+    """Size and the offset of every field, for every family, pass and type of sums, with a scalar more or less."""
+    checks = []
+    for number, (case, more) in enumerate(itertools.product(PLANS, ((), (("odd", 1),)))):
+        family, dtype, backward = case.values
+        kernel_plan = plan(asked(dtype), H200, backward, family)  # type: ignore[arg-type]
+        kernel_plan = dataclasses.replace(kernel_plan, scalars=(*kernel_plan.scalars, *more))
+        record = params.layout(kernel_plan)
+        types = zip(("In", "Product", "Out", "Accum"), params.TYPES[kernel_plan.dtype])
+        offsets = [(f"offsetof(Params, {name})", record.fields[name][1]) for name in record.names]  # type: ignore[index]
+        offsets += [("sizeof(Params)", record.itemsize), ("offsetof(PairStrides, key)", 24), ("sizeof(Strides)", 24)]
+        checks += [
+            f"namespace plan_{number} {{", *(f"using {name} = {type};" for name, type in types), params.text(kernel_plan),
+            *(f'static_assert({what} == {value}, "{family} {dtype} {what}");' for what, value in offsets), "}",
+        ]  # fmt: skip
+    assert sum(line.startswith("static_assert(offsetof(Params") for line in checks) > 20 * len(PLANS)
+    file = tmp_path / "params.cpp"
+    half = "struct half_t { unsigned short bits; };\nstruct bfloat16_t { unsigned short bits; };\n"
+    file.write_text("#include <cstddef>\n" + half + "\n".join(checks))
+    done = subprocess.run(
+        ["g++", "-std=c++17", "-fsyntax-only", str(file)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[:2000]
