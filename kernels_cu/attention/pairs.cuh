@@ -39,13 +39,14 @@ struct Pairs {
     // What it is multiplied by to be in natural units, those of lse.
     __device__ Accum unit() const { return p.scale; }
 
-    // The score of a pair from its product s of Q and K. (The maximum of s must be that of scale * s.)
+    // The score of a pair from its product s of Q and K. (Softmaxes take the largest score, so `unit` is not negative.) Asked
+    // beyond the last query, key and head too: what is read from an array for it must be in bounds.
     template <class T>
     __device__ T score(T s, Pair) const {
         return config::NEGATIVE_SCALE ? -s : s;
     }
 
-    // Its derivative with respect to s, which multiplies dS in the backward.
+    // The derivative of unit * score with respect to |scale| * s, which multiplies dS in the backward.
     template <class T>
     __device__ T slope(T /*s*/, Pair) const {
         return config::NEGATIVE_SCALE ? T(-1) : T(1);
