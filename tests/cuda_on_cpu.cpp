@@ -33,6 +33,12 @@ void fail(const char* format, ...) {
     _longjmp(failure, 1);
 }
 
+static unsigned random_state;
+unsigned random_below(unsigned n) {
+    random_state = 1664525 * random_state + 1013904223;
+    return (random_state >> 16) % n;
+}
+
 void leave() {
     if (!_setjmp(me->state)) _longjmp(scheduler, 1);
 }
@@ -141,18 +147,20 @@ const char* launch(Work given, const Launch& how) {
     kernel = given, now = how;
     gridDim.x = now.grid;
     late.clear();
+    random_state = 1;
     me = nullptr;
     Signals signals;
     if (_setjmp(failure)) return message;
     if (now.grid % now.cluster) fail("a grid of %u blocks in clusters of %u", now.grid, now.cluster);
-    unsigned warps = now.threads / 32, next = 0, random = 1;
+    unsigned warps = now.threads / 32, next = 0;
     unsigned count = std::max(now.cluster, std::min(now.in_flight, now.grid) / now.cluster * now.cluster);
     blocks.clear();
     blocks.resize(count);
     while (memories.size() < count) memories.push_back(mapped(MEMORY)), stacks.push_back(mapped(1024 * STACK));
     for (unsigned b = 0; b < count; b++) blocks[b].memory = memories[b];
+    bool pauses = false;  // in the second order: so that no block, and no warp, stays ahead
     for (int stale = 0; stale < 100;) {
-        bool alive = false, progress = false, spinning = false, paused = false;
+        bool alive = false, progress = false, spinning = false;
         for (unsigned c = 0; c < count; c += now.cluster) {  // clusters that are done make room
             unsigned left = 0;
             for (unsigned b = c; b < c + now.cluster; b++) left += blocks[b].left;
@@ -163,17 +171,19 @@ const char* launch(Work given, const Launch& how) {
         }
         for (unsigned b = 0; b < count; b++) {
             alive |= blocks[b].fibers != nullptr;
-            if (now.last_first && (random = 1664525 * random + 1013904223) >> 31) {  // so that no block stays ahead
-                paused = true;
-                continue;
-            }
+            if (pauses && random_below(2)) continue;
             for (unsigned w = 0; w < warps && blocks[b].left; w++)
-                progress |= run_warp(blocks[b], now.last_first ? warps - 1 - w : w, stacks[b], spinning);
+                if (!pauses || random_below(4))
+                    progress |= run_warp(blocks[b], now.last_first ? warps - 1 - w : w, stacks[b], spinning);
         }
         if (!alive) return nullptr;
-        if (progress || paused) {
-            stale = progress ? 0 : stale;
+        if (progress) {
+            stale = 0;
+            pauses = now.last_first;
+        } else if (pauses) {
+            pauses = false;
         } else if (!late.empty()) {  // in whatever order
+            std::swap(late[random_below(late.size())], late.back());
             Work work = std::move(late.back());
             late.pop_back();
             work();

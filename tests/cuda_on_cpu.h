@@ -1,7 +1,8 @@
-// Just enough of CUDA to run kernels as C++ on the CPU. Threads are fibers that take turns, in one order or its reverse,
-// each until it must wait for others; the blocks in flight take turns as well. What the hardware does in the background
-// happens at once in one order, and in the other as late as the kernel allows: a forgotten barrier or wait shows in one
-// of the two. Shared memory is NaN before each block, so that what is read before it is written shows too.
+// Just enough of CUDA to run kernels as C++ on the CPU. Threads are fibers that take turns, each until it must wait for
+// others; so do warps, and the blocks in flight. In one order the first come first, and what the hardware does in the
+// background happens at once. In the other the last come first, warps and blocks pause (at random, but always alike), and
+// the hardware takes until it is waited for, or not: a forgotten barrier or wait shows in one of the two. Shared memory is
+// NaN before each block, so that what is read before it is written shows too.
 #pragma once
 #include <cmath>
 #include <csetjmp>
@@ -54,14 +55,14 @@ struct Warp {
     const char* at = nullptr;
     void* given[32];
     Background products;
-    bool fenced = false;                      // since the last group of them
+    bool fenced = false;                    // since the last group of them
     std::map<const float*, int> under_way;  // of products, by lane 0's sum
 };
 
 struct Block;
 
-// What threads store in shared memory, the copy engine and the tensor cores may read after a fence: of the thread that stored
-// it, or of the one that asks for the reading.
+// What threads store in shared memory, the copy engine and the tensor cores may read after a fence: of the thread that
+// stored it, or of the one that asks for the reading.
 struct Stored {
     unsigned long long when = 0;  // 0: nothing that was not fenced
     unsigned by = 0;
@@ -84,16 +85,17 @@ struct Fiber {
     Background copies, stores;
     unsigned long long fence;      // when it last made shared memory known to the copy engine and the tensor cores
     std::vector<unsigned> stored;  // what it has stored there since, in 16 bytes
-    std::vector<Read> reads;  // of shared memory, by what `stores` has
+    std::vector<Read> reads;       // of shared memory, by what `stores` has
 };
 
 struct Block {
     unsigned number = 0, rank = 0, left = 0;  // left: threads that are not done
-    Block* cluster = nullptr;             // its first block
-    char* memory = nullptr;               // shared memory; an address is an offset into it
+    Block* cluster = nullptr;                 // its first block
+    char* memory = nullptr;                   // shared memory; an address is an offset into it
     Barrier barriers[16], whole_cluster;
     Warp warps[32];
-    std::vector<Stored> stored;   // by 16 bytes of shared memory
+    std::vector<Stored> stored;  // by 16 bytes of shared memory
+    std::vector<bool> landing;   // by 4 bytes: a copy that nobody waited for yet will be written there
     std::unique_ptr<Fiber[]> fibers;
 };
 
@@ -125,9 +127,10 @@ inline void Background::add(Work work) {
         work();
 }
 
-// Something that happens in the background by itself.
+// Something that happens in the background by itself, sooner or later.
+unsigned random_below(unsigned n);
 inline void in_background(Work work) {
-    if (now.last_first)
+    if (now.last_first && random_below(2))
         late.push_back(std::move(work));
     else
         work();
@@ -161,7 +164,8 @@ inline Warp& my_warp() { return me->block->warps[me->thread / 32]; }
 template <class X, class F>
 void together(const char* at, X& mine, F work) {
     Warp& warp = my_warp();
-    if (warp.arrived && warp.at != at && strcmp(warp.at, at)) fail("is at %s, other lanes of the warp at %s", at, warp.at);
+    if (warp.arrived && warp.at != at && strcmp(warp.at, at))
+        fail("is at %s, other lanes of the warp at %s", at, warp.at);
     warp.at = at;
     warp.given[threadIdx.x % 32] = &mine;
     if (++warp.arrived < 32) {
@@ -180,7 +184,7 @@ inline bool meet(Barrier& barrier, unsigned threads, const char* at, bool yes = 
     barrier.all &= yes;
     if (++barrier.arrived < threads) {
         unsigned generation = barrier.generation;
-        wait_until(at, [&] { return barrier.generation != generation; }, threads, barrier.arrived);
+        wait_until(at, [&] { return barrier.generation != generation; }, threads);
     } else {
         barrier.result = barrier.all, barrier.all = true;
         barrier.arrived = 0, barrier.generation++;
@@ -193,12 +197,19 @@ inline char* at(const Block& block, unsigned address, unsigned bytes, unsigned a
     bool asked = address >= now.shared_start && address + bytes <= now.shared_start + now.shared_bytes;
     bool fixed = address >= FIXED && address + bytes <= MEMORY;
     if (!asked && !fixed)
-        fail("%u bytes at %d of shared memory, of which the launch asked for %u", bytes, int(address - now.shared_start),
-             now.shared_bytes);
+        fail("%u bytes at %d of shared memory, of which the launch asked for %u", bytes,
+             int(address - now.shared_start), now.shared_bytes);
     if (address % alignment) fail("address %u of shared memory is no multiple of %u", address, alignment);
     return block.memory + address;
 }
-inline char* at(unsigned address, unsigned bytes) { return at(*me->block, address, bytes, bytes); }
+
+// The same for threads that load or store.
+inline char* at(unsigned address, unsigned bytes) {
+    auto& landing = me->block->landing;
+    for (unsigned n = address / 4; n < (address + bytes + 3) / 4 && n < landing.size(); n++)
+        if (landing[n]) fail("is at %u of shared memory, where a copy may land at any time", 4 * n);
+    return at(*me->block, address, bytes, bytes);
+}
 
 constexpr unsigned ANOTHER_BLOCK = ~0u;
 extern unsigned long long stores;  // and fences, counted: a clock
@@ -290,8 +301,9 @@ static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 
 #define ON_CPU_TEXT_(x) #x
 #define ON_CPU_TEXT(x) ON_CPU_TEXT_(x)
-#define __syncthreads() \
-    on_cpu::meet(on_cpu::me->block->barriers[0], on_cpu::now.threads, "__syncthreads of " __FILE__ ":" ON_CPU_TEXT(__LINE__))
+#define __syncthreads()                                               \
+    on_cpu::meet(on_cpu::me->block->barriers[0], on_cpu::now.threads, \
+                 "__syncthreads of " __FILE__ ":" ON_CPU_TEXT(__LINE__))
 #define __syncwarp() on_cpu::sync_warp("__syncwarp of " __FILE__ ":" ON_CPU_TEXT(__LINE__))
 
 namespace on_cpu {

@@ -1,42 +1,23 @@
-"""CUDA kernels without a GPU: their source compiled as C++, the instructions of kernels_cu/ptx replaced by the twins in
-ptx_on_cpu/, the threads of a block run as fibers (cuda_on_cpu.h).
-"""
+"""One attention problem on kernels that run without a GPU (cuda_on_cpu.py), judged against the reference."""
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import functools
-import hashlib
-import re
-import shutil
 import struct
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from reference import DTYPES, assert_as_good, standard, standard_in_own_precision, state
+from cuda_on_cpu import Launch, as_cpp, compile_all, launch
+from reference import assert_as_good, standard, standard_in_own_precision, state
 from semantics import draw_inputs
 
-from cupyflash.gpu import params
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import Box, KernelPlan
+from cupyflash.gpu.params import Packer
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
 from cupyflash.problem import AttentionProblem
-
-needs_compiler = pytest.mark.skipif(
-    sys.platform != "linux" or shutil.which("g++") is None,
-    reason="needs Linux and g++ to compile the kernels for the CPU",
-)
-
-TESTS = Path(__file__).parent
-FOLDER = Path(tempfile.mkdtemp(prefix="kernels-on-cpu-"))
-atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 
 def check(
@@ -48,68 +29,73 @@ def check(
     options: dict[str, Any],
     unit: float = 1.0,
 ) -> None:
-    """One problem forward and backward, in both orders (cuda_on_cpu.h); every result must be as good as the reference.
+    """Forward and backward, in both orders (cuda_on_cpu.h); every result must be as good as the reference.
 
-    To the bit the same in both, too, but for dq where that is not asked for. `rows_aligned`: whether rows of results start
-    at multiples of 16 bytes.
+    To the bit the same in both, too, but for dq where that is not asked for. `shapes` are those of `draw_inputs`,
+    `options` those of a problem; "rows_aligned": whether rows of results start at multiples of 16 bytes; "tiles": those
+    of the forward and of the backward, in place of what the plan would choose.
     """
-    options = dict(options)
-    deterministic, rows_aligned = options.pop("deterministic", False), options.pop("rows_aligned", True)
+    options = {"rows_aligned": True, "tiles": (None, None), "deterministic": False} | options
+    rows_aligned, tiles, deterministic = options.pop("rows_aligned"), options.pop("tiles"), options["deterministic"]
     q, k, v, dout, key_mask, dlse = draw_inputs(rng, dtype, **shapes)
     if key_mask is not None:
         key_mask[0] = False  # queries that see no key
         plain = family in ("simt", "flash1")  # tensor cores multiply what is hidden by 0
         k[~key_mask], v[~key_mask] = (np.nan, np.inf) if plain else (100, 100)  # what is hidden must not matter
-    problem = state(q, k, v, key_mask, deterministic=deterministic, **options)
+    problem = state(q, k, v, key_mask, **options)
     exact = standard(problem, q, k, v, key_mask, dout, dlse)
     own = standard_in_own_precision(problem, q, k, v, key_mask, dout, dlse)
 
-    plans = {backward: plan(problem, arch, backward, family) for backward in (False, True)}
-    libraries = compile_all([plans[False], plans[True]])
-    inputs = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, "key_mask": key_mask}
-    spaces = {b: {x.name: Guarded(x.shape, x.dtype) for x in plans[b].workspace if x.nbytes} for b in plans}
-    before: dict[str, bytes] = {}  # the second time, the workspace is as it was left
+    plans = [plan(problem, arch, b, family, tiles[b] and {family: tiles[b]}) for b in (False, True)]
+    libraries = compile_all(*[as_cpp(generate(x), [y.name for y in x.launches]) for x in plans])
+    # The second time, the workspace is as the first has left it.
+    spaces = [{x.name: Guarded(x.shape, x.dtype) for x in kernels.workspace if x.nbytes} for kernels in plans]
+    before: dict[str, bytes] = {}
     for last_first in (False, True):
-        arrays = {name: Guarded(x.shape, x.dtype, x) for name, x in inputs.items() if x is not None}
-        results = {name: Guarded(getattr(exact, name).shape, q.dtype, None, rows_aligned) for name in ("out", "dq", "dk", "dv")}
+        given = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, "key_mask": key_mask}
+        inputs = {name: Guarded(x.shape, x.dtype, x) for name, x in given.items() if x is not None}
+        shapes_out = {name: getattr(exact, name).shape for name in ("out", "dq", "dk", "dv")}
+        results = {name: Guarded(shape, q.dtype, None, rows_aligned) for name, shape in shapes_out.items()}
         results["lse"] = Guarded(exact.lse.shape, problem.lse_dtype)
-        run(libraries[0], plans[False], problem, arrays | results | spaces[False], last_first, arch.sms)
-        for name in ("out", "lse"):  # inputs of the backward
-            arrays[name] = Guarded(results[name].array.shape, results[name].array.dtype, results[name].array)
-        run(libraries[1], plans[True], problem, results | arrays | spaces[True], last_first, arch.sms)
+        run(libraries[0], plans[0], problem, results | inputs | spaces[0], last_first, arch.sms)
+        for name in ("out", "lse"):  # of the backward they are inputs
+            inputs[name] = Guarded(results[name].array.shape, results[name].array.dtype, results[name].array)
+        run(libraries[1], plans[1], problem, results | inputs | spaces[1], last_first, arch.sms)
         for name in exact._fields:
             assert_as_good(results[name].array, getattr(exact, name), getattr(own, name), name, unit)
-        for name, array in (results | spaces[True]).items():
+        for name, x in (results | spaces[1]).items():
             if name != "counters" and (deterministic or name not in ("dq", "dq_sum")):
-                bits = array.array.tobytes()
+                bits = x.array.tobytes()
                 assert before.setdefault(name, bits) == bits, f"{name} depends on the order"
 
 
 class Guarded:
-    """An array amid memory that nobody may read or write, where rows of 16-bit numbers start at multiples of 16 bytes.
+    """An array amid memory that nobody may read or write. An input has `values`, which nobody may write either.
 
-    It holds `values`, or NaN. What follows a row up to the next such multiple is zeros, as the corridor pads it.
+    `rows_aligned`: rows of 16-bit numbers start at multiples of 16 bytes, and what follows the values of one up to the
+    next such multiple is zeros, as the corridor pads it.
     """
 
-    AROUND = 512
+    AROUND = 1 << 20  # bytes
 
     def __init__(
         self, shape: tuple[int, ...], dtype: Any, values: np.ndarray | None = None, rows_aligned: bool = True
     ) -> None:
-        dtype = np.dtype(dtype)
-        rows = len(shape) == 4 and dtype.itemsize == 2 and rows_aligned
-        padded = (*shape[:-1], -(-shape[-1] // 8) * 8 + 8) if rows else shape
-        size = int(np.prod(padded)) * dtype.itemsize
-        memory = np.full(size + 2 * self.AROUND + 64, 0xFF, np.uint8)
-        start = self.AROUND + -(memory.ctypes.data + self.AROUND) % 64
-        whole = memory[start : start + size].view(dtype).reshape(padded)
-        self.array = whole[..., : shape[-1]] if rows else whole
+        self._dtype, self._around, self._columns = np.dtype(dtype), shape, shape[-1]
+        if len(shape) == 4 and self._dtype.itemsize == 2 and rows_aligned:
+            self._around = (*shape[:-1], -(-shape[-1] // 8) * 8 + 8)
+        self._size = int(np.prod(self._around)) * self._dtype.itemsize
+        self._memory = np.full(self._size + 2 * self.AROUND, 0xFF, np.uint8)  # NaN, in every format
+        self._start = self.AROUND - self._memory.ctypes.data % 64
+        self.array = self._in(self._memory)[..., : self._columns]
+        self._is_input = values is not None
         if values is not None:
-            if rows:
-                whole[..., : -(-shape[-1] // 8) * 8] = 0
+            self._in(self._memory)[..., : -(-self._columns // 8) * 8] = 0
             self.array[...] = values
-        self._memory, self._start, self._size, self._whole, self._read = memory, start, size, whole, values is not None
-        self._copy = memory.copy() if values is not None else None
+        self._before = self._memory.copy()
+
+    def _in(self, memory: np.ndarray) -> np.ndarray:
+        return memory[self._start : self._start + self._size].view(self._dtype).reshape(self._around)
 
     @property
     def pointer(self) -> int:
@@ -117,116 +103,45 @@ class Guarded:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """In elements, as `params.Packer` takes them."""
-        strides = tuple(s // self.array.itemsize for s in self.array.strides)
-        return (strides[0], 0, 0, strides[1]) if len(strides) == 2 else strides[:3]  # (batch, key), or (batch, row, head)
+        """In elements, as `Packer` takes them: (batch, row, head), or those of key_mask, (batch, head, query, key)."""
+        strides = tuple(s // self._dtype.itemsize for s in self.array.strides)
+        return (strides[0], 0, 0, strides[1]) if len(strides) == 2 else strides[:3]
 
     def check(self, name: str) -> None:
-        """Nothing around it may be written, and nothing of an input."""
-        if self._copy is not None:
-            assert np.array_equal(self._memory, self._copy), f"{name} was written"
-        around = np.concatenate([self._memory[: self._start], self._memory[self._start + self._size :]])
-        assert (around == 0xFF).all(), f"memory around {name} was written"
-        gap = self._whole[..., self.array.shape[-1] :] if self._copy is None else self._whole[:0]
-        assert np.isnan(gap.astype(np.float32)).all(), f"memory between the rows of {name} was written"
-
-
-def source_for_cpu(kernel_plan: KernelPlan) -> str:
-    """The plan's CUDA source as C++: a twin in the place of each file of ptx, shared memory of the block that runs."""
-    lines, skipping, twins = [], False, set()
-    for line in generate(kernel_plan).splitlines():
-        mark = re.match(r'#line \d+ "(.*)"', line)
-        if mark:
-            twin = TESTS / "ptx_on_cpu" / mark[1].removeprefix("ptx/").replace(".cuh", ".h")
-            skipping = mark[1].startswith("ptx/")
-            if skipping and twin not in twins:
-                assert twin.exists(), f"{mark[1]} has no twin in tests/ptx_on_cpu"
-                twins.add(twin)
-                lines.append(f'#include "{twin}"')
-        if not skipping:
-            lines.append(line)
-    source = "\n".join(lines) + "\n"
-    source = re.sub(r"extern __shared__ .*?(\w+)\[\];", r"static char*& \1 = on_cpu::dynamic_shared;", source)
-    count = iter(range(1000))
-    source = re.sub(
-        r"__shared__ (?:alignas\(\d+\) )?([\w:]+) (\w+)((?:\[[^\]]+\])*);",
-        lambda m: f"auto& {m[2]} = on_cpu::fixed_shared<{m[1]}{m[3]}, {next(count)}>();",
-        source,
-    )
-    for launch in kernel_plan.launches:
-        source += (
-            f'extern "C" const char* run_{launch.name}(const void* params, const void* maps, const on_cpu::Launch& how) {{\n'
-            f"    return on_cpu::launch(on_cpu::call({launch.name}, params, maps), how);\n}}\n"
-        )
-    return source
-
-
-GXX = ("g++", "-std=c++17", "-O1", "-march=native", "-fPIC", "-U_FORTIFY_SOURCE", "-w")  # fortified: no jumps between stacks
-
-
-@functools.cache
-def machine() -> Path:
-    """cuda_on_cpu.cpp, compiled and loaded, and the header that kernels are compiled with, compiled too."""
-    header = FOLDER / "cuda_on_cpu.h"
-    commands = [
-        [*GXX, "-x", "c++-header", TESTS / "cuda_on_cpu.h", "-o", f"{header}.gch"],
-        [*GXX, "-shared", TESTS / "cuda_on_cpu.cpp", "-o", FOLDER / "machine.so"],
-    ]
-    assert all([compiler.wait() == 0 for compiler in [subprocess.Popen(command) for command in commands]])
-    ctypes.CDLL(str(FOLDER / "machine.so"), ctypes.RTLD_GLOBAL)
-    return header
-
-
-def compile_all(plans: list[KernelPlan]) -> list[ctypes.CDLL]:
-    """A library for each plan; what is not compiled yet is compiled at the same time."""
-    libraries, compilers = [], []
-    for source in map(source_for_cpu, plans):
-        library = FOLDER / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.so"
-        libraries.append(library)
-        if not library.exists():
-            library.with_suffix(".cpp").write_text(source)
-            command = [*GXX, "-include", machine(), "-I", TESTS, "-shared", library.with_suffix(".cpp"), "-o", library]
-            compilers.append(subprocess.Popen(command))
-    assert all([compiler.wait() == 0 for compiler in compilers]), "a kernel does not compile as C++"
-    return [ctypes.CDLL(str(library)) for library in libraries]
-
-
-class Launch(ctypes.Structure):
-    """`on_cpu::Launch`."""
-
-    _fields_ = [(name, ctypes.c_uint) for name in ("grid", "threads", "cluster", "in_flight", "shared_start", "shared_bytes")]
-    _fields_ += [("last_first", ctypes.c_bool)]
+        memory = self._memory.copy()
+        if not self._is_input:
+            self._in(memory)[..., : self._columns] = self._in(self._before)[..., : self._columns]
+        what = f"{name}, an input," if self._is_input else f"memory around {name}"
+        assert np.array_equal(memory, self._before), f"{what} was written"
 
 
 def run(
-    kernels: ctypes.CDLL,
-    kernel_plan: KernelPlan,
+    library: ctypes.CDLL,
+    kernels: KernelPlan,
     problem: AttentionProblem,
     given: dict[str, Guarded],
     last_first: bool,
     in_flight: int,
 ) -> None:
-    """Launch the plan's kernels on these arrays and workspaces."""
-    slots = params.Packer(kernel_plan, problem, {}).slots
-    strides = {name: given[name].strides for name in slots if name in given}
-    packed = params.Packer(kernel_plan, problem, strides)([given[x].pointer if x in given else 0 for x in slots])
-    maps = tensor_maps(kernel_plan, problem, given) if kernel_plan.maps else None
-    align = re.search(r"extern __shared__ __align__\((\d+)\)", generate(kernel_plan))
-    for launch in kernel_plan.launches:
-        function = getattr(kernels, f"run_{launch.name}")
-        function.restype = ctypes.c_char_p
-        cluster = dict(kernel_plan.constants).get("CLUSTER", 1) if launch.threads > 128 else 1
-        start = 1024 if align and align[1] == "1024" else 1040  # no more aligned than asked for
-        how = Launch(launch.grid, launch.threads, cluster, in_flight, start, launch.shared_memory, last_first)
-        wrong = function(packed, maps, ctypes.byref(how))
-        assert wrong is None, f"{launch.name}: {wrong.decode()}"
+    """Launch a plan's kernels on these arrays and workspaces."""
+    slots = Packer(kernels, problem, {}).slots
+    strides = {name: x.strides for name, x in given.items()}
+    params = Packer(kernels, problem, strides)([given[name].pointer if name in given else 0 for name in slots])
+    maps = tensor_maps(kernels, problem, given) if kernels.maps else None
+    # What a kernel declares to be aligned to 1024 bytes begins so; nothing else does.
+    start = 1024 if "extern __shared__ __align__(1024)" in generate(kernels) else 1024 + 16
+    for x in kernels.launches:
+        cluster = dict(kernels.constants).get("CLUSTER", 1) if x.shared_memory else 1
+        how = Launch(x.grid, x.threads, cluster, in_flight, start, x.shared_memory, last_first)
+        wrong = launch(library, x.name, how, params, maps)
+        assert wrong is None, f"{x.name}: {wrong}"
     for name, array in given.items():
         array.check(name)
 
 
-def tensor_maps(kernel_plan: KernelPlan, problem: AttentionProblem, arrays: dict[str, Guarded]) -> bytes:
-    """What gpu/tensormap.py makes for a launch, with our maps in the place of the driver's."""
-    from cupyflash.gpu import tensormap
+def tensor_maps(kernels: KernelPlan, problem: AttentionProblem, arrays: dict[str, Guarded]) -> bytes:
+    """What gpu/tensormap.py makes for a launch, each map as ptx_on_cpu/tma.h reads it in the place of the driver's."""
+    tensormap = pytest.importorskip("cupyflash.gpu.tensormap", reason="needs CuPy")
 
     def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: Box) -> bytes:
         text = struct.pack("QQ4q3q4i", 0x70614D20726F736E, pointer, *shape, *strides, 64, box.rows, box.heads, 1)
@@ -234,6 +149,6 @@ def tensor_maps(kernel_plan: KernelPlan, problem: AttentionProblem, arrays: dict
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensormap, "encode", encode)
-        used = [arrays[box.array] for box in kernel_plan.maps]
-        strides = {box.array: x.strides for box, x in zip(kernel_plan.maps, used)}
-        return tensormap.Maps(kernel_plan, problem, strides)(*[x.pointer for x in used])
+        used = {box.array: arrays[box.array] for box in kernels.maps}
+        make = tensormap.Maps(kernels, problem, {name: x.strides for name, x in used.items()})
+        return make(*[x.pointer for x in used.values()])

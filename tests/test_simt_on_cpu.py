@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from on_cpu import check, needs_compiler
+from cuda_on_cpu import needs_compiler
+from on_cpu import check
 
 from cupyflash.gpu.device import Arch
 

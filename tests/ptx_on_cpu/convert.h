@@ -8,8 +8,9 @@ inline float half_to_float(unsigned short x) {
         std::vector<float> all(1 << 16);
         for (unsigned h = 0; h < 1 << 16; h++) {
             int exponent = h >> 10 & 31, mantissa = h & 1023;
-            float y = exponent == 31 ? (mantissa ? NAN : INFINITY)
-                                     : std::ldexp(float(exponent ? 1024 + mantissa : mantissa), std::max(exponent, 1) - 25);
+            float y = exponent == 31
+                          ? (mantissa ? NAN : INFINITY)
+                          : std::ldexp(float(exponent ? 1024 + mantissa : mantissa), std::max(exponent, 1) - 25);
             all[h] = h >> 15 ? -y : y;
         }
         return all;

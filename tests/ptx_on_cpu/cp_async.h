@@ -7,7 +7,14 @@ template <unsigned BYTES>
 void copy_later(unsigned shared, const void* global, bool read) {
     char* to = at(shared, BYTES);
     if ((unsigned long long)global % BYTES && read) fail("cp.async of %u bytes from %p", BYTES, global);
+    auto& landing = me->block->landing;
+    if (landing.empty()) landing.resize(MEMORY / 4);
+    auto mark = [&landing, shared](bool lands) {
+        for (unsigned n = 0; n < BYTES / 4; n++) landing[shared / 4 + n] = lands;
+    };
+    mark(now.last_first);
     me->copies.add([=] {
+        mark(false);
         if (read)
             memcpy(to, global, BYTES);
         else
@@ -17,7 +24,9 @@ void copy_later(unsigned shared, const void* global, bool read) {
 
 }  // namespace on_cpu
 
-inline void cp_async_16(unsigned shared, const void* global, bool read) { on_cpu::copy_later<16>(shared, global, read); }
+inline void cp_async_16(unsigned shared, const void* global, bool read) {
+    on_cpu::copy_later<16>(shared, global, read);
+}
 inline void cp_async_4(unsigned shared, const void* global, bool read, bool copy) {
     if (copy) on_cpu::copy_later<4>(shared, global, read);
 }

@@ -1,7 +1,9 @@
 // Twin of ptx/shared.cuh.
 #pragma once
 
-inline unsigned shared_address(const void* pointer) { return unsigned((const char*)pointer - on_cpu::me->block->memory); }
+inline unsigned shared_address(const void* pointer) {
+    return unsigned((const char*)pointer - on_cpu::me->block->memory);
+}
 
 inline void store_shared(unsigned address, unsigned x) {
     on_cpu::shared<unsigned>(address) = x;

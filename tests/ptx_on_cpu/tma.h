@@ -17,7 +17,8 @@ struct MapText {
 };
 constexpr unsigned long long MAP_MAGIC = 0x70614d20726f736e;  // "nsor Map"
 
-// f(element in memory or null, element in shared memory) for the elements of a box of 16-bit numbers, 128-byte swizzled.
+// f(element in memory or null, element in shared memory) for the elements of a box of 16-bit numbers, 128-byte
+// swizzled.
 template <class F>
 void each_of_box(const TensorMap& map, char* memory, unsigned shared, int column, int row, int head, int batch, F f) {
     MapText m;
@@ -65,7 +66,8 @@ void store_later(R read, W write) {
 
 inline void tma_prefetch(const TensorMap& map) {}
 
-inline void tma_load(unsigned shared, const TensorMap& map, unsigned barrier, int column, int row, int head, int batch) {
+inline void tma_load(unsigned shared, const TensorMap& map, unsigned barrier, int column, int row, int head,
+                     int batch) {
     char* memory = on_cpu::me->block->memory;
     int bytes = on_cpu::box_bytes(map, shared);
     on_cpu::note_hardware(*on_cpu::me->block, shared, bytes, true);
@@ -77,7 +79,8 @@ inline void tma_load(unsigned shared, const TensorMap& map, unsigned barrier, in
     });
 }
 
-inline void tma_store(const TensorMap& map, unsigned shared, int column, int row, int head, int batch, bool yes = true) {
+inline void tma_store(const TensorMap& map, unsigned shared, int column, int row, int head, int batch,
+                      bool yes = true) {
     if (!yes) return;
     char* memory = on_cpu::me->block->memory;
     auto box = std::make_shared<std::vector<char>>(on_cpu::box_bytes(map, shared));

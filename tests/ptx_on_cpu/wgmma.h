@@ -1,5 +1,5 @@
-// Twin of ptx/wgmma.cuh: products are computed when they are asked for, or when they are waited for. Until they are, D is
-// NaN.
+// Twin of ptx/wgmma.cuh: products are computed when they are asked for, or when they are waited for. Until they are, D
+// is NaN.
 #pragma once
 #include "ptx_on_cpu/mma.h"
 
@@ -35,8 +35,7 @@ struct Descriptor {
         for (int outer = 0; outer < (along_k ? count : 16); outer++)
             for (int inner = 0; inner < (along_k ? 16 : count); inner += 8) {
                 eight_at(outer + (along_k ? first : 0), inner + (along_k ? 0 : first), x);
-                for (int e = 0; e < 8; e++)
-                    along_k ? f(outer, inner + e, x[e]) : f(inner + e, outer, x[e]);
+                for (int e = 0; e < 8; e++) along_k ? f(outer, inner + e, x[e]) : f(inner + e, outer, x[e]);
             }
     }
 
@@ -61,7 +60,8 @@ void start_product(const char* name, int n, float* d, const unsigned* a_register
         std::vector<Given> given(32);
         for (int l = 0; l < 32; l++) {
             given[l] = *lanes[l];
-            if (given[l].a_bits != a_bits || given[l].b_bits != b_bits) fail("lanes of a warp give different descriptors");
+            if (given[l].a_bits != a_bits || given[l].b_bits != b_bits)
+                fail("lanes of a warp give different descriptors");
         }
         Block* block = me->block;
         if (!my_warp().fenced) fail("%s without wgmma_fence after the last group", name);

@@ -1,0 +1,151 @@
+"""What the machine that runs kernels on the CPU is for: it finds what is wrong with these."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+import numpy as np
+import pytest
+from cuda_on_cpu import Launch, as_cpp, compile_all, launch, needs_compiler
+
+pytestmark = needs_compiler
+
+# Threads write their numbers to shared memory and read those of others, in ways that differ in what is forgotten.
+SOURCE = """
+struct half_t { unsigned short bits; };
+struct bfloat16_t { unsigned short bits; };
+#line 1 "ptx/barrier.cuh"
+#line 1 "ptx/cp_async.cuh"
+#line 1 "ptx/flag.cuh"
+#line 1 "ptx/shared.cuh"
+#line 1 "ptx/tma.cuh"
+#line 1 "ptx/wgmma.cuh"
+#line 1 "kernels.cu"
+struct Params { float* out; const float* in; };
+extern __shared__ __align__(1024) char memory[];
+
+template <bool BARRIER>
+void neighbour(Params p) {
+    __shared__ int x[128];
+    x[threadIdx.x] = threadIdx.x;
+    if (BARRIER) __syncthreads();
+    p.out[threadIdx.x] = x[(threadIdx.x + 64) % 128];
+}
+void barrier(Params p) { neighbour<true>(p); }
+void no_barrier(Params p) { neighbour<false>(p); }
+
+template <bool WAIT>
+void copy(Params p) {
+    unsigned mine = shared_address(memory) + 4 * threadIdx.x;
+    cp_async_4(mine, p.in + threadIdx.x, true, true);
+    cp_async_commit();
+    cp_async_wait<WAIT ? 0 : 1>();
+    p.out[threadIdx.x] = __uint_as_float(load_shared(mine));
+}
+void wait(Params p) { copy<true>(p); }
+void no_wait(Params p) { copy<false>(p); }
+
+void two_barriers(Params p) {
+    if (threadIdx.x < 64)
+        sync_threads<128>(1);
+    else
+        sync_threads<128>(2);
+}
+void no_turn(Params p) {
+    while (load_acquire((unsigned*)p.out) != 5) __nanosleep(32);
+}
+void outside(Params p) { store_shared(shared_address(memory) + 8192, 0); }
+void outside_by_pointer(Params p) { memory[8192] = 0; }
+void nowhere(Params p) { *(float*)(8ll * threadIdx.x) = 0; }
+void divided_warp(Params p) {
+    if (threadIdx.x % 2)
+        __syncwarp();
+    else
+        __any_sync(~0u, true);
+}
+
+template <bool FENCE, bool READ>
+void leave(Params p) {
+    unsigned mine = shared_address(memory) + 4 * threadIdx.x;
+    store_shared(mine, __float_as_uint(p.in[threadIdx.x]));
+    if (FENCE) fence_async();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        bulk_add(p.out, shared_address(memory), 512);
+        tma_commit();
+        if (READ) tma_wait_read();
+    }
+}
+void fence(Params p) { leave<true, true>(p); }
+void no_fence(Params p) { leave<false, true>(p); }
+void no_read(Params p) { leave<true, false>(p); }
+
+template <bool ENOUGH>
+void load(Params p) {
+    unsigned bytes = shared_address(memory), barrier = bytes + 1024;
+    if (threadIdx.x == 0) {
+        mbarrier_init(barrier, 1);
+        mbarrier_arrive_expect(barrier, ENOUGH ? 512 : 1024);
+        bulk_load(bytes, p.in, 512, barrier);
+    }
+    __syncthreads();
+    mbarrier_wait(barrier, 0);
+    p.out[threadIdx.x] = __uint_as_float(load_shared(bytes + 4 * threadIdx.x));
+}
+void bytes(Params p) { load<true>(p); }
+void fewer_bytes(Params p) { load<false>(p); }
+
+// A product of zeros; A and B are shared memory, which is zero.
+template <bool FENCE, bool WAIT>
+void product(Params p) {
+    for (int i = threadIdx.x; i < 2048; i += 128) store_shared(shared_address(memory) + 4 * i, 0);
+    fence_async();
+    __syncthreads();
+    unsigned long long operand = (64ull | 1ull << 30) << 32 | shared_address(memory) >> 4;
+    float d[4][4];
+    if (FENCE) wgmma_fence();
+    wgmma_start(d, operand, operand, half_t());
+    wgmma_commit();
+    if (WAIT) wgmma_wait<0>();
+    p.out[threadIdx.x] = p.in[threadIdx.x] + d[0][0];
+}
+void waited(Params p) { product<true, true>(p); }
+void not_waited(Params p) { product<true, false>(p); }
+void not_fenced(Params p) { product<false, true>(p); }
+"""
+RIGHT = ("barrier", "wait", "fence", "bytes", "waited")
+NUMBERS = "wrong numbers"
+WRONG = {  # and what is said of them, in one of the two orders or in both
+    "no_barrier": NUMBERS,
+    "no_wait": "where a copy may land|wrong numbers",
+    "two_barriers": "nobody can go on:\n  block 0, threads 0 to 63: barrier 1.*\n  block 0, threads 64 to 127: barrier 2",
+    "no_turn": "nobody can go on:\n  block 0, threads 0 to 127: load_acquire",
+    "outside": "4 bytes at 8192 of shared memory, of which the launch asked for 8192",
+    "outside_by_pointer": "has written to 8192 of shared memory, of which the launch asked for 8192",
+    "nowhere": "block 0, thread .*: Segmentation fault",
+    "divided_warp": "is at .*, other lanes of the warp at ",
+    "no_fence": "no fence between",
+    "no_read": "has ended while the copy engine was to read",
+    "fewer_bytes": "nobody can go on:\n  block 0, threads 0 to 127: mbarrier_wait",
+    "not_waited": NUMBERS,
+    "not_fenced": "without wgmma_fence",
+}
+
+
+@pytest.mark.parametrize("kernel", [*RIGHT, *WRONG])
+def test_machine(kernel: str) -> None:
+    (library,) = compile_all(as_cpp(SOURCE, [*RIGHT, *WRONG]))
+    given = np.arange(128, dtype=np.float32)
+    expected = np.roll(given, -64) if "barrier" in kernel else given
+    found = []
+    for last_first in (False, True):
+        out = np.zeros(128, np.float32)
+        params = struct.pack("QQ", out.ctypes.data, given.ctypes.data)
+        wrong = launch(library, kernel, Launch(1, 128, 1, 1, 1024, 8192, last_first), params)
+        if wrong or not np.array_equal(out, expected):
+            found.append(wrong or NUMBERS)
+    if kernel in RIGHT:
+        assert found == []
+    else:
+        assert found and all(re.search(WRONG[kernel], x) for x in found), found
