@@ -23,7 +23,12 @@ def attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     key_mask: Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
     deterministic: bool = False,
@@ -79,8 +84,13 @@ def attention(
     TypeError, ValueError
         Naming the argument, what it is and what it must be. Nothing has been launched then.
     """
-    arrays = {"q": q, "k": k, "v": v, "key_mask": key_mask}
-    options = {"causal": causal, "window": window, "scale": scale, "layout": layout, "deterministic": deterministic}
+    arrays = {
+        "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
+    }  # fmt: skip
+    options = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
+        "deterministic": deterministic,
+    }  # fmt: skip
     lib = interop.library("q", q)
     _given(k=k, v=v)
     record = lib.recorder(arrays)
@@ -111,7 +121,12 @@ def attention_backward(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     key_mask: Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
     layout: str = "bshd",
     deterministic: bool = False,
     dlse: Array | None = None,
@@ -149,8 +164,14 @@ def attention_backward(
     TypeError, ValueError
         Naming the argument, what it is and what it must be. Nothing has been launched then.
     """
-    arrays = {"q": q, "k": k, "v": v, "key_mask": key_mask, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
-    options = {"causal": causal, "window": window, "scale": scale, "layout": layout, "deterministic": deterministic}
+    arrays = {
+        "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
+        "dout": dout, "out": out, "lse": lse, "dlse": dlse,
+    }  # fmt: skip
+    options = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
+        "deterministic": deterministic,
+    }  # fmt: skip
     lib = interop.library("q", q)
     _given(dout=dout, k=k, v=v, out=out, lse=lse)
     if grads is not None and (not isinstance(grads, (tuple, list)) or len(grads) != 3):

@@ -85,6 +85,7 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("LEFT", problem.left is not None),
         ("RIGHT", problem.right is not None),
         *((rule.name.upper(), problem.has(rule.name)) for rule in ARRAYS),
+        ("SOFTCAP", problem.softcap is not None),
         ("NEGATIVE_SCALE", problem.scale < 0),
     )
 
