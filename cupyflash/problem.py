@@ -241,7 +241,10 @@ class AttentionProblem:
 
     @property
     def empty(self) -> bool:
-        """True where no score exists, so that results are zeros (or have no elements) and no kernel is needed."""
+        """True where no score exists, so that results are zeros (or have no elements) and no kernel is needed.
+
+        lse is -inf then, or the sinks.
+        """
         return 0 in (self.batch, self.seq_q, self.seq_k, self.heads_q)
 
     @property

@@ -38,6 +38,7 @@ class Tuned:
     dim_v: int
     banded: bool  # causal or a window
     arrays: tuple[str, ...]  # optional ones that are given
+    softcap: bool
     deterministic: bool
     seq_q: int  # lengths up to this power of two, and above half of it
     seq_k: int
@@ -57,7 +58,8 @@ def entry(problem: AttentionProblem, arch: Arch, family: str, backward: bool, ti
     banded = problem.left is not None or problem.right is not None
     return Tuned(
         arch.name, arch.sms, family, backward, problem.dtype, problem.dim, problem.dim_v, banded,
-        tuple(name for name, _ in problem.given), problem.deterministic, _power(problem.seq_q), _power(problem.seq_k), tile,
+        tuple(name for name, _ in problem.given), problem.softcap is not None, problem.deterministic, _power(problem.seq_q),
+        _power(problem.seq_k), tile,
     )  # fmt: skip
 
 

@@ -367,7 +367,7 @@ def test_gradient_of_lse_of_rows_that_see_no_key(backend: Backend, dtype: str, r
 @on_pairs
 def test_one_mask_for_all(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
     """An axis of length 1 stands for every batch entry, or every key."""
-    q, k, v, dout, mask, _ = draw_inputs(rng, dtype, key_mask=True)
+    q, k, v, dout, mask, *_ = draw_inputs(rng, dtype, key_mask=True)
     arrays = [backend.put(x) for x in (q, k, v)]
     for thin in (mask[:1], np.array([[True], [False]])):
         wide = np.broadcast_to(thin, mask.shape)

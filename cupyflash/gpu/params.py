@@ -53,7 +53,7 @@ def _factor(problem: AttentionProblem) -> float:
 SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "scale": ("Accum", lambda p: abs(p.scale)),  # the sign is a constant
     "factor": ("Accum", _factor),
-    "cap": ("Accum", lambda p: (p.softcap or 0.0) * math.log2(math.e)),  # cap * tanh(cap_inverse * s) is a power of two's
+    "cap": ("Accum", lambda p: (p.softcap or 0.0) * math.log2(math.e)),  # cap * tanh(cap_inverse * s): an exponent of 2
     "cap_inverse": ("Accum", _cap_inverse),
     "batch": ("int", lambda p: p.batch),
     "heads_q": ("int", lambda p: p.heads_q),

@@ -43,6 +43,13 @@ def _attention(arrays: Arrays, options: dict[str, Any]) -> tuple[jax.Array, jax.
 
 
 def _forward(arrays: Arrays, options: dict[str, Any]) -> tuple[Any, Any]:
+    for row in ARRAYS:
+        x = arrays[row.name]
+        if x is not None and x.perturbed and not row.gradient and "bool" not in row.dtypes:
+            raise ValueError(
+                f"{row.name} is differentiated, but attention gives no gradient of it yet; pass "
+                f"jax.lax.stop_gradient({row.name})"
+            )
     arrays = {name: None if x is None else x.value for name, x in arrays.items()}
     out, lse = _attention.fun(arrays, options)
     return (out, lse), (arrays, out, lse)
