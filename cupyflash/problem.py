@@ -184,6 +184,9 @@ ARRAYS = (
     ArrayRule("sinks", ("head",), ("q", "float32"), "set of sinks", "a score more in the denominator of each row"),
 )  # fmt: skip
 
+# Arrays that a gradient could be expected of, and attention_backward gives none.
+WITHOUT_GRADIENT = frozenset(row.name for row in ARRAYS if not row.gradient and row.dtypes != ("bool",))
+
 
 def check_options(function: str, names: Iterable[str], also: tuple[str, ...] = ()) -> None:
     """What Python says of a keyword argument that a function does not have, for one that hands its options on."""

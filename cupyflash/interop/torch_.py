@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ..problem import ARRAYS, View, contiguous
+from ..problem import WITHOUT_GRADIENT, View, contiguous
 from .protocol import Arrays, Recorder
 
 kind = "torch"
@@ -77,9 +77,6 @@ def finish(x: torch.Tensor, device: int) -> torch.Tensor:
     return x
 
 
-_WITHOUT_GRADIENT = {row.name for row in ARRAYS if not row.gradient}
-
-
 def recorder(arrays: Arrays) -> Recorder | None:
     if not torch.is_grad_enabled():
         return None
@@ -87,7 +84,7 @@ def recorder(arrays: Arrays) -> Recorder | None:
     if not wanted:
         return None
     for name in wanted:
-        if name in _WITHOUT_GRADIENT:
+        if name in WITHOUT_GRADIENT:
             raise ValueError(
                 f"{name} requires grad, but attention gives no gradient of it yet; pass {name}.detach(), or call under "
                 "torch.no_grad()"
