@@ -27,7 +27,7 @@ from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import Box, KernelPlan
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
-from cupyflash.problem import AttentionProblem
+from cupyflash.problem import ARRAYS, AttentionProblem, View
 
 needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("g++") is None,
@@ -55,18 +55,18 @@ def check(
     """
     options = dict(options)
     deterministic, rows_aligned = options.pop("deterministic", False), options.pop("rows_aligned", True)
-    q, k, v, dout, key_mask, dlse, _ = draw_inputs(rng, dtype, **shapes)
+    q, k, v, dout, key_mask, dlse, others = draw_inputs(rng, dtype, **shapes)
     if key_mask is not None:
         key_mask[0] = False  # queries that see no key
         plain = family in ("simt", "flash1")  # tensor cores multiply what is hidden by 0
         k[~key_mask], v[~key_mask] = (np.nan, np.inf) if plain else (100, 100)  # what is hidden must not matter
-    problem = state(q, k, v, key_mask, deterministic=deterministic, **options)
-    exact = standard(problem, q, k, v, key_mask, dout, dlse)
-    own = standard_in_own_precision(problem, q, k, v, key_mask, dout, dlse)
+    problem = state(q, k, v, key_mask, deterministic=deterministic, **options, **others)
+    exact = standard(problem, q, k, v, key_mask, dout, dlse, **others)
+    own = standard_in_own_precision(problem, q, k, v, key_mask, dout, dlse, **others)
 
     plans = {backward: plan(problem, arch, backward, family) for backward in (False, True)}
     libraries = compile_all([plans[False], plans[True]])
-    inputs = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, "key_mask": key_mask}
+    inputs = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, "key_mask": key_mask, **others}
     spaces = {b: {x.name: Guarded(x.shape, x.dtype) for x in plans[b].workspace if x.nbytes} for b in plans}
     before: dict[str, bytes] = {}  # the second time, the workspace is as it was left
     for last_first in (False, True):
@@ -118,8 +118,7 @@ class Guarded:
     @property
     def strides(self) -> tuple[int, ...]:
         """In elements, as `params.Packer` takes them."""
-        strides = tuple(s // self.array.itemsize for s in self.array.strides)
-        return (strides[0], 0, 0, strides[1]) if len(strides) == 2 else strides[:3]  # (batch, key), or (batch, row, head)
+        return tuple(s // self.array.itemsize for s in self.array.strides)[:3]  # (batch, row, head)
 
     def check(self, name: str) -> None:
         """Nothing around it may be written, and nothing of an input."""
@@ -209,6 +208,11 @@ def run(
     """Launch the plan's kernels on these arrays and workspaces."""
     slots = params.Packer(kernel_plan, problem, {}).slots
     strides = {name: given[name].strides for name in slots if name in given}
+    for row in ARRAYS:
+        if row.name in given:
+            x = given[row.name].array
+            own = tuple(s // x.itemsize for s in x.strides)
+            strides[row.name] = row.strides(View(x.shape, own, x.dtype.name, "cpu", "numpy"), problem)
     packed = params.Packer(kernel_plan, problem, strides)([given[x].pointer if x in given else 0 for x in slots])
     maps = tensor_maps(kernel_plan, problem, given) if kernel_plan.maps else None
     align = re.search(r"extern __shared__ __align__\((\d+)\)", generate(kernel_plan))

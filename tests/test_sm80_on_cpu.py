@@ -14,6 +14,7 @@ pytestmark = needs_compiler
 
 A100, A10 = Arch("sm_80", 80, 3, 166912), Arch("sm_86", 86, 3, 101376)  # with few multiprocessors: as many blocks at once
 
+SCORES = ("mask", "bias", "alibi_slopes", "sinks")
 CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "plain": (A100, "float16", {"dims": (64, 48), "dlse": 1.0}, {}),
     "group": (A100, "bfloat16", {"heads": (4, 2), "seq": (150, 212)}, {"causal": True}),
@@ -26,6 +27,10 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "192": (A100, "float16", {"seq": (70, 150), "dims": (192, 128), "batch": 2, "key_mask": True}, {"window": (50, 50)}),
     "one-stage": (A10, "bfloat16", {"seq": (100, 150), "dims": (128, 100), "batch": 1, "dlse": 1.0}, {"causal": True}),
     "narrow-tiles": (A10, "float16", {"seq": (100, 90), "dims": (256, 256), "batch": 1}, {"scale": 0.0}),
+    "softcap": (A100, "bfloat16", {"seq": (100, 150), "batch": 1}, {"softcap": 1.5, "scale": -0.3}),
+    "bias": (A100, "float16", {"seq": (100, 150), "batch": 1, "given": ("bias",), "full": "hqk"}, {}),
+    "scores": (A100, "float16", {"seq": (100, 150), "heads": (4, 2), "given": SCORES}, {"softcap": 2.0, "causal": True}),
+    "scores-wide": (A100, "bfloat16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": SCORES}, {"window": (50, 9), "deterministic": True}),
     "no-columns": (A100, "float16", {"seq": (5, 1), "dims": (0, 16)}, {}),
 }
 
