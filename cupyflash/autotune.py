@@ -270,7 +270,7 @@ def export(entries: tuple[Tuned, ...]) -> list[str]:
         }  # fmt: skip
         own = {field.name for field in fields(tile)}
         values = {**dict(zip(tiles.tried, x.tile)), **{name: value for name, value in limits.items() if name in own}}
-        what = [*(["banded"] if x.banded else []), *x.arrays, *(["softcap"] if x.softcap else [])]
+        what = [*(["banded"] if x.banded else []), *(name.lower() for name in x.asked)]
         lines.append(
             f"# {x.family} {'backward' if x.backward else 'forward'}: {x.arch} with {x.sms} multiprocessors, {x.dtype}, "
             f"head dim {x.dim}, {x.dim_v}, {', '.join(what) or 'no mask'}, up to {x.seq_q} x {x.seq_k}: {x.ms:.4g} ms, "

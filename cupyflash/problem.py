@@ -124,7 +124,7 @@ def _check_window(window: Any) -> tuple[int | None, int | None]:
     return bounds[0], bounds[1]
 
 
-def _check_scale(scale: Any) -> float | None:
+def check_scale(scale: Any) -> float | None:
     return _number("scale", scale)
 
 
@@ -171,7 +171,7 @@ def _check_deterministic(deterministic: Any) -> bool:
 OPTIONS = (
     OptionRule("causal", False, "No query sees keys to the right of its diagonal.", _check_causal),
     OptionRule("window", None, "(left, right): keys that a query sees beside its diagonal.", _check_window),
-    OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", _check_scale),
+    OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", check_scale),
     OptionRule("softcap", None, "c: scores become c tanh(score / c).", _check_softcap),
     OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", _check_layout),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),

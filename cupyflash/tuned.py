@@ -19,6 +19,7 @@ from typing import Any
 
 from .folders import user_folder
 from .gpu.device import Arch
+from .gpu.kernel_plan import features
 from .gpu.source import sources_digest
 from .problem import AttentionProblem
 
@@ -37,8 +38,7 @@ class Tuned:
     dim: int
     dim_v: int
     banded: bool  # causal or a window
-    arrays: tuple[str, ...]  # optional ones that are given
-    softcap: bool
+    asked: tuple[str, ...]  # what else is asked of scores and masks: the constants that are set for it
     deterministic: bool
     seq_q: int  # lengths up to this power of two, and above half of it
     seq_k: int
@@ -56,10 +56,10 @@ class Tuned:
 def entry(problem: AttentionProblem, arch: Arch, family: str, backward: bool, tile: tuple[int, ...] = ()) -> Tuned:
     """The entry for the class that a problem belongs to. Batch and heads are not part of it."""
     banded = problem.left is not None or problem.right is not None
+    asked = tuple(name for name, on in features(problem) if on and name not in ("LEFT", "RIGHT"))
     return Tuned(
         arch.name, arch.sms, family, backward, problem.dtype, problem.dim, problem.dim_v, banded,
-        tuple(name for name, _ in problem.given), problem.softcap is not None, problem.deterministic, _power(problem.seq_q),
-        _power(problem.seq_k), tile,
+        asked, problem.deterministic, _power(problem.seq_q), _power(problem.seq_k), tile,
     )  # fmt: skip
 
 
@@ -89,23 +89,23 @@ def path() -> Path:
 def stored() -> Stored:
     """The file, as this process knows it."""
     try:
-        text = path().read_text(encoding="utf-8")
+        found = path().read_bytes()
     except OSError:
         return Stored()  # the usual case, and all that it costs
     try:
-        data = json.loads(text)
+        data = json.loads(found.decode("utf-8"))
         if data["sources"] != sources_digest():
             return Stored(note=f"{path()} was tuned for other kernel sources and is not used; {AGAIN}")
         return Stored(tuple(_entry(row) for row in data["rows"]))
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return Stored(note=f"{path()} is not a file of this version of `cupyflash tune` and is not used; {AGAIN}")
 
 
 def _entry(row: dict[str, Any]) -> Tuned:
     tile = tuple(row["tile"])
-    if not all(type(n) is int for n in tile):
-        raise TypeError("a tile is a list of integers")
-    return Tuned(**{**row, "tile": tile, "arrays": tuple(row["arrays"])})
+    if not all(type(n) is int and n >= 0 for n in tile) or not any(tile):
+        raise TypeError("a tile is a list of integers, none of them negative")
+    return Tuned(**{**row, "tile": tile, "asked": tuple(row["asked"])})
 
 
 def find(problem: AttentionProblem, arch: Arch, backward: bool) -> dict[str, Tuned]:

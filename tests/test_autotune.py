@@ -20,6 +20,7 @@ from cupyflash.autotune import candidates, table
 from cupyflash.gpu import device, families
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, plan
+from cupyflash.gpu.source import sources_digest
 
 A100, H200 = Arch.of("sm_80"), Arch.of("sm_90a")
 SHAPE = (2, 1000, 8, 64)
@@ -112,7 +113,7 @@ def test_optional_arrays_are_part_of_the_class(store: Path) -> None:
     """And are read again as they were."""
     plain, masked = entry((64, 64, 4, 1, 2, 2)), entry((64, 32, 4, 1, 2, 2), given=GIVEN)
     tuned.replace([plain, masked], [])
-    assert masked.arrays == tuple(name for name, _ in GIVEN) and set(tuned.stored().entries) == {plain, masked}
+    assert masked.asked == tuple(name.upper() for name, _ in GIVEN) and set(tuned.stored().entries) == {plain, masked}
     assert tuned.tiles(problem("float16", given=GIVEN), A100, False) == {"sm80": masked.tile}
 
 
@@ -422,3 +423,14 @@ def test_exported_rows_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch, fa
     assert plan(asked, H200, backward, family) == last.plan
     if family != "simt":  # in whose table the widest is the limit of the kernels
         assert plan(problem("float16", 128), H200, backward, family) != last.plan
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe{", b"[" * 100_000, b'{"sources": "%s", "rows": [{"tile": [-16, 1]}]}', b"null"])
+def test_a_file_that_cannot_be_read_is_left_alone(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPYFLASH_CONFIG_DIR", str(tmp_path))
+    (tmp_path / "tuning.json").write_bytes(content.replace(b"%s", sources_digest().encode()))
+    tuned.stored.cache_clear()
+    try:
+        assert not tuned.stored().entries and "is not used" in tuned.stored().note
+    finally:
+        tuned.stored.cache_clear()

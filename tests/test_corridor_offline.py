@@ -345,3 +345,22 @@ def test_jax_inputs_are_held_until_their_kernels_are_done(monkeypatch: pytest.Mo
             return
         time.sleep(0.02)
     raise AssertionError("an input is held for ever")
+
+
+def test_a_scale_that_was_written_to(gpu: Gpu) -> None:
+    """A tensor of no dimensions is hashed by its identity, not by what it holds."""
+    torch = pytest.importorskip("torch")
+    given, scale = inputs(gpu), torch.tensor(0.5)
+    attention(**given, scale=scale)
+    scale.fill_(0.25)
+    attention(**given, scale=scale)
+    assert gpu.last()["scale"] == 0.25
+
+
+def test_equal_scales_are_one_class_of_calls(gpu: Gpu) -> None:
+    """A new tensor in every call (a learned temperature) must not plan every call anew."""
+    torch = pytest.importorskip("torch")
+    given = inputs(gpu)
+    for _ in range(3):
+        attention(**given, scale=torch.tensor(0.5))
+    assert len(corridor._prepared) == 1

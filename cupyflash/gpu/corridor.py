@@ -23,6 +23,7 @@ _prepared: dict[Any, Prepared] = {}
 _MAX_PREPARED = 4096
 _OPTIONAL = {row.name: row for row in ARRAYS}
 _ROWS = ("lse", "dlse")  # (B, H, S): read as one block
+_NUMBERS = (float, int, type(None))
 
 
 class Prepared:
@@ -204,6 +205,8 @@ def _find(
 ) -> Prepared:
     signature = lib.signature
     misaligned = tuple([name for name, at in addresses.items() if at & 15])
+    if type(options["scale"]) not in _NUMBERS:  # an array of no dimensions, say: its value counts, which may change
+        options = options | {"scale": rules.check_scale(options["scale"])}
     key: tuple[Any, ...] | None = (
         lib.kind, backward, family, misaligned, *options.values(),
         *[None if x is None else signature(x) for x in arrays.values()],

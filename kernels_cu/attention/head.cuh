@@ -2,7 +2,7 @@
 // With walk.cuh the only place that reads lengths: those of packed sequences, or a part of the keys, would come in here.
 #pragma once
 
-// An array of keys or queries by position: [begin, end).
+// Keys or queries by position: [begin, end).
 struct Range {
     int begin, end;
 };

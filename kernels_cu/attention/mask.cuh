@@ -13,7 +13,7 @@ struct Line {
     decltype(Params::mask) mask;
 
     Line() = default;
-    __device__ Line(const Pairs& pairs, Pair first) : first(first) {
+    __device__ Line(const Pairs& pairs, Pair at) : first{pairs.real(at.head), at.i, at.j} {
         const Params& p = pairs.p;
         int queries = pairs.head.queries(p) - first.i, keys = pairs.head.keys(p) - first.j;
         count = min(queries, keys) > 0 ? (TRANSPOSED ? queries : keys) : 0;

@@ -51,7 +51,8 @@ struct Pairs {
     // What it is multiplied by to be in natural units, those of lse.
     __device__ Accum unit() const { return SCORED ? LN2 : p.scale; }
 
-    // The score of a pair from its product s of Q and K: scale, soft cap, ALiBi, bias. (The softmax takes maxima of scores.)
+    // The score of a pair from its product s of Q and K: scale, soft cap, ALiBi, bias. (Softmaxes take the largest score, so
+    // `unit` is not negative.) Asked beyond the last query, key and head too: what is read from an array must be in bounds.
     __device__ Accum score(Accum s, Pair at) const {
         Accum x = product(s);
         if (config::ALIBI_SLOPES) x = fma(-alibi(at.head), Accum(abs(at.i + head.diagonal(p) - at.j)), x);
@@ -60,7 +61,7 @@ struct Pairs {
         return x;
     }
 
-    // Its derivative with respect to s / scale, which multiplies dS in the backward.
+    // The derivative of unit * score with respect to |scale| * s, which multiplies dS in the backward.
     __device__ Accum slope(Accum s, Pair) const { return product_slope(s); }
 
     // Of the score what depends on the product alone: all of it, but for ALiBi and bias.
@@ -78,11 +79,14 @@ struct Pairs {
 
     // What is taken off a score for each key between the query's and the key (Press et al. 2022), in powers of two.
     __device__ Accum alibi(int of_head) const {
-        return p.alibi_slopes[head.batch * p.alibi_slopes_strides.batch + of_head * p.alibi_slopes_strides.head] * LOG2E;
+        return p.alibi_slopes[head.batch * p.alibi_slopes_strides.batch + real(of_head) * p.alibi_slopes_strides.head] * LOG2E;
     }
 
+    // A tile of several heads may reach beyond the last.
+    __device__ int real(int of_head) const { return min(of_head, p.heads_q - 1); }
+
     // The logit that a row's denominator has beside those of its keys (Xiao et al. 2023), in natural units.
-    __device__ Accum sink(int of_head) const { return to_float(p.sinks[of_head * p.sinks_strides.head]); }
+    __device__ Accum sink(int of_head) const { return to_float(p.sinks[real(of_head) * p.sinks_strides.head]); }
 
     // Whether the query may see the key.
     __device__ bool visible(Pair at) const {

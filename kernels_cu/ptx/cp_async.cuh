@@ -7,14 +7,6 @@ __device__ inline void cp_async_16(unsigned shared, const void* global, bool rea
                  : "memory");
 }
 
-// 4 bytes, read or zeros.
-__device__ inline void cp_async_4(unsigned shared, const void* global, bool read, bool copy) {
-    asm volatile("{ .reg .pred copy; setp.ne.b32 copy, %3, 0; @copy cp.async.ca.shared.global [%0], [%1], 4, %2; }" ::"r"(
-                     shared),
-                 "l"(global), "r"(read ? 4 : 0), "r"(int(copy))
-                 : "memory");
-}
-
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Wait until at most PENDING of the thread's last groups are still under way.

@@ -9,7 +9,6 @@ __device__ inline float exp2_approx(float x) {
 }
 
 constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float LN_2 = 0.6931471805599453f;
 
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
