@@ -23,16 +23,24 @@ def attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     key_mask: Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
     deterministic: bool = False,
     out: Array | None = None,
     family: str | None = None,
 ) -> Any:
-    """Exact attention, softmax(scale · Q Kᵀ + mask) V, without the score matrix in memory.
+    """Exact attention, softmax(score(Q Kᵀ)) V, without the score matrix in memory.
 
-    The online-softmax tiling of FlashAttention (Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1).
+    The online-softmax tiling of FlashAttention (Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1). What happens to a
+    score, in this order: s = scale · q · k; s = c tanh(s / c) with softcap=c; s = s - slope · |i + diagonal - j| with
+    alibi_slopes; s = s + bias; s = -inf where causal, window, key_mask or mask hides the key; softmax, in whose denominator
+    sinks are a score more. All of them combine.
 
     Parameters
     ----------
@@ -53,8 +61,22 @@ def attention(
         None is unbounded. The diagonal is the one that `causal` names.
     scale : float, optional
         Multiplies Q Kᵀ. Default 1 / sqrt(D). 0, or of a size from 1e-30 to 1e30 (float64: from 1e-290 to 1e290).
+    softcap : float, optional
+        c in c · tanh(s / c), which keeps scores between -c and c. None or 0: no cap.
     key_mask : (B, Sk) bool, optional
-        True where the key may be attended. A length of 1 stands for every batch entry, or every key.
+        True where the key may be attended. This and the arrays below have the shape given or one that NumPy broadcasts to it:
+        a length of 1 stands for all, leading axes may be left out. They are read where they are, never expanded (a
+        key_mask whose last axis is not contiguous is copied). Where q has no batch axis, or no heads, they have none.
+    mask : (B, Hq, Sq, Sk) bool, optional
+        True where the query may attend the key.
+    bias : (B, Hq, Sq, Sk), optional
+        Added to the score, in the dtype of q or float32. What it holds where a key is hidden does not matter, NaN included.
+    alibi_slopes : (B, Hq), optional
+        Attention with linear biases: the slope of each head, in float32 or the dtype of q, times the distance of the key
+        from the query's diagonal is taken off the score. The diagonal is the one that `causal` names.
+    sinks : (Hq,), optional
+        For each head a score more in the denominator of every row, with no value; in the dtype of q or float32. Neither
+        scaled, capped, biased nor masked. lse includes it.
     layout : "bshd" or "bhsd"
         Where the heads stand. Without the batch axis (S, H, D) and without heads (S, D) are accepted too.
     return_lse : bool
@@ -72,15 +94,21 @@ def attention(
     out : (B, Sq, Hq, Dv)
         Same library, dtype, device, rank and layout as q. Rows that see no key are 0.
     lse : (B, Hq, Sq), only with return_lse=True
-        Natural log, float32 (float64 for float64 inputs). -inf for rows that see no key.
+        Natural log, float32 (float64 for float64 inputs). -inf for rows that see no key; with sinks, the sink.
 
     Raises
     ------
     TypeError, ValueError
-        Naming the argument, what it is and what it must be. Nothing has been launched then.
+        Naming the argument, what it is and what it must be. Nothing has been launched then. Also where a PyTorch or JAX
+        array that wants a gradient is given as bias, alibi_slopes or sinks: theirs are not computed yet.
     """
-    arrays = {"q": q, "k": k, "v": v, "key_mask": key_mask}
-    options = {"causal": causal, "window": window, "scale": scale, "layout": layout, "deterministic": deterministic}
+    arrays = {
+        "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
+    }  # fmt: skip
+    options = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
+        "deterministic": deterministic,
+    }  # fmt: skip
     lib = interop.library("q", q)
     _given(k=k, v=v)
     record = lib.recorder(arrays)
@@ -111,7 +139,12 @@ def attention_backward(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     key_mask: Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
     layout: str = "bshd",
     deterministic: bool = False,
     dlse: Array | None = None,
@@ -128,7 +161,7 @@ def attention_backward(
         Gradient of the loss with respect to `out`, in the dtype of q.
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
-    causal, window, scale, key_mask, layout : as given to `attention`
+    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, layout : as given to `attention`
     deterministic : bool
         Bitwise the same gradients in every run; on a CPU, with any number of cores.
     dlse : (B, Hq, Sq), optional
@@ -149,8 +182,14 @@ def attention_backward(
     TypeError, ValueError
         Naming the argument, what it is and what it must be. Nothing has been launched then.
     """
-    arrays = {"q": q, "k": k, "v": v, "key_mask": key_mask, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
-    options = {"causal": causal, "window": window, "scale": scale, "layout": layout, "deterministic": deterministic}
+    arrays = {
+        "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
+        "dout": dout, "out": out, "lse": lse, "dlse": dlse,
+    }  # fmt: skip
+    options = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
+        "deterministic": deterministic,
+    }  # fmt: skip
     lib = interop.library("q", q)
     _given(dout=dout, k=k, v=v, out=out, lse=lse)
     if grads is not None and (not isinstance(grads, (tuple, list)) or len(grads) != 3):

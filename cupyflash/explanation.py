@@ -57,6 +57,7 @@ class Explanation:
             ("q", f"{p.batch} x {p.seq_q} x {p.heads_q} x {p.dim} {p.dtype} (batch, sequence, heads, dim)"),
             ("k, v", f"{p.batch} x {p.seq_k} x {p.heads_k} x {p.dim}" + (f", {p.dim_v}" if p.dim_v != p.dim else "")),
             ("mask", _mask(p)),
+            *([("score", _score(p))] if _score(p) else []),
             ("device", self.device),
             ("family", self.family),
             *[("  passed over", why) for why in self.passed_over],
@@ -257,9 +258,14 @@ def _mask(p: AttentionProblem) -> str:
     left, right = ("all" if n is None else n for n in (p.left, p.right))
     if p.left is not None or (p.right is not None and p.causal is None):
         parts.append(f"window ({left} keys to the left, {right} to the right)")
-    parts += [_OPTIONAL[name].label for name, _ in p.given]
+    parts += [_OPTIONAL[name].label for name, dtype in p.given if dtype == "bool"]
     share = p.visible / max(1, p.seq_q * p.seq_k)
     return f"{', '.join(parts) or 'none'}: {share:.1%} of the scores are computed"
+
+
+def _score(p: AttentionProblem) -> str:
+    parts = [] if p.softcap is None else [f"soft cap {p.softcap:g}"]
+    return ", ".join(parts + [_OPTIONAL[name].label for name, dtype in p.given if dtype != "bool"])
 
 
 def _resources(kernel: Kernel) -> str:

@@ -59,9 +59,9 @@ class OptionRule:
 
 @dataclass(frozen=True)
 class ArrayRule:
-    """An optional input array of a call: a row of ARRAYS. An axis of length 1 stands for every one of the problem's.
+    """An optional input array of a call: a row of ARRAYS. Its shape is what NumPy broadcasts to that of the problem.
 
-    Arrays that have no batch axis, or no heads, have none here either.
+    Where q has no batch axis, or no heads, it has none here either.
     """
 
     name: str
@@ -70,17 +70,19 @@ class ArrayRule:
     label: str  # in a sentence
     entry: str  # what one element says
     gradient: bool = False  # whether attention_backward gives one
-    rows: bool = True  # the kernels read it along the last axis, which must have stride 1
+    rows: bool = False  # the kernels read it along the last axis, which must have stride 1
+
+    def has(self, rank: int) -> tuple[str, ...]:
+        """Its axes where q has `rank` dimensions."""
+        return tuple(axis for axis in self.axes if axis not in AXES[: 4 - rank])
 
     def shape(self, problem: AttentionProblem, rank: int = 4) -> tuple[int, ...]:
-        """Its shape where q has `rank` dimensions."""
-        missing = AXES[: 4 - rank]
-        return tuple(problem.extent(axis) for axis in self.axes if axis not in missing)
+        """Its shape in full where q has `rank` dimensions."""
+        return tuple(problem.extent(axis) for axis in self.has(rank))
 
     def strides(self, view: View, problem: AttentionProblem, rank: int = 4) -> tuple[int, int, int, int]:
         """Element strides of (batch, head, query, key) of an array given for it; 0 along an axis that it has not."""
-        missing = AXES[: 4 - rank]
-        own = zip((axis for axis in self.axes if axis not in missing), view.shape, view.strides)
+        own = zip(reversed(self.has(rank)), reversed(view.shape), reversed(view.strides))
         strides = {axis: stride for axis, length, stride in own if length != 1 or problem.extent(axis) == 1}
         return tuple(strides.get(axis, 0) for axis in AXES)  # type: ignore[return-value]
 
@@ -88,7 +90,7 @@ class ArrayRule:
         """Its last axis in full, where that has another stride than 1 and kernels read rows of it; else None."""
         axis = self.axes[-1]
         length, stride = problem.extent(axis), self.strides(view, problem, rank)[AXES.index(axis)]
-        if not self.rows or not view.shape or length <= 1 or stride == 1:
+        if not self.rows or axis not in self.has(rank) or length <= 1 or stride == 1:
             return None
         return view._replace(shape=(*view.shape[:-1], length), strides=(*view.strides[:-1], stride))
 
@@ -123,17 +125,28 @@ def _check_window(window: Any) -> tuple[int | None, int | None]:
 
 
 def check_scale(scale: Any) -> float | None:
-    if scale is None:
+    return _number("scale", scale)
+
+
+def _check_softcap(softcap: Any) -> float | None:
+    value = _number("softcap", softcap)
+    if value is not None and value < 0:
+        raise ValueError(f"softcap is {value}; it must be more than 0, or None (or 0) for none")
+    return value or None
+
+
+def _number(name: str, x: Any) -> float | None:
+    if x is None:
         return None
-    plain = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
-    if not plain and (not hasattr(scale, "__float__") or getattr(scale, "shape", None) != () or _odd(scale)):
-        raise TypeError(f"scale is {scale!r}; it must be a real number or None")
+    plain = isinstance(x, numbers.Real) and not isinstance(x, bool)
+    if not plain and (not hasattr(x, "__float__") or getattr(x, "shape", None) != () or _odd(x)):
+        raise TypeError(f"{name} is {x!r}; it must be a real number or None")
     try:
-        value = float(scale)
+        value = float(x)
     except OverflowError:
         value = math.inf
     if not math.isfinite(value):
-        raise ValueError(f"scale is {value}; it must be finite")
+        raise ValueError(f"{name} is {value}; it must be finite")
     return value
 
 
@@ -159,12 +172,20 @@ OPTIONS = (
     OptionRule("causal", False, "No query sees keys to the right of its diagonal.", _check_causal),
     OptionRule("window", None, "(left, right): keys that a query sees beside its diagonal.", _check_window),
     OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", check_scale),
+    OptionRule("softcap", None, "c: scores become c tanh(score / c).", _check_softcap),
     OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", _check_layout),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),
 )
 ARRAYS = (
-    ArrayRule("key_mask", ("batch", "key"), ("bool",), "key mask", "True: the key may be attended"),
+    ArrayRule("key_mask", ("batch", "key"), ("bool",), "key mask", "True: the key may be attended", rows=True),
+    ArrayRule("mask", AXES, ("bool",), "mask", "True: the query may attend the key"),
+    ArrayRule("bias", AXES, ("q", "float32"), "bias", "added to the score"),
+    ArrayRule("alibi_slopes", ("batch", "head"), ("float32", "q"), "set of ALiBi slopes", "times the distance, taken off"),
+    ArrayRule("sinks", ("head",), ("q", "float32"), "set of sinks", "a score more in the denominator of each row"),
 )  # fmt: skip
+
+# Arrays that a gradient could be expected of, and attention_backward gives none.
+WITHOUT_GRADIENT = frozenset(row.name for row in ARRAYS if not row.gradient and row.dtypes != ("bool",))
 
 
 def check_options(function: str, names: Iterable[str], also: tuple[str, ...] = ()) -> None:
@@ -200,6 +221,7 @@ class AttentionProblem:
     diagonal: int = 0  # query i stands on key i + diagonal
     left: int | None = None  # keys visible to the left of the diagonal, None = all
     right: int | None = None  # keys visible to the right of it, None = all; causal means 0
+    softcap: float | None = None
     deterministic: bool = False
     given: tuple[tuple[str, str], ...] = ()  # (name, dtype) of each optional array, in the order of ARRAYS
 
@@ -222,7 +244,10 @@ class AttentionProblem:
 
     @property
     def empty(self) -> bool:
-        """True where no score exists, so that results are zeros (or have no elements) and no kernel is needed."""
+        """True where no score exists, so that results are zeros (or have no elements) and no kernel is needed.
+
+        lse is -inf then, or the sinks.
+        """
         return 0 in (self.batch, self.seq_q, self.seq_k, self.heads_q)
 
     @property
@@ -290,7 +315,8 @@ def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
         left = None
     if right is not None and right >= max(0, sk - 1 - diagonal):
         right = None
-    options["scale"] = _scale_for(q.dtype, d, options["scale"])
+    options["scale"] = _in_range("scale", q.dtype, options["scale"], 1.0 / math.sqrt(d) if d else 1.0)
+    options["softcap"] = _in_range("softcap", q.dtype, options["softcap"], None)
     problem = AttentionProblem(
         dtype=q.dtype, batch=batch, seq_q=sq, seq_k=sk, heads_q=hq, heads_k=hk, dim=d, dim_v=dv, diagonal=diagonal,
         left=left, right=right, given=tuple((row.name, given[row.name].dtype) for row in _arrays_in(given)), **options,
@@ -305,27 +331,28 @@ def _arrays_in(given: dict[str, Any]) -> list[ArrayRule]:
 
 
 def _check_array(row: ArrayRule, x: View, problem: AttentionProblem, q: View) -> None:
-    dtypes = [q.dtype if dtype == "q" else dtype for dtype in row.dtypes]
+    dtypes = list(dict.fromkeys(q.dtype if dtype == "q" else dtype for dtype in row.dtypes))
     if x.dtype not in dtypes:
         raise TypeError(f"{row.name} has dtype {x.dtype}; it must be {' or '.join(dtypes)} ({row.entry})")
-    want = row.shape(problem, len(q.shape))
-    if len(x.shape) != len(want) or any(n not in (1, whole) for n, whole in zip(x.shape, want)):
+    rank = len(q.shape)
+    want = row.shape(problem, rank)
+    if len(x.shape) > len(want) or any(n not in (1, whole) for n, whole in zip(reversed(x.shape), reversed(want))):
         raise ValueError(
-            f"{row.name} has shape {x.shape}; it must be {want}, ({', '.join(row.axes[-len(want) :])}), where a length "
-            f"of 1 stands for all ({row.entry})"
+            f"{row.name} has shape {x.shape}; it must be {want}, ({', '.join(row.has(rank))}), where a length of 1 stands "
+            f"for all, and leading axes may be left out ({row.entry})"
         )
     _same(row.name, x, "q", q, dtype=False)
 
 
-def _scale_for(dtype: str, dim: int, scale: float | None) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(dim) if dim else 1.0
+def _in_range(name: str, dtype: str, value: float | None, default: float | None) -> Any:
+    if value is None:
+        return default
     largest = 1e290 if dtype == "float64" else 1e30  # what scores are computed in takes it, and its inverse
-    if scale and not 1 / largest <= abs(scale) <= largest:
+    if value and not 1 / largest <= abs(value) <= largest:
         raise ValueError(
-            f"scale is {scale}; for {dtype} inputs its size must be from {1 / largest:.0e} to {largest:.0e}, or 0"
+            f"{name} is {value}; for {dtype} inputs its size must be from {1 / largest:.0e} to {largest:.0e}, or 0"
         )
-    return scale
+    return value
 
 
 def state(
@@ -399,7 +426,7 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides = [1]
     for extent in reversed(shape[1:]):
         strides.append(strides[-1] * max(extent, 1))
-    return tuple(reversed(strides))
+    return tuple(reversed(strides))[: len(shape)]
 
 
 def _same(name: str, x: View, other: str, like: View, dtype: bool = True) -> None:

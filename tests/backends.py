@@ -58,11 +58,13 @@ class Backend:
             self.xp.get_default_memory_pool().free_all_blocks()
             self.xp.full(8 << 20, np.nan, np.float32)
 
-    def takes(self, dtype: str, dim: int, dim_v: int) -> bool:
-        """Whether this backend states that it takes the head dimensions, on the newest GPU that the suite knows."""
+    def takes(self, dtype: str, dim: int, dim_v: int, **fields: Any) -> bool:
+        """Whether this backend states that it takes the head dimensions (and other fields of a problem), on the newest GPU
+        that the suite knows.
+        """
         if self.family is None:
             return True
-        problem = AttentionProblem(dtype, 1, 16, 16, 1, 1, dim, dim_v, 1 / math.sqrt(max(1, dim)))
+        problem = AttentionProblem(dtype, 1, 16, 16, 1, 1, dim, dim_v, 1 / math.sqrt(max(1, dim)), **fields)
         return FAMILIES[self.family].objection(problem, _arch(), False) is None
 
     def plan(self, problem: AttentionProblem, backward: bool = False) -> Any:
@@ -76,15 +78,20 @@ def _arch() -> device.Arch:
     return device.current(0) if no_gpu() is None else device.Arch.of("sm_90a")
 
 
-def pairs() -> list[tuple[Backend, str]]:
-    """Every backend with every dtype that it takes."""
+def pairs(**fields: Any) -> list[tuple[Backend, str]]:
+    """Every backend with every dtype that it takes (and with these fields of a problem)."""
     backends = [CPU, *(Backend(name, name) for name in FAMILIES)]
-    return [(backend, dtype) for backend in backends for dtype in FLOATS if backend.takes(dtype, 64, 64)]
+    return [(backend, dtype) for backend in backends for dtype in FLOATS if backend.takes(dtype, 64, 64, **fields)]
 
 
 def on_pairs(test: Any) -> Any:
     """Parametrise a test over `backend` and `dtype`; those on a GPU carry the marker."""
     return pytest.mark.parametrize(("backend", "dtype"), [_param(*pair) for pair in pairs()])(test)
+
+
+def on_pairs_with_scores(test: Any) -> Any:
+    """The same where the backend takes soft caps, biases and the like."""
+    return pytest.mark.parametrize(("backend", "dtype"), [_param(*pair) for pair in pairs(softcap=1.0)])(test)
 
 
 def on_pairs_with_dims(dims: list[tuple[int, int]]) -> Any:

@@ -16,6 +16,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+SCORES = ("mask", "bias", "alibi_slopes", "sinks")  # optional arrays, to be given with a soft cap
+
+
 def split(name: str) -> tuple[bool, dict[str, Any]]:
     """An entry of OPTIONS as (whether keys are masked, the rest)."""
     options = dict(OPTIONS[name])
@@ -24,9 +27,9 @@ def split(name: str) -> tuple[bool, dict[str, Any]]:
 
 def references(inputs: Inputs, **options: Any) -> tuple[Standard, Standard]:
     """Exact results, and those of standard attention in the inputs' own precision."""
-    problem = state(inputs.q, inputs.k, inputs.v, inputs.key_mask, **options)
+    problem = state(inputs.q, inputs.k, inputs.v, inputs.key_mask, **options, **inputs.given)
     args = (problem, inputs.q, inputs.k, inputs.v, inputs.key_mask, inputs.dout, inputs.dlse)
-    return standard(*args), standard_in_own_precision(*args)
+    return standard(*args, **inputs.given), standard_in_own_precision(*args, **inputs.given)
 
 
 def judge(results: dict[str, np.ndarray], exact: Standard, own: Standard) -> None:

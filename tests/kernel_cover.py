@@ -15,13 +15,17 @@ LENGTHS = (1000, 8192)  # tiles may differ; where they do not, the source is the
 FEW = {(64, 64): 1, (96, 96): 7, (128, 128): 1, (192, 128): 30, (192, 192): 16, (256, 256): 60}  # queries: tiles differ
 
 GIVEN = tuple((rule.name, rule.dtypes[0]) for rule in ARRAYS)  # every optional array
+KEY_MASK = (("key_mask", "bool"),)  # the one that every family takes
 
 # What a kernel can be asked, as fields of a problem; "everything" has all the mask's and the score's code at once.
 FEATURES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "causal": {"causal": "bottom_right", "right": 0},
-    "everything": {"left": 100, "right": 50, "given": GIVEN, "scale": -1.0, "deterministic": True},
-}
+    "hidden": {"left": 100, "right": 50, "given": KEY_MASK, "scale": -1.0, "deterministic": True},
+    "everything": {
+        "left": 100, "right": 50, "given": GIVEN, "scale": -1.0, "softcap": 30.0, "deterministic": True,
+    },
+}  # fmt: skip
 
 
 def problem(dtype: str, dim: int = 64, dim_v: int | None = None, **fields: Any) -> AttentionProblem:
@@ -36,7 +40,9 @@ def problems() -> Iterator[AttentionProblem]:
     for dtype in FLOATS:
         for dims in DIMS:
             for name, fields in FEATURES.items():
-                if (dtype, name) not in (("float16", "causal"), ("bfloat16", "nothing")):
+                if (dtype, name) in (("float16", "causal"), ("bfloat16", "nothing")):
+                    continue
+                if name != "hidden" or dims in ((64, 64), (128, 128)):  # less than everything
                     for length in LENGTHS:
                         yield problem(dtype, *dims, seq_q=length, seq_k=length, **fields)
                     if dims in FEW and ITEMSIZE[dtype] == 2:

@@ -17,7 +17,7 @@ from cupyflash.gpu.kernel_plan import Box, KernelPlan
 from cupyflash.gpu.params import Packer
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
-from cupyflash.problem import AttentionProblem
+from cupyflash.problem import ARRAYS, AttentionProblem, View
 
 
 def check(
@@ -37,14 +37,14 @@ def check(
     """
     options = {"rows_aligned": True, "tiles": (None, None), "deterministic": False} | options
     rows_aligned, tiles, deterministic = options.pop("rows_aligned"), options.pop("tiles"), options["deterministic"]
-    q, k, v, dout, key_mask, dlse = draw_inputs(rng, dtype, **shapes)
+    q, k, v, dout, key_mask, dlse, others = draw_inputs(rng, dtype, **shapes)
     if key_mask is not None:
         key_mask[0] = False  # queries that see no key
         plain = family in ("simt", "flash1")  # tensor cores multiply what is hidden by 0
         k[~key_mask], v[~key_mask] = (np.nan, np.inf) if plain else (100, 100)  # what is hidden must not matter
-    problem = state(q, k, v, key_mask, **options)
-    exact = standard(problem, q, k, v, key_mask, dout, dlse)
-    own = standard_in_own_precision(problem, q, k, v, key_mask, dout, dlse)
+    problem = state(q, k, v, key_mask, **options, **others)
+    exact = standard(problem, q, k, v, key_mask, dout, dlse, **others)
+    own = standard_in_own_precision(problem, q, k, v, key_mask, dout, dlse, **others)
 
     plans = [plan(problem, arch, b, family, tiles[b] and {family: tiles[b]}) for b in (False, True)]
     libraries = compile_all(*[as_cpp(generate(x), [y.name for y in x.launches]) for x in plans])
@@ -52,7 +52,7 @@ def check(
     spaces = [{x.name: Guarded(x.shape, x.dtype) for x in kernels.workspace if x.nbytes} for kernels in plans]
     before: dict[str, bytes] = {}
     for last_first in (False, True):
-        given = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, "key_mask": key_mask}
+        given = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, "key_mask": key_mask, **others}
         inputs = {name: Guarded(x.shape, x.dtype, x) for name, x in given.items() if x is not None}
         shapes_out = {name: getattr(exact, name).shape for name in ("out", "dq", "dk", "dv")}
         results = {name: Guarded(shape, q.dtype, None, rows_aligned) for name, shape in shapes_out.items()}
@@ -103,9 +103,8 @@ class Guarded:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """In elements, as `Packer` takes them: (batch, row, head), or those of key_mask, (batch, head, query, key)."""
-        strides = tuple(s // self._dtype.itemsize for s in self.array.strides)
-        return (strides[0], 0, 0, strides[1]) if len(strides) == 2 else strides[:3]
+        """Of an array with rows, in elements, as `Packer` takes them: (batch, row, head)."""
+        return tuple(s // self._dtype.itemsize for s in self.array.strides)[:3]
 
     def check(self, name: str) -> None:
         memory = self._memory.copy()
@@ -126,6 +125,11 @@ def run(
     """Launch a plan's kernels on these arrays and workspaces."""
     slots = Packer(kernels, problem, {}).slots
     strides = {name: x.strides for name, x in given.items()}
+    for row in ARRAYS:
+        if row.name in given:
+            x = given[row.name].array
+            own = tuple(s // x.itemsize for s in x.strides)
+            strides[row.name] = row.strides(View(x.shape, own, x.dtype.name, "cpu", "numpy"), problem)
     params = Packer(kernels, problem, strides)([given[name].pointer if name in given else 0 for name in slots])
     maps = tensor_maps(kernels, problem, given) if kernels.maps else None
     # What a kernel declares to be aligned to 1024 bytes begins so; nothing else does.

@@ -28,6 +28,9 @@ class Standard(NamedTuple):
     dv: np.ndarray | None = None
 
 
+Rounding = Callable[[np.ndarray], np.ndarray]
+
+
 def standard(
     problem: AttentionProblem,
     q: np.ndarray,
@@ -36,9 +39,10 @@ def standard(
     key_mask: np.ndarray | None = None,
     dout: np.ndarray | None = None,
     dlse: np.ndarray | None = None,
+    **given: np.ndarray,
 ) -> Standard:
-    """Attention (and, with dout, its gradients) in float64; every result is float64."""
-    return _standard(problem, q, k, v, key_mask, dout, dlse, np.dtype(np.float64), lambda x: x)
+    """Attention (and, with dout, its gradients) in float64; every result is float64. `given`: other optional arrays."""
+    return _standard(problem, q, k, v, {"key_mask": key_mask, **given}, dout, dlse, np.dtype(np.float64), lambda x: x)
 
 
 def standard_in_own_precision(
@@ -49,20 +53,26 @@ def standard_in_own_precision(
     key_mask: np.ndarray | None = None,
     dout: np.ndarray | None = None,
     dlse: np.ndarray | None = None,
+    **given: np.ndarray,
 ) -> Standard:
     """Attention as standard tensor operations give it in the dtype of q: what a framework's math path does.
 
-    For float16 and bfloat16 each operation runs in float32 and its result (S, P, dP, dS, ...) is rounded to the dtype.
+    For float16 and bfloat16 each operation runs in float32 and its result (S, P, dP, dS, ...) is rounded to the dtype. Of
+    what happens to a score between Q Kᵀ and softmax that is tanh alone: a sum with a bias or a distance in 16 bits would
+    excuse any error.
     """
     dtype = np.dtype(DTYPES[problem.dtype])
+    given["key_mask"] = key_mask
     if dtype.itemsize >= 4:
-        return _standard(problem, q, k, v, key_mask, dout, dlse, dtype, lambda x: x)
+        return _standard(problem, q, k, v, given, dout, dlse, dtype, lambda x: x)
     work = np.dtype(np.float32)
-    return _standard(problem, q, k, v, key_mask, dout, dlse, work, lambda x: x.astype(dtype).astype(work))
+    return _standard(problem, q, k, v, given, dout, dlse, work, lambda x: x.astype(dtype).astype(work))
 
 
-def visible(problem: AttentionProblem, key_mask: np.ndarray | None = None) -> np.ndarray:
-    """(B, 1, Sq, Sk) booleans: may query i see key j?"""
+def visible(
+    problem: AttentionProblem, key_mask: np.ndarray | None = None, mask: np.ndarray | None = None
+) -> np.ndarray:
+    """Booleans, (B, 1, Sq, Sk) or with `mask` perhaps (B, Hq, Sq, Sk): may query i see key j?"""
     at = np.arange(problem.seq_q)[:, None] + problem.diagonal
     j = np.arange(problem.seq_k)[None, :]
     seen = np.ones((problem.seq_q, problem.seq_k), bool)
@@ -71,7 +81,28 @@ def visible(problem: AttentionProblem, key_mask: np.ndarray | None = None) -> np
     if problem.right is not None:
         seen &= j <= at + problem.right
     seen = np.broadcast_to(seen, (problem.batch, 1, *seen.shape))
-    return seen if key_mask is None else seen & np.asarray(key_mask)[:, None, None, :]
+    if key_mask is not None:
+        key_mask = np.broadcast_to(key_mask, (problem.batch, problem.seq_k))
+        seen = seen & key_mask[:, None, None, :]
+    return seen if mask is None else seen & mask
+
+
+def scores(
+    problem: AttentionProblem, s: np.ndarray, given: dict[str, np.ndarray | None], rounded: Rounding = lambda x: x
+) -> tuple[np.ndarray, np.ndarray | float]:
+    """From s = scale · Q Kᵀ, (B, Hq, Sq, Sk), to what softmax is taken of but for what is hidden; and its derivative by s."""
+    work, slope = s.dtype, 1.0
+    if problem.softcap is not None:
+        cap = work.type(problem.softcap)
+        capped = rounded(np.tanh(s / cap))
+        s, slope = cap * capped, 1 - capped**2
+    if given.get("alibi_slopes") is not None:
+        stands = np.arange(problem.seq_q)[:, None] + problem.diagonal
+        distance = np.abs(stands - np.arange(problem.seq_k)).astype(work)
+        s = s - given["alibi_slopes"].astype(work)[..., None, None] * distance
+    if given.get("bias") is not None:
+        s = s + given["bias"].astype(work)
+    return s, slope
 
 
 def assert_as_good(
@@ -112,6 +143,7 @@ def flash2_in_own_precision(
     v: np.ndarray,
     key_mask: np.ndarray | None,
     dout: np.ndarray,
+    **given: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """dq and dk of FlashAttention-2's Algorithms 1 and 2 in float64, with P, O, dS and the results rounded to the dtype.
 
@@ -125,15 +157,15 @@ def flash2_in_own_precision(
 
     qh, kh, vh, do = (np.asarray(x).astype(np.float64).transpose(0, 2, 1, 3) for x in (q, k, v, dout))
     kh, vh = (np.repeat(x, problem.group, axis=1) for x in (kh, vh))
-    seen = visible(problem, key_mask)
+    seen = visible(problem, key_mask, given.get("mask"))
     with np.errstate(divide="ignore"):  # rows that see no key
-        p, _ = _softmax(np.where(seen, qh @ kh.swapaxes(-1, -2) * problem.scale, -np.inf))
+        s, slope = scores(problem, qh @ kh.swapaxes(-1, -2) * problem.scale, given)
+        p, _ = _softmax(np.where(seen, s, -np.inf), given.get("sinks"))
     top = p.max(-1, keepdims=True, initial=0.0)
     top[top == 0] = 1
     unscaled = p / top  # exp(S - maximum), as it is rounded before P V
-    total = unscaled.sum(-1, keepdims=True)
-    out = rounded((rounded(unscaled) @ vh) / np.where(total == 0, 1, total))
-    ds = rounded(p * (do @ vh.swapaxes(-1, -2) - (do * out).sum(-1, keepdims=True)))
+    out = rounded((rounded(unscaled) @ vh) * top)
+    ds = rounded(p * slope * (do @ vh.swapaxes(-1, -2) - (do * out).sum(-1, keepdims=True)))
     dq = rounded(ds @ kh * problem.scale)
     dk = (ds.swapaxes(-1, -2) @ qh * problem.scale).reshape(
         problem.batch, problem.heads_k, problem.group, problem.seq_k, -1
@@ -141,7 +173,9 @@ def flash2_in_own_precision(
     return dq.transpose(0, 2, 1, 3), rounded(dk.sum(2)).transpose(0, 2, 1, 3)
 
 
-def large_score_units(problem: AttentionProblem, q: np.ndarray, k: np.ndarray) -> dict[str, float]:
+def large_score_units(
+    problem: AttentionProblem, q: np.ndarray, k: np.ndarray, bias: np.ndarray | None = None
+) -> dict[str, float]:
     """`unit` of each result where scores are far from 0, one key takes all or D is tiny, for v and dout of size 1.
 
     A score s carries a rounding error of about eps · |s|, which moves a probability by as much, but only in the few rows
@@ -151,6 +185,8 @@ def large_score_units(problem: AttentionProblem, q: np.ndarray, k: np.ndarray) -
     """
     q_max, k_max = (float(np.abs(x.astype(np.float64)).max()) for x in (q, k))
     score = abs(problem.scale) * q_max * k_max * problem.dim**0.5
+    if bias is not None:
+        score += float(np.abs(bias.astype(np.float64)).max())
     moved = max(1.0, 4 * float(np.finfo(np.float32).eps) * score / 1e-5)
     rounded_out = 4 * float(ml_dtypes.finfo(q.dtype).eps) / 1e-5
     ds = abs(problem.scale) * (moved + rounded_out)
@@ -172,9 +208,12 @@ def draw(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
 def state(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, key_mask: np.ndarray | None = None, **options: object
 ) -> AttentionProblem:
-    """The problem that NumPy arrays (in the layout that `options` says) and options state."""
-    views = [None if x is None else View(x.shape, (), x.dtype.name, "cpu", "numpy") for x in (q, k, v, key_mask)]
-    return describe(*views[:3], key_mask=views[3], **options)
+    """The problem that NumPy arrays (in the layout that `options` says) and options, optional arrays among them, state."""
+
+    def stated(x: object) -> object:
+        return View(x.shape, (), x.dtype.name, "cpu", "numpy") if isinstance(x, np.ndarray) else x
+
+    return describe(*map(stated, (q, k, v)), key_mask=stated(key_mask), **{n: stated(x) for n, x in options.items()})
 
 
 def _standard(
@@ -182,11 +221,11 @@ def _standard(
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
-    key_mask: np.ndarray | None,
+    given: dict[str, np.ndarray | None],
     dout: np.ndarray | None,
     dlse: np.ndarray | None,
     work: np.dtype,
-    rounded: Callable[[np.ndarray], np.ndarray],
+    rounded: Rounding,
 ) -> Standard:
     def heads_first(x: np.ndarray) -> np.ndarray:
         return np.asarray(x).astype(work).transpose(0, 2, 1, 3)
@@ -194,13 +233,14 @@ def _standard(
     scale = work.type(problem.scale)
     qh, kh, vh = heads_first(q), heads_first(k), heads_first(v)
     kh, vh = (np.repeat(x, problem.group, axis=1) if problem.heads_k else x for x in (kh, vh))
-    seen = visible(problem, key_mask)
+    seen, sinks = visible(problem, given["key_mask"], given.get("mask")), given.get("sinks")
     with np.errstate(all="ignore"):  # infinities and NaN in the inputs do what IEEE says
-        scores = np.where(seen, rounded(rounded(qh * scale) @ kh.swapaxes(-1, -2)), -np.inf)
-        p = rounded(np.where(seen, _softmax(scores)[0], 0))
+        s, slope = scores(problem, rounded(rounded(qh * scale) @ kh.swapaxes(-1, -2)), given, rounded)
+        p = rounded(np.where(seen, _softmax(np.where(seen, s, -np.inf), sinks)[0], 0))
         out = rounded(_sum_over_visible(p, seen, vh))
-        # lse is never rounded to 16 bits, so neither are the scores that it is judged by.
-        _, lse = _softmax(np.where(seen, (qh * scale) @ kh.swapaxes(-1, -2), -np.inf))
+        # lse is never rounded to 16 bits, so neither are the products that it is judged by.
+        s, _ = scores(problem, (qh * scale) @ kh.swapaxes(-1, -2), given, rounded)
+        _, lse = _softmax(np.where(seen, s, -np.inf), sinks)
         if dout is None:
             return Standard(out.transpose(0, 2, 1, 3), lse)
 
@@ -208,7 +248,7 @@ def _standard(
         dp = rounded(do @ vh.swapaxes(-1, -2))
         mean = np.where(seen, p * dp, 0).sum(-1, keepdims=True)
         through_lse = 0 if dlse is None else np.where(np.isneginf(lse), 0, dlse).astype(work)[..., None]
-        ds = rounded(np.where(seen, p * (dp - mean + through_lse), 0))
+        ds = rounded(np.where(seen, p * (dp - mean + through_lse) * slope, 0))
         dq = rounded(_sum_over_visible(ds, seen, kh) * scale)
         seen, p, ds = seen.swapaxes(-1, -2), p.swapaxes(-1, -2), ds.swapaxes(-1, -2)
         dk = rounded(_sum_over_visible(ds, seen, qh) * scale)
@@ -219,12 +259,17 @@ def _standard(
     return Standard(out.transpose(0, 2, 1, 3), lse, *(x.transpose(0, 2, 1, 3) for x in (dq, dk, dv)))
 
 
-def _softmax(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Softmax and log-sum-exp over the last axis. A row of -inf has no mass: probabilities 0, lse -inf."""
+def _softmax(scores: np.ndarray, sinks: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax and log-sum-exp over the last axis. A row of -inf has no mass: probabilities 0, lse -inf (or the sink)."""
     top = scores.max(-1, keepdims=True, initial=-np.inf)
+    if sinks is not None:
+        sinks = sinks.astype(scores.dtype)[:, None, None]
+        top = np.maximum(top, sinks)
     top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)
     e = np.exp(scores - top)
     total = e.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks - top)
     return e / np.where(total == 0, 1, total), (top + np.log(total))[..., 0]
 
 

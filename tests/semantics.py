@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from reference import (
 )
 
 from cupyflash import attention, attention_backward
+from cupyflash.problem import ARRAYS
 
 
 class Inputs(NamedTuple):
@@ -29,6 +30,7 @@ class Inputs(NamedTuple):
     dout: np.ndarray
     key_mask: np.ndarray | None = None
     dlse: np.ndarray | None = None
+    given: dict[str, np.ndarray] = {}  # noqa: RUF012 (other optional arrays; never written to)
 
 
 def draw_inputs(
@@ -41,13 +43,27 @@ def draw_inputs(
     dims: tuple[int, int] = (64, 64),
     key_mask: bool = False,
     dlse: float = 0.0,
+    given: Collection[str] = (),
+    full: str = "bhqk",
 ) -> Inputs:
-    """Random inputs: `seq` is (Sq, Sk), `heads` (Hq, Hk), `dims` (D, Dv); `dlse` the size of lse's gradient, 0 for none."""
+    """Random inputs: `seq` is (Sq, Sk), `heads` (Hq, Hk), `dims` (D, Dv); `dlse` the size of lse's gradient, 0 for none.
+
+    `given` names other optional arrays. Along the axes of `full`, by their first letters, a mask or bias has every number;
+    it has length 1 along the others.
+    """
     (sq, sk), (hq, hk), (d, dv) = seq, heads, dims
     shapes = ((batch, sq, hq, d), (batch, sk, hk, d), (batch, sk, hk, dv), (batch, sq, hq, dv))
     mask = rng.random((batch, sk)) < 0.7 if key_mask else None
     rows = dlse * draw(rng, "float64" if dtype == "float64" else "float32", batch, hq, sq) if dlse else None
-    return Inputs(*(draw(rng, dtype, *shape) for shape in shapes), mask, rows)
+    over_pairs = [n if axis in full else 1 for axis, n in zip("bhqk", (batch, hq, sq, sk))]
+    arrays = {
+        "mask": lambda: rng.random(over_pairs) < 0.7,
+        "bias": lambda: draw(rng, dtype, *over_pairs),
+        "alibi_slopes": lambda: (2.0 ** -rng.uniform(1, 8, (batch, hq))).astype(np.float32),
+        "sinks": lambda: draw(rng, dtype, hq),
+    }
+    optional = {name: arrays[name]() for name in given}
+    return Inputs(*(draw(rng, dtype, *shape) for shape in shapes), mask, rows, optional)
 
 
 Shape = tuple[int, ...]
@@ -95,13 +111,13 @@ def check(
     Arrays are given in `rank` dimensions, `layout` and `lay`; results go into arrays that hold NaN before, and nothing
     around them may be touched.
     """
-    q, k, v, dout, key_mask, dlse = inputs
-    problem = state(q, k, v, key_mask, **options)
+    q, k, v, dout, key_mask, dlse, others = inputs
+    problem = state(q, k, v, key_mask, **options, **others)
     dtype = problem.dtype
-    exact = standard(problem, q, k, v, key_mask, dout if backward else None, dlse)
-    own = standard_in_own_precision(problem, q, k, v, key_mask, dout if backward else None, dlse)
+    exact = standard(problem, q, k, v, key_mask, dout if backward else None, dlse, **others)
+    own = standard_in_own_precision(problem, q, k, v, key_mask, dout if backward else None, dlse, **others)
 
-    units = large_score_units(problem, q, k) if large_scores else {}
+    units = large_score_units(problem, q, k, others.get("bias")) if large_scores else {}
 
     def judge(name: str, actual: np.ndarray) -> None:
         right = getattr(exact, name)
@@ -110,7 +126,7 @@ def check(
         except AssertionError:
             if not (thousands and name in ("dq", "dk") and dtype in ("float16", "bfloat16")):
                 raise
-            published = dict(zip(("dq", "dk"), flash2_in_own_precision(problem, q, k, v, key_mask, dout)))[name]
+            published = dict(zip(("dq", "dk"), flash2_in_own_precision(problem, q, k, v, key_mask, dout, **others)))[name]
             error, allowed = (np.abs(x.astype(np.float64) - right).max() for x in (actual, published))
             print(
                 f"{name} by luck: off by {error:.4e}, FlashAttention-2's algorithm in this precision by {allowed:.4e}"
@@ -122,6 +138,13 @@ def check(
     options |= {"layout": layout, "family": backend.family}
     if key_mask is not None:
         options["key_mask"] = backend.put(key_mask if rank == 4 else key_mask[0])
+    for row in ARRAYS:
+        if row.name in others:
+            x = others[row.name]
+            lost = len(row.axes) - len(row.has(rank))  # axes of length 1, that q has not
+            if x.ndim == len(row.axes):
+                x = x.reshape(x.shape[lost:])
+            options[row.name] = _placed(backend, x, lay)[1] if x.ndim == 4 else backend.put(x)
 
     base, out = _unwritten(backend, q.shape[:-1] + v.shape[-1:], dtype, rank, layout, lay)
     backend.poison()

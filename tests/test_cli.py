@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.abc
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -136,7 +137,7 @@ def test_a_new_row_needs_no_change_here(run: Run, monkeypatch: pytest.MonkeyPatc
         return cap
 
     cap = OptionRule("soft_cap", None, "Scores are bent below it.", check)
-    bias = ArrayRule("bias", ("batch", "head", "query", "key"), ("q",), "bias", "added to a score")
+    bias = ArrayRule("tint", ("batch", "head", "query", "key"), ("q",), "tint", "added to a score")
     monkeypatch.setattr(command_options, "OPTIONS", (*OPTIONS, cap))
     monkeypatch.setattr(command_options, "ARRAYS", (*ARRAYS, bias))
     app, calls = typer.Typer(), []
@@ -146,9 +147,9 @@ def test_a_new_row_needs_no_change_here(run: Run, monkeypatch: pytest.MonkeyPatc
     def command(options: dict[str, object], arrays: dict[str, Path]) -> None:
         calls.append((options, arrays))
 
-    app(["--soft-cap", "3.5", "--bias", "b.npy", "--top-left", "--window", "4,"], standalone_mode=False)
+    app(["--soft-cap", "3.5", "--tint", "b.npy", "--top-left", "--window", "4,"], standalone_mode=False)
     assert calls == [
-        ({"causal": "top_left", "window": (4, None), "layout": "bshd", "soft_cap": 3.5}, {"bias": Path("b.npy")})
+        ({"causal": "top_left", "window": (4, None), "layout": "bshd", "soft_cap": 3.5}, {"tint": Path("b.npy")})
     ]
     with pytest.raises(TypeError, match="soft_cap is 'high'; it must be a number"):
         app(["--soft-cap", "high"], standalone_mode=False)
@@ -605,6 +606,10 @@ def test_explain_command(run: Run, cache: Path) -> None:
     assert (code, err) == (0, "")
     assert "2 x 4096 x 4 x 128, 64" in out
     assert "key mask" in out and "window (100 keys to the left" in out and "dq_sum" in out
+    code, out, err = run("explain", *shape, "--softcap", "30", "--mask", "--bias", "--alibi-slopes", "--sinks")
+    assert (code, err) == (0, "")
+    assert "causal (bottom right), mask: " in out
+    assert re.search(r"^score +soft cap 30, bias, ALiBi slopes, sinks$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

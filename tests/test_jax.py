@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import OPTIONS, judge, references, sleep, split
+from frameworks import OPTIONS, SCORES, judge, references, sleep, split
 from reference import DTYPES
 from semantics import Inputs, draw_inputs
 
@@ -69,6 +69,30 @@ def test_eager_grad(options: str, platform: str, rng: np.random.Generator) -> No
     judge({name: np.asarray(x) for name, x in results.items()}, *references(inputs, **options))
     (dq,) = jax.grad(lambda x: (attention(*x, k, v, key_mask=mask, **options) * dout).sum())((q,))
     judge({"dq": np.asarray(dq)}, *references(inputs, **options))
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_scores(platform: str, rng: np.random.Generator) -> None:
+    """Soft cap, mask, bias, slopes and sinks, and gradients of the rest through them."""
+    inputs = draw_inputs(rng, "float32", heads=(4, 2), given=SCORES, full="hqk", dlse=1.0)
+    q, k, v, dout, _ = arrays(inputs, platform)
+    options = {"softcap": 2.0, "causal": True}
+    given = {name: put(x, platform) for name, x in inputs.given.items()}
+    results, pull = jax.vjp(lambda *x: attention(*x, return_lse=True, **options, **given), q, k, v)
+    found = dict(zip(("out", "lse", "dq", "dk", "dv"), (*results, *pull((dout, put(inputs.dlse, platform))))))
+    judge({name: np.asarray(x) for name, x in found.items()}, *references(inputs, **options))
+
+
+@pytest.mark.parametrize("name", ["bias", "alibi_slopes", "sinks"])
+def test_gradients_that_are_not_there_are_refused(name: str, rng: np.random.Generator) -> None:
+    """By name, where they are asked for; not where something else is differentiated."""
+    inputs = draw_inputs(rng, "float32", given=(name,))
+    q, k, v, *_ = arrays(inputs)
+    x = put(inputs.given[name], "cpu")
+    assert jax.grad(lambda q: attention(q, k, v, **{name: x}).sum())(q).any()
+    for argnums in (1, (0, 1)):
+        with pytest.raises(ValueError, match=rf"^{name} is differentiated, but .* no gradient .*stop_gradient\({name}\)"):
+            jax.grad(lambda q, x: attention(q, k, v, **{name: x}).sum(), argnums)(q, x)
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)

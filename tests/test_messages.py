@@ -73,12 +73,35 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "window bools": ({"window": (True, 0)}, TypeError, ["window's left bound is True", "integer or None"]),
     "deterministic": ({"deterministic": "no"}, TypeError, ["deterministic is 'no'", "True or False"]),
     "mask shape": ({"key_mask": ones(B, SQ, dtype=bool)}, ValueError, [r"key_mask has shape \(2, 5\)", r"\(2, 7\)"]),
-    "mask rank": ({"key_mask": ones(SK, dtype=bool)}, ValueError, [r"key_mask has shape \(7,\)", r"\(2, 7\)"]),
+    "mask rank": ({"key_mask": ones(1, B, SK, dtype=bool)}, ValueError, [r"key_mask has shape \(1, 2, 7\)", r"\(2, 7\)"]),
     "mask dtype": ({"key_mask": ones(B, SK, dtype=np.uint8)}, TypeError, ["key_mask has dtype uint8", "must be bool"]),
     "out shape": ({"out": ones(B, SQ, HQ, D)}, ValueError, [r"out has shape \(2, 5, 4, 8\)", r"\(2, 5, 4, 16\)"]),
     "out dtype": ({"out": ones(B, SQ, HQ, DV, dtype=np.float64)}, TypeError, ["out has dtype float64", "float32"]),
     "q list": ({"q": [[1.0]]}, TypeError, ["q is a list", "must be an array"]),
     "k none": ({"k": None}, TypeError, ["k is", "None", "must be an array"]),
+    "softcap word": ({"softcap": "hard"}, TypeError, ["softcap is 'hard'", "real number or None"]),
+    "softcap negative": ({"softcap": -30}, ValueError, ["softcap is -30.0", "more than 0, or None"]),
+    "softcap infinite": ({"softcap": float("inf")}, ValueError, ["softcap is inf", "finite"]),
+    "softcap large": ({"softcap": 1e31}, ValueError, [r"softcap is 1e\+31", r"from 1e-30 to 1e\+30"]),
+    "pair mask dtype": (
+        {"mask": ones(SQ, SK)}, TypeError, ["mask has dtype float32", r"must be bool \(True: the query may attend"],
+    ),
+    "pair mask shape": (
+        {"mask": ones(B, 3, SQ, SK, dtype=bool)}, ValueError,
+        [r"mask has shape \(2, 3, 5, 7\)", r"must be \(2, 4, 5, 7\), \(batch, head, query, key\), where a length of 1"],
+    ),
+    "bias dtype": ({"bias": ones(SQ, SK, dtype=np.float64)}, TypeError, ["bias has dtype float64", r"must be float32 \("]),
+    "bias shape": ({"bias": ones(SK, SQ)}, ValueError, [r"bias has shape \(7, 5\)", "leading axes may be left out"]),
+    "bias rank": ({"bias": ones(1, B, HQ, SQ, SK)}, ValueError, [r"bias has shape \(1, 2, 4, 5, 7\)", r"\(2, 4, 5, 7\)"]),
+    "bias number": ({"bias": 1.0}, TypeError, ["bias is a float", "must be an array"]),
+    "slopes shape": (
+        {"alibi_slopes": ones(HK)}, ValueError, [r"alibi_slopes has shape \(2,\)", r"\(2, 4\), \(batch, head\)"],
+    ),
+    "slopes dtype": (
+        {"alibi_slopes": ones(HQ, dtype=np.float16)}, TypeError, ["alibi_slopes has dtype float16", r"must be float32 \("],
+    ),
+    "sinks shape": ({"sinks": ones(B, HQ)}, ValueError, [r"sinks has shape \(2, 4\)", r"must be \(4,\), \(head\)"]),
+    "sinks dtype": ({"sinks": ones(HQ, dtype=np.int32)}, TypeError, ["sinks has dtype int32", r"must be float32 \("]),
     "mask list": ({"key_mask": [True]}, TypeError, ["key_mask is a list", "must be an array"]),
 }  # fmt: skip
 

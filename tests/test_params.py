@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernel_cover import FEATURES, GIVEN, problem
+from kernel_cover import FEATURES, GIVEN, KEY_MASK, problem
 
 from cupyflash.gpu import params
 from cupyflash.gpu.device import Arch
@@ -30,11 +30,12 @@ PLANS = [
 everywhere = pytest.mark.parametrize(("family", "dtype", "backward"), PLANS)
 
 
-def asked(dtype: str) -> AttentionProblem:
-    """A problem with every number different."""
+def asked(dtype: str, family: str = "") -> AttentionProblem:
+    """A problem with every number different, and all that the family takes."""
+    scores = {"given": KEY_MASK} if family == "flash1" else {"given": GIVEN, "softcap": 20.0}
     return problem(
         dtype, 64, 96, batch=3, heads_q=10, heads_k=5, seq_q=700, seq_k=800, diagonal=-7, left=17, right=18, scale=-0.3,
-        given=GIVEN,
+        **scores,
     )  # fmt: skip
 
 
@@ -47,9 +48,12 @@ def declared(kernel_plan: KernelPlan) -> list[tuple[str, str]]:
 def test_the_fields_of_a_forward() -> None:
     assert declared(plan(asked("float16"), H200, family="sm80")) == [
         ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("Out*", "out"), ("Accum*", "lse"),
-        ("const unsigned char*", "key_mask"),
+        ("const unsigned char*", "key_mask"), ("const unsigned char*", "mask"), ("const In*", "bias"),
+        ("const float*", "alibi_slopes"), ("const In*", "sinks"),
         ("Strides", "q_strides"), ("Strides", "k_strides"), ("Strides", "v_strides"), ("Strides", "out_strides"),
-        ("PairStrides", "key_mask_strides"), ("Accum", "scale"), ("Accum", "factor"), ("int", "batch"),
+        ("PairStrides", "key_mask_strides"), ("PairStrides", "mask_strides"), ("PairStrides", "bias_strides"),
+        ("PairStrides", "alibi_slopes_strides"), ("PairStrides", "sinks_strides"), ("Accum", "scale"),
+        ("Accum", "factor"), ("Accum", "cap"), ("Accum", "cap_inverse"), ("int", "batch"),
         ("int", "heads_q"), ("int", "heads_k"), ("int", "seq_q"), ("int", "seq_k"), ("int", "dim"), ("int", "dim_v"),
         ("int", "diagonal"), ("int", "left"), ("int", "right"),
     ]  # fmt: skip
@@ -57,10 +61,11 @@ def test_the_fields_of_a_forward() -> None:
 
 def test_the_fields_of_a_backward() -> None:
     fields = declared(plan(asked("float16"), H200, True, "sm90"))
-    assert fields[:14] == [
+    assert fields[:18] == [
         ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("const Out*", "out"), ("const Accum*", "lse"),
         ("const In*", "dout"), ("const Accum*", "dlse"), ("Out*", "dq"), ("Out*", "dk"), ("Out*", "dv"),
-        ("const unsigned char*", "key_mask"), ("float*", "delta"), ("float*", "dq_sum"), ("unsigned*", "counters"),
+        ("const unsigned char*", "key_mask"), ("const unsigned char*", "mask"), ("const In*", "bias"),
+        ("const float*", "alibi_slopes"), ("const In*", "sinks"), ("float*", "delta"), ("float*", "dq_sum"), ("unsigned*", "counters"),
     ]  # fmt: skip
     strided = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
     assert [name for type, name in fields if type == "Strides"] == [f"{name}_strides" for name in strided]
@@ -79,24 +84,46 @@ def test_a_source_does_not_depend_on_what_is_not_asked() -> None:
 @everywhere
 def test_values_stand_where_they_belong(family: str, dtype: str, backward: bool) -> None:
     """Read back through the record, whose fields the next test compares with a compiler's."""
-    state = asked(dtype)
+    state = asked(dtype, family)
     kernel_plan = plan(state, H200, backward, family)
     rowed = [name for name in params.POINTERS[backward] if name in params.ROWED]
     strides = {name: (100 * i + 1, 100 * i + 2, 100 * i + 3) for i, name in enumerate(rowed)}
-    strides |= {rule.name: (7, 0, 0, 1) for rule in ARRAYS}
+    strides |= {rule.name: (7 + n, 0, 5, 1) for n, rule in enumerate(ARRAYS)}
     packer = params.Packer(kernel_plan, state, strides)
     addresses = [2**48 + 256 * i for i in range(len(packer.slots))]
     record = np.frombuffer(packer(addresses), params.layout(kernel_plan))[0]
     assert {name: record[name] for name in packer.slots} == dict(zip(packer.slots, addresses))
     for name in rowed:
         assert [record[f"{name}_strides"][axis] for axis in ("batch", "row", "head")] == list(strides[name])
-    for axis, stride in (("batch", 7), ("head", 0), ("query", 0), ("key", 1)):
-        assert record["key_mask_strides"][axis] == stride
+    for n, rule in enumerate(ARRAYS):
+        assert record[f"{rule.name}_strides"].tolist() == (7 + n, 0, 5, 1)
     for name in ("batch", "heads_q", "heads_k", "seq_q", "seq_k", "dim", "dim_v", "diagonal", "left", "right"):
         assert record[name] == getattr(state, name), name
     assert record["scale"] == pytest.approx(0.3) and record["factor"] == pytest.approx(0.3 * math.log2(math.e))
+    softcap = state.softcap or 0
+    assert record["cap"] == pytest.approx(softcap * math.log2(math.e))
+    assert record["cap_inverse"] == pytest.approx(0.3 / softcap if softcap else 0)
     for name, value in kernel_plan.scalars:
         assert record[name] == value
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_an_array_points_to_what_it_holds(dtype: str) -> None:
+    """To In where that is q's dtype, or where there is none."""
+    for given, type in (((), "const In*"), ((("bias", dtype),), "const In*"), ((("bias", "float32"),), "const float*")):
+        if ("bias", "float32") not in given or dtype != "float32":
+            assert dict(map(reversed, declared(plan(problem(dtype, given=given), H200))))["bias"] == type
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("float16", 1e30), ("float64", 1e290)])
+def test_caps_stay_in_their_type(dtype: str, largest: float) -> None:
+    """Whatever scale and softcap are allowed to be."""
+    for scale, softcap in ((largest, 1 / largest), (1 / largest, largest), (0.0, 1.0)):
+        state = problem(dtype, scale=scale, softcap=softcap)
+        kernel_plan = plan(state, H200)
+        packer = params.Packer(kernel_plan, state, {})
+        record = np.frombuffer(packer([0] * len(packer.slots)), params.layout(kernel_plan))[0]
+        assert np.isfinite(record["cap"]) and np.isfinite(record["cap_inverse"]) and record["cap"] > 0
 
 
 @pytest.mark.parametrize(("dtype", "least"), [("float16", 1e-30), ("float32", 1e-30), ("float64", 1e-300)])
@@ -114,7 +141,7 @@ def test_a_compiler_lays_it_out_alike(tmp_path: Path) -> None:
     checks = []
     for number, (case, more) in enumerate(itertools.product(PLANS, ((), (("odd", 1),)))):
         family, dtype, backward = case.values
-        kernel_plan = plan(asked(dtype), H200, backward, family)  # type: ignore[arg-type]
+        kernel_plan = plan(asked(dtype, family), H200, backward, family)  # type: ignore[arg-type]
         kernel_plan = dataclasses.replace(kernel_plan, scalars=(*kernel_plan.scalars, *more))
         record = params.layout(kernel_plan)
         types = zip(("In", "Product", "Out", "Accum"), params.TYPES[kernel_plan.dtype])

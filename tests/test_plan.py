@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from kernel_cover import ARCHS, FAMILY_ARCHS, FEATURES, problem, problems
+from kernel_cover import ARCHS, FAMILY_ARCHS, FEATURES, GIVEN, problem, problems
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
@@ -88,7 +88,11 @@ def test_flash1_is_taken_only_where_it_is_named() -> None:
     assert plan(problem("float16"), H200, family="flash1").launches[0].grid == 2 * 8  # a block for each head
     assert plan(problem("float16"), H200, True, "flash1").launches[0].grid == 2 * 2  # of K and V
     wide = problem("float16", 136)
-    for asked, why in ((problem("float64"), "bfloat16 and float32, not float64"), (wide, "dimensions up to 128")):
+    for asked, why in (
+        (problem("float64"), "bfloat16 and float32, not float64"), (wide, "dimensions up to 128"),
+        (problem("float16", softcap=30.0), "no softcap"),
+        (problem("float16", given=GIVEN, softcap=30.0), "no mask and no bias and no alibi_slopes and no sinks and no softcap"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=f"no kernel family takes this problem: flash1 takes .*{why}"):
             plan(asked, H200, family="flash1")
 
@@ -264,10 +268,10 @@ def test_determinism_costs_counters_alone() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_not_asked_is_not_compiled(family: str) -> None:
     """Features are booleans among the constants: every set of features has kernels of its own, sizes have not."""
-    seen = set()
-    for fields in FEATURES.values():
-        seen.add(plan(problem("float16", **fields), H200, family=family).constants)
-    assert len(seen) == len(FEATURES)
+    taken = [fields for fields in FEATURES.values() if directions(family, problem("float16", **fields), H200)]
+    assert len(taken) == len(FEATURES) - (family == "flash1")
+    seen = {plan(problem("float16", **fields), H200, family=family).constants for fields in taken}
+    assert len(seen) == len(taken)
     for backward in directions(family, problem("float16"), H200):
         small, large = (
             plan(problem("float16", seq_q=s, batch=b), H200, backward, family) for s, b in ((1000, 2), (999, 7))

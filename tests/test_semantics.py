@@ -12,7 +12,7 @@ from reference import DTYPES, assert_as_good, draw, standard, standard_in_own_pr
 from semantics import LAYS, Inputs, check, draw_inputs
 
 from cupyflash import attention, attention_backward
-from cupyflash.problem import FLOATS
+from cupyflash.problem import ARRAYS, FLOATS
 
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -367,7 +367,7 @@ def test_gradient_of_lse_of_rows_that_see_no_key(backend: Backend, dtype: str, r
 @on_pairs
 def test_one_mask_for_all(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
     """An axis of length 1 stands for every batch entry, or every key."""
-    q, k, v, dout, mask, _ = draw_inputs(rng, dtype, key_mask=True)
+    q, k, v, dout, mask, *_ = draw_inputs(rng, dtype, key_mask=True)
     arrays = [backend.put(x) for x in (q, k, v)]
     for thin in (mask[:1], np.array([[True], [False]])):
         wide = np.broadcast_to(thin, mask.shape)
@@ -424,17 +424,23 @@ class Kind(NamedTuple):
     window: tuple[bool, bool] | None  # which sides are bounded
     scale: int | None  # its sign
     key_mask: bool
+    given: tuple[str, ...]  # other optional arrays
+    softcap: bool
     deterministic: bool
 
 
 def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str) -> Kind:
     buckets = [bucket for bucket in BUCKETS if backend.takes(dtype, *bucket)]
+    scored = rng.random() < 0.5 and backend.takes(dtype, 64, 64, softcap=1.0)
+    others = [row.name for row in ARRAYS if row.name != "key_mask"]
     return Kind(
         dims=buckets[rng.integers(len(buckets))],
         causal=[False, True, "top_left"][rng.integers(3)],
         window=[None, (bool(rng.random() < 0.7), bool(rng.random() < 0.7))][rng.integers(2)],
         scale=[None, None, 1, -1][rng.integers(4)],
         key_mask=bool(rng.random() < 0.4),
+        given=tuple(name for name in others if scored and rng.random() < 0.4),
+        softcap=bool(scored and rng.random() < 0.3),
         deterministic=bool(rng.random() < 0.2),
     )
 
@@ -458,11 +464,14 @@ def test_random_problems(backend: Backend, dtype: str, part: int, rng: np.random
             "heads": (heads_k * group, heads_k),
             "dims": tuple(int(d) for d in rng.integers(narrow, wide + 1, 2)),
             "key_mask": kind.key_mask,
+            "given": kind.given,
+            "full": "".join(axis for axis in "bhqk" if rng.random() < 0.6),
         }
         options = {
             "causal": kind.causal,
             "window": kind.window and tuple(int(rng.integers(150)) if bounded else None for bounded in kind.window),
             "scale": kind.scale and kind.scale * float(rng.random()) / narrow**0.5,
+            "softcap": float(rng.uniform(1, 20)) if kind.softcap else None,
             "layout": ["bshd", "bhsd"][rng.integers(2)],
             "deterministic": kind.deterministic,
         }

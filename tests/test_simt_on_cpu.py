@@ -15,6 +15,7 @@ pytestmark = needs_compiler
 
 GPU = Arch("sm_75", 75, 2, 65536)
 
+SCORES = ("mask", "bias", "alibi_slopes", "sinks")
 SIMT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "plain": ("float32", {"dlse": 1.0}, {}),
     "group": ("float32", {"heads": (4, 2), "dims": (32, 59)}, {"causal": True}),
@@ -22,6 +23,8 @@ SIMT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "window": ("float32", {"seq": (200, 130)}, {"window": (17, 4), "scale": -0.3}),
     "key-mask": ("float64", {"key_mask": True, "dims": (140, 7)}, {"causal": "top_left", "window": (40, None)}),
     "scale-0": ("float64", {"dims": (1, 17)}, {"causal": True, "scale": 0.0}),
+    "scores": ("float32", {"heads": (4, 2), "given": SCORES, "key_mask": True}, {"softcap": 2.0, "causal": True}),
+    "scores-64": ("float64", {"dims": (140, 7), "given": SCORES, "full": "k"}, {"softcap": 2.0, "scale": -0.3}),
     "16-bit": ("bfloat16", {"seq": (40, 50), "dims": (300, 260), "batch": 1}, {"window": (9, 9)}),
 }
 FLASH1: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

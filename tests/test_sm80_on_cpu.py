@@ -16,6 +16,7 @@ pytestmark = needs_compiler
 # With few multiprocessors: as many blocks run at once.
 A100, A10 = Arch("sm_80", 80, 3, 166912), Arch("sm_86", 86, 3, 101376)
 
+SCORES = ("mask", "bias", "alibi_slopes", "sinks")
 # (GPU, dtype, shapes, options) as `check` takes them. Lengths are such that tiles end at a mask's edge, and just beyond.
 CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "plain": (A100, "float16", {"dims": (64, 48), "dlse": 1.0}, {}),
@@ -46,6 +47,10 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "narrow-tiles": (A10, "float16", {"seq": (100, 90), "dims": (256, 256), "batch": 1}, {"scale": 0.0}),
     # In the forward, warps share rows while two tiles are in flight; in the backward, none shares and one tile is.
     "other-tiles": (A100, "float16", {"seq": (150, 200)}, {"tiles": ((64, 64, 4, 2, 2, 2), (64, 64, 4, 1, 1, 2))}),
+    "softcap": (A100, "bfloat16", {"seq": (100, 150), "batch": 1}, {"softcap": 1.5, "scale": -0.3}),
+    "bias": (A100, "float16", {"seq": (100, 150), "batch": 1, "given": ("bias",), "full": "hqk"}, {}),
+    "scores": (A100, "float16", {"seq": (100, 150), "heads": (4, 2), "given": SCORES}, {"softcap": 2.0, "causal": True}),
+    "scores-wide": (A100, "bfloat16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": SCORES}, {"window": (50, 9), "deterministic": True}),
     "no-columns": (A100, "float16", {"seq": (5, 1), "dims": (0, 16)}, {}),
 }  # fmt: skip
 

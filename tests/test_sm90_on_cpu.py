@@ -15,6 +15,7 @@ pytestmark = needs_compiler
 
 GPU = Arch("sm_90a", 90, 2, 232448)  # with two multiprocessors: two blocks, which take tile after tile
 
+SCORES = ("mask", "bias", "alibi_slopes", "sinks")
 # (dtype, shapes, options) as `check` takes them. Lengths are such that tiles end at, and just beyond, a mask's edge.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "plain": ("float16", {"dims": (64, 48), "seq": (300, 300), "dlse": 1.0}, {}),
@@ -41,6 +42,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "in-turn": ("float16", {"heads": (4, 4), "seq": (70, 100), "batch": 3}, {}),  # more heads than sums of dQ have room
     "few-queries": ("float16", {"seq": (5, 400), "heads": (12, 2)}, {"causal": True}),
+    "softcap": ("bfloat16", {"seq": (100, 250), "batch": 1}, {"softcap": 1.5, "scale": -0.3}),
+    "bias": ("float16", {"seq": (200, 250), "batch": 1, "given": ("bias",), "full": "hqk"}, {}),
+    "scores": ("float16", {"seq": (200, 250), "heads": (4, 2), "batch": 1, "given": SCORES}, {"softcap": 2.0, "causal": True}),
+    "scores-128": ("bfloat16", {"seq": (200, 250), "dims": (128, 128), "batch": 1, "given": SCORES}, {"window": (50, 9)}),
+    "scores-wide": ("float16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": SCORES}, {"deterministic": True}),
+    "scores-of-few-queries": ("float16", {"seq": (5, 200), "heads": (12, 2), "given": SCORES}, {"softcap": 2.0, "causal": True}),
     "one-query": ("bfloat16", {"seq": (1, 300), "heads": (6, 2), "dims": (128, 128)}, {}),
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import OPTIONS, judge, references, split
+from frameworks import OPTIONS, SCORES, judge, references, split
 from reference import DTYPES, draw
 from semantics import Inputs, draw_inputs
 
@@ -54,6 +54,36 @@ def test_results_and_gradients(entry: Any, dtype: str, options: str, device: str
     judge({name: get(x) for name, x in results.items()}, *references(inputs, **options))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("entry", [attention, cupyflash.attention], ids=["torch", "package"])
+def test_scores(entry: Any, dtype: str, device: str, rng: np.random.Generator) -> None:
+    """Soft cap, mask, bias, slopes and sinks, and gradients of the rest through them."""
+    inputs = draw_inputs(rng, dtype, heads=(4, 2), given=SCORES, full="hqk", dlse=1.0)
+    q, k, v = leaves(inputs, device)
+    given = {name: put(x, device) for name, x in inputs.given.items()}
+    out, lse = entry(q, k, v, softcap=2.0, causal=True, return_lse=True, **given)
+    torch.autograd.backward((out, lse), (put(inputs.dout, device), put(inputs.dlse, device)))
+    results = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    judge({name: get(x) for name, x in results.items()}, *references(inputs, softcap=2.0, causal=True))
+
+
+@pytest.mark.parametrize("name", ["bias", "alibi_slopes", "sinks"])
+def test_gradients_that_are_not_there_are_refused(name: str, rng: np.random.Generator) -> None:
+    """By name, where autograd would expect one."""
+    inputs = draw_inputs(rng, "float32", given=(name,))
+    q, k, v = leaves(inputs)
+    x = put(inputs.given[name], "cpu", grad=True)
+    for wanted in (q, q.detach()):
+        with pytest.raises(ValueError, match=rf"^{name} requires grad, but .* no gradient of it yet; pass {name}.detach"):
+            attention(wanted, k, v, **{name: x})
+    attention(q, k, v, **{name: x.detach()}).sum().backward()
+    assert q.grad.any() and x.grad is None
+    with torch.no_grad():
+        out, lse = attention(q, k, v, return_lse=True, **{name: x})
+        cupyflash.attention_backward(out, q, k, v, out, lse, **{name: x})  # gives what it says
+
+
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("rank", [2, 3, 4])
 @pytest.mark.parametrize("options", OPTIONS)
@@ -72,6 +102,14 @@ def test_gradcheck(options: str, rank: int, layout: str) -> None:
     mask = torch.rand(2, 7, generator=generator) < 0.7 if masked else None
     mask = mask if mask is None or rank == 4 else mask[0]
     assert torch.autograd.gradcheck(lambda *x: attention(*x, key_mask=mask, layout=layout, **options), (q, k, v))
+    scores = {
+        "bias": torch.randn(5, 7, dtype=torch.float64, generator=generator),
+        "mask": torch.rand(5, 7, generator=generator) < 0.8,
+        "alibi_slopes": torch.rand(heads[0], generator=generator) if rank > 2 else torch.tensor(0.3),
+        "sinks": torch.randn(heads[0], generator=generator) if rank > 2 else torch.tensor(0.2),
+    }
+    options |= {"softcap": 0.8, "key_mask": mask, "layout": layout, **scores}
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, **options), (q, k, v))
 
 
 @pytest.mark.parametrize("device", DEVICES)

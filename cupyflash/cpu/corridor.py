@@ -49,15 +49,12 @@ def _checked(
         x = lib.to_numpy(arrays[name])
         if name in ("lse", "dlse"):
             given[name] = x.reshape(problem.batch, problem.heads_q, problem.seq_q)
-        elif name not in _OPTIONAL:
-            given[name] = _four(x, layout)
         else:
-            whole = _OPTIONAL[name].shape(problem)
-            given[name] = np.broadcast_to(x.reshape((1,) * (len(whole) - x.ndim) + x.shape), whole)
+            given[name] = x if name in _OPTIONAL else _four(x, layout)
     return problem, given, shapes
 
 
-_OPTIONAL = {row.name: row for row in ARRAYS}
+_OPTIONAL = [row.name for row in ARRAYS]
 
 
 def _refuse(family: str, lib: CpuAdapter) -> None:

@@ -15,7 +15,7 @@ from .tiles import KEYS, key_tiles, product, query_tiles, work_dtype
 def forward(
     problem: AttentionProblem, q: np.ndarray, k: np.ndarray, v: np.ndarray, **given: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """softmax(scale · Q Kᵀ + mask) V and the log-sum-exp of the scores, without the score matrix in memory.
+    """softmax(score(Q Kᵀ)) V and the log-sum-exp of the scores, without the score matrix in memory.
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), any strides; `given`: the optional arrays of the problem.
     Returns out (B, Sq, Hq, Dv) in the dtype of q, and lse (B, Hq, Sq) in float32, float64 for float64.
@@ -35,12 +35,13 @@ def forward(
     def task(b: int, h: int, rows: slice) -> None:
         kt, vh = keys[b][h // problem.group], values[b][h // problem.group]
         qi = q[b, rows, h].astype(work) * work(pairs[b].factor_q)
-        acc, total, top = online_softmax(pairs[b], qi, kt, vh, crew.steps(key_tiles(pairs[b], h, rows)))
+        sink = pairs[b].sink(h)
+        acc, total, top = online_softmax(pairs[b], qi, kt, vh, crew.steps(key_tiles(pairs[b], h, rows)), sink)
         total_or_1 = np.where(total == 0, 1, total)  # a row that saw no key: 0 and -inf
         mean = acc / total_or_1
         if not np.isfinite(mean).all():  # perhaps the sum alone is too large for its format, and the mean is not
             small = work(2.0 ** -(len(vh).bit_length()))
-            acc, *_ = online_softmax(pairs[b], qi, kt, vh * small, crew.steps(key_tiles(pairs[b], h, rows)))
+            acc, *_ = online_softmax(pairs[b], qi, kt, vh * small, crew.steps(key_tiles(pairs[b], h, rows)), sink)
             mean = np.where(np.isfinite(mean), mean, acc / total_or_1 / small)
         out[b, rows, h] = mean
         lse[b, h, rows] = (top + np.log(total))[:, 0]
@@ -53,9 +54,12 @@ def forward(
 
 
 def online_softmax(
-    pairs: Pairs, qi: np.ndarray, kt: np.ndarray, vh: np.ndarray, places: Iterable[Place]
+    pairs: Pairs, qi: np.ndarray, kt: np.ndarray, vh: np.ndarray, places: Iterable[Place], sink: float | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For a tile of queries, over all tiles of keys: sum of exp(S - top) V, sum of exp(S - top), and top, S's maximum."""
+    """For a tile of queries, over all tiles of keys: sum of exp(S - top) V, sum of exp(S - top), and top, S's maximum.
+
+    A sink is a score like those of the keys, with no value.
+    """
     n, work = len(qi), qi.dtype
     scores = np.empty((n, KEYS), work)
     acc, part = np.zeros((n, vh.shape[1]), work), np.empty((n, vh.shape[1]), work)
@@ -78,4 +82,9 @@ def online_softmax(
         acc *= shrink
         product(p, vh[at.keys], out=part, seen=seen)
         acc += part
+    if sink is not None:
+        new_top = np.maximum(top, work.type(sink))
+        shrink = np.exp(top - new_top)
+        top, total = new_top, total * shrink + np.exp(work.type(sink) - new_top)
+        acc *= shrink
     return acc, total, top

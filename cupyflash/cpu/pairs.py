@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem import AttentionProblem
+from ..problem import ARRAYS, AttentionProblem
 
 
 class Place(NamedTuple):
@@ -19,27 +19,39 @@ class Place(NamedTuple):
 
 
 class Pairs:
-    """The pairs of queries and keys of one batch entry. `given` holds the optional arrays, (batch, ...) in full rank."""
+    """The pairs of queries and keys of one batch entry. `given` holds the optional arrays, of shapes that broadcast."""
 
     def __init__(self, problem: AttentionProblem, b: int, given: dict[str, np.ndarray]) -> None:
-        self.problem = problem
+        self.problem, self.batch = problem, b
+        rules = [rule for rule in ARRAYS if problem.has(rule.name)]
+        self.given = {rule.name: np.broadcast_to(given[rule.name], rule.shape(problem)) for rule in rules}
         # Keys that nobody may see are dropped at once: no tile ever holds them.
         self.keys: Any = slice(problem.seq_k)
         if problem.has("key_mask"):
-            self.keys = np.flatnonzero(np.broadcast_to(given["key_mask"], (problem.batch, problem.seq_k))[b])
+            self.keys = np.flatnonzero(self.given["key_mask"][b])
         self.positions = np.arange(problem.seq_k)[self.keys]
         self.factor_q, self.factor_k = _factors(problem.scale)
 
     def score(self, s: np.ndarray, at: Place) -> None:
         """In place: from products of Q and K, which carry the factors, to scores."""
+        if self.problem.softcap is not None:
+            np.multiply(self._capped(s), s.dtype.type(self.problem.softcap), out=s)
+        if self.problem.has("alibi_slopes"):
+            distance = np.abs(self._stands(at) - self.positions[at.keys])
+            s -= s.dtype.type(self.given["alibi_slopes"][self.batch, at.head]) * distance.astype(s.dtype)
+        if self.problem.has("bias"):
+            s += self._tile("bias", at).astype(s.dtype)
 
     def slope(self, s: np.ndarray, at: Place) -> np.ndarray | None:
         """Derivative of the scores with respect to the products s; None where it is 1."""
-        return None
+        if self.problem.softcap is None:
+            return None
+        capped = self._capped(s)
+        return 1 - capped * capped
 
     def visible(self, at: Place) -> np.ndarray | None:
         """Which of these pairs may meet: (queries, keys), or None where all may."""
-        stands = np.arange(at.rows.start, at.rows.stop)[:, None] + self.problem.diagonal
+        stands = self._stands(at)
         left, right = self.problem.left, self.problem.right
         positions = self.positions[at.keys]
         seen = None
@@ -48,7 +60,26 @@ class Pairs:
         if left is not None and positions[0] < stands[-1, 0] - left:
             inside = positions >= stands - left
             seen = inside if seen is None else seen & inside
+        if self.problem.has("mask"):
+            own = self._tile("mask", at)
+            seen = own if seen is None else seen & own
         return seen
+
+    def sink(self, head: int) -> float | None:
+        """A score more in the denominator of every row of a head, where there is one."""
+        return float(self.given["sinks"][head]) if self.problem.has("sinks") else None
+
+    def _capped(self, s: np.ndarray) -> np.ndarray:
+        return np.tanh(s / s.dtype.type(self.problem.softcap))
+
+    def _stands(self, at: Place) -> np.ndarray:
+        """The key that each query stands on, as a column."""
+        return np.arange(at.rows.start, at.rows.stop)[:, None] + self.problem.diagonal
+
+    def _tile(self, name: str, at: Place) -> np.ndarray:
+        """The part of an array over pairs that a tile is about."""
+        rows = self.given[name][self.batch, at.head, at.rows]
+        return rows[:, at.keys if isinstance(self.keys, slice) else self.keys[at.keys]]
 
     def walk(self, rows: slice) -> tuple[int, int]:
         """The first key and the last but one, among those left, that some query of `rows` may see."""

@@ -118,6 +118,8 @@ class Prepared:
                 launch.fill(lib, x, 0.0, ordinal, stream)
             if rows is not None:
                 launch.fill(lib, rows, float("-inf"), ordinal, stream)
+                if "sinks" in addresses:
+                    launch.spread(lib, rows, addresses["sinks"], lib.view(arrays["sinks"]), ordinal, stream)
             return results, rows
 
         slots = self._slots

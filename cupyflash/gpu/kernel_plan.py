@@ -85,8 +85,14 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("LEFT", problem.left is not None),
         ("RIGHT", problem.right is not None),
         *((rule.name.upper(), problem.has(rule.name)) for rule in ARRAYS),
+        ("SOFTCAP", problem.softcap is not None),
         ("NEGATIVE_SCALE", problem.scale < 0),
     )
+
+
+def scored(problem: AttentionProblem) -> bool:
+    """Whether scores are more than the scaled product of Q and K (attention/pairs.cuh says the same)."""
+    return problem.softcap is not None or problem.has("bias") or problem.has("alibi_slopes")
 
 
 def ceil(n: int, step: int) -> int:

@@ -126,6 +126,18 @@ def copy_into(lib: GpuAdapter, target: Any, source: Any, device: int, stream: in
         )
 
 
+def spread(lib: GpuAdapter, rows: Any, pointer: int, view: View, device: int, stream: int) -> None:
+    """Fill rows, (B, H, S) in float32 or float64, with the numbers at `pointer`, one for each head, on its stream."""
+    with cupy.cuda.Device(device), cupy.cuda.Stream.from_external(Stream(stream)):
+        numbers = on_device(pointer, view, device)
+        if view.dtype == "bfloat16":  # the upper half of a float32
+            numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
+        else:
+            numbers = numbers.view(view.dtype)
+        kind = lib.view(rows)
+        on_device(lib.pointer(rows), kind, device).view(kind.dtype)[...] = numbers[..., None]
+
+
 def fill(lib: GpuAdapter, x: Any, value: float, device: int, stream: int) -> None:
     """Fill an array of any library with 0 or -inf, on its stream."""
     view = lib.view(x)

@@ -37,6 +37,14 @@ OPTIONAL = {  # by the dtype of an optional array; one with that of q is const I
 WORKSPACE = {"uint32": "unsigned", "float32": "float", "float64": "double"}
 
 
+def _cap_inverse(problem: AttentionProblem) -> float:
+    """What a product of Q and K is multiplied by before tanh. Inside its type, so that times 0 it is not NaN."""
+    if problem.softcap is None:
+        return 0.0
+    largest = 1e300 if problem.lse_dtype == "float64" else 1e30
+    return min(abs(problem.scale) / problem.softcap, largest)
+
+
 def _factor(problem: AttentionProblem) -> float:
     """What turns scores to powers of two. Never 0: -inf * 0 is NaN."""
     return max(abs(problem.scale) * math.log2(math.e), 1e-300 if problem.lse_dtype == "float64" else 1e-30)
@@ -45,6 +53,8 @@ def _factor(problem: AttentionProblem) -> float:
 SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "scale": ("Accum", lambda p: abs(p.scale)),  # the sign is a constant
     "factor": ("Accum", _factor),
+    "cap": ("Accum", lambda p: (p.softcap or 0.0) * math.log2(math.e)),  # cap * tanh(cap_inverse * s): an exponent of 2
+    "cap_inverse": ("Accum", _cap_inverse),
     "batch": ("int", lambda p: p.batch),
     "heads_q": ("int", lambda p: p.heads_q),
     "heads_k": ("int", lambda p: p.heads_k),

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ..problem import ARRAYS, View, contiguous
+from ..problem import WITHOUT_GRADIENT, View, contiguous
 from .protocol import Arrays, Recorder
 
 kind = "torch"
@@ -77,17 +77,21 @@ def finish(x: torch.Tensor, device: int) -> torch.Tensor:
     return x
 
 
-_DIFFERENTIABLE = ("q", "k", "v", *(row.name for row in ARRAYS if row.gradient))
-
-
 def recorder(arrays: Arrays) -> Recorder | None:
-    if torch.is_grad_enabled():
-        for name in _DIFFERENTIABLE:
-            if getattr(arrays[name], "requires_grad", False):
-                from .torch_autograd import record
+    if not torch.is_grad_enabled():
+        return None
+    wanted = [name for name, x in arrays.items() if x is not None and getattr(x, "requires_grad", False)]
+    if not wanted:
+        return None
+    for name in wanted:
+        if name in WITHOUT_GRADIENT:
+            raise ValueError(
+                f"{name} requires grad, but attention gives no gradient of it yet; pass {name}.detach(), or call under "
+                "torch.no_grad()"
+            )
+    from .torch_autograd import record
 
-                return record
-    return None
+    return record
 
 
 def check_target(name: str, x: torch.Tensor) -> None:

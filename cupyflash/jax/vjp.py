@@ -9,7 +9,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from .. import api
-from ..problem import ARRAYS
+from ..problem import ARRAYS, WITHOUT_GRADIENT
 from ..signature import like
 
 Arrays = dict[str, Any]
@@ -43,6 +43,11 @@ def _attention(arrays: Arrays, options: dict[str, Any]) -> tuple[jax.Array, jax.
 
 
 def _forward(arrays: Arrays, options: dict[str, Any]) -> tuple[Any, Any]:
+    for name, x in arrays.items():
+        if name in WITHOUT_GRADIENT and x is not None and x.perturbed:
+            raise ValueError(
+                f"{name} is differentiated, but attention gives no gradient of it yet; pass jax.lax.stop_gradient({name})"
+            )
     arrays = {name: None if x is None else x.value for name, x in arrays.items()}
     out, lse = _attention.fun(arrays, options)
     return (out, lse), (arrays, out, lse)

@@ -2,6 +2,8 @@
 // families, ask one object, made for a head, about pairs of a query and a key. What is not asked compiles to nothing.
 #pragma once
 #include "attention/walk.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/math.cuh"
 
 // Query i and key j of a head of Q.
 struct Pair {
@@ -25,6 +27,16 @@ struct Placement {
     }
 };
 
+constexpr Accum LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
+
+// Whether scores are more than the product of Q and K: they come in powers of two then.
+constexpr bool SCORED = config::SOFTCAP || config::ALIBI_SLOPES || config::BIAS;
+
+template <class T>
+__device__ T* at_pair(T* array, const PairStrides& strides, int batch, Pair at) {
+    return array + batch * strides.batch + at.head * strides.head + at.i * strides.query + at.j * strides.key;
+}
+
 struct Pairs {
     const Params& p;
     Head head;
@@ -34,26 +46,53 @@ struct Pairs {
         : p(p), head(head), keys(p.key_mask + (config::KEY_MASK ? head.batch * p.key_mask_strides.batch : 0)) {}
 
     // What a score is multiplied by to be an exponent of 2: exp(scale * s) = 2^(factor * s). Never 0: -inf * 0 is NaN.
-    __device__ Accum factor() const { return p.factor; }
+    __device__ Accum factor() const { return SCORED ? Accum(1) : p.factor; }
 
     // What it is multiplied by to be in natural units, those of lse.
-    __device__ Accum unit() const { return p.scale; }
+    __device__ Accum unit() const { return SCORED ? LN2 : p.scale; }
 
-    // The score of a pair from its product s of Q and K. (Softmaxes take the largest score, so `unit` is not negative.) Asked
-    // beyond the last query, key and head too: what is read from an array for it must be in bounds.
-    template <class T>
-    __device__ T score(T s, Pair) const {
-        return config::NEGATIVE_SCALE ? -s : s;
+    // The score of a pair from its product s of Q and K: scale, soft cap, ALiBi, bias. (Softmaxes take the largest score, so
+    // `unit` is not negative.) Asked beyond the last query, key and head too: what is read from an array must be in bounds.
+    __device__ Accum score(Accum s, Pair at) const {
+        Accum x = product(s);
+        if (config::ALIBI_SLOPES) x = fma(-alibi(at.head), Accum(abs(at.i + head.diagonal(p) - at.j)), x);
+        if (config::BIAS && at.i < head.queries(p) && at.j < head.keys(p))
+            x = fma(Accum(to_float(*at_pair(p.bias, p.bias_strides, head.batch, at))), LOG2E, x);
+        return x;
     }
 
     // The derivative of unit * score with respect to |scale| * s, which multiplies dS in the backward.
-    template <class T>
-    __device__ T slope(T /*s*/, Pair) const {
-        return config::NEGATIVE_SCALE ? T(-1) : T(1);
+    __device__ Accum slope(Accum s, Pair) const { return product_slope(s); }
+
+    // Of the score what depends on the product alone: all of it, but for ALiBi and bias.
+    __device__ Accum product(Accum s) const {
+        if (config::NEGATIVE_SCALE) s = -s;
+        if (config::SOFTCAP) return p.cap * capped(s);
+        return SCORED ? s * p.factor : s;
+    }
+    __device__ Accum product_slope(Accum s) const {
+        Accum sign = config::NEGATIVE_SCALE ? -1 : 1;
+        if (!config::SOFTCAP) return sign;
+        Accum t = capped(config::NEGATIVE_SCALE ? -s : s);
+        return sign * fma(-t, t, Accum(1));
     }
 
+    // What is taken off a score for each key between the query's and the key (Press et al. 2022), in powers of two.
+    __device__ Accum alibi(int of_head) const {
+        return p.alibi_slopes[head.batch * p.alibi_slopes_strides.batch + real(of_head) * p.alibi_slopes_strides.head] * LOG2E;
+    }
+
+    // A tile of several heads may reach beyond the last.
+    __device__ int real(int of_head) const { return min(of_head, p.heads_q - 1); }
+
+    // The logit that a row's denominator has beside those of its keys (Xiao et al. 2023), in natural units.
+    __device__ Accum sink(int of_head) const { return to_float(p.sinks[real(of_head) * p.sinks_strides.head]); }
+
     // Whether the query may see the key.
-    __device__ bool visible(Pair at) const { return Band{p, head}.contains(at.i, at.j) && key_seen(at.j); }
+    __device__ bool visible(Pair at) const {
+        return Band{p, head}.contains(at.i, at.j) && key_seen(at.j) &&
+               (!config::MASK || *at_pair(p.mask, p.mask_strides, head.batch, at));
+    }
 
     // What is said of a key for all queries.
     __device__ bool key_seen(int j) const { return !config::KEY_MASK || keys[j]; }
@@ -67,6 +106,9 @@ struct Pairs {
     __device__ bool tests_backward(Range queries, Range of_keys) const {
         return Band{p, head}.tests_backward(queries, of_keys);
     }
+
+   private:
+    __device__ Accum capped(Accum s) const { return hyperbolic_tangent<Product>(s * p.cap_inverse); }
 };
 
 // key_seen of COUNT keys from `first` on, fetched at once by a whole warp.

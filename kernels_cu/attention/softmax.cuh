@@ -164,17 +164,25 @@ struct OnlineSoftmax {
     }
 
     // Divide the result by the sums of whole rows; lse(row fragment, half) is left in `maximum`. `unit`: of a score, in
-    // natural units. Rows that saw no key: 0 and -inf.
-    template <int N>
-    __device__ void finish(Accumulator<M, N>& result, float unit) {
+    // natural units; sink(row): a logit more in the sum. Rows that saw no key: 0, and the sink or -inf.
+    template <int N, class F>
+    __device__ void finish(Accumulator<M, N>& result, float unit, F sink) {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                float total = sum[m][h], inverse = total == 0 ? 0.f : 1 / total;
+                float total = sum[m][h], alone = MINUS_INFINITY;  // lse where nothing but the sink counts
+                bool any = total != 0;
+                if constexpr (config::SINKS) {
+                    alone = sink(Accumulator<M, N>::row(m, 2 * h));
+                    float exponent = any ? fmaf(alone, LOG2_E, maximum[m][h] * -row_factor(m, h)) : 127.f;
+                    any = exponent < 127;
+                    total = any ? total + exp2_approx(exponent) : 1;
+                }
+                float inverse = any ? 1 / total : 0.f;
 #pragma unroll
                 for (int n = 0; n < N; n++) result.x[m][n][2 * h] *= inverse, result.x[m][n][2 * h + 1] *= inverse;
-                maximum[m][h] = total == 0 ? MINUS_INFINITY : fmaf(maximum[m][h], unit, logf(total));
+                maximum[m][h] = any ? fmaf(maximum[m][h], unit, logf(total)) : alone;
             }
     }
 };

@@ -12,7 +12,7 @@ constexpr bool GROWING = config::RIGHT;                  // later tiles of queri
 constexpr bool BOUND_FIRST = config::LEFT, BOUND_LAST = config::RIGHT;
 // Where in a walk over keys, from the last to the first, tiles need tests (the very first one always may: it may hang over
 // the end).
-constexpr bool TESTS_FIRST = config::RIGHT, TESTS_LAST = config::LEFT, TESTS_ANY = config::KEY_MASK;
+constexpr bool TESTS_FIRST = config::RIGHT, TESTS_LAST = config::LEFT, TESTS_ANY = config::KEY_MASK || config::MASK;
 }
 
 // The pairs (i, j) that positions leave: i + diagonal - left <= j <= i + diagonal + right.

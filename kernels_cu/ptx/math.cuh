@@ -11,3 +11,23 @@ __device__ inline float exp2_approx(float x) {
 constexpr float LOG2_E = 1.4426950408889634f;
 
 #define MINUS_INFINITY __int_as_float(0xff800000)
+
+// tanh(x), as exactly as a product of T asks: bfloat16 has 8 bits, the special-function unit's tanh 11.
+template <class T>
+__device__ float hyperbolic_tangent(float x) {
+    return tanhf(x);
+}
+template <>
+__device__ inline float hyperbolic_tangent<bfloat16_t>(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+template <>
+__device__ inline float hyperbolic_tangent<half_t>(float x) {
+    return 1 - 2 / (exp2_approx(x * (2 * LOG2_E)) + 1);
+}
+template <class T>
+__device__ double hyperbolic_tangent(double x) {
+    return tanh(x);
+}

@@ -69,13 +69,21 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
 #pragma unroll
     for (int i = 0; i < M; ++i) {
         sum[i] = row_sum(sum[i]);
-        const Accum inverse = sum[i] == 0 ? 0 : 1 / sum[i];  // a row that sees no key is 0
+        const int query_i = row + row_of(i);
+        Accum alone = -infinity();  // lse where nothing but the sink counts
+        bool any = sum[i] != 0;     // a row that sees no key is 0
+        if (config::SINKS) {
+            alone = pairs.sink(head.q);
+            const Accum exponent = any ? alone * LOG2E - top[i] * factor : 127;
+            any = exponent < 127;
+            sum[i] = any ? sum[i] + exp2(exponent) : 1;
+        }
+        const Accum inverse = any ? 1 / sum[i] : 0;
         for (Accum& x : o[i]) x *= inverse;
 
         // One number a row is all that the backward needs of the softmax.
-        const int query_i = row + row_of(i);
         if (p.lse != nullptr && column == 0 && threadIdx.x % ACROSS == 0 && query_i < head.queries(p))
-            p.lse[head.row_number(p, query_i)] = sum[i] == 0 ? -infinity() : top[i] * pairs.unit() + log(sum[i]);
+            p.lse[head.row_number(p, query_i)] = any ? top[i] * pairs.unit() + log(sum[i]) : alone;
     }
     store(query_matrix(p, head, p.out, p.out_strides, p.dim_v), o, row, column);
 }

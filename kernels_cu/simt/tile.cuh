@@ -14,7 +14,6 @@ constexpr int M = config::OWNED / DOWN;            // rows of each tile that a t
 constexpr int N = config::COLUMNS / ACROSS;        // columns of a result tile that a thread holds
 constexpr int SCORES = config::VISITED / ACROSS;   // columns of a score tile that a thread holds
 constexpr int TOGETHER = N < WIDTH ? N : WIDTH;    // of the N columns, so many lie side by side
-constexpr Accum LOG2E = 1.4426950408889634;
 
 static_assert(config::OWNED % DOWN == 0 && config::VISITED % ACROSS == 0 && config::COLUMNS % ACROSS == 0,
               "each thread holds whole elements");

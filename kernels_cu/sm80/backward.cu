@@ -144,6 +144,7 @@ struct Block {
         Pairs pairs(p, at.head);
         int tile_q = walk.tile(at.step), i0 = tile_q * ROWS + warp_query, j0 = keys.begin + warp_key;
         Placement<true> placement{at.head.q, i0, j0};
+        Lines<M, true> lines(pairs, placement);
         cp_async_wait<0>();
         __syncthreads();  // the tile has arrived, and everybody is done with the one before
 
@@ -174,9 +175,8 @@ struct Block {
 
         // dP^T = V dO^T, P^T = exp(S^T - lse)
         auto exponential = [&](float& x, int r, int c, float& slope) {
-            Pair pair = placement(r, c);
-            slope = pairs.slope(x, pair);
-            x = exp2_approx(fmaf(pairs.score(x, pair), factor, minus_lse[c]));
+            slope = lines.slope(x, r, c);
+            x = exp2_approx(fmaf(lines.score(x, r, c), factor, minus_lse[c]));
         };
         auto settle = [&] {
             if (pairs.tests_backward({i0, i0 + WARP_QUERIES}, {j0, j0 + WARP_KEYS})) {

@@ -126,7 +126,7 @@ struct Block {
         int row = queries.begin + warp_row, key = tile_k * KEYS + warp_key;
         Placement<> at{head.q, row, key};
         bool tests = pairs.tests({row, row + WARP_ROWS}, {key, key + WARP_KEYS});
-        scores.each([&](float& x, int r, int c) { x = pairs.score(x, at(r, c)); });
+        score(scores, at, pairs);
         if (tests) {
             keep_branch();
             KeysSeen<WARP_KEYS> seen(pairs, key);
@@ -201,7 +201,8 @@ struct Block {
             sync_sharers();
             exchange.combine(softmax.sum, [](float x, float y) { return x + y; });
         }
-        softmax.finish(o, Pairs(p, head).unit());
+        Pairs pairs(p, head);
+        softmax.finish(o, pairs.unit(), [&](int) { return pairs.sink(head.q); });
 
         // Out through shared memory, where Q was, for whole rows; where Q's rows have another length than O's, the warps'
         // shares of the two tiles overlap.

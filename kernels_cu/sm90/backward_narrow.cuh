@@ -46,6 +46,7 @@ struct NarrowWorker {
     // One tile of queries. `key`: the warpgroup's first one.
     __device__ void visit(const Pairs& pairs, const KeysSeen<16>& seen, int tile_q, int key) {
         Placement<true> at{pairs.head.q, tile_q * ROWS, key + 16 * warp()};
+        Lines<1, true> lines(pairs, at);
         s.q.go_to(steps);
         s.d.go_to(steps);
         dq_ring.go_to(steps);
@@ -55,9 +56,8 @@ struct NarrowWorker {
         Accumulator<1, ROWS / 8> probabilities, slopes, ds;
         // P^T = exp(S^T - lse)
         auto exponential = [&](float& x, int r, int c, float& slope, float minus_lse) {
-            Pair pair = at(r, c);
-            slope = pairs.slope(x, pair);
-            x = exp2_approx(fmaf(pairs.score(x, pair), factor, minus_lse));
+            slope = lines.slope(x, r, c);
+            x = exp2_approx(fmaf(lines.score(x, r, c), factor, minus_lse));
         };
         auto tested = [&] {
             Range queries{tile_q * ROWS, tile_q * ROWS + ROWS};

@@ -100,6 +100,7 @@ struct WideWorker {
     // One tile of queries; `tile`: its number among those of all heads.
     __device__ void visit(const Pairs& pairs, const SeenKeys& seen, int tile_q, int tile, int key) {
         Placement<> at{pairs.head.q, tile_q * ROWS + first_row(), key};
+        Lines<1, false> lines(pairs, at);
         s.q.go_to(steps);
         s.d.go_to(steps);
         // Through a shuffle, else ptxas keeps the descriptors of all tiles in registers.
@@ -122,9 +123,8 @@ struct WideWorker {
         changed(scores);
         scores.each(
             [&](float& x, int r, int c, float& slope) {
-                Pair pair = at(r, c);
-                slope = pairs.slope(x, pair);
-                x = exp2_approx(fmaf(pairs.score(x, pair), factor, minus_lse[r / 8 % 2]));
+                slope = lines.slope(x, r, c);
+                x = exp2_approx(fmaf(lines.score(x, r, c), factor, minus_lse[r / 8 % 2]));
             },
             slopes);
         if (pairs.tests_backward({tile_q * ROWS, tile_q * ROWS + ROWS}, {key, key + PART_KEYS})) {

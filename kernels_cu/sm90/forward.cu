@@ -96,7 +96,7 @@ struct Worker {
     __device__ void mask(Accumulator<1, N>& scores, int tile_k, bool tests) const {
         Pairs pairs(p, tile.head);
         ScorePlacement at = placement(tile, tile_k * KEYS);
-        scores.each([&](float& x, int r, int c) { x = pairs.score(x, at(r, c)); });
+        score(scores, at, pairs);
         if (tests) {
             KeysSeen<8 * N> seen(pairs, tile_k * KEYS);
             hide(scores, at, pairs, seen, MINUS_INFINITY);
@@ -208,8 +208,9 @@ struct Worker {
     // O of a tile, divided by the sums, and its lse.
     __device__ void store(const Tile& of, OnlineSoftmax<1>& softmax) {
         softmax.add_lanes();
-        softmax.finish(o, Pairs(p, of.head).unit());
+        Pairs pairs(p, of.head);
         ScorePlacement at = placement(of);
+        softmax.finish(o, pairs.unit(), [&](int r) { return pairs.sink(at(r, 0).head); });
         int heads = heads_of(of), queries = of.head.queries(p);
         if (O_STAGED && maps.map_out) {
             bool storer = threadIdx.x % 128 == 0;

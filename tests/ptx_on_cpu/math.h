@@ -10,3 +10,12 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
 #define MINUS_INFINITY __int_as_float(0xff800000)
+
+template <class T>
+float hyperbolic_tangent(float x) {
+    return std::tanh(x);
+}
+template <class T>
+double hyperbolic_tangent(double x) {
+    return std::tanh(x);
+}

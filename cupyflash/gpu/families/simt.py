@@ -48,7 +48,7 @@ FORWARD = (
 )
 BACKWARD = (
     Tile(64, 32, 32, 32, 2, dim=32, sums=4),
-    Tile(64, 32, 64, 32, 3, spills=32, dim=64, sums=4),
+    Tile(64, 32, 64, 32, 3, spills=48, dim=64, sums=4),
     Tile(64, 32, 128, 32, 2, sums=4),
     Tile(32, 32, 32, 16, 3, dim=32, sums=8),
     Tile(32, 32, 64, 16, 2, dim=64, sums=8),

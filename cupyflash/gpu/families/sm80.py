@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...problem import AttentionProblem
 from ..device import Arch
-from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, pad
+from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, pad, scored
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
@@ -63,9 +63,10 @@ BACKWARD = (
     Tile(32, 64, 8, 2, 1, 1),
     Tile(32, 32, 4, 2, 1, 1),
 )
-# What ptxas may spill, in bytes per thread. Registers are full by choice: a tile a step smaller was slower everywhere. A few
-# addresses are spilled, written once and read once per tile.
-SPILLS = {False: 144, True: 80}
+# What ptxas may spill, in bytes per thread, by pass and whether scores are more than a product. Registers are full by choice:
+# a tile a step smaller was slower everywhere. A few addresses are spilled, read once per tile; with a bias, elements of it,
+# which ptxas loads ahead.
+SPILLS = {(False, False): 144, (False, True): 960, (True, False): 80, (True, True): 80}
 
 
 def _registers(t: Tile) -> int:
@@ -131,7 +132,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     if not backward:
         launch = Launch("attention_forward", pairs * tiles_q, 32 * t.warps, size)
         return KernelPlan(
-            "sm80", arch.name, problem.dtype, backward, source, constants, (launch,), 16, spills=SPILLS[backward],
+            "sm80", arch.name, problem.dtype, backward, source, constants, (launch,), 16, spills=SPILLS[backward, scored(problem)],
             given=problem.given,
         )  # fmt: skip
     blocks = problem.batch * problem.heads_k * ceil(problem.seq_k, t.keys)
@@ -147,6 +148,6 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     )
     constants += (("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", arch.cc >= 90))
     return KernelPlan(
-        "sm80", arch.name, problem.dtype, backward, source, constants, launches, 16, workspace, SPILLS[backward],
+        "sm80", arch.name, problem.dtype, backward, source, constants, launches, 16, workspace, SPILLS[backward, scored(problem)],
         given=problem.given,
     )  # fmt: skip

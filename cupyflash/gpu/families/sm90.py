@@ -9,7 +9,7 @@ from typing import Any
 
 from ...problem import AttentionProblem
 from ..device import Arch
-from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, pad
+from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, pad, scored
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
@@ -32,6 +32,7 @@ class ForwardTile:
     spills: int = 0
     dim: int = 256  # for head dimensions up to this
     banded: bool | None = None  # causal or a window; None: either
+    scored: bool | None = None  # scores that are more than the scaled product, which ask for registers; None: either
 
     @property
     def rows(self) -> int:
@@ -51,6 +52,7 @@ class BackwardTile:
     do_stages: int  # dO tiles in flight
     spills: int = 0
     dim: int = 256  # for head dimensions up to this
+    scored: bool | None = None  # as of the forward
 
     @property
     def wide(self) -> bool:
@@ -66,12 +68,16 @@ class BackwardTile:
 DIMS = (64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
 
 FORWARD = (
-    ForwardTile(3, 128, 3, spills=160, dim=64),  # with windows; else 16, once per tile
-    ForwardTile(2, 128, 2, dim=128),
+    ForwardTile(3, 128, 3, spills=32, dim=64, scored=False),  # addresses, once per tile
+    ForwardTile(2, 128, 2, dim=128, scored=False),
+    ForwardTile(2, 128, 2, spills=176, dim=128),  # addresses of the tile before, under a causal mask with slopes
     ForwardTile(2, 128, 2, dim=192),
-    ForwardTile(2, 96, 2, dim=192),
-    ForwardTile(2, 64, 2, banded=True),
-    ForwardTile(2, 80, 2),
+    ForwardTile(2, 96, 2, dim=192, scored=False),
+    ForwardTile(2, 96, 2, spills=48, dim=192),
+    ForwardTile(2, 64, 2, banded=True, scored=False),
+    ForwardTile(2, 64, 2, spills=48, banded=True),
+    ForwardTile(2, 80, 2, scored=False),
+    ForwardTile(2, 80, 2, spills=48),
 )
 # Where heads share K and V and queries are few, a tile takes all queries of as many heads as it holds. Not of every
 # number: each is a kernel to compile. The rows are tried first there: three warpgroups would spill, and under a window
@@ -84,10 +90,14 @@ PACKED = (
 )
 # What may be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
 BACKWARD = (
-    BackwardTile(128, 128, 2, 2, 2, spills=152, dim=64),
-    BackwardTile(64, 128, 2, 2, 2, dim=128),
-    BackwardTile(64, 96, 3, 2, 1, spills=32, dim=192),
-    BackwardTile(64, 64, 2, 2, 1, spills=32),
+    BackwardTile(128, 128, 2, 2, 2, spills=152, dim=64, scored=False),
+    BackwardTile(64, 128, 2, 2, 2, dim=64),
+    BackwardTile(64, 128, 2, 2, 2, dim=128, scored=False),
+    BackwardTile(64, 128, 2, 2, 2, spills=352, dim=128),  # with everything at once; a soft cap or a bias alone 64
+    BackwardTile(64, 96, 3, 2, 1, spills=32, dim=192, scored=False),
+    BackwardTile(64, 96, 3, 2, 1, spills=160, dim=192),
+    BackwardTile(64, 64, 2, 2, 1, spills=32, scored=False),
+    BackwardTile(64, 64, 2, 2, 1, spills=160),
 )
 # The backward's order of key tiles, and room for sums of dQ.
 CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
@@ -146,7 +156,8 @@ def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) 
     # leave through? It leaves in boxes of one head.
     for t, (q_stages, o_staged) in itertools.product(rows, ((2, not packed), (2, False), (1, False))):
         size = forward_memory(t, dim, dim_v, q_stages, o_staged)
-        if max(dim, dim_v) <= t.dim and t.banded in (None, banded) and size <= arch.shared_memory:
+        fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, scored(problem))
+        if fits and size <= arch.shared_memory:
             break
     else:
         raise ValueError(f"no sm90 forward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
@@ -209,7 +220,8 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
     rows: tuple[BackwardTile, ...] = TILES[True].rows(tile)
     for t, finish in itertools.product(rows, FINISH):
         size = backward_memory(t, finish, dim, dim_v)
-        if max(dim, dim_v) <= t.dim and size is not None and size <= arch.shared_memory:
+        fits = max(dim, dim_v) <= t.dim and t.scored in (None, scored(problem))
+        if fits and size is not None and size <= arch.shared_memory:
             break
     else:
         raise ValueError(f"no sm90 backward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")

@@ -1,0 +1,339 @@
+"""What happens to a score between Q Kᵀ and the softmax, on every backend that takes it: soft cap, ALiBi, bias, mask, sinks.
+
+On a GPU each set of options is a kernel to compile: tests share sets and head dimensions, and differ in data.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from backends import Backend, on_pairs_with_scores
+from reference import DTYPES, assert_as_good, standard, standard_in_own_precision, state
+from semantics import LAYS, Inputs, check, draw_inputs
+
+from cupyflash import attention, attention_backward
+
+# (arrays, options)
+ALONE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "softcap": ((), {"softcap": 1.5}),
+    "alibi": (("alibi_slopes",), {}),
+    "bias": (("bias",), {}),
+    "mask": (("mask",), {}),
+    "sinks": (("sinks",), {}),
+}
+ALL = ("mask", "bias", "alibi_slopes", "sinks")
+BANDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (13, 7)},
+}
+FORMS = ("bhqk", "hqk", "bqk", "qk", "bhk", "k", "q", "h", "")  # axes along which a mask and bias are more than one number
+SEQS = [(67, 93), (193, 65), (1, 77)]
+
+
+def of_length(seq: tuple[int, int]) -> dict[str, Any]:
+    """Where a handful of rows decides luck does: a larger batch."""
+    return {"seq": seq, "batch": 2 if min(seq) > 10 else 16}
+
+
+@pytest.mark.parametrize("band", ["full", "causal"])
+@pytest.mark.parametrize("name", ALONE)
+@on_pairs_with_scores
+def test_each_alone(backend: Backend, dtype: str, name: str, band: str, rng: np.random.Generator) -> None:
+    given, options = ALONE[name]
+    for seq in SEQS:
+        inputs = draw_inputs(rng, dtype, **of_length(seq), heads=(4, 2), given=given)
+        check(backend, inputs, thousands=min(seq) <= 10, **options, **BANDS[band])
+
+
+@pytest.mark.parametrize("band", BANDS)
+@on_pairs_with_scores
+def test_all_together(backend: Backend, dtype: str, band: str, rng: np.random.Generator) -> None:
+    for seq in (*SEQS, (130, 1)):
+        inputs = draw_inputs(rng, dtype, **of_length(seq), heads=(4, 2), given=ALL, key_mask=True)
+        check(backend, inputs, thousands=min(seq) <= 10, softcap=2.0, **BANDS[band])
+
+
+@on_pairs_with_scores
+def test_all_together_of_wide_heads(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """Where a tensor-core backward shares out columns, and not keys."""
+    if not backend.takes(dtype, 256, 256):
+        pytest.skip(f"{backend.name} does not take them")
+    for dims in ((256, 256), (128, 128)):
+        inputs = draw_inputs(rng, dtype, seq=(150, 140), heads=(4, 2), dims=dims, given=ALL, key_mask=True)
+        check(backend, inputs, softcap=2.0, causal=True)
+
+
+@on_pairs_with_scores
+def test_many_tiles(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    for seq in ((517, 700), (1, 2099), (900, 60)):
+        inputs = draw_inputs(rng, dtype, **of_length(seq), given=ALL, key_mask=True)
+        check(backend, inputs, thousands=min(seq) <= 10, softcap=2.0, causal=True)
+
+
+@pytest.mark.parametrize("full", FORMS)
+@on_pairs_with_scores
+def test_axes_of_length_1(backend: Backend, dtype: str, full: str, rng: np.random.Generator) -> None:
+    """Stand for all; and the leading ones may be left out."""
+    inputs = draw_inputs(rng, dtype, seq=(67, 93), heads=(4, 2), given=ALL, full=full, key_mask=True)
+    if full in ("q", "h", ""):  # a mask that hides whole heads hides everything that could be wrong
+        inputs.given["mask"][...] |= inputs.given["mask"].size == 1 or full == "h"
+    check(backend, inputs, softcap=2.0, causal=True)
+    short = {name: x.reshape(np.trim_zeros(np.array(x.shape) - 1, "f") + 1) for name, x in inputs.given.items()}
+    check(backend, inputs._replace(given=short), softcap=2.0, causal=True)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("rank", [2, 3, 4])
+@on_pairs_with_scores
+def test_ranks_and_layouts(backend: Backend, dtype: str, rank: int, layout: str, rng: np.random.Generator) -> None:
+    batch, heads = (2 if rank == 4 else 1), ((1, 1) if rank == 2 else (4, 2))
+    inputs = draw_inputs(rng, dtype, batch=batch, heads=heads, seq=(67, 130), given=ALL, key_mask=True)
+    check(backend, inputs, rank=rank, layout=layout, softcap=2.0, causal=True)
+
+
+@pytest.mark.parametrize("lay", LAYS)
+@on_pairs_with_scores
+def test_strides(backend: Backend, dtype: str, lay: str, rng: np.random.Generator) -> None:
+    """Of q, k and v, and of mask and bias."""
+    inputs = draw_inputs(rng, dtype, heads=(4, 2), given=ALL, key_mask=True)
+    check(backend, inputs, lay=LAYS[lay], softcap=2.0, causal=True)
+
+
+@on_pairs_with_scores
+def test_expanded_in_strides(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """A bias of one head, and a transposed one, with the full shape and strides of 0."""
+    inputs = draw_inputs(rng, dtype, heads=(4, 2), given=("bias",), full="qk")
+    whole = np.broadcast_to(inputs.given["bias"], (2, 4, 67, 93))
+    references = expected(inputs._replace(given={"bias": whole}))
+    for base in (backend.put(inputs.given["bias"]), backend.put(inputs.given["bias"].swapaxes(2, 3)).swapaxes(2, 3)):
+        judge(backend, inputs, references, bias=backend.xp.broadcast_to(base, whole.shape))
+
+
+@on_pairs_with_scores
+def test_a_bias_and_sinks_in_float32(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """For inputs of any dtype; and slopes of each batch entry, or one set for all, in float32 or the dtype of q."""
+    inputs = draw_inputs(rng, dtype, heads=(4, 2), given=("bias", "alibi_slopes", "sinks"))
+    for name in ("bias", "sinks"):
+        inputs.given[name] = rng.standard_normal(inputs.given[name].shape).astype(np.float32)
+    check(backend, inputs)
+    inputs.given["alibi_slopes"] = inputs.given["alibi_slopes"][0]
+    check(backend, inputs)
+    inputs.given["alibi_slopes"] = inputs.given["alibi_slopes"].astype(DTYPES[dtype])
+    check(backend, inputs)
+
+
+# As FEW in test_semantics.py: whole groups of heads in a tile, and parts of them.
+FEW = {"1-of-8": (24, (1, 77), (8, 1)), "5-of-4": (50, (5, 50), (12, 3)), "16-of-7": (5, (16, 77), (14, 2))}
+
+
+@pytest.mark.parametrize("band", ["full", "causal"])
+@pytest.mark.parametrize("few", FEW)
+@on_pairs_with_scores
+def test_few_queries_of_heads_that_share_keys(
+    backend: Backend, dtype: str, few: str, band: str, rng: np.random.Generator
+) -> None:
+    """Slopes, sinks and bias are those of each head of the tile."""
+    batch, seq, heads = FEW[few]
+    inputs = draw_inputs(rng, dtype, batch=batch, seq=seq, heads=heads, given=ALL, key_mask=True)
+    check(backend, inputs, thousands=True, softcap=2.0, **BANDS[band])
+
+
+@pytest.mark.parametrize("causal", [True, "top_left"])
+@on_pairs_with_scores
+def test_alibi_counts_from_the_diagonal(
+    backend: Backend, dtype: str, causal: bool | str, rng: np.random.Generator
+) -> None:
+    """That causal names: as a bias of -slope * |i + diagonal - j| does."""
+    for seq in ((67, 93), (93, 67)):
+        inputs = draw_inputs(rng, dtype, seq=seq, heads=(4, 2), given=("alibi_slopes",))
+        diagonal = 0 if causal == "top_left" else seq[1] - seq[0]
+        distance = np.abs(np.arange(seq[0])[:, None] + diagonal - np.arange(seq[1]))
+        bias = -inputs.given["alibi_slopes"][..., None, None].astype(np.float64) * distance
+        wide = bias.astype("float64" if dtype == "float64" else "float32")
+        references = expected(inputs._replace(given={"bias": wide}), causal=causal)
+        judge(backend, inputs, references, alibi_slopes=backend.put(inputs.given["alibi_slopes"]), causal=causal)
+
+
+# ---- what hides ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("band", BANDS)
+@on_pairs_with_scores
+def test_rows_that_see_no_key(backend: Backend, dtype: str, band: str, rng: np.random.Generator) -> None:
+    """By the band, key_mask or mask: out and gradients are 0, exactly, and lse the sink."""
+    inputs = draw_inputs(rng, dtype, batch=3, seq=(130, 90), heads=(4, 2), given=("mask", "sinks"), key_mask=True)
+    inputs.key_mask[1] = False
+    inputs.given["mask"][0, :, 50:70] = False
+    inputs.given["mask"][2, 1] = False
+    check(backend, inputs, **BANDS[band])
+    found = run(backend, inputs, key_mask=backend.put(inputs.key_mask), **put(backend, inputs.given), **BANDS[band])
+    sinks = inputs.given["sinks"].astype(np.float64)[:, None]
+    unseen = np.s_[0, :, 50:70], np.s_[1], np.s_[2, 1]
+    for lse, head in zip((found["lse"][at] for at in unseen), (sinks, sinks, sinks[1])):
+        np.testing.assert_allclose(lse, np.broadcast_to(head, lse.shape), rtol=1e-6)
+    for name in ("out", "dq"):
+        x = found[name].swapaxes(1, 2)
+        assert not any(x[at].any() for at in unseen), name
+    assert not found["dk"][1].any() and not found["dv"][1].any()
+
+
+@on_pairs_with_scores
+def test_rows_that_a_mask_hides(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """Without sinks: 0, and lse -inf. No matter what q holds there."""
+    inputs = draw_inputs(rng, dtype, seq=(130, 90), heads=(4, 2), given=("mask",))
+    inputs.given["mask"][:, :, 60:80] = False
+    check(backend, inputs)
+    found = run(backend, inputs, **put(backend, inputs.given))
+    assert np.isneginf(found["lse"][:, :, 60:80]).all()
+    assert not found["out"][:, 60:80].any() and not found["dq"][:, 60:80].any()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@on_pairs_with_scores
+def test_a_bias_does_not_matter_where_keys_are_hidden(
+    backend: Backend, dtype: str, value: float, rng: np.random.Generator
+) -> None:
+    inputs = draw_inputs(rng, dtype, seq=(130, 150), heads=(4, 2), given=ALL, key_mask=True)
+    i, j = np.ogrid[:130, :150]
+    hidden = (j > i + 20) | ~inputs.given["mask"] | ~inputs.key_mask[:, None, None]
+    inputs.given["bias"][hidden] = value
+    check(backend, inputs, softcap=2.0, causal=True)
+
+
+@pytest.mark.parametrize("value", ["-inf", "-1e4", "-1e9", "lowest"])
+@on_pairs_with_scores
+def test_a_bias_that_hides(backend: Backend, dtype: str, value: str, rng: np.random.Generator) -> None:
+    """As people write it, in float32: -inf, a large negative number or the lowest."""
+    number = float(np.finfo(np.float32).min) if value == "lowest" else float(value)
+    inputs = draw_inputs(rng, dtype, seq=(130, 150), heads=(4, 2), given=("bias",))
+    hidden = rng.random(inputs.given["bias"].shape) < 0.4
+    inputs.given["bias"] = np.where(hidden, number, rng.standard_normal(hidden.shape)).astype(np.float32)
+    check(backend, inputs)
+    # As if a mask had hidden them.
+    clean = np.where(hidden, 0, inputs.given["bias"])
+    references = expected(inputs._replace(given={"bias": clean, "mask": ~hidden}))
+    judge(backend, inputs, references, bias=backend.put(inputs.given["bias"]))
+
+
+@pytest.mark.parametrize("value", ["-inf", "-1e4", "-1e9", "lowest"])
+@on_pairs_with_scores
+def test_rows_that_a_bias_hides(backend: Backend, dtype: str, value: str, rng: np.random.Generator) -> None:
+    """Padding: what becomes of such rows is nobody's matter, but their gradient is 0, and nothing may come of it."""
+    number = float(np.finfo(np.float32).min) if value == "lowest" else float(value)
+    inputs = draw_inputs(rng, dtype, seq=(130, 150), heads=(4, 2), given=("bias",))
+    padding = np.s_[:, :, 100:]
+    inputs.given["bias"] = inputs.given["bias"].astype(np.float32)
+    inputs.given["bias"][padding] = number
+    inputs.dout[:, 100:] = 0
+    found = run(backend, inputs, bias=backend.put(inputs.given["bias"]))
+    assert np.isfinite(found["out"]).all()
+    mask = np.ones((130, 1), bool)
+    mask[100:] = False
+    exact, own = expected(inputs._replace(given={"mask": mask, "bias": np.where(mask, inputs.given["bias"], 0)}))
+    for name, x in found.items():
+        rows = {"out": np.s_[:, :100], "lse": np.s_[:, :, :100]}.get(name, np.s_[:])
+        assert_as_good(x[rows], getattr(exact, name)[rows], getattr(own, name)[rows], name)
+
+
+@on_pairs_with_scores
+def test_rows_whose_bias_is_minus_infinity(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """See no key."""
+    inputs = draw_inputs(rng, dtype, seq=(130, 150), heads=(4, 2), given=("bias",))
+    inputs.given["bias"][:, 1, 40:90] = -np.inf
+    check(backend, inputs)
+
+
+@on_pairs_with_scores
+def test_a_large_bias(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    inputs = draw_inputs(rng, dtype, seq=(130, 150), heads=(4, 2), given=("bias",))
+    inputs.given["bias"] = (1e4 * np.round(2 * rng.standard_normal(inputs.given["bias"].shape))).astype(np.float32)
+    check(backend, inputs, large_scores=True)
+
+
+# ---- sizes, signs, and what the backward is asked ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("softcap", [1e-3, 0.5, 30.0, 1e6])
+@on_pairs_with_scores
+def test_soft_caps(backend: Backend, dtype: str, softcap: float, rng: np.random.Generator) -> None:
+    inputs = draw_inputs(rng, dtype, seq=(67, 130))
+    check(backend, inputs, softcap=softcap, large_scores=softcap > 1e3)
+    check(backend, inputs, softcap=softcap, scale=2.0, large_scores=softcap > 1e3)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@on_pairs_with_scores
+def test_scale(backend: Backend, dtype: str, scale: float, rng: np.random.Generator) -> None:
+    inputs = draw_inputs(rng, dtype, seq=(67, 130), heads=(4, 2), given=ALL, key_mask=True)
+    check(backend, inputs, softcap=2.0, scale=scale)
+
+
+@pytest.mark.parametrize("sink", [-np.inf, -200.0, 200.0])
+@on_pairs_with_scores
+def test_sinks_of_any_size(backend: Backend, dtype: str, sink: float, rng: np.random.Generator) -> None:
+    """One that takes nothing, one that takes next to nothing, and one that takes all."""
+    inputs = draw_inputs(rng, dtype, seq=(67, 130), heads=(4, 2), given=("sinks",))
+    inputs.given["sinks"][1:3] = sink
+    check(backend, inputs)
+
+
+@on_pairs_with_scores
+def test_nothing_but_sinks(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """There are no keys at all."""
+    for rank, layout in ((4, "bshd"), (4, "bhsd"), (3, "bshd"), (2, "bshd")):
+        batch, heads = (2 if rank == 4 else 1), (1 if rank == 2 else 3)
+        inputs = draw_inputs(rng, dtype, batch=batch, heads=(heads, heads), seq=(5, 0), given=("sinks",))
+        check(backend, inputs, rank=rank, layout=layout)
+        inputs.given["sinks"] = inputs.given["sinks"].astype(np.float32)[:1]
+        check(backend, inputs, rank=rank, layout=layout)
+
+
+@on_pairs_with_scores
+def test_gradient_of_lse(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    inputs = draw_inputs(rng, dtype, seq=(167, 230), heads=(4, 2), given=ALL, key_mask=True, dlse=1.0)
+    check(backend, inputs, softcap=2.0, causal=True)
+
+
+@on_pairs_with_scores
+def test_deterministic_gradients(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    inputs = draw_inputs(rng, dtype, seq=(230, 301), heads=(4, 2), given=ALL, key_mask=True)
+    check(backend, inputs, softcap=2.0, causal=True, deterministic=True)
+    given = put(backend, inputs.given)
+    first, *others = (
+        run(backend, inputs, softcap=2.0, causal=True, deterministic=True, key_mask=backend.put(inputs.key_mask), **given)
+        for _ in range(3)
+    )
+    for name, x in first.items():
+        assert all(x.tobytes() == other[name].tobytes() for other in others), name
+
+
+# ---- runs without the frame of `check` --------------------------------------------------------------------------------
+
+
+def put(backend: Backend, given: dict[str, np.ndarray]) -> dict[str, Any]:
+    return {name: backend.put(x) for name, x in given.items()}
+
+
+def run(backend: Backend, inputs: Inputs, deterministic: bool = False, **options: Any) -> dict[str, np.ndarray]:
+    """out, lse and the gradients by name; optional arrays are those of `options` alone."""
+    q, k, v, dout = (backend.put(x) for x in inputs[:4])
+    options["family"] = backend.family
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    grads = attention_backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)
+    return {name: backend.get(x) for name, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads))}
+
+
+def expected(inputs: Inputs, **options: Any) -> tuple[Any, Any]:
+    """Exact results, and those in own precision."""
+    problem = state(inputs.q, inputs.k, inputs.v, inputs.key_mask, **inputs.given, **options)
+    args = problem, inputs.q, inputs.k, inputs.v, inputs.key_mask, inputs.dout
+    return standard(*args, **inputs.given), standard_in_own_precision(*args, **inputs.given)
+
+
+def judge(backend: Backend, inputs: Inputs, references: tuple[Any, Any], **options: Any) -> None:
+    exact, own = references
+    for name, x in run(backend, inputs, **options).items():
+        assert_as_good(x, getattr(exact, name), getattr(own, name), name)
