@@ -126,15 +126,16 @@ static void check_guards(const Block& block) {
     fail("%s", text.c_str());
 }
 
-// One turn of a warp's threads, and again until all wait or spin. True where any got further.
+// One turn of a warp's threads: until all wait, or have let others run. True where any got further.
 static bool run_warp(Block& block, unsigned warp, char* stacks, bool& spinning) {
-    bool progress = false;
+    bool progress = false, spun[32] = {};
     for (bool any = true; any; progress |= any) {
         any = false;
         for (unsigned l = 0; l < 32; l++) {
             Fiber& fiber = block.fibers[32 * warp + (now.last_first ? 31 - l : l)];
-            if (fiber.done || (fiber.ready && !fiber.ready(fiber.condition))) continue;
+            if (fiber.done || spun[l] || (fiber.ready && !fiber.ready(fiber.condition))) continue;
             run(fiber, stacks + fiber.thread * STACK);
+            spun[l] = fiber.spins;
             (fiber.spins ? spinning : any) = true;
         }
     }
@@ -158,8 +159,12 @@ const char* launch(Work given, const Launch& how) {
     blocks.resize(count);
     while (memories.size() < count) memories.push_back(mapped(MEMORY)), stacks.push_back(mapped(1024 * STACK));
     for (unsigned b = 0; b < count; b++) blocks[b].memory = memories[b];
-    bool pauses = false;  // in the second order: so that no block, and no warp, stays ahead
+    // In the second order some blocks and warps pause for some rounds, so that none stays ahead or behind.
+    std::vector<bool> paused(count * (1 + warps));
+    bool pauses = false;
     for (int stale = 0; stale < 100;) {
+        for (unsigned i = 0; i < paused.size(); i++)
+            if (random_below(16) == 0) paused[i] = random_below(i < count ? 2 : 4) == 0;
         bool alive = false, progress = false, spinning = false;
         for (unsigned c = 0; c < count; c += now.cluster) {  // clusters that are done make room
             unsigned left = 0;
@@ -171,9 +176,9 @@ const char* launch(Work given, const Launch& how) {
         }
         for (unsigned b = 0; b < count; b++) {
             alive |= blocks[b].fibers != nullptr;
-            if (pauses && random_below(2)) continue;
+            if (pauses && paused[b]) continue;
             for (unsigned w = 0; w < warps && blocks[b].left; w++)
-                if (!pauses || random_below(4))
+                if (!pauses || !paused[count + b * warps + w])
                     progress |= run_warp(blocks[b], now.last_first ? warps - 1 - w : w, stacks[b], spinning);
         }
         if (!alive) return nullptr;

@@ -1,8 +1,8 @@
 // Just enough of CUDA to run kernels as C++ on the CPU. Threads are fibers that take turns, each until it must wait for
 // others; so do warps, and the blocks in flight. In one order the first come first, and what the hardware does in the
-// background happens at once. In the other the last come first, warps and blocks pause (at random, but always alike), and
-// the hardware takes until it is waited for, or not: a forgotten barrier or wait shows in one of the two. Shared memory is
-// NaN before each block, so that what is read before it is written shows too.
+// background happens at once. In the other the last come first, warps and blocks pause (at random, but always alike),
+// and the hardware takes until it is waited for, or not: a forgotten barrier or wait shows in one of the two. Shared
+// memory is NaN before each block, so that what is read before it is written shows too.
 #pragma once
 #include <cmath>
 #include <csetjmp>
