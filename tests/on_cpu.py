@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference import DTYPES, assert_as_good, standard, standard_in_own_precision, state
+from reference import assert_as_good, standard, standard_in_own_precision, state
 from semantics import draw_inputs
 
 from cupyflash.gpu import params

@@ -117,7 +117,9 @@ def test_numbers_of_heads_are_spread_over_their_rows(
         bits = {"data": (pointer, False), "shape": view.shape, "strides": strides, "typestr": f"<u{size}", "version": 3}
         return np.asarray(SimpleNamespace(__array_interface__=bits))
 
-    cuda = SimpleNamespace(Device=lambda _: nullcontext(), Stream=SimpleNamespace(from_external=lambda _: nullcontext()))
+    cuda = SimpleNamespace(
+        Device=lambda _: nullcontext(), Stream=SimpleNamespace(from_external=lambda _: nullcontext())
+    )
     monkeypatch.setattr(launch, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(launch, "on_device", on_device)
     lib = SimpleNamespace(view=numpy_.view, pointer=lambda x: x.ctypes.data)
