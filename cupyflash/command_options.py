@@ -39,7 +39,7 @@ def asked(files: bool = False, backward: bool = True, without: tuple[str, ...] =
         added = [_parameter(row.name, *_option(row)) for row in rows]
         added += [_parameter(name, bool, False, help) for name, (_, _, help) in further.items()]
         for array in ARRAYS:
-            text = f"{'File of' if files else 'With'} a {array.label} ({', '.join(array.axes)}). {array.entry}."
+            text = f"{'File of the' if files else 'With'} {array.label} ({', '.join(array.axes)}). {array.entry}."
             added.append(_parameter(array.name, Path | None if files else bool, None if files else False, text))
 
         @functools.wraps(command)

@@ -114,11 +114,11 @@ def explain(
     problem = rules.describe(**views, **options)
     device = views["q"].device
     if device == "cpu" and arch is None:
-        return _on_cpu(problem, backward, shapes=isinstance(q, tuple))
+        return _on_cpu(problem, views, backward, shapes=isinstance(q, tuple))
     return _on_gpu(problem, views, backward, family, arch, 0 if device == "cpu" else int(device.partition(":")[2]))
 
 
-def _on_cpu(problem: AttentionProblem, backward: bool, shapes: bool) -> Explanation:
+def _on_cpu(problem: AttentionProblem, views: dict[str, View], backward: bool, shapes: bool) -> Explanation:
     notes = []
     if problem.dtype in ("float16", "bfloat16"):
         notes.append(f"{problem.dtype} is computed in float32, tile by tile")
@@ -126,7 +126,7 @@ def _on_cpu(problem: AttentionProblem, backward: bool, shapes: bool) -> Explanat
         notes.append('no GPU can be used here; name one to plan for it, as in arch="sm_90a"')
     return Explanation(
         problem, backward, "cpu", "none" if problem.empty else "numpy", {}, (), problem.flops(backward),
-        bytes_moved(problem, backward), {}, (), (), tuple(notes),
+        bytes_moved(problem, views, backward), {}, (), (), tuple(notes),
     )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def _on_gpu(
     from .gpu.plan import plan
 
     arch = current(ordinal) if arch_name is None else Arch.of(arch_name)
-    flops, moved = problem.flops(backward), bytes_moved(problem, backward)
+    flops, moved = problem.flops(backward), bytes_moved(problem, views, backward)
     if problem.empty:
         note = "nothing to compute: the results are filled with zeros"
         return Explanation(problem, backward, arch.name, "none", {}, (), flops, moved, {}, (), (), (note,))
@@ -242,14 +242,17 @@ def _gpu_at_hand() -> bool:
     return True
 
 
-def bytes_moved(problem: AttentionProblem, backward: bool) -> int:
+def bytes_moved(problem: AttentionProblem, views: dict[str, View], backward: bool) -> int:
     """Bytes of all inputs and outputs: what a pass has to read and write at the very least."""
     p = problem
     rows = p.batch * p.seq_q * p.heads_q
     q, o = rows * p.dim, rows * p.dim_v
     k, v = (p.batch * p.seq_k * p.heads_k * d for d in (p.dim, p.dim_v))
     elements = 2 * (q + k + v + o) if backward else q + k + v + o
-    optional = sum(math.prod(_OPTIONAL[name].shape(p)) * ITEMSIZE[dtype] for name, dtype in p.given)
+    optional = 0
+    for name, dtype in p.given:  # what lies in memory, not what it is broadcast to
+        own = zip(views[name].shape, views[name].strides)
+        optional += math.prod(length for length, stride in own if stride) * ITEMSIZE[dtype]
     return elements * ITEMSIZE[p.dtype] + rows * ITEMSIZE[p.lse_dtype] + optional
 
 

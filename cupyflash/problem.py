@@ -180,8 +180,8 @@ ARRAYS = (
     ArrayRule("key_mask", ("batch", "key"), ("bool",), "key mask", "True: the key may be attended", rows=True),
     ArrayRule("mask", AXES, ("bool",), "mask", "True: the query may attend the key"),
     ArrayRule("bias", AXES, ("q", "float32"), "bias", "added to the score"),
-    ArrayRule("alibi_slopes", ("batch", "head"), ("float32", "q"), "set of ALiBi slopes", "times the distance, taken off"),
-    ArrayRule("sinks", ("head",), ("q", "float32"), "set of sinks", "a score more in the denominator of each row"),
+    ArrayRule("alibi_slopes", ("batch", "head"), ("float32", "q"), "ALiBi slopes", "times the distance, taken off"),
+    ArrayRule("sinks", ("head",), ("q", "float32"), "sinks", "a score more in the denominator of each row"),
 )  # fmt: skip
 
 # Arrays that a gradient could be expected of, and attention_backward gives none.

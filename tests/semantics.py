@@ -126,7 +126,9 @@ def check(
         except AssertionError:
             if not (thousands and name in ("dq", "dk") and dtype in ("float16", "bfloat16")):
                 raise
-            published = dict(zip(("dq", "dk"), flash2_in_own_precision(problem, q, k, v, key_mask, dout, **others)))[name]
+            published = dict(zip(("dq", "dk"), flash2_in_own_precision(problem, q, k, v, key_mask, dout, **others)))[
+                name
+            ]
             error, allowed = (np.abs(x.astype(np.float64) - right).max() for x in (actual, published))
             print(
                 f"{name} by luck: off by {error:.4e}, FlashAttention-2's algorithm in this precision by {allowed:.4e}"

@@ -23,7 +23,6 @@ import cupyflash
 from cupyflash import bench, cli, files
 from cupyflash.arrays import array_module
 from cupyflash.command_options import value as command_value
-from cupyflash.explanation import bytes_moved
 from cupyflash.gpu import cache as disk
 from cupyflash.gpu import compiler
 from cupyflash.precompile import jobs
@@ -586,13 +585,13 @@ def test_an_option_that_is_not_there_is_told_by_name() -> None:
     cupyflash.explain(np.ones((8, 4)), window=(1, 1), return_lse=True, out=None)
 
 
-def test_bytes_moved_counts_the_mask() -> None:
-    arrays = {name: np.zeros((1, 3, 2, 8), np.float16) for name in "qkv"}
-    from cupyflash.interop import numpy_
-
-    plain = problem_of(arrays)
-    masked = problem_of(arrays, key_mask=numpy_.view(np.ones((1, 3), bool)))
-    assert bytes_moved(masked, False) - bytes_moved(plain, False) == 3
+def test_bytes_moved_counts_optional_arrays() -> None:
+    """As they lie in memory."""
+    q = np.zeros((1, 3, 2, 8), np.float16)
+    plain = cupyflash.explain(q).bytes_moved
+    wide = np.broadcast_to(np.zeros((2, 1, 3), np.float32), (1, 2, 3, 3))
+    for given, size in (({"key_mask": np.ones((1, 3), bool)}, 3), ({"bias": wide}, 24), ({"bias": q[:, :, 0, :3]}, 18)):
+        assert cupyflash.explain(q, **given).bytes_moved == plain + size
 
 
 def test_explain_command(run: Run, cache: Path) -> None:

@@ -35,6 +35,7 @@ class Gpu:
         self.launched: list[tuple[Any, np.void, int]] = []  # plan, Params, stream
         self.copied: list[tuple[int, View, int, View]] = []  # from address, view, to address, view
         self.filled: list[float] = []
+        self.spread: list[int] = []  # from address
         self.copied_back: list[tuple[Any, Any]] = []
         self.planned = 0
 
@@ -74,6 +75,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(launch.cupy.cuda.runtime, "getDevice", lambda: 0)
     monkeypatch.setattr(launch, "copy_of", made.copy_of)
     monkeypatch.setattr(launch, "fill", lambda lib, x, value, *_: made.filled.append(value))
+    monkeypatch.setattr(launch, "spread", lambda lib, rows, pointer, *_: made.spread.append(pointer))
     monkeypatch.setattr(launch, "copy_into", lambda lib, target, source, *_: made.copied_back.append((target, source)))
     monkeypatch.setattr(cupy_, "stream", lambda device: STREAM)
     monkeypatch.setattr(cupy_, "empty", lambda shape, dtype, device: made.array(shape, cupy_._DTYPES[dtype]))
@@ -212,6 +214,27 @@ def test_key_mask_where_it_is(gpu: Gpu) -> None:
     assert tuple(gpu.last()["key_mask_strides"]) == (SK, 0, 0, 1)
 
 
+def test_arrays_of_scores_where_they_are(gpu: Gpu) -> None:
+    """In any strides; axes that they have not, or of length 1, have stride 0."""
+    given = inputs(gpu)
+    bias = gpu.array((HQ, SQ, SK))
+    slopes, sinks = gpu.array((2 * HQ,), np.float32)[::2], gpu.array((HQ,))
+    mask = gpu.array((B, 1, SK, SQ), np.bool_).swapaxes(2, 3)
+    attention(**given, bias=bias, mask=mask, alibi_slopes=slopes, sinks=sinks, softcap=2.0)
+    p = gpu.last()
+    for name, x, want in (
+        ("bias", bias, (0, SQ * SK, SK, 1)), ("mask", mask, (SQ * SK, 0, 1, SQ)), ("alibi_slopes", slopes, (0, 2, 0, 0)),
+        ("sinks", sinks, (0, 1, 0, 0)),
+    ):  # fmt: skip
+        assert p[name] == x.data.ptr and tuple(p[f"{name}_strides"]) == want, name
+    assert p["cap"] == pytest.approx(2 * np.log2(np.e)) and p["cap_inverse"] == pytest.approx(D**-0.5 / 2)
+    attention(**given, bias=gpu.array((1, SK))[:, ::-1], mask=gpu.array((), np.bool_))
+    assert tuple(gpu.last()["bias_strides"]) == (0, 0, 0, -1) and tuple(gpu.last()["mask_strides"]) == (0, 0, 0, 0)
+    planned = gpu.planned
+    attention(**given, bias=gpu.array((SQ, SK), np.float32))  # a kernel of its own
+    assert gpu.planned == planned + 1 and not gpu.copied
+
+
 def test_results_in_a_form_that_no_kernel_writes(gpu: Gpu) -> None:
     out = gpu.array((B, SQ, HQ, 2 * D))[..., ::2]
     assert attention(**inputs(gpu), out=out) is out
@@ -254,6 +277,11 @@ def test_where_there_is_nothing_to_compute(gpu: Gpu) -> None:
     given = inputs(gpu) | {"k": gpu.array((B, 0, HK, D)), "v": gpu.array((B, 0, HK, D))}
     attention(**given, return_lse=True)
     assert gpu.filled == [0.0, -np.inf] and not gpu.launched
+    sinks = gpu.array((HQ,))
+    attention(**given, sinks=sinks, return_lse=True)
+    attention(**given, sinks=sinks)
+    assert gpu.spread == [sinks.data.ptr] and gpu.filled[2:] == [0.0, -np.inf, 0.0]
+    gpu.filled = gpu.filled[:2]
     narrow = for_backward(gpu) | {
         name: gpu.array((B, n, h, 0)) for name, n, h in (("v", SK, HK), ("dout", SQ, HQ), ("out", SQ, HQ))
     }

@@ -91,7 +91,9 @@ def test_gradients_that_are_not_there_are_refused(name: str, rng: np.random.Gene
     x = put(inputs.given[name], "cpu")
     assert jax.grad(lambda q: attention(q, k, v, **{name: x}).sum())(q).any()
     for argnums in (1, (0, 1)):
-        with pytest.raises(ValueError, match=rf"^{name} is differentiated, but .* no gradient .*stop_gradient\({name}\)"):
+        with pytest.raises(
+            ValueError, match=rf"^{name} is differentiated, but .* no gradient .*stop_gradient\({name}\)"
+        ):
             jax.grad(lambda q, x: attention(q, k, v, **{name: x}).sum(), argnums)(q, x)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,10 +11,13 @@ import pytest
 
 pytest.importorskip("cupy")
 from kernel_cover import problem
+from reference import DTYPES
 
 from cupyflash.gpu import launch, params, tensormap
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import plan
+from cupyflash.interop import numpy_
+from cupyflash.problem import ITEMSIZE, View
 
 A100, H200 = Arch.of("sm_80"), Arch.of("sm_90a")
 SPACE = 1 << 40
@@ -97,3 +102,30 @@ def test_the_copy_engine_gets_its_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert maps.nbytes == 128 * len(launched.plan.maps) + 64
     launched(**addresses | {"dq": 16 * 999})  # not read or written by the copy engine
     assert len(encoded) == len(launched.plan.maps)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (3, 5), (5,)])
+def test_numbers_of_heads_are_spread_over_their_rows(
+    shape: tuple[int, ...], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With NumPy in CuPy's place."""
+
+    def on_device(pointer: int, view: View, device: int) -> np.ndarray:
+        size = ITEMSIZE[view.dtype]
+        strides = tuple(s * size for s in view.strides)
+        bits = {"data": (pointer, False), "shape": view.shape, "strides": strides, "typestr": f"<u{size}", "version": 3}
+        return np.asarray(SimpleNamespace(__array_interface__=bits))
+
+    cuda = SimpleNamespace(
+        Device=lambda _: nullcontext(), Stream=SimpleNamespace(from_external=lambda _: nullcontext())
+    )
+    monkeypatch.setattr(launch, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(launch, "on_device", on_device)
+    lib = SimpleNamespace(view=numpy_.view, pointer=lambda x: x.ctypes.data)
+    held = np.arange(-2, 4).astype(DTYPES[dtype])
+    numbers = held[::2] if len(shape) > 1 else held[0, ...]
+    rows = np.full(shape, np.nan, "float64" if dtype == "float64" else "float32")
+    launch.spread(lib, rows, numbers.ctypes.data, numpy_.view(numbers), 0, 7)
+    want = np.broadcast_to(numbers.astype(rows.dtype)[..., None], shape)
+    np.testing.assert_array_equal(rows, want)

@@ -11,6 +11,7 @@ from reference import visible
 
 from cupyflash.problem import (
     ARRAYS,
+    FLOATS,
     OPTIONS,
     ArrayRule,
     AttentionProblem,
@@ -89,6 +90,11 @@ def test_scale() -> None:
     assert stated(scale=-2).scale == -2.0
     empty = View((1, 1, 1, 0), (), "float32", "cpu", "numpy")
     assert describe(empty, empty, empty).scale == 1.0
+
+
+def test_softcap() -> None:
+    assert stated().softcap is None and stated(softcap=None) == stated(softcap=0) == stated(softcap=-0.0) == stated()
+    assert stated(softcap=np.float32(30)).softcap == 30.0 and stated(softcap=30) != stated()
 
 
 def test_problems_are_data() -> None:
@@ -208,6 +214,38 @@ def test_axes_of_length_1_stand_for_all() -> None:
             ValueError, match=r"key_mask has shape .*; it must be \(2, 9\), \(batch, key\), where a length of 1"
         ):
             stated(key_mask=mask._replace(shape=wrong))
+
+
+def test_leading_axes_may_be_left_out() -> None:
+    problem = stated()
+    base = View((), (), "float32", "cpu", "numpy")
+    for shape, strides in (
+        ((4, 6, 9), (0, 54, 9, 1)), ((6, 9), (0, 0, 9, 1)), ((4, 1, 1), (0, 1, 0, 0)), ((9,), (0, 0, 0, 1)), ((), (0, 0, 0, 0)),
+    ):  # fmt: skip
+        x = base._replace(shape=shape, strides=contiguous(shape))
+        assert BIAS.strides(x, problem) == strides
+        assert stated(bias=x).given == (("bias", "float32"),)
+    (slopes,) = (row for row in ARRAYS if row.name == "alibi_slopes")
+    assert slopes.strides(base._replace(shape=(4,), strides=(3,)), problem) == (0, 3, 0, 0)
+    assert slopes.strides(base._replace(shape=(2, 1), strides=(7, 1)), problem) == (7, 0, 0, 0)
+    assert slopes.strides(base._replace(shape=(4,), strides=(3,)), problem, 3) == (0, 3, 0, 0)
+    transposed = base._replace(shape=(6, 9), strides=(1, 6))
+    (bias,) = (row for row in ARRAYS if row.name == "bias")
+    assert bias.strides(transposed, problem) == (0, 0, 1, 6) and bias.to_copy(transposed, problem) is None
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_dtypes_of_optional_arrays(dtype: str) -> None:
+    """That of q or float32; a mask is booleans."""
+    q = View((2, 6, 4, 16), (), dtype, "cpu", "numpy")
+    for name in ("bias", "alibi_slopes", "sinks"):
+        for other in (*FLOATS, "bool"):
+            x = View((4, 1, 1) if name == "bias" else (4,), (1,) * (3 if name == "bias" else 1), other, "cpu", "numpy")
+            if other in (dtype, "float32"):
+                assert describe(q, q, q, **{name: x}).given == ((name, other),)
+            else:
+                with pytest.raises(TypeError, match=f"{name} has dtype {other}; it must be .*{dtype}"):
+                    describe(q, q, q, **{name: x})
 
 
 def test_rows_that_kernels_cannot_read_are_copied() -> None:

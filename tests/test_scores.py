@@ -29,7 +29,8 @@ BANDS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window": {"window": (13, 7)},
 }
-FORMS = ("bhqk", "hqk", "bqk", "qk", "bhk", "k", "q", "h", "")  # axes along which a mask and bias are more than one number
+# Axes along which a mask and a bias are more than one number.
+FORMS = ("bhqk", "hqk", "bqk", "qk", "bhk", "k", "q", "h", "")
 SEQS = [(67, 93), (193, 65), (1, 77)]
 
 
@@ -301,11 +302,8 @@ def test_gradient_of_lse(backend: Backend, dtype: str, rng: np.random.Generator)
 def test_deterministic_gradients(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
     inputs = draw_inputs(rng, dtype, seq=(230, 301), heads=(4, 2), given=ALL, key_mask=True)
     check(backend, inputs, softcap=2.0, causal=True, deterministic=True)
-    given = put(backend, inputs.given)
-    first, *others = (
-        run(backend, inputs, softcap=2.0, causal=True, deterministic=True, key_mask=backend.put(inputs.key_mask), **given)
-        for _ in range(3)
-    )
+    options = put(backend, inputs.given) | {"key_mask": backend.put(inputs.key_mask), "softcap": 2.0, "causal": True}
+    first, *others = (run(backend, inputs, deterministic=True, **options) for _ in range(3))
     for name, x in first.items():
         assert all(x.tobytes() == other[name].tobytes() for other in others), name
 

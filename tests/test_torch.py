@@ -75,7 +75,9 @@ def test_gradients_that_are_not_there_are_refused(name: str, rng: np.random.Gene
     q, k, v = leaves(inputs)
     x = put(inputs.given[name], "cpu", grad=True)
     for wanted in (q, q.detach()):
-        with pytest.raises(ValueError, match=rf"^{name} requires grad, but .* no gradient of it yet; pass {name}.detach"):
+        with pytest.raises(
+            ValueError, match=rf"^{name} requires grad, but .* no gradient of it yet; pass {name}.detach"
+        ):
             attention(wanted, k, v, **{name: x})
     attention(q, k, v, **{name: x.detach()}).sum().backward()
     assert q.grad.any() and x.grad is None
