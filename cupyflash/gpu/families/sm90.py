@@ -71,11 +71,12 @@ FORWARD = (
     ForwardTile(3, 128, 3, spills=32, dim=64, scored=False),  # addresses, once per tile
     ForwardTile(2, 128, 2, dim=128, scored=False),
     ForwardTile(2, 128, 2, spills=176, dim=128),  # addresses of the tile before, under a causal mask with slopes
-    ForwardTile(2, 128, 2, dim=192),
+    ForwardTile(2, 128, 2, dim=192, scored=False),
+    ForwardTile(2, 128, 2, spills=96, dim=192),
     ForwardTile(2, 96, 2, dim=192, scored=False),
-    ForwardTile(2, 96, 2, spills=48, dim=192),
+    ForwardTile(2, 96, 2, spills=144, dim=192),
     ForwardTile(2, 64, 2, banded=True, scored=False),
-    ForwardTile(2, 64, 2, spills=48, banded=True),
+    ForwardTile(2, 64, 2, spills=168, banded=True),
     ForwardTile(2, 80, 2, scored=False),
     ForwardTile(2, 80, 2, spills=48),
 )
@@ -90,7 +91,7 @@ PACKED = (
 )
 # What may be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
 BACKWARD = (
-    BackwardTile(128, 128, 2, 2, 2, spills=152, dim=64, scored=False),
+    BackwardTile(128, 128, 2, 2, 2, spills=184, dim=64, scored=False),
     BackwardTile(64, 128, 2, 2, 2, dim=64),
     BackwardTile(64, 128, 2, 2, 2, dim=128, scored=False),
     BackwardTile(64, 128, 2, 2, 2, spills=352, dim=128),  # with everything at once; a soft cap or a bias alone 64
