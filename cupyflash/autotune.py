@@ -228,7 +228,7 @@ def _on_gpu(
             "q": draw((p.batch, p.seq_q, p.heads_q, p.dim)),
             "k": draw((p.batch, p.seq_k, p.heads_k, p.dim)),
             "v": draw((p.batch, p.seq_k, p.heads_k, p.dim_v)),
-            **{rule.name: draw(rule.shape(p), dict(p.given)[rule.name]) for rule in ARRAYS if p.has(rule.name)},
+            **{rule.name: draw(rule.shape(p), x.dtype) for rule in ARRAYS if (x := p.array(rule.name))},
         }
         if backward:
             out, lse = corridor.forward(lib, arrays, {}, True, shared, None)

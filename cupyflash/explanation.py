@@ -195,21 +195,11 @@ def _tuning(problem: AttentionProblem, arch: Any, backward: bool, family: str) -
 
 
 def _copies(problem: AttentionProblem, views: dict[str, View], chosen: Any) -> tuple[str, ...]:
-    from .gpu.strides import needs_copy
+    from .gpu.strides import to_copy
 
-    copies = []
-    for name, view in views.items():
-        row = _OPTIONAL.get(name)
-        if row is not None:
-            source = row.to_copy(view, problem, len(views["q"].shape))
-            why = None if source is None else f"its last dimension has stride {source.strides[-1]}, not 1"
-        else:
-            why = needs_copy(view, chosen.alignment, bool(chosen.maps))
-            if why is None and chosen.alignment == 16 and view.ptr % 16:
-                why = "it does not start at a 16-byte boundary"
-        if why is not None:
-            copies.append(f"{name}, because {why}")
-    return tuple(copies)
+    rank = len(views["q"].shape)
+    copies = ((name, to_copy(name, view, problem, rank, chosen, view.ptr % 16 != 0)) for name, view in views.items())
+    return tuple(f"{name}, because {copy.why}" for name, copy in copies if copy is not None)
 
 
 def as_view(name: str, x: Any, dtype: str | None, arch: str | None) -> View:
@@ -250,7 +240,7 @@ def bytes_moved(problem: AttentionProblem, views: dict[str, View], backward: boo
     k, v = (p.batch * p.seq_k * p.heads_k * d for d in (p.dim, p.dim_v))
     elements = 2 * (q + k + v + o) if backward else q + k + v + o
     optional = 0
-    for name, dtype in p.given:  # what lies in memory, not what it is broadcast to
+    for name, dtype, _ in p.given:  # what lies in memory, not what it is broadcast to
         own = zip(views[name].shape, views[name].strides)
         optional += math.prod(length for length, stride in own if stride) * ITEMSIZE[dtype]
     return elements * ITEMSIZE[p.dtype] + rows * ITEMSIZE[p.lse_dtype] + optional
@@ -261,14 +251,14 @@ def _mask(p: AttentionProblem) -> str:
     left, right = ("all" if n is None else n for n in (p.left, p.right))
     if p.left is not None or (p.right is not None and p.causal is None):
         parts.append(f"window ({left} keys to the left, {right} to the right)")
-    parts += [_OPTIONAL[name].label for name, dtype in p.given if dtype == "bool"]
+    parts += [_OPTIONAL[x.name].label for x in p.given if x.dtype == "bool"]
     share = p.visible / max(1, p.seq_q * p.seq_k)
     return f"{', '.join(parts) or 'none'}: {share:.1%} of the scores are computed"
 
 
 def _score(p: AttentionProblem) -> str:
     parts = [] if p.softcap is None else [f"soft cap {p.softcap:g}"]
-    return ", ".join(parts + [_OPTIONAL[name].label for name, dtype in p.given if dtype != "bool"])
+    return ", ".join(parts + [_OPTIONAL[x.name].label for x in p.given if x.dtype != "bool"])
 
 
 def _resources(kernel: Kernel) -> str:

@@ -35,6 +35,14 @@ class View(NamedTuple):
     ptr: int = 0
 
 
+class Given(NamedTuple):
+    """An optional array of a problem: a row of ARRAYS, and the axes along which it has more than one entry."""
+
+    name: str
+    dtype: str
+    axes: tuple[str, ...]
+
+
 class Gradients(NamedTuple):
     """What `attention_backward` returns: each shaped and typed like its input."""
 
@@ -85,6 +93,11 @@ class ArrayRule:
         own = zip(reversed(self.has(rank)), reversed(view.shape), reversed(view.strides))
         strides = {axis: stride for axis, length, stride in own if length != 1 or problem.extent(axis) == 1}
         return tuple(strides.get(axis, 0) for axis in AXES)  # type: ignore[return-value]
+
+    def spread(self, view: View, rank: int = 4) -> tuple[str, ...]:
+        """The axes along which an array given for it has more than one entry in memory."""
+        own = zip(reversed(self.has(rank)), reversed(view.shape), reversed(view.strides))
+        return tuple(axis for axis, length, stride in own if length > 1 and stride)[::-1]
 
     def to_copy(self, view: View, problem: AttentionProblem, rank: int = 4) -> View | None:
         """Its last axis in full, where that has another stride than 1 and kernels read rows of it; else None."""
@@ -223,11 +236,15 @@ class AttentionProblem:
     right: int | None = None  # keys visible to the right of it, None = all; causal means 0
     softcap: float | None = None
     deterministic: bool = False
-    given: tuple[tuple[str, str], ...] = ()  # (name, dtype) of each optional array, in the order of ARRAYS
+    given: tuple[Given, ...] = ()  # the optional arrays, in the order of ARRAYS
 
     def has(self, name: str) -> bool:
         """Whether the optional array `name` is given."""
-        return any(name == given for given, _ in self.given)
+        return self.array(name) is not None
+
+    def array(self, name: str) -> Given | None:
+        """The optional array `name`, where it is given."""
+        return next((x for x in self.given if x.name == name), None)
 
     def extent(self, axis: str) -> int:
         """Length of one of AXES."""
@@ -317,9 +334,11 @@ def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
         right = None
     options["scale"] = _in_range("scale", q.dtype, options["scale"], 1.0 / math.sqrt(d) if d else 1.0)
     options["softcap"] = _in_range("softcap", q.dtype, options["softcap"], None)
+    arrays = [(row, given[row.name]) for row in _arrays_in(given)]
     problem = AttentionProblem(
         dtype=q.dtype, batch=batch, seq_q=sq, seq_k=sk, heads_q=hq, heads_k=hk, dim=d, dim_v=dv, diagonal=diagonal,
-        left=left, right=right, given=tuple((row.name, given[row.name].dtype) for row in _arrays_in(given)), **options,
+        left=left, right=right, **options,
+        given=tuple(Given(row.name, x.dtype, row.spread(x, len(q.shape))) for row, x in arrays),
     )  # fmt: skip
     for row in _arrays_in(given):
         _check_array(row, given[row.name], problem, q)

@@ -17,7 +17,7 @@ from cupyflash.gpu.kernel_plan import Box, KernelPlan
 from cupyflash.gpu.params import Packer
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
-from cupyflash.problem import ARRAYS, AttentionProblem, View
+from cupyflash.problem import ARRAYS, ITEMSIZE, AttentionProblem, View
 
 
 def check(
@@ -82,15 +82,16 @@ class Guarded:
         self, shape: tuple[int, ...], dtype: Any, values: np.ndarray | None = None, rows_aligned: bool = True
     ) -> None:
         self._dtype, self._around, self._columns = np.dtype(dtype), shape, shape[-1]
-        if len(shape) == 4 and self._dtype.itemsize == 2 and rows_aligned:
-            self._around = (*shape[:-1], -(-shape[-1] // 8) * 8 + 8)
+        unit = max(1, 16 // self._dtype.itemsize)
+        if len(shape) == 4 and self._dtype.itemsize <= 2 and rows_aligned:
+            self._around = (*shape[:-1], -(-shape[-1] // unit) * unit + unit)
         self._size = int(np.prod(self._around)) * self._dtype.itemsize
         self._memory = np.full(self._size + 2 * self.AROUND, 0xFF, np.uint8)  # NaN, in every format
         self._start = self.AROUND - self._memory.ctypes.data % 64
         self.array = self._in(self._memory)[..., : self._columns]
         self._is_input = values is not None
         if values is not None:
-            self._in(self._memory)[..., : -(-self._columns // 8) * 8] = 0
+            self._in(self._memory)[..., : -(-self._columns // unit) * unit] = 0
             self.array[...] = values
         self._before = self._memory.copy()
 
@@ -131,7 +132,7 @@ def run(
             own = tuple(s // x.itemsize for s in x.strides)
             strides[row.name] = row.strides(View(x.shape, own, x.dtype.name, "cpu", "numpy"), problem)
     params = Packer(kernels, problem, strides)([given[name].pointer if name in given else 0 for name in slots])
-    maps = tensor_maps(kernels, problem, given) if kernels.maps else None
+    maps = tensor_maps(kernels, problem, given, strides) if kernels.maps else None
     # What a kernel declares to be aligned to 1024 bytes begins so; nothing else does.
     start = 1024 if "extern __shared__ __align__(1024)" in generate(kernels) else 1024 + 16
     for x in kernels.launches:
@@ -143,16 +144,19 @@ def run(
         array.check(name)
 
 
-def tensor_maps(kernels: KernelPlan, problem: AttentionProblem, arrays: dict[str, Guarded]) -> bytes:
+def tensor_maps(
+    kernels: KernelPlan, problem: AttentionProblem, arrays: dict[str, Guarded], strides: dict[str, tuple[int, ...]]
+) -> bytes:
     """What gpu/tensormap.py makes for a launch, each map as ptx_on_cpu/tma.h reads it in the place of the driver's."""
     tensormap = pytest.importorskip("cupyflash.gpu.tensormap", reason="needs CuPy")
 
     def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: Box) -> bytes:
-        text = struct.pack("QQ4q3q4i", 0x70614D20726F736E, pointer, *shape, *strides, 64, box.rows, box.heads, 1)
+        size = ITEMSIZE[dtype]
+        text = struct.pack("QQ4q3q5i", 0x70614D20726F736E, pointer, *shape, *strides, 128 // size, box.rows, box.heads, 1, size)
         return text.ljust(tensormap.BYTES, b"\0")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensormap, "encode", encode)
         used = {box.array: arrays[box.array] for box in kernels.maps}
-        make = tensormap.Maps(kernels, problem, {name: x.strides for name, x in used.items()})
+        make = tensormap.Maps(kernels, problem, {name: strides[name] for name in used})
         return make(*[x.pointer for x in used.values()])

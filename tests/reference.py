@@ -211,7 +211,9 @@ def state(
     """The problem that NumPy arrays (in the layout that `options` says) and options, optional arrays among them, state."""
 
     def stated(x: object) -> object:
-        return View(x.shape, (), x.dtype.name, "cpu", "numpy") if isinstance(x, np.ndarray) else x
+        if not isinstance(x, np.ndarray):
+            return x
+        return View(x.shape, tuple(n // x.itemsize for n in x.strides), x.dtype.name, "cpu", "numpy")
 
     return describe(*map(stated, (q, k, v)), key_mask=stated(key_mask), **{n: stated(x) for n, x in options.items()})
 

@@ -17,7 +17,7 @@ from . import device, launch
 from .kernel_plan import KernelPlan
 from .plan import plan
 from .programs import functions
-from .strides import needs_copy, padded, params_strides
+from .strides import padded, params_strides, to_copy
 
 _prepared: dict[Any, Prepared] = {}
 _MAX_PREPARED = 4096
@@ -62,18 +62,10 @@ class Prepared:
         strides: dict[str, tuple[int, ...]] = {}
         self.copies: list[tuple[str, View, View]] = []  # inputs to copy first: what they are, and what the copy is
         for name, view in views.items():
-            source, alignment = None, 1
-            if name in _OPTIONAL:
-                source = _OPTIONAL[name].to_copy(view, problem, rank)
-            elif name in _ROWS:
-                source = view if view.strides != contiguous(view.shape) else None
-            else:
-                alignment = chosen.alignment
-                odd = name in misaligned and alignment == 16
-                source = view if odd or needs_copy(view, alignment, bool(chosen.maps)) is not None else None
-            if source is not None:
-                view = padded(source, alignment)
-                self.copies.append((name, source, view))
+            copy = to_copy(name, view, problem, rank, chosen, name in misaligned)
+            if copy is not None:
+                view = padded(copy.source, copy.alignment)
+                self.copies.append((name, copy.source, view))
             if name in _OPTIONAL:
                 strides[name] = _OPTIONAL[name].strides(view, problem, rank)
             elif name not in _ROWS:

@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from ..problem import ARRAYS, ITEMSIZE, AttentionProblem
+from ..problem import ARRAYS, AXES, ITEMSIZE, AttentionProblem, Given
+
+
+PAIRWISE = tuple(rule.name for rule in ARRAYS if rule.axes == AXES)  # arrays over pairs of a query and a key
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,11 @@ class Box(NamedTuple):
     rows: int
     heads: int = 1
 
+    @property
+    def pairwise(self) -> bool:
+        """Whether its columns are keys: of an array over pairs."""
+        return self.array in PAIRWISE
+
 
 @dataclass(frozen=True)
 class KernelPlan:
@@ -55,7 +63,7 @@ class KernelPlan:
     spills: int = 0  # bytes of registers per thread that the tile's row lets ptxas spill
     maps: tuple[Box, ...] = ()  # how the copy engine moves arrays, in the order in which the kernels take their maps
     scalars: tuple[tuple[str, int], ...] = ()  # fields of Params that this plan alone has, with their values
-    given: tuple[tuple[str, str], ...] = ()  # optional arrays of the problem, with their dtypes
+    given: tuple[Given, ...] = ()  # optional arrays of the problem
     passed_over: tuple[str, ...] = ()  # why faster families were not taken
 
 

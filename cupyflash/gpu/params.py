@@ -92,7 +92,7 @@ def pointers(plan: KernelPlan) -> dict[str, str]:
 
 
 def _optional(plan: KernelPlan, name: str, usual: str) -> str:
-    dtype = dict(plan.given).get(name, usual)
+    dtype = next((x.dtype for x in plan.given if x.name == name), usual)
     return "const In" if dtype in ("q", plan.dtype) else OPTIONAL[dtype]
 
 

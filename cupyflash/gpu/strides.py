@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from ..problem import ITEMSIZE, View, contiguous, to_bshd
+from typing import NamedTuple
+
+from ..problem import ARRAYS, ITEMSIZE, AttentionProblem, View, contiguous, to_bshd
+from .kernel_plan import KernelPlan
+
+_OPTIONAL = {row.name: row for row in ARRAYS}
+_ROWS = ("lse", "dlse")  # (B, H, S): read as one block
+
+
+class Copy(NamedTuple):
+    """A copy that is made of an input: what of it, at multiples of how many bytes rows begin then, and why."""
+
+    source: View
+    alignment: int
+    why: str
 
 
 def params_strides(view: View, layout: str) -> tuple[int, int, int]:
@@ -11,17 +25,39 @@ def params_strides(view: View, layout: str) -> tuple[int, int, int]:
     return b, s, h
 
 
-def needs_copy(view: View, alignment: int, maps: bool = False) -> str | None:
+def to_copy(
+    name: str, view: View, problem: AttentionProblem, rank: int, plan: KernelPlan, misaligned: bool
+) -> Copy | None:
+    """The copy that kernels want of an input, if they cannot read it where it is. `misaligned`: where it begins, to 16 bytes."""
+    mapped = bool(plan.maps)
+    if name in _ROWS:
+        return None if view.strides == contiguous(view.shape) else Copy(view, 1, "it is not contiguous")
+    rule, alignment = _OPTIONAL.get(name), plan.alignment
+    if rule is not None:
+        full = rule.to_copy(view, problem, rank)
+        if full is not None:
+            return Copy(full, 1, f"its last dimension has stride {full.strides[-1]}, not 1")
+        if not any(box.array == name for box in plan.maps):
+            return None
+        view = view._replace(shape=tuple(n if stride else 1 for n, stride in zip(view.shape, view.strides)))
+    why = needs_copy(view, alignment, mapped, padded=rule is None)
+    if why is None and alignment == 16 and misaligned:
+        why = "it does not start at a 16-byte boundary"
+    return None if why is None else Copy(view, alignment, why)
+
+
+def needs_copy(view: View, alignment: int, maps: bool = False, padded: bool = True) -> str | None:
     """Why kernels that need `alignment` cannot read this array where it is, or None. The pointer is not looked at.
 
-    `maps`: they read it by the copy engine (TMA), whose strides are positive and less than 2**40 bytes.
+    `maps`: they read it by the copy engine (TMA), whose strides are positive and less than 2**40 bytes. `padded`: they read
+    whole multiples of `alignment`.
     """
     if 0 in view.shape:
         return None
     if view.shape[-1] > 1 and view.strides[-1] != 1:
         return f"its last dimension has stride {view.strides[-1]}, not 1"
     size = ITEMSIZE[view.dtype]
-    if view.shape[-1] * size % alignment:
+    if padded and view.shape[-1] * size % alignment:
         return f"its rows of {view.shape[-1]} elements are no multiple of {alignment} bytes"
     for extent, stride in zip(view.shape[:-1], view.strides[:-1]):
         if extent > 1 and stride * size % alignment:

@@ -10,12 +10,12 @@ from typing import Any
 
 import cupy
 
-from ..problem import AttentionProblem
+from ..problem import ITEMSIZE, AttentionProblem
 from .kernel_plan import Box, KernelPlan
 
 BYTES = 128  # of one map
 OUTPUTS = ("out", "dk", "dv")
-COLUMNS = 64  # of a box: rows of 128 bytes, as the swizzle of tile/swizzled.cuh takes them
+ROW = 128  # bytes of a box: as the swizzle of tile/swizzled.cuh takes them
 _KEPT = 256  # addresses of an array whose maps are kept
 
 
@@ -39,10 +39,19 @@ class Maps:
         }
         self._arrays = []
         for box in plan.maps:
-            batch, row, head = (2 * stride for stride in strides[box.array])
+            if box.pairwise:
+                dtype = next(x.dtype for x in plan.given if x.name == box.array)
+                batch, head, row, _ = strides[box.array]
+                # Along an axis that it is broadcast along, an array has one entry.
+                lengths = ((p.seq_q, row), (p.heads_q, head), (p.batch, batch))
+                shape: tuple[int, ...] = (p.seq_k, *(n if stride else 1 for n, stride in lengths))
+            else:
+                dtype, shape = plan.dtype, shapes[box.array]
+                batch, row, head = strides[box.array]
             # The stride of an axis with one entry says nothing, and may be anything.
-            apart = tuple(stride if n > 1 else 16 for n, stride in zip(shapes[box.array][1:], (row, head, batch)))
-            self._arrays.append((plan.dtype, shapes[box.array], apart, box))
+            size = ITEMSIZE[dtype]
+            apart = tuple(size * stride if n > 1 else 16 for n, stride in zip(shape[1:], (row, head, batch)))
+            self._arrays.append((dtype, shape, apart, box))
         self._inputs = sum(box.array not in OUTPUTS for box in plan.maps)
         outputs = self._arrays[self._inputs :]
         self._mappable = all(0 < n < 2**40 and n % 16 == 0 for *_, apart, _ in outputs for n in apart)
@@ -58,7 +67,7 @@ class Maps:
 
 
 def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: Box) -> bytes:
-    """The map of a 16-bit array (columns, rows, heads, batch) that moves in boxes.
+    """The map of an array (columns, rows, heads, batch) that moves in boxes.
 
     `strides` are those of rows, heads and batch, in bytes. RuntimeError with the driver's reason where it refuses.
     """
@@ -67,12 +76,15 @@ def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int,
     kind = driver.CUtensorMapDataType
     u32, u64 = driver.cuuint32_t, driver.cuuint64_t
     status, found = driver.cuTensorMapEncodeTiled(
-        {"float16": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, "bfloat16": kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}[dtype],
+        {
+            "float16": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, "bfloat16": kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            "float32": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT32, "bool": kind.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        }[dtype],
         len(shape),
         pointer,
         [u64(n) for n in shape],
         [u64(n) for n in strides],
-        [u32(n) for n in (COLUMNS, box.rows, box.heads, 1)],
+        [u32(n) for n in (ROW // ITEMSIZE[dtype], box.rows, box.heads, 1)],
         [u32(1)] * len(shape),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,

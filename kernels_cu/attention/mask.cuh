@@ -1,104 +1,154 @@
-// The seam for a warp's accumulator. A lane holds few rows of many columns; what a row has in common is looked up once.
+// The seam for a warp's accumulator. A lane holds few rows of many columns ("lines"); what a row has in common is looked up
+// once. `arrays`: where the kernel has mask and bias, in memory (here) or in shared memory (sm90/pair_tiles.cuh).
 #pragma once
 #include "attention/pairs.cuh"
 #include "tile/fragment.cuh"
 
-// One row of a lane: a query and keys from the lane's first one on, or (TRANSPOSED) a key and queries.
-template <bool TRANSPOSED>
-struct Line {
-    Pair first;
-    int count;          // of what is there from the first on
-    float alibi, from;  // minus the slope, and the distance of the first pair
-    decltype(Params::bias) bias;
-    decltype(Params::mask) mask;
+// Mask and bias in memory, as the lines of an accumulator of M row fragments read them: a query and keys from the lane's
+// first one on, or (TRANSPOSED) a key and queries.
+template <int M, bool TRANSPOSED>
+struct InMemory {
+    decltype(Params::mask) masks[config::MASK ? 2 * M : 1];
+    decltype(Params::bias) biases[config::BIAS ? 2 * M : 1];
+    long long mask_step, bias_step;
+    int counts[2 * M];  // of what is there, from the first on
 
-    Line() = default;
-    __device__ Line(const Pairs& pairs, Pair at) : first{pairs.real(at.head), at.i, at.j} {
+    template <int HEAD_ROWS>
+    __device__ InMemory(const Pairs& pairs, const Placement<TRANSPOSED, HEAD_ROWS>& at) {
         const Params& p = pairs.p;
-        int queries = pairs.head.queries(p) - first.i, keys = pairs.head.keys(p) - first.j;
-        count = min(queries, keys) > 0 ? (TRANSPOSED ? queries : keys) : 0;
-        if (config::ALIBI_SLOPES) {
-            alibi = -pairs.alibi(first.head);
-            from = first.i + pairs.head.diagonal(p) - first.j;
+        mask_step = TRANSPOSED ? p.mask_strides.query : p.mask_strides.key;
+        bias_step = TRANSPOSED ? p.bias_strides.query : p.bias_strides.key;
+#pragma unroll
+        for (int line = 0; line < 2 * M; line++) {
+            Pair first = at(Accumulator<M, 1>::row(line / 2, line % 2 * 2), Accumulator<M, 1>::column(0, 0));
+            first.head = pairs.real(first.head);
+            int queries = pairs.head.queries(p) - first.i, keys = pairs.head.keys(p) - first.j;
+            counts[line] = min(queries, keys) > 0 ? (TRANSPOSED ? queries : keys) : 0;
+            if (config::MASK) masks[line] = at_pair(p.mask, p.mask_strides, pairs.head.batch, first);
+            if (config::BIAS) biases[line] = at_pair(p.bias, p.bias_strides, pairs.head.batch, first);
         }
-        if (config::BIAS) bias = at_pair(p.bias, p.bias_strides, pairs.head.batch, first);
-        if (config::MASK) mask = at_pair(p.mask, p.mask_strides, pairs.head.batch, first);
     }
 
-    // Of the n-th pair from the first on.
-    __device__ float score(const Pairs& pairs, float s, int n) const {
-        float x = pairs.product(s);
-        if (config::ALIBI_SLOPES) x = fmaf(alibi, fabsf(TRANSPOSED ? from + n : from - n), x);
-        if (config::BIAS && n < count) x = fmaf(to_float(bias[n * step(pairs.p.bias_strides)]), LOG2_E, x);
-        return x;
-    }
+    // Of column n, of those that the lane holds: 8 * group + {0, 1}.
+    __device__ bool visible(int line, int n) const { return n < counts[line] && masks[line][n * mask_step]; }
+    __device__ float bias(int line, int n) const { return n < counts[line] ? to_float(biases[line][n * bias_step]) : 0.f; }
 
-    // Whether `mask` leaves it; n is less than `count`.
-    __device__ bool visible(const Pairs& pairs, int n) const {
-        return !config::MASK || mask[n * step(pairs.p.mask_strides)];
-    }
-
-   private:
-    __device__ static long long step(const PairStrides& strides) { return TRANSPOSED ? strides.query : strides.key; }
+    // Of columns n and n + 1.
+    __device__ void visible(int line, int n, bool (&x)[2]) const { x[0] = visible(line, n), x[1] = visible(line, n + 1); }
+    __device__ void bias(int line, int n, float (&x)[2]) const { x[0] = bias(line, n), x[1] = bias(line, n + 1); }
 };
 
-// The lines of a lane in an accumulator of M row fragments, where `at` says that it stands.
-template <int M, bool TRANSPOSED>
+// What the score function needs to know of a lane's lines in an accumulator of M row fragments, where `at` says that it
+// stands.
+template <int M, bool TRANSPOSED, class Arrays>
 struct Lines {
     using Tile = Accumulator<M, 1>;
 
     const Pairs& pairs;
-    Line<TRANSPOSED> lines[2 * M];
+    const Arrays& arrays;
+    float alibi[config::ALIBI_SLOPES ? 2 * M : 1], from[config::ALIBI_SLOPES ? 2 * M : 1];  // minus the slope; distance of the first pair
 
     template <int HEAD_ROWS>
-    __device__ Lines(const Pairs& pairs, const Placement<TRANSPOSED, HEAD_ROWS>& at) : pairs(pairs) {
+    __device__ Lines(const Pairs& pairs, const Placement<TRANSPOSED, HEAD_ROWS>& at, const Arrays& arrays)
+        : pairs(pairs), arrays(arrays) {
 #pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                lines[2 * m + h] = {pairs, at(Tile::row(m, 2 * h), Tile::column(0, 0))};
+        for (int line = 0; config::ALIBI_SLOPES && line < 2 * M; line++) {
+            Pair first = at(Tile::row(line / 2, line % 2 * 2), Tile::column(0, 0));
+            alibi[line] = -pairs.alibi(first.head);
+            from[line] = first.i + pairs.head.diagonal(pairs.p) - first.j;
+        }
     }
 
     // Of the element at row r and column c.
-    __device__ float score(float s, int r, int c) const { return lines[r / 8].score(pairs, s, c - Tile::column(0, 0)); }
+    __device__ float score(float s, int r, int c) const {
+        int line = r / 8, n = c - Tile::column(0, 0);
+        return with_bias(before_bias(s, line, n), config::BIAS ? arrays.bias(line, n) : 0.f);
+    }
     __device__ float slope(float s, int, int) const { return pairs.product_slope(s); }
+
+    // Both elements of a line from column n on.
+    __device__ void score(float& first, float& second, int line, int n) const {
+        float bias[2] = {};
+        if constexpr (config::BIAS) arrays.bias(line, n, bias);
+        first = with_bias(before_bias(first, line, n), bias[0]);
+        second = with_bias(before_bias(second, line, n + 1), bias[1]);
+    }
+
+   private:
+    __device__ float before_bias(float s, int line, int n) const {
+        float x = pairs.product(s);
+        if (config::ALIBI_SLOPES) x = fmaf(alibi[line], fabsf(TRANSPOSED ? from[line] + n : from[line] - n), x);
+        return x;
+    }
+    __device__ static float with_bias(float x, float bias) { return config::BIAS ? fmaf(bias, LOG2_E, x) : x; }
 };
 
 // Products become scores.
-template <int M, int N, bool TRANSPOSED, int HEAD_ROWS>
-__device__ void score(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, const Pairs& pairs) {
-    Lines<M, TRANSPOSED> lines(pairs, at);
-    x.each([&](float& s, int r, int c) { s = lines.score(s, r, c); });
+template <int M, int N, bool TRANSPOSED, int HEAD_ROWS, class Arrays>
+__device__ void score(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, const Pairs& pairs,
+                      const Arrays& arrays) {
+    Lines<M, TRANSPOSED, Arrays> lines(pairs, at, arrays);
+#pragma unroll
+    for (int line = 0; line < 2 * M; line++)
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            float(&f)[4] = x.x[line / 2][n];
+            lines.score(f[line % 2 * 2], f[line % 2 * 2 + 1], line, 8 * n);
+        }
+}
+
+// Elements of column groups [BEGIN, END) that `mask` hides become `value`.
+template <int BEGIN, int END, int M, int N, class Arrays>
+__device__ void hide_masked(Accumulator<M, N>& x, const Arrays& arrays, float value) {
+#pragma unroll
+    for (int line = 0; line < 2 * M; line++)
+#pragma unroll
+        for (int n = BEGIN; n < END; n++) {
+            bool visible[2];
+            arrays.visible(line, 8 * n, visible);
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (!visible[e]) x.x[line / 2][n][line % 2 * 2 + e] = value;
+        }
 }
 
 // Hidden elements of column groups [BEGIN, END) become `value`: of each row the columns that positions leave are one range,
 // so that an element costs a comparison or two with a constant.
-template <int BEGIN, int END, int M, int N, bool TRANSPOSED, int HEAD_ROWS, int COUNT>
+template <int BEGIN, int END, int M, int N, bool TRANSPOSED, int HEAD_ROWS, int COUNT, class Arrays>
 __device__ void hide(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, const Pairs& pairs,
-                     const KeysSeen<COUNT>& seen, float value) {
+                     const KeysSeen<COUNT>& seen, const Arrays& arrays, float value) {
+    using Tile = Accumulator<M, N>;
     constexpr bool LOWER = TRANSPOSED ? walk::BOUND_LAST : walk::BOUND_FIRST;
-    int own = Accumulator<M, N>::column(0, 0);
+    if constexpr (config::MASK) {
+        hide_masked<BEGIN, END>(x, arrays, value);
+        Pair first = at(0, 0);
+        Range rows{0, HEAD_ROWS > 0 ? HEAD_ROWS : 16 * M}, columns{8 * BEGIN, 8 * END};
+        Range q = TRANSPOSED ? columns : rows, k = TRANSPOSED ? rows : columns;
+        q = {first.i + q.begin, first.i + q.end}, k = {first.j + k.begin, first.j + k.end};
+        if (!config::KEY_MASK && !pairs.edges(q, k)) return;
+    }
+    int own = Tile::column(0, 0);
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            int r = Accumulator<M, N>::row(m, 2 * h);
-            Line<TRANSPOSED> line(pairs, at(r, own));
-            Range columns = TRANSPOSED ? pairs.queries_of(line.first.j, seen[r]) : pairs.keys_of(line.first.i);
-            int origin = TRANSPOSED ? line.first.i : line.first.j, first = columns.begin - origin, last = columns.end - origin;
+            int r = Tile::row(m, 2 * h);
+            Pair first = at(r, own);
+            Range columns = TRANSPOSED ? pairs.queries_of(first.j, seen[r]) : pairs.keys_of(first.i);
+            int origin = TRANSPOSED ? first.i : first.j, begin = columns.begin - origin, end = columns.end - origin;
 #pragma unroll
             for (int n = BEGIN; n < END; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    bool visible = (!LOWER || 8 * n + e >= first) && 8 * n + e < last;
+                    bool visible = (!LOWER || 8 * n + e >= begin) && 8 * n + e < end;
                     if (!TRANSPOSED) visible = visible && seen.shifted(8 * n + e, own);
-                    if (!visible || !line.visible(pairs, 8 * n + e)) x.x[m][n][2 * h + e] = value;
+                    if (!visible) x.x[m][n][2 * h + e] = value;
                 }
         }
 }
 
-template <int M, int N, bool TRANSPOSED, int HEAD_ROWS, int COUNT>
+template <int M, int N, bool TRANSPOSED, int HEAD_ROWS, int COUNT, class Arrays>
 __device__ void hide(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, const Pairs& pairs,
-                     const KeysSeen<COUNT>& seen, float value) {
-    hide<0, N>(x, at, pairs, seen, value);
+                     const KeysSeen<COUNT>& seen, const Arrays& arrays, float value) {
+    hide<0, N>(x, at, pairs, seen, arrays, value);
 }

@@ -32,6 +32,10 @@ constexpr Accum LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
 // Whether scores are more than the product of Q and K: they come in powers of two then.
 constexpr bool SCORED = config::SOFTCAP || config::ALIBI_SLOPES || config::BIAS;
 
+// Whether a row's scores grow on the way from its last key to its first, as a rule: where what is added to them falls off
+// with the distance, and nothing hides the keys behind the query.
+constexpr bool GROWING_SCORES = config::BIAS || (config::ALIBI_SLOPES && !walk::BOUND_LAST);
+
 template <class T>
 __device__ T* at_pair(T* array, const PairStrides& strides, int batch, Pair at) {
     return array + batch * strides.batch + at.head * strides.head + at.i * strides.query + at.j * strides.key;
@@ -101,7 +105,10 @@ struct Pairs {
     __device__ Range keys_of(int i) const { return Band{p, head}.keys_of(i); }
     __device__ Range queries_of(int j, bool key_seen) const { return key_seen ? Band{p, head}.queries_of(j) : Range{0, 0}; }
 
-    // Whether some pair of these tiles may be hidden.
+    // Whether positions hide some pair of these tiles, and whether anything may.
+    __device__ bool edges(Range queries, Range of_keys) const {
+        return Band{p, head}.edges(queries, of_keys) || queries.end > head.queries(p);
+    }
     __device__ bool tests(Range queries, Range of_keys) const { return Band{p, head}.tests(queries, of_keys); }
     __device__ bool tests_backward(Range queries, Range of_keys) const {
         return Band{p, head}.tests_backward(queries, of_keys);

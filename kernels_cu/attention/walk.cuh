@@ -55,9 +55,12 @@ struct Band {
     // Whether some pair of these may be hidden, so that elements must be tested. Queries behind the end matter to the
     // backward alone, which sums over them: their Q is 0, but times an infinite K that is NaN.
     __device__ bool tests_backward(Range q, Range k) const { return tests(q, k) || q.end > head.queries(p); }
-    __device__ bool tests(Range q, Range k) const {
+    __device__ bool tests(Range q, Range k) const { return walk::TESTS_ANY || edges(q, k); }
+
+    // Whether positions hide some.
+    __device__ bool edges(Range q, Range k) const {
         int diagonal = head.diagonal(p);
-        return walk::TESTS_ANY || k.end > head.keys(p) || (config::RIGHT && k.end - 1 > q.begin + diagonal + p.right) ||
+        return k.end > head.keys(p) || (config::RIGHT && k.end - 1 > q.begin + diagonal + p.right) ||
                (config::LEFT && k.begin < q.end - 1 + diagonal - p.left);
     }
 };

@@ -13,6 +13,12 @@ __device__ inline unsigned load_shared(unsigned address) {
     return x;
 }
 
+__device__ inline unsigned load_shared_u8(unsigned address) {
+    unsigned x;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+
 __device__ inline unsigned short load_shared_u16(unsigned address) {
     unsigned short x;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");

@@ -144,7 +144,8 @@ struct Block {
         Pairs pairs(p, at.head);
         int tile_q = walk.tile(at.step), i0 = tile_q * ROWS + warp_query, j0 = keys.begin + warp_key;
         Placement<true> placement{at.head.q, i0, j0};
-        Lines<M, true> lines(pairs, placement);
+        InMemory<M, true> arrays(pairs, placement);
+        Lines<M, true, InMemory<M, true>> lines(pairs, placement, arrays);
         cp_async_wait<0>();
         __syncthreads();  // the tile has arrived, and everybody is done with the one before
 
@@ -182,7 +183,7 @@ struct Block {
             if (pairs.tests_backward({i0, i0 + WARP_QUERIES}, {j0, j0 + WARP_KEYS})) {
                 keep_branch();
                 KeysSeen<WARP_KEYS> seen(pairs, j0);
-                hide(probabilities, placement, pairs, seen, 0);
+                hide(probabilities, placement, pairs, seen, arrays, 0);
             }
             if constexpr (SHARE) probabilities.store(s.p_tile(), warp_key, warp_query);
         };

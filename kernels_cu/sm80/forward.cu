@@ -126,11 +126,12 @@ struct Block {
         int row = queries.begin + warp_row, key = tile_k * KEYS + warp_key;
         Placement<> at{head.q, row, key};
         bool tests = pairs.tests({row, row + WARP_ROWS}, {key, key + WARP_KEYS});
-        score(scores, at, pairs);
+        InMemory<M, false> arrays(pairs, at);
+        score(scores, at, pairs, arrays);
         if (tests) {
             keep_branch();
             KeysSeen<WARP_KEYS> seen(pairs, key);
-            hide(scores, at, pairs, seen, MINUS_INFINITY);
+            hide(scores, at, pairs, seen, arrays, MINUS_INFINITY);
         }
     }
 

@@ -33,6 +33,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         s.v.init();
         s.q.init();
         s.d.init();
+        if (PAIR_ARRAYS) s.pairs.init();
         for (int group = 0; group < GROUPS; group++) s.dq(group).init();
         for (int i = 0; i < FINISHERS; i++) s.finish_ring(i).init();
         if (CLUSTERED) {

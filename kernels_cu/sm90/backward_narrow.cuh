@@ -46,9 +46,11 @@ struct NarrowWorker {
     // One tile of queries. `key`: the warpgroup's first one.
     __device__ void visit(const Pairs& pairs, const KeysSeen<16>& seen, int tile_q, int key) {
         Placement<true> at{pairs.head.q, tile_q * ROWS, key + 16 * warp()};
-        Lines<1, true> lines(pairs, at);
         s.q.go_to(steps);
         s.d.go_to(steps);
+        s.pairs.go_to(steps);
+        InTiles<true, Pairwise> arrays(s.pair_tiles(), 0, first_key + 16 * warp());
+        Lines<1, true, InTiles<true, Pairwise>> lines(pairs, at, arrays);
         dq_ring.go_to(steps);
         STile ds_tile = s.ds_tile(steps);
         steps++;
@@ -67,7 +69,7 @@ struct NarrowWorker {
         auto mask = [&](auto begin, auto end) {  // of column groups
             if (HALF_STEPS ? tests : tested()) {
                 keep_branch();
-                hide<begin.value, end.value>(probabilities, at, pairs, seen, 0);
+                hide<begin.value, end.value>(probabilities, at, pairs, seen, arrays, 0);
             }
         };
         // dS^T = P^T (dP^T - delta) slope; delta is there from the start but for HALF_STEPS
@@ -90,6 +92,7 @@ struct NarrowWorker {
         }
         wgmma_wait<1>();
         changed(probabilities);
+        if (PAIR_ARRAYS) s.pairs.wait_full();
         Operand<ROWS> p_operand, ds_operand;
         if constexpr (HALF_STEPS) {
             constexpr int HALF = FIRST / 8;
@@ -114,6 +117,7 @@ struct NarrowWorker {
             ds_operand.template take<0, FIRST>(ds);
             store_transposed<0, FIRST>(ds_operand, ds_tile, 0, first_key + 16 * warp());
             mask(Constant<HALF>(), Constant<ROWS / 8>());
+            if (PAIR_ARRAYS) s.pairs.release();
             ds.template each<HALF, ROWS / 8>(subtract);
             ds.template each<HALF, ROWS / 8>(derive, probabilities, slopes);
             wgmma_wait<0>();  // nothing under way: ptxas wants operands in registers made so
@@ -128,6 +132,7 @@ struct NarrowWorker {
             probabilities.each(
                 [&](float& x, int r, int c, float& slope) { exponential(x, r, c, slope, minus_lse[c]); }, slopes);
             mask(Constant<0>(), Constant<ROWS / 8>());
+            if (PAIR_ARRAYS) s.pairs.release();
             wgmma_wait<0>();
             changed(ds);
             ds.each(derive, probabilities, slopes);

@@ -7,6 +7,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/flag.cuh"
 #include "ptx/math.cuh"
+#include "sm90/pair_tiles.cuh"
 #include "tile/ring.cuh"
 #include "tile/rows.cuh"
 #include "tile/swizzled.cuh"
@@ -51,7 +52,9 @@ constexpr int DQ_TILE = ROWS * DIM;          // floats of one tile in dq_sum
 constexpr int FRAGMENT_BYTES = 4 * 16 * 8;  // 16 columns by 8 queries of it
 constexpr int FINISH_BYTES = FINISH_FRAGMENTS * FRAGMENT_BYTES;
 
-struct TensorMaps {
+using Pairwise = PairTiles<ROWS>;  // mask and bias
+
+struct TensorMaps : PairMaps {
     TensorMap q, k, v, dout, dk, dv;
     int map_out;  // 0 where dk or dv lies as no map can tell
 };
@@ -87,6 +90,7 @@ struct Shared {
     using VRing = Ring<1, WORKERS>;
     using QRing = Ring<STAGES, WORKERS>;  // with -lse and -delta of its rows
     using DORing = Ring<DO_STAGES, WORKERS>;
+    using PairRing = Ring<PAIR_STAGES, WORKERS>;
     using DQRing = Ring<1, 1, 4>;
     using FarDSRing = Ring<2, WORKERS, WORKERS>;
     using TicketRing = Ring<1, 1>;
@@ -101,12 +105,14 @@ struct Shared {
     static constexpr int P_TILE = DS_TILES + (CLUSTERED ? 2 : 1) * STile::BYTES;  // narrow: dS of the other step
     static constexpr int FAR_DS_TILES = P_TILE + STile::BYTES;
     static constexpr int PARTS = P_TILE + STile::BYTES;
-    static constexpr int ROW_VALUES = CLUSTERED ? FAR_DS_TILES + 2 * STile::BYTES : PARTS + GROUPS * PART_BYTES;
+    static constexpr int PAIR_TILES = CLUSTERED ? FAR_DS_TILES + 2 * STile::BYTES : PARTS + GROUPS * PART_BYTES;
+    static constexpr int ROW_VALUES = PAIR_TILES + PAIR_STAGES * Pairwise::BYTES;
     static constexpr int K_RING = ROW_VALUES + STAGES * 8 * ROWS;
     static constexpr int V_RING = K_RING + KRing::BYTES;
     static constexpr int Q_RING = V_RING + VRing::BYTES;
     static constexpr int DO_RING = Q_RING + QRing::BYTES;
-    static constexpr int DQ_RINGS = DO_RING + DORing::BYTES;
+    static constexpr int PAIR_RING = DO_RING + DORing::BYTES;
+    static constexpr int DQ_RINGS = PAIR_RING + (PAIR_ARRAYS ? PairRing::BYTES : 0);
     static constexpr int TILE = DQ_RINGS + GROUPS * DQRing::BYTES;
     static constexpr int FAR_DS_RING = TILE + 16;
     static constexpr int TICKET_RING = FAR_DS_RING + FarDSRing::BYTES;
@@ -122,6 +128,7 @@ struct Shared {
     VRing v;
     QRing q;
     DORing d;
+    PairRing pairs;
     // CLUSTERED: dS of two steps that this block is sent, and tickets that block 0 sends to block 1. Who reads waits for
     // "full" in its own memory; who sends, for "empty" in its own.
     FarDSRing far_ds;
@@ -134,6 +141,7 @@ struct Shared {
           v(base + V_RING),
           q(base + Q_RING),
           d(base + DO_RING),
+          pairs(base + PAIR_RING),
           far_ds(base + FAR_DS_RING),
           ticket(base + TICKET_RING) {}
 
@@ -165,6 +173,7 @@ struct Shared {
     __device__ FarKTile far_k_tile() const { return {base + FAR_K_TILE}; }
     __device__ QTile q_tile() const { return {base + Q_TILES + q.stage * QTile::BYTES}; }
     __device__ DOTile do_tile() const { return {base + DO_TILES + d.stage * DOTile::BYTES}; }
+    __device__ Pairwise pair_tiles() const { return {base + PAIR_TILES + pairs.stage * Pairwise::BYTES}; }
     __device__ STile ds_tile(unsigned step) const { return {base + DS_TILES + step % 2 * STile::BYTES}; }
     __device__ unsigned far_ds_tile() const { return base + FAR_DS_TILES + far_ds.stage * STile::BYTES; }
     __device__ STile p_tile() const { return {base + P_TILE}; }
@@ -173,7 +182,7 @@ struct Shared {
     // What dK and dV leave through. Narrow: all of a worker's, where dS and parts of dQ are. Wide: 64 columns of a
     // worker's at a time, where its dS (CLUSTERED) or its part of dQ is.
     __device__ unsigned out_tile(int group) const {
-        if (!WIDE) return base + DS_TILES + group * ((ROW_VALUES - DS_TILES) / GROUPS);
+        if (!WIDE) return base + DS_TILES + group * ((PAIR_TILES - DS_TILES) / GROUPS);
         return CLUSTERED ? base + DS_TILES + group * STile::BYTES : part(group);
     }
     __device__ FinishRing finish_ring(int i) const { return {base + FINISH_RINGS + i * FinishRing::BYTES}; }
@@ -295,6 +304,11 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
             mbarrier_arrive_expect(s.d.full(), DOTile::BYTES);
             s.do_tile().load(maps.dout, s.d.full(), i * ROWS, head.q, head.batch);
             s.d.advance();
+            if constexpr (PAIR_ARRAYS) {
+                s.pairs.wait_empty();
+                s.pair_tiles().load(p, maps, s.pairs.full(), head, i * ROWS, s.first_key(t));
+                s.pairs.advance();
+            }
         });
         number = next_number(p, s);  // not before: blocks that had little to do so far ask first
     }

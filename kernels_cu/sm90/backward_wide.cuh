@@ -100,9 +100,11 @@ struct WideWorker {
     // One tile of queries; `tile`: its number among those of all heads.
     __device__ void visit(const Pairs& pairs, const SeenKeys& seen, int tile_q, int tile, int key) {
         Placement<> at{pairs.head.q, tile_q * ROWS + first_row(), key};
-        Lines<1, false> lines(pairs, at);
         s.q.go_to(steps);
         s.d.go_to(steps);
+        s.pairs.go_to(steps);
+        InTiles<false, Pairwise> arrays(s.pair_tiles(), first_row(), first_key);
+        Lines<1, false, InTiles<false, Pairwise>> lines(pairs, at, arrays);
         // Through a shuffle, else ptxas keeps the descriptors of all tiles in registers.
         unsigned moved = __shfl_sync(~0u, s.k_tile().base, 0) - s.k_tile().base;
         KTile my_keys{s.k_tile().base + moved + 128 * first_key};
@@ -121,6 +123,7 @@ struct WideWorker {
         // P = exp(S - lse), under dP = dO V^T
         if (!CLUSTERED) read_rows(s.row_values());
         changed(scores);
+        if (PAIR_ARRAYS) s.pairs.wait_full();
         scores.each(
             [&](float& x, int r, int c, float& slope) {
                 slope = lines.slope(x, r, c);
@@ -129,8 +132,9 @@ struct WideWorker {
             slopes);
         if (pairs.tests_backward({tile_q * ROWS, tile_q * ROWS + ROWS}, {key, key + PART_KEYS})) {
             keep_branch();
-            hide(scores, at, pairs, seen, 0);
+            hide(scores, at, pairs, seen, arrays, 0);
         }
+        if (PAIR_ARRAYS) s.pairs.release();
         sync_threads<128 * GROUPS>(1);  // nobody reads P of the step before any more
         store_rounded<true>(scores, p_tile, first_key, first_row());
         fence_async();

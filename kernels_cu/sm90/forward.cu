@@ -18,9 +18,9 @@ constexpr int LOADER_REGISTERS = GROUPS == 2 ? 40 : 32;
 constexpr int WORKER_REGISTERS = GROUPS == 2 ? 232 : 160;
 static_assert(LOADER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);
 
-// Exponentials are taken before their maximum is known (softmax.cuh), where registers allow it. Two warpgroups have some
-// to spare for a warp to do what overflowed again by itself; three do it together.
-constexpr bool BLIND = DIM <= 128 && DIM_V <= 128;
+// Exponentials are taken before their maximum is known (softmax.cuh), where registers allow it and the maximum is not
+// expected to grow. Two warpgroups have some to spare for a warp to do what overflowed again by itself; three do it together.
+constexpr bool BLIND = DIM <= 128 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS;
 constexpr bool WARP_VOTE = GROUPS == 2;
 
 // Whether the output of a tile is stored under the second scores of the next, where those need no element tests. (With a
@@ -82,6 +82,7 @@ struct Worker {
         for (; tiles > 0; tiles--) {
             s.k.pass();
             s.v.pass();
+            if (PAIR_ARRAYS) s.pairs.pass();
         }
     }
 
@@ -93,13 +94,19 @@ struct Worker {
 
     // Products become scores, hidden ones -inf.
     template <int N>
-    __device__ void mask(Accumulator<1, N>& scores, int tile_k, bool tests) const {
+    __device__ void mask(Accumulator<1, N>& scores, int tile_k, bool tests) {
         Pairs pairs(p, tile.head);
         ScorePlacement at = placement(tile, tile_k * KEYS);
-        score(scores, at, pairs);
+        if (PAIR_ARRAYS) s.pairs.wait_full();
+        InTiles<false, Pairwise> arrays(s.pair_tiles(), warp_row, 0);
+        score(scores, at, pairs, arrays);
         if (tests) {
             KeysSeen<8 * N> seen(pairs, tile_k * KEYS);
-            hide(scores, at, pairs, seen, MINUS_INFINITY);
+            hide(scores, at, pairs, seen, arrays, MINUS_INFINITY);
+        }
+        if (PAIR_ARRAYS) {
+            s.pairs.release();
+            s.pairs.advance();
         }
     }
 
@@ -333,6 +340,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         s.q.init();
         s.k.init();
         s.v.init();
+        if (PAIR_ARRAYS) s.pairs.init();
         mbarrier_init_fence();
         tma_prefetch(maps.q);
         tma_prefetch(maps.k);

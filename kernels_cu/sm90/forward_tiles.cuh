@@ -3,6 +3,7 @@
 #pragma once
 #include "attention/pairs.cuh"
 #include "attention/schedule.cuh"
+#include "sm90/pair_tiles.cuh"
 #include "tile/ring.cuh"
 #include "tile/swizzled.cuh"
 
@@ -33,7 +34,10 @@ using OTile = SwizzledTile<ROWS, DIM_V>;
 using TileSchedule = Schedule<HEAD_ROWS, PACK>;
 using TileWalk = KeyWalk<KEYS>;
 
-struct TensorMaps {
+using Pairwise = PairTiles<ROWS>;  // mask and bias
+static_assert(!PAIR_ARRAYS || PACK == 1);
+
+struct TensorMaps : PairMaps {
     TensorMap q, k, v, out;
     int map_out;  // 0 where `out` lies as no map can tell
 };
@@ -42,27 +46,33 @@ struct TensorMaps {
 struct Shared {
     using QRing = Ring<Q_STAGES, READERS>;
     using KVRing = Ring<STAGES, READERS>;
+    using PairRing = Ring<PAIR_STAGES, READERS>;
 
     // Offsets.
     static constexpr int K_TILES = Q_STAGES * QTile::BYTES;
     static constexpr int V_TILES = K_TILES + STAGES * KTile::BYTES;
     static constexpr int O_TILE = V_TILES + STAGES * VTile::BYTES;
-    static constexpr int Q_RING = O_TILE + (O_STAGED ? OTile::BYTES : 0);
+    static constexpr int PAIR_TILES = O_TILE + (O_STAGED ? OTile::BYTES : 0);
+    static constexpr int Q_RING = PAIR_TILES + PAIR_STAGES * Pairwise::BYTES;
     static constexpr int K_RING = Q_RING + QRing::BYTES;
     static constexpr int V_RING = K_RING + KVRing::BYTES;
-    static constexpr int NOTES = V_RING + KVRing::BYTES;
+    static constexpr int PAIR_RING = V_RING + KVRing::BYTES;
+    static constexpr int NOTES = PAIR_RING + (PAIR_ARRAYS ? PairRing::BYTES : 0);
     static constexpr int END = NOTES + 16 * Q_STAGES;
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
     QRing q;
     KVRing k, v;
+    PairRing pairs;
 
-    __device__ Shared(unsigned base) : base(base), q(base + Q_RING), k(base + K_RING), v(base + V_RING) {}
+    __device__ Shared(unsigned base)
+        : base(base), q(base + Q_RING), k(base + K_RING), v(base + V_RING), pairs(base + PAIR_RING) {}
 
     __device__ QTile q_tile() const { return {base + q.stage * QTile::BYTES}; }
     __device__ KTile k_tile() const { return {base + K_TILES + k.stage * KTile::BYTES}; }
     __device__ VTile v_tile() const { return {base + V_TILES + v.stage * VTile::BYTES}; }
+    __device__ Pairwise pair_tiles() const { return {base + PAIR_TILES + pairs.stage * Pairwise::BYTES}; }
     __device__ OTile o_tile() const { return {base + O_TILE}; }  // only where O_STAGED
     __device__ unsigned note() const { return base + NOTES + 16 * q.stage; }  // what the slot of Q tells of its tile
 
@@ -110,6 +120,13 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
         s.v_tile().load(maps.v, s.v.full(), tile_k * KEYS, tile.head.k, tile.head.batch);
         s.v.advance();
     };
+    auto load_pairs = [&](const Tile& tile, int tile_k) {
+        if constexpr (PAIR_ARRAYS) {
+            s.pairs.wait_empty();
+            s.pair_tiles().load(p, maps, s.pairs.full(), tile.head, tile.queries.begin, tile_k * KEYS);
+            s.pairs.advance();
+        }
+    };
     auto load_q = [&](const Tile& tile, int number) {
         s.q.wait_empty();
         s.tell(tile, number);
@@ -131,6 +148,7 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
         if (!early) load_q(tile, number);
         early = false;
         if (RIDE && last_before >= 0) load_v(before, last_before);
+        if (any) load_pairs(tile, walk.tile(step));
         int ticket = number;
         bool asked = !dynamic;
         // Late, since blocks that had little to do so far should ask first; early enough for the answer to come.
@@ -143,6 +161,7 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
             bool near_end = walk.after(step) <= 2;
             if (near_end) ask();
             load_v(tile, walk.tile(step));
+            load_pairs(tile, walk.tile(walk.next(step)));
             int after = number + gridDim.x;
             if (EARLY && !dynamic && !early && near_end && after < total) {
                 next = schedule.tile(after);

@@ -10,6 +10,7 @@ inline void store_shared(unsigned address, unsigned x) {
     on_cpu::note_store(*on_cpu::me->block, address, 4, threadIdx.x);
 }
 inline unsigned load_shared(unsigned address) { return on_cpu::shared<unsigned>(address); }
+inline unsigned load_shared_u8(unsigned address) { return on_cpu::shared<unsigned char>(address); }
 inline unsigned short load_shared_u16(unsigned address) { return on_cpu::shared<unsigned short>(address); }
 inline uint4 load_shared_16(unsigned address) { return on_cpu::shared<uint4>(address); }
 inline float2 load_shared_float2(unsigned address) { return on_cpu::shared<float2>(address); }

@@ -14,28 +14,28 @@ struct MapText {
     long long shape[4];    // columns, rows, heads, batch
     long long strides[3];  // bytes, of the last three
     int box[4];
+    int size;  // bytes of an element
 };
 constexpr unsigned long long MAP_MAGIC = 0x70614d20726f736e;  // "nsor Map"
 
-// f(element in memory or null, element in shared memory) for the elements of a box of 16-bit numbers, 128-byte
-// swizzled.
+// f(element in memory or null, element in shared memory, its bytes) for the elements of a box, 128-byte swizzled.
 template <class F>
 void each_of_box(const TensorMap& map, char* memory, unsigned shared, int column, int row, int head, int batch, F f) {
     MapText m;
     memcpy(&m, map.bytes, sizeof m);
     for (int h = 0; h < m.box[2]; h++)
         for (int r = 0; r < m.box[1]; r++)
-            for (int c = 0; c < 64; c++) {
-                unsigned to = shared + (h * m.box[1] + r) * 128 + c * 2;
+            for (int c = 0; c < m.box[0]; c++) {
+                unsigned to = shared + (h * m.box[1] + r) * 128 + c * m.size;
                 to ^= (to >> 7 & 7) << 4;
                 long long place[4] = {column + c, row + r, head + h, batch};
-                char* from = m.base + 2 * place[0];
+                char* from = m.base + m.size * place[0];
                 bool inside = true;
                 for (int i = 0; i < 4; i++) {
                     inside &= place[i] >= 0 && place[i] < m.shape[i];
                     if (i) from += place[i] * m.strides[i - 1];
                 }
-                f(inside ? (unsigned short*)from : nullptr, (unsigned short*)(memory + to));
+                f(inside ? from : nullptr, memory + to, m.size);
             }
 }
 
@@ -43,7 +43,7 @@ inline int box_bytes(const TensorMap& map, unsigned shared) {
     MapText m;
     memcpy(&m, map.bytes, sizeof m);
     if (m.magic != MAP_MAGIC) fail("there is no tensor map");
-    if (m.box[0] != 64 || m.box[3] != 1 || m.box[1] < 1 || m.box[1] > 256)
+    if (m.box[0] * m.size != 128 || m.box[3] != 1 || m.box[1] < 1 || m.box[1] > 256)
         fail("a box of %d columns, %d rows, %d heads, %d batches", m.box[0], m.box[1], m.box[2], m.box[3]);
     int bytes = 128 * m.box[1] * m.box[2];
     at(*me->block, shared, bytes, 128);
@@ -74,7 +74,12 @@ inline void tma_load(unsigned shared, const TensorMap& map, unsigned barrier, in
     on_cpu::Mbarrier* b = &on_cpu::mbarrier(barrier);
     on_cpu::in_background([=] {
         on_cpu::each_of_box(map, memory, shared, column, row, head, batch,
-                            [](const unsigned short* from, unsigned short* to) { *to = from ? *from : 0; });
+                            [](const char* from, char* to, int size) {
+                                if (from)
+                                    memcpy(to, from, size);
+                                else
+                                    memset(to, 0, size);
+                            });
         b->complete(bytes);
     });
 }
@@ -88,8 +93,8 @@ inline void tma_store(const TensorMap& map, unsigned shared, int column, int row
     on_cpu::store_later([=] { memcpy(box->data(), memory + shared, box->size()); },
                         [=] {
                             on_cpu::each_of_box(map, box->data() - shared, shared, column, row, head, batch,
-                                                [](unsigned short* to, const unsigned short* from) {
-                                                    if (to) *to = *from;
+                                                [](char* to, const char* from, int size) {
+                                                    if (to) memcpy(to, from, size);
                                                 });
                         });
 }

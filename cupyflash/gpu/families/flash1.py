@@ -20,7 +20,7 @@ def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | No
     largest = COLUMNS[-1]  # all columns of a tile are on the chip at once
     if max(problem.dim, problem.dim_v) > largest:
         return f"takes head dimensions up to {largest}, not {problem.dim} and {problem.dim_v}"
-    others = [name for name, _ in problem.given if name != "key_mask"] + ["softcap"] * (problem.softcap is not None)
+    others = [x.name for x in problem.given if x.name != "key_mask"] + ["softcap"] * (problem.softcap is not None)
     if others:
         return f"takes no {' and no '.join(others)}"
     return None

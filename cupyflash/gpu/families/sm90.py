@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from ...problem import AttentionProblem
+from ...problem import ITEMSIZE, AttentionProblem
 from ..device import Arch
-from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, pad, scored
+from ..kernel_plan import PAIRWISE, Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, pad, scored
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
@@ -17,9 +17,20 @@ def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | No
         return f"takes float16 and bfloat16, not {problem.dtype}"
     if arch.cc != 90:
         return f"is for compute capability 9.0, this GPU has {arch.cc / 10}"
+    for name in PAIRWISE:
+        if (x := problem.array(name)) and "key" not in x.axes:
+            return f"takes a {name} that differs between keys"
     if not 0 < min(problem.dim, problem.dim_v) or max(problem.dim, problem.dim_v) > 256:
         return f"takes head dimensions from 1 to 256, not {problem.dim} and {problem.dim_v}"
+    fit = _fit_backward if backward else _fit_forward
+    if _paired(problem) and fit(problem, arch, None) is None:
+        return f"has no shared memory for {' and '.join(_paired(problem))} beside head dimension {problem.dim}"
     return None
+
+
+def _paired(problem: AttentionProblem) -> list[str]:
+    """The arrays over pairs that are given."""
+    return [name for name in PAIRWISE if problem.has(name)]
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class BackwardTile:
     do_stages: int  # dO tiles in flight
     spills: int = 0
     dim: int = 256  # for head dimensions up to this
-    scored: bool | None = None  # as of the forward
+    scored: bool | None = None  # as of the forward, and a mask
 
     @property
     def wide(self) -> bool:
@@ -79,6 +90,9 @@ FORWARD = (
     ForwardTile(2, 64, 2, spills=168, banded=True),
     ForwardTile(2, 80, 2, scored=False),
     ForwardTile(2, 80, 2, spills=48),
+    # Where a mask or a bias leaves less room.
+    ForwardTile(2, 64, 2, spills=168),
+    ForwardTile(2, 48, 2, spills=168),
 )
 # Where heads share K and V and queries are few, a tile takes all queries of as many heads as it holds. Not of every
 # number: each is a kernel to compile. The rows are tried first there: three warpgroups would spill, and under a window
@@ -140,28 +154,76 @@ def _padded(problem: AttentionProblem) -> tuple[int, int]:
 BARRIERS = 256  # bytes for barriers, more than any ring takes
 
 
-def forward_memory(t: ForwardTile, dim: int, dim_v: int, q_stages: int, o_staged: bool) -> int:
+@dataclass(frozen=True)
+class PairTiles:
+    """Tiles of the arrays over pairs, mask and bias, in shared memory, `stages` in flight."""
+
+    problem: AttentionProblem
+    stages: int = 1
+
+    def _given(self) -> list[tuple[str, int, bool]]:
+        """Name, bytes of an element, and whether queries differ."""
+        found = [x for x in self.problem.given if x.name in PAIRWISE]
+        return [(x.name, ITEMSIZE[x.dtype], "query" in x.axes) for x in found]
+
+    def memory(self, rows: int, keys: int) -> int:
+        """Bytes of all: blocks of 128 bytes a row."""
+        tiles = [ceil(keys * size, 128) * (128 * rows if by_query else 1024) for _, size, by_query in self._given()]
+        return self.stages * sum(tiles)
+
+    def boxes(self, rows: int) -> tuple[Box, ...]:
+        return tuple(Box(name, rows if by_query else 1) for name, _, by_query in self._given())
+
+    def constants(self) -> tuple[tuple[str, int | bool], ...]:
+        by_query = {name: differ for name, _, differ in self._given()}
+        flags = ((f"{name.upper()}_BY_QUERY", by_query.get(name, False)) for name in PAIRWISE)
+        return ("PAIR_STAGES", self.stages), *flags
+
+
+def forward_memory(t: ForwardTile, dim: int, dim_v: int, q_stages: int, o_staged: bool, pairs: PairTiles) -> int:
     """Bytes of shared memory that the forward lays out."""
     blocks, blocks_v = pad(dim, 64), pad(dim_v, 64)  # columns in shared memory
-    rings = 2 * t.stages * t.keys * (blocks + blocks_v) + BARRIERS
+    rings = 2 * t.stages * t.keys * (blocks + blocks_v) + pairs.memory(t.rows, t.keys) + BARRIERS
     return rings + 2 * t.rows * (q_stages * blocks + o_staged * blocks_v)
 
 
-def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> KernelPlan:
+class ForwardFit(NamedTuple):
+    """A tile and what there is room for beside it."""
+
+    tile: ForwardTile
+    q_stages: int
+    o_staged: bool
+    pairs: PairTiles
+    packed: bool
+    memory: int  # bytes of shared memory
+
+
+def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> ForwardFit | None:
     dim, dim_v = _padded(problem)
     banded = problem.left is not None or problem.right is not None
+    paired = bool(_paired(problem))
     # With few heads too, thread blocks would stand idle, and each is as long at a tile.
-    packed = problem.group > 1 and problem.seq_q <= FEW and 2 * problem.batch * problem.heads_q > arch.sms
+    packed = problem.group > 1 and problem.seq_q <= FEW and 2 * problem.batch * problem.heads_q > arch.sms and not paired
     rows: tuple[ForwardTile, ...] = TILES[False].rows(tile, PACKED if packed else ())
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
-    # leave through? It leaves in boxes of one head.
-    for t, (q_stages, o_staged) in itertools.product(rows, ((2, not packed), (2, False), (1, False))):
-        size = forward_memory(t, dim, dim_v, q_stages, o_staged)
+    # leave through? It leaves in boxes of one head. Tiles of mask and bias: 2, of course.
+    room = [(q, o, n) for n in (2, 1)[not paired :] for q, o in ((2, not packed), (2, False), (1, False))]
+    for t, (q_stages, o_staged, pair_stages) in itertools.product(rows, room):
+        pairs = PairTiles(problem, pair_stages)
+        size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs)
         fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, scored(problem))
         if fits and size <= arch.shared_memory:
-            break
-    else:
+            return ForwardFit(t, q_stages, o_staged, pairs, packed, size)
+    return None
+
+
+def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> KernelPlan:
+    found = _fit_forward(problem, arch, tile)
+    if found is None:
         raise ValueError(f"no sm90 forward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
+    t, q_stages, o_staged, pairs, packed, size = found
+    dim, dim_v = _padded(problem)
+    banded = problem.left is not None or problem.right is not None
     pack = next(n for n in PACKS if t.rows // n >= problem.seq_q) if packed else 1
     span = t.rows // pack  # queries of each of `pack` heads
     tiles = problem.batch * problem.heads_k * ceil(problem.group, pack) * ceil(problem.seq_q, span)
@@ -172,13 +234,15 @@ def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) 
     dynamic = not alike and tiles > arch.sms
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), ("GROUPS", t.groups), ("KEYS", t.keys), ("STAGES", t.stages),
-        ("Q_STAGES", q_stages), ("O_STAGED", o_staged), ("PACK", pack), ("SHARED_MEMORY", size), *features(problem),
+        ("Q_STAGES", q_stages), ("O_STAGED", o_staged), ("PACK", pack), ("SHARED_MEMORY", size), *pairs.constants(),
+        *features(problem),
     )  # fmt: skip
     return KernelPlan(
         "sm90", arch.name, problem.dtype, False, "sm90/forward.cu", constants,
         (Launch("attention_forward", min(tiles, arch.sms), 128 * (t.groups + 1), size),), 16,
         (Workspace("counters", "uint32", (3 if dynamic else 0,)),), t.spills,
-        (Box("q", span, pack), Box("k", t.keys), Box("v", t.keys), Box("out", 64)), given=problem.given,
+        (*pairs.boxes(t.rows), Box("q", span, pack), Box("k", t.keys), Box("v", t.keys), Box("out", 64)),
+        given=problem.given,
     )  # fmt: skip
 
 
@@ -194,7 +258,7 @@ class Finish:
 FINISH = (Finish(2, 8, 4), Finish(2, 8, 2), Finish(2, 8, 1), Finish(1, 2, 1))  # the first that there is room for
 
 
-def backward_memory(t: BackwardTile, finish: Finish, dim: int, dim_v: int) -> int | None:
+def backward_memory(t: BackwardTile, finish: Finish, dim: int, dim_v: int, pairs: PairTiles) -> int | None:
     """Bytes of shared memory that the backward lays out; None for a tile that it cannot take."""
     blocks, blocks_v = pad(dim, 64), pad(dim_v, 64)  # columns in shared memory
     if t.wide and (t.rows != 64 or t.stages != 2 or dim > 64 * t.groups * (1 + t.clustered) or (t.clustered and t.keys % 32)):
@@ -210,22 +274,39 @@ def backward_memory(t: BackwardTile, finish: Finish, dim: int, dim_v: int) -> in
     if not t.wide and t.groups * 2 * 64 * (blocks + blocks_v) > 2 * s_tile + parts:  # dK and dV leave there
         return None
     size = 2 * (t.keys * (blocks + blocks_v) + t.rows * (t.stages * blocks + t.do_stages * blocks_v))
-    size += t.stages * 8 * t.rows + BARRIERS  # lse and delta
+    size += t.stages * 8 * t.rows + pairs.memory(t.rows, t.keys) + BARRIERS  # lse and delta
     # P, dS of two steps, also the other block's, and some columns of its K; else dS of two steps, or P and dS.
     size += 5 * s_tile + 2 * t.keys * 64 * t.groups if t.clustered else 2 * s_tile + parts
     return size + finish.warps * finish.stages * (512 * finish.fragments + 16)
 
 
-def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> KernelPlan:
+class BackwardFit(NamedTuple):
+    """A tile and what there is room for beside it."""
+
+    tile: BackwardTile
+    finish: Finish
+    pairs: PairTiles
+    memory: int  # bytes of shared memory
+
+
+def _fit_backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> BackwardFit | None:
     dim, dim_v = _padded(problem)
     rows: tuple[BackwardTile, ...] = TILES[True].rows(tile)
-    for t, finish in itertools.product(rows, FINISH):
-        size = backward_memory(t, finish, dim, dim_v)
-        fits = max(dim, dim_v) <= t.dim and t.scored in (None, scored(problem))
+    for t, pair_stages, finish in itertools.product(rows, (2, 1)[not _paired(problem) :], FINISH):
+        pairs = PairTiles(problem, pair_stages)
+        size = backward_memory(t, finish, dim, dim_v, pairs)
+        fits = max(dim, dim_v) <= t.dim and t.scored in (None, scored(problem) or problem.has("mask"))
         if fits and size is not None and size <= arch.shared_memory:
-            break
-    else:
+            return BackwardFit(t, finish, pairs, size)
+    return None
+
+
+def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> KernelPlan:
+    found = _fit_backward(problem, arch, tile)
+    if found is None:
         raise ValueError(f"no sm90 backward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
+    t, finish, pairs, size = found
+    dim, dim_v = _padded(problem)
     cluster = 2 if t.clustered else 1
     clusters = arch.sms // cluster
     kv_heads, key_tiles = problem.batch * problem.heads_k, ceil(problem.seq_k, cluster * t.keys)
@@ -240,7 +321,7 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
         ("DIM", dim), ("DIM_V", dim_v), ("ROWS", t.rows), ("KEYS", t.keys), ("GROUPS", t.groups), ("CLUSTER", cluster),
         ("STAGES", t.stages), ("DO_STAGES", t.do_stages), ("FINISHERS", finish.warps),
         ("FINISH_FRAGMENTS", finish.fragments), ("FINISH_STAGES", finish.stages), ("SHARED_MEMORY", size),
-        *features(problem), ("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", True),
+        *pairs.constants(), *features(problem), ("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", True),
     )  # fmt: skip
     launches = (
         Launch("attention_backward_prepare", kv_heads * tiles, 128),
@@ -253,7 +334,7 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
     )
     out_rows = t.keys if t.wide else 64  # of dK and dV that leave at once: all, or a warpgroup's own
     maps = (
-        Box("q", t.rows), Box("k", t.keys), Box("v", t.keys), Box("dout", t.rows), Box("dk", out_rows),
+        *pairs.boxes(t.rows), Box("q", t.rows), Box("k", t.keys), Box("v", t.keys), Box("dout", t.rows), Box("dk", out_rows),
         Box("dv", out_rows),
     )  # fmt: skip
     return KernelPlan(
