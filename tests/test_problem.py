@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ from cupyflash.problem import (
     OPTIONS,
     ArrayRule,
     AttentionProblem,
+    Gradients,
     View,
     check_like,
     check_options,
+    check_wrt,
     complete,
     contiguous,
     describe,
@@ -177,6 +180,31 @@ def test_optional_arrays_are_told_by_name_and_dtype() -> None:
     with pytest.raises(TypeError, match="got an unexpected keyword argument 'keymask'"):
         check_options("explain", ["causal", "key_mask", "keymask"])
     check_options("explain", ["causal", "key_mask", "out"], ("out",))
+
+
+def test_gradients_unpack_as_those_of_q_k_and_v() -> None:
+    grads = Gradients(1, 2, 3, dsinks=4)
+    dq, dk, dv = grads
+    assert (dq, dk, dv, len(grads), grads.dsinks, grads.dbias) == (1, 2, 3, 3, 4, None)
+    again = pickle.loads(pickle.dumps(grads))
+    assert again == grads and again.dsinks == 4 and again.dbias is None
+    for row in ARRAYS:
+        assert hasattr(grads, f"d{row.name}") == row.gradient
+
+
+def test_gradients_are_asked_for_by_name() -> None:
+    arrays = {"q": 0, "bias": 1, "alibi_slopes": 2, "sinks": 3, "key_mask": None}
+    assert check_wrt((), arrays) == check_wrt([], arrays) == ()
+    assert check_wrt("sinks", arrays) == ("sinks",)
+    for several in (["sinks", "bias"], {"sinks": 0, "bias": 0}, (x for x in ("sinks", "bias", "sinks"))):
+        assert check_wrt(several, arrays) == ("bias", "sinks")
+
+
+def test_lengths_of_an_array() -> None:
+    slopes = ArrayRule("slopes", ("batch", "head"), ("float32",), "slopes", "of each head")
+    for shape in ((2, 1, 6, 9), (6, 1), ()):
+        assert BIAS.lengths(shape) == (1,) * (4 - len(shape)) + shape
+    assert slopes.lengths((2, 4)) == (2, 4, 1, 1) and slopes.lengths((4,)) == SLOPES.lengths((4,)) == (1, 4, 1, 1)
 
 
 @pytest.mark.parametrize("rank", [2, 3, 4])
