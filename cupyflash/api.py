@@ -6,11 +6,12 @@ Arrays come in from any library and results go back to the same one; see `cupyfl
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from . import interop
 from .interop.protocol import Adapter, Arrays, Library, Passes
-from .problem import Gradients
+from .problem import Gradients, check_wrt
 
 Array = Any
 
@@ -99,8 +100,7 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        Naming the argument, what it is and what it must be. Nothing has been launched then. Also where a PyTorch or JAX
-        array that wants a gradient is given as bias, alibi_slopes or sinks: theirs are not computed yet.
+        Naming the argument, what it is and what it must be. Nothing has been launched then.
     """
     arrays = {
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
@@ -120,7 +120,7 @@ def attention(
             )
         passes = Passes(
             lambda arrays: _forward(lib, arrays, {}, True, options, family),
-            lambda arrays: _backward(lib, arrays, {}, options, family),
+            lambda arrays, wrt: _backward(lib, arrays, {}, options, family, wrt),
         )
         o, lse = record(passes, arrays)
     else:
@@ -148,6 +148,7 @@ def attention_backward(
     layout: str = "bshd",
     deterministic: bool = False,
     dlse: Array | None = None,
+    wrt: str | Iterable[str] = (),
     grads: tuple[Array, Array, Array] | None = None,
     family: str | None = None,
 ) -> Gradients:
@@ -167,8 +168,11 @@ def attention_backward(
     dlse : (B, Hq, Sq), optional
         Gradient of the loss with respect to `lse`, in its dtype, where the loss depends on that too. Rows that see no key
         have none.
+    wrt : names, or one name
+        Optional arrays whose gradients are wanted too, of "bias", "alibi_slopes" and "sinks". dq, dk and dv do not depend
+        on it.
     grads : (dq, dk, dv), optional
-        Where to write the gradients: each with memory of its own.
+        Where to write these gradients: each with memory of its own.
     family : str, optional
         As in `attention`.
 
@@ -176,6 +180,10 @@ def attention_backward(
     -------
     dq, dk, dv
         A named tuple. Shapes and dtypes of q, k and v; dk and dv are summed over the query heads that share them.
+    dbias, dalibi_slopes, dsinks
+        Further fields of it, by name alone; None where `wrt` does not ask for them. Shape and dtype of what was given: summed
+        over the axes along which it stands for all, in float32 (float64 for float64). Hidden pairs, and rows that see no
+        key, add nothing, whatever the bias holds there (but to dsinks what dlse says: there lse is the sink).
 
     Raises
     ------
@@ -197,7 +205,7 @@ def attention_backward(
         raise ValueError(f"grads {what}; it must be a tuple of three arrays (dq, dk, dv) or None")
     targets = dict(zip(Gradients._fields, grads or ()))
     _given(**targets)
-    return _backward(lib, arrays, targets, options, family)
+    return _backward(lib, arrays, targets, options, family, check_wrt(wrt, arrays))
 
 
 def merge(outs: Any, lses: Any, *, layout: str = "bshd") -> tuple[Array, Array]:
@@ -330,9 +338,11 @@ def _forward(
     return results
 
 
-def _backward(lib: Library, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None) -> Gradients:
+def _backward(
+    lib: Library, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None, wrt: tuple[str, ...]
+) -> Gradients:
     adapter, arrays, targets = interop.adopt(lib, arrays, targets)
-    results = _backend(adapter, arrays).backward(adapter, arrays, targets, options, family)
+    results = _backend(adapter, arrays).backward(adapter, arrays, targets, options, family, wrt)
     for x in targets.values():
         adapter.written(x)
     return results

@@ -15,7 +15,10 @@ import numbers
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
@@ -43,12 +46,26 @@ class Given(NamedTuple):
     axes: tuple[str, ...]
 
 
-class Gradients(NamedTuple):
-    """What `attention_backward` returns: each shaped and typed like its input."""
-
+class _OfQKV(NamedTuple):
     dq: Any
     dk: Any
     dv: Any
+
+
+class Gradients(_OfQKV):
+    """What `attention_backward` returns, each shaped and typed like its input: (dq, dk, dv), and more by name.
+
+    One for each row of ARRAYS that has a gradient; None where `wrt` did not ask for it.
+    """
+
+    dbias: Any = None
+    dalibi_slopes: Any = None
+    dsinks: Any = None
+
+    def __new__(cls, dq: Any, dk: Any, dv: Any, **others: Any) -> Self:
+        grads = super().__new__(cls, dq, dk, dv)
+        vars(grads).update(others)
+        return grads
 
 
 # ---- the tables -----------------------------------------------------------------------------------------------------
@@ -87,6 +104,11 @@ class ArrayRule:
     def shape(self, problem: AttentionProblem, rank: int = 4) -> tuple[int, ...]:
         """Its shape in full where q has `rank` dimensions."""
         return tuple(problem.extent(axis) for axis in self.has(rank))
+
+    def lengths(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """Lengths of an array given for it along (batch, head, query, key); 1 along an axis that it has not."""
+        own = dict(zip(reversed(self.axes), reversed(shape)))
+        return tuple(own.get(axis, 1) for axis in AXES)  # type: ignore[return-value]
 
     def strides(self, view: View, problem: AttentionProblem, rank: int = 4) -> tuple[int, int, int, int]:
         """Element strides of (batch, head, query, key) of an array given for it; 0 along an axis that it has not."""
@@ -192,13 +214,12 @@ OPTIONS = (
 ARRAYS = (
     ArrayRule("key_mask", ("batch", "key"), ("bool",), "key mask", "True: the key may be attended", rows=True),
     ArrayRule("mask", AXES, ("bool",), "mask", "True: the query may attend the key"),
-    ArrayRule("bias", AXES, ("q", "float32"), "bias", "added to the score"),
-    ArrayRule("alibi_slopes", ("batch", "head"), ("float32", "q"), "ALiBi slopes", "times the distance, taken off"),
-    ArrayRule("sinks", ("head",), ("q", "float32"), "sinks", "a score more in the denominator of each row"),
+    ArrayRule("bias", AXES, ("q", "float32"), "bias", "added to the score", gradient=True),
+    ArrayRule(
+        "alibi_slopes", ("batch", "head"), ("float32", "q"), "ALiBi slopes", "times the distance, taken off", gradient=True
+    ),
+    ArrayRule("sinks", ("head",), ("q", "float32"), "sinks", "a score more in the denominator of each row", gradient=True),
 )  # fmt: skip
-
-# Arrays that a gradient could be expected of, and attention_backward gives none.
-WITHOUT_GRADIENT = frozenset(row.name for row in ARRAYS if not row.gradient and row.dtypes != ("bool",))
 
 
 def check_options(function: str, names: Iterable[str], also: tuple[str, ...] = ()) -> None:
@@ -207,6 +228,29 @@ def check_options(function: str, names: Iterable[str], also: tuple[str, ...] = (
     for name in names:
         if name not in known:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def check_wrt(wrt: Any, arrays: dict[str, Any]) -> tuple[str, ...]:
+    """The optional arrays whose gradients are asked for, in the order of ARRAYS. `arrays`: those of the call, by name."""
+    if isinstance(wrt, tuple) and not wrt:
+        return ()
+    can = [row.name for row in ARRAYS if row.gradient]
+    must = f"it must hold names of optional arrays that are given, of {', '.join(map(repr, can))}"
+    try:
+        names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
+    except TypeError:
+        raise TypeError(f"wrt is {wrt!r}; {must}") from None
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"wrt holds {name!r}; {must}")
+        if name in ("q", "k", "v"):
+            raise ValueError(f"wrt holds {name!r}, whose gradient comes anyway; {must}")
+        if name not in can:
+            why = ", which has no gradient" if name in [row.name for row in ARRAYS] else ""
+            raise ValueError(f"wrt holds {name!r}{why}; {must}")
+        if arrays.get(name) is None:
+            raise ValueError(f"wrt holds {name!r}, but {name} is not given; {must}")
+    return tuple(name for name in can if name in names)
 
 
 def complete(options: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def references(inputs: Inputs, **options: Any) -> tuple[Standard, Standard]:
 
 def judge(results: dict[str, np.ndarray], exact: Standard, own: Standard) -> None:
     for name, x in results.items():
-        assert_as_good(x, getattr(exact, name), getattr(own, name), name)
+        assert_as_good(x, getattr(exact, name), getattr(own, name), name, exact.unit(name))
 
 
 def sleep(stream: Any, cycles: int = 200_000_000) -> None:

@@ -7,15 +7,15 @@ from typing import Any
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES
-from cupyflash.problem import ARRAYS, FLOATS, ITEMSIZE, AttentionProblem
+from cupyflash.problem import ARRAYS, FLOATS, ITEMSIZE, AttentionProblem, Given
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DIMS = [(d, d) for d in (16, 32, 64, 80, 96, 128, 160, 192, 256)] + [(192, 128), (64, 96), (256, 32)]
 LENGTHS = (1000, 8192)  # tiles may differ; where they do not, the source is the same and is compiled once
 FEW = {(64, 64): 1, (96, 96): 7, (128, 128): 1, (192, 128): 30, (192, 192): 16, (256, 256): 60}  # queries: tiles differ
 
-GIVEN = tuple((rule.name, rule.dtypes[0]) for rule in ARRAYS)  # every optional array
-KEY_MASK = (("key_mask", "bool"),)  # the one that every family takes
+GIVEN = tuple(Given(rule.name, rule.dtypes[0], rule.axes) for rule in ARRAYS)  # every optional array
+KEY_MASK = (Given("key_mask", "bool", ("batch", "key")),)  # the one that every family takes
 
 # What a kernel can be asked, as fields of a problem; "everything" has all the mask's and the score's code at once.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -32,6 +32,8 @@ def problem(dtype: str, dim: int = 64, dim_v: int | None = None, **fields: Any) 
     """A problem of ordinary size, whose last query stands on the last key."""
     fields = {"batch": 2, "seq_q": 1000, "seq_k": 1000, "heads_q": 8, "heads_k": 2, "scale": 0.125} | fields
     fields.setdefault("diagonal", fields["seq_k"] - fields["seq_q"])
+    given = fields.get("given", ())
+    fields["given"] = tuple(x._replace(dtype=dtype if x.dtype == "q" else x.dtype) for x in given)
     return AttentionProblem(dtype=dtype, dim=dim, dim_v=dim if dim_v is None else dim_v, **fields)
 
 

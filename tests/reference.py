@@ -13,19 +13,35 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from cupyflash.problem import AttentionProblem, View, describe
+from cupyflash.problem import ARRAYS, AttentionProblem, View, describe
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 
 
-class Standard(NamedTuple):
-    """out (B, Sq, Hq, Dv), lse (B, Hq, Sq); dq, dk, dv shaped like q, k, v, None unless dout was given."""
-
+class _Results(NamedTuple):
     out: np.ndarray
     lse: np.ndarray
     dq: np.ndarray | None = None
     dk: np.ndarray | None = None
     dv: np.ndarray | None = None
+
+
+class Standard(_Results):
+    """out (B, Sq, Hq, Dv), lse (B, Hq, Sq); dq, dk, dv shaped like q, k, v, None unless dout was given.
+
+    By name alone: the gradients of the optional arrays that are given, shaped like these; and `luck`, by how much rounding
+    moves each of them where few numbers decide, if it is random: four standard deviations, for arithmetic in the dtype of q.
+    """
+
+    dbias: np.ndarray | None = None
+    dalibi_slopes: np.ndarray | None = None
+    dsinks: np.ndarray | None = None
+    luck: dict[str, float] = {}  # noqa: RUF012 (never written to)
+
+    def unit(self, name: str) -> float:
+        """`unit` of a result in `assert_as_good`: luck decides where few numbers do, each a sum of many."""
+        few = getattr(self, name).size < 500
+        return max(1.0, self.luck.get(name, 0.0) / 1e-5) if few else 1.0
 
 
 Rounding = Callable[[np.ndarray], np.ndarray]
@@ -97,12 +113,15 @@ def scores(
         capped = rounded(np.tanh(s / cap))
         s, slope = cap * capped, 1 - capped**2
     if given.get("alibi_slopes") is not None:
-        stands = np.arange(problem.seq_q)[:, None] + problem.diagonal
-        distance = np.abs(stands - np.arange(problem.seq_k)).astype(work)
-        s = s - given["alibi_slopes"].astype(work)[..., None, None] * distance
+        s = s - given["alibi_slopes"].astype(work)[..., None, None] * distance(problem).astype(work)
     if given.get("bias") is not None:
         s = s + given["bias"].astype(work)
     return s, slope
+
+
+def distance(problem: AttentionProblem) -> np.ndarray:
+    """(Sq, Sk): how far each key stands from the query's diagonal."""
+    return np.abs(np.arange(problem.seq_q)[:, None] + problem.diagonal - np.arange(problem.seq_k))
 
 
 def assert_as_good(
@@ -144,8 +163,8 @@ def flash2_in_own_precision(
     key_mask: np.ndarray | None,
     dout: np.ndarray,
     **given: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """dq and dk of FlashAttention-2's Algorithms 1 and 2 in float64, with P, O, dS and the results rounded to the dtype.
+) -> dict[str, np.ndarray]:
+    """dq, dk and gradients of arrays by FlashAttention-2's Algorithms 1 and 2 in float64; P, O, dS and they are rounded.
 
     That is what every FlashAttention kernel rounds. D = rowsum(dO * O) carries the rounding of P and O, which the sum over
     P * dP in standard attention does not see: in rows with a handful of keys this is, by luck, a few times worse.
@@ -160,17 +179,20 @@ def flash2_in_own_precision(
     seen = visible(problem, key_mask, given.get("mask"))
     with np.errstate(divide="ignore"):  # rows that see no key
         s, slope = scores(problem, qh @ kh.swapaxes(-1, -2) * problem.scale, given)
-        p, _ = _softmax(np.where(seen, s, -np.inf), given.get("sinks"))
+        p, lse = _softmax(np.where(seen, s, -np.inf), given.get("sinks"))
     top = p.max(-1, keepdims=True, initial=0.0)
     top[top == 0] = 1
     unscaled = p / top  # exp(S - maximum), as it is rounded before P V
     out = rounded((rounded(unscaled) @ vh) * top)
-    ds = rounded(p * slope * (do @ vh.swapaxes(-1, -2) - (do * out).sum(-1, keepdims=True)))
+    delta = (do * out).sum(-1, keepdims=True)
+    of_scores = p * (do @ vh.swapaxes(-1, -2) - delta)
+    ds = rounded(of_scores * slope)
     dq = rounded(ds @ kh * problem.scale)
     dk = (ds.swapaxes(-1, -2) @ qh * problem.scale).reshape(
         problem.batch, problem.heads_k, problem.group, problem.seq_k, -1
     )
-    return dq.transpose(0, 2, 1, 3), rounded(dk.sum(2)).transpose(0, 2, 1, 3)
+    of_qk = {"dq": dq.transpose(0, 2, 1, 3), "dk": rounded(dk.sum(2)).transpose(0, 2, 1, 3)}
+    return of_qk | _of_arrays(problem, given, lse, rounded(of_scores), -delta, rounded)
 
 
 def large_score_units(
@@ -190,7 +212,9 @@ def large_score_units(
     moved = max(1.0, 4 * float(np.finfo(np.float32).eps) * score / 1e-5)
     rounded_out = 4 * float(ml_dtypes.finfo(q.dtype).eps) / 1e-5
     ds = abs(problem.scale) * (moved + rounded_out)
-    return {"out": moved, "lse": moved, "dv": moved, "dq": ds * k_max, "dk": ds * q_max}
+    return {
+        "out": moved, "lse": moved, "dv": moved, "dq": ds * k_max, "dk": ds * q_max, "dbias": moved + rounded_out
+    }  # fmt: skip
 
 
 def fresh_rng() -> np.random.Generator:
@@ -250,7 +274,11 @@ def _standard(
         dp = rounded(do @ vh.swapaxes(-1, -2))
         mean = np.where(seen, p * dp, 0).sum(-1, keepdims=True)
         through_lse = 0 if dlse is None else np.where(np.isneginf(lse), 0, dlse).astype(work)[..., None]
+        of_scores = np.where(seen, p * (dp - mean + through_lse), 0)
         ds = rounded(np.where(seen, p * (dp - mean + through_lse) * slope, 0))
+        of_arrays = _of_arrays(problem, given, lse, rounded(of_scores), through_lse - mean, rounded)
+        terms = np.where(seen, p * (np.abs(dp) + np.abs(mean - through_lse)), 0)
+        luck = _luck(problem, given, lse, p, of_scores, terms, through_lse - mean, out * do)
         dq = rounded(_sum_over_visible(ds, seen, kh) * scale)
         seen, p, ds = seen.swapaxes(-1, -2), p.swapaxes(-1, -2), ds.swapaxes(-1, -2)
         dk = rounded(_sum_over_visible(ds, seen, qh) * scale)
@@ -258,7 +286,83 @@ def _standard(
         group = problem.group if problem.heads_k else 1
         shape = problem.batch, problem.heads_k, group, problem.seq_k
         dk, dv = (rounded(x.reshape(*shape, x.shape[-1]).sum(2)) for x in (dk, dv))
-    return Standard(out.transpose(0, 2, 1, 3), lse, *(x.transpose(0, 2, 1, 3) for x in (dq, dk, dv)))
+    results = Standard(out.transpose(0, 2, 1, 3), lse, *(x.transpose(0, 2, 1, 3) for x in (dq, dk, dv)))
+    vars(results).update(of_arrays, luck=luck)
+    return results
+
+
+def _of_arrays(
+    problem: AttentionProblem,
+    given: dict[str, np.ndarray | None],
+    lse: np.ndarray,
+    ds: np.ndarray,
+    of_sink_scores: np.ndarray,
+    rounded: Rounding = lambda x: x,
+) -> dict[str, np.ndarray]:
+    """Gradients of optional arrays from those of the scores, (B, Hq, Sq, Sk): summed over what they are broadcast along.
+
+    `of_sink_scores`, (B, Hq, Sq, 1): those of the sinks' scores, but for their probabilities.
+    """
+    grads = {}
+    for row in ARRAYS:
+        x = given.get(row.name)
+        if x is None or not row.gradient:
+            continue
+        if row.name == "sinks":
+            each = rounded(_of_sink(x, lse) * of_sink_scores)
+        else:
+            each = -distance(problem).astype(ds.dtype) * ds if row.name == "alibi_slopes" else ds
+        grad = _summed(each, row.lengths(x.shape)).reshape(x.shape)
+        grads[f"d{row.name}"] = rounded(grad) if x.dtype.name == problem.dtype else grad
+    return grads
+
+
+def _luck(
+    problem: AttentionProblem,
+    given: dict[str, np.ndarray | None],
+    lse: np.ndarray,
+    p: np.ndarray,
+    ds: np.ndarray,
+    terms: np.ndarray,
+    of_sink_scores: np.ndarray,
+    o_do: np.ndarray,
+) -> dict[str, float]:
+    """`Standard.luck`. `terms`, (B, Hq, Sq, Sk): sizes of what dS is a difference of; `o_do`, (B, Hq, Sq, Dv): of rowsum(dO * O).
+
+    Each term is rounded by itself, rowsum and lse once for all keys. What is rounded to 16 bits is rounded to float32 on its
+    way some more times, which does not count; float32 in sums of many products.
+    """
+    dtype = np.dtype(DTYPES[problem.dtype])
+    eps = float(ml_dtypes.finfo(dtype).eps) * (1 if dtype.itemsize == 2 else 8)
+    of_rowsum = eps * np.sqrt((o_do**2).sum(-1, keepdims=True))
+    of_lse = (
+        8 * float(np.finfo(DTYPES[problem.lse_dtype]).eps) * (1 + np.abs(np.where(np.isfinite(lse), lse, 0)))[..., None]
+    )
+    luck = {}
+    for row in ARRAYS:
+        x = given.get(row.name)
+        if x is None or not row.gradient:
+            continue
+        lengths = row.lengths(x.shape)
+        if row.name == "sinks":
+            apart, by_row = [], [_of_sink(x, lse) * of_rowsum, _of_sink(x, lse) * of_sink_scores * of_lse]
+        else:
+            weights = distance(problem) if row.name == "alibi_slopes" else 1.0
+            apart, by_row = [eps * terms * weights], [p * weights * of_rowsum, ds * weights * of_lse]
+        if lengths[3] == 1:
+            by_row = [x.sum(-1, keepdims=True) for x in by_row]
+        variance = sum(_summed(x**2, lengths) for x in (*apart, *by_row))
+        luck[f"d{row.name}"] = float(np.nan_to_num(np.sqrt(variance)).max(initial=0.0))
+    return luck
+
+
+def _of_sink(sinks: np.ndarray, lse: np.ndarray) -> np.ndarray:
+    """Probabilities of the sinks, (B, Hq, Sq, 1)."""
+    return np.where(np.isneginf(lse), 0, np.exp(sinks.astype(lse.dtype).reshape(-1, 1) - lse))[..., None]
+
+
+def _summed(x: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
+    return x.sum(tuple(axis for axis, n in enumerate(lengths) if n != x.shape[axis]), keepdims=True)
 
 
 def _softmax(scores: np.ndarray, sinks: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:

@@ -101,12 +101,15 @@ def check(
     deterministic: bool = False,
     large_scores: bool = False,
     thousands: bool = False,
+    wrt: Collection[str] | None = None,
     **options: Any,
 ) -> None:
     """Run `inputs` through attention and attention_backward on the backend; every result must be as good as the reference.
 
-    Of `thousands` of random problems a few miss that by luck: there dq and dk may also be as good as the published algorithm
-    is on this very problem, computed in float64 and rounded where it rounds.
+    `wrt`: optional arrays whose gradients are asked for, all that are given unless said.
+
+    Of `thousands` of random problems a few miss that by luck: there dq, dk and gradients of optional arrays may also be as
+    good as the published algorithm is on this very problem, computed in float64 and rounded where it rounds.
 
     Arrays are given in `rank` dimensions, `layout` and `lay`; results go into arrays that hold NaN before, and nothing
     around them may be touched.
@@ -120,15 +123,13 @@ def check(
     units = large_score_units(problem, q, k, others.get("bias")) if large_scores else {}
 
     def judge(name: str, actual: np.ndarray) -> None:
-        right = getattr(exact, name)
+        right, unit = getattr(exact, name), max(units.get(name, 1.0), exact.unit(name))
         try:
-            assert_as_good(actual, right, getattr(own, name), name, units.get(name, 1.0))
+            assert_as_good(actual, right, getattr(own, name), name, unit)
         except AssertionError:
-            if not (thousands and name in ("dq", "dk") and dtype in ("float16", "bfloat16")):
+            if not (thousands and name not in ("out", "lse", "dv") and dtype in ("float16", "bfloat16")):
                 raise
-            published = dict(zip(("dq", "dk"), flash2_in_own_precision(problem, q, k, v, key_mask, dout, **others)))[
-                name
-            ]
+            published = flash2_in_own_precision(problem, q, k, v, key_mask, dout, **others)[name]
             error, allowed = (np.abs(x.astype(np.float64) - right).max() for x in (actual, published))
             print(
                 f"{name} by luck: off by {error:.4e}, FlashAttention-2's algorithm in this precision by {allowed:.4e}"
@@ -162,12 +163,22 @@ def check(
 
     written = [_unwritten(backend, x.shape, dtype, rank, layout, lay) for x in (q, k, v)]
     grads = tuple(view for _, view in written)
+    if wrt is None:
+        wrt = [row.name for row in ARRAYS if row.gradient and row.name in others]
     backend.poison()
     if dlse is not None:
         options["dlse"] = backend.put(dlse.reshape(lse.shape))
     results = attention_backward(
-        given[3], *given[:3], out, lse, deterministic=deterministic, grads=grads, **options
+        given[3], *given[:3], out, lse, deterministic=deterministic, grads=grads, wrt=wrt, **options
     )  # fmt: skip
+    for row in ARRAYS:
+        found, x = getattr(results, f"d{row.name}", None), others.get(row.name)
+        if row.name not in wrt:
+            assert found is None
+            continue
+        found = backend.get(found)
+        assert found.shape == options[row.name].shape and found.dtype == x.dtype
+        judge(f"d{row.name}", found.reshape(x.shape))
     for name, (base, view), result in zip(("dq", "dk", "dv"), written, results):
         assert result is view
         judge(name, _as_reference_has_it(backend.get(view), rank, layout))

@@ -113,7 +113,7 @@ def test_optional_arrays_are_part_of_the_class(store: Path) -> None:
     """And are read again as they were."""
     plain, masked = entry((64, 64, 4, 1, 2, 2)), entry((64, 32, 4, 1, 2, 2), given=GIVEN)
     tuned.replace([plain, masked], [])
-    assert masked.asked == tuple(name.upper() for name, _ in GIVEN) and set(tuned.stored().entries) == {plain, masked}
+    assert masked.asked == tuple(x.name.upper() for x in GIVEN) and set(tuned.stored().entries) == {plain, masked}
     assert tuned.tiles(problem("float16", given=GIVEN), A100, False) == {"sm80": masked.tile}
 
 

@@ -216,7 +216,7 @@ def test_key_mask_where_it_is(gpu: Gpu) -> None:
 
 def test_arrays_of_scores_where_they_are(gpu: Gpu) -> None:
     """In any strides; axes that they have not, or of length 1, have stride 0."""
-    given = inputs(gpu)
+    given = inputs(gpu) | {"family": "simt"}
     bias = gpu.array((HQ, SQ, SK))
     slopes, sinks = gpu.array((2 * HQ,), np.float32)[::2], gpu.array((HQ,))
     mask = gpu.array((B, 1, SK, SQ), np.bool_).swapaxes(2, 3)
@@ -233,6 +233,26 @@ def test_arrays_of_scores_where_they_are(gpu: Gpu) -> None:
     planned = gpu.planned
     attention(**given, bias=gpu.array((SQ, SK), np.float32))  # a kernel of its own
     assert gpu.planned == planned + 1 and not gpu.copied
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_bias_that_the_copy_engine_cannot_read_is_copied(gpu: Gpu, dtype: Any) -> None:
+    """Once, and not along the axes that it is broadcast along; a family without the engine reads it where it is."""
+    given, unit, wide = inputs(gpu), 16 // np.dtype(dtype).itemsize, gpu.array((HQ, SQ, 64), dtype)
+    attention(**given, bias=wide[..., :SK])
+    p = gpu.last()
+    assert p["bias"] == wide.data.ptr and tuple(p["bias_strides"]) == (0, SQ * 64, 64, 1) and not gpu.copied
+    for odd in (wide[..., 1 : SK + 1], gpu.array((HQ, SQ, SK + 1), dtype)[..., :SK], wide[..., :SK][:, ::-1]):
+        attention(**given, bias=odd)
+        if gpu.launched[-1][0].family != "sm90":
+            assert gpu.last()["bias"] == odd.data.ptr and not gpu.copied
+            continue
+        (_, view, to, copy) = gpu.copied[-1]
+        assert view.shape == (HQ, SQ, SK) and gpu.last()["bias"] == to
+        assert copy.strides[-1] == 1 and copy.strides[-2] % unit == 0 and copy.strides[-2] - SK < unit
+    one = gpu.array((SK,), dtype)
+    attention(**given, bias=one)
+    assert gpu.last()["bias"] == one.data.ptr and tuple(gpu.last()["bias_strides"]) == (0, 0, 0, 1)
 
 
 def test_results_in_a_form_that_no_kernel_writes(gpu: Gpu) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 import warnings
 
@@ -23,6 +24,7 @@ from reference import (
     standard_in_own_precision,
     state,
 )
+from semantics import draw_inputs
 
 from cupyflash import cpu
 from cupyflash.cpu import crew, tiles
@@ -233,11 +235,16 @@ BITS = """
 import sys, hashlib, numpy as np
 from cupyflash import attention, attention_backward
 rng = np.random.default_rng(7)
+n = 1500
 for heads in (1, 3):
-    q, k, v, dout = (rng.standard_normal((1, 1500, heads, 40), "float32") for _ in range(4))
-    out, lse = attention(q, k, v, causal=True, return_lse=True)
-    grads = attention_backward(dout, q, k, v, out, lse, causal=True, deterministic=True)
-    print([hashlib.sha256(x.tobytes()).hexdigest() for x in (out, lse, *grads)])
+    q, k, v, dout = (rng.standard_normal((1, n, heads, 40), "float32") for _ in range(4))
+    for shape in ((n, n), (heads, n, n), (n,), (n, 1), None):
+        given = {"bias": rng.standard_normal(shape, "float32")} if shape else {}
+        given |= {"alibi_slopes": np.full(heads, 0.01, "float32"), "sinks": np.zeros(heads, "float32")}
+        out, lse = attention(q, k, v, causal=True, return_lse=True, **given)
+        grads = attention_backward(dout, q, k, v, out, lse, causal=True, deterministic=True, wrt=given, **given)
+        results = (out, lse, *grads, *(getattr(grads, f"d{name}") for name in given))
+        print([hashlib.sha256(x.tobytes()).hexdigest() for x in results])
 """
 
 
@@ -287,10 +294,12 @@ def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
 
 
 INTERRUPTED = """
-import os, signal, threading, time, numpy as np
+import os, signal, sys, threading, time, numpy as np
 from cupyflash import attention, attention_backward
-x = np.ones((1, 24000, 1, 128), "float32")
-out, lse = x, np.full((1, 1, 24000), 20, "float32")
+shape = (1, 24000, 1, 128) if sys.argv[1] == "one head" else (9, 6000, 1, 128)
+x = np.ones(shape, "float32")
+out, lse = x, np.full((shape[0], 1, shape[1]), 20, "float32")
+bias = {} if sys.argv[1] == "one head" else {"bias": np.zeros((6000, 6000), "float32")}
 sent = []
 def send():
     time.sleep(1)
@@ -298,23 +307,24 @@ def send():
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=send).start()
 try:
-    attention_backward(x, x, x, x, out, lse)
+    attention_backward(x, x, x, x, out, lse, wrt=bias, **bias)
 except KeyboardInterrupt:
     print(time.perf_counter() - sent[0], threading.active_count())
 """
 
 
+@pytest.mark.parametrize("what", ["one head", "one bias"])
 @pytest.mark.parametrize("workers", ["1", "3"])
-def test_an_interrupt_does_not_wait_for_a_whole_head(workers):
-    """Of one that takes half a minute. And no thread works on behind it."""
-    seconds, left = run_python(INTERRUPTED, OMP_NUM_THREADS=workers).split()
+def test_an_interrupt_does_not_wait_for_a_whole_head(workers, what):
+    """Of one that takes half a minute; nor do threads wait for their turn. And none works on behind it."""
+    seconds, left = run_python(INTERRUPTED, what, OMP_NUM_THREADS=workers).split()
     assert float(seconds) < 2 and left == "1"
 
 
-def run_python(code, **environment):
+def run_python(code, *arguments, **environment):
     """What a process prints."""
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         check=False,
         env={**os.environ, **environment},
         capture_output=True,
@@ -369,6 +379,61 @@ def test_values_near_the_largest_number(dtype):
     )
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window": (30, 5)}], ids=str)
+@pytest.mark.parametrize("full", ["bhqk", "bqk", "hqk", "qk", "k", "bhq", ""])
+def test_many_threads_that_add_to_one_bias(full, options, monkeypatch):
+    """Each in its turn, of many tiles; and keys that key_mask hides stand in other tiles in each batch entry."""
+    monkeypatch.setattr(crew, "WORTH_THREADS", 0)
+    monkeypatch.setattr(tiles, "QUERIES", 16)
+    for module in ("tiles", "forward", "backward"):
+        monkeypatch.setattr(sys.modules[f"cupyflash.cpu.{module}"], "KEYS", 8)
+    rng = fresh_rng()
+    inputs = draw_inputs(
+        rng, "float32", batch=4, seq=(70, 50), heads=(4, 2), dims=(8, 8), given=("bias", "sinks"), full=full, key_mask=True,
+        dlse=1.0,
+    )  # fmt: skip
+    q, k, v, dout, key_mask, dlse, given = inputs
+    key_mask[0, 20:] = False  # one entry is done early
+    key_mask[2] = False  # or has nothing to do
+    problem = state(q, k, v, key_mask, deterministic=True, **options, **given)
+    out, lse = cpu.forward(problem, q, k, v, key_mask=key_mask, **given)
+    first = None
+    for workers in ("1", "7"):
+        monkeypatch.setenv("OMP_NUM_THREADS", workers)
+        grads = cpu.backward(problem, dout, q, k, v, out, lse, dlse, wrt=("bias", "sinks"), key_mask=key_mask, **given)
+        found = [*grads, grads.dbias, grads.dsinks]
+        first = first or found
+        for x, y in zip(found, first):
+            np.testing.assert_array_equal(x, y)
+    exact = standard(problem, q, k, v, key_mask, dout, dlse, **given)
+    np.testing.assert_allclose(grads.dbias, exact.dbias, atol=1e-4)
+    np.testing.assert_allclose(grads.dsinks, exact.dsinks, atol=1e-4)
+
+
+def test_an_error_while_others_wait_for_their_turn(monkeypatch):
+    """Reaches the caller, and nobody waits on."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr(crew, "WORTH_THREADS", 0)
+    q, k, v, dout = arrays(fresh_rng(), "float32", 3, 40, 30, 2, 2, 16, 16)
+    bias = np.zeros((40, 30), np.float32)
+    problem = state(q, k, v, bias=bias)
+    out, lse = cpu.forward(problem, q, k, v, bias=bias)
+    plain, begun = Pairs.score, []
+
+    def fail_first(self, s, at):
+        begun.append(at)
+        if (self.batch, at.head) == (0, 0):
+            while len(begun) < 3:
+                time.sleep(0.01)
+            raise MemoryError("no room")
+        plain(self, s, at)
+
+    monkeypatch.setattr(Pairs, "score", fail_first)
+    with pytest.raises(MemoryError, match="no room"):
+        cpu.backward(problem, dout, q, k, v, out, lse, wrt=("bias",), bias=bias)
+    assert threading.active_count() == 1
+
+
 def test_gradient_of_lse_of_rows_that_see_no_key():
     """Has no effect, whatever it is: the derivative of log sum exp of nothing is often NaN."""
     q, k, v, dout = arrays(fresh_rng(), "float32", 1, 20, 12, 2, 1, 8, 8)
@@ -411,3 +476,22 @@ def test_memory_grows_with_the_sequence_not_its_square():
     finally:
         tracemalloc.stop()
     assert peak < 4 * seq * seq / 8  # the score matrix is 256 MiB
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 1024, 1024), (1024, 1024), (2, 1, 1024, 1024)], ids=str)
+def test_memory_of_the_gradient_of_a_bias(shape, monkeypatch):
+    """Is that of the bias, and no more, on however many threads."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    q, k, v, dout = arrays(fresh_rng(), "float32", shape[0] if len(shape) == 4 else 2, 1024, 1024, 8, 8, 8, 8)
+    bias = np.zeros(shape, np.float32)
+    problem = state(q, k, v, bias=bias)
+    out, lse = cpu.forward(problem, q, k, v, bias=bias)
+    peaks = []
+    for wrt in ((), ("bias",)):
+        tracemalloc.start()
+        try:
+            cpu.backward(problem, dout, q, k, v, out, lse, wrt=wrt, bias=bias)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] - peaks[0] < bias.nbytes + 4 * 3 * 4 * tiles.QUERIES * tiles.KEYS

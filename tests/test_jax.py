@@ -13,6 +13,7 @@ from semantics import Inputs, draw_inputs
 
 import cupyflash
 from cupyflash import interop
+from cupyflash.cpu import corridor
 
 jax = pytest.importorskip("jax")
 
@@ -73,28 +74,43 @@ def test_eager_grad(options: str, platform: str, rng: np.random.Generator) -> No
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_scores(platform: str, rng: np.random.Generator) -> None:
-    """Soft cap, mask, bias, slopes and sinks, and gradients of the rest through them."""
+    """Soft cap, mask, bias, slopes and sinks, and gradients of all that has one."""
     inputs = draw_inputs(rng, "float32", heads=(4, 2), given=SCORES, full="hqk", dlse=1.0)
     q, k, v, dout, _ = arrays(inputs, platform)
     options = {"softcap": 2.0, "causal": True}
     given = {name: put(x, platform) for name, x in inputs.given.items()}
-    results, pull = jax.vjp(lambda *x: attention(*x, return_lse=True, **options, **given), q, k, v)
-    found = dict(zip(("out", "lse", "dq", "dk", "dv"), (*results, *pull((dout, put(inputs.dlse, platform))))))
+    mask = given.pop("mask")
+    results, pull = jax.vjp(
+        lambda q, k, v, given: attention(q, k, v, mask=mask, return_lse=True, **options, **given), q, k, v, given
+    )
+    *grads, of_arrays = pull((dout, put(inputs.dlse, platform)))
+    found = dict(zip(("out", "lse", "dq", "dk", "dv"), (*results, *grads)))
+    found |= {f"d{name}": x for name, x in of_arrays.items()}
     judge({name: np.asarray(x) for name, x in found.items()}, *references(inputs, **options))
 
 
 @pytest.mark.parametrize("name", ["bias", "alibi_slopes", "sinks"])
-def test_gradients_that_are_not_there_are_refused(name: str, rng: np.random.Generator) -> None:
-    """By name, where they are asked for; not where something else is differentiated."""
-    inputs = draw_inputs(rng, "float32", given=(name,))
-    q, k, v, *_ = arrays(inputs)
-    x = put(inputs.given[name], "cpu")
-    assert jax.grad(lambda q: attention(q, k, v, **{name: x}).sum())(q).any()
-    for argnums in (1, (0, 1)):
-        with pytest.raises(
-            ValueError, match=rf"^{name} is differentiated, but .* no gradient .*stop_gradient\({name}\)"
-        ):
-            jax.grad(lambda q, x: attention(q, k, v, **{name: x}).sum(), argnums)(q, x)
+def test_gradient_of_one_array(name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comes where it is asked for, and is computed nowhere else."""
+    inputs = draw_inputs(rng, "float32", heads=(4, 2), given=SCORES, full="hqk")
+    q, k, v, dout, _ = arrays(inputs)
+    given = {other: put(x) for other, x in inputs.given.items()}
+    asked = []
+    backward = corridor.backward
+
+    def seen(*arguments: Any) -> Any:
+        asked.append(arguments[-1])
+        return backward(*arguments)
+
+    monkeypatch.setattr(corridor, "backward", seen)
+
+    def loss(q: Any, x: Any) -> Any:
+        return (attention(q, k, v, **given | {name: x}) * dout).sum()
+
+    grad = jax.grad(loss, 1)(q, given[name])
+    judge({f"d{name}": np.asarray(grad)}, *references(inputs))
+    assert jax.grad(loss)(q, given[name]).any()
+    assert asked == [(name,), ()]
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)

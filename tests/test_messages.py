@@ -142,6 +142,16 @@ BAD_BACKWARD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "lse shape": ({"lse": ones(B, SQ, HQ)}, ValueError, [r"lse has shape \(2, 5, 4\)", r"\(2, 4, 5\)"]),
     "lse dtype": ({"lse": ones(B, HQ, SQ, dtype=np.float64)}, TypeError, ["lse has dtype float64", "float32"]),
     "lse none": ({"lse": None}, TypeError, ["lse is", "None", "must be an array"]),
+    "wrt word": ({"wrt": "bais"}, ValueError, ["wrt holds 'bais'", "names of optional arrays that are given, of 'bias', "]),
+    "wrt not given": ({"wrt": ("sinks",)}, ValueError, ["wrt holds 'sinks', but sinks is not given", "of 'bias', 'alibi_sl"]),
+    "wrt q": ({"wrt": ["q"]}, ValueError, ["wrt holds 'q', whose gradient comes anyway", "it must hold names"]),
+    "wrt key_mask": (
+        {"wrt": {"key_mask"}, "key_mask": ones(B, SK, dtype=bool)}, ValueError,
+        ["wrt holds 'key_mask', which has no gradient", "of 'bias', 'alibi_slopes', 'sinks'"],
+    ),
+    "wrt number": ({"wrt": 1}, TypeError, ["wrt is 1", "it must hold names of optional arrays"]),
+    "wrt None": ({"wrt": None}, TypeError, ["wrt is None", "it must hold names of optional arrays"]),
+    "wrt array": ({"wrt": ones(1)}, TypeError, ["wrt holds .*1.0", "it must hold names of optional arrays"]),
     "grads two": ({"grads": (1, 2)}, ValueError, ["grads holds 2 arrays", "three arrays"]),
     "grads None": (
         {"grads": (ones(B, SQ, HQ, D), ones(B, SK, HK, D), None)}, TypeError, ["dv is a NoneType", "must be an array"],

@@ -17,7 +17,7 @@ from kernel_cover import FEATURES, GIVEN, KEY_MASK, problem
 from cupyflash.gpu import params
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
-from cupyflash.problem import ARRAYS, AttentionProblem
+from cupyflash.problem import ARRAYS, AXES, AttentionProblem, Given
 
 H200 = Arch.of("sm_90a")
 PLANS = [
@@ -110,8 +110,9 @@ def test_values_stand_where_they_belong(family: str, dtype: str, backward: bool)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_an_array_points_to_what_it_holds(dtype: str) -> None:
     """To In where that is q's dtype, or where there is none."""
-    for given, type in (((), "const In*"), ((("bias", dtype),), "const In*"), ((("bias", "float32"),), "const float*")):
-        if ("bias", "float32") not in given or dtype != "float32":
+    own, single = (Given("bias", x, AXES) for x in (dtype, "float32"))
+    for given, type in (((), "const In*"), ((own,), "const In*"), ((single,), "const float*")):
+        if given != (single,) or dtype != "float32":
             assert dict(map(reversed, declared(plan(problem(dtype, given=given), H200))))["bias"] == type
 
 

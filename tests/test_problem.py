@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ from cupyflash.problem import (
     OPTIONS,
     ArrayRule,
     AttentionProblem,
+    Gradients,
     View,
     check_like,
     check_options,
+    check_wrt,
     complete,
     contiguous,
     describe,
@@ -172,11 +175,39 @@ def test_an_option_that_changes_the_gradients_alone_changes_no_forward() -> None
 def test_optional_arrays_are_told_by_name_and_dtype() -> None:
     mask = View((2, 9), (9, 1), "bool", "cpu", "numpy")
     problem = stated(key_mask=mask)
-    assert problem.given == (("key_mask", "bool"),) and problem.has("key_mask")
+    assert problem.given == (("key_mask", "bool", ("batch", "key")),) and problem.has("key_mask")
+    assert problem.array("key_mask").axes == ("batch", "key") and problem.array("bias") is None
+    one = stated(key_mask=mask._replace(strides=(0, 1)))  # as one with a batch axis of length 1: nothing is read twice
+    assert one.array("key_mask").axes == ("key",) == stated(key_mask=mask._replace(shape=(1, 9))).array("key_mask").axes
     assert not stated().has("key_mask") and stated().given == ()
     with pytest.raises(TypeError, match="got an unexpected keyword argument 'keymask'"):
         check_options("explain", ["causal", "key_mask", "keymask"])
     check_options("explain", ["causal", "key_mask", "out"], ("out",))
+
+
+def test_gradients_unpack_as_those_of_q_k_and_v() -> None:
+    grads = Gradients(1, 2, 3, dsinks=4)
+    dq, dk, dv = grads
+    assert (dq, dk, dv, len(grads), grads.dsinks, grads.dbias) == (1, 2, 3, 3, 4, None)
+    again = pickle.loads(pickle.dumps(grads))
+    assert again == grads and again.dsinks == 4 and again.dbias is None
+    for row in ARRAYS:
+        assert hasattr(grads, f"d{row.name}") == row.gradient
+
+
+def test_gradients_are_asked_for_by_name() -> None:
+    arrays = {"q": 0, "bias": 1, "alibi_slopes": 2, "sinks": 3, "key_mask": None}
+    assert check_wrt((), arrays) == check_wrt([], arrays) == ()
+    assert check_wrt("sinks", arrays) == ("sinks",)
+    for several in (["sinks", "bias"], {"sinks": 0, "bias": 0}, (x for x in ("sinks", "bias", "sinks"))):
+        assert check_wrt(several, arrays) == ("bias", "sinks")
+
+
+def test_lengths_of_an_array() -> None:
+    slopes = ArrayRule("slopes", ("batch", "head"), ("float32",), "slopes", "of each head")
+    for shape in ((2, 1, 6, 9), (6, 1), ()):
+        assert BIAS.lengths(shape) == (1,) * (4 - len(shape)) + shape
+    assert slopes.lengths((2, 4)) == (2, 4, 1, 1) and slopes.lengths((4,)) == SLOPES.lengths((4,)) == (1, 4, 1, 1)
 
 
 @pytest.mark.parametrize("rank", [2, 3, 4])
@@ -195,7 +226,7 @@ def test_shapes_of_optional_arrays(rank: int, monkeypatch: pytest.MonkeyPatch) -
     assert whole(BIAS, problem, q).dtype == "float16" and whole(SLOPES, problem, q).dtype == "float32"
     monkeypatch.setattr("cupyflash.problem.ARRAYS", (BIAS, SLOPES))
     given = {row.name: whole(row, problem, q) for row in (BIAS, SLOPES)}
-    assert describe(q, k, k, **given).given == (("bias", "float16"), ("slopes", "float32"))
+    assert [x[:2] for x in describe(q, k, k, **given).given] == [("bias", "float16"), ("slopes", "float32")]
 
 
 def test_axes_of_length_1_stand_for_all() -> None:
@@ -224,7 +255,7 @@ def test_leading_axes_may_be_left_out() -> None:
     ):  # fmt: skip
         x = base._replace(shape=shape, strides=contiguous(shape))
         assert BIAS.strides(x, problem) == strides
-        assert stated(bias=x).given == (("bias", "float32"),)
+        assert stated(bias=x).given[0][:2] == ("bias", "float32")
     (slopes,) = (row for row in ARRAYS if row.name == "alibi_slopes")
     assert slopes.strides(base._replace(shape=(4,), strides=(3,)), problem) == (0, 3, 0, 0)
     assert slopes.strides(base._replace(shape=(2, 1), strides=(7, 1)), problem) == (7, 0, 0, 0)
@@ -242,7 +273,7 @@ def test_dtypes_of_optional_arrays(dtype: str) -> None:
         for other in (*FLOATS, "bool"):
             x = View((4, 1, 1) if name == "bias" else (4,), (1,) * (3 if name == "bias" else 1), other, "cpu", "numpy")
             if other in (dtype, "float32"):
-                assert describe(q, q, q, **{name: x}).given == ((name, other),)
+                assert describe(q, q, q, **{name: x}).given[0][:2] == (name, other)
             else:
                 with pytest.raises(TypeError, match=f"{name} has dtype {other}; it must be .*{dtype}"):
                     describe(q, q, q, **{name: x})

@@ -5,15 +5,17 @@ On a GPU each set of options is a kernel to compile: tests share sets and head d
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import pytest
-from backends import Backend, on_pairs_with_scores
+from backends import CPU, Backend, on_pairs_with_scores
 from reference import DTYPES, assert_as_good, standard, standard_in_own_precision, state
 from semantics import LAYS, Inputs, check, draw_inputs
 
 from cupyflash import attention, attention_backward
+from cupyflash.problem import ARRAYS
 
 # (arrays, options)
 ALONE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -108,7 +110,7 @@ def test_expanded_in_strides(backend: Backend, dtype: str, rng: np.random.Genera
     """A bias of one head, and a transposed one, with the full shape and strides of 0."""
     inputs = draw_inputs(rng, dtype, heads=(4, 2), given=("bias",), full="qk")
     whole = np.broadcast_to(inputs.given["bias"], (2, 4, 67, 93))
-    references = expected(inputs._replace(given={"bias": whole}))
+    references = expected(inputs._replace(given={"bias": whole}))  # and a gradient for each pair
     for base in (backend.put(inputs.given["bias"]), backend.put(inputs.given["bias"].swapaxes(2, 3)).swapaxes(2, 3)):
         judge(backend, inputs, references, bias=backend.xp.broadcast_to(base, whole.shape))
 
@@ -155,7 +157,8 @@ def test_alibi_counts_from_the_diagonal(
         bias = -inputs.given["alibi_slopes"][..., None, None].astype(np.float64) * distance
         wide = bias.astype("float64" if dtype == "float64" else "float32")
         references = expected(inputs._replace(given={"bias": wide}), causal=causal)
-        judge(backend, inputs, references, alibi_slopes=backend.put(inputs.given["alibi_slopes"]), causal=causal)
+        slopes = backend.put(inputs.given["alibi_slopes"])
+        judge(backend, inputs, references, wrt=(), alibi_slopes=slopes, causal=causal)
 
 
 # ---- what hides ------------------------------------------------------------------------------------------------------
@@ -165,7 +168,8 @@ def test_alibi_counts_from_the_diagonal(
 @on_pairs_with_scores
 def test_rows_that_see_no_key(backend: Backend, dtype: str, band: str, rng: np.random.Generator) -> None:
     """By the band, key_mask or mask: out and gradients are 0, exactly, and lse the sink."""
-    inputs = draw_inputs(rng, dtype, batch=3, seq=(130, 90), heads=(4, 2), given=("mask", "sinks"), key_mask=True)
+    given = ("mask", "bias", "sinks")
+    inputs = draw_inputs(rng, dtype, batch=3, seq=(130, 90), heads=(4, 2), given=given, key_mask=True)
     inputs.key_mask[1] = False
     inputs.given["mask"][0, :, 50:70] = False
     inputs.given["mask"][2, 1] = False
@@ -178,14 +182,18 @@ def test_rows_that_see_no_key(backend: Backend, dtype: str, band: str, rng: np.r
     for name in ("out", "dq"):
         x = found[name].swapaxes(1, 2)
         assert not any(x[at].any() for at in unseen), name
+    assert not any(found["dbias"][at].any() for at in unseen)
     assert not found["dk"][1].any() and not found["dv"][1].any()
 
 
 @on_pairs_with_scores
 def test_rows_that_a_mask_hides(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
-    """Without sinks: 0, and lse -inf. No matter what q holds there."""
-    inputs = draw_inputs(rng, dtype, seq=(130, 90), heads=(4, 2), given=("mask",))
+    """Without sinks, or with such as take nothing: 0, and lse -inf. No matter what q holds there."""
+    inputs = draw_inputs(rng, dtype, seq=(130, 90), heads=(4, 2), given=("mask", "sinks"))
     inputs.given["mask"][:, :, 60:80] = False
+    inputs.given["sinks"][...] = -np.inf
+    assert not run(backend, inputs, **put(backend, inputs.given))["dsinks"].any()
+    del inputs.given["sinks"]
     check(backend, inputs)
     found = run(backend, inputs, **put(backend, inputs.given))
     assert np.isneginf(found["lse"][:, :, 60:80]).all()
@@ -202,6 +210,8 @@ def test_a_bias_does_not_matter_where_keys_are_hidden(
     hidden = (j > i + 20) | ~inputs.given["mask"] | ~inputs.key_mask[:, None, None]
     inputs.given["bias"][hidden] = value
     check(backend, inputs, softcap=2.0, causal=True)
+    options = put(backend, inputs.given) | {"key_mask": backend.put(inputs.key_mask), "softcap": 2.0, "causal": True}
+    assert not run(backend, inputs, **options)["dbias"][hidden].any()
 
 
 @pytest.mark.parametrize("value", ["-inf", "-1e4", "-1e9", "lowest"])
@@ -300,12 +310,66 @@ def test_gradient_of_lse(backend: Backend, dtype: str, rng: np.random.Generator)
 
 @on_pairs_with_scores
 def test_deterministic_gradients(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
-    inputs = draw_inputs(rng, dtype, seq=(230, 301), heads=(4, 2), given=ALL, key_mask=True)
-    check(backend, inputs, softcap=2.0, causal=True, deterministic=True)
-    options = put(backend, inputs.given) | {"key_mask": backend.put(inputs.key_mask), "softcap": 2.0, "causal": True}
-    first, *others = (run(backend, inputs, deterministic=True, **options) for _ in range(3))
-    for name, x in first.items():
-        assert all(x.tobytes() == other[name].tobytes() for other in others), name
+    for full in ("bhqk", "hqk", "qk", "bk"):
+        inputs = draw_inputs(rng, dtype, seq=(230, 301), heads=(4, 2), given=ALL, full=full, key_mask=True)
+        check(backend, inputs, softcap=2.0, causal=True, deterministic=True)
+        options = put(backend, inputs.given) | {
+            "key_mask": backend.put(inputs.key_mask),
+            "softcap": 2.0,
+            "causal": True,
+        }
+        first, *others = (run(backend, inputs, deterministic=True, **options) for _ in range(3))
+        assert len(first) == 8
+        for name, x in first.items():
+            assert all(x.tobytes() == other[name].tobytes() for other in others), name
+
+
+# ---- gradients of bias, slopes and sinks: `check` asks for them everywhere ---------------------------------------------
+
+
+@pytest.mark.parametrize("wrt", [(), ("bias",), ("alibi_slopes",), ("sinks",)], ids="".join)
+@on_pairs_with_scores
+def test_gradients_of_some_arrays(backend: Backend, dtype: str, wrt: tuple[str, ...], rng: np.random.Generator) -> None:
+    """Nothing else depends on which are asked for."""
+    inputs = draw_inputs(rng, dtype, seq=(130, 150), heads=(4, 2), given=ALL, full="hqk", dlse=1.0)
+    check(backend, inputs, wrt=wrt, softcap=2.0, causal=True)
+    if backend.family is None:  # of kernels other tiles may be better
+        options = put(backend, inputs.given) | {"softcap": 2.0, "causal": True}
+        found, all_of_them = (run(backend, inputs, wrt=names, **options) for names in (wrt, ALL[1:]))
+        for name, x in found.items():
+            np.testing.assert_array_equal(x, all_of_them[name])
+
+
+@pytest.mark.parametrize("full", ["hqk", "qk", "bhk", "bhq", "bh", ""])
+@on_pairs_with_scores
+def test_gradients_summed_over_many(backend: Backend, dtype: str, full: str, rng: np.random.Generator) -> None:
+    """In float32, whatever the dtype: thousands of terms to an element."""
+    inputs = draw_inputs(rng, dtype, batch=12, seq=(150, 140), heads=(4, 2), given=("bias", "sinks"), full=full)
+    check(backend, inputs)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 1.5}], ids=str)
+def test_finite_differences(options: dict[str, Any], rng: np.random.Generator) -> None:
+    """Of a loss of out and lse, in float64: so that reference and results are not wrong in the same way."""
+    for full in ("bhqk", "hk", "q"):
+        inputs = draw_inputs(
+            rng, "float64", seq=(4, 5), heads=(4, 2), dims=(3, 2), given=ALL, full=full, key_mask=True, dlse=1.0
+        )  # fmt: skip
+        options = options | {"key_mask": inputs.key_mask, "mask": inputs.given.pop("mask")}
+        inputs.given["alibi_slopes"] = inputs.given["alibi_slopes"].astype(np.float64)
+        given = inputs.given
+
+        def loss(given: dict[str, np.ndarray], inputs: Inputs = inputs, options: dict[str, Any] = options) -> float:
+            out, lse = attention(inputs.q, inputs.k, inputs.v, return_lse=True, **given, **options)
+            return float((out * inputs.dout).sum() + (lse * inputs.dlse)[np.isfinite(lse)].sum())
+
+        found = run(CPU, inputs, dlse=inputs.dlse, **given, **options)
+        for name, x in given.items():
+            for at in np.ndindex(x.shape):
+                step = np.zeros_like(x)
+                step[at] = 1e-5
+                slope = (loss(given | {name: x + step}) - loss(given | {name: x - step})) / 2e-5
+                assert abs(found[f"d{name}"][at] - slope) < 1e-7, (name, full, at)
 
 
 # ---- runs without the frame of `check` --------------------------------------------------------------------------------
@@ -315,13 +379,23 @@ def put(backend: Backend, given: dict[str, np.ndarray]) -> dict[str, Any]:
     return {name: backend.put(x) for name, x in given.items()}
 
 
-def run(backend: Backend, inputs: Inputs, deterministic: bool = False, **options: Any) -> dict[str, np.ndarray]:
-    """out, lse and the gradients by name; optional arrays are those of `options` alone."""
+def run(
+    backend: Backend,
+    inputs: Inputs,
+    deterministic: bool = False,
+    wrt: Collection[str] | None = None,
+    dlse: Any = None,
+    **options: Any,
+) -> dict[str, np.ndarray]:
+    """out, lse and the gradients by name; optional arrays are those of `options` alone, `wrt` all of them unless said."""
     q, k, v, dout = (backend.put(x) for x in inputs[:4])
     options["family"] = backend.family
     out, lse = attention(q, k, v, return_lse=True, **options)
-    grads = attention_backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)
-    return {name: backend.get(x) for name, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads))}
+    if wrt is None:
+        wrt = [row.name for row in ARRAYS if row.gradient and row.name in options]
+    grads = attention_backward(dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, deterministic=deterministic, **options)
+    found = {"out": out, "lse": lse, **grads._asdict(), **{f"d{name}": getattr(grads, f"d{name}") for name in wrt}}
+    return {name: backend.get(x) for name, x in found.items()}
 
 
 def expected(inputs: Inputs, **options: Any) -> tuple[Any, Any]:
@@ -334,4 +408,4 @@ def expected(inputs: Inputs, **options: Any) -> tuple[Any, Any]:
 def judge(backend: Backend, inputs: Inputs, references: tuple[Any, Any], **options: Any) -> None:
     exact, own = references
     for name, x in run(backend, inputs, **options).items():
-        assert_as_good(x, getattr(exact, name), getattr(own, name), name)
+        assert_as_good(x, getattr(exact, name), getattr(own, name), name, exact.unit(name))

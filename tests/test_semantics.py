@@ -427,21 +427,23 @@ class Kind(NamedTuple):
     given: tuple[str, ...]  # other optional arrays
     softcap: bool
     deterministic: bool
+    wrt: tuple[str, ...]
 
 
 def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str) -> Kind:
     buckets = [bucket for bucket in BUCKETS if backend.takes(dtype, *bucket)]
     scored = rng.random() < 0.5 and backend.takes(dtype, 64, 64, softcap=1.0)
-    others = [row.name for row in ARRAYS if row.name != "key_mask"]
+    given = tuple(row.name for row in ARRAYS if row.name != "key_mask" and scored and rng.random() < 0.4)
     return Kind(
         dims=buckets[rng.integers(len(buckets))],
         causal=[False, True, "top_left"][rng.integers(3)],
         window=[None, (bool(rng.random() < 0.7), bool(rng.random() < 0.7))][rng.integers(2)],
         scale=[None, None, 1, -1][rng.integers(4)],
         key_mask=bool(rng.random() < 0.4),
-        given=tuple(name for name in others if scored and rng.random() < 0.4),
+        given=given,
         softcap=bool(scored and rng.random() < 0.3),
         deterministic=bool(rng.random() < 0.2),
+        wrt=tuple(row.name for row in ARRAYS if row.gradient and row.name in given and rng.random() < 0.6),
     )
 
 
@@ -474,6 +476,7 @@ def test_random_problems(backend: Backend, dtype: str, part: int, rng: np.random
             "softcap": float(rng.uniform(1, 20)) if kind.softcap else None,
             "layout": ["bshd", "bhsd"][rng.integers(2)],
             "deterministic": kind.deterministic,
+            "wrt": kind.wrt,
         }
         lay = list(LAYS)[rng.integers(len(LAYS))]
         print(shape, options, lay)

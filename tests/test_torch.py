@@ -13,6 +13,7 @@ from semantics import Inputs, draw_inputs
 
 import cupyflash
 from cupyflash import interop
+from cupyflash.cpu import corridor
 from cupyflash.problem import ITEMSIZE
 
 torch = pytest.importorskip("torch")
@@ -58,32 +59,38 @@ def test_results_and_gradients(entry: Any, dtype: str, options: str, device: str
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("entry", [attention, cupyflash.attention], ids=["torch", "package"])
 def test_scores(entry: Any, dtype: str, device: str, rng: np.random.Generator) -> None:
-    """Soft cap, mask, bias, slopes and sinks, and gradients of the rest through them."""
+    """Soft cap, mask, bias, slopes and sinks, and gradients of all that has one."""
     inputs = draw_inputs(rng, dtype, heads=(4, 2), given=SCORES, full="hqk", dlse=1.0)
     q, k, v = leaves(inputs, device)
-    given = {name: put(x, device) for name, x in inputs.given.items()}
+    given = {name: put(x, device, grad=name != "mask") for name, x in inputs.given.items()}
     out, lse = entry(q, k, v, softcap=2.0, causal=True, return_lse=True, **given)
     torch.autograd.backward((out, lse), (put(inputs.dout, device), put(inputs.dlse, device)))
     results = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    results |= {f"d{name}": x.grad for name, x in given.items() if x.requires_grad}
     judge({name: get(x) for name, x in results.items()}, *references(inputs, softcap=2.0, causal=True))
 
 
 @pytest.mark.parametrize("name", ["bias", "alibi_slopes", "sinks"])
-def test_gradients_that_are_not_there_are_refused(name: str, rng: np.random.Generator) -> None:
-    """By name, where autograd would expect one."""
-    inputs = draw_inputs(rng, "float32", given=(name,))
-    q, k, v = leaves(inputs)
-    x = put(inputs.given[name], "cpu", grad=True)
-    for wanted in (q, q.detach()):
-        with pytest.raises(
-            ValueError, match=rf"^{name} requires grad, but .* no gradient of it yet; pass {name}.detach"
-        ):
-            attention(wanted, k, v, **{name: x})
-    attention(q, k, v, **{name: x.detach()}).sum().backward()
-    assert q.grad.any() and x.grad is None
+def test_gradient_of_one_array(name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comes where the array requires it, also where nothing else does, and is computed nowhere else."""
+    inputs = draw_inputs(rng, "float32", heads=(4, 2), given=SCORES, full="hqk")
+    q, k, v = (put(x) for x in (inputs.q, inputs.k, inputs.v))
+    given = {other: put(x, "cpu", grad=other == name) for other, x in inputs.given.items()}
+    asked = []
+    backward = corridor.backward
+
+    def seen(*arguments: Any) -> Any:
+        asked.append(arguments[-1])
+        return backward(*arguments)
+
+    monkeypatch.setattr(corridor, "backward", seen)
+    attention(q, k, v, **given).backward(put(inputs.dout))
+    judge({f"d{name}": get(given[name].grad)}, *references(inputs))
+    attention(q.requires_grad_(), k, v, **{other: x.detach() for other, x in given.items()}).sum().backward()
+    assert asked == [(name,), ()]
+    assert all(x.grad is None for other, x in given.items() if other != name)
     with torch.no_grad():
-        out, lse = attention(q, k, v, return_lse=True, **{name: x})
-        cupyflash.attention_backward(out, q, k, v, out, lse, **{name: x})  # gives what it says
+        assert not attention(q, k, v, **given).requires_grad
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -106,12 +113,29 @@ def test_gradcheck(options: str, rank: int, layout: str) -> None:
     assert torch.autograd.gradcheck(lambda *x: attention(*x, key_mask=mask, layout=layout, **options), (q, k, v))
     scores = {
         "bias": torch.randn(5, 7, dtype=torch.float64, generator=generator),
-        "mask": torch.rand(5, 7, generator=generator) < 0.8,
-        "alibi_slopes": torch.rand(heads[0], generator=generator) if rank > 2 else torch.tensor(0.3),
-        "sinks": torch.randn(heads[0], generator=generator) if rank > 2 else torch.tensor(0.2),
+        "alibi_slopes": torch.rand(heads[0] if rank > 2 else (), dtype=torch.float64, generator=generator),
+        "sinks": torch.randn(heads[0] if rank > 2 else (), dtype=torch.float64, generator=generator),
     }
-    options |= {"softcap": 0.8, "key_mask": mask, "layout": layout, **scores}
-    assert torch.autograd.gradcheck(lambda *x: attention(*x, **options), (q, k, v))
+    hides = torch.rand(5, 7, generator=generator) < 0.8
+    options |= {"softcap": 0.8, "key_mask": mask, "layout": layout, "mask": hides}
+
+    def both(*x: Any) -> Any:
+        out, lse = attention(*x[:3], **dict(zip(scores, x[3:])), return_lse=True, **options)
+        return out, lse
+
+    assert torch.autograd.gradcheck(both, (q, k, v, *(x.requires_grad_() for x in scores.values())))
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 1), (4, 5, 7), (2, 1, 5, 7), (1, 4, 1, 7), (2, 4, 5, 7)], ids=str)
+def test_gradcheck_of_a_bias(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, bias = (
+        torch.randn(x, dtype=torch.float64, generator=generator)
+        for x in ((2, 5, 4, 3), (2, 7, 2, 3), (2, 7, 2, 3), shape)
+    )
+    assert torch.autograd.gradcheck(
+        lambda x: attention(q, k, v, bias=x, causal=True, softcap=1.5), bias.requires_grad_()
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..problem import AttentionProblem, Gradients
+from ..problem import ARRAYS, AttentionProblem, Gradients
 from .crew import Crew
-from .pairs import Pairs
+from .pairs import Pairs, Place
+from .sums import Sum
 from .tiles import KEYS, key_tiles, product, query_tiles, work_dtype
 
 PARTS = 8  # sums of dK and dV that deterministic gradients are made of, on however many cores
@@ -21,12 +22,14 @@ def backward(
     out: np.ndarray,
     lse: np.ndarray,
     dlse: np.ndarray | None = None,
+    wrt: tuple[str, ...] = (),
     **given: np.ndarray,
 ) -> Gradients:
-    """dq, dk, dv, shaped and typed like q, k, v, from what `forward` took and returned and from the gradients of out and lse.
+    """dq, dk, dv, shaped and typed like q, k, v, from what `forward` took and returned and from the gradients of out and lse;
+    also of the optional arrays that `wrt` names.
 
     With P = exp(S - lse) recomputed tile by tile:  dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P · (dP - rowsum(dO · O) + dlse),
-    dQ = scale · dS K,  dK = scale · dSᵀ Q.
+    dQ = scale · dS K,  dK = scale · dSᵀ Q.  dS is a bias's gradient; -exp(sink - lse) · (rowsum(dO · O) - dlse) a sink's.
     """
     work = work_dtype(problem)
     dq = np.empty(q.shape, q.dtype)
@@ -45,14 +48,24 @@ def backward(
     heads = [(b, hk) for b in range(problem.batch) for hk in range(problem.heads_k)]
     parts = -(-(PARTS if problem.deterministic else crew.size) // max(1, len(heads)))
     sums: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+    tasks = [(b, hk, part) for b, hk in heads for part in range(parts)]
+
+    def visits(hk: int, part: int) -> list[tuple[int, slice]]:
+        """The query tiles of a task, with their heads."""
+        group = range(hk * problem.group, (hk + 1) * problem.group)
+        return [(h, rows) for h in group for rows in query_tiles(problem)][part::parts]
+
+    order = [(b, h, rows.start) for b, hk, part in tasks for h, rows in visits(hk, part)] if wrt else []
+    wanted = {x.name: Sum(x, given[x.name], problem, crew, parts, order) for x in ARRAYS if x.name in wrt}
+    of_sinks = wanted.get("sinks")
+    of_pairs = {name: x for name, x in wanted.items() if name != "sinks"}
 
     @np.errstate(all="ignore")  # infinities and NaN in the inputs do what IEEE says
     def task(b: int, hk: int, part: int) -> None:
         of, kh, kt, vt = pairs[b], keys[b][hk], keys_t[b][hk], values_t[b][hk]
         factor_q, factor_k = work(of.factor_q), work(of.factor_k)
         dkh, dvh = np.zeros_like(kh), np.zeros(vt.shape[::-1], work)
-        group = range(hk * problem.group, (hk + 1) * problem.group)
-        for h, rows in [(h, rows) for h in group for rows in query_tiles(problem)][part::parts]:
+        for h, rows in visits(hk, part):
             qi = q[b, rows, h].astype(work) * factor_q
             do = dout[b, rows, h].astype(work)
             norm = lse[b, h, rows, None]
@@ -61,6 +74,8 @@ def backward(
             if dlse is not None:
                 delta -= np.where(unseen, 0, dlse[b, h, rows, None])
             norm = np.where(unseen, np.inf, norm)
+            if of_sinks is not None:
+                of_sinks.add(of, Place(h, rows, slice(0)), part, -np.exp(of.sink(h) - norm) * delta)
             dqi, dq_part = np.zeros_like(qi), np.empty_like(qi)
             scores, dscores = np.empty((2, len(qi), KEYS), work)
             dk_part, dv_part = np.empty((KEYS, problem.dim), work), np.empty((KEYS, problem.dim_v), work)
@@ -75,12 +90,14 @@ def backward(
                 product(do, vt[:, at.keys], out=dp)
                 np.subtract(dp, delta, out=dp)
                 ds = np.multiply(dp, p, out=dp)
-                if slope is not None:
-                    ds *= slope
                 seen = of.visible(at)
                 if seen is not None:
                     np.copyto(p, 0, where=~seen)
                     np.copyto(ds, 0, where=~seen)
+                for name, x in of_pairs.items():
+                    x.add(of, at, part, of.through(name, ds, at))
+                if slope is not None:
+                    np.multiply(ds, slope, out=ds, where=True if seen is None else seen)
                 of_keys = None if seen is None else seen.T
                 product(p.T, do, out=dv_part[:n], seen=of_keys)
                 dvh[at.keys] += dv_part[:n]
@@ -88,6 +105,8 @@ def backward(
                 dqi += dq_part
                 product(ds.T, qi, out=dk_part[:n], seen=of_keys)
                 dkh[at.keys] += dk_part[:n]
+            for x in of_pairs.values():
+                x.leave((b, h, rows.start))
             dq[b, rows, h] = dqi * factor_q
         dkh *= factor_k
         if parts == 1:
@@ -95,11 +114,11 @@ def backward(
         else:
             sums[b, hk, part] = dkh, dvh
 
-    crew.run(task, ((b, hk, part) for b, hk in heads for part in range(parts)))
+    crew.run(task, tasks)
     with np.errstate(all="ignore"):
         for b, hk in heads if parts > 1 else ():
             of_keys = pairs[b].keys
             dk[b, of_keys, hk], dv[b, of_keys, hk] = (
                 sum(column) for column in zip(*(sums.pop((b, hk, part)) for part in range(parts)))
             )
-    return Gradients(dq, dk, dv)
+        return Gradients(dq, dk, dv, **{f"d{name}": x.total() for name, x in wanted.items()})

@@ -25,12 +25,18 @@ def forward(
 
 
 def backward(
-    lib: CpuAdapter, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None
+    lib: CpuAdapter,
+    arrays: Arrays,
+    targets: Arrays,
+    options: dict[str, Any],
+    family: str | None,
+    wrt: tuple[str, ...] = (),
 ) -> Gradients:
-    """The gradients of one attention call."""
+    """The gradients of one attention call; also of the optional arrays that `wrt` names."""
     problem, given, shapes = _checked(lib, arrays, targets, options, family, True)
-    grads = _backward(problem, **given)._asdict()
-    return Gradients(*(_returned(lib, name, x, shapes, targets, options["layout"]) for name, x in grads.items()))
+    grads = _backward(problem, wrt=wrt, **given)
+    of_qkv = (_returned(lib, name, x, shapes, targets, options["layout"]) for name, x in grads._asdict().items())
+    return Gradients(*of_qkv, **{f"d{name}": lib.from_numpy(getattr(grads, f"d{name}")) for name in wrt})
 
 
 def _checked(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from ..problem import AttentionProblem
@@ -64,9 +65,46 @@ class Crew:
     def steps(self, of: Iterable[T]) -> Iterator[T]:
         """The steps of a task; none after an interrupt."""
         for step in of:
-            if self._error is not None:
+            if self.stopped:
                 return
             yield step
+
+    @property
+    def stopped(self) -> bool:
+        """After an interrupt or an error."""
+        return self._error is not None
+
+
+class Turns:
+    """Visits to places that tasks of a crew share: each goes over its place behind the one before it.
+
+    `visits`, as (place, visit), are in the order in which the crew takes up their tasks: so the first task that is not done
+    never waits, and all come to their turn.
+    """
+
+    def __init__(self, crew: Crew, visits: Iterable[tuple[Hashable, Hashable]]) -> None:
+        self._crew, self._changed = crew, threading.Condition()
+        self._before: dict[Hashable, Hashable] = {}
+        self._reached: dict[Hashable, float] = {}
+        last: dict[Hashable, Hashable] = {}
+        for place, visit in visits:
+            self._before[visit] = last.get(place)
+            last[place] = visit
+
+    @contextmanager
+    def passing(self, visit: Hashable, point: float) -> Iterator[None]:
+        """Begins when the visit before has passed a point of their place; at its end this one has.
+
+        Points of a visit rise, and infinity comes last: then this visit is over, and so are those before it.
+        """
+        before = self._before[visit]
+        with self._changed:
+            while before is not None and self._reached.get(before, -1) < point and not self._crew.stopped:
+                self._changed.wait(0.1)  # an error wakes nobody
+        yield
+        with self._changed:
+            self._reached[visit] = point
+            self._changed.notify_all()
 
 
 def threads() -> int:

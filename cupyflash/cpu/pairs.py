@@ -37,8 +37,7 @@ class Pairs:
         if self.problem.softcap is not None:
             np.multiply(self._capped(s), s.dtype.type(self.problem.softcap), out=s)
         if self.problem.has("alibi_slopes"):
-            distance = np.abs(self._stands(at) - self.positions[at.keys])
-            s -= s.dtype.type(self.given["alibi_slopes"][self.batch, at.head]) * distance.astype(s.dtype)
+            s -= s.dtype.type(self.given["alibi_slopes"][self.batch, at.head]) * self._distance(at).astype(s.dtype)
         if self.problem.has("bias"):
             s += self._tile("bias", at).astype(s.dtype)
 
@@ -48,6 +47,10 @@ class Pairs:
             return None
         capped = self._capped(s)
         return 1 - capped * capped
+
+    def through(self, name: str, ds: np.ndarray, at: Place) -> np.ndarray:
+        """From the gradient of each score to that of the element of the array `name` which it reads."""
+        return -self._distance(at).astype(ds.dtype) * ds if name == "alibi_slopes" else ds
 
     def visible(self, at: Place) -> np.ndarray | None:
         """Which of these pairs may meet: (queries, keys), or None where all may."""
@@ -76,10 +79,16 @@ class Pairs:
         """The key that each query stands on, as a column."""
         return np.arange(at.rows.start, at.rows.stop)[:, None] + self.problem.diagonal
 
+    def _distance(self, at: Place) -> np.ndarray:
+        return np.abs(self._stands(at) - self.positions[at.keys])
+
+    def columns(self, at: Place) -> Any:
+        """Where the keys of a tile stand among all, as an index."""
+        return at.keys if isinstance(self.keys, slice) else self.keys[at.keys]
+
     def _tile(self, name: str, at: Place) -> np.ndarray:
         """The part of an array over pairs that a tile is about."""
-        rows = self.given[name][self.batch, at.head, at.rows]
-        return rows[:, at.keys if isinstance(self.keys, slice) else self.keys[at.keys]]
+        return self.given[name][self.batch, at.head, at.rows][:, self.columns(at)]
 
     def walk(self, rows: slice) -> tuple[int, int]:
         """The first key and the last but one, among those left, that some query of `rows` may see."""

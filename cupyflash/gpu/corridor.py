@@ -170,9 +170,16 @@ def forward(
 
 
 def backward(
-    lib: GpuAdapter, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None
+    lib: GpuAdapter,
+    arrays: Arrays,
+    targets: Arrays,
+    options: dict[str, Any],
+    family: str | None,
+    wrt: tuple[str, ...] = (),
 ) -> Gradients:
     """The gradients of one attention call."""
+    if wrt:
+        raise ValueError(f"wrt holds {', '.join(map(repr, wrt))}; on a GPU it must be empty: no kernel gives these yet")
     ordinal = lib.device(arrays["q"])
     addresses = _addresses(lib, arrays)
     prepared = _find(lib, arrays, addresses, targets, options, family, True, ordinal)

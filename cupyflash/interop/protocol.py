@@ -13,10 +13,10 @@ Arrays = dict[str, Any]  # of one call, by the name of the argument; inputs that
 
 
 class Passes(NamedTuple):
-    """One call's forward (arrays -> out, lse) and backward (with dout, out, lse and perhaps dlse -> gradients)."""
+    """One call's forward (arrays -> out, lse) and backward (with dout, out, lse and perhaps dlse, wrt -> gradients)."""
 
     forward: Callable[[Arrays], tuple[Any, Any]]
-    backward: Callable[[Arrays], Gradients]
+    backward: Callable[[Arrays, tuple[str, ...]], Gradients]
 
 
 Recorder = Callable[[Passes, Arrays], tuple[Any, Any]]

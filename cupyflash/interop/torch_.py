@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ..problem import WITHOUT_GRADIENT, View, contiguous
+from ..problem import View, contiguous
 from .protocol import Arrays, Recorder
 
 kind = "torch"
@@ -80,15 +80,8 @@ def finish(x: torch.Tensor, device: int) -> torch.Tensor:
 def recorder(arrays: Arrays) -> Recorder | None:
     if not torch.is_grad_enabled():
         return None
-    wanted = [name for name, x in arrays.items() if x is not None and getattr(x, "requires_grad", False)]
-    if not wanted:
+    if not any(getattr(x, "requires_grad", False) for x in arrays.values()):
         return None
-    for name in wanted:
-        if name in WITHOUT_GRADIENT:
-            raise ValueError(
-                f"{name} requires grad, but attention gives no gradient of it yet; pass {name}.detach(), or call under "
-                "torch.no_grad()"
-            )
     from .torch_autograd import record
 
     return record

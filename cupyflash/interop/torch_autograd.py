@@ -36,5 +36,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * (2 + len(ctx.names))
         *tensors, out, lse = ctx.saved_tensors
         given = {"dout": torch.zeros_like(out) if dout is None else dout, "out": out, "lse": lse, "dlse": dlse}
-        grads = ctx.passes.backward(dict(zip(ctx.names, tensors)) | given)
+        wanted = zip(ctx.names, ctx.needs_input_grad[2:])
+        wrt = tuple(name for name, needed in wanted if needed and name not in ("q", "k", "v"))
+        grads = ctx.passes.backward(dict(zip(ctx.names, tensors)) | given, wrt)
         return None, None, *(getattr(grads, f"d{name}", None) for name in ctx.names)

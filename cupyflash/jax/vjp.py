@@ -9,7 +9,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from .. import api
-from ..problem import ARRAYS, WITHOUT_GRADIENT
+from ..problem import ARRAYS
 from ..signature import like
 
 Arrays = dict[str, Any]
@@ -17,7 +17,7 @@ Arrays = dict[str, Any]
 
 @like(api.attention, without=("out",))
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = False, **options: Any) -> Any:
-    """Exact attention on JAX arrays, differentiable with respect to q, k and v by `jax.grad` and `jax.vjp`.
+    """Exact attention on JAX arrays, differentiable by `jax.grad` and `jax.vjp`: by q, k, v, bias, alibi_slopes and sinks.
 
     Takes and returns what `cupyflash.attention` does, with these restrictions: there is no `out`, as JAX arrays are
     immutable; and arrays must be concrete, so no `jax.jit`, `vmap` or `scan` around the call yet. out and lse are both
@@ -43,21 +43,18 @@ def _attention(arrays: Arrays, options: dict[str, Any]) -> tuple[jax.Array, jax.
 
 
 def _forward(arrays: Arrays, options: dict[str, Any]) -> tuple[Any, Any]:
-    for name, x in arrays.items():
-        if name in WITHOUT_GRADIENT and x is not None and x.perturbed:
-            raise ValueError(
-                f"{name} is differentiated, but attention gives no gradient of it yet; pass jax.lax.stop_gradient({name})"
-            )
+    optional = [row.name for row in ARRAYS if row.gradient and arrays[row.name] is not None]
+    wanted = {name: () for name in optional if arrays[name].perturbed}  # keys alone: what is kept is a pytree of arrays
     arrays = {name: None if x is None else x.value for name, x in arrays.items()}
     out, lse = _attention.fun(arrays, options)
-    return (out, lse), (arrays, out, lse)
+    return (out, lse), (arrays, out, lse, wanted)
 
 
 def _backward(options: dict[str, Any], kept: Any, cotangents: tuple[Any, Any]) -> tuple[Arrays]:
-    arrays, out, lse = kept
+    arrays, out, lse, wanted = kept
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     dout = jax.numpy.zeros_like(out) if dout is None else dout
-    grads = api.attention_backward(dout, out=out, lse=lse, dlse=dlse, **arrays, **options)
+    grads = api.attention_backward(dout, out=out, lse=lse, dlse=dlse, wrt=wanted, **arrays, **options)
     return ({name: getattr(grads, f"d{name}", None) for name in arrays},)
 
 

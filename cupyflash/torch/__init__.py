@@ -17,7 +17,7 @@ __all__ = ["attention"]
 
 @like(api.attention)
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-    """Exact attention on tensors, differentiable with respect to q, k and v.
+    """Exact attention on tensors, differentiable with respect to q, k, v, bias, alibi_slopes and sinks.
 
     Takes and returns what `cupyflash.attention` does, out and lse both differentiable, with these restrictions:
     gradients cannot be differentiated again, and torch.func transforms are not supported.

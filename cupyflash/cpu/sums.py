@@ -1,0 +1,73 @@
+"""Gradients of optional arrays: sums over the pairs, or the queries, that an element of the array stands for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from ..problem import AXES, ArrayRule, AttentionProblem
+from .crew import Crew, Turns
+from .pairs import Pairs, Place
+from .tiles import work_dtype
+
+Visit = tuple[int, int, int]  # batch entry, head, and where the tile of queries begins
+
+
+class Sum:
+    """The gradient of one array, to which the tasks of a crew add.
+
+    Of an array without a key axis a number for each query is kept, of one without a query axis a row of keys for each task
+    and head: nobody else adds to these. What has both axes may be as large as the scores, so that there is but one of it, and
+    who adds to the same queries of it does so in turn, as `visits` are ordered.
+    """
+
+    def __init__(
+        self, rule: ArrayRule, x: np.ndarray, problem: AttentionProblem, crew: Crew, parts: int, visits: Iterable[Visit]
+    ) -> None:
+        self._shape, self._dtype, self._own = x.shape, x.dtype, rule.lengths(x.shape)
+        whole = batch, heads, queries, keys = tuple(problem.extent(axis) for axis in AXES)
+        dtype: Any = work_dtype(problem)
+        self._turns: Turns | None = None
+        if self._own[3] == 1:
+            self._lengths = (batch, heads, 1, queries, 1)
+        elif self._own[2] != queries:
+            self._lengths = (batch, heads, parts, 1, keys)
+        else:
+            self._lengths = (*self._own[:2], 1, queries, keys)
+            if self._own == whole:
+                dtype = x.dtype  # nothing is added to anything
+            else:
+                self._turns = Turns(crew, ((self._place(*visit), visit) for visit in visits))
+        self._sums = np.zeros(self._lengths, dtype)
+
+    def add(self, of: Pairs, at: Place, part: int, values: np.ndarray) -> None:
+        """What a tile of pairs contributes; for an array without a key axis a column will do."""
+        b, h, first = visit = of.batch, at.head, at.rows.start
+        b, h, _ = self._place(b, h, first)
+        piece = self._sums[b, h, part % self._lengths[2]]
+        over = tuple(axis for axis in (0, 1) if piece.shape[axis] == 1)
+        where = tuple(slice(1) if axis in over else x for axis, x in enumerate((at.rows, of.columns(at))))
+        values = values.sum(axis=over, keepdims=True) if over else values
+        with self._turns.passing(visit, of.positions[at.keys.stop - 1]) if self._turns else nullcontext():
+            piece[where] = piece[where] + values
+
+    def leave(self, visit: Visit) -> None:
+        """All tiles of a visit have been added."""
+        if self._turns:
+            with self._turns.passing(visit, math.inf):
+                pass
+
+    def total(self) -> np.ndarray:
+        """Shaped and typed like the array."""
+        own = *self._own[:2], 1, *self._own[2:]
+        over = tuple(axis for axis in range(5) if own[axis] != self._lengths[axis])
+        total = self._sums.sum(axis=over, keepdims=True) if over else self._sums
+        return total.reshape(self._shape).astype(self._dtype, copy=False)
+
+    def _place(self, b: int, h: int, first: int) -> Visit:
+        """What a visit adds to."""
+        return b % self._lengths[0], h % self._lengths[1], first
