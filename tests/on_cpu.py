@@ -47,6 +47,9 @@ def check(
     own = standard_in_own_precision(problem, q, k, v, key_mask, dout, dlse, **others)
 
     plans = [plan(problem, arch, b, family, tiles[b] and {family: tiles[b]}) for b in (False, True)]
+    lengths = {row.name: row.lengths(others[row.name].shape) for row in ARRAYS if row.gradient and row.name in others}
+    if lengths:
+        plans.append(plan(problem, arch, True, family, lengths=lengths))
     libraries = compile_all(*[as_cpp(generate(x), [y.name for y in x.launches]) for x in plans])
     # The second time, the workspace is as the first has left it.
     spaces = [{x.name: Guarded(x.shape, x.dtype) for x in kernels.workspace if x.nbytes} for kernels in plans]
@@ -63,7 +66,12 @@ def check(
         run(libraries[1], plans[1], problem, results | inputs | spaces[1], last_first, arch.sms)
         for name in exact._fields:
             assert_as_good(results[name].array, getattr(exact, name), getattr(own, name), name, unit)
-        for name, x in (results | spaces[1]).items():
+        of_arrays = {f"d{name}": Guarded(others[name].shape, others[name].dtype) for name in lengths}
+        if lengths:
+            run(libraries[2], plans[2], problem, of_arrays | inputs | spaces[2], last_first, arch.sms)
+        for name, x in of_arrays.items():
+            assert_as_good(x.array, getattr(exact, name), getattr(own, name), name, max(unit, exact.unit(name)))
+        for name, x in (results | spaces[1] | of_arrays).items():
             if name != "counters" and (deterministic or name not in ("dq", "dq_sum")):
                 bits = x.array.tobytes()
                 assert before.setdefault(name, bits) == bits, f"{name} depends on the order"
@@ -127,10 +135,10 @@ def run(
     slots = Packer(kernels, problem, {}).slots
     strides = {name: x.strides for name, x in given.items()}
     for row in ARRAYS:
-        if row.name in given:
-            x = given[row.name].array
+        for name in {row.name, f"d{row.name}"} & given.keys():
+            x = given[name].array
             own = tuple(s // x.itemsize for s in x.strides)
-            strides[row.name] = row.strides(View(x.shape, own, x.dtype.name, "cpu", "numpy"), problem)
+            strides[name] = row.strides(View(x.shape, own, x.dtype.name, "cpu", "numpy"), problem)
     params = Packer(kernels, problem, strides)([given[name].pointer if name in given else 0 for name in slots])
     maps = tensor_maps(kernels, problem, given, strides) if kernels.maps else None
     # What a kernel declares to be aligned to 1024 bytes begins so; nothing else does.

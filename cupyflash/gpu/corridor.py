@@ -43,6 +43,7 @@ class Prepared:
         backward: bool,
         ordinal: int,
         chosen: KernelPlan | None = None,
+        wrt: tuple[str, ...] = (),
     ) -> None:
         views = {name: lib.view(x) for name, x in arrays.items() if x is not None}
         into = {name: lib.view(x) for name, x in targets.items()}
@@ -51,13 +52,20 @@ class Prepared:
         self.lse_shape = rules.lse_shape(rank, problem)
         # Where nothing can reach the results they are zeros, and no kernel is needed.
         self.empty = problem.empty or (backward and problem.dim_v == 0 and "dlse" not in views)
+        self.dtypes = dict.fromkeys(shapes, problem.dtype)
+        if wrt:
+            self.shapes = shapes = {f"d{name}": views[name].shape for name in wrt}
+            self.dtypes = {f"d{name}": views[name].dtype for name in wrt}
+            rows = 0 not in (problem.batch, problem.heads_q, problem.seq_q)
+            self.empty = not (rows and (problem.seq_k and problem.dim_v or "dlse" in views))
         self._apart: set[tuple[int, ...]] = set()  # addresses at which targets were seen to overlap nothing
         if self.empty:
             return
 
         if chosen is None:
             arch = device.current(ordinal)
-            chosen = plan(problem, arch, backward, family, tuned.tiles(problem, arch, backward))
+            lengths = {name: _OPTIONAL[name].lengths(views[name].shape) for name in wrt}
+            chosen = plan(problem, arch, backward, family, tuned.tiles(problem, arch, backward), lengths)
         self.plan = chosen
         strides: dict[str, tuple[int, ...]] = {}
         self.copies: list[tuple[str, View, View]] = []  # inputs to copy first: what they are, and what the copy is
@@ -73,6 +81,9 @@ class Prepared:
         self.through: list[str] = []  # outputs given in a form no kernel writes: computed aside, copied over
         for name, shape in shapes.items():
             view = views["q"]._replace(shape=shape, strides=contiguous(shape))
+            if wrt:
+                strides[name] = _OPTIONAL[name[1:]].strides(view, problem, rank)
+                continue
             if name in into:
                 if shape[-1] > 1 and into[name].strides[-1] != 1:
                     self.through.append(name)
@@ -100,7 +111,7 @@ class Prepared:
         results = []
         for name, shape in self.shapes.items():
             target = targets.get(name)
-            results.append(lib.empty(shape, dtype, ordinal) if target is None else target)
+            results.append(lib.empty(shape, self.dtypes[name], ordinal) if target is None else target)
         places = [pointer(x) for x in results]
         if targets:
             self._check(lib, arrays, targets, (*addresses.values(), *places))
@@ -178,13 +189,17 @@ def backward(
     wrt: tuple[str, ...] = (),
 ) -> Gradients:
     """The gradients of one attention call."""
-    if wrt:
-        raise ValueError(f"wrt holds {', '.join(map(repr, wrt))}; on a GPU it must be empty: no kernel gives these yet")
     ordinal = lib.device(arrays["q"])
     addresses = _addresses(lib, arrays)
     prepared = _find(lib, arrays, addresses, targets, options, family, True, ordinal)
     grads, _ = prepared.run(lib, arrays, targets, False, addresses)
-    return Gradients(*(grads if targets else [lib.finish(x, ordinal) for x in grads]))
+    if not targets:
+        grads = [lib.finish(x, ordinal) for x in grads]
+    if not wrt:
+        return Gradients(*grads)
+    prepared = _find(lib, arrays, addresses, {}, options, family, True, ordinal, wrt)
+    of_arrays, _ = prepared.run(lib, arrays, {}, False, addresses)
+    return Gradients(*grads, **{name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, of_arrays)})
 
 
 def _addresses(lib: GpuAdapter, arrays: Arrays) -> dict[str, int]:
@@ -201,13 +216,14 @@ def _find(
     family: str | None,
     backward: bool,
     ordinal: int,
+    wrt: tuple[str, ...] = (),
 ) -> Prepared:
     signature = lib.signature
     misaligned = tuple([name for name, at in addresses.items() if at & 15])
     if type(options["scale"]) not in _NUMBERS:  # an array of no dimensions, say: its value counts, which may change
         options = options | {"scale": rules.check_scale(options["scale"])}
     key: tuple[Any, ...] | None = (
-        lib.kind, backward, family, misaligned, *options.values(),
+        lib.kind, backward, wrt, family, misaligned, *options.values(),
         *[None if x is None else signature(x) for x in arrays.values()],
         *targets, *[signature(x) for x in targets.values()],
     )  # fmt: skip
@@ -217,7 +233,7 @@ def _find(
         key = None
         prepared = None
     if prepared is None:
-        prepared = Prepared(lib, arrays, targets, misaligned, options, family, backward, ordinal)
+        prepared = Prepared(lib, arrays, targets, misaligned, options, family, backward, ordinal, None, wrt)
         if key is not None:
             if len(_prepared) >= _MAX_PREPARED:
                 _prepared.clear()

@@ -34,6 +34,7 @@ POINTERS = {  # of a pass; lse (in the forward) and dlse may be null
 OPTIONAL = {  # by the dtype of an optional array; one with that of q is const In
     "bool": "const unsigned char", "float32": "const float", "float64": "const double",
 }  # fmt: skip
+GRADIENTS = tuple(rule.name for rule in ARRAYS if rule.gradient)
 WORKSPACE = {"uint32": "unsigned", "float32": "float", "float64": "double"}
 
 
@@ -84,9 +85,15 @@ class Field(NamedTuple):
 
 def pointers(plan: KernelPlan) -> dict[str, str]:
     """The pointers of a plan's Params, in its order, with the type that they point to."""
+    arrays = {rule.name: _optional(plan, rule.name, rule.dtypes[0]) for rule in ARRAYS}
+    given, of_arrays = POINTERS[plan.backward], {}
+    if plan.wrt:
+        given = {name: type for name, type in given.items() if name not in ("dq", "dk", "dv")}
+        of_arrays = {f"d{name}": arrays[name].removeprefix("const ") for name in GRADIENTS}
     return {
-        **POINTERS[plan.backward],
-        **{rule.name: _optional(plan, rule.name, rule.dtypes[0]) for rule in ARRAYS},
+        **given,
+        **arrays,
+        **of_arrays,
         **{space.name: WORKSPACE[space.dtype] for space in plan.workspace},
     }
 
@@ -101,10 +108,11 @@ def _values(
 ) -> list[Field]:
     """The fields behind the pointers; without a problem, not their values."""
     strides = strides or {}
-    rowed = [name for name in POINTERS[plan.backward] if name in ROWED]
+    named = pointers(plan)
+    over_pairs = [name for name in (*(rule.name for rule in ARRAYS), *(f"d{name}" for name in GRADIENTS)) if name in named]
     return [
-        *(Field(f"{name}_strides", "Strides", tuple(strides.get(name, (0, 0, 0)))) for name in rowed),
-        *(Field(f"{rule.name}_strides", "PairStrides", tuple(strides.get(rule.name, (0, 0, 0, 0)))) for rule in ARRAYS),
+        *(Field(f"{name}_strides", "Strides", tuple(strides.get(name, (0, 0, 0)))) for name in named if name in ROWED),
+        *(Field(f"{name}_strides", "PairStrides", tuple(strides.get(name, (0, 0, 0, 0)))) for name in over_pairs),
         *(Field(name, type, value(problem) if problem else 0) for name, (type, value) in SCALARS.items()),
         *(Field(name, "int", value) for name, value in plan.scalars),
     ]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..problem import AttentionProblem
+from .array_gradient import Lengths
 from .device import Arch
 from .families import flash1, simt, sm80, sm90
 from .kernel_plan import KernelPlan, Tiles
@@ -33,6 +34,9 @@ class Family(Protocol):
 FAMILIES: dict[str, Family] = {"sm90": sm90, "sm80": sm80, "simt": simt, "flash1": flash1}
 ON_REQUEST = ("flash1",)  # families that are taken only where they are named
 
+# Who gives the gradients of arrays, for the problems of a family.
+GRADIENTS = {"sm90": sm80.gradients, "sm80": sm80.gradients, "simt": simt.gradients}
+
 
 def plan(
     problem: AttentionProblem,
@@ -40,11 +44,12 @@ def plan(
     backward: bool = False,
     family: str | None = None,
     tiles: Mapping[str, Sequence[int]] | None = None,
+    lengths: Lengths | None = None,
 ) -> KernelPlan:
     """Choose the family (or take the one named) and plan the problem on `arch`.
 
-    `tiles` are those that were timed for such a problem on this GPU, by family; they are tried before the table's. Raises
-    ValueError where the family named, or every family, objects to the problem.
+    `tiles` are those that were timed for such a problem on this GPU, by family; they are tried before the table's. With
+    `lengths` of arrays along (batch, head, query, key), it is the backward with respect to these alone. Raises ValueError where the family named, or every family, objects to the problem.
     """
     if family is not None and family not in FAMILIES:
         raise ValueError(f"family is {family!r}; it must be one of {', '.join(map(repr, FAMILIES))}, or None")
@@ -56,7 +61,10 @@ def plan(
         if family == name or (family is None and name not in ON_REQUEST):
             why = room.objection(problem, arch, backward)
             if why is None:
-                made = room.plan(problem, arch, backward, (tiles or {}).get(name))
+                if lengths:
+                    made = GRADIENTS[name](problem, arch, lengths)
+                else:
+                    made = room.plan(problem, arch, backward, (tiles or {}).get(name))
                 blocks = max(x.grid for x in made.launches)
                 if blocks >= 2**31:
                     size = f"batch {problem.batch} and {problem.heads_q} heads"

@@ -50,6 +50,11 @@ __device__ inline double from_float<double>(double x) {
     return x;
 }
 
+template <>
+__device__ inline float from_float<float>(double x) {
+    return float(x);
+}
+
 // Two floats as one register of two 16-bit numbers, `low` in the lower half: how tensor cores take them.
 template <class T>
 __device__ unsigned pack2(float low, float high);

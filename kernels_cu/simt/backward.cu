@@ -7,47 +7,10 @@
 //
 //     delta = rowsum(dO * O) - dlse    dP = dO V^T    dS = P * (dP - delta)
 //     dV = P^T dO    dK = scale * dS^T Q    dQ = scale * dS K
-#include "simt/tile.cuh"
-
-// What a pair needs to know of its query: two numbers.
-struct Row {
-    Accum lse, delta;
-
-    __device__ Row(const Params& p, const Head& head, int i) : lse(infinity()), delta(0) {
-        if (i >= head.queries(p)) return;  // exp(s - inf) = 0: beyond the last query there is no weight
-        const long long at = head.row_number(p, i);
-        delta = p.delta[at];
-        if (p.lse[at] != -infinity()) lse = p.lse[at];  // -inf where a query sees no key: no weight either
-    }
-};
-
-// From S and dP of one pair to P and dS, in place.
-__device__ inline void differentiate(Accum& s, Accum& dp, const Row& row, const Pairs& pairs, bool tested, Pair pair) {
-    const bool hidden = tested && !pairs.visible(pair);
-    const Accum weight = exp2((pairs.score(s, pair) * pairs.unit() - row.lse) * LOG2E);
-    dp = hidden ? 0 : weight * (dp - row.delta) * pairs.slope(s, pair);
-    s = hidden ? 0 : weight;
-}
+#include "simt/derivative.cuh"
 
 __device__ inline void scale_by(ResultTile& tile, Accum scale) {
     for_each(tile, [=](Accum& x, int, int) { x *= scale; });
-}
-
-extern "C" __global__ void __launch_bounds__(config::THREADS)
-    attention_backward_delta(const __grid_constant__ Params p) {
-    const long long index = (long long)blockIdx.x * config::THREADS + threadIdx.x;
-    const Place at = query_place(p, index);
-    if (at.batch >= p.batch) return;
-    const Head head = Head::of_q(p, at.batch, at.head);
-    const In* dout = head.query_row(p.dout, p.dout_strides, at.tile);
-    const Out* out = head.query_row(p.out, p.out_strides, at.tile);
-    // One thread adds a row, in the order in which dot_products adds dP: where one key has all the weight, O is its V,
-    // and dP - delta is then 0 to the last bit, as it should.
-    Accum sum = 0;
-    for (int c = 0; c < p.dim_v; ++c) sum = fma(to_float(dout[c]), to_float(out[c]), sum);
-    // dS = P (dP - delta + dlse); a row that sees no key has no weight, whatever dlse is.
-    const bool seen = p.dlse != nullptr && p.lse[index] != -infinity();
-    p.delta[index] = sum - (seen ? p.dlse[index] : 0);
 }
 
 extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)

@@ -64,6 +64,11 @@ inline double from_float<double>(double x) {
     return x;
 }
 
+template <>
+inline float from_float<float>(double x) {
+    return float(x);
+}
+
 template <class T>
 unsigned pack2(float low, float high) {
     return from_float<T>(low).bits | unsigned(from_float<T>(high).bits) << 16;

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...problem import ITEMSIZE, AttentionProblem
+from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features
 
@@ -79,8 +80,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     tiles_q, tiles_k = ceil(problem.seq_q, t.owned), ceil(problem.seq_k, t.owned)
     # A block owns t.columns columns of the result: a wider one takes several blocks, which share their rows.
     parts, parts_v = ceil(problem.dim, t.columns), max(1, ceil(problem.dim_v, t.columns))
-    names = ("owned", "visited", "columns", "depth", "threads", "blocks")
-    constants = (*((name.upper(), getattr(t, name)) for name in names), *features(problem))
+    constants = (*_tile_constants(t), *features(problem))
     source = f"simt/{'backward' if backward else 'forward'}.cu"
     if not backward:
         launch = Launch("attention_forward", pairs * tiles_q * parts_v, t.threads)
@@ -100,3 +100,23 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
         "simt", arch.name, problem.dtype, backward, source, constants, launches, ITEMSIZE[problem.dtype], workspace,
         t.spills, given=problem.given,
     )  # fmt: skip
+
+
+def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
+    """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
+    size, widest = ITEMSIZE[problem.lse_dtype], max(problem.dim, problem.dim_v)
+    t = next(row for row in TILES[True].table if row.sums in (None, size) and widest <= row.dim)
+    of_arrays = work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
+    pairs = problem.batch * problem.heads_q
+    delta = Launch("attention_backward_delta", ceil(pairs * problem.seq_q, t.threads), t.threads)
+    return KernelPlan(
+        "simt", arch.name, problem.dtype, True, "simt/array_gradient.cu",
+        (*_tile_constants(t), *of_arrays.constants, *features(problem)), (delta, *of_arrays.launches),
+        ITEMSIZE[problem.dtype], (Workspace("delta", problem.lse_dtype, (pairs, problem.seq_q)), *of_arrays.workspace),
+        t.spills, scalars=of_arrays.scalars, given=problem.given, wrt=tuple(lengths),
+    )  # fmt: skip
+
+
+def _tile_constants(t: Tile) -> tuple[tuple[str, int], ...]:
+    names = ("owned", "visited", "columns", "depth", "threads", "blocks")
+    return tuple((name.upper(), getattr(t, name)) for name in names)

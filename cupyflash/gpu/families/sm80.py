@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...problem import AttentionProblem
+from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, pad, scored
 
@@ -150,4 +151,49 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     return KernelPlan(
         "sm80", arch.name, problem.dtype, backward, source, constants, launches, 16, workspace, SPILLS[backward, scored(problem)],
         given=problem.given,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GradientTile:
+    """Of arrays: a thread block sums dS of `rows` queries by `keys` keys, with so many warps down and across."""
+
+    rows: int
+    keys: int
+    row_warps: int
+    column_warps: int
+    stages: int  # pieces of the operands in flight
+    length: int = ANY  # where there are no more queries, or no more keys
+
+    def shared_memory(self, depth: int) -> int:
+        """Bytes that the kernel lays out: the pieces, and in the end their place for the sums."""
+        return max(self.stages * 2 * (self.rows + self.keys) * (depth + PAD), 4 * self.rows * (self.keys + 2))
+
+
+GRADIENT = (
+    GradientTile(64, 64, 2, 2, 4, length=64),
+    GradientTile(128, 128, 4, 4, 4),
+    GradientTile(128, 128, 4, 4, 2),
+    GradientTile(64, 64, 2, 2, 2),
+)
+
+
+def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
+    """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
+    depth = 32 if max(problem.dim, problem.dim_v) <= 32 else 64  # columns of a piece
+    shortest = min(problem.seq_q, problem.seq_k)
+    t = next(t for t in GRADIENT if shortest <= t.length and t.shared_memory(depth) <= arch.shared_memory)
+    size, threads = t.shared_memory(depth), 32 * t.row_warps * t.column_warps
+    of_arrays = work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
+    constants: tuple[tuple[str, int | bool], ...] = (
+        ("ROWS", t.rows), ("KEYS", t.keys), ("ROW_WARPS", t.row_warps), ("COLUMN_WARPS", t.column_warps),
+        ("DEPTH", depth), ("STAGES", t.stages), ("DIM_V", next(n for n in (64, 128, 256) if problem.dim_v <= n)),
+        ("SHARED_MEMORY", size), *of_arrays.constants, *features(problem),
+    )  # fmt: skip
+    pairs, tiles_q = problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows)
+    return KernelPlan(
+        "sm80", arch.name, problem.dtype, True, "sm80/array_gradient.cu", constants,
+        (Launch("attention_backward_prepare", pairs * tiles_q, 128), *of_arrays.launches), 16,
+        (Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows)), *of_arrays.workspace),
+        scalars=of_arrays.scalars, given=problem.given, wrt=tuple(lengths),
     )  # fmt: skip

@@ -1,0 +1,55 @@
+"""Launches of the kernels that sum the gradients of arrays that scores read (kernels_cu/attention/array_gradient.cuh)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..problem import AttentionProblem
+from .kernel_plan import Launch, Workspace, ceil
+from .params import GRADIENTS
+
+Lengths = Mapping[str, tuple[int, int, int, int]]  # of the arrays whose gradients are wanted, along AXES
+
+OVER_PAIRS = ("bias", "alibi_slopes")  # those whose gradients are sums of dS
+SINK_THREADS = 256  # of the block that sums a head's
+WAVES = 2  # blocks for each multiprocessor, where tiles are too few and are shared
+
+
+class Work(NamedTuple):
+    """What a plan has of it."""
+
+    launches: tuple[Launch, ...]
+    workspace: tuple[Workspace, ...]
+    scalars: tuple[tuple[str, int], ...]
+    constants: tuple[tuple[str, bool], ...]
+
+
+def work(
+    problem: AttentionProblem, lengths: Lengths, rows: int, keys: int, threads: int, shared_memory: int, sms: int
+) -> Work:
+    """For tiles of `rows` queries by `keys` keys."""
+    launches, workspace, scalars = [], [], []
+    extents = (problem.batch, problem.heads_q, ceil(problem.seq_q, rows), ceil(problem.seq_k, keys))
+    for name in OVER_PAIRS:
+        splits = elements = 1
+        if name in lengths:
+            own = math.prod(n for n, length in zip(extents, lengths[name]) if length > 1)
+            summed = math.prod(n for n, length in zip(extents, lengths[name]) if length == 1)
+            elements = math.prod(lengths[name])
+            if 0 < own < sms:
+                splits = max(1, min(summed, ceil(WAVES * sms, own)))
+            launches.append(Launch(f"attention_backward_{name}", splits * own, threads, shared_memory))
+            if splits > 1:
+                launches.append(Launch(f"attention_backward_{name}_add", ceil(elements, 128), 128))
+        workspace.append(
+            Workspace(f"d{name}_parts", problem.lse_dtype, (splits if splits > 1 else 0, elements))
+        )
+        scalars.append((f"d{name}_splits", splits))
+    if "sinks" in lengths:
+        launches.append(Launch("attention_backward_sinks", problem.heads_q, SINK_THREADS))
+    return Work(
+        tuple(x for x in launches if x.grid), tuple(workspace), tuple(scalars),
+        tuple((f"D_{name.upper()}", name in lengths) for name in GRADIENTS),
+    )  # fmt: skip

@@ -1,0 +1,153 @@
+// Gradients of arrays that a score reads (bias, ALiBi slopes): dS times what the score changes by, summed over all pairs that
+// read an element. A thread block has a tile of the array, or, along axes that it is broadcast along, all that reads it, and
+// recomputes dS of one tile of pairs after the other: nothing is added in memory, so that the result is the same bits in every
+// run, and no kernel that computes dQ, dK and dV knows of it. Where blocks would be too few, several ("splits") share what a
+// tile sums, and their parts are added afterwards.
+#pragma once
+#include "attention/pairs.cuh"
+
+template <class T>
+struct Pointed;
+template <class T>
+struct Pointed<T*> {
+    using type = T;
+};
+
+// What is known of such an array: where its gradient goes, and what an element's score changes by.
+struct OfBias {
+    __device__ static auto target(const Params& p) { return p.dbias; }
+    __device__ static const PairStrides& strides(const Params& p) { return p.dbias_strides; }
+    __device__ static Accum* parts(const Params& p) { return p.dbias_parts; }
+    __device__ static int splits(const Params& p) { return p.dbias_splits; }
+    __device__ static Accum change(const Pairs&, Pair) { return 1; }
+};
+struct OfSlopes {
+    __device__ static auto target(const Params& p) { return p.dalibi_slopes; }
+    __device__ static const PairStrides& strides(const Params& p) { return p.dalibi_slopes_strides; }
+    __device__ static Accum* parts(const Params& p) { return p.dalibi_slopes_parts; }
+    __device__ static int splits(const Params& p) { return p.dalibi_slopes_splits; }
+    __device__ static Accum change(const Pairs& pairs, Pair at) {
+        return -Accum(abs(at.i + pairs.head.diagonal(pairs.p) - at.j));
+    }
+};
+
+// A tile of pairs.
+struct PairsTile {
+    Head head;
+    int i, j;  // its first query and key
+};
+
+// What a thread block sums: tiles of ROWS queries by KEYS keys, in order. Strides of 0 are those of axes that the array is
+// broadcast along: all tiles along them are summed.
+template <class Of, int ROWS, int KEYS>
+struct Share {
+    const Params& p;
+    int batches, heads, tiles_q, tiles_k;  // along each axis, how many are summed
+    int batch, head, tile_q, tile_k;       // the first
+    int split, begin, end;                 // of the tiles, numbered
+
+    __device__ Share(const Params& p, int block) : p(p) {
+        const PairStrides& s = Of::strides(p);
+        Head any{0, 0, 0};
+        int all_q = tiles_in(any.queries(p), ROWS), all_k = tiles_in(any.keys(p), KEYS);
+        auto own = [&](bool broadcast, int count, int& summed, int& first) {
+            summed = broadcast ? count : 1;
+            first = broadcast ? 0 : block % count;
+            if (!broadcast) block /= count;
+        };
+        own(s.key == 0, all_k, tiles_k, tile_k);
+        own(s.query == 0, all_q, tiles_q, tile_q);
+        own(s.head == 0, p.heads_q, heads, head);
+        own(s.batch == 0, p.batch, batches, batch);
+        split = block;
+        long long count = (long long)batches * heads * tiles_q * tiles_k, splits = Of::splits(p);
+        begin = int(split * count / splits), end = int((split + 1) * count / splits);
+    }
+
+    // Tile n of them. Heads that share K and V follow each other.
+    __device__ PairsTile tile(int n) const {
+        int k = n % tiles_k, q = n / tiles_k % tiles_q, h = n / tiles_k / tiles_q % heads, b = n / tiles_k / tiles_q / heads;
+        return {Head::of_q(p, batch + b, head + h), (tile_q + q) * ROWS, (tile_k + k) * KEYS};
+    }
+
+    // The first from n on in which some query may see some key.
+    __device__ int next(int n) const {
+        for (; n < end; n++) {
+            PairsTile at = tile(n);
+            Range keys = Band{p, at.head}.keys_of(Range{at.i, min(at.i + ROWS, at.head.queries(p))});
+            if (keys.begin < at.j + KEYS && keys.end > at.j) break;
+        }
+        return n;
+    }
+
+    // Add up the block's tile of sums, value(row, column), where the array is broadcast along queries or keys, and write it;
+    // by a block of THREADS, with scratch memory for ROWS numbers.
+    template <int THREADS, class F>
+    __device__ void write(F value, Accum* scratch) const {
+        const PairStrides& s = Of::strides(p);
+        Head any{0, 0, 0};
+        int rows = s.query ? min(ROWS, any.queries(p) - tile_q * ROWS) : 1;
+        int columns = s.key ? min(KEYS, any.keys(p) - tile_k * KEYS) : 1;
+        if (!s.key) {
+            for (int r = threadIdx.x; r < ROWS; r += THREADS) {
+                Accum sum = 0;
+                for (int c = 0; c < KEYS; c++) sum += value(r, c);
+                scratch[r] = sum;
+            }
+            __syncthreads();
+        }
+        for (int n = threadIdx.x; n < rows * columns; n += THREADS) {
+            int row = n / columns, column = n % columns;
+            Accum sum = 0;
+            for (int r = row; r < (s.query ? row + 1 : ROWS); r++) sum += s.key ? value(r, column) : scratch[r];
+            long long at = batch * s.batch + head * s.head + (tile_q * ROWS + row) * s.query + (tile_k * KEYS + column) * s.key;
+            if (Of::splits(p) == 1)
+                Of::target(p)[at] = from_float<typename Pointed<decltype(Of::target(p))>::type>(sum);
+            else
+                Of::parts(p)[split * elements() + at] = sum;
+        }
+    }
+
+    // Of the array.
+    __device__ long long elements() const {
+        const PairStrides& s = Of::strides(p);
+        Head any{0, 0, 0};
+        return (s.batch ? p.batch : 1LL) * (s.head ? p.heads_q : 1) * (s.query ? any.queries(p) : 1) * (s.key ? any.keys(p) : 1);
+    }
+
+    // The parts of all splits become the gradient: one element for each thread, by blocks of THREADS.
+    template <int THREADS>
+    __device__ void add_parts() const {
+        long long count = elements(), at = (long long)blockIdx.x * THREADS + threadIdx.x;
+        if (at >= count) return;
+        Accum sum = 0;
+        for (int n = 0; n < Of::splits(p); n++) sum += Of::parts(p)[n * count + at];
+        Of::target(p)[at] = from_float<typename Pointed<decltype(Of::target(p))>::type>(sum);
+    }
+};
+
+// The gradient of a head's sink, by a block of THREADS threads: a score whose value counts for nothing, dS = -P delta.
+// minus_delta(head, i), of rows that have a finite lse.
+template <bool WANTED, int THREADS, class F>
+__device__ void gather_sink(const Params& p, int of_head, F minus_delta) {
+    if constexpr (WANTED) {
+        __shared__ Accum sums[THREADS];
+        Accum sum = 0;
+        for (int batch = 0; batch < p.batch; batch++) {
+            Head head = Head::of_q(p, batch, of_head);
+            Accum sink = Pairs(p, head).sink(of_head);
+            for (int i = threadIdx.x; i < head.queries(p); i += THREADS) {
+                Accum weight = exp2((sink - p.lse[head.row_number(p, i)]) * LOG2E);
+                // Of a row without a score NaN: nothing is added, whatever delta is.
+                if (weight > 0) sum = fma(weight, minus_delta(head, i), sum);
+            }
+        }
+        sums[threadIdx.x] = sum;
+        for (int n = THREADS / 2; n > 0; n /= 2) {
+            __syncthreads();
+            if (threadIdx.x < n) sums[threadIdx.x] += sums[threadIdx.x + n];
+        }
+        if (threadIdx.x == 0)
+            p.dsinks[of_head * p.dsinks_strides.head] = from_float<typename Pointed<decltype(p.dsinks)>::type>(sums[0]);
+    }
+}

@@ -1,0 +1,72 @@
+// Gradients of the arrays that scores read (attention/array_gradient.cuh), in plain CUDA: OWNED queries by VISITED keys at a
+// time.
+#include "attention/array_gradient.cuh"
+#include "simt/derivative.cuh"
+
+using config::OWNED, config::VISITED;
+
+template <class Of>
+__device__ void gather_pairs(const Params& p) {
+    const Share<Of, OWNED, VISITED> share(p, blockIdx.x);
+    __shared__ Shared shared;
+    ScoreTile sums = {};
+
+    for (int n = share.next(share.begin); n < share.end; n = share.next(n + 1)) {
+        const PairsTile at = share.tile(n);
+        const Matrix q = query_matrix(p, at.head, p.q, p.q_strides, p.dim);
+        const Matrix k = key_matrix(p, at.head, p.k, p.k_strides, p.dim);
+        const Matrix v = key_matrix(p, at.head, p.v, p.v_strides, p.dim_v);
+        const Matrix dout = query_matrix(p, at.head, p.dout, p.dout_strides, p.dim_v);
+        const Pairs pairs(p, at.head);
+
+        ScoreTile s, dp;
+        dot_products(s, q, at.i, k, at.j, shared);
+        dot_products(dp, dout, at.i, v, at.j, shared);
+
+        const bool tested = pairs.tests_backward({at.i, at.i + OWNED}, {at.j, at.j + VISITED});
+#pragma unroll
+        for (int i = 0; i < M; ++i) {
+            const Row of_query(p, at.head, at.i + row_of(i));
+#pragma unroll
+            for (int j = 0; j < SCORES; ++j) {
+                const Pair pair = {at.head.q, at.i + row_of(i), at.j + score_column_of(j)};
+                sums[i][j] = fma(of_score(s[i][j], dp[i][j], of_query, pairs, tested, pair), Of::change(pairs, pair), sums[i][j]);
+            }
+        }
+    }
+
+    __shared__ Accum scratch[OWNED];
+    __syncthreads();
+    for_each(sums, [&](Accum x, int i, int j) { shared.weights.at[row_of(i)][score_column_of(j)] = x; });
+    __syncthreads();
+    share.template write<config::THREADS>([&](int r, int c) { return shared.weights.at[r][c]; }, scratch);
+}
+
+// Kernels of arrays whose gradients nobody asks for are empty.
+template <bool WANTED, class Of>
+__device__ void gather(const Params& p) {
+    if constexpr (WANTED) gather_pairs<Of>(p);
+}
+template <bool WANTED, class Of>
+__device__ void add_parts(const Params& p) {
+    if constexpr (WANTED) Share<Of, OWNED, VISITED>(p, 0).template add_parts<128>();
+}
+
+extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
+    attention_backward_bias(const __grid_constant__ Params p) {
+    gather<config::D_BIAS, OfBias>(p);
+}
+extern "C" __global__ void __launch_bounds__(128) attention_backward_bias_add(const __grid_constant__ Params p) {
+    add_parts<config::D_BIAS, OfBias>(p);
+}
+extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
+    attention_backward_alibi_slopes(const __grid_constant__ Params p) {
+    gather<config::D_ALIBI_SLOPES, OfSlopes>(p);
+}
+extern "C" __global__ void __launch_bounds__(128) attention_backward_alibi_slopes_add(const __grid_constant__ Params p) {
+    add_parts<config::D_ALIBI_SLOPES, OfSlopes>(p);
+}
+extern "C" __global__ void __launch_bounds__(256) attention_backward_sinks(const __grid_constant__ Params p) {
+    gather_sink<config::D_SINKS, 256>(p, blockIdx.x,
+                                       [&](const Head& head, int i) { return -p.delta[head.row_number(p, i)]; });
+}
