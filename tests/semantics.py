@@ -45,11 +45,12 @@ def draw_inputs(
     dlse: float = 0.0,
     given: Collection[str] = (),
     full: str = "bhqk",
+    bias: str | None = None,
 ) -> Inputs:
     """Random inputs: `seq` is (Sq, Sk), `heads` (Hq, Hk), `dims` (D, Dv); `dlse` the size of lse's gradient, 0 for none.
 
     `given` names other optional arrays. Along the axes of `full`, by their first letters, a mask or bias has every number;
-    it has length 1 along the others.
+    it has length 1 along the others. `bias`: the dtype of that, where it is not that of q.
     """
     (sq, sk), (hq, hk), (d, dv) = seq, heads, dims
     shapes = ((batch, sq, hq, d), (batch, sk, hk, d), (batch, sk, hk, dv), (batch, sq, hq, dv))
@@ -58,7 +59,7 @@ def draw_inputs(
     over_pairs = [n if axis in full else 1 for axis, n in zip("bhqk", (batch, hq, sq, sk))]
     arrays = {
         "mask": lambda: rng.random(over_pairs) < 0.7,
-        "bias": lambda: draw(rng, dtype, *over_pairs),
+        "bias": lambda: draw(rng, bias or dtype, *over_pairs),
         "alibi_slopes": lambda: (2.0 ** -rng.uniform(1, 8, (batch, hq))).astype(np.float32),
         "sinks": lambda: draw(rng, dtype, hq),
     }

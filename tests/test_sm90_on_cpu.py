@@ -46,9 +46,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "few-queries": ("float16", {"seq": (5, 400), "heads": (12, 2)}, {"causal": True}),
     "softcap": ("bfloat16", {"seq": (100, 250), "batch": 1}, {"softcap": 1.5, "scale": -0.3}),
     "bias": ("float16", {"seq": (200, 250), "batch": 1, "given": ("bias",), "full": "hqk"}, {}),
+    "bias-float32": (
+        "bfloat16", {"seq": (200, 250), "dims": (128, 128), "batch": 2, "given": ("bias", "mask"), "full": "bqk", "bias": "float32"},
+        {"causal": True},
+    ),
+    "bias-of-keys": ("float16", {"seq": (200, 266), "given": ("bias", "mask"), "full": "bk"}, {}),
+    "bias-wide": ("float16", {"seq": (70, 150), "dims": (192, 128), "batch": 1, "given": ("bias",), "bias": "float32"}, {}),
     "scores": ("float16", {"seq": (200, 250), "heads": (4, 2), "batch": 1, "given": SCORES}, {"softcap": 2.0, "causal": True}),
     "scores-128": ("bfloat16", {"seq": (200, 250), "dims": (128, 128), "batch": 1, "given": SCORES}, {"window": (50, 9)}),
-    "scores-wide": ("float16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": SCORES}, {"deterministic": True}),
+    "scores-wide": ("float16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": SCORES[1:]}, {"deterministic": True}),
     "scores-of-few-queries": ("float16", {"seq": (5, 200), "heads": (12, 2), "given": SCORES}, {"softcap": 2.0, "causal": True}),
     "one-query": ("bfloat16", {"seq": (1, 300), "heads": (6, 2), "dims": (128, 128)}, {}),
 }  # fmt: skip
