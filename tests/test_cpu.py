@@ -19,8 +19,7 @@ from reference import (
     draw,
     fresh_rng,
     large_score_units,
-    standard,
-    standard_in_own_precision,
+    references,
     state,
 )
 
@@ -32,8 +31,7 @@ from cupyflash.cpu.pairs import Pairs
 def check(q, k, v, key_mask=None, dout=None, units=None, dlse=None, **options):
     """Forward and, with dout, backward against the reference; returns what was computed, by name."""
     problem = state(q, k, v, key_mask, **options)
-    given = problem, q, k, v, key_mask, dout, dlse
-    exact, own = standard(*given), standard_in_own_precision(*given)
+    exact, own = references(problem, q, k, v, key_mask, dout, dlse)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         out, lse = cpu.forward(problem, q, k, v, key_mask=key_mask)
