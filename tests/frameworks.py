@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import numpy as np
-from reference import Standard, assert_as_good, standard, standard_in_own_precision, state
-from semantics import Inputs
+import reference
+from reference import DTYPES, Standard, assert_as_good, state
+from semantics import Inputs, Judge, Lay, arrays_of_rank, as_caller_has_it, as_reference_has_it
+
+import cupyflash
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -29,7 +35,7 @@ def references(inputs: Inputs, **options: Any) -> tuple[Standard, Standard]:
     """Exact results, and those of standard attention in the inputs' own precision."""
     problem = state(inputs.q, inputs.k, inputs.v, inputs.key_mask, **options, **inputs.given)
     args = (problem, inputs.q, inputs.k, inputs.v, inputs.key_mask, inputs.dout, inputs.dlse)
-    return standard(*args, **inputs.given), standard_in_own_precision(*args, **inputs.given)
+    return reference.references(*args, **inputs.given)
 
 
 def judge(results: dict[str, np.ndarray], exact: Standard, own: Standard) -> None:
@@ -44,3 +50,124 @@ def sleep(stream: Any, cycles: int = 200_000_000) -> None:
     code = 'extern "C" __global__ void sleep(long long n) { long long t = clock64(); while (clock64() - t < n); }'
     with stream:
         cupy.RawKernel(code, "sleep")((1,), (1,), (np.int64(cycles),))
+
+
+# ---- any problem through PyTorch or JAX -----------------------------------------------------------------------------
+
+
+class Library(Protocol):
+    """Arrays of one library on one device."""
+
+    def session(self) -> AbstractContextManager[None]:
+        """In which everything else happens."""
+
+    def put(self, x: np.ndarray, lay: Lay) -> Any: ...
+
+    def get(self, x: Any) -> np.ndarray: ...
+
+    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any]) -> list[Any]:
+        """out, lse and the gradients of q, k and v, by the library's own differentiation."""
+
+
+@functools.cache
+def framework(name: str, on_gpu: bool) -> Framework | None:
+    """PyTorch ("torch") or JAX ("jax") on a device; None where it is not there."""
+    try:
+        if name == "torch":
+            return Framework(Torch("cuda" if on_gpu else "cpu"))
+        return Framework(Jax("gpu" if on_gpu else "cpu"))
+    except (ImportError, RuntimeError):
+        return None
+
+
+class Framework:
+    """Runs problems as `semantics.check` does, through a library that has autograd."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+
+    def check(
+        self, inputs: Inputs, *, rank: int, layout: str, lay: Lay, deterministic: bool, family: str | None, recorded: bool,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """`recorded`: gradients by autograd, not by attention_backward."""
+        judge = Judge(inputs, options, True, False, True)
+        put = self.library.put
+        with self.library.session():
+            q, k, v, dout = (put(as_caller_has_it(x, rank, layout), lay) for x in inputs[:4])
+            options |= {"layout": layout, "family": family, "deterministic": deterministic}
+            options |= {name: put(x, lay) for name, x in arrays_of_rank(inputs, rank).items()}
+            dlse = None if inputs.dlse is None else put(inputs.dlse[(0,) * (4 - rank)], lay)
+            if recorded:
+                out, lse, *grads = self.library.recorded([q, k, v], dout, dlse, options)
+            else:
+                out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+                grads = list(cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options))
+            judge("lse", self.library.get(lse))
+            for name, x in zip(("out", "dq", "dk", "dv"), (out, *grads)):
+                judge(name, as_reference_has_it(self.library.get(x), rank, layout))
+
+
+class Torch:
+    def __init__(self, device: str) -> None:
+        import torch
+
+        torch.zeros(1, device=device)  # RuntimeError where it is not there
+        self.torch, self.device = torch, device
+
+    def session(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def put(self, x: np.ndarray, lay: Lay) -> Any:
+        base = view = np.ascontiguousarray(x)
+        if x.ndim == 4:
+            base = np.full(lay.around(x.shape), np.nan, x.dtype)
+            view = lay.view(base)
+            view[...] = x
+            if min(view.strides) < 0:  # PyTorch has no such
+                base = view = np.ascontiguousarray(x)
+        bits = base.view(np.int16) if base.dtype == DTYPES["bfloat16"] else base
+        tensor = self.torch.from_numpy(bits).to(self.device)
+        tensor = tensor.view(self.torch.bfloat16) if bits is not base else tensor
+        start = (view.__array_interface__["data"][0] - base.__array_interface__["data"][0]) // base.itemsize
+        return tensor.as_strided(view.shape, [s // base.itemsize for s in view.strides], start)
+
+    def get(self, x: Any) -> np.ndarray:
+        x = x.detach().cpu().contiguous()
+        if x.dtype is self.torch.bfloat16:
+            return x.view(self.torch.int16).numpy().view(DTYPES["bfloat16"])
+        return x.numpy()
+
+    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any]) -> list[Any]:
+        leaves = [x.requires_grad_() for x in arrays]
+        out, lse = cupyflash.attention(*leaves, return_lse=True, **options)
+        results, back = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+        return [out, lse, *self.torch.autograd.grad(results, leaves, back)]
+
+
+class Jax:
+    def __init__(self, platform: str) -> None:
+        import jax
+
+        self.jax, self.device = jax, jax.devices(platform)[0]  # RuntimeError where it is not there
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        before = self.jax.config.jax_enable_x64
+        self.jax.config.update("jax_enable_x64", True)
+        try:
+            yield
+        finally:
+            self.jax.config.update("jax_enable_x64", before)
+
+    def put(self, x: np.ndarray, lay: Lay) -> Any:
+        return self.jax.device_put(x, self.device)  # its arrays lie in one way
+
+    def get(self, x: Any) -> np.ndarray:
+        return np.asarray(x)
+
+    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any]) -> list[Any]:
+        from cupyflash.jax import attention
+
+        (out, lse), pull = self.jax.vjp(lambda *x: attention(*x, return_lse=True, **options), *arrays)
+        return [out, lse, *pull((dout, self.jax.numpy.zeros_like(lse) if dlse is None else dlse))]

@@ -37,6 +37,13 @@ def problem(dtype: str, dim: int = 64, dim_v: int | None = None, **fields: Any) 
     return AttentionProblem(dtype=dtype, dim=dim, dim_v=dim if dim_v is None else dim_v, **fields)
 
 
+def some_problems() -> Iterator[AttentionProblem]:
+    """A first look: few problems, with most of the code in them."""
+    for dtype, name in zip(FLOATS, ("everything", "hidden", "everything", "hidden")):
+        for dim in (64, 128, 256):
+            yield problem(dtype, dim, **FEATURES[name])
+
+
 def problems() -> Iterator[AttentionProblem]:
     """The covering set. The two 16-bit formats differ in one instruction, so they share the features out."""
     for dtype in FLOATS:
@@ -51,7 +58,7 @@ def problems() -> Iterator[AttentionProblem]:
                         yield problem(dtype, *dims, batch=10, seq_q=FEW[dims], **fields)
 
 
-FAMILY_ARCHS = [
+FAMILY_ARCHS = [  # architectures from the oldest on
     (family, arch)
     for family, room in FAMILIES.items()
     for arch in ARCHS

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu import Launch, as_cpp, compile_all, launch
-from reference import assert_as_good, standard, standard_in_own_precision, state
+from reference import assert_as_good, references, state
 from semantics import draw_inputs
 
 from cupyflash.gpu.device import Arch
@@ -43,8 +43,7 @@ def check(
         plain = family in ("simt", "flash1")  # tensor cores multiply what is hidden by 0
         k[~key_mask], v[~key_mask] = (np.nan, np.inf) if plain else (100, 100)  # what is hidden must not matter
     problem = state(q, k, v, key_mask, **options, **others)
-    exact = standard(problem, q, k, v, key_mask, dout, dlse, **others)
-    own = standard_in_own_precision(problem, q, k, v, key_mask, dout, dlse, **others)
+    exact, own = references(problem, q, k, v, key_mask, dout, dlse, **others)
 
     plans = [plan(problem, arch, b, family, tiles[b] and {family: tiles[b]}) for b in (False, True)]
     lengths = {row.name: row.lengths(others[row.name].shape) for row in ARRAYS if row.gradient and row.name in others}

@@ -12,8 +12,7 @@ from reference import (
     draw,
     flash2_in_own_precision,
     large_score_units,
-    standard,
-    standard_in_own_precision,
+    references,
     state,
 )
 
@@ -109,55 +108,24 @@ def check(
 
     `wrt`: optional arrays whose gradients are asked for, all that are given unless said.
 
-    Of `thousands` of random problems a few miss that by luck: there dq, dk and gradients of optional arrays may also be as
-    good as the published algorithm is on this very problem, computed in float64 and rounded where it rounds.
-
     Arrays are given in `rank` dimensions, `layout` and `lay`; results go into arrays that hold NaN before, and nothing
-    around them may be touched.
+    around them may be touched. `large_scores` and `thousands` as `Judge` has them.
     """
-    q, k, v, dout, key_mask, dlse, others = inputs
-    problem = state(q, k, v, key_mask, **options, **others)
-    dtype = problem.dtype
-    exact = standard(problem, q, k, v, key_mask, dout if backward else None, dlse, **others)
-    own = standard_in_own_precision(problem, q, k, v, key_mask, dout if backward else None, dlse, **others)
-
-    units = large_score_units(problem, q, k, others.get("bias")) if large_scores else {}
-
-    def judge(name: str, actual: np.ndarray) -> None:
-        right, unit = getattr(exact, name), max(units.get(name, 1.0), exact.unit(name))
-        try:
-            assert_as_good(actual, right, getattr(own, name), name, unit)
-        except AssertionError:
-            if not (thousands and name not in ("out", "lse", "dv") and dtype in ("float16", "bfloat16")):
-                raise
-            published = flash2_in_own_precision(problem, q, k, v, key_mask, dout, **others)[name]
-            error, allowed = (np.abs(x.astype(np.float64) - right).max() for x in (actual, published))
-            print(
-                f"{name} by luck: off by {error:.4e}, FlashAttention-2's algorithm in this precision by {allowed:.4e}"
-            )
-            if not error <= 1.1 * allowed:
-                raise
-
-    given = [_placed(backend, _as_caller_has_it(x, rank, layout), lay)[1] for x in (q, k, v, dout)]
+    q, k, v, dout = inputs[:4]
+    others = inputs.given
+    judge = Judge(inputs, options, backward, large_scores, thousands)
+    dtype = judge.problem.dtype
+    given = [_placed(backend, as_caller_has_it(x, rank, layout), lay)[1] for x in (q, k, v, dout)]
     options |= {"layout": layout, "family": backend.family}
-    if key_mask is not None:
-        options["key_mask"] = backend.put(key_mask if rank == 4 else key_mask[0])
-    for row in ARRAYS:
-        if row.name in others:
-            x = others[row.name]
-            lost = len(row.axes) - len(row.has(rank))  # axes of length 1, that q has not
-            if x.ndim == len(row.axes):
-                x = x.reshape(x.shape[lost:])
-            options[row.name] = _placed(backend, x, lay)[1] if x.ndim == 4 else backend.put(x)
+    for name, x in arrays_of_rank(inputs, rank).items():
+        options[name] = _placed(backend, x, lay)[1] if x.ndim == 4 else backend.put(x)
 
     base, out = _unwritten(backend, q.shape[:-1] + v.shape[-1:], dtype, rank, layout, lay)
     backend.poison()
     result, lse = attention(*given[:3], out=out, return_lse=True, **options)
     assert result is out
-    lse_host = backend.get(lse)
-    assert lse_host.dtype == problem.lse_dtype
-    judge("out", _as_reference_has_it(backend.get(out), rank, layout))
-    judge("lse", lse_host.reshape(exact.lse.shape))
+    judge("out", as_reference_has_it(backend.get(out), rank, layout))
+    judge("lse", backend.get(lse))
     _assert_untouched_around(backend, base, lay)
     if not backward:
         return
@@ -167,8 +135,8 @@ def check(
     if wrt is None:
         wrt = [row.name for row in ARRAYS if row.gradient and row.name in others]
     backend.poison()
-    if dlse is not None:
-        options["dlse"] = backend.put(dlse.reshape(lse.shape))
+    if inputs.dlse is not None:
+        options["dlse"] = backend.put(inputs.dlse.reshape(lse.shape))
     results = attention_backward(
         given[3], *given[:3], out, lse, deterministic=deterministic, grads=grads, wrt=wrt, **options
     )  # fmt: skip
@@ -182,18 +150,68 @@ def check(
         judge(f"d{row.name}", found.reshape(x.shape))
     for name, (base, view), result in zip(("dq", "dk", "dv"), written, results):
         assert result is view
-        judge(name, _as_reference_has_it(backend.get(view), rank, layout))
+        judge(name, as_reference_has_it(backend.get(view), rank, layout))
         _assert_untouched_around(backend, base, lay)
 
 
-def _as_caller_has_it(x: np.ndarray, rank: int, layout: str) -> np.ndarray:
+class Judge:
+    """The problem that inputs and options state, and a verdict on each of its results, in the shapes of the reference.
+
+    `large_scores`: some are so far from 0 that luck decides, see `large_score_units`. Of `thousands` of random problems a few
+    miss the criterion by luck: there dq, dk and gradients of optional arrays may also be as good as the published algorithm is on this very problem,
+    computed in float64 and rounded where it rounds.
+    """
+
+    def __init__(
+        self, inputs: Inputs, options: dict[str, Any], backward: bool, large_scores: bool, thousands: bool
+    ) -> None:
+        q, k, v, dout, key_mask, dlse, others = inputs
+        self.inputs, self.thousands = inputs, thousands
+        self.problem = state(q, k, v, key_mask, **options, **others)
+        self.exact, self.own = references(
+            self.problem, q, k, v, key_mask, dout if backward else None, dlse, **others
+        )  # fmt: skip
+        self.units = large_score_units(self.problem, q, k, others.get("bias")) if large_scores else {}
+
+    def __call__(self, name: str, actual: np.ndarray) -> None:
+        right = getattr(self.exact, name)
+        if name == "lse":  # where q has no batch axis, or no heads, it has none either
+            assert actual.dtype == self.problem.lse_dtype, f"lse has dtype {actual.dtype}"
+            actual = actual.reshape(right.shape)
+        try:
+            unit = max(self.units.get(name, 1.0), self.exact.unit(name))
+            assert_as_good(actual, right, getattr(self.own, name), name, unit)
+        except AssertionError:
+            if not (self.thousands and name not in ("out", "lse", "dv") and self.problem.dtype in ("float16", "bfloat16")):
+                raise
+            q, k, v, dout, key_mask, dlse, others = self.inputs
+            published = flash2_in_own_precision(self.problem, q, k, v, key_mask, dout, dlse, **others)[name]
+            error, allowed = (np.abs(x.astype(np.float64) - right).max() for x in (actual, published))
+            print(
+                f"{name} by luck: off by {error:.4e}, FlashAttention-2's algorithm in this precision by {allowed:.4e}"
+            )
+            if not error <= 1.1 * allowed:
+                raise
+
+
+def arrays_of_rank(inputs: Inputs, rank: int) -> dict[str, np.ndarray]:
+    """The optional arrays, key_mask among them, as a caller with q of `rank` dimensions has them."""
+    given = dict(inputs.given) if inputs.key_mask is None else {"key_mask": inputs.key_mask, **inputs.given}
+    for row in ARRAYS:
+        x = given.get(row.name)
+        if x is not None and x.ndim == len(row.axes):  # else leading axes are left out already
+            given[row.name] = x.reshape(x.shape[len(row.axes) - len(row.has(rank)) :])
+    return given
+
+
+def as_caller_has_it(x: np.ndarray, rank: int, layout: str) -> np.ndarray:
     if rank == 2:
         return x[0, :, 0]
     x = x if layout == "bshd" else x.swapaxes(1, 2)
     return x if rank == 4 else x[0]
 
 
-def _as_reference_has_it(x: np.ndarray, rank: int, layout: str) -> np.ndarray:
+def as_reference_has_it(x: np.ndarray, rank: int, layout: str) -> np.ndarray:
     if rank == 2:
         return x[None, :, None]
     x = x if rank == 4 else x[None]
@@ -209,7 +227,7 @@ def _placed(backend: Backend, x: np.ndarray, lay: Lay) -> tuple[Any, Any]:
 
 
 def _unwritten(backend: Backend, shape: Shape, dtype: str, rank: int, layout: str, lay: Lay) -> tuple[Any, Any]:
-    shape = _as_caller_has_it(np.empty(shape, bool), rank, layout).shape
+    shape = as_caller_has_it(np.empty(shape, bool), rank, layout).shape
     base = backend.nan(lay.around(shape), dtype)
     return base, lay.view(base)
 

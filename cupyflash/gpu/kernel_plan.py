@@ -9,7 +9,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ..problem import ARRAYS, AXES, ITEMSIZE, AttentionProblem, Given
 
-
 PAIRWISE = tuple(rule.name for rule in ARRAYS if rule.axes == AXES)  # arrays over pairs of a query and a key
 
 

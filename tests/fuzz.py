@@ -1,0 +1,318 @@
+"""Random problems over every option, array library and layout, on a CPU or a GPU, each judged against float64.
+
+    python tests/fuzz.py --problems 2000                     # NumPy, PyTorch and JAX on the CPU
+    python tests/fuzz.py --problems 1000000 --record tests/fuzz_runs.json    # every kernel family, where there is a GPU
+    python tests/fuzz.py --seed 7 --only 12:345              # one problem again
+
+On a GPU what is asked becomes constants of a kernel, which takes seconds to compile. So kinds are drawn first: all that a
+kernel is compiled with. Of each kind many problems are drawn, in which only shapes, numbers and places in memory differ.
+Problem n of kind k is drawn from (seed, k, n), and from nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TOP = Path(__file__).resolve().parent.parent
+if __name__ in ("__main__", "__mp_main__"):  # as a script, and in the processes that it starts
+    sys.path.insert(0, str(TOP))
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("CUPYFLASH_CONFIG_DIR", os.devnull)  # not with tiles that were tuned here
+
+import numpy as np
+from backends import CPU, Backend, no_gpu
+from frameworks import framework
+from reference import DTYPES
+from semantics import CONTIGUOUS, LAYS, Inputs, check, draw_inputs
+
+from cupyflash.gpu.plan import FAMILIES
+from cupyflash.gpu.source import sources_digest
+from cupyflash.problem import ARRAYS, FLOATS, ITEMSIZE
+
+# Head dimensions from one of these (and not it) to the next have a kernel in common, in every family.
+EDGES = (*range(0, 257, 16), 300)
+# Queries that a packed tile of the Hopper forward has room for, beside 64, 16, 8, 4 or 2 heads.
+FEW = ((1, 2), (3, 8), (9, 16), (17, 32), (33, 64))
+GROUPED = 64  # with more queries than this there is no packing; nor with as many heads or fewer on a GPU of some size
+PROBLEMS_OF_A_KIND = 500
+FAILURES = 20  # and then it ends
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What becomes constants of kernels, and whose arrays it is asked with."""
+
+    family: str | None  # None: the CPU
+    dtype: str
+    library: str
+    dims: tuple[int, int]  # the upper EDGES of the head dimensions of q and v
+    causal: bool | str
+    left: bool  # is there a bound on that side of the diagonal that hides something?
+    right: bool
+    negative: bool  # the scale
+    softcap: bool
+    key_mask: bool
+    given: tuple[tuple[str, str], ...]  # the other optional arrays and their dtypes
+    deterministic: bool
+    few: tuple[int, int] | None  # queries of heads that share keys, from and to
+
+
+def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: str) -> Kind:
+    """A kind that this backend takes."""
+    takes = [edge for edge in EDGES[1:] if backend.takes(dtype, edge, edge)]
+    dim, other = (int(takes[rng.integers(len(takes))]) for _ in range(2))
+    causal = [False, True, "top_left"][rng.integers(3)]
+    scored = rng.random() < 0.5 and backend.takes(dtype, 64, 64, softcap=1.0)
+    given = []
+    for row in ARRAYS:
+        if row.name != "key_mask" and scored and rng.random() < 0.4:
+            dtypes = [dtype if x == "q" else x for x in row.dtypes]
+            given.append((row.name, dtypes[rng.integers(len(dtypes))]))
+    return Kind(
+        backend.family, dtype, library,
+        dims=(dim, other if rng.random() < 0.4 else dim),
+        causal=causal,
+        left=bool(rng.random() < 0.3),
+        right=bool(causal or rng.random() < 0.3),
+        negative=bool(rng.random() < 0.15),
+        softcap=bool(scored and rng.random() < 0.4),
+        key_mask=bool(rng.random() < 0.3),
+        given=tuple(given),
+        deterministic=bool(rng.random() < 0.3),
+        few=FEW[rng.integers(len(FEW))] if rng.random() < 0.2 else None,
+    )  # fmt: skip
+
+
+class Problem(NamedTuple):
+    """What `check` takes, beside the backend."""
+
+    inputs: Inputs
+    options: dict[str, Any]
+    text: str
+
+
+def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
+    rank = 4 if kind.few or rng.random() < 0.8 else int(rng.integers(2, 4))
+    heads_k, group = (int(n) for n in rng.integers(1, 4, 2))
+    if rank == 2:
+        heads_k = group = 1
+    least = 2 if kind.left or kind.right else 1  # a bound that hides nothing is not there
+    longest = int(rng.choice([20, 60, 130, 300, 1100], p=[0.4, 0.4, 0.17, 0.025, 0.005]))
+    seq_q, seq_k = (int(n) for n in rng.integers(least, longest + 1, 2))
+    if kind.few:
+        group = int(rng.integers(2, 9))
+        seq_q = int(rng.integers(max(least, kind.few[0]), kind.few[1] + 1))
+    elif group > 1:
+        seq_q += GROUPED
+    heads = heads_k * group
+    # Where a handful of rows decides, luck does, in 16 bits.
+    enough = 1 + 200 // (heads * min(seq_q, seq_k)) if ITEMSIZE[kind.dtype] == 2 else 1
+    batch = enough + int(rng.integers(3)) if not kind.few else max(enough, 1 + 160 // heads)
+    if rank < 4:
+        batch, seq_q, seq_k = 1, max(seq_q, 200 // heads), max(seq_k, 200 // heads)
+
+    dims = tuple(int(rng.integers(EDGES[EDGES.index(edge) - 1] + 1, edge + 1)) for edge in kind.dims)
+    inputs = draw_inputs(
+        rng, kind.dtype, batch=batch, seq=(seq_q, seq_k), heads=(heads, heads_k), dims=dims, key_mask=kind.key_mask,
+        dlse=float(10.0 ** rng.uniform(-1, 1)) if rng.random() < 0.3 else 0.0,
+        given=[name for name, _ in kind.given],
+        full="".join(axis for axis in "bhqk" if rng.random() < 0.6),
+    )  # fmt: skip
+    for name, dtype in kind.given:
+        inputs.given[name] = inputs.given[name].astype(DTYPES.get(dtype, dtype))
+    if kind.key_mask and rng.random() < 0.3:
+        thin = inputs.key_mask[:1] if rng.random() < 0.5 else inputs.key_mask[:, :1]
+        inputs = inputs._replace(key_mask=thin)
+
+    # Keys to the left of the last query's diagonal and to the right of the first one's: what a bound is less than.
+    reach_left, reach_right = (seq_q, seq_k) if kind.causal == "top_left" else (seq_k, seq_q)
+    left = int(rng.integers(reach_left - 1)) if kind.left else None
+    right = int(rng.integers(reach_right - 1)) if kind.right and not kind.causal else None
+    size = float(rng.choice([0.0, rng.uniform(0, 2), 1.0])) / max(dims[0], 1) ** 0.5
+    scale = -max(size, 1e-3) if kind.negative else [None, size][rng.integers(2)]
+    options = {
+        "rank": rank,
+        "layout": ["bshd", "bhsd"][rng.integers(2)],
+        "causal": kind.causal,
+        "window": None if left is None and right is None else (left, right),
+        "scale": scale,
+        "softcap": float(rng.uniform(0.5, 20)) if kind.softcap else None,
+        "deterministic": kind.deterministic,
+    }
+    lay = list(LAYS)[rng.integers(len(LAYS))] if rank == 4 and rng.random() < 0.5 else "contiguous"
+    shapes = " ".join(f"{name}{tuple(x.shape)}" for name, x in zip("qkv", inputs))
+    given = {name: f"{x.dtype}{x.shape}" for name, x in inputs.given.items()}
+    text = f"{shapes} {given} dlse={inputs.dlse is not None} {options} {lay}"
+    return Problem(inputs, options | {"lay": LAYS.get(lay, CONTIGUOUS)}, text)
+
+
+def run_one(kind: Kind, seed: tuple[int, ...]) -> tuple[str, str | None]:
+    """One problem of a kind: what it was, and what is wrong with what came of it."""
+    rng = np.random.default_rng(seed)
+    problem = draw_problem(rng, kind)
+    try:
+        if kind.library in ("numpy", "cupy"):
+            check(Sparing(kind.family or "cpu", kind.family), problem.inputs, thousands=True, **problem.options)
+        else:
+            library = framework(kind.library, kind.family is not None)
+            library.check(problem.inputs, family=kind.family, recorded=rng.random() < 0.5, **problem.options)
+    except Exception as error:  # noqa: BLE001 (whatever it is, it is what the fuzzer looks for)
+        wrong = f"{type(error).__name__}: {error}"
+        return problem.text, wrong if isinstance(error, AssertionError) else f"{wrong}\n{traceback.format_exc()}"
+    return problem.text, None
+
+
+class Sparing(Backend):
+    """A backend that fills free memory with NaN now and then: each time, that would take as long as all else."""
+
+    _calls = itertools.count()
+
+    def poison(self) -> None:
+        if next(Sparing._calls) % 32 == 0:
+            super().poison()
+
+
+# ---- the script -----------------------------------------------------------------------------------------------------
+
+
+class Result(NamedTuple):
+    """Of a kind's problems."""
+
+    index: int
+    kind: Kind
+    problems: int
+    failures: list[str]
+
+
+def libraries(on_gpu: bool) -> list[str]:
+    """Those that are there."""
+    return ["cupy" if on_gpu else "numpy"] + [name for name in ("torch", "jax") if framework(name, on_gpu) is not None]
+
+
+def backends(on_gpu: bool) -> list[Backend]:
+    """The newest kernels most often."""
+    if not on_gpu:
+        return [CPU]
+    there = [Backend(name, name) for name in FAMILIES if Backend(name, name).takes("float16", 64, 64)]
+    return [backend for n, backend in enumerate(there) for _ in range(len(there) - n)]
+
+
+def kind_of(args: argparse.Namespace, k: int, names: list[str]) -> Kind:
+    rng = np.random.default_rng([args.seed, k])
+    choice = [x for x in backends(not args.cpu) if args.family in (None, x.family)]
+    backend = choice[rng.integers(len(choice))]
+    dtypes = [x for x in FLOATS if backend.takes(x, 64, 64) and args.dtype in (None, x)]
+    if not dtypes:
+        raise SystemExit(f"{args.dtype} is no dtype that {backend.name} takes")
+    # Half of them with NumPy or CuPy, whose arrays may lie in memory in every way.
+    library = names[0] if rng.random() < 0.5 else names[rng.integers(len(names))]
+    return draw_kind(rng, backend, dtypes[rng.integers(len(dtypes))], library)
+
+
+def run_kind(work: tuple[argparse.Namespace, int, range, list[str]]) -> Result:
+    args, k, numbers, names = work
+    kind = kind_of(args, k, names)
+    failures = []
+    for done, n in enumerate(numbers, 1):
+        text, wrong = run_one(kind, (args.seed, k, n))
+        if args.only:
+            print(f"{kind}\n{text}")
+        if wrong:
+            failures.append(f"--seed {args.seed} --only {k}:{n}: {kind}\n  {text}\n  {wrong}")
+            if len(failures) >= FAILURES:
+                return Result(k, kind, done, failures)
+    return Result(k, kind, len(numbers), failures)
+
+
+def spread(problems: int, kinds: int) -> Iterator[tuple[int, range]]:
+    """The numbers of the problems of each kind."""
+    for k in range(kinds):
+        yield k, range(problems // kinds + (k < problems % kinds))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", type=int, default=1000)
+    parser.add_argument("--kinds", type=int, help=f"default: one for every {PROBLEMS_OF_A_KIND} problems, 20 at least")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; default: the cores")
+    parser.add_argument("--cpu", action="store_true", help="NumPy's way even where there is a GPU")
+    parser.add_argument("--family", choices=FAMILIES, help="only these kernels")
+    parser.add_argument("--dtype", choices=FLOATS, help="only this one")
+    parser.add_argument("--library", choices=("numpy", "cupy", "torch", "jax"), help="only this one's arrays")
+    parser.add_argument(
+        "--only", metavar="K:N", help="problem N of kind K of that seed; the other options as they were"
+    )
+    parser.add_argument("--record", type=Path, metavar="PATH", help="add what was run to this list (JSON)")
+    args = parser.parse_args(arguments)
+    if not args.cpu and no_gpu():
+        print(f"on the CPU: {no_gpu()}")
+        args.cpu = True
+    if args.cpu and args.family:
+        parser.error(f"--family {args.family} needs a GPU")
+    names = [x for x in libraries(not args.cpu) if args.library in (None, x)]
+    if not names:
+        parser.error(f"--library: {args.library} is not there, or not for this device")
+    if args.only:
+        k, n = map(int, args.only.split(":"))
+        result = run_kind((args, k, range(n, n + 1), names))
+        print("\n".join(result.failures) or "right")
+        return bool(result.failures)
+
+    kinds = min(args.problems, args.kinds or max(20, args.problems // PROBLEMS_OF_A_KIND))
+    work = [(args, k, numbers, names) for k, numbers in spread(args.problems, kinds)]
+    print(f"seed {args.seed}: {args.problems:,} problems of {kinds} kinds, arrays of {', '.join(names)}", flush=True)
+    done, counts, failures, start = 0, Counter[str](), [], time.monotonic()
+    for result in results(work, args.jobs):
+        done += result.problems
+        counts[f"{result.kind.family or 'cpu'}/{result.kind.dtype}/{result.kind.library}"] += result.problems
+        failures += result.failures
+        rate = done / (time.monotonic() - start)
+        print(f"{done:,} problems, {len(failures)} wrong, {rate:,.0f}/s", *result.failures, sep="\n", flush=True)
+        if len(failures) >= FAILURES:
+            break
+    if args.record:
+        record(args, done, kinds, counts, failures)
+    print(f"seed {args.seed}: {done:,} problems of {kinds} kinds, {len(failures)} wrong")
+    return bool(failures)
+
+
+def results(work: list[Any], jobs: int) -> Iterator[Result]:
+    """In the order in which they are done. A process for each job: those that share a GPU each have their own kinds."""
+    if jobs == 1:
+        yield from map(run_kind, work)
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes, which have a core each
+    with multiprocessing.get_context("spawn").Pool(min(jobs, len(work))) as pool:
+        yield from pool.imap_unordered(run_kind, work)
+
+
+def record(args: argparse.Namespace, problems: int, kinds: int, counts: Counter[str], failures: list[str]) -> None:
+    from gpu_report import machine
+
+    runs = json.loads(args.record.read_text(encoding="utf-8")) if args.record.exists() else []
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    facts = {"gpu": None} if args.cpu else machine()
+    filters = {name: getattr(args, name) for name in ("family", "dtype", "library") if getattr(args, name)}
+    runs.append(
+        {**facts, "date": now, "sources": sources_digest(), "seed": args.seed, "problems": problems, "kinds": kinds,
+         **filters, "wrong": len(failures), "counts": dict(sorted(counts.items()))}
+    )  # fmt: skip
+    args.record.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

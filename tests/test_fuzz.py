@@ -1,0 +1,81 @@
+"""The fuzzer: it is right about what is right, finds what is wrong, and can say it again."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import fuzz
+import numpy as np
+import pytest
+import semantics
+from backends import Backend, pairs
+from reference import state
+
+from cupyflash.gpu.device import Arch
+from cupyflash.gpu.plan import plan
+from cupyflash.gpu.source import generate
+from cupyflash.problem import OPTIONS
+
+SMALL = ["--cpu", "--jobs", "1", "--kinds", "12"]
+
+
+def test_every_library_is_right(tmp_path: Path) -> None:
+    path = tmp_path / "runs.json"
+    for seed in ("1", "2"):
+        assert fuzz.main([*SMALL, "--problems", "30", "--seed", seed, "--record", str(path)]) == 0
+    first, second = json.loads(path.read_text())
+    assert (first["seed"], second["seed"]) == (1, 2) and first["gpu"] is None and not first["wrong"]
+    for run in (first, second):
+        assert run["problems"] == sum(run["counts"].values()) == 30
+    seen = {name.split("/")[2] for name in (*first["counts"], *second["counts"])}
+    assert seen == set(fuzz.libraries(False))
+
+
+def test_what_is_wrong_is_found_and_found_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = semantics.attention_backward
+
+    def wrong(*arrays: object, **options: object) -> object:
+        grads = real(*arrays, **options)
+        if options["softcap"]:
+            grads.dk[...] *= grads.dk.dtype.type(1.1)
+        return grads
+
+    monkeypatch.setattr(semantics, "attention_backward", wrong)
+    these = [*SMALL, "--library", "numpy", "--seed", "4"]
+    assert fuzz.main([*these, "--problems", "36"]) == 1
+    said = capsys.readouterr().out
+    found = re.findall(r"--seed 4 --only (\d+:\d+): Kind\(.*softcap=True.*\n.*\n  AssertionError: dk is off by", said)
+    assert found and f"{len(found)} wrong" in said.splitlines()[-1]
+    assert fuzz.main([*these, "--only", found[0]]) == 1
+    assert "dk is off by" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert fuzz.main([*these, "--only", found[0]]) == 0
+    assert capsys.readouterr().out.endswith("right\n")
+
+
+def test_processes_share_the_kinds_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fuzz.main(["--cpu", "--jobs", "2", "--kinds", "3", "--problems", "7", "--library", "numpy"]) == 0
+    assert "7 problems of 3 kinds, 0 wrong" in capsys.readouterr().out
+    assert [list(numbers) for _, numbers in fuzz.spread(7, 3)] == [[0, 1, 2], [0, 1], [0, 1]]
+
+
+GPU_PAIRS = [(backend, dtype) for backend, dtype in pairs() if backend.family]
+
+
+@pytest.mark.parametrize(("backend", "dtype"), GPU_PAIRS, ids=[f"{b.name}-{d}" for b, d in GPU_PAIRS])
+def test_a_kind_is_what_kernels_are_compiled_with(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """A forward and a backward, however many problems: else a million of them would take days."""
+    arch = Arch.of("sm_90a")
+    for _ in range(4):
+        kind = fuzz.draw_kind(rng, backend, dtype, "cupy")
+        sources = set()
+        for seed in rng.integers(2**32, size=8):
+            inputs, options, _ = fuzz.draw_problem(np.random.default_rng(int(seed)), kind)
+            options = {row.name: options[row.name] for row in OPTIONS if row.name != "layout"}
+            problem = state(*inputs[:3], inputs.key_mask, **options, **inputs.given)
+            sources |= {generate(plan(problem, arch, backward, backend.family)) for backward in (False, True)}
+        assert len(sources) == 2, kind
