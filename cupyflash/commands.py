@@ -252,20 +252,24 @@ def bench(
     suites: Annotated[
         list[str] | None,
         typer.Argument(
-            help="forward, backward, host, jit, memory, fp32, figures, training, ladder, cpu; paper: what the papers "
-            "report; all; plot draws the results."
+            help="forward, backward, host, jit, memory, fp32, figures, training, ladder, scores, cpu; paper: what the "
+            "papers report; all; plot draws the results."
         ),
     ] = None,
     family: Family = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the JSON files. Default bench/results/<gpu>.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="For the suites forward, backward, figures, memory. Default: bfloat16.")
+        str | None, typer.Option(help="For the suites forward, backward, figures, memory, scores. Default: bfloat16.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer problems, rounds and milliseconds.")] = False,
     rounds: Annotated[int | None, typer.Option(min=1, help="Samples of each candidate. Default 7, quick 3.")] = None,
     min_ms: Annotated[
         float | None, typer.Option(min=0.1, help="Least duration of a sample. Default 20, quick 5.")
     ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Suite scores: this row, or all whose names begin so. May be repeated.")
+    ] = None,
+    slow: Annotated[bool, typer.Option("--slow", help="Suite scores: the slow peers too.")] = False,
 ) -> None:
     """Measure beside every other attention that can be imported, in turn in the same run."""
     from .bench import plot, run
@@ -275,7 +279,9 @@ def bench(
             typer.echo(path)
         return
     dtype = None if dtype is None else DTYPES.get(dtype, dtype)
-    raise typer.Exit(run(suites or ("forward", "backward"), family, out, quick, dtype, rounds, min_ms))
+    raise typer.Exit(
+        run(suites or ("forward", "backward"), family, out, quick, dtype, rounds, min_ms, only or (), slow)
+    )
 
 
 def _print(what: Any) -> None:

@@ -781,7 +781,9 @@ def test_bench_is_handed_over(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_pat
     few = ("--rounds", 2, "--min-ms", 1.5)
     code, _, err = run("bench", "fp32", "host", "--family", "simt", "--quick", "--out", tmp_path, "--dtype=fp16", *few)
     assert (code, err) == (1, "")
-    assert calls == [(["fp32", "host"], "simt", tmp_path, True, "float16", 2, 1.5)]
+    assert calls == [(["fp32", "host"], "simt", tmp_path, True, "float16", 2, 1.5, (), False)]
+    assert run("bench", "scores", "--only", "bias", "--only=mask", "--slow")[0] == 1
+    assert calls[1] == (["scores"], None, None, False, None, None, None, ["bias", "mask"], True)
 
 
 def test_bench_of_an_unknown_suite(run: Run) -> None:

@@ -16,6 +16,8 @@ def run(
     dtype: str | None = None,
     rounds: int | None = None,
     min_ms: float | None = None,
+    only: Sequence[str] = (),
+    slow: bool = False,
 ) -> int:
     """Run suites, print a table of each and write `<out>/<suite>.json` after every row.
 
@@ -23,7 +25,7 @@ def run(
     ----------
     suites : names
         "forward", "backward" (the papers' grid), "host", "jit", "memory", "fp32", "figures", "training", "ladder",
-        "cpu"; "paper" (figures, memory and training: what the papers report), or "all": those that need a GPU.
+        "scores", "cpu"; "paper" (figures, memory and training: what the papers report), or "all": those that need a GPU.
     family : str, optional
         Force this kernel family; the file is then `<family>_<suite>.json`.
     out : folder, optional
@@ -31,19 +33,23 @@ def run(
     quick : bool
         Fewer problems, rounds and milliseconds.
     dtype : str, optional
-        For the suites "forward", "backward", "figures" and "memory". Default "bfloat16".
+        For the suites "forward", "backward", "figures", "memory" and "scores". Default "bfloat16".
     rounds, min_ms : optional
         Samples of each candidate, and the least duration of one in milliseconds. Default 7 and 20, with quick 3 and 5.
+    only : names, optional
+        For the suite "scores": rows to measure, or how their names begin. Default folder as with quick.
+    slow : bool
+        For the suite "scores": also the peers that are too slow to be of interest, after the others in each row.
 
     Returns
     -------
     int
         0; 1 where a problem gave no result or a wrong one; 2 where a suite is unknown, cannot run here or cannot use
-        the family or dtype, after a message that says why.
+        the family, dtype or rows, after a message that says why.
     """
     from .runner import run as _run
 
-    return _run(suites, family, out, quick, dtype, rounds, min_ms)
+    return _run(suites, family, out, quick, dtype, rounds, min_ms, only, slow)
 
 
 def plot(results: str | PathLike[str] = "bench/results", docs: str | PathLike[str] = "docs") -> list[str]:

@@ -20,6 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer problems, rounds and milliseconds")
     parser.add_argument("--rounds", type=int, help="samples of each candidate")
     parser.add_argument("--min-ms", type=float, help="least duration of a sample")
+    parser.add_argument("--only", action="append", default=[], help="suite scores: rows, or how their names begin")
+    parser.add_argument("--slow", action="store_true", help="suite scores: the slow peers too")
     parser.add_argument("--results", default="bench/results", help="plot: where the JSON files are")
     parser.add_argument("--docs", default="docs", help="plot: where the pictures and benchmarks.md go")
     args = parser.parse_args(arguments)
@@ -27,7 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
         for path in plot(args.results, args.docs):
             print(path)
         return 0
-    return run(args.suites, args.family, args.out, args.quick, args.dtype, args.rounds, args.min_ms)
+    return run(
+        args.suites, args.family, args.out, args.quick, args.dtype, args.rounds, args.min_ms, args.only, args.slow
+    )
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import operator
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .. import attention, attention_backward
@@ -15,16 +17,22 @@ from ..timing import Candidate, reason
 
 
 class Case(NamedTuple):
-    """Inputs that everyone shares: PyTorch tensors (B, S, H, D)."""
+    """Inputs that everyone shares: PyTorch tensors (B, S, H, D).
+
+    `scores` is what else `attention` is given, softcap and optional arrays by name; `wrt` names those of them whose gradients
+    are wanted too. "ours", PyTorch's and FlexAttention know of these; who does not is found wrong where they are given.
+    """
 
     q: Any
     k: Any
     v: Any
     dout: Any
     causal: bool
+    scores: Mapping[str, Any] = MappingProxyType({})
+    wrt: tuple[str, ...] = ()
 
 
-Prepare = Callable[[Case, bool], Candidate]  # (case, backward) -> what is timed: (out,) or (dq, dk, dv)
+Prepare = Callable[[Case, bool], Candidate]  # (case, backward) -> what is timed: (out,) or (dq, dk, dv, those of wrt)
 
 
 def make_case(
@@ -44,11 +52,20 @@ def ours(family: str | None = None) -> Prepare:
     """This package on the PyTorch tensors themselves."""
 
     def prepare(case: Case, backward: bool) -> Candidate:
-        q, k, v, dout, causal = case
+        q, k, v, dout = case[:4]
+        given: dict[str, Any] = {"causal": case.causal, **case.scores, "family": family}
         if not backward:
-            return Candidate(lambda: (attention(q, k, v, causal=causal, family=family),))
-        out, lse = attention(q, k, v, causal=causal, family=family, return_lse=True)
-        return Candidate(lambda: attention_backward(dout, q, k, v, out, lse, causal=causal, family=family))
+            return Candidate(lambda: (attention(q, k, v, **given),))
+        out, lse = attention(q, k, v, **given, return_lse=True)
+        if not case.wrt:
+            return Candidate(lambda: attention_backward(dout, q, k, v, out, lse, **given))
+        given["wrt"] = case.wrt
+
+        def call() -> tuple[Any, ...]:
+            found = attention_backward(dout, q, k, v, out, lse, **given)
+            return tuple(getattr(found, f"d{name}") for name in ("q", "k", "v", *case.wrt))
+
+        return Candidate(call)
 
     return prepare
 
@@ -63,25 +80,99 @@ def ours_numpy(case: Case, backward: bool) -> Candidate:
 
 
 def sdpa(backend: str | None = None) -> Prepare:
-    """PyTorch's scaled_dot_product_attention with one of its backends, or the one that PyTorch chooses."""
+    """PyTorch's scaled_dot_product_attention with one of its backends, or the one that PyTorch chooses.
+
+    It takes one array for bias and masks: a bias with a key mask is added up in every call.
+    """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     context = nullcontext if backend is None else functools.partial(sdpa_kernel, getattr(SDPBackend, backend))
 
-    def forward(q: Any, k: Any, v: Any, causal: bool) -> Any:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+    def prepare(case: Case, backward: bool) -> Candidate:
+        hidden = None
+        if "key_mask" in case.scores:
+            seen = case.scores["key_mask"][:, None, None]
+            hidden = torch.zeros_like(seen, dtype=case.q.dtype).masked_fill(~seen, -torch.inf)
 
-    return functools.partial(_differentiable, forward, context)
+        def forward(case: Case) -> Any:
+            q, k, v = (x.transpose(1, 2) for x in case[:3])
+            added = case.scores.get("bias", case.scores.get("mask"))
+            if hidden is not None:
+                added = hidden if added is None else added + hidden
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=added, is_causal=case.causal)
+            return out.transpose(1, 2)
+
+        return _differentiable(forward, context, case, backward)
+
+    return prepare
+
+
+def flex() -> Prepare:
+    """FlexAttention as torch.compile makes it, with kernel options of its own choice; the block mask is made beforehand."""
+    import torch
+    import torch._functorch.config
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined]  # or a backward could not be called again
+
+    def prepare(case: Case, backward: bool) -> Candidate:
+        torch._dynamo.reset()  # every row compiles the same functions again, and the number of times is limited
+        causal = case.causal
+        # Arrays without their axes of length 1, and at which of (b, h, i, j) they are read.
+        pairs = {"bias": (0, 1, 2, 3), "mask": (0, 1, 2, 3), "key_mask": (0, 3)}
+        scores = {name: x.squeeze() if name in pairs else x for name, x in case.scores.items()}
+        axes = {
+            name: tuple(axis for axis, n in zip(pairs[name], x.shape) if n > 1)
+            for name, x in case.scores.items()
+            if name in pairs
+        }
+        masks = [(scores[name], axes[name]) for name in axes if name != "bias"]
+        softcap, slopes, sinks = (scores.get(name) for name in ("softcap", "alibi_slopes", "sinks"))
+
+        def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
+            tests = [mask[tuple((b, h, i, j)[axis] for axis in own)] for mask, own in masks]
+            return functools.reduce(operator.and_, [*tests, i >= j] if causal else tests)
+
+        block_mask = None
+        if masks or causal:
+            (batch, seq), device = case.q.shape[:2], case.q.device
+            block_mask = create_block_mask(visible, batch if masks else None, None, seq, seq, device=device)
+
+        def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
+            def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+                if softcap is not None:
+                    s = softcap * torch.tanh(s / softcap)
+                if slopes is not None:  # with a causal mask: no key is to the right
+                    s = s + slopes[h] * (j - i)
+                if bias is not None:
+                    s = s + bias[tuple((b, h, i, j)[axis] for axis in axes["bias"])]
+                return s
+
+            changed = softcap is not None or slopes is not None or bias is not None
+            given: dict[str, Any] = {"score_mod": score if changed else None, "block_mask": block_mask}
+            if sinks is None:
+                return flex_attention(q, k, v, **given)
+            out, found = flex_attention(q, k, v, **given, return_aux=AuxRequest(lse=True))
+            return (out * torch.sigmoid(found.lse - sinks[:, None])[..., None]).to(out.dtype)
+
+        compiled = torch.compile(attend, dynamic=False, fullgraph=True)
+
+        def forward(case: Case) -> Any:
+            q, k, v = (x.transpose(1, 2) for x in case[:3])
+            return compiled(q, k, v, case.scores.get("bias")).transpose(1, 2)
+
+        return _differentiable(forward, nullcontext, case._replace(scores=scores), backward)
+
+    return prepare
 
 
 def fa4() -> Prepare:
     """FlashAttention-4, where flash_attn.cute is installed."""
     flash_attn_func = importlib.import_module("flash_attn.cute").flash_attn_func
 
-    def forward(q: Any, k: Any, v: Any, causal: bool) -> Any:
-        out = flash_attn_func(q, k, v, causal=causal)
+    def forward(case: Case) -> Any:
+        out = flash_attn_func(*case[:3], causal=case.causal)
         return out[0] if isinstance(out, tuple) else out
 
     return functools.partial(_differentiable, forward, nullcontext)
@@ -98,7 +189,7 @@ def fa3() -> Prepare:
     operators = torch.ops.flash_attn_3
 
     def prepare(case: Case, backward: bool) -> Candidate:
-        q, k, v, dout, causal = case
+        q, k, v, dout, causal = case[:5]
         forward = functools.partial(operators.fwd, q, k, v, is_causal=causal, num_splits=1)
         if not backward:
             return Candidate(lambda: (forward()[0],))
@@ -158,6 +249,7 @@ LOADERS: dict[str, Callable[[], Prepare]] = {
     "fa4": fa4,
     "efficient": functools.partial(sdpa, "EFFICIENT_ATTENTION"),
     "math": functools.partial(sdpa, "MATH"),
+    "flex": flex,
     "standard": lambda: standard,
     "sm80": lambda: ours("sm80"),
     "flash1": lambda: ours("flash1"),
@@ -165,7 +257,17 @@ LOADERS: dict[str, Callable[[], Prepare]] = {
 }
 
 # Packages whose versions a result depends on, besides PyTorch's own.
-PACKAGES = ("cupyflash", "numpy", "cupy-cuda13x", "cupy-cuda12x", "cuda-core", "jax", "flash-attn-3", "flash-attn")
+PACKAGES = (
+    "cupyflash",
+    "numpy",
+    "cupy-cuda13x",
+    "cupy-cuda12x",
+    "cuda-core",
+    "jax",
+    "triton",
+    "flash-attn-3",
+    "flash-attn",
+)
 
 
 @functools.cache
@@ -194,14 +296,17 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _differentiable(forward: Callable[..., Any], context: Callable[[], Any], case: Case, backward: bool) -> Candidate:
+def _differentiable(
+    forward: Callable[[Case], Any], context: Callable[[], AbstractContextManager[Any]], case: Case, backward: bool
+) -> Candidate:
     """A candidate from a function that PyTorch differentiates; the backward is timed alone."""
     import torch
 
-    q, k, v, dout, causal = case
     if not backward:
-        return Candidate(lambda: (forward(q, k, v, causal),), context)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        return Candidate(lambda: (forward(case),), context)
+    given = (case.q, case.k, case.v, *(case.scores[name] for name in case.wrt))
+    leaves = [x.detach().requires_grad_() for x in given]
+    q, k, v, *wanted = leaves
     with context():
-        out = forward(*leaves, causal)
-    return Candidate(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), context)
+        out = forward(case._replace(q=q, k=k, v=v, scores={**case.scores, **dict(zip(case.wrt, wanted))}))
+    return Candidate(lambda: torch.autograd.grad(out, leaves, case.dout, retain_graph=True), context)

@@ -19,6 +19,9 @@ COLOURS = {
     "standard": "#bcbd22",
     "sm80": "#ff7f0e",
     "flash1": "#e377c2",
+    "flex": "#393b79",
+    "torch": "#9467bd",
+    "jax-cudnn": "#2ca02c",
 }
 STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
@@ -41,6 +44,7 @@ TITLES = {
     "host": "Host time of a call",
     "jit": "First call in a new process",
     "ladder": "The ladder",
+    "scores": "Masks, biases and score options",
     "cpu": "NumPy path",
 }
 INTRO = """# Benchmarks
@@ -50,10 +54,11 @@ Made by `cupyflash bench plot` from the JSON files in `bench/results/`; do not e
 How it is measured: everybody in a table runs in the same process on the same random normal inputs, results are compared
 with each other before anything is timed, and samples are taken in turn, in a new order each round, because clocks and power
 drift. A number is the median over the rounds. GPU times lie between CUDA events around many calls. TFLOP/s count
-4·S²·D·H·B for the forward, half of it with a causal mask, 2.5 times it for the backward, as the papers do; the backward is
-timed alone. "vs best" compares with the fastest peer of the row, larger is better whatever the unit. – is what a peer
-cannot do or what has no room. Suites that name other kernel sources were measured on another state of the kernels; the
-report of the tests on a GPU, `tests/gpu_report.json`, names those of the checkout. `bench/README.md` tells how to run it.
+4·S²·D·H·B for the forward, half of it with a causal mask, 2.5 times it for the backward, as the papers do, and of that what a
+boolean mask leaves; the backward is timed alone. "vs best" compares with the fastest peer of the row, larger is better
+whatever the unit; "vs causal" with our own attention with a causal mask alone, in the same rounds. – is what a peer cannot do
+or what has no room. Suites that name other kernel sources were measured on another state of the kernels; the report of the
+tests on a GPU, `tests/gpu_report.json`, names those of the checkout. `bench/README.md` tells how to run it.
 """
 
 
@@ -94,16 +99,16 @@ def table(rows: Sequence[Row]) -> str:
     """All rows as a Markdown table; the best value of each is bold."""
     keys = report.varying([row["problem"] for row in rows])
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
-    lines = [
-        "| " + " | ".join([*keys, "cupyflash", *(report.NAMES.get(name, name) for name in peers), "vs best"]) + " |",
-        "|" + " --- |" * (len(keys) + len(peers) + 2),
-    ]
+    ratios = {"ratio_to_best": "vs best", "ratio_to_causal": "vs causal"}
+    ratios = {key: heading for key, heading in ratios.items() if any(key in row for row in rows)}
+    headings = [*keys, "cupyflash", *(report.NAMES.get(name, name) for name in peers), *ratios.values()]
+    lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
     for row in rows:
         best = report.best({**row["peers"], "ours": row["ours"]}, row["unit"])
         values = [row["ours"], *(row["peers"].get(name) for name in peers)]
         shown = [f"**{cell(value)}**" if value is not None and value == best else cell(value) for value in values]
-        ratio = "–" if row["ratio_to_best"] is None else f"{row['ratio_to_best']:.2f}x"
-        lines.append("| " + " | ".join([*(cell(row["problem"][key]) for key in keys), *shown, ratio]) + " |")
+        shown += [report.ratio_text(row.get(key)).plain for key in ratios]
+        lines.append("| " + " | ".join([*(cell(row["problem"][key]) for key in keys), *shown]) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -112,10 +117,12 @@ def _title(data: dict[str, Any]) -> str:
 
 
 def figure(data: dict[str, Any]) -> Any:
-    """Lines over the sequence length where there are several, bars otherwise."""
+    """Lines over the sequence length where there are several, bars otherwise and for rows with names."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
+        if "scores" in data["rows"][0]["problem"]:
+            return _named_bars(data)
         lengths = {row["problem"].get("seq") for row in data["rows"]}
         return _lines(data) if len(lengths) > 1 else _bars(data)
 
@@ -184,34 +191,74 @@ def _bars(data: dict[str, Any]) -> Any:
 
     rows = [row for row in data["rows"] if row["unit"] == data["rows"][0]["unit"]]
     keys = report.varying([row["problem"] for row in rows])
+    figure = Figure(figsize=(8.4, 0.27 * _room(rows) + 1.3), layout="constrained")
+    axis = figure.subplots()
+    handles = _draw_groups(axis, rows, keys, data)
+    if data["suite"] == "ladder":  # from rung to rung by an order of magnitude
+        axis.set_xscale("log")
+    axis.set_xlabel(f"{'µs' if rows[0]['unit'] == 'us' else rows[0]['unit']}")
+    _finish(figure, handles, data)
+    return figure
+
+
+def _named_bars(data: dict[str, Any]) -> Any:
+    """Groups of bars for rows with names: a column of panels for each pass, a row of them for each head dimension."""
+    from matplotlib.figure import Figure
+
+    rows = data["rows"]
+    across, down = _distinct(rows, ["pass"]), sorted(_distinct(rows, ["dim"]), reverse=True)
+    panels = [[[row for row in rows if _is(row, ["pass"], x) and _is(row, ["dim"], y)] for x in across] for y in down]
+    heights = [max(map(_room, line)) for line in panels]
+    size = (6.6 * len(across), 0.24 * sum(heights) + 0.7 * len(down) + 1)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(down), len(across), squeeze=False, sharex="col", height_ratios=heights)
+    handles: dict[str, Any] = {}
+    for y, line in enumerate(panels):
+        for x, panel in enumerate(line):
+            keys = ["scores", *(key for key in ("dtype",) if len(_distinct(panel, [key])) > 1)]
+            handles |= _draw_groups(axes[y][x], panel, keys, data)
+            axes[y][x].set_title(", ".join([*across[x], _words(["dim"], down[y])]))
+            if y == len(down) - 1:
+                axes[y][x].set_xlabel(rows[0]["unit"])
+    _finish(figure, handles, data)
+    return figure
+
+
+def _room(rows: Sequence[Row]) -> float:
+    """How many bars high the groups of these rows are, with what lies between them."""
+    return sum(max(1, sum(_value(row, name) is not None for name in ("ours", *row["peers"]))) + 0.8 for row in rows)
+
+
+def _draw_groups(axis: Any, rows: Sequence[Row], keys: Sequence[str], data: dict[str, Any]) -> dict[str, Any]:
+    """A group of horizontal bars for each row; what the legend has to say, by label."""
     names = ["ours", *_measured(rows)]
     bars: list[tuple[float, float, str]] = []  # position, value, name
-    ticks, position = [], 0.0
+    ticks, position, handles = [], 0.0, {}
     for row in rows:
         group = [(name, value) for name in names if (value := _value(row, name)) is not None]
         ticks.append(position + (len(group) - 1) / 2)
         bars += [(position + i, value, name) for i, (name, value) in enumerate(group)]
         position += max(1, len(group)) + 0.8
-    figure = Figure(figsize=(8.4, 0.27 * position + 1.3), layout="constrained")
-    axis = figure.subplots()
     for name in names:
         own = [(y, value) for y, value, owner in bars if owner == name]
         if own:
-            colour = COLOURS.get(name, {"torch": "#9467bd", "jax-cudnn": "#2ca02c", "flex": "#9467bd"}.get(name))
             places, values = zip(*own)
-            drawn = axis.barh(places, values, 0.85, color=colour, label=_label(name, data))
+            drawn = axis.barh(places, values, 0.85, color=COLOURS.get(name))
             axis.bar_label(drawn, [cell(value) for value in values], padding=3, fontsize=8)
+            handles[_label(name, data)] = drawn
     axis.set_yticks(ticks, [_words(keys, tuple(row["problem"][key] for key in keys)) for row in rows])
     axis.invert_yaxis()
     axis.grid(visible=False, axis="y")
     axis.tick_params(axis="y", length=0)
     axis.margins(x=0.08)
-    if data["suite"] == "ladder":  # from rung to rung by an order of magnitude
-        axis.set_xscale("log")
-    axis.set_xlabel(f"{'µs' if rows[0]['unit'] == 'us' else rows[0]['unit']}")
-    figure.legend(loc="outside lower center", ncols=min(4, len(names)), frameon=False)
+    return handles
+
+
+def _finish(figure: Any, handles: dict[str, Any], data: dict[str, Any]) -> None:
+    """Legend and title of a picture of bars."""
+    columns = min(4, len(handles)) or 1
+    figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=columns, frameon=False)
     figure.suptitle(f"{_title(data)}, {data['machine']}", fontsize=13, fontweight="bold")
-    return figure
 
 
 def ceiling(row: Row, ceilings: dict[str, float | None]) -> float | None:

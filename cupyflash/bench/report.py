@@ -34,7 +34,10 @@ NAMES = {
 def make_row(
     problem: Mapping[str, Any], unit: str, values: Mapping[str, float], notes: Mapping[str, str], peers: Iterable[str]
 ) -> Row:
-    """One row of a results file. Who has a note but no value is null; `ratio_to_best` is better when larger."""
+    """One row of a results file. Who has a note but no value is null; ratios are better when larger.
+
+    Where our own attention with a causal mask alone was measured beside it, "ours_causal", the row has the ratio to that too.
+    """
     rounded = {name: significant(value) for name, value in values.items()}
     row: Row = {
         "problem": dict(problem),
@@ -43,6 +46,9 @@ def make_row(
         "peers": {name: rounded.get(name) for name in peers if name in values or name in notes},
     }
     row["ratio_to_best"] = significant(ratio(row["ours"], best(row["peers"], unit), unit))
+    if "ours_causal" in rounded:
+        row["ours_causal"] = rounded["ours_causal"]
+        row["ratio_to_causal"] = significant(ratio(row["ours"], row["ours_causal"], unit))
     if notes:
         row["notes"] = dict(notes)
     return row
@@ -111,10 +117,19 @@ def summary(rows: Sequence[Row]) -> list[str]:
     groups = {f"dim {dim}": _where(rows, lambda p, dim=dim: p.get("dim") == dim) for dim in _values(rows, "dim")}
     if len(_values(rows, "seq")) > 1:
         groups["sequences up to 1k"] = _where(rows, lambda p: p["seq"] <= 1024)
+    named = "scores" in rows[0]["problem"]
+    if named:
+        names = dict.fromkeys(row["problem"]["scores"] for row in rows)
+        groups = {name: _where(rows, lambda p, name=name: p["scores"] == name) for name in names}
     for label, group in groups.items():
-        if 0 < len(group) < len(rows) and (mean := geomean(row["ratio_to_best"] for row in group)) is not None:
+        if 0 < len(group) < len(rows) + named and (mean := geomean(row["ratio_to_best"] for row in group)) is not None:
             fa2 = geomean(_against(group, "fa2"))
-            lines.append(f"{label}: best peer {mean:.2f}x" + (f", {NAMES['fa2']} {fa2:.2f}x" if fa2 else ""))
+            causal = geomean(row.get("ratio_to_causal") for row in group)
+            lines.append(
+                f"{label}: best peer {mean:.2f}x"
+                + (f", {NAMES['fa2']} {fa2:.2f}x" if fa2 else "")
+                + (f", our own causal {causal:.2f}x" if causal else "")
+            )
     if wrong := [row for row in rows if row["ours"] is None]:
         lines.append(f"NO RESULT of ours in {len(wrong)} rows; the first: {wrong[0]['notes'].get('ours')}")
     return lines

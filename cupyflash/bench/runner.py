@@ -16,7 +16,8 @@ from rich.text import Text
 
 from ..problem import FLOATS
 from . import machine, peers, report
-from .suites import GROUPS, SUITES, Options
+from .suite import Options
+from .suites import GROUPS, SUITES
 
 
 def run(
@@ -27,6 +28,8 @@ def run(
     dtype: str | None,
     rounds: int | None,
     min_ms: float | None,
+    only: Sequence[str],
+    slow: bool,
 ) -> int:
     """See `cupyflash.bench.run`."""
     console = Console(highlight=False)
@@ -39,10 +42,12 @@ def run(
         rounds=rounds or (3 if quick else 7),
         min_ms=min_ms or (5 if quick else 20),
         quick=quick,
+        only=tuple(only),
+        slow=slow,
     )
     try:
         for name in names:
-            _check(name, family, dtype)
+            _check(name, family, dtype, only)
     except machine.Unavailable as error:
         console.print(Text(str(error)), soft_wrap=True)
         return 2
@@ -52,19 +57,23 @@ def run(
         folder = (
             Path(out)
             if out is not None
-            else Path("bench", "quick" if quick else "results", machine.short_name(gpu) if gpu else "cpu")
+            else Path("bench", "quick" if quick or only else "results", machine.short_name(gpu) if gpu else "cpu")
         )
         rows = _run_suite(console, name, options, folder / f"{family + '_' if family else ''}{name}.json", gpu)
         good = good and all(row["ours"] is not None for row in rows)
     return 0 if good else 1
 
 
-def _check(name: str, family: str | None, dtype: str | None) -> None:
+def _check(name: str, family: str | None, dtype: str | None, only: Sequence[str]) -> None:
     if name not in SUITES:
         names = ", ".join([*SUITES, *GROUPS])
         raise machine.Unavailable(f"suites contains {name!r}; it must be of {names}, or plot alone")
     if dtype not in (None, *FLOATS):
         raise machine.Unavailable(f"dtype is {dtype!r}; it must be one of {', '.join(FLOATS)}")
+    for asked in only:
+        if not any(row.startswith(asked) for row in SUITES[name].names):
+            known = f"be, or begin, one of {', '.join(SUITES[name].names)}" if SUITES[name].names else "be left out"
+            raise machine.Unavailable(f"only is {asked!r}; for bench suite {name!r} it must {known}")
     if SUITES[name].needs_gpu:
         machine.require_gpu(name)
         return
@@ -102,11 +111,13 @@ def _run_suite(console: Console, name: str, options: Options, path: Path, gpu: s
     for peer, why in absent.items():
         console.print(Text(f"{peer} is not measured: {why}"), style="dim", soft_wrap=True)
     widths = [max(len(key), *(len(report.cell(p[key])) for p in problems)) for key in keys]
-    widths += [max(7, len(peer)) for peer in ("ours", *present, "vs best")]
+    ratios = {"ratio_to_best": "vs best", **({"ratio_to_causal": "vs causal"} if suite.names else {})}
+    widths += [max(7, len(heading)) for heading in ("ours", *present, *ratios.values())]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(name, total=len(problems))
-        progress.console.print(_line(widths, [*keys, "ours", *present, "vs best"], style="bold"))
+        progress.console.print(_line(widths, [*keys, "ours", *present, *ratios.values()], style="bold"))
+        told: set[str] = set()
         for problem in problems:
             progress.update(task, description=" ".join(report.cell(problem[key]) for key in keys))
             values, notes = suite.measure(problem, options)
@@ -118,11 +129,15 @@ def _run_suite(console: Console, name: str, options: Options, path: Path, gpu: s
             cells: list[str | Text] = [
                 *(report.cell(problem[key]) for key in keys),
                 *speeds,
-                report.ratio_text(row["ratio_to_best"]),
+                *(report.ratio_text(row.get(key)) for key in ratios),
             ]
             progress.console.print(_line(widths, cells))
             if row["ours"] is None or str(notes.get("ours", "")).startswith("unchecked"):
                 progress.console.print(Text(f"  ours: {notes.get('ours')}"), style="red", soft_wrap=True)
+            for peer in present:
+                if peer in notes and peer not in values and (line := f"  {peer}: {notes[peer]}") not in told:
+                    told.add(line)  # each once
+                    progress.console.print(Text(line), style="dim", soft_wrap=True)
             progress.advance(task)
     for line in report.summary(results["rows"]):
         console.print(Text(line), soft_wrap=True)

@@ -7,101 +7,16 @@ import gc
 import itertools
 import math
 import os
-import warnings
-import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from .. import attention, attention_backward
 from ..gpu.plan import KernelPlan, plan
 from ..problem import AttentionProblem
 from ..timing import Candidate, flops, gpu_sampler, host_sampler, interleave, reason
-from . import first_call, peers
-
-Problem = dict[str, Any]
-Measured = tuple[dict[str, float], dict[str, str]]  # values by name ("ours" and the peers), notes by name
+from . import first_call, peers, scores
+from .suite import Measured, Options, Problem, Suite, case_of, compare, importable
 
 DENSE = ("math", "standard")  # peers that build the S x S matrix
-TOLERANCE = 2e-2  # relative Frobenius error above which a result is wrong and its time means nothing
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to measure: the family to force, the dtype to use, rounds, and the least time of a sample."""
-
-    family: str | None = None
-    dtype: str = "bfloat16"
-    rounds: int = 7
-    min_ms: float = 20.0
-    quick: bool = False
-
-
-class Suite(NamedTuple):
-    unit: str
-    peers: tuple[str, ...]
-    problems: Callable[[Options], list[Problem]]
-    measure: Callable[[Problem, Options], Measured]
-    needs_gpu: bool = True
-
-
-def compare(
-    prepares: dict[str, peers.Prepare], case: peers.Case, backward: bool
-) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Run everyone once. Whoever fails, or disagrees with the first that works, is left out with a note."""
-    import torch
-
-    candidates: dict[str, Candidate] = {}
-    notes: dict[str, str] = {}
-    reference: tuple[Any, ...] = ()
-    for name, prepare in prepares.items():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PyTorch warns once for every reason why a backend cannot
-                candidate = prepare(case, backward)
-                with candidate.context():
-                    results = tuple(_tensor(x) for x in candidate.call())
-                if case.q.is_cuda:
-                    torch.cuda.synchronize()
-            error = max(relative_error(x, y) for x, y in zip(results, reference or results))
-        except Exception as failure:  # noqa: BLE001 - a peer may fail in any way; the row goes on without it
-            notes[name] = reason(failure)
-            continue
-        if not error < TOLERANCE:  # also where it is NaN
-            notes[name] = f"wrong: relative error {error:.2g} against {next(iter(candidates), 'itself')}"
-        else:
-            candidates[name] = candidate
-            reference = reference or results
-    if "ours" in candidates and len(candidates) == 1:
-        notes["ours"] = "unchecked: no peer takes this problem"
-    return candidates, notes
-
-
-def relative_error(x: Any, y: Any) -> float:
-    """Frobenius norm of the difference over that of y."""
-    import torch
-
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x, y = x.to(wide), y.to(wide)
-    return float((x - y).norm() / y.norm())
-
-
-def _tensor(x: Any) -> Any:
-    import torch
-
-    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
-
-
-def _importable(names: tuple[str, ...]) -> dict[str, peers.Prepare]:
-    return {name: peer for name in names if not isinstance(peer := peers.load(name), str)}
-
-
-def _case(problem: Problem, device: str = "cuda") -> peers.Case:
-    seed = zlib.crc32(repr(problem).encode())  # other data for every problem, the same in every run
-    sizes = {key: problem[key] for key in ("batch", "seq", "heads", "dim", "causal", "dtype")}
-    return peers.make_case(**sizes, seed=seed, device=device)
 
 
 def _flops(problem: Problem) -> float:
@@ -117,7 +32,7 @@ def _taking(problem: Problem, names: tuple[str, ...], longest: int) -> tuple[dic
     # The matrix, its gradient and the copies that PyTorch's math backend makes.
     need = 6 * problem["batch"] * problem["heads"] * problem["seq"] ** 2 * itemsize
     fits = problem["seq"] <= longest and need < torch.cuda.mem_get_info()[0] // 2
-    found = _importable(names)
+    found = importable(names)
     notes = {name: "left out: the S x S matrix is too large" for name in found if name in DENSE and not fits}
     return {name: peer for name, peer in found.items() if name not in notes}, notes
 
@@ -128,7 +43,7 @@ def _speed(
     """TFLOP/s of ours and the peers on the GPU, taken in turn; `patience` as in `gpu_sampler`."""
     prepares, left_out = _taking(problem, names, longest)
     prepares["ours"] = peers.ours(options.family)
-    candidates, notes = compare(prepares, _case(problem), problem["pass"] == "backward")
+    candidates, notes = compare(prepares, case_of(problem), problem["pass"] == "backward")
     sampler = gpu_sampler(candidates, options.min_ms, patience)
     seconds, failures = interleave(list(candidates), options.rounds, sampler)
     return {name: _flops(problem) / 1e12 / t for name, t in seconds.items()}, left_out | notes | failures
@@ -198,8 +113,8 @@ def _cpu(options: Options) -> list[Problem]:
 
 
 def _cpu_speed(problem: Problem, options: Options) -> Measured:
-    prepares = {**_importable(("torch",)), "ours": peers.ours_numpy}
-    candidates, notes = compare(prepares, _case(problem, "cpu"), problem["pass"] == "backward")
+    prepares = {**importable(("torch",)), "ours": peers.ours_numpy}
+    candidates, notes = compare(prepares, case_of(problem, "cpu"), problem["pass"] == "backward")
     seconds, failures = interleave(list(candidates), min(options.rounds, 5), host_sampler(candidates, 1))
     return {name: _flops(problem) / 1e9 / t for name, t in seconds.items()}, notes | failures
 
@@ -221,8 +136,8 @@ def _host_time(problem: Problem, options: Options) -> Measured:
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the memory
     backward = problem["pass"] == "backward"
-    case = _case(problem)
-    prepares: dict[str, peers.Prepare] = _importable(("torch",))
+    case = case_of(problem)
+    prepares: dict[str, peers.Prepare] = importable(("torch",))
     if problem["library"] == "cupy":
         prepares["standard"] = peers.standard
     if problem["library"] == "jax" and not backward:
@@ -316,7 +231,7 @@ def _memory_peak(problem: Problem, options: Options) -> Measured:
     prepares, notes = _taking(problem, MEMORY_PEERS, problem["seq"])
     prepares["ours"] = peers.ours(options.family)
     backward = problem["pass"] != "forward"
-    case, small = _case(problem), _case({**problem, "seq": 256})
+    case, small = case_of(problem), case_of({**problem, "seq": 256})
     values: dict[str, float] = {}
     for name, prepare in prepares.items():
         try:
@@ -364,7 +279,7 @@ def _ladder_rung(problem: Problem, options: Options) -> Measured:
         return _moved(problem, options.family)
     prepares = {name: peers.standard if name == "standard" else peers.ours(name) for name in LADDER}
     prepares["ours"] = peers.ours(options.family)
-    candidates, notes = compare(prepares, _case(problem), problem["pass"] == "backward")
+    candidates, notes = compare(prepares, case_of(problem), problem["pass"] == "backward")
     seconds, failures = interleave(list(candidates), options.rounds, gpu_sampler(candidates, options.min_ms))
     return {name: 1e3 * t for name, t in seconds.items()}, notes | failures
 
@@ -455,6 +370,7 @@ SUITES: dict[str, Suite] = {
     "figures": Suite("TFLOP/s", FIGURE_PEERS, _figures, _figure_speed),
     "training": Suite("TFLOP/s", TRAINING_PEERS, _training, _training_speed),
     "ladder": Suite("ms", LADDER, _ladder, _ladder_rung),
+    "scores": Suite("TFLOP/s", scores.PEERS, scores.problems, scores.measure, names=tuple(scores.ROWS)),
     "cpu": Suite("GFLOP/s", ("torch",), _cpu, _cpu_speed, needs_gpu=False),
 }
 GROUPS = {"all": tuple(name for name in SUITES if SUITES[name].needs_gpu), "paper": ("figures", "memory", "training")}

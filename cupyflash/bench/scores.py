@@ -1,0 +1,171 @@
+"""The suite `scores`: masks, biases and what else happens to a score, beside who else has it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+from ..timing import flops, gpu_sampler, interleave
+from . import peers
+from .suite import Measured, Options, Problem, case_of, compare, importable
+
+
+class Row(NamedTuple):
+    """Who else takes it, who of them so slowly that the GPU cools for whoever follows, and the gradients beside dq, dk, dv."""
+
+    peers: tuple[str, ...]
+    slow: tuple[str, ...] = ()
+    causal: bool = False
+    wrt: tuple[str, ...] = ()
+
+
+PEERS = ("fa2", "cudnn", "flex", "efficient", "math")
+_BIASED = Row(("cudnn", "flex"), slow=("efficient",))
+# By name. Behind the dash the shape of the array: batch, heads, sequence, or 1 for all.
+ROWS = {
+    "causal": Row(("fa2", "cudnn"), causal=True),
+    "alibi": Row(("flex",), causal=True),
+    "softcap": Row(("flex",), causal=True),
+    "sinks": Row(("flex",), causal=True),
+    "bias-1hss": _BIASED,
+    "bias-b1ss": _BIASED,
+    "bias-bhss": _BIASED,
+    "bias-111s": _BIASED,
+    "dbias-1hss": _BIASED._replace(wrt=("bias",)),
+    "dbias-b1ss": _BIASED._replace(wrt=("bias",)),
+    "dbias-bhss": _BIASED._replace(wrt=("bias",)),
+    "mask-b1ss": _BIASED,
+    "padding-b11s": _BIASED,
+    "evoformer": Row(("efficient", "cudnn", "flex"), slow=("math",), wrt=("bias",)),
+}
+
+
+def problems(options: Options) -> list[Problem]:
+    """16k tokens, hidden 2048; for `evoformer` 256 rows of 256 residues. Of `dbias` the backward: its forward is `bias`."""
+    dims = (128,) if options.quick else (64, 128)
+    usual = [{"dtype": options.dtype, "dim": dim, "seq": 2048, "batch": 8, "heads": 2048 // dim} for dim in dims]
+    dtypes = dict.fromkeys((options.dtype,) if options.quick else ("float32", options.dtype))
+    pairs = [{"dtype": dtype, "dim": 32, "seq": 256, "batch": 256, "heads": 4} for dtype in dtypes]
+    return [
+        {"pass": direction, "scores": name, "causal": row.causal, **sizes}
+        for direction, (name, row) in itertools.product(("forward", "backward"), ROWS.items())
+        if name.startswith(options.only or "") and not (direction == "forward" and name.startswith("dbias"))
+        for sizes in (pairs if name == "evoformer" else usual)
+    ]
+
+
+def draw(problem: Problem, device: str = "cuda") -> peers.Case:
+    """Inputs of a row. What happens to the scores is drawn such that nobody can leave it out unnoticed."""
+    import torch
+
+    case, name = case_of(problem, device), problem["scores"]
+    (batch, seq, heads, _), dtype = case.q.shape, case.q.dtype
+    generator = torch.Generator(device).manual_seed(1)
+    if name == "softcap":
+        case.q.mul_(4)  # scores beyond the cap
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    kind, _, letters = name.partition("-")
+    shape = [{"1": 1, "b": batch, "h": heads, "s": seq}[letter] for letter in letters]
+    # Every entry of the batch ends somewhere between half of the sequence and all of it.
+    padding = torch.arange(seq, device=device) < torch.linspace(seq // 2, seq, batch, device=device)[:, None]
+    scores: dict[str, Any] = {}
+    if kind == "alibi":
+        scores = {"alibi_slopes": 2.0 ** (-8 * torch.arange(1, heads + 1, device=device) / heads)}
+    elif kind == "softcap":
+        scores = {"softcap": 20.0}
+    elif kind == "sinks":
+        scores = {"sinks": 4 + normal(heads)}
+    elif kind in ("bias", "dbias"):
+        scores = {"bias": normal(*shape)}
+    elif kind == "mask":  # every tenth pair is hidden
+        scores = {"mask": torch.rand(shape, generator=generator, device=device) > 0.1}
+    elif kind == "padding":
+        scores = {"mask": padding.view(shape)}
+    elif kind == "evoformer":
+        scores = {"bias": normal(1, heads, seq, seq), "key_mask": padding}
+    return case._replace(scores=scores, wrt=ROWS[name].wrt)
+
+
+def measure(problem: Problem, options: Options) -> Measured:
+    """TFLOP/s of what the masks leave. "ours_causal" is our own attention with a causal mask alone, in turn with all others."""
+    row, backward = ROWS[problem["scores"]], problem["pass"] == "backward"
+    case = draw(problem)
+    prepares = importable(row.peers + (row.slow if options.slow else ()))
+    ours = prepares["ours"] = peers.ours(options.family)
+    candidates, notes = compare(prepares, case, backward, exact(case, backward))
+    sizes = {key: problem[key] for key in ("batch", "seq", "heads", "dim")}
+    work = dict.fromkeys(candidates, flops(**sizes, causal=case.causal, backward=backward) * left(case))
+    if "ours" in candidates and case.scores:
+        candidates["ours_causal"] = ours(case._replace(causal=True, scores={}, wrt=()), backward)
+        work["ours_causal"] = flops(**sizes, causal=True, backward=backward)
+    sampler = gpu_sampler(candidates, options.min_ms)
+    seconds, failures = interleave([name for name in candidates if name not in row.slow], options.rounds, sampler)
+    late = interleave([name for name in candidates if name in row.slow], options.rounds, sampler)  # nobody follows them
+    values = {name: work[name] / 1e12 / t for name, t in {**seconds, **late[0]}.items()}
+    return values, notes | failures | late[1]
+
+
+def left(case: peers.Case) -> float:
+    """The share of all pairs that the boolean masks leave."""
+    masks = [case.scores[name] for name in ("mask", "key_mask") if name in case.scores]
+    return float(masks[0].float().mean()) if masks else 1.0
+
+
+def exact(case: peers.Case, backward: bool) -> tuple[Any, ...]:
+    """Standard attention in float32, from the formula; its gradients are PyTorch's. As many batch entries at a time as have
+    1 GB of scores."""
+    import torch
+
+    wide = torch.promote_types(case.q.dtype, torch.float32)
+    arrays = {**case._asdict(), **case.scores}
+    arrays = {
+        name: x.detach().to(wide) if x.is_floating_point() else x for name, x in arrays.items() if torch.is_tensor(x)
+    }
+    leaves = [arrays[name].requires_grad_(backward) for name in ("q", "k", "v", *case.wrt)]
+    dout = arrays.pop("dout")
+    batch, seq, heads, _ = case.q.shape
+    outs = []
+    for some in torch.arange(batch).split(max(1, 2**28 // (heads * seq * seq))):
+        part = slice(int(some[0]), int(some[-1]) + 1)
+        given = {name: x[part] if x.ndim > 1 and len(x) == batch else x for name, x in arrays.items()}
+        out = _formula(**given, causal=case.causal, softcap=case.scores.get("softcap"))
+        outs.append(out.detach())
+        if backward:
+            out.backward(dout[part], inputs=leaves)
+    return tuple(x.grad for x in leaves) if backward else (torch.cat(outs),)
+
+
+def _formula(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool,
+    softcap: float | None,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    key_mask: Any = None,
+    sinks: Any = None,
+) -> Any:
+    """softmax(score(Q Kᵀ)) V with every score in memory."""
+    import torch
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    distance = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
+    s = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    if alibi_slopes is not None:
+        s = s - alibi_slopes[:, None, None] * distance.abs()
+    if bias is not None:
+        s = s + bias
+    for seen in (mask, None if key_mask is None else key_mask[:, None, None], distance >= 0 if causal else None):
+        if seen is not None:
+            s = s.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks[:, None, None].expand(*s.shape[:3], 1)], -1)
+    p = s.softmax(-1)[..., : k.shape[2]]
+    return (p @ v).transpose(1, 2)

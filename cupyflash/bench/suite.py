@@ -1,0 +1,107 @@
+"""What the suites are made of: how they are asked, the inputs of a problem, and the check that all results agree."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..timing import Candidate, reason
+from . import peers
+
+Problem = dict[str, Any]
+Measured = tuple[dict[str, float], dict[str, str]]  # values by name ("ours" and the peers), notes by name
+
+TOLERANCE = 2e-2  # relative Frobenius error above which a result is wrong and its time means nothing
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure: the family to force, the dtype to use, rounds, and the least time of a sample.
+
+    `only` has names of rows, or how they begin; `slow` asks for the slow peers too.
+    """
+
+    family: str | None = None
+    dtype: str = "bfloat16"
+    rounds: int = 7
+    min_ms: float = 20.0
+    quick: bool = False
+    only: tuple[str, ...] = ()
+    slow: bool = False
+
+
+class Suite(NamedTuple):
+    """What a suite measures, and who beside us; `names` are those of its rows, where they have some."""
+
+    unit: str
+    peers: tuple[str, ...]
+    problems: Callable[[Options], list[Problem]]
+    measure: Callable[[Problem, Options], Measured]
+    needs_gpu: bool = True
+    names: tuple[str, ...] = ()
+
+
+def compare(
+    prepares: dict[str, peers.Prepare], case: peers.Case, backward: bool, exact: tuple[Any, ...] = ()
+) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """Run everyone once. Whoever fails, or disagrees with `exact`, is left out with a note.
+
+    Where `exact` is not given, it is what the first that works has found.
+    """
+    import torch
+
+    candidates: dict[str, Candidate] = {}
+    notes: dict[str, str] = {}
+    reference = exact
+    for name, prepare in prepares.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch warns once for every reason why a backend cannot
+                candidate = prepare(case, backward)
+                with candidate.context():
+                    results = tuple(_tensor(x) for x in candidate.call())
+                if case.q.is_cuda:
+                    torch.cuda.synchronize()
+            error = max(relative_error(x, y) for x, y in zip(results, reference or results, strict=True))
+        except Exception as failure:  # noqa: BLE001 - a peer may fail in any way; the row goes on without it
+            notes[name] = reason(failure)
+            continue
+        if not error < TOLERANCE:  # also where it is NaN
+            judge = "float32" if exact else next(iter(candidates), "itself")
+            notes[name] = f"wrong: relative error {error:.2g} against {judge}"
+        else:
+            candidates[name] = candidate
+            reference = reference or results
+    if "ours" in candidates and len(candidates) == 1 and not exact:
+        notes["ours"] = "unchecked: no peer takes this problem"
+    return candidates, notes
+
+
+def relative_error(x: Any, y: Any) -> float:
+    """Frobenius norm of the difference over that of y. x may lack axes of length 1."""
+    import torch
+
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, y = x.to(wide).view(y.shape), y.to(wide)
+    return float((x - y).norm() / y.norm())
+
+
+def _tensor(x: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+
+
+def importable(names: tuple[str, ...]) -> dict[str, peers.Prepare]:
+    return {name: peer for name in names if not isinstance(peer := peers.load(name), str)}
+
+
+def case_of(problem: Problem, device: str = "cuda") -> peers.Case:
+    seed = zlib.crc32(repr(problem).encode())  # other data for every problem, the same in every run
+    sizes = {key: problem[key] for key in ("batch", "seq", "heads", "dim", "causal", "dtype")}
+    return peers.make_case(**sizes, seed=seed, device=device)
