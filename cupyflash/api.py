@@ -6,15 +6,19 @@ Arrays come in from any library and results go back to the same one; see `cupyfl
 from __future__ import annotations
 
 import functools
-from typing import Any
+import inspect
+from typing import Any, NoReturn
 
 from . import interop
 from .interop.protocol import Adapter, Arrays, Library, Passes
+from .other_names import unexpected
 from .problem import Gradients, check_flag
+from .signature import closed
 
 Array = Any
 
 
+@closed
 def attention(
     q: Array,
     k: Array,
@@ -34,6 +38,7 @@ def attention(
     deterministic: bool = False,
     out: Array | None = None,
     family: str | None = None,
+    **unknown: NoReturn,  # refused, and told what it is called here
 ) -> Any:
     """Exact attention, softmax(score(Q Kᵀ)) V, without the score matrix in memory.
 
@@ -102,6 +107,8 @@ def attention(
         Naming the argument, what it is and what it must be. Nothing has been launched then. Also where a PyTorch or JAX
         array that wants a gradient is given as bias, alibi_slopes or sinks: theirs are not computed yet.
     """
+    if unknown:
+        raise unexpected("attention", next(iter(unknown)), inspect.signature(attention).parameters)
     arrays = {
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
     }  # fmt: skip
@@ -130,6 +137,7 @@ def attention(
     return (o, lse) if return_lse else o
 
 
+@closed
 def attention_backward(
     dout: Array,
     q: Array,
@@ -152,6 +160,7 @@ def attention_backward(
     dlse: Array | None = None,
     grads: tuple[Array, Array, Array] | None = None,
     family: str | None = None,
+    **unknown: NoReturn,  # refused, and told what it is called here
 ) -> Gradients:
     """Gradients of `attention`: (dq, dk, dv) for the gradient `dout` of its result. No autograd framework needed.
 
@@ -184,6 +193,8 @@ def attention_backward(
     TypeError, ValueError
         Naming the argument, what it is and what it must be. Nothing has been launched then.
     """
+    if unknown:
+        raise unexpected("attention_backward", next(iter(unknown)), inspect.signature(attention_backward).parameters)
     arrays = {
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "dout": dout, "out": out, "lse": lse, "dlse": dlse,

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from .other_names import unexpected
+
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
 SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
@@ -207,7 +209,7 @@ def check_options(function: str, names: Iterable[str], also: tuple[str, ...] = (
     known = (*(row.name for row in OPTIONS), *(row.name for row in ARRAYS), *also)
     for name in names:
         if name not in known:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            raise unexpected(function, name, known)
 
 
 def complete(options: dict[str, Any]) -> dict[str, Any]:
@@ -449,6 +451,9 @@ def _same(name: str, x: View, other: str, like: View, dtype: bool = True) -> Non
             f"{name} is a {x.kind} array but {other} is a {like.kind} array; all arrays must come from one library"
         )
     if dtype and x.dtype != like.dtype:
-        raise TypeError(f"{name} has dtype {x.dtype} but {other} has {like.dtype}; all arrays must have one dtype")
+        cast = " (torch.autocast casts none of them)" if x.kind == "torch" else ""
+        raise TypeError(
+            f"{name} has dtype {x.dtype} but {other} has {like.dtype}; all arrays must have one dtype{cast}"
+        )
     if x.device != like.device:
         raise ValueError(f"{name} is on {x.device} but {other} is on {like.device}; all arrays must be on one device")

@@ -1,21 +1,27 @@
-"""Functions that take what another one takes, and show it."""
+"""Functions that show another signature than the one that they have."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, ParamSpec
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
 
-P = ParamSpec("P")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def like(shown: Callable[P, Any], without: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Callable[P, Any]]:
+def like(shown: F, without: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], F]:
     """Give a function that hands its keyword arguments on the signature of the one that takes them (but for some)."""
+    return lambda function: _show(function, shown, without)
+
+
+def closed(function: F) -> F:
+    """Do not show a function's ** parameter, which it has to refuse what nobody knows with a message of its own."""
+    names = [name for name, x in inspect.signature(function).parameters.items() if x.kind is x.VAR_KEYWORD]
+    return _show(function, function, names)
+
+
+def _show(function: Any, shown: Callable[..., Any], without: Collection[str]) -> Any:
     signature = inspect.signature(shown)
     kept = [x for x in signature.parameters.values() if x.name not in without]
-
-    def decorate(function: Callable[..., Any]) -> Callable[P, Any]:
-        function.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
-        return function
-
-    return decorate
+    function.__signature__ = signature.replace(parameters=kept)
+    return function

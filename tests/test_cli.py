@@ -616,7 +616,10 @@ def test_dtypes_go_by_many_names(dtype: object, no_gpu: None) -> None:
 
 def test_an_option_that_is_not_there_is_told_by_name() -> None:
     for function in (cupyflash.explain, cupyflash.tune):
-        with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'windw'$"):
+        with pytest.raises(
+            TypeError,
+            match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'windw'; did you mean 'window'\?$",
+        ):
             function((1, 8, 1, 8), dtype="float16", windw=1)
     cupyflash.explain(np.ones((8, 4)), window=(1, 1), return_lse=True, out=None)
 

@@ -332,6 +332,13 @@ def test_bad_tensors() -> None:
             attention(x, x, x, scale=scale)
     with pytest.raises(TypeError, match="(?s)scale is .*; it must be a real number or None"):
         torch.vmap(lambda scale: attention(x, x, x, scale=scale))(torch.ones(2))
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(
+            TypeError, match=r"v has dtype bfloat16 but q has float32; .* \(torch.autocast casts none of them\)"
+        ),
+    ):
+        attention(x, x, x @ torch.eye(4))
     with pytest.raises(TypeError, match="key_mask is a list; it must be an array"):
         attention(x, x, x, key_mask=[True] * 3)
 
