@@ -7,22 +7,52 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 from . import interop
+from .array_types import A, Array, L
 from .interop.protocol import Adapter, Arrays, Library, Passes
 from .other_names import unexpected
 from .problem import Gradients, check_flag
 from .signature import closed
 
-Array = Any
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .autotune import Tuning
+    from .explanation import Explanation
 
 
+class Options(TypedDict, total=False):
+    """What `attention` may be given by name, but for return_lse, on which the type of its result depends."""
+
+    causal: bool | str
+    window: tuple[int | None, int | None] | None
+    scale: float | None
+    softcap: float | None
+    key_mask: Array | None
+    mask: Array | None
+    bias: Array | None
+    alibi_slopes: Array | None
+    sinks: Array | None
+    layout: str
+    deterministic: bool
+    out: Array | None
+    family: str | None
+
+
+@overload
+def attention(q: A, k: A, v: A, *, return_lse: Literal[False] = False, **options: Unpack[Options]) -> A: ...
+@overload
+def attention(q: A, k: A, v: A, *, return_lse: Literal[True], **options: Unpack[Options]) -> tuple[A, Any]: ...
+@overload
+def attention(q: A, k: A, v: A, *, return_lse: bool, **options: Unpack[Options]) -> A | tuple[A, Any]: ...
 @closed
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Any,
+    k: Any,
+    v: Any,
     *,
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
@@ -139,11 +169,11 @@ def attention(
 
 @closed
 def attention_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
+    dout: A,
+    q: A,
+    k: A,
+    v: A,
+    out: A,
     lse: Array,
     *,
     causal: bool | str = False,
@@ -158,7 +188,7 @@ def attention_backward(
     layout: str = "bshd",
     deterministic: bool = False,
     dlse: Array | None = None,
-    grads: tuple[Array, Array, Array] | None = None,
+    grads: tuple[A, A, A] | None = None,
     family: str | None = None,
     **unknown: NoReturn,  # refused, and told what it is called here
 ) -> Gradients:
@@ -213,7 +243,7 @@ def attention_backward(
     return _backward(lib, arrays, targets, options, family)
 
 
-def merge(outs: Any, lses: Any, *, layout: str = "bshd") -> tuple[Array, Array]:
+def merge(outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd") -> tuple[A, L]:
     """Combine attention over disjoint sets of keys into attention over their union.
 
     out = Σ outᵢ · exp(lseᵢ - lse), lse = log Σ exp(lseᵢ): associative and commutative, which split-KV decoding, ring
@@ -247,7 +277,7 @@ def explain(
     arch: str | None = None,
     backward: bool = False,
     **options: Any,
-) -> Any:
+) -> Explanation:
     """Tell how a call would run, without running it: family, tiles, registers, shared memory, workspace, FLOPs, copies.
 
     Parameters
@@ -286,7 +316,7 @@ def tune(
     min_ms: float = 10.0,
     progress: Any = None,
     **options: Any,
-) -> Any:
+) -> Tuning:
     """Time the tiles that a problem's kernels could have on this GPU, and use the fastest from now on.
 
     FlashAttention-2 (Dao 2023, section 3.3) chose them by hand and left this to future work. What is stored holds for
@@ -335,7 +365,7 @@ def tune(
 
 def _forward(
     lib: Library, arrays: Arrays, targets: Arrays, return_lse: bool, options: dict[str, Any], family: str | None
-) -> tuple[Array, Array]:
+) -> tuple[Any, Any]:
     adapter, arrays, targets = interop.adopt(lib, arrays, targets)
     try:
         results = _backend(adapter, arrays).forward(adapter, arrays, targets, return_lse, options, family)
@@ -378,7 +408,7 @@ def _cpu() -> Any:
     return corridor
 
 
-def _given(**named: Array) -> None:
+def _given(**named: Any) -> None:
     for name, x in named.items():
         if x is None:
             interop.library(name, x)  # raises: None is no array

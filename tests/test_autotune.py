@@ -450,8 +450,12 @@ def test_exported_rows_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch, fa
         assert plan(problem("float16", 128), H200, backward, family) != last.plan
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe{", b"[" * 100_000, b'{"sources": "%s", "rows": [{"tile": [-16, 1]}]}', b"null"])
-def test_a_file_that_cannot_be_read_is_left_alone(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe{", b"[" * 100_000, b'{"sources": "%s", "rows": [{"tile": [-16, 1]}]}', b"null"]
+)
+def test_a_file_that_cannot_be_read_is_left_alone(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUPYFLASH_CONFIG_DIR", str(tmp_path))
     (tmp_path / "tuning.json").write_bytes(content.replace(b"%s", sources_digest().encode()))
     tuned.stored.cache_clear()
