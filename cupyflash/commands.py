@@ -95,8 +95,8 @@ def attend(
     suffix = files.suffix(output)
     if lse and suffix == ".npy":
         raise ValueError(f"--output is {output}; with --lse there are two arrays: write .npz or .safetensors")
-    if not output.absolute().parent.is_dir():
-        raise ValueError(f"--output is {output}; its folder does not exist")
+    if output.is_dir() or not output.absolute().parent.is_dir():
+        raise ValueError(f"--output is {output}; it must be a file in a folder that exists")
     single = {"q": q, "k": k, "v": v, **arrays}
     for name, path in {"input": file, **single}.items():
         if path is not None and path.exists() and output.exists() and output.samefile(path):
@@ -114,6 +114,8 @@ def attend(
     for name, x in {**inputs, **results}.items():
         typer.echo(f"{name:<8} {'x'.join(map(str, x.shape))} {x.dtype}")
     typer.echo(f"{seconds:.3g} s with {xp.__name__}, written to {output}")
+    if results["out"].dtype == "bfloat16" and suffix != ".safetensors":
+        typer.echo(f"note: {suffix} has no bfloat16; others read two bytes of no type there (.safetensors keeps it)")
 
 
 @app.command()
@@ -258,17 +260,19 @@ def bench(
     dtype: Annotated[
         str | None, typer.Option(help="For the suites forward, backward, figures, memory. Default: bfloat16.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer problems, rounds and milliseconds.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer problems, rounds and milliseconds; files go to bench/quick.")
+    ] = False,
     rounds: Annotated[int | None, typer.Option(min=1, help="Samples of each candidate. Default 7, quick 3.")] = None,
     min_ms: Annotated[
         float | None, typer.Option(min=0.1, help="Least duration of a sample. Default 20, quick 5.")
     ] = None,
 ) -> None:
     """Measure beside every other attention that can be imported, in turn in the same run."""
-    from .bench import plot, run
+    from .bench import QUICK, plot, run
 
     if suites == ["plot"]:
-        for path in plot():
+        for path in plot(*QUICK if quick else ()):
             typer.echo(path)
         return
     raise typer.Exit(run(suites or ("forward", "backward"), family, out, quick, float_name(dtype), rounds, min_ms))
@@ -313,14 +317,20 @@ def _read(file: Path | None, single: dict[str, Path | None]) -> dict[str, Any]:
         if path is not None:
             own = files.names(path)
             if name not in own and len(own) != 1:
-                raise ValueError(f"{flag(name)}: {path} holds {', '.join(own) or 'no array'}, but no {name}")
+                raise ValueError(f"{flag(name)}: {path} holds {_some(own)}, but no {name}")
             chosen = name if name in own else own[0]
             arrays[name] = files.read(path, [chosen])[chosen]
     missing = [name for name in ("q", "k", "v") if name not in arrays]
     if missing:
-        where = f" in {file}, which holds {', '.join(held) or 'no array'}" if file is not None else ""
+        where = f" in {file}, which holds {_some(held)}" if file is not None else ""
         raise ValueError(f"no {' and no '.join(missing)}{where}; give --q, --k and --v, or --input with all three")
     return arrays
+
+
+def _some(names: list[str]) -> str:
+    """Names of arrays in a sentence, which a file may have thousands of."""
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(names[:10]) + more if names else "no array"
 
 
 Shape = tuple[int, ...]

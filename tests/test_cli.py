@@ -22,6 +22,7 @@ from reference import DTYPES, assert_as_good, draw, standard, standard_in_own_pr
 import cupyflash
 from cupyflash import bench, cli, files
 from cupyflash.arrays import array_module
+from cupyflash.bench.__main__ import main as bench_main
 from cupyflash.command_options import value as command_value
 from cupyflash.gpu import cache as disk
 from cupyflash.gpu import compiler
@@ -258,6 +259,18 @@ def test_bfloat16_files_of_others(tmp_path: Path) -> None:
         np.testing.assert_array_equal(back.astype(np.float32), x.float().numpy())
 
 
+def test_a_bfloat16_that_others_cannot_read_is_told(run: Run, tmp_path: Path, rng: np.random.Generator) -> None:
+    for dtype, suffix, told in (
+        ("bfloat16", ".npz", True),
+        ("bfloat16", ".safetensors", False),
+        ("float16", ".npz", False),
+    ):
+        files.write(tmp_path / f"in{suffix}", tensors(rng, dtype))
+        out = tmp_path / f"out-{dtype}{suffix}"
+        code, printed, _ = run("attend", "--device", "cpu", "-i", tmp_path / f"in{suffix}", "--overwrite", "-o", out)
+        assert code == 0 and (f"note: {suffix} has no bfloat16; others read two bytes" in printed) == told
+
+
 def test_attend_errors_are_one_line(run: Run, tmp_path: Path, rng: np.random.Generator) -> None:
     arrays = tensors(rng, "float32")
     good, out = tmp_path / "in.npz", tmp_path / "out.npz"
@@ -266,6 +279,8 @@ def test_attend_errors_are_one_line(run: Run, tmp_path: Path, rng: np.random.Gen
     files.write(tmp_path / "int.npy", {"v": np.arange(8)})
     np.savez(tmp_path / "names.npz", query=arrays["q"], key=arrays["k"])
     np.savez(tmp_path / "empty.npz")
+    np.savez(tmp_path / "many.npz", **{f"a{i}": np.zeros(1) for i in range(100)})
+    (tmp_path / "dir.npz").mkdir()
     np.save(tmp_path / "object.npy", np.array([{}], dtype=object), allow_pickle=True)
     for name in ("bad.npz", "bad.npy", "bad.safetensors"):
         (tmp_path / name).write_bytes(b"this is no array")
@@ -297,7 +312,12 @@ def test_attend_errors_are_one_line(run: Run, tmp_path: Path, rng: np.random.Gen
         (["-i", good, "--device", "tpu"], "device is 'tpu'; it must be 'cpu' or 'gpu'"),
         (["-i", good, "-o", tmp_path / "out.txt"], "out.txt ends in '.txt'"),
         (["-i", good, "-o", tmp_path / "out.npy", "--lse"], "with --lse there are two arrays"),
-        (["-i", good, "-o", tmp_path / "no" / "out.npz"], "its folder does not exist"),
+        (["-i", good, "-o", tmp_path / "no" / "out.npz"], "out.npz; it must be a file in a folder that exists"),
+        (["-i", good, "-o", tmp_path / "dir.npz", "--overwrite"], "dir.npz; it must be a file in a folder that exists"),
+        (
+            ["-i", tmp_path / "many.npz"],
+            "many.npz, which holds a0, a1, a2, a3, a4, a5, a6, a7, a8, a9 and 90 more; give",
+        ),
     ]
     for arguments, message in cases:
         given = arguments if "-o" in arguments else [*arguments, "-o", out]
@@ -821,6 +841,23 @@ def test_bench_is_handed_over(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_pat
     code, _, err = run("bench", "fp32", "host", "--family", "simt", "--quick", "--out", tmp_path, "--dtype=fp16", *few)
     assert (code, err) == (1, "")
     assert calls == [(["fp32", "host"], "simt", tmp_path, True, "float16", 2, 1.5)]
+
+
+def test_bench_plot_draws_what_quick_wrote(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    assert bench.run(["cpu"], quick=True, rounds=1, min_ms=1) == 0
+    code, _, err = run("bench", "plot")
+    assert code == 2 and "`cupyflash bench plot --quick` draws" in err
+    picture = Path("bench", "quick", "plots", "cpu_cpu.png")
+    for plotted in (
+        lambda: run("bench", "plot", "--quick")[:2],
+        lambda: (bench_main(["plot", "--quick"]), str(picture)),
+    ):
+        code, printed = plotted()
+        assert code == 0 and str(picture) in printed and picture.read_bytes().startswith(b"\x89PNG")
+        picture.unlink()
+    assert not Path("docs").exists()
 
 
 def test_bench_of_an_unknown_suite(run: Run) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike
 
-__all__ = ["plot", "run"]
+__all__ = ["QUICK", "plot", "run"]
+
+QUICK = ("bench/quick", "bench/quick")  # what `run` with quick writes to, and where `plot` draws that
 
 
 def run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..cli import told
-from . import plot, run
+from . import QUICK, plot, run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,11 +20,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer problems, rounds and milliseconds")
     parser.add_argument("--rounds", type=int, help="samples of each candidate")
     parser.add_argument("--min-ms", type=float, help="least duration of a sample")
-    parser.add_argument("--results", default="bench/results", help="plot: where the JSON files are")
-    parser.add_argument("--docs", default="docs", help="plot: where the pictures and benchmarks.md go")
+    parser.add_argument("--results", help="plot: where the JSON files are (default bench/results, quick bench/quick)")
+    parser.add_argument(
+        "--docs", help="plot: where the pictures and benchmarks.md go (default docs, quick bench/quick)"
+    )
     args = parser.parse_args(arguments)
     if args.suites == ["plot"]:
-        for path in plot(args.results, args.docs):
+        results, docs = QUICK if args.quick else ("bench/results", "docs")
+        for path in plot(args.results or results, args.docs or docs):
             print(path)
         return 0
     return run(args.suites, args.family, args.out, args.quick, args.dtype, args.rounds, args.min_ms)

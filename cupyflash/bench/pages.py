@@ -5,14 +5,17 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-from . import ladder, papers, plots, report
+from . import QUICK, ladder, papers, plots, report
 
 
 def plot(results: str | PathLike[str], docs: str | PathLike[str]) -> list[str]:
     """See `cupyflash.bench.plot`."""
     found = report.load(Path(results))
     if not found:
-        raise FileNotFoundError(f"{results} has no <gpu>/<suite>.json; `cupyflash bench` writes them")
+        raise FileNotFoundError(
+            f"{results} has no <gpu>/<suite>.json; `cupyflash bench` writes them, and with --quick to {QUICK[0]}, which "
+            "`cupyflash bench plot --quick` draws"
+        )
     folder = Path(docs, "plots")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
