@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 from . import interop
-from .array_types import A, Array, L
 from .interop.protocol import Adapter, Arrays, Library, Passes
 from .other_names import unexpected
 from .problem import Gradients, check_flag
-from .signature import closed
+from .signature import A, Array, L, closed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -269,10 +269,10 @@ def bench(
     ] = None,
 ) -> None:
     """Measure beside every other attention that can be imported, in turn in the same run."""
-    from .bench import QUICK, plot, run
+    from .bench import plot, run
 
     if suites == ["plot"]:
-        for path in plot(*QUICK if quick else ()):
+        for path in plot(quick=quick):
             typer.echo(path)
         return
     raise typer.Exit(run(suites or ("forward", "backward"), family, out, quick, float_name(dtype), rounds, min_ms))

@@ -1,10 +1,28 @@
-"""Functions that show another signature than the one that they have."""
+"""The public signatures: what they say of arrays, and functions that show another one than they have."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+
+
+class DLPackArray(Protocol):
+    """NumPy, CuPy, PyTorch, JAX, ..."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class CudaArray(Protocol):
+    """Numba, Warp, ..."""
+
+    @property
+    def __cuda_array_interface__(self) -> Any: ...
+
+
+Array = DLPackArray | CudaArray
+A = TypeVar("A", bound=Array)  # results are of the type of q
+L = TypeVar("L", bound=Array)  # lse has a dtype and a shape of its own
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike
 
-__all__ = ["QUICK", "plot", "run"]
-
-QUICK = ("bench/quick", "bench/quick")  # what `run` with quick writes to, and where `plot` draws that
+__all__ = ["plot", "run"]
 
 
 def run(
@@ -48,12 +46,15 @@ def run(
     return _run(suites, family, out, quick, dtype, rounds, min_ms)
 
 
-def plot(results: str | PathLike[str] = "bench/results", docs: str | PathLike[str] = "docs") -> list[str]:
+def plot(
+    results: str | PathLike[str] | None = None, docs: str | PathLike[str] | None = None, quick: bool = False
+) -> list[str]:
     """Draw the results as PNGs under `<docs>/plots` and write `<docs>/benchmarks.md`, `<docs>/papers.md` and the table in
     `<docs>/tutorial.md`.
 
+    results and docs are `bench/results` and `docs` unless given; with quick both are `bench/quick`, where such runs are.
     Returns the files written.
     """
     from .pages import plot as _plot
 
-    return _plot(results, docs)
+    return _plot(results or ("bench/quick" if quick else "bench/results"), docs or ("bench/quick" if quick else "docs"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..cli import told
-from . import QUICK, plot, run
+from . import plot, run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,8 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     args = parser.parse_args(arguments)
     if args.suites == ["plot"]:
-        results, docs = QUICK if args.quick else ("bench/results", "docs")
-        for path in plot(args.results or results, args.docs or docs):
+        for path in plot(args.results, args.docs, args.quick):
             print(path)
         return 0
     return run(args.suites, args.family, args.out, args.quick, args.dtype, args.rounds, args.min_ms)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-from . import QUICK, ladder, papers, plots, report
+from . import ladder, papers, plots, report
 
 
 def plot(results: str | PathLike[str], docs: str | PathLike[str]) -> list[str]:
@@ -13,7 +13,7 @@ def plot(results: str | PathLike[str], docs: str | PathLike[str]) -> list[str]:
     found = report.load(Path(results))
     if not found:
         raise FileNotFoundError(
-            f"{results} has no <gpu>/<suite>.json; `cupyflash bench` writes them, and with --quick to {QUICK[0]}, which "
+            f"{results} has no <gpu>/<suite>.json; `cupyflash bench` writes them, and with --quick to bench/quick, which "
             "`cupyflash bench plot --quick` draws"
         )
     folder = Path(docs, "plots")

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..problem import FLOATS
-from . import QUICK, machine, peers, report
+from . import machine, peers, report
 from .suites import GROUPS, SUITES, Options
 
 
@@ -52,7 +52,7 @@ def run(
         folder = (
             Path(out)
             if out is not None
-            else Path(QUICK[0] if quick else "bench/results", machine.short_name(gpu) if gpu else "cpu")
+            else Path("bench", "quick" if quick else "results", machine.short_name(gpu) if gpu else "cpu")
         )
         rows = _run_suite(console, name, options, folder / f"{family + '_' if family else ''}{name}.json", gpu)
         good = good and all(row["ours"] is not None for row in rows)
