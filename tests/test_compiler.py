@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import gc
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -198,6 +200,20 @@ def test_dump_where_nothing_can_be_written(monkeypatch, own_cache, tmp_path):
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_leaves_nothing_that_complains(monkeypatch):
+    """cuda.core's finalizer does, where a program is collected together with the traceback that holds it."""
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    for _ in range(3):
+        with pytest.raises(CompileError) as raised:
+            compiler.compile_uncached("nonsense", "sm_80")
+        held = [raised]
+        held.append(held)
+    del raised, held
+    gc.collect()
+    assert not said
 
 
 def test_an_error_names_our_file_and_line():
