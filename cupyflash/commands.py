@@ -168,7 +168,7 @@ def compile_(
 
     both = (False, True)
     work = jobs(
-        arch, [float_name(d) for d in dtype or HEAD_DIMS], head_dim or (), both if causal is None else (causal,),
+        arch, [float_name(d) or d for d in dtype or HEAD_DIMS], head_dim or (), both if causal is None else (causal,),
         both if backward is None else (backward,), arrays, family, **options,
     )  # fmt: skip
     console = Console(highlight=False)

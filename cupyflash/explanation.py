@@ -239,8 +239,8 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
         shape = tuple(operator.index(n) for n in x)
     except TypeError:
         raise TypeError(f"{name} is {x!r}; it must be an array or a shape, a tuple of integers") from None
-    if any(n < 0 for n in shape):
-        raise ValueError(f"{name} has shape {shape}; its lengths must be 0 or more")
+    if not all(0 <= n < 2**63 for n in shape):
+        raise ValueError(f"{name} has shape {shape}; its lengths must be 0 or more, and less than 2**63")
     if name in _OPTIONAL and _OPTIONAL[name].dtypes[0] != "q":
         dtype = _OPTIONAL[name].dtypes[0]
     elif dtype is None:

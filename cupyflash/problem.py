@@ -46,12 +46,12 @@ class Gradients(NamedTuple):
     dv: Any
 
 
-def float_name(dtype: Any) -> Any:
-    """What a short name, or a dtype of NumPy, PyTorch or JAX, is called here; None and what is unknown stay as they are."""
-    if isinstance(dtype, str):
-        return SHORT.get(dtype, dtype)
+def float_name(dtype: Any) -> str | None:
+    """What a short name, or a dtype of NumPy, PyTorch or JAX, is called here; text for what is unknown, None for None."""
+    if dtype is None or isinstance(dtype, str):
+        return SHORT.get(dtype, dtype) if dtype else dtype
     name = getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
-    return name if name in FLOATS else dtype
+    return name if name in FLOATS else repr(dtype)
 
 
 # ---- the tables -----------------------------------------------------------------------------------------------------

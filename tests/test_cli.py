@@ -597,6 +597,12 @@ def test_explain_prints_without_rich() -> None:
             ValueError,
             "dtype is 'other', but q is an array of float32; dtype is for shapes",
         ),
+        ((SHAPE, None, None, {"dtype": X}), TypeError, "it must be one of float16"),
+        (
+            ((10**400, 4), None, None, {"dtype": "bf16"}),
+            ValueError,
+            "its lengths must be 0 or more, and less than 2**63",
+        ),
         ((SHAPE, None, None, {"dtype": "other"}), TypeError, "q has dtype other; it must be one of float16"),
         ((X, None, None, {"family": []}), ValueError, "family is []; it must be one of 'sm90'"),
         (

@@ -146,6 +146,20 @@ def test_dlpack_producers_that_cannot_be_taken() -> None:
         attention(good, DLPackOnly(good.astype(ml_dtypes.bfloat16), (1, 0)), good)
 
 
+@pytest.mark.parametrize("broken", [RuntimeError("no"), TypeError("no"), 5, (), ("cpu", 0)], ids=str)
+def test_producers_that_do_not_work(broken: Any) -> None:
+    class Producer(DLPackOnly):
+        def __dlpack_device__(self) -> Any:
+            if isinstance(broken, Exception):
+                raise broken
+            return broken
+
+    good = np.ones((3, 4), np.float32)
+    for name in ("q", "v", "bias", "out"):
+        with pytest.raises(TypeError, match=f"^{name} is a Producer that cannot tell its device by DLPack"):
+            attention(**{"q": good, "k": good, "v": good, name: Producer(good)})
+
+
 def test_one_library_only() -> None:
     torch = pytest.importorskip("torch")
     a, t = np.ones((3, 4), np.float32), torch.ones(3, 4)
@@ -164,6 +178,15 @@ def test_gpu_arrays_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "cupyflash.interop.cupy_", raising=False)
     x = OnNoGpu()
     with pytest.raises(ImportError, match=r'arrays on a GPU need CuPy, .*; run pip install "cupyflash\[cuda13\]"'):
+        attention(x, x, x)
+
+
+@pytest.mark.parametrize("described", [None, {}, {"shape": (3, 4)}], ids=str)
+def test_gpu_arrays_that_are_none(described: Any) -> None:
+    pytest.importorskip("cupy")
+    x = OnNoGpu()
+    x.__cuda_array_interface__ = described
+    with pytest.raises(TypeError, match="^q is a OnNoGpu that CuPy cannot take"):
         attention(x, x, x)
 
 

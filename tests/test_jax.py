@@ -144,6 +144,8 @@ def test_traced_arrays() -> None:
 
 def test_traced_options() -> None:
     x = jax.numpy.ones((3, 4))
+    with pytest.raises(TypeError, match="^return_lse is .*; it must be True or False"):
+        attention(x, x, x, return_lse=np.ones(2))
     for name, error, message in (
         ("scale", TypeError, "real number"), ("softcap", TypeError, "real number"), ("causal", ValueError, "False, True"),
         ("deterministic", TypeError, "True or False"), ("return_lse", TypeError, "True or False"),

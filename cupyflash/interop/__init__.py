@@ -92,7 +92,10 @@ def _find(name: str, x: Any) -> Library:
             _by_type[cls] = lib
             return lib
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
-        where = int(x.__dlpack_device__()[0])
+        try:
+            where = int(x.__dlpack_device__()[0])
+        except Exception as error:
+            raise TypeError(f"{name} is a {cls.__name__} that cannot tell its device by DLPack: {error}") from error
         if where in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
             return _adapter("cupy_")
         if where in (_DLPACK_CPU, _DLPACK_CUDA_HOST):

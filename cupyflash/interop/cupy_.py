@@ -89,6 +89,8 @@ def wrap(name: str, x: Any) -> cupy.ndarray:
     except cupy.cuda.runtime.CUDARuntimeError:
         current(0)  # says what is missing, where that is the driver or the GPU
         raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TypeError(f"{name} is a {type(x).__name__} that CuPy cannot take: {error!r}") from error
 
 
 def _wrap(x: Any) -> cupy.ndarray:
