@@ -27,6 +27,6 @@ def test_calls(library: str) -> None:
 def test_what_is_typed_by_name_is_what_is_taken() -> None:
     shown = inspect.signature(cupyflash.attention).parameters
     named = {name: x.annotation for name, x in shown.items() if x.kind is x.KEYWORD_ONLY and name != "return_lse"}
-    assert {name: x.__forward_arg__ for name, x in Options.__annotations__.items()} == named
+    assert {name: getattr(x, "__forward_arg__", x) for name, x in Options.__annotations__.items()} == named
     assert all(x.kind is not x.VAR_KEYWORD for f in (cupyflash.attention, cupyflash.attention_backward)
                for x in inspect.signature(f).parameters.values())  # fmt: skip
