@@ -6,20 +6,52 @@ Arrays come in from any library and results go back to the same one; see `cupyfl
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import Any
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 from . import interop
 from .interop.protocol import Adapter, Arrays, Library, Passes
-from .problem import Gradients, check_wrt
+from .other_names import unexpected
+from .problem import Gradients, check_flag, check_wrt
+from .signature import A, Array, L, closed
 
-Array = Any
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .autotune import Tuning
+    from .explanation import Explanation
 
 
+class Options(TypedDict, total=False):
+    """What `attention` may be given by name, but for return_lse, on which the type of its result depends."""
+
+    causal: bool | str
+    window: tuple[int | None, int | None] | None
+    scale: float | None
+    softcap: float | None
+    key_mask: Array | None
+    mask: Array | None
+    bias: Array | None
+    alibi_slopes: Array | None
+    sinks: Array | None
+    layout: str
+    deterministic: bool
+    out: Array | None
+    family: str | None
+
+
+@overload
+def attention(q: A, k: A, v: A, *, return_lse: Literal[False] = False, **options: Unpack[Options]) -> A: ...
+@overload
+def attention(q: A, k: A, v: A, *, return_lse: Literal[True], **options: Unpack[Options]) -> tuple[A, Any]: ...
+@overload
+def attention(q: A, k: A, v: A, *, return_lse: bool, **options: Unpack[Options]) -> A | tuple[A, Any]: ...
+@closed
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Any,
+    k: Any,
+    v: Any,
     *,
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
@@ -35,6 +67,7 @@ def attention(
     deterministic: bool = False,
     out: Array | None = None,
     family: str | None = None,
+    **unknown: NoReturn,  # refused, and told what it is called here
 ) -> Any:
     """Exact attention, softmax(score(Q Kᵀ)) V, without the score matrix in memory.
 
@@ -102,6 +135,8 @@ def attention(
     TypeError, ValueError
         Naming the argument, what it is and what it must be. Nothing has been launched then.
     """
+    if unknown:
+        raise unexpected("attention", next(iter(unknown)), inspect.signature(attention).parameters)
     arrays = {
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
     }  # fmt: skip
@@ -109,6 +144,8 @@ def attention(
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
         "deterministic": deterministic,
     }  # fmt: skip
+    if return_lse is not True and return_lse is not False:
+        check_flag("return_lse", return_lse)
     lib = interop.library("q", q)
     _given(k=k, v=v)
     record = lib.recorder(arrays)
@@ -128,12 +165,13 @@ def attention(
     return (o, lse) if return_lse else o
 
 
+@closed
 def attention_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
+    dout: A,
+    q: A,
+    k: A,
+    v: A,
+    out: A,
     lse: Array,
     *,
     causal: bool | str = False,
@@ -149,8 +187,9 @@ def attention_backward(
     deterministic: bool = False,
     dlse: Array | None = None,
     wrt: str | Iterable[str] = (),
-    grads: tuple[Array, Array, Array] | None = None,
+    grads: tuple[A, A, A] | None = None,
     family: str | None = None,
+    **unknown: NoReturn,  # refused, and told what it is called here
 ) -> Gradients:
     """Gradients of `attention`: (dq, dk, dv) for the gradient `dout` of its result. No autograd framework needed.
 
@@ -190,6 +229,8 @@ def attention_backward(
     TypeError, ValueError
         Naming the argument, what it is and what it must be. Nothing has been launched then.
     """
+    if unknown:
+        raise unexpected("attention_backward", next(iter(unknown)), inspect.signature(attention_backward).parameters)
     arrays = {
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "dout": dout, "out": out, "lse": lse, "dlse": dlse,
@@ -208,7 +249,7 @@ def attention_backward(
     return _backward(lib, arrays, targets, options, family, check_wrt(wrt, arrays))
 
 
-def merge(outs: Any, lses: Any, *, layout: str = "bshd") -> tuple[Array, Array]:
+def merge(outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd") -> tuple[A, L]:
     """Combine attention over disjoint sets of keys into attention over their union.
 
     out = Σ outᵢ · exp(lseᵢ - lse), lse = log Σ exp(lseᵢ): associative and commutative, which split-KV decoding, ring
@@ -238,19 +279,19 @@ def explain(
     k: Any = None,
     v: Any = None,
     *,
-    dtype: str | None = None,
+    dtype: Any = None,
     arch: str | None = None,
     backward: bool = False,
     **options: Any,
-) -> Any:
+) -> Explanation:
     """Tell how a call would run, without running it: family, tiles, registers, shared memory, workspace, FLOPs, copies.
 
     Parameters
     ----------
     q, k, v : arrays or shapes
         What `attention` would be given; shapes (tuples) need `dtype`. k and v default to q's.
-    dtype : str, optional
-        For shapes: "float16", "bfloat16", "float32", "float64".
+    dtype : optional
+        For shapes: "float16", "bfloat16", "float32", "float64", a short name ("bf16") or a dtype of NumPy, PyTorch or JAX.
     arch : str, optional
         Plan for this architecture ("sm_80", "sm_90a", ...) instead of the GPU at hand; no GPU is needed then.
     backward : bool
@@ -273,7 +314,7 @@ def tune(
     k: Any = None,
     v: Any = None,
     *,
-    dtype: str | None = None,
+    dtype: Any = None,
     backward: bool = False,
     family: str | None = None,
     store: bool = True,
@@ -281,7 +322,7 @@ def tune(
     min_ms: float = 10.0,
     progress: Any = None,
     **options: Any,
-) -> Any:
+) -> Tuning:
     """Time the tiles that a problem's kernels could have on this GPU, and use the fastest from now on.
 
     FlashAttention-2 (Dao 2023, section 3.3) chose them by hand and left this to future work. What is stored holds for
@@ -292,8 +333,8 @@ def tune(
     ----------
     q, k, v : arrays or shapes
         As for `explain`. Only shapes matter: random arrays of that size are made on CuPy's current GPU.
-    dtype : str, optional
-        For shapes: "float16", "bfloat16", "float32", "float64".
+    dtype : optional
+        For shapes: "float16", "bfloat16", "float32", "float64", a short name ("bf16") or a dtype of NumPy, PyTorch or JAX.
     backward : bool
         Tune `attention_backward`.
     family : "sm90", "sm80", "simt", optional
@@ -330,9 +371,13 @@ def tune(
 
 def _forward(
     lib: Library, arrays: Arrays, targets: Arrays, return_lse: bool, options: dict[str, Any], family: str | None
-) -> tuple[Array, Array]:
+) -> tuple[Any, Any]:
     adapter, arrays, targets = interop.adopt(lib, arrays, targets)
-    results = _backend(adapter, arrays).forward(adapter, arrays, targets, return_lse, options, family)
+    try:
+        results = _backend(adapter, arrays).forward(adapter, arrays, targets, return_lse, options, family)
+    except Exception:
+        interop.name_unreadable(adapter, arrays, targets)
+        raise
     for x in targets.values():
         adapter.written(x)
     return results
@@ -342,7 +387,11 @@ def _backward(
     lib: Library, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None, wrt: tuple[str, ...]
 ) -> Gradients:
     adapter, arrays, targets = interop.adopt(lib, arrays, targets)
-    results = _backend(adapter, arrays).backward(adapter, arrays, targets, options, family, wrt)
+    try:
+        results = _backend(adapter, arrays).backward(adapter, arrays, targets, options, family, wrt)
+    except Exception:
+        interop.name_unreadable(adapter, arrays, targets)
+        raise
     for x in targets.values():
         adapter.written(x)
     return results
@@ -367,7 +416,7 @@ def _cpu() -> Any:
     return corridor
 
 
-def _given(**named: Array) -> None:
+def _given(**named: Any) -> None:
     for name, x in named.items():
         if x is None:
             interop.library(name, x)  # raises: None is no array

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from . import __version__
 from .command_options import asked, flag
+from .problem import float_name
 
 app = typer.Typer(
     help="Exact attention, forward and backward, for any array library, on CPU and GPU.",
@@ -24,8 +25,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-DTYPES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 DType = Annotated[str, typer.Option(help="bf16, fp16, fp32, fp64 or their long names.")]
 KvShape = Annotated[str | None, typer.Option(help="Of k and v. Default: that of q.")]
@@ -96,8 +95,8 @@ def attend(
     suffix = files.suffix(output)
     if lse and suffix == ".npy":
         raise ValueError(f"--output is {output}; with --lse there are two arrays: write .npz or .safetensors")
-    if not output.absolute().parent.is_dir():
-        raise ValueError(f"--output is {output}; its folder does not exist")
+    if output.is_dir() or not output.absolute().parent.is_dir():
+        raise ValueError(f"--output is {output}; it must be a file in a folder that exists")
     single = {"q": q, "k": k, "v": v, **arrays}
     for name, path in {"input": file, **single}.items():
         if path is not None and path.exists() and output.exists() and output.samefile(path):
@@ -115,6 +114,8 @@ def attend(
     for name, x in {**inputs, **results}.items():
         typer.echo(f"{name:<8} {'x'.join(map(str, x.shape))} {x.dtype}")
     typer.echo(f"{seconds:.3g} s with {xp.__name__}, written to {output}")
+    if results["out"].dtype == "bfloat16" and suffix != ".safetensors":
+        typer.echo(f"note: {suffix} has no bfloat16; others read two bytes of no type there (.safetensors keeps it)")
 
 
 @app.command()
@@ -134,9 +135,7 @@ def explain(
     from . import explain as _explain
 
     (q, k, v), others = _shapes(shape, kv_shape, v_shape, arrays, options)
-    told = _explain(
-        q, k, v, **others, **options, dtype=DTYPES.get(dtype, dtype), arch=arch, backward=backward, family=family
-    )
+    told = _explain(q, k, v, **others, **options, dtype=dtype, arch=arch, backward=backward, family=family)
     _pairs(told.rows())
 
 
@@ -169,7 +168,7 @@ def compile_(
 
     both = (False, True)
     work = jobs(
-        arch, [DTYPES.get(d, d) for d in dtype or HEAD_DIMS], head_dim or (), both if causal is None else (causal,),
+        arch, [float_name(d) or d for d in dtype or HEAD_DIMS], head_dim or (), both if causal is None else (causal,),
         both if backward is None else (backward,), arrays, family, **options,
     )  # fmt: skip
     console = Console(highlight=False)
@@ -234,7 +233,7 @@ def tune(
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("compile", total=None)
         result = _tune(
-            q, k, v, **others, **options, dtype=DTYPES.get(dtype, dtype), backward=backward, family=family,
+            q, k, v, **others, **options, dtype=dtype, backward=backward, family=family,
             rounds=rounds, store=not dry_run,
             progress=lambda what, done, total: progress.update(bar, description=what, completed=done, total=total),
         )  # fmt: skip
@@ -261,7 +260,9 @@ def bench(
     dtype: Annotated[
         str | None, typer.Option(help="For the suites forward, backward, figures, memory, scores. Default: bfloat16.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer problems, rounds and milliseconds.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer problems, rounds and milliseconds; files go to bench/quick.")
+    ] = False,
     rounds: Annotated[int | None, typer.Option(min=1, help="Samples of each candidate. Default 7, quick 3.")] = None,
     min_ms: Annotated[
         float | None, typer.Option(min=0.1, help="Least duration of a sample. Default 20, quick 5.")
@@ -275,12 +276,11 @@ def bench(
     from .bench import plot, run
 
     if suites == ["plot"]:
-        for path in plot():
+        for path in plot(quick=quick):
             typer.echo(path)
         return
-    dtype = None if dtype is None else DTYPES.get(dtype, dtype)
     raise typer.Exit(
-        run(suites or ("forward", "backward"), family, out, quick, dtype, rounds, min_ms, only or (), slow)
+        run(suites or ("forward", "backward"), family, out, quick, float_name(dtype), rounds, min_ms, only or (), slow)
     )
 
 
@@ -323,14 +323,20 @@ def _read(file: Path | None, single: dict[str, Path | None]) -> dict[str, Any]:
         if path is not None:
             own = files.names(path)
             if name not in own and len(own) != 1:
-                raise ValueError(f"{flag(name)}: {path} holds {', '.join(own) or 'no array'}, but no {name}")
+                raise ValueError(f"{flag(name)}: {path} holds {_some(own)}, but no {name}")
             chosen = name if name in own else own[0]
             arrays[name] = files.read(path, [chosen])[chosen]
     missing = [name for name in ("q", "k", "v") if name not in arrays]
     if missing:
-        where = f" in {file}, which holds {', '.join(held) or 'no array'}" if file is not None else ""
+        where = f" in {file}, which holds {_some(held)}" if file is not None else ""
         raise ValueError(f"no {' and no '.join(missing)}{where}; give --q, --k and --v, or --input with all three")
     return arrays
+
+
+def _some(names: list[str]) -> str:
+    """Names of arrays in a sentence, which a file may have thousands of."""
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(names[:10]) + more if names else "no array"
 
 
 Shape = tuple[int, ...]

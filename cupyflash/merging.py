@@ -10,7 +10,7 @@ import numpy as np
 
 from . import interop
 from .interop.protocol import Library
-from .problem import FLOATS, LAYOUTS
+from .problem import FLOATS, check_layout
 
 Array = Any
 _NAMESPACES = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax.numpy"}
@@ -48,8 +48,7 @@ def _over_out(weight: Array, layout: str) -> Array:
 
 
 def _checked(outs: Any, lses: Any, layout: str) -> tuple[Library, list[Array], list[Array]]:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
+    check_layout(layout)
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, (list, tuple)):
             raise TypeError(
@@ -68,7 +67,7 @@ def _checked(outs: Any, lses: Any, layout: str) -> tuple[Library, list[Array], l
                 f"{name} is a {kind} array but outs[0] is a {lib.kind} array; all must come from one library"
             )
     arrays = interop.adopted(lib, named)
-    views = {name: lib.view(x) for name, x in arrays.items()}
+    views = {name: interop.view(lib, name, x) for name, x in arrays.items()}
     first = views["outs[0]"]
     if first.dtype not in FLOATS:
         raise TypeError(f"outs[0] has dtype {first.dtype}; it must be one of {', '.join(FLOATS)}")

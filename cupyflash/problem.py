@@ -20,8 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+from .other_names import unexpected
+
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
+SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 LAYOUTS = ("bshd", "bhsd")
 CAUSALS = {False: None, True: "bottom_right", "bottom_right": "bottom_right", "top_left": "top_left"}
 AXES = ("batch", "head", "query", "key")  # of arrays over pairs
@@ -66,6 +69,14 @@ class Gradients(_OfQKV):
         grads = super().__new__(cls, dq, dk, dv)
         vars(grads).update(others)
         return grads
+
+
+def float_name(dtype: Any) -> str | None:
+    """What a short name, or a dtype of NumPy, PyTorch or JAX, is called here; text for what is unknown, None for None."""
+    if dtype is None or isinstance(dtype, str):
+        return SHORT.get(dtype, dtype) if dtype else dtype
+    name = getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
+    return name if name in FLOATS else repr(dtype)
 
 
 # ---- the tables -----------------------------------------------------------------------------------------------------
@@ -180,6 +191,8 @@ def _number(name: str, x: Any) -> float | None:
         value = float(x)
     except OverflowError:
         value = math.inf
+    except Exception as error:  # traced by JAX, vmapped by PyTorch: no number is there yet
+        raise TypeError(f"{name} is {x!r}; it must be a real number or None") from error
     if not math.isfinite(value):
         raise ValueError(f"{name} is {value}; it must be finite")
     return value
@@ -191,16 +204,19 @@ def _odd(scalar: Any) -> bool:
     return "complex" in kind or "bool" in kind or getattr(scalar, "requires_grad", False)
 
 
-def _check_layout(layout: Any) -> str:
+def check_layout(layout: Any) -> str:
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
     return layout
 
 
-def _check_deterministic(deterministic: Any) -> bool:
-    if type(deterministic).__name__ not in ("bool", "bool_"):  # NumPy's too
-        raise TypeError(f"deterministic is {deterministic!r}; it must be True or False")
-    return bool(deterministic)
+def check_flag(name: str, x: Any) -> bool:
+    if type(x).__name__ not in ("bool", "bool_"):  # NumPy's too
+        raise TypeError(f"{name} is {x!r}; it must be True or False")
+    return bool(x)
+
+
+_check_deterministic = functools.partial(check_flag, "deterministic")
 
 
 OPTIONS = (
@@ -208,7 +224,7 @@ OPTIONS = (
     OptionRule("window", None, "(left, right): keys that a query sees beside its diagonal.", _check_window),
     OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", check_scale),
     OptionRule("softcap", None, "c: scores become c tanh(score / c).", _check_softcap),
-    OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", _check_layout),
+    OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", check_layout),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),
 )
 ARRAYS = (
@@ -227,7 +243,7 @@ def check_options(function: str, names: Iterable[str], also: tuple[str, ...] = (
     known = (*(row.name for row in OPTIONS), *(row.name for row in ARRAYS), *also)
     for name in names:
         if name not in known:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            raise unexpected(function, name, known)
 
 
 def check_wrt(wrt: Any, arrays: dict[str, Any]) -> tuple[str, ...]:
@@ -498,6 +514,9 @@ def _same(name: str, x: View, other: str, like: View, dtype: bool = True) -> Non
             f"{name} is a {x.kind} array but {other} is a {like.kind} array; all arrays must come from one library"
         )
     if dtype and x.dtype != like.dtype:
-        raise TypeError(f"{name} has dtype {x.dtype} but {other} has {like.dtype}; all arrays must have one dtype")
+        cast = " (torch.autocast casts none of them)" if x.kind == "torch" else ""
+        raise TypeError(
+            f"{name} has dtype {x.dtype} but {other} has {like.dtype}; all arrays must have one dtype{cast}"
+        )
     if x.device != like.device:
         raise ValueError(f"{name} is on {x.device} but {other} is on {like.device}; all arrays must be on one device")

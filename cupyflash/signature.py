@@ -1,21 +1,45 @@
-"""Functions that take what another one takes, and show it."""
+"""The public signatures: what they say of arrays, and functions that show another one than they have."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, ParamSpec
-
-P = ParamSpec("P")
+from collections.abc import Callable, Collection
+from typing import Any, Protocol, TypeVar
 
 
-def like(shown: Callable[P, Any], without: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Callable[P, Any]]:
+class DLPackArray(Protocol):
+    """NumPy, CuPy, PyTorch, JAX, ..."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class CudaArray(Protocol):
+    """Numba, Warp, ..."""
+
+    @property
+    def __cuda_array_interface__(self) -> Any: ...
+
+
+Array = DLPackArray | CudaArray
+A = TypeVar("A", bound=Array)  # results are of the type of q
+L = TypeVar("L", bound=Array)  # lse has a dtype and a shape of its own
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def like(shown: F, without: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], F]:
     """Give a function that hands its keyword arguments on the signature of the one that takes them (but for some)."""
+    return lambda function: _show(function, shown, without)
+
+
+def closed(function: F) -> F:
+    """Do not show a function's ** parameter, which it has to refuse what nobody knows with a message of its own."""
+    names = [name for name, x in inspect.signature(function).parameters.items() if x.kind is x.VAR_KEYWORD]
+    return _show(function, function, names)
+
+
+def _show(function: Any, shown: Callable[..., Any], without: Collection[str]) -> Any:
     signature = inspect.signature(shown)
     kept = [x for x in signature.parameters.values() if x.name not in without]
-
-    def decorate(function: Callable[..., Any]) -> Callable[P, Any]:
-        function.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
-        return function
-
-    return decorate
+    function.__signature__ = signature.replace(parameters=kept)
+    return function

@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
 
 def plot(path: str, xp: Any, y: Array, z: Array, h: Array, history: list[float]) -> None:
-    """The samples near the plane y_1 = 0 with the fitted curve, and the error by step."""
+    """The samples near a line along the first coordinate with the fitted curve, and the error by step."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -143,14 +143,17 @@ def plot(path: str, xp: Any, y: Array, z: Array, h: Array, history: list[float])
     y0, z0 = on_host(y), on_host(z)
     near = np.flatnonzero(abs(y0[:, 1]) < 0.1)[:3000]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    left.plot(y0[near, 0], z0[near, 0], ".", color="#9ec5e8", markersize=3, label="samples near $y_2 = 0$")
+    left.plot(y0[near, 0], z0[near, 0], ".", color="#9ec5e8", markersize=3, label="samples near the line")
     left.plot(line[:, 0], np.sin(6 * line[:, 0]), "--", color="#333333", label="the function")
     left.plot(line[:, 0], curve[:, 0], color="#d1495b", linewidth=2, label="kernel regression")
-    left.set(xlabel="$y_1$", ylabel="value")
-    left.legend(frameon=False)
-    right.plot(history, color="#0b4f8a")
-    right.axhline(0.04, color="#333333", linestyle="--", linewidth=1)
-    right.set(xlabel="step", ylabel="mean squared error (dashed: noise alone)", yscale="log")
+    left.set(xlabel="first coordinate (the others are 0)", ylabel="value")
+    right.plot(history, color="#0b4f8a", label="error at held-out samples")
+    right.axhline(0.04, color="#333333", linestyle="--", linewidth=1, label="noise alone")
+    right.set(xlabel="step", ylabel="mean squared error", yscale="log")
+    right.set_yticks([0.04, 0.06, 0.1, 0.2, 0.4], labels=["0.04", "0.06", "0.1", "0.2", "0.4"])
+    right.set_yticks([], minor=True)
+    for axis in (left, right):
+        axis.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)  # above, where no sample is
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -1,13 +1,13 @@
 """The model of `cupyflash demo`, used from Python: a transformer trained without an autograd framework.
 
-    python examples/train_bytes.py [steps]
+    python examples/train_bytes.py [--steps N] [--device cpu|gpu]
 
 The model and its hand-written gradients are in `cupyflash/demo/model.py`.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 from cupyflash.arrays import array_module
 from cupyflash.demo.model import Config, Model
@@ -30,4 +30,7 @@ def main(steps: int = 100, device: str | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:2]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=100, help="steps of the optimiser (default 100)")
+    parser.add_argument("--device", choices=["cpu", "gpu"], help="default: the GPU where one can be used")
+    main(**vars(parser.parse_args()))

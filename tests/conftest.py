@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu"):
             count_as(item)
             if no_gpu():
-                item.add_marker(pytest.mark.skip(reason="no GPU to run on, see the first lines of this output"))
+                item.add_marker(pytest.mark.skip(reason=f"no GPU to run on: {no_gpu()}"))
 
 
 @pytest.fixture

@@ -22,12 +22,15 @@ from reference import DTYPES, assert_as_good, draw, standard, standard_in_own_pr
 import cupyflash
 from cupyflash import bench, cli, files
 from cupyflash.arrays import array_module
+from cupyflash.bench.__main__ import main as bench_main
 from cupyflash.command_options import value as command_value
 from cupyflash.gpu import cache as disk
 from cupyflash.gpu import compiler
 from cupyflash.precompile import jobs
 from cupyflash.problem import ARRAYS, OPTIONS, describe
 
+X = np.ones((1, 3, 2, 4), np.float32)
+SHAPE = X.shape
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -256,6 +259,18 @@ def test_bfloat16_files_of_others(tmp_path: Path) -> None:
         np.testing.assert_array_equal(back.astype(np.float32), x.float().numpy())
 
 
+def test_a_bfloat16_that_others_cannot_read_is_told(run: Run, tmp_path: Path, rng: np.random.Generator) -> None:
+    for dtype, suffix, told in (
+        ("bfloat16", ".npz", True),
+        ("bfloat16", ".safetensors", False),
+        ("float16", ".npz", False),
+    ):
+        files.write(tmp_path / f"in{suffix}", tensors(rng, dtype))
+        out = tmp_path / f"out-{dtype}{suffix}"
+        code, printed, _ = run("attend", "--device", "cpu", "-i", tmp_path / f"in{suffix}", "--overwrite", "-o", out)
+        assert code == 0 and (f"note: {suffix} has no bfloat16; others read two bytes" in printed) == told
+
+
 def test_attend_errors_are_one_line(run: Run, tmp_path: Path, rng: np.random.Generator) -> None:
     arrays = tensors(rng, "float32")
     good, out = tmp_path / "in.npz", tmp_path / "out.npz"
@@ -264,6 +279,8 @@ def test_attend_errors_are_one_line(run: Run, tmp_path: Path, rng: np.random.Gen
     files.write(tmp_path / "int.npy", {"v": np.arange(8)})
     np.savez(tmp_path / "names.npz", query=arrays["q"], key=arrays["k"])
     np.savez(tmp_path / "empty.npz")
+    np.savez(tmp_path / "many.npz", **{f"a{i}": np.zeros(1) for i in range(100)})
+    (tmp_path / "dir.npz").mkdir()
     np.save(tmp_path / "object.npy", np.array([{}], dtype=object), allow_pickle=True)
     for name in ("bad.npz", "bad.npy", "bad.safetensors"):
         (tmp_path / name).write_bytes(b"this is no array")
@@ -295,7 +312,12 @@ def test_attend_errors_are_one_line(run: Run, tmp_path: Path, rng: np.random.Gen
         (["-i", good, "--device", "tpu"], "device is 'tpu'; it must be 'cpu' or 'gpu'"),
         (["-i", good, "-o", tmp_path / "out.txt"], "out.txt ends in '.txt'"),
         (["-i", good, "-o", tmp_path / "out.npy", "--lse"], "with --lse there are two arrays"),
-        (["-i", good, "-o", tmp_path / "no" / "out.npz"], "its folder does not exist"),
+        (["-i", good, "-o", tmp_path / "no" / "out.npz"], "out.npz; it must be a file in a folder that exists"),
+        (["-i", good, "-o", tmp_path / "dir.npz", "--overwrite"], "dir.npz; it must be a file in a folder that exists"),
+        (
+            ["-i", tmp_path / "many.npz"],
+            "many.npz, which holds a0, a1, a2, a3, a4, a5, a6, a7, a8, a9 and 90 more; give",
+        ),
     ]
     for arguments, message in cases:
         given = arguments if "-o" in arguments else [*arguments, "-o", out]
@@ -570,17 +592,60 @@ def test_explain_prints_without_rich() -> None:
         ((["a", 1],), TypeError, "q is ['a', 1]; it must be an array or a shape"),
         (((1, -8, 1, 8),), ValueError, "q has shape (1, -8, 1, 8); its lengths must be 0 or more"),
         (("text",), TypeError, "q is a str; it must be an array"),
+        (
+            (X, None, None, {"dtype": "other"}),
+            ValueError,
+            "dtype is 'other', but q is an array of float32; dtype is for shapes",
+        ),
+        ((SHAPE, None, None, {"dtype": X}), TypeError, "it must be one of float16"),
+        (
+            ((10**400, 4), None, None, {"dtype": "bf16"}),
+            ValueError,
+            "its lengths must be 0 or more, and less than 2**63",
+        ),
+        ((SHAPE, None, None, {"dtype": "other"}), TypeError, "q has dtype other; it must be one of float16"),
+        ((X, None, None, {"family": []}), ValueError, "family is []; it must be one of 'sm90'"),
+        (
+            (X, None, None, {"family": "simt"}),
+            ValueError,
+            "family is 'simt', a family of GPU kernels, but q is a numpy array",
+        ),
+        (
+            (SHAPE, None, None, {"dtype": "bf16", "family": "simt"}),
+            ValueError,
+            "family is 'simt', but no GPU can be used",
+        ),
+        ((X, None, None, {"backward": "no"}), TypeError, "backward is 'no'; it must be True or False"),
+        (
+            ((1, 1 << 31, 1, 64), None, None, {"dtype": "bf16", "arch": "sm_90a"}),
+            ValueError,
+            "q has a sequence of 2147483648",
+        ),
     ],
 )
-def test_explain_errors(arguments: tuple[object, ...], error: type[Exception], message: str) -> None:
+def test_explain_errors(arguments: tuple[object, ...], error: type[Exception], message: str, no_gpu: None) -> None:
+    *arrays, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
     with pytest.raises(error) as raised:
-        cupyflash.explain(*arguments)
+        cupyflash.explain(*arrays, **options)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "bf16", ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16), "torch", "jax"]
+)
+def test_dtypes_go_by_many_names(dtype: object, no_gpu: None) -> None:
+    if dtype in ("torch", "jax"):
+        dtype = pytest.importorskip("torch" if dtype == "torch" else "jax.numpy").bfloat16
+    assert cupyflash.explain(SHAPE, dtype=dtype).problem.dtype == "bfloat16"
+    assert cupyflash.explain(X.astype(ml_dtypes.bfloat16), dtype=dtype).problem.dtype == "bfloat16"
 
 
 def test_an_option_that_is_not_there_is_told_by_name() -> None:
     for function in (cupyflash.explain, cupyflash.tune):
-        with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'windw'$"):
+        with pytest.raises(
+            TypeError,
+            match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'windw'; did you mean 'window'\?$",
+        ):
             function((1, 8, 1, 8), dtype="float16", windw=1)
     cupyflash.explain(np.ones((8, 4)), window=(1, 1), return_lse=True, out=None)
 
@@ -784,6 +849,23 @@ def test_bench_is_handed_over(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert calls == [(["fp32", "host"], "simt", tmp_path, True, "float16", 2, 1.5, (), False)]
     assert run("bench", "scores", "--only", "bias", "--only=mask", "--slow")[0] == 1
     assert calls[1] == (["scores"], None, None, False, None, None, None, ["bias", "mask"], True)
+
+
+def test_bench_plot_draws_what_quick_wrote(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    assert bench.run(["cpu"], quick=True, rounds=1, min_ms=1) == 0
+    code, _, err = run("bench", "plot")
+    assert code == 2 and "`cupyflash bench plot --quick` draws" in err
+    picture = Path("bench", "quick", "plots", "cpu_cpu.png")
+    for plotted in (
+        lambda: run("bench", "plot", "--quick")[:2],
+        lambda: (bench_main(["plot", "--quick"]), str(picture)),
+    ):
+        code, printed = plotted()
+        assert code == 0 and str(picture) in printed and picture.read_bytes().startswith(b"\x89PNG")
+        picture.unlink()
+    assert not Path("docs").exists()
 
 
 def test_bench_of_an_unknown_suite(run: Run) -> None:

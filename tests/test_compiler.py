@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import gc
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -198,6 +200,23 @@ def test_dump_where_nothing_can_be_written(monkeypatch, own_cache, tmp_path):
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_leaves_nothing_that_complains(monkeypatch):
+    """cuda.core's finalizer does, where a program is collected together with the traceback that holds it."""
+
+    def fail():
+        try:
+            compiler.compile_uncached("nonsense", "sm_80")
+        except CompileError as error:
+            held = [error]
+            held.append(held)
+
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    fail()
+    gc.collect()
+    assert not said
 
 
 def test_an_error_names_our_file_and_line():

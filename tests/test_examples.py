@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -53,6 +55,15 @@ def test_kernel_regression_on_a_gpu(dtype: str) -> None:
     assert result["last"] < 0.2 * result["first"]
     assert result["difference"] < (1e-11 if dtype == "float64" else 1e-4)
     assert result["gradient"] < (1e-5 if dtype == "float64" else 1e-1)  # against a difference quotient
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.py")))
+def test_help(name: str) -> None:
+    command = [sys.executable, FOLDER / name, "--help"]
+    if name == "train_gpt.py":
+        pytest.importorskip("torch")
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    assert "--device" in done.stdout and "--steps" in done.stdout
 
 
 def test_train_bytes(capsys: pytest.CaptureFixture[str]) -> None:

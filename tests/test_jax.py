@@ -158,6 +158,18 @@ def test_traced_arrays() -> None:
         jax.jit(lambda k: cupyflash.attention(x, k, x))(x)
 
 
+def test_traced_options() -> None:
+    x = jax.numpy.ones((3, 4))
+    with pytest.raises(TypeError, match="^return_lse is .*; it must be True or False"):
+        attention(x, x, x, return_lse=np.ones(2))
+    for name, error, message in (
+        ("scale", TypeError, "real number"), ("softcap", TypeError, "real number"), ("causal", ValueError, "False, True"),
+        ("deterministic", TypeError, "True or False"), ("return_lse", TypeError, "True or False"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"^{name} is .*Tracer.*; it must be (a )?{message}"):
+            jax.jit(lambda y, name=name: cupyflash.attention(x, x, x, **{name: y}))(1.0)
+
+
 def test_help_shows_what_the_package_takes() -> None:
     shown, of_package = (inspect.signature(f).parameters for f in (attention, cupyflash.attention))
     assert list(shown.values()) == [x for x in of_package.values() if x.name != "out"]
@@ -172,8 +184,16 @@ def test_what_jax_cannot_do() -> None:
         cupyflash.attention_backward(out, x, x, x, out, lse, grads=(x, x, x))
     with pytest.raises(TypeError, match="k is a ndarray; it must be a jax.Array"):
         attention(x, np.ones((3, 4)), x)
+    for entry in (attention, lambda *qkv, **options: jax.vjp(lambda q: attention(q, *qkv[1:], **options), qkv[0])):
+        for name in ("key_mask", "bias"):
+            with pytest.raises(TypeError, match=f"^{name} is a ndarray; it must be a jax.Array"):
+                entry(x, x, x, **{name: np.ones(3, bool)})
     with pytest.raises(TypeError, match="k is a numpy array but q is a jax array"):
         cupyflash.attention(x, np.ones((3, 4)), x)
+    gone = x + 1
+    gone.delete()
+    with pytest.raises(ValueError, match="^k is deleted; it must be an array that was not donated"):
+        cupyflash.attention(x, gone, x)
     with pytest.raises(TypeError, match="q has dtype key<fry>"):
         cupyflash.attention(jax.random.key(0), x, x)
     with pytest.raises(TypeError, match="q has dtype int32"):

@@ -52,12 +52,15 @@ def run(
     return _run(suites, family, out, quick, dtype, rounds, min_ms, only, slow)
 
 
-def plot(results: str | PathLike[str] = "bench/results", docs: str | PathLike[str] = "docs") -> list[str]:
+def plot(
+    results: str | PathLike[str] | None = None, docs: str | PathLike[str] | None = None, quick: bool = False
+) -> list[str]:
     """Draw the results as PNGs under `<docs>/plots` and write `<docs>/benchmarks.md`, `<docs>/papers.md` and the table in
     `<docs>/tutorial.md`.
 
+    results and docs are `bench/results` and `docs` unless given; with quick both are `bench/quick`, where such runs are.
     Returns the files written.
     """
     from .pages import plot as _plot
 
-    return _plot(results, docs)
+    return _plot(results or ("bench/quick" if quick else "bench/results"), docs or ("bench/quick" if quick else "docs"))

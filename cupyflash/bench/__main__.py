@@ -22,11 +22,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--min-ms", type=float, help="least duration of a sample")
     parser.add_argument("--only", action="append", default=[], help="suite scores: rows, or how their names begin")
     parser.add_argument("--slow", action="store_true", help="suite scores: the slow peers too")
-    parser.add_argument("--results", default="bench/results", help="plot: where the JSON files are")
-    parser.add_argument("--docs", default="docs", help="plot: where the pictures and benchmarks.md go")
+    parser.add_argument("--results", help="plot: where the JSON files are (default bench/results, quick bench/quick)")
+    parser.add_argument(
+        "--docs", help="plot: where the pictures and benchmarks.md go (default docs, quick bench/quick)"
+    )
     args = parser.parse_args(arguments)
     if args.suites == ["plot"]:
-        for path in plot(args.results, args.docs):
+        for path in plot(args.results, args.docs, args.quick):
             print(path)
         return 0
     return run(

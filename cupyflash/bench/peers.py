@@ -114,7 +114,7 @@ def flex() -> Prepare:
     import torch._functorch.config
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-    torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined]  # or a backward could not be called again
+    torch._functorch.config.donated_buffer = False  # or a backward could not be called again
 
     def prepare(case: Case, backward: bool) -> Candidate:
         torch._dynamo.reset()  # every row compiles the same functions again, and the number of times is limited

@@ -95,10 +95,12 @@ def _nvrtc(source: str, arch: str) -> tuple[Any, bytes, str]:
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise ImportError(f"compiling kernels needs NVRTC, which cannot be loaded ({reason}); run {INSTALL}") from error
+    program = None
     try:
         program = core.Program(source, "c++", _options(arch))
         code = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # cuda.core keeps its error types private
+        program = None  # if it goes together with the error, by garbage collection, it prints a traceback
         raise CompileError(f"NVRTC {version} cannot compile for {arch}: {error}") from error
     return program, code, log.getvalue().rstrip("\0\n")
 

@@ -56,7 +56,7 @@ def wrap(name: str, x: Any) -> np.ndarray:
     """Memory of a DLPack producer on the CPU as an array."""
     try:
         return np.from_dlpack(x)
-    except (RuntimeError, BufferError) as error:  # bfloat16, which NumPy's DLPack does not know, for one
+    except Exception as error:  # bfloat16, which NumPy's DLPack does not know, for one
         raise TypeError(f"{name} is a {type(x).__name__} that NumPy cannot take by DLPack: {error}") from error
 
 

@@ -9,7 +9,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from .. import api
-from ..problem import ARRAYS
+from ..problem import ARRAYS, check_flag
 from ..signature import like
 
 Arrays = dict[str, Any]
@@ -28,11 +28,11 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = Fa
     TypeError
         An array is traced or is no JAX array.
     """
-    arrays = {"q": q, "k": k, "v": v}
+    check_flag("return_lse", return_lse)
+    arrays = {"q": q, "k": k, "v": v, **{row.name: options.pop(row.name, None) for row in ARRAYS}}
     for name, x in arrays.items():
-        if not isinstance(x, jax.Array):
+        if not isinstance(x, jax.Array) and (x is not None or name in "qkv"):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a jax.Array")
-    arrays |= {row.name: options.pop(row.name, None) for row in ARRAYS}
     o, lse = _attention(arrays, options)
     return (o, lse) if return_lse else o
 

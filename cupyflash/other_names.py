@@ -1,0 +1,58 @@
+"""What arguments of other attention functions are called here, for who brings their names along.
+
+PyTorch's scaled_dot_product_attention and MultiheadAttention, flash-attn, jax.nn.dot_product_attention, xFormers,
+transformers.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+_DROPOUT = "there is no dropout; leave it out"
+_WINDOW = "here it is window=(left, right), with None where a side is unbounded"
+_LENGTHS = "here it is key_mask, (batch, keys) booleans, over padded sequences"
+_BIAS = "here it is mask where it holds booleans (True: may be attended), and bias where it is added to the score"
+
+HERE = {
+    "is_causal": "here it is causal=True, or causal='top_left' for what PyTorch and JAX mean where q and k differ in length",
+    "attn_mask": _BIAS,
+    "attention_mask": _BIAS,
+    "attn_bias": _BIAS,
+    "key_padding_mask": "here it is key_mask, where True means that the key may be attended",
+    "dropout_p": _DROPOUT,
+    "dropout": _DROPOUT,
+    "p": _DROPOUT,
+    "softmax_scale": "here it is scale",
+    "sm_scale": "here it is scale",
+    "scaling": "here it is scale",
+    "window_size": _WINDOW,
+    "local_window_size": _WINDOW,
+    "sliding_window": "here it is window=(n - 1, 0) for the last n keys",
+    "logits_soft_cap": "here it is softcap",
+    "attn_logits_soft_cap": "here it is softcap",
+    "s_aux": "here it is sinks",
+    "learnable_sink": "here it is sinks",
+    "enable_gqa": "k and v may always have fewer heads than q; leave it out",
+    "return_softmax_lse": "here it is return_lse",
+    "return_residual": "here it is return_lse, (batch, heads, queries)",
+    "return_attn_probs": "here it is return_lse; the probabilities are never in memory",
+    "need_weights": "the probabilities are never in memory; leave it out",
+    "query_seq_lengths": _LENGTHS,
+    "key_value_seq_lengths": _LENGTHS,
+    "cu_seqlens_q": _LENGTHS,
+    "cu_seqlens_k": _LENGTHS,
+    "cu_seqlens": _LENGTHS,
+    "score_mod": "here it is bias, alibi_slopes or softcap",
+    "block_mask": "here it is mask, window or causal",
+    "implementation": "the fastest kernels are taken by themselves; family names others",
+    "backend": "the fastest kernels are taken by themselves; family names others",
+    "op": "the fastest kernels are taken by themselves; family names others",
+}
+
+
+def unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:
+    """Python's error for a keyword argument that a function does not have, with what may have been meant."""
+    near = difflib.get_close_matches(name, known, 1)
+    meant = HERE.get(name) or (f"did you mean {near[0]!r}?" if near else "")
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}" + (f"; {meant}" if meant else ""))

@@ -1,1 +1,0 @@
-[dict(B=16384 // S, S=S, H=2048 // d, d=d, causal=c) for S in (512, 2048, 8192) for d in (64, 128, 256) for c in (False, True)] + [dict(B=16384 // 2048, S=2048, H=16, d=96, causal=True), dict(B=8, S=2048, H=16, d=192, causal=True)] + [dict(B=16384 // S, S=S, H=2048 // d, d=d, causal=True, window=(w, 0)) for S in (2048, 8192) for d in (64, 128, 256) for w in (256, 1024)]
