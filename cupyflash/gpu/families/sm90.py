@@ -84,7 +84,7 @@ PACKED = (
 )
 # What may be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
 BACKWARD = (
-    BackwardTile(128, 128, 2, 2, 2, spills=152, dim=64),
+    BackwardTile(128, 128, 2, 2, 2, spills=184, dim=64),
     BackwardTile(64, 128, 2, 2, 2, dim=128),
     BackwardTile(64, 96, 3, 2, 1, spills=32, dim=192),
     BackwardTile(64, 64, 2, 2, 1, spills=32),
