@@ -308,7 +308,7 @@ except KeyboardInterrupt:
 def test_an_interrupt_does_not_wait_for_a_whole_head(workers):
     """Of one that takes half a minute. And no thread works on behind it."""
     seconds, left = run_python(INTERRUPTED, OMP_NUM_THREADS=workers).split()
-    assert float(seconds) < 2 and left == "1"
+    assert float(seconds) < 8 and left == "1"  # one of idle cores
 
 
 def run_python(code, **environment):

@@ -98,8 +98,8 @@ def test_forward_on_a_gpu(what: str) -> None:
     import cupy
 
     wrong, error, parts = BAD[what]
-    if what == "byte order":
-        pytest.skip("CuPy has no arrays in the other byte order")
+    if what in ("byte order", "records of nothing"):
+        pytest.skip("CuPy has no such arrays")
     out = cupy.full((B, SQ, HQ, DV), np.nan, np.float32)
     arguments = {
         name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in (good() | {"out": out} | wrong).items()
