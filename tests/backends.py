@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -87,13 +88,22 @@ def on_pairs(test: Any) -> Any:
     return pytest.mark.parametrize(("backend", "dtype"), [_param(*pair) for pair in pairs()])(test)
 
 
-def on_pairs_with_dims(dims: list[tuple[int, int]]) -> Any:
-    """The same with `dims`, a pair of head dimensions (of q and k, of v) that the backend takes."""
-    cases = [_param(backend, dtype, pair) for backend, dtype in pairs() for pair in dims if backend.takes(dtype, *pair)]
-    return pytest.mark.parametrize(("backend", "dtype", "dims"), cases)
+def in_turn(name: str, values: Iterable[Any]) -> Any:
+    """Parametrise a test over `backend`, `dtype` and `name`, where formats that are computed alike take the values in turn.
+
+    A GPU compiles a kernel for each set of features and each format. The 16-bit formats, and float32 beside them, differ in
+    how a number is loaded and stored: what every family must do, and what every format must do, are enough. Values of
+    "dims" are pairs of head dimensions (of q and k, of v), of which those are left that the backend takes.
+    """
+    cases = []
+    for backend in (CPU, *(Backend(family, family) for family in FAMILIES)):
+        for alike in (("float16", "bfloat16", "float32"), ("float64",)):
+            dtypes = [dtype for dtype in alike if backend.takes(dtype, 64, 64)]
+            taken = [x for x in values if dtypes and (name != "dims" or backend.takes(dtypes[0], *x))]
+            cases += [_param(backend, dtypes[n % len(dtypes)], x) for n, x in enumerate(taken)]
+    return pytest.mark.parametrize(("backend", "dtype", name), cases)
 
 
-def _param(backend: Backend, dtype: str, dims: tuple[int, int] | None = None) -> Any:
-    name = f"{backend.name}-{dtype}" + (f"-{dims[0]}x{dims[1]}" if dims else "")
-    values = (backend, dtype) if dims is None else (backend, dtype, dims)
-    return pytest.param(*values, id=name, marks=[pytest.mark.gpu] if backend.family else [])
+def _param(backend: Backend, dtype: str, *value: Any) -> Any:
+    name = "-".join([backend.name, dtype, *("x".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in value)])
+    return pytest.param(backend, dtype, *value, id=name, marks=[pytest.mark.gpu] if backend.family else [])
