@@ -285,7 +285,11 @@ def _forward(
     lib: Library, arrays: Arrays, targets: Arrays, return_lse: bool, options: dict[str, Any], family: str | None
 ) -> tuple[Array, Array]:
     adapter, arrays, targets = interop.adopt(lib, arrays, targets)
-    results = _backend(adapter, arrays).forward(adapter, arrays, targets, return_lse, options, family)
+    try:
+        results = _backend(adapter, arrays).forward(adapter, arrays, targets, return_lse, options, family)
+    except Exception:
+        interop.name_unreadable(adapter, arrays, targets)
+        raise
     for x in targets.values():
         adapter.written(x)
     return results
@@ -293,7 +297,11 @@ def _forward(
 
 def _backward(lib: Library, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None) -> Gradients:
     adapter, arrays, targets = interop.adopt(lib, arrays, targets)
-    results = _backend(adapter, arrays).backward(adapter, arrays, targets, options, family)
+    try:
+        results = _backend(adapter, arrays).backward(adapter, arrays, targets, options, family)
+    except Exception:
+        interop.name_unreadable(adapter, arrays, targets)
+        raise
     for x in targets.values():
         adapter.written(x)
     return results

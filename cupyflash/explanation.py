@@ -216,7 +216,7 @@ def as_view(name: str, x: Any, dtype: str | None, arch: str | None) -> View:
     if not isinstance(x, (tuple, list)):
         lib = interop.library(name, x)
         adapter, arrays, _ = interop.adopt(lib, {name: x}, {})
-        return adapter.view(arrays[name])
+        return interop.view(adapter, name, arrays[name])
     try:
         shape = tuple(operator.index(n) for n in x)
     except TypeError:

@@ -68,7 +68,7 @@ def _checked(outs: Any, lses: Any, layout: str) -> tuple[Library, list[Array], l
                 f"{name} is a {kind} array but outs[0] is a {lib.kind} array; all must come from one library"
             )
     arrays = interop.adopted(lib, named)
-    views = {name: lib.view(x) for name, x in arrays.items()}
+    views = {name: interop.view(lib, name, x) for name, x in arrays.items()}
     first = views["outs[0]"]
     if first.dtype not in FLOATS:
         raise TypeError(f"outs[0] has dtype {first.dtype}; it must be one of {', '.join(FLOATS)}")

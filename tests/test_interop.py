@@ -10,10 +10,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from backends import no_gpu
 from frameworks import judge, references, sleep
 from reference import DTYPES
 from semantics import draw_inputs
 
+import cupyflash
 from cupyflash import attention, attention_backward, interop
 
 
@@ -36,6 +38,13 @@ class CudaArrayOnly:
     def __init__(self, array: Any, stream: int | None = None) -> None:
         self._array = array
         self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "version": 3, "stream": stream}
+
+
+class OnNoGpu:
+    """A foreign GPU array where there is no GPU: nobody gets as far as its memory."""
+
+    def __init__(self) -> None:
+        self.__cuda_array_interface__ = {"shape": (3, 4), "typestr": "<f4", "data": (1 << 40, False), "version": 3}
 
 
 def test_importing_imports_no_framework() -> None:
@@ -63,6 +72,19 @@ def test_what_is_no_array(bad: Any) -> None:
             attention(good, good, good, key_mask=bad)
         with pytest.raises(TypeError, match=f"^grads: dk {expected}|^dk {expected}"):
             attention_backward(good, good, good, good, good, good[:, 0], grads=(good, bad, good))
+
+
+@pytest.mark.parametrize("library", ["numpy.ndarray", "torch.Tensor", "jax.Array", "cupy.ndarray"])
+def test_a_class_is_no_array(library: str) -> None:
+    module, _, name = library.partition(".")
+    cls = getattr(pytest.importorskip(module), name)
+    good = np.ones((3, 4), np.float32)
+    with pytest.raises(TypeError, match=rf"^k is the class .*{name}; it must be an array"):
+        attention(good, cls, good)
+    with pytest.raises(TypeError, match=rf"^outs\[0\] is the class .*{name}; it must be an array"):
+        cupyflash.merge([cls], [good])
+    with pytest.raises(TypeError, match=rf"^q is the class .*{name}; it must be an array"):
+        cupyflash.explain(cls)
 
 
 def test_numpy_classes_that_are_no_arrays_for_us() -> None:
@@ -138,14 +160,21 @@ def test_one_library_only() -> None:
 
 
 def test_gpu_arrays_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnGpu:  # no GPU needed: CuPy is asked for first
-        def __init__(self) -> None:
-            self.__cuda_array_interface__ = {"shape": (3, 4), "typestr": "<f4", "data": (1 << 40, False), "version": 3}
-
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.delitem(sys.modules, "cupyflash.interop.cupy_", raising=False)
-    with pytest.raises(ImportError, match=r'arrays on a GPU need CuPy: pip install "cupyflash\[cuda13\]"'):
-        attention(OnGpu(), OnGpu(), OnGpu())
+    x = OnNoGpu()
+    with pytest.raises(ImportError, match=r'arrays on a GPU need CuPy, .*; run pip install "cupyflash\[cuda13\]"'):
+        attention(x, x, x)
+
+
+@pytest.mark.skipif(no_gpu() is None, reason="there is a driver")
+def test_gpu_arrays_without_a_driver() -> None:
+    pytest.importorskip("cupy")
+    x = OnNoGpu()
+    with pytest.raises(
+        RuntimeError, match="no NVIDIA driver was found; install one|CUDA sees no GPU|driver is for CUDA"
+    ):
+        attention(x, x, x)
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------

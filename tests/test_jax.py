@@ -130,8 +130,16 @@ def test_what_jax_cannot_do() -> None:
         cupyflash.attention_backward(out, x, x, x, out, lse, grads=(x, x, x))
     with pytest.raises(TypeError, match="k is a ndarray; it must be a jax.Array"):
         attention(x, np.ones((3, 4)), x)
+    for entry in (attention, lambda *qkv, **options: jax.vjp(lambda q: attention(q, *qkv[1:], **options), qkv[0])):
+        for name in ("key_mask", "bias"):
+            with pytest.raises(TypeError, match=f"^{name} is a ndarray; it must be a jax.Array"):
+                entry(x, x, x, **{name: np.ones(3, bool)})
     with pytest.raises(TypeError, match="k is a numpy array but q is a jax array"):
         cupyflash.attention(x, np.ones((3, 4)), x)
+    gone = x + 1
+    gone.delete()
+    with pytest.raises(ValueError, match="^k is deleted; it must be an array that was not donated"):
+        cupyflash.attention(x, gone, x)
     with pytest.raises(TypeError, match="q has dtype key<fry>"):
         cupyflash.attention(jax.random.key(0), x, x)
     with pytest.raises(TypeError, match="q has dtype int32"):

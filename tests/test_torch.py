@@ -19,6 +19,8 @@ torch = pytest.importorskip("torch")
 
 from cupyflash.torch import attention
 
+FakeTensorMode = pytest.importorskip("torch._subclasses.fake_tensor").FakeTensorMode
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -283,20 +285,62 @@ def test_bad_tensors() -> None:
     x = torch.ones(3, 4)
     with pytest.raises(TypeError, match="k is a ndarray; it must be a torch.Tensor"):
         attention(x, np.ones((3, 4), np.float32), x)
-    with pytest.raises(TypeError, match="layout torch.sparse_coo; it must be strided"):
-        attention(x.to_sparse(), x, x)
-    with pytest.raises(ValueError, match="is on meta; it must be on cpu or cuda"):
-        attention(x.to("meta"), x, x)
-    with pytest.raises(ValueError, match=r"pass x.resolve_neg\(\)"):
-        attention(torch.ones(3, 4, dtype=torch.complex64).conj().imag, x, x)
     with pytest.raises(TypeError, match="q has dtype int64"):
         attention(x.long(), x, x)
     with pytest.raises(TypeError, match="key_mask is a list; it must be an array"):
         attention(x, x, x, key_mask=[True] * 3)
 
 
+def unreadable(what: str) -> Any:
+    x = torch.ones(3, 4)
+    if what == "sparse":
+        return x.to_sparse()
+    if what == "meta":
+        return x.to("meta")
+    if what == "negative":
+        return torch.ones(3, 4, dtype=torch.complex64).conj().imag
+    if what == "fake":
+        with FakeTensorMode():
+            return torch.ones(3, 4)
+    return torch.nested.nested_tensor([x, x], layout=torch.jagged if what == "jagged" else torch.strided)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("sparse", TypeError, "has layout torch.sparse_coo; it must be strided"),
+        ("meta", ValueError, "is on meta; it must be on cpu or cuda"),
+        ("negative", ValueError, r"is a view that torch has yet to negate; pass its resolve_neg\(\)"),
+        ("fake", TypeError, "is a .*FakeTensor; it must be a plain tensor"),
+        ("strided", TypeError, "is a nested tensor; it must be a dense one"),
+        ("jagged", TypeError, "is a .*NestedTensor; it must be a plain tensor"),
+    ],
+)
+def test_tensors_that_cannot_be_read_are_named(what: str, error: type[Exception], message: str) -> None:
+    x, bad = torch.ones(3, 4), unreadable(what)
+    for name in ("q", "k", "v", "key_mask", "bias", "out"):
+        with pytest.raises(error, match=f"^{name} {message}"):
+            attention(**{"q": x, "k": x, "v": x, name: bad})
+    for name in ("dout", "out", "lse", "dlse"):
+        with pytest.raises(error, match=f"^{name} {message}"):
+            cupyflash.attention_backward(
+                **{**dict.fromkeys(("dout", "q", "k", "v", "out"), x), "lse": x[:, 0], name: bad}
+            )
+    with pytest.raises(error, match=f"^grads: dk {message}|^dk {message}"):
+        cupyflash.attention_backward(x, x, x, x, x, x[:, 0], grads=(x, bad, x))
+    with pytest.raises(error, match=rf"^lses\[1\] {message}"):
+        cupyflash.merge([x, x], [x[:, 0], bad])
+    with pytest.raises(error, match=f"^v {message}"):
+        cupyflash.explain(x, x, bad)
+
+
 def test_functional_transforms_are_refused() -> None:
     x = torch.ones(3, 4)
+    with pytest.raises(
+        TypeError, match="^k is a Tensor that cannot be read .*; it must be an array with memory of its own"
+    ):
+        torch.vmap(lambda k: attention(x, k, x))(x[None])
     with pytest.raises(RuntimeError, match="functorch transforms"):
         torch.func.grad(lambda q: attention(q, x, x).sum())(x)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
-from ..problem import target_name
+from ..problem import View, target_name
 from .protocol import Adapter, Arrays, Library
 
 if TYPE_CHECKING:  # each module has what the protocols say
@@ -57,8 +57,31 @@ def adopted(lib: Library, arrays: Arrays) -> Arrays:
     return arrays
 
 
+def view(lib: Library | Adapter, name: str, x: Any) -> View:
+    """The view of x, given as argument `name`; TypeError or ValueError where there is none."""
+    try:
+        return lib.view(x)
+    except (TypeError, ValueError) as error:  # of ours: it says what x is
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(f"{name} {error}") from None
+    except RuntimeError as error:
+        raise TypeError(
+            f"{name} is a {type(x).__name__} that cannot be read ({error}); it must be an array with memory of its own"
+        ) from error
+
+
+def name_unreadable(lib: Adapter, arrays: Arrays, targets: Arrays) -> None:
+    """Once a call has failed: raise what `view` says of the array that is to blame, if one is."""
+    for name, x in arrays.items():
+        if x is not None:
+            view(lib, name, x)
+    for name, x in targets.items():
+        view(lib, target_name(name), x)
+
+
 def _find(name: str, x: Any) -> Library:
     cls = type(x)
+    if isinstance(x, type):
+        raise TypeError(f"{name} is the class {x.__module__}.{x.__qualname__}; it must be an array")
     for base in cls.__mro__:  # subclasses, such as torch.nn.Parameter, may come from anywhere
         root = base.__module__.partition(".")[0]
         if root in _ADAPTERS:

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..gpu.device import current, import_cupy
 from ..problem import View
 from .numpy_ import dtype_name
 from .protocol import Arrays
@@ -15,10 +16,9 @@ from .protocol import Arrays
 try:
     import cupy
     from cupy.cuda import get_current_stream
-except ImportError as error:
-    raise ImportError(
-        'arrays on a GPU need CuPy: pip install "cupyflash[cuda13]" (CUDA 12 drivers: "cupyflash[cuda12]")'
-    ) from error
+except (ImportError, OSError):
+    import_cupy()  # says what to do
+    raise
 
 kind = "cupy"
 _DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64", "bool")}
@@ -36,7 +36,7 @@ def on_gpu(x: cupy.ndarray) -> bool:
 def view(x: cupy.ndarray) -> View:
     if any(s % x.itemsize for s in x.strides):
         raise ValueError(
-            f"an array of shape {x.shape} has strides of {x.strides} bytes, no multiples of its item size "
+            f"has shape {x.shape} and strides of {x.strides} bytes, no multiples of its item size "
             f"{x.itemsize}; pass cupy.ascontiguousarray of it"
         )
     strides = tuple(s // x.itemsize for s in x.strides)
@@ -84,6 +84,14 @@ def written(x: cupy.ndarray) -> None:
 
 def wrap(name: str, x: Any) -> cupy.ndarray:
     """Memory of a foreign producer on the GPU as an array, its pending work ordered before ours, without waiting."""
+    try:
+        return _wrap(x)
+    except cupy.cuda.runtime.CUDARuntimeError:
+        current(0)  # says what is missing, where that is the driver or the GPU
+        raise
+
+
+def _wrap(x: Any) -> cupy.ndarray:
     if hasattr(x, "__dlpack__"):
         return cupy.from_dlpack(x)
     described = dict(x.__cuda_array_interface__)

@@ -62,6 +62,8 @@ def lend(arrays: Arrays) -> tuple[Any, Arrays]:
                 "or scan are not supported yet; call outside them, and for gradients use cupyflash.jax.attention (jax.grad "
                 "outside jit) or cupyflash.attention_backward"
             )
+        if x.is_deleted():
+            raise ValueError(f"{name} is deleted; it must be an array that was not donated to a jitted function")
         if len(x.devices()) > 1:
             raise ValueError(f"{name} is sharded over {len(x.devices())} devices; it must be on one")
         if not on_gpu(x) and _where(x) != "cpu":

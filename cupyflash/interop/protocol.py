@@ -31,7 +31,8 @@ class Library(Protocol):
     def objection(self, cls: type) -> str | None:
         """Why instances of this class of the library are no arrays for us; None where they are."""
 
-    def view(self, x: Any) -> View: ...
+    def view(self, x: Any) -> View:
+        """TypeError or ValueError, without the argument's name in front, where x cannot be read as it is."""
 
     def recorder(self, arrays: Arrays) -> Recorder | None:
         """What runs a call so that autograd follows it, where it is wanted for these arrays; else None."""

@@ -23,7 +23,11 @@ _DTYPES = {
 
 
 def objection(cls: type) -> str | None:
-    return None if issubclass(cls, torch.Tensor) else "it must be a tensor"
+    if not issubclass(cls, torch.Tensor):
+        return "it must be a tensor"
+    if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # fake, distributed, jagged, ...
+        return "it must be a plain tensor"
+    return None
 
 
 def on_gpu(x: torch.Tensor) -> bool:
@@ -31,14 +35,14 @@ def on_gpu(x: torch.Tensor) -> bool:
 
 
 def view(x: torch.Tensor) -> View:
+    if x.is_nested:
+        raise TypeError("is a nested tensor; it must be a dense one: pad it, and hide the padding with key_mask")
     if x.layout is not torch.strided:
-        raise TypeError(f"a tensor of shape {tuple(x.shape)} has layout {x.layout}; it must be strided (dense)")
+        raise TypeError(f"has layout {x.layout}; it must be strided (dense)")
     if x.is_neg():
-        raise ValueError(
-            f"a tensor of shape {tuple(x.shape)} is a view that torch has yet to negate; pass x.resolve_neg()"
-        )
+        raise ValueError("is a view that torch has yet to negate; pass its resolve_neg()")
     if x.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"a tensor of shape {tuple(x.shape)} is on {x.device}; it must be on cpu or cuda")
+        raise ValueError(f"is on {x.device}; it must be on cpu or cuda")
     where = f"cuda:{x.get_device()}" if x.is_cuda else "cpu"
     return View(tuple(x.shape), x.stride(), str(x.dtype).removeprefix("torch."), where, kind, x.data_ptr())
 

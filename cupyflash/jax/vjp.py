@@ -28,11 +28,10 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = Fa
     TypeError
         An array is traced or is no JAX array.
     """
-    arrays = {"q": q, "k": k, "v": v}
+    arrays = {"q": q, "k": k, "v": v, **{row.name: options.pop(row.name, None) for row in ARRAYS}}
     for name, x in arrays.items():
-        if not isinstance(x, jax.Array):
+        if not isinstance(x, jax.Array) and (x is not None or name in "qkv"):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a jax.Array")
-    arrays |= {row.name: options.pop(row.name, None) for row in ARRAYS}
     o, lse = _attention(arrays, options)
     return (o, lse) if return_lse else o
 
