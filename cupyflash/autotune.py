@@ -113,7 +113,7 @@ def candidates(problem: AttentionProblem, arch: Arch, backward: bool, family: st
     yield Trial((), own)
     tiles = FAMILIES[family].TILES[backward]
     seen = {own.constants}  # a tile that does not fit leads to the table's own as well
-    for tile in dict.fromkeys([*table(family, backward), *itertools.product(*tiles.tried.values())]):
+    for tile in dict.fromkeys([*tiles.listed(), *itertools.product(*tiles.tried.values())]):
         if tiles.possible(tiles.tile(tile), problem):
             other = plan(problem, arch, backward, family, {family: tile})
             if other.constants not in seen and _resident(other, arch):
@@ -125,12 +125,6 @@ def _resident(chosen: KernelPlan, arch: Arch) -> bool:
     """Has a multiprocessor shared memory for as many blocks as the registers are divided among? (1 KiB each is CUDA's.)"""
     blocks = int(dict(chosen.constants).get("MIN_BLOCKS", 1))
     return blocks * (max(x.shared_memory for x in chosen.launches) + 1024) <= arch.shared_memory + 1024
-
-
-def table(family: str, backward: bool) -> list[tuple[int, ...]]:
-    """The tiles of a family's table, without its limits."""
-    tiles = FAMILIES[family].TILES[backward]
-    return [tuple(getattr(row, name) for name in tiles.tried) for row in tiles.table]
 
 
 def _compiled(problem: AttentionProblem, backward: bool, trials: list[Trial], progress: Progress) -> Iterator[Trial]:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 from .folders import user_folder
 from .gpu.device import Arch
 from .gpu.kernel_plan import features
+from .gpu.plan import FAMILIES
 from .gpu.source import sources_digest
 from .problem import AttentionProblem
 
@@ -89,6 +91,8 @@ def path() -> Path:
 def stored() -> Stored:
     """The file, as this process knows it."""
     try:
+        if not stat.S_ISREG(path().stat().st_mode):  # a FIFO would hang
+            return Stored()
         found = path().read_bytes()
     except OSError:
         return Stored()  # the usual case, and all that it costs
@@ -102,10 +106,14 @@ def stored() -> Stored:
 
 
 def _entry(row: dict[str, Any]) -> Tuned:
-    tile = tuple(row["tile"])
-    if not all(type(n) is int and n >= 0 for n in tile) or not any(tile):
-        raise TypeError("a tile is a list of integers, none of them negative")
-    return Tuned(**{**row, "tile": tile, "asked": tuple(row["asked"])})
+    """An entry as `tune` writes it. TypeError, ValueError or KeyError for any other, such as one with a tile of one's own."""
+    found = Tuned(**{**row, "tile": tuple(row["tile"]), "asked": tuple(row["asked"])})
+    numbers = (*found.tile, found.sms, found.dim, found.dim_v, found.seq_q, found.seq_k)
+    if not all(type(n) is int for n in numbers) or not FAMILIES[found.family].TILES[found.backward].known(found.tile):
+        raise ValueError("no tile that is tried")
+    if not all(isinstance(ms, float) for ms in (found.ms, found.table_ms)):
+        raise TypeError("milliseconds are numbers")
+    return found
 
 
 def find(problem: AttentionProblem, arch: Arch, backward: bool) -> dict[str, Tuned]:

@@ -16,7 +16,7 @@ from kernel_cover import GIVEN, problem
 
 import cupyflash
 from cupyflash import autotune, precompile, tuned
-from cupyflash.autotune import candidates, table
+from cupyflash.autotune import candidates
 from cupyflash.gpu import device, families
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, plan
@@ -48,7 +48,7 @@ def test_what_is_tried_are_fields_of_the_tiles(family: str, backward: bool) -> N
     tiles = FAMILIES[family].TILES[backward]
     names = [field.name for field in dataclasses.fields(tiles.table[0])]
     assert set(tiles.tried) < set(names)  # what remains are limits
-    for row, values in zip(tiles.table, table(family, backward)):
+    for row, values in zip(tiles.table, tiles.listed()):
         assert dataclasses.replace(row, **dict(zip(tiles.tried, values))) == row
         limits = {name: getattr(row, name) for name in names if name not in tiles.tried}
         assert dataclasses.replace(tiles.tile(values), **limits) == row
@@ -141,6 +141,29 @@ def test_a_damaged_file_is_no_error(store: Path, damage: str) -> None:
     store.write_text(json.dumps(data) if damage in ("rows", "tile") else damage)
     tuned.stored.cache_clear()
     assert tuned.stored().entries == () and str(store) in tuned.stored().note
+
+
+@pytest.mark.parametrize(("family", "backward"), PASSES)
+def test_a_tile_written_by_hand_is_not_believed(store: Path, family: str, backward: bool) -> None:
+    """What a plan makes of it need not be a kernel: a grid of -16, a division by zero."""
+    own = FAMILIES[family].TILES[backward].listed()[-1]
+    tuned.replace([entry(own, H200, backward, family)], [])
+    assert tuned.stored().entries
+    data = json.loads(store.read_text())
+    strange = [own[:1], own[:-1], (*own, 1), *((n, *own[1:]) for n in (-16, 0, own[0] + 1, 10**18, str(own[0]), None))]
+    changes = [{"tile": tile} for tile in strange]
+    changes += [{"family": "sm1"}, {"family": []}, {"seq_q": "long"}, {"ms": "fast"}, {"backward": None}]
+    for change in changes:
+        store.write_text(json.dumps({**data, "rows": [{**data["rows"][0], **change}]}))
+        tuned.stored.cache_clear()
+        assert tuned.stored().entries == () and "is not used" in tuned.stored().note, change
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs")
+def test_a_pipe_is_not_waited_for(store: Path) -> None:
+    store.parent.mkdir()
+    os.mkfifo(store)
+    assert tuned.stored() == tuned.Stored()
 
 
 def test_an_interrupt_leaves_the_old_file(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,6 +229,19 @@ def test_one_thread_or_many(workers, monkeypatch):
         np.testing.assert_array_equal(first[name], second[name])
 
 
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [("3", 3), (" 3 ", 3), ("8,2", 8), ("007", 7), ("100000", 256), ("9" * 5000, 256), ("0", None), ("-1", None),
+     ("\u00b2", None), ("many", None), ("", None)],
+    ids=lambda x: str(x)[:8],
+)  # fmt: skip
+def test_threads_that_are_asked_for(asked, found, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    own = crew.threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert crew.threads() == (own if found is None else found)
+
+
 BITS = """
 import sys, hashlib, numpy as np
 from cupyflash import attention, attention_backward

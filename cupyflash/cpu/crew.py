@@ -13,6 +13,7 @@ T = TypeVar("T")
 
 # Below so many multiplications a call ends sooner than threads start.
 WORTH_THREADS = 1 << 22
+MOST_THREADS = 256  # BLAS libraries have such a number, too
 
 
 class Crew:
@@ -71,9 +72,11 @@ class Crew:
 
 def threads() -> int:
     """As many as the process has cores, or as OMP_NUM_THREADS says: what the BLAS libraries do."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked.isdecimal() and int(asked) > 0:
-        return int(asked)
+    asked = (
+        os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip().lstrip("0")
+    )  # "8,2": 8, each with a team of 2
+    if asked.isdecimal():
+        return min(int(asked[:9]), MOST_THREADS)
     if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -74,6 +74,15 @@ class Tiles(Generic[Tile]):
         """A tile without limits, from its fields in the order of `tried`."""
         return type(self.table[0])(**dict(zip(self.tried, values)))
 
+    def known(self, values: Sequence[int]) -> bool:
+        """Whether that is a tile that `tune` can have found: one of the table, or a combination of what is tried."""
+        tried = len(values) == len(self.tried) and all(n in allowed for n, allowed in zip(values, self.tried.values()))
+        return tried or tuple(values) in self.listed()
+
+    def listed(self) -> list[tuple[int, ...]]:
+        """The tiles of the table, without their limits."""
+        return [tuple(getattr(row, name) for name in self.tried) for row in self.table]
+
     def rows(self, tuned: Sequence[int] | None, first: tuple[Tile, ...] = ()) -> tuple[Tile, ...]:
         """What is tried in turn: the tile that was timed, where one was, then `first`, then the table."""
         return (*([self.tile(tuned)] if tuned else ()), *first, *self.table)
