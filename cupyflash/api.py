@@ -10,7 +10,7 @@ from typing import Any
 
 from . import interop
 from .interop.protocol import Adapter, Arrays, Library, Passes
-from .problem import Gradients
+from .problem import Gradients, check_flag
 
 Array = Any
 
@@ -81,6 +81,8 @@ def attention(
     """
     arrays = {"q": q, "k": k, "v": v, "key_mask": key_mask}
     options = {"causal": causal, "window": window, "scale": scale, "layout": layout, "deterministic": deterministic}
+    if return_lse is not True and return_lse is not False:
+        check_flag("return_lse", return_lse)
     lib = interop.library("q", q)
     _given(k=k, v=v)
     record = lib.recorder(arrays)
@@ -191,7 +193,7 @@ def explain(
     k: Any = None,
     v: Any = None,
     *,
-    dtype: str | None = None,
+    dtype: Any = None,
     arch: str | None = None,
     backward: bool = False,
     **options: Any,
@@ -202,8 +204,8 @@ def explain(
     ----------
     q, k, v : arrays or shapes
         What `attention` would be given; shapes (tuples) need `dtype`. k and v default to q's.
-    dtype : str, optional
-        For shapes: "float16", "bfloat16", "float32", "float64".
+    dtype : optional
+        For shapes: "float16", "bfloat16", "float32", "float64", a short name ("bf16") or a dtype of NumPy, PyTorch or JAX.
     arch : str, optional
         Plan for this architecture ("sm_80", "sm_90a", ...) instead of the GPU at hand; no GPU is needed then.
     backward : bool
@@ -226,7 +228,7 @@ def tune(
     k: Any = None,
     v: Any = None,
     *,
-    dtype: str | None = None,
+    dtype: Any = None,
     backward: bool = False,
     family: str | None = None,
     store: bool = True,
@@ -245,8 +247,8 @@ def tune(
     ----------
     q, k, v : arrays or shapes
         As for `explain`. Only shapes matter: random arrays of that size are made on CuPy's current GPU.
-    dtype : str, optional
-        For shapes: "float16", "bfloat16", "float32", "float64".
+    dtype : optional
+        For shapes: "float16", "bfloat16", "float32", "float64", a short name ("bf16") or a dtype of NumPy, PyTorch or JAX.
     backward : bool
         Tune `attention_backward`.
     family : "sm90", "sm80", "simt", optional

@@ -62,7 +62,7 @@ def tune(
     k: Any,
     v: Any,
     *,
-    dtype: str | None,
+    dtype: Any,
     backward: bool,
     family: str | None,
     store: bool,
@@ -73,6 +73,8 @@ def tune(
 ) -> Tuning:
     """`cupyflash.tune`; see there. `given` holds options and optional arrays."""
     rules.check_options("tune", given)
+    for name, flag in (("backward", backward), ("store", store)):
+        rules.check_flag(name, flag)
     device.current(0)  # says what is missing, where there is no GPU
     ordinal = _ordinal()
     arch = device.current(ordinal)

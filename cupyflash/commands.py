@@ -15,6 +15,7 @@ from rich.text import Text
 
 from . import __version__
 from .command_options import asked, flag
+from .problem import float_name
 
 app = typer.Typer(
     help="Exact attention, forward and backward, for any array library, on CPU and GPU.",
@@ -24,8 +25,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-DTYPES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 DType = Annotated[str, typer.Option(help="bf16, fp16, fp32, fp64 or their long names.")]
 KvShape = Annotated[str | None, typer.Option(help="Of k and v. Default: that of q.")]
@@ -134,9 +133,7 @@ def explain(
     from . import explain as _explain
 
     (q, k, v), others = _shapes(shape, kv_shape, v_shape, arrays, options)
-    told = _explain(
-        q, k, v, **others, **options, dtype=DTYPES.get(dtype, dtype), arch=arch, backward=backward, family=family
-    )
+    told = _explain(q, k, v, **others, **options, dtype=dtype, arch=arch, backward=backward, family=family)
     _pairs(told.rows())
 
 
@@ -169,7 +166,7 @@ def compile_(
 
     both = (False, True)
     work = jobs(
-        arch, [DTYPES.get(d, d) for d in dtype or HEAD_DIMS], head_dim or (), both if causal is None else (causal,),
+        arch, [float_name(d) for d in dtype or HEAD_DIMS], head_dim or (), both if causal is None else (causal,),
         both if backward is None else (backward,), arrays, family, **options,
     )  # fmt: skip
     console = Console(highlight=False)
@@ -234,7 +231,7 @@ def tune(
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("compile", total=None)
         result = _tune(
-            q, k, v, **others, **options, dtype=DTYPES.get(dtype, dtype), backward=backward, family=family,
+            q, k, v, **others, **options, dtype=dtype, backward=backward, family=family,
             rounds=rounds, store=not dry_run,
             progress=lambda what, done, total: progress.update(bar, description=what, completed=done, total=total),
         )  # fmt: skip
@@ -274,8 +271,7 @@ def bench(
         for path in plot():
             typer.echo(path)
         return
-    dtype = None if dtype is None else DTYPES.get(dtype, dtype)
-    raise typer.Exit(run(suites or ("forward", "backward"), family, out, quick, dtype, rounds, min_ms))
+    raise typer.Exit(run(suites or ("forward", "backward"), family, out, quick, float_name(dtype), rounds, min_ms))
 
 
 def _print(what: Any) -> None:

@@ -98,7 +98,7 @@ def explain(
     k: Any = None,
     v: Any = None,
     *,
-    dtype: str | None = None,
+    dtype: Any = None,
     arch: str | None = None,
     backward: bool = False,
     family: str | None = None,
@@ -106,6 +106,7 @@ def explain(
 ) -> Explanation:
     """`cupyflash.explain`; see there. NO_PLAN are let through."""
     rules.check_options("explain", given, NO_PLAN)
+    rules.check_flag("backward", backward)
     k = q if k is None else k
     arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in _OPTIONAL}}
     views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
@@ -113,8 +114,20 @@ def explain(
     problem = rules.describe(**views, **options)
     device = views["q"].device
     if device == "cpu" and arch is None:
+        if family is not None:
+            _refuse_family(family, views["q"])
         return _on_cpu(problem, backward, shapes=isinstance(q, tuple))
     return _on_gpu(problem, views, backward, family, arch, 0 if device == "cpu" else int(device.partition(":")[2]))
+
+
+def _refuse_family(family: str, q: View) -> None:
+    from .cpu.corridor import refuse_family
+    from .gpu.plan import check_family
+
+    if q.kind != "shape":
+        refuse_family(family, q.kind)
+    check_family(family)
+    raise ValueError(f"family is {family!r}, but no GPU can be used here; name one to plan for it, as in arch='sm_90a'")
 
 
 def _on_cpu(problem: AttentionProblem, backward: bool, shapes: bool) -> Explanation:
@@ -211,12 +224,16 @@ def _copies(problem: AttentionProblem, views: dict[str, View], chosen: Any) -> t
     return tuple(copies)
 
 
-def as_view(name: str, x: Any, dtype: str | None, arch: str | None) -> View:
-    """The view of an array, or of one that has the shape x."""
+def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
+    """The view of an array, or of one that has the shape x and this dtype."""
+    dtype = rules.float_name(dtype)
     if not isinstance(x, (tuple, list)):
         lib = interop.library(name, x)
         adapter, arrays, _ = interop.adopt(lib, {name: x}, {})
-        return interop.view(adapter, name, arrays[name])
+        view = interop.view(adapter, name, arrays[name])
+        if name not in _OPTIONAL and dtype not in (None, view.dtype):
+            raise ValueError(f"dtype is {dtype!r}, but {name} is an array of {view.dtype}; dtype is for shapes alone")
+        return view
     try:
         shape = tuple(operator.index(n) for n in x)
     except TypeError:

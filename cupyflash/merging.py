@@ -10,7 +10,7 @@ import numpy as np
 
 from . import interop
 from .interop.protocol import Library
-from .problem import FLOATS, LAYOUTS
+from .problem import FLOATS, check_layout
 
 Array = Any
 _NAMESPACES = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax.numpy"}
@@ -48,8 +48,7 @@ def _over_out(weight: Array, layout: str) -> Array:
 
 
 def _checked(outs: Any, lses: Any, layout: str) -> tuple[Library, list[Array], list[Array]]:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
+    check_layout(layout)
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, (list, tuple)):
             raise TypeError(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
+SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 LAYOUTS = ("bshd", "bhsd")
 CAUSALS = {False: None, True: "bottom_right", "bottom_right": "bottom_right", "top_left": "top_left"}
 AXES = ("batch", "head", "query", "key")  # of arrays over pairs
@@ -41,6 +42,14 @@ class Gradients(NamedTuple):
     dq: Any
     dk: Any
     dv: Any
+
+
+def float_name(dtype: Any) -> Any:
+    """What a short name, or a dtype of NumPy, PyTorch or JAX, is called here; None and what is unknown stay as they are."""
+    if isinstance(dtype, str):
+        return SHORT.get(dtype, dtype)
+    name = getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
+    return name if name in FLOATS else dtype
 
 
 # ---- the tables -----------------------------------------------------------------------------------------------------
@@ -132,6 +141,8 @@ def check_scale(scale: Any) -> float | None:
         value = float(scale)
     except OverflowError:
         value = math.inf
+    except Exception as error:  # traced by JAX, vmapped by PyTorch: no number is there yet
+        raise TypeError(f"scale is {scale!r}; it must be a real number or None") from error
     if not math.isfinite(value):
         raise ValueError(f"scale is {value}; it must be finite")
     return value
@@ -143,23 +154,26 @@ def _odd(scalar: Any) -> bool:
     return "complex" in kind or "bool" in kind or getattr(scalar, "requires_grad", False)
 
 
-def _check_layout(layout: Any) -> str:
+def check_layout(layout: Any) -> str:
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
     return layout
 
 
-def _check_deterministic(deterministic: Any) -> bool:
-    if type(deterministic).__name__ not in ("bool", "bool_"):  # NumPy's too
-        raise TypeError(f"deterministic is {deterministic!r}; it must be True or False")
-    return bool(deterministic)
+def check_flag(name: str, x: Any) -> bool:
+    if type(x).__name__ not in ("bool", "bool_"):  # NumPy's too
+        raise TypeError(f"{name} is {x!r}; it must be True or False")
+    return bool(x)
+
+
+_check_deterministic = functools.partial(check_flag, "deterministic")
 
 
 OPTIONS = (
     OptionRule("causal", False, "No query sees keys to the right of its diagonal.", _check_causal),
     OptionRule("window", None, "(left, right): keys that a query sees beside its diagonal.", _check_window),
     OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", check_scale),
-    OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", _check_layout),
+    OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", check_layout),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),
 )
 ARRAYS = (

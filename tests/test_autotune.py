@@ -376,6 +376,8 @@ def test_messages(clock: SimpleNamespace) -> None:
         cupyflash.tune(SHAPE)
     with pytest.raises(ValueError, match="family is 'sm1'"):
         cupyflash.tune(SHAPE, dtype="float16", family="sm1")
+    with pytest.raises(TypeError, match="store is 'no'; it must be True or False"):
+        cupyflash.tune(SHAPE, dtype="float16", store="no")
 
 
 def test_difference_is_relative() -> None:

@@ -28,6 +28,8 @@ from cupyflash.gpu import compiler
 from cupyflash.precompile import jobs
 from cupyflash.problem import ARRAYS, OPTIONS, describe
 
+X = np.ones((1, 3, 2, 4), np.float32)
+SHAPE = X.shape
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -570,12 +572,46 @@ def test_explain_prints_without_rich() -> None:
         ((["a", 1],), TypeError, "q is ['a', 1]; it must be an array or a shape"),
         (((1, -8, 1, 8),), ValueError, "q has shape (1, -8, 1, 8); its lengths must be 0 or more"),
         (("text",), TypeError, "q is a str; it must be an array"),
+        (
+            (X, None, None, {"dtype": "other"}),
+            ValueError,
+            "dtype is 'other', but q is an array of float32; dtype is for shapes",
+        ),
+        ((SHAPE, None, None, {"dtype": "other"}), TypeError, "q has dtype other; it must be one of float16"),
+        ((X, None, None, {"family": []}), ValueError, "family is []; it must be one of 'sm90'"),
+        (
+            (X, None, None, {"family": "simt"}),
+            ValueError,
+            "family is 'simt', a family of GPU kernels, but q is a numpy array",
+        ),
+        (
+            (SHAPE, None, None, {"dtype": "bf16", "family": "simt"}),
+            ValueError,
+            "family is 'simt', but no GPU can be used",
+        ),
+        ((X, None, None, {"backward": "no"}), TypeError, "backward is 'no'; it must be True or False"),
+        (
+            ((1, 1 << 31, 1, 64), None, None, {"dtype": "bf16", "arch": "sm_90a"}),
+            ValueError,
+            "q has a sequence of 2147483648",
+        ),
     ],
 )
-def test_explain_errors(arguments: tuple[object, ...], error: type[Exception], message: str) -> None:
+def test_explain_errors(arguments: tuple[object, ...], error: type[Exception], message: str, no_gpu: None) -> None:
+    *arrays, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
     with pytest.raises(error) as raised:
-        cupyflash.explain(*arguments)
+        cupyflash.explain(*arrays, **options)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "bf16", ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16), "torch", "jax"]
+)
+def test_dtypes_go_by_many_names(dtype: object, no_gpu: None) -> None:
+    if dtype in ("torch", "jax"):
+        dtype = pytest.importorskip("torch" if dtype == "torch" else "jax.numpy").bfloat16
+    assert cupyflash.explain(SHAPE, dtype=dtype).problem.dtype == "bfloat16"
+    assert cupyflash.explain(X.astype(ml_dtypes.bfloat16), dtype=dtype).problem.dtype == "bfloat16"
 
 
 def test_an_option_that_is_not_there_is_told_by_name() -> None:

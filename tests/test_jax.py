@@ -116,6 +116,16 @@ def test_traced_arrays() -> None:
         jax.jit(lambda k: cupyflash.attention(x, k, x))(x)
 
 
+def test_traced_options() -> None:
+    x = jax.numpy.ones((3, 4))
+    for name, error, message in (
+        ("scale", TypeError, "real number"), ("softcap", TypeError, "real number"), ("causal", ValueError, "False, True"),
+        ("deterministic", TypeError, "True or False"), ("return_lse", TypeError, "True or False"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"^{name} is .*Tracer.*; it must be (a )?{message}"):
+            jax.jit(lambda y, name=name: cupyflash.attention(x, x, x, **{name: y}))(1.0)
+
+
 def test_help_shows_what_the_package_takes() -> None:
     shown, of_package = (inspect.signature(f).parameters for f in (attention, cupyflash.attention))
     assert list(shown.values()) == [x for x in of_package.values() if x.name != "out"]

@@ -71,6 +71,18 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "scale bool": ({"scale": True}, TypeError, ["scale is True", "real number or None"]),
     "window set": ({"window": {1, 2}}, ValueError, ["window is {1, 2}", r"pair \(left, right\)"]),
     "window bools": ({"window": (True, 0)}, TypeError, ["window's left bound is True", "integer or None"]),
+    "scale numbers": ({"scale": ones(1)}, TypeError, ["scale is array", "real number or None"]),
+    "causal array": ({"causal": ones(2)}, ValueError, ["causal is array", "must be False, True"]),
+    "window array": ({"window": ones(2)}, ValueError, ["window is array", r"pair \(left, right\)"]),
+    "window of arrays": ({"window": (ones(2), 0)}, TypeError, ["window's left bound is array", "integer or None"]),
+    "layout array": ({"layout": ones(2)}, ValueError, ["layout is array", "'bshd', 'bhsd'"]),
+    "deterministic array": ({"deterministic": ones(2)}, TypeError, ["deterministic is array", "True or False"]),
+    "return_lse": ({"return_lse": "no"}, TypeError, ["return_lse is 'no'", "True or False"]),
+    "return_lse array": ({"return_lse": ones(2)}, TypeError, ["return_lse is array", "True or False"]),
+    "family list": ({"family": []}, ValueError, [r"family is \[\]", "must be one of 'sm90'"]),
+    "family array": ({"family": ones(2)}, ValueError, ["family is array", "must be one of 'sm90'"]),
+    "no elements": ({"q": np.zeros((B, SQ, HQ, D), "S0")}, TypeError, ["q has dtype bytes", "must be one of float16"]),
+    "mask of no elements": ({"key_mask": np.zeros((B, SK), "V0")}, TypeError, ["key_mask has dtype void", "must be bool"]),
     "deterministic": ({"deterministic": "no"}, TypeError, ["deterministic is 'no'", "True or False"]),
     "mask shape": ({"key_mask": ones(B, SQ, dtype=bool)}, ValueError, [r"key_mask has shape \(2, 5\)", r"\(2, 7\)"]),
     "mask rank": ({"key_mask": ones(SK, dtype=bool)}, ValueError, [r"key_mask has shape \(7,\)", r"\(2, 7\)"]),
@@ -98,7 +110,7 @@ def test_forward_on_a_gpu(what: str) -> None:
     import cupy
 
     wrong, error, parts = BAD[what]
-    if what in ("byte order", "records of nothing"):
+    if what in ("byte order", "no elements", "mask of no elements"):
         pytest.skip("CuPy has no such arrays")
     out = cupy.full((B, SQ, HQ, DV), np.nan, np.float32)
     arguments = {

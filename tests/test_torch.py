@@ -287,6 +287,11 @@ def test_bad_tensors() -> None:
         attention(x, np.ones((3, 4), np.float32), x)
     with pytest.raises(TypeError, match="q has dtype int64"):
         attention(x.long(), x, x)
+    for scale in (torch.ones((), requires_grad=True), torch.ones((), dtype=torch.complex64)):
+        with pytest.raises(TypeError, match=r"scale is tensor\(1.*\); it must be a real number or None"):
+            attention(x, x, x, scale=scale)
+    with pytest.raises(TypeError, match="(?s)scale is .*; it must be a real number or None"):
+        torch.vmap(lambda scale: attention(x, x, x, scale=scale))(torch.ones(2))
     with pytest.raises(TypeError, match="key_mask is a list; it must be an array"):
         attention(x, x, x, key_mask=[True] * 3)
 

@@ -38,7 +38,7 @@ def _checked(
 ) -> tuple[AttentionProblem, dict[str, np.ndarray], dict[str, tuple[int, ...]]]:
     """The problem, its arrays as (B, S, H, D), lse as (B, H, S), and the shapes of the results."""
     if family is not None:
-        _refuse(family, lib)
+        refuse_family(family, lib.kind)
     views = {name: lib.view(x) for name, x in arrays.items() if x is not None}
     into = {name: lib.view(x) for name, x in targets.items()}
     problem, shapes = rules.state(views, into, options, backward)
@@ -60,12 +60,11 @@ def _checked(
 _OPTIONAL = {row.name: row for row in ARRAYS}
 
 
-def _refuse(family: str, lib: CpuAdapter) -> None:
-    from ..gpu.plan import FAMILIES
+def refuse_family(family: str, kind: str) -> None:
+    from ..gpu.plan import check_family
 
-    if family not in FAMILIES:
-        raise ValueError(f"family is {family!r}; it must be one of {', '.join(map(repr, FAMILIES))}, or None")
-    raise ValueError(f"family is {family!r}, a family of GPU kernels, but q is a {lib.kind} array on the CPU")
+    check_family(family)
+    raise ValueError(f"family is {family!r}, a family of GPU kernels, but q is a {kind} array on the CPU")
 
 
 def _four(x: np.ndarray, layout: str) -> np.ndarray:

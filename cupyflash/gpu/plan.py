@@ -34,6 +34,12 @@ FAMILIES: dict[str, Family] = {"sm90": sm90, "sm80": sm80, "simt": simt, "flash1
 ON_REQUEST = ("flash1",)  # families that are taken only where they are named
 
 
+def check_family(family: Any) -> None:
+    """ValueError where that is no name of a family, and not None."""
+    if family is not None and not (isinstance(family, str) and family in FAMILIES):
+        raise ValueError(f"family is {family!r}; it must be one of {', '.join(map(repr, FAMILIES))}, or None")
+
+
 def plan(
     problem: AttentionProblem,
     arch: Arch,
@@ -46,8 +52,7 @@ def plan(
     `tiles` are those that were timed for such a problem on this GPU, by family; they are tried before the table's. Raises
     ValueError where the family named, or every family, objects to the problem.
     """
-    if family is not None and family not in FAMILIES:
-        raise ValueError(f"family is {family!r}; it must be one of {', '.join(map(repr, FAMILIES))}, or None")
+    check_family(family)
     for name, length in (("q", problem.seq_q), ("k", problem.seq_k)):  # positions in the kernels have 32 bits
         if length >= 2**30:
             raise ValueError(f"{name} has a sequence of {length}; the kernels take less than 2**30")
