@@ -150,7 +150,7 @@ def test_a_tile_written_by_hand_is_not_believed(store: Path, family: str, backwa
     tuned.replace([entry(own, H200, backward, family)], [])
     assert tuned.stored().entries
     data = json.loads(store.read_text())
-    strange = [own[:1], own[:-1], (*own, 1), *((n, *own[1:]) for n in (-16, 0, own[0] + 1, 10**18, str(own[0]), None))]
+    strange = [own[:1], own[:-1], (*own, 1), *((n, *own[1:]) for n in (-16, 0, 3 * own[0] + 1, 10**18, str(own[0]), None))]
     changes = [{"tile": tile} for tile in strange]
     changes += [{"family": "sm1"}, {"family": []}, {"seq_q": "long"}, {"ms": "fast"}, {"backward": None}]
     for change in changes:
