@@ -90,7 +90,8 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": path}
 
     def run(*names: str) -> dict[str, Any]:
-        script = "import os, sys, pytest; os.environ['CONTROLLER'] = str(os.getpid()); sys.exit(pytest.main(sys.argv[1:]))"
+        script = "import os, signal, sys, pytest; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # maybe ignored
+        script += "os.environ['CONTROLLER'] = str(os.getpid()); sys.exit(pytest.main(sys.argv[1:]))"
         options = ["-q", "-p", "no:cacheprovider", "-n", processes, "--rootdir", str(tmp_path)]
         command = [sys.executable, "-c", script, *options, *(names or ["test_it.py"])]
         subprocess.run(command, check=False, cwd=tmp_path, env=env, timeout=100, capture_output=True)
