@@ -1,7 +1,8 @@
 """tests/gpu_report.json: which kernel sources passed which tests on which GPU. `--gpu-report PATH` writes it.
 
-A run of nothing but tests that the report at PATH counts as failed, on the same kernel sources, amends that report (after
-a test was put right), and stays listed in it.
+What a run that was stopped (Ctrl-C, or SIGINT at a time limit) did not reach counts as failed. A run of nothing but tests
+that the report at PATH counts as failed, on the same kernel sources, amends that report (after a test was put right, or to
+go on where a run was stopped), and stays listed in it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,15 @@ class GpuReport:
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
         self.passes: list[str] = []
+        self.skips: list[str] = []
+        self.collected: tuple[str, ...] = ()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.collected = self.collected or tuple(item.nodeid for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self.collected = tuple(ids)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -49,6 +59,7 @@ class GpuReport:
             self.failures.append(report.nodeid)
         elif report.skipped:
             self.outcomes["skipped"] += 1
+            self.skips.append(report.nodeid)
         elif report.when == "call":
             self.outcomes["passed"] += 1
             self.passes.append(report.nodeid)
@@ -62,8 +73,10 @@ class GpuReport:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            self.outcomes["errors"] += 1
-            self.failures.append(f"the run ended early, with exit status {int(exitstatus)}")
+            done = {*self.passes, *self.failures, *self.skips}
+            missed = [name for name in self.collected if name not in done]
+            self.outcomes["errors"] += len(missed) or 1
+            self.failures += missed or [f"the run ended early, with exit status {int(exitstatus)}"]
         facts = {
             **machine(),
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -80,12 +93,13 @@ class GpuReport:
         if not self.path.is_file():
             return None
         before: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
-        ran = {*self.passes, *self.failures}
+        ran = {*self.passes, *self.failures, *self.skips}
         if before["sources"] != self.sources or not ran or not ran <= {*before["failures"]}:
             return None
-        failures = [name for name in before["failures"] if name not in self.passes]
+        failures = [name for name in before["failures"] if name not in {*self.passes, *self.skips}]
         return before | {
             "passed": before["passed"] + len(self.passes),
+            "skipped": before["skipped"] + len(self.skips),
             "failed": len(failures),
             "errors": self.outcomes["errors"] if failures else 0,
             "failures": failures,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,47 @@ def test_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert written["counts"] == {"simt/float32": 1} and written["failures"] == ["t", "t"]
     report.pytest_sessionfinish(int(pytest.ExitCode.INTERRUPTED))
     assert json.loads(path.read_text())["errors"] == 2
+
+
+def test_a_run_that_was_stopped(tmp_path: Path) -> None:
+    """By SIGINT, in one process or many: what it did not reach counts as failed, and a run of that completes the report."""
+    (tmp_path / "conftest.py").write_text(
+        "import gpu_report\ngpu_report.machine = lambda: {}\n"
+        "def pytest_configure(config):\n"
+        "    if not hasattr(config, 'workerinput'):\n"
+        f"        config.pluginmanager.register(gpu_report.GpuReport({str(tmp_path / 'report.json')!r}))\n"
+    )
+    (tmp_path / "test_it.py").write_text(
+        "import os, pathlib, signal, time, pytest\n"
+        "def test_first(): pass\n"
+        "@pytest.mark.skip\ndef test_skipped(): pass\n"
+        "def test_second():\n"
+        "    if not pathlib.Path('again').exists():\n"
+        "        os.kill(int(os.environ['CONTROLLER']), signal.SIGINT)\n"
+        "        time.sleep(60)\n"
+        "def test_third(): pass\n"
+    )
+
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path}
+
+    def run(*names: str) -> dict[str, Any]:
+        script = "import os, signal, sys, pytest; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # maybe ignored
+        script += "os.environ['CONTROLLER'] = str(os.getpid()); sys.exit(pytest.main(sys.argv[1:]))"
+        options = ["-q", "-p", "no:cacheprovider", "-n", processes, "--rootdir", str(tmp_path)]
+        command = [sys.executable, "-c", script, *options, *(names or ["test_it.py"])]
+        subprocess.run(command, check=False, cwd=tmp_path, env=env, timeout=100, capture_output=True)
+        return dict(json.loads((tmp_path / "report.json").read_text()))
+
+    for processes in ("0", "1"):
+        stopped = run()
+        assert [stopped[x] for x in ("passed", "skipped", "failed", "errors")] == [1, 1, 0, 2]
+        assert stopped["failures"] == ["test_it.py::test_second", "test_it.py::test_third"]
+        (tmp_path / "again").touch()
+        whole = run(*stopped["failures"])
+        assert [whole[x] for x in ("passed", "skipped", "failed", "errors")] == [3, 1, 0, 0] and not whole["failures"]
+        for name in ("again", "report.json"):
+            (tmp_path / name).unlink()
 
 
 def test_failures_that_ran_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -488,5 +488,5 @@ def test_a_cpu_tensor_among_gpu_tensors() -> None:
 def test_the_negative_bit_is_not_overlooked_on_a_gpu() -> None:
     x = torch.ones(3, 4, device="cuda")
     attention(x, x, x)  # the same but for the bit: prepared now
-    with pytest.raises(ValueError, match=r"pass x.resolve_neg\(\)"):
+    with pytest.raises(ValueError, match=r"q is a view that torch has yet to negate; pass its resolve_neg\(\)"):
         attention(torch._neg_view(x), x, x)
