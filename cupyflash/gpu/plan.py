@@ -44,12 +44,6 @@ def check_family(family: Any) -> None:
         raise ValueError(f"family is {family!r}; it must be one of {', '.join(map(repr, FAMILIES))}, or None")
 
 
-def check_family(family: Any) -> None:
-    """ValueError where that is no name of a family, and not None."""
-    if family is not None and not (isinstance(family, str) and family in FAMILIES):
-        raise ValueError(f"family is {family!r}; it must be one of {', '.join(map(repr, FAMILIES))}, or None")
-
-
 def plan(
     problem: AttentionProblem,
     arch: Arch,
