@@ -14,6 +14,7 @@ import pytest
 from reference import DTYPES
 
 from cupyflash.gpu import device
+from cupyflash.gpu.kernel_plan import PAIRWISE
 from cupyflash.gpu.plan import FAMILIES
 from cupyflash.gpu.plan import plan as make_plan
 from cupyflash.problem import FLOATS, AttentionProblem
@@ -44,7 +45,7 @@ class Backend:
 
     def put(self, a: np.ndarray) -> Any:
         """A contiguous array of this backend with the values of `a`."""
-        return np.array(a, order="C") if self.family is None else self.xp.asarray(np.ascontiguousarray(a))
+        return self.xp.asarray(np.array(a, order="C"))
 
     def get(self, x: Any) -> np.ndarray:
         return x if self.family is None else self.xp.asnumpy(x)
@@ -67,6 +68,14 @@ class Backend:
             return True
         problem = AttentionProblem(dtype, 1, 16, 16, 1, 1, dim, dim_v, 1 / math.sqrt(max(1, dim)), **fields)
         return FAMILIES[self.family].objection(problem, _arch(), False) is None
+
+    def family_for(self, problem: AttentionProblem) -> str | None:
+        """The family to name for a problem; None where this one leaves a mask or bias to others, which are judged then."""
+        if self.family and any(problem.has(name) for name in PAIRWISE):
+            room, arch = FAMILIES[self.family], _arch()
+            if any(room.objection(problem, arch, backward) for backward in (False, True)):
+                return None
+        return self.family
 
     def plan(self, problem: AttentionProblem, backward: bool = False) -> Any:
         return make_plan(problem, device.current(0), backward, self.family)

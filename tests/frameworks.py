@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import reference
+from backends import Backend
 from reference import DTYPES, Standard, assert_as_good, state
 from semantics import Inputs, Judge, Lay, arrays_of_rank, as_caller_has_it, as_reference_has_it
 
@@ -95,6 +96,8 @@ class Framework:
         put = self.library.put
         with self.library.session():
             q, k, v, dout = (put(as_caller_has_it(x, rank, layout), lay) for x in inputs[:4])
+            if family is not None:
+                family = Backend(family, family).family_for(judge.problem)
             options |= {"layout": layout, "family": family, "deterministic": deterministic}
             options |= {name: put(x, lay) for name, x in arrays_of_rank(inputs, rank).items()}
             dlse = None if inputs.dlse is None else put(inputs.dlse[(0,) * (4 - rank)], lay)

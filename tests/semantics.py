@@ -116,7 +116,7 @@ def check(
     judge = Judge(inputs, options, backward, large_scores, thousands)
     dtype = judge.problem.dtype
     given = [_placed(backend, as_caller_has_it(x, rank, layout), lay)[1] for x in (q, k, v, dout)]
-    options |= {"layout": layout, "family": backend.family}
+    options |= {"layout": layout, "family": backend.family_for(judge.problem)}
     for name, x in arrays_of_rank(inputs, rank).items():
         options[name] = _placed(backend, x, lay)[1] if x.ndim == 4 else backend.put(x)
 

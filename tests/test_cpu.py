@@ -307,6 +307,7 @@ def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
 INTERRUPTED = """
 import os, signal, sys, threading, time, numpy as np
 from cupyflash import attention, attention_backward
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it is ignored
 shape = (1, 24000, 1, 128) if sys.argv[1] == "one head" else (9, 6000, 1, 128)
 x = np.ones(shape, "float32")
 out, lse = x, np.full((shape[0], 1, shape[1]), 20, "float32")
@@ -329,7 +330,7 @@ except KeyboardInterrupt:
 def test_an_interrupt_does_not_wait_for_a_whole_head(workers, what):
     """Of one that takes half a minute; nor do threads wait for their turn. And none works on behind it."""
     seconds, left = run_python(INTERRUPTED, what, OMP_NUM_THREADS=workers).split()
-    assert float(seconds) < 2 and left == "1"
+    assert float(seconds) < 8 and left == "1"  # one, of idle cores
 
 
 def run_python(code, *arguments, **environment):

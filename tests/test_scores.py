@@ -382,7 +382,9 @@ def run(
 ) -> dict[str, np.ndarray]:
     """out, lse and the gradients by name; optional arrays are those of `options` alone, `wrt` all of them unless said."""
     q, k, v, dout = (backend.put(x) for x in inputs[:4])
-    options["family"] = backend.family
+    own = {row.name: backend.get(options[row.name]) for row in ARRAYS if options.get(row.name) is not None}
+    others = {name: x for name, x in options.items() if name not in own and name != "dlse"}
+    options["family"] = backend.family_for(state(*inputs[:3], **own, **others))
     out, lse = attention(q, k, v, return_lse=True, **options)
     if wrt is None:
         wrt = [row.name for row in ARRAYS if row.gradient and row.name in options]

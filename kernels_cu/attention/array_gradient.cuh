@@ -6,15 +6,9 @@
 #pragma once
 #include "attention/pairs.cuh"
 
-template <class T>
-struct Pointed;
-template <class T>
-struct Pointed<T*> {
-    using type = T;
-};
-
 // What is known of such an array: where its gradient goes, and what an element's score changes by.
 struct OfBias {
+    static constexpr bool BIAS = true;
     __device__ static auto target(const Params& p) { return p.dbias; }
     __device__ static const PairStrides& strides(const Params& p) { return p.dbias_strides; }
     __device__ static Accum* parts(const Params& p) { return p.dbias_parts; }
@@ -22,6 +16,7 @@ struct OfBias {
     __device__ static Accum change(const Pairs&, Pair) { return 1; }
 };
 struct OfSlopes {
+    static constexpr bool BIAS = false;
     __device__ static auto target(const Params& p) { return p.dalibi_slopes; }
     __device__ static const PairStrides& strides(const Params& p) { return p.dalibi_slopes_strides; }
     __device__ static Accum* parts(const Params& p) { return p.dalibi_slopes_parts; }
@@ -64,21 +59,46 @@ struct Share {
         begin = int(split * count / splits), end = int((split + 1) * count / splits);
     }
 
-    // Tile n of them. Heads that share K and V follow each other.
-    __device__ PairsTile tile(int n) const {
-        int k = n % tiles_k, q = n / tiles_k % tiles_q, h = n / tiles_k / tiles_q % heads, b = n / tiles_k / tiles_q / heads;
-        return {Head::of_q(p, batch + b, head + h), (tile_q + q) * ROWS, (tile_k + k) * KEYS};
+    // A place in them, in order: heads that share K and V follow each other. Tiles in which no query sees a key are left out.
+    struct Step {
+        int n, b, h, q, k;  // number, and place along each axis
+        PairsTile tile;
+    };
+    __device__ Step first() const {
+        int k = begin % tiles_k, rest = begin / tiles_k, q = rest % tiles_q;
+        rest /= tiles_q;
+        Step step{begin, rest / heads, rest % heads, q, k};
+        return visible(step);
+    }
+    __device__ bool has(const Step& step) const { return step.n < end; }
+    __device__ void advance(Step& step) const {
+        after(step);
+        step = visible(step);
     }
 
-    // The first from n on in which some query may see some key.
-    __device__ int next(int n) const {
-        for (; n < end; n++) {
-            PairsTile at = tile(n);
+   private:
+    __device__ void after(Step& step) const {
+        step.n++;
+        if (++step.k < tiles_k) return;
+        step.k = 0;
+        if (++step.q < tiles_q) return;
+        step.q = 0;
+        if (++step.h < heads) return;
+        step.h = 0, step.b++;
+    }
+    // The first from a step on in which some query may see some key.
+    __device__ Step visible(Step step) const {
+        for (; has(step); after(step)) {
+            PairsTile& at = step.tile;
+            at = {Head::of_q(p, batch + step.b, head + step.h), (tile_q + step.q) * ROWS, (tile_k + step.k) * KEYS};
+            if constexpr (walk::ALIKE) break;
             Range keys = Band{p, at.head}.keys_of(Range{at.i, min(at.i + ROWS, at.head.queries(p))});
             if (keys.begin < at.j + KEYS && keys.end > at.j) break;
         }
-        return n;
+        return step;
     }
+
+   public:
 
     // Add up the block's tile of sums, value(row, column), where the array is broadcast along queries or keys, and write it;
     // by a block of THREADS, with scratch memory for ROWS numbers.
@@ -102,7 +122,7 @@ struct Share {
             for (int r = row; r < (s.query ? row + 1 : ROWS); r++) sum += s.key ? value(r, column) : scratch[r];
             long long at = batch * s.batch + head * s.head + (tile_q * ROWS + row) * s.query + (tile_k * KEYS + column) * s.key;
             if (Of::splits(p) == 1)
-                Of::target(p)[at] = from_float<typename Pointed<decltype(Of::target(p))>::type>(sum);
+                Of::target(p)[at] = from_float<Pointed<decltype(Of::target(p))>>(sum);
             else
                 Of::parts(p)[split * elements() + at] = sum;
         }
@@ -122,7 +142,7 @@ struct Share {
         if (at >= count) return;
         Accum sum = 0;
         for (int n = 0; n < Of::splits(p); n++) sum += Of::parts(p)[n * count + at];
-        Of::target(p)[at] = from_float<typename Pointed<decltype(Of::target(p))>::type>(sum);
+        Of::target(p)[at] = from_float<Pointed<decltype(Of::target(p))>>(sum);
     }
 };
 
@@ -148,6 +168,6 @@ __device__ void gather_sink(const Params& p, int of_head, F minus_delta) {
             if (threadIdx.x < n) sums[threadIdx.x] += sums[threadIdx.x + n];
         }
         if (threadIdx.x == 0)
-            p.dsinks[of_head * p.dsinks_strides.head] = from_float<typename Pointed<decltype(p.dsinks)>::type>(sums[0]);
+            p.dsinks[of_head * p.dsinks_strides.head] = from_float<Pointed<decltype(p.dsinks)>>(sums[0]);
     }
 }

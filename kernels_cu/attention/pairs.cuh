@@ -36,6 +36,16 @@ constexpr bool SCORED = config::SOFTCAP || config::ALIBI_SLOPES || config::BIAS;
 // with the distance, and nothing hides the keys behind the query.
 constexpr bool GROWING_SCORES = config::BIAS || (config::ALIBI_SLOPES && !walk::BOUND_LAST);
 
+// What an array of Params holds.
+namespace pointed {
+template <class T>
+T to(T*);
+template <class T>
+T to(const T*);
+}
+template <class Pointer>
+using Pointed = decltype(pointed::to(Pointer()));
+
 template <class T>
 __device__ T* at_pair(T* array, const PairStrides& strides, int batch, Pair at) {
     return array + batch * strides.batch + at.head * strides.head + at.i * strides.query + at.j * strides.key;
@@ -83,7 +93,8 @@ struct Pairs {
 
     // What is taken off a score for each key between the query's and the key (Press et al. 2022), in powers of two.
     __device__ Accum alibi(int of_head) const {
-        return p.alibi_slopes[head.batch * p.alibi_slopes_strides.batch + real(of_head) * p.alibi_slopes_strides.head] * LOG2E;
+        long long at = head.batch * p.alibi_slopes_strides.batch + real(of_head) * p.alibi_slopes_strides.head;
+        return to_float(p.alibi_slopes[at]) * LOG2E;
     }
 
     // A tile of several heads may reach beyond the last.

@@ -11,8 +11,8 @@ __device__ void gather_pairs(const Params& p) {
     __shared__ Shared shared;
     ScoreTile sums = {};
 
-    for (int n = share.next(share.begin); n < share.end; n = share.next(n + 1)) {
-        const PairsTile at = share.tile(n);
+    for (auto step = share.first(); share.has(step); share.advance(step)) {
+        const PairsTile at = step.tile;
         const Matrix q = query_matrix(p, at.head, p.q, p.q_strides, p.dim);
         const Matrix k = key_matrix(p, at.head, p.k, p.k_strides, p.dim);
         const Matrix v = key_matrix(p, at.head, p.v, p.v_strides, p.dim_v);

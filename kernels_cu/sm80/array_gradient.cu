@@ -19,12 +19,62 @@ static_assert(WARP_ROWS % 16 == 0 && WARP_KEYS % 16 == 0);
 using QueryPiece = SharedTile<ROWS, DEPTH>;  // of Q or dO
 using KeyPiece = SharedTile<KEYS, DEPTH>;    // of K or V
 
+// The bias of a block's own tile, for its gradient: along the axes that are summed it is the same.
+struct BiasTile {
+    using Number = Pointed<decltype(Params::bias)>;
+    static constexpr int PITCH = KEYS + 8;
+    static constexpr int BYTES = sizeof(Number) * ROWS * PITCH;
+
+    unsigned base;
+
+    __device__ void load(const Params& p, char* memory, const Share<OfBias, ROWS, KEYS>& share) const {
+        const PairStrides& s = p.bias_strides;
+        Head any{0, 0, 0};
+        const Number* from = p.bias + share.batch * s.batch + share.head * s.head;
+        for (int n = threadIdx.x; n < ROWS * KEYS; n += THREADS) {
+            int row = n / KEYS, column = n % KEYS, i = share.tile_q * ROWS + row, j = share.tile_k * KEYS + column;
+            bool there = (i < any.queries(p) || s.query == 0) && (j < any.keys(p) || s.key == 0);
+            ((Number*)memory)[row * PITCH + column] = there ? from[i * s.query + j * s.key] : Number();
+        }
+    }
+
+    // Of a row, from a column on that is even.
+    __device__ void read(int row, int column, float (&x)[2]) const {
+        unsigned at = base + sizeof(Number) * (row * PITCH + column);
+        if constexpr (sizeof(Number) == 4) {
+            float2 both = load_shared_float2(at);
+            x[0] = both.x, x[1] = both.y;
+        } else {
+            unsigned both = load_shared(at);
+            x[0] = to_float(Number{(unsigned short)both}), x[1] = to_float(Number{(unsigned short)(both >> 16)});
+        }
+    }
+};
+
+// Mask and bias as the lines of a warp's accumulator read them, where it stands at a row and a key of the tile.
+template <bool BIAS_IN_TILE>
+struct Arrays : InMemory<M, false> {
+    BiasTile tile;
+    int row, column;  // the lane's first
+
+    __device__ Arrays(const Pairs& pairs, const Placement<>& at, BiasTile tile, int row, int key)
+        : InMemory<M, false>(pairs, at), tile(tile), row(row + Accumulator<M, N>::row(0, 0)), column(key + Accumulator<M, N>::column(0, 0)) {}
+
+    __device__ void bias(int line, int n, float (&x)[2]) const {
+        if constexpr (BIAS_IN_TILE)
+            tile.read(row + 8 * line, column + n, x);
+        else
+            InMemory<M, false>::bias(line, n, x);
+    }
+};
+
 struct Shared {
     static constexpr int STAGE = QueryPiece::BYTES + KeyPiece::BYTES;
     static constexpr int RING = STAGES * STAGE;
     static constexpr int PITCH = KEYS + 1;  // floats of a row of sums, which take the ring's place in the end
     static constexpr int SUMS = 4 * (ROWS * PITCH + ROWS);
-    static constexpr int END = RING > SUMS ? RING : SUMS;
+    static constexpr int BIAS_TILE = RING > SUMS ? RING : SUMS;
+    static constexpr int END = BIAS_TILE + (D_BIAS ? BiasTile::BYTES : 0);
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     char* memory;
@@ -32,6 +82,7 @@ struct Shared {
 
     __device__ Shared(char* memory) : memory(memory), base(shared_address(memory)) {}
 
+    __device__ BiasTile bias() const { return {base + BIAS_TILE}; }
     __device__ QueryPiece queries(int stage) const { return {base + stage * STAGE}; }
     __device__ KeyPiece keys(int stage) const { return {queries(stage).base + QueryPiece::BYTES}; }
 };
@@ -39,29 +90,40 @@ struct Shared {
 // Where the copies are: a piece of a tile of pairs; those of S come first, then those of dP.
 template <class Of>
 struct Cursor {
-    const Share<Of, ROWS, KEYS>& share;
-    int n, piece = 0;
+    using Shares = Share<Of, ROWS, KEYS>;
 
-    __device__ Cursor(const Share<Of, ROWS, KEYS>& share) : share(share), n(share.next(share.begin)) {}
+    typename Shares::Step step;
+    int piece = 0;
+
+    __device__ Cursor(const Shares& share) : step(share.first()) {}
 
     __device__ static int of_scores(const Params& p) { return tiles_in(p.dim, DEPTH); }
     __device__ static int of_values(const Params& p) { return tiles_in(p.dim_v, DEPTH); }
 
     // Start the copies of the next piece, as one group; behind the last there is nothing.
-    __device__ void load(const Params& p, const Shared& s, int stage) {
-        if (n < share.end) {
-            PairsTile at = share.tile(n);
-            bool scores = piece < of_scores(p);
-            int column = (scores ? piece : piece - of_scores(p)) * DEPTH;
-            const Strides &rows_q = scores ? p.q_strides : p.dout_strides, &rows_k = scores ? p.k_strides : p.v_strides;
-            int columns = (scores ? p.dim : p.dim_v) - column;
-            const In* q = at.head.query_row(scores ? p.q : p.dout, rows_q, at.i) + column;
-            const In* k = at.head.key_row(scores ? p.k : p.v, rows_k, at.j) + column;
-            AsyncCopy<THREADS, ROWS, DEPTH>(s.queries(stage), q, rows_q.row, at.head.queries(p) - at.i, columns).all();
-            AsyncCopy<THREADS, KEYS, DEPTH>(s.keys(stage), k, rows_k.row, at.head.keys(p) - at.j, columns).all();
-            if (++piece == of_scores(p) + of_values(p)) piece = 0, n = share.next(n + 1);
+    __device__ void load(const Params& p, const Shares& share, Shared s, int stage) {
+        if (share.has(step)) {
+            int pieces = of_scores(p);
+            if (piece < pieces)
+                copy(p, s, stage, p.q, p.q_strides, p.k, p.k_strides, piece * DEPTH, p.dim);
+            else
+                copy(p, s, stage, p.dout, p.dout_strides, p.v, p.v_strides, (piece - pieces) * DEPTH, p.dim_v);
+            if (++piece == pieces + of_values(p)) {
+                piece = 0;
+                share.advance(step);
+            }
         }
         cp_async_commit();
+    }
+
+   private:
+    __device__ void copy(const Params& p, Shared s, int stage, const In* of_queries, Strides strides_q, const In* of_keys,
+                         Strides strides_k, int column, int columns) {
+        const PairsTile& at = step.tile;
+        const In* q = at.head.query_row(of_queries, strides_q, at.i) + column;
+        const In* k = at.head.key_row(of_keys, strides_k, at.j) + column;
+        AsyncCopy<THREADS, ROWS, DEPTH>(s.queries(stage), q, strides_q.row, at.head.queries(p) - at.i, columns - column).all();
+        AsyncCopy<THREADS, KEYS, DEPTH>(s.keys(stage), k, strides_k.row, at.head.keys(p) - at.j, columns - column).all();
     }
 };
 
@@ -90,19 +152,26 @@ struct Block {
         for (int n = 0; n < pieces; n++) {
             cp_async_wait<STAGES - 2>();
             __syncthreads();  // the piece has arrived, and everybody is done with the one before
-            ahead.load(p, s, (stage + STAGES - 1) % STAGES);
+            ahead.load(p, share, s, (stage + STAGES - 1) % STAGES);
             mma_ABt<DEPTH>(product, FromShared<QueryPiece>{s.queries(stage), warp_row}, s.keys(stage), warp_key);
             stage = (stage + 1) % STAGES;
         }
     }
 
+    // Of this lane's rows.
+    __device__ void read_rows(float (&x)[2 * M], const float* rows) const {
+#pragma unroll
+        for (int line = 0; line < 2 * M; line++) x[line] = rows[warp_row + Accumulator<M, N>::row(line / 2, line % 2 * 2)];
+    }
+
     // P = exp(S - lse), hidden ones 0.
     __device__ void exponentiate(Accumulator<M, N>& scores, const Pairs& pairs, const PairsTile& at, const float* rows) const {
         Placement<> place{at.head.q, at.i + warp_row, at.j + warp_key};
-        InMemory<M, false> arrays(pairs, place);
-        Lines<M, false, InMemory<M, false>> lines(pairs, place, arrays);
-        float factor = pairs.factor();
-        scores.each([&](float& x, int r, int c) { x = exp2_approx(fmaf(lines.score(x, r, c), factor, rows[warp_row + r])); });
+        Arrays<Of::BIAS> arrays(pairs, place, s.bias(), warp_row, warp_key);
+        float factor = pairs.factor(), minus_lse[2 * M];
+        read_rows(minus_lse, rows);
+        score(scores, place, pairs, arrays);
+        scores.each([&](float& x, int r, int) { x = exp2_approx(fmaf(x, factor, minus_lse[r / 8])); });
         if (pairs.tests_backward({place.i, place.i + WARP_ROWS}, {place.j, place.j + WARP_KEYS})) {
             keep_branch();
             KeysSeen<WARP_KEYS> seen(pairs, place.j);
@@ -118,18 +187,21 @@ struct Block {
         multiply(probabilities, Cursor<Of>::of_scores(p));
         exponentiate(probabilities, pairs, at, rows);
         multiply(ds, Cursor<Of>::of_values(p));
+        float minus_delta[2 * M];
+        read_rows(minus_delta, rows + ROWS);
         sums.each(
             [&](float& sum, int r, int c, float& probability, float& x) {
                 Pair pair{at.head.q, at.i + warp_row + r, at.j + warp_key + c};
-                // Where P is 0, by a mask or not, nothing is added, whatever dP is.
-                if (probability != 0) sum = fmaf(probability * (x + rows[ROWS + warp_row + r]), Of::change(pairs, pair), sum);
+                float ds = probability * (x + minus_delta[r / 8]) * Of::change(pairs, pair);
+                sum += probability == 0 ? 0 : ds;  // by a mask or not: nothing is added then, whatever dP is
             },
             probabilities, ds);
     }
 
     __device__ void run() {
-        for (int n = 0; n < STAGES - 1; n++) ahead.load(p, s, n);
-        for (int n = share.next(share.begin); n < share.end; n = share.next(n + 1)) visit(share.tile(n));
+        if constexpr (Of::BIAS) s.bias().load(p, s.memory + Shared::BIAS_TILE, share);  // seen behind the first barrier
+        for (int n = 0; n < STAGES - 1; n++) ahead.load(p, share, s, n);
+        for (auto step = share.first(); share.has(step); share.advance(step)) visit(step.tile);
         cp_async_wait<0>();
         __syncthreads();  // everybody is done with the ring
         float* out = (float*)s.memory;

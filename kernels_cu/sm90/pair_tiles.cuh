@@ -5,13 +5,6 @@
 #include "tile/ring.cuh"
 #include "ptx/tma.cuh"
 
-template <class T>
-struct Element;
-template <class T>
-struct Element<const T*> {
-    using type = T;
-};
-
 // QUERIES by KEYS elements; not BY_QUERY: the same row for all queries. Blocks of 128 bytes a row, as SwizzledTile.
 template <class T, int QUERIES, int KEYS, bool BY_QUERY>
 struct PairTile {
@@ -71,8 +64,8 @@ struct PairMaps : MaskMap<config::MASK>, BiasMap<config::BIAS> {};
 // Both of a tile of QUERIES and one of config::KEYS.
 template <int QUERIES>
 struct PairTiles {
-    using MaskType = Element<decltype(Params::mask)>::type;
-    using BiasType = Element<decltype(Params::bias)>::type;
+    using MaskType = Pointed<decltype(Params::mask)>;
+    using BiasType = Pointed<decltype(Params::bias)>;
     using Mask = PairTile<MaskType, QUERIES, config::KEYS, config::MASK_BY_QUERY>;
     using Bias = PairTile<BiasType, QUERIES, config::KEYS, config::BIAS_BY_QUERY>;
     static constexpr int MASK_BYTES = config::MASK ? Mask::BYTES : 0;

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ...problem import ITEMSIZE, AttentionProblem
 from ..array_gradient import Lengths, work
 from ..device import Arch
-from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features
+from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, scored
 
 MAX_DIM = 4096
 
@@ -86,7 +86,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
         launch = Launch("attention_forward", pairs * tiles_q * parts_v, t.threads)
         return KernelPlan(
             "simt", arch.name, problem.dtype, backward, source, constants, (launch,), ITEMSIZE[problem.dtype],
-            spills=t.spills, given=problem.given,
+            spills=_spills(t, problem), given=problem.given,
         )  # fmt: skip
     pairs_k = problem.batch * problem.heads_k
     launches: tuple[Launch, ...] = (
@@ -98,7 +98,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     workspace = (Workspace("delta", problem.lse_dtype, (pairs, problem.seq_q)),)
     return KernelPlan(
         "simt", arch.name, problem.dtype, backward, source, constants, launches, ITEMSIZE[problem.dtype], workspace,
-        t.spills, given=problem.given,
+        _spills(t, problem), given=problem.given,
     )  # fmt: skip
 
 
@@ -113,8 +113,15 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
         "simt", arch.name, problem.dtype, True, "simt/array_gradient.cu",
         (*_tile_constants(t), *of_arrays.constants, *features(problem)), (delta, *of_arrays.launches),
         ITEMSIZE[problem.dtype], (Workspace("delta", problem.lse_dtype, (pairs, problem.seq_q)), *of_arrays.workspace),
-        t.spills, scalars=of_arrays.scalars, given=problem.given, wrt=tuple(lengths),
+        _spills(t, problem), scalars=of_arrays.scalars, given=problem.given, wrt=tuple(lengths),
     )  # fmt: skip
+
+
+SCORED_SPILLS = 240  # more, with arrays that scores read: their addresses
+
+
+def _spills(t: Tile, problem: AttentionProblem) -> int:
+    return t.spills + SCORED_SPILLS * scored(problem)
 
 
 def _tile_constants(t: Tile) -> tuple[tuple[str, int], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...problem import AttentionProblem
+from ...problem import ITEMSIZE, AttentionProblem
 from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, pad, scored
@@ -67,7 +67,7 @@ BACKWARD = (
 # What ptxas may spill, in bytes per thread, by pass and whether scores are more than a product. Registers are full by choice:
 # a tile a step smaller was slower everywhere. A few addresses are spilled, read once per tile; with a bias, elements of it,
 # which ptxas loads ahead.
-SPILLS = {(False, False): 144, (False, True): 960, (True, False): 80, (True, True): 80}
+SPILLS = {(False, False): 144, (False, True): 960, (True, False): 80, (True, True): 320}
 
 
 def _registers(t: Tile) -> int:
@@ -165,16 +165,17 @@ class GradientTile:
     stages: int  # pieces of the operands in flight
     length: int = ANY  # where there are no more queries, or no more keys
 
-    def shared_memory(self, depth: int) -> int:
-        """Bytes that the kernel lays out: the pieces, and in the end their place for the sums."""
-        return max(self.stages * 2 * (self.rows + self.keys) * (depth + PAD), 4 * self.rows * (self.keys + 2))
+    def shared_memory(self, depth: int, bias: int) -> int:
+        """Bytes that the kernel lays out: the pieces, whose place the sums take in the end, and a bias of so many bytes."""
+        pieces = max(self.stages * 2 * (self.rows + self.keys) * (depth + PAD), 4 * self.rows * (self.keys + 2))
+        return pieces + bias * self.rows * (self.keys + PAD)
 
 
+GRADIENT_SPILLS = 240  # of addresses, once per tile: 512 threads have 128 registers each
 GRADIENT = (
     GradientTile(64, 64, 2, 2, 4, length=64),
-    GradientTile(128, 128, 4, 4, 4),
-    GradientTile(128, 128, 4, 4, 2),
-    GradientTile(64, 64, 2, 2, 2),
+    *(GradientTile(128, 128, 4, 4, stages) for stages in (4, 3, 2)),
+    *(GradientTile(64, 64, 2, 2, stages) for stages in (4, 3, 2)),
 )
 
 
@@ -182,8 +183,9 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
     depth = 32 if max(problem.dim, problem.dim_v) <= 32 else 64  # columns of a piece
     shortest = min(problem.seq_q, problem.seq_k)
-    t = next(t for t in GRADIENT if shortest <= t.length and t.shared_memory(depth) <= arch.shared_memory)
-    size, threads = t.shared_memory(depth), 32 * t.row_warps * t.column_warps
+    bias = ITEMSIZE[x.dtype] if "bias" in lengths and (x := problem.array("bias")) else 0
+    t = next(t for t in GRADIENT if shortest <= t.length and t.shared_memory(depth, bias) <= arch.shared_memory)
+    size, threads = t.shared_memory(depth, bias), 32 * t.row_warps * t.column_warps
     of_arrays = work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
     constants: tuple[tuple[str, int | bool], ...] = (
         ("ROWS", t.rows), ("KEYS", t.keys), ("ROW_WARPS", t.row_warps), ("COLUMN_WARPS", t.column_warps),
@@ -194,6 +196,6 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     return KernelPlan(
         "sm80", arch.name, problem.dtype, True, "sm80/array_gradient.cu", constants,
         (Launch("attention_backward_prepare", pairs * tiles_q, 128), *of_arrays.launches), 16,
-        (Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows)), *of_arrays.workspace),
+        (Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows)), *of_arrays.workspace), GRADIENT_SPILLS,
         scalars=of_arrays.scalars, given=problem.given, wrt=tuple(lengths),
     )  # fmt: skip

@@ -18,7 +18,7 @@ def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | No
     if arch.cc != 90:
         return f"is for compute capability 9.0, this GPU has {arch.cc / 10}"
     for name in PAIRWISE:
-        if (x := problem.array(name)) and "key" not in x.axes:
+        if (x := problem.array(name)) and "key" not in x.axes and problem.seq_k > 1:
             return f"takes a {name} that differs between keys"
     if not 0 < min(problem.dim, problem.dim_v) or max(problem.dim, problem.dim_v) > 256:
         return f"takes head dimensions from 1 to 256, not {problem.dim} and {problem.dim_v}"
