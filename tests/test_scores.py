@@ -338,7 +338,8 @@ def test_gradients_of_some_arrays(backend: Backend, dtype: str, wrt: tuple[str, 
 def test_gradients_summed_over_many(backend: Backend, dtype: str, full: str, rng: np.random.Generator) -> None:
     """In float32, whatever the dtype: thousands of terms to an element."""
     inputs = draw_inputs(rng, dtype, batch=12, seq=(150, 140), heads=(4, 2), given=("bias", "sinks"), full=full)
-    check(backend, inputs)
+    # Where the sum is over keys, what stays of dS is next to nothing but the rounding of O in delta: that of every FlashAttention.
+    check(backend, inputs, thousands="k" not in full)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 1.5}], ids=str)
