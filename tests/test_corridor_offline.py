@@ -255,6 +255,27 @@ def test_a_bias_that_the_copy_engine_cannot_read_is_copied(gpu: Gpu, dtype: Any)
     assert gpu.last()["bias"] == one.data.ptr and tuple(gpu.last()["bias_strides"]) == (0, 0, 0, 1)
 
 
+@pytest.mark.parametrize("rank", [2, 4])
+def test_gradients_of_arrays(gpu: Gpu, rank: int) -> None:
+    """In arrays like those given, by kernels of their own; those of q, k and v come from the same launches as without."""
+    shape = (D,) if rank == 2 else (HQ, D)
+    q, k = (gpu.array((*((B,) if rank == 4 else ()), n, *shape)) for n in (SQ, SK))
+    shapes = {"bias": (1, SK) if rank == 2 else (HQ, 1, SK), "alibi_slopes": () if rank == 2 else (HQ,), "sinks": () if rank == 2 else (1,)}
+    given = {name: gpu.array(x, np.float32 if name == "alibi_slopes" else np.float16) for name, x in shapes.items()}
+    out, lse = attention(q, k, k, return_lse=True, **given)
+    attention_backward(out, q, k, k, out, lse, **given)
+    plain = gpu.launched[-1][0]
+    grads = attention_backward(out, q, k, k, out, lse, wrt=given, **given)
+    assert [x[0].wrt for x in gpu.launched[-2:]] == [(), ("bias", "alibi_slopes", "sinks")]
+    assert gpu.launched[-2][0] == plain
+    p = gpu.last()
+    for name, x in given.items():
+        grad = getattr(grads, f"d{name}")
+        assert grad.shape == x.shape and grad.dtype == x.dtype and p[f"d{name}"] == grad.data.ptr
+    assert tuple(p["dbias_strides"]) == ((0, 0, 0, 1) if rank == 2 else (0, SK, 0, 1))
+    assert tuple(p["dsinks_strides"]) == (0, 0, 0, 0)
+
+
 def test_results_in_a_form_that_no_kernel_writes(gpu: Gpu) -> None:
     out = gpu.array((B, SQ, HQ, 2 * D))[..., ::2]
     assert attention(**inputs(gpu), out=out) is out

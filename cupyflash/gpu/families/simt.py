@@ -117,7 +117,7 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     )  # fmt: skip
 
 
-SCORED_SPILLS = 240  # more, with arrays that scores read: their addresses
+SCORED_SPILLS = 600  # more, with arrays that scores read: their addresses
 
 
 def _spills(t: Tile, problem: AttentionProblem) -> int:

@@ -67,7 +67,7 @@ BACKWARD = (
 # What ptxas may spill, in bytes per thread, by pass and whether scores are more than a product. Registers are full by choice:
 # a tile a step smaller was slower everywhere. A few addresses are spilled, read once per tile; with a bias, elements of it,
 # which ptxas loads ahead.
-SPILLS = {(False, False): 144, (False, True): 960, (True, False): 80, (True, True): 320}
+SPILLS = {(False, False): 144, (False, True): 960, (True, False): 80, (True, True): 480}
 
 
 def _registers(t: Tile) -> int:
@@ -171,7 +171,7 @@ class GradientTile:
         return pieces + bias * self.rows * (self.keys + PAD)
 
 
-GRADIENT_SPILLS = 240  # of addresses, once per tile: 512 threads have 128 registers each
+GRADIENT_SPILLS = 400  # of addresses, once per tile: 512 threads have 128 registers each
 GRADIENT = (
     GradientTile(64, 64, 2, 2, 4, length=64),
     *(GradientTile(128, 128, 4, 4, stages) for stages in (4, 3, 2)),

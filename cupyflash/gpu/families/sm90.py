@@ -110,7 +110,7 @@ BACKWARD = (
     BackwardTile(64, 128, 2, 2, 2, dim=128, scored=False),
     BackwardTile(64, 128, 2, 2, 2, spills=352, dim=128),  # with everything at once; a soft cap or a bias alone 64
     BackwardTile(64, 96, 3, 2, 1, spills=32, dim=192, scored=False),
-    BackwardTile(64, 96, 3, 2, 1, spills=160, dim=192),
+    BackwardTile(64, 96, 3, 2, 1, spills=224, dim=192),
     BackwardTile(64, 64, 2, 2, 1, spills=32, scored=False),
     BackwardTile(64, 64, 2, 2, 1, spills=160),
 )
