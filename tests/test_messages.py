@@ -133,7 +133,7 @@ def test_forward_on_a_gpu(what: str) -> None:
     import cupy
 
     wrong, error, parts = BAD[what]
-    if what in ("byte order", "no elements", "mask of no elements"):
+    if what in ("byte order", "records of nothing", "no elements", "mask of no elements"):
         pytest.skip("CuPy has no such arrays")
     out = cupy.full((B, SQ, HQ, DV), np.nan, np.float32)
     arguments = {
@@ -163,7 +163,7 @@ BAD_BACKWARD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     ),
     "wrt number": ({"wrt": 1}, TypeError, ["wrt is 1", "it must hold names of optional arrays"]),
     "wrt None": ({"wrt": None}, TypeError, ["wrt is None", "it must hold names of optional arrays"]),
-    "wrt array": ({"wrt": ones(1)}, TypeError, ["wrt holds .*1.0", "it must hold names of optional arrays"]),
+    "wrt array": ({"wrt": ones(1)}, TypeError, [r"wrt holds .*1\.", "it must hold names of optional arrays"]),
     "grads two": ({"grads": (1, 2)}, ValueError, ["grads holds 2 arrays", "three arrays"]),
     "grads None": (
         {"grads": (ones(B, SQ, HQ, D), ones(B, SK, HK, D), None)}, TypeError, ["dv is a NoneType", "must be an array"],
