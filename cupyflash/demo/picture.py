@@ -30,7 +30,7 @@ def draw(path: Path, losses: list[float], held_out: list[tuple[int, float]], odd
     left.plot(steps, _smooth(losses), color=STRONG, linewidth=2, label="training, smoothed")
     left.plot(*zip(*held_out), "o", color="#d1495b", markersize=7, clip_on=False, zorder=3, label="text held out")
     left.set(title="Loss", xlabel="step", ylabel="nats per byte", xlim=(0, len(losses)), ylim=(0, None))
-    left.annotate(f"{held_out[-1][1]:.2f}", held_out[-1], xytext=(0, 8), textcoords="offset points", ha="center")
+    left.annotate(f"{held_out[-1][1]:.2f}", held_out[-1], xytext=(0, -18), textcoords="offset points", ha="right")
     left.grid(color="#e6e6e6")
     left.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False)
@@ -39,7 +39,7 @@ def draw(path: Path, losses: list[float], held_out: list[tuple[int, float]], odd
     past = np.tri(len(letters), dtype=bool)
     picture = right.imshow(np.where(past, np.sqrt(odds[head]), np.nan), cmap="magma_r", vmin=0, vmax=1)
     right.spines[["top", "right"]].set_visible(False)
-    right.set(title="Attention of one head", xlabel="looks at this byte", ylabel="the byte here")
+    right.set(title=f"Where head {head + 1} looks", xlabel="at this byte", ylabel="from this byte")
     for axis in (right.xaxis, right.yaxis):
         axis.set_ticks(range(len(letters)), letters, family="monospace", fontsize=9, color=INK)
         axis.set_tick_params(length=0, pad=2)
