@@ -65,4 +65,4 @@ def _on_site(path: str) -> str:
 def _as_page(path: str) -> str:
     language = "python" if path.endswith(".py") else "cpp" if path.endswith(CODE) else "text"
     text = (TOP / path).read_text(encoding="utf-8")
-    return f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n````{language}\n{text}````\n"
+    return f"---\nsearch: {{exclude: true}}\nhide: [navigation, toc]\n---\n\n# {path}\n\n````{language}\n{text}````\n"
