@@ -92,7 +92,7 @@ def online() -> Figure:
     middle.set_ylabel("correction factor")
     middle.set_ylim(0, 1.45)
     middle.legend(loc="upper right", frameon=False, ncols=2)
-    bottom.step(keys, sums, where="post", color=GREEN, label="sum so far, d")
+    bottom.step(keys, sums, where="post", color=GREEN, label="sum so far, ℓ")
     for key in keys[grown][1:]:
         for axis in (top, bottom):
             axis.axvline(key, color=RED, linewidth=0.7, linestyle=":")

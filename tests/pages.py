@@ -26,3 +26,10 @@ def commands(page: str) -> list[list[str]]:
 def links(page: str) -> list[str]:
     """What links lead to, other than addresses on the web."""
     return [link for link in re.findall(r"\]\(([^)]+)\)", page) if "://" not in link]
+
+
+def headings(page: str) -> list[str]:
+    """The anchors of its headings, as GitHub and MkDocs name them."""
+    text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return [re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in titles]

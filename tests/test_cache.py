@@ -230,6 +230,7 @@ print(compiler.compile_source(SOURCE, 'sm_80').cached)
     assert not compile_anew().cached
 
 
+@pytest.mark.slow
 def test_32_processes_at_once(tmp_path):
     start = tmp_path / "start"
     code = f"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from cupyflash import cli
-from cupyflash.demo import check, picture, training
+from cupyflash.demo import check, picture, screen, training
 from cupyflash.demo.model import Config, Model
 from cupyflash.demo.text import standard_library
 from cupyflash.demo.training import CPU, Recipe, generate, one_blas_thread, train
@@ -190,6 +192,18 @@ def test_demo_in_a_log_of_another_encoding(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^ *\d+%  step \d+  loss [\d.]+", printed, re.MULTILINE)) >= 8
     assert "Picture:" in printed and "[red]a.png" in printed
+
+
+@pytest.mark.parametrize("width", [40, 100])
+def test_demo_fits_the_terminal(width: int, tmp_path: Path) -> None:
+    """Whole numbers in the table, and no line is cut."""
+    told = io.StringIO()
+    console = Console(file=told, width=width, force_terminal=True, color_system=None, legacy_windows=False)
+    assert screen.run(np, Recipe(TINY, batch=4, rate=1e-2, seconds=600, steps=10), tmp_path / "a.png", console)
+    text = told.getvalue()
+    assert len(re.findall(r"^(?:out|dq|dk|dv) +(?:\d\.\d\de-\d\d +){3}ok", text, re.MULTILINE)) == 4
+    assert re.search(r"100% step 10  loss \d\.\d{3}  [\d.,]+ kB/s", text.replace("\r", "\n"))
+    assert "…" not in text
 
 
 def test_demo_says_first_that_it_cannot_write(

@@ -71,3 +71,32 @@ def test_train_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(losses) == 20
     assert losses[0] == pytest.approx(np.log(256), rel=1e-4) and losses[-1] < 4.5
     assert "import " in capsys.readouterr().out
+
+
+def test_torch_module(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    example = load("torch_module")
+    losses = example.main(["--steps", "40", "--device", "cpu"])
+    assert losses[0] > 2.5 and losses[-1] < 0.5
+    assert "step   40  loss" in capsys.readouterr().out
+    assert example.difference_from_pytorch("cpu") < 1e-5
+
+
+def test_jax_training(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("jax")
+    losses = load("jax_training").main(["--steps", "50"])
+    assert losses[0] > 1.4 and losses[-1] < 0.7
+    assert "step   50  loss" in capsys.readouterr().out
+
+
+def test_transformers_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    example, calls = load("transformers_model"), []
+    real = example.attention
+    monkeypatch.setattr(example, "attention", lambda *a, **o: calls.append(a[0].shape) or real(*a, **o))
+    differences = example.main(["--device", "cpu"])
+    assert differences["scores"] < 1e-5 and differences["gradients"] < 1e-4 and not differences["tokens"]
+    assert set(calls) == {(3, 4, 20, 16), (3, 4, 1, 16)}  # all at once, and token by token
+    with pytest.raises(ValueError, match=r"dropout is 0\.1; cupyflash has none"):
+        example.forward(None, None, None, None, None, dropout=0.1)
+    assert "'tokens': 0" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""README.md: its examples run, its commands and options exist, its links lead somewhere."""
+"""README.md: its examples run, its commands and options exist. So do the examples of other pages."""
 
 from __future__ import annotations
 
@@ -9,20 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import blocks, commands, links
+from pages import blocks, commands
 
 TOP = Path(__file__).resolve().parent.parent
 README = (TOP / "README.md").read_text(encoding="utf-8")
+RUN = ("README.md", "docs/start.md", "docs/recipes.md")
 
 
-def example(block: str) -> Any:
-    """The block as a test parameter, named by the libraries it imports."""
+def example(page: str, number: int, block: str) -> Any:
+    """The block as a test parameter, named by its page and the libraries it imports."""
     imports = re.findall(r"^(?:import|from) (\w+)", block, re.MULTILINE)
     marks = [pytest.mark.gpu] if "cupy" in imports else []
-    return pytest.param(block, imports, marks=marks, id="+".join(dict.fromkeys(imports)))
+    return pytest.param(
+        block, imports, marks=marks, id=f"{Path(page).stem}-{number}-{'+'.join(dict.fromkeys(imports))}"
+    )
 
 
-@pytest.mark.parametrize(("block", "imports"), [example(block) for block in blocks(README, "python")])
+EXAMPLES = [
+    example(page, number, block)
+    for page in RUN
+    for number, block in enumerate(blocks((TOP / page).read_text(encoding="utf-8"), "python"), 1)
+]
+
+
+@pytest.mark.parametrize(("block", "imports"), EXAMPLES)
 def test_python_examples_run(block: str, imports: list[str], tmp_path: Path) -> None:
     for library in imports:
         pytest.importorskip(library)
@@ -63,8 +73,8 @@ def test_extras_exist() -> None:
     assert named <= set(re.findall(r"^(\w+) = \[", extras, re.MULTILINE))
 
 
-def test_links_and_files_exist() -> None:
+def test_files_exist() -> None:
     paths = re.findall(r"`((?:cupyflash|kernels_cu|docs|bench|examples)/[\w/]+(?:\.\w+)?)`", README)
-    assert links(README) and paths
-    for path in (*links(README), *paths):
+    assert paths
+    for path in paths:
         assert (TOP / path).exists(), path

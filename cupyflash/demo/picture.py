@@ -30,8 +30,7 @@ def draw(path: Path, losses: list[float], held_out: list[tuple[int, float]], odd
     left.plot(steps, _smooth(losses), color=STRONG, linewidth=2, label="training, smoothed")
     left.plot(*zip(*held_out), "o", color="#d1495b", markersize=7, clip_on=False, zorder=3, label="text held out")
     left.set(title="Loss", xlabel="step", ylabel="nats per byte", xlim=(0, len(losses)), ylim=(0, None))
-    last = {"xytext": (4, -14), "textcoords": "offset points", "ha": "right", "va": "top"}  # below, where no line is
-    left.annotate(f"{held_out[-1][1]:.2f} held out", held_out[-1], **last)
+    left.annotate(f"{held_out[-1][1]:.2f}", held_out[-1], xytext=(0, -18), textcoords="offset points", ha="right")
     left.grid(color="#e6e6e6")
     left.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False)
@@ -40,9 +39,9 @@ def draw(path: Path, losses: list[float], held_out: list[tuple[int, float]], odd
     past = np.tri(len(letters), dtype=bool)
     picture = right.imshow(np.where(past, np.sqrt(odds[head]), np.nan), cmap="magma_r", vmin=0, vmax=1)
     right.spines[["top", "right"]].set_visible(False)
-    right.set(title=f"Attention of head {head + 1}", xlabel="looks at this byte", ylabel="the byte here")
+    right.set(title=f"Where head {head + 1} looks", xlabel="at this byte", ylabel="from this byte")
     for axis in (right.xaxis, right.yaxis):
-        axis.set_ticks(range(len(letters)), letters, family="monospace", fontsize=7, color=INK)
+        axis.set_ticks(range(len(letters)), letters, family="monospace", fontsize=9, color=INK)
         axis.set_tick_params(length=0, pad=2)
     bar = figure.colorbar(picture, ax=right, shrink=0.8, label="probability")
     shares = np.array([0, 0.01, 0.1, 0.25, 0.5, 1])
