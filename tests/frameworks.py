@@ -77,7 +77,7 @@ def framework(name: str, on_gpu: bool) -> Framework | None:
         if name == "torch":
             return Framework(Torch("cuda" if on_gpu else "cpu"))
         return Framework(Jax("gpu" if on_gpu else "cpu"))
-    except (ImportError, RuntimeError):
+    except (ImportError, RuntimeError, AssertionError):  # the last: PyTorch without CUDA
         return None
 
 
@@ -122,13 +122,13 @@ class Torch:
         return nullcontext()
 
     def put(self, x: np.ndarray, lay: Lay) -> Any:
-        base = view = np.ascontiguousarray(x)
+        base = view = np.array(x, order="C")
         if x.ndim == 4:
             base = np.full(lay.around(x.shape), np.nan, x.dtype)
             view = lay.view(base)
             view[...] = x
             if min(view.strides) < 0:  # PyTorch has no such
-                base = view = np.ascontiguousarray(x)
+                base = view = np.array(x, order="C")
         bits = base.view(np.int16) if base.dtype == DTYPES["bfloat16"] else base
         tensor = self.torch.from_numpy(bits).to(self.device)
         tensor = tensor.view(self.torch.bfloat16) if bits is not base else tensor

@@ -47,8 +47,9 @@ EDGES = (*range(0, 257, 16), 300)
 # Queries that a packed tile of the Hopper forward has room for, beside 64, 16, 8, 4 or 2 heads.
 FEW = ((1, 2), (3, 8), (9, 16), (17, 32), (33, 64))
 GROUPED = 64  # with more queries than this there is no packing; nor with as many heads or fewer on a GPU of some size
-PROBLEMS_OF_A_KIND = 500
+PROBLEMS_OF_A_KIND = {"cpu": 10, "gpu": 2000}  # nothing is compiled on a CPU
 FAILURES = 20  # and then it ends
+SECONDS_BETWEEN_LINES = 10
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def spread(problems: int, kinds: int) -> Iterator[tuple[int, range]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", type=int, default=1000)
-    parser.add_argument("--kinds", type=int, help=f"default: one for every {PROBLEMS_OF_A_KIND} problems, 20 at least")
+    parser.add_argument("--kinds", type=int, help="default: one for every 2000 problems (CPU: 10), 20 at least")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; default: the cores")
     parser.add_argument("--cpu", action="store_true", help="NumPy's way even where there is a GPU")
@@ -272,16 +273,23 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(result.failures) or "right")
         return bool(result.failures)
 
-    kinds = min(args.problems, args.kinds or max(20, args.problems // PROBLEMS_OF_A_KIND))
+    each = PROBLEMS_OF_A_KIND["cpu" if args.cpu else "gpu"]
+    kinds = min(args.problems, args.kinds or max(20, args.problems // each))
     work = [(args, k, numbers, names) for k, numbers in spread(args.problems, kinds)]
     print(f"seed {args.seed}: {args.problems:,} problems of {kinds} kinds, arrays of {', '.join(names)}", flush=True)
-    done, counts, failures, start = 0, Counter[str](), [], time.monotonic()
+    done, counts, failures = 0, Counter[str](), []
+    start = told = time.monotonic()
     for result in results(work, args.jobs):
         done += result.problems
         counts[f"{result.kind.family or 'cpu'}/{result.kind.dtype}/{result.kind.library}"] += result.problems
         failures += result.failures
-        rate = done / (time.monotonic() - start)
-        print(f"{done:,} problems, {len(failures)} wrong, {rate:,.0f}/s", *result.failures, sep="\n", flush=True)
+        now = time.monotonic()
+        if result.failures or now - told > SECONDS_BETWEEN_LINES:
+            told = now
+            print(
+                f"{done:,} problems, {len(failures)} wrong, {done / (now - start):,.0f}/s", *result.failures, sep="\n"
+            )
+            sys.stdout.flush()
         if len(failures) >= FAILURES:
             break
     if args.record:
