@@ -233,6 +233,22 @@ def large_score_units(
     }  # fmt: skip
 
 
+def one_key_units(
+    problem: AttentionProblem, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray
+) -> dict[str, float]:
+    """`unit` of dq and dk where queries see one key only.
+
+    There dP = rowsum(dO · O), and standard attention gives exactly 0. Two float32 sums over the columns of V differ in their
+    rounding; for dk that adds up over the queries.
+    """
+    q_size, k_size, v_size, dout_size = (
+        float(np.sqrt(np.mean(np.square(x.astype(np.float64))))) if x.size else 0.0 for x in (q, k, v, dout)
+    )
+    left = 8 * float(np.finfo(np.float32).eps) * problem.dim_v**0.5 * v_size * dout_size * abs(problem.scale) / 1e-5
+    queries = max(1, problem.group * problem.seq_q)
+    return {"dq": max(1.0, left * k_size), "dk": max(1.0, left * q_size * queries**0.5)}
+
+
 def fresh_rng() -> np.random.Generator:
     """A generator with a new seed, printed so that a failing test shows it; CUPYFLASH_TEST_SEED brings it back."""
     seed = int(os.environ.get("CUPYFLASH_TEST_SEED") or np.random.SeedSequence().entropy % 2**32)

@@ -12,6 +12,7 @@ from reference import (
     draw,
     flash2_in_own_precision,
     large_score_units,
+    one_key_units,
     references,
     state,
 )
@@ -171,7 +172,9 @@ class Judge:
         self.exact, self.own = references(
             self.problem, q, k, v, key_mask, dout if backward else None, dlse, **others
         )  # fmt: skip
-        self.units = large_score_units(self.problem, q, k, others.get("bias")) if large_scores else {}
+        self.units = one_key_units(self.problem, q, k, v, dout) if thousands else {}
+        if large_scores:
+            self.units = large_score_units(self.problem, q, k, others.get("bias"))
 
     def __call__(self, name: str, actual: np.ndarray) -> None:
         right = getattr(self.exact, name)
