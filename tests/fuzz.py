@@ -67,6 +67,7 @@ class Kind:
     softcap: bool
     key_mask: bool
     given: tuple[tuple[str, str], ...]  # the other optional arrays and their dtypes
+    along: str  # of queries (q) and keys (k), along which a mask and a bias differ
     deterministic: bool
     few: tuple[int, int] | None  # queries of heads that share keys, from and to
 
@@ -92,6 +93,7 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
         softcap=bool(scored and rng.random() < 0.4),
         key_mask=bool(rng.random() < 0.3),
         given=tuple(given),
+        along="".join(axis for axis in "qk" if rng.random() < 0.6),
         deterministic=bool(rng.random() < 0.3),
         few=FEW[rng.integers(len(FEW))] if rng.random() < 0.2 else None,
     )  # fmt: skip
@@ -110,7 +112,8 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
     heads_k, group = (int(n) for n in rng.integers(1, 4, 2))
     if rank == 2:
         heads_k = group = 1
-    least = 2 if kind.left or kind.right else 1  # a bound that hides nothing is not there
+    over_pairs = any(name in ("mask", "bias") for name, _ in kind.given)
+    least = 2 if kind.left or kind.right or over_pairs else 1  # a bound that hides nothing is not there, nor an axis of one
     longest = int(rng.choice([20, 60, 130, 300, 1100], p=[0.4, 0.4, 0.17, 0.025, 0.005]))
     seq_q, seq_k = (int(n) for n in rng.integers(least, longest + 1, 2))
     if kind.few:
@@ -130,7 +133,7 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
         rng, kind.dtype, batch=batch, seq=(seq_q, seq_k), heads=(heads, heads_k), dims=dims, key_mask=kind.key_mask,
         dlse=float(10.0 ** rng.uniform(-1, 1)) if rng.random() < 0.3 else 0.0,
         given=[name for name, _ in kind.given],
-        full="".join(axis for axis in "bhqk" if rng.random() < 0.6),
+        full=kind.along + "".join(axis for axis in "bh" if rng.random() < 0.6),
     )  # fmt: skip
     for name, dtype in kind.given:
         inputs.given[name] = inputs.given[name].astype(DTYPES.get(dtype, dtype))

@@ -159,8 +159,8 @@ class Judge:
     """The problem that inputs and options state, and a verdict on each of its results, in the shapes of the reference.
 
     `large_scores`: some are so far from 0 that luck decides, see `large_score_units`. Of `thousands` of random problems a few
-    miss the criterion by luck: there dq, dk and gradients of optional arrays may also be as good as the published algorithm is on this very problem,
-    computed in float64 and rounded where it rounds.
+    miss the criterion by luck: there dq, dk and gradients of optional arrays may also be about as good as the published algorithm
+    is on this very problem, computed in float64 and rounded where it rounds; or 3 times what standard attention is off, not 2.
     """
 
     def __init__(
@@ -182,18 +182,19 @@ class Judge:
             assert actual.dtype == self.problem.lse_dtype, f"lse has dtype {actual.dtype}"
             actual = actual.reshape(right.shape)
         try:
-            unit = max(self.units.get(name, 1.0), self.exact.unit(name))
-            assert_as_good(actual, right, getattr(self.own, name), name, unit)
+            own, unit = getattr(self.own, name), max(self.units.get(name, 1.0), self.exact.unit(name))
+            assert_as_good(actual, right, own, name, unit)
         except AssertionError:
             if not (self.thousands and name not in ("out", "lse", "dv") and self.problem.dtype in ("float16", "bfloat16")):
                 raise
             q, k, v, dout, key_mask, dlse, others = self.inputs
             published = flash2_in_own_precision(self.problem, q, k, v, key_mask, dout, dlse, **others)[name]
-            error, allowed = (np.abs(x.astype(np.float64) - right).max() for x in (actual, published))
+            error, of_own, of_published = (np.abs(x.astype(np.float64) - right).max() for x in (actual, own, published))
             print(
-                f"{name} by luck: off by {error:.4e}, FlashAttention-2's algorithm in this precision by {allowed:.4e}"
+                f"{name} by luck: off by {error:.4e}, FlashAttention-2's algorithm in this precision by {of_published:.4e}, "
+                f"standard attention by {of_own:.4e}"
             )
-            if not error <= 1.1 * allowed:
+            if not error <= max(1.3 * of_published, 3 * of_own):
                 raise
 
 
