@@ -1,21 +1,219 @@
-// Just enough of CUDA to run plain kernels as C++ on the CPU. The threads of a block are fibers that take turns from
-// one barrier to the next, in a fixed order: a forgotten barrier shows in one of the orders 0, 1, 2, ... and ..., 2, 1, 0.
-// Shared memory is filled with NaN before each block, so that what is read before it is written shows too.
+// Just enough of CUDA to run kernels as C++ on the CPU. Threads are fibers that take turns, in one order or its reverse,
+// each until it must wait for others; the blocks in flight take turns as well. What the hardware does in the background
+// happens at once in one order, and in the other as late as the kernel allows: a forgotten barrier or wait shows in one
+// of the two. Shared memory is NaN before each block, so that what is read before it is written shows too.
+#pragma once
 #include <cmath>
+#include <csetjmp>
 #include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
 #include <type_traits>
-#include <ucontext.h>
 #include <vector>
 
 #define __device__
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(n) __attribute__((aligned(n)))
-#define __shared__ static __attribute__((section("shared_memory")))
-extern char __start_shared_memory[], __stop_shared_memory[];
 
-static struct { int x; } threadIdx, blockIdx;
+struct Index {
+    unsigned x;
+};
+extern Index threadIdx, blockIdx, gridDim;
+
+namespace on_cpu {
+
+using Work = std::function<void()>;
+
+// What a thread, or a warp, has asked for and not yet waited for, in groups.
+struct Background {
+    std::vector<Work> open;
+    std::deque<std::vector<Work>> groups;
+
+    void add(Work work);
+    void commit() { groups.push_back(std::move(open)), open.clear(); }
+    // Until at most `pending` groups are under way.
+    void finish(size_t pending) {
+        for (; groups.size() > pending; groups.pop_front())
+            for (auto& work : groups.front()) work();
+    }
+};
+
+struct Barrier {
+    unsigned arrived = 0, generation = 0;
+    const char* at = nullptr;
+    bool all = true, result = true;
+};
+
+struct Warp {
+    unsigned arrived = 0, generation = 0;
+    const char* at = nullptr;
+    void* given[32];
+    Background products;
+    std::map<const float*, int> under_way;  // of products, by lane 0's sum
+};
+
+struct Block;
+
+struct Read {
+    Work now;
+    std::shared_ptr<bool> done;
+};
+
+struct Fiber {
+    jmp_buf state;
+    bool started, done, spins;
+    bool (*ready)(const void*);
+    const void* condition;
+    const char* at;
+    unsigned detail[2];
+    unsigned thread;
+    Block* block;
+    Background copies, stores;
+    std::vector<Read> reads;  // of shared memory, by what `stores` has
+};
+
+struct Block {
+    unsigned number = 0, rank = 0, left = 0;  // left: threads that are not done
+    Block* cluster = nullptr;             // its first block
+    char* memory = nullptr;               // shared memory; an address is an offset into it
+    Barrier barriers[16], whole_cluster;
+    Warp warps[32];
+    std::unique_ptr<Fiber[]> fibers;
+};
+
+// Addresses of shared memory: what a launch asks for, a guard, and variables of fixed size.
+constexpr unsigned FIXED = 256 << 10, FIXED_COUNT = 4, MEMORY = FIXED + FIXED_COUNT * (48 << 10);
+
+struct Launch {
+    unsigned grid, threads, cluster, in_flight, shared_start, shared_bytes;
+    bool last_first;  // and what happens in the background happens late
+};
+extern Launch now;
+
+extern Fiber* me;
+extern char* dynamic_shared;    // of the block whose thread runs
+extern std::vector<Work> late;  // what the hardware is about to do, by itself
+
+// Runs the kernel on every block of the grid, `in_flight` at a time. Returns what went wrong, or null.
+const char* launch(Work kernel, const Launch& how);
+
+// Ends the launch.
+[[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);
+
+void leave();  // let the others run
+
+inline void Background::add(Work work) {
+    if (now.last_first)
+        open.push_back(std::move(work));
+    else
+        work();
+}
+
+// Something that happens in the background by itself.
+inline void in_background(Work work) {
+    if (now.last_first)
+        late.push_back(std::move(work));
+    else
+        work();
+}
+
+// Let the others run until ready() says so.
+template <class F>
+void wait_until(const char* at, F ready, unsigned detail = 0, unsigned detail2 = 0) {
+    if (ready()) return;
+    me->at = at, me->detail[0] = detail, me->detail[1] = detail2;
+    me->ready = [](const void* f) { return (*(const F*)f)(); };
+    me->condition = &ready;
+    leave();
+    me->ready = nullptr;
+}
+
+// A look at memory that others write to: a loop of these must let them run.
+inline void spin(const char* at) {
+    me->at = at, me->spins = true;
+    leave();
+}
+
+// What was done before is seen by others, perhaps at once.
+inline void release(const char* at) {
+    if (now.last_first) spin(at);
+}
+
+inline Warp& my_warp() { return me->block->warps[me->thread / 32]; }
+
+// The lanes of a warp meet, and the last one does `work(given)` with what each has given.
+template <class X, class F>
+void together(const char* at, X& mine, F work) {
+    Warp& warp = my_warp();
+    if (warp.arrived && warp.at != at && strcmp(warp.at, at)) fail("is at %s, other lanes of the warp at %s", at, warp.at);
+    warp.at = at;
+    warp.given[threadIdx.x % 32] = &mine;
+    if (++warp.arrived < 32) {
+        unsigned generation = warp.generation;
+        wait_until(at, [&] { return warp.generation != generation; });
+    } else {
+        work((X**)warp.given);
+        warp.arrived = 0, warp.generation++;
+    }
+}
+
+// `threads` threads meet; true where all say yes.
+inline bool meet(Barrier& barrier, unsigned threads, const char* at, bool yes = true) {
+    if (barrier.arrived && strcmp(barrier.at, at)) fail("is at %s, others at %s", at, barrier.at);
+    barrier.at = at;
+    barrier.all &= yes;
+    if (++barrier.arrived < threads) {
+        unsigned generation = barrier.generation;
+        wait_until(at, [&] { return barrier.generation != generation; }, threads, barrier.arrived);
+    } else {
+        barrier.result = barrier.all, barrier.all = true;
+        barrier.arrived = 0, barrier.generation++;
+    }
+    return barrier.result;
+}
+
+// Where shared memory of a block lies in truth.
+inline char* at(const Block& block, unsigned address, unsigned bytes, unsigned alignment) {
+    bool asked = address >= now.shared_start && address + bytes <= now.shared_start + now.shared_bytes;
+    bool fixed = address >= FIXED && address + bytes <= MEMORY;
+    if (!asked && !fixed)
+        fail("%u bytes at %d of shared memory, of which the launch asked for %u", bytes, int(address - now.shared_start),
+             now.shared_bytes);
+    if (address % alignment) fail("address %u of shared memory is no multiple of %u", address, alignment);
+    return block.memory + address;
+}
+inline char* at(unsigned address, unsigned bytes) { return at(*me->block, address, bytes, bytes); }
+
+template <class T>
+T& shared(unsigned address) {
+    return *(T*)at(address, sizeof(T));
+}
+
+// A variable of fixed size in shared memory; NUMBER tells it from others.
+template <class T, int NUMBER>
+T& fixed_shared() {
+    static_assert(sizeof(T) <= 48 << 10 && NUMBER < FIXED_COUNT);
+    return *(T*)(me->block->memory + FIXED + NUMBER * (48 << 10));
+}
+
+// A kernel with its arguments.
+template <class P>
+Work call(void (*function)(P), const void* params, const void*) {
+    return [=] { function(*(const P*)params); };
+}
+template <class P, class M>
+Work call(void (*function)(P, M), const void* params, const void* maps) {
+    auto aligned = std::make_shared<M>();
+    memcpy(aligned.get(), maps, sizeof(M));
+    return [=] { function(*(const P*)params, *aligned); };
+}
+
+}  // namespace on_cpu
 
 using std::exp2;
 using std::log;
@@ -38,59 +236,86 @@ static float __int_as_float(int x) { return bits<float>(x); }
 static float __uint_as_float(unsigned x) { return bits<float>(x); }
 static unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
 
-constexpr int MAX_THREADS = 1024;
-static ucontext_t scheduler, fibers[MAX_THREADS];
-static const void* stands_at[MAX_THREADS];  // the barrier that a thread waits at
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-static void wait(const void* barrier) {
-    const int me = threadIdx.x;
-    stands_at[me] = barrier;
-    swapcontext(&fibers[me], &scheduler);
-    threadIdx.x = me;
+#define ON_CPU_TEXT_(x) #x
+#define ON_CPU_TEXT(x) ON_CPU_TEXT_(x)
+#define __syncthreads() \
+    on_cpu::meet(on_cpu::me->block->barriers[0], on_cpu::now.threads, "__syncthreads of " __FILE__ ":" ON_CPU_TEXT(__LINE__))
+#define __syncwarp() on_cpu::sync_warp("__syncwarp of " __FILE__ ":" ON_CPU_TEXT(__LINE__))
+
+namespace on_cpu {
+
+inline void sync_warp(const char* at) {
+    int nothing;
+    together(at, nothing, [](int**) {});
 }
-#define __syncthreads() ({ static char barrier; wait(&barrier); })
-// Named by headers that simt shares with the other families, and not called by simt.
-void __syncwarp();
-unsigned __ballot_sync(unsigned, bool);
+
+inline void whole_warp(unsigned mask) {
+    if (mask != ~0u) fail("a warp's instruction for lanes %x only", mask);
+}
 
 template <class T>
-static T __shfl_xor_sync(unsigned, T x, int lanes) {
-    static T given[MAX_THREADS];
-    static char all_have_given, all_have_taken;
-    const int me = threadIdx.x;
-    given[me] = x;
-    wait(&all_have_given);
-    const T taken = given[me ^ lanes];
-    wait(&all_have_taken);
-    return taken;
+T shuffle(const char* at, unsigned mask, T x, unsigned from) {
+    struct {
+        T x, y;
+        unsigned from;
+    } mine{x, x, from % 32};
+    whole_warp(mask);
+    together(at, mine, [](auto lanes) {
+        for (int l = 0; l < 32; l++) lanes[l]->y = lanes[lanes[l]->from]->x;
+    });
+    return mine.y;
 }
 
-static void (*kernel)();
-static void thread() {
-    kernel();
-    wait(nullptr);
+inline unsigned vote(const char* at, unsigned mask, bool yes) {
+    struct {
+        unsigned yes, all;
+    } mine{yes, 0};
+    whole_warp(mask);
+    together(at, mine, [](auto lanes) {
+        unsigned all = 0;
+        for (int l = 0; l < 32; l++) all |= lanes[l]->yes << l;
+        for (int l = 0; l < 32; l++) lanes[l]->all = all;
+    });
+    return mine.all;
 }
 
-// Runs `kernel` on every block; false where the threads of a block did not all come to the same barriers.
-static bool launch(int grid, int threads, bool last_first) {
-    constexpr size_t STACK = 256 << 10;
-    static std::vector<char> stacks(MAX_THREADS * STACK);
-    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
-        memset(__start_shared_memory, 0xff, __stop_shared_memory - __start_shared_memory);
-        for (int t = 0; t < threads; ++t) {
-            getcontext(&fibers[t]);
-            fibers[t].uc_stack.ss_sp = &stacks[t * STACK];
-            fibers[t].uc_stack.ss_size = STACK;
-            makecontext(&fibers[t], thread, 0);
-        }
-        do {
-            for (int n = 0; n < threads; ++n) {
-                threadIdx.x = last_first ? threads - 1 - n : n;
-                swapcontext(&scheduler, &fibers[threadIdx.x]);
-            }
-            for (int t = 0; t < threads; ++t)
-                if (stands_at[t] != stands_at[0]) return false;
-        } while (stands_at[0] != nullptr);
-    }
-    return true;
+}  // namespace on_cpu
+
+template <class T>
+static T __shfl_sync(unsigned mask, T x, unsigned lane) {
+    return on_cpu::shuffle("__shfl_sync", mask, x, lane);
 }
+template <class T>
+static T __shfl_xor_sync(unsigned mask, T x, unsigned lanes) {
+    return on_cpu::shuffle("__shfl_xor_sync", mask, x, threadIdx.x ^ lanes);
+}
+static unsigned __ballot_sync(unsigned mask, bool yes) { return on_cpu::vote("__ballot_sync", mask, yes); }
+static bool __any_sync(unsigned mask, bool yes) { return on_cpu::vote("__any_sync", mask, yes) != 0; }
+static bool __all_sync(unsigned mask, bool yes) { return on_cpu::vote("__all_sync", mask, yes) == ~0u; }
+
+template <class T, class U>
+static T atomicAdd(T* address, U x) {
+    T before = *address;
+    *address += x;
+    return before;
+}
+template <class T, class U, class V>
+static T atomicCAS(T* address, U expected, V x) {
+    T before = *address;
+    if (before == T(expected)) *address = x;
+    return before;
+}
+static void __threadfence() {}
+static void __nanosleep(unsigned) {}

@@ -1,0 +1,69 @@
+// Twin of ptx/convert.cuh.
+#pragma once
+
+namespace on_cpu {
+
+inline float half_to_float(unsigned short x) {
+    static const std::vector<float> table = [] {
+        std::vector<float> all(1 << 16);
+        for (unsigned h = 0; h < 1 << 16; h++) {
+            int exponent = h >> 10 & 31, mantissa = h & 1023;
+            float y = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                                     : std::ldexp(float(exponent ? 1024 + mantissa : mantissa), std::max(exponent, 1) - 25);
+            all[h] = h >> 15 ? -y : y;
+        }
+        return all;
+    }();
+    return table[x];
+}
+
+inline unsigned short float_to_half(float x) {
+    unsigned short sign = __float_as_uint(x) >> 31 << 15;
+    float y = std::fabs(x);
+    if (x != x) return 0x7fff;
+    if (y == 0) return sign;
+    if (y >= 65520) return sign | 0x7c00;
+    int exponent;
+    std::frexp(y, &exponent);  // y < 2^exponent
+    int last = std::max(exponent - 11, -24);
+    unsigned n = unsigned(std::nearbyint(std::ldexp(y, -last)));  // a multiple of 2^last; 1024 and more are normal
+    return sign | (n + ((last + 24) << 10));
+}
+
+inline float float_of(half_t, unsigned short bits) { return half_to_float(bits); }
+inline float float_of(bfloat16_t, unsigned short bits) { return __uint_as_float(unsigned(bits) << 16); }
+
+}  // namespace on_cpu
+
+inline float to_float(bfloat16_t x) { return on_cpu::float_of(x, x.bits); }
+inline float to_float(half_t x) { return on_cpu::float_of(x, x.bits); }
+inline float to_float(float x) { return x; }
+inline double to_float(double x) { return x; }
+
+template <class T>
+T from_float(float x);
+template <>
+inline half_t from_float<half_t>(float x) {
+    return {on_cpu::float_to_half(x)};
+}
+template <>
+inline bfloat16_t from_float<bfloat16_t>(float x) {
+    // Adding just under half of the last kept bit, or half where that bit is odd, makes truncation round to even.
+    unsigned bits = __float_as_uint(x);
+    return {(unsigned short)(x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+template <>
+inline float from_float<float>(float x) {
+    return x;
+}
+template <class T>
+T from_float(double x);
+template <>
+inline double from_float<double>(double x) {
+    return x;
+}
+
+template <class T>
+unsigned pack2(float low, float high) {
+    return from_float<T>(low).bits | unsigned(from_float<T>(high).bits) << 16;
+}

@@ -1,0 +1,122 @@
+// Twin of ptx/tma.cuh. The test writes into a tensor map what it says in plain words (tests/on_cpu.py).
+#pragma once
+#include "ptx_on_cpu/mbarrier.h"
+
+struct alignas(64) TensorMap {
+    char bytes[128];
+};
+
+namespace on_cpu {
+
+struct MapText {
+    unsigned long long magic;
+    char* base;
+    long long shape[4];    // columns, rows, heads, batch
+    long long strides[3];  // bytes, of the last three
+    int box[4];
+};
+constexpr unsigned long long MAP_MAGIC = 0x70614d20726f736e;  // "nsor Map"
+
+// f(element in memory or null, element in shared memory) for the elements of a box of 16-bit numbers, 128-byte swizzled.
+template <class F>
+void each_of_box(const TensorMap& map, char* memory, unsigned shared, int column, int row, int head, int batch, F f) {
+    MapText m;
+    memcpy(&m, map.bytes, sizeof m);
+    for (int h = 0; h < m.box[2]; h++)
+        for (int r = 0; r < m.box[1]; r++)
+            for (int c = 0; c < 64; c++) {
+                unsigned to = shared + (h * m.box[1] + r) * 128 + c * 2;
+                to ^= (to >> 7 & 7) << 4;
+                long long place[4] = {column + c, row + r, head + h, batch};
+                char* from = m.base + 2 * place[0];
+                bool inside = true;
+                for (int i = 0; i < 4; i++) {
+                    inside &= place[i] >= 0 && place[i] < m.shape[i];
+                    if (i) from += place[i] * m.strides[i - 1];
+                }
+                f(inside ? (unsigned short*)from : nullptr, (unsigned short*)(memory + to));
+            }
+}
+
+inline int box_bytes(const TensorMap& map, unsigned shared) {
+    MapText m;
+    memcpy(&m, map.bytes, sizeof m);
+    if (m.magic != MAP_MAGIC) fail("there is no tensor map");
+    if (m.box[0] != 64 || m.box[3] != 1 || m.box[1] < 1 || m.box[1] > 256)
+        fail("a box of %d columns, %d rows, %d heads, %d batches", m.box[0], m.box[1], m.box[2], m.box[3]);
+    int bytes = 128 * m.box[1] * m.box[2];
+    at(*me->block, shared, bytes, 128);
+    return bytes;
+}
+
+// A store of the copy engine: it reads shared memory, and some time later writes.
+template <class R, class W>
+void store_later(R read, W write) {
+    auto is_read = std::make_shared<bool>(false);
+    auto read_once = [=] {
+        if (!*is_read) read(), *is_read = true;
+    };
+    if (!now.last_first) read_once();
+    me->reads.push_back({read_once, is_read});
+    me->stores.add([=] { read_once(), write(); });
+}
+
+}  // namespace on_cpu
+
+inline void tma_prefetch(const TensorMap& map) {}
+
+inline void tma_load(unsigned shared, const TensorMap& map, unsigned barrier, int column, int row, int head, int batch) {
+    char* memory = on_cpu::me->block->memory;
+    int bytes = on_cpu::box_bytes(map, shared);
+    on_cpu::Mbarrier* b = &on_cpu::mbarrier(barrier);
+    on_cpu::in_background([=] {
+        on_cpu::each_of_box(map, memory, shared, column, row, head, batch,
+                            [](const unsigned short* from, unsigned short* to) { *to = from ? *from : 0; });
+        b->complete(bytes);
+    });
+}
+
+inline void tma_store(const TensorMap& map, unsigned shared, int column, int row, int head, int batch, bool yes = true) {
+    if (!yes) return;
+    char* memory = on_cpu::me->block->memory;
+    auto box = std::make_shared<std::vector<char>>(on_cpu::box_bytes(map, shared));
+    on_cpu::store_later([=] { memcpy(box->data(), memory + shared, box->size()); },
+                        [=] {
+                            on_cpu::each_of_box(map, box->data() - shared, shared, column, row, head, batch,
+                                                [](unsigned short* to, const unsigned short* from) {
+                                                    if (to) *to = *from;
+                                                });
+                        });
+}
+
+inline void bulk_load(unsigned shared, const void* global, int bytes, unsigned barrier) {
+    if (bytes % 16 || (unsigned long long)global % 16) on_cpu::fail("a bulk load of %d bytes from %p", bytes, global);
+    char* to = on_cpu::at(*on_cpu::me->block, shared, bytes, 16);
+    on_cpu::Mbarrier* b = &on_cpu::mbarrier(barrier);
+    on_cpu::in_background([=] {
+        memcpy(to, global, bytes);
+        b->complete(bytes);
+    });
+}
+
+inline void bulk_add(float* global, unsigned shared, int bytes) {
+    if (bytes % 16 || (unsigned long long)global % 16) on_cpu::fail("a bulk addition of %d bytes to %p", bytes, global);
+    const char* from = on_cpu::at(*on_cpu::me->block, shared, bytes, 16);
+    auto x = std::make_shared<std::vector<float>>(bytes / 4);
+    on_cpu::store_later([=] { memcpy(x->data(), from, bytes); },
+                        [=] {
+                            for (int i = 0; i < bytes / 4; i++) global[i] += (*x)[i];
+                        });
+}
+
+inline void tma_commit() { on_cpu::me->stores.commit(); }
+inline void tma_wait_read() {
+    for (auto& read : on_cpu::me->reads) read.now();
+    on_cpu::me->reads.clear();
+}
+template <int GROUPS = 0>
+void tma_wait() {
+    on_cpu::me->stores.finish(GROUPS);
+}
+inline void fence_async() {}
+inline void fence_async_global() {}

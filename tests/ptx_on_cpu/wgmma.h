@@ -1,0 +1,124 @@
+// Twin of ptx/wgmma.cuh: products are computed when they are asked for, or when they are waited for. Until they are, D is
+// NaN.
+#pragma once
+#include "ptx_on_cpu/mma.h"
+
+namespace on_cpu {
+
+// Element (i, k) of an operand in shared memory; `along_k`: k is contiguous ("K-major").
+struct Descriptor {
+    const char* memory;
+    unsigned start, block, eight;  // bytes: address; distance of 64 columns; of eight rows
+    bool along_k;
+
+    Descriptor(const Block& of, unsigned long long bits, bool along_k)
+        : memory(of.memory),
+          start((bits & 0x3fff) << 4),
+          block((bits >> 16 & 0x3fff) << 4),
+          eight((bits >> 32 & 0x3fff) << 4),
+          along_k(along_k) {
+        if (bits >> 62 != 1 || bits >> 49 & 7) fail("a descriptor %llx without the 128-byte swizzle", bits);
+    }
+
+    // Eight numbers that lie side by side: of row `row`, from `col` on.
+    void eight_at(int row, int col, unsigned short (&x)[8]) const {
+        unsigned address = start + row / 8 * eight + row % 8 * 128 + col / 64 * block + col % 64 * 2;
+        address ^= (address >> 7 & 7) << 4;
+        memcpy(x, memory + address, 16);
+    }
+
+    // f(i, k, number) for i from `first` on
+    template <class F>
+    void each(int first, int count, F f) const {
+        unsigned short x[8];
+        for (int outer = 0; outer < (along_k ? count : 16); outer++)
+            for (int inner = 0; inner < (along_k ? 16 : count); inner += 8) {
+                eight_at(outer + (along_k ? first : 0), inner + (along_k ? 0 : first), x);
+                for (int e = 0; e < 8; e++)
+                    along_k ? f(outer, inner + e, x[e]) : f(inner + e, outer, x[e]);
+            }
+    }
+
+    // All of it must lie in what the launch asked for.
+    void check(const Block& of, int count) const {
+        int rows = along_k ? count : 16, columns = along_k ? 16 : count;
+        at(of, start & ~1023u, 1, 1);
+        at(of, (start + (rows - 1) / 8 * eight + (columns - 1) / 64 * block) & ~1023u, 1024, 1);
+    }
+};
+
+template <class T, int N>
+void start_product(const char* name, float (&d)[N / 8][4], const unsigned* a_registers, unsigned long long a_bits,
+                   unsigned long long b_bits, bool add, bool transposed_a, bool transposed_b) {
+    struct Given {
+        float* d;
+        const unsigned* a;
+        unsigned long long a_bits, b_bits;
+    } mine{d[0], a_registers, a_bits, b_bits};
+    together(name, mine, [&](Given** lanes) {
+        std::vector<Given> given(32);
+        for (int l = 0; l < 32; l++) {
+            given[l] = *lanes[l];
+            if (given[l].a_bits != a_bits || given[l].b_bits != b_bits) fail("lanes of a warp give different descriptors");
+        }
+        const Block& block = *me->block;
+        int row = me->thread / 32 % 4 * 16;
+        Descriptor a(block, a_registers ? 1ull << 62 : a_bits, !transposed_a), b(block, b_bits, !transposed_b);
+        if (!a_registers) a.check(block, 64);
+        b.check(block, N);
+        // What D holds until then. Of products on one D under way, only the first finds what was there before.
+        Warp& warp = my_warp();
+        bool first = warp.under_way[given[0].d]++ == 0, kept = first && add && now.last_first;
+        std::vector<float> before(kept ? 32 * N / 2 : 0);
+        for (int l = 0; l < 32 && now.last_first; l++) {
+            if (kept) memcpy(&before[l * N / 2], given[l].d, 2 * N);
+            if (first || !add) std::fill_n(given[l].d, N / 2, NAN);
+        }
+        warp.products.add([=, &warp, before = std::move(before), given = std::move(given)] {
+            static Eight b_numbers[16 * N / 8], c[16 * N / 8];
+            float a_numbers[16][16];
+            auto* b_flat = (float*)b_numbers;
+            auto* c_flat = (float*)c;
+            b.each(0, N, [&](int n, int k, unsigned short x) { b_flat[k * N + n] = float_of(T(), x); });
+            if (a_registers)
+                unpack_a<T>(a_numbers, [&](int l) { return given[l].a; });
+            else
+                a.each(row, 16, [&](int i, int k, unsigned short x) { a_numbers[i][k] = float_of(T(), x); });
+            auto each = [&](auto f) {
+                for (int l = 0; l < 32; l++)
+                    for (int i = 0; i < N / 2; i++)
+                        f(l, i, c_flat[(l / 4 + i % 4 / 2 * 8) * N + i / 4 * 8 + l % 4 * 2 + i % 2]);
+            };
+            each([&](int l, int i, float& x) { x = !add ? 0 : kept ? before[l * N / 2 + i] : given[l].d[i]; });
+            add_product(c, a_numbers, b_numbers, N / 8);
+            each([&](int l, int i, float x) { given[l].d[i] = x; });
+            warp.under_way[given[0].d]--;
+        });
+    });
+}
+
+}  // namespace on_cpu
+
+inline void wgmma_fence() {}
+inline void wgmma_commit() {
+    int nothing;
+    on_cpu::together("wgmma_commit", nothing, [](int**) { on_cpu::my_warp().products.commit(); });
+}
+template <int PENDING>
+void wgmma_wait() {
+    int nothing;
+    on_cpu::together("wgmma_wait", nothing, [](int**) { on_cpu::my_warp().products.finish(PENDING); });
+}
+
+template <int TRANSPOSED_A = 0, int TRANSPOSED_B = 0, int N, class T>
+void wgmma_start(float (&d)[N][4], unsigned long long a, unsigned long long b, T) {
+    on_cpu::start_product<T, 8 * N>("wgmma_start", d, nullptr, a, b, false, TRANSPOSED_A, TRANSPOSED_B);
+}
+template <int TRANSPOSED_A = 0, int TRANSPOSED_B = 0, int N, class T>
+void wgmma(float (&d)[N][4], unsigned long long a, unsigned long long b, T) {
+    on_cpu::start_product<T, 8 * N>("wgmma", d, nullptr, a, b, true, TRANSPOSED_A, TRANSPOSED_B);
+}
+template <int N, class T>
+void wgmma(float (&d)[N][4], const unsigned (&a)[4], unsigned long long b, T) {
+    on_cpu::start_product<T, 8 * N>("wgmma", d, a, 0, b, true, false, true);
+}

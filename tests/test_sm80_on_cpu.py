@@ -1,0 +1,36 @@
+"""The kernels for Ampere's tensor cores without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from on_cpu import check, needs_compiler
+
+from cupyflash.gpu.device import Arch
+
+pytestmark = needs_compiler
+
+A100, A10 = Arch("sm_80", 80, 3, 166912), Arch("sm_86", 86, 3, 101376)  # with few multiprocessors: as many blocks at once
+
+CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
+    "plain": (A100, "float16", {"dims": (64, 48)}, {}),
+    "group": (A100, "bfloat16", {"heads": (4, 2), "seq": (150, 212)}, {"causal": True}),
+    "window": (A100, "float16", {"seq": (200, 230), "dims": (128, 128), "batch": 1}, {"window": (17, 4), "scale": -0.3}),
+    "left": (A100, "float16", {"seq": (200, 266), "dims": (90, 128), "batch": 1}, {"window": (0, None)}),
+    "key-mask": (A100, "bfloat16", {"seq": (130, 300), "key_mask": True, "dims": (59, 111)}, {"causal": "top_left"}),
+    "in-order": (A100, "float16", {"heads": (4, 2), "seq": (150, 333), "batch": 1}, {"causal": True, "deterministic": True}),
+    "long": (A100, "bfloat16", {"heads": (1, 1), "seq": (2100, 140), "batch": 1}, {"window": (150, None), "deterministic": True}),
+    "wide": (A100, "float16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1}, {"causal": True}),
+    "192": (A100, "float16", {"seq": (70, 150), "dims": (192, 128), "batch": 2, "key_mask": True}, {"window": (50, 50)}),
+    "one-stage": (A10, "bfloat16", {"seq": (100, 150), "dims": (128, 100), "batch": 1}, {"causal": True}),
+    "narrow-tiles": (A10, "float16", {"seq": (100, 90), "dims": (256, 256), "batch": 1}, {"scale": 0.0}),
+    "no-columns": (A100, "float16", {"seq": (5, 1), "dims": (0, 16)}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_cpu(case: str, rng: np.random.Generator) -> None:
+    arch, *rest = CASES[case]
+    check("sm80", arch, rng, *rest)
