@@ -40,7 +40,7 @@ class Standard(_Results):
 
     def unit(self, name: str) -> float:
         """`unit` of a result in `assert_as_good`: luck decides where few numbers do, each a sum of many."""
-        few = getattr(self, name).size < 500
+        few = getattr(self, name).size < 2000
         return max(1.0, self.luck.get(name, 0.0) / 1e-5) if few else 1.0
 
 

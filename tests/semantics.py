@@ -160,7 +160,7 @@ class Judge:
 
     `large_scores`: some are so far from 0 that luck decides, see `large_score_units`. Of `thousands` of random problems a few
     miss the criterion by luck: there dq, dk and gradients of optional arrays may also be about as good as the published algorithm
-    is on this very problem, computed in float64 and rounded where it rounds; or 3 times what standard attention is off, not 2.
+    is on this very problem, computed in float64 and rounded where it rounds; or off by 3 times what standard attention is, and 4e-5, not 2 and 1e-5.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Judge:
             own, unit = getattr(self.own, name), max(self.units.get(name, 1.0), self.exact.unit(name))
             assert_as_good(actual, right, own, name, unit)
         except AssertionError:
-            if not (self.thousands and name not in ("out", "lse", "dv") and self.problem.dtype in ("float16", "bfloat16")):
+            if not self.thousands or name in ("out", "lse", "dv"):
                 raise
             q, k, v, dout, key_mask, dlse, others = self.inputs
             published = flash2_in_own_precision(self.problem, q, k, v, key_mask, dout, dlse, **others)[name]
@@ -194,7 +194,7 @@ class Judge:
                 f"{name} by luck: off by {error:.4e}, FlashAttention-2's algorithm in this precision by {of_published:.4e}, "
                 f"standard attention by {of_own:.4e}"
             )
-            if not error <= max(1.3 * of_published, 3 * of_own):
+            if not error <= max(1.3 * of_published, 3 * of_own + 4e-5 * unit):
                 raise
 
 
