@@ -107,7 +107,7 @@ class Framework:
         **options: Any,
     ) -> None:  # fmt: skip
         """`recorded`: gradients by autograd, not by attention_backward."""
-        judge = Judge(inputs, options, True, False, True)
+        judge = Judge(inputs, options, backward=True, large_scores=False)
         put = self.library.put
         with self.library.session():
             q, k, v, dout = (put(as_caller_has_it(x, rank, layout), lay) for x in inputs[:4])
