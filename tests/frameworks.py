@@ -99,7 +99,7 @@ class Framework:
             if family is not None:
                 family = Backend(family, family).family_for(judge.problem)
             options |= {"layout": layout, "family": family, "deterministic": deterministic}
-            options |= {name: put(x, lay) for name, x in arrays_of_rank(inputs, rank).items()}
+            options |= {name: put(x, lay) if x.ndim else int(x) for name, x in arrays_of_rank(inputs, rank).items()}
             dlse = None if inputs.dlse is None else put(inputs.dlse[(0,) * (4 - rank)], lay)
             if recorded:
                 out, lse, *grads = self.library.recorded([q, k, v], dout, dlse, options)

@@ -50,7 +50,8 @@ def draw_inputs(
     """Random inputs: `seq` is (Sq, Sk), `heads` (Hq, Hk), `dims` (D, Dv); `dlse` the size of lse's gradient, 0 for none.
 
     `given` names other optional arrays. Along the axes of `full`, by their first letters, a mask or bias has every number;
-    it has length 1 along the others. `bias`: the dtype of that, where it is not that of q.
+    it has length 1 along the others. `bias`: the dtype of that, where it is not that of q. A seed is one of no dimensions, which
+    stands for a number; reshaped to one dimension it is an array.
     """
     (sq, sk), (hq, hk), (d, dv) = seq, heads, dims
     shapes = ((batch, sq, hq, d), (batch, sk, hk, d), (batch, sk, hk, dv), (batch, sq, hq, dv))
@@ -62,6 +63,7 @@ def draw_inputs(
         "bias": lambda: draw(rng, bias or dtype, *over_pairs),
         "alibi_slopes": lambda: (2.0 ** -rng.uniform(1, 8, (batch, hq))).astype(np.float32),
         "sinks": lambda: draw(rng, dtype, hq),
+        "seed": lambda: np.array(rng.integers(-(2**63), 2**63)),
     }
     optional = {name: arrays[name]() for name in given}
     return Inputs(*(draw(rng, dtype, *shape) for shape in shapes), mask, rows, optional)
@@ -119,7 +121,7 @@ def check(
     given = [_placed(backend, as_caller_has_it(x, rank, layout), lay)[1] for x in (q, k, v, dout)]
     options |= {"layout": layout, "family": backend.family_for(judge.problem)}
     for name, x in arrays_of_rank(inputs, rank).items():
-        options[name] = _placed(backend, x, lay)[1] if x.ndim == 4 else backend.put(x)
+        options[name] = _placed(backend, x, lay)[1] if x.ndim == 4 else backend.put(x) if x.ndim else int(x)
 
     base, out = _unwritten(backend, q.shape[:-1] + v.shape[-1:], dtype, rank, layout, lay)
     backend.poison()

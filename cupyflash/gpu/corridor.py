@@ -15,6 +15,7 @@ from ..overlap import check_targets
 from ..problem import ARRAYS, Gradients, View, contiguous
 from . import device, launch
 from .kernel_plan import KernelPlan
+from .params import SEED
 from .plan import plan
 from .programs import functions
 from .strides import padded, params_strides, to_copy
@@ -24,6 +25,7 @@ _MAX_PREPARED = 4096
 _OPTIONAL = {row.name: row for row in ARRAYS}
 _ROWS = ("lse", "dlse")  # (B, H, S): read as one block
 _NUMBERS = (float, int, type(None))
+_SCALARS = {"scale": rules.check_scale, "dropout": rules.check_dropout}
 
 
 class Prepared:
@@ -100,10 +102,11 @@ class Prepared:
         targets: Arrays,
         lse: bool,
         addresses: dict[str, int] | None = None,
+        seed: int | None = None,
     ) -> tuple[list[Any], Any]:
         """Launch. Returns the outputs, and in the forward the LSE where it is asked for.
 
-        `addresses` of `arrays`, where they are known already."""
+        `addresses` of `arrays`, where they are known already; `seed` of dropout, where it is a number."""
         dtype, ordinal, pointer = self.problem.dtype, self.device, lib.pointer
         stream = lib.stream(ordinal)
         if addresses is None:
@@ -127,6 +130,8 @@ class Prepared:
 
         slots = self._slots
         pointers = [0] * len(slots)
+        if seed is not None:
+            pointers[slots[SEED]] = seed
         for name, at in addresses.items():
             pointers[slots[name]] = at
         keep = []
@@ -168,13 +173,19 @@ class Prepared:
 
 
 def forward(
-    lib: GpuAdapter, arrays: Arrays, targets: Arrays, return_lse: bool, options: dict[str, Any], family: str | None
+    lib: GpuAdapter,
+    arrays: Arrays,
+    targets: Arrays,
+    return_lse: bool,
+    options: dict[str, Any],
+    seed: int | None,
+    family: str | None,
 ) -> tuple[Any, Any]:
     """out and (where asked for) lse of one attention call."""
     ordinal = lib.device(arrays["q"])
     addresses = _addresses(lib, arrays)
     prepared = _find(lib, arrays, addresses, targets, options, family, False, ordinal)
-    (out,), lse = prepared.run(lib, arrays, targets, return_lse, addresses)
+    (out,), lse = prepared.run(lib, arrays, targets, return_lse, addresses, seed)
     if not targets:
         out = lib.finish(out, ordinal)
     return out, lib.finish(lse, ordinal) if return_lse else None
@@ -185,6 +196,7 @@ def backward(
     arrays: Arrays,
     targets: Arrays,
     options: dict[str, Any],
+    seed: int | None,
     family: str | None,
     wrt: tuple[str, ...] = (),
 ) -> Gradients:
@@ -192,13 +204,13 @@ def backward(
     ordinal = lib.device(arrays["q"])
     addresses = _addresses(lib, arrays)
     prepared = _find(lib, arrays, addresses, targets, options, family, True, ordinal)
-    grads, _ = prepared.run(lib, arrays, targets, False, addresses)
+    grads, _ = prepared.run(lib, arrays, targets, False, addresses, seed)
     if not targets:
         grads = [lib.finish(x, ordinal) for x in grads]
     if not wrt:
         return Gradients(*grads)
     prepared = _find(lib, arrays, addresses, {}, options, family, True, ordinal, wrt)
-    of_arrays, _ = prepared.run(lib, arrays, {}, False, addresses)
+    of_arrays, _ = prepared.run(lib, arrays, {}, False, addresses, seed)
     return Gradients(*grads, **{name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, of_arrays)})
 
 
@@ -220,8 +232,9 @@ def _find(
 ) -> Prepared:
     signature = lib.signature
     misaligned = tuple([name for name, at in addresses.items() if at & 15])
-    if type(options["scale"]) not in _NUMBERS:  # an array of no dimensions, say: its value counts, which may change
-        options = options | {"scale": rules.check_scale(options["scale"])}
+    for name in _SCALARS:
+        if type(options[name]) not in _NUMBERS:  # an array of no dimensions, say: its value counts, which may change
+            options = options | {name: _SCALARS[name](options[name])}
     key: tuple[Any, ...] | None = (
         lib.kind, backward, wrt, family, misaligned, *options.values(),
         *[None if x is None else signature(x) for x in arrays.values()],

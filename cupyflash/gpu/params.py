@@ -1,6 +1,6 @@
 """`struct Params`, what the host hands to every kernel by value: one list of fields makes its CUDA text and packs it.
 
-The pointers stand in front, so that a call packs them alone.
+The pointers stand in front, and behind them the seed of dropout, where it is a number: a call packs these alone.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ POINTERS = {  # of a pass; lse (in the forward) and dlse may be null
     },
 }  # fmt: skip
 OPTIONAL = {  # by the dtype of an optional array; one with that of q is const In
-    "bool": "const unsigned char", "float32": "const float", "float64": "const double",
+    "bool": "const unsigned char", "float32": "const float", "float64": "const double", "int64": "const long long",
+    "uint64": "const unsigned long long", "int32": "const int", "uint32": "const unsigned",
 }  # fmt: skip
 GRADIENTS = tuple(rule.name for rule in ARRAYS if rule.gradient)
+SEED = "seed_value"  # of 64 bits, behind the pointers
 WORKSPACE = {"uint32": "unsigned", "float32": "float", "float64": "double"}
 
 
@@ -66,13 +68,16 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "diagonal": ("int", lambda p: p.diagonal),  # query i stands on key i + diagonal
     "left": ("int", lambda p: p.left or 0),  # keys that it sees before and after that one, where there is a bound
     "right": ("int", lambda p: p.right or 0),
+    "kept": ("Accum", lambda p: p.kept),  # by dropout
+    "log_kept": ("Accum", lambda p: math.log(p.kept)),
+    "drop_below": ("unsigned", lambda p: p.dropped_below << 16),
 }
 STRIDES = {  # in elements; broadcast axes of an array over pairs have stride 0
     "Strides": ("batch", "row", "head"),
     "PairStrides": AXES,
 }
 _PACKED: dict[str, Any] = {
-    "int": "<i4", "float": "<f4", "double": "<f8",
+    "int": "<i4", "unsigned": "<u4", "float": "<f4", "double": "<f8",
     **{name: np.dtype([(axis, "<i8") for axis in axes], align=True) for name, axes in STRIDES.items()},
 }  # fmt: skip
 
@@ -109,7 +114,8 @@ def _values(
     """The fields behind the pointers; without a problem, not their values."""
     strides = strides or {}
     named = pointers(plan)
-    over_pairs = [name for name in (*(rule.name for rule in ARRAYS), *(f"d{name}" for name in GRADIENTS)) if name in named]
+    shaped = [rule.name for rule in ARRAYS if rule.axes]
+    over_pairs = [name for name in (*shaped, *(f"d{name}" for name in GRADIENTS)) if name in named]
     return [
         *(Field(f"{name}_strides", "Strides", tuple(strides.get(name, (0, 0, 0)))) for name in named if name in ROWED),
         *(Field(f"{name}_strides", "PairStrides", tuple(strides.get(name, (0, 0, 0, 0)))) for name in over_pairs),
@@ -122,13 +128,14 @@ def text(plan: KernelPlan) -> str:
     """Strides, PairStrides and Params as CUDA."""
     lines = [f"struct {name} {{ long long {', '.join(axes)}; }};" for name, axes in STRIDES.items()]
     lines += ["struct Params {", *(f"    {type}* {name};" for name, type in pointers(plan).items())]
+    lines.append(f"    unsigned long long {SEED};")
     return "\n".join([*lines, *(f"    {field.type} {field.name};" for field in _values(plan)), "};"]) + "\n"
 
 
 def layout(plan: KernelPlan) -> np.dtype[np.void]:
     """The fields as a NumPy record, laid out as a C compiler does."""
     accum = TYPES[plan.dtype][3]
-    fields = [(name, "<u8") for name in pointers(plan)]
+    fields = [(name, "<u8") for name in (*pointers(plan), SEED)]
     fields += [(x.name, _PACKED[accum if x.type == "Accum" else x.type]) for x in _values(plan)]
     return np.dtype(fields, align=True)
 
@@ -140,7 +147,7 @@ class Packer:
     """
 
     def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, Sequence[int]]) -> None:
-        self.slots = {name: index for index, name in enumerate(pointers(plan))}  # where each pointer stands
+        self.slots = {name: index for index, name in enumerate((*pointers(plan), SEED))}  # where each pointer stands
         record = np.zeros((), layout(plan))
         for field in _values(plan, problem, strides):
             record[field.name] = field.value
@@ -148,5 +155,5 @@ class Packer:
         self._rest = record.tobytes()[self._pointers.size :]
 
     def __call__(self, addresses: Sequence[int]) -> bytes:
-        """Params with these pointers, in the order of `slots`."""
+        """Params with these pointers and this seed, in the order of `slots`."""
         return self._pointers.pack(*addresses) + self._rest
