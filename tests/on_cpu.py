@@ -15,7 +15,7 @@ from semantics import draw_inputs
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import Box, KernelPlan
-from cupyflash.gpu.params import SEED, Packer
+from cupyflash.gpu.params import KEYS, Packer, round_keys
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
 from cupyflash.problem import ARRAYS, ITEMSIZE, AttentionProblem, View
@@ -144,7 +144,7 @@ def run(
             x = given[name].array
             own = tuple(s // x.itemsize for s in x.strides)
             strides[name] = row.strides(View(x.shape, own, x.dtype.name, "cpu", "numpy"), problem)
-    addresses = {name: x.pointer for name, x in given.items()} | {SEED: seed or 0}
+    addresses = {name: x.pointer for name, x in given.items()} | dict(zip(KEYS, round_keys(seed or 0)))
     params = Packer(kernels, problem, strides)([addresses.get(name, 0) for name in slots])
     maps = tensor_maps(kernels, problem, given, strides) if kernels.maps else None
     # What a kernel declares to be aligned to 1024 bytes begins so; nothing else does.

@@ -15,7 +15,7 @@ from ..overlap import check_targets
 from ..problem import ARRAYS, Gradients, View, contiguous
 from . import device, launch
 from .kernel_plan import KernelPlan
-from .params import SEED
+from .params import KEYS, round_keys
 from .plan import plan
 from .programs import functions
 from .strides import padded, params_strides, to_copy
@@ -130,8 +130,8 @@ class Prepared:
 
         slots = self._slots
         pointers = [0] * len(slots)
-        if seed is not None:
-            pointers[slots[SEED]] = seed
+        if seed is not None and KEYS[0] in slots:
+            pointers[slots[KEYS[0]] :] = round_keys(seed)
         for name, at in addresses.items():
             pointers[slots[name]] = at
         keep = []

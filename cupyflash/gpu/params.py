@@ -1,10 +1,11 @@
 """`struct Params`, what the host hands to every kernel by value: one list of fields makes its CUDA text and packs it.
 
-The pointers stand in front, and behind them the seed of dropout, where it is a number: a call packs these alone.
+The pointers stand in front, and at the end what the kernels know of a seed that is a number: a call packs these alone.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,8 @@ OPTIONAL = {  # by the dtype of an optional array; one with that of q is const I
     "uint64": "const unsigned long long", "int32": "const int", "uint32": "const unsigned",
 }  # fmt: skip
 GRADIENTS = tuple(rule.name for rule in ARRAYS if rule.gradient)
-SEED = "seed_value"  # of 64 bits, behind the pointers
+ROUNDS = 7  # of dropout's generator, as attention/dropout.cuh has them
+KEYS = tuple(f"keys_of_round_{n}" for n in range(ROUNDS))  # of dropout, made of the seed: in 64 bits two words
 WORKSPACE = {"uint32": "unsigned", "float32": "float", "float64": "double"}
 
 
@@ -128,16 +130,31 @@ def text(plan: KernelPlan) -> str:
     """Strides, PairStrides and Params as CUDA."""
     lines = [f"struct {name} {{ long long {', '.join(axes)}; }};" for name, axes in STRIDES.items()]
     lines += ["struct Params {", *(f"    {type}* {name};" for name, type in pointers(plan).items())]
-    lines.append(f"    unsigned long long {SEED};")
-    return "\n".join([*lines, *(f"    {field.type} {field.name};" for field in _values(plan)), "};"]) + "\n"
+    lines += [f"    {field.type} {field.name};" for field in _values(plan)]
+    room, value = ("alignas(8)", "") if _keys(plan) else ("static constexpr", " = {}")  # not asked: no room in a launch
+    return "\n".join([*lines, f"    {room} unsigned round_keys[{2 * ROUNDS}]{value};", "};"]) + "\n"
 
 
 def layout(plan: KernelPlan) -> np.dtype[np.void]:
     """The fields as a NumPy record, laid out as a C compiler does."""
     accum = TYPES[plan.dtype][3]
-    fields = [(name, "<u8") for name in (*pointers(plan), SEED)]
+    fields = [(name, "<u8") for name in pointers(plan)]
     fields += [(x.name, _PACKED[accum if x.type == "Accum" else x.type]) for x in _values(plan)]
+    fields += [(name, "<u8") for name in _keys(plan)]
     return np.dtype(fields, align=True)
+
+
+def _keys(plan: KernelPlan) -> tuple[str, ...]:
+    return KEYS if dict(plan.constants)["DROPOUT"] else ()
+
+
+@functools.lru_cache(256)
+def round_keys(seed: int) -> tuple[int, ...]:
+    """What stands under `KEYS` for a seed: Philox adds a constant to each of the key's two words in every round."""
+    low, high = seed % 2**32, seed // 2**32
+    return tuple(
+        (low + n * 0x9E3779B9) % 2**32 | (high + n * 0xBB67AE85) % 2**32 << 32 for n in range(ROUNDS)
+    )
 
 
 class Packer:
@@ -147,13 +164,16 @@ class Packer:
     """
 
     def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, Sequence[int]]) -> None:
-        self.slots = {name: index for index, name in enumerate((*pointers(plan), SEED))}  # where each pointer stands
+        front, back = tuple(pointers(plan)), _keys(plan)
+        self.slots = {name: index for index, name in enumerate(front + back)}
         record = np.zeros((), layout(plan))
         for field in _values(plan, problem, strides):
             record[field.name] = field.value
-        self._pointers = struct.Struct(f"<{len(self.slots)}Q")
-        self._rest = record.tobytes()[self._pointers.size :]
+        self._front, self._back = (struct.Struct(f"<{len(x)}Q") for x in (front, back))
+        self._between = record.tobytes()[self._front.size : record.nbytes - self._back.size]
+        self._pointers = len(front)
 
     def __call__(self, addresses: Sequence[int]) -> bytes:
-        """Params with these pointers and this seed, in the order of `slots`."""
-        return self._pointers.pack(*addresses) + self._rest
+        """Params with these pointers, and round keys, in the order of `slots`."""
+        n = self._pointers
+        return self._front.pack(*addresses[:n]) + self._between + self._back.pack(*addresses[n:])

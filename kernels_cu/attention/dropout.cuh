@@ -9,7 +9,15 @@
 struct Philox {
     static constexpr int ROUNDS = 7;
 
-    unsigned key[2];
+    const Params& p;
+    unsigned key[2] = {};  // where the seed is in memory
+
+    __device__ Philox(const Params& p) : p(p) {
+        if constexpr (config::SEED) {
+            unsigned long long seed = *p.seed;
+            key[0] = unsigned(seed), key[1] = unsigned(seed >> 32);
+        }
+    }
 
     // What the first two rounds make of one side.
     struct Side {
@@ -41,6 +49,7 @@ struct Philox {
     }
     template <int WHICH>
     __device__ unsigned round_key(unsigned round) const {
+        if (!config::SEED) return p.round_keys[2 * round + WHICH];  // an operand of what follows
         return key[WHICH] + round * (WHICH == 0 ? 0x9E3779B9u : 0xBB67AE85u);
     }
     __device__ static unsigned low(unsigned long long x) { return unsigned(x); }
@@ -52,18 +61,8 @@ struct Philox {
 // half by bit 0 of the key.
 struct Dropout {
     Philox philox;
-    unsigned below;  // numbers below are dropped, where they are the upper half of a word
 
-    __device__ Dropout(const Params& p) {
-        if constexpr (config::DROPOUT) {
-            unsigned long long seed = config::SEED ? *p.seed : p.seed_value;
-            philox.key[0] = unsigned(seed), philox.key[1] = unsigned(seed >> 32);
-            // A shuffle tells the compiler that all lanes have the same.
-            if (config::SEED)
-                for (unsigned& x : philox.key) x = __shfl_sync(~0u, x, 0);
-            below = p.drop_below;
-        }
-    }
+    __device__ Dropout(const Params& p) : philox(p) {}
 
     // A query, or key, without the bits in which those of a group differ.
     __device__ static unsigned group_of_query(unsigned i) { return i / 16 * 8 + i % 8; }
@@ -73,8 +72,8 @@ struct Dropout {
     __device__ Philox::Side of_key(unsigned group, int head) const { return philox.of_key(group, head); }
 
     // Of the number in the upper half of a word, or in the lower.
-    __device__ bool drops_upper(unsigned word) const { return word < below; }
-    __device__ bool drops_lower(unsigned word) const { return word << 16 < below; }
+    __device__ bool drops_upper(unsigned word) const { return word < philox.p.drop_below; }
+    __device__ bool drops_lower(unsigned word) const { return word << 16 < philox.p.drop_below; }
 
     // One pair by itself.
     __device__ bool keeps(int batch, Pair at) const {
