@@ -201,9 +201,10 @@ def seed_of(seed: Any, dropout: Any) -> tuple[Any, int | None]:
             raise ValueError(f"dropout is {dropout}, but seed is not given; it must be an integer, or an array that holds one")
         return None, None
     if isinstance(seed, numbers.Integral) and not isinstance(seed, bool):
-        if not -(2**63) <= seed < 2**64:
-            raise ValueError(f"seed is {seed}; it must have 64 bits, from -2**63 to 2**64 - 1")
-        return None, int(seed) % 2**64
+        number = int(seed)
+        if not -(2**63) <= number < 2**64:
+            raise ValueError(f"seed is {number}; it must have 64 bits, from -2**63 to 2**64 - 1")
+        return None, number % 2**64
     if isinstance(seed, (bool, numbers.Number, str)):
         raise TypeError(f"seed is {seed!r}; it must be an integer, or an array that holds one")
     return seed, None

@@ -121,7 +121,7 @@ def check(
     given = [_placed(backend, as_caller_has_it(x, rank, layout), lay)[1] for x in (q, k, v, dout)]
     options |= {"layout": layout, "family": backend.family_for(judge.problem)}
     for name, x in arrays_of_rank(inputs, rank).items():
-        options[name] = _placed(backend, x, lay)[1] if x.ndim == 4 else backend.put(x) if x.ndim else int(x)
+        options[name] = _placed(backend, x, lay)[1] if x.ndim == 4 else as_given(name, x, backend.put)
 
     base, out = _unwritten(backend, q.shape[:-1] + v.shape[-1:], dtype, rank, layout, lay)
     backend.poison()
@@ -208,6 +208,11 @@ def arrays_of_rank(inputs: Inputs, rank: int) -> dict[str, np.ndarray]:
         if x is not None and x.ndim == len(row.axes):  # else leading axes are left out already
             given[row.name] = x.reshape(x.shape[len(row.axes) - len(row.has(rank)) :])
     return given
+
+
+def as_given(name: str, x: np.ndarray, put: Callable[[np.ndarray], Any]) -> Any:
+    """An optional array as a call gets it: put where the others are, but for a seed that stands for a number."""
+    return int(x) if name == "seed" and x.ndim == 0 else put(x)
 
 
 def as_caller_has_it(x: np.ndarray, rank: int, layout: str) -> np.ndarray:

@@ -25,7 +25,7 @@ _MAX_PREPARED = 4096
 _OPTIONAL = {row.name: row for row in ARRAYS}
 _ROWS = ("lse", "dlse")  # (B, H, S): read as one block
 _NUMBERS = (float, int, type(None))
-_SCALARS = {"scale": rules.check_scale, "dropout": rules.check_dropout}
+_SCALARS: tuple[tuple[str, Any], ...] = (("scale", rules.check_scale), ("dropout", rules.check_dropout))
 
 
 class Prepared:
@@ -232,9 +232,9 @@ def _find(
 ) -> Prepared:
     signature = lib.signature
     misaligned = tuple([name for name, at in addresses.items() if at & 15])
-    for name in _SCALARS:
+    for name, check in _SCALARS:
         if type(options[name]) not in _NUMBERS:  # an array of no dimensions, say: its value counts, which may change
-            options = options | {name: _SCALARS[name](options[name])}
+            options = options | {name: check(options[name])}
     key: tuple[Any, ...] | None = (
         lib.kind, backward, wrt, family, misaligned, *options.values(),
         *[None if x is None else signature(x) for x in arrays.values()],
