@@ -38,7 +38,7 @@ OPTIONAL = {  # by the dtype of an optional array; one with that of q is const I
 }  # fmt: skip
 GRADIENTS = tuple(rule.name for rule in ARRAYS if rule.gradient)
 ROUNDS = 7  # of dropout's generator, as attention/dropout.cuh has them
-KEYS = tuple(f"keys_of_round_{n}" for n in range(ROUNDS))  # of dropout, made of the seed: in 64 bits two words
+KEYS = tuple(f"round_keys[{n}]" for n in range(ROUNDS))  # made of the seed: in 64 bits a word for each half of the generator
 WORKSPACE = {"uint32": "unsigned", "float32": "float", "float64": "double"}
 
 
@@ -131,8 +131,9 @@ def text(plan: KernelPlan) -> str:
     lines = [f"struct {name} {{ long long {', '.join(axes)}; }};" for name, axes in STRIDES.items()]
     lines += ["struct Params {", *(f"    {type}* {name};" for name, type in pointers(plan).items())]
     lines += [f"    {field.type} {field.name};" for field in _values(plan)]
-    room, value = ("alignas(8)", "") if _keys(plan) else ("static constexpr", " = {}")  # not asked: no room in a launch
-    return "\n".join([*lines, f"    {room} unsigned round_keys[{2 * ROUNDS}]{value};", "};"]) + "\n"
+    keys = f"unsigned long long round_keys[{ROUNDS}]"
+    lines.append(f"    {keys};" if _keys(plan) else f"    static constexpr {keys} = {{}};")  # not asked: no room in a launch
+    return "\n".join([*lines, "};"]) + "\n"
 
 
 def layout(plan: KernelPlan) -> np.dtype[np.void]:
@@ -140,7 +141,7 @@ def layout(plan: KernelPlan) -> np.dtype[np.void]:
     accum = TYPES[plan.dtype][3]
     fields = [(name, "<u8") for name in pointers(plan)]
     fields += [(x.name, _PACKED[accum if x.type == "Accum" else x.type]) for x in _values(plan)]
-    fields += [(name, "<u8") for name in _keys(plan)]
+    fields += [("round_keys", f"<{len(_keys(plan))}u8")] if _keys(plan) else []
     return np.dtype(fields, align=True)
 
 
