@@ -42,7 +42,7 @@ def asked(dtype: str, family: str = "") -> AttentionProblem:
 def declared(kernel_plan: KernelPlan) -> list[tuple[str, str]]:
     """(type, name) of each field, in order."""
     body = params.text(kernel_plan).partition("struct Params {")[2].partition("};")[0]
-    return [(match[1], match[2]) for match in re.finditer(r"([\w ]+\*?) ([\w\[\]]+);", body.replace("\n    ", "\n").strip())]
+    return [(match[1], match[2]) for match in re.finditer(r"([\w ()]+\*?) ([\w\[\]]+);", body.replace("\n    ", "\n").strip())]
 
 
 def test_the_fields_of_a_forward() -> None:
@@ -56,7 +56,7 @@ def test_the_fields_of_a_forward() -> None:
         ("Accum", "factor"), ("Accum", "cap"), ("Accum", "cap_inverse"), ("int", "batch"),
         ("int", "heads_q"), ("int", "heads_k"), ("int", "seq_q"), ("int", "seq_k"), ("int", "dim"), ("int", "dim_v"),
         ("int", "diagonal"), ("int", "left"), ("int", "right"), ("Accum", "kept"), ("Accum", "log_kept"),
-        ("unsigned", "drop_below"), ("unsigned long long", "round_keys[7]"),
+        ("unsigned", "drop_below"), ("alignas(8) unsigned", "round_keys[14]"),
     ]  # fmt: skip
 
 
@@ -78,9 +78,9 @@ def test_the_fields_of_a_backward() -> None:
 def test_a_source_does_not_depend_on_what_is_not_asked() -> None:
     """Every optional array has its pointer and strides, given or not. What a seed becomes has no room where none is asked for."""
     texts = {name: params.text(plan(problem("float16", **x), H200, family="simt")) for name, x in FEATURES.items()}
-    keys = "unsigned long long round_keys[7]"
-    assert f"    {keys};\n" in texts["everything"]
-    texts["everything"] = texts["everything"].replace(keys, f"static constexpr {keys} = {{}}")
+    keys = "unsigned round_keys[14]"
+    assert f"    alignas(8) {keys};\n" in texts["everything"]
+    texts["everything"] = texts["everything"].replace(f"alignas(8) {keys}", f"static constexpr {keys} = {{}}")
     assert len(set(texts.values())) == 1
     for rule in ARRAYS:
         assert f" {rule.name};" in texts["everything"]

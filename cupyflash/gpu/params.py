@@ -131,8 +131,8 @@ def text(plan: KernelPlan) -> str:
     lines = [f"struct {name} {{ long long {', '.join(axes)}; }};" for name, axes in STRIDES.items()]
     lines += ["struct Params {", *(f"    {type}* {name};" for name, type in pointers(plan).items())]
     lines += [f"    {field.type} {field.name};" for field in _values(plan)]
-    keys = f"unsigned long long round_keys[{ROUNDS}]"
-    lines.append(f"    {keys};" if _keys(plan) else f"    static constexpr {keys} = {{}};")  # not asked: no room in a launch
+    keys = f"unsigned round_keys[{2 * ROUNDS}]"
+    lines.append(f"    alignas(8) {keys};" if _keys(plan) else f"    static constexpr {keys} = {{}};")  # not asked: no room in a launch
     return "\n".join([*lines, "};"]) + "\n"
 
 

@@ -49,7 +49,7 @@ struct Philox {
     }
     template <int WHICH>
     __device__ unsigned round_key(unsigned round) const {
-        if (!config::SEED) return unsigned(p.round_keys[round] >> 32 * WHICH);  // an operand of what follows
+        if (!config::SEED) return p.round_keys[2 * round + WHICH];  // an operand of what follows
         return key[WHICH] + round * (WHICH == 0 ? 0x9E3779B9u : 0xBB67AE85u);
     }
     __device__ static unsigned low(unsigned long long x) { return unsigned(x); }
