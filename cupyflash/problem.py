@@ -95,6 +95,7 @@ class OptionRule:
     help: str
     check: Callable[[Any], Any]  # the value as the problem has it; TypeError or ValueError
     backward: bool = False  # changes nothing but the gradients
+    number: bool = False  # may be an array of no dimensions
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def _check_softcap(softcap: Any) -> float | None:
     return value or None
 
 
-def check_dropout(dropout: Any) -> float:
+def _check_dropout(dropout: Any) -> float:
     value = _number("dropout", dropout) or 0.0
     if not 0 <= value < 1:
         raise ValueError(f"dropout is {value}; it must be a share of the probabilities, 0 or more and less than 1")
@@ -197,7 +198,7 @@ def check_dropout(dropout: Any) -> float:
 def seed_of(seed: Any, dropout: Any) -> tuple[Any, int | None]:
     """A seed as the array that it is, or as a number of 64 bits; neither where there is none and dropout asks for none."""
     if seed is None:
-        if check_dropout(dropout):
+        if not (type(dropout) is float and dropout == 0) and _check_dropout(dropout):
             raise ValueError(f"dropout is {dropout}, but seed is not given; it must be an integer, or an array that holds one")
         return None, None
     if isinstance(seed, numbers.Integral) and not isinstance(seed, bool):
@@ -251,9 +252,9 @@ _check_deterministic = functools.partial(check_flag, "deterministic")
 OPTIONS = (
     OptionRule("causal", False, "No query sees keys to the right of its diagonal.", _check_causal),
     OptionRule("window", None, "(left, right): keys that a query sees beside its diagonal.", _check_window),
-    OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", check_scale),
-    OptionRule("softcap", None, "c: scores become c tanh(score / c).", _check_softcap),
-    OptionRule("dropout", 0.0, "Share of the probabilities that become 0; needs a seed.", check_dropout),
+    OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", check_scale, number=True),
+    OptionRule("softcap", None, "c: scores become c tanh(score / c).", _check_softcap, number=True),
+    OptionRule("dropout", 0.0, "Share of the probabilities that become 0; needs a seed.", _check_dropout, number=True),
     OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", check_layout),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),
 )
