@@ -71,9 +71,8 @@ struct Dropout {
     __device__ Philox::Side of_query(unsigned group, int batch) const { return philox.of_query(group, batch); }
     __device__ Philox::Side of_key(unsigned group, int head) const { return philox.of_key(group, head); }
 
-    // Of the number in the upper half of a word, or in the lower.
-    __device__ bool drops_upper(unsigned word) const { return word < philox.p.drop_below; }
-    __device__ bool drops_lower(unsigned word) const { return word << 16 < philox.p.drop_below; }
+    // What is dropped has a number below this one, where that is the upper half of a word.
+    __device__ unsigned below() const { return philox.p.drop_below; }
 
     // One pair by itself.
     __device__ bool keeps(int batch, Pair at) const {
@@ -81,7 +80,7 @@ struct Dropout {
         unsigned x[4];
         philox.words(of_query(group_of_query(at.i), batch), of_key(group_of_key(at.j), at.head), x);
         unsigned word = at.j & 8 ? (at.i & 8 ? x[3] : x[2]) : (at.i & 8 ? x[1] : x[0]);
-        return !(at.j & 1 ? drops_upper(word) : drops_lower(word));
+        return (at.j & 1 ? word : word << 16) >= below();
     }
 };
 

@@ -2,6 +2,7 @@
 // (RELU) it is 0, and the backward has both the probability and the decision in one register.
 #pragma once
 #include "attention/dropout.cuh"
+#include "ptx/negate.cuh"
 #include "tile/fragment.cuh"
 
 // Of column groups [BEGIN, END) of eight, which come in pairs. The tile starts at multiples of 16.
@@ -10,7 +11,7 @@ __device__ void drop(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS
     if constexpr (config::DROPOUT) {
         static_assert(BEGIN % 2 == 0 && END % 2 == 0 && END <= N && HEAD_ROWS == 0);
         unsigned lane = threadIdx.x % 32, i = at(0, 0).i, j = at(0, 0).j;
-        auto negate = [](float& y, bool drops) { y = drops ? -y : y; };
+        unsigned below = dropout.below();
 #pragma unroll
         for (int m = 0; m < M; m++) {
             if constexpr (!TRANSPOSED) {
@@ -22,8 +23,8 @@ __device__ void drop(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS
 #pragma unroll
                     for (int w = 0; w < 4; w++) {
                         float* y = x.x[m][n + w / 2] + w % 2 * 2;
-                        negate(y[0], dropout.drops_lower(words[w]));
-                        negate(y[1], dropout.drops_upper(words[w]));
+                        negate_below(y[0], words[w] << 16, below);
+                        negate_below(y[1], words[w], below);
                     }
                 }
             } else {
@@ -45,8 +46,8 @@ __device__ void drop(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS
 #pragma unroll
                         for (int e = 0; e < 2; e++) {
                             unsigned word = odd == e ? own : far;
-                            negate(x.x[m][n][2 * h + e], dropout.drops_lower(word));
-                            negate(x.x[m][n + 1][2 * h + e], dropout.drops_upper(word));
+                            negate_below(x.x[m][n][2 * h + e], word << 16, below);
+                            negate_below(x.x[m][n + 1][2 * h + e], word, below);
                         }
                     }
                 }

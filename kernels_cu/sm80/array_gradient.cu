@@ -175,12 +175,12 @@ struct Block {
         read_rows(minus_lse, rows);
         score(scores, place, pairs, arrays);
         scores.each([&](float& x, int r, int) { x = exp2_approx(fmaf(x, factor, minus_lse[r / 8])); });
+        drop(scores, place, at.head.batch, dropout);
         if (pairs.tests_backward({place.i, place.i + WARP_ROWS}, {place.j, place.j + WARP_KEYS})) {
             keep_branch();
             KeysSeen<WARP_KEYS> seen(pairs, place.j);
             hide(scores, place, pairs, seen, arrays, 0);
         }
-        drop(scores, place, at.head.batch, dropout);
     }
 
     // A tile of pairs.

@@ -183,12 +183,12 @@ struct Block {
             x = exp2_approx(fmaf(lines.score(x, r, c), factor, minus_lse[c]));
         };
         auto settle = [&] {
+            drop(probabilities, placement, at.head.batch, dropout);
             if (pairs.tests_backward({i0, i0 + WARP_QUERIES}, {j0, j0 + WARP_KEYS})) {
                 keep_branch();
                 KeysSeen<WARP_KEYS> seen(pairs, j0);
                 hide(probabilities, placement, pairs, seen, arrays, 0);
             }
-            drop(probabilities, placement, at.head.batch, dropout);
             if constexpr (SHARE) probabilities.store<DROPOUT>(s.p_tile(), warp_key, warp_query);
         };
         if (!ALONG) {

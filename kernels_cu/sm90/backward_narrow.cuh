@@ -109,8 +109,8 @@ struct NarrowWorker {
             ColumnVector<SECOND / 8> minus_lse_2(s.row_values() + 4 * FIRST, own);
             probabilities.template each<0, HALF>(
                 [&](float& x, int r, int c, float& slope) { exponential(x, r, c, slope, minus_lse[c]); }, slopes);
-            mask(Constant<0>(), Constant<HALF>());
             drop<0, HALF>(probabilities, at, pairs.head.batch, dropout);
+            mask(Constant<0>(), Constant<HALF>());
             wgmma_wait<0>();
             changed(ds);
             p_operand.template take<0, FIRST, DROPOUT>(probabilities);
@@ -127,10 +127,10 @@ struct NarrowWorker {
                 ds.template each<n.value, n.value + 1>(derive, probabilities, slopes);
             };
             for_constants<HALF>(both);
+            drop<HALF, ROWS / 8>(probabilities, at, pairs.head.batch, dropout);
             ds_operand.template take<0, FIRST>(ds);
             store_transposed<0, FIRST>(ds_operand, ds_tile, 0, first_key + 16 * warp());
             mask(Constant<HALF>(), Constant<ROWS / 8>());
-            drop<HALF, ROWS / 8>(probabilities, at, pairs.head.batch, dropout);
             if (PAIR_ARRAYS) s.pairs.release();
             ds.template each<HALF, ROWS / 8>(subtract);
             ds.template each<HALF, ROWS / 8>(derive, probabilities, slopes);
@@ -145,9 +145,9 @@ struct NarrowWorker {
         } else {
             probabilities.each(
                 [&](float& x, int r, int c, float& slope) { exponential(x, r, c, slope, minus_lse[c]); }, slopes);
+            drop(probabilities, at, pairs.head.batch, dropout);
             mask(Constant<0>(), Constant<ROWS / 8>());
             if (PAIR_ARRAYS) s.pairs.release();
-            drop(probabilities, at, pairs.head.batch, dropout);
             wgmma_wait<0>();
             changed(ds);
             if constexpr (!DELTA_FIRST) minus_delta.load(s.row_values() + 4 * ROWS, own);

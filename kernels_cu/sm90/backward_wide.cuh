@@ -132,11 +132,11 @@ struct WideWorker {
                 x = exp2_approx(fmaf(lines.score(x, r, c), factor, minus_lse[r / 8 % 2]));
             },
             slopes);
+        drop(scores, at, pairs.head.batch, dropout);
         if (pairs.tests_backward({tile_q * ROWS, tile_q * ROWS + ROWS}, {key, key + PART_KEYS})) {
             keep_branch();
             hide(scores, at, pairs, seen, arrays, 0);
         }
-        drop(scores, at, pairs.head.batch, dropout);
         if (PAIR_ARRAYS) s.pairs.release();
         sync_threads<128 * GROUPS>(1);  // nobody reads P of the step before any more
         store_rounded<true, DROPOUT>(scores, p_tile, first_key, first_row());

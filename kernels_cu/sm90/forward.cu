@@ -174,6 +174,7 @@ struct Worker {
         half = false;
         wgmma_wait<1>();
         changed(scores);
+        ScorePlacement at = placement(tile, tile_k * KEYS);
         float largest[1][2], shrink[1][2];
         bool grown = false;
         auto look = [&] {
@@ -181,6 +182,7 @@ struct Worker {
             softmax.row_maximum(scores, largest);
             grown = softmax.raise(largest, shrink);
             softmax.exponentiate(scores);
+            drop(scores, at, tile.head.batch, dropout);
         };
         if (tests || !BLIND) {
             release_k();
@@ -189,6 +191,7 @@ struct Worker {
             mask(scores, tile_k, false);
             float added[1][2];
             bool fits = softmax.exponentiate_blindly(scores, added);
+            drop(scores, at, tile.head.batch, dropout);
             if constexpr (WARP_VOTE) {
                 if (__builtin_expect(__all_sync(~0u, fits), true)) {
                     softmax.add(added);
@@ -209,7 +212,6 @@ struct Worker {
             }
             release_k();
         }
-        drop(scores, placement(tile, tile_k * KEYS), tile.head.batch, dropout);
         if (own.after(step) > 0) s.k.wait_full();
         values_added();
         changed(scores);
