@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 from . import interop
 from .interop.protocol import Adapter, Arrays, Library, Passes
 from .other_names import unexpected
-from .problem import Gradients, check_flag, check_wrt
+from .problem import Gradients, check_flag, check_wrt, seed_of
 from .signature import A, Array, L, closed
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class Options(TypedDict, total=False):
     bias: Array | None
     alibi_slopes: Array | None
     sinks: Array | None
+    dropout: float
+    seed: int | Array | None
     layout: str
     deterministic: bool
     out: Array | None
@@ -62,6 +64,8 @@ def attention(
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | Array | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
     deterministic: bool = False,
@@ -74,7 +78,7 @@ def attention(
     The online-softmax tiling of FlashAttention (Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1). What happens to a
     score, in this order: s = scale · q · k; s = c tanh(s / c) with softcap=c; s = s - slope · |i + diagonal - j| with
     alibi_slopes; s = s + bias; s = -inf where causal, window, key_mask or mask hides the key; softmax, in whose denominator
-    sinks are a score more. All of them combine.
+    sinks are a score more; dropout. All of them combine.
 
     Parameters
     ----------
@@ -111,6 +115,16 @@ def attention(
     sinks : (Hq,), optional
         For each head a score more in the denominator of every row, with no value; in the dtype of q or float32. Neither
         scaled, capped, biased nor masked. lse includes it.
+    dropout : float
+        Probabilities become 0 with this chance, from 0 to 1 (not included), and the others are divided by the share that is
+        kept (Srivastava et al. 2014). In steps of 1 / 65536, at most 65534 of them, and exact in these. lse is that without
+        dropout.
+    seed : int or array of one integer
+        Decides, with dropout, which ones: by Philox4x32 with 7 rounds (Salmon et al. 2011), from (seed, batch entry, query
+        head, query, key) and nothing else. So a call with the same seed drops the same ones on every device, in every layout
+        and dtype and by every kernel family, as does `attention_backward`; nothing is stored. Any 64 bits, 5 and 5 - 2**64
+        being the same. An array (int64, uint64, int32 or uint32, on q's device) is read when the kernels run, so that a CUDA
+        graph that is run again finds a new seed there. Without dropout it is not looked at.
     layout : "bshd" or "bhsd"
         Where the heads stand. Without the batch axis (S, H, D) and without heads (S, D) are accepted too.
     return_lse : bool
@@ -137,12 +151,14 @@ def attention(
     """
     if unknown:
         raise unexpected("attention", next(iter(unknown)), inspect.signature(attention).parameters)
+    seed, number = seed_of(seed, dropout)
     arrays = _present("qkv", {
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
+        "seed": seed,
     })  # fmt: skip
     options = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
-        "deterministic": deterministic,
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "dropout": dropout,
+        "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
     if return_lse is not True and return_lse is not False:
         check_flag("return_lse", return_lse)
@@ -155,12 +171,12 @@ def attention(
                 "under torch.no_grad()"
             )
         passes = Passes(
-            lambda arrays: _forward(lib, arrays, {}, True, options, family),
-            lambda arrays, wrt: _backward(lib, arrays, {}, options, family, wrt),
+            lambda arrays: _forward(lib, arrays, {}, True, options, number, family),
+            lambda arrays, wrt: _backward(lib, arrays, {}, options, number, family, wrt),
         )
         o, lse = record(passes, arrays)
     else:
-        o, lse = _forward(lib, arrays, {} if out is None else {"out": out}, return_lse, options, family)
+        o, lse = _forward(lib, arrays, {} if out is None else {"out": out}, return_lse, options, number, family)
     return (o, lse) if return_lse else o
 
 
@@ -182,6 +198,8 @@ def attention_backward(
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | Array | None = None,
     layout: str = "bshd",
     deterministic: bool = False,
     dlse: Array | None = None,
@@ -200,7 +218,7 @@ def attention_backward(
         Gradient of the loss with respect to `out`, in the dtype of q.
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
-    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, layout : as given to `attention`
+    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, dropout, seed, layout : as given to `attention`
     deterministic : bool
         Bitwise the same gradients in every run; on a CPU, with any number of cores.
     dlse : (B, Hq, Sq), optional
@@ -230,13 +248,14 @@ def attention_backward(
     """
     if unknown:
         raise unexpected("attention_backward", next(iter(unknown)), inspect.signature(attention_backward).parameters)
+    seed, number = seed_of(seed, dropout)
     arrays = _present(("q", "dout", "k", "v", "out", "lse"), {
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
-        "dout": dout, "out": out, "lse": lse, "dlse": dlse,
+        "seed": seed, "dout": dout, "out": out, "lse": lse, "dlse": dlse,
     })  # fmt: skip
     options = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
-        "deterministic": deterministic,
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "dropout": dropout,
+        "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
     lib = interop.library("q", q)
     if grads is not None and (not isinstance(grads, (tuple, list)) or len(grads) != 3):
@@ -244,7 +263,7 @@ def attention_backward(
         raise ValueError(f"grads {what}; it must be a tuple of three arrays (dq, dk, dv) or None")
     names = Gradients._fields
     targets = _present(names, dict(zip(names, grads))) if grads is not None else {}
-    return _backward(lib, arrays, targets, options, family, check_wrt(wrt, arrays))
+    return _backward(lib, arrays, targets, options, number, family, check_wrt(wrt, arrays))
 
 
 def merge(outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd") -> tuple[A, L]:
@@ -368,11 +387,17 @@ def tune(
 
 
 def _forward(
-    lib: Library, arrays: Arrays, targets: Arrays, return_lse: bool, options: dict[str, Any], family: str | None
+    lib: Library,
+    arrays: Arrays,
+    targets: Arrays,
+    return_lse: bool,
+    options: dict[str, Any],
+    seed: int | None,
+    family: str | None,
 ) -> tuple[Any, Any]:
     adapter, arrays, targets = interop.adopt(lib, arrays, targets)
     try:
-        results = _backend(adapter, arrays).forward(adapter, arrays, targets, return_lse, options, family)
+        results = _backend(adapter, arrays).forward(adapter, arrays, targets, return_lse, options, seed, family)
     except Exception:
         interop.name_unreadable(adapter, arrays, targets)
         raise
@@ -382,11 +407,17 @@ def _forward(
 
 
 def _backward(
-    lib: Library, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None, wrt: tuple[str, ...]
+    lib: Library,
+    arrays: Arrays,
+    targets: Arrays,
+    options: dict[str, Any],
+    seed: int | None,
+    family: str | None,
+    wrt: tuple[str, ...],
 ) -> Gradients:
     adapter, arrays, targets = interop.adopt(lib, arrays, targets)
     try:
-        results = _backend(adapter, arrays).backward(adapter, arrays, targets, options, family, wrt)
+        results = _backend(adapter, arrays).backward(adapter, arrays, targets, options, seed, family, wrt)
     except Exception:
         interop.name_unreadable(adapter, arrays, targets)
         raise

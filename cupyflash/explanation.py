@@ -109,6 +109,8 @@ def explain(
     rules.check_options("explain", given, NO_PLAN)
     rules.check_flag("backward", backward)
     k = q if k is None else k
+    array, _ = rules.seed_of(given.get("seed"), 0.0)  # none is needed, and a number is compiled nowhere
+    given["seed"] = array
     arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in _OPTIONAL}}
     views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
     options = {name: given[name] for name in rules.complete({}) if name in given}
@@ -275,7 +277,8 @@ def _mask(p: AttentionProblem) -> str:
 
 def _score(p: AttentionProblem) -> str:
     parts = [] if p.softcap is None else [f"soft cap {p.softcap:g}"]
-    return ", ".join(parts + [_OPTIONAL[x.name].label for x in p.given if x.dtype != "bool"])
+    parts += [_OPTIONAL[x.name].label for x in p.given if x.dtype != "bool" and x.name != "seed"]
+    return ", ".join(parts + [f"dropout {p.dropout:g}"] * (p.dropout > 0))
 
 
 def _resources(kernel: Kernel) -> str:

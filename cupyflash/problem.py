@@ -23,11 +23,15 @@ if TYPE_CHECKING:
 from .other_names import unexpected
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
+INTEGERS = ("int64", "uint64", "int32", "uint32")
+ITEMSIZE = {
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int64": 8, "uint64": 8, "int32": 4, "uint32": 4,
+}  # fmt: skip
 SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 LAYOUTS = ("bshd", "bhsd")
 CAUSALS = {False: None, True: "bottom_right", "bottom_right": "bottom_right", "top_left": "top_left"}
 AXES = ("batch", "head", "query", "key")  # of arrays over pairs
+DROPOUT_STEPS = 1 << 16  # a pair is dropped by a random number of 16 bits
 
 
 class View(NamedTuple):
@@ -102,7 +106,7 @@ class ArrayRule:
     """
 
     name: str
-    axes: tuple[str, ...]  # of AXES, in its order
+    axes: tuple[str, ...]  # of AXES, in its order; none: one number
     dtypes: tuple[str, ...]  # "q" is the dtype of q
     label: str  # in a sentence
     entry: str  # what one element says
@@ -135,9 +139,11 @@ class ArrayRule:
 
     def to_copy(self, view: View, problem: AttentionProblem, rank: int = 4) -> View | None:
         """Its last axis in full, where that has another stride than 1 and kernels read rows of it; else None."""
+        if not self.rows:
+            return None
         axis = self.axes[-1]
         length, stride = problem.extent(axis), self.strides(view, problem, rank)[AXES.index(axis)]
-        if not self.rows or axis not in self.has(rank) or length <= 1 or stride == 1:
+        if axis not in self.has(rank) or length <= 1 or stride == 1:
             return None
         return view._replace(shape=(*view.shape[:-1], length), strides=(*view.strides[:-1], stride))
 
@@ -180,6 +186,29 @@ def _check_softcap(softcap: Any) -> float | None:
     if value is not None and value < 0:
         raise ValueError(f"softcap is {value}; it must be more than 0, or None (or 0) for none")
     return value or None
+
+
+def _check_dropout(dropout: Any) -> float:
+    value = _number("dropout", dropout) or 0.0
+    if not 0 <= value < 1:
+        raise ValueError(f"dropout is {value}; it must be a share of the probabilities, 0 or more and less than 1")
+    return value
+
+
+def seed_of(seed: Any, dropout: Any) -> tuple[Any, int | None]:
+    """A seed as the array that it is, or as a number of 64 bits; neither where there is none and dropout asks for none."""
+    if seed is None:
+        if not (type(dropout) is float and dropout == 0) and _check_dropout(dropout):
+            raise ValueError(f"dropout is {dropout}, but seed is not given; it must be an integer, or an array that holds one")
+        return None, None
+    if isinstance(seed, numbers.Integral) and not isinstance(seed, bool):
+        number = int(seed)
+        if not -(2**63) <= number < 2**64:
+            raise ValueError(f"seed is {number}; it must have 64 bits, from -2**63 to 2**64 - 1")
+        return None, number % 2**64
+    if isinstance(seed, (bool, numbers.Number, str)):
+        raise TypeError(f"seed is {seed!r}; it must be an integer, or an array that holds one")
+    return seed, None
 
 
 def _number(name: str, x: Any) -> float | None:
@@ -225,6 +254,7 @@ OPTIONS = (
     OptionRule("window", None, "(left, right): keys that a query sees beside its diagonal.", _check_window),
     OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", check_scale, number=True),
     OptionRule("softcap", None, "c: scores become c tanh(score / c).", _check_softcap, number=True),
+    OptionRule("dropout", 0.0, "Share of the probabilities that become 0; needs a seed.", _check_dropout, number=True),
     OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", check_layout),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),
 )
@@ -236,6 +266,7 @@ ARRAYS = (
         "alibi_slopes", ("batch", "head"), ("float32", "q"), "ALiBi slopes", "times the distance, taken off", gradient=True
     ),
     ArrayRule("sinks", ("head",), ("q", "float32"), "sinks", "a score more in the denominator of each row", gradient=True),
+    ArrayRule("seed", (), INTEGERS, "seed", "of dropout"),
 )  # fmt: skip
 
 
@@ -296,6 +327,7 @@ class AttentionProblem:
     left: int | None = None  # keys visible to the left of the diagonal, None = all
     right: int | None = None  # keys visible to the right of it, None = all; causal means 0
     softcap: float | None = None
+    dropout: float = 0.0  # the share of the probabilities that become 0
     deterministic: bool = False
     given: tuple[Given, ...] = ()  # the optional arrays, in the order of ARRAYS
 
@@ -315,6 +347,16 @@ class AttentionProblem:
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.heads_q // self.heads_k
+
+    @property
+    def dropped_below(self) -> int:
+        """Of DROPOUT_STEPS numbers, how many drop a probability: never all."""
+        return min(round(self.dropout * DROPOUT_STEPS), DROPOUT_STEPS - 2)
+
+    @property
+    def kept(self) -> float:
+        """The share of the probabilities that is kept, exactly."""
+        return 1 - self.dropped_below / DROPOUT_STEPS
 
     @property
     def lse_dtype(self) -> str:
@@ -395,7 +437,8 @@ def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
         right = None
     options["scale"] = _in_range("scale", q.dtype, options["scale"], 1.0 / math.sqrt(d) if d else 1.0)
     options["softcap"] = _in_range("softcap", q.dtype, options["softcap"], None)
-    arrays = [(row, given[row.name]) for row in _arrays_in(given)]
+    options["dropout"] *= round(options["dropout"] * DROPOUT_STEPS) > 0  # a share that never drops anything is none
+    arrays = [(row, given[row.name]) for row in _arrays_in(given) if options["dropout"] or row.name != "seed"]
     problem = AttentionProblem(
         dtype=q.dtype, batch=batch, seq_q=sq, seq_k=sk, heads_q=hq, heads_k=hk, dim=d, dim_v=dv, diagonal=diagonal,
         left=left, right=right, **options,
@@ -416,7 +459,11 @@ def _check_array(row: ArrayRule, x: View, problem: AttentionProblem, q: View) ->
         raise TypeError(f"{row.name} has dtype {x.dtype}; it must be {' or '.join(dtypes)} ({row.entry})")
     rank = len(q.shape)
     want = row.shape(problem, rank)
-    if len(x.shape) > len(want) or any(n not in (1, whole) for n, whole in zip(reversed(x.shape), reversed(want))):
+    if not row.axes and math.prod(x.shape) != 1:
+        raise ValueError(f"{row.name} has shape {x.shape}; it must have one element ({row.entry})")
+    if row.axes and (
+        len(x.shape) > len(want) or any(n not in (1, whole) for n, whole in zip(reversed(x.shape), reversed(want)))
+    ):
         raise ValueError(
             f"{row.name} has shape {x.shape}; it must be {want}, ({', '.join(row.has(rank))}), where a length of 1 stands "
             f"for all, and leading axes may be left out ({row.entry})"

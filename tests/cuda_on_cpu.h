@@ -287,6 +287,13 @@ static float __int_as_float(int x) { return bits<float>(x); }
 static float __uint_as_float(unsigned x) { return bits<float>(x); }
 static unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
 
+static unsigned __byte_perm(unsigned low, unsigned high, unsigned which) {
+    unsigned long long bytes = (unsigned long long)high << 32 | low;
+    unsigned y = 0;
+    for (int n = 0; n < 4; n++) y |= unsigned(bytes >> 8 * (which >> 4 * n & 7) & 0xff) << 8 * n;
+    return y;
+}
+
 struct alignas(8) float2 {
     float x, y;
 };

@@ -12,7 +12,7 @@ import pytest
 import reference
 from backends import Backend
 from reference import DTYPES, Standard, assert_as_good, state
-from semantics import Inputs, Judge, Lay, arrays_of_rank, as_caller_has_it, as_reference_has_it
+from semantics import Inputs, Judge, Lay, arrays_of_rank, as_caller_has_it, as_given, as_reference_has_it
 
 import cupyflash
 from cupyflash.cpu import corridor
@@ -114,7 +114,8 @@ class Framework:
             if family is not None:
                 family = Backend(family, family).family_for(judge.problem)
             options |= {"layout": layout, "family": family, "deterministic": deterministic}
-            options |= {name: put(x, lay) for name, x in arrays_of_rank(inputs, rank).items()}
+            arrays = arrays_of_rank(inputs, rank)
+            options |= {name: as_given(name, x, lambda x: put(x, lay)) for name, x in arrays.items()}
             dlse = None if inputs.dlse is None else put(inputs.dlse[(0,) * (4 - rank)], lay)
             if recorded:
                 out, lse, *grads = self.library.recorded([q, k, v], dout, dlse, options)

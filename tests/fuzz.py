@@ -66,6 +66,7 @@ class Kind:
     negative: bool  # the scale
     softcap: bool
     key_mask: bool
+    dropout: bool
     given: tuple[tuple[str, str], ...]  # the other optional arrays and their dtypes
     along: str  # of queries (q) and keys (k), along which a mask and a bias differ
     deterministic: bool
@@ -80,9 +81,12 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
     scored = rng.random() < 0.5 and backend.takes(dtype, 64, 64, softcap=1.0)
     given = []
     for row in ARRAYS:
-        if row.name != "key_mask" and scored and rng.random() < 0.4:
+        if row.name not in ("key_mask", "seed") and scored and rng.random() < 0.4:
             dtypes = [dtype if x == "q" else x for x in row.dtypes]
             given.append((row.name, dtypes[rng.integers(len(dtypes))]))
+    dropout = rng.random() < 0.2 and backend.takes(dtype, 64, 64, dropout=0.5)
+    if dropout and rng.random() < 0.3:  # in memory; else it is a number
+        given.append(("seed", ["int64", "int32"][rng.integers(2)]))
     return Kind(
         backend.family, dtype, library,
         dims=(dim, other if rng.random() < 0.4 else dim),
@@ -92,6 +96,7 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
         negative=bool(rng.random() < 0.15),
         softcap=bool(scored and rng.random() < 0.4),
         key_mask=bool(rng.random() < 0.3),
+        dropout=bool(dropout),
         given=tuple(given),
         along="".join(axis for axis in "qk" if rng.random() < 0.6),
         deterministic=bool(rng.random() < 0.3),
@@ -132,11 +137,13 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
     inputs = draw_inputs(
         rng, kind.dtype, batch=batch, seq=(seq_q, seq_k), heads=(heads, heads_k), dims=dims, key_mask=kind.key_mask,
         dlse=float(10.0 ** rng.uniform(-1, 1)) if rng.random() < 0.3 else 0.0,
-        given=[name for name, _ in kind.given],
+        given=[*(name for name, _ in kind.given if name != "seed"), *["seed"] * kind.dropout],
         full=kind.along + "".join(axis for axis in "bh" if rng.random() < 0.6),
     )  # fmt: skip
     for name, dtype in kind.given:
         inputs.given[name] = inputs.given[name].astype(DTYPES.get(dtype, dtype))
+        if name == "seed":
+            inputs.given[name] = inputs.given[name].reshape(1)
     if kind.key_mask and rng.random() < 0.3:
         thin = inputs.key_mask[:1] if rng.random() < 0.5 else inputs.key_mask[:, :1]
         inputs = inputs._replace(key_mask=thin)
@@ -154,6 +161,7 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
         "window": None if left is None and right is None else (left, right),
         "scale": scale,
         "softcap": float(rng.uniform(0.5, 20)) if kind.softcap else None,
+        "dropout": float(rng.uniform(0.01, 0.6)) if kind.dropout else 0.0,
         "deterministic": kind.deterministic,
     }
     lay = list(LAYS)[rng.integers(len(LAYS))] if rank == 4 and rng.random() < 0.5 else "contiguous"

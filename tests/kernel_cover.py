@@ -23,7 +23,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": "bottom_right", "right": 0},
     "hidden": {"left": 100, "right": 50, "given": KEY_MASK, "scale": -1.0, "deterministic": True},
     "everything": {
-        "left": 100, "right": 50, "given": GIVEN, "scale": -1.0, "softcap": 30.0, "deterministic": True,
+        "left": 100, "right": 50, "given": GIVEN, "scale": -1.0, "softcap": 30.0, "dropout": 0.1, "deterministic": True,
     },
 }  # fmt: skip
 

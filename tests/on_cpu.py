@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from semantics import draw_inputs
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import Box, KernelPlan
-from cupyflash.gpu.params import Packer
+from cupyflash.gpu.params import KEYS, Packer, round_keys
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
 from cupyflash.problem import ARRAYS, ITEMSIZE, AttentionProblem, View
@@ -44,6 +45,10 @@ def check(
         k[~key_mask], v[~key_mask] = (np.nan, np.inf) if plain else (100, 100)  # what is hidden must not matter
     problem = state(q, k, v, key_mask, **options, **others)
     exact, own = references(problem, q, k, v, key_mask, dout, dlse, **others)
+    seed = None
+    if "seed" in others and others["seed"].ndim == 0:  # a number
+        seed = int(others.pop("seed")) % 2**64
+        problem = replace(problem, given=tuple(x for x in problem.given if x.name != "seed"))
 
     plans = [plan(problem, arch, b, family, tiles[b] and {family: tiles[b]}) for b in (False, True)]
     lengths = {row.name: row.lengths(others[row.name].shape) for row in ARRAYS if row.gradient and row.name in others}
@@ -59,15 +64,15 @@ def check(
         shapes_out = {name: getattr(exact, name).shape for name in ("out", "dq", "dk", "dv")}
         results = {name: Guarded(shape, q.dtype, None, rows_aligned) for name, shape in shapes_out.items()}
         results["lse"] = Guarded(exact.lse.shape, problem.lse_dtype)
-        run(libraries[0], plans[0], problem, results | inputs | spaces[0], last_first, arch.sms)
+        run(libraries[0], plans[0], problem, results | inputs | spaces[0], last_first, arch.sms, seed)
         for name in ("out", "lse"):  # of the backward they are inputs
             inputs[name] = Guarded(results[name].array.shape, results[name].array.dtype, results[name].array)
-        run(libraries[1], plans[1], problem, results | inputs | spaces[1], last_first, arch.sms)
+        run(libraries[1], plans[1], problem, results | inputs | spaces[1], last_first, arch.sms, seed)
         for name in exact._fields:
             assert_as_good(results[name].array, getattr(exact, name), getattr(own, name), name, unit)
         of_arrays = {f"d{name}": Guarded(others[name].shape, others[name].dtype) for name in lengths}
         if lengths:
-            run(libraries[2], plans[2], problem, of_arrays | inputs | spaces[2], last_first, arch.sms)
+            run(libraries[2], plans[2], problem, of_arrays | inputs | spaces[2], last_first, arch.sms, seed)
         for name, x in of_arrays.items():
             assert_as_good(x.array, getattr(exact, name), getattr(own, name), name, max(unit, exact.unit(name)))
         for name, x in (results | spaces[1] | of_arrays).items():
@@ -129,6 +134,7 @@ def run(
     given: dict[str, Guarded],
     last_first: bool,
     in_flight: int,
+    seed: int | None = None,
 ) -> None:
     """Launch a plan's kernels on these arrays and workspaces."""
     slots = Packer(kernels, problem, {}).slots
@@ -138,7 +144,8 @@ def run(
             x = given[name].array
             own = tuple(s // x.itemsize for s in x.strides)
             strides[name] = row.strides(View(x.shape, own, x.dtype.name, "cpu", "numpy"), problem)
-    params = Packer(kernels, problem, strides)([given[name].pointer if name in given else 0 for name in slots])
+    addresses = {name: x.pointer for name, x in given.items()} | dict(zip(KEYS, round_keys(seed or 0)))
+    params = Packer(kernels, problem, strides)([addresses.get(name, 0) for name in slots])
     maps = tensor_maps(kernels, problem, given, strides) if kernels.maps else None
     # What a kernel declares to be aligned to 1024 bytes begins so; nothing else does.
     start = 1024 if "extern __shared__ __align__(1024)" in generate(kernels) else 1024 + 16

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -129,6 +129,29 @@ def scores(
     return s, slope
 
 
+def kept(problem: AttentionProblem, given: dict[str, np.ndarray | None]) -> np.ndarray | bool:
+    """Booleans, (B, Hq, Sq, Sk): the probabilities that dropout keeps, each from a Philox of its own; True where it keeps all."""
+    if not problem.dropout:
+        return True
+    b, h, i, j = np.ogrid[: problem.batch, : problem.heads_q, : problem.seq_q, : problem.seq_k]
+    # A counter for eight pairs: bit 3 of the query and bits 3 and 0 of the key are left out.
+    counter = [j // 16 * 4 + j % 8 // 2, b, i // 16 * 8 + i % 8, h]
+    seed = int(np.asarray(given["seed"]).reshape(())) % 2**64
+    words = np.stack(np.broadcast_arrays(*philox(counter, (seed % 2**32, seed // 2**32), 7)))
+    word = np.take_along_axis(words, np.broadcast_to(j // 8 % 2 * 2 + i // 8 % 2, words.shape[1:])[None], 0)[0]
+    return (word >> np.where(j % 2, 16, 0).astype(np.uint64)) % 2**16 >= round(problem.dropout * 2**16)
+
+
+def philox(counter: list[Any], key: tuple[int, int], rounds: int) -> list[np.ndarray]:
+    """Philox4x32 as Salmon et al. 2011 have it: counters of four words to four random words each."""
+    x = [np.asarray(word).astype(np.uint64) for word in counter]
+    for n in range(rounds):
+        k = [np.uint64((word + n * step) % 2**32) for word, step in zip(key, (0x9E3779B9, 0xBB67AE85))]
+        first, second = x[0] * np.uint64(0xD2511F53), x[2] * np.uint64(0xCD9E8D57)
+        x = [second // 2**32 ^ x[1] ^ k[0], second % 2**32, first // 2**32 ^ x[3] ^ k[1], first % 2**32]
+    return x
+
+
 def distance(problem: AttentionProblem) -> np.ndarray:
     """(Sq, Sk): how far each key stands from the query's diagonal."""
     return np.abs(np.arange(problem.seq_q)[:, None] + problem.diagonal - np.arange(problem.seq_k))
@@ -198,10 +221,11 @@ def flash2_in_own_precision(
     top = p.max(-1, keepdims=True, initial=0.0)
     top[top == 0] = 1
     unscaled = p / top  # exp(S - maximum), as it is rounded before P V
-    out = rounded((rounded(unscaled) @ vh) * top)
+    keeps, inverse = kept(problem, given), 1 / problem.kept
+    out = rounded((rounded(np.where(keeps, unscaled, 0)) @ vh) * top * inverse)
     through_lse = 0 if dlse is None else np.where(np.isneginf(lse), 0, dlse).astype(np.float64)[..., None]
     delta = (do * out).sum(-1, keepdims=True) - through_lse
-    of_scores = p * (do @ vh.swapaxes(-1, -2) - delta)
+    of_scores = p * (np.where(keeps, do @ vh.swapaxes(-1, -2) * inverse, 0) - delta)
     ds = rounded(of_scores * slope)
     dq = rounded(ds @ kh * problem.scale)
     dk = (ds.swapaxes(-1, -2) @ qh * problem.scale).reshape(
@@ -296,7 +320,9 @@ def _standard(
         s, slope = scores(problem, rounded(rounded(qh * scale) @ kh.swapaxes(-1, -2)), given, rounded)
         p, lse = _softmax(np.where(seen, s, -np.inf), sinks)
         p = rounded(np.where(seen, p, 0))
-        out = rounded(_sum_over_visible(p, seen, vh))
+        keeps, inverse = kept(problem, given), work.type(1 / problem.kept)
+        after = rounded(np.where(keeps, p * inverse, 0))  # dropout
+        out = rounded(_sum_over_visible(after, seen, vh))
         if rounded is not _exactly:  # lse is never rounded to 16 bits, so neither are the products that it is judged by
             s, _ = scores(problem, (qh * scale) @ kh.swapaxes(-1, -2), given, rounded)
             _, lse = _softmax(np.where(seen, s, -np.inf), sinks)
@@ -304,7 +330,7 @@ def _standard(
             return Standard(out.transpose(0, 2, 1, 3), lse)
 
         do = heads_first(dout)
-        dp = rounded(do @ vh.swapaxes(-1, -2))
+        dp = rounded(np.where(keeps, rounded(do @ vh.swapaxes(-1, -2)) * inverse, 0))
         mean = np.where(seen, p * dp, 0).sum(-1, keepdims=True)
         through_lse = 0 if dlse is None else np.where(np.isneginf(lse), 0, dlse).astype(work)[..., None]
         of_scores = np.where(seen, p * (dp - mean + through_lse), 0)
@@ -313,9 +339,9 @@ def _standard(
         terms = np.where(seen, p * (np.abs(dp) + np.abs(mean - through_lse)), 0)
         luck = _luck(problem, given, lse, p, of_scores, terms, through_lse - mean, out * do)
         dq = rounded(_sum_over_visible(ds, seen, kh) * scale)
-        seen, p, ds = seen.swapaxes(-1, -2), p.swapaxes(-1, -2), ds.swapaxes(-1, -2)
+        seen, after, ds = seen.swapaxes(-1, -2), after.swapaxes(-1, -2), ds.swapaxes(-1, -2)
         dk = rounded(_sum_over_visible(ds, seen, qh) * scale)
-        dv = rounded(_sum_over_visible(p, seen, do))
+        dv = rounded(_sum_over_visible(after, seen, do))
         group = problem.group if problem.heads_k else 1
         shape = problem.batch, problem.heads_k, group, problem.seq_k
         dk, dv = (rounded(x.reshape(*shape, x.shape[-1]).sum(2)) for x in (dk, dv))

@@ -50,7 +50,8 @@ def draw_inputs(
     """Random inputs: `seq` is (Sq, Sk), `heads` (Hq, Hk), `dims` (D, Dv); `dlse` the size of lse's gradient, 0 for none.
 
     `given` names other optional arrays. Along the axes of `full`, by their first letters, a mask or bias has every number;
-    it has length 1 along the others. `bias`: the dtype of that, where it is not that of q.
+    it has length 1 along the others. `bias`: the dtype of that, where it is not that of q. A seed is one of no dimensions, which
+    stands for a number; reshaped to one dimension it is an array.
     """
     (sq, sk), (hq, hk), (d, dv) = seq, heads, dims
     shapes = ((batch, sq, hq, d), (batch, sk, hk, d), (batch, sk, hk, dv), (batch, sq, hq, dv))
@@ -62,6 +63,7 @@ def draw_inputs(
         "bias": lambda: draw(rng, bias or dtype, *over_pairs),
         "alibi_slopes": lambda: (2.0 ** -rng.uniform(1, 8, (batch, hq))).astype(np.float32),
         "sinks": lambda: draw(rng, dtype, hq),
+        "seed": lambda: np.array(rng.integers(-(2**63), 2**63)),
     }
     optional = {name: arrays[name]() for name in given}
     return Inputs(*(draw(rng, dtype, *shape) for shape in shapes), mask, rows, optional)
@@ -119,7 +121,7 @@ def check(
     given = [_placed(backend, as_caller_has_it(x, rank, layout), lay)[1] for x in (q, k, v, dout)]
     options |= {"layout": layout, "family": backend.family_for(judge.problem)}
     for name, x in arrays_of_rank(inputs, rank).items():
-        options[name] = _placed(backend, x, lay)[1] if x.ndim == 4 else backend.put(x)
+        options[name] = _placed(backend, x, lay)[1] if x.ndim == 4 else as_given(name, x, backend.put)
 
     base, out = _unwritten(backend, q.shape[:-1] + v.shape[-1:], dtype, rank, layout, lay)
     backend.poison()
@@ -207,6 +209,11 @@ def arrays_of_rank(inputs: Inputs, rank: int) -> dict[str, np.ndarray]:
         if x is not None and x.ndim == len(row.axes):  # else leading axes are left out already
             given[row.name] = x.reshape(x.shape[len(row.axes) - len(row.has(rank)) :])
     return given
+
+
+def as_given(name: str, x: np.ndarray, put: Callable[[np.ndarray], Any]) -> Any:
+    """An optional array as a call gets it: put where the others are, but for a seed that stands for a number."""
+    return int(x) if name == "seed" and x.ndim == 0 else put(x)
 
 
 def as_caller_has_it(x: np.ndarray, rank: int, layout: str) -> np.ndarray:

@@ -91,7 +91,8 @@ def test_flash1_is_taken_only_where_it_is_named() -> None:
     for asked, why in (
         (problem("float64"), "bfloat16 and float32, not float64"), (wide, "dimensions up to 128"),
         (problem("float16", softcap=30.0), "no softcap"),
-        (problem("float16", given=GIVEN, softcap=30.0), "no mask and no bias and no alibi_slopes and no sinks and no softcap"),
+        (problem("float16", given=GIVEN, softcap=30.0), "no mask and no bias and no alibi_slopes and no sinks and no seed and no softcap"),
+        (problem("float16", dropout=0.1), "no dropout"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"no kernel family takes this problem: flash1 takes .*{why}"):
             plan(asked, H200, family="flash1")

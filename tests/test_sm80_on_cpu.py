@@ -51,6 +51,8 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "bias": (A100, "float16", {"seq": (100, 150), "batch": 1, "given": ("bias",), "full": "hqk"}, {}),
     "scores": (A100, "float16", {"seq": (100, 150), "heads": (4, 2), "given": SCORES}, {"softcap": 2.0, "causal": True}),
     "scores-wide": (A100, "bfloat16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": SCORES}, {"window": (50, 9), "deterministic": True}),
+    "dropout": (A100, "float16", {"seq": (100, 150), "heads": (4, 2), "given": ("seed",), "dlse": 1.0}, {"causal": True, "dropout": 0.2}),
+    "dropout-wide": (A100, "bfloat16", {"seq": (70, 150), "dims": (256, 200), "batch": 1, "given": (*SCORES, "seed")}, {"window": (50, 9), "dropout": 0.6}),
     "no-columns": (A100, "float16", {"seq": (5, 1), "dims": (0, 16)}, {}),
 }  # fmt: skip
 

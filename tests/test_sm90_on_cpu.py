@@ -56,6 +56,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "scores-128": ("bfloat16", {"seq": (200, 250), "dims": (128, 128), "batch": 1, "given": SCORES}, {"window": (50, 9)}),
     "scores-wide": ("float16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": SCORES[1:]}, {"deterministic": True}),
     "scores-of-few-queries": ("float16", {"seq": (5, 200), "heads": (12, 2), "given": SCORES}, {"softcap": 2.0, "causal": True}),
+    "dropout": ("bfloat16", {"seq": (300, 362), "heads": (4, 2), "given": ("seed",), "dlse": 1.0}, {"dropout": 0.2}),
+    "dropout-128": ("float16", {"seq": (200, 430), "dims": (128, 128), "batch": 1, "given": ("seed",)}, {"causal": True, "dropout": 0.6}),
+    "dropout-wide": ("float16", {"seq": (170, 250), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": (*SCORES[1:], "seed")}, {"window": (50, 9), "dropout": 0.2}),
+    "dropout-of-few-queries": ("float16", {"seq": (5, 200), "heads": (12, 2), "given": ("seed",)}, {"dropout": 0.2}),
     "one-query": ("bfloat16", {"seq": (1, 300), "heads": (6, 2), "dims": (128, 128)}, {}),
 }  # fmt: skip
 

@@ -30,6 +30,7 @@ def backward(
 
     With P = exp(S - lse) recomputed tile by tile:  dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P · (dP - rowsum(dO · O) + dlse),
     dQ = scale · dS K,  dK = scale · dSᵀ Q.  dS is a bias's gradient; -exp(sink - lse) · (rowsum(dO · O) - dlse) a sink's.
+    With dropout, what is dropped is 0 in P of dV and in dP, and what is kept is divided by the share of it.
     """
     work = work_dtype(problem)
     dq = np.empty(q.shape, q.dtype)
@@ -88,6 +89,10 @@ def backward(
                 np.subtract(s, norm, out=s)
                 p = np.exp(s, out=s)
                 product(do, vt[:, at.keys], out=dp)
+                keeps = of.keeps(at)
+                if keeps is not None:
+                    dp *= work(1 / of.kept)
+                    np.copyto(dp, 0, where=~keeps)
                 np.subtract(dp, delta, out=dp)
                 ds = np.multiply(dp, p, out=dp)
                 seen = of.visible(at)
@@ -98,6 +103,8 @@ def backward(
                     x.add(of, at, part, of.through(name, ds, at))
                 if slope is not None:
                     np.multiply(ds, slope, out=ds, where=True if seen is None else seen)
+                if keeps is not None:
+                    np.copyto(p, 0, where=~keeps)
                 of_keys = None if seen is None else seen.T
                 product(p.T, do, out=dv_part[:n], seen=of_keys)
                 dvh[at.keys] += dv_part[:n]
@@ -109,6 +116,7 @@ def backward(
                 x.leave((b, h, rows.start))
             dq[b, rows, h] = dqi * factor_q
         dkh *= factor_k
+        dvh *= work(1 / of.kept)
         if parts == 1:
             dk[b, of.keys, hk], dv[b, of.keys, hk] = dkh, dvh
         else:

@@ -37,7 +37,7 @@ def forward(
         qi = q[b, rows, h].astype(work) * work(pairs[b].factor_q)
         sink = pairs[b].sink(h)
         acc, total, top = online_softmax(pairs[b], qi, kt, vh, crew.steps(key_tiles(pairs[b], h, rows)), sink)
-        total_or_1 = np.where(total == 0, 1, total)  # a row that saw no key: 0 and -inf
+        total_or_1 = np.where(total == 0, 1, total) * work(pairs[b].kept)  # a row that saw no key: 0 and -inf
         mean = acc / total_or_1
         if not np.isfinite(mean).all():  # perhaps the sum alone is too large for its format, and the mean is not
             small = work(2.0 ** -(len(vh).bit_length()))
@@ -80,6 +80,9 @@ def online_softmax(
         p = np.exp(s, out=s)
         total = total * shrink + p.sum(axis=1, keepdims=True)
         acc *= shrink
+        keeps = pairs.keeps(at)
+        if keeps is not None:
+            np.copyto(p, 0, where=~keeps)
         product(p, vh[at.keys], out=part, seen=seen)
         acc += part
     if sink is not None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..problem import ARRAYS, AttentionProblem
+from .dropout import kept
 
 
 class Place(NamedTuple):
@@ -23,7 +24,7 @@ class Pairs:
 
     def __init__(self, problem: AttentionProblem, b: int, given: dict[str, np.ndarray]) -> None:
         self.problem, self.batch = problem, b
-        rules = [rule for rule in ARRAYS if problem.has(rule.name)]
+        rules = [rule for rule in ARRAYS if rule.axes and problem.has(rule.name)]
         self.given = {rule.name: np.broadcast_to(given[rule.name], rule.shape(problem)) for rule in rules}
         # Keys that nobody may see are dropped at once: no tile ever holds them.
         self.keys: Any = slice(problem.seq_k)
@@ -31,6 +32,8 @@ class Pairs:
             self.keys = np.flatnonzero(self.given["key_mask"][b])
         self.positions = np.arange(problem.seq_k)[self.keys]
         self.factor_q, self.factor_k = _factors(problem.scale)
+        self.kept = problem.kept  # the share of the probabilities that dropout keeps
+        self.seed = int(np.asarray(given["seed"]).reshape(())) % 2**64 if problem.dropout else 0
 
     def score(self, s: np.ndarray, at: Place) -> None:
         """In place: from products of Q and K, which carry the factors, to scores."""
@@ -67,6 +70,16 @@ class Pairs:
             own = self._tile("mask", at)
             seen = own if seen is None else seen & own
         return seen
+
+    def keeps(self, at: Place) -> np.ndarray | None:
+        """Which probabilities dropout keeps: (queries, keys), or None where it keeps all."""
+        if not self.problem.dropout:
+            return None
+        positions = self.positions[at.keys]
+        first, end = int(positions[0]), int(positions[-1]) + 1
+        rows = at.rows.start, at.rows.stop
+        all_between = kept(self.seed, self.batch, at.head, rows, (first, end), self.problem.dropped_below)
+        return all_between if len(positions) == end - first else all_between[:, positions - first]
 
     def sink(self, head: int) -> float | None:
         """A score more in the denominator of every row of a head, where there is one."""

@@ -15,6 +15,7 @@ from ..overlap import check_targets
 from ..problem import ARRAYS, OPTIONS, Gradients, View, contiguous
 from . import device, launch
 from .kernel_plan import KernelPlan
+from .params import KEYS, round_keys
 from .plan import plan
 from .programs import functions
 from .strides import padded, params_strides, to_copy
@@ -103,10 +104,11 @@ class Prepared:
         targets: Arrays,
         lse: bool,
         addresses: list[int] | None = None,
+        seed: int | None = None,
     ) -> tuple[list[Any], Any]:
         """Launch. Returns the outputs, and in the forward the LSE where it is asked for.
 
-        `addresses` of `arrays`, where they are known already."""
+        `addresses` of `arrays`, where they are known already; `seed` of dropout, where it is a number."""
         ordinal, pointer, empty, dtypes = self.device, lib.pointer, lib.empty, self.dtypes
         stream = lib.stream(ordinal)
         if addresses is None:
@@ -130,6 +132,8 @@ class Prepared:
         pointers, slots = self._blank.copy(), self.launcher.slots
         for slot, at in zip(self._given, addresses):
             pointers[slot] = at
+        if seed is not None and KEYS[0] in slots:
+            pointers[slots[KEYS[0]] :] = round_keys(seed)
         keep = []
         for name, view, copy in self.copies:
             slot = slots[name]
@@ -169,13 +173,19 @@ class Prepared:
 
 
 def forward(
-    lib: GpuAdapter, arrays: Arrays, targets: Arrays, return_lse: bool, options: dict[str, Any], family: str | None
+    lib: GpuAdapter,
+    arrays: Arrays,
+    targets: Arrays,
+    return_lse: bool,
+    options: dict[str, Any],
+    seed: int | None,
+    family: str | None,
 ) -> tuple[Any, Any]:
     """out and (where asked for) lse of one attention call."""
     ordinal = lib.device(arrays["q"])
     addresses = [*map(lib.pointer, arrays.values())]
     prepared = _find(lib, arrays, addresses, targets, options, family, False, ordinal)
-    (out,), lse = prepared.run(lib, arrays, targets, return_lse, addresses)
+    (out,), lse = prepared.run(lib, arrays, targets, return_lse, addresses, seed)
     if not targets:
         out = lib.finish(out, ordinal)
     return out, lib.finish(lse, ordinal) if return_lse else None
@@ -186,6 +196,7 @@ def backward(
     arrays: Arrays,
     targets: Arrays,
     options: dict[str, Any],
+    seed: int | None,
     family: str | None,
     wrt: tuple[str, ...] = (),
 ) -> Gradients:
@@ -193,13 +204,13 @@ def backward(
     ordinal = lib.device(arrays["q"])
     addresses = [*map(lib.pointer, arrays.values())]
     prepared = _find(lib, arrays, addresses, targets, options, family, True, ordinal)
-    grads, _ = prepared.run(lib, arrays, targets, False, addresses)
+    grads, _ = prepared.run(lib, arrays, targets, False, addresses, seed)
     if not targets:
         grads = [lib.finish(x, ordinal) for x in grads]
     if not wrt:
         return Gradients(*grads)
     prepared = _find(lib, arrays, addresses, {}, options, family, True, ordinal, wrt)
-    of_arrays, _ = prepared.run(lib, arrays, {}, False, addresses)
+    of_arrays, _ = prepared.run(lib, arrays, {}, False, addresses, seed)
     return Gradients(*grads, **{name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, of_arrays)})
 
 

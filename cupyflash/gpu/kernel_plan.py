@@ -103,6 +103,7 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("RIGHT", problem.right is not None),
         *((rule.name.upper(), problem.has(rule.name)) for rule in ARRAYS),
         ("SOFTCAP", problem.softcap is not None),
+        ("DROPOUT", problem.dropout > 0),
         ("NEGATIVE_SCALE", problem.scale < 0),
         # Whether ALiBi's distances are all of keys behind the query.
         ("ALIBI_BEHIND", problem.has("alibi_slopes") and problem.right == 0),

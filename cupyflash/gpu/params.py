@@ -1,10 +1,11 @@
 """`struct Params`, what the host hands to every kernel by value: one list of fields makes its CUDA text and packs it.
 
-The pointers stand in front, so that a call packs them alone.
+The pointers stand in front, and at the end what the kernels know of a seed that is a number: a call packs these alone.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +33,12 @@ POINTERS = {  # of a pass; lse (in the forward) and dlse may be null
     },
 }  # fmt: skip
 OPTIONAL = {  # by the dtype of an optional array; one with that of q is const In
-    "bool": "const unsigned char", "float32": "const float", "float64": "const double",
+    "bool": "const unsigned char", "float32": "const float", "float64": "const double", "int64": "const long long",
+    "uint64": "const unsigned long long", "int32": "const int", "uint32": "const unsigned",
 }  # fmt: skip
 GRADIENTS = tuple(rule.name for rule in ARRAYS if rule.gradient)
+ROUNDS = 7  # of dropout's generator, as attention/dropout.cuh has them
+KEYS = tuple(f"round_keys[{n}]" for n in range(ROUNDS))  # made of the seed: in 64 bits a word for each half of the generator
 WORKSPACE = {"uint32": "unsigned", "float32": "float", "float64": "double"}
 
 
@@ -66,13 +70,16 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "diagonal": ("int", lambda p: p.diagonal),  # query i stands on key i + diagonal
     "left": ("int", lambda p: p.left or 0),  # keys that it sees before and after that one, where there is a bound
     "right": ("int", lambda p: p.right or 0),
+    "kept": ("Accum", lambda p: p.kept),  # by dropout
+    "log_kept": ("Accum", lambda p: math.log(p.kept)),
+    "drop_below": ("unsigned", lambda p: p.dropped_below << 16),
 }
 STRIDES = {  # in elements; broadcast axes of an array over pairs have stride 0
     "Strides": ("batch", "row", "head"),
     "PairStrides": AXES,
 }
 _PACKED: dict[str, Any] = {
-    "int": "<i4", "float": "<f4", "double": "<f8",
+    "int": "<i4", "unsigned": "<u4", "float": "<f4", "double": "<f8",
     **{name: np.dtype([(axis, "<i8") for axis in axes], align=True) for name, axes in STRIDES.items()},
 }  # fmt: skip
 
@@ -109,7 +116,8 @@ def _values(
     """The fields behind the pointers; without a problem, not their values."""
     strides = strides or {}
     named = pointers(plan)
-    over_pairs = [name for name in (*(rule.name for rule in ARRAYS), *(f"d{name}" for name in GRADIENTS)) if name in named]
+    shaped = [rule.name for rule in ARRAYS if rule.axes]
+    over_pairs = [name for name in (*shaped, *(f"d{name}" for name in GRADIENTS)) if name in named]
     return [
         *(Field(f"{name}_strides", "Strides", tuple(strides.get(name, (0, 0, 0)))) for name in named if name in ROWED),
         *(Field(f"{name}_strides", "PairStrides", tuple(strides.get(name, (0, 0, 0, 0)))) for name in over_pairs),
@@ -122,7 +130,10 @@ def text(plan: KernelPlan) -> str:
     """Strides, PairStrides and Params as CUDA."""
     lines = [f"struct {name} {{ long long {', '.join(axes)}; }};" for name, axes in STRIDES.items()]
     lines += ["struct Params {", *(f"    {type}* {name};" for name, type in pointers(plan).items())]
-    return "\n".join([*lines, *(f"    {field.type} {field.name};" for field in _values(plan)), "};"]) + "\n"
+    lines += [f"    {field.type} {field.name};" for field in _values(plan)]
+    keys = f"unsigned round_keys[{2 * ROUNDS}]"
+    lines.append(f"    alignas(8) {keys};" if _keys(plan) else f"    static constexpr {keys} = {{}};")  # not asked: no room in a launch
+    return "\n".join([*lines, "};"]) + "\n"
 
 
 def layout(plan: KernelPlan) -> np.dtype[np.void]:
@@ -130,7 +141,21 @@ def layout(plan: KernelPlan) -> np.dtype[np.void]:
     accum = TYPES[plan.dtype][3]
     fields = [(name, "<u8") for name in pointers(plan)]
     fields += [(x.name, _PACKED[accum if x.type == "Accum" else x.type]) for x in _values(plan)]
+    fields += [("round_keys", f"<{len(_keys(plan))}u8")] if _keys(plan) else []
     return np.dtype(fields, align=True)
+
+
+def _keys(plan: KernelPlan) -> tuple[str, ...]:
+    return KEYS if dict(plan.constants)["DROPOUT"] else ()
+
+
+@functools.lru_cache(256)
+def round_keys(seed: int) -> tuple[int, ...]:
+    """What stands under `KEYS` for a seed: Philox adds a constant to each of the key's two words in every round."""
+    low, high = seed % 2**32, seed // 2**32
+    return tuple(
+        (low + n * 0x9E3779B9) % 2**32 | (high + n * 0xBB67AE85) % 2**32 << 32 for n in range(ROUNDS)
+    )
 
 
 class Packer:
@@ -140,13 +165,16 @@ class Packer:
     """
 
     def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, Sequence[int]]) -> None:
-        self.slots = {name: index for index, name in enumerate(pointers(plan))}  # where each pointer stands
+        front, back = tuple(pointers(plan)), _keys(plan)
+        self.slots = {name: index for index, name in enumerate(front + back)}
         record = np.zeros((), layout(plan))
         for field in _values(plan, problem, strides):
             record[field.name] = field.value
-        self._pointers = struct.Struct(f"<{len(self.slots)}Q")
-        self._rest = record.tobytes()[self._pointers.size :]
+        self._front, self._back = (struct.Struct(f"<{len(x)}Q") for x in (front, back))
+        self._between = record.tobytes()[self._front.size : record.nbytes - self._back.size]
+        self._pointers = len(front)
 
     def __call__(self, addresses: Sequence[int]) -> bytes:
-        """Params with these pointers, in the order of `slots`."""
-        return self._pointers.pack(*addresses) + self._rest
+        """Params with these pointers, and round keys, in the order of `slots`."""
+        n = self._pointers
+        return self._front.pack(*addresses[:n]) + self._between + self._back.pack(*addresses[n:])

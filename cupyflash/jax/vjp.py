@@ -9,7 +9,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from .. import api
-from ..problem import ARRAYS, check_flag
+from ..problem import ARRAYS, check_flag, seed_of
 from ..signature import like
 
 Arrays = dict[str, Any]
@@ -30,16 +30,17 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = Fa
     """
     check_flag("return_lse", return_lse)
     arrays = {"q": q, "k": k, "v": v, **{row.name: options.pop(row.name, None) for row in ARRAYS}}
+    arrays["seed"], number = seed_of(arrays["seed"], options.get("dropout", 0.0))
     for name, x in arrays.items():
         if not isinstance(x, jax.Array) and (x is not None or name in "qkv"):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a jax.Array")
-    o, lse = _attention(arrays, options)
+    o, lse = _attention(arrays, options if number is None else {**options, "seed": number})
     return (o, lse) if return_lse else o
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _attention(arrays: Arrays, options: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-    return api.attention(**arrays, return_lse=True, **options)
+    return api.attention(**{**arrays, **options}, return_lse=True)
 
 
 def _forward(arrays: Arrays, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -54,7 +55,7 @@ def _backward(options: dict[str, Any], kept: Any, cotangents: tuple[Any, Any]) -
     arrays, out, lse, wanted = kept
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     dout = jax.numpy.zeros_like(out) if dout is None else dout
-    grads = api.attention_backward(dout, out=out, lse=lse, dlse=dlse, wrt=wanted, **arrays, **options)
+    grads = api.attention_backward(dout, out=out, lse=lse, dlse=dlse, wrt=wanted, **{**arrays, **options})
     return ({name: getattr(grads, f"d{name}", None) for name in arrays},)
 
 

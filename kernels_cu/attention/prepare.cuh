@@ -1,6 +1,6 @@
 // What the tensor-core backwards want to know of each query before they start: two numbers, by tiles of queries.
 #pragma once
-#include "attention/head.cuh"
+#include "attention/dropout.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/math.cuh"
 
@@ -12,7 +12,7 @@ __device__ float* prepared_rows(const Params& p, long long tile_number) {
 
 // Fill them in, by a block of 128 threads: delta = rowsum(dO * O), less the gradient of lse where there is one, since
 // dS = P (dP - delta + dlse). Where there is no query, or its lse is -inf (it saw no key, or no finite score),
-// exp2(s - inf) is 0.
+// exp2(s - inf) is 0. (With dropout: see there.)
 template <int SIZE>
 __device__ void prepare_rows(const Params& p, const Head& head, int tile) {
     constexpr int LANES = config::DIM_V <= 64 ? 8 : config::DIM_V <= 128 ? 16 : 32;  // of 8 columns, for one row
@@ -38,8 +38,8 @@ __device__ void prepare_rows(const Params& p, const Head& head, int tile) {
         if (lane == 0) {
             float lse = i < queries ? p.lse[head.row_number(p, i)] : MINUS_INFINITY;
             bool any = lse != MINUS_INFINITY;
-            rows[i - first] = any ? -lse * LOG2_E : MINUS_INFINITY;
-            rows[i - first + SIZE] = (any && p.dlse != nullptr ? p.dlse[head.row_number(p, i)] : 0) - sum;
+            rows[i - first] = any ? -lse_of_kept(p, lse) * LOG2_E : MINUS_INFINITY;
+            rows[i - first + SIZE] = ((any && p.dlse != nullptr ? p.dlse[head.row_number(p, i)] : 0) - sum) * kept(p);
         }
     }
 }

@@ -164,9 +164,10 @@ struct OnlineSoftmax {
     }
 
     // Divide the result by the sums of whole rows; lse(row fragment, half) is left in `maximum`. `unit`: of a score, in
-    // natural units; sink(row): a logit more in the sum. Rows that saw no key: 0, and the sink or -inf.
+    // natural units; `kept`: the share of the result that dropout has kept; sink(row): a logit more in the sum. Rows that saw
+    // no key: 0, and the sink or -inf.
     template <int N, class F>
-    __device__ void finish(Accumulator<M, N>& result, float unit, F sink) {
+    __device__ void finish(Accumulator<M, N>& result, float unit, float kept, F sink) {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -179,7 +180,7 @@ struct OnlineSoftmax {
                     any = exponent < 127;
                     total = any ? total + exp2_approx(exponent) : 1;
                 }
-                float inverse = any ? 1 / total : 0.f;
+                float inverse = any ? 1 / (total * kept) : 0.f;
 #pragma unroll
                 for (int n = 0; n < N; n++) result.x[m][n][2 * h] *= inverse, result.x[m][n][2 * h + 1] *= inverse;
                 maximum[m][h] = any ? fmaf(maximum[m][h], unit, logf(total)) : alone;

@@ -8,6 +8,7 @@ using config::OWNED, config::VISITED;
 template <class Of>
 __device__ void gather_pairs(const Params& p) {
     const Share<Of, OWNED, VISITED> share(p, blockIdx.x);
+    const Dropout dropout(p);
     __shared__ Shared shared;
     ScoreTile sums = {};
 
@@ -30,7 +31,8 @@ __device__ void gather_pairs(const Params& p) {
 #pragma unroll
             for (int j = 0; j < SCORES; ++j) {
                 const Pair pair = {at.head.q, at.i + row_of(i), at.j + score_column_of(j)};
-                sums[i][j] = fma(of_score(s[i][j], dp[i][j], of_query, pairs, tested, pair), Of::change(pairs, pair), sums[i][j]);
+                sums[i][j] = fma(of_score(s[i][j], dp[i][j], of_query, pairs, dropout, tested, pair),
+                                 Of::change(pairs, pair), sums[i][j]);
             }
         }
     }

@@ -28,6 +28,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
     const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
 
+    const Dropout dropout(p);
+
     __shared__ Shared shared;
     ResultTile dk_sum = {}, dv_sum = {};
 
@@ -51,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
                 const Row of_query(p, head, query_j);
 #pragma unroll
                 for (int i = 0; i < M; ++i)
-                    differentiate(s[i][j], dp[i][j], of_query, pairs, tested, {head.q, query_j, row + row_of(i)});
+                    differentiate(s[i][j], dp[i][j], of_query, pairs, dropout, tested, {head.q, query_j, row + row_of(i)});
             }
 
             add_weighted(dv_sum, s, dout, query, column, tested, shared);
@@ -80,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const Matrix dout = query_matrix(p, head, p.dout, p.dout_strides, p.dim_v);
 
     const Pairs pairs(p, head);
+    const Dropout dropout(p);
     const KeyWalk<config::VISITED> walk(p, head, queries);
 
     __shared__ Shared shared;
@@ -98,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
             const Row of_query(p, head, query_i);
 #pragma unroll
             for (int j = 0; j < SCORES; ++j)
-                differentiate(s[i][j], dp[i][j], of_query, pairs, tested, {head.q, query_i, key + score_column_of(j)});
+                differentiate(s[i][j], dp[i][j], of_query, pairs, dropout, tested, {head.q, query_i, key + score_column_of(j)});
         }
 
         add_weighted(dq_sum, dp, k, key, column, tested, shared);

@@ -27,6 +27,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
 
     const Pairs pairs(p, head);
+    const Dropout dropout(p);
     const KeyWalk<config::VISITED> walk(p, head, queries);
     const Accum factor = pairs.factor();  // exp(scale * x) as 2^(factor * x): that is what the hardware has
 
@@ -63,6 +64,11 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
             }
         }
 
+        if (config::DROPOUT)
+            for_each(s, [&](Accum& x, int i, int j) {
+                if (!dropout.keeps(head.batch, {head.q, row + row_of(i), key + score_column_of(j)})) x = 0;
+            });
+
         add_weighted(o, s, v, key, column, tested, shared);
     }
 
@@ -78,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
             any = exponent < 127;
             sum[i] = any ? sum[i] + exp2(exponent) : 1;
         }
-        const Accum inverse = any ? 1 / sum[i] : 0;
+        const Accum inverse = any ? 1 / (sum[i] * kept(p)) : 0;
         for (Accum& x : o[i]) x *= inverse;
 
         // One number a row is all that the backward needs of the softmax.

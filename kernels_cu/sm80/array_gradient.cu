@@ -4,6 +4,7 @@
 // Both products are taken in pieces of DEPTH columns, which come through a ring in shared memory, from one tile to the next
 // without a break: any head dimension fits.
 #include "attention/array_gradient.cuh"
+#include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/prepare.cuh"
 #include "tile/fragment.cuh"
@@ -134,6 +135,7 @@ struct Block {
     Share<Of, ROWS, KEYS> share;
     Cursor<Of> ahead;
     int warp_row, warp_key, stage = 0;
+    Dropout dropout;
     Accumulator<M, N> sums;
 
     __device__ Block(const Params& p, Shared s)
@@ -142,7 +144,8 @@ struct Block {
           share(p, blockIdx.x),
           ahead(share),
           warp_row(threadIdx.x / 32 / COLUMN_WARPS * WARP_ROWS),
-          warp_key(threadIdx.x / 32 % COLUMN_WARPS * WARP_KEYS) {
+          warp_key(threadIdx.x / 32 % COLUMN_WARPS * WARP_KEYS),
+          dropout(p) {
         sums.clear();
     }
 
@@ -172,6 +175,7 @@ struct Block {
         read_rows(minus_lse, rows);
         score(scores, place, pairs, arrays);
         scores.each([&](float& x, int r, int) { x = exp2_approx(fmaf(x, factor, minus_lse[r / 8])); });
+        drop(scores, place, at.head.batch, dropout);
         if (pairs.tests_backward({place.i, place.i + WARP_ROWS}, {place.j, place.j + WARP_KEYS})) {
             keep_branch();
             KeysSeen<WARP_KEYS> seen(pairs, place.j);
@@ -192,7 +196,7 @@ struct Block {
         sums.each(
             [&](float& sum, int r, int c, float& probability, float& x) {
                 Pair pair{at.head.q, at.i + warp_row + r, at.j + warp_key + c};
-                float ds = probability * (x + minus_delta[r / 8]) * Of::change(pairs, pair);
+                float ds = derivative(probability, x, minus_delta[r / 8]) * Of::change(pairs, pair);
                 sum += probability == 0 ? 0 : ds;  // by a mask or not: nothing is added then, whatever dP is
             },
             probabilities, ds);
@@ -242,6 +246,6 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_alibi_slope
 }
 extern "C" __global__ void __launch_bounds__(256) attention_backward_sinks(const __grid_constant__ Params p) {
     gather_sink<D_SINKS, 256>(p, blockIdx.x, [&](const Head& head, int i) {
-        return prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, head, i / ROWS))[ROWS + i % ROWS];
+        return prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, head, i / ROWS))[ROWS + i % ROWS] / kept(p);
     });
 }

@@ -8,6 +8,7 @@
 // With COLUMN_WARPS of 2 or 4, that many warps share their keys: each computes the scores of its part of the queries,
 // P and dS both go through shared memory, and each warp owns its part of the columns of dK and dV. The tiles of a warp
 // are nearer to squares then, so that shared memory, which is what binds, is read less often.
+#include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/prepare.cuh"
 #include "ptx/flag.cuh"
@@ -85,6 +86,7 @@ struct Block {
     int end_head;
     int warp, warp_key, column_warp, warp_query;  // the warp's first key and query in a tile
     float factor;
+    Dropout dropout;
     Accumulator<M, DIM / 8 / COLUMN_WARPS> dk;
     Accumulator<M, DIM_V / 8 / COLUMN_WARPS> dv;
 
@@ -100,7 +102,8 @@ struct Block {
           warp_key(warp % KEY_WARPS * WARP_KEYS),
           column_warp(warp / KEY_WARPS),
           warp_query(column_warp * WARP_QUERIES),
-          factor(Pairs(p, head).factor()) {
+          factor(Pairs(p, head).factor()),
+          dropout(p) {
         dk.clear();
         dv.clear();
     }
@@ -180,12 +183,13 @@ struct Block {
             x = exp2_approx(fmaf(lines.score(x, r, c), factor, minus_lse[c]));
         };
         auto settle = [&] {
+            drop(probabilities, placement, at.head.batch, dropout);
             if (pairs.tests_backward({i0, i0 + WARP_QUERIES}, {j0, j0 + WARP_KEYS})) {
                 keep_branch();
                 KeysSeen<WARP_KEYS> seen(pairs, j0);
                 hide(probabilities, placement, pairs, seen, arrays, 0);
             }
-            if constexpr (SHARE) probabilities.store(s.p_tile(), warp_key, warp_query);
+            if constexpr (SHARE) probabilities.store<DROPOUT>(s.p_tile(), warp_key, warp_query);
         };
         if (!ALONG) {
             minus_lse.load(lse_address);
@@ -202,11 +206,11 @@ struct Block {
         if (!ALONG) minus_delta.load(delta_address);
         ds.each(
             [&](float& x, int, int c, float& probability, float& slope) {
-                x = probability * (x + minus_delta[c]) * slope;
+                x = derivative(probability, x, minus_delta[c]) * slope;
             },
             probabilities, slopes);
         ds.store(s.ds_tile(), warp_key, warp_query);
-        if constexpr (!SHARE) mma_AB<ROWS>(dv, FromRegisters<M, WARP_QUERIES / 8>{probabilities}, s.do_tile(stage), 0);
+        if constexpr (!SHARE) mma_AB<ROWS>(dv, FromRegisters<M, WARP_QUERIES / 8, DROPOUT>{probabilities}, s.do_tile(stage), 0);
         __syncthreads();
 
         // dQ += dS K. The additions in memory ride along the products that follow, dV += P^T dO and dK += dS^T Q: in one

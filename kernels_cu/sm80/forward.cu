@@ -7,6 +7,7 @@
 // third less often. With two STAGES
 // the next K and V tiles are on their way while these are worked on; with one, V arrives under S = Q K^T and the next
 // K under the softmax and P V, in half the shared memory, so that two thread blocks share a multiprocessor.
+#include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/softmax.cuh"
 #include "ptx/barrier.cuh"
@@ -82,6 +83,7 @@ struct Block {
     Range queries;
     KeyWalk<KEYS> walk;
     int row_warp, column_warp, warp_row, warp_key;  // the warp's first row and key in a tile
+    Dropout dropout;
     OnlineSoftmax<M> softmax;
     Accumulator<M, WARP_COLUMNS / 8> o;
 
@@ -95,6 +97,7 @@ struct Block {
           column_warp(threadIdx.x / 32 / ROW_WARPS),
           warp_row(row_warp * WARP_ROWS),
           warp_key(column_warp * WARP_KEYS),
+          dropout(p),
           softmax(Pairs(p, head).factor()) {
         o.clear();
     }
@@ -175,6 +178,8 @@ struct Block {
         if (SHARE) exchange.combine(largest, [](float x, float y) { return fmaxf(x, y); });
         softmax.rescale(largest, o);
         softmax.exponentiate(scores);
+        Placement<> at{head.q, queries.begin + warp_row, walk.tile(step) * KEYS + warp_key};
+        drop(scores, at, head.batch, dropout);
 
         // O += P V
         auto next_k = copy_k(next, 0);
@@ -182,11 +187,11 @@ struct Block {
             if (STAGES == 1) next_k.template part<KEYS / 16>(k);
         };
         if constexpr (SHARE) {
-            scores.store(s.p_tile(), warp_row, warp_key);
+            scores.store<DROPOUT>(s.p_tile(), warp_row, warp_key);
             sync_sharers();
             mma_AB<KEYS>(o, FromShared<PTile>{s.p_tile(), warp_row}, s.v_tile(stage), column_warp * WARP_COLUMNS, along);
         } else {
-            mma_AB<KEYS>(o, FromRegisters<M, WARP_KEYS / 8>{scores}, s.v_tile(stage), 0, along);
+            mma_AB<KEYS>(o, FromRegisters<M, WARP_KEYS / 8, DROPOUT>{scores}, s.v_tile(stage), 0, along);
         }
         cp_async_commit();
     }
@@ -203,7 +208,7 @@ struct Block {
             exchange.combine(softmax.sum, [](float x, float y) { return x + y; });
         }
         Pairs pairs(p, head);
-        softmax.finish(o, pairs.unit(), [&](int) { return pairs.sink(head.q); });
+        softmax.finish(o, pairs.unit(), kept(p), [&](int) { return pairs.sink(head.q); });
 
         // Out through shared memory, where Q was, for whole rows; where Q's rows have another length than O's, the warps'
         // shares of the two tiles overlap.

@@ -10,6 +10,9 @@ constexpr bool HALF_STEPS = SHARE_ROWS;
 constexpr int FIRST = ROWS / 32 * 16, SECOND = ROWS - FIRST;  // queries
 static_assert(!HALF_STEPS || FIRST == SECOND);
 
+// Whether the sums of dP start at -delta: registers are filled faster than added to. (What is dropped of dP is not delta.)
+constexpr bool DELTA_FIRST = !HALF_STEPS && !DROPOUT;
+
 // What a warpgroup with 64 keys of every tile has at hand.
 struct NarrowWorker {
     const Params& p;
@@ -17,6 +20,7 @@ struct NarrowWorker {
     Shared& s;
     int group, first_key;  // of the warpgroup's keys in a tile
     float factor;
+    Dropout dropout;
     unsigned steps = 0, own;    // one number tells the place in every ring: registers are scarce here
     Shared::DQRing dq_ring;
     bool owed = false;          // whether the thread that adds dQ is still to be told of a part
@@ -31,6 +35,7 @@ struct NarrowWorker {
           group(group),
           first_key(64 * group),
           factor(Pairs(p, Head{}).factor()),
+          dropout(p),
           own(column_offset()),
           dq_ring(s.dq(group)) {
         static_assert(WIDE || KEYS == 64 * GROUPS && DIM <= 64 * GROUPS);
@@ -72,20 +77,25 @@ struct NarrowWorker {
                 hide<begin.value, end.value>(probabilities, at, pairs, seen, arrays, 0);
             }
         };
-        // dS^T = P^T (dP^T - delta) slope; delta is there from the start but for HALF_STEPS
-        auto derive = [&](float& x, int, int, float& probability, float& slope) { x *= probability * slope; };
+        // dS^T = P^T (dP^T - delta) slope. delta has been subtracted, or (DROPOUT) not yet.
+        ColumnVector<ROWS / 8> minus_delta;
+        auto derive = [&](float& x, int, int c, float& probability, float& slope) {
+            if constexpr (DROPOUT)
+                x = derivative(probability, x, minus_delta[c]) * slope;
+            else
+                x *= probability * slope;
+        };
 
-        // S^T = K Q^T, dP^T = V dO^T, which starts at -delta where registers are filled faster than added to. Rows'
-        // numbers are read before products keep shared memory busy.
+        // S^T = K Q^T, dP^T = V dO^T. Rows' numbers are read before products keep shared memory busy.
         s.q.wait_full();
         ColumnVector<(HALF_STEPS ? FIRST : ROWS) / 8> minus_lse(s.row_values(), own);
-        if constexpr (!HALF_STEPS) {
+        if constexpr (DELTA_FIRST) {
             ds.fill(ColumnVector<ROWS / 8>(s.row_values() + 4 * ROWS, own));
             changed(ds);
         }
         start_ABt<DIM>(probabilities, s.k_tile(), first_key, s.q_tile());
         s.d.wait_full();
-        start_ABt<DIM_V, HALF_STEPS ? !ADD : ADD>(ds, s.v_tile(), first_key, s.do_tile());
+        start_ABt<DIM_V, DELTA_FIRST ? ADD : !ADD>(ds, s.v_tile(), first_key, s.do_tile());
         if constexpr (HALF_STEPS) {
             if (owed) tell();
             owed = true;
@@ -99,13 +109,16 @@ struct NarrowWorker {
             ColumnVector<SECOND / 8> minus_lse_2(s.row_values() + 4 * FIRST, own);
             probabilities.template each<0, HALF>(
                 [&](float& x, int r, int c, float& slope) { exponential(x, r, c, slope, minus_lse[c]); }, slopes);
+            drop<0, HALF>(probabilities, at, pairs.head.batch, dropout);
             mask(Constant<0>(), Constant<HALF>());
             wgmma_wait<0>();
             changed(ds);
-            p_operand.template take<0, FIRST>(probabilities);
+            p_operand.template take<0, FIRST, DROPOUT>(probabilities);
             start_AB<FIRST>(dv, p_operand, s.do_tile());
-            ColumnVector<ROWS / 8> minus_delta(s.row_values() + 4 * ROWS, own);
-            auto subtract = [&](float& x, int, int c) { x += minus_delta[c]; };
+            minus_delta.load(s.row_values() + 4 * ROWS, own);
+            auto subtract = [&](float& x, int, int c) {
+                if (!DROPOUT) x += minus_delta[c];
+            };
             auto both = [&](auto n) {  // exponentials of the second half, dS of the first
                 probabilities.template each<HALF + n.value, HALF + n.value + 1>(
                     [&](float& x, int r, int c, float& slope) { exponential(x, r, c, slope, minus_lse_2[c - FIRST]); },
@@ -114,6 +127,7 @@ struct NarrowWorker {
                 ds.template each<n.value, n.value + 1>(derive, probabilities, slopes);
             };
             for_constants<HALF>(both);
+            drop<HALF, ROWS / 8>(probabilities, at, pairs.head.batch, dropout);
             ds_operand.template take<0, FIRST>(ds);
             store_transposed<0, FIRST>(ds_operand, ds_tile, 0, first_key + 16 * warp());
             mask(Constant<HALF>(), Constant<ROWS / 8>());
@@ -122,7 +136,7 @@ struct NarrowWorker {
             ds.template each<HALF, ROWS / 8>(derive, probabilities, slopes);
             wgmma_wait<0>();  // nothing under way: ptxas wants operands in registers made so
             changed(dv);
-            p_operand.template take<FIRST, SECOND>(probabilities);
+            p_operand.template take<FIRST, SECOND, DROPOUT>(probabilities);
             ds_operand.template take<FIRST, SECOND>(ds);
             store_transposed<FIRST, SECOND>(ds_operand, ds_tile, 0, first_key + 16 * warp());
             start_AB<SECOND, FIRST>(dv, p_operand, s.do_tile());
@@ -131,12 +145,14 @@ struct NarrowWorker {
         } else {
             probabilities.each(
                 [&](float& x, int r, int c, float& slope) { exponential(x, r, c, slope, minus_lse[c]); }, slopes);
+            drop(probabilities, at, pairs.head.batch, dropout);
             mask(Constant<0>(), Constant<ROWS / 8>());
             if (PAIR_ARRAYS) s.pairs.release();
             wgmma_wait<0>();
             changed(ds);
+            if constexpr (!DELTA_FIRST) minus_delta.load(s.row_values() + 4 * ROWS, own);
             ds.each(derive, probabilities, slopes);
-            p_operand.take(probabilities);
+            p_operand.template take<0, ROWS, DROPOUT>(probabilities);
             ds_operand.take(ds);
             store_transposed(ds_operand, ds_tile, 0, first_key + 16 * warp());
             fence_async();

@@ -1,6 +1,7 @@
 // The Hopper backward's tiles in shared memory, the order in which they are visited, and the thread that loads them (the
 // producer): copies come as far ahead as the rings reach.
 #pragma once
+#include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/prepare.cuh"
 #include "ptx/barrier.cuh"

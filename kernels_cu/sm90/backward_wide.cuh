@@ -21,6 +21,7 @@ struct WideWorker {
     Shared& s;
     int group, first_key;  // of the worker's keys in a tile
     float factor;
+    Dropout dropout;
     Shared::DQRing dq_ring;
     KTile my_keys;
     int dq_block, dq_place;  // which columns of dQ are the worker's, and where a thread's numbers lie in a tile of sums
@@ -46,6 +47,7 @@ struct WideWorker {
           group(group),
           first_key(PART_KEYS * group),
           factor(Pairs(p, Head{}).factor()),
+          dropout(p),
           dq_ring(s.dq(group)),
           my_keys{s.k_tile().base + 128 * first_key},
           dq_block(s.dq_block(group)),
@@ -130,13 +132,14 @@ struct WideWorker {
                 x = exp2_approx(fmaf(lines.score(x, r, c), factor, minus_lse[r / 8 % 2]));
             },
             slopes);
+        drop(scores, at, pairs.head.batch, dropout);
         if (pairs.tests_backward({tile_q * ROWS, tile_q * ROWS + ROWS}, {key, key + PART_KEYS})) {
             keep_branch();
             hide(scores, at, pairs, seen, arrays, 0);
         }
         if (PAIR_ARRAYS) s.pairs.release();
         sync_threads<128 * GROUPS>(1);  // nobody reads P of the step before any more
-        store_rounded<true>(scores, p_tile, first_key, first_row());
+        store_rounded<true, DROPOUT>(scores, p_tile, first_key, first_row());
         fence_async();
         sync_threads<128 * GROUPS>(2);
         // dS = P (dP - delta) slope, under dV^T += dO^T P
@@ -147,7 +150,7 @@ struct WideWorker {
         if (CLUSTERED) changed(dq);
         ds.each(
             [&](float& x, int r, int, float& probability, float& slope) {
-                x = probability * (x + minus_delta[r / 8 % 2]) * slope;
+                x = derivative(probability, x, minus_delta[r / 8 % 2]) * slope;
             },
             scores, slopes);
         store_rounded<true>(ds, ds_tile, first_key, first_row());

@@ -5,6 +5,7 @@
 // (forward_tiles.cuh). The others each own 64 rows: the tensor cores compute S = Q K^T of one key tile and O += P V of the
 // tile before in the background (wgmma), and under P V the threads do the softmax of S. O leaves through shared memory, by
 // the copy engine again, where there is room for it.
+#include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/softmax.cuh"
 #include "ptx/barrier.cuh"
@@ -43,6 +44,7 @@ struct Worker {
     TileWalk own{{0, 0}};       // over the key tiles that the warpgroup's rows see
     bool half = false;          // whether they see no more than the first half of the first one
     OnlineSoftmax<1> softmax;   // of its rows
+    Dropout dropout;
 
     // P V is added while the scores after those of P are computed: those of the next key tile, or of the next tile.
     Accumulator<1, DIM_V / 8> o;
@@ -55,7 +57,8 @@ struct Worker {
           group(group),
           first_row(64 * group),
           warp_row(first_row + threadIdx.x / 32 % 4 * 16),
-          softmax(new_softmax()) {}
+          softmax(new_softmax()),
+          dropout(p) {}
 
     __device__ OnlineSoftmax<1> new_softmax() const { return {Pairs(p, tile.head).factor()}; }
 
@@ -150,11 +153,12 @@ struct Worker {
         softmax.row_maximum(scores, largest);
         softmax.raise(largest, shrink);
         softmax.exponentiate(scores);
+        drop(scores, placement(tile, own.tile(step) * KEYS), tile.head.batch, dropout);
         if (RIDING) softmax.settle();
         if (own.after(step) > 0) s.k.wait_full();
         if (RIDING) values_added();
         changed(scores);
-        probabilities.take(scores);
+        probabilities.template take<0, KEYS, DROPOUT>(scores);
     }
 
     // A key tile, whose K is there: S = Q K^T, and under O += P V of the tile before its softmax. The next K is waited
@@ -170,6 +174,7 @@ struct Worker {
         half = false;
         wgmma_wait<1>();
         changed(scores);
+        ScorePlacement at = placement(tile, tile_k * KEYS);
         float largest[1][2], shrink[1][2];
         bool grown = false;
         auto look = [&] {
@@ -177,6 +182,7 @@ struct Worker {
             softmax.row_maximum(scores, largest);
             grown = softmax.raise(largest, shrink);
             softmax.exponentiate(scores);
+            drop(scores, at, tile.head.batch, dropout);
         };
         if (tests || !BLIND) {
             release_k();
@@ -185,6 +191,7 @@ struct Worker {
             mask(scores, tile_k, false);
             float added[1][2];
             bool fits = softmax.exponentiate_blindly(scores, added);
+            drop(scores, at, tile.head.batch, dropout);
             if constexpr (WARP_VOTE) {
                 if (__builtin_expect(__all_sync(~0u, fits), true)) {
                     softmax.add(added);
@@ -209,7 +216,7 @@ struct Worker {
         values_added();
         changed(scores);
         if (__builtin_expect(grown, false)) softmax.scale_rows(o, shrink);
-        probabilities.take(scores);
+        probabilities.template take<0, KEYS, DROPOUT>(scores);
     }
 
     // O of a tile, divided by the sums, and its lse.
@@ -217,7 +224,7 @@ struct Worker {
         softmax.add_lanes();
         Pairs pairs(p, of.head);
         ScorePlacement at = placement(of);
-        softmax.finish(o, pairs.unit(), [&](int r) { return pairs.sink(at(r, 0).head); });
+        softmax.finish(o, pairs.unit(), kept(p), [&](int r) { return pairs.sink(at(r, 0).head); });
         int heads = heads_of(of), queries = of.head.queries(p);
         if (O_STAGED && maps.map_out) {
             bool storer = threadIdx.x % 128 == 0;

@@ -35,7 +35,7 @@ using TileSchedule = Schedule<HEAD_ROWS, PACK>;
 using TileWalk = KeyWalk<KEYS>;
 
 using Pairwise = PairTiles<ROWS>;  // mask and bias
-static_assert(!PAIR_ARRAYS || PACK == 1);
+static_assert(!(PAIR_ARRAYS || DROPOUT) || PACK == 1);
 
 struct TensorMaps : PairMaps {
     TensorMap q, k, v, out;

@@ -57,8 +57,8 @@ struct Accumulator {
         }
     }
 
-    // Round to Product and store at (row, col) of a shared tile.
-    template <int ROWS, int COLS>
+    // Round to Product (RELU: see pack2) and store at (row, col) of a shared tile.
+    template <bool RELU = false, int ROWS, int COLS>
     __device__ void store(SharedTile<ROWS, COLS> tile, int row, int col) const {
         int lane = threadIdx.x % 32;
 #pragma unroll
@@ -68,7 +68,7 @@ struct Accumulator {
 #pragma unroll
                 for (int h = 0; h < 2; h++)
                     store_shared(tile.address(row + 16 * m + lane / 4 + 8 * h, col + 8 * n + lane % 4 * 2),
-                                 pack2<Product>(x[m][n][2 * h], x[m][n][2 * h + 1]));
+                                 pack2<Product, RELU>(x[m][n][2 * h], x[m][n][2 * h + 1]));
     }
 };
 
@@ -98,8 +98,8 @@ struct ColumnVector {
 
 // Where the A operand of a product comes from; (a, m, k) gives its 16 x 16 fragment at row fragment m, columns 16 k.
 
-// An accumulator, rounded to Product: the two layouts agree.
-template <int M, int N>
+// An accumulator, rounded to Product (RELU: see pack2): the two layouts agree.
+template <int M, int N, bool RELU = false>
 struct FromRegisters {
     const Accumulator<M, N>& sum;
 
@@ -107,7 +107,7 @@ struct FromRegisters {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float(&f)[4] = sum.x[m][2 * k + i / 2];
-            a[i] = pack2<Product>(f[i % 2 * 2], f[i % 2 * 2 + 1]);
+            a[i] = pack2<Product, RELU>(f[i % 2 * 2], f[i % 2 * 2 + 1]);
         }
     }
 };

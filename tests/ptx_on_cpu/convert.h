@@ -69,7 +69,8 @@ inline float from_float<float>(double x) {
     return float(x);
 }
 
-template <class T>
+template <class T, bool RELU = false>
 unsigned pack2(float low, float high) {
+    if (RELU) low = low < 0 ? 0 : low, high = high < 0 ? 0 : high;
     return from_float<T>(low).bits | unsigned(from_float<T>(high).bits) << 16;
 }

@@ -117,11 +117,11 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     )  # fmt: skip
 
 
-SCORED_SPILLS = 600  # more, with arrays that scores read: their addresses
+SCORED_SPILLS = 600  # more, with arrays that scores read: their addresses. And with dropout, for its generator's words
 
 
 def _spills(t: Tile, problem: AttentionProblem) -> int:
-    return t.spills + SCORED_SPILLS * scored(problem)
+    return t.spills + SCORED_SPILLS * (scored(problem) or problem.dropout > 0)
 
 
 def _tile_constants(t: Tile) -> tuple[tuple[str, int], ...]:

@@ -205,7 +205,9 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
     banded = problem.left is not None or problem.right is not None
     paired = bool(_paired(problem))
     # With few heads too, thread blocks would stand idle, and each is as long at a tile.
-    packed = problem.group > 1 and problem.seq_q <= FEW and 2 * problem.batch * problem.heads_q > arch.sms and not paired
+    packed = problem.group > 1 and problem.seq_q <= FEW and 2 * problem.batch * problem.heads_q > arch.sms
+    packed = packed and not paired and not problem.dropout
+    crowded = scored(problem) or problem.dropout > 0
     rows: tuple[ForwardTile, ...] = TILES[False].rows(tile, PACKED if packed else ())
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
     # leave through? It leaves in boxes of one head. Tiles of mask and bias: 2, of course.
@@ -213,7 +215,7 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
     for t, (q_stages, o_staged, pair_stages) in itertools.product(rows, room):
         pairs = PairTiles(problem, pair_stages)
         size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs)
-        fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, scored(problem))
+        fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, crowded)
         if fits and size <= arch.shared_memory:
             return ForwardFit(t, q_stages, o_staged, pairs, packed, size)
     return None
