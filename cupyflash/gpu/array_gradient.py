@@ -27,9 +27,16 @@ class Work(NamedTuple):
 
 
 def work(
-    problem: AttentionProblem, lengths: Lengths, rows: int, keys: int, threads: int, shared_memory: int, sms: int
+    problem: AttentionProblem,
+    lengths: Lengths,
+    rows: int,
+    keys: int,
+    threads: int,
+    shared_memory: int,
+    sms: int,
+    persistent: bool = False,
 ) -> Work:
-    """For tiles of `rows` queries by `keys` keys."""
+    """For tiles of `rows` queries by `keys` keys. `persistent`: a block stays on each multiprocessor and takes many."""
     launches, workspace, scalars = [], [], []
     extents = (problem.batch, problem.heads_q, ceil(problem.seq_q, rows), ceil(problem.seq_k, keys))
     for name in OVER_PAIRS:
@@ -39,8 +46,9 @@ def work(
             summed = math.prod(n for n, length in zip(extents, lengths[name]) if length == 1)
             elements = math.prod(lengths[name])
             if 0 < own < sms:
-                splits = max(1, min(summed, ceil(WAVES * sms, own)))
-            launches.append(Launch(f"attention_backward_{name}", splits * own, threads, shared_memory))
+                splits = max(1, min(summed, sms // own if persistent else ceil(WAVES * sms, own)))
+            blocks = min(splits * own, sms) if persistent else splits * own
+            launches.append(Launch(f"attention_backward_{name}", blocks, threads, shared_memory))
             if splits > 1:
                 launches.append(Launch(f"attention_backward_{name}_add", ceil(elements, 128), 128))
         workspace.append(
