@@ -34,9 +34,9 @@ def work(
     threads: int,
     shared_memory: int,
     sms: int,
-    persistent: bool = False,
+    cluster: int = 0,
 ) -> Work:
-    """For tiles of `rows` queries by `keys` keys. `persistent`: a block stays on each multiprocessor and takes many."""
+    """For tiles of `rows` queries by `keys` keys. `cluster`: so many blocks have a tile, and stay on their multiprocessors."""
     launches, workspace, scalars = [], [], []
     extents = (problem.batch, problem.heads_q, ceil(problem.seq_q, rows), ceil(problem.seq_k, keys))
     for name in OVER_PAIRS:
@@ -45,9 +45,10 @@ def work(
             own = math.prod(n for n, length in zip(extents, lengths[name]) if length > 1)
             summed = math.prod(n for n, length in zip(extents, lengths[name]) if length == 1)
             elements = math.prod(lengths[name])
-            if 0 < own < sms:
-                splits = max(1, min(summed, sms // own if persistent else ceil(WAVES * sms, own)))
-            blocks = min(splits * own, sms) if persistent else splits * own
+            at_once = sms // cluster if cluster else WAVES * sms
+            if 0 < own < (at_once if cluster else sms):
+                splits = max(1, min(summed, at_once // own if cluster else ceil(at_once, own)))
+            blocks = min(splits * own, at_once) * cluster if cluster else splits * own
             launches.append(Launch(f"attention_backward_{name}", blocks, threads, shared_memory))
             if splits > 1:
                 launches.append(Launch(f"attention_backward_{name}_add", ceil(elements, 128), 128))

@@ -7,6 +7,7 @@
 // background (wgmma) and keep their sums in registers.
 #include "attention/array_gradient.cuh"
 #include "attention/prepare.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/pair_tiles.cuh"
 #include "tile/ring.cuh"
@@ -20,6 +21,10 @@ constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int WORKERS = 4 * GROUPS;  // warps
 static_assert(GROUPS == 2);          // the numbers of registers below
 
+// Blocks of a cluster have the same queries, and keys side by side: each brings its part of Q and dO, to all of them.
+constexpr bool CLUSTERED = CLUSTER > 1;
+constexpr int PART_ROWS = ROWS / CLUSTER;
+
 constexpr int DEPTH = 64;
 constexpr int PIECES = tiles_in(DIM, DEPTH), PIECES_V = tiles_in(DIM_V, DEPTH);
 // Pieces of a product that may be under way when threads turn to the numbers of S: of dP, that is.
@@ -30,7 +35,7 @@ using QueryPiece = SwizzledTile<ROWS, DEPTH>;  // of Q or dO
 using KeyPiece = SwizzledTile<KEYS, DEPTH>;    // of K or V
 using Sums = Accumulator<1, KEYS / 8>;
 
-using Shares = Share<OfBias, ROWS, KEYS>;
+using Shares = Share<OfBias, ROWS, CLUSTER * KEYS>;  // of a cluster
 using Pairwise = PairTiles<ROWS>;  // mask and bias
 // The bias of a block's own tile is the same along the axes that are summed; a mask need not be.
 constexpr bool PAIRS_PER_STEP = MASK;
@@ -69,7 +74,7 @@ struct Note {
 
 // Shared memory, and one thread's place in its rings.
 struct Shared {
-    using PieceRing = Ring<STAGES, WORKERS>;
+    using PieceRing = Ring<STAGES, WORKERS * CLUSTER>;
     using PairRing = Ring<PAIR_STAGES, WORKERS>;
 
     // Offsets.
@@ -82,10 +87,12 @@ struct Shared {
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
+    int rank;  // of the block in its cluster
     PieceRing pieces;
     PairRing pairs;
 
-    __device__ Shared(unsigned base) : base(base), pieces(base + PIECE_RING), pairs(base + PAIR_RING) {}
+    __device__ Shared(unsigned base)
+        : base(base), rank(blockIdx.x % CLUSTER), pieces(base + PIECE_RING), pairs(base + PAIR_RING) {}
 
     __device__ QueryPiece queries() const { return {base + pieces.stage * STAGE}; }
     __device__ KeyPiece keys() const { return {queries().base + QueryPiece::BYTES}; }
@@ -102,7 +109,12 @@ struct Loader {
     // A piece of both operands.
     __device__ void load(const PairsTile& at, const TensorMap& of_queries, const TensorMap& of_keys, int column) {
         mbarrier_arrive_expect(s.pieces.full(), Shared::STAGE);
-        s.queries().load(of_queries, s.pieces.full(), at.i, at.head.q, at.head.batch, column);
+        SwizzledTile<PART_ROWS, DEPTH> part{s.queries().base + 128 * PART_ROWS * s.rank};
+        int row = at.i + PART_ROWS * s.rank;
+        if constexpr (CLUSTERED)
+            tma_load_to_all<CLUSTER>(part.base, of_queries, s.pieces.full(), column, row, at.head.q, at.head.batch);
+        else
+            part.load(of_queries, s.pieces.full(), row, at.head.q, at.head.batch, column);
         s.keys().load(of_keys, s.pieces.full(), at.j, at.head.k, at.head.batch, column);
         s.pieces.advance();
         s.pieces.wait_empty();
@@ -110,12 +122,14 @@ struct Loader {
     __device__ void visit(const Note& note) {
         PairsTile at{note.head, note.i, note.j};
         note.store(s.note());
+#pragma unroll 1
         for (int n = 0; n < PIECES; n++) load(at, maps.q, maps.k, n * DEPTH);
         if (PAIRS_PER_STEP || note.has(Note::FIRST)) {
             s.pairs.wait_empty();
             s.pair_tiles().load(p, maps, s.pairs.full(), at.head, at.i, at.j);
             s.pairs.advance();
         }
+#pragma unroll 1
         for (int n = 0; n < PIECES_V; n++) load(at, maps.dout, maps.v, n * DEPTH);
     }
     // No more than a note.
@@ -127,16 +141,16 @@ struct Loader {
     }
 
     __device__ void run() {
-        int shares = Shares::count(p);
-        for (int n = blockIdx.x; n < shares; n += gridDim.x) {
+        int shares = Shares::count(p), own_keys = s.rank * KEYS;
+        for (int n = blockIdx.x / CLUSTER; n < shares; n += gridDim.x / CLUSTER) {
             Shares share(p, n);
             auto step = share.first();
             PairsTile at = step.tile;
-            if (!share.has(step)) tell({at.head, share.tile_q * ROWS, share.tile_k * KEYS, share.split, Note::LAST});
+            if (!share.has(step)) tell({at.head, at.i, at.j + own_keys, share.split, Note::LAST});
             for (int flags = Note::VISIT | Note::FIRST; share.has(step); flags = Note::VISIT) {
                 at = step.tile;
                 share.advance(step);
-                visit({at.head, at.i, at.j, share.split, flags | (share.has(step) ? 0 : Note::LAST)});
+                visit({at.head, at.i, at.j + own_keys, share.split, flags | (share.has(step) ? 0 : Note::LAST)});
             }
         }
         tell({Head{0, 0, 0}, 0, 0, 0, Note::END});
@@ -156,6 +170,7 @@ struct Worker {
 
     __device__ void release() {
         done.release();
+        if (CLUSTERED && threadIdx.x % 32 == 0) mbarrier_arrive_far(far_address(done.empty(), 1 - s.rank));
         done.advance();
     }
 
@@ -261,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(con
     prepare_rows<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     attention_backward_bias(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) char memory[];
     Shared s(shared_address(memory));
@@ -275,14 +290,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         tma_prefetch(maps.dout);
     }
     __syncthreads();
+    if (CLUSTERED) sync_cluster();
     int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     if (group == -1) {
-        shrink_registers<24>();
+        shrink_registers<40>();
         if (threadIdx.x == 0) Loader{p, maps, s}.run();
     } else {
-        grow_registers<240>();
+        grow_registers<232>();
         Worker(p, s, group).run();
     }
+    if (CLUSTERED) sync_cluster();  // shared memory goes with the block
 }
 extern "C" __global__ void __launch_bounds__(128) attention_backward_bias_add(const __grid_constant__ Params p) {
     Shares(p, 0).template add_parts<128>();

@@ -13,6 +13,7 @@ ROWS, KEYS = 128, 128  # a tile of the gradient: 64 queries for each of two warp
 DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these
 DEPTH = 64  # columns of a piece of the operands
 NOTE = 32  # bytes that the loading thread tells with each
+CLUSTER = 2  # blocks that share the loads of Q and dO
 # Pieces in flight, and tiles of mask and bias: the first that there is room for.
 STAGES = ((5, 2), (4, 2), (5, 1), (4, 1), (3, 1))
 
@@ -30,13 +31,13 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     else:
         return sm80.gradients(problem, arch, lengths)
     dim, dim_v = (next(d for d in DIMS if n <= d) for n in (problem.dim, problem.dim_v))
-    of_arrays = work(problem, lengths, ROWS, KEYS, 384, size, arch.sms, persistent=True)
+    of_arrays = work(problem, lengths, ROWS, CLUSTER * KEYS, 384, size, arch.sms, cluster=CLUSTER)
     constants = (
-        ("DIM", dim), ("DIM_V", dim_v), ("ROWS", ROWS), ("KEYS", KEYS), ("STAGES", stages), ("SHARED_MEMORY", size),
+        ("DIM", dim), ("DIM_V", dim_v), ("ROWS", ROWS), ("KEYS", KEYS), ("STAGES", stages), ("CLUSTER", CLUSTER), ("SHARED_MEMORY", size),
         *pairs.constants(), *of_arrays.constants, *features(problem),
     )  # fmt: skip
     heads, tiles_q = problem.batch * problem.heads_q, ceil(problem.seq_q, ROWS)
-    maps = (*pairs.boxes(ROWS), Box("q", ROWS), Box("k", KEYS), Box("v", KEYS), Box("dout", ROWS))
+    maps = (*pairs.boxes(ROWS), Box("q", ROWS // CLUSTER), Box("k", KEYS), Box("v", KEYS), Box("dout", ROWS // CLUSTER))
     return KernelPlan(
         "sm90", arch.name, problem.dtype, True, "sm90/array_gradient.cu", constants,
         (Launch("attention_backward_prepare", heads * tiles_q, 128), *of_arrays.launches), 16,
