@@ -142,13 +142,13 @@ struct Share {
         return (s.batch ? p.batch : 1LL) * (s.head ? p.heads_q : 1) * (s.query ? any.queries(p) : 1) * (s.key ? any.keys(p) : 1);
     }
 
-    // The parts of all splits become the gradient: one element for each thread, by blocks of THREADS.
+    // The parts of all splits, `each` of them so many, become the gradient: one element for each thread, by blocks of THREADS.
     template <int THREADS>
-    __device__ void add_parts() const {
+    __device__ void add_parts(int each = 1) const {
         long long count = elements(p), at = (long long)blockIdx.x * THREADS + threadIdx.x;
         if (at >= count) return;
         Accum sum = 0;
-        for (int n = 0; n < Of::splits(p); n++) sum += Of::parts(p)[n * count + at];
+        for (int n = 0; n < Of::splits(p) * each; n++) sum += Of::parts(p)[n * count + at];
         Of::target(p)[at] = from_float<Pointed<decltype(Of::target(p))>>(sum);
     }
 };

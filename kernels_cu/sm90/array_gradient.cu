@@ -1,4 +1,4 @@
-// Gradient of a bias (attention/array_gradient.cuh) on Hopper: the sums of dS = P (dP - delta) of one tile of pairs after the
+// Gradients of the arrays that scores read (attention/array_gradient.cuh) on Hopper: sums of dS = P (dP - delta) of one tile of pairs after the
 // other, with the engines of a multiprocessor working at once.
 //
 // One thread block stays on each multiprocessor and takes tile after tile of the gradient, ROWS queries by KEYS keys. Its first
@@ -35,10 +35,14 @@ using QueryPiece = SwizzledTile<ROWS, DEPTH>;  // of Q or dO
 using KeyPiece = SwizzledTile<KEYS, DEPTH>;    // of K or V
 using Sums = Accumulator<1, KEYS / 8>;
 
-using Shares = Share<OfBias, ROWS, CLUSTER * KEYS>;  // of a cluster
-using Pairwise = PairTiles<ROWS>;  // mask and bias
-// The bias of a block's own tile is the same along the axes that are summed; a mask need not be.
-constexpr bool PAIRS_PER_STEP = MASK;
+template <class Of>
+using Shares = Share<Of, ROWS, CLUSTER * KEYS>;  // of a cluster
+using Pairwise = PairTiles<ROWS>;                // mask and bias
+// The bias of a block's own tile of its gradient is the same along the axes that are summed; a mask need not be.
+template <class Of>
+constexpr bool PAIRS_PER_STEP = PAIR_ARRAYS && (MASK || !Of::BIAS);
+template <class Of>
+constexpr bool PAIRS_PER_SHARE = PAIR_ARRAYS && !PAIRS_PER_STEP<Of>;
 
 struct TensorMaps : PairMaps {
     TensorMap q, k, v, dout;
@@ -101,6 +105,7 @@ struct Shared {
 };
 
 // The loading thread.
+template <class Of>
 struct Loader {
     const Params& p;
     const TensorMaps& maps;
@@ -124,7 +129,7 @@ struct Loader {
         note.store(s.note());
 #pragma unroll 1
         for (int n = 0; n < PIECES; n++) load(at, maps.q, maps.k, n * DEPTH);
-        if (PAIRS_PER_STEP || note.has(Note::FIRST)) {
+        if (PAIRS_PER_STEP<Of> || (PAIRS_PER_SHARE<Of> && note.has(Note::FIRST))) {
             s.pairs.wait_empty();
             s.pair_tiles().load(p, maps, s.pairs.full(), at.head, at.i, at.j);
             s.pairs.advance();
@@ -141,9 +146,9 @@ struct Loader {
     }
 
     __device__ void run() {
-        int shares = Shares::count(p), own_keys = s.rank * KEYS;
+        int shares = Shares<Of>::count(p), own_keys = s.rank * KEYS;
         for (int n = blockIdx.x / CLUSTER; n < shares; n += gridDim.x / CLUSTER) {
-            Shares share(p, n);
+            Shares<Of> share(p, n);
             auto step = share.first();
             PairsTile at = step.tile;
             if (!share.has(step)) tell({at.head, at.i, at.j + own_keys, share.split, Note::LAST});
@@ -158,6 +163,7 @@ struct Loader {
 };
 
 // A warpgroup that computes.
+template <class Of>
 struct Worker {
     const Params& p;
     Shared s;
@@ -211,7 +217,7 @@ struct Worker {
         changed(probabilities);
         // P = exp(S - lse), under dP = dO V^T
         float factor = pairs.factor();
-        if (PAIRS_PER_STEP || note.has(Note::FIRST)) s.pairs.wait_full();
+        if (PAIRS_PER_STEP<Of> || (PAIRS_PER_SHARE<Of> && note.has(Note::FIRST))) s.pairs.wait_full();
         InTiles<false, Pairwise> arrays(s.pair_tiles(), first_row, 0);
         score(probabilities, at, pairs, arrays);
         probabilities.each([&](float& x, int r, int) { x = exp2_approx(fmaf(x, factor, minus_lse[r / 8])); });
@@ -220,22 +226,31 @@ struct Worker {
             KeysSeen<KEYS> seen(pairs, at.j);
             hide(probabilities, at, pairs, seen, arrays, 0);
         }
-        if (PAIRS_PER_STEP || note.has(Note::LAST)) {
+        if (PAIRS_PER_STEP<Of> || (PAIRS_PER_SHARE<Of> && note.has(Note::LAST))) {
             s.pairs.release();
             s.pairs.advance();
         }
         wgmma_wait<0>();
         changed(ds);
         for (int n = 0; n < UNDER_WAY; n++) release();
-        sums.each([&](float& sum, int r, int, float& probability, float& x) { sum = fmaf(probability, x + minus_delta[r / 8], sum); },
-                  probabilities, ds);
+        sums.each(
+            [&](float& sum, int r, int c, float& probability, float& x) {
+                float change = Of::change(pairs, at(r, c));
+                sum = fmaf(Of::BIAS ? probability : probability * change, x + minus_delta[r / 8], sum);
+            },
+            probabilities, ds);
     }
 
     // The sums to the gradient, or to their part of it.
-    __device__ void write(const Note& note) const {
-        const PairStrides& strides = p.dbias_strides;
+    __device__ void write(const Note& note) {
+        const PairStrides& strides = Of::strides(p);
         Pair at{note.head.q, note.i + first_row, note.j};
         int queries = note.head.queries(p) - at.i, keys = note.head.keys(p) - at.j;
+        if (!Of::BIAS || strides.query == 0) {
+            float* part = Of::parts(p) + (note.split * WORKERS + first_row / 16) * Shares<Of>::elements(p);
+            add_up(at_pair(part, strides, note.head.batch, {at.head, 0, at.j}), keys);
+            return;
+        }
         bool vectors = p.seq_k % 8 == 0;  // the result is contiguous
         auto store = [&](auto* array) {
             auto* first = at_pair(array, strides, note.head.batch, at);
@@ -245,10 +260,37 @@ struct Worker {
             else
                 store_rows(sums, vectors, keys, row);
         };
-        if (p.dbias_splits == 1)
-            store(p.dbias);
+        if (Of::splits(p) == 1)
+            store(Of::target(p));
         else
-            store(p.dbias_parts + note.split * Shares::elements(p));
+            store(Of::parts(p) + note.split * Shares<Of>::elements(p));
+    }
+
+    // Where the array is broadcast along queries: a warp's sums to a part of their own; along keys too where it is no bias.
+    __device__ void add_up(float* to, int keys) {
+        int lane = threadIdx.x % 32;
+        auto over_lanes = [](float x, int from) {
+            for (int lanes = 16; lanes >= from; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);
+            return x;
+        };
+        float all = 0;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float x = sums.x[0][n][e] + sums.x[0][n][e + 2];
+                int column = sums.column(n, e);
+                if (Of::BIAS) {
+                    x = over_lanes(x, 4);
+                    if (lane < 4 && column < keys) to[column] = x;
+                } else {
+                    all += x;
+                }
+            }
+        if (!Of::BIAS) {
+            all = over_lanes(all, 1);
+            if (lane == 0) *to = all;
+        }
     }
 
     __device__ void run() {
@@ -276,33 +318,53 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(con
     prepare_rows<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
 }
 
+// Kernels of arrays whose gradients nobody asks for are empty.
+template <bool WANTED, class Of>
+__device__ void gather(const Params& p, const TensorMaps& maps) {
+    extern __shared__ __align__(1024) char memory[];
+    if constexpr (WANTED) {
+        Shared s(shared_address(memory));
+        if (threadIdx.x == 0) {
+            s.pieces.init();
+            s.pairs.init();
+            mbarrier_init_fence();
+            tma_prefetch(maps.q);
+            tma_prefetch(maps.k);
+            tma_prefetch(maps.v);
+            tma_prefetch(maps.dout);
+        }
+        __syncthreads();
+        if (CLUSTERED) sync_cluster();
+        int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
+        if (group == -1) {
+            shrink_registers<40>();
+            if (threadIdx.x == 0) Loader<Of>{p, maps, s}.run();
+        } else {
+            grow_registers<232>();
+            Worker<Of>(p, s, group).run();
+        }
+        if (CLUSTERED) sync_cluster();  // shared memory goes with the block
+    }
+}
+template <bool WANTED, class Of>
+__device__ void add_parts(const Params& p) {
+    // Of an array that is broadcast along queries each warp has left one.
+    if constexpr (WANTED) Shares<Of>(p, 0).template add_parts<128>(Of::strides(p).query ? 1 : WORKERS);
+}
+
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     attention_backward_bias(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
-    extern __shared__ __align__(1024) char memory[];
-    Shared s(shared_address(memory));
-    if (threadIdx.x == 0) {
-        s.pieces.init();
-        s.pairs.init();
-        mbarrier_init_fence();
-        tma_prefetch(maps.q);
-        tma_prefetch(maps.k);
-        tma_prefetch(maps.v);
-        tma_prefetch(maps.dout);
-    }
-    __syncthreads();
-    if (CLUSTERED) sync_cluster();
-    int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
-    if (group == -1) {
-        shrink_registers<40>();
-        if (threadIdx.x == 0) Loader{p, maps, s}.run();
-    } else {
-        grow_registers<232>();
-        Worker(p, s, group).run();
-    }
-    if (CLUSTERED) sync_cluster();  // shared memory goes with the block
+    gather<D_BIAS, OfBias>(p, maps);
 }
 extern "C" __global__ void __launch_bounds__(128) attention_backward_bias_add(const __grid_constant__ Params p) {
-    Shares(p, 0).template add_parts<128>();
+    add_parts<D_BIAS, OfBias>(p);
+}
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+    attention_backward_alibi_slopes(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
+    gather<D_ALIBI_SLOPES, OfSlopes>(p, maps);
+}
+extern "C" __global__ void __launch_bounds__(128) attention_backward_alibi_slopes_add(const __grid_constant__ Params p) {
+    add_parts<D_ALIBI_SLOPES, OfSlopes>(p);
 }
 extern "C" __global__ void __launch_bounds__(256) attention_backward_sinks(const __grid_constant__ Params p) {
     gather_sink<D_SINKS, 256>(p, blockIdx.x, [&](const Head& head, int i) {
