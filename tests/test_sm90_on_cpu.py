@@ -59,8 +59,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "bias-parts": ("float16", {"seq": (130, 143), "dims": (90, 128), "batch": 5, "given": ("bias",), "full": "qk"}, {}),
     "bias-parts-window": (
-        "bfloat16", {"seq": (300, 300), "dims": (32, 40), "heads": (4, 2), "given": ("bias", "mask"), "full": "qk", "bias": "float32"},
+        "bfloat16", {"seq": (200, 200), "dims": (32, 40), "heads": (4, 2), "given": ("bias", "mask"), "full": "qk", "bias": "float32"},
         {"window": (20, 9), "deterministic": True},
+    ),
+    "bias-unseen": (  # of whole tiles no query sees a key
+        "float16", {"seq": (200, 700), "batch": 1, "given": ("bias", "sinks")}, {"causal": "top_left"},
+    ),
+    "slopes-parts": (
+        "bfloat16", {"seq": (200, 300), "heads": (4, 2), "dims": (64, 128), "given": ("alibi_slopes",)}, {"causal": True},
     ),
     "bias-wider": ("float16", {"seq": (70, 150), "dims": (250, 192), "heads": (2, 1), "given": ("bias",)}, {"causal": True}),
     "scores": ("float16", {"seq": (200, 250), "heads": (4, 2), "batch": 1, "given": SCORES}, {"softcap": 2.0, "causal": True}),

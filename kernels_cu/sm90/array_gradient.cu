@@ -21,9 +21,10 @@ constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int WORKERS = 4 * GROUPS;  // warps
 static_assert(GROUPS == 2);          // the numbers of registers below
 
-// Blocks of a cluster have the same queries, and keys side by side: each brings its part of Q and dO, to all of them.
+// Blocks of a cluster have the same keys, and queries side by side: each brings its part of K and V, to all of them.
 constexpr bool CLUSTERED = CLUSTER > 1;
-constexpr int PART_ROWS = ROWS / CLUSTER;
+constexpr int PART_KEYS = KEYS / CLUSTER;
+constexpr int PARTS = WORKERS * CLUSTER;  // where sums of queries are to be added up
 
 constexpr int DEPTH = 64;
 constexpr int PIECES = tiles_in(DIM, DEPTH), PIECES_V = tiles_in(DIM_V, DEPTH);
@@ -36,13 +37,19 @@ using KeyPiece = SwizzledTile<KEYS, DEPTH>;    // of K or V
 using Sums = Accumulator<1, KEYS / 8>;
 
 template <class Of>
-using Shares = Share<Of, ROWS, CLUSTER * KEYS>;  // of a cluster
+using Shares = Share<Of, CLUSTER * ROWS, KEYS>;  // of a cluster
 using Pairwise = PairTiles<ROWS>;                // mask and bias
 // The bias of a block's own tile of its gradient is the same along the axes that are summed; a mask need not be.
 template <class Of>
 constexpr bool PAIRS_PER_STEP = PAIR_ARRAYS && (MASK || !Of::BIAS);
 template <class Of>
 constexpr bool PAIRS_PER_SHARE = PAIR_ARRAYS && !PAIRS_PER_STEP<Of>;
+
+// Whether many queries read an element: their sum is added up at the end.
+template <class Of>
+__device__ bool over_queries(const Params& p) {
+    return !Of::BIAS || (Of::strides(p).query == 0 && p.seq_q > 1);
+}
 
 struct TensorMaps : PairMaps {
     TensorMap q, k, v, dout;
@@ -114,13 +121,13 @@ struct Loader {
     // A piece of both operands.
     __device__ void load(const PairsTile& at, const TensorMap& of_queries, const TensorMap& of_keys, int column) {
         mbarrier_arrive_expect(s.pieces.full(), Shared::STAGE);
-        SwizzledTile<PART_ROWS, DEPTH> part{s.queries().base + 128 * PART_ROWS * s.rank};
-        int row = at.i + PART_ROWS * s.rank;
+        s.queries().load(of_queries, s.pieces.full(), at.i, at.head.q, at.head.batch, column);
+        SwizzledTile<PART_KEYS, DEPTH> part{s.keys().base + 128 * PART_KEYS * s.rank};
+        int key = at.j + PART_KEYS * s.rank;
         if constexpr (CLUSTERED)
-            tma_load_to_all<CLUSTER>(part.base, of_queries, s.pieces.full(), column, row, at.head.q, at.head.batch);
+            tma_load_to_all<CLUSTER>(part.base, of_keys, s.pieces.full(), column, key, at.head.k, at.head.batch);
         else
-            part.load(of_queries, s.pieces.full(), row, at.head.q, at.head.batch, column);
-        s.keys().load(of_keys, s.pieces.full(), at.j, at.head.k, at.head.batch, column);
+            part.load(of_keys, s.pieces.full(), key, at.head.k, at.head.batch, column);
         s.pieces.advance();
         s.pieces.wait_empty();
     }
@@ -146,16 +153,16 @@ struct Loader {
     }
 
     __device__ void run() {
-        int shares = Shares<Of>::count(p), own_keys = s.rank * KEYS;
+        int shares = Shares<Of>::count(p), own_rows = s.rank * ROWS;
         for (int n = blockIdx.x / CLUSTER; n < shares; n += gridDim.x / CLUSTER) {
             Shares<Of> share(p, n);
             auto step = share.first();
             PairsTile at = step.tile;
-            if (!share.has(step)) tell({at.head, at.i, at.j + own_keys, share.split, Note::LAST});
+            if (!share.has(step)) tell({at.head, at.i + own_rows, at.j, share.split, Note::LAST});
             for (int flags = Note::VISIT | Note::FIRST; share.has(step); flags = Note::VISIT) {
                 at = step.tile;
                 share.advance(step);
-                visit({at.head, at.i, at.j + own_keys, share.split, flags | (share.has(step) ? 0 : Note::LAST)});
+                visit({at.head, at.i + own_rows, at.j, share.split, flags | (share.has(step) ? 0 : Note::LAST)});
             }
         }
         tell({Head{0, 0, 0}, 0, 0, 0, Note::END});
@@ -203,7 +210,8 @@ struct Worker {
     __device__ void visit(const Note& note) {
         Pairs pairs(p, note.head);
         Placement<> at{note.head.q, note.i + first_row, note.j};
-        const float* rows = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, note.head, note.i / ROWS)) + first_row;
+        int tile_q = min(note.i / ROWS, query_tiles<ROWS>(p) - 1);  // of a cluster's blocks one may have no queries
+        const float* rows = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, note.head, tile_q)) + first_row;
         float minus_lse[2], minus_delta[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -246,8 +254,8 @@ struct Worker {
         const PairStrides& strides = Of::strides(p);
         Pair at{note.head.q, note.i + first_row, note.j};
         int queries = note.head.queries(p) - at.i, keys = note.head.keys(p) - at.j;
-        if (!Of::BIAS || strides.query == 0) {
-            float* part = Of::parts(p) + (note.split * WORKERS + first_row / 16) * Shares<Of>::elements(p);
+        if (over_queries<Of>(p)) {
+            float* part = Of::parts(p) + (note.split * PARTS + (s.rank * ROWS + first_row) / 16) * Shares<Of>::elements(p);
             add_up(at_pair(part, strides, note.head.batch, {at.head, 0, at.j}), keys);
             return;
         }
@@ -348,8 +356,7 @@ __device__ void gather(const Params& p, const TensorMaps& maps) {
 }
 template <bool WANTED, class Of>
 __device__ void add_parts(const Params& p) {
-    // Of an array that is broadcast along queries each warp has left one.
-    if constexpr (WANTED) Shares<Of>(p, 0).template add_parts<128>(Of::strides(p).query ? 1 : WORKERS);
+    if constexpr (WANTED) Shares<Of>(p, 0).template add_parts<128>(over_queries<Of>(p) ? PARTS : 1);
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
