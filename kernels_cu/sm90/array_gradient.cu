@@ -7,6 +7,7 @@
 // background (wgmma) and keep their sums in registers.
 #include "attention/array_gradient.cuh"
 #include "attention/prepare.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/pair_tiles.cuh"
@@ -219,10 +220,12 @@ struct Worker {
             minus_lse[h] = rows[row];
             minus_delta[h] = rows[row + ROWS];
         }
+        if (TURNS) sync_threads<128 * GROUPS>(1 + group);
         Sums probabilities, ds;
         start<0, DIM>(probabilities);
         start<PIECES, DIM_V>(ds);  // no more of S is under way then
         changed(probabilities);
+        if (TURNS) arrive_threads<128 * GROUPS>(2 - group);
         // P = exp(S - lse), under dP = dO V^T
         float factor = pairs.factor();
         if (PAIRS_PER_STEP<Of> || (PAIRS_PER_SHARE<Of> && note.has(Note::FIRST))) s.pairs.wait_full();
@@ -303,6 +306,7 @@ struct Worker {
 
     __device__ void run() {
         sums.clear();
+        if (TURNS && group == 1) arrive_threads<128 * GROUPS>(1);
         while (true) {
             s.pieces.wait_full();
             Note note = Note::load(p, s.note());

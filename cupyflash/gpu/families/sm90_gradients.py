@@ -13,6 +13,7 @@ DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these
 DEPTH = 64  # columns of a piece of the operands
 NOTE = 32  # bytes that the loading thread tells with each
 CLUSTER = 2  # blocks that share the loads of K and V
+TURNS = True
 # Pieces in flight, and tiles of mask and bias: the first that there is room for.
 STAGES = ((5, 2), (4, 2), (5, 1), (4, 1))
 
@@ -30,7 +31,7 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     dim, dim_v = (next(d for d in DIMS if n <= d) for n in (problem.dim, problem.dim_v))
     of_arrays = work(problem, lengths, Blocks(CLUSTER * ROWS, KEYS, 384, size, CLUSTER, parts=8 * CLUSTER), arch.sms)
     constants = (
-        ("DIM", dim), ("DIM_V", dim_v), ("ROWS", ROWS), ("KEYS", KEYS), ("STAGES", stages), ("CLUSTER", CLUSTER),
+        ("DIM", dim), ("DIM_V", dim_v), ("ROWS", ROWS), ("KEYS", KEYS), ("STAGES", stages), ("CLUSTER", CLUSTER), ("TURNS", TURNS),
         ("SHARED_MEMORY", size), *pairs.constants(), *of_arrays.constants, *features(problem),
     )  # fmt: skip
     heads, tiles_q = problem.batch * problem.heads_q, ceil(problem.seq_q, ROWS)
