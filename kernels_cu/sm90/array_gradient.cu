@@ -258,7 +258,8 @@ struct Worker {
         Pair at{note.head.q, note.i + first_row, note.j};
         int queries = note.head.queries(p) - at.i, keys = note.head.keys(p) - at.j;
         if (over_queries<Of>(p)) {
-            float* part = Of::parts(p) + (note.split * PARTS + (s.rank * ROWS + first_row) / 16) * Shares<Of>::elements(p);
+            float* part =
+                Of::parts(p) + (note.split * PARTS + (s.rank * ROWS + first_row) / 16) * Shares<Of>::elements(p);
             add_up(at_pair(part, strides, note.head.batch, {at.head, 0, at.j}), keys);
             return;
         }
@@ -374,7 +375,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     attention_backward_alibi_slopes(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     gather<D_ALIBI_SLOPES, OfSlopes>(p, maps);
 }
-extern "C" __global__ void __launch_bounds__(128) attention_backward_alibi_slopes_add(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_alibi_slopes_add(const __grid_constant__ Params p) {
     add_parts<D_ALIBI_SLOPES, OfSlopes>(p);
 }
 extern "C" __global__ void __launch_bounds__(256) attention_backward_sinks(const __grid_constant__ Params p) {
