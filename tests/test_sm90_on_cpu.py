@@ -13,8 +13,9 @@ from cupyflash.gpu.device import Arch
 
 pytestmark = needs_compiler
 
-# With so few multiprocessors two blocks (two clusters where the backward is wide) take tile after tile.
-GPU, WIDE = Arch("sm_90a", 90, 2, 232448), Arch("sm_90a", 90, 4, 232448)
+# With so few multiprocessors two blocks (two clusters where the backward is wide) take tile after tile. With more, several
+# share what a tile of a gradient of a bias sums.
+GPU, WIDE, MANY = (Arch("sm_90a", 90, sms, 232448) for sms in (2, 4, 13))
 
 SCORES = ("mask", "bias", "alibi_slopes", "sinks")
 # (dtype, shapes, options) as `check` takes them. Lengths are such that tiles end at, and just beyond, a mask's edge.
@@ -52,6 +53,22 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "bias-of-keys": ("float16", {"seq": (200, 266), "given": ("bias", "mask"), "full": "bk"}, {}),
     "bias-wide": ("float16", {"seq": (70, 150), "dims": (192, 128), "batch": 1, "given": ("bias",), "bias": "float32"}, {}),
+    "bias-summed": (
+        "bfloat16", {"seq": (200, 264), "heads": (4, 2), "batch": 3, "given": ("bias", "sinks"), "full": "hqk", "key_mask": True, "dlse": 1.0},
+        {"softcap": 2.0, "scale": -0.3},
+    ),
+    "bias-parts": ("float16", {"seq": (130, 143), "dims": (90, 128), "batch": 5, "given": ("bias",), "full": "qk"}, {}),
+    "bias-parts-window": (
+        "bfloat16", {"seq": (200, 200), "dims": (32, 40), "heads": (4, 2), "given": ("bias", "mask"), "full": "qk", "bias": "float32"},
+        {"window": (20, 9), "deterministic": True},
+    ),
+    "bias-unseen": (  # of whole tiles no query sees a key
+        "float16", {"seq": (200, 700), "batch": 1, "given": ("bias", "sinks")}, {"causal": "top_left"},
+    ),
+    "slopes-parts": (
+        "bfloat16", {"seq": (200, 300), "heads": (4, 2), "dims": (64, 128), "given": ("alibi_slopes",)}, {"causal": True},
+    ),
+    "bias-wider": ("float16", {"seq": (70, 150), "dims": (250, 192), "heads": (2, 1), "given": ("bias",)}, {"causal": True}),
     "scores": ("float16", {"seq": (200, 250), "heads": (4, 2), "batch": 1, "given": SCORES}, {"softcap": 2.0, "causal": True}),
     "scores-128": ("bfloat16", {"seq": (200, 250), "dims": (128, 128), "batch": 1, "given": SCORES}, {"window": (50, 9)}),
     "scores-wide": ("float16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": SCORES[1:]}, {"deterministic": True}),
@@ -66,4 +83,4 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:
-    check("sm90", WIDE if "wide" in case else GPU, rng, *CASES[case])
+    check("sm90", WIDE if "wide" in case else MANY if "parts" in case else GPU, rng, *CASES[case])

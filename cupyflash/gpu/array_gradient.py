@@ -17,6 +17,17 @@ SINK_THREADS = 256  # of the block that sums a head's
 WAVES = 2  # blocks for each multiprocessor, where tiles are too few and are shared
 
 
+class Blocks(NamedTuple):
+    """Those that sum: a tile of `rows` queries by `keys` keys each."""
+
+    rows: int
+    keys: int
+    threads: int
+    shared_memory: int
+    cluster: int = 0  # so many, with `keys` together, stay on their multiprocessors and take tile after tile; 0: none stays
+    parts: int = 1  # that a block leaves to be added where the array is broadcast along queries
+
+
 class Work(NamedTuple):
     """What a plan has of it."""
 
@@ -26,26 +37,30 @@ class Work(NamedTuple):
     constants: tuple[tuple[str, bool], ...]
 
 
-def work(
-    problem: AttentionProblem, lengths: Lengths, rows: int, keys: int, threads: int, shared_memory: int, sms: int
-) -> Work:
-    """For tiles of `rows` queries by `keys` keys."""
+def work(problem: AttentionProblem, lengths: Lengths, blocks: Blocks, sms: int) -> Work:
     launches, workspace, scalars = [], [], []
-    extents = (problem.batch, problem.heads_q, ceil(problem.seq_q, rows), ceil(problem.seq_k, keys))
+    extents = (problem.batch, problem.heads_q, ceil(problem.seq_q, blocks.rows), ceil(problem.seq_k, blocks.keys))
     for name in OVER_PAIRS:
         splits = elements = 1
+        parts = 0
         if name in lengths:
             own = math.prod(n for n, length in zip(extents, lengths[name]) if length > 1)
             summed = math.prod(n for n, length in zip(extents, lengths[name]) if length == 1)
             elements = math.prod(lengths[name])
-            if 0 < own < sms:
-                splits = max(1, min(summed, ceil(WAVES * sms, own)))
-            launches.append(Launch(f"attention_backward_{name}", splits * own, threads, shared_memory))
-            if splits > 1:
+            grid = own
+            if blocks.cluster:
+                room = sms // blocks.cluster
+                splits = max(1, min(summed, room // max(1, own)))
+                grid = min(splits * own, room) * blocks.cluster
+            elif 0 < own < sms:
+                splits = min(summed, ceil(WAVES * sms, own))
+                grid *= splits
+            launches.append(Launch(f"attention_backward_{name}", grid, blocks.threads, blocks.shared_memory))
+            over_queries = name != "bias" or lengths[name][2] < problem.seq_q
+            parts = splits * (blocks.parts if over_queries else 1)
+            if parts > 1:
                 launches.append(Launch(f"attention_backward_{name}_add", ceil(elements, 128), 128))
-        workspace.append(
-            Workspace(f"d{name}_parts", problem.lse_dtype, (splits if splits > 1 else 0, elements))
-        )
+        workspace.append(Workspace(f"d{name}_parts", problem.lse_dtype, (parts if parts > 1 else 0, elements)))
         scalars.append((f"d{name}_splits", splits))
     if "sinks" in lengths:
         launches.append(Launch("attention_backward_sinks", problem.heads_q, SINK_THREADS))

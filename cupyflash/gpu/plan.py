@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from ..problem import AttentionProblem
 from .array_gradient import Lengths
 from .device import Arch
-from .families import flash1, simt, sm80, sm90
+from .families import flash1, simt, sm80, sm90, sm90_gradients
 from .kernel_plan import KernelPlan, Tiles
 
 __all__ = ["FAMILIES", "ON_REQUEST", "Family", "KernelPlan", "plan"]
@@ -35,7 +35,7 @@ FAMILIES: dict[str, Family] = {"sm90": sm90, "sm80": sm80, "simt": simt, "flash1
 ON_REQUEST = ("flash1",)  # families that are taken only where they are named
 
 # Who gives the gradients of arrays, for the problems of a family.
-GRADIENTS = {"sm90": sm80.gradients, "sm80": sm80.gradients, "simt": simt.gradients}
+GRADIENTS = {"sm90": sm90_gradients.gradients, "sm80": sm80.gradients, "simt": simt.gradients}
 
 
 def check_family(family: Any) -> None:

@@ -59,6 +59,14 @@ struct Share {
         begin = int(split * count / splits), end = int((split + 1) * count / splits);
     }
 
+    // How many blocks, or turns of blocks, have one.
+    __device__ static int count(const Params& p) {
+        const PairStrides& s = Of::strides(p);
+        Head any{0, 0, 0};
+        return Of::splits(p) * (s.batch ? p.batch : 1) * (s.head ? p.heads_q : 1) *
+               (s.query ? tiles_in(any.queries(p), ROWS) : 1) * (s.key ? tiles_in(any.keys(p), KEYS) : 1);
+    }
+
     // A place in them, in order: heads that share K and V follow each other. Tiles in which no query sees a key are left out.
     struct Step {
         int n, b, h, q, k;  // number, and place along each axis
@@ -99,7 +107,6 @@ struct Share {
     }
 
    public:
-
     // Add up the block's tile of sums, value(row, column), where the array is broadcast along queries or keys, and write it;
     // by a block of THREADS, with scratch memory for ROWS numbers.
     template <int THREADS, class F>
@@ -124,24 +131,24 @@ struct Share {
             if (Of::splits(p) == 1)
                 Of::target(p)[at] = from_float<Pointed<decltype(Of::target(p))>>(sum);
             else
-                Of::parts(p)[split * elements() + at] = sum;
+                Of::parts(p)[split * elements(p) + at] = sum;
         }
     }
 
     // Of the array.
-    __device__ long long elements() const {
+    __device__ static long long elements(const Params& p) {
         const PairStrides& s = Of::strides(p);
         Head any{0, 0, 0};
         return (s.batch ? p.batch : 1LL) * (s.head ? p.heads_q : 1) * (s.query ? any.queries(p) : 1) * (s.key ? any.keys(p) : 1);
     }
 
-    // The parts of all splits become the gradient: one element for each thread, by blocks of THREADS.
+    // The parts of all splits, `each` of them so many, become the gradient: one element for each thread, by blocks of THREADS.
     template <int THREADS>
-    __device__ void add_parts() const {
-        long long count = elements(), at = (long long)blockIdx.x * THREADS + threadIdx.x;
+    __device__ void add_parts(int each = 1) const {
+        long long count = elements(p), at = (long long)blockIdx.x * THREADS + threadIdx.x;
         if (at >= count) return;
         Accum sum = 0;
-        for (int n = 0; n < Of::splits(p); n++) sum += Of::parts(p)[n * count + at];
+        for (int n = 0; n < Of::splits(p) * each; n++) sum += Of::parts(p)[n * count + at];
         Of::target(p)[at] = from_float<Pointed<decltype(Of::target(p))>>(sum);
     }
 };

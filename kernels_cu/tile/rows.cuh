@@ -19,6 +19,27 @@ __device__ inline void transpose_quad(unsigned (&w)[4]) {
     }
 }
 
+// Numbers of float32 to float32: as registers hold them, two at a time where they are so aligned.
+template <int N, class F>
+__device__ void store_float_rows(const Accumulator<1, N>& sum, bool vectors, int cols, F at) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float* to = at(sum.row(0, 2 * h));
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            int col = sum.column(n, 0);
+            float x = sum.x[0][n][2 * h], y = sum.x[0][n][2 * h + 1];
+            if (to == nullptr || col >= cols) continue;
+            if (vectors) {
+                *(float2*)(to + col) = {x, y};
+            } else {
+                to[col] = x;
+                if (col + 1 < cols) to[col + 1] = y;
+            }
+        }
+    }
+}
+
 // A row of `cols` elements begins at(row), null where there is none. A lane writes 16 bytes of it at once, where they are
 // so aligned (`vectors`), the four lanes of a row 64.
 template <int N, class F>
