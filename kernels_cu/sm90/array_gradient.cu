@@ -6,6 +6,7 @@
 // a break from one tile to the next, so that any head dimension fits. The others own 64 queries each, multiply in the
 // background (wgmma) and keep their sums in registers.
 #include "attention/array_gradient.cuh"
+#include "attention/dropped.cuh"
 #include "attention/prepare.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
@@ -177,10 +178,11 @@ struct Worker {
     Shared s;
     Shared::PieceRing done;  // with pieces: their slots are freed later than they are asked for
     int group, first_row;    // of the warp in a tile
+    Dropout dropout;
     Sums sums;
 
     __device__ Worker(const Params& p, const Shared& s, int group)
-        : p(p), s(s), done(s.pieces), group(group), first_row(64 * group + 16 * (threadIdx.x / 32 % 4)) {}
+        : p(p), s(s), done(s.pieces), group(group), first_row(64 * group + 16 * (threadIdx.x / 32 % 4)), dropout(p) {}
 
     __device__ void release() {
         done.release();
@@ -232,6 +234,7 @@ struct Worker {
         InTiles<false, Pairwise> arrays(s.pair_tiles(), first_row, 0);
         score(probabilities, at, pairs, arrays);
         probabilities.each([&](float& x, int r, int) { x = exp2_approx(fmaf(x, factor, minus_lse[r / 8])); });
+        drop(probabilities, at, note.head.batch, dropout);
         if (pairs.tests_backward({at.i, at.i + 16}, {at.j, at.j + KEYS})) {
             keep_branch();
             KeysSeen<KEYS> seen(pairs, at.j);
@@ -247,7 +250,10 @@ struct Worker {
         sums.each(
             [&](float& sum, int r, int c, float& probability, float& x) {
                 float change = Of::change(pairs, at(r, c));
-                sum = fmaf(Of::BIAS ? probability : probability * change, x + minus_delta[r / 8], sum);
+                if (config::DROPOUT)
+                    sum = fmaf(derivative(probability, x, minus_delta[r / 8]), change, sum);
+                else
+                    sum = fmaf(Of::BIAS ? probability : probability * change, x + minus_delta[r / 8], sum);
             },
             probabilities, ds);
     }
@@ -381,6 +387,6 @@ extern "C" __global__ void __launch_bounds__(128)
 }
 extern "C" __global__ void __launch_bounds__(256) attention_backward_sinks(const __grid_constant__ Params p) {
     gather_sink<D_SINKS, 256>(p, blockIdx.x, [&](const Head& head, int i) {
-        return prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, head, i / ROWS))[ROWS + i % ROWS];
+        return prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, head, i / ROWS))[ROWS + i % ROWS] / kept(p);
     });
 }
