@@ -13,6 +13,7 @@ WORKERS = 8  # their warps
 DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these
 DEPTH = 64  # columns of a piece of the operands
 NOTE = 32  # bytes that the loading thread tells with each
+SPILLS = 160  # of addresses, with everything at once; a bias alone none
 # Pieces in flight, and tiles of mask and bias: the first that there is room for.
 STAGES = ((5, 2), (4, 2), (5, 1), (4, 1))
 
@@ -38,6 +39,6 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     return KernelPlan(
         "sm90", arch.name, problem.dtype, True, "sm90/array_gradient.cu", constants,
         (Launch("attention_backward_prepare", heads * tiles_q, 128), *of_arrays.launches), 16,
-        (Workspace("delta", "float32", (heads, tiles_q, 2, ROWS)), *of_arrays.workspace), maps=maps,
+        (Workspace("delta", "float32", (heads, tiles_q, 2, ROWS)), *of_arrays.workspace), SPILLS, maps,
         scalars=of_arrays.scalars, given=problem.given, wrt=tuple(lengths),
     )  # fmt: skip
