@@ -177,14 +177,14 @@ void together(const char* at, X& mine, F work) {
     }
 }
 
-// `threads` threads meet; true where all say yes. One that does not stay does not wait for the others.
-inline bool meet(Barrier& barrier, unsigned threads, const char* at, bool yes = true, bool stays = true) {
+// `threads` threads meet; true where all say yes.
+inline bool meet(Barrier& barrier, unsigned threads, const char* at, bool yes = true) {
     if (barrier.arrived && strcmp(barrier.at, at)) fail("is at %s, others at %s", at, barrier.at);
     barrier.at = at;
     barrier.all &= yes;
     if (++barrier.arrived < threads) {
         unsigned generation = barrier.generation;
-        if (stays) wait_until(at, [&] { return barrier.generation != generation; }, threads);
+        wait_until(at, [&] { return barrier.generation != generation; }, threads);
     } else {
         barrier.result = barrier.all, barrier.all = true;
         barrier.arrived = 0, barrier.generation++;

@@ -7,7 +7,7 @@ from typing import Any
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES
-from cupyflash.problem import ARRAYS, FLOATS, ITEMSIZE, AttentionProblem, Given
+from cupyflash.problem import ARRAYS, AXES, FLOATS, ITEMSIZE, AttentionProblem, Given
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DIMS = [(d, d) for d in (16, 32, 64, 80, 96, 128, 160, 192, 256)] + [(192, 128), (64, 96), (256, 32)]
@@ -15,6 +15,7 @@ LENGTHS = (1000, 8192)  # tiles may differ; where they do not, the source is the
 FEW = {(64, 64): 1, (96, 96): 7, (128, 128): 1, (192, 128): 30, (192, 192): 16, (256, 256): 60}  # queries: tiles differ
 
 GIVEN = tuple(Given(rule.name, rule.dtypes[0], rule.axes) for rule in ARRAYS)  # every optional array
+BIAS = (Given("bias", "q", AXES),)
 KEY_MASK = (Given("key_mask", "bool", ("batch", "key")),)  # the one that every family takes
 
 # What a kernel can be asked, as fields of a problem; "everything" has all the mask's and the score's code at once.
@@ -42,6 +43,7 @@ def some_problems() -> Iterator[AttentionProblem]:
     for dtype, name in zip(FLOATS, ("everything", "hidden", "everything", "hidden")):
         for dim in (64, 128, 256):
             yield problem(dtype, dim, **FEATURES[name])
+    yield problem("bfloat16", 128, given=BIAS)
 
 
 def problems() -> Iterator[AttentionProblem]:

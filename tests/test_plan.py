@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from kernel_cover import ARCHS, FAMILY_ARCHS, FEATURES, GIVEN, problem, problems
+from kernel_cover import ARCHS, BIAS, FAMILY_ARCHS, FEATURES, GIVEN, problem, problems
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
@@ -318,6 +318,41 @@ def test_boxes_are_tiles(dims: tuple[int, int]) -> None:
     assert {box.array: box.rows for box in chosen.maps} == {
         "q": rows, "dout": rows, "k": keys, "v": keys, "dk": leaving, "dv": leaving,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("full", "splits", "parts"),
+    [("bhqk", 1, 0), ("hqk", 1, 0), ("qk", 2, 2), ("bk", 8, 8 * 8), ("hk", 2, 2 * 8), ("k", 16, 16 * 8)],
+)
+def test_who_sums_the_gradient_of_a_bias_on_hopper(full: str, splits: int, parts: int) -> None:
+    """A block on each multiprocessor, as far as there are tiles; where a tile is summed by several, or broadcast along
+    queries so that each of 8 warps has a sum, parts to be added."""
+    asked = problem("float16", batch=2, given=BIAS)
+    lengths = (*(n if axis in full else 1 for axis, n in zip("bhqk", (2, 8, 1000, 1000))),)
+    chosen = plan(asked, H200, True, lengths={"bias": lengths})
+    assert (chosen.family, chosen.source, chosen.wrt) == ("sm90", "sm90/array_gradient.cu", ("bias",))
+    launches = {x.name.removeprefix("attention_backward_"): x for x in chosen.launches}
+    tiles = math.prod(n if n < 100 else 8 for n in lengths if n > 1)
+    assert launches["bias"].grid == min(132, splits * tiles)
+    assert launches["bias"].shared_memory == constants(chosen)["SHARED_MEMORY"] <= H200.shared_memory
+    assert ("bias_add" in launches) == (parts > 0)
+    spaces = {w.name: w.shape for w in chosen.workspace}
+    assert spaces["dbias_parts"] == (parts, math.prod(lengths)) and spaces["dalibi_slopes_parts"][0] == 0
+    assert dict(chosen.scalars)["dbias_splits"] == splits
+    assert {box.array: box.rows for box in chosen.maps} == dict.fromkeys(("bias", "q", "k", "v", "dout"), 128)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_room_for_tiles_of_mask_and_bias_beside_the_pieces_of_a_gradient(dtype: str) -> None:
+    for others, stages in (((), (5, 2)), (("mask",), (4, 2))):
+        given = (*(x for x in GIVEN if x.name in others), BIAS[0]._replace(dtype=dtype))
+        told = constants(plan(problem("float16", given=given), H200, True, lengths={"bias": (2, 8, 1000, 1000)}))
+        assert (told["STAGES"], told["PAIR_STAGES"]) == (stages if dtype == "float16" else (stages[0], 1))
+
+
+def test_tiles_of_simt_that_scores_want() -> None:
+    for given, owned in (((), 64), (BIAS, 32)):
+        assert constants(plan(problem("float32", 32, given=given), H200, True))["OWNED"] == owned
 
 
 def test_plans_are_data() -> None:

@@ -17,17 +17,6 @@ SINK_THREADS = 256  # of the block that sums a head's
 WAVES = 2  # blocks for each multiprocessor, where tiles are too few and are shared
 
 
-class Blocks(NamedTuple):
-    """Those that sum: a tile of `rows` queries by `keys` keys each."""
-
-    rows: int
-    keys: int
-    threads: int
-    shared_memory: int
-    cluster: int = 0  # so many, with `keys` together, stay on their multiprocessors and take tile after tile; 0: none stays
-    parts: int = 1  # that a block leaves to be added where the array is broadcast along queries
-
-
 class Work(NamedTuple):
     """What a plan has of it."""
 
@@ -37,30 +26,39 @@ class Work(NamedTuple):
     constants: tuple[tuple[str, bool], ...]
 
 
-def work(problem: AttentionProblem, lengths: Lengths, blocks: Blocks, sms: int) -> Work:
+def work(
+    problem: AttentionProblem,
+    lengths: Lengths,
+    rows: int,
+    keys: int,
+    threads: int,
+    shared_memory: int,
+    sms: int,
+    stay: bool = False,
+    parts: int = 1,
+) -> Work:
+    """For tiles of `rows` queries by `keys` keys.
+
+    `stay`: a block stays on each multiprocessor and takes tile after tile. `parts`: of what a tile sums, that are left to
+    be added where the array is broadcast along queries.
+    """
     launches, workspace, scalars = [], [], []
-    extents = (problem.batch, problem.heads_q, ceil(problem.seq_q, blocks.rows), ceil(problem.seq_k, blocks.keys))
+    extents = (problem.batch, problem.heads_q, ceil(problem.seq_q, rows), ceil(problem.seq_k, keys))
     for name in OVER_PAIRS:
-        splits = elements = 1
-        parts = 0
+        splits = left = elements = 1
         if name in lengths:
             own = math.prod(n for n, length in zip(extents, lengths[name]) if length > 1)
             summed = math.prod(n for n, length in zip(extents, lengths[name]) if length == 1)
             elements = math.prod(lengths[name])
-            grid = own
-            if blocks.cluster:
-                room = sms // blocks.cluster
-                splits = max(1, min(summed, room // max(1, own)))
-                grid = min(splits * own, room) * blocks.cluster
-            elif 0 < own < sms:
-                splits = min(summed, ceil(WAVES * sms, own))
-                grid *= splits
-            launches.append(Launch(f"attention_backward_{name}", grid, blocks.threads, blocks.shared_memory))
+            if 0 < own < sms:
+                splits = max(1, min(summed, sms // own if stay else ceil(WAVES * sms, own)))
+            grid = min(splits * own, sms) if stay else splits * own
+            launches.append(Launch(f"attention_backward_{name}", grid, threads, shared_memory))
             over_queries = name != "bias" or lengths[name][2] < problem.seq_q
-            parts = splits * (blocks.parts if over_queries else 1)
-            if parts > 1:
+            left = splits * (parts if over_queries else 1)
+            if left > 1:
                 launches.append(Launch(f"attention_backward_{name}_add", ceil(elements, 128), 128))
-        workspace.append(Workspace(f"d{name}_parts", problem.lse_dtype, (parts if parts > 1 else 0, elements)))
+        workspace.append(Workspace(f"d{name}_parts", problem.lse_dtype, (left if left > 1 else 0, elements)))
         scalars.append((f"d{name}_splits", splits))
     if "sinks" in lengths:
         launches.append(Launch("attention_backward_sinks", problem.heads_q, SINK_THREADS))

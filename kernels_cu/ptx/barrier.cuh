@@ -6,13 +6,7 @@ __device__ void sync_threads(int number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }
 
-// The threads that come here do not wait for the rest of THREADS.
-template <int THREADS>
-__device__ void arrive_threads(int number) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
-}
-
-// sync_threads, and whether all of them say yes.
+// The same, and whether all of them say yes.
 template <int THREADS>
 __device__ bool all_threads(int number, bool yes) {
     unsigned all;

@@ -21,17 +21,6 @@ __device__ inline void tma_load(unsigned shared, const TensorMap& map, unsigned 
         : "memory");
 }
 
-// Load a box to the same place of all BLOCKS blocks of a cluster; its bytes count on the barrier of each.
-template <int BLOCKS>
-__device__ void tma_load_to_all(unsigned shared, const TensorMap& map, unsigned barrier, int column, int row, int head,
-                                int batch) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
-                 "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch),
-                 "h"((unsigned short)((1 << BLOCKS) - 1))
-                 : "memory");
-}
-
 // Store a box, or not: a branch in its place would make the compiler take addresses for different in different lanes.
 __device__ inline void tma_store(const TensorMap& map, unsigned shared, int column, int row, int head, int batch,
                                  bool yes = true) {

@@ -1,15 +1,13 @@
-// Gradients of the arrays that scores read (attention/array_gradient.cuh) on Hopper: sums of dS = P (dP - delta) of one tile of pairs after the
-// other, with the engines of a multiprocessor working at once.
+// Gradients of the arrays that scores read (attention/array_gradient.cuh) on Hopper: dS = P (dP - delta) of one tile of
+// pairs after the other is added up, with the engines of a multiprocessor working at once.
 //
-// One thread block stays on each multiprocessor and takes tile after tile of the gradient, ROWS queries by KEYS keys. Its first
-// warpgroup loads: the copy engine (TMA) brings the operands of S = Q K^T and dP = dO V^T in pieces of DEPTH columns, without
-// a break from one tile to the next, so that any head dimension fits. The others own 64 queries each, multiply in the
-// background (wgmma) and keep their sums in registers.
+// One thread block stays on each multiprocessor and takes tile after tile of the gradient, ROWS queries by KEYS keys.
+// Its first warpgroup loads: the copy engine (TMA) brings the operands of S = Q K^T and dP = dO V^T in pieces of DEPTH
+// columns, without a break from one tile to the next, so that any head dimension fits. The others own 64 queries each,
+// multiply in the background (wgmma) and keep their sums in registers.
 #include "attention/array_gradient.cuh"
 #include "attention/dropped.cuh"
 #include "attention/prepare.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/pair_tiles.cuh"
 #include "tile/ring.cuh"
@@ -23,11 +21,6 @@ constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int WORKERS = 4 * GROUPS;  // warps
 static_assert(GROUPS == 2);          // the numbers of registers below
 
-// Blocks of a cluster have the same keys, and queries side by side: each brings its part of K and V, to all of them.
-constexpr bool CLUSTERED = CLUSTER > 1;
-constexpr int PART_KEYS = KEYS / CLUSTER;
-constexpr int PARTS = WORKERS * CLUSTER;  // where sums of queries are to be added up
-
 constexpr int DEPTH = 64;
 constexpr int PIECES = tiles_in(DIM, DEPTH), PIECES_V = tiles_in(DIM_V, DEPTH);
 // Pieces of a product that may be under way when threads turn to the numbers of S: of dP, that is.
@@ -39,8 +32,8 @@ using KeyPiece = SwizzledTile<KEYS, DEPTH>;    // of K or V
 using Sums = Accumulator<1, KEYS / 8>;
 
 template <class Of>
-using Shares = Share<Of, CLUSTER * ROWS, KEYS>;  // of a cluster
-using Pairwise = PairTiles<ROWS>;                // mask and bias
+using Shares = Share<Of, ROWS, KEYS>;
+using Pairwise = PairTiles<ROWS>;  // mask and bias
 // The bias of a block's own tile of its gradient is the same along the axes that are summed; a mask need not be.
 template <class Of>
 constexpr bool PAIRS_PER_STEP = PAIR_ARRAYS && (MASK || !Of::BIAS);
@@ -87,7 +80,7 @@ struct Note {
 
 // Shared memory, and one thread's place in its rings.
 struct Shared {
-    using PieceRing = Ring<STAGES, WORKERS * CLUSTER>;
+    using PieceRing = Ring<STAGES, WORKERS>;
     using PairRing = Ring<PAIR_STAGES, WORKERS>;
 
     // Offsets.
@@ -100,12 +93,10 @@ struct Shared {
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
-    int rank;  // of the block in its cluster
     PieceRing pieces;
     PairRing pairs;
 
-    __device__ Shared(unsigned base)
-        : base(base), rank(blockIdx.x % CLUSTER), pieces(base + PIECE_RING), pairs(base + PAIR_RING) {}
+    __device__ Shared(unsigned base) : base(base), pieces(base + PIECE_RING), pairs(base + PAIR_RING) {}
 
     __device__ QueryPiece queries() const { return {base + pieces.stage * STAGE}; }
     __device__ KeyPiece keys() const { return {queries().base + QueryPiece::BYTES}; }
@@ -124,12 +115,7 @@ struct Loader {
     __device__ void load(const PairsTile& at, const TensorMap& of_queries, const TensorMap& of_keys, int column) {
         mbarrier_arrive_expect(s.pieces.full(), Shared::STAGE);
         s.queries().load(of_queries, s.pieces.full(), at.i, at.head.q, at.head.batch, column);
-        SwizzledTile<PART_KEYS, DEPTH> part{s.keys().base + 128 * PART_KEYS * s.rank};
-        int key = at.j + PART_KEYS * s.rank;
-        if constexpr (CLUSTERED)
-            tma_load_to_all<CLUSTER>(part.base, of_keys, s.pieces.full(), column, key, at.head.k, at.head.batch);
-        else
-            part.load(of_keys, s.pieces.full(), key, at.head.k, at.head.batch, column);
+        s.keys().load(of_keys, s.pieces.full(), at.j, at.head.k, at.head.batch, column);
         s.pieces.advance();
         s.pieces.wait_empty();
     }
@@ -155,16 +141,16 @@ struct Loader {
     }
 
     __device__ void run() {
-        int shares = Shares<Of>::count(p), own_rows = s.rank * ROWS;
-        for (int n = blockIdx.x / CLUSTER; n < shares; n += gridDim.x / CLUSTER) {
+        int shares = Shares<Of>::count(p);
+        for (int n = blockIdx.x; n < shares; n += gridDim.x) {
             Shares<Of> share(p, n);
             auto step = share.first();
             PairsTile at = step.tile;
-            if (!share.has(step)) tell({at.head, at.i + own_rows, at.j, share.split, Note::LAST});
+            if (!share.has(step)) tell({at.head, at.i, at.j, share.split, Note::LAST});
             for (int flags = Note::VISIT | Note::FIRST; share.has(step); flags = Note::VISIT) {
                 at = step.tile;
                 share.advance(step);
-                visit({at.head, at.i + own_rows, at.j, share.split, flags | (share.has(step) ? 0 : Note::LAST)});
+                visit({at.head, at.i, at.j, share.split, flags | (share.has(step) ? 0 : Note::LAST)});
             }
         }
         tell({Head{0, 0, 0}, 0, 0, 0, Note::END});
@@ -186,7 +172,6 @@ struct Worker {
 
     __device__ void release() {
         done.release();
-        if (CLUSTERED && threadIdx.x % 32 == 0) mbarrier_arrive_far(far_address(done.empty(), 1 - s.rank));
         done.advance();
     }
 
@@ -213,8 +198,7 @@ struct Worker {
     __device__ void visit(const Note& note) {
         Pairs pairs(p, note.head);
         Placement<> at{note.head.q, note.i + first_row, note.j};
-        int tile_q = min(note.i / ROWS, query_tiles<ROWS>(p) - 1);  // of a cluster's blocks one may have no queries
-        const float* rows = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, note.head, tile_q)) + first_row;
+        const float* rows = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, note.head, note.i / ROWS)) + first_row;
         float minus_lse[2], minus_delta[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -222,12 +206,10 @@ struct Worker {
             minus_lse[h] = rows[row];
             minus_delta[h] = rows[row + ROWS];
         }
-        if (TURNS) sync_threads<128 * GROUPS>(1 + group);
         Sums probabilities, ds;
         start<0, DIM>(probabilities);
         start<PIECES, DIM_V>(ds);  // no more of S is under way then
         changed(probabilities);
-        if (TURNS) arrive_threads<128 * GROUPS>(2 - group);
         // P = exp(S - lse), under dP = dO V^T
         float factor = pairs.factor();
         if (PAIRS_PER_STEP<Of> || (PAIRS_PER_SHARE<Of> && note.has(Note::FIRST))) s.pairs.wait_full();
@@ -264,8 +246,7 @@ struct Worker {
         Pair at{note.head.q, note.i + first_row, note.j};
         int queries = note.head.queries(p) - at.i, keys = note.head.keys(p) - at.j;
         if (over_queries<Of>(p)) {
-            float* part =
-                Of::parts(p) + (note.split * PARTS + (s.rank * ROWS + first_row) / 16) * Shares<Of>::elements(p);
+            float* part = Of::parts(p) + (note.split * WORKERS + first_row / 16) * Shares<Of>::elements(p);
             add_up(at_pair(part, strides, note.head.batch, {at.head, 0, at.j}), keys);
             return;
         }
@@ -313,7 +294,6 @@ struct Worker {
 
     __device__ void run() {
         sums.clear();
-        if (TURNS && group == 1) arrive_threads<128 * GROUPS>(1);
         while (true) {
             s.pieces.wait_full();
             Note note = Note::load(p, s.note());
@@ -353,7 +333,6 @@ __device__ void gather(const Params& p, const TensorMaps& maps) {
             tma_prefetch(maps.dout);
         }
         __syncthreads();
-        if (CLUSTERED) sync_cluster();
         int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
         if (group == -1) {
             shrink_registers<40>();
@@ -362,22 +341,21 @@ __device__ void gather(const Params& p, const TensorMaps& maps) {
             grow_registers<232>();
             Worker<Of>(p, s, group).run();
         }
-        if (CLUSTERED) sync_cluster();  // shared memory goes with the block
     }
 }
 template <bool WANTED, class Of>
 __device__ void add_parts(const Params& p) {
-    if constexpr (WANTED) Shares<Of>(p, 0).template add_parts<128>(over_queries<Of>(p) ? PARTS : 1);
+    if constexpr (WANTED) Shares<Of>(p, 0).template add_parts<128>(over_queries<Of>(p) ? WORKERS : 1);
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_bias(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     gather<D_BIAS, OfBias>(p, maps);
 }
 extern "C" __global__ void __launch_bounds__(128) attention_backward_bias_add(const __grid_constant__ Params p) {
     add_parts<D_BIAS, OfBias>(p);
 }
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_alibi_slopes(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     gather<D_ALIBI_SLOPES, OfSlopes>(p, maps);
 }

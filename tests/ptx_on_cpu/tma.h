@@ -66,41 +66,22 @@ void store_later(R read, W write) {
 
 inline void tma_prefetch(const TensorMap& map) {}
 
-namespace on_cpu {
-
-// Of a block of the cluster.
-inline void tma_load(Block& block, unsigned shared, const TensorMap& map, unsigned barrier, int column, int row,
-                     int head, int batch) {
-    char* memory = block.memory;
-    int bytes = box_bytes(map, shared);
-    note_hardware(block, shared, bytes, true);
-    auto* b = (Mbarrier*)at(block, barrier, sizeof(Mbarrier), 8);
-    in_background([=] {
-        each_of_box(map, memory, shared, column, row, head, batch, [](const char* from, char* to, int size) {
-            if (from)
-                memcpy(to, from, size);
-            else
-                memset(to, 0, size);
-        });
-        b->complete(bytes);
-    });
-}
-
-}  // namespace on_cpu
-
 inline void tma_load(unsigned shared, const TensorMap& map, unsigned barrier, int column, int row, int head,
                      int batch) {
-    on_cpu::mbarrier(barrier);
-    on_cpu::tma_load(*on_cpu::me->block, shared, map, barrier, column, row, head, batch);
-}
-
-template <int BLOCKS>
-void tma_load_to_all(unsigned shared, const TensorMap& map, unsigned barrier, int column, int row, int head,
-                     int batch) {
-    on_cpu::mbarrier(barrier);
-    if (BLOCKS != on_cpu::now.cluster) on_cpu::fail("loads to %d blocks of a cluster of %u", BLOCKS, on_cpu::now.cluster);
-    for (int n = 0; n < BLOCKS; n++)
-        on_cpu::tma_load(on_cpu::me->block->cluster[n], shared, map, barrier, column, row, head, batch);
+    char* memory = on_cpu::me->block->memory;
+    int bytes = on_cpu::box_bytes(map, shared);
+    on_cpu::note_hardware(*on_cpu::me->block, shared, bytes, true);
+    on_cpu::Mbarrier* b = &on_cpu::mbarrier(barrier);
+    on_cpu::in_background([=] {
+        on_cpu::each_of_box(map, memory, shared, column, row, head, batch,
+                            [](const char* from, char* to, int size) {
+                                if (from)
+                                    memcpy(to, from, size);
+                                else
+                                    memset(to, 0, size);
+                            });
+        b->complete(bytes);
+    });
 }
 
 inline void tma_store(const TensorMap& map, unsigned shared, int column, int row, int head, int batch,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...problem import ITEMSIZE, AttentionProblem
-from ..array_gradient import Blocks, Lengths, work
+from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, scored
 
@@ -36,6 +36,11 @@ class Tile:
     threads: int = 128
     dim: int = MAX_DIM  # for head dimensions up to this
     sums: int | None = None  # and sums kept in numbers of this many bytes; None: any
+    scored: bool | None = None  # scores that are more than the scaled product; None: either
+
+    def fits(self, problem: AttentionProblem) -> bool:
+        size, widest = ITEMSIZE[problem.lse_dtype], max(problem.dim, problem.dim_v)
+        return self.sums in (None, size) and widest <= self.dim and self.scored in (None, scored(problem))
 
 
 FORWARD = (
@@ -48,6 +53,7 @@ FORWARD = (
     Tile(32, 32, 128, 16, 3, spills=64, sums=8),
 )
 BACKWARD = (
+    Tile(32, 64, 32, 32, 4, dim=32, sums=4, scored=True),
     Tile(64, 32, 32, 32, 2, dim=32, sums=4),
     Tile(64, 32, 64, 32, 3, spills=48, dim=64, sums=4),
     Tile(64, 32, 128, 32, 2, sums=4),
@@ -74,8 +80,7 @@ TILES = {
 
 
 def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> KernelPlan:
-    size, widest = ITEMSIZE[problem.lse_dtype], max(problem.dim, problem.dim_v)
-    t = next(row for row in TILES[backward].rows(tile) if row.sums in (None, size) and widest <= row.dim)
+    t = next(row for row in TILES[backward].rows(tile) if row.fits(problem))
     pairs = problem.batch * problem.heads_q
     tiles_q, tiles_k = ceil(problem.seq_q, t.owned), ceil(problem.seq_k, t.owned)
     # A block owns t.columns columns of the result: a wider one takes several blocks, which share their rows.
@@ -104,9 +109,8 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
 
 def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
     """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
-    size, widest = ITEMSIZE[problem.lse_dtype], max(problem.dim, problem.dim_v)
-    t = next(row for row in TILES[True].table if row.sums in (None, size) and widest <= row.dim)
-    of_arrays = work(problem, lengths, Blocks(t.owned, t.visited, t.threads, 0), arch.sms)
+    t = next(row for row in TILES[True].table if row.fits(problem))
+    of_arrays = work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
     pairs = problem.batch * problem.heads_q
     delta = Launch("attention_backward_delta", ceil(pairs * problem.seq_q, t.threads), t.threads)
     return KernelPlan(

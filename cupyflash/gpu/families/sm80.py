@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...problem import ITEMSIZE, AttentionProblem
-from ..array_gradient import Blocks, Lengths, work
+from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, pad, scored
 
@@ -186,7 +186,7 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     bias = ITEMSIZE[x.dtype] if "bias" in lengths and (x := problem.array("bias")) else 0
     t = next(t for t in GRADIENT if shortest <= t.length and t.shared_memory(depth, bias) <= arch.shared_memory)
     size, threads = t.shared_memory(depth, bias), 32 * t.row_warps * t.column_warps
-    of_arrays = work(problem, lengths, Blocks(t.rows, t.keys, threads, size), arch.sms)
+    of_arrays = work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
     constants: tuple[tuple[str, int | bool], ...] = (
         ("ROWS", t.rows), ("KEYS", t.keys), ("ROW_WARPS", t.row_warps), ("COLUMN_WARPS", t.column_warps),
         ("DEPTH", depth), ("STAGES", t.stages), ("DIM_V", next(n for n in (64, 128, 256) if problem.dim_v <= n)),
