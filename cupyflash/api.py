@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 from . import interop
+from .blocks import BlockMask
 from .interop.protocol import Adapter, Arrays, Library, Passes
 from .other_names import unexpected
 from .problem import Gradients, check_flag, check_wrt
@@ -35,6 +36,7 @@ class Options(TypedDict, total=False):
     bias: Array | None
     alibi_slopes: Array | None
     sinks: Array | None
+    block_mask: BlockMask | None
     layout: str
     deterministic: bool
     out: Array | None
@@ -62,6 +64,7 @@ def attention(
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    block_mask: BlockMask | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
     deterministic: bool = False,
@@ -73,8 +76,8 @@ def attention(
 
     The online-softmax tiling of FlashAttention (Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1). What happens to a
     score, in this order: s = scale · q · k; s = c tanh(s / c) with softcap=c; s = s - slope · |i + diagonal - j| with
-    alibi_slopes; s = s + bias; s = -inf where causal, window, key_mask or mask hides the key; softmax, in whose denominator
-    sinks are a score more. All of them combine.
+    alibi_slopes; s = s + bias; s = -inf where causal, window, key_mask, mask or block_mask hides the key; softmax, in whose
+    denominator sinks are a score more. All of them combine.
 
     Parameters
     ----------
@@ -111,6 +114,9 @@ def attention(
     sinks : (Hq,), optional
         For each head a score more in the denominator of every row, with no value; in the dtype of q or float32. Neither
         scaled, capped, biased nor masked. lse includes it.
+    block_mask : BlockMask, optional
+        Made by `cupyflash.block_mask`: what it hides in whole blocks costs no time, and what it leaves in whole blocks no test.
+        For (B, Hq, Sq, Sk), or 1 for the batch and the heads, on the device of q.
     layout : "bshd" or "bhsd"
         Where the heads stand. Without the batch axis (S, H, D) and without heads (S, D) are accepted too.
     return_lse : bool
@@ -141,8 +147,8 @@ def attention(
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
     }  # fmt: skip
     options = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
-        "deterministic": deterministic,
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "block_mask": block_mask,
+        "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
     if return_lse is not True and return_lse is not False:
         check_flag("return_lse", return_lse)
@@ -183,6 +189,7 @@ def attention_backward(
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    block_mask: BlockMask | None = None,
     layout: str = "bshd",
     deterministic: bool = False,
     dlse: Array | None = None,
@@ -201,7 +208,8 @@ def attention_backward(
         Gradient of the loss with respect to `out`, in the dtype of q.
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
-    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, layout : as given to `attention`
+    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, block_mask, layout : as given to
+    `attention`
     deterministic : bool
         Bitwise the same gradients in every run; on a CPU, with any number of cores.
     dlse : (B, Hq, Sq), optional
@@ -236,8 +244,8 @@ def attention_backward(
         "dout": dout, "out": out, "lse": lse, "dlse": dlse,
     }  # fmt: skip
     options = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
-        "deterministic": deterministic,
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "block_mask": block_mask,
+        "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
     lib = interop.library("q", q)
     _given(dout=dout, k=k, v=v, out=out, lse=lse)
