@@ -17,7 +17,7 @@ from reference import (
     state,
 )
 
-from cupyflash import attention, attention_backward
+from cupyflash import BlockMask, attention, attention_backward, block_mask
 from cupyflash.problem import ARRAYS
 
 
@@ -65,6 +65,19 @@ def draw_inputs(
     }
     optional = {name: arrays[name]() for name in given}
     return Inputs(*(draw(rng, dtype, *shape) for shape in shapes), mask, rows, optional)
+
+
+def draw_block_mask(
+    rng: np.random.Generator, shape: tuple[int, int, int, int], block: tuple[int, int], axes: str = "bh", like: Any = None
+) -> tuple[np.ndarray, BlockMask]:
+    """Random blocks, some of them partial, as booleans (B|1, H|1, Sq, Sk) and as a block mask; `axes`: along which they differ."""
+    whole = (*(n if axis in axes else 1 for axis, n in zip("bh", shape)), *shape[2:])
+    grid = (*whole[:2], *(-(-n // size) for n, size in zip(shape[2:], block)))
+    kinds = rng.choice(3, grid, p=(0.4, 0.3, 0.3))  # empty, full, partial
+    kinds[..., :1, :] = 0  # queries that see no key
+    kinds = kinds.repeat(block[0], 2).repeat(block[1], 3)[:, :, : shape[2], : shape[3]]
+    seen = (kinds == 1) | ((kinds == 2) & (rng.random(whole) < 0.6))
+    return seen, block_mask(seen, block=block, like=like)
 
 
 Shape = tuple[int, ...]

@@ -41,7 +41,7 @@ def backward(
 
 def _checked(
     lib: CpuAdapter, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None, backward: bool
-) -> tuple[AttentionProblem, dict[str, np.ndarray], dict[str, tuple[int, ...]]]:
+) -> tuple[AttentionProblem, dict[str, Any], dict[str, tuple[int, ...]]]:
     """The problem, its arrays as (B, S, H, D), lse as (B, H, S), and the shapes of the results."""
     if family is not None:
         refuse_family(family, lib.kind)
@@ -50,7 +50,7 @@ def _checked(
     problem, shapes = rules.state(views, into, options, backward)
     check_targets(into, views)
     layout = options["layout"]
-    given = {}
+    given: dict[str, Any] = {} if options["block_mask"] is None else {"block_mask": options["block_mask"]}
     for name in views:
         x = lib.to_numpy(arrays[name])
         if name in ("lse", "dlse"):

@@ -100,10 +100,11 @@ class Prepared:
         targets: Arrays,
         lse: bool,
         addresses: dict[str, int] | None = None,
+        block_mask: Any = None,
     ) -> tuple[list[Any], Any]:
         """Launch. Returns the outputs, and in the forward the LSE where it is asked for.
 
-        `addresses` of `arrays`, where they are known already."""
+        `addresses` of `arrays`, where they are known already; `block_mask`, where there is one: of the prepared kind."""
         dtype, ordinal, pointer = self.problem.dtype, self.device, lib.pointer
         stream = lib.stream(ordinal)
         if addresses is None:
@@ -129,6 +130,9 @@ class Prepared:
         pointers = [0] * len(slots)
         for name, at in addresses.items():
             pointers[slots[name]] = at
+        if block_mask is not None:
+            for use in self.plan.lists:
+                pointers[slots[use.name]] = block_mask.list_for(use).data.ptr
         keep = []
         for name, view, copy in self.copies:
             held = launch.copy_of(lib, addresses[name], view, copy, ordinal, stream)
@@ -174,7 +178,7 @@ def forward(
     ordinal = lib.device(arrays["q"])
     addresses = _addresses(lib, arrays)
     prepared = _find(lib, arrays, addresses, targets, options, family, False, ordinal)
-    (out,), lse = prepared.run(lib, arrays, targets, return_lse, addresses)
+    (out,), lse = prepared.run(lib, arrays, targets, return_lse, addresses, options["block_mask"])
     if not targets:
         out = lib.finish(out, ordinal)
     return out, lib.finish(lse, ordinal) if return_lse else None
@@ -192,13 +196,13 @@ def backward(
     ordinal = lib.device(arrays["q"])
     addresses = _addresses(lib, arrays)
     prepared = _find(lib, arrays, addresses, targets, options, family, True, ordinal)
-    grads, _ = prepared.run(lib, arrays, targets, False, addresses)
+    grads, _ = prepared.run(lib, arrays, targets, False, addresses, options["block_mask"])
     if not targets:
         grads = [lib.finish(x, ordinal) for x in grads]
     if not wrt:
         return Gradients(*grads)
     prepared = _find(lib, arrays, addresses, {}, options, family, True, ordinal, wrt)
-    of_arrays, _ = prepared.run(lib, arrays, {}, False, addresses)
+    of_arrays, _ = prepared.run(lib, arrays, {}, False, addresses, options["block_mask"])
     return Gradients(*grads, **{name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, of_arrays)})
 
 
@@ -219,11 +223,13 @@ def _find(
     wrt: tuple[str, ...] = (),
 ) -> Prepared:
     signature = lib.signature
+    mask = options["block_mask"]
     misaligned = tuple([name for name, at in addresses.items() if at & 15])
     if type(options["scale"]) not in _NUMBERS:  # an array of no dimensions, say: its value counts, which may change
         options = options | {"scale": rules.check_scale(options["scale"])}
     key: tuple[Any, ...] | None = (
-        lib.kind, backward, wrt, family, misaligned, *options.values(),
+        lib.kind, backward, wrt, family, misaligned,
+        *(options.values() if mask is None else (options | {"block_mask": rules.mask_kind(mask)}).values()),
         *[None if x is None else signature(x) for x in arrays.values()],
         *targets, *[signature(x) for x in targets.values()],
     )  # fmt: skip
