@@ -103,6 +103,7 @@ class OptionRule:
     help: str
     check: Callable[[Any], Any]  # the value as the problem has it; TypeError or ValueError
     backward: bool = False  # changes nothing but the gradients
+    number: bool = False  # may be an array of no dimensions
     written: bool = True  # whether a command line can say it
 
 
@@ -247,8 +248,8 @@ _check_deterministic = functools.partial(check_flag, "deterministic")
 OPTIONS = (
     OptionRule("causal", False, "No query sees keys to the right of its diagonal.", _check_causal),
     OptionRule("window", None, "(left, right): keys that a query sees beside its diagonal.", _check_window),
-    OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", check_scale),
-    OptionRule("softcap", None, "c: scores become c tanh(score / c).", _check_softcap),
+    OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", check_scale, number=True),
+    OptionRule("softcap", None, "c: scores become c tanh(score / c).", _check_softcap, number=True),
     OptionRule("block_mask", None, "Blocks of pairs that are there, and bits of some.", _check_block_mask, written=False),
     OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", check_layout),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),
