@@ -177,6 +177,7 @@ struct QueryWalk {
     __device__ int count() const { return tiles.end - tiles.begin; }
 
     __device__ int start() const { return tiles.begin; }
+    __device__ int end() const { return tiles.end; }
     __device__ bool has(int step) const { return step < tiles.end; }
     __device__ int next(int step) const { return step + 1; }
     __device__ int tile(int step) const { return step; }
@@ -202,6 +203,7 @@ struct QueryWalk<SIZE, OWNED, true> {
     __device__ int count() const { return visits.steps.end - visits.steps.begin; }
 
     __device__ int start() const { return visits.steps.begin; }
+    __device__ int end() const { return visits.steps.end; }
     __device__ bool has(int step) const { return step < visits.steps.end; }
     __device__ int next(int step) const { return step + 1; }
     __device__ int tile(int step) const { return visits.tile(step); }

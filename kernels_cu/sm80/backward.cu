@@ -111,11 +111,9 @@ struct Block {
     __device__ Step first() const { return first_of(keys_head); }
     // The first step of a head, or of the next one that has any.
     __device__ Step first_of(Head head) const {
-        if constexpr (walk::LISTED) {
-            for (; head.q < end_head; head.q++) {
-                Queries own(p, head, keys);
-                if (own.count() > 0) return {head, own.start(), own.visits.steps.end};
-            }
+        for (; walk::LISTED && head.q < end_head; head.q++) {
+            Queries own(p, head, keys);
+            if (own.count() > 0) return {head, own.start(), own.end()};
         }
         return {head, walk.start()};
     }
