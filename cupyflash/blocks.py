@@ -137,7 +137,7 @@ def block_mask(
         present = None if blocks is None else _of_blocks(xp, "blocks", blocks, grid)
         whole = None if full is None else _of_blocks(xp, "full", full, grid) & present
         if source is None:
-            slots = xp.where(present, np.int32(FULL), np.int32(EMPTY))
+            slots = xp.where(present, FULL, EMPTY).astype(np.int32)
             bits = xp.zeros((0, block[0], block[1] // WORD), np.uint16)
         else:
             slots, bits = tile_lists.from_pairs(

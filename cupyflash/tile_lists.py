@@ -48,7 +48,7 @@ def make(
     visits = xp.stack([tiles, where], axis=1)
     parts = [x.astype(np.int32).ravel() for x in (begins, order, visits)]
     if use.bits is not None:
-        parts.append(xp.ascontiguousarray(bits).view(np.int32).ravel())
+        parts.append(bits.ravel().view(np.int32))
     return xp.concatenate(parts)
 
 
@@ -76,7 +76,7 @@ def _in_tiles(
         none, whole = ((x == y).all(axis=(1, 2)) for x, y in ((some & inside, 0), (some | ~inside, ALL)))
         partial = ~(none | whole)
         numbers = kept + xp.cumsum(partial) - 1
-        tiles[b, h, r, c] = xp.where(none, EMPTY, xp.where(whole, FULL, numbers))
+        tiles[b, h, r, c] = xp.where(none, EMPTY, xp.where(whole, FULL, numbers)).astype(np.int32)
         found.append(_transposed(xp, some[partial]) if use.bits == "keys" else some[partial])
         kept += len(found[-1])
     shape = (use.keys, use.queries // WORD) if use.bits == "keys" else (use.queries, use.keys // WORD)
@@ -98,7 +98,7 @@ def words(
         i, j16 = xp.minimum(i, seq[0] - 1), xp.minimum(j16, (seq[1] - 1) // WORD)
     wide = block[1] // WORD
     slot = slots[(*head, i // block[0], j16 // wide)]
-    simple = xp.where(slot == FULL, np.uint16(ALL), np.uint16(0))
+    simple = xp.where(slot == FULL, ALL, 0).astype(np.uint16)
     if not len(bits):
         return simple
     return xp.where(slot < 0, simple, bits[xp.maximum(slot, 0), i % block[0], j16 % wide])
@@ -134,7 +134,7 @@ def from_pairs(
         full = there & all_seen if whole is None else (there & all_seen) | whole[where]
         partial = there & ~full
         numbers = (kept + xp.cumsum(partial.ravel()) - 1).reshape(partial.shape)
-        slots[where] = xp.where(full, FULL, xp.where(partial, numbers, EMPTY))
+        slots[where] = xp.where(full, FULL, xp.where(partial, numbers, EMPTY)).astype(np.int32)
         found.append(packed.transpose(0, 1, 2, 4, 3, 5)[partial])
         kept += len(found[-1])
     return slots, xp.concatenate([xp.zeros((0, block_q, wide), np.uint16), *found])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cuda_on_cpu import Launch, as_cpp, compile_all, launch
 from reference import assert_as_good, references, state
-from semantics import draw_block_mask, draw_inputs
+from semantics import draw_blocks, draw_inputs
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import Box, KernelPlan
@@ -33,7 +33,7 @@ def check(
 
     To the bit the same in both, too, but for dq where that is not asked for. `shapes` are those of `draw_inputs`,
     `options` those of a problem; "rows_aligned": whether rows of results start at multiples of 16 bytes; "tiles": those
-    of the forward and of the backward, in place of what the plan would choose; "blocks": what `draw_block_mask` takes.
+    of the forward and of the backward, in place of what the plan would choose; "blocks": what `draw_blocks` takes.
     """
     options = {"rows_aligned": True, "tiles": (None, None), "deterministic": False} | options
     blocks = options.pop("blocks", None)
@@ -43,12 +43,12 @@ def check(
         key_mask[0] = False  # queries that see no key
         plain = family in ("simt", "flash1")  # tensor cores multiply what is hidden by 0
         k[~key_mask], v[~key_mask] = (np.nan, np.inf) if plain else (100, 100)  # what is hidden must not matter
-    seen, mask = None, others.get("mask")
+    judged = others
     if blocks:
-        seen, options["block_mask"] = draw_block_mask(rng, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), *blocks)
-        mask = seen if mask is None else seen & mask
+        drawn = draw_blocks(rng, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), *blocks)
+        options["block_mask"], judged = drawn.mask(), drawn.with_mask(others)
     problem = state(q, k, v, key_mask, **options, **others)
-    exact, own = references(problem, q, k, v, key_mask, dout, dlse, **others | ({} if mask is None else {"mask": mask}))
+    exact, own = references(problem, q, k, v, key_mask, dout, dlse, **judged)
 
     plans = [plan(problem, arch, b, family, tiles[b] and {family: tiles[b]}) for b in (False, True)]
     lengths = {row.name: row.lengths(others[row.name].shape) for row in ARRAYS if row.gradient and row.name in others}
