@@ -121,6 +121,7 @@ BACKWARD = (
     BackwardTile(64, 64, 2, 2, 1, spills=32, scored=False),
     BackwardTile(64, 64, 2, 2, 1, spills=160),
 )
+LISTED_SPILLS = 160  # more, with a block mask: its addresses
 # The backward's order of key tiles, and room for sums of dQ.
 CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
 LONG = 1024  # longer than this, in queries
@@ -347,7 +348,8 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
         Box("dv", out_rows),
     )  # fmt: skip
     return KernelPlan(
-        "sm90", arch.name, problem.dtype, True, "sm90/backward.cu", constants, launches, 16, workspace, t.spills, maps,
+        "sm90", arch.name, problem.dtype, True, "sm90/backward.cu", constants, launches, 16, workspace,
+        t.spills + LISTED_SPILLS * (problem.block_mask is not None), maps,
         (("together", together), ("resident", resident)), problem.given,
         both_ways(problem, t.rows, cluster * t.keys, "queries" if t.wide else "keys"),
     )  # fmt: skip
