@@ -97,9 +97,10 @@ struct KeyWalk {
         return Band{p, head}.tests(queries, {tile(step) * SIZE, (tile(step) + 1) * SIZE + more});
     }
 
-    // The walk of a part of the queries, which see these keys: how many tiles of this one come before it, and after it.
-    __device__ KeyWalk part(Range keys) const { return covering<SIZE>(keys); }
-    __device__ KeyWalk none() const { return Range{tiles.begin, tiles.begin}; }
+    // The walk of a part of the queries, which see these keys, if any: how many tiles of this one come before it, and after it.
+    __device__ KeyWalk part(Range keys, bool any) const {
+        return any ? KeyWalk(covering<SIZE>(keys)) : KeyWalk(Range{tiles.begin, tiles.begin});
+    }
     __device__ int before(const KeyWalk& part) const { return tiles.end - part.tiles.end; }
     __device__ int behind(const KeyWalk& part) const { return part.tiles.begin - tiles.begin; }
 
@@ -135,14 +136,12 @@ struct KeyWalk<SIZE, OWNED, true> {
         return visits.words(step) != nullptr || Band{p, head}.tests(queries, {key, key + SIZE + more});
     }
 
-    __device__ KeyWalk part(Range keys) const {
+    __device__ KeyWalk part(Range keys, bool any) const {
         KeyWalk walk = *this;
-        walk.keep(keys);
-        return walk;
-    }
-    __device__ KeyWalk none() const {
-        KeyWalk walk = *this;
-        walk.visits.steps.end = walk.visits.steps.begin;
+        if (any)
+            walk.keep(keys);
+        else
+            walk.visits.steps.end = walk.visits.steps.begin;
         return walk;
     }
     __device__ int before(const KeyWalk& part) const { return visits.steps.end - part.visits.steps.end; }

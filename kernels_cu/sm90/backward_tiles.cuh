@@ -85,7 +85,8 @@ struct KeyTile {
     __device__ Range keys(const Params& p) const { return head(p).key_tile<CLUSTER_KEYS>(p, number); }
     // The query tiles of a head that visit it.
     __device__ Queries walk(const Params& p, const Head& of) const { return {p, of, keys(p), queries}; }
-    // How many visit it.
+    // Whether any visits it, and how many do.
+    __device__ bool visited() const { return queries.begin < queries.end; }
     __device__ int visits(const Params& p) const {
         int count = queries.end - queries.begin;
         return walk::LISTED ? count : group_of(p) * count;
@@ -292,7 +293,7 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
         t.store(s.base + s.TILE);
         Head keys = t.head(p);
         bool first = true;
-        if (t.visits(p) > 0) {
+        if (t.visited()) {
             mbarrier_arrive_expect(s.k.full(), KTile::BYTES + CLUSTERED * FarKTile::BYTES);
             s.k_tile().load(maps.k, s.k.full(), s.first_key(t), keys.k, keys.batch);
             int far_key = t.number * CLUSTER_KEYS + (1 - s.rank) * KEYS;

@@ -264,7 +264,7 @@ struct Worker {
             Range keys = Band{p, tile.head}.keys_of(q);
             TileWalk all(p, tile.head, tile.queries);
             bool any = more && q.begin < q.end && first_head() < heads_of(tile) && keys.begin < keys.end;
-            own = any ? all.part(keys) : all.none();
+            own = all.part(keys, any);
             if (walk::LISTED) any = any && own.count() > 0;
             softmax = new_softmax();
 
