@@ -6,6 +6,7 @@ empty, full or partial, and a partial one has a bit for each pair. Memory is tha
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -54,6 +55,14 @@ class BlockMask:
         """How many blocks are full, partial and empty."""
         full, empty = (int((self._slots == x).sum()) for x in (FULL, EMPTY))
         return {"full": full, "partial": self._slots.size - full - empty, "empty": empty}
+
+    def share(self) -> float:
+        """Of all pairs, those that are visible."""
+        with _on(self.kind.device) as xp:
+            sides = [xp.minimum(size, n - size * xp.arange(-(-n // size))) for n, size in zip(self.shape[2:], self.block)]
+            whole = ((self._slots == FULL) * (sides[0][:, None] * sides[1])).sum()
+            visible = int(whole) + int(xp.unpackbits(self._bits.ravel().view(np.uint8)).sum(dtype=np.int64))
+        return visible / max(1, math.prod(self.shape))
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{n:,} {name}" for name, n in self.counts().items())

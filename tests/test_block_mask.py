@@ -42,7 +42,7 @@ def test_a_function_an_array_and_blocks_say_the_same(block: Any, rng: np.random.
     from_array = block_mask(pairs, block=block)
     from_function = block_mask(lambda b, h, i, j: pairs[b, h, i, j], shape=pairs.shape, block=block)
     for mask in (from_array, from_function):
-        assert (booleans(mask) == pairs).all()
+        assert (booleans(mask) == pairs).all() and mask.share() == pytest.approx(pairs.mean())
     assert counts(from_array) == counts(from_function)
     rows, keys = (block, block) if isinstance(block, int) else block
     present = rng.random((2, 1, -(-150 // rows), -(-170 // keys))) < 0.5

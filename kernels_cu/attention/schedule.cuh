@@ -33,9 +33,10 @@ struct Schedule {
     // Where later tiles see more keys they come first, in a group of heads; of a list those with most. Else head by head.
     __device__ Tile tile(int number) const {
         Dealt at{number / tiles, number % tiles};
-        if (walk::GROWING || walk::LISTED) {
+        if (walk::LISTED) at = deal_longest_first(number, tiles, heads * p.batch, together);
+        if (walk::GROWING) {
             at = deal(number, tiles, heads * p.batch, together);
-            if (walk::GROWING) at.tile = tiles - 1 - at.tile;
+            at.tile = tiles - 1 - at.tile;
         }
         int pack = at.head % heads, head_k = pack / packs;
         Head head{at.head / heads, PACK > 1 ? head_k * group_of(p) + pack % packs * PACK : pack, head_k};

@@ -309,8 +309,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         number = ticket;
     }
     Place at = place(number, tiles, p.heads_k);
+    if (walk::LISTED && !DETERMINISTIC) at = longest_first(number, tiles, p.heads_k, p.batch);
+    Head head = Head::of_k(p, at.batch, at.head);
     if (DETERMINISTIC) at.tile = key_tile_in_turn(at.tile, tiles);
-    Block block(p, Shared{shared_address(shared)}, Head::of_k(p, at.batch, at.head), at.tile);
+    if (walk::LISTED && !DETERMINISTIC) at.tile = Visits::nth(p, head, p.query_lists, tiles, at.tile);
+    Block block(p, Shared{shared_address(shared)}, head, at.tile);
     block.load_first();
     int stage = 0;
     for (Step step = block.first(); block.has(step); step = block.next(step)) {

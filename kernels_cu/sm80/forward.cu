@@ -236,6 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     // those first.
     int tiles = query_tiles<ROWS>(p);
     Place at = place(blockIdx.x, tiles, p.heads_q);
+    if (walk::LISTED) at = longest_first(blockIdx.x, tiles, p.heads_q, p.batch);
     Head head = Head::of_q(p, at.batch, at.head);
     if (walk::GROWING) at.tile = tiles - 1 - at.tile;
     if (walk::LISTED) at.tile = Visits::nth(p, head, p.key_lists, tiles, at.tile);

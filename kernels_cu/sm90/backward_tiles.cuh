@@ -204,7 +204,9 @@ struct Shared {
 // deterministic backward adds to a dQ tile in the order of the numbers. Of a list those with most to do come first.
 __device__ inline KeyTile key_tile(const Params& p, int number) {
     int tiles = key_tiles<CLUSTER_KEYS>(p);
-    Dealt at = deal(number, tiles, p.heads_k * p.batch, p.together);
+    int heads = p.heads_k * p.batch;
+    Dealt at = walk::LISTED && !DETERMINISTIC ? deal_longest_first(number, tiles, heads, p.together)
+                                              : deal(number, tiles, heads, p.together);
     KeyTile t(at.head, at.tile, Range{0, 0});
     Head head = t.head(p);
     if (DETERMINISTIC)

@@ -361,7 +361,9 @@ def _dealt_out(problem: AttentionProblem, kv_heads: int, key_tiles: int, tiles: 
     # long head the first tile takes as long as all others do on all multiprocessors: at the end they would stand idle.
     traffic = problem.group * problem.seq_q * (6 * problem.dim + 2 * problem.dim_v)
     together, spare = 1, ceil(WAVES * clusters, key_tiles)
-    if problem.right is not None or (problem.block_mask is not None and not problem.deterministic):
+    if problem.block_mask is not None and not problem.deterministic:  # the longest tiles of all heads are the first
+        return min(kv_heads, max(2, ceil(2 * CACHE, traffic))), kv_heads
+    if problem.right is not None:
         long = problem.seq_q > LONG
         together = min(kv_heads, max(2, ceil(2 * CACHE, traffic)) if long else max(1, CACHE // traffic))
     # The key tiles of a head add to dQ in order. Taken at once, each would wait for the one before: all but one stand idle
