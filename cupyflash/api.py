@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 from . import interop
+from .blocks import BlockMask
 from .interop.protocol import Adapter, Arrays, Library, Passes
 from .other_names import unexpected
 from .problem import Gradients, check_flag, check_wrt, seed_of
@@ -35,6 +36,7 @@ class Options(TypedDict, total=False):
     bias: Array | None
     alibi_slopes: Array | None
     sinks: Array | None
+    block_mask: BlockMask | None
     dropout: float
     seed: int | Array | None
     layout: str
@@ -64,6 +66,7 @@ def attention(
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    block_mask: BlockMask | None = None,
     dropout: float = 0.0,
     seed: int | Array | None = None,
     layout: str = "bshd",
@@ -77,8 +80,8 @@ def attention(
 
     The online-softmax tiling of FlashAttention (Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1). What happens to a
     score, in this order: s = scale · q · k; s = c tanh(s / c) with softcap=c; s = s - slope · |i + diagonal - j| with
-    alibi_slopes; s = s + bias; s = -inf where causal, window, key_mask or mask hides the key; softmax, in whose denominator
-    sinks are a score more; dropout. All of them combine.
+    alibi_slopes; s = s + bias; s = -inf where causal, window, key_mask, mask or block_mask hides the key; softmax, in whose
+    denominator sinks are a score more; dropout. All of them combine.
 
     Parameters
     ----------
@@ -115,6 +118,9 @@ def attention(
     sinks : (Hq,), optional
         For each head a score more in the denominator of every row, with no value; in the dtype of q or float32. Neither
         scaled, capped, biased nor masked. lse includes it.
+    block_mask : BlockMask, optional
+        Made by `cupyflash.block_mask`: what it hides in whole blocks costs no time, and what it leaves in whole blocks no test.
+        For (B, Hq, Sq, Sk), or 1 for the batch and the heads, on the device of q.
     dropout : float
         Probabilities become 0 with this chance, from 0 to 1 (not included), and the others are divided by the share that is
         kept (Srivastava et al. 2014). In steps of 1 / 65536, at most 65534 of them, and exact in these. lse is that without
@@ -157,7 +163,7 @@ def attention(
         "seed": seed,
     })  # fmt: skip
     options = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "dropout": dropout,
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "block_mask": block_mask, "dropout": dropout,
         "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
     if return_lse is not True and return_lse is not False:
@@ -198,6 +204,7 @@ def attention_backward(
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    block_mask: BlockMask | None = None,
     dropout: float = 0.0,
     seed: int | Array | None = None,
     layout: str = "bshd",
@@ -218,7 +225,8 @@ def attention_backward(
         Gradient of the loss with respect to `out`, in the dtype of q.
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
-    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, dropout, seed, layout : as given to `attention`
+    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, block_mask, dropout, seed, layout : as given to
+    `attention`
     deterministic : bool
         Bitwise the same gradients in every run; on a CPU, with any number of cores.
     dlse : (B, Hq, Sq), optional
@@ -254,7 +262,7 @@ def attention_backward(
         "seed": seed, "dout": dout, "out": out, "lse": lse, "dlse": dlse,
     })  # fmt: skip
     options = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "dropout": dropout,
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "block_mask": block_mask, "dropout": dropout,
         "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
     lib = interop.library("q", q)

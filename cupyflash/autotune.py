@@ -233,7 +233,7 @@ def _on_gpu(
 
     def prepare(trial: Trial) -> Callable[[], tuple[Any, ...]]:
         prepared = corridor.Prepared(lib, arrays, {}, (), shared, None, backward, ordinal, trial.plan)
-        return lambda: tuple(prepared.run(lib, arrays, {}, False, seed=0)[0])
+        return lambda: tuple(prepared.run(lib, arrays, {}, False, seed=0, block_mask=shared["block_mask"])[0])
 
     return prepare
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import interop
@@ -116,11 +116,23 @@ def explain(
     options = {name: given[name] for name in rules.complete({}) if name in given}
     problem = rules.describe(**views, **options)
     device = views["q"].device
+    notes = _of_blocks(options.get("block_mask"))
     if device == "cpu" and arch is None:
         if family is not None:
             _refuse_family(family, views["q"])
-        return _on_cpu(problem, views, backward, shapes=isinstance(q, tuple))
-    return _on_gpu(problem, views, backward, family, arch, 0 if device == "cpu" else int(device.partition(":")[2]))
+        found = _on_cpu(problem, views, backward, shapes=isinstance(q, tuple))
+    else:
+        found = _on_gpu(problem, views, backward, family, arch, 0 if device == "cpu" else int(device.partition(":")[2]))
+    return replace(found, notes=found.notes + notes)
+
+
+def _of_blocks(block_mask: Any) -> tuple[str, ...]:
+    if block_mask is None:
+        return ()
+    counts = block_mask.counts()
+    said = ", ".join(f"{n:,} {name}" for name, n in counts.items())
+    share = 1 - counts["empty"] / max(1, sum(counts.values()))
+    return (f"block mask: {said} blocks, so that {share:.1%} of what is counted here is computed",)
 
 
 def _refuse_family(family: str, q: View) -> None:
@@ -270,6 +282,7 @@ def _mask(p: AttentionProblem) -> str:
     left, right = ("all" if n is None else n for n in (p.left, p.right))
     if p.left is not None or (p.right is not None and p.causal is None):
         parts.append(f"window ({left} keys to the left, {right} to the right)")
+    parts += ["block mask"] * (p.block_mask is not None)
     parts += [_OPTIONAL[x.name].label for x in p.given if x.dtype == "bool"]
     share = p.visible / max(1, p.seq_q * p.seq_k)
     return f"{', '.join(parts) or 'none'}: {share:.1%} of the scores are computed"

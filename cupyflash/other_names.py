@@ -43,7 +43,6 @@ HERE = {
     "cu_seqlens_k": _LENGTHS,
     "cu_seqlens": _LENGTHS,
     "score_mod": "here it is bias, alibi_slopes or softcap",
-    "block_mask": "here it is mask, window or causal",
     "implementation": "the fastest kernels are taken by themselves; family names others",
     "backend": "the fastest kernels are taken by themselves; family names others",
     "op": "the fastest kernels are taken by themselves; family names others",

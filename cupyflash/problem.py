@@ -45,6 +45,18 @@ class View(NamedTuple):
     ptr: int = 0
 
 
+class MaskKind(NamedTuple):
+    """What a call must know of a block mask, and all that a kernel does before it runs: not the pattern."""
+
+    shape: tuple[int, int, int, int]  # (batch, heads, queries, keys); 1 along an axis that it is shared along
+    device: str
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Those of batch and head along which it has more than one pattern."""
+        return tuple(axis for axis, n in zip(AXES[:2], self.shape) if n > 1)
+
+
 class Given(NamedTuple):
     """An optional array of a problem: a row of ARRAYS, and the axes along which it has more than one entry."""
 
@@ -96,6 +108,7 @@ class OptionRule:
     check: Callable[[Any], Any]  # the value as the problem has it; TypeError or ValueError
     backward: bool = False  # changes nothing but the gradients
     number: bool = False  # may be an array of no dimensions
+    written: bool = True  # whether a command line can say it
 
 
 @dataclass(frozen=True)
@@ -234,6 +247,18 @@ def _odd(scalar: Any) -> bool:
     return "complex" in kind or "bool" in kind or getattr(scalar, "requires_grad", False)
 
 
+def mask_kind(block_mask: Any) -> MaskKind | None:
+    kind = getattr(block_mask, "kind", None)
+    if block_mask is not None and not isinstance(kind, MaskKind):
+        raise TypeError(f"block_mask is a {type(block_mask).__name__}; it must be what cupyflash.block_mask made, or None")
+    return kind
+
+
+def _check_block_mask(block_mask: Any) -> tuple[str, ...] | None:
+    kind = mask_kind(block_mask)
+    return None if kind is None else kind.axes
+
+
 def check_layout(layout: Any) -> str:
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
@@ -254,6 +279,7 @@ OPTIONS = (
     OptionRule("window", None, "(left, right): keys that a query sees beside its diagonal.", _check_window),
     OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", check_scale, number=True),
     OptionRule("softcap", None, "c: scores become c tanh(score / c).", _check_softcap, number=True),
+    OptionRule("block_mask", None, "Blocks of pairs that are there, and bits of some.", _check_block_mask, written=False),
     OptionRule("dropout", 0.0, "Share of the probabilities that become 0; needs a seed.", _check_dropout, number=True),
     OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", check_layout),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),
@@ -327,6 +353,7 @@ class AttentionProblem:
     left: int | None = None  # keys visible to the left of the diagonal, None = all
     right: int | None = None  # keys visible to the right of it, None = all; causal means 0
     softcap: float | None = None
+    block_mask: tuple[str, ...] | None = None  # of a block mask, the axes along which it has several patterns
     dropout: float = 0.0  # the share of the probabilities that become 0
     deterministic: bool = False
     given: tuple[Given, ...] = ()  # the optional arrays, in the order of ARRAYS
@@ -446,7 +473,19 @@ def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     )  # fmt: skip
     for row in _arrays_in(given):
         _check_array(row, given[row.name], problem, q)
+    if (kind := mask_kind(given.get("block_mask"))) is not None:
+        _check_mask_kind(kind, problem, q)
     return problem
+
+
+def _check_mask_kind(kind: MaskKind, problem: AttentionProblem, q: View) -> None:
+    want = tuple(problem.extent(axis) for axis in AXES)
+    if any(n not in (1, whole) for n, whole in zip(kind.shape[:2], want)) or kind.shape[2:] != want[2:]:
+        raise ValueError(
+            f"block_mask has shape {kind.shape}; it must be {want}, (batch, head, query, key), where batch and head may be 1"
+        )
+    if q.kind != "shape" and kind.device != q.device:
+        raise ValueError(f"block_mask is on {kind.device} but q is on {q.device}; make it with like=q")
 
 
 def _arrays_in(given: dict[str, Any]) -> list[ArrayRule]:

@@ -12,7 +12,7 @@ import pytest
 import reference
 from backends import Backend
 from reference import DTYPES, Standard, assert_as_good, state
-from semantics import Inputs, Judge, Lay, arrays_of_rank, as_caller_has_it, as_given, as_reference_has_it
+from semantics import Blocks, Inputs, Judge, Lay, arrays_of_rank, as_caller_has_it, as_given, as_reference_has_it
 
 import cupyflash
 from cupyflash.cpu import corridor
@@ -104,10 +104,10 @@ class Framework:
 
     def check(
         self, inputs: Inputs, *, rank: int, layout: str, lay: Lay, deterministic: bool, family: str | None, recorded: bool,
-        **options: Any,
+        blocks: Blocks | None = None, **options: Any,
     ) -> None:  # fmt: skip
         """`recorded`: gradients by autograd, not by attention_backward."""
-        judge = Judge(inputs, options, True, False, True)
+        judge = Judge(inputs, options, True, False, True, blocks)
         put = self.library.put
         with self.library.session():
             q, k, v, dout = (put(as_caller_has_it(x, rank, layout), lay) for x in inputs[:4])
@@ -116,6 +116,8 @@ class Framework:
             options |= {"layout": layout, "family": family, "deterministic": deterministic}
             arrays = arrays_of_rank(inputs, rank)
             options |= {name: as_given(name, x, lambda x: put(x, lay)) for name, x in arrays.items()}
+            if blocks is not None:
+                options["block_mask"] = blocks.mask(like=q)
             dlse = None if inputs.dlse is None else put(inputs.dlse[(0,) * (4 - rank)], lay)
             if recorded:
                 out, lse, *grads = self.library.recorded([q, k, v], dout, dlse, options)

@@ -36,7 +36,7 @@ import numpy as np
 from backends import CPU, Backend, no_gpu
 from frameworks import framework
 from reference import DTYPES
-from semantics import CONTIGUOUS, LAYS, Inputs, check, draw_inputs
+from semantics import CONTIGUOUS, LAYS, Inputs, check, draw_blocks, draw_inputs
 
 from cupyflash.gpu.plan import FAMILIES
 from cupyflash.gpu.source import sources_digest
@@ -66,6 +66,7 @@ class Kind:
     negative: bool  # the scale
     softcap: bool
     key_mask: bool
+    blocks: str | None  # axes along which a block mask differs; None: there is none
     dropout: bool
     given: tuple[tuple[str, str], ...]  # the other optional arrays and their dtypes
     along: str  # of queries (q) and keys (k), along which a mask and a bias differ
@@ -96,6 +97,7 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
         negative=bool(rng.random() < 0.15),
         softcap=bool(scored and rng.random() < 0.4),
         key_mask=bool(rng.random() < 0.3),
+        blocks="".join(axis for axis in "bh" if rng.random() < 0.5) if scored and rng.random() < 0.4 else None,
         dropout=bool(dropout),
         given=tuple(given),
         along="".join(axis for axis in "qk" if rng.random() < 0.6),
@@ -164,10 +166,16 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
         "dropout": float(rng.uniform(0.01, 0.6)) if kind.dropout else 0.0,
         "deterministic": kind.deterministic,
     }
+    if kind.blocks is not None:
+        sizes = tuple(int(16 * n) for n in rng.integers(1, 9, 2))
+        options["blocks"] = draw_blocks(rng, (batch, heads, seq_q, seq_k), sizes, kind.blocks)
     lay = list(LAYS)[rng.integers(len(LAYS))] if rank == 4 and rng.random() < 0.5 else "contiguous"
     shapes = " ".join(f"{name}{tuple(x.shape)}" for name, x in zip("qkv", inputs))
     given = {name: f"{x.dtype}{x.shape}" for name, x in inputs.given.items()}
-    text = f"{shapes} {given} dlse={inputs.dlse is not None} {options} {lay}"
+    said = {name: x for name, x in options.items() if name != "blocks"}
+    text = f"{shapes} {given} dlse={inputs.dlse is not None} {said} {lay}"
+    if kind.blocks is not None:
+        text += f" blocks of {sizes}"
     return Problem(inputs, options | {"lay": LAYS.get(lay, CONTIGUOUS)}, text)
 
 

@@ -23,8 +23,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "causal": {"causal": "bottom_right", "right": 0},
     "hidden": {"left": 100, "right": 50, "given": KEY_MASK, "scale": -1.0, "deterministic": True},
+    "blocks": {"left": 100, "right": 50, "block_mask": ("batch", "head"), "deterministic": True},
     "everything": {
-        "left": 100, "right": 50, "given": GIVEN, "scale": -1.0, "softcap": 30.0, "dropout": 0.1, "deterministic": True,
+        "left": 100, "right": 50, "block_mask": ("batch", "head"), "given": GIVEN, "scale": -1.0, "softcap": 30.0, "dropout": 0.1,
+        "deterministic": True,
     },
 }  # fmt: skip
 
@@ -51,9 +53,9 @@ def problems() -> Iterator[AttentionProblem]:
     for dtype in FLOATS:
         for dims in DIMS:
             for name, fields in FEATURES.items():
-                if (dtype, name) in (("float16", "causal"), ("bfloat16", "nothing")):
+                if (dtype, name) in (("float16", "causal"), ("float16", "blocks"), ("bfloat16", "nothing")):
                     continue
-                if name != "hidden" or dims in ((64, 64), (128, 128)):  # less than everything
+                if name not in ("hidden", "blocks") or dims in ((64, 64), (128, 128)):  # less than everything
                     for length in LENGTHS:
                         yield problem(dtype, *dims, seq_q=length, seq_k=length, **fields)
                     if dims in FEW and ITEMSIZE[dtype] == 2:

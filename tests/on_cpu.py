@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cuda_on_cpu import Launch, as_cpp, compile_all, launch
 from reference import assert_as_good, references, state
-from semantics import draw_inputs
+from semantics import draw_blocks, draw_inputs
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import Box, KernelPlan
@@ -34,17 +34,22 @@ def check(
 
     To the bit the same in both, too, but for dq where that is not asked for. `shapes` are those of `draw_inputs`,
     `options` those of a problem; "rows_aligned": whether rows of results start at multiples of 16 bytes; "tiles": those
-    of the forward and of the backward, in place of what the plan would choose.
+    of the forward and of the backward, in place of what the plan would choose; "blocks": what `draw_blocks` takes.
     """
     options = {"rows_aligned": True, "tiles": (None, None), "deterministic": False} | options
+    blocks = options.pop("blocks", None)
     rows_aligned, tiles, deterministic = options.pop("rows_aligned"), options.pop("tiles"), options["deterministic"]
     q, k, v, dout, key_mask, dlse, others = draw_inputs(rng, dtype, **shapes)
     if key_mask is not None:
         key_mask[0] = False  # queries that see no key
         plain = family in ("simt", "flash1")  # tensor cores multiply what is hidden by 0
         k[~key_mask], v[~key_mask] = (np.nan, np.inf) if plain else (100, 100)  # what is hidden must not matter
+    judged = others
+    if blocks:
+        drawn = draw_blocks(rng, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), *blocks)
+        options["block_mask"], judged = drawn.mask(), drawn.with_mask(others)
     problem = state(q, k, v, key_mask, **options, **others)
-    exact, own = references(problem, q, k, v, key_mask, dout, dlse, **others)
+    exact, own = references(problem, q, k, v, key_mask, dout, dlse, **judged)
     seed = None
     if "seed" in others and others["seed"].ndim == 0:  # a number
         seed = int(others.pop("seed")) % 2**64
@@ -55,6 +60,10 @@ def check(
     if lengths:
         plans.append(plan(problem, arch, True, family, lengths=lengths))
     libraries = compile_all(*[as_cpp(generate(x), [y.name for y in x.launches]) for x in plans])
+    listed = [
+        {use.name: Guarded(x.shape, x.dtype, x) for use in kernels.lists for x in [options["block_mask"].list_for(use)]}
+        for kernels in plans
+    ]
     # The second time, the workspace is as the first has left it.
     spaces = [{x.name: Guarded(x.shape, x.dtype) for x in kernels.workspace if x.nbytes} for kernels in plans]
     before: dict[str, bytes] = {}
@@ -64,15 +73,15 @@ def check(
         shapes_out = {name: getattr(exact, name).shape for name in ("out", "dq", "dk", "dv")}
         results = {name: Guarded(shape, q.dtype, None, rows_aligned) for name, shape in shapes_out.items()}
         results["lse"] = Guarded(exact.lse.shape, problem.lse_dtype)
-        run(libraries[0], plans[0], problem, results | inputs | spaces[0], last_first, arch.sms, seed)
+        run(libraries[0], plans[0], problem, results | inputs | spaces[0] | listed[0], last_first, arch.sms, seed)
         for name in ("out", "lse"):  # of the backward they are inputs
             inputs[name] = Guarded(results[name].array.shape, results[name].array.dtype, results[name].array)
-        run(libraries[1], plans[1], problem, results | inputs | spaces[1], last_first, arch.sms, seed)
+        run(libraries[1], plans[1], problem, results | inputs | spaces[1] | listed[1], last_first, arch.sms, seed)
         for name in exact._fields:
             assert_as_good(results[name].array, getattr(exact, name), getattr(own, name), name, unit)
         of_arrays = {f"d{name}": Guarded(others[name].shape, others[name].dtype, rows_aligned=False) for name in lengths}
         if lengths:
-            run(libraries[2], plans[2], problem, of_arrays | inputs | spaces[2], last_first, arch.sms, seed)
+            run(libraries[2], plans[2], problem, of_arrays | inputs | spaces[2] | listed[2], last_first, arch.sms, seed)
         for name, x in of_arrays.items():
             assert_as_good(x.array, getattr(exact, name), getattr(own, name), name, max(unit, exact.unit(name)))
         for name, x in (results | spaces[1] | of_arrays).items():

@@ -17,7 +17,7 @@ from reference import (
     state,
 )
 
-from cupyflash import attention, attention_backward
+from cupyflash import BlockMask, attention, attention_backward, block_mask
 from cupyflash.problem import ARRAYS
 
 
@@ -69,6 +69,32 @@ def draw_inputs(
     return Inputs(*(draw(rng, dtype, *shape) for shape in shapes), mask, rows, optional)
 
 
+class Blocks(NamedTuple):
+    """A block mask as plain booleans, (B|1, H|1, Sq, Sk), and the size of its blocks."""
+
+    seen: np.ndarray
+    block: tuple[int, int]
+
+    def mask(self, like: Any = None) -> BlockMask:
+        return block_mask(self.seen, block=self.block, like=like)
+
+    def with_mask(self, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Optional arrays whose mask hides the same."""
+        return given | {"mask": self.seen & given.get("mask", np.True_)}
+
+
+def draw_blocks(
+    rng: np.random.Generator, shape: tuple[int, int, int, int], block: tuple[int, int], axes: str = "bh"
+) -> Blocks:
+    """Random ones for (B, H, Sq, Sk), empty, full and partial; `axes`: those of batch and heads along which they differ."""
+    whole = (*(n if axis in axes else 1 for axis, n in zip("bh", shape)), *shape[2:])
+    grid = (*whole[:2], *(-(-n // size) for n, size in zip(shape[2:], block)))
+    kinds = rng.choice(3, grid, p=(0.4, 0.3, 0.3))  # empty, full, partial
+    kinds[..., :1, :] *= grid[2] == 1 or rng.random() < 0.5  # or queries that see no key
+    kinds = kinds.repeat(block[0], 2).repeat(block[1], 3)[:, :, : shape[2], : shape[3]]
+    return Blocks((kinds == 1) | ((kinds == 2) & (rng.random(whole) < 0.6)), block)
+
+
 Shape = tuple[int, ...]
 
 
@@ -105,23 +131,27 @@ def check(
     large_scores: bool = False,
     thousands: bool = False,
     wrt: Collection[str] | None = None,
+    blocks: Blocks | None = None,
     **options: Any,
 ) -> None:
     """Run `inputs` through attention and attention_backward on the backend; every result must be as good as the reference.
 
-    `wrt`: optional arrays whose gradients are asked for, all that are given unless said.
+    `wrt`: optional arrays whose gradients are asked for, all that are given unless said. `blocks`: a block mask.
 
     Arrays are given in `rank` dimensions, `layout` and `lay`; results go into arrays that hold NaN before, and nothing
     around them may be touched. `large_scores` and `thousands` as `Judge` has them.
     """
     q, k, v, dout = inputs[:4]
     others = inputs.given
-    judge = Judge(inputs, options, backward, large_scores, thousands)
+    judge = Judge(inputs, options, backward, large_scores, thousands, blocks)
     dtype = judge.problem.dtype
     given = [_placed(backend, as_caller_has_it(x, rank, layout), lay)[1] for x in (q, k, v, dout)]
     options |= {"layout": layout, "family": backend.family_for(judge.problem)}
     for name, x in arrays_of_rank(inputs, rank).items():
         options[name] = _placed(backend, x, lay)[1] if x.ndim == 4 else as_given(name, x, backend.put)
+
+    if blocks is not None:
+        options["block_mask"] = blocks.mask(like=given[0])
 
     base, out = _unwritten(backend, q.shape[:-1] + v.shape[-1:], dtype, rank, layout, lay)
     backend.poison()
@@ -167,11 +197,15 @@ class Judge:
     """
 
     def __init__(
-        self, inputs: Inputs, options: dict[str, Any], backward: bool, large_scores: bool, thousands: bool
-    ) -> None:
+        self, inputs: Inputs, options: dict[str, Any], backward: bool, large_scores: bool, thousands: bool,
+        blocks: Blocks | None = None,
+    ) -> None:  # fmt: skip
         q, k, v, dout, key_mask, dlse, others = inputs
-        self.inputs, self.thousands = inputs, thousands
-        self.problem = state(q, k, v, key_mask, **options, **others)
+        stated = options if blocks is None else options | {"block_mask": blocks.mask()}
+        self.problem = state(q, k, v, key_mask, **stated, **others)
+        if blocks is not None:
+            others = blocks.with_mask(others)
+        self.inputs, self.thousands = inputs._replace(given=others), thousands
         self.exact, self.own = references(
             self.problem, q, k, v, key_mask, dout if backward else None, dlse, **others
         )  # fmt: skip

@@ -50,24 +50,27 @@ def test_the_fields_of_a_forward() -> None:
         ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("Out*", "out"), ("Accum*", "lse"),
         ("const unsigned char*", "key_mask"), ("const unsigned char*", "mask"), ("const In*", "bias"),
         ("const float*", "alibi_slopes"), ("const In*", "sinks"), ("const long long*", "seed"),
+        ("const int*", "key_lists"), ("const int*", "query_lists"),
         ("Strides", "q_strides"), ("Strides", "k_strides"), ("Strides", "v_strides"), ("Strides", "out_strides"),
         ("PairStrides", "key_mask_strides"), ("PairStrides", "mask_strides"), ("PairStrides", "bias_strides"),
         ("PairStrides", "alibi_slopes_strides"), ("PairStrides", "sinks_strides"), ("Accum", "scale"),
         ("Accum", "factor"), ("Accum", "cap"), ("Accum", "cap_inverse"), ("int", "batch"),
         ("int", "heads_q"), ("int", "heads_k"), ("int", "seq_q"), ("int", "seq_k"), ("int", "dim"), ("int", "dim_v"),
-        ("int", "diagonal"), ("int", "left"), ("int", "right"), ("Accum", "kept"), ("Accum", "log_kept"),
+        ("int", "diagonal"), ("int", "left"), ("int", "right"), ("int", "lists"),
+        ("int", "lists_batch"), ("int", "lists_head"), ("Accum", "kept"), ("Accum", "log_kept"),
         ("unsigned", "drop_below"), ("alignas(8) unsigned", "round_keys[14]"),
     ]  # fmt: skip
 
 
 def test_the_fields_of_a_backward() -> None:
     fields = declared(plan(asked("float16"), H200, True, "sm90"))
-    assert fields[:19] == [
+    assert fields[:21] == [
         ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("const Out*", "out"), ("const Accum*", "lse"),
         ("const In*", "dout"), ("const Accum*", "dlse"), ("Out*", "dq"), ("Out*", "dk"), ("Out*", "dv"),
         ("const unsigned char*", "key_mask"), ("const unsigned char*", "mask"), ("const In*", "bias"),
-        ("const float*", "alibi_slopes"), ("const In*", "sinks"), ("const long long*", "seed"), ("float*", "delta"), ("float*", "dq_sum"),
-        ("unsigned*", "counters"),
+        ("const float*", "alibi_slopes"), ("const In*", "sinks"), ("const long long*", "seed"),
+        ("const int*", "key_lists"), ("const int*", "query_lists"),
+        ("float*", "delta"), ("float*", "dq_sum"), ("unsigned*", "counters"),
     ]  # fmt: skip
     strided = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
     assert [name for type, name in fields if type == "Strides"] == [f"{name}_strides" for name in strided]
@@ -170,3 +173,12 @@ def test_a_compiler_lays_it_out_alike(tmp_path: Path) -> None:
         ["g++", "-std=c++17", "-fsyntax-only", str(file)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[:2000]
+
+
+def test_which_pattern_of_a_block_mask_is_that_of_a_head() -> None:
+    wanted = {None: (1, 0, 0), (): (1, 0, 0), ("batch",): (3, 1, 0), ("head",): (10, 0, 1), ("batch", "head"): (30, 10, 1)}
+    for axes, numbers in wanted.items():
+        given = dataclasses.replace(asked("float16"), block_mask=axes)
+        kernel_plan = plan(given, H200, family="sm80")
+        record = np.frombuffer(params.Packer(kernel_plan, given, {})([0] * 12), params.layout(kernel_plan))
+        assert tuple(int(record[name][0]) for name in ("lists", "lists_batch", "lists_head")) == numbers

@@ -53,6 +53,11 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "scores-wide": (A100, "bfloat16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": SCORES}, {"window": (50, 9), "deterministic": True}),
     "dropout": (A100, "float16", {"seq": (100, 150), "heads": (4, 2), "given": ("seed",), "dlse": 1.0}, {"causal": True, "dropout": 0.2}),
     "dropout-wide": (A100, "bfloat16", {"seq": (70, 150), "dims": (256, 200), "batch": 1, "given": (*SCORES, "seed")}, {"window": (50, 9), "dropout": 0.6}),
+    "blocks": (A100, "float16", {"seq": (190, 300), "heads": (4, 2)}, {"blocks": ((64, 64),), "deterministic": True}),
+    "blocks-and-more": (
+        A100, "bfloat16", {"seq": (150, 130), "heads": (2, 1), "dims": (128, 96), "given": SCORES, "key_mask": True},
+        {"blocks": ((16, 48), "b"), "window": (50, 9), "deterministic": True},
+    ),
     "no-columns": (A100, "float16", {"seq": (5, 1), "dims": (0, 16)}, {}),
 }  # fmt: skip
 

@@ -77,6 +77,23 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dropout-128": ("float16", {"seq": (200, 430), "dims": (128, 128), "batch": 1, "given": ("seed",)}, {"causal": True, "dropout": 0.6}),
     "dropout-wide": ("float16", {"seq": (170, 250), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": (*SCORES[1:], "seed")}, {"window": (50, 9), "dropout": 0.2}),
     "dropout-of-few-queries": ("float16", {"seq": (5, 200), "heads": (12, 2), "given": ("seed",)}, {"dropout": 0.2}),
+    "blocks": ("float16", {"seq": (400, 500), "heads": (4, 2), "batch": 2}, {"blocks": ((128, 128),)}),
+    "blocks-causal": (
+        "bfloat16", {"seq": (300, 430), "heads": (2, 1), "dims": (128, 100), "batch": 2},
+        {"blocks": ((48, 96), "b"), "causal": True, "deterministic": True},
+    ),
+    "blocks-and-more": (
+        "float16", {"seq": (200, 250), "heads": (4, 2), "dims": (128, 128), "batch": 1, "given": SCORES, "key_mask": True},
+        {"blocks": ((64, 64), "h"), "window": (90, 40)},
+    ),
+    "blocks-192": ("float16", {"seq": (170, 350), "dims": (192, 128), "batch": 1}, {"blocks": ((64, 112), "")}),
+    "blocks-wide": (
+        "float16", {"seq": (200, 450), "dims": (256, 200), "heads": (2, 1), "batch": 1}, {"blocks": ((64, 64),)},
+    ),
+    "blocks-wide-in-order": (
+        "bfloat16", {"seq": (200, 450), "dims": (201, 256), "heads": (2, 1), "batch": 1},
+        {"blocks": ((64, 128),), "deterministic": True},
+    ),
     "one-query": ("bfloat16", {"seq": (1, 300), "heads": (6, 2), "dims": (128, 128)}, {}),
 }  # fmt: skip
 

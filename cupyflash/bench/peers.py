@@ -21,6 +21,7 @@ class Case(NamedTuple):
 
     `scores` is what else `attention` is given, softcap and optional arrays by name; `wrt` names those of them whose gradients
     are wanted too. "ours", PyTorch's and FlexAttention know of these; who does not is found wrong where they are given.
+    `visible` says of (b, h, i, j), tensors of integers, what a block mask among them does.
     """
 
     q: Any
@@ -30,6 +31,7 @@ class Case(NamedTuple):
     causal: bool
     scores: Mapping[str, Any] = MappingProxyType({})
     wrt: tuple[str, ...] = ()
+    visible: Any = None
 
 
 Prepare = Callable[[Case, bool], Candidate]  # (case, backward) -> what is timed: (out,) or (dq, dk, dv, those of wrt)
@@ -135,9 +137,11 @@ def flex() -> Prepare:
             return functools.reduce(operator.and_, [*tests, i >= j] if causal else tests)
 
         block_mask = None
-        if masks or causal:
+        if masks or causal or case.visible:
             (batch, seq), device = case.q.shape[:2], case.q.device
-            block_mask = create_block_mask(visible, batch if masks else None, None, seq, seq, device=device)
+            block_mask = create_block_mask(
+                case.visible or visible, batch if masks else None, None, seq, seq, device=device
+            )
 
         def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
             def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:

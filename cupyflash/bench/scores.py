@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any, NamedTuple
 
+from .. import block_mask
 from ..timing import flops, gpu_sampler, interleave
 from . import peers
 from .suite import Measured, Options, Problem, case_of, compare, importable
@@ -17,9 +18,11 @@ class Row(NamedTuple):
     slow: tuple[str, ...] = ()
     causal: bool = False
     wrt: tuple[str, ...] = ()
+    seq: int = 2048
 
 
 PEERS = ("fa2", "cudnn", "flex", "efficient", "math")
+_SPARSE = Row(("flex",))
 _BIASED = Row(("cudnn", "flex"), slow=("efficient",))
 # By name. Behind the dash the shape of the array: batch, heads, sequence, or 1 for all.
 ROWS = {
@@ -36,21 +39,27 @@ ROWS = {
     "dbias-bhss": _BIASED._replace(wrt=("bias",)),
     "mask-b1ss": _BIASED,
     "padding-b11s": _BIASED,
+    # Block masks, of sequences so long. Causal documents; 1024 keys before and 4 first ones; blocks of 128, so many of 100.
+    **{
+        f"{name}-{seq // 1024}k": _SPARSE._replace(seq=seq)
+        for name, seq in itertools.product(("documents", "streaming", "sparse10", "sparse50"), (8192, 32768))
+    },
     "evoformer": Row(("efficient", "cudnn", "flex"), slow=("math",), wrt=("bias",)),
 }
 
 
 def problems(options: Options) -> list[Problem]:
-    """16k tokens, hidden 2048; for `evoformer` 256 rows of 256 residues. Of `dbias` the backward: its forward is `bias`."""
+    """16k tokens (32k of one sequence that is so long), hidden 2048; for `evoformer` 256 rows of 256 residues. Of `dbias` the
+    backward: its forward is `bias`."""
     dims = (128,) if options.quick else (64, 128)
-    usual = [{"dtype": options.dtype, "dim": dim, "seq": 2048, "batch": 8, "heads": 2048 // dim} for dim in dims]
+    usual = [{"dtype": options.dtype, "dim": dim, "heads": 2048 // dim} for dim in dims]
     dtypes = dict.fromkeys((options.dtype,) if options.quick else ("float32", options.dtype))
     pairs = [{"dtype": dtype, "dim": 32, "seq": 256, "batch": 256, "heads": 4} for dtype in dtypes]
     return [
         {"pass": direction, "scores": name, "causal": row.causal, **sizes}
         for direction, (name, row) in itertools.product(("forward", "backward"), ROWS.items())
         if name.startswith(options.only or "") and not (direction == "forward" and name.startswith("dbias"))
-        for sizes in (pairs if name == "evoformer" else usual)
+        for sizes in (pairs if name == "evoformer" else [x | {"seq": row.seq, "batch": max(1, 16384 // row.seq)} for x in usual])
     ]
 
 
@@ -86,7 +95,28 @@ def draw(problem: Problem, device: str = "cuda") -> peers.Case:
         scores = {"mask": padding.view(shape)}
     elif kind == "evoformer":
         scores = {"bias": normal(1, heads, seq, seq), "key_mask": padding}
+    elif kind in ("documents", "streaming", "sparse10", "sparse50"):
+        visible = pattern(kind, seq, device)
+        scores = {"block_mask": block_mask(visible, shape=(seq, seq), like=case.q)}
+        return case._replace(scores=scores, visible=visible)
     return case._replace(scores=scores, wrt=ROWS[name].wrt)
+
+
+def pattern(kind: str, seq: int, device: str) -> Any:
+    """What is visible, as a function of (b, h, i, j)."""
+    import torch
+
+    if kind == "streaming":
+        reach, first = min(1024, seq // 4), 4
+        return lambda b, h, i, j: (j <= i) & ((i - j <= reach) | (j < first))
+    generator = torch.Generator().manual_seed(1)
+    if kind == "documents":  # 16 of them, of any length
+        ends = torch.randperm(seq - 1, generator=generator)[:15] + 1
+        document = torch.zeros(seq, dtype=torch.int32).index_fill(0, ends, 1).cumsum(0).to(device)
+        return lambda b, h, i, j: (j <= i) & (document[i] == document[j])
+    blocks = torch.rand((-(-seq // 128), -(-seq // 128)), generator=generator) < int(kind[-2:]) / 100
+    blocks = (blocks | torch.eye(len(blocks), dtype=torch.bool)).to(device)
+    return lambda b, h, i, j: blocks[i // 128, j // 128]
 
 
 def measure(problem: Problem, options: Options) -> Measured:
@@ -109,14 +139,16 @@ def measure(problem: Problem, options: Options) -> Measured:
 
 
 def left(case: peers.Case) -> float:
-    """The share of all pairs that the boolean masks leave."""
+    """The share of all pairs that masks leave."""
+    if "block_mask" in case.scores:
+        return float(case.scores["block_mask"].share())
     masks = [case.scores[name] for name in ("mask", "key_mask") if name in case.scores]
     return float(masks[0].float().mean()) if masks else 1.0
 
 
 def exact(case: peers.Case, backward: bool) -> tuple[Any, ...]:
     """Standard attention in float32, from the formula; its gradients are PyTorch's. As many batch entries at a time as have
-    1 GB of scores."""
+    1 GB of scores; with block masks a head at a time."""
     import torch
 
     wide = torch.promote_types(case.q.dtype, torch.float32)
@@ -127,6 +159,17 @@ def exact(case: peers.Case, backward: bool) -> tuple[Any, ...]:
     leaves = [arrays[name].requires_grad_(backward) for name in ("q", "k", "v", *case.wrt)]
     dout = arrays.pop("dout")
     batch, seq, heads, _ = case.q.shape
+    if case.visible is not None:
+        at = torch.arange(seq, device=case.q.device)
+        seen = case.visible(0, 0, at[:, None], at).expand(seq, seq)
+        parts = []
+        for b, h in itertools.product(range(batch), range(heads)):
+            some = (slice(b, b + 1), slice(None), slice(h, h + 1))
+            out = _formula(*(x[some] for x in leaves), causal=case.causal, softcap=None, mask=seen)
+            parts.append(out.detach())
+            if backward:
+                out.backward(dout[some], inputs=leaves)
+        return tuple(x.grad for x in leaves) if backward else (torch.cat(parts).view(batch, heads, seq, -1).transpose(1, 2),)
     outs = []
     for some in torch.arange(batch).split(max(1, 2**28 // (heads * seq * seq))):
         part = slice(int(some[0]), int(some[-1]) + 1)

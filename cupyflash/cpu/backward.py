@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..problem import ARRAYS, AttentionProblem, Gradients
@@ -23,7 +25,7 @@ def backward(
     lse: np.ndarray,
     dlse: np.ndarray | None = None,
     wrt: tuple[str, ...] = (),
-    **given: np.ndarray,
+    **given: Any,
 ) -> Gradients:
     """dq, dk, dv, shaped and typed like q, k, v, from what `forward` took and returned and from the gradients of out and lse;
     also of the optional arrays that `wrt` names.

@@ -54,7 +54,7 @@ def _checked(
     seed: int | None,
     family: str | None,
     backward: bool,
-) -> tuple[AttentionProblem, dict[str, np.ndarray], dict[str, tuple[int, ...]]]:
+) -> tuple[AttentionProblem, dict[str, Any], dict[str, tuple[int, ...]]]:
     """The problem, its arrays as (B, S, H, D), lse as (B, H, S), and the shapes of the results."""
     if family is not None:
         refuse_family(family, lib.kind)
@@ -63,7 +63,9 @@ def _checked(
     problem, shapes = rules.state(views, into, options, backward)
     check_targets(into, views)
     layout = options["layout"]
-    given = {} if seed is None else {"seed": np.array(seed, np.uint64)}
+    given: dict[str, Any] = {} if seed is None else {"seed": np.array(seed, np.uint64)}
+    if options["block_mask"] is not None:
+        given["block_mask"] = options["block_mask"]
     for name in views:
         x = lib.to_numpy(arrays[name])
         if name in ("lse", "dlse"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +14,12 @@ from .tiles import KEYS, key_tiles, product, query_tiles, work_dtype
 
 
 def forward(
-    problem: AttentionProblem, q: np.ndarray, k: np.ndarray, v: np.ndarray, **given: np.ndarray
+    problem: AttentionProblem, q: np.ndarray, k: np.ndarray, v: np.ndarray, **given: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """softmax(score(Q Kᵀ)) V and the log-sum-exp of the scores, without the score matrix in memory.
 
-    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), any strides; `given`: the optional arrays of the problem.
+    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), any strides; `given`: the optional arrays of the problem, and
+    its block mask.
     Returns out (B, Sq, Hq, Dv) in the dtype of q, and lse (B, Hq, Sq) in float32, float64 for float64.
     """
     work = work_dtype(problem)

@@ -20,7 +20,8 @@ class Place(NamedTuple):
 
 
 class Pairs:
-    """The pairs of queries and keys of one batch entry. `given` holds the optional arrays, of shapes that broadcast."""
+    """The pairs of queries and keys of one batch entry. `given` holds the optional arrays, of shapes that broadcast, and
+    perhaps a block mask."""
 
     def __init__(self, problem: AttentionProblem, b: int, given: dict[str, np.ndarray]) -> None:
         self.problem, self.batch = problem, b
@@ -30,6 +31,7 @@ class Pairs:
         self.keys: Any = slice(problem.seq_k)
         if problem.has("key_mask"):
             self.keys = np.flatnonzero(self.given["key_mask"][b])
+        self.blocks: Any = given.get("block_mask")
         self.positions = np.arange(problem.seq_k)[self.keys]
         self.factor_q, self.factor_k = _factors(problem.scale)
         self.kept = problem.kept  # the share of the probabilities that dropout keeps
@@ -69,7 +71,15 @@ class Pairs:
         if self.problem.has("mask"):
             own = self._tile("mask", at)
             seen = own if seen is None else seen & own
+        if self.blocks is not None:
+            own = self.blocks.pairs(self.batch, at.head, at.rows, self.columns(at))
+            if own is not None:
+                seen = own if seen is None else seen & own
         return seen
+
+    def empty(self, at: Place) -> bool:
+        """Whether a block mask hides the whole tile."""
+        return self.blocks is not None and self.blocks.pairs(self.batch, at.head, at.rows, self.columns(at)) is False
 
     def keeps(self, at: Place) -> np.ndarray | None:
         """Which probabilities dropout keeps: (queries, keys), or None where it keeps all."""

@@ -105,10 +105,12 @@ class Prepared:
         lse: bool,
         addresses: list[int] | None = None,
         seed: int | None = None,
+        block_mask: Any = None,
     ) -> tuple[list[Any], Any]:
         """Launch. Returns the outputs, and in the forward the LSE where it is asked for.
 
-        `addresses` of `arrays`, where they are known already; `seed` of dropout, where it is a number."""
+        `addresses` of `arrays`, where they are known already; `seed` of dropout, where it is a number; `block_mask`, where
+        there is one: of the prepared kind."""
         ordinal, pointer, empty, dtypes = self.device, lib.pointer, lib.empty, self.dtypes
         stream = lib.stream(ordinal)
         if addresses is None:
@@ -134,6 +136,9 @@ class Prepared:
             pointers[slot] = at
         if seed is not None and KEYS[0] in slots:
             pointers[slots[KEYS[0]] :] = round_keys(seed)
+        if block_mask is not None:
+            for use in self.plan.lists:
+                pointers[slots[use.name]] = block_mask.list_for(use).data.ptr
         keep = []
         for name, view, copy in self.copies:
             slot = slots[name]
@@ -185,7 +190,7 @@ def forward(
     ordinal = lib.device(arrays["q"])
     addresses = [*map(lib.pointer, arrays.values())]
     prepared = _find(lib, arrays, addresses, targets, options, family, False, ordinal)
-    (out,), lse = prepared.run(lib, arrays, targets, return_lse, addresses, seed)
+    (out,), lse = prepared.run(lib, arrays, targets, return_lse, addresses, seed, options["block_mask"])
     if not targets:
         out = lib.finish(out, ordinal)
     return out, lib.finish(lse, ordinal) if return_lse else None
@@ -204,13 +209,13 @@ def backward(
     ordinal = lib.device(arrays["q"])
     addresses = [*map(lib.pointer, arrays.values())]
     prepared = _find(lib, arrays, addresses, targets, options, family, True, ordinal)
-    grads, _ = prepared.run(lib, arrays, targets, False, addresses, seed)
+    grads, _ = prepared.run(lib, arrays, targets, False, addresses, seed, options["block_mask"])
     if not targets:
         grads = [lib.finish(x, ordinal) for x in grads]
     if not wrt:
         return Gradients(*grads)
     prepared = _find(lib, arrays, addresses, {}, options, family, True, ordinal, wrt)
-    of_arrays, _ = prepared.run(lib, arrays, {}, False, addresses, seed)
+    of_arrays, _ = prepared.run(lib, arrays, {}, False, addresses, seed, options["block_mask"])
     return Gradients(*grads, **{name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, of_arrays)})
 
 
@@ -232,8 +237,11 @@ def _find(
     for name, check in _NUMBERED:
         if type(options[name]) not in _NUMBERS:  # an array of no dimensions, say: its value counts, which may change
             options = options | {name: check(options[name])}
+    stated = options
+    if options["block_mask"] is not None:  # its pattern changes nothing but what is pointed to
+        stated = options | {"block_mask": rules.mask_kind(options["block_mask"])}
     key: tuple[Any, ...] | None = (
-        lib.kind, backward, wrt, family, misaligned, *options.values(), *arrays, *map(lib.signature, arrays.values()),
+        lib.kind, backward, wrt, family, misaligned, *stated.values(), *arrays, *map(lib.signature, arrays.values()),
         *targets, *map(lib.signature, targets.values()),
     )  # fmt: skip
     try:

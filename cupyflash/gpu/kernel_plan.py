@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from ..problem import ARRAYS, AXES, ITEMSIZE, AttentionProblem, Given
+from ..tile_lists import ListUse
 
 PAIRWISE = tuple(rule.name for rule in ARRAYS if rule.axes == AXES)  # arrays over pairs of a query and a key
 
@@ -63,6 +64,7 @@ class KernelPlan:
     maps: tuple[Box, ...] = ()  # how the copy engine moves arrays, in the order in which the kernels take their maps
     scalars: tuple[tuple[str, int], ...] = ()  # fields of Params that this plan alone has, with their values
     given: tuple[Given, ...] = ()  # optional arrays of the problem
+    lists: tuple[ListUse, ...] = ()  # of a block mask, what the kernels walk by
     wrt: tuple[str, ...] = ()  # optional arrays whose gradients it gives, in place of those of q, k and v
     passed_over: tuple[str, ...] = ()  # why faster families were not taken
 
@@ -102,6 +104,7 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("LEFT", problem.left is not None),
         ("RIGHT", problem.right is not None),
         *((rule.name.upper(), problem.has(rule.name)) for rule in ARRAYS),
+        ("BLOCK_MASK", problem.block_mask is not None),
         ("SOFTCAP", problem.softcap is not None),
         ("DROPOUT", problem.dropout > 0),
         ("NEGATIVE_SCALE", problem.scale < 0),
@@ -113,6 +116,11 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
 def scored(problem: AttentionProblem) -> bool:
     """Whether scores are more than the scaled product of Q and K (attention/pairs.cuh says the same)."""
     return problem.softcap is not None or problem.has("bias") or problem.has("alibi_slopes")
+
+
+def lists(problem: AttentionProblem, *uses: ListUse) -> tuple[ListUse, ...]:
+    """What a plan asks of a block mask, where there is one."""
+    return uses if problem.block_mask is not None else ()
 
 
 def ceil(n: int, step: int) -> int:

@@ -36,6 +36,7 @@ OPTIONAL = {  # by the dtype of an optional array; one with that of q is const I
     "bool": "const unsigned char", "float32": "const float", "float64": "const double", "int64": "const long long",
     "uint64": "const unsigned long long", "int32": "const int", "uint32": "const unsigned",
 }  # fmt: skip
+LISTS = ("key_lists", "query_lists")  # of a block mask; null where not asked for
 GRADIENTS = tuple(rule.name for rule in ARRAYS if rule.gradient)
 ROUNDS = 7  # of dropout's generator, as attention/dropout.cuh has them
 KEYS = tuple(f"round_keys[{n}]" for n in range(ROUNDS))  # made of the seed: in 64 bits a word for each half of the generator
@@ -55,6 +56,10 @@ def _factor(problem: AttentionProblem) -> float:
     return max(abs(problem.scale) * math.log2(math.e), 1e-300 if problem.lse_dtype == "float64" else 1e-30)
 
 
+def _lists(problem: AttentionProblem, axis: str, length: int) -> int:
+    return length if axis in (problem.block_mask or ()) else 1
+
+
 SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "scale": ("Accum", lambda p: abs(p.scale)),  # the sign is a constant
     "factor": ("Accum", _factor),
@@ -70,6 +75,10 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "diagonal": ("int", lambda p: p.diagonal),  # query i stands on key i + diagonal
     "left": ("int", lambda p: p.left or 0),  # keys that it sees before and after that one, where there is a bound
     "right": ("int", lambda p: p.right or 0),
+    # Which of a block mask's patterns is that of a batch entry and head: batch * lists_batch + head * lists_head.
+    "lists": ("int", lambda p: _lists(p, "batch", p.batch) * _lists(p, "head", p.heads_q)),
+    "lists_batch": ("int", lambda p: _lists(p, "head", p.heads_q) if "batch" in (p.block_mask or ()) else 0),
+    "lists_head": ("int", lambda p: 1 if "head" in (p.block_mask or ()) else 0),
     "kept": ("Accum", lambda p: p.kept),  # by dropout
     "log_kept": ("Accum", lambda p: math.log(p.kept)),
     "drop_below": ("unsigned", lambda p: p.dropped_below << 16),
@@ -101,6 +110,7 @@ def pointers(plan: KernelPlan) -> dict[str, str]:
         **given,
         **arrays,
         **of_arrays,
+        **dict.fromkeys(LISTS, "const int"),
         **{space.name: WORKSPACE[space.dtype] for space in plan.workspace},
     }
 

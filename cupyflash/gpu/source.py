@@ -17,8 +17,8 @@ from .kernel_plan import KernelPlan
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
 _WALKED = ("gpu", "interop", "torch", "jax")  # packages that a call on a GPU goes through, and modules beside them
 _MODULES = (
-    "__init__.py", "api.py", "folders.py", "merging.py", "other_names.py", "overlap.py", "problem.py",
-    "signature.py", "tuned.py",
+    "__init__.py", "api.py", "blocks.py", "folders.py", "masks.py", "merging.py", "other_names.py", "overlap.py", "problem.py",
+    "signature.py", "tile_lists.py", "tuned.py",
 )  # fmt: skip
 
 

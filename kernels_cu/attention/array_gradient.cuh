@@ -30,6 +30,7 @@ struct OfSlopes {
 struct PairsTile {
     Head head;
     int i, j;  // its first query and key
+    TileBits bits;
 };
 
 // What a thread block sums: tiles of ROWS queries by KEYS keys, in order. Strides of 0 are those of axes that the array is
@@ -100,8 +101,18 @@ struct Share {
             PairsTile& at = step.tile;
             at = {Head::of_q(p, batch + step.b, head + step.h), (tile_q + step.q) * ROWS, (tile_k + step.k) * KEYS};
             if constexpr (walk::ALIKE) break;
-            Range keys = Band{p, at.head}.keys_of(Range{at.i, min(at.i + ROWS, at.head.queries(p))});
-            if (keys.begin < at.j + KEYS && keys.end > at.j) break;
+            Range queries{at.i, min(at.i + ROWS, at.head.queries(p))};
+            if constexpr (walk::LISTED) {
+                KeyWalk<KEYS, ROWS> walk(p, at.head, queries);
+                int found = walk.visits.find(at.j / KEYS);
+                if (found < walk.visits.steps.end && walk.tile(found) == at.j / KEYS) {
+                    at.bits = walk.bits(found, queries);
+                    break;
+                }
+            } else {
+                Range keys = Band{p, at.head}.keys_of(queries);
+                if (keys.begin < at.j + KEYS && keys.end > at.j) break;
+            }
         }
         return step;
     }

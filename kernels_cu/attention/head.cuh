@@ -94,3 +94,15 @@ __device__ inline Dealt deal(int n, int tiles, int heads, int together) {
     int first = n / (together * tiles) * together, rest = n - first * tiles, these = min(together, heads - first);
     return {first + rest % these, rest / these};
 }
+
+// The same where the first tiles of a head may be far longer than all others: a few of each head before everything else.
+__device__ inline Dealt deal_longest_first(int n, int tiles, int heads, int together) {
+    int longest = tiles_in(tiles, 64);
+    if (n < longest * heads) return {n % heads, n / heads};
+    Dealt at = deal(n - longest * heads, tiles - longest, heads, together);
+    return {at.head, at.tile + longest};
+}
+__device__ inline Place longest_first(int n, int tiles, int heads, int batch) {
+    Dealt at = deal_longest_first(n, tiles, heads * batch, 1);
+    return {at.tile, at.head % heads, at.head / heads};
+}

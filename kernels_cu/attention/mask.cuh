@@ -118,6 +118,27 @@ __device__ void hide_masked(Accumulator<M, N>& x, const Arrays& arrays, float va
         }
 }
 
+// The same of those that a block mask hides.
+template <int BEGIN, int END, int M, int N, bool TRANSPOSED, int HEAD_ROWS>
+__device__ void hide_by_bits(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, const TileBits& bits, float value) {
+    using Tile = Accumulator<M, N>;
+    static_assert(BEGIN % 2 == 0 && END % 2 == 0, "whole words");
+    Pair first = at(0, 0);
+    int row = TRANSPOSED ? first.j - bits.j : first.i - bits.i, column = TRANSPOSED ? first.i - bits.i : first.j - bits.j;
+    int own = Tile::column(0, 0);
+#pragma unroll
+    for (int line = 0; line < 2 * M; line++) {
+        const unsigned short* words = bits.row(row + Tile::row(line / 2, line % 2 * 2)) + column / 16;
+#pragma unroll
+        for (int n = BEGIN; n < END; n += 2) {
+            unsigned word = words[n / 2] >> own;
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (!(word >> (e / 2 * 8 + e % 2) & 1)) x.x[line / 2][n + e / 2][line % 2 * 2 + e % 2] = value;
+        }
+    }
+}
+
 // Hidden elements of column groups [BEGIN, END) become `value`: of each row the columns that positions leave are one range,
 // so that an element costs a comparison or two with a constant.
 template <int BEGIN, int END, int M, int N, bool TRANSPOSED, int HEAD_ROWS, int COUNT, class Arrays>
@@ -125,8 +146,10 @@ __device__ void hide(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS
                      const KeysSeen<COUNT>& seen, const Arrays& arrays, float value) {
     using Tile = Accumulator<M, N>;
     constexpr bool LOWER = TRANSPOSED ? walk::BOUND_LAST : walk::BOUND_FIRST;
-    if constexpr (config::MASK) {
-        hide_masked<BEGIN, END>(x, arrays, value);
+    if constexpr (config::MASK || config::BLOCK_MASK) {
+        if constexpr (config::MASK) hide_masked<BEGIN, END>(x, arrays, value);
+        if constexpr (config::BLOCK_MASK)
+            if (pairs.bits.partial()) hide_by_bits<BEGIN, END>(x, at, pairs.bits, value);
         Pair first = at(0, 0);
         Range rows{0, HEAD_ROWS > 0 ? HEAD_ROWS : 16 * M}, columns{8 * BEGIN, 8 * END};
         Range q = TRANSPOSED ? columns : rows, k = TRANSPOSED ? rows : columns;

@@ -55,9 +55,10 @@ struct Pairs {
     const Params& p;
     Head head;
     const unsigned char* keys;  // this batch's row of key_mask
+    TileBits bits;              // what a block mask leaves of the tile at hand
 
-    __device__ Pairs(const Params& p, const Head& head)
-        : p(p), head(head), keys(p.key_mask + (config::KEY_MASK ? head.batch * p.key_mask_strides.batch : 0)) {}
+    __device__ Pairs(const Params& p, const Head& head, TileBits bits = {})
+        : p(p), head(head), keys(p.key_mask + (config::KEY_MASK ? head.batch * p.key_mask_strides.batch : 0)), bits(bits) {}
 
     // What a score is multiplied by to be an exponent of 2: exp(scale * s) = 2^(factor * s). Never 0: -inf * 0 is NaN.
     __device__ Accum factor() const { return SCORED ? Accum(1) : p.factor; }
@@ -103,7 +104,8 @@ struct Pairs {
     // Whether the query may see the key.
     __device__ bool visible(Pair at) const {
         return Band{p, head}.contains(at.i, at.j) && key_seen(at.j) &&
-               (!config::MASK || *at_pair(p.mask, p.mask_strides, head.batch, at));
+               (!config::MASK || *at_pair(p.mask, p.mask_strides, head.batch, at)) &&
+               (!config::BLOCK_MASK || bits.visible(at.i, at.j));
     }
 
     // What is said of a key for all queries.
@@ -117,9 +119,11 @@ struct Pairs {
     __device__ bool edges(Range queries, Range of_keys) const {
         return Band{p, head}.edges(queries, of_keys) || queries.end > head.queries(p);
     }
-    __device__ bool tests(Range queries, Range of_keys) const { return Band{p, head}.tests(queries, of_keys); }
+    __device__ bool tests(Range queries, Range of_keys) const {
+        return (config::BLOCK_MASK && bits.partial()) || Band{p, head}.tests(queries, of_keys);
+    }
     __device__ bool tests_backward(Range queries, Range of_keys) const {
-        return Band{p, head}.tests_backward(queries, of_keys);
+        return (config::BLOCK_MASK && bits.partial()) || Band{p, head}.tests_backward(queries, of_keys);
     }
 
    private:

@@ -18,7 +18,7 @@ __device__ void gather_pairs(const Params& p) {
         const Matrix k = key_matrix(p, at.head, p.k, p.k_strides, p.dim);
         const Matrix v = key_matrix(p, at.head, p.v, p.v_strides, p.dim_v);
         const Matrix dout = query_matrix(p, at.head, p.dout, p.dout_strides, p.dim_v);
-        const Pairs pairs(p, at.head);
+        const Pairs pairs(p, at.head, at.bits);
 
         ScoreTile s, dp;
         dot_products(s, q, at.i, k, at.j, shared);

@@ -23,7 +23,6 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     Head head = Head::of_k(p, at.batch, at.head);
     const Range keys = head.key_tile<config::OWNED>(p, at.tile);
     const int row = keys.begin;
-    const QueryWalk<config::VISITED> walk(p, head, keys);
 
     const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
     const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
@@ -35,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
 
     // The query heads of the group share these keys, so their gradients add up.
     for (const int end = head.q + group_of(p); head.q < end; ++head.q) {
-        const Pairs pairs(p, head);
+        const QueryWalk<config::VISITED, config::OWNED> walk(p, head, keys);
         const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);
         const Matrix dout = query_matrix(p, head, p.dout, p.dout_strides, p.dim_v);
 
@@ -46,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
             dot_products(s, k, row, q, query, shared);
             dot_products(dp, v, row, dout, query, shared);
 
+            const Pairs pairs(p, head, walk.bits<false>(step, keys));
             const bool tested = pairs.tests_backward({query, query + config::VISITED}, {row, row + config::OWNED});
 #pragma unroll
             for (int j = 0; j < SCORES; ++j) {
@@ -81,9 +81,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
     const Matrix dout = query_matrix(p, head, p.dout, p.dout_strides, p.dim_v);
 
-    const Pairs pairs(p, head);
     const Dropout dropout(p);
-    const KeyWalk<config::VISITED> walk(p, head, queries);
+    const KeyWalk<config::VISITED, config::OWNED> walk(p, head, queries);
 
     __shared__ Shared shared;
     ResultTile dq_sum = {};
@@ -94,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
         dot_products(s, q, row, k, key, shared);
         dot_products(dp, dout, row, v, key, shared);
 
+        const Pairs pairs(p, head, walk.bits(step, queries));
         const bool tested = walk.tests(p, head, queries, step);
 #pragma unroll
         for (int i = 0; i < M; ++i) {

@@ -26,10 +26,9 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
     const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
 
-    const Pairs pairs(p, head);
     const Dropout dropout(p);
-    const KeyWalk<config::VISITED> walk(p, head, queries);
-    const Accum factor = pairs.factor();  // exp(scale * x) as 2^(factor * x): that is what the hardware has
+    const KeyWalk<config::VISITED, config::OWNED> walk(p, head, queries);
+    const Accum factor = Pairs(p, head).factor();  // exp(scale * x) as 2^(factor * x): that is what the hardware has
 
     __shared__ Shared shared;
     ResultTile o = {};
@@ -41,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
         ScoreTile s;
         dot_products(s, q, row, k, key, shared);
 
+        const Pairs pairs(p, head, walk.bits(step, queries));
         const bool tested = walk.tests(p, head, queries, step);
         for_each(s, [&](Accum& x, int i, int j) {
             const Pair pair = {head.q, row + row_of(i), key + score_column_of(j)};
@@ -72,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
         add_weighted(o, s, v, key, column, tested, shared);
     }
 
+    const Pairs pairs(p, head);
 #pragma unroll
     for (int i = 0; i < M; ++i) {
         sum[i] = row_sum(sum[i]);

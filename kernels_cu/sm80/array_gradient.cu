@@ -185,7 +185,7 @@ struct Block {
 
     // A tile of pairs.
     __device__ void visit(const PairsTile& at) {
-        Pairs pairs(p, at.head);
+        Pairs pairs(p, at.head, at.bits);
         const float* rows = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, at.head, at.i / ROWS));
         Accumulator<M, N> probabilities, ds;
         multiply(probabilities, Cursor<Of>::of_scores(p));

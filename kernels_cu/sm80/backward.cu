@@ -69,10 +69,13 @@ __device__ inline float* dq_fragment(const Params& p, long long tile, int m, int
     return p.dq_sum + tile * DQ_TILE + ((m * (DIM / 8) + n) * 32 + threadIdx.x % 32) * 4;
 }
 
+using Queries = QueryWalk<ROWS, KEYS>;
+
 // A tile of queries of one of the heads that share the block's keys.
 struct Step {
     Head head;
-    int step;  // in the walk
+    int step;     // in the head's walk
+    int end = 0;  // of that, where heads differ
 };
 
 // A thread block with the keys of one tile.
@@ -82,7 +85,7 @@ struct Block {
     Head keys_head;  // the first of the heads that share the keys
     int tile;        // of keys
     Range keys;
-    QueryWalk<ROWS> walk;
+    Queries walk;    // of the first head, or of all
     int end_head;
     int warp, warp_key, column_warp, warp_query;  // the warp's first key and query in a tile
     float factor;
@@ -97,7 +100,7 @@ struct Block {
           tile(tile),
           keys(head.key_tile<KEYS>(p, tile)),
           walk(p, head, keys),
-          end_head(head.q + (walk.count() > 0 ? group_of(p) : 0)),
+          end_head(head.q + (walk::LISTED || walk.count() > 0 ? group_of(p) : 0)),
           warp(threadIdx.x / 32),
           warp_key(warp % KEY_WARPS * WARP_KEYS),
           column_warp(warp / KEY_WARPS),
@@ -108,17 +111,27 @@ struct Block {
         dv.clear();
     }
 
-    __device__ Step first() const { return {keys_head, walk.start()}; }
+    __device__ Step first() const { return first_of(keys_head); }
+    // The first step of a head, or of the next one that has any.
+    __device__ Step first_of(Head head) const {
+        for (; walk::LISTED && head.q < end_head; head.q++) {
+            Queries own(p, head, keys);
+            if (own.count() > 0) return {head, own.start(), own.end()};
+        }
+        return {head, walk.start()};
+    }
     __device__ bool has(const Step& at) const { return at.head.q < end_head; }
     __device__ Step next(const Step& at) const {
         int step = walk.next(at.step);
-        return walk.has(step) ? Step{at.head, step} : Step{{at.head.batch, at.head.q + 1, at.head.k}, walk.start()};
+        bool has = walk::LISTED ? step < at.end : walk.has(step);
+        return has ? Step{at.head, step, at.end} : first_of({at.head.batch, at.head.q + 1, at.head.k});
     }
 
     // along(copy of Q, copy of dO), with what else a step brings.
     template <class F>
     __device__ void load_queries(const Step& at, int stage, F along) const {
-        int tile_q = walk.tile(at.step), i = tile_q * ROWS, rows = has(at) ? at.head.queries(p) - i : 0;
+        int tile_q = walk::LISTED && !has(at) ? 0 : walk.tile(at.step);
+        int i = tile_q * ROWS, rows = has(at) ? at.head.queries(p) - i : 0;
         along(AsyncCopy<THREADS, ROWS, DIM>(s.q_tile(stage), at.head.query_row(p.q, p.q_strides, i), p.q_strides.row, rows,
                                             p.dim),
               AsyncCopy<THREADS, ROWS, DIM_V>(s.do_tile(stage), at.head.query_row(p.dout, p.dout_strides, i),
@@ -144,7 +157,7 @@ struct Block {
 
     // A tile of queries.
     __device__ void visit(const Step& at, int stage) {
-        Pairs pairs(p, at.head);
+        Pairs pairs(p, at.head, walk.bits<true>(at.step, keys));
         int tile_q = walk.tile(at.step), i0 = tile_q * ROWS + warp_query, j0 = keys.begin + warp_key;
         Placement<true> placement{at.head.q, i0, j0};
         InMemory<M, true> arrays(pairs, placement);
@@ -254,7 +267,7 @@ struct Block {
 
     // Key tiles add to a tile of queries in order.
     __device__ void wait_for_turn(const Head& head, int tile_q, long long number) const {
-        unsigned others = KeyWalk<KEYS>(p, head, head.query_tile<ROWS>(p, tile_q)).rank(tile);
+        unsigned others = KeyWalk<KEYS, ROWS>(p, head, head.query_tile<ROWS>(p, tile_q)).rank(tile);
         if (threadIdx.x == 0)
             while (load_acquire(p.counters + number) != others) __nanosleep(32);
         __syncthreads();
@@ -300,8 +313,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         number = ticket;
     }
     Place at = place(number, tiles, p.heads_k);
+    if (walk::LISTED && !DETERMINISTIC) at = longest_first(number, tiles, p.heads_k, p.batch);
+    Head head = Head::of_k(p, at.batch, at.head);
     if (DETERMINISTIC) at.tile = key_tile_in_turn(at.tile, tiles);
-    Block block(p, Shared{shared_address(shared)}, Head::of_k(p, at.batch, at.head), at.tile);
+    if (walk::LISTED && !DETERMINISTIC) at.tile = Visits::nth(p, head, p.query_lists, tiles, at.tile);
+    Block block(p, Shared{shared_address(shared)}, head, at.tile);
     block.load_first();
     int stage = 0;
     for (Step step = block.first(); block.has(step); step = block.next(step)) {

@@ -81,7 +81,7 @@ struct Block {
     Shared s;
     Head head;
     Range queries;
-    KeyWalk<KEYS> walk;
+    KeyWalk<KEYS, ROWS> walk;
     int row_warp, column_warp, warp_row, warp_key;  // the warp's first row and key in a tile
     Dropout dropout;
     OnlineSoftmax<M> softmax;
@@ -124,9 +124,9 @@ struct Block {
     }
 
     // Products become scores, hidden ones -inf.
-    __device__ void mask(Accumulator<M, WARP_KEYS / 8>& scores, int tile_k) const {
-        Pairs pairs(p, head);
-        int row = queries.begin + warp_row, key = tile_k * KEYS + warp_key;
+    __device__ void mask(Accumulator<M, WARP_KEYS / 8>& scores, int step) const {
+        Pairs pairs(p, head, walk.bits(step, queries));
+        int row = queries.begin + warp_row, key = walk.tile(step) * KEYS + warp_key;
         Placement<> at{head.q, row, key};
         bool tests = pairs.tests({row, row + WARP_ROWS}, {key, key + WARP_KEYS});
         InMemory<M, false> arrays(pairs, at);
@@ -163,7 +163,7 @@ struct Block {
         }
         cp_async_commit();
 
-        mask(scores, walk.tile(step));
+        mask(scores, step);
 
         // Online softmax
         float largest[M][2];
@@ -241,8 +241,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     // those first.
     int tiles = query_tiles<ROWS>(p);
     Place at = place(blockIdx.x, tiles, p.heads_q);
+    if (walk::LISTED) at = longest_first(blockIdx.x, tiles, p.heads_q, p.batch);
+    Head head = Head::of_q(p, at.batch, at.head);
     if (walk::GROWING) at.tile = tiles - 1 - at.tile;
-    Block block(p, Shared{shared_address(shared)}, Head::of_q(p, at.batch, at.head), at.tile);
+    if (walk::LISTED) at.tile = Visits::nth(p, head, p.key_lists, tiles, at.tile);
+    Block block(p, Shared{shared_address(shared)}, head, at.tile);
     block.load_first();
     int stage = 0;
     for (int step = block.walk.start(); block.walk.has(step); step = block.walk.next(step)) {

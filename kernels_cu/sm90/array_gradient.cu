@@ -43,7 +43,7 @@ constexpr bool PAIRS_PER_SHARE = PAIR_ARRAYS && !PAIRS_PER_STEP<Of>;
 // Whether many queries read an element: their sum is added up at the end.
 template <class Of>
 __device__ bool over_queries(const Params& p) {
-    return !Of::BIAS || (Of::strides(p).query == 0 && p.seq_q > 1);
+    return !Of::BIAS || (Of::strides(p).query == 0 && Head{0, 0, 0}.queries(p) > 1);
 }
 
 struct TensorMaps : PairMaps {
@@ -189,8 +189,8 @@ struct Worker {
     template <int BEFORE, int COLUMNS>
     __device__ void start(Sums& product) {
         for_constants<tiles_in(COLUMNS, DEPTH)>([&](auto n) {
-            constexpr int LEFT = COLUMNS - n.value * DEPTH;
-            start<BEFORE + n.value, (LEFT < DEPTH ? LEFT : DEPTH), (n.value > 0)>(product);
+            constexpr int REST = COLUMNS - n.value * DEPTH;
+            start<BEFORE + n.value, (REST < DEPTH ? REST : DEPTH), (n.value > 0)>(product);
         });
     }
 
@@ -250,7 +250,7 @@ struct Worker {
             add_up(at_pair(part, strides, note.head.batch, {at.head, 0, at.j}), keys);
             return;
         }
-        bool vectors = p.seq_k % 8 == 0;  // the result is contiguous
+        bool vectors = note.head.keys(p) % 8 == 0;  // the result is contiguous
         auto store = [&](auto* array) {
             auto* first = at_pair(array, strides, note.head.batch, at);
             auto row = [&](int n) { return n < queries ? first + n * strides.query : nullptr; };

@@ -215,7 +215,9 @@ struct NarrowWorker {
             dv.clear();
             owed = false;
             s.v.wait_full();
-            for_query_tiles(p, t, [&](const Head& head, int tile_q, int) { visit(Pairs(p, head), seen, tile_q, key); });
+            for_query_tiles(p, t, [&](const Head& head, int tile_q, int, TileBits bits) {
+                visit(Pairs(p, head, bits), seen, tile_q, key);
+            });
             if (owed) tell();
             changed(dk);
             changed(dv);

@@ -60,29 +60,38 @@ struct TensorMaps : PairMaps {
     int map_out;  // 0 where dk or dv lies as no map can tell
 };
 
-using Queries = QueryWalk<ROWS>;
-using KeyTiles = KeyWalk<CLUSTER_KEYS>;  // of a tile of queries: those that add to its dQ
+using Queries = QueryWalk<ROWS, CLUSTER_KEYS>;
+using KeyTiles = KeyWalk<CLUSTER_KEYS, ROWS>;  // of a tile of queries: those that add to its dQ
 
 // A tile of keys of a head of K and V, and the query tiles that visit it. One thread hands it to the others through shared
 // memory, as the four words that it is.
 struct KeyTile {
     int kv_head;  // over all batch entries; -1: there is no tile any more
     int number;   // keys from CLUSTER_KEYS * number on
-    Queries queries;
+    Range queries;  // tiles of queries that visit it, from each head; LISTED: {0, how many from all heads together}
 
-    __device__ KeyTile(int kv_head, int number, Queries queries) : kv_head(kv_head), number(number), queries(queries) {}
+    __device__ KeyTile(int kv_head, int number, Range queries) : kv_head(kv_head), number(number), queries(queries) {}
 
     __device__ KeyTile(uint4 words) : KeyTile(words.x, words.y, Range{int(words.z), int(words.w)}) {}
 
     __device__ void store(unsigned address) const {
         store_shared(address, kv_head);
         store_shared(address + 4, number);
-        store_shared(address + 8, queries.tiles.begin);
-        store_shared(address + 12, queries.tiles.end);
+        store_shared(address + 8, queries.begin);
+        store_shared(address + 12, queries.end);
     }
 
     __device__ bool none() const { return kv_head == -1; }
     __device__ Head head(const Params& p) const { return Head::of_k(p, kv_head / p.heads_k, kv_head % p.heads_k); }
+    __device__ Range keys(const Params& p) const { return head(p).key_tile<CLUSTER_KEYS>(p, number); }
+    // The query tiles of a head that visit it.
+    __device__ Queries walk(const Params& p, const Head& of) const { return {p, of, keys(p), queries}; }
+    // Whether any visits it, and how many do.
+    __device__ bool visited() const { return queries.begin < queries.end; }
+    __device__ int visits(const Params& p) const {
+        int count = queries.end - queries.begin;
+        return walk::LISTED ? count : group_of(p) * count;
+    }
 };
 
 // Shared memory, and one thread's place in its rings.
@@ -193,13 +202,21 @@ struct Shared {
 
 // The thread blocks take tiles in the order of their numbers. With a causal mask later keys are seen by fewer
 // queries: in a group of heads whose Q, dO and dQ stay in the L2 cache, tiles with much to do come first. The
-// deterministic backward adds to a dQ tile in the order of the numbers.
+// deterministic backward adds to a dQ tile in the order of the numbers. Of a list those with most to do come first.
 __device__ inline KeyTile key_tile(const Params& p, int number) {
     int tiles = key_tiles<CLUSTER_KEYS>(p);
-    Dealt at = deal(number, tiles, p.heads_k * p.batch, p.together);
-    if (DETERMINISTIC) at.tile = key_tile_in_turn(at.tile, tiles);
+    int heads = p.heads_k * p.batch;
+    Dealt at = walk::LISTED && !DETERMINISTIC ? deal_longest_first(number, tiles, heads, p.together)
+                                              : deal(number, tiles, heads, p.together);
     KeyTile t(at.head, at.tile, Range{0, 0});
-    t.queries = Queries(p, t.head(p), t.head(p).key_tile<CLUSTER_KEYS>(p, at.tile));
+    Head head = t.head(p);
+    if (DETERMINISTIC)
+        t.number = key_tile_in_turn(at.tile, tiles);
+    else if (walk::LISTED)
+        t.number = Visits::nth(p, head, p.query_lists, tiles, at.tile);
+    t.queries = Queries(p, head, t.keys(p)).extent();
+    for (int h = 1; walk::LISTED && h < group_of(p); h++)
+        t.queries.end += t.walk(p, {head.batch, head.q + h, head.k}).count();
     return t;
 }
 
@@ -208,19 +225,22 @@ __device__ inline KeyTiles adding_to(const Params& p, const Head& head, int tile
     return {p, head, head.query_tile<ROWS>(p, tile_q)};
 }
 
-// f(head, tile, n) for every query head of the group and query tile that visits the keys; n numbers the query tiles of all
-// heads.
+// f(head, tile, n, bits) for every query head of the group and query tile that visits the keys; n numbers the query tiles of
+// all heads, `bits` says what a block mask leaves of the tile.
 template <class F>
 __device__ void for_query_tiles(const Params& p, const KeyTile& t, F f) {
     int group = group_of(p), tiles = query_tiles<ROWS>(p);
     Head head = t.head(p);
 #pragma unroll 1
-    for (int h = 0; h < group; h++)
+    for (int h = 0; h < group; h++) {
+        Head of{head.batch, head.q + h, head.k};
+        Queries walk = t.walk(p, of);
 #pragma unroll 1
-        for (int step = t.queries.start(); t.queries.has(step); step = t.queries.next(step)) {
-            int tile = t.queries.tile(step);
-            f(Head{head.batch, head.q + h, head.k}, tile, (t.kv_head * group + h) * tiles + tile);
+        for (int step = walk.start(); walk.has(step); step = walk.next(step)) {
+            int tile = walk.tile(step);
+            f(of, tile, (t.kv_head * group + h) * tiles + tile, walk.bits<!WIDE>(step, t.keys(p)));
         }
+    }
 }
 
 // How far dQ is, in `counters` behind the ticket: heads of K and V take the room in dq_sum in turn.
@@ -276,7 +296,7 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
         t.store(s.base + s.TILE);
         Head keys = t.head(p);
         bool first = true;
-        if (t.queries.count() > 0) {
+        if (t.visited()) {
             mbarrier_arrive_expect(s.k.full(), KTile::BYTES + CLUSTERED * FarKTile::BYTES);
             s.k_tile().load(maps.k, s.k.full(), s.first_key(t), keys.k, keys.batch);
             int far_key = t.number * CLUSTER_KEYS + (1 - s.rank) * KEYS;
@@ -288,7 +308,7 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
             s.v.advance();
         }
         s.k.advance();
-        for_query_tiles(p, t, [&](const Head& head, int i, int n) {
+        for_query_tiles(p, t, [&](const Head& head, int i, int n, TileBits) {
             s.q.wait_empty();
             mbarrier_arrive_expect(s.q.full(), QTile::BYTES + 8 * ROWS);
             s.q_tile().load(maps.q, s.q.full(), i * ROWS, head.q, head.batch);

@@ -256,7 +256,7 @@ struct WideWorker {
             for (int part = 0; part < PARTS; part++) dk[part].clear();
 #pragma unroll
             for (int part = 0; part < PARTS_V; part++) dv[part].clear();
-            left = group_of(p) * t.queries.count();
+            left = t.visits(p);
             s.q.go_to(steps);
             if (left > 0) s.q.wait_full();
             if (CLUSTERED) read_rows(s.row_values());
@@ -267,8 +267,8 @@ struct WideWorker {
             owing = false;
             last = 0;
             shift = DQCounters(p).shift(p, t.kv_head);
-            for_query_tiles(p, t, [&](const Head& head, int tile_q, int tile) {
-                visit(Pairs(p, head), seen, tile_q, tile, key);
+            for_query_tiles(p, t, [&](const Head& head, int tile_q, int tile, TileBits bits) {
+                visit(Pairs(p, head, bits), seen, tile_q, tile, key);
             });
             if (CLUSTERED && owing) settle_dq();
 #pragma unroll

@@ -26,10 +26,10 @@ constexpr bool WARP_VOTE = GROUPS == 2;
 
 // Whether the output of a tile is stored under the second scores of the next, where those need no element tests. (With a
 // lower bound of the keys the compiler would make the products wait for each other.)
-constexpr bool UNDER = RIDE && !walk::TESTS_LAST && !walk::TESTS_ANY;
+constexpr bool UNDER = RIDE && !walk::TESTS_LAST && !walk::TESTS_ANY && !walk::LISTED;
 
 // Whether a warpgroup that sees no more than half of its first key tile computes only that.
-constexpr bool CUT_FIRST = walk::TESTS_FIRST && KEYS == 128;
+constexpr bool CUT_FIRST = walk::TESTS_FIRST && KEYS == 128 && !walk::LISTED;
 
 // A warpgroup with 64 rows of every tile.
 struct Worker {
@@ -41,7 +41,7 @@ struct Worker {
     int group, first_row, warp_row;  // rows: of the tile
 
     Tile tile{};                // whose scores are computed
-    TileWalk own{{0, 0}};       // over the key tiles that the warpgroup's rows see
+    TileWalk own;               // over the key tiles that the warpgroup's rows see
     bool half = false;          // whether they see no more than the first half of the first one
     OnlineSoftmax<1> softmax;   // of its rows
     Dropout dropout;
@@ -97,9 +97,10 @@ struct Worker {
 
     // Products become scores, hidden ones -inf.
     template <int N>
-    __device__ void mask(Accumulator<1, N>& scores, int tile_k, bool tests) {
-        Pairs pairs(p, tile.head);
-        ScorePlacement at = placement(tile, tile_k * KEYS);
+    __device__ void mask(Accumulator<1, N>& scores, int step, bool tests) {
+        Pairs pairs(p, tile.head, own.bits(step, tile.queries));
+        int tile_k = own.tile(step);
+        ScorePlacement at = placement(tile, own.tile(step) * KEYS);
         if (PAIR_ARRAYS) s.pairs.wait_full();
         InTiles<false, Pairwise> arrays(s.pair_tiles(), warp_row, 0);
         score(scores, at, pairs, arrays);
@@ -148,7 +149,7 @@ struct Worker {
         }
         changed(scores);
         release_k();
-        mask(scores, own.tile(step), tests(step));
+        mask(scores, step, tests(step));
         float largest[1][2], shrink[1][2];
         softmax.row_maximum(scores, largest);
         softmax.raise(largest, shrink);
@@ -166,7 +167,6 @@ struct Worker {
     // wait for P V.
     template <class F>
     __device__ void visit(int step, bool tests, F between) {
-        int tile_k = own.tile(step);
         Accumulator<1, KEYS / 8> scores;
         start_scores(scores);
         between();
@@ -174,11 +174,11 @@ struct Worker {
         half = false;
         wgmma_wait<1>();
         changed(scores);
-        ScorePlacement at = placement(tile, tile_k * KEYS);
+        ScorePlacement at = placement(tile, own.tile(step) * KEYS);
         float largest[1][2], shrink[1][2];
         bool grown = false;
         auto look = [&] {
-            mask(scores, tile_k, tests);
+            mask(scores, step, tests);
             softmax.row_maximum(scores, largest);
             grown = softmax.raise(largest, shrink);
             softmax.exponentiate(scores);
@@ -188,7 +188,7 @@ struct Worker {
             release_k();
             look();
         } else {
-            mask(scores, tile_k, false);
+            mask(scores, step, false);
             float added[1][2];
             bool fits = softmax.exponentiate_blindly(scores, added);
             drop(scores, at, tile.head.batch, dropout);
@@ -271,7 +271,8 @@ struct Worker {
             Range keys = Band{p, tile.head}.keys_of(q);
             TileWalk all(p, tile.head, tile.queries);
             bool any = more && q.begin < q.end && first_head() < heads_of(tile) && keys.begin < keys.end;
-            own = any ? TileWalk(covering<KEYS>(keys)) : TileWalk({all.tiles.begin, all.tiles.begin});
+            own = all.part(keys, any);
+            if (walk::LISTED) any = any && own.count() > 0;
             softmax = new_softmax();
 
             // V comes in the order of the key tiles, hidden ones too.
@@ -310,7 +311,7 @@ struct Worker {
             if (any) {
                 // A row that saw nothing of the tile before has no maximum yet: where one may be, the key after this
                 // tile is hidden from it.
-                if constexpr (walk::TESTS_ANY || walk::TESTS_LAST) {
+                if constexpr (walk::TESTS_ANY || walk::TESTS_LAST || walk::LISTED) {
                     for (; own.has(step); step = own.next(step)) visit(step, tests(step, 1), [] {});
                 } else {
                     if (walk::TESTS_FIRST)

@@ -32,10 +32,10 @@ using VTile = SwizzledTile<KEYS, DIM_V>;
 using OTile = SwizzledTile<ROWS, DIM_V>;
 
 using TileSchedule = Schedule<HEAD_ROWS, PACK>;
-using TileWalk = KeyWalk<KEYS>;
+using TileWalk = KeyWalk<KEYS, ROWS>;  // (what is listed is not packed)
 
 using Pairwise = PairTiles<ROWS>;  // mask and bias
-static_assert(!(PAIR_ARRAYS || DROPOUT) || PACK == 1);
+static_assert(!(PAIR_ARRAYS || walk::LISTED || DROPOUT) || PACK == 1);
 
 struct TensorMaps : PairMaps {
     TensorMap q, k, v, out;

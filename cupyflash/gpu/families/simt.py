@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...problem import ITEMSIZE, AttentionProblem
+from ...tile_lists import ListUse
 from ..array_gradient import Lengths, work
 from ..device import Arch
-from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, scored
+from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, scored
 
 MAX_DIM = 4096
 
@@ -91,7 +92,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
         launch = Launch("attention_forward", pairs * tiles_q * parts_v, t.threads)
         return KernelPlan(
             "simt", arch.name, problem.dtype, backward, source, constants, (launch,), ITEMSIZE[problem.dtype],
-            spills=_spills(t, problem), given=problem.given,
+            spills=_spills(t, problem), given=problem.given, lists=lists(problem, _by_query(t)),
         )  # fmt: skip
     pairs_k = problem.batch * problem.heads_k
     launches: tuple[Launch, ...] = (
@@ -104,6 +105,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     return KernelPlan(
         "simt", arch.name, problem.dtype, backward, source, constants, launches, ITEMSIZE[problem.dtype], workspace,
         _spills(t, problem), given=problem.given,
+        lists=lists(problem, _by_query(t), ListUse("query_lists", t.visited, t.owned, "queries")),
     )  # fmt: skip
 
 
@@ -117,8 +119,13 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
         "simt", arch.name, problem.dtype, True, "simt/array_gradient.cu",
         (*_tile_constants(t), *of_arrays.constants, *features(problem)), (delta, *of_arrays.launches),
         ITEMSIZE[problem.dtype], (Workspace("delta", problem.lse_dtype, (pairs, problem.seq_q)), *of_arrays.workspace),
-        _spills(t, problem), scalars=of_arrays.scalars, given=problem.given, wrt=tuple(lengths),
+        _spills(t, problem), scalars=of_arrays.scalars, given=problem.given, lists=lists(problem, _by_query(t)),
+        wrt=tuple(lengths),
     )  # fmt: skip
+
+
+def _by_query(t: Tile) -> ListUse:
+    return ListUse("key_lists", t.owned, t.visited, "queries")
 
 
 SCORED_SPILLS = 600  # more, with arrays that scores read: their addresses. And with dropout, for its generator's words

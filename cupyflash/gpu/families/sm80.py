@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...problem import ITEMSIZE, AttentionProblem
+from ...tile_lists import ListUse
 from ..array_gradient import Lengths, work
 from ..device import Arch
-from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, pad, scored
+from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
@@ -134,7 +135,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
         launch = Launch("attention_forward", pairs * tiles_q, 32 * t.warps, size)
         return KernelPlan(
             "sm80", arch.name, problem.dtype, backward, source, constants, (launch,), 16, spills=SPILLS[backward, scored(problem)],
-            given=problem.given,
+            given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
         )  # fmt: skip
     blocks = problem.batch * problem.heads_k * ceil(problem.seq_k, t.keys)
     launches = (
@@ -150,8 +151,13 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     constants += (("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", arch.cc >= 90))
     return KernelPlan(
         "sm80", arch.name, problem.dtype, backward, source, constants, launches, 16, workspace, SPILLS[backward, scored(problem)],
-        given=problem.given,
+        given=problem.given, lists=both_ways(problem, t.rows, t.keys, "keys"),
     )  # fmt: skip
+
+
+def both_ways(problem: AttentionProblem, rows: int, keys: int, bits: str) -> tuple[ListUse, ...]:
+    """What a backward asks of a block mask whose blocks own tiles of keys: also which of them add to dQ of a tile of queries."""
+    return lists(problem, ListUse("query_lists", rows, keys, bits), ListUse("key_lists", rows, keys, None))
 
 
 @dataclass(frozen=True)
@@ -197,5 +203,6 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
         "sm80", arch.name, problem.dtype, True, "sm80/array_gradient.cu", constants,
         (Launch("attention_backward_prepare", pairs * tiles_q, 128), *of_arrays.launches), 16,
         (Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows)), *of_arrays.workspace), GRADIENT_SPILLS,
-        scalars=of_arrays.scalars, given=problem.given, wrt=tuple(lengths),
+        scalars=of_arrays.scalars, given=problem.given,
+        lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")), wrt=tuple(lengths),
     )  # fmt: skip

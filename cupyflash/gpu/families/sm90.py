@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...problem import ITEMSIZE, AttentionProblem
+from ...tile_lists import ListUse
 from ..device import Arch
-from ..kernel_plan import PAIRWISE, Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, pad, scored
+from ..kernel_plan import PAIRWISE, Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
+from .sm80 import both_ways
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
@@ -105,6 +107,11 @@ PACKED = (
     ForwardTile(2, 128, 4, dim=64),
     ForwardTile(2, 128, 2, spills=96, dim=128),
 )
+# With a block mask first those whose 128 queries are a block of most masks.
+LISTED = (
+    ForwardTile(2, 128, 4, dim=64, scored=False),
+    ForwardTile(2, 128, 2, dim=128, scored=False),
+)
 # What may be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
 BACKWARD = (
     BackwardTile(128, 128, 2, 2, 2, spills=184, dim=64, scored=False),
@@ -116,6 +123,7 @@ BACKWARD = (
     BackwardTile(64, 64, 2, 2, 1, spills=32, scored=False),
     BackwardTile(64, 64, 2, 2, 1, spills=160),
 )
+LISTED_SPILLS = 160  # more, with a block mask: its addresses
 # The backward's order of key tiles, and room for sums of dQ.
 CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
 LONG = 1024  # longer than this, in queries
@@ -202,13 +210,14 @@ class ForwardFit(NamedTuple):
 
 def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> ForwardFit | None:
     dim, dim_v = _padded(problem)
-    banded = problem.left is not None or problem.right is not None
+    listed = problem.block_mask is not None
+    banded = listed or problem.left is not None or problem.right is not None
     paired = bool(_paired(problem))
     # With few heads too, thread blocks would stand idle, and each is as long at a tile.
     packed = problem.group > 1 and problem.seq_q <= FEW and 2 * problem.batch * problem.heads_q > arch.sms
-    packed = packed and not paired and not problem.dropout
+    packed = packed and not (paired or listed or problem.dropout)
     crowded = scored(problem) or problem.dropout > 0
-    rows: tuple[ForwardTile, ...] = TILES[False].rows(tile, PACKED if packed else ())
+    rows: tuple[ForwardTile, ...] = TILES[False].rows(tile, PACKED if packed else LISTED if listed else ())
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
     # leave through? It leaves in boxes of one head. Tiles of mask and bias: 2, of course.
     room = [(q, o, n) for n in (2, 1)[not paired :] for q, o in ((2, not packed), (2, False), (1, False))]
@@ -227,7 +236,8 @@ def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) 
         raise ValueError(f"no sm90 forward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
     t, q_stages, o_staged, pairs, packed, size = found
     dim, dim_v = _padded(problem)
-    banded = problem.left is not None or problem.right is not None
+    listed = problem.block_mask is not None
+    banded = listed or problem.left is not None or problem.right is not None
     pack = next(n for n in PACKS if t.rows // n >= problem.seq_q) if packed else 1
     span = t.rows // pack  # queries of each of `pack` heads
     tiles = problem.batch * problem.heads_k * ceil(problem.group, pack) * ceil(problem.seq_q, span)
@@ -246,7 +256,7 @@ def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) 
         (Launch("attention_forward", min(tiles, arch.sms), 128 * (t.groups + 1), size),), 16,
         (Workspace("counters", "uint32", (3 if dynamic else 0,)),), t.spills,
         (*pairs.boxes(t.rows), Box("q", span, pack), Box("k", t.keys), Box("v", t.keys), Box("out", 64)),
-        given=problem.given,
+        given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
     )  # fmt: skip
 
 
@@ -342,8 +352,10 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
         Box("dv", out_rows),
     )  # fmt: skip
     return KernelPlan(
-        "sm90", arch.name, problem.dtype, True, "sm90/backward.cu", constants, launches, 16, workspace, t.spills, maps,
+        "sm90", arch.name, problem.dtype, True, "sm90/backward.cu", constants, launches, 16, workspace,
+        t.spills + LISTED_SPILLS * (problem.block_mask is not None), maps,
         (("together", together), ("resident", resident)), problem.given,
+        both_ways(problem, t.rows, cluster * t.keys, "queries" if t.wide else "keys"),
     )  # fmt: skip
 
 
@@ -353,6 +365,8 @@ def _dealt_out(problem: AttentionProblem, kv_heads: int, key_tiles: int, tiles: 
     # long head the first tile takes as long as all others do on all multiprocessors: at the end they would stand idle.
     traffic = problem.group * problem.seq_q * (6 * problem.dim + 2 * problem.dim_v)
     together, spare = 1, ceil(WAVES * clusters, key_tiles)
+    if problem.block_mask is not None and not problem.deterministic:  # the longest tiles of all heads are the first
+        return min(kv_heads, max(2, ceil(2 * CACHE, traffic))), kv_heads
     if problem.right is not None:
         long = problem.seq_q > LONG
         together = min(kv_heads, max(2, ceil(2 * CACHE, traffic)) if long else max(1, CACHE // traffic))

@@ -6,6 +6,7 @@ from ...problem import AttentionProblem
 from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features
+from . import sm80
 from .sm90 import BARRIERS, PairTiles
 
 ROWS, KEYS = 128, 128  # a thread block's tile: 64 queries for each of two warpgroups that compute
@@ -25,6 +26,8 @@ def shared_memory(stages: int, pairs: PairTiles) -> int:
 
 def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
     """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
+    if problem.block_mask is not None:  # whose lists would have to reach the workers with each tile
+        return sm80.gradients(problem, arch, lengths)
     rows = ((stages, PairTiles(problem, n)) for stages, n in STAGES)
     stages, pairs = next((n, x) for n, x in rows if shared_memory(n, x) <= arch.shared_memory)
     size = shared_memory(stages, pairs)
