@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,6 +76,12 @@ class BackwardTile:
         """Where two warpgroups share out the columns, what they add to dQ is what binds: half of it with twice the keys."""
         return self.wide and self.groups == 2
 
+    def sums(self, dim: int, dim_v: int) -> int:
+        """Sums of dK and dV that a thread holds."""
+        if not self.wide:
+            return (dim + dim_v) // 2
+        return sum(ceil(ceil(n, 64), self.groups) for n in (dim, dim_v)) * self.keys // 2
+
 
 DIMS = (64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
 
@@ -118,6 +125,11 @@ BACKWARD = (
 CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
 LONG = 1024  # longer than this, in queries
 APART = 2  # deterministic, no causal mask: steps between two key tiles of a head
+# Key tiles shared by thread blocks: at most by so many; so many shares for each multiprocessor; and what is not the visit
+# of a query tile, in visits: the beginning and end of a share, and sums of one on their way to memory or back.
+MOST_SHARES, SHARED_TILES = 32, 8
+SHARE_COST, SUMS_COST = 1.5, 0.5
+WORTH_SHARING = 1.05  # what it must gain by that reckoning
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
 
 
@@ -317,20 +329,25 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
                 f"{name} has batch {problem.batch} and {heads} heads: {kv_heads * n} tiles; less than 2**30 fit"
             )
     together, resident = _dealt_out(problem, kv_heads, key_tiles, tiles, clusters)
+    shares, visits = _shared_out(problem, t, kv_heads, clusters, together)
+    summed = kv_heads * key_tiles * cluster * t.groups  # workers' sums of dK and dV
+    share_sums = 128 * t.sums(dim, dim_v)  # numbers of one of them
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", dim), ("DIM_V", dim_v), ("ROWS", t.rows), ("KEYS", t.keys), ("GROUPS", t.groups), ("CLUSTER", cluster),
         ("STAGES", t.stages), ("DO_STAGES", t.do_stages), ("FINISHERS", finish.warps),
         ("FINISH_FRAGMENTS", finish.fragments), ("FINISH_STAGES", finish.stages), ("SHARED_MEMORY", size),
         *pairs.constants(), *features(problem), ("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", True),
+        ("SHARES", shares > 1), ("SHARE_SUMS", share_sums),
     )  # fmt: skip
     launches = (
         Launch("attention_backward_prepare", kv_heads * tiles, 128),
-        Launch("attention_backward", cluster * min(kv_heads * key_tiles, clusters), 128 * (t.groups + 1), size),
+        Launch("attention_backward", cluster * min(kv_heads * key_tiles * shares, clusters), 128 * (t.groups + 1), size),
     )
     workspace = (
         Workspace("delta", "float32", (kv_heads * tiles, 2, t.rows)),  # and lse
         Workspace("dq_sum", "float32", (resident * tiles, t.rows * dim)),
-        Workspace("counters", "uint32", (2 + kv_heads + kv_heads * tiles,)),
+        Workspace("counters", "uint32", (2 + kv_heads + kv_heads * tiles + (summed if shares > 1 else 0),)),
+        Workspace("share_sums", "float32", (summed * shares if shares > 1 else 0, share_sums)),
     )
     out_rows = t.keys if t.wide else 64  # of dK and dV that leave at once: all, or a warpgroup's own
     maps = (
@@ -339,8 +356,49 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
     )  # fmt: skip
     return KernelPlan(
         "sm90", arch.name, problem.dtype, True, "sm90/backward.cu", constants, launches, 16, workspace, t.spills, maps,
-        (("together", together), ("resident", resident)), problem.given,
+        (("together", together), ("resident", resident), ("most_shares", shares), ("share_visits", visits)), problem.given,
     )  # fmt: skip
+
+
+def _shared_out(problem: AttentionProblem, t: BackwardTile, kv_heads: int, clusters: int, together: int) -> tuple[int, int]:
+    """How many thread blocks (clusters) share a key tile at most, and how many query tiles one of them visits at most."""
+    visits = [problem.group * n for n in _visits(problem, t.rows, t.keys * (1 + t.clustered))]
+    longest, tiles = max(visits), kv_heads * len(visits)
+    most = min(MOST_SHARES, SHARED_TILES * clusters // tiles, longest)
+    if most < 2:
+        return 1, max(1, longest)
+    times = {ceil(longest, n): 0.0 for n in range(1, most + 1)}
+    for n in times:
+        times[n] = _time(visits, n, kv_heads, clusters, together)
+    best = min(times, key=lambda n: times[n] * (1 if n == longest else WORTH_SHARING))
+    return ceil(longest, best), best
+
+
+def _visits(problem: AttentionProblem, rows: int, keys: int) -> list[int]:
+    """How many tiles of `rows` queries of a head visit each tile of `keys` keys."""
+    found = []
+    for begin in range(0, problem.seq_k, keys):
+        first, end = 0, problem.seq_q
+        if problem.right is not None:
+            first = max(0, begin - problem.diagonal - problem.right)
+        if problem.left is not None:
+            end = min(end, min(begin + keys, problem.seq_k) - problem.diagonal + problem.left)
+        found.append(ceil(end, rows) - first // rows if first < end else 0)
+    return found
+
+
+def _time(visits: list[int], most: int, kv_heads: int, clusters: int, together: int) -> float:
+    """How long that takes where a share has `most` visits, in visits: clusters take shares in the order of their tickets."""
+    busy = [0.0] * clusters
+    for first in range(0, kv_heads, together):
+        for n in visits:
+            shares = max(1, ceil(n, most))
+            cost = n / shares + SHARE_COST + (shares > 1) * SUMS_COST
+            for _ in range(min(together, kv_heads - first)):
+                for share in range(shares):
+                    last = shares > 1 and share == shares - 1
+                    heapq.heapreplace(busy, busy[0] + cost + last * shares * SUMS_COST)
+    return max(busy)
 
 
 def _dealt_out(problem: AttentionProblem, kv_heads: int, key_tiles: int, tiles: int, clusters: int) -> tuple[int, int]:
