@@ -50,6 +50,11 @@ class ForwardTile:
     def rows(self) -> int:
         return 64 * self.groups
 
+    @property
+    def blocks(self) -> int:
+        """Thread blocks of a multiprocessor. One warpgroup that computes alone would leave it idle between two tiles."""
+        return 2 if self.groups == 1 else 1
+
 
 @dataclass(frozen=True)
 class BackwardTile:
@@ -110,6 +115,11 @@ PACKED = (
     ForwardTile(2, 128, 4, dim=64),
     ForwardTile(2, 128, 2, spills=96, dim=128),
 )
+# Where they do not, a tile has one head's queries, and two or three warpgroups would have rows that nobody asked for.
+SHORT = (
+    ForwardTile(1, 64, 4, dim=64),
+    ForwardTile(1, 64, 2, dim=128),
+)
 # What may be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
 BACKWARD = (
     BackwardTile(128, 128, 2, 2, 2, spills=184, dim=64, scored=False),
@@ -135,7 +145,7 @@ WAVES = 3  # key tiles of every thread block for whose heads there is room: unde
 
 def _forward_possible(t: ForwardTile, problem: AttentionProblem) -> bool:
     """Have scores, their 16-bit copy and the output room in what the kernel gives a thread that computes?"""
-    return t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= {2: 200, 3: 128}[t.groups]
+    return t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= {1: 184, 2: 200, 3: 128}[t.groups]
 
 
 def _backward_possible(t: BackwardTile, problem: AttentionProblem) -> bool:
@@ -145,7 +155,7 @@ def _backward_possible(t: BackwardTile, problem: AttentionProblem) -> bool:
 
 TILES: dict[bool, Tiles[Any]] = {
     False: Tiles(FORWARD, {
-        "groups": (2, 3), "keys": (64, 80, 96, 128, 192), "stages": (2, 3, 4), "spills": (0,),
+        "groups": (1, 2, 3), "keys": (64, 80, 96, 128, 192), "stages": (2, 3, 4), "spills": (0,),
     }, _forward_possible),
     True: Tiles(BACKWARD, {
         "rows": (64, 80, 96, 128), "keys": (64, 80, 96, 128), "groups": (2, 3), "stages": (1, 2), "do_stages": (1, 2),
@@ -163,6 +173,7 @@ def _padded(problem: AttentionProblem) -> tuple[int, int]:
     return dim, dim_v
 
 
+RESERVED = 1024  # bytes of a multiprocessor's shared memory that another thread block takes for itself
 BARRIERS = 256  # bytes for barriers, more than any ring takes
 
 
@@ -215,8 +226,10 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
     banded = problem.left is not None or problem.right is not None
     paired = bool(_paired(problem))
     # With few heads too, thread blocks would stand idle, and each is as long at a tile.
-    packed = problem.group > 1 and problem.seq_q <= FEW and 2 * problem.batch * problem.heads_q > arch.sms and not paired
-    rows: tuple[ForwardTile, ...] = TILES[False].rows(tile, PACKED if packed else ())
+    few, heads = problem.seq_q <= FEW, problem.batch * problem.heads_q
+    packed = few and problem.group > 1 and 2 * heads > arch.sms and not paired
+    first = PACKED if packed else SHORT if few and heads > arch.sms else ()
+    rows: tuple[ForwardTile, ...] = TILES[False].rows(tile, first)
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
     # leave through? It leaves in boxes of one head. Tiles of mask and bias: 2, of course.
     room = [(q, o, n) for n in (2, 1)[not paired :] for q, o in ((2, not packed), (2, False), (1, False))]
@@ -224,7 +237,7 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
         pairs = PairTiles(problem, pair_stages)
         size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs)
         fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, scored(problem))
-        if fits and size <= arch.shared_memory:
+        if fits and size <= arch.shared_memory // t.blocks - RESERVED * (t.blocks - 1):
             return ForwardFit(t, q_stages, o_staged, pairs, packed, size)
     return None
 
@@ -243,7 +256,8 @@ def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) 
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
     # Where tiles differ in length, thread blocks ask for their next one.
     alike = problem.seq_q <= t.rows or not (banded or problem.seq_q % t.rows)
-    dynamic = not alike and tiles > arch.sms
+    grid = min(tiles, t.blocks * arch.sms)
+    dynamic = not alike and tiles > grid
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), ("GROUPS", t.groups), ("KEYS", t.keys), ("STAGES", t.stages),
         ("Q_STAGES", q_stages), ("O_STAGED", o_staged), ("PACK", pack), ("SHARED_MEMORY", size), *pairs.constants(),
@@ -251,7 +265,7 @@ def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) 
     )  # fmt: skip
     return KernelPlan(
         "sm90", arch.name, problem.dtype, False, "sm90/forward.cu", constants,
-        (Launch("attention_forward", min(tiles, arch.sms), 128 * (t.groups + 1), size),), 16,
+        (Launch("attention_forward", grid, 128 * (t.groups + 1), size),), 16,
         (Workspace("counters", "uint32", (3 if dynamic else 0,)),), t.spills,
         (*pairs.boxes(t.rows), Box("q", span, pack), Box("k", t.keys), Box("v", t.keys), Box("out", 64)),
         given=problem.given,
@@ -273,7 +287,9 @@ FINISH = (Finish(2, 8, 4), Finish(2, 8, 2), Finish(2, 8, 1), Finish(1, 2, 1))  #
 def backward_memory(t: BackwardTile, finish: Finish, dim: int, dim_v: int, pairs: PairTiles) -> int | None:
     """Bytes of shared memory that the backward lays out; None for a tile that it cannot take."""
     blocks, blocks_v = pad(dim, 64), pad(dim_v, 64)  # columns in shared memory
-    if t.wide and (t.rows != 64 or t.stages != 2 or dim > 64 * t.groups * (1 + t.clustered) or (t.clustered and t.keys % 32)):
+    if t.wide and (
+        t.rows != 64 or t.stages != 2 or dim > 64 * t.groups * (1 + t.clustered) or (t.clustered and t.keys % 32)
+    ):
         return None
     share_rows = not t.wide and dim == 64  # of dQ; else its columns
     if share_rows and t.rows % (16 * t.groups):
@@ -341,7 +357,9 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
     )  # fmt: skip
     launches = (
         Launch("attention_backward_prepare", kv_heads * tiles, 128),
-        Launch("attention_backward", cluster * min(kv_heads * key_tiles * shares, clusters), 128 * (t.groups + 1), size),
+        Launch(
+            "attention_backward", cluster * min(kv_heads * key_tiles * shares, clusters), 128 * (t.groups + 1), size
+        ),
     )
     workspace = (
         Workspace("delta", "float32", (kv_heads * tiles, 2, t.rows)),  # and lse
@@ -360,7 +378,9 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
     )  # fmt: skip
 
 
-def _shared_out(problem: AttentionProblem, t: BackwardTile, kv_heads: int, clusters: int, together: int) -> tuple[int, int]:
+def _shared_out(
+    problem: AttentionProblem, t: BackwardTile, kv_heads: int, clusters: int, together: int
+) -> tuple[int, int]:
     """How many thread blocks (clusters) share a key tile at most, and how many query tiles one of them visits at most."""
     visits = [problem.group * n for n in _visits(problem, t.rows, t.keys * (1 + t.clustered))]
     longest, tiles = max(visits), kv_heads * len(visits)
