@@ -61,15 +61,16 @@ def test_the_fields_of_a_forward() -> None:
 
 def test_the_fields_of_a_backward() -> None:
     fields = declared(plan(asked("float16"), H200, True, "sm90"))
-    assert fields[:18] == [
+    assert fields[:19] == [
         ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("const Out*", "out"), ("const Accum*", "lse"),
         ("const In*", "dout"), ("const Accum*", "dlse"), ("Out*", "dq"), ("Out*", "dk"), ("Out*", "dv"),
         ("const unsigned char*", "key_mask"), ("const unsigned char*", "mask"), ("const In*", "bias"),
         ("const float*", "alibi_slopes"), ("const In*", "sinks"), ("float*", "delta"), ("float*", "dq_sum"), ("unsigned*", "counters"),
+        ("float*", "share_sums"),
     ]  # fmt: skip
     strided = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
     assert [name for type, name in fields if type == "Strides"] == [f"{name}_strides" for name in strided]
-    assert fields[-2:] == [("int", "together"), ("int", "resident")]
+    assert fields[-4:] == [("int", name) for name in ("together", "resident", "most_shares", "share_visits")]
     assert ("double*", "delta") in declared(plan(asked("float64"), H200, True))
 
 

@@ -10,6 +10,7 @@ from cuda_on_cpu import needs_compiler
 from on_cpu import check
 
 from cupyflash.gpu.device import Arch
+from cupyflash.gpu.families import sm90
 
 pytestmark = needs_compiler
 
@@ -56,6 +57,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "scores-128": ("bfloat16", {"seq": (200, 250), "dims": (128, 128), "batch": 1, "given": SCORES}, {"window": (50, 9)}),
     "scores-wide": ("float16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": SCORES[1:]}, {"deterministic": True}),
     "scores-of-few-queries": ("float16", {"seq": (5, 200), "heads": (12, 2), "given": SCORES}, {"softcap": 2.0, "causal": True}),
+    "short": ("float16", {"seq": (49, 49), "dims": (32, 32), "heads": (4, 4)}, {}),  # with one warpgroup that computes
+    "short-causal": ("bfloat16", {"seq": (63, 200), "dims": (128, 96), "heads": (4, 4), "key_mask": True}, {"causal": True}),
+    "short-window": ("float16", {"seq": (50, 330), "heads": (4, 4), "given": ("bias",)}, {"window": (150, 9)}),
     "one-query": ("bfloat16", {"seq": (1, 300), "heads": (6, 2), "dims": (128, 128)}, {}),
 }  # fmt: skip
 
@@ -63,3 +67,30 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:
     check("sm90", WIDE if "wide" in case else GPU, rng, *CASES[case])
+
+
+# Key tiles that are too few for so many multiprocessors: thread blocks share them.
+LARGE = Arch("sm_90a", 90, 6, 232448)
+SHARED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "group": ("bfloat16", {"heads": (4, 1), "seq": (600, 662), "batch": 1, "dlse": 1.0}, {"causal": True}),
+    "in-order": (
+        "bfloat16", {"heads": (4, 1), "seq": (600, 662), "batch": 1}, {"causal": True, "deterministic": True},
+    ),
+    "cross": ("float16", {"seq": (700, 77), "dims": (128, 100), "heads": (2, 2), "batch": 1, "key_mask": True}, {}),
+    "192": ("float16", {"seq": (700, 250), "dims": (192, 128), "heads": (2, 1), "batch": 1}, {"window": (150, 50)}),
+    "wide": ("float16", {"seq": (600, 250), "dims": (256, 200), "heads": (4, 1), "batch": 1}, {"causal": True}),
+    "wide-in-order": (
+        "bfloat16", {"seq": (500, 100), "dims": (201, 256), "heads": (6, 1), "batch": 1},
+        {"deterministic": True, "rows_aligned": False},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_thread_blocks_share_key_tiles(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90, "WORTH_SHARING", 0.0)  # also where it is not
+    seen = []
+    make = sm90._backward
+    monkeypatch.setattr(sm90, "_backward", lambda *args: seen.append(make(*args)) or seen[-1])
+    check("sm90", LARGE, rng, *SHARED[case])
+    assert dict(seen[0].constants)["SHARES"] and dict(seen[0].scalars)["most_shares"] > 1

@@ -345,7 +345,7 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
                 f"{name} has batch {problem.batch} and {heads} heads: {kv_heads * n} tiles; less than 2**30 fit"
             )
     together, resident = _dealt_out(problem, kv_heads, key_tiles, tiles, clusters)
-    shares, visits = _shared_out(problem, t, kv_heads, clusters, together)
+    shares, visits = _shared_out(problem, t, kv_heads * key_tiles, clusters, together)
     summed = kv_heads * key_tiles * cluster * t.groups  # workers' sums of dK and dV
     share_sums = 128 * t.sums(dim, dim_v)  # numbers of one of them
     constants: tuple[tuple[str, int | bool], ...] = (
@@ -379,19 +379,22 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
 
 
 def _shared_out(
-    problem: AttentionProblem, t: BackwardTile, kv_heads: int, clusters: int, together: int
+    problem: AttentionProblem, t: BackwardTile, tiles: int, clusters: int, together: int
 ) -> tuple[int, int]:
-    """How many thread blocks (clusters) share a key tile at most, and how many query tiles one of them visits at most."""
-    visits = [problem.group * n for n in _visits(problem, t.rows, t.keys * (1 + t.clustered))]
-    longest, tiles = max(visits), kv_heads * len(visits)
-    most = min(MOST_SHARES, SHARED_TILES * clusters // tiles, longest)
+    """How many thread blocks (clusters) share a key tile at most, and how many query tiles one of them visits at most.
+
+    `tiles`: of the keys of all heads.
+    """
+    most = min(MOST_SHARES, SHARED_TILES * clusters // max(1, tiles))
     if most < 2:
-        return 1, max(1, longest)
-    times = {ceil(longest, n): 0.0 for n in range(1, most + 1)}
-    for n in times:
-        times[n] = _time(visits, n, kv_heads, clusters, together)
-    best = min(times, key=lambda n: times[n] * (1 if n == longest else WORTH_SHARING))
-    return ceil(longest, best), best
+        return 1, 1
+    visits = [problem.group * n for n in _visits(problem, t.rows, t.keys * (1 + t.clustered))]
+    longest, kv_heads = max(visits), problem.batch * problem.heads_k
+    times = {
+        n: _time(visits, n, kv_heads, clusters, together) for n in {ceil(longest, n) for n in range(1, most + 1)} if n
+    }
+    best = min(times, key=lambda n: times[n] * (1 if n == longest else WORTH_SHARING), default=1)
+    return max(1, ceil(longest, best)), best
 
 
 def _visits(problem: AttentionProblem, rows: int, keys: int) -> list[int]:
