@@ -258,7 +258,8 @@ def bench(
     family: Family = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the JSON files. Default bench/results/<gpu>.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="For the suites forward, backward, figures, memory, scores, models. Default: bfloat16.")
+        str | None,
+        typer.Option(help="For the suites forward, backward, figures, memory, scores, models. Default: bfloat16."),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer problems, rounds and milliseconds; files go to bench/quick.")
@@ -274,7 +275,9 @@ def bench(
     slow: Annotated[bool, typer.Option("--slow", help="Suite scores: the slow peers too.")] = False,
     sustained: Annotated[
         bool,
-        typer.Option("--sustained", help="Suites forward, backward, models: a second of everybody on end, with clock and watts."),
+        typer.Option(
+            "--sustained", help="Suites forward, backward, models: a second of everybody on end, with clock and watts."
+        ),
     ] = False,
 ) -> None:
     """Measure beside every other attention that can be imported, in turn in the same run."""
@@ -285,9 +288,7 @@ def bench(
             typer.echo(path)
         return
     asked = suites or ("forward", "backward")
-    raise typer.Exit(
-        run(asked, family, out, quick, float_name(dtype), rounds, min_ms, only or (), slow, sustained)
-    )
+    raise typer.Exit(run(asked, family, out, quick, float_name(dtype), rounds, min_ms, only or (), slow, sustained))
 
 
 def _print(what: Any) -> None:

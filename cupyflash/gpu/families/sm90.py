@@ -117,7 +117,7 @@ PACKED = (
     ForwardTile(2, 128, 4, dim=64),
     ForwardTile(2, 128, 2, spills=96, dim=128),
 )
-# Where they do not, a tile has one head's queries, and two or three warpgroups would have rows that nobody asked for.
+# Where they do not, and keys are few too, two or three warpgroups would have rows that nobody asked for.
 SHORT = (
     ForwardTile(1, 64, 4, dim=64),
     ForwardTile(1, 64, 2, dim=128),
@@ -137,11 +137,12 @@ BACKWARD = (
 CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
 LONG = 1024  # longer than this, in queries
 APART = 2  # deterministic, no causal mask: steps between two key tiles of a head
-# Key tiles shared by thread blocks: at most by so many; so many shares for each multiprocessor; and what is not the visit
-# of a query tile, in visits: the beginning and end of a share, and sums of one on their way to memory or back.
+# Key tiles shared by thread blocks: at most by so many; at most so many shares for each multiprocessor; what is not the visit
+# of a query tile, in visits: the beginning and end of a share, and its sums on their way to memory or back.
 MOST_SHARES, SHARED_TILES = 32, 8
 SHARE_COST, SUMS_COST = 1.5, 0.5
-WORTH_SHARING = 1.05  # what it must gain by that reckoning
+LONG_WALK, WORTH_SHARING = 24, 1.15  # from so many visits on, and where so much is gained by that reckoning
+SHARE_SPILLS = 96  # bytes: where a share begins
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
 
 
@@ -230,7 +231,8 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
     # With few heads too, thread blocks would stand idle, and each is as long at a tile.
     few, heads = problem.seq_q <= FEW, problem.batch * problem.heads_q
     packed = few and problem.group > 1 and 2 * heads > arch.sms and not paired
-    first = PACKED if packed else SHORT if few and heads > arch.sms else ()
+    short = few and problem.seq_k <= FEW and heads > arch.sms
+    first = PACKED if packed else SHORT if short else ()
     rows: tuple[ForwardTile, ...] = TILES[False].rows(tile, first)
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
     # leave through? It leaves in boxes of one head. Tiles of mask and bias: 2, of course.
@@ -375,7 +377,8 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
         Box("dv", out_rows),
     )  # fmt: skip
     return KernelPlan(
-        "sm90", arch.name, problem.dtype, True, "sm90/backward.cu", constants, launches, 16, workspace, t.spills, maps,
+        "sm90", arch.name, problem.dtype, True, "sm90/backward.cu", constants, launches, 16, workspace,
+        t.spills + (shares > 1) * SHARE_SPILLS, maps,
         (("together", together), ("resident", resident), ("most_shares", shares), ("share_visits", visits)), problem.given,
     )  # fmt: skip
 
@@ -392,11 +395,13 @@ def _shared_out(
         return 1, 1
     visits = [problem.group * n for n in _visits(problem, t.rows, t.keys * (1 + t.clustered))]
     longest, kv_heads = max(visits), problem.batch * problem.heads_k
-    times = {
-        n: _time(visits, n, kv_heads, clusters, together) for n in {ceil(longest, n) for n in range(1, most + 1)} if n
-    }
-    best = min(times, key=lambda n: times[n] * (1 if n == longest else WORTH_SHARING), default=1)
-    return max(1, ceil(longest, best)), best
+    if longest < LONG_WALK:
+        return 1, 1
+    times = {n: _time(visits, n, kv_heads, clusters, together) for n in {ceil(longest, n) for n in range(1, most + 1)}}
+    best = min(times, key=lambda n: times[n])
+    if times[best] * WORTH_SHARING > times[longest]:
+        return 1, 1
+    return ceil(longest, best), best
 
 
 def _visits(problem: AttentionProblem, rows: int, keys: int) -> list[int]:
