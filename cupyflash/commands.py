@@ -251,14 +251,15 @@ def bench(
     suites: Annotated[
         list[str] | None,
         typer.Argument(
-            help="forward, backward, host, jit, memory, fp32, figures, training, ladder, scores, cpu; paper: what the "
-            "papers report; all; plot draws the results."
+            help="forward, backward, host, jit, memory, fp32, figures, training, ladder, scores, models, cpu; paper: what "
+            "the papers report; all; plot draws the results."
         ),
     ] = None,
     family: Family = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the JSON files. Default bench/results/<gpu>.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="For the suites forward, backward, figures, memory, scores. Default: bfloat16.")
+        str | None,
+        typer.Option(help="For the suites forward, backward, figures, memory, scores, models. Default: bfloat16."),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer problems, rounds and milliseconds; files go to bench/quick.")
@@ -268,9 +269,16 @@ def bench(
         float | None, typer.Option(min=0.1, help="Least duration of a sample. Default 20, quick 5.")
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="Suite scores: this row, or all whose names begin so. May be repeated.")
+        list[str] | None,
+        typer.Option(help="Suites scores and models: this row, or all whose names begin so. May be repeated."),
     ] = None,
     slow: Annotated[bool, typer.Option("--slow", help="Suite scores: the slow peers too.")] = False,
+    sustained: Annotated[
+        bool,
+        typer.Option(
+            "--sustained", help="Suites forward, backward, models: a second of everybody on end, with clock and watts."
+        ),
+    ] = False,
 ) -> None:
     """Measure beside every other attention that can be imported, in turn in the same run."""
     from .bench import plot, run
@@ -279,9 +287,8 @@ def bench(
         for path in plot(quick=quick):
             typer.echo(path)
         return
-    raise typer.Exit(
-        run(suites or ("forward", "backward"), family, out, quick, float_name(dtype), rounds, min_ms, only or (), slow)
-    )
+    asked = suites or ("forward", "backward")
+    raise typer.Exit(run(asked, family, out, quick, float_name(dtype), rounds, min_ms, only or (), slow, sustained))
 
 
 def _print(what: Any) -> None:

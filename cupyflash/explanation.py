@@ -179,6 +179,10 @@ def _on_gpu(
     resources, notes = _compiled(chosen)
     if arch_name is None:
         notes += _tuning(problem, arch, backward, chosen.family)
+    if (shares := dict(chosen.scalars).get("most_shares", 1)) > 1:
+        notes += (
+            f"up to {shares} thread blocks share a tile of keys: there are few, or some have many more queries than others",
+        )
     if backward:  # as a caller would make them
         shape = rules.out_shape(views["q"].shape, problem)
         made = views["q"]._replace(shape=shape, strides=rules.contiguous(shape), ptr=0)

@@ -73,8 +73,10 @@ def gpu_sampler(
     min_ms: float,
     patience: float = math.inf,
     event: Callable[[], Any] = torch_event,
+    most: int = 1000,
 ) -> Callable[[str], float]:
-    """A function for `interleave` that gives seconds per call on the GPU, from CUDA events around at least `min_ms`.
+    """A function for `interleave` that gives seconds per call on the GPU, from CUDA events around at least `min_ms`, but
+    no more than `most` calls.
 
     Whose call takes longer than `patience` seconds is timed in its first round alone.
     """
@@ -101,7 +103,7 @@ def gpu_sampler(
             if first > patience:
                 slow[name] = first
                 return first
-            counts[name] = min(1000, max(1, math.ceil(min_ms / 1e3 / seconds(name, 2))))
+            counts[name] = min(most, max(1, math.ceil(min_ms / 1e3 / seconds(name, 2))))
         return seconds(name, counts[name])
 
     return sample

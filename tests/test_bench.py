@@ -316,9 +316,9 @@ def synthetic(suite, family=None):
     rows = []
     definition = SUITES[suite]
     for problem in definition.problems(Options()):
-        better = 100.0 + problem["seq"] / 100
+        better = 100.0 + problem.get("seq", 1024) / 100
         worse = better / 4
-        notes = {"math": "left out"} if problem["seq"] > 4096 else {}
+        notes = {"math": "left out"} if problem.get("seq", 0) > 4096 else {}
         values = {
             "ours": better / 2,
             **{p: better if p == "fa3" else worse for p in definition.peers if p not in notes},

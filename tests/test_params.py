@@ -64,17 +64,17 @@ def test_the_fields_of_a_forward() -> None:
 
 def test_the_fields_of_a_backward() -> None:
     fields = declared(plan(asked("float16"), H200, True, "sm90"))
-    assert fields[:21] == [
+    assert fields[:22] == [
         ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("const Out*", "out"), ("const Accum*", "lse"),
         ("const In*", "dout"), ("const Accum*", "dlse"), ("Out*", "dq"), ("Out*", "dk"), ("Out*", "dv"),
         ("const unsigned char*", "key_mask"), ("const unsigned char*", "mask"), ("const In*", "bias"),
         ("const float*", "alibi_slopes"), ("const In*", "sinks"), ("const long long*", "seed"),
         ("const int*", "key_lists"), ("const int*", "query_lists"),
-        ("float*", "delta"), ("float*", "dq_sum"), ("unsigned*", "counters"),
+        ("float*", "delta"), ("float*", "dq_sum"), ("unsigned*", "counters"), ("float*", "share_sums"),
     ]  # fmt: skip
     strided = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
     assert [name for type, name in fields if type == "Strides"] == [f"{name}_strides" for name in strided]
-    assert fields[-3:-1] == [("int", "together"), ("int", "resident")]
+    assert fields[-5:-1] == [("int", name) for name in ("together", "resident", "most_shares", "share_visits")]
     assert ("double*", "delta") in declared(plan(asked("float64"), H200, True))
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from kernel_cover import ARCHS, BIAS, FAMILY_ARCHS, FEATURES, GIVEN, problem, problems
 
+from cupyflash import explanation
 from cupyflash.gpu.device import Arch
+from cupyflash.gpu.families import sm90
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 from cupyflash.problem import AttentionProblem
 
@@ -154,10 +157,10 @@ def test_workspace() -> None:
         },
         "sm90": {
             "delta": ("float32", (rows // 128, 2, 128)), "dq_sum": ("float32", (rows // 128, 128 * 64)),
-            "counters": ("uint32", (2 + 4 + rows // 128,)),
+            "counters": ("uint32", (2 + 16 + rows // 128,)), "share_sums": ("float32", (0, 128 * 64)),
         },
     }  # fmt: skip
-    asked = problem("float16", seq_q=1024)
+    asked = problem("float16", seq_q=1024, heads_k=8)
     for family, spaces in expected.items():
         assert sum(w.nbytes for w in plan(asked, H200, family=family).workspace) == 0
         assert {w.name: (w.dtype, w.shape) for w in plan(asked, H200, True, family).workspace} == spaces
@@ -192,7 +195,12 @@ def test_sums_of_dq_for_heads_under_work_alone() -> None:
     """The sm90 backward keeps float32 dQ of as many heads as the thread blocks are at, not of all."""
     long = problem("bfloat16", 128, batch=32, heads_q=16, heads_k=16, seq_q=512, seq_k=512)
     chosen = plan(long, H200, True)
-    assert dict(chosen.scalars) == {"together": 1, "resident": 2 + 99}  # 3 waves of 132 key tiles, 4 of them to a head
+    assert scalars(long) == {
+        "together": 1,
+        "resident": 2 + 99,
+        "most_shares": 1,
+        "share_visits": 1,
+    }  # 3 waves of 132 key tiles, 4 of them to a head
     assert next(w for w in chosen.workspace if w.name == "dq_sum").nbytes == 101 * 512 * 128 * 4
     causal = dict(plan(replace(long, causal="bottom_right", right=0), H200, True).scalars)
     assert causal["together"] > 1 and 2 * causal["together"] <= causal["resident"] < 512
@@ -200,10 +208,94 @@ def test_sums_of_dq_for_heads_under_work_alone() -> None:
     assert dict(few.scalars)["resident"] == 16
 
 
+def scalars(asked: AttentionProblem, arch: Arch = H200) -> dict[str, int]:
+    return dict(plan(asked, arch, True).scalars)
+
+
+def test_thread_blocks_share_key_tiles_that_are_few_or_uneven() -> None:
+    """Else multiprocessors would be idle. All ways to share are one kernel."""
+    fields = {"seq_q": 4096, "seq_k": 4096, "heads_q": 32, "heads_k": 1, "dim": 128}
+    few = problem("bfloat16", batch=1, **fields)  # 32 key tiles
+    shared, alone = plan(few, H200, True), plan(replace(few, batch=64), H200, True)
+    assert (constants(shared)["SHARES"], constants(alone)["SHARES"]) == (True, False)
+    told = dict(shared.scalars)
+    shares, visits = told["most_shares"], told["share_visits"]
+    assert (
+        1 < shares <= 32 and (shares - 1) * visits < 32 * 64 <= shares * visits
+    )  # of 32 heads with 64 query tiles each
+    assert shared.launches[-1].grid == min(132, 32 * shares) > 32
+    spaces = {w.name: w for w in shared.workspace}
+    assert spaces["share_sums"].shape == (32 * 2 * shares, 128 * 128)  # two warpgroups of 64 keys, K and V
+    assert spaces["counters"].shape == (2 + 1 + 32 * 64 + 32 * 2,)
+    assert {w.name: w for w in alone.workspace}["share_sums"].nbytes == 0
+    assert dict(alone.scalars)["most_shares"] == 1
+    uneven = replace(few, causal="bottom_right", right=0, heads_q=64, heads_k=8)  # 256 key tiles of 16 to 512 visits
+    assert constants(plan(uneven, H200, True))["SHARES"]
+    others = (
+        plan(replace(few, **x), H200, True) for x in ({"heads_q": 24}, {"batch": 2}, {"heads_q": 4, "seq_k": 500})
+    )
+    assert {x.constants for x in others} == {shared.constants}
+
+
+def test_explain_tells_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explanation, "_compiled", lambda chosen: ({}, ()))
+    q, k = (1, 4096, 32, 128), (1, 4096, 1, 128)
+    (note,) = explanation.explain(q, k, k, dtype="bfloat16", arch="sm_90a", backward=True).notes
+    assert note.startswith("up to 4 thread blocks share a tile of keys")
+    assert explanation.explain(q, q, q, dtype="bfloat16", arch="sm_90a", backward=True).notes == ()
+
+
+def test_sums_of_shares_are_as_many_as_a_thread_holds() -> None:
+    for dims, sums in (
+        ((64, 64), 64),
+        ((96, 64), 80),
+        ((128, 128), 128),
+        ((192, 128), 96),
+        ((192, 192), 96),
+        ((256, 256), 128),
+    ):
+        asked = problem("bfloat16", *dims, batch=1, seq_q=4096, seq_k=300, heads_q=32, heads_k=1)
+        chosen = plan(asked, H200, True)
+        told = constants(chosen)
+        shape = next(w.shape for w in chosen.workspace if w.name == "share_sums")
+        assert told["SHARES"] and told["SHARE_SUMS"] == 128 * sums == shape[1]
+        tiles = -(-300 // (told["KEYS"] * told["CLUSTER"]))
+        assert shape[0] == tiles * told["CLUSTER"] * told["GROUPS"] * dict(chosen.scalars)["most_shares"]
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (200, 0), (30, 77), (0, None)])
+@pytest.mark.parametrize("diagonal", [0, 300, -200])
+def test_visits_of_key_tiles_are_those_of_the_band(window: tuple[int | None, int | None], diagonal: int) -> None:
+    left, right = window
+    asked = problem("float16", seq_q=500, seq_k=700, diagonal=diagonal, left=left, right=right)
+    i, j = np.arange(500)[:, None] + diagonal, np.arange(700)
+    seen = (j - i <= (10**6 if right is None else right)) & (i - j <= (10**6 if left is None else left))
+    seen = np.pad(seen, ((0, 12), (0, 68)))
+    by_tile = seen.reshape(8, 64, 6, 128).any((1, 3)).sum(0)
+    # (A row may be cut off at both ends of the sequence: then tiles between are visited all the same.)
+    assert sm90._visits(asked, 64, 128) == [*by_tile]
+
+
+def test_a_sequence_of_many_keys_is_planned_at_once() -> None:
+    assert scalars(problem("float16", seq_q=1, seq_k=2**29, diagonal=2**29 - 1))["most_shares"] == 1
+
+
+def test_few_queries_have_tiles_of_one_warpgroup() -> None:
+    """Two thread blocks of a multiprocessor, where there is work for more than one."""
+    short = problem("float16", 32, batch=50, seq_q=49, seq_k=49, heads_q=4, heads_k=4)
+    chosen = plan(short, H200)
+    told = constants(chosen)
+    assert (told["GROUPS"], told["PACK"], chosen.launches[0].grid, chosen.launches[0].threads) == (1, 1, 200, 256)
+    assert 2 * (told["SHARED_MEMORY"] + 1024) <= H200.shared_memory + 1024
+    assert plan(replace(short, batch=500), H200).launches[0].grid == 2 * 132
+    for other in ({"batch": 33}, {"seq_q": 65}, {"seq_k": 65}):
+        assert constants(plan(replace(short, **other), H200))["GROUPS"] == 3
+
+
 def test_blocks_that_share_dq_come_in_pairs() -> None:
     """Above a head dimension of 192, two thread blocks of a cluster have 64 keys each, also where multiprocessors are odd."""
     for sms, seq_k, grid in ((132, 4000, 132), (131, 4000, 130), (132, 128, 32), (132, 129, 64), (132, 1, 32)):
-        asked = problem("bfloat16", 256, batch=2, heads_q=8, heads_k=8, seq_q=4000, seq_k=seq_k)
+        asked = problem("bfloat16", 256, batch=2, heads_q=8, heads_k=8, seq_q=1000, seq_k=seq_k)
         chosen = plan(asked, replace(H200, sms=sms), True)
         told = constants(chosen)
         assert (told["CLUSTER"], told["KEYS"], chosen.launches[-1].grid) == (2, 64, grid)
@@ -275,7 +367,7 @@ def test_what_is_not_asked_is_not_compiled(family: str) -> None:
     assert len(seen) == len(taken)
     for backward in directions(family, problem("float16"), H200):
         small, large = (
-            plan(problem("float16", seq_q=s, batch=b), H200, backward, family) for s, b in ((1000, 2), (999, 7))
+            plan(problem("float16", seq_q=s, batch=b), H200, backward, family) for s, b in ((1000, 90), (999, 700))
         )
         assert small.constants == large.constants
 

@@ -10,6 +10,9 @@ from cuda_on_cpu import needs_compiler
 from on_cpu import check
 
 from cupyflash.gpu.device import Arch
+from cupyflash.gpu.families import sm90
+from cupyflash.gpu.kernel_plan import ceil
+from cupyflash.problem import AttentionProblem
 
 pytestmark = needs_compiler
 
@@ -94,6 +97,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "bfloat16", {"seq": (200, 450), "dims": (201, 256), "heads": (2, 1), "batch": 1},
         {"blocks": ((64, 128),), "deterministic": True},
     ),
+    "short": ("float16", {"seq": (49, 49), "dims": (32, 32), "heads": (4, 4)}, {}),  # with one warpgroup that computes
+    "short-causal": ("bfloat16", {"seq": (63, 200), "dims": (128, 96), "heads": (4, 4), "key_mask": True}, {"causal": True}),
+    "short-window": ("float16", {"seq": (50, 330), "heads": (4, 4), "given": ("bias",)}, {"window": (150, 9)}),
     "one-query": ("bfloat16", {"seq": (1, 300), "heads": (6, 2), "dims": (128, 128)}, {}),
 }  # fmt: skip
 
@@ -101,3 +107,34 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:
     check("sm90", WIDE if "wide" in case else MANY if "parts" in case else GPU, rng, *CASES[case])
+
+
+# Key tiles that three thread blocks share, or two, or none.
+LARGE = Arch("sm_90a", 90, 6, 232448)
+SHARED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "group": ("bfloat16", {"heads": (3, 1), "seq": (400, 430), "batch": 1, "dlse": 1.0}, {"causal": True}),
+    "in-order": (
+        "bfloat16", {"heads": (3, 1), "seq": (400, 430), "batch": 1}, {"causal": True, "deterministic": True},
+    ),
+    "cross": ("float16", {"seq": (300, 77), "dims": (128, 100), "heads": (2, 2), "batch": 1, "key_mask": True}, {}),
+    "192": ("float16", {"seq": (330, 180), "dims": (192, 128), "heads": (2, 1), "batch": 1}, {"window": (150, 50)}),
+    "wide": ("float16", {"seq": (260, 250), "dims": (256, 200), "heads": (2, 1), "batch": 1}, {"causal": True}),
+    "wide-in-order": (
+        "bfloat16", {"seq": (200, 250), "dims": (201, 256), "heads": (2, 1), "batch": 1},
+        {"causal": True, "deterministic": True, "rows_aligned": False},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_thread_blocks_share_key_tiles(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_three(problem: AttentionProblem, tile: Any, *_: int) -> tuple[int, int]:
+        visits = [problem.group * n for n in sm90._visits(problem, tile.rows, tile.keys * (1 + tile.clustered))]
+        most = ceil(max(visits), 3)
+        shared.append({ceil(n, most) for n in visits})
+        return ceil(max(visits), most), most
+
+    shared: list[set[int]] = []
+    monkeypatch.setattr(sm90, "_shared_out", in_three)
+    check("sm90", LARGE, rng, *SHARED[case])
+    assert max(shared[0]) == 3 and (case in ("cross", "192") or min(shared[0]) < 3)  # and not all key tiles alike

@@ -18,6 +18,7 @@ def run(
     min_ms: float | None = None,
     only: Sequence[str] = (),
     slow: bool = False,
+    sustained: bool = False,
 ) -> int:
     """Run suites, print a table of each and write `<out>/<suite>.json` after every row.
 
@@ -25,7 +26,7 @@ def run(
     ----------
     suites : names
         "forward", "backward" (the papers' grid), "host", "jit", "memory", "fp32", "figures", "training", "ladder",
-        "scores", "cpu"; "paper" (figures, memory and training: what the papers report), or "all": those that need a GPU.
+        "scores", "models", "cpu"; "paper" (figures, memory and training: what the papers report), or "all": those that need a GPU.
     family : str, optional
         Force this kernel family; the file is then `<family>_<suite>.json`.
     out : folder, optional
@@ -33,13 +34,16 @@ def run(
     quick : bool
         Fewer problems, rounds and milliseconds.
     dtype : str, optional
-        For the suites "forward", "backward", "figures", "memory" and "scores". Default "bfloat16".
+        For the suites "forward", "backward", "figures", "memory", "scores" and "models". Default "bfloat16".
     rounds, min_ms : optional
         Samples of each candidate, and the least duration of one in milliseconds. Default 7 and 20, with quick 3 and 5.
     only : names, optional
-        For the suite "scores": rows to measure, or how their names begin. Default folder as with quick.
+        For the suites "scores" and "models": rows to measure, or how their names begin. Default folder as with quick.
     slow : bool
         For the suite "scores": also the peers that are too slow to be of interest, after the others in each row.
+    sustained : bool
+        For the suites "forward", "backward" and "models": a second of everybody on end in place of short samples, twice
+        unless `rounds` is given, with the GPU's clock and power. The file is then `<suite>_sustained.json`.
 
     Returns
     -------
@@ -49,7 +53,7 @@ def run(
     """
     from .runner import run as _run
 
-    return _run(suites, family, out, quick, dtype, rounds, min_ms, only, slow)
+    return _run(suites, family, out, quick, dtype, rounds, min_ms, only, slow, sustained)
 
 
 def plot(

@@ -20,8 +20,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer problems, rounds and milliseconds")
     parser.add_argument("--rounds", type=int, help="samples of each candidate")
     parser.add_argument("--min-ms", type=float, help="least duration of a sample")
-    parser.add_argument("--only", action="append", default=[], help="suite scores: rows, or how their names begin")
+    parser.add_argument(
+        "--only", action="append", default=[], help="suites scores and models: rows, or how their names begin"
+    )
     parser.add_argument("--slow", action="store_true", help="suite scores: the slow peers too")
+    parser.add_argument(
+        "--sustained", action="store_true", help="suites forward, backward, models: a second of everybody on end"
+    )
     parser.add_argument("--results", help="plot: where the JSON files are (default bench/results, quick bench/quick)")
     parser.add_argument(
         "--docs", help="plot: where the pictures and benchmarks.md go (default docs, quick bench/quick)"
@@ -32,8 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(path)
         return 0
     return run(
-        args.suites, args.family, args.out, args.quick, args.dtype, args.rounds, args.min_ms, args.only, args.slow
-    )
+        args.suites, args.family, args.out, args.quick, args.dtype, args.rounds, args.min_ms, args.only, args.slow,
+        args.sustained,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

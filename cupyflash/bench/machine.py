@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import platform
+import statistics
 import subprocess
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -79,6 +82,48 @@ def driver() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.splitlines()[0].strip()
+
+
+class Meter:
+    """The clock of the GPU's multiprocessors and its power, as NVML tells them through nvidia-smi, every 50 ms."""
+
+    def __enter__(self) -> Meter:  # noqa: PYI034 - Self is of Python 3.11
+        import torch
+
+        self._seen: list[tuple[float, float, float]] = []  # when, MHz, W
+        which = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+        command = [
+            "nvidia-smi",
+            "-i",
+            which,
+            "--query-gpu=clocks.sm,power.draw",
+            "--format=csv,noheader,nounits",
+            "-lms",
+            "50",
+        ]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        threading.Thread(target=self._read, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+    def _read(self) -> None:
+        for line in self._process.stdout or ():
+            try:
+                clock, power = map(float, line.split(","))
+            except ValueError:  # "[N/A]"
+                continue
+            self._seen.append((time.monotonic(), clock, power))
+
+    def state(self, since: float) -> str:
+        """Medians since a time of `time.monotonic()`, as "1515 MHz, 690 W"."""
+        seen = [sample for sample in self._seen if sample[0] >= since]
+        if not seen:
+            return "clock and power unknown"
+        _, clock, power = map(statistics.median, zip(*seen))
+        return f"{clock:.0f} MHz, {power:.0f} W"
 
 
 def ceilings(gpu: bool, dtypes: Iterable[str], min_ms: float) -> dict[str, float | None]:

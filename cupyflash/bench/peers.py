@@ -21,7 +21,8 @@ class Case(NamedTuple):
 
     `scores` is what else `attention` is given, softcap and optional arrays by name; `wrt` names those of them whose gradients
     are wanted too. "ours", PyTorch's and FlexAttention know of these; who does not is found wrong where they are given.
-    `visible` says of (b, h, i, j), tensors of integers, what a block mask among them does.
+    `visible` says of (b, h, i, j), tensors of integers, what a block mask among them does. `window`: (left, right) as of
+    `attention`; "ours" and the FlashAttention packages know of it.
     """
 
     q: Any
@@ -32,6 +33,7 @@ class Case(NamedTuple):
     scores: Mapping[str, Any] = MappingProxyType({})
     wrt: tuple[str, ...] = ()
     visible: Any = None
+    window: tuple[int, int] | None = None
 
 
 Prepare = Callable[[Case, bool], Candidate]  # (case, backward) -> what is timed: (out,) or (dq, dk, dv, those of wrt)
@@ -56,6 +58,8 @@ def ours(family: str | None = None) -> Prepare:
     def prepare(case: Case, backward: bool) -> Candidate:
         q, k, v, dout = case[:4]
         given: dict[str, Any] = {"causal": case.causal, **case.scores, "family": family}
+        if case.window is not None:
+            given["window"] = case.window
         if not backward:
             return Candidate(lambda: (attention(q, k, v, **given),))
         out, lse = attention(q, k, v, **given, return_lse=True)
@@ -84,14 +88,21 @@ def ours_numpy(case: Case, backward: bool) -> Candidate:
 def sdpa(backend: str | None = None) -> Prepare:
     """PyTorch's scaled_dot_product_attention with one of its backends, or the one that PyTorch chooses.
 
-    It takes one array for bias and masks: a bias with a key mask is added up in every call.
+    It takes one array for bias and masks: a bias with a key mask is added up in every call. A window it does not take.
     """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.bias import causal_lower_right
 
     context = nullcontext if backend is None else functools.partial(sdpa_kernel, getattr(SDPBackend, backend))
 
     def prepare(case: Case, backward: bool) -> Candidate:
+        if case.window is not None:
+            raise NotImplementedError("PyTorch's scaled_dot_product_attention has no window")
+        lengths, heads = ((case.q.shape[axis], case.k.shape[axis]) for axis in (1, 2))
+        # PyTorch aligns is_causal at the top left.
+        last_aligned = causal_lower_right(*lengths) if case.causal and lengths[0] != lengths[1] else None
+        grouped = {"enable_gqa": True} if heads[0] != heads[1] else {}
         hidden = None
         if "key_mask" in case.scores:
             seen = case.scores["key_mask"][:, None, None]
@@ -102,7 +113,10 @@ def sdpa(backend: str | None = None) -> Prepare:
             added = case.scores.get("bias", case.scores.get("mask"))
             if hidden is not None:
                 added = hidden if added is None else added + hidden
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=added, is_causal=case.causal)
+            causal = case.causal
+            if last_aligned is not None:
+                added, causal = last_aligned, False
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, added, is_causal=causal, **grouped)
             return out.transpose(1, 2)
 
         return _differentiable(forward, context, case, backward)
@@ -171,12 +185,28 @@ def flex() -> Prepare:
     return prepare
 
 
+def fa2() -> Prepare:
+    """FlashAttention-2: PyTorch's; for windows, which that does not take, the package flash_attn."""
+    plain = sdpa("FLASH_ATTENTION")
+
+    def prepare(case: Case, backward: bool) -> Candidate:
+        return plain(case, backward) if case.window is None else _flash_attn("flash_attn")(case, backward)
+
+    return prepare
+
+
 def fa4() -> Prepare:
     """FlashAttention-4, where flash_attn.cute is installed."""
-    flash_attn_func = importlib.import_module("flash_attn.cute").flash_attn_func
+    return _flash_attn("flash_attn.cute")
+
+
+def _flash_attn(module: str) -> Prepare:
+    """A package with FlashAttention's Python interface."""
+    flash_attn_func = importlib.import_module(module).flash_attn_func
 
     def forward(case: Case) -> Any:
-        out = flash_attn_func(*case[:3], causal=case.causal)
+        window = {} if case.window is None else {"window_size": case.window}
+        out = flash_attn_func(*case[:3], causal=case.causal, **window)
         return out[0] if isinstance(out, tuple) else out
 
     return functools.partial(_differentiable, forward, nullcontext)
@@ -194,7 +224,8 @@ def fa3() -> Prepare:
 
     def prepare(case: Case, backward: bool) -> Candidate:
         q, k, v, dout, causal = case[:5]
-        forward = functools.partial(operators.fwd, q, k, v, is_causal=causal, num_splits=1)
+        window = {} if case.window is None else dict(zip(("window_size_left", "window_size_right"), case.window))
+        forward = functools.partial(operators.fwd, q, k, v, is_causal=causal, num_splits=1, **window)
         if not backward:
             return Candidate(lambda: (forward()[0],))
         out, lse = forward()[:2]
@@ -202,7 +233,7 @@ def fa3() -> Prepare:
         def call() -> tuple[Any, ...]:
             # What bwd returns differs between versions; what it writes to does not.
             grads = tuple(torch.empty_like(x) for x in (q, k, v))
-            operators.bwd(dout, q, k, v, out, lse, *grads, is_causal=causal)
+            operators.bwd(dout, q, k, v, out, lse, *grads, is_causal=causal, **window)
             return grads
 
         return Candidate(call)
@@ -247,7 +278,7 @@ def standard(case: Case, backward: bool) -> Candidate:
 
 
 LOADERS: dict[str, Callable[[], Prepare]] = {
-    "fa2": functools.partial(sdpa, "FLASH_ATTENTION"),
+    "fa2": fa2,
     "cudnn": functools.partial(sdpa, "CUDNN_ATTENTION"),
     "fa3": fa3,
     "fa4": fa4,

@@ -45,6 +45,7 @@ TITLES = {
     "jit": "First call in a new process",
     "ladder": "The ladder",
     "scores": "Masks, biases and score options",
+    "models": "Attention calls of models",
     "cpu": "NumPy path",
 }
 INTRO = """# Benchmarks
@@ -55,7 +56,7 @@ How it is measured: everybody in a table runs in the same process on the same ra
 with each other before anything is timed, and samples are taken in turn, in a new order each round, because clocks and power
 drift. A number is the median over the rounds. GPU times lie between CUDA events around many calls. TFLOP/s count
 4·S²·D·H·B for the forward, half of it with a causal mask, 2.5 times it for the backward, as the papers do, and of that what a
-boolean mask leaves; the backward is timed alone. "vs best" compares with the fastest peer of the row, larger is better
+boolean mask leaves (for calls of models, the pairs that the mask leaves); the backward is timed alone. "vs best" compares with the fastest peer of the row, larger is better
 whatever the unit; "vs causal" with our own attention with a causal mask alone, in the same rounds. – is what a peer cannot do
 or what has no room. Suites that name other kernel sources were measured on another state of the kernels; the report of the
 tests on a GPU, `tests/gpu_report.json`, names those of the checkout. `bench/README.md` tells how to run it.
@@ -68,7 +69,7 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
     order = list(TITLES)
     for place in dict.fromkeys(data["file"].split("/")[0] for data in found):
         here = [data for data in found if data["file"].split("/")[0] == place]
-        here.sort(key=lambda data: (order.index(data["suite"]), data["family"] or ""))
+        here.sort(key=lambda data: (order.index(data["suite"]), data["family"] or "", data.get("sustained", False)))
         parts.append(f"## {here[0]['machine']}\n")
         for data in here:
             rows = data["rows"]
@@ -79,7 +80,7 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
                 f"{rows[0]['unit']}{shared and '; ' + shared}. {circumstances(data)}\n",
                 f"![{_title(data)}](plots/{stem}.png)\n",
                 "\n".join(f"- {line}" for line in report.summary(rows)) + "\n",
-                table(rows),
+                table(rows, with_notes=data.get("sustained", False)),
             ]
     return "\n".join(parts)
 
@@ -95,8 +96,8 @@ def circumstances(data: dict[str, Any]) -> str:
     )
 
 
-def table(rows: Sequence[Row]) -> str:
-    """All rows as a Markdown table; the best value of each is bold."""
+def table(rows: Sequence[Row], with_notes: bool = False) -> str:
+    """All rows as a Markdown table; the best value of each is bold. with_notes: behind a value stands its note, clock and power."""
     keys = report.varying([row["problem"] for row in rows])
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     ratios = {"ratio_to_best": "vs best", "ratio_to_causal": "vs causal"}
@@ -107,22 +108,28 @@ def table(rows: Sequence[Row]) -> str:
         best = report.best({**row["peers"], "ours": row["ours"]}, row["unit"])
         values = [row["ours"], *(row["peers"].get(name) for name in peers)]
         shown = [f"**{cell(value)}**" if value is not None and value == best else cell(value) for value in values]
+        if with_notes:
+            notes = [row.get("notes", {}).get(name, "") for name in ("ours", *peers)]
+            shown = [f"{x} ({y})" if y and value else x for x, y, value in zip(shown, notes, values)]
         shown += [report.ratio_text(row.get(key)).plain for key in ratios]
         lines.append("| " + " | ".join([*(cell(row["problem"][key]) for key in keys), *shown]) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _title(data: dict[str, Any]) -> str:
-    return TITLES[data["suite"]] + (f", family {data['family']} forced" if data["family"] else "")
+    family = f", family {data['family']} forced" if data["family"] else ""
+    return TITLES[data["suite"]] + family + (", a second on end" if data.get("sustained") else "")
 
 
 def figure(data: dict[str, Any]) -> Any:
-    """Lines over the sequence length where there are several, bars otherwise and for rows with names."""
+    """Lines over the sequence length where there are several, bars otherwise and for rows with names; of models the ratios."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
         if "scores" in data["rows"][0]["problem"]:
             return _named_bars(data)
+        if "model" in data["rows"][0]["problem"]:
+            return _ratios(data)
         lengths = {row["problem"].get("seq") for row in data["rows"]}
         return _lines(data) if len(lengths) > 1 else _bars(data)
 
@@ -221,6 +228,32 @@ def _named_bars(data: dict[str, Any]) -> Any:
             if y == len(down) - 1:
                 axes[y][x].set_xlabel(rows[0]["unit"])
     _finish(figure, handles, data)
+    return figure
+
+
+def _ratios(data: dict[str, Any]) -> Any:
+    """A panel for each pass: how many times as fast as the best peer each model's call is."""
+    from matplotlib.figure import Figure
+
+    rows = data["rows"]
+    passes = _distinct(rows, ["pass"])
+    panels = [[row for row in rows if _is(row, ["pass"], name) and row["ratio_to_best"]] for name in passes]
+    figure = Figure(figsize=(5.2 * len(passes), 0.2 * max(map(len, panels)) + 1.4), layout="constrained")
+    axes = figure.subplots(1, len(passes), squeeze=False)[0]
+    for axis, name, panel in zip(axes, passes, panels):
+        ratios = [row["ratio_to_best"] for row in panel]
+        colours = [COLOURS["ours"] if ratio >= 1 else COLOURS["math"] for ratio in ratios]
+        drawn = axis.barh(range(len(panel)), ratios, 0.75, color=colours)
+        axis.bar_label(drawn, [f"{ratio:.2f}" for ratio in ratios], padding=3, fontsize=7)
+        axis.axvline(1, color="#333333", linewidth=1)
+        axis.set_yticks(range(len(panel)), [row["problem"]["model"] for row in panel], fontsize=7)
+        axis.set_ylim(len(panel) - 0.4, -0.6)
+        axis.margins(x=0.1)
+        axis.grid(visible=False, axis="y")
+        axis.tick_params(axis="y", length=0)
+        axis.set_title(name[0])
+        axis.set_xlabel("times the best peer's speed")
+    figure.suptitle(f"{_title(data)}, {data['machine']}", fontsize=13, fontweight="bold")
     return figure
 
 

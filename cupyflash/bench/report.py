@@ -11,6 +11,7 @@ from typing import Any
 from rich.text import Text
 
 from ..timing import best, geomean, ratio, significant
+from . import models
 
 Row = dict[str, Any]
 
@@ -130,8 +131,25 @@ def summary(rows: Sequence[Row]) -> list[str]:
                 + (f", {NAMES['fa2']} {fa2:.2f}x" if fa2 else "")
                 + (f", our own causal {causal:.2f}x" if causal else "")
             )
+    if "model" in rows[0]["problem"]:
+        lines += _kinds(rows)
     if wrong := [row for row in rows if row["ours"] is None]:
         lines.append(f"NO RESULT of ours in {len(wrong)} rows; the first: {wrong[0]['notes'].get('ours')}")
+    return lines
+
+
+def _kinds(rows: Sequence[Row]) -> list[str]:
+    """Geometric mean and worst row of each kind of call and each pass."""
+    lines = []
+    for kind, names in models.KINDS.items():
+        for direction in dict.fromkeys(row["problem"]["pass"] for row in rows):
+            group = _where(rows, lambda p, d=direction, n=names: p["pass"] == d and p["model"] in n)
+            if compared := [row for row in group if row["ratio_to_best"]]:
+                worst = min(compared, key=lambda row: row["ratio_to_best"])
+                lines.append(
+                    f"{kind}, {direction}: best peer {geomean(row['ratio_to_best'] for row in compared):.2f}x, "
+                    f"worst {worst['ratio_to_best']:.2f}x ({worst['problem']['model']})"
+                )
     return lines
 
 

@@ -30,6 +30,7 @@ def run(
     min_ms: float | None,
     only: Sequence[str],
     slow: bool,
+    sustained: bool,
 ) -> int:
     """See `cupyflash.bench.run`."""
     console = Console(highlight=False)
@@ -39,15 +40,16 @@ def run(
     options = Options(
         family,
         dtype or "bfloat16",
-        rounds=rounds or (3 if quick else 7),
+        rounds=rounds or (2 if sustained else 3 if quick else 7),
         min_ms=min_ms or (5 if quick else 20),
         quick=quick,
         only=tuple(only),
         slow=slow,
+        sustained=sustained,
     )
     try:
         for name in names:
-            _check(name, family, dtype, only)
+            _check(name, family, dtype, only, sustained)
     except machine.Unavailable as error:
         console.print(Text(str(error)), soft_wrap=True)
         return 2
@@ -59,12 +61,13 @@ def run(
             if out is not None
             else Path("bench", "quick" if quick or only else "results", machine.short_name(gpu) if gpu else "cpu")
         )
-        rows = _run_suite(console, name, options, folder / f"{family + '_' if family else ''}{name}.json", gpu)
+        file = f"{family + '_' if family else ''}{name}{'_sustained' if sustained else ''}.json"
+        rows = _run_suite(console, name, options, folder / file, gpu)
         good = good and all(row["ours"] is not None for row in rows)
     return 0 if good else 1
 
 
-def _check(name: str, family: str | None, dtype: str | None, only: Sequence[str]) -> None:
+def _check(name: str, family: str | None, dtype: str | None, only: Sequence[str], sustained: bool) -> None:
     if name not in SUITES:
         names = ", ".join([*SUITES, *GROUPS])
         raise machine.Unavailable(f"suites contains {name!r}; it must be of {names}, or plot alone")
@@ -74,6 +77,9 @@ def _check(name: str, family: str | None, dtype: str | None, only: Sequence[str]
         if not any(row.startswith(asked) for row in SUITES[name].names):
             known = f"be, or begin, one of {', '.join(SUITES[name].names)}" if SUITES[name].names else "be left out"
             raise machine.Unavailable(f"only is {asked!r}; for bench suite {name!r} it must {known}")
+    if sustained and not SUITES[name].sustained:
+        known = ", ".join(suite for suite in SUITES if SUITES[suite].sustained)
+        raise machine.Unavailable(f"sustained is set; that is for bench suites {known}, not {name!r}")
     if SUITES[name].needs_gpu:
         machine.require_gpu(name)
         return
@@ -99,6 +105,7 @@ def _run_suite(console: Console, name: str, options: Options, path: Path, gpu: s
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "sources": sources_digest(),
         "family": options.family,
+        "sustained": options.sustained,
         "machine": machine.name(gpu is not None),
         "versions": peers.versions(),
         "absent": absent,
@@ -111,7 +118,7 @@ def _run_suite(console: Console, name: str, options: Options, path: Path, gpu: s
     for peer, why in absent.items():
         console.print(Text(f"{peer} is not measured: {why}"), style="dim", soft_wrap=True)
     widths = [max(len(key), *(len(report.cell(p[key])) for p in problems)) for key in keys]
-    ratios = {"ratio_to_best": "vs best", **({"ratio_to_causal": "vs causal"} if suite.names else {})}
+    ratios = {"ratio_to_best": "vs best", **({"ratio_to_causal": "vs causal"} if name == "scores" else {})}
     widths += [max(7, len(heading)) for heading in ("ours", *present, *ratios.values())]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -134,6 +141,9 @@ def _run_suite(console: Console, name: str, options: Options, path: Path, gpu: s
             progress.console.print(_line(widths, cells))
             if row["ours"] is None or str(notes.get("ours", "")).startswith("unchecked"):
                 progress.console.print(Text(f"  ours: {notes.get('ours')}"), style="red", soft_wrap=True)
+            if options.sustained:
+                states = ", ".join(f"{who} {notes[who]}" for who in values if who in notes)
+                progress.console.print(Text(f"  {states}"), style="dim", soft_wrap=True)
             for peer in present:
                 if peer in notes and peer not in values and (line := f"  {peer}: {notes[peer]}") not in told:
                     told.add(line)  # each once

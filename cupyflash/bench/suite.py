@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
 import zlib
 from collections.abc import Callable
@@ -10,12 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..timing import Candidate, reason
-from . import peers
+from ..timing import Candidate, gpu_sampler, interleave, reason
+from . import machine, peers
 
 Problem = dict[str, Any]
 Measured = tuple[dict[str, float], dict[str, str]]  # values by name ("ours" and the peers), notes by name
 
+SUSTAINED_SECONDS = 1.0
 TOLERANCE = 2e-2  # relative Frobenius error above which a result is wrong and its time means nothing
 
 
@@ -23,7 +26,8 @@ TOLERANCE = 2e-2  # relative Frobenius error above which a result is wrong and i
 class Options:
     """How to measure: the family to force, the dtype to use, rounds, and the least time of a sample.
 
-    `only` has names of rows, or how they begin; `slow` asks for the slow peers too.
+    `only` has names of rows, or how they begin; `slow` asks for the slow peers too; `sustained` for a second of everybody
+    on end, with clock and power.
     """
 
     family: str | None = None
@@ -33,10 +37,12 @@ class Options:
     quick: bool = False
     only: tuple[str, ...] = ()
     slow: bool = False
+    sustained: bool = False
 
 
 class Suite(NamedTuple):
-    """What a suite measures, and who beside us; `names` are those of its rows, where they have some."""
+    """What a suite measures, and who beside us; `names` are those of its rows, where they have some; `sustained`: whether
+    everybody can be run for a second on end."""
 
     unit: str
     peers: tuple[str, ...]
@@ -44,6 +50,7 @@ class Suite(NamedTuple):
     measure: Callable[[Problem, Options], Measured]
     needs_gpu: bool = True
     names: tuple[str, ...] = ()
+    sustained: bool = False
 
 
 def compare(
@@ -80,6 +87,29 @@ def compare(
     if "ours" in candidates and len(candidates) == 1 and not exact:
         notes["ours"] = "unchecked: no peer takes this problem"
     return candidates, notes
+
+
+def take_turns(
+    candidates: dict[str, Candidate], options: Options, patience: float = math.inf
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Seconds per call of everybody on the GPU, and notes: who failed; with `sustained` everybody's clock and power.
+
+    `patience` as in `gpu_sampler`.
+    """
+    if not options.sustained:
+        return interleave(list(candidates), options.rounds, gpu_sampler(candidates, options.min_ms, patience))
+    sampler = gpu_sampler(candidates, 1e3 * SUSTAINED_SECONDS, patience, most=10**6)
+    states: dict[str, str] = {}
+    with machine.Meter() as meter:
+
+        def sample(name: str) -> float:
+            begin = time.monotonic()
+            seconds = sampler(name)
+            states[name] = meter.state((begin + time.monotonic()) / 2)  # the first half warms up
+            return seconds
+
+        seconds, failures = interleave(list(candidates), options.rounds, sample)
+    return seconds, states | failures
 
 
 def relative_error(x: Any, y: Any) -> float:

@@ -13,8 +13,8 @@ from .. import attention, attention_backward
 from ..gpu.plan import KernelPlan, plan
 from ..problem import AttentionProblem
 from ..timing import Candidate, flops, gpu_sampler, host_sampler, interleave, reason
-from . import first_call, peers, scores
-from .suite import Measured, Options, Problem, Suite, case_of, compare, importable
+from . import first_call, models, peers, scores
+from .suite import Measured, Options, Problem, Suite, case_of, compare, importable, take_turns
 
 DENSE = ("math", "standard")  # peers that build the S x S matrix
 
@@ -44,9 +44,8 @@ def _speed(
     prepares, left_out = _taking(problem, names, longest)
     prepares["ours"] = peers.ours(options.family)
     candidates, notes = compare(prepares, case_of(problem), problem["pass"] == "backward")
-    sampler = gpu_sampler(candidates, options.min_ms, patience)
-    seconds, failures = interleave(list(candidates), options.rounds, sampler)
-    return {name: _flops(problem) / 1e12 / t for name, t in seconds.items()}, left_out | notes | failures
+    seconds, more = take_turns(candidates, options, patience)
+    return {name: _flops(problem) / 1e12 / t for name, t in seconds.items()}, left_out | notes | more
 
 
 # --- forward, backward: the papers' grid --------------------------------------------------------------------------
@@ -361,8 +360,11 @@ def _training_speed(problem: Problem, options: Options) -> Measured:
 
 
 SUITES: dict[str, Suite] = {
-    "forward": Suite("TFLOP/s", GRID_PEERS, functools.partial(_grid, "forward"), _grid_speed),
-    "backward": Suite("TFLOP/s", GRID_PEERS, functools.partial(_grid, "backward"), _grid_speed),
+    "forward": Suite("TFLOP/s", GRID_PEERS, functools.partial(_grid, "forward"), _grid_speed, sustained=True),
+    "backward": Suite("TFLOP/s", GRID_PEERS, functools.partial(_grid, "backward"), _grid_speed, sustained=True),
+    "models": Suite(
+        "TFLOP/s", models.PEERS, models.problems, models.measure, names=tuple(models.CALLS), sustained=True
+    ),
     "host": Suite("us", ("torch", "standard", "jax-cudnn"), _host, _host_time),
     "jit": Suite("s", ("flex",), _jit, _jit_time),
     "memory": Suite("MB", MEMORY_PEERS, _memory, _memory_peak),

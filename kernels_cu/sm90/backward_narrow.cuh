@@ -3,6 +3,7 @@
 // computes its part.
 #pragma once
 #include "sm90/backward_dq.cuh"
+#include "sm90/backward_shares.cuh"
 
 // At head dimension 64 the exponentials of a tile take as long as two of its five products. So a step is taken in two
 // halves of its queries, and dV and dK of the first half start before the second is there.
@@ -176,10 +177,12 @@ struct NarrowWorker {
     }
 
     // dK and dV of a tile, out through shared memory and the copy engine, which goes on by itself.
-    __device__ void store(const Head& head, int key) {
+    static_assert(WIDE || SHARE_SUMS == 32 * (sizeof(dk) + sizeof(dv)), "the plan asks for another number of sums");
+    __device__ void store(const KeyTile& t, const Head& head, int key) {
         dq_ring.go_to(steps);
         dq_ring.wait_empty();
         sync_threads<128 * GROUPS>(1);  // nobody reads dS any more
+        if (SHARES && !add_shares(p, s, t, group, dv, dk)) return;
         dk.each([&](float& x, int, int) { x *= p.scale; });
         SwizzledTile<64, DIM> dk_tile{s.out_tile(group)};
         SwizzledTile<64, DIM_V> dv_tile{dk_tile.base + dk_tile.BYTES};
@@ -225,7 +228,7 @@ struct NarrowWorker {
             s.k.advance();
             s.v.release();
             s.v.advance();
-            store(keys, key);
+            store(t, keys, key);
         }
         tma_wait_read();  // shared memory goes with the block
     }

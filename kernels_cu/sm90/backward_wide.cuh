@@ -4,6 +4,7 @@
 // of two blocks' keys, and half as much is added to memory.
 #pragma once
 #include "sm90/backward_dq.cuh"
+#include "sm90/backward_shares.cuh"
 
 struct WideWorker {
     static constexpr bool IN_TURN = DETERMINISTIC && CLUSTERED;  // the adding thread says when a step's part may be added
@@ -210,6 +211,8 @@ struct WideWorker {
         leave_half<1>(dq, last, steps - 1);
     }
 
+    static_assert(!WIDE || SHARE_SUMS == 32 * (sizeof(dk) + sizeof(dv)), "the plan asks for another number of sums");
+
     // 64 columns of dK or dV, through shared memory and the copy engine.
     __device__ void store(const Accumulator<1, KEYS / 8>& sum, const TensorMap& map, Out* to, const Strides& strides,
                           const KeyTile& t, int column, int columns) {
@@ -256,7 +259,7 @@ struct WideWorker {
             for (int part = 0; part < PARTS; part++) dk[part].clear();
 #pragma unroll
             for (int part = 0; part < PARTS_V; part++) dv[part].clear();
-            left = t.visits(p);
+            left = SHARES ? t.visits(p).end - t.visits(p).begin : t.all_visits(p);
             s.q.go_to(steps);
             if (left > 0) s.q.wait_full();
             if (CLUSTERED) read_rows(s.row_values());
@@ -287,6 +290,7 @@ struct WideWorker {
                 if (!IN_TURN) dq_ring.filled();  // this worker has added all its parts
                 sync_threads<128 * GROUPS>(1);  // nobody reads P and dS of the last step any more
             }
+            if (SHARES && !add_shares(p, s, t, group, dv, dk)) continue;
             store_dv(t, 0);
             if constexpr (PARTS_V == 2) store_dv(t, 1);
             store_dk(t, 0);

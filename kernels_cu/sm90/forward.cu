@@ -14,15 +14,15 @@
 #include "tile/rows.cuh"
 
 // Per thread. What the loading warpgroup gives away the others take: together no more than at the start.
-constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int LOADER_REGISTERS = GROUPS == 2 ? 40 : 32;
-constexpr int WORKER_REGISTERS = GROUPS == 2 ? 232 : 160;
+constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
+constexpr int LOADER_REGISTERS = GROUPS == 3 ? 32 : 40;
+constexpr int WORKER_REGISTERS = GROUPS == 3 ? 160 : GROUPS == 2 ? 232 : 216;
 static_assert(LOADER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);
 
 // Exponentials are taken before their maximum is known (softmax.cuh), where registers allow it and the maximum is not
 // expected to grow. Two warpgroups have some to spare for a warp to do what overflowed again by itself; three do it together.
 constexpr bool BLIND = DIM <= 128 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS;
-constexpr bool WARP_VOTE = GROUPS == 2;
+constexpr bool WARP_VOTE = GROUPS < 3;
 
 // Whether the output of a tile is stored under the second scores of the next, where those need no element tests. (With a
 // lower bound of the keys the compiler would make the products wait for each other.)
@@ -340,7 +340,7 @@ struct Worker {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attention_forward(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) char memory[];
     Shared s(shared_address(memory));

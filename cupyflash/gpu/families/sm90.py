@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,6 +52,11 @@ class ForwardTile:
     def rows(self) -> int:
         return 64 * self.groups
 
+    @property
+    def blocks(self) -> int:
+        """Thread blocks of a multiprocessor. One warpgroup that computes alone would leave it idle between two tiles."""
+        return 2 if self.groups == 1 else 1
+
 
 @dataclass(frozen=True)
 class BackwardTile:
@@ -76,6 +82,12 @@ class BackwardTile:
     def clustered(self) -> bool:
         """Where two warpgroups share out the columns, what they add to dQ is what binds: half of it with twice the keys."""
         return self.wide and self.groups == 2
+
+    def sums(self, dim: int, dim_v: int) -> int:
+        """Sums of dK and dV that a thread holds."""
+        if not self.wide:
+            return (dim + dim_v) // 2
+        return sum(ceil(ceil(n, 64), self.groups) for n in (dim, dim_v)) * self.keys // 2
 
 
 DIMS = (64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
@@ -112,6 +124,11 @@ LISTED = (
     ForwardTile(2, 128, 4, dim=64, scored=False),
     ForwardTile(2, 128, 2, dim=128, scored=False),
 )
+# Where they do not, and keys are few too, two or three warpgroups would have rows that nobody asked for.
+SHORT = (
+    ForwardTile(1, 64, 4, dim=64),
+    ForwardTile(1, 64, 2, dim=128),
+)
 # What may be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
 BACKWARD = (
     BackwardTile(128, 128, 2, 2, 2, spills=184, dim=64, scored=False),
@@ -128,12 +145,18 @@ LISTED_SPILLS = 160  # more, with a block mask: its addresses
 CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
 LONG = 1024  # longer than this, in queries
 APART = 2  # deterministic, no causal mask: steps between two key tiles of a head
+# Key tiles shared by thread blocks: at most by so many; at most so many shares for each multiprocessor; what is not the visit
+# of a query tile, in visits: the beginning and end of a share, and its sums on their way to memory or back.
+MOST_SHARES, SHARED_TILES = 32, 8
+SHARE_COST, SUMS_COST = 1.5, 0.5
+LONG_WALK, WORTH_SHARING = 24, 1.15  # from so many visits on, and where so much is gained by that reckoning
+SHARE_SPILLS = 96  # bytes: where a share begins
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
 
 
 def _forward_possible(t: ForwardTile, problem: AttentionProblem) -> bool:
     """Have scores, their 16-bit copy and the output room in what the kernel gives a thread that computes?"""
-    return t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= {2: 200, 3: 128}[t.groups]
+    return t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= {1: 184, 2: 200, 3: 128}[t.groups]
 
 
 def _backward_possible(t: BackwardTile, problem: AttentionProblem) -> bool:
@@ -143,7 +166,7 @@ def _backward_possible(t: BackwardTile, problem: AttentionProblem) -> bool:
 
 TILES: dict[bool, Tiles[Any]] = {
     False: Tiles(FORWARD, {
-        "groups": (2, 3), "keys": (64, 80, 96, 128, 192), "stages": (2, 3, 4), "spills": (0,),
+        "groups": (1, 2, 3), "keys": (64, 80, 96, 128, 192), "stages": (2, 3, 4), "spills": (0,),
     }, _forward_possible),
     True: Tiles(BACKWARD, {
         "rows": (64, 80, 96, 128), "keys": (64, 80, 96, 128), "groups": (2, 3), "stages": (1, 2), "do_stages": (1, 2),
@@ -161,6 +184,7 @@ def _padded(problem: AttentionProblem) -> tuple[int, int]:
     return dim, dim_v
 
 
+RESERVED = 1024  # bytes of a multiprocessor's shared memory that another thread block takes for itself
 BARRIERS = 256  # bytes for barriers, more than any ring takes
 
 
@@ -214,10 +238,12 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
     banded = listed or problem.left is not None or problem.right is not None
     paired = bool(_paired(problem))
     # With few heads too, thread blocks would stand idle, and each is as long at a tile.
-    packed = problem.group > 1 and problem.seq_q <= FEW and 2 * problem.batch * problem.heads_q > arch.sms
-    packed = packed and not (paired or listed or problem.dropout)
+    few, heads = problem.seq_q <= FEW, problem.batch * problem.heads_q
+    packed = few and problem.group > 1 and 2 * heads > arch.sms and not (paired or listed or problem.dropout)
+    short = few and problem.seq_k <= FEW and heads > arch.sms
     crowded = scored(problem) or problem.dropout > 0
-    rows: tuple[ForwardTile, ...] = TILES[False].rows(tile, PACKED if packed else LISTED if listed else ())
+    first = PACKED if packed else SHORT if short else LISTED if listed else ()
+    rows: tuple[ForwardTile, ...] = TILES[False].rows(tile, first)
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
     # leave through? It leaves in boxes of one head. Tiles of mask and bias: 2, of course.
     room = [(q, o, n) for n in (2, 1)[not paired :] for q, o in ((2, not packed), (2, False), (1, False))]
@@ -225,7 +251,7 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
         pairs = PairTiles(problem, pair_stages)
         size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs)
         fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, crowded)
-        if fits and size <= arch.shared_memory:
+        if fits and size <= arch.shared_memory // t.blocks - RESERVED * (t.blocks - 1):
             return ForwardFit(t, q_stages, o_staged, pairs, packed, size)
     return None
 
@@ -245,7 +271,8 @@ def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) 
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
     # Where tiles differ in length, thread blocks ask for their next one.
     alike = problem.seq_q <= t.rows or not (banded or problem.seq_q % t.rows)
-    dynamic = not alike and tiles > arch.sms
+    grid = min(tiles, t.blocks * arch.sms)
+    dynamic = not alike and tiles > grid
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), ("GROUPS", t.groups), ("KEYS", t.keys), ("STAGES", t.stages),
         ("Q_STAGES", q_stages), ("O_STAGED", o_staged), ("PACK", pack), ("SHARED_MEMORY", size), *pairs.constants(),
@@ -253,7 +280,7 @@ def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) 
     )  # fmt: skip
     return KernelPlan(
         "sm90", arch.name, problem.dtype, False, "sm90/forward.cu", constants,
-        (Launch("attention_forward", min(tiles, arch.sms), 128 * (t.groups + 1), size),), 16,
+        (Launch("attention_forward", grid, 128 * (t.groups + 1), size),), 16,
         (Workspace("counters", "uint32", (3 if dynamic else 0,)),), t.spills,
         (*pairs.boxes(t.rows), Box("q", span, pack), Box("k", t.keys), Box("v", t.keys), Box("out", 64)),
         given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
@@ -275,7 +302,9 @@ FINISH = (Finish(2, 8, 4), Finish(2, 8, 2), Finish(2, 8, 1), Finish(1, 2, 1))  #
 def backward_memory(t: BackwardTile, finish: Finish, dim: int, dim_v: int, pairs: PairTiles) -> int | None:
     """Bytes of shared memory that the backward lays out; None for a tile that it cannot take."""
     blocks, blocks_v = pad(dim, 64), pad(dim_v, 64)  # columns in shared memory
-    if t.wide and (t.rows != 64 or t.stages != 2 or dim > 64 * t.groups * (1 + t.clustered) or (t.clustered and t.keys % 32)):
+    if t.wide and (
+        t.rows != 64 or t.stages != 2 or dim > 64 * t.groups * (1 + t.clustered) or (t.clustered and t.keys % 32)
+    ):
         return None
     share_rows = not t.wide and dim == 64  # of dQ; else its columns
     if share_rows and t.rows % (16 * t.groups):
@@ -331,20 +360,27 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
                 f"{name} has batch {problem.batch} and {heads} heads: {kv_heads * n} tiles; less than 2**30 fit"
             )
     together, resident = _dealt_out(problem, kv_heads, key_tiles, tiles, clusters)
+    shares, visits = _shared_out(problem, t, kv_heads * key_tiles, clusters, together)
+    summed = kv_heads * key_tiles * cluster * t.groups  # workers' sums of dK and dV
+    share_sums = 128 * t.sums(dim, dim_v)  # numbers of one of them
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", dim), ("DIM_V", dim_v), ("ROWS", t.rows), ("KEYS", t.keys), ("GROUPS", t.groups), ("CLUSTER", cluster),
         ("STAGES", t.stages), ("DO_STAGES", t.do_stages), ("FINISHERS", finish.warps),
         ("FINISH_FRAGMENTS", finish.fragments), ("FINISH_STAGES", finish.stages), ("SHARED_MEMORY", size),
         *pairs.constants(), *features(problem), ("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", True),
+        ("SHARES", shares > 1), ("SHARE_SUMS", share_sums),
     )  # fmt: skip
     launches = (
         Launch("attention_backward_prepare", kv_heads * tiles, 128),
-        Launch("attention_backward", cluster * min(kv_heads * key_tiles, clusters), 128 * (t.groups + 1), size),
+        Launch(
+            "attention_backward", cluster * min(kv_heads * key_tiles * shares, clusters), 128 * (t.groups + 1), size
+        ),
     )
     workspace = (
         Workspace("delta", "float32", (kv_heads * tiles, 2, t.rows)),  # and lse
         Workspace("dq_sum", "float32", (resident * tiles, t.rows * dim)),
-        Workspace("counters", "uint32", (2 + kv_heads + kv_heads * tiles,)),
+        Workspace("counters", "uint32", (2 + kv_heads + kv_heads * tiles + (summed if shares > 1 else 0),)),
+        Workspace("share_sums", "float32", (summed * shares if shares > 1 else 0, share_sums)),
     )
     out_rows = t.keys if t.wide else 64  # of dK and dV that leave at once: all, or a warpgroup's own
     maps = (
@@ -353,10 +389,58 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
     )  # fmt: skip
     return KernelPlan(
         "sm90", arch.name, problem.dtype, True, "sm90/backward.cu", constants, launches, 16, workspace,
-        t.spills + LISTED_SPILLS * (problem.block_mask is not None), maps,
-        (("together", together), ("resident", resident)), problem.given,
+        t.spills + (shares > 1) * SHARE_SPILLS + LISTED_SPILLS * (problem.block_mask is not None), maps,
+        (("together", together), ("resident", resident), ("most_shares", shares), ("share_visits", visits)), problem.given,
         both_ways(problem, t.rows, cluster * t.keys, "queries" if t.wide else "keys"),
     )  # fmt: skip
+
+
+def _shared_out(
+    problem: AttentionProblem, t: BackwardTile, tiles: int, clusters: int, together: int
+) -> tuple[int, int]:
+    """How many thread blocks (clusters) share a key tile at most, and how many query tiles one of them visits at most.
+
+    `tiles`: of the keys of all heads.
+    """
+    most = min(MOST_SHARES, SHARED_TILES * clusters // max(1, tiles))
+    if most < 2 or problem.block_mask is not None:  # whose visits are not known here
+        return 1, 1
+    visits = [problem.group * n for n in _visits(problem, t.rows, t.keys * (1 + t.clustered))]
+    longest, kv_heads = max(visits), problem.batch * problem.heads_k
+    if longest < LONG_WALK:
+        return 1, 1
+    times = {n: _time(visits, n, kv_heads, clusters, together) for n in {ceil(longest, n) for n in range(1, most + 1)}}
+    best = min(times, key=lambda n: times[n])
+    if times[best] * WORTH_SHARING > times[longest]:
+        return 1, 1
+    return ceil(longest, best), best
+
+
+def _visits(problem: AttentionProblem, rows: int, keys: int) -> list[int]:
+    """How many tiles of `rows` queries of a head visit each tile of `keys` keys."""
+    found = []
+    for begin in range(0, problem.seq_k, keys):
+        first, end = 0, problem.seq_q
+        if problem.right is not None:
+            first = max(0, begin - problem.diagonal - problem.right)
+        if problem.left is not None:
+            end = min(end, min(begin + keys, problem.seq_k) - problem.diagonal + problem.left)
+        found.append(ceil(end, rows) - first // rows if first < end else 0)
+    return found
+
+
+def _time(visits: list[int], most: int, kv_heads: int, clusters: int, together: int) -> float:
+    """How long that takes where a share has `most` visits, in visits: clusters take shares in the order of their tickets."""
+    busy = [0.0] * clusters
+    for first in range(0, kv_heads, together):
+        for n in visits:
+            shares = max(1, ceil(n, most))
+            cost = n / shares + SHARE_COST + (shares > 1) * SUMS_COST
+            for _ in range(min(together, kv_heads - first)):
+                for share in range(shares):
+                    last = shares > 1 and share == shares - 1
+                    heapq.heapreplace(busy, busy[0] + cost + last * shares * SUMS_COST)
+    return max(busy)
 
 
 def _dealt_out(problem: AttentionProblem, kv_heads: int, key_tiles: int, tiles: int, clusters: int) -> tuple[int, int]:
