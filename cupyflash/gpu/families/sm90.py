@@ -43,7 +43,7 @@ class ForwardTile:
     spills: int = 0
     dim: int = 256  # for head dimensions up to this
     banded: bool | None = None  # causal or a window; None: either
-    scored: bool | None = None  # scores that are more than the scaled product, which ask for registers; None: either
+    scored: bool | None = None  # scores that are more than the scaled product, or dropout, which ask for registers; None: either
 
     @property
     def rows(self) -> int:
@@ -81,7 +81,8 @@ DIMS = (64, 96, 128, 192, 256)  # head dimensions are padded to one of these; th
 FORWARD = (
     ForwardTile(3, 128, 3, spills=32, dim=64, scored=False),  # addresses, once per tile
     ForwardTile(2, 128, 2, dim=128, scored=False),
-    ForwardTile(2, 128, 2, spills=176, dim=128),  # addresses of the tile before, under a causal mask with slopes
+    # Addresses of the tile before, under a causal mask with slopes; with dropout, whose seed is in memory, words of its numbers.
+    ForwardTile(2, 128, 2, spills=240, dim=128),
     ForwardTile(2, 128, 2, dim=192, scored=False),
     ForwardTile(2, 128, 2, spills=96, dim=192),
     ForwardTile(2, 96, 2, dim=192, scored=False),
@@ -112,7 +113,7 @@ BACKWARD = (
     BackwardTile(64, 96, 3, 2, 1, spills=32, dim=192, scored=False),
     BackwardTile(64, 96, 3, 2, 1, spills=224, dim=192),
     BackwardTile(64, 64, 2, 2, 1, spills=32, scored=False),
-    BackwardTile(64, 64, 2, 2, 1, spills=160),
+    BackwardTile(64, 64, 2, 2, 1, spills=200),
 )
 # The backward's order of key tiles, and room for sums of dQ.
 CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
@@ -293,11 +294,12 @@ class BackwardFit(NamedTuple):
 
 def _fit_backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> BackwardFit | None:
     dim, dim_v = _padded(problem)
+    crowded = scored(problem) or problem.has("mask") or problem.dropout > 0
     rows: tuple[BackwardTile, ...] = TILES[True].rows(tile)
     for t, pair_stages, finish in itertools.product(rows, (2, 1)[not _paired(problem) :], FINISH):
         pairs = PairTiles(problem, pair_stages)
         size = backward_memory(t, finish, dim, dim_v, pairs)
-        fits = max(dim, dim_v) <= t.dim and t.scored in (None, scored(problem) or problem.has("mask"))
+        fits = max(dim, dim_v) <= t.dim and t.scored in (None, crowded)
         if fits and size is not None and size <= arch.shared_memory:
             return BackwardFit(t, finish, pairs, size)
     return None
