@@ -100,7 +100,9 @@ def sdpa(backend: str | None = None) -> Prepare:
             added = case.scores.get("bias", case.scores.get("mask"))
             if hidden is not None:
                 added = hidden if added is None else added + hidden
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=added, is_causal=case.causal)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=added, is_causal=case.causal, dropout_p=case.scores.get("dropout", 0.0)
+            )
             return out.transpose(1, 2)
 
         return _differentiable(forward, context, case, backward)
