@@ -136,7 +136,9 @@ def test_gradients_of_arrays_are_asked_for_by_name(monkeypatch):
 # --- FlexAttention ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name, row in scores.ROWS.items() if "flex" in row.peers and f"d{name}" not in scores.ROWS])
+@pytest.mark.parametrize(
+    "name", [name for name, row in scores.ROWS.items() if "flex" in row.peers and f"d{name}" not in scores.ROWS]
+)
 def test_flex_attention_computes_every_row(name, monkeypatch):
     """Traced and differentiated as on a GPU, but for the kernels; and again with the graph that is kept."""
     import torch.nn.attention.flex_attention as module

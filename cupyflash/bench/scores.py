@@ -143,7 +143,11 @@ def exact(case: peers.Case, backward: bool) -> tuple[Any, ...]:
     for some in torch.arange(batch).split(max(1, 2**28 // (heads * seq * seq))):
         part = slice(int(some[0]), int(some[-1]) + 1)
         given = {name: x[part] if x.ndim > 1 and len(x) == batch else x for name, x in arrays.items()}
-        out = _formula(**given, causal=case.causal, **{name: case.scores[name] for name in ("softcap", "dropout") if name in case.scores})
+        out = _formula(
+            **given,
+            causal=case.causal,
+            **{name: case.scores[name] for name in ("softcap", "dropout") if name in case.scores},
+        )
         outs.append(out.detach())
         if backward:
             out.backward(dout[part], inputs=leaves)
