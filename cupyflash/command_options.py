@@ -43,7 +43,9 @@ def asked(files: bool = False, backward: bool = True, without: tuple[str, ...] =
         added += [_parameter(name, bool, False, help) for name, (_, _, help) in further.items()]
         for array in ARRAYS:
             says = array.entry[0].upper() + array.entry[1:]
-            text = f"{'File of the' if files else 'With'} {array.label} ({', '.join(array.axes) or 'one number'}). {says}."
+            text = (
+                f"{'File of the' if files else 'With'} {array.label} ({', '.join(array.axes) or 'one number'}). {says}."
+            )
             added.append(_parameter(array.name, Path | None if files else bool, None if files else False, text))
 
         @functools.wraps(command)

@@ -212,7 +212,9 @@ def seed_of(seed: Any, dropout: Any) -> tuple[Any, int | None]:
     """A seed as the array that it is, or as a number of 64 bits; neither where there is none and dropout asks for none."""
     if seed is None:
         if not (type(dropout) is float and dropout == 0) and _check_dropout(dropout):
-            raise ValueError(f"dropout is {dropout}, but seed is not given; it must be an integer, or an array that holds one")
+            raise ValueError(
+                f"dropout is {dropout}, but seed is not given; it must be an integer, or an array that holds one"
+            )
         return None, None
     if isinstance(seed, numbers.Integral) and not isinstance(seed, bool):
         number = int(seed)

@@ -427,8 +427,8 @@ def test_a_number_that_was_written_to(gpu: Gpu, name: str) -> None:
     seen = []
     for value in (0.5, 0.25, 0.25):
         number.fill_(value)
-        attention(**given, **{name: number if len(seen) < 2 else value})
-        seen.append([gpu.last()[field] for field in ("scale", "cap")])
+        attention(**given, **{name: number if len(seen) < 2 else value}, seed=1)
+        seen.append([gpu.last()[field] for field in ("scale", "cap", "drop_below")])
     assert seen[0] != seen[1] == seen[2]
 
 
@@ -438,5 +438,19 @@ def test_equal_numbers_are_one_class_of_calls(gpu: Gpu, name: str) -> None:
     torch = pytest.importorskip("torch")
     given = inputs(gpu)
     for _ in range(3):
-        attention(**given, **{name: torch.tensor(0.5)})
+        attention(**given, **{name: torch.tensor(0.5)}, seed=1)
     assert len(corridor._prepared) == 1
+
+
+def test_another_seed_is_packed_alone(gpu: Gpu) -> None:
+    """Nothing is planned for it; an array is another class of calls, and its address is what is packed."""
+    given = inputs(gpu)
+    for seed in (1, 2**64 - 1, -1):
+        attention(**given, dropout=0.5, seed=seed)
+        assert gpu.last()["round_keys"].tolist() == list(params.round_keys(seed % 2**64))
+    assert gpu.planned == 1
+    held = gpu.array((1,), np.int64)
+    attention(**given, dropout=0.5, seed=held)
+    assert gpu.last()["seed"] == held.data.ptr and gpu.planned == 2
+    attention(**given, seed=1)  # without dropout it is nowhere
+    assert "round_keys" not in gpu.last().dtype.names

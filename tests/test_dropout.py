@@ -263,5 +263,3 @@ def test_a_graph_reads_the_seed_when_it_runs() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, attention(q, k, v, dropout=0.3, seed=n))
-
-

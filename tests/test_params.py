@@ -42,7 +42,10 @@ def asked(dtype: str, family: str = "") -> AttentionProblem:
 def declared(kernel_plan: KernelPlan) -> list[tuple[str, str]]:
     """(type, name) of each field, in order."""
     body = params.text(kernel_plan).partition("struct Params {")[2].partition("};")[0]
-    return [(match[1], match[2]) for match in re.finditer(r"([\w ()]+\*?) ([\w\[\]]+);", body.replace("\n    ", "\n").strip())]
+    return [
+        (match[1], match[2])
+        for match in re.finditer(r"([\w ()]+\*?) ([\w\[\]]+);", body.replace("\n    ", "\n").strip())
+    ]
 
 
 def test_the_fields_of_a_forward() -> None:

@@ -30,7 +30,11 @@ SIMT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "scores-64": ("float64", {"dims": (140, 7), "given": SCORES, "full": "k"}, {"softcap": 2.0, "scale": -0.3}),
     "16-bit": ("bfloat16", {"seq": (40, 50), "dims": (300, 260), "batch": 1}, {"window": (9, 9)}),
-    "dropout": ("float32", {"heads": (4, 2), "given": (*SCORES, "seed")}, {"softcap": 2.0, "causal": True, "dropout": 0.2}),
+    "dropout": (
+        "float32",
+        {"heads": (4, 2), "given": (*SCORES, "seed")},
+        {"softcap": 2.0, "causal": True, "dropout": 0.2},
+    ),
     "dropout-64": ("float64", {"seq": (100, 35), "given": ("seed",), "dlse": 1.0}, {"dropout": 0.6}),
 }
 FLASH1: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

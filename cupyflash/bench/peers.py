@@ -116,7 +116,10 @@ def sdpa(backend: str | None = None) -> Prepare:
             causal = case.causal
             if last_aligned is not None:
                 added, causal = last_aligned, False
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, added, is_causal=causal, **grouped)
+            dropout = case.scores.get("dropout", 0.0)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, added, dropout_p=dropout, is_causal=causal, **grouped
+            )
             return out.transpose(1, 2)
 
         return _differentiable(forward, context, case, backward)

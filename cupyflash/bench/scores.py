@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from .. import block_mask
 from ..timing import flops, gpu_sampler, interleave
 from . import peers
-from .suite import Measured, Options, Problem, case_of, compare, importable
+from .suite import Measured, Options, Problem, case_of, compare, importable, relative_error
 
 
 class Row(NamedTuple):
@@ -30,6 +30,8 @@ ROWS = {
     "alibi": Row(("flex",), causal=True),
     "softcap": Row(("flex",), causal=True),
     "sinks": Row(("flex",), causal=True),
+    "dropout": Row(("fa2", "cudnn")),
+    "dropout-causal": Row(("fa2", "cudnn"), causal=True),
     "bias-1hss": _BIASED,
     "bias-b1ss": _BIASED,
     "bias-bhss": _BIASED,
@@ -77,7 +79,7 @@ def draw(problem: Problem, device: str = "cuda") -> peers.Case:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     kind, _, letters = name.partition("-")
-    shape = [{"1": 1, "b": batch, "h": heads, "s": seq}[letter] for letter in letters]
+    shape = [{"1": 1, "b": batch, "h": heads, "s": seq}.get(letter, 0) for letter in letters]
     # Every entry of the batch ends somewhere between half of the sequence and all of it.
     padding = torch.arange(seq, device=device) < torch.linspace(seq // 2, seq, batch, device=device)[:, None]
     scores: dict[str, Any] = {}
@@ -87,6 +89,8 @@ def draw(problem: Problem, device: str = "cuda") -> peers.Case:
         scores = {"softcap": 20.0}
     elif kind == "sinks":
         scores = {"sinks": 4 + normal(heads)}
+    elif kind == "dropout":
+        scores = {"dropout": 0.1, "seed": 1}
     elif kind in ("bias", "dbias"):
         scores = {"bias": normal(*shape)}
     elif kind == "mask":  # every tenth pair is hidden
@@ -125,7 +129,7 @@ def measure(problem: Problem, options: Options) -> Measured:
     case = draw(problem)
     prepares = importable(row.peers + (row.slow if options.slow else ()))
     ours = prepares["ours"] = peers.ours(options.family)
-    candidates, notes = compare(prepares, case, backward, exact(case, backward))
+    candidates, notes = compare(prepares, case, backward, *expected(case, backward))
     sizes = {key: problem[key] for key in ("batch", "seq", "heads", "dim")}
     work = dict.fromkeys(candidates, flops(**sizes, causal=case.causal, backward=backward) * left(case))
     if "ours" in candidates and case.scores:
@@ -144,6 +148,14 @@ def left(case: peers.Case) -> float:
         return float(case.scores["block_mask"].share())
     masks = [case.scores[name] for name in ("mask", "key_mask") if name in case.scores]
     return float(masks[0].float().mean()) if masks else 1.0
+
+
+def expected(case: peers.Case, backward: bool) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+    """What is right; and with dropout, of which everyone draws his own, how far from what is right without it."""
+    if "dropout" not in case.scores:
+        return exact(case, backward), ()
+    plain = exact(case._replace(scores={}), backward)
+    return plain, tuple(relative_error(x, y) for x, y in zip(exact(case, backward), plain))
 
 
 def exact(case: peers.Case, backward: bool) -> tuple[Any, ...]:
@@ -174,7 +186,11 @@ def exact(case: peers.Case, backward: bool) -> tuple[Any, ...]:
     for some in torch.arange(batch).split(max(1, 2**28 // (heads * seq * seq))):
         part = slice(int(some[0]), int(some[-1]) + 1)
         given = {name: x[part] if x.ndim > 1 and len(x) == batch else x for name, x in arrays.items()}
-        out = _formula(**given, causal=case.causal, softcap=case.scores.get("softcap"))
+        out = _formula(
+            **given,
+            causal=case.causal,
+            **{name: case.scores[name] for name in ("softcap", "dropout") if name in case.scores},
+        )
         outs.append(out.detach())
         if backward:
             out.backward(dout[part], inputs=leaves)
@@ -186,7 +202,8 @@ def _formula(
     k: Any,
     v: Any,
     causal: bool,
-    softcap: float | None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
     alibi_slopes: Any = None,
     bias: Any = None,
     mask: Any = None,
@@ -210,5 +227,5 @@ def _formula(
             s = s.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         s = torch.cat([s, sinks[:, None, None].expand(*s.shape[:3], 1)], -1)
-    p = s.softmax(-1)[..., : k.shape[2]]
+    p = torch.nn.functional.dropout(s.softmax(-1)[..., : k.shape[2]], dropout)
     return (p @ v).transpose(1, 2)

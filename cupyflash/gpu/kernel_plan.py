@@ -33,7 +33,7 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * (4 if self.dtype == "uint32" else ITEMSIZE[self.dtype])
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
 class Box(NamedTuple):

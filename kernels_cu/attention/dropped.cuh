@@ -7,7 +7,8 @@
 
 // Of column groups [BEGIN, END) of eight, which come in pairs. The tile starts at multiples of 16.
 template <int BEGIN, int END, int M, int N, bool TRANSPOSED, int HEAD_ROWS>
-__device__ void drop(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, int batch, const Dropout& dropout) {
+__device__ void drop(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, int batch,
+                     const Dropout& dropout) {
     if constexpr (config::DROPOUT) {
         static_assert(BEGIN % 2 == 0 && END % 2 == 0 && END <= N && HEAD_ROWS == 0);
         unsigned lane = threadIdx.x % 32, i = at(0, 0).i, j = at(0, 0).j;
@@ -56,7 +57,8 @@ __device__ void drop(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS
     }
 }
 template <int M, int N, bool TRANSPOSED, int HEAD_ROWS>
-__device__ void drop(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, int batch, const Dropout& dropout) {
+__device__ void drop(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, int batch,
+                     const Dropout& dropout) {
     drop<0, N>(x, at, batch, dropout);
 }
 

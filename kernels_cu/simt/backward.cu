@@ -53,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
                 const Row of_query(p, head, query_j);
 #pragma unroll
                 for (int i = 0; i < M; ++i)
-                    differentiate(s[i][j], dp[i][j], of_query, pairs, dropout, tested, {head.q, query_j, row + row_of(i)});
+                    differentiate(s[i][j], dp[i][j], of_query, pairs, dropout, tested,
+                                  {head.q, query_j, row + row_of(i)});
             }
 
             add_weighted(dv_sum, s, dout, query, column, tested, shared);
@@ -101,7 +102,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
             const Row of_query(p, head, query_i);
 #pragma unroll
             for (int j = 0; j < SCORES; ++j)
-                differentiate(s[i][j], dp[i][j], of_query, pairs, dropout, tested, {head.q, query_i, key + score_column_of(j)});
+                differentiate(s[i][j], dp[i][j], of_query, pairs, dropout, tested,
+                              {head.q, query_i, key + score_column_of(j)});
         }
 
         add_weighted(dq_sum, dp, k, key, column, tested, shared);

@@ -10,7 +10,8 @@ struct Row {
         if (i >= head.queries(p)) return;  // exp(s - inf) = 0: beyond the last query there is no weight
         const long long at = head.row_number(p, i);
         delta = p.delta[at] * kept(p);
-        if (p.lse[at] != -infinity()) lse = lse_of_kept(p, p.lse[at]);  // -inf where a query sees no key: no weight either
+        if (p.lse[at] != -infinity())
+            lse = lse_of_kept(p, p.lse[at]);  // -inf where a query sees no key: no weight either
     }
 };
 
@@ -20,8 +21,8 @@ __device__ inline Accum probability(Accum s, const Row& row, const Pairs& pairs,
 }
 
 // The derivative with respect to its score.
-__device__ inline Accum of_score(Accum s, Accum dp, const Row& row, const Pairs& pairs, const Dropout& dropout, bool tested,
-                                 Pair pair) {
+__device__ inline Accum of_score(Accum s, Accum dp, const Row& row, const Pairs& pairs, const Dropout& dropout,
+                                 bool tested, Pair pair) {
     if (tested && !pairs.visible(pair)) return 0;
     return probability(s, row, pairs, pair) * ((dropout.keeps(pairs.head.batch, pair) ? dp : 0) - row.delta);
 }

@@ -46,7 +46,7 @@ class ForwardTile:
     spills: int = 0
     dim: int = 256  # for head dimensions up to this
     banded: bool | None = None  # causal or a window; None: either
-    scored: bool | None = None  # scores that are more than the scaled product, which ask for registers; None: either
+    scored: bool | None = None  # scores that are more than the scaled product, or dropout, which ask for registers; None: either
 
     @property
     def rows(self) -> int:
@@ -97,7 +97,8 @@ FORWARD = (
     # warpgroups that spill none, and under a window 650.
     ForwardTile(3, 128, 3, spills=648, dim=64),
     ForwardTile(2, 128, 2, dim=128, scored=False),
-    ForwardTile(2, 128, 2, spills=176, dim=128),  # addresses of the tile before, under a causal mask with slopes
+    # Addresses of the tile before, under a causal mask with slopes; with dropout, whose seed is in memory, words of its numbers.
+    ForwardTile(2, 128, 2, spills=240, dim=128),
     ForwardTile(2, 128, 2, dim=192, scored=False),
     ForwardTile(2, 128, 2, spills=96, dim=192),
     ForwardTile(2, 96, 2, dim=192, scored=False),
@@ -138,7 +139,7 @@ BACKWARD = (
     BackwardTile(64, 96, 3, 2, 1, spills=32, dim=192, scored=False),
     BackwardTile(64, 96, 3, 2, 1, spills=224, dim=192),
     BackwardTile(64, 64, 2, 2, 1, spills=32, scored=False),
-    BackwardTile(64, 64, 2, 2, 1, spills=160),
+    BackwardTile(64, 64, 2, 2, 1, spills=200),
 )
 LISTED_SPILLS = 160  # more, with a block mask: its addresses
 # The backward's order of key tiles, and room for sums of dQ.
@@ -334,11 +335,12 @@ class BackwardFit(NamedTuple):
 
 def _fit_backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> BackwardFit | None:
     dim, dim_v = _padded(problem)
+    crowded = scored(problem) or problem.has("mask") or problem.dropout > 0
     rows: tuple[BackwardTile, ...] = TILES[True].rows(tile)
     for t, pair_stages, finish in itertools.product(rows, (2, 1)[not _paired(problem) :], FINISH):
         pairs = PairTiles(problem, pair_stages)
         size = backward_memory(t, finish, dim, dim_v, pairs)
-        fits = max(dim, dim_v) <= t.dim and t.scored in (None, scored(problem) or problem.has("mask"))
+        fits = max(dim, dim_v) <= t.dim and t.scored in (None, crowded)
         if fits and size is not None and size <= arch.shared_memory:
             return BackwardFit(t, finish, pairs, size)
     return None
