@@ -119,7 +119,9 @@ def _values(
     """The fields behind the pointers; without a problem, not their values."""
     strides = strides or {}
     named = pointers(plan)
-    over_pairs = [name for name in (*(rule.name for rule in ARRAYS), *(f"d{name}" for name in GRADIENTS)) if name in named]
+    over_pairs = [
+        name for name in (*(rule.name for rule in ARRAYS), *(f"d{name}" for name in GRADIENTS)) if name in named
+    ]
     return [
         *(Field(f"{name}_strides", "Strides", tuple(strides.get(name, (0, 0, 0)))) for name in named if name in ROWED),
         *(Field(f"{name}_strides", "PairStrides", tuple(strides.get(name, (0, 0, 0, 0)))) for name in over_pairs),

@@ -214,7 +214,12 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
     banded = listed or problem.left is not None or problem.right is not None
     paired = bool(_paired(problem))
     # With few heads too, thread blocks would stand idle, and each is as long at a tile.
-    packed = problem.group > 1 and problem.seq_q <= FEW and 2 * problem.batch * problem.heads_q > arch.sms and not (paired or listed)
+    packed = (
+        problem.group > 1
+        and problem.seq_q <= FEW
+        and 2 * problem.batch * problem.heads_q > arch.sms
+        and not (paired or listed)
+    )
     rows: tuple[ForwardTile, ...] = TILES[False].rows(tile, PACKED if packed else LISTED if listed else ())
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
     # leave through? It leaves in boxes of one head. Tiles of mask and bias: 2, of course.
@@ -273,7 +278,9 @@ FINISH = (Finish(2, 8, 4), Finish(2, 8, 2), Finish(2, 8, 1), Finish(1, 2, 1))  #
 def backward_memory(t: BackwardTile, finish: Finish, dim: int, dim_v: int, pairs: PairTiles) -> int | None:
     """Bytes of shared memory that the backward lays out; None for a tile that it cannot take."""
     blocks, blocks_v = pad(dim, 64), pad(dim_v, 64)  # columns in shared memory
-    if t.wide and (t.rows != 64 or t.stages != 2 or dim > 64 * t.groups * (1 + t.clustered) or (t.clustered and t.keys % 32)):
+    if t.wide and (
+        t.rows != 64 or t.stages != 2 or dim > 64 * t.groups * (1 + t.clustered) or (t.clustered and t.keys % 32)
+    ):
         return None
     share_rows = not t.wide and dim == 64  # of dQ; else its columns
     if share_rows and t.rows % (16 * t.groups):
