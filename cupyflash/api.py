@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 from . import interop
-from .blocks import BlockMask
 from .interop.protocol import Adapter, Arrays, Library, Passes
 from .other_names import unexpected
 from .problem import Gradients, check_flag, check_wrt, seed_of
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .autotune import Tuning
+    from .blocks import BlockMask
     from .explanation import Explanation
 
 
@@ -297,6 +297,50 @@ def merge(outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd") -> tupl
     from .merging import merge as _merge
 
     return _merge(outs, lses, layout=layout)
+
+
+def block_mask(
+    source: Any = None,
+    *,
+    shape: tuple[int, ...] | None = None,
+    block: int | tuple[int, int] = 128,
+    blocks: Any = None,
+    full: Any = None,
+    like: Any = None,
+    device: str | None = None,
+) -> BlockMask:
+    """A mask that is applied in blocks, for `attention(..., block_mask=...)`: what is hidden in whole blocks costs nothing.
+
+    Parameters
+    ----------
+    source : function, array or pattern, optional
+        A function of (b, h, i, j), the numbers of the batch entry, head, query and key, that returns booleans: True where the
+        query may attend the key. It is called with arrays of int64 of shapes (B, 1, 1, 1), (1, H, 1, 1), (R, 1) and (Sk,)
+        that broadcast, for R queries at a time, so use operators, not `if`. They are of the library of `like`, else NumPy's or
+        CuPy's. Or a boolean array that broadcasts to `shape`, or one of `cupyflash.masks`. Without it all pairs of `blocks` are
+        visible.
+    shape : (batch, heads, queries, keys), or (queries, keys)
+        1 for batch or heads where all share a pattern. Default: that of the array.
+    block : int or (int, int)
+        Queries and keys of a block, multiples of 16.
+    blocks : array, optional
+        Which blocks are there: booleans that broadcast to (B, H, blocks of queries, blocks of keys), or, for each block of
+        queries, numbers of blocks of keys, integers (..., blocks of queries, n) where -1 is none. Default: all.
+    full : array, optional
+        Blocks of these, in the same form, in which all pairs are visible, whatever `source` says of them.
+    like : array, optional
+        Where the mask will be used: on the device of this array, q for example.
+    device : "cpu" or "cuda:N", optional
+        The same, by name; default "cpu".
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what it is and what it must be.
+    """
+    from .blocks import make
+
+    return make(source, shape, block, blocks, full, like, device)
 
 
 def explain(

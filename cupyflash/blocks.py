@@ -59,7 +59,9 @@ class BlockMask:
     def share(self) -> float:
         """Of all pairs, those that are visible."""
         with _on(self.kind.device) as xp:
-            sides = [xp.minimum(size, n - size * xp.arange(-(-n // size))) for n, size in zip(self.shape[2:], self.block)]
+            sides = [
+                xp.minimum(size, n - size * xp.arange(-(-n // size))) for n, size in zip(self.shape[2:], self.block)
+            ]
             whole = ((self._slots == FULL) * (sides[0][:, None] * sides[1])).sum()
             visible = int(whole) + int(xp.unpackbits(self._bits.ravel().view(np.uint8)).sum(dtype=np.int64))
         return visible / max(1, math.prod(self.shape))
@@ -94,45 +96,16 @@ class BlockMask:
         return (words >> (j % WORD).astype(np.uint16)) & 1 != 0
 
 
-def block_mask(
-    source: Any = None,
-    *,
-    shape: tuple[int, ...] | None = None,
-    block: int | tuple[int, int] = 128,
-    blocks: Any = None,
-    full: Any = None,
-    like: Any = None,
-    device: str | None = None,
+def make(
+    source: Any,
+    shape: tuple[int, ...] | None,
+    block: int | tuple[int, int],
+    blocks: Any,
+    full: Any,
+    like: Any,
+    device: str | None,
 ) -> BlockMask:
-    """A mask that is applied in blocks, for `attention(..., block_mask=...)`: what is hidden in whole blocks costs nothing.
-
-    Parameters
-    ----------
-    source : function, array or pattern, optional
-        A function of (b, h, i, j), the numbers of the batch entry, head, query and key, that returns booleans: True where the
-        query may attend the key. It is called with arrays of int64 of shapes (B, 1, 1, 1), (1, H, 1, 1), (R, 1) and (Sk,)
-        that broadcast, for R queries at a time, so use operators, not `if`. They are of the library of `like`, else NumPy's or
-        CuPy's. Or a boolean array that broadcasts to `shape`, or one of `cupyflash.masks`. Without it all pairs of `blocks` are
-        visible.
-    shape : (batch, heads, queries, keys), or (queries, keys)
-        1 for batch or heads where all share a pattern. Default: that of the array.
-    block : int or (int, int)
-        Queries and keys of a block, multiples of 16.
-    blocks : array, optional
-        Which blocks are there: booleans that broadcast to (B, H, blocks of queries, blocks of keys), or, for each block of
-        queries, numbers of blocks of keys, integers (..., blocks of queries, n) where -1 is none. Default: all.
-    full : array, optional
-        Blocks of these, in the same form, in which all pairs are visible, whatever `source` says of them.
-    like : array, optional
-        Where the mask will be used: on the device of this array, q for example.
-    device : "cpu" or "cuda:N", optional
-        The same, by name; default "cpu".
-
-    Raises
-    ------
-    TypeError, ValueError
-        Naming the argument, what it is and what it must be.
-    """
+    """`cupyflash.block_mask`; see there."""
     block = _block(block)
     kind, device = _where(like, device)
     with _on(device) as xp:
@@ -174,11 +147,15 @@ def _rows(
             if not callable(source):
                 seen = xp.broadcast_to(source, shape)[of_batch, of_heads, rows]
             else:
-                b, h, i, j = (xp.arange(x.start, x.stop, dtype=np.int64) for x in (of_batch, of_heads, rows, slice(0, seq_k)))
+                b, h, i, j = (
+                    xp.arange(x.start, x.stop, dtype=np.int64) for x in (of_batch, of_heads, rows, slice(0, seq_k))
+                )
                 at = map(convert, (b[:, None, None, None], h[:, None, None], i[:, None], j))
                 seen = _booleans(xp, "what source returns", source(*at))
                 if seen.ndim > 4 or any(n not in (1, m) for n, m in zip(seen.shape[::-1], want[::-1])):
-                    raise ValueError(f"source returns shape {seen.shape} for queries {rows.start} to {rows.stop}; it must broadcast to {want}")
+                    raise ValueError(
+                        f"source returns shape {seen.shape} for queries {rows.start} to {rows.stop}; it must broadcast to {want}"
+                    )
             yield of_batch, of_heads, rows, xp.broadcast_to(seen, want)
 
 
@@ -218,14 +195,18 @@ def _of_blocks(xp: ModuleType, name: str, x: Any, grid: tuple[int, ...]) -> Any:
         if found.ndim not in (2, 3, 4) or any(n not in (1, m) for n, m in zip(found.shape[:-1][::-1], grid[:3][::-1])):
             raise ValueError(f"{name} has shape {found.shape}; as numbers of blocks it must broadcast to {want}")
         if found.size and not -1 <= int(found.min()) <= int(found.max()) < grid[3]:
-            raise ValueError(f"{name} holds {int(found.min())} to {int(found.max())}; it must be from -1 (none) to {grid[3] - 1}")
+            raise ValueError(
+                f"{name} holds {int(found.min())} to {int(found.max())}; it must be from -1 (none) to {grid[3] - 1}"
+            )
         numbers, found = found.astype(np.int64), xp.zeros((*found.shape[:-1], grid[3] + 1), bool)
         xp.put_along_axis(found, numbers % (grid[3] + 1), True, axis=-1)  # -1 is the place behind the last
         found = found[..., :-1]
     if found.dtype != bool:
         raise TypeError(f"{name} has dtype {found.dtype}; it must be bool, or integers: numbers of blocks")
     if found.ndim > 4 or any(n not in (1, m) for n, m in zip(found.shape[::-1], grid[::-1])):
-        raise ValueError(f"{name} has shape {found.shape}; it must broadcast to {grid}, (batch, head, blocks of queries, of keys)")
+        raise ValueError(
+            f"{name} has shape {found.shape}; it must broadcast to {grid}, (batch, head, blocks of queries, of keys)"
+        )
     return xp.broadcast_to(found, grid)
 
 
@@ -252,9 +233,10 @@ def _shape(shape: Any, given: Any) -> tuple[int, int, int, int]:
     if len(found) not in (2, 4) and (given is None or len(found) != 3) or any(n < 0 for n in found):
         raise ValueError(f"shape is {shape!r}; it must be (batch, heads, queries, keys) or (queries, keys)")
     found = (*(1,) * (4 - len(found)), *found)
+    batch, heads, seq_q, seq_k = found
     if given is not None and (given.ndim > 4 or any(n not in (1, m) for n, m in zip(given.shape[::-1], found[::-1]))):
         raise ValueError(f"source has shape {given.shape}; it must broadcast to {found}, (batch, head, query, key)")
-    return found
+    return batch, heads, seq_q, seq_k
 
 
 def _where(like: Any, device: str | None) -> tuple[str, str]:
@@ -292,7 +274,7 @@ class _on:
         self._device.__enter__()
         return cupy
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._device is not None:
             self._device.__exit__(*error)
 

@@ -27,9 +27,7 @@ def asked(files: bool = False, backward: bool = True, without: tuple[str, ...] =
     It gets `options`, the values by name of those that are given, and `arrays`: with `files` the path of each that is
     given by name, else the names of those that shall be there. `backward`: also what changes the gradients alone.
     """
-    rows = [
-        row for row in OPTIONS if row.written and row.name not in without and (backward or not row.backward)
-    ]
+    rows = [row for row in OPTIONS if row.written and row.name not in without and (backward or not row.backward)]
     further = {name: of for name, of in FURTHER.items() if any(row.name == of[0] for row in rows)}
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:

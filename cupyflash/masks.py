@@ -93,7 +93,14 @@ def strided(stride: int) -> Pattern:
 
 
 def bigbird(
-    seq_q: int, seq_k: int | None = None, *, block: int = 64, around: int = 1, globally: int = 1, random: int = 3, seed: int = 0
+    seq_q: int,
+    seq_k: int | None = None,
+    *,
+    block: int = 64,
+    around: int = 1,
+    globally: int = 1,
+    random: int = 3,
+    seed: int = 0,
 ) -> Pattern:
     """Blocks: `around` to both sides of the query's own, the first `globally` as queries and as keys, and for each block of
     queries `random` further ones (Zaheer et al. 2020, section 2; appendix D has the blocks).
@@ -102,7 +109,9 @@ def bigbird(
     rows, columns = -(-seq_q // block), -(-(seq_q if seq_k is None else seq_k) // block)
     i, j = np.arange(rows)[:, None], np.arange(columns)
     seen = (abs(i - j) <= around) | (i < globally) | (j < globally)
-    draws = np.where(seen, 2.0, np.random.default_rng(seed).random(seen.shape))  # those that are not seen yet come first
+    draws = np.where(
+        seen, 2.0, np.random.default_rng(seed).random(seen.shape)
+    )  # those that are not seen yet come first
     chosen = np.argsort(draws, axis=1)[:, :random]
     np.put_along_axis(seen, chosen, True, axis=1)
     return Pattern(lambda b, h, i, j: _on(seen, j)[i // block, j // block])

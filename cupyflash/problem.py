@@ -252,7 +252,9 @@ def _odd(scalar: Any) -> bool:
 def mask_kind(block_mask: Any) -> MaskKind | None:
     kind = getattr(block_mask, "kind", None)
     if block_mask is not None and not isinstance(kind, MaskKind):
-        raise TypeError(f"block_mask is a {type(block_mask).__name__}; it must be what cupyflash.block_mask made, or None")
+        raise TypeError(
+            f"block_mask is a {type(block_mask).__name__}; it must be what cupyflash.block_mask made, or None"
+        )
     return kind
 
 
@@ -281,7 +283,9 @@ OPTIONS = (
     OptionRule("window", None, "(left, right): keys that a query sees beside its diagonal.", _check_window),
     OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", check_scale, number=True),
     OptionRule("softcap", None, "c: scores become c tanh(score / c).", _check_softcap, number=True),
-    OptionRule("block_mask", None, "Blocks of pairs that are there, and bits of some.", _check_block_mask, written=False),
+    OptionRule(
+        "block_mask", None, "Blocks of pairs that are there, and bits of some.", _check_block_mask, written=False
+    ),
     OptionRule("dropout", 0.0, "Share of the probabilities that become 0; needs a seed.", _check_dropout, number=True),
     OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", check_layout),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),

@@ -24,12 +24,12 @@ class ListUse(NamedTuple):
     name: str  # a field of Params: "key_lists", for each tile of queries, or "query_lists", for each tile of keys
     queries: int  # of a tile
     keys: int
-    bits: str | None  # of partial tiles: "queries" by "keys" (rows are queries), or the other way round; None: not asked
+    bits: (
+        str | None
+    )  # of partial tiles: "queries" by "keys" (rows are queries), or the other way round; None: not asked
 
 
-def make(
-    xp: ModuleType, slots: Any, bits: Any, block: tuple[int, int], seq: tuple[int, ...], use: ListUse
-) -> Any:
+def make(xp: ModuleType, slots: Any, bits: Any, block: tuple[int, int], seq: tuple[int, ...], use: ListUse) -> Any:
     """One array of int32, as kernels_cu/attention/block_list.cuh reads it: where the visits of each tile begin, tiles in order
     of the number of their visits (of each head, most first), visits as (tile, where its bits are or -1), and the bits."""
     slots, bits = _in_tiles(xp, slots, bits, block, seq, use)
@@ -43,7 +43,9 @@ def make(
     head = 2 * counts.size + 1
     words_at, size = head + 2 * len(tiles), bits[:1].nbytes // 4
     if words_at + bits.nbytes // 4 >= 2**31:
-        raise ValueError("block_mask has more tiles than 32 bits can number; it must be shared by more heads, or sparser")
+        raise ValueError(
+            "block_mask has more tiles than 32 bits can number; it must be shared by more heads, or sparser"
+        )
     where = xp.where(chosen == FULL, -1, words_at + chosen.astype(np.int64) * size)
     visits = xp.stack([tiles, where], axis=1)
     parts = [x.astype(np.int32).ravel() for x in (begins, order, visits)]
@@ -57,7 +59,9 @@ def _in_tiles(
 ) -> tuple[Any, Any]:
     """The same mask in tiles; rows of its bits are what `use.bits` says."""
     count = [-(-n // size) for n, size in zip(seq, (use.queries, use.keys))]
-    ranges = [_covered(xp, n, size, length, of) for n, size, length, of in zip(count, (use.queries, use.keys), seq, block)]
+    ranges = [
+        _covered(xp, n, size, length, of) for n, size, length, of in zip(count, (use.queries, use.keys), seq, block)
+    ]
     within = (ranges[0][1] - ranges[0][0])[:, None] * (ranges[1][1] - ranges[1][0])
     tiles = xp.full((*slots.shape[:2], *count), EMPTY, np.int32)
     tiles[_sums(xp, slots > EMPTY, ranges) > 0] = 0
@@ -122,7 +126,7 @@ def from_pairs(
     for of_batch, of_heads, queries, seen in rows:
         n = -(-(queries.stop - queries.start) // block_q)
         padded = xp.zeros((*seen.shape[:2], n * block_q, blocks_k * block_k), bool)
-        padded[:, :, : seen.shape[2], :seen.shape[3]] = seen
+        padded[:, :, : seen.shape[2], : seen.shape[3]] = seen
         packed = xp.packbits(padded.ravel(), bitorder="little").view(np.uint16)
         packed = packed.reshape(*seen.shape[:2], n, block_q, blocks_k, wide)
         i = queries.start + xp.arange(n * block_q)[:, None]

@@ -120,7 +120,9 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
     if rank == 2:
         heads_k = group = 1
     over_pairs = any(name in ("mask", "bias") for name, _ in kind.given)
-    least = 2 if kind.left or kind.right or over_pairs else 1  # a bound that hides nothing is not there, nor an axis of one
+    least = (
+        2 if kind.left or kind.right or over_pairs else 1
+    )  # a bound that hides nothing is not there, nor an axis of one
     longest = int(rng.choice([20, 60, 130, 300, 1100], p=[0.4, 0.4, 0.17, 0.025, 0.005]))
     seq_q, seq_k = (int(n) for n in rng.integers(least, longest + 1, 2))
     if kind.few:

@@ -175,7 +175,9 @@ def tensor_maps(
 
     def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: Box) -> bytes:
         size = ITEMSIZE[dtype]
-        text = struct.pack("QQ4q3q5i", 0x70614D20726F736E, pointer, *shape, *strides, 128 // size, box.rows, box.heads, 1, size)
+        text = struct.pack(
+            "QQ4q3q5i", 0x70614D20726F736E, pointer, *shape, *strides, 128 // size, box.rows, box.heads, 1, size
+        )
         return text.ljust(tensormap.BYTES, b"\0")
 
     with pytest.MonkeyPatch.context() as patch:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from backends import CPU, Backend, in_turn, on_pairs_with_scores
-from semantics import check, draw_blocks, draw_inputs
+from frameworks import framework
+from semantics import CONTIGUOUS, check, draw_blocks, draw_inputs
 
 import cupyflash
 from cupyflash import BlockMask, attention, attention_backward, block_mask, masks
@@ -24,6 +25,10 @@ def booleans(mask: BlockMask) -> np.ndarray:
         found = mask.pairs(b, h, slice(0, seq_q), slice(0, seq_k))
         seen[b, h] = True if found is None else found
     return seen
+
+
+def on_the_host(x: Any) -> np.ndarray:
+    return x if isinstance(x, np.ndarray) else x.get()
 
 
 def counts(mask: BlockMask) -> tuple[int, ...]:
@@ -81,19 +86,29 @@ def test_a_function_is_asked_of_some_rows_at_a_time(monkeypatch: pytest.MonkeyPa
     assert asked[-1] == ((1, 1, 1, 1), (1, 1, 1), (36, 1), (100,))
 
 
+@pytest.mark.parametrize("on_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("library", ["torch", "jax"])
-def test_a_function_gets_arrays_of_the_library_of_like(library: str) -> None:
-    module = pytest.importorskip("torch" if library == "torch" else "jax.numpy")
-    ids = module.asarray([0] * 20 + [1] * 44)
+def test_a_function_gets_arrays_of_the_library_of_like(library: str, on_gpu: bool) -> None:
+    found = framework(library, on_gpu)
+    if found is None:
+        pytest.skip(f"no {library} here")
+    with found.library.session():
+        ids, like, tri = (
+            found.library.put(x, CONTIGUOUS) for x in (np.arange(64) // 20, np.ones(2), np.tri(40, dtype=bool))
+        )
 
-    def documents(b: Any, h: Any, i: Any, j: Any) -> Any:
-        assert type(i) is type(ids)
-        return (ids[i] == ids[j]) & (j <= i)
+        def documents(b: Any, h: Any, i: Any, j: Any) -> Any:
+            assert type(i) is type(ids)
+            return (ids[i] == ids[j]) & (j <= i)
 
-    mask = block_mask(documents, shape=(64, 64), block=16, like=module.zeros(2))
-    same = block_mask(masks.documents(ids) & masks.causal(), shape=(64, 64), block=16)
-    assert (booleans(mask) == booleans(same)).all() and counts(mask) == counts(same)
-    assert (booleans(block_mask(module.asarray(np.tri(40, dtype=bool)), block=16)) == np.tri(40, dtype=bool)).all()
+        mask = block_mask(documents, shape=(64, 64), block=16, like=like)
+        same = block_mask(masks.documents(ids) & masks.causal(), shape=(64, 64), block=16, like=like)
+        i = np.arange(64)
+        use, want = USES[0], ((i[:, None] // 20 == i // 20) & (i <= i[:, None]))[None, None]
+        for x in (mask, same):
+            assert_list_says(on_the_host(x.list_for(use)), use, want)
+        of_array = block_mask(tri, block=16, like=like)
+        assert_list_says(on_the_host(of_array.list_for(use)), use, np.tri(40, dtype=bool)[None, None])
 
 
 def test_memory_is_that_of_blocks_and_bits() -> None:
@@ -109,7 +124,7 @@ def test_memory_is_that_of_blocks_and_bits() -> None:
 def test_patterns() -> None:
     i, j = np.arange(90)[:, None], np.arange(120)[None]
     ids = np.arange(120) // 37
-    block = dict(seq_q=90, seq_k=120, block=16)
+    block: dict[str, Any] = {"seq_q": 90, "seq_k": 120, "block": 16}
     patterns: dict[str, tuple[masks.Pattern, np.ndarray]] = {
         "causal": (masks.causal(), j <= i),
         "causal-at-the-end": (masks.causal(30), j <= i + 30),
@@ -127,7 +142,9 @@ def test_patterns() -> None:
     }
     for name, (pattern, want) in patterns.items():
         assert (booleans(block_mask(pattern, shape=(90, 120), block=32))[0, 0] == want).all(), name
-    few, many = (booleans(block_mask(masks.bigbird(**block, random=n), shape=(90, 120), block=16))[0, 0] for n in (0, 2))
+    few, many = (
+        booleans(block_mask(masks.bigbird(**block, random=n), shape=(90, 120), block=16))[0, 0] for n in (0, 2)
+    )
     more = (many & ~few)[::16, ::16].sum(1)
     assert not (few & ~many).any() and (more == [0, 2, 2, 2, 2, 2]).all()
     again = booleans(block_mask(masks.bigbird(**block, random=2, seed=1), shape=(90, 120), block=16))[0, 0]
@@ -308,7 +325,9 @@ def test_no_queries_or_keys(shape: tuple[int, int]) -> None:
     q, k = np.ones((1, shape[0], 1, 8), np.float32), np.ones((1, shape[1], 1, 8), np.float32)
     out, lse = attention(q, k, k, block_mask=block_mask(masks.causal(), shape=shape), return_lse=True)
     assert out.shape == q.shape and not out.any() and np.isneginf(lse).all()
-    assert [x.shape for x in attention_backward(out, q, k, k, out, lse, block_mask=block_mask(masks.causal(), shape=shape))]
+    assert [
+        x.shape for x in attention_backward(out, q, k, k, out, lse, block_mask=block_mask(masks.causal(), shape=shape))
+    ]
 
 
 def test_another_pattern_of_the_same_kind(rng: np.random.Generator) -> None:
@@ -318,15 +337,13 @@ def test_another_pattern_of_the_same_kind(rng: np.random.Generator) -> None:
         check(CPU, inputs, blocks=draw_blocks(rng, (2, 2, 150, 140), (64, 64)))
 
 
+@pytest.mark.parametrize("on_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("library", ["torch", "jax"])
-def test_frameworks(library: str, rng: np.random.Generator) -> None:
-    from frameworks import framework
-
-    found = framework(library, on_gpu=False)
+def test_frameworks(library: str, on_gpu: bool, rng: np.random.Generator) -> None:
+    """Through autograd, and with the mask made where the arrays are."""
+    found = framework(library, on_gpu)
     if found is None:
         pytest.skip(f"no {library} here")
-    from semantics import CONTIGUOUS
-
     for recorded in (False, True):
         found.check(
             draw_inputs(rng, "float32", heads=(4, 2)), rank=4, layout="bshd", lay=CONTIGUOUS, deterministic=False, family=None,

@@ -119,9 +119,14 @@ def test_every_row_of_the_tables_is_an_option(run: Run, command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0
     for row in (*OPTIONS, *ARRAYS):
-        if getattr(row, "written", True) and not (command == "attend" and getattr(row, "backward", False)) and (command, row.name) != (
-            "compile",
-            "layout",
+        if (
+            getattr(row, "written", True)
+            and not (command == "attend" and getattr(row, "backward", False))
+            and (command, row.name)
+            != (
+                "compile",
+                "layout",
+            )
         ):
             assert f"--{row.name.replace('_', '-')}" in out, row.name
     flags = [line for line in out.splitlines() if line.strip().startswith(("--causal", "--deterministic", "--version"))]

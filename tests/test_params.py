@@ -179,7 +179,13 @@ def test_a_compiler_lays_it_out_alike(tmp_path: Path) -> None:
 
 
 def test_which_pattern_of_a_block_mask_is_that_of_a_head() -> None:
-    wanted = {None: (1, 0, 0), (): (1, 0, 0), ("batch",): (3, 1, 0), ("head",): (10, 0, 1), ("batch", "head"): (30, 10, 1)}
+    wanted = {
+        None: (1, 0, 0),
+        (): (1, 0, 0),
+        ("batch",): (3, 1, 0),
+        ("head",): (10, 0, 1),
+        ("batch", "head"): (30, 10, 1),
+    }
     for axes, numbers in wanted.items():
         given = dataclasses.replace(asked("float16"), block_mask=axes)
         kernel_plan = plan(given, H200, family="sm80")

@@ -26,7 +26,9 @@ SIMT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "scores": ("float32", {"heads": (4, 2), "given": SCORES, "key_mask": True}, {"softcap": 2.0, "causal": True}),
     "blocks": ("float32", {"heads": (4, 2), "seq": (150, 200)}, {"blocks": ((48, 32),)}),
     "blocks-and-more": (
-        "float32", {"heads": (4, 2), "seq": (100, 130), "given": SCORES}, {"blocks": ((16, 80), "h"), "causal": True},
+        "float32",
+        {"heads": (4, 2), "seq": (100, 130), "given": SCORES},
+        {"blocks": ((16, 80), "h"), "causal": True},
     ),
     "scores-64": ("float64", {"dims": (140, 7), "given": SCORES, "full": "k"}, {"softcap": 2.0, "scale": -0.3}),
     "16-bit": ("bfloat16", {"seq": (40, 50), "dims": (300, 260), "batch": 1}, {"window": (9, 9)}),

@@ -23,6 +23,7 @@ class Row(NamedTuple):
 
 PEERS = ("fa2", "cudnn", "flex", "efficient", "math")
 _SPARSE = Row(("flex",))
+SPARSE = ("documents", "streaming", "sparse10", "sparse50")
 _BIASED = Row(("cudnn", "flex"), slow=("efficient",))
 # By name. Behind the dash the shape of the array: batch, heads, sequence, or 1 for all.
 ROWS = {
@@ -42,10 +43,7 @@ ROWS = {
     "mask-b1ss": _BIASED,
     "padding-b11s": _BIASED,
     # Block masks, of sequences so long. Causal documents; 1024 keys before and 4 first ones; blocks of 128, so many of 100.
-    **{
-        f"{name}-{seq // 1024}k": _SPARSE._replace(seq=seq)
-        for name, seq in itertools.product(("documents", "streaming", "sparse10", "sparse50"), (8192, 32768))
-    },
+    **{f"{name}-{seq // 1024}k": _SPARSE._replace(seq=seq) for name, seq in itertools.product(SPARSE, (8192, 32768))},
     "evoformer": Row(("efficient", "cudnn", "flex"), slow=("math",), wrt=("bias",)),
 }
 
@@ -61,7 +59,9 @@ def problems(options: Options) -> list[Problem]:
         {"pass": direction, "scores": name, "causal": row.causal, **sizes}
         for direction, (name, row) in itertools.product(("forward", "backward"), ROWS.items())
         if name.startswith(options.only or "") and not (direction == "forward" and name.startswith("dbias"))
-        for sizes in (pairs if name == "evoformer" else [x | {"seq": row.seq, "batch": max(1, 16384 // row.seq)} for x in usual])
+        for sizes in (
+            pairs if name == "evoformer" else [x | {"seq": row.seq, "batch": max(1, 16384 // row.seq)} for x in usual]
+        )
     ]
 
 
@@ -79,6 +79,9 @@ def draw(problem: Problem, device: str = "cuda") -> peers.Case:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     kind, _, letters = name.partition("-")
+    if kind in SPARSE:
+        visible = pattern(kind, seq, device)
+        return case._replace(scores={"block_mask": block_mask(visible, shape=(seq, seq), like=case.q)}, visible=visible)
     shape = [{"1": 1, "b": batch, "h": heads, "s": seq}.get(letter, 0) for letter in letters]
     # Every entry of the batch ends somewhere between half of the sequence and all of it.
     padding = torch.arange(seq, device=device) < torch.linspace(seq // 2, seq, batch, device=device)[:, None]
@@ -99,10 +102,6 @@ def draw(problem: Problem, device: str = "cuda") -> peers.Case:
         scores = {"mask": padding.view(shape)}
     elif kind == "evoformer":
         scores = {"bias": normal(1, heads, seq, seq), "key_mask": padding}
-    elif kind in ("documents", "streaming", "sparse10", "sparse50"):
-        visible = pattern(kind, seq, device)
-        scores = {"block_mask": block_mask(visible, shape=(seq, seq), like=case.q)}
-        return case._replace(scores=scores, visible=visible)
     return case._replace(scores=scores, wrt=ROWS[name].wrt)
 
 
@@ -118,9 +117,10 @@ def pattern(kind: str, seq: int, device: str) -> Any:
         ends = torch.randperm(seq - 1, generator=generator)[:15] + 1
         document = torch.zeros(seq, dtype=torch.int32).index_fill(0, ends, 1).cumsum(0).to(device)
         return lambda b, h, i, j: (j <= i) & (document[i] == document[j])
-    blocks = torch.rand((-(-seq // 128), -(-seq // 128)), generator=generator) < int(kind[-2:]) / 100
+    size = min(128, seq // 8)
+    blocks = torch.rand((seq // size, seq // size), generator=generator) < int(kind[-2:]) / 100
     blocks = (blocks | torch.eye(len(blocks), dtype=torch.bool)).to(device)
-    return lambda b, h, i, j: blocks[i // 128, j // 128]
+    return lambda b, h, i, j: blocks[i // size, j // size]
 
 
 def measure(problem: Problem, options: Options) -> Measured:
@@ -177,11 +177,16 @@ def exact(case: peers.Case, backward: bool) -> tuple[Any, ...]:
         parts = []
         for b, h in itertools.product(range(batch), range(heads)):
             some = (slice(b, b + 1), slice(None), slice(h, h + 1))
-            out = _formula(*(x[some] for x in leaves), causal=case.causal, softcap=None, mask=seen)
+            q, k, v = (x[some] for x in leaves)
+            out = _formula(q, k, v, case.causal, None, mask=seen)
             parts.append(out.detach())
             if backward:
                 out.backward(dout[some], inputs=leaves)
-        return tuple(x.grad for x in leaves) if backward else (torch.cat(parts).view(batch, heads, seq, -1).transpose(1, 2),)
+        return (
+            tuple(x.grad for x in leaves)
+            if backward
+            else (torch.cat(parts).view(batch, heads, seq, -1).transpose(1, 2),)
+        )
     outs = []
     for some in torch.arange(batch).split(max(1, 2**28 // (heads * seq * seq))):
         part = slice(int(some[0]), int(some[-1]) + 1)

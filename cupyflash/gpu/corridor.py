@@ -116,7 +116,8 @@ class Prepared:
         if addresses is None:
             addresses = [pointer(x) for x in arrays.values()]
         results = [
-            targets[name] if name in targets else empty(shape, dtypes[name], ordinal) for name, shape in self.shapes.items()
+            targets[name] if name in targets else empty(shape, dtypes[name], ordinal)
+            for name, shape in self.shapes.items()
         ]
         if targets:
             self._check(lib, arrays, targets, (*addresses, *[pointer(x) for x in results]))

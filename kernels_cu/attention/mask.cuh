@@ -120,12 +120,13 @@ __device__ void hide_masked(Accumulator<M, N>& x, const Arrays& arrays, float va
 
 // The same of those that a block mask hides.
 template <int BEGIN, int END, int M, int N, bool TRANSPOSED, int HEAD_ROWS>
-__device__ void hide_by_bits(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, const TileBits& bits, float value) {
+__device__ void hide_by_bits(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, const TileBits& bits,
+                             float value) {
     using Tile = Accumulator<M, N>;
     static_assert(BEGIN % 2 == 0 && END % 2 == 0, "whole words");
     Pair first = at(0, 0);
-    int row = TRANSPOSED ? first.j - bits.j : first.i - bits.i, column = TRANSPOSED ? first.i - bits.i : first.j - bits.j;
-    int own = Tile::column(0, 0);
+    int i = first.i - bits.i, j = first.j - bits.j, own = Tile::column(0, 0);
+    int row = TRANSPOSED ? j : i, column = TRANSPOSED ? i : j;
 #pragma unroll
     for (int line = 0; line < 2 * M; line++) {
         const unsigned short* words = bits.row(row + Tile::row(line / 2, line % 2 * 2)) + column / 16;

@@ -58,7 +58,10 @@ struct Pairs {
     TileBits bits;              // what a block mask leaves of the tile at hand
 
     __device__ Pairs(const Params& p, const Head& head, TileBits bits = {})
-        : p(p), head(head), keys(p.key_mask + (config::KEY_MASK ? head.batch * p.key_mask_strides.batch : 0)), bits(bits) {}
+        : p(p),
+          head(head),
+          keys(p.key_mask + (config::KEY_MASK ? head.batch * p.key_mask_strides.batch : 0)),
+          bits(bits) {}
 
     // What a score is multiplied by to be an exponent of 2: exp(scale * s) = 2^(factor * s). Never 0: -inf * 0 is NaN.
     __device__ Accum factor() const { return SCORED ? Accum(1) : p.factor; }

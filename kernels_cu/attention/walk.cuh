@@ -6,7 +6,7 @@
 
 // What a kernel may know of all walks when it is compiled.
 namespace walk {
-constexpr bool LISTED = config::BLOCK_MASK;  // tiles are those of a list
+constexpr bool LISTED = config::BLOCK_MASK;                         // tiles are those of a list
 constexpr bool ALIKE = !config::LEFT && !config::RIGHT && !LISTED;  // every tile visits all tiles of the other side
 constexpr bool GROWING = config::RIGHT && !LISTED;                  // later tiles of queries visit more keys
 // Whether a query's keys have a first one, and a last one, but those of the sequence.

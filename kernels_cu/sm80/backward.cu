@@ -85,7 +85,7 @@ struct Block {
     Head keys_head;  // the first of the heads that share the keys
     int tile;        // of keys
     Range keys;
-    Queries walk;    // of the first head, or of all
+    Queries walk;  // of the first head, or of all
     int end_head;
     int warp, warp_key, column_warp, warp_query;  // the warp's first key and query in a tile
     float factor;

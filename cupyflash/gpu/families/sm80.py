@@ -68,7 +68,12 @@ BACKWARD = (
 # What ptxas may spill, in bytes per thread, by pass and whether scores are more than a product. Registers are full by choice:
 # a tile a step smaller was slower everywhere. A few addresses are spilled, read once per tile; with a bias, elements of it,
 # which ptxas loads ahead.
+LISTED_SPILLS = 80  # more, with a block mask: its addresses
 SPILLS = {(False, False): 144, (False, True): 1072, (True, False): 80, (True, True): 480}
+
+
+def _spills(problem: AttentionProblem, backward: bool) -> int:
+    return SPILLS[backward, scored(problem)] + LISTED_SPILLS * (problem.block_mask is not None)
 
 
 def _registers(t: Tile) -> int:
@@ -134,7 +139,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     if not backward:
         launch = Launch("attention_forward", pairs * tiles_q, 32 * t.warps, size)
         return KernelPlan(
-            "sm80", arch.name, problem.dtype, backward, source, constants, (launch,), 16, spills=SPILLS[backward, scored(problem)],
+            "sm80", arch.name, problem.dtype, backward, source, constants, (launch,), 16, spills=_spills(problem, backward),
             given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
         )  # fmt: skip
     blocks = problem.batch * problem.heads_k * ceil(problem.seq_k, t.keys)
@@ -150,7 +155,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     )
     constants += (("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", arch.cc >= 90))
     return KernelPlan(
-        "sm80", arch.name, problem.dtype, backward, source, constants, launches, 16, workspace, SPILLS[backward, scored(problem)],
+        "sm80", arch.name, problem.dtype, backward, source, constants, launches, 16, workspace, _spills(problem, backward),
         given=problem.given, lists=both_ways(problem, t.rows, t.keys, "keys"),
     )  # fmt: skip
 
