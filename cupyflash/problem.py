@@ -454,7 +454,8 @@ def score_of(score: Any, arrays: dict[str, View], q: View) -> Score | None:
         if not 1 <= len(x.shape) <= 4 or 0 in x.shape:
             raise ValueError(f"{what} has shape {x.shape}; it must have 1 to 4 dimensions, none of length 0")
         _same(what, x, "q", q, dtype=False)
-    return trace(score, {name: (x.dtype, len(x.shape)) for name, x in arrays.items()})
+    spans = {name: sum((n - 1) * abs(stride) for n, stride in zip(x.shape, x.strides)) for name, x in arrays.items()}
+    return trace(score, {name: (x.dtype, len(x.shape), spans[name] >= 2**31) for name, x in arrays.items()})
 
 
 def _arrays_in(given: dict[str, Any]) -> list[ArrayRule]:

@@ -15,6 +15,7 @@ from ..overlap import check_targets
 from ..problem import ARRAYS, Gradients, View, contiguous
 from . import device, launch
 from .kernel_plan import KernelPlan
+from .params import score_shape
 from .plan import plan
 from .programs import functions
 from .strides import padded, params_strides, to_copy
@@ -64,7 +65,8 @@ class Prepared:
 
         if chosen is None:
             arch = device.current(ordinal)
-            lengths = {name: _OPTIONAL[name].lengths(views[name].shape) for name in wrt}
+            rows = {name: _OPTIONAL.get(name) for name in wrt}
+            lengths = {name: row.lengths(views[name].shape) if row else views[name].shape for name, row in rows.items()}
             chosen = plan(problem, arch, backward, family, tuned.tiles(problem, arch, backward), lengths)
         self.plan = chosen
         strides: dict[str, tuple[int, ...]] = {}
@@ -76,13 +78,16 @@ class Prepared:
                 self.copies.append((name, copy.source, view))
             if name in _OPTIONAL:
                 strides[name] = _OPTIONAL[name].strides(view, problem, rank)
+            elif problem.reads(name):
+                strides[name] = score_shape(view)
             elif name not in _ROWS:
                 strides[name] = params_strides(view, layout)
         self.through: list[str] = []  # outputs given in a form no kernel writes: computed aside, copied over
         for name, shape in shapes.items():
             view = views["q"]._replace(shape=shape, strides=contiguous(shape))
             if wrt:
-                strides[name] = _OPTIONAL[name[1:]].strides(view, problem, rank)
+                if not problem.reads(name[1:]):
+                    strides[name] = _OPTIONAL[name[1:]].strides(view, problem, rank)
                 continue
             if name in into:
                 if shape[-1] > 1 and into[name].strides[-1] != 1:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from ..problem import ARRAYS, AXES, ITEMSIZE, AttentionProblem, Given
+from ..score import Score
 
 PAIRWISE = tuple(rule.name for rule in ARRAYS if rule.axes == AXES)  # arrays over pairs of a query and a key
 
@@ -32,7 +33,7 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * (4 if self.dtype == "uint32" else ITEMSIZE[self.dtype])
+        return math.prod(self.shape) * {"uint32": 4, "uint64": 8, **ITEMSIZE}[self.dtype]
 
 
 class Box(NamedTuple):
@@ -63,6 +64,7 @@ class KernelPlan:
     maps: tuple[Box, ...] = ()  # how the copy engine moves arrays, in the order in which the kernels take their maps
     scalars: tuple[tuple[str, int], ...] = ()  # fields of Params that this plan alone has, with their values
     given: tuple[Given, ...] = ()  # optional arrays of the problem
+    score: Score | None = None  # the user's own
     wrt: tuple[str, ...] = ()  # optional arrays whose gradients it gives, in place of those of q, k and v
     passed_over: tuple[str, ...] = ()  # why faster families were not taken
 
@@ -103,13 +105,14 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("RIGHT", problem.right is not None),
         *((rule.name.upper(), problem.has(rule.name)) for rule in ARRAYS),
         ("SOFTCAP", problem.softcap is not None),
+        ("SCORE", problem.score is not None),
         ("NEGATIVE_SCALE", problem.scale < 0),
     )
 
 
 def scored(problem: AttentionProblem) -> bool:
     """Whether scores are more than the scaled product of Q and K (attention/pairs.cuh says the same)."""
-    return problem.softcap is not None or problem.has("bias") or problem.has("alibi_slopes")
+    return problem.softcap is not None or problem.score is not None or problem.has("bias") or problem.has("alibi_slopes")
 
 
 def ceil(n: int, step: int) -> int:

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem import ARRAYS, AXES, AttentionProblem
+from ..problem import ARRAYS, AXES, AttentionProblem, View
+from ..score import ScoreArray
 from .kernel_plan import KernelPlan
+from .score import cuda_name
 
 # dtype: what q, k, v and dO are; what the tensor cores multiply; what out and the gradients are; what sums are kept in
 TYPES = {
@@ -32,10 +34,11 @@ POINTERS = {  # of a pass; lse (in the forward) and dlse may be null
     },
 }  # fmt: skip
 OPTIONAL = {  # by the dtype of an optional array; one with that of q is const In
-    "bool": "const unsigned char", "float32": "const float", "float64": "const double",
+    "bool": "const unsigned char", "float32": "const float", "float64": "const double", "int32": "const int",
+    "int64": "const long long",
 }  # fmt: skip
 GRADIENTS = tuple(rule.name for rule in ARRAYS if rule.gradient)
-WORKSPACE = {"uint32": "unsigned", "float32": "float", "float64": "double"}
+WORKSPACE = {"uint32": "unsigned", "uint64": "unsigned long long", "float32": "float", "float64": "double"}
 
 
 def _cap_inverse(problem: AttentionProblem) -> float:
@@ -70,6 +73,7 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
 STRIDES = {  # in elements; broadcast axes of an array over pairs have stride 0
     "Strides": ("batch", "row", "head"),
     "PairStrides": AXES,
+    "ScoreShape": tuple(f"{what}{axis}" for what in ("stride", "length") for axis in range(4)),
 }
 _PACKED: dict[str, Any] = {
     "int": "<i4", "float": "<f4", "double": "<f8",
@@ -90,12 +94,32 @@ def pointers(plan: KernelPlan) -> dict[str, str]:
     if plan.wrt:
         given = {name: type for name, type in given.items() if name not in ("dq", "dk", "dv")}
         of_arrays = {f"d{name}": arrays[name].removeprefix("const ") for name in GRADIENTS}
+    read = {x.key: "const In" if x.dtype == plan.dtype else OPTIONAL[x.dtype] for x in _score_arrays(plan)}
+    of_read = {f"d{name}": type.removeprefix("const ") for name, type in read.items() if name in plan.wrt}
     return {
         **given,
         **arrays,
         **of_arrays,
+        **read,
+        **of_read,
         **{space.name: WORKSPACE[space.dtype] for space in plan.workspace},
     }
+
+
+def _score_arrays(plan: KernelPlan) -> tuple[ScoreArray, ...]:
+    return plan.score.arrays if plan.score else ()
+
+
+def _in_cuda(plan: KernelPlan) -> dict[str, str]:
+    """The names of pointers that are not called in CUDA as they are here."""
+    names = {x.key: cuda_name(n) for n, x in enumerate(_score_arrays(plan))}
+    return names | {f"d{name}": f"d{other}" for name, other in names.items()}
+
+
+def score_shape(view: View) -> tuple[int, ...]:
+    """What a ScoreShape holds of an array that a score function reads."""
+    rest = 4 - len(view.shape)
+    return (*view.strides, *(0,) * rest, *view.shape, *(1,) * rest)
 
 
 def _optional(plan: KernelPlan, name: str, usual: str) -> str:
@@ -113,6 +137,7 @@ def _values(
     return [
         *(Field(f"{name}_strides", "Strides", tuple(strides.get(name, (0, 0, 0)))) for name in named if name in ROWED),
         *(Field(f"{name}_strides", "PairStrides", tuple(strides.get(name, (0, 0, 0, 0)))) for name in over_pairs),
+        *(Field(f"{cuda_name(n)}_shape", "ScoreShape", tuple(strides.get(x.key, (0,) * 8))) for n, x in enumerate(_score_arrays(plan))),
         *(Field(name, type, value(problem) if problem else 0) for name, (type, value) in SCALARS.items()),
         *(Field(name, "int", value) for name, value in plan.scalars),
     ]
@@ -121,7 +146,8 @@ def _values(
 def text(plan: KernelPlan) -> str:
     """Strides, PairStrides and Params as CUDA."""
     lines = [f"struct {name} {{ long long {', '.join(axes)}; }};" for name, axes in STRIDES.items()]
-    lines += ["struct Params {", *(f"    {type}* {name};" for name, type in pointers(plan).items())]
+    names = _in_cuda(plan)
+    lines += ["struct Params {", *(f"    {type}* {names.get(name, name)};" for name, type in pointers(plan).items())]
     return "\n".join([*lines, *(f"    {field.type} {field.name};" for field in _values(plan)), "};"]) + "\n"
 
 
@@ -136,7 +162,8 @@ def layout(plan: KernelPlan) -> np.dtype[np.void]:
 class Packer:
     """Packs the Params of a plan and a problem.
 
-    `strides` has, by the name of an array, its (batch, row, head), or (batch, head, query, key) of an optional one.
+    `strides` has, by the name of an array, its (batch, row, head), or (batch, head, query, key) of an optional one; of one
+    that a score function reads, its `score_shape`.
     """
 
     def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, Sequence[int]]) -> None:

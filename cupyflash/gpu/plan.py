@@ -74,6 +74,6 @@ def plan(
                 if blocks >= 2**31:
                     size = f"batch {problem.batch} and {problem.heads_q} heads"
                     raise ValueError(f"q has {size}: {blocks} tiles; less than 2**31 fit")
-                return dataclasses.replace(made, passed_over=tuple(objections))
+                return dataclasses.replace(made, passed_over=tuple(objections), score=problem.score)
             objections.append(f"{name} {why}")
     raise ValueError(f"no kernel family takes this problem: {'; '.join(objections)}")

@@ -31,6 +31,7 @@ class ScoreArray(NamedTuple):
     name: str
     dtype: str
     rank: int
+    wide: bool = False  # whether offsets of its elements may have more than 32 bits
 
     @property
     def kind(self) -> str:

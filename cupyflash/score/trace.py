@@ -18,8 +18,9 @@ _traced: dict[Any, Score] = {}
 _same: dict[Score, Score] = {}
 
 
-def trace(score: Callable[..., Any] | str | Score, arrays: Mapping[str, tuple[str, int]]) -> Score:
-    """The score function as data. `arrays` has the dtype and the number of dimensions of each array that it reads.
+def trace(score: Callable[..., Any] | str | Score, arrays: Mapping[str, tuple[str, int, bool]]) -> Score:
+    """The score function as data. `arrays` says of each that it reads its dtype, the number of its dimensions, and whether
+    offsets in it may have more than 32 bits.
 
     TypeError or ValueError for what is no score function of these arrays, or cannot be traced: saying what and where.
     """

@@ -13,15 +13,16 @@ struct OfBias {
     __device__ static const PairStrides& strides(const Params& p) { return p.dbias_strides; }
     __device__ static Accum* parts(const Params& p) { return p.dbias_parts; }
     __device__ static int splits(const Params& p) { return p.dbias_splits; }
-    __device__ static Accum change(const Pairs&, Pair) { return 1; }
+    static constexpr bool WEIGHTED = false;  // whether the change depends on the product s
+    __device__ static Accum change(const Pairs&, Pair, Accum) { return 1; }
 };
 struct OfSlopes {
-    static constexpr bool BIAS = false;
+    static constexpr bool BIAS = false, WEIGHTED = false;
     __device__ static auto target(const Params& p) { return p.dalibi_slopes; }
     __device__ static const PairStrides& strides(const Params& p) { return p.dalibi_slopes_strides; }
     __device__ static Accum* parts(const Params& p) { return p.dalibi_slopes_parts; }
     __device__ static int splits(const Params& p) { return p.dalibi_slopes_splits; }
-    __device__ static Accum change(const Pairs& pairs, Pair at) {
+    __device__ static Accum change(const Pairs& pairs, Pair at, Accum) {
         return -Accum(abs(at.i + pairs.head.diagonal(pairs.p) - at.j));
     }
 };
@@ -145,6 +146,12 @@ struct Share {
         Of::target(p)[at] = from_float<Pointed<decltype(Of::target(p))>>(sum);
     }
 };
+
+// What a block has summed becomes the gradient, or a part of it.
+template <int THREADS, class Of, int ROWS, int KEYS, class F>
+__device__ void write_sums(const Share<Of, ROWS, KEYS>& share, F value, Accum* scratch) {
+    share.template write<THREADS>(value, scratch);
+}
 
 // The gradient of a head's sink, by a block of THREADS threads: a score whose value counts for nothing, dS = -P delta.
 // minus_delta(head, i), of rows that have a finite lse.

@@ -47,6 +47,7 @@ struct Lines {
     const Pairs& pairs;
     const Arrays& arrays;
     float alibi[config::ALIBI_SLOPES ? 2 * M : 1], from[config::ALIBI_SLOPES ? 2 * M : 1];  // minus the slope; distance of the first pair
+    Pair firsts[config::SCORE ? 2 * M : 1];
 
     template <int HEAD_ROWS>
     __device__ Lines(const Pairs& pairs, const Placement<TRANSPOSED, HEAD_ROWS>& at, const Arrays& arrays)
@@ -57,6 +58,9 @@ struct Lines {
             alibi[line] = -pairs.alibi(first.head);
             from[line] = first.i + pairs.head.diagonal(pairs.p) - first.j;
         }
+#pragma unroll
+        for (int line = 0; config::SCORE && line < 2 * M; line++)
+            firsts[line] = at(Tile::row(line / 2, line % 2 * 2), Tile::column(0, 0));
     }
 
     // Of the element at row r and column c.
@@ -64,7 +68,7 @@ struct Lines {
         int line = r / 8, n = c - Tile::column(0, 0);
         return with_bias(before_bias(s, line, n), config::BIAS ? arrays.bias(line, n) : 0.f);
     }
-    __device__ float slope(float s, int, int) const { return pairs.product_slope(s); }
+    __device__ float slope(float s, int r, int c) const { return pairs.product_slope(s, pair(r / 8, c - Tile::column(0, 0))); }
 
     // Both elements of a line from column n on.
     __device__ void score(float& first, float& second, int line, int n) const {
@@ -75,8 +79,14 @@ struct Lines {
     }
 
    private:
+    // Known to score functions alone.
+    __device__ Pair pair(int line, int n) const {
+        if constexpr (!config::SCORE) return {};
+        Pair first = firsts[config::SCORE ? line : 0];
+        return TRANSPOSED ? Pair{first.head, first.i + n, first.j} : Pair{first.head, first.i, first.j + n};
+    }
     __device__ float before_bias(float s, int line, int n) const {
-        float x = pairs.product(s);
+        float x = pairs.product(s, pair(line, n));
         if (config::ALIBI_SLOPES) x = fmaf(alibi[line], fabsf(TRANSPOSED ? from[line] + n : from[line] - n), x);
         return x;
     }

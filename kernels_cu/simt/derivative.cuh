@@ -28,7 +28,7 @@ __device__ inline Accum of_score(Accum s, Accum dp, const Row& row, const Pairs&
 __device__ inline void differentiate(Accum& s, Accum& dp, const Row& row, const Pairs& pairs, bool tested, Pair pair) {
     const bool hidden = tested && !pairs.visible(pair);
     const Accum weight = probability(s, row, pairs, pair);
-    dp = hidden ? 0 : weight * (dp - row.delta) * pairs.slope(s, pair);
+    dp = hidden ? 0 : weight * (dp - row.delta) * Pairs::settled(pairs.slope(s, pair), weight);
     s = hidden ? 0 : weight;
 }
 

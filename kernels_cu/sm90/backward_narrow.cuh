@@ -73,7 +73,7 @@ struct NarrowWorker {
             }
         };
         // dS^T = P^T (dP^T - delta) slope; delta is there from the start but for HALF_STEPS
-        auto derive = [&](float& x, int, int, float& probability, float& slope) { x *= probability * slope; };
+        auto derive = [&](float& x, int, int, float& probability, float& slope) { x *= probability * Pairs::settled(slope, probability); };
 
         // S^T = K Q^T, dP^T = V dO^T, which starts at -delta where registers are filled faster than added to. Rows'
         // numbers are read before products keep shared memory busy.
