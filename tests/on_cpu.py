@@ -14,7 +14,7 @@ from semantics import draw_inputs
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import Box, KernelPlan
-from cupyflash.gpu.params import Packer
+from cupyflash.gpu.params import Packer, score_shape
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
 from cupyflash.problem import ARRAYS, ITEMSIZE, AttentionProblem, View
@@ -31,7 +31,7 @@ def check(
 ) -> None:
     """Forward and backward, in both orders (cuda_on_cpu.h); every result must be as good as the reference.
 
-    To the bit the same in both, too, but for dq where that is not asked for. `shapes` are those of `draw_inputs`,
+    To the bit the same in both, too, but for dq and what a score function reads where that is not asked for. `shapes` are those of `draw_inputs`,
     `options` those of a problem; "rows_aligned": whether rows of results start at multiples of 16 bytes; "tiles": those
     of the forward and of the backward, in place of what the plan would choose.
     """
@@ -47,6 +47,7 @@ def check(
 
     plans = [plan(problem, arch, b, family, tiles[b] and {family: tiles[b]}) for b in (False, True)]
     lengths = {row.name: row.lengths(others[row.name].shape) for row in ARRAYS if row.gradient and row.name in others}
+    lengths |= {x.key: others[x.key].shape for x in (problem.score.arrays if problem.score else ()) if x.kind == "float"}
     if lengths:
         plans.append(plan(problem, arch, True, family, lengths=lengths))
     libraries = compile_all(*[as_cpp(generate(x), [y.name for y in x.launches]) for x in plans])
@@ -71,7 +72,8 @@ def check(
         for name, x in of_arrays.items():
             assert_as_good(x.array, getattr(exact, name), getattr(own, name), name, max(unit, exact.unit(name)))
         for name, x in (results | spaces[1] | of_arrays).items():
-            if name != "counters" and (deterministic or name not in ("dq", "dq_sum")):
+            in_turn = name not in ("dq", "dq_sum") and not name.startswith("dscore_arrays")
+            if name != "counters" and (deterministic or in_turn):
                 bits = x.array.tobytes()
                 assert before.setdefault(name, bits) == bits, f"{name} depends on the order"
 
@@ -138,6 +140,9 @@ def run(
             x = given[name].array
             own = tuple(s // x.itemsize for s in x.strides)
             strides[name] = row.strides(View(x.shape, own, x.dtype.name, "cpu", "numpy"), problem)
+    for name in (x.key for x in (problem.score.arrays if problem.score else ()) if x.key in given):
+        x = given[name].array
+        strides[name] = score_shape(View(x.shape, tuple(s // x.itemsize for s in x.strides), x.dtype.name, "cpu", "numpy"))
     params = Packer(kernels, problem, strides)([given[name].pointer if name in given else 0 for name in slots])
     maps = tensor_maps(kernels, problem, given, strides) if kernels.maps else None
     # What a kernel declares to be aligned to 1024 bytes begins so; nothing else does.

@@ -17,6 +17,8 @@ from reference import (
     state,
 )
 
+from score_functions import WRITTEN, key, of_dtype
+
 from cupyflash import attention, attention_backward
 from cupyflash.problem import ARRAYS
 
@@ -46,11 +48,13 @@ def draw_inputs(
     given: Collection[str] = (),
     full: str = "bhqk",
     bias: str | None = None,
+    score: str | None = None,
 ) -> Inputs:
     """Random inputs: `seq` is (Sq, Sk), `heads` (Hq, Hk), `dims` (D, Dv); `dlse` the size of lse's gradient, 0 for none.
 
     `given` names other optional arrays. Along the axes of `full`, by their first letters, a mask or bias has every number;
-    it has length 1 along the others. `bias`: the dtype of that, where it is not that of q.
+    it has length 1 along the others. `bias`: the dtype of that, where it is not that of q. With the arrays of `score`, of
+    WRITTEN; what is learned of them is in float32 for 16-bit inputs.
     """
     (sq, sk), (hq, hk), (d, dv) = seq, heads, dims
     shapes = ((batch, sq, hq, d), (batch, sk, hk, d), (batch, sk, hk, dv), (batch, sq, hq, dv))
@@ -64,6 +68,9 @@ def draw_inputs(
         "sinks": lambda: draw(rng, dtype, hq),
     }
     optional = {name: arrays[name]() for name in given}
+    if score is not None:
+        read = of_dtype(WRITTEN[score].draw(rng, batch, hq, sq, sk), "float64" if dtype == "float64" else "float32")
+        optional |= {key(name): x for name, x in read.items()}
     return Inputs(*(draw(rng, dtype, *shape) for shape in shapes), mask, rows, optional)
 
 
@@ -118,8 +125,10 @@ def check(
     dtype = judge.problem.dtype
     given = [_placed(backend, as_caller_has_it(x, rank, layout), lay)[1] for x in (q, k, v, dout)]
     options |= {"layout": layout, "family": backend.family_for(judge.problem)}
+    named = {}
     for name, x in arrays_of_rank(inputs, rank).items():
-        options[name] = _placed(backend, x, lay)[1] if x.ndim == 4 else backend.put(x)
+        named[name] = _placed(backend, x, lay)[1] if x.ndim == 4 else backend.put(x)
+    options |= as_arguments(named)
 
     base, out = _unwritten(backend, q.shape[:-1] + v.shape[-1:], dtype, rank, layout, lay)
     backend.poison()
@@ -133,8 +142,10 @@ def check(
 
     written = [_unwritten(backend, x.shape, dtype, rank, layout, lay) for x in (q, k, v)]
     grads = tuple(view for _, view in written)
+    read = {x.key: x for x in judge.problem.score.arrays} if judge.problem.score else {}
     if wrt is None:
         wrt = [row.name for row in ARRAYS if row.gradient and row.name in others]
+        wrt += [x.name for x in read.values() if x.kind == "float"]
     backend.poison()
     if inputs.dlse is not None:
         options["dlse"] = backend.put(inputs.dlse.reshape(lse.shape))
@@ -149,6 +160,12 @@ def check(
         found = backend.get(found)
         assert found.shape == options[row.name].shape and found.dtype == x.dtype
         judge(f"d{row.name}", found.reshape(x.shape))
+    assert results.dscore_arrays.keys() == {x.name for x in read.values() if x.name in wrt}
+    for name, array in read.items():
+        if array.name in wrt:
+            found = backend.get(results.dscore_arrays[array.name])
+            assert found.shape == others[name].shape and found.dtype == others[name].dtype
+            judge(f"d{name}", found)
     for name, (base, view), result in zip(("dq", "dk", "dv"), written, results):
         assert result is view
         judge(name, as_reference_has_it(backend.get(view), rank, layout))
@@ -206,6 +223,14 @@ def arrays_of_rank(inputs: Inputs, rank: int) -> dict[str, np.ndarray]:
         if x is not None and x.ndim == len(row.axes):  # else leading axes are left out already
             given[row.name] = x.reshape(x.shape[len(row.axes) - len(row.has(rank)) :])
     return given
+
+
+def as_arguments(named: dict[str, Any]) -> dict[str, Any]:
+    """Arrays as arguments of a call: those that a score function reads in score_arrays."""
+    start = "score_arrays['"
+    arguments = {name: x for name, x in named.items() if not name.startswith(start)}
+    read = {name[len(start) : -2]: x for name, x in named.items() if name.startswith(start)}
+    return arguments | ({"score_arrays": read} if read else {})
 
 
 def as_caller_has_it(x: np.ndarray, rank: int, layout: str) -> np.ndarray:
