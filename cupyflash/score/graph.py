@@ -211,14 +211,14 @@ class Score:
         return (self.arrays, self.nodes, self.root) == (other.arrays, other.nodes, other.root)
 
     def __str__(self) -> str:
-        return self.text(self.root)
+        return self.text(self.root) if len(self.nodes) <= 24 else f"of {len(self.nodes)} operations"
 
     def array(self, key: str) -> ScoreArray | None:
         """The array that is called `key` among those of a call."""
         return next((x for x in self.arrays if x.key == key), None)
 
     def text(self, n: int) -> str:
-        """A node as an expression that `trace` would take."""
+        """A node as one expression, in which what is used twice stands twice."""
         op, kind, args, value = self.nodes[n]
         if op in VARIABLES:
             return op
