@@ -14,7 +14,8 @@ from ..problem import AttentionProblem
 from .array_gradient import Lengths
 from .device import Arch
 from .families import flash1, simt, sm80, sm90
-from .kernel_plan import KernelPlan, Tiles
+from .kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil
+from .score import BEYOND, tables
 
 __all__ = ["FAMILIES", "ON_REQUEST", "Family", "KernelPlan", "plan"]
 
@@ -74,6 +75,24 @@ def plan(
                 if blocks >= 2**31:
                     size = f"batch {problem.batch} and {problem.heads_q} heads"
                     raise ValueError(f"q has {size}: {blocks} tiles; less than 2**31 fit")
-                return dataclasses.replace(made, passed_over=tuple(objections), score=problem.score)
+                return with_tables(dataclasses.replace(made, passed_over=tuple(objections)), problem)
             objections.append(f"{name} {why}")
     raise ValueError(f"no kernel family takes this problem: {'; '.join(objections)}")
+
+
+def with_tables(made: KernelPlan, problem: AttentionProblem) -> KernelPlan:
+    """A plan with the problem's score function, and with what is computed of that before (gpu/score.py)."""
+    if problem.score is None:
+        return made
+    found = tables(problem.score)
+    made = dataclasses.replace(made, score=problem.score)
+    if not found.tabled:
+        return made
+    span = problem.seq_q + problem.seq_k + 2 * BEYOND
+    lines = found.lines(problem.batch, problem.heads_q)
+    launch = Launch("attention_score_tables", lines * ceil(span, 128), 128)
+    space = Workspace("score_tables", problem.lse_dtype, (len(found.tabled), lines, span))
+    numbers = (("score_span", span), ("score_origin", problem.seq_q + BEYOND), ("score_plane", lines * span))
+    return dataclasses.replace(
+        made, launches=(launch, *made.launches), workspace=(*made.workspace, space), scalars=(*made.scalars, *numbers)
+    )

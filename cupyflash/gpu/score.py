@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..score import Score
-from ..score.derivative import reads, slope
-from ..score.graph import VARIABLES, Node
+from ..score.derivative import derivative, reads
+from ..score.graph import VARIABLES, Graph, Node
+
+_NOTHING: Mapping[int, str] = MappingProxyType({})
 
 _TYPES = {"bool": "bool", "int": "int", "long": "long long", "float": "Accum"}
 _OPERATORS = {
@@ -20,6 +24,45 @@ _FUNCTIONS = {  # of kernels_cu/attention/score_functions.cuh, but for C's own
     "tanh": "hyperbolic_tangent<Product>", "sigmoid": "sigmoid", "sin": "sin", "cos": "cos", "floor": "floor",
 }  # fmt: skip
 _PARAMETERS = "const Params& p, Accum s, int b, int h, int i, int j"
+BEYOND = 256  # how far behind the last query or key kernels ask for scores, at most
+
+
+class Tables(NamedTuple):
+    """Scores and their slopes, and what is computed before for all i - j, instead of for each pair: what depends on b, h and
+    that alone.
+    """
+
+    nodes: tuple[Node, ...]
+    score: int
+    slope: int | None  # None: it is 0
+    tabled: tuple[int, ...]
+    by_batch: bool  # whether what is tabled depends on b, on h
+    by_head: bool
+
+    def lines(self, batch: int, heads: int) -> int:
+        """How many there are of each."""
+        return (batch if self.by_batch else 1) * (heads if self.by_head else 1)
+
+
+@functools.lru_cache(256)
+def tables(score: Score) -> Tables:
+    graph = Graph(score.nodes)
+    changed = derivative(graph, score.root, graph.variable("s"))
+    roots = [score.root] if changed is None else [score.root, changed]
+    nodes, (root, *slopes) = graph.pruned(*roots)
+    on = _variables(nodes)
+    found, seen, todo = [], set(), [root, *slopes]
+    while todo:
+        n = todo.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        if nodes[n].kind == "float" and "d" in on[n] and on[n] <= {"b", "h", "d"}:
+            found.append(n)
+        else:
+            todo += nodes[n].args
+    every = set().union(*(on[n] for n in found))
+    return Tables(nodes, root, slopes[0] if slopes else None, tuple(sorted(found)), "b" in every, "h" in every)
 
 
 class Read(NamedTuple):
@@ -53,50 +96,75 @@ def reads_of(score: Score, wanted: Sequence[str]) -> tuple[Read, ...]:
     return tuple(found)
 
 
-def _depends(nodes: tuple[Node, ...], roots: Sequence[int]) -> set[str]:
-    """The variables that these depend on; "d" for i - j where i and j come in that form alone."""
-    lines = [_line(nodes, n) for n in range(len(nodes))] if nodes else []
-    found: set[str] = set()
-    todo = list(roots)
-    while todo:
-        n = todo.pop()
-        line = lines[n]
+def _variables(nodes: tuple[Node, ...]) -> list[set[str]]:
+    """The variables that each node depends on; "d" for i - j where i and j come in that form alone."""
+    lines: list[tuple[int, int] | None] = []  # (x, y) of a node that is x i + y j and a constant
+    found: list[set[str]] = []
+    for op, kind, args, _ in nodes:
+        line = None
+        inner = [lines[m] for m in args]
+        if op in ("i", "j") or (op == "const" and kind == "int"):
+            line = int(op == "i"), int(op == "j")
+        elif op in ("add", "sub", "neg") and kind == "int" and None not in inner:
+            sign, (x, y) = 1 if op == "add" else -1, inner[-1] or (0, 0)
+            first = inner[0] if len(inner) == 2 else None
+            line = (first or (0, 0))[0] + sign * x, (first or (0, 0))[1] + sign * y
+        lines.append(line)
         if line is not None and line[0] == -line[1] != 0:
-            found.add("d")
-        elif nodes[n].op in VARIABLES:
-            found.add(nodes[n].op)
+            found.append({"d"})
         else:
-            todo += nodes[n].args
+            found.append({op} if op in VARIABLES else set().union(*(found[m] for m in args)))
     return found
 
 
-def _line(nodes: tuple[Node, ...], n: int) -> tuple[int, int] | None:
-    """(x, y) where a node is x i + y j and a constant; else None."""
-    op, kind, args, _ = nodes[n]
-    if kind not in ("int", "long"):
-        return None
-    if op in ("i", "j", "const"):
-        return int(op == "i"), int(op == "j")
-    if op not in ("add", "sub", "neg"):
-        return None
-    inner = [_line(nodes, m) for m in args]
-    if None in inner:
-        return None
-    sign = 1 if op == "add" else -1
-    first = inner[0] if len(inner) == 2 else (0, 0)
-    return first[0] + sign * inner[-1][0], first[1] + sign * inner[-1][1]  # type: ignore[index]
+def _depends(nodes: tuple[Node, ...], roots: Sequence[int]) -> set[str]:
+    on = _variables(nodes)
+    return set().union(*(on[n] for n in roots))
 
 
 def text(score: Score | None, wanted: Sequence[str] = ()) -> str:
     """`namespace user`. `wanted`: arrays whose gradients are to be summed, by what they are called in a call."""
-    made = slope(score) if score else None
-    constant = made is None or made[0][made[1]].op == "const"
-    lines = ["namespace user {", f"constexpr bool CONSTANT_SLOPE = {str(constant).lower()};"]
-    for name, body in (("score", (score.nodes, score.root) if score else None), ("slope", made)):
-        lines.append(f"__device__ inline Accum {name}({_PARAMETERS}) {{")
-        lines += ["return 0;" if score is None or body is None else _body(score, *body), "}"]
-    lines += _of_gradients(score, wanted)
-    return "\n".join([*lines, "}"]) + "\n"
+    made = tables(score) if score else Tables((), 0, None, (), False, False)
+    constant = made.slope is None or made.nodes[made.slope].op == "const"
+    lines = [
+        "namespace user {", f"constexpr bool CONSTANT_SLOPE = {str(constant).lower()};",
+        f"constexpr int TABLES = {len(made.tabled)};",
+        "// What is tabled of a pair begins here.",
+        "__device__ inline const Accum* tabled(const Params& p, int b, int h, int i, int j) {",
+        f"return p.score_tables + {_line_of(made)} * p.score_span + (j - i + p.score_origin);" if made.tabled else "return nullptr;",
+        "}",
+    ]  # fmt: skip
+    values = {n: f"tabled[{k} * (long long)p.score_plane]" if k else "tabled[0]" for k, n in enumerate(made.tabled)}
+    for name, root in (("score", made.score if score else None), ("slope", made.slope)):
+        lines.append(f"__device__ inline Accum {name}({_PARAMETERS}, const Accum* tabled) {{")
+        lines += ["return 0;" if score is None or root is None else _body(score, made.nodes, root, values), "}"]
+    lines += [*_of_gradients(score, wanted), "}"]
+    if score and made.tabled:
+        lines += _tabulate(score, made)
+    return "\n".join(lines) + "\n"
+
+
+def _line_of(made: Tables) -> str:
+    """Which line of a table is of batch entry b and head h."""
+    if made.by_batch:
+        return "((long long)b * p.heads_q + h)" if made.by_head else "(long long)b"
+    return "(long long)h" if made.by_head else "0LL"
+
+
+def _tabulate(score: Score, made: Tables) -> list[str]:
+    """The kernel that fills the tables: a thread for each i - j of a line, blocks of 128 for those of a line."""
+    lines = [
+        'extern "C" __global__ void __launch_bounds__(128) attention_score_tables(const __grid_constant__ Params p) {',
+        "const int blocks = (p.score_span + 127) / 128, n = blockIdx.x % blocks * 128 + threadIdx.x;",
+        "const int line = blockIdx.x / blocks;",
+        f"const int h = {'line % p.heads_q' if made.by_head else '0'};",
+        f"const int b = {('line / p.heads_q' if made.by_head else 'line') if made.by_batch else '0'};",
+        "const int i = 0, j = n - p.score_origin;",
+        "if (n >= p.score_span) return;",
+        "Accum* const to = p.score_tables + (long long)line * p.score_span + n;",
+        *_statements(score, made.nodes, made.tabled),
+    ]
+    return [*lines, *(f"to[{k} * (long long)p.score_plane] = x{n};" for k, n in enumerate(made.tabled)), "}"]
 
 
 def _of_gradients(score: Score | None, wanted: Sequence[str]) -> list[str]:
@@ -140,12 +208,16 @@ def _shape(array: int) -> str:
     return f"{cuda_name(array)}_shape"
 
 
-def _body(score: Score, nodes: tuple[Node, ...], root: int) -> str:
-    return "\n".join([*_statements(score, nodes, (root,)), f"return x{root};"])
+def _body(score: Score, nodes: tuple[Node, ...], root: int, known: Mapping[int, str] = _NOTHING) -> str:
+    return "\n".join([*_statements(score, nodes, (root,), known), f"return x{root};"])
 
 
-def _statements(score: Score, nodes: tuple[Node, ...], roots: Sequence[int]) -> list[str]:
-    """A line for each operation that the roots need. Products that are added once become part of the sum."""
+def _statements(
+    score: Score, nodes: tuple[Node, ...], roots: Sequence[int], known: Mapping[int, str] = _NOTHING
+) -> list[str]:
+    """A line for each operation that the roots need but for what is `known`. Products that are added once become part of the
+    sum.
+    """
     needed, uses = set(), dict.fromkeys(range(len(nodes)), 0)
     todo = list(roots)
     while todo:
@@ -153,17 +225,17 @@ def _statements(score: Score, nodes: tuple[Node, ...], roots: Sequence[int]) -> 
         uses[n] += 1
         if n not in needed:
             needed.add(n)
-            todo += nodes[n].args
+            todo += () if n in known else nodes[n].args
     fused = {}  # sum: the product in it
     for n in sorted(needed):
         node = nodes[n]
-        if node.kind == "float" and node.op in ("add", "sub"):
-            products = [m for m in node.args if nodes[m].op == "mul" and uses[m] == 1]
+        if node.kind == "float" and node.op in ("add", "sub") and n not in known:
+            products = [m for m in node.args if nodes[m].op == "mul" and uses[m] == 1 and m not in known]
             if products and node.args[0] != node.args[1]:
                 fused[n] = products[0]
     inside = set(fused.values())
     return [
-        f"const {_TYPES[nodes[n].kind]} x{n} = {_operation(score, nodes, n, fused.get(n))};"
+        f"const {_TYPES[nodes[n].kind]} x{n} = {known.get(n) or _operation(score, nodes, n, fused.get(n))};"
         for n in sorted(needed)
         if n not in inside
     ]

@@ -48,6 +48,7 @@ struct Lines {
     const Arrays& arrays;
     float alibi[config::ALIBI_SLOPES ? 2 * M : 1], from[config::ALIBI_SLOPES ? 2 * M : 1];  // minus the slope; distance of the first pair
     Pair firsts[config::SCORE ? 2 * M : 1];
+    const Accum* tables[user::TABLES ? 2 * M : 1];
 
     template <int HEAD_ROWS>
     __device__ Lines(const Pairs& pairs, const Placement<TRANSPOSED, HEAD_ROWS>& at, const Arrays& arrays)
@@ -59,8 +60,10 @@ struct Lines {
             from[line] = first.i + pairs.head.diagonal(pairs.p) - first.j;
         }
 #pragma unroll
-        for (int line = 0; config::SCORE && line < 2 * M; line++)
+        for (int line = 0; config::SCORE && line < 2 * M; line++) {
             firsts[line] = at(Tile::row(line / 2, line % 2 * 2), Tile::column(0, 0));
+            if (user::TABLES) tables[line] = pairs.tabled(firsts[line]);
+        }
     }
 
     // Of the element at row r and column c.
@@ -68,7 +71,10 @@ struct Lines {
         int line = r / 8, n = c - Tile::column(0, 0);
         return with_bias(before_bias(s, line, n), config::BIAS ? arrays.bias(line, n) : 0.f);
     }
-    __device__ float slope(float s, int r, int c) const { return pairs.product_slope(s, pair(r / 8, c - Tile::column(0, 0))); }
+    __device__ float slope(float s, int r, int c) const {
+        int line = r / 8, n = c - Tile::column(0, 0);
+        return pairs.product_slope(s, pair(line, n), tabled(line, n));
+    }
 
     // Both elements of a line from column n on.
     __device__ void score(float& first, float& second, int line, int n) const {
@@ -85,8 +91,12 @@ struct Lines {
         Pair first = firsts[config::SCORE ? line : 0];
         return TRANSPOSED ? Pair{first.head, first.i + n, first.j} : Pair{first.head, first.i, first.j + n};
     }
+    __device__ const Accum* tabled(int line, int n) const {
+        if constexpr (user::TABLES == 0) return nullptr;
+        return tables[user::TABLES ? line : 0] + (TRANSPOSED ? -n : n);
+    }
     __device__ float before_bias(float s, int line, int n) const {
-        float x = pairs.product(s, pair(line, n));
+        float x = pairs.product(s, pair(line, n), tabled(line, n));
         if (config::ALIBI_SLOPES) x = fmaf(alibi[line], fabsf(TRANSPOSED ? from[line] + n : from[line] - n), x);
         return x;
     }

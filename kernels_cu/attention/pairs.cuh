@@ -71,7 +71,7 @@ struct Pairs {
     // The score of a pair from its product s of Q and K: scale, soft cap or score function, ALiBi, bias. (Softmaxes take the largest score, so
     // `unit` is not negative.) Asked beyond the last query, key and head too: what is read from an array must be in bounds.
     __device__ Accum score(Accum s, Pair at) const {
-        Accum x = product(s, at);
+        Accum x = product(s, at, tabled(at));
         if (config::ALIBI_SLOPES) x = fma(-alibi(at.head), Accum(abs(at.i + head.diagonal(p) - at.j)), x);
         if (config::BIAS && at.i < head.queries(p) && at.j < head.keys(p))
             x = fma(Accum(to_float(*at_pair(p.bias, p.bias_strides, head.batch, at))), LOG2E, x);
@@ -79,7 +79,12 @@ struct Pairs {
     }
 
     // The derivative of unit * score with respect to |scale| * s, which multiplies dS in the backward.
-    __device__ Accum slope(Accum s, Pair at) const { return product_slope(s, at); }
+    __device__ Accum slope(Accum s, Pair at) const { return product_slope(s, at, tabled(at)); }
+
+    // Where lies what is known of a pair's score function before: of the pair beside it, one further.
+    __device__ const Accum* tabled(Pair at) const {
+        return config::SCORE ? user::tabled(p, head.batch, real(at.head), at.i, at.j) : nullptr;
+    }
 
     // Where a score function's slope may be infinite or NaN, that of a pair without weight does not count.
     __device__ static Accum settled(Accum slope, Accum probability) {
@@ -90,15 +95,15 @@ struct Pairs {
     __device__ Accum natural(Accum s) const { return (config::NEGATIVE_SCALE ? -s : s) * p.scale; }
 
     // Of the score all but ALiBi and bias.
-    __device__ Accum product(Accum s, Pair at) const {
-        if (config::SCORE) return user::score(p, natural(s), head.batch, at.head, at.i, at.j) * LOG2E;
+    __device__ Accum product(Accum s, Pair at, const Accum* tabled) const {
+        if (config::SCORE) return user::score(p, natural(s), head.batch, at.head, at.i, at.j, tabled) * LOG2E;
         if (config::NEGATIVE_SCALE) s = -s;
         if (config::SOFTCAP) return p.cap * capped(s);
         return SCORED ? s * p.factor : s;
     }
-    __device__ Accum product_slope(Accum s, Pair at) const {
+    __device__ Accum product_slope(Accum s, Pair at, const Accum* tabled) const {
         Accum sign = config::NEGATIVE_SCALE ? -1 : 1;
-        if (config::SCORE) return sign * user::slope(p, natural(s), head.batch, at.head, at.i, at.j);
+        if (config::SCORE) return sign * user::slope(p, natural(s), head.batch, at.head, at.i, at.j, tabled);
         if (!config::SOFTCAP) return sign;
         Accum t = capped(config::NEGATIVE_SCALE ? -s : s);
         return sign * fma(-t, t, Accum(1));
