@@ -395,7 +395,8 @@ def _trace(lib: Library, arrays: Arrays, options: dict[str, Any], score_arrays: 
     """The score function becomes a `Score`, and the arrays that it reads some of those of the call."""
     given = {} if score_arrays is None else score_arrays
     if not isinstance(given, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in given):
-        raise TypeError(f"score_arrays is {score_arrays!r}; it must be a dict of arrays by the names of score's parameters")
+        what = f"has the names {list(given)}" if isinstance(given, Mapping) else f"is a {type(given).__name__}"
+        raise TypeError(f"score_arrays {what}; it must be a dict of arrays by the names of score's parameters")
     named = {f"score_arrays[{name!r}]": x for name, x in given.items()}
     _given(**named)
     adopted = interop.adopted(lib, {"q": arrays["q"]} | named)

@@ -62,33 +62,38 @@ class ScoreFunction:
     def _compute(
         self, nodes: tuple[Node, ...], wanted: Sequence[int], s: np.ndarray, place: dict[str, np.ndarray]
     ) -> list[Any]:
-        found: list[Any] = []
-        for op, kind, args, value in nodes:
-            x = [found[n] for n in args]
-            if op == "s":
-                found.append(s)
-            elif op in place:
-                found.append(place[op])
-            elif op == "const":
-                found.append(self._dtype(kind)(value == "True" if kind == "bool" else float(value) if kind == "float" else int(value)))
-            elif op == "read":
-                array = self._arrays[int(value)]
-                found.append(array[_clipped(x, array.shape)].astype(self._dtype(kind), copy=False))
-            elif op == "to":
-                found.append(self._to(kind, x[0]))
-            else:
-                found.append(_OPERATIONS[op](*x))
-        return [found[n] for n in wanted]
+        return compute(nodes, wanted, {"s": s, **place}, self._arrays, self._work)
 
-    def _dtype(self, kind: str) -> Any:
-        return _KINDS.get(kind, self._work)
 
-    def _to(self, kind: str, x: Any) -> Any:
-        if kind in ("int", "long") and np.asarray(x).dtype.kind == "f":  # as a GPU does: NaN is 0, what is too large the largest
-            limits = np.iinfo(_KINDS[kind])
-            low, high = float(limits.min), np.nextafter(self._work(2.0 ** (limits.bits - 1)), self._work(0))
-            x = np.clip(np.nan_to_num(x, nan=0.0, posinf=np.inf, neginf=-np.inf), self._work(low), high)
-        return np.asarray(x).astype(self._dtype(kind))
+def compute(
+    nodes: tuple[Node, ...], wanted: Sequence[int], variables: dict[str, Any], arrays: Sequence[np.ndarray], work: Any
+) -> list[Any]:
+    """The nodes that are wanted; floats are of dtype `work`."""
+    found: list[Any] = []
+    for op, kind, args, value in nodes:
+        x = [found[n] for n in args]
+        if op in variables:
+            found.append(variables[op])
+        elif op == "const":
+            found.append(_to(kind, value == "True" if kind == "bool" else float(value) if kind == "float" else int(value), work))
+        elif op == "read":
+            array = arrays[int(value)]
+            found.append(_to(kind, array[_clipped(x, array.shape)], work))
+        elif op == "to":
+            found.append(_to(kind, x[0], work))
+        else:
+            found.append(_OPERATIONS[op](*x))
+    return [found[n] for n in wanted]
+
+
+def _to(kind: str, x: Any, work: Any) -> Any:
+    """As the kernels do: of float to integers NaN is 0, and what is too large the largest."""
+    x = np.asarray(x)
+    if kind in ("int", "long") and x.dtype.kind == "f":
+        limits = np.iinfo(_KINDS[kind])
+        high = np.nextafter(work(2.0 ** (limits.bits - 1)), work(0))
+        x = np.clip(np.nan_to_num(x, nan=0.0, posinf=np.inf, neginf=-np.inf), work(limits.min), high)
+    return x.astype(_KINDS.get(kind, work))[()]
 
 
 def _clipped(index: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:

@@ -47,6 +47,9 @@ class _Parser:
         before = self.text[: self.start]
         raise ValueError(f"score is {self.text!r}, which {why} at {len(before) + 1}; it must be an expression in C of s, b, h, i, j")
 
+    def at_hand(self) -> str:
+        return repr(self.token) if self.token else "its end"
+
     def advance(self) -> str:
         """The next token becomes the one at hand, which is returned."""
         last = getattr(self, "token", "")
@@ -63,7 +66,7 @@ class _Parser:
 
     def expect(self, token: str) -> None:
         if self.token != token:
-            self.refuse(f"has {self.token or 'its end'!r} instead of {token!r}")
+            self.refuse(f"has {self.at_hand()} instead of {token!r}")
         self.advance()
 
     def choice(self) -> int:
@@ -126,7 +129,7 @@ class _Parser:
             whole = token.isdigit()
             return self.graph.constant(int(token) if whole else float(token.rstrip("fF")))
         if not self.name:
-            self.refuse(f"has {self.token or 'its end'!r} instead of a number or a name")
+            self.refuse(f"has {self.at_hand()} instead of a number or a name")
         if self.name in self.arrays:
             return self.element(*self.arrays[self.name])
         if self.name in VARIABLES:
