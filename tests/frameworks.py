@@ -11,7 +11,7 @@ import numpy as np
 import reference
 from backends import Backend
 from reference import DTYPES, Standard, assert_as_good, state
-from semantics import Inputs, Judge, Lay, arrays_of_rank, as_caller_has_it, as_reference_has_it
+from semantics import Inputs, Judge, Lay, arrays_of_rank, as_arguments, as_caller_has_it, as_reference_has_it
 
 import cupyflash
 
@@ -99,7 +99,7 @@ class Framework:
             if family is not None:
                 family = Backend(family, family).family_for(judge.problem)
             options |= {"layout": layout, "family": family, "deterministic": deterministic}
-            options |= {name: put(x, lay) for name, x in arrays_of_rank(inputs, rank).items()}
+            options |= as_arguments({name: put(x, lay) for name, x in arrays_of_rank(inputs, rank).items()})
             dlse = None if inputs.dlse is None else put(inputs.dlse[(0,) * (4 - rank)], lay)
             if recorded:
                 out, lse, *grads = self.library.recorded([q, k, v], dout, dlse, options)
