@@ -151,9 +151,9 @@ def attention(
     """
     if unknown:
         raise unexpected("attention", next(iter(unknown)), inspect.signature(attention).parameters)
-    arrays = {
+    arrays = _present("qkv", {
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
-    }  # fmt: skip
+    })  # fmt: skip
     options = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "layout": layout,
         "deterministic": deterministic,
@@ -161,7 +161,6 @@ def attention(
     if return_lse is not True and return_lse is not False:
         check_flag("return_lse", return_lse)
     lib = interop.library("q", q)
-    _given(k=k, v=v)
     if score is not None or score_arrays is not None:
         _trace(lib, arrays, options, score_arrays)
     record = lib.recorder(arrays)
@@ -251,23 +250,22 @@ def attention_backward(
     """
     if unknown:
         raise unexpected("attention_backward", next(iter(unknown)), inspect.signature(attention_backward).parameters)
-    arrays = {
+    arrays = _present(("q", "dout", "k", "v", "out", "lse"), {
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "dout": dout, "out": out, "lse": lse, "dlse": dlse,
-    }  # fmt: skip
+    })  # fmt: skip
     options = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "layout": layout,
         "deterministic": deterministic,
     }  # fmt: skip
     lib = interop.library("q", q)
-    _given(dout=dout, k=k, v=v, out=out, lse=lse)
     if score is not None or score_arrays is not None:
         _trace(lib, arrays, options, score_arrays)
     if grads is not None and (not isinstance(grads, (tuple, list)) or len(grads) != 3):
         what = f"holds {len(grads)} arrays" if isinstance(grads, (tuple, list)) else f"is {type(grads).__name__}"
         raise ValueError(f"grads {what}; it must be a tuple of three arrays (dq, dk, dv) or None")
-    targets = dict(zip(Gradients._fields, grads or ()))
-    _given(**targets)
+    names = Gradients._fields
+    targets = _present(names, dict(zip(names, grads))) if grads is not None else {}
     return _backward(lib, arrays, targets, options, family, check_wrt(wrt, arrays, options["score"]))
 
 
@@ -398,7 +396,7 @@ def _trace(lib: Library, arrays: Arrays, options: dict[str, Any], score_arrays: 
         what = f"has the names {list(given)}" if isinstance(given, Mapping) else f"is a {type(given).__name__}"
         raise TypeError(f"score_arrays {what}; it must be a dict of arrays by the names of score's parameters")
     named = {f"score_arrays[{name!r}]": x for name, x in given.items()}
-    _given(**named)
+    _present(named, named)
     adopted = interop.adopted(lib, {"q": arrays["q"]} | named)
     q, *views = (interop.view(lib, name, x) for name, x in adopted.items())
     score = score_of(options["score"], dict(zip(given, views)), q)
@@ -454,7 +452,10 @@ def _cpu() -> Any:
     return corridor
 
 
-def _given(**named: Any) -> None:
-    for name, x in named.items():
-        if x is None:
-            interop.library(name, x)  # raises: None is no array
+def _present(required: Iterable[str], arrays: Arrays) -> Arrays:
+    """Those that are given."""
+    given = {name: x for name, x in arrays.items() if x is not None}
+    for name in required:
+        if name not in given:
+            interop.library(name, None)  # raises: None is no array
+    return given

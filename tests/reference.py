@@ -324,7 +324,7 @@ def _standard(
         mean = np.where(seen, p * dp, 0).sum(-1, keepdims=True)
         through_lse = 0 if dlse is None else np.where(np.isneginf(lse), 0, dlse).astype(work)[..., None]
         of_scores = np.where(seen, p * (dp - mean + through_lse), 0)
-        ds = rounded(np.where(seen, p * (dp - mean + through_lse) * slope, 0))
+        ds = rounded(np.where(seen, of_scores * slope, 0))
         products = (qh * scale) @ kh.swapaxes(-1, -2)
         of_arrays = _of_arrays(problem, given, lse, rounded(of_scores), through_lse - mean, rounded, products)
         terms = np.where(seen, p * (np.abs(dp) + np.abs(mean - through_lse)), 0)

@@ -107,6 +107,8 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("SOFTCAP", problem.softcap is not None),
         ("SCORE", problem.score is not None),
         ("NEGATIVE_SCALE", problem.scale < 0),
+        # Whether ALiBi's distances are all of keys behind the query.
+        ("ALIBI_BEHIND", problem.has("alibi_slopes") and problem.right == 0),
     )
 
 

@@ -53,8 +53,7 @@ def wrap(name: str, x: Any) -> jax.Array:
 
 def lend(arrays: Arrays) -> tuple[Any, Arrays]:
     """The arrays of one call for its backend: themselves on a CPU, CuPy arrays over their memory on a GPU."""
-    given = {name: x for name, x in arrays.items() if x is not None}
-    for name, x in given.items():
+    for name, x in arrays.items():
         if isinstance(x, jax.core.Tracer):
             cls = type(x)
             raise TypeError(
@@ -68,15 +67,15 @@ def lend(arrays: Arrays) -> tuple[Any, Arrays]:
             raise ValueError(f"{name} is sharded over {len(x.devices())} devices; it must be on one")
         if not on_gpu(x) and _where(x) != "cpu":
             raise ValueError(f"{name} is on a {_where(x)}; it must be on a CPU or a GPU")
-    if not any(on_gpu(x) for x in given.values()):
+    if not any(on_gpu(x) for x in arrays.values()):
         return sys.modules[__name__], arrays
     from .jax_gpu import Loan
 
-    for name, x in given.items():
+    for name, x in arrays.items():
         if not on_gpu(x):
             raise ValueError(f"{name} is on {_where(x)} but other arrays are on a GPU; all must be on one device")
     loan = Loan()
-    return loan, {name: None if x is None else loan.take(x) for name, x in arrays.items()}
+    return loan, {name: loan.take(x) for name, x in arrays.items()}
 
 
 def to_numpy(x: jax.Array) -> np.ndarray:

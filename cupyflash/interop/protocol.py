@@ -9,7 +9,7 @@ import numpy as np
 
 from ..problem import Gradients, View
 
-Arrays = dict[str, Any]  # of one call, by the name of the argument; inputs that are not given may be None
+Arrays = dict[str, Any]  # of one call, those that are given, by the name of the argument
 
 
 class Passes(NamedTuple):

@@ -82,10 +82,15 @@ def finish(x: torch.Tensor, device: int) -> torch.Tensor:
 
 
 def recorder(arrays: Arrays) -> Recorder | None:
-    if not torch.is_grad_enabled():
-        return None
-    if not any(getattr(x, "requires_grad", False) for x in arrays.values()):
-        return None
+    if torch.is_grad_enabled():
+        for x in arrays.values():
+            if getattr(x, "requires_grad", False):
+                return _record()
+    return None
+
+
+@functools.cache  # an import statement costs more
+def _record() -> Recorder:
     from .torch_autograd import record
 
     return record

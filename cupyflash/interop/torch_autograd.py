@@ -17,7 +17,7 @@ def record(passes: Passes, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, passes: Passes, names: tuple[str, ...], *tensors: torch.Tensor | None
+        ctx: Any, passes: Passes, names: tuple[str, ...], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = passes.forward(dict(zip(names, tensors)))
         ctx.passes, ctx.names = passes, names
@@ -35,7 +35,9 @@ class _Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * (2 + len(ctx.names))
         *tensors, out, lse = ctx.saved_tensors
-        given = {"dout": torch.zeros_like(out) if dout is None else dout, "out": out, "lse": lse, "dlse": dlse}
+        given = {"dout": torch.zeros_like(out) if dout is None else dout, "out": out, "lse": lse}
+        if dlse is not None:
+            given["dlse"] = dlse
         wanted = zip(ctx.names, ctx.needs_input_grad[2:])
         wrt = tuple(name for name, needed in wanted if needed and name not in ("q", "k", "v"))
         grads = ctx.passes.backward(dict(zip(ctx.names, tensors)) | given, wrt)

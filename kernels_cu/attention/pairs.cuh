@@ -68,8 +68,9 @@ struct Pairs {
     // What it is multiplied by to be in natural units, those of lse.
     __device__ Accum unit() const { return SCORED ? LN2 : p.scale; }
 
-    // The score of a pair from its product s of Q and K: scale, soft cap or score function, ALiBi, bias. (Softmaxes take the largest score, so
-    // `unit` is not negative.) Asked beyond the last query, key and head too: what is read from an array must be in bounds.
+    // The score of a pair from its product s of Q and K: scale, soft cap or score function, ALiBi, bias. (Softmaxes take the
+    // largest score, so `unit` is not negative.) Asked beyond the last query, key and head too: what is read from an array must
+    // be in bounds.
     __device__ Accum score(Accum s, Pair at) const {
         Accum x = product(s, at, tabled(at));
         if (config::ALIBI_SLOPES) x = fma(-alibi(at.head), Accum(abs(at.i + head.diagonal(p) - at.j)), x);
@@ -94,18 +95,19 @@ struct Pairs {
     // The scaled product: what score functions start from.
     __device__ Accum natural(Accum s) const { return (config::NEGATIVE_SCALE ? -s : s) * p.scale; }
 
-    // Of the score all but ALiBi and bias.
+    // Of the score what depends on the product: all of it, but for ALiBi and bias. `product_and`: x more.
     __device__ Accum product(Accum s, Pair at, const Accum* tabled) const {
-        if (config::SCORE) return user::score(p, natural(s), head.batch, at.head, at.i, at.j, tabled) * LOG2E;
-        if (config::NEGATIVE_SCALE) s = -s;
-        if (config::SOFTCAP) return p.cap * capped(s);
-        return SCORED ? s * p.factor : s;
+        if (config::SCORE) return function(s, at, tabled) * LOG2E;
+        return SCORED ? capped(s) * weight() : capped(s);
+    }
+    __device__ Accum product_and(Accum s, Accum x, Pair at, const Accum* tabled) const {
+        return config::SCORE ? fma(function(s, at, tabled), LOG2E, x) : fma(capped(s), weight(), x);
     }
     __device__ Accum product_slope(Accum s, Pair at, const Accum* tabled) const {
         Accum sign = config::NEGATIVE_SCALE ? -1 : 1;
         if (config::SCORE) return sign * user::slope(p, natural(s), head.batch, at.head, at.i, at.j, tabled);
         if (!config::SOFTCAP) return sign;
-        Accum t = capped(config::NEGATIVE_SCALE ? -s : s);
+        Accum t = capped(s);
         return sign * fma(-t, t, Accum(1));
     }
 
@@ -144,7 +146,16 @@ struct Pairs {
     }
 
    private:
-    __device__ Accum capped(Accum s) const { return hyperbolic_tangent<Product>(s * p.cap_inverse); }
+    __device__ Accum function(Accum s, Pair at, const Accum* tabled) const {
+        return user::score(p, natural(s), head.batch, at.head, at.i, at.j, tabled);
+    }
+
+    // A product with its sign, between -1 and 1 where it is capped, and what makes an exponent of 2 of that.
+    __device__ Accum capped(Accum s) const {
+        if (config::NEGATIVE_SCALE) s = -s;
+        return config::SOFTCAP ? hyperbolic_tangent<Product>(s * p.cap_inverse) : s;
+    }
+    __device__ Accum weight() const { return config::SOFTCAP ? p.cap : p.factor; }
 };
 
 // key_seen of COUNT keys from `first` on, fetched at once by a whole warp.
