@@ -47,9 +47,9 @@ def check(
 
     plans = [plan(problem, arch, b, family, tiles[b] and {family: tiles[b]}) for b in (False, True)]
     lengths = {row.name: row.lengths(others[row.name].shape) for row in ARRAYS if row.gradient and row.name in others}
-    lengths |= {x.key: others[x.key].shape for x in (problem.score.arrays if problem.score else ()) if x.kind == "float"}
-    if lengths:
-        plans.append(plan(problem, arch, True, family, lengths=lengths))
+    of_score = {x.key: others[x.key].shape for x in (problem.score.arrays if problem.score else ()) if x.kind == "float"}
+    asked = [names for names in (lengths, of_score) if names]
+    plans += [plan(problem, arch, True, family, lengths=names) for names in asked]
     libraries = compile_all(*[as_cpp(generate(x), [y.name for y in x.launches]) for x in plans])
     # The second time, the workspace is as the first has left it.
     spaces = [{x.name: Guarded(x.shape, x.dtype) for x in kernels.workspace if x.nbytes} for kernels in plans]
@@ -66,9 +66,10 @@ def check(
         run(libraries[1], plans[1], problem, results | inputs | spaces[1], last_first, arch.sms)
         for name in exact._fields:
             assert_as_good(results[name].array, getattr(exact, name), getattr(own, name), name, unit)
-        of_arrays = {f"d{name}": Guarded(others[name].shape, others[name].dtype) for name in lengths}
-        if lengths:
-            run(libraries[2], plans[2], problem, of_arrays | inputs | spaces[2], last_first, arch.sms)
+        of_arrays = {f"d{name}": Guarded(others[name].shape, others[name].dtype) for name in lengths | of_score}
+        for n, names in enumerate(asked, 2):
+            results_of = {f"d{name}": of_arrays[f"d{name}"] for name in names}
+            run(libraries[n], plans[n], problem, results_of | inputs | spaces[n], last_first, arch.sms)
         for name, x in of_arrays.items():
             assert_as_good(x.array, getattr(exact, name), getattr(own, name), name, max(unit, exact.unit(name)))
         for name, x in (results | spaces[1] | of_arrays).items():

@@ -66,8 +66,8 @@ class Prepared:
 
         if chosen is None:
             arch = device.current(ordinal)
-            rows = {name: _OPTIONAL.get(name) for name in wrt}
-            lengths = {name: row.lengths(views[name].shape) if row else views[name].shape for name, row in rows.items()}
+            lengths = {name: views[name].shape for name in wrt}
+            lengths |= {name: _OPTIONAL[name].lengths(shape) for name, shape in lengths.items() if name in _OPTIONAL}
             chosen = plan(problem, arch, backward, family, tuned.tiles(problem, arch, backward), lengths)
         self.plan = chosen
         strides: dict[str, tuple[int, ...]] = {}
@@ -203,9 +203,14 @@ def backward(
         grads = [lib.finish(x, ordinal) for x in grads]
     if not wrt:
         return Gradients(*grads)
-    prepared = _find(lib, arrays, addresses, {}, options, family, True, ordinal, wrt)
-    of_arrays, _ = prepared.run(lib, arrays, {}, False, addresses)
-    return Gradients(*grads, **{name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, of_arrays)})
+    of_arrays = {}
+    of_score = tuple(name for name in wrt if name not in _OPTIONAL)  # those that a score function reads, by kernels of their own
+    for names in (tuple(name for name in wrt if name in _OPTIONAL), of_score):
+        if names:
+            prepared = _find(lib, arrays, addresses, {}, options, family, True, ordinal, names)
+            results, _ = prepared.run(lib, arrays, {}, False, addresses)
+            of_arrays |= {name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, results)}
+    return Gradients(*grads, **of_arrays)
 
 
 def _find(

@@ -38,6 +38,8 @@ ON_REQUEST = ("flash1",)  # families that are taken only where they are named
 # Who gives the gradients of arrays, for the problems of a family.
 GRADIENTS = {"sm90": sm80.gradients, "sm80": sm80.gradients, "simt": simt.gradients}
 
+SCORE_GRADIENTS = {"sm90": sm80.gradients, "sm80": sm80.gradients, "simt": simt.gradients}  # of those of a score function
+
 
 def check_family(family: Any) -> None:
     """ValueError where that is no name of a family, and not None."""
@@ -68,7 +70,8 @@ def plan(
             why = room.objection(problem, arch, backward)
             if why is None:
                 if lengths:
-                    made = GRADIENTS[name](problem, arch, lengths)
+                    of_score = any(problem.reads(x) for x in lengths)
+                    made = (SCORE_GRADIENTS if of_score else GRADIENTS)[name](problem, arch, lengths)
                 else:
                     made = room.plan(problem, arch, backward, (tiles or {}).get(name))
                 blocks = max(x.grid for x in made.launches)

@@ -8,7 +8,7 @@
 
 // What is known of such an array: where its gradient goes, and what an element's score changes by.
 struct OfBias {
-    static constexpr bool BIAS = true;
+    static constexpr bool BIAS = true, DIAGONAL = false;
     __device__ static auto target(const Params& p) { return p.dbias; }
     __device__ static const PairStrides& strides(const Params& p) { return p.dbias_strides; }
     __device__ static Accum* parts(const Params& p) { return p.dbias_parts; }
@@ -17,7 +17,7 @@ struct OfBias {
     __device__ static Accum change(const Pairs&, Pair, Accum) { return 1; }
 };
 struct OfSlopes {
-    static constexpr bool BIAS = false, WEIGHTED = false;
+    static constexpr bool BIAS = false, DIAGONAL = false, WEIGHTED = false;
     __device__ static auto target(const Params& p) { return p.dalibi_slopes; }
     __device__ static const PairStrides& strides(const Params& p) { return p.dalibi_slopes_strides; }
     __device__ static Accum* parts(const Params& p) { return p.dalibi_slopes_parts; }
@@ -34,9 +34,11 @@ struct PairsTile {
 };
 
 // What a thread block sums: tiles of ROWS queries by KEYS keys, in order. Strides of 0 are those of axes that the array is
-// broadcast along: all tiles along them are summed.
+// broadcast along: all tiles along them are summed. Of what is alike along diagonals it has a diagonal of tiles.
 template <class Of, int ROWS, int KEYS>
 struct Share {
+    static constexpr bool DIAGONAL = Of::DIAGONAL && ROWS == KEYS;
+
     const Params& p;
     int batches, heads, tiles_q, tiles_k;  // along each axis, how many are summed
     int batch, head, tile_q, tile_k;       // the first
@@ -51,8 +53,14 @@ struct Share {
             first = broadcast ? 0 : block % count;
             if (!broadcast) block /= count;
         };
-        own(s.key == 0, all_k, tiles_k, tile_k);
-        own(s.query == 0, all_q, tiles_q, tile_q);
+        if constexpr (DIAGONAL) {
+            int number = block % (all_q + all_k - 1), shift = number - (all_q - 1);  // tile of keys less tile of queries
+            block /= all_q + all_k - 1;
+            tile_q = max(0, -shift), tile_k = max(0, shift), tiles_k = 1, tiles_q = min(all_q - tile_q, all_k - tile_k);
+        } else {
+            own(s.key == 0, all_k, tiles_k, tile_k);
+            own(s.query == 0, all_q, tiles_q, tile_q);
+        }
         own(s.head == 0, p.heads_q, heads, head);
         own(s.batch == 0, p.batch, batches, batch);
         split = block;
@@ -91,7 +99,7 @@ struct Share {
     __device__ Step visible(Step step) const {
         for (; has(step); after(step)) {
             PairsTile& at = step.tile;
-            at = {Head::of_q(p, batch + step.b, head + step.h), (tile_q + step.q) * ROWS, (tile_k + step.k) * KEYS};
+            at = {Head::of_q(p, batch + step.b, head + step.h), (tile_q + step.q) * ROWS, (tile_k + step.k + (DIAGONAL ? step.q : 0)) * KEYS};
             if constexpr (walk::ALIKE) break;
             Range keys = Band{p, at.head}.keys_of(Range{at.i, min(at.i + ROWS, at.head.queries(p))});
             if (keys.begin < at.j + KEYS && keys.end > at.j) break;

@@ -10,6 +10,7 @@ from ...problem import ITEMSIZE, AttentionProblem
 from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, scored
+from ..score_gradient import score_work
 
 MAX_DIM = 4096
 
@@ -107,6 +108,7 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     size, widest = ITEMSIZE[problem.lse_dtype], max(problem.dim, problem.dim_v)
     t = next(row for row in TILES[True].table if row.sums in (None, size) and widest <= row.dim)
     of_arrays = work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
+    of_arrays += score_work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
     pairs = problem.batch * problem.heads_q
     delta = Launch("attention_backward_delta", ceil(pairs * problem.seq_q, t.threads), t.threads)
     return KernelPlan(
