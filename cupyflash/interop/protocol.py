@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..problem import Gradients, View
+
+if TYPE_CHECKING:  # NumPy takes longer to import than all of this package
+    import numpy as np
 
 Arrays = dict[str, Any]  # of one call, those that are given, by the name of the argument
 
