@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
 from .graph import RULES, Graph, ScoreArray
 
 _HERE = str(Path(__file__).resolve().parent)
@@ -247,11 +245,11 @@ def lift(graph: Graph, x: Any, what: str = "an operand") -> int:
     if isinstance(x, TracedArray):
         name = x._array.name
         refuse(f"computes with {name} as a whole; it must read elements, as in {name}[h, i]")
-    if isinstance(x, (bool, np.bool_)):
+    if type(x).__name__ in ("bool", "bool_"):  # NumPy's too
         return graph.constant(bool(x))
     if isinstance(x, numbers.Integral):
         return graph.constant(int(x))
-    if isinstance(x, numbers.Real) or (isinstance(x, np.generic) and x.dtype.kind in "fV"):
+    if isinstance(x, numbers.Real) or type(x).__name__ == "bfloat16":
         return graph.constant(float(x))
     if hasattr(x, "shape"):
         refuse(
