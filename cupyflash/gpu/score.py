@@ -23,6 +23,9 @@ _FUNCTIONS = {  # of kernels_cu/attention/score_functions.cuh, but for C's own
     "truncdiv": "divide", "truncmod": "remainder", "pow": "pow", "exp": "exp", "log": "log", "log2": "log2", "sqrt": "sqrt",
     "tanh": "hyperbolic_tangent<Product>", "sigmoid": "sigmoid", "sin": "sin", "cos": "cos", "floor": "floor",
 }  # fmt: skip
+_HEAVY = (
+    "read", "div", "pow", "exp", "log", "log2", "sqrt", "tanh", "sigmoid", "sin", "cos", "floordiv", "mod", "truncdiv", "truncmod"
+)  # fmt: skip
 _PARAMETERS = "const Params& p, Accum s, int b, int h, int i, int j"
 BEYOND = 256  # how far behind the last query or key kernels ask for scores, at most
 
@@ -63,6 +66,20 @@ def tables(score: Score) -> Tables:
             todo += nodes[n].args
     every = set().union(*(on[n] for n in found))
     return Tables(nodes, root, slopes[0] if slopes else None, tuple(sorted(found)), "b" in every, "h" in every)
+
+
+def light(score: Score) -> bool:
+    """Whether what is left for each pair is arithmetic: nothing is read for it, and no function is computed but the simplest."""
+    made = tables(score)
+    seen, todo = set(made.tabled), [made.score, *([] if made.slope is None else [made.slope])]
+    while todo:
+        n = todo.pop()
+        if n not in seen:
+            seen.add(n)
+            if made.nodes[n].op in _HEAVY:
+                return False
+            todo += made.nodes[n].args
+    return True
 
 
 class Read(NamedTuple):

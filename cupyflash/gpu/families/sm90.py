@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ...problem import ITEMSIZE, AttentionProblem
 from ..device import Arch
 from ..kernel_plan import PAIRWISE, Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, pad, scored
+from ..score import light
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
@@ -214,6 +215,7 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
         pairs = PairTiles(problem, pair_stages)
         size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs)
         fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, scored(problem))
+        fits = fits and (t.groups < 3 or problem.score is None or light(problem.score))  # three have 128 registers each
         if fits and size <= arch.shared_memory:
             return ForwardFit(t, q_stages, o_staged, pairs, packed, size)
     return None
