@@ -154,7 +154,7 @@ def attention(
     arrays = _present("qkv", {
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
     })  # fmt: skip
-    options = {
+    options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "layout": layout,
         "deterministic": deterministic,
     }  # fmt: skip
@@ -254,7 +254,7 @@ def attention_backward(
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "dout": dout, "out": out, "lse": lse, "dlse": dlse,
     })  # fmt: skip
-    options = {
+    options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "layout": layout,
         "deterministic": deterministic,
     }  # fmt: skip

@@ -94,7 +94,9 @@ WRITTEN = {
     "relative": Written(relative, _draw(table=lambda b, h, q, k: (h, 65)), _relative),
     "documents": Written(documents, _draw_documents, _documents),
     "grid": Written(grid, _draw(table=lambda b, h, q, k: (16, 15)), _grid),
-    "without_s": Written(without_s, _draw(by_key=lambda b, h, q, k: (k,), by_query=lambda b, h, q, k: (b, q)), _without_s),
+    "without_s": Written(
+        without_s, _draw(by_key=lambda b, h, q, k: (k,), by_query=lambda b, h, q, k: (b, q)), _without_s
+    ),
 }
 
 

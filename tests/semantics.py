@@ -16,7 +16,6 @@ from reference import (
     references,
     state,
 )
-
 from score_functions import WRITTEN, key, of_dtype
 
 from cupyflash import attention, attention_backward

@@ -18,7 +18,23 @@ from semantics import LAYS, check, draw_inputs
 
 from cupyflash import attention, attention_backward, explain
 from cupyflash.gpu.score import reads_of, tables
-from cupyflash.score import absolute, clip, cos, exp, floor, log, log2, maximum, minimum, sigmoid, sin, sqrt, tanh, trace, where
+from cupyflash.score import (
+    absolute,
+    clip,
+    cos,
+    exp,
+    floor,
+    log,
+    log2,
+    maximum,
+    minimum,
+    sigmoid,
+    sin,
+    sqrt,
+    tanh,
+    trace,
+    where,
+)
 
 tracing = sys.modules["cupyflash.score.trace"]  # as an attribute it is the function
 
@@ -35,7 +51,9 @@ def test_with_all_else(backend: Backend, dtype: str, name: str, rng: np.random.G
     """Before ALiBi, bias and masks; the gradient of lse goes through it."""
     given = ("mask", "bias", "alibi_slopes", "sinks")
     for dlse in (0.0, 1.0):
-        inputs = draw_inputs(rng, dtype, seq=(130, 150), heads=(4, 2), given=given, key_mask=True, score=name, dlse=dlse)
+        inputs = draw_inputs(
+            rng, dtype, seq=(130, 150), heads=(4, 2), given=given, key_mask=True, score=name, dlse=dlse
+        )
         check(backend, inputs, thousands=True, score=WRITTEN[name].function, window=(40, 9), scale=-0.3)
 
 
@@ -246,7 +264,9 @@ def test_a_function_is_traced_anew_when_what_it_looks_up_has_changed(rng: np.ran
         return bound * s + FACTOR[0]
 
     for bound in (1.0, 2.0, -0.0, 0.0):
-        assert np.array_equal(attention(x, x, x, score=plain), attention(x, x, x, score=lambda s, b, h, i, j: bound * s))
+        assert np.array_equal(
+            attention(x, x, x, score=plain), attention(x, x, x, score=lambda s, b, h, i, j, x=bound: x * s)
+        )
         attention(x, x, x, score=score)
     assert len(calls) == 4  # a list is looked up, so that nothing is known
     FACTOR[0] = 5.0
@@ -254,7 +274,9 @@ def test_a_function_is_traced_anew_when_what_it_looks_up_has_changed(rng: np.ran
         changed = attention(x, x, x, score=lambda s, b, h, i, j: where(i == j, plain(s, b, h, i, j), s))
     finally:
         FACTOR[0] = 0.0
-    assert not np.array_equal(changed, attention(x, x, x, score=lambda s, b, h, i, j: where(i == j, plain(s, b, h, i, j), s)))
+    assert not np.array_equal(
+        changed, attention(x, x, x, score=lambda s, b, h, i, j: where(i == j, plain(s, b, h, i, j), s))
+    )
 
 
 FACTOR = [0.0]
@@ -284,10 +306,14 @@ def test_what_depends_on_the_distance_is_computed_before() -> None:
     assert len(tables(trace(relative, array)).tabled) == 1
     assert not tables(trace(lambda s, b, h, i, j, table: s + table[h, i], array)).tabled
     for index in (lambda i, j: abs(i - j), lambda i, j: 3 + j - i, lambda i, j: -i + 2 + j, lambda i, j: (i - j) // 2):
-        (read,) = reads_of(trace(lambda s, b, h, i, j, table, index=index: s + table[h, index(i, j)], array), ["score_arrays['table']"])
+        (read,) = reads_of(
+            trace(lambda s, b, h, i, j, table, index=index: s + table[h, index(i, j)], array), ["score_arrays['table']"]
+        )
         assert read.diagonal and read.by_head and not read.by_batch and not read.weighted
     for index in (lambda i, j: i + j, lambda i, j: i // 2 - j // 2, lambda i, j: 2 * i - j):
-        (read,) = reads_of(trace(lambda s, b, h, i, j, table, index=index: s * table[0, index(i, j)], array), ["score_arrays['table']"])
+        (read,) = reads_of(
+            trace(lambda s, b, h, i, j, table, index=index: s * table[0, index(i, j)], array), ["score_arrays['table']"]
+        )
         assert not read.diagonal and read.by_query and read.by_key and not read.by_head and read.weighted
 
 
@@ -301,7 +327,9 @@ def test_explain_names_it() -> None:
     assert "table[h, sub(j, i)]" in str(told)
     plain = explain((2, 300, 4, 64), dtype="bf16", arch="sm_90a")
     assert told.bytes_moved == plain.bytes_moved + 4 * 4 * 9
-    assert "flash1" not in [explain((2, 300, 4, 64), dtype="fp16", arch=a, score="s * 2").family for a in ("sm_75", "sm_80")]
+    assert "flash1" not in [
+        explain((2, 300, 4, 64), dtype="fp16", arch=a, score="s * 2").family for a in ("sm_75", "sm_80")
+    ]
 
 
 # ---- messages -----------------------------------------------------------------------------------------------------------

@@ -75,7 +75,9 @@ def compute(
         if op in variables:
             found.append(variables[op])
         elif op == "const":
-            found.append(_to(kind, value == "True" if kind == "bool" else float(value) if kind == "float" else int(value), work))
+            found.append(
+                _to(kind, value == "True" if kind == "bool" else float(value) if kind == "float" else int(value), work)
+            )
         elif op == "read":
             array = arrays[int(value)]
             found.append(_to(kind, array[_clipped(x, array.shape)], work))

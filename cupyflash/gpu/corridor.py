@@ -203,8 +203,8 @@ def backward(
         grads = [lib.finish(x, ordinal) for x in grads]
     if not wrt:
         return Gradients(*grads)
-    of_arrays = {}
-    of_score = tuple(name for name in wrt if name not in _OPTIONAL)  # those that a score function reads, by kernels of their own
+    of_arrays: dict[str, Any] = {}
+    of_score = tuple(name for name in wrt if name not in _OPTIONAL)  # by kernels of their own
     for names in (tuple(name for name in wrt if name in _OPTIONAL), of_score):
         if names:
             prepared = _find(lib, arrays, addresses, {}, options, family, True, ordinal, names)

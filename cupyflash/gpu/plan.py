@@ -38,9 +38,11 @@ ON_REQUEST = ("flash1",)  # families that are taken only where they are named
 # Who gives the gradients of arrays, for the problems of a family.
 GRADIENTS = {"sm90": sm80.gradients, "sm80": sm80.gradients, "simt": simt.gradients}
 
-SCORE_GRADIENTS = {"sm90": sm80.gradients, "sm80": sm80.gradients, "simt": simt.gradients}  # of those of a score function
+# And of those that a score function reads.
+SCORE_GRADIENTS = {"sm90": sm80.gradients, "sm80": sm80.gradients, "simt": simt.gradients}
 
-SCORE_SPILLS = 400  # bytes that kernels may spill more than their tiles declare, with a score function like those of the tests
+# Bytes that kernels may spill more than their tiles declare, with a score function like those of the tests.
+SCORE_SPILLS = 400
 
 
 def check_family(family: Any) -> None:

@@ -88,8 +88,8 @@ class Read(NamedTuple):
     array: int
     nodes: tuple[Node, ...]
     change: int  # d score / d element
-    index: tuple[int, ...]
-    by_batch: bool  # whether the index depends on b, h, i, j
+    element: tuple[int, ...]  # its indices
+    by_batch: bool  # whether these depend on b, h, i, j
     by_head: bool
     by_query: bool
     by_key: bool
@@ -206,7 +206,7 @@ def _of_gradients(score: Score | None, wanted: Sequence[str]) -> list[str]:
             f"__device__ static Accum change({_PARAMETERS}) {{", _body(score, read.nodes, read.change), "}",
             "// The number, among all sums, of the element that a pair reads.",
             f"__device__ static long long element({_PARAMETERS}) {{",
-            *_statements(score, read.nodes, read.index), f"return {first[read.array]} + {_element(score, read)};", "}", "};",
+            *_statements(score, read.nodes, read.element), f"return {first[read.array]} + {_element(score, read)};", "}", "};",
         ]  # fmt: skip
     lines += [
         f"constexpr int READS = {len(found)};",
@@ -316,6 +316,6 @@ def _element(score: Score, read: Read) -> str:
     """The number of the element in a contiguous array."""
     shape = f"p.{_shape(read.array)}"
     number = "0LL"
-    for axis, m in enumerate(read.index):
+    for axis, m in enumerate(read.element):
         number = f"({number}) * {shape}.length{axis} + nearest(x{m}, {shape}.length{axis})"
     return number

@@ -16,7 +16,8 @@ from .kernel_plan import KernelPlan
 
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*(?://.*)?$')
 _SCORE = "user/score.cuh"  # where the user's score function stands, which is no file
-_WALKED = ("gpu", "interop", "score", "torch", "jax")  # packages that a call on a GPU goes through, and modules beside them
+# Packages that a call on a GPU goes through, and modules beside them.
+_WALKED = ("gpu", "interop", "score", "torch", "jax")
 _MODULES = (
     "__init__.py", "api.py", "folders.py", "merging.py", "other_names.py", "overlap.py", "problem.py",
     "signature.py", "tuned.py",

@@ -45,7 +45,9 @@ class _Parser:
 
     def refuse(self, why: str) -> NoReturn:
         before = self.text[: self.start]
-        raise ValueError(f"score is {self.text!r}, which {why} at {len(before) + 1}; it must be an expression in C of s, b, h, i, j")
+        raise ValueError(
+            f"score is {self.text!r}, which {why} at {len(before) + 1}; it must be an expression in C of s, b, h, i, j"
+        )
 
     def at_hand(self) -> str:
         return repr(self.token) if self.token else "its end"
@@ -149,10 +151,14 @@ class _Parser:
                 index.append(self.choice())
             self.expect("]")
         if len(index) != array.rank:
-            self.refuse(f"reads {array.name} with {len(index)} indices, not {array.rank}, as many as it has dimensions,")
+            self.refuse(
+                f"reads {array.name} with {len(index)} indices, not {array.rank}, as many as it has dimensions,"
+            )
         if any(self.graph.kind(n) == "float" for n in index):
             self.refuse(f"reads {array.name} at a float, not at integers,")
-        return self.graph.read(number, array.kind, tuple(self.graph.to("int", n) if self.graph.kind(n) == "bool" else n for n in index))
+        return self.graph.read(
+            number, array.kind, tuple(self.graph.to("int", n) if self.graph.kind(n) == "bool" else n for n in index)
+        )
 
     def call(self) -> int:
         name = self.name or ""

@@ -179,8 +179,7 @@ class Graph:
                 todo += self.nodes[n].args
         number = {n: new for new, n in enumerate(sorted(needed))}
         nodes = tuple(
-            node._replace(args=tuple(number[m] for m in node.args))
-            for node in (self.nodes[n] for n in sorted(needed))
+            node._replace(args=tuple(number[m] for m in node.args)) for node in (self.nodes[n] for n in sorted(needed))
         )
         return nodes, tuple(number[n] for n in roots)
 
@@ -201,7 +200,7 @@ class Score:
         object.__setattr__(self, "_hash", hash((self.arrays, self.nodes, self.root)))
 
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined,no-any-return]
+        return self._hash  # type: ignore[attr-defined]
 
     def __eq__(self, other: object) -> bool:
         if self is other:

@@ -34,7 +34,7 @@ def trace(score: Callable[..., Any] | str | Score, arrays: Mapping[str, tuple[st
         found = _parsed(score, given) if isinstance(score, str) else _run(score, given)
         for kept in (_traced, _same):
             if len(kept) >= _KEPT:
-                kept.clear()  # type: ignore[attr-defined]
+                kept.clear()
         found = _same.setdefault(found, found)  # equal ones are the same, so that what is kept for one is found at once
         if key is not None:
             _traced[key] = found
@@ -140,5 +140,3 @@ def _of_value(x: Any, outer: tuple[Any, ...]) -> Any:
     if isinstance(x, types.FunctionType) and (x.__module__ or "").partition(".")[0] in _KNOWN:
         return x
     return _of_function(x, outer)
-
-

@@ -29,8 +29,12 @@ def place() -> str:
     return f" ({file}, line {line}{': ' + text if text else ''})"
 
 
+def refusal(why: str) -> TypeError:
+    return TypeError(f"score {why}{place()}")
+
+
 def refuse(why: str) -> NoReturn:
-    raise TypeError(f"score {why}{place()}")
+    raise refusal(why)
 
 
 class Traced:
@@ -55,7 +59,7 @@ class Traced:
     # What cannot be written down: it would need a number.
 
     def __bool__(self) -> bool:
-        refuse(
+        raise refusal(
             "decides by a number that depends on the pair, with if, and, or, not, or a comparison of three; it must choose "
             "with cupyflash.score.where, and combine with &, | and ~"
         )
@@ -70,13 +74,15 @@ class Traced:
         refuse("makes a plain int of a number of the pair; it must use astype(int)")
 
     def __index__(self) -> int:
-        refuse(
+        raise refusal(
             "uses a number of the pair as a plain index; arrays that it reads must be given by name in score_arrays, and be "
             "parameters of the function"
         )
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        refuse("hands a number of the pair to a function that wants an array; it must use those of cupyflash.score, or NumPy's")
+        refuse(
+            "hands a number of the pair to a function that wants an array; it must use those of cupyflash.score, or NumPy's"
+        )
 
     def __iter__(self) -> Any:
         refuse("goes through a number of the pair as if it were a sequence; it is one number")
@@ -99,7 +105,9 @@ class Traced:
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         name = {"where": where, "clip": clip}.get(function.__name__)
         if kwargs or name is None:
-            refuse(f"calls numpy.{function.__name__}, which is not known here; it must use a function of cupyflash.score")
+            refuse(
+                f"calls numpy.{function.__name__}, which is not known here; it must use a function of cupyflash.score"
+            )
         return name(*args)
 
     def __add__(self, x: Any) -> Traced:
@@ -198,10 +206,10 @@ class Traced:
     def __ge__(self, x: Any) -> Traced:
         return apply("le", x, self)
 
-    def __eq__(self, x: Any) -> Traced:  # type: ignore[override]
+    def __eq__(self, x: object) -> Traced:  # type: ignore[override]
         return apply("eq", self, x)
 
-    def __ne__(self, x: Any) -> Traced:  # type: ignore[override]
+    def __ne__(self, x: object) -> Traced:  # type: ignore[override]
         return apply("ne", self, x)
 
 
@@ -322,7 +330,9 @@ tanh = _function("tanh", "Hyperbolic tangent; in kernels for 16-bit formats as e
 sigmoid = _function("sigmoid", "1 / (1 + exp(-x)).")
 sin = _function("sin", "Sine.")
 cos = _function("cos", "Cosine.")
-floor = _function("floor", "The largest whole number that is not above x, as a float; astype(int) makes an integer of it.")
+floor = _function(
+    "floor", "The largest whole number that is not above x, as a float; astype(int) makes an integer of it."
+)
 absolute = _function("abs", "|x|; its derivative at 0 is 0.")
 minimum = _function("minimum", "The smaller of two; where they are equal, each has half of the derivative.")
 maximum = _function("maximum", "The larger of two; where they are equal, each has half of the derivative.")

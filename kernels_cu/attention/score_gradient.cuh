@@ -98,7 +98,9 @@ __device__ void finish_sum(const Params& p) {
     if (n >= user::elements(p)) return;
     if constexpr (config::DETERMINISTIC) {
         double largest = FixedPoint::largest(p), x = FixedPoint(p).number(p.score_sums[n]);
-        user::store(p, n, Accum(largest <= 1.7976931348623157e308 ? x : largest - largest));  // NaN where something is not finite
+        user::store(
+            p, n,
+            Accum(largest <= 1.7976931348623157e308 ? x : largest - largest));  // NaN where something is not finite
     } else {
         user::store(p, n, p.score_sums[n]);
     }
