@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 from . import interop
 from .interop.protocol import Adapter, Arrays, Library, Passes
 from .other_names import unexpected
-from .problem import Gradients, check_flag, check_wrt, seed_of
+from .problem import Gradients, check_flag, check_wrt, score_of, seed_of
 from .signature import A, Array, L, closed
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .autotune import Tuning
     from .blocks import BlockMask
     from .explanation import Explanation
+
+
+ScoreFunction = Callable[..., Any] | str
 
 
 class Options(TypedDict, total=False):
@@ -36,6 +39,8 @@ class Options(TypedDict, total=False):
     bias: Array | None
     alibi_slopes: Array | None
     sinks: Array | None
+    score: ScoreFunction | None
+    score_arrays: Mapping[str, Array] | None
     block_mask: BlockMask | None
     dropout: float
     seed: int | Array | None
@@ -66,6 +71,8 @@ def attention(
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    score: ScoreFunction | None = None,
+    score_arrays: Mapping[str, Array] | None = None,
     block_mask: BlockMask | None = None,
     dropout: float = 0.0,
     seed: int | Array | None = None,
@@ -79,9 +86,9 @@ def attention(
     """Exact attention, softmax(score(Q Kᵀ)) V, without the score matrix in memory.
 
     The online-softmax tiling of FlashAttention (Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1). What happens to a
-    score, in this order: s = scale · q · k; s = c tanh(s / c) with softcap=c; s = s - slope · |i + diagonal - j| with
-    alibi_slopes; s = s + bias; s = -inf where causal, window, key_mask, mask or block_mask hides the key; softmax, in whose
-    denominator sinks are a score more; dropout. All of them combine.
+    score, in this order: s = scale · q · k; s = c tanh(s / c) with softcap=c, or s = score(s, b, h, i, j, ...);
+    s = s - slope · |i + diagonal - j| with alibi_slopes; s = s + bias; s = -inf where causal, window, key_mask, mask or
+    block_mask hides the key; softmax, in whose denominator sinks are a score more; dropout. All of them combine.
 
     Parameters
     ----------
@@ -115,6 +122,13 @@ def attention(
     alibi_slopes : (B, Hq), optional
         Attention with linear biases: the slope of each head, in float32 or the dtype of q, times the distance of the key
         from the query's diagonal is taken off the score. The diagonal is the one that `causal` names.
+    score : function or text, optional
+        f(s, b, h, i, j, arrays ...), the new score of query i and key j of head h of batch entry b, all counted from 0, from
+        s = scale · q · k; see `cupyflash.score` and the page on score functions. It is run once, to be traced, and computed
+        in float32 (float64 for float64). -inf hides a pair. Not together with softcap. Or the same as an expression in C.
+    score_arrays : dict of arrays, optional
+        What `score` reads, by the names of its parameters: of 1 to 4 dimensions, in the dtype of q, float32, int32, int64 or
+        bool, with any strides. An index beyond an end is taken as the nearest that there is.
     sinks : (Hq,), optional
         For each head a score more in the denominator of every row, with no value; in the dtype of q or float32. Neither
         scaled, capped, biased nor masked. lse includes it.
@@ -162,13 +176,15 @@ def attention(
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "seed": seed,
     })  # fmt: skip
-    options = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "block_mask": block_mask, "dropout": dropout,
-        "layout": layout, "deterministic": deterministic,
+    options: dict[str, Any] = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "block_mask": block_mask,
+        "dropout": dropout, "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
     if return_lse is not True and return_lse is not False:
         check_flag("return_lse", return_lse)
     lib = interop.library("q", q)
+    if score is not None or score_arrays is not None:
+        _trace(lib, arrays, options, score_arrays)
     record = lib.recorder(arrays)
     if record is not None:
         if out is not None:
@@ -204,6 +220,8 @@ def attention_backward(
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    score: ScoreFunction | None = None,
+    score_arrays: Mapping[str, Array] | None = None,
     block_mask: BlockMask | None = None,
     dropout: float = 0.0,
     seed: int | Array | None = None,
@@ -225,16 +243,16 @@ def attention_backward(
         Gradient of the loss with respect to `out`, in the dtype of q.
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
-    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, block_mask, dropout, seed, layout : as given to
-    `attention`
+    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, dropout, seed,
+    layout : as given to `attention`
     deterministic : bool
         Bitwise the same gradients in every run; on a CPU, with any number of cores.
     dlse : (B, Hq, Sq), optional
         Gradient of the loss with respect to `lse`, in its dtype, where the loss depends on that too. Rows that see no key
         have none.
     wrt : names, or one name
-        Optional arrays whose gradients are wanted too, of "bias", "alibi_slopes" and "sinks". dq, dk and dv do not depend
-        on it.
+        Optional arrays whose gradients are wanted too, of "bias", "alibi_slopes", "sinks" and the names in score_arrays. dq, dk
+        and dv do not depend on it.
     grads : (dq, dk, dv), optional
         Where to write these gradients: each with memory of its own.
     family : str, optional
@@ -248,6 +266,8 @@ def attention_backward(
         Further fields of it, by name alone; None where `wrt` does not ask for them. Shape and dtype of what was given: summed
         over the axes along which it stands for all, in float32 (float64 for float64). Hidden pairs, and rows that see no
         key, add nothing, whatever the bias holds there (but to dsinks what dlse says: there lse is the sink).
+    dscore_arrays
+        The same for those in score_arrays, a dict by their names.
 
     Raises
     ------
@@ -261,17 +281,19 @@ def attention_backward(
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "seed": seed, "dout": dout, "out": out, "lse": lse, "dlse": dlse,
     })  # fmt: skip
-    options = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "block_mask": block_mask, "dropout": dropout,
-        "layout": layout, "deterministic": deterministic,
+    options: dict[str, Any] = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "block_mask": block_mask,
+        "dropout": dropout, "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
     lib = interop.library("q", q)
+    if score is not None or score_arrays is not None:
+        _trace(lib, arrays, options, score_arrays)
     if grads is not None and (not isinstance(grads, (tuple, list)) or len(grads) != 3):
         what = f"holds {len(grads)} arrays" if isinstance(grads, (tuple, list)) else f"is {type(grads).__name__}"
         raise ValueError(f"grads {what}; it must be a tuple of three arrays (dq, dk, dv) or None")
     names = Gradients._fields
     targets = _present(names, dict(zip(names, grads))) if grads is not None else {}
-    return _backward(lib, arrays, targets, options, number, family, check_wrt(wrt, arrays))
+    return _backward(lib, arrays, targets, options, number, family, check_wrt(wrt, arrays, options["score"]))
 
 
 def merge(outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd") -> tuple[A, L]:
@@ -436,6 +458,22 @@ def tune(
         q, k, v, dtype=dtype, backward=backward, family=family, store=store, rounds=rounds, min_ms=min_ms,
         progress=progress or (lambda *_: None), **options,
     )  # fmt: skip
+
+
+def _trace(lib: Library, arrays: Arrays, options: dict[str, Any], score_arrays: Any) -> None:
+    """The score function becomes a `Score`, and the arrays that it reads some of those of the call."""
+    given = {} if score_arrays is None else score_arrays
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in given):
+        what = f"has the names {list(given)}" if isinstance(given, Mapping) else f"is a {type(given).__name__}"
+        raise TypeError(f"score_arrays {what}; it must be a dict of arrays by the names of score's parameters")
+    named = {f"score_arrays[{name!r}]": x for name, x in given.items()}
+    _present(named, named)
+    adopted = interop.adopted(lib, {"q": arrays["q"]} | named)
+    q, *views = (interop.view(lib, name, x) for name, x in adopted.items())
+    score = score_of(options["score"], dict(zip(given, views)), q)
+    options["score"] = score
+    if score is not None:
+        arrays.update((x.key, given[x.name]) for x in score.arrays)
 
 
 def _forward(

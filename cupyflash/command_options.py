@@ -96,6 +96,6 @@ def _value(row: OptionRule, given: Any) -> Any:
     """What is given, as the row has it; None where it is not. The row says what is wrong with it."""
     if given is None or given is False:
         return None
-    found = given if given is True else value(given)
+    found = given if given is True or row.text else value(given)
     row.check(found)
     return found

@@ -106,7 +106,7 @@ def explain(
     **given: Any,
 ) -> Explanation:
     """`cupyflash.explain`; see there. NO_PLAN are let through."""
-    rules.check_options("explain", given, NO_PLAN)
+    rules.check_options("explain", given, (*NO_PLAN, "score_arrays"))
     rules.check_flag("backward", backward)
     k = q if k is None else k
     array, _ = rules.seed_of(given.get("seed"), 0.0)  # none is needed, and a number is compiled nowhere
@@ -114,7 +114,9 @@ def explain(
     arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in _OPTIONAL}}
     views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
     options = {name: given[name] for name in rules.complete({}) if name in given}
-    problem = rules.describe(**views, **options)
+    read = views_of_score(given.get("score_arrays"), arch)
+    problem = rules.describe(**views, **options, score_arrays=read)
+    views |= {x.key: read[x.name] for x in (problem.score.arrays if problem.score else ())}
     device = views["q"].device
     notes = _of_blocks(options.get("block_mask"))
     if device == "cpu" and arch is None:
@@ -257,6 +259,15 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
     return View(shape, rules.contiguous(shape), dtype, where, "shape")
 
 
+def views_of_score(arrays: Any, arch: str | None) -> dict[str, View]:
+    """Of what is given as score_arrays: arrays, or shapes of float32."""
+    arrays = dict(arrays or {}).items()
+    return {
+        name: as_view(f"score_arrays[{name!r}]", x, "float32" if isinstance(x, (tuple, list)) else None, arch)
+        for name, x in arrays
+    }
+
+
 def _gpu_at_hand() -> bool:
     from .gpu.device import current
 
@@ -278,6 +289,8 @@ def bytes_moved(problem: AttentionProblem, views: dict[str, View], backward: boo
     for name, dtype, _ in p.given:  # what lies in memory, not what it is broadcast to
         own = zip(views[name].shape, views[name].strides)
         optional += math.prod(length for length, stride in own if stride) * ITEMSIZE[dtype]
+    for x in p.score.arrays if p.score else ():
+        optional += math.prod(views[x.key].shape) * ITEMSIZE[x.dtype]
     return elements * ITEMSIZE[p.dtype] + rows * ITEMSIZE[p.lse_dtype] + optional
 
 
@@ -294,6 +307,7 @@ def _mask(p: AttentionProblem) -> str:
 
 def _score(p: AttentionProblem) -> str:
     parts = [] if p.softcap is None else [f"soft cap {p.softcap:g}"]
+    parts += [] if p.score is None else [f"score function {p.score}"]
     parts += [_OPTIONAL[x.name].label for x in p.given if x.dtype != "bool" and x.name != "seed"]
     return ", ".join(parts + [f"dropout {p.dropout:g}"] * (p.dropout > 0))
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 from .other_names import unexpected
+from .score import Score, trace
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int64", "uint64", "int32", "uint32")
@@ -81,6 +82,12 @@ class Gradients(_OfQKV):
     dalibi_slopes: Any = None
     dsinks: Any = None
 
+    @property
+    def dscore_arrays(self) -> dict[str, Any]:
+        """Those of the arrays that a score function reads, by their names."""
+        start, end = "dscore_arrays['", "']"
+        return {name[len(start) : -len(end)]: x for name, x in vars(self).items() if name.startswith(start)}
+
     def __new__(cls, dq: Any, dk: Any, dv: Any, **others: Any) -> Self:
         grads = super().__new__(cls, dq, dk, dv)
         vars(grads).update(others)
@@ -109,6 +116,7 @@ class OptionRule:
     backward: bool = False  # changes nothing but the gradients
     number: bool = False  # may be an array of no dimensions
     written: bool = True  # whether a command line can say it
+    text: bool = False  # on a command line it is taken as it is written
 
 
 @dataclass(frozen=True)
@@ -275,6 +283,15 @@ def check_flag(name: str, x: Any) -> bool:
     return bool(x)
 
 
+def _check_score(score: Any) -> Any:
+    if score is not None and not callable(score) and not isinstance(score, (str, Score)):
+        raise TypeError(
+            f"score is {score!r}; it must be a function of (s, b, h, i, j, and the arrays of score_arrays by name), an "
+            "expression as text, or None"
+        )
+    return score
+
+
 _check_deterministic = functools.partial(check_flag, "deterministic")
 
 
@@ -283,6 +300,7 @@ OPTIONS = (
     OptionRule("window", None, "(left, right): keys that a query sees beside its diagonal.", _check_window),
     OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", check_scale, number=True),
     OptionRule("softcap", None, "c: scores become c tanh(score / c).", _check_softcap, number=True),
+    OptionRule("score", None, "New score, an expression in C of s, b, h, i, j.", _check_score, text=True),
     OptionRule(
         "block_mask", None, "Blocks of pairs that are there, and bits of some.", _check_block_mask, written=False
     ),
@@ -310,11 +328,14 @@ def check_options(function: str, names: Iterable[str], also: tuple[str, ...] = (
             raise unexpected(function, name, known)
 
 
-def check_wrt(wrt: Any, arrays: dict[str, Any]) -> tuple[str, ...]:
-    """The optional arrays whose gradients are asked for, in the order of ARRAYS. `arrays`: those of the call, by name."""
+def check_wrt(wrt: Any, arrays: dict[str, Any], score: Score | None = None) -> tuple[str, ...]:
+    """The optional arrays whose gradients are asked for, by what they are called among the `arrays` of the call: in the order
+    of ARRAYS, then of those that its score function reads.
+    """
     if isinstance(wrt, tuple) and not wrt:
         return ()
-    can = [row.name for row in ARRAYS if row.gradient]
+    reads = {x.name: x for x in score.arrays} if score else {}
+    can = [row.name for row in ARRAYS if row.gradient] + [x.name for x in reads.values() if x.kind == "float"]
     must = f"it must hold names of optional arrays that are given, of {', '.join(map(repr, can))}"
     try:
         names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
@@ -326,11 +347,11 @@ def check_wrt(wrt: Any, arrays: dict[str, Any]) -> tuple[str, ...]:
         if name in ("q", "k", "v"):
             raise ValueError(f"wrt holds {name!r}, whose gradient comes anyway; {must}")
         if name not in can:
-            why = ", which has no gradient" if name in [row.name for row in ARRAYS] else ""
+            why = ", which has no gradient" if name in [*(row.name for row in ARRAYS), *reads] else ""
             raise ValueError(f"wrt holds {name!r}{why}; {must}")
-        if arrays.get(name) is None:
+        if name not in reads and arrays.get(name) is None:
             raise ValueError(f"wrt holds {name!r}, but {name} is not given; {must}")
-    return tuple(name for name in can if name in names)
+    return tuple(reads[name].key if name in reads else name for name in can if name in names)
 
 
 def complete(options: dict[str, Any]) -> dict[str, Any]:
@@ -359,6 +380,7 @@ class AttentionProblem:
     left: int | None = None  # keys visible to the left of the diagonal, None = all
     right: int | None = None  # keys visible to the right of it, None = all; causal means 0
     softcap: float | None = None
+    score: Score | None = None
     block_mask: tuple[str, ...] | None = None  # of a block mask, the axes along which it has several patterns
     dropout: float = 0.0  # the share of the probabilities that become 0
     deterministic: bool = False
@@ -371,6 +393,10 @@ class AttentionProblem:
     def array(self, name: str) -> Given | None:
         """The optional array `name`, where it is given."""
         return next((x for x in self.given if x.name == name), None)
+
+    def reads(self, name: str) -> bool:
+        """Whether `name`, among the arrays of a call, is one that the score function reads."""
+        return self.score is not None and self.score.array(name) is not None
 
     def extent(self, axis: str) -> int:
         """Length of one of AXES."""
@@ -425,8 +451,10 @@ class AttentionProblem:
 def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     """Check q, k, v and what else is given, and return the problem that they state.
 
-    `given` holds options (OPTIONS) as they are and optional arrays (ARRAYS) as `View`s or None, by name.
+    `given` holds options (OPTIONS) as they are and optional arrays (ARRAYS) as `View`s or None, by name; as "score_arrays"
+    the arrays that a score function reads, by their names.
     """
+    score_arrays = given.pop("score_arrays", None) or {}
     check_options("describe", given)
     options = {row.name: row.check(given.get(row.name, row.default)) for row in OPTIONS}
     layout, (left, right) = options.pop("layout"), options.pop("window")
@@ -470,6 +498,12 @@ def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
         right = None
     options["scale"] = _in_range("scale", q.dtype, options["scale"], 1.0 / math.sqrt(d) if d else 1.0)
     options["softcap"] = _in_range("softcap", q.dtype, options["softcap"], None)
+    options["score"] = score_of(options["score"], score_arrays, q)
+    if options["score"] is not None and options["softcap"] is not None:
+        raise ValueError(
+            f"softcap is {options['softcap']}, and score is given too; with a score function it must be None: write the cap "
+            "into that, as c * tanh(s / c)"
+        )
     options["dropout"] *= round(options["dropout"] * DROPOUT_STEPS) > 0  # a share that never drops anything is none
     arrays = [(row, given[row.name]) for row in _arrays_in(given) if options["dropout"] or row.name != "seed"]
     problem = AttentionProblem(
@@ -492,6 +526,25 @@ def _check_mask_kind(kind: MaskKind, problem: AttentionProblem, q: View) -> None
         )
     if q.kind != "shape" and kind.device != q.device:
         raise ValueError(f"block_mask is on {kind.device} but q is on {q.device}; make it with like=q")
+
+
+def score_of(score: Any, arrays: dict[str, View], q: View) -> Score | None:
+    """The score function that is asked for, traced, once the arrays that it reads are what they must be."""
+    score = _check_score(score)
+    if score is None:
+        if arrays:
+            raise ValueError(f"score_arrays holds {', '.join(map(repr, arrays))}, but no score is given that reads them")
+        return None
+    dtypes = list(dict.fromkeys([q.dtype, "float32", "int32", "int64", "bool"]))
+    for name, x in arrays.items():
+        what = f"score_arrays[{name!r}]"
+        if x.dtype not in dtypes:
+            raise TypeError(f"{what} has dtype {x.dtype}; it must be {', '.join(dtypes[:-1])} or {dtypes[-1]}")
+        if not 1 <= len(x.shape) <= 4 or 0 in x.shape:
+            raise ValueError(f"{what} has shape {x.shape}; it must have 1 to 4 dimensions, none of length 0")
+        _same(what, x, "q", q, dtype=False)
+    spans = {name: sum((n - 1) * abs(stride) for n, stride in zip(x.shape, x.strides)) for name, x in arrays.items()}
+    return trace(score, {name: (x.dtype, len(x.shape), spans[name] >= 2**31) for name, x in arrays.items()})
 
 
 def _arrays_in(given: dict[str, Any]) -> list[ArrayRule]:
@@ -536,7 +589,9 @@ def state(
     what results are to be written to, where that is given.
     """
     q, k, v = (views[name] for name in "qkv")
-    problem = describe(q, k, v, **options, **{row.name: views.get(row.name) for row in ARRAYS})
+    score = options.get("score")
+    reads = {x.name: views[x.key] for x in score.arrays} if isinstance(score, Score) else {}
+    problem = describe(q, k, v, **options, **{row.name: views.get(row.name) for row in ARRAYS}, score_arrays=reads)
     if not backward:
         problem = replace(problem, **{row.name: row.default for row in OPTIONS if row.backward})
     out, lse = out_shape(q.shape, problem), lse_shape(len(q.shape), problem)

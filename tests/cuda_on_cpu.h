@@ -9,6 +9,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <type_traits>
@@ -370,6 +371,14 @@ static T atomicAdd(T* address, U x) {
     *address += x;
     return before;
 }
+template <class T, class U>
+static T atomicMax(T* address, U x) {
+    T before = *address;
+    if (before < T(x)) *address = x;
+    return before;
+}
+static double __longlong_as_double(long long x) { return bits<double>(x); }
+static long long __double_as_longlong(double x) { return bits<long long>(x); }
 template <class T, class U, class V>
 static T atomicCAS(T* address, U expected, V x) {
     T before = *address;

@@ -12,7 +12,17 @@ import pytest
 import reference
 from backends import Backend
 from reference import DTYPES, Standard, assert_as_good, state
-from semantics import Blocks, Inputs, Judge, Lay, arrays_of_rank, as_caller_has_it, as_given, as_reference_has_it
+from semantics import (
+    Blocks,
+    Inputs,
+    Judge,
+    Lay,
+    arrays_of_rank,
+    as_arguments,
+    as_caller_has_it,
+    as_given,
+    as_reference_has_it,
+)
 
 import cupyflash
 from cupyflash.cpu import corridor
@@ -115,7 +125,7 @@ class Framework:
                 family = Backend(family, family).family_for(judge.problem)
             options |= {"layout": layout, "family": family, "deterministic": deterministic}
             arrays = arrays_of_rank(inputs, rank)
-            options |= {name: as_given(name, x, lambda x: put(x, lay)) for name, x in arrays.items()}
+            options |= as_arguments({name: as_given(name, x, lambda x: put(x, lay)) for name, x in arrays.items()})
             if blocks is not None:
                 options["block_mask"] = blocks.mask(like=q)
             dlse = None if inputs.dlse is None else put(inputs.dlse[(0,) * (4 - rank)], lay)

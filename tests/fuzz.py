@@ -36,6 +36,7 @@ import numpy as np
 from backends import CPU, Backend, no_gpu
 from frameworks import framework
 from reference import DTYPES
+from score_functions import WRITTEN
 from semantics import CONTIGUOUS, LAYS, Inputs, check, draw_blocks, draw_inputs
 
 from cupyflash.gpu.plan import FAMILIES
@@ -65,6 +66,7 @@ class Kind:
     right: bool
     negative: bool  # the scale
     softcap: bool
+    score: str | None  # of WRITTEN
     key_mask: bool
     blocks: str | None  # axes along which a block mask differs; None: there is none
     dropout: bool
@@ -88,6 +90,7 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
     dropout = rng.random() < 0.2 and backend.takes(dtype, 64, 64, dropout=0.5)
     if dropout and rng.random() < 0.3:  # in memory; else it is a number
         given.append(("seed", ["int64", "int32"][rng.integers(2)]))
+    score = list(WRITTEN)[rng.integers(len(WRITTEN))] if scored and rng.random() < 0.4 else None
     return Kind(
         backend.family, dtype, library,
         dims=(dim, other if rng.random() < 0.4 else dim),
@@ -95,7 +98,8 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
         left=bool(rng.random() < 0.3),
         right=bool(causal or rng.random() < 0.3),
         negative=bool(rng.random() < 0.15),
-        softcap=bool(scored and rng.random() < 0.4),
+        softcap=bool(scored and score is None and rng.random() < 0.4),
+        score=score,
         key_mask=bool(rng.random() < 0.3),
         blocks="".join(axis for axis in "bh" if rng.random() < 0.5) if scored and rng.random() < 0.4 else None,
         dropout=bool(dropout),
@@ -142,7 +146,7 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
         rng, kind.dtype, batch=batch, seq=(seq_q, seq_k), heads=(heads, heads_k), dims=dims, key_mask=kind.key_mask,
         dlse=float(10.0 ** rng.uniform(-1, 1)) if rng.random() < 0.3 else 0.0,
         given=[*(name for name, _ in kind.given if name != "seed"), *["seed"] * kind.dropout],
-        full=kind.along + "".join(axis for axis in "bh" if rng.random() < 0.6),
+        full=kind.along + "".join(axis for axis in "bh" if rng.random() < 0.6), score=kind.score,
     )  # fmt: skip
     for name, dtype in kind.given:
         inputs.given[name] = inputs.given[name].astype(DTYPES.get(dtype, dtype))
@@ -165,6 +169,7 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
         "window": None if left is None and right is None else (left, right),
         "scale": scale,
         "softcap": float(rng.uniform(0.5, 20)) if kind.softcap else None,
+        "score": WRITTEN[kind.score].function if kind.score else None,
         "dropout": float(rng.uniform(0.01, 0.6)) if kind.dropout else 0.0,
         "deterministic": kind.deterministic,
     }
@@ -174,7 +179,7 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
     lay = list(LAYS)[rng.integers(len(LAYS))] if rank == 4 and rng.random() < 0.5 else "contiguous"
     shapes = " ".join(f"{name}{tuple(x.shape)}" for name, x in zip("qkv", inputs))
     given = {name: f"{x.dtype}{x.shape}" for name, x in inputs.given.items()}
-    said = {name: x for name, x in options.items() if name != "blocks"}
+    said = {name: x for name, x in options.items() if name != "blocks"} | {"score": kind.score}
     text = f"{shapes} {given} dlse={inputs.dlse is not None} {said} {lay}"
     if kind.blocks is not None:
         text += f" blocks of {sizes}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES
 from cupyflash.problem import ARRAYS, AXES, FLOATS, ITEMSIZE, AttentionProblem, Given
+from cupyflash.score import tanh, trace, where
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DIMS = [(d, d) for d in (16, 32, 64, 80, 96, 128, 160, 192, 256)] + [(192, 128), (64, 96), (256, 32)]
@@ -17,6 +19,13 @@ FEW = {(64, 64): 1, (96, 96): 7, (128, 128): 1, (192, 128): 30, (192, 192): 16, 
 GIVEN = tuple(Given(rule.name, rule.dtypes[0], rule.axes) for rule in ARRAYS)  # every optional array
 BIAS = (Given("bias", "q", AXES),)
 KEY_MASK = (Given("key_mask", "bool", ("batch", "key")),)  # the one that every family takes
+
+# A score function whose slope is no constant, with a table of what depends on the distance, an array that is read for each
+# pair, and one of integers.
+SCORE = trace(
+    lambda s, b, h, i, j, table, ids: where(ids[b, i] == ids[b, j], 20 * tanh(s / 20) + table[h, j - i], -math.inf),
+    {"table": ("float32", 2, False), "ids": ("int32", 2, False)},
+)
 
 # What a kernel can be asked, as fields of a problem; "everything" has all the mask's and the score's code at once.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -28,6 +37,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "left": 100, "right": 50, "block_mask": ("batch", "head"), "given": GIVEN, "scale": -1.0, "softcap": 30.0, "dropout": 0.1,
         "deterministic": True,
     },
+    "score": {"right": 0, "score": SCORE},
 }  # fmt: skip
 
 
@@ -55,7 +65,7 @@ def problems() -> Iterator[AttentionProblem]:
             for name, fields in FEATURES.items():
                 if (dtype, name) in (("float16", "causal"), ("float16", "blocks"), ("bfloat16", "nothing")):
                     continue
-                if name not in ("hidden", "blocks") or dims in ((64, 64), (128, 128)):  # less than everything
+                if name not in ("hidden", "blocks", "score") or dims in ((64, 64), (128, 128)):  # less than everything
                     for length in LENGTHS:
                         yield problem(dtype, *dims, seq_q=length, seq_k=length, **fields)
                     if dims in FEW and ITEMSIZE[dtype] == 2:

@@ -15,7 +15,7 @@ from semantics import draw_blocks, draw_inputs
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import Box, KernelPlan
-from cupyflash.gpu.params import KEYS, Packer, round_keys
+from cupyflash.gpu.params import KEYS, Packer, round_keys, score_shape
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
 from cupyflash.problem import ARRAYS, ITEMSIZE, AttentionProblem, View
@@ -32,7 +32,7 @@ def check(
 ) -> None:
     """Forward and backward, in both orders (cuda_on_cpu.h); every result must be as good as the reference.
 
-    To the bit the same in both, too, but for dq where that is not asked for. `shapes` are those of `draw_inputs`,
+    To the bit the same in both, too, but for dq and what a score function reads where that is not asked for. `shapes` are those of `draw_inputs`,
     `options` those of a problem; "rows_aligned": whether rows of results start at multiples of 16 bytes; "tiles": those
     of the forward and of the backward, in place of what the plan would choose; "blocks": what `draw_blocks` takes.
     """
@@ -57,8 +57,9 @@ def check(
 
     plans = [plan(problem, arch, b, family, tiles[b] and {family: tiles[b]}) for b in (False, True)]
     lengths = {row.name: row.lengths(others[row.name].shape) for row in ARRAYS if row.gradient and row.name in others}
-    if lengths:
-        plans.append(plan(problem, arch, True, family, lengths=lengths))
+    of_score = {x.key: others[x.key].shape for x in (problem.score.arrays if problem.score else ()) if x.kind == "float"}
+    asked = [names for names in (lengths, of_score) if names]
+    plans += [plan(problem, arch, True, family, lengths=names) for names in asked]
     libraries = compile_all(*[as_cpp(generate(x), [y.name for y in x.launches]) for x in plans])
     listed = [
         {use.name: Guarded(x.shape, x.dtype, x) for use in kernels.lists for x in [options["block_mask"].list_for(use)]}
@@ -79,13 +80,17 @@ def check(
         run(libraries[1], plans[1], problem, results | inputs | spaces[1] | listed[1], last_first, arch.sms, seed)
         for name in exact._fields:
             assert_as_good(results[name].array, getattr(exact, name), getattr(own, name), name, unit)
-        of_arrays = {f"d{name}": Guarded(others[name].shape, others[name].dtype, rows_aligned=False) for name in lengths}
-        if lengths:
-            run(libraries[2], plans[2], problem, of_arrays | inputs | spaces[2] | listed[2], last_first, arch.sms, seed)
+        of_arrays = {
+            f"d{name}": Guarded(others[name].shape, others[name].dtype, rows_aligned=False) for name in lengths | of_score
+        }
+        for n, names in enumerate(asked, 2):
+            results_of = {f"d{name}": of_arrays[f"d{name}"] for name in names}
+            run(libraries[n], plans[n], problem, results_of | inputs | spaces[n] | listed[n], last_first, arch.sms, seed)
         for name, x in of_arrays.items():
             assert_as_good(x.array, getattr(exact, name), getattr(own, name), name, max(unit, exact.unit(name)))
         for name, x in (results | spaces[1] | of_arrays).items():
-            if name != "counters" and (deterministic or name not in ("dq", "dq_sum")):
+            in_turn = name not in ("dq", "dq_sum") and not name.startswith("dscore_arrays")
+            if name != "counters" and (deterministic or in_turn):
                 bits = x.array.tobytes()
                 assert before.setdefault(name, bits) == bits, f"{name} depends on the order"
 
@@ -153,6 +158,9 @@ def run(
             x = given[name].array
             own = tuple(s // x.itemsize for s in x.strides)
             strides[name] = row.strides(View(x.shape, own, x.dtype.name, "cpu", "numpy"), problem)
+    for name in (x.key for x in (problem.score.arrays if problem.score else ()) if x.key in given):
+        x = given[name].array
+        strides[name] = score_shape(View(x.shape, tuple(s // x.itemsize for s in x.strides), x.dtype.name, "cpu", "numpy"))
     addresses = {name: x.pointer for name, x in given.items()} | dict(zip(KEYS, round_keys(seed or 0)))
     params = Packer(kernels, problem, strides)([addresses.get(name, 0) for name in slots])
     maps = tensor_maps(kernels, problem, given, strides) if kernels.maps else None

@@ -7,13 +7,16 @@ precision, and `assert_as_good` is the criterion between them. Arrays are NumPy 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from cupyflash.problem import ARRAYS, AttentionProblem, View, describe
+
+if TYPE_CHECKING:
+    from score_functions import ByHand
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 
@@ -118,6 +121,9 @@ def scores(
 ) -> tuple[np.ndarray, np.ndarray | float]:
     """From s = scale · Q Kᵀ, (B, Hq, Sq, Sk), to what softmax is taken of but for what is hidden; and its derivative by s."""
     work, slope = s.dtype, 1.0
+    if problem.score is not None:
+        found = _by_hand(problem, s, given)
+        s, slope = found.score, found.slope
     if problem.softcap is not None:
         cap = work.type(problem.softcap)
         capped = rounded(np.tanh(s / cap))
@@ -150,6 +156,12 @@ def philox(counter: list[Any], key: tuple[int, int], rounds: int) -> list[np.nda
         first, second = x[0] * np.uint64(0xD2511F53), x[2] * np.uint64(0xCD9E8D57)
         x = [second // 2**32 ^ x[1] ^ k[0], second % 2**32, first // 2**32 ^ x[3] ^ k[1], first % 2**32]
     return x
+
+
+def _by_hand(problem: AttentionProblem, s: np.ndarray, given: dict[str, np.ndarray | None]) -> ByHand:
+    from score_functions import by_hand
+
+    return by_hand(problem, s, given)
 
 
 def distance(problem: AttentionProblem) -> np.ndarray:
@@ -232,7 +244,8 @@ def flash2_in_own_precision(
         problem.batch, problem.heads_k, problem.group, problem.seq_k, -1
     )
     of_qk = {"dq": dq.transpose(0, 2, 1, 3), "dk": rounded(dk.sum(2)).transpose(0, 2, 1, 3)}
-    return of_qk | _of_arrays(problem, given, lse, rounded(of_scores), -delta, rounded)
+    products = qh @ kh.swapaxes(-1, -2) * problem.scale
+    return of_qk | _of_arrays(problem, given, lse, rounded(of_scores), -delta, rounded, products)
 
 
 def large_score_units(
@@ -295,7 +308,10 @@ def state(
             return x
         return View(x.shape, tuple(n // x.itemsize for n in x.strides), x.dtype.name, "cpu", "numpy")
 
-    return describe(*map(stated, (q, k, v)), key_mask=stated(key_mask), **{n: stated(x) for n, x in options.items()})
+    read = {n: options.pop(n) for n in list(options) if n.startswith("score_arrays[")}
+    options["score_arrays"] = {n[len("score_arrays['") : -2]: stated(x) for n, x in read.items()}
+    options = {n: x if n == "score_arrays" else stated(x) for n, x in options.items()}
+    return describe(*map(stated, (q, k, v)), key_mask=stated(key_mask), **options)
 
 
 def _standard(
@@ -335,9 +351,10 @@ def _standard(
         through_lse = 0 if dlse is None else np.where(np.isneginf(lse), 0, dlse).astype(work)[..., None]
         of_scores = np.where(seen, p * (dp - mean + through_lse), 0)
         ds = rounded(np.where(seen, of_scores * slope, 0))
-        of_arrays = _of_arrays(problem, given, lse, rounded(of_scores), through_lse - mean, rounded)
+        products = (qh * scale) @ kh.swapaxes(-1, -2)
+        of_arrays = _of_arrays(problem, given, lse, rounded(of_scores), through_lse - mean, rounded, products)
         terms = np.where(seen, p * (np.abs(dp) + np.abs(mean - through_lse)), 0)
-        luck = _luck(problem, given, lse, p, of_scores, terms, through_lse - mean, out * do)
+        luck = _luck(problem, given, lse, p, of_scores, terms, through_lse - mean, out * do, products)
         dq = rounded(_sum_over_visible(ds, seen, kh) * scale)
         seen, after, ds = seen.swapaxes(-1, -2), after.swapaxes(-1, -2), ds.swapaxes(-1, -2)
         dk = rounded(_sum_over_visible(ds, seen, qh) * scale)
@@ -356,13 +373,18 @@ def _of_arrays(
     lse: np.ndarray,
     ds: np.ndarray,
     of_sink_scores: np.ndarray,
-    rounded: Rounding = lambda x: x,
+    rounded: Rounding,
+    products: np.ndarray,
 ) -> dict[str, np.ndarray]:
     """Gradients of optional arrays from those of the scores, (B, Hq, Sq, Sk): summed over what they are broadcast along.
 
-    `of_sink_scores`, (B, Hq, Sq, 1): those of the sinks' scores, but for their probabilities.
+    `of_sink_scores`, (B, Hq, Sq, 1): those of the sinks' scores, but for their probabilities; `products`: scale · Q Kᵀ.
     """
     grads = {}
+    for name, x, index, change in _read(problem, given, products):
+        grad = np.zeros(x.shape, ds.dtype)
+        np.add.at(grad, index, np.where(ds == 0, 0, ds * change))
+        grads[f"d{name}"] = rounded(grad) if x.dtype.name == problem.dtype else grad
     for row in ARRAYS:
         x = given.get(row.name)
         if x is None or not row.gradient:
@@ -376,6 +398,20 @@ def _of_arrays(
     return grads
 
 
+def _read(
+    problem: AttentionProblem, given: dict[str, np.ndarray | None], products: np.ndarray
+) -> Iterator[tuple[str, np.ndarray, tuple[np.ndarray, ...], np.ndarray]]:
+    """Of each array that a score function reads and that has a gradient: its name, itself, which element each pair reads, and
+    the score's derivative by that.
+    """
+    if problem.score is None:
+        return
+    for name, (index, change) in _by_hand(problem, products, given).reads.items():
+        named = f"score_arrays[{name!r}]"
+        index = tuple(np.broadcast_to(x, products.shape) for x in index)
+        yield named, given[named], index, np.broadcast_to(change, products.shape)
+
+
 def _luck(
     problem: AttentionProblem,
     given: dict[str, np.ndarray | None],
@@ -385,6 +421,7 @@ def _luck(
     terms: np.ndarray,
     of_sink_scores: np.ndarray,
     o_do: np.ndarray,
+    products: np.ndarray,
 ) -> dict[str, float]:
     """`Standard.luck`. `terms`, (B, Hq, Sq, Sk): sizes of what dS is a difference of; `o_do`, (B, Hq, Sq, Dv): of rowsum(dO * O).
 
@@ -398,6 +435,18 @@ def _luck(
         8 * float(np.finfo(DTYPES[problem.lse_dtype]).eps) * (1 + np.abs(np.where(np.isfinite(lse), lse, 0)))[..., None]
     )
     luck = {}
+    for name, x, index, change in _read(problem, given, products):
+        variance = np.zeros(x.shape)
+        np.add.at(variance, index, (eps * terms * change) ** 2)
+        for each in (p * change * of_rowsum, ds * change * of_lse):  # a row's are alike
+            sums: dict[Any, Any] = {}
+            flat = np.ravel_multi_index(index, x.shape).reshape(-1, each.shape[-1])
+            for elements, values in zip(flat, np.nan_to_num(each).reshape(flat.shape)):
+                own, inverse = np.unique(elements, return_inverse=True)
+                for n, value in zip(own, np.bincount(inverse, values)):
+                    sums[n] = sums.get(n, 0.0) + value**2
+            np.add.at(variance.reshape(-1), list(sums), list(sums.values()))
+        luck[f"d{name}"] = 4 * float(np.nan_to_num(np.sqrt(variance)).max(initial=0.0))
     for row in ARRAYS:
         x = given.get(row.name)
         if x is None or not row.gradient:

@@ -16,6 +16,7 @@ from reference import (
     references,
     state,
 )
+from score_functions import WRITTEN, key, of_dtype
 
 from cupyflash import BlockMask, attention, attention_backward, block_mask
 from cupyflash.problem import ARRAYS
@@ -46,12 +47,14 @@ def draw_inputs(
     given: Collection[str] = (),
     full: str = "bhqk",
     bias: str | None = None,
+    score: str | None = None,
 ) -> Inputs:
     """Random inputs: `seq` is (Sq, Sk), `heads` (Hq, Hk), `dims` (D, Dv); `dlse` the size of lse's gradient, 0 for none.
 
     `given` names other optional arrays. Along the axes of `full`, by their first letters, a mask or bias has every number;
     it has length 1 along the others. `bias`: the dtype of that, where it is not that of q. A seed is one of no dimensions, which
-    stands for a number; reshaped to one dimension it is an array.
+    stands for a number; reshaped to one dimension it is an array. With the arrays of `score`, of WRITTEN; what is learned of
+    them is in float32 for 16-bit inputs.
     """
     (sq, sk), (hq, hk), (d, dv) = seq, heads, dims
     shapes = ((batch, sq, hq, d), (batch, sk, hk, d), (batch, sk, hk, dv), (batch, sq, hq, dv))
@@ -66,6 +69,9 @@ def draw_inputs(
         "seed": lambda: np.array(rng.integers(-(2**63), 2**63)),
     }
     optional = {name: arrays[name]() for name in given}
+    if score is not None:
+        read = of_dtype(WRITTEN[score].draw(rng, batch, hq, sq, sk), "float64" if dtype == "float64" else "float32")
+        optional |= {key(name): x for name, x in read.items()}
     return Inputs(*(draw(rng, dtype, *shape) for shape in shapes), mask, rows, optional)
 
 
@@ -147,9 +153,10 @@ def check(
     dtype = judge.problem.dtype
     given = [_placed(backend, as_caller_has_it(x, rank, layout), lay)[1] for x in (q, k, v, dout)]
     options |= {"layout": layout, "family": backend.family_for(judge.problem)}
+    named = {}
     for name, x in arrays_of_rank(inputs, rank).items():
-        options[name] = _placed(backend, x, lay)[1] if x.ndim == 4 else as_given(name, x, backend.put)
-
+        named[name] = _placed(backend, x, lay)[1] if x.ndim == 4 else as_given(name, x, backend.put)
+    options |= as_arguments(named)
     if blocks is not None:
         options["block_mask"] = blocks.mask(like=given[0])
 
@@ -165,8 +172,10 @@ def check(
 
     written = [_unwritten(backend, x.shape, dtype, rank, layout, lay) for x in (q, k, v)]
     grads = tuple(view for _, view in written)
+    read = {x.key: x for x in judge.problem.score.arrays} if judge.problem.score else {}
     if wrt is None:
         wrt = [row.name for row in ARRAYS if row.gradient and row.name in others]
+        wrt += [x.name for x in read.values() if x.kind == "float"]
     backend.poison()
     if inputs.dlse is not None:
         options["dlse"] = backend.put(inputs.dlse.reshape(lse.shape))
@@ -181,6 +190,12 @@ def check(
         found = backend.get(found)
         assert found.shape == options[row.name].shape and found.dtype == x.dtype
         judge(f"d{row.name}", found.reshape(x.shape))
+    assert results.dscore_arrays.keys() == {x.name for x in read.values() if x.name in wrt}
+    for name, array in read.items():
+        if array.name in wrt:
+            found = backend.get(results.dscore_arrays[array.name])
+            assert found.shape == others[name].shape and found.dtype == others[name].dtype
+            judge(f"d{name}", found)
     for name, (base, view), result in zip(("dq", "dk", "dv"), written, results):
         assert result is view
         judge(name, as_reference_has_it(backend.get(view), rank, layout))
@@ -248,6 +263,14 @@ def arrays_of_rank(inputs: Inputs, rank: int) -> dict[str, np.ndarray]:
 def as_given(name: str, x: np.ndarray, put: Callable[[np.ndarray], Any]) -> Any:
     """An optional array as a call gets it: put where the others are, but for a seed that stands for a number."""
     return int(x) if name == "seed" and x.ndim == 0 else put(x)
+
+
+def as_arguments(named: dict[str, Any]) -> dict[str, Any]:
+    """Arrays as arguments of a call: those that a score function reads in score_arrays."""
+    start = "score_arrays['"
+    arguments = {name: x for name, x in named.items() if not name.startswith(start)}
+    read = {name[len(start) : -2]: x for name, x in named.items() if name.startswith(start)}
+    return arguments | ({"score_arrays": read} if read else {})
 
 
 def as_caller_has_it(x: np.ndarray, rank: int, layout: str) -> np.ndarray:

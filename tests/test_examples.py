@@ -35,6 +35,13 @@ def test_kernel_regression(dtype: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_relative_positions(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    result = load("relative_positions").main(["--steps", "60", "--device", "cpu"])
+    assert result["last"] < 0.01 * result["first"] and result["peaks"]
+    assert "each head looks back by [3, 3]" in capsys.readouterr().out
+
+
 def test_kernel_regression_is_the_formula(rng: np.random.Generator) -> None:
     example = load("kernel_regression")
     x, y, z = rng.normal(size=(7, 2)), rng.normal(size=(31, 2)), rng.normal(size=(31, 3))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cuda_on_cpu import needs_compiler
 from on_cpu import check
+from score_functions import documents, relative, without_s
 
 from cupyflash.gpu.device import Arch
 
@@ -58,6 +59,15 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         A100, "bfloat16", {"seq": (150, 130), "heads": (2, 1), "dims": (128, 96), "given": SCORES, "key_mask": True},
         {"blocks": ((16, 48), "b"), "window": (50, 9), "deterministic": True},
     ),
+    "score": (
+        A100, "float16", {"heads": (4, 2), "seq": (290, 400), "score": "relative", "given": ("alibi_slopes",)},
+        {"score": relative, "causal": True},
+    ),
+    "score-in-order": (
+        A100, "bfloat16", {"dims": (64, 128), "seq": (150, 170), "score": "documents", "dlse": 1.0},
+        {"score": documents, "scale": -0.3, "deterministic": True},
+    ),
+    "score-without-s": (A100, "float16", {"seq": (150, 170), "score": "without_s"}, {"score": without_s, "window": (50, 9)}),
     "no-columns": (A100, "float16", {"seq": (5, 1), "dims": (0, 16)}, {}),
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cuda_on_cpu import needs_compiler
 from on_cpu import check
+from score_functions import documents, grid, relative, without_s
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import sm90
@@ -100,6 +101,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "short": ("float16", {"seq": (49, 49), "dims": (32, 32), "heads": (4, 4)}, {}),  # with one warpgroup that computes
     "short-causal": ("bfloat16", {"seq": (63, 200), "dims": (128, 96), "heads": (4, 4), "key_mask": True}, {"causal": True}),
     "short-window": ("float16", {"seq": (50, 330), "heads": (4, 4), "given": ("bias",)}, {"window": (150, 9)}),
+    "score": ("float16", {"heads": (4, 2), "seq": (290, 400), "score": "relative"}, {"score": relative, "causal": True}),
+    "score-128": (
+        "float16", {"seq": (200, 250), "dims": (128, 128), "batch": 1, "score": "documents"},
+        {"score": documents, "scale": -0.3, "deterministic": True},
+    ),
+    "score-wide": (
+        "bfloat16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "score": "without_s"}, {"score": without_s},
+    ),
+    "score-of-few-queries": ("bfloat16", {"seq": (5, 200), "heads": (12, 2), "score": "grid"}, {"score": grid, "causal": True}),
     "one-query": ("bfloat16", {"seq": (1, 300), "heads": (6, 2), "dims": (128, 128)}, {}),
 }  # fmt: skip
 

@@ -46,7 +46,7 @@ def test_every_file_once_and_every_line_in_its_place(family: str, backward: bool
         mark = re.fullmatch(r'#line (\d+) "(.+)"', line)
         if mark:
             file, number = mark[2], int(mark[1])
-        elif file is not None:
+        elif file not in (None, "user/score.cuh"):  # that one is made
             original = (source.kernels_folder() / file).read_text().splitlines()[number - 1]
             assert line in (original, ""), f"{file}:{number}"
             if line != original:

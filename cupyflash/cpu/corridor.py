@@ -71,7 +71,7 @@ def _checked(
         if name in ("lse", "dlse"):
             given[name] = x.reshape(problem.batch, problem.heads_q, problem.seq_q)
         else:
-            given[name] = x if name in _OPTIONAL else _four(x, layout)
+            given[name] = x if name in _OPTIONAL or problem.reads(name) else _four(x, layout)
     return problem, given, shapes
 
 

@@ -10,7 +10,8 @@ from ..problem import AttentionProblem
 from .kernel_plan import Launch, Workspace, ceil
 from .params import GRADIENTS
 
-Lengths = Mapping[str, tuple[int, int, int, int]]  # of the arrays whose gradients are wanted, along AXES
+# Of the arrays whose gradients are wanted, along AXES; of those that a score function reads, along their own.
+Lengths = Mapping[str, tuple[int, ...]]
 
 OVER_PAIRS = ("bias", "alibi_slopes")  # those whose gradients are sums of dS
 SINK_THREADS = 256  # of the block that sums a head's
@@ -24,6 +25,9 @@ class Work(NamedTuple):
     workspace: tuple[Workspace, ...]
     scalars: tuple[tuple[str, int], ...]
     constants: tuple[tuple[str, bool], ...]
+
+    def __add__(self, other: Work) -> Work:  # type: ignore[override]
+        return Work(*(x + y for x, y in zip(self, other)))  # type: ignore[arg-type]
 
 
 def work(

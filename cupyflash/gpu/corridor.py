@@ -15,7 +15,7 @@ from ..overlap import check_targets
 from ..problem import ARRAYS, OPTIONS, Gradients, View, contiguous
 from . import device, launch
 from .kernel_plan import KernelPlan
-from .params import KEYS, round_keys
+from .params import KEYS, round_keys, score_shape
 from .plan import plan
 from .programs import functions
 from .strides import padded, params_strides, to_copy
@@ -66,7 +66,8 @@ class Prepared:
 
         if chosen is None:
             arch = device.current(ordinal)
-            lengths = {name: _OPTIONAL[name].lengths(views[name].shape) for name in wrt}
+            lengths = {name: views[name].shape for name in wrt}
+            lengths |= {name: _OPTIONAL[name].lengths(shape) for name, shape in lengths.items() if name in _OPTIONAL}
             chosen = plan(problem, arch, backward, family, tuned.tiles(problem, arch, backward), lengths)
         self.plan = chosen
         strides: dict[str, tuple[int, ...]] = {}
@@ -78,13 +79,16 @@ class Prepared:
                 self.copies.append((name, copy.source, view))
             if name in _OPTIONAL:
                 strides[name] = _OPTIONAL[name].strides(view, problem, rank)
+            elif problem.reads(name):
+                strides[name] = score_shape(view)
             elif name not in _ROWS:
                 strides[name] = params_strides(view, layout)
         self.through: list[str] = []  # outputs given in a form no kernel writes: computed aside, copied over
         for name, shape in shapes.items():
             view = views["q"]._replace(shape=shape, strides=contiguous(shape))
             if wrt:
-                strides[name] = _OPTIONAL[name[1:]].strides(view, problem, rank)
+                if not problem.reads(name[1:]):
+                    strides[name] = _OPTIONAL[name[1:]].strides(view, problem, rank)
                 continue
             if name in into:
                 if shape[-1] > 1 and into[name].strides[-1] != 1:
@@ -215,9 +219,14 @@ def backward(
         grads = [lib.finish(x, ordinal) for x in grads]
     if not wrt:
         return Gradients(*grads)
-    prepared = _find(lib, arrays, addresses, {}, options, family, True, ordinal, wrt)
-    of_arrays, _ = prepared.run(lib, arrays, {}, False, addresses, seed, options["block_mask"])
-    return Gradients(*grads, **{name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, of_arrays)})
+    of_arrays: dict[str, Any] = {}
+    of_score = tuple(name for name in wrt if name not in _OPTIONAL)  # by kernels of their own
+    for names in (tuple(name for name in wrt if name in _OPTIONAL), of_score):
+        if names:
+            prepared = _find(lib, arrays, addresses, {}, options, family, True, ordinal, names)
+            results, _ = prepared.run(lib, arrays, {}, False, addresses, seed, options["block_mask"])
+            of_arrays |= {name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, results)}
+    return Gradients(*grads, **of_arrays)
 
 
 def _find(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from ..problem import ARRAYS, AXES, ITEMSIZE, AttentionProblem, Given
+from ..score import Score
 from ..tile_lists import ListUse
 
 PAIRWISE = tuple(rule.name for rule in ARRAYS if rule.axes == AXES)  # arrays over pairs of a query and a key
@@ -64,6 +65,7 @@ class KernelPlan:
     maps: tuple[Box, ...] = ()  # how the copy engine moves arrays, in the order in which the kernels take their maps
     scalars: tuple[tuple[str, int], ...] = ()  # fields of Params that this plan alone has, with their values
     given: tuple[Given, ...] = ()  # optional arrays of the problem
+    score: Score | None = None  # the user's own
     lists: tuple[ListUse, ...] = ()  # of a block mask, what the kernels walk by
     wrt: tuple[str, ...] = ()  # optional arrays whose gradients it gives, in place of those of q, k and v
     passed_over: tuple[str, ...] = ()  # why faster families were not taken
@@ -106,6 +108,7 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         *((rule.name.upper(), problem.has(rule.name)) for rule in ARRAYS),
         ("BLOCK_MASK", problem.block_mask is not None),
         ("SOFTCAP", problem.softcap is not None),
+        ("SCORE", problem.score is not None),
         ("DROPOUT", problem.dropout > 0),
         ("NEGATIVE_SCALE", problem.scale < 0),
         # Whether ALiBi's distances are all of keys behind the query.
@@ -115,7 +118,7 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
 
 def scored(problem: AttentionProblem) -> bool:
     """Whether scores are more than the scaled product of Q and K (attention/pairs.cuh says the same)."""
-    return problem.softcap is not None or problem.has("bias") or problem.has("alibi_slopes")
+    return problem.softcap is not None or problem.score is not None or problem.has("bias") or problem.has("alibi_slopes")
 
 
 def lists(problem: AttentionProblem, *uses: ListUse) -> tuple[ListUse, ...]:

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem import ARRAYS, AXES, AttentionProblem
+from ..problem import ARRAYS, AXES, AttentionProblem, View
+from ..score import ScoreArray
 from .kernel_plan import KernelPlan
+from .score import cuda_name
 
 # dtype: what q, k, v and dO are; what the tensor cores multiply; what out and the gradients are; what sums are kept in
 TYPES = {
@@ -40,7 +42,7 @@ LISTS = ("key_lists", "query_lists")  # of a block mask; null where not asked fo
 GRADIENTS = tuple(rule.name for rule in ARRAYS if rule.gradient)
 ROUNDS = 7  # of dropout's generator, as attention/dropout.cuh has them
 KEYS = tuple(f"round_keys[{n}]" for n in range(ROUNDS))  # made of the seed: in 64 bits a word for each half of the generator
-WORKSPACE = {"uint32": "unsigned", "float32": "float", "float64": "double"}
+WORKSPACE = {"uint32": "unsigned", "uint64": "unsigned long long", "float32": "float", "float64": "double"}
 
 
 def _cap_inverse(problem: AttentionProblem) -> float:
@@ -86,6 +88,7 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
 STRIDES = {  # in elements; broadcast axes of an array over pairs have stride 0
     "Strides": ("batch", "row", "head"),
     "PairStrides": AXES,
+    "ScoreShape": tuple(f"{what}{axis}" for what in ("stride", "length") for axis in range(4)),
 }
 _PACKED: dict[str, Any] = {
     "int": "<i4", "unsigned": "<u4", "float": "<f4", "double": "<f8",
@@ -106,13 +109,33 @@ def pointers(plan: KernelPlan) -> dict[str, str]:
     if plan.wrt:
         given = {name: type for name, type in given.items() if name not in ("dq", "dk", "dv")}
         of_arrays = {f"d{name}": arrays[name].removeprefix("const ") for name in GRADIENTS}
+    read = {x.key: "const In" if x.dtype == plan.dtype else OPTIONAL[x.dtype] for x in _score_arrays(plan)}
+    of_read = {f"d{name}": type.removeprefix("const ") for name, type in read.items() if name in plan.wrt}
     return {
         **given,
         **arrays,
         **of_arrays,
+        **read,
+        **of_read,
         **dict.fromkeys(LISTS, "const int"),
         **{space.name: WORKSPACE[space.dtype] for space in plan.workspace},
     }
+
+
+def _score_arrays(plan: KernelPlan) -> tuple[ScoreArray, ...]:
+    return plan.score.arrays if plan.score else ()
+
+
+def _in_cuda(plan: KernelPlan) -> dict[str, str]:
+    """The names of pointers that are not called in CUDA as they are here."""
+    names = {x.key: cuda_name(n) for n, x in enumerate(_score_arrays(plan))}
+    return names | {f"d{name}": f"d{other}" for name, other in names.items()}
+
+
+def score_shape(view: View) -> tuple[int, ...]:
+    """What a ScoreShape holds of an array that a score function reads."""
+    rest = 4 - len(view.shape)
+    return (*view.strides, *(0,) * rest, *view.shape, *(1,) * rest)
 
 
 def _optional(plan: KernelPlan, name: str, usual: str) -> str:
@@ -131,6 +154,7 @@ def _values(
     return [
         *(Field(f"{name}_strides", "Strides", tuple(strides.get(name, (0, 0, 0)))) for name in named if name in ROWED),
         *(Field(f"{name}_strides", "PairStrides", tuple(strides.get(name, (0, 0, 0, 0)))) for name in over_pairs),
+        *(Field(f"{cuda_name(n)}_shape", "ScoreShape", tuple(strides.get(x.key, (0,) * 8))) for n, x in enumerate(_score_arrays(plan))),
         *(Field(name, type, value(problem) if problem else 0) for name, (type, value) in SCALARS.items()),
         *(Field(name, "int", value) for name, value in plan.scalars),
     ]
@@ -139,7 +163,8 @@ def _values(
 def text(plan: KernelPlan) -> str:
     """Strides, PairStrides and Params as CUDA."""
     lines = [f"struct {name} {{ long long {', '.join(axes)}; }};" for name, axes in STRIDES.items()]
-    lines += ["struct Params {", *(f"    {type}* {name};" for name, type in pointers(plan).items())]
+    names = _in_cuda(plan)
+    lines += ["struct Params {", *(f"    {type}* {names.get(name, name)};" for name, type in pointers(plan).items())]
     lines += [f"    {field.type} {field.name};" for field in _values(plan)]
     keys = f"unsigned round_keys[{2 * ROUNDS}]"
     lines.append(f"    alignas(8) {keys};" if _keys(plan) else f"    static constexpr {keys} = {{}};")  # not asked: no room in a launch
@@ -171,7 +196,8 @@ def round_keys(seed: int) -> tuple[int, ...]:
 class Packer:
     """Packs the Params of a plan and a problem.
 
-    `strides` has, by the name of an array, its (batch, row, head), or (batch, head, query, key) of an optional one.
+    `strides` has, by the name of an array, its (batch, row, head), or (batch, head, query, key) of an optional one; of one
+    that a score function reads, its `score_shape`.
     """
 
     def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, Sequence[int]]) -> None:

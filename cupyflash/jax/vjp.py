@@ -31,6 +31,9 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = Fa
     check_flag("return_lse", return_lse)
     arrays = {"q": q, "k": k, "v": v, **{row.name: options.pop(row.name, None) for row in ARRAYS}}
     arrays["seed"], number = seed_of(arrays["seed"], options.get("dropout", 0.0))
+    read = options.pop("score_arrays", None) or {}
+    options["score_arrays"] = tuple(read)  # their names
+    arrays |= {f"score_arrays[{name!r}]": x for name, x in read.items()}
     for name, x in arrays.items():
         if not isinstance(x, jax.Array) and (x is not None or name in "qkv"):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a jax.Array")
@@ -40,11 +43,19 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = Fa
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _attention(arrays: Arrays, options: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-    return api.attention(**{**arrays, **options}, return_lse=True)
+    return api.attention(**_arguments(arrays, options), return_lse=True)
+
+
+def _arguments(arrays: Arrays, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of a call: the arrays that a score function reads as a dict by name."""
+    keys = {f"score_arrays[{name!r}]": name for name in options["score_arrays"]}
+    read = {name: arrays[key] for key, name in keys.items()}
+    return {**{name: x for name, x in arrays.items() if name not in keys}, **options, "score_arrays": read or None}
 
 
 def _forward(arrays: Arrays, options: dict[str, Any]) -> tuple[Any, Any]:
     optional = [row.name for row in ARRAYS if row.gradient and arrays[row.name] is not None]
+    optional += [name for name in arrays if name.startswith("score_arrays[")]
     wanted = {name: () for name in optional if arrays[name].perturbed}  # keys alone: what is kept is a pytree of arrays
     arrays = {name: None if x is None else x.value for name, x in arrays.items()}
     out, lse = _attention.fun(arrays, options)
@@ -55,7 +66,9 @@ def _backward(options: dict[str, Any], kept: Any, cotangents: tuple[Any, Any]) -
     arrays, out, lse, wanted = kept
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     dout = jax.numpy.zeros_like(out) if dout is None else dout
-    grads = api.attention_backward(dout, out=out, lse=lse, dlse=dlse, wrt=wanted, **{**arrays, **options})
+    keys = {f"score_arrays[{name!r}]": name for name in options["score_arrays"]}
+    wrt = [keys.get(name, name) for name in wanted]
+    grads = api.attention_backward(dout, out=out, lse=lse, dlse=dlse, wrt=wrt, **_arguments(arrays, options))
     return ({name: getattr(grads, f"d{name}", None) for name in arrays},)
 
 

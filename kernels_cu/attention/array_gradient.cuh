@@ -8,20 +8,21 @@
 
 // What is known of such an array: where its gradient goes, and what an element's score changes by.
 struct OfBias {
-    static constexpr bool BIAS = true;
+    static constexpr bool BIAS = true, DIAGONAL = false;
     __device__ static auto target(const Params& p) { return p.dbias; }
     __device__ static const PairStrides& strides(const Params& p) { return p.dbias_strides; }
     __device__ static Accum* parts(const Params& p) { return p.dbias_parts; }
     __device__ static int splits(const Params& p) { return p.dbias_splits; }
-    __device__ static Accum change(const Pairs&, Pair) { return 1; }
+    static constexpr bool WEIGHTED = false;  // whether the change depends on the product s
+    __device__ static Accum change(const Pairs&, Pair, Accum) { return 1; }
 };
 struct OfSlopes {
-    static constexpr bool BIAS = false;
+    static constexpr bool BIAS = false, DIAGONAL = false, WEIGHTED = false;
     __device__ static auto target(const Params& p) { return p.dalibi_slopes; }
     __device__ static const PairStrides& strides(const Params& p) { return p.dalibi_slopes_strides; }
     __device__ static Accum* parts(const Params& p) { return p.dalibi_slopes_parts; }
     __device__ static int splits(const Params& p) { return p.dalibi_slopes_splits; }
-    __device__ static Accum change(const Pairs& pairs, Pair at) {
+    __device__ static Accum change(const Pairs& pairs, Pair at, Accum) {
         return -Accum(abs(at.i + pairs.head.diagonal(pairs.p) - at.j));
     }
 };
@@ -34,9 +35,11 @@ struct PairsTile {
 };
 
 // What a thread block sums: tiles of ROWS queries by KEYS keys, in order. Strides of 0 are those of axes that the array is
-// broadcast along: all tiles along them are summed.
+// broadcast along: all tiles along them are summed. Of what is alike along diagonals it has a diagonal of tiles.
 template <class Of, int ROWS, int KEYS>
 struct Share {
+    static constexpr bool DIAGONAL = Of::DIAGONAL && ROWS == KEYS;
+
     const Params& p;
     int batches, heads, tiles_q, tiles_k;  // along each axis, how many are summed
     int batch, head, tile_q, tile_k;       // the first
@@ -51,8 +54,14 @@ struct Share {
             first = broadcast ? 0 : block % count;
             if (!broadcast) block /= count;
         };
-        own(s.key == 0, all_k, tiles_k, tile_k);
-        own(s.query == 0, all_q, tiles_q, tile_q);
+        if constexpr (DIAGONAL) {
+            int number = block % (all_q + all_k - 1), shift = number - (all_q - 1);  // tile of keys less tile of queries
+            block /= all_q + all_k - 1;
+            tile_q = max(0, -shift), tile_k = max(0, shift), tiles_k = 1, tiles_q = min(all_q - tile_q, all_k - tile_k);
+        } else {
+            own(s.key == 0, all_k, tiles_k, tile_k);
+            own(s.query == 0, all_q, tiles_q, tile_q);
+        }
         own(s.head == 0, p.heads_q, heads, head);
         own(s.batch == 0, p.batch, batches, batch);
         split = block;
@@ -99,7 +108,7 @@ struct Share {
     __device__ Step visible(Step step) const {
         for (; has(step); after(step)) {
             PairsTile& at = step.tile;
-            at = {Head::of_q(p, batch + step.b, head + step.h), (tile_q + step.q) * ROWS, (tile_k + step.k) * KEYS};
+            at = {Head::of_q(p, batch + step.b, head + step.h), (tile_q + step.q) * ROWS, (tile_k + step.k + (DIAGONAL ? step.q : 0)) * KEYS};
             if constexpr (walk::ALIKE) break;
             Range queries{at.i, min(at.i + ROWS, at.head.queries(p))};
             if constexpr (walk::LISTED) {
@@ -163,6 +172,12 @@ struct Share {
         Of::target(p)[at] = from_float<Pointed<decltype(Of::target(p))>>(sum);
     }
 };
+
+// What a block has summed becomes the gradient, or a part of it.
+template <int THREADS, class Of, int ROWS, int KEYS, class F>
+__device__ void write_sums(const Share<Of, ROWS, KEYS>& share, F value, Accum* scratch) {
+    share.template write<THREADS>(value, scratch);
+}
 
 // The gradient of a head's sink, by a block of THREADS threads: a score whose value counts for nothing, dS = -P delta.
 // minus_delta(head, i), of rows that have a finite lse.

@@ -48,6 +48,8 @@ struct Lines {
     const Arrays& arrays;
     float alibi[config::ALIBI_SLOPES ? 2 * M : 1];  // what a key less of distance adds, and
     float from[config::ALIBI_SLOPES ? 2 * M : 1];   // the distance of the line's first pair, or what it adds
+    Pair firsts[config::SCORE ? 2 * M : 1];
+    const Accum* tables[user::TABLES ? 2 * M : 1];
 
     template <int HEAD_ROWS>
     __device__ Lines(const Pairs& pairs, const Placement<TRANSPOSED, HEAD_ROWS>& at, const Arrays& arrays)
@@ -59,6 +61,11 @@ struct Lines {
             from[line] = first.i + pairs.head.diagonal(pairs.p) - first.j;
             if (config::ALIBI_BEHIND) from[line] *= alibi[line];
         }
+#pragma unroll
+        for (int line = 0; config::SCORE && line < 2 * M; line++) {
+            firsts[line] = at(Tile::row(line / 2, line % 2 * 2), Tile::column(0, 0));
+            if (user::TABLES) tables[line] = pairs.tabled(firsts[line]);
+        }
     }
 
     // Of the element at row r and column c.
@@ -66,7 +73,10 @@ struct Lines {
         int line = r / 8, n = c - Tile::column(0, 0);
         return score(s, line, n, config::BIAS ? arrays.bias(line, n) : 0.f);
     }
-    __device__ float slope(float s, int, int) const { return pairs.product_slope(s); }
+    __device__ float slope(float s, int r, int c) const {
+        int line = r / 8, n = c - Tile::column(0, 0);
+        return pairs.product_slope(s, pair(line, n), tabled(line, n));
+    }
 
     // Both elements of a line from column n on.
     __device__ void score(float& first, float& second, int line, int n) const {
@@ -77,8 +87,19 @@ struct Lines {
     }
 
    private:
+    // Known to score functions alone.
+    __device__ Pair pair(int line, int n) const {
+        if constexpr (!config::SCORE) return {};
+        Pair first = firsts[config::SCORE ? line : 0];
+        return TRANSPOSED ? Pair{first.head, first.i + n, first.j} : Pair{first.head, first.i, first.j + n};
+    }
+    __device__ const Accum* tabled(int line, int n) const {
+        if constexpr (user::TABLES == 0) return nullptr;
+        return tables[user::TABLES ? line : 0] + (TRANSPOSED ? -n : n);
+    }
     __device__ float score(float s, int line, int n, float bias) const {
-        float x = config::ALIBI_SLOPES ? pairs.product_and(s, alibi_of(line, n)) : pairs.product(s);
+        float x = config::ALIBI_SLOPES ? pairs.product_and(s, alibi_of(line, n), pair(line, n), tabled(line, n))
+                                       : pairs.product(s, pair(line, n), tabled(line, n));
         return config::BIAS ? fmaf(bias, LOG2_E, x) : x;
     }
 

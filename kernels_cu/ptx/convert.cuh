@@ -14,6 +14,28 @@ __device__ inline float to_float(half_t x) {
 __device__ inline float to_float(float x) { return x; }
 __device__ inline double to_float(double x) { return x; }
 
+// Integers are rounded to towards 0; NaN becomes 0, and what is too large the largest.
+template <class T>
+__device__ T truncated(float x);
+template <>
+__device__ inline int truncated<int>(float x) {
+    return __float2int_rz(x);
+}
+template <>
+__device__ inline long long truncated<long long>(float x) {
+    return __float2ll_rz(x);
+}
+template <class T>
+__device__ T truncated(double x);
+template <>
+__device__ inline int truncated<int>(double x) {
+    return __double2int_rz(x);
+}
+template <>
+__device__ inline long long truncated<long long>(double x) {
+    return __double2ll_rz(x);
+}
+
 template <class T>
 __device__ T from_float(float x);
 

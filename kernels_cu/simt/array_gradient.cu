@@ -1,13 +1,14 @@
 // Gradients of the arrays that scores read (attention/array_gradient.cuh), in plain CUDA: OWNED queries by VISITED keys at a
 // time.
 #include "attention/array_gradient.cuh"
+#include "attention/score_gradient.cuh"
 #include "simt/derivative.cuh"
 
 using config::OWNED, config::VISITED;
 
 template <class Of>
-__device__ void gather_pairs(const Params& p) {
-    const Share<Of, OWNED, VISITED> share(p, blockIdx.x);
+__device__ void gather_pairs(const Params& p, int block) {
+    const Share<Of, OWNED, VISITED> share(p, block);
     const Dropout dropout(p);
     __shared__ Shared shared;
     ScoreTile sums = {};
@@ -31,8 +32,8 @@ __device__ void gather_pairs(const Params& p) {
 #pragma unroll
             for (int j = 0; j < SCORES; ++j) {
                 const Pair pair = {at.head.q, at.i + row_of(i), at.j + score_column_of(j)};
-                sums[i][j] = fma(of_score(s[i][j], dp[i][j], of_query, pairs, dropout, tested, pair),
-                                 Of::change(pairs, pair), sums[i][j]);
+                const Accum ds = of_score(s[i][j], dp[i][j], of_query, pairs, dropout, tested, pair);
+                if (ds != 0) sums[i][j] = fma(ds, Of::change(pairs, pair, s[i][j]), sums[i][j]);
             }
         }
     }
@@ -41,13 +42,17 @@ __device__ void gather_pairs(const Params& p) {
     __syncthreads();
     for_each(sums, [&](Accum x, int i, int j) { shared.weights.at[row_of(i)][score_column_of(j)] = x; });
     __syncthreads();
-    share.template write<config::THREADS>([&](int r, int c) { return shared.weights.at[r][c]; }, scratch);
+    write_sums<config::THREADS>(share, [&](int r, int c) { return shared.weights.at[r][c]; }, scratch);
 }
 
 // Kernels of arrays whose gradients nobody asks for are empty.
 template <bool WANTED, class Of>
 __device__ void gather(const Params& p) {
-    if constexpr (WANTED) gather_pairs<Of>(p);
+    if constexpr (WANTED) gather_pairs<Of>(p, blockIdx.x);
+}
+template <bool LARGEST>
+__device__ void gather_reads(const Params& p) {
+    for_read<LARGEST>(p, blockIdx.x, [&](auto of, int block) { gather_pairs<decltype(of)>(p, block); });
 }
 template <bool WANTED, class Of>
 __device__ void add_parts(const Params& p) {
@@ -67,6 +72,18 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
 }
 extern "C" __global__ void __launch_bounds__(128) attention_backward_alibi_slopes_add(const __grid_constant__ Params p) {
     add_parts<config::D_ALIBI_SLOPES, OfSlopes>(p);
+}
+extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS) attention_backward_score(const __grid_constant__ Params p) {
+    if constexpr (config::D_SCORE) gather_reads<false>(p);
+}
+extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS) attention_backward_score_largest(const __grid_constant__ Params p) {
+    if constexpr (config::D_SCORE && config::DETERMINISTIC) gather_reads<true>(p);
+}
+extern "C" __global__ void __launch_bounds__(128) attention_backward_score_clear(const __grid_constant__ Params p) {
+    if constexpr (config::D_SCORE) clear_sum<128>(p);
+}
+extern "C" __global__ void __launch_bounds__(128) attention_backward_score_finish(const __grid_constant__ Params p) {
+    if constexpr (config::D_SCORE) finish_sum<128>(p);
 }
 extern "C" __global__ void __launch_bounds__(256) attention_backward_sinks(const __grid_constant__ Params p) {
     gather_sink<config::D_SINKS, 256>(p, blockIdx.x,

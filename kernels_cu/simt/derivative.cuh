@@ -32,7 +32,7 @@ __device__ inline void differentiate(Accum& s, Accum& dp, const Row& row, const 
                                      bool tested, Pair pair) {
     const bool hidden = tested && !pairs.visible(pair), keeps = dropout.keeps(pairs.head.batch, pair);
     const Accum weight = probability(s, row, pairs, pair);
-    dp = hidden ? 0 : weight * ((keeps ? dp : 0) - row.delta) * pairs.slope(s, pair);
+    dp = hidden ? 0 : weight * ((keeps ? dp : 0) - row.delta) * Pairs::settled(pairs.slope(s, pair), weight);
     s = hidden || !keeps ? 0 : weight;
 }
 

@@ -6,6 +6,7 @@
 #include "attention/array_gradient.cuh"
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
+#include "attention/score_gradient.cuh"
 #include "attention/prepare.cuh"
 #include "tile/fragment.cuh"
 
@@ -138,10 +139,10 @@ struct Block {
     Dropout dropout;
     Accumulator<M, N> sums;
 
-    __device__ Block(const Params& p, Shared s)
+    __device__ Block(const Params& p, Shared s, int block)
         : p(p),
           s(s),
-          share(p, blockIdx.x),
+          share(p, block),
           ahead(share),
           warp_row(threadIdx.x / 32 / COLUMN_WARPS * WARP_ROWS),
           warp_key(threadIdx.x / 32 % COLUMN_WARPS * WARP_KEYS),
@@ -189,17 +190,19 @@ struct Block {
         const float* rows = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, at.head, at.i / ROWS));
         Accumulator<M, N> probabilities, ds;
         multiply(probabilities, Cursor<Of>::of_scores(p));
+        Accumulator<M, N> products;
+        if constexpr (Of::WEIGHTED) products = probabilities;
         exponentiate(probabilities, pairs, at, rows);
         multiply(ds, Cursor<Of>::of_values(p));
         float minus_delta[2 * M];
         read_rows(minus_delta, rows + ROWS);
         sums.each(
-            [&](float& sum, int r, int c, float& probability, float& x) {
+            [&](float& sum, int r, int c, float& probability, float& x, float& product) {
                 Pair pair{at.head.q, at.i + warp_row + r, at.j + warp_key + c};
-                float ds = derivative(probability, x, minus_delta[r / 8]) * Of::change(pairs, pair);
+                float ds = derivative(probability, x, minus_delta[r / 8]) * Of::change(pairs, pair, product);
                 sum += probability == 0 ? 0 : ds;  // by a mask or not: nothing is added then, whatever dP is
             },
-            probabilities, ds);
+            probabilities, ds, Of::WEIGHTED ? products : ds);
     }
 
     __device__ void run() {
@@ -211,7 +214,7 @@ struct Block {
         float* out = (float*)s.memory;
         sums.each([&](float& x, int r, int c) { out[(warp_row + r) * Shared::PITCH + warp_key + c] = x; });
         __syncthreads();
-        share.template write<THREADS>([&](int r, int c) { return out[r * Shared::PITCH + c]; }, out + ROWS * Shared::PITCH);
+        write_sums<THREADS>(share, [&](int r, int c) { return out[r * Shared::PITCH + c]; }, out + ROWS * Shared::PITCH);
     }
 };
 
@@ -225,7 +228,12 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(con
 template <bool WANTED, class Of>
 __device__ void gather(const Params& p) {
     extern __shared__ __align__(16) char shared[];
-    if constexpr (WANTED) Block<Of>(p, Shared(shared)).run();
+    if constexpr (WANTED) Block<Of>(p, Shared(shared), blockIdx.x).run();
+}
+template <bool LARGEST>
+__device__ void gather_reads(const Params& p) {
+    extern __shared__ __align__(16) char shared[];
+    for_read<LARGEST>(p, blockIdx.x, [&](auto of, int block) { Block<decltype(of)>(p, Shared(shared), block).run(); });
 }
 template <bool WANTED, class Of>
 __device__ void add_parts(const Params& p) {
@@ -243,6 +251,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_alib
 }
 extern "C" __global__ void __launch_bounds__(128) attention_backward_alibi_slopes_add(const __grid_constant__ Params p) {
     add_parts<D_ALIBI_SLOPES, OfSlopes>(p);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_score(const __grid_constant__ Params p) {
+    if constexpr (D_SCORE) gather_reads<false>(p);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_score_largest(const __grid_constant__ Params p) {
+    if constexpr (D_SCORE && DETERMINISTIC) gather_reads<true>(p);
+}
+extern "C" __global__ void __launch_bounds__(128) attention_backward_score_clear(const __grid_constant__ Params p) {
+    if constexpr (D_SCORE) clear_sum<128>(p);
+}
+extern "C" __global__ void __launch_bounds__(128) attention_backward_score_finish(const __grid_constant__ Params p) {
+    if constexpr (D_SCORE) finish_sum<128>(p);
 }
 extern "C" __global__ void __launch_bounds__(256) attention_backward_sinks(const __grid_constant__ Params p) {
     gather_sink<D_SINKS, 256>(p, blockIdx.x, [&](const Head& head, int i) {

@@ -219,7 +219,7 @@ struct Block {
         if (!ALONG) minus_delta.load(delta_address);
         ds.each(
             [&](float& x, int, int c, float& probability, float& slope) {
-                x = derivative(probability, x, minus_delta[c]) * slope;
+                x = derivative(probability, x, minus_delta[c]) * Pairs::settled(slope, probability);
             },
             probabilities, slopes);
         ds.store(s.ds_tile(), warp_key, warp_query);

@@ -231,7 +231,7 @@ struct Worker {
         for (int n = 0; n < UNDER_WAY; n++) release();
         sums.each(
             [&](float& sum, int r, int c, float& probability, float& x) {
-                float change = Of::change(pairs, at(r, c));
+                float change = Of::change(pairs, at(r, c), 0);
                 if (config::DROPOUT)
                     sum = fmaf(derivative(probability, x, minus_delta[r / 8]), change, sum);
                 else

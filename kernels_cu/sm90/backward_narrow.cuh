@@ -82,9 +82,9 @@ struct NarrowWorker {
         ColumnVector<ROWS / 8> minus_delta;
         auto derive = [&](float& x, int, int c, float& probability, float& slope) {
             if constexpr (DROPOUT)
-                x = derivative(probability, x, minus_delta[c]) * slope;
+                x = derivative(probability, x, minus_delta[c]) * Pairs::settled(slope, probability);
             else
-                x *= probability * slope;
+                x *= probability * Pairs::settled(slope, probability);
         };
 
         // S^T = K Q^T, dP^T = V dO^T. Rows' numbers are read before products keep shared memory busy.

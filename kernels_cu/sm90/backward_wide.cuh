@@ -151,7 +151,7 @@ struct WideWorker {
         if (CLUSTERED) changed(dq);
         ds.each(
             [&](float& x, int r, int, float& probability, float& slope) {
-                x = derivative(probability, x, minus_delta[r / 8 % 2]) * slope;
+                x = derivative(probability, x, minus_delta[r / 8 % 2]) * Pairs::settled(slope, probability);
             },
             scores, slopes);
         store_rounded<true>(ds, ds_tile, first_key, first_row());

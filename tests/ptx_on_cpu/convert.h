@@ -42,6 +42,14 @@ inline float to_float(float x) { return x; }
 inline double to_float(double x) { return x; }
 
 template <class T>
+T truncated(double x) {
+    constexpr double LARGEST = double(std::numeric_limits<T>::max());
+    if (x != x) return 0;
+    if (x >= LARGEST) return std::numeric_limits<T>::max();
+    return x <= -LARGEST - 1 ? std::numeric_limits<T>::min() : T(x);
+}
+
+template <class T>
 T from_float(float x);
 template <>
 inline half_t from_float<half_t>(float x) {

@@ -11,6 +11,7 @@ from ...tile_lists import ListUse
 from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, scored
+from ..score_gradient import score_work
 
 MAX_DIM = 4096
 
@@ -113,6 +114,7 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
     t = next(row for row in TILES[True].table if row.fits(problem))
     of_arrays = work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
+    of_arrays += score_work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
     pairs = problem.batch * problem.heads_q
     delta = Launch("attention_backward_delta", ceil(pairs * problem.seq_q, t.threads), t.threads)
     return KernelPlan(

@@ -10,6 +10,7 @@ from ...tile_lists import ListUse
 from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
+from ..score_gradient import score_work
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
@@ -182,7 +183,7 @@ class GradientTile:
         return pieces + bias * self.rows * (self.keys + PAD)
 
 
-GRADIENT_SPILLS = 400  # of addresses, once per tile: 512 threads have 128 registers each
+GRADIENT_SPILLS = 560  # of addresses, once per tile: 512 threads have 128 registers each
 GRADIENT = (
     GradientTile(64, 64, 2, 2, 4, length=64),
     *(GradientTile(128, 128, 4, 4, stages) for stages in (4, 3, 2)),
@@ -198,6 +199,7 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     t = next(t for t in GRADIENT if shortest <= t.length and t.shared_memory(depth, bias) <= arch.shared_memory)
     size, threads = t.shared_memory(depth, bias), 32 * t.row_warps * t.column_warps
     of_arrays = work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
+    of_arrays += score_work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
     constants: tuple[tuple[str, int | bool], ...] = (
         ("ROWS", t.rows), ("KEYS", t.keys), ("ROW_WARPS", t.row_warps), ("COLUMN_WARPS", t.column_warps),
         ("DEPTH", depth), ("STAGES", t.stages), ("DIM_V", next(n for n in (64, 128, 256) if problem.dim_v <= n)),

@@ -12,6 +12,7 @@ from ...problem import ITEMSIZE, AttentionProblem
 from ...tile_lists import ListUse
 from ..device import Arch
 from ..kernel_plan import PAIRWISE, Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
+from ..score import light
 from .sm80 import both_ways
 
 
@@ -252,6 +253,7 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
         pairs = PairTiles(problem, pair_stages)
         size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs)
         fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, crowded)
+        fits = fits and (t.groups < 3 or problem.score is None or light(problem.score))  # three have 128 registers each
         if fits and size <= arch.shared_memory // t.blocks - RESERVED * (t.blocks - 1):
             return ForwardFit(t, q_stages, o_staged, pairs, packed, size)
     return None
@@ -393,7 +395,7 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
         "sm90", arch.name, problem.dtype, True, "sm90/backward.cu", constants, launches, 16, workspace,
         t.spills + (shares > 1) * SHARE_SPILLS + LISTED_SPILLS * (problem.block_mask is not None), maps,
         (("together", together), ("resident", resident), ("most_shares", shares), ("share_visits", visits)), problem.given,
-        both_ways(problem, t.rows, cluster * t.keys, "queries" if t.wide else "keys"),
+        lists=both_ways(problem, t.rows, cluster * t.keys, "queries" if t.wide else "keys"),
     )  # fmt: skip
 
 

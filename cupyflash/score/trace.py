@@ -1,0 +1,142 @@
+"""From a Python function, or an expression, to a `Score`. A function is run once, on numbers that write down what is done."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .expression import parse
+from .graph import VARIABLES, Graph, Score, ScoreArray
+from .value import Traced, TracedArray, lift
+
+_KEPT = 1024  # functions, and scores
+_KNOWN = ("math", "numpy", "jax", "torch", "cupyflash", "operator", "builtins")  # modules that nobody changes
+_traced: dict[Any, Score] = {}
+_same: dict[Score, Score] = {}
+
+
+def trace(score: Callable[..., Any] | str | Score, arrays: Mapping[str, tuple[str, int, bool]]) -> Score:
+    """The score function as data. `arrays` says of each that it reads its dtype, the number of its dimensions, and whether
+    offsets in it may have more than 32 bits.
+
+    TypeError or ValueError for what is no score function of these arrays, or cannot be traced: saying what and where.
+    """
+    if isinstance(score, Score):
+        return score
+    given = tuple(ScoreArray(name, *form) for name, form in arrays.items())
+    fingerprint = score if isinstance(score, str) else _fingerprint(score)
+    key = None if fingerprint is None else (fingerprint, given)
+    found = None if key is None else _traced.get(key)
+    if found is None:
+        found = _parsed(score, given) if isinstance(score, str) else _run(score, given)
+        for kept in (_traced, _same):
+            if len(kept) >= _KEPT:
+                kept.clear()
+        found = _same.setdefault(found, found)  # equal ones are the same, so that what is kept for one is found at once
+        if key is not None:
+            _traced[key] = found
+    return found
+
+
+def _run(function: Any, arrays: tuple[ScoreArray, ...]) -> Score:
+    order = _parameters(function, {x.name: x for x in arrays})
+    graph = Graph()
+    variables = [Traced(graph, graph.variable(name)) for name in VARIABLES]
+    reads = {x.name: TracedArray(graph, n, x) for n, x in enumerate(order)}
+    return _finished(graph, order, function(*variables, **reads))
+
+
+def _parsed(text: str, arrays: tuple[ScoreArray, ...]) -> Score:
+    graph = Graph()
+    return _finished(graph, arrays, parse(text, graph, arrays))
+
+
+def _finished(graph: Graph, arrays: tuple[ScoreArray, ...], result: Any) -> Score:
+    if result is None:
+        raise TypeError("score returns None; it must return the new score")
+    n = lift(graph, result, "its result")
+    if graph.kind(n) == "bool":
+        raise TypeError(
+            "score returns a boolean; it must return the new score, as in where(condition, s, -math.inf) to hide pairs"
+        )
+    nodes, (root,) = graph.pruned(graph.to("float", n))
+    return Score(arrays, nodes, root)
+
+
+def _parameters(function: Any, arrays: dict[str, ScoreArray]) -> tuple[ScoreArray, ...]:
+    """The arrays in the order of the function's parameters, which are s, b, h, i, j and their names."""
+    must = "it must take s, b, h, i, j, and then the arrays of score_arrays by their names"
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        raise TypeError(f"score is {function!r}, whose parameters cannot be seen; {must}") from None
+    positional = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < len(VARIABLES):
+        raise TypeError(f"score has {len(positional)} positional parameters; {must}")
+    others = [x for x in parameters if x not in positional[: len(VARIABLES)]]
+    anything = any(x.kind == x.VAR_KEYWORD for x in others)
+    named = {x.name for x in others if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)}
+    for name in arrays:
+        if name not in named and not anything:
+            raise TypeError(f"score_arrays holds {name!r}, but score has no such parameter; {must}")
+    for x in others:
+        if x.name in named and x.default is x.empty and x.name not in arrays:
+            raise TypeError(f"score has a parameter {x.name!r}, but score_arrays holds no such array; {must}")
+    first = [x.name for x in others if x.name in arrays]
+    return tuple(arrays[name] for name in (*first, *(name for name in arrays if name not in first)))
+
+
+# ---- whether a function is the one that was traced before -------------------------------------------------------------
+
+
+def _fingerprint(function: Any) -> Any:
+    """What a function's graph follows from: its code and every number that it looks up. None where that is not known."""
+    try:
+        return _of_function(function, ())
+    except (_Unknown, TypeError):  # the last: what cannot be hashed
+        return None
+
+
+class _Unknown(Exception):
+    pass
+
+
+def _of_function(function: Any, outer: tuple[Any, ...]) -> Any:
+    if type(function) is not types.FunctionType:
+        raise _Unknown
+    if function in outer:
+        return "itself"
+    outer = (*outer, function)
+    cells = tuple(_of_value(cell.cell_contents, outer) for cell in function.__closure__ or ())
+    looked_up = [name for name in _names(function.__code__) if name in function.__globals__]
+    return (
+        function.__code__, cells, tuple((name, _of_value(function.__globals__[name], outer)) for name in looked_up),
+        tuple(_of_value(x, outer) for x in function.__defaults__ or ()),
+        tuple((name, _of_value(x, outer)) for name, x in (function.__kwdefaults__ or {}).items()),
+    )  # fmt: skip
+
+
+@functools.lru_cache(_KEPT)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Global names that the code, and functions inside it, may look up."""
+    inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in _names(x)]
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
+
+
+def _of_value(x: Any, outer: tuple[Any, ...]) -> Any:
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return type(x), repr(x)
+    if isinstance(x, tuple):
+        return tuple(_of_value(y, outer) for y in x)
+    if isinstance(x, types.ModuleType):
+        if x.__name__.partition(".")[0] not in _KNOWN:
+            raise _Unknown
+        return x.__name__
+    if isinstance(x, (types.BuiltinFunctionType, type)) or type(x).__name__ == "ufunc":
+        return x
+    if isinstance(x, types.FunctionType) and (x.__module__ or "").partition(".")[0] in _KNOWN:
+        return x
+    return _of_function(x, outer)
