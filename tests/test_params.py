@@ -74,9 +74,14 @@ def test_the_fields_of_a_backward() -> None:
 
 
 def test_a_source_does_not_depend_on_what_is_not_asked() -> None:
-    """Every optional array has its pointer and strides, given or not."""
-    texts = {params.text(plan(problem("float16", **fields), H200, family="simt")) for fields in FEATURES.values()}
+    """Every optional array has its pointer and strides, given or not. A score function's own arrays come beside them."""
+    plain = [fields for fields in FEATURES.values() if "score" not in fields]
+    texts = {params.text(plan(problem("float16", **fields), H200, family="simt")) for fields in plain}
     assert len(texts) == 1
+    assert "score_array" not in next(iter(texts))
+    function = params.text(plan(problem("float16", **FEATURES["score"]), H200, family="simt"))
+    assert "const float* score_array_0;" in function and "const int* score_array_1;" in function
+    assert "ScoreShape score_array_1_shape;" in function
     for rule in ARRAYS:
         assert f" {rule.name};" in next(iter(texts)) and f"PairStrides {rule.name}_strides;" in next(iter(texts))
 
