@@ -82,12 +82,19 @@ def test_the_fields_of_a_backward() -> None:
 
 
 def test_a_source_does_not_depend_on_what_is_not_asked() -> None:
-    """Every optional array has its pointer and strides, given or not. What a seed becomes has no room where none is asked for."""
-    texts = {name: params.text(plan(problem("float16", **x), H200, family="simt")) for name, x in FEATURES.items()}
+    """Every optional array has its pointer and strides, given or not. What a seed becomes has no room where none is asked for,
+    and a score function's own arrays come beside them.
+    """
+    plain = {name: fields for name, fields in FEATURES.items() if "score" not in fields}
+    texts = {name: params.text(plan(problem("float16", **x), H200, family="simt")) for name, x in plain.items()}
     keys = "unsigned round_keys[14]"
     assert f"    alignas(8) {keys};\n" in texts["everything"]
     texts["everything"] = texts["everything"].replace(f"alignas(8) {keys}", f"static constexpr {keys} = {{}}")
     assert len(set(texts.values())) == 1
+    assert "score_array" not in texts["everything"]
+    function = params.text(plan(problem("float16", **FEATURES["score"]), H200, family="simt"))
+    assert "const float* score_array_0;" in function and "const int* score_array_1;" in function
+    assert "ScoreShape score_array_1_shape;" in function
     for rule in ARRAYS:
         assert f" {rule.name};" in texts["everything"]
         assert (f"PairStrides {rule.name}_strides;" in texts["everything"]) == bool(rule.axes)

@@ -175,7 +175,8 @@ def test_a_source_has_the_same_workspace_always(family: str) -> None:
     """What a plan does not need has no elements: it is a field of Params, which is part of the source."""
     for backward in (False, True):
         names = set()
-        for fields in (*FEATURES.values(), {"seq_q": 4097, "right": 0}, {"seq_q": 1}):
+        plain = [fields for fields in FEATURES.values() if "score" not in fields]
+        for fields in (*plain, {"seq_q": 4097, "right": 0}, {"seq_q": 1}):
             for dtype in ("float16", "float32"):
                 asked = problem(dtype, **fields)
                 if FAMILIES[family].objection(asked, H200, backward) is None:
@@ -370,6 +371,17 @@ def test_what_is_not_asked_is_not_compiled(family: str) -> None:
             plan(problem("float16", seq_q=s, batch=b), H200, backward, family) for s, b in ((1000, 90), (999, 700))
         )
         assert small.constants == large.constants
+
+
+def test_what_is_computed_before_a_score_function_has_room() -> None:
+    """A line for each head, with all differences of positions that a tile may ask for."""
+    for backward in (False, True):
+        made = plan(problem("float16", **FEATURES["score"]), H200, backward)
+        (space,) = [x for x in made.workspace if x.name == "score_tables"]
+        span = 1000 + 1000 + 2 * 256
+        assert space.shape == (1, 8, span) and made.launches[0].name == "attention_score_tables"
+        assert made.launches[0].grid == 8 * -(-span // 128)
+        assert {"score_span": span, "score_origin": 1000 + 256, "score_plane": 8 * span}.items() <= dict(made.scalars).items()
 
 
 def test_sequences_that_the_kernels_cannot_count() -> None:
