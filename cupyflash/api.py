@@ -5,13 +5,11 @@ Arrays come in from any library and results go back to the same one; see `cupyfl
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
-from . import interop
-from .interop.protocol import Adapter, Arrays, Library, Passes
+from . import interop, passes
 from .other_names import unexpected
 from .problem import Gradients, check_flag, check_wrt
 from .signature import A, Array, L, closed
@@ -148,20 +146,9 @@ def attention(
         check_flag("return_lse", return_lse)
     lib = interop.library("q", q)
     _given(k=k, v=v)
-    record = lib.recorder(arrays)
-    if record is not None:
-        if out is not None:
-            raise ValueError(
-                "out is given but a gradient is wanted, and autograd cannot follow a write into out; leave it out, or call "
-                "under torch.no_grad()"
-            )
-        passes = Passes(
-            lambda arrays: _forward(lib, arrays, {}, True, options, family),
-            lambda arrays, wrt: _backward(lib, arrays, {}, options, family, wrt),
-        )
-        o, lse = record(passes, arrays)
-    else:
-        o, lse = _forward(lib, arrays, {} if out is None else {"out": out}, return_lse, options, family)
+    recorder = lib.recorder(arrays)
+    run = passes if recorder is None else recorder
+    o, lse = run.forward(lib, arrays, {} if out is None else {"out": out}, return_lse, options, family)
     return (o, lse) if return_lse else o
 
 
@@ -246,7 +233,9 @@ def attention_backward(
         raise ValueError(f"grads {what}; it must be a tuple of three arrays (dq, dk, dv) or None")
     targets = dict(zip(Gradients._fields, grads or ()))
     _given(**targets)
-    return _backward(lib, arrays, targets, options, family, check_wrt(wrt, arrays))
+    recorder = lib.recorder(arrays, backward=True)
+    run = passes if recorder is None else recorder
+    return run.backward(lib, arrays, targets, options, family, check_wrt(wrt, arrays))
 
 
 def merge(outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd") -> tuple[A, L]:
@@ -367,53 +356,6 @@ def tune(
         q, k, v, dtype=dtype, backward=backward, family=family, store=store, rounds=rounds, min_ms=min_ms,
         progress=progress or (lambda *_: None), **options,
     )  # fmt: skip
-
-
-def _forward(
-    lib: Library, arrays: Arrays, targets: Arrays, return_lse: bool, options: dict[str, Any], family: str | None
-) -> tuple[Any, Any]:
-    adapter, arrays, targets = interop.adopt(lib, arrays, targets)
-    try:
-        results = _backend(adapter, arrays).forward(adapter, arrays, targets, return_lse, options, family)
-    except Exception:
-        interop.name_unreadable(adapter, arrays, targets)
-        raise
-    for x in targets.values():
-        adapter.written(x)
-    return results
-
-
-def _backward(
-    lib: Library, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None, wrt: tuple[str, ...]
-) -> Gradients:
-    adapter, arrays, targets = interop.adopt(lib, arrays, targets)
-    try:
-        results = _backend(adapter, arrays).backward(adapter, arrays, targets, options, family, wrt)
-    except Exception:
-        interop.name_unreadable(adapter, arrays, targets)
-        raise
-    for x in targets.values():
-        adapter.written(x)
-    return results
-
-
-def _backend(adapter: Adapter, arrays: Arrays) -> Any:
-    """The corridor of the device that q is on."""
-    return _gpu() if adapter.on_gpu(arrays["q"]) else _cpu()
-
-
-@functools.cache  # an import statement costs 0.6 us in every call
-def _gpu() -> Any:
-    from .gpu import corridor
-
-    return corridor
-
-
-@functools.cache
-def _cpu() -> Any:
-    from .cpu import corridor
-
-    return corridor
 
 
 def _given(**named: Any) -> None:

@@ -35,7 +35,7 @@ def _where(x: jax.Array) -> str:
     return f"cuda:{device.local_hardware_id}" if device.platform == "gpu" else device.platform
 
 
-def recorder(arrays: Arrays) -> None:
+def recorder(arrays: Arrays, backward: bool = False) -> None:
     return None  # jax.grad gives tracers, which `lend` refuses
 
 

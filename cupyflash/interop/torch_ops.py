@@ -1,0 +1,359 @@
+"""The operators torch.ops.cupyflash.attention and attention_backward, and how a call finds its way to them.
+
+A call that is traced (torch.compile, torch.export, fake tensors, dispatch modes) or transformed (torch.func) becomes an operator,
+which PyTorch knows by its schema: shapes, derivative, vmap. What runs at once under autograd is an autograd function, and what
+needs no gradient goes straight to the corridor: both cost the host less than the dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .. import folding, interop, passes
+from .. import problem as rules
+from ..problem import ARRAYS, OPTIONS, Gradients, View
+from .protocol import Arrays, Library
+
+_OPTIONAL = tuple(row.name for row in ARRAYS)
+_INPUTS = ("q", "k", "v", *_OPTIONAL)
+_ROWS = ("dout", "out", "lse", "dlse")
+_TYPES = {
+    "causal": "str", "window": "SymInt[]", "scale": "float?", "softcap": "float?", "layout": "str", "deterministic": "bool",
+}  # fmt: skip
+
+# ---- how a call is run ----------------------------------------------------------------------------------------------
+
+
+def needed(arrays: Arrays, backward: bool) -> bool:
+    """Whether a call cannot simply run: it is traced or transformed, or autograd or autocast have a part in it."""
+    if _traced(arrays["q"]) or torch._C._are_functorch_transforms_active():
+        return True
+    if backward:
+        return False
+    if torch.is_grad_enabled() and _any_requires_grad(arrays):
+        return True
+    return _autocast_dtype(arrays["q"]) is not None
+
+
+def _traced(q: torch.Tensor) -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or type(q).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    )
+
+
+def _any_requires_grad(arrays: Arrays) -> bool:
+    for x in arrays.values():
+        if x is not None and getattr(x, "requires_grad", False):
+            return True
+    return False
+
+
+def forward(
+    lib: Library, arrays: Arrays, targets: Arrays, return_lse: bool, options: dict[str, Any], family: str | None
+) -> tuple[Any, Any]:
+    """As `passes.forward`, followed by whoever traces, transforms or records."""
+    dtype = _autocast_dtype(arrays["q"])
+    if dtype is not None:
+        arrays = _autocast(arrays, dtype)
+    traced = _traced(arrays["q"])
+    transformed = torch._C._are_functorch_transforms_active()
+    if not traced and not transformed and not (torch.is_grad_enabled() and _any_requires_grad(arrays)):
+        return passes.forward(lib, arrays, targets, return_lse, options, family)
+    if targets:
+        if traced or transformed:
+            raise ValueError(f"out is {_NO_WRITING}")
+        raise ValueError(
+            "out is given but a gradient is wanted, and autograd cannot follow a write into out; leave it out, or call "
+            "under torch.no_grad()"
+        )
+    if not traced:
+        call = (lib, options, family)
+        follow = _Transformed if transformed else _Attention
+        return follow.apply(call, tuple(arrays), *arrays.values())  # type: ignore[no-any-return]
+    arrays = interop.adopted(lib, arrays)
+    inputs = [arrays[name] for name in _INPUTS]
+    return torch.ops.cupyflash.attention(*inputs, *_encoded(options), family)  # type: ignore[no-any-return]
+
+
+def backward(
+    lib: Library, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None, wrt: tuple[str, ...]
+) -> Gradients:
+    """As `passes.backward`, followed by whoever traces or transforms."""
+    traced = _traced(arrays["q"]) or _traced(arrays["dout"])
+    if not traced and not torch._C._are_functorch_transforms_active():
+        return passes.backward(lib, arrays, targets, options, family, wrt)
+    if targets:
+        raise ValueError(f"grads is {_NO_WRITING}")
+    if traced:
+        arrays = interop.adopted(lib, arrays)
+        inputs = [arrays.get(name) for name in (*_ROWS, *_INPUTS)]
+        grads = torch.ops.cupyflash.attention_backward(*inputs, *_encoded(options), family, list(wrt))
+    else:
+        grads = _AttentionBackward.apply((lib, options, family), tuple(arrays), wrt, *arrays.values())
+    return Gradients(*grads[:3], **{f"d{name}": x for name, x in zip(wrt, grads[3:])})
+
+
+_NO_WRITING = (
+    "given but the call is traced or transformed (torch.compile, torch.func, fake tensors), where nothing can be written into; "
+    "leave it out"
+)
+
+
+_How = tuple[Library, dict[str, Any], "str | None"]  # a call but for its arrays: options, family
+
+def _autocast_dtype(q: torch.Tensor) -> torch.dtype | None:
+    where = "cuda" if q.is_cuda else "cpu"
+    return torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else None
+
+
+def _autocast(arrays: Arrays, dtype: torch.dtype) -> Arrays:
+    """As autocast does to PyTorch's own attention: q, k and v in its dtype, float64 left alone. Others may stay float32."""
+
+    def cast(name: str, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype is torch.float64:
+            return x
+        return x if name not in ("q", "k", "v") and x.dtype is torch.float32 else x.to(dtype)
+
+    return {name: cast(name, x) for name, x in arrays.items()}
+
+
+class _Attention(torch.autograd.Function):
+    """A call at once, with its gradients: of out and of lse, through the call's own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _How, names: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        lib, options, family = call
+        result = passes.forward(lib, dict(zip(names, tensors)), {}, True, options, family)
+        _Transformed.setup_context(ctx, (call, names, *tensors), result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(_ONCE)
+        return _Transformed.backward(ctx, dout, dlse)
+
+
+class _Transformed(torch.autograd.Function):
+    """The same in the form that torch.func asks for, which costs the host 11 us more."""
+
+    @staticmethod
+    def forward(call: _How, names: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        lib, options, family = call
+        return passes.forward(lib, dict(zip(names, tensors)), {}, True, options, family)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        ctx.call, ctx.names, *tensors = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return (None,) * (2 + len(ctx.names))
+        *tensors, out, lse = ctx.saved_tensors
+        wanted = zip(ctx.names, ctx.needs_input_grad[2:])
+        wrt = tuple([name for name, needed in wanted if needed and name not in ("q", "k", "v")])
+        arrays = dict(zip(ctx.names, tensors))
+        arrays |= {"dout": torch.zeros_like(out) if dout is None else dout, "out": out, "lse": lse, "dlse": dlse}
+        lib, options, family = ctx.call
+        grads = backward(lib, arrays, {}, options, family, wrt)
+        return None, None, *[getattr(grads, f"d{name}", None) for name in ctx.names]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], call: _How, names: tuple[str, ...], *tensors: Any) -> tuple[Any, Any]:
+        def run(arrays: Arrays) -> tuple[Any, Any]:
+            return _Transformed.apply(call, tuple(arrays), *arrays.values())  # type: ignore[no-any-return]
+
+        arrays, has = _in_front(names, tensors, in_dims[2:])
+        return folding.forward(torch, run, arrays, has, info.batch_size, call[1]["layout"]), (0, 0)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """Its gradients under torch.func, which transforms these too."""
+
+    @staticmethod
+    def forward(call: _How, names: tuple[str, ...], wrt: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, ...]:
+        lib, options, family = call
+        grads = passes.backward(lib, dict(zip(names, tensors)), {}, options, family, wrt)
+        return (*grads, *(getattr(grads, f"d{name}") for name in wrt))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise RuntimeError(_ONCE)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], call: _How, names: tuple[str, ...], wrt: tuple[str, ...], *tensors: Any
+    ) -> tuple[Any, Any]:
+        def run(arrays: Arrays, wrt: tuple[str, ...]) -> Any:
+            return _AttentionBackward.apply(call, tuple(arrays), wrt, *arrays.values())
+
+        arrays, has = _in_front(names, tensors, in_dims[3:])
+        grads = folding.backward(torch, run, arrays, has, info.batch_size, call[1]["layout"], wrt)
+        return tuple(grads), (0,) * len(grads)
+
+
+def _in_front(names: Iterable[str], tensors: Iterable[Any], dims: Iterable[int | None]) -> tuple[Arrays, set[str]]:
+    """The arrays with a mapped axis in front, and the names of those that have it."""
+    given = [(name, x, dim) for name, x, dim in zip(names, tensors, dims)]
+    arrays = {name: x if x is None or dim is None else x.movedim(dim, 0) for name, x, dim in given}
+    return arrays, {name for name, x, dim in given if dim is not None}
+
+
+_ONCE = (
+    "the gradients of attention cannot be differentiated again: call backward() or torch.autograd.grad() "
+    "without create_graph=True"
+)
+
+# ---- the operators --------------------------------------------------------------------------------------------------
+
+
+def _encoded(options: dict[str, Any]) -> list[Any]:
+    """Options as the schema has them, in the order of OPTIONS; errors are those of the rules."""
+    numbers = (float, int, type(None))  # as they are: one may be a symbol, and rules are for numbers
+    values = {x.name: options[x.name] if type(options[x.name]) in numbers else x.check(options[x.name]) for x in OPTIONS}
+    values["causal"] = values["causal"] or ""
+    values["window"] = [-1 if n is None else n for n in values["window"] or ()]
+    return list(values.values())
+
+
+def _decoded(values: tuple[Any, ...]) -> dict[str, Any]:
+    options = {row.name: value for row, value in zip(OPTIONS, values)}
+    options["causal"] = options["causal"] or False
+    options["window"] = tuple([None if n < 0 else n for n in options["window"]]) or None
+    return options
+
+
+class _Call:
+    """The arguments of either operator, by name."""
+
+    def __init__(self, args: tuple[Any, ...], backward: bool) -> None:
+        names = (*(_ROWS if backward else ()), *_INPUTS)
+        self.arrays: Arrays = dict(zip(names, args))
+        rest = args[len(names) :]
+        self.encoded, self.family = rest[: len(OPTIONS)], rest[len(OPTIONS)]
+        self.options = _decoded(self.encoded)
+        self.wrt: tuple[str, ...] = tuple(rest[-1]) if backward else ()
+
+
+def _attention(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = _Call(args, False)
+    lib = interop.library("q", call.arrays["q"])
+    out, lse = passes.forward(lib, call.arrays, {}, True, call.options, call.family)
+    return out.contiguous(), lse.contiguous()
+
+
+def _attention_backward(*args: Any) -> list[torch.Tensor]:
+    call = _Call(args, True)
+    lib = interop.library("q", call.arrays["q"])
+    grads = passes.backward(lib, call.arrays, {}, call.options, call.family, call.wrt)
+    return [x.contiguous() for x in (*grads, *(getattr(grads, f"d{name}") for name in call.wrt))]
+
+
+def _fake_attention(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = _Call(args, False)
+    _check(call, False)
+    q, v = call.arrays["q"], call.arrays["v"]
+    rows = tuple(q.shape[:-1])
+    if call.options["layout"] == "bshd" and len(rows) > 1:
+        rows = (*rows[:-2], rows[-1], rows[-2])
+    lse = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(rows, dtype=lse)
+
+
+def _fake_attention_backward(*args: Any) -> list[torch.Tensor]:
+    call = _Call(args, True)
+    _check(call, True)
+    return [call.arrays[name].new_empty(call.arrays[name].shape) for name in ("q", "k", "v", *call.wrt)]
+
+
+def _check(call: _Call, backward: bool) -> None:
+    """What the rules say, as far as it can be said: of lengths that are symbols, only when they are numbers."""
+    given = {name: x for name, x in call.arrays.items() if x is not None}
+    if all(type(n) is int for x in given.values() for n in x.shape):
+        views = {name: _view(x) for name, x in given.items()}
+        plain = {name: x for name, x in call.options.items() if not isinstance(x, torch.SymFloat)}
+        rules.state(views, {}, rules.complete(plain), backward)
+
+
+def _view(x: torch.Tensor) -> View:
+    where = f"cuda:{x.get_device()}" if x.is_cuda else x.device.type
+    return View(tuple(x.shape), x.stride(), str(x.dtype).removeprefix("torch."), where, "torch")
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[: len(_INPUTS)], *output)
+    ctx.rest = inputs[len(_INPUTS) :]
+
+
+def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    nothing = (None,) * len(ctx.rest)
+    if dout is None and dlse is None:
+        return (None,) * len(_INPUTS) + nothing
+    *inputs, out, lse = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    wrt = [name for name, wanted in zip(_INPUTS, ctx.needs_input_grad) if wanted and name in _OPTIONAL]
+    grads = torch.ops.cupyflash.attention_backward(dout, out, lse, dlse, *inputs, *ctx.rest, wrt)
+    found = dict(zip(("q", "k", "v", *wrt), grads))
+    return *(found.get(name) for name in _INPUTS), *nothing
+
+
+def _not_again(ctx: Any, *grads: Any) -> None:
+    raise RuntimeError(_ONCE)
+
+
+def _vmap_attention(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    call = _Call(args, False)
+
+    def run(arrays: Arrays) -> tuple[Any, Any]:
+        return torch.ops.cupyflash.attention(*arrays.values(), *call.encoded, call.family)  # type: ignore[no-any-return]
+
+    arrays, has = _in_front(call.arrays, call.arrays.values(), in_dims)
+    return folding.forward(torch, run, arrays, has, info.batch_size, call.options["layout"]), (0, 0)
+
+
+def _vmap_attention_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    call = _Call(args, True)
+
+    def run(arrays: Arrays, wrt: tuple[str, ...]) -> Any:
+        return torch.ops.cupyflash.attention_backward(*arrays.values(), *call.encoded, call.family, list(wrt))
+
+    arrays, has = _in_front(call.arrays, call.arrays.values(), in_dims)
+    grads = folding.backward(torch, run, arrays, has, info.batch_size, call.options["layout"], call.wrt)
+    return grads, [0] * len(grads)
+
+
+def _define() -> torch.library.Library:
+    lib = torch.library.Library("cupyflash", "DEF")
+    arrays = ", ".join(["Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}" for name in _OPTIONAL)])
+    options = ", ".join([*(f"{_TYPES[row.name]} {row.name}" for row in OPTIONS), "str? family"])
+    rows = "Tensor dout, Tensor out, Tensor lse, Tensor? dlse"
+    tags = (torch.Tag.pt2_compliant_tag,)
+    lib.define(f"attention({arrays}, {options}) -> (Tensor, Tensor)", tags=tags)
+    lib.define(f"attention_backward({rows}, {arrays}, {options}, str[] wrt) -> Tensor[]", tags=tags)
+    for name, run, fake, vmap in (
+        ("attention", _attention, _fake_attention, _vmap_attention),
+        ("attention_backward", _attention_backward, _fake_attention_backward, _vmap_attention_backward),
+    ):
+        for key in ("CPU", "CUDA"):
+            lib.impl(name, run, key)
+        torch.library.register_fake(f"cupyflash::{name}", fake, lib=lib)
+        torch.library.register_vmap(f"cupyflash::{name}", vmap, lib=lib)
+    torch.library.register_autograd("cupyflash::attention", _differentiate, setup_context=_keep, lib=lib)
+    torch.library.register_autograd("cupyflash::attention_backward", _not_again, lib=lib)
+    return lib
+
+
+_library = _define()  # gone with it
