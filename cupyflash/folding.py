@@ -88,9 +88,7 @@ class Folding:
         own = x.shape[1:] if has else x.shape
         own = (1,) * (len(axes) - len(own)) + tuple(own)
         x = x.reshape(x.shape[0] if has else 1, *own)
-        batch = (self.batch if whole else own[0],) if self.rank == 4 else ()
-        if self.rank == 4 and batch[0] == 1 and self.batch > 1:
-            batch = (self.batch,)
+        batch = (self.batch,) if self.rank == 4 else ()
         rest = own[len(batch) :]
         x = self._expand(x, (self.size, *batch, *rest))
         heads = (1,) if self.rank == 2 and "head" in row.axes else ()
@@ -118,8 +116,7 @@ class Folding:
 
         They have no batch axis to be folded into: softmax over one score more is out · exp(lse - lse'), where lse' has it.
         """
-        sinks = sinks.reshape(self.size, *(1,) * (self.rank == 4), *sinks.shape[1:], 1)
-        total = self.xp.logaddexp(lse, self._like(sinks, lse))
+        total = self.xp.logaddexp(lse, self._like(self._over_rows(sinks), lse))
         weight = self.xp.where(total == -math.inf, 0.0, self.xp.exp(lse - total))
         return self._like(self._like(out, lse) * self._over_out(weight), out), total
 
@@ -132,10 +129,17 @@ class Folding:
         if self.layout == "bshd" and self.rank > 2:
             delta = delta.swapaxes(-1, -2)
         slope = full["dlse"] - delta if "dlse" in full else -delta
-        shown = sinks.reshape(self.size, *(1,) * (self.rank == 4), *sinks.shape[1:], 1)
-        weight = self.xp.where(lse == -math.inf, 0.0, self.xp.exp(self._like(shown, lse) - lse))
+        weight = self.xp.where(lse == -math.inf, 0.0, self.xp.exp(self._like(self._over_rows(sinks), lse) - lse))
         terms = (weight * slope).sum(-1)
-        return self._like(terms.sum(1) if self.rank == 4 else terms, sinks)
+        terms = terms.sum(1) if self.rank == 4 else terms
+        if math.prod(sinks.shape) < math.prod(terms.shape):  # one stands for all heads
+            terms = terms.sum(-1)
+        return self._like(terms.reshape(sinks.shape), sinks)
+
+    def _over_rows(self, sinks: Any) -> Any:
+        """Sinks with the new axis in front, so that they broadcast over lse."""
+        heads = (tuple(sinks.shape[1:]) or (1,)) if self.rank > 2 else ()
+        return sinks.reshape(self.size, *(1,) * (self.rank == 4), *heads, 1)
 
     @staticmethod
     def _like(x: Any, y: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 from . import interop
 from .interop.protocol import Adapter, Arrays, Library
@@ -14,7 +14,8 @@ def forward(
     lib: Library, arrays: Arrays, targets: Arrays, return_lse: bool, options: dict[str, Any], family: str | None
 ) -> tuple[Any, Any]:
     """out and (where asked for) lse. `lib` is that of q; `targets` are arrays to write results to, by name."""
-    adapter, arrays, targets = interop.adopt(lib, arrays, targets)
+    arrays, targets = interop.adopt(lib, arrays, targets)
+    adapter = cast(Adapter, lib)
     try:
         results = _backend(adapter, arrays).forward(adapter, arrays, targets, return_lse, options, family)
     except Exception:
@@ -29,7 +30,8 @@ def backward(
     lib: Library, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None, wrt: tuple[str, ...]
 ) -> Gradients:
     """The gradients, also of the optional arrays that `wrt` names; `arrays` has dout, out, lse and perhaps dlse too."""
-    adapter, arrays, targets = interop.adopt(lib, arrays, targets)
+    arrays, targets = interop.adopt(lib, arrays, targets)
+    adapter = cast(Adapter, lib)
     try:
         results = _backend(adapter, arrays).backward(adapter, arrays, targets, options, family, wrt)
     except Exception:

@@ -12,7 +12,7 @@ from .. import problem as rules
 from .. import tuned
 from ..interop.protocol import Arrays, GpuAdapter
 from ..overlap import check_targets
-from ..problem import ARRAYS, Gradients, View, contiguous
+from ..problem import ARRAYS, ITEMSIZE, Gradients, View, contiguous
 from . import device, launch
 from .kernel_plan import KernelPlan
 from .plan import plan
@@ -92,6 +92,14 @@ class Prepared:
             strides[name] = params_strides(view, layout)
         self.launcher = launch.Launcher(chosen, functions(chosen, ordinal), problem, strides, ordinal)
         self._slots = self.launcher.slots
+
+    @property
+    def scratch(self) -> int:
+        """Bytes that a run without targets takes from `lib.empty` beside its results, each piece rounded up to 256."""
+        if self.empty:
+            return 0
+        copies = [copy.strides[0] * copy.shape[0] * ITEMSIZE[source.dtype] for _, source, copy in self.copies]
+        return sum(-(-size // 256) * 256 for size in (*copies, self.launcher.workspace))
 
     def run(
         self,
@@ -173,7 +181,7 @@ def forward(
     """out and (where asked for) lse of one attention call."""
     ordinal = lib.device(arrays["q"])
     addresses = _addresses(lib, arrays)
-    prepared = _find(lib, arrays, addresses, targets, options, family, False, ordinal)
+    prepared = prepare(lib, arrays, addresses, targets, options, family, False, ordinal)
     (out,), lse = prepared.run(lib, arrays, targets, return_lse, addresses)
     if not targets:
         out = lib.finish(out, ordinal)
@@ -191,13 +199,13 @@ def backward(
     """The gradients of one attention call."""
     ordinal = lib.device(arrays["q"])
     addresses = _addresses(lib, arrays)
-    prepared = _find(lib, arrays, addresses, targets, options, family, True, ordinal)
+    prepared = prepare(lib, arrays, addresses, targets, options, family, True, ordinal)
     grads, _ = prepared.run(lib, arrays, targets, False, addresses)
     if not targets:
         grads = [lib.finish(x, ordinal) for x in grads]
     if not wrt:
         return Gradients(*grads)
-    prepared = _find(lib, arrays, addresses, {}, options, family, True, ordinal, wrt)
+    prepared = prepare(lib, arrays, addresses, {}, options, family, True, ordinal, wrt)
     of_arrays, _ = prepared.run(lib, arrays, {}, False, addresses)
     return Gradients(*grads, **{name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, of_arrays)})
 
@@ -207,7 +215,7 @@ def _addresses(lib: GpuAdapter, arrays: Arrays) -> dict[str, int]:
     return {name: pointer(x) for name, x in arrays.items() if x is not None}
 
 
-def _find(
+def prepare(
     lib: GpuAdapter,
     arrays: Arrays,
     addresses: dict[str, int],
@@ -218,6 +226,7 @@ def _find(
     ordinal: int,
     wrt: tuple[str, ...] = (),
 ) -> Prepared:
+    """What a call runs, where its arrays lie at `addresses`: kept, or planned and compiled."""
     signature = lib.signature
     misaligned = tuple([name for name, at in addresses.items() if at & 15])
     if type(options["scale"]) not in _NUMBERS:  # an array of no dimensions, say: its value counts, which may change

@@ -27,19 +27,16 @@ def library(name: str, x: Any) -> Library:
     return found if found is not None else _find(name, x)
 
 
-def adopt(lib: Library, arrays: Arrays, targets: Arrays) -> tuple[Adapter, Arrays, Arrays]:
-    """Bring the arrays of one call, and those given to be written, into one library.
+def adopt(lib: Library, arrays: Arrays, targets: Arrays) -> tuple[Arrays, Arrays]:
+    """Bring the arrays of one call, and those given to be written, into one library: `lib`, that of q.
 
-    `lib` is the adapter of q. Arrays of that library and None pass through untouched; those of other DLPack and CUDA
-    array interface producers are wrapped. Returns the adapter for what comes out, and both.
-    TypeError names the argument that is no array, or that comes from another library than q.
+    Arrays of that library and None pass through untouched; those of other DLPack and CUDA array interface producers are
+    wrapped. TypeError names the argument that is no array, or that comes from another library than q.
     """
     arrays, targets = adopted(lib, arrays), adopted(lib, targets)
     for name, x in targets.items():
         lib.check_target(target_name(name), x)
-    if lib.kind == "jax":
-        return *cast(Any, lib).lend(arrays), targets
-    return cast(Adapter, lib), arrays, targets
+    return arrays, targets
 
 
 def adopted(lib: Library, arrays: Arrays) -> Arrays:

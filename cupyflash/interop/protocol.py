@@ -46,7 +46,7 @@ class Library(Protocol):
 
 
 class Adapter(Protocol):
-    """What the backends ask; a library's module is one, too, but for JAX on a GPU (see `jax_gpu`)."""
+    """What the backends ask; a library's module is one, too, but for JAX (see `jax_ops`)."""
 
     @property
     def kind(self) -> str: ...

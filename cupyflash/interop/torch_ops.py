@@ -74,10 +74,10 @@ def forward(
     if not traced:
         call = (lib, options, family)
         follow = _Transformed if transformed else _Attention
-        return follow.apply(call, tuple(arrays), *arrays.values())  # type: ignore[no-any-return]
+        return follow.apply(call, tuple(arrays), *arrays.values())
     arrays = interop.adopted(lib, arrays)
     inputs = [arrays[name] for name in _INPUTS]
-    return torch.ops.cupyflash.attention(*inputs, *_encoded(options), family)  # type: ignore[no-any-return]
+    return torch.ops.cupyflash.attention(*inputs, *_encoded(options), family)
 
 
 def backward(
@@ -169,7 +169,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _How, names: tuple[str, ...], *tensors: Any) -> tuple[Any, Any]:
         def run(arrays: Arrays) -> tuple[Any, Any]:
-            return _Transformed.apply(call, tuple(arrays), *arrays.values())  # type: ignore[no-any-return]
+            return _Transformed.apply(call, tuple(arrays), *arrays.values())
 
         arrays, has = _in_front(names, tensors, in_dims[2:])
         return folding.forward(torch, run, arrays, has, info.batch_size, call[1]["layout"]), (0, 0)
@@ -318,7 +318,7 @@ def _vmap_attention(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[An
     call = _Call(args, False)
 
     def run(arrays: Arrays) -> tuple[Any, Any]:
-        return torch.ops.cupyflash.attention(*arrays.values(), *call.encoded, call.family)  # type: ignore[no-any-return]
+        return torch.ops.cupyflash.attention(*arrays.values(), *call.encoded, call.family)
 
     arrays, has = _in_front(call.arrays, call.arrays.values(), in_dims)
     return folding.forward(torch, run, arrays, has, info.batch_size, call.options["layout"]), (0, 0)
