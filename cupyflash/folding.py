@@ -1,6 +1,6 @@
 """A call on arrays with one axis more, as JAX's and PyTorch's vmap ask for it: that axis becomes part of the batch.
 
-Written once for both; `expand(x, shape)` 
+Written once for both; `expand(x, shape)`
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class Folding:
         """Every array with the new axis in its batch. `has` names those that have it, `whole` optional arrays that shall
         have the batch in full, so that each entry gets a gradient of its own.
         """
-        return {name: None if x is None else self._one(name, x, name in has, name in whole) for name, x in arrays.items()}
+        return {
+            name: None if x is None else self._one(name, x, name in has, name in whole) for name, x in arrays.items()
+        }
 
     def _one(self, name: str, x: Any, has: bool, whole: bool) -> Any:
         row = _OPTIONAL.get(name)
@@ -83,7 +85,9 @@ class Folding:
 
     def _optional(self, row: ArrayRule, x: Any, has: bool, whole: bool) -> Any:
         axes = row.has(self.rank)
-        if "batch" not in row.axes or not (has or whole or (self.rank == 4 and len(x.shape) == len(axes) and x.shape[0] > 1)):
+        if "batch" not in row.axes or not (
+            has or whole or (self.rank == 4 and len(x.shape) == len(axes) and x.shape[0] > 1)
+        ):
             return x  # stands for the whole batch
         own = x.shape[1:] if has else x.shape
         own = (1,) * (len(axes) - len(own)) + tuple(own)

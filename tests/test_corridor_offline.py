@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import threading
-import time
-import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -260,7 +257,11 @@ def test_gradients_of_arrays(gpu: Gpu, rank: int) -> None:
     """In arrays like those given, by kernels of their own; those of q, k and v come from the same launches as without."""
     shape = (D,) if rank == 2 else (HQ, D)
     q, k = (gpu.array((*((B,) if rank == 4 else ()), n, *shape)) for n in (SQ, SK))
-    shapes = {"bias": (1, SK) if rank == 2 else (HQ, 1, SK), "alibi_slopes": () if rank == 2 else (HQ,), "sinks": () if rank == 2 else (1,)}
+    shapes = {
+        "bias": (1, SK) if rank == 2 else (HQ, 1, SK),
+        "alibi_slopes": () if rank == 2 else (HQ,),
+        "sinks": () if rank == 2 else (1,),
+    }
     given = {name: gpu.array(x, np.float32 if name == "alibi_slopes" else np.float16) for name, x in shapes.items()}
     out, lse = attention(q, k, k, return_lse=True, **given)
     attention_backward(out, q, k, k, out, lse, **given)

@@ -29,7 +29,9 @@ def _where(x: jax.Array) -> str:
     if x.is_deleted():
         raise ValueError("is deleted; it must be an array that was not donated to a jitted function")
     if len(x.devices()) > 1:
-        raise ValueError(f"is sharded over {len(x.devices())} devices; it must be on one, or the call inside jax.shard_map")
+        raise ValueError(
+            f"is sharded over {len(x.devices())} devices; it must be on one, or the call inside jax.shard_map"
+        )
     device = next(iter(x.devices()))
     if device.platform not in ("cpu", "gpu"):
         raise ValueError(f"is on a {device.platform}; it must be on a CPU or a GPU")

@@ -45,7 +45,9 @@ def backward(
     return _gradients(_run(_backward_of(how, wrt), arrays), wrt)
 
 
-def _checked(lib: Library, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None) -> tuple[Arrays, How]:
+def _checked(
+    lib: Library, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None
+) -> tuple[Arrays, How]:
     arrays, _ = interop.adopt(lib, arrays, targets)
     values = {row.name: row.check(options[row.name]) for row in OPTIONS}
     values["causal"] = values["causal"] or False  # as options have it
@@ -212,9 +214,16 @@ def _has_gpu() -> bool:
 
 
 def _on_cpu(
-    names: Sequence[str], options: dict[str, Any], wrt: tuple[str, ...] | None, ctx: Any, out: Sequence[Any], *inputs: Any
+    names: Sequence[str],
+    options: dict[str, Any],
+    wrt: tuple[str, ...] | None,
+    ctx: Any,
+    out: Sequence[Any],
+    *inputs: Any,
 ) -> None:
-    arrays: Arrays = dict.fromkeys(("q", "k", "v", *_OPTIONAL)) | {name: np.asarray(x) for name, x in zip(names, inputs)}
+    arrays: Arrays = dict.fromkeys(("q", "k", "v", *_OPTIONAL)) | {
+        name: np.asarray(x) for name, x in zip(names, inputs)
+    }
     lib = interop.library("q", arrays["q"])
     if wrt is None:
         results: Sequence[Any] = passes.forward(lib, arrays, {}, True, options, None)

@@ -15,11 +15,23 @@ class Recorder(Protocol):
     """Runs calls that somebody follows: autograd, a compiler, a transform. Arguments and results as in `passes`."""
 
     def forward(
-        self, lib: Library, arrays: Arrays, targets: Arrays, return_lse: bool, options: dict[str, Any], family: str | None
+        self,
+        lib: Library,
+        arrays: Arrays,
+        targets: Arrays,
+        return_lse: bool,
+        options: dict[str, Any],
+        family: str | None,
     ) -> tuple[Any, Any]: ...
 
     def backward(
-        self, lib: Library, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None, wrt: tuple[str, ...]
+        self,
+        lib: Library,
+        arrays: Arrays,
+        targets: Arrays,
+        options: dict[str, Any],
+        family: str | None,
+        wrt: tuple[str, ...],
     ) -> Gradients: ...
 
 

@@ -21,7 +21,7 @@ _OPTIONAL = tuple(row.name for row in ARRAYS)
 _INPUTS = ("q", "k", "v", *_OPTIONAL)
 _ROWS = ("dout", "out", "lse", "dlse")
 _TYPES = {
-    "causal": "str", "window": "SymInt[]", "scale": "float?", "softcap": "float?", "layout": "str", "deterministic": "bool",
+    "causal": "str", "window": "SymInt[]", "scale": "Scalar?", "softcap": "Scalar?", "layout": "str", "deterministic": "bool",
 }  # fmt: skip
 
 # ---- how a call is run ----------------------------------------------------------------------------------------------
@@ -105,6 +105,7 @@ _NO_WRITING = (
 
 
 _How = tuple[Library, dict[str, Any], "str | None"]  # a call but for its arrays: options, family
+
 
 def _autocast_dtype(q: torch.Tensor) -> torch.dtype | None:
     where = "cuda" if q.is_cuda else "cpu"
@@ -222,7 +223,9 @@ _ONCE = (
 def _encoded(options: dict[str, Any]) -> list[Any]:
     """Options as the schema has them, in the order of OPTIONS; errors are those of the rules."""
     numbers = (float, int, type(None))  # as they are: one may be a symbol, and rules are for numbers
-    values = {x.name: options[x.name] if type(options[x.name]) in numbers else x.check(options[x.name]) for x in OPTIONS}
+    values = {
+        x.name: options[x.name] if type(options[x.name]) in numbers else x.check(options[x.name]) for x in OPTIONS
+    }
     values["causal"] = values["causal"] or ""
     values["window"] = [-1 if n is None else n for n in values["window"] or ()]
     return list(values.values())
