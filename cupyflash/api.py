@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 from . import interop, passes
+from .interop.protocol import Arrays
 from .other_names import unexpected
 from .problem import Gradients, check_flag, check_wrt
 from .signature import A, Array, L, closed
@@ -135,9 +136,9 @@ def attention(
     """
     if unknown:
         raise unexpected("attention", next(iter(unknown)), inspect.signature(attention).parameters)
-    arrays = {
+    arrays = _present("qkv", {
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
-    }  # fmt: skip
+    })  # fmt: skip
     options = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
         "deterministic": deterministic,
@@ -145,7 +146,6 @@ def attention(
     if return_lse is not True and return_lse is not False:
         check_flag("return_lse", return_lse)
     lib = interop.library("q", q)
-    _given(k=k, v=v)
     recorder = lib.recorder(arrays)
     run = passes if recorder is None else recorder
     o, lse = run.forward(lib, arrays, {} if out is None else {"out": out}, return_lse, options, family)
@@ -218,21 +218,20 @@ def attention_backward(
     """
     if unknown:
         raise unexpected("attention_backward", next(iter(unknown)), inspect.signature(attention_backward).parameters)
-    arrays = {
+    arrays = _present(("q", "dout", "k", "v", "out", "lse"), {
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "dout": dout, "out": out, "lse": lse, "dlse": dlse,
-    }  # fmt: skip
+    })  # fmt: skip
     options = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
         "deterministic": deterministic,
     }  # fmt: skip
     lib = interop.library("q", q)
-    _given(dout=dout, k=k, v=v, out=out, lse=lse)
     if grads is not None and (not isinstance(grads, (tuple, list)) or len(grads) != 3):
         what = f"holds {len(grads)} arrays" if isinstance(grads, (tuple, list)) else f"is {type(grads).__name__}"
         raise ValueError(f"grads {what}; it must be a tuple of three arrays (dq, dk, dv) or None")
-    targets = dict(zip(Gradients._fields, grads or ()))
-    _given(**targets)
+    names = Gradients._fields
+    targets = _present(names, dict(zip(names, grads))) if grads is not None else {}
     recorder = lib.recorder(arrays, backward=True)
     run = passes if recorder is None else recorder
     return run.backward(lib, arrays, targets, options, family, check_wrt(wrt, arrays))
@@ -358,7 +357,10 @@ def tune(
     )  # fmt: skip
 
 
-def _given(**named: Any) -> None:
-    for name, x in named.items():
-        if x is None:
-            interop.library(name, x)  # raises: None is no array
+def _present(required: Iterable[str], arrays: Arrays) -> Arrays:
+    """Those that are given."""
+    given = {name: x for name, x in arrays.items() if x is not None}
+    for name in required:
+        if name not in given:
+            interop.library(name, None)  # raises: None is no array
+    return given

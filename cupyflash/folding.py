@@ -25,7 +25,7 @@ def forward(
     """
     folding = Folding(xp, arrays, has, size, layout)
     sinks = arrays["sinks"] if "sinks" in has else None  # they have no batch axis
-    out, lse = run(folding.fold(arrays if sinks is None else arrays | {"sinks": None}, has))
+    out, lse = run(folding.fold(arrays if sinks is None else _without_sinks(arrays), has))
     out, lse = folding.unfold("out", out), folding.unfold("lse", lse)
     return (out, lse) if sinks is None else folding.with_sinks(out, lse, sinks)
 
@@ -42,7 +42,7 @@ def backward(
     """As `forward`: the gradients of q, k, v and of what `wrt` names, for each entry its own."""
     folding = Folding(xp, arrays, has, size, layout)
     folded = tuple([name for name in wrt if name != "sinks"])
-    grads = run(folding.fold(arrays | {"sinks": None}, has, folded), folded)  # sinks are in lse already
+    grads = run(folding.fold(_without_sinks(arrays), has, folded), folded)  # sinks are in lse already
     results = {name: folding.unfold(name, x) for name, x in zip("qkv", grads)}
     for name, x in zip(folded, grads[3:]):
         shape = tuple(arrays[name].shape)
@@ -50,6 +50,10 @@ def backward(
     if "sinks" in wrt:
         results["sinks"] = folding.of_sinks(arrays, has)
     return [results[name] for name in ("q", "k", "v", *wrt)]
+
+
+def _without_sinks(arrays: Arrays) -> Arrays:
+    return {name: x for name, x in arrays.items() if name != "sinks"}
 
 
 class Folding:
@@ -69,7 +73,7 @@ class Folding:
         have the batch in full, so that each entry gets a gradient of its own.
         """
         return {
-            name: None if x is None else self._one(name, x, name in has, name in whole) for name, x in arrays.items()
+            name: self._one(name, x, name in has, name in whole) for name, x in arrays.items()
         }
 
     def _one(self, name: str, x: Any, has: bool, whole: bool) -> Any:
@@ -126,7 +130,7 @@ class Folding:
 
     def of_sinks(self, arrays: Arrays, has: Collection[str]) -> Any:
         """The gradient of sinks, with the new axis in front: Σ exp(sink - lse) (dlse - rowsum(dout · out)) over a head's rows."""
-        given = {name: arrays[name] for name in ("sinks", "lse", "out", "dout", "dlse") if arrays[name] is not None}
+        given = {name: arrays[name] for name in ("sinks", "lse", "out", "dout", "dlse") if name in arrays}
         full = {name: x if name in has else self._expand(x[None], (self.size, *x.shape)) for name, x in given.items()}
         lse, sinks = full["lse"], full["sinks"]
         delta = (self._like(full["dout"], lse) * self._like(full["out"], lse)).sum(-1)

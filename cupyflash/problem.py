@@ -91,6 +91,7 @@ class OptionRule:
     help: str
     check: Callable[[Any], Any]  # the value as the problem has it; TypeError or ValueError
     backward: bool = False  # changes nothing but the gradients
+    number: bool = False  # may be an array of no dimensions
 
 
 @dataclass(frozen=True)
@@ -222,8 +223,8 @@ _check_deterministic = functools.partial(check_flag, "deterministic")
 OPTIONS = (
     OptionRule("causal", False, "No query sees keys to the right of its diagonal.", _check_causal),
     OptionRule("window", None, "(left, right): keys that a query sees beside its diagonal.", _check_window),
-    OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", check_scale),
-    OptionRule("softcap", None, "c: scores become c tanh(score / c).", _check_softcap),
+    OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", check_scale, number=True),
+    OptionRule("softcap", None, "c: scores become c tanh(score / c).", _check_softcap, number=True),
     OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", check_layout),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),
 )

@@ -8,12 +8,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
+import pytest
 import reference
 from backends import Backend
 from reference import DTYPES, Standard, assert_as_good, state
 from semantics import Inputs, Judge, Lay, arrays_of_rank, as_caller_has_it, as_reference_has_it
 
 import cupyflash
+from cupyflash.cpu import corridor
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -42,6 +44,19 @@ def references(inputs: Inputs, **options: Any) -> tuple[Standard, Standard]:
 def judge(results: dict[str, np.ndarray], exact: Standard, own: Standard) -> None:
     for name, x in results.items():
         assert_as_good(x, getattr(exact, name), getattr(own, name), name, exact.unit(name))
+
+
+def asked_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Of each backward that runs on a CPU from now on, the optional arrays whose gradients it is asked for."""
+    asked = []
+    backward = corridor.backward
+
+    def seen(*arguments: Any) -> Any:
+        asked.append(arguments[-1])
+        return backward(*arguments)
+
+    monkeypatch.setattr(corridor, "backward", seen)
+    return asked
 
 
 def sleep(stream: Any, cycles: int = 200_000_000) -> None:

@@ -308,7 +308,7 @@ def _standard(
         mean = np.where(seen, p * dp, 0).sum(-1, keepdims=True)
         through_lse = 0 if dlse is None else np.where(np.isneginf(lse), 0, dlse).astype(work)[..., None]
         of_scores = np.where(seen, p * (dp - mean + through_lse), 0)
-        ds = rounded(np.where(seen, p * (dp - mean + through_lse) * slope, 0))
+        ds = rounded(np.where(seen, of_scores * slope, 0))
         of_arrays = _of_arrays(problem, given, lse, rounded(of_scores), through_lse - mean, rounded)
         terms = np.where(seen, p * (np.abs(dp) + np.abs(mean - through_lse)), 0)
         luck = _luck(problem, given, lse, p, of_scores, terms, through_lse - mean, out * do)

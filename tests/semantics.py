@@ -159,8 +159,9 @@ class Judge:
     """The problem that inputs and options state, and a verdict on each of its results, in the shapes of the reference.
 
     `large_scores`: some are so far from 0 that luck decides, see `large_score_units`. Of `thousands` of random problems a few
-    miss the criterion by luck: there dq, dk and gradients of optional arrays may also be about as good as the published algorithm
-    is on this very problem, computed in float64 and rounded where it rounds; or off by 3 times what standard attention is, and 4e-5, not 2 and 1e-5.
+    miss the criterion by luck: there dq, dk and gradients of optional arrays may also be about as good as the published
+    algorithm is on this very problem, computed in float64 and rounded where it rounds; or off by 3 times what standard
+    attention is, and 4e-5, not 2 and 1e-5.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from cupyflash import attention, attention_backward, explain
 from cupyflash.gpu import corridor, device, launch, params, programs, tensormap
 from cupyflash.gpu.device import Arch
 from cupyflash.interop import cupy_
-from cupyflash.problem import ARRAYS, ITEMSIZE, View, complete, contiguous
+from cupyflash.problem import ITEMSIZE, OPTIONS, View, complete, contiguous
 
 STREAM = 77
 B, SQ, SK, HQ, HK, D = 2, 40, 50, 4, 2, 64
@@ -415,8 +415,7 @@ def xla_call(
     gpus = [SimpleNamespace(local_hardware_id=0)]
     monkeypatch.setattr(jax, "local_devices", lambda backend: gpus)
     views = {name: View(shape, contiguous(shape), dtype, "", "jax") for name, (shape, dtype) in given.items()}
-    names = ["q", "k", "v", *(row.name for row in ARRAYS), *(("dout", "out", "lse", "dlse") if wrt is not None else ())]
-    call = jax_gpu.Callback(views, names, complete(options), None, wrt)
+    call = jax_gpu.Callback(views, complete(options), None, wrt)
 
     def buffer(view: View) -> XlaBuffer:
         return XlaBuffer(int(np.prod(view.shape)) * ITEMSIZE[view.dtype], ordinal, misaligned)
@@ -475,20 +474,27 @@ def test_a_callback_elsewhere(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, ordinal
         assert p["q"] == given["q"].address
 
 
-def test_a_scale_that_was_written_to(gpu: Gpu) -> None:
+NUMBERED = [row.name for row in OPTIONS if row.number]
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_a_number_that_was_written_to(gpu: Gpu, name: str) -> None:
     """A tensor of no dimensions is hashed by its identity, not by what it holds."""
     torch = pytest.importorskip("torch")
-    given, scale = inputs(gpu), torch.tensor(0.5)
-    attention(**given, scale=scale)
-    scale.fill_(0.25)
-    attention(**given, scale=scale)
-    assert gpu.last()["scale"] == 0.25
+    given, number = inputs(gpu), torch.tensor(0.5)
+    seen = []
+    for value in (0.5, 0.25, 0.25):
+        number.fill_(value)
+        attention(**given, **{name: number if len(seen) < 2 else value})
+        seen.append([gpu.last()[field] for field in ("scale", "cap")])
+    assert seen[0] != seen[1] == seen[2]
 
 
-def test_equal_scales_are_one_class_of_calls(gpu: Gpu) -> None:
+@pytest.mark.parametrize("name", NUMBERED)
+def test_equal_numbers_are_one_class_of_calls(gpu: Gpu, name: str) -> None:
     """A new tensor in every call (a learned temperature) must not plan every call anew."""
     torch = pytest.importorskip("torch")
     given = inputs(gpu)
     for _ in range(3):
-        attention(**given, scale=torch.tensor(0.5))
+        attention(**given, **{name: torch.tensor(0.5)})
     assert len(corridor._prepared) == 1

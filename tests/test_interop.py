@@ -121,7 +121,7 @@ def test_known_libraries_pass_through_untouched() -> None:
     x, y = np.ones((3, 4), np.float32), np.ones(3, bool)
     lib = interop.library("q", x)
     assert lib.kind == "numpy"
-    given, targets = {"q": x, "key_mask": y, "dlse": None}, {"out": x}
+    given, targets = {"q": x, "key_mask": y}, {"out": x}
     arrays, into = interop.adopt(lib, given, targets)
     assert arrays is given and into is targets
     assert lib.to_numpy(x) is x and lib.from_numpy(x) is x and not lib.on_gpu(x) and lib.recorder(given) is None

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import OPTIONS, SCORES, judge, references, split
+from frameworks import OPTIONS, SCORES, asked_of_the_cpu, judge, references, split
 from reference import DTYPES
 from semantics import Inputs, draw_inputs
 
 import cupyflash
-from cupyflash.cpu import corridor
 
 jax = pytest.importorskip("jax")
 
@@ -94,14 +93,7 @@ def test_gradient_of_one_array(name: str, rng: np.random.Generator, monkeypatch:
     inputs = draw_inputs(rng, "float32", heads=(4, 2), given=SCORES, full="hqk")
     q, k, v, dout, _ = arrays(inputs)
     given = {other: put(x) for other, x in inputs.given.items()}
-    asked = []
-    backward = corridor.backward
-
-    def seen(*arguments: Any) -> Any:
-        asked.append(arguments[-1])
-        return backward(*arguments)
-
-    monkeypatch.setattr(corridor, "backward", seen)
+    asked = asked_of_the_cpu(monkeypatch)
 
     def loss(q: Any, x: Any) -> Any:
         return (attention(q, k, v, **given | {name: x}) * dout).sum()

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import OPTIONS, SCORES, judge, references, split
+from frameworks import OPTIONS, SCORES, asked_of_the_cpu, judge, references, split
 from reference import DTYPES, draw
 from semantics import Inputs, draw_inputs
 
 import cupyflash
 from cupyflash import interop
-from cupyflash.cpu import corridor
 from cupyflash.problem import ITEMSIZE
 
 torch = pytest.importorskip("torch")
@@ -86,14 +85,7 @@ def test_gradient_of_one_array(name: str, rng: np.random.Generator, monkeypatch:
     inputs = draw_inputs(rng, "float32", heads=(4, 2), given=SCORES, full="hqk")
     q, k, v = (put(x) for x in (inputs.q, inputs.k, inputs.v))
     given = {other: put(x, "cpu", grad=other == name) for other, x in inputs.given.items()}
-    asked = []
-    backward = corridor.backward
-
-    def seen(*arguments: Any) -> Any:
-        asked.append(arguments[-1])
-        return backward(*arguments)
-
-    monkeypatch.setattr(corridor, "backward", seen)
+    asked = asked_of_the_cpu(monkeypatch)
     attention(q, k, v, **given).backward(put(inputs.dout))
     judge({f"d{name}": get(given[name].grad)}, *references(inputs))
     attention(q.requires_grad_(), k, v, **{other: x.detach() for other, x in given.items()}).sum().backward()

@@ -45,7 +45,7 @@ def _checked(
     """The problem, its arrays as (B, S, H, D), lse as (B, H, S), and the shapes of the results."""
     if family is not None:
         refuse_family(family, lib.kind)
-    views = {name: lib.view(x) for name, x in arrays.items() if x is not None}
+    views = {name: lib.view(x) for name, x in arrays.items()}
     into = {name: lib.view(x) for name, x in targets.items()}
     problem, shapes = rules.state(views, into, options, backward)
     check_targets(into, views)

@@ -12,7 +12,7 @@ from .. import problem as rules
 from .. import tuned
 from ..interop.protocol import Arrays, GpuAdapter
 from ..overlap import check_targets
-from ..problem import ARRAYS, ITEMSIZE, Gradients, View, contiguous
+from ..problem import ARRAYS, ITEMSIZE, OPTIONS, Gradients, View, contiguous
 from . import device, launch
 from .kernel_plan import KernelPlan
 from .plan import plan
@@ -22,6 +22,7 @@ from .strides import padded, params_strides, to_copy
 _prepared: dict[Any, Prepared] = {}
 _MAX_PREPARED = 4096
 _OPTIONAL = {row.name: row for row in ARRAYS}
+_NUMBERED = [(row.name, row.check) for row in OPTIONS if row.number]
 _ROWS = ("lse", "dlse")  # (B, H, S): read as one block
 _NUMBERS = (float, int, type(None))
 
@@ -45,7 +46,7 @@ class Prepared:
         chosen: KernelPlan | None = None,
         wrt: tuple[str, ...] = (),
     ) -> None:
-        views = {name: lib.view(x) for name, x in arrays.items() if x is not None}
+        views = {name: lib.view(x) for name, x in arrays.items()}
         into = {name: lib.view(x) for name, x in targets.items()}
         self.problem, self.shapes = problem, shapes = rules.state(views, into, options, backward)
         self.device, rank, layout = ordinal, len(views["q"].shape), options["layout"]
@@ -91,7 +92,9 @@ class Prepared:
                     view = into[name]
             strides[name] = params_strides(view, layout)
         self.launcher = launch.Launcher(chosen, functions(chosen, ordinal), problem, strides, ordinal)
-        self._slots = self.launcher.slots
+        slots = self.launcher.slots
+        self._blank = [0] * len(slots)
+        self._given, self._made = [slots[name] for name in arrays], [slots[name] for name in shapes]
 
     @property
     def scratch(self) -> int:
@@ -107,55 +110,53 @@ class Prepared:
         arrays: Arrays,
         targets: Arrays,
         lse: bool,
-        addresses: dict[str, int] | None = None,
+        addresses: list[int] | None = None,
     ) -> tuple[list[Any], Any]:
         """Launch. Returns the outputs, and in the forward the LSE where it is asked for.
 
         `addresses` of `arrays`, where they are known already."""
-        dtype, ordinal, pointer = self.problem.dtype, self.device, lib.pointer
+        ordinal, pointer, empty, dtypes = self.device, lib.pointer, lib.empty, self.dtypes
         stream = lib.stream(ordinal)
         if addresses is None:
-            addresses = _addresses(lib, arrays)
-        results = []
-        for name, shape in self.shapes.items():
-            target = targets.get(name)
-            results.append(lib.empty(shape, self.dtypes[name], ordinal) if target is None else target)
-        places = [pointer(x) for x in results]
+            addresses = [pointer(x) for x in arrays.values()]
+        results = [
+            targets[name] if name in targets else empty(shape, dtypes[name], ordinal) for name, shape in self.shapes.items()
+        ]
         if targets:
-            self._check(lib, arrays, targets, (*addresses.values(), *places))
-        rows = lib.empty(self.lse_shape, self.problem.lse_dtype, ordinal) if lse else None
+            self._check(lib, arrays, targets, (*addresses, *[pointer(x) for x in results]))
+        rows = empty(self.lse_shape, self.problem.lse_dtype, ordinal) if lse else None
         if self.empty:
             for x in results:
                 launch.fill(lib, x, 0.0, ordinal, stream)
             if rows is not None:
                 launch.fill(lib, rows, float("-inf"), ordinal, stream)
-                if "sinks" in addresses:
-                    launch.spread(lib, rows, addresses["sinks"], lib.view(arrays["sinks"]), ordinal, stream)
+                if "sinks" in arrays:
+                    sinks = arrays["sinks"]
+                    launch.spread(lib, rows, pointer(sinks), lib.view(sinks), ordinal, stream)
             return results, rows
 
-        slots = self._slots
-        pointers = [0] * len(slots)
-        for name, at in addresses.items():
-            pointers[slots[name]] = at
+        pointers, slots = self._blank.copy(), self.launcher.slots
+        for slot, at in zip(self._given, addresses):
+            pointers[slot] = at
         keep = []
         for name, view, copy in self.copies:
-            held = launch.copy_of(lib, addresses[name], view, copy, ordinal, stream)
-            pointers[slots[name]] = pointer(held)
+            slot = slots[name]
+            held = launch.copy_of(lib, pointers[slot], view, copy, ordinal, stream)
+            pointers[slot] = pointer(held)
             keep.append(held)
         written = results
         if self.through:
             written = [
-                lib.empty(shape, dtype, ordinal) if name in self.through else x
+                empty(shape, dtypes[name], ordinal) if name in self.through else x
                 for (name, shape), x in zip(self.shapes.items(), results)
             ]
-            places = [pointer(x) for x in written]
-        for name, at in zip(self.shapes, places):
-            pointers[slots[name]] = at
+        for slot, x in zip(self._made, written):
+            pointers[slot] = pointer(x)
         if rows is not None:
             pointers[slots["lse"]] = pointer(rows)
         workspace = 0
         if self.launcher.workspace:
-            space = lib.empty((self.launcher.workspace // 4,), "float32", ordinal)
+            space = empty((self.launcher.workspace // 4,), "float32", ordinal)
             workspace = pointer(space)
             keep.append(space)
         self.launcher(pointers, stream, workspace)
@@ -168,7 +169,7 @@ class Prepared:
     def _check(self, lib: GpuAdapter, arrays: Arrays, targets: Arrays, at: tuple[int, ...]) -> None:
         """That the targets given overlap nothing: once for each set of addresses, as only these differ between calls."""
         if at not in self._apart:
-            views = {name: lib.view(x) for name, x in arrays.items() if x is not None}
+            views = {name: lib.view(x) for name, x in arrays.items()}
             check_targets({name: lib.view(x) for name, x in targets.items()}, views)
             if len(self._apart) >= _MAX_PREPARED:
                 self._apart.clear()
@@ -180,7 +181,7 @@ def forward(
 ) -> tuple[Any, Any]:
     """out and (where asked for) lse of one attention call."""
     ordinal = lib.device(arrays["q"])
-    addresses = _addresses(lib, arrays)
+    addresses = [*map(lib.pointer, arrays.values())]
     prepared = prepare(lib, arrays, addresses, targets, options, family, False, ordinal)
     (out,), lse = prepared.run(lib, arrays, targets, return_lse, addresses)
     if not targets:
@@ -198,7 +199,7 @@ def backward(
 ) -> Gradients:
     """The gradients of one attention call."""
     ordinal = lib.device(arrays["q"])
-    addresses = _addresses(lib, arrays)
+    addresses = [*map(lib.pointer, arrays.values())]
     prepared = prepare(lib, arrays, addresses, targets, options, family, True, ordinal)
     grads, _ = prepared.run(lib, arrays, targets, False, addresses)
     if not targets:
@@ -210,15 +211,10 @@ def backward(
     return Gradients(*grads, **{name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, of_arrays)})
 
 
-def _addresses(lib: GpuAdapter, arrays: Arrays) -> dict[str, int]:
-    pointer = lib.pointer
-    return {name: pointer(x) for name, x in arrays.items() if x is not None}
-
-
 def prepare(
     lib: GpuAdapter,
     arrays: Arrays,
-    addresses: dict[str, int],
+    addresses: list[int],
     targets: Arrays,
     options: dict[str, Any],
     family: str | None,
@@ -227,14 +223,16 @@ def prepare(
     wrt: tuple[str, ...] = (),
 ) -> Prepared:
     """What a call runs, where its arrays lie at `addresses`: kept, or planned and compiled."""
-    signature = lib.signature
-    misaligned = tuple([name for name, at in addresses.items() if at & 15])
-    if type(options["scale"]) not in _NUMBERS:  # an array of no dimensions, say: its value counts, which may change
-        options = options | {"scale": rules.check_scale(options["scale"])}
+    bits = 0
+    for at in addresses:
+        bits |= at
+    misaligned = tuple([name for name, at in zip(arrays, addresses) if at & 15]) if bits & 15 else ()
+    for name, check in _NUMBERED:
+        if type(options[name]) not in _NUMBERS:  # an array of no dimensions, say: its value counts, which may change
+            options = options | {name: check(options[name])}
     key: tuple[Any, ...] | None = (
-        lib.kind, backward, wrt, family, misaligned, *options.values(),
-        *[None if x is None else signature(x) for x in arrays.values()],
-        *targets, *[signature(x) for x in targets.values()],
+        lib.kind, backward, wrt, family, misaligned, *options.values(), *arrays, *map(lib.signature, arrays.values()),
+        *targets, *map(lib.signature, targets.values()),
     )  # fmt: skip
     try:
         prepared = _prepared.get(key)

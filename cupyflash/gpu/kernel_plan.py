@@ -104,6 +104,8 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         *((rule.name.upper(), problem.has(rule.name)) for rule in ARRAYS),
         ("SOFTCAP", problem.softcap is not None),
         ("NEGATIVE_SCALE", problem.scale < 0),
+        # Whether ALiBi's distances are all of keys behind the query.
+        ("ALIBI_BEHIND", problem.has("alibi_slopes") and problem.right == 0),
     )
 
 

@@ -30,20 +30,22 @@ def library(name: str, x: Any) -> Library:
 def adopt(lib: Library, arrays: Arrays, targets: Arrays) -> tuple[Arrays, Arrays]:
     """Bring the arrays of one call, and those given to be written, into one library: `lib`, that of q.
 
-    Arrays of that library and None pass through untouched; those of other DLPack and CUDA array interface producers are
-    wrapped. TypeError names the argument that is no array, or that comes from another library than q.
+    Arrays of that library pass through untouched; those of other DLPack and CUDA array interface producers are wrapped.
+    TypeError names the argument that is no array, or that comes from another library than q.
     """
-    arrays, targets = adopted(lib, arrays), adopted(lib, targets)
-    for name, x in targets.items():
-        lib.check_target(target_name(name), x)
+    arrays = adopted(lib, arrays)
+    if targets:
+        targets = adopted(lib, targets)
+        for name, x in targets.items():
+            lib.check_target(target_name(name), x)
     return arrays, targets
 
 
 def adopted(lib: Library, arrays: Arrays) -> Arrays:
     """The arrays, with those of producers that have no adapter wrapped."""
     for x in arrays.values():
-        if x is not None and _by_type.get(type(x)) is not lib:
-            return {name: None if x is None else _adopt_one(lib, name, x) for name, x in arrays.items()}
+        if _by_type.get(type(x)) is not lib:
+            return {name: _adopt_one(lib, name, x) for name, x in arrays.items()}
     return arrays
 
 
@@ -62,8 +64,7 @@ def view(lib: Library | Adapter, name: str, x: Any) -> View:
 def name_unreadable(lib: Adapter, arrays: Arrays, targets: Arrays) -> None:
     """Once a call has failed: raise what `view` says of the array that is to blame, if one is."""
     for name, x in arrays.items():
-        if x is not None:
-            view(lib, name, x)
+        view(lib, name, x)
     for name, x in targets.items():
         view(lib, target_name(name), x)
 

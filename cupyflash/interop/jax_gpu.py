@@ -78,37 +78,32 @@ class Memory:
 
 
 class Callback:
-    """One call, planned and compiled while JAX traces it. `views` are the arrays that are given, of `names`; with `wrt`, the
-    gradients.
-    """
+    """One call, planned and compiled while JAX traces it: the forward of arrays like `views`, or, with `wrt`, the gradients."""
 
     def __init__(
-        self, views: dict[str, View], names: Sequence[str], options: dict[str, Any], family: str | None,
-        wrt: tuple[str, ...] | None,
-    ) -> None:  # fmt: skip
-        self._names, self._options, self._family, self._wrt = names, options, family, wrt
+        self, views: dict[str, View], options: dict[str, Any], family: str | None, wrt: tuple[str, ...] | None
+    ) -> None:
+        self._options, self._family, self._wrt = options, family, wrt
         device = jax.local_devices(backend="gpu")[0].local_hardware_id
         self._device = 0 if device is None else device
         self._views = {name: x._replace(device=f"cuda:{self._device}") for name, x in views.items()}
-        arrays: Arrays = {name: Buffer(0, self._views[name]) if name in views else None for name in names}
-        lib, addresses = Memory(self._device), dict.fromkeys(views, 0)
+        lib, addresses = Memory(self._device), [0] * len(views)
+        arrays = {name: Buffer(0, view) for name, view in self._views.items()}
         self._passes = [(of, self._prepared(lib, arrays, addresses, of)) for of in ([()] if not wrt else [(), wrt])]
         self.scratch = sum(x.scratch for _, x in self._passes)
         self.plain = not any(x.empty or x.copies for _, x in self._passes)  # launches alone, of kernels that are loaded
 
-    def _prepared(self, lib: Any, arrays: Arrays, addresses: dict[str, int], of: tuple[str, ...]) -> corridor.Prepared:
+    def _prepared(self, lib: Any, arrays: Arrays, addresses: list[int], of: tuple[str, ...]) -> corridor.Prepared:
         backward = self._wrt is not None
         return corridor.prepare(lib, arrays, addresses, {}, self._options, self._family, backward, lib.device(None), of)
 
     def __call__(self, ctx: Any, out: Sequence[Any], *inputs: Any) -> None:
         ordinal = inputs[0].__dlpack_device__()[1]
-        addresses = dict(zip(self._views, [_address(x) for x in inputs]))
+        addresses = [_address(x) for x in inputs]
         *results, scratch = [_address(x) for x in out]
         lib: Any = Memory(ordinal, ctx.stream, scratch, self.scratch)
-        arrays: Arrays = dict.fromkeys(self._names)
-        for name, view in self._views.items():
-            arrays[name] = Buffer(addresses[name], view)
-        other = ordinal != self._device or any(at & 15 for at in addresses.values())
+        arrays = {name: Buffer(at, view) for (name, view), at in zip(self._views.items(), addresses)}
+        other = ordinal != self._device or any(at & 15 for at in addresses)
         for of, prepared in self._passes:
             if other:
                 prepared = self._prepared(lib, arrays, addresses, of)

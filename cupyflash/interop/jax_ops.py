@@ -25,7 +25,6 @@ try:
 except ImportError as error:  # JAX before 0.6
     raise ImportError(f"JAX is {jax.__version__}; attention on its arrays needs 0.6 or later") from error
 
-_OPTIONAL = tuple(row.name for row in ARRAYS)
 How = tuple[tuple[tuple[str, Any], ...], "str | None"]  # a call but for its arrays: options, family
 
 
@@ -51,16 +50,15 @@ def _checked(
     arrays, _ = interop.adopt(lib, arrays, targets)
     values = {row.name: row.check(options[row.name]) for row in OPTIONS}
     values["causal"] = values["causal"] or False  # as options have it
-    given = {name: x for name, x in arrays.items() if x is not None}
-    if not _traced(given):
-        q = interop.view(lib, "q", given["q"]).device
-        for name, x in given.items():
+    if not _traced(arrays):
+        q = interop.view(lib, "q", arrays["q"]).device
+        for name, x in arrays.items():
             where = interop.view(lib, name, x).device
             if where != q:
                 raise ValueError(f"{name} is on {where} but q is on {q}; all arrays must be on one device")
         return arrays, (tuple(values.items()), family)
-    alike = _varying(given.values(), _axes(given.values()))
-    return arrays | dict(zip(given, alike)), (tuple(values.items()), family)
+    alike = _varying(arrays.values(), _axes(arrays.values()))
+    return dict(zip(arrays, alike)), (tuple(values.items()), family)
 
 
 def _traced(arrays: Arrays) -> bool:
@@ -77,9 +75,9 @@ def _attention(arrays: Arrays, how: How) -> tuple[jax.Array, jax.Array]:
 
 
 def _keep(arrays: Arrays, how: How) -> tuple[Any, Any]:
-    optional = [row.name for row in ARRAYS if row.gradient and arrays[row.name] is not None]
+    optional = [row.name for row in ARRAYS if row.gradient and row.name in arrays]
     wanted = {name: () for name in optional if arrays[name].perturbed}  # keys alone: what is kept is a pytree of arrays
-    arrays = {name: None if x is None else x.value for name, x in arrays.items()}
+    arrays = {name: x.value for name, x in arrays.items()}
     out, lse = _attention(arrays, how)
     return (out, lse), (arrays, out, lse, wanted)
 
@@ -89,7 +87,7 @@ def _differentiate(how: How, kept: Any, cotangents: tuple[Any, Any]) -> tuple[Ar
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     dout = jax.numpy.zeros_like(out) if dout is None else dout
     wrt = tuple(wanted)
-    arrays = arrays | {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
+    arrays = arrays | {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     grads = _gradients(_run(_backward_of(how, wrt), arrays), wrt)
     return ({name: getattr(grads, f"d{name}", None) for name in kept[0]},)
 
@@ -151,15 +149,14 @@ def _backward_of(how: How, wrt: tuple[str, ...]) -> Callable[[Arrays], Any]:
 def _called(arrays: Arrays, how: How, wrt: tuple[str, ...] | None) -> tuple[jax.Array, ...]:
     """out and lse of arrays that may be traced; with `wrt`, gradients."""
     options, family = dict(how[0]), how[1]
-    given = {name: x for name, x in arrays.items() if x is not None}
-    lib = interop.library("q", given["q"])
-    views = {name: lib.view(x)._replace(device="") for name, x in given.items()}
+    lib = interop.library("q", arrays["q"])
+    views = {name: lib.view(x)._replace(device="") for name, x in arrays.items()}
     problem, shapes = rules.state(views, {}, options, wrt is not None)
-    results = [jax.ShapeDtypeStruct(shape, given["q"].dtype) for shape in shapes.values()]
+    results = [jax.ShapeDtypeStruct(shape, arrays["q"].dtype) for shape in shapes.values()]
     if wrt is None:
-        results.append(jax.ShapeDtypeStruct(rules.lse_shape(len(given["q"].shape), problem), problem.lse_dtype))
-    results += [jax.ShapeDtypeStruct(given[name].shape, given[name].dtype) for name in wrt or ()]
-    names = tuple(given)
+        results.append(jax.ShapeDtypeStruct(rules.lse_shape(len(arrays["q"].shape), problem), problem.lse_dtype))
+    results += [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in wrt or ()]
+    names = tuple(arrays)
 
     def on_cpu(*xs: jax.Array) -> Any:
         if family is not None:
@@ -171,12 +168,12 @@ def _called(arrays: Arrays, how: How, wrt: tuple[str, ...] | None) -> tuple[jax.
     def on_gpu(*xs: jax.Array) -> Any:
         from .jax_gpu import Callback
 
-        call = Callback(views, list(arrays), options, family, wrt)
+        call = Callback(views, options, family, wrt)
         scratch = jax.ShapeDtypeStruct((call.scratch,), "uint8")
         # In a command buffer (CUDA graph) XLA calls back once, and then replays what was launched.
         return buffer_callback(call, [*results, scratch], command_buffer_compatible=call.plain)(*xs)[:-1]
 
-    inputs = list(given.values())
+    inputs = list(arrays.values())
     found = jax.lax.platform_dependent(*inputs, cpu=on_cpu, cuda=on_gpu) if _has_gpu() else on_cpu(*inputs)
     return tuple(found)
 
@@ -221,9 +218,7 @@ def _on_cpu(
     out: Sequence[Any],
     *inputs: Any,
 ) -> None:
-    arrays: Arrays = dict.fromkeys(("q", "k", "v", *_OPTIONAL)) | {
-        name: np.asarray(x) for name, x in zip(names, inputs)
-    }
+    arrays: Arrays = {name: np.asarray(x) for name, x in zip(names, inputs)}
     lib = interop.library("q", arrays["q"])
     if wrt is None:
         results: Sequence[Any] = passes.forward(lib, arrays, {}, True, options, None)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..problem import Gradients, View
 
-Arrays = dict[str, Any]  # of one call, by the name of the argument; inputs that are not given may be None
+if TYPE_CHECKING:  # NumPy takes longer to import than all of this package
+    import numpy as np
+
+Arrays = dict[str, Any]  # of one call, those that are given, by the name of the argument
 
 
 class Recorder(Protocol):

@@ -48,7 +48,7 @@ def _traced(q: torch.Tensor) -> bool:
 
 def _any_requires_grad(arrays: Arrays) -> bool:
     for x in arrays.values():
-        if x is not None and getattr(x, "requires_grad", False):
+        if getattr(x, "requires_grad", False):
             return True
     return False
 
@@ -76,7 +76,7 @@ def forward(
         follow = _Transformed if transformed else _Attention
         return follow.apply(call, tuple(arrays), *arrays.values())
     arrays = interop.adopted(lib, arrays)
-    inputs = [arrays[name] for name in _INPUTS]
+    inputs = [arrays.get(name) for name in _INPUTS]
     return torch.ops.cupyflash.attention(*inputs, *_encoded(options), family)
 
 
@@ -162,7 +162,9 @@ class _Transformed(torch.autograd.Function):
         wanted = zip(ctx.names, ctx.needs_input_grad[2:])
         wrt = tuple([name for name, needed in wanted if needed and name not in ("q", "k", "v")])
         arrays = dict(zip(ctx.names, tensors))
-        arrays |= {"dout": torch.zeros_like(out) if dout is None else dout, "out": out, "lse": lse, "dlse": dlse}
+        arrays |= {"dout": torch.zeros_like(out) if dout is None else dout, "out": out, "lse": lse}
+        if dlse is not None:
+            arrays["dlse"] = dlse
         lib, options, family = ctx.call
         grads = backward(lib, arrays, {}, options, family, wrt)
         return None, None, *[getattr(grads, f"d{name}", None) for name in ctx.names]
@@ -207,9 +209,9 @@ class _AttentionBackward(torch.autograd.Function):
 
 def _in_front(names: Iterable[str], tensors: Iterable[Any], dims: Iterable[int | None]) -> tuple[Arrays, set[str]]:
     """The arrays with a mapped axis in front, and the names of those that have it."""
-    given = [(name, x, dim) for name, x, dim in zip(names, tensors, dims)]
-    arrays = {name: x if x is None or dim is None else x.movedim(dim, 0) for name, x, dim in given}
-    return arrays, {name for name, x, dim in given if dim is not None}
+    given = [(name, x, dim) for name, x, dim in zip(names, tensors, dims) if x is not None]
+    arrays = {name: x if dim is None else x.movedim(dim, 0) for name, x, dim in given}
+    return arrays, {name for name, _, dim in given if dim is not None}
 
 
 _ONCE = (
@@ -239,11 +241,12 @@ def _decoded(values: tuple[Any, ...]) -> dict[str, Any]:
 
 
 class _Call:
-    """The arguments of either operator, by name."""
+    """The arguments of either operator: the arrays that are given, by name, and the others."""
 
     def __init__(self, args: tuple[Any, ...], backward: bool) -> None:
         names = (*(_ROWS if backward else ()), *_INPUTS)
-        self.arrays: Arrays = dict(zip(names, args))
+        self.names = names
+        self.arrays: Arrays = {name: x for name, x in zip(names, args) if x is not None}
         rest = args[len(names) :]
         self.encoded, self.family = rest[: len(OPTIONS)], rest[len(OPTIONS)]
         self.options = _decoded(self.encoded)
@@ -283,9 +286,8 @@ def _fake_attention_backward(*args: Any) -> list[torch.Tensor]:
 
 def _check(call: _Call, backward: bool) -> None:
     """What the rules say, as far as it can be said: of lengths that are symbols, only when they are numbers."""
-    given = {name: x for name, x in call.arrays.items() if x is not None}
-    if all(type(n) is int for x in given.values() for n in x.shape):
-        views = {name: _view(x) for name, x in given.items()}
+    if all(type(n) is int for x in call.arrays.values() for n in x.shape):
+        views = {name: _view(x) for name, x in call.arrays.items()}
         plain = {name: x for name, x in call.options.items() if not isinstance(x, torch.SymFloat)}
         rules.state(views, {}, rules.complete(plain), backward)
 
@@ -321,9 +323,10 @@ def _vmap_attention(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[An
     call = _Call(args, False)
 
     def run(arrays: Arrays) -> tuple[Any, Any]:
-        return torch.ops.cupyflash.attention(*arrays.values(), *call.encoded, call.family)
+        inputs = [arrays.get(name) for name in call.names]
+        return torch.ops.cupyflash.attention(*inputs, *call.encoded, call.family)
 
-    arrays, has = _in_front(call.arrays, call.arrays.values(), in_dims)
+    arrays, has = _in_front(call.names, args, in_dims)
     return folding.forward(torch, run, arrays, has, info.batch_size, call.options["layout"]), (0, 0)
 
 
@@ -331,9 +334,10 @@ def _vmap_attention_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) ->
     call = _Call(args, True)
 
     def run(arrays: Arrays, wrt: tuple[str, ...]) -> Any:
-        return torch.ops.cupyflash.attention_backward(*arrays.values(), *call.encoded, call.family, list(wrt))
+        inputs = [arrays.get(name) for name in call.names]
+        return torch.ops.cupyflash.attention_backward(*inputs, *call.encoded, call.family, list(wrt))
 
-    arrays, has = _in_front(call.arrays, call.arrays.values(), in_dims)
+    arrays, has = _in_front(call.names, args, in_dims)
     grads = folding.backward(torch, run, arrays, has, info.batch_size, call.options["layout"], call.wrt)
     return grads, [0] * len(grads)
 

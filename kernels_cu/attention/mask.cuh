@@ -46,7 +46,8 @@ struct Lines {
 
     const Pairs& pairs;
     const Arrays& arrays;
-    float alibi[config::ALIBI_SLOPES ? 2 * M : 1], from[config::ALIBI_SLOPES ? 2 * M : 1];  // minus the slope; distance of the first pair
+    float alibi[config::ALIBI_SLOPES ? 2 * M : 1];  // what a key less of distance adds, and
+    float from[config::ALIBI_SLOPES ? 2 * M : 1];   // the distance of the line's first pair, or what it adds
 
     template <int HEAD_ROWS>
     __device__ Lines(const Pairs& pairs, const Placement<TRANSPOSED, HEAD_ROWS>& at, const Arrays& arrays)
@@ -56,13 +57,14 @@ struct Lines {
             Pair first = at(Tile::row(line / 2, line % 2 * 2), Tile::column(0, 0));
             alibi[line] = -pairs.alibi(first.head);
             from[line] = first.i + pairs.head.diagonal(pairs.p) - first.j;
+            if (config::ALIBI_BEHIND) from[line] *= alibi[line];
         }
     }
 
     // Of the element at row r and column c.
     __device__ float score(float s, int r, int c) const {
         int line = r / 8, n = c - Tile::column(0, 0);
-        return with_bias(before_bias(s, line, n), config::BIAS ? arrays.bias(line, n) : 0.f);
+        return score(s, line, n, config::BIAS ? arrays.bias(line, n) : 0.f);
     }
     __device__ float slope(float s, int, int) const { return pairs.product_slope(s); }
 
@@ -70,17 +72,21 @@ struct Lines {
     __device__ void score(float& first, float& second, int line, int n) const {
         float bias[2] = {};
         if constexpr (config::BIAS) arrays.bias(line, n, bias);
-        first = with_bias(before_bias(first, line, n), bias[0]);
-        second = with_bias(before_bias(second, line, n + 1), bias[1]);
+        first = score(first, line, n, bias[0]);
+        second = score(second, line, n + 1, bias[1]);
     }
 
    private:
-    __device__ float before_bias(float s, int line, int n) const {
-        float x = pairs.product(s);
-        if (config::ALIBI_SLOPES) x = fmaf(alibi[line], fabsf(TRANSPOSED ? from[line] + n : from[line] - n), x);
-        return x;
+    __device__ float score(float s, int line, int n, float bias) const {
+        float x = config::ALIBI_SLOPES ? pairs.product_and(s, alibi_of(line, n)) : pairs.product(s);
+        return config::BIAS ? fmaf(bias, LOG2_E, x) : x;
     }
-    __device__ static float with_bias(float x, float bias) { return config::BIAS ? fmaf(bias, LOG2_E, x) : x; }
+
+    // Where every key that is seen is behind its query, a multiplication and an addition.
+    __device__ float alibi_of(int line, int n) const {
+        float step = TRANSPOSED ? n : -n;
+        return config::ALIBI_BEHIND ? fmaf(alibi[line], step, from[line]) : alibi[line] * fabsf(from[line] + step);
+    }
 };
 
 // Products become scores.

@@ -78,16 +78,13 @@ struct Pairs {
     // The derivative of unit * score with respect to |scale| * s, which multiplies dS in the backward.
     __device__ Accum slope(Accum s, Pair) const { return product_slope(s); }
 
-    // Of the score what depends on the product alone: all of it, but for ALiBi and bias.
-    __device__ Accum product(Accum s) const {
-        if (config::NEGATIVE_SCALE) s = -s;
-        if (config::SOFTCAP) return p.cap * capped(s);
-        return SCORED ? s * p.factor : s;
-    }
+    // Of the score what depends on the product alone: all of it, but for ALiBi and bias. `product_and`: x more.
+    __device__ Accum product(Accum s) const { return SCORED ? capped(s) * weight() : capped(s); }
+    __device__ Accum product_and(Accum s, Accum x) const { return fma(capped(s), weight(), x); }
     __device__ Accum product_slope(Accum s) const {
         Accum sign = config::NEGATIVE_SCALE ? -1 : 1;
         if (!config::SOFTCAP) return sign;
-        Accum t = capped(config::NEGATIVE_SCALE ? -s : s);
+        Accum t = capped(s);
         return sign * fma(-t, t, Accum(1));
     }
 
@@ -126,7 +123,12 @@ struct Pairs {
     }
 
    private:
-    __device__ Accum capped(Accum s) const { return hyperbolic_tangent<Product>(s * p.cap_inverse); }
+    // A product with its sign, between -1 and 1 where it is capped, and what makes an exponent of 2 of that.
+    __device__ Accum capped(Accum s) const {
+        if (config::NEGATIVE_SCALE) s = -s;
+        return config::SOFTCAP ? hyperbolic_tangent<Product>(s * p.cap_inverse) : s;
+    }
+    __device__ Accum weight() const { return config::SOFTCAP ? p.cap : p.factor; }
 };
 
 // key_seen of COUNT keys from `first` on, fetched at once by a whole warp.

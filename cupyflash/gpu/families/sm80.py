@@ -67,7 +67,7 @@ BACKWARD = (
 # What ptxas may spill, in bytes per thread, by pass and whether scores are more than a product. Registers are full by choice:
 # a tile a step smaller was slower everywhere. A few addresses are spilled, read once per tile; with a bias, elements of it,
 # which ptxas loads ahead.
-SPILLS = {(False, False): 144, (False, True): 960, (True, False): 80, (True, True): 480}
+SPILLS = {(False, False): 144, (False, True): 1072, (True, False): 80, (True, True): 480}
 
 
 def _registers(t: Tile) -> int:

@@ -79,7 +79,9 @@ class BackwardTile:
 DIMS = (64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
 
 FORWARD = (
-    ForwardTile(3, 128, 3, spills=32, dim=64, scored=False),  # addresses, once per tile
+    # Addresses, once per tile: 24 bytes of a plain kernel; with slopes under a causal mask 188, which is faster by 9 % than two
+    # warpgroups that spill none, and under a window 650.
+    ForwardTile(3, 128, 3, spills=648, dim=64),
     ForwardTile(2, 128, 2, dim=128, scored=False),
     ForwardTile(2, 128, 2, spills=176, dim=128),  # addresses of the tile before, under a causal mask with slopes
     ForwardTile(2, 128, 2, dim=192, scored=False),
