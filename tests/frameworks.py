@@ -81,8 +81,8 @@ class Library(Protocol):
 
     def get(self, x: Any) -> np.ndarray: ...
 
-    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any]) -> list[Any]:
-        """out, lse and the gradients of q, k and v, by the library's own differentiation."""
+    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any], traced: bool) -> list[Any]:
+        """out, lse and the gradients of q, k and v, by the library's own differentiation; `traced`: by transforms."""
 
 
 @functools.cache
@@ -104,9 +104,9 @@ class Framework:
 
     def check(
         self, inputs: Inputs, *, rank: int, layout: str, lay: Lay, deterministic: bool, family: str | None, recorded: bool,
-        **options: Any,
+        traced: bool = False, **options: Any,
     ) -> None:  # fmt: skip
-        """`recorded`: gradients by autograd, not by attention_backward."""
+        """`recorded`: gradients by autograd, not by attention_backward; `traced`: under jax.jit, or by torch.func."""
         judge = Judge(inputs, options, True, False, True)
         put = self.library.put
         with self.library.session():
@@ -117,7 +117,7 @@ class Framework:
             options |= {name: put(x, lay) for name, x in arrays_of_rank(inputs, rank).items()}
             dlse = None if inputs.dlse is None else put(inputs.dlse[(0,) * (4 - rank)], lay)
             if recorded:
-                out, lse, *grads = self.library.recorded([q, k, v], dout, dlse, options)
+                out, lse, *grads = self.library.recorded([q, k, v], dout, dlse, options, traced)
             else:
                 out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
                 grads = list(cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options))
@@ -156,7 +156,10 @@ class Torch:
             return x.view(self.torch.int16).numpy().view(DTYPES["bfloat16"])
         return x.numpy()
 
-    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any]) -> list[Any]:
+    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any], traced: bool) -> list[Any]:
+        if traced:
+            results, pull = self.torch.func.vjp(lambda *x: cupyflash.attention(*x, return_lse=True, **options), *arrays)
+            return [*results, *pull((dout, self.torch.zeros_like(results[1]) if dlse is None else dlse))]
         leaves = [x.requires_grad_() for x in arrays]
         out, lse = cupyflash.attention(*leaves, return_lse=True, **options)
         results, back = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
@@ -184,8 +187,11 @@ class Jax:
     def get(self, x: Any) -> np.ndarray:
         return np.asarray(x)
 
-    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any]) -> list[Any]:
+    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any], traced: bool) -> list[Any]:
         from cupyflash.jax import attention
 
-        (out, lse), pull = self.jax.vjp(lambda *x: attention(*x, return_lse=True, **options), *arrays)
-        return [out, lse, *pull((dout, self.jax.numpy.zeros_like(lse) if dlse is None else dlse))]
+        def run(arrays: list[Any], dout: Any, dlse: Any) -> list[Any]:
+            (out, lse), pull = self.jax.vjp(lambda *x: attention(*x, return_lse=True, **options), *arrays)
+            return [out, lse, *pull((dout, self.jax.numpy.zeros_like(lse) if dlse is None else dlse))]
+
+        return (self.jax.jit(run) if traced else run)(arrays, dout, dlse)

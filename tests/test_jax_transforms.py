@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,9 @@ def test_scan(platform: str) -> None:
     v = numbers(2, 7, 2, 8, platform=platform)
 
     def run(attend: Any) -> Any:
-        return jax.jit(jax.value_and_grad(lambda q: jax.lax.scan(lambda x, _: (attend(x, k, v), x.sum()), q, None, 4)[0].sum()))
+        return jax.jit(
+            jax.value_and_grad(lambda q: jax.lax.scan(lambda x, _: (attend(x, k, v), x.sum()), q, None, 4)[0].sum())
+        )
 
     close(run(lambda *x: attention(*x, causal=True))(q), run(standard)(q))
 
@@ -177,7 +180,8 @@ def test_vmap_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_grad_of_vmap() -> None:
     q, k, v = (jnp.stack([x, x + 1]) for x in qkv())
     ours, theirs = (
-        jax.grad(lambda q, f=f: jax.vmap(f)(q, k, v).sum())(q) for f in (lambda *x: attention(*x, causal=True), standard)
+        jax.grad(lambda q, f=f: jax.vmap(f)(q, k, v).sum())(q)
+        for f in (lambda *x: attention(*x, causal=True), standard)
     )
     close(ours, theirs)
 
@@ -209,7 +213,8 @@ print("sharded")
 
 def test_shard_map() -> None:
     """Over batch and heads; a gradient of what is the same on several devices is summed over them."""
-    done = subprocess.run([sys.executable, "-c", SHARDED], cwd="tests", capture_output=True, text=True)
+    command = [sys.executable, "-c", SHARDED]
+    done = subprocess.run(command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.stdout.split()[-1:] == ["sharded"], done.stderr[-3000:]
 
 
@@ -226,9 +231,17 @@ def test_what_is_wrong_is_said_while_tracing() -> None:
         (lambda q: attention(q, k[..., :4], v), ValueError, "^k has head dimension 4"),
         (lambda q: attention(q, k, v, key_mask=q), TypeError, "^key_mask has dtype float64; it must be bool"),
         (lambda q: attention(q, k, v, causal="left"), ValueError, "^causal is 'left'"),
-        (lambda q: attention(q, k, v, family="simt"), ValueError, "^family is 'simt', a family of GPU kernels, but q is"),
+        (
+            lambda q: attention(q, k, v, family="simt"),
+            ValueError,
+            "^family is 'simt', a family of GPU kernels, but q is",
+        ),
         (lambda q: attention(q, np.asarray(k), v), TypeError, "^k is a ndarray; it must be a jax.Array"),
-        (lambda q: cupyflash.attention(q, k, v, out=q), TypeError, "^out is given to be written, but JAX arrays are imm"),
+        (
+            lambda q: cupyflash.attention(q, k, v, out=q),
+            TypeError,
+            "^out is given to be written, but JAX arrays are imm",
+        ),
     ):
         with pytest.raises(error, match=message):
             jax.jit(bad).trace(q)
@@ -247,7 +260,9 @@ def test_what_has_no_derivative() -> None:
 
 def test_signature_of_dot_product_attention() -> None:
     """Whatever the installed JAX has, of the arguments that both name, is named and ordered alike."""
-    ours, theirs = (list(inspect.signature(f).parameters) for f in (dot_product_attention, jax.nn.dot_product_attention))
+    ours, theirs = (
+        list(inspect.signature(f).parameters) for f in (dot_product_attention, jax.nn.dot_product_attention)
+    )
     assert [x for x in ours if x in theirs] == theirs
 
 
@@ -281,7 +296,11 @@ def test_dot_product_attention(name: str, batched: bool) -> None:
     def total(function: Any) -> Any:
         return jax.value_and_grad(lambda *x: jnp.sin(function(*x, **options)).sum(), tuple(range(3 + len(with_bias))))
 
-    close(total(dot_product_attention)(q, k, v, *with_bias), total(jax.nn.dot_product_attention)(q, k, v, *with_bias), 2e-5)
+    close(
+        total(dot_product_attention)(q, k, v, *with_bias),
+        total(jax.nn.dot_product_attention)(q, k, v, *with_bias),
+        2e-5,
+    )
 
 
 def test_dot_product_attention_says_more() -> None:
@@ -293,7 +312,10 @@ def test_dot_product_attention_says_more() -> None:
     assert not hidden.any()
     for options, message in (
         ({"implementation": "cudnn"}, "^implementation is 'cudnn'; it must be None"),
-        ({"query_seq_lengths": jnp.ones(2)}, r"^query_seq_lengths has shape \(2,\) and dtype float64; it must be \(B,\)"),
+        (
+            {"query_seq_lengths": jnp.ones(2)},
+            r"^query_seq_lengths has shape \(2,\) and dtype float64; it must be \(B,\)",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             dot_product_attention(q, k, v, **options)

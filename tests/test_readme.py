@@ -13,7 +13,7 @@ from pages import blocks, commands
 
 TOP = Path(__file__).resolve().parent.parent
 README = (TOP / "README.md").read_text(encoding="utf-8")
-RUN = ("README.md", "docs/start.md", "docs/recipes.md")
+RUN = ("README.md", "docs/start.md", "docs/recipes.md", "docs/frameworks.md")
 
 
 def example(page: str, number: int, block: str) -> Any:

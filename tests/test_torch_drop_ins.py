@@ -123,7 +123,11 @@ def test_multihead_attention(masks: str, how: dict[str, Any], batch_first: bool)
         for name, x in module.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.constant_(x, 0.3)
-    x, memory, values = numbers(2, 5, 16), numbers(2, 7, how.get("kdim", 16)), numbers(2, 7, how.get("vdim", 16), seed=1)
+    x, memory, values = (
+        numbers(2, 5, 16),
+        numbers(2, 7, how.get("kdim", 16)),
+        numbers(2, 7, how.get("vdim", 16), seed=1),
+    )
     if masks == "causal":
         memory = values = x
         if how.get("kdim"):
@@ -184,7 +188,9 @@ def test_what_the_module_does_not_serve() -> None:
 # ---- flash-attn, as its documentation defines it --------------------------------------------------------------------
 
 
-def by_definition(q: Any, k: Any, v: Any, causal: bool = False, window: Any = (-1, -1), slopes: Any = None, **o: Any) -> Any:
+def by_definition(
+    q: Any, k: Any, v: Any, causal: bool = False, window: Any = (-1, -1), slopes: Any = None, **o: Any
+) -> Any:
     """softmax over keys in [i + Sk - Sq - left, i + Sk - Sq + right] of the scores, in plain operations."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * o.get("scale", q.shape[-1] ** -0.5)
@@ -194,8 +200,9 @@ def by_definition(q: Any, k: Any, v: Any, causal: bool = False, window: Any = (-
     if slopes is not None:
         scores = scores - slopes[..., None, None] * distance.abs()
     left, right = window
-    seen = (distance >= -left if left >= 0 else distance == distance) & (distance <= right if right >= 0 else True)
-    seen = seen & (distance <= 0) if causal else seen
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    for wanted, inside in ((left >= 0, distance >= -left), (right >= 0, distance <= right), (causal, distance <= 0)):
+        seen = seen & inside if wanted else seen
     p = torch.where(seen, scores, -torch.inf).softmax(-1)
     return torch.einsum("bhij,bjhd->bihd", p, v)
 
@@ -231,7 +238,16 @@ def test_flash_attn_positions_and_results() -> None:
     expected = cupyflash.attention(q, q, q, scale=0.3, causal=True, return_lse=True)
     torch.testing.assert_close((out, lse), expected)
     assert probabilities is None
-    names = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs".split()
+    names = [
+        "dropout_p",
+        "softmax_scale",
+        "causal",
+        "window_size",
+        "softcap",
+        "alibi_slopes",
+        "deterministic",
+        "return_attn_probs",
+    ]
     for function, first in (
         (flash_attn.flash_attn_func, ["q", "k", "v"]), (flash_attn.flash_attn_kvpacked_func, ["q", "kv"]),
         (flash_attn.flash_attn_qkvpacked_func, ["qkv"]),
@@ -243,7 +259,9 @@ def test_what_of_flash_attn_is_refused() -> None:
     q = numbers(2, 5, 4, 8)
     with pytest.raises(NotImplementedError, match="^dropout_p is 0.1"):
         flash_attn.flash_attn_func(q, q, q, 0.1)
-    with pytest.raises(ValueError, match=r"^qkv has shape \(2, 5, 4, 8\); it must be \(batch, sequence, 3, heads, dim\)"):
+    with pytest.raises(
+        ValueError, match=r"^qkv has shape \(2, 5, 4, 8\); it must be \(batch, sequence, 3, heads, dim\)"
+    ):
         flash_attn.flash_attn_qkvpacked_func(q)
     for name in ("varlen_func", "varlen_qkvpacked_func", "varlen_kvpacked_func"):
         with pytest.raises(NotImplementedError, match=f"^flash_attn_{name}: packed sequences are not served yet; pad"):
@@ -301,7 +319,11 @@ def test_what_of_xformers_is_refused() -> None:
     q = numbers(2, 5, 4, 8)
     block = type("BlockDiagonalMask", (Elsewhere,), {})()
     for options, error, message in (
-        ({"attn_bias": block}, NotImplementedError, "^attn_bias is a BlockDiagonalMask; it must be None, a tensor or one of"),
+        (
+            {"attn_bias": block},
+            NotImplementedError,
+            "^attn_bias is a BlockDiagonalMask; it must be None, a tensor or one of",
+        ),
         ({"p": 0.1}, NotImplementedError, "^p is 0.1; there is no dropout yet"),
     ):
         with pytest.raises(error, match=message):
