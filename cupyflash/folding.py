@@ -13,6 +13,7 @@ from .problem import ARRAYS, ArrayRule
 
 Arrays = dict[str, Any]
 _ROWS = ("lse", "dlse")
+_FOLDED = ("q", "k", "v", "dout", "out", *_ROWS)
 _OPTIONAL = {row.name: row for row in ARRAYS}
 
 
@@ -72,14 +73,14 @@ class Folding:
         """Every array with the new axis in its batch. `has` names those that have it, `whole` optional arrays that shall
         have the batch in full, so that each entry gets a gradient of its own.
         """
-        return {
-            name: self._one(name, x, name in has, name in whole) for name, x in arrays.items()
-        }
+        return {name: self._one(name, x, name in has, name in whole) for name, x in arrays.items()}
 
     def _one(self, name: str, x: Any, has: bool, whole: bool) -> Any:
         row = _OPTIONAL.get(name)
         if row is not None:
             return self._optional(row, x, has, whole)
+        if name not in _FOLDED:
+            raise NotImplementedError(f"{name} is given, but vmap cannot make it a part of the batch")
         if not has:
             x = self._expand(x[None], (self.size, *x.shape))
         if self.rank == 2:  # the heads that q has not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,11 +12,13 @@ from frameworks import SCORES, judge, references
 from semantics import draw_inputs
 
 import cupyflash
+from cupyflash import folding, interop
 from cupyflash.cpu import corridor
 from cupyflash.problem import ARRAYS, OPTIONS
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cupyflash.interop import torch_ops
@@ -177,8 +180,6 @@ def test_cuda_graphs_of_a_compiler() -> None:
 
 def test_fake_tensors() -> None:
     """Shapes and dtypes come of shapes and dtypes; what is wrong is said before anything runs."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode():
         q, k = torch.ones(2, 5, 4, 8, dtype=torch.float16), torch.ones(2, 7, 2, 8, dtype=torch.float16)
         out, lse = attention(q, k, k, return_lse=True)
@@ -193,6 +194,24 @@ def test_fake_tensors() -> None:
             cupyflash.attention_backward(out, q, k, k, out, lse, grads=(q, k, k))
         with pytest.raises(TypeError, match="^bias is a ndarray|^bias is a numpy array but q is a torch array"):
             attention(q, k, k, bias=np.ones((5, 7), np.float32))
+
+
+def test_what_the_operators_do_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option or array of the tables that no schema names is refused by name where a call is traced, and nowhere else."""
+    q = torch.randn(2, 5, 4, 8)
+    row = dataclasses.replace(OPTIONS[0], name="other", default=None)
+    monkeypatch.setattr(torch_ops, "OPTIONS", (*OPTIONS, row))
+    options: dict[str, Any] = {row.name: row.default for row in OPTIONS}
+    lib = interop.library("q", q)
+    arrays = {"q": q, "k": q, "v": q}
+    for more, given in (({}, {"other": True}), ({"more": q}, {"other": None})):
+        with (
+            FakeTensorMode(),
+            pytest.raises(NotImplementedError, match="^(other|more) is given, but a call that is traced"),
+        ):
+            torch_ops.forward(lib, arrays | more, {}, True, options | given, None)
+    with pytest.raises(NotImplementedError, match="^more is given, but vmap cannot make it a part of the batch"):
+        folding.forward(torch, lambda arrays: arrays, arrays | {"more": q}, {"q"}, 2, "bshd")
 
 
 def test_what_is_wrong_is_said_by_compilers() -> None:
@@ -220,6 +239,14 @@ def test_functional_gradients(name: str, device: str) -> None:
     arrays, function = named(tensors, options)
     expected = torch.autograd.grad(loss(tensors, options), leaves(tensors, options))
     same(torch.func.grad(function, tuple(range(len(arrays))))(*arrays), expected)
+
+
+def test_a_pullback_that_outlives_its_transform() -> None:
+    tensors, options = drawn(GIVEN["everything"])
+    arrays, function = named(tensors, options)
+    expected = torch.autograd.grad(loss(tensors, options), leaves(tensors, options))
+    value, pull = torch.func.vjp(function, *arrays)
+    same(pull(torch.ones_like(value)), expected)
 
 
 def test_functional_jacobian() -> None:

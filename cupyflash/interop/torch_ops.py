@@ -20,6 +20,7 @@ from .protocol import Arrays, Library
 _OPTIONAL = tuple(row.name for row in ARRAYS)
 _INPUTS = ("q", "k", "v", *_OPTIONAL)
 _ROWS = ("dout", "out", "lse", "dlse")
+# The options that the operators have, in the order of OPTIONS, and their types in a schema; a Scalar may be a symbol.
 _TYPES = {
     "causal": "str", "window": "SymInt[]", "scale": "Scalar?", "softcap": "Scalar?", "layout": "str", "deterministic": "bool",
 }  # fmt: skip
@@ -75,8 +76,7 @@ def forward(
         call = (lib, options, family)
         follow = _Transformed if transformed else _Attention
         return follow.apply(call, tuple(arrays), *arrays.values())
-    arrays = interop.adopted(lib, arrays)
-    inputs = [arrays.get(name) for name in _INPUTS]
+    inputs = _inputs(lib, arrays, _INPUTS)
     return torch.ops.cupyflash.attention(*inputs, *_encoded(options), family)
 
 
@@ -90,8 +90,7 @@ def backward(
     if targets:
         raise ValueError(f"grads is {_NO_WRITING}")
     if traced:
-        arrays = interop.adopted(lib, arrays)
-        inputs = [arrays.get(name) for name in (*_ROWS, *_INPUTS)]
+        inputs = _inputs(lib, arrays, (*_ROWS, *_INPUTS))
         grads = torch.ops.cupyflash.attention_backward(*inputs, *_encoded(options), family, list(wrt))
     else:
         grads = _AttentionBackward.apply((lib, options, family), tuple(arrays), wrt, *arrays.values())
@@ -158,7 +157,8 @@ class _Transformed(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * (2 + len(ctx.names))
-        *tensors, out, lse = ctx.saved_tensors
+        # A pullback of torch.func.vjp is called when its transform is over: what it kept is wrapped for nothing.
+        *tensors, out, lse = [torch._C._functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
         wanted = zip(ctx.names, ctx.needs_input_grad[2:])
         wrt = tuple([name for name, needed in wanted if needed and name not in ("q", "k", "v")])
         arrays = dict(zip(ctx.names, tensors))
@@ -222,19 +222,33 @@ _ONCE = (
 # ---- the operators --------------------------------------------------------------------------------------------------
 
 
+_UNKNOWN = "but a call that is traced (torch.compile, torch.export, fake tensors) cannot take it"
+
+
+def _inputs(lib: Library, arrays: Arrays, names: tuple[str, ...]) -> list[Any]:
+    """The arrays of a call as an operator takes them, None for those that are not given."""
+    for name in arrays:
+        if name not in names:
+            raise NotImplementedError(f"{name} is given, {_UNKNOWN}")
+    arrays = interop.adopted(lib, arrays)
+    return [arrays.get(name) for name in names]
+
+
 def _encoded(options: dict[str, Any]) -> list[Any]:
-    """Options as the schema has them, in the order of OPTIONS; errors are those of the rules."""
+    """Options as the schema has them, in the order of _TYPES; errors are those of the rules."""
+    for row in OPTIONS:
+        if row.name not in _TYPES and options[row.name] is not row.default:
+            raise NotImplementedError(f"{row.name} is given, {_UNKNOWN}")
+    rows = [row for row in OPTIONS if row.name in _TYPES]
     numbers = (float, int, type(None))  # as they are: one may be a symbol, and rules are for numbers
-    values = {
-        x.name: options[x.name] if type(options[x.name]) in numbers else x.check(options[x.name]) for x in OPTIONS
-    }
+    values = {x.name: options[x.name] if type(options[x.name]) in numbers else x.check(options[x.name]) for x in rows}
     values["causal"] = values["causal"] or ""
     values["window"] = [-1 if n is None else n for n in values["window"] or ()]
     return list(values.values())
 
 
 def _decoded(values: tuple[Any, ...]) -> dict[str, Any]:
-    options = {row.name: value for row, value in zip(OPTIONS, values)}
+    options = rules.complete(dict(zip(_TYPES, values)))
     options["causal"] = options["causal"] or False
     options["window"] = tuple([None if n < 0 else n for n in options["window"]]) or None
     return options
@@ -248,7 +262,7 @@ class _Call:
         self.names = names
         self.arrays: Arrays = {name: x for name, x in zip(names, args) if x is not None}
         rest = args[len(names) :]
-        self.encoded, self.family = rest[: len(OPTIONS)], rest[len(OPTIONS)]
+        self.encoded, self.family = rest[: len(_TYPES)], rest[len(_TYPES)]
         self.options = _decoded(self.encoded)
         self.wrt: tuple[str, ...] = tuple(rest[-1]) if backward else ()
 
@@ -288,7 +302,7 @@ def _check(call: _Call, backward: bool) -> None:
     """What the rules say, as far as it can be said: of lengths that are symbols, only when they are numbers."""
     if all(type(n) is int for x in call.arrays.values() for n in x.shape):
         views = {name: _view(x) for name, x in call.arrays.items()}
-        plain = {name: x for name, x in call.options.items() if not isinstance(x, torch.SymFloat)}
+        plain = {name: x for name, x in call.options.items() if not isinstance(x, (torch.SymFloat, torch.SymInt))}
         rules.state(views, {}, rules.complete(plain), backward)
 
 
@@ -345,7 +359,7 @@ def _vmap_attention_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) ->
 def _define() -> torch.library.Library:
     lib = torch.library.Library("cupyflash", "DEF")
     arrays = ", ".join(["Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}" for name in _OPTIONAL)])
-    options = ", ".join([*(f"{_TYPES[row.name]} {row.name}" for row in OPTIONS), "str? family"])
+    options = ", ".join([*(f"{kind} {name}" for name, kind in _TYPES.items()), "str? family"])
     rows = "Tensor dout, Tensor out, Tensor lse, Tensor? dlse"
     tags = (torch.Tag.pt2_compliant_tag,)
     lib.define(f"attention({arrays}, {options}) -> (Tensor, Tensor)", tags=tags)
