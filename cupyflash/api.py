@@ -5,13 +5,12 @@ Arrays come in from any library and results go back to the same one; see `cupyfl
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
-from . import interop
-from .interop.protocol import Adapter, Arrays, Library, Passes
+from . import interop, passes
+from .interop.protocol import Arrays, Library
 from .other_names import unexpected
 from .problem import Gradients, check_flag, check_wrt, score_of, seed_of
 from .signature import A, Array, L, closed
@@ -185,20 +184,9 @@ def attention(
     lib = interop.library("q", q)
     if score is not None or score_arrays is not None:
         _trace(lib, arrays, options, score_arrays)
-    record = lib.recorder(arrays)
-    if record is not None:
-        if out is not None:
-            raise ValueError(
-                "out is given but a gradient is wanted, and autograd cannot follow a write into out; leave it out, or call "
-                "under torch.no_grad()"
-            )
-        passes = Passes(
-            lambda arrays: _forward(lib, arrays, {}, True, options, number, family),
-            lambda arrays, wrt: _backward(lib, arrays, {}, options, number, family, wrt),
-        )
-        o, lse = record(passes, arrays)
-    else:
-        o, lse = _forward(lib, arrays, {} if out is None else {"out": out}, return_lse, options, number, family)
+    recorder = lib.recorder(arrays)
+    run = passes if recorder is None else recorder
+    o, lse = run.forward(lib, arrays, {} if out is None else {"out": out}, return_lse, options, number, family)
     return (o, lse) if return_lse else o
 
 
@@ -293,7 +281,9 @@ def attention_backward(
         raise ValueError(f"grads {what}; it must be a tuple of three arrays (dq, dk, dv) or None")
     names = Gradients._fields
     targets = _present(names, dict(zip(names, grads))) if grads is not None else {}
-    return _backward(lib, arrays, targets, options, number, family, check_wrt(wrt, arrays, options["score"]))
+    recorder = lib.recorder(arrays, backward=True)
+    run = passes if recorder is None else recorder
+    return run.backward(lib, arrays, targets, options, number, family, check_wrt(wrt, arrays, options["score"]))
 
 
 def merge(outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd") -> tuple[A, L]:
@@ -474,65 +464,6 @@ def _trace(lib: Library, arrays: Arrays, options: dict[str, Any], score_arrays: 
     options["score"] = score
     if score is not None:
         arrays.update((x.key, given[x.name]) for x in score.arrays)
-
-
-def _forward(
-    lib: Library,
-    arrays: Arrays,
-    targets: Arrays,
-    return_lse: bool,
-    options: dict[str, Any],
-    seed: int | None,
-    family: str | None,
-) -> tuple[Any, Any]:
-    adapter, arrays, targets = interop.adopt(lib, arrays, targets)
-    try:
-        results = _backend(adapter, arrays).forward(adapter, arrays, targets, return_lse, options, seed, family)
-    except Exception:
-        interop.name_unreadable(adapter, arrays, targets)
-        raise
-    for x in targets.values():
-        adapter.written(x)
-    return results
-
-
-def _backward(
-    lib: Library,
-    arrays: Arrays,
-    targets: Arrays,
-    options: dict[str, Any],
-    seed: int | None,
-    family: str | None,
-    wrt: tuple[str, ...],
-) -> Gradients:
-    adapter, arrays, targets = interop.adopt(lib, arrays, targets)
-    try:
-        results = _backend(adapter, arrays).backward(adapter, arrays, targets, options, seed, family, wrt)
-    except Exception:
-        interop.name_unreadable(adapter, arrays, targets)
-        raise
-    for x in targets.values():
-        adapter.written(x)
-    return results
-
-
-def _backend(adapter: Adapter, arrays: Arrays) -> Any:
-    """The corridor of the device that q is on."""
-    return _gpu() if adapter.on_gpu(arrays["q"]) else _cpu()
-
-
-@functools.cache  # an import statement costs 0.6 us in every call
-def _gpu() -> Any:
-    from .gpu import corridor
-
-    return corridor
-
-
-@functools.cache
-def _cpu() -> Any:
-    from .cpu import corridor
-
-    return corridor
 
 
 def _present(required: Iterable[str], arrays: Arrays) -> Arrays:

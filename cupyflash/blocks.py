@@ -245,8 +245,7 @@ def _where(like: Any, device: str | None) -> tuple[str, str]:
         lib = interop.library("like", like)
         if device is not None:
             raise ValueError(f"like and device={device!r} are given; one of them says where the mask is")
-        adapter, arrays, _ = interop.adopt(lib, {"like": like}, {})
-        return lib.kind, interop.view(adapter, "like", arrays["like"]).device
+        return lib.kind, interop.view(lib, "like", interop.adopted(lib, {"like": like})["like"]).device
     device = "cpu" if device is None else device
     if device == "cuda":
         device = "cuda:0"

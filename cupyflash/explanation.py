@@ -240,8 +240,7 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
     dtype = rules.float_name(dtype)
     if not isinstance(x, (tuple, list)):
         lib = interop.library(name, x)
-        adapter, arrays, _ = interop.adopt(lib, {name: x}, {})
-        view = interop.view(adapter, name, arrays[name])
+        view = interop.view(lib, name, interop.adopted(lib, {name: x})[name])
         if name not in _OPTIONAL and dtype not in (None, view.dtype):
             raise ValueError(f"dtype is {dtype!r}, but {name} is an array of {view.dtype}; dtype is for shapes alone")
         return view

@@ -662,9 +662,6 @@ def _same(name: str, x: View, other: str, like: View, dtype: bool = True) -> Non
             f"{name} is a {x.kind} array but {other} is a {like.kind} array; all arrays must come from one library"
         )
     if dtype and x.dtype != like.dtype:
-        cast = " (torch.autocast casts none of them)" if x.kind == "torch" else ""
-        raise TypeError(
-            f"{name} has dtype {x.dtype} but {other} has {like.dtype}; all arrays must have one dtype{cast}"
-        )
+        raise TypeError(f"{name} has dtype {x.dtype} but {other} has {like.dtype}; all arrays must have one dtype")
     if x.device != like.device:
         raise ValueError(f"{name} is on {x.device} but {other} is on {like.device}; all arrays must be on one device")

@@ -91,8 +91,8 @@ class Library(Protocol):
 
     def get(self, x: Any) -> np.ndarray: ...
 
-    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any]) -> list[Any]:
-        """out, lse and the gradients of q, k and v, by the library's own differentiation."""
+    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any], traced: bool) -> list[Any]:
+        """out, lse and the gradients of q, k and v, by the library's own differentiation; `traced`: by transforms."""
 
 
 @functools.cache
@@ -114,9 +114,9 @@ class Framework:
 
     def check(
         self, inputs: Inputs, *, rank: int, layout: str, lay: Lay, deterministic: bool, family: str | None, recorded: bool,
-        blocks: Blocks | None = None, **options: Any,
+        traced: bool = False, blocks: Blocks | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        """`recorded`: gradients by autograd, not by attention_backward."""
+        """`recorded`: gradients by autograd, not by attention_backward; `traced`: under jax.jit, or by torch.func."""
         judge = Judge(inputs, options, True, False, True, blocks)
         put = self.library.put
         with self.library.session():
@@ -130,7 +130,7 @@ class Framework:
                 options["block_mask"] = blocks.mask(like=q)
             dlse = None if inputs.dlse is None else put(inputs.dlse[(0,) * (4 - rank)], lay)
             if recorded:
-                out, lse, *grads = self.library.recorded([q, k, v], dout, dlse, options)
+                out, lse, *grads = self.library.recorded([q, k, v], dout, dlse, options, traced)
             else:
                 out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
                 grads = list(cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options))
@@ -169,7 +169,10 @@ class Torch:
             return x.view(self.torch.int16).numpy().view(DTYPES["bfloat16"])
         return x.numpy()
 
-    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any]) -> list[Any]:
+    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any], traced: bool) -> list[Any]:
+        if traced:
+            results, pull = self.torch.func.vjp(lambda *x: cupyflash.attention(*x, return_lse=True, **options), *arrays)
+            return [*results, *pull((dout, self.torch.zeros_like(results[1]) if dlse is None else dlse))]
         leaves = [x.requires_grad_() for x in arrays]
         out, lse = cupyflash.attention(*leaves, return_lse=True, **options)
         results, back = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
@@ -197,8 +200,11 @@ class Jax:
     def get(self, x: Any) -> np.ndarray:
         return np.asarray(x)
 
-    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any]) -> list[Any]:
+    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any], traced: bool) -> list[Any]:
         from cupyflash.jax import attention
 
-        (out, lse), pull = self.jax.vjp(lambda *x: attention(*x, return_lse=True, **options), *arrays)
-        return [out, lse, *pull((dout, self.jax.numpy.zeros_like(lse) if dlse is None else dlse))]
+        def run(arrays: list[Any], dout: Any, dlse: Any) -> list[Any]:
+            (out, lse), pull = self.jax.vjp(lambda *x: attention(*x, return_lse=True, **options), *arrays)
+            return [out, lse, *pull((dout, self.jax.numpy.zeros_like(lse) if dlse is None else dlse))]
+
+        return (self.jax.jit(run) if traced else run)(arrays, dout, dlse)

@@ -195,7 +195,8 @@ def run_one(kind: Kind, seed: tuple[int, ...]) -> tuple[str, str | None]:
             check(Sparing(kind.family or "cpu", kind.family), problem.inputs, thousands=True, **problem.options)
         else:
             library = framework(kind.library, kind.family is not None)
-            library.check(problem.inputs, family=kind.family, recorded=rng.random() < 0.5, **problem.options)
+            recorded, traced = rng.random(2) < 0.5
+            library.check(problem.inputs, family=kind.family, recorded=recorded, traced=traced, **problem.options)
     except Exception as error:  # noqa: BLE001 (whatever it is, it is what the fuzzer looks for)
         wrong = f"{type(error).__name__}: {error}"
         return problem.text, wrong if isinstance(error, AssertionError) else f"{wrong}\n{traceback.format_exc()}"

@@ -8,7 +8,7 @@ import sys
 
 from imports import HANDED_OVER, import_graph
 
-LIBRARY = ("api", "problem", "interop", "cpu", "gpu", "torch", "jax")
+LIBRARY = ("api", "passes", "folding", "problem", "interop", "cpu", "gpu", "torch", "jax", "compat", "integrations")
 TOOLS = ("bench", "demo", "reference", "cli", "commands", "autotune", "precompile", "explanation", "info", "timing")
 
 

@@ -12,7 +12,7 @@ from .. import problem as rules
 from .. import tuned
 from ..interop.protocol import Arrays, GpuAdapter
 from ..overlap import check_targets
-from ..problem import ARRAYS, OPTIONS, Gradients, View, contiguous
+from ..problem import ARRAYS, ITEMSIZE, OPTIONS, Gradients, View, contiguous
 from . import device, launch
 from .kernel_plan import KernelPlan
 from .params import KEYS, round_keys, score_shape
@@ -100,6 +100,14 @@ class Prepared:
         slots = self.launcher.slots
         self._blank = [0] * len(slots)
         self._given, self._made = [slots[name] for name in arrays], [slots[name] for name in shapes]
+
+    @property
+    def scratch(self) -> int:
+        """Bytes that a run without targets takes from `lib.empty` beside its results, each piece rounded up to 256."""
+        if self.empty:
+            return 0
+        copies = [copy.strides[0] * copy.shape[0] * ITEMSIZE[source.dtype] for _, source, copy in self.copies]
+        return sum(-(-size // 256) * 256 for size in (*copies, self.launcher.workspace))
 
     def run(
         self,
@@ -194,7 +202,7 @@ def forward(
     """out and (where asked for) lse of one attention call."""
     ordinal = lib.device(arrays["q"])
     addresses = [*map(lib.pointer, arrays.values())]
-    prepared = _find(lib, arrays, addresses, targets, options, family, False, ordinal)
+    prepared = prepare(lib, arrays, addresses, targets, options, family, False, ordinal)
     (out,), lse = prepared.run(lib, arrays, targets, return_lse, addresses, seed, options["block_mask"])
     if not targets:
         out = lib.finish(out, ordinal)
@@ -213,23 +221,27 @@ def backward(
     """The gradients of one attention call."""
     ordinal = lib.device(arrays["q"])
     addresses = [*map(lib.pointer, arrays.values())]
-    prepared = _find(lib, arrays, addresses, targets, options, family, True, ordinal)
+    prepared = prepare(lib, arrays, addresses, targets, options, family, True, ordinal)
     grads, _ = prepared.run(lib, arrays, targets, False, addresses, seed, options["block_mask"])
     if not targets:
         grads = [lib.finish(x, ordinal) for x in grads]
     if not wrt:
         return Gradients(*grads)
     of_arrays: dict[str, Any] = {}
-    of_score = tuple(name for name in wrt if name not in _OPTIONAL)  # by kernels of their own
-    for names in (tuple(name for name in wrt if name in _OPTIONAL), of_score):
-        if names:
-            prepared = _find(lib, arrays, addresses, {}, options, family, True, ordinal, names)
-            results, _ = prepared.run(lib, arrays, {}, False, addresses, seed, options["block_mask"])
-            of_arrays |= {name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, results)}
+    for names in apart(wrt):
+        prepared = prepare(lib, arrays, addresses, {}, options, family, True, ordinal, names)
+        results, _ = prepared.run(lib, arrays, {}, False, addresses, seed, options["block_mask"])
+        of_arrays |= {name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, results)}
     return Gradients(*grads, **of_arrays)
 
 
-def _find(
+def apart(wrt: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The names of one run of kernels each, in the same order: the optional arrays, and those that a score function reads."""
+    named = tuple([name for name in wrt if name in _OPTIONAL])
+    return [names for names in (named, wrt[len(named) :]) if names]
+
+
+def prepare(
     lib: GpuAdapter,
     arrays: Arrays,
     addresses: list[int],
@@ -240,6 +252,7 @@ def _find(
     ordinal: int,
     wrt: tuple[str, ...] = (),
 ) -> Prepared:
+    """What a call runs, where its arrays lie at `addresses`: kept, or planned and compiled."""
     bits = 0
     for at in addresses:
         bits |= at

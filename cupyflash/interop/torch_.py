@@ -8,8 +8,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..problem import View, contiguous
+from . import torch_ops
 from .protocol import Arrays, Recorder
 
 kind = "torch"
@@ -25,7 +28,8 @@ _DTYPES = {
 def objection(cls: type) -> str | None:
     if not issubclass(cls, torch.Tensor):
         return "it must be a tensor"
-    if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # fake, distributed, jagged, ...
+    plain = cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    if not plain and not issubclass(cls, (FakeTensor, FunctionalTensor)):  # distributed, jagged, ...
         return "it must be a plain tensor"
     return None
 
@@ -81,19 +85,8 @@ def finish(x: torch.Tensor, device: int) -> torch.Tensor:
     return x
 
 
-def recorder(arrays: Arrays) -> Recorder | None:
-    if torch.is_grad_enabled():
-        for x in arrays.values():
-            if getattr(x, "requires_grad", False):
-                return _record()
-    return None
-
-
-@functools.cache  # an import statement costs more
-def _record() -> Recorder:
-    from .torch_autograd import record
-
-    return record
+def recorder(arrays: Arrays, backward: bool = False) -> Recorder | None:
+    return torch_ops if torch_ops.needed(arrays, backward) else None
 
 
 def check_target(name: str, x: torch.Tensor) -> None:
