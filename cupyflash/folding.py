@@ -19,7 +19,12 @@ _OPTIONAL = {row.name: row for row in ARRAYS}
 
 
 def forward(
-    xp: Any, run: Callable[[Arrays], tuple[Any, Any]], arrays: Arrays, has: Collection[str], size: int, options: dict[str, Any]
+    xp: Any,
+    run: Callable[[Arrays], tuple[Any, Any]],
+    arrays: Arrays,
+    has: Collection[str],
+    size: int,
+    options: dict[str, Any],
 ) -> tuple[Any, Any]:
     """out and lse of a call of which the arrays that `has` names have an axis more, of `size` entries, in front; so have both.
 

@@ -406,7 +406,7 @@ class XlaBuffer:
 
 def xla_call(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, tuple[tuple[int, ...], str]], wrt: Any, options: dict[str, Any],
-    ordinal: int = 0, misaligned: bool = False,
+    ordinal: int = 0, misaligned: bool = False, seed: int | None = None,
 ) -> Any:  # fmt: skip
     """What JAX traces, and then runs: the callback, the buffers of inputs by name, and those of results."""
     jax = pytest.importorskip("jax")
@@ -415,7 +415,7 @@ def xla_call(
     gpus = [SimpleNamespace(local_hardware_id=0)]
     monkeypatch.setattr(jax, "local_devices", lambda backend: gpus)
     views = {name: View(shape, contiguous(shape), dtype, "", "jax") for name, (shape, dtype) in given.items()}
-    call = jax_gpu.Callback(views, complete(options), None, wrt)
+    call = jax_gpu.Callback(views, complete(options), seed, None, wrt)
 
     def buffer(view: View) -> XlaBuffer:
         return XlaBuffer(int(np.prod(view.shape)) * ITEMSIZE[view.dtype], ordinal, misaligned)
@@ -455,6 +455,22 @@ def test_a_callback_of_xla_backward(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -
         assert scratch.address <= at and at + size <= scratch.address + call.scratch
     ends = sorted((at, at + size) for size, at in spaces)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+
+
+def test_a_callback_of_xla_with_scores(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed that is a number, and the gradients of optional arrays and of a score function's, each by kernels of their own."""
+    views = {"a": View((HQ,), (1,), "float32", "", "jax")}
+    score = score_of("s + a[h]", views, View(*Q[:1], contiguous(Q[0]), Q[1], "", "jax"))
+    (read,) = (x.key for x in score.arrays)
+    rows, sinks = ((B, HQ, SQ), "float32"), ((HQ,), "float32")
+    arrays = {"q": Q, "k": KV, "v": KV, "sinks": sinks, read: ((HQ,), "float32"), "dout": Q, "out": Q, "lse": rows}
+    options = {"score": score, "dropout": 0.5}
+    _, given, (*_, dsinks, darray, _) = xla_call(monkeypatch, arrays, ("sinks", read), options, seed=2**40)
+    first, second, third = (p for _, p, _ in gpu.launched)
+    for p in (first, second, third):
+        assert p["round_keys"].tolist() == list(params.round_keys(2**40))
+        assert p["score_array0"] == given[read].address
+    assert (second["dsinks"], third["dscore_array0"]) == (dsinks.address, darray.address)
 
 
 @pytest.mark.parametrize(("ordinal", "misaligned"), [(1, False), (0, True)])

@@ -90,8 +90,9 @@ def test_what_is_refused() -> None:
     q, k = numbers(2, 4, 5, 8), numbers(2, 4, 7, 8)
     with pytest.raises(ValueError, match="^is_causal is True and attn_mask is given"):
         scaled_dot_product_attention(q, k, k, numbers(5, 7), is_causal=True)
-    with pytest.raises(NotImplementedError, match="^dropout_p is 0.1; there is no dropout yet"):
-        scaled_dot_product_attention(q, k, k, dropout_p=0.1)
+    for p in (1.0, -0.1, 2.0):
+        with pytest.raises(ValueError, match=f"^dropout_p is {p}; it must be 0 or more and less than 1"):
+            scaled_dot_product_attention(q, k, k, dropout_p=p)
     with pytest.raises(ValueError, match=r"^key has shape \(3, 4, 7, 8\) but query has \(2, 4, 5, 8\)"):
         scaled_dot_product_attention(q, numbers(3, 4, 7, 8), numbers(3, 4, 7, 8))
 
@@ -177,10 +178,7 @@ def test_what_the_module_does_not_serve() -> None:
     ):  # fmt: skip
         with pytest.raises(NotImplementedError, match=message):
             MultiheadAttention(16, 4, **options)
-    module, x = MultiheadAttention(16, 4, dropout=0.1), torch.ones(5, 16)
-    with pytest.raises(NotImplementedError, match="^dropout is 0.1; there is no dropout yet"):
-        module(x, x, x)
-    module.eval()(x, x, x)
+    module, x = MultiheadAttention(16, 4), torch.ones(5, 16)
     with pytest.raises(NotImplementedError, match="^need_weights is True; the probabilities are never in memory"):
         module(x, x, x, need_weights=True)
 
@@ -255,10 +253,66 @@ def test_flash_attn_positions_and_results() -> None:
         assert list(inspect.signature(function).parameters) == [*first, *names]
 
 
+# ---- dropout, in all of them ----------------------------------------------------------------------------------------
+
+
+def module(x: Any, p: float) -> Any:
+    torch.manual_seed(5)
+    layer = MultiheadAttention(8, 4, dropout=p, batch_first=True, dtype=torch.float64)
+    return lambda: layer(x.flatten(0, 1)[..., 0, :], x.flatten(0, 1)[..., 0, :], x.flatten(0, 1)[..., 0, :])[0]
+
+
+WITH_DROPOUT: dict[str, Any] = {
+    "torch": lambda x, p: lambda: scaled_dot_product_attention(x[0], x[1], x[2], dropout_p=p),
+    "module": module,
+    "flash-attn": lambda x, p: lambda: flash_attn.flash_attn_func(x[0], x[1], x[2], p),
+    "xFormers": lambda x, p: lambda: xformers.memory_efficient_attention(x[0], x[1], x[2], None, p),
+}
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_dropout(name: str) -> None:
+    """By PyTorch's generator: the same after the same seed, another in each call, gradients too, and right on average."""
+    x = numbers(3, 2, 6, 4, 8, grad=True)
+    plain, call = WITH_DROPOUT[name](x, 0.0)(), WITH_DROPOUT[name](x, 0.4)
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        out = call()
+        results.append([out, *torch.autograd.grad(out.sum(), x)])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert not torch.equal(call(), results[0][0])
+    mean = torch.stack([call().detach() for _ in range(600)]).mean(0)
+    torch.testing.assert_close(mean, plain.detach(), rtol=0, atol=0.35)
+
+
+def test_dropout_compiled() -> None:
+    torch._dynamo.reset()
+    q = numbers(2, 4, 6, 8)
+
+    def attend() -> Any:
+        return scaled_dot_product_attention(q, q, q, dropout_p=0.4)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    results = []
+    for f in (attend, compiled, compiled):
+        torch.manual_seed(3)
+        results.append(f())
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    torch.testing.assert_close(results[0], results[2], rtol=0, atol=0)
+    assert not torch.equal(compiled(), results[0])
+
+
+def test_the_module_drops_in_training_alone() -> None:
+    layer, x = MultiheadAttention(16, 4, dropout=0.5, dtype=torch.float64), numbers(5, 16)
+    stock = torch.nn.MultiheadAttention(16, 4, dropout=0.5, dtype=torch.float64)
+    stock.load_state_dict(layer.state_dict())
+    assert not torch.equal(layer(x, x, x)[0], layer(x, x, x)[0])
+    torch.testing.assert_close(layer.eval()(x, x, x)[0], stock.eval()(x, x, x)[0])
+
+
 def test_what_of_flash_attn_is_refused() -> None:
     q = numbers(2, 5, 4, 8)
-    with pytest.raises(NotImplementedError, match="^dropout_p is 0.1"):
-        flash_attn.flash_attn_func(q, q, q, 0.1)
     with pytest.raises(
         ValueError, match=r"^qkv has shape \(2, 5, 4, 8\); it must be \(batch, sequence, 3, heads, dim\)"
     ):
@@ -324,7 +378,7 @@ def test_what_of_xformers_is_refused() -> None:
             NotImplementedError,
             "^attn_bias is a BlockDiagonalMask; it must be None, a tensor or one of",
         ),
-        ({"p": 0.1}, NotImplementedError, "^p is 0.1; there is no dropout yet"),
+        ({"p": 1.0}, ValueError, "^p is 1.0; it must be 0 or more and less than 1"),
     ):
         with pytest.raises(error, match=message):
             xformers.memory_efficient_attention(q, q, q, **options)

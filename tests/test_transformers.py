@@ -104,10 +104,18 @@ def test_what_is_refused() -> None:
         ValueError, match="^name is 'cupyflash'; it must not hold 'flash', which transformers takes for"
     ):
         register("cupyflash")
+
+
+def test_dropout_in_training() -> None:
+    """By PyTorch's generator."""
     model = made("BertForMaskedLM")
     model.set_attn_implementation("cupy")
     for module in model.modules():
         if hasattr(module, "dropout") and isinstance(module.dropout, torch.nn.Dropout):
             module.dropout.p = 0.1
-    with pytest.raises(NotImplementedError, match="^dropout is 0.1; there is no dropout yet"):
-        model.train()(**batch("BertForMaskedLM"))
+    model.train()
+    logits = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        logits.append(model(**batch("BertForMaskedLM")).logits)
+    assert torch.equal(logits[0], logits[1]) and not torch.equal(logits[0], logits[2])

@@ -100,7 +100,8 @@ def _attention(arrays: Arrays, how: How) -> tuple[jax.Array, jax.Array]:
 
 def _keep(arrays: Arrays, how: How) -> tuple[Any, Any]:
     optional = [row.name for row in ARRAYS if row.gradient and row.name in arrays]
-    optional += [name for name in arrays if name.startswith("score_arrays[") and arrays[name].value.dtype.kind not in "iub"]
+    score = dict(how[0])["score"]
+    optional += [x.key for x in (score.arrays if score else ()) if x.kind == "float"]
     wanted = {name: () for name in optional if arrays[name].perturbed}  # keys alone: what is kept is a pytree of arrays
     arrays = {name: x.value for name, x in arrays.items()}
     out, lse = _attention(arrays, how)
@@ -200,7 +201,9 @@ def _called(arrays: Arrays, how: How, wrt: tuple[str, ...] | None) -> tuple[jax.
         return buffer_callback(call, [*results, scratch], command_buffer_compatible=call.plain)(*xs)[:-1]
 
     inputs = list(arrays.values())
-    on = {"cpu": on_cpu, "cuda": on_gpu} if mask is None else {"cuda": on_gpu} if mask.device != "cpu" else {"cpu": on_cpu}
+    on = {"cpu": on_cpu, "cuda": on_gpu}
+    if mask is not None:  # which is on one of them
+        del on["cuda" if mask.device == "cpu" else "cpu"]
     found = jax.lax.platform_dependent(*inputs, **on) if _has_gpu() else on_cpu(*inputs)
     return tuple(found)
 

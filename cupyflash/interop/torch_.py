@@ -39,6 +39,8 @@ def on_gpu(x: torch.Tensor) -> bool:
 
 
 def view(x: torch.Tensor) -> View:
+    if torch_ops.followed(x):
+        return torch_ops.view(x)
     if x.is_nested:
         raise TypeError("is a nested tensor; it must be a dense one: pad it, and hide the padding with key_mask")
     if x.layout is not torch.strided:

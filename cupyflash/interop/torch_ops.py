@@ -31,13 +31,18 @@ _TYPES = {
 
 def needed(arrays: Arrays, backward: bool) -> bool:
     """Whether a call cannot simply run: it is traced or transformed, or autograd or autocast have a part in it."""
-    if _traced(arrays["q"]) or torch._C._are_functorch_transforms_active():
+    if followed(arrays["q"]):
         return True
     if backward:
         return False
     if torch.is_grad_enabled() and _any_requires_grad(arrays):
         return True
     return _autocast_dtype(arrays["q"]) is not None
+
+
+def followed(x: torch.Tensor) -> bool:
+    """Whether calls on x are traced or transformed, so that it may have no memory."""
+    return _traced(x) or torch._C._are_functorch_transforms_active()
 
 
 def _traced(q: torch.Tensor) -> bool:
@@ -324,12 +329,13 @@ def _fake_attention_backward(*args: Any) -> list[torch.Tensor]:
 def _check(call: _Call, backward: bool) -> None:
     """What the rules say, as far as it can be said: of lengths that are symbols, only when they are numbers."""
     if all(type(n) is int for x in call.arrays.values() for n in x.shape):
-        views = {name: _view(x) for name, x in call.arrays.items()}
+        views = {name: view(x) for name, x in call.arrays.items()}
         plain = {name: x for name, x in call.options.items() if not isinstance(x, (torch.SymFloat, torch.SymInt))}
         rules.state(views, {}, rules.complete(plain), backward)
 
 
-def _view(x: torch.Tensor) -> View:
+def view(x: torch.Tensor) -> View:
+    """As that of the adapter, of a tensor that may have no memory."""
     where = f"cuda:{x.get_device()}" if x.is_cuda else x.device.type
     return View(tuple(x.shape), x.stride(), str(x.dtype).removeprefix("torch."), where, "torch")
 
