@@ -663,5 +663,5 @@ def _same(name: str, x: View, other: str, like: View, dtype: bool = True) -> Non
         )
     if dtype and x.dtype != like.dtype:
         raise TypeError(f"{name} has dtype {x.dtype} but {other} has {like.dtype}; all arrays must have one dtype")
-    if x.device != like.device:
+    if x.device != like.device and x.device and like.device:  # of what JAX traces it is not known
         raise ValueError(f"{name} is on {x.device} but {other} is on {like.device}; all arrays must be on one device")

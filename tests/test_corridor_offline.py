@@ -18,7 +18,7 @@ from cupyflash import attention, attention_backward, explain
 from cupyflash.gpu import corridor, device, launch, params, programs, tensormap
 from cupyflash.gpu.device import Arch
 from cupyflash.interop import cupy_
-from cupyflash.problem import ITEMSIZE, OPTIONS, View, complete, contiguous
+from cupyflash.problem import ITEMSIZE, OPTIONS, MaskKind, View, complete, contiguous, score_of
 
 STREAM = 77
 B, SQ, SK, HQ, HK, D = 2, 40, 50, 4, 2, 64
@@ -460,7 +460,7 @@ def test_a_callback_of_xla_backward(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -
 def test_a_callback_of_xla_with_scores(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A seed that is a number, and the gradients of optional arrays and of a score function's, each by kernels of their own."""
     views = {"a": View((HQ,), (1,), "float32", "", "jax")}
-    score = score_of("s + a[h]", views, View(*Q[:1], contiguous(Q[0]), Q[1], "", "jax"))
+    score = score_of("s + a[h]", views, View(Q[0], contiguous(Q[0]), Q[1], "", "jax"))
     (read,) = (x.key for x in score.arrays)
     rows, sinks = ((B, HQ, SQ), "float32"), ((HQ,), "float32")
     arrays = {"q": Q, "k": KV, "v": KV, "sinks": sinks, read: ((HQ,), "float32"), "dout": Q, "out": Q, "lse": rows}
@@ -469,8 +469,29 @@ def test_a_callback_of_xla_with_scores(gpu: Gpu, monkeypatch: pytest.MonkeyPatch
     first, second, third = (p for _, p, _ in gpu.launched)
     for p in (first, second, third):
         assert p["round_keys"].tolist() == list(params.round_keys(2**40))
-        assert p["score_array0"] == given[read].address
-    assert (second["dsinks"], third["dscore_array0"]) == (dsinks.address, darray.address)
+        assert p[read] == given[read].address
+    assert (second["dsinks"], third[f"d{read}"]) == (dsinks.address, darray.address)
+
+
+def test_a_callback_of_xla_with_a_block_mask(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lists are made while JAX traces: a callback, which XLA may be recording, waits for nothing."""
+    made, launches = [], []
+
+    class Mask:
+        kind = MaskKind((1, 1, SQ, SK), "cuda:0")
+
+        def list_for(self, use: Any) -> Any:
+            made.append(use)
+            launches.append(len(gpu.launched))
+            return SimpleNamespace(data=SimpleNamespace(ptr=4096))
+
+    rows = ((B, HQ, SQ), "float32")
+    arrays = {"q": Q, "k": KV, "v": KV, "dout": Q, "out": Q, "lse": rows}
+    xla_call(monkeypatch, arrays, (), {"block_mask": Mask()})
+    plan, p, _ = gpu.launched[-1]
+    uses = list(plan.lists)
+    assert uses and made == uses * 2 and set(launches) == {0}
+    assert all(p[use.name] == 4096 for use in uses)
 
 
 @pytest.mark.parametrize(("ordinal", "misaligned"), [(1, False), (0, True)])

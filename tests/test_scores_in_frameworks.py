@@ -142,7 +142,7 @@ def test_torch_does_not_trace(name: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         torch.compile(lambda *x: attention(*x[:3], **put(*x[3:])), backend="aot_eager")(*given)
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(NotImplementedError, match=message):
-        attention(*(torch.empty(x.shape) for x in given[:3]), **put(*given[3:]))
+        attention(*(torch.empty(x.shape, dtype=x.dtype) for x in given[:3]), **put(*given[3:]))
 
 
 @pytest.mark.parametrize("name", ["dropout", "score", "block mask of each head"])
