@@ -189,5 +189,6 @@ def test_which_pattern_of_a_block_mask_is_that_of_a_head() -> None:
     for axes, numbers in wanted.items():
         given = dataclasses.replace(asked("float16"), block_mask=axes)
         kernel_plan = plan(given, H200, family="sm80")
-        record = np.frombuffer(params.Packer(kernel_plan, given, {})([0] * 12), params.layout(kernel_plan))
+        packer = params.Packer(kernel_plan, given, {})
+        record = np.frombuffer(packer([0] * len(packer.slots)), params.layout(kernel_plan))
         assert tuple(int(record[name][0]) for name in ("lists", "lists_batch", "lists_head")) == numbers
