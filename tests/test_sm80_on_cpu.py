@@ -58,6 +58,14 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         A100, "bfloat16", {"seq": (150, 130), "heads": (2, 1), "dims": (128, 96), "given": SCORES, "key_mask": True},
         {"blocks": ((16, 48), "b"), "window": (50, 9), "deterministic": True},
     ),
+    "blocks-dropout": (
+        A100, "float16", {"seq": (190, 300), "heads": (4, 2), "given": ("seed",), "dlse": 1.0},
+        {"blocks": ((64, 64),), "causal": True, "dropout": 0.2},
+    ),
+    "blocks-dropout-and-more": (
+        A100, "bfloat16", {"seq": (150, 130), "heads": (2, 1), "dims": (128, 96), "given": (*SCORES, "seed"), "full": "qk"},
+        {"blocks": ((16, 48), "b"), "window": (50, 9), "dropout": 0.6, "deterministic": True},
+    ),
     "no-columns": (A100, "float16", {"seq": (5, 1), "dims": (0, 16)}, {}),
 }  # fmt: skip
 
