@@ -60,6 +60,15 @@ def some_problems() -> Iterator[AttentionProblem]:
     yield problem("bfloat16", 128, given=BIAS)
 
 
+# Of each family, architectures for which the covering set is compiled. For others, which have the same registers and read the
+# same source, some of it.
+THOROUGH = {"sm90": ("sm_90a",), "sm80": ("sm_80", "sm_86"), "simt": ("sm_75", "sm_90a"), "flash1": ("sm_75",)}
+
+
+def cover(family: str, arch: str) -> Iterator[AttentionProblem]:
+    return problems() if arch in THOROUGH[family] else some_problems()
+
+
 def problems() -> Iterator[AttentionProblem]:
     """The covering set. The two 16-bit formats differ in one instruction, so they share the features out."""
     for dtype in FLOATS:
