@@ -124,14 +124,14 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
     if rank == 2:
         heads_k = group = 1
     over_pairs = any(name in ("mask", "bias") for name, _ in kind.given)
-    least = (
-        2 if kind.left or kind.right or over_pairs else 1
-    )  # a bound that hides nothing is not there, nor an axis of one
+    least_right = int("alibi_slopes" in dict(kind.given))  # kernels with ALiBi know whether the bound is 0
+    # A bound that hides nothing is not there, nor an axis of one.
+    least = 2 + least_right if kind.left or kind.right or over_pairs else 1
     longest = int(rng.choice([20, 60, 130, 300, 1100], p=[0.4, 0.4, 0.17, 0.025, 0.005]))
     seq_q, seq_k = (int(n) for n in rng.integers(least, longest + 1, 2))
     if kind.few:
         group = int(rng.integers(2, 9))
-        seq_q = int(rng.integers(max(least, kind.few[0]), kind.few[1] + 1))
+        seq_q = int(rng.integers(max(least, kind.few[0]), max(least, kind.few[1]) + 1))
     elif group > 1:
         seq_q += GROUPED
     heads = heads_k * group
@@ -159,7 +159,7 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
     # Keys to the left of the last query's diagonal and to the right of the first one's: what a bound is less than.
     reach_left, reach_right = (seq_q, seq_k) if kind.causal == "top_left" else (seq_k, seq_q)
     left = int(rng.integers(reach_left - 1)) if kind.left else None
-    right = int(rng.integers(reach_right - 1)) if kind.right and not kind.causal else None
+    right = int(rng.integers(least_right, reach_right - 1)) if kind.right and not kind.causal else None
     size = float(rng.choice([0.0, rng.uniform(0, 2), 1.0])) / max(dims[0], 1) ** 0.5
     scale = -max(size, 1e-3) if kind.negative else [None, size][rng.integers(2)]
     options = {

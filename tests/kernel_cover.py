@@ -18,6 +18,7 @@ FEW = {(64, 64): 1, (96, 96): 7, (128, 128): 1, (192, 128): 30, (192, 192): 16, 
 
 GIVEN = tuple(Given(rule.name, rule.dtypes[0], rule.axes) for rule in ARRAYS)  # every optional array
 BIAS = (Given("bias", "q", AXES),)
+SLOPES = (Given("alibi_slopes", "float32", ("batch", "head")),)
 KEY_MASK = (Given("key_mask", "bool", ("batch", "key")),)  # the one that every family takes
 
 # A score function whose slope is no constant, with a table of what depends on the distance, an array that is read for each
@@ -33,6 +34,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": "bottom_right", "right": 0},
     "hidden": {"left": 100, "right": 50, "given": KEY_MASK, "scale": -1.0, "deterministic": True},
     "blocks": {"left": 100, "right": 50, "block_mask": ("batch", "head"), "deterministic": True},
+    "slopes": {"causal": "bottom_right", "right": 0, "given": SLOPES, "softcap": 30.0},
     "everything": {
         "left": 100, "right": 50, "block_mask": ("batch", "head"), "given": GIVEN, "scale": -1.0, "softcap": 30.0, "dropout": 0.1,
         "deterministic": True,
@@ -58,14 +60,23 @@ def some_problems() -> Iterator[AttentionProblem]:
     yield problem("bfloat16", 128, given=BIAS)
 
 
+# Of each family, architectures for which the covering set is compiled. For others, which have the same registers and read the
+# same source, some of it.
+THOROUGH = {"sm90": ("sm_90a",), "sm80": ("sm_80", "sm_86"), "simt": ("sm_75", "sm_90a"), "flash1": ("sm_75",)}
+
+
+def cover(family: str, arch: str) -> Iterator[AttentionProblem]:
+    return problems() if arch in THOROUGH[family] else some_problems()
+
+
 def problems() -> Iterator[AttentionProblem]:
     """The covering set. The two 16-bit formats differ in one instruction, so they share the features out."""
     for dtype in FLOATS:
         for dims in DIMS:
             for name, fields in FEATURES.items():
-                if (dtype, name) in (("float16", "causal"), ("float16", "blocks"), ("bfloat16", "nothing")):
+                if (dtype, name) in (("float16", "causal"), ("float16", "blocks"), ("float16", "slopes"), ("bfloat16", "nothing")):
                     continue
-                if name not in ("hidden", "blocks", "score") or dims in ((64, 64), (128, 128)):  # less than everything
+                if name not in ("hidden", "blocks", "slopes", "score") or dims in ((64, 64), (128, 128)):  # less than everything
                     for length in LENGTHS:
                         yield problem(dtype, *dims, seq_q=length, seq_k=length, **fields)
                     if dims in FEW and ITEMSIZE[dtype] == 2:

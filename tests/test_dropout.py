@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from backends import Backend, in_turn, on_pairs_with_scores
 from reference import DTYPES, kept, philox, state
-from semantics import LAYS, check, draw_inputs
+from semantics import LAYS, check, draw_blocks, draw_inputs
 
 from cupyflash import attention, attention_backward, explain
 from cupyflash.cpu import dropout as on_cpu
@@ -101,6 +101,14 @@ def test_with_everything_else(backend: Backend, dtype: str, band: dict[str, Any]
     for seq in ((67, 93), (193, 130)):
         inputs = draw_inputs(rng, dtype, seq=seq, heads=(4, 2), given=SCORES, key_mask=True)
         check(backend, inputs, dropout=0.3, softcap=2.0, deterministic=seq[0] > 100, **band)
+
+
+@in_turn("given", [("seed",), SCORES], softcap=1.0)
+def test_under_a_block_mask(backend: Backend, dtype: str, given: tuple[str, ...], rng: np.random.Generator) -> None:
+    """Whose visits, bits and order say nothing about which are dropped."""
+    inputs = draw_inputs(rng, dtype, seq=(193, 310), heads=(4, 2), dims=(128, 64), given=given)
+    blocks = draw_blocks(rng, (2, 4, 193, 310), (64, 48), "h")
+    check(backend, inputs, dropout=0.3, window=(200, 90), blocks=blocks)
 
 
 @in_turn("dims", [(256, 256), (128, 128), (192, 128), (33, 80)], softcap=1.0)

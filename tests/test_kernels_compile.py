@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from kernel_cover import FAMILY_ARCHS, problems, some_problems
+from kernel_cover import FAMILY_ARCHS, cover, problems, some_problems
 
 from cupyflash.gpu import compiler
 from cupyflash.gpu.device import Arch
@@ -50,7 +50,7 @@ def test_some_compile_without_undeclared_spills(family: str, arch: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "arch"), FAMILY_ARCHS)
 def test_compiles_without_undeclared_spills(family: str, arch: str) -> None:
-    compile_all(plans(problems(), family, Arch.of(arch)))
+    compile_all(plans(cover(family, arch), family, Arch.of(arch)))
 
 
 def compile_all(found: dict[str, KernelPlan]) -> None:

@@ -13,7 +13,7 @@ from cupyflash import explanation
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import sm90
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
-from cupyflash.problem import AttentionProblem
+from cupyflash.problem import AttentionProblem, Given
 
 A100, H200, B200, T4 = Arch.of("sm_80"), Arch.of("sm_90a"), Arch.of("sm_100"), Arch.of("sm_75")
 STATIC_LIMIT = 48 << 10
@@ -291,6 +291,17 @@ def test_few_queries_have_tiles_of_one_warpgroup() -> None:
     assert plan(replace(short, batch=500), H200).launches[0].grid == 2 * 132
     for other in ({"batch": 33}, {"seq_q": 65}, {"seq_k": 65}):
         assert constants(plan(replace(short, **other), H200))["GROUPS"] == 3
+
+
+def test_at_head_dimension_64_what_asks_for_most_registers_has_two_warpgroups() -> None:
+    slopes = (Given("alibi_slopes", "float32", ("batch", "head")),)
+    causal = {"causal": "bottom_right", "right": 0}
+    asked = problem("float16", seq_q=2000, seq_k=2000)
+    for fields in ({}, causal, {"softcap": 30.0, **causal}, {"given": slopes}, {"given": slopes, **causal}, {"right": 9}):
+        assert constants(plan(replace(asked, **fields), H200))["GROUPS"] == 3
+    left, right = {"given": slopes, "left": 9, **causal}, {"given": slopes, "right": 9}
+    for fields in ({"dropout": 0.1}, {"dropout": 0.1, **causal}, left, right):
+        assert constants(plan(replace(asked, **fields), H200))["GROUPS"] == 2
 
 
 def test_blocks_that_share_dq_come_in_pairs() -> None:

@@ -42,6 +42,11 @@ SIMT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"heads": (4, 2), "given": (*SCORES, "seed")},
         {"softcap": 2.0, "causal": True, "dropout": 0.2},
     ),
+    "blocks-dropout": (
+        "float32",
+        {"heads": (4, 2), "seq": (100, 130), "given": (*SCORES, "seed"), "full": "hqk"},
+        {"blocks": ((16, 80), "b"), "causal": True, "dropout": 0.3},
+    ),
     "dropout-64": ("float64", {"seq": (100, 35), "given": ("seed",), "dlse": 1.0}, {"dropout": 0.6}),
 }  # fmt: skip
 FLASH1: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -68,6 +68,14 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         {"score": documents, "scale": -0.3, "deterministic": True},
     ),
     "score-without-s": (A100, "float16", {"seq": (150, 170), "score": "without_s"}, {"score": without_s, "window": (50, 9)}),
+    "blocks-dropout": (
+        A100, "float16", {"seq": (190, 300), "heads": (4, 2), "given": ("seed",), "dlse": 1.0},
+        {"blocks": ((64, 64),), "causal": True, "dropout": 0.2},
+    ),
+    "blocks-dropout-and-more": (
+        A100, "bfloat16", {"seq": (150, 130), "heads": (2, 1), "dims": (128, 96), "given": (*SCORES, "seed"), "full": "qk"},
+        {"blocks": ((16, 48), "b"), "window": (50, 9), "dropout": 0.6, "deterministic": True},
+    ),
     "no-columns": (A100, "float16", {"seq": (5, 1), "dims": (0, 16)}, {}),
 }  # fmt: skip
 

@@ -98,6 +98,34 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "bfloat16", {"seq": (200, 450), "dims": (201, 256), "heads": (2, 1), "batch": 1},
         {"blocks": ((64, 128),), "deterministic": True},
     ),
+    "blocks-bias-summed": (  # over heads and entries of the batch whose blocks are others
+        "bfloat16", {"seq": (200, 264), "heads": (4, 2), "batch": 3, "given": ("bias", "sinks"), "full": "qk"},
+        {"blocks": ((48, 96), "bh"), "softcap": 2.0},
+    ),
+    "blocks-dropout": (
+        "float16", {"seq": (300, 430), "heads": (4, 2), "given": ("seed",), "dlse": 1.0},
+        {"blocks": ((64, 128),), "causal": True, "dropout": 0.2},
+    ),
+    "blocks-dropout-and-more": (
+        "bfloat16",
+        {"seq": (200, 250), "heads": (4, 2), "dims": (128, 128), "batch": 1, "given": (*SCORES, "seed"), "key_mask": True},
+        {"blocks": ((64, 64), "h"), "window": (90, 40), "dropout": 0.3, "softcap": 2.0, "deterministic": True},
+    ),
+    "blocks-dropout-wide": (
+        "float16", {"seq": (200, 450), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": ("bias", "seed")},
+        {"blocks": ((64, 64),), "dropout": 0.4},
+    ),
+    "dropout-bias": (
+        "bfloat16", {"seq": (200, 264), "heads": (4, 2), "given": ("bias", "sinks", "seed"), "full": "hqk", "dlse": 1.0},
+        {"causal": True, "dropout": 0.2},
+    ),
+    "dropout-bias-parts": (
+        "float16", {"seq": (130, 143), "dims": (90, 128), "batch": 5, "given": ("bias", "mask", "seed"), "full": "k"},
+        {"dropout": 0.6, "softcap": 2.0, "scale": -0.3},
+    ),
+    "dropout-slopes-parts": (
+        "float16", {"seq": (200, 300), "heads": (4, 2), "given": ("alibi_slopes", "seed")}, {"window": (150, 9), "dropout": 0.2},
+    ),
     "short": ("float16", {"seq": (49, 49), "dims": (32, 32), "heads": (4, 4)}, {}),  # with one warpgroup that computes
     "short-causal": ("bfloat16", {"seq": (63, 200), "dims": (128, 96), "heads": (4, 4), "key_mask": True}, {"causal": True}),
     "short-window": ("float16", {"seq": (50, 330), "heads": (4, 4), "given": ("bias",)}, {"window": (150, 9)}),
@@ -132,6 +160,18 @@ SHARED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "wide-in-order": (
         "bfloat16", {"seq": (200, 250), "dims": (201, 256), "heads": (2, 1), "batch": 1},
         {"causal": True, "deterministic": True, "rows_aligned": False},
+    ),
+    "dropout": (
+        "float16", {"heads": (3, 1), "seq": (400, 430), "batch": 1, "given": ("seed",), "dlse": 1.0},
+        {"causal": True, "dropout": 0.2},
+    ),
+    "dropout-and-more": (
+        "bfloat16", {"heads": (3, 1), "seq": (400, 430), "dims": (128, 100), "batch": 1, "given": (*SCORES, "seed")},
+        {"causal": True, "dropout": 0.3, "softcap": 2.0, "deterministic": True},
+    ),
+    "dropout-wide": (
+        "float16", {"seq": (260, 250), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": ("bias", "seed")},
+        {"causal": True, "dropout": 0.3},
     ),
 }  # fmt: skip
 

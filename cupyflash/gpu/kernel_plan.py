@@ -112,7 +112,7 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("DROPOUT", problem.dropout > 0),
         ("NEGATIVE_SCALE", problem.scale < 0),
         # Whether ALiBi's distances are all of keys behind the query.
-        ("ALIBI_BEHIND", problem.has("alibi_slopes") and problem.right == 0),
+        ("ALIBI_BEHIND", problem.has("alibi_slopes") and None not in (problem.causal, problem.right)),
     )
 
 

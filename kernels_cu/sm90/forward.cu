@@ -25,8 +25,8 @@ constexpr bool BLIND = DIM <= 128 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_AR
 constexpr bool WARP_VOTE = GROUPS < 3;
 
 // Whether the output of a tile is stored under the second scores of the next, where those need no element tests. (With a
-// lower bound of the keys the compiler would make the products wait for each other.)
-constexpr bool UNDER = RIDE && !walk::TESTS_LAST && !walk::TESTS_ANY && !walk::LISTED;
+// lower bound of the keys, or with dropout, the compiler would make the products wait for each other.)
+constexpr bool UNDER = RIDE && !walk::TESTS_LAST && !walk::TESTS_ANY && !walk::LISTED && !DROPOUT;
 
 // Whether a warpgroup that sees no more than half of its first key tile computes only that.
 constexpr bool CUT_FIRST = walk::TESTS_FIRST && KEYS == 128 && !walk::LISTED;
