@@ -165,6 +165,20 @@ def test_torch_vmap_with_a_block_mask_of_all() -> None:
         np.testing.assert_allclose(x, expected("block mask")[0], rtol=1e-9, atol=1e-9)
 
 
+def test_torch_autocast_with_a_score_function() -> None:
+    """q, k and v are cast; what the function reads stays as it is, and gets its gradient so."""
+    q, a = torch.tensor(Q, dtype=torch.float32), torch.tensor(A, dtype=torch.float32, requires_grad=True)
+    options = {"score": "s + a[h, j % 7]", "score_arrays": {"a": a}}
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(q, q, q, **options)
+    half = q.bfloat16()
+    expected = attention(half, half, half, **options)
+    assert out.dtype is torch.bfloat16 and torch.equal(out, expected)
+    dout = torch.randn_like(out)
+    (found,), (wanted,) = (torch.autograd.grad(x, a, dout) for x in (out, expected))
+    assert found.dtype is torch.float32 and torch.equal(found, wanted)
+
+
 # ---- JAX ------------------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +252,14 @@ def test_jax_vmap_with_a_block_mask_of_all(jax: Any) -> None:
     found = jax.vmap(lambda q: cupyflash.attention(q, k, v, block_mask=SHARED))(jax.numpy.stack([q, q]))
     for x in found:
         np.testing.assert_allclose(x, expected("block mask")[0], rtol=1e-9, atol=1e-9)
+
+
+def test_jax_mask_elsewhere(jax: Any) -> None:
+    q = jax.numpy.asarray(Q)
+    mask = cupyflash.block_mask(cupyflash.masks.causal(), shape=(1, 1, SQ, SQ))
+    mask.kind = mask.kind._replace(device="cuda:3")
+    with pytest.raises(ValueError, match="^block_mask is on cuda:3 but q is on cpu; make it with like=q"):
+        cupyflash.attention(q, q, q, block_mask=mask)
 
 
 def test_jax_arrays_alone(jax: Any) -> None:

@@ -63,26 +63,22 @@ def _checked(
     values = {row.name: row.check(options[row.name]) for row in OPTIONS}
     values["block_mask"] = options["block_mask"]
     values["causal"] = values["causal"] or False  # as options have it
+    place = None if _traced(arrays) else interop.view(lib, "q", arrays["q"]).device
     if seed is not None and seed < 2**32:  # as an array it may be another in each call without compiling anew
-        arrays["seed"] = _placed(np.full(1, seed, np.uint32), arrays["q"])
-        seed = None
-    if not _traced(arrays):
-        q = interop.view(lib, "q", arrays["q"]).device
+        number = np.full(1, seed, np.uint32)
+        on_q = None if place is None else next(iter(arrays["q"].devices()))
+        arrays, seed = arrays | {"seed": jax.device_put(number, on_q)}, None
+    if place is not None:
         for name, x in arrays.items():
             where = interop.view(lib, name, x).device
-            if where != q:
-                raise ValueError(f"{name} is on {where} but q is on {q}; all arrays must be on one device")
+            if where != place:
+                raise ValueError(f"{name} is on {where} but q is on {place}; all arrays must be on one device")
         mask = rules.mask_kind(options["block_mask"])
-        if mask is not None and mask.device != q:
-            raise ValueError(f"block_mask is on {mask.device} but q is on {q}; make it with like=q")
+        if mask is not None and mask.device != place:
+            raise ValueError(f"block_mask is on {mask.device} but q is on {place}; make it with like=q")
         return arrays, (tuple(values.items()), seed, family)
     alike = _varying(arrays.values(), _axes(arrays.values()))
     return dict(zip(arrays, alike)), (tuple(values.items()), seed, family)
-
-
-def _placed(x: np.ndarray, like: jax.Array) -> jax.Array:
-    """x where `like` is, as far as that is known."""
-    return jax.numpy.asarray(x) if isinstance(like, jax.core.Tracer) else jax.device_put(x, like.sharding)
 
 
 def _traced(arrays: Arrays) -> bool:
