@@ -100,7 +100,7 @@ FORWARD = (
     ForwardTile(3, 128, 3, spills=400, dim=64, crowded=False),
     ForwardTile(2, 128, 2, dim=128, scored=False),
     # Addresses of the tile before, under a causal mask with slopes; with dropout, whose seed is in memory, words of its numbers.
-    ForwardTile(2, 128, 2, spills=400, dim=128),
+    ForwardTile(2, 128, 2, spills=240, dim=128),
     ForwardTile(2, 128, 2, dim=192, scored=False),
     ForwardTile(2, 128, 2, spills=96, dim=192),
     ForwardTile(2, 96, 2, dim=192, scored=False),
