@@ -130,7 +130,7 @@ LISTED = (
 # Where they do not, and keys are few too, two or three warpgroups would have rows that nobody asked for.
 SHORT = (
     ForwardTile(1, 64, 4, dim=64),
-    ForwardTile(1, 64, 2, dim=128),
+    ForwardTile(1, 64, 2, spills=16, dim=128),  # with everything at once
 )
 # What may be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
 BACKWARD = (
