@@ -21,7 +21,9 @@ static_assert(LOADER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * STA
 
 // Exponentials are taken before their maximum is known (softmax.cuh), where registers allow it and the maximum is not
 // expected to grow. Two warpgroups have some to spare for a warp to do what overflowed again by itself; three do it together.
-constexpr bool BLIND = DIM <= 128 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS;
+// (With dropout and slopes, or a seed in memory, they do not.)
+constexpr bool BLIND =
+    DIM <= 128 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS && !(DROPOUT && (ALIBI_SLOPES || SEED));
 constexpr bool WARP_VOTE = GROUPS < 3;
 
 // Whether the output of a tile is stored under the second scores of the next, where those need no element tests. (With a

@@ -100,7 +100,7 @@ FORWARD = (
     ForwardTile(3, 128, 3, spills=400, dim=64, crowded=False),
     ForwardTile(2, 128, 2, dim=128, scored=False),
     # Addresses of the tile before, under a causal mask with slopes; with dropout, whose seed is in memory, words of its numbers.
-    ForwardTile(2, 128, 2, spills=400, dim=128),
+    ForwardTile(2, 128, 2, spills=240, dim=128),
     ForwardTile(2, 128, 2, dim=192, scored=False),
     ForwardTile(2, 128, 2, spills=96, dim=192),
     ForwardTile(2, 96, 2, dim=192, scored=False),
@@ -130,7 +130,7 @@ LISTED = (
 # Where they do not, and keys are few too, two or three warpgroups would have rows that nobody asked for.
 SHORT = (
     ForwardTile(1, 64, 4, dim=64),
-    ForwardTile(1, 64, 2, dim=128),
+    ForwardTile(1, 64, 2, spills=16, dim=128),  # with everything at once
 )
 # What may be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
 BACKWARD = (

@@ -14,7 +14,7 @@ WORKERS = 8  # their warps
 DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these
 DEPTH = 64  # columns of a piece of the operands
 NOTE = 32  # bytes that the loading thread tells with each
-SPILLS = 160  # of addresses, with everything at once; a bias alone none
+SPILLS = 400  # of addresses, with everything at once 376, without dropout 144; a bias alone none
 # Pieces in flight, and tiles of mask and bias: the first that there is room for.
 STAGES = ((5, 2), (4, 2), (5, 1), (4, 1))
 
