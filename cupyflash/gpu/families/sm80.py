@@ -69,7 +69,7 @@ BACKWARD = (
 # What ptxas may spill, in bytes per thread, by pass and whether scores are more than a product. Registers are full by choice:
 # a tile a step smaller was slower everywhere. A few addresses are spilled, read once per tile; with a bias, elements of it,
 # which ptxas loads ahead.
-LISTED_SPILLS = 80  # more, with a block mask: its addresses
+LISTED_SPILLS = 112  # more, with a block mask: its addresses
 SPILLS = {(False, False): 144, (False, True): 1072, (True, False): 80, (True, True): 480}
 
 
