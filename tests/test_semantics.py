@@ -107,7 +107,8 @@ def test_many_query_heads_of_one_key_head(
     backend: Backend, dtype: str, dims: tuple[int, int], deterministic: bool, rng: np.random.Generator
 ) -> None:
     inputs = draw_inputs(rng, dtype, batch=1, seq=(330, 300), heads=(24, 1), dims=dims)
-    check(backend, inputs, causal=True, deterministic=deterministic)
+    # dk is a sum over the queries of 24 heads, one after the other in float32: standard attention adds up head by head.
+    check(backend, inputs, causal=True, deterministic=deterministic, thousands=True)
 
 
 # Tiles of one warpgroup (sm90).
