@@ -265,8 +265,10 @@ def test_a_large_bias(backend: Backend, dtype: str, rng: np.random.Generator) ->
 @on_pairs_with_scores
 def test_soft_caps(backend: Backend, dtype: str, softcap: float, rng: np.random.Generator) -> None:
     inputs = draw_inputs(rng, dtype, seq=(67, 130))
-    check(backend, inputs, softcap=softcap, large_scores=softcap > 1e3)
-    check(backend, inputs, softcap=softcap, scale=2.0, large_scores=softcap > 1e3)
+    # With a cap far below the scores nearly every slope, 1 - tanh², is the difference of two numbers that are nearly equal.
+    luck = {"large_scores": not 0.01 < softcap < 1e3, "thousands": softcap < 0.01}
+    check(backend, inputs, softcap=softcap, **luck)
+    check(backend, inputs, softcap=softcap, scale=2.0, **luck)
 
 
 @in_turn("scale", [-0.3, 0.0], softcap=1.0)
