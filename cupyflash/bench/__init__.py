@@ -26,7 +26,8 @@ def run(
     ----------
     suites : names
         "forward", "backward" (the papers' grid), "host", "jit", "memory", "fp32", "figures", "training", "ladder",
-        "scores", "models", "cpu"; "paper" (figures, memory and training: what the papers report), or "all": those that need a GPU.
+        "scores", "models", "cpu"; "paper" (figures, memory and training: what the papers report), or "all": those that
+        need a GPU.
     family : str, optional
         Force this kernel family; the file is then `<family>_<suite>.json`.
     out : folder, optional

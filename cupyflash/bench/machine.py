@@ -92,15 +92,8 @@ class Meter:
 
         self._seen: list[tuple[float, float, float]] = []  # when, MHz, W
         which = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-        command = [
-            "nvidia-smi",
-            "-i",
-            which,
-            "--query-gpu=clocks.sm,power.draw",
-            "--format=csv,noheader,nounits",
-            "-lms",
-            "50",
-        ]
+        what = "--query-gpu=clocks.sm,power.draw --format=csv,noheader,nounits -lms 50"
+        command = ["nvidia-smi", "-i", which, *what.split()]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         threading.Thread(target=self._read, daemon=True).start()
         return self

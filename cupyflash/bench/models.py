@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..problem import AttentionProblem
 from . import peers
 from .suite import Measured, Options, Problem, compare, importable, take_turns
 
@@ -119,7 +120,7 @@ KINDS = {
         name for name, x in MODELS.items() if x.heads >= 8 * x.heads_k and x.batch <= 2 and x.window is None
     ],
     "latent attention": [name for name, x in MODELS.items() if x.dim_v is not None],
-}  # fmt: skip
+}
 
 
 def problems(options: Options) -> list[Problem]:
@@ -135,36 +136,26 @@ def problems(options: Options) -> list[Problem]:
 
 def draw(call: Call, dtype: str, seed: int, device: str = "cuda") -> peers.Case:
     """Random normal inputs of a call."""
-    import torch
-
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(length: int, heads: int, dim: int) -> torch.Tensor:
-        shape = (call.batch, length, heads, dim)
-        return torch.randn(shape, generator=generator, device=device, dtype=getattr(torch, dtype))
-
-    dim_v = call.dim_v or call.dim
-    k, v = normal(call.keys, call.heads_k, call.dim), normal(call.keys, call.heads_k, dim_v)
+    sizes = {name: getattr(call, name) for name in ("batch", "seq", "heads", "dim", "causal", "seq_k", "heads_k", "dim_v")}
     window = None if call.window is None else (call.window, 0)
-    return peers.Case(
-        normal(call.seq, call.heads, call.dim), k, v, normal(call.seq, call.heads, dim_v), call.causal, window=window
-    )
+    return peers.make_case(**sizes, dtype=dtype, seed=seed, device=device, window=window)
 
 
 def work(call: Call, backward: bool) -> float:
     """Floating-point operations of the pairs that the mask leaves: two products in the forward, five in the backward."""
-    dim, dim_v = call.dim, call.dim_v or call.dim
-    products = 3 * dim + 2 * dim_v if backward else dim + dim_v
-    return 2.0 * call.batch * call.heads * pairs(call) * products
+    return float(_stated(call).flops(backward))
 
 
 def pairs(call: Call) -> int:
     """How many pairs of a query and a key of a head the mask leaves; the last query stands on the last key."""
-    if not call.causal and call.window is None:
-        return call.seq * call.keys
-    seen = range(call.keys - call.seq + 1, call.keys + 1)  # keys up to a query's own
-    most = call.keys if call.window is None else call.window + 1
-    return sum(max(0, min(n, most)) for n in seen)
+    return _stated(call).visible
+
+
+def _stated(call: Call) -> AttentionProblem:
+    return AttentionProblem(
+        "bfloat16", call.batch, call.seq, call.keys, call.heads, call.heads_k, call.dim, call.dim_v or call.dim, scale=1.0,
+        diagonal=call.keys - call.seq, left=call.window, right=0 if call.causal or call.window is not None else None,
+    )  # fmt: skip
 
 
 def measure(problem: Problem, options: Options) -> Measured:

@@ -40,16 +40,29 @@ Prepare = Callable[[Case, bool], Candidate]  # (case, backward) -> what is timed
 
 
 def make_case(
-    batch: int, seq: int, heads: int, dim: int, causal: bool, dtype: str, seed: int, device: str = "cuda"
+    batch: int,
+    seq: int,
+    heads: int,
+    dim: int,
+    causal: bool,
+    dtype: str,
+    seed: int,
+    device: str = "cuda",
+    *,
+    seq_k: int | None = None,
+    heads_k: int | None = None,
+    dim_v: int | None = None,
+    window: tuple[int, int] | None = None,
 ) -> Case:
-    """Random normal inputs (zeros would run faster than real data does)."""
+    """Random normal inputs (zeros would run faster than real data does). K and V are as Q where nothing else is said."""
     import torch
 
     generator = torch.Generator(device).manual_seed(seed)
-    shape = (batch, seq, heads, dim)
     options: dict[str, Any] = {"generator": generator, "device": device, "dtype": getattr(torch, dtype)}
-    q, k, v, dout = (torch.randn(shape, **options) for _ in range(4))
-    return Case(q, k, v, dout, causal)
+    of_queries, of_keys = (batch, seq, heads), (batch, seq_k or seq, heads_k or heads)
+    shapes = (*of_queries, dim), (*of_keys, dim), (*of_keys, dim_v or dim), (*of_queries, dim_v or dim)
+    q, k, v, dout = (torch.randn(shape, **options) for shape in shapes)
+    return Case(q, k, v, dout, causal, window=window)
 
 
 def ours(family: str | None = None) -> Prepare:

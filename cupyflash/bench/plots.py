@@ -56,9 +56,9 @@ How it is measured: everybody in a table runs in the same process on the same ra
 with each other before anything is timed, and samples are taken in turn, in a new order each round, because clocks and power
 drift. A number is the median over the rounds. GPU times lie between CUDA events around many calls. TFLOP/s count
 4·S²·D·H·B for the forward, half of it with a causal mask, 2.5 times it for the backward, as the papers do, and of that what a
-boolean mask leaves (for calls of models, the pairs that the mask leaves); the backward is timed alone. "vs best" compares with the fastest peer of the row, larger is better
-whatever the unit; "vs causal" with our own attention with a causal mask alone, in the same rounds. – is what a peer cannot do
-or what has no room. Suites that name other kernel sources were measured on another state of the kernels; the report of the
+boolean mask leaves (for calls of models, the pairs that the mask leaves); the backward is timed alone. "vs best" compares
+with the fastest peer of the row, larger is better whatever the unit; "vs causal" with our own attention with a causal mask
+alone, in the same rounds. – is what a peer cannot do or what has no room. Suites that name other kernel sources were measured on another state of the kernels; the report of the
 tests on a GPU, `tests/gpu_report.json`, names those of the checkout. `bench/README.md` tells how to run it.
 """
 
