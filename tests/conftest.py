@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 # Workers share one GPU, and JAX would take three quarters of it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from backends import no_gpu
 from gpu_report import GpuReport, count_as
-from reference import fresh_rng
+from reference import ByLuck, fresh_rng
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,11 +23,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "always::reference.ByLuck")
+    config.pluginmanager.register(Luck())
     path = config.getoption("--gpu-report")
     if path and not hasattr(config, "workerinput"):  # with xdist, the controller alone sees every result
         if no_gpu():
             raise pytest.UsageError(f"--gpu-report needs a GPU: {no_gpu()}")
         config.pluginmanager.register(GpuReport(path))
+
+
+class Luck:
+    """A pytest plugin that fails a run in which more results missed the criterion by little than luck explains."""
+
+    def __init__(self) -> None:
+        self.passed = self.missed = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.passed += report.passed and report.when == "call"
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
+        self.missed += issubclass(warning_message.category, ByLuck)
+
+    @property
+    def allowed(self) -> int:
+        return 3 + self.passed // 200
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.missed > self.allowed and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.missed > self.allowed:
+            terminalreporter.write_line(f"{self.missed} results missed the criterion by little: luck explains {self.allowed}")
 
 
 def pytest_report_header() -> str:

@@ -117,7 +117,7 @@ class Framework:
         traced: bool = False, blocks: Blocks | None = None, **options: Any,
     ) -> None:  # fmt: skip
         """`recorded`: gradients by autograd, not by attention_backward; `traced`: under jax.jit, or by torch.func."""
-        judge = Judge(inputs, options, True, False, True, blocks)
+        judge = Judge(inputs, options, backward=True, large_scores=False, blocks=blocks)
         put = self.library.put
         with self.library.session():
             q, k, v, dout = (put(as_caller_has_it(x, rank, layout), lay) for x in inputs[:4])

@@ -20,6 +20,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,13 +36,15 @@ if __name__ in ("__main__", "__mp_main__"):  # as a script, and in the processes
 import numpy as np
 from backends import CPU, Backend, no_gpu
 from frameworks import framework
-from reference import DTYPES
+from reference import DTYPES, ByLuck
 from score_functions import WRITTEN
 from semantics import CONTIGUOUS, LAYS, Inputs, check, draw_blocks, draw_inputs
 
 from cupyflash.gpu.plan import FAMILIES
 from cupyflash.gpu.source import sources_digest
 from cupyflash.problem import ARRAYS, FLOATS, ITEMSIZE
+
+warnings.simplefilter("always", ByLuck)  # shown, but not counted as wrong: of thousands a few miss
 
 # Head dimensions from one of these (and not it) to the next have a kernel in common, in every family.
 EDGES = (*range(0, 257, 16), 300)
@@ -192,7 +195,7 @@ def run_one(kind: Kind, seed: tuple[int, ...]) -> tuple[str, str | None]:
     problem = draw_problem(rng, kind)
     try:
         if kind.library in ("numpy", "cupy"):
-            check(Sparing(kind.family or "cpu", kind.family), problem.inputs, thousands=True, **problem.options)
+            check(Sparing(kind.family or "cpu", kind.family), problem.inputs, **problem.options)
         else:
             library = framework(kind.library, kind.family is not None)
             recorded, traced = rng.random(2) < 0.5

@@ -7,6 +7,7 @@ precision, and `assert_as_good` is the criterion between them. Arrays are NumPy 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -179,6 +180,9 @@ def assert_as_good(
 
     `unit` multiplies the 1e-5, for scores that are so large that luck decides how well own precision does: see
     `large_score_units`.
+
+    Both are the largest of many random errors, and a run of the tests judges tens of thousands of results: a few miss by
+    luck. One that is off by at most 3x, and 4e-5, warns with `ByLuck`, and conftest.py fails a run that has more than a few.
     """
     actual_dtype = np.asarray(actual).dtype
     actual, exact, own = (np.asarray(x).astype(np.float64) for x in (actual, exact, own_precision))
@@ -192,16 +196,22 @@ def assert_as_good(
         actual, exact, own = _finite(actual), _finite(exact), np.where(np.isfinite(exact), own, 0)
     error = np.abs(actual - exact)
     if actual_dtype == np.float64:
-        allowed = 1e-11 * max(unit, np.abs(exact).max(initial=0.0))
+        allowed = by_luck = 1e-11 * max(unit, np.abs(exact).max(initial=0.0))
     else:
         # Where own precision overflows it sets no standard, and luck may not make it stricter than rounding `exact` once.
         with np.errstate(all="ignore"):
             errors = [np.abs(x - exact) for x in (own, exact.astype(actual_dtype).astype(np.float64))]
-        allowed = 2 * max(e[np.isfinite(e)].max(initial=0.0) for e in errors) + 1e-5 * unit
+        of_own = max(e[np.isfinite(e)].max(initial=0.0) for e in errors)
+        allowed, by_luck = 2 * of_own + 1e-5 * unit, 3 * of_own + 4e-5 * unit
     worst = error.max(initial=0.0)
-    assert worst <= allowed, (
-        f"{name} is off by {worst:.3e} at {_first(error == worst)}; at most {allowed:.3e} is allowed"
-    )
+    if not worst <= allowed:
+        text = f"{name} is off by {worst:.3e} at {_first(error == worst)}; at most {allowed:.3e} is allowed"
+        assert worst <= by_luck, text
+        warnings.warn(text, ByLuck, stacklevel=2)
+
+
+class ByLuck(UserWarning):
+    """A result that misses the criterion by so little that it may be luck."""
 
 
 def flash2_in_own_precision(

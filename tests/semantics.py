@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
 from backends import Backend
 from reference import (
+    ByLuck,
     assert_as_good,
     draw,
     flash2_in_own_precision,
@@ -135,7 +137,6 @@ def check(
     backward: bool = True,
     deterministic: bool = False,
     large_scores: bool = False,
-    thousands: bool = False,
     wrt: Collection[str] | None = None,
     blocks: Blocks | None = None,
     **options: Any,
@@ -145,11 +146,11 @@ def check(
     `wrt`: optional arrays whose gradients are asked for, all that are given unless said. `blocks`: a block mask.
 
     Arrays are given in `rank` dimensions, `layout` and `lay`; results go into arrays that hold NaN before, and nothing
-    around them may be touched. `large_scores` and `thousands` as `Judge` has them.
+    around them may be touched. `large_scores` as `Judge` has it.
     """
     q, k, v, dout = inputs[:4]
     others = inputs.given
-    judge = Judge(inputs, options, backward, large_scores, thousands, blocks)
+    judge = Judge(inputs, options, backward, large_scores, blocks)
     dtype = judge.problem.dtype
     given = [_placed(backend, as_caller_has_it(x, rank, layout), lay)[1] for x in (q, k, v, dout)]
     options |= {"layout": layout, "family": backend.family_for(judge.problem)}
@@ -205,26 +206,24 @@ def check(
 class Judge:
     """The problem that inputs and options state, and a verdict on each of its results, in the shapes of the reference.
 
-    `large_scores`: some are so far from 0 that luck decides, see `large_score_units`. Of `thousands` of random problems a few
-    miss the criterion by luck: there dq, dk and gradients of optional arrays may also be about as good as the published
-    algorithm is on this very problem, computed in float64 and rounded where it rounds; or off by 3 times what standard
-    attention is, and 4e-5, not 2 and 1e-5.
+    `large_scores`: some are so far from 0 that luck decides, see `large_score_units`. Where dq, dk and gradients of optional
+    arrays miss the criterion, they may also be about as good as the published algorithm is on this very problem, computed in
+    float64 and rounded where it rounds.
     """
 
     def __init__(
-        self, inputs: Inputs, options: dict[str, Any], backward: bool, large_scores: bool, thousands: bool,
-        blocks: Blocks | None = None,
-    ) -> None:  # fmt: skip
+        self, inputs: Inputs, options: dict[str, Any], backward: bool, large_scores: bool, blocks: Blocks | None = None
+    ) -> None:
         q, k, v, dout, key_mask, dlse, others = inputs
         stated = options if blocks is None else options | {"block_mask": blocks.mask()}
         self.problem = state(q, k, v, key_mask, **stated, **others)
         if blocks is not None:
             others = blocks.with_mask(others)
-        self.inputs, self.thousands = inputs._replace(given=others), thousands
+        self.inputs = inputs._replace(given=others)
         self.exact, self.own = references(
             self.problem, q, k, v, key_mask, dout if backward else None, dlse, **others
         )  # fmt: skip
-        self.units = one_key_units(self.problem, q, k, v, dout) if thousands else {}
+        self.units = one_key_units(self.problem, q, k, v, dout)
         if large_scores:
             self.units = large_score_units(self.problem, q, k, others.get("bias"))
 
@@ -237,17 +236,15 @@ class Judge:
             own, unit = getattr(self.own, name), max(self.units.get(name, 1.0), self.exact.unit(name))
             assert_as_good(actual, right, own, name, unit)
         except AssertionError:
-            if not self.thousands or name in ("out", "lse", "dv"):
+            if name in ("out", "lse", "dv"):
                 raise
             q, k, v, dout, key_mask, dlse, others = self.inputs
             published = flash2_in_own_precision(self.problem, q, k, v, key_mask, dout, dlse, **others)[name]
-            error, of_own, of_published = (np.abs(x.astype(np.float64) - right).max() for x in (actual, own, published))
-            print(
-                f"{name} by luck: off by {error:.4e}, FlashAttention-2's algorithm in this precision by {of_published:.4e}, "
-                f"standard attention by {of_own:.4e}"
-            )
-            if not error <= max(1.3 * of_published, 3 * of_own + 4e-5 * unit):
+            error, of_published = (np.abs(x.astype(np.float64) - right).max() for x in (actual, published))
+            if not error <= 1.3 * of_published:
                 raise
+            text = f"{name} is off by {error:.4e}, FlashAttention-2's algorithm in this precision by {of_published:.4e}"
+            warnings.warn(text, ByLuck, stacklevel=2)
 
 
 def arrays_of_rank(inputs: Inputs, rank: int) -> dict[str, np.ndarray]:

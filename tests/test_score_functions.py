@@ -43,7 +43,7 @@ tracing = sys.modules["cupyflash.score.trace"]  # as an attribute it is the func
 def test_functions(backend: Backend, dtype: str, name: str, rng: np.random.Generator) -> None:
     for seq in ((67, 93), (193, 65), (300, 310)):
         inputs = draw_inputs(rng, dtype, seq=seq, heads=(4, 2), score=name)
-        check(backend, inputs, thousands=True, score=WRITTEN[name].function)
+        check(backend, inputs, score=WRITTEN[name].function)
 
 
 @in_turn("name", ["relative", "documents"], softcap=1.0)
@@ -54,14 +54,14 @@ def test_with_all_else(backend: Backend, dtype: str, name: str, rng: np.random.G
         inputs = draw_inputs(
             rng, dtype, seq=(130, 150), heads=(4, 2), given=given, key_mask=True, score=name, dlse=dlse
         )
-        check(backend, inputs, thousands=True, score=WRITTEN[name].function, window=(40, 9), scale=-0.3)
+        check(backend, inputs, score=WRITTEN[name].function, window=(40, 9), scale=-0.3)
 
 
 @on_pairs_with_scores
 def test_few_queries_of_heads_that_share_keys(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
     """Where heads share a tile each has its own elements."""
     inputs = draw_inputs(rng, dtype, batch=50, seq=(5, 50), heads=(12, 3), score="relative")
-    check(backend, inputs, thousands=True, score=relative, causal=True)
+    check(backend, inputs, score=relative, causal=True)
 
 
 @in_turn("name", WRITTEN, softcap=1.0)
@@ -79,7 +79,7 @@ def test_deterministic_gradients(backend: Backend, dtype: str, name: str, rng: n
         bits = [backend.get(x).tobytes() for x in (*grads, *grads.dscore_arrays.values())]
         assert before in (None, bits)
         before = bits
-    check(backend, inputs, thousands=True, deterministic=True, score=WRITTEN[name].function)
+    check(backend, inputs, deterministic=True, score=WRITTEN[name].function)
 
 
 @on_pairs_with_scores
@@ -102,7 +102,7 @@ def test_strides_and_indices_that_are_nowhere(backend: Backend, dtype: str, rng:
 @in_turn("lay", LAYS, softcap=1.0)
 def test_layouts(backend: Backend, dtype: str, lay: str, rng: np.random.Generator) -> None:
     inputs = draw_inputs(rng, dtype, heads=(4, 2), score="relative")
-    check(backend, inputs, thousands=True, lay=LAYS[lay], layout="bhsd", score=relative)
+    check(backend, inputs, lay=LAYS[lay], layout="bhsd", score=relative)
 
 
 @on_pairs_with_scores
@@ -113,7 +113,7 @@ def test_rows_that_it_hides(backend: Backend, dtype: str, rng: np.random.Generat
     ids[:, 100:] = 5
     ids[:, 140:] = 6
     inputs.given["score_arrays['ids']"] = ids
-    check(backend, inputs, thousands=True, score=documents, window=(None, 5))
+    check(backend, inputs, score=documents, window=(None, 5))
 
 
 def test_gradients_that_would_be_nan() -> None:
