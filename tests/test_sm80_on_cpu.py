@@ -76,6 +76,28 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         A100, "bfloat16", {"seq": (150, 130), "heads": (2, 1), "dims": (128, 96), "given": (*SCORES, "seed"), "full": "qk"},
         {"blocks": ((16, 48), "b"), "window": (50, 9), "dropout": 0.6, "deterministic": True},
     ),
+    # Float32, as two float16 a number.
+    "float32": (A100, "float32", {"dims": (64, 48), "dlse": 1.0}, {}),
+    "float32-group": (A100, "float32", {"heads": (4, 2), "seq": (150, 212)}, {"causal": True, "deterministic": True}),
+    "float32-window": (
+        A100, "float32", {"seq": (200, 230), "dims": (128, 128), "batch": 1}, {"window": (17, 4), "scale": -0.3},
+    ),
+    "float32-wide": (A100, "float32", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1}, {"causal": True}),
+    "float32-on-little-memory": (
+        A10, "float32", {"seq": (130, 140), "dims": (128, 100), "key_mask": True}, {"deterministic": True},
+    ),
+    "float32-narrow-tiles": (A10, "float32", {"seq": (60, 70), "dims": (250, 251), "batch": 1}, {}),
+    "float32-scores": (
+        A100, "float32", {"seq": (100, 150), "heads": (4, 2), "given": (*SCORES, "seed")},
+        {"softcap": 2.0, "causal": True, "dropout": 0.2},
+    ),
+    "float32-blocks": (
+        A100, "float32", {"seq": (190, 300), "heads": (4, 2), "dims": (32, 128)}, {"blocks": ((64, 64),), "deterministic": True},
+    ),
+    "float32-score": (
+        A100, "float32", {"heads": (4, 2), "seq": (290, 200), "score": "relative", "given": ("alibi_slopes",)},
+        {"score": relative, "causal": True},
+    ),
     "no-columns": (A100, "float16", {"seq": (5, 1), "dims": (0, 16)}, {}),
 }  # fmt: skip
 

@@ -22,7 +22,7 @@ from .score import cuda_name
 TYPES = {
     "float16": ("half_t", "half_t", "half_t", "float"),
     "bfloat16": ("bfloat16_t", "bfloat16_t", "bfloat16_t", "float"),
-    "float32": ("float", "float", "float", "float"),
+    "float32": ("float", "half_t", "float", "float"),
     "float64": ("double", "double", "double", "double"),
 }
 
@@ -42,7 +42,7 @@ LISTS = ("key_lists", "query_lists")  # of a block mask; null where not asked fo
 GRADIENTS = tuple(rule.name for rule in ARRAYS if rule.gradient)
 ROUNDS = 7  # of dropout's generator, as attention/dropout.cuh has them
 KEYS = tuple(f"round_keys[{n}]" for n in range(ROUNDS))  # made of the seed: in 64 bits a word for each half of the generator
-WORKSPACE = {"uint32": "unsigned", "uint64": "unsigned long long", "float32": "float", "float64": "double"}
+WORKSPACE = {"float16": "half_t", "uint32": "unsigned", "uint64": "unsigned long long", "float32": "float", "float64": "double"}
 
 
 def _cap_inverse(problem: AttentionProblem) -> float:

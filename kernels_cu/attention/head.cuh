@@ -49,6 +49,10 @@ struct Head {
     __device__ long long row_number(const Params& p, int i = 0) const {
         return ((long long)batch * p.heads_q + q) * p.seq_q + i;
     }
+    // And key j in one (B, Hk, Sk).
+    __device__ long long key_row_number(const Params& p, int j = 0) const {
+        return ((long long)batch * p.heads_k + k) * p.seq_k + j;
+    }
 };
 
 // How many tiles of SIZE a head has.
@@ -64,10 +68,14 @@ __device__ int key_tiles(const Params& p) {
 // Bytes of K and V of a head.
 __device__ inline long long bytes_of_kv(const Params& p) { return (long long)sizeof(In) * p.seq_k * (p.dim + p.dim_v); }
 
-// Where a tile of SIZE queries stands among those of all heads, head by head.
+// Where a tile of SIZE queries, or keys, stands among those of all heads, head by head.
 template <int SIZE>
 __device__ long long query_tile_number(const Params& p, const Head& head, int tile) {
     return ((long long)head.batch * p.heads_q + head.q) * query_tiles<SIZE>(p) + tile;
+}
+template <int SIZE>
+__device__ long long key_tile_number(const Params& p, const Head& head, int tile) {
+    return ((long long)head.batch * p.heads_k + head.k) * key_tiles<SIZE>(p) + tile;
 }
 
 // What number n stands for where the tiles of all heads are numbered, tile by tile of a head, head by head of a batch entry.

@@ -160,7 +160,7 @@ struct Pairs {
     // A product with its sign, between -1 and 1 where it is capped, and what makes an exponent of 2 of that.
     __device__ Accum capped(Accum s) const {
         if (config::NEGATIVE_SCALE) s = -s;
-        return config::SOFTCAP ? hyperbolic_tangent<Product>(s * p.cap_inverse) : s;
+        return config::SOFTCAP ? hyperbolic_tangent<In>(s * p.cap_inverse) : s;
     }
     __device__ Accum weight() const { return config::SOFTCAP ? p.cap : p.factor; }
 };

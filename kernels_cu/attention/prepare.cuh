@@ -10,6 +10,18 @@ __device__ float* prepared_rows(const Params& p, long long tile_number) {
     return p.delta + tile_number * (2 * SIZE);
 }
 
+// Eight numbers that begin at a multiple of 16 bytes.
+template <class T>
+__device__ void load_8(const T* from, float (&x)[8]) {
+    constexpr int EACH = 16 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < 8; i += EACH) {
+        uint4 vector = *(const uint4*)(from + i);
+#pragma unroll
+        for (int c = 0; c < EACH; c++) x[i + c] = to_float(((const T*)&vector)[c]);
+    }
+}
+
 // Fill them in, by a block of 128 threads: delta = rowsum(dO * O), less the gradient of lse where there is one, since
 // dS = P (dP - delta + dlse). Where there is no query, or its lse is -inf (it saw no key, or no finite score),
 // exp2(s - inf) is 0. (With dropout: see there.)
@@ -26,10 +38,11 @@ __device__ void prepare_rows(const Params& p, const Head& head, int tile) {
         int columns = i < queries ? min(p.dim_v - 8 * lane, 8) : 0;
         const Out* oi = o + i * p.out_strides.row + 8 * lane;
         const In* di = d + i * p.dout_strides.row + 8 * lane;
-        if (columns == 8) {
-            uint4 a = *(const uint4*)oi, b = *(const uint4*)di;
+        if (columns == 8 && (sizeof(In) == 2 || ((unsigned long long)oi | (unsigned long long)di) % 16 == 0)) {
+            float a[8], b[8];
+            load_8(oi, a), load_8(di, b);
 #pragma unroll
-            for (int c = 0; c < 8; c++) sum = fmaf(to_float(((Out*)&a)[c]), to_float(((In*)&b)[c]), sum);
+            for (int c = 0; c < 8; c++) sum = fmaf(a[c], b[c], sum);
         } else {
             for (int c = 0; c < columns; c++) sum = fmaf(to_float(oi[c]), to_float(di[c]), sum);
         }

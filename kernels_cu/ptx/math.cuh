@@ -12,7 +12,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-// tanh(x), as exactly as a product of T asks: bfloat16 has 8 bits, the special-function unit's tanh 11.
+// tanh(x), as exactly as numbers of T ask: bfloat16 has 8 bits, the special-function unit's tanh 11.
 template <class T>
 __device__ float hyperbolic_tangent(float x) {
     return tanhf(x);

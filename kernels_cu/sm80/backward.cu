@@ -10,10 +10,12 @@
 // are nearer to squares then, so that shared memory, which is what binds, is read less often.
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
+#include "attention/operands.cuh"
 #include "attention/prepare.cuh"
 #include "ptx/flag.cuh"
 #include "ptx/reduce.cuh"
 #include "tile/fragment.cuh"
+#include "tile/rows.cuh"
 
 using namespace config;
 
@@ -35,11 +37,11 @@ constexpr int DQ_N = (DIM / 16 + DQ_COLUMN_WARPS - 1) / DQ_COLUMN_WARPS * 2;  //
 constexpr bool DQ_EVEN = DIM / 16 % DQ_COLUMN_WARPS == 0;
 constexpr int DQ_TILE = ROWS * DIM;                                            // floats of one tile in dq_sum
 
-using QTile = SharedTile<ROWS, DIM>;
-using DOTile = SharedTile<ROWS, DIM_V>;
-using KTile = SharedTile<KEYS, DIM>;
-using VTile = SharedTile<KEYS, DIM_V>;
-using STile = SharedTile<KEYS, ROWS>;  // P^T or dS^T
+using QTile = OperandTile<ROWS, DIM>;
+using DOTile = OperandTile<ROWS, DIM_V>;
+using KTile = OperandTile<KEYS, DIM>;
+using VTile = OperandTile<KEYS, DIM_V>;
+using STile = OperandTile<KEYS, ROWS>;  // P^T or dS^T
 
 // Where things lie in shared memory.
 struct Shared {
@@ -49,7 +51,8 @@ struct Shared {
     static constexpr int RING = SHARE ? P_TILE + STile::BYTES : P_TILE;
     static constexpr int ROW_VALUES = QTile::BYTES + DOTile::BYTES;  // of a stage
     static constexpr int STAGE = ROW_VALUES + 2 * ROWS * 4;
-    static constexpr int END = RING + STAGES * STAGE;
+    static constexpr int MAXIMA = RING + STAGES * STAGE;  // of the warps, in two parts
+    static constexpr int END = MAXIMA + (PARTS == 2 ? 4 * WARPS : 0);
     static_assert(END + 4 <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");  // 4: the ticket
 
     unsigned base;
@@ -88,7 +91,8 @@ struct Block {
     Queries walk;  // of the first head, or of all
     int end_head;
     int warp, warp_key, column_warp, warp_query;  // the warp's first key and query in a tile
-    float factor;
+    float factor, k_unit, v_unit;
+    float p_times;  // what P is multiplied by where it is split; it is at most 1 / kept
     Dropout dropout;
     Accumulator<M, DIM / 8 / COLUMN_WARPS> dk;
     Accumulator<M, DIM_V / 8 / COLUMN_WARPS> dv;
@@ -106,6 +110,9 @@ struct Block {
           column_warp(warp / KEY_WARPS),
           warp_query(column_warp * WARP_QUERIES),
           factor(Pairs(p, head).factor()),
+          k_unit(operand_unit<OfK>(p, head, tile)),
+          v_unit(operand_unit<OfV>(p, head, tile)),
+          p_times(PowerOfTwo(1 / kept(p)).times),
           dropout(p) {
         dk.clear();
         dv.clear();
@@ -132,10 +139,9 @@ struct Block {
     __device__ void load_queries(const Step& at, int stage, F along) const {
         int tile_q = walk::LISTED && !has(at) ? 0 : walk.tile(at.step);
         int i = tile_q * ROWS, rows = has(at) ? at.head.queries(p) - i : 0;
-        along(AsyncCopy<THREADS, ROWS, DIM>(s.q_tile(stage), at.head.query_row(p.q, p.q_strides, i), p.q_strides.row, rows,
-                                            p.dim),
-              AsyncCopy<THREADS, ROWS, DIM_V>(s.do_tile(stage), at.head.query_row(p.dout, p.dout_strides, i),
-                                              p.dout_strides.row, rows, p.dim_v));
+        Rows q = operand_rows<OfQ>(p, at.head, i), d = operand_rows<OfDO>(p, at.head, i);
+        along(AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(s.q_tile(stage), q.from, q.stride, rows, q.columns),
+              AsyncCopy<THREADS, ROWS, DOTile::COLUMNS>(s.do_tile(stage), d.from, d.stride, rows, d.columns));
         static_assert(ROWS / 2 <= THREADS);
         const float* values = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, at.head, tile_q));
         if (threadIdx.x < ROWS / 2) cp_async_16(s.row_values(stage) + 16 * threadIdx.x, values + 4 * threadIdx.x, rows > 0);
@@ -147,11 +153,10 @@ struct Block {
 
     // K and V, and the first Q and dO.
     __device__ void load_first() const {
-        const In* k = keys_head.key_row(p.k, p.k_strides, keys.begin);
-        const In* v = keys_head.key_row(p.v, p.v_strides, keys.begin);
+        Rows k = operand_rows<OfK>(p, keys_head, keys.begin), v = operand_rows<OfV>(p, keys_head, keys.begin);
         int rows = keys_head.keys(p) - keys.begin;
-        AsyncCopy<THREADS, KEYS, DIM>(s.k_tile(), k, p.k_strides.row, rows, p.dim).all();
-        AsyncCopy<THREADS, KEYS, DIM_V>(s.v_tile(), v, p.v_strides.row, rows, p.dim_v).all();
+        AsyncCopy<THREADS, KEYS, KTile::COLUMNS>(s.k_tile(), k.from, k.stride, rows, k.columns).all();
+        AsyncCopy<THREADS, KEYS, VTile::COLUMNS>(s.v_tile(), v.from, v.stride, rows, v.columns).all();
         load_queries(first(), 0);
     }
 
@@ -189,6 +194,8 @@ struct Block {
         } else {
             mma_ABt<DIM>(probabilities, k_operand, s.q_tile(stage), warp_query);
         }
+        float q_unit = operand_unit<OfQ>(p, at.head, tile_q), do_unit = operand_unit<OfDO>(p, at.head, tile_q);
+        if (PARTS == 2) probabilities.each([&](float& x, int, int) { x = x * k_unit * q_unit; });
 
         // dP^T = V dO^T, P^T = exp(S^T - lse)
         auto exponential = [&](float& x, int r, int c, float& slope) {
@@ -202,7 +209,7 @@ struct Block {
                 KeysSeen<WARP_KEYS> seen(pairs, j0);
                 hide(probabilities, placement, pairs, seen, arrays, 0);
             }
-            if constexpr (SHARE) probabilities.store<DROPOUT>(s.p_tile(), warp_key, warp_query);
+            if constexpr (SHARE) probabilities.store<DROPOUT>(s.p_tile(), warp_key, warp_query, p_times);
         };
         if (!ALONG) {
             minus_lse.load(lse_address);
@@ -219,11 +226,15 @@ struct Block {
         if (!ALONG) minus_delta.load(delta_address);
         ds.each(
             [&](float& x, int, int c, float& probability, float& slope) {
+                if (PARTS == 2) x = x * v_unit * do_unit;
                 x = derivative(probability, x, minus_delta[c]) * Pairs::settled(slope, probability);
             },
             probabilities, slopes);
-        ds.store(s.ds_tile(), warp_key, warp_query);
-        if constexpr (!SHARE) mma_AB<ROWS>(dv, FromRegisters<M, WARP_QUERIES / 8, DROPOUT>{probabilities}, s.do_tile(stage), 0);
+        PowerOfTwo ds_power(ds_size(ds));
+        ds.store(s.ds_tile(), warp_key, warp_query, ds_power.times);
+        if constexpr (!SHARE)
+            mma_AB<ROWS>(dv, FromRegisters<M, WARP_QUERIES / 8, DROPOUT>{probabilities, p_times}, s.do_tile(stage), 0,
+                         Nothing(), do_unit / p_times);
         __syncthreads();
 
         // dQ += dS K. The additions in memory ride along the products that follow, dV += P^T dO and dK += dS^T Q: in one
@@ -232,7 +243,8 @@ struct Block {
         Accumulator<DQ_M, DQ_N> dq;
         dq.clear();
         if (DQ_EVEN || dq_column < DIM / 8) {
-            mma_AB<KEYS>(dq, FromTransposed<STile>{s.ds_tile(), 16 * dq_row}, s.k_tile(), 8 * dq_column);
+            mma_AB<KEYS>(dq, FromTransposed<STile>{s.ds_tile(), 16 * dq_row}, s.k_tile(), 8 * dq_column, Nothing(),
+                         k_unit * ds_power.unit);
         }
         long long number = query_tile_number<ROWS>(p, at.head, tile_q);
         if (DETERMINISTIC) wait_for_turn(at.head, tile_q, number);
@@ -248,12 +260,13 @@ struct Block {
         constexpr int STEPS = ROWS / 16;
         if constexpr (SHARE) {
             mma_AB<ROWS>(dv, FromShared<STile>{s.p_tile(), warp_key}, s.do_tile(stage),
-                         column_warp * (DIM_V / COLUMN_WARPS), [&](int k) { add_dq(k, Constant<2 * STEPS>()); });
+                         column_warp * (DIM_V / COLUMN_WARPS), [&](int k) { add_dq(k, Constant<2 * STEPS>()); },
+                         do_unit / p_times);
             mma_AB<ROWS>(dk, FromShared<STile>{s.ds_tile(), warp_key}, s.q_tile(stage), column_warp * (DIM / COLUMN_WARPS),
-                         [&](int k) { add_dq(STEPS + k, Constant<2 * STEPS>()); });
+                         [&](int k) { add_dq(STEPS + k, Constant<2 * STEPS>()); }, q_unit * ds_power.unit);
         } else {
-            mma_AB<ROWS>(dk, FromRegisters<M, WARP_QUERIES / 8>{ds}, s.q_tile(stage), 0,
-                         [&](int k) { add_dq(k, Constant<STEPS>()); });
+            mma_AB<ROWS>(dk, FromRegisters<M, WARP_QUERIES / 8>{ds, ds_power.times}, s.q_tile(stage), 0,
+                         [&](int k) { add_dq(k, Constant<STEPS>()); }, q_unit * ds_power.unit);
         }
         if (STAGES == 1) {
             __syncthreads();
@@ -263,6 +276,15 @@ struct Block {
             __syncthreads();
             if (threadIdx.x == 0) add_release(p.counters + number, 1);
         }
+    }
+
+    // The largest of the block's dS, for the power of two with which they are split.
+    template <int N>
+    __device__ float ds_size(Accumulator<M, N>& ds) const {
+        if constexpr (PARTS == 1) return 1;
+        float largest = 0;
+        ds.each([&](float& x, int, int) { largest = fmaxf(largest, finite_size(x)); });
+        return largest_of_block<WARPS>(largest, s.base + Shared::MAXIMA);
     }
 
     // Key tiles add to a tile of queries in order.
@@ -278,17 +300,27 @@ struct Block {
         cp_async_wait<0>();
         __syncthreads();
         dk.each([&](float& x, int, int) { x *= p.scale; });
-        dk.store(s.k_tile(), warp_key, column_warp * (DIM / COLUMN_WARPS));
-        dv.store(s.v_tile(), warp_key, column_warp * (DIM_V / COLUMN_WARPS));
-        __syncthreads();
-        constexpr int OUT_ROWS = KEYS / WARPS;
         int rows = keys_head.keys(p) - keys.begin;
-        store_rows<OUT_ROWS>(s.k_tile(), warp * OUT_ROWS, keys_head.key_row(p.dk, p.dk_strides, keys.begin),
-                             p.dk_strides.row, rows, p.dim);
-        store_rows<OUT_ROWS>(s.v_tile(), warp * OUT_ROWS, keys_head.key_row(p.dv, p.dv_strides, keys.begin),
-                             p.dv_strides.row, rows, p.dim_v);
+        Out* dk_rows = keys_head.key_row(p.dk, p.dk_strides, keys.begin);
+        Out* dv_rows = keys_head.key_row(p.dv, p.dv_strides, keys.begin);
+        if constexpr (PARTS == 2) {
+            store_floats(dk, dk_rows, p.dk_strides.row, warp_key, column_warp * (DIM / COLUMN_WARPS), rows, p.dim);
+            store_floats(dv, dv_rows, p.dv_strides.row, warp_key, column_warp * (DIM_V / COLUMN_WARPS), rows, p.dim_v);
+        } else {
+            dk.store(s.k_tile(), warp_key, column_warp * (DIM / COLUMN_WARPS));
+            dv.store(s.v_tile(), warp_key, column_warp * (DIM_V / COLUMN_WARPS));
+            __syncthreads();
+            constexpr int OUT_ROWS = KEYS / WARPS;
+            store_rows<OUT_ROWS>(s.k_tile(), warp * OUT_ROWS, dk_rows, p.dk_strides.row, rows, p.dim);
+            store_rows<OUT_ROWS>(s.v_tile(), warp * OUT_ROWS, dv_rows, p.dv_strides.row, rows, p.dim_v);
+        }
     }
 };
+
+// Launched where there are two parts.
+extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(const __grid_constant__ Params p) {
+    if constexpr (PARTS == 2) split_operands<OfQ, OfK, OfV, OfDO>(p, blockIdx.x);
+}
 
 // What each query brings (attention/prepare.cuh); zeros where the dQ of this tile will be summed.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
@@ -329,19 +361,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
 // dQ = scale * dq_sum, from fragment order to rows.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_finish(const __grid_constant__ Params p) {
-    __shared__ alignas(16) char shared[QTile::BYTES];
-    QTile dq_tile{shared_address(shared)};
+    using Tile = SharedTile<ROWS, DIM>;
+    __shared__ alignas(16) char shared[PARTS == 2 ? 16 : Tile::BYTES];
+    Tile dq_tile{shared_address(shared)};
     Place at = place(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
     Head head = Head::of_q(p, at.batch, at.head);
+    int i0 = at.tile * ROWS, count = head.queries(p) - i0;
+    Out* rows = head.query_row(p.dq, p.dq_strides, i0);
 #pragma unroll 4
     for (int f = threadIdx.x / 32; f < ROWS / 16 * (DIM / 8); f += 4) {
         int m = f / (DIM / 8), n = f % (DIM / 8);
         float4 sum = *(const float4*)dq_fragment(p, blockIdx.x, m, n);
         Accumulator<1, 1> dq{{{{sum.x * p.scale, sum.y * p.scale, sum.z * p.scale, sum.w * p.scale}}}};
-        dq.store(dq_tile, 16 * m, 8 * n);
+        if constexpr (PARTS == 2)
+            store_floats(dq, rows, p.dq_strides.row, 16 * m, 8 * n, count, p.dim);
+        else
+            dq.store(dq_tile, 16 * m, 8 * n);
     }
-    __syncthreads();
-    int i0 = at.tile * ROWS;
-    store_rows<ROWS / 4>(dq_tile, threadIdx.x / 32 * (ROWS / 4), head.query_row(p.dq, p.dq_strides, i0), p.dq_strides.row,
-                         head.queries(p) - i0, p.dim);
+    if constexpr (PARTS == 1) {
+        __syncthreads();
+        store_rows<ROWS / 4>(dq_tile, threadIdx.x / 32 * (ROWS / 4), rows, p.dq_strides.row, count, p.dim);
+    }
 }

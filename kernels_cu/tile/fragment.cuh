@@ -3,6 +3,7 @@
 #include "ptx/convert.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
+#include "tile/halves.cuh"
 #include "tile/shared.cuh"
 
 // M x N fragments of 16 x 8 float32 sums. Lane l holds rows l / 4 and l / 4 + 8 of a fragment, columns 2 (l % 4) + {0, 1}.
@@ -57,18 +58,24 @@ struct Accumulator {
         }
     }
 
-    // Round to Product (RELU: see pack2) and store at (row, col) of a shared tile.
+    // Round to Product (RELU: see pack2), in parts `times` as large, and store at (row, col) of a shared tile.
     template <bool RELU = false, int ROWS, int COLS>
-    __device__ void store(SharedTile<ROWS, COLS> tile, int row, int col) const {
+    __device__ void store(SharedTile<ROWS, COLS> tile, int row, int col, float times = 1) const {
         int lane = threadIdx.x % 32;
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int n = 0; n < N; n++)
 #pragma unroll
-                for (int h = 0; h < 2; h++)
-                    store_shared(tile.address(row + 16 * m + lane / 4 + 8 * h, col + 8 * n + lane % 4 * 2),
-                                 pack2<Product, RELU>(x[m][n][2 * h], x[m][n][2 * h + 1]));
+                for (int h = 0; h < 2; h++) {
+                    unsigned pairs[PARTS];
+                    pack_parts<RELU>(pairs, x[m][n][2 * h], x[m][n][2 * h + 1], times);
+#pragma unroll
+                    for (int part = 0; part < PARTS; part++)
+                        store_shared(tile.address(row + 16 * m + lane / 4 + 8 * h,
+                                                  col + part * (COLS / PARTS) + 8 * n + lane % 4 * 2),
+                                     pairs[part]);
+                }
     }
 };
 
@@ -96,18 +103,22 @@ struct ColumnVector {
     __device__ float operator[](int column) const { return x[column / 8][column % 2]; }  // a constant, once unrolled
 };
 
-// Where the A operand of a product comes from; (a, m, k) gives its 16 x 16 fragment at row fragment m, columns 16 k.
+// Where the A operand of a product comes from; (a, m, k) gives its 16 x 16 fragment at row fragment m, columns 16 k; of two
+// parts, those of one.
 
-// An accumulator, rounded to Product (RELU: see pack2): the two layouts agree.
+// An accumulator, rounded to Product (RELU: see pack2), in parts `times` as large: the two layouts agree.
 template <int M, int N, bool RELU = false>
 struct FromRegisters {
     const Accumulator<M, N>& sum;
+    float times = 1;
 
-    __device__ void operator()(unsigned (&a)[4], int m, int k) const {
+    __device__ void operator()(unsigned (&a)[4], int m, int k, int part = 0) const {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float(&f)[4] = sum.x[m][2 * k + i / 2];
-            a[i] = pack2<Product, RELU>(f[i % 2 * 2], f[i % 2 * 2 + 1]);
+            unsigned pairs[PARTS];
+            pack_parts<RELU>(pairs, f[i % 2 * 2], f[i % 2 * 2 + 1], times);
+            a[i] = pairs[part];
         }
     }
 };
@@ -118,9 +129,9 @@ struct FromShared {
     Tile tile;
     int row;
 
-    __device__ void operator()(unsigned (&a)[4], int m, int k) const {
+    __device__ void operator()(unsigned (&a)[4], int m, int k, int part = 0) const {
         int lane = threadIdx.x % 32;
-        ldmatrix_x4(a, tile.address(row + 16 * m + lane % 16, 16 * k + lane / 16 * 8));
+        ldmatrix_x4(a, tile.address(row + 16 * m + lane % 16, part * (Tile::COLUMNS / PARTS) + 16 * k + lane / 16 * 8));
     }
 };
 
@@ -130,10 +141,10 @@ struct FromTransposed {
     Tile tile;
     int row;
 
-    __device__ void operator()(unsigned (&a)[4], int m, int k) const {
-        int lane = threadIdx.x % 32;
+    __device__ void operator()(unsigned (&a)[4], int m, int k, int part = 0) const {
+        int lane = threadIdx.x % 32, column = part * (Tile::COLUMNS / PARTS) + row;
         ldmatrix_x4_transposed(a,
-                               tile.address(16 * k + lane % 8 + lane / 16 * 8, row + 16 * m + lane / 8 % 2 * 8));
+                               tile.address(16 * k + lane % 8 + lane / 16 * 8, column + 16 * m + lane / 8 % 2 * 8));
     }
 };
 
@@ -151,8 +162,43 @@ __device__ void for_constants(F f) {
     }
 }
 
+// All parts of A's fragments at columns 16 k.
+template <int M, class A>
+__device__ void load_parts(unsigned (&a)[PARTS][M][4], const A& operand, int k) {
+#pragma unroll
+    for (int part = 0; part < PARTS; part++)
+#pragma unroll
+        for (int m = 0; m < M; m++) operand(a[part][m], m, k, part);
+}
+
 struct Nothing {
     __device__ void operator()(int) const {}
+};
+
+// The sums of a product: of two parts, those of what is small have accumulators of their own.
+template <int M, int N>
+struct Sums {
+    Accumulator<M, N> small;
+
+    __device__ Sums() {
+        if (PARTS == 2) small.clear();
+    }
+
+    // Fragments n and n + 1 of all rows, from all parts of a step's operands.
+    template <int L>
+    __device__ void multiply(Accumulator<M, L>& sum, int n, const unsigned (&a)[PARTS][M][4], const unsigned (&b)[PARTS][4]) {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                constexpr int LOW = PARTS - 1;
+                mma_m16n8k16(sum.x[m][n + h], a[0][m], b[0][2 * h], b[0][2 * h + 1], Product());
+                if constexpr (PARTS == 2) {
+                    mma_m16n8k16(small.x[m][n + h], a[0][m], b[LOW][2 * h], b[LOW][2 * h + 1], Product());
+                    mma_m16n8k16(small.x[m][n + h], a[LOW][m], b[0][2 * h], b[0][2 * h + 1], Product());
+                }
+            }
+    }
 };
 
 // sum += A B^T over K; B's rows [row, row + 8 N) are the columns of the sum. `along(k)` is
@@ -161,45 +207,63 @@ template <int K, int M, int N, int ROWS, int COLS, class A, class F = Nothing>
 __device__ void mma_ABt(Accumulator<M, N>& sum, const A& operand, SharedTile<ROWS, COLS> b, int row, F along = F()) {
     int lane = threadIdx.x % 32;
     unsigned base = b.address(row + lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
+    Sums<M, N> sums;
 #pragma unroll
     for (int k = 0; k < K / 16; k++) {
         along(k);
-        unsigned a[M][4];
-#pragma unroll
-        for (int m = 0; m < M; m++) operand(a[m], m, k);
+        unsigned a[PARTS][M][4];
+        load_parts(a, operand, k);
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
-            unsigned r[4];
-            ldmatrix_x4(r, base + 2 * (8 * n * b.PITCH + 16 * k));
+            unsigned r[PARTS][4];
 #pragma unroll
-            for (int m = 0; m < M; m++) {
-                mma_m16n8k16(sum.x[m][n], a[m], r[0], r[1], Product());
-                mma_m16n8k16(sum.x[m][n + 1], a[m], r[2], r[3], Product());
-            }
+            for (int part = 0; part < PARTS; part++)
+                ldmatrix_x4(r[part], base + 2 * (8 * n * b.PITCH + part * (COLS / PARTS) + 16 * k));
+            sums.multiply(sum, n, a, r);
         }
     }
+    if (PARTS == 2) sum.each([](float& x, int, int, float& small) { x = fmaf(small, LOW_UNIT, x); }, sums.small);
 }
 
-// sum += A B over K; B's rows are summed over, its columns [col, col + 8 N) are those of the sum.
+// sum += A B over K; B's rows are summed over, its columns [col, col + 8 N) are those of the sum. Of two parts, sum +=
+// unit A B; the tensor cores cut off what does not fit a sum, so theirs are of this product alone, a few fragments at a time.
 template <int K, int M, int N, int ROWS, int COLS, class A, class F = Nothing>
-__device__ void mma_AB(Accumulator<M, N>& sum, const A& operand, SharedTile<ROWS, COLS> b, int col, F along = F()) {
+__device__ void mma_AB(Accumulator<M, N>& sum, const A& operand, SharedTile<ROWS, COLS> b, int col, F along = F(),
+                       float unit = 1) {
     int lane = threadIdx.x % 32;
     unsigned base = b.address(lane % 16, col + lane / 16 * 8);
+    constexpr int TOGETHER = PARTS == 1 ? N : N % 4 == 0 ? 4 : 2;
 #pragma unroll
-    for (int k = 0; k < K / 16; k++) {
-        along(k);
-        unsigned a[M][4];
+    for (int first = 0; first < N; first += TOGETHER) {
+        Accumulator<M, TOGETHER> own;
+        Sums<M, TOGETHER> sums;
+        if (PARTS == 2) own.clear();
 #pragma unroll
-        for (int m = 0; m < M; m++) operand(a[m], m, k);
+        for (int k = 0; k < K / 16; k++) {
+            if (first == 0) along(k);
+            unsigned a[PARTS][M][4];
+            load_parts(a, operand, k);
 #pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            unsigned r[4];
-            ldmatrix_x4_transposed(r, base + 2 * (16 * k * b.PITCH + 8 * n));
+            for (int n = 0; n < TOGETHER; n += 2) {
+                unsigned r[PARTS][4];
 #pragma unroll
-            for (int m = 0; m < M; m++) {
-                mma_m16n8k16(sum.x[m][n], a[m], r[0], r[1], Product());
-                mma_m16n8k16(sum.x[m][n + 1], a[m], r[2], r[3], Product());
+                for (int part = 0; part < PARTS; part++)
+                    ldmatrix_x4_transposed(
+                        r[part], base + 2 * (16 * k * b.PITCH + part * (COLS / PARTS) + 8 * (first + n)));
+                if constexpr (PARTS == 2)
+                    sums.multiply(own, n, a, r);
+                else
+                    sums.multiply(sum, n, a, r);
             }
         }
+#pragma unroll
+        for (int m = 0; PARTS == 2 && m < M; m++)
+#pragma unroll
+            for (int n = 0; n < TOGETHER; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    float& x = sum.x[m][first + n][e];
+                    x = fmaf(fmaf(sums.small.x[m][n][e], LOW_UNIT, own.x[m][n][e]), unit, x);
+                }
     }
 }

@@ -15,6 +15,13 @@ struct SharedTile {
     __device__ unsigned address(int row, int col) const { return base + 2 * (row * PITCH + col); }
 };
 
+// Numbers that the tensor cores multiply for each one of the problem, see halves.cuh.
+constexpr int PARTS = sizeof(In) == 4 && sizeof(Product) == 2 ? 2 : 1;
+
+// A tile of an operand: of two parts, COLS columns of the one and then those of the other.
+template <int ROWS, int COLS>
+using OperandTile = SharedTile<ROWS, PARTS * COLS>;
+
 // A copy of rows x cols elements of global memory into a tile; what lies beyond them in the tile becomes zeros. It comes
 // in PIECES, 16 bytes for each thread, so that it can ride along a product: in one burst they would fill the queue that
 // the product's own loads wait in. Columns come in eights: where cols is no multiple of 8, the memory must hold zeros up
@@ -27,11 +34,11 @@ struct AsyncCopy {
     static constexpr bool EVEN = THREADS % CHUNKS == 0 && ROWS % STEP == 0;
 
     unsigned target;
-    const In* source;
+    const Product* source;
     long long stride;     // between pieces
     int rows, tile_rows;  // of the source and of the tile, from this thread's first on
 
-    __device__ AsyncCopy(SharedTile<ROWS, COLS> tile, const In* from, long long row_stride, int rows, int cols) {
+    __device__ AsyncCopy(SharedTile<ROWS, COLS> tile, const Product* from, long long row_stride, int rows, int cols) {
         int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
         target = tile.address(first, 8 * chunk);
         source = from + first * row_stride + 8 * chunk;
@@ -62,15 +69,15 @@ __device__ inline bool aligned(const Out* target, long long row_stride, int cols
 }
 
 // Write the warp's rows [first, first + COUNT) of a tile to global memory, where they are rows of `cols` elements.
-template <int COUNT, class Tile>
-__device__ void store_rows(Tile tile, int first, Out* target, long long row_stride, int rows, int cols) {
+template <int COUNT, class Tile, class T>
+__device__ void store_rows(Tile tile, int first, T* target, long long row_stride, int rows, int cols) {
     int lane = threadIdx.x % 32;
     bool vectors = aligned(target, row_stride, cols);
     constexpr int CHUNKS = Tile::COLUMNS / 8;
     for (int i = lane; i < COUNT * CHUNKS; i += 32) {
         int row = first + i / CHUNKS, col = i % CHUNKS * 8;
         if (row >= rows || col >= cols) continue;
-        Out* to = target + row * row_stride + col;
+        T* to = target + row * row_stride + col;
         if (vectors) {
             *(uint4*)to = load_shared_16(tile.address(row, col));
         } else {

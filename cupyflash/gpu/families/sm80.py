@@ -11,15 +11,21 @@ from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
 from ..score_gradient import score_work
+from . import simt
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"takes float16 and bfloat16, not {problem.dtype}"
+    if problem.dtype == "float64":
+        return "takes float16, bfloat16 and float32, not float64"
     if arch.cc < 80:
         return f"needs compute capability 8.0, this GPU has {arch.cc / 10}"
     if max(problem.dim, problem.dim_v) > 256:
         return f"takes head dimensions up to 256, not {problem.dim} and {problem.dim_v}"
+    if _fitting(problem, arch, backward, None) is None:
+        return (
+            f"has no {problem.dtype} tile of head dimensions {problem.dim} and {problem.dim_v} that fits the "
+            f"{arch.shared_memory} bytes of shared memory of this GPU"
+        )
     return None
 
 
@@ -40,6 +46,7 @@ class Tile:
     min_blocks: int  # thread blocks on a multiprocessor: bounds the registers
     dim: int = 256  # for head dimensions up to this
     seq_q: int = ANY  # and this many queries
+    parts: int | None = None  # and numbers that are so many for the tensor cores; None: any
 
     def dims(self, problem: AttentionProblem, backward: bool) -> tuple[int, int]:
         """Head dimensions as the kernel pads them."""
@@ -47,8 +54,18 @@ class Tile:
         return pad(problem.dim, step if backward else 16), pad(problem.dim_v, step)
 
 
-# The first tile that the problem and the GPU's shared memory admit is taken.
+def parts_of(problem: AttentionProblem) -> int:
+    return 2 if problem.dtype == "float32" else 1
+
+
+# The first tile that the problem and the GPU's shared memory admit is taken. Those of two parts are for float32, whose numbers
+# are two of float16 each (kernels_cu/tile/halves.cuh).
 FORWARD = (
+    Tile(128, 32, 4, 1, 2, 2, dim=64, parts=2),
+    Tile(128, 64, 8, 2, 1, 1, dim=128, parts=2),
+    Tile(64, 32, 4, 2, 1, 1, dim=128, parts=2),
+    Tile(64, 32, 8, 2, 1, 1, parts=2),
+    Tile(32, 16, 2, 1, 1, 1, parts=2),
     Tile(128, 128, 4, 1, 2, 2, dim=64),
     Tile(128, 64, 4, 1, 2, 2, dim=128),
     Tile(128, 32, 4, 1, 2, 2, dim=128),
@@ -56,6 +73,12 @@ FORWARD = (
     Tile(64, 32, 4, 1, 1, 2),
 )
 BACKWARD = (
+    Tile(64, 128, 8, 2, 1, 1, dim=64, parts=2),
+    Tile(32, 64, 8, 2, 1, 1, dim=64, parts=2),
+    Tile(64, 64, 8, 2, 1, 1, dim=128, parts=2),
+    Tile(32, 32, 4, 2, 1, 1, dim=128, parts=2),
+    Tile(32, 32, 4, 2, 1, 1, parts=2),
+    Tile(16, 32, 2, 1, 1, 1, dim=192, parts=2),
     Tile(64, 64, 4, 1, 2, 3, dim=64, seq_q=2048),
     Tile(128, 128, 8, 2, 2, 1, dim=64),
     Tile(64, 128, 8, 2, 1, 1, dim=64),
@@ -85,14 +108,15 @@ def _registers(t: Tile) -> int:
 def _forward_possible(t: Tile, problem: AttentionProblem) -> bool:
     """Do the warps share the tile out evenly, and have its sums room in the registers?"""
     even = t.rows % (16 * t.warps // t.column_warps) == 0 and t.keys % (16 * t.column_warps) == 0
-    return even and t.rows * (pad(problem.dim_v, 16) + t.keys) // (32 * t.warps) <= _registers(t)
+    sums = pad(problem.dim_v, 16) + parts_of(problem) * t.keys
+    return even and t.rows * sums // (32 * t.warps) <= _registers(t)
 
 
 def _backward_possible(t: Tile, problem: AttentionProblem) -> bool:
     d, dv = pad(problem.dim, 16), pad(problem.dim_v, 16)
     down = max(1, t.rows // 32)  # warps along dQ's rows
     even = t.keys % (16 * t.warps // t.column_warps) == 0 and t.rows % (16 * t.column_warps) == 0
-    fits = t.keys * (d + dv + 2 * t.rows) // (32 * t.warps) <= _registers(t)
+    fits = t.keys * (d + dv + (1 + parts_of(problem)) * t.rows) // (32 * t.warps) <= _registers(t)
     return even and t.warps % down == 0 and fits
 
 
@@ -111,40 +135,54 @@ TILES = {
 PAD = 8  # elements between the rows of a shared tile, see kernels_cu/tile/shared.cuh
 
 
-def shared_memory(t: Tile, dim: int, dim_v: int, backward: bool) -> int:
+def shared_memory(t: Tile, dim: int, dim_v: int, backward: bool, parts: int) -> int:
     """Bytes that the kernel of a tile lays out."""
+    pair = parts * (dim + dim_v) + 2 * PAD  # a row of Q and dO, or of K and V
     if not backward:
-        elements = t.rows * (max(dim, dim_v) + PAD) + t.stages * t.keys * (dim + dim_v + 2 * PAD)
-        exchanged = 2 * t.rows * (t.keys + PAD) + 8 * t.rows if t.column_warps > 1 else 0  # P and row values
+        widest = parts * dim if parts > 1 else max(dim, dim_v)
+        elements = t.rows * (widest + PAD) + t.stages * t.keys * pair
+        exchanged = 2 * t.rows * (parts * t.keys + PAD) + 8 * t.rows if t.column_warps > 1 else 0  # P and row values
         return 2 * elements + exchanged
-    elements = (t.keys + t.stages * t.rows) * (dim + dim_v + 2 * PAD)
-    elements += (2 if t.column_warps > 1 else 1) * t.keys * (t.rows + PAD)
-    return 2 * elements + t.stages * 2 * 4 * t.rows + 16  # lse and delta of the queries, the ticket
+    elements = (t.keys + t.stages * t.rows) * pair
+    elements += (2 if t.column_warps > 1 else 1) * t.keys * (parts * t.rows + PAD)
+    maxima = 4 * t.warps if parts > 1 else 0
+    return 2 * elements + t.stages * 2 * 4 * t.rows + 16 + maxima  # lse and delta of the queries, the ticket
+
+
+def _fitting(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> Tile | None:
+    """The first tile that the problem and the GPU's shared memory admit."""
+    parts = parts_of(problem)
+    for t in TILES[backward].rows(tile):
+        dim, dim_v = t.dims(problem, backward)
+        fits = max(dim, dim_v) <= t.dim and problem.seq_q <= t.seq_q and t.parts in (None, parts)
+        if fits and shared_memory(t, dim, dim_v, backward, parts) <= arch.shared_memory:
+            return t
+    return None
 
 
 def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> KernelPlan:
-    for t in TILES[backward].rows(tile):
-        dim, dim_v = t.dims(problem, backward)
-        size = shared_memory(t, dim, dim_v, backward)
-        if max(dim, dim_v) <= t.dim and problem.seq_q <= t.seq_q and size <= arch.shared_memory:
-            break
-    else:
-        which = "backward" if backward else "forward"
-        raise ValueError(f"no sm80 {which} tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
+    parts = parts_of(problem)
+    t = _fitting(problem, arch, backward, tile)
+    assert t is not None
+    dim, dim_v = t.dims(problem, backward)
+    size = shared_memory(t, dim, dim_v, backward, parts)
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", dim), ("DIM_V", dim_v), *((name.upper(), getattr(t, name)) for name in TILES[backward].tried),
         ("SHARED_MEMORY", size), *features(problem),
     )  # fmt: skip
     pairs, tiles_q = problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows)
     source = f"sm80/{'backward' if backward else 'forward'}.cu"
+    split, halves = _split(problem, t, dim, dim_v, backward) if parts > 1 else ((), ())
+    alignment = 16 if parts == 1 else ITEMSIZE[problem.dtype]
     if not backward:
         launch = Launch("attention_forward", pairs * tiles_q, 32 * t.warps, size)
         return KernelPlan(
-            "sm80", arch.name, problem.dtype, backward, source, constants, (launch,), 16, spills=_spills(problem, backward),
-            given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
+            "sm80", arch.name, problem.dtype, backward, source, constants, (*split, launch), alignment, halves,
+            spills=_spills(problem, backward), given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
         )  # fmt: skip
     blocks = problem.batch * problem.heads_k * ceil(problem.seq_k, t.keys)
     launches = (
+        *split,
         Launch("attention_backward_prepare", pairs * tiles_q, 128),
         Launch("attention_backward", blocks, 32 * t.warps, size),
         Launch("attention_backward_finish", pairs * tiles_q, 128),
@@ -153,12 +191,30 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
         Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows)),  # and lse
         Workspace("dq_sum", "float32", (pairs, tiles_q, t.rows * dim)),
         Workspace("counters", "uint32", (pairs * tiles_q + 1 if problem.deterministic else 0,)),
+        *halves,
     )
     constants += (("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", arch.cc >= 90))
     return KernelPlan(
-        "sm80", arch.name, problem.dtype, backward, source, constants, launches, 16, workspace, _spills(problem, backward),
+        "sm80", arch.name, problem.dtype, backward, source, constants, launches, alignment, workspace, _spills(problem, backward),
         given=problem.given, lists=both_ways(problem, t.rows, t.keys, "keys"),
     )  # fmt: skip
+
+
+def _split(
+    problem: AttentionProblem, t: Tile, dim: int, dim_v: int, backward: bool
+) -> tuple[tuple[Launch, ...], tuple[Workspace, ...]]:
+    """What puts the parts of float32 numbers into memory, and that memory (kernels_cu/attention/operands.cuh)."""
+    of_queries = (problem.heads_q, problem.seq_q, t.rows)
+    of_keys = (problem.heads_k, problem.seq_k, t.keys)
+    arrays = [("q", *of_queries, dim), ("k", *of_keys, dim), ("v", *of_keys, dim_v)]
+    arrays += [("dout", *of_queries, dim_v)] if backward else []
+    tiles, spaces = 0, []
+    for name, heads, seq, size, width in arrays:
+        of_array = problem.batch * heads * ceil(seq, size)
+        tiles += of_array
+        spaces.append(Workspace(f"{name}_halves", "float16", (problem.batch * heads * seq, 2 * width)))
+        spaces.append(Workspace(f"{name}_units", "float32", (of_array,)))
+    return (Launch("attention_split", tiles, 256),), tuple(spaces)
 
 
 def both_ways(problem: AttentionProblem, rows: int, keys: int, bits: str) -> tuple[ListUse, ...]:
@@ -193,6 +249,8 @@ GRADIENT = (
 
 def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
     """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
+    if problem.dtype == "float32":
+        return simt.gradients(problem, arch, lengths)
     depth = 32 if max(problem.dim, problem.dim_v) <= 32 else 64  # columns of a piece
     shortest = min(problem.seq_q, problem.seq_k)
     bias = ITEMSIZE[x.dtype] if "bias" in lengths and (x := problem.array("bias")) else 0
