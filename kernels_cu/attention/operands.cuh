@@ -3,7 +3,7 @@
 // ones; every tile has a power of two of its own, so that the whole range of float32 has room.
 #pragma once
 #include "attention/head.cuh"
-#include "tile/halves.cuh"
+#include "tile/fragment.cuh"
 
 // Arrays with rows for queries, which come in tiles of ROWS, and for keys, in tiles of KEYS.
 struct OfQueries {
@@ -108,6 +108,16 @@ template <class Of, class P>
 __device__ float operand_unit(const P& p, const Head& head, int tile) {
     if constexpr (PARTS == 2) return Of::halves(p).units[Of::tile_number(p, head, tile)];
     return 1;
+}
+
+// Multiply a product by the units of its operands: in one step, where theirs is a normal number.
+template <int M, int N>
+__device__ void scale_by_units(Accumulator<M, N>& product, float a, float b) {
+    float both = a * b;
+    bool normal = both >= 0x1p-126f && both <= 0x1p126f;
+    float first = normal ? both : a;
+    product.each([&](float& x, int, int) { x *= first; });
+    if (!normal) product.each([&](float& x, int, int) { x *= b; });
 }
 
 // The largest of the block's x, which are not negative; by all of its threads, WARPS floats of shared memory at `address`.

@@ -195,7 +195,7 @@ struct Block {
             mma_ABt<DIM>(probabilities, k_operand, s.q_tile(stage), warp_query);
         }
         float q_unit = operand_unit<OfQ>(p, at.head, tile_q), do_unit = operand_unit<OfDO>(p, at.head, tile_q);
-        if (PARTS == 2) probabilities.each([&](float& x, int, int) { x = x * k_unit * q_unit; });
+        if (PARTS == 2) scale_by_units(probabilities, k_unit, q_unit);
 
         // dP^T = V dO^T, P^T = exp(S^T - lse)
         auto exponential = [&](float& x, int r, int c, float& slope) {
@@ -223,10 +223,10 @@ struct Block {
         if (ALONG) settle();
 
         // dS^T = P^T (dP^T - delta) slope
+        if (PARTS == 2) scale_by_units(ds, v_unit, do_unit);
         if (!ALONG) minus_delta.load(delta_address);
         ds.each(
             [&](float& x, int, int c, float& probability, float& slope) {
-                if (PARTS == 2) x = x * v_unit * do_unit;
                 x = derivative(probability, x, minus_delta[c]) * Pairs::settled(slope, probability);
             },
             probabilities, slopes);

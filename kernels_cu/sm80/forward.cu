@@ -172,10 +172,7 @@ struct Block {
             });
         }
         cp_async_commit();
-        if (PARTS == 2) {
-            float unit = operand_unit<OfK>(p, head, walk.tile(step));
-            scores.each([&](float& x, int, int) { x = x * q_unit * unit; });
-        }
+        if (PARTS == 2) scale_by_units(scores, q_unit, operand_unit<OfK>(p, head, walk.tile(step)));
 
         mask(scores, step);
 

@@ -76,6 +76,7 @@ BACKWARD = (
     Tile(64, 128, 8, 2, 1, 1, dim=64, parts=2),
     Tile(32, 64, 8, 2, 1, 1, dim=64, parts=2),
     Tile(64, 64, 8, 2, 1, 1, dim=128, parts=2),
+    Tile(64, 32, 8, 4, 1, 1, parts=2),
     Tile(32, 32, 4, 2, 1, 1, dim=128, parts=2),
     Tile(32, 32, 4, 2, 1, 1, parts=2),
     Tile(16, 32, 2, 1, 1, 1, dim=192, parts=2),
