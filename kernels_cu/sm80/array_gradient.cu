@@ -6,6 +6,7 @@
 #include "attention/array_gradient.cuh"
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
+#include "attention/operands.cuh"
 #include "attention/score_gradient.cuh"
 #include "attention/prepare.cuh"
 #include "tile/fragment.cuh"
@@ -18,8 +19,8 @@ constexpr int WARP_ROWS = ROWS / ROW_WARPS, WARP_KEYS = KEYS / COLUMN_WARPS;
 constexpr int M = WARP_ROWS / 16, N = WARP_KEYS / 8;
 static_assert(WARP_ROWS % 16 == 0 && WARP_KEYS % 16 == 0);
 
-using QueryPiece = SharedTile<ROWS, DEPTH>;  // of Q or dO
-using KeyPiece = SharedTile<KEYS, DEPTH>;    // of K or V
+using QueryPiece = OperandTile<ROWS, DEPTH>;  // of Q or dO
+using KeyPiece = OperandTile<KEYS, DEPTH>;    // of K or V
 
 // The bias of a block's own tile, for its gradient: along the axes that are summed it is the same.
 struct BiasTile {
@@ -107,9 +108,9 @@ struct Cursor {
         if (share.has(step)) {
             int pieces = of_scores(p);
             if (piece < pieces)
-                copy(p, s, stage, p.q, p.q_strides, p.k, p.k_strides, piece * DEPTH, p.dim);
+                copy<OfQ, OfK>(p, s, stage, piece * DEPTH);
             else
-                copy(p, s, stage, p.dout, p.dout_strides, p.v, p.v_strides, (piece - pieces) * DEPTH, p.dim_v);
+                copy<OfDO, OfV>(p, s, stage, (piece - pieces) * DEPTH);
             if (++piece == pieces + of_values(p)) {
                 piece = 0;
                 share.advance(step);
@@ -119,13 +120,21 @@ struct Cursor {
     }
 
    private:
-    __device__ void copy(const Params& p, Shared s, int stage, const In* of_queries, Strides strides_q, const In* of_keys,
-                         Strides strides_k, int column, int columns) {
+    template <class OfQueries, class OfKeys>
+    __device__ void copy(const Params& p, Shared s, int stage, int column) {
         const PairsTile& at = step.tile;
-        const In* q = at.head.query_row(of_queries, strides_q, at.i) + column;
-        const In* k = at.head.key_row(of_keys, strides_k, at.j) + column;
-        AsyncCopy<THREADS, ROWS, DEPTH>(s.queries(stage), q, strides_q.row, at.head.queries(p) - at.i, columns - column).all();
-        AsyncCopy<THREADS, KEYS, DEPTH>(s.keys(stage), k, strides_k.row, at.head.keys(p) - at.j, columns - column).all();
+        copy<OfQueries>(p, s.queries(stage), at.i, column);
+        copy<OfKeys>(p, s.keys(stage), at.j, column);
+    }
+    template <class Array, class Piece>
+    __device__ void copy(const Params& p, Piece piece, int row, int column) {
+        Rows from = operand_rows<Array>(p, step.tile.head, row);
+        int columns = PARTS == 2 ? Array::COLUMNS : from.columns, rows = Array::rows(p, step.tile.head) - row;
+#pragma unroll
+        for (int part = 0; part < PARTS; part++)
+            AsyncCopy<THREADS, Array::SIZE, DEPTH, Piece>(piece, from.from + part * columns + column, from.stride, rows,
+                                                          columns - column, part * DEPTH)
+                .all();
     }
 };
 
@@ -189,11 +198,15 @@ struct Block {
         Pairs pairs(p, at.head, at.bits);
         const float* rows = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, at.head, at.i / ROWS));
         Accumulator<M, N> probabilities, ds;
+        int tile_q = at.i / ROWS, tile_k = at.j / KEYS;
         multiply(probabilities, Cursor<Of>::of_scores(p));
+        if (PARTS == 2)
+            scale_by_units(probabilities, operand_unit<OfQ>(p, at.head, tile_q), operand_unit<OfK>(p, at.head, tile_k));
         Accumulator<M, N> products;
         if constexpr (Of::WEIGHTED) products = probabilities;
         exponentiate(probabilities, pairs, at, rows);
         multiply(ds, Cursor<Of>::of_values(p));
+        if (PARTS == 2) scale_by_units(ds, operand_unit<OfDO>(p, at.head, tile_q), operand_unit<OfV>(p, at.head, tile_k));
         float minus_delta[2 * M];
         read_rows(minus_delta, rows + ROWS);
         sums.each(
@@ -217,6 +230,11 @@ struct Block {
         write_sums<THREADS>(share, [&](int r, int c) { return out[r * Shared::PITCH + c]; }, out + ROWS * Shared::PITCH);
     }
 };
+
+// Launched where there are two parts.
+extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(const __grid_constant__ Params p) {
+    if constexpr (PARTS == 2) split_operands<OfQ, OfK, OfV, OfDO>(p, blockIdx.x);
+}
 
 // What each query brings: see attention/prepare.cuh.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {

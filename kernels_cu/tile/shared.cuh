@@ -26,7 +26,7 @@ using OperandTile = SharedTile<ROWS, PARTS * COLS>;
 // in PIECES, 16 bytes for each thread, so that it can ride along a product: in one burst they would fill the queue that
 // the product's own loads wait in. Columns come in eights: where cols is no multiple of 8, the memory must hold zeros up
 // to the next (the host sees to it).
-template <int THREADS, int ROWS, int COLS>
+template <int THREADS, int ROWS, int COLS, class Tile = SharedTile<ROWS, COLS>>
 struct AsyncCopy {
     static constexpr int CHUNKS = COLS / 8;        // of 16 bytes in a row
     static constexpr int STEP = THREADS / CHUNKS;  // rows that the block copies at once
@@ -38,9 +38,10 @@ struct AsyncCopy {
     long long stride;     // between pieces
     int rows, tile_rows;  // of the source and of the tile, from this thread's first on
 
-    __device__ AsyncCopy(SharedTile<ROWS, COLS> tile, const Product* from, long long row_stride, int rows, int cols) {
+    // Into a tile's columns from `column` on.
+    __device__ AsyncCopy(Tile tile, const Product* from, long long row_stride, int rows, int cols, int column = 0) {
         int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
-        target = tile.address(first, 8 * chunk);
+        target = tile.address(first, column + 8 * chunk);
         source = from + first * row_stride + 8 * chunk;
         stride = STEP * row_stride;
         this->rows = (8 * chunk < cols ? rows : 0) - first;
@@ -56,7 +57,7 @@ struct AsyncCopy {
 #pragma unroll
         for (int i = k * EACH; i < (k + 1) * EACH && i < PIECES; i++) {
             if (EVEN || i * STEP < tile_rows) {
-                cp_async_16(target + i * STEP * SharedTile<ROWS, COLS>::PITCH * 2, source, i * STEP < rows);
+                cp_async_16(target + i * STEP * Tile::PITCH * 2, source, i * STEP < rows);
             }
             source += stride;
         }

@@ -11,7 +11,6 @@ from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
 from ..score_gradient import score_work
-from . import simt
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
@@ -202,7 +201,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
 
 
 def _split(
-    problem: AttentionProblem, t: Tile, dim: int, dim_v: int, backward: bool
+    problem: AttentionProblem, t: Tile | GradientTile, dim: int, dim_v: int, backward: bool
 ) -> tuple[tuple[Launch, ...], tuple[Workspace, ...]]:
     """What puts the parts of float32 numbers into memory, and that memory (kernels_cu/attention/operands.cuh)."""
     of_queries = (problem.heads_q, problem.seq_q, t.rows)
@@ -234,9 +233,9 @@ class GradientTile:
     stages: int  # pieces of the operands in flight
     length: int = ANY  # where there are no more queries, or no more keys
 
-    def shared_memory(self, depth: int, bias: int) -> int:
+    def shared_memory(self, depth: int, bias: int, parts: int) -> int:
         """Bytes that the kernel lays out: the pieces, whose place the sums take in the end, and a bias of so many bytes."""
-        pieces = max(self.stages * 2 * (self.rows + self.keys) * (depth + PAD), 4 * self.rows * (self.keys + 2))
+        pieces = max(self.stages * 2 * (self.rows + self.keys) * (parts * depth + PAD), 4 * self.rows * (self.keys + 2))
         return pieces + bias * self.rows * (self.keys + PAD)
 
 
@@ -250,25 +249,27 @@ GRADIENT = (
 
 def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
     """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
-    if problem.dtype == "float32":
-        return simt.gradients(problem, arch, lengths)
+    parts = parts_of(problem)
     depth = 32 if max(problem.dim, problem.dim_v) <= 32 else 64  # columns of a piece
     shortest = min(problem.seq_q, problem.seq_k)
     bias = ITEMSIZE[x.dtype] if "bias" in lengths and (x := problem.array("bias")) else 0
-    t = next(t for t in GRADIENT if shortest <= t.length and t.shared_memory(depth, bias) <= arch.shared_memory)
-    size, threads = t.shared_memory(depth, bias), 32 * t.row_warps * t.column_warps
+    t = next(t for t in GRADIENT if shortest <= t.length and t.shared_memory(depth, bias, parts) <= arch.shared_memory)
+    size, threads = t.shared_memory(depth, bias, parts), 32 * t.row_warps * t.column_warps
+    # Operands come in pieces, whatever the head dimension; those that are split have rows of their own.
+    dim, dim_v = (pad(n, 16) if parts > 1 else next(x for x in (64, 128, 256) if n <= x) for n in (problem.dim, problem.dim_v))
     of_arrays = work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
     of_arrays += score_work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
     constants: tuple[tuple[str, int | bool], ...] = (
         ("ROWS", t.rows), ("KEYS", t.keys), ("ROW_WARPS", t.row_warps), ("COLUMN_WARPS", t.column_warps),
-        ("DEPTH", depth), ("STAGES", t.stages), ("DIM_V", next(n for n in (64, 128, 256) if problem.dim_v <= n)),
-        ("SHARED_MEMORY", size), *of_arrays.constants, *features(problem),
+        ("DEPTH", depth), ("STAGES", t.stages), ("DIM", dim), ("DIM_V", dim_v), ("SHARED_MEMORY", size), *of_arrays.constants, *features(problem),
     )  # fmt: skip
     pairs, tiles_q = problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows)
+    split, halves = _split(problem, t, dim, dim_v, True) if parts > 1 else ((), ())
     return KernelPlan(
         "sm80", arch.name, problem.dtype, True, "sm80/array_gradient.cu", constants,
-        (Launch("attention_backward_prepare", pairs * tiles_q, 128), *of_arrays.launches), 16,
-        (Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows)), *of_arrays.workspace), GRADIENT_SPILLS,
+        (*split, Launch("attention_backward_prepare", pairs * tiles_q, 128), *of_arrays.launches),
+        16 if parts == 1 else ITEMSIZE[problem.dtype],
+        (Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows)), *of_arrays.workspace, *halves), GRADIENT_SPILLS,
         scalars=of_arrays.scalars, given=problem.given,
         lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")), wrt=tuple(lengths),
     )  # fmt: skip
