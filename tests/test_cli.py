@@ -552,9 +552,13 @@ def test_explain_plans_without_a_gpu(no_gpu: None, cache: Path) -> None:
     assert [copy.split(",")[0] for copy in told.copies] == ["q", "k", "v"]
     assert "no multiple of 16 bytes" in told.copies[0]
 
+    split = cupyflash.explain((1, 64, 1, 16), dtype="float32", arch="sm_80")
+    assert (split.family, split.workspace["q_halves"]) == ("sm80", 4 * 64 * 16)
+    assert any("two of float16" in note for note in split.notes) and not split.copies
+
     back = cupyflash.explain((1, 64, 1, 16), dtype="float32", arch="sm_75", backward=True)
     assert back.family == "simt"
-    assert any("sm80 takes float16 and bfloat16, not float32" in why for why in back.passed_over)
+    assert any("sm80 needs compute capability 8.0, this GPU has 7.5" in why for why in back.passed_over)
     assert back.workspace["delta"] == 64 * 4
     assert back.flops == 5 * 2 * 64 * 64 * 16
     assert back.bytes_moved == 4 * (8 * 64 * 16 + 64)
@@ -726,7 +730,7 @@ def test_compile_fills_the_cache(run: Run, cache: Path) -> None:
     only = ("--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--causal", "--forward")
     code, out, err = run("compile", *only)
     assert (code, err) == (0, "")
-    assert "simt" in out and "forward" in out and "1 programs" in out
+    assert "sm80" in out and "forward" in out and "1 programs" in out
     assert not [line for line in out.splitlines() if line != line.rstrip() or not line]
     assert "cached" not in out
     assert disk.cache_info().entries == 1

@@ -1,10 +1,11 @@
 // What the tensor-core backwards want to know of each query before they start: two numbers, by tiles of queries.
 #pragma once
 #include "attention/dropout.cuh"
+#include "attention/exact_lse.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/math.cuh"
 
-// Where those of a tile of SIZE queries lie: SIZE times -lse in base 2, then SIZE times minus what is subtracted from dP.
+// Where those of a tile of SIZE queries lie: SIZE times -lse, then SIZE times minus what is subtracted from dP.
 template <int SIZE>
 __device__ float* prepared_rows(const Params& p, long long tile_number) {
     return p.delta + tile_number * (2 * SIZE);
@@ -51,7 +52,7 @@ __device__ void prepare_rows(const Params& p, const Head& head, int tile) {
         if (lane == 0) {
             float lse = i < queries ? p.lse[head.row_number(p, i)] : MINUS_INFINITY;
             bool any = lse != MINUS_INFINITY;
-            rows[i - first] = any ? -lse_of_kept(p, lse) * LOG2_E : MINUS_INFINITY;
+            rows[i - first] = any ? -lse_of_kept(p, lse) * (EXACT_LSE ? 1 : LOG2_E) : MINUS_INFINITY;
             rows[i - first + SIZE] = ((any && p.dlse != nullptr ? p.dlse[head.row_number(p, i)] : 0) - sum) * kept(p);
         }
     }

@@ -1,6 +1,7 @@
 // Online softmax over the rows of a warp's accumulator (Dao 2023, Algorithm 1), in base 2. Every rounding is written out
 // (kernels are compiled without contraction), so that all inlined copies of a function give the same bits.
 #pragma once
+#include "attention/exact_lse.cuh"
 #include "ptx/math.cuh"
 #include "ptx/order.cuh"
 #include "tile/fragment.cuh"
@@ -20,12 +21,13 @@ struct OnlineSoftmax {
     float factor;         // exp(scale * s) = exp2(factor * s)
     float maximum[M][2];  // of the scores, as of the last rescale
     float sum[M][2];      // of exp2(factor * (s - maximum)), this lane's columns only
+    float best[M][2];     // of the scores so far, where lse is to be exact
 
     __device__ OnlineSoftmax(float factor) : factor(factor) {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) maximum[m][h] = MINUS_INFINITY, sum[m][h] = 0;
+            for (int h = 0; h < 2; h++) maximum[m][h] = best[m][h] = MINUS_INFINITY, sum[m][h] = 0;
     }
 
     // The factor of a row. factor * s - factor * maximum is taken in one step, which would show the rounding of
@@ -59,8 +61,10 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int h = 0; h < 2; h++)
+            for (int h = 0; h < 2; h++) {
                 grown |= (largest[m][h] - maximum[m][h]) * factor > 8;  // the first time: inf > 8
+                if (EXACT_LSE) best[m][h] = fmaxf(best[m][h], largest[m][h]);
+            }
         grown = __any_sync(~0u, grown);
         if (grown) {
 #pragma unroll
@@ -112,6 +116,14 @@ struct OnlineSoftmax {
                         sum[m][h] += scores.x[m][n][e];
                     }
             }
+    }
+
+    // How far the exponents of 2 that were summed are above those of differences to the best score: by its distance to the
+    // maximum that was taken, and by the rounding of factor * maximum.
+    __device__ float beyond_best(int m, int h) const {
+        float factor = row_factor(m, h), top = maximum[m][h];
+        bool finite = fabsf(top) < __int_as_float(0x7f800000);
+        return finite ? (top - best[m][h]) * factor - fmaf(top, factor, top * -factor) : 0;
     }
 
     // The same without a look at their maximum, where it was raised before; `added` is to be added to the sum. False where
@@ -183,7 +195,9 @@ struct OnlineSoftmax {
                 float inverse = any ? 1 / (total * kept) : 0.f;
 #pragma unroll
                 for (int n = 0; n < N; n++) result.x[m][n][2 * h] *= inverse, result.x[m][n][2 * h + 1] *= inverse;
-                maximum[m][h] = any ? fmaf(maximum[m][h], unit, logf(total)) : alone;
+                float logarithm = logf(total);
+                if (EXACT_LSE) logarithm += beyond_best(m, h) * LN_2, maximum[m][h] = best[m][h];
+                maximum[m][h] = any ? fmaf(maximum[m][h], unit, logarithm) : alone;
             }
     }
 };

@@ -8,7 +8,7 @@ __device__ inline float exp2_approx(float x) {
     return y;
 }
 
-constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 #define MINUS_INFINITY __int_as_float(0xff800000)
 

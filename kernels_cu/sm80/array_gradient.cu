@@ -161,14 +161,16 @@ struct Block {
 
     // A product of `pieces` pieces: those of queries by those of keys, transposed.
     __device__ void multiply(Accumulator<M, N>& product, int pieces) {
+        Sums<M, N> sums;
         product.clear();
         for (int n = 0; n < pieces; n++) {
             cp_async_wait<STAGES - 2>();
             __syncthreads();  // the piece has arrived, and everybody is done with the one before
             ahead.load(p, share, s, (stage + STAGES - 1) % STAGES);
-            mma_ABt<DEPTH>(product, FromShared<QueryPiece>{s.queries(stage), warp_row}, s.keys(stage), warp_key);
+            mma_ABt<DEPTH>(product, sums, FromShared<QueryPiece>{s.queries(stage), warp_row}, s.keys(stage), warp_key);
             stage = (stage + 1) % STAGES;
         }
+        sums.add_to(product);
     }
 
     // Of this lane's rows.
@@ -181,10 +183,10 @@ struct Block {
     __device__ void exponentiate(Accumulator<M, N>& scores, const Pairs& pairs, const PairsTile& at, const float* rows) const {
         Placement<> place{at.head.q, at.i + warp_row, at.j + warp_key};
         Arrays<Of::BIAS> arrays(pairs, place, s.bias(), warp_row, warp_key);
-        float factor = pairs.factor(), minus_lse[2 * M];
+        float factor = exponent_factor(pairs), minus_lse[2 * M];
         read_rows(minus_lse, rows);
         score(scores, place, pairs, arrays);
-        scores.each([&](float& x, int r, int) { x = exp2_approx(fmaf(x, factor, minus_lse[r / 8])); });
+        scores.each([&](float& x, int r, int) { x = probability(x, factor, minus_lse[r / 8]); });
         drop(scores, place, at.head.batch, dropout);
         if (pairs.tests_backward({place.i, place.i + WARP_ROWS}, {place.j, place.j + WARP_KEYS})) {
             keep_branch();

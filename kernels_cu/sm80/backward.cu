@@ -109,7 +109,7 @@ struct Block {
           warp_key(warp % KEY_WARPS * WARP_KEYS),
           column_warp(warp / KEY_WARPS),
           warp_query(column_warp * WARP_QUERIES),
-          factor(Pairs(p, head).factor()),
+          factor(exponent_factor(Pairs(p, head))),
           k_unit(operand_unit<OfK>(p, head, tile)),
           v_unit(operand_unit<OfV>(p, head, tile)),
           p_times(PowerOfTwo(1 / kept(p)).times),
@@ -184,7 +184,7 @@ struct Block {
         if constexpr (STAGES == 2) {
             load_queries(next(at), 1 - stage, [&](auto next_q, auto next_do) {
                 constexpr int LATER = ALONG && DIM / 16 > next_q.PIECES && DIM / 16 > next_do.PIECES, STEPS = DIM / 16 - LATER;
-                mma_ABt<DIM>(probabilities, k_operand, s.q_tile(stage), warp_query, [&](int k) {
+                mma_ABt<DIM, true>(probabilities, k_operand, s.q_tile(stage), warp_query, [&](int k) {
                     if (k < LATER) return;
                     next_q.template part<STEPS>(k - LATER);
                     next_do.template part<STEPS>(k - LATER);
@@ -192,7 +192,7 @@ struct Block {
             });
             cp_async_commit();
         } else {
-            mma_ABt<DIM>(probabilities, k_operand, s.q_tile(stage), warp_query);
+            mma_ABt<DIM, true>(probabilities, k_operand, s.q_tile(stage), warp_query);
         }
         float q_unit = operand_unit<OfQ>(p, at.head, tile_q), do_unit = operand_unit<OfDO>(p, at.head, tile_q);
         if (PARTS == 2) scale_by_units(probabilities, k_unit, q_unit);
@@ -200,7 +200,7 @@ struct Block {
         // dP^T = V dO^T, P^T = exp(S^T - lse)
         auto exponential = [&](float& x, int r, int c, float& slope) {
             slope = lines.slope(x, r, c);
-            x = exp2_approx(fmaf(lines.score(x, r, c), factor, minus_lse[c]));
+            x = probability(lines.score(x, r, c), factor, minus_lse[c]);
         };
         auto settle = [&] {
             drop(probabilities, placement, at.head.batch, dropout);

@@ -184,8 +184,9 @@ struct Sums {
         if (PARTS == 2) small.clear();
     }
 
-    // Fragments n and n + 1 of all rows, from all parts of a step's operands.
-    template <int L>
+    // Fragments n and n + 1 of all rows, from all parts of a step's operands. TRANSPOSED: in the order of the transposed
+    // product, which then has the same bits.
+    template <bool TRANSPOSED, int L>
     __device__ void multiply(Accumulator<M, L>& sum, int n, const unsigned (&a)[PARTS][M][4], const unsigned (&b)[PARTS][4]) {
 #pragma unroll
         for (int m = 0; m < M; m++)
@@ -194,20 +195,27 @@ struct Sums {
                 constexpr int LOW = PARTS - 1;
                 mma_m16n8k16(sum.x[m][n + h], a[0][m], b[0][2 * h], b[0][2 * h + 1], Product());
                 if constexpr (PARTS == 2) {
-                    mma_m16n8k16(small.x[m][n + h], a[0][m], b[LOW][2 * h], b[LOW][2 * h + 1], Product());
-                    mma_m16n8k16(small.x[m][n + h], a[LOW][m], b[0][2 * h], b[0][2 * h + 1], Product());
+                    constexpr int FIRST = TRANSPOSED ? LOW : 0, SECOND = LOW - FIRST;
+                    mma_m16n8k16(small.x[m][n + h], a[FIRST][m], b[SECOND][2 * h], b[SECOND][2 * h + 1], Product());
+                    mma_m16n8k16(small.x[m][n + h], a[SECOND][m], b[FIRST][2 * h], b[FIRST][2 * h + 1], Product());
                 }
             }
+    }
+
+    // At the end of a product: all of it.
+    __device__ void add_to(Accumulator<M, N>& sum) {
+        if (PARTS == 2) sum.each([](float& x, int, int, float& y) { x = fmaf(y, LOW_UNIT, x); }, small);
     }
 };
 
 // sum += A B^T over K; B's rows [row, row + 8 N) are the columns of the sum. `along(k)` is
 // called at every step of 16: the place for copies that should not come in a burst.
-template <int K, int M, int N, int ROWS, int COLS, class A, class F = Nothing>
-__device__ void mma_ABt(Accumulator<M, N>& sum, const A& operand, SharedTile<ROWS, COLS> b, int row, F along = F()) {
+// `sums`: of an operand that comes piece by piece.
+template <int K, bool TRANSPOSED = false, int M, int N, int ROWS, int COLS, class A, class F = Nothing>
+__device__ void mma_ABt(Accumulator<M, N>& sum, Sums<M, N>& sums, const A& operand, SharedTile<ROWS, COLS> b, int row,
+                        F along = F()) {
     int lane = threadIdx.x % 32;
     unsigned base = b.address(row + lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
-    Sums<M, N> sums;
 #pragma unroll
     for (int k = 0; k < K / 16; k++) {
         along(k);
@@ -219,10 +227,15 @@ __device__ void mma_ABt(Accumulator<M, N>& sum, const A& operand, SharedTile<ROW
 #pragma unroll
             for (int part = 0; part < PARTS; part++)
                 ldmatrix_x4(r[part], base + 2 * (8 * n * b.PITCH + part * (COLS / PARTS) + 16 * k));
-            sums.multiply(sum, n, a, r);
+            sums.template multiply<TRANSPOSED>(sum, n, a, r);
         }
     }
-    if (PARTS == 2) sum.each([](float& x, int, int, float& small) { x = fmaf(small, LOW_UNIT, x); }, sums.small);
+}
+template <int K, bool TRANSPOSED = false, int M, int N, int ROWS, int COLS, class A, class F = Nothing>
+__device__ void mma_ABt(Accumulator<M, N>& sum, const A& operand, SharedTile<ROWS, COLS> b, int row, F along = F()) {
+    Sums<M, N> sums;
+    mma_ABt<K, TRANSPOSED>(sum, sums, operand, b, row, along);
+    sums.add_to(sum);
 }
 
 // sum += A B over K; B's rows are summed over, its columns [col, col + 8 N) are those of the sum. Of two parts, sum +=
@@ -251,9 +264,9 @@ __device__ void mma_AB(Accumulator<M, N>& sum, const A& operand, SharedTile<ROWS
                     ldmatrix_x4_transposed(
                         r[part], base + 2 * (16 * k * b.PITCH + part * (COLS / PARTS) + 8 * (first + n)));
                 if constexpr (PARTS == 2)
-                    sums.multiply(own, n, a, r);
+                    sums.template multiply<false>(own, n, a, r);
                 else
-                    sums.multiply(sum, n, a, r);
+                    sums.template multiply<false>(sum, n, a, r);
             }
         }
 #pragma unroll

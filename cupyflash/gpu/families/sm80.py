@@ -14,10 +14,10 @@ from ..score_gradient import score_work
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
-    if problem.dtype == "float64":
-        return "takes float16, bfloat16 and float32, not float64"
     if arch.cc < 80:
         return f"needs compute capability 8.0, this GPU has {arch.cc / 10}"
+    if problem.dtype == "float64":
+        return "takes float16, bfloat16 and float32, not float64"
     if max(problem.dim, problem.dim_v) > 256:
         return f"takes head dimensions up to 256, not {problem.dim} and {problem.dim_v}"
     if _fitting(problem, arch, backward, None) is None:
