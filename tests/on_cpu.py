@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from cuda_on_cpu import Launch, as_cpp, compile_all, launch
 from reference import assert_as_good, references, state
-from semantics import draw_blocks, draw_inputs
+from semantics import Inputs, draw_blocks, draw_inputs
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import Box, KernelPlan
@@ -29,17 +30,19 @@ def check(
     shapes: dict[str, Any],
     options: dict[str, Any],
     unit: float = 1.0,
+    change: Callable[[Inputs], Inputs] = lambda inputs: inputs,
 ) -> None:
     """Forward and backward, in both orders (cuda_on_cpu.h); every result must be as good as the reference.
 
     To the bit the same in both, too, but for dq and what a score function reads where that is not asked for. `shapes` are those of `draw_inputs`,
     `options` those of a problem; "rows_aligned": whether rows of results start at multiples of 16 bytes; "tiles": those
-    of the forward and of the backward, in place of what the plan would choose; "blocks": what `draw_blocks` takes.
+    of the forward and of the backward, in place of what the plan would choose; "blocks": what `draw_blocks` takes. `change`
+    makes others of the inputs that are drawn.
     """
     options = {"rows_aligned": True, "tiles": (None, None), "deterministic": False} | options
     blocks = options.pop("blocks", None)
     rows_aligned, tiles, deterministic = options.pop("rows_aligned"), options.pop("tiles"), options["deterministic"]
-    q, k, v, dout, key_mask, dlse, others = draw_inputs(rng, dtype, **shapes)
+    q, k, v, dout, key_mask, dlse, others = change(draw_inputs(rng, dtype, **shapes))
     if key_mask is not None:
         key_mask[0] = False  # queries that see no key
         plain = family in ("simt", "flash1")  # tensor cores multiply what is hidden by 0

@@ -106,3 +106,39 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:
     arch, *rest = CASES[case]
     check("sm80", arch, rng, *rest)
+
+
+def multiplied(**by: Any) -> Any:
+    """Inputs that are so many times as large."""
+    return lambda x: x._replace(**{name: (getattr(x, name) * y).astype(np.float32) for name, y in by.items()})
+
+
+def one_row(size: float, *names: str) -> Any:
+    """Inputs with one row that is so much larger."""
+    return multiplied(**dict.fromkeys(names, np.where(np.arange(90) == 7, size, 1)[None, :, None, None]))
+
+
+def infinite(inputs: Any) -> Any:
+    """A key whose product with every query is -inf: no query sees it."""
+    inputs.k[:, 5, :, 3] = -np.inf
+    np.abs(inputs.q[..., 3], out=inputs.q[..., 3])
+    return inputs
+
+
+SIZES: dict[str, tuple[Any, float | None]] = {  # the change of the inputs, and the scale
+    "tiny": (multiplied(q=1e-15, k=1e-15, v=1e-30), 1e29),
+    "huge": (multiplied(q=1e15, k=1e14, v=1e30, dout=1e-30), 1e-30),
+    "tiny-gradient": (multiplied(dout=1e-30), None),
+    "large-logits": (multiplied(q=50), None),
+    "rows-apart": (one_row(2.0**24, "v", "dout"), None),
+    "a-large-key": (one_row(2.0**7, "k"), None),
+    "infinite": (infinite, None),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_float32_of_all_sizes(size: str, rng: np.random.Generator) -> None:
+    """Each tile has a power of two of its own, and what is small beside the largest of it keeps its bits."""
+    change, scale = SIZES[size]
+    shapes = {"seq": (90, 90), "batch": 1, "dims": (64, 80)}
+    check("sm80", A100, rng, "float32", shapes, {"scale": scale}, change=change)

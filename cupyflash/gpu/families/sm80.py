@@ -46,6 +46,7 @@ class Tile:
     dim: int = 256  # for head dimensions up to this
     seq_q: int = ANY  # and this many queries
     parts: int | None = None  # and numbers that are so many for the tensor cores; None: any
+    spills: int = 0  # bytes per thread more than SPILLS
 
     def dims(self, problem: AttentionProblem, backward: bool) -> tuple[int, int]:
         """Head dimensions as the kernel pads them."""
@@ -77,8 +78,8 @@ BACKWARD = (
     Tile(64, 64, 8, 2, 1, 1, dim=128, parts=2),
     Tile(64, 32, 8, 4, 1, 1, parts=2),
     Tile(32, 32, 4, 2, 1, 1, dim=128, parts=2),
-    Tile(32, 32, 4, 2, 1, 1, parts=2),
-    Tile(16, 32, 2, 1, 1, 1, dim=192, parts=2),
+    Tile(32, 32, 4, 2, 1, 1, parts=2, spills=104),
+    Tile(16, 32, 2, 1, 1, 1, dim=192, parts=2, spills=480),
     Tile(64, 64, 4, 1, 2, 3, dim=64, seq_q=2048),
     Tile(128, 128, 8, 2, 2, 1, dim=64),
     Tile(64, 128, 8, 2, 1, 1, dim=64),
@@ -96,8 +97,8 @@ LISTED_SPILLS = 112  # more, with a block mask: its addresses
 SPILLS = {(False, False): 144, (False, True): 1072, (True, False): 80, (True, True): 480}
 
 
-def _spills(problem: AttentionProblem, backward: bool) -> int:
-    return SPILLS[backward, scored(problem)] + LISTED_SPILLS * (problem.block_mask is not None)
+def _spills(t: Tile, problem: AttentionProblem, backward: bool) -> int:
+    return t.spills + SPILLS[backward, scored(problem)] + LISTED_SPILLS * (problem.block_mask is not None)
 
 
 def _registers(t: Tile) -> int:
@@ -178,7 +179,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
         launch = Launch("attention_forward", pairs * tiles_q, 32 * t.warps, size)
         return KernelPlan(
             "sm80", arch.name, problem.dtype, backward, source, constants, (*split, launch), alignment, halves,
-            spills=_spills(problem, backward), given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
+            spills=_spills(t, problem, backward), given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
         )  # fmt: skip
     blocks = problem.batch * problem.heads_k * ceil(problem.seq_k, t.keys)
     launches = (
@@ -195,7 +196,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     )
     constants += (("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", arch.cc >= 90))
     return KernelPlan(
-        "sm80", arch.name, problem.dtype, backward, source, constants, launches, alignment, workspace, _spills(problem, backward),
+        "sm80", arch.name, problem.dtype, backward, source, constants, launches, alignment, workspace, _spills(t, problem, backward),
         given=problem.given, lists=both_ways(problem, t.rows, t.keys, "keys"),
     )  # fmt: skip
 
