@@ -38,7 +38,8 @@ def processor(of: Any) -> Any:
     if isinstance(of, _Ours):
         return of
     own = copy.copy(of)
-    own.__class__ = _ours(type(of))
+    kind: Any = type(of)
+    own.__class__ = _ours(kind)
     return own
 
 
