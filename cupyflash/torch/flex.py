@@ -39,7 +39,7 @@ def flex_attention(
     score_mod : function of (score, b, h, q_idx, kv_idx), optional
         The new score, from tensors without dimensions. It is run once and followed operator by operator; elements of tensors
         that it captures are read, as in bias[h, q_idx - kv_idx], and get gradients. A function that is called again is known by
-        its code and by what it looks up, if that is numbers, tensors and functions; else it is run in each call (25 ms).
+        its code and by what it looks up, if that is numbers, tensors and functions; else it is run in each call (10 ms).
     block_mask : torch.nn.attention.flex_attention.BlockMask, optional
         Converted at its first call, and kept as long as it lives: make another one where what it was made from changes.
     scale : float, optional
