@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -98,7 +99,7 @@ MODS: dict[str, tuple[Any, ...]] = {
     "a learned cap": (lambda s, b, h, i, j, c: c.abs() * torch.tanh(s / c.abs()), ()),
     "relative bias": (lambda s, b, h, i, j, table: s + table[h, i - j + S - 1], (H, 2 * S - 1)),
     "from the end": (lambda s, b, h, i, j, table: s + table[i - j], (S,)),
-    "rows first": (lambda s, b, h, i, j, table: s + table[b][-1][i, j % 7], (B, 3, S, 7)),
+    "rows first": (lambda s, b, h, i, j, table: s + table[b, :, i][-1][j % 7], (B, 3, S, 7)),
     "computed before": (
         lambda s, b, h, i, j, x, y: s * torch.exp(0.1 * x.flatten() @ y)[h] + (x.sum(0) * 2)[j], (1, S), (S, H)
     ),
@@ -282,6 +283,34 @@ def test_what_is_traced_once(rng: np.random.Generator, monkeypatch: pytest.Monke
         same(mod, len(runs) + 1)
 
 
+def test_functions_of_every_kind(rng: np.random.Generator) -> None:
+    """Partial ones, methods and objects, with arguments of their own; under autocast and inference_mode."""
+    q, k, v = qkv(rng, dtype="float64")
+    slopes = torch.rand(H, dtype=torch.float64)
+
+    class Bias(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slopes = torch.nn.Parameter(slopes)
+
+        def forward(self, s: Any, b: Any, h: Any, i: Any, j: Any, factor: float = 1.0) -> Any:
+            return s + factor * self.slopes[h] * (j - i)
+
+    module = Bias()
+    expected = standard(q, k, v, module)[0]
+    with torch.inference_mode():
+        torch.testing.assert_close(flex_attention(q, k, v, module), expected.detach())
+    for mod in (module, module.forward, functools.partial(module.forward, factor=1.0)):
+        found = flex_attention(q, k, v, mod)
+        grads = [torch.autograd.grad(x.sum(), module.slopes, retain_graph=True)[0] for x in (found, expected)]
+        torch.testing.assert_close((found, grads[0]), (expected, grads[1]))
+    with pytest.raises(NotImplementedError, match="^score_mod is given under torch.func .* as score, with the tensors"):
+        torch.func.grad(lambda x: flex_attention(q, k, v, lambda s, b, h, i, j: s * x[h]).sum())(slopes)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flex_attention(*(x.float() for x in (q, k, v)), module)
+    assert out.dtype is torch.bfloat16 and (out - expected).abs().max() < 0.05
+
+
 def test_inside_a_compiled_model(rng: np.random.Generator) -> None:
     """The compiler leaves it as it is."""
     q, k, v = qkv(rng, dtype="float64")
@@ -297,6 +326,9 @@ def test_messages(rng: np.random.Generator) -> None:
     mask = theirs.create_block_mask(lambda b, h, i, j: i >= j, None, None, 64, S, device="cpu")
     for options, error, message in (
         ({"score_mod": lambda s, b, h, i, j: s if i > j else s * 0}, TypeError, "^score_mod decides by a number that depends"),
+        ({"score_mod": lambda s, b, h, i, j: np.tanh(s)}, TypeError, "^score_mod hands a number of the pair to NumPy or Python"),
+        ({"score_mod": lambda s, b, h, i, j: s + i.tolist()}, TypeError, "^score_mod hands a number of the pair to NumPy or Py"),
+        ({"score_mod": lambda s, b, h, i, j: s + math.exp(i)}, TypeError, "^score_mod decides by a number that depends on the"),
         ({"score_mod": lambda s, b, h, i, j: s + torch.erf(s)}, NotImplementedError, "^score_mod calls aten.erf.default, which is"),
         ({"score_mod": lambda s, b, h, i, j: s + softplus(s)}, NotImplementedError, "^score_mod calls aten.softplus"),
         ({"score_mod": lambda s, b, h, i, j: s + table[h].sum()}, NotImplementedError, "^score_mod calls aten.sum"),

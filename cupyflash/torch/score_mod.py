@@ -26,6 +26,11 @@ _plans: dict[Any, Plan] = {}
 
 def traced(score_mod: Callable[..., Any], query: torch.Tensor, keys: int) -> tuple[Score, dict[str, torch.Tensor]]:
     """score_mod for this query, (B, H, L, E), and so many keys, as `score` and `score_arrays` of attention."""
+    if torch._C._are_functorch_transforms_active():  # which wrap the tensors that a trace would follow
+        raise NotImplementedError(
+            "score_mod is given under torch.func (grad, vjp, vmap); give the function to cupyflash.attention as score, with the "
+            "tensors that it reads as score_arrays"
+        )
     captured: list[torch.Tensor] = []
 
     def leaf(x: Any) -> Any:
@@ -54,21 +59,24 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(isinstance(x, torch.Tensor) for x in index) and all(
-                isinstance(x, (int, torch.Tensor)) for x in index
-            ):
-                return torch.ops.aten.index.Tensor(
-                    args[0], [x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in index]
-                )
-        elif func in _LOOKS:
+            if any(isinstance(x, torch.Tensor) for x in index) and all(map(_known, index)):
+                return torch.ops.aten.index.Tensor(args[0], [_INDICES.get(type(x), lambda x: x)(x) for x in index])
+        elif func in _READS and args[0].dim() == 0:  # of which a trace would see nothing
+            raise TypeError(
+                "score_mod hands a number of the pair to NumPy or Python; it must compute with functions of torch"
+            )
+        elif func in _LOOKS or func in _READS:
             self.looked = True
         return func(*args, **(kwargs or {}))
 
 
-_LOOKS = {
-    getattr(torch.Tensor, name)
-    for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__")
-}  # fmt: skip
+def _known(index: Any) -> bool:
+    return isinstance(index, (int, torch.Tensor)) or (isinstance(index, slice) and index == slice(None))
+
+
+_INDICES: dict[type, Any] = {int: torch.tensor, slice: lambda x: None}
+_LOOKS = {getattr(torch.Tensor, name) for name in ("item", "__bool__", "__int__", "__float__", "__index__")}
+_READS = {getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__")}
 
 
 class Plan:
@@ -79,7 +87,7 @@ class Plan:
         place = [torch.zeros((), dtype=torch.int32, device=query.device) for _ in range(4)]
         watch = Watch()
         try:
-            with torch.no_grad(), watch:
+            with torch.inference_mode(False), torch.no_grad(), watch:
                 module = make_fx(lambda *x: score_mod(*x))(torch.zeros((), dtype=number, device=query.device), *place)
         except RuntimeError as error:
             if "trying to get value out of a tracing tensor" not in str(error):
