@@ -229,15 +229,18 @@ def test_as_pytorch_computes_it(name: str, rng: np.random.Generator) -> None:
     )
 
 
-def test_lists_of_blocks(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_lists_of_blocks(device: str, rng: np.random.Generator) -> None:
     """Lists that no mask_mod comes with, one batch of keys for all, and what the auxiliary outputs are called."""
     rows = torch.tensor([[[2, 1, 0, 1, 3]]], dtype=torch.int32)
     columns = torch.tensor(
         [[[[4, 0, 9, 9, 9], [2, 9, 9, 9, 9], [9] * 5, [1, 9, 9, 9, 9], [3, 0, 1, 9, 9]]]], dtype=torch.int32
     )
-    mask = theirs.BlockMask.from_kv_blocks(rows, columns.clamp(max=4), BLOCK_SIZE=16, seq_lengths=(S, S))
-    q, k, v = qkv(rng, dtype="float64")
-    seen = torch.zeros(5, 5, dtype=torch.bool)
+    mask = theirs.BlockMask.from_kv_blocks(
+        rows.to(device), columns.clamp(max=4).to(device), BLOCK_SIZE=16, seq_lengths=(S, S)
+    )
+    q, k, v = qkv(rng, dtype="float64", device=device)
+    seen = torch.zeros(5, 5, dtype=torch.bool, device=device)
     for row, given in enumerate(([4, 0], [2], [], [1], [3, 0, 1])):
         seen[row, given] = True
     out, lse = flex_attention(q, k[:1], v[:1], block_mask=mask, return_lse=True)
