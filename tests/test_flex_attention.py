@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -268,8 +270,13 @@ def test_what_is_traced_once(rng: np.random.Generator, monkeypatch: pytest.Monke
         torch.testing.assert_close(flex_attention(q, k, v, mod), standard(q, k, v, mod)[0], atol=1e-5, rtol=1e-5)
         assert len(runs) == times
 
+    slopes = torch.rand(H)
+    seen = weakref.ref(slopes)
+    same(alibi(slopes), 1)
     same(alibi(torch.rand(H)), 1)
-    same(alibi(torch.rand(H)), 1)
+    del slopes
+    gc.collect()
+    assert seen() is None  # what was traced keeps no tensors
     same(alibi(torch.rand(H).double()), 2)
     same(alibi(torch.rand(H), 2.0), 3)
     slopes = torch.rand(H)

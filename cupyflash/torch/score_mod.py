@@ -111,7 +111,7 @@ class Plan:
                     self.at[n] = same[0]
                     continue
                 self.fixed[n] = x
-                if all(_name(m).startswith("lift_fresh") for m in n.users):  # torch.tensor(...) in the function
+                if all("lift_fresh" in str(m.target) for m in n.users):  # torch.tensor(...) in the function
                     made.add(n)
                 else:
                     self.lasts = False  # found in an object, which may hold another one the next time
@@ -127,6 +127,7 @@ class Plan:
         self.numbers = {n: x.item() for n, x in self._computed([], plain).items()}
         self.reads = {n: f"a{i}" for i, n in enumerate(sorted(used - plain, key=self.nodes.index))}
         self.scores: dict[Any, Score] = {}
+        module.graph.owning_module = None  # which holds the tensors of this first call
 
     def _computed(self, captured: list[torch.Tensor], wanted: Any) -> dict[Any, torch.Tensor]:
         """Nodes that do not depend on the pair."""
