@@ -207,12 +207,37 @@ whole = P("b", None, "h", None)
 for specs, x in (((whole,) * 3, (q, k, v)), ((P("b"), P("b"), P("b")), (q, k, v)), ((whole,) * 3 + (P("h"),), (q, k, v, bias))):
     found, expected = both(specs, *x)
     close(found, expected)
+
+# On any one device, and, by XLA's partitioner, which runs it whole on each, on parts of several.
+from jax.sharding import NamedSharding
+q = numbers(4, 5, 4, 8)
+def results(x, out_of=jax.jit):
+    y, lse = out_of(lambda x: attention(x, x, x, causal=True, return_lse=True))(x)
+    return y, lse, out_of(jax.grad(lambda x: (attention(x, x, x, causal=True) ** 2).sum()))(x)
+expected = results(q)
+for device in jax.devices()[1:3]:
+    for out_of in (jax.jit, lambda f: f):
+        found = results(jax.device_put(q, device), out_of)
+        assert all(x.devices() == {device} for x in found)
+        close(found, expected)
+for spec in (P("b", None, "h"), P("h"), P(None, None, None, "b")):
+    close(results(jax.device_put(q, NamedSharding(mesh, spec))), expected)
+close(jax.pmap(results)(np.asarray(q)[:, None])[:2], tuple(x[:, None] for x in expected[:2]))
+x, y = (jax.device_put(q, device) for device in jax.devices()[:2])
+for call in (attention, jax.jit(attention)):
+    try:
+        call(x, y, y)
+    except ValueError as error:
+        assert "k" in str(error) and "device" in str(error), error
+    else:
+        raise AssertionError("arrays on two devices")
 print("sharded")
 """
 
 
-def test_shard_map() -> None:
-    """Over batch and heads; a gradient of what is the same on several devices is summed over them."""
+def test_several_devices() -> None:
+    """shard_map over batch and heads (a gradient of what is the same on several devices is summed over them), other devices than
+    the first, arrays in parts without shard_map, and pmap."""
     command = [sys.executable, "-c", SHARDED]
     done = subprocess.run(command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.stdout.split()[-1:] == ["sharded"], done.stderr[-3000:]
@@ -222,7 +247,39 @@ def test_donated_buffers() -> None:
     q, k, _ = qkv()
     step = jax.jit(lambda q: attention(q, k, k, causal=True), donate_argnums=0)
     expected = attention(attention(q, k, k, causal=True), k, k, causal=True)
-    close(step(step(q + 0)), expected)
+    given = q + 0
+    close(step(step(given)), expected)
+    assert given.is_deleted()
+    with pytest.raises(ValueError, match="^q is deleted; it must be an array that was not donated"):
+        attention(given, k, k)
+
+
+def test_one_buffer_for_all_and_gradients_in_its_place() -> None:
+    """q, k and v that are one array, which is donated to the step that makes another of it."""
+
+    def step(x: Any, attend: Any) -> Any:
+        for _ in range(2):
+            x = x - 0.1 * jax.grad(lambda x: (attend(x, x, x) ** 2).sum())(x)
+        return x
+
+    x = numbers(2, 5, 4, 8)
+    expected = step(x, standard)
+    jitted = jax.jit(lambda x: step(x, lambda *x: attention(*x, causal=True)), donate_argnums=0)
+    close(jitted(x), expected)
+    assert x.is_deleted()
+
+
+@pytest.mark.parametrize("platforms", [None, ["cuda"], ["cpu", "cuda"]])
+def test_export_says_that_it_is_a_callback(platforms: Any) -> None:
+    """No callback can be written into a file; what is compiled for this process is no matter."""
+    q, k, v = qkv()
+    jitted = jax.jit(lambda *x: attention(*x, causal=True))
+    for function in (jitted, jax.jit(jax.grad(lambda *x: jitted(*x).sum()))):
+        with pytest.raises(
+            NotImplementedError, match="^attention is a callback into this process, and jax.export cannot"
+        ):
+            jax.export.export(function, platforms=platforms)(q, k, v)
+    close(jitted.lower(q, k, v).compile()(q, k, v), jitted(q, k, v))
 
 
 def test_what_is_wrong_is_said_while_tracing() -> None:
@@ -321,3 +378,100 @@ def test_dot_product_attention_says_more() -> None:
             dot_product_attention(q, k, v, **options)
     with pytest.raises(ValueError, match=r"^query has shape \(5, 8\); it must be \(B, T, N, H\)"):
         dot_product_attention(q[0, :, 0], k[0, :, 0], v[0, :, 0])
+
+
+# What JAX tests of its own function: dtypes, groups of heads, masks and biases of every form, alone and together.
+
+WIDE = (3, 24, 24, 4, 16)  # B, T, S, N, H
+MASKINGS: dict[str, dict[str, Any]] = {
+    "none": {}, "causal": {"is_causal": True}, "padding": {"lengths": True}, "padding and causal": {"lengths": True, "is_causal": True},
+    "window": {"local_window_size": (4, 7)}, "window of one number": {"local_window_size": 6, "is_causal": True},
+    "custom": {"mask": (3, 4, 24, 24)}, "custom and padding": {"mask": (1, 1, 24, 24), "lengths": True},
+    "custom for each head": {"mask": (1, 4, 24, 24), "is_causal": True},
+}  # fmt: skip
+
+
+def both(
+    dtype: str, groups: int, options: dict[str, Any], bias: tuple[int, ...] | None = None, mapped: bool = False
+) -> tuple[Any, Any, Any]:
+    """Values and gradients: ours, those of jax.nn, and those of jax.nn in float64."""
+    b, t, s, n, h = WIDE
+    shapes = ((b, t, n, h), (b, s, n // groups, h), (b, s, n // groups, h))
+    lead = (2,) if mapped else ()
+    inputs = [numbers(*lead, *shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+    options = dict(options)
+    if options.pop("lengths", False):
+        lengths = {
+            "query_seq_lengths": jnp.asarray([24, 9, 1], jnp.int32),
+            "key_value_seq_lengths": jnp.asarray([5, 24, 1], jnp.int32),
+        }
+        options |= lengths
+    if "mask" in options:
+        options["mask"] = (numbers(*options["mask"]) > -0.5).at[..., 0].set(True)
+    inputs += [numbers(*lead, *bias, seed=7, dtype=dtype)] if bias else []
+
+    # Rows that are not there are 0; those of which every key is hidden would be the mean of the values in jax.nn.
+    w = numbers(b, t, n, h, seed=9)
+    if "query_seq_lengths" in options:
+        w *= (jnp.arange(t) < options["query_seq_lengths"][:, None])[..., None, None]
+
+    def of(function: Any, dtype: str) -> Any:
+        def total(*x: Any) -> Any:
+            call = jax.vmap(lambda *x: function(*x, **options)) if mapped else lambda *x: function(*x, **options)
+            values = call(*x) * w.astype(dtype)
+            return values.sum(dtype="float64"), values
+
+        (_, values), grads = jax.jit(jax.value_and_grad(total, tuple(range(len(inputs))), has_aux=True))(
+            *(x.astype(dtype) for x in inputs)
+        )
+        return [values, *grads]
+
+    exact = of(jax.nn.dot_product_attention, "float64")
+    return of(dot_product_attention, dtype), of(jax.nn.dot_product_attention, dtype), exact
+
+
+def as_good(ours: Any, theirs: Any, exact: Any, dtype: str) -> None:
+    for x, y, z in zip(ours, theirs, exact):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        x, y, z = (np.asarray(a, np.float64) for a in (x, y, z))
+        assert abs(x - z).max() <= 2 * abs(y - z).max() + {"float32": 1e-5}.get(dtype, 1e-3)
+
+
+@pytest.mark.parametrize("masking", MASKINGS)
+def test_as_jax_tests_its_own(masking: str) -> None:
+    n = list(MASKINGS).index(masking)
+    dtype = ("bfloat16", "float32")[n % 2]
+    as_good(*both(dtype, (1, 2, 4)[n // 3], MASKINGS[masking]), dtype)
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 4, 24, 24), (1, 4, 24, 24), (3, 1, 24, 24), (1, 1, 24, 24), (3, 4, 1, 24), (1, 1, 1, 24)]
+)
+def test_gradients_of_biases_of_every_form(shape: tuple[int, ...]) -> None:
+    """Also mapped, where every entry has a bias of its own."""
+    as_good(
+        *both("float32", 2, {"is_causal": True}, bias=shape, mapped=shape[0] > shape[1] or shape[2] == 1), "float32"
+    )
+
+
+def test_under_vmap_and_jit_together() -> None:
+    """Mapped over any axis, with what is not mapped shared."""
+    q, k, v = numbers(2, 3, 5, 4, 8), numbers(3, 7, 2, 2, 8), numbers(3, 7, 2, 8)
+    ours, theirs = (
+        jax.jit(jax.vmap(lambda q, k, v, f=f: f(q, k, v, scale=0.2), (0, 2, None), 1))(q, k, v)
+        for f in (dot_product_attention, jax.nn.dot_product_attention)
+    )
+    close(ours, theirs, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [((3, 24, 4, 8), (3, 24, 3, 8), None), ((3, 24, 4, 8), (2, 24, 4, 8), None), ((3, 24, 4, 8), (3, 24, 4, 6), None),
+     ((3, 24, 4, 8), (3, 24, 4, 8), (2, 4, 24, 24)), ((3, 24, 4, 8), (3, 24, 4, 8), (3, 4, 24, 20))],
+)  # fmt: skip
+def test_shapes_that_do_not_fit(shapes: tuple[Any, ...]) -> None:
+    q, k = (numbers(*x) for x in shapes[:2])
+    bias = None if shapes[2] is None else numbers(*shapes[2])
+    for function in (dot_product_attention, jax.nn.dot_product_attention):
+        with pytest.raises((ValueError, TypeError)):
+            function(q, k, k, bias)

@@ -322,6 +322,9 @@ def test_numpy_shares_memory(dtype: str) -> None:
     back = lib.from_numpy(a)
     assert back.data_ptr() == x.data_ptr() and back.dtype is x.dtype and back.stride() == x.stride()
     assert lib.view(x) == ((4, 3), (1, 4), dtype, "cpu", "torch", x.data_ptr())
+    x.untyped_storage().resize_(100)  # which numpy() would forbid from then on
+    empty = torch.zeros((0, 4), dtype=x.dtype)
+    assert lib.to_numpy(empty).shape == (0, 4) and lib.to_numpy(empty).dtype == a.dtype
 
 
 def test_every_dtype_can_be_allocated() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -170,6 +171,46 @@ def test_exported(strict: bool) -> None:
     other = [torch.randn(2, 11, 4, 8), torch.randn(2, 13, 2, 8), torch.randn(2, 13, 2, 6)]
     for given in (tensors, other):
         same([program.module()(*given)], [attention(*given, causal=True)])
+
+
+def exported_layer(device: str) -> tuple[Any, Any, list[Any]]:
+    """A layer, its exported program, and inputs of two lengths."""
+    torch.manual_seed(0)
+    project = torch.nn.Linear(32, 96, device=device)
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = project
+
+        def forward(self, x: Any) -> Any:
+            q, k, v = self.project(x).unflatten(-1, (3, 4, 8)).unbind(2)
+            return attention(q, k, v, causal=True, window=(7, None), softcap=3.0).flatten(-2)
+
+    inputs = [torch.randn(2, n, 32, device=device) for n in (16, 33)]
+    with torch.no_grad():
+        length = torch.export.Dim("length", min=2, max=64)
+        return Layer(), torch.export.export(Layer(), (inputs[0],), dynamic_shapes=({1: length},)), inputs
+
+
+def test_a_program_from_a_file(tmp_path: Path) -> None:
+    layer, program, inputs = exported_layer("cpu")
+    torch.export.save(program, tmp_path / "layer.pt2")
+    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    for x in inputs:
+        same([loaded(x)], [layer(x)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_ahead_of_time(device: str, tmp_path: Path) -> None:
+    """By AOTInductor, into a library that calls the operator."""
+    layer, program, inputs = exported_layer(device)
+    with torch.no_grad():
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+        loaded = torch._inductor.aoti_load_package(path)
+        for x in inputs:
+            same([loaded(x)], [layer(x)])
 
 
 @pytest.mark.gpu

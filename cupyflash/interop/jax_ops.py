@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from .. import folding, interop, passes
 from .. import problem as rules
@@ -196,12 +198,29 @@ def _called(arrays: Arrays, how: How, wrt: tuple[str, ...] | None) -> tuple[jax.
         # In a command buffer (CUDA graph) XLA calls back once, and then replays what was launched.
         return buffer_callback(call, [*results, scratch], command_buffer_compatible=call.plain)(*xs)[:-1]
 
-    inputs = list(arrays.values())
+    first, *others = arrays.values()
+    inputs = [_in_this_process.bind(first), *others]
     on = {"cpu": on_cpu, "cuda": on_gpu}
     if mask is not None:  # which is on one of them
         del on["cuda" if mask.device == "cpu" else "cpu"]
     found = jax.lax.platform_dependent(*inputs, **on) if _has_gpu() else on_cpu(*inputs)
     return tuple(found)
+
+
+def _lowered(ctx: Any, x: Any) -> list[Any]:
+    if getattr(ctx.module_context.lowering_parameters, "for_export", False):
+        raise NotImplementedError(
+            "attention is a callback into this process, and jax.export cannot write that down: export a function that calls "
+            "jax.nn.dot_product_attention in its place"
+        )
+    return [x]
+
+
+# The identity, which is there to be asked where it is compiled for.
+_in_this_process = Primitive("cupyflash_in_this_process")
+_in_this_process.def_impl(lambda x: x)
+_in_this_process.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_in_this_process, _lowered)
 
 
 def _run(call: Callable[[Arrays], Any], arrays: Arrays) -> list[jax.Array]:

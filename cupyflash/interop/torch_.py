@@ -108,11 +108,23 @@ def wrap(name: str, x: Any) -> torch.Tensor:
     raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor, as q is")
 
 
+class _Memory:
+    """A tensor as NumPy reads it. `numpy()` would forbid its storage to be resized ever after, which FSDP does."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, x: torch.Tensor, dtype: np.dtype) -> None:
+        strides = tuple([stride * dtype.itemsize for stride in x.stride()])
+        data = (x.data_ptr(), False)
+        self.owner, self.__array_interface__ = x, {
+            "shape": tuple(x.shape), "strides": strides, "typestr": dtype.str, "data": data, "version": 3,
+        }  # fmt: skip
+
+
 def to_numpy(x: torch.Tensor) -> np.ndarray:
-    x = x.detach()
-    if x.dtype is torch.bfloat16:  # NumPy has no bfloat16 of its own to share memory as
-        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return x.numpy()
+    if x.dtype is torch.bfloat16:  # which NumPy knows by no name
+        return np.asarray(_Memory(x, np.dtype(np.int16))).view(ml_dtypes.bfloat16)
+    return np.asarray(_Memory(x, np.dtype(str(x.dtype).removeprefix("torch."))))
 
 
 def from_numpy(a: np.ndarray) -> torch.Tensor:

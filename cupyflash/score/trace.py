@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .expression import parse
@@ -27,8 +27,8 @@ def trace(score: Callable[..., Any] | str | Score, arrays: Mapping[str, tuple[st
     if isinstance(score, Score):
         return score
     given = tuple(ScoreArray(name, *form) for name, form in arrays.items())
-    fingerprint = score if isinstance(score, str) else _fingerprint(score)
-    key = None if fingerprint is None else (fingerprint, given)
+    known = score if isinstance(score, str) else fingerprint(score)
+    key = None if known is None else (known, given)
     found = None if key is None else _traced.get(key)
     if found is None:
         found = _parsed(score, given) if isinstance(score, str) else _run(score, given)
@@ -92,10 +92,13 @@ def _parameters(function: Any, arrays: dict[str, ScoreArray]) -> tuple[ScoreArra
 # ---- whether a function is the one that was traced before -------------------------------------------------------------
 
 
-def _fingerprint(function: Any) -> Any:
-    """What a function's graph follows from: its code and every number that it looks up. None where that is not known."""
+def fingerprint(function: Any, leaf: Callable[[Any], Any] | None = None) -> Any:
+    """What a function's graph follows from: its code and every number that it looks up. None where that is not known.
+
+    `leaf` is asked for what stands for any other object that it looks up, None where it does not know.
+    """
     try:
-        return _of_function(function, ())
+        return _of_function(function, (), leaf)
     except (_Unknown, TypeError):  # the last: what cannot be hashed
         return None
 
@@ -104,18 +107,22 @@ class _Unknown(Exception):
     pass
 
 
-def _of_function(function: Any, outer: tuple[Any, ...]) -> Any:
+def _of_function(function: Any, outer: tuple[Any, ...], leaf: Callable[[Any], Any] | None) -> Any:
     if type(function) is not types.FunctionType:
         raise _Unknown
     if function in outer:
         return "itself"
     outer = (*outer, function)
-    cells = tuple(_of_value(cell.cell_contents, outer) for cell in function.__closure__ or ())
+
+    def of(values: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(_of_value(x, outer, leaf) for x in values)
+
     looked_up = [name for name in _names(function.__code__) if name in function.__globals__]
+    defaults = function.__kwdefaults__ or {}
     return (
-        function.__code__, cells, tuple((name, _of_value(function.__globals__[name], outer)) for name in looked_up),
-        tuple(_of_value(x, outer) for x in function.__defaults__ or ()),
-        tuple((name, _of_value(x, outer)) for name, x in (function.__kwdefaults__ or {}).items()),
+        function.__code__, of(cell.cell_contents for cell in function.__closure__ or ()),
+        tuple(zip(looked_up, of(function.__globals__[name] for name in looked_up))), of(function.__defaults__ or ()),
+        tuple(zip(defaults, of(defaults.values()))),
     )  # fmt: skip
 
 
@@ -126,11 +133,11 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*code.co_names, *inner]))
 
 
-def _of_value(x: Any, outer: tuple[Any, ...]) -> Any:
+def _of_value(x: Any, outer: tuple[Any, ...], leaf: Callable[[Any], Any] | None) -> Any:
     if x is None or isinstance(x, (bool, int, float, str)):
         return type(x), repr(x)
     if isinstance(x, tuple):
-        return tuple(_of_value(y, outer) for y in x)
+        return tuple(_of_value(y, outer, leaf) for y in x)
     if isinstance(x, types.ModuleType):
         if x.__name__.partition(".")[0] not in _KNOWN:
             raise _Unknown
@@ -139,4 +146,5 @@ def _of_value(x: Any, outer: tuple[Any, ...]) -> Any:
         return x
     if isinstance(x, types.FunctionType) and (x.__module__ or "").partition(".")[0] in _KNOWN:
         return x
-    return _of_function(x, outer)
+    found = None if leaf is None else leaf(x)
+    return _of_function(x, outer, leaf) if found is None else found

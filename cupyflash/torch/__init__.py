@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,10 @@ from ..signature import like
 from .multihead import MultiheadAttention
 from .sdpa import scaled_dot_product_attention
 
-__all__ = ["MultiheadAttention", "attention", "scaled_dot_product_attention"]
+if TYPE_CHECKING:
+    from .flex import flex_attention
+
+__all__ = ["MultiheadAttention", "attention", "flex_attention", "scaled_dot_product_attention"]
 
 interop.library("q", torch.empty(0))  # makes the operators known, for programs that were exported
 
@@ -41,3 +44,12 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any)
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
     return api.attention(q, k, v, **options)
+
+
+def __getattr__(name: str) -> Any:
+    """flex_attention comes when it is asked for: with PyTorch's tracers it takes a second to import."""
+    if name != "flex_attention":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .flex import flex_attention
+
+    return flex_attention
