@@ -343,6 +343,17 @@ def test_summary():
     assert "NO RESULT of ours in 1 rows; the first: wrong" in report.summary(rows)[-1]
 
 
+def test_the_summary_of_dtypes_is_by_pass():
+    rows = synthetic("fp32")["rows"]
+    rows[3]["ratio_to_best"] = 0.25
+    lines = report.summary(rows)[-6:]
+    assert [line.split(":")[0] for line in lines] == [
+        "float32, forward", "float32, backward", "float64, forward", "float64, backward",
+        "with a bias, forward", "with a bias, backward",
+    ]  # fmt: skip
+    assert lines[0].endswith("worst 0.25x (dim 64, causal yes, bias no, seq 512)")
+
+
 def test_table_marks_the_best_and_shows_gaps():
     lines = plots.table(synthetic("forward")["rows"]).splitlines()
     assert len(lines) == 38
