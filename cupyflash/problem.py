@@ -432,6 +432,7 @@ class AttentionProblem:
     @property
     def visible(self) -> int:
         """Number of (query, key) pairs that the band (causal and window) leaves, per head."""
+
         def up_to(n: int) -> int:  # the sum over all x < n of x, where that is a number of keys, or else the nearest one
             inside = min(max(n, 0), self.seq_k)
             return inside * (inside - 1) // 2 + max(n - self.seq_k, 0) * self.seq_k
