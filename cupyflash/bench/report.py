@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,17 @@ def load(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+def fill(page: Path, name: str, tables: Sequence[str]) -> bool:
+    """Put tables between the marks of that name in a page; False where there is no table, page or mark."""
+    if not tables or not page.is_file():
+        return False
+    begin, end = (f"<!-- {name}:{which} -->" for which in ("begin", "end"))
+    block = "\n\n".join([begin, *tables, end])
+    text, marks = re.subn(f"{begin}.*?{end}", lambda _: block, page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    page.write_text(text, encoding="utf-8")
+    return marks > 0
+
+
 def varying(problems: Sequence[Mapping[str, Any]]) -> list[str]:
     """The fields of the problems that tell them apart, without those that follow from the sequence length and dim."""
     shown = [key for key in problems[0] if key not in ("batch", "heads")]
@@ -134,9 +146,9 @@ def summary(rows: Sequence[Row]) -> list[str]:
     if "model" in rows[0]["problem"]:
         kinds = {kind: _where(rows, lambda p, n=names: p["model"] in n) for kind, names in models.KINDS.items()}
         lines += _kinds(rows, kinds)
-    if len(dtypes := _values(rows, "dtype")) > 1 and not named:
-        kinds = {x: _where(rows, lambda p, x=x: p["dtype"] == x and not p.get("bias")) for x in dtypes}
-        lines += _kinds(rows, kinds | {"with a bias": _where(rows, lambda p: p.get("bias"))})
+    if len(dtypes := _values(rows, "dtype")) > 1 and "bias" in rows[0]["problem"]:
+        kinds = {x: _where(rows, lambda p, x=x: p["dtype"] == x and not p["bias"]) for x in dtypes}
+        lines += _kinds(rows, kinds | {"with a bias": _where(rows, lambda p: p["bias"])})
     if wrong := [row for row in rows if row["ours"] is None]:
         lines.append(f"NO RESULT of ours in {len(wrong)} rows; the first: {wrong[0]['notes'].get('ours')}")
     return lines

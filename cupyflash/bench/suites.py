@@ -13,7 +13,7 @@ from .. import attention, attention_backward
 from ..gpu.plan import KernelPlan, plan
 from ..problem import AttentionProblem
 from ..timing import Candidate, flops, gpu_sampler, host_sampler, interleave, reason
-from . import first_call, models, peers, scores
+from . import first_call, models, peers, precision, scores
 from .suite import Measured, Options, Problem, Suite, case_of, compare, importable, take_turns
 
 DENSE = ("math", "standard")  # peers that build the S x S matrix
@@ -383,6 +383,7 @@ SUITES: dict[str, Suite] = {
     "jit": Suite("s", ("flex",), _jit, _jit_time),
     "memory": Suite("MB", MEMORY_PEERS, _memory, _memory_peak),
     "fp32": Suite("TFLOP/s", WIDE_PEERS, _wide, _wide_speed),
+    "precision": Suite("error", precision.PEERS, precision.problems, precision.measure),
     "figures": Suite("TFLOP/s", FIGURE_PEERS, _figures, _figure_speed),
     "training": Suite("TFLOP/s", TRAINING_PEERS, _training, _training_speed),
     "ladder": Suite("ms", LADDER, _ladder, _ladder_rung),
