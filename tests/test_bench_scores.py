@@ -303,3 +303,36 @@ def test_a_run_writes_rows_and_tells_why_peers_are_missing(monkeypatch, tmp_path
     assert row["ratio_to_causal"] == 0.9 and row["notes"] == {"flex": "RuntimeError: no Triton"} and len(more) == 3
     printed = capsys.readouterr().out
     assert "vs causal" in printed and printed.count("flex: RuntimeError: no Triton") == 1 and "0.90x" in printed
+
+
+def test_a_run_goes_on_where_it_was_stopped(monkeypatch, tmp_path, capsys):
+    """What is there is kept, in the order of the suite; rows without a result, and those of other kernels, are measured."""
+    taken, stop = [], [3]
+
+    def measure(problem, options):
+        if len(taken) == stop[0]:
+            raise KeyboardInterrupt
+        taken.append(problem)
+        return ({} if len(taken) == 2 else {"ours": float(len(taken))}), {}
+
+    monkeypatch.setattr(runner, "SUITES", {"scores": SUITES["scores"]._replace(measure=measure)})
+    for name, value in {"require_gpu": None, "name": "NVIDIA H200", "ceilings": {}, "driver": "1"}.items():
+        monkeypatch.setattr(machine, name, lambda *_, value=value: value)
+    every = scores.problems(suite.Options(only=("alibi", "sinks", "t5")))
+
+    def rows() -> list[report.Row]:
+        return json.loads((tmp_path / "scores.json").read_text())["rows"]
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(["scores"], out=tmp_path, only=["sinks", "t5"])
+    assert [row["ours"] for row in rows()] == [1.0, None, 3.0]
+    stop[0] = 99
+    assert bench.run(["scores"], out=tmp_path, only=["alibi", "sinks", "t5"], resume=True) == 0
+    assert [row["problem"] for row in rows()] == every and all(row["ours"] for row in rows())
+    assert len(taken) == 3 + len(every) - 2 and "2 rows are in" in capsys.readouterr().out
+    assert bench.run(["scores"], out=tmp_path, only=["alibi"], resume=True) == 0
+    assert len(taken) == 3 + len(every) - 2 and len(rows()) == len(every)
+    other = json.loads((tmp_path / "scores.json").read_text()) | {"sources": "others"}
+    report.save(tmp_path / "scores.json", other)
+    assert bench.run(["scores"], out=tmp_path, only=["alibi"], resume=True) == 0
+    assert [row["problem"]["scores"] for row in rows()] == ["alibi"] * 4
