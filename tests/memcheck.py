@@ -151,6 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--family", choices=FAMILIES, help="only these kernels")
     parser.add_argument("--dtype", choices=FLOATS, help="only this one")
     parser.add_argument("--only", default="", help="kinds that begin so")
+    parser.add_argument("--after", type=Path, metavar="LOG", help="without what is right, or left out, in this one")
     parser.add_argument("--cpu", action="store_true", help="NumPy's way, to test the list")
     parser.add_argument("--list", action="store_true", help="run nothing")
     args = parser.parse_args(arguments)
@@ -167,6 +168,10 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     families = [CPU] if args.cpu else [Backend(name, name) for name in FAMILIES if args.family in (None, name)]
     work = [x for x in problems(families) if x.kind.startswith(args.only) and args.dtype in (None, x.dtype)]
+    if args.after and args.after.is_file():
+        lines = args.after.read_text(encoding="utf-8", errors="replace").splitlines()
+        before = {line.partition(": ")[0] for line in lines if ": right, " in line or ": left out: " in line}
+        work = [x for x in work if str(x) not in before]
     start, results = time.monotonic(), []
     for problem in work[part - 1 :: of]:
         begin = time.monotonic()
