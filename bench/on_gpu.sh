@@ -49,6 +49,10 @@ memcheck() { # TOOL=racecheck, initcheck, synccheck: others of compute-sanitizer
   local name=${TOOL:-memcheck} tool=() logs=() pids=() code=0 part
   [ "$name" = none ] || tool=(compute-sanitizer --tool "$name" --error-exitcode 3)
   [ "$name" != memcheck ] || tool+=(--report-api-errors no)
+  # A kernel that fails takes not all that follow with it.
+  if [ "$name" = memcheck ] && compute-sanitizer --help | grep -q -- --destroy-on-device-error; then
+    tool+=(--destroy-on-device-error kernel)
+  fi
   cat "$folder/$name"-*.log >>"$folder/$name.done" 2>/dev/null
   for part in $(seq "$jobs"); do
     logs+=("$folder/$name-$part.log")
@@ -57,8 +61,8 @@ memcheck() { # TOOL=racecheck, initcheck, synccheck: others of compute-sanitizer
     pids+=($!)
   done
   for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
-  grep -hE "WRONG|^=========  *(Invalid|Error|Race|Warning|Uninitialized|Barrier|Program hit)" "${logs[@]}" | sort | uniq -c |
-    head -40
+  grep -hE "WRONG|^=========  *(Invalid|Error|Race|Warning|Uninitialized|Barrier|Program hit)" "${logs[@]}" "$folder/$name.done" |
+    sort | uniq -c | head -40
   grep -hE "^=========.*SUMMARY" "${logs[@]}" | sort | uniq -c
   awk '/: right, /{right++} /: left out: /{left++} /: WRONG: /{wrong++} /^part /{parts++}
     END {printf "%d right, %d left out, %d wrong; %d parts came to their end\n", right, left, wrong, parts}' "${logs[@]}"

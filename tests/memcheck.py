@@ -145,6 +145,17 @@ def run(problem: Problem, arch: Arch) -> str:
     return "right"
 
 
+def lost() -> bool:
+    """Whether a fault has left the GPU such that every call fails."""
+    import cupy
+
+    try:
+        cupy.cuda.runtime.deviceSynchronize()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return True
+    return False
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="1/1", metavar="N/OF", help="every OF-th problem, from the N-th on")
@@ -177,6 +188,9 @@ def main(arguments: list[str] | None = None) -> int:
         begin = time.monotonic()
         results.append("listed" if args.list else run(problem, arch))
         print(f"{problem}: {results[-1]}, {time.monotonic() - begin:.1f} s", flush=True)
+        if results[-1].startswith("WRONG") and not args.cpu and lost():
+            print("what follows is not run: the GPU is lost to this process", flush=True)
+            break
     wrong, left = (sum(x.startswith(what) for x in results) for what in ("WRONG", "left out"))
     seconds = time.monotonic() - start
     print(f"part {args.part}: {len(results)} problems, {left} left out, {wrong} wrong, {seconds:.0f} s", flush=True)
