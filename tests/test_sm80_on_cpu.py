@@ -76,6 +76,7 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         A100, "bfloat16", {"seq": (150, 130), "heads": (2, 1), "dims": (128, 96), "given": (*SCORES, "seed"), "full": "qk"},
         {"blocks": ((16, 48), "b"), "window": (50, 9), "dropout": 0.6, "deterministic": True},
     ),
+    "bias-without-columns": (A100, "float16", {"seq": (100, 150), "dims": (0, 64), "given": ("bias",)}, {"causal": True}),
     "no-columns": (A100, "float16", {"seq": (5, 1), "dims": (0, 16)}, {}),
 }  # fmt: skip
 
