@@ -503,6 +503,10 @@ def test_a_callback_of_xla_with_a_block_mask(gpu: Gpu, monkeypatch: pytest.Monke
     plan, p, _ = gpu.launched[-1]
     uses = list(plan.lists)
     assert uses and made == uses * 2 and set(launches) == {0}
+    launched = len(gpu.launched)
+    with pytest.raises(ValueError, match="block_mask is on cuda:0 but q is on cuda:1"):  # sharded over several GPUs
+        xla_call(monkeypatch, arrays, (), {"block_mask": Mask()}, ordinal=1)
+    assert len(gpu.launched) == launched
     assert all(p[use.name] == 4096 for use in uses)
 
 
