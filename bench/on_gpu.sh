@@ -49,9 +49,8 @@ memcheck() { # TOOL=racecheck, initcheck, synccheck: others of compute-sanitizer
   local name=${TOOL:-memcheck} tool=() logs=() pids=() code=0 part
   [ "$name" = none ] || tool=(compute-sanitizer --tool "$name" --error-exitcode 3)
   [ "$name" != memcheck ] || tool+=(--report-api-errors no)
-  # A kernel that fails takes not all that follow with it.
-  if [ "$name" = memcheck ] && compute-sanitizer --help | grep -q -- --destroy-on-device-error; then
-    tool+=(--destroy-on-device-error kernel)
+  if [ "$name" = memcheck ] && [[ $(compute-sanitizer --help 2>&1) == *--destroy-on-device-error* ]]; then
+    tool+=(--destroy-on-device-error kernel) # a kernel that fails does not take all that follow with it
   fi
   cat "$folder/$name"-*.log >>"$folder/$name.done" 2>/dev/null
   for part in $(seq "$jobs"); do

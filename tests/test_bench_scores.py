@@ -181,7 +181,7 @@ def test_a_row_is_measured_in_turn_and_the_slow_come_last(monkeypatch):
     taken: list[str] = []
     speeds = {"ours": 1.0, "flex": 2.0, "efficient": 8.0, "ours_causal": 0.25}
 
-    def sampler(candidates, min_ms):
+    def sampler(candidates, min_ms, patience):
         def sample(name):
             taken.append(name)
             assert candidates[name].call()[0].shape == (3, 128, 2, 16)
@@ -217,7 +217,7 @@ def test_a_row_is_measured_in_turn_and_the_slow_come_last(monkeypatch):
 def test_the_causal_row_is_not_compared_with_itself(monkeypatch):
     monkeypatch.setattr(scores, "importable", lambda names: {"fa2": peers.load("math")})
     monkeypatch.setattr(scores, "draw", functools.partial(scores.draw, device="cpu"))
-    monkeypatch.setattr(scores, "gpu_sampler", lambda candidates, min_ms: lambda name: 1.0)
+    monkeypatch.setattr(scores, "gpu_sampler", lambda candidates, min_ms, patience: lambda name: 1.0)
     values, _ = scores.measure(small("causal", "backward"), suite.Options(rounds=1))
     assert values.keys() == {"fa2", "ours"}
     row = report.make_row(small("causal", "backward"), "TFLOP/s", values, {}, scores.PEERS)

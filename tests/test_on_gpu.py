@@ -51,6 +51,21 @@ def test_memcheck_runs_in_parts_and_goes_on(tmp_path: Path) -> None:
         assert done.stdout.splitlines()[-1] == f"{right} right, 0 left out, 0 wrong; 2 parts came to their end"
 
 
+def test_memcheck_runs_under_the_sanitizer(tmp_path: Path) -> None:
+    stub = tmp_path / "bin" / "compute-sanitizer"
+    stub.parent.mkdir()
+    stub.write_text(
+        '#!/bin/sh\n[ "$1" = --help ] && echo "--destroy-on-device-error arg" && exit\necho "========= Invalid __global__ read: $*"\n'
+        'while [ "${1#*python}" = "$1" ]; do shift; done\n"$@"; exit 3\n'
+    )
+    stub.chmod(0o755)
+    path = f"{stub.parent}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = step("memcheck", tmp_path, 300, "--cpu", "--dtype", "float32", "--only", "nothing", PATH=path)
+    assert done.returncode == 3 and "1 right, 0 left out, 0 wrong; 2 parts" in done.stdout.splitlines()[-1], done.stdout
+    flags = "--tool memcheck --error-exitcode 3 --report-api-errors no --destroy-on-device-error kernel"
+    assert done.stdout.count(f"Invalid __global__ read: {flags}") == 2
+
+
 def test_a_step_is_cut_off(tmp_path: Path) -> None:
     done = step("memcheck", tmp_path, 3, "--cpu", TOOL="none")
     assert done.returncode == 124 and "wrong; 0 parts came to their end" in done.stdout.splitlines()[-1]

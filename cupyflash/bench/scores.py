@@ -161,7 +161,7 @@ def measure(problem: Problem, options: Options) -> Measured:
     if "ours" in candidates and case.scores:
         candidates["ours_causal"] = ours(case._replace(causal=True, scores={}, wrt=()), backward)
         work["ours_causal"] = flops(**sizes, causal=True, backward=backward)
-    sampler = gpu_sampler(candidates, options.min_ms)
+    sampler = gpu_sampler(candidates, options.min_ms, patience=0.25)
     seconds, failures = interleave([name for name in candidates if name not in row.slow], options.rounds, sampler)
     late = interleave([name for name in candidates if name in row.slow], options.rounds, sampler)  # nobody follows them
     values = {name: work[name] / 1e12 / t for name, t in {**seconds, **late[0]}.items()}
