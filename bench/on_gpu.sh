@@ -20,7 +20,7 @@ python=$(command -v python3 || command -v python)
 jobs=${JOBS:-$(nproc)}
 
 limited() { # SIGNAL COMMAND ...
-  timeout --signal="$1" --kill-after=15 "$seconds" "${@:2}"
+  timeout --signal="$1" --kill-after=30 "$seconds" "${@:2}"
 }
 
 suite() { # where a run of these sources was stopped or failed, only what it counts as failed
