@@ -433,7 +433,7 @@ class AttentionProblem:
     def visible(self) -> int:
         """Number of (query, key) pairs that the band (causal and window) leaves, per head."""
 
-        def up_to(n: int) -> int:  # the sum over all x < n of x, where that is a number of keys, or else the nearest one
+        def up_to(n: int) -> int:  # the sum over all x < n of the nearest to x of 0, ..., seq_k
             inside = min(max(n, 0), self.seq_k)
             return inside * (inside - 1) // 2 + max(n - self.seq_k, 0) * self.seq_k
 

@@ -118,8 +118,8 @@ class Callback:
         lib: Any = Memory(ordinal, ctx.stream, scratch, self.scratch)
         arrays = {name: Buffer(at, view) for (name, view), at in zip(self._views.items(), addresses)}
         mask = rules.mask_kind(self._options["block_mask"])
-        if mask is not None and mask.device != f"cuda:{ordinal}":  # where XLA runs this was not known when it was traced
-            raise ValueError(f"block_mask is on {mask.device} but q is on cuda:{ordinal}; a call on that needs one made there")
+        if mask is not None and mask.device != f"cuda:{ordinal}":  # not known when this was traced
+            raise ValueError(f"block_mask is on {mask.device} but q is on cuda:{ordinal}; make it with like=q")
         other = ordinal != self._device or any(at & 15 for at in addresses)
         for of, prepared in self._passes:
             if other:
