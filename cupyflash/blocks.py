@@ -125,6 +125,8 @@ def make(
             slots, bits = tile_lists.from_pairs(
                 xp, _rows(xp, source if given is None else given, kind, shape, block), shape, block, present, whole
             )
+        if xp is not np:  # the first call may come on another stream
+            xp.cuda.get_current_stream().synchronize()
         return BlockMask(MaskKind(shape, device), block, slots, bits)
 
 

@@ -251,8 +251,8 @@ def bench(
     suites: Annotated[
         list[str] | None,
         typer.Argument(
-            help="forward, backward, host, jit, memory, fp32, figures, training, ladder, scores, models, cpu; paper: what "
-            "the papers report; all; plot draws the results."
+            help="forward, backward, host, jit, memory, fp32, figures, training, ladder, scores, models, precision, cpu; "
+            "paper: what the papers report; all; plot draws the results."
         ),
     ] = None,
     family: Family = None,
@@ -279,6 +279,9 @@ def bench(
             "--sustained", help="Suites forward, backward, models: a second of everybody on end, with clock and watts."
         ),
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the rows that the file has, and measure the others.")
+    ] = False,
 ) -> None:
     """Measure beside every other attention that can be imported, in turn in the same run."""
     from .bench import plot, run
@@ -288,7 +291,9 @@ def bench(
             typer.echo(path)
         return
     asked = suites or ("forward", "backward")
-    raise typer.Exit(run(asked, family, out, quick, float_name(dtype), rounds, min_ms, only or (), slow, sustained))
+    raise typer.Exit(
+        run(asked, family, out, quick, float_name(dtype), rounds, min_ms, only or (), slow, sustained, resume)
+    )
 
 
 def _print(what: Any) -> None:

@@ -432,13 +432,16 @@ class AttentionProblem:
     @property
     def visible(self) -> int:
         """Number of (query, key) pairs that the band (causal and window) leaves, per head."""
-        total = 0
-        rows = range(self.seq_q) if self.seq_q <= 4096 else range(0, self.seq_q, self.seq_q // 4096)
-        for i in rows:
-            low = 0 if self.left is None else max(0, i + self.diagonal - self.left)
-            high = self.seq_k - 1 if self.right is None else min(self.seq_k - 1, i + self.diagonal + self.right)
-            total += max(0, high - low + 1)
-        return total * self.seq_q // max(1, len(rows))
+
+        def up_to(n: int) -> int:  # the sum over all x < n of the nearest to x of 0, ..., seq_k
+            inside = min(max(n, 0), self.seq_k)
+            return inside * (inside - 1) // 2 + max(n - self.seq_k, 0) * self.seq_k
+
+        def before(shift: int) -> int:  # pairs with j < i + shift
+            return up_to(shift + self.seq_q) - up_to(shift)
+
+        hidden = 0 if self.left is None else before(self.diagonal - self.left)
+        return (self.seq_q * self.seq_k if self.right is None else before(self.diagonal + self.right + 1)) - hidden
 
     def flops(self, backward: bool = False) -> int:
         """Multiplications and additions of the matrix products (the papers' count: backward is 5 products to 2)."""

@@ -12,7 +12,7 @@ pytest.importorskip("rich")
 torch = pytest.importorskip("torch")
 
 from cupyflash import bench, timing
-from cupyflash.bench import machine, peers, plots, report, runner, scores, suite
+from cupyflash.bench import machine, peers, plots, report, runner, scores, suite, suites
 from cupyflash.bench.suites import SUITES
 from cupyflash.timing import Candidate
 
@@ -35,7 +35,7 @@ def rows() -> list[Any]:
 
 def test_rows_are_of_16k_tokens_and_one_width():
     problems = scores.problems(suite.Options())
-    assert len(problems) == 2 * (2 * 12 + 2) + 2 * 3 + 2 * 2 * 8
+    assert len(problems) == 2 * (2 * 14 + 2) + 2 * 3 + 2 * 2 * 8
     assert {p["scores"] for p in problems} == set(scores.ROWS) == set(SUITES["scores"].names)
     for p in problems:
         assert p["batch"] * p["seq"] == {"evoformer": 65536}.get(
@@ -44,7 +44,7 @@ def test_rows_are_of_16k_tokens_and_one_width():
         assert p["heads"] * p["dim"] == (128 if p["scores"] == "evoformer" else 2048)
     assert {p["dtype"] for p in problems if p["scores"] == "evoformer"} == {"float32", "bfloat16"}
     quick = scores.problems(suite.Options(quick=True, dtype="float16"))
-    assert len(quick) == 2 * 13 + 3 + 2 * 8 and {p["dtype"] for p in quick} == {"float16"}
+    assert len(quick) == 2 * 15 + 3 + 2 * 8 and {p["dtype"] for p in quick} == {"float16"}
 
 
 def test_only_takes_names_and_how_they_begin():
@@ -80,13 +80,11 @@ def test_every_row_tells_right_from_wrong(name, direction, monkeypatch):
     monkeypatch.setattr(suite, "TOLERANCE", 1e-4)
     backward = direction == "backward"
     case = scores.draw(small(name, direction), "cpu")
-    assert case.wrt == (("bias",) if name.startswith("dbias") or name == "evoformer" else ())
-    prepares: dict[str, peers.Prepare] = {}
-    if not {"softcap", "alibi_slopes", "sinks", "block_mask"} & case.scores.keys():
+    learned = {"relative": ("table",), "t5": ("table",), "evoformer": ("bias",)}
+    assert case.wrt == (("bias",) if name.startswith("dbias") else learned.get(name, ()))
+    prepares: dict[str, peers.Prepare] = {"ours": peers.ours()}
+    if not {"softcap", "score", "alibi_slopes", "sinks", "block_mask"} & case.scores.keys():
         prepares["math"] = peers.load("math")
-    if not (backward and case.wrt):
-        prepares["ours"] = peers.ours()
-    assert prepares
     right, notes = suite.compare(prepares, case, backward, scores.exact(case, backward))
     assert [*right] == [*prepares] and notes == {}
 
@@ -113,6 +111,12 @@ def test_dropout_is_as_far_from_none_as_it_must_be(name, direction, monkeypatch)
         prepares[much] = lambda _, backward, other=other: peers.ours()(other, backward)
     found, notes = suite.compare(prepares, case, backward, right, noise)
     assert {*found} == {"ours", "math"} and all("wrong" in notes[much] for much in ("none", "twice"))
+
+
+def test_buckets_of_distances_are_t5s():
+    """Those of the tables in the paper's code: exact up to 8, then by the logarithm, all alike from 128 on."""
+    at = torch.tensor([0, -1, -7, -8, -12, -50, -127, -128, -2000, 1, 7, 8, 2000])
+    assert scores.t5_bucket(at).tolist() == [0, 1, 7, 8, 9, 13, 15, 15, 15, 17, 23, 24, 31]
 
 
 def test_the_reference_takes_some_batch_entries_at_a_time(monkeypatch):
@@ -177,7 +181,7 @@ def test_a_row_is_measured_in_turn_and_the_slow_come_last(monkeypatch):
     taken: list[str] = []
     speeds = {"ours": 1.0, "flex": 2.0, "efficient": 8.0, "ours_causal": 0.25}
 
-    def sampler(candidates, min_ms):
+    def sampler(candidates, min_ms, patience):
         def sample(name):
             taken.append(name)
             assert candidates[name].call()[0].shape == (3, 128, 2, 16)
@@ -213,11 +217,31 @@ def test_a_row_is_measured_in_turn_and_the_slow_come_last(monkeypatch):
 def test_the_causal_row_is_not_compared_with_itself(monkeypatch):
     monkeypatch.setattr(scores, "importable", lambda names: {"fa2": peers.load("math")})
     monkeypatch.setattr(scores, "draw", functools.partial(scores.draw, device="cpu"))
-    monkeypatch.setattr(scores, "gpu_sampler", lambda candidates, min_ms: lambda name: 1.0)
+    monkeypatch.setattr(scores, "gpu_sampler", lambda candidates, min_ms, patience: lambda name: 1.0)
     values, _ = scores.measure(small("causal", "backward"), suite.Options(rounds=1))
     assert values.keys() == {"fa2", "ours"}
     row = report.make_row(small("causal", "backward"), "TFLOP/s", values, {}, scores.PEERS)
     assert "ratio_to_causal" not in row
+
+
+def test_fp32_measures_a_bias_with_its_gradient_beside_pytorch(monkeypatch):
+    (problem,) = (p for p in SUITES["fp32"].problems(suite.Options()) if p["bias"] and p["pass"] == "backward")
+    assert (problem["dtype"], problem["batch"], problem["seq"], problem["heads"], problem["dim"]) == (
+        "float32", 256, 256, 4, 32,
+    )  # fmt: skip
+    problem |= {"batch": 2, "seq": 40, "dim": 16}
+    monkeypatch.setattr(scores, "draw", functools.partial(scores.draw, device="cpu"))
+    monkeypatch.setattr(suites, "importable", lambda names: {name: peers.load("math") for name in names})
+
+    def take_turns(candidates, options):
+        assert {*candidates} == {"math", "efficient", "ours"}
+        assert all(len(x.call()) == 4 for x in candidates.values())  # dq, dk, dv, and the bias' too
+        return dict.fromkeys(candidates, 1e-12), {}
+
+    monkeypatch.setattr(suites, "take_turns", take_turns)
+    values, notes = SUITES["fp32"].measure(problem, suite.Options())
+    left = float(scores.draw({**problem, "scores": "evoformer"}).scores["key_mask"].float().mean())
+    assert notes == {} and values["ours"] == pytest.approx(10 * 2 * 4 * 40 * 40 * 16 * left, rel=1e-6)
 
 
 # --- table, summary, run ------------------------------------------------------------------------------------------
@@ -279,3 +303,36 @@ def test_a_run_writes_rows_and_tells_why_peers_are_missing(monkeypatch, tmp_path
     assert row["ratio_to_causal"] == 0.9 and row["notes"] == {"flex": "RuntimeError: no Triton"} and len(more) == 3
     printed = capsys.readouterr().out
     assert "vs causal" in printed and printed.count("flex: RuntimeError: no Triton") == 1 and "0.90x" in printed
+
+
+def test_a_run_goes_on_where_it_was_stopped(monkeypatch, tmp_path, capsys):
+    """What is there is kept, in the order of the suite; rows without a result, and those of other kernels, are measured."""
+    taken, stop = [], [3]
+
+    def measure(problem, options):
+        if len(taken) == stop[0]:
+            raise KeyboardInterrupt
+        taken.append(problem)
+        return ({} if len(taken) == 2 else {"ours": float(len(taken))}), {}
+
+    monkeypatch.setattr(runner, "SUITES", {"scores": SUITES["scores"]._replace(measure=measure)})
+    for name, value in {"require_gpu": None, "name": "NVIDIA H200", "ceilings": {}, "driver": "1"}.items():
+        monkeypatch.setattr(machine, name, lambda *_, value=value: value)
+    every = scores.problems(suite.Options(only=("alibi", "sinks", "t5")))
+
+    def rows() -> list[report.Row]:
+        return json.loads((tmp_path / "scores.json").read_text())["rows"]
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(["scores"], out=tmp_path, only=["sinks", "t5"])
+    assert [row["ours"] for row in rows()] == [1.0, None, 3.0]
+    stop[0] = 99
+    assert bench.run(["scores"], out=tmp_path, only=["alibi", "sinks", "t5"], resume=True) == 0
+    assert [row["problem"] for row in rows()] == every and all(row["ours"] for row in rows())
+    assert len(taken) == 3 + len(every) - 2 and "2 rows are in" in capsys.readouterr().out
+    assert bench.run(["scores"], out=tmp_path, only=["alibi"], resume=True) == 0
+    assert len(taken) == 3 + len(every) - 2 and len(rows()) == len(every)
+    other = json.loads((tmp_path / "scores.json").read_text()) | {"sources": "others"}
+    report.save(tmp_path / "scores.json", other)
+    assert bench.run(["scores"], out=tmp_path, only=["alibi"], resume=True) == 0
+    assert [row["problem"]["scores"] for row in rows()] == ["alibi"] * 4

@@ -855,11 +855,13 @@ def test_bench_is_handed_over(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_pat
     few = ("--rounds", 2, "--min-ms", 1.5)
     code, _, err = run("bench", "fp32", "host", "--family", "simt", "--quick", "--out", tmp_path, "--dtype=fp16", *few)
     assert (code, err) == (1, "")
-    assert calls == [(["fp32", "host"], "simt", tmp_path, True, "float16", 2, 1.5, (), False, False)]
+    assert calls == [(["fp32", "host"], "simt", tmp_path, True, "float16", 2, 1.5, (), False, False, False)]
     assert run("bench", "scores", "--only", "bias", "--only=mask", "--slow")[0] == 1
-    assert calls[1] == (["scores"], None, None, False, None, None, None, ["bias", "mask"], True, False)
+    assert calls[1] == (["scores"], None, None, False, None, None, None, ["bias", "mask"], True, False, False)
     assert run("bench", "models", "--sustained")[0] == 1
-    assert calls[2] == (["models"], None, None, False, None, None, None, (), False, True)
+    assert calls[2] == (["models"], None, None, False, None, None, None, (), False, True, False)
+    assert run("bench", "models", "--resume")[0] == 1
+    assert calls[3] == (["models"], None, None, False, None, None, None, (), False, False, True)
 
 
 def test_bench_plot_draws_what_quick_wrote(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

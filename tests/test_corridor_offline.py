@@ -333,6 +333,18 @@ def test_where_there_is_nothing_to_compute(gpu: Gpu) -> None:
     assert len(gpu.launched) == 1 and len(gpu.filled) == 5
 
 
+def test_without_keys_only_sinks_have_a_gradient(gpu: Gpu) -> None:
+    """Where the loss depends on lse, which is the sink then."""
+    given = for_backward(gpu) | {"k": gpu.array((B, 0, HK, D)), "v": gpu.array((B, 0, HK, D))}
+    given |= {"dlse": gpu.array((B, HQ, SQ), np.float32), "sinks": gpu.array((HQ,)), "alibi_slopes": gpu.array((HQ,))}
+    table = {"score": lambda s, b, h, i, j, t: s + t[h, j - i], "score_arrays": {"t": gpu.array((HQ, 9), np.float32)}}
+    attention_backward(**given, **table, wrt=("alibi_slopes", "t"))
+    assert not gpu.launched and gpu.filled == [0.0] * 5
+    attention_backward(**given, wrt=("alibi_slopes", "sinks"))
+    (plan, _, _), *_ = gpu.launched
+    assert plan.wrt == ("alibi_slopes", "sinks") and not plan.maps
+
+
 def test_explain_tells_of_misaligned_inputs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_compiler(plan: Any) -> Any:
         raise ImportError("none here")
@@ -491,6 +503,10 @@ def test_a_callback_of_xla_with_a_block_mask(gpu: Gpu, monkeypatch: pytest.Monke
     plan, p, _ = gpu.launched[-1]
     uses = list(plan.lists)
     assert uses and made == uses * 2 and set(launches) == {0}
+    launched = len(gpu.launched)
+    with pytest.raises(ValueError, match="block_mask is on cuda:0 but q is on cuda:1"):  # sharded over several GPUs
+        xla_call(monkeypatch, arrays, (), {"block_mask": Mask()}, ordinal=1)
+    assert len(gpu.launched) == launched
     assert all(p[use.name] == 4096 for use in uses)
 
 

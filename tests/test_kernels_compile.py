@@ -11,14 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from kernel_cover import FAMILY_ARCHS, cover, problems, some_problems
+from kernel_cover import problem as of_usual_size
 
 from cupyflash.gpu import compiler
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 from cupyflash.gpu.source import generate
 from cupyflash.problem import ARRAYS, AttentionProblem
+from cupyflash.score import trace
 
 pytest.importorskip("cuda.core")
+
+
+STATIC_SHARED = 48 << 10  # bytes that every GPU gives without being asked
 
 
 def plans(problems: Iterable[AttentionProblem], family: str, arch: Arch) -> dict[str, KernelPlan]:
@@ -66,6 +71,9 @@ def compile_all(found: dict[str, KernelPlan]) -> None:
         compiled_names = compiled.resources.keys() - ({"attention_split"} - launched)  # empty where nothing is split
         if not launched <= compiled_names or (compiled_names != launched and not kernel_plan.wrt):
             return f"{what}: has the kernels {sorted(compiled.resources)}, not those that are launched"
+        shared = max(r.static_shared for r in compiled.resources.values())
+        if shared > STATIC_SHARED:
+            return f"{what}: declares {shared} bytes of shared memory"
         spilled = max(max(r.spill_stores, r.spill_loads) for r in compiled.resources.values())
         if spilled > kernel_plan.spills:
             return f"{what}: spills {spilled} bytes, {kernel_plan.spills} declared"
@@ -75,6 +83,18 @@ def compile_all(found: dict[str, KernelPlan]) -> None:
     with ThreadPoolExecutor(1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count()) as pool:
         complaints = [text for text in pool.map(complaint, found.keys(), found.values()) if text]
     assert not complaints, f"{len(complaints)} of {len(found)}:\n" + "\n".join(complaints)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_score_function_may_read_many_elements(dtype: str) -> None:
+    """The shared memory of the kernel that sums their gradients does not grow with their number."""
+    score = trace(
+        lambda s, b, h, i, j, x, y: s + x[h, j - i] + x[h, i] + y[i] + y[j] + y[b],
+        {"x": (dtype, 2, False), "y": (dtype, 1, False)},
+    )
+    for fields in ({}, {"deterministic": True}):
+        asked = plans([of_usual_size(dtype, 128, score=score, **fields)], "simt", Arch.of("sm_75"))
+        compile_all({source: made for source, made in asked.items() if made.wrt})
 
 
 def test_a_compile_error_names_our_file_and_line() -> None:

@@ -489,3 +489,12 @@ def test_every_dtype_has_a_family_everywhere(arch: str) -> None:
         for backward in (False, True):
             chosen = plan(asked, Arch.of(arch), backward)
             assert chosen.arch == arch and math.prod(launch.grid for launch in chosen.launches) > 0
+
+
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_without_keys_gradients_need_no_map(name: str) -> None:
+    """The driver makes none of an array without rows. What depends on lse alone is left."""
+    given = Given(name, "float32", ("head",))
+    problem = AttentionProblem("bfloat16", 2, 100, 0, 4, 4, 64, 64, 0.1, given=(given,))
+    found = plan(problem, Arch.of("sm_90a"), True, lengths={name: (1, 4, 1, 1)})
+    assert not found.maps and len(found.launches) > 1 and all(0 < x.grid < 100 for x in found.launches)

@@ -19,6 +19,7 @@ def run(
     only: Sequence[str] = (),
     slow: bool = False,
     sustained: bool = False,
+    resume: bool = False,
 ) -> int:
     """Run suites, print a table of each and write `<out>/<suite>.json` after every row.
 
@@ -26,7 +27,7 @@ def run(
     ----------
     suites : names
         "forward", "backward" (the papers' grid), "host", "jit", "memory", "fp32", "figures", "training", "ladder",
-        "scores", "models", "cpu"; "paper" (figures, memory and training: what the papers report), or "all": those that
+        "scores", "models", "precision", "cpu"; "paper" (figures, memory and training: what the papers report), or "all": those that
         need a GPU.
     family : str, optional
         Force this kernel family; the file is then `<family>_<suite>.json`.
@@ -45,6 +46,9 @@ def run(
     sustained : bool
         For the suites "forward", "backward" and "models": a second of everybody on end in place of short samples, twice
         unless `rounds` is given, with the GPU's clock and power. The file is then `<suite>_sustained.json`.
+    resume : bool
+        Keep the rows that the file has, where it is of the same kernel sources, machine and versions, and measure the others:
+        to go on where a run was stopped, or to add rows by `only`.
 
     Returns
     -------
@@ -54,7 +58,7 @@ def run(
     """
     from .runner import run as _run
 
-    return _run(suites, family, out, quick, dtype, rounds, min_ms, only, slow, sustained)
+    return _run(suites, family, out, quick, dtype, rounds, min_ms, only, slow, sustained, resume)
 
 
 def plot(

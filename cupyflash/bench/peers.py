@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,8 +19,9 @@ from ..timing import Candidate, reason
 class Case(NamedTuple):
     """Inputs that everyone shares: PyTorch tensors (B, S, H, D).
 
-    `scores` is what else `attention` is given, softcap and optional arrays by name; `wrt` names those of them whose gradients
-    are wanted too. "ours", PyTorch's and FlexAttention know of these; who does not is found wrong where they are given.
+    `scores` is what else `attention` is given, softcap, a score function and optional arrays by name; `wrt` names those of them,
+    or of the arrays that the score function reads, whose gradients are wanted too. "ours", PyTorch's and FlexAttention know of
+    these; who does not is found wrong where they are given.
     `visible` says of (b, h, i, j), tensors of integers, what a block mask among them does. `window`: (left, right) as of
     `attention`; "ours" and the FlashAttention packages know of it.
     """
@@ -34,6 +35,20 @@ class Case(NamedTuple):
     wrt: tuple[str, ...] = ()
     visible: Any = None
     window: tuple[int, int] | None = None
+
+    @property
+    def wanted(self) -> tuple[Any, ...]:
+        """The arrays that `wrt` names."""
+        arrays = {**self.scores, **self.scores.get("score_arrays", {})}
+        return tuple(arrays[name] for name in self.wrt)
+
+    def with_wanted(self, arrays: Iterable[Any]) -> Case:
+        """The same with these in their places."""
+        named, read = dict(zip(self.wrt, arrays)), self.scores.get("score_arrays", {})
+        scores = {**self.scores, **{name: x for name, x in named.items() if name not in read}}
+        if read:
+            scores["score_arrays"] = {name: named.get(name, x) for name, x in read.items()}
+        return self._replace(scores=scores)
 
 
 Prepare = Callable[[Case, bool], Candidate]  # (case, backward) -> what is timed: (out,) or (dq, dk, dv, those of wrt)
@@ -79,10 +94,12 @@ def ours(family: str | None = None) -> Prepare:
         if not case.wrt:
             return Candidate(lambda: attention_backward(dout, q, k, v, out, lse, **given))
         given["wrt"] = case.wrt
+        read = case.scores.get("score_arrays", {})
 
         def call() -> tuple[Any, ...]:
             found = attention_backward(dout, q, k, v, out, lse, **given)
-            return tuple(getattr(found, f"d{name}") for name in ("q", "k", "v", *case.wrt))
+            of_arrays = (found.dscore_arrays[x] if x in read else getattr(found, f"d{x}") for x in case.wrt)
+            return (*found[:3], *of_arrays)
 
         return Candidate(call)
 
@@ -160,7 +177,7 @@ def flex() -> Prepare:
             if name in pairs
         }
         masks = [(scores[name], axes[name]) for name in axes if name != "bias"]
-        softcap, slopes, sinks = (scores.get(name) for name in ("softcap", "alibi_slopes", "sinks"))
+        softcap, slopes, sinks, own = (scores.get(name) for name in ("softcap", "alibi_slopes", "sinks", "score"))
 
         def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
             tests = [mask[tuple((b, h, i, j)[axis] for axis in own)] for mask, own in masks]
@@ -173,8 +190,10 @@ def flex() -> Prepare:
                 case.visible or visible, batch if masks else None, None, seq, seq, device=device
             )
 
-        def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, bias: Any, read: dict[str, Any]) -> Any:
             def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+                if own is not None:
+                    s = own(s, b, h, i, j, **read)
                 if softcap is not None:
                     s = softcap * torch.tanh(s / softcap)
                 if slopes is not None:  # with a causal mask: no key is to the right
@@ -183,7 +202,7 @@ def flex() -> Prepare:
                     s = s + bias[tuple((b, h, i, j)[axis] for axis in axes["bias"])]
                 return s
 
-            changed = softcap is not None or slopes is not None or bias is not None
+            changed = any(x is not None for x in (own, softcap, slopes, bias))
             given: dict[str, Any] = {"score_mod": score if changed else None, "block_mask": block_mask}
             if sinks is None:
                 return flex_attention(q, k, v, **given)
@@ -194,7 +213,7 @@ def flex() -> Prepare:
 
         def forward(case: Case) -> Any:
             q, k, v = (x.transpose(1, 2) for x in case[:3])
-            return compiled(q, k, v, case.scores.get("bias")).transpose(1, 2)
+            return compiled(q, k, v, case.scores.get("bias"), case.scores.get("score_arrays", {})).transpose(1, 2)
 
         return _differentiable(forward, nullcontext, case._replace(scores=scores), backward)
 
@@ -355,9 +374,8 @@ def _differentiable(
 
     if not backward:
         return Candidate(lambda: (forward(case),), context)
-    given = (case.q, case.k, case.v, *(case.scores[name] for name in case.wrt))
-    leaves = [x.detach().requires_grad_() for x in given]
+    leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v, *case.wanted)]
     q, k, v, *wanted = leaves
     with context():
-        out = forward(case._replace(q=q, k=k, v=v, scores={**case.scores, **dict(zip(case.wrt, wanted))}))
+        out = forward(case._replace(q=q, k=k, v=v).with_wanted(wanted))
     return Candidate(lambda: torch.autograd.grad(out, leaves, case.dout, retain_graph=True), context)

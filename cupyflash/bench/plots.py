@@ -144,7 +144,8 @@ def _lines(data: dict[str, Any]) -> Any:
     keys = [key for key in report.varying([row["problem"] for row in rows]) if key != "seq"]
     down, across = ("causal" if "causal" in keys else "pass"), [key for key in keys if key in ("dtype", "dim")]
     if {"pass", "causal"} <= set(keys):  # fp32: a picture for each mask and pass would be too many
-        rows, down = [row for row in rows if not row["problem"]["causal"]], "pass"
+        rows = [row for row in rows if not row["problem"]["causal"] and not row["problem"].get("bias")]
+        down = "pass"
     vertical = _distinct(rows, [down])
     horizontal = _distinct(rows, across)
     if len(horizontal) == 1:  # one row of panels is better than one column

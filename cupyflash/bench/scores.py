@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from typing import Any, NamedTuple
 
 from .. import block_mask
@@ -31,6 +33,9 @@ ROWS = {
     "alibi": Row(("flex",), causal=True),
     "softcap": Row(("flex",), causal=True),
     "sinks": Row(("flex",), causal=True),
+    # Score functions of the user's own, and the gradient of the table that they read.
+    "relative": Row(("flex",), wrt=("table",)),
+    "t5": Row(("flex",), wrt=("table",)),
     "dropout": Row(("fa2", "cudnn")),
     "dropout-causal": Row(("fa2", "cudnn"), causal=True),
     "bias-1hss": _BIASED,
@@ -94,6 +99,11 @@ def draw(problem: Problem, device: str = "cuda") -> peers.Case:
         scores = {"sinks": 4 + normal(heads)}
     elif kind == "dropout":
         scores = {"dropout": 0.1, "seed": 1}
+    elif kind in ("relative", "t5"):
+        distance = torch.arange(1 - seq, seq, device=device)
+        table = torch.randn((heads, len(distance) if kind == "relative" else 32), generator=generator, device=device)
+        read = {"table": table} if kind == "relative" else {"table": table, "bucket": t5_bucket(distance)}
+        scores = {"score": relative(kind, seq), "score_arrays": read}
     elif kind in ("bias", "dbias"):
         scores = {"bias": normal(*shape)}
     elif kind == "mask":  # every tenth pair is hidden
@@ -103,6 +113,22 @@ def draw(problem: Problem, device: str = "cuda") -> peers.Case:
     elif kind == "evoformer":
         scores = {"bias": normal(1, heads, seq, seq), "key_mask": padding}
     return case._replace(scores=scores, wrt=ROWS[name].wrt)
+
+
+def relative(kind: str, seq: int) -> Any:
+    """A score function of ours and of FlexAttention alike: a learned bias by distance, `t5` for buckets of distances."""
+    if kind == "relative":
+        return lambda s, b, h, i, j, table: s + table[h, j - i + (seq - 1)]
+    return lambda s, b, h, i, j, table, bucket: s + table[h, bucket[j - i + (seq - 1)]]
+
+
+def t5_bucket(distance: Any) -> Any:
+    """Which of 32 learned numbers a key so far to the right has (Raffel et al. 2020): in both directions 8 distances have
+    their own, and 8 grow with the logarithm up to 128."""
+    far = distance.abs()
+    by_log = (far.clamp(min=1) / 8).log() / math.log(128 / 8) * 8
+    within = far.where(far < 8, (8 + by_log.long()).clamp(max=15))
+    return (within + 16 * (distance > 0)).int()
 
 
 def pattern(kind: str, seq: int, device: str) -> Any:
@@ -135,7 +161,7 @@ def measure(problem: Problem, options: Options) -> Measured:
     if "ours" in candidates and case.scores:
         candidates["ours_causal"] = ours(case._replace(causal=True, scores={}, wrt=()), backward)
         work["ours_causal"] = flops(**sizes, causal=True, backward=backward)
-    sampler = gpu_sampler(candidates, options.min_ms)
+    sampler = gpu_sampler(candidates, options.min_ms, patience=0.25)
     seconds, failures = interleave([name for name in candidates if name not in row.slow], options.rounds, sampler)
     late = interleave([name for name in candidates if name in row.slow], options.rounds, sampler)  # nobody follows them
     values = {name: work[name] / 1e12 / t for name, t in {**seconds, **late[0]}.items()}
@@ -168,11 +194,12 @@ def exact(case: peers.Case, backward: bool) -> tuple[Any, ...]:
     arrays = {
         name: x.detach().to(wide) if x.is_floating_point() else x for name, x in arrays.items() if torch.is_tensor(x)
     }
-    leaves = [arrays[name].requires_grad_(backward) for name in ("q", "k", "v", *case.wrt)]
+    read = {name: x.detach().clone() for name, x in case.scores.get("score_arrays", {}).items()}
+    leaves = [(read if name in read else arrays)[name].requires_grad_(backward) for name in ("q", "k", "v", *case.wrt)]
     dout = arrays.pop("dout")
     batch, seq, heads, _ = case.q.shape
+    at = torch.arange(seq, device=case.q.device)
     if case.visible is not None:
-        at = torch.arange(seq, device=case.q.device)
         seen = case.visible(0, 0, at[:, None], at).expand(seq, seq)
         parts = []
         for b, h in itertools.product(range(batch), range(heads)):
@@ -191,11 +218,12 @@ def exact(case: peers.Case, backward: bool) -> tuple[Any, ...]:
     for some in torch.arange(batch).split(max(1, 2**28 // (heads * seq * seq))):
         part = slice(int(some[0]), int(some[-1]) + 1)
         given = {name: x[part] if x.ndim > 1 and len(x) == batch else x for name, x in arrays.items()}
-        out = _formula(
-            **given,
-            causal=case.causal,
-            **{name: case.scores[name] for name in ("softcap", "dropout") if name in case.scores},
-        )
+        given |= {name: case.scores[name] for name in ("softcap", "dropout") if name in case.scores}
+        if "score" in case.scores:
+            entry = some.to(at.device)[:, None, None, None]
+            head = torch.arange(heads, device=at.device)[:, None, None]
+            given["score"] = functools.partial(case.scores["score"], b=entry, h=head, i=at[:, None], j=at, **read)
+        out = _formula(**given, causal=case.causal)
         outs.append(out.detach())
         if backward:
             out.backward(dout[part], inputs=leaves)
@@ -208,6 +236,7 @@ def _formula(
     v: Any,
     causal: bool,
     softcap: float | None = None,
+    score: Any = None,
     dropout: float = 0.0,
     alibi_slopes: Any = None,
     bias: Any = None,
@@ -221,6 +250,8 @@ def _formula(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     distance = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
     s = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    if score is not None:
+        s = score(s)
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     if alibi_slopes is not None:

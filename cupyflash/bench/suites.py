@@ -13,7 +13,7 @@ from .. import attention, attention_backward
 from ..gpu.plan import KernelPlan, plan
 from ..problem import AttentionProblem
 from ..timing import Candidate, flops, gpu_sampler, host_sampler, interleave, reason
-from . import first_call, models, peers, scores
+from . import first_call, models, peers, precision, scores
 from .suite import Measured, Options, Problem, Suite, case_of, compare, importable, take_turns
 
 DENSE = ("math", "standard")  # peers that build the S x S matrix
@@ -86,15 +86,29 @@ def _wide(options: Options) -> list[Problem]:
     tokens, hidden = 8192, 1024
     lengths = (2048,) if options.quick else (512, 2048, 8192)
     passes, dtypes = ("forward", "backward"), ("float32", "float64")
+    biased = {"dtype": "float32", "dim": 32, "causal": False, "bias": True, "seq": 256, "batch": 256, "heads": 4}
     return [
-        {"pass": direction, "dtype": dtype, "dim": dim, "causal": causal, "seq": seq,
+        {"pass": direction, "dtype": dtype, "dim": dim, "causal": causal, "bias": False, "seq": seq,
          "batch": tokens // seq, "heads": hidden // dim}
         for direction, dtype, dim, causal, seq in itertools.product(passes, dtypes, (64, 128), (False, True), lengths)
-    ]  # fmt: skip
+    ] + [{"pass": direction, **biased} for direction in passes]  # fmt: skip
 
 
 WIDE_PEERS = ("math", "efficient", "cudnn", "standard")
-_wide_speed = functools.partial(_speed, WIDE_PEERS, 8192)
+BIAS_PEERS = ("math", "efficient")  # those that give a bias' gradient
+
+
+def _wide_speed(problem: Problem, options: Options) -> Measured:
+    """As any; a row with a bias is an Evoformer's, `evoformer` of the suite `scores`: with its gradient and a key mask."""
+    if not problem["bias"]:
+        return _speed(WIDE_PEERS, 8192, problem, options)
+    backward = problem["pass"] == "backward"
+    case = scores.draw({**problem, "scores": "evoformer"})
+    prepares = {**importable(BIAS_PEERS), "ours": peers.ours(options.family)}
+    candidates, notes = compare(prepares, case, backward, scores.exact(case, backward))
+    seconds, failures = take_turns(candidates, options)
+    work = _flops(problem) * scores.left(case) / 1e12
+    return {name: work / t for name, t in seconds.items()}, notes | failures
 
 
 # --- cpu: the NumPy path ------------------------------------------------------------------------------------------
@@ -369,6 +383,7 @@ SUITES: dict[str, Suite] = {
     "jit": Suite("s", ("flex",), _jit, _jit_time),
     "memory": Suite("MB", MEMORY_PEERS, _memory, _memory_peak),
     "fp32": Suite("TFLOP/s", WIDE_PEERS, _wide, _wide_speed),
+    "precision": Suite("error", precision.PEERS, precision.problems, precision.measure),
     "figures": Suite("TFLOP/s", FIGURE_PEERS, _figures, _figure_speed),
     "training": Suite("TFLOP/s", TRAINING_PEERS, _training, _training_speed),
     "ladder": Suite("ms", LADDER, _ladder, _ladder_rung),

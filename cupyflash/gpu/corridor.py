@@ -59,7 +59,8 @@ class Prepared:
             self.shapes = shapes = {f"d{name}": views[name].shape for name in wrt}
             self.dtypes = {f"d{name}": views[name].dtype for name in wrt}
             rows = 0 not in (problem.batch, problem.heads_q, problem.seq_q)
-            self.empty = not (rows and (problem.seq_k and problem.dim_v or "dlse" in views))
+            through_lse = "dlse" in views and (problem.seq_k or "sinks" in wrt)  # lse without keys is the sink
+            self.empty = not (rows and (problem.seq_k and problem.dim_v or through_lse))
         self._apart: set[tuple[int, ...]] = set()  # addresses at which targets were seen to overlap nothing
         if self.empty:
             return

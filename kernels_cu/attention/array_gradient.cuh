@@ -83,6 +83,7 @@ struct Share {
         PairsTile tile;
     };
     __device__ Step first() const {
+        if (begin == end) return {begin};  // without keys there is no tile to count by
         int k = begin % tiles_k, rest = begin / tiles_k, q = rest % tiles_q;
         rest /= tiles_q;
         Step step{begin, rest / heads, rest % heads, q, k};

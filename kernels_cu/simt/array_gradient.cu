@@ -6,11 +6,21 @@
 
 using config::OWNED, config::VISITED;
 
+// One for all arrays that a kernel sums for: what a template declares is laid out once for each of its instances.
+struct Memory {
+    Shared shared;
+    Accum scratch[OWNED];
+};
+__device__ inline Memory& block_memory() {
+    __shared__ Memory memory;
+    return memory;
+}
+
 template <class Of>
 __device__ void gather_pairs(const Params& p, int block) {
     const Share<Of, OWNED, VISITED> share(p, block);
     const Dropout dropout(p);
-    __shared__ Shared shared;
+    Shared& shared = block_memory().shared;
     ScoreTile sums = {};
 
     for (auto step = share.first(); share.has(step); share.advance(step)) {
@@ -38,11 +48,10 @@ __device__ void gather_pairs(const Params& p, int block) {
         }
     }
 
-    __shared__ Accum scratch[OWNED];
     __syncthreads();
     for_each(sums, [&](Accum x, int i, int j) { shared.weights.at[row_of(i)][score_column_of(j)] = x; });
     __syncthreads();
-    write_sums<config::THREADS>(share, [&](int r, int c) { return shared.weights.at[r][c]; }, scratch);
+    write_sums<config::THREADS>(share, [&](int r, int c) { return shared.weights.at[r][c]; }, block_memory().scratch);
 }
 
 // Kernels of arrays whose gradients nobody asks for are empty.

@@ -221,7 +221,10 @@ struct Block {
     }
 
     __device__ void run() {
-        if constexpr (Of::BIAS) s.bias().load(p, s.memory + Shared::BIAS_TILE, share);  // seen behind the first barrier
+        if constexpr (Of::BIAS) {
+            s.bias().load(p, s.memory + Shared::BIAS_TILE, share);
+            __syncthreads();  // (with head dimension 0 no barrier of a product comes before it is read)
+        }
         for (int n = 0; n < STAGES - 1; n++) ahead.load(p, share, s, n);
         for (auto step = share.first(); share.has(step); share.advance(step)) visit(step.tile);
         cp_async_wait<0>();

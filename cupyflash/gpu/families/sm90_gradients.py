@@ -26,7 +26,8 @@ def shared_memory(stages: int, pairs: PairTiles) -> int:
 
 def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
     """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
-    if problem.block_mask is not None:  # whose lists would have to reach the workers with each tile
+    # Lists of a block mask would have to reach the workers with each tile. Of K without rows there is no tensor map.
+    if problem.block_mask is not None or not problem.seq_k:
         return sm80.gradients(problem, arch, lengths)
     rows = ((stages, PairTiles(problem, n)) for stages, n in STAGES)
     stages, pairs = next((n, x) for n, x in rows if shared_memory(n, x) <= arch.shared_memory)
