@@ -78,6 +78,7 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     ),
     # Float32, as two float16 a number.
     "float32": (A100, "float32", {"dims": (64, 48), "dlse": 1.0}, {}),
+    "float32-odd": (A100, "float32", {"dims": (33, 47), "heads": (2, 2)}, {"causal": True}),
     "float32-group": (A100, "float32", {"heads": (4, 2), "seq": (150, 212)}, {"causal": True, "deterministic": True}),
     "float32-window": (
         A100, "float32", {"seq": (200, 230), "dims": (128, 128), "batch": 1}, {"window": (17, 4), "scale": -0.3},

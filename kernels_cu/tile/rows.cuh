@@ -44,7 +44,7 @@ __device__ void store_float_rows(const Accumulator<M, N>& sum, bool vectors, int
 // The same of an accumulator that stands at (row, col) of `rows` rows of `cols` numbers.
 template <int M, int N, class T>
 __device__ void store_floats(const Accumulator<M, N>& sum, T* to, long long stride, int row, int col, int rows, int cols) {
-    bool vectors = (unsigned long long)to % 8 == 0 && stride % 2 == 0;
+    bool vectors = (unsigned long long)to % 8 == 0 && stride % 2 == 0 && cols % 2 == 0;
     store_float_rows(sum, vectors, cols - col, [&](int r) -> T* { return row + r < rows ? to + (row + r) * stride + col : nullptr; });
 }
 
