@@ -13,7 +13,7 @@
 #include "attention/prepare.cuh"
 #include "ptx/flag.cuh"
 #include "ptx/reduce.cuh"
-#include "tile/fragment.cuh"
+#include "tile/doubles.cuh"
 
 using namespace config;
 
@@ -21,10 +21,12 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int KEY_WARPS = WARPS / COLUMN_WARPS;
 constexpr int WARP_KEYS = KEYS / KEY_WARPS;
 constexpr int M = WARP_KEYS / 16;  // row fragments of a warp
-constexpr int WARP_QUERIES = ROWS / COLUMN_WARPS;
+// Where there are not 16 queries for each, some compute the same scores: wide rows of doubles leave room for so few.
+constexpr int QUERY_WARPS = ROWS / 16 < COLUMN_WARPS ? ROWS / 16 : COLUMN_WARPS;
+constexpr int WARP_QUERIES = ROWS / QUERY_WARPS;
 constexpr bool SHARE = COLUMN_WARPS > 1;
 constexpr bool ALONG = DIM > 64;  // exponentials are taken along the product for dP (of few steps: slower, measured)
-static_assert(KEYS % (16 * KEY_WARPS) == 0 && WARP_QUERIES % 16 == 0 && DIM % (16 * COLUMN_WARPS) == 0 &&
+static_assert(KEYS % (16 * KEY_WARPS) == 0 && WARP_QUERIES % 16 == 0 && COLUMN_WARPS % QUERY_WARPS == 0 && DIM % (16 * COLUMN_WARPS) == 0 &&
               DIM_V % (16 * COLUMN_WARPS) == 0);
 
 // dQ of a tile, ROWS x DIM, is shared out among the warps as DQ_ROW_WARPS x DQ_COLUMN_WARPS.
@@ -33,7 +35,7 @@ constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS;
 constexpr int DQ_M = ROWS / 16 / DQ_ROW_WARPS;
 constexpr int DQ_N = (DIM / 16 + DQ_COLUMN_WARPS - 1) / DQ_COLUMN_WARPS * 2;  // the last warp may have fewer columns
 constexpr bool DQ_EVEN = DIM / 16 % DQ_COLUMN_WARPS == 0;
-constexpr int DQ_TILE = ROWS * DIM;                                            // floats of one tile in dq_sum
+constexpr int DQ_TILE = ROWS * DIM;                                            // numbers of one tile in dq_sum
 
 using QTile = SharedTile<ROWS, DIM>;
 using DOTile = SharedTile<ROWS, DIM_V>;
@@ -48,7 +50,7 @@ struct Shared {
     static constexpr int P_TILE = DS_TILE + STile::BYTES;  // only where P is shared
     static constexpr int RING = SHARE ? P_TILE + STile::BYTES : P_TILE;
     static constexpr int ROW_VALUES = QTile::BYTES + DOTile::BYTES;  // of a stage
-    static constexpr int STAGE = ROW_VALUES + 2 * ROWS * 4;
+    static constexpr int STAGE = ROW_VALUES + 2 * ROWS * int(sizeof(Accum));
     static constexpr int END = RING + STAGES * STAGE;
     static_assert(END + 4 <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");  // 4: the ticket
 
@@ -64,9 +66,17 @@ struct Shared {
     __device__ unsigned row_values(int stage) const { return q_tile(stage).base + ROW_VALUES; }
 };
 
-// One fragment of dq_sum is stored as its 32 lanes hold it, so that every addition is 16 bytes wide.
-__device__ inline float* dq_fragment(const Params& p, long long tile, int m, int n) {
-    return p.dq_sum + tile * DQ_TILE + ((m * (DIM / 8) + n) * 32 + threadIdx.x % 32) * 4;
+// One fragment of dq_sum is stored as its 32 lanes hold it: four floats of a lane side by side, so that every addition is 16
+// bytes wide, or four times a double of each lane.
+__device__ inline Accum* dq_fragment(const Params& p, long long tile, int m, int n) {
+    return p.dq_sum + tile * DQ_TILE + (m * (DIM / 8) + n) * 128 + threadIdx.x % 32 * (sizeof(Accum) == 8 ? 1 : 4);
+}
+__device__ inline void read_dq(Accumulator<1, 1>& dq, const float* sum) {
+    float4 x = *(const float4*)sum;
+    dq = {{{{x.x, x.y, x.z, x.w}}}};
+}
+__device__ inline void read_dq(Accumulator<1, 1>& dq, const double* sum) {
+    dq = {{{{sum[0], sum[32], sum[64], sum[96]}}}};
 }
 
 using Queries = QueryWalk<ROWS, KEYS>;
@@ -88,7 +98,7 @@ struct Block {
     Queries walk;  // of the first head, or of all
     int end_head;
     int warp, warp_key, column_warp, warp_query;  // the warp's first key and query in a tile
-    float factor;
+    Accum factor;
     Dropout dropout;
     Accumulator<M, DIM / 8 / COLUMN_WARPS> dk;
     Accumulator<M, DIM_V / 8 / COLUMN_WARPS> dv;
@@ -104,7 +114,7 @@ struct Block {
           warp(threadIdx.x / 32),
           warp_key(warp % KEY_WARPS * WARP_KEYS),
           column_warp(warp / KEY_WARPS),
-          warp_query(column_warp * WARP_QUERIES),
+          warp_query(column_warp % QUERY_WARPS * WARP_QUERIES),
           factor(Pairs(p, head).factor()),
           dropout(p) {
         dk.clear();
@@ -136,9 +146,10 @@ struct Block {
                                             p.dim),
               AsyncCopy<THREADS, ROWS, DIM_V>(s.do_tile(stage), at.head.query_row(p.dout, p.dout_strides, i),
                                               p.dout_strides.row, rows, p.dim_v));
-        static_assert(ROWS / 2 <= THREADS);
-        const float* values = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, at.head, tile_q));
-        if (threadIdx.x < ROWS / 2) cp_async_16(s.row_values(stage) + 16 * threadIdx.x, values + 4 * threadIdx.x, rows > 0);
+        constexpr int EACH = VECTOR<Accum>, COPIES = 2 * ROWS / EACH;
+        static_assert(COPIES <= THREADS);
+        const Accum* values = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, at.head, tile_q));
+        if (threadIdx.x < COPIES) cp_async_16(s.row_values(stage) + 16 * threadIdx.x, values + EACH * threadIdx.x, rows > 0);
     }
     __device__ void load_queries(const Step& at, int stage) const {
         load_queries(at, stage, [](auto q, auto d) { q.all(), d.all(); });
@@ -169,7 +180,7 @@ struct Block {
         // addresses are not to be reckoned between the arrival of this tile and its first product.
         Accumulator<M, WARP_QUERIES / 8> probabilities, slopes, ds;
         ColumnVector<WARP_QUERIES / 8> minus_lse, minus_delta;
-        unsigned lse_address = s.row_values(stage) + 4 * warp_query, delta_address = lse_address + 4 * ROWS;
+        unsigned lse_address = s.row_values(stage) + sizeof(Accum) * warp_query, delta_address = lse_address + sizeof(Accum) * ROWS;
         if (ALONG) {
             minus_lse.load(lse_address);
             minus_delta.load(delta_address);
@@ -191,9 +202,9 @@ struct Block {
         }
 
         // dP^T = V dO^T, P^T = exp(S^T - lse)
-        auto exponential = [&](float& x, int r, int c, float& slope) {
+        auto exponential = [&](Accum& x, int r, int c, Accum& slope) {
             slope = lines.slope(x, r, c);
-            x = exp2_approx(fmaf(lines.score(x, r, c), factor, minus_lse[c]));
+            x = exp2_approx(fma(lines.score(x, r, c), factor, minus_lse[c]));
         };
         auto settle = [&] {
             drop(probabilities, placement, at.head.batch, dropout);
@@ -218,7 +229,7 @@ struct Block {
         // dS^T = P^T (dP^T - delta) slope
         if (!ALONG) minus_delta.load(delta_address);
         ds.each(
-            [&](float& x, int, int c, float& probability, float& slope) {
+            [&](Accum& x, int, int c, Accum& probability, Accum& slope) {
                 x = derivative(probability, x, minus_delta[c]) * Pairs::settled(slope, probability);
             },
             probabilities, slopes);
@@ -236,7 +247,7 @@ struct Block {
         }
         long long number = query_tile_number<ROWS>(p, at.head, tile_q);
         if (DETERMINISTIC) wait_for_turn(at.head, tile_q, number);
-        float* dq_sum = dq_fragment(p, number, dq_row, dq_column);
+        Accum* dq_sum = dq_fragment(p, number, dq_row, dq_column);
         auto add_dq = [&](int step, auto steps) {
             constexpr int FRAGMENTS = DQ_M * DQ_N, EACH = (FRAGMENTS + steps.value - 1) / steps.value;
 #pragma unroll
@@ -277,7 +288,7 @@ struct Block {
     __device__ void finish() {
         cp_async_wait<0>();
         __syncthreads();
-        dk.each([&](float& x, int, int) { x *= p.scale; });
+        dk.each([&](Accum& x, int, int) { x *= p.scale; });
         dk.store(s.k_tile(), warp_key, column_warp * (DIM / COLUMN_WARPS));
         dv.store(s.v_tile(), warp_key, column_warp * (DIM_V / COLUMN_WARPS));
         __syncthreads();
@@ -294,7 +305,7 @@ struct Block {
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
     Place at = place(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
     float4* sums = (float4*)(p.dq_sum + blockIdx.x * (long long)DQ_TILE);
-    for (int i = threadIdx.x; i < DQ_TILE / 4; i += 128) sums[i] = make_float4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < DQ_TILE / VECTOR<Accum>; i += 128) sums[i] = make_float4(0, 0, 0, 0);
     if (DETERMINISTIC && threadIdx.x == 0) {
         p.counters[blockIdx.x] = 0;
         if (blockIdx.x == 0) p.counters[gridDim.x] = 0;
@@ -329,19 +340,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
 // dQ = scale * dq_sum, from fragment order to rows.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_finish(const __grid_constant__ Params p) {
-    __shared__ alignas(16) char shared[QTile::BYTES];
-    QTile dq_tile{shared_address(shared)};
+    constexpr int PART = sizeof(Accum) == 8 ? 16 : ROWS;  // rows at a time
+    using Tile = SharedTile<PART, DIM>;
+    __shared__ alignas(16) char shared[Tile::BYTES];
+    Tile dq_tile{shared_address(shared)};
     Place at = place(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
     Head head = Head::of_q(p, at.batch, at.head);
+    for (int first = 0; first < ROWS; first += PART) {
+        if (first > 0) __syncthreads();
 #pragma unroll 4
-    for (int f = threadIdx.x / 32; f < ROWS / 16 * (DIM / 8); f += 4) {
-        int m = f / (DIM / 8), n = f % (DIM / 8);
-        float4 sum = *(const float4*)dq_fragment(p, blockIdx.x, m, n);
-        Accumulator<1, 1> dq{{{{sum.x * p.scale, sum.y * p.scale, sum.z * p.scale, sum.w * p.scale}}}};
-        dq.store(dq_tile, 16 * m, 8 * n);
+        for (int f = threadIdx.x / 32; f < PART / 16 * (DIM / 8); f += 4) {
+            int m = f / (DIM / 8), n = f % (DIM / 8);
+            Accumulator<1, 1> dq;
+            read_dq(dq, dq_fragment(p, blockIdx.x, first / 16 + m, n));
+            dq.each([&](Accum& x, int, int) { x *= p.scale; });
+            dq.store(dq_tile, 16 * m, 8 * n);
+        }
+        __syncthreads();
+        int i0 = at.tile * ROWS + first;
+        store_rows<PART / 4>(dq_tile, threadIdx.x / 32 * (PART / 4), head.query_row(p.dq, p.dq_strides, i0), p.dq_strides.row,
+                             head.queries(p) - i0, p.dim);
     }
-    __syncthreads();
-    int i0 = at.tile * ROWS;
-    store_rows<ROWS / 4>(dq_tile, threadIdx.x / 32 * (ROWS / 4), head.query_row(p.dq, p.dq_strides, i0), p.dq_strides.row,
-                         head.queries(p) - i0, p.dim);
 }

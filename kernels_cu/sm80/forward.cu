@@ -11,6 +11,7 @@
 #include "attention/mask.cuh"
 #include "attention/softmax.cuh"
 #include "ptx/barrier.cuh"
+#include "tile/doubles.cuh"
 
 using namespace config;
 
@@ -29,21 +30,21 @@ using KTile = SharedTile<KEYS, DIM>;
 using VTile = SharedTile<KEYS, DIM_V>;
 using PTile = SharedTile<ROWS, KEYS>;  // only where P is shared
 
-// One float for each row from each of the two warps that share it.
+// One number for each row from each of the two warps that share it.
 struct Exchange {
     unsigned base;
     int row, column_warp;
 
-    __device__ void put(const float (&x)[M][2]) const {
+    __device__ void put(const Accum (&x)[M][2]) const {
         each([&](int m, int h, unsigned address) {
-            if (threadIdx.x % 4 == 0) store_shared(address + 4 * column_warp, __float_as_uint(x[m][h]));
+            if (threadIdx.x % 4 == 0) store_shared_number(address + sizeof(Accum) * column_warp, x[m][h]);
         });
     }
 
     template <class F>
-    __device__ void combine(float (&x)[M][2], F f) const {
+    __device__ void combine(Accum (&x)[M][2], F f) const {
         each([&](int m, int h, unsigned address) {
-            float2 both = load_shared_float2(address);
+            auto both = load_shared_pair<Accum>(address);
             x[m][h] = f(both.x, both.y);
         });
     }
@@ -53,7 +54,7 @@ struct Exchange {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) f(m, h, base + 8 * (row + 16 * m + 8 * h + threadIdx.x % 32 / 4));
+            for (int h = 0; h < 2; h++) f(m, h, base + 2 * sizeof(Accum) * (row + 16 * m + 8 * h + threadIdx.x % 32 / 4));
     }
 };
 
@@ -63,7 +64,7 @@ struct Shared {
     static constexpr int STAGE = KTile::BYTES + VTile::BYTES;
     static constexpr int P_TILE = RING + STAGES * STAGE;
     static constexpr int EXCHANGE = P_TILE + PTile::BYTES;
-    static constexpr int END = SHARE ? EXCHANGE + 8 * ROWS : P_TILE;
+    static constexpr int END = SHARE ? EXCHANGE + 2 * int(sizeof(Accum)) * ROWS : P_TILE;
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
@@ -166,7 +167,7 @@ struct Block {
         mask(scores, step);
 
         // Online softmax
-        float largest[M][2];
+        Accum largest[M][2];
         softmax.row_maximum(scores, largest);
         if (SHARE) exchange.put(largest);
         if (STAGES == 1) {
@@ -175,7 +176,7 @@ struct Block {
         } else if (SHARE) {
             sync_sharers();
         }
-        if (SHARE) exchange.combine(largest, [](float x, float y) { return fmaxf(x, y); });
+        if (SHARE) exchange.combine(largest, [](Accum x, Accum y) { return larger(x, y); });
         softmax.rescale(largest, o);
         softmax.exponentiate(scores);
         Placement<> at{head.q, queries.begin + warp_row, walk.tile(step) * KEYS + warp_key};
@@ -205,7 +206,7 @@ struct Block {
             __syncthreads();  // everybody is done with Q and the exchange
             exchange.put(softmax.sum);
             sync_sharers();
-            exchange.combine(softmax.sum, [](float x, float y) { return x + y; });
+            exchange.combine(softmax.sum, [](Accum x, Accum y) { return x + y; });
         }
         Pairs pairs(p, head);
         softmax.finish(o, pairs.unit(), kept(p), [&](int) { return pairs.sink(head.q); });

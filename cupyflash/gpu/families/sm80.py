@@ -11,16 +11,25 @@ from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
 from ..score_gradient import score_work
+from . import simt
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"takes float16 and bfloat16, not {problem.dtype}"
+    if problem.dtype not in ("float16", "bfloat16", "float64"):
+        return f"takes float16, bfloat16 and float64, not {problem.dtype}"
     if arch.cc < 80:
         return f"needs compute capability 8.0, this GPU has {arch.cc / 10}"
+    if problem.dtype == "float64" and arch.cc not in FAST_DOUBLES:
+        return f"takes float64 where double precision is fast, and on compute capability {arch.cc / 10} simt is as fast"
     if max(problem.dim, problem.dim_v) > 256:
         return f"takes head dimensions up to 256, not {problem.dim} and {problem.dim_v}"
+    if problem.dtype == "float64" and _fitting(problem, arch, backward, None) is None:
+        which = "backward" if backward else "forward"
+        return f"has no float64 {which} for head dimensions {problem.dim} and {problem.dim_v} in {arch.shared_memory} bytes"
     return None
+
+
+FAST_DOUBLES = (80, 90, 100)  # compute capabilities whose tensor cores multiply doubles; elsewhere a sixty-fourth of the rate
 
 
 ANY = 1 << 30
@@ -40,6 +49,7 @@ class Tile:
     min_blocks: int  # thread blocks on a multiprocessor: bounds the registers
     dim: int = 256  # for head dimensions up to this
     seq_q: int = ANY  # and this many queries
+    size: int | None = None  # and elements of so many bytes; None: any
 
     def dims(self, problem: AttentionProblem, backward: bool) -> tuple[int, int]:
         """Head dimensions as the kernel pads them."""
@@ -47,8 +57,13 @@ class Tile:
         return pad(problem.dim, step if backward else 16), pad(problem.dim_v, step)
 
 
-# The first tile that the problem and the GPU's shared memory admit is taken.
+# In order of preference.
 FORWARD = (
+    Tile(128, 32, 4, 1, 1, 2, dim=64, size=8),
+    Tile(128, 32, 8, 1, 1, 1, dim=128, size=8),
+    Tile(64, 32, 8, 2, 1, 1, dim=192, size=8),
+    Tile(32, 32, 4, 2, 1, 1, size=8),
+    Tile(16, 32, 2, 2, 1, 1, size=8),
     Tile(128, 128, 4, 1, 2, 2, dim=64),
     Tile(128, 64, 4, 1, 2, 2, dim=128),
     Tile(128, 32, 4, 1, 2, 2, dim=128),
@@ -56,6 +71,11 @@ FORWARD = (
     Tile(64, 32, 4, 1, 1, 2),
 )
 BACKWARD = (
+    Tile(32, 64, 4, 1, 1, 2, dim=64, size=8),
+    Tile(32, 64, 8, 2, 1, 1, dim=128, size=8),
+    Tile(32, 32, 4, 2, 1, 1, dim=128, size=8),
+    Tile(32, 32, 8, 4, 1, 1, dim=192, size=8),
+    Tile(32, 16, 4, 4, 1, 1, size=8),
     Tile(64, 64, 4, 1, 2, 3, dim=64, seq_q=2048),
     Tile(128, 128, 8, 2, 2, 1, dim=64),
     Tile(64, 128, 8, 2, 1, 1, dim=64),
@@ -77,60 +97,80 @@ def _spills(problem: AttentionProblem, backward: bool) -> int:
     return SPILLS[backward, scored(problem)] + LISTED_SPILLS * (problem.block_mask is not None)
 
 
-def _registers(t: Tile) -> int:
-    """What a thread has for the sums of its part of a tile."""
-    return min(255, 65536 // (32 * t.warps * t.min_blocks)) - 40
+def _registers(t: Tile, problem: AttentionProblem) -> int:
+    """How many numbers of the sums of its part of a tile a thread has room for."""
+    return (min(255, 65536 // (32 * t.warps * t.min_blocks)) - 40) * 4 // ITEMSIZE[problem.lse_dtype]
+
+
+def _of_size(t: Tile, problem: AttentionProblem) -> bool:
+    """Few rows, keys or warps are for doubles, large tiles for all others."""
+    return min(t.rows, t.keys) >= 32 and t.warps >= 4 if ITEMSIZE[problem.dtype] == 2 else t.rows * t.keys <= 128 * 64
 
 
 def _forward_possible(t: Tile, problem: AttentionProblem) -> bool:
     """Do the warps share the tile out evenly, and have its sums room in the registers?"""
     even = t.rows % (16 * t.warps // t.column_warps) == 0 and t.keys % (16 * t.column_warps) == 0
-    return even and t.rows * (pad(problem.dim_v, 16) + t.keys) // (32 * t.warps) <= _registers(t)
+    fits = t.rows * (pad(problem.dim_v, 16) + t.keys) // (32 * t.warps) <= _registers(t, problem)
+    return even and fits and _of_size(t, problem)
 
 
 def _backward_possible(t: Tile, problem: AttentionProblem) -> bool:
     d, dv = pad(problem.dim, 16), pad(problem.dim_v, 16)
     down = max(1, t.rows // 32)  # warps along dQ's rows
-    even = t.keys % (16 * t.warps // t.column_warps) == 0 and t.rows % (16 * t.column_warps) == 0
-    fits = t.keys * (d + dv + 2 * t.rows) // (32 * t.warps) <= _registers(t)
-    return even and t.warps % down == 0 and fits
+    query_warps = min(t.rows // 16, t.column_warps) if ITEMSIZE[problem.dtype] == 8 else t.column_warps
+    even = t.keys % (16 * t.warps // t.column_warps) == 0 and t.rows % (16 * query_warps) == 0
+    fits = t.keys * (d + dv + 2 * t.rows) // (32 * t.warps) <= _registers(t, problem)
+    return even and t.warps % down == 0 and fits and _of_size(t, problem)
 
 
 TILES = {
     False: Tiles(FORWARD, {
-        "rows": (64, 128), "keys": (32, 48, 64, 96, 128), "warps": (4, 8), "column_warps": (1, 2), "stages": (1, 2),
+        "rows": (16, 32, 64, 128), "keys": (16, 32, 48, 64, 96, 128), "warps": (2, 4, 8), "column_warps": (1, 2), "stages": (1, 2),
         "min_blocks": (1, 2, 3),
     }, _forward_possible),
     True: Tiles(BACKWARD, {
-        "rows": (32, 64, 128), "keys": (32, 64, 128), "warps": (4, 8), "column_warps": (1, 2, 4), "stages": (1, 2),
+        "rows": (16, 32, 64, 128), "keys": (16, 32, 64, 128), "warps": (4, 8), "column_warps": (1, 2, 4), "stages": (1, 2),
         "min_blocks": (1, 2, 3),
     }, _backward_possible),
 }  # fmt: skip
 
 
-PAD = 8  # elements between the rows of a shared tile, see kernels_cu/tile/shared.cuh
+PAD = 8  # elements between the rows of a shared tile, see kernels_cu/tile/shared.cuh; none in one of doubles
 
 
-def shared_memory(t: Tile, dim: int, dim_v: int, backward: bool) -> int:
+def shared_memory(t: Tile, dim: int, dim_v: int, backward: bool, dtype: str) -> int:
     """Bytes that the kernel of a tile lays out."""
+    size = ITEMSIZE[dtype]
+    pad, of_sums = (0, 8) if size == 8 else (PAD, 4)
     if not backward:
-        elements = t.rows * (max(dim, dim_v) + PAD) + t.stages * t.keys * (dim + dim_v + 2 * PAD)
-        exchanged = 2 * t.rows * (t.keys + PAD) + 8 * t.rows if t.column_warps > 1 else 0  # P and row values
-        return 2 * elements + exchanged
-    elements = (t.keys + t.stages * t.rows) * (dim + dim_v + 2 * PAD)
-    elements += (2 if t.column_warps > 1 else 1) * t.keys * (t.rows + PAD)
-    return 2 * elements + t.stages * 2 * 4 * t.rows + 16  # lse and delta of the queries, the ticket
+        elements = t.rows * (max(dim, dim_v) + pad) + t.stages * t.keys * (dim + dim_v + 2 * pad)
+        exchanged = size * t.rows * (t.keys + pad) + 2 * of_sums * t.rows if t.column_warps > 1 else 0  # P and row values
+        return size * elements + exchanged
+    elements = (t.keys + t.stages * t.rows) * (dim + dim_v + 2 * pad)
+    elements += (2 if t.column_warps > 1 else 1) * t.keys * (t.rows + pad)
+    return size * elements + t.stages * 2 * of_sums * t.rows + 16  # lse and delta of the queries, the ticket
+
+
+def _fitting(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> Tile | None:
+    """The first tile that the problem and the GPU's shared memory admit."""
+    for t in TILES[backward].rows(tile):
+        dim, dim_v = t.dims(problem, backward)
+        size = shared_memory(t, dim, dim_v, backward, problem.dtype)
+        if (
+            t.size in (None, ITEMSIZE[problem.dtype]) and max(dim, dim_v) <= t.dim and problem.seq_q <= t.seq_q
+            and size <= arch.shared_memory
+        ):  # fmt: skip
+            return t
+    return None
 
 
 def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> KernelPlan:
-    for t in TILES[backward].rows(tile):
-        dim, dim_v = t.dims(problem, backward)
-        size = shared_memory(t, dim, dim_v, backward)
-        if max(dim, dim_v) <= t.dim and problem.seq_q <= t.seq_q and size <= arch.shared_memory:
-            break
-    else:
+    t = _fitting(problem, arch, backward, tile)
+    if t is None:
         which = "backward" if backward else "forward"
         raise ValueError(f"no sm80 {which} tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
+    dim, dim_v = t.dims(problem, backward)
+    size = shared_memory(t, dim, dim_v, backward, problem.dtype)
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", dim), ("DIM_V", dim_v), *((name.upper(), getattr(t, name)) for name in TILES[backward].tried),
         ("SHARED_MEMORY", size), *features(problem),
@@ -150,8 +190,8 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
         Launch("attention_backward_finish", pairs * tiles_q, 128),
     )
     workspace = (
-        Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows)),  # and lse
-        Workspace("dq_sum", "float32", (pairs, tiles_q, t.rows * dim)),
+        Workspace("delta", problem.lse_dtype, (pairs, tiles_q, 2, t.rows)),  # and lse
+        Workspace("dq_sum", problem.lse_dtype, (pairs, tiles_q, t.rows * dim)),
         Workspace("counters", "uint32", (pairs * tiles_q + 1 if problem.deterministic else 0,)),
     )
     constants += (("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", arch.cc >= 90))
@@ -193,6 +233,8 @@ GRADIENT = (
 
 def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
     """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
+    if problem.dtype == "float64":
+        return simt.gradients(problem, arch, lengths)
     depth = 32 if max(problem.dim, problem.dim_v) <= 32 else 64  # columns of a piece
     shortest = min(problem.seq_q, problem.seq_k)
     bias = ITEMSIZE[x.dtype] if "bias" in lengths and (x := problem.array("bias")) else 0
