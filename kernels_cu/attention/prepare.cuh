@@ -27,13 +27,12 @@ __device__ void prepare_rows(const Params& p, const Head& head, int tile) {
         const Out* oi = o + i * p.out_strides.row + 8 * lane;
         const In* di = d + i * p.dout_strides.row + 8 * lane;
         if (columns == 8) {
-            constexpr int EACH = 16 / sizeof(In);  // elements read at once
+            constexpr int READS = 8 * sizeof(In) / 16;
+            uint4 a[READS], b[READS];
 #pragma unroll
-            for (int n = 0; n < 8; n += EACH) {
-                uint4 a = *(const uint4*)(oi + n), b = *(const uint4*)(di + n);
+            for (int n = 0; n < READS; n++) a[n] = ((const uint4*)oi)[n], b[n] = ((const uint4*)di)[n];
 #pragma unroll
-                for (int c = 0; c < EACH; c++) sum = fma(to_float(((Out*)&a)[c]), to_float(((In*)&b)[c]), sum);
-            }
+            for (int c = 0; c < 8; c++) sum = fma(to_float(((Out*)a)[c]), to_float(((In*)b)[c]), sum);
         } else {
             for (int c = 0; c < columns; c++) sum = fma(to_float(oi[c]), to_float(di[c]), sum);
         }

@@ -25,6 +25,7 @@ constexpr int M = WARP_KEYS / 16;  // row fragments of a warp
 constexpr int QUERY_WARPS = ROWS / 16 < COLUMN_WARPS ? ROWS / 16 : COLUMN_WARPS;
 constexpr int WARP_QUERIES = ROWS / QUERY_WARPS;
 constexpr bool SHARE = COLUMN_WARPS > 1;
+constexpr int SIZE = sizeof(Accum);  // of lse and delta
 constexpr bool ALONG = DIM > 64;  // exponentials are taken along the product for dP (of few steps: slower, measured)
 static_assert(KEYS % (16 * KEY_WARPS) == 0 && WARP_QUERIES % 16 == 0 && COLUMN_WARPS % QUERY_WARPS == 0 && DIM % (16 * COLUMN_WARPS) == 0 &&
               DIM_V % (16 * COLUMN_WARPS) == 0);
@@ -50,7 +51,7 @@ struct Shared {
     static constexpr int P_TILE = DS_TILE + STile::BYTES;  // only where P is shared
     static constexpr int RING = SHARE ? P_TILE + STile::BYTES : P_TILE;
     static constexpr int ROW_VALUES = QTile::BYTES + DOTile::BYTES;  // of a stage
-    static constexpr int STAGE = ROW_VALUES + 2 * ROWS * int(sizeof(Accum));
+    static constexpr int STAGE = ROW_VALUES + 2 * ROWS * SIZE;
     static constexpr int END = RING + STAGES * STAGE;
     static_assert(END + 4 <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");  // 4: the ticket
 
@@ -69,7 +70,7 @@ struct Shared {
 // One fragment of dq_sum is stored as its 32 lanes hold it: four floats of a lane side by side, so that every addition is 16
 // bytes wide, or four times a double of each lane.
 __device__ inline Accum* dq_fragment(const Params& p, long long tile, int m, int n) {
-    return p.dq_sum + tile * DQ_TILE + (m * (DIM / 8) + n) * 128 + threadIdx.x % 32 * (sizeof(Accum) == 8 ? 1 : 4);
+    return p.dq_sum + tile * DQ_TILE + ((m * (DIM / 8) + n) * (SIZE == 8 ? 128 : 32) + threadIdx.x % 32) * (SIZE == 8 ? 1 : 4);
 }
 __device__ inline void read_dq(Accumulator<1, 1>& dq, const float* sum) {
     float4 x = *(const float4*)sum;
@@ -114,7 +115,7 @@ struct Block {
           warp(threadIdx.x / 32),
           warp_key(warp % KEY_WARPS * WARP_KEYS),
           column_warp(warp / KEY_WARPS),
-          warp_query(column_warp % QUERY_WARPS * WARP_QUERIES),
+          warp_query((QUERY_WARPS == COLUMN_WARPS ? column_warp : column_warp % QUERY_WARPS) * WARP_QUERIES),
           factor(Pairs(p, head).factor()),
           dropout(p) {
         dk.clear();
@@ -180,7 +181,7 @@ struct Block {
         // addresses are not to be reckoned between the arrival of this tile and its first product.
         Accumulator<M, WARP_QUERIES / 8> probabilities, slopes, ds;
         ColumnVector<WARP_QUERIES / 8> minus_lse, minus_delta;
-        unsigned lse_address = s.row_values(stage) + sizeof(Accum) * warp_query, delta_address = lse_address + sizeof(Accum) * ROWS;
+        unsigned lse_address = s.row_values(stage) + SIZE * warp_query, delta_address = lse_address + SIZE * ROWS;
         if (ALONG) {
             minus_lse.load(lse_address);
             minus_delta.load(delta_address);
@@ -340,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
 // dQ = scale * dq_sum, from fragment order to rows.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_finish(const __grid_constant__ Params p) {
-    constexpr int PART = sizeof(Accum) == 8 ? 16 : ROWS;  // rows at a time
+    constexpr int PART = SIZE == 8 ? 16 : ROWS;  // rows at a time
     using Tile = SharedTile<PART, DIM>;
     __shared__ alignas(16) char shared[Tile::BYTES];
     Tile dq_tile{shared_address(shared)};

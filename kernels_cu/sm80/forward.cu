@@ -20,6 +20,7 @@ constexpr int ROW_WARPS = WARPS / COLUMN_WARPS;
 constexpr int WARP_ROWS = ROWS / ROW_WARPS;
 constexpr int WARP_KEYS = KEYS / COLUMN_WARPS, WARP_COLUMNS = DIM_V / COLUMN_WARPS;
 constexpr bool SHARE = COLUMN_WARPS == 2;
+constexpr int SIZE = sizeof(Accum);  // of row maxima and sums
 constexpr int M = WARP_ROWS / 16;  // row fragments of a warp
 static_assert(ROWS % (16 * ROW_WARPS) == 0 && WARP_KEYS % 16 == 0 && DIM % 16 == 0 && WARP_COLUMNS % 16 == 0 &&
               (STAGES == 1 || STAGES == 2));
@@ -37,7 +38,7 @@ struct Exchange {
 
     __device__ void put(const Accum (&x)[M][2]) const {
         each([&](int m, int h, unsigned address) {
-            if (threadIdx.x % 4 == 0) store_shared_number(address + sizeof(Accum) * column_warp, x[m][h]);
+            if (threadIdx.x % 4 == 0) store_shared_number(address + SIZE * column_warp, x[m][h]);
         });
     }
 
@@ -54,7 +55,7 @@ struct Exchange {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) f(m, h, base + 2 * sizeof(Accum) * (row + 16 * m + 8 * h + threadIdx.x % 32 / 4));
+            for (int h = 0; h < 2; h++) f(m, h, base + 2 * SIZE * (row + 16 * m + 8 * h + threadIdx.x % 32 / 4));
     }
 };
 
@@ -64,7 +65,7 @@ struct Shared {
     static constexpr int STAGE = KTile::BYTES + VTile::BYTES;
     static constexpr int P_TILE = RING + STAGES * STAGE;
     static constexpr int EXCHANGE = P_TILE + PTile::BYTES;
-    static constexpr int END = SHARE ? EXCHANGE + 2 * int(sizeof(Accum)) * ROWS : P_TILE;
+    static constexpr int END = SHARE ? EXCHANGE + 2 * SIZE * ROWS : P_TILE;
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
