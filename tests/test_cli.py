@@ -554,7 +554,7 @@ def test_explain_plans_without_a_gpu(no_gpu: None, cache: Path) -> None:
 
     back = cupyflash.explain((1, 64, 1, 16), dtype="float32", arch="sm_75", backward=True)
     assert back.family == "simt"
-    assert any("sm80 takes float16 and bfloat16, not float32" in why for why in back.passed_over)
+    assert any("sm80 takes float16, bfloat16 and float64, not float32" in why for why in back.passed_over)
     assert back.workspace["delta"] == 64 * 4
     assert back.flops == 5 * 2 * 64 * 64 * 16
     assert back.bytes_moved == 4 * (8 * 64 * 16 + 64)

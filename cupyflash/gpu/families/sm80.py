@@ -50,6 +50,7 @@ class Tile:
     dim: int = 256  # for head dimensions up to this
     seq_q: int = ANY  # and this many queries
     size: int | None = None  # and elements of so many bytes; None: any
+    spills: int = 0  # bytes per thread that ptxas may spill beside SPILLS
 
     def dims(self, problem: AttentionProblem, backward: bool) -> tuple[int, int]:
         """Head dimensions as the kernel pads them."""
@@ -59,7 +60,8 @@ class Tile:
 
 # In order of preference.
 FORWARD = (
-    Tile(128, 32, 4, 1, 1, 2, dim=64, size=8),
+    Tile(64, 32, 4, 1, 2, 2, dim=64, size=8),
+    Tile(128, 32, 8, 1, 2, 1, dim=64, size=8),
     Tile(128, 32, 8, 1, 1, 1, dim=128, size=8),
     Tile(64, 32, 8, 2, 1, 1, dim=192, size=8),
     Tile(32, 32, 4, 2, 1, 1, size=8),
@@ -71,11 +73,11 @@ FORWARD = (
     Tile(64, 32, 4, 1, 1, 2),
 )
 BACKWARD = (
-    Tile(32, 64, 4, 1, 1, 2, dim=64, size=8),
+    Tile(32, 64, 4, 1, 1, 2, dim=64, size=8, spills=104),
     Tile(32, 64, 8, 2, 1, 1, dim=128, size=8),
     Tile(32, 32, 4, 2, 1, 1, dim=128, size=8),
-    Tile(32, 32, 8, 4, 1, 1, dim=192, size=8),
-    Tile(32, 16, 4, 4, 1, 1, size=8),
+    Tile(32, 32, 8, 4, 1, 1, dim=192, size=8, spills=32),
+    Tile(32, 16, 4, 4, 1, 1, size=8, spills=464),  # a warp has 64 columns of dQ beside those of dK and dV
     Tile(64, 64, 4, 1, 2, 3, dim=64, seq_q=2048),
     Tile(128, 128, 8, 2, 2, 1, dim=64),
     Tile(64, 128, 8, 2, 1, 1, dim=64),
@@ -93,8 +95,8 @@ LISTED_SPILLS = 112  # more, with a block mask: its addresses
 SPILLS = {(False, False): 144, (False, True): 1072, (True, False): 80, (True, True): 480}
 
 
-def _spills(problem: AttentionProblem, backward: bool) -> int:
-    return SPILLS[backward, scored(problem)] + LISTED_SPILLS * (problem.block_mask is not None)
+def _spills(t: Tile, problem: AttentionProblem, backward: bool) -> int:
+    return t.spills + SPILLS[backward, scored(problem)] + LISTED_SPILLS * (problem.block_mask is not None)
 
 
 def _registers(t: Tile, problem: AttentionProblem) -> int:
@@ -152,13 +154,13 @@ def shared_memory(t: Tile, dim: int, dim_v: int, backward: bool, dtype: str) -> 
 
 
 def _fitting(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> Tile | None:
-    """The first tile that the problem and the GPU's shared memory admit."""
+    """The first tile that the problem and the GPU's shared memory admit; of doubles, for as many blocks as it is made for."""
     for t in TILES[backward].rows(tile):
         dim, dim_v = t.dims(problem, backward)
         size = shared_memory(t, dim, dim_v, backward, problem.dtype)
         if (
             t.size in (None, ITEMSIZE[problem.dtype]) and max(dim, dim_v) <= t.dim and problem.seq_q <= t.seq_q
-            and size <= arch.shared_memory
+            and size <= arch.shared_memory and (t.size is None or t.min_blocks * (size + 1024) <= arch.shared_memory + 1024)
         ):  # fmt: skip
             return t
     return None
@@ -180,7 +182,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     if not backward:
         launch = Launch("attention_forward", pairs * tiles_q, 32 * t.warps, size)
         return KernelPlan(
-            "sm80", arch.name, problem.dtype, backward, source, constants, (launch,), 16, spills=_spills(problem, backward),
+            "sm80", arch.name, problem.dtype, backward, source, constants, (launch,), 16, spills=_spills(t, problem, backward),
             given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
         )  # fmt: skip
     blocks = problem.batch * problem.heads_k * ceil(problem.seq_k, t.keys)
@@ -196,7 +198,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     )
     constants += (("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", arch.cc >= 90))
     return KernelPlan(
-        "sm80", arch.name, problem.dtype, backward, source, constants, launches, 16, workspace, _spills(problem, backward),
+        "sm80", arch.name, problem.dtype, backward, source, constants, launches, 16, workspace, _spills(t, problem, backward),
         given=problem.given, lists=both_ways(problem, t.rows, t.keys, "keys"),
     )  # fmt: skip
 
