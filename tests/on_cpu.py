@@ -81,9 +81,7 @@ def check(
         run(libraries[1], plans[1], problem, results | inputs | spaces[1] | listed[1], last_first, arch.sms, seed)
         for name in exact._fields:
             assert_as_good(results[name].array, getattr(exact, name), getattr(own, name), name, unit)
-        of_arrays = {
-            f"d{name}": Guarded(others[name].shape, others[name].dtype) for name in lengths | of_score
-        }
+        of_arrays = {f"d{name}": Guarded(others[name].shape, others[name].dtype) for name in lengths | of_score}
         for n, names in enumerate(asked, 2):
             results_of = {f"d{name}": of_arrays[f"d{name}"] for name in names}
             run(libraries[n], plans[n], problem, results_of | inputs | spaces[n] | listed[n], last_first, arch.sms, seed)

@@ -70,7 +70,7 @@ def test_reasons_of_the_families_passed_over() -> None:
         ("float32", 64, A100): "sm80 takes float16, bfloat16 and float64, not float32",
         ("float16", 64, T4): "sm80 needs compute capability 8.0, this GPU has 7.5",
         ("float16", 512, A100): "sm80 takes head dimensions up to 256, not 512 and 512",
-        ("float64", 64, L40): "sm80 takes float64 where double precision is fast, and on compute capability 8.9 simt is as fast",
+        ("float64", 64, L40): "sm80 takes float64 where double precision is fast (8.0, 9.0, 10.0), not on compute capability 8.9",
         ("float64", 256, A100): "sm80 has no float64 forward for head dimensions 256 and 256 in 166912 bytes",
     }
     for (dtype, dim, arch), reason in reasons.items():
@@ -79,7 +79,7 @@ def test_reasons_of_the_families_passed_over() -> None:
 
 
 def test_a_family_that_objects() -> None:
-    with pytest.raises(ValueError, match="no kernel family takes this problem: sm80 takes float16, bfloat16 and float64"):
+    with pytest.raises(ValueError, match="no kernel family takes this problem: sm80 takes float16, .* and float64"):
         plan(problem("float32"), A100, family="sm80")
     with pytest.raises(
         ValueError, match="family is 'sm70'; it must be one of 'sm90', 'sm80', 'simt', 'flash1', or None"

@@ -27,8 +27,8 @@ constexpr int WARP_QUERIES = ROWS / QUERY_WARPS;
 constexpr bool SHARE = COLUMN_WARPS > 1;
 constexpr int SIZE = sizeof(Accum);  // of lse and delta
 constexpr bool ALONG = DIM > 64;  // exponentials are taken along the product for dP (of few steps: slower, measured)
-static_assert(KEYS % (16 * KEY_WARPS) == 0 && WARP_QUERIES % 16 == 0 && COLUMN_WARPS % QUERY_WARPS == 0 && DIM % (16 * COLUMN_WARPS) == 0 &&
-              DIM_V % (16 * COLUMN_WARPS) == 0);
+static_assert(KEYS % (16 * KEY_WARPS) == 0 && WARP_QUERIES % 16 == 0 && COLUMN_WARPS % QUERY_WARPS == 0 &&
+              DIM % (16 * COLUMN_WARPS) == 0 && DIM_V % (16 * COLUMN_WARPS) == 0);
 
 // dQ of a tile, ROWS x DIM, is shared out among the warps as DQ_ROW_WARPS x DQ_COLUMN_WARPS.
 constexpr int DQ_ROW_WARPS = ROWS % 32 == 0 ? ROWS / 32 : 1;
@@ -70,7 +70,8 @@ struct Shared {
 // One fragment of dq_sum is stored as its 32 lanes hold it: four floats of a lane side by side, so that every addition is 16
 // bytes wide, or four times a double of each lane.
 __device__ inline Accum* dq_fragment(const Params& p, long long tile, int m, int n) {
-    return p.dq_sum + tile * DQ_TILE + ((m * (DIM / 8) + n) * (SIZE == 8 ? 128 : 32) + threadIdx.x % 32) * (SIZE == 8 ? 1 : 4);
+    unsigned fragment = m * (DIM / 8) + n, lane = threadIdx.x % 32;
+    return p.dq_sum + tile * DQ_TILE + (SIZE == 8 ? fragment * 128 + lane : (fragment * 32 + lane) * 4);
 }
 __device__ inline void read_dq(Accumulator<1, 1>& dq, const float* sum) {
     float4 x = *(const float4*)sum;

@@ -50,7 +50,7 @@ struct EightByEight {
 template <int M, int N, bool RELU>
 __device__ auto operand_of_doubles(const FromRegisters<M, N, RELU>& from) {
     return [&sum = from.sum](double (&a)[4], int m, int k) {
-        const double(&f)[4] = sum.x[m][k];
+        const double (&f)[4] = sum.x[m][k];
 #pragma unroll
         for (int i = 0; i < 4; i++) a[i] = RELU ? larger(f[i % 2 * 2 + i / 2], 0.0) : f[i % 2 * 2 + i / 2];
     };

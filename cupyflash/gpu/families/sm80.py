@@ -13,23 +13,23 @@ from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, 
 from ..score_gradient import score_work
 from . import simt
 
+# Compute capabilities whose tensor cores multiply doubles at full rate. Elsewhere `simt` is as fast.
+FAST_DOUBLES = (8.0, 9.0, 10.0)
+
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
     if problem.dtype not in ("float16", "bfloat16", "float64"):
         return f"takes float16, bfloat16 and float64, not {problem.dtype}"
     if arch.cc < 80:
         return f"needs compute capability 8.0, this GPU has {arch.cc / 10}"
-    if problem.dtype == "float64" and arch.cc not in FAST_DOUBLES:
-        return f"takes float64 where double precision is fast, and on compute capability {arch.cc / 10} simt is as fast"
+    if problem.dtype == "float64" and arch.cc / 10 not in FAST_DOUBLES:
+        return f"takes float64 where double precision is fast {FAST_DOUBLES}, not on compute capability {arch.cc / 10}"
     if max(problem.dim, problem.dim_v) > 256:
         return f"takes head dimensions up to 256, not {problem.dim} and {problem.dim_v}"
     if problem.dtype == "float64" and _fitting(problem, arch, backward, None) is None:
         which = "backward" if backward else "forward"
         return f"has no float64 {which} for head dimensions {problem.dim} and {problem.dim_v} in {arch.shared_memory} bytes"
     return None
-
-
-FAST_DOUBLES = (80, 90, 100)  # compute capabilities whose tensor cores multiply doubles; elsewhere a sixty-fourth of the rate
 
 
 ANY = 1 << 30
@@ -65,7 +65,6 @@ FORWARD = (
     Tile(128, 32, 8, 1, 1, 1, dim=128, size=8),
     Tile(64, 32, 8, 2, 1, 1, dim=192, size=8),
     Tile(32, 32, 4, 2, 1, 1, size=8),
-    Tile(16, 32, 2, 2, 1, 1, size=8),
     Tile(128, 128, 4, 1, 2, 2, dim=64),
     Tile(128, 64, 4, 1, 2, 2, dim=128),
     Tile(128, 32, 4, 1, 2, 2, dim=128),
@@ -104,16 +103,16 @@ def _registers(t: Tile, problem: AttentionProblem) -> int:
     return (min(255, 65536 // (32 * t.warps * t.min_blocks)) - 40) * 4 // ITEMSIZE[problem.lse_dtype]
 
 
-def _of_size(t: Tile, problem: AttentionProblem) -> bool:
-    """Few rows, keys or warps are for doubles, large tiles for all others."""
-    return min(t.rows, t.keys) >= 32 and t.warps >= 4 if ITEMSIZE[problem.dtype] == 2 else t.rows * t.keys <= 128 * 64
+def _of_size(t: Tile, problem: AttentionProblem, rows: int) -> bool:
+    """Fewer rows than these, and fewer than 32 keys, are for doubles."""
+    return ITEMSIZE[problem.dtype] == 8 or (t.rows >= rows and t.keys >= 32)
 
 
 def _forward_possible(t: Tile, problem: AttentionProblem) -> bool:
     """Do the warps share the tile out evenly, and have its sums room in the registers?"""
     even = t.rows % (16 * t.warps // t.column_warps) == 0 and t.keys % (16 * t.column_warps) == 0
     fits = t.rows * (pad(problem.dim_v, 16) + t.keys) // (32 * t.warps) <= _registers(t, problem)
-    return even and fits and _of_size(t, problem)
+    return even and fits and _of_size(t, problem, 64)
 
 
 def _backward_possible(t: Tile, problem: AttentionProblem) -> bool:
@@ -122,12 +121,12 @@ def _backward_possible(t: Tile, problem: AttentionProblem) -> bool:
     query_warps = min(t.rows // 16, t.column_warps) if ITEMSIZE[problem.dtype] == 8 else t.column_warps
     even = t.keys % (16 * t.warps // t.column_warps) == 0 and t.rows % (16 * query_warps) == 0
     fits = t.keys * (d + dv + 2 * t.rows) // (32 * t.warps) <= _registers(t, problem)
-    return even and t.warps % down == 0 and fits and _of_size(t, problem)
+    return even and t.warps % down == 0 and fits and _of_size(t, problem, 32)
 
 
 TILES = {
     False: Tiles(FORWARD, {
-        "rows": (16, 32, 64, 128), "keys": (16, 32, 48, 64, 96, 128), "warps": (2, 4, 8), "column_warps": (1, 2), "stages": (1, 2),
+        "rows": (32, 64, 128), "keys": (16, 32, 48, 64, 96, 128), "warps": (4, 8), "column_warps": (1, 2), "stages": (1, 2),
         "min_blocks": (1, 2, 3),
     }, _forward_possible),
     True: Tiles(BACKWARD, {
@@ -146,8 +145,8 @@ def shared_memory(t: Tile, dim: int, dim_v: int, backward: bool, dtype: str) -> 
     pad, of_sums = (0, 8) if size == 8 else (PAD, 4)
     if not backward:
         elements = t.rows * (max(dim, dim_v) + pad) + t.stages * t.keys * (dim + dim_v + 2 * pad)
-        exchanged = size * t.rows * (t.keys + pad) + 2 * of_sums * t.rows if t.column_warps > 1 else 0  # P and row values
-        return size * elements + exchanged
+        exchanged = size * t.rows * (t.keys + pad) + 2 * of_sums * t.rows  # P and row values
+        return size * elements + (exchanged if t.column_warps > 1 else 0)
     elements = (t.keys + t.stages * t.rows) * (dim + dim_v + 2 * pad)
     elements += (2 if t.column_warps > 1 else 1) * t.keys * (t.rows + pad)
     return size * elements + t.stages * 2 * of_sums * t.rows + 16  # lse and delta of the queries, the ticket
