@@ -70,8 +70,8 @@ struct Shared {
 // One fragment of dq_sum is stored as its 32 lanes hold it: four floats of a lane side by side, so that every addition is 16
 // bytes wide, or four times a double of each lane.
 __device__ inline Accum* dq_fragment(const Params& p, long long tile, int m, int n) {
-    unsigned fragment = m * (DIM / 8) + n, lane = threadIdx.x % 32;
-    return p.dq_sum + tile * DQ_TILE + (SIZE == 8 ? fragment * 128 + lane : (fragment * 32 + lane) * 4);
+    constexpr int OF_LANE = SIZE == 8 ? 1 : 4;  // side by side
+    return p.dq_sum + tile * DQ_TILE + ((m * (DIM / 8) + n) * (128 / OF_LANE) + threadIdx.x % 32) * OF_LANE;
 }
 __device__ inline void read_dq(Accumulator<1, 1>& dq, const float* sum) {
     float4 x = *(const float4*)sum;
