@@ -267,6 +267,7 @@ Work call(void (*function)(P, M), const void* params, const void* maps) {
 }  // namespace on_cpu
 
 using std::exp2;
+using std::fabs;
 using std::fma;
 using std::log;
 
@@ -297,6 +298,9 @@ static unsigned __byte_perm(unsigned low, unsigned high, unsigned which) {
 
 struct alignas(8) float2 {
     float x, y;
+};
+struct alignas(16) double2 {
+    double x, y;
 };
 struct alignas(16) float4 {
     float x, y, z, w;

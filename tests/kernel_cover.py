@@ -67,7 +67,12 @@ THOROUGH = {"sm90": ("sm_90a",), "sm80": ("sm_80", "sm_86"), "simt": ("sm_75", "
 
 
 def cover(family: str, arch: str) -> Iterator[AttentionProblem]:
-    return problems() if arch in THOROUGH[family] else some_problems()
+    if arch in THOROUGH[family]:
+        yield from problems()
+        return
+    yield from some_problems()
+    if (family, arch) == ("sm80", "sm_90a"):  # where doubles have tiles and instructions of their own
+        yield from (x for x in problems() if x.dtype == "float64")
 
 
 def problems() -> Iterator[AttentionProblem]:

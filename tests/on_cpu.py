@@ -63,6 +63,7 @@ def check(
     of_score = {x.key: others[x.key].shape for x in (problem.score.arrays if problem.score else ()) if x.kind == "float"}
     asked = [names for names in (lengths, of_score) if names]
     plans += [plan(problem, arch, True, family, lengths=names) for names in asked]
+    aligned = plans[0].alignment == 16  # else any rows will do
     libraries = compile_all(*[as_cpp(generate(x), [y.name for y in x.launches]) for x in plans])
     listed = [
         {use.name: Guarded(x.shape, x.dtype, x) for use in kernels.lists for x in [options["block_mask"].list_for(use)]}
@@ -73,19 +74,17 @@ def check(
     before: dict[str, bytes] = {}
     for last_first in (False, True):
         given = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, "key_mask": key_mask, **others}
-        inputs = {name: Guarded(x.shape, x.dtype, x) for name, x in given.items() if x is not None}
+        inputs = {name: Guarded(x.shape, x.dtype, x, aligned) for name, x in given.items() if x is not None}
         shapes_out = {name: getattr(exact, name).shape for name in ("out", "dq", "dk", "dv")}
-        results = {name: Guarded(shape, q.dtype, None, rows_aligned) for name, shape in shapes_out.items()}
+        results = {name: Guarded(shape, q.dtype, None, aligned and rows_aligned) for name, shape in shapes_out.items()}
         results["lse"] = Guarded(exact.lse.shape, problem.lse_dtype)
         run(libraries[0], plans[0], problem, results | inputs | spaces[0] | listed[0], last_first, arch.sms, seed)
         for name in ("out", "lse"):  # of the backward they are inputs
-            inputs[name] = Guarded(results[name].array.shape, results[name].array.dtype, results[name].array)
+            inputs[name] = Guarded(results[name].array.shape, results[name].array.dtype, results[name].array, aligned)
         run(libraries[1], plans[1], problem, results | inputs | spaces[1] | listed[1], last_first, arch.sms, seed)
         for name in exact._fields:
             assert_as_good(results[name].array, getattr(exact, name), getattr(own, name), name, unit)
-        of_arrays = {
-            f"d{name}": Guarded(others[name].shape, others[name].dtype, rows_aligned=False) for name in lengths | of_score
-        }
+        of_arrays = {f"d{name}": Guarded(others[name].shape, others[name].dtype) for name in lengths | of_score}
         for n, names in enumerate(asked, 2):
             results_of = {f"d{name}": of_arrays[f"d{name}"] for name in names}
             run(libraries[n], plans[n], problem, results_of | inputs | spaces[n] | listed[n], last_first, arch.sms, seed)
@@ -101,18 +100,18 @@ def check(
 class Guarded:
     """An array amid memory that nobody may read or write. An input has `values`, which nobody may write either.
 
-    `rows_aligned`: rows of 16-bit numbers start at multiples of 16 bytes, and what follows the values of one up to the
+    `rows_aligned`: rows start at multiples of 16 bytes, and what follows the values of one up to the
     next such multiple is zeros, as the corridor pads it.
     """
 
     AROUND = 1 << 20  # bytes
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: Any, values: np.ndarray | None = None, rows_aligned: bool = True
+        self, shape: tuple[int, ...], dtype: Any, values: np.ndarray | None = None, rows_aligned: bool = False
     ) -> None:
         self._dtype, self._around, self._columns = np.dtype(dtype), shape, shape[-1]
         unit = max(1, 16 // self._dtype.itemsize)
-        if len(shape) == 4 and self._dtype.itemsize <= 2 and rows_aligned:
+        if len(shape) == 4 and rows_aligned:
             self._around = (*shape[:-1], -(-shape[-1] // unit) * unit + unit)
         self._size = int(np.prod(self._around)) * self._dtype.itemsize
         self._memory = np.full(self._size + 2 * self.AROUND, 0xFF, np.uint8)  # NaN, in every format

@@ -15,7 +15,7 @@ from cupyflash.gpu.families import sm90
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 from cupyflash.problem import AttentionProblem, Given
 
-A100, H200, B200, T4 = Arch.of("sm_80"), Arch.of("sm_90a"), Arch.of("sm_100"), Arch.of("sm_75")
+A100, H200, B200, T4, L40 = (Arch.of(f"sm_{cc}") for cc in (80, 90, 100, 75, 89))
 STATIC_LIMIT = 48 << 10
 
 
@@ -41,7 +41,11 @@ def constants(kernel_plan: KernelPlan) -> dict[str, int | bool | float]:
         ("float16", (64, 264), A100, "simt"),
         ("float32", (64, 64), H200, "sm80"),
         ("float32", (64, 64), T4, "simt"),
-        ("float64", (64, 64), H200, "simt"),
+        ("float64", (64, 64), H200, "sm80"),
+        ("float64", (192, 192), A100, "sm80"),
+        ("float64", (256, 256), B200, "sm80"),
+        ("float64", (256, 256), A100, "simt"),
+        ("float64", (64, 64), L40, "simt"),
         ("float64", (511, 3), T4, "simt"),
     ],
 )
@@ -64,9 +68,10 @@ def test_reasons_of_the_families_passed_over() -> None:
     reasons = {
         ("float16", 64, A100): "sm90 is for compute capability 9.0, this GPU has 8.0",
         ("float16", 0, H200): "sm90 takes head dimensions from 1 to 256, not 0 and 0",
-        ("float64", 64, A100): "sm80 takes float16, bfloat16 and float32, not float64",
         ("float16", 64, T4): "sm80 needs compute capability 8.0, this GPU has 7.5",
         ("float16", 512, A100): "sm80 takes head dimensions up to 256, not 512 and 512",
+        ("float64", 64, L40): "sm80 takes float64 where double precision is fast (8.0, 9.0, 10.0), not on compute capability 8.9",
+        ("float64", 256, A100): "sm80 has no float64 forward for head dimensions 256 and 256 in 166912 bytes",
     }
     for (dtype, dim, arch), reason in reasons.items():
         assert reason in plan(problem(dtype, dim), arch).passed_over
@@ -74,8 +79,8 @@ def test_reasons_of_the_families_passed_over() -> None:
 
 
 def test_a_family_that_objects() -> None:
-    with pytest.raises(ValueError, match="no kernel family takes this problem: sm80 takes float16, bfloat16 and float32"):
-        plan(problem("float64"), A100, family="sm80")
+    with pytest.raises(ValueError, match="no kernel family takes this problem: sm90 takes float16 and bfloat16"):
+        plan(problem("float32"), H200, family="sm90")
     with pytest.raises(
         ValueError, match="family is 'sm70'; it must be one of 'sm90', 'sm80', 'simt', 'flash1', or None"
     ):
@@ -167,8 +172,10 @@ def test_workspace() -> None:
         assert {w.name: (w.dtype, w.shape) for w in plan(asked, H200, True, family).workspace} == spaces
     same = plan(problem("float16", seq_q=1024, deterministic=True), H200, True, "sm80")
     assert same.workspace[2].shape == (pairs * 16 + 1,)  # how far each tile of dQ is, and the ticket
-    (delta,) = plan(problem("float64", seq_q=1024), H200, True).workspace
+    (delta,) = plan(problem("float64", seq_q=1024), L40, True).workspace
     assert delta.nbytes == 8 * rows
+    delta, dq_sum, _ = plan(problem("float64", seq_q=1024), H200, True).workspace
+    assert (delta.nbytes, dq_sum.nbytes) == (2 * 8 * rows, 8 * rows * 64)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

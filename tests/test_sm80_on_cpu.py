@@ -15,7 +15,7 @@ from cupyflash.gpu.device import Arch
 pytestmark = needs_compiler
 
 # With few multiprocessors: as many blocks run at once.
-A100, A10 = Arch("sm_80", 80, 3, 166912), Arch("sm_86", 86, 3, 101376)
+A100, A10, H200 = Arch("sm_80", 80, 3, 166912), Arch("sm_86", 86, 3, 101376), Arch("sm_90a", 90, 3, 232448)
 
 SCORES = ("mask", "bias", "alibi_slopes", "sinks")
 # (GPU, dtype, shapes, options) as `check` takes them. Lengths are such that tiles end at a mask's edge, and just beyond.
@@ -100,6 +100,25 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         {"score": relative, "causal": True},
     ),
     "bias-without-columns": (A100, "float16", {"seq": (100, 150), "dims": (0, 64), "given": ("bias",)}, {"causal": True}),
+    "double": (H200, "float64", {"dims": (64, 48), "heads": (4, 2), "seq": (150, 212), "dlse": 1.0}, {}),
+    "double-group": (A100, "float64", {"heads": (4, 2), "seq": (100, 150), "dims": (32, 32)}, {"causal": True, "deterministic": True}),
+    "double-128": (H200, "float64", {"seq": (100, 230), "dims": (128, 128), "batch": 1}, {"window": (17, 4), "scale": -0.3}),
+    "double-key-mask": (
+        A100, "float64", {"seq": (70, 150), "key_mask": True, "dims": (59, 111)}, {"causal": "top_left", "rows_aligned": False},
+    ),
+    "double-192": (H200, "float64", {"seq": (70, 100), "dims": (192, 128), "heads": (2, 1)}, {"causal": True, "deterministic": True}),
+    "double-wide": (H200, "float64", {"seq": (70, 90), "dims": (256, 200), "heads": (2, 1), "batch": 1}, {"window": (50, None)}),
+    "double-scores": (
+        H200, "float64", {"seq": (100, 150), "heads": (4, 2), "given": (*SCORES, "seed"), "key_mask": True},
+        {"softcap": 2.0, "causal": True, "dropout": 0.2},
+    ),
+    "double-dropout": (A100, "float64", {"seq": (70, 100), "dims": (192, 160), "given": ("seed",), "dlse": 1.0}, {"dropout": 0.6}),
+    "double-blocks": (
+        H200, "float64", {"seq": (150, 130), "heads": (2, 1), "dims": (128, 96), "given": SCORES, "full": "qk"},
+        {"blocks": ((16, 48), "b"), "window": (50, 9), "deterministic": True},
+    ),
+    "double-score": (A100, "float64", {"seq": (150, 170), "score": "documents"}, {"score": documents, "scale": -0.3}),
+    "double-other-tiles": (H200, "float64", {"seq": (100, 90)}, {"tiles": ((64, 32, 8, 2, 2, 1), (32, 32, 4, 2, 2, 1))}),
     "no-columns": (A100, "float16", {"seq": (5, 1), "dims": (0, 16)}, {}),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 // (RELU) it is 0, and the backward has both the probability and the decision in one register.
 #pragma once
 #include "attention/dropout.cuh"
+#include "ptx/math.cuh"
 #include "ptx/negate.cuh"
 #include "tile/fragment.cuh"
 
@@ -23,7 +24,7 @@ __device__ void drop(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS
                     dropout.philox.words(query, dropout.of_key(j / 4 + 2 * n + lane % 4, at.head), words);
 #pragma unroll
                     for (int w = 0; w < 4; w++) {
-                        float* y = x.x[m][n + w / 2] + w % 2 * 2;
+                        Accum* y = x.x[m][n + w / 2] + w % 2 * 2;
                         negate_below(y[0], words[w] << 16, below);
                         negate_below(y[1], words[w], below);
                     }
@@ -63,7 +64,7 @@ __device__ void drop(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS
 }
 
 // dS = P (dP - delta); where P is dropped, -P delta.
-__device__ inline float derivative(float probability, float dp, float minus_delta) {
-    if (config::DROPOUT) return fmaf(fmaxf(probability, 0), dp, fabsf(probability) * minus_delta);
+__device__ inline Accum derivative(Accum probability, Accum dp, Accum minus_delta) {
+    if (config::DROPOUT) return fma(larger(probability, Accum(0)), dp, fabs(probability) * minus_delta);
     return probability * (dp + minus_delta);
 }

@@ -8,10 +8,10 @@ constexpr bool EXACT_LSE = sizeof(In) == 4;
 
 // What scores are multiplied by in the backward.
 template <class Seam>
-__device__ float exponent_factor(const Seam& pairs) {
+__device__ Accum exponent_factor(const Seam& pairs) {
     return EXACT_LSE ? pairs.unit() : pairs.factor();
 }
-__device__ inline float probability(float score, float exponent_factor, float minus_lse) {
+__device__ inline Accum probability(Accum score, Accum exponent_factor, Accum minus_lse) {
     if (EXACT_LSE) return exp2_approx((score * exponent_factor + minus_lse) * LOG2_E);
-    return exp2_approx(fmaf(score, exponent_factor, minus_lse));
+    return exp2_approx(fma(score, exponent_factor, minus_lse));
 }

@@ -31,11 +31,11 @@ struct InMemory {
 
     // Of column n, of those that the lane holds: 8 * group + {0, 1}.
     __device__ bool visible(int line, int n) const { return n < counts[line] && masks[line][n * mask_step]; }
-    __device__ float bias(int line, int n) const { return n < counts[line] ? to_float(biases[line][n * bias_step]) : 0.f; }
+    __device__ Accum bias(int line, int n) const { return n < counts[line] ? Accum(to_float(biases[line][n * bias_step])) : 0; }
 
     // Of columns n and n + 1.
     __device__ void visible(int line, int n, bool (&x)[2]) const { x[0] = visible(line, n), x[1] = visible(line, n + 1); }
-    __device__ void bias(int line, int n, float (&x)[2]) const { x[0] = bias(line, n), x[1] = bias(line, n + 1); }
+    __device__ void bias(int line, int n, Accum (&x)[2]) const { x[0] = bias(line, n), x[1] = bias(line, n + 1); }
 };
 
 // What the score function needs to know of a lane's lines in an accumulator of M row fragments, where `at` says that it
@@ -46,8 +46,8 @@ struct Lines {
 
     const Pairs& pairs;
     const Arrays& arrays;
-    float alibi[config::ALIBI_SLOPES ? 2 * M : 1];  // what a key less of distance adds, and
-    float from[config::ALIBI_SLOPES ? 2 * M : 1];   // the distance of the line's first pair, or what it adds
+    Accum alibi[config::ALIBI_SLOPES ? 2 * M : 1];  // what a key less of distance adds, and
+    Accum from[config::ALIBI_SLOPES ? 2 * M : 1];   // the distance of the line's first pair, or what it adds
     Pair firsts[config::SCORE ? 2 * M : 1];
     const Accum* tables[user::TABLES ? 2 * M : 1];
 
@@ -69,18 +69,18 @@ struct Lines {
     }
 
     // Of the element at row r and column c.
-    __device__ float score(float s, int r, int c) const {
+    __device__ Accum score(Accum s, int r, int c) const {
         int line = r / 8, n = c - Tile::column(0, 0);
-        return score(s, line, n, config::BIAS ? arrays.bias(line, n) : 0.f);
+        return score(s, line, n, config::BIAS ? arrays.bias(line, n) : 0);
     }
-    __device__ float slope(float s, int r, int c) const {
+    __device__ Accum slope(Accum s, int r, int c) const {
         int line = r / 8, n = c - Tile::column(0, 0);
         return pairs.product_slope(s, pair(line, n), tabled(line, n));
     }
 
     // Both elements of a line from column n on.
-    __device__ void score(float& first, float& second, int line, int n) const {
-        float bias[2] = {};
+    __device__ void score(Accum& first, Accum& second, int line, int n) const {
+        Accum bias[2] = {};
         if constexpr (config::BIAS) arrays.bias(line, n, bias);
         first = score(first, line, n, bias[0]);
         second = score(second, line, n + 1, bias[1]);
@@ -97,16 +97,16 @@ struct Lines {
         if constexpr (user::TABLES == 0) return nullptr;
         return tables[user::TABLES ? line : 0] + (TRANSPOSED ? -n : n);
     }
-    __device__ float score(float s, int line, int n, float bias) const {
-        float x = config::ALIBI_SLOPES ? pairs.product_and(s, alibi_of(line, n), pair(line, n), tabled(line, n))
+    __device__ Accum score(Accum s, int line, int n, Accum bias) const {
+        Accum x = config::ALIBI_SLOPES ? pairs.product_and(s, alibi_of(line, n), pair(line, n), tabled(line, n))
                                        : pairs.product(s, pair(line, n), tabled(line, n));
-        return config::BIAS ? fmaf(bias, LOG2_E, x) : x;
+        return config::BIAS ? fma(bias, LOG2_E, x) : x;
     }
 
     // Where every key that is seen is behind its query, a multiplication and an addition.
-    __device__ float alibi_of(int line, int n) const {
-        float step = TRANSPOSED ? n : -n;
-        return config::ALIBI_BEHIND ? fmaf(alibi[line], step, from[line]) : alibi[line] * fabsf(from[line] + step);
+    __device__ Accum alibi_of(int line, int n) const {
+        Accum step = TRANSPOSED ? n : -n;
+        return config::ALIBI_BEHIND ? fma(alibi[line], step, from[line]) : alibi[line] * fabs(from[line] + step);
     }
 };
 
@@ -119,14 +119,14 @@ __device__ void score(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROW
     for (int line = 0; line < 2 * M; line++)
 #pragma unroll
         for (int n = 0; n < N; n++) {
-            float(&f)[4] = x.x[line / 2][n];
+            Accum(&f)[4] = x.x[line / 2][n];
             lines.score(f[line % 2 * 2], f[line % 2 * 2 + 1], line, 8 * n);
         }
 }
 
 // Elements of column groups [BEGIN, END) that `mask` hides become `value`.
 template <int BEGIN, int END, int M, int N, class Arrays>
-__device__ void hide_masked(Accumulator<M, N>& x, const Arrays& arrays, float value) {
+__device__ void hide_masked(Accumulator<M, N>& x, const Arrays& arrays, Accum value) {
 #pragma unroll
     for (int line = 0; line < 2 * M; line++)
 #pragma unroll
@@ -142,7 +142,7 @@ __device__ void hide_masked(Accumulator<M, N>& x, const Arrays& arrays, float va
 // The same of those that a block mask hides.
 template <int BEGIN, int END, int M, int N, bool TRANSPOSED, int HEAD_ROWS>
 __device__ void hide_by_bits(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, const TileBits& bits,
-                             float value) {
+                             Accum value) {
     using Tile = Accumulator<M, N>;
     static_assert(BEGIN % 2 == 0 && END % 2 == 0, "whole words");
     Pair first = at(0, 0);
@@ -165,7 +165,7 @@ __device__ void hide_by_bits(Accumulator<M, N>& x, const Placement<TRANSPOSED, H
 // so that an element costs a comparison or two with a constant.
 template <int BEGIN, int END, int M, int N, bool TRANSPOSED, int HEAD_ROWS, int COUNT, class Arrays>
 __device__ void hide(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, const Pairs& pairs,
-                     const KeysSeen<COUNT>& seen, const Arrays& arrays, float value) {
+                     const KeysSeen<COUNT>& seen, const Arrays& arrays, Accum value) {
     using Tile = Accumulator<M, N>;
     constexpr bool LOWER = TRANSPOSED ? walk::BOUND_LAST : walk::BOUND_FIRST;
     if constexpr (config::MASK || config::BLOCK_MASK) {
@@ -200,6 +200,6 @@ __device__ void hide(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS
 
 template <int M, int N, bool TRANSPOSED, int HEAD_ROWS, int COUNT, class Arrays>
 __device__ void hide(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, const Pairs& pairs,
-                     const KeysSeen<COUNT>& seen, const Arrays& arrays, float value) {
+                     const KeysSeen<COUNT>& seen, const Arrays& arrays, Accum value) {
     hide<0, N>(x, at, pairs, seen, arrays, value);
 }

@@ -116,8 +116,8 @@ __device__ void scale_by_units(Accumulator<M, N>& product, float a, float b) {
     float both = a * b;
     bool normal = both >= 0x1p-126f && both <= 0x1p126f;
     float first = normal ? both : a;
-    product.each([&](float& x, int, int) { x *= first; });
-    if (!normal) product.each([&](float& x, int, int) { x *= b; });
+    product.each([&](Accum& x, int, int) { x *= first; });
+    if (!normal) product.each([&](Accum& x, int, int) { x *= b; });
 }
 
 // The largest of the block's x, which are not negative; by all of its threads, WARPS floats of shared memory at `address`.
@@ -148,17 +148,18 @@ struct PowerOfTwo {
 constexpr int SPLIT_THREADS = 256;
 
 // Four numbers of a row, of which `count` are there.
-__device__ inline float4 load_4(const In* from, int count, bool vectors) {
+template <class T>
+__device__ float4 load_4(const T* from, int count, bool vectors) {
     if (count >= 4 && vectors) return *(const float4*)from;
-    return {count > 0 ? to_float(from[0]) : 0, count > 1 ? to_float(from[1]) : 0, count > 2 ? to_float(from[2]) : 0,
-            count > 3 ? to_float(from[3]) : 0};
+    return {count > 0 ? from[0] : 0, count > 1 ? from[1] : 0, count > 2 ? from[2] : 0, count > 3 ? from[3] : 0};
 }
 
 // What is infinite or NaN stands among the low parts: there it meets the other operand's high part alone, whose sign counts.
-__device__ inline void split_pair(unsigned& high, unsigned& low, float x, float y, float times) {
-    unsigned pairs[PARTS];
+template <int N>
+__device__ void split_pair(unsigned& high, unsigned& low, float x, float y, float times) {
+    unsigned pairs[N];
     pack_parts(pairs, finite_size(x) == 0 ? 0 : x, finite_size(y) == 0 ? 0 : y, times);
-    high = pairs[0], low = pairs[PARTS - 1];
+    high = pairs[0], low = pairs[N - 1];
     if (!(fabsf(x) < __int_as_float(0x7f800000))) low = low & 0xffff0000 | pack2<half_t>(x, 0);
     if (!(fabsf(y) < __int_as_float(0x7f800000))) low = low & 0xffff | pack2<half_t>(0, y);
 }
@@ -193,8 +194,8 @@ __device__ void split_tile(const P& p, int n) {
     for (int i = threadIdx.x; i < rows * CHUNKS; i += SPLIT_THREADS) {
         float4 x = numbers(i);
         uint2 high, low;
-        split_pair(high.x, low.x, x.x, x.y, power.times);
-        split_pair(high.y, low.y, x.z, x.w, power.times);
+        split_pair<PARTS>(high.x, low.x, x.x, x.y, power.times);
+        split_pair<PARTS>(high.y, low.y, x.z, x.w, power.times);
         Product* row = to + i / CHUNKS * (2LL * Of::COLUMNS) + i % CHUNKS * 4;
         *(uint2*)row = high, *(uint2*)(row + Of::COLUMNS) = low;
     }

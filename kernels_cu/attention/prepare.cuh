@@ -7,13 +7,13 @@
 
 // Where those of a tile of SIZE queries lie: SIZE times -lse, then SIZE times minus what is subtracted from dP.
 template <int SIZE>
-__device__ float* prepared_rows(const Params& p, long long tile_number) {
+__device__ Accum* prepared_rows(const Params& p, long long tile_number) {
     return p.delta + tile_number * (2 * SIZE);
 }
 
 // Eight numbers that begin at a multiple of 16 bytes.
 template <class T>
-__device__ void load_8(const T* from, float (&x)[8]) {
+__device__ void load_8(const T* from, Accum (&x)[8]) {
     constexpr int EACH = 16 / sizeof(T);
 #pragma unroll
     for (int i = 0; i < 8; i += EACH) {
@@ -32,25 +32,25 @@ __device__ void prepare_rows(const Params& p, const Head& head, int tile) {
     int lane = threadIdx.x % LANES, first = tile * SIZE, queries = head.queries(p);
     const Out* o = head.query_row(p.out, p.out_strides);
     const In* d = head.query_row(p.dout, p.dout_strides);
-    float* rows = prepared_rows<SIZE>(p, query_tile_number<SIZE>(p, head, tile));
+    Accum* rows = prepared_rows<SIZE>(p, query_tile_number<SIZE>(p, head, tile));
 #pragma unroll 4
     for (int i = first + threadIdx.x / LANES; i < first + SIZE; i += 128 / LANES) {
-        float sum = 0;
+        Accum sum = 0;
         int columns = i < queries ? min(p.dim_v - 8 * lane, 8) : 0;
         const Out* oi = o + i * p.out_strides.row + 8 * lane;
         const In* di = d + i * p.dout_strides.row + 8 * lane;
-        if (columns == 8 && (sizeof(In) == 2 || ((unsigned long long)oi | (unsigned long long)di) % 16 == 0)) {
-            float a[8], b[8];
+        if (columns == 8 && (sizeof(In) != 4 || ((unsigned long long)oi | (unsigned long long)di) % 16 == 0)) {
+            Accum a[8], b[8];
             load_8(oi, a), load_8(di, b);
 #pragma unroll
-            for (int c = 0; c < 8; c++) sum = fmaf(a[c], b[c], sum);
+            for (int c = 0; c < 8; c++) sum = fma(a[c], b[c], sum);
         } else {
-            for (int c = 0; c < columns; c++) sum = fmaf(to_float(oi[c]), to_float(di[c]), sum);
+            for (int c = 0; c < columns; c++) sum = fma(to_float(oi[c]), to_float(di[c]), sum);
         }
 #pragma unroll
         for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
         if (lane == 0) {
-            float lse = i < queries ? p.lse[head.row_number(p, i)] : MINUS_INFINITY;
+            Accum lse = i < queries ? p.lse[head.row_number(p, i)] : MINUS_INFINITY;
             bool any = lse != MINUS_INFINITY;
             rows[i - first] = any ? -lse_of_kept(p, lse) * (EXACT_LSE ? 1 : LOG2_E) : MINUS_INFINITY;
             rows[i - first + SIZE] = ((any && p.dlse != nullptr ? p.dlse[head.row_number(p, i)] : 0) - sum) * kept(p);

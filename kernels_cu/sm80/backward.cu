@@ -14,7 +14,7 @@
 #include "attention/prepare.cuh"
 #include "ptx/flag.cuh"
 #include "ptx/reduce.cuh"
-#include "tile/fragment.cuh"
+#include "tile/doubles.cuh"
 #include "tile/rows.cuh"
 
 using namespace config;
@@ -23,11 +23,14 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int KEY_WARPS = WARPS / COLUMN_WARPS;
 constexpr int WARP_KEYS = KEYS / KEY_WARPS;
 constexpr int M = WARP_KEYS / 16;  // row fragments of a warp
-constexpr int WARP_QUERIES = ROWS / COLUMN_WARPS;
+// Where there are not 16 queries for each, some compute the same scores: wide rows of doubles leave room for so few.
+constexpr int QUERY_WARPS = ROWS / 16 < COLUMN_WARPS ? ROWS / 16 : COLUMN_WARPS;
+constexpr int WARP_QUERIES = ROWS / QUERY_WARPS;
 constexpr bool SHARE = COLUMN_WARPS > 1;
+constexpr int SIZE = sizeof(Accum);  // of lse and delta
 constexpr bool ALONG = DIM > 64;  // exponentials are taken along the product for dP (of few steps: slower, measured)
-static_assert(KEYS % (16 * KEY_WARPS) == 0 && WARP_QUERIES % 16 == 0 && DIM % (16 * COLUMN_WARPS) == 0 &&
-              DIM_V % (16 * COLUMN_WARPS) == 0);
+static_assert(KEYS % (16 * KEY_WARPS) == 0 && WARP_QUERIES % 16 == 0 && COLUMN_WARPS % QUERY_WARPS == 0 &&
+              DIM % (16 * COLUMN_WARPS) == 0 && DIM_V % (16 * COLUMN_WARPS) == 0);
 
 // dQ of a tile, ROWS x DIM, is shared out among the warps as DQ_ROW_WARPS x DQ_COLUMN_WARPS.
 constexpr int DQ_ROW_WARPS = ROWS % 32 == 0 ? ROWS / 32 : 1;
@@ -35,7 +38,7 @@ constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS;
 constexpr int DQ_M = ROWS / 16 / DQ_ROW_WARPS;
 constexpr int DQ_N = (DIM / 16 + DQ_COLUMN_WARPS - 1) / DQ_COLUMN_WARPS * 2;  // the last warp may have fewer columns
 constexpr bool DQ_EVEN = DIM / 16 % DQ_COLUMN_WARPS == 0;
-constexpr int DQ_TILE = ROWS * DIM;                                            // floats of one tile in dq_sum
+constexpr int DQ_TILE = ROWS * DIM;                                            // numbers of one tile in dq_sum
 
 using QTile = OperandTile<ROWS, DIM>;
 using DOTile = OperandTile<ROWS, DIM_V>;
@@ -50,7 +53,7 @@ struct Shared {
     static constexpr int P_TILE = DS_TILE + STile::BYTES;  // only where P is shared
     static constexpr int RING = SHARE ? P_TILE + STile::BYTES : P_TILE;
     static constexpr int ROW_VALUES = QTile::BYTES + DOTile::BYTES;  // of a stage
-    static constexpr int STAGE = ROW_VALUES + 2 * ROWS * 4;
+    static constexpr int STAGE = ROW_VALUES + 2 * ROWS * SIZE;
     static constexpr int MAXIMA = RING + STAGES * STAGE;  // of the warps, in two parts
     static constexpr int END = MAXIMA + (PARTS == 2 ? 4 * WARPS : 0);
     static_assert(END + 4 <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");  // 4: the ticket
@@ -67,9 +70,18 @@ struct Shared {
     __device__ unsigned row_values(int stage) const { return q_tile(stage).base + ROW_VALUES; }
 };
 
-// One fragment of dq_sum is stored as its 32 lanes hold it, so that every addition is 16 bytes wide.
-__device__ inline float* dq_fragment(const Params& p, long long tile, int m, int n) {
-    return p.dq_sum + tile * DQ_TILE + ((m * (DIM / 8) + n) * 32 + threadIdx.x % 32) * 4;
+// One fragment of dq_sum is stored as its 32 lanes hold it: four floats of a lane side by side, so that every addition is 16
+// bytes wide, or four times a double of each lane.
+__device__ inline Accum* dq_fragment(const Params& p, long long tile, int m, int n) {
+    constexpr int OF_LANE = SIZE == 8 ? 1 : 4;  // side by side
+    return p.dq_sum + tile * DQ_TILE + ((m * (DIM / 8) + n) * (128 / OF_LANE) + threadIdx.x % 32) * OF_LANE;
+}
+__device__ inline void read_dq(Accumulator<1, 1>& dq, const float* sum) {
+    float4 x = *(const float4*)sum;
+    dq = {{{{x.x, x.y, x.z, x.w}}}};
+}
+__device__ inline void read_dq(Accumulator<1, 1>& dq, const double* sum) {
+    dq = {{{{sum[0], sum[32], sum[64], sum[96]}}}};
 }
 
 using Queries = QueryWalk<ROWS, KEYS>;
@@ -91,7 +103,8 @@ struct Block {
     Queries walk;  // of the first head, or of all
     int end_head;
     int warp, warp_key, column_warp, warp_query;  // the warp's first key and query in a tile
-    float factor, k_unit, v_unit;
+    Accum factor;
+    float k_unit, v_unit;
     float p_times;  // what P is multiplied by where it is split; it is at most 1 / kept
     Dropout dropout;
     Accumulator<M, DIM / 8 / COLUMN_WARPS> dk;
@@ -108,7 +121,7 @@ struct Block {
           warp(threadIdx.x / 32),
           warp_key(warp % KEY_WARPS * WARP_KEYS),
           column_warp(warp / KEY_WARPS),
-          warp_query(column_warp * WARP_QUERIES),
+          warp_query((QUERY_WARPS == COLUMN_WARPS ? column_warp : column_warp % QUERY_WARPS) * WARP_QUERIES),
           factor(exponent_factor(Pairs(p, head))),
           k_unit(operand_unit<OfK>(p, head, tile)),
           v_unit(operand_unit<OfV>(p, head, tile)),
@@ -142,9 +155,10 @@ struct Block {
         Rows q = operand_rows<OfQ>(p, at.head, i), d = operand_rows<OfDO>(p, at.head, i);
         along(AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(s.q_tile(stage), q.from, q.stride, rows, q.columns),
               AsyncCopy<THREADS, ROWS, DOTile::COLUMNS>(s.do_tile(stage), d.from, d.stride, rows, d.columns));
-        static_assert(ROWS / 2 <= THREADS);
-        const float* values = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, at.head, tile_q));
-        if (threadIdx.x < ROWS / 2) cp_async_16(s.row_values(stage) + 16 * threadIdx.x, values + 4 * threadIdx.x, rows > 0);
+        constexpr int EACH = VECTOR<Accum>, COPIES = 2 * ROWS / EACH;
+        static_assert(COPIES <= THREADS);
+        const Accum* values = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, at.head, tile_q));
+        if (threadIdx.x < COPIES) cp_async_16(s.row_values(stage) + 16 * threadIdx.x, values + EACH * threadIdx.x, rows > 0);
     }
     __device__ void load_queries(const Step& at, int stage) const {
         load_queries(at, stage, [](auto q, auto d) { q.all(), d.all(); });
@@ -174,7 +188,7 @@ struct Block {
         // addresses are not to be reckoned between the arrival of this tile and its first product.
         Accumulator<M, WARP_QUERIES / 8> probabilities, slopes, ds;
         ColumnVector<WARP_QUERIES / 8> minus_lse, minus_delta;
-        unsigned lse_address = s.row_values(stage) + 4 * warp_query, delta_address = lse_address + 4 * ROWS;
+        unsigned lse_address = s.row_values(stage) + SIZE * warp_query, delta_address = lse_address + SIZE * ROWS;
         if (ALONG) {
             minus_lse.load(lse_address);
             minus_delta.load(delta_address);
@@ -198,7 +212,7 @@ struct Block {
         if (PARTS == 2) scale_by_units(probabilities, k_unit, q_unit);
 
         // dP^T = V dO^T, P^T = exp(S^T - lse)
-        auto exponential = [&](float& x, int r, int c, float& slope) {
+        auto exponential = [&](Accum& x, int r, int c, Accum& slope) {
             slope = lines.slope(x, r, c);
             x = probability(lines.score(x, r, c), factor, minus_lse[c]);
         };
@@ -226,7 +240,7 @@ struct Block {
         if (PARTS == 2) scale_by_units(ds, v_unit, do_unit);
         if (!ALONG) minus_delta.load(delta_address);
         ds.each(
-            [&](float& x, int, int c, float& probability, float& slope) {
+            [&](Accum& x, int, int c, Accum& probability, Accum& slope) {
                 x = derivative(probability, x, minus_delta[c]) * Pairs::settled(slope, probability);
             },
             probabilities, slopes);
@@ -248,7 +262,7 @@ struct Block {
         }
         long long number = query_tile_number<ROWS>(p, at.head, tile_q);
         if (DETERMINISTIC) wait_for_turn(at.head, tile_q, number);
-        float* dq_sum = dq_fragment(p, number, dq_row, dq_column);
+        Accum* dq_sum = dq_fragment(p, number, dq_row, dq_column);
         auto add_dq = [&](int step, auto steps) {
             constexpr int FRAGMENTS = DQ_M * DQ_N, EACH = (FRAGMENTS + steps.value - 1) / steps.value;
 #pragma unroll
@@ -281,10 +295,12 @@ struct Block {
     // The largest of the block's dS, for the power of two with which they are split.
     template <int N>
     __device__ float ds_size(Accumulator<M, N>& ds) const {
-        if constexpr (PARTS == 1) return 1;
-        float largest = 0;
-        ds.each([&](float& x, int, int) { largest = fmaxf(largest, finite_size(x)); });
-        return largest_of_block<WARPS>(largest, s.base + Shared::MAXIMA);
+        if constexpr (PARTS == 2) {
+            float largest = 0;
+            ds.each([&](float& x, int, int) { largest = fmaxf(largest, finite_size(x)); });
+            return largest_of_block<WARPS>(largest, s.base + Shared::MAXIMA);
+        }
+        return 1;
     }
 
     // Key tiles add to a tile of queries in order.
@@ -299,7 +315,7 @@ struct Block {
     __device__ void finish() {
         cp_async_wait<0>();
         __syncthreads();
-        dk.each([&](float& x, int, int) { x *= p.scale; });
+        dk.each([&](Accum& x, int, int) { x *= p.scale; });
         int rows = keys_head.keys(p) - keys.begin;
         Out* dk_rows = keys_head.key_row(p.dk, p.dk_strides, keys.begin);
         Out* dv_rows = keys_head.key_row(p.dv, p.dv_strides, keys.begin);
@@ -326,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
     Place at = place(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
     float4* sums = (float4*)(p.dq_sum + blockIdx.x * (long long)DQ_TILE);
-    for (int i = threadIdx.x; i < DQ_TILE / 4; i += 128) sums[i] = make_float4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < DQ_TILE / VECTOR<Accum>; i += 128) sums[i] = make_float4(0, 0, 0, 0);
     if (DETERMINISTIC && threadIdx.x == 0) {
         p.counters[blockIdx.x] = 0;
         if (blockIdx.x == 0) p.counters[gridDim.x] = 0;
@@ -361,25 +377,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
 // dQ = scale * dq_sum, from fragment order to rows.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_finish(const __grid_constant__ Params p) {
-    using Tile = SharedTile<ROWS, DIM>;
+    constexpr int PART = SIZE == 8 ? 16 : ROWS;  // rows at a time
+    using Tile = SharedTile<PART, DIM>;
     __shared__ alignas(16) char shared[PARTS == 2 ? 16 : Tile::BYTES];
     Tile dq_tile{shared_address(shared)};
     Place at = place(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
     Head head = Head::of_q(p, at.batch, at.head);
-    int i0 = at.tile * ROWS, count = head.queries(p) - i0;
-    Out* rows = head.query_row(p.dq, p.dq_strides, i0);
+    for (int first = 0; first < ROWS; first += PART) {
+        int i0 = at.tile * ROWS + first, count = head.queries(p) - i0;
+        Out* rows = head.query_row(p.dq, p.dq_strides, i0);
+        if (first > 0) __syncthreads();
 #pragma unroll 4
-    for (int f = threadIdx.x / 32; f < ROWS / 16 * (DIM / 8); f += 4) {
-        int m = f / (DIM / 8), n = f % (DIM / 8);
-        float4 sum = *(const float4*)dq_fragment(p, blockIdx.x, m, n);
-        Accumulator<1, 1> dq{{{{sum.x * p.scale, sum.y * p.scale, sum.z * p.scale, sum.w * p.scale}}}};
-        if constexpr (PARTS == 2)
-            store_floats(dq, rows, p.dq_strides.row, 16 * m, 8 * n, count, p.dim);
-        else
-            dq.store(dq_tile, 16 * m, 8 * n);
-    }
-    if constexpr (PARTS == 1) {
-        __syncthreads();
-        store_rows<ROWS / 4>(dq_tile, threadIdx.x / 32 * (ROWS / 4), rows, p.dq_strides.row, count, p.dim);
+        for (int f = threadIdx.x / 32; f < PART / 16 * (DIM / 8); f += 4) {
+            int m = f / (DIM / 8), n = f % (DIM / 8);
+            Accumulator<1, 1> dq;
+            read_dq(dq, dq_fragment(p, blockIdx.x, first / 16 + m, n));
+            dq.each([&](Accum& x, int, int) { x *= p.scale; });
+            if constexpr (PARTS == 2)
+                store_floats(dq, rows, p.dq_strides.row, 16 * m, 8 * n, count, p.dim);
+            else
+                dq.store(dq_tile, 16 * m, 8 * n);
+        }
+        if constexpr (PARTS == 1) {
+            __syncthreads();
+            store_rows<PART / 4>(dq_tile, threadIdx.x / 32 * (PART / 4), rows, p.dq_strides.row, count, p.dim);
+        }
     }
 }

@@ -12,6 +12,7 @@
 #include "attention/operands.cuh"
 #include "attention/softmax.cuh"
 #include "ptx/barrier.cuh"
+#include "tile/doubles.cuh"
 #include "tile/rows.cuh"
 
 using namespace config;
@@ -21,6 +22,7 @@ constexpr int ROW_WARPS = WARPS / COLUMN_WARPS;
 constexpr int WARP_ROWS = ROWS / ROW_WARPS;
 constexpr int WARP_KEYS = KEYS / COLUMN_WARPS, WARP_COLUMNS = DIM_V / COLUMN_WARPS;
 constexpr bool SHARE = COLUMN_WARPS == 2;
+constexpr int SIZE = sizeof(Accum);  // of row maxima and sums
 constexpr int M = WARP_ROWS / 16;  // row fragments of a warp
 static_assert(ROWS % (16 * ROW_WARPS) == 0 && WARP_KEYS % 16 == 0 && DIM % 16 == 0 && WARP_COLUMNS % 16 == 0 &&
               (STAGES == 1 || STAGES == 2));
@@ -34,21 +36,21 @@ using PTile = OperandTile<ROWS, KEYS>;  // only where P is shared
 // What P is multiplied by where it is split: at most 2^8 (OnlineSoftmax::raise), it stays below float16's largest.
 constexpr float P_TIMES = 0x1p6f;
 
-// One float for each row from each of the two warps that share it.
+// One number for each row from each of the two warps that share it.
 struct Exchange {
     unsigned base;
     int row, column_warp;
 
-    __device__ void put(const float (&x)[M][2]) const {
+    __device__ void put(const Accum (&x)[M][2]) const {
         each([&](int m, int h, unsigned address) {
-            if (threadIdx.x % 4 == 0) store_shared(address + 4 * column_warp, __float_as_uint(x[m][h]));
+            if (threadIdx.x % 4 == 0) store_shared_number(address + SIZE * column_warp, x[m][h]);
         });
     }
 
     template <class F>
-    __device__ void combine(float (&x)[M][2], F f) const {
+    __device__ void combine(Accum (&x)[M][2], F f) const {
         each([&](int m, int h, unsigned address) {
-            float2 both = load_shared_float2(address);
+            auto both = load_shared_pair<Accum>(address);
             x[m][h] = f(both.x, both.y);
         });
     }
@@ -58,7 +60,7 @@ struct Exchange {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) f(m, h, base + 8 * (row + 16 * m + 8 * h + threadIdx.x % 32 / 4));
+            for (int h = 0; h < 2; h++) f(m, h, base + 2 * SIZE * (row + 16 * m + 8 * h + threadIdx.x % 32 / 4));
     }
 };
 
@@ -68,7 +70,7 @@ struct Shared {
     static constexpr int STAGE = KTile::BYTES + VTile::BYTES;
     static constexpr int P_TILE = RING + STAGES * STAGE;
     static constexpr int EXCHANGE = P_TILE + PTile::BYTES;
-    static constexpr int END = SHARE ? EXCHANGE + 8 * ROWS : P_TILE;
+    static constexpr int END = SHARE ? EXCHANGE + 2 * SIZE * ROWS : P_TILE;
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
@@ -177,7 +179,7 @@ struct Block {
         mask(scores, step);
 
         // Online softmax
-        float largest[M][2];
+        Accum largest[M][2];
         softmax.row_maximum(scores, largest);
         if (SHARE) exchange.put(largest);
         if (STAGES == 1) {
@@ -186,7 +188,7 @@ struct Block {
         } else if (SHARE) {
             sync_sharers();
         }
-        if (SHARE) exchange.combine(largest, [](float x, float y) { return fmaxf(x, y); });
+        if (SHARE) exchange.combine(largest, [](Accum x, Accum y) { return larger(x, y); });
         softmax.rescale(largest, o);
         softmax.exponentiate(scores);
         Placement<> at{head.q, queries.begin + warp_row, walk.tile(step) * KEYS + warp_key};
@@ -217,7 +219,7 @@ struct Block {
             __syncthreads();  // everybody is done with Q and the exchange
             exchange.put(softmax.sum);
             sync_sharers();
-            exchange.combine(softmax.sum, [](float x, float y) { return x + y; });
+            exchange.combine(softmax.sum, [](Accum x, Accum y) { return x + y; });
         }
         Pairs pairs(p, head);
         softmax.finish(o, pairs.unit(), kept(p), [&](int) { return pairs.sink(head.q); });

@@ -2,14 +2,25 @@
 #pragma once
 #include "ptx/convert.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
 #include "ptx/mma.cuh"
 #include "tile/halves.cuh"
 #include "tile/shared.cuh"
 
-// M x N fragments of 16 x 8 float32 sums. Lane l holds rows l / 4 and l / 4 + 8 of a fragment, columns 2 (l % 4) + {0, 1}.
+// Two numbers that lie side by side, rounded to T (RELU: see pack2).
+template <class T, bool RELU>
+__device__ void store_pair(unsigned address, float x, float y) {
+    store_shared(address, pack2<T, RELU>(x, y));
+}
+template <class T, bool RELU>
+__device__ void store_pair(unsigned address, double x, double y) {
+    store_shared_double2(address, RELU ? larger(x, 0.0) : x, RELU ? larger(y, 0.0) : y);
+}
+
+// M x N fragments of 16 x 8 sums. Lane l holds rows l / 4 and l / 4 + 8 of a fragment, columns 2 (l % 4) + {0, 1}.
 template <int M, int N>
 struct Accumulator {
-    float x[M][N][4];
+    Accum x[M][N][4];
 
     __device__ void clear() {
 #pragma unroll
@@ -59,8 +70,8 @@ struct Accumulator {
     }
 
     // Round to Product (RELU: see pack2), in parts `times` as large, and store at (row, col) of a shared tile.
-    template <bool RELU = false, int ROWS, int COLS>
-    __device__ void store(SharedTile<ROWS, COLS> tile, int row, int col, float times = 1) const {
+    template <bool RELU = false, class Tile>
+    __device__ void store(Tile tile, int row, int col, float times = 1) const {
         int lane = threadIdx.x % 32;
 #pragma unroll
         for (int m = 0; m < M; m++)
@@ -68,13 +79,15 @@ struct Accumulator {
             for (int n = 0; n < N; n++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    unsigned pairs[PARTS];
-                    pack_parts<RELU>(pairs, x[m][n][2 * h], x[m][n][2 * h + 1], times);
-#pragma unroll
-                    for (int part = 0; part < PARTS; part++)
-                        store_shared(tile.address(row + 16 * m + lane / 4 + 8 * h,
-                                                  col + part * (COLS / PARTS) + 8 * n + lane % 4 * 2),
-                                     pairs[part]);
+                    int r = row + 16 * m + lane / 4 + 8 * h, c = col + 8 * n + lane % 4 * 2;
+                    if constexpr (PARTS == 2) {
+                        unsigned pairs[PARTS];
+                        pack_parts<RELU>(pairs, x[m][n][2 * h], x[m][n][2 * h + 1], times);
+                        store_shared(tile.address(r, c), pairs[0]);
+                        store_shared(tile.address(r, c + Tile::COLUMNS / PARTS), pairs[PARTS - 1]);
+                    } else {
+                        store_pair<Product, RELU>(tile.address(r, c), x[m][n][2 * h], x[m][n][2 * h + 1]);
+                    }
                 }
     }
 };
@@ -83,24 +96,24 @@ struct Accumulator {
 // compiler how it is reckoned: else it does so again and again, between waits.
 __device__ inline unsigned column_offset() { return __shfl_sync(~0u, threadIdx.x % 4 * 8, threadIdx.x % 32); }
 
-// One float32 for each of the accumulator columns that a lane holds, column 8 n + 2 (lane % 4) + e at x[n][e].
+// One number for each of the accumulator columns that a lane holds, column 8 n + 2 (lane % 4) + e at x[n][e].
 template <int N>
 struct ColumnVector {
-    float x[N][2];
+    Accum x[N][2];
 
     ColumnVector() = default;
     __device__ ColumnVector(unsigned address, unsigned own) { load(address, own); }
 
-    // From consecutive floats in shared memory.
-    __device__ void load(unsigned address, unsigned own = threadIdx.x % 4 * 8) {
+    // From consecutive numbers in shared memory.
+    __device__ void load(unsigned address, unsigned own = threadIdx.x % 4 * 2 * sizeof(Accum)) {
 #pragma unroll
         for (int n = 0; n < N; n++) {
-            float2 pair = load_shared_float2(address + own + 32 * n);
+            auto pair = load_shared_pair<Accum>(address + own + 8 * sizeof(Accum) * n);
             x[n][0] = pair.x, x[n][1] = pair.y;
         }
     }
 
-    __device__ float operator[](int column) const { return x[column / 8][column % 2]; }  // a constant, once unrolled
+    __device__ Accum operator[](int column) const { return x[column / 8][column % 2]; }  // a constant, once unrolled
 };
 
 // Where the A operand of a product comes from; (a, m, k) gives its 16 x 16 fragment at row fragment m, columns 16 k; of two
@@ -211,8 +224,8 @@ struct Sums {
 // sum += A B^T over K; B's rows [row, row + 8 N) are the columns of the sum. `along(k)` is
 // called at every step of 16: the place for copies that should not come in a burst.
 // `sums`: of an operand that comes piece by piece.
-template <int K, bool TRANSPOSED = false, int M, int N, int ROWS, int COLS, class A, class F = Nothing>
-__device__ void mma_ABt(Accumulator<M, N>& sum, Sums<M, N>& sums, const A& operand, SharedTile<ROWS, COLS> b, int row,
+template <int K, bool TRANSPOSED = false, int M, int N, int ROWS, int COLS, class T, class A, class F = Nothing>
+__device__ void mma_ABt(Accumulator<M, N>& sum, Sums<M, N>& sums, const A& operand, SharedTile<ROWS, COLS, T> b, int row,
                         F along = F()) {
     int lane = threadIdx.x % 32;
     unsigned base = b.address(row + lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
@@ -231,8 +244,8 @@ __device__ void mma_ABt(Accumulator<M, N>& sum, Sums<M, N>& sums, const A& opera
         }
     }
 }
-template <int K, bool TRANSPOSED = false, int M, int N, int ROWS, int COLS, class A, class F = Nothing>
-__device__ void mma_ABt(Accumulator<M, N>& sum, const A& operand, SharedTile<ROWS, COLS> b, int row, F along = F()) {
+template <int K, bool TRANSPOSED = false, int M, int N, int ROWS, int COLS, class T, class A, class F = Nothing>
+__device__ void mma_ABt(Accumulator<M, N>& sum, const A& operand, SharedTile<ROWS, COLS, T> b, int row, F along = F()) {
     Sums<M, N> sums;
     mma_ABt<K, TRANSPOSED>(sum, sums, operand, b, row, along);
     sums.add_to(sum);
@@ -240,8 +253,8 @@ __device__ void mma_ABt(Accumulator<M, N>& sum, const A& operand, SharedTile<ROW
 
 // sum += A B over K; B's rows are summed over, its columns [col, col + 8 N) are those of the sum. Of two parts, sum +=
 // unit A B; the tensor cores cut off what does not fit a sum, so theirs are of this product alone, a few fragments at a time.
-template <int K, int M, int N, int ROWS, int COLS, class A, class F = Nothing>
-__device__ void mma_AB(Accumulator<M, N>& sum, const A& operand, SharedTile<ROWS, COLS> b, int col, F along = F(),
+template <int K, int M, int N, int ROWS, int COLS, class T, class A, class F = Nothing>
+__device__ void mma_AB(Accumulator<M, N>& sum, const A& operand, SharedTile<ROWS, COLS, T> b, int col, F along = F(),
                        float unit = 1) {
     int lane = threadIdx.x % 32;
     unsigned base = b.address(lane % 16, col + lane / 16 * 8);

@@ -11,20 +11,22 @@ from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
 from ..score_gradient import score_work
+from . import simt
+
+# Compute capabilities whose tensor cores multiply doubles at full rate. Elsewhere `simt` is as fast.
+FAST_DOUBLES = (8.0, 9.0, 10.0)
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
     if arch.cc < 80:
         return f"needs compute capability 8.0, this GPU has {arch.cc / 10}"
-    if problem.dtype == "float64":
-        return "takes float16, bfloat16 and float32, not float64"
+    if problem.dtype == "float64" and arch.cc / 10 not in FAST_DOUBLES:
+        return f"takes float64 where double precision is fast {FAST_DOUBLES}, not on compute capability {arch.cc / 10}"
     if max(problem.dim, problem.dim_v) > 256:
         return f"takes head dimensions up to 256, not {problem.dim} and {problem.dim_v}"
     if _fitting(problem, arch, backward, None) is None:
-        return (
-            f"has no {problem.dtype} tile of head dimensions {problem.dim} and {problem.dim_v} that fits the "
-            f"{arch.shared_memory} bytes of shared memory of this GPU"
-        )
+        which = "backward" if backward else "forward"
+        return f"has no {problem.dtype} {which} for head dimensions {problem.dim} and {problem.dim_v} in {arch.shared_memory} bytes"
     return None
 
 
@@ -45,8 +47,8 @@ class Tile:
     min_blocks: int  # thread blocks on a multiprocessor: bounds the registers
     dim: int = 256  # for head dimensions up to this
     seq_q: int = ANY  # and this many queries
-    parts: int | None = None  # and numbers that are so many for the tensor cores; None: any
-    spills: int = 0  # bytes per thread more than SPILLS
+    size: int | None = None  # and elements of so many bytes; None: any
+    spills: int = 0  # bytes per thread that ptxas may spill beside SPILLS
 
     def dims(self, problem: AttentionProblem, backward: bool) -> tuple[int, int]:
         """Head dimensions as the kernel pads them."""
@@ -54,18 +56,23 @@ class Tile:
         return pad(problem.dim, step if backward else 16), pad(problem.dim_v, step)
 
 
-def parts_of(problem: AttentionProblem) -> int:
-    return 2 if problem.dtype == "float32" else 1
+def parts_of(dtype: str) -> int:
+    """How many float16 a number is for the tensor cores (kernels_cu/tile/halves.cuh)."""
+    return 2 if dtype == "float32" else 1
 
 
-# The first tile that the problem and the GPU's shared memory admit is taken. Those of two parts are for float32, whose numbers
-# are two of float16 each (kernels_cu/tile/halves.cuh).
+# In order of preference.
 FORWARD = (
-    Tile(128, 32, 4, 1, 2, 2, dim=64, parts=2),
-    Tile(128, 64, 8, 2, 1, 1, dim=128, parts=2),
-    Tile(64, 32, 4, 2, 1, 1, dim=128, parts=2),
-    Tile(64, 32, 8, 2, 1, 1, parts=2),
-    Tile(32, 16, 2, 1, 1, 1, parts=2),
+    Tile(128, 32, 4, 1, 2, 2, dim=64, size=4),
+    Tile(128, 64, 8, 2, 1, 1, dim=128, size=4),
+    Tile(64, 32, 4, 2, 1, 1, dim=128, size=4),
+    Tile(64, 32, 8, 2, 1, 1, size=4),
+    Tile(32, 16, 2, 1, 1, 1, size=4),
+    Tile(64, 32, 4, 1, 2, 2, dim=64, size=8),
+    Tile(128, 32, 8, 1, 2, 1, dim=64, size=8),
+    Tile(128, 32, 8, 1, 1, 1, dim=128, size=8),
+    Tile(64, 32, 8, 2, 1, 1, dim=192, size=8),
+    Tile(32, 32, 4, 2, 1, 1, size=8),
     Tile(128, 128, 4, 1, 2, 2, dim=64),
     Tile(128, 64, 4, 1, 2, 2, dim=128),
     Tile(128, 32, 4, 1, 2, 2, dim=128),
@@ -73,13 +80,18 @@ FORWARD = (
     Tile(64, 32, 4, 1, 1, 2),
 )
 BACKWARD = (
-    Tile(64, 128, 8, 2, 1, 1, dim=64, parts=2),
-    Tile(32, 64, 8, 2, 1, 1, dim=64, parts=2),
-    Tile(64, 64, 8, 2, 1, 1, dim=128, parts=2),
-    Tile(64, 32, 8, 4, 1, 1, parts=2),
-    Tile(32, 32, 4, 2, 1, 1, dim=128, parts=2),
-    Tile(32, 32, 4, 2, 1, 1, parts=2, spills=104),
-    Tile(16, 32, 2, 1, 1, 1, dim=192, parts=2, spills=480),
+    Tile(64, 128, 8, 2, 1, 1, dim=64, size=4),
+    Tile(32, 64, 8, 2, 1, 1, dim=64, size=4),
+    Tile(64, 64, 8, 2, 1, 1, dim=128, size=4),
+    Tile(64, 32, 8, 4, 1, 1, size=4),
+    Tile(32, 32, 4, 2, 1, 1, dim=128, size=4),
+    Tile(32, 32, 4, 2, 1, 1, size=4, spills=104),
+    Tile(16, 32, 2, 1, 1, 1, dim=192, size=4, spills=480),
+    Tile(32, 64, 4, 1, 1, 2, dim=64, size=8, spills=104),
+    Tile(32, 64, 8, 2, 1, 1, dim=128, size=8),
+    Tile(32, 32, 4, 2, 1, 1, dim=128, size=8),
+    Tile(32, 32, 8, 4, 1, 1, dim=192, size=8, spills=32),
+    Tile(32, 16, 4, 4, 1, 1, size=8, spills=464),  # a warp has 64 columns of dQ beside those of dK and dV
     Tile(64, 64, 4, 1, 2, 3, dim=64, seq_q=2048),
     Tile(128, 128, 8, 2, 2, 1, dim=64),
     Tile(64, 128, 8, 2, 1, 1, dim=64),
@@ -101,72 +113,86 @@ def _spills(t: Tile, problem: AttentionProblem, backward: bool) -> int:
     return t.spills + SPILLS[backward, scored(problem)] + LISTED_SPILLS * (problem.block_mask is not None)
 
 
-def _registers(t: Tile) -> int:
-    """What a thread has for the sums of its part of a tile."""
-    return min(255, 65536 // (32 * t.warps * t.min_blocks)) - 40
+def _registers(t: Tile, problem: AttentionProblem) -> int:
+    """How many numbers of the sums of its part of a tile a thread has room for."""
+    return (min(255, 65536 // (32 * t.warps * t.min_blocks)) - 40) * 4 // ITEMSIZE[problem.lse_dtype]
+
+
+def _of_size(t: Tile, problem: AttentionProblem, rows: int) -> bool:
+    """Fewer rows than these, and fewer than 32 keys, are for doubles."""
+    return ITEMSIZE[problem.dtype] == 8 or (t.rows >= rows and t.keys >= 32)
 
 
 def _forward_possible(t: Tile, problem: AttentionProblem) -> bool:
     """Do the warps share the tile out evenly, and have its sums room in the registers?"""
     even = t.rows % (16 * t.warps // t.column_warps) == 0 and t.keys % (16 * t.column_warps) == 0
-    sums = pad(problem.dim_v, 16) + parts_of(problem) * t.keys
-    return even and t.rows * sums // (32 * t.warps) <= _registers(t)
+    sums = pad(problem.dim_v, 16) + parts_of(problem.dtype) * t.keys
+    fits = t.rows * sums // (32 * t.warps) <= _registers(t, problem)
+    return even and fits and _of_size(t, problem, 64)
 
 
 def _backward_possible(t: Tile, problem: AttentionProblem) -> bool:
     d, dv = pad(problem.dim, 16), pad(problem.dim_v, 16)
     down = max(1, t.rows // 32)  # warps along dQ's rows
-    even = t.keys % (16 * t.warps // t.column_warps) == 0 and t.rows % (16 * t.column_warps) == 0
-    fits = t.keys * (d + dv + (1 + parts_of(problem)) * t.rows) // (32 * t.warps) <= _registers(t)
-    return even and t.warps % down == 0 and fits
+    query_warps = min(t.rows // 16, t.column_warps) if ITEMSIZE[problem.dtype] == 8 else t.column_warps
+    even = t.keys % (16 * t.warps // t.column_warps) == 0 and t.rows % (16 * query_warps) == 0
+    sums = d + dv + (1 + parts_of(problem.dtype)) * t.rows
+    fits = t.keys * sums // (32 * t.warps) <= _registers(t, problem)
+    return even and t.warps % down == 0 and fits and _of_size(t, problem, 32)
 
 
 TILES = {
     False: Tiles(FORWARD, {
-        "rows": (64, 128), "keys": (32, 48, 64, 96, 128), "warps": (4, 8), "column_warps": (1, 2), "stages": (1, 2),
+        "rows": (32, 64, 128), "keys": (16, 32, 48, 64, 96, 128), "warps": (4, 8), "column_warps": (1, 2), "stages": (1, 2),
         "min_blocks": (1, 2, 3),
     }, _forward_possible),
     True: Tiles(BACKWARD, {
-        "rows": (32, 64, 128), "keys": (32, 64, 128), "warps": (4, 8), "column_warps": (1, 2, 4), "stages": (1, 2),
+        "rows": (16, 32, 64, 128), "keys": (16, 32, 64, 128), "warps": (4, 8), "column_warps": (1, 2, 4), "stages": (1, 2),
         "min_blocks": (1, 2, 3),
     }, _backward_possible),
 }  # fmt: skip
 
 
-PAD = 8  # elements between the rows of a shared tile, see kernels_cu/tile/shared.cuh
+PAD = 8  # elements between the rows of a shared tile, see kernels_cu/tile/shared.cuh; none in one of doubles
 
 
-def shared_memory(t: Tile, dim: int, dim_v: int, backward: bool, parts: int) -> int:
+def shared_memory(t: Tile, dim: int, dim_v: int, backward: bool, dtype: str) -> int:
     """Bytes that the kernel of a tile lays out."""
-    pair = parts * (dim + dim_v) + 2 * PAD  # a row of Q and dO, or of K and V
+    parts = parts_of(dtype)
+    size, pad, of_sums = (8, 0, 8) if dtype == "float64" else (2, PAD, 4)
+    pair = parts * (dim + dim_v) + 2 * pad  # a row of Q and dO, or of K and V
     if not backward:
-        widest = parts * dim if parts > 1 else max(dim, dim_v)
-        elements = t.rows * (widest + PAD) + t.stages * t.keys * pair
-        exchanged = 2 * t.rows * (parts * t.keys + PAD) + 8 * t.rows if t.column_warps > 1 else 0  # P and row values
-        return 2 * elements + exchanged
+        widest = parts * dim if parts > 1 else max(dim, dim_v)  # float32 does not leave through shared memory
+        elements = t.rows * (widest + pad) + t.stages * t.keys * pair
+        exchanged = size * t.rows * (parts * t.keys + pad) + 2 * of_sums * t.rows  # P and row values
+        return size * elements + (exchanged if t.column_warps > 1 else 0)
     elements = (t.keys + t.stages * t.rows) * pair
-    elements += (2 if t.column_warps > 1 else 1) * t.keys * (parts * t.rows + PAD)
+    elements += (2 if t.column_warps > 1 else 1) * t.keys * (parts * t.rows + pad)
     maxima = 4 * t.warps if parts > 1 else 0
-    return 2 * elements + t.stages * 2 * 4 * t.rows + 16 + maxima  # lse and delta of the queries, the ticket
+    return size * elements + t.stages * 2 * of_sums * t.rows + 16 + maxima  # lse and delta of the queries, the ticket
 
 
 def _fitting(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> Tile | None:
-    """The first tile that the problem and the GPU's shared memory admit."""
-    parts = parts_of(problem)
+    """The first tile that the problem and the GPU's shared memory admit; of a size, for as many blocks as it is made for."""
     for t in TILES[backward].rows(tile):
         dim, dim_v = t.dims(problem, backward)
-        fits = max(dim, dim_v) <= t.dim and problem.seq_q <= t.seq_q and t.parts in (None, parts)
-        if fits and shared_memory(t, dim, dim_v, backward, parts) <= arch.shared_memory:
+        size = shared_memory(t, dim, dim_v, backward, problem.dtype)
+        if (
+            t.size in (None, ITEMSIZE[problem.dtype]) and max(dim, dim_v) <= t.dim and problem.seq_q <= t.seq_q
+            and size <= arch.shared_memory and (t.size is None or t.min_blocks * (size + 1024) <= arch.shared_memory + 1024)
+        ):  # fmt: skip
             return t
     return None
 
 
 def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> KernelPlan:
-    parts = parts_of(problem)
+    parts = parts_of(problem.dtype)
     t = _fitting(problem, arch, backward, tile)
-    assert t is not None
+    if t is None:
+        which = "backward" if backward else "forward"
+        raise ValueError(f"no sm80 {which} tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
     dim, dim_v = t.dims(problem, backward)
-    size = shared_memory(t, dim, dim_v, backward, parts)
+    size = shared_memory(t, dim, dim_v, backward, problem.dtype)
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", dim), ("DIM_V", dim_v), *((name.upper(), getattr(t, name)) for name in TILES[backward].tried),
         ("SHARED_MEMORY", size), *features(problem),
@@ -189,8 +215,8 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
         Launch("attention_backward_finish", pairs * tiles_q, 128),
     )
     workspace = (
-        Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows)),  # and lse
-        Workspace("dq_sum", "float32", (pairs, tiles_q, t.rows * dim)),
+        Workspace("delta", problem.lse_dtype, (pairs, tiles_q, 2, t.rows)),  # and lse
+        Workspace("dq_sum", problem.lse_dtype, (pairs, tiles_q, t.rows * dim)),
         Workspace("counters", "uint32", (pairs * tiles_q + 1 if problem.deterministic else 0,)),
         *halves,
     )
@@ -250,7 +276,9 @@ GRADIENT = (
 
 def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
     """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
-    parts = parts_of(problem)
+    if problem.dtype == "float64":
+        return simt.gradients(problem, arch, lengths)
+    parts = parts_of(problem.dtype)
     depth = 32 if max(problem.dim, problem.dim_v) <= 32 else 64  # columns of a piece
     shortest = min(problem.seq_q, problem.seq_k)
     bias = ITEMSIZE[x.dtype] if "bias" in lengths and (x := problem.array("bias")) else 0
