@@ -291,6 +291,8 @@ def one_key_units(
     q_size, k_size, v_size, dout_size = (
         float(np.sqrt(np.mean(np.square(x.astype(np.float64))))) if x.size else 0.0 for x in (q, k, v, dout)
     )
+    if 0 in (q.size, k.size):
+        return {}
     left = 8 * float(np.finfo(np.float32).eps) * problem.dim_v**0.5 * v_size * dout_size * abs(problem.scale) / 1e-5
     queries = max(1, problem.group * problem.seq_q)
     return {"dq": max(1.0, left * k_size), "dk": max(1.0, left * q_size * queries**0.5)}
