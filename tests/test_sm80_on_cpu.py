@@ -159,7 +159,10 @@ SIZES: dict[str, tuple[Any, float | None]] = {  # the change of the inputs, and 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_float32_of_all_sizes(size: str, rng: np.random.Generator) -> None:
-    """Each tile has a power of two of its own, and what is small beside the largest of it keeps its bits."""
+    """Each tile has a power of two of its own, and what is small beside the largest of it keeps its bits.
+
+    The largest error is of one or two rows: by luck it is a few times that of own precision, with plain float32, too.
+    """
     change, scale = SIZES[size]
     shapes = {"seq": (90, 90), "batch": 1, "dims": (64, 80)}
-    check("sm80", A100, rng, "float32", shapes, {"scale": scale}, change=change)
+    check("sm80", A100, rng, "float32", shapes, {"scale": scale}, change=change, own_times=4)

@@ -70,7 +70,7 @@ FORWARD = (
     Tile(32, 16, 2, 1, 1, 1, size=4),
     Tile(64, 32, 4, 1, 2, 2, dim=64, size=8),
     Tile(128, 32, 8, 1, 2, 1, dim=64, size=8),
-    Tile(128, 32, 8, 1, 1, 1, dim=128, size=8),
+    Tile(128, 32, 8, 1, 1, 1, dim=128, size=8, spills=32),
     Tile(64, 32, 8, 2, 1, 1, dim=192, size=8),
     Tile(32, 32, 4, 2, 1, 1, size=8),
     Tile(128, 128, 4, 1, 2, 2, dim=64),
@@ -91,7 +91,7 @@ BACKWARD = (
     Tile(32, 64, 8, 2, 1, 1, dim=128, size=8),
     Tile(32, 32, 4, 2, 1, 1, dim=128, size=8),
     Tile(32, 32, 8, 4, 1, 1, dim=192, size=8, spills=32),
-    Tile(32, 16, 4, 4, 1, 1, size=8, spills=464),  # a warp has 64 columns of dQ beside those of dK and dV
+    Tile(32, 16, 4, 4, 1, 1, size=8, spills=560),  # a warp has 64 columns of dQ beside those of dK and dV
     Tile(64, 64, 4, 1, 2, 3, dim=64, seq_q=2048),
     Tile(128, 128, 8, 2, 2, 1, dim=64),
     Tile(64, 128, 8, 2, 1, 1, dim=64),
