@@ -42,6 +42,7 @@ TITLES = {
     "both": "Attention forward and backward",
     "memory": "Memory beyond inputs and results",
     "host": "Host time of a call",
+    "jax": "Gradients in JAX under jit",
     "jit": "First call in a new process",
     "ladder": "The ladder",
     "scores": "Masks, biases and score options",

@@ -53,6 +53,8 @@ def run(
     try:
         for name in names:
             _check(name, family, dtype, only, sustained)
+            if not SUITES[name].problems(options):
+                raise machine.Unavailable(f"family is {family!r}; it takes no problem of bench suite {name!r}")
     except machine.Unavailable as error:
         console.print(Text(str(error)), soft_wrap=True)
         return 2
