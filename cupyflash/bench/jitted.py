@@ -80,14 +80,22 @@ def gradients(attend: Attend, case: peers.Case, backward: bool = True) -> Candid
     return Candidate(lambda: call(inputs, dout))
 
 
-def arrays(*tensors: Any) -> list[Any]:
-    """Tensors as JAX arrays. RuntimeError where they are on a GPU that JAX does not see."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes most of the memory
+def require_gpu() -> None:
+    """RuntimeError where JAX sees no GPU."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or it takes most of the memory
     import jax
-    import torch
 
+    if jax.default_backend() != "gpu":
+        raise RuntimeError(f"JAX sees no GPU, its backend is {jax.default_backend()}")
+
+
+def arrays(*tensors: Any) -> list[Any]:
+    """Tensors as JAX arrays."""
     if tensors[0].is_cuda:
-        if jax.default_backend() != "gpu":
-            raise RuntimeError(f"JAX sees no GPU, its backend is {jax.default_backend()}")
+        require_gpu()
+        import torch
+
         torch.cuda.synchronize()
+    import jax
+
     return [jax.numpy.from_dlpack(x.detach()).copy() for x in tensors]

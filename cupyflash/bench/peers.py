@@ -256,15 +256,22 @@ def _flash_attn(module: str) -> Prepare:
     return functools.partial(differentiable, forward, nullcontext)
 
 
-def fa3() -> Prepare:
-    """FlashAttention-3: the flash_attn_3 package, or the operator library that CUPYFLASH_PEER_FA3 names."""
+def fa3_operators() -> Any:
+    """Of the flash_attn_3 package, or of the operator library that CUPYFLASH_PEER_FA3 names."""
     import torch
 
     if path := os.environ.get("CUPYFLASH_PEER_FA3"):
         torch.ops.load_library(path)
     else:
         importlib.import_module("flash_attn_3._C")
-    operators = torch.ops.flash_attn_3
+    return torch.ops.flash_attn_3
+
+
+def fa3() -> Prepare:
+    """FlashAttention-3's operators, forward and backward."""
+    import torch
+
+    operators = fa3_operators()
 
     def prepare(case: Case, backward: bool) -> Candidate:
         q, k, v, dout, causal = case[:5]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import machine, report
@@ -22,6 +22,7 @@ COLOURS = {
     "flex": "#393b79",
     "torch": "#9467bd",
     "jax-cudnn": "#2ca02c",
+    "alone": "#7f7f7f",
 }
 STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
@@ -44,6 +45,8 @@ TITLES = {
     "host": "Host time of a call",
     "jax": "Gradients in JAX under jit",
     "jit": "First call in a new process",
+    "import": "Import in a new process",
+    "gpt": "Training steps of a GPT with 12 layers",
     "ladder": "The ladder",
     "scores": "Masks, biases and score options",
     "models": "Attention calls of models",
@@ -333,7 +336,10 @@ def _label(name: str, data: dict[str, Any]) -> str:
 
 
 def _words(keys: Sequence[str], values: Sequence[Any]) -> str:
-    """'dim', 64 as 'head dim 64'; masks, passes and dtypes by their own names."""
-    words = {"dim": "head dim {}", "causal": "{}"}
-    named = [("causal" if value else "full") if key == "causal" else value for key, value in zip(keys, values)]
-    return ", ".join(words.get(key, "{}").format(value) for key, value in zip(keys, named))
+    """'dim', 64 as 'head dim 64'; masks, passes and dtypes by their own names; a bias where there is one."""
+    words: dict[str, Callable[[Any], str]] = {
+        "dim": "head dim {}".format,
+        "causal": lambda x: "causal" if x else "full",
+        "bias": lambda x: "bias" if x else "",
+    }
+    return ", ".join(filter(None, (words.get(key, str)(value) for key, value in zip(keys, values))))

@@ -104,7 +104,9 @@ def _run_suite(
     problems = suite.problems(options)
     absent = {p: why for p in suite.peers if p in peers.LOADERS and isinstance(why := peers.load(p), str)}
     present = [p for p in suite.peers if p not in absent]
-    dtypes = dict.fromkeys([*(["bfloat16"] if gpu else []), *(problem["dtype"] for problem in problems)])
+    dtypes = dict.fromkeys(
+        [*(["bfloat16"] if gpu else []), *(problem["dtype"] for problem in problems if "dtype" in problem)]
+    )
     results: dict[str, Any] = {
         "suite": name,
         "gpu": gpu,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -10,7 +11,7 @@ import math
 from ..gpu.plan import KernelPlan, plan
 from ..problem import AttentionProblem
 from ..timing import flops, gpu_sampler, host_sampler, interleave, reason
-from . import first_call, host, jitted, models, peers, precision, scores
+from . import first_call, host, jitted, models, peers, precision, scores, steps
 from .suite import Measured, Options, Problem, Suite, case_of, compare, importable, take_turns
 
 DENSE = ("math", "standard")  # peers that build the S x S matrix
@@ -165,6 +166,29 @@ def _jit_time(problem: Problem, options: Options) -> Measured:
         else:
             values[name] = times[problem["start"]][problem["pass"]]
     return values, notes
+
+
+# --- import: in a new process, what does it cost to have us ---------------------------------------------------------
+
+
+def _imports(options: Options) -> list[Problem]:
+    return [{"statement": statement, "stands on": beside} for statement, beside in first_call.IMPORTS.items()]
+
+
+def _import_time(problem: Problem, options: Options) -> Measured:
+    """Seconds; each process finds the files in the machine's memory. Our note names the array libraries that came along."""
+    came: list[str] = []
+
+    def sample(name: str) -> float:
+        seconds, libraries = first_call.import_time(problem["statement" if name == "ours" else "stands on"])
+        came[:] = libraries if name == "ours" else came
+        return seconds
+
+    for name in ("alone", "ours"):
+        with contextlib.suppress(Exception):  # told below
+            sample(name)
+    values, notes = interleave(["alone", "ours"], options.rounds, sample)
+    return values, {"ours": "with " + (", ".join(came) or "no array library")} | notes
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -325,11 +349,13 @@ SUITES: dict[str, Suite] = {
     "host": Suite("us", host.PEERS, host.problems, host.measure),
     "jax": Suite("TFLOP/s", jitted.PEERS, jitted.problems, jitted.measure),
     "jit": Suite("s", ("flex",), _jit, _jit_time),
+    "import": Suite("s", ("alone",), _imports, _import_time),
     "memory": Suite("MB", MEMORY_PEERS, _memory, _memory_peak),
     "fp32": Suite("TFLOP/s", WIDE_PEERS, _wide, _wide_speed),
     "precision": Suite("error", precision.PEERS, precision.problems, precision.measure),
     "figures": Suite("TFLOP/s", FIGURE_PEERS, _figures, _figure_speed),
     "training": Suite("TFLOP/s", TRAINING_PEERS, _training, _training_speed),
+    "gpt": Suite("tokens/s", steps.PEERS, steps.problems, steps.measure),
     "ladder": Suite("ms", LADDER, _ladder, _ladder_rung),
     "scores": Suite("TFLOP/s", scores.PEERS, scores.problems, scores.measure, names=tuple(scores.ROWS)),
     "cpu": Suite("GFLOP/s", ("torch",), _cpu, _cpu_speed, needs_gpu=False),
