@@ -89,6 +89,7 @@ def test_jax_is_measured_under_jit(monkeypatch, jax, library, direction):
 def test_what_a_call_adds_is_the_difference_by_call(monkeypatch, jax):
     times = {"ours x 1": 100e-6, "ours x 9": 300e-6, "jax-cudnn x 1": 90e-6}
     assert host._added(times) == {"ours": pytest.approx(25e-6)}
+    assert host._added(times | {"jax-cudnn x 9": 89e-6})["jax-cudnn"] == 0
     monkeypatch.setattr(jitted, "PEER", "nobody's")
     values, notes = measured(monkeypatch, "jax, added", "forward")
     assert {*values} == {"ours"} and {*notes} == {"jax-cudnn"}

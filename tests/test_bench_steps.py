@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import types
 
@@ -12,7 +13,8 @@ import pytest
 pytest.importorskip("rich")
 torch = pytest.importorskip("torch")
 
-from cupyflash.bench import fa3, first_call, gpt, jitted, peers, steps, suites
+from cupyflash import bench
+from cupyflash.bench import fa3, first_call, gpt, jitted, machine, peers, runner, steps, suites
 from cupyflash.bench.suites import SUITES, Options
 
 TINY = {"layers": 2, "width": 64, "dim": 32, "causal": True, "seq": 40, "batch": 4, "heads": 2, "dtype": "bfloat16"}
@@ -197,3 +199,31 @@ def test_imports_are_measured_in_turn(monkeypatch):
         "ours": "with numpy, torch",
         "alone": "RuntimeError: No module named 'jax'",
     }
+
+
+def test_both_suites_run_are_resumed_and_drawn(small, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    values = {"require_gpu": None, "name": "NVIDIA H200", "ceilings": {"gemm_bf16_tflops": 700.0}, "driver": "1"}
+    for name, value in values.items():
+        monkeypatch.setattr(machine, name, lambda *_, value=value: value)
+    calls = []
+    monkeypatch.setattr(first_call, "import_time", lambda statement: calls.append(statement) or (0.1, []))
+    of_steps = SUITES["gpt"]._replace(
+        problems=lambda options: [{"library": steps.TORCH, **TINY}],
+        measure=functools.partial(steps.measure, model="tiny", device="cpu"),
+    )
+    monkeypatch.setattr(runner, "SUITES", {"gpt": of_steps, "import": SUITES["import"]})
+    for _ in range(2):
+        assert bench.run(["gpt", "import"], out=tmp_path / "h200", rounds=1, resume=True) == 0
+    assert len(calls) == 4 * 2 * 2  # none in the second run
+    assert "1 rows are in" in capsys.readouterr().out
+    row = json.loads((tmp_path / "h200" / "gpt.json").read_text())["rows"][0]
+    assert row["unit"] == "tokens/s" and row["ratio_to_best"] == pytest.approx(
+        row["ours"] / row["peers"]["fa2"], rel=1e-3
+    )
+    bench.plot(tmp_path, tmp_path / "docs")
+    page = (tmp_path / "docs" / "benchmarks.md").read_text()
+    assert (
+        "### Training steps of a GPT" in page
+        and "| import cupyflash | import numpy | **0.1** | **0.1** | 1.00x |" in page
+    )

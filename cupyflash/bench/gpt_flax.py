@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from flax.nnx import List  # of 0.12
 
 from .gpt import BETAS, DECAY, RATE, Size
 from .gpt_jax import EPSILON, Attend, cross_entropy
@@ -38,7 +39,7 @@ class Gpt(nnx.Module):
         rngs = nnx.Rngs(0)
         self.embedding = nnx.Embed(size.vocabulary, size.width, rngs=rngs)
         self.positions = nnx.Embed(context, size.width, rngs=rngs)
-        self.blocks = nnx.List([Block(size, attend, dtype, rngs) for _ in range(size.layers)])
+        self.blocks = List([Block(size, attend, dtype, rngs) for _ in range(size.layers)])
         self.norm = nnx.LayerNorm(size.width, epsilon=EPSILON, rngs=rngs)
         self.dtype = dtype
 

@@ -136,8 +136,8 @@ def _who(name: str) -> str:
 
 
 def _added(seconds: dict[str, float]) -> dict[str, float]:
-    """What one call adds, by name, from the times of short and long programs."""
+    """What one call adds, by name, from the times of short and long programs; 0 where that is less than they scatter."""
     names = [
         name for name in dict.fromkeys(map(_who, seconds)) if {f"{name} x 1", f"{name} x {1 + CHAIN}"} <= {*seconds}
     ]
-    return {name: (seconds[f"{name} x {1 + CHAIN}"] - seconds[f"{name} x 1"]) / CHAIN for name in names}
+    return {name: max(0.0, seconds[f"{name} x {1 + CHAIN}"] - seconds[f"{name} x 1"]) / CHAIN for name in names}

@@ -21,7 +21,7 @@ COLOURS = {
     "flash1": "#e377c2",
     "flex": "#393b79",
     "torch": "#9467bd",
-    "jax-cudnn": "#2ca02c",
+    "jax-cudnn": "#1b6e1b",
     "alone": "#7f7f7f",
 }
 STYLE: dict[Any, Any] = {
@@ -58,7 +58,8 @@ Made by `cupyflash bench plot` from the JSON files in `bench/results/`; do not e
 
 How it is measured: everybody in a table runs in the same process on the same random normal inputs, results are compared
 with each other before anything is timed, and samples are taken in turn, in a new order each round, because clocks and power
-drift. A number is the median over the rounds. GPU times lie between CUDA events around many calls. TFLOP/s count
+drift. A number is the median over the rounds. GPU times lie between CUDA events around many calls; those of jitted programs and of
+training steps are the host's, from the first of many until the last is done. TFLOP/s count
 4·S²·D·H·B for the forward, half of it with a causal mask, 2.5 times it for the backward, as the papers do, and of that what a
 boolean mask leaves (for calls of models, the pairs that the mask leaves); the backward is timed alone. "vs best" compares
 with the fastest peer of the row, larger is better whatever the unit; "vs causal" with our own attention with a causal mask

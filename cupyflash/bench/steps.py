@@ -26,9 +26,11 @@ WARM_UP, STEPS = 3, 10  # steps before anything is timed, and of a sample
 
 
 class Trainer(NamedTuple):
-    """`step` takes tokens (B, S + 1) and returns the loss; `wait` until all that was asked for is done."""
+    """`put` brings tokens (B, S + 1) to where they are needed; `step` takes those and returns the loss; `wait` until all that was
+    asked for is done."""
 
-    step: Callable[[np.ndarray], Any]
+    put: Callable[[np.ndarray], Any]
+    step: Callable[[Any], Any]
     wait: Callable[[Any], object]
 
 
@@ -42,7 +44,7 @@ class Run:
     def go(self, steps: int) -> float:
         """So many further steps; returns the seconds that one took."""
         begin = len(self._losses)
-        tokens = [self.data(step) for step in range(begin, begin + steps)]
+        tokens = [self.trainer.put(self.data(step)) for step in range(begin, begin + steps)]
         start = time.perf_counter()
         self._losses += [self.trainer.step(x) for x in tokens]
         self.trainer.wait(self._losses[-1])
@@ -68,7 +70,7 @@ def problems(options: Options) -> list[Problem]:
 def _has_flax() -> bool:
     try:
         importlib.import_module("cupyflash.bench.gpt_flax")
-    except (ImportError, AttributeError):  # not there, or older than its lists
+    except ImportError:  # not there, or too old
         return False
     return True
 
@@ -152,7 +154,7 @@ def _in_torch(
     made.load_state_dict({key: torch.from_numpy(x) for key, x in weights.items()})
     step = stepper(made.to(device), compiled=True)
     wait = (lambda loss: torch.cuda.synchronize()) if device == "cuda" else (lambda loss: None)
-    return Trainer(lambda tokens: step(torch.from_numpy(tokens).to(device, torch.int64)), wait)
+    return Trainer(lambda tokens: torch.from_numpy(tokens).to(device, torch.int64), step, wait)
 
 
 def _in_jax(
@@ -167,4 +169,5 @@ def _in_jax(
     made = importlib.import_module("cupyflash.bench." + ("gpt_flax" if library == FLAX else "gpt_jax"))
     dtype = jax.numpy.bfloat16 if device == "cuda" else jax.numpy.float32
     # Every result of a program is there when its last kernel has run.
-    return Trainer(made.stepper(weights, SIZES[model], jitted.attend(name, True, family), dtype), jax.block_until_ready)
+    step = made.stepper(weights, SIZES[model], jitted.attend(name, True, family), dtype)
+    return Trainer(jax.numpy.asarray, step, jax.block_until_ready)
