@@ -3,7 +3,8 @@
 #
 # STEP is suite, memcheck, accuracy, or a suite of `cupyflash bench`. Its results go to FOLDER, its log to FOLDER/STEP.log; the
 # last thing printed is a short table. After SECONDS it is interrupted; what was done until then is kept, and the same command
-# goes on from there. ARGUMENTS are handed on, as in `bench/on_gpu.sh scores out 500 --only t5`.
+# goes on from there. ARGUMENTS are handed on, as in `bench/on_gpu.sh scores out 500 --only t5` or
+# `bench/on_gpu.sh fp32 out 500 --family sm80 --dtype float32`.
 set -uo pipefail
 step=${1:?STEP is missing; it is suite, memcheck, accuracy, or one of cupyflash bench}
 folder=${2:?FOLDER is missing}

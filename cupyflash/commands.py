@@ -251,15 +251,18 @@ def bench(
     suites: Annotated[
         list[str] | None,
         typer.Argument(
-            help="forward, backward, host, jit, memory, fp32, figures, training, ladder, scores, models, precision, cpu; "
-            "paper: what the papers report; all; plot draws the results."
+            help="forward, backward, host, jax, jit, import, memory, fp32, figures, training, gpt, ladder, scores, models, "
+            "precision, cpu; paper: what the papers report; all; plot draws the results."
         ),
     ] = None,
     family: Family = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the JSON files. Default bench/results/<gpu>.")] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="For the suites forward, backward, figures, memory, scores, models. Default: bfloat16."),
+        typer.Option(
+            help="For the suites forward, backward, figures, memory, scores, models, jax. Default: bfloat16. For fp32: one of "
+            "its two."
+        ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer problems, rounds and milliseconds; files go to bench/quick.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,20 @@ def test_a_bench_step_keeps_its_rows_and_ends_with_a_table(tmp_path: Path) -> No
     again = step(*asked)
     assert "4 rows are in" in again.stdout and again.stdout.count("\ttorch\t") == 4
     assert json.loads((tmp_path / "out" / "cpu.json").read_text())["rows"] == rows
+
+
+def test_the_runbook_has_every_suite_that_needs_a_gpu() -> None:
+    pytest.importorskip("rich")
+    from cupyflash.bench.suites import SUITES
+
+    page = (TOP / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## An hour on a GPU")[1].split("## Style")[0]
+    steps = {
+        step
+        for line in page.splitlines()
+        if line.startswith("| `")
+        for step in re.findall(r"`(\w+)", line.split("|")[1])
+    }
+    assert steps >= {"accuracy" if name == "precision" else name for name in SUITES if SUITES[name].needs_gpu}
 
 
 def test_memcheck_runs_in_parts_and_goes_on(tmp_path: Path) -> None:

@@ -26,17 +26,18 @@ def run(
     Parameters
     ----------
     suites : names
-        "forward", "backward" (the papers' grid), "host", "jit", "memory", "fp32", "figures", "training", "ladder",
-        "scores", "models", "precision", "cpu"; "paper" (figures, memory and training: what the papers report), or "all": those that
-        need a GPU.
+        "forward", "backward" (the papers' grid), "host", "jax", "jit", "import", "memory", "fp32", "figures", "training", "gpt",
+        "ladder", "scores", "models", "precision", "cpu"; "paper" (figures, memory and training: what the papers report), or "all":
+        those that need a GPU.
     family : str, optional
-        Force this kernel family; the file is then `<family>_<suite>.json`.
+        Force this kernel family; the file is then `<family>_<suite>.json`. Of "fp32" the problems that it takes.
     out : folder, optional
         Default `bench/results/<gpu>` in the current directory, with quick `bench/quick/<gpu>`.
     quick : bool
         Fewer problems, rounds and milliseconds.
     dtype : str, optional
-        For the suites "forward", "backward", "figures", "memory", "scores" and "models". Default "bfloat16".
+        For the suites "forward", "backward", "figures", "memory", "scores", "models" and "jax". Default "bfloat16". For "fp32"
+        one of its two.
     rounds, min_ms : optional
         Samples of each candidate, and the least duration of one in milliseconds. Default 7 and 20, with quick 3 and 5.
     only : names, optional

@@ -106,6 +106,15 @@ def ours(family: str | None = None) -> Prepare:
     return prepare
 
 
+def ours_recorded(family: str | None = None) -> Prepare:
+    """The same as PyTorch's autograd records it and differentiates it."""
+
+    def forward(case: Case) -> Any:
+        return attention(*case[:3], causal=case.causal, family=family)
+
+    return functools.partial(differentiable, forward, nullcontext)
+
+
 def ours_numpy(case: Case, backward: bool) -> Candidate:
     """This package on NumPy arrays that share the memory of the CPU tensors."""
     q, k, v, dout = (x.numpy() for x in case[:4])
@@ -152,7 +161,7 @@ def sdpa(backend: str | None = None) -> Prepare:
             )
             return out.transpose(1, 2)
 
-        return _differentiable(forward, context, case, backward)
+        return differentiable(forward, context, case, backward)
 
     return prepare
 
@@ -215,7 +224,7 @@ def flex() -> Prepare:
             q, k, v = (x.transpose(1, 2) for x in case[:3])
             return compiled(q, k, v, case.scores.get("bias"), case.scores.get("score_arrays", {})).transpose(1, 2)
 
-        return _differentiable(forward, nullcontext, case._replace(scores=scores), backward)
+        return differentiable(forward, nullcontext, case._replace(scores=scores), backward)
 
     return prepare
 
@@ -244,18 +253,25 @@ def _flash_attn(module: str) -> Prepare:
         out = flash_attn_func(*case[:3], causal=case.causal, **window)
         return out[0] if isinstance(out, tuple) else out
 
-    return functools.partial(_differentiable, forward, nullcontext)
+    return functools.partial(differentiable, forward, nullcontext)
 
 
-def fa3() -> Prepare:
-    """FlashAttention-3: the flash_attn_3 package, or the operator library that CUPYFLASH_PEER_FA3 names."""
+def fa3_operators() -> Any:
+    """Of the flash_attn_3 package, or of the operator library that CUPYFLASH_PEER_FA3 names."""
     import torch
 
     if path := os.environ.get("CUPYFLASH_PEER_FA3"):
         torch.ops.load_library(path)
     else:
         importlib.import_module("flash_attn_3._C")
-    operators = torch.ops.flash_attn_3
+    return torch.ops.flash_attn_3
+
+
+def fa3() -> Prepare:
+    """FlashAttention-3's operators, forward and backward."""
+    import torch
+
+    operators = fa3_operators()
 
     def prepare(case: Case, backward: bool) -> Candidate:
         q, k, v, dout, causal = case[:5]
@@ -366,7 +382,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _differentiable(
+def differentiable(
     forward: Callable[[Case], Any], context: Callable[[], AbstractContextManager[Any]], case: Case, backward: bool
 ) -> Candidate:
     """A candidate from a function that PyTorch differentiates; the backward is timed alone."""

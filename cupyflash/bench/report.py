@@ -28,8 +28,9 @@ NAMES = {
     "flash1": "FlashAttention-1 (ours)",
     "simt": "FlashAttention-2, simt (ours)",
     "sm80": "FlashAttention-2, sm80 (ours)",
-    "jax-cudnn": "JAX cuDNN, jitted",
+    "jax-cudnn": "cuDNN (JAX, jitted)",
     "flex": "FlexAttention (torch.compile)",
+    "alone": "what it stands on, alone",
 }
 
 

@@ -53,6 +53,8 @@ def run(
     try:
         for name in names:
             _check(name, family, dtype, only, sustained)
+            if not SUITES[name].problems(options):
+                raise machine.Unavailable(f"family is {family!r}; it takes no problem of bench suite {name!r}")
     except machine.Unavailable as error:
         console.print(Text(str(error)), soft_wrap=True)
         return 2
@@ -102,7 +104,9 @@ def _run_suite(
     problems = suite.problems(options)
     absent = {p: why for p in suite.peers if p in peers.LOADERS and isinstance(why := peers.load(p), str)}
     present = [p for p in suite.peers if p not in absent]
-    dtypes = dict.fromkeys([*(["bfloat16"] if gpu else []), *(problem["dtype"] for problem in problems)])
+    dtypes = dict.fromkeys(
+        [*(["bfloat16"] if gpu else []), *(problem["dtype"] for problem in problems if "dtype" in problem)]
+    )
     results: dict[str, Any] = {
         "suite": name,
         "gpu": gpu,

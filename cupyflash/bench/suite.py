@@ -130,7 +130,9 @@ def relative_error(x: Any, y: Any) -> float:
 def _tensor(x: Any) -> Any:
     import torch
 
-    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+    if isinstance(x, np.ndarray):
+        return torch.from_numpy(x)
+    return x if torch.is_tensor(x) else torch.from_dlpack(x)  # JAX's
 
 
 def importable(names: tuple[str, ...]) -> dict[str, peers.Prepare]:
