@@ -161,7 +161,7 @@ struct Block {
 
     // A product of `pieces` pieces: those of queries by those of keys, transposed.
     __device__ void multiply(Accumulator<M, N>& product, int pieces) {
-        Sums<M, N> sums;
+        ProductSums<M, N> sums;
         product.clear();
         for (int n = 0; n < pieces; n++) {
             cp_async_wait<STAGES - 2>();

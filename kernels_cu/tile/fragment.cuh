@@ -190,10 +190,10 @@ struct Nothing {
 
 // The sums of a product: of two parts, those of what is small have accumulators of their own.
 template <int M, int N>
-struct Sums {
+struct ProductSums {
     Accumulator<M, N> small;
 
-    __device__ Sums() {
+    __device__ ProductSums() {
         if (PARTS == 2) small.clear();
     }
 
@@ -225,7 +225,7 @@ struct Sums {
 // called at every step of 16: the place for copies that should not come in a burst.
 // `sums`: of an operand that comes piece by piece.
 template <int K, bool TRANSPOSED = false, int M, int N, int ROWS, int COLS, class T, class A, class F = Nothing>
-__device__ void mma_ABt(Accumulator<M, N>& sum, Sums<M, N>& sums, const A& operand, SharedTile<ROWS, COLS, T> b, int row,
+__device__ void mma_ABt(Accumulator<M, N>& sum, ProductSums<M, N>& sums, const A& operand, SharedTile<ROWS, COLS, T> b, int row,
                         F along = F()) {
     int lane = threadIdx.x % 32;
     unsigned base = b.address(row + lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
@@ -246,7 +246,7 @@ __device__ void mma_ABt(Accumulator<M, N>& sum, Sums<M, N>& sums, const A& opera
 }
 template <int K, bool TRANSPOSED = false, int M, int N, int ROWS, int COLS, class T, class A, class F = Nothing>
 __device__ void mma_ABt(Accumulator<M, N>& sum, const A& operand, SharedTile<ROWS, COLS, T> b, int row, F along = F()) {
-    Sums<M, N> sums;
+    ProductSums<M, N> sums;
     mma_ABt<K, TRANSPOSED>(sum, sums, operand, b, row, along);
     sums.add_to(sum);
 }
@@ -262,7 +262,7 @@ __device__ void mma_AB(Accumulator<M, N>& sum, const A& operand, SharedTile<ROWS
 #pragma unroll
     for (int first = 0; first < N; first += TOGETHER) {
         Accumulator<M, TOGETHER> own;
-        Sums<M, TOGETHER> sums;
+        ProductSums<M, TOGETHER> sums;
         if (PARTS == 2) own.clear();
 #pragma unroll
         for (int k = 0; k < K / 16; k++) {
