@@ -458,7 +458,7 @@ def _trace(lib: Library, arrays: Arrays, options: dict[str, Any], score_arrays: 
         raise TypeError(f"score_arrays {what}; it must be a dict of arrays by the names of score's parameters")
     named = {f"score_arrays[{name!r}]": x for name, x in given.items()}
     _present(named, named)
-    adopted = interop.adopted(lib, {"q": arrays["q"]} | named)
+    adopted = interop.adopted(lib, {"q": arrays["q"], **named})
     q, *views = (interop.view(lib, name, x) for name, x in adopted.items())
     score = score_of(options["score"], dict(zip(given, views)), q, interop.inlined(lib))
     options["score"] = score

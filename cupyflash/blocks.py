@@ -139,7 +139,10 @@ def make(
             )
         if xp is not np:  # the first call may come on another stream
             xp.cuda.get_current_stream().synchronize()
-        return BlockMask(MaskKind(shape, device), block, slots, bits)
+        made = BlockMask(MaskKind(shape, device), block, slots, bits)
+    if kind == "torch":
+        made.make_tensors()
+    return made
 
 
 def _rows(

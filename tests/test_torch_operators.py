@@ -180,9 +180,10 @@ def test_lengths_and_scales_are_symbols(entry: Any) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_by_inductor() -> None:
+@pytest.mark.parametrize("name", ["everything", "score and all else"])
+def test_compiled_by_inductor(name: str) -> None:
     torch._dynamo.reset()
-    tensors, options = drawn(GIVEN["everything"])
+    tensors, options = drawn(GIVEN[name])
     of = leaves(tensors, options)
     found = torch.autograd.grad(torch.compile(loss, fullgraph=True)(tensors, options), of)
     same(found, torch.autograd.grad(loss(tensors, options), of))
@@ -217,10 +218,19 @@ def test_exported(strict: bool) -> None:
         same([program.module()(*given)], [attention(*given, causal=True)])
 
 
-def exported_layer(device: str) -> tuple[Any, Any, list[Any]]:
-    """A layer, its exported program, and inputs of two lengths."""
+def exported_layer(device: str, masked: bool = False) -> tuple[Any, Any, list[Any]]:
+    """A layer, its exported program, and inputs: of two lengths unless it has a score function and a block mask."""
     torch.manual_seed(0)
     project = torch.nn.Linear(32, 96, device=device)
+    options: dict[str, Any] = {"softcap": 3.0, "window": (7, None)}
+    if masked:
+        table = torch.randn(4, 3, device=device)
+        mask = cupyflash.block_mask(torch.randn(16, 16, device=device) > 0, block=16, like=table)
+        options = {
+            "score": scored,
+            "score_arrays": {"a": table, "ids": torch.arange(16, device=device) % 3},
+            "block_mask": mask,
+        }
 
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
@@ -229,16 +239,17 @@ def exported_layer(device: str) -> tuple[Any, Any, list[Any]]:
 
         def forward(self, x: Any) -> Any:
             q, k, v = self.project(x).unflatten(-1, (3, 4, 8)).unbind(2)
-            return attention(q, k, v, causal=True, window=(7, None), softcap=3.0).flatten(-2)
+            return attention(q, k, v, causal=True, **options).flatten(-2)
 
-    inputs = [torch.randn(2, n, 32, device=device) for n in (16, 33)]
+    inputs = [torch.randn(2, n, 32, device=device) for n in (16, 16 if masked else 33)]
     with torch.no_grad():
-        length = torch.export.Dim("length", min=2, max=64)
-        return Layer(), torch.export.export(Layer(), (inputs[0],), dynamic_shapes=({1: length},)), inputs
+        length = None if masked else torch.export.Dim("length", min=2, max=64)
+        return Layer(), torch.export.export(Layer(), (inputs[0],), dynamic_shapes=({1: length},), strict=False), inputs
 
 
-def test_a_program_from_a_file(tmp_path: Path) -> None:
-    layer, program, inputs = exported_layer("cpu")
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_program_from_a_file(masked: bool, tmp_path: Path) -> None:
+    layer, program, inputs = exported_layer("cpu", masked)
     torch.export.save(program, tmp_path / "layer.pt2")
     loaded = torch.export.load(tmp_path / "layer.pt2").module()
     for x in inputs:
@@ -246,10 +257,11 @@ def test_a_program_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_compiled_ahead_of_time(device: str, tmp_path: Path) -> None:
+def test_compiled_ahead_of_time(device: str, masked: bool, tmp_path: Path) -> None:
     """By AOTInductor, into a library that calls the operator."""
-    layer, program, inputs = exported_layer(device)
+    layer, program, inputs = exported_layer(device, masked)
     with torch.no_grad():
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
         loaded = torch._inductor.aoti_load_package(path)

@@ -6,7 +6,7 @@ share its memory, so that another one of the same shape is another input of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,15 +24,15 @@ from ..score.trace import decoded
 _seen: dict[Any, tuple[StorageWeakRef, BlockMask]] = {}
 
 
-def score(data: str | None, views: Iterable[View]) -> Score | None:
+def score(data: str, views: Iterable[View]) -> Score:
     """A score function from its `data`, and views of what it reads."""
-    return None if data is None else decoded(data, tuple([rules.wide(x) for x in views]))
+    return decoded(data, tuple([rules.wide(x) for x in views]))
 
 
-def of_mask(mask: BlockMask | None, q: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
+def of_mask(mask: BlockMask | None, q: torch.Tensor) -> tuple[list[torch.Tensor] | None, list[int] | None]:
     """Its tensors, and the numbers (batch, heads, queries, keys, and queries and keys of a block), for a call on q."""
     if rules.mask_kind(mask) is None or mask is None:
-        return [], []
+        return None, None
     mask.make_tensors()
     tensors = list(mask.tensors)
     if isinstance(q, FakeTensor) and not q.fake_mode.allow_non_fake_inputs:
@@ -40,16 +40,16 @@ def of_mask(mask: BlockMask | None, q: torch.Tensor) -> tuple[list[torch.Tensor]
     return tensors, [*mask.kind.shape, *mask.block]
 
 
-def stated(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> BlockMask | None:
+def stated(tensors: Sequence[torch.Tensor], numbers: Sequence[int] | None) -> BlockMask | None:
     """From what `of_mask` gives, a mask that has a form and no content, as for tensors without memory."""
-    if not tensors:
+    if numbers is None:
         return None
     batch, heads, queries, keys, *block = numbers
     where = f"cuda:{tensors[0].get_device()}" if tensors[0].is_cuda else tensors[0].device.type
     return BlockMask(MaskKind((batch, heads, queries, keys), where), (block[0], block[1]), None, None)
 
 
-def mask(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> BlockMask | None:
+def mask(tensors: Sequence[torch.Tensor], numbers: Sequence[int] | None) -> BlockMask | None:
     """The mask itself, for one call."""
     form = stated(tensors, numbers)
     if form is None:
@@ -57,17 +57,22 @@ def mask(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> BlockMask |
     slots, bits = (x.detach() for x in tensors)
     if not slots.is_cuda:
         return BlockMask(form.kind, form.block, slots.numpy(), bits.numpy().view(np.uint16))
-    memory = slots.untyped_storage()
-    key = memory._cdata, slots.storage_offset(), form.kind, form.block
+    return _kept(slots, (form.kind, form.block), lambda: _copied(form, slots, bits))
+
+
+def _kept(x: torch.Tensor, kind: Any, make: Callable[[], BlockMask]) -> BlockMask:
+    """What was made for the memory of x, whichever tensor it comes in; as long as there is that memory."""
+    memory = x.untyped_storage()
+    key = memory._cdata, x.storage_offset(), kind
     if key not in _seen:
         for old in [old for old, (ref, _) in _seen.items() if ref.expired()]:
             del _seen[old]
-        _seen[key] = StorageWeakRef(memory), _copied(form, slots, bits)
+        _seen[key] = StorageWeakRef(memory), make()
     return _seen[key][1]
 
 
 def _copied(form: BlockMask, slots: torch.Tensor, bits: torch.Tensor) -> BlockMask:
-    """On a GPU, in memory of its own: else it would hold that of the tensors, and live as long as they for ever."""
+    """On a GPU, in memory of its own: if it held that of the tensors, neither would ever go."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "block_mask is seen for the first time while a CUDA graph is captured, where lists for kernels cannot be made; call "

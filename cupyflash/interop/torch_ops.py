@@ -23,10 +23,11 @@ _OPTIONAL = tuple(row.name for row in ARRAYS)
 _INPUTS = ("q", "k", "v", *_OPTIONAL)
 _ROWS = ("dout", "out", "lse", "dlse")
 _LISTS = ("score_arrays", "blocks")  # further inputs, lists of tensors: what a score function reads, and a block mask
+_NONE: list[Any] = [None]  # one that is not given: an empty list AOTInductor hands on as None, which is refused
 # The options that the operators have, in the order of OPTIONS, and their types in a schema; a Scalar may be a symbol.
 _TYPES = {
-    "causal": "str", "window": "SymInt[]", "scale": "Scalar?", "softcap": "Scalar?", "score": "str?",
-    "block_mask": "SymInt[]", "dropout": "Scalar", "layout": "str", "deterministic": "bool",
+    "causal": "str", "window": "SymInt[]?", "scale": "Scalar?", "softcap": "Scalar?", "score": "str?",
+    "block_mask": "SymInt[]?", "dropout": "Scalar", "layout": "str", "deterministic": "bool",
 }  # fmt: skip
 
 _PLACE = {name: n for n, name in enumerate(_TYPES)}
@@ -261,7 +262,8 @@ def _arguments(lib: Library, arrays: Arrays, names: tuple[str, ...], options: di
             raise NotImplementedError(f"{name} is given, {_UNKNOWN}")
     arrays = interop.adopted(lib, arrays)
     blocks, encoded["block_mask"] = torch_data.of_mask(options["block_mask"], arrays["q"])
-    return [*[arrays.get(name) for name in names], [arrays[key] for key in keys], blocks, *encoded.values()]
+    inputs, reads = [arrays.get(name) for name in names], [arrays[key] for key in keys]
+    return [*inputs, reads or _NONE, blocks or _NONE, *encoded.values()]
 
 
 def _with_seed(arrays: Arrays, seed: int | None) -> Arrays:
@@ -269,7 +271,7 @@ def _with_seed(arrays: Arrays, seed: int | None) -> Arrays:
     if seed is None:
         return arrays
     signed = seed - 2**64 if seed >= 2**63 else seed
-    return arrays | {"seed": torch.full((1,), signed, dtype=torch.int64, device=arrays["q"].device)}
+    return {**arrays, "seed": torch.full((1,), signed, dtype=torch.int64, device=arrays["q"].device)}
 
 
 def _keys(score: Score | None) -> tuple[str, ...]:
@@ -289,17 +291,18 @@ def _encoded(options: dict[str, Any]) -> dict[str, Any]:
             value = options[row.name]
             values[row.name] = value if type(value) in numbers else row.check(value)
     values["causal"] = values["causal"] or ""
-    values["window"] = [-1 if n is None else n for n in values["window"] or ()]
+    values["window"] = None if values["window"] is None else [-1 if n is None else n for n in values["window"]]
     values["score"] = None if options["score"] is None else options["score"].data
     return values
 
 
-def _decoded(values: Iterable[Any], reads: list[torch.Tensor], blocks: list[torch.Tensor]) -> dict[str, Any]:
+def _decoded(values: Iterable[Any], reads: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Options; a block mask as it is stated."""
     options = rules.complete(dict(zip(_TYPES, values)))
     options["causal"] = options["causal"] or False
-    options["window"] = tuple([None if n < 0 else n for n in options["window"]]) or None
-    options["score"] = torch_data.score(options["score"], map(view, reads))
+    options["window"] = tuple([None if n < 0 else n for n in options["window"] or ()]) or None
+    if options["score"] is not None:
+        options["score"] = torch_data.score(options["score"], map(view, reads))
     options["block_mask"] = torch_data.stated(blocks, options["block_mask"])
     return options
 
@@ -310,7 +313,9 @@ class _Call:
     def __init__(self, args: Sequence[Any], backward: bool) -> None:
         self.names = (*(_ROWS if backward else ()), *_INPUTS)
         n = len(self.names)
-        inputs, (self.reads, self.blocks), rest = args[:n], args[n : n + 2], args[n + 2 :]
+        inputs, rest = args[:n], args[n + 2 :]
+        self.lists = args[n : n + 2]
+        self.reads, self.blocks = ([x for x in given if x is not None] for given in self.lists)
         self.encoded, self.family = rest[: len(_TYPES)], rest[len(_TYPES)]
         self.options = _decoded(self.encoded, self.reads, self.blocks)
         self.arrays: Arrays = {name: x for name, x in zip(self.names, inputs) if x is not None}
@@ -324,7 +329,7 @@ class _Call:
         if options["score"] is not None:
             encoded["score"] = options["score"].data
         inputs, reads = [arrays.get(name) for name in self.names], [arrays[key] for key in self.keys]
-        return [*inputs, reads, self.blocks, *encoded.values(), self.family]
+        return [*inputs, reads or _NONE, self.lists[1], *encoded.values(), self.family]
 
     def in_front(self, in_dims: Sequence[Any]) -> tuple[Arrays, set[str]]:
         """As `_in_front`, of the arrays of the call."""
@@ -388,25 +393,25 @@ def view(x: torch.Tensor) -> View:
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.set_materialize_grads(False)
     n = len(_INPUTS)
-    ctx.reads, ctx.rest = len(inputs[n]), inputs[n + 2 :]
-    ctx.save_for_backward(*inputs[:n], *inputs[n], *inputs[n + 1], *output)
+    reads, blocks, *ctx.rest = inputs[n:]
+    ctx.reads = len(reads)
+    ctx.save_for_backward(*inputs[:n], *reads, *blocks, *output)
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    n, reads = len(_INPUTS), ctx.reads
     *saved, out, lse = ctx.saved_tensors
-    inputs, read, blocks = saved[:n], saved[n : n + reads], saved[n + reads :]
-    # Of lists the gradients are lists; an empty one is taken for one of tensors.
-    nothing = [[None] * len(blocks), *([] if isinstance(x, (list, tuple)) and not x else None for x in ctx.rest)]
-    if dout is None and dlse is None:
-        return (*[None] * n, [None] * reads, *nothing)
-    dout = torch.zeros_like(out) if dout is None else dout
-    wrt = [name for name, wanted in zip(_INPUTS, ctx.needs_input_grad) if wanted and name in _OPTIONAL]
-    keys = _keys(torch_data.score(ctx.rest[_PLACE["score"]], map(view, read)))
-    wrt += [key for key, wanted in zip(keys, ctx.needs_input_grad[n]) if wanted]
-    grads = torch.ops.cupyflash.attention_backward(dout, out, lse, dlse, *inputs, read, blocks, *ctx.rest, wrt)
-    found = dict(zip(("q", "k", "v", *wrt), grads))
-    return (*(found.get(name) for name in _INPUTS), [found.get(key) for key in keys], *nothing)
+    n = len(_INPUTS)
+    inputs, reads, blocks = saved[:n], saved[n : n + ctx.reads], saved[n + ctx.reads :]
+    found: dict[str, Any] = {}
+    keys = () if reads[0] is None else torch_data.score(ctx.rest[_PLACE["score"]], map(view, reads)).keys
+    if dout is not None or dlse is not None:
+        dout = torch.zeros_like(out) if dout is None else dout
+        wrt = [name for name, wanted in zip(_INPUTS, ctx.needs_input_grad) if wanted and name in _OPTIONAL]
+        wrt += [key for key, wanted in zip(keys, ctx.needs_input_grad[n] if keys else ()) if wanted]
+        grads = torch.ops.cupyflash.attention_backward(dout, out, lse, dlse, *inputs, reads, blocks, *ctx.rest, wrt)
+        found = dict(zip(("q", "k", "v", *wrt), grads))
+    of_lists = [found.get(key) for key in keys] or None, None if blocks[0] is None else [None] * len(blocks)
+    return (*(found.get(name) for name in _INPUTS), *of_lists, *[None] * len(ctx.rest))
 
 
 def _not_again(ctx: Any, *grads: Any) -> None:
@@ -437,7 +442,7 @@ def _vmap_attention_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) ->
 def _define() -> torch.library.Library:
     lib = torch.library.Library("cupyflash", "DEF")
     names = ["Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}" for name in _OPTIONAL)]
-    arrays = ", ".join([*names, *(f"Tensor[] {name}" for name in _LISTS)])
+    arrays = ", ".join([*names, *(f"Tensor?[] {name}" for name in _LISTS)])
     options = ", ".join([*(f"{kind} {name}" for name, kind in _TYPES.items()), "str? family"])
     rows = "Tensor dout, Tensor out, Tensor lse, Tensor? dlse"
     tags = (torch.Tag.pt2_compliant_tag,)
