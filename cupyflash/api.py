@@ -458,12 +458,12 @@ def _trace(lib: Library, arrays: Arrays, options: dict[str, Any], score_arrays: 
         raise TypeError(f"score_arrays {what}; it must be a dict of arrays by the names of score's parameters")
     named = {f"score_arrays[{name!r}]": x for name, x in given.items()}
     _present(named, named)
-    adopted = interop.adopted(lib, {"q": arrays["q"]} | named)
+    adopted = interop.adopted(lib, {"q": arrays["q"], **named})
     q, *views = (interop.view(lib, name, x) for name, x in adopted.items())
-    score = score_of(options["score"], dict(zip(given, views)), q)
+    score = score_of(options["score"], dict(zip(given, views)), q, interop.inlined(lib))
     options["score"] = score
     if score is not None:
-        arrays.update((x.key, given[x.name]) for x in score.arrays)
+        arrays.update((key, given[x.name]) for key, x in zip(score.keys, score.arrays))
 
 
 def _present(required: Iterable[str], arrays: Arrays) -> Arrays:

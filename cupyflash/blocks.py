@@ -40,6 +40,7 @@ class BlockMask:
         self.kind, self.block = kind, block
         self._slots, self._bits = slots, bits  # see tile_lists
         self._lists: dict[ListUse, Any] = {}
+        self.tensors: Any = None  # slots and bits as tensors of PyTorch, see make_tensors
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -79,6 +80,17 @@ class BlockMask:
                 found = tile_lists.make(xp, self._slots, self._bits, self.block, self.shape[2:], use)
                 found = self._lists[use] = found if xp is np else _of_its_own(found)
         return found
+
+    def make_tensors(self) -> None:
+        """Have `tensors`, which share the memory of slots and bits: these as int16, since PyTorch hardly knows uint16."""
+        if self.tensors is None:
+            import torch
+
+            share = torch.from_numpy if self.kind.device == "cpu" else torch.from_dlpack
+            with torch.inference_mode(False):
+                self.tensors = share(self._slots), share(self._bits.view(np.int16))
+
+    make_tensors._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it, instead of reading it
 
     def pairs(self, b: int, h: int, rows: slice, keys: Any) -> Any:
         """Which pairs of these queries and keys (an index) are visible: booleans; None: all, False: none. On the CPU."""
@@ -127,7 +139,10 @@ def make(
             )
         if xp is not np:  # the first call may come on another stream
             xp.cuda.get_current_stream().synchronize()
-        return BlockMask(MaskKind(shape, device), block, slots, bits)
+        made = BlockMask(MaskKind(shape, device), block, slots, bits)
+    if kind == "torch":
+        made.make_tensors()
+    return made
 
 
 def _rows(

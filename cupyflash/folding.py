@@ -11,6 +11,7 @@ from typing import Any
 
 from . import problem as rules
 from .problem import ARRAYS, ArrayRule
+from .score.graph import folded as folded_score
 
 Arrays = dict[str, Any]
 _ROWS = ("lse", "dlse")
@@ -20,7 +21,7 @@ _OPTIONAL = {row.name: row for row in ARRAYS}
 
 def forward(
     xp: Any,
-    run: Callable[[Arrays], tuple[Any, Any]],
+    run: Callable[[Arrays, dict[str, Any]], tuple[Any, Any]],
     arrays: Arrays,
     has: Collection[str],
     size: int,
@@ -28,18 +29,18 @@ def forward(
 ) -> tuple[Any, Any]:
     """out and lse of a call of which the arrays that `has` names have an axis more, of `size` entries, in front; so have both.
 
-    `run` is the call with arrays of one rank; `xp` is torch or jax.numpy.
+    `run` is the call with arrays of one rank, and options for them; `xp` is torch or jax.numpy.
     """
     folding = Folding(xp, arrays, has, size, options)
     sinks = arrays["sinks"] if "sinks" in has else None  # they have no batch axis
-    out, lse = run(folding.fold(arrays if sinks is None else _without_sinks(arrays), has))
+    out, lse = run(folding.fold(arrays if sinks is None else _without_sinks(arrays), has), folding.options(has))
     out, lse = folding.unfold("out", out), folding.unfold("lse", lse)
     return (out, lse) if sinks is None else folding.with_sinks(out, lse, sinks)
 
 
 def backward(
     xp: Any,
-    run: Callable[[Arrays, tuple[str, ...]], Sequence[Any]],
+    run: Callable[[Arrays, dict[str, Any], tuple[str, ...]], Sequence[Any]],
     arrays: Arrays,
     has: Collection[str],
     size: int,
@@ -49,11 +50,12 @@ def backward(
     """As `forward`: the gradients of q, k, v and of what `wrt` names, for each entry its own."""
     folding = Folding(xp, arrays, has, size, options)
     folded = tuple([name for name in wrt if name != "sinks"])
-    grads = run(folding.fold(_without_sinks(arrays), has, folded), folded)  # sinks are in lse already
+    inputs = folding.fold(_without_sinks(arrays), has, folded)  # sinks are in lse already
+    grads = run(inputs, folding.options((*has, *folded)), folded)
     results = {name: folding.unfold(name, x) for name, x in zip("qkv", grads)}
     for name, x in zip(folded, grads[3:]):
         shape = tuple(arrays[name].shape)
-        results[name] = folding.unfold_gradient(x, shape[1:] if name in has else shape)
+        results[name] = x if name in folding.reads else folding.unfold_gradient(x, shape[1:] if name in has else shape)
     if "sinks" in wrt:
         results["sinks"] = folding.of_sinks(arrays, has)
     return [results[name] for name in ("q", "k", "v", *wrt)]
@@ -64,7 +66,6 @@ def _refuse(options: dict[str, Any]) -> None:
     mask = rules.mask_kind(options["block_mask"])
     for name, given in (
         ("dropout", options["dropout"]),
-        ("score", options["score"] is not None),
         ("block_mask with a batch axis", mask is not None and "batch" in mask.axes),
     ):
         if given:
@@ -83,10 +84,20 @@ class Folding:
 
     def __init__(self, xp: Any, arrays: Arrays, has: Collection[str], size: int, options: dict[str, Any]) -> None:
         _refuse(options)
+        self._options = options
+        self.reads = () if options["score"] is None else options["score"].keys
         q = arrays["q"].shape
         q = q[1:] if "q" in has else q
         self.xp, self.size, self.layout, self.rank = xp, size, options["layout"], len(q)
         self.batch = q[0] if self.rank == 4 else 1
+
+    def options(self, mapped: Collection[str]) -> dict[str, Any]:
+        """Those of the folded call, where arrays of a score function that `mapped` names are `whole` or have the new axis."""
+        score = self._options["score"]
+        if score is None:
+            return self._options
+        names = tuple([name for name in self.reads if name in mapped])
+        return self._options | {"score": folded_score(score, int(self.batch), names)}
 
     def _expand(self, x: Any, shape: tuple[int, ...]) -> Any:
         return self.xp.broadcast_to(x, shape)
@@ -101,6 +112,13 @@ class Folding:
         row = _OPTIONAL.get(name)
         if row is not None:
             return self._optional(row, x, has, whole)
+        if name in self.reads:
+            x = self._expand(x[None], (self.size, *x.shape)) if whole and not has else x
+            if len(x.shape) > 4:
+                raise NotImplementedError(
+                    f"{name} has {len(x.shape) - 1} dimensions, and vmap makes one more of it; it must have 3 at most there"
+                )
+            return x
         if name not in _FOLDED:
             raise NotImplementedError(f"{name} is given, but vmap cannot make it a part of the batch")
         if not has:

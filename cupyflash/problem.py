@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 from .other_names import unexpected
 from .score import Score, trace
+from .score.graph import kind_of
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int64", "uint64", "int32", "uint32")
@@ -334,8 +335,9 @@ def check_wrt(wrt: Any, arrays: dict[str, Any], score: Score | None = None) -> t
     """
     if isinstance(wrt, tuple) and not wrt:
         return ()
-    reads = {x.name: x for x in score.arrays} if score else {}
-    can = [row.name for row in ARRAYS if row.gradient] + [x.name for x in reads.values() if x.kind == "float"]
+    reads = dict(zip([x.name for x in score.arrays], score.keys)) if score else {}
+    floats = [x.name for x in score.arrays if kind_of(x.dtype) == "float"] if score else []
+    can = [row.name for row in ARRAYS if row.gradient] + floats
     must = f"it must hold names of optional arrays that are given, of {', '.join(map(repr, can))}"
     try:
         names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
@@ -351,7 +353,7 @@ def check_wrt(wrt: Any, arrays: dict[str, Any], score: Score | None = None) -> t
             raise ValueError(f"wrt holds {name!r}{why}; {must}")
         if name not in reads and arrays.get(name) is None:
             raise ValueError(f"wrt holds {name!r}, but {name} is not given; {must}")
-    return tuple(reads[name].key if name in reads else name for name in can if name in names)
+    return tuple([reads.get(name, name) for name in can if name in names])
 
 
 def complete(options: dict[str, Any]) -> dict[str, Any]:
@@ -531,8 +533,9 @@ def _check_mask_kind(kind: MaskKind, problem: AttentionProblem, q: View) -> None
         raise ValueError(f"block_mask is on {kind.device} but q is on {q.device}; make it with like=q")
 
 
-def score_of(score: Any, arrays: dict[str, View], q: View) -> Score | None:
-    """The score function that is asked for, traced, once the arrays that it reads are what they must be."""
+def score_of(score: Any, arrays: dict[str, View], q: View, inlined: bool = False) -> Score | None:
+    """The score function that is asked for, traced, once the arrays that it reads are what they must be; `inlined` as for
+    `trace`."""
     score = _check_score(score)
     if score is None:
         if arrays:
@@ -546,8 +549,13 @@ def score_of(score: Any, arrays: dict[str, View], q: View) -> Score | None:
         if not 1 <= len(x.shape) <= 4 or 0 in x.shape:
             raise ValueError(f"{what} has shape {x.shape}; it must have 1 to 4 dimensions, none of length 0")
         _same(what, x, "q", q, dtype=False)
-    spans = {name: sum((n - 1) * abs(stride) for n, stride in zip(x.shape, x.strides)) for name, x in arrays.items()}
-    return trace(score, {name: (x.dtype, len(x.shape), spans[name] >= 2**31) for name, x in arrays.items()})
+    return trace(score, {name: (x.dtype, len(x.shape), not inlined and wide(x)) for name, x in arrays.items()}, inlined)
+
+
+def wide(x: View) -> bool:
+    """Whether offsets of its elements may have more than 32 bits. Of lengths that are symbols it is not known yet."""
+    plain = all(type(n) is int for n in (*x.shape, *x.strides))
+    return plain and sum((n - 1) * abs(stride) for n, stride in zip(x.shape, x.strides)) >= 2**31
 
 
 def _arrays_in(given: dict[str, Any]) -> list[ArrayRule]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import cupyflash
 from cupyflash import folding, interop
 from cupyflash.cpu import corridor
 from cupyflash.problem import ARRAYS, OPTIONS
+from cupyflash.score import tanh, where
 
 torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cupyflash.interop import torch_ops
@@ -27,6 +30,12 @@ from cupyflash.torch import attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OPTIONAL = [row.name for row in ARRAYS]
+
+
+def scored(s: Any, b: Any, h: Any, i: Any, j: Any, a: Any, ids: Any) -> Any:
+    return where(j <= i + 3, 2 * tanh(s / 2) + a[h, ids[j]] * (1 + 0.1 * b), -math.inf)
+
+
 GIVEN: dict[str, dict[str, Any]] = {
     "nothing": {},
     "causal": {"causal": True, "deterministic": True},
@@ -35,6 +44,17 @@ GIVEN: dict[str, dict[str, Any]] = {
     **{name: {name: True} for name in OPTIONAL},
     "dropout": {"dropout": 0.3, "seed": True},
     "everything": {"softcap": 1.5, "causal": True, "dropout": 0.25, **dict.fromkeys(OPTIONAL, True)},
+    "score": {"score": "s + a[h, ids[j]] * (1 + 0.1f * b)"},
+    "score, a function": {"score": scored},
+    "block_mask": {"block_mask": (1, 1)},
+    "block_mask of each head": {"block_mask": (2, 4), "layout": "bhsd"},
+    "score and all else": {
+        "score": scored,
+        "block_mask": (2, 1),
+        "causal": True,
+        "dropout": 0.25,
+        **dict.fromkeys(OPTIONAL, True),
+    },
 }
 
 
@@ -56,14 +76,25 @@ def drawn(
         if row.name in given and row.name != "seed":
             x = numbers(*shapes[row.name])
             options[row.name] = x > -0.5 if row.dtypes == ("bool",) else x.requires_grad_(grad)
+    if "score" in given:
+        options["score_arrays"] = {"a": numbers(4, 3).requires_grad_(grad), "ids": torch.arange(7, device=device) % 3}
+    if "block_mask" in given:
+        options["block_mask"] = cupyflash.block_mask(
+            numbers(*given["block_mask"], 5, 7) > -0.5, block=16, like=a_tensor(device)
+        )
     tensors = [numbers(2, 5, 4, 8), numbers(2, 7, 2, 8), numbers(2, 7, 2, 6)]
     if given.get("layout") == "bhsd":
         tensors = [x.transpose(1, 2) for x in tensors]
     return [x.detach().requires_grad_(grad) for x in tensors], options
 
 
+def a_tensor(device: str) -> Any:
+    return torch.empty(1, device=device)
+
+
 def leaves(tensors: list[Any], options: dict[str, Any]) -> list[Any]:
-    return [*tensors, *(x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad)]
+    every = [*options.values(), *options.get("score_arrays", {}).values()]
+    return [*tensors, *(x for x in every if isinstance(x, torch.Tensor) and x.requires_grad)]
 
 
 def loss(tensors: list[Any], options: dict[str, Any]) -> Any:
@@ -76,14 +107,28 @@ def same(actual: Any, expected: Any, **tolerance: float) -> None:
         torch.testing.assert_close(x, y, **tolerance)
 
 
+def as_arguments(tensors: list[Any], options: dict[str, Any]) -> tuple[Any, ...]:
+    """Of the operator: what `attention` hands to it."""
+    seen = []
+
+    class See(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.cupyflash.attention.default:
+                seen.append(args)
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), See():
+        attention(*tensors, **options)
+    return seen[0]
+
+
 # ---- the operators themselves ---------------------------------------------------------------------------------------
 
 
 def test_the_schema_has_every_option_and_array() -> None:
     """In the order of the tables, by which arguments are told apart."""
     names = [x.name for x in torch.ops.cupyflash.attention.default._schema.arguments]
-    refused = {"score", "block_mask"}  # functions and objects, which no schema has
-    assert names == ["q", "k", "v", *OPTIONAL, *(row.name for row in OPTIONS if row.name not in refused), "family"]
+    assert names == ["q", "k", "v", *OPTIONAL, "score_arrays", "blocks", *(row.name for row in OPTIONS), "family"]
     backward = [x.name for x in torch.ops.cupyflash.attention_backward.default._schema.arguments]
     assert backward == ["dout", "out", "lse", "dlse", *names, "wrt"]
 
@@ -93,13 +138,12 @@ def test_the_schema_has_every_option_and_array() -> None:
 def test_opcheck(name: str, device: str) -> None:
     """PyTorch's own checks: schema, derivative, fake kernel, and what is traced against what runs at once."""
     tensors, options = drawn(GIVEN[name], device)
-    optional = [options.get(x) for x in OPTIONAL]
-    rest = [*torch_ops._encoded({row.name: options.get(row.name, row.default) for row in OPTIONS}), None]
-    arguments = (*tensors, *optional, *rest)
+    arguments = as_arguments(tensors, options)
     torch.library.opcheck(torch.ops.cupyflash.attention.default, arguments)
-    arguments = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments)
+    arguments = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
     out, lse = torch.ops.cupyflash.attention(*arguments)
     wrt = [row.name for row in ARRAYS if row.gradient and row.name in options]
+    wrt += ["score_arrays['a']"] if "score" in options else []
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     torch.library.opcheck(torch.ops.cupyflash.attention_backward.default, (dout, out, lse, dlse, *arguments, wrt))
 
@@ -136,9 +180,10 @@ def test_lengths_and_scales_are_symbols(entry: Any) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_by_inductor() -> None:
+@pytest.mark.parametrize("name", ["everything", "score and all else"])
+def test_compiled_by_inductor(name: str) -> None:
     torch._dynamo.reset()
-    tensors, options = drawn(GIVEN["everything"])
+    tensors, options = drawn(GIVEN[name])
     of = leaves(tensors, options)
     found = torch.autograd.grad(torch.compile(loss, fullgraph=True)(tensors, options), of)
     same(found, torch.autograd.grad(loss(tensors, options), of))
@@ -173,10 +218,19 @@ def test_exported(strict: bool) -> None:
         same([program.module()(*given)], [attention(*given, causal=True)])
 
 
-def exported_layer(device: str) -> tuple[Any, Any, list[Any]]:
-    """A layer, its exported program, and inputs of two lengths."""
+def exported_layer(device: str, masked: bool = False) -> tuple[Any, Any, list[Any]]:
+    """A layer, its exported program, and inputs: of two lengths unless it has a score function and a block mask."""
     torch.manual_seed(0)
     project = torch.nn.Linear(32, 96, device=device)
+    options: dict[str, Any] = {"softcap": 3.0, "window": (7, None)}
+    if masked:
+        table = torch.randn(4, 3, device=device)
+        mask = cupyflash.block_mask(torch.randn(16, 16, device=device) > 0, block=16, like=table)
+        options = {
+            "score": scored,
+            "score_arrays": {"a": table, "ids": torch.arange(16, device=device) % 3},
+            "block_mask": mask,
+        }
 
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
@@ -185,16 +239,17 @@ def exported_layer(device: str) -> tuple[Any, Any, list[Any]]:
 
         def forward(self, x: Any) -> Any:
             q, k, v = self.project(x).unflatten(-1, (3, 4, 8)).unbind(2)
-            return attention(q, k, v, causal=True, window=(7, None), softcap=3.0).flatten(-2)
+            return attention(q, k, v, causal=True, **options).flatten(-2)
 
-    inputs = [torch.randn(2, n, 32, device=device) for n in (16, 33)]
+    inputs = [torch.randn(2, n, 32, device=device) for n in (16, 16 if masked else 33)]
     with torch.no_grad():
-        length = torch.export.Dim("length", min=2, max=64)
-        return Layer(), torch.export.export(Layer(), (inputs[0],), dynamic_shapes=({1: length},)), inputs
+        length = None if masked else torch.export.Dim("length", min=2, max=64)
+        return Layer(), torch.export.export(Layer(), (inputs[0],), dynamic_shapes=({1: length},), strict=False), inputs
 
 
-def test_a_program_from_a_file(tmp_path: Path) -> None:
-    layer, program, inputs = exported_layer("cpu")
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_program_from_a_file(masked: bool, tmp_path: Path) -> None:
+    layer, program, inputs = exported_layer("cpu", masked)
     torch.export.save(program, tmp_path / "layer.pt2")
     loaded = torch.export.load(tmp_path / "layer.pt2").module()
     for x in inputs:
@@ -202,10 +257,11 @@ def test_a_program_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_compiled_ahead_of_time(device: str, tmp_path: Path) -> None:
+def test_compiled_ahead_of_time(device: str, masked: bool, tmp_path: Path) -> None:
     """By AOTInductor, into a library that calls the operator."""
-    layer, program, inputs = exported_layer(device)
+    layer, program, inputs = exported_layer(device, masked)
     with torch.no_grad():
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
         loaded = torch._inductor.aoti_load_package(path)
@@ -274,7 +330,12 @@ def named(tensors: list[Any], options: dict[str, Any]) -> tuple[list[Any], Any]:
     names = [name for name, x in options.items() if isinstance(x, torch.Tensor) and x.requires_grad]
     arrays = [x.detach() for x in leaves(tensors, options)]
     rest = {name: x for name, x in options.items() if name not in names}
-    return arrays, lambda *x: loss(list(x[:3]), rest | dict(zip(names, x[3:])))
+
+    def function(*x: Any) -> Any:
+        more = {"score_arrays": rest["score_arrays"] | {"a": x[-1]}} if "score" in rest else {}
+        return loss(list(x[:3]), rest | dict(zip(names, x[3:])) | more)
+
+    return arrays, function
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -365,9 +426,7 @@ def test_not_twice() -> None:
     once = torch.func.grad(lambda q: attention(q, k.detach(), v.detach()).square().sum())
     with pytest.raises(RuntimeError, match="gradients of attention cannot be differentiated again"):
         torch.func.grad(lambda q: once(q).sum())(q.detach())
-    optional = [None] * len(OPTIONAL)
-    rest = [*torch_ops._encoded({row.name: row.default for row in OPTIONS}), None]
-    out, _ = torch.ops.cupyflash.attention(q, k, v, *optional, *rest)
+    out, _ = torch.ops.cupyflash.attention(q, k, v, *as_arguments([q, k, v], {})[3:])
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="gradients of attention cannot be differentiated again"):
         dq.sum().backward()

@@ -61,6 +61,11 @@ def view(lib: Library | Adapter, name: str, x: Any) -> View:
         ) from error
 
 
+def inlined(lib: Library) -> bool:
+    """Whether torch.compile reads this code, in the place of Python that runs it."""
+    return lib.kind == "torch" and cast(Any, lib).inlined()
+
+
 def name_unreadable(lib: Adapter, arrays: Arrays, targets: Arrays) -> None:
     """Once a call has failed: raise what `view` says of the array that is to blame, if one is."""
     for name, x in arrays.items():

@@ -133,8 +133,11 @@ def _forward_of(how: How) -> Callable[[Arrays], Any]:
 
     @run.def_vmap
     def of_more(size: int, has: list[Arrays], arrays: Arrays) -> Any:
+        def folded(arrays: Arrays, options: dict[str, Any]) -> Any:
+            return _forward_of((tuple(options.items()), *how[1:]))(arrays)
+
         named = [name for name, x in has[0].items() if x]
-        return folding.forward(jax.numpy, run, arrays, named, size, dict(how[0])), (True, True)
+        return folding.forward(jax.numpy, folded, arrays, named, size, dict(how[0])), (True, True)
 
     return jax.jit(run)
 
@@ -149,8 +152,8 @@ def _backward_of(how: How, wrt: tuple[str, ...]) -> Callable[[Arrays], Any]:
 
     @run.def_vmap
     def of_more(size: int, has: list[Arrays], arrays: Arrays) -> Any:
-        def folded(arrays: Arrays, wrt: tuple[str, ...]) -> Any:
-            return _backward_of(how, wrt)(arrays)
+        def folded(arrays: Arrays, options: dict[str, Any], wrt: tuple[str, ...]) -> Any:
+            return _backward_of((tuple(options.items()), *how[1:]), wrt)(arrays)
 
         named = [name for name, x in has[0].items() if x]
         grads = folding.backward(jax.numpy, folded, arrays, named, size, dict(how[0]), wrt)

@@ -91,6 +91,9 @@ def recorder(arrays: Arrays, backward: bool = False) -> Recorder | None:
     return torch_ops if torch_ops.needed(arrays, backward) else None
 
 
+inlined = torch.compiler.is_dynamo_compiling
+
+
 def check_target(name: str, x: torch.Tensor) -> None:
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(

@@ -7,7 +7,7 @@ needs no gradient goes straight to the corridor: both cost the host less than th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,22 @@ import torch
 from .. import folding, interop, passes
 from .. import problem as rules
 from ..problem import ARRAYS, OPTIONS, Gradients, View
+from ..score import Score
+from . import torch_data
 from .protocol import Arrays, Library
 
 _OPTIONAL = tuple(row.name for row in ARRAYS)
 _INPUTS = ("q", "k", "v", *_OPTIONAL)
 _ROWS = ("dout", "out", "lse", "dlse")
+_LISTS = ("score_arrays", "blocks")  # further inputs, lists of tensors: what a score function reads, and a block mask
+_NONE: list[Any] = [None]  # one that is not given: an empty list AOTInductor hands on as None, which is refused
 # The options that the operators have, in the order of OPTIONS, and their types in a schema; a Scalar may be a symbol.
 _TYPES = {
-    "causal": "str", "window": "SymInt[]", "scale": "Scalar?", "softcap": "Scalar?", "dropout": "Scalar", "layout": "str",
-    "deterministic": "bool",
+    "causal": "str", "window": "SymInt[]?", "scale": "Scalar?", "softcap": "Scalar?", "score": "str?",
+    "block_mask": "SymInt[]?", "dropout": "Scalar", "layout": "str", "deterministic": "bool",
 }  # fmt: skip
+
+_PLACE = {name: n for n, name in enumerate(_TYPES)}
 
 # ---- how a call is run ----------------------------------------------------------------------------------------------
 
@@ -88,9 +94,7 @@ def forward(
         call = (lib, options, seed, family)
         follow = _Transformed if transformed else _Attention
         return follow.apply(call, tuple(arrays), *arrays.values())
-    encoded = _encoded(options)
-    inputs = _inputs(lib, _with_seed(arrays, seed), _INPUTS)
-    return torch.ops.cupyflash.attention(*inputs, *encoded, family)
+    return torch.ops.cupyflash.attention(*_arguments(lib, _with_seed(arrays, seed), _INPUTS, options), family)
 
 
 def backward(
@@ -109,9 +113,8 @@ def backward(
     if targets:
         raise ValueError(f"grads is {_NO_WRITING}")
     if traced:
-        encoded = _encoded(options)
-        inputs = _inputs(lib, _with_seed(arrays, seed), (*_ROWS, *_INPUTS))
-        grads = torch.ops.cupyflash.attention_backward(*inputs, *encoded, family, list(wrt))
+        given = _arguments(lib, _with_seed(arrays, seed), (*_ROWS, *_INPUTS), options)
+        grads = torch.ops.cupyflash.attention_backward(*given, family, list(wrt))
     else:
         grads = _AttentionBackward.apply((lib, options, seed, family), tuple(arrays), wrt, *arrays.values())
     return Gradients(*grads[:3], **{f"d{name}": x for name, x in zip(wrt, grads[3:])})
@@ -191,11 +194,13 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _How, names: tuple[str, ...], *tensors: Any) -> tuple[Any, Any]:
-        def run(arrays: Arrays) -> tuple[Any, Any]:
-            return _Transformed.apply(call, tuple(arrays), *arrays.values())
+        lib, options, seed, family = call
+
+        def run(arrays: Arrays, options: dict[str, Any]) -> tuple[Any, Any]:
+            return _Transformed.apply((lib, options, seed, family), tuple(arrays), *arrays.values())
 
         arrays, has = _in_front(names, tensors, in_dims[2:])
-        return folding.forward(torch, run, arrays, has, info.batch_size, call[1]), (0, 0)
+        return folding.forward(torch, run, arrays, has, info.batch_size, options), (0, 0)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -219,11 +224,13 @@ class _AttentionBackward(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[Any, ...], call: _How, names: tuple[str, ...], wrt: tuple[str, ...], *tensors: Any
     ) -> tuple[Any, Any]:
-        def run(arrays: Arrays, wrt: tuple[str, ...]) -> Any:
-            return _AttentionBackward.apply(call, tuple(arrays), wrt, *arrays.values())
+        lib, options, seed, family = call
+
+        def run(arrays: Arrays, options: dict[str, Any], wrt: tuple[str, ...]) -> Any:
+            return _AttentionBackward.apply((lib, options, seed, family), tuple(arrays), wrt, *arrays.values())
 
         arrays, has = _in_front(names, tensors, in_dims[3:])
-        grads = folding.backward(torch, run, arrays, has, info.batch_size, call[1], wrt)
+        grads = folding.backward(torch, run, arrays, has, info.batch_size, options, wrt)
         return tuple(grads), (0,) * len(grads)
 
 
@@ -245,13 +252,18 @@ _ONCE = (
 _UNKNOWN = "but a call that is traced (torch.compile, torch.export, fake tensors) cannot take it"
 
 
-def _inputs(lib: Library, arrays: Arrays, names: tuple[str, ...]) -> list[Any]:
-    """The arrays of a call as an operator takes them, None for those that are not given."""
+def _arguments(lib: Library, arrays: Arrays, names: tuple[str, ...], options: dict[str, Any]) -> list[Any]:
+    """A call as an operator takes it, but for its family: arrays, None for those that are not given, and options. Errors are
+    those of the rules."""
+    encoded = _encoded(options)
+    keys = _keys(options["score"])
     for name in arrays:
-        if name not in names:
+        if name not in names and name not in keys:
             raise NotImplementedError(f"{name} is given, {_UNKNOWN}")
     arrays = interop.adopted(lib, arrays)
-    return [arrays.get(name) for name in names]
+    blocks, encoded["block_mask"] = torch_data.of_mask(options["block_mask"], arrays["q"])
+    inputs, reads = [arrays.get(name) for name in names], [arrays[key] for key in keys]
+    return [*inputs, reads or _NONE, blocks or _NONE, *encoded.values()]
 
 
 def _with_seed(arrays: Arrays, seed: int | None) -> Arrays:
@@ -259,53 +271,89 @@ def _with_seed(arrays: Arrays, seed: int | None) -> Arrays:
     if seed is None:
         return arrays
     signed = seed - 2**64 if seed >= 2**63 else seed
-    return arrays | {"seed": torch.full((1,), signed, dtype=torch.int64, device=arrays["q"].device)}
+    return {**arrays, "seed": torch.full((1,), signed, dtype=torch.int64, device=arrays["q"].device)}
 
 
-def _encoded(options: dict[str, Any]) -> list[Any]:
-    """Options as the schema has them, in the order of _TYPES; errors are those of the rules."""
+def _keys(score: Score | None) -> tuple[str, ...]:
+    """What the arrays that it reads are called among those of a call."""
+    return () if score is None else score.keys
+
+
+def _encoded(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as the schema has them, in the order of _TYPES; of a block mask nothing."""
     for row in OPTIONS:
         if row.name not in _TYPES and options[row.name] is not row.default:
             raise NotImplementedError(f"{row.name} is given, {_UNKNOWN}")
-    rows = [row for row in OPTIONS if row.name in _TYPES]
+    values: dict[str, Any] = dict.fromkeys(_TYPES)
     numbers = (float, int, type(None))  # as they are: one may be a symbol, and rules are for numbers
-    values = {x.name: options[x.name] if type(options[x.name]) in numbers else x.check(options[x.name]) for x in rows}
+    for row in OPTIONS:
+        if row.name in _TYPES and row.name not in ("score", "block_mask"):
+            value = options[row.name]
+            values[row.name] = value if type(value) in numbers else row.check(value)
     values["causal"] = values["causal"] or ""
-    values["window"] = [-1 if n is None else n for n in values["window"] or ()]
-    return list(values.values())
+    values["window"] = None if values["window"] is None else [-1 if n is None else n for n in values["window"]]
+    values["score"] = None if options["score"] is None else options["score"].data
+    return values
 
 
-def _decoded(values: tuple[Any, ...]) -> dict[str, Any]:
+def _decoded(values: Iterable[Any], reads: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Options; a block mask as it is stated."""
     options = rules.complete(dict(zip(_TYPES, values)))
     options["causal"] = options["causal"] or False
-    options["window"] = tuple([None if n < 0 else n for n in options["window"]]) or None
+    options["window"] = tuple([None if n < 0 else n for n in options["window"] or ()]) or None
+    if options["score"] is not None:
+        options["score"] = torch_data.score(options["score"], map(view, reads))
+    options["block_mask"] = torch_data.stated(blocks, options["block_mask"])
     return options
 
 
 class _Call:
     """The arguments of either operator: the arrays that are given, by name, and the others."""
 
-    def __init__(self, args: tuple[Any, ...], backward: bool) -> None:
-        names = (*(_ROWS if backward else ()), *_INPUTS)
-        self.names = names
-        self.arrays: Arrays = {name: x for name, x in zip(names, args) if x is not None}
-        rest = args[len(names) :]
+    def __init__(self, args: Sequence[Any], backward: bool) -> None:
+        self.names = (*(_ROWS if backward else ()), *_INPUTS)
+        n = len(self.names)
+        inputs, rest = args[:n], args[n + 2 :]
+        self.lists = args[n : n + 2]
+        self.reads, self.blocks = ([x for x in given if x is not None] for given in self.lists)
         self.encoded, self.family = rest[: len(_TYPES)], rest[len(_TYPES)]
-        self.options = _decoded(self.encoded)
+        self.options = _decoded(self.encoded, self.reads, self.blocks)
+        self.arrays: Arrays = {name: x for name, x in zip(self.names, inputs) if x is not None}
+        self.keys = _keys(self.options["score"])
+        self.arrays |= zip(self.keys, self.reads)
         self.wrt: tuple[str, ...] = tuple(rest[-1]) if backward else ()
+
+    def again(self, arrays: Arrays, options: dict[str, Any]) -> list[Any]:
+        """The arguments but for `wrt`, with other arrays and another score function."""
+        encoded = dict(zip(_TYPES, self.encoded))
+        if options["score"] is not None:
+            encoded["score"] = options["score"].data
+        inputs, reads = [arrays.get(name) for name in self.names], [arrays[key] for key in self.keys]
+        return [*inputs, reads or _NONE, self.lists[1], *encoded.values(), self.family]
+
+    def in_front(self, in_dims: Sequence[Any]) -> tuple[Arrays, set[str]]:
+        """As `_in_front`, of the arrays of the call."""
+        of_reads = in_dims[len(self.names)] or [None] * len(self.reads)
+        dims = dict(zip((*self.names, *self.keys), (*in_dims[: len(self.names)], *of_reads)))
+        return _in_front(self.arrays, self.arrays.values(), [dims[name] for name in self.arrays])
+
+    def readable(self) -> dict[str, Any]:
+        """The options with the block mask itself."""
+        numbers = self.encoded[_PLACE["block_mask"]]
+        return self.options | {"block_mask": torch_data.mask(self.blocks, numbers)}
 
 
 def _attention(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = _Call(args, False)
     lib = interop.library("q", call.arrays["q"])
-    out, lse = passes.forward(lib, call.arrays, {}, True, call.options, None, call.family)
+    out, lse = passes.forward(lib, call.arrays, {}, True, call.readable(), None, call.family)
     return out.contiguous(), lse.contiguous()
 
 
 def _attention_backward(*args: Any) -> list[torch.Tensor]:
     call = _Call(args, True)
     lib = interop.library("q", call.arrays["q"])
-    grads = passes.backward(lib, call.arrays, {}, call.options, None, call.family, call.wrt)
+    grads = passes.backward(lib, call.arrays, {}, call.readable(), None, call.family, call.wrt)
     return [x.contiguous() for x in (*grads, *(getattr(grads, f"d{name}") for name in call.wrt))]
 
 
@@ -328,7 +376,9 @@ def _fake_attention_backward(*args: Any) -> list[torch.Tensor]:
 
 def _check(call: _Call, backward: bool) -> None:
     """What the rules say, as far as it can be said: of lengths that are symbols, only when they are numbers."""
-    if all(type(n) is int for x in call.arrays.values() for n in x.shape):
+    mask = call.options["block_mask"]
+    lengths = [n for x in call.arrays.values() for n in x.shape] + ([] if mask is None else [*mask.shape])
+    if all(type(n) is int for n in lengths):
         views = {name: view(x) for name, x in call.arrays.items()}
         plain = {name: x for name, x in call.options.items() if not isinstance(x, (torch.SymFloat, torch.SymInt))}
         rules.state(views, {}, rules.complete(plain), backward)
@@ -342,20 +392,26 @@ def view(x: torch.Tensor) -> View:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[: len(_INPUTS)], *output)
-    ctx.rest = inputs[len(_INPUTS) :]
+    n = len(_INPUTS)
+    reads, blocks, *ctx.rest = inputs[n:]
+    ctx.reads = len(reads)
+    ctx.save_for_backward(*inputs[:n], *reads, *blocks, *output)
 
 
-def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    nothing = (None,) * len(ctx.rest)
-    if dout is None and dlse is None:
-        return (None,) * len(_INPUTS) + nothing
-    *inputs, out, lse = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    wrt = [name for name, wanted in zip(_INPUTS, ctx.needs_input_grad) if wanted and name in _OPTIONAL]
-    grads = torch.ops.cupyflash.attention_backward(dout, out, lse, dlse, *inputs, *ctx.rest, wrt)
-    found = dict(zip(("q", "k", "v", *wrt), grads))
-    return *(found.get(name) for name in _INPUTS), *nothing
+def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    *saved, out, lse = ctx.saved_tensors
+    n = len(_INPUTS)
+    inputs, reads, blocks = saved[:n], saved[n : n + ctx.reads], saved[n + ctx.reads :]
+    found: dict[str, Any] = {}
+    keys = () if reads[0] is None else torch_data.score(ctx.rest[_PLACE["score"]], map(view, reads)).keys
+    if dout is not None or dlse is not None:
+        dout = torch.zeros_like(out) if dout is None else dout
+        wrt = [name for name, wanted in zip(_INPUTS, ctx.needs_input_grad) if wanted and name in _OPTIONAL]
+        wrt += [key for key, wanted in zip(keys, ctx.needs_input_grad[n] if keys else ()) if wanted]
+        grads = torch.ops.cupyflash.attention_backward(dout, out, lse, dlse, *inputs, reads, blocks, *ctx.rest, wrt)
+        found = dict(zip(("q", "k", "v", *wrt), grads))
+    of_lists = [found.get(key) for key in keys] or None, None if blocks[0] is None else [None] * len(blocks)
+    return (*(found.get(name) for name in _INPUTS), *of_lists, *[None] * len(ctx.rest))
 
 
 def _not_again(ctx: Any, *grads: Any) -> None:
@@ -365,29 +421,28 @@ def _not_again(ctx: Any, *grads: Any) -> None:
 def _vmap_attention(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
     call = _Call(args, False)
 
-    def run(arrays: Arrays) -> tuple[Any, Any]:
-        inputs = [arrays.get(name) for name in call.names]
-        return torch.ops.cupyflash.attention(*inputs, *call.encoded, call.family)
+    def run(arrays: Arrays, options: dict[str, Any]) -> tuple[Any, Any]:
+        return torch.ops.cupyflash.attention(*call.again(arrays, options))
 
-    arrays, has = _in_front(call.names, args, in_dims)
+    arrays, has = call.in_front(in_dims)
     return folding.forward(torch, run, arrays, has, info.batch_size, call.options), (0, 0)
 
 
 def _vmap_attention_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
     call = _Call(args, True)
 
-    def run(arrays: Arrays, wrt: tuple[str, ...]) -> Any:
-        inputs = [arrays.get(name) for name in call.names]
-        return torch.ops.cupyflash.attention_backward(*inputs, *call.encoded, call.family, list(wrt))
+    def run(arrays: Arrays, options: dict[str, Any], wrt: tuple[str, ...]) -> Any:
+        return torch.ops.cupyflash.attention_backward(*call.again(arrays, options), list(wrt))
 
-    arrays, has = _in_front(call.names, args, in_dims)
+    arrays, has = call.in_front(in_dims)
     grads = folding.backward(torch, run, arrays, has, info.batch_size, call.options, call.wrt)
     return grads, [0] * len(grads)
 
 
 def _define() -> torch.library.Library:
     lib = torch.library.Library("cupyflash", "DEF")
-    arrays = ", ".join(["Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}" for name in _OPTIONAL)])
+    names = ["Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}" for name in _OPTIONAL)]
+    arrays = ", ".join([*names, *(f"Tensor?[] {name}" for name in _LISTS)])
     options = ", ".join([*(f"{kind} {name}" for name, kind in _TYPES.items()), "str? family"])
     rows = "Tensor dout, Tensor out, Tensor lse, Tensor? dlse"
     tags = (torch.Tag.pt2_compliant_tag,)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from .graph import RULES, VARIABLES, Graph, ScoreArray
 
@@ -26,15 +26,13 @@ _FUNCTIONS = {name for name, rule in RULES.items() if rule == "float" and name !
 _TWO = ("minimum", "maximum", "pow")
 
 
-def parse(text: str, graph: Graph, arrays: tuple[ScoreArray, ...]) -> Any:
-    """The node of an expression, as a traced number. ValueError, saying where, for what is none."""
-    from .value import Traced
-
+def parse(text: str, graph: Graph, arrays: tuple[ScoreArray, ...]) -> int:
+    """The node of an expression. ValueError, saying where, for what is none."""
     parser = _Parser(text, graph, arrays)
     n = parser.choice()
     if parser.token:
         parser.refuse(f"does not go on with {parser.token!r}")
-    return Traced(graph, n)
+    return n
 
 
 class _Parser:

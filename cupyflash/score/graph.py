@@ -6,14 +6,18 @@ while it is built.
 
 from __future__ import annotations
 
+import functools
+import itertools
+import json
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 KINDS = ("bool", "int", "long", "float")  # 32 and 64 bits; float is what scores are computed in
 VARIABLES = {"s": "float", "b": "int", "h": "int", "i": "int", "j": "int"}
+_KINDS_OF = {"bool": "bool", "int32": "int", "int64": "long"}  # dtypes that are no floats
 
 
 class Node(NamedTuple):
@@ -35,12 +39,16 @@ class ScoreArray(NamedTuple):
 
     @property
     def kind(self) -> str:
-        return {"bool": "bool", "int32": "int", "int64": "long"}.get(self.dtype, "float")
+        return kind_of(self.dtype)
 
     @property
     def key(self) -> str:
         """What it is called among the arrays of a call."""
         return f"score_arrays[{self.name!r}]"
+
+
+def kind_of(dtype: str) -> str:
+    return _KINDS_OF.get(dtype, "float")
 
 
 # Of operations: what they take and give. "same": the widest kind of their operands, "int" at least; "whole": that, but no
@@ -91,6 +99,7 @@ class Graph:
         return self.add(Node(name, VARIABLES[name]))
 
     def constant(self, x: bool | float) -> int:
+        ((x, _),) = itertools.groupby([x], key=lambda y: y)  # of a symbol, torch.compile makes its number here alone
         kind = "bool" if isinstance(x, bool) else "float"
         if kind != "bool" and isinstance(x, int):
             kind = "int" if -(2**31) <= x < 2**31 else "long"
@@ -108,7 +117,7 @@ class Graph:
         return float(node.value) if node.kind == "float" else int(node.value)
 
     def read(self, array: int, kind: str, index: tuple[int, ...]) -> int:
-        return self.add(Node("read", kind, index, str(array)))
+        return self.add(Node("read", kind, index, repr(array)))
 
     def to(self, kind: str, n: int) -> int:
         """A number as one of another kind; from float to integers towards 0."""
@@ -131,7 +140,7 @@ class Graph:
         return self.add(Node("where", kind, (condition, x, y)))
 
     def widest(self, *args: int) -> str:
-        return max((self.kind(n) for n in args), key=KINDS.index)
+        return KINDS[max([KINDS.index(self.kind(n)) for n in args])]
 
     def apply(self, op: str, *args: int) -> int:
         """An operation of RULES; TypeError where it does not take such operands."""
@@ -195,9 +204,13 @@ class Score:
     arrays: tuple[ScoreArray, ...]
     nodes: tuple[Node, ...]
     root: int  # the new score
+    keys: tuple[str, ...] = field(init=False)  # what the arrays are called among those of a call
+    data: str = field(init=False)  # all of it but `wide`, which follows from the arrays of a call
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((self.arrays, self.nodes, self.root)))
+        object.__setattr__(self, "keys", tuple(x.key for x in self.arrays))
+        object.__setattr__(self, "data", json.dumps([[x[:3] for x in self.arrays], self.nodes, self.root]))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -208,6 +221,16 @@ class Score:
         if not isinstance(other, Score):
             return NotImplemented
         return (self.arrays, self.nodes, self.root) == (other.arrays, other.nodes, other.root)
+
+    @classmethod
+    def of(cls, data: str, wide: tuple[bool, ...]) -> Score:
+        """What has such `data`; `wide` of each array."""
+        arrays, nodes, root = json.loads(data)
+        return cls(
+            tuple(ScoreArray(name, dtype, rank, w) for (name, dtype, rank), w in zip(arrays, wide, strict=True)),
+            tuple(Node(op, kind, tuple(args), value) for op, kind, args, value in nodes),
+            root,
+        )
 
     def __str__(self) -> str:
         return self.text(self.root) if len(self.nodes) <= 24 else f"of {len(self.nodes)} operations"
@@ -227,3 +250,22 @@ class Score:
         if op == "read":
             return f"{self.arrays[int(value)].name}[{inner}]"
         return f"{kind if op == 'to' else op}({inner})"
+
+
+@functools.lru_cache(256)
+def folded(score: Score, batch: int, mapped: tuple[str, ...]) -> Score:
+    """The same for a call whose batch is that of several calls, of `batch` entries each, one behind the other. Arrays called as
+    in `mapped` have one entry for each of these calls in front."""
+    graph, numbers = Graph(), list[int]()
+    b, size = graph.variable("b"), graph.constant(batch)
+    call, entry = graph.apply("floordiv", b, size), graph.apply("mod", b, size)
+    if batch == 1:
+        call, entry = b, graph.constant(0)
+    for node in score.nodes:
+        args = tuple(numbers[m] for m in node.args)
+        if node.op == "read" and score.arrays[int(node.value)].key in mapped:
+            args = (call, *args)
+        numbers.append(entry if node.op == "b" else graph.add(node._replace(args=args)))
+    nodes, (root,) = graph.pruned(numbers[score.root])
+    arrays = tuple(x._replace(rank=x.rank + 1, wide=True) if x.key in mapped else x for x in score.arrays)
+    return Score(arrays, nodes, root)

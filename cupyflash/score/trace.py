@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .expression import parse
-from .graph import VARIABLES, Graph, Score, ScoreArray
+from .graph import VARIABLES, Graph, Node, Score, ScoreArray
 from .value import Traced, TracedArray, lift
 
 _KEPT = 1024  # functions, and scores
@@ -18,52 +18,81 @@ _traced: dict[Any, Score] = {}
 _same: dict[Score, Score] = {}
 
 
-def trace(score: Callable[..., Any] | str | Score, arrays: Mapping[str, tuple[str, int, bool]]) -> Score:
+def trace(
+    score: Callable[..., Any] | str | Score, arrays: Mapping[str, tuple[str, int, bool]], inlined: bool = False
+) -> Score:
     """The score function as data. `arrays` says of each that it reads its dtype, the number of its dimensions, and whether
-    offsets in it may have more than 32 bits.
+    offsets in it may have more than 32 bits. `inlined`: torch.compile reads this code, and calls what is marked for it.
 
     TypeError or ValueError for what is no score function of these arrays, or cannot be traced: saying what and where.
     """
+    given = tuple([ScoreArray(name, *form) for name, form in arrays.items()])
+    if inlined and callable(score):  # it watches what the function looks up
+        return _finished(given, *_run(score, given))
     if isinstance(score, Score):
         return score
-    given = tuple(ScoreArray(name, *form) for name, form in arrays.items())
-    known = score if isinstance(score, str) else fingerprint(score)
-    key = None if known is None else (known, given)
-    found = None if key is None else _traced.get(key)
+    if isinstance(score, str):
+        return _parsed(score, given)
+    known = fingerprint(score)
+    found = None if known is None else _traced.get((known, given))
     if found is None:
-        found = _parsed(score, given) if isinstance(score, str) else _run(score, given)
-        for kept in (_traced, _same):
-            if len(kept) >= _KEPT:
-                kept.clear()
-        found = _same.setdefault(found, found)  # equal ones are the same, so that what is kept for one is found at once
-        if key is not None:
-            _traced[key] = found
+        order = _parameters(score, {x.name: x for x in given})
+        found = _finished(order, *_run(score, order))
+        if known is not None:
+            _keep(_traced, (known, given), found)
     return found
 
 
-def _run(function: Any, arrays: tuple[ScoreArray, ...]) -> Score:
-    order = _parameters(function, {x.name: x for x in arrays})
+@functools.lru_cache(_KEPT)
+def decoded(data: str, wide: tuple[bool, ...]) -> Score:
+    """`Score.of`, the same one as a trace gives."""
+    found = Score.of(data, wide)
+    return _same.setdefault(found, found)
+
+
+def _run(function: Any, arrays: tuple[ScoreArray, ...]) -> tuple[tuple[Node, ...], int]:
+    """Nodes, and the number of the result among them."""
     graph = Graph()
     variables = [Traced(graph, graph.variable(name)) for name in VARIABLES]
-    reads = {x.name: TracedArray(graph, n, x) for n, x in enumerate(order)}
-    return _finished(graph, order, function(*variables, **reads))
+    reads = {x.name: TracedArray(graph, n, x) for n, x in enumerate(arrays)}
+    result = function(*variables, **reads)
+    if result is None:
+        raise TypeError("score returns None; it must return the new score")
+    return tuple(graph.nodes), lift(graph, result, "its result")
 
 
 def _parsed(text: str, arrays: tuple[ScoreArray, ...]) -> Score:
-    graph = Graph()
-    return _finished(graph, arrays, parse(text, graph, arrays))
+    found = _traced.get((text, arrays))
+    if found is None:
+        graph = Graph()
+        n = parse(text, graph, arrays)
+        found = _finished(arrays, tuple(graph.nodes), n)
+        _keep(_traced, (text, arrays), found)
+    return found
 
 
-def _finished(graph: Graph, arrays: tuple[ScoreArray, ...], result: Any) -> Score:
-    if result is None:
-        raise TypeError("score returns None; it must return the new score")
-    n = lift(graph, result, "its result")
+def _finished(arrays: tuple[ScoreArray, ...], nodes: tuple[Node, ...], n: int) -> Score:
+    """Equal ones are the same, so that what is kept for one is found at once."""
+    graph = Graph(nodes)
     if graph.kind(n) == "bool":
         raise TypeError(
             "score returns a boolean; it must return the new score, as in where(condition, s, -math.inf) to hide pairs"
         )
     nodes, (root,) = graph.pruned(graph.to("float", n))
-    return Score(arrays, nodes, root)
+    found = Score(arrays, nodes, root)
+    return _same[found] if found in _same else _keep(_same, found, found)
+
+
+def _keep(kept: dict[Any, Score], key: Any, score: Score) -> Score:
+    if len(kept) >= _KEPT:
+        kept.clear()
+    kept[key] = score
+    return score
+
+
+# torch.compile calls these, instead of reading them.
+_parsed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_finished._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _parameters(function: Any, arrays: dict[str, ScoreArray]) -> tuple[ScoreArray, ...]:

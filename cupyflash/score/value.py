@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .graph import RULES, Graph, ScoreArray
+from .graph import RULES, Graph, ScoreArray, kind_of
 
 _HERE = str(Path(__file__).resolve().parent)
 _KINDS = {
@@ -22,11 +22,14 @@ def place() -> str:
     frame = sys._getframe(1)
     while frame is not None and str(Path(frame.f_code.co_filename).resolve().parent) == _HERE:
         frame = frame.f_back  # type: ignore[assignment]
-    if frame is None:
+    if frame is None or frame.f_globals.get("__name__", "").startswith("torch._dynamo"):
         return ""
     file, line = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(file, line).strip()
     return f" ({file}, line {line}{': ' + text if text else ''})"
+
+
+place._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it, instead of reading it
 
 
 def refusal(why: str) -> TypeError:
@@ -232,7 +235,7 @@ class TracedArray:
             if self._graph.kind(n) == "float":
                 refuse(f"reads {name} at a float; indices must be integers: use // for /, or astype(int)")
             numbers_.append(self._graph.to("int", n) if self._graph.kind(n) == "bool" else n)
-        return Traced(self._graph, self._graph.read(self._number, self._array.kind, tuple(numbers_)))
+        return Traced(self._graph, self._graph.read(self._number, kind_of(self._array.dtype), tuple(numbers_)))
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         refuse(f"computes with {self._array.name} as a whole; it must read elements, as in {self._array.name}[h, i]")
@@ -268,7 +271,10 @@ def lift(graph: Graph, x: Any, what: str = "an operand") -> int:
 
 
 def _graph_of(args: tuple[Any, ...]) -> Graph | None:
-    return next((x._graph for x in args if isinstance(x, Traced)), None)
+    for x in args:
+        if isinstance(x, Traced):
+            return x._graph
+    return None
 
 
 def apply(op: str, *args: Any) -> Any:
