@@ -85,9 +85,10 @@ class BlockMask:
         """Have `tensors`, which share the memory of slots and bits: these as int16, since PyTorch hardly knows uint16."""
         if self.tensors is None:
             import torch
+            from torch.utils._python_dispatch import _disable_current_modes
 
             share = torch.from_numpy if self.kind.device == "cpu" else torch.from_dlpack
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), _disable_current_modes():  # real ones, whoever asks first
                 self.tensors = share(self._slots), share(self._bits.view(np.int16))
 
     make_tensors._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it, instead of reading it

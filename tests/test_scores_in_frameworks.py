@@ -247,6 +247,32 @@ def test_torch_compilers_say_what_is_wrong_with_a_score(score: Any) -> None:
         compiled(lambda q: attention(q, q, q, score=score))(q)
 
 
+def test_the_tensors_of_a_mask_are_real_whoever_asks_first() -> None:
+    q = torch.tensor(Q)
+
+    def fake(mask: Any) -> None:
+        with FakeTensorMode() as mode:
+            attention(*[mode.from_tensor(q)] * 3, block_mask=mask)
+
+    def inference(mask: Any) -> None:
+        with torch.inference_mode():
+            compiled(lambda q: attention(q, q, q, block_mask=mask))(q)
+
+    def exported(mask: Any) -> None:
+        class Masked(torch.nn.Module):
+            def forward(self, q: Any) -> Any:
+                return attention(q, q, q, block_mask=mask)
+
+        torch.export.export(Masked(), (q,), strict=False)
+
+    for first in (fake, inference, exported):
+        mask = cupyflash.block_mask(cupyflash.masks.causal(), shape=(1, 1, SQ, SQ), block=16)
+        first(mask)
+        assert all(type(x) is torch.Tensor and not x.is_inference() for x in mask.tensors)
+        x = torch.tensor(Q, requires_grad=True)
+        compiled(lambda q, mask: attention(q, q, q, block_mask=mask))(x, mask).sum().backward()
+
+
 def test_what_is_kept_for_a_mask_goes_with_its_memory() -> None:
     """Tensors come and go, and an address may come again; the memory is what counts."""
     from cupyflash.interop import torch_data

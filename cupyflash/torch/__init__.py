@@ -25,7 +25,7 @@ interop.library("q", torch.empty(0))  # makes the operators known, for programs 
 
 @like(api.attention)
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-    """Exact attention on tensors, differentiable with respect to q, k, v, bias, alibi_slopes and sinks.
+    """Exact attention on tensors, differentiable with respect to q, k, v, bias, alibi_slopes, sinks and score_arrays.
 
     Takes and returns what `cupyflash.attention` does, out and lse both differentiable, also under torch.compile, torch.export,
     torch.func (grad, vjp, vmap: the mapped axis becomes a part of the batch), activation checkpointing and torch.autocast,
