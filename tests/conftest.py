@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from backends import no_gpu
 from gpu_report import GpuReport, count_as
-from reference import ByLuck, fresh_rng
+from reference import ByLuck, fresh_rng, luck_explains
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,7 +46,7 @@ class Luck:
 
     @property
     def allowed(self) -> int:
-        return 3 + self.passed // 200
+        return luck_explains(self.passed)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.missed > self.allowed and session.exitstatus == pytest.ExitCode.OK:

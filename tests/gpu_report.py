@@ -11,12 +11,14 @@ import datetime
 import json
 import platform
 import time
+import warnings
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from reference import ByLuck
 
 from cupyflash.bench.machine import driver
 from cupyflash.gpu.compiler import nvrtc_version
@@ -45,6 +47,7 @@ class GpuReport:
         self.passes: list[str] = []
         self.skips: list[str] = []
         self.collected: tuple[str, ...] = ()
+        self.by_luck = 0
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.collected = self.collected or tuple(item.nodeid for item in session.items)
@@ -65,6 +68,9 @@ class GpuReport:
             self.passes.append(report.nodeid)
             self.counts.update(str(what) for name, what in report.user_properties if name == COUNTED)
 
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
+        self.by_luck += issubclass(warning_message.category, ByLuck)
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self.outcomes["errors"] += 1
@@ -82,6 +88,7 @@ class GpuReport:
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "sources": self.sources,
             **self.outcomes,
+            "by_luck": self.by_luck,
             "failures": self.failures,
             "seconds": round(time.monotonic() - self.started, 1),
             "counts": dict(sorted(self.counts.items())),
@@ -102,6 +109,7 @@ class GpuReport:
             "skipped": before["skipped"] + len(self.skips),
             "failed": len(failures),
             "errors": self.outcomes["errors"] if failures else 0,
+            "by_luck": before.get("by_luck", 0) + self.by_luck,
             "failures": failures,
             "counts": dict(sorted((Counter(before["counts"]) + self.counts).items())),
             "again": [*before.get("again", ()), {"date": facts["date"], "tests": sorted(ran)}],

@@ -223,9 +223,10 @@ class Judge:
         self.exact, self.own = references(
             self.problem, q, k, v, key_mask, dout if backward else None, dlse, **others
         )  # fmt: skip
-        self.units = one_key_units(self.problem, q, k, v, dout)
         if large_scores:
             self.units = large_score_units(self.problem, q, k, others.get("bias"))
+        else:
+            self.units = one_key_units(self.problem, q, k, v, dout)
 
     def __call__(self, name: str, actual: np.ndarray) -> None:
         right = getattr(self.exact, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 
 import fuzz
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import semantics
 from backends import Backend, pairs
-from reference import state
+from reference import ByLuck, state
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import plan
@@ -55,6 +56,19 @@ def test_what_is_wrong_is_found_and_found_again(
     monkeypatch.undo()
     assert fuzz.main([*these, "--only", found[0]]) == 0
     assert capsys.readouterr().out.endswith("right\n")
+
+
+def test_more_misses_than_luck_explains_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missed(*_: object, **__: object) -> None:
+        warnings.warn("off by little", ByLuck, stacklevel=1)
+
+    monkeypatch.setattr(fuzz, "check", missed)
+    these = ["--cpu", "--jobs", "1", "--kinds", "1", "--library", "numpy"]
+    assert fuzz.main([*these, "--problems", "3"]) == 0
+    assert fuzz.main([*these, "--problems", "4"]) == 1
+    assert "4 results missed the criterion by little: luck explains 3" in capsys.readouterr().out
 
 
 def test_processes_share_the_kinds_out(capsys: pytest.CaptureFixture[str]) -> None:

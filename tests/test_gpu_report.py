@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import gpu_report
 import pytest
 from backends import pairs
 from check_gpu_report import complaints
+from reference import ByLuck
 
 from cupyflash.gpu.source import sources_digest
 
@@ -34,6 +36,7 @@ def test_nothing_to_complain_of() -> None:
         ({"sources": "e" * 64}, "it is of other kernel sources (eeeeeeeeeeee) than these (dddddddddddd)"),
         ({"failed": 2, "failures": ["a", "b"]}, "it counts 2 failed: ['a', 'b']"),
         ({"errors": 1}, "it counts 1 errors: []"),
+        ({"by_luck": 4}, "4 results missed the criterion by little, and luck explains 3"),
         ({"counts": passing()["counts"] | {"simt/float64": 0}}, "it has no passed test of simt in float64"),
     ],
 )
@@ -58,10 +61,13 @@ def test_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     report.pytest_runtest_logreport(result("setup", "skipped", "simt/float32"))
     report.pytest_runtest_logreport(result("call", "failed", "sm80/float16"))
     report.pytest_runtest_logreport(result("teardown", "failed"))
+    for category in (ByLuck, UserWarning):
+        report.pytest_warning_recorded(warnings.WarningMessage(category("off"), category, "file", 1))
     report.pytest_sessionfinish(int(pytest.ExitCode.TESTS_FAILED))
     written = json.loads(path.read_text())
     assert written["gpu"] == "a GPU" and written["sources"] == sources_digest()
     assert [written[x] for x in ("passed", "failed", "skipped", "errors")] == [1, 1, 1, 1]
+    assert written["by_luck"] == 1
     assert written["counts"] == {"simt/float32": 1} and written["failures"] == ["t", "t"]
     report.pytest_sessionfinish(int(pytest.ExitCode.INTERRUPTED))
     assert json.loads(path.read_text())["errors"] == 2
