@@ -5,22 +5,25 @@ Arrays come in from any library and results go back to the same one; see `cupyfl
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
-from . import interop
-from .interop.protocol import Adapter, Arrays, Library, Passes
+from . import interop, passes
+from .interop.protocol import Arrays, Library
 from .other_names import unexpected
-from .problem import Gradients, check_flag, check_wrt
+from .problem import Gradients, check_flag, check_wrt, score_of, seed_of
 from .signature import A, Array, L, closed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .autotune import Tuning
+    from .blocks import BlockMask
     from .explanation import Explanation
+
+
+ScoreFunction = Callable[..., Any] | str
 
 
 class Options(TypedDict, total=False):
@@ -35,6 +38,11 @@ class Options(TypedDict, total=False):
     bias: Array | None
     alibi_slopes: Array | None
     sinks: Array | None
+    score: ScoreFunction | None
+    score_arrays: Mapping[str, Array] | None
+    block_mask: BlockMask | None
+    dropout: float
+    seed: int | Array | None
     layout: str
     deterministic: bool
     out: Array | None
@@ -62,6 +70,11 @@ def attention(
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    score: ScoreFunction | None = None,
+    score_arrays: Mapping[str, Array] | None = None,
+    block_mask: BlockMask | None = None,
+    dropout: float = 0.0,
+    seed: int | Array | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
     deterministic: bool = False,
@@ -72,9 +85,9 @@ def attention(
     """Exact attention, softmax(score(Q Kᵀ)) V, without the score matrix in memory.
 
     The online-softmax tiling of FlashAttention (Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1). What happens to a
-    score, in this order: s = scale · q · k; s = c tanh(s / c) with softcap=c; s = s - slope · |i + diagonal - j| with
-    alibi_slopes; s = s + bias; s = -inf where causal, window, key_mask or mask hides the key; softmax, in whose denominator
-    sinks are a score more. All of them combine.
+    score, in this order: s = scale · q · k; s = c tanh(s / c) with softcap=c, or s = score(s, b, h, i, j, ...);
+    s = s - slope · |i + diagonal - j| with alibi_slopes; s = s + bias; s = -inf where causal, window, key_mask, mask or
+    block_mask hides the key; softmax, in whose denominator sinks are a score more; dropout. All of them combine.
 
     Parameters
     ----------
@@ -108,9 +121,29 @@ def attention(
     alibi_slopes : (B, Hq), optional
         Attention with linear biases: the slope of each head, in float32 or the dtype of q, times the distance of the key
         from the query's diagonal is taken off the score. The diagonal is the one that `causal` names.
+    score : function or text, optional
+        f(s, b, h, i, j, arrays ...), the new score of query i and key j of head h of batch entry b, all counted from 0, from
+        s = scale · q · k; see `cupyflash.score` and the page on score functions. It is run once, to be traced, and computed
+        in float32 (float64 for float64). -inf hides a pair. Not together with softcap. Or the same as an expression in C.
+    score_arrays : dict of arrays, optional
+        What `score` reads, by the names of its parameters: of 1 to 4 dimensions, in the dtype of q, float32, int32, int64 or
+        bool, with any strides. An index beyond an end is taken as the nearest that there is.
     sinks : (Hq,), optional
         For each head a score more in the denominator of every row, with no value; in the dtype of q or float32. Neither
         scaled, capped, biased nor masked. lse includes it.
+    block_mask : BlockMask, optional
+        Made by `cupyflash.block_mask`: what it hides in whole blocks costs no time, and what it leaves in whole blocks no test.
+        For (B, Hq, Sq, Sk), or 1 for the batch and the heads, on the device of q.
+    dropout : float
+        Probabilities become 0 with this chance, from 0 to 1 (not included), and the others are divided by the share that is
+        kept (Srivastava et al. 2014). In steps of 1 / 65536, at most 65534 of them, and exact in these. lse is that without
+        dropout.
+    seed : int or array of one integer
+        Decides, with dropout, which ones: by Philox4x32 with 7 rounds (Salmon et al. 2011), from (seed, batch entry, query
+        head, query, key) and nothing else. So a call with the same seed drops the same ones on every device, in every layout
+        and dtype and by every kernel family, as does `attention_backward`; nothing is stored. Any 64 bits, 5 and 5 - 2**64
+        being the same. An array (int64, uint64, int32 or uint32, on q's device) is read when the kernels run, so that a CUDA
+        graph that is run again finds a new seed there. Without dropout it is not looked at.
     layout : "bshd" or "bhsd"
         Where the heads stand. Without the batch axis (S, H, D) and without heads (S, D) are accepted too.
     return_lse : bool
@@ -137,31 +170,23 @@ def attention(
     """
     if unknown:
         raise unexpected("attention", next(iter(unknown)), inspect.signature(attention).parameters)
-    arrays = {
+    seed, number = seed_of(seed, dropout)
+    arrays = _present("qkv", {
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
-    }  # fmt: skip
-    options = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
-        "deterministic": deterministic,
+        "seed": seed,
+    })  # fmt: skip
+    options: dict[str, Any] = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "block_mask": block_mask,
+        "dropout": dropout, "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
     if return_lse is not True and return_lse is not False:
         check_flag("return_lse", return_lse)
     lib = interop.library("q", q)
-    _given(k=k, v=v)
-    record = lib.recorder(arrays)
-    if record is not None:
-        if out is not None:
-            raise ValueError(
-                "out is given but a gradient is wanted, and autograd cannot follow a write into out; leave it out, or call "
-                "under torch.no_grad()"
-            )
-        passes = Passes(
-            lambda arrays: _forward(lib, arrays, {}, True, options, family),
-            lambda arrays, wrt: _backward(lib, arrays, {}, options, family, wrt),
-        )
-        o, lse = record(passes, arrays)
-    else:
-        o, lse = _forward(lib, arrays, {} if out is None else {"out": out}, return_lse, options, family)
+    if score is not None or score_arrays is not None:
+        _trace(lib, arrays, options, score_arrays)
+    recorder = lib.recorder(arrays)
+    run = passes if recorder is None else recorder
+    o, lse = run.forward(lib, arrays, {} if out is None else {"out": out}, return_lse, options, number, family)
     return (o, lse) if return_lse else o
 
 
@@ -183,6 +208,11 @@ def attention_backward(
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    score: ScoreFunction | None = None,
+    score_arrays: Mapping[str, Array] | None = None,
+    block_mask: BlockMask | None = None,
+    dropout: float = 0.0,
+    seed: int | Array | None = None,
     layout: str = "bshd",
     deterministic: bool = False,
     dlse: Array | None = None,
@@ -201,15 +231,16 @@ def attention_backward(
         Gradient of the loss with respect to `out`, in the dtype of q.
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
-    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, layout : as given to `attention`
+    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, dropout, seed,
+    layout : as given to `attention`
     deterministic : bool
         Bitwise the same gradients in every run; on a CPU, with any number of cores.
     dlse : (B, Hq, Sq), optional
         Gradient of the loss with respect to `lse`, in its dtype, where the loss depends on that too. Rows that see no key
         have none.
     wrt : names, or one name
-        Optional arrays whose gradients are wanted too, of "bias", "alibi_slopes" and "sinks". dq, dk and dv do not depend
-        on it.
+        Optional arrays whose gradients are wanted too, of "bias", "alibi_slopes", "sinks" and the names in score_arrays. dq, dk
+        and dv do not depend on it.
     grads : (dq, dk, dv), optional
         Where to write these gradients: each with memory of its own.
     family : str, optional
@@ -223,6 +254,8 @@ def attention_backward(
         Further fields of it, by name alone; None where `wrt` does not ask for them. Shape and dtype of what was given: summed
         over the axes along which it stands for all, in float32 (float64 for float64). Hidden pairs, and rows that see no
         key, add nothing, whatever the bias holds there (but to dsinks what dlse says: there lse is the sink).
+    dscore_arrays
+        The same for those in score_arrays, a dict by their names.
 
     Raises
     ------
@@ -231,22 +264,26 @@ def attention_backward(
     """
     if unknown:
         raise unexpected("attention_backward", next(iter(unknown)), inspect.signature(attention_backward).parameters)
-    arrays = {
+    seed, number = seed_of(seed, dropout)
+    arrays = _present(("q", "dout", "k", "v", "out", "lse"), {
         "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
-        "dout": dout, "out": out, "lse": lse, "dlse": dlse,
-    }  # fmt: skip
-    options = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "layout": layout,
-        "deterministic": deterministic,
+        "seed": seed, "dout": dout, "out": out, "lse": lse, "dlse": dlse,
+    })  # fmt: skip
+    options: dict[str, Any] = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "block_mask": block_mask,
+        "dropout": dropout, "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
     lib = interop.library("q", q)
-    _given(dout=dout, k=k, v=v, out=out, lse=lse)
+    if score is not None or score_arrays is not None:
+        _trace(lib, arrays, options, score_arrays)
     if grads is not None and (not isinstance(grads, (tuple, list)) or len(grads) != 3):
         what = f"holds {len(grads)} arrays" if isinstance(grads, (tuple, list)) else f"is {type(grads).__name__}"
         raise ValueError(f"grads {what}; it must be a tuple of three arrays (dq, dk, dv) or None")
-    targets = dict(zip(Gradients._fields, grads or ()))
-    _given(**targets)
-    return _backward(lib, arrays, targets, options, family, check_wrt(wrt, arrays))
+    names = Gradients._fields
+    targets = _present(names, dict(zip(names, grads))) if grads is not None else {}
+    recorder = lib.recorder(arrays, backward=True)
+    run = passes if recorder is None else recorder
+    return run.backward(lib, arrays, targets, options, number, family, check_wrt(wrt, arrays, options["score"]))
 
 
 def merge(outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd") -> tuple[A, L]:
@@ -272,6 +309,50 @@ def merge(outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd") -> tupl
     from .merging import merge as _merge
 
     return _merge(outs, lses, layout=layout)
+
+
+def block_mask(
+    source: Any = None,
+    *,
+    shape: tuple[int, ...] | None = None,
+    block: int | tuple[int, int] = 128,
+    blocks: Any = None,
+    full: Any = None,
+    like: Any = None,
+    device: str | None = None,
+) -> BlockMask:
+    """A mask that is applied in blocks, for `attention(..., block_mask=...)`: what is hidden in whole blocks costs nothing.
+
+    Parameters
+    ----------
+    source : function, array or pattern, optional
+        A function of (b, h, i, j), the numbers of the batch entry, head, query and key, that returns booleans: True where the
+        query may attend the key. It is called with arrays of int64 of shapes (B, 1, 1, 1), (1, H, 1, 1), (R, 1) and (Sk,)
+        that broadcast, for R queries at a time, so use operators, not `if`. They are of the library of `like`, else NumPy's or
+        CuPy's. Or a boolean array that broadcasts to `shape`, or one of `cupyflash.masks`. Without it all pairs of `blocks` are
+        visible.
+    shape : (batch, heads, queries, keys), or (queries, keys)
+        1 for batch or heads where all share a pattern. Default: that of the array.
+    block : int or (int, int)
+        Queries and keys of a block, multiples of 16.
+    blocks : array, optional
+        Which blocks are there: booleans that broadcast to (B, H, blocks of queries, blocks of keys), or, for each block of
+        queries, numbers of blocks of keys, integers (..., blocks of queries, n) where -1 is none. Default: all.
+    full : array, optional
+        Blocks of these, in the same form, in which all pairs are visible, whatever `source` says of them.
+    like : array, optional
+        Where the mask will be used: on the device of this array, q for example.
+    device : "cpu" or "cuda:N", optional
+        The same, by name; default "cpu".
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what it is and what it must be.
+    """
+    from .blocks import make
+
+    return make(source, shape, block, blocks, full, like, device)
 
 
 def explain(
@@ -369,54 +450,26 @@ def tune(
     )  # fmt: skip
 
 
-def _forward(
-    lib: Library, arrays: Arrays, targets: Arrays, return_lse: bool, options: dict[str, Any], family: str | None
-) -> tuple[Any, Any]:
-    adapter, arrays, targets = interop.adopt(lib, arrays, targets)
-    try:
-        results = _backend(adapter, arrays).forward(adapter, arrays, targets, return_lse, options, family)
-    except Exception:
-        interop.name_unreadable(adapter, arrays, targets)
-        raise
-    for x in targets.values():
-        adapter.written(x)
-    return results
+def _trace(lib: Library, arrays: Arrays, options: dict[str, Any], score_arrays: Any) -> None:
+    """The score function becomes a `Score`, and the arrays that it reads some of those of the call."""
+    given = {} if score_arrays is None else score_arrays
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in given):
+        what = f"has the names {list(given)}" if isinstance(given, Mapping) else f"is a {type(given).__name__}"
+        raise TypeError(f"score_arrays {what}; it must be a dict of arrays by the names of score's parameters")
+    named = {f"score_arrays[{name!r}]": x for name, x in given.items()}
+    _present(named, named)
+    adopted = interop.adopted(lib, {"q": arrays["q"], **named})
+    q, *views = (interop.view(lib, name, x) for name, x in adopted.items())
+    score = score_of(options["score"], dict(zip(given, views)), q, interop.inlined(lib))
+    options["score"] = score
+    if score is not None:
+        arrays.update((key, given[x.name]) for key, x in zip(score.keys, score.arrays))
 
 
-def _backward(
-    lib: Library, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None, wrt: tuple[str, ...]
-) -> Gradients:
-    adapter, arrays, targets = interop.adopt(lib, arrays, targets)
-    try:
-        results = _backend(adapter, arrays).backward(adapter, arrays, targets, options, family, wrt)
-    except Exception:
-        interop.name_unreadable(adapter, arrays, targets)
-        raise
-    for x in targets.values():
-        adapter.written(x)
-    return results
-
-
-def _backend(adapter: Adapter, arrays: Arrays) -> Any:
-    """The corridor of the device that q is on."""
-    return _gpu() if adapter.on_gpu(arrays["q"]) else _cpu()
-
-
-@functools.cache  # an import statement costs 0.6 us in every call
-def _gpu() -> Any:
-    from .gpu import corridor
-
-    return corridor
-
-
-@functools.cache
-def _cpu() -> Any:
-    from .cpu import corridor
-
-    return corridor
-
-
-def _given(**named: Any) -> None:
-    for name, x in named.items():
-        if x is None:
-            interop.library(name, x)  # raises: None is no array
+def _present(required: Iterable[str], arrays: Arrays) -> Arrays:
+    """Those that are given."""
+    given = {name: x for name, x in arrays.items() if x is not None}
+    for name in required:
+        if name not in given:
+            interop.library(name, None)  # raises: None is no array
+    return given

@@ -15,7 +15,7 @@ from typing import Any
 
 from . import problem as rules
 from . import tuned
-from .explanation import as_view
+from .explanation import as_view, views_of_score
 from .gpu import device
 from .gpu.device import Arch
 from .gpu.plan import FAMILIES, KernelPlan, plan
@@ -72,7 +72,7 @@ def tune(
     **given: Any,
 ) -> Tuning:
     """`cupyflash.tune`; see there. `given` holds options and optional arrays."""
-    rules.check_options("tune", given)
+    rules.check_options("tune", given, ("score_arrays",))
     for name, flag in (("backward", backward), ("store", store)):
         rules.check_flag(name, flag)
     device.current(0)  # says what is missing, where there is no GPU
@@ -80,14 +80,18 @@ def tune(
     arch = device.current(ordinal)
     k = q if k is None else k
     options = {name: given.pop(name) for name in rules.complete({}) if name in given}
+    given["seed"], _ = rules.seed_of(given.get("seed"), 0.0)  # a number changes nothing
+    read = views_of_score(given.pop("score_arrays", None), arch.name)
     arrays = {"q": q, "k": k, "v": k if v is None else v, **given}
     views = {name: as_view(name, x, dtype, arch.name) for name, x in arrays.items() if x is not None}
-    problem = rules.describe(**views, **options)
+    problem = rules.describe(**views, **options, score_arrays=read)
+    options["score"] = problem.score
     if problem.empty:
         raise ValueError(f"q has shape {views['q'].shape} and k {views['k'].shape}: no score, so nothing to tune")
     trials = list(candidates(problem, arch, backward, family))
     compiled = list(_compiled(problem, backward, trials, progress))
-    timed = _timed(problem, backward, ordinal, options, compiled, rounds, min_ms, progress)
+    shapes = {x.key: read[x.name].shape for x in (problem.score.arrays if problem.score else ())}
+    timed = _timed(problem, backward, ordinal, options, shapes, compiled, rounds, min_ms, progress)
     own, others = timed[0], sorted(timed[1:], key=lambda trial: trial.seconds or float("inf"))
     if own.seconds is None:
         raise RuntimeError(f"the table's own tile cannot be timed: {own.note}")
@@ -159,13 +163,14 @@ def _timed(
     backward: bool,
     ordinal: int,
     options: dict[str, Any],
+    read: dict[str, tuple[int, ...]],
     trials: list[Trial],
     rounds: int,
     min_ms: float,
     progress: Progress,
 ) -> list[Trial]:
     """The trials without a note, checked against the first and timed in turn on the GPU."""
-    prepare = _on_gpu(problem, backward, ordinal, options)
+    prepare = _on_gpu(problem, backward, ordinal, options, read)
     notes: dict[str, str] = {}
     ready: dict[str, Candidate] = {}
     expected: tuple[Any, ...] = ()
@@ -202,9 +207,11 @@ def _timed(
 
 
 def _on_gpu(
-    problem: AttentionProblem, backward: bool, ordinal: int, options: dict[str, Any]
+    problem: AttentionProblem, backward: bool, ordinal: int, options: dict[str, Any], read: dict[str, tuple[int, ...]]
 ) -> Callable[[Trial], Callable[[], tuple[Any, ...]]]:
-    """A function that makes a call of a trial's kernels, all on the same random arrays."""
+    """A function that makes a call of a trial's kernels, all on the same random arrays. `read`: shapes of those that a score
+    function reads.
+    """
     import cupy
 
     from .gpu import corridor
@@ -218,6 +225,8 @@ def _on_gpu(
         def draw(shape: tuple[int, ...], dtype: str = p.dtype) -> Any:
             if dtype == "bool":
                 return random.random_sample(shape) < 0.9
+            if dtype in ("int32", "int64"):
+                return cupy.zeros(shape, dtype)
             return random.standard_normal(shape, dtype="float32").astype(lib.empty((0,), dtype, ordinal).dtype)
 
         arrays: dict[str, Any] = {
@@ -225,14 +234,15 @@ def _on_gpu(
             "k": draw((p.batch, p.seq_k, p.heads_k, p.dim)),
             "v": draw((p.batch, p.seq_k, p.heads_k, p.dim_v)),
             **{rule.name: draw(rule.shape(p), x.dtype) for rule in ARRAYS if (x := p.array(rule.name))},
+            **{x.key: draw(read[x.key], x.dtype) for x in (p.score.arrays if p.score else ())},
         }
         if backward:
-            out, lse = corridor.forward(lib, arrays, {}, True, shared, None)
+            out, lse = corridor.forward(lib, arrays, {}, True, shared, 0, None)
             arrays |= {"dout": draw(out.shape), "out": out, "lse": lse}
 
     def prepare(trial: Trial) -> Callable[[], tuple[Any, ...]]:
         prepared = corridor.Prepared(lib, arrays, {}, (), shared, None, backward, ordinal, trial.plan)
-        return lambda: tuple(prepared.run(lib, arrays, {}, False)[0])
+        return lambda: tuple(prepared.run(lib, arrays, {}, False, seed=0, block_mask=shared["block_mask"])[0])
 
     return prepare
 

@@ -1,4 +1,5 @@
-"""The options of a call on the command line: one for each row of problem.OPTIONS and problem.ARRAYS, named by none here.
+"""The options of a call on the command line: one for each row of problem.OPTIONS that can be written and of problem.ARRAYS,
+named by none here.
 
 A row whose default is False becomes a flag; the value of any other is read as `value` does and judged by its row.
 """
@@ -26,7 +27,7 @@ def asked(files: bool = False, backward: bool = True, without: tuple[str, ...] =
     It gets `options`, the values by name of those that are given, and `arrays`: with `files` the path of each that is
     given by name, else the names of those that shall be there. `backward`: also what changes the gradients alone.
     """
-    rows = [row for row in OPTIONS if row.name not in without and (backward or not row.backward)]
+    rows = [row for row in OPTIONS if row.written and row.name not in without and (backward or not row.backward)]
     further = {name: of for name, of in FURTHER.items() if any(row.name == of[0] for row in rows)}
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,7 +41,9 @@ def asked(files: bool = False, backward: bool = True, without: tuple[str, ...] =
         added += [_parameter(name, bool, False, help) for name, (_, _, help) in further.items()]
         for array in ARRAYS:
             says = array.entry[0].upper() + array.entry[1:]
-            text = f"{'File of the' if files else 'With'} {array.label} ({', '.join(array.axes)}). {says}."
+            text = (
+                f"{'File of the' if files else 'With'} {array.label} ({', '.join(array.axes) or 'one number'}). {says}."
+            )
             added.append(_parameter(array.name, Path | None if files else bool, None if files else False, text))
 
         @functools.wraps(command)
@@ -93,6 +96,6 @@ def _value(row: OptionRule, given: Any) -> Any:
     """What is given, as the row has it; None where it is not. The row says what is wrong with it."""
     if given is None or given is False:
         return None
-    found = given if given is True else value(given)
+    found = given if given is True or row.text else value(given)
     row.check(found)
     return found

@@ -251,15 +251,18 @@ def bench(
     suites: Annotated[
         list[str] | None,
         typer.Argument(
-            help="forward, backward, host, jit, memory, fp32, figures, training, ladder, scores, models, cpu; paper: what "
-            "the papers report; all; plot draws the results."
+            help="forward, backward, host, jax, jit, import, memory, fp32, figures, training, gpt, ladder, scores, models, "
+            "precision, cpu; paper: what the papers report; all; plot draws the results."
         ),
     ] = None,
     family: Family = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the JSON files. Default bench/results/<gpu>.")] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="For the suites forward, backward, figures, memory, scores, models. Default: bfloat16."),
+        typer.Option(
+            help="For the suites forward, backward, figures, memory, scores, models, jax. Default: bfloat16. For fp32: one of "
+            "its two."
+        ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer problems, rounds and milliseconds; files go to bench/quick.")
@@ -279,6 +282,9 @@ def bench(
             "--sustained", help="Suites forward, backward, models: a second of everybody on end, with clock and watts."
         ),
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the rows that the file has, and measure the others.")
+    ] = False,
 ) -> None:
     """Measure beside every other attention that can be imported, in turn in the same run."""
     from .bench import plot, run
@@ -288,7 +294,9 @@ def bench(
             typer.echo(path)
         return
     asked = suites or ("forward", "backward")
-    raise typer.Exit(run(asked, family, out, quick, float_name(dtype), rounds, min_ms, only or (), slow, sustained))
+    raise typer.Exit(
+        run(asked, family, out, quick, float_name(dtype), rounds, min_ms, only or (), slow, sustained, resume)
+    )
 
 
 def _print(what: Any) -> None:

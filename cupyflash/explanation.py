@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import interop
@@ -106,19 +106,35 @@ def explain(
     **given: Any,
 ) -> Explanation:
     """`cupyflash.explain`; see there. NO_PLAN are let through."""
-    rules.check_options("explain", given, NO_PLAN)
+    rules.check_options("explain", given, (*NO_PLAN, "score_arrays"))
     rules.check_flag("backward", backward)
     k = q if k is None else k
+    array, _ = rules.seed_of(given.get("seed"), 0.0)  # none is needed, and a number is compiled nowhere
+    given["seed"] = array
     arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in _OPTIONAL}}
     views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
     options = {name: given[name] for name in rules.complete({}) if name in given}
-    problem = rules.describe(**views, **options)
+    read = views_of_score(given.get("score_arrays"), arch)
+    problem = rules.describe(**views, **options, score_arrays=read)
+    views |= {x.key: read[x.name] for x in (problem.score.arrays if problem.score else ())}
     device = views["q"].device
+    notes = _of_blocks(options.get("block_mask"))
     if device == "cpu" and arch is None:
         if family is not None:
             _refuse_family(family, views["q"])
-        return _on_cpu(problem, views, backward, shapes=isinstance(q, tuple))
-    return _on_gpu(problem, views, backward, family, arch, 0 if device == "cpu" else int(device.partition(":")[2]))
+        found = _on_cpu(problem, views, backward, shapes=isinstance(q, tuple))
+    else:
+        found = _on_gpu(problem, views, backward, family, arch, 0 if device == "cpu" else int(device.partition(":")[2]))
+    return replace(found, notes=found.notes + notes)
+
+
+def _of_blocks(block_mask: Any) -> tuple[str, ...]:
+    if block_mask is None:
+        return ()
+    counts = block_mask.counts()
+    said = ", ".join(f"{n:,} {name}" for name, n in counts.items())
+    share = 1 - counts["empty"] / max(1, sum(counts.values()))
+    return (f"block mask: {said} blocks, so that {share:.1%} of what is counted here is computed",)
 
 
 def _refuse_family(family: str, q: View) -> None:
@@ -165,6 +181,12 @@ def _on_gpu(
     resources, notes = _compiled(chosen)
     if arch_name is None:
         notes += _tuning(problem, arch, backward, chosen.family)
+    if any(x.name == "attention_split" for x in chosen.launches):
+        notes += (f"a {problem.dtype} number is multiplied as two of float16, of 22 bits together; sums are {problem.dtype}",)
+    if (shares := dict(chosen.scalars).get("most_shares", 1)) > 1:
+        notes += (
+            f"up to {shares} thread blocks share a tile of keys: there are few, or some have many more queries than others",
+        )
     if backward:  # as a caller would make them
         shape = rules.out_shape(views["q"].shape, problem)
         made = views["q"]._replace(shape=shape, strides=rules.contiguous(shape), ptr=0)
@@ -220,8 +242,7 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
     dtype = rules.float_name(dtype)
     if not isinstance(x, (tuple, list)):
         lib = interop.library(name, x)
-        adapter, arrays, _ = interop.adopt(lib, {name: x}, {})
-        view = interop.view(adapter, name, arrays[name])
+        view = interop.view(lib, name, interop.adopted(lib, {name: x})[name])
         if name not in _OPTIONAL and dtype not in (None, view.dtype):
             raise ValueError(f"dtype is {dtype!r}, but {name} is an array of {view.dtype}; dtype is for shapes alone")
         return view
@@ -237,6 +258,15 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
         raise TypeError(f"{name} is a shape, {shape}; dtype must be given with it, as in dtype='bfloat16'")
     where = "cuda:0" if arch is not None or _gpu_at_hand() else "cpu"
     return View(shape, rules.contiguous(shape), dtype, where, "shape")
+
+
+def views_of_score(arrays: Any, arch: str | None) -> dict[str, View]:
+    """Of what is given as score_arrays: arrays, or shapes of float32."""
+    arrays = dict(arrays or {}).items()
+    return {
+        name: as_view(f"score_arrays[{name!r}]", x, "float32" if isinstance(x, (tuple, list)) else None, arch)
+        for name, x in arrays
+    }
 
 
 def _gpu_at_hand() -> bool:
@@ -260,6 +290,8 @@ def bytes_moved(problem: AttentionProblem, views: dict[str, View], backward: boo
     for name, dtype, _ in p.given:  # what lies in memory, not what it is broadcast to
         own = zip(views[name].shape, views[name].strides)
         optional += math.prod(length for length, stride in own if stride) * ITEMSIZE[dtype]
+    for x in p.score.arrays if p.score else ():
+        optional += math.prod(views[x.key].shape) * ITEMSIZE[x.dtype]
     return elements * ITEMSIZE[p.dtype] + rows * ITEMSIZE[p.lse_dtype] + optional
 
 
@@ -268,6 +300,7 @@ def _mask(p: AttentionProblem) -> str:
     left, right = ("all" if n is None else n for n in (p.left, p.right))
     if p.left is not None or (p.right is not None and p.causal is None):
         parts.append(f"window ({left} keys to the left, {right} to the right)")
+    parts += ["block mask"] * (p.block_mask is not None)
     parts += [_OPTIONAL[x.name].label for x in p.given if x.dtype == "bool"]
     share = p.visible / max(1, p.seq_q * p.seq_k)
     return f"{', '.join(parts) or 'none'}: {share:.1%} of the scores are computed"
@@ -275,7 +308,9 @@ def _mask(p: AttentionProblem) -> str:
 
 def _score(p: AttentionProblem) -> str:
     parts = [] if p.softcap is None else [f"soft cap {p.softcap:g}"]
-    return ", ".join(parts + [_OPTIONAL[x.name].label for x in p.given if x.dtype != "bool"])
+    parts += [] if p.score is None else [f"score function {p.score}"]
+    parts += [_OPTIONAL[x.name].label for x in p.given if x.dtype != "bool" and x.name != "seed"]
+    return ", ".join(parts + [f"dropout {p.dropout:g}"] * (p.dropout > 0))
 
 
 def _resources(kernel: Kernel) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-_DROPOUT = "there is no dropout; leave it out"
+_DROPOUT = "here it is dropout, which needs a seed"
 _WINDOW = "here it is window=(left, right), with None where a side is unbounded"
 _LENGTHS = "here it is key_mask, (batch, keys) booleans, over padded sequences"
 _BIAS = "here it is mask where it holds booleans (True: may be attended), and bias where it is added to the score"
@@ -21,7 +21,6 @@ HERE = {
     "attn_bias": _BIAS,
     "key_padding_mask": "here it is key_mask, where True means that the key may be attended",
     "dropout_p": _DROPOUT,
-    "dropout": _DROPOUT,
     "p": _DROPOUT,
     "softmax_scale": "here it is scale",
     "sm_scale": "here it is scale",
@@ -44,7 +43,6 @@ HERE = {
     "cu_seqlens_k": _LENGTHS,
     "cu_seqlens": _LENGTHS,
     "score_mod": "here it is bias, alibi_slopes or softcap",
-    "block_mask": "here it is mask, window or causal",
     "implementation": "the fastest kernels are taken by themselves; family names others",
     "backend": "the fastest kernels are taken by themselves; family names others",
     "op": "the fastest kernels are taken by themselves; family names others",

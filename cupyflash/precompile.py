@@ -19,7 +19,8 @@ from .gpu.source import generate
 from .problem import ARRAYS, AttentionProblem, View, contiguous, describe, whole
 
 HEAD_DIMS = {"float16": (64, 128, 256), "bfloat16": (64, 128, 256), "float32": (64, 128), "float64": (64, 128)}
-_LENGTHS, _HEADS = (1024, 8192), 16  # no kernel is compiled for a length or a number of heads, but tiles may differ
+# Lengths, heads, and heads of keys: no kernel is compiled for these, but tiles may differ, and who shares them.
+_SIZES = ((1024, 16, 16), (8192, 16, 16), (8192, 16, 1))
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,12 @@ def jobs(
     """
     found: dict[tuple[str, str], Job] = {}
     for arch, dtype in product(archs, dtypes):
-        for dim, banded, back, length in product(head_dims or HEAD_DIMS.get(dtype, (64,)), causal, backward, _LENGTHS):
-            x = _view((1, length, _HEADS, dim), dtype)
-            plain = describe(x, x, x)
+        for dim, banded, back, sizes in product(head_dims or HEAD_DIMS.get(dtype, (64,)), causal, backward, _SIZES):
+            length, heads, heads_k = sizes
+            x, k = (_view((1, length, n, dim), dtype) for n in (heads, heads_k))
+            plain = describe(x, k, k)
             given = {rule.name: whole(rule, plain, x) for rule in ARRAYS if rule.name in arrays}
-            problem = describe(x, x, x, causal=banded, **given, **options)
+            problem = describe(x, k, k, causal=banded, **given, **options)
             job = Job(problem, back, plan(problem, Arch.of(arch), back, family))
             found.setdefault((job.plan.arch, generate(job.plan)), job)
     return list(found.values())

@@ -21,13 +21,19 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 from .other_names import unexpected
+from .score import Score, trace
+from .score.graph import kind_of
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
+INTEGERS = ("int64", "uint64", "int32", "uint32")
+ITEMSIZE = {
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int64": 8, "uint64": 8, "int32": 4, "uint32": 4,
+}  # fmt: skip
 SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 LAYOUTS = ("bshd", "bhsd")
 CAUSALS = {False: None, True: "bottom_right", "bottom_right": "bottom_right", "top_left": "top_left"}
 AXES = ("batch", "head", "query", "key")  # of arrays over pairs
+DROPOUT_STEPS = 1 << 16  # a pair is dropped by a random number of 16 bits
 
 
 class View(NamedTuple):
@@ -39,6 +45,18 @@ class View(NamedTuple):
     device: str
     kind: str  # the array library: "numpy", "cupy", "torch", "jax"
     ptr: int = 0
+
+
+class MaskKind(NamedTuple):
+    """What a call must know of a block mask, and all that a kernel does before it runs: not the pattern."""
+
+    shape: tuple[int, int, int, int]  # (batch, heads, queries, keys); 1 along an axis that it is shared along
+    device: str
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Those of batch and head along which it has more than one pattern."""
+        return tuple(axis for axis, n in zip(AXES[:2], self.shape) if n > 1)
 
 
 class Given(NamedTuple):
@@ -64,6 +82,12 @@ class Gradients(_OfQKV):
     dbias: Any = None
     dalibi_slopes: Any = None
     dsinks: Any = None
+
+    @property
+    def dscore_arrays(self) -> dict[str, Any]:
+        """Those of the arrays that a score function reads, by their names."""
+        start, end = "dscore_arrays['", "']"
+        return {name[len(start) : -len(end)]: x for name, x in vars(self).items() if name.startswith(start)}
 
     def __new__(cls, dq: Any, dk: Any, dv: Any, **others: Any) -> Self:
         grads = super().__new__(cls, dq, dk, dv)
@@ -91,6 +115,9 @@ class OptionRule:
     help: str
     check: Callable[[Any], Any]  # the value as the problem has it; TypeError or ValueError
     backward: bool = False  # changes nothing but the gradients
+    number: bool = False  # may be an array of no dimensions
+    written: bool = True  # whether a command line can say it
+    text: bool = False  # on a command line it is taken as it is written
 
 
 @dataclass(frozen=True)
@@ -101,7 +128,7 @@ class ArrayRule:
     """
 
     name: str
-    axes: tuple[str, ...]  # of AXES, in its order
+    axes: tuple[str, ...]  # of AXES, in its order; none: one number
     dtypes: tuple[str, ...]  # "q" is the dtype of q
     label: str  # in a sentence
     entry: str  # what one element says
@@ -134,9 +161,11 @@ class ArrayRule:
 
     def to_copy(self, view: View, problem: AttentionProblem, rank: int = 4) -> View | None:
         """Its last axis in full, where that has another stride than 1 and kernels read rows of it; else None."""
+        if not self.rows:
+            return None
         axis = self.axes[-1]
         length, stride = problem.extent(axis), self.strides(view, problem, rank)[AXES.index(axis)]
-        if not self.rows or axis not in self.has(rank) or length <= 1 or stride == 1:
+        if axis not in self.has(rank) or length <= 1 or stride == 1:
             return None
         return view._replace(shape=(*view.shape[:-1], length), strides=(*view.strides[:-1], stride))
 
@@ -181,6 +210,31 @@ def _check_softcap(softcap: Any) -> float | None:
     return value or None
 
 
+def _check_dropout(dropout: Any) -> float:
+    value = _number("dropout", dropout) or 0.0
+    if not 0 <= value < 1:
+        raise ValueError(f"dropout is {value}; it must be a share of the probabilities, 0 or more and less than 1")
+    return value
+
+
+def seed_of(seed: Any, dropout: Any) -> tuple[Any, int | None]:
+    """A seed as the array that it is, or as a number of 64 bits; neither where there is none and dropout asks for none."""
+    if seed is None:
+        if not (type(dropout) is float and dropout == 0) and _check_dropout(dropout):
+            raise ValueError(
+                f"dropout is {dropout}, but seed is not given; it must be an integer, or an array that holds one"
+            )
+        return None, None
+    if isinstance(seed, numbers.Integral) and not isinstance(seed, bool):
+        number = int(seed)
+        if not -(2**63) <= number < 2**64:
+            raise ValueError(f"seed is {number}; it must have 64 bits, from -2**63 to 2**64 - 1")
+        return None, number % 2**64
+    if isinstance(seed, (bool, numbers.Number, str)):
+        raise TypeError(f"seed is {seed!r}; it must be an integer, or an array that holds one")
+    return seed, None
+
+
 def _number(name: str, x: Any) -> float | None:
     if x is None:
         return None
@@ -204,6 +258,20 @@ def _odd(scalar: Any) -> bool:
     return "complex" in kind or "bool" in kind or getattr(scalar, "requires_grad", False)
 
 
+def mask_kind(block_mask: Any) -> MaskKind | None:
+    kind = getattr(block_mask, "kind", None)
+    if block_mask is not None and not isinstance(kind, MaskKind):
+        raise TypeError(
+            f"block_mask is a {type(block_mask).__name__}; it must be what cupyflash.block_mask made, or None"
+        )
+    return kind
+
+
+def _check_block_mask(block_mask: Any) -> tuple[str, ...] | None:
+    kind = mask_kind(block_mask)
+    return None if kind is None else kind.axes
+
+
 def check_layout(layout: Any) -> str:
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
@@ -216,14 +284,28 @@ def check_flag(name: str, x: Any) -> bool:
     return bool(x)
 
 
+def _check_score(score: Any) -> Any:
+    if score is not None and not callable(score) and not isinstance(score, (str, Score)):
+        raise TypeError(
+            f"score is {score!r}; it must be a function of (s, b, h, i, j, and the arrays of score_arrays by name), an "
+            "expression as text, or None"
+        )
+    return score
+
+
 _check_deterministic = functools.partial(check_flag, "deterministic")
 
 
 OPTIONS = (
     OptionRule("causal", False, "No query sees keys to the right of its diagonal.", _check_causal),
     OptionRule("window", None, "(left, right): keys that a query sees beside its diagonal.", _check_window),
-    OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", check_scale),
-    OptionRule("softcap", None, "c: scores become c tanh(score / c).", _check_softcap),
+    OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", check_scale, number=True),
+    OptionRule("softcap", None, "c: scores become c tanh(score / c).", _check_softcap, number=True),
+    OptionRule("score", None, "New score, an expression in C of s, b, h, i, j.", _check_score, text=True),
+    OptionRule(
+        "block_mask", None, "Blocks of pairs that are there, and bits of some.", _check_block_mask, written=False
+    ),
+    OptionRule("dropout", 0.0, "Share of the probabilities that become 0; needs a seed.", _check_dropout, number=True),
     OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", check_layout),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),
 )
@@ -235,6 +317,7 @@ ARRAYS = (
         "alibi_slopes", ("batch", "head"), ("float32", "q"), "ALiBi slopes", "times the distance, taken off", gradient=True
     ),
     ArrayRule("sinks", ("head",), ("q", "float32"), "sinks", "a score more in the denominator of each row", gradient=True),
+    ArrayRule("seed", (), INTEGERS, "seed", "of dropout"),
 )  # fmt: skip
 
 
@@ -246,11 +329,15 @@ def check_options(function: str, names: Iterable[str], also: tuple[str, ...] = (
             raise unexpected(function, name, known)
 
 
-def check_wrt(wrt: Any, arrays: dict[str, Any]) -> tuple[str, ...]:
-    """The optional arrays whose gradients are asked for, in the order of ARRAYS. `arrays`: those of the call, by name."""
+def check_wrt(wrt: Any, arrays: dict[str, Any], score: Score | None = None) -> tuple[str, ...]:
+    """The optional arrays whose gradients are asked for, by what they are called among the `arrays` of the call: in the order
+    of ARRAYS, then of those that its score function reads.
+    """
     if isinstance(wrt, tuple) and not wrt:
         return ()
-    can = [row.name for row in ARRAYS if row.gradient]
+    reads = dict(zip([x.name for x in score.arrays], score.keys)) if score else {}
+    floats = [x.name for x in score.arrays if kind_of(x.dtype) == "float"] if score else []
+    can = [row.name for row in ARRAYS if row.gradient] + floats
     must = f"it must hold names of optional arrays that are given, of {', '.join(map(repr, can))}"
     try:
         names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
@@ -262,11 +349,11 @@ def check_wrt(wrt: Any, arrays: dict[str, Any]) -> tuple[str, ...]:
         if name in ("q", "k", "v"):
             raise ValueError(f"wrt holds {name!r}, whose gradient comes anyway; {must}")
         if name not in can:
-            why = ", which has no gradient" if name in [row.name for row in ARRAYS] else ""
+            why = ", which has no gradient" if name in [*(row.name for row in ARRAYS), *reads] else ""
             raise ValueError(f"wrt holds {name!r}{why}; {must}")
-        if arrays.get(name) is None:
+        if name not in reads and arrays.get(name) is None:
             raise ValueError(f"wrt holds {name!r}, but {name} is not given; {must}")
-    return tuple(name for name in can if name in names)
+    return tuple([reads.get(name, name) for name in can if name in names])
 
 
 def complete(options: dict[str, Any]) -> dict[str, Any]:
@@ -295,6 +382,9 @@ class AttentionProblem:
     left: int | None = None  # keys visible to the left of the diagonal, None = all
     right: int | None = None  # keys visible to the right of it, None = all; causal means 0
     softcap: float | None = None
+    score: Score | None = None
+    block_mask: tuple[str, ...] | None = None  # of a block mask, the axes along which it has several patterns
+    dropout: float = 0.0  # the share of the probabilities that become 0
     deterministic: bool = False
     given: tuple[Given, ...] = ()  # the optional arrays, in the order of ARRAYS
 
@@ -306,6 +396,10 @@ class AttentionProblem:
         """The optional array `name`, where it is given."""
         return next((x for x in self.given if x.name == name), None)
 
+    def reads(self, name: str) -> bool:
+        """Whether `name`, among the arrays of a call, is one that the score function reads."""
+        return self.score is not None and self.score.array(name) is not None
+
     def extent(self, axis: str) -> int:
         """Length of one of AXES."""
         return {"batch": self.batch, "head": self.heads_q, "query": self.seq_q, "key": self.seq_k}[axis]
@@ -314,6 +408,16 @@ class AttentionProblem:
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.heads_q // self.heads_k
+
+    @property
+    def dropped_below(self) -> int:
+        """Of DROPOUT_STEPS numbers, how many drop a probability: never all."""
+        return min(round(self.dropout * DROPOUT_STEPS), DROPOUT_STEPS - 2)
+
+    @property
+    def kept(self) -> float:
+        """The share of the probabilities that is kept, exactly."""
+        return 1 - self.dropped_below / DROPOUT_STEPS
 
     @property
     def lse_dtype(self) -> str:
@@ -330,13 +434,16 @@ class AttentionProblem:
     @property
     def visible(self) -> int:
         """Number of (query, key) pairs that the band (causal and window) leaves, per head."""
-        total = 0
-        rows = range(self.seq_q) if self.seq_q <= 4096 else range(0, self.seq_q, self.seq_q // 4096)
-        for i in rows:
-            low = 0 if self.left is None else max(0, i + self.diagonal - self.left)
-            high = self.seq_k - 1 if self.right is None else min(self.seq_k - 1, i + self.diagonal + self.right)
-            total += max(0, high - low + 1)
-        return total * self.seq_q // max(1, len(rows))
+
+        def up_to(n: int) -> int:  # the sum over all x < n of the nearest to x of 0, ..., seq_k
+            inside = min(max(n, 0), self.seq_k)
+            return inside * (inside - 1) // 2 + max(n - self.seq_k, 0) * self.seq_k
+
+        def before(shift: int) -> int:  # pairs with j < i + shift
+            return up_to(shift + self.seq_q) - up_to(shift)
+
+        hidden = 0 if self.left is None else before(self.diagonal - self.left)
+        return (self.seq_q * self.seq_k if self.right is None else before(self.diagonal + self.right + 1)) - hidden
 
     def flops(self, backward: bool = False) -> int:
         """Multiplications and additions of the matrix products (the papers' count: backward is 5 products to 2)."""
@@ -349,8 +456,10 @@ class AttentionProblem:
 def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     """Check q, k, v and what else is given, and return the problem that they state.
 
-    `given` holds options (OPTIONS) as they are and optional arrays (ARRAYS) as `View`s or None, by name.
+    `given` holds options (OPTIONS) as they are and optional arrays (ARRAYS) as `View`s or None, by name; as "score_arrays"
+    the arrays that a score function reads, by their names.
     """
+    score_arrays = given.pop("score_arrays", None) or {}
     check_options("describe", given)
     options = {row.name: row.check(given.get(row.name, row.default)) for row in OPTIONS}
     layout, (left, right) = options.pop("layout"), options.pop("window")
@@ -394,7 +503,14 @@ def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
         right = None
     options["scale"] = _in_range("scale", q.dtype, options["scale"], 1.0 / math.sqrt(d) if d else 1.0)
     options["softcap"] = _in_range("softcap", q.dtype, options["softcap"], None)
-    arrays = [(row, given[row.name]) for row in _arrays_in(given)]
+    options["score"] = score_of(options["score"], score_arrays, q)
+    if options["score"] is not None and options["softcap"] is not None:
+        raise ValueError(
+            f"softcap is {options['softcap']}, and score is given too; with a score function it must be None: write the cap "
+            "into that, as c * tanh(s / c)"
+        )
+    options["dropout"] *= round(options["dropout"] * DROPOUT_STEPS) > 0  # a share that never drops anything is none
+    arrays = [(row, given[row.name]) for row in _arrays_in(given) if options["dropout"] or row.name != "seed"]
     problem = AttentionProblem(
         dtype=q.dtype, batch=batch, seq_q=sq, seq_k=sk, heads_q=hq, heads_k=hk, dim=d, dim_v=dv, diagonal=diagonal,
         left=left, right=right, **options,
@@ -402,7 +518,44 @@ def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     )  # fmt: skip
     for row in _arrays_in(given):
         _check_array(row, given[row.name], problem, q)
+    if (kind := mask_kind(given.get("block_mask"))) is not None:
+        _check_mask_kind(kind, problem, q)
     return problem
+
+
+def _check_mask_kind(kind: MaskKind, problem: AttentionProblem, q: View) -> None:
+    want = tuple(problem.extent(axis) for axis in AXES)
+    if any(n not in (1, whole) for n, whole in zip(kind.shape[:2], want)) or kind.shape[2:] != want[2:]:
+        raise ValueError(
+            f"block_mask has shape {kind.shape}; it must be {want}, (batch, head, query, key), where batch and head may be 1"
+        )
+    if q.kind != "shape" and kind.device != q.device:
+        raise ValueError(f"block_mask is on {kind.device} but q is on {q.device}; make it with like=q")
+
+
+def score_of(score: Any, arrays: dict[str, View], q: View, inlined: bool = False) -> Score | None:
+    """The score function that is asked for, traced, once the arrays that it reads are what they must be; `inlined` as for
+    `trace`."""
+    score = _check_score(score)
+    if score is None:
+        if arrays:
+            raise ValueError(f"score_arrays holds {', '.join(map(repr, arrays))}, but no score is given that reads them")
+        return None
+    dtypes = list(dict.fromkeys([q.dtype, "float32", "int32", "int64", "bool"]))
+    for name, x in arrays.items():
+        what = f"score_arrays[{name!r}]"
+        if x.dtype not in dtypes:
+            raise TypeError(f"{what} has dtype {x.dtype}; it must be {', '.join(dtypes[:-1])} or {dtypes[-1]}")
+        if not 1 <= len(x.shape) <= 4 or 0 in x.shape:
+            raise ValueError(f"{what} has shape {x.shape}; it must have 1 to 4 dimensions, none of length 0")
+        _same(what, x, "q", q, dtype=False)
+    return trace(score, {name: (x.dtype, len(x.shape), not inlined and wide(x)) for name, x in arrays.items()}, inlined)
+
+
+def wide(x: View) -> bool:
+    """Whether offsets of its elements may have more than 32 bits. Of lengths that are symbols it is not known yet."""
+    plain = all(type(n) is int for n in (*x.shape, *x.strides))
+    return plain and sum((n - 1) * abs(stride) for n, stride in zip(x.shape, x.strides)) >= 2**31
 
 
 def _arrays_in(given: dict[str, Any]) -> list[ArrayRule]:
@@ -415,7 +568,11 @@ def _check_array(row: ArrayRule, x: View, problem: AttentionProblem, q: View) ->
         raise TypeError(f"{row.name} has dtype {x.dtype}; it must be {' or '.join(dtypes)} ({row.entry})")
     rank = len(q.shape)
     want = row.shape(problem, rank)
-    if len(x.shape) > len(want) or any(n not in (1, whole) for n, whole in zip(reversed(x.shape), reversed(want))):
+    if not row.axes and math.prod(x.shape) != 1:
+        raise ValueError(f"{row.name} has shape {x.shape}; it must have one element ({row.entry})")
+    if row.axes and (
+        len(x.shape) > len(want) or any(n not in (1, whole) for n, whole in zip(reversed(x.shape), reversed(want)))
+    ):
         raise ValueError(
             f"{row.name} has shape {x.shape}; it must be {want}, ({', '.join(row.has(rank))}), where a length of 1 stands "
             f"for all, and leading axes may be left out ({row.entry})"
@@ -443,7 +600,9 @@ def state(
     what results are to be written to, where that is given.
     """
     q, k, v = (views[name] for name in "qkv")
-    problem = describe(q, k, v, **options, **{row.name: views.get(row.name) for row in ARRAYS})
+    score = options.get("score")
+    reads = {x.name: views[x.key] for x in score.arrays} if isinstance(score, Score) else {}
+    problem = describe(q, k, v, **options, **{row.name: views.get(row.name) for row in ARRAYS}, score_arrays=reads)
     if not backward:
         problem = replace(problem, **{row.name: row.default for row in OPTIONS if row.backward})
     out, lse = out_shape(q.shape, problem), lse_shape(len(q.shape), problem)
@@ -514,9 +673,6 @@ def _same(name: str, x: View, other: str, like: View, dtype: bool = True) -> Non
             f"{name} is a {x.kind} array but {other} is a {like.kind} array; all arrays must come from one library"
         )
     if dtype and x.dtype != like.dtype:
-        cast = " (torch.autocast casts none of them)" if x.kind == "torch" else ""
-        raise TypeError(
-            f"{name} has dtype {x.dtype} but {other} has {like.dtype}; all arrays must have one dtype{cast}"
-        )
-    if x.device != like.device:
+        raise TypeError(f"{name} has dtype {x.dtype} but {other} has {like.dtype}; all arrays must have one dtype")
+    if x.device != like.device and x.device and like.device:  # of what JAX traces it is not known
         raise ValueError(f"{name} is on {x.device} but {other} is on {like.device}; all arrays must be on one device")

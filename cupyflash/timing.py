@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import time
 import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-HIGHER_IS_BETTER = ("TFLOP/s", "GFLOP/s")
+HIGHER_IS_BETTER = ("TFLOP/s", "GFLOP/s", "tokens/s")
 
 
 class Candidate(NamedTuple):
@@ -120,6 +121,31 @@ def host_sampler(
             call()
             synchronize()
             return timeit.timeit(call, number=calls) / calls
+
+    return sample
+
+
+def wall_sampler(
+    candidates: Mapping[str, Candidate], min_ms: float, wait: Callable[[tuple[Any, ...]], object]
+) -> Callable[[str], float]:
+    """A function for `interleave` that gives seconds per call by the host's clock, from at least `min_ms` of calls until `wait`
+    has seen the last one's results: for who queues work where no event can be put."""
+    counts: dict[str, int] = {}
+
+    def seconds(name: str, count: int) -> float:
+        call, context = candidates[name]
+        with context():
+            wait(call())
+            start = time.perf_counter()
+            for _ in range(count - 1):
+                call()
+            wait(call())
+            return (time.perf_counter() - start) / count
+
+    def sample(name: str) -> float:
+        if name not in counts:
+            counts[name] = max(1, math.ceil(min_ms / 1e3 / seconds(name, 2)))
+        return seconds(name, counts[name])
 
     return sample
 

@@ -3,8 +3,7 @@
     python examples/jax_training.py [--steps N]
 
 The model looks things up: it is given pairs of a vector and a colour, and a vector that is one of these with noise, and has to
-say its colour. How to compare vectors, it has to learn: half of their numbers say nothing. Attention is called outside of
-`jax.jit`, as it has to be for now; the rest may be compiled, as the optimiser here.
+say its colour. How to compare vectors, it has to learn: half of their numbers say nothing. The whole step is compiled.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ def loss(weights: Weights, vectors: jax.Array, colours: jax.Array, questions: ja
     return -jnp.take_along_axis(jax.nn.log_softmax(scores), answers[..., None], axis=-1).mean()
 
 
-@jax.jit
 def adam(weights: Weights, gradients: Weights, moments: Any, step: int, rate: float = 0.02) -> tuple[Weights, Any]:
     """Adam (Kingma and Ba 2015)."""
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments[0], gradients)
@@ -70,12 +68,16 @@ def main(arguments: list[str] | None = None) -> list[float]:
     keys = jax.random.split(key, len(shapes))
     weights = {n: jax.random.normal(k, shape) * shape[0] ** -0.5 for k, (n, shape) in zip(keys, shapes.items())}
     moments = (jax.tree.map(jnp.zeros_like, weights),) * 2
-    differentiated = jax.value_and_grad(loss)
+
+    @jax.jit
+    def train(weights: Weights, moments: Any, key: jax.Array, step: int) -> tuple[jax.Array, Weights, Any]:
+        found, gradients = jax.value_and_grad(loss)(weights, *examples(key, 32))
+        return found, *adam(weights, gradients, moments, step)
+
     losses = []
     for step in range(1, args.steps + 1):
         key, now = jax.random.split(key)
-        found, gradients = differentiated(weights, *examples(now, 32))
-        weights, moments = adam(weights, gradients, moments, step)
+        found, weights, moments = train(weights, moments, now, step)
         losses.append(float(found))
         if step % 50 == 0 or step == 1:
             print(f"step {step:4}  loss {losses[-1]:.3f} (not knowing: {jnp.log(COLOURS):.3f})")

@@ -3,7 +3,7 @@
     python examples/transformers_model.py [--device cpu|cuda]
 
 Nothing is downloaded: the model is a small Llama with random weights, whose scores are compared with those of the library's own
-attention, for texts of different lengths. With a model of yours it is the same three lines:
+attention, for texts of different lengths. With a model of yours it is the same two lines:
 
     register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cupy")
@@ -12,51 +12,11 @@ attention, for texts of different lengths. With a model of yours it is the same 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
-from transformers.masking_utils import flash_attention_mask
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from cupyflash.torch import attention
-
-
-def forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """What the library calls: query (B, Hq, Sq, D), key and value (B, Hk, Sk, D); attention_mask (B, Sk) hides padding."""
-    if dropout:
-        raise ValueError(
-            f"dropout is {dropout}; cupyflash has none: set attention_dropout=0 in the model's configuration"
-        )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    out = attention(
-        query, key, value, layout="bhsd", scale=scaling, causal=causal, softcap=softcap, sinks=s_aux,
-        window=None if sliding_window is None else (sliding_window - 1, None),
-        key_mask=None if attention_mask is None else attention_mask.bool(),
-    )  # fmt: skip
-    return out.transpose(1, 2), None
-
-
-def register() -> None:
-    """As the attention implementation "cupy": a name with "flash" in it would be taken for the package flash-attn.
-
-    Masks come as they come there: (B, Sk), or None where nothing is padded.
-    """
-    AttentionInterface.register("cupy", forward)
-    AttentionMaskInterface.register("cupy", flash_attention_mask)
+from cupyflash.integrations.transformers import register
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:

@@ -67,7 +67,7 @@ class Backend:
         if self.family is None:
             return True
         problem = AttentionProblem(dtype, 1, 16, 16, 1, 1, dim, dim_v, 1 / math.sqrt(max(1, dim)), **fields)
-        return FAMILIES[self.family].objection(problem, _arch(), False) is None
+        return not any(FAMILIES[self.family].objection(problem, _arch(), backward) for backward in (False, True))
 
     def family_for(self, problem: AttentionProblem) -> str | None:
         """The family to name for a problem; None where this one leaves a mask or bias to others, which are judged then."""

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <type_traits>
@@ -266,6 +267,7 @@ Work call(void (*function)(P, M), const void* params, const void* maps) {
 }  // namespace on_cpu
 
 using std::exp2;
+using std::fabs;
 using std::fma;
 using std::log;
 
@@ -287,11 +289,24 @@ static float __int_as_float(int x) { return bits<float>(x); }
 static float __uint_as_float(unsigned x) { return bits<float>(x); }
 static unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
 
+static unsigned __byte_perm(unsigned low, unsigned high, unsigned which) {
+    unsigned long long bytes = (unsigned long long)high << 32 | low;
+    unsigned y = 0;
+    for (int n = 0; n < 4; n++) y |= unsigned(bytes >> 8 * (which >> 4 * n & 7) & 0xff) << 8 * n;
+    return y;
+}
+
 struct alignas(8) float2 {
     float x, y;
 };
+struct alignas(16) double2 {
+    double x, y;
+};
 struct alignas(16) float4 {
     float x, y, z, w;
+};
+struct alignas(8) uint2 {
+    unsigned x, y;
 };
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
@@ -363,6 +378,14 @@ static T atomicAdd(T* address, U x) {
     *address += x;
     return before;
 }
+template <class T, class U>
+static T atomicMax(T* address, U x) {
+    T before = *address;
+    if (before < T(x)) *address = x;
+    return before;
+}
+static double __longlong_as_double(long long x) { return bits<double>(x); }
+static long long __double_as_longlong(double x) { return bits<long long>(x); }
 template <class T, class U, class V>
 static T atomicCAS(T* address, U expected, V x) {
     T before = *address;

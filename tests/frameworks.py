@@ -12,7 +12,17 @@ import pytest
 import reference
 from backends import Backend
 from reference import DTYPES, Standard, assert_as_good, state
-from semantics import Inputs, Judge, Lay, arrays_of_rank, as_caller_has_it, as_reference_has_it
+from semantics import (
+    Blocks,
+    Inputs,
+    Judge,
+    Lay,
+    arrays_of_rank,
+    as_arguments,
+    as_caller_has_it,
+    as_given,
+    as_reference_has_it,
+)
 
 import cupyflash
 from cupyflash.cpu import corridor
@@ -81,8 +91,8 @@ class Library(Protocol):
 
     def get(self, x: Any) -> np.ndarray: ...
 
-    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any]) -> list[Any]:
-        """out, lse and the gradients of q, k and v, by the library's own differentiation."""
+    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any], traced: bool) -> list[Any]:
+        """out, lse and the gradients of q, k and v, by the library's own differentiation; `traced`: by transforms."""
 
 
 @functools.cache
@@ -104,20 +114,23 @@ class Framework:
 
     def check(
         self, inputs: Inputs, *, rank: int, layout: str, lay: Lay, deterministic: bool, family: str | None, recorded: bool,
-        **options: Any,
+        traced: bool = False, blocks: Blocks | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        """`recorded`: gradients by autograd, not by attention_backward."""
-        judge = Judge(inputs, options, backward=True, large_scores=False)
+        """`recorded`: gradients by autograd, not by attention_backward; `traced`: under jax.jit, or by torch.func."""
+        judge = Judge(inputs, options, backward=True, large_scores=False, blocks=blocks)
         put = self.library.put
         with self.library.session():
             q, k, v, dout = (put(as_caller_has_it(x, rank, layout), lay) for x in inputs[:4])
             if family is not None:
                 family = Backend(family, family).family_for(judge.problem)
             options |= {"layout": layout, "family": family, "deterministic": deterministic}
-            options |= {name: put(x, lay) for name, x in arrays_of_rank(inputs, rank).items()}
+            arrays = arrays_of_rank(inputs, rank)
+            options |= as_arguments({name: as_given(name, x, lambda x: put(x, lay)) for name, x in arrays.items()})
+            if blocks is not None:
+                options["block_mask"] = blocks.mask(like=q)
             dlse = None if inputs.dlse is None else put(inputs.dlse[(0,) * (4 - rank)], lay)
             if recorded:
-                out, lse, *grads = self.library.recorded([q, k, v], dout, dlse, options)
+                out, lse, *grads = self.library.recorded([q, k, v], dout, dlse, options, traced)
             else:
                 out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
                 grads = list(cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options))
@@ -156,7 +169,10 @@ class Torch:
             return x.view(self.torch.int16).numpy().view(DTYPES["bfloat16"])
         return x.numpy()
 
-    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any]) -> list[Any]:
+    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any], traced: bool) -> list[Any]:
+        if traced:
+            results, pull = self.torch.func.vjp(lambda *x: cupyflash.attention(*x, return_lse=True, **options), *arrays)
+            return [*results, *pull((dout, self.torch.zeros_like(results[1]) if dlse is None else dlse))]
         leaves = [x.requires_grad_() for x in arrays]
         out, lse = cupyflash.attention(*leaves, return_lse=True, **options)
         results, back = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
@@ -184,8 +200,11 @@ class Jax:
     def get(self, x: Any) -> np.ndarray:
         return np.asarray(x)
 
-    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any]) -> list[Any]:
+    def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any], traced: bool) -> list[Any]:
         from cupyflash.jax import attention
 
-        (out, lse), pull = self.jax.vjp(lambda *x: attention(*x, return_lse=True, **options), *arrays)
-        return [out, lse, *pull((dout, self.jax.numpy.zeros_like(lse) if dlse is None else dlse))]
+        def run(arrays: list[Any], dout: Any, dlse: Any) -> list[Any]:
+            (out, lse), pull = self.jax.vjp(lambda *x: attention(*x, return_lse=True, **options), *arrays)
+            return [out, lse, *pull((dout, self.jax.numpy.zeros_like(lse) if dlse is None else dlse))]
+
+        return (self.jax.jit(run) if traced else run)(arrays, dout, dlse)

@@ -37,7 +37,8 @@ import numpy as np
 from backends import CPU, Backend, no_gpu
 from frameworks import framework
 from reference import DTYPES, ByLuck, luck_explains
-from semantics import CONTIGUOUS, LAYS, Inputs, check, draw_inputs
+from score_functions import WRITTEN
+from semantics import CONTIGUOUS, LAYS, Inputs, check, draw_blocks, draw_inputs
 
 from cupyflash.gpu.plan import FAMILIES
 from cupyflash.gpu.source import sources_digest
@@ -66,7 +67,10 @@ class Kind:
     right: bool
     negative: bool  # the scale
     softcap: bool
+    score: str | None  # of WRITTEN
     key_mask: bool
+    blocks: str | None  # axes along which a block mask differs; None: there is none
+    dropout: bool
     given: tuple[tuple[str, str], ...]  # the other optional arrays and their dtypes
     along: str  # of queries (q) and keys (k), along which a mask and a bias differ
     deterministic: bool
@@ -81,9 +85,13 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
     scored = rng.random() < 0.5 and backend.takes(dtype, 64, 64, softcap=1.0)
     given = []
     for row in ARRAYS:
-        if row.name != "key_mask" and scored and rng.random() < 0.4:
+        if row.name not in ("key_mask", "seed") and scored and rng.random() < 0.4:
             dtypes = [dtype if x == "q" else x for x in row.dtypes]
             given.append((row.name, dtypes[rng.integers(len(dtypes))]))
+    dropout = rng.random() < 0.2 and backend.takes(dtype, 64, 64, dropout=0.5)
+    if dropout and rng.random() < 0.3:  # in memory; else it is a number
+        given.append(("seed", ["int64", "int32"][rng.integers(2)]))
+    score = list(WRITTEN)[rng.integers(len(WRITTEN))] if scored and rng.random() < 0.4 else None
     return Kind(
         backend.family, dtype, library,
         dims=(dim, other if rng.random() < 0.4 else dim),
@@ -91,8 +99,11 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
         left=bool(rng.random() < 0.3),
         right=bool(causal or rng.random() < 0.3),
         negative=bool(rng.random() < 0.15),
-        softcap=bool(scored and rng.random() < 0.4),
+        softcap=bool(scored and score is None and rng.random() < 0.4),
+        score=score,
         key_mask=bool(rng.random() < 0.3),
+        blocks="".join(axis for axis in "bh" if rng.random() < 0.5) if scored and rng.random() < 0.4 else None,
+        dropout=bool(dropout),
         given=tuple(given),
         along="".join(axis for axis in "qk" if rng.random() < 0.6),
         deterministic=bool(rng.random() < 0.3),
@@ -114,12 +125,14 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
     if rank == 2:
         heads_k = group = 1
     over_pairs = any(name in ("mask", "bias") for name, _ in kind.given)
-    least = 2 if kind.left or kind.right or over_pairs else 1  # a bound that hides nothing is not there, nor an axis of one
+    least_right = int("alibi_slopes" in dict(kind.given))  # kernels with ALiBi know whether the bound is 0
+    # A bound that hides nothing is not there, nor an axis of one.
+    least = 2 + least_right if kind.left or kind.right or over_pairs else 1
     longest = int(rng.choice([20, 60, 130, 300, 1100], p=[0.4, 0.4, 0.17, 0.025, 0.005]))
     seq_q, seq_k = (int(n) for n in rng.integers(least, longest + 1, 2))
     if kind.few:
         group = int(rng.integers(2, 9))
-        seq_q = int(rng.integers(max(least, kind.few[0]), kind.few[1] + 1))
+        seq_q = int(rng.integers(max(least, kind.few[0]), max(least, kind.few[1]) + 1))
     elif group > 1:
         seq_q += GROUPED
     heads = heads_k * group
@@ -133,11 +146,13 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
     inputs = draw_inputs(
         rng, kind.dtype, batch=batch, seq=(seq_q, seq_k), heads=(heads, heads_k), dims=dims, key_mask=kind.key_mask,
         dlse=float(10.0 ** rng.uniform(-1, 1)) if rng.random() < 0.3 else 0.0,
-        given=[name for name, _ in kind.given],
-        full=kind.along + "".join(axis for axis in "bh" if rng.random() < 0.6),
+        given=[*(name for name, _ in kind.given if name != "seed"), *["seed"] * kind.dropout],
+        full=kind.along + "".join(axis for axis in "bh" if rng.random() < 0.6), score=kind.score,
     )  # fmt: skip
     for name, dtype in kind.given:
         inputs.given[name] = inputs.given[name].astype(DTYPES.get(dtype, dtype))
+        if name == "seed":
+            inputs.given[name] = inputs.given[name].reshape(1)
     if kind.key_mask and rng.random() < 0.3:
         thin = inputs.key_mask[:1] if rng.random() < 0.5 else inputs.key_mask[:, :1]
         inputs = inputs._replace(key_mask=thin)
@@ -145,7 +160,7 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
     # Keys to the left of the last query's diagonal and to the right of the first one's: what a bound is less than.
     reach_left, reach_right = (seq_q, seq_k) if kind.causal == "top_left" else (seq_k, seq_q)
     left = int(rng.integers(reach_left - 1)) if kind.left else None
-    right = int(rng.integers(reach_right - 1)) if kind.right and not kind.causal else None
+    right = int(rng.integers(least_right, reach_right - 1)) if kind.right and not kind.causal else None
     size = float(rng.choice([0.0, rng.uniform(0, 2), 1.0])) / max(dims[0], 1) ** 0.5
     scale = -max(size, 1e-3) if kind.negative else [None, size][rng.integers(2)]
     options = {
@@ -155,12 +170,20 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
         "window": None if left is None and right is None else (left, right),
         "scale": scale,
         "softcap": float(rng.uniform(0.5, 20)) if kind.softcap else None,
+        "score": WRITTEN[kind.score].function if kind.score else None,
+        "dropout": float(rng.uniform(0.01, 0.6)) if kind.dropout else 0.0,
         "deterministic": kind.deterministic,
     }
+    if kind.blocks is not None:
+        sizes = tuple(int(16 * n) for n in rng.integers(1, 9, 2))
+        options["blocks"] = draw_blocks(rng, (batch, heads, seq_q, seq_k), sizes, kind.blocks)
     lay = list(LAYS)[rng.integers(len(LAYS))] if rank == 4 and rng.random() < 0.5 else "contiguous"
     shapes = " ".join(f"{name}{tuple(x.shape)}" for name, x in zip("qkv", inputs))
     given = {name: f"{x.dtype}{x.shape}" for name, x in inputs.given.items()}
-    text = f"{shapes} {given} dlse={inputs.dlse is not None} {options} {lay}"
+    said = {name: x for name, x in options.items() if name != "blocks"} | {"score": kind.score}
+    text = f"{shapes} {given} dlse={inputs.dlse is not None} {said} {lay}"
+    if kind.blocks is not None:
+        text += f" blocks of {sizes}"
     return Problem(inputs, options | {"lay": LAYS.get(lay, CONTIGUOUS)}, text)
 
 
@@ -173,7 +196,8 @@ def run_one(kind: Kind, seed: tuple[int, ...]) -> tuple[str, str | None]:
             check(Sparing(kind.family or "cpu", kind.family), problem.inputs, **problem.options)
         else:
             library = framework(kind.library, kind.family is not None)
-            library.check(problem.inputs, family=kind.family, recorded=rng.random() < 0.5, **problem.options)
+            recorded, traced = rng.random(2) < 0.5
+            library.check(problem.inputs, family=kind.family, recorded=recorded, traced=traced, **problem.options)
     except Exception as error:  # noqa: BLE001 (whatever it is, it is what the fuzzer looks for)
         wrong = f"{type(error).__name__}: {error}"
         return problem.text, wrong if isinstance(error, AssertionError) else f"{wrong}\n{traceback.format_exc()}"

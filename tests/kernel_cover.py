@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES
-from cupyflash.problem import ARRAYS, FLOATS, ITEMSIZE, AttentionProblem, Given
+from cupyflash.problem import ARRAYS, AXES, FLOATS, ITEMSIZE, AttentionProblem, Given
+from cupyflash.score import tanh, trace, where
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DIMS = [(d, d) for d in (16, 32, 64, 80, 96, 128, 160, 192, 256)] + [(192, 128), (64, 96), (256, 32)]
@@ -15,16 +17,30 @@ LENGTHS = (1000, 8192)  # tiles may differ; where they do not, the source is the
 FEW = {(64, 64): 1, (96, 96): 7, (128, 128): 1, (192, 128): 30, (192, 192): 16, (256, 256): 60}  # queries: tiles differ
 
 GIVEN = tuple(Given(rule.name, rule.dtypes[0], rule.axes) for rule in ARRAYS)  # every optional array
+BIAS = (Given("bias", "q", AXES),)
+SLOPES = (Given("alibi_slopes", "float32", ("batch", "head")),)
 KEY_MASK = (Given("key_mask", "bool", ("batch", "key")),)  # the one that every family takes
+
+# A score function whose slope is no constant, with a table of what depends on the distance, an array that is read for each
+# pair, and one of integers.
+SCORE = trace(
+    lambda s, b, h, i, j, table, ids: where(ids[b, i] == ids[b, j], 20 * tanh(s / 20) + table[h, j - i], -math.inf),
+    {"table": ("float32", 2, False), "ids": ("int32", 2, False)},
+)
 
 # What a kernel can be asked, as fields of a problem; "everything" has all the mask's and the score's code at once.
 FEATURES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "causal": {"causal": "bottom_right", "right": 0},
     "hidden": {"left": 100, "right": 50, "given": KEY_MASK, "scale": -1.0, "deterministic": True},
+    "blocks": {"left": 100, "right": 50, "block_mask": ("batch", "head"), "deterministic": True},
+    "slopes": {"causal": "bottom_right", "right": 0, "given": SLOPES, "softcap": 30.0},
+    "dropped": {"causal": "bottom_right", "right": 0, "dropout": 0.1},
     "everything": {
-        "left": 100, "right": 50, "given": GIVEN, "scale": -1.0, "softcap": 30.0, "deterministic": True,
+        "left": 100, "right": 50, "block_mask": ("batch", "head"), "given": GIVEN, "scale": -1.0, "softcap": 30.0, "dropout": 0.1,
+        "deterministic": True,
     },
+    "score": {"right": 0, "score": SCORE},
 }  # fmt: skip
 
 
@@ -42,6 +58,21 @@ def some_problems() -> Iterator[AttentionProblem]:
     for dtype, name in zip(FLOATS, ("everything", "hidden", "everything", "hidden")):
         for dim in (64, 128, 256):
             yield problem(dtype, dim, **FEATURES[name])
+    yield problem("bfloat16", 128, given=BIAS)
+
+
+# Of each family, architectures for which the covering set is compiled. For others, which have the same registers and read the
+# same source, some of it.
+THOROUGH = {"sm90": ("sm_90a",), "sm80": ("sm_80", "sm_86"), "simt": ("sm_75", "sm_90a"), "flash1": ("sm_75",)}
+
+
+def cover(family: str, arch: str) -> Iterator[AttentionProblem]:
+    if arch in THOROUGH[family]:
+        yield from problems()
+        return
+    yield from some_problems()
+    if (family, arch) == ("sm80", "sm_90a"):  # where doubles have tiles and instructions of their own
+        yield from (x for x in problems() if x.dtype == "float64")
 
 
 def problems() -> Iterator[AttentionProblem]:
@@ -49,13 +80,15 @@ def problems() -> Iterator[AttentionProblem]:
     for dtype in FLOATS:
         for dims in DIMS:
             for name, fields in FEATURES.items():
-                if (dtype, name) in (("float16", "causal"), ("bfloat16", "nothing")):
+                if (dtype, name) in (("float16", "causal"), ("float16", "blocks"), ("float16", "slopes"), ("float16", "dropped"), ("bfloat16", "nothing")):
                     continue
-                if name != "hidden" or dims in ((64, 64), (128, 128)):  # less than everything
+                if name not in ("hidden", "blocks", "slopes", "dropped", "score") or dims in ((64, 64), (128, 128)):  # less than everything
                     for length in LENGTHS:
                         yield problem(dtype, *dims, seq_q=length, seq_k=length, **fields)
                     if dims in FEW and ITEMSIZE[dtype] == 2:
                         yield problem(dtype, *dims, batch=10, seq_q=FEW[dims], **fields)
+                    if dims in ((64, 64), (128, 128)) and ITEMSIZE[dtype] == 2:  # tiles of one warpgroup
+                        yield problem(dtype, *dims, batch=20, heads_k=8, seq_q=49, seq_k=49, **fields)
 
 
 FAMILY_ARCHS = [  # architectures from the oldest on

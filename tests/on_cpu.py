@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from cuda_on_cpu import Launch, as_cpp, compile_all, launch
-from reference import assert_as_good, references, state
-from semantics import draw_inputs
+from reference import Standard, assert_as_good, references, state
+from semantics import Inputs, draw_blocks, draw_inputs
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import Box, KernelPlan
-from cupyflash.gpu.params import Packer
+from cupyflash.gpu.params import KEYS, Packer, round_keys, score_shape
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
 from cupyflash.problem import ARRAYS, ITEMSIZE, AttentionProblem, View
@@ -28,50 +30,73 @@ def check(
     shapes: dict[str, Any],
     options: dict[str, Any],
     unit: float = 1.0,
+    change: Callable[[Inputs], Inputs] = lambda inputs: inputs,
+    own_times: float = 1,
 ) -> None:
     """Forward and backward, in both orders (cuda_on_cpu.h); every result must be as good as the reference.
 
-    To the bit the same in both, too, but for dq where that is not asked for. `shapes` are those of `draw_inputs`,
+    To the bit the same in both, too, but for dq and what a score function reads where that is not asked for. `shapes` are those of `draw_inputs`,
     `options` those of a problem; "rows_aligned": whether rows of results start at multiples of 16 bytes; "tiles": those
-    of the forward and of the backward, in place of what the plan would choose.
+    of the forward and of the backward, in place of what the plan would choose; "blocks": what `draw_blocks` takes. `change`
+    makes others of the inputs that are drawn; `own_times` multiplies the errors of own precision, where few numbers decide.
     """
     options = {"rows_aligned": True, "tiles": (None, None), "deterministic": False} | options
+    blocks = options.pop("blocks", None)
     rows_aligned, tiles, deterministic = options.pop("rows_aligned"), options.pop("tiles"), options["deterministic"]
-    q, k, v, dout, key_mask, dlse, others = draw_inputs(rng, dtype, **shapes)
+    q, k, v, dout, key_mask, dlse, others = change(draw_inputs(rng, dtype, **shapes))
     if key_mask is not None:
         key_mask[0] = False  # queries that see no key
         plain = family in ("simt", "flash1")  # tensor cores multiply what is hidden by 0
         k[~key_mask], v[~key_mask] = (np.nan, np.inf) if plain else (100, 100)  # what is hidden must not matter
+    judged = others
+    if blocks:
+        drawn = draw_blocks(rng, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), *blocks)
+        options["block_mask"], judged = drawn.mask(), drawn.with_mask(others)
     problem = state(q, k, v, key_mask, **options, **others)
-    exact, own = references(problem, q, k, v, key_mask, dout, dlse, **others)
+    exact, own = references(problem, q, k, v, key_mask, dout, dlse, **judged)
+    if own_times != 1:
+        fields = (e if o is None else e + own_times * (o - e) for e, o in zip(exact, own))
+        own = Standard(*fields)
+    seed = None
+    if "seed" in others and others["seed"].ndim == 0:  # a number
+        seed = int(others.pop("seed")) % 2**64
+        problem = replace(problem, given=tuple(x for x in problem.given if x.name != "seed"))
 
     plans = [plan(problem, arch, b, family, tiles[b] and {family: tiles[b]}) for b in (False, True)]
     lengths = {row.name: row.lengths(others[row.name].shape) for row in ARRAYS if row.gradient and row.name in others}
-    if lengths:
-        plans.append(plan(problem, arch, True, family, lengths=lengths))
+    of_score = {x.key: others[x.key].shape for x in (problem.score.arrays if problem.score else ()) if x.kind == "float"}
+    asked = [names for names in (lengths, of_score) if names]
+    plans += [plan(problem, arch, True, family, lengths=names) for names in asked]
+    aligned = plans[0].alignment == 16  # else any rows will do
     libraries = compile_all(*[as_cpp(generate(x), [y.name for y in x.launches]) for x in plans])
+    listed = [
+        {use.name: Guarded(x.shape, x.dtype, x) for use in kernels.lists for x in [options["block_mask"].list_for(use)]}
+        for kernels in plans
+    ]
     # The second time, the workspace is as the first has left it.
     spaces = [{x.name: Guarded(x.shape, x.dtype) for x in kernels.workspace if x.nbytes} for kernels in plans]
     before: dict[str, bytes] = {}
     for last_first in (False, True):
         given = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, "key_mask": key_mask, **others}
-        inputs = {name: Guarded(x.shape, x.dtype, x) for name, x in given.items() if x is not None}
+        inputs = {name: Guarded(x.shape, x.dtype, x, aligned) for name, x in given.items() if x is not None}
         shapes_out = {name: getattr(exact, name).shape for name in ("out", "dq", "dk", "dv")}
-        results = {name: Guarded(shape, q.dtype, None, rows_aligned) for name, shape in shapes_out.items()}
+        results = {name: Guarded(shape, q.dtype, None, aligned and rows_aligned) for name, shape in shapes_out.items()}
         results["lse"] = Guarded(exact.lse.shape, problem.lse_dtype)
-        run(libraries[0], plans[0], problem, results | inputs | spaces[0], last_first, arch.sms)
+        run(libraries[0], plans[0], problem, results | inputs | spaces[0] | listed[0], last_first, arch.sms, seed)
         for name in ("out", "lse"):  # of the backward they are inputs
-            inputs[name] = Guarded(results[name].array.shape, results[name].array.dtype, results[name].array)
-        run(libraries[1], plans[1], problem, results | inputs | spaces[1], last_first, arch.sms)
+            inputs[name] = Guarded(results[name].array.shape, results[name].array.dtype, results[name].array, aligned)
+        run(libraries[1], plans[1], problem, results | inputs | spaces[1] | listed[1], last_first, arch.sms, seed)
         for name in exact._fields:
             assert_as_good(results[name].array, getattr(exact, name), getattr(own, name), name, unit)
-        of_arrays = {f"d{name}": Guarded(others[name].shape, others[name].dtype) for name in lengths}
-        if lengths:
-            run(libraries[2], plans[2], problem, of_arrays | inputs | spaces[2], last_first, arch.sms)
+        of_arrays = {f"d{name}": Guarded(others[name].shape, others[name].dtype) for name in lengths | of_score}
+        for n, names in enumerate(asked, 2):
+            results_of = {f"d{name}": of_arrays[f"d{name}"] for name in names}
+            run(libraries[n], plans[n], problem, results_of | inputs | spaces[n] | listed[n], last_first, arch.sms, seed)
         for name, x in of_arrays.items():
             assert_as_good(x.array, getattr(exact, name), getattr(own, name), name, max(unit, exact.unit(name)))
         for name, x in (results | spaces[1] | of_arrays).items():
-            if name != "counters" and (deterministic or name not in ("dq", "dq_sum")):
+            in_turn = name not in ("dq", "dq_sum") and not name.startswith("dscore_arrays")
+            if name != "counters" and (deterministic or in_turn):
                 bits = x.array.tobytes()
                 assert before.setdefault(name, bits) == bits, f"{name} depends on the order"
 
@@ -79,18 +104,18 @@ def check(
 class Guarded:
     """An array amid memory that nobody may read or write. An input has `values`, which nobody may write either.
 
-    `rows_aligned`: rows of 16-bit numbers start at multiples of 16 bytes, and what follows the values of one up to the
+    `rows_aligned`: rows start at multiples of 16 bytes, and what follows the values of one up to the
     next such multiple is zeros, as the corridor pads it.
     """
 
     AROUND = 1 << 20  # bytes
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: Any, values: np.ndarray | None = None, rows_aligned: bool = True
+        self, shape: tuple[int, ...], dtype: Any, values: np.ndarray | None = None, rows_aligned: bool = False
     ) -> None:
         self._dtype, self._around, self._columns = np.dtype(dtype), shape, shape[-1]
         unit = max(1, 16 // self._dtype.itemsize)
-        if len(shape) == 4 and self._dtype.itemsize <= 2 and rows_aligned:
+        if len(shape) == 4 and rows_aligned:
             self._around = (*shape[:-1], -(-shape[-1] // unit) * unit + unit)
         self._size = int(np.prod(self._around)) * self._dtype.itemsize
         self._memory = np.full(self._size + 2 * self.AROUND, 0xFF, np.uint8)  # NaN, in every format
@@ -129,6 +154,7 @@ def run(
     given: dict[str, Guarded],
     last_first: bool,
     in_flight: int,
+    seed: int | None = None,
 ) -> None:
     """Launch a plan's kernels on these arrays and workspaces."""
     slots = Packer(kernels, problem, {}).slots
@@ -138,7 +164,11 @@ def run(
             x = given[name].array
             own = tuple(s // x.itemsize for s in x.strides)
             strides[name] = row.strides(View(x.shape, own, x.dtype.name, "cpu", "numpy"), problem)
-    params = Packer(kernels, problem, strides)([given[name].pointer if name in given else 0 for name in slots])
+    for name in (x.key for x in (problem.score.arrays if problem.score else ()) if x.key in given):
+        x = given[name].array
+        strides[name] = score_shape(View(x.shape, tuple(s // x.itemsize for s in x.strides), x.dtype.name, "cpu", "numpy"))
+    addresses = {name: x.pointer for name, x in given.items()} | dict(zip(KEYS, round_keys(seed or 0)))
+    params = Packer(kernels, problem, strides)([addresses.get(name, 0) for name in slots])
     maps = tensor_maps(kernels, problem, given, strides) if kernels.maps else None
     # What a kernel declares to be aligned to 1024 bytes begins so; nothing else does.
     start = 1024 if "extern __shared__ __align__(1024)" in generate(kernels) else 1024 + 16
@@ -159,7 +189,9 @@ def tensor_maps(
 
     def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: Box) -> bytes:
         size = ITEMSIZE[dtype]
-        text = struct.pack("QQ4q3q5i", 0x70614D20726F736E, pointer, *shape, *strides, 128 // size, box.rows, box.heads, 1, size)
+        text = struct.pack(
+            "QQ4q3q5i", 0x70614D20726F736E, pointer, *shape, *strides, 128 // size, box.rows, box.heads, 1, size
+        )
         return text.ljust(tensormap.BYTES, b"\0")
 
     with pytest.MonkeyPatch.context() as patch:

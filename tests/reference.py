@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from cupyflash.problem import ARRAYS, AttentionProblem, View, describe
+
+if TYPE_CHECKING:
+    from score_functions import ByHand
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 
@@ -119,6 +122,9 @@ def scores(
 ) -> tuple[np.ndarray, np.ndarray | float]:
     """From s = scale · Q Kᵀ, (B, Hq, Sq, Sk), to what softmax is taken of but for what is hidden; and its derivative by s."""
     work, slope = s.dtype, 1.0
+    if problem.score is not None:
+        found = _by_hand(problem, s, given)
+        s, slope = found.score, found.slope
     if problem.softcap is not None:
         cap = work.type(problem.softcap)
         capped = rounded(np.tanh(s / cap))
@@ -128,6 +134,35 @@ def scores(
     if given.get("bias") is not None:
         s = s + given["bias"].astype(work)
     return s, slope
+
+
+def kept(problem: AttentionProblem, given: dict[str, np.ndarray | None]) -> np.ndarray | bool:
+    """Booleans, (B, Hq, Sq, Sk): the probabilities that dropout keeps, each from a Philox of its own; True where it keeps all."""
+    if not problem.dropout:
+        return True
+    b, h, i, j = np.ogrid[: problem.batch, : problem.heads_q, : problem.seq_q, : problem.seq_k]
+    # A counter for eight pairs: bit 3 of the query and bits 3 and 0 of the key are left out.
+    counter = [j // 16 * 4 + j % 8 // 2, b, i // 16 * 8 + i % 8, h]
+    seed = int(np.asarray(given["seed"]).reshape(())) % 2**64
+    words = np.stack(np.broadcast_arrays(*philox(counter, (seed % 2**32, seed // 2**32), 7)))
+    word = np.take_along_axis(words, np.broadcast_to(j // 8 % 2 * 2 + i // 8 % 2, words.shape[1:])[None], 0)[0]
+    return (word >> np.where(j % 2, 16, 0).astype(np.uint64)) % 2**16 >= round(problem.dropout * 2**16)
+
+
+def philox(counter: list[Any], key: tuple[int, int], rounds: int) -> list[np.ndarray]:
+    """Philox4x32 as Salmon et al. 2011 have it: counters of four words to four random words each."""
+    x = [np.asarray(word).astype(np.uint64) for word in counter]
+    for n in range(rounds):
+        k = [np.uint64((word + n * step) % 2**32) for word, step in zip(key, (0x9E3779B9, 0xBB67AE85))]
+        first, second = x[0] * np.uint64(0xD2511F53), x[2] * np.uint64(0xCD9E8D57)
+        x = [second // 2**32 ^ x[1] ^ k[0], second % 2**32, first // 2**32 ^ x[3] ^ k[1], first % 2**32]
+    return x
+
+
+def _by_hand(problem: AttentionProblem, s: np.ndarray, given: dict[str, np.ndarray | None]) -> ByHand:
+    from score_functions import by_hand
+
+    return by_hand(problem, s, given)
 
 
 def distance(problem: AttentionProblem) -> np.ndarray:
@@ -214,17 +249,19 @@ def flash2_in_own_precision(
     top = p.max(-1, keepdims=True, initial=0.0)
     top[top == 0] = 1
     unscaled = p / top  # exp(S - maximum), as it is rounded before P V
-    out = rounded((rounded(unscaled) @ vh) * top)
+    keeps, inverse = kept(problem, given), 1 / problem.kept
+    out = rounded((rounded(np.where(keeps, unscaled, 0)) @ vh) * top * inverse)
     through_lse = 0 if dlse is None else np.where(np.isneginf(lse), 0, dlse).astype(np.float64)[..., None]
     delta = (do * out).sum(-1, keepdims=True) - through_lse
-    of_scores = p * (do @ vh.swapaxes(-1, -2) - delta)
+    of_scores = p * (np.where(keeps, do @ vh.swapaxes(-1, -2) * inverse, 0) - delta)
     ds = rounded(of_scores * slope)
     dq = rounded(ds @ kh * problem.scale)
     dk = (ds.swapaxes(-1, -2) @ qh * problem.scale).reshape(
         problem.batch, problem.heads_k, problem.group, problem.seq_k, -1
     )
     of_qk = {"dq": dq.transpose(0, 2, 1, 3), "dk": rounded(dk.sum(2)).transpose(0, 2, 1, 3)}
-    return of_qk | _of_arrays(problem, given, lse, rounded(of_scores), -delta, rounded)
+    products = qh @ kh.swapaxes(-1, -2) * problem.scale
+    return of_qk | _of_arrays(problem, given, lse, rounded(of_scores), -delta, rounded, products)
 
 
 def large_score_units(
@@ -289,7 +326,10 @@ def state(
             return x
         return View(x.shape, tuple(n // x.itemsize for n in x.strides), x.dtype.name, "cpu", "numpy")
 
-    return describe(*map(stated, (q, k, v)), key_mask=stated(key_mask), **{n: stated(x) for n, x in options.items()})
+    read = {n: options.pop(n) for n in list(options) if n.startswith("score_arrays[")}
+    options["score_arrays"] = {n[len("score_arrays['") : -2]: stated(x) for n, x in read.items()}
+    options = {n: x if n == "score_arrays" else stated(x) for n, x in options.items()}
+    return describe(*map(stated, (q, k, v)), key_mask=stated(key_mask), **options)
 
 
 def _standard(
@@ -314,7 +354,9 @@ def _standard(
         s, slope = scores(problem, rounded(rounded(qh * scale) @ kh.swapaxes(-1, -2)), given, rounded)
         p, lse = _softmax(np.where(seen, s, -np.inf), sinks)
         p = rounded(np.where(seen, p, 0))
-        out = rounded(_sum_over_visible(p, seen, vh))
+        keeps, inverse = kept(problem, given), work.type(1 / problem.kept)
+        after = rounded(np.where(keeps, p * inverse, 0))  # dropout
+        out = rounded(_sum_over_visible(after, seen, vh))
         if rounded is not _exactly:  # lse is never rounded to 16 bits, so neither are the products that it is judged by
             s, _ = scores(problem, (qh * scale) @ kh.swapaxes(-1, -2), given, rounded)
             _, lse = _softmax(np.where(seen, s, -np.inf), sinks)
@@ -322,18 +364,19 @@ def _standard(
             return Standard(out.transpose(0, 2, 1, 3), lse)
 
         do = heads_first(dout)
-        dp = rounded(do @ vh.swapaxes(-1, -2))
+        dp = rounded(np.where(keeps, rounded(do @ vh.swapaxes(-1, -2)) * inverse, 0))
         mean = np.where(seen, p * dp, 0).sum(-1, keepdims=True)
         through_lse = 0 if dlse is None else np.where(np.isneginf(lse), 0, dlse).astype(work)[..., None]
         of_scores = np.where(seen, p * (dp - mean + through_lse), 0)
         ds = rounded(np.where(seen, of_scores * slope, 0))
-        of_arrays = _of_arrays(problem, given, lse, rounded(of_scores), through_lse - mean, rounded)
+        products = (qh * scale) @ kh.swapaxes(-1, -2)
+        of_arrays = _of_arrays(problem, given, lse, rounded(of_scores), through_lse - mean, rounded, products)
         terms = np.where(seen, p * (np.abs(dp) + np.abs(mean - through_lse)), 0)
-        luck = _luck(problem, given, lse, p, of_scores, terms, through_lse - mean, out * do)
+        luck = _luck(problem, given, lse, p, of_scores, terms, through_lse - mean, out * do, products)
         dq = rounded(_sum_over_visible(ds, seen, kh) * scale)
-        seen, p, ds = seen.swapaxes(-1, -2), p.swapaxes(-1, -2), ds.swapaxes(-1, -2)
+        seen, after, ds = seen.swapaxes(-1, -2), after.swapaxes(-1, -2), ds.swapaxes(-1, -2)
         dk = rounded(_sum_over_visible(ds, seen, qh) * scale)
-        dv = rounded(_sum_over_visible(p, seen, do))
+        dv = rounded(_sum_over_visible(after, seen, do))
         group = problem.group if problem.heads_k else 1
         shape = problem.batch, problem.heads_k, group, problem.seq_k
         dk, dv = (rounded(x.reshape(*shape, x.shape[-1]).sum(2)) for x in (dk, dv))
@@ -348,13 +391,18 @@ def _of_arrays(
     lse: np.ndarray,
     ds: np.ndarray,
     of_sink_scores: np.ndarray,
-    rounded: Rounding = lambda x: x,
+    rounded: Rounding,
+    products: np.ndarray,
 ) -> dict[str, np.ndarray]:
     """Gradients of optional arrays from those of the scores, (B, Hq, Sq, Sk): summed over what they are broadcast along.
 
-    `of_sink_scores`, (B, Hq, Sq, 1): those of the sinks' scores, but for their probabilities.
+    `of_sink_scores`, (B, Hq, Sq, 1): those of the sinks' scores, but for their probabilities; `products`: scale · Q Kᵀ.
     """
     grads = {}
+    for name, x, index, change in _read(problem, given, products):
+        grad = np.zeros(x.shape, ds.dtype)
+        np.add.at(grad, index, np.where(ds == 0, 0, ds * change))
+        grads[f"d{name}"] = rounded(grad) if x.dtype.name == problem.dtype else grad
     for row in ARRAYS:
         x = given.get(row.name)
         if x is None or not row.gradient:
@@ -368,6 +416,20 @@ def _of_arrays(
     return grads
 
 
+def _read(
+    problem: AttentionProblem, given: dict[str, np.ndarray | None], products: np.ndarray
+) -> Iterator[tuple[str, np.ndarray, tuple[np.ndarray, ...], np.ndarray]]:
+    """Of each array that a score function reads and that has a gradient: its name, itself, which element each pair reads, and
+    the score's derivative by that.
+    """
+    if problem.score is None:
+        return
+    for name, (index, change) in _by_hand(problem, products, given).reads.items():
+        named = f"score_arrays[{name!r}]"
+        index = tuple(np.broadcast_to(x, products.shape) for x in index)
+        yield named, given[named], index, np.broadcast_to(change, products.shape)
+
+
 def _luck(
     problem: AttentionProblem,
     given: dict[str, np.ndarray | None],
@@ -377,6 +439,7 @@ def _luck(
     terms: np.ndarray,
     of_sink_scores: np.ndarray,
     o_do: np.ndarray,
+    products: np.ndarray,
 ) -> dict[str, float]:
     """`Standard.luck`. `terms`, (B, Hq, Sq, Sk): sizes of what dS is a difference of; `o_do`, (B, Hq, Sq, Dv): of rowsum(dO * O).
 
@@ -390,6 +453,18 @@ def _luck(
         8 * float(np.finfo(DTYPES[problem.lse_dtype]).eps) * (1 + np.abs(np.where(np.isfinite(lse), lse, 0)))[..., None]
     )
     luck = {}
+    for name, x, index, change in _read(problem, given, products):
+        variance = np.zeros(x.shape)
+        np.add.at(variance, index, (eps * terms * change) ** 2)
+        for each in (p * change * of_rowsum, ds * change * of_lse):  # a row's are alike
+            sums: dict[Any, Any] = {}
+            flat = np.ravel_multi_index(index, x.shape).reshape(-1, each.shape[-1])
+            for elements, values in zip(flat, np.nan_to_num(each).reshape(flat.shape)):
+                own, inverse = np.unique(elements, return_inverse=True)
+                for n, value in zip(own, np.bincount(inverse, values)):
+                    sums[n] = sums.get(n, 0.0) + value**2
+            np.add.at(variance.reshape(-1), list(sums), list(sums.values()))
+        luck[f"d{name}"] = 4 * float(np.nan_to_num(np.sqrt(variance)).max(initial=0.0))
     for row in ARRAYS:
         x = given.get(row.name)
         if x is None or not row.gradient:

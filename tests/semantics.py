@@ -18,8 +18,9 @@ from reference import (
     references,
     state,
 )
+from score_functions import WRITTEN, key, of_dtype
 
-from cupyflash import attention, attention_backward
+from cupyflash import BlockMask, attention, attention_backward, block_mask
 from cupyflash.problem import ARRAYS
 
 
@@ -48,11 +49,14 @@ def draw_inputs(
     given: Collection[str] = (),
     full: str = "bhqk",
     bias: str | None = None,
+    score: str | None = None,
 ) -> Inputs:
     """Random inputs: `seq` is (Sq, Sk), `heads` (Hq, Hk), `dims` (D, Dv); `dlse` the size of lse's gradient, 0 for none.
 
     `given` names other optional arrays. Along the axes of `full`, by their first letters, a mask or bias has every number;
-    it has length 1 along the others. `bias`: the dtype of that, where it is not that of q.
+    it has length 1 along the others. `bias`: the dtype of that, where it is not that of q. A seed is one of no dimensions, which
+    stands for a number; reshaped to one dimension it is an array. With the arrays of `score`, of WRITTEN; what is learned of
+    them is in float32 for 16-bit inputs.
     """
     (sq, sk), (hq, hk), (d, dv) = seq, heads, dims
     shapes = ((batch, sq, hq, d), (batch, sk, hk, d), (batch, sk, hk, dv), (batch, sq, hq, dv))
@@ -64,9 +68,39 @@ def draw_inputs(
         "bias": lambda: draw(rng, bias or dtype, *over_pairs),
         "alibi_slopes": lambda: (2.0 ** -rng.uniform(1, 8, (batch, hq))).astype(np.float32),
         "sinks": lambda: draw(rng, dtype, hq),
+        "seed": lambda: np.array(rng.integers(-(2**63), 2**63)),
     }
     optional = {name: arrays[name]() for name in given}
+    if score is not None:
+        read = of_dtype(WRITTEN[score].draw(rng, batch, hq, sq, sk), "float64" if dtype == "float64" else "float32")
+        optional |= {key(name): x for name, x in read.items()}
     return Inputs(*(draw(rng, dtype, *shape) for shape in shapes), mask, rows, optional)
+
+
+class Blocks(NamedTuple):
+    """A block mask as plain booleans, (B|1, H|1, Sq, Sk), and the size of its blocks."""
+
+    seen: np.ndarray
+    block: tuple[int, int]
+
+    def mask(self, like: Any = None) -> BlockMask:
+        return block_mask(self.seen, block=self.block, like=like)
+
+    def with_mask(self, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Optional arrays whose mask hides the same."""
+        return given | {"mask": self.seen & given.get("mask", np.True_)}
+
+
+def draw_blocks(
+    rng: np.random.Generator, shape: tuple[int, int, int, int], block: tuple[int, int], axes: str = "bh"
+) -> Blocks:
+    """Random ones for (B, H, Sq, Sk), empty, full and partial; `axes`: those of batch and heads along which they differ."""
+    whole = (*(n if axis in axes else 1 for axis, n in zip("bh", shape)), *shape[2:])
+    grid = (*whole[:2], *(-(-n // size) for n, size in zip(shape[2:], block)))
+    kinds = rng.choice(3, grid, p=(0.4, 0.3, 0.3))  # empty, full, partial
+    kinds[..., :1, :] *= grid[2] == 1 or rng.random() < 0.5  # or queries that see no key
+    kinds = kinds.repeat(block[0], 2).repeat(block[1], 3)[:, :, : shape[2], : shape[3]]
+    return Blocks((kinds == 1) | ((kinds == 2) & (rng.random(whole) < 0.6)), block)
 
 
 Shape = tuple[int, ...]
@@ -104,23 +138,28 @@ def check(
     deterministic: bool = False,
     large_scores: bool = False,
     wrt: Collection[str] | None = None,
+    blocks: Blocks | None = None,
     **options: Any,
 ) -> None:
     """Run `inputs` through attention and attention_backward on the backend; every result must be as good as the reference.
 
-    `wrt`: optional arrays whose gradients are asked for, all that are given unless said.
+    `wrt`: optional arrays whose gradients are asked for, all that are given unless said. `blocks`: a block mask.
 
     Arrays are given in `rank` dimensions, `layout` and `lay`; results go into arrays that hold NaN before, and nothing
     around them may be touched. `large_scores` as `Judge` has it.
     """
     q, k, v, dout = inputs[:4]
     others = inputs.given
-    judge = Judge(inputs, options, backward, large_scores)
+    judge = Judge(inputs, options, backward, large_scores, blocks)
     dtype = judge.problem.dtype
     given = [_placed(backend, as_caller_has_it(x, rank, layout), lay)[1] for x in (q, k, v, dout)]
     options |= {"layout": layout, "family": backend.family_for(judge.problem)}
+    named = {}
     for name, x in arrays_of_rank(inputs, rank).items():
-        options[name] = _placed(backend, x, lay)[1] if x.ndim == 4 else backend.put(x)
+        named[name] = _placed(backend, x, lay)[1] if x.ndim == 4 else as_given(name, x, backend.put)
+    options |= as_arguments(named)
+    if blocks is not None:
+        options["block_mask"] = blocks.mask(like=given[0])
 
     base, out = _unwritten(backend, q.shape[:-1] + v.shape[-1:], dtype, rank, layout, lay)
     backend.poison()
@@ -134,8 +173,10 @@ def check(
 
     written = [_unwritten(backend, x.shape, dtype, rank, layout, lay) for x in (q, k, v)]
     grads = tuple(view for _, view in written)
+    read = {x.key: x for x in judge.problem.score.arrays} if judge.problem.score else {}
     if wrt is None:
         wrt = [row.name for row in ARRAYS if row.gradient and row.name in others]
+        wrt += [x.name for x in read.values() if x.kind == "float"]
     backend.poison()
     if inputs.dlse is not None:
         options["dlse"] = backend.put(inputs.dlse.reshape(lse.shape))
@@ -150,6 +191,12 @@ def check(
         found = backend.get(found)
         assert found.shape == options[row.name].shape and found.dtype == x.dtype
         judge(f"d{row.name}", found.reshape(x.shape))
+    assert results.dscore_arrays.keys() == {x.name for x in read.values() if x.name in wrt}
+    for name, array in read.items():
+        if array.name in wrt:
+            found = backend.get(results.dscore_arrays[array.name])
+            assert found.shape == others[name].shape and found.dtype == others[name].dtype
+            judge(f"d{name}", found)
     for name, (base, view), result in zip(("dq", "dk", "dv"), written, results):
         assert result is view
         judge(name, as_reference_has_it(backend.get(view), rank, layout))
@@ -164,10 +211,15 @@ class Judge:
     float64 and rounded where it rounds.
     """
 
-    def __init__(self, inputs: Inputs, options: dict[str, Any], backward: bool, large_scores: bool) -> None:
+    def __init__(
+        self, inputs: Inputs, options: dict[str, Any], backward: bool, large_scores: bool, blocks: Blocks | None = None
+    ) -> None:
         q, k, v, dout, key_mask, dlse, others = inputs
-        self.inputs = inputs
-        self.problem = state(q, k, v, key_mask, **options, **others)
+        stated = options if blocks is None else options | {"block_mask": blocks.mask()}
+        self.problem = state(q, k, v, key_mask, **stated, **others)
+        if blocks is not None:
+            others = blocks.with_mask(others)
+        self.inputs = inputs._replace(given=others)
         self.exact, self.own = references(
             self.problem, q, k, v, key_mask, dout if backward else None, dlse, **others
         )  # fmt: skip
@@ -204,6 +256,19 @@ def arrays_of_rank(inputs: Inputs, rank: int) -> dict[str, np.ndarray]:
         if x is not None and x.ndim == len(row.axes):  # else leading axes are left out already
             given[row.name] = x.reshape(x.shape[len(row.axes) - len(row.has(rank)) :])
     return given
+
+
+def as_given(name: str, x: np.ndarray, put: Callable[[np.ndarray], Any]) -> Any:
+    """An optional array as a call gets it: put where the others are, but for a seed that stands for a number."""
+    return int(x) if name == "seed" and x.ndim == 0 else put(x)
+
+
+def as_arguments(named: dict[str, Any]) -> dict[str, Any]:
+    """Arrays as arguments of a call: those that a score function reads in score_arrays."""
+    start = "score_arrays['"
+    arguments = {name: x for name, x in named.items() if not name.startswith(start)}
+    read = {name[len(start) : -2]: x for name, x in named.items() if name.startswith(start)}
+    return arguments | ({"score_arrays": read} if read else {})
 
 
 def as_caller_has_it(x: np.ndarray, rank: int, layout: str) -> np.ndarray:

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("rich")
 
 from cupyflash import bench, timing
-from cupyflash.bench import ladder, machine, peers, plots, report, suites
+from cupyflash.bench import machine, peers, plots, report, suites
 from cupyflash.bench.suites import SUITES, Options
 from cupyflash.timing import Candidate
 
@@ -343,6 +343,17 @@ def test_summary():
     assert "NO RESULT of ours in 1 rows; the first: wrong" in report.summary(rows)[-1]
 
 
+def test_the_summary_of_dtypes_is_by_pass():
+    rows = synthetic("fp32")["rows"]
+    rows[3]["ratio_to_best"] = 0.25
+    lines = report.summary(rows)[-6:]
+    assert [line.split(":")[0] for line in lines] == [
+        "float32, forward", "float32, backward", "float64, forward", "float64, backward",
+        "with a bias, forward", "with a bias, backward",
+    ]  # fmt: skip
+    assert lines[0].endswith("worst 0.25x (dim 64, causal yes, bias no, seq 512)")
+
+
 def test_table_marks_the_best_and_shows_gaps():
     lines = plots.table(synthetic("forward")["rows"]).splitlines()
     assert len(lines) == 38
@@ -356,7 +367,7 @@ def test_plot_draws_every_suite_and_writes_the_page(tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("torch")
     stems = []
-    shown = [name for name in SUITES if name not in ("figures", "training")]  # those are in docs/papers.md
+    shown = [name for name in SUITES if name not in ("figures", "training", "precision")]  # those have other pages
     for suite, family in [(name, None) for name in shown] + [("forward", "sm80")]:
         stems.append(f"{family}_{suite}" if family else suite)
         report.save(tmp_path / "results" / "h200" / f"{stems[-1]}.json", synthetic(suite, family))
@@ -422,7 +433,7 @@ def test_the_ladder_fills_the_tutorial(tmp_path):
     report.save(tmp_path / "results" / "h200" / "ladder.json", {**synthetic("ladder"), "rows": rows})
     page = tmp_path / "docs" / "tutorial.md"
     page.parent.mkdir()
-    page.write_text(f"before\n{ladder.BEGIN}\nold\n{ladder.END}\nafter\n")
+    page.write_text("before\n<!-- ladder:begin -->\nold\n<!-- ladder:end -->\nafter\n")
     for _ in range(2):  # again: the same page
         assert str(page) in bench.plot(tmp_path / "results", tmp_path / "docs")
         text = page.read_text()

@@ -12,7 +12,7 @@ pytest.importorskip("rich")
 torch = pytest.importorskip("torch")
 
 from cupyflash import bench, timing
-from cupyflash.bench import machine, peers, plots, report, runner, scores, suite
+from cupyflash.bench import machine, peers, plots, report, runner, scores, suite, suites
 from cupyflash.bench.suites import SUITES
 from cupyflash.timing import Candidate
 
@@ -26,6 +26,7 @@ def small(name: str, direction: str, dtype: str = "float32") -> suite.Problem:
 def rows() -> list[Any]:
     """All pairs of a row and a pass."""
     found = dict.fromkeys((p["scores"], p["pass"]) for p in scores.problems(suite.Options()))
+    found = {pair: None for pair in found if not pair[0].startswith("dropout")}  # of these nobody knows what is right
     return [pytest.param(*pair, id="-".join(pair)) for pair in found]
 
 
@@ -34,14 +35,16 @@ def rows() -> list[Any]:
 
 def test_rows_are_of_16k_tokens_and_one_width():
     problems = scores.problems(suite.Options())
-    assert len(problems) == 2 * (2 * 10 + 2) + 2 * 3
+    assert len(problems) == 2 * (2 * 14 + 2) + 2 * 3 + 2 * 2 * 8
     assert {p["scores"] for p in problems} == set(scores.ROWS) == set(SUITES["scores"].names)
     for p in problems:
-        assert p["batch"] * p["seq"] == (65536 if p["scores"] == "evoformer" else 16384)
+        assert p["batch"] * p["seq"] == {"evoformer": 65536}.get(
+            p["scores"], 32768 if p["scores"].endswith("32k") else 16384
+        )
         assert p["heads"] * p["dim"] == (128 if p["scores"] == "evoformer" else 2048)
     assert {p["dtype"] for p in problems if p["scores"] == "evoformer"} == {"float32", "bfloat16"}
     quick = scores.problems(suite.Options(quick=True, dtype="float16"))
-    assert len(quick) == 2 * 11 + 3 and {p["dtype"] for p in quick} == {"float16"}
+    assert len(quick) == 2 * 15 + 3 + 2 * 8 and {p["dtype"] for p in quick} == {"float16"}
 
 
 def test_only_takes_names_and_how_they_begin():
@@ -53,7 +56,16 @@ def test_only_takes_names_and_how_they_begin():
 
 
 @pytest.mark.parametrize(
-    ("name", "share"), [("alibi", 1), ("bias-1hss", 1), ("mask-b1ss", 0.9), ("padding-b11s", 0.75), ("evoformer", 0.75)]
+    ("name", "share"),
+    [
+        ("alibi", 1),
+        ("bias-1hss", 1),
+        ("mask-b1ss", 0.9),
+        ("padding-b11s", 0.75),
+        ("evoformer", 0.75),
+        ("streaming-8k", (128 * 129 / 2 - 95 * 96 / 2 + 4 * 95 - 6) / 128**2),
+        ("sparse50-8k", 0.594),
+    ],
 )
 def test_what_the_masks_leave(name, share):
     assert scores.left(scores.draw(small(name, "forward"), "cpu")) == pytest.approx(share, abs=0.01)
@@ -68,13 +80,11 @@ def test_every_row_tells_right_from_wrong(name, direction, monkeypatch):
     monkeypatch.setattr(suite, "TOLERANCE", 1e-4)
     backward = direction == "backward"
     case = scores.draw(small(name, direction), "cpu")
-    assert case.wrt == (("bias",) if name.startswith("dbias") or name == "evoformer" else ())
-    prepares: dict[str, peers.Prepare] = {}
-    if not {"softcap", "alibi_slopes", "sinks"} & case.scores.keys():
+    learned = {"relative": ("table",), "t5": ("table",), "evoformer": ("bias",)}
+    assert case.wrt == (("bias",) if name.startswith("dbias") else learned.get(name, ()))
+    prepares: dict[str, peers.Prepare] = {"ours": peers.ours()}
+    if not {"softcap", "score", "alibi_slopes", "sinks", "block_mask"} & case.scores.keys():
         prepares["math"] = peers.load("math")
-    if not (backward and case.wrt):
-        prepares["ours"] = peers.ours()
-    assert prepares
     right, notes = suite.compare(prepares, case, backward, scores.exact(case, backward))
     assert [*right] == [*prepares] and notes == {}
 
@@ -84,6 +94,29 @@ def test_every_row_tells_right_from_wrong(name, direction, monkeypatch):
     monkeypatch.setattr(suite, "TOLERANCE", 0.05)  # wider than it is
     found, notes = suite.compare({"plain": plain}, case, backward, scores.exact(case, backward))
     assert name == "causal" or (found == {} and ("wrong" in notes["plain"] or "longer" in notes["plain"]))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["dropout", "dropout-causal"])
+def test_dropout_is_as_far_from_none_as_it_must_be(name, direction, monkeypatch):
+    """Everyone's own random numbers; whoever drops nothing, or twice as much, is found."""
+    monkeypatch.setattr(suite, "TOLERANCE", 0.08)  # few heads: a row's first keys decide
+    problem, backward = {**small(name, direction), "batch": 16, "heads": 8}, direction == "backward"
+    case = scores.draw(problem, "cpu")
+    right, noise = scores.expected(case, backward)
+    assert noise[0] == pytest.approx((0.1 / 0.9) ** 0.5, rel=0.1) or backward
+    prepares = {"ours": peers.ours(), "math": peers.load("math")}
+    for share, much in ((0.0, "none"), (0.2, "twice")):
+        other = case._replace(scores={"dropout": share, "seed": 2})
+        prepares[much] = lambda _, backward, other=other: peers.ours()(other, backward)
+    found, notes = suite.compare(prepares, case, backward, right, noise)
+    assert {*found} == {"ours", "math"} and all("wrong" in notes[much] for much in ("none", "twice"))
+
+
+def test_buckets_of_distances_are_t5s():
+    """Those of the tables in the paper's code: exact up to 8, then by the logarithm, all alike from 128 on."""
+    at = torch.tensor([0, -1, -7, -8, -12, -50, -127, -128, -2000, 1, 7, 8, 2000])
+    assert scores.t5_bucket(at).tolist() == [0, 1, 7, 8, 9, 13, 15, 15, 15, 17, 23, 24, 31]
 
 
 def test_the_reference_takes_some_batch_entries_at_a_time(monkeypatch):
@@ -118,7 +151,9 @@ def test_gradients_of_arrays_are_asked_for_by_name(monkeypatch):
 # --- FlexAttention ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in scores.ROWS if name != "causal" and f"d{name}" not in scores.ROWS])
+@pytest.mark.parametrize(
+    "name", [name for name, row in scores.ROWS.items() if "flex" in row.peers and f"d{name}" not in scores.ROWS]
+)
 def test_flex_attention_computes_every_row(name, monkeypatch):
     """Traced and differentiated as on a GPU, but for the kernels; and again with the graph that is kept."""
     import torch.nn.attention.flex_attention as module
@@ -146,7 +181,7 @@ def test_a_row_is_measured_in_turn_and_the_slow_come_last(monkeypatch):
     taken: list[str] = []
     speeds = {"ours": 1.0, "flex": 2.0, "efficient": 8.0, "ours_causal": 0.25}
 
-    def sampler(candidates, min_ms):
+    def sampler(candidates, min_ms, patience):
         def sample(name):
             taken.append(name)
             assert candidates[name].call()[0].shape == (3, 128, 2, 16)
@@ -182,11 +217,31 @@ def test_a_row_is_measured_in_turn_and_the_slow_come_last(monkeypatch):
 def test_the_causal_row_is_not_compared_with_itself(monkeypatch):
     monkeypatch.setattr(scores, "importable", lambda names: {"fa2": peers.load("math")})
     monkeypatch.setattr(scores, "draw", functools.partial(scores.draw, device="cpu"))
-    monkeypatch.setattr(scores, "gpu_sampler", lambda candidates, min_ms: lambda name: 1.0)
+    monkeypatch.setattr(scores, "gpu_sampler", lambda candidates, min_ms, patience: lambda name: 1.0)
     values, _ = scores.measure(small("causal", "backward"), suite.Options(rounds=1))
     assert values.keys() == {"fa2", "ours"}
     row = report.make_row(small("causal", "backward"), "TFLOP/s", values, {}, scores.PEERS)
     assert "ratio_to_causal" not in row
+
+
+def test_fp32_measures_a_bias_with_its_gradient_beside_pytorch(monkeypatch):
+    (problem,) = (p for p in SUITES["fp32"].problems(suite.Options()) if p["bias"] and p["pass"] == "backward")
+    assert (problem["dtype"], problem["batch"], problem["seq"], problem["heads"], problem["dim"]) == (
+        "float32", 256, 256, 4, 32,
+    )  # fmt: skip
+    problem |= {"batch": 2, "seq": 40, "dim": 16}
+    monkeypatch.setattr(scores, "draw", functools.partial(scores.draw, device="cpu"))
+    monkeypatch.setattr(suites, "importable", lambda names: {name: peers.load("math") for name in names})
+
+    def take_turns(candidates, options):
+        assert {*candidates} == {"math", "efficient", "ours"}
+        assert all(len(x.call()) == 4 for x in candidates.values())  # dq, dk, dv, and the bias' too
+        return dict.fromkeys(candidates, 1e-12), {}
+
+    monkeypatch.setattr(suites, "take_turns", take_turns)
+    values, notes = SUITES["fp32"].measure(problem, suite.Options())
+    left = float(scores.draw({**problem, "scores": "evoformer"}).scores["key_mask"].float().mean())
+    assert notes == {} and values["ours"] == pytest.approx(10 * 2 * 4 * 40 * 40 * 16 * left, rel=1e-6)
 
 
 # --- table, summary, run ------------------------------------------------------------------------------------------
@@ -248,3 +303,36 @@ def test_a_run_writes_rows_and_tells_why_peers_are_missing(monkeypatch, tmp_path
     assert row["ratio_to_causal"] == 0.9 and row["notes"] == {"flex": "RuntimeError: no Triton"} and len(more) == 3
     printed = capsys.readouterr().out
     assert "vs causal" in printed and printed.count("flex: RuntimeError: no Triton") == 1 and "0.90x" in printed
+
+
+def test_a_run_goes_on_where_it_was_stopped(monkeypatch, tmp_path, capsys):
+    """What is there is kept, in the order of the suite; rows without a result, and those of other kernels, are measured."""
+    taken, stop = [], [3]
+
+    def measure(problem, options):
+        if len(taken) == stop[0]:
+            raise KeyboardInterrupt
+        taken.append(problem)
+        return ({} if len(taken) == 2 else {"ours": float(len(taken))}), {}
+
+    monkeypatch.setattr(runner, "SUITES", {"scores": SUITES["scores"]._replace(measure=measure)})
+    for name, value in {"require_gpu": None, "name": "NVIDIA H200", "ceilings": {}, "driver": "1"}.items():
+        monkeypatch.setattr(machine, name, lambda *_, value=value: value)
+    every = scores.problems(suite.Options(only=("alibi", "sinks", "t5")))
+
+    def rows() -> list[report.Row]:
+        return json.loads((tmp_path / "scores.json").read_text())["rows"]
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(["scores"], out=tmp_path, only=["sinks", "t5"])
+    assert [row["ours"] for row in rows()] == [1.0, None, 3.0]
+    stop[0] = 99
+    assert bench.run(["scores"], out=tmp_path, only=["alibi", "sinks", "t5"], resume=True) == 0
+    assert [row["problem"] for row in rows()] == every and all(row["ours"] for row in rows())
+    assert len(taken) == 3 + len(every) - 2 and "2 rows are in" in capsys.readouterr().out
+    assert bench.run(["scores"], out=tmp_path, only=["alibi"], resume=True) == 0
+    assert len(taken) == 3 + len(every) - 2 and len(rows()) == len(every)
+    other = json.loads((tmp_path / "scores.json").read_text()) | {"sources": "others"}
+    report.save(tmp_path / "scores.json", other)
+    assert bench.run(["scores"], out=tmp_path, only=["alibi"], resume=True) == 0
+    assert [row["problem"]["scores"] for row in rows()] == ["alibi"] * 4

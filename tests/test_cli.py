@@ -119,9 +119,14 @@ def test_every_row_of_the_tables_is_an_option(run: Run, command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0
     for row in (*OPTIONS, *ARRAYS):
-        if not (command == "attend" and getattr(row, "backward", False)) and (command, row.name) != (
-            "compile",
-            "layout",
+        if (
+            getattr(row, "written", True)
+            and not (command == "attend" and getattr(row, "backward", False))
+            and (command, row.name)
+            != (
+                "compile",
+                "layout",
+            )
         ):
             assert f"--{row.name.replace('_', '-')}" in out, row.name
     flags = [line for line in out.splitlines() if line.strip().startswith(("--causal", "--deterministic", "--version"))]
@@ -547,9 +552,13 @@ def test_explain_plans_without_a_gpu(no_gpu: None, cache: Path) -> None:
     assert [copy.split(",")[0] for copy in told.copies] == ["q", "k", "v"]
     assert "no multiple of 16 bytes" in told.copies[0]
 
+    split = cupyflash.explain((1, 64, 1, 16), dtype="float32", arch="sm_80")
+    assert (split.family, split.workspace["q_halves"]) == ("sm80", 4 * 64 * 16)
+    assert any("two of float16" in note for note in split.notes) and not split.copies
+
     back = cupyflash.explain((1, 64, 1, 16), dtype="float32", arch="sm_75", backward=True)
     assert back.family == "simt"
-    assert any("sm80 takes float16 and bfloat16, not float32" in why for why in back.passed_over)
+    assert any("sm80 needs compute capability 8.0, this GPU has 7.5" in why for why in back.passed_over)
     assert back.workspace["delta"] == 64 * 4
     assert back.flops == 5 * 2 * 64 * 64 * 16
     assert back.bytes_moved == 4 * (8 * 64 * 16 + 64)
@@ -721,7 +730,7 @@ def test_compile_fills_the_cache(run: Run, cache: Path) -> None:
     only = ("--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--causal", "--forward")
     code, out, err = run("compile", *only)
     assert (code, err) == (0, "")
-    assert "simt" in out and "forward" in out and "1 programs" in out
+    assert "sm80" in out and "forward" in out and "1 programs" in out
     assert not [line for line in out.splitlines() if line != line.rstrip() or not line]
     assert "cached" not in out
     assert disk.cache_info().entries == 1
@@ -846,11 +855,13 @@ def test_bench_is_handed_over(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_pat
     few = ("--rounds", 2, "--min-ms", 1.5)
     code, _, err = run("bench", "fp32", "host", "--family", "simt", "--quick", "--out", tmp_path, "--dtype=fp16", *few)
     assert (code, err) == (1, "")
-    assert calls == [(["fp32", "host"], "simt", tmp_path, True, "float16", 2, 1.5, (), False, False)]
+    assert calls == [(["fp32", "host"], "simt", tmp_path, True, "float16", 2, 1.5, (), False, False, False)]
     assert run("bench", "scores", "--only", "bias", "--only=mask", "--slow")[0] == 1
-    assert calls[1] == (["scores"], None, None, False, None, None, None, ["bias", "mask"], True, False)
+    assert calls[1] == (["scores"], None, None, False, None, None, None, ["bias", "mask"], True, False, False)
     assert run("bench", "models", "--sustained")[0] == 1
-    assert calls[2] == (["models"], None, None, False, None, None, None, (), False, True)
+    assert calls[2] == (["models"], None, None, False, None, None, None, (), False, True, False)
+    assert run("bench", "models", "--resume")[0] == 1
+    assert calls[3] == (["models"], None, None, False, None, None, None, (), False, False, True)
 
 
 def test_bench_plot_draws_what_quick_wrote(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import threading
-import time
-import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +18,7 @@ from cupyflash import attention, attention_backward, explain
 from cupyflash.gpu import corridor, device, launch, params, programs, tensormap
 from cupyflash.gpu.device import Arch
 from cupyflash.interop import cupy_
-from cupyflash.problem import ITEMSIZE, View, contiguous
+from cupyflash.problem import ITEMSIZE, OPTIONS, MaskKind, View, complete, contiguous, score_of
 
 STREAM = 77
 B, SQ, SK, HQ, HK, D = 2, 40, 50, 4, 2, 64
@@ -56,7 +53,7 @@ class Gpu:
 
     def copy_of(self, lib: Any, pointer: int, view: View, copy: View, device: int, stream: int) -> Any:
         held = lib.empty((copy.strides[0] * copy.shape[0],), view.dtype, device)
-        self.copied.append((pointer, view, held.data.ptr, copy))
+        self.copied.append((pointer, view, lib.pointer(held), copy))
         assert stream == STREAM
         return held
 
@@ -260,7 +257,11 @@ def test_gradients_of_arrays(gpu: Gpu, rank: int) -> None:
     """In arrays like those given, by kernels of their own; those of q, k and v come from the same launches as without."""
     shape = (D,) if rank == 2 else (HQ, D)
     q, k = (gpu.array((*((B,) if rank == 4 else ()), n, *shape)) for n in (SQ, SK))
-    shapes = {"bias": (1, SK) if rank == 2 else (HQ, 1, SK), "alibi_slopes": () if rank == 2 else (HQ,), "sinks": () if rank == 2 else (1,)}
+    shapes = {
+        "bias": (1, SK) if rank == 2 else (HQ, 1, SK),
+        "alibi_slopes": () if rank == 2 else (HQ,),
+        "sinks": () if rank == 2 else (1,),
+    }
     given = {name: gpu.array(x, np.float32 if name == "alibi_slopes" else np.float16) for name, x in shapes.items()}
     out, lse = attention(q, k, k, return_lse=True, **given)
     attention_backward(out, q, k, k, out, lse, **given)
@@ -332,6 +333,18 @@ def test_where_there_is_nothing_to_compute(gpu: Gpu) -> None:
     assert len(gpu.launched) == 1 and len(gpu.filled) == 5
 
 
+def test_without_keys_only_sinks_have_a_gradient(gpu: Gpu) -> None:
+    """Where the loss depends on lse, which is the sink then."""
+    given = for_backward(gpu) | {"k": gpu.array((B, 0, HK, D)), "v": gpu.array((B, 0, HK, D))}
+    given |= {"dlse": gpu.array((B, HQ, SQ), np.float32), "sinks": gpu.array((HQ,)), "alibi_slopes": gpu.array((HQ,))}
+    table = {"score": lambda s, b, h, i, j, t: s + t[h, j - i], "score_arrays": {"t": gpu.array((HQ, 9), np.float32)}}
+    attention_backward(**given, **table, wrt=("alibi_slopes", "t"))
+    assert not gpu.launched and gpu.filled == [0.0] * 5
+    attention_backward(**given, wrt=("alibi_slopes", "sinks"))
+    (plan, _, _), *_ = gpu.launched
+    assert plan.wrt == ("alibi_slopes", "sinks") and not plan.maps
+
+
 def test_explain_tells_of_misaligned_inputs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_compiler(plan: Any) -> Any:
         raise ImportError("none here")
@@ -387,49 +400,168 @@ def test_a_producers_stream_is_waited_for(producer: int | None, monkeypatch: pyt
     assert fake.said == ([("record", 55, 5), ("wait", 55)] if producer == 5 else [])
 
 
-def test_jax_inputs_are_held_until_their_kernels_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("jax")
+class XlaBuffer:
+    """What XLA hands a callback: memory that DLPack tells the address of."""
+
+    def __init__(self, nbytes: int, ordinal: int = 0, misaligned: bool = False) -> None:
+        memory = np.empty(nbytes + 272, np.uint8)
+        start = -memory.__array_interface__["data"][0] % 256 + misaligned
+        self.memory, self.ordinal, self.address = memory[start:][:nbytes], ordinal, 0
+        self.address = self.memory.__array_interface__["data"][0]
+
+    def __dlpack__(self) -> Any:
+        return self.memory.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.ordinal
+
+
+def xla_call(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, tuple[tuple[int, ...], str]], wrt: Any, options: dict[str, Any],
+    ordinal: int = 0, misaligned: bool = False, seed: int | None = None,
+) -> Any:  # fmt: skip
+    """What JAX traces, and then runs: the callback, the buffers of inputs by name, and those of results."""
+    jax = pytest.importorskip("jax")
     from cupyflash.interop import jax_gpu
 
-    class Array:
-        pass
+    gpus = [SimpleNamespace(local_hardware_id=0)]
+    monkeypatch.setattr(jax, "local_devices", lambda backend: gpus)
+    views = {name: View(shape, contiguous(shape), dtype, "", "jax") for name, (shape, dtype) in given.items()}
+    call = jax_gpu.Callback(views, complete(options), seed, None, wrt)
 
-    fake = Recorded()
-    monkeypatch.setattr(jax_gpu, "cupy", fake.cupy)
-    monkeypatch.setattr(jax_gpu, "jax", SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=lambda x: x)))
-    taken = Array()
-    seen = weakref.ref(taken)
-    loan = jax_gpu.Loan()
-    loan.take(taken)
-    loan.finish(Array(), 0)
-    loan.finish(Array(), 0)  # the second result of the call
-    del taken, loan
-    time.sleep(0.1)
-    gc.collect()
-    assert seen() is not None, "an input was let go before the kernels that read it were done"
-    fake.come.set()
-    for _ in range(100):
-        gc.collect()
-        if seen() is None:
-            return
-        time.sleep(0.02)
-    raise AssertionError("an input is held for ever")
+    def buffer(view: View) -> XlaBuffer:
+        return XlaBuffer(int(np.prod(view.shape)) * ITEMSIZE[view.dtype], ordinal, misaligned)
+
+    buffers = {name: buffer(view) for name, view in views.items()}
+    results = [views[name] for name in ("q", "k", "v", *wrt)] if wrt is not None else [views["q"]] * 2
+    outs = [buffer(view) for view in results]
+    outs.append(XlaBuffer(call.scratch, ordinal))
+    call(SimpleNamespace(stream=STREAM), outs, *buffers.values())
+    return call, buffers, outs
 
 
-def test_a_scale_that_was_written_to(gpu: Gpu) -> None:
+Q, KV = ((B, SQ, HQ, D), "bfloat16"), ((B, SK, HK, D), "bfloat16")
+
+
+def test_a_callback_of_xla(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its inputs, results, stream and memory are what is launched with."""
+    call, given, (out, lse, _) = xla_call(monkeypatch, {"q": Q, "k": KV, "v": KV}, None, {"causal": True})
+    _, p, stream = gpu.launched[-1]
+    assert stream == STREAM and call.plain and gpu.planned == 1
+    assert {name: p[name] for name in given} == {name: x.address for name, x in given.items()}
+    assert (p["out"], p["lse"]) == (out.address, lse.address)
+
+
+def test_a_callback_of_xla_backward(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, bias = ((B, HQ, SQ), "float32"), ((HQ, SQ, SK), "float32")
+    arrays = {"q": Q, "k": KV, "v": KV, "bias": bias, "dout": Q, "out": Q, "lse": rows}
+    call, given, (dq, dk, dv, dbias, scratch) = xla_call(monkeypatch, arrays, ("bias",), {})
+    (first, p, _), (second, r, stream) = gpu.launched
+    assert stream == STREAM and gpu.planned == 2
+    assert (p["dq"], p["dk"], p["dv"], p["dout"]) == (dq.address, dk.address, dv.address, given["dout"].address)
+    assert r["dbias"] == dbias.address
+    spaces = [(x.nbytes, q[x.name]) for plan, q in ((first, p), (second, r)) for x in plan.workspace if x.nbytes]
+    assert call.plain == (not gpu.copied)  # rows of the bias, which sm90 wants padded
+    assert all(scratch.address <= to < scratch.address + call.scratch for _, _, to, _ in gpu.copied)
+    for size, at in spaces:
+        assert scratch.address <= at and at + size <= scratch.address + call.scratch
+    ends = sorted((at, at + size) for size, at in spaces)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+
+
+def test_a_callback_of_xla_with_scores(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed that is a number, and the gradients of optional arrays and of a score function's, each by kernels of their own."""
+    views = {"a": View((HQ,), (1,), "float32", "", "jax")}
+    score = score_of("s + a[h]", views, View(Q[0], contiguous(Q[0]), Q[1], "", "jax"))
+    (read,) = (x.key for x in score.arrays)
+    rows, sinks = ((B, HQ, SQ), "float32"), ((HQ,), "float32")
+    arrays = {"q": Q, "k": KV, "v": KV, "sinks": sinks, read: ((HQ,), "float32"), "dout": Q, "out": Q, "lse": rows}
+    options = {"score": score, "dropout": 0.5}
+    _, given, (*_, dsinks, darray, _) = xla_call(monkeypatch, arrays, ("sinks", read), options, seed=2**40)
+    first, second, third = (p for _, p, _ in gpu.launched)
+    for p in (first, second, third):
+        assert p["round_keys"].tolist() == list(params.round_keys(2**40))
+        assert p[read] == given[read].address
+    assert (second["dsinks"], third[f"d{read}"]) == (dsinks.address, darray.address)
+
+
+def test_a_callback_of_xla_with_a_block_mask(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lists are made while JAX traces: a callback, which XLA may be recording, waits for nothing."""
+    made, launches = [], []
+
+    class Mask:
+        kind = MaskKind((1, 1, SQ, SK), "cuda:0")
+
+        def list_for(self, use: Any) -> Any:
+            made.append(use)
+            launches.append(len(gpu.launched))
+            return SimpleNamespace(data=SimpleNamespace(ptr=4096))
+
+    rows = ((B, HQ, SQ), "float32")
+    arrays = {"q": Q, "k": KV, "v": KV, "dout": Q, "out": Q, "lse": rows}
+    xla_call(monkeypatch, arrays, (), {"block_mask": Mask()})
+    plan, p, _ = gpu.launched[-1]
+    uses = list(plan.lists)
+    assert uses and made == uses * 2 and set(launches) == {0}
+    launched = len(gpu.launched)
+    with pytest.raises(ValueError, match="block_mask is on cuda:0 but q is on cuda:1"):  # sharded over several GPUs
+        xla_call(monkeypatch, arrays, (), {"block_mask": Mask()}, ordinal=1)
+    assert len(gpu.launched) == launched
+    assert all(p[use.name] == 4096 for use in uses)
+
+
+@pytest.mark.parametrize(("ordinal", "misaligned"), [(1, False), (0, True)])
+def test_a_callback_elsewhere(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, ordinal: int, misaligned: bool) -> None:
+    """On another device than it was traced for, or with inputs that must be copied, another class of calls is prepared."""
+    from cupyflash.interop import jax_gpu
+
+    own = gpu.array((1 << 20,), np.uint8)
+    monkeypatch.setattr(jax_gpu.cupy.cuda, "Device", lambda ordinal: contextlib.nullcontext())
+    monkeypatch.setattr(jax_gpu.cupy.cuda, "ExternalStream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(jax_gpu.cupy_, "empty", lambda *_: own)
+    monkeypatch.setattr(launch.cupy.cuda.runtime, "getDevice", lambda: ordinal)
+    _, given, (out, _, _) = xla_call(monkeypatch, {"q": Q, "k": KV, "v": KV}, None, {}, ordinal, misaligned)
+    p = gpu.last()
+    assert gpu.planned == 2 and p["out"] == out.address
+    if not misaligned:
+        assert p["q"] == given["q"].address
+
+
+NUMBERED = [row.name for row in OPTIONS if row.number]
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_a_number_that_was_written_to(gpu: Gpu, name: str) -> None:
     """A tensor of no dimensions is hashed by its identity, not by what it holds."""
     torch = pytest.importorskip("torch")
-    given, scale = inputs(gpu), torch.tensor(0.5)
-    attention(**given, scale=scale)
-    scale.fill_(0.25)
-    attention(**given, scale=scale)
-    assert gpu.last()["scale"] == 0.25
+    given, number = inputs(gpu), torch.tensor(0.5)
+    seen = []
+    for value in (0.5, 0.25, 0.25):
+        number.fill_(value)
+        attention(**given, **{name: number if len(seen) < 2 else value}, seed=1)
+        seen.append([gpu.last()[field] for field in ("scale", "cap", "drop_below")])
+    assert seen[0] != seen[1] == seen[2]
 
 
-def test_equal_scales_are_one_class_of_calls(gpu: Gpu) -> None:
+@pytest.mark.parametrize("name", NUMBERED)
+def test_equal_numbers_are_one_class_of_calls(gpu: Gpu, name: str) -> None:
     """A new tensor in every call (a learned temperature) must not plan every call anew."""
     torch = pytest.importorskip("torch")
     given = inputs(gpu)
     for _ in range(3):
-        attention(**given, scale=torch.tensor(0.5))
+        attention(**given, **{name: torch.tensor(0.5)}, seed=1)
     assert len(corridor._prepared) == 1
+
+
+def test_another_seed_is_packed_alone(gpu: Gpu) -> None:
+    """Nothing is planned for it; an array is another class of calls, and its address is what is packed."""
+    given = inputs(gpu)
+    for seed in (1, 2**64 - 1, -1):
+        attention(**given, dropout=0.5, seed=seed)
+        assert gpu.last()["round_keys"].tolist() == list(params.round_keys(seed % 2**64))
+    assert gpu.planned == 1
+    held = gpu.array((1,), np.int64)
+    attention(**given, dropout=0.5, seed=held)
+    assert gpu.last()["seed"] == held.data.ptr and gpu.planned == 2
+    attention(**given, seed=1)  # without dropout it is nowhere
+    assert "round_keys" not in gpu.last().dtype.names

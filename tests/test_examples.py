@@ -11,6 +11,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+NEEDS = {
+    "train_gpt.py": ["torch"], "torch_module.py": ["torch"], "jax_training.py": ["jax"], "transformers_model.py": ["transformers"],
+    "flax_attention.py": ["flax"], "equinox_attention.py": ["equinox", "optax"],
+}  # fmt: skip
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 
 
@@ -33,6 +37,13 @@ def test_kernel_regression(dtype: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert result["gradient"] < (1e-5 if dtype == "float64" else 1e-2)
     assert f"1,500 samples, 400 queries, {dtype}" in capsys.readouterr().out
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_relative_positions(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    result = load("relative_positions").main(["--steps", "60", "--device", "cpu"])
+    assert result["last"] < 0.01 * result["first"] and result["peaks"]
+    assert "each head looks back by [3, 3]" in capsys.readouterr().out
 
 
 def test_kernel_regression_is_the_formula(rng: np.random.Generator) -> None:
@@ -60,10 +71,8 @@ def test_kernel_regression_on_a_gpu(dtype: str) -> None:
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.py")))
 def test_help(name: str) -> None:
     command = [sys.executable, FOLDER / name, "--help"]
-    for library in {"train_gpt.py": ["torch"], "torch_module.py": ["torch"], "jax_training.py": ["jax"]}.get(name, []):
+    for library in NEEDS.get(name, []):
         pytest.importorskip(library)
-    if name == "transformers_model.py":
-        pytest.importorskip("transformers")
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     assert "usage:" in done.stdout
     assert name not in ("train_bytes.py", "train_gpt.py") or ("--device" in done.stdout and "--steps" in done.stdout)
@@ -92,14 +101,83 @@ def test_jax_training(capsys: pytest.CaptureFixture[str]) -> None:
     assert "step   50  loss" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["flax", "equinox"])
+def test_layers_of_jax_libraries(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the same weights, the same losses as with the stock layer."""
+    for library in NEEDS[f"{name}_attention.py"]:
+        pytest.importorskip(library)
+    losses = load(f"{name}_attention").main(["--steps", "50"])
+    assert losses[name][0] > 2.4 and losses["cupyflash"][-1] < 0.1
+    np.testing.assert_allclose(losses["cupyflash"], losses[name], rtol=1e-2, atol=1e-4)
+    assert "step   50  " in capsys.readouterr().out
+
+
+def test_flax_layer() -> None:
+    """Masks, biases, more axes of batches, decoding, and dropout by Flax's generators."""
+    pytest.importorskip("flax")
+    import jax
+    from flax import nnx
+
+    attend = load("flax_attention").attend
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 3, 5, 4, 8))
+    mask = jax.random.bernoulli(jax.random.key(1), 0.7, (2, 3, 4, 5, 5)).at[..., 0].set(True)
+    bias = jax.random.normal(jax.random.key(2), (2, 3, 4, 5, 5))
+    for options in ({}, {"mask": mask}, {"bias": bias, "mask": mask, "is_causal": True}):
+        np.testing.assert_allclose(attend(q, k, v, **options), nnx.dot_product_attention(q, k, v, **options), atol=1e-5)
+    with pytest.raises(NotImplementedError, match="^sow_weights is True"):
+        attend(q, k, v, module=nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+    x = jax.random.normal(jax.random.key(3), (2, 6, 16))
+    layers = [
+        nnx.MultiHeadAttention(4, 16, rngs=nnx.Rngs(0), num_kv_heads=2, attention_fn=f)
+        for f in (attend, nnx.dot_product_attention)
+    ]
+    for layer in layers:
+        layer.init_cache(x.shape)
+    for i in range(2):
+        np.testing.assert_allclose(*(layer(x[:, i : i + 1], decode=True) for layer in layers), atol=1e-5)
+    layer = nnx.MultiHeadAttention(4, 16, dropout_rate=0.5, decode=False, rngs=nnx.Rngs(0), attention_fn=attend)
+    one, same, other = (layer(x, deterministic=False, rngs=nnx.Rngs(dropout=seed)) for seed in (1, 1, 2))
+    assert (one == same).all() and (one != other).any()
+
+
+def test_equinox_layer() -> None:
+    """Called as the stock layer is."""
+    eqx = pytest.importorskip("equinox")
+    pytest.importorskip("optax")
+    import jax
+
+    layer = load("equinox_attention").MultiheadAttention
+    options = {
+        "use_query_bias": True,
+        "use_output_bias": True,
+        "qk_size": 6,
+        "vo_size": 10,
+        "key_size": 12,
+        "value_size": 14,
+    }
+    ours, stock = (kind(4, 16, **options, key=jax.random.key(0)) for kind in (layer, eqx.nn.MultiheadAttention))
+    x = [jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(((5, 16), (7, 12), (7, 14)))]
+    for shape in ((5, 7), (4, 5, 7)):
+        mask = jax.random.bernoulli(jax.random.key(3), 0.7, shape).at[..., 0].set(True)
+        np.testing.assert_allclose(ours(*x, mask), stock(*x, mask), atol=1e-5)
+    turned = {"process_heads": lambda q, k, v: (q * 2, k, v)}
+    np.testing.assert_allclose(ours(*x, **turned), stock(*x, **turned), atol=1e-5)
+    drops = layer(4, 16, dropout_p=0.5, key=jax.random.key(0))
+    one, same, other = (drops(x[0], x[0], x[0], key=jax.random.key(seed)) for seed in (1, 1, 2))
+    assert (one == same).all() and (one != other).any()
+    assert (drops(x[0], x[0], x[0], inference=True) == eqx.nn.inference_mode(drops)(x[0], x[0], x[0])).all()
+    with pytest.raises(RuntimeError, match="^key is None; dropout needs one"):
+        drops(x[0], x[0], x[0])
+
+
 def test_transformers_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
+    from cupyflash import api
+
     example, calls = load("transformers_model"), []
-    real = example.attention
-    monkeypatch.setattr(example, "attention", lambda *a, **o: calls.append(a[0].shape) or real(*a, **o))
+    real = api.attention
+    monkeypatch.setattr(api, "attention", lambda *a, **o: calls.append(a[0].shape) or real(*a, **o))
     differences = example.main(["--device", "cpu"])
     assert differences["scores"] < 1e-5 and differences["gradients"] < 1e-4 and not differences["tokens"]
     assert set(calls) == {(3, 4, 20, 16), (3, 4, 1, 16)}  # all at once, and token by token
-    with pytest.raises(ValueError, match=r"dropout is 0\.1; cupyflash has none"):
-        example.forward(None, None, None, None, None, dropout=0.1)
     assert "'tokens': 0" in capsys.readouterr().out

@@ -82,15 +82,19 @@ GPU_PAIRS = [(backend, dtype) for backend, dtype in pairs() if backend.family]
 
 @pytest.mark.parametrize(("backend", "dtype"), GPU_PAIRS, ids=[f"{b.name}-{d}" for b, d in GPU_PAIRS])
 def test_a_kind_is_what_kernels_are_compiled_with(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
-    """A forward and a backward, however many problems: else a million of them would take days."""
+    """A forward and a backward, however many problems: else a million of them would take days.
+
+    Of each another one where sizes decide it: short sequences, and key tiles that thread blocks share.
+    """
     arch = Arch.of("sm_90a")
     for _ in range(4):
         kind = fuzz.draw_kind(rng, backend, dtype, "cupy")
         sources = set()
         for seed in rng.integers(2**32, size=8):
             inputs, options, _ = fuzz.draw_problem(np.random.default_rng(int(seed)), kind)
+            options["block_mask"] = options["blocks"].mask() if kind.blocks is not None else None
             options = {row.name: options[row.name] for row in OPTIONS if row.name != "layout"}
             problem = state(*inputs[:3], inputs.key_mask, **options, **inputs.given)
             family = backend.family_for(problem)
             sources |= {generate(plan(problem, arch, backward, family)) for backward in (False, True)}
-        assert len(sources) == 2, kind
+        assert 2 <= len(sources) <= 2 + 2 * (backend.family == "sm90"), kind

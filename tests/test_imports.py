@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import graphlib
+import subprocess
+import sys
 
 from imports import HANDED_OVER, import_graph
 
-LIBRARY = ("api", "problem", "interop", "cpu", "gpu", "torch", "jax")
+LIBRARY = ("api", "passes", "folding", "problem", "interop", "cpu", "gpu", "torch", "jax", "compat", "integrations")
 TOOLS = ("bench", "demo", "reference", "cli", "commands", "autotune", "precompile", "explanation", "info", "timing")
 
 
@@ -37,6 +39,13 @@ def test_the_planner_reads_no_file() -> None:
     for name in graph:
         if name.startswith("cupyflash.gpu.families") or name in ("cupyflash.gpu.plan", "cupyflash.gpu.kernel_plan"):
             assert not graph[name] & {"cupyflash.tuned", "cupyflash.files", "cupyflash.folders"}
+
+
+def test_importing_the_package_imports_no_array_library() -> None:
+    """They take longer than everything else; each comes with the first array of its own."""
+    code = "import sys, cupyflash; print(*{'numpy', 'cupy', 'torch', 'jax', 'ml_dtypes', 'cuda'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 def test_the_graph_sees_imports_of_every_form() -> None:

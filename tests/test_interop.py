@@ -121,16 +121,17 @@ def test_known_libraries_pass_through_untouched() -> None:
     x, y = np.ones((3, 4), np.float32), np.ones(3, bool)
     lib = interop.library("q", x)
     assert lib.kind == "numpy"
-    given, targets = {"q": x, "key_mask": y, "dlse": None}, {"out": x}
-    same, arrays, into = interop.adopt(lib, given, targets)
-    assert same is lib and arrays is given and into is targets
+    given, targets = {"q": x, "key_mask": y}, {"out": x}
+    arrays, into = interop.adopt(lib, given, targets)
+    assert arrays is given and into is targets
     assert lib.to_numpy(x) is x and lib.from_numpy(x) is x and not lib.on_gpu(x) and lib.recorder(given) is None
 
 
 def test_dlpack_producers_on_the_cpu_become_numpy() -> None:
     x, k = np.ones((3, 4), np.float32), np.ones((5, 4), np.float32)
     q = DLPackOnly(x)
-    lib, arrays, _ = interop.adopt(interop.library("q", q), {"q": q, "k": k}, {})
+    lib: Any = interop.library("q", q)
+    arrays, _ = interop.adopt(lib, {"q": q, "k": k}, {})
     assert lib.kind == "numpy" and type(arrays["q"]) is np.ndarray
     assert np.shares_memory(arrays["q"], x) and arrays["k"] is k
     out = attention(q, DLPackOnly(k), k)
@@ -227,7 +228,8 @@ def test_foreign_gpu_arrays_become_cupy(foreign: type, rng: np.random.Generator)
 
     inputs = draw_inputs(rng, "float32", key_mask=True)
     q, k, v, _, mask = (cupy.asarray(x) for x in inputs[:5])
-    lib, arrays, _ = interop.adopt(interop.library("q", foreign(q)), {"q": foreign(q), "k": k}, {})
+    lib: Any = interop.library("q", foreign(q))
+    arrays, _ = interop.adopt(lib, {"q": foreign(q), "k": k}, {})
     taken = arrays["q"]
     assert lib.kind == "cupy" and type(taken) is cupy.ndarray and taken.data.ptr == q.data.ptr and arrays["k"] is k
     out = attention(foreign(q), foreign(k), v, key_mask=foreign(mask))

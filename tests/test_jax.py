@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import OPTIONS, SCORES, asked_of_the_cpu, judge, references, sleep, split
+from frameworks import OPTIONS, SCORES, asked_of_the_cpu, judge, references, split
 from reference import DTYPES
 from semantics import Inputs, draw_inputs
 
 import cupyflash
-from cupyflash import interop
 
 jax = pytest.importorskip("jax")
 
@@ -139,17 +138,6 @@ def test_single_precision_mode(rng: np.random.Generator) -> None:
     judge({"out": np.asarray(out), "lse": np.asarray(lse)}, *references(inputs))
 
 
-def test_traced_arrays() -> None:
-    x = jax.numpy.ones((3, 4))
-    for entry in (cupyflash.attention, attention):
-        with pytest.raises(TypeError, match="q is a .*Tracer; it must be a concrete array: calls inside jax.jit"):
-            jax.jit(entry)(x, x, x)
-    with pytest.raises(TypeError, match="for gradients use cupyflash.jax.attention"):
-        jax.grad(lambda q: cupyflash.attention(q, x, x).sum())(x)
-    with pytest.raises(TypeError, match="k is a .*Tracer; it must be a concrete array"):
-        jax.jit(lambda k: cupyflash.attention(x, k, x))(x)
-
-
 def test_traced_options() -> None:
     x = jax.numpy.ones((3, 4))
     with pytest.raises(TypeError, match="^return_lse is .*; it must be True or False"):
@@ -192,24 +180,12 @@ def test_what_jax_cannot_do() -> None:
         cupyflash.attention(x.astype("int32"), x, x)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_numpy_shares_memory(dtype: str) -> None:
-    x = jax.numpy.zeros((2, 3, 4), dtype)
-    lib = interop.library("q", x)
-    a = lib.to_numpy(x)
-    assert a.dtype.name == dtype and a.__array_interface__["data"][0] == x.unsafe_buffer_pointer()
-    assert lib.view(x)[:5] == ((2, 3, 4), (12, 4, 1), dtype, "cpu", "jax")
-    assert lib.from_numpy(a).dtype == x.dtype
-
-
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 def test_order_between_jax_and_us(rng: np.random.Generator) -> None:
-    """JAX computes the inputs late and uses the results at once, while our own stream is late too."""
-    import cupy
-
+    """JAX computes the inputs late and uses the results at once."""
     inputs = draw_inputs(rng, "float32")
     q, k, v, *_ = arrays(inputs, "gpu")
     expected = np.asarray(attention(q, k, v)) * 2.0
@@ -217,36 +193,14 @@ def test_order_between_jax_and_us(rng: np.random.Generator) -> None:
     busy = put(np.ones((2048, 2048), np.float32), "gpu")
     double = jax.jit(lambda x: x * 2)
     double(slow(q, busy)).block_until_ready()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    sleep(stream)
-    with stream:
-        out = double(attention(slow(q, busy), slow(k, busy), slow(v, busy)))
+    out = double(attention(slow(q, busy), slow(k, busy), slow(v, busy)))
     np.testing.assert_allclose(np.asarray(out), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.gpu
-def test_inputs_live_until_they_are_read(rng: np.random.Generator) -> None:
-    """JAX may not reuse the memory of inputs that nobody holds while our kernels have yet to read them."""
-    import cupy
-
-    inputs = draw_inputs(rng, "float32", batch=4, seq=(512, 512))
-    expected = np.asarray(attention(*arrays(inputs, "gpu")[:3]))
-    fill = jax.jit(lambda n: jax.numpy.full(inputs.q.shape, jax.numpy.nan, "float32") + n)
-    fill(0.0).block_until_ready()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    sleep(stream)
-    with stream:
-        out = attention(*(put(x, "gpu") for x in inputs[:3]))
-    assert not stream.done, "the host waited"
-    spoilers = [fill(float(n)).block_until_ready() for n in range(12)]
-    np.testing.assert_array_equal(np.asarray(out), expected)
-    assert len(spoilers) == 12
 
 
 @pytest.mark.gpu
 def test_a_cpu_array_among_gpu_arrays() -> None:
     a, g = (put(np.ones((3, 4), np.float32), platform) for platform in ("cpu", "gpu"))
-    with pytest.raises(ValueError, match="k is on cpu but other arrays are on a GPU; all must be on one device"):
+    with pytest.raises(ValueError, match="k is on cpu but q is on cuda:0; all arrays must be on one device"):
         cupyflash.attention(g, a, g)
-    with pytest.raises(ValueError, match="q is on cpu but other arrays are on a GPU; all must be on one device"):
+    with pytest.raises(ValueError, match="v is on cuda:0 but q is on cpu; all arrays must be on one device"):
         cupyflash.attention(a, a, g)

@@ -62,7 +62,7 @@ def test_the_trained_models_are_the_papers() -> None:
     assert len(problems) == 6 and len(SUITES["training"].problems(Options(quick=True))) == 1
     for name, millions in (("125M", 125), ("1.3B", 1313), ("2.7B", 2649)):
         with torch.device("meta"):
-            model = gpt.Gpt(gpt.SIZES[name], 2048, gpt.WAYS["ours"][0])
+            model = gpt.Gpt(gpt.SIZES[name], 2048, gpt.WAYS["ours"])
         assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
 
 
@@ -98,7 +98,7 @@ def test_training_reports_each_way_or_why_not(monkeypatch: pytest.MonkeyPatch) -
 def test_every_way_trains_the_same(checkpoint: bool) -> None:
     runs = {
         way: gpt.train(gpt.SIZES["tiny"], 40, 4, way, 8, checkpoint=checkpoint, warm_up=2, device="cpu")
-        for way in gpt.WAYS
+        for way in ("ours", "fa2", "math")
     }
     assert runs["ours"].losses[0] == pytest.approx(4.564, abs=0.1)  # ln 96
     for run in runs.values():
@@ -110,8 +110,8 @@ def test_every_way_trains_the_same(checkpoint: bool) -> None:
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_every_way_trains_the_same_on_a_gpu(checkpoint: bool) -> None:
     """In bfloat16, with head dimension 80 as in the model of 2.7B."""
-    size = gpt.Size(2, 160, 2, 512)
-    losses = {way: gpt.train(size, 300, 4, way, 10, checkpoint=checkpoint).losses for way in gpt.WAYS}
+    size, ways = gpt.Size(2, 160, 2, 512), [way for way in gpt.WAYS if way != "fa3"]
+    losses = {way: gpt.train(size, 300, 4, way, 10, checkpoint=checkpoint).losses for way in ways}
     assert losses["ours"][-1] < losses["ours"][0]
     for found in losses.values():
         assert found == pytest.approx(losses["math"], abs=0.02)

@@ -32,7 +32,7 @@ everywhere = pytest.mark.parametrize(("family", "dtype", "backward"), PLANS)
 
 def asked(dtype: str, family: str = "") -> AttentionProblem:
     """A problem with every number different, and all that the family takes."""
-    scores = {"given": KEY_MASK} if family == "flash1" else {"given": GIVEN, "softcap": 20.0}
+    scores = {"given": KEY_MASK} if family == "flash1" else {"given": GIVEN, "softcap": 20.0, "dropout": 0.25}
     return problem(
         dtype, 64, 96, batch=3, heads_q=10, heads_k=5, seq_q=700, seq_k=800, diagonal=-7, left=17, right=18, scale=-0.3,
         **scores,
@@ -42,43 +42,63 @@ def asked(dtype: str, family: str = "") -> AttentionProblem:
 def declared(kernel_plan: KernelPlan) -> list[tuple[str, str]]:
     """(type, name) of each field, in order."""
     body = params.text(kernel_plan).partition("struct Params {")[2].partition("};")[0]
-    return [(match[1], match[2]) for match in re.finditer(r"([\w ]+\*?) (\w+);", body.replace("\n    ", "\n").strip())]
+    return [
+        (match[1], match[2])
+        for match in re.finditer(r"([\w ()]+\*?) ([\w\[\]]+);", body.replace("\n    ", "\n").strip())
+    ]
 
 
 def test_the_fields_of_a_forward() -> None:
     assert declared(plan(asked("float16"), H200, family="sm80")) == [
         ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("Out*", "out"), ("Accum*", "lse"),
         ("const unsigned char*", "key_mask"), ("const unsigned char*", "mask"), ("const In*", "bias"),
-        ("const float*", "alibi_slopes"), ("const In*", "sinks"),
+        ("const float*", "alibi_slopes"), ("const In*", "sinks"), ("const long long*", "seed"),
+        ("const int*", "key_lists"), ("const int*", "query_lists"),
         ("Strides", "q_strides"), ("Strides", "k_strides"), ("Strides", "v_strides"), ("Strides", "out_strides"),
         ("PairStrides", "key_mask_strides"), ("PairStrides", "mask_strides"), ("PairStrides", "bias_strides"),
         ("PairStrides", "alibi_slopes_strides"), ("PairStrides", "sinks_strides"), ("Accum", "scale"),
         ("Accum", "factor"), ("Accum", "cap"), ("Accum", "cap_inverse"), ("int", "batch"),
         ("int", "heads_q"), ("int", "heads_k"), ("int", "seq_q"), ("int", "seq_k"), ("int", "dim"), ("int", "dim_v"),
-        ("int", "diagonal"), ("int", "left"), ("int", "right"),
+        ("int", "diagonal"), ("int", "left"), ("int", "right"), ("int", "lists"),
+        ("int", "lists_batch"), ("int", "lists_head"), ("Accum", "kept"), ("Accum", "log_kept"),
+        ("unsigned", "drop_below"), ("alignas(8) unsigned", "round_keys[14]"),
     ]  # fmt: skip
 
 
 def test_the_fields_of_a_backward() -> None:
     fields = declared(plan(asked("float16"), H200, True, "sm90"))
-    assert fields[:18] == [
+    assert fields[:22] == [
         ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("const Out*", "out"), ("const Accum*", "lse"),
         ("const In*", "dout"), ("const Accum*", "dlse"), ("Out*", "dq"), ("Out*", "dk"), ("Out*", "dv"),
         ("const unsigned char*", "key_mask"), ("const unsigned char*", "mask"), ("const In*", "bias"),
-        ("const float*", "alibi_slopes"), ("const In*", "sinks"), ("float*", "delta"), ("float*", "dq_sum"), ("unsigned*", "counters"),
+        ("const float*", "alibi_slopes"), ("const In*", "sinks"), ("const long long*", "seed"),
+        ("const int*", "key_lists"), ("const int*", "query_lists"),
+        ("float*", "delta"), ("float*", "dq_sum"), ("unsigned*", "counters"), ("float*", "share_sums"),
     ]  # fmt: skip
     strided = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
     assert [name for type, name in fields if type == "Strides"] == [f"{name}_strides" for name in strided]
-    assert fields[-2:] == [("int", "together"), ("int", "resident")]
+    assert fields[-5:-1] == [("int", name) for name in ("together", "resident", "most_shares", "share_visits")]
     assert ("double*", "delta") in declared(plan(asked("float64"), H200, True))
 
 
 def test_a_source_does_not_depend_on_what_is_not_asked() -> None:
-    """Every optional array has its pointer and strides, given or not."""
-    texts = {params.text(plan(problem("float16", **fields), H200, family="simt")) for fields in FEATURES.values()}
-    assert len(texts) == 1
+    """Every optional array has its pointer and strides, given or not. What a seed becomes has no room where none is asked for,
+    and a score function's own arrays come beside them.
+    """
+    plain = {name: fields for name, fields in FEATURES.items() if "score" not in fields}
+    texts = {name: params.text(plan(problem("float16", **x), H200, family="simt")) for name, x in plain.items()}
+    keys = "unsigned round_keys[14]"
+    for name, fields in plain.items():
+        assert (f"    alignas(8) {keys};\n" in texts[name]) == ("dropout" in fields)
+        texts[name] = texts[name].replace(f"alignas(8) {keys}", f"static constexpr {keys} = {{}}")
+    assert len(set(texts.values())) == 1
+    assert "score_array" not in texts["everything"]
+    function = params.text(plan(problem("float16", **FEATURES["score"]), H200, family="simt"))
+    assert "const float* score_array_0;" in function and "const int* score_array_1;" in function
+    assert "ScoreShape score_array_1_shape;" in function
     for rule in ARRAYS:
-        assert f" {rule.name};" in next(iter(texts)) and f"PairStrides {rule.name}_strides;" in next(iter(texts))
+        assert f" {rule.name};" in texts["everything"]
+        assert (f"PairStrides {rule.name}_strides;" in texts["everything"]) == bool(rule.axes)
 
 
 @everywhere
@@ -88,14 +108,16 @@ def test_values_stand_where_they_belong(family: str, dtype: str, backward: bool)
     kernel_plan = plan(state, H200, backward, family)
     rowed = [name for name in params.POINTERS[backward] if name in params.ROWED]
     strides = {name: (100 * i + 1, 100 * i + 2, 100 * i + 3) for i, name in enumerate(rowed)}
-    strides |= {rule.name: (7 + n, 0, 5, 1) for n, rule in enumerate(ARRAYS)}
+    strides |= {rule.name: (7 + n, 0, 5, 1) for n, rule in enumerate(ARRAYS) if rule.axes}
     packer = params.Packer(kernel_plan, state, strides)
     addresses = [2**48 + 256 * i for i in range(len(packer.slots))]
     record = np.frombuffer(packer(addresses), params.layout(kernel_plan))[0]
-    assert {name: record[name] for name in packer.slots} == dict(zip(packer.slots, addresses))
+    held = {name: record[name] for name in packer.slots if name not in params.KEYS}
+    held |= zip(params.KEYS, record["round_keys"] if state.dropout else ())
+    assert held == dict(zip(packer.slots, addresses))
     for name in rowed:
         assert [record[f"{name}_strides"][axis] for axis in ("batch", "row", "head")] == list(strides[name])
-    for n, rule in enumerate(ARRAYS):
+    for n, rule in enumerate(x for x in ARRAYS if x.axes):
         assert record[f"{rule.name}_strides"].tolist() == (7 + n, 0, 5, 1)
     for name in ("batch", "heads_q", "heads_k", "seq_q", "seq_k", "dim", "dim_v", "diagonal", "left", "right"):
         assert record[name] == getattr(state, name), name
@@ -105,6 +127,8 @@ def test_values_stand_where_they_belong(family: str, dtype: str, backward: bool)
     assert record["cap_inverse"] == pytest.approx(0.3 / softcap if softcap else 0)
     for name, value in kernel_plan.scalars:
         assert record[name] == value
+    assert record["kept"] == 1 - state.dropout and record["log_kept"] == pytest.approx(math.log(1 - state.dropout))
+    assert record["drop_below"] == state.dropout * 2**32
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
@@ -160,3 +184,19 @@ def test_a_compiler_lays_it_out_alike(tmp_path: Path) -> None:
         ["g++", "-std=c++17", "-fsyntax-only", str(file)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[:2000]
+
+
+def test_which_pattern_of_a_block_mask_is_that_of_a_head() -> None:
+    wanted = {
+        None: (1, 0, 0),
+        (): (1, 0, 0),
+        ("batch",): (3, 1, 0),
+        ("head",): (10, 0, 1),
+        ("batch", "head"): (30, 10, 1),
+    }
+    for axes, numbers in wanted.items():
+        given = dataclasses.replace(asked("float16"), block_mask=axes)
+        kernel_plan = plan(given, H200, family="sm80")
+        packer = params.Packer(kernel_plan, given, {})
+        record = np.frombuffer(packer([0] * len(packer.slots)), params.layout(kernel_plan))
+        assert tuple(int(record[name][0]) for name in ("lists", "lists_batch", "lists_head")) == numbers

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from kernel_cover import ARCHS, FAMILY_ARCHS, FEATURES, GIVEN, problem, problems
+from kernel_cover import ARCHS, BIAS, FAMILY_ARCHS, FEATURES, GIVEN, problem, problems
 
+from cupyflash import explanation
 from cupyflash.gpu.device import Arch
+from cupyflash.gpu.families import sm90
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
-from cupyflash.problem import AttentionProblem
+from cupyflash.problem import AttentionProblem, Given
 
-A100, H200, B200, T4 = Arch.of("sm_80"), Arch.of("sm_90a"), Arch.of("sm_100"), Arch.of("sm_75")
+A100, H200, B200, T4, L40 = (Arch.of(f"sm_{cc}") for cc in (80, 90, 100, 75, 89))
 STATIC_LIMIT = 48 << 10
 
 
@@ -36,8 +39,13 @@ def constants(kernel_plan: KernelPlan) -> dict[str, int | bool | float]:
         ("float16", (64, 64), T4, "simt"),
         ("float16", (264, 64), A100, "simt"),
         ("float16", (64, 264), A100, "simt"),
-        ("float32", (64, 64), H200, "simt"),
-        ("float64", (64, 64), H200, "simt"),
+        ("float32", (64, 64), H200, "sm80"),
+        ("float32", (64, 64), T4, "simt"),
+        ("float64", (64, 64), H200, "sm80"),
+        ("float64", (192, 192), A100, "sm80"),
+        ("float64", (256, 256), B200, "sm80"),
+        ("float64", (256, 256), A100, "simt"),
+        ("float64", (64, 64), L40, "simt"),
         ("float64", (511, 3), T4, "simt"),
     ],
 )
@@ -60,9 +68,10 @@ def test_reasons_of_the_families_passed_over() -> None:
     reasons = {
         ("float16", 64, A100): "sm90 is for compute capability 9.0, this GPU has 8.0",
         ("float16", 0, H200): "sm90 takes head dimensions from 1 to 256, not 0 and 0",
-        ("float32", 64, A100): "sm80 takes float16 and bfloat16, not float32",
         ("float16", 64, T4): "sm80 needs compute capability 8.0, this GPU has 7.5",
         ("float16", 512, A100): "sm80 takes head dimensions up to 256, not 512 and 512",
+        ("float64", 64, L40): "sm80 takes float64 where double precision is fast (8.0, 9.0, 10.0), not on compute capability 8.9",
+        ("float64", 256, A100): "sm80 has no float64 forward for head dimensions 256 and 256 in 166912 bytes",
     }
     for (dtype, dim, arch), reason in reasons.items():
         assert reason in plan(problem(dtype, dim), arch).passed_over
@@ -70,8 +79,8 @@ def test_reasons_of_the_families_passed_over() -> None:
 
 
 def test_a_family_that_objects() -> None:
-    with pytest.raises(ValueError, match="no kernel family takes this problem: sm80 takes float16 and bfloat16"):
-        plan(problem("float32"), A100, family="sm80")
+    with pytest.raises(ValueError, match="no kernel family takes this problem: sm90 takes float16 and bfloat16"):
+        plan(problem("float32"), H200, family="sm90")
     with pytest.raises(
         ValueError, match="family is 'sm70'; it must be one of 'sm90', 'sm80', 'simt', 'flash1', or None"
     ):
@@ -91,7 +100,8 @@ def test_flash1_is_taken_only_where_it_is_named() -> None:
     for asked, why in (
         (problem("float64"), "bfloat16 and float32, not float64"), (wide, "dimensions up to 128"),
         (problem("float16", softcap=30.0), "no softcap"),
-        (problem("float16", given=GIVEN, softcap=30.0), "no mask and no bias and no alibi_slopes and no sinks and no softcap"),
+        (problem("float16", given=GIVEN, softcap=30.0), "no mask and no bias and no alibi_slopes and no sinks and no seed and no softcap"),
+        (problem("float16", dropout=0.1), "no dropout"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"no kernel family takes this problem: flash1 takes .*{why}"):
             plan(asked, H200, family="flash1")
@@ -153,30 +163,33 @@ def test_workspace() -> None:
         },
         "sm90": {
             "delta": ("float32", (rows // 128, 2, 128)), "dq_sum": ("float32", (rows // 128, 128 * 64)),
-            "counters": ("uint32", (2 + 4 + rows // 128,)),
+            "counters": ("uint32", (2 + 16 + rows // 128,)), "share_sums": ("float32", (0, 128 * 64)),
         },
     }  # fmt: skip
-    asked = problem("float16", seq_q=1024)
+    asked = problem("float16", seq_q=1024, heads_k=8)
     for family, spaces in expected.items():
         assert sum(w.nbytes for w in plan(asked, H200, family=family).workspace) == 0
         assert {w.name: (w.dtype, w.shape) for w in plan(asked, H200, True, family).workspace} == spaces
     same = plan(problem("float16", seq_q=1024, deterministic=True), H200, True, "sm80")
     assert same.workspace[2].shape == (pairs * 16 + 1,)  # how far each tile of dQ is, and the ticket
-    (delta,) = plan(problem("float64", seq_q=1024), H200, True).workspace
+    (delta,) = plan(problem("float64", seq_q=1024), L40, True).workspace
     assert delta.nbytes == 8 * rows
+    delta, dq_sum, _ = plan(problem("float64", seq_q=1024), H200, True).workspace
+    assert (delta.nbytes, dq_sum.nbytes) == (2 * 8 * rows, 8 * rows * 64)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_source_has_the_same_workspace_always(family: str) -> None:
     """What a plan does not need has no elements: it is a field of Params, which is part of the source."""
     for backward in (False, True):
-        names = set()
-        for fields in (*FEATURES.values(), {"seq_q": 4097, "right": 0}, {"seq_q": 1}):
+        names = set()  # of a dtype
+        plain = [fields for fields in FEATURES.values() if "score" not in fields]
+        for fields in (*plain, {"seq_q": 4097, "right": 0}, {"seq_q": 1}):
             for dtype in ("float16", "float32"):
                 asked = problem(dtype, **fields)
                 if FAMILIES[family].objection(asked, H200, backward) is None:
-                    names.add(tuple(w.name for w in plan(asked, H200, backward, family).workspace))
-        assert len(names) == 1
+                    names.add((dtype, *[w.name for w in plan(asked, H200, backward, family).workspace]))
+        assert len(names) == len({dtype for dtype, *_ in names})
 
 
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
@@ -191,7 +204,12 @@ def test_sums_of_dq_for_heads_under_work_alone() -> None:
     """The sm90 backward keeps float32 dQ of as many heads as the thread blocks are at, not of all."""
     long = problem("bfloat16", 128, batch=32, heads_q=16, heads_k=16, seq_q=512, seq_k=512)
     chosen = plan(long, H200, True)
-    assert dict(chosen.scalars) == {"together": 1, "resident": 2 + 99}  # 3 waves of 132 key tiles, 4 of them to a head
+    assert scalars(long) == {
+        "together": 1,
+        "resident": 2 + 99,
+        "most_shares": 1,
+        "share_visits": 1,
+    }  # 3 waves of 132 key tiles, 4 of them to a head
     assert next(w for w in chosen.workspace if w.name == "dq_sum").nbytes == 101 * 512 * 128 * 4
     causal = dict(plan(replace(long, causal="bottom_right", right=0), H200, True).scalars)
     assert causal["together"] > 1 and 2 * causal["together"] <= causal["resident"] < 512
@@ -199,10 +217,105 @@ def test_sums_of_dq_for_heads_under_work_alone() -> None:
     assert dict(few.scalars)["resident"] == 16
 
 
+def scalars(asked: AttentionProblem, arch: Arch = H200) -> dict[str, int]:
+    return dict(plan(asked, arch, True).scalars)
+
+
+def test_thread_blocks_share_key_tiles_that_are_few_or_uneven() -> None:
+    """Else multiprocessors would be idle. All ways to share are one kernel."""
+    fields = {"seq_q": 4096, "seq_k": 4096, "heads_q": 32, "heads_k": 1, "dim": 128}
+    few = problem("bfloat16", batch=1, **fields)  # 32 key tiles
+    shared, alone = plan(few, H200, True), plan(replace(few, batch=64), H200, True)
+    assert (constants(shared)["SHARES"], constants(alone)["SHARES"]) == (True, False)
+    told = dict(shared.scalars)
+    shares, visits = told["most_shares"], told["share_visits"]
+    assert (
+        1 < shares <= 32 and (shares - 1) * visits < 32 * 64 <= shares * visits
+    )  # of 32 heads with 64 query tiles each
+    assert shared.launches[-1].grid == min(132, 32 * shares) > 32
+    spaces = {w.name: w for w in shared.workspace}
+    assert spaces["share_sums"].shape == (32 * 2 * shares, 128 * 128)  # two warpgroups of 64 keys, K and V
+    assert spaces["counters"].shape == (2 + 1 + 32 * 64 + 32 * 2,)
+    assert {w.name: w for w in alone.workspace}["share_sums"].nbytes == 0
+    assert dict(alone.scalars)["most_shares"] == 1
+    uneven = replace(few, causal="bottom_right", right=0, heads_q=64, heads_k=8)  # 256 key tiles of 16 to 512 visits
+    assert constants(plan(uneven, H200, True))["SHARES"]
+    others = (
+        plan(replace(few, **x), H200, True) for x in ({"heads_q": 24}, {"batch": 2}, {"heads_q": 4, "seq_k": 500})
+    )
+    assert {x.constants for x in others} == {shared.constants}
+
+
+def test_explain_tells_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explanation, "_compiled", lambda chosen: ({}, ()))
+    q, k = (1, 4096, 32, 128), (1, 4096, 1, 128)
+    (note,) = explanation.explain(q, k, k, dtype="bfloat16", arch="sm_90a", backward=True).notes
+    assert note.startswith("up to 4 thread blocks share a tile of keys")
+    assert explanation.explain(q, q, q, dtype="bfloat16", arch="sm_90a", backward=True).notes == ()
+
+
+def test_sums_of_shares_are_as_many_as_a_thread_holds() -> None:
+    for dims, sums in (
+        ((64, 64), 64),
+        ((96, 64), 80),
+        ((128, 128), 128),
+        ((192, 128), 96),
+        ((192, 192), 96),
+        ((256, 256), 128),
+    ):
+        asked = problem("bfloat16", *dims, batch=1, seq_q=4096, seq_k=300, heads_q=32, heads_k=1)
+        chosen = plan(asked, H200, True)
+        told = constants(chosen)
+        shape = next(w.shape for w in chosen.workspace if w.name == "share_sums")
+        assert told["SHARES"] and told["SHARE_SUMS"] == 128 * sums == shape[1]
+        tiles = -(-300 // (told["KEYS"] * told["CLUSTER"]))
+        assert shape[0] == tiles * told["CLUSTER"] * told["GROUPS"] * dict(chosen.scalars)["most_shares"]
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (200, 0), (30, 77), (0, None)])
+@pytest.mark.parametrize("diagonal", [0, 300, -200])
+def test_visits_of_key_tiles_are_those_of_the_band(window: tuple[int | None, int | None], diagonal: int) -> None:
+    left, right = window
+    asked = problem("float16", seq_q=500, seq_k=700, diagonal=diagonal, left=left, right=right)
+    i, j = np.arange(500)[:, None] + diagonal, np.arange(700)
+    seen = (j - i <= (10**6 if right is None else right)) & (i - j <= (10**6 if left is None else left))
+    seen = np.pad(seen, ((0, 12), (0, 68)))
+    by_tile = seen.reshape(8, 64, 6, 128).any((1, 3)).sum(0)
+    # (A row may be cut off at both ends of the sequence: then tiles between are visited all the same.)
+    assert sm90._visits(asked, 64, 128) == [*by_tile]
+
+
+def test_a_sequence_of_many_keys_is_planned_at_once() -> None:
+    assert scalars(problem("float16", seq_q=1, seq_k=2**29, diagonal=2**29 - 1))["most_shares"] == 1
+
+
+def test_few_queries_have_tiles_of_one_warpgroup() -> None:
+    """Two thread blocks of a multiprocessor, where there is work for more than one."""
+    short = problem("float16", 32, batch=50, seq_q=49, seq_k=49, heads_q=4, heads_k=4)
+    chosen = plan(short, H200)
+    told = constants(chosen)
+    assert (told["GROUPS"], told["PACK"], chosen.launches[0].grid, chosen.launches[0].threads) == (1, 1, 200, 256)
+    assert 2 * (told["SHARED_MEMORY"] + 1024) <= H200.shared_memory + 1024
+    assert plan(replace(short, batch=500), H200).launches[0].grid == 2 * 132
+    for other in ({"batch": 33}, {"seq_q": 65}, {"seq_k": 65}):
+        assert constants(plan(replace(short, **other), H200))["GROUPS"] == 3
+
+
+def test_at_head_dimension_64_what_asks_for_most_registers_has_two_warpgroups() -> None:
+    slopes = (Given("alibi_slopes", "float32", ("batch", "head")),)
+    causal = {"causal": "bottom_right", "right": 0}
+    asked = problem("float16", seq_q=2000, seq_k=2000)
+    for fields in ({}, causal, {"softcap": 30.0, **causal}, {"given": slopes}, {"given": slopes, **causal}, {"right": 9}):
+        assert constants(plan(replace(asked, **fields), H200))["GROUPS"] == 3
+    left, right = {"given": slopes, "left": 9, **causal}, {"given": slopes, "right": 9}
+    for fields in ({"dropout": 0.1}, {"dropout": 0.1, **causal}, left, right):
+        assert constants(plan(replace(asked, **fields), H200))["GROUPS"] == 2
+
+
 def test_blocks_that_share_dq_come_in_pairs() -> None:
     """Above a head dimension of 192, two thread blocks of a cluster have 64 keys each, also where multiprocessors are odd."""
     for sms, seq_k, grid in ((132, 4000, 132), (131, 4000, 130), (132, 128, 32), (132, 129, 64), (132, 1, 32)):
-        asked = problem("bfloat16", 256, batch=2, heads_q=8, heads_k=8, seq_q=4000, seq_k=seq_k)
+        asked = problem("bfloat16", 256, batch=2, heads_q=8, heads_k=8, seq_q=1000, seq_k=seq_k)
         chosen = plan(asked, replace(H200, sms=sms), True)
         told = constants(chosen)
         assert (told["CLUSTER"], told["KEYS"], chosen.launches[-1].grid) == (2, 64, grid)
@@ -269,14 +382,25 @@ def test_determinism_costs_counters_alone() -> None:
 def test_what_is_not_asked_is_not_compiled(family: str) -> None:
     """Features are booleans among the constants: every set of features has kernels of its own, sizes have not."""
     taken = [fields for fields in FEATURES.values() if directions(family, problem("float16", **fields), H200)]
-    assert len(taken) == len(FEATURES) - (family == "flash1")
+    assert len(taken) == (3 if family == "flash1" else len(FEATURES))
     seen = {plan(problem("float16", **fields), H200, family=family).constants for fields in taken}
     assert len(seen) == len(taken)
     for backward in directions(family, problem("float16"), H200):
         small, large = (
-            plan(problem("float16", seq_q=s, batch=b), H200, backward, family) for s, b in ((1000, 2), (999, 7))
+            plan(problem("float16", seq_q=s, batch=b), H200, backward, family) for s, b in ((1000, 90), (999, 700))
         )
         assert small.constants == large.constants
+
+
+def test_what_is_computed_before_a_score_function_has_room() -> None:
+    """A line for each head, with all differences of positions that a tile may ask for."""
+    for backward in (False, True):
+        made = plan(problem("float16", **FEATURES["score"]), H200, backward)
+        (space,) = [x for x in made.workspace if x.name == "score_tables"]
+        span = 1000 + 1000 + 2 * 256
+        assert space.shape == (1, 8, span) and made.launches[0].name == "attention_score_tables"
+        assert made.launches[0].grid == 8 * -(-span // 128)
+        assert {"score_span": span, "score_origin": 1000 + 256, "score_plane": 8 * span}.items() <= dict(made.scalars).items()
 
 
 def test_sequences_that_the_kernels_cannot_count() -> None:
@@ -284,7 +408,7 @@ def test_sequences_that_the_kernels_cannot_count() -> None:
         for backward in (False, True):
             with pytest.raises(ValueError, match=r"k has a sequence of 1073741824; the kernels take less than 2\*\*30"):
                 plan(problem("float16", seq_k=2**30), H200, backward, family)
-    many = problem("float32", batch=2**20, heads_q=2**12, heads_k=1, seq_q=1, seq_k=1)
+    many = problem("float64", batch=2**20, heads_q=2**12, heads_k=1, seq_q=1, seq_k=1)
     with pytest.raises(
         ValueError, match=r"q has batch 1048576 and 4096 heads: 4294967296 tiles; less than 2\*\*31 fit"
     ):
@@ -319,6 +443,41 @@ def test_boxes_are_tiles(dims: tuple[int, int]) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("full", "splits", "parts"),
+    [("bhqk", 1, 0), ("hqk", 1, 0), ("qk", 2, 2), ("bk", 8, 8 * 8), ("hk", 2, 2 * 8), ("k", 16, 16 * 8)],
+)
+def test_who_sums_the_gradient_of_a_bias_on_hopper(full: str, splits: int, parts: int) -> None:
+    """A block on each multiprocessor, as far as there are tiles; where a tile is summed by several, or broadcast along
+    queries so that each of 8 warps has a sum, parts to be added."""
+    asked = problem("float16", batch=2, given=BIAS)
+    lengths = (*(n if axis in full else 1 for axis, n in zip("bhqk", (2, 8, 1000, 1000))),)
+    chosen = plan(asked, H200, True, lengths={"bias": lengths})
+    assert (chosen.family, chosen.source, chosen.wrt) == ("sm90", "sm90/array_gradient.cu", ("bias",))
+    launches = {x.name.removeprefix("attention_backward_"): x for x in chosen.launches}
+    tiles = math.prod(n if n < 100 else 8 for n in lengths if n > 1)
+    assert launches["bias"].grid == min(132, splits * tiles)
+    assert launches["bias"].shared_memory == constants(chosen)["SHARED_MEMORY"] <= H200.shared_memory
+    assert ("bias_add" in launches) == (parts > 0)
+    spaces = {w.name: w.shape for w in chosen.workspace}
+    assert spaces["dbias_parts"] == (parts, math.prod(lengths)) and spaces["dalibi_slopes_parts"][0] == 0
+    assert dict(chosen.scalars)["dbias_splits"] == splits
+    assert {box.array: box.rows for box in chosen.maps} == dict.fromkeys(("bias", "q", "k", "v", "dout"), 128)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_room_for_tiles_of_mask_and_bias_beside_the_pieces_of_a_gradient(dtype: str) -> None:
+    for others, stages in (((), (5, 2)), (("mask",), (4, 2))):
+        given = (*(x for x in GIVEN if x.name in others), BIAS[0]._replace(dtype=dtype))
+        told = constants(plan(problem("float16", given=given), H200, True, lengths={"bias": (2, 8, 1000, 1000)}))
+        assert (told["STAGES"], told["PAIR_STAGES"]) == (stages if dtype == "float16" else (stages[0], 1))
+
+
+def test_tiles_of_simt_that_scores_want() -> None:
+    for given, owned in (((), 64), (BIAS, 32)):
+        assert constants(plan(problem("float32", 32, given=given), H200, True, "simt"))["OWNED"] == owned
+
+
 def test_plans_are_data() -> None:
     for asked in list(problems())[:10]:
         one, two = (plan(asked, H200, True) for _ in range(2))
@@ -337,3 +496,12 @@ def test_every_dtype_has_a_family_everywhere(arch: str) -> None:
         for backward in (False, True):
             chosen = plan(asked, Arch.of(arch), backward)
             assert chosen.arch == arch and math.prod(launch.grid for launch in chosen.launches) > 0
+
+
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_without_keys_gradients_need_no_map(name: str) -> None:
+    """The driver makes none of an array without rows. What depends on lse alone is left."""
+    given = Given(name, "float32", ("head",))
+    problem = AttentionProblem("bfloat16", 2, 100, 0, 4, 4, 64, 64, 0.1, given=(given,))
+    found = plan(problem, Arch.of("sm_90a"), True, lengths={name: (1, 4, 1, 1)})
+    assert not found.maps and len(found.launches) > 1 and all(0 < x.grid < 100 for x in found.launches)

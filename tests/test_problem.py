@@ -79,6 +79,22 @@ def test_a_bound_that_is_dropped_hides_nothing() -> None:
             assert (visible(problem)[0, 0] == seen).all()
 
 
+def test_visible_pairs_of_any_band_are_counted_exactly(rng: np.random.Generator) -> None:
+    for _ in range(300):
+        sq, sk = (int(n) for n in rng.integers(0, 24, 2))
+        left, right = (None if rng.random() < 0.3 else int(rng.integers(30)) for _ in range(2))
+        problem = AttentionProblem(
+            "float32", 1, sq, sk, 1, 1, 8, 8, 1.0, diagonal=int(rng.integers(-30, 30)), left=left, right=right
+        )
+        assert problem.visible == visible(problem).sum(), problem
+
+
+def test_visible_pairs_of_long_sequences_are_not_estimated() -> None:
+    n, window = 1_000_003, 4095
+    assert stated(n, n, causal=True).visible == n * (n + 1) // 2
+    assert stated(n, n, window=(window, 0)).visible == n * (window + 1) - window * (window + 1) // 2
+
+
 def test_flops() -> None:
     pairs = 2 * 4 * 6 * 9
     assert stated().flops() == 2 * pairs * (16 + 8)

@@ -13,7 +13,9 @@ from pages import blocks, commands
 
 TOP = Path(__file__).resolve().parent.parent
 README = (TOP / "README.md").read_text(encoding="utf-8")
-RUN = ("README.md", "docs/start.md", "docs/recipes.md")
+RUN = (
+    "README.md", "docs/start.md", "docs/recipes.md", "docs/block-masks.md", "docs/score_functions.md", "docs/frameworks.md",
+)  # fmt: skip
 
 
 def example(page: str, number: int, block: str) -> Any:

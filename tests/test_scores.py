@@ -288,11 +288,15 @@ def test_sinks_of_any_size(backend: Backend, dtype: str, sink: float, rng: np.ra
 
 @on_pairs_with_scores
 def test_nothing_but_sinks(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
-    """There are no keys at all."""
+    """There are no keys at all: lse is the sink, and so is what its gradient gives."""
     for rank, layout in ((4, "bshd"), (4, "bhsd"), (3, "bshd"), (2, "bshd")):
         batch, heads = (2 if rank == 4 else 1), (1 if rank == 2 else 3)
         inputs = draw_inputs(rng, dtype, batch=batch, heads=(heads, heads), seq=(5, 0), given=("sinks",))
         check(backend, inputs, rank=rank, layout=layout)
+        more = draw_inputs(
+            rng, dtype, batch=batch, heads=(heads, heads), seq=(5, 0), given=("sinks", "alibi_slopes"), dlse=1.0
+        )
+        check(backend, more, rank=rank, layout=layout)
         inputs.given["sinks"] = inputs.given["sinks"].astype(np.float32)[:1]
         check(backend, inputs, rank=rank, layout=layout)
 

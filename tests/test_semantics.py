@@ -100,6 +100,26 @@ def test_few_queries_of_heads_that_share_keys(
     check(backend, draw_inputs(rng, dtype, batch=batch, seq=seq, heads=heads, key_mask=key_mask), **options)
 
 
+# In the backward key tiles are few, and long to visit: thread blocks share them (sm90).
+@pytest.mark.parametrize("deterministic", [False, True])
+@in_turn("dims", [(64, 64), (111, 128), (192, 128), (256, 200)])
+def test_many_query_heads_of_one_key_head(
+    backend: Backend, dtype: str, dims: tuple[int, int], deterministic: bool, rng: np.random.Generator
+) -> None:
+    inputs = draw_inputs(rng, dtype, batch=1, seq=(330, 300), heads=(24, 1), dims=dims)
+    # dk is a sum over the queries of 24 heads, one after the other in float32: standard attention adds up head by head.
+    check(backend, inputs, causal=True, deterministic=deterministic)
+
+
+# Tiles of one warpgroup (sm90).
+@in_turn("mask", ["full", "keys-causal"])
+def test_short_sequences_of_many_heads(backend: Backend, dtype: str, mask: str, rng: np.random.Generator) -> None:
+    key_mask, options = split(MASKS[mask])
+    for dim in (32, 128):
+        inputs = draw_inputs(rng, dtype, batch=70, seq=(49, 49), heads=(4, 4), dims=(dim, dim), key_mask=key_mask)
+        check(backend, inputs, **options)
+
+
 @in_turn("dims", [(111, 59), (96, 96), (128, 128), (192, 128), (256, 256)])
 def test_few_queries_of_wide_heads(
     backend: Backend, dtype: str, dims: tuple[int, int], rng: np.random.Generator

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cuda_on_cpu import needs_compiler
 from on_cpu import check
+from score_functions import documents, grid, relative, without_s
 
 from cupyflash.gpu.device import Arch
 
@@ -24,9 +25,30 @@ SIMT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "key-mask": ("float64", {"key_mask": True, "dims": (140, 7)}, {"causal": "top_left", "window": (40, None)}),
     "scale-0": ("float64", {"dims": (1, 17)}, {"causal": True, "scale": 0.0}),
     "scores": ("float32", {"heads": (4, 2), "given": SCORES, "key_mask": True}, {"softcap": 2.0, "causal": True}),
+    "blocks": ("float32", {"heads": (4, 2), "seq": (150, 200)}, {"blocks": ((48, 32),)}),
+    "blocks-and-more": (
+        "float32",
+        {"heads": (4, 2), "seq": (100, 130), "given": SCORES},
+        {"blocks": ((16, 80), "h"), "causal": True},
+    ),
     "scores-64": ("float64", {"dims": (140, 7), "given": SCORES, "full": "k"}, {"softcap": 2.0, "scale": -0.3}),
+    "score": ("float32", {"heads": (4, 2), "score": "relative", "given": ("alibi_slopes",)}, {"score": relative, "causal": True}),
+    "score-in-order": ("float64", {"dims": (40, 7), "score": "documents"}, {"score": documents, "scale": -0.3, "deterministic": True}),
+    "score-of-a-grid": ("float32", {"score": "grid"}, {"score": grid}),
+    "score-without-s": ("float32", {"score": "without_s"}, {"score": without_s, "window": (30, 9)}),
     "16-bit": ("bfloat16", {"seq": (40, 50), "dims": (300, 260), "batch": 1}, {"window": (9, 9)}),
-}
+    "dropout": (
+        "float32",
+        {"heads": (4, 2), "given": (*SCORES, "seed")},
+        {"softcap": 2.0, "causal": True, "dropout": 0.2},
+    ),
+    "blocks-dropout": (
+        "float32",
+        {"heads": (4, 2), "seq": (100, 130), "given": (*SCORES, "seed"), "full": "hqk"},
+        {"blocks": ((16, 80), "b"), "causal": True, "dropout": 0.3},
+    ),
+    "dropout-64": ("float64", {"seq": (100, 35), "given": ("seed",), "dlse": 1.0}, {"dropout": 0.6}),
+}  # fmt: skip
 FLASH1: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "plain": ("float32", {"seq": (67, 130), "dlse": 1.0}, {}),
     "group": ("float32", {"heads": (4, 2), "dims": (32, 59)}, {"causal": True}),

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from cuda_on_cpu import needs_compiler
 from on_cpu import check
+from score_functions import documents, relative, without_s
 
 from cupyflash.gpu.device import Arch
 
 pytestmark = needs_compiler
 
 # With few multiprocessors: as many blocks run at once.
-A100, A10 = Arch("sm_80", 80, 3, 166912), Arch("sm_86", 86, 3, 101376)
+A100, A10, H200 = Arch("sm_80", 80, 3, 166912), Arch("sm_86", 86, 3, 101376), Arch("sm_90a", 90, 3, 232448)
 
 SCORES = ("mask", "bias", "alibi_slopes", "sinks")
 # (GPU, dtype, shapes, options) as `check` takes them. Lengths are such that tiles end at a mask's edge, and just beyond.
@@ -51,6 +52,73 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "bias": (A100, "float16", {"seq": (100, 150), "batch": 1, "given": ("bias",), "full": "hqk"}, {}),
     "scores": (A100, "float16", {"seq": (100, 150), "heads": (4, 2), "given": SCORES}, {"softcap": 2.0, "causal": True}),
     "scores-wide": (A100, "bfloat16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": SCORES}, {"window": (50, 9), "deterministic": True}),
+    "dropout": (A100, "float16", {"seq": (100, 150), "heads": (4, 2), "given": ("seed",), "dlse": 1.0}, {"causal": True, "dropout": 0.2}),
+    "dropout-wide": (A100, "bfloat16", {"seq": (70, 150), "dims": (256, 200), "batch": 1, "given": (*SCORES, "seed")}, {"window": (50, 9), "dropout": 0.6}),
+    "blocks": (A100, "float16", {"seq": (190, 300), "heads": (4, 2)}, {"blocks": ((64, 64),), "deterministic": True}),
+    "blocks-and-more": (
+        A100, "bfloat16", {"seq": (150, 130), "heads": (2, 1), "dims": (128, 96), "given": SCORES, "key_mask": True},
+        {"blocks": ((16, 48), "b"), "window": (50, 9), "deterministic": True},
+    ),
+    "score": (
+        A100, "float16", {"heads": (4, 2), "seq": (290, 400), "score": "relative", "given": ("alibi_slopes",)},
+        {"score": relative, "causal": True},
+    ),
+    "score-in-order": (
+        A100, "bfloat16", {"dims": (64, 128), "seq": (150, 170), "score": "documents", "dlse": 1.0},
+        {"score": documents, "scale": -0.3, "deterministic": True},
+    ),
+    "score-without-s": (A100, "float16", {"seq": (150, 170), "score": "without_s"}, {"score": without_s, "window": (50, 9)}),
+    "blocks-dropout": (
+        A100, "float16", {"seq": (190, 300), "heads": (4, 2), "given": ("seed",), "dlse": 1.0},
+        {"blocks": ((64, 64),), "causal": True, "dropout": 0.2},
+    ),
+    "blocks-dropout-and-more": (
+        A100, "bfloat16", {"seq": (150, 130), "heads": (2, 1), "dims": (128, 96), "given": (*SCORES, "seed"), "full": "qk"},
+        {"blocks": ((16, 48), "b"), "window": (50, 9), "dropout": 0.6, "deterministic": True},
+    ),
+    # Float32, as two float16 a number.
+    "float32": (A100, "float32", {"dims": (64, 48), "dlse": 1.0}, {}),
+    "float32-odd": (A100, "float32", {"dims": (33, 47), "heads": (2, 2)}, {"causal": True}),
+    "float32-group": (A100, "float32", {"heads": (4, 2), "seq": (150, 212)}, {"causal": True, "deterministic": True}),
+    "float32-window": (
+        A100, "float32", {"seq": (200, 230), "dims": (128, 128), "batch": 1}, {"window": (17, 4), "scale": -0.3},
+    ),
+    "float32-wide": (A100, "float32", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1}, {"causal": True}),
+    "float32-on-little-memory": (
+        A10, "float32", {"seq": (130, 140), "dims": (128, 100), "key_mask": True}, {"deterministic": True},
+    ),
+    "float32-narrow-tiles": (A10, "float32", {"seq": (60, 70), "dims": (190, 170), "batch": 1}, {}),
+    "float32-scores": (
+        A100, "float32", {"seq": (100, 150), "heads": (4, 2), "given": (*SCORES, "seed")},
+        {"softcap": 2.0, "causal": True, "dropout": 0.2},
+    ),
+    "float32-blocks": (
+        A100, "float32", {"seq": (190, 300), "heads": (4, 2), "dims": (32, 128)}, {"blocks": ((64, 64),), "deterministic": True},
+    ),
+    "float32-score": (
+        A100, "float32", {"heads": (4, 2), "seq": (290, 200), "score": "relative", "given": ("alibi_slopes",)},
+        {"score": relative, "causal": True},
+    ),
+    "bias-without-columns": (A100, "float16", {"seq": (100, 150), "dims": (0, 64), "given": ("bias",)}, {"causal": True}),
+    "double": (H200, "float64", {"dims": (64, 48), "heads": (4, 2), "seq": (150, 212), "dlse": 1.0}, {}),
+    "double-group": (A100, "float64", {"heads": (4, 2), "seq": (100, 150), "dims": (32, 32)}, {"causal": True, "deterministic": True}),
+    "double-128": (H200, "float64", {"seq": (100, 230), "dims": (128, 128), "batch": 1}, {"window": (17, 4), "scale": -0.3}),
+    "double-key-mask": (
+        A100, "float64", {"seq": (70, 150), "key_mask": True, "dims": (59, 111)}, {"causal": "top_left", "rows_aligned": False},
+    ),
+    "double-192": (H200, "float64", {"seq": (70, 100), "dims": (192, 128), "heads": (2, 1)}, {"causal": True, "deterministic": True}),
+    "double-wide": (H200, "float64", {"seq": (70, 90), "dims": (256, 200), "heads": (2, 1), "batch": 1}, {"window": (50, None)}),
+    "double-scores": (
+        H200, "float64", {"seq": (100, 150), "heads": (4, 2), "given": (*SCORES, "seed"), "key_mask": True},
+        {"softcap": 2.0, "causal": True, "dropout": 0.2},
+    ),
+    "double-dropout": (A100, "float64", {"seq": (70, 100), "dims": (192, 160), "given": ("seed",), "dlse": 1.0}, {"dropout": 0.6}),
+    "double-blocks": (
+        H200, "float64", {"seq": (150, 130), "heads": (2, 1), "dims": (128, 96), "given": SCORES, "full": "qk"},
+        {"blocks": ((16, 48), "b"), "window": (50, 9), "deterministic": True},
+    ),
+    "double-score": (A100, "float64", {"seq": (150, 170), "score": "documents"}, {"score": documents, "scale": -0.3}),
+    "double-other-tiles": (H200, "float64", {"seq": (100, 90)}, {"tiles": ((64, 32, 8, 2, 2, 1), (32, 32, 4, 2, 2, 1))}),
     "no-columns": (A100, "float16", {"seq": (5, 1), "dims": (0, 16)}, {}),
 }  # fmt: skip
 
@@ -59,3 +127,42 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:
     arch, *rest = CASES[case]
     check("sm80", arch, rng, *rest)
+
+
+def multiplied(**by: Any) -> Any:
+    """Inputs that are so many times as large."""
+    return lambda x: x._replace(**{name: (getattr(x, name) * y).astype(np.float32) for name, y in by.items()})
+
+
+def one_row(size: float, *names: str) -> Any:
+    """Inputs with one row that is so much larger."""
+    return multiplied(**dict.fromkeys(names, np.where(np.arange(90) == 7, size, 1)[None, :, None, None]))
+
+
+def infinite(inputs: Any) -> Any:
+    """A key whose product with every query is -inf: no query sees it."""
+    inputs.k[:, 5, :, 3] = -np.inf
+    np.abs(inputs.q[..., 3], out=inputs.q[..., 3])
+    return inputs
+
+
+SIZES: dict[str, tuple[Any, float | None]] = {  # the change of the inputs, and the scale
+    "tiny": (multiplied(q=1e-15, k=1e-15, v=1e-30), 1e29),
+    "huge": (multiplied(q=1e15, k=1e14, v=1e30, dout=1e-30), 1e-30),
+    "tiny-gradient": (multiplied(dout=1e-30), None),
+    "large-logits": (multiplied(q=50), None),
+    "rows-apart": (one_row(2.0**24, "v", "dout"), None),
+    "a-large-key": (one_row(2.0**7, "k"), None),
+    "infinite": (infinite, None),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_float32_of_all_sizes(size: str, rng: np.random.Generator) -> None:
+    """Each tile has a power of two of its own, and what is small beside the largest of it keeps its bits.
+
+    The largest error is of one or two rows: by luck it is a few times that of own precision, with plain float32, too.
+    """
+    change, scale = SIZES[size]
+    shapes = {"seq": (90, 90), "batch": 1, "dims": (64, 80)}
+    check("sm80", A100, rng, "float32", shapes, {"scale": scale}, change=change, own_times=4)

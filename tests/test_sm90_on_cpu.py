@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 from cuda_on_cpu import needs_compiler
 from on_cpu import check
+from score_functions import documents, grid, relative, without_s
 
 from cupyflash.gpu.device import Arch
+from cupyflash.gpu.families import sm90
+from cupyflash.gpu.kernel_plan import ceil
+from cupyflash.problem import AttentionProblem
 
 pytestmark = needs_compiler
 
-# With so few multiprocessors two blocks (two clusters where the backward is wide) take tile after tile.
-GPU, WIDE = Arch("sm_90a", 90, 2, 232448), Arch("sm_90a", 90, 4, 232448)
+# With so few multiprocessors two blocks (two clusters where the backward is wide) take tile after tile. With more, several
+# share what a tile of a gradient of a bias sums.
+GPU, WIDE, MANY = (Arch("sm_90a", 90, sms, 232448) for sms in (2, 4, 13))
 
 SCORES = ("mask", "bias", "alibi_slopes", "sinks")
 # (dtype, shapes, options) as `check` takes them. Lengths are such that tiles end at, and just beyond, a mask's edge.
@@ -52,14 +57,134 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "bias-of-keys": ("float16", {"seq": (200, 266), "given": ("bias", "mask"), "full": "bk"}, {}),
     "bias-wide": ("float16", {"seq": (70, 150), "dims": (192, 128), "batch": 1, "given": ("bias",), "bias": "float32"}, {}),
+    "bias-summed": (
+        "bfloat16", {"seq": (200, 264), "heads": (4, 2), "batch": 3, "given": ("bias", "sinks"), "full": "hqk", "key_mask": True, "dlse": 1.0},
+        {"softcap": 2.0, "scale": -0.3},
+    ),
+    "bias-parts": ("float16", {"seq": (130, 143), "dims": (90, 128), "batch": 5, "given": ("bias",), "full": "qk"}, {}),
+    "bias-parts-window": (
+        "bfloat16", {"seq": (200, 200), "dims": (32, 40), "heads": (4, 2), "given": ("bias", "mask"), "full": "qk", "bias": "float32"},
+        {"window": (20, 9), "deterministic": True},
+    ),
+    "bias-unseen": (  # of whole tiles no query sees a key
+        "float16", {"seq": (200, 700), "batch": 1, "given": ("bias", "sinks")}, {"causal": "top_left"},
+    ),
+    "slopes-parts": (
+        "bfloat16", {"seq": (200, 300), "heads": (4, 2), "dims": (64, 128), "given": ("alibi_slopes",)}, {"causal": True},
+    ),
+    "bias-wider": ("float16", {"seq": (70, 150), "dims": (250, 192), "heads": (2, 1), "given": ("bias",)}, {"causal": True}),
     "scores": ("float16", {"seq": (200, 250), "heads": (4, 2), "batch": 1, "given": SCORES}, {"softcap": 2.0, "causal": True}),
     "scores-128": ("bfloat16", {"seq": (200, 250), "dims": (128, 128), "batch": 1, "given": SCORES}, {"window": (50, 9)}),
     "scores-wide": ("float16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": SCORES[1:]}, {"deterministic": True}),
     "scores-of-few-queries": ("float16", {"seq": (5, 200), "heads": (12, 2), "given": SCORES}, {"softcap": 2.0, "causal": True}),
+    "dropout": ("bfloat16", {"seq": (300, 362), "heads": (4, 2), "given": ("seed",), "dlse": 1.0}, {"dropout": 0.2}),
+    "dropout-128": ("float16", {"seq": (200, 430), "dims": (128, 128), "batch": 1, "given": ("seed",)}, {"causal": True, "dropout": 0.6}),
+    "dropout-wide": ("float16", {"seq": (170, 250), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": (*SCORES[1:], "seed")}, {"window": (50, 9), "dropout": 0.2}),
+    "dropout-of-few-queries": ("float16", {"seq": (5, 200), "heads": (12, 2), "given": ("seed",)}, {"dropout": 0.2}),
+    "blocks": ("float16", {"seq": (400, 500), "heads": (4, 2), "batch": 2}, {"blocks": ((128, 128),)}),
+    "blocks-causal": (
+        "bfloat16", {"seq": (300, 430), "heads": (2, 1), "dims": (128, 100), "batch": 2},
+        {"blocks": ((48, 96), "b"), "causal": True, "deterministic": True},
+    ),
+    "blocks-and-more": (
+        "float16", {"seq": (200, 250), "heads": (4, 2), "dims": (128, 128), "batch": 1, "given": SCORES, "key_mask": True},
+        {"blocks": ((64, 64), "h"), "window": (90, 40)},
+    ),
+    "blocks-192": ("float16", {"seq": (170, 350), "dims": (192, 128), "batch": 1}, {"blocks": ((64, 112), "")}),
+    "blocks-wide": (
+        "float16", {"seq": (200, 450), "dims": (256, 200), "heads": (2, 1), "batch": 1}, {"blocks": ((64, 64),)},
+    ),
+    "blocks-wide-in-order": (
+        "bfloat16", {"seq": (200, 450), "dims": (201, 256), "heads": (2, 1), "batch": 1},
+        {"blocks": ((64, 128),), "deterministic": True},
+    ),
+    "blocks-bias-summed": (  # over heads and entries of the batch whose blocks are others
+        "bfloat16", {"seq": (200, 264), "heads": (4, 2), "batch": 3, "given": ("bias", "sinks"), "full": "qk"},
+        {"blocks": ((48, 96), "bh"), "softcap": 2.0},
+    ),
+    "blocks-dropout": (
+        "float16", {"seq": (300, 430), "heads": (4, 2), "given": ("seed",), "dlse": 1.0},
+        {"blocks": ((64, 128),), "causal": True, "dropout": 0.2},
+    ),
+    "blocks-dropout-and-more": (
+        "bfloat16",
+        {"seq": (200, 250), "heads": (4, 2), "dims": (128, 128), "batch": 1, "given": (*SCORES, "seed"), "key_mask": True},
+        {"blocks": ((64, 64), "h"), "window": (90, 40), "dropout": 0.3, "softcap": 2.0, "deterministic": True},
+    ),
+    "blocks-dropout-wide": (
+        "float16", {"seq": (200, 450), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": ("bias", "seed")},
+        {"blocks": ((64, 64),), "dropout": 0.4},
+    ),
+    "dropout-bias": (
+        "bfloat16", {"seq": (200, 264), "heads": (4, 2), "given": ("bias", "sinks", "seed"), "full": "hqk", "dlse": 1.0},
+        {"causal": True, "dropout": 0.2},
+    ),
+    "dropout-bias-parts": (
+        "float16", {"seq": (130, 143), "dims": (90, 128), "batch": 5, "given": ("bias", "mask", "seed"), "full": "k"},
+        {"dropout": 0.6, "softcap": 2.0, "scale": -0.3},
+    ),
+    "dropout-slopes-parts": (
+        "float16", {"seq": (200, 300), "heads": (4, 2), "given": ("alibi_slopes", "seed")}, {"window": (150, 9), "dropout": 0.2},
+    ),
+    "short": ("float16", {"seq": (49, 49), "dims": (32, 32), "heads": (4, 4)}, {}),  # with one warpgroup that computes
+    "short-causal": ("bfloat16", {"seq": (63, 200), "dims": (128, 96), "heads": (4, 4), "key_mask": True}, {"causal": True}),
+    "short-window": ("float16", {"seq": (50, 330), "heads": (4, 4), "given": ("bias",)}, {"window": (150, 9)}),
+    "score": ("float16", {"heads": (4, 2), "seq": (290, 400), "score": "relative"}, {"score": relative, "causal": True}),
+    "score-128": (
+        "float16", {"seq": (200, 250), "dims": (128, 128), "batch": 1, "score": "documents"},
+        {"score": documents, "scale": -0.3, "deterministic": True},
+    ),
+    "score-wide": (
+        "bfloat16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "score": "without_s"}, {"score": without_s},
+    ),
+    "score-of-few-queries": ("bfloat16", {"seq": (5, 200), "heads": (12, 2), "score": "grid"}, {"score": grid, "causal": True}),
     "one-query": ("bfloat16", {"seq": (1, 300), "heads": (6, 2), "dims": (128, 128)}, {}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:
-    check("sm90", WIDE if "wide" in case else GPU, rng, *CASES[case])
+    check("sm90", WIDE if "wide" in case else MANY if "parts" in case else GPU, rng, *CASES[case])
+
+
+# Key tiles that three thread blocks share, or two, or none.
+LARGE = Arch("sm_90a", 90, 6, 232448)
+SHARED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "group": ("bfloat16", {"heads": (3, 1), "seq": (400, 430), "batch": 1, "dlse": 1.0}, {"causal": True}),
+    "in-order": (
+        "bfloat16", {"heads": (3, 1), "seq": (400, 430), "batch": 1}, {"causal": True, "deterministic": True},
+    ),
+    "cross": ("float16", {"seq": (300, 77), "dims": (128, 100), "heads": (2, 2), "batch": 1, "key_mask": True}, {}),
+    "192": ("float16", {"seq": (330, 180), "dims": (192, 128), "heads": (2, 1), "batch": 1}, {"window": (150, 50)}),
+    "wide": ("float16", {"seq": (260, 250), "dims": (256, 200), "heads": (2, 1), "batch": 1}, {"causal": True}),
+    "wide-in-order": (
+        "bfloat16", {"seq": (200, 250), "dims": (201, 256), "heads": (2, 1), "batch": 1},
+        {"causal": True, "deterministic": True, "rows_aligned": False},
+    ),
+    "dropout": (
+        "float16", {"heads": (3, 1), "seq": (400, 430), "batch": 1, "given": ("seed",), "dlse": 1.0},
+        {"causal": True, "dropout": 0.2},
+    ),
+    "dropout-and-more": (
+        "bfloat16", {"heads": (3, 1), "seq": (400, 430), "dims": (128, 100), "batch": 1, "given": (*SCORES, "seed")},
+        {"causal": True, "dropout": 0.3, "softcap": 2.0, "deterministic": True},
+    ),
+    "dropout-wide": (
+        "float16", {"seq": (260, 250), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": ("bias", "seed")},
+        {"causal": True, "dropout": 0.3},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_thread_blocks_share_key_tiles(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_three(problem: AttentionProblem, tile: Any, *_: int) -> tuple[int, int]:
+        visits = [problem.group * n for n in sm90._visits(problem, tile.rows, tile.keys * (1 + tile.clustered))]
+        most = ceil(max(visits), 3)
+        shared.append({ceil(n, most) for n in visits})
+        return ceil(max(visits), most), most
+
+    shared: list[set[int]] = []
+    monkeypatch.setattr(sm90, "_shared_out", in_three)
+    check("sm90", LARGE, rng, *SHARED[case])
+    assert max(shared[0]) == 3 and (case in ("cross", "192") or min(shared[0]) < 3)  # and not all key tiles alike

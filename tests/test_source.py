@@ -46,7 +46,7 @@ def test_every_file_once_and_every_line_in_its_place(family: str, backward: bool
         mark = re.fullmatch(r'#line (\d+) "(.+)"', line)
         if mark:
             file, number = mark[2], int(mark[1])
-        elif file is not None:
+        elif file not in (None, "user/score.cuh"):  # that one is made
             original = (source.kernels_folder() / file).read_text().splitlines()[number - 1]
             assert line in (original, ""), f"{file}:{number}"
             if line != original:
@@ -71,7 +71,7 @@ def test_sources_differ_where_plans_do() -> None:
     assert len(texts) == len(FEATURES)
     for backward in (False, True):
         for fields in ({}, {"right": 0}):  # where tiles differ in length, some are dealt out and some are not
-            texts = {source.generate(planned("sm90", backward, seq_q=s, batch=9, **fields)) for s in (1, 999, 9000)}
+            texts = {source.generate(planned("sm90", backward, seq_q=s, batch=90, **fields)) for s in (1, 999, 9000)}
             assert len(texts) == (2 if not backward else 1)  # few queries are packed
 
 

@@ -14,13 +14,11 @@ from semantics import Inputs, draw_inputs
 
 import cupyflash
 from cupyflash import interop
-from cupyflash.problem import ITEMSIZE
+from cupyflash.problem import INTEGERS, ITEMSIZE
 
 torch = pytest.importorskip("torch")
 
 from cupyflash.torch import attention
-
-FakeTensorMode = pytest.importorskip("torch._subclasses.fake_tensor").FakeTensorMode
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -324,11 +322,14 @@ def test_numpy_shares_memory(dtype: str) -> None:
     back = lib.from_numpy(a)
     assert back.data_ptr() == x.data_ptr() and back.dtype is x.dtype and back.stride() == x.stride()
     assert lib.view(x) == ((4, 3), (1, 4), dtype, "cpu", "torch", x.data_ptr())
+    x.untyped_storage().resize_(100)  # which numpy() would forbid from then on
+    empty = torch.zeros((0, 4), dtype=x.dtype)
+    assert lib.to_numpy(empty).shape == (0, 4) and lib.to_numpy(empty).dtype == a.dtype
 
 
 def test_every_dtype_can_be_allocated() -> None:
     lib: Any = interop.library("q", torch.zeros(1))
-    for dtype in ITEMSIZE:
+    for dtype in ITEMSIZE.keys() - set(INTEGERS):  # those of seeds, which are neither made nor copied
         x = lib.empty((2, 3), dtype, "cpu")
         assert lib.view(x)[:4] == ((2, 3), (3, 1), dtype, "cpu")
 
@@ -358,13 +359,8 @@ def test_bad_tensors() -> None:
             attention(x, x, x, scale=scale)
     with pytest.raises(TypeError, match="(?s)scale is .*; it must be a real number or None"):
         torch.vmap(lambda scale: attention(x, x, x, scale=scale))(torch.ones(2))
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(
-            TypeError, match=r"v has dtype bfloat16 but q has float32; .* \(torch.autocast casts none of them\)"
-        ),
-    ):
-        attention(x, x, x @ torch.eye(4))
+    with pytest.raises(TypeError, match="v has dtype bfloat16 but q has float32; all arrays must have one dtype$"):
+        attention(x, x, x.bfloat16())
     with pytest.raises(TypeError, match="key_mask is a list; it must be an array"):
         attention(x, x, x, key_mask=[True] * 3)
 
@@ -377,9 +373,6 @@ def unreadable(what: str) -> Any:
         return x.to("meta")
     if what == "negative":
         return torch.ones(3, 4, dtype=torch.complex64).conj().imag
-    if what == "fake":
-        with FakeTensorMode():
-            return torch.ones(3, 4)
     return torch.nested.nested_tensor([x, x], layout=torch.jagged if what == "jagged" else torch.strided)
 
 
@@ -390,7 +383,6 @@ def unreadable(what: str) -> Any:
         ("sparse", TypeError, "has layout torch.sparse_coo; it must be strided"),
         ("meta", ValueError, "is on meta; it must be on cpu or cuda"),
         ("negative", ValueError, r"is a view that torch has yet to negate; pass its resolve_neg\(\)"),
-        ("fake", TypeError, "is a .*FakeTensor; it must be a plain tensor"),
         ("strided", TypeError, "is a nested tensor; it must be a dense one"),
         ("jagged", TypeError, "is a .*NestedTensor; it must be a plain tensor"),
     ],
@@ -411,16 +403,6 @@ def test_tensors_that_cannot_be_read_are_named(what: str, error: type[Exception]
         cupyflash.merge([x, x], [x[:, 0], bad])
     with pytest.raises(error, match=f"^v {message}"):
         cupyflash.explain(x, x, bad)
-
-
-def test_functional_transforms_are_refused() -> None:
-    x = torch.ones(3, 4)
-    with pytest.raises(
-        TypeError, match="^k is a Tensor that cannot be read .*; it must be an array with memory of its own"
-    ):
-        torch.vmap(lambda k: attention(x, k, x))(x[None])
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.grad(lambda q: attention(q, x, x).sum())(x)
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------

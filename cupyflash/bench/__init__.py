@@ -19,23 +19,25 @@ def run(
     only: Sequence[str] = (),
     slow: bool = False,
     sustained: bool = False,
+    resume: bool = False,
 ) -> int:
     """Run suites, print a table of each and write `<out>/<suite>.json` after every row.
 
     Parameters
     ----------
     suites : names
-        "forward", "backward" (the papers' grid), "host", "jit", "memory", "fp32", "figures", "training", "ladder",
-        "scores", "models", "cpu"; "paper" (figures, memory and training: what the papers report), or "all": those that
-        need a GPU.
+        "forward", "backward" (the papers' grid), "host", "jax", "jit", "import", "memory", "fp32", "figures", "training", "gpt",
+        "ladder", "scores", "models", "precision", "cpu"; "paper" (figures, memory and training: what the papers report), or "all":
+        those that need a GPU.
     family : str, optional
-        Force this kernel family; the file is then `<family>_<suite>.json`.
+        Force this kernel family; the file is then `<family>_<suite>.json`. Of "fp32" the problems that it takes.
     out : folder, optional
         Default `bench/results/<gpu>` in the current directory, with quick `bench/quick/<gpu>`.
     quick : bool
         Fewer problems, rounds and milliseconds.
     dtype : str, optional
-        For the suites "forward", "backward", "figures", "memory", "scores" and "models". Default "bfloat16".
+        For the suites "forward", "backward", "figures", "memory", "scores", "models" and "jax". Default "bfloat16". For "fp32"
+        one of its two.
     rounds, min_ms : optional
         Samples of each candidate, and the least duration of one in milliseconds. Default 7 and 20, with quick 3 and 5.
     only : names, optional
@@ -45,6 +47,9 @@ def run(
     sustained : bool
         For the suites "forward", "backward" and "models": a second of everybody on end in place of short samples, twice
         unless `rounds` is given, with the GPU's clock and power. The file is then `<suite>_sustained.json`.
+    resume : bool
+        Keep the rows that the file has, where it is of the same kernel sources, machine and versions, and measure the others:
+        to go on where a run was stopped, or to add rows by `only`.
 
     Returns
     -------
@@ -54,7 +59,7 @@ def run(
     """
     from .runner import run as _run
 
-    return _run(suites, family, out, quick, dtype, rounds, min_ms, only, slow, sustained)
+    return _run(suites, family, out, quick, dtype, rounds, min_ms, only, slow, sustained, resume)
 
 
 def plot(

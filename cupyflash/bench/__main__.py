@@ -27,6 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--sustained", action="store_true", help="suites forward, backward, models: a second of everybody on end"
     )
+    parser.add_argument("--resume", action="store_true", help="keep the rows that the file has, measure the others")
     parser.add_argument("--results", help="plot: where the JSON files are (default bench/results, quick bench/quick)")
     parser.add_argument(
         "--docs", help="plot: where the pictures and benchmarks.md go (default docs, quick bench/quick)"
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     return run(
         args.suites, args.family, args.out, args.quick, args.dtype, args.rounds, args.min_ms, args.only, args.slow,
-        args.sustained,
+        args.sustained, args.resume,
     )  # fmt: skip
 
 

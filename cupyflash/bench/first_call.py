@@ -43,6 +43,31 @@ def measure(name: str, family: str | None, repeats: int) -> Times | str:
     }
 
 
+IMPORTS = {  # what is imported, and what that stands on
+    "import cupyflash": "import numpy",
+    "from cupyflash import attention": "import numpy",
+    "import cupyflash.torch": "import torch",
+    "import cupyflash.jax": "import jax",
+}
+LIBRARIES = ("numpy", "cupy", "torch", "jax", "cuda")
+_IMPORT = """
+import sys, time
+begin = time.perf_counter()
+{statement}
+print(time.perf_counter() - begin, *(name for name in {libraries!r} if name in sys.modules))
+"""
+
+
+def import_time(statement: str) -> tuple[float, list[str]]:
+    """Seconds that it takes in a new process, and the array libraries that came with it."""
+    code = _IMPORT.format(statement=statement, libraries=LIBRARIES)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    seconds, *libraries = done.stdout.split()
+    return float(seconds), libraries
+
+
 def _process(name: str, family: str | None, folder: str) -> dict[str, float]:
     environment = {**os.environ, **{variable: os.path.join(folder, variable.lower()) for variable in CACHES}}
     command = [sys.executable, "-m", __name__, name, *([family] if family else [])]

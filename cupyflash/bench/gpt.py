@@ -6,11 +6,10 @@ each behind a layer norm, and an output matrix shared with the embedding. What i
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as recompute
 
 import cupyflash
+
+from . import fa3
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (B, S, H, D) each, causal
 
@@ -30,7 +31,15 @@ class Size(NamedTuple):
     vocabulary: int = 50304  # GPT-2's, rounded up to a multiple of 128
 
 
-SIZES = {"tiny": Size(2, 64, 2, 96), "125M": Size(12, 768, 12), "1.3B": Size(24, 2048, 16), "2.7B": Size(32, 2560, 32)}
+SIZES = {
+    "tiny": Size(2, 64, 2, 96),
+    "125M": Size(12, 768, 12),
+    "125M, d128": Size(12, 768, 6),
+    "1.3B": Size(24, 2048, 16),
+    "2.7B": Size(32, 2560, 32),
+}
+
+RATE, BETAS, DECAY = 3e-4, (0.9, 0.95), 0.01  # AdamW's
 
 
 def model_flops(parameters: int, layers: int, width: int, seq: int) -> int:
@@ -77,14 +86,23 @@ class Gpt(nn.Module):
         return functional.linear(self.norm(x), self.embedding.weight)
 
 
-def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = cupyflash.attention(q, k, v, causal=True)
-    return out
+def ours(family: str | None = None) -> Attention:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = cupyflash.attention(q, k, v, causal=True, family=family)
+        return out
+
+    return attend
 
 
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+def _sdpa(backend: SDPBackend) -> Attention:
+    """One backend of PyTorch's, named in the function so that torch.compile sees it."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(backend):
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    return attend
 
 
 class _ScoresIn16Bits:
@@ -98,12 +116,46 @@ class _ScoresIn16Bits:
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(self.before)
 
 
-# Each way of attention: the function, and what must hold around forward and backward.
-WAYS: dict[str, tuple[Attention, tuple[Callable[[], AbstractContextManager[Any]], ...]]] = {
-    "ours": (_ours, ()),
-    "fa2": (_sdpa, (functools.partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION),)),
-    "math": (_sdpa, (functools.partial(sdpa_kernel, SDPBackend.MATH), _ScoresIn16Bits)),
+_standard = _sdpa(SDPBackend.MATH)
+
+
+def _math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    with _ScoresIn16Bits():
+        return _standard(q, k, v)
+
+
+# Each way of attention, by the peers' names.
+WAYS: dict[str, Attention] = {
+    "ours": ours(),
+    "fa2": _sdpa(SDPBackend.FLASH_ATTENTION),
+    "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
+    "fa3": fa3.causal,
+    "math": _math,
 }
+
+
+def stepper(model: Gpt, compiled: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A step of training on tokens (B, S + 1), with AdamW, on a GPU in bfloat16 with float32 weights; it returns the loss.
+
+    `compiled`: model and loss by torch.compile, as one graph.
+    """
+    gpu = next(model.parameters()).is_cuda
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=DECAY, fused=gpu)
+
+    def loss_of(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16) if gpu else nullcontext():
+            return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    found = torch.compile(loss_of, fullgraph=True, dynamic=False) if compiled else loss_of
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss = found(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
 
 
 class Trained(NamedTuple):
@@ -131,30 +183,19 @@ def train(
     """
     if not 0 <= warm_up < steps:
         raise ValueError(f"warm_up is {warm_up}; it must be 0 or more and less than steps, {steps}")
-    attention, contexts = WAYS[way]
     gpu = torch.device(device).type == "cuda"
     synchronize: Callable[[], object] = torch.cuda.synchronize if gpu else lambda: None
     torch.manual_seed(0)
-    with torch.device(device), ExitStack() as stack:
-        for enter in contexts:
-            stack.enter_context(enter())
-        model = Gpt(size, context, attention, checkpoint)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=gpu)
+    with torch.device(device):
+        model = Gpt(size, context, WAYS[way], checkpoint)
+        run = stepper(model)
         losses = torch.zeros(steps)
         for step in range(steps):
             if step == warm_up:
                 synchronize()
                 start = time.perf_counter()
             first = torch.randint(size.vocabulary, (batch, 1))
-            tokens = (first + 37 * torch.arange(context + 1)) % size.vocabulary
-            with torch.autocast("cuda", torch.bfloat16) if gpu else nullcontext():
-                logits = model(tokens[:, :-1])
-                loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-            del logits
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[step] = loss.detach()
+            losses[step] = run((first + 37 * torch.arange(context + 1)) % size.vocabulary)
             told(step)
         synchronize()
         seconds = (time.perf_counter() - start) / (steps - warm_up)

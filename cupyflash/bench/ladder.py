@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from .report import cell
 
-BEGIN, END = "<!-- ladder:begin -->", "<!-- ladder:end -->"
 RUNGS = {
     "standard": ("standard (CuPy, cuBLAS)", "the formula: scores and weights, N x N, go to memory and back"),
     "flash1": ("FlashAttention-1", "tiles; one thread block for each head; O is rescaled and stored at every step"),
@@ -44,17 +40,6 @@ def table(data: dict[str, Any]) -> str:
             texts = [f"{cell(x)} {unit}" if x is not None else "–" for x, (_, unit) in zip(shown, columns)]
             lines.append(f"| {label} | {' | '.join(texts)} | {change} |")
     return "\n".join(lines)
-
-
-def fill(page: Path, found: Sequence[dict[str, Any]]) -> bool:
-    """Put the tables of all ladder results between the page's marks; False where there is no such page or result."""
-    tables = [table(data) for data in found if data["suite"] == "ladder" and data["rows"]]
-    if not tables or not page.is_file():
-        return False
-    block = "\n\n".join([BEGIN, *tables, END])
-    text, marks = re.subn(f"{BEGIN}.*?{END}", lambda _: block, page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    page.write_text(text, encoding="utf-8")
-    return marks > 0
 
 
 def _value(row: dict[str, Any] | None, name: str) -> float | None:

@@ -136,7 +136,9 @@ def problems(options: Options) -> list[Problem]:
 
 def draw(call: Call, dtype: str, seed: int, device: str = "cuda") -> peers.Case:
     """Random normal inputs of a call."""
-    sizes = {name: getattr(call, name) for name in ("batch", "seq", "heads", "dim", "causal", "seq_k", "heads_k", "dim_v")}
+    sizes = {
+        name: getattr(call, name) for name in ("batch", "seq", "heads", "dim", "causal", "seq_k", "heads_k", "dim_v")
+    }
     window = None if call.window is None else (call.window, 0)
     return peers.make_case(**sizes, dtype=dtype, seed=seed, device=device, window=window)
 

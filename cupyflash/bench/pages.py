@@ -5,7 +5,11 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-from . import ladder, papers, plots, report
+from . import ladder, papers, plots, precision, report
+
+FILLED = {
+    "precision": ("precision.md", precision.tables)
+}  # suites that have tables in a page of their own, and no picture
 
 
 def plot(results: str | PathLike[str], docs: str | PathLike[str]) -> list[str]:
@@ -19,7 +23,7 @@ def plot(results: str | PathLike[str], docs: str | PathLike[str]) -> list[str]:
     folder = Path(docs, "plots")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    benchmarks = [data for data in found if data["suite"] not in ("figures", "training")]
+    benchmarks = [data for data in found if data["suite"] not in ("figures", "training", *FILLED)]
     for data in benchmarks:
         drawn = plots.figure(data)
         path = folder / f"{data['file'].replace('/', '_')}.png"
@@ -30,5 +34,8 @@ def plot(results: str | PathLike[str], docs: str | PathLike[str]) -> list[str]:
         page.write_text(plots.markdown(benchmarks))
         written.append(str(page))
     written += papers.write(found, Path(docs))
-    tutorial = Path(docs, "tutorial.md")
-    return [*written, str(tutorial)] if ladder.fill(tutorial, found) else written
+    for suite, (file, table) in {"ladder": ("tutorial.md", ladder.table), **FILLED}.items():
+        tables = [table(data) for data in found if data["suite"] == suite and data["rows"]]
+        if report.fill(Path(docs, file), suite, tables):
+            written.append(str(Path(docs, file)))
+    return written

@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,9 +19,11 @@ from ..timing import Candidate, reason
 class Case(NamedTuple):
     """Inputs that everyone shares: PyTorch tensors (B, S, H, D).
 
-    `scores` is what else `attention` is given, softcap and optional arrays by name; `wrt` names those of them whose gradients
-    are wanted too. "ours", PyTorch's and FlexAttention know of these; who does not is found wrong where they are given.
-    `window`: (left, right) as of `attention`; "ours" and the FlashAttention packages know of it.
+    `scores` is what else `attention` is given, softcap, a score function and optional arrays by name; `wrt` names those of them,
+    or of the arrays that the score function reads, whose gradients are wanted too. "ours", PyTorch's and FlexAttention know of
+    these; who does not is found wrong where they are given.
+    `visible` says of (b, h, i, j), tensors of integers, what a block mask among them does. `window`: (left, right) as of
+    `attention`; "ours" and the FlashAttention packages know of it.
     """
 
     q: Any
@@ -31,7 +33,22 @@ class Case(NamedTuple):
     causal: bool
     scores: Mapping[str, Any] = MappingProxyType({})
     wrt: tuple[str, ...] = ()
+    visible: Any = None
     window: tuple[int, int] | None = None
+
+    @property
+    def wanted(self) -> tuple[Any, ...]:
+        """The arrays that `wrt` names."""
+        arrays = {**self.scores, **self.scores.get("score_arrays", {})}
+        return tuple(arrays[name] for name in self.wrt)
+
+    def with_wanted(self, arrays: Iterable[Any]) -> Case:
+        """The same with these in their places."""
+        named, read = dict(zip(self.wrt, arrays)), self.scores.get("score_arrays", {})
+        scores = {**self.scores, **{name: x for name, x in named.items() if name not in read}}
+        if read:
+            scores["score_arrays"] = {name: named.get(name, x) for name, x in read.items()}
+        return self._replace(scores=scores)
 
 
 Prepare = Callable[[Case, bool], Candidate]  # (case, backward) -> what is timed: (out,) or (dq, dk, dv, those of wrt)
@@ -77,14 +94,25 @@ def ours(family: str | None = None) -> Prepare:
         if not case.wrt:
             return Candidate(lambda: attention_backward(dout, q, k, v, out, lse, **given))
         given["wrt"] = case.wrt
+        read = case.scores.get("score_arrays", {})
 
         def call() -> tuple[Any, ...]:
             found = attention_backward(dout, q, k, v, out, lse, **given)
-            return tuple(getattr(found, f"d{name}") for name in ("q", "k", "v", *case.wrt))
+            of_arrays = (found.dscore_arrays[x] if x in read else getattr(found, f"d{x}") for x in case.wrt)
+            return (*found[:3], *of_arrays)
 
         return Candidate(call)
 
     return prepare
+
+
+def ours_recorded(family: str | None = None) -> Prepare:
+    """The same as PyTorch's autograd records it and differentiates it."""
+
+    def forward(case: Case) -> Any:
+        return attention(*case[:3], causal=case.causal, family=family)
+
+    return functools.partial(differentiable, forward, nullcontext)
 
 
 def ours_numpy(case: Case, backward: bool) -> Candidate:
@@ -127,10 +155,13 @@ def sdpa(backend: str | None = None) -> Prepare:
             causal = case.causal
             if last_aligned is not None:
                 added, causal = last_aligned, False
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, added, is_causal=causal, **grouped)
+            dropout = case.scores.get("dropout", 0.0)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, added, dropout_p=dropout, is_causal=causal, **grouped
+            )
             return out.transpose(1, 2)
 
-        return _differentiable(forward, context, case, backward)
+        return differentiable(forward, context, case, backward)
 
     return prepare
 
@@ -155,19 +186,23 @@ def flex() -> Prepare:
             if name in pairs
         }
         masks = [(scores[name], axes[name]) for name in axes if name != "bias"]
-        softcap, slopes, sinks = (scores.get(name) for name in ("softcap", "alibi_slopes", "sinks"))
+        softcap, slopes, sinks, own = (scores.get(name) for name in ("softcap", "alibi_slopes", "sinks", "score"))
 
         def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
             tests = [mask[tuple((b, h, i, j)[axis] for axis in own)] for mask, own in masks]
             return functools.reduce(operator.and_, [*tests, i >= j] if causal else tests)
 
         block_mask = None
-        if masks or causal:
+        if masks or causal or case.visible:
             (batch, seq), device = case.q.shape[:2], case.q.device
-            block_mask = create_block_mask(visible, batch if masks else None, None, seq, seq, device=device)
+            block_mask = create_block_mask(
+                case.visible or visible, batch if masks else None, None, seq, seq, device=device
+            )
 
-        def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, bias: Any, read: dict[str, Any]) -> Any:
             def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+                if own is not None:
+                    s = own(s, b, h, i, j, **read)
                 if softcap is not None:
                     s = softcap * torch.tanh(s / softcap)
                 if slopes is not None:  # with a causal mask: no key is to the right
@@ -176,7 +211,7 @@ def flex() -> Prepare:
                     s = s + bias[tuple((b, h, i, j)[axis] for axis in axes["bias"])]
                 return s
 
-            changed = softcap is not None or slopes is not None or bias is not None
+            changed = any(x is not None for x in (own, softcap, slopes, bias))
             given: dict[str, Any] = {"score_mod": score if changed else None, "block_mask": block_mask}
             if sinks is None:
                 return flex_attention(q, k, v, **given)
@@ -187,9 +222,9 @@ def flex() -> Prepare:
 
         def forward(case: Case) -> Any:
             q, k, v = (x.transpose(1, 2) for x in case[:3])
-            return compiled(q, k, v, case.scores.get("bias")).transpose(1, 2)
+            return compiled(q, k, v, case.scores.get("bias"), case.scores.get("score_arrays", {})).transpose(1, 2)
 
-        return _differentiable(forward, nullcontext, case._replace(scores=scores), backward)
+        return differentiable(forward, nullcontext, case._replace(scores=scores), backward)
 
     return prepare
 
@@ -218,18 +253,25 @@ def _flash_attn(module: str) -> Prepare:
         out = flash_attn_func(*case[:3], causal=case.causal, **window)
         return out[0] if isinstance(out, tuple) else out
 
-    return functools.partial(_differentiable, forward, nullcontext)
+    return functools.partial(differentiable, forward, nullcontext)
 
 
-def fa3() -> Prepare:
-    """FlashAttention-3: the flash_attn_3 package, or the operator library that CUPYFLASH_PEER_FA3 names."""
+def fa3_operators() -> Any:
+    """Of the flash_attn_3 package, or of the operator library that CUPYFLASH_PEER_FA3 names."""
     import torch
 
     if path := os.environ.get("CUPYFLASH_PEER_FA3"):
         torch.ops.load_library(path)
     else:
         importlib.import_module("flash_attn_3._C")
-    operators = torch.ops.flash_attn_3
+    return torch.ops.flash_attn_3
+
+
+def fa3() -> Prepare:
+    """FlashAttention-3's operators, forward and backward."""
+    import torch
+
+    operators = fa3_operators()
 
     def prepare(case: Case, backward: bool) -> Candidate:
         q, k, v, dout, causal = case[:5]
@@ -340,7 +382,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _differentiable(
+def differentiable(
     forward: Callable[[Case], Any], context: Callable[[], AbstractContextManager[Any]], case: Case, backward: bool
 ) -> Candidate:
     """A candidate from a function that PyTorch differentiates; the backward is timed alone."""
@@ -348,9 +390,8 @@ def _differentiable(
 
     if not backward:
         return Candidate(lambda: (forward(case),), context)
-    given = (case.q, case.k, case.v, *(case.scores[name] for name in case.wrt))
-    leaves = [x.detach().requires_grad_() for x in given]
+    leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v, *case.wanted)]
     q, k, v, *wanted = leaves
     with context():
-        out = forward(case._replace(q=q, k=k, v=v, scores={**case.scores, **dict(zip(case.wrt, wanted))}))
+        out = forward(case._replace(q=q, k=k, v=v).with_wanted(wanted))
     return Candidate(lambda: torch.autograd.grad(out, leaves, case.dout, retain_graph=True), context)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import machine, report
@@ -21,7 +21,8 @@ COLOURS = {
     "flash1": "#e377c2",
     "flex": "#393b79",
     "torch": "#9467bd",
-    "jax-cudnn": "#2ca02c",
+    "jax-cudnn": "#1b6e1b",
+    "alone": "#7f7f7f",
 }
 STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
@@ -42,7 +43,10 @@ TITLES = {
     "both": "Attention forward and backward",
     "memory": "Memory beyond inputs and results",
     "host": "Host time of a call",
+    "jax": "Gradients in JAX under jit",
     "jit": "First call in a new process",
+    "import": "Import in a new process",
+    "gpt": "Training steps of a GPT with 12 layers",
     "ladder": "The ladder",
     "scores": "Masks, biases and score options",
     "models": "Attention calls of models",
@@ -54,7 +58,8 @@ Made by `cupyflash bench plot` from the JSON files in `bench/results/`; do not e
 
 How it is measured: everybody in a table runs in the same process on the same random normal inputs, results are compared
 with each other before anything is timed, and samples are taken in turn, in a new order each round, because clocks and power
-drift. A number is the median over the rounds. GPU times lie between CUDA events around many calls. TFLOP/s count
+drift. A number is the median over the rounds. GPU times lie between CUDA events around many calls; those of jitted programs and of
+training steps are the host's, from the first of many until the last is done. TFLOP/s count
 4·S²·D·H·B for the forward, half of it with a causal mask, 2.5 times it for the backward, as the papers do, and of that what a
 boolean mask leaves (for calls of models, the pairs that the mask leaves); the backward is timed alone. "vs best" compares
 with the fastest peer of the row, larger is better whatever the unit; "vs causal" with our own attention with a causal mask
@@ -144,7 +149,8 @@ def _lines(data: dict[str, Any]) -> Any:
     keys = [key for key in report.varying([row["problem"] for row in rows]) if key != "seq"]
     down, across = ("causal" if "causal" in keys else "pass"), [key for key in keys if key in ("dtype", "dim")]
     if {"pass", "causal"} <= set(keys):  # fp32: a picture for each mask and pass would be too many
-        rows, down = [row for row in rows if not row["problem"]["causal"]], "pass"
+        rows = [row for row in rows if not row["problem"]["causal"] and not row["problem"].get("bias")]
+        down = "pass"
     vertical = _distinct(rows, [down])
     horizontal = _distinct(rows, across)
     if len(horizontal) == 1:  # one row of panels is better than one column
@@ -331,7 +337,10 @@ def _label(name: str, data: dict[str, Any]) -> str:
 
 
 def _words(keys: Sequence[str], values: Sequence[Any]) -> str:
-    """'dim', 64 as 'head dim 64'; masks, passes and dtypes by their own names."""
-    words = {"dim": "head dim {}", "causal": "{}"}
-    named = [("causal" if value else "full") if key == "causal" else value for key, value in zip(keys, values)]
-    return ", ".join(words.get(key, "{}").format(value) for key, value in zip(keys, named))
+    """'dim', 64 as 'head dim 64'; masks, passes and dtypes by their own names; a bias where there is one."""
+    words: dict[str, Callable[[Any], str]] = {
+        "dim": "head dim {}".format,
+        "causal": lambda x: "causal" if x else "full",
+        "bias": lambda x: "bias" if x else "",
+    }
+    return ", ".join(filter(None, (words.get(key, str)(value) for key, value in zip(keys, values))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ NAMES = {
     "flash1": "FlashAttention-1 (ours)",
     "simt": "FlashAttention-2, simt (ours)",
     "sm80": "FlashAttention-2, sm80 (ours)",
-    "jax-cudnn": "JAX cuDNN, jitted",
+    "jax-cudnn": "cuDNN (JAX, jitted)",
     "flex": "FlexAttention (torch.compile)",
+    "alone": "what it stands on, alone",
 }
 
 
@@ -69,6 +71,17 @@ def load(folder: Path) -> list[dict[str, Any]]:
         {**json.loads(path.read_text()), "file": f"{path.parent.name}/{path.stem}"}
         for path in sorted(folder.glob("*/*.json"))
     ]
+
+
+def fill(page: Path, name: str, tables: Sequence[str]) -> bool:
+    """Put tables between the marks of that name in a page; False where there is no table, page or mark."""
+    if not tables or not page.is_file():
+        return False
+    begin, end = (f"<!-- {name}:{which} -->" for which in ("begin", "end"))
+    block = "\n\n".join([begin, *tables, end])
+    text, marks = re.subn(f"{begin}.*?{end}", lambda _: block, page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    page.write_text(text, encoding="utf-8")
+    return marks > 0
 
 
 def varying(problems: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -132,23 +145,33 @@ def summary(rows: Sequence[Row]) -> list[str]:
                 + (f", our own causal {causal:.2f}x" if causal else "")
             )
     if "model" in rows[0]["problem"]:
-        lines += _kinds(rows)
+        kinds = {kind: _where(rows, lambda p, n=names: p["model"] in n) for kind, names in models.KINDS.items()}
+        lines += _kinds(rows, kinds)
+    if len(dtypes := _values(rows, "dtype")) > 1 and "bias" in rows[0]["problem"]:
+        kinds = {x: _where(rows, lambda p, x=x: p["dtype"] == x and not p["bias"]) for x in dtypes}
+        lines += _kinds(rows, kinds | {"with a bias": _where(rows, lambda p: p["bias"])})
     if wrong := [row for row in rows if row["ours"] is None]:
         lines.append(f"NO RESULT of ours in {len(wrong)} rows; the first: {wrong[0]['notes'].get('ours')}")
     return lines
 
 
-def _kinds(rows: Sequence[Row]) -> list[str]:
-    """Geometric mean and worst row of each kind of call and each pass."""
+def _kinds(rows: Sequence[Row], kinds: Mapping[str, Sequence[Row]]) -> list[str]:
+    """Geometric mean and worst row of each kind of problem and each pass."""
     lines = []
-    for kind, names in models.KINDS.items():
+    keys = [key for key in varying([row["problem"] for row in rows]) if key not in ("pass", "dtype", "call")]
+    for kind, among in kinds.items():
         for direction in dict.fromkeys(row["problem"]["pass"] for row in rows):
-            group = _where(rows, lambda p, d=direction, n=names: p["pass"] == d and p["model"] in n)
+            group = _where(among, lambda p, d=direction: p["pass"] == d)
             if compared := [row for row in group if row["ratio_to_best"]]:
                 worst = min(compared, key=lambda row: row["ratio_to_best"])
+                where = (
+                    [worst["problem"]["model"]]
+                    if "model" in keys
+                    else [f"{x} {cell(worst['problem'][x])}" for x in keys]
+                )
                 lines.append(
                     f"{kind}, {direction}: best peer {geomean(row['ratio_to_best'] for row in compared):.2f}x, "
-                    f"worst {worst['ratio_to_best']:.2f}x ({worst['problem']['model']})"
+                    f"worst {worst['ratio_to_best']:.2f}x ({', '.join(where)})"
                 )
     return lines
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ def run(
     only: Sequence[str],
     slow: bool,
     sustained: bool,
+    resume: bool,
 ) -> int:
     """See `cupyflash.bench.run`."""
     console = Console(highlight=False)
@@ -50,6 +53,8 @@ def run(
     try:
         for name in names:
             _check(name, family, dtype, only, sustained)
+            if not SUITES[name].problems(options):
+                raise machine.Unavailable(f"family is {family!r}; it takes no problem of bench suite {name!r}")
     except machine.Unavailable as error:
         console.print(Text(str(error)), soft_wrap=True)
         return 2
@@ -62,7 +67,7 @@ def run(
             else Path("bench", "quick" if quick or only else "results", machine.short_name(gpu) if gpu else "cpu")
         )
         file = f"{family + '_' if family else ''}{name}{'_sustained' if sustained else ''}.json"
-        rows = _run_suite(console, name, options, folder / file, gpu)
+        rows = _run_suite(console, name, options, folder / file, gpu, resume)
         good = good and all(row["ours"] is not None for row in rows)
     return 0 if good else 1
 
@@ -90,14 +95,18 @@ def _check(name: str, family: str | None, dtype: str | None, only: Sequence[str]
     machine.require_torch(name)
 
 
-def _run_suite(console: Console, name: str, options: Options, path: Path, gpu: str | None) -> list[report.Row]:
+def _run_suite(
+    console: Console, name: str, options: Options, path: Path, gpu: str | None, resume: bool
+) -> list[report.Row]:
     from ..gpu.source import sources_digest
 
     suite = SUITES[name]
     problems = suite.problems(options)
     absent = {p: why for p in suite.peers if p in peers.LOADERS and isinstance(why := peers.load(p), str)}
     present = [p for p in suite.peers if p not in absent]
-    dtypes = dict.fromkeys([*(["bfloat16"] if gpu else []), *(problem["dtype"] for problem in problems)])
+    dtypes = dict.fromkeys(
+        [*(["bfloat16"] if gpu else []), *(problem["dtype"] for problem in problems if "dtype" in problem)]
+    )
     results: dict[str, Any] = {
         "suite": name,
         "gpu": gpu,
@@ -112,6 +121,11 @@ def _run_suite(console: Console, name: str, options: Options, path: Path, gpu: s
         "ceilings": machine.ceilings(gpu is not None, dtypes, options.min_ms),
         "rows": [],
     }
+    order = suite.problems(replace(options, only=()))
+    if resume:
+        results["rows"] = [row for row in _measured_before(path, results) if row["problem"] in order]
+        console.print(Text(f"{len(results['rows'])} rows are in {path} already"), soft_wrap=True)
+    left = [problem for problem in problems if not any(row["problem"] == problem for row in results["rows"])]
     keys = report.varying(problems)
     console.print(Text(f"{name} on {results['machine']}, {suite.unit}: {report.fixed(problems)}"), style="bold")
     console.print(Text("; ".join(f"{key} {report.cell(value)}" for key, value in results["ceilings"].items())))
@@ -122,14 +136,15 @@ def _run_suite(console: Console, name: str, options: Options, path: Path, gpu: s
     widths += [max(7, len(heading)) for heading in ("ours", *present, *ratios.values())]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(name, total=len(problems))
+        task = progress.add_task(name, total=len(left))
         progress.console.print(_line(widths, [*keys, "ours", *present, *ratios.values()], style="bold"))
         told: set[str] = set()
-        for problem in problems:
+        for problem in left:
             progress.update(task, description=" ".join(report.cell(problem[key]) for key in keys))
             values, notes = suite.measure(problem, options)
             row = report.make_row(problem, problem.get("unit", suite.unit), values, notes, present)
             results["rows"].append(row)
+            results["rows"].sort(key=lambda row: order.index(row["problem"]))
             report.save(path, results)
             _release()
             speeds = [report.cell(value) for value in (row["ours"], *(row["peers"].get(peer) for peer in present))]
@@ -153,6 +168,15 @@ def _run_suite(console: Console, name: str, options: Options, path: Path, gpu: s
         console.print(Text(line), soft_wrap=True)
     console.print(Text(f"written to {path}\n"), soft_wrap=True)
     return list(results["rows"])
+
+
+def _measured_before(path: Path, results: dict[str, Any]) -> list[report.Row]:
+    """The rows with a result of ours in a file of the same kernel sources, machine and versions; else none."""
+    if not path.is_file():
+        return []
+    before: dict[str, Any] = json.loads(path.read_text())
+    same = ("sources", "machine", "driver", "family", "sustained", "versions")
+    return [row for row in before["rows"] if row["ours"] is not None and all(before[x] == results[x] for x in same)]
 
 
 def _line(widths: Iterable[int], cells: Iterable[str | Text], style: str = "") -> Table:

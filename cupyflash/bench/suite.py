@@ -54,11 +54,16 @@ class Suite(NamedTuple):
 
 
 def compare(
-    prepares: dict[str, peers.Prepare], case: peers.Case, backward: bool, exact: tuple[Any, ...] = ()
+    prepares: dict[str, peers.Prepare],
+    case: peers.Case,
+    backward: bool,
+    exact: tuple[Any, ...] = (),
+    noise: tuple[float, ...] = (),
 ) -> tuple[dict[str, Candidate], dict[str, str]]:
     """Run everyone once. Whoever fails, or disagrees with `exact`, is left out with a note.
 
-    Where `exact` is not given, it is what the first that works has found.
+    Where `exact` is not given, it is what the first that works has found. `noise`: how far from it each result must be, since
+    it is random; else 0.
     """
     import torch
 
@@ -74,7 +79,8 @@ def compare(
                     results = tuple(_tensor(x) for x in candidate.call())
                 if case.q.is_cuda:
                     torch.cuda.synchronize()
-            error = max(relative_error(x, y) for x, y in zip(results, reference or results, strict=True))
+            errors = [relative_error(x, y) for x, y in zip(results, reference or results, strict=True)]
+            error = max(abs(x - far) for x, far in zip(errors, noise or (0.0,) * len(errors), strict=True))
         except Exception as failure:  # noqa: BLE001 - a peer may fail in any way; the row goes on without it
             notes[name] = reason(failure)
             continue
@@ -124,7 +130,9 @@ def relative_error(x: Any, y: Any) -> float:
 def _tensor(x: Any) -> Any:
     import torch
 
-    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+    if isinstance(x, np.ndarray):
+        return torch.from_numpy(x)
+    return x if torch.is_tensor(x) else torch.from_dlpack(x)  # JAX's
 
 
 def importable(names: tuple[str, ...]) -> dict[str, peers.Prepare]:

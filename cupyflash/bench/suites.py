@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
 import math
-import os
-from typing import Any
 
-from .. import attention, attention_backward
 from ..gpu.plan import KernelPlan, plan
 from ..problem import AttentionProblem
-from ..timing import Candidate, flops, gpu_sampler, host_sampler, interleave, reason
-from . import first_call, models, peers, scores
+from ..timing import flops, gpu_sampler, host_sampler, interleave, reason
+from . import first_call, host, jitted, models, peers, precision, scores, steps
 from .suite import Measured, Options, Problem, Suite, case_of, compare, importable, take_turns
 
 DENSE = ("math", "standard")  # peers that build the S x S matrix
@@ -85,16 +83,45 @@ _figure_speed = functools.partial(_speed, FIGURE_PEERS, 16384, patience=0.1)
 def _wide(options: Options) -> list[Problem]:
     tokens, hidden = 8192, 1024
     lengths = (2048,) if options.quick else (512, 2048, 8192)
-    passes, dtypes = ("forward", "backward"), ("float32", "float64")
-    return [
-        {"pass": direction, "dtype": dtype, "dim": dim, "causal": causal, "seq": seq,
+    passes = ("forward", "backward")
+    dtypes = (options.dtype,) if options.dtype in ("float32", "float64") else ("float32", "float64")
+    biased = {"dtype": "float32", "dim": 32, "causal": False, "bias": True, "seq": 256, "batch": 256, "heads": 4}
+    rows = [
+        {"pass": direction, "dtype": dtype, "dim": dim, "causal": causal, "bias": False, "seq": seq,
          "batch": tokens // seq, "heads": hidden // dim}
         for direction, dtype, dim, causal, seq in itertools.product(passes, dtypes, (64, 128), (False, True), lengths)
-    ]  # fmt: skip
+    ] + [{"pass": direction, **biased} for direction in passes if "float32" in dtypes]  # fmt: skip
+    return rows if options.family is None else [row for row in rows if _taken(row, options.family)]
+
+
+def _taken(problem: Problem, family: str) -> bool:
+    """Whether a kernel family takes a problem on this GPU: sm80 has no float64."""
+    from ..gpu.device import current
+
+    seq, heads, dim = (problem[key] for key in ("seq", "heads", "dim"))
+    asked = AttentionProblem(problem["dtype"], problem["batch"], seq, seq, heads, heads, dim, dim, dim**-0.5)
+    try:
+        plan(asked, current(0), problem["pass"] == "backward", family=family)
+    except ValueError:
+        return False
+    return True
 
 
 WIDE_PEERS = ("math", "efficient", "cudnn", "standard")
-_wide_speed = functools.partial(_speed, WIDE_PEERS, 8192)
+BIAS_PEERS = ("math", "efficient")  # those that give a bias' gradient
+
+
+def _wide_speed(problem: Problem, options: Options) -> Measured:
+    """As any; a row with a bias is an Evoformer's, `evoformer` of the suite `scores`: with its gradient and a key mask."""
+    if not problem["bias"]:
+        return _speed(WIDE_PEERS, 8192, problem, options)
+    backward = problem["pass"] == "backward"
+    case = scores.draw({**problem, "scores": "evoformer"})
+    prepares = {**importable(BIAS_PEERS), "ours": peers.ours(options.family)}
+    candidates, notes = compare(prepares, case, backward, scores.exact(case, backward))
+    seconds, failures = take_turns(candidates, options)
+    work = _flops(problem) * scores.left(case) / 1e12
+    return {name: work / t for name, t in seconds.items()}, notes | failures
 
 
 # --- cpu: the NumPy path ------------------------------------------------------------------------------------------
@@ -118,75 +145,6 @@ def _cpu_speed(problem: Problem, options: Options) -> Measured:
     return {name: _flops(problem) / 1e9 / t for name, t in seconds.items()}, notes | failures
 
 
-# --- host: what a call costs the caller's thread ------------------------------------------------------------------
-
-
-def _host(options: Options) -> list[Problem]:
-    fixed = {"dtype": "float16", "batch": 1, "seq": 128, "heads": 4, "dim": 64, "causal": True}
-    return [
-        {"library": library, "pass": direction, **fixed}
-        for library, direction in itertools.product(("cupy", "torch", "jax"), ("forward", "backward"))
-    ]
-
-
-def _host_time(problem: Problem, options: Options) -> Measured:
-    """Microseconds until a call returns, on a problem so small that the GPU keeps up with the host."""
-    import torch
-
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the memory
-    backward = problem["pass"] == "backward"
-    case = case_of(problem)
-    prepares: dict[str, peers.Prepare] = importable(("torch",))
-    if problem["library"] == "cupy":
-        prepares["standard"] = peers.standard
-    if problem["library"] == "jax" and not backward:
-        prepares["jax-cudnn"] = _jax_cudnn
-    prepares["ours"] = functools.partial(_ours_in, problem["library"], options.family)
-    candidates: dict[str, Candidate] = {}
-    notes: dict[str, str] = {}
-    for name, prepare in prepares.items():
-        try:
-            candidates[name] = prepare(case, backward)
-            candidates[name].call()
-        except Exception as failure:  # noqa: BLE001 - as in compare; what these compute, the other suites check
-            candidates.pop(name, None)
-            notes[name] = reason(failure)
-    sampler = host_sampler(candidates, 50 if options.quick else 200, torch.cuda.synchronize)
-    seconds, failures = interleave(list(candidates), options.rounds, sampler)
-    return {name: 1e6 * t for name, t in seconds.items()}, notes | failures
-
-
-def _ours_in(library: str, family: str | None, case: peers.Case, backward: bool) -> Candidate:
-    """This package on the arrays of one library."""
-    if library == "torch":
-        return peers.ours(family)(case, backward)
-    q, k, v, dout = (_convert(x, library) for x in case[:4])
-    if not backward:
-        return Candidate(lambda: attention(q, k, v, causal=case.causal, family=family))
-    out, lse = attention(q, k, v, causal=case.causal, family=family, return_lse=True)
-    return Candidate(lambda: attention_backward(dout, q, k, v, out, lse, causal=case.causal, family=family))
-
-
-def _jax_cudnn(case: peers.Case, backward: bool) -> Candidate:
-    import jax
-
-    q, k, v = (_convert(x, "jax") for x in case[:3])
-    call = jax.jit(functools.partial(jax.nn.dot_product_attention, is_causal=case.causal, implementation="cudnn"))
-    return Candidate(lambda: call(q, k, v))
-
-
-def _convert(x: Any, library: str) -> Any:
-    if library == "cupy":
-        import cupy
-
-        return cupy.asarray(x.cpu().numpy())
-    import jax
-
-    if jax.default_backend() != "gpu":
-        raise RuntimeError(f"JAX sees no GPU, its backend is {jax.default_backend()}")
-    return jax.numpy.asarray(x.cpu().numpy())
-
-
 # --- jit: how long the first call takes ---------------------------------------------------------------------------
 
 
@@ -208,6 +166,29 @@ def _jit_time(problem: Problem, options: Options) -> Measured:
         else:
             values[name] = times[problem["start"]][problem["pass"]]
     return values, notes
+
+
+# --- import: in a new process, what does it cost to have us ---------------------------------------------------------
+
+
+def _imports(options: Options) -> list[Problem]:
+    return [{"statement": statement, "stands on": beside} for statement, beside in first_call.IMPORTS.items()]
+
+
+def _import_time(problem: Problem, options: Options) -> Measured:
+    """Seconds; each process finds the files in the machine's memory. Our note names the array libraries that came along."""
+    came: list[str] = []
+
+    def sample(name: str) -> float:
+        seconds, libraries = first_call.import_time(problem["statement" if name == "ours" else "stands on"])
+        came[:] = libraries if name == "ours" else came
+        return seconds
+
+    for name in ("alone", "ours"):
+        with contextlib.suppress(Exception):  # told below
+            sample(name)
+    values, notes = interleave(["alone", "ours"], options.rounds, sample)
+    return values, {"ours": "with " + (", ".join(came) or "no array library")} | notes
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -365,12 +346,16 @@ SUITES: dict[str, Suite] = {
     "models": Suite(
         "TFLOP/s", models.PEERS, models.problems, models.measure, names=tuple(models.CALLS), sustained=True
     ),
-    "host": Suite("us", ("torch", "standard", "jax-cudnn"), _host, _host_time),
+    "host": Suite("us", host.PEERS, host.problems, host.measure),
+    "jax": Suite("TFLOP/s", jitted.PEERS, jitted.problems, jitted.measure),
     "jit": Suite("s", ("flex",), _jit, _jit_time),
+    "import": Suite("s", ("alone",), _imports, _import_time),
     "memory": Suite("MB", MEMORY_PEERS, _memory, _memory_peak),
     "fp32": Suite("TFLOP/s", WIDE_PEERS, _wide, _wide_speed),
+    "precision": Suite("error", precision.PEERS, precision.problems, precision.measure),
     "figures": Suite("TFLOP/s", FIGURE_PEERS, _figures, _figure_speed),
     "training": Suite("TFLOP/s", TRAINING_PEERS, _training, _training_speed),
+    "gpt": Suite("tokens/s", steps.PEERS, steps.problems, steps.measure),
     "ladder": Suite("ms", LADDER, _ladder, _ladder_rung),
     "scores": Suite("TFLOP/s", scores.PEERS, scores.problems, scores.measure, names=tuple(scores.ROWS)),
     "cpu": Suite("GFLOP/s", ("torch",), _cpu, _cpu_speed, needs_gpu=False),

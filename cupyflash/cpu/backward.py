@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..problem import ARRAYS, AttentionProblem, Gradients
 from .crew import Crew
 from .pairs import Pairs, Place
-from .sums import Sum
+from .sums import InOrder, Sum
 from .tiles import KEYS, key_tiles, product, query_tiles, work_dtype
 
 PARTS = 8  # sums of dK and dV that deterministic gradients are made of, on however many cores
@@ -23,13 +25,14 @@ def backward(
     lse: np.ndarray,
     dlse: np.ndarray | None = None,
     wrt: tuple[str, ...] = (),
-    **given: np.ndarray,
+    **given: Any,
 ) -> Gradients:
     """dq, dk, dv, shaped and typed like q, k, v, from what `forward` took and returned and from the gradients of out and lse;
     also of the optional arrays that `wrt` names.
 
     With P = exp(S - lse) recomputed tile by tile:  dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P · (dP - rowsum(dO · O) + dlse),
     dQ = scale · dS K,  dK = scale · dSᵀ Q.  dS is a bias's gradient; -exp(sink - lse) · (rowsum(dO · O) - dlse) a sink's.
+    With dropout, what is dropped is 0 in P of dV and in dP, and what is kept is divided by the share of it.
     """
     work = work_dtype(problem)
     dq = np.empty(q.shape, q.dtype)
@@ -59,12 +62,14 @@ def backward(
     wanted = {x.name: Sum(x, given[x.name], problem, crew, parts, order) for x in ARRAYS if x.name in wrt}
     of_sinks = wanted.get("sinks")
     of_pairs = {name: x for name, x in wanted.items() if name != "sinks"}
+    of_function = {name: InOrder(given[name]) for name in wrt if problem.reads(name)}
 
     @np.errstate(all="ignore")  # infinities and NaN in the inputs do what IEEE says
     def task(b: int, hk: int, part: int) -> None:
         of, kh, kt, vt = pairs[b], keys[b][hk], keys_t[b][hk], values_t[b][hk]
         factor_q, factor_k = work(of.factor_q), work(of.factor_k)
         dkh, dvh = np.zeros_like(kh), np.zeros(vt.shape[::-1], work)
+        own = {name: x.part() for name, x in of_function.items()}
         for h, rows in visits(hk, part):
             qi = q[b, rows, h].astype(work) * factor_q
             do = dout[b, rows, h].astype(work)
@@ -83,11 +88,15 @@ def backward(
                 n = at.keys.stop - at.keys.start
                 s, dp = scores[:, :n], dscores[:, :n]
                 product(qi, kt[:, at.keys], out=s)
-                slope = of.slope(s, at)
+                slope, products = of.slope(s, at), s.copy() if own else s
                 of.score(s, at)
                 np.subtract(s, norm, out=s)
                 p = np.exp(s, out=s)
                 product(do, vt[:, at.keys], out=dp)
+                keeps = of.keeps(at)
+                if keeps is not None:
+                    dp *= work(1 / of.kept)
+                    np.copyto(dp, 0, where=~keeps)
                 np.subtract(dp, delta, out=dp)
                 ds = np.multiply(dp, p, out=dp)
                 seen = of.visible(at)
@@ -96,8 +105,13 @@ def backward(
                     np.copyto(ds, 0, where=~seen)
                 for name, x in of_pairs.items():
                     x.add(of, at, part, of.through(name, ds, at))
+                for name, total in own.items():
+                    of.through_function(name, total, ds, products, at)
                 if slope is not None:
-                    np.multiply(ds, slope, out=ds, where=True if seen is None else seen)
+                    where = p != 0 if problem.score is not None else True if seen is None else seen
+                    np.multiply(ds, slope, out=ds, where=where)
+                if keeps is not None:
+                    np.copyto(p, 0, where=~keeps)
                 of_keys = None if seen is None else seen.T
                 product(p.T, do, out=dv_part[:n], seen=of_keys)
                 dvh[at.keys] += dv_part[:n]
@@ -109,6 +123,9 @@ def backward(
                 x.leave((b, h, rows.start))
             dq[b, rows, h] = dqi * factor_q
         dkh *= factor_k
+        dvh *= work(1 / of.kept)
+        for name, total in own.items():
+            of_function[name].add((b * problem.heads_k + hk) * parts + part, total)
         if parts == 1:
             dk[b, of.keys, hk], dv[b, of.keys, hk] = dkh, dvh
         else:
@@ -121,4 +138,4 @@ def backward(
             dk[b, of_keys, hk], dv[b, of_keys, hk] = (
                 sum(column) for column in zip(*(sums.pop((b, hk, part)) for part in range(parts)))
             )
-        return Gradients(dq, dk, dv, **{f"d{name}": x.total() for name, x in wanted.items()})
+        return Gradients(dq, dk, dv, **{f"d{name}": x.total() for name, x in (wanted | of_function).items()})

@@ -15,10 +15,16 @@ from .forward import forward as _forward
 
 
 def forward(
-    lib: CpuAdapter, arrays: Arrays, targets: Arrays, return_lse: bool, options: dict[str, Any], family: str | None
+    lib: CpuAdapter,
+    arrays: Arrays,
+    targets: Arrays,
+    return_lse: bool,
+    options: dict[str, Any],
+    seed: int | None,
+    family: str | None,
 ) -> tuple[Any, Any]:
     """out and (where asked for) lse of one attention call."""
-    problem, given, shapes = _checked(lib, arrays, targets, options, family, False)
+    problem, given, shapes = _checked(lib, arrays, targets, options, seed, family, False)
     out, lse = _forward(problem, **given)
     rows = lib.from_numpy(lse.reshape(rules.lse_shape(len(shapes["out"]), problem))) if return_lse else None
     return _returned(lib, "out", out, shapes, targets, options["layout"]), rows
@@ -29,34 +35,43 @@ def backward(
     arrays: Arrays,
     targets: Arrays,
     options: dict[str, Any],
+    seed: int | None,
     family: str | None,
     wrt: tuple[str, ...] = (),
 ) -> Gradients:
     """The gradients of one attention call; also of the optional arrays that `wrt` names."""
-    problem, given, shapes = _checked(lib, arrays, targets, options, family, True)
+    problem, given, shapes = _checked(lib, arrays, targets, options, seed, family, True)
     grads = _backward(problem, wrt=wrt, **given)
     of_qkv = (_returned(lib, name, x, shapes, targets, options["layout"]) for name, x in grads._asdict().items())
     return Gradients(*of_qkv, **{f"d{name}": lib.from_numpy(getattr(grads, f"d{name}")) for name in wrt})
 
 
 def _checked(
-    lib: CpuAdapter, arrays: Arrays, targets: Arrays, options: dict[str, Any], family: str | None, backward: bool
-) -> tuple[AttentionProblem, dict[str, np.ndarray], dict[str, tuple[int, ...]]]:
+    lib: CpuAdapter,
+    arrays: Arrays,
+    targets: Arrays,
+    options: dict[str, Any],
+    seed: int | None,
+    family: str | None,
+    backward: bool,
+) -> tuple[AttentionProblem, dict[str, Any], dict[str, tuple[int, ...]]]:
     """The problem, its arrays as (B, S, H, D), lse as (B, H, S), and the shapes of the results."""
     if family is not None:
         refuse_family(family, lib.kind)
-    views = {name: lib.view(x) for name, x in arrays.items() if x is not None}
+    views = {name: lib.view(x) for name, x in arrays.items()}
     into = {name: lib.view(x) for name, x in targets.items()}
     problem, shapes = rules.state(views, into, options, backward)
     check_targets(into, views)
     layout = options["layout"]
-    given = {}
+    given: dict[str, Any] = {} if seed is None else {"seed": np.array(seed, np.uint64)}
+    if options["block_mask"] is not None:
+        given["block_mask"] = options["block_mask"]
     for name in views:
         x = lib.to_numpy(arrays[name])
         if name in ("lse", "dlse"):
             given[name] = x.reshape(problem.batch, problem.heads_q, problem.seq_q)
         else:
-            given[name] = x if name in _OPTIONAL else _four(x, layout)
+            given[name] = x if name in _OPTIONAL or problem.reads(name) else _four(x, layout)
     return problem, given, shapes
 
 

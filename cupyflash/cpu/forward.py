@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +14,12 @@ from .tiles import KEYS, key_tiles, product, query_tiles, work_dtype
 
 
 def forward(
-    problem: AttentionProblem, q: np.ndarray, k: np.ndarray, v: np.ndarray, **given: np.ndarray
+    problem: AttentionProblem, q: np.ndarray, k: np.ndarray, v: np.ndarray, **given: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """softmax(score(Q Kᵀ)) V and the log-sum-exp of the scores, without the score matrix in memory.
 
-    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), any strides; `given`: the optional arrays of the problem.
+    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), any strides; `given`: the optional arrays of the problem, and
+    its block mask.
     Returns out (B, Sq, Hq, Dv) in the dtype of q, and lse (B, Hq, Sq) in float32, float64 for float64.
     """
     work = work_dtype(problem)
@@ -37,7 +39,7 @@ def forward(
         qi = q[b, rows, h].astype(work) * work(pairs[b].factor_q)
         sink = pairs[b].sink(h)
         acc, total, top = online_softmax(pairs[b], qi, kt, vh, crew.steps(key_tiles(pairs[b], h, rows)), sink)
-        total_or_1 = np.where(total == 0, 1, total)  # a row that saw no key: 0 and -inf
+        total_or_1 = np.where(total == 0, 1, total) * work(pairs[b].kept)  # a row that saw no key: 0 and -inf
         mean = acc / total_or_1
         if not np.isfinite(mean).all():  # perhaps the sum alone is too large for its format, and the mean is not
             small = work(2.0 ** -(len(vh).bit_length()))
@@ -80,6 +82,9 @@ def online_softmax(
         p = np.exp(s, out=s)
         total = total * shrink + p.sum(axis=1, keepdims=True)
         acc *= shrink
+        keeps = pairs.keeps(at)
+        if keeps is not None:
+            np.copyto(p, 0, where=~keeps)
         product(p, vh[at.keys], out=part, seen=seen)
         acc += part
     if sink is not None:

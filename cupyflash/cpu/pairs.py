@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..problem import ARRAYS, AttentionProblem
+from .dropout import kept
+from .score import ScoreFunction
 
 
 class Place(NamedTuple):
@@ -19,23 +21,31 @@ class Place(NamedTuple):
 
 
 class Pairs:
-    """The pairs of queries and keys of one batch entry. `given` holds the optional arrays, of shapes that broadcast."""
+    """The pairs of queries and keys of one batch entry. `given` holds the optional arrays, of shapes that broadcast, and
+    perhaps a block mask."""
 
     def __init__(self, problem: AttentionProblem, b: int, given: dict[str, np.ndarray]) -> None:
         self.problem, self.batch = problem, b
-        rules = [rule for rule in ARRAYS if problem.has(rule.name)]
+        rules = [rule for rule in ARRAYS if rule.axes and problem.has(rule.name)]
         self.given = {rule.name: np.broadcast_to(given[rule.name], rule.shape(problem)) for rule in rules}
         # Keys that nobody may see are dropped at once: no tile ever holds them.
         self.keys: Any = slice(problem.seq_k)
         if problem.has("key_mask"):
             self.keys = np.flatnonzero(self.given["key_mask"][b])
+        self.blocks: Any = given.get("block_mask")
         self.positions = np.arange(problem.seq_k)[self.keys]
         self.factor_q, self.factor_k = _factors(problem.scale)
+        self.kept = problem.kept  # the share of the probabilities that dropout keeps
+        self.seed = int(np.asarray(given["seed"]).reshape(())) % 2**64 if problem.dropout else 0
+        work = np.float64 if problem.dtype == "float64" else np.float32
+        self._function = ScoreFunction(problem, given, work) if problem.score is not None else None
 
     def score(self, s: np.ndarray, at: Place) -> None:
         """In place: from products of Q and K, which carry the factors, to scores."""
         if self.problem.softcap is not None:
             np.multiply(self._capped(s), s.dtype.type(self.problem.softcap), out=s)
+        if self._function is not None:
+            s[...] = self._function.new(s, self._place(at))
         if self.problem.has("alibi_slopes"):
             s -= s.dtype.type(self.given["alibi_slopes"][self.batch, at.head]) * self._distance(at).astype(s.dtype)
         if self.problem.has("bias"):
@@ -43,6 +53,8 @@ class Pairs:
 
     def slope(self, s: np.ndarray, at: Place) -> np.ndarray | None:
         """Derivative of the scores with respect to the products s; None where it is 1."""
+        if self._function is not None:
+            return self._function.slope(s, self._place(at))
         if self.problem.softcap is None:
             return None
         capped = self._capped(s)
@@ -51,6 +63,11 @@ class Pairs:
     def through(self, name: str, ds: np.ndarray, at: Place) -> np.ndarray:
         """From the gradient of each score to that of the element of the array `name` which it reads."""
         return -self._distance(at).astype(ds.dtype) * ds if name == "alibi_slopes" else ds
+
+    def through_function(self, key: str, total: np.ndarray, ds: np.ndarray, s: np.ndarray, at: Place) -> None:
+        """Add what the elements of an array that the score function reads get of the scores' gradients; s: the products."""
+        assert self._function is not None
+        self._function.add(key, total, ds, s, self._place(at))
 
     def visible(self, at: Place) -> np.ndarray | None:
         """Which of these pairs may meet: (queries, keys), or None where all may."""
@@ -66,11 +83,37 @@ class Pairs:
         if self.problem.has("mask"):
             own = self._tile("mask", at)
             seen = own if seen is None else seen & own
+        if self.blocks is not None:
+            own = self.blocks.pairs(self.batch, at.head, at.rows, self.columns(at))
+            if own is not None:
+                seen = own if seen is None else seen & own
         return seen
+
+    def empty(self, at: Place) -> bool:
+        """Whether a block mask hides the whole tile."""
+        return self.blocks is not None and self.blocks.pairs(self.batch, at.head, at.rows, self.columns(at)) is False
+
+    def keeps(self, at: Place) -> np.ndarray | None:
+        """Which probabilities dropout keeps: (queries, keys), or None where it keeps all."""
+        if not self.problem.dropout:
+            return None
+        positions = self.positions[at.keys]
+        first, end = int(positions[0]), int(positions[-1]) + 1
+        rows = at.rows.start, at.rows.stop
+        all_between = kept(self.seed, self.batch, at.head, rows, (first, end), self.problem.dropped_below)
+        return all_between if len(positions) == end - first else all_between[:, positions - first]
 
     def sink(self, head: int) -> float | None:
         """A score more in the denominator of every row of a head, where there is one."""
         return float(self.given["sinks"][head]) if self.problem.has("sinks") else None
+
+    def _place(self, at: Place) -> dict[str, np.ndarray]:
+        """Batch entry, head, query and key of a tile of pairs, as a score function knows them."""
+        numbers = {
+            "b": self.batch, "h": at.head, "i": np.arange(at.rows.start, at.rows.stop)[:, None],
+            "j": self.positions[at.keys][None, :],
+        }  # fmt: skip
+        return {name: np.asarray(x, np.int32) for name, x in numbers.items()}
 
     def _capped(self, s: np.ndarray) -> np.ndarray:
         return np.tanh(s / s.dtype.type(self.problem.softcap))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -15,6 +16,29 @@ from .pairs import Pairs, Place
 from .tiles import work_dtype
 
 Visit = tuple[int, int, int]  # batch entry, head, and where the tile of queries begins
+
+
+class InOrder:
+    """The gradient of an array that a score function reads: a part of it from each task, added in the order of the tasks."""
+
+    def __init__(self, x: np.ndarray) -> None:
+        self._x, self._sum = x, np.zeros(x.size)
+        self._next, self._waiting, self._lock = 0, dict[int, np.ndarray](), threading.Lock()
+
+    def part(self) -> np.ndarray:
+        """A task's own, flat."""
+        return np.zeros(self._x.size)
+
+    def add(self, task: int, part: np.ndarray) -> None:
+        with self._lock:
+            self._waiting[task] = part
+            while self._next in self._waiting:
+                self._sum += self._waiting.pop(self._next)
+                self._next += 1
+
+    def total(self) -> np.ndarray:
+        """Shaped and typed like the array."""
+        return self._sum.reshape(self._x.shape).astype(self._x.dtype)
 
 
 class Sum:

@@ -33,10 +33,13 @@ def query_tiles(problem: AttentionProblem) -> Iterator[slice]:
 
 
 def key_tiles(pairs: Pairs, head: int, rows: slice) -> Iterator[Place]:
-    """The tiles that the queries `rows` of a head visit; those outside the band (causal and window) are left out."""
+    """The tiles that the queries `rows` of a head visit; those outside the band (causal and window), and those that a block mask
+    hides, are left out."""
     begin, end = pairs.walk(rows)
     for j in range(begin, end, KEYS):
-        yield Place(head, rows, slice(j, min(j + KEYS, end)))
+        at = Place(head, rows, slice(j, min(j + KEYS, end)))
+        if not pairs.empty(at):
+            yield at
 
 
 def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, seen: np.ndarray | None = None) -> None:

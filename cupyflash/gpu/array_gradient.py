@@ -10,7 +10,8 @@ from ..problem import AttentionProblem
 from .kernel_plan import Launch, Workspace, ceil
 from .params import GRADIENTS
 
-Lengths = Mapping[str, tuple[int, int, int, int]]  # of the arrays whose gradients are wanted, along AXES
+# Of the arrays whose gradients are wanted, along AXES; of those that a score function reads, along their own.
+Lengths = Mapping[str, tuple[int, ...]]
 
 OVER_PAIRS = ("bias", "alibi_slopes")  # those whose gradients are sums of dS
 SINK_THREADS = 256  # of the block that sums a head's
@@ -25,27 +26,43 @@ class Work(NamedTuple):
     scalars: tuple[tuple[str, int], ...]
     constants: tuple[tuple[str, bool], ...]
 
+    def __add__(self, other: Work) -> Work:  # type: ignore[override]
+        return Work(*(x + y for x, y in zip(self, other)))  # type: ignore[arg-type]
+
 
 def work(
-    problem: AttentionProblem, lengths: Lengths, rows: int, keys: int, threads: int, shared_memory: int, sms: int
+    problem: AttentionProblem,
+    lengths: Lengths,
+    rows: int,
+    keys: int,
+    threads: int,
+    shared_memory: int,
+    sms: int,
+    stay: bool = False,
+    parts: int = 1,
 ) -> Work:
-    """For tiles of `rows` queries by `keys` keys."""
+    """For tiles of `rows` queries by `keys` keys.
+
+    `stay`: a block stays on each multiprocessor and takes tile after tile. `parts`: of what a tile sums, that are left to
+    be added where the array is broadcast along queries.
+    """
     launches, workspace, scalars = [], [], []
     extents = (problem.batch, problem.heads_q, ceil(problem.seq_q, rows), ceil(problem.seq_k, keys))
     for name in OVER_PAIRS:
-        splits = elements = 1
+        splits = left = elements = 1
         if name in lengths:
             own = math.prod(n for n, length in zip(extents, lengths[name]) if length > 1)
             summed = math.prod(n for n, length in zip(extents, lengths[name]) if length == 1)
             elements = math.prod(lengths[name])
             if 0 < own < sms:
-                splits = max(1, min(summed, ceil(WAVES * sms, own)))
-            launches.append(Launch(f"attention_backward_{name}", splits * own, threads, shared_memory))
-            if splits > 1:
+                splits = max(1, min(summed, sms // own if stay else ceil(WAVES * sms, own)))
+            grid = min(splits * own, sms) if stay else splits * own
+            launches.append(Launch(f"attention_backward_{name}", grid, threads, shared_memory))
+            over_queries = name != "bias" or lengths[name][2] < problem.seq_q
+            left = splits * (parts if over_queries else 1)
+            if left > 1:
                 launches.append(Launch(f"attention_backward_{name}_add", ceil(elements, 128), 128))
-        workspace.append(
-            Workspace(f"d{name}_parts", problem.lse_dtype, (splits if splits > 1 else 0, elements))
-        )
+        workspace.append(Workspace(f"d{name}_parts", problem.lse_dtype, (left if left > 1 else 0, elements)))
         scalars.append((f"d{name}_splits", splits))
     if "sinks" in lengths:
         launches.append(Launch("attention_backward_sinks", problem.heads_q, SINK_THREADS))

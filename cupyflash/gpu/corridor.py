@@ -12,9 +12,10 @@ from .. import problem as rules
 from .. import tuned
 from ..interop.protocol import Arrays, GpuAdapter
 from ..overlap import check_targets
-from ..problem import ARRAYS, Gradients, View, contiguous
+from ..problem import ARRAYS, ITEMSIZE, OPTIONS, Gradients, View, contiguous
 from . import device, launch
 from .kernel_plan import KernelPlan
+from .params import KEYS, round_keys, score_shape
 from .plan import plan
 from .programs import functions
 from .strides import padded, params_strides, to_copy
@@ -22,6 +23,7 @@ from .strides import padded, params_strides, to_copy
 _prepared: dict[Any, Prepared] = {}
 _MAX_PREPARED = 4096
 _OPTIONAL = {row.name: row for row in ARRAYS}
+_NUMBERED = [(row.name, row.check) for row in OPTIONS if row.number]
 _ROWS = ("lse", "dlse")  # (B, H, S): read as one block
 _NUMBERS = (float, int, type(None))
 
@@ -45,7 +47,7 @@ class Prepared:
         chosen: KernelPlan | None = None,
         wrt: tuple[str, ...] = (),
     ) -> None:
-        views = {name: lib.view(x) for name, x in arrays.items() if x is not None}
+        views = {name: lib.view(x) for name, x in arrays.items()}
         into = {name: lib.view(x) for name, x in targets.items()}
         self.problem, self.shapes = problem, shapes = rules.state(views, into, options, backward)
         self.device, rank, layout = ordinal, len(views["q"].shape), options["layout"]
@@ -57,14 +59,16 @@ class Prepared:
             self.shapes = shapes = {f"d{name}": views[name].shape for name in wrt}
             self.dtypes = {f"d{name}": views[name].dtype for name in wrt}
             rows = 0 not in (problem.batch, problem.heads_q, problem.seq_q)
-            self.empty = not (rows and (problem.seq_k and problem.dim_v or "dlse" in views))
+            through_lse = "dlse" in views and (problem.seq_k or "sinks" in wrt)  # lse without keys is the sink
+            self.empty = not (rows and (problem.seq_k and problem.dim_v or through_lse))
         self._apart: set[tuple[int, ...]] = set()  # addresses at which targets were seen to overlap nothing
         if self.empty:
             return
 
         if chosen is None:
             arch = device.current(ordinal)
-            lengths = {name: _OPTIONAL[name].lengths(views[name].shape) for name in wrt}
+            lengths = {name: views[name].shape for name in wrt}
+            lengths |= {name: _OPTIONAL[name].lengths(shape) for name, shape in lengths.items() if name in _OPTIONAL}
             chosen = plan(problem, arch, backward, family, tuned.tiles(problem, arch, backward), lengths)
         self.plan = chosen
         strides: dict[str, tuple[int, ...]] = {}
@@ -76,13 +80,16 @@ class Prepared:
                 self.copies.append((name, copy.source, view))
             if name in _OPTIONAL:
                 strides[name] = _OPTIONAL[name].strides(view, problem, rank)
+            elif problem.reads(name):
+                strides[name] = score_shape(view)
             elif name not in _ROWS:
                 strides[name] = params_strides(view, layout)
         self.through: list[str] = []  # outputs given in a form no kernel writes: computed aside, copied over
         for name, shape in shapes.items():
             view = views["q"]._replace(shape=shape, strides=contiguous(shape))
             if wrt:
-                strides[name] = _OPTIONAL[name[1:]].strides(view, problem, rank)
+                if not problem.reads(name[1:]):
+                    strides[name] = _OPTIONAL[name[1:]].strides(view, problem, rank)
                 continue
             if name in into:
                 if shape[-1] > 1 and into[name].strides[-1] != 1:
@@ -91,7 +98,17 @@ class Prepared:
                     view = into[name]
             strides[name] = params_strides(view, layout)
         self.launcher = launch.Launcher(chosen, functions(chosen, ordinal), problem, strides, ordinal)
-        self._slots = self.launcher.slots
+        slots = self.launcher.slots
+        self._blank = [0] * len(slots)
+        self._given, self._made = [slots[name] for name in arrays], [slots[name] for name in shapes]
+
+    @property
+    def scratch(self) -> int:
+        """Bytes that a run without targets takes from `lib.empty` beside its results, each piece rounded up to 256."""
+        if self.empty:
+            return 0
+        copies = [copy.strides[0] * copy.shape[0] * ITEMSIZE[source.dtype] for _, source, copy in self.copies]
+        return sum(-(-size // 256) * 256 for size in (*copies, self.launcher.workspace))
 
     def run(
         self,
@@ -99,55 +116,62 @@ class Prepared:
         arrays: Arrays,
         targets: Arrays,
         lse: bool,
-        addresses: dict[str, int] | None = None,
+        addresses: list[int] | None = None,
+        seed: int | None = None,
+        block_mask: Any = None,
     ) -> tuple[list[Any], Any]:
         """Launch. Returns the outputs, and in the forward the LSE where it is asked for.
 
-        `addresses` of `arrays`, where they are known already."""
-        dtype, ordinal, pointer = self.problem.dtype, self.device, lib.pointer
+        `addresses` of `arrays`, where they are known already; `seed` of dropout, where it is a number; `block_mask`, where
+        there is one: of the prepared kind."""
+        ordinal, pointer, empty, dtypes = self.device, lib.pointer, lib.empty, self.dtypes
         stream = lib.stream(ordinal)
         if addresses is None:
-            addresses = _addresses(lib, arrays)
-        results = []
-        for name, shape in self.shapes.items():
-            target = targets.get(name)
-            results.append(lib.empty(shape, self.dtypes[name], ordinal) if target is None else target)
-        places = [pointer(x) for x in results]
+            addresses = [pointer(x) for x in arrays.values()]
+        results = [
+            targets[name] if name in targets else empty(shape, dtypes[name], ordinal)
+            for name, shape in self.shapes.items()
+        ]
         if targets:
-            self._check(lib, arrays, targets, (*addresses.values(), *places))
-        rows = lib.empty(self.lse_shape, self.problem.lse_dtype, ordinal) if lse else None
+            self._check(lib, arrays, targets, (*addresses, *[pointer(x) for x in results]))
+        rows = empty(self.lse_shape, self.problem.lse_dtype, ordinal) if lse else None
         if self.empty:
             for x in results:
                 launch.fill(lib, x, 0.0, ordinal, stream)
             if rows is not None:
                 launch.fill(lib, rows, float("-inf"), ordinal, stream)
-                if "sinks" in addresses:
-                    launch.spread(lib, rows, addresses["sinks"], lib.view(arrays["sinks"]), ordinal, stream)
+                if "sinks" in arrays:
+                    sinks = arrays["sinks"]
+                    launch.spread(lib, rows, pointer(sinks), lib.view(sinks), ordinal, stream)
             return results, rows
 
-        slots = self._slots
-        pointers = [0] * len(slots)
-        for name, at in addresses.items():
-            pointers[slots[name]] = at
+        pointers, slots = self._blank.copy(), self.launcher.slots
+        for slot, at in zip(self._given, addresses):
+            pointers[slot] = at
+        if seed is not None and KEYS[0] in slots:
+            pointers[slots[KEYS[0]] :] = round_keys(seed)
+        if block_mask is not None:
+            for use in self.plan.lists:
+                pointers[slots[use.name]] = block_mask.list_for(use).data.ptr
         keep = []
         for name, view, copy in self.copies:
-            held = launch.copy_of(lib, addresses[name], view, copy, ordinal, stream)
-            pointers[slots[name]] = pointer(held)
+            slot = slots[name]
+            held = launch.copy_of(lib, pointers[slot], view, copy, ordinal, stream)
+            pointers[slot] = pointer(held)
             keep.append(held)
         written = results
         if self.through:
             written = [
-                lib.empty(shape, dtype, ordinal) if name in self.through else x
+                empty(shape, dtypes[name], ordinal) if name in self.through else x
                 for (name, shape), x in zip(self.shapes.items(), results)
             ]
-            places = [pointer(x) for x in written]
-        for name, at in zip(self.shapes, places):
-            pointers[slots[name]] = at
+        for slot, x in zip(self._made, written):
+            pointers[slot] = pointer(x)
         if rows is not None:
             pointers[slots["lse"]] = pointer(rows)
         workspace = 0
         if self.launcher.workspace:
-            space = lib.empty((self.launcher.workspace // 4,), "float32", ordinal)
+            space = empty((self.launcher.workspace // 4,), "float32", ordinal)
             workspace = pointer(space)
             keep.append(space)
         self.launcher(pointers, stream, workspace)
@@ -160,7 +184,7 @@ class Prepared:
     def _check(self, lib: GpuAdapter, arrays: Arrays, targets: Arrays, at: tuple[int, ...]) -> None:
         """That the targets given overlap nothing: once for each set of addresses, as only these differ between calls."""
         if at not in self._apart:
-            views = {name: lib.view(x) for name, x in arrays.items() if x is not None}
+            views = {name: lib.view(x) for name, x in arrays.items()}
             check_targets({name: lib.view(x) for name, x in targets.items()}, views)
             if len(self._apart) >= _MAX_PREPARED:
                 self._apart.clear()
@@ -168,13 +192,19 @@ class Prepared:
 
 
 def forward(
-    lib: GpuAdapter, arrays: Arrays, targets: Arrays, return_lse: bool, options: dict[str, Any], family: str | None
+    lib: GpuAdapter,
+    arrays: Arrays,
+    targets: Arrays,
+    return_lse: bool,
+    options: dict[str, Any],
+    seed: int | None,
+    family: str | None,
 ) -> tuple[Any, Any]:
     """out and (where asked for) lse of one attention call."""
     ordinal = lib.device(arrays["q"])
-    addresses = _addresses(lib, arrays)
-    prepared = _find(lib, arrays, addresses, targets, options, family, False, ordinal)
-    (out,), lse = prepared.run(lib, arrays, targets, return_lse, addresses)
+    addresses = [*map(lib.pointer, arrays.values())]
+    prepared = prepare(lib, arrays, addresses, targets, options, family, False, ordinal)
+    (out,), lse = prepared.run(lib, arrays, targets, return_lse, addresses, seed, options["block_mask"])
     if not targets:
         out = lib.finish(out, ordinal)
     return out, lib.finish(lse, ordinal) if return_lse else None
@@ -185,32 +215,37 @@ def backward(
     arrays: Arrays,
     targets: Arrays,
     options: dict[str, Any],
+    seed: int | None,
     family: str | None,
     wrt: tuple[str, ...] = (),
 ) -> Gradients:
     """The gradients of one attention call."""
     ordinal = lib.device(arrays["q"])
-    addresses = _addresses(lib, arrays)
-    prepared = _find(lib, arrays, addresses, targets, options, family, True, ordinal)
-    grads, _ = prepared.run(lib, arrays, targets, False, addresses)
+    addresses = [*map(lib.pointer, arrays.values())]
+    prepared = prepare(lib, arrays, addresses, targets, options, family, True, ordinal)
+    grads, _ = prepared.run(lib, arrays, targets, False, addresses, seed, options["block_mask"])
     if not targets:
         grads = [lib.finish(x, ordinal) for x in grads]
     if not wrt:
         return Gradients(*grads)
-    prepared = _find(lib, arrays, addresses, {}, options, family, True, ordinal, wrt)
-    of_arrays, _ = prepared.run(lib, arrays, {}, False, addresses)
-    return Gradients(*grads, **{name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, of_arrays)})
+    of_arrays: dict[str, Any] = {}
+    for names in apart(wrt):
+        prepared = prepare(lib, arrays, addresses, {}, options, family, True, ordinal, names)
+        results, _ = prepared.run(lib, arrays, {}, False, addresses, seed, options["block_mask"])
+        of_arrays |= {name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, results)}
+    return Gradients(*grads, **of_arrays)
 
 
-def _addresses(lib: GpuAdapter, arrays: Arrays) -> dict[str, int]:
-    pointer = lib.pointer
-    return {name: pointer(x) for name, x in arrays.items() if x is not None}
+def apart(wrt: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The names of one run of kernels each, in the same order: the optional arrays, and those that a score function reads."""
+    named = tuple([name for name in wrt if name in _OPTIONAL])
+    return [names for names in (named, wrt[len(named) :]) if names]
 
 
-def _find(
+def prepare(
     lib: GpuAdapter,
     arrays: Arrays,
-    addresses: dict[str, int],
+    addresses: list[int],
     targets: Arrays,
     options: dict[str, Any],
     family: str | None,
@@ -218,14 +253,20 @@ def _find(
     ordinal: int,
     wrt: tuple[str, ...] = (),
 ) -> Prepared:
-    signature = lib.signature
-    misaligned = tuple([name for name, at in addresses.items() if at & 15])
-    if type(options["scale"]) not in _NUMBERS:  # an array of no dimensions, say: its value counts, which may change
-        options = options | {"scale": rules.check_scale(options["scale"])}
+    """What a call runs, where its arrays lie at `addresses`: kept, or planned and compiled."""
+    bits = 0
+    for at in addresses:
+        bits |= at
+    misaligned = tuple([name for name, at in zip(arrays, addresses) if at & 15]) if bits & 15 else ()
+    for name, check in _NUMBERED:
+        if type(options[name]) not in _NUMBERS:  # an array of no dimensions, say: its value counts, which may change
+            options = options | {name: check(options[name])}
+    stated = options
+    if options["block_mask"] is not None:  # its pattern changes nothing but what is pointed to
+        stated = options | {"block_mask": rules.mask_kind(options["block_mask"])}
     key: tuple[Any, ...] | None = (
-        lib.kind, backward, wrt, family, misaligned, *options.values(),
-        *[None if x is None else signature(x) for x in arrays.values()],
-        *targets, *[signature(x) for x in targets.values()],
+        lib.kind, backward, wrt, family, misaligned, *stated.values(), *arrays, *map(lib.signature, arrays.values()),
+        *targets, *map(lib.signature, targets.values()),
     )  # fmt: skip
     try:
         prepared = _prepared.get(key)

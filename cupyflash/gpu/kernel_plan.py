@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from ..problem import ARRAYS, AXES, ITEMSIZE, AttentionProblem, Given
+from ..score import Score
+from ..tile_lists import ListUse
 
 PAIRWISE = tuple(rule.name for rule in ARRAYS if rule.axes == AXES)  # arrays over pairs of a query and a key
 
@@ -32,7 +34,7 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * (4 if self.dtype == "uint32" else ITEMSIZE[self.dtype])
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
 class Box(NamedTuple):
@@ -63,6 +65,8 @@ class KernelPlan:
     maps: tuple[Box, ...] = ()  # how the copy engine moves arrays, in the order in which the kernels take their maps
     scalars: tuple[tuple[str, int], ...] = ()  # fields of Params that this plan alone has, with their values
     given: tuple[Given, ...] = ()  # optional arrays of the problem
+    score: Score | None = None  # the user's own
+    lists: tuple[ListUse, ...] = ()  # of a block mask, what the kernels walk by
     wrt: tuple[str, ...] = ()  # optional arrays whose gradients it gives, in place of those of q, k and v
     passed_over: tuple[str, ...] = ()  # why faster families were not taken
 
@@ -102,14 +106,24 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("LEFT", problem.left is not None),
         ("RIGHT", problem.right is not None),
         *((rule.name.upper(), problem.has(rule.name)) for rule in ARRAYS),
+        ("BLOCK_MASK", problem.block_mask is not None),
         ("SOFTCAP", problem.softcap is not None),
+        ("SCORE", problem.score is not None),
+        ("DROPOUT", problem.dropout > 0),
         ("NEGATIVE_SCALE", problem.scale < 0),
+        # Whether ALiBi's distances are all of keys behind the query.
+        ("ALIBI_BEHIND", problem.has("alibi_slopes") and None not in (problem.causal, problem.right)),
     )
 
 
 def scored(problem: AttentionProblem) -> bool:
     """Whether scores are more than the scaled product of Q and K (attention/pairs.cuh says the same)."""
-    return problem.softcap is not None or problem.has("bias") or problem.has("alibi_slopes")
+    return problem.softcap is not None or problem.score is not None or problem.has("bias") or problem.has("alibi_slopes")
+
+
+def lists(problem: AttentionProblem, *uses: ListUse) -> tuple[ListUse, ...]:
+    """What a plan asks of a block mask, where there is one."""
+    return uses if problem.block_mask is not None else ()
 
 
 def ceil(n: int, step: int) -> int:

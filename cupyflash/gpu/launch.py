@@ -38,7 +38,8 @@ _stream = functools.lru_cache(_KEPT)(Stream)
 class Launcher:
     """A plan with its kernels loaded on one device and everything packed that a call does not change.
 
-    `strides` as `params.Packer` takes them. `slots` says where each array's pointer stands in what a call is given.
+    `strides` as `params.Packer` takes them. `slots` says where each array's pointer, and a seed's keys, stand in what a call
+    is given.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
 """`struct Params`, what the host hands to every kernel by value: one list of fields makes its CUDA text and packs it.
 
-The pointers stand in front, so that a call packs them alone.
+The pointers stand in front, and at the end what the kernels know of a seed that is a number: a call packs these alone.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem import ARRAYS, AXES, AttentionProblem
+from ..problem import ARRAYS, AXES, AttentionProblem, View
+from ..score import ScoreArray
 from .kernel_plan import KernelPlan
+from .score import cuda_name
 
 # dtype: what q, k, v and dO are; what the tensor cores multiply; what out and the gradients are; what sums are kept in
 TYPES = {
     "float16": ("half_t", "half_t", "half_t", "float"),
     "bfloat16": ("bfloat16_t", "bfloat16_t", "bfloat16_t", "float"),
-    "float32": ("float", "float", "float", "float"),
+    "float32": ("float", "half_t", "float", "float"),
     "float64": ("double", "double", "double", "double"),
 }
 
@@ -32,10 +35,14 @@ POINTERS = {  # of a pass; lse (in the forward) and dlse may be null
     },
 }  # fmt: skip
 OPTIONAL = {  # by the dtype of an optional array; one with that of q is const In
-    "bool": "const unsigned char", "float32": "const float", "float64": "const double",
+    "bool": "const unsigned char", "float32": "const float", "float64": "const double", "int64": "const long long",
+    "uint64": "const unsigned long long", "int32": "const int", "uint32": "const unsigned",
 }  # fmt: skip
+LISTS = ("key_lists", "query_lists")  # of a block mask; null where not asked for
 GRADIENTS = tuple(rule.name for rule in ARRAYS if rule.gradient)
-WORKSPACE = {"uint32": "unsigned", "float32": "float", "float64": "double"}
+ROUNDS = 7  # of dropout's generator, as attention/dropout.cuh has them
+KEYS = tuple(f"round_keys[{n}]" for n in range(ROUNDS))  # made of the seed: in 64 bits a word for each half of the generator
+WORKSPACE = {"float16": "half_t", "uint32": "unsigned", "uint64": "unsigned long long", "float32": "float", "float64": "double"}
 
 
 def _cap_inverse(problem: AttentionProblem) -> float:
@@ -49,6 +56,10 @@ def _cap_inverse(problem: AttentionProblem) -> float:
 def _factor(problem: AttentionProblem) -> float:
     """What turns scores to powers of two. Never 0: -inf * 0 is NaN."""
     return max(abs(problem.scale) * math.log2(math.e), 1e-300 if problem.lse_dtype == "float64" else 1e-30)
+
+
+def _lists(problem: AttentionProblem, axis: str, length: int) -> int:
+    return length if axis in (problem.block_mask or ()) else 1
 
 
 SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
@@ -66,13 +77,21 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "diagonal": ("int", lambda p: p.diagonal),  # query i stands on key i + diagonal
     "left": ("int", lambda p: p.left or 0),  # keys that it sees before and after that one, where there is a bound
     "right": ("int", lambda p: p.right or 0),
+    # Which of a block mask's patterns is that of a batch entry and head: batch * lists_batch + head * lists_head.
+    "lists": ("int", lambda p: _lists(p, "batch", p.batch) * _lists(p, "head", p.heads_q)),
+    "lists_batch": ("int", lambda p: _lists(p, "head", p.heads_q) if "batch" in (p.block_mask or ()) else 0),
+    "lists_head": ("int", lambda p: 1 if "head" in (p.block_mask or ()) else 0),
+    "kept": ("Accum", lambda p: p.kept),  # by dropout
+    "log_kept": ("Accum", lambda p: math.log(p.kept)),
+    "drop_below": ("unsigned", lambda p: p.dropped_below << 16),
 }
 STRIDES = {  # in elements; broadcast axes of an array over pairs have stride 0
     "Strides": ("batch", "row", "head"),
     "PairStrides": AXES,
+    "ScoreShape": tuple(f"{what}{axis}" for what in ("stride", "length") for axis in range(4)),
 }
 _PACKED: dict[str, Any] = {
-    "int": "<i4", "float": "<f4", "double": "<f8",
+    "int": "<i4", "unsigned": "<u4", "float": "<f4", "double": "<f8",
     **{name: np.dtype([(axis, "<i8") for axis in axes], align=True) for name, axes in STRIDES.items()},
 }  # fmt: skip
 
@@ -90,12 +109,33 @@ def pointers(plan: KernelPlan) -> dict[str, str]:
     if plan.wrt:
         given = {name: type for name, type in given.items() if name not in ("dq", "dk", "dv")}
         of_arrays = {f"d{name}": arrays[name].removeprefix("const ") for name in GRADIENTS}
+    read = {x.key: "const In" if x.dtype == plan.dtype else OPTIONAL[x.dtype] for x in _score_arrays(plan)}
+    of_read = {f"d{name}": type.removeprefix("const ") for name, type in read.items() if name in plan.wrt}
     return {
         **given,
         **arrays,
         **of_arrays,
+        **read,
+        **of_read,
+        **dict.fromkeys(LISTS, "const int"),
         **{space.name: WORKSPACE[space.dtype] for space in plan.workspace},
     }
+
+
+def _score_arrays(plan: KernelPlan) -> tuple[ScoreArray, ...]:
+    return plan.score.arrays if plan.score else ()
+
+
+def _in_cuda(plan: KernelPlan) -> dict[str, str]:
+    """The names of pointers that are not called in CUDA as they are here."""
+    names = {x.key: cuda_name(n) for n, x in enumerate(_score_arrays(plan))}
+    return names | {f"d{name}": f"d{other}" for name, other in names.items()}
+
+
+def score_shape(view: View) -> tuple[int, ...]:
+    """What a ScoreShape holds of an array that a score function reads."""
+    rest = 4 - len(view.shape)
+    return (*view.strides, *(0,) * rest, *view.shape, *(1,) * rest)
 
 
 def _optional(plan: KernelPlan, name: str, usual: str) -> str:
@@ -109,10 +149,12 @@ def _values(
     """The fields behind the pointers; without a problem, not their values."""
     strides = strides or {}
     named = pointers(plan)
-    over_pairs = [name for name in (*(rule.name for rule in ARRAYS), *(f"d{name}" for name in GRADIENTS)) if name in named]
+    shaped = [rule.name for rule in ARRAYS if rule.axes]
+    over_pairs = [name for name in (*shaped, *(f"d{name}" for name in GRADIENTS)) if name in named]
     return [
         *(Field(f"{name}_strides", "Strides", tuple(strides.get(name, (0, 0, 0)))) for name in named if name in ROWED),
         *(Field(f"{name}_strides", "PairStrides", tuple(strides.get(name, (0, 0, 0, 0)))) for name in over_pairs),
+        *(Field(f"{cuda_name(n)}_shape", "ScoreShape", tuple(strides.get(x.key, (0,) * 8))) for n, x in enumerate(_score_arrays(plan))),
         *(Field(name, type, value(problem) if problem else 0) for name, (type, value) in SCALARS.items()),
         *(Field(name, "int", value) for name, value in plan.scalars),
     ]
@@ -121,8 +163,12 @@ def _values(
 def text(plan: KernelPlan) -> str:
     """Strides, PairStrides and Params as CUDA."""
     lines = [f"struct {name} {{ long long {', '.join(axes)}; }};" for name, axes in STRIDES.items()]
-    lines += ["struct Params {", *(f"    {type}* {name};" for name, type in pointers(plan).items())]
-    return "\n".join([*lines, *(f"    {field.type} {field.name};" for field in _values(plan)), "};"]) + "\n"
+    names = _in_cuda(plan)
+    lines += ["struct Params {", *(f"    {type}* {names.get(name, name)};" for name, type in pointers(plan).items())]
+    lines += [f"    {field.type} {field.name};" for field in _values(plan)]
+    keys = f"unsigned round_keys[{2 * ROUNDS}]"
+    lines.append(f"    alignas(8) {keys};" if _keys(plan) else f"    static constexpr {keys} = {{}};")  # not asked: no room in a launch
+    return "\n".join([*lines, "};"]) + "\n"
 
 
 def layout(plan: KernelPlan) -> np.dtype[np.void]:
@@ -130,23 +176,41 @@ def layout(plan: KernelPlan) -> np.dtype[np.void]:
     accum = TYPES[plan.dtype][3]
     fields = [(name, "<u8") for name in pointers(plan)]
     fields += [(x.name, _PACKED[accum if x.type == "Accum" else x.type]) for x in _values(plan)]
+    fields += [("round_keys", f"<{len(_keys(plan))}u8")] if _keys(plan) else []
     return np.dtype(fields, align=True)
+
+
+def _keys(plan: KernelPlan) -> tuple[str, ...]:
+    return KEYS if dict(plan.constants)["DROPOUT"] else ()
+
+
+@functools.lru_cache(256)
+def round_keys(seed: int) -> tuple[int, ...]:
+    """What stands under `KEYS` for a seed: Philox adds a constant to each of the key's two words in every round."""
+    low, high = seed % 2**32, seed // 2**32
+    return tuple(
+        (low + n * 0x9E3779B9) % 2**32 | (high + n * 0xBB67AE85) % 2**32 << 32 for n in range(ROUNDS)
+    )
 
 
 class Packer:
     """Packs the Params of a plan and a problem.
 
-    `strides` has, by the name of an array, its (batch, row, head), or (batch, head, query, key) of an optional one.
+    `strides` has, by the name of an array, its (batch, row, head), or (batch, head, query, key) of an optional one; of one
+    that a score function reads, its `score_shape`.
     """
 
     def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, Sequence[int]]) -> None:
-        self.slots = {name: index for index, name in enumerate(pointers(plan))}  # where each pointer stands
+        front, back = tuple(pointers(plan)), _keys(plan)
+        self.slots = {name: index for index, name in enumerate(front + back)}
         record = np.zeros((), layout(plan))
         for field in _values(plan, problem, strides):
             record[field.name] = field.value
-        self._pointers = struct.Struct(f"<{len(self.slots)}Q")
-        self._rest = record.tobytes()[self._pointers.size :]
+        self._front, self._back = (struct.Struct(f"<{len(x)}Q") for x in (front, back))
+        self._between = record.tobytes()[self._front.size : record.nbytes - self._back.size]
+        self._pointers = len(front)
 
     def __call__(self, addresses: Sequence[int]) -> bytes:
-        """Params with these pointers, in the order of `slots`."""
-        return self._pointers.pack(*addresses) + self._rest
+        """Params with these pointers, and round keys, in the order of `slots`."""
+        n = self._pointers
+        return self._front.pack(*addresses[:n]) + self._between + self._back.pack(*addresses[n:])

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 from ..problem import AttentionProblem
 from .array_gradient import Lengths
 from .device import Arch
-from .families import flash1, simt, sm80, sm90
-from .kernel_plan import KernelPlan, Tiles
+from .families import flash1, simt, sm80, sm90, sm90_gradients
+from .kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil
+from .score import BEYOND, tables
 
 __all__ = ["FAMILIES", "ON_REQUEST", "Family", "KernelPlan", "plan"]
 
@@ -35,7 +36,13 @@ FAMILIES: dict[str, Family] = {"sm90": sm90, "sm80": sm80, "simt": simt, "flash1
 ON_REQUEST = ("flash1",)  # families that are taken only where they are named
 
 # Who gives the gradients of arrays, for the problems of a family.
-GRADIENTS = {"sm90": sm80.gradients, "sm80": sm80.gradients, "simt": simt.gradients}
+GRADIENTS = {"sm90": sm90_gradients.gradients, "sm80": sm80.gradients, "simt": simt.gradients}
+
+# And of those that a score function reads.
+SCORE_GRADIENTS = {"sm90": sm80.gradients, "sm80": sm80.gradients, "simt": simt.gradients}
+
+# Bytes that kernels may spill more than their tiles declare, with a score function like those of the tests.
+SCORE_SPILLS = 448
 
 
 def check_family(family: Any) -> None:
@@ -67,13 +74,32 @@ def plan(
             why = room.objection(problem, arch, backward)
             if why is None:
                 if lengths:
-                    made = GRADIENTS[name](problem, arch, lengths)
+                    of_score = any(problem.reads(x) for x in lengths)
+                    made = (SCORE_GRADIENTS if of_score else GRADIENTS)[name](problem, arch, lengths)
                 else:
                     made = room.plan(problem, arch, backward, (tiles or {}).get(name))
                 blocks = max(x.grid for x in made.launches)
                 if blocks >= 2**31:
                     size = f"batch {problem.batch} and {problem.heads_q} heads"
                     raise ValueError(f"q has {size}: {blocks} tiles; less than 2**31 fit")
-                return dataclasses.replace(made, passed_over=tuple(objections))
+                return with_tables(dataclasses.replace(made, passed_over=tuple(objections)), problem)
             objections.append(f"{name} {why}")
     raise ValueError(f"no kernel family takes this problem: {'; '.join(objections)}")
+
+
+def with_tables(made: KernelPlan, problem: AttentionProblem) -> KernelPlan:
+    """A plan with the problem's score function, and with what is computed of that before (gpu/score.py)."""
+    if problem.score is None:
+        return made
+    found = tables(problem.score)
+    made = dataclasses.replace(made, score=problem.score, spills=made.spills + SCORE_SPILLS)
+    if not found.tabled:
+        return made
+    span = problem.seq_q + problem.seq_k + 2 * BEYOND
+    lines = found.lines(problem.batch, problem.heads_q)
+    launch = Launch("attention_score_tables", lines * ceil(span, 128), 128)
+    space = Workspace("score_tables", problem.lse_dtype, (len(found.tabled), lines, span))
+    numbers = (("score_span", span), ("score_origin", problem.seq_q + BEYOND), ("score_plane", lines * span))
+    return dataclasses.replace(
+        made, launches=(launch, *made.launches), workspace=(*made.workspace, space), scalars=(*made.scalars, *numbers)
+    )

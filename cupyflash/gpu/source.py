@@ -11,14 +11,16 @@ import hashlib
 import re
 from pathlib import Path
 
-from . import params
+from . import params, score
 from .kernel_plan import KernelPlan
 
-_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
-_WALKED = ("gpu", "interop", "torch", "jax")  # packages that a call on a GPU goes through, and modules beside them
+_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*(?://.*)?$')
+_SCORE = "user/score.cuh"  # where the user's score function stands, which is no file
+# Packages that a call on a GPU goes through, and modules beside them.
+_WALKED = ("gpu", "interop", "score", "torch", "jax")
 _MODULES = (
-    "__init__.py", "api.py", "folders.py", "merging.py", "other_names.py", "overlap.py", "problem.py",
-    "signature.py", "tuned.py",
+    "__init__.py", "api.py", "blocks.py", "folders.py", "folding.py", "masks.py", "merging.py", "other_names.py", "overlap.py",
+    "passes.py", "problem.py", "signature.py", "tile_lists.py", "tuned.py",
 )  # fmt: skip
 
 
@@ -44,7 +46,8 @@ def generate(plan: KernelPlan) -> str:
         *(f"constexpr {_declare(name, value)};" for name, value in plan.constants),
         "}",
     ]
-    return "\n".join(lines) + "\n" + params.text(plan) + _inline(plan.source)
+    function = f'#line 1 "{_SCORE}"\n' + score.text(plan.score, plan.wrt)
+    return "\n".join(lines) + "\n" + params.text(plan) + _inline(plan.source).replace(f'#include "{_SCORE}"\n', function)
 
 
 @functools.cache
@@ -61,6 +64,8 @@ def _inline(name: str) -> str:
                 lines.append("")  # each file enters once, and NVRTC warns of the pragma in a main file
             elif match is None:
                 lines.append(line)
+            elif match[1] == _SCORE:
+                lines += [f'#include "{_SCORE}"', f'#line {number + 1} "{file}"']
             elif match[1] not in seen:
                 lines += [*text(match[1]), f'#line {number + 1} "{file}"']
             else:

@@ -32,6 +32,8 @@ def to_copy(
     mapped = bool(plan.maps)
     if name in _ROWS:
         return None if view.strides == contiguous(view.shape) else Copy(view, 1, "it is not contiguous")
+    if problem.reads(name):
+        return None
     rule, alignment = _OPTIONAL.get(name), plan.alignment
     if rule is not None:
         full = rule.to_copy(view, problem, rank)

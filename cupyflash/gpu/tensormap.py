@@ -60,7 +60,7 @@ class Maps:
 
     def __call__(self, *pointers: int) -> bytes:
         """The parameter for arrays at these addresses, in the order of `plan.maps`."""
-        mapped = self._mappable and not functools.reduce(operator.or_, pointers[self._inputs :]) & 15
+        mapped = self._mappable and not functools.reduce(operator.or_, pointers[self._inputs :], 0) & 15
         last = len(pointers) if mapped else self._inputs
         maps = map(self._map, range(last), pointers)
         return b"".join((*maps, bytes(BYTES * (len(pointers) - last)), int(mapped).to_bytes(64, "little")))

@@ -8,24 +8,17 @@ CPU.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ..problem import View, target_name
 from .protocol import Adapter, Arrays, Library
 
-if TYPE_CHECKING:  # each module has what the protocols say
-    from . import cupy_, jax_, numpy_, torch_
-    from .jax_gpu import Loan
-    from .protocol import CpuAdapter, GpuAdapter
-
-    _libraries: tuple[Library, ...] = (numpy_, cupy_, torch_, jax_)
-    _on_cpu: tuple[CpuAdapter, ...] = (numpy_, torch_, jax_)
-    _on_gpu: tuple[GpuAdapter, ...] = (cupy_, torch_, Loan())
-
 _ADAPTERS = {"numpy": "numpy_", "cupy": "cupy_", "torch": "torch_", "jax": "jax_", "jaxlib": "jax_"}
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_HOST, _DLPACK_CUDA_MANAGED = 1, 2, 3, 13
 _by_type: dict[type, Library] = {}
+_PACKAGE = sys.modules[__name__]  # adapters that are imported are attributes of it
 
 
 def library(name: str, x: Any) -> Library:
@@ -34,26 +27,25 @@ def library(name: str, x: Any) -> Library:
     return found if found is not None else _find(name, x)
 
 
-def adopt(lib: Library, arrays: Arrays, targets: Arrays) -> tuple[Adapter, Arrays, Arrays]:
-    """Bring the arrays of one call, and those given to be written, into one library.
+def adopt(lib: Library, arrays: Arrays, targets: Arrays) -> tuple[Arrays, Arrays]:
+    """Bring the arrays of one call, and those given to be written, into one library: `lib`, that of q.
 
-    `lib` is the adapter of q. Arrays of that library and None pass through untouched; those of other DLPack and CUDA
-    array interface producers are wrapped. Returns the adapter for what comes out, and both.
+    Arrays of that library pass through untouched; those of other DLPack and CUDA array interface producers are wrapped.
     TypeError names the argument that is no array, or that comes from another library than q.
     """
-    arrays, targets = adopted(lib, arrays), adopted(lib, targets)
-    for name, x in targets.items():
-        lib.check_target(target_name(name), x)
-    if lib.kind == "jax":
-        return *cast(Any, lib).lend(arrays), targets
-    return cast(Adapter, lib), arrays, targets
+    arrays = adopted(lib, arrays)
+    if targets:
+        targets = adopted(lib, targets)
+        for name, x in targets.items():
+            lib.check_target(target_name(name), x)
+    return arrays, targets
 
 
 def adopted(lib: Library, arrays: Arrays) -> Arrays:
     """The arrays, with those of producers that have no adapter wrapped."""
     for x in arrays.values():
-        if x is not None and _by_type.get(type(x)) is not lib:
-            return {name: None if x is None else _adopt_one(lib, name, x) for name, x in arrays.items()}
+        if _by_type.get(type(x)) is not lib:
+            return {name: _adopt_one(lib, name, x) for name, x in arrays.items()}
     return arrays
 
 
@@ -69,11 +61,15 @@ def view(lib: Library | Adapter, name: str, x: Any) -> View:
         ) from error
 
 
+def inlined(lib: Library) -> bool:
+    """Whether torch.compile reads this code, in the place of Python that runs it."""
+    return lib.kind == "torch" and cast(Any, lib).inlined()
+
+
 def name_unreadable(lib: Adapter, arrays: Arrays, targets: Arrays) -> None:
     """Once a call has failed: raise what `view` says of the array that is to blame, if one is."""
     for name, x in arrays.items():
-        if x is not None:
-            view(lib, name, x)
+        view(lib, name, x)
     for name, x in targets.items():
         view(lib, target_name(name), x)
 
@@ -82,15 +78,13 @@ def _find(name: str, x: Any) -> Library:
     cls = type(x)
     if isinstance(x, type):
         raise TypeError(f"{name} is the class {x.__module__}.{x.__qualname__}; it must be an array")
-    for base in cls.__mro__:  # subclasses, such as torch.nn.Parameter, may come from anywhere
-        root = base.__module__.partition(".")[0]
-        if root in _ADAPTERS:
-            lib = _adapter(_ADAPTERS[root])
-            objection = lib.objection(cls)
-            if objection is not None:
-                raise TypeError(f"{name} is a {cls.__module__}.{cls.__qualname__}; {objection}")
-            _by_type[cls] = lib
-            return lib
+    module, objection = _of_class(cls)
+    if objection is not None:
+        raise TypeError(f"{name} is a {cls.__module__}.{cls.__qualname__}; {objection}")
+    if module:
+        lib: Library = getattr(_PACKAGE, module)
+        _by_type[cls] = lib
+        return lib
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         try:
             where = int(x.__dlpack_device__()[0])
@@ -107,6 +101,18 @@ def _find(name: str, x: Any) -> Library:
         f"{name} is a {cls.__name__}; it must be an array: NumPy, CuPy, PyTorch, JAX, or anything with __dlpack__ or "
         "__cuda_array_interface__"
     )
+
+
+def _of_class(cls: type) -> tuple[str, str | None]:
+    """The module that is the adapter for a class, imported, and its objection; "" for a class of no library that has one."""
+    for base in cls.__mro__:  # subclasses, such as torch.nn.Parameter, may come from anywhere
+        root = base.__module__.partition(".")[0]
+        if root in _ADAPTERS:
+            return _ADAPTERS[root], _adapter(_ADAPTERS[root]).objection(cls)
+    return "", None
+
+
+_of_class._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it, instead of tracing an import
 
 
 def _adapter(module: str) -> Library:

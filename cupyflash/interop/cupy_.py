@@ -70,7 +70,7 @@ def finish(x: cupy.ndarray, device: int) -> cupy.ndarray:
     return x
 
 
-def recorder(arrays: Arrays) -> None:
+def recorder(arrays: Arrays, backward: bool = False) -> None:
     return None
 
 

@@ -1,68 +1,136 @@
-"""One call on JAX arrays that live on a GPU.
-
-Eager JAX shows no stream, so the call runs on CuPy's current stream and DLPack orders it: exporting an input makes our
-stream wait for what computes it, importing a result makes what JAX computes from it wait for our stream. The host
-waits for nothing.
-"""
+"""What XLA calls back on a GPU: the corridor, on XLA's stream, with XLA's memory for results and workspace."""
 
 from __future__ import annotations
 
-import functools
-import threading
-from queue import SimpleQueue
+import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
 import jax
 
-from ..problem import View
+from .. import problem as rules
+from ..gpu import corridor
+from ..problem import ITEMSIZE, View, contiguous
 from . import cupy_
+from .protocol import Arrays
+
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 
 
-class Loan:
-    """The adapter of one call: CuPy arrays over the memory of JAX arrays, and results given back to JAX."""
+class Buffer:
+    """Memory of XLA's, as the corridor's arrays."""
+
+    __slots__ = ("address", "owner", "view")
+
+    def __init__(self, address: int, view: View, owner: Any = None) -> None:
+        self.address, self.view, self.owner = address, view, owner
+
+
+class Memory:
+    """The adapter of one call: `empty` gives `results`, from the last one, and then pieces of workspace."""
 
     kind = "jax"
-    on_gpu = staticmethod(cupy_.on_gpu)
-    signature = staticmethod(cupy_.signature)
-    pointer = staticmethod(cupy_.pointer)
-    device = staticmethod(cupy_.device)
-    stream = staticmethod(cupy_.stream)
-    empty = staticmethod(cupy_.empty)
-    written = staticmethod(cupy_.written)
 
-    def __init__(self) -> None:
-        self._taken: list[cupy.ndarray] = []
+    def __init__(self, ordinal: int, stream: int = 0, scratch: int = 0, size: int = 0) -> None:
+        self._ordinal, self._stream, self._scratch, self._end = ordinal, stream, scratch, scratch + size
+        self.results: list[int] = []
 
-    def take(self, x: jax.Array) -> cupy.ndarray:
-        array = cupy.from_dlpack(x)
-        self._taken.append(array)
-        return array
+    def on_gpu(self, x: Buffer) -> bool:
+        return True
 
-    def view(self, x: cupy.ndarray) -> View:
-        return cupy_.view(x)._replace(kind=self.kind)
+    def view(self, x: Buffer) -> View:
+        return x.view
 
-    def finish(self, x: cupy.ndarray, device: int) -> jax.Array:
-        with cupy.cuda.Device(device):
-            if self._taken:
-                # JAX reuses memory on its own stream as soon as nobody holds it: hold the inputs until the kernels that
-                # read them are done.
-                done = cupy.cuda.get_current_stream().record(cupy.cuda.Event(block=True, disable_timing=True))
-                _keeper().put((done, self._taken))
-                self._taken = []
-            return jax.dlpack.from_dlpack(x)
+    def signature(self, x: Buffer) -> tuple[Any, ...]:
+        return (x.view.shape, x.view.dtype, self._ordinal)
+
+    def pointer(self, x: Buffer) -> int:
+        return x.address
+
+    def device(self, x: Buffer) -> int:
+        return self._ordinal
+
+    def stream(self, device: int) -> int:
+        return self._stream
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Buffer:
+        view = View(shape, contiguous(shape), dtype, f"cuda:{device}", self.kind)
+        if self.results:
+            address = self.results.pop()
+            return Buffer(address, view._replace(ptr=address))
+        size = ITEMSIZE[dtype]
+        for n in shape:
+            size *= n
+        address, self._scratch = self._scratch, self._scratch + -(-size // 256) * 256
+        if self._scratch <= self._end:
+            return Buffer(address, view._replace(ptr=address))
+        # More than was planned: inputs that start at no multiple of 16 bytes are copied. CuPy's pool reuses on this stream alone.
+        with cupy.cuda.Device(device), cupy.cuda.ExternalStream(self._stream):
+            own = cupy_.empty(shape, dtype, device)
+        return Buffer(own.data.ptr, view._replace(ptr=own.data.ptr), own)
+
+    def finish(self, x: Buffer, device: int) -> Buffer:
+        return x
+
+    def written(self, x: Buffer) -> None:
+        pass
 
 
-@functools.cache
-def _keeper() -> SimpleQueue[tuple[Any, list[cupy.ndarray]]]:
-    """Where (event, arrays) are put to be held until the event has come."""
-    held: SimpleQueue[tuple[Any, list[cupy.ndarray]]] = SimpleQueue()
-    threading.Thread(target=_hold, args=(held,), name="cupyflash-jax", daemon=True).start()
-    return held
+class Callback:
+    """One call, planned and compiled while JAX traces it: the forward of arrays like `views`, or, with `wrt`, the gradients."""
+
+    def __init__(
+        self,
+        views: dict[str, View],
+        options: dict[str, Any],
+        seed: int | None,
+        family: str | None,
+        wrt: tuple[str, ...] | None,
+    ) -> None:
+        self._options, self._seed, self._family, self._wrt = options, seed, family, wrt
+        device = jax.local_devices(backend="gpu")[0].local_hardware_id
+        self._device = 0 if device is None else device
+        self._views = {name: x._replace(device=f"cuda:{self._device}") for name, x in views.items()}
+        lib, addresses = Memory(self._device), [0] * len(views)
+        arrays = {name: Buffer(0, view) for name, view in self._views.items()}
+        self._passes = [(of, self._prepared(lib, arrays, addresses, of)) for of in [(), *corridor.apart(wrt or ())]]
+        self.scratch = sum(x.scratch for _, x in self._passes)
+        self._lists(self._passes)
+        self.plain = not any(x.empty or x.copies for _, x in self._passes)  # launches alone, of kernels that are loaded
+
+    def _prepared(self, lib: Any, arrays: Arrays, addresses: list[int], of: tuple[str, ...]) -> corridor.Prepared:
+        backward = self._wrt is not None
+        return corridor.prepare(lib, arrays, addresses, {}, self._options, self._family, backward, lib.device(None), of)
+
+    def _lists(self, passes: list[tuple[tuple[str, ...], corridor.Prepared]]) -> None:
+        """Make what the kernels read of a block mask now: in the callback nothing may wait for the GPU."""
+        mask = self._options["block_mask"]
+        for _, x in passes:
+            for use in () if mask is None or x.empty else x.plan.lists:
+                mask.list_for(use)
+
+    def __call__(self, ctx: Any, out: Sequence[Any], *inputs: Any) -> None:
+        ordinal = inputs[0].__dlpack_device__()[1]
+        addresses = [_address(x) for x in inputs]
+        *results, scratch = [_address(x) for x in out]
+        lib: Any = Memory(ordinal, ctx.stream, scratch, self.scratch)
+        arrays = {name: Buffer(at, view) for (name, view), at in zip(self._views.items(), addresses)}
+        mask = rules.mask_kind(self._options["block_mask"])
+        if mask is not None and mask.device != f"cuda:{ordinal}":  # not known when this was traced
+            raise ValueError(f"block_mask is on {mask.device} but q is on cuda:{ordinal}; make it with like=q")
+        other = ordinal != self._device or any(at & 15 for at in addresses)
+        for of, prepared in self._passes:
+            if other:
+                prepared = self._prepared(lib, arrays, addresses, of)
+            lse = self._wrt is None
+            count = len(prepared.shapes) + lse
+            lib.results, results = results[:count][::-1], results[count:]
+            prepared.run(lib, arrays, {}, lse, addresses, self._seed, self._options["block_mask"])
 
 
-def _hold(held: SimpleQueue[tuple[Any, list[cupy.ndarray]]]) -> None:
-    while True:
-        done, arrays = held.get()
-        done.synchronize()
-        del done, arrays
+def _address(buffer: Any) -> int:
+    """Where a buffer of XLA's lies: the first field of what DLPack hands over (bfloat16 has no CUDA array interface)."""
+    capsule = buffer.__dlpack__()  # owns what it points to
+    return ctypes.c_void_p.from_address(_pointer(capsule, b"dltensor")).value or 0

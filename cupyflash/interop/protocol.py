@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..problem import Gradients, View
 
-Arrays = dict[str, Any]  # of one call, by the name of the argument; inputs that are not given may be None
+if TYPE_CHECKING:  # NumPy takes longer to import than all of this package
+    import numpy as np
+
+Arrays = dict[str, Any]  # of one call, those that are given, by the name of the argument
 
 
-class Passes(NamedTuple):
-    """One call's forward (arrays -> out, lse) and backward (with dout, out, lse and perhaps dlse, wrt -> gradients)."""
+class Recorder(Protocol):
+    """Runs calls that somebody follows: autograd, a compiler, a transform. Arguments and results as in `passes`."""
 
-    forward: Callable[[Arrays], tuple[Any, Any]]
-    backward: Callable[[Arrays, tuple[str, ...]], Gradients]
+    def forward(
+        self,
+        lib: Library,
+        arrays: Arrays,
+        targets: Arrays,
+        return_lse: bool,
+        options: dict[str, Any],
+        seed: int | None,
+        family: str | None,
+    ) -> tuple[Any, Any]: ...
 
-
-Recorder = Callable[[Passes, Arrays], tuple[Any, Any]]
+    def backward(
+        self,
+        lib: Library,
+        arrays: Arrays,
+        targets: Arrays,
+        options: dict[str, Any],
+        seed: int | None,
+        family: str | None,
+        wrt: tuple[str, ...],
+    ) -> Gradients: ...
 
 
 class Library(Protocol):
@@ -34,8 +50,8 @@ class Library(Protocol):
     def view(self, x: Any) -> View:
         """TypeError or ValueError, without the argument's name in front, where x cannot be read as it is."""
 
-    def recorder(self, arrays: Arrays) -> Recorder | None:
-        """What runs a call so that autograd follows it, where it is wanted for these arrays; else None."""
+    def recorder(self, arrays: Arrays, backward: bool = False) -> Recorder | None:
+        """What runs this call where somebody follows it (see Recorder); None where it may simply run."""
 
     def check_target(self, name: str, x: Any) -> None:
         """TypeError or ValueError where x, given as `name`, is not to be written to."""
@@ -45,7 +61,7 @@ class Library(Protocol):
 
 
 class Adapter(Protocol):
-    """What the backends ask; a library's module is one, too, but for JAX on a GPU (see `jax_gpu`)."""
+    """What the backends ask; a library's module is one, too, but for JAX (see `jax_ops`)."""
 
     @property
     def kind(self) -> str: ...

@@ -8,8 +8,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..problem import View, contiguous
+from . import torch_ops
 from .protocol import Arrays, Recorder
 
 kind = "torch"
@@ -25,7 +28,8 @@ _DTYPES = {
 def objection(cls: type) -> str | None:
     if not issubclass(cls, torch.Tensor):
         return "it must be a tensor"
-    if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # fake, distributed, jagged, ...
+    plain = cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    if not plain and not issubclass(cls, (FakeTensor, FunctionalTensor)):  # distributed, jagged, ...
         return "it must be a plain tensor"
     return None
 
@@ -35,6 +39,8 @@ def on_gpu(x: torch.Tensor) -> bool:
 
 
 def view(x: torch.Tensor) -> View:
+    if torch_ops.followed(x):
+        return torch_ops.view(x)
     if x.is_nested:
         raise TypeError("is a nested tensor; it must be a dense one: pad it, and hide the padding with key_mask")
     if x.layout is not torch.strided:
@@ -81,14 +87,11 @@ def finish(x: torch.Tensor, device: int) -> torch.Tensor:
     return x
 
 
-def recorder(arrays: Arrays) -> Recorder | None:
-    if not torch.is_grad_enabled():
-        return None
-    if not any(getattr(x, "requires_grad", False) for x in arrays.values()):
-        return None
-    from .torch_autograd import record
+def recorder(arrays: Arrays, backward: bool = False) -> Recorder | None:
+    return torch_ops if torch_ops.needed(arrays, backward) else None
 
-    return record
+
+inlined = torch.compiler.is_dynamo_compiling
 
 
 def check_target(name: str, x: torch.Tensor) -> None:
@@ -108,11 +111,23 @@ def wrap(name: str, x: Any) -> torch.Tensor:
     raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor, as q is")
 
 
+class _Memory:
+    """A tensor as NumPy reads it. `numpy()` would forbid its storage to be resized ever after, which FSDP does."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, x: torch.Tensor, dtype: np.dtype) -> None:
+        strides = tuple([stride * dtype.itemsize for stride in x.stride()])
+        data = (x.data_ptr(), False)
+        self.owner, self.__array_interface__ = x, {
+            "shape": tuple(x.shape), "strides": strides, "typestr": dtype.str, "data": data, "version": 3,
+        }  # fmt: skip
+
+
 def to_numpy(x: torch.Tensor) -> np.ndarray:
-    x = x.detach()
-    if x.dtype is torch.bfloat16:  # NumPy has no bfloat16 of its own to share memory as
-        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return x.numpy()
+    if x.dtype is torch.bfloat16:  # which NumPy knows by no name
+        return np.asarray(_Memory(x, np.dtype(np.int16))).view(ml_dtypes.bfloat16)
+    return np.asarray(_Memory(x, np.dtype(str(x.dtype).removeprefix("torch."))))
 
 
 def from_numpy(a: np.ndarray) -> torch.Tensor:

@@ -1,5 +1,46 @@
-"""Attention for JAX: eager arrays on CPU and GPU, differentiable by `jax.grad` outside `jax.jit`."""
+"""Attention for JAX: `attention`, and `dot_product_attention` in the place of jax.nn's, on CPU and GPU.
 
-from .vjp import attention
+Under jit, grad, value_and_grad, vmap (the mapped axis becomes a part of the batch), scan, remat and shard_map. XLA calls back into
+Python, on its own stream and with its own memory (`jax.experimental.buffer_callback`), so what is traced cannot be exported.
+"""
 
-__all__ = ["attention"]
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral
+from typing import Any
+
+import jax
+
+from .. import api
+from ..problem import ARRAYS, check_flag
+from ..signature import like
+from .dot_product import dot_product_attention
+
+__all__ = ["attention", "dot_product_attention"]
+
+
+@like(api.attention, without=("out",))
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = False, **options: Any) -> Any:
+    """Exact attention on JAX arrays, traced or not, differentiable by q, k, v, bias, alibi_slopes, sinks and
+    what is in score_arrays.
+
+    Takes and returns what `cupyflash.attention` does, out and lse both differentiable, but for `out`, as JAX arrays are
+    immutable. Gradients cannot be differentiated again, and there is no forward mode (jvp). What is wrong with a call is said
+    while it is traced.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An array is no JAX array; and as `cupyflash.attention` does.
+    """
+    check_flag("return_lse", return_lse)
+    arrays = {"q": q, "k": k, "v": v, **{row.name: options.get(row.name) for row in ARRAYS}}
+    if isinstance(arrays["seed"], Integral):
+        del arrays["seed"]
+    read = options.get("score_arrays")
+    arrays |= {f"score_arrays[{name!r}]": x for name, x in read.items()} if isinstance(read, Mapping) else {}
+    for name, x in arrays.items():
+        if not isinstance(x, jax.Array) and (x is not None or name in "qkv"):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a jax.Array")
+    return api.attention(q, k, v, return_lse=return_lse, **options)

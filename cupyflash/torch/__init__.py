@@ -1,37 +1,55 @@
-"""Attention for PyTorch: differentiable by autograd, on CPU and CUDA tensors.
+"""Attention for PyTorch: `attention` on tensors, and drop-ins for torch.nn's, on CPU and CUDA tensors.
 
-`cupyflash.attention` does the same when a tensor requires grad; this entry takes tensors only.
+`cupyflash.attention` does on tensors what `attention` here does; this entry takes tensors only. Either is a custom operator
+(torch.ops.cupyflash.attention) to torch.compile, torch.export, torch.func and dispatch modes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import api
+from .. import api, interop
 from ..signature import like
+from .multihead import MultiheadAttention
+from .sdpa import scaled_dot_product_attention
 
-__all__ = ["attention"]
+if TYPE_CHECKING:
+    from .flex import flex_attention
+
+__all__ = ["MultiheadAttention", "attention", "flex_attention", "scaled_dot_product_attention"]
+
+interop.library("q", torch.empty(0))  # makes the operators known, for programs that were exported
 
 
 @like(api.attention)
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-    """Exact attention on tensors, differentiable with respect to q, k, v, bias, alibi_slopes and sinks.
+    """Exact attention on tensors, differentiable with respect to q, k, v, bias, alibi_slopes, sinks and score_arrays.
 
-    Takes and returns what `cupyflash.attention` does, out and lse both differentiable, with these restrictions:
-    gradients cannot be differentiated again, and torch.func transforms are not supported.
+    Takes and returns what `cupyflash.attention` does, out and lse both differentiable, also under torch.compile, torch.export,
+    torch.func (grad, vjp, vmap: the mapped axis becomes a part of the batch), activation checkpointing and torch.autocast,
+    which casts q, k and v as it does for PyTorch's own attention.
 
     Raises
     ------
     TypeError
         q, k or v is no tensor.
     ValueError
-        `out` is given although a gradient is wanted: autograd cannot follow a write into it.
+        `out` is given although a gradient is wanted, or the call is traced: nobody could follow a write into it.
     RuntimeError
-        Where gradients are differentiated with create_graph=True, and under a torch.func transform.
+        Where gradients are differentiated again.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
     return api.attention(q, k, v, **options)
+
+
+def __getattr__(name: str) -> Any:
+    """flex_attention comes when it is asked for: with PyTorch's tracers it takes a second to import."""
+    if name != "flex_attention":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .flex import flex_attention
+
+    return flex_attention

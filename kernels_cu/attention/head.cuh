@@ -49,6 +49,10 @@ struct Head {
     __device__ long long row_number(const Params& p, int i = 0) const {
         return ((long long)batch * p.heads_q + q) * p.seq_q + i;
     }
+    // And key j in one (B, Hk, Sk).
+    __device__ long long key_row_number(const Params& p, int j = 0) const {
+        return ((long long)batch * p.heads_k + k) * p.seq_k + j;
+    }
 };
 
 // How many tiles of SIZE a head has.
@@ -64,10 +68,14 @@ __device__ int key_tiles(const Params& p) {
 // Bytes of K and V of a head.
 __device__ inline long long bytes_of_kv(const Params& p) { return (long long)sizeof(In) * p.seq_k * (p.dim + p.dim_v); }
 
-// Where a tile of SIZE queries stands among those of all heads, head by head.
+// Where a tile of SIZE queries, or keys, stands among those of all heads, head by head.
 template <int SIZE>
 __device__ long long query_tile_number(const Params& p, const Head& head, int tile) {
     return ((long long)head.batch * p.heads_q + head.q) * query_tiles<SIZE>(p) + tile;
+}
+template <int SIZE>
+__device__ long long key_tile_number(const Params& p, const Head& head, int tile) {
+    return ((long long)head.batch * p.heads_k + head.k) * key_tiles<SIZE>(p) + tile;
 }
 
 // What number n stands for where the tiles of all heads are numbered, tile by tile of a head, head by head of a batch entry.
@@ -93,4 +101,16 @@ struct Dealt {
 __device__ inline Dealt deal(int n, int tiles, int heads, int together) {
     int first = n / (together * tiles) * together, rest = n - first * tiles, these = min(together, heads - first);
     return {first + rest % these, rest / these};
+}
+
+// The same where the first tiles of a head may be far longer than all others: a few of each head before everything else.
+__device__ inline Dealt deal_longest_first(int n, int tiles, int heads, int together) {
+    int longest = tiles_in(tiles, 64);
+    if (n < longest * heads) return {n % heads, n / heads};
+    Dealt at = deal(n - longest * heads, tiles - longest, heads, together);
+    return {at.head, at.tile + longest};
+}
+__device__ inline Place longest_first(int n, int tiles, int heads, int batch) {
+    Dealt at = deal_longest_first(n, tiles, heads * batch, 1);
+    return {at.tile, at.head % heads, at.head / heads};
 }

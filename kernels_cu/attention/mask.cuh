@@ -31,11 +31,11 @@ struct InMemory {
 
     // Of column n, of those that the lane holds: 8 * group + {0, 1}.
     __device__ bool visible(int line, int n) const { return n < counts[line] && masks[line][n * mask_step]; }
-    __device__ float bias(int line, int n) const { return n < counts[line] ? to_float(biases[line][n * bias_step]) : 0.f; }
+    __device__ Accum bias(int line, int n) const { return n < counts[line] ? Accum(to_float(biases[line][n * bias_step])) : 0; }
 
     // Of columns n and n + 1.
     __device__ void visible(int line, int n, bool (&x)[2]) const { x[0] = visible(line, n), x[1] = visible(line, n + 1); }
-    __device__ void bias(int line, int n, float (&x)[2]) const { x[0] = bias(line, n), x[1] = bias(line, n + 1); }
+    __device__ void bias(int line, int n, Accum (&x)[2]) const { x[0] = bias(line, n), x[1] = bias(line, n + 1); }
 };
 
 // What the score function needs to know of a lane's lines in an accumulator of M row fragments, where `at` says that it
@@ -46,7 +46,10 @@ struct Lines {
 
     const Pairs& pairs;
     const Arrays& arrays;
-    float alibi[config::ALIBI_SLOPES ? 2 * M : 1], from[config::ALIBI_SLOPES ? 2 * M : 1];  // minus the slope; distance of the first pair
+    Accum alibi[config::ALIBI_SLOPES ? 2 * M : 1];  // what a key less of distance adds, and
+    Accum from[config::ALIBI_SLOPES ? 2 * M : 1];   // the distance of the line's first pair, or what it adds
+    Pair firsts[config::SCORE ? 2 * M : 1];
+    const Accum* tables[user::TABLES ? 2 * M : 1];
 
     template <int HEAD_ROWS>
     __device__ Lines(const Pairs& pairs, const Placement<TRANSPOSED, HEAD_ROWS>& at, const Arrays& arrays)
@@ -56,31 +59,55 @@ struct Lines {
             Pair first = at(Tile::row(line / 2, line % 2 * 2), Tile::column(0, 0));
             alibi[line] = -pairs.alibi(first.head);
             from[line] = first.i + pairs.head.diagonal(pairs.p) - first.j;
+            if (config::ALIBI_BEHIND) from[line] *= alibi[line];
+        }
+#pragma unroll
+        for (int line = 0; config::SCORE && line < 2 * M; line++) {
+            firsts[line] = at(Tile::row(line / 2, line % 2 * 2), Tile::column(0, 0));
+            if (user::TABLES) tables[line] = pairs.tabled(firsts[line]);
         }
     }
 
     // Of the element at row r and column c.
-    __device__ float score(float s, int r, int c) const {
+    __device__ Accum score(Accum s, int r, int c) const {
         int line = r / 8, n = c - Tile::column(0, 0);
-        return with_bias(before_bias(s, line, n), config::BIAS ? arrays.bias(line, n) : 0.f);
+        return score(s, line, n, config::BIAS ? arrays.bias(line, n) : 0);
     }
-    __device__ float slope(float s, int, int) const { return pairs.product_slope(s); }
+    __device__ Accum slope(Accum s, int r, int c) const {
+        int line = r / 8, n = c - Tile::column(0, 0);
+        return pairs.product_slope(s, pair(line, n), tabled(line, n));
+    }
 
     // Both elements of a line from column n on.
-    __device__ void score(float& first, float& second, int line, int n) const {
-        float bias[2] = {};
+    __device__ void score(Accum& first, Accum& second, int line, int n) const {
+        Accum bias[2] = {};
         if constexpr (config::BIAS) arrays.bias(line, n, bias);
-        first = with_bias(before_bias(first, line, n), bias[0]);
-        second = with_bias(before_bias(second, line, n + 1), bias[1]);
+        first = score(first, line, n, bias[0]);
+        second = score(second, line, n + 1, bias[1]);
     }
 
    private:
-    __device__ float before_bias(float s, int line, int n) const {
-        float x = pairs.product(s);
-        if (config::ALIBI_SLOPES) x = fmaf(alibi[line], fabsf(TRANSPOSED ? from[line] + n : from[line] - n), x);
-        return x;
+    // Known to score functions alone.
+    __device__ Pair pair(int line, int n) const {
+        if constexpr (!config::SCORE) return {};
+        Pair first = firsts[config::SCORE ? line : 0];
+        return TRANSPOSED ? Pair{first.head, first.i + n, first.j} : Pair{first.head, first.i, first.j + n};
     }
-    __device__ static float with_bias(float x, float bias) { return config::BIAS ? fmaf(bias, LOG2_E, x) : x; }
+    __device__ const Accum* tabled(int line, int n) const {
+        if constexpr (user::TABLES == 0) return nullptr;
+        return tables[user::TABLES ? line : 0] + (TRANSPOSED ? -n : n);
+    }
+    __device__ Accum score(Accum s, int line, int n, Accum bias) const {
+        Accum x = config::ALIBI_SLOPES ? pairs.product_and(s, alibi_of(line, n), pair(line, n), tabled(line, n))
+                                       : pairs.product(s, pair(line, n), tabled(line, n));
+        return config::BIAS ? fma(bias, LOG2_E, x) : x;
+    }
+
+    // Where every key that is seen is behind its query, a multiplication and an addition.
+    __device__ Accum alibi_of(int line, int n) const {
+        Accum step = TRANSPOSED ? n : -n;
+        return config::ALIBI_BEHIND ? fma(alibi[line], step, from[line]) : alibi[line] * fabs(from[line] + step);
+    }
 };
 
 // Products become scores.
@@ -92,14 +119,14 @@ __device__ void score(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROW
     for (int line = 0; line < 2 * M; line++)
 #pragma unroll
         for (int n = 0; n < N; n++) {
-            float(&f)[4] = x.x[line / 2][n];
+            Accum(&f)[4] = x.x[line / 2][n];
             lines.score(f[line % 2 * 2], f[line % 2 * 2 + 1], line, 8 * n);
         }
 }
 
 // Elements of column groups [BEGIN, END) that `mask` hides become `value`.
 template <int BEGIN, int END, int M, int N, class Arrays>
-__device__ void hide_masked(Accumulator<M, N>& x, const Arrays& arrays, float value) {
+__device__ void hide_masked(Accumulator<M, N>& x, const Arrays& arrays, Accum value) {
 #pragma unroll
     for (int line = 0; line < 2 * M; line++)
 #pragma unroll
@@ -112,15 +139,39 @@ __device__ void hide_masked(Accumulator<M, N>& x, const Arrays& arrays, float va
         }
 }
 
+// The same of those that a block mask hides.
+template <int BEGIN, int END, int M, int N, bool TRANSPOSED, int HEAD_ROWS>
+__device__ void hide_by_bits(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, const TileBits& bits,
+                             Accum value) {
+    using Tile = Accumulator<M, N>;
+    static_assert(BEGIN % 2 == 0 && END % 2 == 0, "whole words");
+    Pair first = at(0, 0);
+    int i = first.i - bits.i, j = first.j - bits.j, own = Tile::column(0, 0);
+    int row = TRANSPOSED ? j : i, column = TRANSPOSED ? i : j;
+#pragma unroll
+    for (int line = 0; line < 2 * M; line++) {
+        const unsigned short* words = bits.row(row + Tile::row(line / 2, line % 2 * 2)) + column / 16;
+#pragma unroll
+        for (int n = BEGIN; n < END; n += 2) {
+            unsigned word = words[n / 2] >> own;
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (!(word >> (e / 2 * 8 + e % 2) & 1)) x.x[line / 2][n + e / 2][line % 2 * 2 + e % 2] = value;
+        }
+    }
+}
+
 // Hidden elements of column groups [BEGIN, END) become `value`: of each row the columns that positions leave are one range,
 // so that an element costs a comparison or two with a constant.
 template <int BEGIN, int END, int M, int N, bool TRANSPOSED, int HEAD_ROWS, int COUNT, class Arrays>
 __device__ void hide(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, const Pairs& pairs,
-                     const KeysSeen<COUNT>& seen, const Arrays& arrays, float value) {
+                     const KeysSeen<COUNT>& seen, const Arrays& arrays, Accum value) {
     using Tile = Accumulator<M, N>;
     constexpr bool LOWER = TRANSPOSED ? walk::BOUND_LAST : walk::BOUND_FIRST;
-    if constexpr (config::MASK) {
-        hide_masked<BEGIN, END>(x, arrays, value);
+    if constexpr (config::MASK || config::BLOCK_MASK) {
+        if constexpr (config::MASK) hide_masked<BEGIN, END>(x, arrays, value);
+        if constexpr (config::BLOCK_MASK)
+            if (pairs.bits.partial()) hide_by_bits<BEGIN, END>(x, at, pairs.bits, value);
         Pair first = at(0, 0);
         Range rows{0, HEAD_ROWS > 0 ? HEAD_ROWS : 16 * M}, columns{8 * BEGIN, 8 * END};
         Range q = TRANSPOSED ? columns : rows, k = TRANSPOSED ? rows : columns;
@@ -149,6 +200,6 @@ __device__ void hide(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS
 
 template <int M, int N, bool TRANSPOSED, int HEAD_ROWS, int COUNT, class Arrays>
 __device__ void hide(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, const Pairs& pairs,
-                     const KeysSeen<COUNT>& seen, const Arrays& arrays, float value) {
+                     const KeysSeen<COUNT>& seen, const Arrays& arrays, Accum value) {
     hide<0, N>(x, at, pairs, seen, arrays, value);
 }

@@ -1,9 +1,22 @@
 // The seam: all that a kernel knows about what happens to a score between S = Q K^T and P V. Forward and backward, all
 // families, ask one object, made for a head, about pairs of a query and a key. What is not asked compiles to nothing.
 #pragma once
+#include "attention/score_functions.cuh"
 #include "attention/walk.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/math.cuh"
+
+// What an array of Params holds.
+namespace pointed {
+template <class T>
+T to(T*);
+template <class T>
+T to(const T*);
+}
+template <class Pointer>
+using Pointed = decltype(pointed::to(Pointer()));
+
+#include "user/score.cuh"  // of the plan, which has the user's score function
 
 // Query i and key j of a head of Q.
 struct Pair {
@@ -30,21 +43,11 @@ struct Placement {
 constexpr Accum LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
 
 // Whether scores are more than the product of Q and K: they come in powers of two then.
-constexpr bool SCORED = config::SOFTCAP || config::ALIBI_SLOPES || config::BIAS;
+constexpr bool SCORED = config::SOFTCAP || config::SCORE || config::ALIBI_SLOPES || config::BIAS;
 
 // Whether a row's scores grow on the way from its last key to its first, as a rule: where what is added to them falls off
-// with the distance, and nothing hides the keys behind the query.
-constexpr bool GROWING_SCORES = config::BIAS || (config::ALIBI_SLOPES && !walk::BOUND_LAST);
-
-// What an array of Params holds.
-namespace pointed {
-template <class T>
-T to(T*);
-template <class T>
-T to(const T*);
-}
-template <class Pointer>
-using Pointed = decltype(pointed::to(Pointer()));
+// with the distance, and nothing hides the keys behind the query. What is not known may.
+constexpr bool GROWING_SCORES = config::SCORE || config::BIAS || (config::ALIBI_SLOPES && !walk::BOUND_LAST);
 
 template <class T>
 __device__ T* at_pair(T* array, const PairStrides& strides, int batch, Pair at) {
@@ -55,9 +58,13 @@ struct Pairs {
     const Params& p;
     Head head;
     const unsigned char* keys;  // this batch's row of key_mask
+    TileBits bits;              // what a block mask leaves of the tile at hand
 
-    __device__ Pairs(const Params& p, const Head& head)
-        : p(p), head(head), keys(p.key_mask + (config::KEY_MASK ? head.batch * p.key_mask_strides.batch : 0)) {}
+    __device__ Pairs(const Params& p, const Head& head, TileBits bits = {})
+        : p(p),
+          head(head),
+          keys(p.key_mask + (config::KEY_MASK ? head.batch * p.key_mask_strides.batch : 0)),
+          bits(bits) {}
 
     // What a score is multiplied by to be an exponent of 2: exp(scale * s) = 2^(factor * s). Never 0: -inf * 0 is NaN.
     __device__ Accum factor() const { return SCORED ? Accum(1) : p.factor; }
@@ -65,10 +72,11 @@ struct Pairs {
     // What it is multiplied by to be in natural units, those of lse.
     __device__ Accum unit() const { return SCORED ? LN2 : p.scale; }
 
-    // The score of a pair from its product s of Q and K: scale, soft cap, ALiBi, bias. (Softmaxes take the largest score, so
-    // `unit` is not negative.) Asked beyond the last query, key and head too: what is read from an array must be in bounds.
+    // The score of a pair from its product s of Q and K: scale, soft cap or score function, ALiBi, bias. (Softmaxes take the
+    // largest score, so `unit` is not negative.) Asked beyond the last query, key and head too: what is read from an array must
+    // be in bounds.
     __device__ Accum score(Accum s, Pair at) const {
-        Accum x = product(s);
+        Accum x = product(s, at, tabled(at));
         if (config::ALIBI_SLOPES) x = fma(-alibi(at.head), Accum(abs(at.i + head.diagonal(p) - at.j)), x);
         if (config::BIAS && at.i < head.queries(p) && at.j < head.keys(p))
             x = fma(Accum(to_float(*at_pair(p.bias, p.bias_strides, head.batch, at))), LOG2E, x);
@@ -76,18 +84,34 @@ struct Pairs {
     }
 
     // The derivative of unit * score with respect to |scale| * s, which multiplies dS in the backward.
-    __device__ Accum slope(Accum s, Pair) const { return product_slope(s); }
+    __device__ Accum slope(Accum s, Pair at) const { return product_slope(s, at, tabled(at)); }
 
-    // Of the score what depends on the product alone: all of it, but for ALiBi and bias.
-    __device__ Accum product(Accum s) const {
-        if (config::NEGATIVE_SCALE) s = -s;
-        if (config::SOFTCAP) return p.cap * capped(s);
-        return SCORED ? s * p.factor : s;
+    // Where lies what is known of a pair's score function before: of the pair beside it, one further.
+    __device__ const Accum* tabled(Pair at) const {
+        return config::SCORE ? user::tabled(p, head.batch, real(at.head), at.i, at.j) : nullptr;
     }
-    __device__ Accum product_slope(Accum s) const {
+
+    // Where a score function's slope may be infinite or NaN, that of a pair without weight does not count.
+    __device__ static Accum settled(Accum slope, Accum probability) {
+        return config::SCORE && !user::CONSTANT_SLOPE && probability == 0 ? 0 : slope;
+    }
+
+    // The scaled product: what score functions start from.
+    __device__ Accum natural(Accum s) const { return (config::NEGATIVE_SCALE ? -s : s) * p.scale; }
+
+    // Of the score what depends on the product: all of it, but for ALiBi and bias. `product_and`: x more.
+    __device__ Accum product(Accum s, Pair at, const Accum* tabled) const {
+        if (config::SCORE) return function(s, at, tabled) * LOG2E;
+        return SCORED ? capped(s) * weight() : capped(s);
+    }
+    __device__ Accum product_and(Accum s, Accum x, Pair at, const Accum* tabled) const {
+        return config::SCORE ? fma(function(s, at, tabled), LOG2E, x) : fma(capped(s), weight(), x);
+    }
+    __device__ Accum product_slope(Accum s, Pair at, const Accum* tabled) const {
         Accum sign = config::NEGATIVE_SCALE ? -1 : 1;
+        if (config::SCORE) return sign * user::slope(p, natural(s), head.batch, at.head, at.i, at.j, tabled);
         if (!config::SOFTCAP) return sign;
-        Accum t = capped(config::NEGATIVE_SCALE ? -s : s);
+        Accum t = capped(s);
         return sign * fma(-t, t, Accum(1));
     }
 
@@ -106,7 +130,8 @@ struct Pairs {
     // Whether the query may see the key.
     __device__ bool visible(Pair at) const {
         return Band{p, head}.contains(at.i, at.j) && key_seen(at.j) &&
-               (!config::MASK || *at_pair(p.mask, p.mask_strides, head.batch, at));
+               (!config::MASK || *at_pair(p.mask, p.mask_strides, head.batch, at)) &&
+               (!config::BLOCK_MASK || bits.visible(at.i, at.j));
     }
 
     // What is said of a key for all queries.
@@ -120,13 +145,24 @@ struct Pairs {
     __device__ bool edges(Range queries, Range of_keys) const {
         return Band{p, head}.edges(queries, of_keys) || queries.end > head.queries(p);
     }
-    __device__ bool tests(Range queries, Range of_keys) const { return Band{p, head}.tests(queries, of_keys); }
+    __device__ bool tests(Range queries, Range of_keys) const {
+        return (config::BLOCK_MASK && bits.partial()) || Band{p, head}.tests(queries, of_keys);
+    }
     __device__ bool tests_backward(Range queries, Range of_keys) const {
-        return Band{p, head}.tests_backward(queries, of_keys);
+        return (config::BLOCK_MASK && bits.partial()) || Band{p, head}.tests_backward(queries, of_keys);
     }
 
    private:
-    __device__ Accum capped(Accum s) const { return hyperbolic_tangent<Product>(s * p.cap_inverse); }
+    __device__ Accum function(Accum s, Pair at, const Accum* tabled) const {
+        return user::score(p, natural(s), head.batch, at.head, at.i, at.j, tabled);
+    }
+
+    // A product with its sign, between -1 and 1 where it is capped, and what makes an exponent of 2 of that.
+    __device__ Accum capped(Accum s) const {
+        if (config::NEGATIVE_SCALE) s = -s;
+        return config::SOFTCAP ? hyperbolic_tangent<In>(s * p.cap_inverse) : s;
+    }
+    __device__ Accum weight() const { return config::SOFTCAP ? p.cap : p.factor; }
 };
 
 // key_seen of COUNT keys from `first` on, fetched at once by a whole warp.

@@ -30,15 +30,17 @@ struct Schedule {
 
     __device__ int total() const { return tiles * heads * p.batch; }
 
-    // Where later tiles see more keys they come first, in a group of heads. Else head by head.
+    // Where later tiles see more keys they come first, in a group of heads; of a list those with most. Else head by head.
     __device__ Tile tile(int number) const {
         Dealt at{number / tiles, number % tiles};
+        if (walk::LISTED) at = deal_longest_first(number, tiles, heads * p.batch, together);
         if (walk::GROWING) {
             at = deal(number, tiles, heads * p.batch, together);
             at.tile = tiles - 1 - at.tile;
         }
         int pack = at.head % heads, head_k = pack / packs;
         Head head{at.head / heads, PACK > 1 ? head_k * group_of(p) + pack % packs * PACK : pack, head_k};
+        if (walk::LISTED) at.tile = Visits::nth(p, head, p.key_lists, tiles, at.tile);
         return {head, head.query_tile<ROWS>(p, at.tile)};
     }
 };

@@ -1,6 +1,7 @@
 // Online softmax over the rows of a warp's accumulator (Dao 2023, Algorithm 1), in base 2. Every rounding is written out
 // (kernels are compiled without contraction), so that all inlined copies of a function give the same bits.
 #pragma once
+#include "attention/exact_lse.cuh"
 #include "ptx/math.cuh"
 #include "ptx/order.cuh"
 #include "tile/fragment.cuh"
@@ -13,54 +14,57 @@ template <>
 constexpr float FITS<half_t> = 0x1p15f;
 
 // Exponents up to which factor * s - factor * maximum may be taken in one step, see row_factor.
-constexpr float ONE_STEP = 0x1p26f;
+constexpr Accum ONE_STEP = sizeof(Accum) == 8 ? 0x1p55 : 0x1p26;
 
 template <int M>
 struct OnlineSoftmax {
-    float factor;         // exp(scale * s) = exp2(factor * s)
-    float maximum[M][2];  // of the scores, as of the last rescale
-    float sum[M][2];      // of exp2(factor * (s - maximum)), this lane's columns only
+    Accum factor;         // exp(scale * s) = exp2(factor * s)
+    Accum maximum[M][2];  // of the scores, as of the last rescale
+    Accum sum[M][2];      // of exp2(factor * (s - maximum)), this lane's columns only
+    Accum best[M][2];     // of the scores so far, where lse is to be exact
 
-    __device__ OnlineSoftmax(float factor) : factor(factor) {
+    __device__ OnlineSoftmax(Accum factor) : factor(factor) {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) maximum[m][h] = MINUS_INFINITY, sum[m][h] = 0;
+            for (int h = 0; h < 2; h++) maximum[m][h] = best[m][h] = MINUS_INFINITY, sum[m][h] = 0;
     }
 
     // The factor of a row. factor * s - factor * maximum is taken in one step, which would show the rounding of
     // factor * maximum where that is huge. There scores are so far apart that any factor of the size will do: a power of two,
     // which rounds nothing.
-    __device__ float row_factor(int m, int h) const {
-        bool huge = fabsf(maximum[m][h] * factor) > ONE_STEP;
-        return huge ? __uint_as_float(__float_as_uint(factor) & 0xff800000) : factor;
+    __device__ Accum row_factor(int m, int h) const {
+        bool huge = fabs(maximum[m][h] * factor) > ONE_STEP;
+        return huge ? leading_bit(factor) : factor;
     }
 
     // The largest score of each row, and the maximum so far.
     template <int N>
-    __device__ void row_maximum(const Accumulator<M, N>& scores, float (&largest)[M][2]) const {
+    __device__ void row_maximum(const Accumulator<M, N>& scores, Accum (&largest)[M][2]) const {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                float x = maximum[m][h];
+                Accum x = maximum[m][h];
 #pragma unroll
-                for (int n = 0; n < N; n++) x = fmaxf(x, fmaxf(scores.x[m][n][2 * h], scores.x[m][n][2 * h + 1]));
-                x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-                largest[m][h] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+                for (int n = 0; n < N; n++) x = larger(x, larger(scores.x[m][n][2 * h], scores.x[m][n][2 * h + 1]));
+                x = larger(x, __shfl_xor_sync(~0u, x, 1));
+                largest[m][h] = larger(x, __shfl_xor_sync(~0u, x, 2));
             }
     }
 
     // Raise the maximum to the largest score, and tell whether the result so far must `shrink` for it. A maximum that
     // grows by less than 2^8 is left alone: the probabilities stay far from overflow, and the result is the same, since
     // it is divided by a sum taken with the same maximum.
-    __device__ bool raise(const float (&largest)[M][2], float (&shrink)[M][2]) {
+    __device__ bool raise(const Accum (&largest)[M][2], Accum (&shrink)[M][2]) {
         bool grown = false;
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int h = 0; h < 2; h++)
+            for (int h = 0; h < 2; h++) {
                 grown |= (largest[m][h] - maximum[m][h]) * factor > 8;  // the first time: inf > 8
+                if (EXACT_LSE) best[m][h] = larger(best[m][h], largest[m][h]);
+            }
         grown = __any_sync(~0u, grown);
         if (grown) {
 #pragma unroll
@@ -69,7 +73,7 @@ struct OnlineSoftmax {
                 for (int h = 0; h < 2; h++) {
                     // a row that has seen no key has nothing to rescale, and -inf - -inf would be NaN
                     shrink[m][h] = maximum[m][h] == MINUS_INFINITY
-                                       ? 0.f
+                                       ? Accum(0)
                                        : exp2_approx((maximum[m][h] - largest[m][h]) * factor);
                     maximum[m][h] = largest[m][h];
                     sum[m][h] *= shrink[m][h];
@@ -79,7 +83,7 @@ struct OnlineSoftmax {
     }
 
     template <int N>
-    __device__ void scale_rows(Accumulator<M, N>& result, const float (&shrink)[M][2]) const {
+    __device__ void scale_rows(Accumulator<M, N>& result, const Accum (&shrink)[M][2]) const {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -91,8 +95,8 @@ struct OnlineSoftmax {
 
     // Both at once.
     template <int N>
-    __device__ void rescale(const float (&largest)[M][2], Accumulator<M, N>& result) {
-        float shrink[M][2];
+    __device__ void rescale(const Accum (&largest)[M][2], Accumulator<M, N>& result) {
+        Accum shrink[M][2];
         if (raise(largest, shrink)) scale_rows(result, shrink);
     }
 
@@ -103,33 +107,41 @@ struct OnlineSoftmax {
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                float factor = row_factor(m, h), offset = maximum[m][h] == MINUS_INFINITY ? 0.f : maximum[m][h] * -factor;
+                Accum factor = row_factor(m, h), offset = maximum[m][h] == MINUS_INFINITY ? 0 : maximum[m][h] * -factor;
 #pragma unroll
                 for (int n = 0; n < N; n++)
 #pragma unroll
                     for (int e = 2 * h; e < 2 * h + 2; e++) {
-                        scores.x[m][n][e] = exp2_approx(fmaf(scores.x[m][n][e], factor, offset));
+                        scores.x[m][n][e] = exp2_approx(fma(scores.x[m][n][e], factor, offset));
                         sum[m][h] += scores.x[m][n][e];
                     }
             }
     }
 
+    // How far the exponents of 2 that were summed are above those of differences to the best score: by its distance to the
+    // maximum that was taken, and by the rounding of factor * maximum.
+    __device__ Accum beyond_best(int m, int h) const {
+        Accum factor = row_factor(m, h), top = maximum[m][h];
+        bool finite = fabs(top) < __int_as_float(0x7f800000);
+        return finite ? (top - best[m][h]) * factor - fma(top, factor, top * -factor) : 0;
+    }
+
     // The same without a look at their maximum, where it was raised before; `added` is to be added to the sum. False where
     // that overflows, or a row has seen no key so far: the scores are lost then, and nothing else has changed.
     template <int N>
-    __device__ bool exponentiate_blindly(Accumulator<M, N>& scores, float (&added)[M][2]) const {
+    __device__ bool exponentiate_blindly(Accumulator<M, N>& scores, Accum (&added)[M][2]) const {
         bool fits = true;
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                float factor = row_factor(m, h), offset = maximum[m][h] * -factor;  // -inf gives inf or NaN below
+                Accum factor = row_factor(m, h), offset = maximum[m][h] * -factor;  // -inf gives inf or NaN below
                 added[m][h] = 0;
 #pragma unroll
                 for (int n = 0; n < N; n++)
 #pragma unroll
                     for (int e = 2 * h; e < 2 * h + 2; e++) {
-                        scores.x[m][n][e] = exp2_approx(fmaf(scores.x[m][n][e], factor, offset));
+                        scores.x[m][n][e] = exp2_approx(fma(scores.x[m][n][e], factor, offset));
                         added[m][h] += scores.x[m][n][e];
                     }
                 fits = fits && added[m][h] <= FITS<Product>;
@@ -137,7 +149,7 @@ struct OnlineSoftmax {
         return fits;
     }
 
-    __device__ void add(const float (&added)[M][2]) {
+    __device__ void add(const Accum (&added)[M][2]) {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -164,25 +176,28 @@ struct OnlineSoftmax {
     }
 
     // Divide the result by the sums of whole rows; lse(row fragment, half) is left in `maximum`. `unit`: of a score, in
-    // natural units; sink(row): a logit more in the sum. Rows that saw no key: 0, and the sink or -inf.
+    // natural units; `kept`: the share of the result that dropout has kept; sink(row): a logit more in the sum. Rows that saw
+    // no key: 0, and the sink or -inf.
     template <int N, class F>
-    __device__ void finish(Accumulator<M, N>& result, float unit, F sink) {
+    __device__ void finish(Accumulator<M, N>& result, Accum unit, Accum kept, F sink) {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                float total = sum[m][h], alone = MINUS_INFINITY;  // lse where nothing but the sink counts
+                Accum total = sum[m][h], alone = MINUS_INFINITY;  // lse where nothing but the sink counts
                 bool any = total != 0;
                 if constexpr (config::SINKS) {
                     alone = sink(Accumulator<M, N>::row(m, 2 * h));
-                    float exponent = any ? fmaf(alone, LOG2_E, maximum[m][h] * -row_factor(m, h)) : 127.f;
+                    Accum exponent = any ? fma(alone, LOG2_E, maximum[m][h] * -row_factor(m, h)) : 127;
                     any = exponent < 127;
                     total = any ? total + exp2_approx(exponent) : 1;
                 }
-                float inverse = any ? 1 / total : 0.f;
+                Accum inverse = any ? 1 / (total * kept) : 0;
 #pragma unroll
                 for (int n = 0; n < N; n++) result.x[m][n][2 * h] *= inverse, result.x[m][n][2 * h + 1] *= inverse;
-                maximum[m][h] = any ? fmaf(maximum[m][h], unit, logf(total)) : alone;
+                Accum logarithm = log(total);
+                if (EXACT_LSE) logarithm += beyond_best(m, h) * LN_2, maximum[m][h] = best[m][h];
+                maximum[m][h] = any ? fma(maximum[m][h], unit, logarithm) : alone;
             }
     }
 };

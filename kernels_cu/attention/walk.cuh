@@ -1,13 +1,14 @@
 // The walk: which tiles of the other side a tile visits, in which order, and whether their elements need tests. Loaders and
-// workers, forward and backward, ordered additions and completion counts all ask it. Today it is a band around the diagonal
-// (causal, window); a list of blocks would be another answer to the same questions.
+// workers, forward and backward, ordered additions and completion counts all ask it. It is a band around the diagonal (causal,
+// window), or what of a block mask's list lies in that band: two answers to the same questions.
 #pragma once
-#include "attention/head.cuh"
+#include "attention/block_list.cuh"
 
 // What a kernel may know of all walks when it is compiled.
 namespace walk {
-constexpr bool ALIKE = !config::LEFT && !config::RIGHT;  // every tile visits all tiles of the other side
-constexpr bool GROWING = config::RIGHT;                  // later tiles of queries visit more keys
+constexpr bool LISTED = config::BLOCK_MASK;                         // tiles are those of a list
+constexpr bool ALIKE = !config::LEFT && !config::RIGHT && !LISTED;  // every tile visits all tiles of the other side
+constexpr bool GROWING = config::RIGHT && !LISTED;                  // later tiles of queries visit more keys
 // Whether a query's keys have a first one, and a last one, but those of the sequence.
 constexpr bool BOUND_FIRST = config::LEFT, BOUND_LAST = config::RIGHT;
 // Where in a walk over keys, from the last to the first, tiles need tests (the very first one always may: it may hang over
@@ -71,12 +72,13 @@ __device__ Range covering(Range x) {
     return {x.begin / SIZE, x.begin == x.end ? x.begin / SIZE : tiles_in(x.end, SIZE)};
 }
 
-// The tiles of SIZE keys that some queries visit, from the last to the first: with a causal mask those that need tests
-// come first. The same tiles add to dQ of these queries. A `step` is a place in the walk.
-template <int SIZE>
+// The tiles of SIZE keys that some queries, a tile of OWNED, visit, from the last to the first: with a causal mask those that
+// need tests come first. The same tiles add to dQ of these queries. A `step` is a place in the walk.
+template <int SIZE, int OWNED, bool LISTED = walk::LISTED>
 struct KeyWalk {
-    Range tiles;
+    Range tiles{0, 0};
 
+    __device__ KeyWalk() {}
     __device__ KeyWalk(Range tiles) : tiles(tiles) {}
     __device__ KeyWalk(const Params& p, const Head& head, Range queries)
         : tiles(covering<SIZE>(Band{p, head}.keys_of(queries))) {}
@@ -88,13 +90,17 @@ struct KeyWalk {
     __device__ int next(int step) const { return step - 1; }
     __device__ int after(int step) const { return step - tiles.begin; }  // how many steps come after
     __device__ int tile(int step) const { return step; }
+    __device__ TileBits bits(int, Range) const { return {}; }
 
     // Whether the elements of a step need tests for these queries; `more`: or those of so many keys behind them.
     __device__ bool tests(const Params& p, const Head& head, Range queries, int step, int more = 0) const {
         return Band{p, head}.tests(queries, {tile(step) * SIZE, (tile(step) + 1) * SIZE + more});
     }
 
-    // The walk of a part of the queries: how many tiles of this one come before it, and after it.
+    // The walk of a part of the queries, which see these keys, if any: how many tiles of this one come before it, and after it.
+    __device__ KeyWalk part(Range keys, bool any) const {
+        return any ? KeyWalk(covering<SIZE>(keys)) : KeyWalk(Range{tiles.begin, tiles.begin});
+    }
     __device__ int before(const KeyWalk& part) const { return tiles.end - part.tiles.end; }
     __device__ int behind(const KeyWalk& part) const { return part.tiles.begin - tiles.begin; }
 
@@ -102,23 +108,107 @@ struct KeyWalk {
     __device__ int rank(int tile) const { return config::RIGHT ? tiles.end - 1 - tile : tile - tiles.begin; }
 };
 
+// The same of a list.
+template <int SIZE, int OWNED>
+struct KeyWalk<SIZE, OWNED, true> {
+    Visits visits;
+
+    __device__ KeyWalk() {}
+    __device__ KeyWalk(const Params& p, const Head& head, Range queries)
+        : visits(p, head, p.key_lists, query_tiles<OWNED>(p), queries.begin / OWNED) {
+        keep(Band{p, head}.keys_of(queries));
+    }
+
+    __device__ int count() const { return visits.steps.end - visits.steps.begin; }
+
+    __device__ int start() const { return visits.steps.end - 1; }
+    __device__ bool has(int step) const { return step >= visits.steps.begin; }
+    __device__ int next(int step) const { return step - 1; }
+    __device__ int after(int step) const { return step - visits.steps.begin; }
+    __device__ int tile(int step) const { return visits.tile(step); }
+    // Which pairs of a step are visible; `queries`: of the tile.
+    __device__ TileBits bits(int step, Range queries) const {
+        return {visits.words(step), SIZE / 16, queries.begin, tile(step) * SIZE};
+    }
+
+    __device__ bool tests(const Params& p, const Head& head, Range queries, int step, int more = 0) const {
+        int key = tile(step) * SIZE;
+        return visits.words(step) != nullptr || Band{p, head}.tests(queries, {key, key + SIZE + more});
+    }
+
+    __device__ KeyWalk part(Range keys, bool any) const {
+        KeyWalk walk = *this;
+        if (any)
+            walk.keep(keys);
+        else
+            walk.visits.steps.end = walk.visits.steps.begin;
+        return walk;
+    }
+    __device__ int before(const KeyWalk& part) const { return visits.steps.end - part.visits.steps.end; }
+    __device__ int behind(const KeyWalk& part) const { return part.visits.steps.begin - visits.steps.begin; }
+
+    __device__ int rank(int tile) const {
+        int step = visits.find(tile);
+        return config::RIGHT ? visits.steps.end - 1 - step : step - visits.steps.begin;
+    }
+
+   private:
+    __device__ void keep(Range keys) {
+        if (config::LEFT || config::RIGHT) visits.steps = visits.within(covering<SIZE>(keys));
+    }
+};
+
 // Where key tiles add to dQ in turn, the n-th to start. Under a causal mask those of the last keys start first: they begin
 // where the diagonal is, and none needs to wait.
 __device__ inline int key_tile_in_turn(int n, int tiles) { return config::RIGHT ? tiles - 1 - n : n; }
 
-// The tiles of SIZE queries that visit some keys, from the first to the last.
-template <int SIZE>
+// The tiles of SIZE queries that visit some keys, a tile of OWNED, from the first to the last.
+template <int SIZE, int OWNED, bool LISTED = walk::LISTED>
 struct QueryWalk {
     Range tiles;
 
-    __device__ QueryWalk(Range tiles) : tiles(tiles) {}
     __device__ QueryWalk(const Params& p, const Head& head, Range keys)
         : tiles(covering<SIZE>(Band{p, head}.queries_of(keys))) {}
+    // Again, from what `extent` said; of another head it may be another walk.
+    __device__ QueryWalk(const Params&, const Head&, Range, Range extent) : tiles(extent) {}
 
+    __device__ Range extent() const { return tiles; }
     __device__ int count() const { return tiles.end - tiles.begin; }
 
     __device__ int start() const { return tiles.begin; }
+    __device__ int end() const { return tiles.end; }
     __device__ bool has(int step) const { return step < tiles.end; }
     __device__ int next(int step) const { return step + 1; }
     __device__ int tile(int step) const { return step; }
+    template <bool BY_KEY>
+    __device__ TileBits bits(int, Range) const {
+        return {};
+    }
+};
+
+// The same of a list.
+template <int SIZE, int OWNED>
+struct QueryWalk<SIZE, OWNED, true> {
+    Visits visits;
+
+    __device__ QueryWalk(const Params& p, const Head& head, Range keys)
+        : visits(p, head, p.query_lists, key_tiles<OWNED>(p), keys.begin / OWNED) {
+        if (config::LEFT || config::RIGHT) visits.steps = visits.within(covering<SIZE>(Band{p, head}.queries_of(keys)));
+    }
+
+    __device__ QueryWalk(const Params& p, const Head& head, Range keys, Range) : QueryWalk(p, head, keys) {}
+
+    __device__ Range extent() const { return {0, count()}; }
+    __device__ int count() const { return visits.steps.end - visits.steps.begin; }
+
+    __device__ int start() const { return visits.steps.begin; }
+    __device__ int end() const { return visits.steps.end; }
+    __device__ bool has(int step) const { return step < visits.steps.end; }
+    __device__ int next(int step) const { return step + 1; }
+    __device__ int tile(int step) const { return visits.tile(step); }
+    // Which pairs of a step are visible; `keys`: of the tile. BY_KEY: rows are keys.
+    template <bool BY_KEY>
+    __device__ TileBits bits(int step, Range keys) const {
+        return {visits.words(step), (BY_KEY ? SIZE : OWNED) / 16, tile(step) * SIZE, keys.begin};
+    }
 };

@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, 1) attention_backw
         tiles.v.load(v, key, 0);
         ResultTile dk = {}, dv = {};
 
-        const QueryWalk<TILE> walk(p, first, keys);
+        const QueryWalk<TILE, TILE> walk(p, first, keys);
         for (Head head = first; head.q < end; ++head.q) {
             const Pairs pairs(p, head);
             const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);

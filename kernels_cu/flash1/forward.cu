@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, 1) attention_forwa
         tiles.k.load(k, key, 0);  // line 6
         tiles.v.load(v, key, 0);
 
-        const QueryWalk<TILE> walk(p, head, keys);
+        const QueryWalk<TILE, TILE> walk(p, head, keys);
         for (int step = walk.start(); walk.has(step); step = walk.next(step)) {  // line 7
             const Range queries = head.query_tile<TILE>(p, walk.tile(step));
             const int query = queries.begin;

@@ -14,6 +14,28 @@ __device__ inline float to_float(half_t x) {
 __device__ inline float to_float(float x) { return x; }
 __device__ inline double to_float(double x) { return x; }
 
+// Integers are rounded to towards 0; NaN becomes 0, and what is too large the largest.
+template <class T>
+__device__ T truncated(float x);
+template <>
+__device__ inline int truncated<int>(float x) {
+    return __float2int_rz(x);
+}
+template <>
+__device__ inline long long truncated<long long>(float x) {
+    return __float2ll_rz(x);
+}
+template <class T>
+__device__ T truncated(double x);
+template <>
+__device__ inline int truncated<int>(double x) {
+    return __double2int_rz(x);
+}
+template <>
+__device__ inline long long truncated<long long>(double x) {
+    return __double2ll_rz(x);
+}
+
 template <class T>
 __device__ T from_float(float x);
 
@@ -55,22 +77,35 @@ __device__ inline float from_float<float>(double x) {
     return float(x);
 }
 
-// Two floats as one register of two 16-bit numbers, `low` in the lower half: how tensor cores take them.
-template <class T>
+// Two floats as one register of two 16-bit numbers, `low` in the lower half: how tensor cores take them. With RELU what is
+// negative becomes 0.
+template <class T, bool RELU = false>
 __device__ unsigned pack2(float low, float high);
 
 #if __CUDA_ARCH__ >= 800
 template <>
-__device__ inline unsigned pack2<half_t>(float low, float high) {
+__device__ inline unsigned pack2<half_t, false>(float low, float high) {
     unsigned pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
+template <>
+__device__ inline unsigned pack2<half_t, true>(float low, float high) {
+    unsigned pair;
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
 
 template <>
-__device__ inline unsigned pack2<bfloat16_t>(float low, float high) {
+__device__ inline unsigned pack2<bfloat16_t, false>(float low, float high) {
     unsigned pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+template <>
+__device__ inline unsigned pack2<bfloat16_t, true>(float low, float high) {
+    unsigned pair;
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
 #endif

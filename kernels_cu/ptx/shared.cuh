@@ -42,3 +42,33 @@ __device__ inline void store_shared_16(unsigned address, const float (&x)[4]) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
                  : "memory");
 }
+
+__device__ inline void store_shared_number(unsigned address, float x) { store_shared(address, __float_as_uint(x)); }
+__device__ inline void store_shared_number(unsigned address, double x) {
+    asm volatile("st.shared.f64 [%0], %1;" ::"r"(address), "d"(x) : "memory");
+}
+
+__device__ inline void store_shared_double2(unsigned address, double x, double y) {
+    asm volatile("st.shared.v2.f64 [%0], {%1,%2};" ::"r"(address), "d"(x), "d"(y) : "memory");
+}
+
+__device__ inline double load_shared_double(unsigned address) {
+    double x;
+    asm volatile("ld.shared.f64 %0, [%1];" : "=d"(x) : "r"(address) : "memory");
+    return x;
+}
+
+__device__ inline double2 load_shared_double2(unsigned address) {
+    double2 x;
+    asm volatile("ld.shared.v2.f64 {%0,%1}, [%2];" : "=d"(x.x), "=d"(x.y) : "r"(address) : "memory");
+    return x;
+}
+
+// Two numbers of T side by side.
+template <class T>
+__device__ auto load_shared_pair(unsigned address) {
+    if constexpr (sizeof(T) == 8)
+        return load_shared_double2(address);
+    else
+        return load_shared_float2(address);
+}

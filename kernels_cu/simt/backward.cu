@@ -23,17 +23,18 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     Head head = Head::of_k(p, at.batch, at.head);
     const Range keys = head.key_tile<config::OWNED>(p, at.tile);
     const int row = keys.begin;
-    const QueryWalk<config::VISITED> walk(p, head, keys);
 
     const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
     const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
+
+    const Dropout dropout(p);
 
     __shared__ Shared shared;
     ResultTile dk_sum = {}, dv_sum = {};
 
     // The query heads of the group share these keys, so their gradients add up.
     for (const int end = head.q + group_of(p); head.q < end; ++head.q) {
-        const Pairs pairs(p, head);
+        const QueryWalk<config::VISITED, config::OWNED> walk(p, head, keys);
         const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);
         const Matrix dout = query_matrix(p, head, p.dout, p.dout_strides, p.dim_v);
 
@@ -44,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
             dot_products(s, k, row, q, query, shared);
             dot_products(dp, v, row, dout, query, shared);
 
+            const Pairs pairs(p, head, walk.bits<false>(step, keys));
             const bool tested = pairs.tests_backward({query, query + config::VISITED}, {row, row + config::OWNED});
 #pragma unroll
             for (int j = 0; j < SCORES; ++j) {
@@ -51,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
                 const Row of_query(p, head, query_j);
 #pragma unroll
                 for (int i = 0; i < M; ++i)
-                    differentiate(s[i][j], dp[i][j], of_query, pairs, tested, {head.q, query_j, row + row_of(i)});
+                    differentiate(s[i][j], dp[i][j], of_query, pairs, dropout, tested,
+                                  {head.q, query_j, row + row_of(i)});
             }
 
             add_weighted(dv_sum, s, dout, query, column, tested, shared);
@@ -79,8 +82,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
     const Matrix dout = query_matrix(p, head, p.dout, p.dout_strides, p.dim_v);
 
-    const Pairs pairs(p, head);
-    const KeyWalk<config::VISITED> walk(p, head, queries);
+    const Dropout dropout(p);
+    const KeyWalk<config::VISITED, config::OWNED> walk(p, head, queries);
 
     __shared__ Shared shared;
     ResultTile dq_sum = {};
@@ -91,6 +94,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
         dot_products(s, q, row, k, key, shared);
         dot_products(dp, dout, row, v, key, shared);
 
+        const Pairs pairs(p, head, walk.bits(step, queries));
         const bool tested = walk.tests(p, head, queries, step);
 #pragma unroll
         for (int i = 0; i < M; ++i) {
@@ -98,7 +102,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
             const Row of_query(p, head, query_i);
 #pragma unroll
             for (int j = 0; j < SCORES; ++j)
-                differentiate(s[i][j], dp[i][j], of_query, pairs, tested, {head.q, query_i, key + score_column_of(j)});
+                differentiate(s[i][j], dp[i][j], of_query, pairs, dropout, tested,
+                              {head.q, query_i, key + score_column_of(j)});
         }
 
         add_weighted(dq_sum, dp, k, key, column, tested, shared);

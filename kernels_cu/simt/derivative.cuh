@@ -9,27 +9,31 @@ struct Row {
     __device__ Row(const Params& p, const Head& head, int i) : lse(infinity()), delta(0) {
         if (i >= head.queries(p)) return;  // exp(s - inf) = 0: beyond the last query there is no weight
         const long long at = head.row_number(p, i);
-        delta = p.delta[at];
-        if (p.lse[at] != -infinity()) lse = p.lse[at];  // -inf where a query sees no key: no weight either
+        delta = p.delta[at] * kept(p);
+        if (p.lse[at] != -infinity())
+            lse = lse_of_kept(p, p.lse[at]);  // -inf where a query sees no key: no weight either
     }
 };
 
-// P of a pair from its product of Q and K.
+// P of a pair from its product of Q and K (with dropout P / kept).
 __device__ inline Accum probability(Accum s, const Row& row, const Pairs& pairs, Pair pair) {
     return exp2((pairs.score(s, pair) * pairs.unit() - row.lse) * LOG2E);
 }
 
 // The derivative with respect to its score.
-__device__ inline Accum of_score(Accum s, Accum dp, const Row& row, const Pairs& pairs, bool tested, Pair pair) {
-    return tested && !pairs.visible(pair) ? 0 : probability(s, row, pairs, pair) * (dp - row.delta);
+__device__ inline Accum of_score(Accum s, Accum dp, const Row& row, const Pairs& pairs, const Dropout& dropout,
+                                 bool tested, Pair pair) {
+    if (tested && !pairs.visible(pair)) return 0;
+    return probability(s, row, pairs, pair) * ((dropout.keeps(pairs.head.batch, pair) ? dp : 0) - row.delta);
 }
 
 // From S and dP of one pair to P and dS, the derivative with respect to the product, in place.
-__device__ inline void differentiate(Accum& s, Accum& dp, const Row& row, const Pairs& pairs, bool tested, Pair pair) {
-    const bool hidden = tested && !pairs.visible(pair);
+__device__ inline void differentiate(Accum& s, Accum& dp, const Row& row, const Pairs& pairs, const Dropout& dropout,
+                                     bool tested, Pair pair) {
+    const bool hidden = tested && !pairs.visible(pair), keeps = dropout.keeps(pairs.head.batch, pair);
     const Accum weight = probability(s, row, pairs, pair);
-    dp = hidden ? 0 : weight * (dp - row.delta) * pairs.slope(s, pair);
-    s = hidden ? 0 : weight;
+    dp = hidden ? 0 : weight * ((keeps ? dp : 0) - row.delta) * Pairs::settled(pairs.slope(s, pair), weight);
+    s = hidden || !keeps ? 0 : weight;
 }
 
 extern "C" __global__ void __launch_bounds__(config::THREADS)

@@ -26,9 +26,9 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
     const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
 
-    const Pairs pairs(p, head);
-    const KeyWalk<config::VISITED> walk(p, head, queries);
-    const Accum factor = pairs.factor();  // exp(scale * x) as 2^(factor * x): that is what the hardware has
+    const Dropout dropout(p);
+    const KeyWalk<config::VISITED, config::OWNED> walk(p, head, queries);
+    const Accum factor = Pairs(p, head).factor();  // exp(scale * x) as 2^(factor * x): that is what the hardware has
 
     __shared__ Shared shared;
     ResultTile o = {};
@@ -40,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
         ScoreTile s;
         dot_products(s, q, row, k, key, shared);
 
+        const Pairs pairs(p, head, walk.bits(step, queries));
         const bool tested = walk.tests(p, head, queries, step);
         for_each(s, [&](Accum& x, int i, int j) {
             const Pair pair = {head.q, row + row_of(i), key + score_column_of(j)};
@@ -63,9 +64,15 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
             }
         }
 
+        if (config::DROPOUT)
+            for_each(s, [&](Accum& x, int i, int j) {
+                if (!dropout.keeps(head.batch, {head.q, row + row_of(i), key + score_column_of(j)})) x = 0;
+            });
+
         add_weighted(o, s, v, key, column, tested, shared);
     }
 
+    const Pairs pairs(p, head);
 #pragma unroll
     for (int i = 0; i < M; ++i) {
         sum[i] = row_sum(sum[i]);
@@ -78,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
             any = exponent < 127;
             sum[i] = any ? sum[i] + exp2(exponent) : 1;
         }
-        const Accum inverse = any ? 1 / sum[i] : 0;
+        const Accum inverse = any ? 1 / (sum[i] * kept(p)) : 0;
         for (Accum& x : o[i]) x *= inverse;
 
         // One number a row is all that the backward needs of the softmax.

@@ -4,7 +4,7 @@
 // threads stand in a grid of THREADS / 16 by 16, and each holds, in registers, every (THREADS / 16)-th row and
 // 1 / 16 of the columns of each tile. The 16 threads of a row are half a warp, so that row reductions are shuffles.
 #pragma once
-#include "attention/pairs.cuh"
+#include "attention/dropout.cuh"
 #include "ptx/convert.cuh"
 
 constexpr int ACROSS = 16;                         // threads along a row

@@ -4,7 +4,10 @@
 // Both products are taken in pieces of DEPTH columns, which come through a ring in shared memory, from one tile to the next
 // without a break: any head dimension fits.
 #include "attention/array_gradient.cuh"
+#include "attention/dropped.cuh"
 #include "attention/mask.cuh"
+#include "attention/operands.cuh"
+#include "attention/score_gradient.cuh"
 #include "attention/prepare.cuh"
 #include "tile/fragment.cuh"
 
@@ -16,8 +19,8 @@ constexpr int WARP_ROWS = ROWS / ROW_WARPS, WARP_KEYS = KEYS / COLUMN_WARPS;
 constexpr int M = WARP_ROWS / 16, N = WARP_KEYS / 8;
 static_assert(WARP_ROWS % 16 == 0 && WARP_KEYS % 16 == 0);
 
-using QueryPiece = SharedTile<ROWS, DEPTH>;  // of Q or dO
-using KeyPiece = SharedTile<KEYS, DEPTH>;    // of K or V
+using QueryPiece = OperandTile<ROWS, DEPTH>;  // of Q or dO
+using KeyPiece = OperandTile<KEYS, DEPTH>;    // of K or V
 
 // The bias of a block's own tile, for its gradient: along the axes that are summed it is the same.
 struct BiasTile {
@@ -105,9 +108,9 @@ struct Cursor {
         if (share.has(step)) {
             int pieces = of_scores(p);
             if (piece < pieces)
-                copy(p, s, stage, p.q, p.q_strides, p.k, p.k_strides, piece * DEPTH, p.dim);
+                copy<OfQ, OfK>(p, s, stage, piece * DEPTH);
             else
-                copy(p, s, stage, p.dout, p.dout_strides, p.v, p.v_strides, (piece - pieces) * DEPTH, p.dim_v);
+                copy<OfDO, OfV>(p, s, stage, (piece - pieces) * DEPTH);
             if (++piece == pieces + of_values(p)) {
                 piece = 0;
                 share.advance(step);
@@ -117,13 +120,21 @@ struct Cursor {
     }
 
    private:
-    __device__ void copy(const Params& p, Shared s, int stage, const In* of_queries, Strides strides_q, const In* of_keys,
-                         Strides strides_k, int column, int columns) {
+    template <class OfQueries, class OfKeys>
+    __device__ void copy(const Params& p, Shared s, int stage, int column) {
         const PairsTile& at = step.tile;
-        const In* q = at.head.query_row(of_queries, strides_q, at.i) + column;
-        const In* k = at.head.key_row(of_keys, strides_k, at.j) + column;
-        AsyncCopy<THREADS, ROWS, DEPTH>(s.queries(stage), q, strides_q.row, at.head.queries(p) - at.i, columns - column).all();
-        AsyncCopy<THREADS, KEYS, DEPTH>(s.keys(stage), k, strides_k.row, at.head.keys(p) - at.j, columns - column).all();
+        copy<OfQueries>(p, s.queries(stage), at.i, column);
+        copy<OfKeys>(p, s.keys(stage), at.j, column);
+    }
+    template <class Array, class Piece>
+    __device__ void copy(const Params& p, Piece piece, int row, int column) {
+        Rows from = operand_rows<Array>(p, step.tile.head, row);
+        int columns = PARTS == 2 ? Array::COLUMNS : from.columns, rows = Array::rows(p, step.tile.head) - row;
+#pragma unroll
+        for (int part = 0; part < PARTS; part++)
+            AsyncCopy<THREADS, Array::SIZE, DEPTH, Piece>(piece, from.from + part * columns + column, from.stride, rows,
+                                                          columns - column, part * DEPTH)
+                .all();
     }
 };
 
@@ -134,28 +145,32 @@ struct Block {
     Share<Of, ROWS, KEYS> share;
     Cursor<Of> ahead;
     int warp_row, warp_key, stage = 0;
+    Dropout dropout;
     Accumulator<M, N> sums;
 
-    __device__ Block(const Params& p, Shared s)
+    __device__ Block(const Params& p, Shared s, int block)
         : p(p),
           s(s),
-          share(p, blockIdx.x),
+          share(p, block),
           ahead(share),
           warp_row(threadIdx.x / 32 / COLUMN_WARPS * WARP_ROWS),
-          warp_key(threadIdx.x / 32 % COLUMN_WARPS * WARP_KEYS) {
+          warp_key(threadIdx.x / 32 % COLUMN_WARPS * WARP_KEYS),
+          dropout(p) {
         sums.clear();
     }
 
     // A product of `pieces` pieces: those of queries by those of keys, transposed.
     __device__ void multiply(Accumulator<M, N>& product, int pieces) {
+        ProductSums<M, N> sums;
         product.clear();
         for (int n = 0; n < pieces; n++) {
             cp_async_wait<STAGES - 2>();
             __syncthreads();  // the piece has arrived, and everybody is done with the one before
             ahead.load(p, share, s, (stage + STAGES - 1) % STAGES);
-            mma_ABt<DEPTH>(product, FromShared<QueryPiece>{s.queries(stage), warp_row}, s.keys(stage), warp_key);
+            mma_ABt<DEPTH>(product, sums, FromShared<QueryPiece>{s.queries(stage), warp_row}, s.keys(stage), warp_key);
             stage = (stage + 1) % STAGES;
         }
+        sums.add_to(product);
     }
 
     // Of this lane's rows.
@@ -168,10 +183,11 @@ struct Block {
     __device__ void exponentiate(Accumulator<M, N>& scores, const Pairs& pairs, const PairsTile& at, const float* rows) const {
         Placement<> place{at.head.q, at.i + warp_row, at.j + warp_key};
         Arrays<Of::BIAS> arrays(pairs, place, s.bias(), warp_row, warp_key);
-        float factor = pairs.factor(), minus_lse[2 * M];
+        float factor = exponent_factor(pairs), minus_lse[2 * M];
         read_rows(minus_lse, rows);
         score(scores, place, pairs, arrays);
-        scores.each([&](float& x, int r, int) { x = exp2_approx(fmaf(x, factor, minus_lse[r / 8])); });
+        scores.each([&](float& x, int r, int) { x = probability(x, factor, minus_lse[r / 8]); });
+        drop(scores, place, at.head.batch, dropout);
         if (pairs.tests_backward({place.i, place.i + WARP_ROWS}, {place.j, place.j + WARP_KEYS})) {
             keep_branch();
             KeysSeen<WARP_KEYS> seen(pairs, place.j);
@@ -181,25 +197,34 @@ struct Block {
 
     // A tile of pairs.
     __device__ void visit(const PairsTile& at) {
-        Pairs pairs(p, at.head);
+        Pairs pairs(p, at.head, at.bits);
         const float* rows = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, at.head, at.i / ROWS));
         Accumulator<M, N> probabilities, ds;
+        int tile_q = at.i / ROWS, tile_k = at.j / KEYS;
         multiply(probabilities, Cursor<Of>::of_scores(p));
+        if (PARTS == 2)
+            scale_by_units(probabilities, operand_unit<OfQ>(p, at.head, tile_q), operand_unit<OfK>(p, at.head, tile_k));
+        Accumulator<M, N> products;
+        if constexpr (Of::WEIGHTED) products = probabilities;
         exponentiate(probabilities, pairs, at, rows);
         multiply(ds, Cursor<Of>::of_values(p));
+        if (PARTS == 2) scale_by_units(ds, operand_unit<OfDO>(p, at.head, tile_q), operand_unit<OfV>(p, at.head, tile_k));
         float minus_delta[2 * M];
         read_rows(minus_delta, rows + ROWS);
         sums.each(
-            [&](float& sum, int r, int c, float& probability, float& x) {
+            [&](float& sum, int r, int c, float& probability, float& x, float& product) {
                 Pair pair{at.head.q, at.i + warp_row + r, at.j + warp_key + c};
-                float ds = probability * (x + minus_delta[r / 8]) * Of::change(pairs, pair);
+                float ds = derivative(probability, x, minus_delta[r / 8]) * Of::change(pairs, pair, product);
                 sum += probability == 0 ? 0 : ds;  // by a mask or not: nothing is added then, whatever dP is
             },
-            probabilities, ds);
+            probabilities, ds, Of::WEIGHTED ? products : ds);
     }
 
     __device__ void run() {
-        if constexpr (Of::BIAS) s.bias().load(p, s.memory + Shared::BIAS_TILE, share);  // seen behind the first barrier
+        if constexpr (Of::BIAS) {
+            s.bias().load(p, s.memory + Shared::BIAS_TILE, share);
+            __syncthreads();  // (with head dimension 0 no barrier of a product comes before it is read)
+        }
         for (int n = 0; n < STAGES - 1; n++) ahead.load(p, share, s, n);
         for (auto step = share.first(); share.has(step); share.advance(step)) visit(step.tile);
         cp_async_wait<0>();
@@ -207,9 +232,14 @@ struct Block {
         float* out = (float*)s.memory;
         sums.each([&](float& x, int r, int c) { out[(warp_row + r) * Shared::PITCH + warp_key + c] = x; });
         __syncthreads();
-        share.template write<THREADS>([&](int r, int c) { return out[r * Shared::PITCH + c]; }, out + ROWS * Shared::PITCH);
+        write_sums<THREADS>(share, [&](int r, int c) { return out[r * Shared::PITCH + c]; }, out + ROWS * Shared::PITCH);
     }
 };
+
+// Launched where there are two parts.
+extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(const __grid_constant__ Params p) {
+    if constexpr (PARTS == 2) split_operands<OfQ, OfK, OfV, OfDO>(p, blockIdx.x);
+}
 
 // What each query brings: see attention/prepare.cuh.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
@@ -221,7 +251,12 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(con
 template <bool WANTED, class Of>
 __device__ void gather(const Params& p) {
     extern __shared__ __align__(16) char shared[];
-    if constexpr (WANTED) Block<Of>(p, Shared(shared)).run();
+    if constexpr (WANTED) Block<Of>(p, Shared(shared), blockIdx.x).run();
+}
+template <bool LARGEST>
+__device__ void gather_reads(const Params& p) {
+    extern __shared__ __align__(16) char shared[];
+    for_read<LARGEST>(p, blockIdx.x, [&](auto of, int block) { Block<decltype(of)>(p, Shared(shared), block).run(); });
 }
 template <bool WANTED, class Of>
 __device__ void add_parts(const Params& p) {
@@ -240,8 +275,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_alib
 extern "C" __global__ void __launch_bounds__(128) attention_backward_alibi_slopes_add(const __grid_constant__ Params p) {
     add_parts<D_ALIBI_SLOPES, OfSlopes>(p);
 }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_score(const __grid_constant__ Params p) {
+    if constexpr (D_SCORE) gather_reads<false>(p);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_score_largest(const __grid_constant__ Params p) {
+    if constexpr (D_SCORE && DETERMINISTIC) gather_reads<true>(p);
+}
+extern "C" __global__ void __launch_bounds__(128) attention_backward_score_clear(const __grid_constant__ Params p) {
+    if constexpr (D_SCORE) clear_sum<128>(p);
+}
+extern "C" __global__ void __launch_bounds__(128) attention_backward_score_finish(const __grid_constant__ Params p) {
+    if constexpr (D_SCORE) finish_sum<128>(p);
+}
 extern "C" __global__ void __launch_bounds__(256) attention_backward_sinks(const __grid_constant__ Params p) {
     gather_sink<D_SINKS, 256>(p, blockIdx.x, [&](const Head& head, int i) {
-        return prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, head, i / ROWS))[ROWS + i % ROWS];
+        return prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, head, i / ROWS))[ROWS + i % ROWS] / kept(p);
     });
 }

@@ -7,9 +7,13 @@
 // third less often. With two STAGES
 // the next K and V tiles are on their way while these are worked on; with one, V arrives under S = Q K^T and the next
 // K under the softmax and P V, in half the shared memory, so that two thread blocks share a multiprocessor.
+#include "attention/dropped.cuh"
 #include "attention/mask.cuh"
+#include "attention/operands.cuh"
 #include "attention/softmax.cuh"
 #include "ptx/barrier.cuh"
+#include "tile/doubles.cuh"
+#include "tile/rows.cuh"
 
 using namespace config;
 
@@ -18,31 +22,35 @@ constexpr int ROW_WARPS = WARPS / COLUMN_WARPS;
 constexpr int WARP_ROWS = ROWS / ROW_WARPS;
 constexpr int WARP_KEYS = KEYS / COLUMN_WARPS, WARP_COLUMNS = DIM_V / COLUMN_WARPS;
 constexpr bool SHARE = COLUMN_WARPS == 2;
+constexpr int SIZE = sizeof(Accum);  // of row maxima and sums
 constexpr int M = WARP_ROWS / 16;  // row fragments of a warp
 static_assert(ROWS % (16 * ROW_WARPS) == 0 && WARP_KEYS % 16 == 0 && DIM % 16 == 0 && WARP_COLUMNS % 16 == 0 &&
               (STAGES == 1 || STAGES == 2));
 
-using QTile = SharedTile<ROWS, DIM>;
+using QTile = OperandTile<ROWS, DIM>;
 using OTile = SharedTile<ROWS, DIM_V>;  // takes Q's place at the end
-using KTile = SharedTile<KEYS, DIM>;
-using VTile = SharedTile<KEYS, DIM_V>;
-using PTile = SharedTile<ROWS, KEYS>;  // only where P is shared
+using KTile = OperandTile<KEYS, DIM>;
+using VTile = OperandTile<KEYS, DIM_V>;
+using PTile = OperandTile<ROWS, KEYS>;  // only where P is shared
 
-// One float for each row from each of the two warps that share it.
+// What P is multiplied by where it is split: at most 2^8 (OnlineSoftmax::raise), it stays below float16's largest.
+constexpr float P_TIMES = 0x1p6f;
+
+// One number for each row from each of the two warps that share it.
 struct Exchange {
     unsigned base;
     int row, column_warp;
 
-    __device__ void put(const float (&x)[M][2]) const {
+    __device__ void put(const Accum (&x)[M][2]) const {
         each([&](int m, int h, unsigned address) {
-            if (threadIdx.x % 4 == 0) store_shared(address + 4 * column_warp, __float_as_uint(x[m][h]));
+            if (threadIdx.x % 4 == 0) store_shared_number(address + SIZE * column_warp, x[m][h]);
         });
     }
 
     template <class F>
-    __device__ void combine(float (&x)[M][2], F f) const {
+    __device__ void combine(Accum (&x)[M][2], F f) const {
         each([&](int m, int h, unsigned address) {
-            float2 both = load_shared_float2(address);
+            auto both = load_shared_pair<Accum>(address);
             x[m][h] = f(both.x, both.y);
         });
     }
@@ -52,17 +60,17 @@ struct Exchange {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) f(m, h, base + 8 * (row + 16 * m + 8 * h + threadIdx.x % 32 / 4));
+            for (int h = 0; h < 2; h++) f(m, h, base + 2 * SIZE * (row + 16 * m + 8 * h + threadIdx.x % 32 / 4));
     }
 };
 
 // Where things lie in shared memory.
 struct Shared {
-    static constexpr int RING = QTile::BYTES > OTile::BYTES ? QTile::BYTES : OTile::BYTES;
+    static constexpr int RING = QTile::BYTES > OTile::BYTES || PARTS == 2 ? QTile::BYTES : OTile::BYTES;
     static constexpr int STAGE = KTile::BYTES + VTile::BYTES;
     static constexpr int P_TILE = RING + STAGES * STAGE;
     static constexpr int EXCHANGE = P_TILE + PTile::BYTES;
-    static constexpr int END = SHARE ? EXCHANGE + 8 * ROWS : P_TILE;
+    static constexpr int END = SHARE ? EXCHANGE + 2 * SIZE * ROWS : P_TILE;
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
@@ -80,8 +88,10 @@ struct Block {
     Shared s;
     Head head;
     Range queries;
-    KeyWalk<KEYS> walk;
+    KeyWalk<KEYS, ROWS> walk;
     int row_warp, column_warp, warp_row, warp_key;  // the warp's first row and key in a tile
+    float q_unit;
+    Dropout dropout;
     OnlineSoftmax<M> softmax;
     Accumulator<M, WARP_COLUMNS / 8> o;
 
@@ -95,35 +105,40 @@ struct Block {
           column_warp(threadIdx.x / 32 / ROW_WARPS),
           warp_row(row_warp * WARP_ROWS),
           warp_key(column_warp * WARP_KEYS),
+          q_unit(operand_unit<OfQ>(p, head, tile)),
+          dropout(p),
           softmax(Pairs(p, head).factor()) {
         o.clear();
     }
 
     // The copies of a step's K and V tile; behind the end of the walk there is nothing to read.
+    template <class Of, class Tile>
+    __device__ auto copy_keys(Tile tile, int step) const {
+        int row = walk.tile(step) * KEYS;
+        Rows from = operand_rows<Of>(p, head, row);
+        return AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, from.from, from.stride, walk.has(step) ? head.keys(p) - row : 0,
+                                                       from.columns);
+    }
     __device__ auto copy_k(int step, int stage) const {
-        long long row = (long long)walk.tile(step) * KEYS;
-        return AsyncCopy<THREADS, KEYS, DIM>(s.k_tile(stage), head.key_row(p.k, p.k_strides) + row * p.k_strides.row,
-                                             p.k_strides.row, walk.has(step) ? int(head.keys(p) - row) : 0, p.dim);
+        return copy_keys<OfK>(s.k_tile(stage), step);
     }
     __device__ auto copy_v(int step, int stage) const {
-        long long row = (long long)walk.tile(step) * KEYS;
-        return AsyncCopy<THREADS, KEYS, DIM_V>(s.v_tile(stage), head.key_row(p.v, p.v_strides) + row * p.v_strides.row,
-                                               p.v_strides.row, walk.has(step) ? int(head.keys(p) - row) : 0, p.dim_v);
+        return copy_keys<OfV>(s.v_tile(stage), step);
     }
 
     // Q, and the first K and V.
     __device__ void load_first() const {
-        const In* q = head.query_row(p.q, p.q_strides, queries.begin);
-        AsyncCopy<THREADS, ROWS, DIM>(s.q_tile(), q, p.q_strides.row, head.queries(p) - queries.begin, p.dim).all();
+        Rows q = operand_rows<OfQ>(p, head, queries.begin);
+        AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(s.q_tile(), q.from, q.stride, head.queries(p) - queries.begin, q.columns).all();
         copy_k(walk.start(), 0).all();
         if (STAGES == 2) copy_v(walk.start(), 0).all();
         cp_async_commit();
     }
 
     // Products become scores, hidden ones -inf.
-    __device__ void mask(Accumulator<M, WARP_KEYS / 8>& scores, int tile_k) const {
-        Pairs pairs(p, head);
-        int row = queries.begin + warp_row, key = tile_k * KEYS + warp_key;
+    __device__ void mask(Accumulator<M, WARP_KEYS / 8>& scores, int step) const {
+        Pairs pairs(p, head, walk.bits(step, queries));
+        int row = queries.begin + warp_row, key = walk.tile(step) * KEYS + warp_key;
         Placement<> at{head.q, row, key};
         bool tests = pairs.tests({row, row + WARP_ROWS}, {key, key + WARP_KEYS});
         InMemory<M, false> arrays(pairs, at);
@@ -159,11 +174,12 @@ struct Block {
             });
         }
         cp_async_commit();
+        if (PARTS == 2) scale_by_units(scores, q_unit, operand_unit<OfK>(p, head, walk.tile(step)));
 
-        mask(scores, walk.tile(step));
+        mask(scores, step);
 
         // Online softmax
-        float largest[M][2];
+        Accum largest[M][2];
         softmax.row_maximum(scores, largest);
         if (SHARE) exchange.put(largest);
         if (STAGES == 1) {
@@ -172,21 +188,24 @@ struct Block {
         } else if (SHARE) {
             sync_sharers();
         }
-        if (SHARE) exchange.combine(largest, [](float x, float y) { return fmaxf(x, y); });
+        if (SHARE) exchange.combine(largest, [](Accum x, Accum y) { return larger(x, y); });
         softmax.rescale(largest, o);
         softmax.exponentiate(scores);
+        Placement<> at{head.q, queries.begin + warp_row, walk.tile(step) * KEYS + warp_key};
+        drop(scores, at, head.batch, dropout);
 
         // O += P V
         auto next_k = copy_k(next, 0);
         auto along = [&](int k) {
             if (STAGES == 1) next_k.template part<KEYS / 16>(k);
         };
+        float unit = operand_unit<OfV>(p, head, walk.tile(step)) / P_TIMES;
         if constexpr (SHARE) {
-            scores.store(s.p_tile(), warp_row, warp_key);
+            scores.store<DROPOUT>(s.p_tile(), warp_row, warp_key, P_TIMES);
             sync_sharers();
-            mma_AB<KEYS>(o, FromShared<PTile>{s.p_tile(), warp_row}, s.v_tile(stage), column_warp * WARP_COLUMNS, along);
+            mma_AB<KEYS>(o, FromShared<PTile>{s.p_tile(), warp_row}, s.v_tile(stage), column_warp * WARP_COLUMNS, along, unit);
         } else {
-            mma_AB<KEYS>(o, FromRegisters<M, WARP_KEYS / 8>{scores}, s.v_tile(stage), 0, along);
+            mma_AB<KEYS>(o, FromRegisters<M, WARP_KEYS / 8, DROPOUT>{scores, P_TIMES}, s.v_tile(stage), 0, along, unit);
         }
         cp_async_commit();
     }
@@ -200,21 +219,12 @@ struct Block {
             __syncthreads();  // everybody is done with Q and the exchange
             exchange.put(softmax.sum);
             sync_sharers();
-            exchange.combine(softmax.sum, [](float x, float y) { return x + y; });
+            exchange.combine(softmax.sum, [](Accum x, Accum y) { return x + y; });
         }
         Pairs pairs(p, head);
-        softmax.finish(o, pairs.unit(), [&](int) { return pairs.sink(head.q); });
+        softmax.finish(o, pairs.unit(), kept(p), [&](int) { return pairs.sink(head.q); });
 
-        // Out through shared memory, where Q was, for whole rows; where Q's rows have another length than O's, the warps'
-        // shares of the two tiles overlap.
-        if (DIM != DIM_V || walk.count() == 0) __syncthreads();
-        o.store(s.o_tile(), warp_row, column_warp * WARP_COLUMNS);
-        if (SHARE) sync_sharers();
-        __syncwarp();
-        constexpr int OUT_ROWS = WARP_ROWS / COLUMN_WARPS;
-        int rows = head.queries(p) - queries.begin;
-        store_rows<OUT_ROWS>(s.o_tile(), warp_row + column_warp * OUT_ROWS,
-                             head.query_row(p.out, p.out_strides, queries.begin), p.out_strides.row, rows, p.dim_v);
+        store_result();
         if (p.lse != nullptr && threadIdx.x % 4 == 0 && column_warp == 0) {
 #pragma unroll
             for (int m = 0; m < M; m++)
@@ -226,9 +236,31 @@ struct Block {
         }
     }
 
+    __device__ void store_result() {
+        int rows = head.queries(p) - queries.begin;
+        Out* out = head.query_row(p.out, p.out_strides, queries.begin);
+        if constexpr (PARTS == 2) {
+            store_floats(o, out, p.out_strides.row, warp_row, column_warp * WARP_COLUMNS, rows, p.dim_v);
+        } else {
+            // Through shared memory, where Q was, for whole rows; where Q's rows have another length than O's, the warps'
+            // shares of the two tiles overlap.
+            if (DIM != DIM_V || walk.count() == 0) __syncthreads();
+            o.store(s.o_tile(), warp_row, column_warp * WARP_COLUMNS);
+            if (SHARE) sync_sharers();
+            __syncwarp();
+            constexpr int OUT_ROWS = WARP_ROWS / COLUMN_WARPS;
+            store_rows<OUT_ROWS>(s.o_tile(), warp_row + column_warp * OUT_ROWS, out, p.out_strides.row, rows, p.dim_v);
+        }
+    }
+
     // The warps that share rows wait for each other.
     __device__ void sync_sharers() const { sync_threads<64>(1 + row_warp); }
 };
+
+// Launched where there are two parts.
+extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(const __grid_constant__ Params p) {
+    if constexpr (PARTS == 2) split_operands<OfQ, OfK, OfV>(p, blockIdx.x);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) char shared[];
@@ -236,8 +268,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     // those first.
     int tiles = query_tiles<ROWS>(p);
     Place at = place(blockIdx.x, tiles, p.heads_q);
+    if (walk::LISTED) at = longest_first(blockIdx.x, tiles, p.heads_q, p.batch);
+    Head head = Head::of_q(p, at.batch, at.head);
     if (walk::GROWING) at.tile = tiles - 1 - at.tile;
-    Block block(p, Shared{shared_address(shared)}, Head::of_q(p, at.batch, at.head), at.tile);
+    if (walk::LISTED) at.tile = Visits::nth(p, head, p.key_lists, tiles, at.tile);
+    Block block(p, Shared{shared_address(shared)}, head, at.tile);
     block.load_first();
     int stage = 0;
     for (int step = block.walk.start(); block.walk.has(step); step = block.walk.next(step)) {

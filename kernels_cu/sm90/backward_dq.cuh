@@ -36,7 +36,7 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
         if (t.none()) break;
         if constexpr (!CLUSTERED) {
             int shift = counters.shift(p, t.kv_head), last = -1;
-            for_query_tiles(p, t, [&](const Head& head, int i, int n) {
+            for_query_tiles(p, t, [&](const Head& head, int i, int n, TileBits) {
                 if (DETERMINISTIC) wait_for_turn(p, counters, t, head, i, n);
 #pragma unroll
                 for (int group = 0; group < GROUPS; group++) {
@@ -63,7 +63,7 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
             tma_wait<0>();
             if (!DETERMINISTIC && last != -1) add_release(counters.added + last, 1);
         } else if constexpr (DETERMINISTIC) {  // the workers add when this thread says that it is their turn
-            for_query_tiles(p, t, [&](const Head& head, int i, int n) {
+            for_query_tiles(p, t, [&](const Head& head, int i, int n, TileBits) {
                 wait_for_turn(p, counters, t, head, i, n);
 #pragma unroll
                 for (int group = 0; group < GROUPS; group++) mbarrier_arrive(s.dq(group).empty());
@@ -84,7 +84,7 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
             }
             dq.advance();
             __threadfence();  // to tell by add_release would be a fence each time
-            for_query_tiles(p, t, [&](const Head&, int, int n) { atomicAdd(counters.added + n, 1); });
+            for_query_tiles(p, t, [&](const Head&, int, int n, TileBits) { atomicAdd(counters.added + n, 1); });
         }
     }
 }

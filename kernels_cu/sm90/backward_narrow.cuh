@@ -3,12 +3,16 @@
 // computes its part.
 #pragma once
 #include "sm90/backward_dq.cuh"
+#include "sm90/backward_shares.cuh"
 
 // At head dimension 64 the exponentials of a tile take as long as two of its five products. So a step is taken in two
 // halves of its queries, and dV and dK of the first half start before the second is there.
 constexpr bool HALF_STEPS = SHARE_ROWS;
 constexpr int FIRST = ROWS / 32 * 16, SECOND = ROWS - FIRST;  // queries
 static_assert(!HALF_STEPS || FIRST == SECOND);
+
+// Whether the sums of dP start at -delta: registers are filled faster than added to. (What is dropped of dP is not delta.)
+constexpr bool DELTA_FIRST = !HALF_STEPS && !DROPOUT;
 
 // What a warpgroup with 64 keys of every tile has at hand.
 struct NarrowWorker {
@@ -17,6 +21,7 @@ struct NarrowWorker {
     Shared& s;
     int group, first_key;  // of the warpgroup's keys in a tile
     float factor;
+    Dropout dropout;
     unsigned steps = 0, own;    // one number tells the place in every ring: registers are scarce here
     Shared::DQRing dq_ring;
     bool owed = false;          // whether the thread that adds dQ is still to be told of a part
@@ -31,6 +36,7 @@ struct NarrowWorker {
           group(group),
           first_key(64 * group),
           factor(Pairs(p, Head{}).factor()),
+          dropout(p),
           own(column_offset()),
           dq_ring(s.dq(group)) {
         static_assert(WIDE || KEYS == 64 * GROUPS && DIM <= 64 * GROUPS);
@@ -72,20 +78,25 @@ struct NarrowWorker {
                 hide<begin.value, end.value>(probabilities, at, pairs, seen, arrays, 0);
             }
         };
-        // dS^T = P^T (dP^T - delta) slope; delta is there from the start but for HALF_STEPS
-        auto derive = [&](float& x, int, int, float& probability, float& slope) { x *= probability * slope; };
+        // dS^T = P^T (dP^T - delta) slope. delta has been subtracted, or (DROPOUT) not yet.
+        ColumnVector<ROWS / 8> minus_delta;
+        auto derive = [&](float& x, int, int c, float& probability, float& slope) {
+            if constexpr (DROPOUT)
+                x = derivative(probability, x, minus_delta[c]) * Pairs::settled(slope, probability);
+            else
+                x *= probability * Pairs::settled(slope, probability);
+        };
 
-        // S^T = K Q^T, dP^T = V dO^T, which starts at -delta where registers are filled faster than added to. Rows'
-        // numbers are read before products keep shared memory busy.
+        // S^T = K Q^T, dP^T = V dO^T. Rows' numbers are read before products keep shared memory busy.
         s.q.wait_full();
         ColumnVector<(HALF_STEPS ? FIRST : ROWS) / 8> minus_lse(s.row_values(), own);
-        if constexpr (!HALF_STEPS) {
+        if constexpr (DELTA_FIRST) {
             ds.fill(ColumnVector<ROWS / 8>(s.row_values() + 4 * ROWS, own));
             changed(ds);
         }
         start_ABt<DIM>(probabilities, s.k_tile(), first_key, s.q_tile());
         s.d.wait_full();
-        start_ABt<DIM_V, HALF_STEPS ? !ADD : ADD>(ds, s.v_tile(), first_key, s.do_tile());
+        start_ABt<DIM_V, DELTA_FIRST ? ADD : !ADD>(ds, s.v_tile(), first_key, s.do_tile());
         if constexpr (HALF_STEPS) {
             if (owed) tell();
             owed = true;
@@ -99,13 +110,16 @@ struct NarrowWorker {
             ColumnVector<SECOND / 8> minus_lse_2(s.row_values() + 4 * FIRST, own);
             probabilities.template each<0, HALF>(
                 [&](float& x, int r, int c, float& slope) { exponential(x, r, c, slope, minus_lse[c]); }, slopes);
+            drop<0, HALF>(probabilities, at, pairs.head.batch, dropout);
             mask(Constant<0>(), Constant<HALF>());
             wgmma_wait<0>();
             changed(ds);
-            p_operand.template take<0, FIRST>(probabilities);
+            p_operand.template take<0, FIRST, DROPOUT>(probabilities);
             start_AB<FIRST>(dv, p_operand, s.do_tile());
-            ColumnVector<ROWS / 8> minus_delta(s.row_values() + 4 * ROWS, own);
-            auto subtract = [&](float& x, int, int c) { x += minus_delta[c]; };
+            minus_delta.load(s.row_values() + 4 * ROWS, own);
+            auto subtract = [&](float& x, int, int c) {
+                if (!DROPOUT) x += minus_delta[c];
+            };
             auto both = [&](auto n) {  // exponentials of the second half, dS of the first
                 probabilities.template each<HALF + n.value, HALF + n.value + 1>(
                     [&](float& x, int r, int c, float& slope) { exponential(x, r, c, slope, minus_lse_2[c - FIRST]); },
@@ -114,6 +128,7 @@ struct NarrowWorker {
                 ds.template each<n.value, n.value + 1>(derive, probabilities, slopes);
             };
             for_constants<HALF>(both);
+            drop<HALF, ROWS / 8>(probabilities, at, pairs.head.batch, dropout);
             ds_operand.template take<0, FIRST>(ds);
             store_transposed<0, FIRST>(ds_operand, ds_tile, 0, first_key + 16 * warp());
             mask(Constant<HALF>(), Constant<ROWS / 8>());
@@ -122,7 +137,7 @@ struct NarrowWorker {
             ds.template each<HALF, ROWS / 8>(derive, probabilities, slopes);
             wgmma_wait<0>();  // nothing under way: ptxas wants operands in registers made so
             changed(dv);
-            p_operand.template take<FIRST, SECOND>(probabilities);
+            p_operand.template take<FIRST, SECOND, DROPOUT>(probabilities);
             ds_operand.template take<FIRST, SECOND>(ds);
             store_transposed<FIRST, SECOND>(ds_operand, ds_tile, 0, first_key + 16 * warp());
             start_AB<SECOND, FIRST>(dv, p_operand, s.do_tile());
@@ -131,12 +146,14 @@ struct NarrowWorker {
         } else {
             probabilities.each(
                 [&](float& x, int r, int c, float& slope) { exponential(x, r, c, slope, minus_lse[c]); }, slopes);
+            drop(probabilities, at, pairs.head.batch, dropout);
             mask(Constant<0>(), Constant<ROWS / 8>());
             if (PAIR_ARRAYS) s.pairs.release();
             wgmma_wait<0>();
             changed(ds);
+            if constexpr (!DELTA_FIRST) minus_delta.load(s.row_values() + 4 * ROWS, own);
             ds.each(derive, probabilities, slopes);
-            p_operand.take(probabilities);
+            p_operand.template take<0, ROWS, DROPOUT>(probabilities);
             ds_operand.take(ds);
             store_transposed(ds_operand, ds_tile, 0, first_key + 16 * warp());
             fence_async();
@@ -160,10 +177,12 @@ struct NarrowWorker {
     }
 
     // dK and dV of a tile, out through shared memory and the copy engine, which goes on by itself.
-    __device__ void store(const Head& head, int key) {
+    static_assert(WIDE || SHARE_SUMS == 32 * (sizeof(dk) + sizeof(dv)), "the plan asks for another number of sums");
+    __device__ void store(const KeyTile& t, const Head& head, int key) {
         dq_ring.go_to(steps);
         dq_ring.wait_empty();
         sync_threads<128 * GROUPS>(1);  // nobody reads dS any more
+        if (SHARES && !add_shares(p, s, t, group, dv, dk)) return;
         dk.each([&](float& x, int, int) { x *= p.scale; });
         SwizzledTile<64, DIM> dk_tile{s.out_tile(group)};
         SwizzledTile<64, DIM_V> dv_tile{dk_tile.base + dk_tile.BYTES};
@@ -199,7 +218,9 @@ struct NarrowWorker {
             dv.clear();
             owed = false;
             s.v.wait_full();
-            for_query_tiles(p, t, [&](const Head& head, int tile_q, int) { visit(Pairs(p, head), seen, tile_q, key); });
+            for_query_tiles(p, t, [&](const Head& head, int tile_q, int, TileBits bits) {
+                visit(Pairs(p, head, bits), seen, tile_q, key);
+            });
             if (owed) tell();
             changed(dk);
             changed(dv);
@@ -207,7 +228,7 @@ struct NarrowWorker {
             s.k.advance();
             s.v.release();
             s.v.advance();
-            store(keys, key);
+            store(t, keys, key);
         }
         tma_wait_read();  // shared memory goes with the block
     }

@@ -1,6 +1,7 @@
 // The Hopper backward's tiles in shared memory, the order in which they are visited, and the thread that loads them (the
 // producer): copies come as far ahead as the rings reach.
 #pragma once
+#include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/prepare.cuh"
 #include "ptx/barrier.cuh"
@@ -42,6 +43,7 @@ constexpr bool CLUSTERED = CLUSTER == 2;
 constexpr int CLUSTER_KEYS = CLUSTER * KEYS;
 using FarKTile = SwizzledTile<KEYS, 64 * GROUPS>;
 static_assert(CLUSTER == 1 || CLUSTERED && WIDE);
+static_assert(!SHARES || !walk::LISTED);
 
 // dQ^T of a tile is computed in parts of 64 columns by PART_ROWS queries, one for each worker of a cluster. Where there are
 // 64 columns only, two workers share out the rows.
@@ -59,29 +61,50 @@ struct TensorMaps : PairMaps {
     int map_out;  // 0 where dk or dv lies as no map can tell
 };
 
-using Queries = QueryWalk<ROWS>;
-using KeyTiles = KeyWalk<CLUSTER_KEYS>;  // of a tile of queries: those that add to its dQ
+using Queries = QueryWalk<ROWS, CLUSTER_KEYS>;
+using KeyTiles = KeyWalk<CLUSTER_KEYS, ROWS>;  // of a tile of queries: those that add to its dQ
 
 // A tile of keys of a head of K and V, and the query tiles that visit it. One thread hands it to the others through shared
-// memory, as the four words that it is.
+// memory, as the four words that it is, or five.
 struct KeyTile {
-    int kv_head;  // over all batch entries; -1: there is no tile any more
-    int number;   // keys from CLUSTER_KEYS * number on
-    Queries queries;
+    int kv_head;    // over all batch entries; -1: there is no tile any more
+    int number;     // keys from CLUSTER_KEYS * number on
+    Range queries;  // tiles of queries that visit it, from each head; LISTED: {0, how many from all heads together}
+    int share = 0;  // SHARES: which share of the query tiles of all heads that share the keys
 
-    __device__ KeyTile(int kv_head, int number, Queries queries) : kv_head(kv_head), number(number), queries(queries) {}
+    __device__ KeyTile(int kv_head, int number, Range queries) : kv_head(kv_head), number(number), queries(queries) {}
 
     __device__ KeyTile(uint4 words) : KeyTile(words.x, words.y, Range{int(words.z), int(words.w)}) {}
 
     __device__ void store(unsigned address) const {
         store_shared(address, kv_head);
         store_shared(address + 4, number);
-        store_shared(address + 8, queries.tiles.begin);
-        store_shared(address + 12, queries.tiles.end);
+        store_shared(address + 8, queries.begin);
+        store_shared(address + 12, queries.end);
+        if (SHARES) store_shared(address + 16, share);
     }
 
     __device__ bool none() const { return kv_head == -1; }
     __device__ Head head(const Params& p) const { return Head::of_k(p, kv_head / p.heads_k, kv_head % p.heads_k); }
+    __device__ Range keys(const Params& p) const { return head(p).key_tile<CLUSTER_KEYS>(p, number); }
+    // Among the key tiles of all heads.
+    __device__ int number_of_all(const Params& p) const { return kv_head * key_tiles<CLUSTER_KEYS>(p) + number; }
+    // The query tiles of a head that visit it.
+    __device__ Queries walk(const Params& p, const Head& of) const { return {p, of, keys(p), queries}; }
+    // Whether any visits it.
+    __device__ bool visited() const { return queries.begin < queries.end; }
+
+    // Visits: query tiles of all heads that share the keys. How many shares they are dealt out in, and those of this one.
+    __device__ int all_visits(const Params& p) const {
+        int count = queries.end - queries.begin;
+        return walk::LISTED ? count : group_of(p) * count;
+    }
+    __device__ int shares(const Params& p) const { return SHARES ? max(1, tiles_in(all_visits(p), p.share_visits)) : 1; }
+    __device__ Range visits(const Params& p) const {
+        if (!SHARES) return {0, all_visits(p)};
+        long long all = all_visits(p), of = shares(p);
+        return {int(share * all / of), int((share + 1) * all / of)};
+    }
 };
 
 // Shared memory, and one thread's place in its rings.
@@ -114,10 +137,10 @@ struct Shared {
     static constexpr int PAIR_RING = DO_RING + DORing::BYTES;
     static constexpr int DQ_RINGS = PAIR_RING + (PAIR_ARRAYS ? PairRing::BYTES : 0);
     static constexpr int TILE = DQ_RINGS + GROUPS * DQRing::BYTES;
-    static constexpr int FAR_DS_RING = TILE + 16;
+    static constexpr int FAR_DS_RING = TILE + (SHARES ? 32 : 16);
     static constexpr int TICKET_RING = FAR_DS_RING + FarDSRing::BYTES;
     static constexpr int TICKET = TICKET_RING + TicketRing::BYTES;
-    static constexpr int FINISH_RINGS = CLUSTERED ? TICKET + 16 : TILE + 16;
+    static constexpr int FINISH_RINGS = CLUSTERED ? TICKET + 16 : FAR_DS_RING;
     static constexpr int FINISH_SLOTS = FINISH_RINGS + FINISHERS * FinishRing::BYTES;
     static constexpr int END = FINISH_SLOTS + FINISHERS * FINISH_STAGES * FINISH_BYTES;
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
@@ -155,17 +178,20 @@ struct Shared {
     // For a moving thread that does not read K, alone in its warp.
     __device__ KeyTile next_tile() {
         k.wait_full();
-        uint4 words = load_shared_16(base + TILE);
+        KeyTile t = load_shared_16(base + TILE);
+        if (SHARES) t.share = load_shared(base + TILE + 16);
         mbarrier_arrive(k.empty());
         k.advance();
-        return words;
+        return t;
     }
 
     // For whole warps, after a wait for K. (The shuffles tell the compiler that all lanes have the same.)
     __device__ KeyTile this_tile() const {
         uint4 words = load_shared_16(base + TILE);
-        return {__shfl_sync(~0u, int(words.x), 0), __shfl_sync(~0u, int(words.y), 0),
-                Range{__shfl_sync(~0u, int(words.z), 0), __shfl_sync(~0u, int(words.w), 0)}};
+        KeyTile t(__shfl_sync(~0u, int(words.x), 0), __shfl_sync(~0u, int(words.y), 0),
+                  Range{__shfl_sync(~0u, int(words.z), 0), __shfl_sync(~0u, int(words.w), 0)});
+        if (SHARES) t.share = __shfl_sync(~0u, int(load_shared(base + TILE + 16)), 0);
+        return t;
     }
 
     __device__ KTile k_tile() const { return {base}; }
@@ -192,13 +218,22 @@ struct Shared {
 
 // The thread blocks take tiles in the order of their numbers. With a causal mask later keys are seen by fewer
 // queries: in a group of heads whose Q, dO and dQ stay in the L2 cache, tiles with much to do come first. The
-// deterministic backward adds to a dQ tile in the order of the numbers.
+// deterministic backward adds to a dQ tile in the order of the numbers. Of a list those with most to do come first.
 __device__ inline KeyTile key_tile(const Params& p, int number) {
-    int tiles = key_tiles<CLUSTER_KEYS>(p);
-    Dealt at = deal(number, tiles, p.heads_k * p.batch, p.together);
-    if (DETERMINISTIC) at.tile = key_tile_in_turn(at.tile, tiles);
+    int tiles = key_tiles<CLUSTER_KEYS>(p), heads = p.heads_k * p.batch;
+    Dealt at = walk::LISTED && !DETERMINISTIC
+                   ? deal_longest_first(number, tiles, heads, p.together)
+                   : deal(SHARES ? number / p.most_shares : number, tiles, heads, p.together);
     KeyTile t(at.head, at.tile, Range{0, 0});
-    t.queries = Queries(p, t.head(p), t.head(p).key_tile<CLUSTER_KEYS>(p, at.tile));
+    if (SHARES) t.share = number % p.most_shares;
+    Head head = t.head(p);
+    if (DETERMINISTIC)
+        t.number = key_tile_in_turn(at.tile, tiles);
+    else if (walk::LISTED)
+        t.number = Visits::nth(p, head, p.query_lists, tiles, at.tile);
+    t.queries = Queries(p, head, t.keys(p)).extent();
+    for (int h = 1; walk::LISTED && h < group_of(p); h++)
+        t.queries.end += t.walk(p, {head.batch, head.q + h, head.k}).count();
     return t;
 }
 
@@ -207,24 +242,40 @@ __device__ inline KeyTiles adding_to(const Params& p, const Head& head, int tile
     return {p, head, head.query_tile<ROWS>(p, tile_q)};
 }
 
-// f(head, tile, n) for every query head of the group and query tile that visits the keys; n numbers the query tiles of all
-// heads.
+// f(head, tile, n, bits) for every query head of the group and query tile that visits the keys, or for a share of them; n
+// numbers the query tiles of all heads, `bits` says what a block mask leaves of the tile.
 template <class F>
 __device__ void for_query_tiles(const Params& p, const KeyTile& t, F f) {
     int group = group_of(p), tiles = query_tiles<ROWS>(p);
     Head head = t.head(p);
+    if constexpr (SHARES) {
+        Range visits = t.visits(p);
+        Queries walk = t.walk(p, head);
+        int count = max(1, walk.count()), h = visits.begin / count, step = walk.start() + visits.begin % count;
 #pragma unroll 1
-    for (int h = 0; h < group; h++)
-#pragma unroll 1
-        for (int step = t.queries.start(); t.queries.has(step); step = t.queries.next(step)) {
-            int tile = t.queries.tile(step);
-            f(Head{head.batch, head.q + h, head.k}, tile, (t.kv_head * group + h) * tiles + tile);
+        for (int left = visits.end - visits.begin; left > 0; left--) {
+            int tile = walk.tile(step);
+            f(Head{head.batch, head.q + h, head.k}, tile, (t.kv_head * group + h) * tiles + tile, TileBits{});
+            step = walk.next(step);
+            if (!walk.has(step)) step = walk.start(), h++;
         }
+        return;
+    }
+#pragma unroll 1
+    for (int h = 0; h < group; h++) {
+        Head of{head.batch, head.q + h, head.k};
+        Queries walk = t.walk(p, of);
+#pragma unroll 1
+        for (int step = walk.start(); walk.has(step); step = walk.next(step)) {
+            int tile = walk.tile(step);
+            f(of, tile, (t.kv_head * group + h) * tiles + tile, walk.bits<!WIDE>(step, t.keys(p)));
+        }
+    }
 }
 
 // How far dQ is, in `counters` behind the ticket: heads of K and V take the room in dq_sum in turn.
 struct DQCounters {
-    unsigned *ticket, *clear, *added;
+    unsigned *ticket, *clear, *added, *shares_done;
     int tiles;  // of queries, for one head of K and V
 
     __device__ DQCounters(const Params& p) {
@@ -232,6 +283,7 @@ struct DQCounters {
         clear = ticket + 1;                      // of a head of K and V, tiles of queries in whose place are zeros
         added = clear + p.heads_k * p.batch;     // thread blocks, with a key tile each, that have added to a tile of queries
         tiles = query_tiles<ROWS>(p) * group_of(p);
+        shares_done = added + tiles * p.heads_k * p.batch;  // SHARES: of a worker's keys, shares that are done
     }
 
     // The first tile of a head's sums, less that of its queries.
@@ -267,15 +319,19 @@ __device__ inline int next_number(const Params& p, Shared& s) {
 // The thread that deals out the tiles, and loads.
 __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) {
     DQCounters counters(p);
-    int number = next_number(p, s), total = key_tiles<CLUSTER_KEYS>(p) * p.heads_k * p.batch;
+    int number = next_number(p, s), total = key_tiles<CLUSTER_KEYS>(p) * p.heads_k * p.batch * (SHARES ? p.most_shares : 1);
     while (number < total) {
         KeyTile t = key_tile(p, number);
+        if (SHARES && t.share >= t.shares(p)) {
+            number = next_number(p, s);
+            continue;
+        }
         counters.wait_for_room(t.kv_head);
         s.k.wait_empty();
         t.store(s.base + s.TILE);
         Head keys = t.head(p);
         bool first = true;
-        if (t.queries.count() > 0) {
+        if (t.visited()) {
             mbarrier_arrive_expect(s.k.full(), KTile::BYTES + CLUSTERED * FarKTile::BYTES);
             s.k_tile().load(maps.k, s.k.full(), s.first_key(t), keys.k, keys.batch);
             int far_key = t.number * CLUSTER_KEYS + (1 - s.rank) * KEYS;
@@ -287,7 +343,7 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
             s.v.advance();
         }
         s.k.advance();
-        for_query_tiles(p, t, [&](const Head& head, int i, int n) {
+        for_query_tiles(p, t, [&](const Head& head, int i, int n, TileBits) {
             s.q.wait_empty();
             mbarrier_arrive_expect(s.q.full(), QTile::BYTES + 8 * ROWS);
             s.q_tile().load(maps.q, s.q.full(), i * ROWS, head.q, head.batch);

@@ -4,6 +4,7 @@
 // of two blocks' keys, and half as much is added to memory.
 #pragma once
 #include "sm90/backward_dq.cuh"
+#include "sm90/backward_shares.cuh"
 
 struct WideWorker {
     static constexpr bool IN_TURN = DETERMINISTIC && CLUSTERED;  // the adding thread says when a step's part may be added
@@ -21,6 +22,7 @@ struct WideWorker {
     Shared& s;
     int group, first_key;  // of the worker's keys in a tile
     float factor;
+    Dropout dropout;
     Shared::DQRing dq_ring;
     KTile my_keys;
     int dq_block, dq_place;  // which columns of dQ are the worker's, and where a thread's numbers lie in a tile of sums
@@ -46,6 +48,7 @@ struct WideWorker {
           group(group),
           first_key(PART_KEYS * group),
           factor(Pairs(p, Head{}).factor()),
+          dropout(p),
           dq_ring(s.dq(group)),
           my_keys{s.k_tile().base + 128 * first_key},
           dq_block(s.dq_block(group)),
@@ -130,13 +133,14 @@ struct WideWorker {
                 x = exp2_approx(fmaf(lines.score(x, r, c), factor, minus_lse[r / 8 % 2]));
             },
             slopes);
+        drop(scores, at, pairs.head.batch, dropout);
         if (pairs.tests_backward({tile_q * ROWS, tile_q * ROWS + ROWS}, {key, key + PART_KEYS})) {
             keep_branch();
             hide(scores, at, pairs, seen, arrays, 0);
         }
         if (PAIR_ARRAYS) s.pairs.release();
         sync_threads<128 * GROUPS>(1);  // nobody reads P of the step before any more
-        store_rounded<true>(scores, p_tile, first_key, first_row());
+        store_rounded<true, DROPOUT>(scores, p_tile, first_key, first_row());
         fence_async();
         sync_threads<128 * GROUPS>(2);
         // dS = P (dP - delta) slope, under dV^T += dO^T P
@@ -147,7 +151,7 @@ struct WideWorker {
         if (CLUSTERED) changed(dq);
         ds.each(
             [&](float& x, int r, int, float& probability, float& slope) {
-                x = probability * (x + minus_delta[r / 8 % 2]) * slope;
+                x = derivative(probability, x, minus_delta[r / 8 % 2]) * Pairs::settled(slope, probability);
             },
             scores, slopes);
         store_rounded<true>(ds, ds_tile, first_key, first_row());
@@ -207,6 +211,8 @@ struct WideWorker {
         leave_half<1>(dq, last, steps - 1);
     }
 
+    static_assert(!WIDE || SHARE_SUMS == 32 * (sizeof(dk) + sizeof(dv)), "the plan asks for another number of sums");
+
     // 64 columns of dK or dV, through shared memory and the copy engine.
     __device__ void store(const Accumulator<1, KEYS / 8>& sum, const TensorMap& map, Out* to, const Strides& strides,
                           const KeyTile& t, int column, int columns) {
@@ -253,7 +259,7 @@ struct WideWorker {
             for (int part = 0; part < PARTS; part++) dk[part].clear();
 #pragma unroll
             for (int part = 0; part < PARTS_V; part++) dv[part].clear();
-            left = group_of(p) * t.queries.count();
+            left = SHARES ? t.visits(p).end - t.visits(p).begin : t.all_visits(p);
             s.q.go_to(steps);
             if (left > 0) s.q.wait_full();
             if (CLUSTERED) read_rows(s.row_values());
@@ -264,8 +270,8 @@ struct WideWorker {
             owing = false;
             last = 0;
             shift = DQCounters(p).shift(p, t.kv_head);
-            for_query_tiles(p, t, [&](const Head& head, int tile_q, int tile) {
-                visit(Pairs(p, head), seen, tile_q, tile, key);
+            for_query_tiles(p, t, [&](const Head& head, int tile_q, int tile, TileBits bits) {
+                visit(Pairs(p, head, bits), seen, tile_q, tile, key);
             });
             if (CLUSTERED && owing) settle_dq();
 #pragma unroll
@@ -284,6 +290,7 @@ struct WideWorker {
                 if (!IN_TURN) dq_ring.filled();  // this worker has added all its parts
                 sync_threads<128 * GROUPS>(1);  // nobody reads P and dS of the last step any more
             }
+            if (SHARES && !add_shares(p, s, t, group, dv, dk)) continue;
             store_dv(t, 0);
             if constexpr (PARTS_V == 2) store_dv(t, 1);
             store_dk(t, 0);

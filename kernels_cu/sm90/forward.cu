@@ -5,6 +5,7 @@
 // (forward_tiles.cuh). The others each own 64 rows: the tensor cores compute S = Q K^T of one key tile and O += P V of the
 // tile before in the background (wgmma), and under P V the threads do the softmax of S. O leaves through shared memory, by
 // the copy engine again, where there is room for it.
+#include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/softmax.cuh"
 #include "ptx/barrier.cuh"
@@ -13,22 +14,24 @@
 #include "tile/rows.cuh"
 
 // Per thread. What the loading warpgroup gives away the others take: together no more than at the start.
-constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int LOADER_REGISTERS = GROUPS == 2 ? 40 : 32;
-constexpr int WORKER_REGISTERS = GROUPS == 2 ? 232 : 160;
+constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
+constexpr int LOADER_REGISTERS = GROUPS == 3 ? 32 : 40;
+constexpr int WORKER_REGISTERS = GROUPS == 3 ? 160 : GROUPS == 2 ? 232 : 216;
 static_assert(LOADER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);
 
 // Exponentials are taken before their maximum is known (softmax.cuh), where registers allow it and the maximum is not
 // expected to grow. Two warpgroups have some to spare for a warp to do what overflowed again by itself; three do it together.
-constexpr bool BLIND = DIM <= 128 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS;
-constexpr bool WARP_VOTE = GROUPS == 2;
+// (With dropout and slopes, or a seed in memory, they do not.)
+constexpr bool BLIND =
+    DIM <= 128 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS && !(DROPOUT && (ALIBI_SLOPES || SEED));
+constexpr bool WARP_VOTE = GROUPS < 3;
 
 // Whether the output of a tile is stored under the second scores of the next, where those need no element tests. (With a
-// lower bound of the keys the compiler would make the products wait for each other.)
-constexpr bool UNDER = RIDE && !walk::TESTS_LAST && !walk::TESTS_ANY;
+// lower bound of the keys, or with dropout, the compiler would make the products wait for each other.)
+constexpr bool UNDER = RIDE && !walk::TESTS_LAST && !walk::TESTS_ANY && !walk::LISTED && !DROPOUT;
 
 // Whether a warpgroup that sees no more than half of its first key tile computes only that.
-constexpr bool CUT_FIRST = walk::TESTS_FIRST && KEYS == 128;
+constexpr bool CUT_FIRST = walk::TESTS_FIRST && KEYS == 128 && !walk::LISTED;
 
 // A warpgroup with 64 rows of every tile.
 struct Worker {
@@ -40,9 +43,10 @@ struct Worker {
     int group, first_row, warp_row;  // rows: of the tile
 
     Tile tile{};                // whose scores are computed
-    TileWalk own{{0, 0}};       // over the key tiles that the warpgroup's rows see
+    TileWalk own;               // over the key tiles that the warpgroup's rows see
     bool half = false;          // whether they see no more than the first half of the first one
     OnlineSoftmax<1> softmax;   // of its rows
+    Dropout dropout;
 
     // P V is added while the scores after those of P are computed: those of the next key tile, or of the next tile.
     Accumulator<1, DIM_V / 8> o;
@@ -55,7 +59,8 @@ struct Worker {
           group(group),
           first_row(64 * group),
           warp_row(first_row + threadIdx.x / 32 % 4 * 16),
-          softmax(new_softmax()) {}
+          softmax(new_softmax()),
+          dropout(p) {}
 
     __device__ OnlineSoftmax<1> new_softmax() const { return {Pairs(p, tile.head).factor()}; }
 
@@ -94,9 +99,10 @@ struct Worker {
 
     // Products become scores, hidden ones -inf.
     template <int N>
-    __device__ void mask(Accumulator<1, N>& scores, int tile_k, bool tests) {
-        Pairs pairs(p, tile.head);
-        ScorePlacement at = placement(tile, tile_k * KEYS);
+    __device__ void mask(Accumulator<1, N>& scores, int step, bool tests) {
+        Pairs pairs(p, tile.head, own.bits(step, tile.queries));
+        int tile_k = own.tile(step);
+        ScorePlacement at = placement(tile, own.tile(step) * KEYS);
         if (PAIR_ARRAYS) s.pairs.wait_full();
         InTiles<false, Pairwise> arrays(s.pair_tiles(), warp_row, 0);
         score(scores, at, pairs, arrays);
@@ -145,16 +151,17 @@ struct Worker {
         }
         changed(scores);
         release_k();
-        mask(scores, own.tile(step), tests(step));
+        mask(scores, step, tests(step));
         float largest[1][2], shrink[1][2];
         softmax.row_maximum(scores, largest);
         softmax.raise(largest, shrink);
         softmax.exponentiate(scores);
+        drop(scores, placement(tile, own.tile(step) * KEYS), tile.head.batch, dropout);
         if (RIDING) softmax.settle();
         if (own.after(step) > 0) s.k.wait_full();
         if (RIDING) values_added();
         changed(scores);
-        probabilities.take(scores);
+        probabilities.template take<0, KEYS, DROPOUT>(scores);
     }
 
     // A key tile, whose K is there: S = Q K^T, and under O += P V of the tile before its softmax. The next K is waited
@@ -162,7 +169,6 @@ struct Worker {
     // wait for P V.
     template <class F>
     __device__ void visit(int step, bool tests, F between) {
-        int tile_k = own.tile(step);
         Accumulator<1, KEYS / 8> scores;
         start_scores(scores);
         between();
@@ -170,21 +176,24 @@ struct Worker {
         half = false;
         wgmma_wait<1>();
         changed(scores);
+        ScorePlacement at = placement(tile, own.tile(step) * KEYS);
         float largest[1][2], shrink[1][2];
         bool grown = false;
         auto look = [&] {
-            mask(scores, tile_k, tests);
+            mask(scores, step, tests);
             softmax.row_maximum(scores, largest);
             grown = softmax.raise(largest, shrink);
             softmax.exponentiate(scores);
+            drop(scores, at, tile.head.batch, dropout);
         };
         if (tests || !BLIND) {
             release_k();
             look();
         } else {
-            mask(scores, tile_k, false);
+            mask(scores, step, false);
             float added[1][2];
             bool fits = softmax.exponentiate_blindly(scores, added);
+            drop(scores, at, tile.head.batch, dropout);
             if constexpr (WARP_VOTE) {
                 if (__builtin_expect(__all_sync(~0u, fits), true)) {
                     softmax.add(added);
@@ -209,7 +218,7 @@ struct Worker {
         values_added();
         changed(scores);
         if (__builtin_expect(grown, false)) softmax.scale_rows(o, shrink);
-        probabilities.take(scores);
+        probabilities.template take<0, KEYS, DROPOUT>(scores);
     }
 
     // O of a tile, divided by the sums, and its lse.
@@ -217,7 +226,7 @@ struct Worker {
         softmax.add_lanes();
         Pairs pairs(p, of.head);
         ScorePlacement at = placement(of);
-        softmax.finish(o, pairs.unit(), [&](int r) { return pairs.sink(at(r, 0).head); });
+        softmax.finish(o, pairs.unit(), kept(p), [&](int r) { return pairs.sink(at(r, 0).head); });
         int heads = heads_of(of), queries = of.head.queries(p);
         if (O_STAGED && maps.map_out) {
             bool storer = threadIdx.x % 128 == 0;
@@ -264,7 +273,8 @@ struct Worker {
             Range keys = Band{p, tile.head}.keys_of(q);
             TileWalk all(p, tile.head, tile.queries);
             bool any = more && q.begin < q.end && first_head() < heads_of(tile) && keys.begin < keys.end;
-            own = any ? TileWalk(covering<KEYS>(keys)) : TileWalk({all.tiles.begin, all.tiles.begin});
+            own = all.part(keys, any);
+            if (walk::LISTED) any = any && own.count() > 0;
             softmax = new_softmax();
 
             // V comes in the order of the key tiles, hidden ones too.
@@ -303,7 +313,7 @@ struct Worker {
             if (any) {
                 // A row that saw nothing of the tile before has no maximum yet: where one may be, the key after this
                 // tile is hidden from it.
-                if constexpr (walk::TESTS_ANY || walk::TESTS_LAST) {
+                if constexpr (walk::TESTS_ANY || walk::TESTS_LAST || walk::LISTED) {
                     for (; own.has(step); step = own.next(step)) visit(step, tests(step, 1), [] {});
                 } else {
                     if (walk::TESTS_FIRST)
@@ -332,7 +342,7 @@ struct Worker {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attention_forward(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) char memory[];
     Shared s(shared_address(memory));

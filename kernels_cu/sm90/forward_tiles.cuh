@@ -12,10 +12,11 @@ using namespace config;
 constexpr int ROWS = 64 * GROUPS;
 constexpr int HEAD_ROWS = ROWS / PACK;  // where queries are few, heads that share K and V share a tile: rows of each
 constexpr int THREADS = 128 * (GROUPS + 1);
+constexpr int BLOCKS = GROUPS == 1 ? 2 : 1;  // of a multiprocessor
 constexpr int READERS = 4 * GROUPS;  // warps that read what is loaded
 
 // Whether the last O += P V of a tile is done under the first scores of the next: asks for registers and an early Q.
-constexpr bool RIDE = GROUPS == 2 && Q_STAGES > 1;
+constexpr bool RIDE = GROUPS < 3 && Q_STAGES > 1;
 
 // Whether, where tiles are alike and so their order is fixed, the next tile's Q is asked for in the middle of a tile: all
 // thread blocks change heads at once, and it would come late. (Beside three warpgroups the loading thread has no
@@ -24,7 +25,7 @@ constexpr bool EARLY = RIDE && walk::ALIKE;
 
 // Whether the loading thread tells the others all of a tile, so that they need no divisions between two tiles, or only
 // its number: beside three warpgroups it has no registers for more, and where tiles are alike there is nothing to gain.
-constexpr bool TELL = GROUPS == 2 && !walk::ALIKE;
+constexpr bool TELL = GROUPS < 3 && !walk::ALIKE;
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
@@ -32,10 +33,10 @@ using VTile = SwizzledTile<KEYS, DIM_V>;
 using OTile = SwizzledTile<ROWS, DIM_V>;
 
 using TileSchedule = Schedule<HEAD_ROWS, PACK>;
-using TileWalk = KeyWalk<KEYS>;
+using TileWalk = KeyWalk<KEYS, ROWS>;  // (what is listed is not packed)
 
 using Pairwise = PairTiles<ROWS>;  // mask and bias
-static_assert(!PAIR_ARRAYS || PACK == 1);
+static_assert(!(PAIR_ARRAYS || walk::LISTED || DROPOUT) || PACK == 1);
 
 struct TensorMaps : PairMaps {
     TensorMap q, k, v, out;

@@ -19,6 +19,35 @@ __device__ inline void transpose_quad(unsigned (&w)[4]) {
     }
 }
 
+// Numbers of float32 to float32: as registers hold them, two at a time where they are so aligned.
+template <int M, int N, class F>
+__device__ void store_float_rows(const Accumulator<M, N>& sum, bool vectors, int cols, F at) {
+#pragma unroll
+    for (int line = 0; line < 2 * M; line++) {
+        int m = line / 2, h = line % 2;
+        float* to = at(sum.row(m, 2 * h));
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            int col = sum.column(n, 0);
+            float x = sum.x[m][n][2 * h], y = sum.x[m][n][2 * h + 1];
+            if (to == nullptr || col >= cols) continue;
+            if (vectors) {
+                *(float2*)(to + col) = {x, y};
+            } else {
+                to[col] = x;
+                if (col + 1 < cols) to[col + 1] = y;
+            }
+        }
+    }
+}
+
+// The same of an accumulator that stands at (row, col) of `rows` rows of `cols` numbers.
+template <int M, int N, class T>
+__device__ void store_floats(const Accumulator<M, N>& sum, T* to, long long stride, int row, int col, int rows, int cols) {
+    bool vectors = (unsigned long long)to % 8 == 0 && stride % 2 == 0 && cols % 2 == 0;
+    store_float_rows(sum, vectors, cols - col, [&](int r) -> T* { return row + r < rows ? to + (row + r) * stride + col : nullptr; });
+}
+
 // A row of `cols` elements begins at(row), null where there is none. A lane writes 16 bytes of it at once, where they are
 // so aligned (`vectors`), the four lanes of a row 64.
 template <int N, class F>
@@ -26,7 +55,7 @@ __device__ void store_rows(const Accumulator<1, N>& sum, bool vectors, int cols,
     static_assert(N % 4 == 0);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        Out* to = at(threadIdx.x % 32 / 4 + 8 * h);
+        auto* to = at(threadIdx.x % 32 / 4 + 8 * h);
 #pragma unroll
         for (int n = 0; n < N; n += 4) {
             unsigned w[4];

@@ -1,10 +1,14 @@
-// A tile of 16-bit numbers in shared memory. Rows are 16 bytes longer than their elements, so that the eight rows that
+// A tile of 16-bit numbers in shared memory (of doubles: tile/doubles.cuh). Rows are 16 bytes longer than their elements, so that the eight rows that
 // ldmatrix reads at once lie in different banks, and every address is a base plus a constant.
 #pragma once
 #include "ptx/cp_async.cuh"
 #include "ptx/shared.cuh"
 
-template <int ROWS, int COLS>
+// Elements of 16 bytes.
+template <class T>
+constexpr int VECTOR = 16 / sizeof(T);
+
+template <int ROWS, int COLS, class T = Product>
 struct SharedTile {
     static constexpr int COLUMNS = COLS;
     static constexpr int PITCH = COLS + 8;
@@ -13,30 +17,46 @@ struct SharedTile {
     unsigned base;  // 32-bit address in shared memory
 
     __device__ unsigned address(int row, int col) const { return base + 2 * (row * PITCH + col); }
+
+    // Where column `col` is in rows from `row` on.
+    struct Column {
+        unsigned first;
+        __device__ unsigned operator()(int rows) const { return first + 2 * rows * PITCH; }
+    };
+    __device__ Column column(int row, int col) const { return {address(row, col)}; }
 };
+
+// Numbers that the tensor cores multiply for each one of the problem, see halves.cuh.
+constexpr int PARTS = sizeof(In) == 4 && sizeof(Product) == 2 ? 2 : 1;
+
+// A tile of an operand: of two parts, COLS columns of the one and then those of the other.
+template <int ROWS, int COLS>
+using OperandTile = SharedTile<ROWS, PARTS * COLS>;
 
 // A copy of rows x cols elements of global memory into a tile; what lies beyond them in the tile becomes zeros. It comes
 // in PIECES, 16 bytes for each thread, so that it can ride along a product: in one burst they would fill the queue that
-// the product's own loads wait in. Columns come in eights: where cols is no multiple of 8, the memory must hold zeros up
-// to the next (the host sees to it).
-template <int THREADS, int ROWS, int COLS>
+// the product's own loads wait in. Where cols is no multiple of 16 bytes, the memory must hold zeros up to the next (the
+// host sees to it).
+template <int THREADS, int ROWS, int COLS, class Tile = SharedTile<ROWS, COLS>>
 struct AsyncCopy {
-    static constexpr int CHUNKS = COLS / 8;        // of 16 bytes in a row
+    static constexpr int EACH = VECTOR<Product>;        // elements of a chunk
+    static constexpr int CHUNKS = COLS / EACH;     // of 16 bytes in a row
     static constexpr int STEP = THREADS / CHUNKS;  // rows that the block copies at once
     static constexpr int PIECES = (ROWS + STEP - 1) / STEP;
     static constexpr bool EVEN = THREADS % CHUNKS == 0 && ROWS % STEP == 0;
 
-    unsigned target;
-    const In* source;
+    typename Tile::Column target;
+    const Product* source;
     long long stride;     // between pieces
     int rows, tile_rows;  // of the source and of the tile, from this thread's first on
 
-    __device__ AsyncCopy(SharedTile<ROWS, COLS> tile, const In* from, long long row_stride, int rows, int cols) {
+    // Into a tile's columns from `column` on.
+    __device__ AsyncCopy(Tile tile, const Product* from, long long row_stride, int rows, int cols, int column = 0) {
         int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
-        target = tile.address(first, 8 * chunk);
-        source = from + first * row_stride + 8 * chunk;
+        target = tile.column(first, column + EACH * chunk);
+        source = from + first * row_stride + EACH * chunk;
         stride = STEP * row_stride;
-        this->rows = (8 * chunk < cols ? rows : 0) - first;
+        this->rows = (EACH * chunk < cols ? rows : 0) - first;
         tile_rows = first < STEP ? ROWS - first : 0;
     }
 
@@ -45,12 +65,10 @@ struct AsyncCopy {
     // What belongs to step k of STEPS, in order.
     template <int STEPS>
     __device__ void part(int k) {
-        constexpr int EACH = (PIECES + STEPS - 1) / STEPS;
+        constexpr int NOW = (PIECES + STEPS - 1) / STEPS;
 #pragma unroll
-        for (int i = k * EACH; i < (k + 1) * EACH && i < PIECES; i++) {
-            if (EVEN || i * STEP < tile_rows) {
-                cp_async_16(target + i * STEP * SharedTile<ROWS, COLS>::PITCH * 2, source, i * STEP < rows);
-            }
+        for (int i = k * NOW; i < (k + 1) * NOW && i < PIECES; i++) {
+            if (EVEN || i * STEP < tile_rows) cp_async_16(target(i * STEP), source, i * STEP < rows);
             source += stride;
         }
     }
@@ -58,23 +76,33 @@ struct AsyncCopy {
 
 // Whether rows of `cols` elements from `target` on can be written 16 bytes at once.
 __device__ inline bool aligned(const Out* target, long long row_stride, int cols) {
-    return cols % 8 == 0 && row_stride % 8 == 0 && (unsigned long long)target % 16 == 0;
+    return cols % VECTOR<Out> == 0 && row_stride % VECTOR<Out> == 0 && (unsigned long long)target % 16 == 0;
+}
+
+// An element from shared memory to global memory.
+template <class T>
+__device__ void copy_shared(T* to, unsigned from) {
+    to->bits = load_shared_u16(from);
+}
+template <>
+__device__ inline void copy_shared<double>(double* to, unsigned from) {
+    *to = load_shared_double(from);
 }
 
 // Write the warp's rows [first, first + COUNT) of a tile to global memory, where they are rows of `cols` elements.
-template <int COUNT, class Tile>
-__device__ void store_rows(Tile tile, int first, Out* target, long long row_stride, int rows, int cols) {
+template <int COUNT, class Tile, class T>
+__device__ void store_rows(Tile tile, int first, T* target, long long row_stride, int rows, int cols) {
     int lane = threadIdx.x % 32;
     bool vectors = aligned(target, row_stride, cols);
-    constexpr int CHUNKS = Tile::COLUMNS / 8;
+    constexpr int EACH = VECTOR<Out>, CHUNKS = Tile::COLUMNS / EACH;
     for (int i = lane; i < COUNT * CHUNKS; i += 32) {
-        int row = first + i / CHUNKS, col = i % CHUNKS * 8;
+        int row = first + i / CHUNKS, col = i % CHUNKS * EACH;
         if (row >= rows || col >= cols) continue;
-        Out* to = target + row * row_stride + col;
+        T* to = target + row * row_stride + col;
         if (vectors) {
             *(uint4*)to = load_shared_16(tile.address(row, col));
         } else {
-            for (int c = 0; c < min(8, cols - col); c++) to[c].bits = load_shared_u16(tile.address(row, col + c));
+            for (int c = 0; c < min(EACH, cols - col); c++) copy_shared(to + c, tile.address(row, col + c));
         }
     }
 }

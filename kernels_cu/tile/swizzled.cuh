@@ -123,9 +123,9 @@ struct Operand {
     unsigned x[K / 16][4];
 
     // Its first columns, or COUNT from FIRST on.
-    template <int FIRST = 0, int COUNT = K, int N>
+    template <int FIRST = 0, int COUNT = K, bool RELU = false, int N>
     __device__ void take(const Accumulator<1, N>& sum) {
-        FromRegisters<1, N> rounded{sum};
+        FromRegisters<1, N, RELU> rounded{sum};
 #pragma unroll
         for (int k = FIRST / 16; k < (FIRST + COUNT) / 16 && k < N / 2; k++) rounded(x[k], 0, k);
     }
@@ -152,9 +152,9 @@ __device__ void store_transposed(const Operand<K>& operand, Tile tile, int row, 
 }
 
 // Round a warp's 16 rows to Product and store them from (row, col) of the tile on; TRANSPOSED: as 16 columns.
-template <bool TRANSPOSED = false, int N, class Tile>
+template <bool TRANSPOSED = false, bool RELU = false, int N, class Tile>
 __device__ void store_rounded(const Accumulator<1, N>& sum, Tile tile, int row, int col, int lane = threadIdx.x % 32) {
-    FromRegisters<1, N> rounded{sum};
+    FromRegisters<1, N, RELU> rounded{sum};
 #pragma unroll
     for (int k = 0; k < N / 2; k++) {
         unsigned pairs[4];
@@ -168,6 +168,6 @@ __device__ void store_rounded(const Accumulator<1, N>& sum, Tile tile, int row, 
         static_assert(TRANSPOSED);
         const float(&f)[4] = sum.x[0][N - 1];
         stmatrix_x2_transposed(tile.address(row + 8 * (N - 1) + lane % 8, col + lane / 8 % 2 * 8),
-                               pack2<Product>(f[0], f[1]), pack2<Product>(f[2], f[3]));
+                               pack2<Product, RELU>(f[0], f[1]), pack2<Product, RELU>(f[2], f[3]));
     }
 }

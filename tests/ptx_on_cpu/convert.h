@@ -42,6 +42,14 @@ inline float to_float(float x) { return x; }
 inline double to_float(double x) { return x; }
 
 template <class T>
+T truncated(double x) {
+    constexpr double LARGEST = double(std::numeric_limits<T>::max());
+    if (x != x) return 0;
+    if (x >= LARGEST) return std::numeric_limits<T>::max();
+    return x <= -LARGEST - 1 ? std::numeric_limits<T>::min() : T(x);
+}
+
+template <class T>
 T from_float(float x);
 template <>
 inline half_t from_float<half_t>(float x) {
@@ -69,7 +77,8 @@ inline float from_float<float>(double x) {
     return float(x);
 }
 
-template <class T>
+template <class T, bool RELU = false>
 unsigned pack2(float low, float high) {
+    if (RELU) low = low < 0 ? 0 : low, high = high < 0 ? 0 : high;
     return from_float<T>(low).bits | unsigned(from_float<T>(high).bits) << 16;
 }

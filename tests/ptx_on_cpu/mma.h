@@ -64,3 +64,19 @@ inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, uns
 inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, half_t) {
     on_cpu::mma<half_t>(d, a, b0, b1);
 }
+
+inline void mma_m16n8k8(double (&d)[4], const double (&a)[4], double b0, double b1) {
+    struct Operands {
+        double* d;
+        const double* a;
+        double b[2];
+    } mine{d, a, {b0, b1}};
+    on_cpu::together("mma_m16n8k8", mine, [](Operands** lanes) {
+        for (int l = 0; l < 32; l++)
+            for (int e = 0; e < 4; e++) {
+                int row = l / 4, column = l % 4 * 2 + e % 2;
+                for (int k = 0; k < 8; k++)
+                    lanes[l]->d[e] += lanes[row * 4 + k % 4]->a[e / 2 + k / 4 * 2] * lanes[column * 4 + k % 4]->b[k / 4];
+            }
+    });
+}

@@ -21,6 +21,9 @@ def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | No
     if max(problem.dim, problem.dim_v) > largest:
         return f"takes head dimensions up to {largest}, not {problem.dim} and {problem.dim_v}"
     others = [x.name for x in problem.given if x.name != "key_mask"] + ["softcap"] * (problem.softcap is not None)
+    others += ["dropout"] * (problem.dropout > 0)
+    others += ["block_mask"] * (problem.block_mask is not None)
+    others += ["score function"] * (problem.score is not None)
     if others:
         return f"takes no {' and no '.join(others)}"
     return None

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...problem import ITEMSIZE, AttentionProblem
+from ...tile_lists import ListUse
 from ..array_gradient import Lengths, work
 from ..device import Arch
-from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, scored
+from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, scored
+from ..score_gradient import score_work
 
 MAX_DIM = 4096
 
@@ -36,6 +38,11 @@ class Tile:
     threads: int = 128
     dim: int = MAX_DIM  # for head dimensions up to this
     sums: int | None = None  # and sums kept in numbers of this many bytes; None: any
+    scored: bool | None = None  # scores that are more than the scaled product; None: either
+
+    def fits(self, problem: AttentionProblem) -> bool:
+        size, widest = ITEMSIZE[problem.lse_dtype], max(problem.dim, problem.dim_v)
+        return self.sums in (None, size) and widest <= self.dim and self.scored in (None, scored(problem))
 
 
 FORWARD = (
@@ -48,6 +55,7 @@ FORWARD = (
     Tile(32, 32, 128, 16, 3, spills=64, sums=8),
 )
 BACKWARD = (
+    Tile(32, 64, 32, 32, 4, dim=32, sums=4, scored=True),
     Tile(64, 32, 32, 32, 2, dim=32, sums=4),
     Tile(64, 32, 64, 32, 3, spills=48, dim=64, sums=4),
     Tile(64, 32, 128, 32, 2, sums=4),
@@ -74,8 +82,7 @@ TILES = {
 
 
 def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> KernelPlan:
-    size, widest = ITEMSIZE[problem.lse_dtype], max(problem.dim, problem.dim_v)
-    t = next(row for row in TILES[backward].rows(tile) if row.sums in (None, size) and widest <= row.dim)
+    t = next(row for row in TILES[backward].rows(tile) if row.fits(problem))
     pairs = problem.batch * problem.heads_q
     tiles_q, tiles_k = ceil(problem.seq_q, t.owned), ceil(problem.seq_k, t.owned)
     # A block owns t.columns columns of the result: a wider one takes several blocks, which share their rows.
@@ -86,7 +93,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
         launch = Launch("attention_forward", pairs * tiles_q * parts_v, t.threads)
         return KernelPlan(
             "simt", arch.name, problem.dtype, backward, source, constants, (launch,), ITEMSIZE[problem.dtype],
-            spills=_spills(t, problem), given=problem.given,
+            spills=_spills(t, problem), given=problem.given, lists=lists(problem, _by_query(t)),
         )  # fmt: skip
     pairs_k = problem.batch * problem.heads_k
     launches: tuple[Launch, ...] = (
@@ -99,29 +106,35 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     return KernelPlan(
         "simt", arch.name, problem.dtype, backward, source, constants, launches, ITEMSIZE[problem.dtype], workspace,
         _spills(t, problem), given=problem.given,
+        lists=lists(problem, _by_query(t), ListUse("query_lists", t.visited, t.owned, "queries")),
     )  # fmt: skip
 
 
 def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
     """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
-    size, widest = ITEMSIZE[problem.lse_dtype], max(problem.dim, problem.dim_v)
-    t = next(row for row in TILES[True].table if row.sums in (None, size) and widest <= row.dim)
+    t = next(row for row in TILES[True].table if row.fits(problem))
     of_arrays = work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
+    of_arrays += score_work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
     pairs = problem.batch * problem.heads_q
     delta = Launch("attention_backward_delta", ceil(pairs * problem.seq_q, t.threads), t.threads)
     return KernelPlan(
         "simt", arch.name, problem.dtype, True, "simt/array_gradient.cu",
         (*_tile_constants(t), *of_arrays.constants, *features(problem)), (delta, *of_arrays.launches),
         ITEMSIZE[problem.dtype], (Workspace("delta", problem.lse_dtype, (pairs, problem.seq_q)), *of_arrays.workspace),
-        _spills(t, problem), scalars=of_arrays.scalars, given=problem.given, wrt=tuple(lengths),
+        _spills(t, problem), scalars=of_arrays.scalars, given=problem.given, lists=lists(problem, _by_query(t)),
+        wrt=tuple(lengths),
     )  # fmt: skip
 
 
-SCORED_SPILLS = 600  # more, with arrays that scores read: their addresses
+def _by_query(t: Tile) -> ListUse:
+    return ListUse("key_lists", t.owned, t.visited, "queries")
+
+
+SCORED_SPILLS = 600  # more, with arrays that scores read: their addresses. And with dropout, for its generator's words
 
 
 def _spills(t: Tile, problem: AttentionProblem) -> int:
-    return t.spills + SCORED_SPILLS * scored(problem)
+    return t.spills + SCORED_SPILLS * (scored(problem) or problem.dropout > 0)
 
 
 def _tile_constants(t: Tile) -> tuple[tuple[str, int], ...]:

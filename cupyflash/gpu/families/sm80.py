@@ -6,18 +6,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...problem import ITEMSIZE, AttentionProblem
+from ...tile_lists import ListUse
 from ..array_gradient import Lengths, work
 from ..device import Arch
-from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, pad, scored
+from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
+from ..score_gradient import score_work
+from . import simt
+
+# Compute capabilities whose tensor cores multiply doubles at full rate. Elsewhere `simt` is as fast.
+FAST_DOUBLES = (8.0, 9.0, 10.0)
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"takes float16 and bfloat16, not {problem.dtype}"
     if arch.cc < 80:
         return f"needs compute capability 8.0, this GPU has {arch.cc / 10}"
+    if problem.dtype == "float64" and arch.cc / 10 not in FAST_DOUBLES:
+        return f"takes float64 where double precision is fast {FAST_DOUBLES}, not on compute capability {arch.cc / 10}"
     if max(problem.dim, problem.dim_v) > 256:
         return f"takes head dimensions up to 256, not {problem.dim} and {problem.dim_v}"
+    if _fitting(problem, arch, backward, None) is None:
+        which = "backward" if backward else "forward"
+        return f"has no {problem.dtype} {which} for head dimensions {problem.dim} and {problem.dim_v} in {arch.shared_memory} bytes"
     return None
 
 
@@ -38,6 +47,8 @@ class Tile:
     min_blocks: int  # thread blocks on a multiprocessor: bounds the registers
     dim: int = 256  # for head dimensions up to this
     seq_q: int = ANY  # and this many queries
+    size: int | None = None  # and elements of so many bytes; None: any
+    spills: int = 0  # bytes per thread that ptxas may spill beside SPILLS
 
     def dims(self, problem: AttentionProblem, backward: bool) -> tuple[int, int]:
         """Head dimensions as the kernel pads them."""
@@ -45,8 +56,23 @@ class Tile:
         return pad(problem.dim, step if backward else 16), pad(problem.dim_v, step)
 
 
-# The first tile that the problem and the GPU's shared memory admit is taken.
+def parts_of(dtype: str) -> int:
+    """How many float16 a number is for the tensor cores (kernels_cu/tile/halves.cuh)."""
+    return 2 if dtype == "float32" else 1
+
+
+# In order of preference.
 FORWARD = (
+    Tile(128, 32, 4, 1, 2, 2, dim=64, size=4),
+    Tile(128, 64, 8, 2, 1, 1, dim=128, size=4),
+    Tile(64, 32, 4, 2, 1, 1, dim=128, size=4),
+    Tile(64, 32, 8, 2, 1, 1, size=4),
+    Tile(32, 16, 2, 1, 1, 1, size=4),
+    Tile(64, 32, 4, 1, 2, 2, dim=64, size=8),
+    Tile(128, 32, 8, 1, 2, 1, dim=64, size=8),
+    Tile(128, 32, 8, 1, 1, 1, dim=128, size=8, spills=32),
+    Tile(64, 32, 8, 2, 1, 1, dim=192, size=8),
+    Tile(32, 32, 4, 2, 1, 1, size=8),
     Tile(128, 128, 4, 1, 2, 2, dim=64),
     Tile(128, 64, 4, 1, 2, 2, dim=128),
     Tile(128, 32, 4, 1, 2, 2, dim=128),
@@ -54,6 +80,18 @@ FORWARD = (
     Tile(64, 32, 4, 1, 1, 2),
 )
 BACKWARD = (
+    Tile(64, 128, 8, 2, 1, 1, dim=64, size=4),
+    Tile(32, 64, 8, 2, 1, 1, dim=64, size=4),
+    Tile(64, 64, 8, 2, 1, 1, dim=128, size=4),
+    Tile(64, 32, 8, 4, 1, 1, size=4, spills=144),
+    Tile(32, 32, 4, 2, 1, 1, dim=128, size=4),
+    Tile(32, 32, 4, 2, 1, 1, size=4, spills=288),
+    Tile(16, 32, 2, 1, 1, 1, dim=192, size=4, spills=736),
+    Tile(32, 64, 4, 1, 1, 2, dim=64, size=8, spills=136),
+    Tile(32, 64, 8, 2, 1, 1, dim=128, size=8),
+    Tile(32, 32, 4, 2, 1, 1, dim=128, size=8),
+    Tile(32, 32, 8, 4, 1, 1, dim=192, size=8, spills=32),
+    Tile(32, 16, 4, 4, 1, 1, size=8, spills=560),  # a warp has 64 columns of dQ beside those of dK and dV
     Tile(64, 64, 4, 1, 2, 3, dim=64, seq_q=2048),
     Tile(128, 128, 8, 2, 2, 1, dim=64),
     Tile(64, 128, 8, 2, 1, 1, dim=64),
@@ -67,91 +105,148 @@ BACKWARD = (
 # What ptxas may spill, in bytes per thread, by pass and whether scores are more than a product. Registers are full by choice:
 # a tile a step smaller was slower everywhere. A few addresses are spilled, read once per tile; with a bias, elements of it,
 # which ptxas loads ahead.
-SPILLS = {(False, False): 144, (False, True): 960, (True, False): 80, (True, True): 480}
+LISTED_SPILLS = 112  # more, with a block mask: its addresses
+SPILLS = {(False, False): 144, (False, True): 1072, (True, False): 80, (True, True): 480}
 
 
-def _registers(t: Tile) -> int:
-    """What a thread has for the sums of its part of a tile."""
-    return min(255, 65536 // (32 * t.warps * t.min_blocks)) - 40
+def _spills(t: Tile, problem: AttentionProblem, backward: bool) -> int:
+    return t.spills + SPILLS[backward, scored(problem)] + LISTED_SPILLS * (problem.block_mask is not None)
+
+
+def _registers(t: Tile, problem: AttentionProblem) -> int:
+    """How many numbers of the sums of its part of a tile a thread has room for."""
+    return (min(255, 65536 // (32 * t.warps * t.min_blocks)) - 40) * 4 // ITEMSIZE[problem.lse_dtype]
+
+
+def _of_size(t: Tile, problem: AttentionProblem, rows: int) -> bool:
+    """Fewer rows than these, and fewer than 32 keys, are for doubles."""
+    return ITEMSIZE[problem.dtype] == 8 or (t.rows >= rows and t.keys >= 32)
 
 
 def _forward_possible(t: Tile, problem: AttentionProblem) -> bool:
     """Do the warps share the tile out evenly, and have its sums room in the registers?"""
     even = t.rows % (16 * t.warps // t.column_warps) == 0 and t.keys % (16 * t.column_warps) == 0
-    return even and t.rows * (pad(problem.dim_v, 16) + t.keys) // (32 * t.warps) <= _registers(t)
+    sums = pad(problem.dim_v, 16) + parts_of(problem.dtype) * t.keys
+    fits = t.rows * sums // (32 * t.warps) <= _registers(t, problem)
+    return even and fits and _of_size(t, problem, 64)
 
 
 def _backward_possible(t: Tile, problem: AttentionProblem) -> bool:
     d, dv = pad(problem.dim, 16), pad(problem.dim_v, 16)
     down = max(1, t.rows // 32)  # warps along dQ's rows
-    even = t.keys % (16 * t.warps // t.column_warps) == 0 and t.rows % (16 * t.column_warps) == 0
-    fits = t.keys * (d + dv + 2 * t.rows) // (32 * t.warps) <= _registers(t)
-    return even and t.warps % down == 0 and fits
+    query_warps = min(t.rows // 16, t.column_warps) if ITEMSIZE[problem.dtype] == 8 else t.column_warps
+    even = t.keys % (16 * t.warps // t.column_warps) == 0 and t.rows % (16 * query_warps) == 0
+    sums = d + dv + (1 + parts_of(problem.dtype)) * t.rows
+    fits = t.keys * sums // (32 * t.warps) <= _registers(t, problem)
+    return even and t.warps % down == 0 and fits and _of_size(t, problem, 32)
 
 
 TILES = {
     False: Tiles(FORWARD, {
-        "rows": (64, 128), "keys": (32, 48, 64, 96, 128), "warps": (4, 8), "column_warps": (1, 2), "stages": (1, 2),
+        "rows": (32, 64, 128), "keys": (16, 32, 48, 64, 96, 128), "warps": (4, 8), "column_warps": (1, 2), "stages": (1, 2),
         "min_blocks": (1, 2, 3),
     }, _forward_possible),
     True: Tiles(BACKWARD, {
-        "rows": (32, 64, 128), "keys": (32, 64, 128), "warps": (4, 8), "column_warps": (1, 2, 4), "stages": (1, 2),
+        "rows": (16, 32, 64, 128), "keys": (16, 32, 64, 128), "warps": (4, 8), "column_warps": (1, 2, 4), "stages": (1, 2),
         "min_blocks": (1, 2, 3),
     }, _backward_possible),
 }  # fmt: skip
 
 
-PAD = 8  # elements between the rows of a shared tile, see kernels_cu/tile/shared.cuh
+PAD = 8  # elements between the rows of a shared tile, see kernels_cu/tile/shared.cuh; none in one of doubles
 
 
-def shared_memory(t: Tile, dim: int, dim_v: int, backward: bool) -> int:
+def shared_memory(t: Tile, dim: int, dim_v: int, backward: bool, dtype: str) -> int:
     """Bytes that the kernel of a tile lays out."""
+    parts = parts_of(dtype)
+    size, pad, of_sums = (8, 0, 8) if dtype == "float64" else (2, PAD, 4)
+    pair = parts * (dim + dim_v) + 2 * pad  # a row of Q and dO, or of K and V
     if not backward:
-        elements = t.rows * (max(dim, dim_v) + PAD) + t.stages * t.keys * (dim + dim_v + 2 * PAD)
-        exchanged = 2 * t.rows * (t.keys + PAD) + 8 * t.rows if t.column_warps > 1 else 0  # P and row values
-        return 2 * elements + exchanged
-    elements = (t.keys + t.stages * t.rows) * (dim + dim_v + 2 * PAD)
-    elements += (2 if t.column_warps > 1 else 1) * t.keys * (t.rows + PAD)
-    return 2 * elements + t.stages * 2 * 4 * t.rows + 16  # lse and delta of the queries, the ticket
+        widest = parts * dim if parts > 1 else max(dim, dim_v)  # float32 does not leave through shared memory
+        elements = t.rows * (widest + pad) + t.stages * t.keys * pair
+        exchanged = size * t.rows * (parts * t.keys + pad) + 2 * of_sums * t.rows  # P and row values
+        return size * elements + (exchanged if t.column_warps > 1 else 0)
+    elements = (t.keys + t.stages * t.rows) * pair
+    elements += (2 if t.column_warps > 1 else 1) * t.keys * (parts * t.rows + pad)
+    maxima = 4 * t.warps if parts > 1 else 0
+    return size * elements + t.stages * 2 * of_sums * t.rows + 16 + maxima  # lse and delta of the queries, the ticket
+
+
+def _fitting(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> Tile | None:
+    """The first tile that the problem and the GPU's shared memory admit; of a size, for as many blocks as it is made for."""
+    for t in TILES[backward].rows(tile):
+        dim, dim_v = t.dims(problem, backward)
+        size = shared_memory(t, dim, dim_v, backward, problem.dtype)
+        if (
+            t.size in (None, ITEMSIZE[problem.dtype]) and max(dim, dim_v) <= t.dim and problem.seq_q <= t.seq_q
+            and size <= arch.shared_memory and (t.size is None or t.min_blocks * (size + 1024) <= arch.shared_memory + 1024)
+        ):  # fmt: skip
+            return t
+    return None
 
 
 def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> KernelPlan:
-    for t in TILES[backward].rows(tile):
-        dim, dim_v = t.dims(problem, backward)
-        size = shared_memory(t, dim, dim_v, backward)
-        if max(dim, dim_v) <= t.dim and problem.seq_q <= t.seq_q and size <= arch.shared_memory:
-            break
-    else:
+    parts = parts_of(problem.dtype)
+    t = _fitting(problem, arch, backward, tile)
+    if t is None:
         which = "backward" if backward else "forward"
         raise ValueError(f"no sm80 {which} tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
+    dim, dim_v = t.dims(problem, backward)
+    size = shared_memory(t, dim, dim_v, backward, problem.dtype)
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", dim), ("DIM_V", dim_v), *((name.upper(), getattr(t, name)) for name in TILES[backward].tried),
         ("SHARED_MEMORY", size), *features(problem),
     )  # fmt: skip
     pairs, tiles_q = problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows)
     source = f"sm80/{'backward' if backward else 'forward'}.cu"
+    split, halves = _split(problem, t, dim, dim_v, backward) if parts > 1 else ((), ())
+    alignment = 16 if parts == 1 else ITEMSIZE[problem.dtype]
     if not backward:
         launch = Launch("attention_forward", pairs * tiles_q, 32 * t.warps, size)
         return KernelPlan(
-            "sm80", arch.name, problem.dtype, backward, source, constants, (launch,), 16, spills=SPILLS[backward, scored(problem)],
-            given=problem.given,
+            "sm80", arch.name, problem.dtype, backward, source, constants, (*split, launch), alignment, halves,
+            spills=_spills(t, problem, backward), given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
         )  # fmt: skip
     blocks = problem.batch * problem.heads_k * ceil(problem.seq_k, t.keys)
     launches = (
+        *split,
         Launch("attention_backward_prepare", pairs * tiles_q, 128),
         Launch("attention_backward", blocks, 32 * t.warps, size),
         Launch("attention_backward_finish", pairs * tiles_q, 128),
     )
     workspace = (
-        Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows)),  # and lse
-        Workspace("dq_sum", "float32", (pairs, tiles_q, t.rows * dim)),
+        Workspace("delta", problem.lse_dtype, (pairs, tiles_q, 2, t.rows)),  # and lse
+        Workspace("dq_sum", problem.lse_dtype, (pairs, tiles_q, t.rows * dim)),
         Workspace("counters", "uint32", (pairs * tiles_q + 1 if problem.deterministic else 0,)),
+        *halves,
     )
     constants += (("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", arch.cc >= 90))
     return KernelPlan(
-        "sm80", arch.name, problem.dtype, backward, source, constants, launches, 16, workspace, SPILLS[backward, scored(problem)],
-        given=problem.given,
+        "sm80", arch.name, problem.dtype, backward, source, constants, launches, alignment, workspace, _spills(t, problem, backward),
+        given=problem.given, lists=both_ways(problem, t.rows, t.keys, "keys"),
     )  # fmt: skip
+
+
+def _split(
+    problem: AttentionProblem, t: Tile | GradientTile, dim: int, dim_v: int, backward: bool
+) -> tuple[tuple[Launch, ...], tuple[Workspace, ...]]:
+    """What puts the parts of float32 numbers into memory, and that memory (kernels_cu/attention/operands.cuh)."""
+    of_queries = (problem.heads_q, problem.seq_q, t.rows)
+    of_keys = (problem.heads_k, problem.seq_k, t.keys)
+    arrays = [("q", *of_queries, dim), ("k", *of_keys, dim), ("v", *of_keys, dim_v)]
+    arrays += [("dout", *of_queries, dim_v)] if backward else []
+    tiles, spaces = 0, []
+    for name, heads, seq, size, width in arrays:
+        of_array = problem.batch * heads * ceil(seq, size)
+        tiles += of_array
+        spaces.append(Workspace(f"{name}_halves", "float16", (problem.batch * heads * seq, 2 * width)))
+        spaces.append(Workspace(f"{name}_units", "float32", (of_array,)))
+    return (Launch("attention_split", tiles, 256),), tuple(spaces)
+
+
+def both_ways(problem: AttentionProblem, rows: int, keys: int, bits: str) -> tuple[ListUse, ...]:
+    """What a backward asks of a block mask whose blocks own tiles of keys: also which of them add to dQ of a tile of queries."""
+    return lists(problem, ListUse("query_lists", rows, keys, bits), ListUse("key_lists", rows, keys, None))
 
 
 @dataclass(frozen=True)
@@ -165,13 +260,13 @@ class GradientTile:
     stages: int  # pieces of the operands in flight
     length: int = ANY  # where there are no more queries, or no more keys
 
-    def shared_memory(self, depth: int, bias: int) -> int:
+    def shared_memory(self, depth: int, bias: int, parts: int) -> int:
         """Bytes that the kernel lays out: the pieces, whose place the sums take in the end, and a bias of so many bytes."""
-        pieces = max(self.stages * 2 * (self.rows + self.keys) * (depth + PAD), 4 * self.rows * (self.keys + 2))
+        pieces = max(self.stages * 2 * (self.rows + self.keys) * (parts * depth + PAD), 4 * self.rows * (self.keys + 2))
         return pieces + bias * self.rows * (self.keys + PAD)
 
 
-GRADIENT_SPILLS = 400  # of addresses, once per tile: 512 threads have 128 registers each
+GRADIENT_SPILLS = 560  # of addresses, once per tile: 512 threads have 128 registers each
 GRADIENT = (
     GradientTile(64, 64, 2, 2, 4, length=64),
     *(GradientTile(128, 128, 4, 4, stages) for stages in (4, 3, 2)),
@@ -181,21 +276,29 @@ GRADIENT = (
 
 def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
     """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
+    if problem.dtype == "float64":
+        return simt.gradients(problem, arch, lengths)
+    parts = parts_of(problem.dtype)
     depth = 32 if max(problem.dim, problem.dim_v) <= 32 else 64  # columns of a piece
     shortest = min(problem.seq_q, problem.seq_k)
     bias = ITEMSIZE[x.dtype] if "bias" in lengths and (x := problem.array("bias")) else 0
-    t = next(t for t in GRADIENT if shortest <= t.length and t.shared_memory(depth, bias) <= arch.shared_memory)
-    size, threads = t.shared_memory(depth, bias), 32 * t.row_warps * t.column_warps
+    t = next(t for t in GRADIENT if shortest <= t.length and t.shared_memory(depth, bias, parts) <= arch.shared_memory)
+    size, threads = t.shared_memory(depth, bias, parts), 32 * t.row_warps * t.column_warps
+    # Operands come in pieces, whatever the head dimension; those that are split have rows of their own.
+    dim, dim_v = (pad(n, 16) if parts > 1 else next(x for x in (64, 128, 256) if n <= x) for n in (problem.dim, problem.dim_v))
     of_arrays = work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
+    of_arrays += score_work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
     constants: tuple[tuple[str, int | bool], ...] = (
         ("ROWS", t.rows), ("KEYS", t.keys), ("ROW_WARPS", t.row_warps), ("COLUMN_WARPS", t.column_warps),
-        ("DEPTH", depth), ("STAGES", t.stages), ("DIM_V", next(n for n in (64, 128, 256) if problem.dim_v <= n)),
-        ("SHARED_MEMORY", size), *of_arrays.constants, *features(problem),
+        ("DEPTH", depth), ("STAGES", t.stages), ("DIM", dim), ("DIM_V", dim_v), ("SHARED_MEMORY", size), *of_arrays.constants, *features(problem),
     )  # fmt: skip
     pairs, tiles_q = problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows)
+    split, halves = _split(problem, t, dim, dim_v, True) if parts > 1 else ((), ())
     return KernelPlan(
         "sm80", arch.name, problem.dtype, True, "sm80/array_gradient.cu", constants,
-        (Launch("attention_backward_prepare", pairs * tiles_q, 128), *of_arrays.launches), 16,
-        (Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows)), *of_arrays.workspace), GRADIENT_SPILLS,
-        scalars=of_arrays.scalars, given=problem.given, wrt=tuple(lengths),
+        (*split, Launch("attention_backward_prepare", pairs * tiles_q, 128), *of_arrays.launches),
+        16 if parts == 1 else ITEMSIZE[problem.dtype],
+        (Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows)), *of_arrays.workspace, *halves), GRADIENT_SPILLS,
+        scalars=of_arrays.scalars, given=problem.given,
+        lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")), wrt=tuple(lengths),
     )  # fmt: skip

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...problem import ITEMSIZE, AttentionProblem
+from ...tile_lists import ListUse
 from ..device import Arch
-from ..kernel_plan import PAIRWISE, Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, pad, scored
+from ..kernel_plan import PAIRWISE, Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
+from ..score import light
+from .sm80 import both_ways
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
@@ -43,11 +47,17 @@ class ForwardTile:
     spills: int = 0
     dim: int = 256  # for head dimensions up to this
     banded: bool | None = None  # causal or a window; None: either
-    scored: bool | None = None  # scores that are more than the scaled product, which ask for registers; None: either
+    scored: bool | None = None  # scores that are more than the scaled product, or dropout, which ask for registers; None: either
+    crowded: bool | None = None  # `_crowded`; None: either
 
     @property
     def rows(self) -> int:
         return 64 * self.groups
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks of a multiprocessor. One warpgroup that computes alone would leave it idle between two tiles."""
+        return 2 if self.groups == 1 else 1
 
 
 @dataclass(frozen=True)
@@ -75,13 +85,22 @@ class BackwardTile:
         """Where two warpgroups share out the columns, what they add to dQ is what binds: half of it with twice the keys."""
         return self.wide and self.groups == 2
 
+    def sums(self, dim: int, dim_v: int) -> int:
+        """Sums of dK and dV that a thread holds."""
+        if not self.wide:
+            return (dim + dim_v) // 2
+        return sum(ceil(ceil(n, 64), self.groups) for n in (dim, dim_v)) * self.keys // 2
+
 
 DIMS = (64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
 
 FORWARD = (
-    ForwardTile(3, 128, 3, spills=32, dim=64, scored=False),  # addresses, once per tile
+    # Addresses, once per tile: 24 bytes of a plain kernel; with slopes under a causal mask 208, which is faster by 9 % than two
+    # warpgroups that spill none; with a soft cap, too, 376.
+    ForwardTile(3, 128, 3, spills=400, dim=64, crowded=False),
     ForwardTile(2, 128, 2, dim=128, scored=False),
-    ForwardTile(2, 128, 2, spills=176, dim=128),  # addresses of the tile before, under a causal mask with slopes
+    # Addresses of the tile before, under a causal mask with slopes; with dropout, whose seed is in memory, words of its numbers.
+    ForwardTile(2, 128, 2, spills=240, dim=128),
     ForwardTile(2, 128, 2, dim=192, scored=False),
     ForwardTile(2, 128, 2, spills=96, dim=192),
     ForwardTile(2, 96, 2, dim=192, scored=False),
@@ -103,6 +122,16 @@ PACKED = (
     ForwardTile(2, 128, 4, dim=64),
     ForwardTile(2, 128, 2, spills=96, dim=128),
 )
+# With a block mask first those whose 128 queries are a block of most masks.
+LISTED = (
+    ForwardTile(2, 128, 4, dim=64, scored=False),
+    ForwardTile(2, 128, 2, dim=128, scored=False),
+)
+# Where they do not, and keys are few too, two or three warpgroups would have rows that nobody asked for.
+SHORT = (
+    ForwardTile(1, 64, 4, dim=64),
+    ForwardTile(1, 64, 2, spills=16, dim=128),  # with everything at once
+)
 # What may be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
 BACKWARD = (
     BackwardTile(128, 128, 2, 2, 2, spills=184, dim=64, scored=False),
@@ -112,18 +141,34 @@ BACKWARD = (
     BackwardTile(64, 96, 3, 2, 1, spills=32, dim=192, scored=False),
     BackwardTile(64, 96, 3, 2, 1, spills=224, dim=192),
     BackwardTile(64, 64, 2, 2, 1, spills=32, scored=False),
-    BackwardTile(64, 64, 2, 2, 1, spills=160),
+    BackwardTile(64, 64, 2, 2, 1, spills=200),
 )
+LISTED_SPILLS = 160  # more, with a block mask: its addresses
 # The backward's order of key tiles, and room for sums of dQ.
 CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
 LONG = 1024  # longer than this, in queries
 APART = 2  # deterministic, no causal mask: steps between two key tiles of a head
+# Key tiles shared by thread blocks: at most by so many; at most so many shares for each multiprocessor; what is not the visit
+# of a query tile, in visits: the beginning and end of a share, and its sums on their way to memory or back.
+MOST_SHARES, SHARED_TILES = 32, 8
+SHARE_COST, SUMS_COST = 1.5, 0.5
+LONG_WALK, WORTH_SHARING = 24, 1.15  # from so many visits on, and where so much is gained by that reckoning
+SHARE_SPILLS = 96  # bytes: where a share begins
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
+
+
+def _crowded(problem: AttentionProblem) -> bool:
+    """Whether three warpgroups have too few registers in the forward: for the words of dropout (two are faster, 258 to 236 TFLOP/s
+    under a causal mask), for addresses with slopes under a window (650 bytes would be spilled), or for a large score function.
+    """
+    windowed = problem.left is not None or (problem.right is not None and problem.causal is None)
+    heavy = problem.score is not None and not light(problem.score)
+    return problem.dropout > 0 or (windowed and problem.has("alibi_slopes")) or heavy
 
 
 def _forward_possible(t: ForwardTile, problem: AttentionProblem) -> bool:
     """Have scores, their 16-bit copy and the output room in what the kernel gives a thread that computes?"""
-    return t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= {2: 200, 3: 128}[t.groups]
+    return t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= {1: 184, 2: 200, 3: 128}[t.groups]
 
 
 def _backward_possible(t: BackwardTile, problem: AttentionProblem) -> bool:
@@ -133,7 +178,7 @@ def _backward_possible(t: BackwardTile, problem: AttentionProblem) -> bool:
 
 TILES: dict[bool, Tiles[Any]] = {
     False: Tiles(FORWARD, {
-        "groups": (2, 3), "keys": (64, 80, 96, 128, 192), "stages": (2, 3, 4), "spills": (0,),
+        "groups": (1, 2, 3), "keys": (64, 80, 96, 128, 192), "stages": (2, 3, 4), "spills": (0,),
     }, _forward_possible),
     True: Tiles(BACKWARD, {
         "rows": (64, 80, 96, 128), "keys": (64, 80, 96, 128), "groups": (2, 3), "stages": (1, 2), "do_stages": (1, 2),
@@ -151,6 +196,7 @@ def _padded(problem: AttentionProblem) -> tuple[int, int]:
     return dim, dim_v
 
 
+RESERVED = 1024  # bytes of a multiprocessor's shared memory that another thread block takes for itself
 BARRIERS = 256  # bytes for barriers, more than any ring takes
 
 
@@ -200,19 +246,25 @@ class ForwardFit(NamedTuple):
 
 def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> ForwardFit | None:
     dim, dim_v = _padded(problem)
-    banded = problem.left is not None or problem.right is not None
+    listed = problem.block_mask is not None
+    banded = listed or problem.left is not None or problem.right is not None
     paired = bool(_paired(problem))
     # With few heads too, thread blocks would stand idle, and each is as long at a tile.
-    packed = problem.group > 1 and problem.seq_q <= FEW and 2 * problem.batch * problem.heads_q > arch.sms and not paired
-    rows: tuple[ForwardTile, ...] = TILES[False].rows(tile, PACKED if packed else ())
+    few, heads = problem.seq_q <= FEW, problem.batch * problem.heads_q
+    packed = few and problem.group > 1 and 2 * heads > arch.sms and not (paired or listed or problem.dropout)
+    short = few and problem.seq_k <= FEW and heads > arch.sms
+    busy, crowded = scored(problem) or problem.dropout > 0, _crowded(problem)
+    first = PACKED if packed else SHORT if short else LISTED if listed else ()
+    rows: tuple[ForwardTile, ...] = TILES[False].rows(tile, first)
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
     # leave through? It leaves in boxes of one head. Tiles of mask and bias: 2, of course.
     room = [(q, o, n) for n in (2, 1)[not paired :] for q, o in ((2, not packed), (2, False), (1, False))]
     for t, (q_stages, o_staged, pair_stages) in itertools.product(rows, room):
         pairs = PairTiles(problem, pair_stages)
         size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs)
-        fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, scored(problem))
-        if fits and size <= arch.shared_memory:
+        fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, busy)
+        fits = fits and t.crowded in (None, crowded)
+        if fits and size <= arch.shared_memory // t.blocks - RESERVED * (t.blocks - 1):
             return ForwardFit(t, q_stages, o_staged, pairs, packed, size)
     return None
 
@@ -223,7 +275,8 @@ def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) 
         raise ValueError(f"no sm90 forward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
     t, q_stages, o_staged, pairs, packed, size = found
     dim, dim_v = _padded(problem)
-    banded = problem.left is not None or problem.right is not None
+    listed = problem.block_mask is not None
+    banded = listed or problem.left is not None or problem.right is not None
     pack = next(n for n in PACKS if t.rows // n >= problem.seq_q) if packed else 1
     span = t.rows // pack  # queries of each of `pack` heads
     tiles = problem.batch * problem.heads_k * ceil(problem.group, pack) * ceil(problem.seq_q, span)
@@ -231,7 +284,8 @@ def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) 
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
     # Where tiles differ in length, thread blocks ask for their next one.
     alike = problem.seq_q <= t.rows or not (banded or problem.seq_q % t.rows)
-    dynamic = not alike and tiles > arch.sms
+    grid = min(tiles, t.blocks * arch.sms)
+    dynamic = not alike and tiles > grid
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), ("GROUPS", t.groups), ("KEYS", t.keys), ("STAGES", t.stages),
         ("Q_STAGES", q_stages), ("O_STAGED", o_staged), ("PACK", pack), ("SHARED_MEMORY", size), *pairs.constants(),
@@ -239,10 +293,10 @@ def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) 
     )  # fmt: skip
     return KernelPlan(
         "sm90", arch.name, problem.dtype, False, "sm90/forward.cu", constants,
-        (Launch("attention_forward", min(tiles, arch.sms), 128 * (t.groups + 1), size),), 16,
+        (Launch("attention_forward", grid, 128 * (t.groups + 1), size),), 16,
         (Workspace("counters", "uint32", (3 if dynamic else 0,)),), t.spills,
         (*pairs.boxes(t.rows), Box("q", span, pack), Box("k", t.keys), Box("v", t.keys), Box("out", 64)),
-        given=problem.given,
+        given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
     )  # fmt: skip
 
 
@@ -261,7 +315,9 @@ FINISH = (Finish(2, 8, 4), Finish(2, 8, 2), Finish(2, 8, 1), Finish(1, 2, 1))  #
 def backward_memory(t: BackwardTile, finish: Finish, dim: int, dim_v: int, pairs: PairTiles) -> int | None:
     """Bytes of shared memory that the backward lays out; None for a tile that it cannot take."""
     blocks, blocks_v = pad(dim, 64), pad(dim_v, 64)  # columns in shared memory
-    if t.wide and (t.rows != 64 or t.stages != 2 or dim > 64 * t.groups * (1 + t.clustered) or (t.clustered and t.keys % 32)):
+    if t.wide and (
+        t.rows != 64 or t.stages != 2 or dim > 64 * t.groups * (1 + t.clustered) or (t.clustered and t.keys % 32)
+    ):
         return None
     share_rows = not t.wide and dim == 64  # of dQ; else its columns
     if share_rows and t.rows % (16 * t.groups):
@@ -291,11 +347,12 @@ class BackwardFit(NamedTuple):
 
 def _fit_backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> BackwardFit | None:
     dim, dim_v = _padded(problem)
+    busy = scored(problem) or problem.has("mask") or problem.dropout > 0
     rows: tuple[BackwardTile, ...] = TILES[True].rows(tile)
     for t, pair_stages, finish in itertools.product(rows, (2, 1)[not _paired(problem) :], FINISH):
         pairs = PairTiles(problem, pair_stages)
         size = backward_memory(t, finish, dim, dim_v, pairs)
-        fits = max(dim, dim_v) <= t.dim and t.scored in (None, scored(problem) or problem.has("mask"))
+        fits = max(dim, dim_v) <= t.dim and t.scored in (None, busy)
         if fits and size is not None and size <= arch.shared_memory:
             return BackwardFit(t, finish, pairs, size)
     return None
@@ -317,20 +374,27 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
                 f"{name} has batch {problem.batch} and {heads} heads: {kv_heads * n} tiles; less than 2**30 fit"
             )
     together, resident = _dealt_out(problem, kv_heads, key_tiles, tiles, clusters)
+    shares, visits = _shared_out(problem, t, kv_heads * key_tiles, clusters, together)
+    summed = kv_heads * key_tiles * cluster * t.groups  # workers' sums of dK and dV
+    share_sums = 128 * t.sums(dim, dim_v)  # numbers of one of them
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", dim), ("DIM_V", dim_v), ("ROWS", t.rows), ("KEYS", t.keys), ("GROUPS", t.groups), ("CLUSTER", cluster),
         ("STAGES", t.stages), ("DO_STAGES", t.do_stages), ("FINISHERS", finish.warps),
         ("FINISH_FRAGMENTS", finish.fragments), ("FINISH_STAGES", finish.stages), ("SHARED_MEMORY", size),
         *pairs.constants(), *features(problem), ("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", True),
+        ("SHARES", shares > 1), ("SHARE_SUMS", share_sums),
     )  # fmt: skip
     launches = (
         Launch("attention_backward_prepare", kv_heads * tiles, 128),
-        Launch("attention_backward", cluster * min(kv_heads * key_tiles, clusters), 128 * (t.groups + 1), size),
+        Launch(
+            "attention_backward", cluster * min(kv_heads * key_tiles * shares, clusters), 128 * (t.groups + 1), size
+        ),
     )
     workspace = (
         Workspace("delta", "float32", (kv_heads * tiles, 2, t.rows)),  # and lse
         Workspace("dq_sum", "float32", (resident * tiles, t.rows * dim)),
-        Workspace("counters", "uint32", (2 + kv_heads + kv_heads * tiles,)),
+        Workspace("counters", "uint32", (2 + kv_heads + kv_heads * tiles + (summed if shares > 1 else 0),)),
+        Workspace("share_sums", "float32", (summed * shares if shares > 1 else 0, share_sums)),
     )
     out_rows = t.keys if t.wide else 64  # of dK and dV that leave at once: all, or a warpgroup's own
     maps = (
@@ -338,9 +402,59 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
         Box("dv", out_rows),
     )  # fmt: skip
     return KernelPlan(
-        "sm90", arch.name, problem.dtype, True, "sm90/backward.cu", constants, launches, 16, workspace, t.spills, maps,
-        (("together", together), ("resident", resident)), problem.given,
+        "sm90", arch.name, problem.dtype, True, "sm90/backward.cu", constants, launches, 16, workspace,
+        t.spills + (shares > 1) * SHARE_SPILLS + LISTED_SPILLS * (problem.block_mask is not None), maps,
+        (("together", together), ("resident", resident), ("most_shares", shares), ("share_visits", visits)), problem.given,
+        lists=both_ways(problem, t.rows, cluster * t.keys, "queries" if t.wide else "keys"),
     )  # fmt: skip
+
+
+def _shared_out(
+    problem: AttentionProblem, t: BackwardTile, tiles: int, clusters: int, together: int
+) -> tuple[int, int]:
+    """How many thread blocks (clusters) share a key tile at most, and how many query tiles one of them visits at most.
+
+    `tiles`: of the keys of all heads.
+    """
+    most = min(MOST_SHARES, SHARED_TILES * clusters // max(1, tiles))
+    if most < 2 or problem.block_mask is not None:  # whose visits are not known here
+        return 1, 1
+    visits = [problem.group * n for n in _visits(problem, t.rows, t.keys * (1 + t.clustered))]
+    longest, kv_heads = max(visits), problem.batch * problem.heads_k
+    if longest < LONG_WALK:
+        return 1, 1
+    times = {n: _time(visits, n, kv_heads, clusters, together) for n in {ceil(longest, n) for n in range(1, most + 1)}}
+    best = min(times, key=lambda n: times[n])
+    if times[best] * WORTH_SHARING > times[longest]:
+        return 1, 1
+    return ceil(longest, best), best
+
+
+def _visits(problem: AttentionProblem, rows: int, keys: int) -> list[int]:
+    """How many tiles of `rows` queries of a head visit each tile of `keys` keys."""
+    found = []
+    for begin in range(0, problem.seq_k, keys):
+        first, end = 0, problem.seq_q
+        if problem.right is not None:
+            first = max(0, begin - problem.diagonal - problem.right)
+        if problem.left is not None:
+            end = min(end, min(begin + keys, problem.seq_k) - problem.diagonal + problem.left)
+        found.append(ceil(end, rows) - first // rows if first < end else 0)
+    return found
+
+
+def _time(visits: list[int], most: int, kv_heads: int, clusters: int, together: int) -> float:
+    """How long that takes where a share has `most` visits, in visits: clusters take shares in the order of their tickets."""
+    busy = [0.0] * clusters
+    for first in range(0, kv_heads, together):
+        for n in visits:
+            shares = max(1, ceil(n, most))
+            cost = n / shares + SHARE_COST + (shares > 1) * SUMS_COST
+            for _ in range(min(together, kv_heads - first)):
+                for share in range(shares):
+                    last = shares > 1 and share == shares - 1
+                    heapq.heapreplace(busy, busy[0] + cost + last * shares * SUMS_COST)
+    return max(busy)
 
 
 def _dealt_out(problem: AttentionProblem, kv_heads: int, key_tiles: int, tiles: int, clusters: int) -> tuple[int, int]:
@@ -349,6 +463,8 @@ def _dealt_out(problem: AttentionProblem, kv_heads: int, key_tiles: int, tiles: 
     # long head the first tile takes as long as all others do on all multiprocessors: at the end they would stand idle.
     traffic = problem.group * problem.seq_q * (6 * problem.dim + 2 * problem.dim_v)
     together, spare = 1, ceil(WAVES * clusters, key_tiles)
+    if problem.block_mask is not None and not problem.deterministic:  # the longest tiles of all heads are the first
+        return min(kv_heads, max(2, ceil(2 * CACHE, traffic))), kv_heads
     if problem.right is not None:
         long = problem.seq_q > LONG
         together = min(kv_heads, max(2, ceil(2 * CACHE, traffic)) if long else max(1, CACHE // traffic))

@@ -1,0 +1,98 @@
+"""The functions of the package flash-attn (2.x): change `from flash_attn import` to `from cupyflash.compat.flash_attn import`.
+
+Shapes and options as there; any dtype, head dimension and device that `cupyflash.attention` takes. What is not served (packed
+sequences, a key/value cache) raises NotImplementedError.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NoReturn
+
+import torch
+
+from .. import api
+from ..torch.dropout import dropout_options
+
+__all__ = [
+    "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
+]  # fmt: skip
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of q, (B, Sq, Hq, D), to k and v, (B, Sk, Hk, D), of which Hq is a multiple of Hk.
+
+    causal and window_size, (left, right) with -1 for unbounded, are aligned at the bottom right. softcap: c in
+    c · tanh(score / c), 0 for none. alibi_slopes: (Hq,) or (B, Hq), float32. With return_attn_probs=True returns
+    (out, lse, None): lse is (B, Hq, Sq), and the probabilities, which flash-attn returns for tests alone, are never in memory.
+    """
+    out, lse = api.attention(
+        q, k, v, scale=softmax_scale, causal=causal, window=_window(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
+        deterministic=deterministic, return_lse=True, **dropout_options("dropout_p", dropout_p, q),
+    )  # fmt: skip
+    return (out, lse, None) if return_attn_probs else out
+
+
+def _taking(*tensors: str) -> Any:
+    """Shows a function as `flash_attn_func` with these in the place of q, k and v."""
+
+    def shown(function: Any) -> Any:
+        own = inspect.signature(flash_attn_func)
+        first = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in tensors]
+        function.__signature__ = own.replace(parameters=[*first, *list(own.parameters.values())[3:]])
+        return function
+
+    return shown
+
+
+@_taking("qkv")
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """`flash_attn_func` of q, k and v in one tensor, (B, S, 3, H, D), which is not copied."""
+    return flash_attn_func(*_unpacked("qkv", qkv, 3), *args, **options)
+
+
+@_taking("q", "kv")
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """`flash_attn_func` of k and v in one tensor, (B, Sk, 2, Hk, D), which is not copied."""
+    return flash_attn_func(q, *_unpacked("kv", kv, 2), *args, **options)
+
+
+def _unpacked(name: str, x: torch.Tensor, parts: int) -> Any:
+    if x.dim() != 5 or x.shape[2] != parts:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (batch, sequence, {parts}, heads, dim)")
+    return x.unbind(2)
+
+
+def _window(window: tuple[int, int]) -> tuple[int | None, int | None]:
+    left, right = window
+    return None if left < 0 else left, None if right < 0 else right
+
+
+def _later(name: str, what: str) -> Any:
+    def refused(*args: Any, **options: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{name}: {what} are not served yet; pad the sequences, and hide the padding with key_mask"
+        )
+
+    refused.__name__ = refused.__qualname__ = name
+    refused.__doc__ = "Raises NotImplementedError: not served yet."
+    return refused
+
+
+flash_attn_varlen_func = _later("flash_attn_varlen_func", "packed sequences")
+flash_attn_varlen_qkvpacked_func = _later("flash_attn_varlen_qkvpacked_func", "packed sequences")
+flash_attn_varlen_kvpacked_func = _later("flash_attn_varlen_kvpacked_func", "packed sequences")
+flash_attn_with_kvcache = _later("flash_attn_with_kvcache", "key/value caches")

@@ -1,0 +1,142 @@
+"""xformers.ops.memory_efficient_attention and the attention biases that it takes, as far as they are served.
+
+The biases here have the names and constructors of those in xformers.ops.fmha.attn_bias, whose own are taken too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import api
+from ..torch.dropout import dropout_options
+
+__all__ = [
+    "AttentionBias", "LocalAttentionFromBottomRightMask", "LowerTriangularFromBottomRightLocalAttentionMask",
+    "LowerTriangularFromBottomRightMask", "LowerTriangularMask", "LowerTriangularMaskWithTensorBias",
+    "memory_efficient_attention", "memory_efficient_attention_forward_requires_grad",
+]  # fmt: skip
+
+
+class AttentionBias:
+    """A mask that is known by its kind, not by its elements."""
+
+
+class LowerTriangularMask(AttentionBias):
+    """Query i sees keys j <= i."""
+
+    def __init__(self, *tensor_args: Any, **tensor_kwargs: Any) -> None:  # xFormers ignores them too
+        pass
+
+    def add_bias(self, bias: torch.Tensor) -> LowerTriangularMaskWithTensorBias:
+        return LowerTriangularMaskWithTensorBias(bias)
+
+
+class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
+    """The same, and numbers, (B, H, M, N), added to the scores."""
+
+    def __init__(self, bias: torch.Tensor) -> None:
+        self._bias = bias
+
+
+class LowerTriangularFromBottomRightMask(AttentionBias):
+    """Query i sees keys j <= i + N - M: the last query sees the last key."""
+
+    def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
+        return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
+
+
+class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
+    """The same, and of those keys only the last `window_size`."""
+
+    def __init__(self, _window_size: int) -> None:
+        if _window_size <= 0:
+            raise ValueError(f"_window_size is {_window_size}; it must be 1 or more")
+        self._window_size = _window_size
+
+
+class LocalAttentionFromBottomRightMask(AttentionBias):
+    """Query i sees keys from i + N - M - window_left to i + N - M + window_right."""
+
+    def __init__(self, window_left: int, window_right: int) -> None:
+        for name, n in (("window_left", window_left), ("window_right", window_right)):
+            if n < 0:
+                raise ValueError(f"{name} is {n}; it must be 0 or more")
+        self.window_left, self.window_right = window_left, window_right
+
+
+def memory_efficient_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: Any = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+    output_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Attention of query, (B, M, H, K), to key and value, (B, N, H, K) and (B, N, H, Kv).
+
+    (B, M, K) has one head; (B, M, G, H, K) has H query heads for each of G heads of key and value, which are expanded to that
+    shape and not copied. attn_bias: a tensor added to the scores, (B, H, M, N), or one of the biases of this module or of
+    xFormers with the same name. p must be 0, op is ignored. Returns (B, M, H, Kv), in the dtype of query or output_dtype.
+    """
+    return memory_efficient_attention_forward_requires_grad(
+        query, key, value, attn_bias, p, scale, op=op, output_dtype=output_dtype
+    )[0]
+
+
+def memory_efficient_attention_forward_requires_grad(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: Any = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+    output_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, with the log-sum-exp of the scores, (B, H, M), or (B, G, H, M)."""
+    options = _options(attn_bias) | dropout_options("p", p, query)
+    shape = query.shape
+    if query.dim() == 3:
+        query, key, value = (x.unsqueeze(2) for x in (query, key, value))
+        if "bias" in options and options["bias"].dim() == 3:
+            options["bias"] = options["bias"].unsqueeze(1)
+    elif query.dim() == 5:
+        query = query.flatten(2, 3)
+        one = all(x.stride(3) == 0 or x.shape[3] == 1 for x in (key, value))
+        key, value = (x[:, :, :, 0] if one else x.flatten(2, 3) for x in (key, value))
+        if "bias" in options and options["bias"].dim() == 5:
+            options["bias"] = options["bias"].flatten(1, 2)
+    elif query.dim() != 4:
+        raise ValueError(f"query has shape {tuple(shape)}; it must have 3, 4 or 5 dimensions")
+    out, lse = api.attention(query, key, value, scale=scale, return_lse=True, **options)
+    out = out.reshape(*shape[:-1], value.shape[-1])
+    lse = lse.unflatten(1, shape[2:4]) if len(shape) == 5 else lse
+    return (out if output_dtype is None else out.to(output_dtype)), lse
+
+
+def _options(attn_bias: Any) -> dict[str, Any]:
+    """What a bias of xFormers is called here."""
+    if attn_bias is None:
+        return {}
+    if isinstance(attn_bias, torch.Tensor):
+        return {"mask" if attn_bias.dtype is torch.bool else "bias": attn_bias}
+    name = type(attn_bias).__name__  # of xFormers' own classes, too
+    if name == "LowerTriangularMask":
+        return {"causal": "top_left"}
+    if name == "LowerTriangularMaskWithTensorBias":
+        return {"causal": "top_left", "bias": attn_bias._bias}
+    if name == "LowerTriangularFromBottomRightMask":
+        return {"causal": True}
+    if name == "LowerTriangularFromBottomRightLocalAttentionMask":
+        return {"causal": True, "window": (attn_bias._window_size - 1, 0)}
+    if name == "LocalAttentionFromBottomRightMask":
+        return {"window": (attn_bias.window_left, attn_bias.window_right)}
+    raise NotImplementedError(
+        f"attn_bias is a {name}; it must be None, a tensor or one of {', '.join(x for x in __all__ if 'Mask' in x)}"
+    )

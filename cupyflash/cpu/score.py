@@ -1,0 +1,102 @@
+"""A score function on NumPy arrays: a whole tile of scores at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..problem import AttentionProblem
+from ..score.derivative import reads, slope
+from ..score.graph import Node
+
+_KINDS = {"bool": np.bool_, "int": np.int32, "long": np.int64}
+_OPERATIONS: dict[str, Any] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "pow": np.power, "neg": np.negative,
+    "abs": np.abs, "minimum": np.minimum, "maximum": np.maximum, "floordiv": np.floor_divide, "mod": np.remainder,
+    "truncdiv": lambda x, y: np.where(y == 0, 0, (x - np.fmod(x, y)) // np.where(y == 0, 1, y)), "truncmod": np.fmod,
+    "shl": np.left_shift, "shr": np.right_shift, "exp": np.exp, "log": np.log, "log2": np.log2, "sqrt": np.sqrt,
+    "tanh": np.tanh, "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "sin": np.sin, "cos": np.cos, "floor": np.floor,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "lt": np.less,
+    "le": np.less_equal, "eq": np.equal, "ne": np.not_equal, "where": np.where,
+}  # fmt: skip
+
+
+class ScoreFunction:
+    """The score function of a problem, its derivatives, and the arrays that it reads, by what they are called in a call."""
+
+    def __init__(self, problem: AttentionProblem, given: dict[str, np.ndarray], work: Any) -> None:
+        score = problem.score
+        assert score is not None
+        self.score, self._work = score, work
+        self._arrays = [given[x.key] for x in score.arrays]
+        self._slope = slope(score)
+        self._reads = {x.key: reads(score, n) for n, x in enumerate(score.arrays) if x.kind == "float"}
+
+    def new(self, s: np.ndarray, place: dict[str, np.ndarray]) -> np.ndarray:
+        """Scores from the scaled products s; `place`: b, h, i and j, of shapes that broadcast."""
+        return self._compute(self.score.nodes, (self.score.root,), s, place)[0]
+
+    def slope(self, s: np.ndarray, place: dict[str, np.ndarray]) -> np.ndarray:
+        """d score / d s, shaped like s."""
+        found = (0.0,) if self._slope is None else self._compute(self._slope[0], (self._slope[1],), s, place)
+        return np.broadcast_to(np.asarray(found[0], self._work), s.shape)
+
+    def add(self, key: str, total: np.ndarray, ds: np.ndarray, s: np.ndarray, place: dict[str, np.ndarray]) -> None:
+        """Add what the elements of an array get of the scores' gradients to `total`, which is flat."""
+        shape = self._arrays[[x.key for x in self.score.arrays].index(key)].shape
+        for nodes, changed, index in self._reads[key]:
+            change, *at = self._compute(nodes, (changed, *index), s, place)
+            values = np.where(ds == 0, 0, ds * change)  # hidden pairs add nothing, whatever the derivative is there
+            flat = np.ravel_multi_index(tuple(np.broadcast_arrays(*_clipped(at, shape))), shape)
+            # Along an axis on which the index does not depend, values are summed first.
+            over = tuple(axis for axis in range(2) if flat.ndim < 2 or flat.shape[axis] == 1)
+            values = values.sum(axis=over, keepdims=True) if over else values
+            flat = np.broadcast_to(flat, values.shape).ravel()
+            if total.size <= 4 * flat.size:
+                total += np.bincount(flat, values.ravel(), total.size)
+            else:
+                np.add.at(total, flat, values.ravel())
+
+    def _compute(
+        self, nodes: tuple[Node, ...], wanted: Sequence[int], s: np.ndarray, place: dict[str, np.ndarray]
+    ) -> list[Any]:
+        return compute(nodes, wanted, {"s": s, **place}, self._arrays, self._work)
+
+
+def compute(
+    nodes: tuple[Node, ...], wanted: Sequence[int], variables: dict[str, Any], arrays: Sequence[np.ndarray], work: Any
+) -> list[Any]:
+    """The nodes that are wanted; floats are of dtype `work`."""
+    found: list[Any] = []
+    for op, kind, args, value in nodes:
+        x = [found[n] for n in args]
+        if op in variables:
+            found.append(variables[op])
+        elif op == "const":
+            found.append(
+                _to(kind, value == "True" if kind == "bool" else float(value) if kind == "float" else int(value), work)
+            )
+        elif op == "read":
+            array = arrays[int(value)]
+            found.append(_to(kind, array[_clipped(x, array.shape)], work))
+        elif op == "to":
+            found.append(_to(kind, x[0], work))
+        else:
+            found.append(_OPERATIONS[op](*x))
+    return [found[n] for n in wanted]
+
+
+def _to(kind: str, x: Any, work: Any) -> Any:
+    """As the kernels do: of float to integers NaN is 0, and what is too large the largest."""
+    x = np.asarray(x)
+    if kind in ("int", "long") and x.dtype.kind == "f":
+        limits = np.iinfo(_KINDS[kind])
+        high = np.nextafter(work(2.0 ** (limits.bits - 1)), work(0))
+        x = np.clip(np.nan_to_num(x, nan=0.0, posinf=np.inf, neginf=-np.inf), work(limits.min), high)
+    return x.astype(_KINDS.get(kind, work))[()]
+
+
+def _clipped(index: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
+    return tuple(np.clip(x, 0, n - 1) for x, n in zip(index, shape))

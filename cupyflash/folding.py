@@ -1,0 +1,200 @@
+"""A call on arrays with one axis more, as JAX's and PyTorch's vmap ask for it: that axis becomes part of the batch.
+
+Written once for both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from . import problem as rules
+from .problem import ARRAYS, ArrayRule
+from .score.graph import folded as folded_score
+
+Arrays = dict[str, Any]
+_ROWS = ("lse", "dlse")
+_FOLDED = ("q", "k", "v", "dout", "out", *_ROWS)
+_OPTIONAL = {row.name: row for row in ARRAYS}
+
+
+def forward(
+    xp: Any,
+    run: Callable[[Arrays, dict[str, Any]], tuple[Any, Any]],
+    arrays: Arrays,
+    has: Collection[str],
+    size: int,
+    options: dict[str, Any],
+) -> tuple[Any, Any]:
+    """out and lse of a call of which the arrays that `has` names have an axis more, of `size` entries, in front; so have both.
+
+    `run` is the call with arrays of one rank, and options for them; `xp` is torch or jax.numpy.
+    """
+    folding = Folding(xp, arrays, has, size, options)
+    sinks = arrays["sinks"] if "sinks" in has else None  # they have no batch axis
+    out, lse = run(folding.fold(arrays if sinks is None else _without_sinks(arrays), has), folding.options(has))
+    out, lse = folding.unfold("out", out), folding.unfold("lse", lse)
+    return (out, lse) if sinks is None else folding.with_sinks(out, lse, sinks)
+
+
+def backward(
+    xp: Any,
+    run: Callable[[Arrays, dict[str, Any], tuple[str, ...]], Sequence[Any]],
+    arrays: Arrays,
+    has: Collection[str],
+    size: int,
+    options: dict[str, Any],
+    wrt: tuple[str, ...],
+) -> list[Any]:
+    """As `forward`: the gradients of q, k, v and of what `wrt` names, for each entry its own."""
+    folding = Folding(xp, arrays, has, size, options)
+    folded = tuple([name for name in wrt if name != "sinks"])
+    inputs = folding.fold(_without_sinks(arrays), has, folded)  # sinks are in lse already
+    grads = run(inputs, folding.options((*has, *folded)), folded)
+    results = {name: folding.unfold(name, x) for name, x in zip("qkv", grads)}
+    for name, x in zip(folded, grads[3:]):
+        shape = tuple(arrays[name].shape)
+        results[name] = x if name in folding.reads else folding.unfold_gradient(x, shape[1:] if name in has else shape)
+    if "sinks" in wrt:
+        results["sinks"] = folding.of_sinks(arrays, has)
+    return [results[name] for name in ("q", "k", "v", *wrt)]
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    """What goes by the number of the batch entry, which is another in the folded call."""
+    mask = rules.mask_kind(options["block_mask"])
+    for name, given in (
+        ("dropout", options["dropout"]),
+        ("block_mask with a batch axis", mask is not None and "batch" in mask.axes),
+    ):
+        if given:
+            raise NotImplementedError(
+                f"{name} is given under vmap, which makes its axis a part of the batch: the numbers of batch entries, on which "
+                "it depends, would be others; make that axis the batch, and call without vmap"
+            )
+
+
+def _without_sinks(arrays: Arrays) -> Arrays:
+    return {name: x for name, x in arrays.items() if name != "sinks"}
+
+
+class Folding:
+    """How the arrays of one call are folded. `rank` is that of q without the new axis."""
+
+    def __init__(self, xp: Any, arrays: Arrays, has: Collection[str], size: int, options: dict[str, Any]) -> None:
+        _refuse(options)
+        self._options = options
+        self.reads = () if options["score"] is None else options["score"].keys
+        q = arrays["q"].shape
+        q = q[1:] if "q" in has else q
+        self.xp, self.size, self.layout, self.rank = xp, size, options["layout"], len(q)
+        self.batch = q[0] if self.rank == 4 else 1
+
+    def options(self, mapped: Collection[str]) -> dict[str, Any]:
+        """Those of the folded call, where arrays of a score function that `mapped` names are `whole` or have the new axis."""
+        score = self._options["score"]
+        if score is None:
+            return self._options
+        names = tuple([name for name in self.reads if name in mapped])
+        return self._options | {"score": folded_score(score, int(self.batch), names)}
+
+    def _expand(self, x: Any, shape: tuple[int, ...]) -> Any:
+        return self.xp.broadcast_to(x, shape)
+
+    def fold(self, arrays: Arrays, has: Collection[str], whole: Collection[str] = ()) -> Arrays:
+        """Every array with the new axis in its batch. `has` names those that have it, `whole` optional arrays that shall
+        have the batch in full, so that each entry gets a gradient of its own.
+        """
+        return {name: self._one(name, x, name in has, name in whole) for name, x in arrays.items()}
+
+    def _one(self, name: str, x: Any, has: bool, whole: bool) -> Any:
+        row = _OPTIONAL.get(name)
+        if row is not None:
+            return self._optional(row, x, has, whole)
+        if name in self.reads:
+            x = self._expand(x[None], (self.size, *x.shape)) if whole and not has else x
+            if len(x.shape) > 4:
+                raise NotImplementedError(
+                    f"{name} has {len(x.shape) - 1} dimensions, and vmap makes one more of it; it must have 3 at most there"
+                )
+            return x
+        if name not in _FOLDED:
+            raise NotImplementedError(f"{name} is given, but vmap cannot make it a part of the batch")
+        if not has:
+            x = self._expand(x[None], (self.size, *x.shape))
+        if self.rank == 2:  # the heads that q has not
+            at = 1 if name in _ROWS or self.layout == "bhsd" else 2
+            return x.reshape(*x.shape[:at], 1, *x.shape[at:])
+        return x if self.rank == 3 else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+    def _optional(self, row: ArrayRule, x: Any, has: bool, whole: bool) -> Any:
+        axes = row.has(self.rank)
+        if "batch" not in row.axes or not (
+            has or whole or (self.rank == 4 and len(x.shape) == len(axes) and x.shape[0] > 1)
+        ):
+            return x  # stands for the whole batch
+        own = x.shape[1:] if has else x.shape
+        own = (1,) * (len(axes) - len(own)) + tuple(own)
+        x = x.reshape(x.shape[0] if has else 1, *own)
+        batch = (self.batch,) if self.rank == 4 else ()
+        rest = own[len(batch) :]
+        x = self._expand(x, (self.size, *batch, *rest))
+        heads = (1,) if self.rank == 2 and "head" in row.axes else ()
+        return x.reshape(self.size * math.prod(batch), *heads, *rest)
+
+    def unfold(self, name: str, x: Any) -> Any:
+        """A result of the folded call, or the gradient of q, k or v, with the new axis in front."""
+        if self.rank == 4:
+            return x.reshape(self.size, self.batch, *x.shape[1:])
+        if self.rank == 3:
+            return x
+        at = 1 if name == "lse" or self.layout == "bhsd" else 2
+        return x.reshape(*x.shape[:at], *x.shape[at + 1 :])
+
+    def unfold_gradient(self, x: Any, shape: tuple[int, ...]) -> Any:
+        """The gradient of an optional array that was folded `whole`, with the new axis in front of its own `shape`."""
+        if self.rank == 4:
+            x = x.reshape(self.size, self.batch, *x.shape[1:])
+            if len(shape) < len(x.shape) - 1 or shape[0] == 1:
+                x = x.sum(1)
+        return x.reshape(self.size, *shape)
+
+    def with_sinks(self, out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
+        """out and lse of a call without sinks, both with the new axis in front, as they are with `sinks`, which have it too.
+
+        They have no batch axis to be folded into: softmax over one score more is out · exp(lse - lse'), where lse' has it.
+        """
+        total = self.xp.logaddexp(lse, self._like(self._over_rows(sinks), lse))
+        weight = self.xp.where(total == -math.inf, 0.0, self.xp.exp(lse - total))
+        return self._like(self._like(out, lse) * self._over_out(weight), out), total
+
+    def of_sinks(self, arrays: Arrays, has: Collection[str]) -> Any:
+        """The gradient of sinks, with the new axis in front: Σ exp(sink - lse) (dlse - rowsum(dout · out)) over a head's rows."""
+        given = {name: arrays[name] for name in ("sinks", "lse", "out", "dout", "dlse") if name in arrays}
+        full = {name: x if name in has else self._expand(x[None], (self.size, *x.shape)) for name, x in given.items()}
+        lse, sinks = full["lse"], full["sinks"]
+        delta = (self._like(full["dout"], lse) * self._like(full["out"], lse)).sum(-1)
+        if self.layout == "bshd" and self.rank > 2:
+            delta = delta.swapaxes(-1, -2)
+        slope = full["dlse"] - delta if "dlse" in full else -delta
+        weight = self.xp.where(lse == -math.inf, 0.0, self.xp.exp(self._like(self._over_rows(sinks), lse) - lse))
+        terms = (weight * slope).sum(-1)
+        terms = terms.sum(1) if self.rank == 4 else terms
+        if math.prod(sinks.shape) < math.prod(terms.shape):  # one stands for all heads
+            terms = terms.sum(-1)
+        return self._like(terms.reshape(sinks.shape), sinks)
+
+    def _over_rows(self, sinks: Any) -> Any:
+        """Sinks with the new axis in front, so that they broadcast over lse."""
+        heads = (tuple(sinks.shape[1:]) or (1,)) if self.rank > 2 else ()
+        return sinks.reshape(self.size, *(1,) * (self.rank == 4), *heads, 1)
+
+    @staticmethod
+    def _like(x: Any, y: Any) -> Any:
+        """x in the dtype of y."""
+        return x.to(y.dtype) if hasattr(x, "to") else x.astype(y.dtype)  # PyTorch's name for it
+
+    def _over_out(self, weight: Any) -> Any:
+        """A weight for each row, shaped like lse, so that it broadcasts over out."""
+        return (weight.swapaxes(-1, -2) if self.layout == "bshd" and self.rank > 2 else weight)[..., None]

@@ -1,0 +1,321 @@
+"""A score function as CUDA: what kernels_cu/attention/pairs.cuh and score_gradient.cuh ask of `namespace user`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from ..score import Score
+from ..score.derivative import derivative, reads
+from ..score.graph import VARIABLES, Graph, Node
+
+_NOTHING: Mapping[int, str] = MappingProxyType({})
+
+_TYPES = {"bool": "bool", "int": "int", "long": "long long", "float": "Accum"}
+_OPERATORS = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "shl": "<<", "shr": ">>", "and": "&", "or": "|", "xor": "^", "lt": "<",
+    "le": "<=", "eq": "==", "ne": "!=",
+}  # fmt: skip
+_FUNCTIONS = {  # of kernels_cu/attention/score_functions.cuh, but for C's own
+    "abs": "fabs", "minimum": "fmin", "maximum": "fmax", "floordiv": "floor_divide", "mod": "modulo",
+    "truncdiv": "divide", "truncmod": "remainder", "pow": "pow", "exp": "exp", "log": "log", "log2": "log2", "sqrt": "sqrt",
+    "tanh": "hyperbolic_tangent<Product>", "sigmoid": "sigmoid", "sin": "sin", "cos": "cos", "floor": "floor",
+}  # fmt: skip
+_HEAVY = (
+    "read", "div", "pow", "exp", "log", "log2", "sqrt", "tanh", "sigmoid", "sin", "cos", "floordiv", "mod", "truncdiv", "truncmod"
+)  # fmt: skip
+_PARAMETERS = "const Params& p, Accum s, int b, int h, int i, int j"
+BEYOND = 256  # how far behind the last query or key kernels ask for scores, at most
+
+
+class Tables(NamedTuple):
+    """Scores and their slopes, and what is computed before for all i - j, instead of for each pair: what depends on b, h and
+    that alone.
+    """
+
+    nodes: tuple[Node, ...]
+    score: int
+    slope: int | None  # None: it is 0
+    tabled: tuple[int, ...]
+    by_batch: bool  # whether what is tabled depends on b, on h
+    by_head: bool
+
+    def lines(self, batch: int, heads: int) -> int:
+        """How many there are of each."""
+        return (batch if self.by_batch else 1) * (heads if self.by_head else 1)
+
+
+@functools.lru_cache(256)
+def tables(score: Score) -> Tables:
+    graph = Graph(score.nodes)
+    changed = derivative(graph, score.root, graph.variable("s"))
+    roots = [score.root] if changed is None else [score.root, changed]
+    nodes, (root, *slopes) = graph.pruned(*roots)
+    on = _variables(nodes)
+    found, seen, todo = [], set(), [root, *slopes]
+    while todo:
+        n = todo.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        if nodes[n].kind == "float" and "d" in on[n] and on[n] <= {"b", "h", "d"}:
+            found.append(n)
+        else:
+            todo += nodes[n].args
+    every = set().union(*(on[n] for n in found))
+    return Tables(nodes, root, slopes[0] if slopes else None, tuple(sorted(found)), "b" in every, "h" in every)
+
+
+def light(score: Score) -> bool:
+    """Whether what is left for each pair is arithmetic: nothing is read for it, and no function is computed but the simplest."""
+    made = tables(score)
+    seen, todo = set(made.tabled), [made.score, *([] if made.slope is None else [made.slope])]
+    while todo:
+        n = todo.pop()
+        if n not in seen:
+            seen.add(n)
+            if made.nodes[n].op in _HEAVY:
+                return False
+            todo += made.nodes[n].args
+    return True
+
+
+class Read(NamedTuple):
+    """An element of an array that a score reads, for the gradient of that array."""
+
+    array: int
+    nodes: tuple[Node, ...]
+    change: int  # d score / d element
+    element: tuple[int, ...]  # its indices
+    by_batch: bool  # whether these depend on b, h, i, j
+    by_head: bool
+    by_query: bool
+    by_key: bool
+    diagonal: bool  # on i and j through their difference alone
+    weighted: bool  # whether the change depends on s
+
+
+def reads_of(score: Score, wanted: Sequence[str]) -> tuple[Read, ...]:
+    """Those of the arrays that are called so."""
+    found = []
+    for n, array in enumerate(score.arrays):
+        for nodes, change, index in reads(score, n) if array.key in wanted else ():
+            on = _depends(nodes, index)
+            diagonal = "d" in on and not on & {"i", "j"}
+            found.append(
+                Read(
+                    n, nodes, change, index, "b" in on, "h" in on, bool(on & {"i", "d"}), bool(on & {"j", "d"}),
+                    diagonal, "s" in _depends(nodes, (change,)),
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+def _variables(nodes: tuple[Node, ...]) -> list[set[str]]:
+    """The variables that each node depends on; "d" for i - j where i and j come in that form alone."""
+    lines: list[tuple[int, int] | None] = []  # (x, y) of a node that is x i + y j and a constant
+    found: list[set[str]] = []
+    for op, kind, args, _ in nodes:
+        line = None
+        inner = [lines[m] for m in args]
+        if op in ("i", "j") or (op == "const" and kind == "int"):
+            line = int(op == "i"), int(op == "j")
+        elif op in ("add", "sub", "neg") and kind == "int" and None not in inner:
+            sign, (x, y) = 1 if op == "add" else -1, inner[-1] or (0, 0)
+            first = inner[0] if len(inner) == 2 else None
+            line = (first or (0, 0))[0] + sign * x, (first or (0, 0))[1] + sign * y
+        lines.append(line)
+        if line is not None and line[0] == -line[1] != 0:
+            found.append({"d"})
+        else:
+            found.append({op} if op in VARIABLES else set().union(*(found[m] for m in args)))
+    return found
+
+
+def _depends(nodes: tuple[Node, ...], roots: Sequence[int]) -> set[str]:
+    on = _variables(nodes)
+    return set().union(*(on[n] for n in roots))
+
+
+def text(score: Score | None, wanted: Sequence[str] = ()) -> str:
+    """`namespace user`. `wanted`: arrays whose gradients are to be summed, by what they are called in a call."""
+    made = tables(score) if score else Tables((), 0, None, (), False, False)
+    constant = made.slope is None or made.nodes[made.slope].op == "const"
+    lines = [
+        "namespace user {", f"constexpr bool CONSTANT_SLOPE = {str(constant).lower()};",
+        f"constexpr int TABLES = {len(made.tabled)};",
+        "// What is tabled of a pair begins here.",
+        "__device__ inline const Accum* tabled(const Params& p, int b, int h, int i, int j) {",
+        f"return p.score_tables + {_line_of(made)} * p.score_span + (j - i + p.score_origin);" if made.tabled else "return nullptr;",
+        "}",
+    ]  # fmt: skip
+    values = {n: f"tabled[{k} * (long long)p.score_plane]" if k else "tabled[0]" for k, n in enumerate(made.tabled)}
+    for name, root in (("score", made.score if score else None), ("slope", made.slope)):
+        lines.append(f"__device__ inline Accum {name}({_PARAMETERS}, const Accum* tabled) {{")
+        lines += ["return 0;" if score is None or root is None else _body(score, made.nodes, root, values), "}"]
+    lines += [*_of_gradients(score, wanted), "}"]
+    if score and made.tabled:
+        lines += _tabulate(score, made)
+    return "\n".join(lines) + "\n"
+
+
+def _line_of(made: Tables) -> str:
+    """Which line of a table is of batch entry b and head h."""
+    if made.by_batch:
+        return "((long long)b * p.heads_q + h)" if made.by_head else "(long long)b"
+    return "(long long)h" if made.by_head else "0LL"
+
+
+def _tabulate(score: Score, made: Tables) -> list[str]:
+    """The kernel that fills the tables: a thread for each i - j of a line, blocks of 128 for those of a line."""
+    lines = [
+        'extern "C" __global__ void __launch_bounds__(128) attention_score_tables(const __grid_constant__ Params p) {',
+        "const int blocks = (p.score_span + 127) / 128, n = blockIdx.x % blocks * 128 + threadIdx.x;",
+        "const int line = blockIdx.x / blocks;",
+        f"const int h = {'line % p.heads_q' if made.by_head else '0'};",
+        f"const int b = {('line / p.heads_q' if made.by_head else 'line') if made.by_batch else '0'};",
+        "const int i = 0, j = n - p.score_origin;",
+        "if (n >= p.score_span) return;",
+        "Accum* const to = p.score_tables + (long long)line * p.score_span + n;",
+        *_statements(score, made.nodes, made.tabled),
+    ]
+    return [*lines, *(f"to[{k} * (long long)p.score_plane] = x{n};" for k, n in enumerate(made.tabled)), "}"]
+
+
+def _of_gradients(score: Score | None, wanted: Sequence[str]) -> list[str]:
+    """What is read of the arrays that are wanted, and where their gradients go: all sums lie one behind the other."""
+    lines, first, stores = ["template <int N>", "struct Read;"], {}, []
+    before = "0LL"
+    for n, array in enumerate(score.arrays if score else ()):
+        if array.key in wanted:
+            count = " * ".join(f"p.{_shape(n)}.length{axis}" for axis in range(array.rank))
+            first[n], before = before, f"{before} + {count}"
+            target = f"p.d{cuda_name(n)}"
+            stores.append(f"if (n < {before}) {target}[n - ({first[n]})] = from_float<Pointed<decltype({target})>>(x);")
+    found = reads_of(score, wanted) if score else ()
+    for n, read in enumerate(found):
+        assert score is not None
+        lines += ["template <>", f"struct Read<{n}> {{"]
+        for flag in ("by_batch", "by_head", "by_query", "by_key", "diagonal", "weighted"):
+            lines.append(f"static constexpr bool {flag.upper()} = {str(getattr(read, flag)).lower()};")
+        lines += [
+            f"__device__ static int splits(const Params& p) {{ return p.score_splits_{n}; }}",
+            f"__device__ static int blocks(const Params& p) {{ return p.score_blocks_{n}; }}",
+            f"__device__ static Accum change({_PARAMETERS}) {{", _body(score, read.nodes, read.change), "}",
+            "// The number, among all sums, of the element that a pair reads.",
+            f"__device__ static long long element({_PARAMETERS}) {{",
+            *_statements(score, read.nodes, read.element), f"return {first[read.array]} + {_element(score, read)};", "}", "};",
+        ]  # fmt: skip
+    lines += [
+        f"constexpr int READS = {len(found)};",
+        f"__device__ inline long long elements(const Params& p) {{ return {before}; }}",
+        "__device__ inline void store(const Params& p, long long n, Accum x) {", "else ".join(stores), "}",
+    ]  # fmt: skip
+    return lines
+
+
+def cuda_name(array: int) -> str:
+    """What the n-th array of a score function is called in Params."""
+    return f"score_array_{array}"
+
+
+def _shape(array: int) -> str:
+    return f"{cuda_name(array)}_shape"
+
+
+def _body(score: Score, nodes: tuple[Node, ...], root: int, known: Mapping[int, str] = _NOTHING) -> str:
+    return "\n".join([*_statements(score, nodes, (root,), known), f"return x{root};"])
+
+
+def _statements(
+    score: Score, nodes: tuple[Node, ...], roots: Sequence[int], known: Mapping[int, str] = _NOTHING
+) -> list[str]:
+    """A line for each operation that the roots need but for what is `known`. Products that are added once become part of the
+    sum.
+    """
+    needed, uses = set(), dict.fromkeys(range(len(nodes)), 0)
+    todo = list(roots)
+    while todo:
+        n = todo.pop()
+        uses[n] += 1
+        if n not in needed:
+            needed.add(n)
+            todo += () if n in known else nodes[n].args
+    fused = {}  # sum: the product in it
+    for n in sorted(needed):
+        node = nodes[n]
+        if node.kind == "float" and node.op in ("add", "sub") and n not in known:
+            products = [m for m in node.args if nodes[m].op == "mul" and uses[m] == 1 and m not in known]
+            if products and node.args[0] != node.args[1]:
+                fused[n] = products[0]
+    inside = set(fused.values())
+    return [
+        f"const {_TYPES[nodes[n].kind]} x{n} = {known.get(n) or _operation(score, nodes, n, fused.get(n))};"
+        for n in sorted(needed)
+        if n not in inside
+    ]
+
+
+def _operation(score: Score, nodes: tuple[Node, ...], n: int, product: int | None) -> str:
+    op, kind, args, value = nodes[n]
+    x = [f"x{m}" for m in args]
+    if op in VARIABLES:
+        return op
+    if op == "const":
+        return _literal(kind, value)
+    if product is not None:
+        a, b = (f"x{m}" for m in nodes[product].args)
+        if op == "add":
+            return f"fma({a}, {b}, {x[1] if args[0] == product else x[0]})"
+        return f"fma({a}, {b}, -{x[1]})" if args[0] == product else f"fma(-{a}, {b}, {x[0]})"
+    if op == "read":
+        element = f"p.{cuda_name(int(value))}[{_offset(score, int(value), args)}]"
+        return {"float": f"to_float({element})", "bool": f"{element} != 0"}.get(kind, element)
+    if op == "where":
+        return f"{x[0]} ? {x[1]} : {x[2]}"
+    if op == "to":
+        if kind == "bool":
+            return f"{x[0]} != 0"
+        if nodes[args[0]].kind == "float":
+            return f"truncated<{_TYPES[kind]}>({x[0]})"
+        return f"{_TYPES[kind]}({x[0]})" if kind != "long" else f"(long long){x[0]}"
+    if op == "not":
+        return f"!{x[0]}" if kind == "bool" else f"~{x[0]}"
+    if op == "neg":
+        return f"-{x[0]}"
+    if op in ("floordiv", "mod") and nodes[args[1]].op == "const":
+        divisor = int(nodes[args[1]].value)
+        if divisor > 0 and divisor & (divisor - 1) == 0:  # what rounds down by itself
+            return f"{x[0]} >> {divisor.bit_length() - 1}" if op == "floordiv" else f"{x[0]} & {divisor - 1}"
+    if op in _OPERATORS:
+        return f"{x[0]} {_OPERATORS[op]} {x[1]}"
+    if kind != "float" and op in ("minimum", "maximum", "abs"):
+        return f"{x[0]} < 0 ? -{x[0]} : {x[0]}" if op == "abs" else f"{op[:3]}({', '.join(x)})"
+    return f"{_FUNCTIONS[op]}({', '.join(x)})"
+
+
+def _literal(kind: str, value: str) -> str:
+    if kind == "bool":
+        return value.lower()
+    if kind != "float":
+        return f"{_TYPES[kind]}({value}LL)" if kind == "int" else f"{value}LL"
+    special = {"inf": "0x7f800000", "-inf": "0xff800000", "nan": "0x7fc00000"}.get(value)
+    return f"Accum({value})" if special is None else f"Accum(__int_as_float({special}))"
+
+
+def _offset(score: Score, array: int, args: Sequence[int]) -> str:
+    """Of the element with these indices, each moved to the nearest that there is."""
+    shape, step = f"p.{_shape(array)}", "" if score.arrays[array].wide else "int"
+    terms = [f"nearest(x{m}, {shape}.length{axis}) * {step}({shape}.stride{axis})" for axis, m in enumerate(args)]
+    return " + ".join(terms)
+
+
+def _element(score: Score, read: Read) -> str:
+    """The number of the element in a contiguous array."""
+    shape = f"p.{_shape(read.array)}"
+    number = "0LL"
+    for axis, m in enumerate(read.element):
+        number = f"({number}) * {shape}.length{axis} + nearest(x{m}, {shape}.length{axis})"
+    return number

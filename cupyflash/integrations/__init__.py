@@ -1,0 +1,1 @@
+"""These kernels under the names by which other packages choose an attention."""

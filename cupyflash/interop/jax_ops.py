@@ -1,0 +1,278 @@
+"""A call on JAX arrays as an operation of JAX's own: under jit, grad, vmap, scan, remat and shard_map.
+
+XLA calls back into Python with the buffers of a call (`jax.experimental.buffer_callback`), where the corridor launches on XLA's
+stream; results and workspace are XLA's memory, so that nothing is copied, and XLA orders everything. What is wrong with a call
+is said while it is traced.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from .. import folding, interop, passes
+from .. import problem as rules
+from ..problem import ARRAYS, OPTIONS, Gradients
+from .protocol import Arrays, Library
+
+try:
+    from jax.experimental.buffer_callback import buffer_callback
+except ImportError as error:  # JAX before 0.6
+    raise ImportError(f"JAX is {jax.__version__}; attention on its arrays needs 0.6 or later") from error
+
+How = tuple[tuple[tuple[str, Any], ...], "int | None", "str | None"]  # a call but for its arrays: options, seed, family
+
+
+def forward(
+    lib: Library,
+    arrays: Arrays,
+    targets: Arrays,
+    return_lse: bool,
+    options: dict[str, Any],
+    seed: int | None,
+    family: str | None,
+) -> tuple[Any, Any]:
+    """As `passes.forward`, differentiable."""
+    arrays, how = _checked(lib, arrays, targets, options, seed, family)
+    return _attention(arrays, how) if _traced(arrays) else _forward_of(how)(arrays)
+
+
+def backward(
+    lib: Library,
+    arrays: Arrays,
+    targets: Arrays,
+    options: dict[str, Any],
+    seed: int | None,
+    family: str | None,
+    wrt: tuple[str, ...],
+) -> Gradients:
+    """As `passes.backward`."""
+    arrays, how = _checked(lib, arrays, targets, options, seed, family)
+    return _gradients(_run(_backward_of(how, wrt), arrays), wrt)
+
+
+def _checked(
+    lib: Library, arrays: Arrays, targets: Arrays, options: dict[str, Any], seed: int | None, family: str | None
+) -> tuple[Arrays, How]:
+    arrays, _ = interop.adopt(lib, arrays, targets)
+    values = {row.name: row.check(options[row.name]) for row in OPTIONS}
+    values["block_mask"] = options["block_mask"]
+    values["causal"] = values["causal"] or False  # as options have it
+    place = None if _traced(arrays) else interop.view(lib, "q", arrays["q"]).device
+    if seed is not None and seed < 2**32:  # as an array it may be another in each call without compiling anew
+        number = np.full(1, seed, np.uint32)
+        on_q = None if place is None else next(iter(arrays["q"].devices()))
+        arrays, seed = arrays | {"seed": jax.device_put(number, on_q)}, None
+    if place is not None:
+        for name, x in arrays.items():
+            where = interop.view(lib, name, x).device
+            if where != place:
+                raise ValueError(f"{name} is on {where} but q is on {place}; all arrays must be on one device")
+        mask = rules.mask_kind(options["block_mask"])
+        if mask is not None and mask.device != place:
+            raise ValueError(f"block_mask is on {mask.device} but q is on {place}; make it with like=q")
+        return arrays, (tuple(values.items()), seed, family)
+    alike = _varying(arrays.values(), _axes(arrays.values()))
+    return dict(zip(arrays, alike)), (tuple(values.items()), seed, family)
+
+
+def _traced(arrays: Arrays) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in arrays.values())
+
+
+# ---- derivatives and batches ----------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attention(arrays: Arrays, how: How) -> tuple[jax.Array, jax.Array]:
+    out, lse = _run(_forward_of(how), arrays)
+    return out, lse
+
+
+def _keep(arrays: Arrays, how: How) -> tuple[Any, Any]:
+    optional = [row.name for row in ARRAYS if row.gradient and row.name in arrays]
+    score = dict(how[0])["score"]
+    optional += [x.key for x in (score.arrays if score else ()) if x.kind == "float"]
+    wanted = {name: () for name in optional if arrays[name].perturbed}  # keys alone: what is kept is a pytree of arrays
+    arrays = {name: x.value for name, x in arrays.items()}
+    out, lse = _attention(arrays, how)
+    return (out, lse), (arrays, out, lse, wanted)
+
+
+def _differentiate(how: How, kept: Any, cotangents: tuple[Any, Any]) -> tuple[Arrays]:
+    arrays, out, lse, wanted = kept
+    dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+    dout = jax.numpy.zeros_like(out) if dout is None else dout
+    wrt = tuple(wanted)
+    arrays = arrays | {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+    grads = _gradients(_run(_backward_of(how, wrt), arrays), wrt)
+    return ({name: getattr(grads, f"d{name}", None) for name in kept[0]},)
+
+
+_attention.defvjp(_keep, _differentiate, symbolic_zeros=True)  # else what the loss does not depend on comes as zeros
+
+
+def _gradients(grads: Sequence[Any], wrt: tuple[str, ...]) -> Gradients:
+    return Gradients(*grads[:3], **{f"d{name}": x for name, x in zip(wrt, grads[3:])})
+
+
+@functools.lru_cache(1024)
+def _forward_of(how: How) -> Callable[[Arrays], Any]:
+    """The forward of arrays; vmap makes its axis a part of the batch."""
+
+    @jax.custom_batching.custom_vmap
+    def run(arrays: Arrays) -> Any:
+        return _called(arrays, how, None)
+
+    @run.def_vmap
+    def of_more(size: int, has: list[Arrays], arrays: Arrays) -> Any:
+        def folded(arrays: Arrays, options: dict[str, Any]) -> Any:
+            return _forward_of((tuple(options.items()), *how[1:]))(arrays)
+
+        named = [name for name, x in has[0].items() if x]
+        return folding.forward(jax.numpy, folded, arrays, named, size, dict(how[0])), (True, True)
+
+    return jax.jit(run)
+
+
+@functools.lru_cache(1024)
+def _backward_of(how: How, wrt: tuple[str, ...]) -> Callable[[Arrays], Any]:
+    """The gradients of arrays, which cannot be differentiated again."""
+
+    @jax.custom_batching.custom_vmap
+    def run(arrays: Arrays) -> Any:
+        return _called(arrays, how, wrt)
+
+    @run.def_vmap
+    def of_more(size: int, has: list[Arrays], arrays: Arrays) -> Any:
+        def folded(arrays: Arrays, options: dict[str, Any], wrt: tuple[str, ...]) -> Any:
+            return _backward_of((tuple(options.items()), *how[1:]), wrt)(arrays)
+
+        named = [name for name, x in has[0].items() if x]
+        grads = folding.backward(jax.numpy, folded, arrays, named, size, dict(how[0]), wrt)
+        return tuple(grads), (True,) * len(grads)
+
+    @jax.custom_jvp
+    def once(arrays: Arrays) -> Any:
+        return run(arrays)
+
+    @once.defjvp
+    def again(primals: Any, tangents: Any) -> Any:
+        raise TypeError("the gradients of attention cannot be differentiated again")
+
+    return jax.jit(once)
+
+
+# ---- the callback ---------------------------------------------------------------------------------------------------
+
+
+def _called(arrays: Arrays, how: How, wrt: tuple[str, ...] | None) -> tuple[jax.Array, ...]:
+    """out and lse of arrays that may be traced; with `wrt`, gradients."""
+    options, seed, family = dict(how[0]), how[1], how[2]
+    mask = rules.mask_kind(options["block_mask"])
+    lib = interop.library("q", arrays["q"])
+    views = {name: lib.view(x)._replace(device=mask.device if mask else "") for name, x in arrays.items()}
+    problem, shapes = rules.state(views, {}, options, wrt is not None)
+    results = [jax.ShapeDtypeStruct(shape, arrays["q"].dtype) for shape in shapes.values()]
+    if wrt is None:
+        results.append(jax.ShapeDtypeStruct(rules.lse_shape(len(arrays["q"].shape), problem), problem.lse_dtype))
+    results += [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in wrt or ()]
+    names = tuple(arrays)
+
+    def on_cpu(*xs: jax.Array) -> Any:
+        if family is not None:
+            from ..cpu.corridor import refuse_family
+
+            refuse_family(family, "jax")
+        return buffer_callback(functools.partial(_on_cpu, names, options, seed, wrt), results)(*xs)
+
+    def on_gpu(*xs: jax.Array) -> Any:
+        from .jax_gpu import Callback
+
+        call = Callback(views, options, seed, family, wrt)
+        scratch = jax.ShapeDtypeStruct((call.scratch,), "uint8")
+        # In a command buffer (CUDA graph) XLA calls back once, and then replays what was launched.
+        return buffer_callback(call, [*results, scratch], command_buffer_compatible=call.plain)(*xs)[:-1]
+
+    first, *others = arrays.values()
+    inputs = [_in_this_process.bind(first), *others]
+    on = {"cpu": on_cpu, "cuda": on_gpu}
+    if mask is not None:  # which is on one of them
+        del on["cuda" if mask.device == "cpu" else "cpu"]
+    found = jax.lax.platform_dependent(*inputs, **on) if _has_gpu() else on_cpu(*inputs)
+    return tuple(found)
+
+
+def _lowered(ctx: Any, x: Any) -> list[Any]:
+    if getattr(ctx.module_context.lowering_parameters, "for_export", False):
+        raise NotImplementedError(
+            "attention is a callback into this process, and jax.export cannot write that down: export a function that calls "
+            "jax.nn.dot_product_attention in its place"
+        )
+    return [x]
+
+
+# The identity, which is there to be asked where it is compiled for.
+_in_this_process = Primitive("cupyflash_in_this_process")
+_in_this_process.def_impl(lambda x: x)
+_in_this_process.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_in_this_process, _lowered)
+
+
+def _run(call: Callable[[Arrays], Any], arrays: Arrays) -> list[jax.Array]:
+    return _varying(call(arrays), _axes(jax.tree.leaves(arrays)))
+
+
+def _axes(arrays: Iterable[Any]) -> frozenset[str]:
+    """The axes of a mesh along which any of the arrays may differ, inside shard_map."""
+    axes: frozenset[str] = frozenset()
+    for x in arrays:
+        kind: Any = jax.typeof(x)
+        axes |= kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", axes)
+    return axes
+
+
+def _varying(arrays: Iterable[Any], axes: frozenset[str]) -> list[Any]:
+    """The arrays as such that may differ along these axes; where they do not, their gradients are summed over them."""
+    missing = [(x, tuple(axes - _axes([x]))) for x in arrays]
+    return [_cast(x, more) if more else x for x, more in missing]
+
+
+def _cast(x: jax.Array, axes: tuple[str, ...]) -> Any:
+    lax: Any = jax.lax
+    return lax.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, axes)  # its name before
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    try:
+        return bool(jax.local_devices(backend="gpu"))
+    except RuntimeError:
+        return False
+
+
+def _on_cpu(
+    names: Sequence[str],
+    options: dict[str, Any],
+    seed: int | None,
+    wrt: tuple[str, ...] | None,
+    ctx: Any,
+    out: Sequence[Any],
+    *inputs: Any,
+) -> None:
+    arrays: Arrays = {name: np.asarray(x) for name, x in zip(names, inputs)}
+    lib = interop.library("q", arrays["q"])
+    if wrt is None:
+        results: Sequence[Any] = passes.forward(lib, arrays, {}, True, options, seed, None)
+    else:
+        grads = passes.backward(lib, arrays, {}, options, seed, None, wrt)
+        results = (*grads, *(getattr(grads, f"d{name}") for name in wrt))
+    for target, x in zip(out, results):
+        np.asarray(target)[...] = x

@@ -1,0 +1,108 @@
+"""jax.nn.dot_product_attention, with its signature and semantics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+
+from .. import api
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: None = None,
+    return_residual: bool = False,
+) -> Any:
+    """Exact attention in the place of jax.nn.dot_product_attention.
+
+    Parameters
+    ----------
+    query : (B, T, N, H), or (T, N, H)
+    key, value : (B, S, K, H), or without B
+        N is a multiple of K. float16, bfloat16, float32 or float64.
+    bias : broadcasts to (B, N, T, S), optional
+        Added to the scores; differentiable. float32 or the dtype of query; others are cast to that.
+    mask : broadcasts to (B, N, T, S), optional
+        True where a query may attend a key. Queries that may attend no key get 0 (the mean of value in jax.nn).
+    scale : float, optional
+        Default 1 / sqrt(H).
+    is_causal : bool
+        Query i attends keys j <= i.
+    query_seq_lengths, key_value_seq_lengths : (B,) int32, optional
+        Queries from there on get 0; keys from there on are not attended.
+    local_window_size : int or (left, right), optional
+        Keys that a query attends beside its own position.
+    implementation : None
+        There is one; another name is refused.
+    return_residual : bool
+        Also return the log-sum-exp of each row, (B, T, N), in the dtype of query, through which no gradient flows.
+
+    Returns
+    -------
+    Shaped as query, or (that, residual).
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument, what it is and what it must be.
+    """
+    if implementation is not None:
+        raise ValueError(
+            f"implementation is {implementation!r}; it must be None: there is one, for any shape and dtype"
+        )
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    if query.ndim not in (3, 4):
+        raise ValueError(f"query has shape {query.shape}; it must be (B, T, N, H) or (T, N, H)")
+    options: dict[str, Any] = {"scale": scale}
+    if bias is not None:
+        bias = _fitting(jnp.asarray(bias), query.ndim)
+        options["bias"] = bias if bias.dtype in (query.dtype, jnp.float32) else bias.astype(query.dtype)
+    seen = None if mask is None else _fitting(jnp.asarray(mask), query.ndim)
+    (t, s), diagonal = (query.shape[-3], key.shape[-3]), key.shape[-3] - query.shape[-3]
+    if is_causal:
+        options["causal"] = "top_left"
+    if local_window_size is not None:
+        left, right = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
+        if is_causal or diagonal == 0:  # whose diagonal is the one of jax.nn
+            options["window"] = (left, right)
+        else:  # without causal it is at the bottom right here
+            band = jnp.arange(s) - jnp.arange(t)[:, None]
+            inside = (band >= -left) & (band <= right)
+            seen = inside if seen is None else seen & inside
+    if seen is not None:
+        options["mask"] = seen
+    if key_value_seq_lengths is not None:
+        options["key_mask"] = _below(key_value_seq_lengths, s, query.ndim, "key_value_seq_lengths")
+    out, lse = api.attention(query, key, value, return_lse=True, **options)
+    if query_seq_lengths is not None:
+        own = _below(query_seq_lengths, t, query.ndim, "query_seq_lengths")
+        out = jnp.where(own[..., None, None], out, 0)
+    if not return_residual:
+        return out
+    return out, jax.lax.stop_gradient(lse.swapaxes(-1, -2).astype(query.dtype))
+
+
+def _fitting(x: jax.Array, rank: int) -> jax.Array:
+    """An array over pairs that has the axis of the batch only if query has it."""
+    return x[0] if x.ndim == 4 and rank == 3 and x.shape[0] == 1 else x
+
+
+def _below(lengths: Any, n: int, rank: int, name: str) -> jax.Array:
+    """(B, n) booleans: position < length."""
+    lengths = jnp.asarray(lengths)
+    if lengths.ndim != 1 or lengths.dtype != jnp.int32:
+        raise ValueError(f"{name} has shape {lengths.shape} and dtype {lengths.dtype}; it must be (B,) and int32")
+    seen = jnp.arange(n) < lengths[:, None]
+    return seen if rank == 4 else seen[0]

@@ -1,0 +1,74 @@
+"""One hand-over to the CPU or the GPU: the forward and the backward of a call on the arrays of one library, run at once."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+from . import interop
+from .interop.protocol import Adapter, Arrays, Library
+from .problem import Gradients
+
+
+def forward(
+    lib: Library,
+    arrays: Arrays,
+    targets: Arrays,
+    return_lse: bool,
+    options: dict[str, Any],
+    seed: int | None,
+    family: str | None,
+) -> tuple[Any, Any]:
+    """out and (where asked for) lse. `lib` is that of q; `targets` are arrays to write results to, by name; `seed`, that of
+    dropout where it is a number."""
+    arrays, targets = interop.adopt(lib, arrays, targets)
+    adapter = cast(Adapter, lib)
+    try:
+        results = _backend(adapter, arrays).forward(adapter, arrays, targets, return_lse, options, seed, family)
+    except Exception:
+        interop.name_unreadable(adapter, arrays, targets)
+        raise
+    for x in targets.values():
+        adapter.written(x)
+    return results
+
+
+def backward(
+    lib: Library,
+    arrays: Arrays,
+    targets: Arrays,
+    options: dict[str, Any],
+    seed: int | None,
+    family: str | None,
+    wrt: tuple[str, ...],
+) -> Gradients:
+    """The gradients, also of the optional arrays that `wrt` names; `arrays` has dout, out, lse and perhaps dlse too."""
+    arrays, targets = interop.adopt(lib, arrays, targets)
+    adapter = cast(Adapter, lib)
+    try:
+        results = _backend(adapter, arrays).backward(adapter, arrays, targets, options, seed, family, wrt)
+    except Exception:
+        interop.name_unreadable(adapter, arrays, targets)
+        raise
+    for x in targets.values():
+        adapter.written(x)
+    return results
+
+
+def _backend(adapter: Adapter, arrays: Arrays) -> Any:
+    """The corridor of the device that q is on."""
+    return _gpu() if adapter.on_gpu(arrays["q"]) else _cpu()
+
+
+@functools.cache  # an import statement costs 0.6 us in every call
+def _gpu() -> Any:
+    from .gpu import corridor
+
+    return corridor
+
+
+@functools.cache
+def _cpu() -> Any:
+    from .cpu import corridor
+
+    return corridor

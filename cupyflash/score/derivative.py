@@ -1,0 +1,111 @@
+"""Derivatives of a graph, node by node from the operands to the result (forward mode).
+
+A derivative by one number only follows what depends on it, and what `where` does not choose never reaches the result: nothing
+is multiplied by 0 that might be infinite. Where a function has a corner, its derivative there is the one that JAX takes.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from .graph import Graph, Node, Score
+
+
+def derivative(graph: Graph, root: int, by: int) -> int | None:
+    """The node of d root / d by; None where root does not depend on it."""
+    found: dict[int, int | None] = {}
+    for n in range(root + 1):
+        found[n] = graph.constant(1.0) if n == by else _of(graph, n, graph.nodes[n], found)
+    return found[root]
+
+
+@functools.lru_cache(256)
+def slope(score: Score) -> tuple[tuple[Node, ...], int] | None:
+    """Nodes that compute d score / d s, and its number among them; None where the score does not depend on s."""
+    graph = Graph(score.nodes)
+    return _pruned(graph, derivative(graph, score.root, graph.variable("s")))
+
+
+@functools.lru_cache(256)
+def reads(score: Score, array: int) -> list[tuple[tuple[Node, ...], int, tuple[int, ...]]]:
+    """For each element of an array that the score of a pair reads: nodes that compute d score / d element and its index, and
+    the numbers of these among them. Elements that the score does not depend on are left out.
+    """
+    found = []
+    for n, node in enumerate(score.nodes):
+        if node.op == "read" and node.value == str(array):
+            graph = Graph(score.nodes)
+            changed = derivative(graph, score.root, n)
+            if changed is not None:
+                nodes, (first, *index) = graph.pruned(changed, *node.args)
+                found.append((nodes, first, tuple(index)))
+    return found
+
+
+def _pruned(graph: Graph, root: int | None) -> tuple[tuple[Node, ...], int] | None:
+    if root is None:
+        return None
+    nodes, (root,) = graph.pruned(root)
+    return nodes, root
+
+
+def _of(graph: Graph, n: int, node: Node, found: dict[int, int | None]) -> int | None:
+    """The derivative of one node from those of its operands; None for 0."""
+    if node.kind != "float" or node.op == "read":
+        return None
+    d = [found[m] for m in node.args]
+    if all(x is None for x in d):
+        return None
+    apply, number = graph.apply, graph.constant
+
+    def times(x: int | None, y: int) -> int | None:
+        return None if x is None else apply("mul", x, y)
+
+    def plus(x: int | None, y: int | None) -> int | None:
+        return y if x is None else x if y is None else apply("add", x, y)
+
+    def minus(x: int | None) -> int | None:
+        return None if x is None else apply("neg", x)
+
+    def chosen(condition: int, x: int | None, y: int | None) -> int:
+        return graph.where(condition, number(0.0) if x is None else x, number(0.0) if y is None else y)
+
+    op, args = node.op, node.args
+    x, y = args[0], args[-1]
+    if op == "add":
+        return plus(d[0], d[1])
+    if op == "sub":
+        return plus(d[0], minus(d[1]))
+    if op == "neg":
+        return minus(d[0])
+    if op == "mul":
+        return plus(times(d[0], y), times(d[1], x))
+    if op == "div":  # (x' - q y') / y
+        inner = plus(d[0], minus(times(d[1], n)))
+        return None if inner is None else apply("div", inner, y)
+    if op == "pow":
+        of_base = times(d[0], apply("mul", y, apply("pow", x, apply("sub", y, number(1.0)))))
+        return plus(of_base, times(d[1], apply("mul", n, apply("log", x))))
+    if op == "where":
+        return chosen(args[0], d[1], d[2])
+    if op in ("maximum", "minimum"):
+        first = apply("lt", y, x) if op == "maximum" else apply("lt", x, y)
+        half = times(plus(d[0], d[1]), number(0.5))
+        return chosen(first, d[0], chosen(apply("eq", x, y), half, d[1]))
+    if op == "abs":
+        zero = number(0.0)
+        return chosen(apply("lt", zero, x), d[0], chosen(apply("lt", x, zero), minus(d[0]), None))
+    if op == "floor":
+        return None
+    one = number(1.0)
+    factor = {
+        "exp": lambda: n,
+        "log": lambda: apply("div", one, x),
+        "log2": lambda: apply("div", number(1.4426950408889634), x),
+        "sqrt": lambda: apply("div", number(0.5), n),
+        "tanh": lambda: apply("sub", one, apply("mul", n, n)),
+        "sigmoid": lambda: apply("mul", n, apply("sub", one, n)),
+        "sin": lambda: apply("cos", x),
+        "cos": lambda: apply("neg", apply("sin", x)),
+    }[op]
+    return times(d[0], factor())

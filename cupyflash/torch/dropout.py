@@ -1,0 +1,20 @@
+"""What a dropout probability of another function becomes here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def dropout_options(name: str, p: float, q: torch.Tensor) -> dict[str, Any]:
+    """Options of `attention` on q for the probability p, given as `name`; the seed is drawn from PyTorch's generator.
+
+    It is a tensor on q's device, so that nothing waits for the GPU, torch.compile follows it, and a CUDA graph draws another in
+    each run.
+    """
+    if not 0 <= p < 1:
+        raise ValueError(f"{name} is {p}; it must be 0 or more and less than 1")
+    if not p:
+        return {}
+    return {"dropout": p, "seed": torch.randint(2**63 - 1, (1,), device=q.device)}

@@ -1,0 +1,81 @@
+"""torch.nn.MultiheadAttention with these kernels: the same parameters, so that the stock module's weights load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from .. import api
+from .dropout import dropout_options
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """Multi-head attention between (N, L, E) sequences with projections (Vaswani et al. 2017), in the place of
+    torch.nn.MultiheadAttention.
+
+    Constructor, parameters, state dict and the arguments of forward are those of the stock module, but that probabilities are
+    never returned: need_weights is False unless said, and must be. add_bias_kv and add_zero_attn are not served:
+    NotImplementedError.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name, given in (("add_bias_kv", self.bias_k is not None), ("add_zero_attn", self.add_zero_attn)):
+            if given:
+                raise NotImplementedError(f"{name} is True; it must be False here: keys are those of the sequence")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Attend from query, (N, L, E) with batch_first, else (L, N, E), or (L, E), to key and value, of S keys.
+
+        key_padding_mask, (N, S) or (S,), and attn_mask, (L, S) or (N · heads, L, S): booleans, True where a key is hidden, or
+        numbers added to the scores. is_causal says that attn_mask is the causal one, which then is not read: query i sees keys
+        j <= i. Returns the result, shaped as query, and None.
+        """
+        if need_weights:
+            raise NotImplementedError(
+                "need_weights is True; the probabilities are never in memory, so it must be False"
+            )
+        batched = query.dim() == 3
+        if batched and not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in self._projected(query, key, value))
+        options: dict[str, Any] = dropout_options("dropout", self.dropout if self.training else 0.0, q)
+        if is_causal:
+            options["causal"], attn_mask = "top_left", None
+        if attn_mask is not None and attn_mask.dim() == 3 and batched:
+            attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
+        bias = None
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            options["mask"] = ~attn_mask
+        elif attn_mask is not None:
+            bias = attn_mask
+        if key_padding_mask is not None and key_padding_mask.dtype is torch.bool:
+            options["key_mask"] = ~key_padding_mask
+        elif key_padding_mask is not None:
+            hides = key_padding_mask[:, None, None] if batched else key_padding_mask
+            bias = hides if bias is None else bias + hides
+        out = self.out_proj(api.attention(q, k, v, bias=bias, **options).flatten(-2))
+        return (out.transpose(0, 1) if batched and not self.batch_first else out), None
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        if self.in_proj_weight is None:
+            weights: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        elif query is key and key is value:
+            return linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        else:
+            weights = self.in_proj_weight.chunk(3)
+        return tuple(linear(x, weight, bias) for x, weight, bias in zip((query, key, value), weights, biases))

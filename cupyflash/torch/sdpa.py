@@ -1,0 +1,76 @@
+"""torch.nn.functional.scaled_dot_product_attention, with its signature and semantics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import api
+from .dropout import dropout_options
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Exact attention in the place of torch.nn.functional.scaled_dot_product_attention.
+
+    Parameters
+    ----------
+    query : (..., Hq, L, E)
+    key : (..., H, S, E)
+    value : (..., H, S, Ev)
+        float16, bfloat16, float32 or float64. Axes before the heads, none or more, are the same in all three.
+    attn_mask : broadcasts to (..., Hq, L, S), optional
+        Booleans, True where a query may attend a key, or numbers added to the scores (float32 or query's dtype; they get
+        gradients). Queries that may attend no key get 0.
+    dropout_p : float
+        Probabilities become 0 with this chance, less than 1, and the others are divided by 1 - dropout_p. Which ones follows from
+        a number drawn from PyTorch's generator of query's device, so torch.manual_seed repeats it.
+    is_causal : bool
+        Query i attends keys j <= i (aligned at the top left). Not together with attn_mask.
+    scale : float, optional
+        Default 1 / sqrt(E).
+    enable_gqa : bool
+        Hq may be a multiple of H.
+
+    Returns
+    -------
+    (..., Hq, L, Ev)
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument, what it is and what it must be.
+    """
+    if is_causal and attn_mask is not None:
+        raise ValueError("is_causal is True and attn_mask is given; at most one of them can be")
+    lead, heads = query.shape[:-3], query.shape[-3] if query.dim() > 2 else 1
+    for name, x in (("key", key), ("value", value)):
+        if x.dim() != query.dim() or x.shape[:-3] != lead:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} but query has {tuple(query.shape)}; they must have the same axes before "
+                "the heads"
+            )
+        if not enable_gqa and x.dim() > 2 and x.shape[-3] not in (1, heads):
+            raise ValueError(
+                f"{name} has {x.shape[-3]} heads but query has {heads}; they must be the same, or enable_gqa=True given"
+            )
+    options: dict[str, Any] = dropout_options("dropout_p", dropout_p, query)
+    if query.dim() > 4:
+        query, key, value = (x.flatten(0, -4) for x in (query, key, value))
+        if attn_mask is not None and attn_mask.dim() > 3:
+            attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:]).flatten(0, -4)
+    if attn_mask is not None:
+        options["mask" if attn_mask.dtype is torch.bool else "bias"] = attn_mask
+    out: torch.Tensor = api.attention(
+        query, key, value, causal="top_left" if is_causal else False, scale=scale, layout="bhsd", **options
+    )
+    return out.unflatten(0, lead) if len(lead) > 1 else out

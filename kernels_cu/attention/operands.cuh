@@ -1,0 +1,213 @@
+// Q, K, V and dO as the tensor cores take them: from where they are, or, of float32, as two float16 a number (tile/halves.cuh)
+// that `attention_split` has put into the plan's own memory before. A row of these is all its high parts, then all its low
+// ones; every tile has a power of two of its own, so that the whole range of float32 has room.
+#pragma once
+#include "attention/head.cuh"
+#include "tile/fragment.cuh"
+
+// Arrays with rows for queries, which come in tiles of ROWS, and for keys, in tiles of KEYS.
+struct OfQueries {
+    static constexpr int SIZE = config::ROWS;
+
+    __device__ static int heads(const Params& p) { return p.heads_q; }
+    __device__ static int tiles(const Params& p) { return query_tiles<SIZE>(p); }
+    __device__ static Head head(const Params& p, Place at) { return Head::of_q(p, at.batch, at.head); }
+    __device__ static int rows(const Params& p, const Head& head) { return head.queries(p); }
+    __device__ static const In* row(const Head& head, const In* array, const Strides& s, int i) {
+        return head.query_row(array, s, i);
+    }
+    __device__ static long long number(const Params& p, const Head& head, int i) { return head.row_number(p, i); }
+    __device__ static long long tile_number(const Params& p, const Head& head, int tile) {
+        return query_tile_number<SIZE>(p, head, tile);
+    }
+};
+struct OfKeys {
+    static constexpr int SIZE = config::KEYS;
+
+    __device__ static int heads(const Params& p) { return p.heads_k; }
+    __device__ static int tiles(const Params& p) { return key_tiles<SIZE>(p); }
+    __device__ static Head head(const Params& p, Place at) { return Head::of_k(p, at.batch, at.head); }
+    __device__ static int rows(const Params& p, const Head& head) { return head.keys(p); }
+    __device__ static const In* row(const Head& head, const In* array, const Strides& s, int j) {
+        return head.key_row(array, s, j);
+    }
+    __device__ static long long number(const Params& p, const Head& head, int j) { return head.key_row_number(p, j); }
+    __device__ static long long tile_number(const Params& p, const Head& head, int tile) {
+        return key_tile_number<SIZE>(p, head, tile);
+    }
+};
+
+// What Params knows of an array: where it is, and where its halves and the units of its tiles are.
+struct Given {
+    const In* array;
+    const Strides& strides;
+    int columns;
+};
+struct Halves {
+    Product* rows;
+    float* units;
+};
+
+// Q, K, V and dO. (Templates, because not every plan's Params has all of it.)
+struct OfQ : OfQueries {
+    static constexpr int COLUMNS = config::DIM;
+
+    template <class P>
+    __device__ static Given given(const P& p) { return {p.q, p.q_strides, p.dim}; }
+    template <class P>
+    __device__ static Halves halves(const P& p) { return {p.q_halves, p.q_units}; }
+};
+
+struct OfK : OfKeys {
+    static constexpr int COLUMNS = config::DIM;
+
+    template <class P>
+    __device__ static Given given(const P& p) { return {p.k, p.k_strides, p.dim}; }
+    template <class P>
+    __device__ static Halves halves(const P& p) { return {p.k_halves, p.k_units}; }
+};
+
+struct OfV : OfKeys {
+    static constexpr int COLUMNS = config::DIM_V;
+
+    template <class P>
+    __device__ static Given given(const P& p) { return {p.v, p.v_strides, p.dim_v}; }
+    template <class P>
+    __device__ static Halves halves(const P& p) { return {p.v_halves, p.v_units}; }
+};
+
+struct OfDO : OfQueries {
+    static constexpr int COLUMNS = config::DIM_V;
+
+    template <class P>
+    __device__ static Given given(const P& p) { return {p.dout, p.dout_strides, p.dim_v}; }
+    template <class P>
+    __device__ static Halves halves(const P& p) { return {p.dout_halves, p.dout_units}; }
+};
+
+// Rows of an operand, from one on.
+struct Rows {
+    const Product* from;
+    long long stride;
+    int columns;
+};
+
+template <class Of, class P>
+__device__ Rows operand_rows(const P& p, const Head& head, int i) {
+    if constexpr (PARTS == 2) {
+        constexpr int WIDTH = 2 * Of::COLUMNS;
+        return {Of::halves(p).rows + Of::number(p, head, i) * WIDTH, WIDTH, WIDTH};
+    } else {
+        Given given = Of::given(p);
+        return {Of::row(head, given.array, given.strides, i), given.strides.row, given.columns};
+    }
+}
+
+// What a tile's operand is to be multiplied by.
+template <class Of, class P>
+__device__ float operand_unit(const P& p, const Head& head, int tile) {
+    if constexpr (PARTS == 2) return Of::halves(p).units[Of::tile_number(p, head, tile)];
+    return 1;
+}
+
+// Multiply a product by the units of its operands: in one step, where theirs is a normal number.
+template <int M, int N>
+__device__ void scale_by_units(Accumulator<M, N>& product, float a, float b) {
+    float both = a * b;
+    bool normal = both >= 0x1p-126f && both <= 0x1p126f;
+    float first = normal ? both : a;
+    product.each([&](Accum& x, int, int) { x *= first; });
+    if (!normal) product.each([&](Accum& x, int, int) { x *= b; });
+}
+
+// The largest of the block's x, which are not negative; by all of its threads, WARPS floats of shared memory at `address`.
+template <int WARPS>
+__device__ float largest_of_block(float x, unsigned address) {
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
+    if (threadIdx.x % 32 == 0) store_shared(address + threadIdx.x / 32 * 4, __float_as_uint(x));
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) x = fmaxf(x, __uint_as_float(load_shared(address + 4 * warp)));
+    return x;
+}
+
+// Infinities and NaN do not count for a tile's unit.
+__device__ inline float finite_size(float x) { return fabsf(x) < __int_as_float(0x7f800000) ? fabsf(x) : 0; }
+
+// A power of two that brings what is at most `largest` to less than 2^15, and its inverse; both are normal numbers.
+struct PowerOfTwo {
+    float times, unit;
+
+    __device__ PowerOfTwo(float largest) {
+        unsigned exponent = max(__float_as_uint(largest) >> 23, 15u);
+        times = __uint_as_float(268 - exponent << 23), unit = __uint_as_float(exponent - 14 << 23);
+    }
+};
+
+constexpr int SPLIT_THREADS = 256;
+
+// Four numbers of a row, of which `count` are there.
+template <class T>
+__device__ float4 load_4(const T* from, int count, bool vectors) {
+    if (count >= 4 && vectors) return *(const float4*)from;
+    return {count > 0 ? from[0] : 0, count > 1 ? from[1] : 0, count > 2 ? from[2] : 0, count > 3 ? from[3] : 0};
+}
+
+// What is infinite or NaN stands among the low parts: there it meets the other operand's high part alone, whose sign counts.
+template <int N>
+__device__ void split_pair(unsigned& high, unsigned& low, float x, float y, float times) {
+    unsigned pairs[N];
+    pack_parts(pairs, finite_size(x) == 0 ? 0 : x, finite_size(y) == 0 ? 0 : y, times);
+    high = pairs[0], low = pairs[N - 1];
+    if (!(fabsf(x) < __int_as_float(0x7f800000))) low = low & 0xffff0000 | pack2<half_t>(x, 0);
+    if (!(fabsf(y) < __int_as_float(0x7f800000))) low = low & 0xffff | pack2<half_t>(0, y);
+}
+
+// Split a tile of one of these arrays, by a block.
+template <class Of, class P>
+__device__ void split_tile(const P& p, int n) {
+    __shared__ float maxima[SPLIT_THREADS / 32];
+    constexpr int CHUNKS = Of::COLUMNS / 4;
+    Place at = place(n, Of::tiles(p), Of::heads(p));
+    Head head = Of::head(p, at);
+    Given given = Of::given(p);
+    Halves halves = Of::halves(p);
+    int first = at.tile * Of::SIZE, rows = min(Of::SIZE, Of::rows(p, head) - first);
+    const In* from = Of::row(head, given.array, given.strides, first);
+    bool vectors = (unsigned long long)from % 16 == 0 && given.strides.row % 4 == 0;
+    auto numbers = [&](int i) {
+        int column = i % CHUNKS * 4;
+        return load_4(from + i / CHUNKS * given.strides.row + column, given.columns - column, vectors);
+    };
+
+    float largest = 0;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < rows * CHUNKS; i += SPLIT_THREADS) {
+        float4 x = numbers(i);
+        largest = fmaxf(fmaxf(fmaxf(largest, finite_size(x.x)), finite_size(x.y)), fmaxf(finite_size(x.z), finite_size(x.w)));
+    }
+    PowerOfTwo power(largest_of_block<SPLIT_THREADS / 32>(largest, shared_address(maxima)));
+    if (threadIdx.x == 0) halves.units[n] = power.unit;
+    Product* to = halves.rows + Of::number(p, head, first) * (2 * Of::COLUMNS);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < rows * CHUNKS; i += SPLIT_THREADS) {
+        float4 x = numbers(i);
+        uint2 high, low;
+        split_pair<PARTS>(high.x, low.x, x.x, x.y, power.times);
+        split_pair<PARTS>(high.y, low.y, x.z, x.w, power.times);
+        Product* row = to + i / CHUNKS * (2LL * Of::COLUMNS) + i % CHUNKS * 4;
+        *(uint2*)row = high, *(uint2*)(row + Of::COLUMNS) = low;
+    }
+}
+
+// The tiles of all these arrays, one after the other.
+template <class Of, class... Others, class P>
+__device__ void split_operands(const P& p, int n) {
+    int tiles = p.batch * Of::heads(p) * Of::tiles(p);
+    if (n < tiles) {
+        split_tile<Of>(p, n);
+    } else if constexpr (sizeof...(Others) > 0) {
+        split_operands<Others...>(p, n - tiles);
+    }
+}

@@ -1,0 +1,48 @@
+// Where key tiles are too few for all multiprocessors, or some take much longer than others, several thread blocks share a
+// key tile: each visits a share of its query tiles and leaves its sums of dK and dV in memory, in float32. Who is done last
+// adds up those of all shares, in their order, so that dK and dV are the same bits in every run.
+#pragma once
+#include "sm90/backward_tiles.cuh"
+
+// f(x, n) for each fragment of a worker's sums, x[4]; n counts from `first` on. Returns how far.
+template <int N, class F>
+__device__ int for_fragments(Accumulator<1, N>& sum, int first, F f) {
+#pragma unroll
+    for (int n = 0; n < N; n++) f(sum.x[0][n], first + n);
+    return first + N;
+}
+template <int COUNT, int N, class F>
+__device__ int for_fragments(Accumulator<1, N> (&sums)[COUNT], int first, F f) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) first = for_fragments(sums[i], first, f);
+    return first;
+}
+
+// A worker's sums of a share are done. True for who has to store them: then they are those of the whole tile. By its 128
+// threads, each of which finds what its like in other blocks have left.
+template <class DV, class DK>
+__device__ bool add_shares(const Params& p, const Shared& s, const KeyTile& t, int group, DV& dv, DK& dk) {
+    int shares = t.shares(p), thread = threadIdx.x % 128;
+    if (shares == 1) return true;
+    int number = (t.number_of_all(p) * CLUSTER + s.rank) * GROUPS + group;
+    float* sums = p.share_sums + (long long)number * p.most_shares * SHARE_SUMS + 4 * thread;
+    auto each = [&](auto f) { for_fragments(dk, for_fragments(dv, 0, f), f); };
+    float* own = sums + t.share * SHARE_SUMS;
+    each([&](float (&x)[4], int n) { *(float4*)(own + 512 * n) = make_float4(x[0], x[1], x[2], x[3]); });
+    sync_threads<128>(3 + group);
+    bool last = true;
+    if (thread == 0) {
+        __threadfence();
+        last = atomicAdd(DQCounters(p).shares_done + number, 1u) == shares - 1;
+        __threadfence();
+    }
+    if (!all_threads<128>(3 + group, last)) return false;
+    each([&](float (&x)[4], int) { x[0] = x[1] = x[2] = x[3] = 0; });
+#pragma unroll 1
+    for (; shares > 0; shares--, sums += SHARE_SUMS)
+        each([&](float (&x)[4], int n) {
+            float4 more = *(const float4*)(sums + 512 * n);
+            x[0] += more.x, x[1] += more.y, x[2] += more.z, x[3] += more.w;
+        });
+    return true;
+}

@@ -1,0 +1,390 @@
+"""Functions and modules of other packages in our place: values and gradients are theirs, or of what they are defined by."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+import cupyflash
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import functional as F
+
+from cupyflash.compat import flash_attn, xformers
+from cupyflash.torch import MultiheadAttention, scaled_dot_product_attention
+
+
+def numbers(*shape: int, seed: int = 0, grad: bool = False) -> Any:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_(grad)
+
+
+def same(ours: Any, theirs: Any, leaves: list[Any], **options: Any) -> None:
+    """Results and gradients of two functions without arguments."""
+    x, y = ours(), theirs()
+    torch.testing.assert_close(x, y)
+    weights = torch.randn_like(y)
+    for g, e in zip(*(torch.autograd.grad((z * weights).sum(), leaves) for z in (x, y)), strict=True):
+        torch.testing.assert_close(g, e)
+
+
+# ---- torch.nn.functional.scaled_dot_product_attention ---------------------------------------------------------------
+
+MASKS: dict[str, Any] = {
+    "none": lambda lead: None,
+    "booleans": lambda lead: numbers(5, 7) > -0.8,
+    "booleans of keys": lambda lead: numbers(*lead[:1], *(1,) * len(lead[1:]), 1, 7) > -0.8,
+    "numbers": lambda lead: numbers(*lead, 5, 7, grad=True),
+    "numbers for all": lambda lead: numbers(5, 7, grad=True),
+    "numbers that hide": lambda lead: torch.where(numbers(5, 7) > -0.5, 0.0, -torch.inf).double().index_fill(
+        1, torch.tensor([3]), 0.0
+    ),
+}  # fmt: skip
+
+
+def test_signatures() -> None:
+    ours = inspect.signature(scaled_dot_product_attention).parameters
+    assert list(ours) == ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"]
+    stock = inspect.signature(torch.nn.MultiheadAttention.forward).parameters
+    assert list(inspect.signature(MultiheadAttention.forward).parameters) == list(stock)
+
+
+@pytest.mark.parametrize("lead", [(), (4,), (2, 4), (3, 2, 4)], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_scaled_dot_product_attention(mask: str, lead: tuple[int, ...]) -> None:
+    q, k, v = numbers(*lead, 5, 8, grad=True), numbers(*lead, 7, 8, grad=True), numbers(*lead, 7, 6, grad=True)
+    attn_mask = MASKS[mask](lead)
+    leaves = [x for x in (q, k, v, attn_mask) if x is not None and x.requires_grad]
+    for options in ({}, {"scale": 0.3}, *([{"is_causal": True}] if attn_mask is None else [])):
+        same(
+            lambda o=options: scaled_dot_product_attention(q, k, v, attn_mask, **o),
+            lambda o=options: F.scaled_dot_product_attention(q, k, v, attn_mask, **o),
+            leaves,
+        )
+
+
+def test_grouped_queries() -> None:
+    q, k, v = numbers(2, 4, 5, 8, grad=True), numbers(2, 2, 7, 8, grad=True), numbers(2, 2, 7, 6, grad=True)
+    same(
+        lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        [q, k, v],
+    )
+    with pytest.raises(ValueError, match="^key has 2 heads but query has 4; they must be the same, or enable_gqa=True"):
+        scaled_dot_product_attention(q, k, v)
+
+
+def test_rows_that_see_nothing_are_zeros() -> None:
+    q = numbers(2, 4, 5, 8)
+    hidden = torch.ones(5, 5, dtype=torch.bool)
+    hidden[2] = False
+    ours, theirs = (f(q, q, q, hidden) for f in (scaled_dot_product_attention, F.scaled_dot_product_attention))
+    assert not ours[:, :, 2].any()
+    torch.testing.assert_close(ours, theirs.nan_to_num())
+
+
+def test_what_is_refused() -> None:
+    q, k = numbers(2, 4, 5, 8), numbers(2, 4, 7, 8)
+    with pytest.raises(ValueError, match="^is_causal is True and attn_mask is given"):
+        scaled_dot_product_attention(q, k, k, numbers(5, 7), is_causal=True)
+    for p in (1.0, -0.1, 2.0):
+        with pytest.raises(ValueError, match=f"^dropout_p is {p}; it must be 0 or more and less than 1"):
+            scaled_dot_product_attention(q, k, k, dropout_p=p)
+    with pytest.raises(ValueError, match=r"^key has shape \(3, 4, 7, 8\) but query has \(2, 4, 5, 8\)"):
+        scaled_dot_product_attention(q, numbers(3, 4, 7, 8), numbers(3, 4, 7, 8))
+
+
+def test_compiled() -> None:
+    torch._dynamo.reset()
+    q, mask = numbers(2, 4, 5, 8, grad=True), numbers(5, 5, grad=True)
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    same(lambda: compiled(q, q, q, mask), lambda: F.scaled_dot_product_attention(q, q, q, mask), [q, mask])
+
+
+# ---- torch.nn.MultiheadAttention ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize(
+    "how", [{}, {"bias": False}, {"kdim": 12, "vdim": 20}], ids=["packed", "without bias", "other widths"]
+)
+@pytest.mark.parametrize(
+    "masks", ["none", "padding", "padding of numbers", "mask", "mask of numbers", "mask of heads", "causal", "all"]
+)
+def test_multihead_attention(masks: str, how: dict[str, Any], batch_first: bool) -> None:
+    """The stock module's weights, and its results and gradients."""
+    torch.manual_seed(0)
+    stock = torch.nn.MultiheadAttention(16, 4, batch_first=batch_first, dtype=torch.float64, **how)
+    ours = MultiheadAttention(16, 4, batch_first=batch_first, dtype=torch.float64, **how)
+    ours.load_state_dict(stock.state_dict())
+    for module in (stock, ours):  # biases are zeros at first
+        for name, x in module.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.constant_(x, 0.3)
+    x, memory, values = (
+        numbers(2, 5, 16),
+        numbers(2, 7, how.get("kdim", 16)),
+        numbers(2, 7, how.get("vdim", 16), seed=1),
+    )
+    if masks == "causal":
+        memory = values = x
+        if how.get("kdim"):
+            pytest.skip("one width")
+    inputs = [y if batch_first else y.transpose(0, 1) for y in (x, memory, values)]
+    keys = memory.shape[1]
+    padding, hides = torch.arange(keys) >= torch.tensor([[keys], [4]]), numbers(5, keys) > 0.8
+    hides[:, 0] = False
+    options: dict[str, Any] = {
+        "none": {}, "padding": {"key_padding_mask": padding}, "mask": {"attn_mask": hides},
+        "padding of numbers": {"key_padding_mask": numbers(2, keys)}, "mask of numbers": {"attn_mask": numbers(5, keys)},
+        "mask of heads": {"attn_mask": numbers(8, 5, keys)},
+        "causal": {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1), "is_causal": True},
+        "all": {"key_padding_mask": numbers(2, keys), "attn_mask": numbers(5, keys)},
+    }[masks]  # fmt: skip
+    found, expected = (module(*inputs, need_weights=False, **options)[0] for module in (ours, stock))
+    torch.testing.assert_close(found, expected)
+    for y, module in ((found, ours), (expected, stock)):
+        y.square().sum().backward()
+    for (name, x), y in zip(ours.named_parameters(), stock.parameters()):
+        torch.testing.assert_close(x.grad, y.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_one_sequence_and_self_attention() -> None:
+    stock = torch.nn.MultiheadAttention(16, 4, dtype=torch.float64)
+    ours = MultiheadAttention(16, 4, dtype=torch.float64)
+    ours.load_state_dict(stock.state_dict())
+    x, padding = numbers(5, 16), torch.arange(5) > 3
+    found, weights = ours(x, x, x, padding)
+    assert weights is None
+    torch.testing.assert_close(found, stock(x, x, x, padding)[0])
+
+
+def test_in_a_stock_layer() -> None:
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, dtype=torch.float64)
+    x = numbers(2, 5, 16)
+    expected = layer(x)
+    own = MultiheadAttention(16, 4, batch_first=True, dtype=torch.float64)
+    own.load_state_dict(layer.self_attn.state_dict())
+    layer.self_attn = own
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_what_the_module_does_not_serve() -> None:
+    for options, message in (
+        ({"add_bias_kv": True}, "^add_bias_kv is True"), ({"add_zero_attn": True}, "^add_zero_attn is True"),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match=message):
+            MultiheadAttention(16, 4, **options)
+    module, x = MultiheadAttention(16, 4), torch.ones(5, 16)
+    with pytest.raises(NotImplementedError, match="^need_weights is True; the probabilities are never in memory"):
+        module(x, x, x, need_weights=True)
+
+
+# ---- flash-attn, as its documentation defines it --------------------------------------------------------------------
+
+
+def by_definition(
+    q: Any, k: Any, v: Any, causal: bool = False, window: Any = (-1, -1), slopes: Any = None, **o: Any
+) -> Any:
+    """softmax over keys in [i + Sk - Sq - left, i + Sk - Sq + right] of the scores, in plain operations."""
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * o.get("scale", q.shape[-1] ** -0.5)
+    if o.get("softcap"):
+        scores = o["softcap"] * torch.tanh(scores / o["softcap"])
+    distance = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - (k.shape[1] - q.shape[1])
+    if slopes is not None:
+        scores = scores - slopes[..., None, None] * distance.abs()
+    left, right = window
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    for wanted, inside in ((left >= 0, distance >= -left), (right >= 0, distance <= right), (causal, distance <= 0)):
+        seen = seen & inside if wanted else seen
+    p = torch.where(seen, scores, -torch.inf).softmax(-1)
+    return torch.einsum("bhij,bjhd->bihd", p, v)
+
+
+@pytest.mark.parametrize(
+    ("options", "means"),
+    [
+        ({}, {}), ({"softmax_scale": 0.3}, {"scale": 0.3}), ({"causal": True}, {"causal": True}),
+        ({"window_size": (2, -1)}, {"window": (2, -1)}), ({"window_size": (3, 1)}, {"window": (3, 1)}),
+        ({"window_size": (2, -1), "causal": True, "softcap": 1.5}, {"window": (2, -1), "causal": True, "softcap": 1.5}),
+        ({"alibi_slopes": "h", "causal": True}, {"slopes": "h", "causal": True}),
+        ({"alibi_slopes": "bh", "deterministic": True}, {"slopes": "bh"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_flash_attn(options: dict[str, Any], means: dict[str, Any]) -> None:
+    q, k, v = numbers(2, 5, 4, 8, grad=True), numbers(2, 7, 2, 8, grad=True), numbers(2, 7, 2, 8, seed=1, grad=True)
+    if "alibi_slopes" in options:
+        slopes = torch.rand(*((4,) if options["alibi_slopes"] == "h" else (2, 4)), dtype=torch.float64)
+        options, means = options | {"alibi_slopes": slopes}, means | {"slopes": slopes}
+    theirs = by_definition
+    same(lambda: flash_attn.flash_attn_func(q, k, v, **options), lambda: theirs(q, k, v, **means), [q, k, v])
+    kv = torch.stack((k, v), 2)
+    same(lambda: flash_attn.flash_attn_kvpacked_func(q, kv, **options), lambda: theirs(q, k, v, **means), [q, k, v])
+    qkv = torch.stack((q, q, q), 2)
+    same(lambda: flash_attn.flash_attn_qkvpacked_func(qkv, **options), lambda: theirs(q, q, q, **means), [q])
+
+
+def test_flash_attn_positions_and_results() -> None:
+    """Arguments stand where flash-attn has them, and lse is the second of three results."""
+    q = numbers(2, 5, 4, 8)
+    out, lse, probabilities = flash_attn.flash_attn_func(q, q, q, 0.0, 0.3, True, (-1, -1), 0.0, None, False, True)
+    expected = cupyflash.attention(q, q, q, scale=0.3, causal=True, return_lse=True)
+    torch.testing.assert_close((out, lse), expected)
+    assert probabilities is None
+    names = [
+        "dropout_p",
+        "softmax_scale",
+        "causal",
+        "window_size",
+        "softcap",
+        "alibi_slopes",
+        "deterministic",
+        "return_attn_probs",
+    ]
+    for function, first in (
+        (flash_attn.flash_attn_func, ["q", "k", "v"]), (flash_attn.flash_attn_kvpacked_func, ["q", "kv"]),
+        (flash_attn.flash_attn_qkvpacked_func, ["qkv"]),
+    ):  # fmt: skip
+        assert list(inspect.signature(function).parameters) == [*first, *names]
+
+
+# ---- dropout, in all of them ----------------------------------------------------------------------------------------
+
+
+def module(x: Any, p: float) -> Any:
+    torch.manual_seed(5)
+    layer = MultiheadAttention(8, 4, dropout=p, batch_first=True, dtype=torch.float64)
+    return lambda: layer(x.flatten(0, 1)[..., 0, :], x.flatten(0, 1)[..., 0, :], x.flatten(0, 1)[..., 0, :])[0]
+
+
+WITH_DROPOUT: dict[str, Any] = {
+    "torch": lambda x, p: lambda: scaled_dot_product_attention(x[0], x[1], x[2], dropout_p=p),
+    "module": module,
+    "flash-attn": lambda x, p: lambda: flash_attn.flash_attn_func(x[0], x[1], x[2], p),
+    "xFormers": lambda x, p: lambda: xformers.memory_efficient_attention(x[0], x[1], x[2], None, p),
+}
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_dropout(name: str) -> None:
+    """By PyTorch's generator: the same after the same seed, another in each call, gradients too, and right on average."""
+    x = numbers(3, 2, 6, 4, 8, grad=True)
+    plain, call = WITH_DROPOUT[name](x, 0.0)(), WITH_DROPOUT[name](x, 0.4)
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        out = call()
+        results.append([out, *torch.autograd.grad(out.sum(), x)])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert not torch.equal(call(), results[0][0])
+    mean = torch.stack([call().detach() for _ in range(600)]).mean(0)
+    torch.testing.assert_close(mean, plain.detach(), rtol=0, atol=0.35)
+
+
+def test_dropout_compiled() -> None:
+    torch._dynamo.reset()
+    q = numbers(2, 4, 6, 8)
+
+    def attend() -> Any:
+        return scaled_dot_product_attention(q, q, q, dropout_p=0.4)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    results = []
+    for f in (attend, compiled, compiled):
+        torch.manual_seed(3)
+        results.append(f())
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    torch.testing.assert_close(results[0], results[2], rtol=0, atol=0)
+    assert not torch.equal(compiled(), results[0])
+
+
+def test_the_module_drops_in_training_alone() -> None:
+    layer, x = MultiheadAttention(16, 4, dropout=0.5, dtype=torch.float64), numbers(5, 16)
+    stock = torch.nn.MultiheadAttention(16, 4, dropout=0.5, dtype=torch.float64)
+    stock.load_state_dict(layer.state_dict())
+    assert not torch.equal(layer(x, x, x)[0], layer(x, x, x)[0])
+    torch.testing.assert_close(layer.eval()(x, x, x)[0], stock.eval()(x, x, x)[0])
+
+
+def test_what_of_flash_attn_is_refused() -> None:
+    q = numbers(2, 5, 4, 8)
+    with pytest.raises(
+        ValueError, match=r"^qkv has shape \(2, 5, 4, 8\); it must be \(batch, sequence, 3, heads, dim\)"
+    ):
+        flash_attn.flash_attn_qkvpacked_func(q)
+    for name in ("varlen_func", "varlen_qkvpacked_func", "varlen_kvpacked_func"):
+        with pytest.raises(NotImplementedError, match=f"^flash_attn_{name}: packed sequences are not served yet; pad"):
+            getattr(flash_attn, f"flash_attn_{name}")(q, q, q, None, None, 5, 5)
+    with pytest.raises(NotImplementedError, match="^flash_attn_with_kvcache: key/value caches are not served yet"):
+        flash_attn.flash_attn_with_kvcache(q, q, q)
+
+
+# ---- xFormers -------------------------------------------------------------------------------------------------------
+
+
+class Elsewhere:
+    """A class of xFormers' own, which is known by its name."""
+
+
+BIASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "none": (None, {}),
+    "tensor": (numbers(2, 4, 5, 7), {"bias": numbers(2, 4, 5, 7)}),
+    "top left": (xformers.LowerTriangularMask(), {"causal": "top_left"}),
+    "with a bias": (
+        xformers.LowerTriangularMask().add_bias(numbers(2, 4, 5, 7)), {"causal": "top_left", "bias": numbers(2, 4, 5, 7)},
+    ),
+    "bottom right": (xformers.LowerTriangularFromBottomRightMask(), {"causal": True}),
+    "the last three": (
+        xformers.LowerTriangularFromBottomRightMask().make_local_attention(3), {"causal": True, "window": (2, 0)},
+    ),
+    "local": (xformers.LocalAttentionFromBottomRightMask(2, 1), {"window": (2, 1)}),
+    "xFormers' own": (type("LowerTriangularMask", (Elsewhere,), {})(), {"causal": "top_left"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_xformers(name: str) -> None:
+    bias, means = BIASES[name]
+    q, k, v = numbers(2, 5, 4, 8, grad=True), numbers(2, 7, 4, 8, grad=True), numbers(2, 7, 4, 6, grad=True)
+    attend = xformers.memory_efficient_attention
+    same(lambda: attend(q, k, v, bias, scale=0.3), lambda: cupyflash.attention(q, k, v, scale=0.3, **means), [q, k, v])
+
+
+def test_xformers_of_other_ranks() -> None:
+    q, k = numbers(2, 5, 8, grad=True), numbers(2, 7, 8, grad=True)
+    bias = numbers(2, 5, 7, grad=True)
+    attend = xformers.memory_efficient_attention
+    same(lambda: attend(q, k, k, bias), lambda: F.scaled_dot_product_attention(q, k, k, bias), [q, k, bias])
+    q, k = numbers(2, 5, 2, 3, 8, grad=True), numbers(2, 7, 2, 1, 8, grad=True)
+    expected = cupyflash.attention(q.flatten(2, 3), k.flatten(2, 3), k.flatten(2, 3), return_lse=True)
+    for keys in (k.expand(-1, -1, -1, 3, -1), k.repeat(1, 1, 1, 3, 1)):  # in memory once, and three times
+        out, lse = xformers.memory_efficient_attention_forward_requires_grad(q, keys, keys)
+        torch.testing.assert_close((out.flatten(2, 3), lse.flatten(1, 2)), expected)
+    assert out.shape == (2, 5, 2, 3, 8) and lse.shape == (2, 2, 3, 5)
+    assert attend(q, keys, keys, output_dtype=torch.float32).dtype is torch.float32
+
+
+def test_what_of_xformers_is_refused() -> None:
+    q = numbers(2, 5, 4, 8)
+    block = type("BlockDiagonalMask", (Elsewhere,), {})()
+    for options, error, message in (
+        (
+            {"attn_bias": block},
+            NotImplementedError,
+            "^attn_bias is a BlockDiagonalMask; it must be None, a tensor or one of",
+        ),
+        ({"p": 1.0}, ValueError, "^p is 1.0; it must be 0 or more and less than 1"),
+    ):
+        with pytest.raises(error, match=message):
+            xformers.memory_efficient_attention(q, q, q, **options)
+    with pytest.raises(ValueError, match=r"^query has shape \(5, 8\); it must have 3, 4 or 5 dimensions"):
+        xformers.memory_efficient_attention(q[0, :, 0], q[0, :, 0], q[0, :, 0])
+    with pytest.raises(ValueError, match="^_window_size is 0; it must be 1 or more"):
+        xformers.LowerTriangularFromBottomRightLocalAttentionMask(0)
+    with pytest.raises(ValueError, match="^window_right is -1; it must be 0 or more"):
+        xformers.LocalAttentionFromBottomRightMask(2, -1)
