@@ -104,7 +104,7 @@ class Graph:
         if kind != "bool" and isinstance(x, int):
             kind = "int" if -(2**31) <= x < 2**31 else "long"
             if not -(2**63) <= x < 2**63:
-                raise TypeError(f"the integer {x} has more than 64 bits")
+                raise TypeError("score computes with an integer of more than 64 bits")
         return self.add(Node("const", kind, (), repr(x)))
 
     def known(self, n: int) -> Any:
