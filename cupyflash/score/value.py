@@ -94,7 +94,7 @@ class Traced:
         refuse("takes an element of a number of the pair as if it were an array; it is one number")
 
     def __len__(self) -> int:
-        refuse("asks for the length of a number of the pair as if it were a sequence; it is one number")
+        raise refusal("asks for the length of a number of the pair as if it were a sequence; it is one number")
 
     def __round__(self, digits: Any = None) -> Any:
         refuse("rounds a number of the pair; it must use floor(x + 0.5)")
@@ -250,7 +250,7 @@ class TracedArray:
         refuse(f"computes with {self._array.name} as a whole; it must read elements, as in {self._array.name}[h, i]")
 
     def __len__(self) -> int:
-        refuse(f"asks for the length of {self._array.name}; it must know it, or get it as a plain number from outside")
+        raise refusal(f"asks for the length of {self._array.name}; it must know it, or get it as a plain number from outside")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
