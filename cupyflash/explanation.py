@@ -182,7 +182,9 @@ def _on_gpu(
     if arch_name is None:
         notes += _tuning(problem, arch, backward, chosen.family)
     if any(x.name == "attention_split" for x in chosen.launches):
-        notes += (f"a {problem.dtype} number is multiplied as two of float16, of 22 bits together; sums are {problem.dtype}",)
+        notes += (
+            f"a {problem.dtype} number is multiplied as two of float16, of 22 bits together; sums are {problem.dtype}",
+        )
     if (shares := dict(chosen.scalars).get("most_shares", 1)) > 1:
         notes += (
             f"up to {shares} thread blocks share a tile of keys: there are few, or some have many more queries than others",

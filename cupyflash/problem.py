@@ -540,7 +540,9 @@ def score_of(score: Any, arrays: dict[str, View], q: View, inlined: bool = False
     score = _check_score(score)
     if score is None:
         if arrays:
-            raise ValueError(f"score_arrays holds {', '.join(map(repr, arrays))}, but no score is given that reads them")
+            raise ValueError(
+                f"score_arrays holds {', '.join(map(repr, arrays))}, but no score is given that reads them"
+            )
         return None
     if len(arrays) > SCORE_ARRAYS:
         raise ValueError(f"score_arrays holds {len(arrays)} arrays; it must hold at most {SCORE_ARRAYS}: stack some")

@@ -99,7 +99,8 @@ class Graph:
         return self.add(Node(name, VARIABLES[name]))
 
     def constant(self, x: bool | float) -> int:
-        ((x, _),) = itertools.groupby([x], key=lambda y: y)  # torch.compile makes a number of a symbol here, and nearly nowhere else
+        # torch.compile makes a number of a symbol here, and nearly nowhere else
+        ((x, _),) = itertools.groupby([x], key=lambda y: y)
         kind = "bool" if isinstance(x, bool) else "float"
         if kind != "bool" and isinstance(x, int):
             kind = "int" if -(2**31) <= x < 2**31 else "long"

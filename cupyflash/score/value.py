@@ -250,7 +250,9 @@ class TracedArray:
         refuse(f"computes with {self._array.name} as a whole; it must read elements, as in {self._array.name}[h, i]")
 
     def __len__(self) -> int:
-        raise refusal(f"asks for the length of {self._array.name}; it must know it, or get it as a plain number from outside")
+        raise refusal(
+            f"asks for the length of {self._array.name}; it must know it, or get it as a plain number from outside"
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
