@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 NEEDS = {
-    "train_gpt.py": ["torch"], "torch_module.py": ["torch"], "jax_training.py": ["jax"], "transformers_model.py": ["transformers"],
+    "train_gpt.py": ["torch"], "torch_module.py": ["torch"], "relative_positions.py": ["torch"],
+    "from_flex_attention.py": ["torch"], "jax_training.py": ["jax"], "transformers_model.py": ["transformers"],
     "flax_attention.py": ["flax"], "equinox_attention.py": ["equinox", "optax"],
 }  # fmt: skip
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
@@ -44,6 +45,16 @@ def test_relative_positions(capsys: pytest.CaptureFixture[str]) -> None:
     result = load("relative_positions").main(["--steps", "60", "--device", "cpu"])
     assert result["last"] < 0.01 * result["first"] and result["peaks"]
     assert "each head looks back by [3, 3]" in capsys.readouterr().out
+
+
+def test_from_flex_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    """What FlexAttention's pages show: written for it, and with options."""
+    pytest.importorskip("torch.nn.attention.flex_attention")
+    found = load("from_flex_attention").main(["--device", "cpu"])
+    named = ("ALiBi", "soft cap", "documents", "prefix LM", "sliding window with sinks", "T5", "neighbourhoods")
+    assert len(found) == len(named) and all(x.startswith(y) for x, y in zip(found, named))
+    assert max(found.values()) < 1e-5
+    assert "alibi_slopes" in capsys.readouterr().out
 
 
 def test_kernel_regression_is_the_formula(rng: np.random.Generator) -> None:
