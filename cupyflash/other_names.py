@@ -1,7 +1,7 @@
 """What arguments of other attention functions are called here, for who brings their names along.
 
-PyTorch's scaled_dot_product_attention and MultiheadAttention, flash-attn, jax.nn.dot_product_attention, xFormers,
-transformers.
+PyTorch's scaled_dot_product_attention and MultiheadAttention, flash-attn, FlexAttention, jax.nn.dot_product_attention,
+xFormers, transformers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ HERE = {
     "cu_seqlens_q": _LENGTHS,
     "cu_seqlens_k": _LENGTHS,
     "cu_seqlens": _LENGTHS,
-    "score_mod": "here it is bias, alibi_slopes or softcap",
+    "score_mod": "here it is score, which gets arrays by name; cupyflash.torch.flex_attention takes yours as it is",
+    "mask_mod": "here it is block_mask, which cupyflash.block_mask makes of it",
     "implementation": "the fastest kernels are taken by themselves; family names others",
     "backend": "the fastest kernels are taken by themselves; family names others",
     "op": "the fastest kernels are taken by themselves; family names others",
