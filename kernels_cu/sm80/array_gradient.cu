@@ -5,10 +5,10 @@
 // without a break: any head dimension fits.
 #include "attention/array_gradient.cuh"
 #include "attention/dropped.cuh"
+#include "attention/exact_delta.cuh"
 #include "attention/mask.cuh"
 #include "attention/operands.cuh"
 #include "attention/score_gradient.cuh"
-#include "attention/prepare.cuh"
 #include "tile/fragment.cuh"
 
 using namespace config;
@@ -241,10 +241,10 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
     if constexpr (PARTS == 2) split_operands<OfQ, OfK, OfV, OfDO>(p, blockIdx.x);
 }
 
-// What each query brings: see attention/prepare.cuh.
+// What each query brings: see attention/exact_delta.cuh.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
     Place at = place_heads_first(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
-    prepare_rows<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
+    prepare_queries<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
 }
 
 // Kernels of arrays whose gradients nobody asks for are empty.

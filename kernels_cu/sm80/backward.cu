@@ -9,9 +9,9 @@
 // P and dS both go through shared memory, and each warp owns its part of the columns of dK and dV. The tiles of a warp
 // are nearer to squares then, so that shared memory, which is what binds, is read less often.
 #include "attention/dropped.cuh"
+#include "attention/exact_delta.cuh"
 #include "attention/mask.cuh"
 #include "attention/operands.cuh"
-#include "attention/prepare.cuh"
 #include "ptx/flag.cuh"
 #include "ptx/reduce.cuh"
 #include "tile/doubles.cuh"
@@ -338,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
     if constexpr (PARTS == 2) split_operands<OfQ, OfK, OfV, OfDO>(p, blockIdx.x);
 }
 
-// What each query brings (attention/prepare.cuh); zeros where the dQ of this tile will be summed.
+// What each query brings (attention/exact_delta.cuh); zeros where the dQ of this tile will be summed.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
     Place at = place(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
     float4* sums = (float4*)(p.dq_sum + blockIdx.x * (long long)DQ_TILE);
@@ -347,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(con
         p.counters[blockIdx.x] = 0;
         if (blockIdx.x == 0) p.counters[gridDim.x] = 0;
     }
-    prepare_rows<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
+    prepare_queries<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward(const __grid_constant__ Params p) {

@@ -63,8 +63,9 @@ def parts_of(dtype: str) -> int:
 
 # In order of preference.
 FORWARD = (
-    Tile(128, 32, 4, 1, 2, 2, dim=64, size=4),
-    Tile(128, 64, 8, 2, 1, 1, dim=128, size=4),
+    Tile(128, 64, 4, 1, 1, 2, dim=64, size=4),
+    Tile(64, 48, 4, 1, 1, 2, dim=128, size=4),
+    Tile(64, 32, 4, 1, 1, 2, dim=128, size=4),
     Tile(64, 32, 4, 2, 1, 1, dim=128, size=4),
     Tile(64, 32, 8, 2, 1, 1, size=4),
     Tile(32, 16, 2, 1, 1, 1, size=4),
@@ -80,9 +81,10 @@ FORWARD = (
     Tile(64, 32, 4, 1, 1, 2),
 )
 BACKWARD = (
+    Tile(64, 64, 4, 1, 1, 3, dim=32, size=4),
     Tile(64, 128, 8, 2, 1, 1, dim=64, size=4),
     Tile(32, 64, 8, 2, 1, 1, dim=64, size=4),
-    Tile(64, 64, 8, 2, 1, 1, dim=128, size=4),
+    Tile(64, 64, 8, 4, 1, 1, dim=128, size=4),
     Tile(64, 32, 8, 4, 1, 1, size=4, spills=144),
     Tile(32, 32, 4, 2, 1, 1, dim=128, size=4),
     Tile(32, 32, 4, 2, 1, 1, size=4, spills=288),
