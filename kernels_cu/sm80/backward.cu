@@ -181,6 +181,9 @@ struct Block {
         Placement<true> placement{at.head.q, i0, j0};
         InMemory<M, true> arrays(pairs, placement);
         Lines<M, true, InMemory<M, true>> lines(pairs, placement, arrays);
+        // What the tile's Q, dO and the keys have in memory, while it arrives.
+        float q_unit = operand_unit<OfQ>(p, at.head, tile_q), do_unit = operand_unit<OfDO>(p, at.head, tile_q);
+        KeysSeen<WARP_KEYS> seen(pairs, j0);
         cp_async_wait<0>();
         __syncthreads();  // the tile has arrived, and everybody is done with the one before
 
@@ -208,7 +211,6 @@ struct Block {
         } else {
             mma_ABt<DIM, true>(probabilities, k_operand, s.q_tile(stage), warp_query);
         }
-        float q_unit = operand_unit<OfQ>(p, at.head, tile_q), do_unit = operand_unit<OfDO>(p, at.head, tile_q);
         if (PARTS == 2) scale_by_units(probabilities, k_unit, q_unit);
 
         // dP^T = V dO^T, P^T = exp(S^T - lse)
@@ -220,7 +222,6 @@ struct Block {
             drop(probabilities, placement, at.head.batch, dropout);
             if (pairs.tests_backward({i0, i0 + WARP_QUERIES}, {j0, j0 + WARP_KEYS})) {
                 keep_branch();
-                KeysSeen<WARP_KEYS> seen(pairs, j0);
                 hide(probabilities, placement, pairs, seen, arrays, 0);
             }
             if constexpr (SHARE) probabilities.store<DROPOUT>(s.p_tile(), warp_key, warp_query, p_times);
