@@ -54,7 +54,7 @@ __device__ Accumulator<1, 2> product_of_rows(const SixteenRows<T>& o, const Sixt
     if constexpr (PARTS == 2) {
         PowerOfTwo powers[2] = {o.power(row), o.power(row + 8)};
         ProductSums<1, 2> sums;
-#pragma unroll 2
+#pragma unroll 4
         for (int k = 0; k < config::DIM_V; k += 16) {
             unsigned a[PARTS][1][4], b[PARTS][4];
 #pragma unroll
