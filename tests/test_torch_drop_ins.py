@@ -342,6 +342,40 @@ def test_dropout(name: str) -> None:
     torch.testing.assert_close(mean, plain.detach(), rtol=0, atol=0.35)
 
 
+EVERY: dict[str, Any] = {
+    "scaled_dot_product_attention": lambda x, bias: scaled_dot_product_attention(x, x, x, bias),
+    "MultiheadAttention": lambda x, bias: a_module(x[..., 0, :], x[..., 0, :], x[..., 0, :], attn_mask=bias[0])[0],
+    "flash_attn_func": lambda x, bias: flash_attn.flash_attn_func(x, x, x, 0.0, 0.3, True, (3, -1), 2.0),
+    "flash_attn_qkvpacked_func": lambda x, bias: flash_attn.flash_attn_qkvpacked_func(
+        torch.stack((x, x, x), 2), causal=True
+    ),
+    "flash_attn_kvpacked_func": lambda x, bias: flash_attn.flash_attn_kvpacked_func(x, torch.stack((x, x), 2)),
+    "memory_efficient_attention": lambda x, bias: xformers.memory_efficient_attention(x, x, x, bias),
+    "LowerTriangularMask": lambda x, bias: xformers.memory_efficient_attention(x, x, x, xformers.LowerTriangularMask()),
+}
+a_module = MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_compiled_exported_and_mapped(name: str) -> None:
+    """In one graph with any lengths, with gradients; in a program; and over an axis that becomes a part of the batch."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: Any, bias: Any) -> Any:
+            return EVERY[name](x, bias)
+
+    torch._dynamo.reset()
+    x, bias = numbers(2, 4, 4, 8, grad=True), numbers(4, 4, 4)
+    compiled = torch.compile(EVERY[name], fullgraph=True, dynamic=True, backend="aot_eager")
+    same(lambda: compiled(x, bias), lambda: EVERY[name](x, bias), [x])
+    program = torch.export.export(Layer(), (x.detach(), bias), strict=False)
+    torch.testing.assert_close(program.module()(x, bias), EVERY[name](x, bias))
+    more = numbers(3, 2, 4, 4, 8)
+    torch.testing.assert_close(
+        torch.vmap(EVERY[name], (0, None))(more, bias), torch.stack([EVERY[name](y, bias) for y in more])
+    )
+
+
 def test_dropout_compiled() -> None:
     torch._dynamo.reset()
     q = numbers(2, 4, 6, 8)
