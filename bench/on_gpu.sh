@@ -18,7 +18,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 MPLBACKEND=
 export CUPYFLASH_CONFIG_DIR=/dev/null # not with tiles that were tuned here
 export PATH=$PATH:/usr/local/cuda/bin
 python=$(command -v python3 || command -v python)
-jobs=${JOBS:-$(nproc)}
+jobs=${JOBS:-$(env -u OMP_NUM_THREADS nproc)} # nproc would believe OMP_NUM_THREADS
 
 limited() { # SIGNAL COMMAND ...
   timeout --signal="$1" --kill-after=30 "$seconds" "${@:2}"

@@ -270,4 +270,5 @@ def test_a_graph_reads_the_seed_when_it_runs() -> None:
         seed.fill_(n)
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(out, attention(q, k, v, dropout=0.3, seed=n))
+        # Another kernel, in which the compiler may round otherwise; other ones dropped would differ by far more.
+        torch.testing.assert_close(out, attention(q, k, v, dropout=0.3, seed=n), rtol=0.02, atol=1e-3)

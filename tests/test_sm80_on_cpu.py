@@ -131,7 +131,7 @@ def test_on_cpu(case: str, rng: np.random.Generator) -> None:
 
 def multiplied(**by: Any) -> Any:
     """Inputs that are so many times as large."""
-    return lambda x: x._replace(**{name: (getattr(x, name) * y).astype(np.float32) for name, y in by.items()})
+    return lambda x: x._replace(**{name: (getattr(x, name) * y).astype(x.q.dtype) for name, y in by.items()})
 
 
 def one_row(size: float, *names: str) -> Any:
@@ -153,6 +153,7 @@ SIZES: dict[str, tuple[Any, float | None]] = {  # the change of the inputs, and 
     "large-logits": (multiplied(q=50), None),
     "rows-apart": (one_row(2.0**24, "v", "dout"), None),
     "a-large-key": (one_row(2.0**7, "k"), None),
+    "a-large-row": (one_row(64, "q", "k", "v", "dout"), None),
     "infinite": (infinite, None),
 }
 
@@ -166,3 +167,19 @@ def test_float32_of_all_sizes(size: str, rng: np.random.Generator) -> None:
     change, scale = SIZES[size]
     shapes = {"seq": (90, 90), "batch": 1, "dims": (64, 80)}
     check("sm80", A100, rng, "float32", shapes, {"scale": scale}, change=change, own_times=4)
+
+
+@pytest.mark.parametrize("dtype, unit", [("float32", 2.0**26), ("float64", 1)])
+def test_a_row_of_which_one_key_takes_all(dtype: str, unit: float, rng: np.random.Generator) -> None:
+    """Its dP - delta is 0 to the bit, however large its dO is: dQ and dK are that times what is large.
+
+    Else they would be off by some 2^45 eps. In float32 dV keeps 22 bits of that dO.
+    """
+    def change(inputs: Any) -> Any:
+        inputs = one_row(2.0**30, "dout")(one_row(64, "q", "v")(inputs))
+        inputs.k[:, 7] = inputs.q[:, 7]
+        inputs.dout[:, np.arange(90) != 7] = 0
+        return inputs
+
+    shapes = {"seq": (90, 90), "batch": 1, "dims": (64, 80)}
+    check("sm80", H200, rng, dtype, shapes, {}, unit, change, own_times=4)

@@ -258,10 +258,9 @@ def test_a_program_from_a_file(masked: bool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("device", DEVICES)
-def test_compiled_ahead_of_time(device: str, masked: bool, tmp_path: Path) -> None:
-    """By AOTInductor, into a library that calls the operator."""
-    layer, program, inputs = exported_layer(device, masked)
+def test_compiled_ahead_of_time(masked: bool, tmp_path: Path) -> None:
+    """By AOTInductor, into a library that calls the operator. (On a GPU PyTorch 2.11 needs minutes to link one, whatever it calls.)"""
+    layer, program, inputs = exported_layer("cpu", masked)
     with torch.no_grad():
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
         loaded = torch._inductor.aoti_load_package(path)

@@ -35,11 +35,19 @@ def score_work(
         Workspace("score_sums", "uint64" if problem.deterministic else problem.lse_dtype, (elements,)),
         Workspace("score_largest", "uint64", (int(deterministic),)),
     )
-    scalars = [("score_bits", min(60, (blocks * rows * keys).bit_length()))]  # of how often an element may be added to
+    added = sum(own * splits * _sums(read, rows, keys) for read, (own, splits) in zip(reads, shares))
+    scalars = [("score_bits", min(60, added.bit_length()))]  # of how often an element may be added to
     for n, (own, splits) in enumerate(shares):
         scalars += [(f"score_splits_{n}", splits), (f"score_blocks_{n}", own * splits)]
     constants = (("D_SCORE", bool(wanted)), ("DETERMINISTIC", problem.deterministic))
     return Work(tuple(x for x in launches if x.grid), workspace, tuple(scalars), constants)
+
+
+def _sums(read: Read, rows: int, keys: int) -> int:
+    """How many sums a block adds, for its tile: of pairs, or of its diagonals, columns or rows."""
+    if read.diagonal:
+        return rows + keys - 1
+    return rows * keys if read.by_query and read.by_key else keys if read.by_key else rows
 
 
 def _shares(read: Read, extents: tuple[int, int, int, int], diagonal: bool, sms: int) -> tuple[int, int]:

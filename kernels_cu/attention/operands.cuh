@@ -159,6 +159,9 @@ template <int N>
 __device__ void split_pair(unsigned& high, unsigned& low, float x, float y, float times) {
     unsigned pairs[N];
     pack_parts(pairs, finite_size(x) == 0 ? 0 : x, finite_size(y) == 0 ? 0 : y, times);
+    // Once more: what lies in the middle of two high parts goes to the same one whenever it is split.
+    pack_parts(pairs, fmaf(low_half(pairs[N - 1]), LOW_UNIT, low_half(pairs[0])),
+               fmaf(high_half(pairs[N - 1]), LOW_UNIT, high_half(pairs[0])), 1);
     high = pairs[0], low = pairs[N - 1];
     if (!(fabsf(x) < __int_as_float(0x7f800000))) low = low & 0xffff0000 | pack2<half_t>(x, 0);
     if (!(fabsf(y) < __int_as_float(0x7f800000))) low = low & 0xffff | pack2<half_t>(0, y);

@@ -107,23 +107,23 @@ struct OnlineSoftmax {
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                Accum factor = row_factor(m, h), offset = maximum[m][h] == MINUS_INFINITY ? 0 : maximum[m][h] * -factor;
+                Accum factor = row_factor(m, h), top = maximum[m][h] == MINUS_INFINITY ? 0 : maximum[m][h];
+                Accum offset = top * -factor;
 #pragma unroll
                 for (int n = 0; n < N; n++)
 #pragma unroll
                     for (int e = 2 * h; e < 2 * h + 2; e++) {
-                        scores.x[m][n][e] = exp2_approx(fma(scores.x[m][n][e], factor, offset));
-                        sum[m][h] += scores.x[m][n][e];
+                        Accum& x = scores.x[m][n][e];
+                        x = exp2_approx(EXACT_LSE ? (x - top) * factor : fma(x, factor, offset));
+                        sum[m][h] += x;
                     }
             }
     }
 
-    // How far the exponents of 2 that were summed are above those of differences to the best score: by its distance to the
-    // maximum that was taken, and by the rounding of factor * maximum.
+    // How far the exponents of 2 that were summed are above those of differences to the best score.
     __device__ Accum beyond_best(int m, int h) const {
-        Accum factor = row_factor(m, h), top = maximum[m][h];
-        bool finite = fabs(top) < __int_as_float(0x7f800000);
-        return finite ? (top - best[m][h]) * factor - fma(top, factor, top * -factor) : 0;
+        bool finite = fabs(maximum[m][h]) < __int_as_float(0x7f800000);
+        return finite ? (maximum[m][h] - best[m][h]) * row_factor(m, h) : 0;
     }
 
     // The same without a look at their maximum, where it was raised before; `added` is to be added to the sum. False where

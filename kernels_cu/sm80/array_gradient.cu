@@ -5,10 +5,10 @@
 // without a break: any head dimension fits.
 #include "attention/array_gradient.cuh"
 #include "attention/dropped.cuh"
+#include "attention/exact_delta.cuh"
 #include "attention/mask.cuh"
 #include "attention/operands.cuh"
 #include "attention/score_gradient.cuh"
-#include "attention/prepare.cuh"
 #include "tile/fragment.cuh"
 
 using namespace config;
@@ -180,17 +180,15 @@ struct Block {
     }
 
     // P = exp(S - lse), hidden ones 0.
-    __device__ void exponentiate(Accumulator<M, N>& scores, const Pairs& pairs, const PairsTile& at, const float* rows) const {
-        Placement<> place{at.head.q, at.i + warp_row, at.j + warp_key};
+    __device__ void exponentiate(Accumulator<M, N>& scores, const Pairs& pairs, const Placement<>& place,
+                                 const float (&minus_lse)[2 * M], const KeysSeen<WARP_KEYS>& seen) const {
         Arrays<Of::BIAS> arrays(pairs, place, s.bias(), warp_row, warp_key);
-        float factor = exponent_factor(pairs), minus_lse[2 * M];
-        read_rows(minus_lse, rows);
+        float factor = exponent_factor(pairs);
         score(scores, place, pairs, arrays);
         scores.each([&](float& x, int r, int) { x = probability(x, factor, minus_lse[r / 8]); });
-        drop(scores, place, at.head.batch, dropout);
+        drop(scores, place, pairs.head.batch, dropout);
         if (pairs.tests_backward({place.i, place.i + WARP_ROWS}, {place.j, place.j + WARP_KEYS})) {
             keep_branch();
-            KeysSeen<WARP_KEYS> seen(pairs, place.j);
             hide(scores, place, pairs, seen, arrays, 0);
         }
     }
@@ -198,22 +196,28 @@ struct Block {
     // A tile of pairs.
     __device__ void visit(const PairsTile& at) {
         Pairs pairs(p, at.head, at.bits);
-        const float* rows = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, at.head, at.i / ROWS));
-        Accumulator<M, N> probabilities, ds;
+        Placement<> place{at.head.q, at.i + warp_row, at.j + warp_key};
         int tile_q = at.i / ROWS, tile_k = at.j / KEYS;
+        // What its rows and keys have in memory, while the first pieces arrive.
+        const float* rows = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, at.head, tile_q));
+        float minus_lse[2 * M], minus_delta[2 * M];
+        read_rows(minus_lse, rows);
+        read_rows(minus_delta, rows + ROWS);
+        float q_unit = operand_unit<OfQ>(p, at.head, tile_q), k_unit = operand_unit<OfK>(p, at.head, tile_k);
+        float do_unit = operand_unit<OfDO>(p, at.head, tile_q), v_unit = operand_unit<OfV>(p, at.head, tile_k);
+        KeysSeen<WARP_KEYS> seen(pairs, place.j);
+
+        Accumulator<M, N> probabilities, ds;
         multiply(probabilities, Cursor<Of>::of_scores(p));
-        if (PARTS == 2)
-            scale_by_units(probabilities, operand_unit<OfQ>(p, at.head, tile_q), operand_unit<OfK>(p, at.head, tile_k));
+        if (PARTS == 2) scale_by_units(probabilities, q_unit, k_unit);
         Accumulator<M, N> products;
         if constexpr (Of::WEIGHTED) products = probabilities;
-        exponentiate(probabilities, pairs, at, rows);
+        exponentiate(probabilities, pairs, place, minus_lse, seen);
         multiply(ds, Cursor<Of>::of_values(p));
-        if (PARTS == 2) scale_by_units(ds, operand_unit<OfDO>(p, at.head, tile_q), operand_unit<OfV>(p, at.head, tile_k));
-        float minus_delta[2 * M];
-        read_rows(minus_delta, rows + ROWS);
+        if (PARTS == 2) scale_by_units(ds, do_unit, v_unit);
         sums.each(
             [&](float& sum, int r, int c, float& probability, float& x, float& product) {
-                Pair pair{at.head.q, at.i + warp_row + r, at.j + warp_key + c};
+                Pair pair{at.head.q, place.i + r, place.j + c};
                 float ds = derivative(probability, x, minus_delta[r / 8]) * Of::change(pairs, pair, product);
                 sum += probability == 0 ? 0 : ds;  // by a mask or not: nothing is added then, whatever dP is
             },
@@ -241,10 +245,10 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
     if constexpr (PARTS == 2) split_operands<OfQ, OfK, OfV, OfDO>(p, blockIdx.x);
 }
 
-// What each query brings: see attention/prepare.cuh.
+// What each query brings: see attention/exact_delta.cuh.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
     Place at = place_heads_first(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
-    prepare_rows<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
+    prepare_queries<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
 }
 
 // Kernels of arrays whose gradients nobody asks for are empty.

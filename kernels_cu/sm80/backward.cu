@@ -9,9 +9,9 @@
 // P and dS both go through shared memory, and each warp owns its part of the columns of dK and dV. The tiles of a warp
 // are nearer to squares then, so that shared memory, which is what binds, is read less often.
 #include "attention/dropped.cuh"
+#include "attention/exact_delta.cuh"
 #include "attention/mask.cuh"
 #include "attention/operands.cuh"
-#include "attention/prepare.cuh"
 #include "ptx/flag.cuh"
 #include "ptx/reduce.cuh"
 #include "tile/doubles.cuh"
@@ -181,6 +181,9 @@ struct Block {
         Placement<true> placement{at.head.q, i0, j0};
         InMemory<M, true> arrays(pairs, placement);
         Lines<M, true, InMemory<M, true>> lines(pairs, placement, arrays);
+        // What the tile's Q, dO and the keys have in memory, while it arrives.
+        float q_unit = operand_unit<OfQ>(p, at.head, tile_q), do_unit = operand_unit<OfDO>(p, at.head, tile_q);
+        KeysSeen<WARP_KEYS> seen(pairs, j0);
         cp_async_wait<0>();
         __syncthreads();  // the tile has arrived, and everybody is done with the one before
 
@@ -208,7 +211,6 @@ struct Block {
         } else {
             mma_ABt<DIM, true>(probabilities, k_operand, s.q_tile(stage), warp_query);
         }
-        float q_unit = operand_unit<OfQ>(p, at.head, tile_q), do_unit = operand_unit<OfDO>(p, at.head, tile_q);
         if (PARTS == 2) scale_by_units(probabilities, k_unit, q_unit);
 
         // dP^T = V dO^T, P^T = exp(S^T - lse)
@@ -220,7 +222,6 @@ struct Block {
             drop(probabilities, placement, at.head.batch, dropout);
             if (pairs.tests_backward({i0, i0 + WARP_QUERIES}, {j0, j0 + WARP_KEYS})) {
                 keep_branch();
-                KeysSeen<WARP_KEYS> seen(pairs, j0);
                 hide(probabilities, placement, pairs, seen, arrays, 0);
             }
             if constexpr (SHARE) probabilities.store<DROPOUT>(s.p_tile(), warp_key, warp_query, p_times);
@@ -338,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
     if constexpr (PARTS == 2) split_operands<OfQ, OfK, OfV, OfDO>(p, blockIdx.x);
 }
 
-// What each query brings (attention/prepare.cuh); zeros where the dQ of this tile will be summed.
+// What each query brings (attention/exact_delta.cuh); zeros where the dQ of this tile will be summed.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
     Place at = place(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
     float4* sums = (float4*)(p.dq_sum + blockIdx.x * (long long)DQ_TILE);
@@ -347,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(con
         p.counters[blockIdx.x] = 0;
         if (blockIdx.x == 0) p.counters[gridDim.x] = 0;
     }
-    prepare_rows<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
+    prepare_queries<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward(const __grid_constant__ Params p) {

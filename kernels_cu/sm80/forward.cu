@@ -136,7 +136,7 @@ struct Block {
     }
 
     // Products become scores, hidden ones -inf.
-    __device__ void mask(Accumulator<M, WARP_KEYS / 8>& scores, int step) const {
+    __device__ void mask(Accumulator<M, WARP_KEYS / 8>& scores, int step, const KeysSeen<WARP_KEYS>& seen) const {
         Pairs pairs(p, head, walk.bits(step, queries));
         int row = queries.begin + warp_row, key = walk.tile(step) * KEYS + warp_key;
         Placement<> at{head.q, row, key};
@@ -145,7 +145,6 @@ struct Block {
         score(scores, at, pairs, arrays);
         if (tests) {
             keep_branch();
-            KeysSeen<WARP_KEYS> seen(pairs, key);
             hide(scores, at, pairs, seen, arrays, MINUS_INFINITY);
         }
     }
@@ -153,7 +152,10 @@ struct Block {
     // A tile of keys, under whose products the next K and V are on their way.
     __device__ void visit(int step, int stage) {
         Exchange exchange{s.base + Shared::EXCHANGE, warp_row, column_warp};
-        int next = walk.next(step);
+        int next = walk.next(step), tile = walk.tile(step);
+        // What the tile's K, V and keys have in memory, while it arrives.
+        float k_unit = operand_unit<OfK>(p, head, tile), v_unit = operand_unit<OfV>(p, head, tile);
+        KeysSeen<WARP_KEYS> seen(Pairs(p, head), tile * KEYS + warp_key);
         cp_async_wait<0>();
         __syncthreads();  // the tile has arrived, and everybody is done with the one before
 
@@ -174,9 +176,9 @@ struct Block {
             });
         }
         cp_async_commit();
-        if (PARTS == 2) scale_by_units(scores, q_unit, operand_unit<OfK>(p, head, walk.tile(step)));
+        if (PARTS == 2) scale_by_units(scores, q_unit, k_unit);
 
-        mask(scores, step);
+        mask(scores, step, seen);
 
         // Online softmax
         Accum largest[M][2];
@@ -191,7 +193,7 @@ struct Block {
         if (SHARE) exchange.combine(largest, [](Accum x, Accum y) { return larger(x, y); });
         softmax.rescale(largest, o);
         softmax.exponentiate(scores);
-        Placement<> at{head.q, queries.begin + warp_row, walk.tile(step) * KEYS + warp_key};
+        Placement<> at{head.q, queries.begin + warp_row, tile * KEYS + warp_key};
         drop(scores, at, head.batch, dropout);
 
         // O += P V
@@ -199,7 +201,7 @@ struct Block {
         auto along = [&](int k) {
             if (STAGES == 1) next_k.template part<KEYS / 16>(k);
         };
-        float unit = operand_unit<OfV>(p, head, walk.tile(step)) / P_TIMES;
+        float unit = v_unit / P_TIMES;
         if constexpr (SHARE) {
             scores.store<DROPOUT>(s.p_tile(), warp_row, warp_key, P_TIMES);
             sync_sharers();

@@ -63,8 +63,9 @@ def parts_of(dtype: str) -> int:
 
 # In order of preference.
 FORWARD = (
-    Tile(128, 32, 4, 1, 2, 2, dim=64, size=4),
-    Tile(128, 64, 8, 2, 1, 1, dim=128, size=4),
+    Tile(128, 64, 4, 1, 1, 2, dim=64, size=4),
+    Tile(64, 48, 4, 1, 1, 2, dim=128, size=4),
+    Tile(64, 32, 4, 1, 1, 2, dim=128, size=4),
     Tile(64, 32, 4, 2, 1, 1, dim=128, size=4),
     Tile(64, 32, 8, 2, 1, 1, size=4),
     Tile(32, 16, 2, 1, 1, 1, size=4),
@@ -80,9 +81,10 @@ FORWARD = (
     Tile(64, 32, 4, 1, 1, 2),
 )
 BACKWARD = (
+    Tile(64, 64, 4, 1, 1, 3, dim=32, size=4),
     Tile(64, 128, 8, 2, 1, 1, dim=64, size=4),
     Tile(32, 64, 8, 2, 1, 1, dim=64, size=4),
-    Tile(64, 64, 8, 2, 1, 1, dim=128, size=4),
+    Tile(64, 64, 8, 4, 1, 1, dim=128, size=4),
     Tile(64, 32, 8, 4, 1, 1, size=4, spills=144),
     Tile(32, 32, 4, 2, 1, 1, dim=128, size=4),
     Tile(32, 32, 4, 2, 1, 1, size=4, spills=288),
@@ -259,6 +261,7 @@ class GradientTile:
     column_warps: int
     stages: int  # pieces of the operands in flight
     length: int = ANY  # where there are no more queries, or no more keys
+    parts: int | None = None  # that a number is; None: any
 
     def shared_memory(self, depth: int, bias: int, parts: int) -> int:
         """Bytes that the kernel lays out: the pieces, whose place the sums take in the end, and a bias of so many bytes."""
@@ -269,6 +272,7 @@ class GradientTile:
 GRADIENT_SPILLS = 560  # of addresses, once per tile: 512 threads have 128 registers each
 GRADIENT = (
     GradientTile(64, 64, 2, 2, 4, length=64),
+    GradientTile(128, 64, 4, 2, 3, parts=2),
     *(GradientTile(128, 128, 4, 4, stages) for stages in (4, 3, 2)),
     *(GradientTile(64, 64, 2, 2, stages) for stages in (4, 3, 2)),
 )
@@ -282,7 +286,7 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     depth = 32 if max(problem.dim, problem.dim_v) <= 32 else 64  # columns of a piece
     shortest = min(problem.seq_q, problem.seq_k)
     bias = ITEMSIZE[x.dtype] if "bias" in lengths and (x := problem.array("bias")) else 0
-    t = next(t for t in GRADIENT if shortest <= t.length and t.shared_memory(depth, bias, parts) <= arch.shared_memory)
+    t = next(t for t in GRADIENT if shortest <= t.length and t.parts in (None, parts) and t.shared_memory(depth, bias, parts) <= arch.shared_memory)
     size, threads = t.shared_memory(depth, bias, parts), 32 * t.row_warps * t.column_warps
     # Operands come in pieces, whatever the head dimension; those that are split have rows of their own.
     dim, dim_v = (pad(n, 16) if parts > 1 else next(x for x in (64, 128, 256) if n <= x) for n in (problem.dim, problem.dim_v))
