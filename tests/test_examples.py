@@ -69,6 +69,27 @@ def test_kernel_regression_is_the_formula(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(example.direct(x, y, z, h), by_hand, rtol=1e-9)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_non_local_means(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The formula, and an image whose noise goes."""
+    example = load("non_local_means")
+    errors = example.main(["--size", "48", "--device", device])
+    assert errors["denoised"] < 0.7 * errors["noisy"]
+    assert "2,304 pixels" in capsys.readouterr().out
+    image = example.picture(12) + np.random.default_rng(0).random((12, 12, 3), dtype=np.float32)
+    padded = np.pad(image, ((1, 1), (1, 1), (0, 0)), mode="reflect")
+    patches = np.array([padded[i : i + 3, j : j + 3].ravel() for i in range(12) for j in range(12)], float)
+    weights = np.exp(-(((patches[:, None] - patches) ** 2).mean(-1)) / 0.25)
+    by_hand = (weights @ image.reshape(-1, 3)) / weights.sum(1, keepdims=True)
+    np.testing.assert_allclose(example.denoise(image, 0.5, radius=1).reshape(-1, 3), by_hand, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_cupy_devices(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("cupy_devices").main(["--batch", "7", "--length", "40", "--device", device]) < 1e-5
+    assert "7 x 40 queries on" in capsys.readouterr().out
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_kernel_regression_on_a_gpu(dtype: str) -> None:
