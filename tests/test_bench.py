@@ -478,7 +478,7 @@ def test_one_line_names_all_that_is_missing(monkeypatch, capsys):
     ("given", "message"),
     [
         ({"family": "simt"}, "family is 'simt', a family of GPU kernels; bench suite 'cpu' measures NumPy"),
-        ({"dtype": "bfloat16"}, "dtype is 'bfloat16'; bench suite 'cpu' measures float32"),
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16'; bench suite 'cpu' measures float32 and float64"),
         ({"dtype": "int8"}, "dtype is 'int8'; it must be one of float16, bfloat16"),
     ],
 )

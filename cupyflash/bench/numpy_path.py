@@ -11,6 +11,7 @@ from . import peers
 from .suite import Measured, Options, Problem, case_of, compare, importable
 
 PEERS = ("torch", "jax", "numpy")
+DTYPES = ("float32", "float64")
 
 # batch, seq, heads, dim: a batch of sentences, of longer texts, one long one, and wide heads.
 SHAPES = (8, 128, 12, 64), (2, 1024, 8, 64), (1, 4096, 8, 64), (1, 2048, 4, 128)
@@ -21,12 +22,12 @@ def problems(options: Options) -> list[Problem]:
     import torch
 
     shapes = SHAPES[:1] if options.quick else SHAPES
-    threads = torch.get_num_threads()
+    threads, dtypes = torch.get_num_threads(), (options.dtype,) if options.dtype in DTYPES else DTYPES
     return [
         {"pass": direction, "dtype": dtype, "batch": batch, "heads": heads, "dim": dim, "causal": causal, "seq": seq,
          "threads": threads}
         for direction, dtype, (batch, seq, heads, dim), causal in itertools.product(
-            ("forward", "backward"), ("float32", "float64"), shapes, (False, True)
+            ("forward", "backward"), dtypes, shapes, (False, True)
         )
     ]  # fmt: skip
 
