@@ -116,7 +116,7 @@ def explain(
     array, _ = rules.seed_of(given.get("seed"), 0.0)  # none is needed, and a number is compiled nowhere
     given["seed"] = array
     arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in _OPTIONAL}}
-    views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
+    views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None or name == "q"}
     options = {name: given[name] for name in rules.complete({}) if name in given}
     read = views_of_score(given.get("score_arrays"), arch)
     problem = rules.describe(**views, **options, score_arrays=read)
@@ -270,13 +270,13 @@ def _copies(problem: AttentionProblem, views: dict[str, View], chosen: Any) -> t
 
 def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
     """The view of an array, or of one that has the shape x and this dtype."""
-    dtype = rules.float_name(dtype)
     if not isinstance(x, (tuple, list)):
         lib = interop.library(name, x)
         view = interop.view(lib, name, interop.adopted(lib, {name: x})[name])
-        if name not in _OPTIONAL and dtype not in (None, view.dtype):
+        if name not in _OPTIONAL and rules.float_name(dtype) not in (None, view.dtype):
             raise ValueError(f"dtype is {dtype!r}, but {name} is an array of {view.dtype}; dtype is for shapes alone")
         return view
+    dtype = dtype_name(dtype)
     try:
         shape = tuple(operator.index(n) for n in x)
     except TypeError:
@@ -289,6 +289,14 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
         raise TypeError(f"{name} is a shape, {shape}; dtype must be given with it, as in dtype='bfloat16'")
     where = "cuda:0" if arch is not None or _gpu_at_hand() else "cpu"
     return View(shape, rules.contiguous(shape), dtype, where, "shape")
+
+
+def dtype_name(dtype: Any) -> str | None:
+    """What a dtype that is asked for is called here; TypeError for one that attention does not take, None for None."""
+    name = rules.float_name(dtype)
+    if name not in (None, *rules.FLOATS):
+        raise TypeError(f"dtype is {dtype!r}; it must be one of {', '.join(rules.FLOATS)}")
+    return name
 
 
 def views_of_score(arrays: Any, arch: str | None) -> dict[str, View]:
