@@ -257,18 +257,25 @@ def bench(
         ),
     ] = None,
     family: Family = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the JSON files. Default bench/results/<gpu>.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the JSON files. Default bench/results/<gpu>, of quick and only bench/quick/<gpu>."
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="For the suites forward, backward, figures, memory, scores, models, jax. Default: bfloat16. For fp32: one of "
-            "its two."
+            help="For the suites forward, backward, figures, memory, scores, models, jax. Default: bfloat16. For fp32, cpu: one "
+            "of their two."
         ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer problems, rounds and milliseconds; files go to bench/quick.")
     ] = False,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Samples of each candidate. Default 7, quick 3.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Samples of each candidate. Default 7, quick 3, sustained 2.")
+    ] = None,
     min_ms: Annotated[
         float | None, typer.Option(min=0.1, help="Least duration of a sample. Default 20, quick 5.")
     ] = None,
