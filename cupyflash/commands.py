@@ -104,7 +104,12 @@ def attend(
             raise ValueError(f"--output is {output}, the file that {flag(name)} reads; it must be another")
     if output.exists() and not overwrite:
         raise ValueError(f"--output is {output}, which exists; --overwrite replaces it")
-    inputs = _read(file, single)
+    # A number given as --seed is there in place of the array of --input.
+    inputs = {name: x for name, x in _read(file, single).items() if name not in options}
+    if options.get("dropout") and "seed" not in {**inputs, **options}:
+        raise ValueError(
+            f"--dropout is {options['dropout']}, but there is no seed; give --seed, a whole number or a file of one"
+        )
     xp = array_module(device)
     start = time.perf_counter()
     given = {name: xp.asarray(x) for name, x in inputs.items()}

@@ -236,6 +236,19 @@ def test_attend_top_left_and_heads_first(run: Run, tmp_path: Path, rng: np.rando
     assert abs(result - cupyflash.attention(*arrays.values(), causal=True)).max() > 0.01
 
 
+def test_attend_takes_a_seed_as_a_number_or_a_file(run: Run, tmp_path: Path, rng: np.random.Generator) -> None:
+    arrays = tensors(rng, "float32")
+    files.write(tmp_path / "in.npz", arrays | {"seed": np.int64(7)})
+    np.save(tmp_path / "seed.npy", np.uint64(2**64 - 1))
+    given = {(): 7, ("--seed", "0"): 0, ("--seed", 2**64 - 1): -1, ("--seed", tmp_path / "seed.npy"): -1}
+    for option, seed in given.items():
+        options = ("--dropout", "0.5", *option, "--device", "cpu", "--overwrite", "-o", tmp_path / "out.npy")
+        code, _, err = run("attend", "-i", tmp_path / "in.npz", *options)
+        assert (code, err) == (0, "")
+        expected = cupyflash.attention(*arrays.values(), dropout=0.5, seed=seed)
+        np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), expected)
+
+
 def test_bfloat16_files_of_others(tmp_path: Path) -> None:
     """A bfloat16 tensor that PyTorch wrote, and a bfloat16 .npy, which says V2."""
     torch = pytest.importorskip("torch")

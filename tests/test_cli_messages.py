@@ -158,6 +158,26 @@ def test_explain_of_no_array() -> None:
         cupyflash.explain(None, dtype="float16")
 
 
+# ---- dropout and its seed -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**64), "5.5", "1,2", "five", "seed.txt", "", "."])
+def test_a_seed_that_is_none_goes_by_its_option(run: Run, given: tuple[object, ...], tmp_path: Path, seed: str) -> None:
+    code, printed, err = run(*given, "--dropout", "0.1", "--seed", seed, "-o", tmp_path / "out.npy")
+    assert (code, printed) == (2, "")
+    assert err == (
+        f"cupyflash: --seed is {seed!r}; it must be a whole number from 0 to 2**64 - 1, or a file that ends in .npy, .npz, "
+        ".safetensors\n"
+    )
+
+
+def test_dropout_asks_for_the_option_of_its_seed(run: Run, given: tuple[object, ...], tmp_path: Path) -> None:
+    code, printed, err = run(*given, "--dropout", "0.1", "-o", tmp_path / "out.npy")
+    assert (code, printed) == (2, "")
+    assert err == "cupyflash: --dropout is 0.1, but there is no seed; give --seed, a whole number or a file of one\n"
+    assert run(*given, "--dropout", "0", "-o", tmp_path / "out.npy")[0] == 0
+
+
 # ---- the entrance ---------------------------------------------------------------------------------------------------
 
 
