@@ -178,6 +178,46 @@ def test_dropout_asks_for_the_option_of_its_seed(run: Run, given: tuple[object, 
     assert run(*given, "--dropout", "0", "-o", tmp_path / "out.npy")[0] == 0
 
 
+# ---- arrays of a score ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("score", "arrays", "message"),
+    [
+        ("s + t[h]", [], "--score reads t, which is not given; give --score-array t=FILE"),
+        ("s + t[h]", ["t.npy"], "--score-array is 't.npy'; it must be NAME=FILE, once for each array that"),
+        ("s + t[h]", ["u=t.npy"], "--score-array is 'u=t.npy'; it must be NAME=FILE, once for each array that"),
+        ("s + t[h]", ["t="], "--score-array is 't='; it must be NAME=FILE, once for each array that"),
+        ("s + t[h]", ["t=t.npy", "t=u.npy"], "--score-array is 't=u.npy'; it must be NAME=FILE, once for each"),
+        ("s + t", ["t=t.npy"], "that --score reads as NAME[...]: no array"),
+        (None, ["t=t.npy"], "that --score reads as NAME[...]: no array"),
+        ("s + t[u[h]]", ["x=t.npy"], "that --score reads as NAME[...]: t, u"),
+        ("s + t[h]", ["t=none.npy"], "--score-array: none.npy does not exist"),
+        ("s + t[h]", ["t=t.txt"], "--score-array: t.txt ends in '.txt'; it must be a file that ends in"),
+        ("s + t[h]", ["t=in.npz"], "--score-array: in.npz holds q, k, v, but no t"),
+    ],
+)
+def test_arrays_of_a_score_go_by_their_option(
+    run: Run, given: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    score: str | None, arrays: list[str], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    np.save("t.npy", np.ones(2, np.float32))
+    options = [part for x in arrays for part in ("--score-array", x)] + (["--score", score] if score else [])
+    code, printed, err = run(*given, *options, "-o", "out.npy")
+    assert (code, printed) == (2, "")
+    assert message in err and err.count("\n") == 1
+
+
+def test_the_output_is_no_array_of_a_score(run: Run, given: tuple[object, ...], tmp_path: Path) -> None:
+    out = tmp_path / "t.npy"
+    np.save(out, np.ones(2, np.float32))
+    code, _, err = run(*given, "--score", "s + t[h]", "--score-array", f"t={out}", "--overwrite", "-o", out)
+    assert (code, err) == (
+        2, f"cupyflash: --output is {out}, the file that --score-array reads; it must be another\n"
+    )  # fmt: skip
+
+
 # ---- the entrance ---------------------------------------------------------------------------------------------------
 
 
