@@ -27,7 +27,7 @@ from .score.graph import kind_of
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int64", "uint64", "int32", "uint32")
 ITEMSIZE = {
-    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int64": 8, "uint64": 8, "int32": 4, "uint32": 4,
+    "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int64": 8, "uint64": 8, "int32": 4, "uint32": 4,
 }  # fmt: skip
 SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 LAYOUTS = ("bshd", "bhsd")

@@ -70,6 +70,11 @@ class KernelPlan:
     wrt: tuple[str, ...] = ()  # optional arrays whose gradients it gives, in place of those of q, k and v
     passed_over: tuple[str, ...] = ()  # why faster families were not taken
 
+    @property
+    def out_dtype(self) -> str:
+        """Of what the kernels write."""
+        return "bfloat16" if self.dtype == "float8_e4m3fn" else self.dtype
+
 
 Tile = TypeVar("Tile")
 

@@ -20,6 +20,7 @@ from .score import cuda_name
 
 # dtype: what q, k, v and dO are; what the tensor cores multiply; what out and the gradients are; what sums are kept in
 TYPES = {
+    "float8_e4m3fn": ("float8_t", "float8_t", "bfloat16_t", "float"),
     "float16": ("half_t", "half_t", "half_t", "float"),
     "bfloat16": ("bfloat16_t", "bfloat16_t", "bfloat16_t", "float"),
     "float32": ("float", "half_t", "float", "float"),
@@ -42,7 +43,7 @@ LISTS = ("key_lists", "query_lists")  # of a block mask; null where not asked fo
 GRADIENTS = tuple(rule.name for rule in ARRAYS if rule.gradient)
 ROUNDS = 7  # of dropout's generator, as attention/dropout.cuh has them
 KEYS = tuple(f"round_keys[{n}]" for n in range(ROUNDS))  # made of the seed: in 64 bits a word for each half of the generator
-WORKSPACE = {"float16": "half_t", "uint32": "unsigned", "uint64": "unsigned long long", "float32": "float", "float64": "double"}
+WORKSPACE = {"float8_e4m3fn": "float8_t", "float16": "half_t", "uint32": "unsigned", "uint64": "unsigned long long", "float32": "float", "float64": "double"}
 
 
 def _cap_inverse(problem: AttentionProblem) -> float:

@@ -13,6 +13,10 @@ constexpr float FITS = 0x1p32f;
 template <>
 constexpr float FITS<half_t> = 0x1p15f;
 
+// Where the largest probability of a row stands when its maximum is raised, as an exponent of 2: of 8 bits, which have few binades
+// below 1, in the upper ones. 448 is the largest, and 2^8 what is left to grow.
+constexpr Accum TOP = sizeof(Product) == 1 ? 6 : 0;
+
 // Exponents up to which factor * s - factor * maximum may be taken in one step, see row_factor.
 constexpr Accum ONE_STEP = sizeof(Accum) == 8 ? 0x1p55 : 0x1p26;
 
@@ -74,8 +78,8 @@ struct OnlineSoftmax {
                     // a row that has seen no key has nothing to rescale, and -inf - -inf would be NaN
                     shrink[m][h] = maximum[m][h] == MINUS_INFINITY
                                        ? Accum(0)
-                                       : exp2_approx((maximum[m][h] - largest[m][h]) * factor);
-                    maximum[m][h] = largest[m][h];
+                                       : exp2_approx((maximum[m][h] - largest[m][h]) * factor + TOP);
+                    maximum[m][h] = TOP == 0 ? largest[m][h] : largest[m][h] - TOP / factor;
                     sum[m][h] *= shrink[m][h];
                 }
         }

@@ -23,7 +23,7 @@ static_assert(LOADER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * STA
 // expected to grow. Two warpgroups have some to spare for a warp to do what overflowed again by itself; three do it together.
 // (With dropout and slopes, or a seed in memory, they do not.)
 constexpr bool BLIND =
-    DIM <= 128 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS && !(DROPOUT && (ALIBI_SLOPES || SEED));
+    !TURNED && DIM <= 128 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS && !(DROPOUT && (ALIBI_SLOPES || SEED));
 constexpr bool WARP_VOTE = GROUPS < 3;
 
 // Whether the output of a tile is stored under the second scores of the next, where those need no element tests. (With a
@@ -120,9 +120,16 @@ struct Worker {
     __device__ void add_values(bool half) {
         s.v.wait_full();
         if (CUT_FIRST && half)
-            start_AB<CUT_FIRST ? KEYS / 2 : KEYS>(o, probabilities, s.v_tile());
+            start_values<CUT_FIRST ? KEYS / 2 : KEYS>();
         else
-            start_AB<KEYS>(o, probabilities, s.v_tile());
+            start_values<KEYS>();
+    }
+    template <int COUNT>
+    __device__ void start_values() {
+        if constexpr (TURNED)
+            start_AB_turned<COUNT>(o, probabilities, s.v_tile());
+        else
+            start_AB<COUNT>(o, probabilities, s.v_tile());
     }
 
     __device__ void values_added() {
@@ -189,7 +196,7 @@ struct Worker {
         if (tests || !BLIND) {
             release_k();
             look();
-        } else {
+        } else if constexpr (BLIND) {
             mask(scores, step, false);
             float added[1][2];
             bool fits = softmax.exponentiate_blindly(scores, added);
@@ -341,6 +348,11 @@ struct Worker {
         if (O_STAGED && threadIdx.x % 128 == 0) tma_wait_read();  // shared memory goes with the block
     }
 };
+
+// Launched where V is to be turned.
+extern "C" __global__ void __launch_bounds__(256) attention_turn(const __grid_constant__ Params p) {
+    if constexpr (TURNED) turn_values<DIM_V>(p, blockIdx.x);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attention_forward(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {

@@ -4,6 +4,7 @@
 #include "attention/pairs.cuh"
 #include "attention/schedule.cuh"
 #include "sm90/pair_tiles.cuh"
+#include "sm90/turned_values.cuh"
 #include "tile/ring.cuh"
 #include "tile/swizzled.cuh"
 
@@ -29,8 +30,25 @@ constexpr bool TELL = GROUPS < 3 && !walk::ALIKE;
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
-using VTile = SwizzledTile<KEYS, DIM_V>;
-using OTile = SwizzledTile<ROWS, DIM_V>;
+using OTile = SwizzledTile<ROWS, DIM_V, Out>;
+
+// Tensor cores take numbers of 8 bits along rows alone: there V comes turned, a row for each of its columns.
+template <bool TURNED>
+struct Values {
+    using Tile = SwizzledTile<KEYS, DIM_V>;
+    __device__ static void load(Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
+        tile.load(map, barrier, key, head.k, head.batch);
+    }
+};
+template <>
+struct Values<true> {
+    using Tile = SwizzledTile<DIM_V, KEYS>;
+    __device__ static void load(Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
+        tile.load(map, barrier, 0, head.k, head.batch, key);
+    }
+};
+constexpr bool TURNED = sizeof(In) == 1;
+using VTile = Values<TURNED>::Tile;
 
 using TileSchedule = Schedule<HEAD_ROWS, PACK>;
 using TileWalk = KeyWalk<KEYS, ROWS>;  // (what is listed is not packed)
@@ -118,7 +136,7 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
     auto load_v = [&](const Tile& tile, int tile_k) {
         s.v.wait_empty();
         mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
-        s.v_tile().load(maps.v, s.v.full(), tile_k * KEYS, tile.head.k, tile.head.batch);
+        Values<TURNED>::load(s.v_tile(), maps.v, s.v.full(), tile_k * KEYS, tile.head);
         s.v.advance();
     };
     auto load_pairs = [&](const Tile& tile, int tile_k) {

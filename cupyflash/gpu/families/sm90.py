@@ -17,7 +17,9 @@ from .sm80 import both_ways
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
-    if problem.dtype not in ("float16", "bfloat16"):
+    if problem.dtype == "float8_e4m3fn" and backward:
+        return f"has no backward of {problem.dtype}"
+    if problem.dtype not in ("float8_e4m3fn", "float16", "bfloat16"):
         return f"takes float16 and bfloat16, not {problem.dtype}"
     if arch.cc != 90:
         return f"is for compute capability 9.0, this GPU has {arch.cc / 10}"
@@ -122,6 +124,14 @@ PACKED = (
     ForwardTile(2, 128, 4, dim=64),
     ForwardTile(2, 128, 2, spills=96, dim=128),
 )
+# Of 8 bits. In the upper half of a row of shared memory stand no numbers, where keys or columns are 64.
+EIGHT = (
+    ForwardTile(2, 128, 3, spills=400, dim=64),
+    ForwardTile(2, 128, 2, spills=240, dim=128),
+    ForwardTile(2, 128, 2, spills=240, dim=192),
+    ForwardTile(2, 96, 2, spills=168),
+    ForwardTile(2, 64, 2, spills=168),
+)
 # With a block mask first those whose 128 queries are a block of most masks.
 LISTED = (
     ForwardTile(2, 128, 4, dim=64, scored=False),
@@ -196,6 +206,7 @@ def _padded(problem: AttentionProblem) -> tuple[int, int]:
     return dim, dim_v
 
 
+TURNED_KEYS = 128  # of the block that turns V (kernels_cu/sm90/turned_values.cuh)
 RESERVED = 1024  # bytes of a multiprocessor's shared memory that another thread block takes for itself
 BARRIERS = 256  # bytes for barriers, more than any ring takes
 
@@ -226,11 +237,14 @@ class PairTiles:
         return ("PAIR_STAGES", self.stages), *flags
 
 
-def forward_memory(t: ForwardTile, dim: int, dim_v: int, q_stages: int, o_staged: bool, pairs: PairTiles) -> int:
-    """Bytes of shared memory that the forward lays out."""
-    blocks, blocks_v = pad(dim, 64), pad(dim_v, 64)  # columns in shared memory
-    rings = 2 * t.stages * t.keys * (blocks + blocks_v) + pairs.memory(t.rows, t.keys) + BARRIERS
-    return rings + 2 * t.rows * (q_stages * blocks + o_staged * blocks_v)
+def forward_memory(
+    t: ForwardTile, dim: int, dim_v: int, q_stages: int, o_staged: bool, pairs: PairTiles, size: int = 2
+) -> int:
+    """Bytes of shared memory that the forward lays out for inputs of `size` bytes."""
+    row = pad(size * dim, 128)  # bytes in shared memory
+    values = t.keys * pad(size * dim_v, 128) if size > 1 else dim_v * pad(t.keys, 128)
+    rings = t.stages * (t.keys * row + values) + pairs.memory(t.rows, t.keys) + BARRIERS
+    return rings + t.rows * (q_stages * row + o_staged * pad(2 * dim_v, 128))
 
 
 class ForwardFit(NamedTuple):
@@ -251,17 +265,18 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
     paired = bool(_paired(problem))
     # With few heads too, thread blocks would stand idle, and each is as long at a tile.
     few, heads = problem.seq_q <= FEW, problem.batch * problem.heads_q
-    packed = few and problem.group > 1 and 2 * heads > arch.sms and not (paired or listed or problem.dropout)
+    packed = few and ITEMSIZE[problem.dtype] > 1 and problem.group > 1 and 2 * heads > arch.sms and not (paired or listed or problem.dropout)
     short = few and problem.seq_k <= FEW and heads > arch.sms
     busy, crowded = scored(problem) or problem.dropout > 0, _crowded(problem)
     first = PACKED if packed else SHORT if short else LISTED if listed else ()
-    rows: tuple[ForwardTile, ...] = TILES[False].rows(tile, first)
+    eight = ITEMSIZE[problem.dtype] == 1
+    rows: tuple[ForwardTile, ...] = (*([TILES[False].tile(tile)] if tile else ()), *EIGHT) if eight else TILES[False].rows(tile, first)
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
     # leave through? It leaves in boxes of one head. Tiles of mask and bias: 2, of course.
     room = [(q, o, n) for n in (2, 1)[not paired :] for q, o in ((2, not packed), (2, False), (1, False))]
     for t, (q_stages, o_staged, pair_stages) in itertools.product(rows, room):
         pairs = PairTiles(problem, pair_stages)
-        size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs)
+        size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs, ITEMSIZE[problem.dtype])
         fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, busy)
         fits = fits and t.crowded in (None, crowded)
         if fits and size <= arch.shared_memory // t.blocks - RESERVED * (t.blocks - 1):
@@ -291,11 +306,18 @@ def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) 
         ("Q_STAGES", q_stages), ("O_STAGED", o_staged), ("PACK", pack), ("SHARED_MEMORY", size), *pairs.constants(),
         *features(problem),
     )  # fmt: skip
+    launches = [Launch("attention_forward", grid, 128 * (t.groups + 1), size)]
+    spaces, values = [Workspace("counters", "uint32", (3 if dynamic else 0,))], Box("v", t.keys)
+    if ITEMSIZE[problem.dtype] == 1:  # V is turned before
+        tiles_k = ceil(problem.seq_k, TURNED_KEYS)
+        launches.insert(0, Launch("attention_turn", problem.batch * problem.heads_k * tiles_k, 256))
+        shape = (problem.batch, problem.heads_k, dim_v, tiles_k * TURNED_KEYS)
+        spaces.append(Workspace("turned", problem.dtype, shape))
+        values = Box("turned", dim_v)
     return KernelPlan(
         "sm90", arch.name, problem.dtype, False, "sm90/forward.cu", constants,
-        (Launch("attention_forward", grid, 128 * (t.groups + 1), size),), 16,
-        (Workspace("counters", "uint32", (3 if dynamic else 0,)),), t.spills,
-        (*pairs.boxes(t.rows), Box("q", span, pack), Box("k", t.keys), Box("v", t.keys), Box("out", 64)),
+        tuple(launches), 16, tuple(spaces), t.spills,
+        (*pairs.boxes(t.rows), Box("q", span, pack), Box("k", t.keys), values, Box("out", 64)),
         given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
     )  # fmt: skip
 
