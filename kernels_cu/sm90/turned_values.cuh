@@ -30,7 +30,9 @@ __device__ void turn_values(const Params& p, int block) {
         if (key < keys && column + 16 <= p.dim_v) {
             *(uint4*)x = *(const uint4*)from;
         } else if (key < keys) {
-            for (int c = 0; c < p.dim_v - column; c++) x[c / 4] |= unsigned(from[c]) << c % 4 * 8;
+#pragma unroll
+            for (int c = 0; c < 16; c++)
+                if (column + c < p.dim_v) x[c / 4] |= unsigned(from[c]) << c % 4 * 8;
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) words[key * PITCH + column / 4 + i] = x[i];
