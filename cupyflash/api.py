@@ -378,7 +378,7 @@ def explain(
     backward : bool
         Explain `attention_backward`.
     **options
-        As for `attention`; an optional array may be a shape too.
+        As for `attention`, and `wrt` of `attention_backward`; an optional array may be a shape too.
 
     Returns
     -------

@@ -6,6 +6,7 @@ empty, full or partial, and a partial one has a bit for each pair. Memory is tha
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from .masks import Pattern
 from .problem import MaskKind
 from .tile_lists import EMPTY, FULL, WORD, ListUse
 
+LARGEST = 1 << 15  # a block, whose bits are 128 MB then
 AT_ONCE = 1 << 23  # pairs that a function is asked of at once, unless a row of blocks has more
 
 
@@ -124,6 +126,10 @@ def make(
     with _on(device) as xp:
         given = None if source is None or callable(source) else _booleans(xp, "source", source)
         shape = _shape(shape, given)
+        if isinstance(source, Pattern):
+            source.check(shape)
+        elif callable(source):
+            _check_function(source)
         grid = (*shape[:2], *(-(-n // size) for n, size in zip(shape[2:], block)))
         if source is None and blocks is None:
             raise ValueError("neither source nor blocks is given; at least one must be")
@@ -228,14 +234,26 @@ def _of_blocks(xp: ModuleType, name: str, x: Any, grid: tuple[int, ...]) -> Any:
     return xp.broadcast_to(found, grid)
 
 
+def _check_function(source: Any) -> None:
+    try:
+        inspect.signature(source).bind("b", "h", "i", "j")
+    except TypeError:
+        hint = ": call it" if getattr(source, "__module__", "") == Pattern.__module__ else ""
+        raise TypeError(f"source is {source!r}; it must be a function of (b, h, i, j){hint}") from None
+    except ValueError:  # a builtin, which does not say
+        pass
+
+
 def _block(block: Any) -> tuple[int, int]:
     sizes = tuple(block) if isinstance(block, (tuple, list)) else (block, block)
     try:
         sizes = tuple(operator.index(n) for n in sizes)
     except TypeError:
         sizes = ()
-    if len(sizes) != 2 or any(n < WORD or n % WORD for n in sizes):
-        raise ValueError(f"block is {block!r}; it must be a multiple of {WORD}, or two: (queries, keys)")
+    if len(sizes) != 2 or any(n % WORD or not WORD <= n <= LARGEST for n in sizes):
+        raise ValueError(
+            f"block is {block!r}; it must be a multiple of {WORD} up to {LARGEST}, or two: (queries, keys)"
+        )
     return sizes[0], sizes[1]
 
 

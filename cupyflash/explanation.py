@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import interop
@@ -43,6 +43,7 @@ class Explanation:
     copies: tuple[str, ...]  # inputs that are copied first, and why
     passed_over: tuple[str, ...]  # faster families that do not take this problem, and why
     notes: tuple[str, ...] = ()
+    optional: dict[str, int] = field(default_factory=dict)  # of bytes_moved, by array
 
     @property
     def intensity(self) -> float:
@@ -69,7 +70,7 @@ class Explanation:
             rows.append(("  resources", _resources(kernel)))
         rows += [
             ("FLOPs", f"{_si(self.flops, 1000)}FLOP"),
-            ("bytes moved", f"at least {_si(self.bytes_moved)}B"),
+            ("bytes moved", f"at least {_si(self.bytes_moved)}B" + _of_which(self.optional)),
             ("intensity", f"{self.intensity:,.1f} FLOP per byte"),
             ("workspace", ", ".join(f"{name} {_si(size)}B" for name, size in self.workspace.items()) or "none"),
             *[("copy", why) for why in self.copies or ("none: every input is read where it is",)],
@@ -106,8 +107,11 @@ def explain(
     **given: Any,
 ) -> Explanation:
     """`cupyflash.explain`; see there. NO_PLAN are let through."""
-    rules.check_options("explain", given, (*NO_PLAN, "score_arrays"))
+    rules.check_options("explain", given, (*NO_PLAN, "score_arrays", "wrt"))
     rules.check_flag("backward", backward)
+    wrt = given.pop("wrt", ())
+    if wrt and not backward:
+        raise ValueError(f"wrt is {wrt!r}, but backward is False; a forward has no gradients")
     k = q if k is None else k
     array, _ = rules.seed_of(given.get("seed"), 0.0)  # none is needed, and a number is compiled nowhere
     given["seed"] = array
@@ -116,6 +120,7 @@ def explain(
     options = {name: given[name] for name in rules.complete({}) if name in given}
     read = views_of_score(given.get("score_arrays"), arch)
     problem = rules.describe(**views, **options, score_arrays=read)
+    wanted = rules.check_wrt(wrt, arrays, problem.score)
     views |= {x.key: read[x.name] for x in (problem.score.arrays if problem.score else ())}
     device = views["q"].device
     notes = _of_blocks(options.get("block_mask"))
@@ -124,8 +129,28 @@ def explain(
             _refuse_family(family, views["q"])
         found = _on_cpu(problem, views, backward, shapes=isinstance(q, tuple))
     else:
-        found = _on_gpu(problem, views, backward, family, arch, 0 if device == "cpu" else int(device.partition(":")[2]))
-    return replace(found, notes=found.notes + notes)
+        ordinal = 0 if device == "cpu" else int(device.partition(":")[2])
+        found = _on_gpu(problem, views, backward, family, arch, ordinal, wanted)
+    optional = optional_bytes(problem, views)
+    flops = found.flops + sum(problem.flops() for names in _apart(problem, wanted) if set(names) != {"sinks"})
+    moved = found.bytes_moved + sum(optional[_name(key)] for key in wanted)
+    optional |= {f"d{_name(key)}": optional[_name(key)] for key in wanted}
+    return replace(found, flops=flops, bytes_moved=moved, notes=found.notes + notes, optional=optional)
+
+
+def _apart(problem: AttentionProblem, wanted: tuple[str, ...]) -> list[list[str]]:
+    """Arrays whose gradients have kernels in common, which compute the scores and dP once more."""
+    of_score = [key for key in wanted if problem.reads(key)]
+    return [names for names in ([key for key in wanted if key not in of_score], of_score) if names]
+
+
+def _name(key: str) -> str:
+    """What the caller calls it: that of a score function's array is score_arrays['name']."""
+    return key.removeprefix("score_arrays['").removesuffix("']")
+
+
+def _of_which(optional: dict[str, int]) -> str:
+    return f", of which {', '.join(f'{name} {_si(size)}B' for name, size in optional.items())}" if optional else ""
 
 
 def _of_blocks(block_mask: Any) -> tuple[str, ...]:
@@ -166,6 +191,7 @@ def _on_gpu(
     family: str | None,
     arch_name: str | None,
     ordinal: int,
+    wanted: tuple[str, ...],
 ) -> Explanation:
     from . import tuned
     from .gpu.device import Arch, current
@@ -178,11 +204,19 @@ def _on_gpu(
         return Explanation(problem, backward, arch.name, "none", {}, (), flops, moved, {}, (), (), (note,))
     tiles = tuned.tiles(problem, arch, backward) if arch_name is None else {}
     chosen = plan(problem, arch, backward, family, tiles)
+    plans = [chosen]
+    for names in _apart(problem, wanted):
+        lengths = {name: views[name].shape for name in names}
+        lengths |= {name: _OPTIONAL[name].lengths(shape) for name, shape in lengths.items() if name in _OPTIONAL}
+        plans.append(plan(problem, arch, backward, family, lengths=lengths))
     resources, notes = _compiled(chosen)
+    compiled = [resources, *(_compiled(x)[0] for x in plans[1:])]
     if arch_name is None:
         notes += _tuning(problem, arch, backward, chosen.family)
     if any(x.name == "attention_split" for x in chosen.launches):
-        notes += (f"a {problem.dtype} number is multiplied as two of float16, of 22 bits together; sums are {problem.dtype}",)
+        notes += (
+            f"a {problem.dtype} number is multiplied as two of float16, of 22 bits together; sums are {problem.dtype}",
+        )
     if (shares := dict(chosen.scalars).get("most_shares", 1)) > 1:
         notes += (
             f"up to {shares} thread blocks share a tile of keys: there are few, or some have many more queries than others",
@@ -192,8 +226,8 @@ def _on_gpu(
         made = views["q"]._replace(shape=shape, strides=rules.contiguous(shape), ptr=0)
         views = views | {"dout": made, "out": made}
     kernels = []
-    for launch in chosen.launches:
-        found = resources.get(launch.name)
+    for launch, made_of in [(launch, x) for of, x in zip(plans, compiled) for launch in of.launches]:
+        found = made_of.get(launch.name)
         kernels.append(
             Kernel(
                 launch.name, launch.grid, launch.threads,
@@ -204,7 +238,7 @@ def _on_gpu(
         )  # fmt: skip
     return Explanation(
         problem, backward, arch.name, chosen.family, dict(chosen.constants), tuple(kernels), flops, moved,
-        {space.name: space.nbytes for space in chosen.workspace}, _copies(problem, views, chosen), chosen.passed_over,
+        {space.name: space.nbytes for of in reversed(plans) for space in of.workspace}, _copies(problem, views, chosen), chosen.passed_over,
         notes,
     )  # fmt: skip
 
@@ -286,13 +320,19 @@ def bytes_moved(problem: AttentionProblem, views: dict[str, View], backward: boo
     q, o = rows * p.dim, rows * p.dim_v
     k, v = (p.batch * p.seq_k * p.heads_k * d for d in (p.dim, p.dim_v))
     elements = 2 * (q + k + v + o) if backward else q + k + v + o
-    optional = 0
-    for name, dtype, _ in p.given:  # what lies in memory, not what it is broadcast to
-        own = zip(views[name].shape, views[name].strides)
-        optional += math.prod(length for length, stride in own if stride) * ITEMSIZE[dtype]
-    for x in p.score.arrays if p.score else ():
-        optional += math.prod(views[x.key].shape) * ITEMSIZE[x.dtype]
+    optional = sum(optional_bytes(problem, views).values())
     return elements * ITEMSIZE[p.dtype] + rows * ITEMSIZE[p.lse_dtype] + optional
+
+
+def optional_bytes(problem: AttentionProblem, views: dict[str, View]) -> dict[str, int]:
+    """Of optional arrays, and those that a score function reads, by name."""
+    found = {}
+    for name, dtype, _ in problem.given:  # what lies in memory, not what it is broadcast to
+        own = zip(views[name].shape, views[name].strides)
+        found[name] = math.prod(length for length, stride in own if stride) * ITEMSIZE[dtype]
+    for x in problem.score.arrays if problem.score else ():
+        found[x.name] = math.prod(views[x.key].shape) * ITEMSIZE[x.dtype]
+    return found
 
 
 def _mask(p: AttentionProblem) -> str:

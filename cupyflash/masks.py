@@ -20,32 +20,46 @@ __all__ = ["Pattern", "bigbird", "causal", "dilated", "documents", "prefix", "st
 
 
 class Pattern:
-    """A function of (batch, head, query, key), arrays of integers that broadcast, which says what is visible."""
+    """A function of (batch, head, query, key), arrays of integers that broadcast, which says what is visible.
 
-    def __init__(self, function: Callable[[Any, Any, Any, Any], Any]) -> None:
-        self._function = function
+    `lengths`: (argument, axis, length) of the arrays that it looks up. Beyond their ends CuPy would read from the start again.
+    """
+
+    def __init__(self, function: Callable[[Any, Any, Any, Any], Any], *lengths: tuple[str, int, int]) -> None:
+        self._function, self._lengths = function, lengths
 
     def __call__(self, b: Any, h: Any, i: Any, j: Any) -> Any:
         return self._function(b, h, i, j)
 
     def __and__(self, other: Pattern) -> Pattern:
-        return Pattern(lambda *at: self(*at) & other(*at))
+        return Pattern(lambda *at: self(*at) & other(*at), *self._lengths, *getattr(other, "_lengths", ()))
 
     def __or__(self, other: Pattern) -> Pattern:
-        return Pattern(lambda *at: self(*at) | other(*at))
+        return Pattern(lambda *at: self(*at) | other(*at), *self._lengths, *getattr(other, "_lengths", ()))
 
     def __invert__(self) -> Pattern:
-        return Pattern(lambda *at: ~self(*at))
+        return Pattern(lambda *at: ~self(*at), *self._lengths)
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """ValueError where what it was made for is no mask of this shape."""
+        for name, axis, length in self._lengths:
+            if length != shape[axis]:
+                what = ("batch entries", "heads", "queries", "keys")[axis]
+                raise ValueError(f"{name} is for {length} {what}; shape is {shape}, so it must be for {shape[axis]}")
 
 
 def causal(diagonal: int = 0) -> Pattern:
     """Keys up to the query's own."""
+    _integer("diagonal", diagonal)
     return Pattern(lambda b, h, i, j: j <= i + diagonal)
 
 
 def window(left: int, right: int | None = None, diagonal: int = 0) -> Pattern:
     """`left` keys before the query's own and `right` behind it (default: as many), that one included (Beltagy et al. 2020)."""
     right = left if right is None else right
+    _integer("left", left, 0)
+    _integer("right", right, 0)
+    _integer("diagonal", diagonal)
     return Pattern(lambda b, h, i, j: (j >= i + diagonal - left) & (j <= i + diagonal + right))
 
 
@@ -58,7 +72,9 @@ def prefix(length: Any) -> Pattern:
     lengths = _integers("length", length)
     if lengths.ndim > 1:
         raise ValueError(f"length has shape {lengths.shape}; it must be a number or have one for each batch entry")
-    return Pattern(lambda b, h, i, j: j < (_on(lengths, j)[b] if lengths.ndim else int(lengths)))
+    if not lengths.ndim:
+        return Pattern(lambda b, h, i, j: j < int(lengths))
+    return Pattern(lambda b, h, i, j: j < _on(lengths, j)[b], ("length", 0, len(lengths)))
 
 
 def documents(ids: Any, keys: Any = None) -> Pattern:
@@ -75,12 +91,17 @@ def documents(ids: Any, keys: Any = None) -> Pattern:
     def of(x: np.ndarray, b: Any, position: Any) -> Any:
         return _on(x, position)[position] if x.ndim == 1 else _on(x, position)[b, position]
 
-    return Pattern(lambda b, h, i, j: of(of_queries, b, i) == of(of_keys, b, j))
+    both = (("ids", 2, of_queries), ("ids" if keys is None else "keys", 3, of_keys))
+    lengths = [(name, axis, x.shape[-1]) for name, axis, x in both]
+    lengths += [(name, 0, len(x)) for name, _, x in both if x.ndim == 2]
+    return Pattern(lambda b, h, i, j: of(of_queries, b, i) == of(of_keys, b, j), *lengths)
 
 
 def dilated(reach: int, step: int, diagonal: int = 0) -> Pattern:
     """Every `step`-th key within `reach` steps of the query's own, to both sides (Beltagy et al. 2020, section 3.1)."""
-    _positive("step", step)
+    _integer("reach", reach, 0)
+    _integer("step", step, 1)
+    _integer("diagonal", diagonal)
     return Pattern(
         lambda b, h, i, j: ((i + diagonal - j) % step == 0) & (abs(i + diagonal - j) <= reach * step)
     )  # fmt: skip
@@ -88,7 +109,7 @@ def dilated(reach: int, step: int, diagonal: int = 0) -> Pattern:
 
 def strided(stride: int) -> Pattern:
     """The last `stride` keys, and of those before every `stride`-th (Child et al. 2019, section 4.2); causal."""
-    _positive("stride", stride)
+    _integer("stride", stride, 1)
     return Pattern(lambda b, h, i, j: (j <= i) & ((i - j < stride) | ((i - j) % stride == 0)))
 
 
@@ -105,8 +126,11 @@ def bigbird(
     """Blocks: `around` to both sides of the query's own, the first `globally` as queries and as keys, and for each block of
     queries `random` further ones (Zaheer et al. 2020, section 2; appendix D has the blocks).
     """
-    _positive("block", block)
-    rows, columns = -(-seq_q // block), -(-(seq_q if seq_k is None else seq_k) // block)
+    seq_k = seq_q if seq_k is None else seq_k
+    _integer("block", block, 1)
+    for name, n in (("seq_q", seq_q), ("seq_k", seq_k), ("around", around), ("globally", globally), ("random", random)):
+        _integer(name, n, 0)
+    rows, columns = -(-seq_q // block), -(-seq_k // block)
     i, j = np.arange(rows)[:, None], np.arange(columns)
     seen = (abs(i - j) <= around) | (i < globally) | (j < globally)
     draws = np.where(
@@ -114,7 +138,7 @@ def bigbird(
     )  # those that are not seen yet come first
     chosen = np.argsort(draws, axis=1)[:, :random]
     np.put_along_axis(seen, chosen, True, axis=1)
-    return Pattern(lambda b, h, i, j: _on(seen, j)[i // block, j // block])
+    return Pattern(lambda b, h, i, j: _on(seen, j)[i // block, j // block], ("seq_q", 2, seq_q), ("seq_k", 3, seq_k))
 
 
 def _integers(name: str, x: Any) -> np.ndarray:
@@ -129,9 +153,13 @@ def _integers(name: str, x: Any) -> np.ndarray:
     return found.astype(np.int64)
 
 
-def _positive(name: str, n: int) -> None:
-    if operator.index(n) < 1:
-        raise ValueError(f"{name} is {n}; it must be 1 or more")
+def _integer(name: str, n: Any, least: int | None = None) -> None:
+    try:
+        found = operator.index(n)
+    except TypeError:
+        raise TypeError(f"{name} is {n!r}; it must be an integer") from None
+    if least is not None and found < least:
+        raise ValueError(f"{name} is {n}; it must be {least} or more")
 
 
 def _on(x: np.ndarray, like: Any) -> Any:

@@ -18,10 +18,15 @@ _NAMESPACES = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax.n
 
 def merge(outs: Any, lses: Any, *, layout: str = "bshd") -> tuple[Array, Array]:
     """out = Σ outᵢ · exp(lseᵢ - lse) and lse = log Σ exp(lseᵢ); see `cupyflash.merge`."""
+    given = outs
     lib, outs, lses = _checked(outs, lses, layout)
     xp = importlib.import_module(_NAMESPACES[lib.kind])
     with np.errstate(all="ignore"):  # an lse of +inf gives NaN, as IEEE says
-        return _merged(xp, outs, lses, layout)
+        out, lse = _merged(xp, outs, lses, layout)
+    if outs[0] is not given[0]:  # of a library that has no adapter
+        like = interop.like(given[0])
+        out, lse = like(out), like(lse)
+    return out, lse
 
 
 def _merged(xp: Any, outs: list[Array], lses: list[Array], layout: str) -> tuple[Array, Array]:

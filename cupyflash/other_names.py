@@ -1,13 +1,18 @@
 """What arguments of other attention functions are called here, for who brings their names along.
 
-PyTorch's scaled_dot_product_attention and MultiheadAttention, flash-attn, jax.nn.dot_product_attention, xFormers,
-transformers.
+PyTorch's scaled_dot_product_attention and MultiheadAttention, flash-attn, FlexAttention, jax.nn.dot_product_attention,
+xFormers, transformers.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _DROPOUT = "here it is dropout, which needs a seed"
 _WINDOW = "here it is window=(left, right), with None where a side is unbounded"
@@ -42,7 +47,8 @@ HERE = {
     "cu_seqlens_q": _LENGTHS,
     "cu_seqlens_k": _LENGTHS,
     "cu_seqlens": _LENGTHS,
-    "score_mod": "here it is bias, alibi_slopes or softcap",
+    "score_mod": "here it is score, which gets arrays by name; cupyflash.torch.flex_attention takes yours as it is",
+    "mask_mod": "here it is block_mask, which cupyflash.block_mask makes of it",
     "implementation": "the fastest kernels are taken by themselves; family names others",
     "backend": "the fastest kernels are taken by themselves; family names others",
     "op": "the fastest kernels are taken by themselves; family names others",
@@ -54,3 +60,27 @@ def unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:
     near = difflib.get_close_matches(name, known, 1)
     meant = HERE.get(name) or (f"did you mean {near[0]!r}?" if near else "")
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}" + (f"; {meant}" if meant else ""))
+
+
+def renaming(traced: Callable[[], bool] = lambda: False, **theirs: str) -> Callable[[F], F]:
+    """For a function in the place of another: errors of ours speak of its arguments, by the names that `theirs` has for ours.
+
+    While `traced()`, as a compiler reads it, the function is left as it is.
+    """
+    ours = re.compile(rf"\b({'|'.join(theirs)})\b")
+
+    def of(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            if traced():
+                return function(*args, **options)
+            try:
+                return function(*args, **options)
+            except (TypeError, ValueError) as error:
+                if type(error) not in (TypeError, ValueError):  # another's, with a constructor of its own
+                    raise
+                raise type(error)(ours.sub(lambda x: theirs[x[1]], str(error))) from error
+
+        return call
+
+    return of

@@ -21,6 +21,7 @@ def forward(
 ) -> tuple[Any, Any]:
     """out and (where asked for) lse. `lib` is that of q; `targets` are arrays to write results to, by name; `seed`, that of
     dropout where it is a number."""
+    q, into = arrays["q"], targets
     arrays, targets = interop.adopt(lib, arrays, targets)
     adapter = cast(Adapter, lib)
     try:
@@ -30,6 +31,10 @@ def forward(
         raise
     for x in targets.values():
         adapter.written(x)
+    if arrays["q"] is not q:  # of a library that has no adapter
+        like = interop.like(q)
+        out, lse = results
+        return into["out"] if into else like(out), None if lse is None else like(lse)
     return results
 
 
@@ -43,6 +48,7 @@ def backward(
     wrt: tuple[str, ...],
 ) -> Gradients:
     """The gradients, also of the optional arrays that `wrt` names; `arrays` has dout, out, lse and perhaps dlse too."""
+    q, into = arrays["q"], targets
     arrays, targets = interop.adopt(lib, arrays, targets)
     adapter = cast(Adapter, lib)
     try:
@@ -52,6 +58,10 @@ def backward(
         raise
     for x in targets.values():
         adapter.written(x)
+    if arrays["q"] is not q:
+        like = interop.like(q)
+        first = (into[name] if name in into else like(x) for name, x in zip(Gradients._fields, results))
+        return Gradients(*first, **{name: like(x) for name, x in vars(results).items()})
     return results
 
 

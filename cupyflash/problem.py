@@ -33,6 +33,7 @@ SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "floa
 LAYOUTS = ("bshd", "bhsd")
 CAUSALS = {False: None, True: "bottom_right", "bottom_right": "bottom_right", "top_left": "top_left"}
 AXES = ("batch", "head", "query", "key")  # of arrays over pairs
+SCORE_ARRAYS = 32  # a score function reads no more: older drivers have 4 KB for the parameters of a kernel
 DROPOUT_STEPS = 1 << 16  # a pair is dropped by a random number of 16 bits
 
 
@@ -539,8 +540,12 @@ def score_of(score: Any, arrays: dict[str, View], q: View, inlined: bool = False
     score = _check_score(score)
     if score is None:
         if arrays:
-            raise ValueError(f"score_arrays holds {', '.join(map(repr, arrays))}, but no score is given that reads them")
+            raise ValueError(
+                f"score_arrays holds {', '.join(map(repr, arrays))}, but no score is given that reads them"
+            )
         return None
+    if len(arrays) > SCORE_ARRAYS:
+        raise ValueError(f"score_arrays holds {len(arrays)} arrays; it must hold at most {SCORE_ARRAYS}: stack some")
     dtypes = list(dict.fromkeys([q.dtype, "float32", "int32", "int64", "bool"]))
     for name, x in arrays.items():
         what = f"score_arrays[{name!r}]"

@@ -23,7 +23,9 @@ def main(arguments: list[str] | None = None) -> Trained:
     parser.add_argument("--model", choices=SIZES, default="125M")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, help="sequences of a step; default: 8192 tokens' worth")
-    parser.add_argument("--attention", choices=WAYS, default="ours", help="ours; PyTorch's fa2, cudnn or math backend; fa3")
+    parser.add_argument(
+        "--attention", choices=WAYS, default="ours", help="ours; PyTorch's fa2, cudnn or math backend; fa3"
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--checkpoint", action="store_true", help="compute activations again instead of keeping them")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")

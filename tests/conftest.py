@@ -54,7 +54,9 @@ class Luck:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.missed > self.allowed:
-            terminalreporter.write_line(f"{self.missed} results missed the criterion by little: luck explains {self.allowed}")
+            terminalreporter.write_line(
+                f"{self.missed} results missed the criterion by little: luck explains {self.allowed}"
+            )
 
 
 def pytest_report_header() -> str:

@@ -64,7 +64,9 @@ def check(
 
     plans = [plan(problem, arch, b, family, tiles[b] and {family: tiles[b]}) for b in (False, True)]
     lengths = {row.name: row.lengths(others[row.name].shape) for row in ARRAYS if row.gradient and row.name in others}
-    of_score = {x.key: others[x.key].shape for x in (problem.score.arrays if problem.score else ()) if x.kind == "float"}
+    of_score = {
+        x.key: others[x.key].shape for x in (problem.score.arrays if problem.score else ()) if x.kind == "float"
+    }
     asked = [names for names in (lengths, of_score) if names]
     plans += [plan(problem, arch, True, family, lengths=names) for names in asked]
     aligned = plans[0].alignment == 16  # else any rows will do
@@ -91,7 +93,9 @@ def check(
         of_arrays = {f"d{name}": Guarded(others[name].shape, others[name].dtype) for name in lengths | of_score}
         for n, names in enumerate(asked, 2):
             results_of = {f"d{name}": of_arrays[f"d{name}"] for name in names}
-            run(libraries[n], plans[n], problem, results_of | inputs | spaces[n] | listed[n], last_first, arch.sms, seed)
+            run(
+                libraries[n], plans[n], problem, results_of | inputs | spaces[n] | listed[n], last_first, arch.sms, seed
+            )
         for name, x in of_arrays.items():
             assert_as_good(x.array, getattr(exact, name), getattr(own, name), name, max(unit, exact.unit(name)))
         for name, x in (results | spaces[1] | of_arrays).items():
@@ -166,7 +170,9 @@ def run(
             strides[name] = row.strides(View(x.shape, own, x.dtype.name, "cpu", "numpy"), problem)
     for name in (x.key for x in (problem.score.arrays if problem.score else ()) if x.key in given):
         x = given[name].array
-        strides[name] = score_shape(View(x.shape, tuple(s // x.itemsize for s in x.strides), x.dtype.name, "cpu", "numpy"))
+        strides[name] = score_shape(
+            View(x.shape, tuple(s // x.itemsize for s in x.strides), x.dtype.name, "cpu", "numpy")
+        )
     addresses = {name: x.pointer for name, x in given.items()} | dict(zip(KEYS, round_keys(seed or 0)))
     params = Packer(kernels, problem, strides)([addresses.get(name, 0) for name in slots])
     maps = tensor_maps(kernels, problem, given, strides) if kernels.maps else None

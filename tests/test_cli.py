@@ -583,6 +583,33 @@ def test_explain_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "registers and shared memory are unknown: compiling kernels needs cuda-core" in str(told)
 
 
+SHAPE_64 = (2, 64, 4, 64)
+
+
+def test_explain_shows_what_gradients_of_arrays_cost() -> None:
+    """Kernels of their own, the products that these compute once more, and what is written."""
+    given = {"bias": (4, 64, 64), "sinks": (4,), "score": "s + t[h][j - i + 63]", "score_arrays": {"t": (4, 127)}}
+    options = {"dtype": "bf16", "arch": "sm_90a", "backward": True, **given}
+    plain = cupyflash.explain(SHAPE_64, **options)
+    told = cupyflash.explain(SHAPE_64, **options, wrt=("bias", "t", "sinks"))
+    more = [x.name for x in told.kernels[len(plain.kernels) :]]
+    assert told.kernels[: len(plain.kernels)] == plain.kernels
+    assert {"attention_backward_bias", "attention_backward_sinks", "attention_backward_score"} <= set(more)
+    assert told.flops == plain.flops * 9 // 5  # five products, and twice two more
+    assert plain.optional == {"bias": 2 * 4 * 64 * 64, "sinks": 8, "t": 4 * 4 * 127}
+    assert told.bytes_moved == plain.bytes_moved + sum(plain.optional.values())
+    assert "of which bias 32 KiB, sinks 8 B, t 1.984 KiB, dbias 32 KiB" in str(told)
+    only_sinks = cupyflash.explain(SHAPE_64, **options, wrt="sinks")
+    assert only_sinks.flops == plain.flops and len(only_sinks.kernels) > len(plain.kernels)
+    with pytest.raises(ValueError, match="wrt is 'bias', but backward is False"):
+        cupyflash.explain(SHAPE_64, dtype="bf16", **given, wrt="bias")
+    with pytest.raises(ValueError, match="wrt holds 'alibi_slopes', but alibi_slopes is not given"):
+        cupyflash.explain(SHAPE_64, **options, wrt="alibi_slopes")
+    x = np.zeros((1, 64, 2, 16), np.float32)
+    on_cpu = cupyflash.explain(x, bias=np.zeros((64, 64), np.float32), backward=True, wrt="bias")
+    assert on_cpu.flops == cupyflash.explain(x, backward=True).flops * 7 // 5
+
+
 def test_explain_of_nothing() -> None:
     told = cupyflash.explain((0, 8, 1, 64), dtype="float32", arch="sm_90a")
     assert (told.family, told.kernels, told.flops) == ("none", (), 0)

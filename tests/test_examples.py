@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 NEEDS = {
-    "train_gpt.py": ["torch"], "torch_module.py": ["torch"], "jax_training.py": ["jax"], "transformers_model.py": ["transformers"],
+    "train_gpt.py": ["torch"], "torch_module.py": ["torch"], "relative_positions.py": ["torch"],
+    "from_flex_attention.py": ["torch"], "jax_training.py": ["jax"], "transformers_model.py": ["transformers"],
     "flax_attention.py": ["flax"], "equinox_attention.py": ["equinox", "optax"],
 }  # fmt: skip
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
@@ -46,6 +47,16 @@ def test_relative_positions(capsys: pytest.CaptureFixture[str]) -> None:
     assert "each head looks back by [3, 3]" in capsys.readouterr().out
 
 
+def test_from_flex_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    """What FlexAttention's pages show: written for it, and with options."""
+    pytest.importorskip("torch.nn.attention.flex_attention")
+    found = load("from_flex_attention").main(["--device", "cpu"])
+    named = ("ALiBi", "soft cap", "documents", "prefix LM", "sliding window with sinks", "T5", "neighbourhoods")
+    assert len(found) == len(named) and all(x.startswith(y) for x, y in zip(found, named))
+    assert max(found.values()) < 1e-5
+    assert "alibi_slopes" in capsys.readouterr().out
+
+
 def test_kernel_regression_is_the_formula(rng: np.random.Generator) -> None:
     example = load("kernel_regression")
     x, y, z = rng.normal(size=(7, 2)), rng.normal(size=(31, 2)), rng.normal(size=(31, 3))
@@ -56,6 +67,27 @@ def test_kernel_regression_is_the_formula(rng: np.random.Generator) -> None:
         by_hand[i] = (w[:, None] * z).sum(axis=0) / w.sum()
     np.testing.assert_allclose(example.estimate(np, x, y, z, h), by_hand, rtol=1e-9)
     np.testing.assert_allclose(example.direct(x, y, z, h), by_hand, rtol=1e-9)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_non_local_means(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The formula, and an image whose noise goes."""
+    example = load("non_local_means")
+    errors = example.main(["--size", "48", "--device", device])
+    assert errors["denoised"] < 0.7 * errors["noisy"]
+    assert "2,304 pixels" in capsys.readouterr().out
+    image = example.picture(12) + np.random.default_rng(0).random((12, 12, 3), dtype=np.float32)
+    padded = np.pad(image, ((1, 1), (1, 1), (0, 0)), mode="reflect")
+    patches = np.array([padded[i : i + 3, j : j + 3].ravel() for i in range(12) for j in range(12)], float)
+    weights = np.exp(-(((patches[:, None] - patches) ** 2).mean(-1)) / 0.25)
+    by_hand = (weights @ image.reshape(-1, 3)) / weights.sum(1, keepdims=True)
+    np.testing.assert_allclose(example.denoise(image, 0.5, radius=1).reshape(-1, 3), by_hand, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_cupy_devices(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("cupy_devices").main(["--batch", "7", "--length", "40", "--device", device]) < 1e-5
+    assert "7 x 40 queries on" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -142,7 +142,10 @@ def test_memory_through_cupy(backend: Backend, dtype: str, rng: np.random.Genera
     pool = cupy.cuda.MemoryPool()
     with cupy.cuda.using_allocator(pool.malloc):
         grads = attention_backward(dout, q, k, v, out, lse, **options)
-        assert pool.total_bytes() <= 3 * q.nbytes + (64 + row_vectors(backend)) * lse_bytes + kept_in_memory(backend, dtype, 4) + SLACK
+        assert (
+            pool.total_bytes()
+            <= 3 * q.nbytes + (64 + row_vectors(backend)) * lse_bytes + kept_in_memory(backend, dtype, 4) + SLACK
+        )
     assert all(x.shape == SHAPE for x in grads)
 
 

@@ -92,7 +92,9 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
         "def test_third(): pass\n"
     )
 
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
     env = os.environ | {"PYTHONPATH": path}
 
     def run(*names: str) -> dict[str, Any]:

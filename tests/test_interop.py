@@ -139,6 +139,69 @@ def test_dlpack_producers_on_the_cpu_become_numpy() -> None:
     np.testing.assert_array_equal(out, attention(x, k, k))
 
 
+def strict(x: np.ndarray) -> Any:
+    return pytest.importorskip("array_api_strict").asarray(x)
+
+
+def on_another_device(x: np.ndarray) -> Any:
+    xp = pytest.importorskip("array_api_strict")
+    return xp.asarray(x, device=xp.Device("device1"))
+
+
+def warp(x: np.ndarray) -> Any:
+    wp = pytest.importorskip("warp")
+    wp.config.quiet = True
+    return wp.array(x, dtype=wp.dtype_from_numpy(x.dtype), device="cpu")
+
+
+def tensorflow(x: np.ndarray) -> Any:
+    return pytest.importorskip("tensorflow").constant(x)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("make", [strict, on_another_device, warp, tensorflow])
+def test_the_real_packages(make: Any, dtype: str, rng: np.random.Generator) -> None:
+    """In and out of the same kind, in both passes and in merge, with optional arrays and targets of theirs."""
+    if dtype == "float16" and make in (strict, on_another_device):
+        pytest.skip("the standard of arrays has no float16")
+    q, k, v, bias = (
+        make(rng.standard_normal(shape).astype(dtype)) for shape in ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 6), (5, 7))
+    )
+
+    def get(x: Any) -> np.ndarray:
+        return np.from_dlpack(x)
+
+    plain = [get(x) for x in (q, k, v)]
+    of_numpy = attention(*plain, bias=get(bias), causal=True, return_lse=True)
+    out, lse = attention(q, k, v, bias=bias, causal=True, return_lse=True)
+    grads = attention_backward(out, q, k, v, out, lse, bias=bias, causal=True, wrt="bias")
+    expected = attention_backward(of_numpy[0], *plain, *of_numpy, bias=get(bias), causal=True, wrt="bias")
+    merged = cupyflash.merge([out, out], [lse, lse])
+    found = (out, lse, *grads, grads.dbias)
+    assert all(type(x) is type(q) for x in (*found, *merged))
+    assert all(x.device == q.device for x in (*found, *merged))
+    for x, y in zip(found, (*of_numpy, *expected, expected.dbias), strict=True):
+        np.testing.assert_array_equal(get(x), y)
+    if make is not tensorflow:  # whose tensors are immutable
+        target = make(np.zeros((2, 5, 4, 6), dtype))
+        assert attention(q, k, v, bias=bias, causal=True, out=target) is target
+        np.testing.assert_array_equal(get(target), of_numpy[0])
+        targets = tuple(make(np.zeros(x.shape, dtype)) for x in plain)
+        written = attention_backward(out, q, k, v, out, lse, bias=bias, causal=True, grads=targets)
+        assert all(x is y for x, y in zip(written, targets))
+        np.testing.assert_array_equal(get(targets[1]), expected.dk)
+
+
+def test_arrays_of_numba_become_numbas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own function for the CUDA array interface, as far as that is seen without a GPU."""
+    cuda = pytest.importorskip("numba.cuda")
+    seen: list[Any] = []
+    monkeypatch.setattr(cuda, "as_cuda_array", lambda x: seen.append(x) or "Numba's")
+    x = type("DeviceNDArray", (DLPackOnly,), {"__module__": "numba.cuda.cudadrv.devicearray"})(np.ones((3, 4)))
+    assert attention(x, x, x, return_lse=True) == ("Numba's", "Numba's")
+    assert [y.shape for y in seen] == [(3, 4), (3,)]
+
+
 def test_dlpack_producers_that_cannot_be_taken() -> None:
     good = np.ones((3, 4), np.float32)
     with pytest.raises(TypeError, match="q is on a device of DLPack type 8; it must be on a CPU or a CUDA GPU"):
@@ -235,6 +298,30 @@ def test_foreign_gpu_arrays_become_cupy(foreign: type, rng: np.random.Generator)
     out = attention(foreign(q), foreign(k), v, key_mask=foreign(mask))
     assert type(out) is cupy.ndarray
     judge({"out": out.get()}, *references(inputs))
+
+
+def numba_array(x: np.ndarray) -> Any:
+    return pytest.importorskip("numba.cuda").to_device(x)
+
+
+def warp_array(x: np.ndarray) -> Any:
+    wp = pytest.importorskip("warp")
+    wp.config.quiet = True
+    return wp.array(x, dtype=wp.dtype_from_numpy(x.dtype), device="cuda:0")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [numba_array, warp_array])
+def test_the_real_packages_on_a_gpu(make: Any, rng: np.random.Generator) -> None:
+    import cupy
+
+    inputs = draw_inputs(rng, "float32", key_mask=False)
+    q, k, v, dout = (make(np.ascontiguousarray(x)) for x in inputs[:4])
+    out, lse = attention(q, k, v, return_lse=True)
+    grads = attention_backward(dout, q, k, v, out, lse)
+    results = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)))
+    assert all(type(x) is type(q) for x in results.values())
+    judge({name: cupy.asarray(x).get() for name, x in results.items()}, *references(inputs))
 
 
 @pytest.mark.gpu

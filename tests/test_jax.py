@@ -146,7 +146,7 @@ def test_traced_options() -> None:
         ("scale", TypeError, "real number"), ("softcap", TypeError, "real number"), ("causal", ValueError, "False, True"),
         ("deterministic", TypeError, "True or False"), ("return_lse", TypeError, "True or False"),
     ):  # fmt: skip
-        with pytest.raises(error, match=f"^{name} is .*Tracer.*; it must be (a )?{message}"):
+        with pytest.raises(error, match=f"^{name} is .*Trace.*; it must be (a )?{message}"):
             jax.jit(lambda y, name=name: cupyflash.attention(x, x, x, **{name: y}))(1.0)
 
 

@@ -272,13 +272,14 @@ def test_one_buffer_for_all_and_gradients_in_its_place() -> None:
 @pytest.mark.parametrize("platforms", [None, ["cuda"], ["cpu", "cuda"]])
 def test_export_says_that_it_is_a_callback(platforms: Any) -> None:
     """No callback can be written into a file; what is compiled for this process is no matter."""
+    export = pytest.importorskip("jax.export")  # old ones want absl
     q, k, v = qkv()
     jitted = jax.jit(lambda *x: attention(*x, causal=True))
     for function in (jitted, jax.jit(jax.grad(lambda *x: jitted(*x).sum()))):
         with pytest.raises(
             NotImplementedError, match="^attention is a callback into this process, and jax.export cannot"
         ):
-            jax.export.export(function, platforms=platforms)(q, k, v)
+            export.export(function, platforms=platforms)(q, k, v)
     close(jitted.lower(q, k, v).compile()(q, k, v), jitted(q, k, v))
 
 
@@ -316,11 +317,12 @@ def test_what_has_no_derivative() -> None:
 
 
 def test_signature_of_dot_product_attention() -> None:
-    """Whatever the installed JAX has, of the arguments that both name, is named and ordered alike."""
+    """Whatever the installed JAX has, of the arguments that both name, is named, ordered and left out alike."""
     ours, theirs = (
-        list(inspect.signature(f).parameters) for f in (dot_product_attention, jax.nn.dot_product_attention)
+        {name: (x.kind, x.default) for name, x in inspect.signature(f).parameters.items()}
+        for f in (dot_product_attention, jax.nn.dot_product_attention)
     )
-    assert [x for x in ours if x in theirs] == theirs
+    assert [(name, x) for name, x in ours.items() if name in theirs] == list(theirs.items())
 
 
 LENGTHS: dict[str, Any] = {"key_value_seq_lengths": jnp.asarray([7, 3], jnp.int32)}
@@ -360,6 +362,33 @@ def test_dot_product_attention(name: str, batched: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["window alone", "mask and window", "lengths of both"])
+def test_where_jax_is_told_to_promote_nothing(name: str) -> None:
+    """As JAX's own tests have it: neither ranks nor dtypes."""
+    q, k, v = (numbers(2, n, 4, 8, dtype="float32") for n in (5, 7, 7))
+    options = dict(CASES[name])
+    masks = [numbers(*options.pop("mask")) > -0.8, numbers(7) > -0.8] if "mask" in options else [None]
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        found = [dot_product_attention(q, k, v, mask=mask, **options) for mask in masks]
+    close(found, [dot_product_attention(q, k, v, mask=mask, **options) for mask in masks])
+
+
+def test_errors_name_the_arguments_of_jax() -> None:
+    """Not those of `attention`, to which they are handed; while tracing."""
+    q, k, v = qkv()
+    three, two = jnp.ones(3, jnp.int32), jnp.ones(2, jnp.int32)
+    for x, options, message in (
+        ((q, k[..., :4], v), {}, "^key has head dimension 4"), ((q, k.astype("float32"), v), {}, "^key has dtype float32 but query"),
+        ((q, k, v), {"key_value_seq_lengths": three}, r"^key_value_seq_lengths has shape \(3,\) .*; it must be \(2,\) and int32"),
+        ((q, k, v), {"query_seq_lengths": three}, r"^query_seq_lengths has shape \(3,\) .*; it must be \(2,\) and int32"),
+        ((q[0], k[0], v[0]), {"key_value_seq_lengths": two}, r"^key_value_seq_lengths has shape \(2,\) .*; it must be \(1,\)"),
+        *(((q, k, v), {"local_window_size": n}, "^local_window_size is .*; it must be an integer, 0 or more, or two of them")
+          for n in (-1, 2.5, "a", (1, 2, 3), (None, 2), (1, -2))),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=message):
+            jax.jit(lambda *x, o=options: dot_product_attention(*x, **o)).trace(*x)
+
+
 def test_dot_product_attention_says_more() -> None:
     q, k, v = qkv()
     out, lse = dot_product_attention(q, k, v, return_residual=True)
@@ -371,7 +400,7 @@ def test_dot_product_attention_says_more() -> None:
         ({"implementation": "cudnn"}, "^implementation is 'cudnn'; it must be None"),
         (
             {"query_seq_lengths": jnp.ones(2)},
-            r"^query_seq_lengths has shape \(2,\) and dtype float64; it must be \(B,\)",
+            r"^query_seq_lengths has shape \(2,\) and dtype float64; it must be \(2,\) and int32",
         ),
     ):
         with pytest.raises(ValueError, match=message):

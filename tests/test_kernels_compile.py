@@ -34,7 +34,9 @@ def plans(problems: Iterable[AttentionProblem], family: str, arch: Arch) -> dict
             if FAMILIES[family].objection(problem, arch, backward) is None:
                 kernel_plan = plan(problem, arch, backward, family)
                 found[generate(kernel_plan)] = kernel_plan
-        lengths = {row.name: row.lengths(row.shape(problem)) for row in ARRAYS if row.gradient and problem.has(row.name)}
+        lengths = {
+            row.name: row.lengths(row.shape(problem)) for row in ARRAYS if row.gradient and problem.has(row.name)
+        }
         of_score = {x.key: (8,) * x.rank for x in (problem.score.arrays if problem.score else ()) if x.kind == "float"}
         if of_score and FAMILIES[family].objection(problem, arch, True) is None:
             kernel_plan = plan(problem, arch, True, family, lengths=of_score)

@@ -49,6 +49,10 @@ def test_a_name_of_nobody() -> None:
         attention_backward(X, X, X, X, X, X[..., 0], determinstic=True)
 
 
+def test_functions_have_an_option_of_their_own() -> None:
+    assert "here it is score," in HERE["score_mod"] and "here it is block_mask," in HERE["mask_mod"]
+
+
 def test_every_hint_is_of_something_that_is_here() -> None:
     for name, hint in HERE.items():
         assert name not in hint.split() and (

@@ -17,7 +17,8 @@ from kernel_cover import FEATURES, GIVEN, KEY_MASK, problem
 from cupyflash.gpu import params
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
-from cupyflash.problem import ARRAYS, AXES, AttentionProblem, Given
+from cupyflash.problem import ARRAYS, AXES, SCORE_ARRAYS, AttentionProblem, Given
+from cupyflash.score.trace import trace
 
 H200 = Arch.of("sm_90a")
 PLANS = [
@@ -129,6 +130,19 @@ def test_values_stand_where_they_belong(family: str, dtype: str, backward: bool)
         assert record[name] == value
     assert record["kept"] == 1 - state.dropout and record["log_kept"] == pytest.approx(math.log(1 - state.dropout))
     assert record["drop_below"] == state.dropout * 2**32
+
+
+@pytest.mark.parametrize("family", ["sm90", "sm80", "simt"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_all_that_may_be_asked_for_fits(family: str, backward: bool) -> None:
+    """The parameters of a kernel are 4 KB where the driver is older, in which maps of the copy engine have their place, too."""
+    names = [f"table{n}" for n in range(SCORE_ARRAYS)]
+    text = " + ".join(f"{name}[h][i][j][b]" for name in names)
+    score = trace(text, {name: ("bfloat16", 4, True) for name in names})
+    everything = dataclasses.replace(asked("bfloat16"), softcap=None, score=score)
+    asked_for = plan(everything, H200, backward, family)
+    size = params.layout(asked_for).itemsize + 128 * len(asked_for.maps)
+    assert size <= 4096
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])

@@ -70,7 +70,11 @@ def test_reasons_of_the_families_passed_over() -> None:
         ("float16", 0, H200): "sm90 takes head dimensions from 1 to 256, not 0 and 0",
         ("float16", 64, T4): "sm80 needs compute capability 8.0, this GPU has 7.5",
         ("float16", 512, A100): "sm80 takes head dimensions up to 256, not 512 and 512",
-        ("float64", 64, L40): "sm80 takes float64 where double precision is fast (8.0, 9.0, 10.0), not on compute capability 8.9",
+        (
+            "float64",
+            64,
+            L40,
+        ): "sm80 takes float64 where double precision is fast (8.0, 9.0, 10.0), not on compute capability 8.9",
         ("float64", 256, A100): "sm80 has no float64 forward for head dimensions 256 and 256 in 166912 bytes",
     }
     for (dtype, dim, arch), reason in reasons.items():
@@ -305,7 +309,14 @@ def test_at_head_dimension_64_what_asks_for_most_registers_has_two_warpgroups() 
     slopes = (Given("alibi_slopes", "float32", ("batch", "head")),)
     causal = {"causal": "bottom_right", "right": 0}
     asked = problem("float16", seq_q=2000, seq_k=2000)
-    for fields in ({}, causal, {"softcap": 30.0, **causal}, {"given": slopes}, {"given": slopes, **causal}, {"right": 9}):
+    for fields in (
+        {},
+        causal,
+        {"softcap": 30.0, **causal},
+        {"given": slopes},
+        {"given": slopes, **causal},
+        {"right": 9},
+    ):
         assert constants(plan(replace(asked, **fields), H200))["GROUPS"] == 3
     left, right = {"given": slopes, "left": 9, **causal}, {"given": slopes, "right": 9}
     for fields in ({"dropout": 0.1}, {"dropout": 0.1, **causal}, left, right):
@@ -400,7 +411,8 @@ def test_what_is_computed_before_a_score_function_has_room() -> None:
         span = 1000 + 1000 + 2 * 256
         assert space.shape == (1, 8, span) and made.launches[0].name == "attention_score_tables"
         assert made.launches[0].grid == 8 * -(-span // 128)
-        assert {"score_span": span, "score_origin": 1000 + 256, "score_plane": 8 * span}.items() <= dict(made.scalars).items()
+        scores = {"score_span": span, "score_origin": 1000 + 256, "score_plane": 8 * span}
+        assert scores.items() <= dict(made.scalars).items()
 
 
 def test_sequences_that_the_kernels_cannot_count() -> None:

@@ -37,6 +37,13 @@ def test_tools_are_pinned_in_one_place() -> None:
     assert "additional_dependencies" not in config and "rev:" not in config
 
 
+def test_lint_is_the_same_here_and_there() -> None:
+    """What the workflow finds badly formatted, `.ci/run` has found before."""
+    workflow = (TOP / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    lint = re.findall(r"- run: ((?:ruff|mypy) .*)", workflow)
+    assert len(lint) == 3 and set(lint) <= set((TOP / ".ci" / "run").read_text(encoding="utf-8").splitlines())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(TOP).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

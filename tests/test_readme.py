@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 import runpy
@@ -51,6 +52,25 @@ def test_every_library_has_an_example() -> None:
     source = "".join(blocks(README, "python"))
     for library in ("cupy", "numpy", "torch", "jax"):
         assert re.search(rf"^import {library}\b", source, re.MULTILINE), library
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), re.findall(r"^\|.*`from (cupyflash[\w.]+) import (\w+)`", README, re.MULTILINE)
+)
+def test_replacements_are_there(module: str, name: str) -> None:
+    """The rows of what is called today."""
+    pytest.importorskip("jax" if ".jax" in module else "torch")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_the_table_has_every_replacement() -> None:
+    table = README.partition("### In the place of what you call today")[2].partition("\n## ")[0]
+    for today in (
+        "torch.nn.functional.scaled_dot_product_attention", "flex_attention", "torch.nn.MultiheadAttention", "flash_attn_func",
+        "jax.nn.dot_product_attention", "memory_efficient_attention", "attn_implementation=", "diffusers", "nnx.MultiHeadAttention",
+        "equinox.nn.MultiheadAttention",
+    ):  # fmt: skip
+        assert today in table, today
 
 
 def test_commands_and_their_options_exist() -> None:

@@ -356,6 +356,11 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {  # score, score_arra
     "float-index": (lambda s, b, h, i, j, table: s + table[h, i / 2], {"table": TABLE}, TypeError, "reads table at a float"),
     "indices": (lambda s, b, h, i, j, table: s + table[h], {"table": TABLE}, TypeError, "reads table with 1 indices; it must have 2"),
     "whole-array": (lambda s, b, h, i, j, table: s + table, {"table": TABLE}, TypeError, "computes with table as a whole"),
+    "array-length": (lambda s, b, h, i, j, table: s + len(table), {"table": TABLE}, TypeError, "asks for the length of table"),
+    "element": (lambda s, b, h, i, j: s[0], None, TypeError, r"takes an element of a number.*test_score_functions.py, line \d+"),
+    "length": (lambda s, b, h, i, j: len(s), None, TypeError, "asks for the length of a number"),
+    "round": (lambda s, b, h, i, j: round(s), None, TypeError, "rounds a number of the pair"),
+    "too-many": ("s", {f"table{n}": TABLE for n in range(33)}, ValueError, "score_arrays holds 33 arrays; it must hold at most 32"),
     "attribute": (lambda s, b, h, i, j: s.exp(), None, TypeError, "asks a number of the pair for its 'exp'"),
     "numpy": (lambda s, b, h, i, j: np.arctan(s), None, TypeError, "calls numpy.arctan, which is not known here"),
     "numpy-function": (lambda s, b, h, i, j: np.cumsum(s), None, TypeError, "numpy.cumsum|has not|an array"),
@@ -364,6 +369,7 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {  # score, score_arra
     "sequence": (lambda s, b, h, i, j: sum(s), None, TypeError, "as if it were a sequence"),
     "text-operand": (lambda s, b, h, i, j: s + "1", None, TypeError, "has '1' as an operand; it must be a number"),
     "long": (lambda s, b, h, i, j: s + 2**70, None, TypeError, "more than 64 bits"),
+    "text": (lambda s, b, h, i, j: "s", None, TypeError, r"has 's' as its result; it must be a number \(.*test_score_functions.py"),
     "none": (lambda s, b, h, i, j: None, None, TypeError, "score returns None"),
     "boolean": (lambda s, b, h, i, j: i < j, None, TypeError, "score returns a boolean; .*where"),
     "expression-end": ("s +", None, ValueError, "has its end instead of a number or a name at 4"),
@@ -384,6 +390,18 @@ def test_messages(name: str) -> None:
     x = np.zeros((1, 4, 2, 3))
     with pytest.raises(error, match=says):
         attention(x, x, x, score=score, score_arrays=arrays)
+
+
+@pytest.mark.parametrize("score", [lambda s, b, h, i, j: 1, lambda s, b, h, i, j: np.float32(2.5), "0.5f"])
+def test_a_score_that_is_a_number(score: Any, rng: np.random.Generator) -> None:
+    """All keys weigh the same, and q and k have no gradient."""
+    q, k, v = (rng.standard_normal((1, 9, 2, 3)) for _ in range(3))
+    out, lse = attention(q, k, v, score=score, return_lse=True)
+    np.testing.assert_allclose(out, np.broadcast_to(v.mean(axis=1, keepdims=True), v.shape), atol=1e-14)
+    grads = attention_backward(q, q, k, v, out, lse, score=score)
+    assert not grads.dq.any() and not grads.dk.any() and grads.dv.any()
+    for backward in (False, True):
+        assert explain((1, 9, 2, 64), dtype="bf16", arch="sm_80", backward=backward, score=score).family == "sm80"
 
 
 def test_a_number_of_another_call() -> None:

@@ -236,6 +236,20 @@ def test_large_logits(backend: Backend, dtype: str, largest: float, rng: np.rand
 
 
 @on_pairs
+def test_scores_beyond_31_bits(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """Nothing behind the point is left of what goes into the exponential; a key that is alone still has all weight."""
+    size = 60000 if dtype == "float16" else 133120
+    for seq in ((5, 1), (200, 130)):
+        inputs = draw_inputs(rng, dtype, seq=seq)
+        v = np.broadcast_to(inputs.v[:, :1], inputs.v.shape)
+        q, k = (backend.put(np.full_like(x, size)) for x in (inputs.q, inputs.k))
+        out, lse = attention(q, k, backend.put(v), return_lse=True, family=backend.family)
+        found = backend.get(out).astype(np.float64)
+        np.testing.assert_allclose(found, np.broadcast_to(v[:, :1], found.shape).astype(np.float64), rtol=1e-2)
+        np.testing.assert_allclose(backend.get(lse), 8.0 * size * size, rtol=1e-5)  # 64 columns, scale 1/8
+
+
+@on_pairs
 def test_one_dominant_key(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
     inputs = draw_inputs(rng, dtype, seq=(67, 130))
     inputs.q[...] = np.abs(inputs.q) + DTYPES[dtype](0.5)

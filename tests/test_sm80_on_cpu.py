@@ -175,6 +175,7 @@ def test_a_row_of_which_one_key_takes_all(dtype: str, unit: float, rng: np.rando
 
     Else they would be off by some 2^45 eps. In float32 dV keeps 22 bits of that dO.
     """
+
     def change(inputs: Any) -> Any:
         inputs = one_row(2.0**30, "dout")(one_row(64, "q", "v")(inputs))
         inputs.k[:, 7] = inputs.q[:, 7]

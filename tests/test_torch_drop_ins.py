@@ -46,8 +46,12 @@ MASKS: dict[str, Any] = {
 
 
 def test_signatures() -> None:
-    ours = inspect.signature(scaled_dot_product_attention).parameters
-    assert list(ours) == ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"]
+    ours = inspect.signature(scaled_dot_product_attention).parameters.values()
+    theirs = torch.ops.aten.scaled_dot_product_attention.default._schema.arguments
+    required = inspect.Parameter.empty
+    assert [(x.name, x.default) for x in ours] == [
+        (x.name, x.default_value if x.has_default_value() else required) for x in theirs
+    ]
     stock = inspect.signature(torch.nn.MultiheadAttention.forward).parameters
     assert list(inspect.signature(MultiheadAttention.forward).parameters) == list(stock)
 
@@ -97,11 +101,64 @@ def test_what_is_refused() -> None:
         scaled_dot_product_attention(q, numbers(3, 4, 7, 8), numbers(3, 4, 7, 8))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_causal_biases_of_pytorch(compiled: bool) -> None:
+    """Tensors without elements, known by their kind."""
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+    torch._dynamo.reset()
+    function = (
+        torch.compile(scaled_dot_product_attention, backend="aot_eager") if compiled else scaled_dot_product_attention
+    )
+    q, k = numbers(2, 4, 5, 8, grad=True), numbers(2, 4, 7, 8, grad=True)
+    for bias in (causal_lower_right(5, 7), causal_upper_left(5, 7)):
+        same(lambda b=bias: function(q, k, k, b), lambda b=bias: F.scaled_dot_product_attention(q, k, k, b), [q, k])
+    with pytest.raises(ValueError, match="^attn_mask is for 5 queries and 6 keys, but query has 5 and key 7"):
+        scaled_dot_product_attention(q, k, k, causal_lower_right(5, 6))
+
+
 def test_compiled() -> None:
     torch._dynamo.reset()
     q, mask = numbers(2, 4, 5, 8, grad=True), numbers(5, 5, grad=True)
     compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
     same(lambda: compiled(q, q, q, mask), lambda: F.scaled_dot_product_attention(q, q, q, mask), [q, mask])
+
+
+def test_errors_name_the_arguments_of_the_drop_in() -> None:
+    """Not those of `attention`, to which they are handed."""
+    q, k = numbers(2, 4, 5, 8), numbers(2, 4, 7, 8)
+    nested = torch.nested.nested_tensor([numbers(4, 5, 8)], layout=torch.jagged)
+    sdpa, module, own = scaled_dot_product_attention, MultiheadAttention(16, 4).double(), numbers(5, 2, 16)
+    attend = xformers.memory_efficient_attention
+    for call, error, message in (
+        (lambda: sdpa(q.numpy(), k, k), TypeError, "^query is a ndarray; it must be a torch.Tensor"),
+        (lambda: sdpa(q, None, k), TypeError, "^key is a NoneType; it must be a torch.Tensor"),
+        (lambda: sdpa(q, k, k, [1]), TypeError, "^attn_mask is a list; it must be a torch.Tensor"),
+        (lambda: sdpa(nested, k, k), TypeError, "^query is a nested tensor; it must be a dense one"),
+        (lambda: sdpa(q, k, k, torch.ones(5, 6)), ValueError, r"^attn_mask has shape \(5, 6\); it must be \(2, 4, 5, 7\)"),
+        (lambda: sdpa(q, k.float(), k), TypeError, "^key has dtype float32 but query has float64"),
+        (lambda: sdpa(q, k, k, dropout_p="a"), TypeError, "^dropout_p is 'a'; it must be a number"),
+        (lambda: module(own.numpy(), own, own), TypeError, "^query is a ndarray; it must be a torch.Tensor"),
+        (lambda: module(own, own[..., :8], own), ValueError, r"^key has shape \(5, 2, 8\); it must be 3-dimensional, with 16"),
+        (lambda: module(own, own, own[0]), ValueError, r"^value has shape \(2, 16\); it must be 3-dimensional"),
+        (lambda: module(own, own[:, :1], own[:, :1]), ValueError, "^key has batch 1"),
+        (lambda: module(own, own, own, torch.ones(2, 4) > 2), ValueError, r"^key_padding_mask has shape \(2, 4\); it must"),
+        (lambda: module(own, own, own, torch.ones(2, 5).int()), TypeError, "^key_padding_mask has dtype torch.int32; it must"),
+        (lambda: module(own, own, own, attn_mask=torch.ones(4, 5) > 2), ValueError, r"^attn_mask has shape \(4, 5\)"),
+        (lambda: module(own, own, own, attn_mask=torch.ones(3, 5, 5)), ValueError, r"^attn_mask has shape \(3, 5, 5\)"),
+        (lambda: flash_attn.flash_attn_func([1], k, k), TypeError, "^q is a list; it must be a torch.Tensor"),
+        (lambda: flash_attn.flash_attn_func(k, k, k, softmax_scale="a"), TypeError, "^softmax_scale is 'a'; it must be a real"),
+        *((lambda x=x: flash_attn.flash_attn_func(k, k, k, window_size=x), TypeError, "^window_size is .*; it must be two integers")
+          for x in (3, None, (None, None), (1, 2, 3), (1.5, 1), ("a", 1))),
+        (lambda: flash_attn.flash_attn_qkvpacked_func(q.numpy()), TypeError, "^qkv is a ndarray; it must be a torch.Tensor"),
+        (lambda: attend(q.numpy(), k, k), TypeError, "^query is a ndarray; it must be a torch.Tensor"),
+        (lambda: attend(q, k[0], k[0]), ValueError, r"query \(2, 4, 5, 8\), key \(4, 7, 8\), .* must have as many dimensions"),
+        (lambda: attend(q, q.float(), q), TypeError, "^key has dtype float32 but query has float64"),
+        (lambda: attend(q, q, q, torch.ones(4, 3)), ValueError, r"^attn_bias has shape \(4, 3\); it must be \(2, 5, 4, 4\)"),
+        (lambda: attend(q, q, q, xformers.LowerTriangularMask), NotImplementedError, "^attn_bias is the class LowerTriangularMask"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call()
 
 
 # ---- torch.nn.MultiheadAttention ------------------------------------------------------------------------------------
@@ -236,21 +293,20 @@ def test_flash_attn_positions_and_results() -> None:
     expected = cupyflash.attention(q, q, q, scale=0.3, causal=True, return_lse=True)
     torch.testing.assert_close((out, lse), expected)
     assert probabilities is None
-    names = [
-        "dropout_p",
-        "softmax_scale",
-        "causal",
-        "window_size",
-        "softcap",
-        "alibi_slopes",
-        "deterministic",
-        "return_attn_probs",
-    ]
+    names = {
+        "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None,
+        "deterministic": False, "return_attn_probs": False,
+    }  # fmt: skip
     for function, first in (
         (flash_attn.flash_attn_func, ["q", "k", "v"]), (flash_attn.flash_attn_kvpacked_func, ["q", "kv"]),
         (flash_attn.flash_attn_qkvpacked_func, ["qkv"]),
     ):  # fmt: skip
-        assert list(inspect.signature(function).parameters) == [*first, *names]
+        shown = inspect.signature(function).parameters
+        assert list(shown) == [*first, *names]
+        assert {name: x.default for name, x in shown.items() if name in names} == names
+    window = torch.tensor([3, 1])  # as flash-attn's own tests have it
+    found = flash_attn.flash_attn_func(q, q, q, window_size=window)
+    torch.testing.assert_close(found, cupyflash.attention(q, q, q, window=(3, 1)))
 
 
 # ---- dropout, in all of them ----------------------------------------------------------------------------------------
@@ -284,6 +340,40 @@ def test_dropout(name: str) -> None:
     assert not torch.equal(call(), results[0][0])
     mean = torch.stack([call().detach() for _ in range(600)]).mean(0)
     torch.testing.assert_close(mean, plain.detach(), rtol=0, atol=0.35)
+
+
+EVERY: dict[str, Any] = {
+    "scaled_dot_product_attention": lambda x, bias: scaled_dot_product_attention(x, x, x, bias),
+    "MultiheadAttention": lambda x, bias: a_module(x[..., 0, :], x[..., 0, :], x[..., 0, :], attn_mask=bias[0])[0],
+    "flash_attn_func": lambda x, bias: flash_attn.flash_attn_func(x, x, x, 0.0, 0.3, True, (3, -1), 2.0),
+    "flash_attn_qkvpacked_func": lambda x, bias: flash_attn.flash_attn_qkvpacked_func(
+        torch.stack((x, x, x), 2), causal=True
+    ),
+    "flash_attn_kvpacked_func": lambda x, bias: flash_attn.flash_attn_kvpacked_func(x, torch.stack((x, x), 2)),
+    "memory_efficient_attention": lambda x, bias: xformers.memory_efficient_attention(x, x, x, bias),
+    "LowerTriangularMask": lambda x, bias: xformers.memory_efficient_attention(x, x, x, xformers.LowerTriangularMask()),
+}
+a_module = MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_compiled_exported_and_mapped(name: str) -> None:
+    """In one graph with any lengths, with gradients; in a program; and over an axis that becomes a part of the batch."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: Any, bias: Any) -> Any:
+            return EVERY[name](x, bias)
+
+    torch._dynamo.reset()
+    x, bias = numbers(2, 4, 4, 8, grad=True), numbers(4, 4, 4)
+    compiled = torch.compile(EVERY[name], fullgraph=True, dynamic=True, backend="aot_eager")
+    same(lambda: compiled(x, bias), lambda: EVERY[name](x, bias), [x])
+    program = torch.export.export(Layer(), (x.detach(), bias), strict=False)
+    torch.testing.assert_close(program.module()(x, bias), EVERY[name](x, bias))
+    more = numbers(3, 2, 4, 4, 8)
+    torch.testing.assert_close(
+        torch.vmap(EVERY[name], (0, None))(more, bias), torch.stack([EVERY[name](y, bias) for y in more])
+    )
 
 
 def test_dropout_compiled() -> None:
@@ -331,6 +421,25 @@ class Elsewhere:
     """A class of xFormers' own, which is known by its name."""
 
 
+class TensorElsewhere(torch.Tensor):
+    """The same, where xFormers (0.0.28 and later) makes it a tensor without elements around one."""
+
+    HOLDS_DENSE_TENSOR = False
+    _subtensor: Any
+
+    @staticmethod
+    def __new__(cls, inner: Any) -> Any:
+        self = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        self._subtensor = inner
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented
+
+
 BIASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "none": (None, {}),
     "tensor": (numbers(2, 4, 5, 7), {"bias": numbers(2, 4, 5, 7)}),
@@ -344,6 +453,11 @@ BIASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "local": (xformers.LocalAttentionFromBottomRightMask(2, 1), {"window": (2, 1)}),
     "xFormers' own": (type("LowerTriangularMask", (Elsewhere,), {})(), {"causal": "top_left"}),
+    "xFormers' own tensor": (type("LowerTriangularMask", (TensorElsewhere,), {})(torch.empty(0)), {"causal": "top_left"}),
+    "xFormers' own with a bias": (
+        type("LowerTriangularMaskWithTensorBias", (TensorElsewhere,), {})(numbers(2, 4, 5, 7)),
+        {"causal": "top_left", "bias": numbers(2, 4, 5, 7)},
+    ),
 }  # fmt: skip
 
 
@@ -367,11 +481,16 @@ def test_xformers_of_other_ranks() -> None:
         torch.testing.assert_close((out.flatten(2, 3), lse.flatten(1, 2)), expected)
     assert out.shape == (2, 5, 2, 3, 8) and lse.shape == (2, 2, 3, 5)
     assert attend(q, keys, keys, output_dtype=torch.float32).dtype is torch.float32
+    out = xformers.memory_efficient_attention_forward(q, keys, keys)  # without a graph, as there
+    assert not out.requires_grad
+    torch.testing.assert_close(out, attend(q, keys, keys))
 
 
 def test_what_of_xformers_is_refused() -> None:
     q = numbers(2, 5, 4, 8)
     block = type("BlockDiagonalMask", (Elsewhere,), {})()
+    with pytest.raises(NotImplementedError, match="^attn_bias is a PagedMask; it must be None, a tensor or one of"):
+        xformers.memory_efficient_attention(q, q, q, type("PagedMask", (TensorElsewhere,), {})(q))
     for options, error, message in (
         (
             {"attn_bias": block},

@@ -7,12 +7,14 @@ sequences, a key/value cache) raises NotImplementedError.
 from __future__ import annotations
 
 import inspect
+import operator
 from typing import Any, NoReturn
 
 import torch
 
 from .. import api
-from ..torch.dropout import dropout_options
+from ..other_names import renaming
+from ..torch.dropout import check_tensors, dropout_options
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
@@ -20,6 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+@renaming(torch.compiler.is_compiling, scale="softmax_scale", window="window_size")
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -39,8 +42,9 @@ def flash_attn_func(
     c · tanh(score / c), 0 for none. alibi_slopes: (Hq,) or (B, Hq), float32. With return_attn_probs=True returns
     (out, lse, None): lse is (B, Hq, Sq), and the probabilities, which flash-attn returns for tests alone, are never in memory.
     """
+    check_tensors(q=q, k=k, v=v)
     out, lse = api.attention(
-        q, k, v, scale=softmax_scale, causal=causal, window=_window(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
+        q, k, v, scale=softmax_scale, causal=bool(causal), window=_window(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
         deterministic=deterministic, return_lse=True, **dropout_options("dropout_p", dropout_p, q),
     )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
@@ -71,13 +75,17 @@ def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **op
 
 
 def _unpacked(name: str, x: torch.Tensor, parts: int) -> Any:
+    check_tensors(**{name: x})
     if x.dim() != 5 or x.shape[2] != parts:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (batch, sequence, {parts}, heads, dim)")
     return x.unbind(2)
 
 
 def _window(window: tuple[int, int]) -> tuple[int | None, int | None]:
-    left, right = window
+    try:
+        left, right = map(operator.index, window)
+    except (TypeError, ValueError):
+        raise TypeError(f"window_size is {window!r}; it must be two integers, -1 where a side is unbounded") from None
     return None if left < 0 else left, None if right < 0 else right
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from .. import api
-from ..torch.dropout import dropout_options
+from ..other_names import renaming
+from ..torch.dropout import check_tensors, dropout_options
 
 __all__ = [
     "AttentionBias", "LocalAttentionFromBottomRightMask", "LowerTriangularFromBottomRightLocalAttentionMask",
     "LowerTriangularFromBottomRightMask", "LowerTriangularMask", "LowerTriangularMaskWithTensorBias",
-    "memory_efficient_attention", "memory_efficient_attention_forward_requires_grad",
+    "memory_efficient_attention", "memory_efficient_attention_forward", "memory_efficient_attention_forward_requires_grad",
 ]  # fmt: skip
 
 
@@ -81,13 +82,17 @@ def memory_efficient_attention(
 
     (B, M, K) has one head; (B, M, G, H, K) has H query heads for each of G heads of key and value, which are expanded to that
     shape and not copied. attn_bias: a tensor added to the scores, (B, H, M, N), or one of the biases of this module or of
-    xFormers with the same name. p must be 0, op is ignored. Returns (B, M, H, Kv), in the dtype of query or output_dtype.
+    xFormers with the same name. op is ignored. Returns (B, M, H, Kv), in the dtype of query or output_dtype.
     """
     return memory_efficient_attention_forward_requires_grad(
         query, key, value, attn_bias, p, scale, op=op, output_dtype=output_dtype
     )[0]
 
 
+memory_efficient_attention_forward = torch.no_grad()(memory_efficient_attention)
+
+
+@renaming(torch.compiler.is_compiling, q="query", k="key", v="value", bias="attn_bias", mask="attn_bias")
 def memory_efficient_attention_forward_requires_grad(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -100,6 +105,10 @@ def memory_efficient_attention_forward_requires_grad(
     output_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, with the log-sum-exp of the scores, (B, H, M), or (B, G, H, M)."""
+    check_tensors(query=query, key=key, value=value)
+    if not query.dim() == key.dim() == value.dim():
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("query", query), ("key", key), ("value", value)))
+        raise ValueError(f"the shapes are {shapes}; query, key and value must have as many dimensions")
     options = _options(attn_bias) | dropout_options("p", p, query)
     shape = query.shape
     if query.dim() == 3:
@@ -124,19 +133,20 @@ def _options(attn_bias: Any) -> dict[str, Any]:
     """What a bias of xFormers is called here."""
     if attn_bias is None:
         return {}
-    if isinstance(attn_bias, torch.Tensor):
-        return {"mask" if attn_bias.dtype is torch.bool else "bias": attn_bias}
-    name = type(attn_bias).__name__  # of xFormers' own classes, too
+    name = type(attn_bias).__name__  # of xFormers' own classes, too, of which some are tensors without elements
     if name == "LowerTriangularMask":
         return {"causal": "top_left"}
     if name == "LowerTriangularMaskWithTensorBias":
-        return {"causal": "top_left", "bias": attn_bias._bias}
+        return {"causal": "top_left", "bias": getattr(attn_bias, "_bias", getattr(attn_bias, "_subtensor", None))}
     if name == "LowerTriangularFromBottomRightMask":
         return {"causal": True}
     if name == "LowerTriangularFromBottomRightLocalAttentionMask":
         return {"causal": True, "window": (attn_bias._window_size - 1, 0)}
     if name == "LocalAttentionFromBottomRightMask":
         return {"window": (attn_bias.window_left, attn_bias.window_right)}
+    if isinstance(attn_bias, torch.Tensor) and not hasattr(attn_bias, "HOLDS_DENSE_TENSOR"):
+        return {"mask" if attn_bias.dtype is torch.bool else "bias": attn_bias}
+    name = f"the class {attn_bias.__name__}" if isinstance(attn_bias, type) else f"a {name}"
     raise NotImplementedError(
-        f"attn_bias is a {name}; it must be None, a tensor or one of {', '.join(x for x in __all__ if 'Mask' in x)}"
+        f"attn_bias is {name}; it must be None, a tensor or one of {', '.join(x for x in __all__ if 'Mask' in x)}"
     )

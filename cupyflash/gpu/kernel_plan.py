@@ -123,7 +123,9 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
 
 def scored(problem: AttentionProblem) -> bool:
     """Whether scores are more than the scaled product of Q and K (attention/pairs.cuh says the same)."""
-    return problem.softcap is not None or problem.score is not None or problem.has("bias") or problem.has("alibi_slopes")
+    return (
+        problem.softcap is not None or problem.score is not None or problem.has("bias") or problem.has("alibi_slopes")
+    )
 
 
 def lists(problem: AttentionProblem, *uses: ListUse) -> tuple[ListUse, ...]:

@@ -42,8 +42,16 @@ OPTIONAL = {  # by the dtype of an optional array; one with that of q is const I
 LISTS = ("key_lists", "query_lists")  # of a block mask; null where not asked for
 GRADIENTS = tuple(rule.name for rule in ARRAYS if rule.gradient)
 ROUNDS = 7  # of dropout's generator, as attention/dropout.cuh has them
-KEYS = tuple(f"round_keys[{n}]" for n in range(ROUNDS))  # made of the seed: in 64 bits a word for each half of the generator
-WORKSPACE = {"float8_e4m3fn": "float8_t", "float16": "half_t", "uint32": "unsigned", "uint64": "unsigned long long", "float32": "float", "float64": "double"}
+# Made of the seed: in 64 bits a word for each half of the generator.
+KEYS = tuple(f"round_keys[{n}]" for n in range(ROUNDS))
+WORKSPACE = {
+    "float8_e4m3fn": "float8_t",
+    "float16": "half_t",
+    "uint32": "unsigned",
+    "uint64": "unsigned long long",
+    "float32": "float",
+    "float64": "double",
+}
 
 
 def _cap_inverse(problem: AttentionProblem) -> float:
@@ -155,7 +163,10 @@ def _values(
     return [
         *(Field(f"{name}_strides", "Strides", tuple(strides.get(name, (0, 0, 0)))) for name in named if name in ROWED),
         *(Field(f"{name}_strides", "PairStrides", tuple(strides.get(name, (0, 0, 0, 0)))) for name in over_pairs),
-        *(Field(f"{cuda_name(n)}_shape", "ScoreShape", tuple(strides.get(x.key, (0,) * 8))) for n, x in enumerate(_score_arrays(plan))),
+        *(
+            Field(f"{cuda_name(n)}_shape", "ScoreShape", tuple(strides.get(x.key, (0,) * 8)))
+            for n, x in enumerate(_score_arrays(plan))
+        ),
         *(Field(name, type, value(problem) if problem else 0) for name, (type, value) in SCALARS.items()),
         *(Field(name, "int", value) for name, value in plan.scalars),
     ]
@@ -168,7 +179,8 @@ def text(plan: KernelPlan) -> str:
     lines += ["struct Params {", *(f"    {type}* {names.get(name, name)};" for name, type in pointers(plan).items())]
     lines += [f"    {field.type} {field.name};" for field in _values(plan)]
     keys = f"unsigned round_keys[{2 * ROUNDS}]"
-    lines.append(f"    alignas(8) {keys};" if _keys(plan) else f"    static constexpr {keys} = {{}};")  # not asked: no room in a launch
+    # Not asked for, they take no room in a launch.
+    lines.append(f"    alignas(8) {keys};" if _keys(plan) else f"    static constexpr {keys} = {{}};")
     return "\n".join([*lines, "};"]) + "\n"
 
 
@@ -189,9 +201,7 @@ def _keys(plan: KernelPlan) -> tuple[str, ...]:
 def round_keys(seed: int) -> tuple[int, ...]:
     """What stands under `KEYS` for a seed: Philox adds a constant to each of the key's two words in every round."""
     low, high = seed % 2**32, seed // 2**32
-    return tuple(
-        (low + n * 0x9E3779B9) % 2**32 | (high + n * 0xBB67AE85) % 2**32 << 32 for n in range(ROUNDS)
-    )
+    return tuple((low + n * 0x9E3779B9) % 2**32 | (high + n * 0xBB67AE85) % 2**32 << 32 for n in range(ROUNDS))
 
 
 class Packer:

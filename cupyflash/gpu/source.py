@@ -48,7 +48,9 @@ def generate(plan: KernelPlan) -> str:
         "}",
     ]
     function = f'#line 1 "{_SCORE}"\n' + score.text(plan.score, plan.wrt)
-    return "\n".join(lines) + "\n" + params.text(plan) + _inline(plan.source).replace(f'#include "{_SCORE}"\n', function)
+    return (
+        "\n".join(lines) + "\n" + params.text(plan) + _inline(plan.source).replace(f'#include "{_SCORE}"\n', function)
+    )
 
 
 @functools.cache

@@ -81,8 +81,10 @@ def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int,
     u32, u64 = driver.cuuint32_t, driver.cuuint64_t
     status, found = driver.cuTensorMapEncodeTiled(
         {
-            "float16": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, "bfloat16": kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            "float32": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT32, "bool": kind.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            "float16": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            "bfloat16": kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            "float32": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+            "bool": kind.CU_TENSOR_MAP_DATA_TYPE_UINT8,
             "float8_e4m3fn": kind.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         }[dtype],
         len(shape),

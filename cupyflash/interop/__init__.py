@@ -3,12 +3,13 @@
 Each library has one adapter, a plain module of functions (`numpy_`, `cupy_`, `torch_`, `jax_`), imported when the first
 array of that library arrives: importing cupyflash imports none of them. `protocol` says what an adapter has. Arrays of other
 libraries that speak DLPack or the CUDA array interface (Numba, Warp, ...) become CuPy arrays on a GPU and NumPy arrays on a
-CPU.
+CPU, and results become arrays of theirs again (`foreign`).
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, cast
 
@@ -47,6 +48,13 @@ def adopted(lib: Library, arrays: Arrays) -> Arrays:
         if _by_type.get(type(x)) is not lib:
             return {name: _adopt_one(lib, name, x) for name, x in arrays.items()}
     return arrays
+
+
+def like(q: Any) -> Callable[[Any], Any]:
+    """What makes a result one of the library of q, which has no adapter."""
+    from . import foreign
+
+    return foreign.like(q)
 
 
 def view(lib: Library | Adapter, name: str, x: Any) -> View:

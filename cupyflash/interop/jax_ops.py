@@ -24,8 +24,8 @@ from .protocol import Arrays, Library
 
 try:
     from jax.experimental.buffer_callback import buffer_callback
-except ImportError as error:  # JAX before 0.6
-    raise ImportError(f"JAX is {jax.__version__}; attention on its arrays needs 0.6 or later") from error
+except ImportError as error:  # JAX before 0.6.1
+    raise ImportError(f"JAX is {jax.__version__}; attention on its arrays needs 0.6.1 or later") from error
 
 How = tuple[tuple[tuple[str, Any], ...], "int | None", "str | None"]  # a call but for its arrays: options, seed, family
 

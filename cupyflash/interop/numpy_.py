@@ -55,7 +55,12 @@ def from_numpy(a: np.ndarray) -> np.ndarray:
 def wrap(name: str, x: Any) -> np.ndarray:
     """Memory of a DLPack producer on the CPU as an array."""
     try:
-        return np.from_dlpack(x)
+        taken = np.from_dlpack(x)
+        if not taken.flags.writeable and hasattr(
+            x, "__array_interface__"
+        ):  # Warp's DLPack is too old to say that it may be written
+            taken = np.asarray(x)
+        return taken
     except Exception as error:  # bfloat16, which NumPy's DLPack does not know, for one
         raise TypeError(f"{name} is a {type(x).__name__} that NumPy cannot take by DLPack: {error}") from error
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import operator
+from numbers import Integral
 from typing import Any
 
 import jax
 from jax import numpy as jnp
 
 from .. import api
+from ..other_names import renaming
 
 
+@renaming(q="query", k="key", v="value", window="local_window_size")
 def dot_product_attention(
     query: Any,
     key: Any,
@@ -74,20 +78,23 @@ def dot_product_attention(
     if is_causal:
         options["causal"] = "top_left"
     if local_window_size is not None:
-        left, right = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
+        left, right = _window(local_window_size)
         if is_causal or diagonal == 0:  # whose diagonal is the one of jax.nn
             options["window"] = (left, right)
         else:  # without causal it is at the bottom right here
-            band = jnp.arange(s) - jnp.arange(t)[:, None]
+            band = jnp.arange(s)[None] - jnp.arange(t)[:, None]
             inside = (band >= -left) & (band <= right)
-            seen = inside if seen is None else seen & inside
+            seen = inside if seen is None else jnp.atleast_2d(seen)
+            seen &= inside.reshape(
+                (1,) * (seen.ndim - 2) + inside.shape
+            )  # no rank is promoted: JAX may be told to refuse it
     if seen is not None:
         options["mask"] = seen
     if key_value_seq_lengths is not None:
-        options["key_mask"] = _below(key_value_seq_lengths, s, query.ndim, "key_value_seq_lengths")
+        options["key_mask"] = _below(key_value_seq_lengths, s, query.shape, "key_value_seq_lengths")
     out, lse = api.attention(query, key, value, return_lse=True, **options)
     if query_seq_lengths is not None:
-        own = _below(query_seq_lengths, t, query.ndim, "query_seq_lengths")
+        own = _below(query_seq_lengths, t, query.shape, "query_seq_lengths")
         out = jnp.where(own[..., None, None], out, 0)
     if not return_residual:
         return out
@@ -99,10 +106,20 @@ def _fitting(x: jax.Array, rank: int) -> jax.Array:
     return x[0] if x.ndim == 4 and rank == 3 and x.shape[0] == 1 else x
 
 
-def _below(lengths: Any, n: int, rank: int, name: str) -> jax.Array:
-    """(B, n) booleans: position < length."""
-    lengths = jnp.asarray(lengths)
-    if lengths.ndim != 1 or lengths.dtype != jnp.int32:
-        raise ValueError(f"{name} has shape {lengths.shape} and dtype {lengths.dtype}; it must be (B,) and int32")
-    seen = jnp.arange(n) < lengths[:, None]
-    return seen if rank == 4 else seen[0]
+def _window(size: Any) -> tuple[int, int]:
+    try:
+        left, right = map(operator.index, (size,) * 2 if isinstance(size, Integral) else size)
+        if left >= 0 and right >= 0:
+            return left, right
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f"local_window_size is {size!r}; it must be an integer, 0 or more, or two of them (left, right)")
+
+
+def _below(lengths: Any, n: int, shape: tuple[int, ...], name: str) -> jax.Array:
+    """(B, n) booleans: position < length; (n,) where query, of this shape, has no batch."""
+    lengths, batch = jnp.asarray(lengths), shape[0] if len(shape) == 4 else 1
+    if lengths.shape != (batch,) or lengths.dtype != jnp.int32:
+        raise ValueError(f"{name} has shape {lengths.shape} and dtype {lengths.dtype}; it must be ({batch},) and int32")
+    seen = jnp.arange(n, dtype=jnp.int32)[None] < lengths[:, None]
+    return seen if len(shape) == 4 else seen[0]

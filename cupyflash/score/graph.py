@@ -99,12 +99,13 @@ class Graph:
         return self.add(Node(name, VARIABLES[name]))
 
     def constant(self, x: bool | float) -> int:
-        ((x, _),) = itertools.groupby([x], key=lambda y: y)  # torch.compile makes a number of a symbol here, and nearly nowhere else
+        # torch.compile makes a number of a symbol here, and nearly nowhere else
+        ((x, _),) = itertools.groupby([x], key=lambda y: y)
         kind = "bool" if isinstance(x, bool) else "float"
         if kind != "bool" and isinstance(x, int):
             kind = "int" if -(2**31) <= x < 2**31 else "long"
             if not -(2**63) <= x < 2**63:
-                raise TypeError(f"the integer {x} has more than 64 bits")
+                raise TypeError("score computes with an integer of more than 64 bits")
         return self.add(Node("const", kind, (), repr(x)))
 
     def known(self, n: int) -> Any:

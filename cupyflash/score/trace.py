@@ -58,7 +58,8 @@ def _run(function: Any, arrays: tuple[ScoreArray, ...]) -> tuple[tuple[Node, ...
     result = function(*variables, **reads)
     if result is None:
         raise TypeError("score returns None; it must return the new score")
-    return tuple(graph.nodes), lift(graph, result, "its result")
+    n = lift(graph, result, "its result")  # a plain number becomes a node here
+    return tuple(graph.nodes), n
 
 
 def _parsed(text: str, arrays: tuple[ScoreArray, ...]) -> Score:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from .graph import RULES, Graph, ScoreArray, kind_of
 
-_HERE = str(Path(__file__).resolve().parent)
+_PACKAGE = Path(__file__).resolve().parent.parent
 _KINDS = {
     bool: "bool", int: "int", float: "float", "bool": "bool", "int32": "int", "int64": "long", "float32": "float",
     "float64": "float", "float16": "float", "bfloat16": "float",
@@ -20,7 +20,7 @@ _KINDS = {
 def place() -> str:
     """Where the user's function stands: " (file, line n: text)"."""
     frame = sys._getframe(1)
-    while frame is not None and str(Path(frame.f_code.co_filename).resolve().parent) == _HERE:
+    while frame is not None and _PACKAGE in Path(frame.f_code.co_filename).resolve().parents:
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None or frame.f_globals.get("__name__", "").startswith("torch._dynamo"):
         return ""
@@ -89,6 +89,15 @@ class Traced:
 
     def __iter__(self) -> Any:
         refuse("goes through a number of the pair as if it were a sequence; it is one number")
+
+    def __getitem__(self, index: Any) -> Any:
+        refuse("takes an element of a number of the pair as if it were an array; it is one number")
+
+    def __len__(self) -> int:
+        raise refusal("asks for the length of a number of the pair as if it were a sequence; it is one number")
+
+    def __round__(self, digits: Any = None) -> Any:
+        refuse("rounds a number of the pair; it must use floor(x + 0.5)")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # protocols that libraries look for
@@ -239,6 +248,11 @@ class TracedArray:
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         refuse(f"computes with {self._array.name} as a whole; it must read elements, as in {self._array.name}[h, i]")
+
+    def __len__(self) -> int:
+        raise refusal(
+            f"asks for the length of {self._array.name}; it must know it, or get it as a plain number from outside"
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

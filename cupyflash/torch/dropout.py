@@ -1,4 +1,4 @@
-"""What a dropout probability of another function becomes here."""
+"""What the functions in the place of others share: what tensors are, and what a dropout probability becomes here."""
 
 from __future__ import annotations
 
@@ -13,8 +13,19 @@ def dropout_options(name: str, p: float, q: torch.Tensor) -> dict[str, Any]:
     It is a tensor on q's device, so that nothing waits for the GPU, torch.compile follows it, and a CUDA graph draws another in
     each run.
     """
+    if isinstance(p, str) or p is None:
+        raise TypeError(f"{name} is {p!r}; it must be a number, 0 or more and less than 1")
     if not 0 <= p < 1:
         raise ValueError(f"{name} is {p}; it must be 0 or more and less than 1")
     if not p:
         return {}
     return {"dropout": p, "seed": torch.randint(2**63 - 1, (1,), device=q.device)}
+
+
+def check_tensors(**given: Any) -> None:
+    """TypeError where one of these is no dense tensor."""
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+        if x.is_nested:
+            raise TypeError(f"{name} is a nested tensor; it must be a dense one: pad the sequences")

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from .. import api
-from .dropout import dropout_options
+from ..other_names import renaming
+from .dropout import check_tensors, dropout_options
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
@@ -27,6 +28,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             if given:
                 raise NotImplementedError(f"{name} is True; it must be False here: keys are those of the sequence")
 
+    @renaming(torch.compiler.is_compiling, q="query", k="key", v="value", mask="attn_mask", key_mask="key_padding_mask")
     def forward(
         self,
         query: Tensor,
@@ -48,6 +50,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             raise NotImplementedError(
                 "need_weights is True; the probabilities are never in memory, so it must be False"
             )
+        self._check(query, key, value)
+        for name, x in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+            if x is not None and x.dtype is not torch.bool and not x.is_floating_point():
+                raise TypeError(
+                    f"{name} has dtype {x.dtype}; it must be torch.bool (True: hidden) or floating (added to scores)"
+                )
         batched = query.dim() == 3
         if batched and not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
@@ -56,6 +64,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if is_causal:
             options["causal"], attn_mask = "top_left", None
         if attn_mask is not None and attn_mask.dim() == 3 and batched:
+            if attn_mask.shape[0] != q.shape[0] * self.num_heads:
+                raise ValueError(
+                    f"attn_mask has shape {tuple(attn_mask.shape)}; it must be (L, S) or (N · heads, L, S), with {q.shape[0]} · "
+                    f"{self.num_heads} of N · heads"
+                )
             attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
         bias = None
         if attn_mask is not None and attn_mask.dtype is torch.bool:
@@ -69,6 +82,16 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             bias = hides if bias is None else bias + hides
         out = self.out_proj(api.attention(q, k, v, bias=bias, **options).flatten(-2))
         return (out.transpose(0, 1) if batched and not self.batch_first else out), None
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        check_tensors(query=query, key=key, value=value)
+        widths = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
+        for name, x, width in widths:
+            if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != width:
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)}; it must be {query.dim() if query.dim() == 2 else 3}-dimensional, with "
+                    f"{width} as its last length"
+                )
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)

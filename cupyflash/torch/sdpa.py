@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from .. import api
-from .dropout import dropout_options
+from ..other_names import renaming
+from .dropout import check_tensors, dropout_options
 
 
+@renaming(torch.compiler.is_compiling, q="query", k="key", v="value", mask="attn_mask", bias="attn_mask")
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -30,7 +32,7 @@ def scaled_dot_product_attention(
         float16, bfloat16, float32 or float64. Axes before the heads, none or more, are the same in all three.
     attn_mask : broadcasts to (..., Hq, L, S), optional
         Booleans, True where a query may attend a key, or numbers added to the scores (float32 or query's dtype; they get
-        gradients). Queries that may attend no key get 0.
+        gradients). Queries that may attend no key get 0. Or causal_upper_left or causal_lower_right of torch.nn.attention.bias.
     dropout_p : float
         Probabilities become 0 with this chance, less than 1, and the others are divided by 1 - dropout_p. Which ones follows from
         a number drawn from PyTorch's generator of query's device, so torch.manual_seed repeats it.
@@ -52,6 +54,7 @@ def scaled_dot_product_attention(
     """
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal is True and attn_mask is given; at most one of them can be")
+    check_tensors(query=query, key=key, value=value, **({} if attn_mask is None else {"attn_mask": attn_mask}))
     lead, heads = query.shape[:-3], query.shape[-3] if query.dim() > 2 else 1
     for name, x in (("key", key), ("value", value)):
         if x.dim() != query.dim() or x.shape[:-3] != lead:
@@ -64,13 +67,24 @@ def scaled_dot_product_attention(
                 f"{name} has {x.shape[-3]} heads but query has {heads}; they must be the same, or enable_gqa=True given"
             )
     options: dict[str, Any] = dropout_options("dropout_p", dropout_p, query)
+    causal: bool | str = "top_left" if is_causal else False
+    if type(attn_mask).__name__ == "CausalBias":
+        causal, attn_mask = _diagonal(attn_mask, query.shape[-2], key.shape[-2]), None
     if query.dim() > 4:
         query, key, value = (x.flatten(0, -4) for x in (query, key, value))
         if attn_mask is not None and attn_mask.dim() > 3:
             attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:]).flatten(0, -4)
     if attn_mask is not None:
         options["mask" if attn_mask.dtype is torch.bool else "bias"] = attn_mask
-    out: torch.Tensor = api.attention(
-        query, key, value, causal="top_left" if is_causal else False, scale=scale, layout="bhsd", **options
-    )
+    out: torch.Tensor = api.attention(query, key, value, causal=causal, scale=scale, layout="bhsd", **options)
     return out.unflatten(0, lead) if len(lead) > 1 else out
+
+
+def _diagonal(bias: Any, queries: int, keys: int) -> str:
+    """Of a bias of torch.nn.attention.bias, a tensor that is known by its kind and has no elements."""
+    if (bias.seq_len_q, bias.seq_len_kv) != (queries, keys):
+        raise ValueError(
+            f"attn_mask is for {bias.seq_len_q} queries and {bias.seq_len_kv} keys, but query has {queries} and key {keys}; make "
+            "one for these lengths"
+        )
+    return "top_left" if bias.variant.name == "UPPER_LEFT" else "bottom_right"

@@ -286,10 +286,18 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     depth = 32 if max(problem.dim, problem.dim_v) <= 32 else 64  # columns of a piece
     shortest = min(problem.seq_q, problem.seq_k)
     bias = ITEMSIZE[x.dtype] if "bias" in lengths and (x := problem.array("bias")) else 0
-    t = next(t for t in GRADIENT if shortest <= t.length and t.parts in (None, parts) and t.shared_memory(depth, bias, parts) <= arch.shared_memory)
+    t = next(
+        t
+        for t in GRADIENT
+        if shortest <= t.length
+        and t.parts in (None, parts)
+        and t.shared_memory(depth, bias, parts) <= arch.shared_memory
+    )
     size, threads = t.shared_memory(depth, bias, parts), 32 * t.row_warps * t.column_warps
     # Operands come in pieces, whatever the head dimension; those that are split have rows of their own.
-    dim, dim_v = (pad(n, 16) if parts > 1 else next(x for x in (64, 128, 256) if n <= x) for n in (problem.dim, problem.dim_v))
+    dim, dim_v = (
+        pad(n, 16) if parts > 1 else next(x for x in (64, 128, 256) if n <= x) for n in (problem.dim, problem.dim_v)
+    )
     of_arrays = work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
     of_arrays += score_work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
     constants: tuple[tuple[str, int | bool], ...] = (

@@ -49,7 +49,7 @@ class ForwardTile:
     spills: int = 0
     dim: int = 256  # for head dimensions up to this
     banded: bool | None = None  # causal or a window; None: either
-    scored: bool | None = None  # scores that are more than the scaled product, or dropout, which ask for registers; None: either
+    scored: bool | None = None  # more than the scaled product, or dropout, which ask for registers; None: either
     crowded: bool | None = None  # `_crowded`; None: either
 
     @property
