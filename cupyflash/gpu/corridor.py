@@ -54,7 +54,7 @@ class Prepared:
         self.lse_shape = rules.lse_shape(rank, problem)
         # Where nothing can reach the results they are zeros, and no kernel is needed.
         self.empty = problem.empty or (backward and problem.dim_v == 0 and "dlse" not in views)
-        self.dtypes = dict.fromkeys(shapes, problem.dtype)
+        self.dtypes = dict.fromkeys(shapes, problem.result_dtype)
         if wrt:
             self.shapes = shapes = {f"d{name}": views[name].shape for name in wrt}
             self.dtypes = {f"d{name}": views[name].dtype for name in wrt}

@@ -69,11 +69,7 @@ class KernelPlan:
     lists: tuple[ListUse, ...] = ()  # of a block mask, what the kernels walk by
     wrt: tuple[str, ...] = ()  # optional arrays whose gradients it gives, in place of those of q, k and v
     passed_over: tuple[str, ...] = ()  # why faster families were not taken
-
-    @property
-    def out_dtype(self) -> str:
-        """Of what the kernels write."""
-        return "bfloat16" if self.dtype == "float8_e4m3fn" else self.dtype
+    out_dtype: str | None = None  # of what the kernels write; None: dtype
 
 
 Tile = TypeVar("Tile")
@@ -111,6 +107,7 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("LEFT", problem.left is not None),
         ("RIGHT", problem.right is not None),
         *((rule.name.upper(), problem.has(rule.name)) for rule in ARRAYS),
+        *((f"{x}_BLOCKS", "key_block" in of.axes if (of := problem.array(f"{x.lower()}_descale")) else False) for x in "KV"),
         ("BLOCK_MASK", problem.block_mask is not None),
         ("SOFTCAP", problem.softcap is not None),
         ("SCORE", problem.score is not None),

@@ -13,19 +13,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem import ARRAYS, AXES, AttentionProblem, View
+from ..problem import ARRAYS, AXES, FLOAT8, ArrayRule, AttentionProblem, View
 from ..score import ScoreArray
 from .kernel_plan import KernelPlan
 from .score import cuda_name
 
 # dtype: what q, k, v and dO are; what the tensor cores multiply; what out and the gradients are; what sums are kept in
 TYPES = {
-    "float8_e4m3fn": ("float8_t", "float8_t", "bfloat16_t", "float"),
+    FLOAT8: ("float8_t", "float8_t", "float8_t", "float"),
     "float16": ("half_t", "half_t", "half_t", "float"),
     "bfloat16": ("bfloat16_t", "bfloat16_t", "bfloat16_t", "float"),
     "float32": ("float", "half_t", "float", "float"),
     "float64": ("double", "double", "double", "double"),
 }
+
+
+
+def types(plan: KernelPlan) -> tuple[str, str, str, str]:
+    """TYPES of a plan, whose results may have another dtype than its inputs."""
+    given, product, _, accum = TYPES[plan.dtype]
+    return given, product, TYPES[plan.out_dtype or plan.dtype][2], accum
+
 
 ROWED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")  # arrays with rows, (B, S, H, D); the rest is contiguous
 POINTERS = {  # of a pass; lse (in the forward) and dlse may be null
@@ -45,7 +53,7 @@ ROUNDS = 7  # of dropout's generator, as attention/dropout.cuh has them
 # Made of the seed: in 64 bits a word for each half of the generator.
 KEYS = tuple(f"round_keys[{n}]" for n in range(ROUNDS))
 WORKSPACE = {
-    "float8_e4m3fn": "float8_t",
+    FLOAT8: "float8_t",
     "float16": "half_t",
     "uint32": "unsigned",
     "uint64": "unsigned long long",
@@ -91,6 +99,7 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "lists_batch": ("int", lambda p: _lists(p, "head", p.heads_q) if "batch" in (p.block_mask or ()) else 0),
     "lists_head": ("int", lambda p: 1 if "head" in (p.block_mask or ()) else 0),
     "kept": ("Accum", lambda p: p.kept),  # by dropout
+    "out_scale": ("Accum", lambda p: p.out_scale),
     "log_kept": ("Accum", lambda p: math.log(p.kept)),
     "drop_below": ("unsigned", lambda p: p.dropped_below << 16),
 }
@@ -113,7 +122,7 @@ class Field(NamedTuple):
 
 def pointers(plan: KernelPlan) -> dict[str, str]:
     """The pointers of a plan's Params, in its order, with the type that they point to."""
-    arrays = {rule.name: _optional(plan, rule.name, rule.dtypes[0]) for rule in ARRAYS}
+    arrays = {rule.name: _optional(plan, rule.name, rule.dtypes[0]) for rule in _rules(plan)}
     given, of_arrays = POINTERS[plan.backward], {}
     if plan.wrt:
         given = {name: type for name, type in given.items() if name not in ("dq", "dk", "dv")}
@@ -129,6 +138,10 @@ def pointers(plan: KernelPlan) -> dict[str, str]:
         **dict.fromkeys(LISTS, "const int"),
         **{space.name: WORKSPACE[space.dtype] for space in plan.workspace},
     }
+
+
+def _rules(plan: KernelPlan) -> list[ArrayRule]:
+    return [rule for rule in ARRAYS if not rule.of_float8 or plan.dtype == FLOAT8]
 
 
 def _score_arrays(plan: KernelPlan) -> tuple[ScoreArray, ...]:
@@ -158,7 +171,7 @@ def _values(
     """The fields behind the pointers; without a problem, not their values."""
     strides = strides or {}
     named = pointers(plan)
-    shaped = [rule.name for rule in ARRAYS if rule.axes]
+    shaped = [rule.name for rule in _rules(plan) if rule.axes]
     over_pairs = [name for name in (*shaped, *(f"d{name}" for name in GRADIENTS)) if name in named]
     return [
         *(Field(f"{name}_strides", "Strides", tuple(strides.get(name, (0, 0, 0)))) for name in named if name in ROWED),

@@ -36,7 +36,7 @@ def kernels_folder() -> Path:
 
 def generate(plan: KernelPlan) -> str:
     """The whole CUDA source of a plan, as one string."""
-    types = zip(("In", "Product", "Out", "Accum"), params.TYPES[plan.dtype])
+    types = zip(("In", "Product", "Out", "Accum"), params.types(plan))
     lines = [
         "// Distinct types for the formats of 16 and 8 bits; only ptx/convert.cuh looks inside.",
         "struct half_t { unsigned short bits; };",

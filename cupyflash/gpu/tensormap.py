@@ -50,7 +50,7 @@ class Maps:
                 dtype, shape = space.dtype, space.shape[::-1]
                 row, head, batch = (math.prod(shape[: n + 1]) for n in range(3))
             else:
-                dtype = plan.out_dtype if box.array in OUTPUTS else plan.dtype
+                dtype = plan.out_dtype or plan.dtype if box.array in OUTPUTS else plan.dtype
                 shape, (batch, row, head) = shapes[box.array], strides[box.array]
             # The stride of an axis with one entry says nothing, and may be anything.
             size = ITEMSIZE[dtype]

@@ -10,6 +10,7 @@
 #include "attention/softmax.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
+#include "sm90/descale.cuh"
 #include "sm90/forward_tiles.cuh"
 #include "tile/rows.cuh"
 
@@ -47,6 +48,7 @@ struct Worker {
     bool half = false;          // whether they see no more than the first half of the first one
     OnlineSoftmax<1> softmax;   // of its rows
     Dropout dropout;
+    float largest_value = 1;  // of what V is multiplied by
 
     // P V is added while the scores after those of P are computed: those of the next key tile, or of the next tile.
     Accumulator<1, DIM_V / 8> o;
@@ -62,7 +64,12 @@ struct Worker {
           softmax(new_softmax()),
           dropout(p) {}
 
-    __device__ OnlineSoftmax<1> new_softmax() const { return {Pairs(p, tile.head).factor()}; }
+    __device__ OnlineSoftmax<1> new_softmax() const { return {Pairs(p, tile.head).factor() * descale(tile)}; }
+
+    // Of what is in natural units, of a tile's rows: of inputs of 8 bits.
+    __device__ float descale(const Tile& of) const {
+        return DESCALED && !DESCALE_SCORES ? row_descale(p, of.head, of.queries.begin + first_row) : 1;
+    }
 
     // Where the warp's rows stand, in a tile of queries.
     __device__ ScorePlacement placement(const Tile& of, int key = 0) const {
@@ -103,6 +110,7 @@ struct Worker {
         Pairs pairs(p, tile.head, own.bits(step, tile.queries));
         int tile_k = own.tile(step);
         ScorePlacement at = placement(tile, own.tile(step) * KEYS);
+        descale_scores(scores, p, tile.head, tile.queries.begin + first_row, tile_k * KEYS);
         if (PAIR_ARRAYS) s.pairs.wait_full();
         InTiles<false, Pairwise> arrays(s.pair_tiles(), warp_row, 0);
         score(scores, at, pairs, arrays);
@@ -164,6 +172,7 @@ struct Worker {
         softmax.raise(largest, shrink);
         softmax.exponentiate(scores);
         drop(scores, placement(tile, own.tile(step) * KEYS), tile.head.batch, dropout);
+        weigh(scores, p, tile.head, own.tile(step) * KEYS, largest_value);
         if (RIDING) softmax.settle();
         if (own.after(step) > 0) s.k.wait_full();
         if (RIDING) values_added();
@@ -192,6 +201,7 @@ struct Worker {
             grown = softmax.raise(largest, shrink);
             softmax.exponentiate(scores);
             drop(scores, at, tile.head.batch, dropout);
+            weigh(scores, p, tile.head, own.tile(step) * KEYS, largest_value);
         };
         if (tests || !BLIND) {
             release_k();
@@ -233,7 +243,8 @@ struct Worker {
         softmax.add_lanes();
         Pairs pairs(p, of.head);
         ScorePlacement at = placement(of);
-        softmax.finish(o, pairs.unit(), kept(p), [&](int r) { return pairs.sink(at(r, 0).head); });
+        float out_scale = TURNED ? p.out_scale * value_descale(p, of.head) : 1;
+        softmax.finish(o, pairs.unit() * descale(of), kept(p) / out_scale, [&](int r) { return pairs.sink(at(r, 0).head); });
         int heads = heads_of(of), queries = of.head.queries(p);
         if (O_STAGED && maps.map_out) {
             bool storer = threadIdx.x % 128 == 0;
@@ -283,6 +294,7 @@ struct Worker {
             own = all.part(keys, any);
             if (walk::LISTED) any = any && own.count() > 0;
             softmax = new_softmax();
+            if (V_BLOCKS && more) largest_value = value_descale(p, tile.head);
 
             // V comes in the order of the key tiles, hidden ones too.
             if (RIDE && owed == VALUES && (!any || all.before(own) > 0)) {

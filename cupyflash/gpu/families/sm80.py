@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...problem import ITEMSIZE, AttentionProblem
+from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ...tile_lists import ListUse
 from ..array_gradient import Lengths, work
 from ..device import Arch
@@ -18,6 +18,8 @@ FAST_DOUBLES = (8.0, 9.0, 10.0)
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
+    if problem.dtype == FLOAT8:
+        return f"takes no {problem.dtype}"
     if arch.cc < 80:
         return f"needs compute capability 8.0, this GPU has {arch.cc / 10}"
     if problem.dtype == "float64" and arch.cc / 10 not in FAST_DOUBLES:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...problem import ITEMSIZE, AttentionProblem
+from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ...tile_lists import ListUse
 from ..device import Arch
 from ..kernel_plan import PAIRWISE, Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
@@ -17,10 +17,8 @@ from .sm80 import both_ways
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
-    if problem.dtype == "float8_e4m3fn" and backward:
-        return f"has no backward of {problem.dtype}"
-    if problem.dtype not in ("float8_e4m3fn", "float16", "bfloat16"):
-        return f"takes float16 and bfloat16, not {problem.dtype}"
+    if problem.dtype not in ("float16", "bfloat16", FLOAT8):
+        return f"takes float16, bfloat16 and float8, not {problem.dtype}"
     if arch.cc != 90:
         return f"is for compute capability 9.0, this GPU has {arch.cc / 10}"
     for name in PAIRWISE:
@@ -124,10 +122,12 @@ PACKED = (
     ForwardTile(2, 128, 4, dim=64),
     ForwardTile(2, 128, 2, spills=96, dim=128),
 )
-# Of 8 bits. In the upper half of a row of shared memory stand no numbers, where keys or columns are 64.
+# Of 8 bits. Where keys or columns are no more than 64, the upper half of a row of shared memory is empty.
 EIGHT = (
-    ForwardTile(2, 128, 3, spills=400, dim=64),
-    ForwardTile(2, 128, 2, spills=240, dim=128),
+    ForwardTile(3, 128, 3, spills=400, dim=64, crowded=False),
+    ForwardTile(2, 128, 3, spills=240, dim=64),
+    ForwardTile(2, 192, 2, dim=128, banded=True, scored=False),
+    ForwardTile(3, 96, 2, dim=128, banded=False, scored=False),
     ForwardTile(2, 128, 2, spills=240, dim=192),
     ForwardTile(2, 96, 2, spills=168),
     ForwardTile(2, 64, 2, spills=168),
@@ -265,15 +265,16 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
     paired = bool(_paired(problem))
     # With few heads too, thread blocks would stand idle, and each is as long at a tile.
     few, heads = problem.seq_q <= FEW, problem.batch * problem.heads_q
-    packed = few and ITEMSIZE[problem.dtype] > 1 and problem.group > 1 and 2 * heads > arch.sms and not (paired or listed or problem.dropout)
+    packed = few and problem.dtype != FLOAT8 and problem.group > 1 and 2 * heads > arch.sms and not (paired or listed or problem.dropout)
     short = few and problem.seq_k <= FEW and heads > arch.sms
     busy, crowded = scored(problem) or problem.dropout > 0, _crowded(problem)
     first = PACKED if packed else SHORT if short else LISTED if listed else ()
-    eight = ITEMSIZE[problem.dtype] == 1
+    eight = problem.dtype == FLOAT8
     rows: tuple[ForwardTile, ...] = (*([TILES[False].tile(tile)] if tile else ()), *EIGHT) if eight else TILES[False].rows(tile, first)
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
     # leave through? It leaves in boxes of one head. Tiles of mask and bias: 2, of course.
-    room = [(q, o, n) for n in (2, 1)[not paired :] for q, o in ((2, not packed), (2, False), (1, False))]
+    staged = not packed and problem.result_dtype != FLOAT8  # in boxes of 16-bit numbers
+    room = [(q, o, n) for n in (2, 1)[not paired :] for q, o in ((2, staged), (2, False), (1, False))]
     for t, (q_stages, o_staged, pair_stages) in itertools.product(rows, room):
         pairs = PairTiles(problem, pair_stages)
         size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs, ITEMSIZE[problem.dtype])
@@ -308,7 +309,7 @@ def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) 
     )  # fmt: skip
     launches = [Launch("attention_forward", grid, 128 * (t.groups + 1), size)]
     spaces, values = [Workspace("counters", "uint32", (3 if dynamic else 0,))], Box("v", t.keys)
-    if ITEMSIZE[problem.dtype] == 1:  # V is turned before
+    if problem.dtype == FLOAT8:  # V is turned before
         tiles_k = ceil(problem.seq_k, TURNED_KEYS)
         launches.insert(0, Launch("attention_turn", problem.batch * problem.heads_k * tiles_k, 256))
         shape = (problem.batch, problem.heads_k, dim_v, tiles_k * TURNED_KEYS)
@@ -318,7 +319,7 @@ def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) 
         "sm90", arch.name, problem.dtype, False, "sm90/forward.cu", constants,
         tuple(launches), 16, tuple(spaces), t.spills,
         (*pairs.boxes(t.rows), Box("q", span, pack), Box("k", t.keys), values, Box("out", 64)),
-        given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
+        given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")), out_dtype=problem.out_dtype,
     )  # fmt: skip
 
 
