@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 from . import interop, passes
 from .interop.protocol import Arrays, Library
 from .other_names import unexpected
-from .problem import Gradients, check_flag, check_wrt, score_of, seed_of
+from .problem import FLOAT8, Gradients, check_flag, check_wrt, float_name, fold_descales, score_of, seed_of
 from .signature import A, Array, L, closed
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ class Options(TypedDict, total=False):
     block_mask: BlockMask | None
     dropout: float
     seed: int | Array | None
+    q_descale: float | Array | None
+    k_descale: float | Array | None
+    v_descale: float | Array | None
+    out_dtype: Any
+    out_scale: float
     layout: str
     deterministic: bool
     out: Array | None
@@ -75,6 +80,11 @@ def attention(
     block_mask: BlockMask | None = None,
     dropout: float = 0.0,
     seed: int | Array | None = None,
+    q_descale: float | Array | None = None,
+    k_descale: float | Array | None = None,
+    v_descale: float | Array | None = None,
+    out_dtype: Any = None,
+    out_scale: float = 1.0,
     layout: str = "bshd",
     return_lse: bool = False,
     deterministic: bool = False,
@@ -92,8 +102,8 @@ def attention(
     Parameters
     ----------
     q : (B, Sq, Hq, D)
-        Queries. float16, bfloat16, float32 or float64; NumPy, CuPy, PyTorch, JAX or anything with DLPack or the
-        CUDA array interface. Any strides.
+        Queries. float16, bfloat16, float32, float64 or float8_e4m3fn (on a GPU: Hopper's); NumPy, CuPy, PyTorch, JAX or
+        anything with DLPack or the CUDA array interface. Any strides.
     k : (B, Sk, Hk, D)
         Keys. Hq must be a multiple of Hk (multi-head, grouped-query or multi-query attention): query head h reads
         key/value head h // (Hq // Hk).
@@ -144,6 +154,15 @@ def attention(
         and dtype and by every kernel family, as does `attention_backward`; nothing is stored. Any 64 bits, 5 and 5 - 2**64
         being the same. An array (int64, uint64, int32 or uint32, on q's device) is read when the kernels run, so that a CUDA
         graph that is run again finds a new seed there. Without dropout it is not looked at.
+    q_descale, k_descale, v_descale : float, or array (B, Hq, blocks) for q and (B, Hk, blocks) for k and v, optional
+        What inputs of float8_e4m3fn are multiplied by, more than 0: a number, or in float32 one for each head, (Hq, 1) or
+        (B, Hq, 1), or for each block of 128 rows. (Shah et al. 2024, section 3.3, has blocks.) Bias, slopes, sinks and arrays
+        of a score function are float32 then.
+    out_dtype : dtype, optional
+        Of the result, for inputs of float8_e4m3fn: bfloat16, which is the default, float16 or float8_e4m3fn.
+    out_scale : float
+        What the result is multiplied by before it is rounded, for inputs of float8_e4m3fn; what is beyond 448 then becomes
+        448 in a result of 8 bits.
     layout : "bshd" or "bhsd"
         Where the heads stand. Without the batch axis (S, H, D) and without heads (S, D) are accepted too.
     return_lse : bool
@@ -177,14 +196,18 @@ def attention(
     })  # fmt: skip
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "block_mask": block_mask,
-        "dropout": dropout, "layout": layout, "deterministic": deterministic,
+        "dropout": dropout, "out_dtype": out_dtype, "out_scale": out_scale, "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
+    if not (q_descale is k_descale is v_descale is None):
+        arrays |= fold_descales(options, q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if return_lse is not True and return_lse is not False:
         check_flag("return_lse", return_lse)
     lib = interop.library("q", q)
     if score is not None or score_arrays is not None:
         _trace(lib, arrays, options, score_arrays)
     recorder = lib.recorder(arrays)
+    if recorder is not None and float_name(getattr(q, "dtype", None)) == FLOAT8:
+        raise TypeError(f"q has dtype {FLOAT8}, and the call is traced or differentiated; there is a plain forward of that alone")
     run = passes if recorder is None else recorder
     o, lse = run.forward(lib, arrays, {} if out is None else {"out": out}, return_lse, options, number, family)
     return (o, lse) if return_lse else o

@@ -268,7 +268,7 @@ def _odd(scalar: Any) -> bool:
     return "complex" in kind or "bool" in kind or getattr(scalar, "requires_grad", False)
 
 
-def fold_descales(options: dict[str, Any], dim: int, **descales: Any) -> dict[str, Any]:
+def fold_descales(options: dict[str, Any], q: Any, **descales: Any) -> dict[str, Any]:
     """Those of q, k and v that are arrays, by name. A number becomes a part of `scale`, or of `out_scale`."""
     arrays = {}
     for name, x in descales.items():
@@ -283,7 +283,8 @@ def fold_descales(options: dict[str, Any], dim: int, **descales: Any) -> dict[st
         if name == "v_descale":
             options["out_scale"] = _check_out_scale(options["out_scale"]) * value
         else:
-            usual = 1.0 / math.sqrt(dim) if dim else 1.0
+            dim = tuple(getattr(q, "shape", ()))[-1:] or (0,)
+            usual = 1.0 / math.sqrt(dim[0]) if dim[0] else 1.0
             scale = check_scale(options["scale"])
             options["scale"] = (usual if scale is None else scale) * value
     return arrays

@@ -9,7 +9,8 @@ import numpy as np
 from .. import problem as rules
 from ..interop.protocol import Arrays, CpuAdapter
 from ..overlap import check_targets
-from ..problem import ARRAYS, AttentionProblem, Gradients
+from ..problem import ARRAYS, FLOAT8, AttentionProblem, Gradients
+from . import float8
 from .backward import backward as _backward
 from .forward import forward as _forward
 
@@ -25,7 +26,10 @@ def forward(
 ) -> tuple[Any, Any]:
     """out and (where asked for) lse of one attention call."""
     problem, given, shapes = _checked(lib, arrays, targets, options, seed, family, False)
-    out, lse = _forward(problem, **given)
+    if problem.dtype == FLOAT8:
+        out, lse = float8.forward(problem, **given)
+    else:
+        out, lse = _forward(problem, **given)
     rows = lib.from_numpy(lse.reshape(rules.lse_shape(len(shapes["out"]), problem))) if return_lse else None
     return _returned(lib, "out", out, shapes, targets, options["layout"]), rows
 

@@ -22,7 +22,13 @@ _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
     "bool": torch.bool,
+    "float8_e4m3fn": torch.float8_e4m3fn,
 }
+_BITS = {  # of those that NumPy knows by no name
+    torch.bfloat16: (np.int16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (np.int8, ml_dtypes.float8_e4m3fn),
+}
+_OF_BITS = {np.dtype(named): (bits, dtype) for dtype, (bits, named) in _BITS.items()}
 
 
 def objection(cls: type) -> str | None:
@@ -125,12 +131,14 @@ class _Memory:
 
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:
-    if x.dtype is torch.bfloat16:  # which NumPy knows by no name
-        return np.asarray(_Memory(x, np.dtype(np.int16))).view(ml_dtypes.bfloat16)
+    if x.dtype in _BITS:
+        bits, named = _BITS[x.dtype]
+        return np.asarray(_Memory(x, np.dtype(bits))).view(named)
     return np.asarray(_Memory(x, np.dtype(str(x.dtype).removeprefix("torch."))))
 
 
 def from_numpy(a: np.ndarray) -> torch.Tensor:
-    if a.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
+    if a.dtype in _OF_BITS:
+        bits, dtype = _OF_BITS[a.dtype]
+        return torch.from_numpy(a.view(bits)).view(dtype)
     return torch.from_numpy(a)

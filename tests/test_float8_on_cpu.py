@@ -1,0 +1,82 @@
+"""The Hopper forward of 8 bits without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_on_cpu import as_cpp, compile_all, needs_compiler
+from float8 import FLOAT8, exact_of, quantize
+from on_cpu import Guarded, run
+from semantics import draw_inputs
+
+from cupyflash.gpu.device import Arch
+from cupyflash.gpu.plan import plan
+from cupyflash.gpu.source import generate
+from cupyflash.problem import ARRAYS, Given, View
+
+pytestmark = needs_compiler
+
+H200 = Arch("sm_90a", 90, 2, 232448)
+RESULTS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float8_e4m3fn": FLOAT8}
+SCORES = ("bias", "alibi_slopes", "sinks", "mask")
+# Of P in 4 bits and of the result's own, over the largest of a row's: a relative error of the whole.
+WHOLE = {"bfloat16": 0.035, "float16": 0.035, "float8_e4m3fn": 0.045}
+
+CASES: dict[str, dict[str, Any]] = {  # shapes, how inputs are scaled, the result, options
+    "plain": {"seq": (200, 150)},
+    "group": {"seq": (200, 300), "heads": (4, 2), "dims": (128, 128), "causal": True},
+    "heads": {"seq": (200, 300), "by": "head"},
+    "blocks": {"seq": (300, 400), "heads": (2, 1), "dims": (128, 128), "by": "block"},
+    "blocks-causal": {"seq": (200, 300), "dims": (128, 96), "by": "block", "causal": True, "result": "float16"},
+    "wide": {"seq": (130, 260), "heads": (2, 1), "dims": (256, 256), "by": "block", "softcap": 2.0},
+    "odd": {"seq": (70, 150), "dims": (90, 33), "window": (20, 5), "key_mask": True},
+    "eight": {"seq": (130, 260), "dims": (128, 64), "by": "head", "result": "float8_e4m3fn", "out_scale": 30.0},
+    "eight-odd": {"seq": (130, 60), "dims": (64, 37), "result": "float8_e4m3fn", "out_scale": 100.0},
+    "scores": {"seq": (150, 260), "dims": (64, 40), "by": "block", "given": SCORES, "window": (50, 9), "key_mask": True},
+    "dropout": {"seq": (150, 260), "heads": (4, 2), "by": "block", "given": ("seed",), "dropout": 0.3},
+    "three-groups": {"seq": (200, 300), "dims": (128, 128), "tile": (3, 96, 2)},
+    "long-tiles": {"seq": (200, 500), "dims": (128, 128), "tile": (2, 192, 2), "by": "block"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_cpu(case: str, rng: np.random.Generator) -> None:
+    options = {"by": None, "result": "bfloat16", "out_scale": 1.0, "tile": None, "given": (), "key_mask": False}
+    options |= {"heads": (2, 2), "dims": (64, 64)} | CASES[case]
+    by, result, out_scale, tile = (options.pop(name) for name in ("by", "result", "out_scale", "tile"))
+    shapes = {name: options.pop(name) for name in ("seq", "heads", "dims", "given", "key_mask")}
+    drawn = draw_inputs(rng, "float32", **shapes)
+    others = {name: x.reshape(1) if name == "seed" else x for name, x in drawn.given.items()}
+    x = quantize(rng, *drawn[:3], by=by)
+    problem, exact = exact_of(x, drawn.key_mask, others, **options)
+    given = [*problem.given]
+    for rule in ARRAYS:
+        if rule.name in x.descales:
+            scale = x.descales[rule.name]
+            strides = tuple(n // scale.itemsize for n in scale.strides)
+            axes = rule.spread(View(scale.shape, strides, "float32", "cpu", "numpy"))
+            given.append(Given(rule.name, "float32", axes))
+    problem = replace(problem, dtype=FLOAT8.name, out_dtype=result, out_scale=out_scale, given=tuple(given))
+    chosen = plan(problem, H200, False, "sm90", tile and {"sm90": tile})
+    (library,) = compile_all(as_cpp(generate(chosen), [y.name for y in chosen.launches]))
+    optional = x.descales | others | ({} if drawn.key_mask is None else {"key_mask": drawn.key_mask})
+    inputs = {name: Guarded(a.shape, a.dtype, a, True) for name, a in zip("qkv", x[:3])}
+    inputs |= {name: Guarded(a.shape, a.dtype, a) for name, a in optional.items()}
+    results = {"out": Guarded(exact.out.shape, RESULTS[result], None, True), "lse": Guarded(exact.lse.shape, "float32")}
+    spaces = {
+        y.name: Guarded(y.shape, FLOAT8 if y.dtype == FLOAT8.name else y.dtype) for y in chosen.workspace if y.nbytes
+    }
+    before = None
+    for last_first in (False, True):
+        run(library, chosen, problem, results | inputs | spaces, last_first, H200.sms)
+        out = results["out"].array.astype(np.float64) / out_scale
+        error = np.sqrt(((out - exact.out) ** 2).sum() / (exact.out**2).sum())
+        assert error <= WHOLE[result], f"out is off by {error:.3f} of its norm"
+        np.testing.assert_allclose(results["lse"].array, exact.lse, rtol=1e-5, atol=2e-5)
+        bits = results["out"].array.tobytes() + results["lse"].array.tobytes()
+        assert before in (None, bits)
+        before = bits
