@@ -9,10 +9,14 @@ constexpr bool DESCALED = config::Q_DESCALE || config::K_DESCALE;
 // Whether products are multiplied before anything else is made of them.
 constexpr bool DESCALE_SCORES = DESCALED && (SCORED || config::K_BLOCKS);
 
-__device__ inline float q_descale(const Params& p, const Head& head, int i) {
-    if constexpr (!config::Q_DESCALE) return 1;
-    const PairStrides& s = p.q_descale_strides;
-    return p.q_descale[head.batch * s.batch + head.q * s.head + i / DESCALE_ROWS * s.query];
+// (Templates: Params of inputs that have more bits know of none of this.)
+template <class P>
+__device__ float q_descale(const P& p, const Head& head, int i) {
+    if constexpr (config::Q_DESCALE) {
+        const PairStrides& s = p.q_descale_strides;
+        return p.q_descale[head.batch * s.batch + head.q * s.head + i / DESCALE_ROWS * s.query];
+    }
+    return 1;
 }
 template <class T>
 __device__ float key_descale(const T* descale, const PairStrides& s, const Head& head, int block) {
@@ -24,8 +28,8 @@ struct KeyDescales {
     float first, second;
     int boundary;  // of the columns
 
-    template <class T>
-    __device__ KeyDescales(const Params& p, const T* descale, const PairStrides& s, const Head& head, int key) {
+    template <class P, class T>
+    __device__ KeyDescales(const P& p, const T* descale, const PairStrides& s, const Head& head, int key) {
         int block = key / DESCALE_ROWS, last = (head.keys(p) - 1) / DESCALE_ROWS;
         boundary = (block + 1) * DESCALE_ROWS - key;
         first = key_descale(descale, s, head, block);
@@ -45,15 +49,16 @@ struct KeyDescales {
 };
 
 // Of the scores of a query's row, where keys are alike.
-__device__ inline float row_descale(const Params& p, const Head& head, int i) {
+template <class P>
+__device__ float row_descale(const P& p, const Head& head, int i) {
     float x = q_descale(p, head, min(i, head.queries(p) - 1));
     if constexpr (config::K_DESCALE && !config::K_BLOCKS) x *= key_descale(p.k_descale, p.k_descale_strides, head, 0);
     return x;
 }
 
 // Products of rows from i on with the keys of a tile.
-template <int N>
-__device__ void descale_scores(Accumulator<1, N>& scores, const Params& p, const Head& head, int i, int key) {
+template <int N, class P>
+__device__ void descale_scores(Accumulator<1, N>& scores, const P& p, const Head& head, int i, int key) {
     if constexpr (DESCALE_SCORES) {
         float rows = row_descale(p, head, i);
         if constexpr (config::K_BLOCKS)
@@ -64,21 +69,23 @@ __device__ void descale_scores(Accumulator<1, N>& scores, const Params& p, const
 }
 
 // The largest of a head's values; by a warp.
-__device__ inline float value_descale(const Params& p, const Head& head) {
-    if constexpr (!config::V_DESCALE) return 1;
-    const PairStrides& s = p.v_descale_strides;
-    if constexpr (!config::V_BLOCKS) return key_descale(p.v_descale, s, head, 0);
-    float largest = 0;
-    for (int block = threadIdx.x % 32; block * DESCALE_ROWS < head.keys(p); block += 32)
-        largest = fmaxf(largest, key_descale(p.v_descale, s, head, block));
+template <class P>
+__device__ float value_descale(const P& p, const Head& head) {
+    float largest = config::V_DESCALE ? 0 : 1;
+    if constexpr (config::V_BLOCKS) {
+        for (int block = threadIdx.x % 32; block * DESCALE_ROWS < head.keys(p); block += 32)
+            largest = fmaxf(largest, key_descale(p.v_descale, p.v_descale_strides, head, block));
 #pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
+        for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
+    } else if constexpr (config::V_DESCALE) {
+        largest = key_descale(p.v_descale, p.v_descale_strides, head, 0);
+    }
     return largest;
 }
 
 // Probabilities of the keys of a tile, where V's blocks differ.
-template <int N>
-__device__ void weigh(Accumulator<1, N>& probabilities, const Params& p, const Head& head, int key, float largest) {
+template <int N, class P>
+__device__ void weigh(Accumulator<1, N>& probabilities, const P& p, const Head& head, int key, float largest) {
     if constexpr (config::V_BLOCKS)
         KeyDescales(p, p.v_descale, p.v_descale_strides, head, key).multiply(probabilities, largest > 0 ? 1 / largest : 0);
 }

@@ -13,8 +13,8 @@ __device__ inline unsigned byte_of_each(const unsigned (&x)[4], int n) {
 }
 
 // The keys of a block, by 256 threads: p.turned[batch][head][column][key].
-template <int DIM_V>
-__device__ void turn_values(const Params& p, int block) {
+template <int DIM_V, class P>
+__device__ void turn_values(const P& p, int block) {
     constexpr int WORDS = DIM_V / 4, PITCH = WORDS + 1;
     __shared__ unsigned words[TURNED_KEYS * PITCH];
     int tiles = tiles_in(p.seq_k, TURNED_KEYS);
