@@ -206,8 +206,10 @@ def attention(
     if score is not None or score_arrays is not None:
         _trace(lib, arrays, options, score_arrays)
     recorder = lib.recorder(arrays)
-    if recorder is not None and float_name(getattr(q, "dtype", None)) == FLOAT8:
-        raise TypeError(f"q has dtype {FLOAT8}, and the call is traced or differentiated; there is a plain forward of that alone")
+    if recorder is not None and lib.kind == "torch" and float_name(q.dtype) == FLOAT8:
+        raise TypeError(
+            f"q has dtype {FLOAT8}, and the call is traced or differentiated; there is a plain forward of that alone"
+        )
     run = passes if recorder is None else recorder
     o, lse = run.forward(lib, arrays, {} if out is None else {"out": out}, return_lse, options, number, family)
     return (o, lse) if return_lse else o

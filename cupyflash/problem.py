@@ -352,7 +352,9 @@ OPTIONS = (
         "block_mask", None, "Blocks of pairs that are there, and bits of some.", _check_block_mask, written=False
     ),
     OptionRule("dropout", 0.0, "Share of the probabilities that become 0; needs a seed.", _check_dropout, number=True),
-    OptionRule("out_dtype", None, "Of the result: bf16 (the default), fp16 or fp8, for inputs of fp8.", _check_out_dtype),
+    OptionRule(
+        "out_dtype", None, "Of the result: bf16 (the default), fp16 or fp8, for inputs of fp8.", _check_out_dtype
+    ),
     OptionRule("out_scale", 1.0, "What the result is multiplied by, for inputs of fp8.", _check_out_scale, number=True),
     OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", check_layout),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),
@@ -573,7 +575,9 @@ def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
         )
     for name, given_, usual in (("out_dtype", options["out_dtype"], None), ("out_scale", options["out_scale"], 1.0)):
         if q.dtype != FLOAT8 and given_ != usual:
-            raise ValueError(f"{name} is {given_}; with q of {q.dtype} it must be {usual}: it is for inputs of {FLOAT8}")
+            raise ValueError(
+                f"{name} is {given_}; with q of {q.dtype} it must be {usual}: it is for inputs of {FLOAT8}"
+            )
     if q.dtype == FLOAT8 and options["out_dtype"] is None:
         options["out_dtype"] = OF_FLOAT8[0]
     options["dropout"] *= round(options["dropout"] * DROPOUT_STEPS) > 0  # a share that never drops anything is none
@@ -681,7 +685,9 @@ def state(
         problem = replace(problem, **{row.name: row.default for row in OPTIONS if row.backward})
     out, lse = out_shape(q.shape, problem), lse_shape(len(q.shape), problem)
     if backward and problem.dtype == FLOAT8:
-        raise TypeError(f"q has dtype {FLOAT8}, of which there is a forward alone; attention_backward takes {', '.join(FLOATS)}")
+        raise TypeError(
+            f"q has dtype {FLOAT8}, of which there is a forward alone; attention_backward takes {', '.join(FLOATS)}"
+        )
     if backward:
         check_like("dout", views["dout"], out, problem.dtype, q)
         check_like("out", views["out"], out, problem.dtype, q)

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cuda_on_cpu import as_cpp, compile_all, needs_compiler
-from float8 import FLOAT8, exact_of, quantize
+from float8_problems import FLOAT8, exact_of, quantize
 from on_cpu import Guarded, run
 from semantics import draw_inputs
 

@@ -17,6 +17,9 @@ from . import models
 Row = dict[str, Any]
 
 NAMES = {
+    "cudnn8": "cuDNN, float8",
+    "eight": "cupyflash, float8 results",
+    "bf16": "cupyflash, bfloat16",
     "fa2": "FlashAttention-2 (PyTorch)",
     "cudnn": "cuDNN (PyTorch)",
     "fa3": "FlashAttention-3",

@@ -21,7 +21,9 @@ def forward(
     """As `cpu.forward.forward`; out in the problem's `result_dtype`, times `out_scale`."""
     numbers = {name: _meant(x, given.pop(f"{name}_descale", None)) for name, x in (("q", q), ("k", k), ("v", v))}
     left = tuple(x for x in problem.given if x.name not in _DESCALES)
-    out, lse = _forward(replace(problem, dtype="float32", out_dtype=None, out_scale=1.0, given=left), **numbers, **given)
+    out, lse = _forward(
+        replace(problem, dtype="float32", out_dtype=None, out_scale=1.0, given=left), **numbers, **given
+    )
     return rounded(out * np.float32(problem.out_scale), problem.result_dtype), lse
 
 

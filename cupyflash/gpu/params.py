@@ -28,7 +28,6 @@ TYPES = {
 }
 
 
-
 def types(plan: KernelPlan) -> tuple[str, str, str, str]:
     """TYPES of a plan, whose results may have another dtype than its inputs."""
     given, product, _, accum = TYPES[plan.dtype]

@@ -180,7 +180,7 @@ def _called(arrays: Arrays, how: How, wrt: tuple[str, ...] | None) -> tuple[jax.
     lib = interop.library("q", arrays["q"])
     views = {name: lib.view(x)._replace(device=mask.device if mask else "") for name, x in arrays.items()}
     problem, shapes = rules.state(views, {}, options, wrt is not None)
-    results = [jax.ShapeDtypeStruct(shape, arrays["q"].dtype) for shape in shapes.values()]
+    results = [jax.ShapeDtypeStruct(shape, problem.result_dtype) for shape in shapes.values()]
     if wrt is None:
         results.append(jax.ShapeDtypeStruct(rules.lse_shape(len(arrays["q"].shape), problem), problem.lse_dtype))
     results += [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in wrt or ()]

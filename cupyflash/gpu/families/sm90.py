@@ -265,12 +265,20 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
     paired = bool(_paired(problem))
     # With few heads too, thread blocks would stand idle, and each is as long at a tile.
     few, heads = problem.seq_q <= FEW, problem.batch * problem.heads_q
-    packed = few and problem.dtype != FLOAT8 and problem.group > 1 and 2 * heads > arch.sms and not (paired or listed or problem.dropout)
+    packed = (
+        few
+        and problem.dtype != FLOAT8
+        and problem.group > 1
+        and 2 * heads > arch.sms
+        and not (paired or listed or problem.dropout)
+    )
     short = few and problem.seq_k <= FEW and heads > arch.sms
     busy, crowded = scored(problem) or problem.dropout > 0, _crowded(problem)
     first = PACKED if packed else SHORT if short else LISTED if listed else ()
     eight = problem.dtype == FLOAT8
-    rows: tuple[ForwardTile, ...] = (*([TILES[False].tile(tile)] if tile else ()), *EIGHT) if eight else TILES[False].rows(tile, first)
+    rows: tuple[ForwardTile, ...] = (
+        (*([TILES[False].tile(tile)] if tile else ()), *EIGHT) if eight else TILES[False].rows(tile, first)
+    )
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
     # leave through? It leaves in boxes of one head. Tiles of mask and bias: 2, of course.
     staged = not packed and problem.result_dtype != FLOAT8  # in boxes of 16-bit numbers

@@ -54,8 +54,12 @@ def quantize(rng: np.random.Generator, *arrays: np.ndarray, by: str | None = Non
     return Quantized(*given, descales)
 
 
-def exact_of(x: Quantized, key_mask: Any = None, given: dict[str, np.ndarray] | None = None, **options: Any) -> tuple[AttentionProblem, Standard]:
+def exact_of(
+    x: Quantized, key_mask: Any = None, given: dict[str, np.ndarray] | None = None, **options: Any
+) -> tuple[AttentionProblem, Standard]:
     """The problem that the numbers state, in float32, and exact attention on them."""
     meant = x.meant()
     problem = state(*meant, key_mask, **options, **(given or {}))
-    return problem, standard(problem, *meant, key_mask, np.zeros((*x.q.shape[:3], x.v.shape[3]), np.float32), None, **(given or {}))
+    return problem, standard(
+        problem, *meant, key_mask, np.zeros((*x.q.shape[:3], x.v.shape[3]), np.float32), None, **(given or {})
+    )
