@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -71,16 +72,14 @@ def measure(problem: Problem, options: Options) -> Measured:
 
 def _peer(name: str, case: peers.Case) -> Candidate:
     found = peers.load(name)
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return found(case, False)
+    if callable(found):
+        return found(case, False)
+    raise RuntimeError(found)
 
 
 def cudnn() -> peers.Prepare:
     """cuDNN's forward of 8 bits, by nvidia-cudnn-frontend. All scales are 1; on Hopper its result has 8 bits, too."""
-    import cudnn as frontend
-
-    return functools.partial(_cudnn, frontend)
+    return functools.partial(_cudnn, importlib.import_module("cudnn"))
 
 
 def _cudnn(frontend: Any, case: peers.Case, backward: bool) -> Candidate:
