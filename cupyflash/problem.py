@@ -281,7 +281,7 @@ def fold_descales(options: dict[str, Any], q: Any, **descales: Any) -> dict[str,
         if not value or value < 0:
             raise ValueError(f"{name} is {value}; it must be more than 0")
         if name == "v_descale":
-            options["out_scale"] = _check_out_scale(options["out_scale"]) * value
+            options["out_scale"] = _check_out_scale(options.get("out_scale")) * value
         else:
             dim = tuple(getattr(q, "shape", ()))[-1:] or (0,)
             usual = 1.0 / math.sqrt(dim[0]) if dim[0] else 1.0

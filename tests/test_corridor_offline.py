@@ -527,7 +527,7 @@ def test_a_callback_elsewhere(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, ordinal
         assert p["q"] == given["q"].address
 
 
-NUMBERED = [row.name for row in OPTIONS if row.number]
+NUMBERED = [row.name for row in OPTIONS if row.number and row.name != "out_scale"]  # that is for inputs of 8 bits
 
 
 @pytest.mark.parametrize("name", NUMBERED)

@@ -93,7 +93,7 @@ def test_a_kind_is_what_kernels_are_compiled_with(backend: Backend, dtype: str, 
         for seed in rng.integers(2**32, size=8):
             inputs, options, _ = fuzz.draw_problem(np.random.default_rng(int(seed)), kind)
             options["block_mask"] = options["blocks"].mask() if kind.blocks is not None else None
-            options = {row.name: options[row.name] for row in OPTIONS if row.name != "layout"}
+            options = {row.name: options.get(row.name, row.default) for row in OPTIONS if row.name != "layout"}
             problem = state(*inputs[:3], inputs.key_mask, **options, **inputs.given)
             family = backend.family_for(problem)
             sources |= {generate(plan(problem, arch, backward, family)) for backward in (False, True)}

@@ -20,6 +20,7 @@ from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 from cupyflash.problem import ARRAYS, AXES, SCORE_ARRAYS, AttentionProblem, Given
 from cupyflash.score.trace import trace
 
+OF_ALL = [rule for rule in ARRAYS if not rule.of_float8]  # those of every dtype
 H200 = Arch.of("sm_90a")
 PLANS = [
     pytest.param(family, dtype, backward, id=f"{family}-{dtype}-{'backward' if backward else 'forward'}")
@@ -62,7 +63,7 @@ def test_the_fields_of_a_forward() -> None:
         ("int", "heads_q"), ("int", "heads_k"), ("int", "seq_q"), ("int", "seq_k"), ("int", "dim"), ("int", "dim_v"),
         ("int", "diagonal"), ("int", "left"), ("int", "right"), ("int", "lists"),
         ("int", "lists_batch"), ("int", "lists_head"), ("Accum", "kept"), ("Accum", "log_kept"),
-        ("unsigned", "drop_below"), ("alignas(8) unsigned", "round_keys[14]"),
+        ("unsigned", "drop_below"), ("Accum", "out_scale"), ("alignas(8) unsigned", "round_keys[14]"),
     ]  # fmt: skip
 
 
@@ -97,7 +98,7 @@ def test_a_source_does_not_depend_on_what_is_not_asked() -> None:
     function = params.text(plan(problem("float16", **FEATURES["score"]), H200, family="simt"))
     assert "const float* score_array_0;" in function and "const int* score_array_1;" in function
     assert "ScoreShape score_array_1_shape;" in function
-    for rule in ARRAYS:
+    for rule in OF_ALL:
         assert f" {rule.name};" in texts["everything"]
         assert (f"PairStrides {rule.name}_strides;" in texts["everything"]) == bool(rule.axes)
 
@@ -109,7 +110,7 @@ def test_values_stand_where_they_belong(family: str, dtype: str, backward: bool)
     kernel_plan = plan(state, H200, backward, family)
     rowed = [name for name in params.POINTERS[backward] if name in params.ROWED]
     strides = {name: (100 * i + 1, 100 * i + 2, 100 * i + 3) for i, name in enumerate(rowed)}
-    strides |= {rule.name: (7 + n, 0, 5, 1) for n, rule in enumerate(ARRAYS) if rule.axes}
+    strides |= {rule.name: (7 + n, 0, 5, 1) for n, rule in enumerate(OF_ALL) if rule.axes}
     packer = params.Packer(kernel_plan, state, strides)
     addresses = [2**48 + 256 * i for i in range(len(packer.slots))]
     record = np.frombuffer(packer(addresses), params.layout(kernel_plan))[0]
@@ -118,7 +119,7 @@ def test_values_stand_where_they_belong(family: str, dtype: str, backward: bool)
     assert held == dict(zip(packer.slots, addresses))
     for name in rowed:
         assert [record[f"{name}_strides"][axis] for axis in ("batch", "row", "head")] == list(strides[name])
-    for n, rule in enumerate(x for x in ARRAYS if x.axes):
+    for n, rule in enumerate(x for x in OF_ALL if x.axes):
         assert record[f"{rule.name}_strides"].tolist() == (7 + n, 0, 5, 1)
     for name in ("batch", "heads_q", "heads_k", "seq_q", "seq_k", "dim", "dim_v", "diagonal", "left", "right"):
         assert record[name] == getattr(state, name), name

@@ -98,9 +98,9 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "lists_batch": ("int", lambda p: _lists(p, "head", p.heads_q) if "batch" in (p.block_mask or ()) else 0),
     "lists_head": ("int", lambda p: 1 if "head" in (p.block_mask or ()) else 0),
     "kept": ("Accum", lambda p: p.kept),  # by dropout
-    "out_scale": ("Accum", lambda p: p.out_scale),
     "log_kept": ("Accum", lambda p: math.log(p.kept)),
     "drop_below": ("unsigned", lambda p: p.dropped_below << 16),
+    "out_scale": ("Accum", lambda p: p.out_scale),
 }
 STRIDES = {  # in elements; broadcast axes of an array over pairs have stride 0
     "Strides": ("batch", "row", "head"),

@@ -62,7 +62,7 @@ def _checked(
     lib: Library, arrays: Arrays, targets: Arrays, options: dict[str, Any], seed: int | None, family: str | None
 ) -> tuple[Arrays, How]:
     arrays, _ = interop.adopt(lib, arrays, targets)
-    values = {row.name: row.check(options[row.name]) for row in OPTIONS}
+    values = {row.name: row.check(options.get(row.name, row.default)) for row in OPTIONS}
     values["block_mask"] = options["block_mask"]
     values["causal"] = values["causal"] or False  # as options have it
     place = None if _traced(arrays) else interop.view(lib, "q", arrays["q"]).device

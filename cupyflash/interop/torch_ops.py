@@ -282,7 +282,7 @@ def _keys(score: Score | None) -> tuple[str, ...]:
 def _encoded(options: dict[str, Any]) -> dict[str, Any]:
     """Options as the schema has them, in the order of _TYPES; of a block mask nothing."""
     for row in OPTIONS:
-        if row.name not in _TYPES and options[row.name] is not row.default:
+        if row.name not in _TYPES and options.get(row.name, row.default) != row.default:
             raise NotImplementedError(f"{row.name} is given, {_UNKNOWN}")
     values: dict[str, Any] = dict.fromkeys(_TYPES)
     numbers = (float, int, type(None))  # as they are: one may be a symbol, and rules are for numbers
