@@ -163,6 +163,8 @@ def test_tiles_that_the_sm90_kernels_can_count() -> None:
     [
         ("float32", {"dim": 32, "dim_v": 32}, "sm80", ()),
         ("float32", {"dim": 64, "dim_v": 64}, "sm80", ()),
+        ("float32", {"dim": 40, "dim_v": 33}, "sm80", ()),  # columns padded as the backward's
+        ("float32", {"dim": 80, "dim_v": 80}, "sm80", ()),
         (
             "float32",
             {"dim": 32, "dim_v": 32, "seq_q": 2048, "seq_k": 2048},

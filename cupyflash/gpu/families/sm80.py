@@ -302,6 +302,8 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     dim, dim_v = (
         pad(n, 16) if parts > 1 else next(x for x in (64, 128, 256) if n <= x) for n in (problem.dim, problem.dim_v)
     )
+    if t.shares and main is not None:
+        dim, dim_v = main.dims(problem, True)
     of_arrays = work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
     of_arrays += score_work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
     constants: tuple[tuple[str, int | bool], ...] = (
