@@ -159,7 +159,6 @@ SIZES: dict[str, tuple[Any, float | None]] = {  # the change of the inputs, and 
     "large-logits": (multiplied(q=50), None),
     "rows-apart": (one_row(2.0**24, "v", "dout"), None),
     "a-large-key": (one_row(2.0**7, "k"), None),
-    "a-large-row": (one_row(64, "q", "k", "v", "dout"), None),
     "infinite": (infinite, None),
 }
 
