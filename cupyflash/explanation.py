@@ -208,7 +208,7 @@ def _on_gpu(
     for names in _apart(problem, wanted):
         lengths = {name: views[name].shape for name in names}
         lengths |= {name: _OPTIONAL[name].lengths(shape) for name, shape in lengths.items() if name in _OPTIONAL}
-        plans.append(plan(problem, arch, backward, family, lengths=lengths))
+        plans.append(plan(problem, arch, backward, family, lengths=lengths).after(chosen))
     resources, notes = _compiled(chosen)
     compiled = [resources, *(_compiled(x)[0] for x in plans[1:])]
     if arch_name is None:

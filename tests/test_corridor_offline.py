@@ -284,6 +284,23 @@ def test_results_in_a_form_that_no_kernel_writes(gpu: Gpu) -> None:
     assert target is out and gpu.last()["out"] == source.data.ptr and source.data.ptr != out.data.ptr
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_gradients_of_arrays_read_what_the_backward_has_left(gpu: Gpu, dtype: Any) -> None:
+    q, k, bias = gpu.array((B, SQ, HQ, 32), dtype), gpu.array((B, SK, HK, 32), dtype), gpu.array((HQ, SQ, SK), dtype)
+    lse = gpu.array((B, HQ, SQ), np.float32)
+    for _ in range(2):  # planned, and kept
+        attention_backward(q, q, k, k, q, lse, bias=bias, wrt="bias")
+        (first, p, _), (second, r, _) = gpu.launched[-2:]
+        found = {f"{name}_{what}" for name in ("q", "k", "v", "dout") for what in ("halves", "units")} | {"delta"}
+        if dtype == np.float32:
+            assert set(second.found) == found
+        assert all(r[name] == p[name] != 0 for name in second.found)
+        assert [x.nbytes for x in first.workspace if x.name in second.found] == [
+            x.nbytes for x in second.workspace if x.name in second.found
+        ]
+    assert gpu.planned == 2
+
+
 def test_workspace_is_aligned(gpu: Gpu) -> None:
     for deterministic in (False, True):
         attention_backward(**for_backward(gpu), deterministic=deterministic)
@@ -460,7 +477,13 @@ def test_a_callback_of_xla_backward(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -
     assert stream == STREAM and gpu.planned == 2
     assert (p["dq"], p["dk"], p["dv"], p["dout"]) == (dq.address, dk.address, dv.address, given["dout"].address)
     assert r["dbias"] == dbias.address
-    spaces = [(x.nbytes, q[x.name]) for plan, q in ((first, p), (second, r)) for x in plan.workspace if x.nbytes]
+    spaces = [
+        (x.nbytes, q[x.name])
+        for plan, q in ((first, p), (second, r))
+        for x in plan.workspace
+        if x.nbytes and x.name not in plan.found
+    ]
+    assert all(r[name] == p[name] for name in second.found)
     assert call.plain == (not gpu.copied)  # rows of the bias, which sm90 wants padded
     assert all(scratch.address <= to < scratch.address + call.scratch for _, _, to, _ in gpu.copied)
     for size, at in spaces:

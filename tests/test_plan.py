@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from cupyflash import explanation
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import sm90
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
+from cupyflash.gpu.source import generate
 from cupyflash.problem import AttentionProblem, Given
 
 A100, H200, B200, T4, L40 = (Arch.of(f"sm_{cc}") for cc in (80, 90, 100, 75, 89))
@@ -156,6 +158,46 @@ def test_tiles_that_the_sm90_kernels_can_count() -> None:
             plan(asked, H200, backward)
 
 
+@pytest.mark.parametrize(
+    "dtype, fields, family, left",
+    [
+        ("float32", {"dim": 32, "dim_v": 32}, "sm80", ()),
+        ("float32", {"dim": 64, "dim_v": 64}, "sm80", ()),
+        ("float32", {"dim": 40, "dim_v": 33}, "sm80", ()),  # columns padded as the backward's
+        ("float32", {"dim": 80, "dim_v": 80}, "sm80", ()),
+        (
+            "float32",
+            {"dim": 32, "dim_v": 32, "seq_q": 2048, "seq_k": 2048},
+            "sm80",
+            ("split", "prepare"),
+        ),  # other tiles
+        ("float32", {"dim": 256, "dim_v": 256}, "sm80", ("split", "prepare")),
+        ("float16", {}, "sm80", ("prepare",)),
+        ("float16", {"seq_q": 4096, "seq_k": 4096}, "sm80", ()),
+        ("float32", {}, "simt", ()),
+        ("float16", {"given": (Given("sinks", "float32", ("head",)),)}, "sm90", ()),
+        ("float16", {}, "sm90", ("prepare",)),  # tiles of a bias are large
+    ],
+)
+def test_gradients_of_arrays_find_what_the_backward_has_filled(
+    dtype: str, fields: dict[str, Any], family: str, left: tuple[str, ...]
+) -> None:
+    """Where tiles are the same, nothing is split, nor any delta computed, again; the source is the same in any case."""
+    asked = problem(dtype, **{"seq_q": 256, "seq_k": 256, "given": BIAS} | fields)
+    first = plan(asked, H200, True, family)
+    pairs = (asked.seq_q, asked.seq_k) if asked.has("bias") else (1, 1)
+    lengths = {asked.given[0].name: (1, asked.heads_q, *pairs)}
+    alone = plan(asked, H200, True, family, lengths=lengths)
+    second = alone.after(first)
+    again = [x.name for x in second.launches if x.fills]
+    assert [name.rsplit("_", 1)[-1] for name in again] == list(left)
+    assert [x for x in second.launches if not x.fills] == [x for x in alone.launches if not x.fills]
+    filled = {name for x in alone.launches if x not in second.launches for name in x.fills}
+    assert set(second.found) == filled and (filled == set()) == (second == alone)
+    assert filled <= {x.name for x in set(first.workspace) & set(second.workspace)}
+    assert generate(second) == generate(alone)
+
+
 def test_workspace() -> None:
     """The forward needs none. The backward has a row vector; sm80 one float32 dQ as well, and sm90 that of some heads;
     both a copy of lse, in tiles of 128 queries (64 in a short sm80), and counters."""
@@ -166,7 +208,7 @@ def test_workspace() -> None:
             "delta": ("float32", (pairs, 16, 2, 64)), "dq_sum": ("float32", (pairs, 16, 64 * 64)), "counters": ("uint32", (0,)),
         },
         "sm90": {
-            "delta": ("float32", (rows // 128, 2, 128)), "dq_sum": ("float32", (rows // 128, 128 * 64)),
+            "delta": ("float32", (pairs, 8, 2, 128)), "dq_sum": ("float32", (rows // 128, 128 * 64)),
             "counters": ("uint32", (2 + 16 + rows // 128,)), "share_sums": ("float32", (0, 128 * 64)),
         },
     }  # fmt: skip

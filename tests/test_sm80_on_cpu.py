@@ -92,6 +92,12 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         A100, "float32", {"seq": (100, 150), "heads": (4, 2), "given": (*SCORES, "seed")},
         {"softcap": 2.0, "causal": True, "dropout": 0.2},
     ),
+    "float32-bias": (
+        A100, "float32", {"seq": (90, 150), "dims": (32, 32), "given": ("bias",), "key_mask": True, "dlse": 1.0}, {},
+    ),
+    "float32-bias-padded": (
+        H200, "float32", {"seq": (70, 140), "dims": (40, 33), "heads": (2, 1), "batch": 1, "given": ("bias",)}, {},
+    ),
     "float32-blocks": (
         A100, "float32", {"seq": (190, 300), "heads": (4, 2), "dims": (32, 128)}, {"blocks": ((64, 64),), "deterministic": True},
     ),

@@ -31,7 +31,8 @@ _NUMBERS = (float, int, type(None))
 class Prepared:
     """One class of calls (same shapes, strides, dtypes, options), planned, compiled and loaded.
 
-    `misaligned`: arrays that start at no 16-byte boundary. `chosen` is taken instead of planning.
+    `misaligned`: arrays that start at no 16-byte boundary. `chosen` is taken instead of planning. `after`: what
+    runs on the same arrays before; what it leaves in its workspace is used.
     """
 
     def __init__(
@@ -46,10 +47,12 @@ class Prepared:
         ordinal: int,
         chosen: KernelPlan | None = None,
         wrt: tuple[str, ...] = (),
+        after: Prepared | None = None,
     ) -> None:
         views = {name: lib.view(x) for name, x in arrays.items()}
         into = {name: lib.view(x) for name, x in targets.items()}
         self.problem, self.shapes = problem, shapes = rules.state(views, into, options, backward)
+        self.plan: KernelPlan
         self.device, rank, layout = ordinal, len(views["q"].shape), options["layout"]
         self.lse_shape = rules.lse_shape(rank, problem)
         # Where nothing can reach the results they are zeros, and no kernel is needed.
@@ -70,6 +73,9 @@ class Prepared:
             lengths = {name: views[name].shape for name in wrt}
             lengths |= {name: _OPTIONAL[name].lengths(shape) for name, shape in lengths.items() if name in _OPTIONAL}
             chosen = plan(problem, arch, backward, family, tuned.tiles(problem, arch, backward), lengths)
+            if after is not None and not after.empty:
+                chosen = chosen.after(after.plan)
+        self.first = after if chosen.found else None
         self.plan = chosen
         strides: dict[str, tuple[int, ...]] = {}
         self.copies: list[tuple[str, View, View]] = []  # inputs to copy first: what they are, and what the copy is
@@ -119,11 +125,12 @@ class Prepared:
         addresses: list[int] | None = None,
         seed: int | None = None,
         block_mask: Any = None,
+        spaces: list[Any] | None = None,
     ) -> tuple[list[Any], Any]:
         """Launch. Returns the outputs, and in the forward the LSE where it is asked for.
 
         `addresses` of `arrays`, where they are known already; `seed` of dropout, where it is a number; `block_mask`, where
-        there is one: of the prepared kind."""
+        there is one: of the prepared kind; `spaces`: the workspaces of the runs before, to which this one's is added."""
         ordinal, pointer, empty, dtypes = self.device, lib.pointer, lib.empty, self.dtypes
         stream = lib.stream(ordinal)
         if addresses is None:
@@ -174,6 +181,10 @@ class Prepared:
             space = empty((self.launcher.workspace // 4,), "float32", ordinal)
             workspace = pointer(space)
             keep.append(space)
+            if spaces is not None:
+                spaces.append(space)
+        if self.first is not None and spaces:
+            self.launcher.find(pointers, self.first.launcher, pointer(spaces[0]))
         self.launcher(pointers, stream, workspace)
         if self.through:
             for x, result in zip(written, results):
@@ -223,15 +234,17 @@ def backward(
     ordinal = lib.device(arrays["q"])
     addresses = [*map(lib.pointer, arrays.values())]
     prepared = prepare(lib, arrays, addresses, targets, options, family, True, ordinal)
-    grads, _ = prepared.run(lib, arrays, targets, False, addresses, seed, options["block_mask"])
+    spaces: list[Any] = []  # in use until the last kernel is launched
+    grads, _ = prepared.run(lib, arrays, targets, False, addresses, seed, options["block_mask"], spaces)
+    first = prepared
     if not targets:
         grads = [lib.finish(x, ordinal) for x in grads]
     if not wrt:
         return Gradients(*grads)
     of_arrays: dict[str, Any] = {}
     for names in apart(wrt):
-        prepared = prepare(lib, arrays, addresses, {}, options, family, True, ordinal, names)
-        results, _ = prepared.run(lib, arrays, {}, False, addresses, seed, options["block_mask"])
+        prepared = prepare(lib, arrays, addresses, {}, options, family, True, ordinal, names, first)
+        results, _ = prepared.run(lib, arrays, {}, False, addresses, seed, options["block_mask"], spaces)
         of_arrays |= {name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, results)}
     return Gradients(*grads, **of_arrays)
 
@@ -252,8 +265,9 @@ def prepare(
     backward: bool,
     ordinal: int,
     wrt: tuple[str, ...] = (),
+    after: Prepared | None = None,
 ) -> Prepared:
-    """What a call runs, where its arrays lie at `addresses`: kept, or planned and compiled."""
+    """What a call runs, where its arrays lie at `addresses` (and `after` has run on them): kept, or planned and compiled."""
     bits = 0
     for at in addresses:
         bits |= at
@@ -265,7 +279,7 @@ def prepare(
     if options["block_mask"] is not None:  # its pattern changes nothing but what is pointed to
         stated = options | {"block_mask": rules.mask_kind(options["block_mask"])}
     key: tuple[Any, ...] | None = (
-        lib.kind, backward, wrt, family, misaligned, *stated.values(), *arrays, *map(lib.signature, arrays.values()),
+        lib.kind, backward, wrt, after, family, misaligned, *stated.values(), *arrays, *map(lib.signature, arrays.values()),
         *targets, *map(lib.signature, targets.values()),
     )  # fmt: skip
     try:
@@ -274,7 +288,7 @@ def prepare(
         key = None
         prepared = None
     if prepared is None:
-        prepared = Prepared(lib, arrays, targets, misaligned, options, family, backward, ordinal, None, wrt)
+        prepared = Prepared(lib, arrays, targets, misaligned, options, family, backward, ordinal, None, wrt, after)
         if key is not None:
             if len(_prepared) >= _MAX_PREPARED:
                 _prepared.clear()

@@ -95,14 +95,21 @@ class Callback:
         self._views = {name: x._replace(device=f"cuda:{self._device}") for name, x in views.items()}
         lib, addresses = Memory(self._device), [0] * len(views)
         arrays = {name: Buffer(0, view) for name, view in self._views.items()}
-        self._passes = [(of, self._prepared(lib, arrays, addresses, of)) for of in [(), *corridor.apart(wrt or ())]]
+        self._passes: list[tuple[tuple[str, ...], corridor.Prepared]] = []
+        for of in [(), *corridor.apart(wrt or ())]:
+            first = self._passes[0][1] if of else None
+            self._passes.append((of, self._prepared(lib, arrays, addresses, of, first)))
         self.scratch = sum(x.scratch for _, x in self._passes)
         self._lists(self._passes)
         self.plain = not any(x.empty or x.copies for _, x in self._passes)  # launches alone, of kernels that are loaded
 
-    def _prepared(self, lib: Any, arrays: Arrays, addresses: list[int], of: tuple[str, ...]) -> corridor.Prepared:
+    def _prepared(
+        self, lib: Any, arrays: Arrays, addresses: list[int], of: tuple[str, ...], first: corridor.Prepared | None
+    ) -> corridor.Prepared:
         backward = self._wrt is not None
-        return corridor.prepare(lib, arrays, addresses, {}, self._options, self._family, backward, lib.device(None), of)
+        return corridor.prepare(
+            lib, arrays, addresses, {}, self._options, self._family, backward, lib.device(None), of, first
+        )
 
     def _lists(self, passes: list[tuple[tuple[str, ...], corridor.Prepared]]) -> None:
         """Make what the kernels read of a block mask now: in the callback nothing may wait for the GPU."""
@@ -121,13 +128,16 @@ class Callback:
         if mask is not None and mask.device != f"cuda:{ordinal}":  # not known when this was traced
             raise ValueError(f"block_mask is on {mask.device} but q is on cuda:{ordinal}; make it with like=q")
         other = ordinal != self._device or any(at & 15 for at in addresses)
+        first: corridor.Prepared | None = None
+        spaces: list[Any] = []
         for of, prepared in self._passes:
             if other:
-                prepared = self._prepared(lib, arrays, addresses, of)
+                prepared = self._prepared(lib, arrays, addresses, of, first)
+            first = first or prepared
             lse = self._wrt is None
             count = len(prepared.shapes) + lse
             lib.results, results = results[:count][::-1], results[count:]
-            prepared.run(lib, arrays, {}, lse, addresses, self._seed, self._options["block_mask"])
+            prepared.run(lib, arrays, {}, lse, addresses, self._seed, self._options["block_mask"], spaces)
 
 
 def _address(buffer: Any) -> int:

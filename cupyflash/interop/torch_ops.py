@@ -19,7 +19,7 @@ from ..score import Score
 from . import torch_data
 from .protocol import Arrays, Library
 
-_OPTIONAL = tuple(row.name for row in ARRAYS)
+_OPTIONAL = tuple(row.name for row in ARRAYS if not row.of_float8)
 _INPUTS = ("q", "k", "v", *_OPTIONAL)
 _ROWS = ("dout", "out", "lse", "dlse")
 _LISTS = ("score_arrays", "blocks")  # further inputs, lists of tensors: what a score function reads, and a block mask

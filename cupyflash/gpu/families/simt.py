@@ -118,7 +118,7 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     of_arrays = work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
     of_arrays += score_work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
     pairs = problem.batch * problem.heads_q
-    delta = Launch("attention_backward_delta", ceil(pairs * problem.seq_q, t.threads), t.threads)
+    delta = Launch("attention_backward_delta", ceil(pairs * problem.seq_q, t.threads), t.threads, fills=("delta",))
     return KernelPlan(
         "simt", arch.name, problem.dtype, True, "simt/array_gradient.cu",
         (*_tile_constants(t), *of_arrays.constants, *features(problem)), (delta, *of_arrays.launches),

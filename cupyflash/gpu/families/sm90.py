@@ -422,7 +422,9 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
         ),
     )
     workspace = (
-        Workspace("delta", "float32", (kv_heads * tiles, 2, t.rows)),  # and lse
+        Workspace(
+            "delta", "float32", (problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows), 2, t.rows), t.rows
+        ),  # and lse
         Workspace("dq_sum", "float32", (resident * tiles, t.rows * dim)),
         Workspace("counters", "uint32", (2 + kv_heads + kv_heads * tiles + (summed if shares > 1 else 0),)),
         Workspace("share_sums", "float32", (summed * shares if shares > 1 else 0, share_sums)),
