@@ -347,6 +347,28 @@ def test_few_queries_have_tiles_of_one_warpgroup() -> None:
         assert constants(plan(replace(short, **other), H200))["GROUPS"] == 3
 
 
+def test_short_sequences_have_backward_tiles_of_one_warpgroup() -> None:
+    """Where queries and keys are one tile of 64 each, two thread blocks of a multiprocessor, and heads for both."""
+    short = problem("float16", 32, batch=50, seq_q=49, seq_k=49, heads_q=4, heads_k=4)
+    chosen = plan(short, H200, True)
+    told = constants(chosen)
+    assert [told[name] for name in ("GROUPS", "ROWS", "KEYS", "SHARES")] == [1, 64, 64, False]
+    assert (chosen.launches[-1].grid, chosen.launches[-1].threads) == (200, 256)
+    assert 2 * (told["SHARED_MEMORY"] + 1024) <= H200.shared_memory + 1024
+    many = plan(replace(short, batch=5000), H200, True)
+    assert many.launches[-1].grid == 2 * 132
+    assert dict(many.scalars)["resident"] == 2 + 3 * 2 * 132  # three tiles, of one head each, for every thread block
+    for fields in (
+        {"batch": 1},
+        {"seq_q": 64, "seq_k": 64, "dim": 64, "heads_q": 8},
+        {"seq_q": 1},
+        {"causal": "top_left", "right": 0},
+    ):
+        assert constants(plan(replace(short, **fields), H200, True))["GROUPS"] == 1
+    for other in ({"seq_q": 65}, {"seq_k": 65}, {"dim": 65}, {"dim_v": 65}):
+        assert constants(plan(replace(short, **other), H200, True))["GROUPS"] == 2
+
+
 def test_at_head_dimension_64_what_asks_for_most_registers_has_two_warpgroups() -> None:
     slopes = (Given("alibi_slopes", "float32", ("batch", "head")),)
     causal = {"causal": "bottom_right", "right": 0}

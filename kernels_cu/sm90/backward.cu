@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(con
     prepare_rows<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, BLOCKS)
     attention_backward(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) char memory[];
     Shared s(shared_address(memory));

@@ -19,15 +19,16 @@ using namespace config;
 constexpr bool WIDE = KEYS < 64 * GROUPS;
 
 constexpr int THREADS = 128 * (GROUPS + 1);
+constexpr int BLOCKS = GROUPS == 1 ? 2 : 1;  // of a multiprocessor
 constexpr int WORKERS = 4 * GROUPS;  // warps
 
 // Per thread. What the moving warpgroup gives away the others take: together no more than at the start.
-constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
+constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
 // Sums alone (dK, dV, S and dP) leave a worker few registers.
 constexpr int SUMS = ROWS + (DIM + DIM_V) / 2;
 constexpr bool TIGHT = !WIDE && (SUMS > 192 || (SUMS == 192 && DIM == 64));
 constexpr int MOVER_REGISTERS = GROUPS == 3 ? 32 : TIGHT ? 24 : 40;
-constexpr int WORKER_REGISTERS = GROUPS == 3 ? 160 : TIGHT ? 240 : 232;
+constexpr int WORKER_REGISTERS = GROUPS == 1 ? 216 : GROUPS == 3 ? 160 : TIGHT ? 240 : 232;
 static_assert(MOVER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);
 
 using QTile = SwizzledTile<ROWS, DIM>;

@@ -85,6 +85,11 @@ class BackwardTile:
         """Where two warpgroups share out the columns, what they add to dQ is what binds: half of it with twice the keys."""
         return self.wide and self.groups == 2
 
+    @property
+    def blocks(self) -> int:
+        """Thread blocks of a multiprocessor, as of the forward."""
+        return 2 if self.groups == 1 else 1
+
     def sums(self, dim: int, dim_v: int) -> int:
         """Sums of dK and dV that a thread holds."""
         if not self.wide:
@@ -153,6 +158,8 @@ BACKWARD = (
     BackwardTile(64, 64, 2, 2, 1, spills=32, scored=False),
     BackwardTile(64, 64, 2, 2, 1, spills=200),
 )
+# Of short sequences, where a head is one tile: two warpgroups of 128 queries and keys would have three quarters of it in vain.
+SHORT_BACKWARD = (BackwardTile(64, 64, 1, 2, 2, dim=64),)
 LISTED_SPILLS = 160  # more, with a block mask: its addresses
 # The backward's order of key tiles, and room for sums of dQ.
 CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
@@ -379,12 +386,13 @@ class BackwardFit(NamedTuple):
 def _fit_backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> BackwardFit | None:
     dim, dim_v = _padded(problem)
     busy = scored(problem) or problem.has("mask") or problem.dropout > 0
-    rows: tuple[BackwardTile, ...] = TILES[True].rows(tile)
+    short = max(problem.seq_q, problem.seq_k) <= FEW
+    rows: tuple[BackwardTile, ...] = TILES[True].rows(tile, SHORT_BACKWARD if short else ())
     for t, pair_stages, finish in itertools.product(rows, (2, 1)[not _paired(problem) :], FINISH):
         pairs = PairTiles(problem, pair_stages)
         size = backward_memory(t, finish, dim, dim_v, pairs)
         fits = max(dim, dim_v) <= t.dim and t.scored in (None, busy)
-        if fits and size is not None and size <= arch.shared_memory:
+        if fits and size is not None and size <= arch.shared_memory // t.blocks - RESERVED * (t.blocks - 1):
             return BackwardFit(t, finish, pairs, size)
     return None
 
@@ -396,7 +404,7 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
     t, finish, pairs, size = found
     dim, dim_v = _padded(problem)
     cluster = 2 if t.clustered else 1
-    clusters = arch.sms // cluster
+    clusters = t.blocks * arch.sms // cluster  # at work at once
     kv_heads, key_tiles = problem.batch * problem.heads_k, ceil(problem.seq_k, cluster * t.keys)
     tiles = problem.group * ceil(problem.seq_q, t.rows)  # of queries, for one head of K and V
     for name, heads, n in (("k", problem.heads_k, key_tiles), ("q", problem.heads_q, tiles)):
