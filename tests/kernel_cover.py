@@ -16,7 +16,9 @@ DIMS = [(d, d) for d in (16, 32, 64, 80, 96, 128, 160, 192, 256)] + [(192, 128),
 LENGTHS = (1000, 8192)  # tiles may differ; where they do not, the source is the same and is compiled once
 FEW = {(64, 64): 1, (96, 96): 7, (128, 128): 1, (192, 128): 30, (192, 192): 16, (256, 256): 60}  # queries: tiles differ
 
-GIVEN = tuple(Given(rule.name, rule.dtypes[0], rule.axes) for rule in ARRAYS if not rule.of_float8)  # every optional array
+GIVEN = tuple(
+    Given(rule.name, rule.dtypes[0], rule.axes) for rule in ARRAYS if not rule.of_float8
+)  # every optional array
 BIAS = (Given("bias", "q", AXES),)
 SLOPES = (Given("alibi_slopes", "float32", ("batch", "head")),)
 KEY_MASK = (Given("key_mask", "bool", ("batch", "key")),)  # the one that every family takes

@@ -85,7 +85,9 @@ def test_reasons_of_the_families_passed_over() -> None:
 
 
 def test_a_family_that_objects() -> None:
-    with pytest.raises(ValueError, match="no kernel family takes this problem: sm90 takes float16, bfloat16 and float8"):
+    with pytest.raises(
+        ValueError, match="no kernel family takes this problem: sm90 takes float16, bfloat16 and float8"
+    ):
         plan(problem("float32"), H200, family="sm90")
     with pytest.raises(
         ValueError, match="family is 'sm70'; it must be one of 'sm90', 'sm80', 'simt', 'flash1', or None"

@@ -273,7 +273,9 @@ def prepare(
         bits |= at
     misaligned = tuple([name for name, at in zip(arrays, addresses) if at & 15]) if bits & 15 else ()
     for name, check in _NUMBERED:
-        if type(options.get(name)) not in _NUMBERS:  # an array of no dimensions, say: its value counts, which may change
+        if (
+            type(options.get(name)) not in _NUMBERS
+        ):  # an array of no dimensions, say: its value counts, which may change
             options = options | {name: check(options[name])}
     stated = options
     if options["block_mask"] is not None:  # its pattern changes nothing but what is pointed to
