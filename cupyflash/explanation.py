@@ -133,20 +133,17 @@ def explain(
         found = _on_gpu(problem, views, backward, family, arch, ordinal, wanted)
     optional = optional_bytes(problem, views)
     flops = found.flops + sum(problem.flops() for names in _apart(problem, wanted) if set(names) != {"sinks"})
-    moved = found.bytes_moved + sum(optional[_name(key)] for key in wanted)
-    optional |= {f"d{_name(key)}": optional[_name(key)] for key in wanted}
-    return replace(found, flops=flops, bytes_moved=moved, notes=found.notes + notes, optional=optional)
+    # An array that a score function reads goes by its own name.
+    names = [of_score.name if problem.score and (of_score := problem.score.array(key)) else key for key in wanted]
+    gradients = {f"d{name}": optional[name] for name in names}
+    moved = found.bytes_moved + sum(gradients.values())
+    return replace(found, flops=flops, bytes_moved=moved, notes=found.notes + notes, optional=optional | gradients)
 
 
 def _apart(problem: AttentionProblem, wanted: tuple[str, ...]) -> list[list[str]]:
     """Arrays whose gradients have kernels in common, which compute the scores and dP once more."""
     of_score = [key for key in wanted if problem.reads(key)]
     return [names for names in ([key for key in wanted if key not in of_score], of_score) if names]
-
-
-def _name(key: str) -> str:
-    """What the caller calls it: that of a score function's array is score_arrays['name']."""
-    return key.removeprefix("score_arrays['").removesuffix("']")
 
 
 def _of_which(optional: dict[str, int]) -> str:
