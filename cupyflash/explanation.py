@@ -132,18 +132,12 @@ def explain(
         ordinal = 0 if device == "cpu" else int(device.partition(":")[2])
         found = _on_gpu(problem, views, backward, family, arch, ordinal, wanted)
     optional = optional_bytes(problem, views)
-    flops = found.flops + sum(problem.flops() for names in _apart(problem, wanted) if set(names) != {"sinks"})
+    flops = found.flops + sum(problem.flops() for names in rules.apart(wanted) if set(names) != {"sinks"})
     # An array that a score function reads goes by its own name.
     names = [of_score.name if problem.score and (of_score := problem.score.array(key)) else key for key in wanted]
     gradients = {f"d{name}": optional[name] for name in names}
     moved = found.bytes_moved + sum(gradients.values())
     return replace(found, flops=flops, bytes_moved=moved, notes=found.notes + notes, optional=optional | gradients)
-
-
-def _apart(problem: AttentionProblem, wanted: tuple[str, ...]) -> list[list[str]]:
-    """Arrays whose gradients have kernels in common, which compute the scores and dP once more."""
-    of_score = [key for key in wanted if problem.reads(key)]
-    return [names for names in ([key for key in wanted if key not in of_score], of_score) if names]
 
 
 def _of_which(optional: dict[str, int]) -> str:
@@ -202,9 +196,8 @@ def _on_gpu(
     tiles = tuned.tiles(problem, arch, backward) if arch_name is None else {}
     chosen = plan(problem, arch, backward, family, tiles)
     plans = [chosen]
-    for names in _apart(problem, wanted):
-        lengths = {name: views[name].shape for name in names}
-        lengths |= {name: _OPTIONAL[name].lengths(shape) for name, shape in lengths.items() if name in _OPTIONAL}
+    for names in rules.apart(wanted):
+        lengths = rules.lengths_of(names, views)
         plans.append(plan(problem, arch, backward, family, lengths=lengths).after(chosen))
     resources, notes = _compiled(chosen)
     compiled = [resources, *(_compiled(x)[0] for x in plans[1:])]

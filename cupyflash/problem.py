@@ -373,6 +373,8 @@ ARRAYS = (
     ArrayRule("v_descale", ("batch", "key_head", "key_block"), ("float32",), "scale of v", "what v is multiplied by", of_float8=True),
 )  # fmt: skip
 
+_RULES = {row.name: row for row in ARRAYS}
+
 
 def check_options(function: str, names: Iterable[str], also: tuple[str, ...] = ()) -> None:
     """What Python says of a keyword argument that a function does not have, for one that hands its options on."""
@@ -407,6 +409,18 @@ def check_wrt(wrt: Any, arrays: dict[str, Any], score: Score | None = None) -> t
         if name not in reads and arrays.get(name) is None:
             raise ValueError(f"wrt holds {name!r}, but {name} is not given; {must}")
     return tuple([reads.get(name, name) for name in can if name in names])
+
+
+def apart(wrt: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The names of one run of kernels each, in the same order: the optional arrays, and those that a score function reads."""
+    named = tuple([name for name in wrt if name in _RULES])
+    return [names for names in (named, wrt[len(named) :]) if names]
+
+
+def lengths_of(wrt: tuple[str, ...], views: dict[str, View]) -> dict[str, tuple[int, ...]]:
+    """What a plan for their gradients asks of them: along AXES; of arrays that a score function reads, along their own."""
+    rules = {name: _RULES.get(name) for name in wrt}
+    return {name: rule.lengths(views[name].shape) if rule else views[name].shape for name, rule in rules.items()}
 
 
 def complete(options: dict[str, Any]) -> dict[str, Any]:

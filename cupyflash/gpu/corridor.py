@@ -70,8 +70,7 @@ class Prepared:
 
         if chosen is None:
             arch = device.current(ordinal)
-            lengths = {name: views[name].shape for name in wrt}
-            lengths |= {name: _OPTIONAL[name].lengths(shape) for name, shape in lengths.items() if name in _OPTIONAL}
+            lengths = rules.lengths_of(wrt, views)
             chosen = plan(problem, arch, backward, family, tuned.tiles(problem, arch, backward), lengths)
             if after is not None and not after.empty:
                 chosen = chosen.after(after.plan)
@@ -242,17 +241,11 @@ def backward(
     if not wrt:
         return Gradients(*grads)
     of_arrays: dict[str, Any] = {}
-    for names in apart(wrt):
+    for names in rules.apart(wrt):
         prepared = prepare(lib, arrays, addresses, {}, options, family, True, ordinal, names, first)
         results, _ = prepared.run(lib, arrays, {}, False, addresses, seed, options["block_mask"], spaces)
         of_arrays |= {name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, results)}
     return Gradients(*grads, **of_arrays)
-
-
-def apart(wrt: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The names of one run of kernels each, in the same order: the optional arrays, and those that a score function reads."""
-    named = tuple([name for name in wrt if name in _OPTIONAL])
-    return [names for names in (named, wrt[len(named) :]) if names]
 
 
 def prepare(

@@ -96,7 +96,7 @@ class Callback:
         lib, addresses = Memory(self._device), [0] * len(views)
         arrays = {name: Buffer(0, view) for name, view in self._views.items()}
         self._passes: list[tuple[tuple[str, ...], corridor.Prepared]] = []
-        for of in [(), *corridor.apart(wrt or ())]:
+        for of in [(), *rules.apart(wrt or ())]:
             first = self._passes[0][1] if of else None
             self._passes.append((of, self._prepared(lib, arrays, addresses, of, first)))
         self.scratch = sum(x.scratch for _, x in self._passes)
