@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,8 @@ def one_process(rank: int, file: str) -> None:
                 torch.testing.assert_close(x, expected[name], msg=lambda m, at=(how, name): f"{at}: {m}")
     finally:
         distributed.destroy_process_group()
+    # Threads of gloo that outlive their group sometimes abort a process that ends in the ordinary way.
+    os._exit(0)
 
 
 def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
