@@ -47,7 +47,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "bfloat16", {"seq": (130, 700), "dims": (201, 256), "heads": (1, 1), "batch": 1},
         {"deterministic": True, "rows_aligned": False},
     ),
-    "in-turn": ("float16", {"heads": (4, 4), "seq": (70, 100), "batch": 6}, {}),  # more heads than sums of dQ have room
+    "in-turn": ("float16", {"heads": (4, 4), "seq": (70, 140), "batch": 6}, {}),  # more heads than sums of dQ have room
+    "whole": ("float16", {"seq": (300, 77), "heads": (4, 2), "dims": (40, 64), "dlse": 1.0}, {}),  # a key tile has all keys
+    "whole-unaligned": ("bfloat16", {"seq": (130, 128), "dims": (59, 64), "batch": 1}, {"rows_aligned": False}),
+    "whole-128": (
+        "bfloat16", {"seq": (200, 128), "dims": (128, 90), "heads": (2, 2), "batch": 1, "given": SCORES}, {"softcap": 2.0, "scale": -0.3},
+    ),
+    "whole-96": ("float16", {"seq": (150, 100), "dims": (90, 96), "batch": 1}, {"rows_aligned": False, "deterministic": True}),
+    "whole-unseen": (  # of some query tiles no query sees a key
+        "float16", {"seq": (500, 90), "heads": (2, 1), "key_mask": True}, {"causal": True},
+    ),
+    "whole-window": ("bfloat16", {"seq": (400, 120), "dims": (128, 128), "batch": 1}, {"window": (20, 9)}),
     "few-queries": ("float16", {"seq": (5, 400), "heads": (12, 2)}, {"causal": True}),
     "softcap": ("bfloat16", {"seq": (100, 250), "batch": 1}, {"softcap": 1.5, "scale": -0.3}),
     "bias": ("float16", {"seq": (200, 250), "batch": 1, "given": ("bias",), "full": "hqk"}, {}),

@@ -15,7 +15,7 @@ from ..problem import ITEMSIZE, AttentionProblem
 from .kernel_plan import Box, KernelPlan
 
 BYTES = 128  # of one map
-OUTPUTS = ("out", "dk", "dv")
+OUTPUTS = ("out", "dk", "dv", "dq")
 ROW = 128  # bytes of a box: as the swizzle of tile/swizzled.cuh takes them
 _KEPT = 256  # addresses of an array whose maps are kept
 
@@ -37,6 +37,7 @@ class Maps:
             "dout": (p.dim_v, p.seq_q, p.heads_q, p.batch),
             "dk": (p.dim, p.seq_k, p.heads_k, p.batch),
             "dv": (p.dim_v, p.seq_k, p.heads_k, p.batch),
+            "dq": (p.dim, p.seq_q, p.heads_q, p.batch),
         }
         self._arrays = []
         for box in plan.maps:

@@ -1,5 +1,6 @@
 // How dQ leaves: parts are added to float32 sums in memory; sums to which every key tile has added are turned to rows of
 // dQ by warps that have nothing else to do. Only sums of heads under work lie in memory, so that the L2 cache holds them.
+// Where a key tile has all keys (WHOLE_DQ) its part is all of dQ, and leaves as rows.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/reduce.cuh"
@@ -115,6 +116,50 @@ template <int FIRST, int COUNT>
 __device__ void add_part(const Accumulator<1, PART_ROWS / 8>& dq, float* to) {
 #pragma unroll
     for (int n = FIRST; n < FIRST + COUNT; n++) red_add_4(to + n * (FRAGMENT_BYTES / 2), dq.x[0][n]);
+}
+
+// WHOLE_DQ: a worker's part, rounded, as rows of queries in shared memory.
+using DQTile = SwizzledTile<PART_ROWS, 64>;
+
+__device__ inline void put_rows(Accumulator<1, PART_ROWS / 8>& dq, unsigned part, float scale) {
+    dq.each([&](float& x, int, int) { x *= scale; });
+    store_rounded<true>(dq, DQTile{part}, 0, threadIdx.x / 32 % 4 * 16);
+}
+
+// And the warp that sends it on to memory. (A template since other kernels have no map of dQ.)
+template <class Maps>
+__device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
+    Shared::DQRing dq = s.dq(0);  // all workers are at the same place in theirs
+    bool first = threadIdx.x % 32 == 0;
+    while (true) {
+        s.k.wait_full();
+        KeyTile t = s.this_tile();
+        s.k.release();
+        s.k.advance();
+        if (t.none()) break;
+        for_query_tiles(p, t, [&](const Head& head, int tile_q, int, TileBits) {
+#pragma unroll 1
+            for (int group = 0; group < GROUPS; group++) {
+                DQTile tile{s.part(group)};
+                int row = tile_q * ROWS + (SHARE_ROWS ? group * PART_ROWS : 0), column = SHARE_ROWS ? 0 : 64 * group;
+                dq.barriers = s.dq(group).barriers;
+                dq.wait_full();
+                if (!maps.map_out)
+                    store_rows<PART_ROWS>(tile, 0, head.query_row(p.dq, p.dq_strides, row) + column, p.dq_strides.row,
+                                          head.queries(p) - row, p.dim - column);
+                else if constexpr (WHOLE_DQ)
+                    tma_store(maps.dq, tile.base, column, row, head.q, head.batch, first);
+            }
+            tma_commit();
+            tma_wait_read();
+#pragma unroll
+            for (int group = 0; group < GROUPS; group++) {
+                dq.barriers = s.dq(group).barriers;
+                dq.release();
+            }
+            dq.advance();
+        });
+    }
 }
 
 // A warp that turns sums to rows, dQ = scale * dq_sum, of one tile of queries after the other: FINISH_FRAGMENTS at a time,

@@ -170,7 +170,10 @@ struct NarrowWorker {
         dq_ring.wait_empty();
         wgmma_wait<1>();
         changed(dq);
-        put(dq, s.part(group));
+        if constexpr (WHOLE_DQ)
+            put_rows(dq, s.part(group), p.scale);
+        else
+            put(dq, s.part(group));
         if (!HALF_STEPS) tell();
         wgmma_wait<0>();
         s.q.release();

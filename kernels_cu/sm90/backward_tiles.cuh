@@ -51,15 +51,26 @@ static_assert(!SHARES || !walk::LISTED);
 constexpr bool SHARE_ROWS = !WIDE && DIM <= 64;
 constexpr int PART_ROWS = SHARE_ROWS ? ROWS / GROUPS : ROWS;
 constexpr int PART_BYTES = 4 * 64 * PART_ROWS;
+static_assert(!WHOLE_DQ || !WIDE && !walk::LISTED);
 constexpr int DQ_TILE = ROWS * DIM;          // floats of one tile in dq_sum
 constexpr int FRAGMENT_BYTES = 4 * 16 * 8;  // 16 columns by 8 queries of it
 constexpr int FINISH_BYTES = FINISH_FRAGMENTS * FRAGMENT_BYTES;
 
 using Pairwise = PairTiles<ROWS>;  // mask and bias
 
-struct TensorMaps : PairMaps {
-    TensorMap q, k, v, dout, dk, dv;
-    int map_out;  // 0 where dk or dv lies as no map can tell
+template <bool GIVEN>
+struct ResultMaps {
+    TensorMap dk, dv;
+};
+template <>
+struct ResultMaps<true> {
+    TensorMap dk, dv, dq;
+};
+struct InputMaps : PairMaps {
+    TensorMap q, k, v, dout;
+};
+struct TensorMaps : InputMaps, ResultMaps<WHOLE_DQ> {
+    int map_out;  // 0 where a result lies as no map can tell
 };
 
 using Queries = QueryWalk<ROWS, CLUSTER_KEYS>;
@@ -232,7 +243,8 @@ __device__ inline KeyTile key_tile(const Params& p, int number) {
         t.number = key_tile_in_turn(at.tile, tiles);
     else if (walk::LISTED)
         t.number = Visits::nth(p, head, p.query_lists, tiles, at.tile);
-    t.queries = Queries(p, head, t.keys(p)).extent();
+    // (WHOLE_DQ: queries without a key have a dQ, too.)
+    t.queries = WHOLE_DQ ? Range{0, query_tiles<ROWS>(p)} : Queries(p, head, t.keys(p)).extent();
     for (int h = 1; walk::LISTED && h < group_of(p); h++)
         t.queries.end += t.walk(p, {head.batch, head.q + h, head.k}).count();
     return t;
@@ -327,7 +339,7 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
             number = next_number(p, s);
             continue;
         }
-        counters.wait_for_room(t.kv_head);
+        if (!WHOLE_DQ) counters.wait_for_room(t.kv_head);
         s.k.wait_empty();
         t.store(s.base + s.TILE);
         Head keys = t.head(p);

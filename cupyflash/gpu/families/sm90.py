@@ -90,6 +90,14 @@ class BackwardTile:
         """Thread blocks of a multiprocessor, as of the forward."""
         return 2 if self.groups == 1 else 1
 
+    def shares_rows(self, dim: int) -> bool:
+        """Whether warpgroups share out the rows of dQ; else its columns."""
+        return not self.wide and dim <= 64
+
+    def part_rows(self, dim: int) -> int:
+        """Rows of a warpgroup's part of dQ."""
+        return self.rows // self.groups if self.shares_rows(dim) else self.rows
+
     def sums(self, dim: int, dim_v: int) -> int:
         """Sums of dK and dV that a thread holds."""
         if not self.wide:
@@ -171,6 +179,7 @@ MOST_SHARES, SHARED_TILES = 32, 8
 SHARE_COST, SUMS_COST = 1.5, 0.5
 LONG_WALK, WORTH_SHARING = 24, 1.15  # from so many visits on, and where so much is gained by that reckoning
 SHARE_SPILLS = 96  # bytes: where a share begins
+WHOLE_SPILLS = 48  # where the warp that sends dQ begins with a head
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
 
 
@@ -348,6 +357,12 @@ class Finish:
 
 
 FINISH = (Finish(2, 8, 4), Finish(2, 8, 2), Finish(2, 8, 1), Finish(1, 2, 1))  # the first that there is room for
+NO_FINISH = Finish(0, 2, 1)
+
+
+def _whole(problem: AttentionProblem, t: BackwardTile) -> bool:
+    """Whether a tile has all keys of a head: then its part of dQ is all of it, and leaves without float32 sums."""
+    return not t.wide and 0 < problem.seq_k <= t.keys and problem.block_mask is None
 
 
 def backward_memory(t: BackwardTile, finish: Finish, dim: int, dim_v: int, pairs: PairTiles) -> int | None:
@@ -357,10 +372,9 @@ def backward_memory(t: BackwardTile, finish: Finish, dim: int, dim_v: int, pairs
         t.rows != 64 or t.stages != 2 or dim > 64 * t.groups * (1 + t.clustered) or (t.clustered and t.keys % 32)
     ):
         return None
-    share_rows = not t.wide and dim == 64  # of dQ; else its columns
-    if share_rows and t.rows % (16 * t.groups):
+    if t.shares_rows(dim) and t.rows % (16 * t.groups):
         return None
-    part_rows = t.rows // t.groups if share_rows else t.rows  # of dQ, a warpgroup's
+    part_rows = t.part_rows(dim)
     if part_rows // 8 % (finish.fragments // 2):
         return None
     s_tile = 2 * (t.keys * pad(t.rows, 64) if t.wide else t.rows * pad(t.keys, 64))  # of P or dS
@@ -388,7 +402,13 @@ def _fit_backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | N
     busy = scored(problem) or problem.has("mask") or problem.dropout > 0
     short = max(problem.seq_q, problem.seq_k) <= FEW
     rows: tuple[BackwardTile, ...] = TILES[True].rows(tile, SHORT_BACKWARD if short else ())
-    for t, pair_stages, finish in itertools.product(rows, (2, 1)[not _paired(problem) :], FINISH):
+    ways = (
+        (t, n, finish)
+        for t in rows
+        for n in (2, 1)[not _paired(problem) :]
+        for finish in ((NO_FINISH,) if _whole(problem, t) else FINISH)
+    )
+    for t, pair_stages, finish in ways:
         pairs = PairTiles(problem, pair_stages)
         size = backward_memory(t, finish, dim, dim_v, pairs)
         fits = max(dim, dim_v) <= t.dim and t.scored in (None, busy)
@@ -403,6 +423,7 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
         raise ValueError(f"no sm90 backward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
     t, finish, pairs, size = found
     dim, dim_v = _padded(problem)
+    whole = _whole(problem, t)
     cluster = 2 if t.clustered else 1
     clusters = t.blocks * arch.sms // cluster  # at work at once
     kv_heads, key_tiles = problem.batch * problem.heads_k, ceil(problem.seq_k, cluster * t.keys)
@@ -420,8 +441,9 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
         ("DIM", dim), ("DIM_V", dim_v), ("ROWS", t.rows), ("KEYS", t.keys), ("GROUPS", t.groups), ("CLUSTER", cluster),
         ("STAGES", t.stages), ("DO_STAGES", t.do_stages), ("FINISHERS", finish.warps),
         ("FINISH_FRAGMENTS", finish.fragments), ("FINISH_STAGES", finish.stages), ("SHARED_MEMORY", size),
-        *pairs.constants(), *features(problem), ("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", True),
-        ("SHARES", shares > 1), ("SHARE_SUMS", share_sums),
+        *pairs.constants(), *features(problem), ("DETERMINISTIC", problem.deterministic and not whole),
+        ("VECTOR_RED", True),
+        ("SHARES", shares > 1), ("SHARE_SUMS", share_sums), ("WHOLE_DQ", whole),
     )  # fmt: skip
     launches = (
         Launch("attention_backward_prepare", kv_heads * tiles, 128),
@@ -433,18 +455,18 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
         Workspace(
             "delta", "float32", (problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows), 2, t.rows), t.rows
         ),  # and lse
-        Workspace("dq_sum", "float32", (resident * tiles, t.rows * dim)),
+        Workspace("dq_sum", "float32", (0 if whole else resident * tiles, t.rows * dim)),
         Workspace("counters", "uint32", (2 + kv_heads + kv_heads * tiles + (summed if shares > 1 else 0),)),
         Workspace("share_sums", "float32", (summed * shares if shares > 1 else 0, share_sums)),
     )
     out_rows = t.keys if t.wide else 64  # of dK and dV that leave at once: all, or a warpgroup's own
     maps = (
         *pairs.boxes(t.rows), Box("q", t.rows), Box("k", t.keys), Box("v", t.keys), Box("dout", t.rows), Box("dk", out_rows),
-        Box("dv", out_rows),
+        Box("dv", out_rows), *([Box("dq", t.part_rows(dim))] if whole else []),
     )  # fmt: skip
     return KernelPlan(
         "sm90", arch.name, problem.dtype, True, "sm90/backward.cu", constants, launches, 16, workspace,
-        t.spills + (shares > 1) * SHARE_SPILLS + LISTED_SPILLS * (problem.block_mask is not None), maps,
+        t.spills + (shares > 1) * SHARE_SPILLS + whole * WHOLE_SPILLS + LISTED_SPILLS * (problem.block_mask is not None), maps,
         (("together", together), ("resident", resident), ("most_shares", shares), ("share_visits", visits)), problem.given,
         lists=both_ways(problem, t.rows, cluster * t.keys, "queries" if t.wide else "keys"),
     )  # fmt: skip
