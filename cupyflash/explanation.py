@@ -207,7 +207,7 @@ def _on_gpu(
         notes += (
             f"a {problem.dtype} number is multiplied as two of float16, of 22 bits together; sums are {problem.dtype}",
         )
-    if (shares := dict(chosen.scalars).get("most_shares", 1)) > 1:
+    if (shares := dict(chosen.scalars).get("shares", 1)) > 1:
         notes += (
             f"up to {shares} thread blocks share a tile of keys: there are few, or some have many more queries than others",
         )

@@ -255,8 +255,7 @@ def test_sums_of_dq_for_heads_under_work_alone() -> None:
     assert scalars(long) == {
         "together": 1,
         "resident": 2 + 99,
-        "most_shares": 1,
-        "share_visits": 1,
+        "shares": 1,
     }  # 3 waves of 132 key tiles, 4 of them to a head
     assert next(w for w in chosen.workspace if w.name == "dq_sum").nbytes == 101 * 512 * 128 * 4
     causal = dict(plan(replace(long, causal="bottom_right", right=0), H200, True).scalars)
@@ -276,16 +275,15 @@ def test_thread_blocks_share_key_tiles_that_are_few_or_uneven() -> None:
     shared, alone = plan(few, H200, True), plan(replace(few, batch=64), H200, True)
     assert (constants(shared)["SHARES"], constants(alone)["SHARES"]) == (True, False)
     told = dict(shared.scalars)
-    shares, visits = told["most_shares"], told["share_visits"]
-    assert (
-        1 < shares <= 32 and (shares - 1) * visits < 32 * 64 <= shares * visits
-    )  # of 32 heads with 64 query tiles each
+    shares = told["shares"]
+    assert 1 < shares <= 32  # of 32 heads with 64 query tiles each
     assert shared.launches[-1].grid == min(132, 32 * shares) > 32
     spaces = {w.name: w for w in shared.workspace}
     assert spaces["share_sums"].shape == (32 * 2 * shares, 128 * 128)  # two warpgroups of 64 keys, K and V
-    assert spaces["counters"].shape == (2 + 1 + 32 * 64 + 32 * 2,)
+    assert spaces["counters"].shape == (2 + shares + 32 * 64 + 32 * 2,)
+    assert spaces["dq_sum"].shape == (min(shares, told["resident"]) * -(-32 * 64 // shares), 64 * 128)
     assert {w.name: w for w in alone.workspace}["share_sums"].nbytes == 0
-    assert dict(alone.scalars)["most_shares"] == 1
+    assert dict(alone.scalars)["shares"] == 1
     uneven = replace(few, causal="bottom_right", right=0, heads_q=64, heads_k=8)  # 256 key tiles of 16 to 512 visits
     assert constants(plan(uneven, H200, True))["SHARES"]
     others = (
@@ -317,7 +315,7 @@ def test_sums_of_shares_are_as_many_as_a_thread_holds() -> None:
         shape = next(w.shape for w in chosen.workspace if w.name == "share_sums")
         assert told["SHARES"] and told["SHARE_SUMS"] == 128 * sums == shape[1]
         tiles = -(-300 // (told["KEYS"] * told["CLUSTER"]))
-        assert shape[0] == tiles * told["CLUSTER"] * told["GROUPS"] * dict(chosen.scalars)["most_shares"]
+        assert shape[0] == tiles * told["CLUSTER"] * told["GROUPS"] * dict(chosen.scalars)["shares"]
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (200, 0), (30, 77), (0, None)])
@@ -330,11 +328,31 @@ def test_visits_of_key_tiles_are_those_of_the_band(window: tuple[int | None, int
     seen = np.pad(seen, ((0, 12), (0, 68)))
     by_tile = seen.reshape(8, 64, 6, 128).any((1, 3)).sum(0)
     # (A row may be cut off at both ends of the sequence: then tiles between are visited all the same.)
-    assert sm90._visits(asked, 64, 128) == [*by_tile]
+    assert [len(x) for x in sm90._walks(asked, 64, 128)] == [*by_tile]
 
 
 def test_a_sequence_of_many_keys_is_planned_at_once() -> None:
-    assert scalars(problem("float16", seq_q=1, seq_k=2**29, diagonal=2**29 - 1))["most_shares"] == 1
+    assert scalars(problem("float16", seq_q=1, seq_k=2**29, diagonal=2**29 - 1))["shares"] == 1
+
+
+def test_dq_is_not_summed_where_a_key_tile_has_all_keys() -> None:
+    for fields, keys in (
+        ({}, 128),
+        ({"dim": 128}, 128),
+        ({"seq_q": 49}, 64),
+        ({"causal": "bottom_right", "right": 0}, 128),
+    ):
+        asked = problem("bfloat16", **{"batch": 64, "seq_q": 1000, "seq_k": keys} | fields)
+        whole, longer = plan(asked, H200, True), plan(replace(asked, seq_k=129), H200, True)
+        assert [constants(x)["WHOLE_DQ"] for x in (whole, longer)] == [True, False]
+        sums = [{w.name: w.nbytes for w in x.workspace}["dq_sum"] for x in (whole, longer)]
+        assert sums[0] == 0 < sums[1]
+        assert [box.array for box in whole.maps if box.array.startswith("d")] == ["dout", "dk", "dv", "dq"]
+        assert "dq" not in {box.array for box in longer.maps}
+        assert constants(plan(replace(asked, deterministic=True), H200, True)) == constants(whole)
+    for fields in ({"dim": 256}, {"block_mask": ("batch",)}, {"seq_k": 0}):
+        asked = problem("bfloat16", **{"batch": 64, "seq_q": 1000, "seq_k": 64} | fields)
+        assert not constants(plan(asked, H200, True))["WHOLE_DQ"]
 
 
 def test_few_queries_have_tiles_of_one_warpgroup() -> None:

@@ -12,8 +12,7 @@ from score_functions import documents, grid, relative, without_s
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import sm90
-from cupyflash.gpu.kernel_plan import ceil
-from cupyflash.problem import AttentionProblem
+from cupyflash.gpu.kernel_plan import KernelPlan
 
 pytestmark = needs_compiler
 
@@ -168,13 +167,15 @@ def test_on_cpu(case: str, rng: np.random.Generator) -> None:
     check("sm90", WIDE if "wide" in case else MANY if "parts" in case else GPU, rng, *CASES[case])
 
 
-# Key tiles that three thread blocks share, or two, or none.
+# The query tiles of a head of K and V in three shares.
 LARGE = Arch("sm_90a", 90, 6, 232448)
 SHARED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "group": ("bfloat16", {"heads": (3, 1), "seq": (400, 430), "batch": 1, "dlse": 1.0}, {"causal": True}),
     "in-order": (
         "bfloat16", {"heads": (3, 1), "seq": (400, 430), "batch": 1}, {"causal": True, "deterministic": True},
     ),
+    "uneven": ("float16", {"heads": (4, 1), "seq": (330, 300), "batch": 2, "key_mask": True}, {"window": (40, 0)}),
+    "unseen": ("float16", {"heads": (2, 1), "seq": (900, 200), "batch": 12}, {"causal": True}),  # by some query tiles
     "cross": ("float16", {"seq": (300, 77), "dims": (128, 100), "heads": (2, 2), "batch": 1, "key_mask": True}, {}),
     "short": ("bfloat16", {"seq": (49, 60), "heads": (7, 1), "dims": (32, 64), "batch": 2}, {"causal": True}),
     "192": ("float16", {"seq": (330, 180), "dims": (192, 128), "heads": (2, 1), "batch": 1}, {"window": (150, 50)}),
@@ -200,15 +201,11 @@ SHARED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", SHARED)
 def test_thread_blocks_share_key_tiles(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_three(problem: AttentionProblem, tile: Any, *_: int) -> tuple[int, int]:
-        visits = [problem.group * n for n in sm90._visits(problem, tile.rows, tile.keys * (1 + tile.clustered))]
-        most = ceil(max(visits), 3)
-        shared.append({ceil(n, most) for n in visits})
-        return ceil(max(visits), most), most
-
-    shared: list[set[int]] = []
-    monkeypatch.setattr(sm90, "_shared_out", in_three)
+    """Shares that end amid a head, or where a head does."""
+    seen: list[KernelPlan] = []
+    make = sm90._backward
+    monkeypatch.setattr(sm90, "_backward", lambda *args: seen.append(make(*args)) or seen[-1])
+    monkeypatch.setattr(sm90, "_shares", lambda *_: 3)
+    monkeypatch.setattr(sm90, "CACHE", 1)  # so that shares take room in turn
     check("sm90", LARGE, rng, *SHARED[case])
-    assert max(shared[0]) == 3 and (
-        case in ("cross", "192", "short") or min(shared[0]) < 3
-    )  # and not all key tiles alike
+    assert dict(seen[0].constants)["SHARES"] and dict(seen[0].scalars)["shares"] == 3

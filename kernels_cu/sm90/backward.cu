@@ -18,10 +18,10 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(con
     DQCounters counters(p);
     if (threadIdx.x == 0) {
         if (blockIdx.x == 0) p.counters[0] = *counters.ticket = 0;
-        if (blockIdx.x < p.heads_k * p.batch) counters.clear[blockIdx.x] = 0;
+        if (blockIdx.x < Share::count(p)) counters.clear[blockIdx.x] = 0;
         counters.added[blockIdx.x] = 0;
         int sums = SHARES ? key_tiles<CLUSTER_KEYS>(p) * p.heads_k * p.batch * CLUSTER * GROUPS : 0;
-        for (int i = blockIdx.x; i < sums; i += gridDim.x) counters.shares_done[i] = 0;
+        for (int i = blockIdx.x; i < sums; i += gridDim.x) counters.left[i] = 0;
     }
     prepare_rows<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
 }

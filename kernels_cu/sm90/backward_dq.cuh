@@ -36,7 +36,7 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
         KeyTile t = s.next_tile();
         if (t.none()) break;
         if constexpr (!CLUSTERED) {
-            int shift = counters.shift(p, t.kv_head), last = -1;
+            int shift = counters.shift(p, t.share), last = -1;
             for_query_tiles(p, t, [&](const Head& head, int i, int n, TileBits) {
                 if (DETERMINISTIC) wait_for_turn(p, counters, t, head, i, n);
 #pragma unroll
@@ -170,7 +170,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
     constexpr int FETCHES = DQ_TILE * 4 / FINISH_BYTES, DOWN = ROW8S / TWOS, ACROSS = DIM / 32;
     static_assert(ROW8S % TWOS == 0 && FINISH_FRAGMENTS % 2 == 0);
     Shared::FinishRing ring = s.finish_ring(number);
-    int lane = threadIdx.x % 32, kv_heads = p.heads_k * p.batch;
+    int lane = threadIdx.x % 32, shares = Share::count(p);
     bool vectors = aligned(p.dq, p.dq_strides.row, p.dim) && p.dq_strides.head % 8 == 0 && p.dq_strides.batch % 8 == 0;
     // A thread takes 8 columns of a query.
     unsigned own = lane % 4 / 2 * FRAGMENT_BYTES + lane / 8 * 16 + lane % 2 * 8 + lane / 4 % 2 * 4;
@@ -184,7 +184,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
     while (true) {
         DQCounters counters(p);
         int n = __shfl_sync(~0u, lane == 0 ? atomicAdd(counters.ticket, 1) : 0, 0);
-        int next = n / counters.tiles;  // the head of K and V whose sums will lie here; before those of the first: none
+        int next = n / counters.tiles;  // the share whose sums will lie here; before those of the first: none
         float4* sums = (float4*)(p.dq_sum + (long long)(n % (p.resident * counters.tiles)) * DQ_TILE) + lane;
         auto cleared = [&] {
             fence_async_global();
@@ -197,14 +197,24 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
             continue;
         }
         n -= p.resident * counters.tiles;
-        if (next - p.resident >= kv_heads) break;
-        bool again = next < kv_heads;
+        if (next - p.resident >= shares) break;
+        bool again = next < shares;
+        if (SHARES) {
+            Share share(p, next - p.resident);
+            int nth = n % counters.tiles;
+            if (nth >= share.tiles.end - share.tiles.begin) {  // it has one less than others
+                if (again) cleared();
+                continue;
+            }
+            n = share.first(p) + nth;
+        }
         Place at = place(n, query_tiles<ROWS>(p), p.heads_q);
         Head head = Head::of_q(p, at.batch, at.head);
         if (lane == 0) {
             unsigned adding = CLUSTER * adding_to(p, head, at.tile).count();
-            // (Where no key is seen the sums are zeros, of every head whose tile lies here.)
             while (load_acquire(counters.added + n) != adding) __nanosleep(32);
+            // Where no key is seen the sums are zeros: of every head whose tile lies here, but not of every share.
+            if (SHARES && adding == 0) counters.wait_for_room(next - p.resident);
             fence_async_global();
 #pragma unroll 1
             for (int c = 0; c < min(FINISH_STAGES, FETCHES); c++) fetch(sums + c * (FINISH_BYTES / 16), fetched + c);

@@ -259,7 +259,7 @@ struct WideWorker {
             for (int part = 0; part < PARTS; part++) dk[part].clear();
 #pragma unroll
             for (int part = 0; part < PARTS_V; part++) dv[part].clear();
-            left = SHARES ? t.visits(p).end - t.visits(p).begin : t.all_visits(p);
+            left = t.visits(p);
             s.q.go_to(steps);
             if (left > 0) s.q.wait_full();
             if (CLUSTERED) read_rows(s.row_values());
@@ -269,7 +269,7 @@ struct WideWorker {
 
             owing = false;
             last = 0;
-            shift = DQCounters(p).shift(p, t.kv_head);
+            shift = DQCounters(p).shift(p, t.share);
             for_query_tiles(p, t, [&](const Head& head, int tile_q, int tile, TileBits bits) {
                 visit(Pairs(p, head, bits), seen, tile_q, tile, key);
             });

@@ -90,6 +90,11 @@ class BackwardTile:
         """Thread blocks of a multiprocessor, as of the forward."""
         return 2 if self.groups == 1 else 1
 
+    @property
+    def cluster(self) -> int:
+        """Thread blocks of a cluster."""
+        return 2 if self.clustered else 1
+
     def shares_rows(self, dim: int) -> bool:
         """Whether warpgroups share out the rows of dQ; else its columns."""
         return not self.wide and dim <= 64
@@ -173,8 +178,8 @@ LISTED_SPILLS = 160  # more, with a block mask: its addresses
 CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
 LONG = 1024  # longer than this, in queries
 APART = 2  # deterministic, no causal mask: steps between two key tiles of a head
-# Key tiles shared by thread blocks: at most by so many; at most so many shares for each multiprocessor; what is not the visit
-# of a query tile, in visits: the beginning and end of a share, and its sums on their way to memory or back.
+# Shares of a head's query tiles: at most so many; for each multiprocessor at most so many key tiles of them; what is not the
+# visit of a query tile, in visits: a key tile's beginning and end, and its sums on their way to memory or back.
 MOST_SHARES, SHARED_TILES = 32, 8
 SHARE_COST, SUMS_COST = 1.5, 0.5
 LONG_WALK, WORTH_SHARING = 24, 1.15  # from so many visits on, and where so much is gained by that reckoning
@@ -424,8 +429,7 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
     t, finish, pairs, size = found
     dim, dim_v = _padded(problem)
     whole = _whole(problem, t)
-    cluster = 2 if t.clustered else 1
-    clusters = t.blocks * arch.sms // cluster  # at work at once
+    cluster, clusters = t.cluster, t.blocks * arch.sms // t.cluster  # those at work at once
     kv_heads, key_tiles = problem.batch * problem.heads_k, ceil(problem.seq_k, cluster * t.keys)
     tiles = problem.group * ceil(problem.seq_q, t.rows)  # of queries, for one head of K and V
     for name, heads, n in (("k", problem.heads_k, key_tiles), ("q", problem.heads_q, tiles)):
@@ -433,9 +437,11 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
             raise ValueError(
                 f"{name} has batch {problem.batch} and {heads} heads: {kv_heads * n} tiles; less than 2**30 fit"
             )
-    together, resident = _dealt_out(problem, kv_heads, key_tiles, tiles, clusters)
-    shares, visits = _shared_out(problem, t, kv_heads * key_tiles, clusters, together)
-    summed = kv_heads * key_tiles * cluster * t.groups  # workers' sums of dK and dV
+    shares = _shares(problem, t, clusters)
+    together, resident = _dealt_out(problem, t, shares, clusters)
+    summed = (
+        kv_heads * key_tiles * cluster * t.groups if shares > 1 else 0
+    )  # workers' keys whose sums are left in memory
     share_sums = 128 * t.sums(dim, dim_v)  # numbers of one of them
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", dim), ("DIM_V", dim_v), ("ROWS", t.rows), ("KEYS", t.keys), ("GROUPS", t.groups), ("CLUSTER", cluster),
@@ -455,9 +461,9 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
         Workspace(
             "delta", "float32", (problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows), 2, t.rows), t.rows
         ),  # and lse
-        Workspace("dq_sum", "float32", (0 if whole else resident * tiles, t.rows * dim)),
-        Workspace("counters", "uint32", (2 + kv_heads + kv_heads * tiles + (summed if shares > 1 else 0),)),
-        Workspace("share_sums", "float32", (summed * shares if shares > 1 else 0, share_sums)),
+        Workspace("dq_sum", "float32", (0 if whole else resident * ceil(tiles, shares), t.rows * dim)),
+        Workspace("counters", "uint32", (2 + kv_heads * shares + kv_heads * tiles + summed,)),
+        Workspace("share_sums", "float32", (summed * shares, share_sums)),
     )
     out_rows = t.keys if t.wide else 64  # of dK and dV that leave at once: all, or a warpgroup's own
     maps = (
@@ -467,34 +473,28 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
     return KernelPlan(
         "sm90", arch.name, problem.dtype, True, "sm90/backward.cu", constants, launches, 16, workspace,
         t.spills + (shares > 1) * SHARE_SPILLS + whole * WHOLE_SPILLS + LISTED_SPILLS * (problem.block_mask is not None), maps,
-        (("together", together), ("resident", resident), ("most_shares", shares), ("share_visits", visits)), problem.given,
+        (("together", together), ("resident", resident), ("shares", shares)), problem.given,
         lists=both_ways(problem, t.rows, cluster * t.keys, "queries" if t.wide else "keys"),
     )  # fmt: skip
 
 
-def _shared_out(
-    problem: AttentionProblem, t: BackwardTile, tiles: int, clusters: int, together: int
-) -> tuple[int, int]:
-    """How many thread blocks (clusters) share a key tile at most, and how many query tiles one of them visits at most.
-
-    `tiles`: of the keys of all heads.
-    """
-    most = min(MOST_SHARES, SHARED_TILES * clusters // max(1, tiles))
+def _shares(problem: AttentionProblem, t: BackwardTile, clusters: int) -> int:
+    """In how many shares the query tiles of a head of K and V are dealt out."""
+    keys, queries = t.keys * t.cluster, problem.group * ceil(problem.seq_q, t.rows)
+    all_tiles = problem.batch * problem.heads_k * ceil(problem.seq_k, keys)
+    most = min(MOST_SHARES, SHARED_TILES * clusters // max(1, all_tiles), queries)
     if most < 2 or problem.block_mask is not None:  # whose visits are not known here
-        return 1, 1
-    visits = [problem.group * n for n in _visits(problem, t.rows, t.keys * (1 + t.clustered))]
-    longest, kv_heads = max(visits), problem.batch * problem.heads_k
-    if longest < LONG_WALK:
-        return 1, 1
-    times = {n: _time(visits, n, kv_heads, clusters, together) for n in {ceil(longest, n) for n in range(1, most + 1)}}
+        return 1
+    walks = _walks(problem, t.rows, keys)
+    if problem.group * max(map(len, walks)) < LONG_WALK:
+        return 1
+    times = {n: _time(problem, t, walks, n, clusters) for n in range(1, most + 1)}
     best = min(times, key=lambda n: times[n])
-    if times[best] * WORTH_SHARING > times[longest]:
-        return 1, 1
-    return ceil(longest, best), best
+    return best if times[best] * WORTH_SHARING < times[1] else 1
 
 
-def _visits(problem: AttentionProblem, rows: int, keys: int) -> list[int]:
-    """How many tiles of `rows` queries of a head visit each tile of `keys` keys."""
+def _walks(problem: AttentionProblem, rows: int, keys: int) -> list[range]:
+    """The tiles of `rows` queries of a head that visit each tile of `keys` keys."""
     found = []
     for begin in range(0, problem.seq_k, keys):
         first, end = 0, problem.seq_q
@@ -502,39 +502,52 @@ def _visits(problem: AttentionProblem, rows: int, keys: int) -> list[int]:
             first = max(0, begin - problem.diagonal - problem.right)
         if problem.left is not None:
             end = min(end, min(begin + keys, problem.seq_k) - problem.diagonal + problem.left)
-        found.append(ceil(end, rows) - first // rows if first < end else 0)
+        found.append(range(first // rows, ceil(end, rows)) if first < end else range(0))
     return found
 
 
-def _time(visits: list[int], most: int, kv_heads: int, clusters: int, together: int) -> float:
-    """How long that takes where a share has `most` visits, in visits: clusters take shares in the order of their tickets."""
+def _time(problem: AttentionProblem, t: BackwardTile, walks: list[range], shares: int, clusters: int) -> float:
+    """How long the backward takes, in visits of a query tile: clusters take key tiles in the order of their tickets."""
+    tiles, heads = ceil(problem.seq_q, t.rows), problem.batch * problem.heads_k * shares
+    together, _ = _dealt_out(problem, t, shares, clusters)
+
+    def before(n: int, walk: range) -> int:
+        """How many of the first n query tiles, head by head, visit a key tile."""
+        return n // tiles * len(walk) + min(max(0, n % tiles - walk.start), len(walk))
+
+    bounds = [problem.group * tiles * n // shares for n in range(shares + 1)]
+    costs = [
+        [before(end, x) - before(begin, x) + SHARE_COST + (shares > 1) * SUMS_COST for x in walks]
+        for begin, end in itertools.pairwise(bounds)
+    ]
+    costs[-1] = [cost + (shares > 1) * shares * SUMS_COST for cost in costs[-1]]
     busy = [0.0] * clusters
-    for first in range(0, kv_heads, together):
-        for n in visits:
-            shares = max(1, ceil(n, most))
-            cost = n / shares + SHARE_COST + (shares > 1) * SUMS_COST
-            for _ in range(min(together, kv_heads - first)):
-                for share in range(shares):
-                    last = shares > 1 and share == shares - 1
-                    heapq.heapreplace(busy, busy[0] + cost + last * shares * SUMS_COST)
+    for first in range(0, heads, together):
+        for tile in range(len(walks)):
+            for n in range(first, min(first + together, heads)):
+                heapq.heapreplace(busy, busy[0] + costs[n % shares][tile])
     return max(busy)
 
 
-def _dealt_out(problem: AttentionProblem, kv_heads: int, key_tiles: int, tiles: int, clusters: int) -> tuple[int, int]:
-    """Heads of K and V whose key tiles are dealt out as one, and for how many there is room for sums of dQ."""
+def _dealt_out(problem: AttentionProblem, t: BackwardTile, shares: int, clusters: int) -> tuple[int, int]:
+    """Heads of K and V, or shares of their queries, whose key tiles are dealt out as one, and for how many there is room for
+    sums of dQ."""
+    heads, key_tiles = problem.batch * problem.heads_k * shares, ceil(problem.seq_k, t.keys * t.cluster)
+    queries = ceil(problem.group * problem.seq_q, shares)
+    tiles = ceil(problem.group * ceil(problem.seq_q, t.rows), shares)  # of them
     # A causal mask makes key tiles of different length: those of some heads are dealt out together, long ones first. Of one
     # long head the first tile takes as long as all others do on all multiprocessors: at the end they would stand idle.
-    traffic = problem.group * problem.seq_q * (6 * problem.dim + 2 * problem.dim_v)
+    traffic = queries * (6 * problem.dim + 2 * problem.dim_v)
     together, spare = 1, ceil(WAVES * clusters, key_tiles)
     if problem.block_mask is not None and not problem.deterministic:  # the longest tiles of all heads are the first
-        return min(kv_heads, max(2, ceil(2 * CACHE, traffic))), kv_heads
+        return min(heads, max(2, ceil(2 * CACHE, traffic))), heads
     if problem.right is not None:
         long = problem.seq_q > LONG
-        together = min(kv_heads, max(2, ceil(2 * CACHE, traffic)) if long else max(1, CACHE // traffic))
+        together = min(heads, max(2, ceil(2 * CACHE, traffic)) if long else max(1, CACHE // traffic))
     # The key tiles of a head add to dQ in order. Taken at once, each would wait for the one before: all but one stand idle
     # for some steps. So they are taken some steps apart, and in between those of other heads.
     elif problem.deterministic:
-        groups = ceil(kv_heads, ceil(APART * clusters, tiles))
-        together = ceil(kv_heads, groups)
+        groups = ceil(heads, ceil(APART * clusters, tiles))
+        together = ceil(heads, groups)
         spare = max(0, spare - together)  # a head is under work for as long as all of them
-    return together, min(kv_heads, 2 * together + spare)
+    return together, min(heads, 2 * together + spare)
