@@ -350,7 +350,7 @@ def test_dq_is_not_summed_where_a_key_tile_has_all_keys() -> None:
         assert [box.array for box in whole.maps if box.array.startswith("d")] == ["dout", "dk", "dv", "dq"]
         assert "dq" not in {box.array for box in longer.maps}
         assert constants(plan(replace(asked, deterministic=True), H200, True)) == constants(whole)
-    for fields in ({"dim": 256}, {"block_mask": ("batch",)}, {"seq_k": 0}):
+    for fields in ({"dim": 256}, {"block_mask": ("batch",)}):
         asked = problem("bfloat16", **{"batch": 64, "seq_q": 1000, "seq_k": 64} | fields)
         assert not constants(plan(asked, H200, True))["WHOLE_DQ"]
 

@@ -150,7 +150,6 @@ struct KeyTile {
         for_heads(p, [&](int, const Head&, const Queries& walk) { sum += walk.count(); });
         return sum;
     }
-    __device__ bool visited(const Params& p) const { return SHARES ? visits(p) > 0 : queries.begin < queries.end; }
 };
 
 // Shared memory, and one thread's place in its rings.
@@ -344,54 +343,59 @@ __device__ inline int next_number(const Params& p, Shared& s) {
     return number;
 }
 
-// The thread that deals out the tiles, and loads.
+// The thread that deals out the tiles, and loads. Two numbers tell its place in every ring.
 __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) {
     DQCounters counters(p);
     int number = next_number(p, s), total = key_tiles<CLUSTER_KEYS>(p) * Share::count(p);
-    while (number < total) {
-        KeyTile t = key_tile(p, number);
+    unsigned steps = 0, tiles = 0;
+    auto wait_for_key_tile = [&](const KeyTile& t) {
         if (!WHOLE_DQ) counters.wait_for_room(t.share);
+        s.k.go_to(tiles);
+        s.v.go_to(tiles);
         s.k.wait_empty();
         t.store(s.base + s.TILE);
-        Head keys = t.head(p);
+        tiles++;
+    };
+    while (number < total) {
+        KeyTile t = key_tile(p, number);
         bool first = true;
-        if (t.visited(p)) {
-            mbarrier_arrive_expect(s.k.full(), KTile::BYTES + CLUSTERED * FarKTile::BYTES);
-            s.k_tile().load(maps.k, s.k.full(), s.first_key(t), keys.k, keys.batch);
-            int far_key = t.number * CLUSTER_KEYS + (1 - s.rank) * KEYS;
-            if (CLUSTERED) s.far_k_tile().load(maps.k, s.k.full(), far_key, keys.k, keys.batch, 64 * s.dq_block(0));
-        } else {
-            mbarrier_arrive(s.k.full());
-            s.v.wait_empty();
-            mbarrier_arrive(s.v.full());
-            s.v.advance();
-        }
-        s.k.advance();
         for_query_tiles(p, t, [&](const Head& head, int i, int n, TileBits) {
+            s.q.go_to(steps);
             s.q.wait_empty();
             mbarrier_arrive_expect(s.q.full(), QTile::BYTES + 8 * ROWS);
             s.q_tile().load(maps.q, s.q.full(), i * ROWS, head.q, head.batch);
             bulk_load(s.row_values(), prepared_rows<ROWS>(p, n), 8 * ROWS, s.q.full());
-            s.q.advance();
-            if (first) {
-                first = false;
-                s.v.wait_empty();
-                mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
-                s.v_tile().load(maps.v, s.v.full(), s.first_key(t), head.k, head.batch);
-                s.v.advance();
-            }
+            s.d.go_to(steps);
             s.d.wait_empty();
             mbarrier_arrive_expect(s.d.full(), DOTile::BYTES);
             s.do_tile().load(maps.dout, s.d.full(), i * ROWS, head.q, head.batch);
-            s.d.advance();
             if constexpr (PAIR_ARRAYS) {
+                s.pairs.go_to(steps);
                 s.pairs.wait_empty();
                 s.pair_tiles().load(p, maps, s.pairs.full(), head, i * ROWS, s.first_key(t));
-                s.pairs.advance();
+            }
+            steps++;
+            if (first) {  // K and V after them: there is room for one, which the key tile before needs to its end
+                first = false;
+                wait_for_key_tile(t);
+                mbarrier_arrive_expect(s.k.full(), KTile::BYTES + CLUSTERED * FarKTile::BYTES);
+                s.k_tile().load(maps.k, s.k.full(), s.first_key(t), head.k, head.batch);
+                int far_key = t.number * CLUSTER_KEYS + (1 - s.rank) * KEYS;
+                if (CLUSTERED) s.far_k_tile().load(maps.k, s.k.full(), far_key, head.k, head.batch, 64 * s.dq_block(0));
+                s.v.wait_empty();
+                mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
+                s.v_tile().load(maps.v, s.v.full(), s.first_key(t), head.k, head.batch);
             }
         });
+        if (first) {  // nobody visits it
+            wait_for_key_tile(t);
+            mbarrier_arrive(s.k.full());
+            s.v.wait_empty();
+            mbarrier_arrive(s.v.full());
+        }
         number = next_number(p, s);  // not before: blocks that had little to do so far ask first
     }
+    s.k.go_to(tiles);
     s.k.wait_empty();
     KeyTile(-1, 0, Range{0, 0}).store(s.base + s.TILE);
     mbarrier_arrive(s.k.full());

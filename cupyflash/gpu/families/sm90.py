@@ -486,7 +486,7 @@ def _shares(problem: AttentionProblem, t: BackwardTile, clusters: int) -> int:
     if most < 2 or problem.block_mask is not None:  # whose visits are not known here
         return 1
     walks = _walks(problem, t.rows, keys)
-    if problem.group * max(map(len, walks)) < LONG_WALK:
+    if problem.group * max(map(len, walks), default=0) < LONG_WALK:
         return 1
     times = {n: _time(problem, t, walks, n, clusters) for n in range(1, most + 1)}
     best = min(times, key=lambda n: times[n])
