@@ -209,7 +209,7 @@ def _on_gpu(
         )
     if (shares := dict(chosen.scalars).get("shares", 1)) > 1:
         notes += (
-            f"up to {shares} thread blocks share a tile of keys: there are few, or some have many more queries than others",
+            f"the queries of a head of keys are dealt out in {shares} shares: key tiles are few, or some have many more queries",
         )
     if backward:  # as a caller would make them
         shape = rules.out_shape(views["q"].shape, problem)
