@@ -162,13 +162,13 @@ __device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
     }
 }
 
-// A warp that turns sums to rows, dQ = scale * dq_sum, of one tile of queries after the other: FINISH_FRAGMENTS at a time,
-// with FINISH_STAGES times as many under way. Zeros are left where the sums of other heads will be. A warp by itself
+// A warp that turns sums to rows, dQ = scale * dq_sum, of one tile of queries after the other, or of one of FINISH_PARTS parts of a
+// tile (some columns of it, or of half of its rows): FINISH_FRAGMENTS at a time, with FINISH_STAGES times as many under way. Zeros are left where the sums of other heads will be. A warp by itself
 // waits for nearly every instruction: there must be few of them for a byte.
 __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
     constexpr int TWOS = FINISH_FRAGMENTS / 2;  // of fragments: 8 queries by 32 columns
-    constexpr int FETCHES = DQ_TILE * 4 / FINISH_BYTES, DOWN = ROW8S / TWOS, ACROSS = DIM / 32;
-    static_assert(ROW8S % TWOS == 0 && FINISH_FRAGMENTS % 2 == 0);
+    constexpr int FETCHES = DQ_TILE * 4 / FINISH_BYTES / FINISH_PARTS, DOWN = ROW8S / TWOS, ACROSS = DIM / 32;
+    static_assert(ROW8S % TWOS == 0 && FINISH_FRAGMENTS % 2 == 0 && (FINISH_PARTS == 1 || FETCHES % DOWN == 0));
     Shared::FinishRing ring = s.finish_ring(number);
     int lane = threadIdx.x % 32, shares = Share::count(p);
     bool vectors = aligned(p.dq, p.dq_strides.row, p.dim) && p.dq_strides.head % 8 == 0 && p.dq_strides.batch % 8 == 0;
@@ -184,15 +184,18 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
     while (true) {
         DQCounters counters(p);
         int n = __shfl_sync(~0u, lane == 0 ? atomicAdd(counters.ticket, 1) : 0, 0);
+        int part = n % FINISH_PARTS;
+        n /= FINISH_PARTS;
         int next = n / counters.tiles;  // the share whose sums will lie here; before those of the first: none
         float4* sums = (float4*)(p.dq_sum + (long long)(n % (p.resident * counters.tiles)) * DQ_TILE) + lane;
+        sums += part * (DQ_TILE / 4 / FINISH_PARTS);
         auto cleared = [&] {
             fence_async_global();
             __syncwarp();
             if (lane == 0) add_release(counters.clear + next, 1);
         };
         if (next < p.resident) {
-            for (int i = 0; i < DQ_TILE / 128; i++) sums[32 * i] = make_float4(0, 0, 0, 0);
+            for (int i = 0; i < DQ_TILE / 128 / FINISH_PARTS; i++) sums[32 * i] = make_float4(0, 0, 0, 0);
             cleared();
             continue;
         }
@@ -219,9 +222,11 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
 #pragma unroll 1
             for (int c = 0; c < min(FINISH_STAGES, FETCHES); c++) fetch(sums + c * (FINISH_BYTES / 16), fetched + c);
         }
-        int row = at.tile * ROWS + lane / 4;
-        Out* to = head.query_row(p.dq, p.dq_strides, row) + lane % 4 * 8;
-        int rows = head.queries(p) - row, columns = p.dim - lane % 4 * 8;  // from there on
+        int before = part * (FETCHES / DOWN);  // columns by 32
+        int row = at.tile * ROWS + (SHARE_ROWS ? before / ACROSS * PART_ROWS : 0) + lane / 4;
+        int column = (SHARE_ROWS ? before % ACROSS : before) * 32 + lane % 4 * 8;
+        Out* to = head.query_row(p.dq, p.dq_strides, row) + column;
+        int rows = head.queries(p) - row, columns = p.dim - column;  // from there on
 #pragma unroll 1
         for (int c = 1; c <= FETCHES; c++, fetched++, sums += FINISH_BYTES / 16) {
             ring.go_to(fetched);

@@ -304,8 +304,8 @@ struct DQCounters {
     int tiles;  // of queries, for one head of K and V, or the most of a share
 
     __device__ DQCounters(const Params& p) {
-        ticket = p.counters + 1;          // who turns the next tile of queries to rows
-        clear = ticket + 1;               // of a share, tiles of queries in whose place are zeros
+        ticket = p.counters + 1;          // who turns the next tile of queries, or part of one, to rows
+        clear = ticket + 1;               // of a share, tiles of queries (parts) in whose place are zeros
         added = clear + Share::count(p);  // thread blocks, with a key tile each, that have added to a tile of queries
         tiles = Share::most_tiles(p);
         left = added + query_tiles<ROWS>(p) * p.heads_q * p.batch;  // SHARES: of a worker's keys, shares that left their sums
@@ -319,7 +319,7 @@ struct DQCounters {
     // Wait until there are zeros where the sums of a share will be. Before, sums of a share of an earlier group lie there
     // (resident >= 2 * together): all its tickets are taken, and none of them waits for one that came later.
     __device__ void wait_for_room(int share) const {
-        while (load_acquire(clear + share) != tiles) {
+        while (load_acquire(clear + share) != tiles * FINISH_PARTS) {
         }
         fence_async_global();
     }

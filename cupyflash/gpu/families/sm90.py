@@ -185,6 +185,7 @@ SHARE_COST, SUMS_COST = 1.5, 0.5
 LONG_WALK, WORTH_SHARING = 24, 1.15  # from so many visits on, and where so much is gained by that reckoning
 SHARE_SPILLS = 96  # bytes: where a share begins
 WHOLE_SPILLS = 48  # where the warp that sends dQ begins with a head
+FINISH_TICKETS = 4  # for each finishing warp, where tiles of dQ are taken in parts
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
 
 
@@ -443,10 +444,11 @@ def _backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None)
         kv_heads * key_tiles * cluster * t.groups if shares > 1 else 0
     )  # workers' keys whose sums are left in memory
     share_sums = 128 * t.sums(dim, dim_v)  # numbers of one of them
+    parts = 1 if whole else _finish_parts(t, dim, kv_heads * tiles, max(1, finish.warps) * clusters * cluster)
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", dim), ("DIM_V", dim_v), ("ROWS", t.rows), ("KEYS", t.keys), ("GROUPS", t.groups), ("CLUSTER", cluster),
         ("STAGES", t.stages), ("DO_STAGES", t.do_stages), ("FINISHERS", finish.warps),
-        ("FINISH_FRAGMENTS", finish.fragments), ("FINISH_STAGES", finish.stages), ("SHARED_MEMORY", size),
+        ("FINISH_FRAGMENTS", finish.fragments), ("FINISH_STAGES", finish.stages), ("FINISH_PARTS", parts), ("SHARED_MEMORY", size),
         *pairs.constants(), *features(problem), ("DETERMINISTIC", problem.deterministic and not whole),
         ("VECTOR_RED", True),
         ("SHARES", shares > 1), ("SHARE_SUMS", share_sums), ("WHOLE_DQ", whole),
@@ -491,6 +493,13 @@ def _shares(problem: AttentionProblem, t: BackwardTile, clusters: int) -> int:
     times = {n: _time(problem, t, walks, n, clusters) for n in range(1, most + 1)}
     best = min(times, key=lambda n: times[n])
     return best if times[best] * WORTH_SHARING < times[1] else 1
+
+
+def _finish_parts(t: BackwardTile, dim: int, tiles: int, warps: int) -> int:
+    """In how many parts a tile of dQ is turned to rows, where tiles are few beside the warps that do: its time comes after all else."""
+    columns = dim // 32 * (t.groups if t.shares_rows(dim) else 1)  # a part is some of them
+    parts = max(n for n in (1, 2, 3, 4) if columns % n == 0)
+    return parts if parts * tiles <= FINISH_TICKETS * warps else 1
 
 
 def _walks(problem: AttentionProblem, rows: int, keys: int) -> list[range]:
