@@ -44,6 +44,7 @@ class ForwardTile:
     groups: int
     keys: int
     stages: int  # K and V tiles in flight
+    blocks: int = 1  # thread blocks of a multiprocessor
     spills: int = 0
     dim: int = 256  # for head dimensions up to this
     banded: bool | None = None  # causal or a window; None: either
@@ -55,9 +56,11 @@ class ForwardTile:
         return 64 * self.groups
 
     @property
-    def blocks(self) -> int:
-        """Thread blocks of a multiprocessor. One warpgroup that computes alone would leave it idle between two tiles."""
-        return 2 if self.groups == 1 else 1
+    def registers(self) -> int:
+        """Of a thread that computes, as kernels_cu/sm90/forward.cu shares them out."""
+        at_start = 65536 // (128 * (self.groups + 1) * self.blocks) // 8 * 8
+        loader = 40 if self.groups * self.blocks < 3 else 32
+        return ((self.groups + 1) * at_start - loader) // self.groups // 8 * 8
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,14 @@ class BackwardTile:
         return sum(ceil(ceil(n, 64), self.groups) for n in (dim, dim_v)) * self.keys // 2
 
 
-DIMS = (64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
+DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
 
 FORWARD = (
+    # Up to 32 four warpgroups hide the exponentials, too, with 64 keys at a time; `_by_waste` chooses. With a bias they alone:
+    # beside its tiles for 128 keys there would be no room for the next tile's Q. Addresses, the loading thread's, are spilled.
+    ForwardTile(3, 128, 3, dim=32, scored=False, crowded=False),
+    ForwardTile(4, 64, 4, spills=120, dim=32),
+    ForwardTile(2, 64, 3, 2, spills=120, dim=32),
     # Addresses, once per tile: 24 bytes of a plain kernel; with slopes under a causal mask 208, which is faster by 9 % than two
     # warpgroups that spill none; with a soft cap, too, 376.
     ForwardTile(3, 128, 3, spills=400, dim=64, crowded=False),
@@ -118,6 +126,7 @@ FORWARD = (
     ForwardTile(2, 64, 2, spills=168),
     ForwardTile(2, 48, 2, spills=168),
 )
+WASTE = 1.25  # rows of all tiles of a head, as a multiple of the least possible, up to which the first row of FORWARD is taken
 # Where heads share K and V and queries are few, a tile takes all queries of as many heads as it holds. Not of every
 # number: each is a kernel to compile. The rows are tried first there: three warpgroups would spill, and under a window
 # with key_mask two do, once per tile.
@@ -141,11 +150,12 @@ EIGHT = (
 LISTED = (
     ForwardTile(2, 128, 4, dim=64, scored=False),
     ForwardTile(2, 128, 2, dim=128, scored=False),
+    ForwardTile(2, 64, 3, 2, spills=120, dim=32),
 )
 # Where they do not, and keys are few too, two or three warpgroups would have rows that nobody asked for.
 SHORT = (
-    ForwardTile(1, 64, 4, dim=64),
-    ForwardTile(1, 64, 2, spills=16, dim=128),  # with everything at once
+    ForwardTile(1, 64, 4, 2, dim=64),
+    ForwardTile(1, 64, 2, 2, spills=16, dim=128),  # with everything at once
 )
 # What may be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
 BACKWARD = (
@@ -185,7 +195,7 @@ def _crowded(problem: AttentionProblem) -> bool:
 
 def _forward_possible(t: ForwardTile, problem: AttentionProblem) -> bool:
     """Have scores, their 16-bit copy and the output room in what the kernel gives a thread that computes?"""
-    return t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= {1: 184, 2: 200, 3: 128}[t.groups]
+    return t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= t.registers - 32
 
 
 def _backward_possible(t: BackwardTile, problem: AttentionProblem) -> bool:
@@ -195,7 +205,7 @@ def _backward_possible(t: BackwardTile, problem: AttentionProblem) -> bool:
 
 TILES: dict[bool, Tiles[Any]] = {
     False: Tiles(FORWARD, {
-        "groups": (1, 2, 3), "keys": (64, 80, 96, 128, 192), "stages": (2, 3, 4), "spills": (0,),
+        "groups": (1, 2, 3, 4), "keys": (64, 80, 96, 128, 192), "stages": (2, 3, 4), "blocks": (1, 2, 3, 4), "spills": (0,),
     }, _forward_possible),
     True: Tiles(BACKWARD, {
         "rows": (64, 80, 96, 128), "keys": (64, 80, 96, 128), "groups": (2, 3), "stages": (1, 2), "do_stages": (1, 2),
@@ -209,13 +219,20 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
 
 
 def _padded(problem: AttentionProblem) -> tuple[int, int]:
-    dim, dim_v = (next(d for d in DIMS if n <= d) for n in (problem.dim, problem.dim_v))
+    """The head dimensions that kernels are compiled for: 32 where both are, of 16-bit numbers."""
+    least = DIMS[0] if max(problem.dim, problem.dim_v) <= DIMS[0] and problem.dtype != FLOAT8 else 64
+    dim, dim_v = (next(d for d in DIMS if max(n, least) <= d) for n in (problem.dim, problem.dim_v))
     return dim, dim_v
 
 
 TURNED_KEYS = 128  # of the block that turns V (kernels_cu/sm90/turned_values.cuh)
-RESERVED = 1024  # bytes of a multiprocessor's shared memory that another thread block takes for itself
+RESERVED = 1024  # bytes of a multiprocessor's shared memory that each thread block takes for itself
 BARRIERS = 256  # bytes for barriers, more than any ring takes
+
+
+def _share(arch: Arch, blocks: int) -> int:
+    """Bytes of shared memory that each of so many thread blocks of a multiprocessor can have."""
+    return (arch.shared_memory + RESERVED) // blocks - RESERVED
 
 
 @dataclass(frozen=True)
@@ -265,6 +282,17 @@ class ForwardFit(NamedTuple):
     memory: int  # bytes of shared memory
 
 
+def _by_waste(seq_q: int) -> list[ForwardTile]:
+    """The table; of rows for the same head dimensions those come later whose tiles have too many rows in vain."""
+    table = TILES[False].table
+
+    def computed(t: ForwardTile) -> int:
+        return ceil(seq_q, t.rows) * t.rows
+
+    least = {dim: min(computed(t) for t in table if t.dim == dim) for dim in {t.dim for t in table}}
+    return sorted(table, key=lambda t: (t.dim, computed(t) > WASTE * least[t.dim]))
+
+
 def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> ForwardFit | None:
     dim, dim_v = _padded(problem)
     listed = problem.block_mask is not None
@@ -283,9 +311,8 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
     busy, crowded = scored(problem) or problem.dropout > 0, _crowded(problem)
     first = PACKED if packed else SHORT if short else LISTED if listed else ()
     eight = problem.dtype == FLOAT8
-    rows: tuple[ForwardTile, ...] = (
-        (*([TILES[False].tile(tile)] if tile else ()), *EIGHT) if eight else TILES[False].rows(tile, first)
-    )
+    tuned = (TILES[False].tile(tile),) if tile else ()
+    rows: tuple[ForwardTile, ...] = (*tuned, *EIGHT) if eight else (*tuned, *first, *_by_waste(problem.seq_q))
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
     # leave through? It leaves in boxes of one head. Tiles of mask and bias: 2, of course.
     staged = not packed and problem.result_dtype != FLOAT8  # in boxes of 16-bit numbers
@@ -295,7 +322,7 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
         size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs, ITEMSIZE[problem.dtype])
         fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, busy)
         fits = fits and t.crowded in (None, crowded)
-        if fits and size <= arch.shared_memory // t.blocks - RESERVED * (t.blocks - 1):
+        if fits and size <= _share(arch, t.blocks):
             return ForwardFit(t, q_stages, o_staged, pairs, packed, size)
     return None
 
@@ -318,7 +345,7 @@ def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) 
     grid = min(tiles, t.blocks * arch.sms)
     dynamic = not alike and tiles > grid
     constants = (
-        ("DIM", dim), ("DIM_V", dim_v), ("GROUPS", t.groups), ("KEYS", t.keys), ("STAGES", t.stages),
+        ("DIM", dim), ("DIM_V", dim_v), ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys), ("STAGES", t.stages),
         ("Q_STAGES", q_stages), ("O_STAGED", o_staged), ("PACK", pack), ("SHARED_MEMORY", size), *pairs.constants(),
         *features(problem),
     )  # fmt: skip
@@ -357,7 +384,7 @@ def backward_memory(t: BackwardTile, finish: Finish, dim: int, dim_v: int, pairs
         t.rows != 64 or t.stages != 2 or dim > 64 * t.groups * (1 + t.clustered) or (t.clustered and t.keys % 32)
     ):
         return None
-    share_rows = not t.wide and dim == 64  # of dQ; else its columns
+    share_rows = not t.wide and dim <= 64  # of dQ; else its columns
     if share_rows and t.rows % (16 * t.groups):
         return None
     part_rows = t.rows // t.groups if share_rows else t.rows  # of dQ, a warpgroup's
@@ -392,7 +419,7 @@ def _fit_backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | N
         pairs = PairTiles(problem, pair_stages)
         size = backward_memory(t, finish, dim, dim_v, pairs)
         fits = max(dim, dim_v) <= t.dim and t.scored in (None, busy)
-        if fits and size is not None and size <= arch.shared_memory // t.blocks - RESERVED * (t.blocks - 1):
+        if fits and size is not None and size <= _share(arch, t.blocks):
             return BackwardFit(t, finish, pairs, size)
     return None
 
