@@ -105,9 +105,9 @@ DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these
 FORWARD = (
     # Up to 32 four warpgroups hide the exponentials, too, with 64 keys at a time; `_by_waste` chooses. With a bias they alone:
     # beside its tiles for 128 keys there would be no room for the next tile's Q. Addresses, the loading thread's, are spilled.
-    ForwardTile(3, 128, 3, dim=32, scored=False, crowded=False),
-    ForwardTile(4, 64, 4, spills=120, dim=32),
-    ForwardTile(2, 64, 3, 2, spills=120, dim=32),
+    ForwardTile(3, 128, 3, spills=56, dim=32, scored=False, crowded=False),
+    ForwardTile(4, 64, 4, spills=128, dim=32),
+    ForwardTile(2, 64, 3, 2, spills=160, dim=32),
     # Addresses, once per tile: 24 bytes of a plain kernel; with slopes under a causal mask 208, which is faster by 9 % than two
     # warpgroups that spill none; with a soft cap, too, 376.
     ForwardTile(3, 128, 3, spills=400, dim=64, crowded=False),
@@ -126,6 +126,7 @@ FORWARD = (
     ForwardTile(2, 64, 2, spills=168),
     ForwardTile(2, 48, 2, spills=168),
 )
+PAIR_STAGES = (2, 1)  # tiles of mask and bias in flight: the first that there is room for
 WASTE = 1.25  # rows of all tiles of a head, as a multiple of the least possible, up to which the first row of FORWARD is taken
 # Where heads share K and V and queries are few, a tile takes all queries of as many heads as it holds. Not of every
 # number: each is a kernel to compile. The rows are tried first there: three warpgroups would spill, and under a window
@@ -150,7 +151,7 @@ EIGHT = (
 LISTED = (
     ForwardTile(2, 128, 4, dim=64, scored=False),
     ForwardTile(2, 128, 2, dim=128, scored=False),
-    ForwardTile(2, 64, 3, 2, spills=120, dim=32),
+    ForwardTile(2, 64, 3, 2, spills=160, dim=32),
 )
 # Where they do not, and keys are few too, two or three warpgroups would have rows that nobody asked for.
 SHORT = (
@@ -314,9 +315,9 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
     tuned = (TILES[False].tile(tile),) if tile else ()
     rows: tuple[ForwardTile, ...] = (*tuned, *EIGHT) if eight else (*tuned, *first, *_by_waste(problem.seq_q))
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
-    # leave through? It leaves in boxes of one head. Tiles of mask and bias: 2, of course.
+    # leave through? It leaves in boxes of one head.
     staged = not packed and problem.result_dtype != FLOAT8  # in boxes of 16-bit numbers
-    room = [(q, o, n) for n in (2, 1)[not paired :] for q, o in ((2, staged), (2, False), (1, False))]
+    room = [(q, o, n) for n in (PAIR_STAGES if paired else (1,)) for q, o in ((2, staged), (2, False), (1, False))]
     for t, (q_stages, o_staged, pair_stages) in itertools.product(rows, room):
         pairs = PairTiles(problem, pair_stages)
         size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs, ITEMSIZE[problem.dtype])
@@ -415,7 +416,7 @@ def _fit_backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | N
     busy = scored(problem) or problem.has("mask") or problem.dropout > 0
     short = max(problem.seq_q, problem.seq_k) <= FEW
     rows: tuple[BackwardTile, ...] = TILES[True].rows(tile, SHORT_BACKWARD if short else ())
-    for t, pair_stages, finish in itertools.product(rows, (2, 1)[not _paired(problem) :], FINISH):
+    for t, pair_stages, finish in itertools.product(rows, PAIR_STAGES if _paired(problem) else (1,), FINISH):
         pairs = PairTiles(problem, pair_stages)
         size = backward_memory(t, finish, dim, dim_v, pairs)
         fits = max(dim, dim_v) <= t.dim and t.scored in (None, busy)
