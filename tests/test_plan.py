@@ -350,7 +350,7 @@ def test_few_queries_have_tiles_of_one_warpgroup() -> None:
         assert constants(plan(replace(short, dim=64, **other), H200))["GROUPS"] == 3
 
 
-def test_up_to_32_tiles_of_queries_are_such_that_few_rows_are_in_vain() -> None:
+def test_up_to_32_tiles_are_such_that_no_multiprocessor_has_much_more_to_do_than_it_need() -> None:
     for length, groups, blocks, keys, given in (
         (1, 2, 2, 64, ()), (128, 2, 2, 64, ()), (129, 3, 1, 128, ()), (192, 3, 1, 128, ()), (193, 4, 1, 64, ()),
         (256, 4, 1, 64, ()), (257, 3, 1, 128, ()), (512, 3, 1, 128, ()), (577, 3, 1, 128, ()), (2000, 3, 1, 128, ()),
@@ -364,6 +364,9 @@ def test_up_to_32_tiles_of_queries_are_such_that_few_rows_are_in_vain() -> None:
         assert blocks * (chosen.launches[0].shared_memory + 1024) <= H200.shared_memory + 1024
         assert told["Q_STAGES"] == 2  # the next tile's comes early
         assert constants(plan(asked, H200, True))["DIM"] == 32
+    for batch, groups in ((8, 2), (9, 4)):  # heads enough for all multiprocessors, or not
+        asked = problem("float16", 32, batch=batch, heads_k=8, seq_q=256)
+        assert constants(plan(asked, H200))["GROUPS"] == groups
     for dims in ((32, 33), (33, 32), (8, 64)):
         told = constants(plan(problem("float16", *dims, seq_q=256), H200))
         assert (told["DIM"], told["DIM_V"], told["GROUPS"]) == (64, 64, 3)

@@ -168,8 +168,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "32-of-few-queries": ("float16", {"seq": (5, 400), "dims": (32, 32), "heads": (12, 2)}, {"causal": True}),
     "32-blocks": ("float16", {"seq": (300, 330), "dims": (32, 32), "heads": (4, 2), "given": ("bias",)}, {"blocks": ((64, 128),)}),
     "32-in-four": ("bfloat16", {"seq": (150, 200), "dims": (32, 16)}, {"tiles": ((1, 64, 2, 4), None), "causal": True}),
-    "32-and-64": ("float16", {"seq": (130, 200), "dims": (32, 64), "batch": 1}, {"causal": True}),
-    "64-and-32": ("bfloat16", {"seq": (130, 200), "dims": (64, 32), "batch": 1, "key_mask": True}, {}),
+    "32-in-order": ("float16", {"heads": (4, 2), "seq": (150, 433), "dims": (32, 32), "batch": 1}, {"deterministic": True}),
     "one-query": ("bfloat16", {"seq": (1, 300), "heads": (6, 2), "dims": (128, 128)}, {}),
 }  # fmt: skip
 
@@ -186,6 +185,7 @@ SHARED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "in-order": (
         "bfloat16", {"heads": (3, 1), "seq": (400, 430), "batch": 1}, {"causal": True, "deterministic": True},
     ),
+    "32": ("bfloat16", {"heads": (3, 1), "seq": (400, 430), "dims": (24, 32), "batch": 1, "dlse": 1.0}, {"causal": True}),
     "cross": ("float16", {"seq": (300, 77), "dims": (128, 100), "heads": (2, 2), "batch": 1, "key_mask": True}, {}),
     "short": ("bfloat16", {"seq": (49, 60), "heads": (7, 1), "dims": (32, 64), "batch": 2}, {"causal": True}),
     "192": ("float16", {"seq": (330, 180), "dims": (192, 128), "heads": (2, 1), "batch": 1}, {"window": (150, 50)}),

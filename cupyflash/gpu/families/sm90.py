@@ -90,7 +90,7 @@ class BackwardTile:
 
     @property
     def blocks(self) -> int:
-        """Thread blocks of a multiprocessor, as of the forward."""
+        """Thread blocks of a multiprocessor. One warpgroup that computes alone would leave it idle between two tiles."""
         return 2 if self.groups == 1 else 1
 
     def sums(self, dim: int, dim_v: int) -> int:
@@ -103,11 +103,6 @@ class BackwardTile:
 DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
 
 FORWARD = (
-    # Up to 32 four warpgroups hide the exponentials, too, with 64 keys at a time; `_by_waste` chooses. With a bias they alone:
-    # beside its tiles for 128 keys there would be no room for the next tile's Q. Addresses, the loading thread's, are spilled.
-    ForwardTile(3, 128, 3, spills=56, dim=32, scored=False, crowded=False),
-    ForwardTile(4, 64, 4, spills=128, dim=32),
-    ForwardTile(2, 64, 3, 2, spills=160, dim=32),
     # Addresses, once per tile: 24 bytes of a plain kernel; with slopes under a causal mask 208, which is faster by 9 % than two
     # warpgroups that spill none; with a soft cap, too, 376.
     ForwardTile(3, 128, 3, spills=400, dim=64, crowded=False),
@@ -127,7 +122,17 @@ FORWARD = (
     ForwardTile(2, 48, 2, spills=168),
 )
 PAIR_STAGES = (2, 1)  # tiles of mask and bias in flight: the first that there is room for
-WASTE = 1.25  # rows of all tiles of a head, as a multiple of the least possible, up to which the first row of FORWARD is taken
+# Up to 32, those that are tried first, `_by_load`: four warpgroups with 64 keys at a time hide the exponentials, too. With a
+# bias they alone: beside its tiles for 128 keys there would be no room for the next tile's Q. What is spilled are addresses,
+# with mask and bias the loading thread's.
+NARROW = (
+    ForwardTile(3, 128, 3, spills=56, dim=32, scored=False, crowded=False),
+    ForwardTile(4, 64, 4, spills=128, dim=32),
+    ForwardTile(2, 64, 3, 2, spills=160, dim=32),
+)
+OVERLOAD = (
+    1.25  # times the least rows that a multiprocessor may have to compute: up to that they are taken in their order
+)
 # Where heads share K and V and queries are few, a tile takes all queries of as many heads as it holds. Not of every
 # number: each is a kernel to compile. The rows are tried first there: three warpgroups would spill, and under a window
 # with key_mask two do, once per tile.
@@ -283,15 +288,15 @@ class ForwardFit(NamedTuple):
     memory: int  # bytes of shared memory
 
 
-def _by_waste(seq_q: int) -> list[ForwardTile]:
-    """The table; of rows for the same head dimensions those come later whose tiles have too many rows in vain."""
-    table = TILES[False].table
+def _by_load(problem: AttentionProblem, arch: Arch) -> tuple[ForwardTile, ...]:
+    """NARROW; those come last that give some multiprocessor too much to do."""
 
-    def computed(t: ForwardTile) -> int:
-        return ceil(seq_q, t.rows) * t.rows
+    def load(t: ForwardTile) -> int:  # rows of its tiles, also those in vain
+        tiles = problem.batch * problem.heads_q * ceil(problem.seq_q, t.rows)
+        return ceil(tiles, arch.sms) * t.rows
 
-    least = {dim: min(computed(t) for t in table if t.dim == dim) for dim in {t.dim for t in table}}
-    return sorted(table, key=lambda t: (t.dim, computed(t) > WASTE * least[t.dim]))
+    least = min(map(load, NARROW))
+    return tuple(sorted(NARROW, key=lambda t: load(t) > OVERLOAD * least))
 
 
 def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> ForwardFit | None:
@@ -310,10 +315,11 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
     )
     short = few and problem.seq_k <= FEW and heads > arch.sms
     busy, crowded = scored(problem) or problem.dropout > 0, _crowded(problem)
-    first = PACKED if packed else SHORT if short else LISTED if listed else ()
+    first = PACKED if packed else SHORT if short else LISTED if listed else _by_load(problem, arch)
     eight = problem.dtype == FLOAT8
-    tuned = (TILES[False].tile(tile),) if tile else ()
-    rows: tuple[ForwardTile, ...] = (*tuned, *EIGHT) if eight else (*tuned, *first, *_by_waste(problem.seq_q))
+    rows: tuple[ForwardTile, ...] = (
+        (*([TILES[False].tile(tile)] if tile else ()), *EIGHT) if eight else TILES[False].rows(tile, first)
+    )
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
     # leave through? It leaves in boxes of one head.
     staged = not packed and problem.result_dtype != FLOAT8  # in boxes of 16-bit numbers
