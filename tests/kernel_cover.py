@@ -14,7 +14,16 @@ from cupyflash.score import tanh, trace, where
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DIMS = [(d, d) for d in (16, 32, 64, 80, 96, 128, 160, 192, 256)] + [(192, 128), (64, 96), (256, 32)]
 LENGTHS = (1000, 8192)  # tiles may differ; where they do not, the source is the same and is compiled once
-FEW = {(64, 64): 1, (96, 96): 7, (128, 128): 1, (192, 128): 30, (192, 192): 16, (256, 256): 60}  # queries: tiles differ
+FEW = {
+    (16, 16): 200,
+    (32, 32): 100,
+    (64, 64): 1,
+    (96, 96): 7,
+    (128, 128): 1,
+    (192, 128): 30,
+    (192, 192): 16,
+    (256, 256): 60,
+}  # queries: tiles differ
 
 GIVEN = tuple(
     Given(rule.name, rule.dtypes[0], rule.axes) for rule in ARRAYS if not rule.of_float8

@@ -303,6 +303,7 @@ def test_explain_tells_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sums_of_shares_are_as_many_as_a_thread_holds() -> None:
     for dims, sums in (
+        ((32, 32), 32),
         ((64, 64), 64),
         ((96, 64), 80),
         ((128, 128), 128),
@@ -365,7 +366,29 @@ def test_few_queries_have_tiles_of_one_warpgroup() -> None:
     assert 2 * (told["SHARED_MEMORY"] + 1024) <= H200.shared_memory + 1024
     assert plan(replace(short, batch=500), H200).launches[0].grid == 2 * 132
     for other in ({"batch": 33}, {"seq_q": 65}, {"seq_k": 65}):
-        assert constants(plan(replace(short, **other), H200))["GROUPS"] == 3
+        assert constants(plan(replace(short, dim=64, **other), H200))["GROUPS"] == 3
+
+
+def test_up_to_32_tiles_are_such_that_no_multiprocessor_has_much_more_to_do_than_it_need() -> None:
+    for length, groups, blocks, keys, given in (
+        (1, 2, 2, 64, ()), (128, 2, 2, 64, ()), (129, 3, 1, 128, ()), (192, 3, 1, 128, ()), (193, 4, 1, 64, ()),
+        (256, 4, 1, 64, ()), (257, 3, 1, 128, ()), (512, 3, 1, 128, ()), (577, 3, 1, 128, ()), (2000, 3, 1, 128, ()),
+        (256, 4, 1, 64, BIAS), (300, 2, 2, 64, BIAS), (2000, 4, 1, 64, BIAS),
+    ):  # fmt: skip
+        asked = problem("float16", 32, batch=50, heads_k=8, seq_q=length, given=given)
+        chosen = plan(asked, H200)
+        told = constants(chosen)
+        assert [told[x] for x in ("DIM", "DIM_V", "GROUPS", "BLOCKS", "KEYS")] == [32, 32, groups, blocks, keys]
+        assert chosen.launches[0].grid == min(-(-length // (64 * groups)) * 400, blocks * 132)
+        assert blocks * (chosen.launches[0].shared_memory + 1024) <= H200.shared_memory + 1024
+        assert told["Q_STAGES"] == 2  # the next tile's comes early
+        assert constants(plan(asked, H200, True))["DIM"] == 32
+    for batch, groups in ((8, 2), (9, 4)):  # heads enough for all multiprocessors, or not
+        asked = problem("float16", 32, batch=batch, heads_k=8, seq_q=256)
+        assert constants(plan(asked, H200))["GROUPS"] == groups
+    for dims in ((32, 33), (33, 32), (8, 64)):
+        told = constants(plan(problem("float16", *dims, seq_q=256), H200))
+        assert (told["DIM"], told["DIM_V"], told["GROUPS"]) == (64, 64, 3)
 
 
 def test_short_sequences_have_backward_tiles_of_one_warpgroup() -> None:
@@ -463,7 +486,7 @@ def test_heads_that_share_keys_share_tiles_where_queries_are_few() -> None:
 
 def test_a_tuned_tile_packs_too() -> None:
     asked = problem("bfloat16", batch=10, seq_q=3, heads_q=8, heads_k=1)
-    told = constants(plan(asked, H200, tiles={"sm90": (3, 128, 2, 0), "sm80": (64, 64, 4, 1, 2, 2)}))
+    told = constants(plan(asked, H200, tiles={"sm90": (3, 128, 2, 1, 0), "sm80": (64, 64, 4, 1, 2, 2)}))
     assert (told["GROUPS"], told["PACK"]) == (3, 64)  # 3 rows each
 
 

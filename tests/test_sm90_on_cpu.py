@@ -158,6 +158,26 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "bfloat16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "score": "without_s"}, {"score": without_s},
     ),
     "score-of-few-queries": ("bfloat16", {"seq": (5, 200), "heads": (12, 2), "score": "grid"}, {"score": grid, "causal": True}),
+    # Head dimensions up to 32: tiles of four warpgroups, of two in each of two thread blocks, of three.
+    "32": ("float16", {"seq": (230, 300), "dims": (32, 32), "batch": 1, "dlse": 1.0}, {}),
+    "32-large": ("bfloat16", {"seq": (100, 500), "dims": (32, 32), "batch": 1}, {"scale": 3.0}),
+    "32-causal": ("bfloat16", {"seq": (300, 362), "dims": (32, 24), "heads": (4, 2)}, {"causal": True}),
+    "32-bias": (  # an Evoformer's
+        "bfloat16", {"seq": (256, 256), "dims": (32, 32), "heads": (2, 2), "batch": 3, "given": ("bias",), "full": "hqk", "key_mask": True},
+        {},
+    ),
+    "32-bias-float32": (
+        "float16", {"seq": (120, 330), "dims": (20, 32), "heads": (4, 2), "batch": 2, "given": ("bias", "mask"), "full": "bqk", "bias": "float32"},
+        {"window": (150, 9), "rows_aligned": False},
+    ),
+    "32-scores": (
+        "float16", {"seq": (200, 250), "dims": (32, 27), "heads": (4, 2), "batch": 1, "given": (*SCORES, "seed"), "key_mask": True},
+        {"softcap": 2.0, "causal": True, "dropout": 0.2},
+    ),
+    "32-of-few-queries": ("float16", {"seq": (5, 400), "dims": (32, 32), "heads": (12, 2)}, {"causal": True}),
+    "32-blocks": ("float16", {"seq": (300, 330), "dims": (32, 32), "heads": (4, 2), "given": ("bias",)}, {"blocks": ((64, 128),)}),
+    "32-in-four": ("bfloat16", {"seq": (150, 200), "dims": (32, 16)}, {"tiles": ((1, 64, 2, 4), None), "causal": True}),
+    "32-in-order": ("float16", {"heads": (4, 2), "seq": (150, 433), "dims": (32, 32), "batch": 1}, {"deterministic": True}),
     "one-query": ("bfloat16", {"seq": (1, 300), "heads": (6, 2), "dims": (128, 128)}, {}),
 }  # fmt: skip
 
@@ -176,6 +196,7 @@ SHARED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "uneven": ("float16", {"heads": (4, 1), "seq": (330, 300), "batch": 2, "key_mask": True}, {"window": (40, 0)}),
     "unseen": ("float16", {"heads": (2, 1), "seq": (900, 200), "batch": 12}, {"causal": True}),  # by some query tiles
+    "32": ("bfloat16", {"heads": (3, 1), "seq": (400, 430), "dims": (24, 32), "batch": 1, "dlse": 1.0}, {"causal": True}),
     "cross": ("float16", {"seq": (300, 77), "dims": (128, 100), "heads": (2, 2), "batch": 1, "key_mask": True}, {}),
     "short": ("bfloat16", {"seq": (49, 60), "heads": (7, 1), "dims": (32, 64), "batch": 2}, {"causal": True}),
     "192": ("float16", {"seq": (330, 180), "dims": (192, 128), "heads": (2, 1), "batch": 1}, {"window": (150, 50)}),

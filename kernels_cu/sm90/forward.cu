@@ -16,16 +16,15 @@
 
 // Per thread. What the loading warpgroup gives away the others take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
-constexpr int LOADER_REGISTERS = GROUPS == 3 ? 32 : 40;
-constexpr int WORKER_REGISTERS = GROUPS == 3 ? 160 : GROUPS == 2 ? 232 : 216;
-static_assert(LOADER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);
+constexpr int LOADER_REGISTERS = ROOMY ? 40 : 32;
+constexpr int WORKER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - LOADER_REGISTERS) / GROUPS / 8 * 8;
 
 // Exponentials are taken before their maximum is known (softmax.cuh), where registers allow it and the maximum is not
 // expected to grow. Two warpgroups have some to spare for a warp to do what overflowed again by itself; three do it together.
 // (With dropout and slopes, or a seed in memory, they do not.)
 constexpr bool BLIND =
     !TURNED && DIM <= 128 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS && !(DROPOUT && (ALIBI_SLOPES || SEED));
-constexpr bool WARP_VOTE = GROUPS < 3;
+constexpr bool WARP_VOTE = ROOMY;
 
 // Whether the output of a tile is stored under the second scores of the next, where those need no element tests. (With a
 // lower bound of the keys, or with dropout, the compiler would make the products wait for each other.)

@@ -13,11 +13,13 @@ using namespace config;
 constexpr int ROWS = 64 * GROUPS;
 constexpr int HEAD_ROWS = ROWS / PACK;  // where queries are few, heads that share K and V share a tile: rows of each
 constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int BLOCKS = GROUPS == 1 ? 2 : 1;  // of a multiprocessor
 constexpr int READERS = 4 * GROUPS;  // warps that read what is loaded
 
+// Whether threads have registers to spare: no more than two warpgroups compute on a multiprocessor, in BLOCKS thread blocks.
+constexpr bool ROOMY = GROUPS * BLOCKS < 3;
+
 // Whether the last O += P V of a tile is done under the first scores of the next: asks for registers and an early Q.
-constexpr bool RIDE = GROUPS < 3 && Q_STAGES > 1;
+constexpr bool RIDE = ROOMY && Q_STAGES > 1;
 
 // Whether, where tiles are alike and so their order is fixed, the next tile's Q is asked for in the middle of a tile: all
 // thread blocks change heads at once, and it would come late. (Beside three warpgroups the loading thread has no
@@ -26,7 +28,7 @@ constexpr bool EARLY = RIDE && walk::ALIKE;
 
 // Whether the loading thread tells the others all of a tile, so that they need no divisions between two tiles, or only
 // its number: beside three warpgroups it has no registers for more, and where tiles are alike there is nothing to gain.
-constexpr bool TELL = GROUPS < 3 && !walk::ALIKE;
+constexpr bool TELL = ROOMY && !walk::ALIKE;
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;

@@ -44,6 +44,7 @@ class ForwardTile:
     groups: int
     keys: int
     stages: int  # K and V tiles in flight
+    blocks: int = 1  # thread blocks of a multiprocessor
     spills: int = 0
     dim: int = 256  # for head dimensions up to this
     banded: bool | None = None  # causal or a window; None: either
@@ -55,9 +56,11 @@ class ForwardTile:
         return 64 * self.groups
 
     @property
-    def blocks(self) -> int:
-        """Thread blocks of a multiprocessor. One warpgroup that computes alone would leave it idle between two tiles."""
-        return 2 if self.groups == 1 else 1
+    def registers(self) -> int:
+        """Of a thread that computes, as kernels_cu/sm90/forward.cu shares them out."""
+        at_start = 65536 // (128 * (self.groups + 1) * self.blocks) // 8 * 8
+        loader = 40 if self.groups * self.blocks < 3 else 32
+        return ((self.groups + 1) * at_start - loader) // self.groups // 8 * 8
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class BackwardTile:
 
     @property
     def blocks(self) -> int:
-        """Thread blocks of a multiprocessor, as of the forward."""
+        """Thread blocks of a multiprocessor. One warpgroup that computes alone would leave it idle between two tiles."""
         return 2 if self.groups == 1 else 1
 
     @property
@@ -110,7 +113,7 @@ class BackwardTile:
         return sum(ceil(ceil(n, 64), self.groups) for n in (dim, dim_v)) * self.keys // 2
 
 
-DIMS = (64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
+DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
 
 FORWARD = (
     # Addresses, once per tile: 24 bytes of a plain kernel; with slopes under a causal mask 208, which is faster by 9 % than two
@@ -130,6 +133,18 @@ FORWARD = (
     # Where a mask or a bias leaves less room.
     ForwardTile(2, 64, 2, spills=168),
     ForwardTile(2, 48, 2, spills=168),
+)
+PAIR_STAGES = (2, 1)  # tiles of mask and bias in flight: the first that there is room for
+# Up to 32, those that are tried first, `_by_load`: four warpgroups with 64 keys at a time hide the exponentials, too. With a
+# bias they alone: beside its tiles for 128 keys there would be no room for the next tile's Q. What is spilled are addresses,
+# with mask and bias the loading thread's.
+NARROW = (
+    ForwardTile(3, 128, 3, spills=56, dim=32, scored=False, crowded=False),
+    ForwardTile(4, 64, 4, spills=128, dim=32),
+    ForwardTile(2, 64, 3, 2, spills=160, dim=32),
+)
+OVERLOAD = (
+    1.25  # times the least rows that a multiprocessor may have to compute: up to that they are taken in their order
 )
 # Where heads share K and V and queries are few, a tile takes all queries of as many heads as it holds. Not of every
 # number: each is a kernel to compile. The rows are tried first there: three warpgroups would spill, and under a window
@@ -154,11 +169,12 @@ EIGHT = (
 LISTED = (
     ForwardTile(2, 128, 4, dim=64, scored=False),
     ForwardTile(2, 128, 2, dim=128, scored=False),
+    ForwardTile(2, 64, 3, 2, spills=160, dim=32),
 )
 # Where they do not, and keys are few too, two or three warpgroups would have rows that nobody asked for.
 SHORT = (
-    ForwardTile(1, 64, 4, dim=64),
-    ForwardTile(1, 64, 2, spills=16, dim=128),  # with everything at once
+    ForwardTile(1, 64, 4, 2, dim=64),
+    ForwardTile(1, 64, 2, 2, spills=16, dim=128),  # with everything at once
 )
 # What may be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
 BACKWARD = (
@@ -200,7 +216,7 @@ def _crowded(problem: AttentionProblem) -> bool:
 
 def _forward_possible(t: ForwardTile, problem: AttentionProblem) -> bool:
     """Have scores, their 16-bit copy and the output room in what the kernel gives a thread that computes?"""
-    return t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= {1: 184, 2: 200, 3: 128}[t.groups]
+    return t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= t.registers - 32
 
 
 def _backward_possible(t: BackwardTile, problem: AttentionProblem) -> bool:
@@ -210,7 +226,7 @@ def _backward_possible(t: BackwardTile, problem: AttentionProblem) -> bool:
 
 TILES: dict[bool, Tiles[Any]] = {
     False: Tiles(FORWARD, {
-        "groups": (1, 2, 3), "keys": (64, 80, 96, 128, 192), "stages": (2, 3, 4), "spills": (0,),
+        "groups": (1, 2, 3, 4), "keys": (64, 80, 96, 128, 192), "stages": (2, 3, 4), "blocks": (1, 2, 3, 4), "spills": (0,),
     }, _forward_possible),
     True: Tiles(BACKWARD, {
         "rows": (64, 80, 96, 128), "keys": (64, 80, 96, 128), "groups": (2, 3), "stages": (1, 2), "do_stages": (1, 2),
@@ -224,13 +240,20 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
 
 
 def _padded(problem: AttentionProblem) -> tuple[int, int]:
-    dim, dim_v = (next(d for d in DIMS if n <= d) for n in (problem.dim, problem.dim_v))
+    """The head dimensions that kernels are compiled for: 32 where both are, of 16-bit numbers."""
+    least = DIMS[0] if max(problem.dim, problem.dim_v) <= DIMS[0] and problem.dtype != FLOAT8 else 64
+    dim, dim_v = (next(d for d in DIMS if max(n, least) <= d) for n in (problem.dim, problem.dim_v))
     return dim, dim_v
 
 
 TURNED_KEYS = 128  # of the block that turns V (kernels_cu/sm90/turned_values.cuh)
-RESERVED = 1024  # bytes of a multiprocessor's shared memory that another thread block takes for itself
+RESERVED = 1024  # bytes of a multiprocessor's shared memory that each thread block takes for itself
 BARRIERS = 256  # bytes for barriers, more than any ring takes
+
+
+def _share(arch: Arch, blocks: int) -> int:
+    """Bytes of shared memory that each of so many thread blocks of a multiprocessor can have."""
+    return (arch.shared_memory + RESERVED) // blocks - RESERVED
 
 
 @dataclass(frozen=True)
@@ -280,6 +303,17 @@ class ForwardFit(NamedTuple):
     memory: int  # bytes of shared memory
 
 
+def _by_load(problem: AttentionProblem, arch: Arch) -> tuple[ForwardTile, ...]:
+    """NARROW; those come last that give some multiprocessor too much to do."""
+
+    def load(t: ForwardTile) -> int:  # rows of its tiles, also those in vain
+        tiles = problem.batch * problem.heads_q * ceil(problem.seq_q, t.rows)
+        return ceil(tiles, arch.sms) * t.rows
+
+    least = min(map(load, NARROW))
+    return tuple(sorted(NARROW, key=lambda t: load(t) > OVERLOAD * least))
+
+
 def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> ForwardFit | None:
     dim, dim_v = _padded(problem)
     listed = problem.block_mask is not None
@@ -296,21 +330,21 @@ def _fit_forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | No
     )
     short = few and problem.seq_k <= FEW and heads > arch.sms
     busy, crowded = scored(problem) or problem.dropout > 0, _crowded(problem)
-    first = PACKED if packed else SHORT if short else LISTED if listed else ()
+    first = PACKED if packed else SHORT if short else LISTED if listed else _by_load(problem, arch)
     eight = problem.dtype == FLOAT8
     rows: tuple[ForwardTile, ...] = (
         (*([TILES[False].tile(tile)] if tile else ()), *EIGHT) if eight else TILES[False].rows(tile, first)
     )
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
-    # leave through? It leaves in boxes of one head. Tiles of mask and bias: 2, of course.
+    # leave through? It leaves in boxes of one head.
     staged = not packed and problem.result_dtype != FLOAT8  # in boxes of 16-bit numbers
-    room = [(q, o, n) for n in (2, 1)[not paired :] for q, o in ((2, staged), (2, False), (1, False))]
+    room = [(q, o, n) for n in (PAIR_STAGES if paired else (1,)) for q, o in ((2, staged), (2, False), (1, False))]
     for t, (q_stages, o_staged, pair_stages) in itertools.product(rows, room):
         pairs = PairTiles(problem, pair_stages)
         size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs, ITEMSIZE[problem.dtype])
         fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, busy)
         fits = fits and t.crowded in (None, crowded)
-        if fits and size <= arch.shared_memory // t.blocks - RESERVED * (t.blocks - 1):
+        if fits and size <= _share(arch, t.blocks):
             return ForwardFit(t, q_stages, o_staged, pairs, packed, size)
     return None
 
@@ -333,7 +367,7 @@ def _forward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) 
     grid = min(tiles, t.blocks * arch.sms)
     dynamic = not alike and tiles > grid
     constants = (
-        ("DIM", dim), ("DIM_V", dim_v), ("GROUPS", t.groups), ("KEYS", t.keys), ("STAGES", t.stages),
+        ("DIM", dim), ("DIM_V", dim_v), ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys), ("STAGES", t.stages),
         ("Q_STAGES", q_stages), ("O_STAGED", o_staged), ("PACK", pack), ("SHARED_MEMORY", size), *pairs.constants(),
         *features(problem),
     )  # fmt: skip
@@ -411,14 +445,14 @@ def _fit_backward(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | N
     ways = (
         (t, n, finish)
         for t in rows
-        for n in (2, 1)[not _paired(problem) :]
+        for n in (PAIR_STAGES if _paired(problem) else (1,))
         for finish in ((NO_FINISH,) if _whole(problem, t) else FINISH)
     )
     for t, pair_stages, finish in ways:
         pairs = PairTiles(problem, pair_stages)
         size = backward_memory(t, finish, dim, dim_v, pairs)
         fits = max(dim, dim_v) <= t.dim and t.scored in (None, busy)
-        if fits and size is not None and size <= arch.shared_memory // t.blocks - RESERVED * (t.blocks - 1):
+        if fits and size is not None and size <= _share(arch, t.blocks):
             return BackwardFit(t, finish, pairs, size)
     return None
 
