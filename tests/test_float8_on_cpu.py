@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cuda_on_cpu import as_cpp, compile_all, needs_compiler
-from float8_problems import FLOAT8, exact_of, quantize
+from float8_problems import FLOAT8, Quantized, exact_of, quantize
 from on_cpu import Guarded, run
 from semantics import draw_inputs
 
@@ -45,14 +45,26 @@ CASES: dict[str, dict[str, Any]] = {  # shapes, how inputs are scaled, the resul
 
 @pytest.mark.parametrize("case", CASES)
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:
-    options = {"by": None, "result": "bfloat16", "out_scale": 1.0, "tile": None, "given": (), "key_mask": False}
-    options |= {"heads": (2, 2), "dims": (64, 64)} | CASES[case]
-    by, result, out_scale, tile = (options.pop(name) for name in ("by", "result", "out_scale", "tile"))
+    options = {"by": None, "given": (), "key_mask": False, "heads": (2, 2), "dims": (64, 64)} | CASES[case]
     shapes = {name: options.pop(name) for name in ("seq", "heads", "dims", "given", "key_mask")}
     drawn = draw_inputs(rng, "float32", **shapes)
-    others = {name: x.reshape(1) if name == "seed" else x for name, x in drawn.given.items()}
-    x = quantize(rng, *drawn[:3], by=by)
-    problem, exact = exact_of(x, drawn.key_mask, others, **options)
+    x = quantize(rng, *drawn[:3], by=options.pop("by"))
+    check(x, drawn.key_mask, drawn.given, **options)
+
+
+def check(
+    x: Quantized,
+    key_mask: np.ndarray | None = None,
+    others: dict[str, np.ndarray] | None = None,
+    *,
+    result: str = "bfloat16",
+    out_scale: float = 1.0,
+    tile: tuple[int, ...] | None = None,
+    **options: Any,
+) -> None:
+    """The kernel in both orders (cuda_on_cpu.h), to the bit the same in both, beside exact attention on what x stands for."""
+    others = {name: a.reshape(1) if name == "seed" else a for name, a in (others or {}).items()}
+    problem, exact = exact_of(x, key_mask, others, **options)
     given = [*problem.given]
     for rule in ARRAYS:
         if rule.name in x.descales:
@@ -63,7 +75,7 @@ def test_on_cpu(case: str, rng: np.random.Generator) -> None:
     problem = replace(problem, dtype=FLOAT8.name, out_dtype=result, out_scale=out_scale, given=tuple(given))
     chosen = plan(problem, H200, False, "sm90", tile and {"sm90": tile})
     (library,) = compile_all(as_cpp(generate(chosen), [y.name for y in chosen.launches]))
-    optional = x.descales | others | ({} if drawn.key_mask is None else {"key_mask": drawn.key_mask})
+    optional = x.descales | others | ({} if key_mask is None else {"key_mask": key_mask})
     inputs = {name: Guarded(a.shape, a.dtype, a, True) for name, a in zip("qkv", x[:3])}
     inputs |= {name: Guarded(a.shape, a.dtype, a) for name, a in optional.items()}
     results = {"out": Guarded(exact.out.shape, RESULTS[result], None, True), "lse": Guarded(exact.lse.shape, "float32")}
@@ -80,3 +92,26 @@ def test_on_cpu(case: str, rng: np.random.Generator) -> None:
         bits = results["out"].array.tobytes() + results["lse"].array.tobytes()
         assert before in (None, bits)
         before = bits
+
+
+def test_a_row_keeps_its_maximum_where_that_of_another_grows(rng: np.random.Generator) -> None:
+    """Rows of a warp raise their maxima together, here in each of 24 tiles; every other row has seen its largest in the first."""
+    q, k, v = (rng.standard_normal((1, n, 1, 64)).astype(np.float32) for n in (64, 24 * 128, 24 * 128))
+    q[..., :2], k[..., :2] = 0, 1
+    q[:, ::2, :, 0] = q[:, 1::2, :, 1] = 48  # the scale is 1/8
+    k[:, :-128, :, 1], k[:, -128:, :, 1] = -1, 8  # the last keys are visited first
+    size = 24 - np.arange(24, dtype=np.float32)
+    given = [x.astype(FLOAT8) for x in (q, k, v)]
+    check(Quantized(*given, {"k_descale": size[None, None]}))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_scale_of_zero(causal: bool, rng: np.random.Generator) -> None:
+    """Of all scores, or what a block of zeros was divided by: every score is 0, and lse the logarithm of their number."""
+    drawn = draw_inputs(rng, "float32", seq=(150, 260))
+    x = quantize(rng, *drawn[:3])
+    check(x, scale=0.0, causal=causal)
+    zero = np.zeros((1, 1, 1), np.float32)
+    check(x._replace(descales={"q_descale": zero}), causal=causal)
+    blocks = np.array([[[0.0, 1.0, 0.0]]], np.float32)
+    check(x._replace(descales={"k_descale": blocks, "v_descale": blocks}), causal=causal)

@@ -64,11 +64,13 @@ struct Worker {
           softmax(new_softmax()),
           dropout(p) {}
 
-    __device__ OnlineSoftmax<1> new_softmax() const { return {Pairs(p, tile.head).factor() * descale(tile)}; }
-
-    // Of what is in natural units, of a tile's rows: of inputs of 8 bits.
-    __device__ float descale(const Tile& of) const {
-        return DESCALED && !DESCALE_SCORES ? row_descale(p, of.head, of.queries.begin + first_row) : 1;
+    __device__ OnlineSoftmax<1> new_softmax() const {
+        float factor = Pairs(p, tile.head).factor();
+        if constexpr (DESCALED && !DESCALE_SCORES) {
+            factor *= row_descale(p, tile.head, tile.queries.begin + first_row);
+            if (factor < 1e-30f) factor = 1e-30f;  // not 0, see Pairs::factor
+        }
+        return {factor};
     }
 
     // Where the warp's rows stand, in a tile of queries.
@@ -244,7 +246,8 @@ struct Worker {
         Pairs pairs(p, of.head);
         ScorePlacement at = placement(of);
         float out_scale = TURNED ? p.out_scale * value_descale(p, of.head) : 1;
-        softmax.finish(o, pairs.unit() * descale(of), kept(p) / out_scale, [&](int r) { return pairs.sink(at(r, 0).head); });
+        float unit = TURNED ? softmax.factor * LN2 : pairs.unit();  // (where that is 0, factor is not, and TOP / factor is to go)
+        softmax.finish(o, unit, kept(p) / out_scale, [&](int r) { return pairs.sink(at(r, 0).head); });
         int heads = heads_of(of), queries = of.head.queries(p);
         if (O_STAGED && maps.map_out) {
             bool storer = threadIdx.x % 128 == 0;
