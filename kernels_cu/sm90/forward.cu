@@ -64,13 +64,16 @@ struct Worker {
           softmax(new_softmax()),
           dropout(p) {}
 
-    __device__ OnlineSoftmax<1> new_softmax() const {
-        float factor = Pairs(p, tile.head).factor();
+    __device__ OnlineSoftmax<1> new_softmax() const { return {factor(tile)}; }
+
+    // What turns the scores of a tile to exponents of 2.
+    __device__ float factor(const Tile& of) const {
+        float x = Pairs(p, of.head).factor();
         if constexpr (DESCALED && !DESCALE_SCORES) {
-            factor *= row_descale(p, tile.head, tile.queries.begin + first_row);
-            if (factor < 1e-30f) factor = 1e-30f;  // not 0, see Pairs::factor
+            x *= row_descale(p, of.head, of.queries.begin + first_row);
+            if (x < 1e-30f) x = 1e-30f;  // never 0, as that of Pairs
         }
-        return {factor};
+        return x;
     }
 
     // Where the warp's rows stand, in a tile of queries.
@@ -246,7 +249,7 @@ struct Worker {
         Pairs pairs(p, of.head);
         ScorePlacement at = placement(of);
         float out_scale = TURNED ? p.out_scale * value_descale(p, of.head) : 1;
-        float unit = TURNED ? softmax.factor * LN2 : pairs.unit();  // (where that is 0, factor is not, and TOP / factor is to go)
+        float unit = TURNED ? factor(of) * LN2 : pairs.unit();  // (where that is 0 the factor is not, and TOP / factor must go)
         softmax.finish(o, unit, kept(p) / out_scale, [&](int r) { return pairs.sink(at(r, 0).head); });
         int heads = heads_of(of), queries = of.head.queries(p);
         if (O_STAGED && maps.map_out) {
