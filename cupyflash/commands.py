@@ -26,7 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-DType = Annotated[str, typer.Option(help="bf16, fp16, fp32, fp64 or their long names.")]
+DType = Annotated[str, typer.Option(help="bf16, fp16, fp32, fp64, fp8 or their long names.")]
 KvShape = Annotated[str | None, typer.Option(help="Of k and v. Default: that of q.")]
 VShape = Annotated[str | None, typer.Option(help="Of v, where its last dimension is not that of k.")]
 Device = Annotated[str | None, typer.Option(help="cpu or gpu. Default: the GPU where one can be used.")]
@@ -153,8 +153,8 @@ def compile_(
     options: dict[str, Any],
     arrays: tuple[str, ...],
     arch: Annotated[list[str], typer.Option(help="sm_80, sm_90a, ...; may be given several times.")],
-    dtype: Annotated[list[str] | None, typer.Option(help="Default: all four.")] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(min=1, help="Default: 64, 128 and, 16-bit, 256.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Default: all but fp8.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(min=1, help="Default: 64, 128 and, of 16 bits and less, 256.")] = None,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="Default: both.")] = None,
     backward: Annotated[bool | None, typer.Option("--backward/--forward", help="Default: both.")] = None,
     family: Family = None,

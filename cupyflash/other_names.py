@@ -47,6 +47,7 @@ HERE = {
     "cu_seqlens_q": _LENGTHS,
     "cu_seqlens_k": _LENGTHS,
     "cu_seqlens": _LENGTHS,
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale", "out_dtype", "out_scale"), "inputs of 8 bits have a forward alone"),
     "score_mod": "here it is score, which gets arrays by name; cupyflash.torch.flex_attention takes yours as it is",
     "mask_mod": "here it is block_mask, which cupyflash.block_mask makes of it",
     "implementation": "the fastest kernels are taken by themselves; family names others",
