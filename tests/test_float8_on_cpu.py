@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from cuda_on_cpu import as_cpp, compile_all, needs_compiler
-from float8_problems import FLOAT8, Quantized, exact_of, quantize
+from float8_problems import FLOAT8, RESULTS, WHOLE, Quantized, exact_of, quantize
 from on_cpu import Guarded, run
 from semantics import draw_inputs
 
@@ -21,10 +20,7 @@ from cupyflash.problem import ARRAYS, Given, View
 pytestmark = needs_compiler
 
 H200 = Arch("sm_90a", 90, 2, 232448)
-RESULTS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float8_e4m3fn": FLOAT8}
 SCORES = ("bias", "alibi_slopes", "sinks", "mask")
-# Of P in 4 bits and of the result's own, over the largest of a row's: a relative error of the whole.
-WHOLE = {"bfloat16": 0.035, "float16": 0.035, "float8_e4m3fn": 0.045}
 
 CASES: dict[str, dict[str, Any]] = {  # shapes, how inputs are scaled, the result, options
     "plain": {"seq": (200, 150)},
