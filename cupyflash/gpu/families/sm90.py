@@ -136,7 +136,7 @@ EIGHT = (
     ForwardTile(2, 192, 2, spills=168, dim=128, banded=True, scored=False),  # with scales of blocks; else none
     ForwardTile(3, 96, 2, dim=128, banded=False, scored=False),
     ForwardTile(2, 128, 2, spills=240, dim=192),
-    ForwardTile(2, 96, 2, spills=168),
+    ForwardTile(2, 96, 2, spills=240),
     ForwardTile(2, 64, 2, spills=168),
 )
 # With a block mask first those whose 128 queries are a block of most masks.
