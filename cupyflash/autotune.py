@@ -79,7 +79,9 @@ def tune(
     ordinal = _ordinal()
     arch = device.current(ordinal)
     if as_view("q", q, dtype, arch.name).dtype == rules.FLOAT8:
-        raise ValueError(f"q has dtype {rules.FLOAT8}, of which CuPy has no arrays to time; its tiles are the table's own")
+        raise ValueError(
+            f"q has dtype {rules.FLOAT8}, of which CuPy has no arrays to time; its tiles are the table's own"
+        )
     k = q if k is None else k
     options = {name: given.pop(name) for name in rules.complete({}) if name in given}
     given["seed"], _ = rules.seed_of(given.get("seed"), 0.0)  # a number changes nothing

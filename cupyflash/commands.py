@@ -154,7 +154,7 @@ def compile_(
     arrays: tuple[str, ...],
     arch: Annotated[list[str], typer.Option(help="sm_80, sm_90a, ...; may be given several times.")],
     dtype: Annotated[list[str] | None, typer.Option(help="Default: all but fp8.")] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(min=1, help="Default: 64, 128 and, of 16 bits and less, 256.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(min=1, help="Default: 64, 128 and, up to 16 bits, 256.")] = None,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="Default: both.")] = None,
     backward: Annotated[bool | None, typer.Option("--backward/--forward", help="Default: both.")] = None,
     family: Family = None,
@@ -251,8 +251,8 @@ def bench(
     suites: Annotated[
         list[str] | None,
         typer.Argument(
-            help="forward, backward, host, jax, jit, import, memory, fp32, figures, training, gpt, ladder, scores, models, "
-            "precision, cpu; paper: what the papers report; all; plot draws the results."
+            help="forward, backward, host, jax, jit, import, memory, fp32, fp8, figures, training, gpt, ladder, scores, "
+            "models, precision, cpu; paper: what the papers report; all; plot draws the results."
         ),
     ] = None,
     family: Family = None,

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_FORWARD = "inputs of 8 bits have a forward alone"
 _DROPOUT = "here it is dropout, which needs a seed"
 _WINDOW = "here it is window=(left, right), with None where a side is unbounded"
 _LENGTHS = "here it is key_mask, (batch, keys) booleans, over padded sequences"
@@ -47,7 +48,7 @@ HERE = {
     "cu_seqlens_q": _LENGTHS,
     "cu_seqlens_k": _LENGTHS,
     "cu_seqlens": _LENGTHS,
-    **dict.fromkeys(("q_descale", "k_descale", "v_descale", "out_dtype", "out_scale"), "inputs of 8 bits have a forward alone"),
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale", "out_dtype", "out_scale"), _FORWARD),
     "score_mod": "here it is score, which gets arrays by name; cupyflash.torch.flex_attention takes yours as it is",
     "mask_mod": "here it is block_mask, which cupyflash.block_mask makes of it",
     "implementation": "the fastest kernels are taken by themselves; family names others",

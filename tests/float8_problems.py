@@ -75,12 +75,16 @@ def quantize(rng: np.random.Generator, *arrays: np.ndarray, by: str | None = Non
 
 
 def exact_of(
-    x: Quantized, key_mask: Any = None, given: dict[str, np.ndarray] | None = None, **options: Any
+    x: Quantized,
+    key_mask: Any = None,
+    given: dict[str, np.ndarray] | None = None,
+    blocks: Blocks | None = None,
+    **options: Any,
 ) -> tuple[AttentionProblem, Standard]:
-    """The problem that the numbers state, in float32, and exact attention on them."""
-    meant = x.meant()
-    problem = state(*meant, key_mask, **options, **(given or {}))
-    return problem, _exactly(problem, meant, key_mask, given or {})
+    """The problem that the numbers state, in float32, and exact attention on them; `blocks`: what options["block_mask"] hides."""
+    meant, given = x.meant(), given or {}
+    problem = state(*meant, key_mask, **options, **given)
+    return problem, _exactly(problem, meant, key_mask, given if blocks is None else blocks.with_mask(given))
 
 
 def _exactly(problem: AttentionProblem, meant: Any, key_mask: Any, given: dict[str, np.ndarray]) -> Standard:

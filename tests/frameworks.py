@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import reference
 from backends import Backend
-from reference import DTYPES, Standard, assert_as_good, state
+from reference import Standard, assert_as_good, state
 from semantics import (
     Blocks,
     Inputs,

@@ -156,7 +156,9 @@ def test_in_a_cuda_graph(rng: np.random.Generator) -> None:
     taken("torch", True)
     from cupyflash import attention
 
-    first, second = ([torch.randn((2, 300, 4, 128), device="cuda").to(torch.float8_e4m3fn) for _ in "qkv"] for _ in "ab")
+    first, second = (
+        [torch.randn((2, 300, 4, 128), device="cuda").to(torch.float8_e4m3fn) for _ in "qkv"] for _ in "ab"
+    )
     expected = attention(*second, causal=True)
     attention(*first, causal=True)
     graph = torch.cuda.CUDAGraph()

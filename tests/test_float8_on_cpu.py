@@ -10,7 +10,8 @@ import pytest
 from cuda_on_cpu import as_cpp, compile_all, needs_compiler
 from float8_problems import FLOAT8, RESULTS, WHOLE, Quantized, exact_of, quantize
 from on_cpu import Guarded, run
-from semantics import draw_inputs
+from score_functions import WRITTEN
+from semantics import Blocks, draw_blocks, draw_inputs
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import plan
@@ -34,6 +35,12 @@ CASES: dict[str, dict[str, Any]] = {  # shapes, how inputs are scaled, the resul
     "eight-odd": {"seq": (130, 60), "dims": (64, 37), "result": "float8_e4m3fn", "out_scale": 100.0},
     "scores": {"seq": (150, 260), "dims": (64, 40), "by": "block", "given": SCORES, "window": (50, 9), "key_mask": True},
     "dropout": {"seq": (150, 260), "heads": (4, 2), "by": "block", "given": ("seed",), "dropout": 0.3},
+    "everything": {
+        "seq": (150, 260), "heads": (4, 2), "by": "block", "given": (*SCORES, "seed"), "window": (50, 9), "key_mask": True,
+        "softcap": 8.0, "dropout": 0.2, "blocks": ((32, 48), "bh"),
+    },
+    "score": {"seq": (150, 260), "dims": (128, 128), "score": "relative", "by": "block", "scale": -0.1},
+    "192": {"seq": (150, 280), "heads": (3, 1), "dims": (192, 128), "by": "head", "causal": True, "given": ("sinks",)},
     "three-groups": {"seq": (200, 300), "dims": (128, 128), "tile": (3, 96, 2)},
     "long-tiles": {"seq": (200, 500), "dims": (128, 128), "tile": (2, 192, 2), "by": "block"},
 }  # fmt: skip
@@ -43,7 +50,12 @@ CASES: dict[str, dict[str, Any]] = {  # shapes, how inputs are scaled, the resul
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:
     options = {"by": None, "given": (), "key_mask": False, "heads": (2, 2), "dims": (64, 64)} | CASES[case]
     shapes = {name: options.pop(name) for name in ("seq", "heads", "dims", "given", "key_mask")}
+    if score := options.pop("score", None):
+        shapes["score"], options["score"] = score, WRITTEN[score].function
     drawn = draw_inputs(rng, "float32", **shapes)
+    if blocks := options.pop("blocks", None):
+        batch, queries, heads, _ = drawn.q.shape
+        options["blocks"] = draw_blocks(rng, (batch, heads, queries, drawn.k.shape[1]), *blocks)
     x = quantize(rng, *drawn[:3], by=options.pop("by"))
     check(x, drawn.key_mask, drawn.given, **options)
 
@@ -56,11 +68,14 @@ def check(
     result: str = "bfloat16",
     out_scale: float = 1.0,
     tile: tuple[int, ...] | None = None,
+    blocks: Blocks | None = None,
     **options: Any,
 ) -> None:
     """The kernel in both orders (cuda_on_cpu.h), to the bit the same in both, beside exact attention on what x stands for."""
     others = {name: a.reshape(1) if name == "seed" else a for name, a in (others or {}).items()}
-    problem, exact = exact_of(x, key_mask, others, **options)
+    if blocks is not None:
+        options["block_mask"] = blocks.mask()
+    problem, exact = exact_of(x, key_mask, others, blocks, **options)
     given = [*problem.given]
     for rule in ARRAYS:
         if rule.name in x.descales:
@@ -74,6 +89,9 @@ def check(
     optional = x.descales | others | ({} if key_mask is None else {"key_mask": key_mask})
     inputs = {name: Guarded(a.shape, a.dtype, a, True) for name, a in zip("qkv", x[:3])}
     inputs |= {name: Guarded(a.shape, a.dtype, a) for name, a in optional.items()}
+    for use in chosen.lists:
+        of_mask = options["block_mask"].list_for(use)
+        inputs[use.name] = Guarded(of_mask.shape, of_mask.dtype, of_mask)
     results = {"out": Guarded(exact.out.shape, RESULTS[result], None, True), "lse": Guarded(exact.lse.shape, "float32")}
     spaces = {
         y.name: Guarded(y.shape, FLOAT8 if y.dtype == FLOAT8.name else y.dtype) for y in chosen.workspace if y.nbytes

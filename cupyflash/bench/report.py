@@ -17,7 +17,7 @@ from . import models
 Row = dict[str, Any]
 
 NAMES = {
-    "cudnn8": "cuDNN, float8",
+    "cudnn8": "cuDNN, float8, results too",
     "eight": "cupyflash, float8 results",
     "bf16": "cupyflash, bfloat16",
     "fa2": "FlashAttention-2 (PyTorch)",
