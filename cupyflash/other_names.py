@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_FORWARD = "inputs of 8 bits have a forward alone"
 _DROPOUT = "here it is dropout, which needs a seed"
 _WINDOW = "here it is window=(left, right), with None where a side is unbounded"
 _LENGTHS = "here it is key_mask, (batch, keys) booleans, over padded sequences"
@@ -48,19 +47,21 @@ HERE = {
     "cu_seqlens_q": _LENGTHS,
     "cu_seqlens_k": _LENGTHS,
     "cu_seqlens": _LENGTHS,
-    **dict.fromkeys(("q_descale", "k_descale", "v_descale", "out_dtype", "out_scale"), _FORWARD),
     "score_mod": "here it is score, which gets arrays by name; cupyflash.torch.flex_attention takes yours as it is",
     "mask_mod": "here it is block_mask, which cupyflash.block_mask makes of it",
     "implementation": "the fastest kernels are taken by themselves; family names others",
     "backend": "the fastest kernels are taken by themselves; family names others",
     "op": "the fastest kernels are taken by themselves; family names others",
 }
+# Of ours, what a backward has not.
+OF_8_BITS = ("q_descale", "k_descale", "v_descale", "out_dtype", "out_scale")
 
 
 def unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:
     """Python's error for a keyword argument that a function does not have, with what may have been meant."""
     near = difflib.get_close_matches(name, known, 1)
-    meant = HERE.get(name) or (f"did you mean {near[0]!r}?" if near else "")
+    forward = "inputs of 8 bits have a forward alone" if name in OF_8_BITS else ""
+    meant = HERE.get(name) or forward or (f"did you mean {near[0]!r}?" if near else "")
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}" + (f"; {meant}" if meant else ""))
 
 

@@ -43,10 +43,10 @@ struct Worker {
     Shared& s;
     int group, first_row, warp_row;  // rows: of the tile
 
-    Tile tile{};                // whose scores are computed
-    TileWalk own;               // over the key tiles that the warpgroup's rows see
-    bool half = false;          // whether they see no more than the first half of the first one
-    OnlineSoftmax<1> softmax;   // of its rows
+    Tile tile{};               // whose scores are computed
+    TileWalk own;              // over the key tiles that the warpgroup's rows see
+    bool half = false;         // whether they see no more than the first half of the first one
+    OnlineSoftmax<1> softmax;  // of its rows
     Dropout dropout;
     float largest_value = 1;  // of what V is multiplied by
 
@@ -249,7 +249,8 @@ struct Worker {
         Pairs pairs(p, of.head);
         ScorePlacement at = placement(of);
         float out_scale = TURNED ? p.out_scale * value_descale(p, of.head) : 1;
-        float unit = TURNED ? factor(of) * LN2 : pairs.unit();  // (where that is 0 the factor is not, and TOP / factor must go)
+        // (Where unit() is 0 the factor is not, and TOP / factor, which is in the maximum, must go from lse.)
+        float unit = TURNED ? factor(of) * LN2 : pairs.unit();
         softmax.finish(o, unit, kept(p) / out_scale, [&](int r) { return pairs.sink(at(r, 0).head); });
         int heads = heads_of(of), queries = of.head.queries(p);
         if (O_STAGED && maps.map_out) {
