@@ -280,8 +280,8 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
         raise TypeError(f"{name} is {x!r}; it must be an array or a shape, a tuple of integers") from None
     if not all(0 <= n < 2**63 for n in shape):
         raise ValueError(f"{name} has shape {shape}; its lengths must be 0 or more, and less than 2**63")
-    if name in _OPTIONAL and _OPTIONAL[name].dtypes[0] != "q":
-        dtype = _OPTIONAL[name].dtypes[0]
+    if name in _OPTIONAL and (dtype is not None or _OPTIONAL[name].dtypes[0] != "q"):
+        dtype = _OPTIONAL[name].taken(dtype or "")[0]
     elif dtype is None:
         raise TypeError(f"{name} is a shape, {shape}; dtype must be given with it, as in dtype='bfloat16'")
     where = "cuda:0" if arch is not None or _gpu_at_hand() else "cpu"

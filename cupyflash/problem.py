@@ -143,6 +143,11 @@ class ArrayRule:
     rows: bool = False  # the kernels read it along the last axis, which must have stride 1
     of_float8: bool = False  # for inputs of 8 bits alone
 
+    def taken(self, dtype: str) -> list[str]:
+        """The dtypes that it may have where q has this one, the usual one first."""
+        named = (dtype if x == "q" else x for x in self.dtypes)
+        return [x for x in dict.fromkeys(named) if x != FLOAT8]
+
     def has(self, rank: int) -> tuple[str, ...]:
         """Its axes where q has `rank` dimensions."""
         return tuple(axis for axis in self.axes if PLACES.get(axis, axis) not in AXES[: 4 - rank])
@@ -662,8 +667,7 @@ def _arrays_in(given: dict[str, Any]) -> list[ArrayRule]:
 def _check_array(row: ArrayRule, x: View, problem: AttentionProblem, q: View) -> None:
     if row.of_float8 and q.dtype != FLOAT8:
         raise TypeError(f"{row.name} is given with q of {q.dtype}; it is for inputs of {FLOAT8}")
-    named = (q.dtype if dtype == "q" else dtype for dtype in row.dtypes)
-    dtypes = [dtype for dtype in dict.fromkeys(named) if dtype != FLOAT8]
+    dtypes = row.taken(q.dtype)
     if x.dtype not in dtypes:
         raise TypeError(f"{row.name} has dtype {x.dtype}; it must be {' or '.join(dtypes)} ({row.entry})")
     rank = len(q.shape)
@@ -734,8 +738,8 @@ def target_name(name: str) -> str:
 
 def whole(row: ArrayRule, problem: AttentionProblem, q: View) -> View:
     """An array given for a row of ARRAYS, in full and contiguous, where there are shapes and no arrays."""
-    shape, dtype = row.shape(problem, len(q.shape)), row.dtypes[0]
-    return View(shape, contiguous(shape), q.dtype if dtype == "q" else dtype, q.device, q.kind)
+    shape = row.shape(problem, len(q.shape))
+    return View(shape, contiguous(shape), row.taken(q.dtype)[0], q.device, q.kind)
 
 
 def check_like(name: str, x: View, shape: tuple[int, ...], dtype: str, like: View) -> None:

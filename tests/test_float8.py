@@ -138,6 +138,8 @@ def test_explained(rng: np.random.Generator) -> None:
     assert told.problem.scale == pytest.approx(2 * 128**-0.5)
     assert "attention_turn" in str(told) and "scale of q, scale of v" in str(told)
     assert explain(shape, dtype="fp8", arch="sm_90a", out_dtype="fp8").bytes_moved == 4 * n + 2 * 2048 * 16 * 4
+    bias = explain(shape, dtype="fp8", arch="sm_90a", bias=(2048, 2048), sinks=(16,), alibi_slopes=(16,))
+    assert [x.dtype for x in bias.problem.given] == ["float32"] * 3
     on_cpu = explain(*drawn(rng)[:3], v_descale=2.0)
     assert on_cpu.family == "numpy" and "float8_e4m3fn is computed in float32, tile by tile" in on_cpu.notes
     for arch in (None, "sm_90a"):
@@ -152,7 +154,7 @@ def test_explained(rng: np.random.Generator) -> None:
 def test_compiled_ahead() -> None:
     from cupyflash.precompile import jobs
 
-    work = jobs(["sm_90a"], ["float8_e4m3fn"], causal=[True])
+    work = jobs(["sm_90a"], ["float8_e4m3fn"], causal=[True], arrays=("bias", "k_descale"))
     assert {(job.problem.dim, job.backward) for job in work} == {(dim, False) for dim in (64, 128, 256)}
 
 
