@@ -378,7 +378,10 @@ def _shapes(
     v = k if v_shape is None else _shape("--v-shape", v_shape)
     if not arrays:
         return (q, k, v), {}
-    plain = describe(*(View(x, contiguous(x), "float32", "cpu", "shape") for x in (q, k, v)), **options)
+    views = (
+        View(x, contiguous(x), "float32", "cpu", "shape") for x in (q, k, v)
+    )  # lengths are the same of every dtype
+    plain = describe(*views, layout=options["layout"])
     return (q, k, v), {row.name: row.shape(plain, len(q)) for row in ARRAYS if row.name in arrays}
 
 

@@ -59,7 +59,8 @@ def jobs(
     """
     found: dict[tuple[str, str], Job] = {}
     for arch, dtype in product(archs, dtypes):
-        dims, passes = head_dims or HEAD_DIMS.get(dtype, (64, 128, 256)), [False] if dtype == FLOAT8 else backward
+        dims = head_dims or HEAD_DIMS.get(dtype, (64, 128, 256))
+        passes = [False] if dtype == FLOAT8 and False in backward else backward
         for dim, banded, back, sizes in product(dims, causal, passes, _SIZES):
             length, heads, heads_k = sizes
             x, k = (_view((1, length, n, dim), dtype) for n in (heads, heads_k))

@@ -156,6 +156,21 @@ def test_compiled_ahead() -> None:
 
     work = jobs(["sm_90a"], ["float8_e4m3fn"], causal=[True], arrays=("bias", "k_descale"))
     assert {(job.problem.dim, job.backward) for job in work} == {(dim, False) for dim in (64, 128, 256)}
+    with pytest.raises(
+        ValueError, match="no kernel family takes this problem: sm90 has a forward alone of float8_e4m3fn"
+    ):
+        jobs(["sm_90a"], ["float8_e4m3fn"], backward=[True])
+
+
+def test_on_a_command_line() -> None:
+    runner = pytest.importorskip("typer.testing").CliRunner()
+    from cupyflash.commands import app
+
+    asked = ["explain", "--shape", "2,256,4,64", "--dtype", "fp8", "--arch", "sm_90a"]
+    done = runner.invoke(
+        app, [*asked, "--bias", "--q-descale", "--v-descale", "--out-dtype", "fp16", "--out-scale", "2"]
+    )
+    assert done.exit_code == 0 and "bias, scale of q, scale of v" in done.stdout and "turned 128 KiB" in done.stdout
 
 
 def test_no_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
