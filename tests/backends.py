@@ -98,6 +98,12 @@ def pairs(**fields: Any) -> list[tuple[Backend, str]]:
     return [(backend, dtype) for backend in backends for dtype in FLOATS if backend.takes(dtype, 64, 64, **fields)]
 
 
+def to_count() -> list[str]:
+    """What a run on a GPU has passed tests of: each family with each dtype."""
+    eight = [(Backend(name, name), FLOAT8) for name in FAMILIES if Backend(name, name).takes(FLOAT8, 64, 64)]
+    return [f"{backend.name}/{dtype}" for backend, dtype in (*pairs(), *eight) if backend.family]
+
+
 def on_pairs(test: Any) -> Any:
     """Parametrise a test over `backend` and `dtype`; those on a GPU carry the marker."""
     return pytest.mark.parametrize(("backend", "dtype"), [_param(*pair) for pair in pairs()])(test)

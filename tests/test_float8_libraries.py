@@ -56,8 +56,9 @@ CASES: dict[str, dict[str, Any]] = {
     "no batch entries": {"batch": 0, "seq": (20, 30)},
 }  # fmt: skip
 SHAPES = ("batch", "seq", "heads", "dims", "given", "full", "key_mask", "score")
+COUNTED = pytest.mark.gpu(of=f"sm90/{EIGHT}")
 LIBRARIES = [
-    pytest.param(name, on_gpu, id=f"{name}-{'gpu' if on_gpu else 'cpu'}", marks=[pytest.mark.gpu] * on_gpu)
+    pytest.param(name, on_gpu, id=f"{name}-{'gpu' if on_gpu else 'cpu'}", marks=[COUNTED] * on_gpu)
     for name, on_gpu in (("numpy", False), ("torch", False), ("jax", False), ("torch", True), ("jax", True))
 ]
 in_libraries = pytest.mark.parametrize(("name", "on_gpu"), LIBRARIES)
