@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 from . import interop, passes
 from .interop.protocol import Arrays, Library
 from .other_names import unexpected
-from .problem import FLOAT8, Gradients, check_flag, check_wrt, float_name, fold_descales, score_of, seed_of
+from .problem import Gradients, check_flag, check_wrt, fold_descales, score_of, seed_of
 from .signature import A, Array, L, closed
 
 if TYPE_CHECKING:
@@ -199,17 +199,13 @@ def attention(
         "dropout": dropout, "out_dtype": out_dtype, "out_scale": out_scale, "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
     if not (q_descale is k_descale is v_descale is None):
-        arrays |= fold_descales(options, q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        arrays |= fold_descales(options, q, {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale})
     if return_lse is not True and return_lse is not False:
         check_flag("return_lse", return_lse)
     lib = interop.library("q", q)
     if score is not None or score_arrays is not None:
         _trace(lib, arrays, options, score_arrays)
     recorder = lib.recorder(arrays)
-    if recorder is not None and lib.kind == "torch" and float_name(q.dtype) == FLOAT8:
-        raise TypeError(
-            f"q has dtype {FLOAT8}, and the call is traced or differentiated; there is a plain forward of that alone"
-        )
     run = passes if recorder is None else recorder
     o, lse = run.forward(lib, arrays, {} if out is None else {"out": out}, return_lse, options, number, family)
     return (o, lse) if return_lse else o
@@ -397,7 +393,8 @@ def explain(
     q, k, v : arrays or shapes
         What `attention` would be given; shapes (tuples) need `dtype`. k and v default to q's.
     dtype : optional
-        For shapes: "float16", "bfloat16", "float32", "float64", a short name ("bf16") or a dtype of NumPy, PyTorch or JAX.
+        For shapes: "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", a short name ("bf16") or a dtype of NumPy,
+        PyTorch or JAX.
     arch : str, optional
         Plan for this architecture ("sm_80", "sm_90a", ...) instead of the GPU at hand; no GPU is needed then.
     backward : bool

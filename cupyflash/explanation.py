@@ -115,11 +115,15 @@ def explain(
     k = q if k is None else k
     array, _ = rules.seed_of(given.get("seed"), 0.0)  # none is needed, and a number is compiled nowhere
     given["seed"] = array
+    options = {name: given[name] for name in rules.complete({}) if name in given}
+    descales = {name: given.pop(name, None) for name in rules.DESCALES}
+    given |= rules.fold_descales(options, as_view("q", q, dtype, arch), descales)
     arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in _OPTIONAL}}
     views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
-    options = {name: given[name] for name in rules.complete({}) if name in given}
     read = views_of_score(given.get("score_arrays"), arch)
     problem = rules.describe(**views, **options, score_arrays=read)
+    if backward:
+        rules.refuse_backward(problem.dtype)
     wanted = rules.check_wrt(wrt, arrays, problem.score)
     views |= {x.key: read[x.name] for x in (problem.score.arrays if problem.score else ())}
     device = views["q"].device
@@ -165,7 +169,7 @@ def _refuse_family(family: str, q: View) -> None:
 
 def _on_cpu(problem: AttentionProblem, views: dict[str, View], backward: bool, shapes: bool) -> Explanation:
     notes = []
-    if problem.dtype in ("float16", "bfloat16"):
+    if problem.dtype in ("float16", "bfloat16", rules.FLOAT8):
         notes.append(f"{problem.dtype} is computed in float32, tile by tile")
     if shapes:
         notes.append('no GPU can be used here; name one to plan for it, as in arch="sm_90a"')
@@ -276,8 +280,8 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
         raise TypeError(f"{name} is {x!r}; it must be an array or a shape, a tuple of integers") from None
     if not all(0 <= n < 2**63 for n in shape):
         raise ValueError(f"{name} has shape {shape}; its lengths must be 0 or more, and less than 2**63")
-    if name in _OPTIONAL and _OPTIONAL[name].dtypes[0] != "q":
-        dtype = _OPTIONAL[name].dtypes[0]
+    if name in _OPTIONAL and (dtype is not None or _OPTIONAL[name].dtypes[0] != "q"):
+        dtype = _OPTIONAL[name].taken(dtype or "")[0]
     elif dtype is None:
         raise TypeError(f"{name} is a shape, {shape}; dtype must be given with it, as in dtype='bfloat16'")
     where = "cuda:0" if arch is not None or _gpu_at_hand() else "cpu"
@@ -309,9 +313,9 @@ def bytes_moved(problem: AttentionProblem, views: dict[str, View], backward: boo
     rows = p.batch * p.seq_q * p.heads_q
     q, o = rows * p.dim, rows * p.dim_v
     k, v = (p.batch * p.seq_k * p.heads_k * d for d in (p.dim, p.dim_v))
-    elements = 2 * (q + k + v + o) if backward else q + k + v + o
+    size = (q + k + v) * ITEMSIZE[p.dtype] + o * ITEMSIZE[p.result_dtype]
     optional = sum(optional_bytes(problem, views).values())
-    return elements * ITEMSIZE[p.dtype] + rows * ITEMSIZE[p.lse_dtype] + optional
+    return size * (1 + backward) + rows * ITEMSIZE[p.lse_dtype] + optional
 
 
 def optional_bytes(problem: AttentionProblem, views: dict[str, View]) -> dict[str, int]:

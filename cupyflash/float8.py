@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from .problem import BLOCK, FLOAT8, check_layout
+from .problem import BLOCK, FLOAT8, FLOATS, check_layout, float_name
 
 LARGEST = 448.0  # of e4m3
+_SMALLEST = 2.0**-126  # that float32 has with all its bits
 _LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "jaxlib": "jax.numpy"}
 
 
@@ -20,7 +21,8 @@ def quantize(x: Any, by: str | None = "block", *, layout: str = "bshd") -> tuple
     Parameters
     ----------
     x : (B, S, H, D), as `attention` takes it
-        A NumPy or JAX array or a PyTorch tensor of floats.
+        A NumPy or JAX array or a PyTorch tensor of float16, bfloat16, float32 or float64. CuPy has no arrays of 8 bits: of one
+        of its arrays give `torch.from_dlpack(x)`, which shares the memory. Numbers that are not finite become NaN.
     by : "block", "head" or None
         Each block of 128 rows of a head, each head or the whole has a scale of its own, with which its largest number is 448,
         the largest of e4m3. (Blocks as in Shah et al. 2024, section 3.3.)
@@ -31,34 +33,45 @@ def quantize(x: Any, by: str | None = "block", *, layout: str = "bshd") -> tuple
     numbers : as x, in float8_e4m3fn
     descale : (B, H, ceil(S / 128)), (B, H, 1) or (1, 1, 1), without B where x has no batch and without H where it has no heads
         float32; x is about numbers * descale.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what it is and what it must be.
     """
     if by not in ("block", "head", None):
         raise ValueError(f"by is {by!r}; it must be 'block', 'head' or None")
     check_layout(layout)
     package = type(x).__module__.partition(".")[0]
     if package not in _LIBRARIES:
-        raise TypeError(f"x is a {type(x).__name__}; it must be a NumPy or JAX array or a PyTorch tensor")
+        more = ": CuPy has none of 8 bits; torch.from_dlpack(x) shares its memory" if package == "cupy" else ""
+        name = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+        raise TypeError(f"x is a {name}; it must be a NumPy or JAX array or a PyTorch tensor{more}")
+    if float_name(x.dtype) not in FLOATS:
+        raise TypeError(f"x has dtype {x.dtype}; it must be one of {', '.join(FLOATS)}")
     if not 2 <= len(x.shape) <= 4:
         raise ValueError(f"x has {len(x.shape)} dimensions, shape {tuple(x.shape)}; it must have 4, 3 or 2")
     xp = importlib.import_module(_LIBRARIES[package])
     seq_first = layout == "bshd" and len(x.shape) > 2
     rows = xp.swapaxes(x, -3, -2) if seq_first else x  # (..., S, D)
     rows = _cast(rows, xp.float32)
-    sizes = xp.amax(xp.abs(rows), -1) if rows.shape[-1] else rows.sum(-1)  # (..., S)
-    seq = sizes.shape[-1]
-    if by is None:
-        sizes = sizes.reshape((1,) * (len(sizes.shape) - 1) + (-1,))
+    finite = xp.isfinite(rows)
+    sizes = _largest(xp, xp.where(finite, xp.abs(rows), 0.0))  # (..., S)
+    *outer, seq = sizes.shape
     blocks = -(-seq // BLOCK) if by == "block" else 1
     if by == "block":
-        missing = xp.broadcast_to(0 * sizes[..., :1], (*sizes.shape[:-1], blocks * BLOCK - seq))
-        sizes = xp.concatenate((sizes, missing), -1).reshape((*sizes.shape[:-1], blocks, BLOCK))
-    else:
+        missing = xp.broadcast_to(xp.zeros_like(sizes[..., :1]), (*outer, blocks * BLOCK - seq))
+        sizes = xp.concatenate((sizes, missing), -1).reshape((*outer, blocks, BLOCK))
+    elif by == "head":
         sizes = sizes[..., None, :]
-    descale = xp.amax(sizes, -1) / LARGEST
-    descale = xp.where(descale == 0, 0 * descale + 1, descale)
-    per_row = xp.broadcast_to(descale[..., None], (*descale.shape, BLOCK)).reshape((*descale.shape[:-1], -1))
-    per_row = per_row[..., :seq] if by == "block" else per_row[..., :1]
-    numbers = xp.clip(rows / per_row[..., None], -LARGEST, LARGEST)
+    else:
+        sizes = sizes.reshape((*[1] * len(outer), 1, math.prod(sizes.shape)))
+    descale = _largest(xp, sizes) / LARGEST
+    descale = xp.where(descale < _SMALLEST, 1.0, descale)
+    per_row = descale[..., None]  # (..., blocks, 1)
+    if by == "block":
+        per_row = xp.broadcast_to(per_row, (*outer, blocks, BLOCK)).reshape((*outer, blocks * BLOCK))[..., :seq, None]
+    numbers = xp.where(finite, xp.clip(rows / per_row, -LARGEST, LARGEST), math.nan)
     numbers = _cast(numbers, _float8(xp))
     return (xp.swapaxes(numbers, -3, -2) if seq_first else numbers), descale
 
@@ -80,6 +93,11 @@ def rotation(dim: int, seed: int = 0) -> np.ndarray:
     odd, _ = np.linalg.qr(rng.standard_normal((dim // twos, dim // twos)))
     signs = rng.choice([-1.0, 1.0], dim)
     return (signs[:, None] * np.kron(odd, hadamard / math.sqrt(twos))).astype(np.float32)
+
+
+def _largest(xp: Any, x: Any) -> Any:
+    """Along the last axis; 0 of nothing."""
+    return xp.amax(x, -1) if x.shape[-1] else x.sum(-1)
 
 
 def _float8(xp: Any) -> Any:

@@ -53,12 +53,15 @@ HERE = {
     "backend": "the fastest kernels are taken by themselves; family names others",
     "op": "the fastest kernels are taken by themselves; family names others",
 }
+# Of ours, what a backward has not.
+OF_8_BITS = ("q_descale", "k_descale", "v_descale", "out_dtype", "out_scale")
 
 
 def unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:
     """Python's error for a keyword argument that a function does not have, with what may have been meant."""
     near = difflib.get_close_matches(name, known, 1)
-    meant = HERE.get(name) or (f"did you mean {near[0]!r}?" if near else "")
+    forward = "inputs of 8 bits have a forward alone" if name in OF_8_BITS else ""
+    meant = HERE.get(name) or forward or (f"did you mean {near[0]!r}?" if near else "")
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}" + (f"; {meant}" if meant else ""))
 
 

@@ -143,6 +143,11 @@ class ArrayRule:
     rows: bool = False  # the kernels read it along the last axis, which must have stride 1
     of_float8: bool = False  # for inputs of 8 bits alone
 
+    def taken(self, dtype: str) -> list[str]:
+        """The dtypes that it may have where q has this one, the usual one first."""
+        named = (dtype if x == "q" else x for x in self.dtypes)
+        return [x for x in dict.fromkeys(named) if x != FLOAT8]
+
     def has(self, rank: int) -> tuple[str, ...]:
         """Its axes where q has `rank` dimensions."""
         return tuple(axis for axis in self.axes if PLACES.get(axis, axis) not in AXES[: 4 - rank])
@@ -268,8 +273,11 @@ def _odd(scalar: Any) -> bool:
     return "complex" in kind or "bool" in kind or getattr(scalar, "requires_grad", False)
 
 
-def fold_descales(options: dict[str, Any], q: Any, **descales: Any) -> dict[str, Any]:
-    """Those of q, k and v that are arrays, by name. A number becomes a part of `scale`, or of `out_scale`."""
+def fold_descales(options: dict[str, Any], q: Any, descales: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of DESCALES, by name. A number becomes a part of the options `scale` or `out_scale`.
+
+    q: an array or a `View`, of which shape and dtype are asked.
+    """
     arrays = {}
     for name, x in descales.items():
         if x is None:
@@ -277,15 +285,15 @@ def fold_descales(options: dict[str, Any], q: Any, **descales: Any) -> dict[str,
         if not isinstance(x, numbers.Real):
             arrays[name] = x
             continue
-        value = _number(name, x)
-        if not value or value < 0:
-            raise ValueError(f"{name} is {value}; it must be more than 0")
+        if (dtype := float_name(getattr(q, "dtype", None))) in FLOATS:
+            raise TypeError(f"{name} is given with q of {dtype}; it is for inputs of {FLOAT8}")
+        value = _positive(name, x)
         if name == "v_descale":
             options["out_scale"] = _check_out_scale(options.get("out_scale")) * value
         else:
             dim = tuple(getattr(q, "shape", ()))[-1:] or (0,)
             usual = 1.0 / math.sqrt(dim[0]) if dim[0] else 1.0
-            scale = check_scale(options["scale"])
+            scale = check_scale(options.get("scale"))
             options["scale"] = (usual if scale is None else scale) * value
     return arrays
 
@@ -312,10 +320,14 @@ def _check_out_dtype(dtype: Any) -> str | None:
 
 
 def _check_out_scale(scale: Any) -> float:
-    value = _number("out_scale", scale)
-    if value is not None and value <= 0:
-        raise ValueError(f"out_scale is {value}; it must be more than 0, or None for 1")
-    return 1.0 if value is None else value
+    return 1.0 if scale is None else _positive("out_scale", scale)
+
+
+def _positive(name: str, x: Any) -> float:
+    value = _number(name, x)
+    if value is None or not 1e-30 <= value <= 1e30:  # float32 has it, and its inverse
+        raise ValueError(f"{name} is {value}; it must be more than 0, from 1e-30 to 1e+30")
+    return value
 
 
 def check_layout(layout: Any) -> str:
@@ -374,6 +386,7 @@ ARRAYS = (
 )  # fmt: skip
 
 _RULES = {row.name: row for row in ARRAYS}
+DESCALES = tuple(row.name for row in ARRAYS if row.of_float8)
 
 
 def check_options(function: str, names: Iterable[str], also: tuple[str, ...] = ()) -> None:
@@ -654,8 +667,7 @@ def _arrays_in(given: dict[str, Any]) -> list[ArrayRule]:
 def _check_array(row: ArrayRule, x: View, problem: AttentionProblem, q: View) -> None:
     if row.of_float8 and q.dtype != FLOAT8:
         raise TypeError(f"{row.name} is given with q of {q.dtype}; it is for inputs of {FLOAT8}")
-    named = (q.dtype if dtype == "q" else dtype for dtype in row.dtypes)
-    dtypes = [dtype for dtype in dict.fromkeys(named) if dtype != FLOAT8]
+    dtypes = row.taken(q.dtype)
     if x.dtype not in dtypes:
         raise TypeError(f"{row.name} has dtype {x.dtype}; it must be {' or '.join(dtypes)} ({row.entry})")
     rank = len(q.shape)
@@ -698,11 +710,8 @@ def state(
     if not backward:
         problem = replace(problem, **{row.name: row.default for row in OPTIONS if row.backward})
     out, lse = out_shape(q.shape, problem), lse_shape(len(q.shape), problem)
-    if backward and problem.dtype == FLOAT8:
-        raise TypeError(
-            f"q has dtype {FLOAT8}, of which there is a forward alone; attention_backward takes {', '.join(FLOATS)}"
-        )
     if backward:
+        refuse_backward(problem.dtype)
         check_like("dout", views["dout"], out, problem.dtype, q)
         check_like("out", views["out"], out, problem.dtype, q)
         check_like("lse", views["lse"], lse, problem.lse_dtype, q)
@@ -714,6 +723,13 @@ def state(
     return problem, results
 
 
+def refuse_backward(dtype: str) -> None:
+    if dtype == FLOAT8:
+        raise TypeError(
+            f"q has dtype {FLOAT8}, of which there is a forward alone; attention_backward takes {', '.join(FLOATS)}"
+        )
+
+
 @functools.cache
 def target_name(name: str) -> str:
     """What a user gave to have the result `name` written to."""
@@ -722,8 +738,8 @@ def target_name(name: str) -> str:
 
 def whole(row: ArrayRule, problem: AttentionProblem, q: View) -> View:
     """An array given for a row of ARRAYS, in full and contiguous, where there are shapes and no arrays."""
-    shape, dtype = row.shape(problem, len(q.shape)), row.dtypes[0]
-    return View(shape, contiguous(shape), q.dtype if dtype == "q" else dtype, q.device, q.kind)
+    shape = row.shape(problem, len(q.shape))
+    return View(shape, contiguous(shape), row.taken(q.dtype)[0], q.device, q.kind)
 
 
 def check_like(name: str, x: View, shape: tuple[int, ...], dtype: str, like: View) -> None:

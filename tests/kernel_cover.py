@@ -8,7 +8,7 @@ from typing import Any
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES
-from cupyflash.problem import ARRAYS, AXES, FLOATS, ITEMSIZE, AttentionProblem, Given
+from cupyflash.problem import ARRAYS, AXES, FLOAT8, FLOATS, ITEMSIZE, OF_FLOAT8, AttentionProblem, Given
 from cupyflash.score import tanh, trace, where
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
@@ -70,6 +70,23 @@ def some_problems() -> Iterator[AttentionProblem]:
         for dim in (64, 128, 256):
             yield problem(dtype, dim, **FEATURES[name])
     yield problem("bfloat16", 128, given=BIAS)
+    yield in_8_bits(128, "causal", True)
+
+
+def in_8_bits(dim: int, name: str, by_block: bool, result: str = OF_FLOAT8[0]) -> AttentionProblem:
+    """With a scale for each block, or each head."""
+    fields = dict(FEATURES[name])
+    scales = [Given(rule.name, "float32", rule.axes[: 2 + by_block]) for rule in ARRAYS if rule.of_float8]
+    given = [x._replace(dtype="float32") if x.dtype == "q" else x for x in fields.pop("given", ())]
+    return problem(FLOAT8, dim, seq_q=8192, seq_k=8192, out_dtype=result, given=(*given, *scales), **fields)
+
+
+def of_8_bits() -> Iterator[AttentionProblem]:
+    for dim in (64, 128, 256):
+        yield in_8_bits(dim, "everything", True)
+        yield in_8_bits(dim, "causal", True, FLOAT8)
+    yield in_8_bits(128, "nothing", False)
+    yield in_8_bits(192, "hidden", False, "float16")
 
 
 # Of each family, architectures for which the covering set is compiled. For others, which have the same registers and read the
@@ -80,6 +97,7 @@ THOROUGH = {"sm90": ("sm_90a",), "sm80": ("sm_80", "sm_86"), "simt": ("sm_75", "
 def cover(family: str, arch: str) -> Iterator[AttentionProblem]:
     if arch in THOROUGH[family]:
         yield from problems()
+        yield from of_8_bits()
         return
     yield from some_problems()
     if (family, arch) == ("sm80", "sm_90a"):  # where doubles have tiles and instructions of their own

@@ -27,6 +27,8 @@ B, SQ, SK, HQ, HK, D = 2, 40, 50, 4, 2, 64
 class Gpu:
     """A GPU that computes nothing: where memory was given out, what was launched, copied and filled."""
 
+    arch: Arch
+
     def __init__(self) -> None:
         self.end = 1 << 40
         self.launched: list[tuple[Any, np.void, int]] = []  # plan, Params, stream
@@ -64,7 +66,7 @@ class Gpu:
 @pytest.fixture(params=["sm_90a", "sm_80"])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     made = Gpu()
-    arch = Arch.of(request.param)
+    made.arch = arch = Arch.of(request.param)
     monkeypatch.setattr(corridor, "_prepared", {})
     monkeypatch.setattr(corridor, "functions", made.functions)
     monkeypatch.setattr(device, "current", lambda ordinal: arch)
@@ -541,13 +543,45 @@ def test_a_callback_elsewhere(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, ordinal
     own = gpu.array((1 << 20,), np.uint8)
     monkeypatch.setattr(jax_gpu.cupy.cuda, "Device", lambda ordinal: contextlib.nullcontext())
     monkeypatch.setattr(jax_gpu.cupy.cuda, "ExternalStream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(jax_gpu.cupy_, "empty", lambda *_: own)
+    monkeypatch.setattr(jax_gpu.cupy, "empty", lambda *_: own)
     monkeypatch.setattr(launch.cupy.cuda.runtime, "getDevice", lambda: ordinal)
     _, given, (out, _, _) = xla_call(monkeypatch, {"q": Q, "k": KV, "v": KV}, None, {}, ordinal, misaligned)
     p = gpu.last()
     assert gpu.planned == 2 and p["out"] == out.address
     if not misaligned:
         assert p["q"] == given["q"].address
+
+
+@pytest.mark.parametrize("misaligned", [False, True])
+@pytest.mark.parametrize("dim", [64, 40])
+def test_a_callback_in_8_bits(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, dim: int, misaligned: bool) -> None:
+    """Scales are read where they are, V is turned in XLA's memory; rows that are no multiples of 16 bytes are copied."""
+    if gpu.arch.cc != 90:
+        pytest.skip("kernels for 8 bits are Hopper's")
+    from cupyflash.interop import jax_gpu
+
+    eight = "float8_e4m3fn"
+    more = gpu.array((1 << 20,), np.uint8)
+    monkeypatch.setattr(jax_gpu.cupy.cuda, "Device", lambda ordinal: contextlib.nullcontext())
+    monkeypatch.setattr(jax_gpu.cupy.cuda, "ExternalStream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(jax_gpu.cupy, "empty", lambda *_: more)
+    arrays = {
+        "q": ((B, SQ, HQ, dim), eight), "k": ((B, SK, HK, dim), eight), "v": ((B, SK, HK, dim), eight),
+        "q_descale": ((HQ, 1), "float32"), "v_descale": ((B, HK, 1), "float32"),
+    }  # fmt: skip
+    options = {"out_dtype": "float16", "out_scale": 3.0}
+    call, given, (_, _, scratch) = xla_call(monkeypatch, arrays, None, options, misaligned=misaligned)
+    plan, p, _ = gpu.launched[-1]
+    assert plan.launches[0].name == "attention_turn" and p["out_scale"] == 3 and plan.out_dtype == "float16"
+    assert p["q_descale"] == given["q_descale"].address and tuple(p["q_descale_strides"])[:2] == (0, 1)
+    assert p["v_descale"] == given["v_descale"].address and tuple(p["v_descale_strides"])[:2] == (HK, 1)
+    copied = {name for name in "qkv" if p[name] != given[name].address}
+    assert copied == (set("qkv") if misaligned or dim == 40 else set()) and call.plain == (dim == 64)
+    if not misaligned:
+        assert scratch.address <= p["turned"] < scratch.address + call.scratch
+    assert {tuple(copy.strides) for _, _, _, copy in gpu.copied} <= {
+        (n * h * pad, h * pad, pad, 1) for n, h in ((SQ, HQ), (SK, HK)) for pad in (48, 64)
+    }
 
 
 NUMBERED = [row.name for row in OPTIONS if row.number and row.name != "out_scale"]  # that is for inputs of 8 bits

@@ -7,6 +7,7 @@ import re
 import warnings
 from pathlib import Path
 
+import float8_problems
 import fuzz
 import numpy as np
 import pytest
@@ -75,6 +76,20 @@ def test_processes_share_the_kinds_out(capsys: pytest.CaptureFixture[str]) -> No
     assert fuzz.main(["--cpu", "--jobs", "2", "--kinds", "3", "--problems", "7", "--library", "numpy"]) == 0
     assert "7 problems of 3 kinds, 0 wrong" in capsys.readouterr().out
     assert [list(numbers) for _, numbers in fuzz.spread(7, 3)] == [[0, 1, 2], [0, 1], [0, 1]]
+
+
+def test_8_bits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    these = [*SMALL, "--dtype", "float8_e4m3fn", "--seed", "3", "--problems", "24"]
+    assert fuzz.main(these) == 0
+    real = float8_problems.attention
+
+    def wrong(*arrays: object, **options: object) -> object:
+        out, lse = real(*arrays, **options)
+        return out, lse + 0.01 * (options["causal"] is True)
+
+    monkeypatch.setattr(float8_problems, "attention", wrong)
+    assert fuzz.main([*these, "--library", "numpy"]) == 1
+    assert re.search(r"Kind\(.*causal=True.*by=.*\n.*\n  AssertionError", capsys.readouterr().out)
 
 
 GPU_PAIRS = [(backend, dtype) for backend, dtype in pairs() if backend.family]

@@ -126,10 +126,10 @@ def as_arguments(tensors: list[Any], options: dict[str, Any]) -> tuple[Any, ...]
 
 
 def test_the_schema_has_every_option_and_array() -> None:
-    """In the order of the tables, by which arguments are told apart; but for what is for inputs of 8 bits."""
-    options = [row.name for row in OPTIONS if row.name not in ("out_dtype", "out_scale")]
+    """In the order of the tables, by which arguments are told apart."""
+    optional, options = ([row.name for row in table] for table in (ARRAYS, OPTIONS))
     names = [x.name for x in torch.ops.cupyflash.attention.default._schema.arguments]
-    assert names == ["q", "k", "v", *OPTIONAL, "score_arrays", "blocks", *options, "family"]
+    assert names == ["q", "k", "v", *optional, "score_arrays", "blocks", *options, "family"]
     backward = [x.name for x in torch.ops.cupyflash.attention_backward.default._schema.arguments]
     assert backward == ["dout", "out", "lse", "dlse", *names, "wrt"]
 

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import attention
-from ..timing import Candidate, reason
+from ..timing import Candidate, geomean, ratio, reason
 from . import peers
+from .report import NAMES, cell, ratio_text
 from .suite import TOLERANCE, Measured, Options, Problem, case_of, relative_error, take_turns
 
 PEERS = ("cudnn8", "eight", "bf16", "fa3")
+OVER = {"cudnn8": "cuDNN", "bf16": "our bfloat16"}
 NEAR = 0.08  # relative, Frobenius: of numbers with 4 bits, P and perhaps the result among them
 
 
@@ -68,6 +70,26 @@ def measure(problem: Problem, options: Options) -> Measured:
         * (0.5 if problem["causal"] else 1.0)
     )
     return {name: work / 1e12 / t for name, t in seconds.items()}, notes | more
+
+
+def tables(data: dict[str, Any]) -> str:
+    """A results file as Markdown, with what ours is times cuDNN's and times ours of bfloat16."""
+    rows = data["rows"]
+    over = {name: [ratio(row["ours"], row["peers"].get(name), row["unit"]) for row in rows] for name in OVER}
+    names = [name for name in PEERS if any(row["peers"].get(name) for row in rows)]
+    lines = [
+        f"{rows[0]['unit']}, {data['machine']}, {data['date'][:10]}; 16k tokens in all, hidden size 2048, results in bfloat16 unless said.",
+        "",
+        "| dim | causal | seq | cupyflash | " + " | ".join([*(NAMES[name] for name in names), *(f"over {OVER[x]}" for x in over)]) + " |",
+        "|" + " --- |" * (4 + len(names) + len(over)),
+    ]  # fmt: skip
+    for n, row in enumerate(rows):
+        asked = [cell(row["problem"][key]) for key in ("dim", "causal", "seq")]
+        values = [cell(x) for x in (row["ours"], *(row["peers"].get(name) for name in names))]
+        ratios = [ratio_text(each[n]).plain for each in over.values()]
+        lines.append(f"| {' | '.join([*asked, *values, *ratios])} |")
+    means = [f"{ratio_text(geomean(each)).plain} {OVER[name]}" for name, each in over.items()]
+    return "\n".join([*lines, "", f"Geometric means: {', '.join(means)}."])
 
 
 def _peer(name: str, case: peers.Case) -> Candidate:

@@ -8,11 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..problem import ARRAYS, BLOCK, FLOAT8, AttentionProblem
+from ..problem import BLOCK, DESCALES, FLOAT8, AttentionProblem
 from .forward import forward as _forward
 
 _DTYPES = {FLOAT8: ml_dtypes.float8_e4m3fn, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-_DESCALES = [row.name for row in ARRAYS if row.of_float8]
 
 
 def forward(
@@ -20,7 +19,7 @@ def forward(
 ) -> tuple[np.ndarray, np.ndarray]:
     """As `cpu.forward.forward`; out in the problem's `result_dtype`, times `out_scale`."""
     numbers = {name: _meant(x, given.pop(f"{name}_descale", None)) for name, x in (("q", q), ("k", k), ("v", v))}
-    left = tuple(x for x in problem.given if x.name not in _DESCALES)
+    left = tuple(x for x in problem.given if x.name not in DESCALES)
     out, lse = _forward(
         replace(problem, dtype="float32", out_dtype=None, out_scale=1.0, given=left), **numbers, **given
     )
@@ -41,4 +40,5 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     """x in another dtype; in 8 bits, which have no infinity, 448 is the largest."""
     if dtype == FLOAT8:
         x = np.clip(x, -448, 448)
-    return x.astype(_DTYPES[dtype])
+    with np.errstate(over="ignore"):
+        return x.astype(_DTYPES[dtype])

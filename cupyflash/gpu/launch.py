@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cupy
+import ml_dtypes
 import numpy as np
 
 from ..interop.protocol import GpuAdapter
@@ -151,7 +152,8 @@ def spread(lib: GpuAdapter, rows: Any, pointer: int, view: View, device: int, st
 def fill(lib: GpuAdapter, x: Any, value: float, device: int, stream: int) -> None:
     """Fill an array of any library with 0 or -inf, on its stream."""
     view = lib.view(x)
-    pattern = np.array(value, {2: np.float16, 4: np.float32, 8: np.float64}[ITEMSIZE[view.dtype]])
+    floats = {1: ml_dtypes.float8_e4m3fn, 2: np.float16, 4: np.float32, 8: np.float64}
+    pattern = np.array(value, floats[ITEMSIZE[view.dtype]])
     bits = pattern.view(_UNSIGNED[pattern.itemsize]).item()
     with cupy.cuda.Device(device), cupy.cuda.Stream.from_external(Stream(stream)):
         on_device(lib.pointer(x), view, device)[...] = bits

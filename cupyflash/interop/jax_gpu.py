@@ -12,7 +12,6 @@ import jax
 from .. import problem as rules
 from ..gpu import corridor
 from ..problem import ITEMSIZE, View, contiguous
-from . import cupy_
 from .protocol import Arrays
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -68,7 +67,7 @@ class Memory:
             return Buffer(address, view._replace(ptr=address))
         # More than was planned: inputs that start at no multiple of 16 bytes are copied. CuPy's pool reuses on this stream alone.
         with cupy.cuda.Device(device), cupy.cuda.ExternalStream(self._stream):
-            own = cupy_.empty(shape, dtype, device)
+            own = cupy.empty(size, "uint8")
         return Buffer(own.data.ptr, view._replace(ptr=own.data.ptr), own)
 
     def finish(self, x: Buffer, device: int) -> Buffer:

@@ -14,12 +14,12 @@ import torch
 
 from .. import folding, interop, passes
 from .. import problem as rules
-from ..problem import ARRAYS, OPTIONS, Gradients, View
+from ..problem import ARRAYS, FLOAT8, OF_FLOAT8, OPTIONS, Gradients, View
 from ..score import Score
 from . import torch_data
 from .protocol import Arrays, Library
 
-_OPTIONAL = tuple(row.name for row in ARRAYS if not row.of_float8)
+_OPTIONAL = tuple(row.name for row in ARRAYS)
 _INPUTS = ("q", "k", "v", *_OPTIONAL)
 _ROWS = ("dout", "out", "lse", "dlse")
 _LISTS = ("score_arrays", "blocks")  # further inputs, lists of tensors: what a score function reads, and a block mask
@@ -27,7 +27,8 @@ _NONE: list[Any] = [None]  # one that is not given: an empty list AOTInductor ha
 # The options that the operators have, in the order of OPTIONS, and their types in a schema; a Scalar may be a symbol.
 _TYPES = {
     "causal": "str", "window": "SymInt[]?", "scale": "Scalar?", "softcap": "Scalar?", "score": "str?",
-    "block_mask": "SymInt[]?", "dropout": "Scalar", "layout": "str", "deterministic": "bool",
+    "block_mask": "SymInt[]?", "dropout": "Scalar", "out_dtype": "str?", "out_scale": "Scalar", "layout": "str",
+    "deterministic": "bool",
 }  # fmt: skip
 
 _PLACE = {name: n for n, name in enumerate(_TYPES)}
@@ -79,6 +80,10 @@ def forward(
     dtype = _autocast_dtype(arrays["q"])
     if dtype is not None:
         arrays = _autocast(arrays, dtype)
+    if arrays["q"].dtype is _FLOAT8 and torch.is_grad_enabled() and _any_requires_grad(arrays):
+        raise TypeError(
+            f"q has dtype {FLOAT8}, of which there is a forward alone, but a gradient is wanted; call under torch.no_grad()"
+        )
     traced = _traced(arrays["q"])
     transformed = torch._C._are_functorch_transforms_active()
     if not traced and not transformed and not (torch.is_grad_enabled() and _any_requires_grad(arrays)):
@@ -129,9 +134,13 @@ _NO_WRITING = (
 _How = tuple[Library, dict[str, Any], "int | None", "str | None"]  # a call but for its arrays: options, seed, family
 
 
+_FLOAT8 = torch.float8_e4m3fn
+
+
 def _autocast_dtype(q: torch.Tensor) -> torch.dtype | None:
+    """That to which inputs are cast; those of 8 bits, which have scales, stay."""
     where = "cuda" if q.is_cuda else "cpu"
-    return torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else None
+    return torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) and q.dtype is not _FLOAT8 else None
 
 
 def _autocast(arrays: Arrays, dtype: torch.dtype) -> Arrays:
@@ -288,7 +297,7 @@ def _encoded(options: dict[str, Any]) -> dict[str, Any]:
     numbers = (float, int, type(None))  # as they are: one may be a symbol, and rules are for numbers
     for row in OPTIONS:
         if row.name in _TYPES and row.name not in ("score", "block_mask"):
-            value = options[row.name]
+            value = options.get(row.name, row.default)
             values[row.name] = value if type(value) in numbers else row.check(value)
     values["causal"] = values["causal"] or ""
     values["window"] = None if values["window"] is None else [-1 if n is None else n for n in values["window"]]
@@ -365,7 +374,8 @@ def _fake_attention(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if call.options["layout"] == "bshd" and len(rows) > 1:
         rows = (*rows[:-2], rows[-1], rows[-2])
     lse = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(rows, dtype=lse)
+    out = getattr(torch, call.options["out_dtype"] or OF_FLOAT8[0]) if q.dtype is _FLOAT8 else q.dtype
+    return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out), q.new_empty(rows, dtype=lse)
 
 
 def _fake_attention_backward(*args: Any) -> list[torch.Tensor]:

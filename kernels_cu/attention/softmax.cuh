@@ -75,11 +75,12 @@ struct OnlineSoftmax {
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
+                    // (with TOP not a row that is above it: another of the warp may have grown)
+                    Accum raised = TOP == 0 ? largest[m][h] : larger(maximum[m][h], largest[m][h] - TOP / factor);
                     // a row that has seen no key has nothing to rescale, and -inf - -inf would be NaN
-                    shrink[m][h] = maximum[m][h] == MINUS_INFINITY
-                                       ? Accum(0)
-                                       : exp2_approx((maximum[m][h] - largest[m][h]) * factor + TOP);
-                    maximum[m][h] = TOP == 0 ? largest[m][h] : largest[m][h] - TOP / factor;
+                    shrink[m][h] =
+                        maximum[m][h] == MINUS_INFINITY ? Accum(0) : exp2_approx((maximum[m][h] - raised) * factor);
+                    maximum[m][h] = raised;
                     sum[m][h] *= shrink[m][h];
                 }
         }

@@ -42,10 +42,10 @@ struct Worker {
     Shared& s;
     int group, first_row, warp_row;  // rows: of the tile
 
-    Tile tile{};                // whose scores are computed
-    TileWalk own;               // over the key tiles that the warpgroup's rows see
-    bool half = false;          // whether they see no more than the first half of the first one
-    OnlineSoftmax<1> softmax;   // of its rows
+    Tile tile{};               // whose scores are computed
+    TileWalk own;              // over the key tiles that the warpgroup's rows see
+    bool half = false;         // whether they see no more than the first half of the first one
+    OnlineSoftmax<1> softmax;  // of its rows
     Dropout dropout;
     float largest_value = 1;  // of what V is multiplied by
 
@@ -63,11 +63,16 @@ struct Worker {
           softmax(new_softmax()),
           dropout(p) {}
 
-    __device__ OnlineSoftmax<1> new_softmax() const { return {Pairs(p, tile.head).factor() * descale(tile)}; }
+    __device__ OnlineSoftmax<1> new_softmax() const { return {factor(tile)}; }
 
-    // Of what is in natural units, of a tile's rows: of inputs of 8 bits.
-    __device__ float descale(const Tile& of) const {
-        return DESCALED && !DESCALE_SCORES ? row_descale(p, of.head, of.queries.begin + first_row) : 1;
+    // What turns the scores of a tile to exponents of 2.
+    __device__ float factor(const Tile& of) const {
+        float x = Pairs(p, of.head).factor();
+        if constexpr (DESCALED && !DESCALE_SCORES) {
+            x *= row_descale(p, of.head, of.queries.begin + first_row);
+            if (x < 1e-30f) x = 1e-30f;  // never 0, as that of Pairs
+        }
+        return x;
     }
 
     // Where the warp's rows stand, in a tile of queries.
@@ -243,7 +248,9 @@ struct Worker {
         Pairs pairs(p, of.head);
         ScorePlacement at = placement(of);
         float out_scale = TURNED ? p.out_scale * value_descale(p, of.head) : 1;
-        softmax.finish(o, pairs.unit() * descale(of), kept(p) / out_scale, [&](int r) { return pairs.sink(at(r, 0).head); });
+        // (Where unit() is 0 the factor is not, and TOP / factor, which is in the maximum, must go from lse.)
+        float unit = TURNED ? factor(of) * LN2 : pairs.unit();
+        softmax.finish(o, unit, kept(p) / out_scale, [&](int r) { return pairs.sink(at(r, 0).head); });
         int heads = heads_of(of), queries = of.head.queries(p);
         if (O_STAGED && maps.map_out) {
             bool storer = threadIdx.x % 128 == 0;

@@ -19,6 +19,8 @@ from .sm80 import both_ways
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
     if problem.dtype not in ("float16", "bfloat16", FLOAT8):
         return f"takes float16, bfloat16 and float8, not {problem.dtype}"
+    if backward and problem.dtype == FLOAT8:
+        return f"has a forward alone of {FLOAT8}"
     if arch.cc != 90:
         return f"is for compute capability 9.0, this GPU has {arch.cc / 10}"
     for name in PAIRWISE:
@@ -159,10 +161,10 @@ PACKED = (
 EIGHT = (
     ForwardTile(3, 128, 3, spills=400, dim=64, crowded=False),
     ForwardTile(2, 128, 3, spills=240, dim=64),
-    ForwardTile(2, 192, 2, dim=128, banded=True, scored=False),
+    ForwardTile(2, 192, 2, spills=168, dim=128, banded=True, scored=False),  # with scales of blocks; else none
     ForwardTile(3, 96, 2, dim=128, banded=False, scored=False),
     ForwardTile(2, 128, 2, spills=240, dim=192),
-    ForwardTile(2, 96, 2, spills=168),
+    ForwardTile(2, 96, 2, spills=240),
     ForwardTile(2, 64, 2, spills=168),
 )
 # With a block mask first those whose 128 queries are a block of most masks.
