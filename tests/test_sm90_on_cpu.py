@@ -11,7 +11,7 @@ from on_cpu import check
 from score_functions import documents, grid, relative, without_s
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.families import sm90
+from cupyflash.gpu.families import sm90_backward
 from cupyflash.gpu.kernel_plan import KernelPlan
 
 pytestmark = needs_compiler
@@ -224,9 +224,9 @@ SHARED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_thread_blocks_share_key_tiles(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares that end amid a head, or where a head does."""
     seen: list[KernelPlan] = []
-    make = sm90._backward
-    monkeypatch.setattr(sm90, "_backward", lambda *args: seen.append(make(*args)) or seen[-1])
-    monkeypatch.setattr(sm90, "_shares", lambda *_: 3)
-    monkeypatch.setattr(sm90, "CACHE", 1)  # so that shares take room in turn
+    make = sm90_backward.plan
+    monkeypatch.setattr(sm90_backward, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
+    monkeypatch.setattr(sm90_backward, "_shares", lambda *_: 3)
+    monkeypatch.setattr(sm90_backward, "CACHE", 1)  # so that shares take room in turn
     check("sm90", LARGE, rng, *SHARED[case])
     assert dict(seen[0].constants)["SHARES"] and dict(seen[0].scalars)["shares"] == 3

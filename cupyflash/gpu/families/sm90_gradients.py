@@ -7,7 +7,7 @@ from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features
 from . import sm80
-from .sm90 import BARRIERS, PairTiles
+from .sm90_memory import BARRIERS, PairTiles
 
 ROWS, KEYS = 128, 128  # a thread block's tile: 64 queries for each of two warpgroups that compute
 WORKERS = 8  # their warps
