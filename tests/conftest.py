@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 
 # Workers share one GPU, and JAX would take three quarters of it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+# References are many small products: threads of BLAS would wait for each other three times as long as they compute. (Those of
+# cupyflash.cpu are its own.)
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of processes that tests start
 
 # Tiles that somebody tuned on this machine are not what the tests are about.
 os.environ["CUPYFLASH_CONFIG_DIR"] = os.devnull
@@ -25,6 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "always::reference.ByLuck")
     config.pluginmanager.register(Luck())
+    with contextlib.suppress(ImportError):
+        import threadpoolctl
+
+        threadpoolctl.threadpool_limits(int(os.environ["OPENBLAS_NUM_THREADS"]), user_api="blas")
     path = config.getoption("--gpu-report")
     if path and not hasattr(config, "workerinput"):  # with xdist, the controller alone sees every result
         if no_gpu():

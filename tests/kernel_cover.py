@@ -64,10 +64,10 @@ def problem(dtype: str, dim: int = 64, dim_v: int | None = None, **fields: Any) 
     return AttentionProblem(dtype=dtype, dim=dim, dim_v=dim if dim_v is None else dim_v, **fields)
 
 
-def some_problems() -> Iterator[AttentionProblem]:
-    """A first look: few problems, with most of the code in them."""
-    for dtype, name in zip(FLOATS, ("everything", "hidden", "everything", "hidden")):
-        for dim in (64, 128, 256):
+def some_problems(turn: int | None = None) -> Iterator[AttentionProblem]:
+    """A first look: few problems, with most of the code in them; with `turn`, of each dtype one head dimension."""
+    for n, (dtype, name) in enumerate(zip(FLOATS, ("everything", "hidden", "everything", "hidden"))):
+        for dim in (64, 128, 256) if turn is None else [(64, 128)[(turn + n) % 2]]:
             yield problem(dtype, dim, **FEATURES[name])
     yield problem("bfloat16", 128, given=BIAS)
     yield in_8_bits(128, "causal", True)
@@ -99,7 +99,7 @@ def cover(family: str, arch: str) -> Iterator[AttentionProblem]:
         yield from problems()
         yield from of_8_bits()
         return
-    yield from some_problems()
+    yield from some_problems(ARCHS.index(arch))
     if (family, arch) == ("sm80", "sm_90a"):  # where doubles have tiles and instructions of their own
         yield from (x for x in problems() if x.dtype == "float64")
 
@@ -112,14 +112,15 @@ def problems() -> Iterator[AttentionProblem]:
                 left_out = {"float16": ("causal", "blocks", "slopes", "dropped"), "bfloat16": ("nothing",)}
                 if name in left_out.get(dtype, ()):
                     continue
-                less_than_everything = ("hidden", "blocks", "slopes", "dropped", "score")
-                if name not in less_than_everything or dims in ((64, 64), (128, 128)):
+                everywhere = ("nothing", "causal", *["everything"] * (dtype != "float16"))
+                if name in everywhere or dims in ((64, 64), (128, 128)):
                     for length in LENGTHS:
                         yield problem(dtype, *dims, seq_q=length, seq_k=length, **fields)
                     if dims in FEW and ITEMSIZE[dtype] == 2:
                         yield problem(dtype, *dims, batch=10, seq_q=FEW[dims], **fields)
                     if dims in ((64, 64), (128, 128)) and ITEMSIZE[dtype] == 2:  # tiles of one warpgroup
                         yield problem(dtype, *dims, batch=20, heads_k=8, seq_q=49, seq_k=49, **fields)
+                        yield problem(dtype, *dims, batch=20, seq_k=77, **fields)  # a key tile has all keys
 
 
 FAMILY_ARCHS = [  # architectures from the oldest on

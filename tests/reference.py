@@ -186,7 +186,7 @@ def assert_as_good(
     of tests (conftest.py), on a GPU (check_gpu_report.py), of the fuzzer.
     """
     actual_dtype = np.asarray(actual).dtype
-    actual, exact, own = (np.asarray(x).astype(np.float64) for x in (actual, exact, own_precision))
+    actual, exact, own = (np.asarray(x).astype(np.float64, copy=False) for x in (actual, exact, own_precision))
     assert actual.shape == exact.shape, f"{name} has shape {actual.shape}, not {exact.shape}"
     if not (np.isfinite(actual).all() and np.isfinite(exact).all()):
         for what, test in (("NaN", np.isnan), ("inf", np.isposinf), ("-inf", np.isneginf)):
@@ -202,7 +202,7 @@ def assert_as_good(
         # Where own precision overflows it sets no standard, and luck may not make it stricter than rounding `exact` once.
         with np.errstate(all="ignore"):
             errors = [np.abs(x - exact) for x in (own, exact.astype(actual_dtype).astype(np.float64))]
-        of_own = max(e[np.isfinite(e)].max(initial=0.0) for e in errors)
+        of_own = max(e.max(initial=0.0, where=np.isfinite(e)) for e in errors)
         allowed, by_luck = 2 * of_own + 1e-5 * unit, 3 * of_own + 4e-5 * unit
     worst = error.max(initial=0.0)
     if not worst <= allowed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -303,6 +304,28 @@ def test_gradients_of_arrays_read_what_the_backward_has_left(gpu: Gpu, dtype: An
     assert gpu.planned == 2
 
 
+@pytest.mark.parametrize("dtype, length", [(np.float32, SK), (np.float32, 2048), (np.float16, SK)])
+def test_a_workspace_is_kept_for_gradients_of_arrays_where_they_find_something(
+    gpu: Gpu, dtype: Any, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its memory is free when they ask for theirs."""
+    pieces: list[list[Any]] = []  # weak references to what was given out before each
+
+    def empty(shape: tuple[int, ...], of: str, device: int) -> Any:
+        pieces.append([x for x in (pieces[-1] if pieces else []) if x() is not None])
+        made = gpu.array(shape, cupy_._DTYPES[of])
+        pieces[-1].append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(cupy_, "empty", empty)
+    q, bias = gpu.array((B, length, HQ, 32), dtype), gpu.array((HQ, length, length), dtype)
+    attention_backward(q, q, q, q, q, gpu.array((B, HQ, length), np.float32), bias=bias, wrt="bias")
+    second, *_ = gpu.launched[-1]
+    assert bool(second.found) == (length == SK and (dtype == np.float32 or second.family == "sm80"))
+    # At the end there are dq, dk, dv, dbias, and workspaces; and a copy of the bias, whose rows the copy engine wants padded.
+    assert len(pieces[-1]) == 4 + (2 if second.found else 1) + len(gpu.copied) // 2
+
+
 def test_workspace_is_aligned(gpu: Gpu) -> None:
     for deterministic in (False, True):
         attention_backward(**for_backward(gpu), deterministic=deterministic)
@@ -471,9 +494,10 @@ def test_a_callback_of_xla(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (p["out"], p["lse"]) == (out.address, lse.address)
 
 
-def test_a_callback_of_xla_backward(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, bias = ((B, HQ, SQ), "float32"), ((HQ, SQ, SK), "float32")
-    arrays = {"q": Q, "k": KV, "v": KV, "bias": bias, "dout": Q, "out": Q, "lse": rows}
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_callback_of_xla_backward(gpu: Gpu, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, bias, q, kv = ((B, HQ, SQ), "float32"), ((HQ, SQ, SK), "float32"), (Q[0], dtype), (KV[0], dtype)
+    arrays = {"q": q, "k": kv, "v": kv, "bias": bias, "dout": q, "out": q, "lse": rows}
     call, given, (dq, dk, dv, dbias, scratch) = xla_call(monkeypatch, arrays, ("bias",), {})
     (first, p, _), (second, r, stream) = gpu.launched
     assert stream == STREAM and gpu.planned == 2
@@ -491,7 +515,8 @@ def test_a_callback_of_xla_backward(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -
     for size, at in spaces:
         assert scratch.address <= at and at + size <= scratch.address + call.scratch
     ends = sorted((at, at + size) for size, at in spaces)
-    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+    apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+    assert apart == bool(second.found)  # else the second has the memory of the first
 
 
 def test_a_callback_of_xla_with_scores(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,10 +86,15 @@ def test_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     """By SIGINT, in one process or many: what it did not reach counts as failed, and a run of that completes the report."""
     (tmp_path / "conftest.py").write_text(
-        "import gpu_report\ngpu_report.machine = lambda: {}\n"
+        "import pathlib\nimport gpu_report\ngpu_report.machine = lambda: {}\n"
         "def pytest_configure(config):\n"
         "    if not hasattr(config, 'workerinput'):\n"
         f"        config.pluginmanager.register(gpu_report.GpuReport({str(tmp_path / 'report.json')!r}))\n"
+        "        config.pluginmanager.register(Told())\n"
+        "class Told:\n"
+        "    def pytest_runtest_logreport(self, report):\n"
+        "        if report.when == 'teardown' and 'skipped' in report.nodeid:\n"
+        "            pathlib.Path('told').touch()\n"
     )
     (tmp_path / "test_it.py").write_text(
         "import os, pathlib, signal, time, pytest\n"
@@ -97,6 +102,7 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
         "@pytest.mark.skip\ndef test_skipped(): pass\n"
         "def test_second():\n"
         "    if not pathlib.Path('again').exists():\n"
+        "        while not pathlib.Path('told').exists(): time.sleep(0.01)\n"  # what ran before has arrived
         "        os.kill(int(os.environ['CONTROLLER']), signal.SIGINT)\n"
         "        time.sleep(60)\n"
         "def test_third(): pass\n"
@@ -122,7 +128,7 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
         (tmp_path / "again").touch()
         whole = run(*stopped["failures"])
         assert [whole[x] for x in ("passed", "skipped", "failed", "errors")] == [3, 1, 0, 0] and not whole["failures"]
-        for name in ("again", "report.json"):
+        for name in ("again", "told", "report.json"):
             (tmp_path / name).unlink()
 
 

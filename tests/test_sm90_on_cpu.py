@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_on_cpu import needs_compiler
+from cuda_on_cpu import cases, needs_compiler
 from on_cpu import check
 from score_functions import documents, grid, relative, without_s
 
@@ -182,7 +182,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases(
+    CASES, "plain", "group", "key-mask", "in-order", "wide", "scores", "few-queries", "short-many", "bias-summed", "bias-parts",
+    "dropout", "blocks-and-more", "score",
+)  # fmt: skip
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:
     check("sm90", WIDE if "wide" in case else MANY if "parts" in case else GPU, rng, *CASES[case])
 
@@ -220,7 +223,7 @@ SHARED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SHARED)
+@cases(SHARED, "group", "wide")
 def test_thread_blocks_share_key_tiles(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares that end amid a head, or where a head does."""
     seen: list[KernelPlan] = []

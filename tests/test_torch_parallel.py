@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +72,20 @@ def fully_sharded(model: Any, batch: Any) -> dict[str, Any]:
 def one_process(rank: int, file: str) -> None:
     """What each of two processes does."""
     distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    try:
-        torch.manual_seed(0)
-        model, batch = Model(), torch.randn(6, 12, 32)
-        expected = gradients(model, model, batch)
-        for how in (distributed_data_parallel, fully_sharded):
-            own = copy.deepcopy(model)
-            own.zero_grad()
-            found = how(own, batch[rank::2])
-            assert found.keys() == expected.keys()
-            for name, x in found.items():
-                torch.testing.assert_close(x, expected[name], msg=lambda m, at=(how, name): f"{at}: {m}")
-    finally:
-        distributed.destroy_process_group()
+    torch.manual_seed(0)
+    model, batch = Model(), torch.randn(6, 12, 32)
+    expected = gradients(model, model, batch)
+    for how in (distributed_data_parallel, fully_sharded):
+        own = copy.deepcopy(model)
+        own.zero_grad()
+        found = how(own, batch[rank::2])
+        assert found.keys() == expected.keys()
+        for name, x in found.items():
+            torch.testing.assert_close(x, expected[name], msg=lambda m, at=(how, name): f"{at}: {m}")
+    Path(f"{file}-{rank}").touch()
+    end = time.monotonic() + 60
+    while not Path(f"{file}-{1 - rank}").exists() and time.monotonic() < end:  # it may still be receiving
+        time.sleep(0.01)
     # Threads of gloo that outlive their group sometimes abort a process that ends in the ordinary way.
     os._exit(0)
 

@@ -65,6 +65,7 @@ class Prepared:
             through_lse = "dlse" in views and (problem.seq_k or "sinks" in wrt)  # lse without keys is the sink
             self.empty = not (rows and (problem.seq_k and problem.dim_v or through_lse))
         self._apart: set[tuple[int, ...]] = set()  # addresses at which targets were seen to overlap nothing
+        self.first: Prepared | None = None  # in whose workspace something is found
         if self.empty:
             return
 
@@ -74,7 +75,7 @@ class Prepared:
             chosen = plan(problem, arch, backward, family, tuned.tiles(problem, arch, backward), lengths)
             if after is not None and not after.empty:
                 chosen = chosen.after(after.plan)
-        self.first = after if chosen.found else None
+                self.first = after if chosen.found else None
         self.plan = chosen
         strides: dict[str, tuple[int, ...]] = {}
         self.copies: list[tuple[str, View, View]] = []  # inputs to copy first: what they are, and what the copy is
@@ -124,12 +125,13 @@ class Prepared:
         addresses: list[int] | None = None,
         seed: int | None = None,
         block_mask: Any = None,
-        spaces: list[Any] | None = None,
+        left: list[Any] | None = None,
     ) -> tuple[list[Any], Any]:
         """Launch. Returns the outputs, and in the forward the LSE where it is asked for.
 
         `addresses` of `arrays`, where they are known already; `seed` of dropout, where it is a number; `block_mask`, where
-        there is one: of the prepared kind; `spaces`: the workspaces of the runs before, to which this one's is added."""
+        there is one: of the prepared kind. `left`: the workspace of the run before, from which this one or a later one takes
+        what it finds there; put there by the first."""
         ordinal, pointer, empty, dtypes = self.device, lib.pointer, lib.empty, self.dtypes
         stream = lib.stream(ordinal)
         if addresses is None:
@@ -180,10 +182,10 @@ class Prepared:
             space = empty((self.launcher.workspace // 4,), "float32", ordinal)
             workspace = pointer(space)
             keep.append(space)
-            if spaces is not None:
-                spaces.append(space)
-        if self.first is not None and spaces:
-            self.launcher.find(pointers, self.first.launcher, pointer(spaces[0]))
+            if left == []:
+                left.append(space)
+        if self.first is not None and left:
+            self.launcher.find(pointers, self.first.launcher, pointer(left[0]))
         self.launcher(pointers, stream, workspace)
         if self.through:
             for x, result in zip(written, results):
@@ -232,20 +234,41 @@ def backward(
     """The gradients of one attention call."""
     ordinal = lib.device(arrays["q"])
     addresses = [*map(lib.pointer, arrays.values())]
-    prepared = prepare(lib, arrays, addresses, targets, options, family, True, ordinal)
-    spaces: list[Any] = []  # in use until the last kernel is launched
-    grads, _ = prepared.run(lib, arrays, targets, False, addresses, seed, options["block_mask"], spaces)
-    first = prepared
+    passes = prepare_all(lib, arrays, addresses, targets, options, family, True, ordinal, wrt)
+    left = to_leave(passes)
+    grads, _ = passes[0].run(lib, arrays, targets, False, addresses, seed, options["block_mask"], left)
     if not targets:
         grads = [lib.finish(x, ordinal) for x in grads]
-    if not wrt:
-        return Gradients(*grads)
     of_arrays: dict[str, Any] = {}
-    for names in rules.apart(wrt):
-        prepared = prepare(lib, arrays, addresses, {}, options, family, True, ordinal, names, first)
-        results, _ = prepared.run(lib, arrays, {}, False, addresses, seed, options["block_mask"], spaces)
+    for prepared in passes[1:]:
+        results, _ = prepared.run(lib, arrays, {}, False, addresses, seed, options["block_mask"], left)
         of_arrays |= {name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, results)}
     return Gradients(*grads, **of_arrays)
+
+
+def prepare_all(
+    lib: GpuAdapter,
+    arrays: Arrays,
+    addresses: list[int],
+    targets: Arrays,
+    options: dict[str, Any],
+    family: str | None,
+    backward: bool,
+    ordinal: int,
+    wrt: tuple[str, ...] = (),
+) -> list[Prepared]:
+    """What a call runs, one after the other: gradients of arrays come after those of q, k and v."""
+    first = prepare(lib, arrays, addresses, targets, options, family, backward, ordinal)
+    asked = rules.apart(wrt)
+    return [
+        first,
+        *[prepare(lib, arrays, addresses, {}, options, family, True, ordinal, names, first) for names in asked],
+    ]
+
+
+def to_leave(passes: list[Prepared]) -> list[Any] | None:
+    """`left` of their runs: None where nothing is found in the first's workspace, whose memory is free then for the others."""
+    return [] if any(x.first for x in passes) else None
 
 
 def prepare(

@@ -33,7 +33,7 @@ class Memory:
     kind = "jax"
 
     def __init__(self, ordinal: int, stream: int = 0, scratch: int = 0, size: int = 0) -> None:
-        self._ordinal, self._stream, self._scratch, self._end = ordinal, stream, scratch, scratch + size
+        self._ordinal, self._stream, self.scratch, self._end = ordinal, stream, scratch, scratch + size
         self.results: list[int] = []
 
     def on_gpu(self, x: Buffer) -> bool:
@@ -62,8 +62,8 @@ class Memory:
         size = ITEMSIZE[dtype]
         for n in shape:
             size *= n
-        address, self._scratch = self._scratch, self._scratch + -(-size // 256) * 256
-        if self._scratch <= self._end:
+        address, self.scratch = self.scratch, self.scratch + -(-size // 256) * 256
+        if self.scratch <= self._end:
             return Buffer(address, view._replace(ptr=address))
         # More than was planned: inputs that start at no multiple of 16 bytes are copied. CuPy's pool reuses on this stream alone.
         with cupy.cuda.Device(device), cupy.cuda.ExternalStream(self._stream):
@@ -94,26 +94,22 @@ class Callback:
         self._views = {name: x._replace(device=f"cuda:{self._device}") for name, x in views.items()}
         lib, addresses = Memory(self._device), [0] * len(views)
         arrays = {name: Buffer(0, view) for name, view in self._views.items()}
-        self._passes: list[tuple[tuple[str, ...], corridor.Prepared]] = []
-        for of in [(), *rules.apart(wrt or ())]:
-            first = self._passes[0][1] if of else None
-            self._passes.append((of, self._prepared(lib, arrays, addresses, of, first)))
-        self.scratch = sum(x.scratch for _, x in self._passes)
+        self._passes = self._prepared(lib, arrays, addresses)
+        together = max if corridor.to_leave(self._passes) is None else sum
+        self.scratch = together([x.scratch for x in self._passes])
         self._lists(self._passes)
-        self.plain = not any(x.empty or x.copies for _, x in self._passes)  # launches alone, of kernels that are loaded
+        self.plain = not any(x.empty or x.copies for x in self._passes)  # launches alone, of kernels that are loaded
 
-    def _prepared(
-        self, lib: Any, arrays: Arrays, addresses: list[int], of: tuple[str, ...], first: corridor.Prepared | None
-    ) -> corridor.Prepared:
-        backward = self._wrt is not None
-        return corridor.prepare(
-            lib, arrays, addresses, {}, self._options, self._family, backward, lib.device(None), of, first
+    def _prepared(self, lib: Any, arrays: Arrays, addresses: list[int]) -> list[corridor.Prepared]:
+        backward, ordinal = self._wrt is not None, lib.device(None)
+        return corridor.prepare_all(
+            lib, arrays, addresses, {}, self._options, self._family, backward, ordinal, self._wrt or ()
         )
 
-    def _lists(self, passes: list[tuple[tuple[str, ...], corridor.Prepared]]) -> None:
+    def _lists(self, passes: list[corridor.Prepared]) -> None:
         """Make what the kernels read of a block mask now: in the callback nothing may wait for the GPU."""
         mask = self._options["block_mask"]
-        for _, x in passes:
+        for x in passes:
             for use in () if mask is None or x.empty else x.plan.lists:
                 mask.list_for(use)
 
@@ -127,16 +123,15 @@ class Callback:
         if mask is not None and mask.device != f"cuda:{ordinal}":  # not known when this was traced
             raise ValueError(f"block_mask is on {mask.device} but q is on cuda:{ordinal}; make it with like=q")
         other = ordinal != self._device or any(at & 15 for at in addresses)
-        first: corridor.Prepared | None = None
-        spaces: list[Any] = []
-        for of, prepared in self._passes:
-            if other:
-                prepared = self._prepared(lib, arrays, addresses, of, first)
-            first = first or prepared
+        passes = self._prepared(lib, arrays, addresses) if other else self._passes
+        left = corridor.to_leave(passes)
+        for prepared in passes:
             lse = self._wrt is None
             count = len(prepared.shapes) + lse
             lib.results, results = results[:count][::-1], results[count:]
-            prepared.run(lib, arrays, {}, lse, addresses, self._seed, self._options["block_mask"], spaces)
+            prepared.run(lib, arrays, {}, lse, addresses, self._seed, self._options["block_mask"], left)
+            if left is None:
+                lib.scratch = scratch  # is the next one's: kernels run one after the other
 
 
 def _address(buffer: Any) -> int:
