@@ -66,7 +66,7 @@ def test_more_misses_than_luck_explains_are_wrong(
         warnings.warn("off by little", ByLuck, stacklevel=1)
 
     monkeypatch.setattr(fuzz, "check", missed)
-    these = ["--cpu", "--jobs", "1", "--kinds", "1", "--library", "numpy"]
+    these = ["--cpu", "--jobs", "1", "--kinds", "1", "--library", "numpy", "--dtype", "float32"]
     assert fuzz.main([*these, "--problems", "3"]) == 0
     assert fuzz.main([*these, "--problems", "4"]) == 1
     assert "4 results missed the criterion by little: luck explains 3" in capsys.readouterr().out
