@@ -83,6 +83,7 @@ def test_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert json.loads(path.read_text())["errors"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     """By SIGINT, in one process or many: what it did not reach counts as failed, and a run of that completes the report."""
     (tmp_path / "conftest.py").write_text(
