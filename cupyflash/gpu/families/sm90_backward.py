@@ -78,7 +78,7 @@ BACKWARD = (
 )
 # Of short sequences, where a head is one tile: two warpgroups of 128 queries and keys would have three quarters of it in vain.
 SHORT_BACKWARD = (BackwardTile(64, 64, 1, 2, 2, dim=64),)
-LISTED_SPILLS = 160  # more, with a block mask: its addresses
+LISTED_SPILLS = 192  # more, with a block mask: its addresses
 # The backward's order of key tiles, and room for sums of dQ.
 CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
 LONG = 1024  # longer than this, in queries
