@@ -183,7 +183,7 @@ class Judge:
         self.of_lse = 1e-4 + largest * 2.0**-12 if on_gpu else 1e-5 + largest * 2.0**-20
         of_sums = problem.seq_k / 32 * 2.0**-13
         self.share = (2.0**-4 + of_sums if on_gpu else 1e-5) + 2 * self.of_lse
-        self.whole = WHOLE[result] + 2 * self.of_lse + of_sums
+        self.whole = whole(x, result) + 2 * self.of_lse + of_sums
 
     def __call__(self, out: np.ndarray, lse: np.ndarray) -> None:
         exact, rounding = self.exact.out, ROUNDING[self.result]
@@ -204,6 +204,14 @@ class Judge:
         assert np.array_equal(np.isneginf(lse), unseen), "lse is -inf where a key is seen, or not where none is"
         assert not np.moveaxis(out, 2, 1)[unseen].any(), "a row that sees no key is not 0"
         np.testing.assert_allclose(lse[~unseen], self.exact.lse[~unseen], rtol=1e-5, atol=self.of_lse)
+
+
+def whole(x: Quantized, result: str) -> float:
+    """WHOLE; where heads or blocks are of different size the largest rows decide, whose weight one or two keys may have: by luck
+    their P are off by up to 2^-4, with nothing beside them that is off the other way.
+    """
+    uneven = any(scale.size > 1 for scale in x.descales.values())
+    return WHOLE[result] + (2**-4 - WHOLE["bfloat16"]) * uneven
 
 
 def on_gpu(lib: Any) -> bool:
