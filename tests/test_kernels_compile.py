@@ -1,6 +1,6 @@
 """Every kernel family, compiled for every architecture that it claims: no GPU needed, no register spilled in silence.
 
-That takes a quarter of an hour of two cores, and is marked slow; a few kernels of each family are compiled always.
+That takes some ten minutes of two cores, and is marked slow; a few kernels of each family are compiled always.
 """
 
 from __future__ import annotations
