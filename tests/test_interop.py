@@ -325,6 +325,31 @@ def test_the_real_packages_on_a_gpu(make: Any, rng: np.random.Generator) -> None
 
 
 @pytest.mark.gpu
+def test_memory_of_cuda_core(rng: np.random.Generator) -> None:
+    """As docs/start.md takes it: a view of the buffer, into which the result is written."""
+    import cupy
+
+    core = pytest.importorskip("cuda.core")
+    device = core.Device(0)
+    device.set_current()
+    inputs = draw_inputs(rng, "float16", key_mask=False)
+
+    def buffer(x: np.ndarray) -> Any:
+        held = device.allocate(x.nbytes, stream=device.default_stream)
+        device.sync()
+        view = cupy.from_dlpack(held).view(x.dtype).reshape(x.shape)
+        assert view.data.ptr == int(held.handle)
+        view[...] = cupy.asarray(x)
+        return held, view
+
+    buffers = [buffer(x) for x in (*inputs[:3], np.full(inputs[3].shape, np.nan, np.float16))]
+    q, k, v, out = (view for _, view in buffers)
+    assert attention(q, k, v, out=out) is out
+    written = cupy.from_dlpack(buffers[-1][0]).view("float16").reshape(out.shape)
+    judge({"out": written.get()}, *references(inputs))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_work_goes_to_cupys_current_stream(dtype: str, rng: np.random.Generator) -> None:
     import cupy
