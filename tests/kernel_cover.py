@@ -65,9 +65,9 @@ def problem(dtype: str, dim: int = 64, dim_v: int | None = None, **fields: Any) 
 
 
 def some_problems(turn: int | None = None) -> Iterator[AttentionProblem]:
-    """A first look: few problems, with most of the code in them; with `turn`, of each dtype one head dimension."""
+    """A first look: few problems, with most of the code in them; with `turn`, of each dtype two head dimensions."""
     for n, (dtype, name) in enumerate(zip(FLOATS, ("everything", "hidden", "everything", "hidden"))):
-        for dim in (64, 128, 256) if turn is None else [(64, 128)[(turn + n) % 2]]:
+        for dim in (64, 128, 256) if turn is None else ((64, 128)[(turn + n) % 2], 256):
             yield problem(dtype, dim, **FEATURES[name])
     yield problem("bfloat16", 128, given=BIAS)
     yield in_8_bits(128, "causal", True)

@@ -588,9 +588,10 @@ def test_who_kept_nothing_is_waited_for_once(monkeypatch):
     threads += [threading.Thread(target=wait) for _ in range(4)]
     for thread in threads[1:]:
         thread.start()
-    while len(queued) < 5:
+    end = time.monotonic() + 60
+    while len(queued) < 5 and time.monotonic() < end:
         time.sleep(0.01)
-    assert not entered
+    assert len(queued) == 5 and not entered
     waiting.set()
     for thread in threads:
         thread.join()

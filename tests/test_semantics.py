@@ -50,7 +50,7 @@ def test_masks(backend: Backend, dtype: str, mask: str, seq: tuple[int, int], rn
 @in_turn("mask", ["full", "causal", "top-left", "keys-window"])
 def test_many_tiles(backend: Backend, dtype: str, seq: tuple[int, int], mask: str, rng: np.random.Generator) -> None:
     key_mask, options = split(MASKS[mask])
-    batch = 1 if min(seq) > 10 else 12  # as in test_masks
+    batch = 1 if min(seq) > 10 else 24  # as in test_masks
     check(backend, draw_inputs(rng, dtype, batch=batch, seq=seq, key_mask=key_mask), **options)
 
 
