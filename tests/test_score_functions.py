@@ -134,6 +134,26 @@ def test_gradients_that_would_be_nan() -> None:
     np.testing.assert_allclose(grads.dscore_arrays["weights"], [0, 4 / 3, 4 / 3, 0])  # of log(weights.sum())
 
 
+@pytest.mark.parametrize("as_text", [False, True])
+def test_powers_of_nothing(as_text: bool, rng: np.random.Generator) -> None:
+    """A learned power of the distance: on the diagonal 0 to it, whatever it is; and of x to the power of 0."""
+    q, k, v, dout = (rng.standard_normal((1, 6, 2, 3)) for _ in range(4))
+    arrays = {"power": np.array([0.7, 2.5]), "none": np.zeros(6)}
+    written = (lambda s, b, h, i, j, power, none: s - absolute(i - j) ** power[h] + (0 * s) ** none[j],
+               "s - pow(abs(i - j), power[h]) + pow(0 * s, none[j])")[as_text]  # fmt: skip
+    given = {"score": written, "score_arrays": arrays}
+    out, lse = attention(q, k, v, return_lse=True, **given)
+    grads = attention_backward(dout, q, k, v, out, lse, wrt=tuple(arrays), **given)
+    distance = np.abs(np.arange(6)[:, None] - np.arange(6)) * 1.0
+    bias = -(distance ** arrays["power"][:, None, None]) + 1
+    plain = attention_backward(dout, q, k, v, out, lse, bias=bias, wrt="bias")
+    for x, y in zip(grads, plain):
+        np.testing.assert_allclose(x, y, atol=1e-12)
+    by_power = plain.dbias * (bias - 1) * np.log(np.where(distance == 0, 1, distance))
+    np.testing.assert_allclose(grads.dscore_arrays["power"], by_power.sum((1, 2)), atol=1e-12)
+    assert not grads.dscore_arrays["none"].any()
+
+
 UNARY: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # as traced, and in NumPy
     "exp": (lambda x: exp(x / 4), lambda x: np.exp(x / 4)),
     "log": (lambda x: log(x * x + 0.1), lambda x: np.log(x * x + 0.1)),
@@ -284,6 +304,45 @@ def test_a_function_is_traced_anew_when_what_it_looks_up_has_changed(rng: np.ran
 FACTOR = [0.0]
 
 
+def test_what_functions_and_classes_have_is_looked_up_too(rng: np.random.Generator) -> None:
+    """Configurations, for example."""
+    x, sizes = rng.standard_normal((1, 5, 1, 2)), {"cap": 1.0}
+    size = sizes.get
+
+    class Config:
+        cap = 1.0
+
+    def helper(s: Any) -> Any:
+        return s * helper.cap  # type: ignore[attr-defined]
+
+    def change(cap: float) -> None:
+        Config.cap = sizes["cap"] = helper.cap = cap  # type: ignore[attr-defined]
+
+    for score in (
+        lambda s, b, h, i, j: s * Config.cap,
+        lambda s, b, h, i, j: helper(s),
+        lambda s, b, h, i, j: s * size("cap"),
+    ):
+        for cap in (1.0, 2.0):
+            change(cap)
+            assert np.array_equal(
+                attention(x, x, x, score=score), attention(x, x, x, score=lambda s, b, h, i, j, cap=cap: s * cap)
+            )
+
+
+@pytest.mark.parametrize("library", ["torch", "jax.numpy"])
+def test_other_libraries_functions_are_refused_with_the_line(library: str) -> None:
+    xp = pytest.importorskip(library)
+    x, table = np.zeros((1, 4, 2, 3)), xp.asarray(TABLE)
+    for score in (
+        lambda s, b, h, i, j: xp.tanh(s),
+        lambda s, b, h, i, j: xp.where(i > j, s, s),
+        lambda s, b, h, i, j: s + table[h, i],
+    ):
+        with pytest.raises(TypeError, match=r"score_arrays.*test_score_functions.py, line \d+"):
+            attention(x, x, x, score=score)
+
+
 def test_a_function_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made, run = [], tracing._run
     monkeypatch.setattr(tracing, "_run", lambda *x: made.append(1) or run(*x))
@@ -366,6 +425,10 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {  # score, score_arra
     "attribute": (lambda s, b, h, i, j: s.exp(), None, TypeError, "asks a number of the pair for its 'exp'"),
     "numpy": (lambda s, b, h, i, j: np.arctan(s), None, TypeError, "calls numpy.arctan, which is not known here"),
     "numpy-function": (lambda s, b, h, i, j: np.cumsum(s), None, TypeError, "numpy.cumsum|has not|an array"),
+    "loop": (lambda s, b, h, i, j, table: s + sum(x for x, _ in zip(table, range(3))), {"table": TABLE[0]}, TypeError, "goes through table; it must read"),
+    "in": (lambda s, b, h, i, j, table: s + (3 in table), {"table": TABLE[0]}, TypeError, "looks for a number in table"),
+    "others": (lambda s, b, h, i, j: divmod(i, 2)[0], None, TypeError, r"to what does not take it; .*score_arrays.* \(.*test_score_functions.py, line \d+.*divmod"),
+    "format": (lambda s, b, h, i, j: f"{s:.2f}", None, TypeError, "to what does not take it; it must use functions of cupyflash.score"),
     "astype": (lambda s, b, h, i, j: s.astype(complex), None, TypeError, "must be bool, int or float"),
     "bits-of-a-float": (lambda s, b, h, i, j: s & 1, None, TypeError, "it takes integers or booleans, not floats"),
     "sequence": (lambda s, b, h, i, j: sum(s), None, TypeError, "as if it were a sequence"),
@@ -382,6 +445,7 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {  # score, score_arra
     "expression-bits": ("s & 1", None, ValueError, "it takes integers"),
     "expression-indices": ("s + table[h]", {"table": TABLE}, ValueError, "reads table with 1 indices, not 2"),
     "expression-index": ("s + table[h][s]", {"table": TABLE}, ValueError, "reads table at a float"),
+    "expression-octal": ("s + 010", None, ValueError, "has '010', in C a number in base 8, at 5"),
     "expression-bracket": ("(s", None, ValueError, r"has its end instead of '\)'"),
 }  # fmt: skip
 

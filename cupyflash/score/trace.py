@@ -10,10 +10,12 @@ from typing import Any
 
 from .expression import parse
 from .graph import VARIABLES, Graph, Node, Score, ScoreArray
-from .value import Traced, TracedArray, lift
+from .value import Traced, TracedArray, lift, refusal_of_others
 
 _KEPT = 1024  # functions, and scores
-_KNOWN = ("math", "numpy", "jax", "torch", "cupyflash", "operator", "builtins")  # modules that nobody changes
+# Modules that nobody changes.
+_KNOWN = ("math", "numpy", "jax", "torch", "cupyflash", "operator", "_operator", "builtins")
+_FIXED = (types.BuiltinFunctionType, types.FunctionType, type)  # nor these in them
 _traced: dict[Any, Score] = {}
 _same: dict[Score, Score] = {}
 
@@ -37,7 +39,14 @@ def trace(
     found = None if known is None else _traced.get((known, given))
     if found is None:
         order = _parameters(score, {x.name: x for x in given})
-        found = _finished(order, *_run(score, order))
+        try:
+            nodes, root = _run(score, order)
+        except (TypeError, IndexError) as error:
+            told = refusal_of_others(error)
+            if told is None:
+                raise
+            raise told from error
+        found = _finished(order, nodes, root)
         if known is not None:
             _keep(_traced, (known, given), found)
     return found
@@ -138,7 +147,7 @@ class _Unknown(Exception):
 
 
 def _of_function(function: Any, outer: tuple[Any, ...], leaf: Callable[[Any], Any] | None) -> Any:
-    if type(function) is not types.FunctionType:
+    if type(function) is not types.FunctionType or vars(function):  # attributes are looked up, too
         raise _Unknown
     if function in outer:
         return "itself"
@@ -172,9 +181,8 @@ def _of_value(x: Any, outer: tuple[Any, ...], leaf: Callable[[Any], Any] | None)
         if x.__name__.partition(".")[0] not in _KNOWN:
             raise _Unknown
         return x.__name__
-    if isinstance(x, (types.BuiltinFunctionType, type)) or type(x).__name__ == "ufunc":
-        return x
-    if isinstance(x, types.FunctionType) and (x.__module__ or "").partition(".")[0] in _KNOWN:
+    ours = getattr(x, "__module__", None) or ""
+    if type(x).__name__ == "ufunc" or isinstance(x, _FIXED) and ours.partition(".")[0] in _KNOWN:
         return x
     found = None if leaf is None else leaf(x)
     return _of_function(x, outer, leaf) if found is None else found
