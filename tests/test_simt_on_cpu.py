@@ -32,7 +32,7 @@ SIMT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "scores-64": ("float64", {"dims": (140, 7), "given": SCORES, "full": "k"}, {"softcap": 2.0, "scale": -0.3}),
     "score": ("float32", {"heads": (4, 2), "score": "relative", "given": ("alibi_slopes",)}, {"score": relative, "causal": True}),
-    "score-in-order": ("float64", {"dims": (40, 7), "score": "documents"}, {"score": documents, "scale": -0.3, "deterministic": True}),
+    "score-in-order": ("float64", {"dims": (40, 7), "score": "documents", "given": ("bias",)}, {"score": documents, "scale": -0.3, "deterministic": True}),
     "score-of-a-grid": ("float32", {"score": "grid"}, {"score": grid}),
     "score-without-s": ("float32", {"score": "without_s"}, {"score": without_s, "window": (30, 9)}),
     "16-bit": ("bfloat16", {"seq": (40, 50), "dims": (300, 260), "batch": 1}, {"window": (9, 9)}),

@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         {"score": relative, "causal": True},
     ),
     "score-in-order": (
-        A100, "bfloat16", {"dims": (64, 128), "seq": (150, 170), "score": "documents", "dlse": 1.0},
+        A100, "bfloat16", {"dims": (64, 128), "seq": (150, 170), "score": "documents", "given": ("bias",), "dlse": 1.0},
         {"score": documents, "scale": -0.3, "deterministic": True},
     ),
     "score-without-s": (A100, "float16", {"seq": (150, 170), "score": "without_s"}, {"score": without_s, "window": (50, 9)}),

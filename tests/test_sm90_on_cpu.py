@@ -151,7 +151,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "short-window": ("float16", {"seq": (50, 330), "heads": (4, 4), "given": ("bias",)}, {"window": (150, 9)}),
     "score": ("float16", {"heads": (4, 2), "seq": (290, 400), "score": "relative"}, {"score": relative, "causal": True}),
     "score-128": (
-        "float16", {"seq": (200, 250), "dims": (128, 128), "batch": 1, "score": "documents"},
+        "float16", {"seq": (200, 250), "dims": (128, 128), "batch": 1, "score": "documents", "given": ("bias",)},
         {"score": documents, "scale": -0.3, "deterministic": True},
     ),
     "score-wide": (

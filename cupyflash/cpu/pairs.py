@@ -49,7 +49,9 @@ class Pairs:
         if self.problem.has("alibi_slopes"):
             s -= s.dtype.type(self.given["alibi_slopes"][self.batch, at.head]) * self._distance(at).astype(s.dtype)
         if self.problem.has("bias"):
-            s += self._tile("bias", at).astype(s.dtype)
+            # What a score function hides stays so, whatever the bias is there.
+            where = s != -np.inf if self._function is not None else True
+            np.add(s, self._tile("bias", at).astype(s.dtype), out=s, where=where)
 
     def slope(self, s: np.ndarray, at: Place) -> np.ndarray | None:
         """Derivative of the scores with respect to the products s; None where it is 1."""

@@ -100,7 +100,7 @@ struct Lines {
     __device__ Accum score(Accum s, int line, int n, Accum bias) const {
         Accum x = config::ALIBI_SLOPES ? pairs.product_and(s, alibi_of(line, n), pair(line, n), tabled(line, n))
                                        : pairs.product(s, pair(line, n), tabled(line, n));
-        return config::BIAS ? fma(bias, LOG2_E, x) : x;
+        return config::BIAS ? pairs.biased(x, bias) : x;
     }
 
     // Where every key that is seen is behind its query, a multiplication and an addition.

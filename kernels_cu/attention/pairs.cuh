@@ -79,8 +79,13 @@ struct Pairs {
         Accum x = product(s, at, tabled(at));
         if (config::ALIBI_SLOPES) x = fma(-alibi(at.head), Accum(abs(at.i + head.diagonal(p) - at.j)), x);
         if (config::BIAS && at.i < head.queries(p) && at.j < head.keys(p))
-            x = fma(Accum(to_float(*at_pair(p.bias, p.bias_strides, head.batch, at))), LOG2E, x);
+            x = biased(x, to_float(*at_pair(p.bias, p.bias_strides, head.batch, at)));
         return x;
+    }
+
+    // What a score function hides stays so, whatever the bias is there.
+    __device__ static Accum biased(Accum x, Accum bias) {
+        return config::SCORE && x == MINUS_INFINITY ? x : fma(bias, LOG2E, x);
     }
 
     // The derivative of unit * score with respect to |scale| * s, which multiplies dS in the backward.
