@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-EXTRA = {"typer", "click", "rich", "matplotlib", "safetensors", "threadpoolctl"}  # what the extra `demo` installs
+EXTRA = {"typer", "click", "rich", "matplotlib", "safetensors"}  # what the extra `demo` installs
 
 
 def main() -> None:

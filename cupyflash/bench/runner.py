@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..problem import FLOATS
-from . import machine, peers, report
+from . import machine, numpy_path, peers, report
 from .suite import Options
 from .suites import GROUPS, SUITES
 
@@ -90,8 +90,9 @@ def _check(name: str, family: str | None, dtype: str | None, only: Sequence[str]
         return
     if family is not None:
         raise machine.Unavailable(f"family is {family!r}, a family of GPU kernels; bench suite {name!r} measures NumPy")
-    if dtype not in (None, "float32"):
-        raise machine.Unavailable(f"dtype is {dtype!r}; bench suite {name!r} measures float32")
+    if dtype not in (None, *numpy_path.DTYPES):
+        known = " and ".join(numpy_path.DTYPES)
+        raise machine.Unavailable(f"dtype is {dtype!r}; bench suite {name!r} measures {known}")
     machine.require_torch(name)
 
 
