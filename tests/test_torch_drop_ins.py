@@ -94,6 +94,8 @@ def test_what_is_refused() -> None:
     q, k = numbers(2, 4, 5, 8), numbers(2, 4, 7, 8)
     with pytest.raises(ValueError, match="^is_causal is True and attn_mask is given"):
         scaled_dot_product_attention(q, k, k, numbers(5, 7), is_causal=True)
+    with pytest.raises(TypeError, match="^is_causal is 'no'; it must be True or False"):
+        scaled_dot_product_attention(q, k, k, is_causal="no")
     for p in (1.0, -0.1, 2.0):
         with pytest.raises(ValueError, match=f"^dropout_p is {p}; it must be 0 or more and less than 1"):
             scaled_dot_product_attention(q, k, k, dropout_p=p)
