@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -136,6 +137,18 @@ def test_the_other_byte_order_is_read(tmp_path: Path, suffix: str, dtype: str) -
     np.save(path, x) if suffix == ".npy" else np.savez(path, q=x)
     found = files.read(path)["q"]
     assert found.dtype.isnative and found.dtype == x.dtype.newbyteorder("=") and (found == x).all()
+
+
+def test_eight_bits_of_safetensors_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.safetensors"
+    arrays = {"a": X, "q": (2 * X).astype(ml_dtypes.float8_e4m3fn), "e": np.zeros((0, 3), ml_dtypes.float8_e4m3fn)}
+    files.write(path, arrays)
+    found = files.read(path)
+    for name, x in arrays.items():
+        assert found[name].dtype == x.dtype and found[name].shape == x.shape and (found[name] == x).all()
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"in\.safetensors cannot be read as \.safetensors: "):
+        files.read(path)
 
 
 # ---- dtypes ---------------------------------------------------------------------------------------------------------
