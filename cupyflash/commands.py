@@ -115,8 +115,10 @@ def attend(
     for name, x in {**inputs, **results}.items():
         typer.echo(f"{name:<8} {'x'.join(map(str, x.shape))} {x.dtype}")
     typer.echo(f"{seconds:.3g} s with {xp.__name__}, written to {output}")
-    if results["out"].dtype == "bfloat16" and suffix != ".safetensors":
-        typer.echo(f"note: {suffix} has no bfloat16; others read two bytes of no type there (.safetensors keeps it)")
+    kept = results["out"].dtype
+    if kept.kind == "V" and suffix != ".safetensors":  # of ml_dtypes
+        size = {1: "one byte", 2: "two bytes"}[kept.itemsize]
+        typer.echo(f"note: {suffix} has no {kept}; others read {size} of no type there (.safetensors keeps it)")
 
 
 @app.command()
