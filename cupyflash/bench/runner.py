@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -66,6 +65,13 @@ def run(
             if out is not None
             else Path("bench", "quick" if quick or only else "results", machine.short_name(gpu) if gpu else "cpu")
         )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)  # found out now, not after the first row
+        except OSError as error:
+            console.print(
+                Text(f"out is {folder}; it must be a folder that can be written ({error.strerror})"), soft_wrap=True
+            )
+            return 2
         file = f"{family + '_' if family else ''}{name}{'_sustained' if sustained else ''}.json"
         rows = _run_suite(console, name, options, folder / file, gpu, resume)
         good = good and all(row["ours"] is not None for row in rows)
@@ -175,9 +181,9 @@ def _measured_before(path: Path, results: dict[str, Any]) -> list[report.Row]:
     """The rows with a result of ours in a file of the same kernel sources, machine and versions; else none."""
     if not path.is_file():
         return []
-    before: dict[str, Any] = json.loads(path.read_text())
+    before = report.read(path)
     same = ("sources", "machine", "driver", "family", "sustained", "versions")
-    return [row for row in before["rows"] if row["ours"] is not None and all(before[x] == results[x] for x in same)]
+    return [row for row in before["rows"] if row["ours"] is not None and all(before.get(x) == results[x] for x in same)]
 
 
 def _line(widths: Iterable[int], cells: Iterable[str | Text], style: str = "") -> Table:

@@ -6,6 +6,7 @@ read as an array, so that it gets its gradient.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,18 @@ def traced(score_mod: Callable[..., Any], query: torch.Tensor, keys: int) -> tup
     return plan.call(captured, query, keys)
 
 
+def _check(score_mod: Any) -> None:
+    must = "it must be a function of (score, b, h, q_idx, kv_idx)"
+    if not callable(score_mod):
+        raise TypeError(f"score_mod is a {type(score_mod).__name__}; {must}")
+    try:
+        inspect.signature(score_mod).bind(*range(5))
+    except TypeError as error:
+        raise TypeError(f"score_mod is {score_mod!r}; {must} ({error})") from None
+    except ValueError:  # of C, which tells nothing
+        pass
+
+
 class Watch(TorchFunctionMode):
     """While a score_mod runs: table[h] reads an element, as under PyTorch's own vmap, and who looks at a number is noticed."""
 
@@ -83,6 +96,7 @@ class Plan:
     """A score_mod that has been run: its operators, and which of them depend on the pair."""
 
     def __init__(self, score_mod: Callable[..., Any], query: torch.Tensor, captured: list[torch.Tensor]) -> None:
+        _check(score_mod)
         number = torch.float64 if query.dtype is torch.float64 else torch.float32
         place = [torch.zeros((), dtype=torch.int32, device=query.device) for _ in range(4)]
         watch = Watch()

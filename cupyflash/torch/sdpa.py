@@ -52,6 +52,8 @@ def scaled_dot_product_attention(
     ValueError, TypeError
         Naming the argument, what it is and what it must be.
     """
+    if isinstance(is_causal, str):  # "no" would be yes
+        raise TypeError(f"is_causal is {is_causal!r}; it must be True or False")
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal is True and attn_mask is given; at most one of them can be")
     check_tensors(query=query, key=key, value=value, **({} if attn_mask is None else {"attn_mask": attn_mask}))
