@@ -141,6 +141,7 @@ UNARY = {
     "log2": lambda x: torch.log2(x * x + 1), "log10": lambda x: torch.log10(x * x + 1), "log1p": lambda x: torch.log1p(x**2),
     "sqrt": lambda x: torch.sqrt(x**2 + 1), "rsqrt": lambda x: (x**4 + 1).rsqrt(), "reciprocal": lambda x: (x**2 + 1).reciprocal(),
     "sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu, "sin": torch.sin, "cos": torch.cos, "relu": torch.relu,
+    "tan": lambda x: torch.tan(x / 4),
     "clamp": lambda x: x.clamp(-0.5, 0.7), "clip above": lambda x: torch.clamp_max(x, 0.2), "floor": lambda x: x + x.floor(),
     "ceil": lambda x: x + torch.ceil(x), "trunc": lambda x: x + torch.trunc(x), "sign": lambda x: x * torch.sign(x),
     "rsub": lambda x: 1 - x, "alpha": lambda x: torch.add(x, x, alpha=0.5) - torch.sub(1.0 * x, x, alpha=3), "neg": lambda x: -x,
@@ -169,6 +170,7 @@ INTEGERS: dict[str, Callable[..., Any]] = {
     "division": lambda i, j: (i - j) // 3 + torch.div(i - j, 4, rounding_mode="trunc") + (i + 1) / (j + 1),
     "remainders": lambda i, j: (i - j) % 5 + torch.fmod(i - j, 3), "bits": lambda i, j: (i & 3) + (i ^ j) + (i << 2) + (j >> 1) + ~i,
     "powers": lambda i, j: i**2 - j * j, "64 bits": lambda i, j: (i.long() * 2**33 + j) // 2**33,
+    "tangents": lambda i, j: torch.tan(i % 3) + torch.tan(j % 2),
     "booleans": lambda i, j: (i > j).float() + (i != j) * (~(i == j)) + (i <= 3).to(torch.int32) * 2 + (i.bool() & (j >= 2)),
 }  # fmt: skip
 
@@ -341,6 +343,7 @@ def test_messages(rng: np.random.Generator) -> None:
         ({"score_mod": lambda s, b, h, i, j: s + math.exp(i)}, TypeError, "^score_mod decides by a number that depends on the"),
         ({"score_mod": lambda s, b, h, i, j: s + torch.erf(s)}, NotImplementedError, "^score_mod calls aten.erf.default, which is"),
         ({"score_mod": lambda s, b, h, i, j: s + softplus(s)}, NotImplementedError, "^score_mod calls aten.softplus"),
+        ({"score_mod": lambda s, b, h, i, j: torch.nn.functional.logsigmoid(s)}, NotImplementedError, "^score_mod calls aten.log_sig"),
         ({"score_mod": lambda s, b, h, i, j: s + table[h].sum()}, NotImplementedError, "^score_mod calls aten.sum"),
         ({"score_mod": lambda s, b, h, i, j: s + table[h] * 2}, NotImplementedError, r"computes \(aten.mul.Tensor\) with a tensor of"),
         ({"score_mod": lambda s, b, h, i, j: s + table[h, i / 2]}, (TypeError, IndexError), "ind"),

@@ -246,8 +246,8 @@ class _Run:
         if name not in _OPERATORS:
             raise NotImplementedError(
                 f"score_mod calls {n.target}, which is not known here; it can use + - * / // % **, comparisons, & | ^ ~, abs, "
-                "where, minimum, maximum, clamp, exp, log, sqrt, tanh, sigmoid, sin, cos, floor and indexing, and anything on "
-                "tensors before they are indexed"
+                "where, minimum, maximum, clamp, exp, log, sqrt, tanh, sigmoid, sin, cos, tan, floor and indexing, and anything "
+                "on tensors before they are indexed"
             )
         args = torch.fx.map_arg(n.args, lambda m: _plain(n, known[m]))
         kwargs = {key: x for key, x in n.kwargs.items() if key in ("alpha", "rounding_mode", "dtype") and x is not None}
@@ -342,7 +342,8 @@ def _plain(n: Any, x: Any) -> Any:
 
 def _name(n: Any) -> str:
     """Of the operator, whichever of its overloads it is, in place or not."""
-    return str(n.target._schema.name).removeprefix("aten::").strip("_")
+    schema = getattr(n.target, "_schema", None)  # Python's own take a result out of several
+    return "" if schema is None else str(schema.name).removeprefix("aten::").strip("_")
 
 
 def _add(x: Any, y: Any, alpha: Any = 1) -> Any:
@@ -422,6 +423,7 @@ _OPERATORS: dict[str, Any] = {
     "exp2": lambda x: apply("pow", 2.0, x), "log10": lambda x: apply("div", apply("log", x), math.log(10)),
     "log1p": lambda x: apply("log", apply("add", x, 1)), "expm1": lambda x: apply("sub", apply("exp", x), 1),
     "rsqrt": lambda x: apply("div", 1, apply("sqrt", x)), "reciprocal": lambda x: apply("div", 1, x),
+    "tan": lambda x: apply("div", apply("sin", x), apply("cos", x)),
     "ceil": lambda x: apply("neg", apply("floor", apply("neg", x))), "trunc": _truncated, "sign": _sign, "sgn": _sign,
     "to_copy": _cast, "clone": lambda x: x, "alias": lambda x: x,
 }  # fmt: skip
