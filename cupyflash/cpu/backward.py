@@ -36,8 +36,7 @@ def backward(
     With dropout, what is dropped is 0 in P of dV and in dP, and what is kept is divided by the share of it.
     """
     work, crew, group = work_dtype(problem), Crew(problem), group_of(problem)
-    dq = np.empty(q.shape, q.dtype)
-    dk, dv = np.zeros(k.shape, k.dtype), np.zeros(v.shape, v.dtype)
+    dq, dk, dv = np.empty_like(q), np.zeros_like(k), np.zeros_like(v)
     tiling = Tiling.of(problem, queries_apart=False)
     heads_k = max(1, tiling.heads // group)  # that a task takes together
 

@@ -24,7 +24,7 @@ def forward(
     Returns out (B, Sq, Hq, Dv) in the dtype of q, and lse (B, Hq, Sq) in float32, float64 for float64.
     """
     work, crew = work_dtype(problem), Crew(problem)
-    out = np.empty((*q.shape[:-1], problem.dim_v), q.dtype)
+    out = np.empty_like(q, shape=(*q.shape[:-1], problem.dim_v))  # with the axes of q in memory
     lse = np.empty((problem.batch, problem.heads_q, problem.seq_q), problem.lse_dtype)
     tiling = Tiling.of(problem, queries_apart=True)
 
