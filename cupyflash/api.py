@@ -300,8 +300,7 @@ def attention_backward(
     if grads is not None and (not isinstance(grads, (tuple, list)) or len(grads) != 3):
         what = f"holds {len(grads)} arrays" if isinstance(grads, (tuple, list)) else f"is {type(grads).__name__}"
         raise ValueError(f"grads {what}; it must be a tuple of three arrays (dq, dk, dv) or None")
-    names = Gradients._fields
-    targets = _present(names, dict(zip(names, grads))) if grads is not None else {}
+    targets = dict(zip(Gradients._fields, grads)) if grads is not None else {}
     recorder = lib.recorder(arrays, backward=True)
     run = passes if recorder is None else recorder
     return run.backward(lib, arrays, targets, options, number, family, check_wrt(wrt, arrays, options["score"]))

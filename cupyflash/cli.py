@@ -1,7 +1,7 @@
 """The entrance of the command line; the commands themselves are in `commands.py`.
 
 Nothing beyond the standard library is imported before it is known to be there, and an error that a user can meet is one
-message on stderr and exit code 2. CUPYFLASH_TRACEBACK=1 shows where it came from.
+message on stderr and exit code 2. CUPYFLASH_TRACEBACK=1 shows where it came from. What we warn of is a line, too.
 """
 
 from __future__ import annotations
@@ -10,15 +10,22 @@ import contextlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Iterator
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
-EXTRA = {"typer", "click", "rich", "matplotlib", "safetensors", "threadpoolctl"}  # what the extra `demo` installs
+EXTRA = {"typer", "click", "rich", "matplotlib", "safetensors"}  # what the extra `demo` installs
 
 
 def main() -> None:
     """Run the command line on sys.argv."""
     with told():
+        if sys.argv[1:] == ["--version"]:  # needs no extra
+            from . import __version__
+
+            print(f"cupyflash {__version__}")
+            raise SystemExit
         from .commands import app
 
         app(prog_name="cupyflash")
@@ -30,6 +37,15 @@ def told() -> Iterator[None]:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    shown = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], filename: str, *where: Any, **also: Any) -> None:
+        if Path(filename).is_relative_to(Path(__file__).parent):
+            print(f"cupyflash: warning: {message}", file=sys.stderr)
+        else:
+            shown(message, category, filename, *where, **also)
+
+    warnings.showwarning = show
     try:
         yield
     except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -39,6 +55,8 @@ def told() -> Iterator[None]:
         if missing in EXTRA:
             _fail(f'this command needs {missing}, which is not installed; run pip install "cupyflash[demo]"')
         _fail(str(error) or type(error).__name__)
+    finally:
+        warnings.showwarning = shown
 
 
 def _fail(message: str) -> NoReturn:

@@ -61,10 +61,11 @@ def demo(
     from .arrays import array_module
     from .demo.screen import run
     from .demo.training import recipe
+    from .files import writable
 
-    if output.suffix.lower() != ".png" or output.is_dir() or not output.absolute().parent.is_dir():
+    if output.suffix.lower() != ".png" or os.path.isdir(output) or not os.path.isdir(output.absolute().parent):
         raise ValueError(f"--output is {output}; it must be a .png file in a folder that exists")
-    if not os.access(output if output.exists() else output.absolute().parent, os.W_OK):
+    if not writable(output):
         raise ValueError(f"--output is {output}, which cannot be written")  # said now, not after the training
     xp = array_module(device)
     if not run(xp, recipe(xp, steps, seconds, seed), output, Console(highlight=False)):
@@ -95,8 +96,8 @@ def attend(
     suffix = files.suffix(output)
     if lse and suffix == ".npy":
         raise ValueError(f"--output is {output}; with --lse there are two arrays: write .npz or .safetensors")
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        raise ValueError(f"--output is {output}; it must be a file in a folder that exists")
+    if not files.writable(output):  # said now, not after the work
+        raise ValueError(f"--output is {output}; it must be a file in a folder that exists and can be written")
     single = {"q": q, "k": k, "v": v, **arrays}
     for name, path in {"input": file, **single}.items():
         if path is not None and path.exists() and output.exists() and output.samefile(path):
@@ -114,8 +115,10 @@ def attend(
     for name, x in {**inputs, **results}.items():
         typer.echo(f"{name:<8} {'x'.join(map(str, x.shape))} {x.dtype}")
     typer.echo(f"{seconds:.3g} s with {xp.__name__}, written to {output}")
-    if results["out"].dtype == "bfloat16" and suffix != ".safetensors":
-        typer.echo(f"note: {suffix} has no bfloat16; others read two bytes of no type there (.safetensors keeps it)")
+    kept = results["out"].dtype
+    if kept.kind == "V" and suffix != ".safetensors":  # of ml_dtypes
+        size = {1: "one byte", 2: "two bytes"}[kept.itemsize]
+        typer.echo(f"note: {suffix} has no {kept}; others read {size} of no type there (.safetensors keeps it)")
 
 
 @app.command()
@@ -168,7 +171,7 @@ def compile_(
 
     both = (False, True)
     work = jobs(
-        arch, [float_name(d) or d for d in dtype or HEAD_DIMS], head_dim or (), both if causal is None else (causal,),
+        arch, dtype or tuple(HEAD_DIMS), head_dim or (), both if causal is None else (causal,),
         both if backward is None else (backward,), arrays, family, **options,
     )  # fmt: skip
     console = Console(highlight=False)

@@ -267,13 +267,13 @@ def _copies(problem: AttentionProblem, views: dict[str, View], chosen: Any) -> t
 
 def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
     """The view of an array, or of one that has the shape x and this dtype."""
-    dtype = rules.float_name(dtype)
     if not isinstance(x, (tuple, list)):
         lib = interop.library(name, x)
         view = interop.view(lib, name, interop.adopted(lib, {name: x})[name])
-        if name not in _OPTIONAL and dtype not in (None, view.dtype):
+        if name not in _OPTIONAL and rules.float_name(dtype) not in (None, view.dtype):
             raise ValueError(f"dtype is {dtype!r}, but {name} is an array of {view.dtype}; dtype is for shapes alone")
         return view
+    dtype = dtype_name(dtype)
     try:
         shape = tuple(operator.index(n) for n in x)
     except TypeError:
@@ -286,6 +286,14 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
         raise TypeError(f"{name} is a shape, {shape}; dtype must be given with it, as in dtype='bfloat16'")
     where = "cuda:0" if arch is not None or _gpu_at_hand() else "cpu"
     return View(shape, rules.contiguous(shape), dtype, where, "shape")
+
+
+def dtype_name(dtype: Any) -> str | None:
+    """What a dtype that is asked for is called here; TypeError for one that attention does not take, None for None."""
+    name = rules.float_name(dtype)
+    if name not in (None, *rules.INPUTS):
+        raise TypeError(f"dtype is {dtype!r}; it must be one of {', '.join(rules.INPUTS)}")
+    return name
 
 
 def views_of_score(arrays: Any, arch: str | None) -> dict[str, View]:

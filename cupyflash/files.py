@@ -7,6 +7,7 @@ header that promises more than its file can hold is refused before memory is tak
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import zipfile
@@ -73,23 +74,43 @@ def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     whole: dict[str, Any] = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
     if kind == ".npy" and len(whole) != 1:
         raise ValueError(f"{path} holds one array, not {', '.join(whole)}; write .npz or .safetensors")
-    target = path.resolve()  # of a link, the file that it leads to
+    target = _target(path)
     partial = target.with_name(f".{target.stem}.{os.getpid()}{kind}")
     try:
-        if kind == ".safetensors":
-            import safetensors.numpy
+        with open(partial, "xb") as file:
+            if kind == ".npy":
+                np.save(file, next(iter(whole.values())))
+            elif kind == ".npz":
+                np.savez(file, **whole)
+            else:
+                import safetensors.numpy
 
-            safetensors.numpy.save_file(whole, partial)
-        else:
-            with open(partial, "xb") as file:
-                if kind == ".npy":
-                    np.save(file, next(iter(whole.values())))
-                else:
-                    np.savez(file, **whole)
+                file.write(safetensors.numpy.save(whole))  # its save_file writes one that nobody else can read
         os.replace(partial, target)
+    except OSError as error:  # names the other file
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
+
+
+def writable(path: Path) -> bool:
+    """Whether a file can be expected to be written there: asked before the work, not after it."""
+    try:
+        target = _target(path)
+        if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
+            return False
+        return os.access(target.parent, os.W_OK)
+    except OSError:  # a name that is too long
+        return False
+
+
+def _target(path: Path) -> Path:
+    """Of a link, the file that it leads to."""
+    try:
+        return path.resolve()
+    except RuntimeError as error:  # links in a circle, before Python 3.13
+        raise OSError(str(error)) from error
 
 
 @contextlib.contextmanager
@@ -123,6 +144,8 @@ def _header(file: IO[bytes], size: int) -> tuple[tuple[int, ...], bool, np.dtype
     except ValueError as error:
         if "allow_pickle" in str(error):  # advice for who calls NumPy
             raise ValueError("its header is longer than that of any plain array") from None
+        if "malformed node" in str(error):  # names an object of Python's parser
+            raise ValueError("its header holds more than plain values") from None
         raise
     if dtype.kind not in "biufc" and dtype != BFLOAT16:
         raise ValueError(f"it holds elements of type {dtype}, not numbers")
@@ -138,9 +161,14 @@ def _member(archive: zipfile.ZipFile, name: str, size: int) -> np.ndarray:
     info = archive.getinfo(name)
     if info.compress_size > size or info.file_size > DEFLATE * info.compress_size + 64:
         raise ValueError(f"{name} says it has {info.file_size} bytes, more than can be in a file of {size}")
-    with archive.open(info) as member:
-        shape, fortran, dtype = _header(member, info.file_size)
-        data = member.read(math.prod(shape) * dtype.itemsize)
+    try:
+        with archive.open(info) as member:
+            shape, fortran, dtype = _header(member, info.file_size)
+            data = member.read(math.prod(shape) * dtype.itemsize)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{name}: {_reason(error)}") from error
     return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
 
 
@@ -152,8 +180,22 @@ def _safetensors(path: Path) -> Any:
 
 def _read_safetensors(path: Path, chosen: Sequence[str]) -> dict[str, np.ndarray]:
     with _safetensors(path) as held:
-        return {name: held.get_tensor(name) for name in chosen}
+        eight = [name for name in chosen if held.get_slice(name).get_dtype() == "F8_E4M3"]
+        found = {name: held.get_tensor(name) for name in chosen if name not in eight}
+    return found | {name: _float8(path, name) for name in eight}
+
+
+def _float8(path: Path, name: str) -> np.ndarray:
+    """An array for which safetensors knows no dtype of NumPy's, from a file whose header it has checked."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        about = json.loads(file.read(size))[name]
+        begin, end = about["data_offsets"]
+        file.seek(8 + size + begin)
+        return np.frombuffer(file.read(end - begin), ml_dtypes.float8_e4m3fn).reshape(about["shape"])
 
 
 def _typed(x: np.ndarray) -> np.ndarray:
-    return x.view(ml_dtypes.bfloat16) if x.dtype == BFLOAT16 else x
+    if x.dtype == BFLOAT16:
+        return x.view(ml_dtypes.bfloat16)
+    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from .explanation import dtype_name
 from .gpu import compiler
 from .gpu.compiler import Compiled
 from .gpu.device import Arch
@@ -55,10 +56,10 @@ def jobs(
     """Every combination of what is given, each source once. head_dims default to the usual ones of each dtype.
 
     `arrays` names the optional arrays that the kernels take, `options` are those of every call. ValueError for an
-    architecture, dtype, head dimension or family that is not known.
+    architecture, head dimension or family that is not known, TypeError for such a dtype.
     """
     found: dict[tuple[str, str], Job] = {}
-    for arch, dtype in product(archs, dtypes):
+    for arch, dtype in product(archs, [dtype_name(dtype) or "" for dtype in dtypes]):
         dims = head_dims or HEAD_DIMS.get(dtype, (64, 128, 256))
         passes = [False] if dtype == FLOAT8 and False in backward else backward
         for dim, banded, back, sizes in product(dims, causal, passes, _SIZES):

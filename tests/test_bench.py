@@ -479,7 +479,7 @@ def test_one_line_names_all_that_is_missing(monkeypatch, capsys):
     ("given", "message"),
     [
         ({"family": "simt"}, "family is 'simt', a family of GPU kernels; bench suite 'cpu' measures NumPy"),
-        ({"dtype": "bfloat16"}, "dtype is 'bfloat16'; bench suite 'cpu' measures float32"),
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16'; bench suite 'cpu' measures float32 and float64"),
         ({"dtype": "int8"}, "dtype is 'int8'; it must be one of float16, bfloat16"),
     ],
 )
@@ -501,9 +501,11 @@ def test_the_cpu_suite_runs(tmp_path, capsys):
     assert bench.run(["cpu"], out=tmp_path, quick=True, rounds=1) == 0
     results = json.loads((tmp_path / "cpu.json").read_text())
     assert results["suite"] == "cpu" and results["gpu"] is None and len(results["sources"]) == 64
-    assert set(results["ceilings"]) == {"gemm_fp32_gflops", "copy_gbps"}
-    assert len(results["rows"]) == 4
+    assert set(results["ceilings"]) == {"gemm_fp32_gflops", "gemm_fp64_gflops", "copy_gbps"}
+    assert len(results["rows"]) == 8
     for row in results["rows"]:
-        assert row["ours"] > 0 and row["peers"]["torch"] > 0 and "notes" not in row
-        assert row["ratio_to_best"] == pytest.approx(row["ours"] / row["peers"]["torch"], rel=1e-3)
+        peers = {name: x for name, x in row["peers"].items() if x is not None}
+        assert row["ours"] > 0 and {"torch", "numpy"} <= peers.keys() <= {"torch", "numpy", "jax"}
+        assert "wrong" not in str(row.get("notes"))
+        assert row["ratio_to_best"] == pytest.approx(row["ours"] / max(peers.values()), rel=1e-3)
     assert "GFLOP/s" in capsys.readouterr().out

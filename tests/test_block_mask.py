@@ -193,6 +193,7 @@ def test_patterns_of_batch_entries() -> None:
         (lambda: masks.window(-1), ValueError, "left is -1; it must be 0 or more"),
         (lambda: masks.window(None), TypeError, "left is None; it must be an integer"),
         (lambda: masks.causal(0.5), TypeError, "diagonal is 0.5; it must be an integer"),
+        (lambda: masks.window(True, False), TypeError, "left is True; it must be an integer"),
         (lambda: masks.strided("8"), TypeError, "stride is '8'; it must be an integer"),
         (lambda: masks.documents(np.ones(3)), TypeError, "ids has dtype float64; it must be an array of integers"),
         (lambda: masks.documents(3), ValueError, r"ids has shape \(\); it must be"),

@@ -14,6 +14,7 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
+import threadpoolctl
 from reference import (
     DTYPES,
     assert_as_good,
@@ -26,7 +27,7 @@ from reference import (
 from semantics import draw_inputs
 
 from cupyflash import cpu
-from cupyflash.cpu import crew, tiles
+from cupyflash.cpu import blas, crew, tiles
 from cupyflash.cpu.pairs import Pairs
 
 
@@ -61,9 +62,7 @@ def tile_size(request, monkeypatch):
     """Small tiles as well as the real ones, so that small inputs have edges and tails of every kind."""
     if request.param == "many tiles":
         monkeypatch.setattr(tiles, "QUERIES", 16)
-        for module in ("forward", "backward", "tiles"):
-            monkeypatch.setattr(sys.modules[f"cupyflash.cpu.{module}"], "KEYS", 8)
-        monkeypatch.setattr(tiles, "ONE_THREAD", 1 << 9)
+        monkeypatch.setattr(tiles, "KEYS", 8)
 
 
 OPTIONS = [
@@ -227,6 +226,59 @@ def test_one_thread_or_many(workers, monkeypatch):
     first, second = (check(q, k, v, None, dout, causal=True) for _ in range(2))
     for name in first:  # bit for bit
         np.testing.assert_array_equal(first[name], second[name])
+
+
+def blas_threads():
+    return [x["num_threads"] for x in threadpoolctl.threadpool_info() if x["user_api"] == "blas"]
+
+
+def test_products_stay_on_the_thread_that_calls_them(monkeypatch):
+    """While a call lasts, of all that last at the same time; then BLAS has as many threads as before."""
+    seen, plain = [], tiles.product
+
+    def watched(*given, **more):
+        seen.append(blas_threads())
+        plain(*given, **more)
+
+    monkeypatch.setattr(sys.modules["cupyflash.cpu.forward"], "product", watched)
+    q, k, v, _ = arrays(fresh_rng(), "float32", 1, 20, 30, 2, 1, 8, 8)
+    with threadpoolctl.threadpool_limits(3, user_api="blas"):
+        before = blas_threads()
+        blas.one_thread.__enter__()  # another call, which begins earlier and ends later
+        cpu.forward(state(q, k, v), q, k, v)
+        assert set(blas_threads()) == {1}
+        blas.one_thread.__exit__()
+        assert blas_threads() == before and set(before) == {3}
+        monkeypatch.setattr(sys.modules["cupyflash.cpu.forward"], "product", lambda *a, **b: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cpu.forward(state(q, k, v), q, k, v)
+        assert blas_threads() == before
+    assert seen and all(set(x) == {1} for x in seen)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("given", ["", "bias", "key_mask"])
+def test_heads_that_are_put_together(given, group, monkeypatch):
+    """Are the same, bit for bit, as each by itself."""
+    rng = fresh_rng()
+    q, k, v, dout = arrays(rng, "float32", 5, 40, 30, 4 * group, 4, 16, 16)
+    extra = {"bias": rng.standard_normal((5, 1, 40, 30), "float32")} if given == "bias" else {}
+    key_mask = rng.random((5, 30)) < 0.7 if given == "key_mask" else None
+    problem = state(q, k, v, key_mask, causal=True, **extra)
+    together = tiles.Tiling.of(problem, queries_apart=True)
+    assert together.heads == 4 * group and (together.batches > 1) == (given != "key_mask")
+
+    def results():
+        out, lse = cpu.forward(problem, q, k, v, key_mask=key_mask, **extra)
+        grads = cpu.backward(problem, dout, q, k, v, out, lse, key_mask=key_mask, wrt=tuple(extra), **extra)
+        return out, lse, *grads[:3], *(getattr(grads, f"d{name}") for name in extra)
+
+    found = results()
+    monkeypatch.setattr(
+        tiles.Tiling, "of", classmethod(lambda cls, problem, queries_apart: together._replace(batches=1, heads=group))
+    )
+    for x, y in zip(results(), found):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize(
@@ -400,8 +452,7 @@ def test_many_threads_that_add_to_one_bias(full, options, monkeypatch):
     """Each in its turn, of many tiles; and keys that key_mask hides stand in other tiles in each batch entry."""
     monkeypatch.setattr(crew, "WORTH_THREADS", 0)
     monkeypatch.setattr(tiles, "QUERIES", 16)
-    for module in ("tiles", "forward", "backward"):
-        monkeypatch.setattr(sys.modules[f"cupyflash.cpu.{module}"], "KEYS", 8)
+    monkeypatch.setattr(tiles, "KEYS", 8)
     rng = fresh_rng()
     inputs = draw_inputs(
         rng, "float32", batch=4, seq=(70, 50), heads=(4, 2), dims=(8, 8), given=("bias", "sinks"), full=full, key_mask=True,
@@ -437,7 +488,7 @@ def test_an_error_while_others_wait_for_their_turn(monkeypatch):
 
     def fail_first(self, s, at):
         begun.append(at)
-        if (self.batch, at.head) == (0, 0):
+        if (self.batches.start, at.heads.start) == (0, 0):
             while len(begun) < 3:
                 time.sleep(0.01)
             raise MemoryError("no room")
@@ -468,15 +519,19 @@ def test_tiles_outside_the_band_are_not_visited():
 
     def visited(**options):
         problem = state(q, q, q, **options)
-        pairs = Pairs(problem, 0, {})
-        found = [tile for rows in tiles.query_tiles(problem) for tile in tiles.key_tiles(pairs, 0, rows)]
+        pairs, tiling = Pairs(problem, slice(0, 1), {}), tiles.Tiling.of(problem, queries_apart=True)
+        found = [
+            tile
+            for rows in tiles.query_tiles(problem, tiling)
+            for tile in tiles.key_tiles(pairs, slice(0, 1), rows, tiling)
+        ]
         return len(found), sum(pairs.visible(tile) is not None for tile in found)
 
     rows, columns = 4096 // tiles.QUERIES, 4096 // tiles.KEYS
-    per_row = tiles.QUERIES // tiles.KEYS
     assert visited() == (rows * columns, 0)
-    assert visited(causal=True) == (per_row * rows * (rows + 1) // 2, per_row * rows)
-    assert visited(window=(64, 0))[0] <= rows * (per_row + 1)
+    ends = [tiles.QUERIES * (n + 1) for n in range(rows)]  # of the keys that a tile of queries sees
+    assert visited(causal=True) == (sum(-(-end // tiles.KEYS) for end in ends), rows)
+    assert visited(window=(64, 0))[0] <= rows * (tiles.QUERIES // tiles.KEYS + 1)
 
 
 def test_memory_grows_with_the_sequence_not_its_square():

@@ -413,3 +413,13 @@ def test_strides_that_count_no_whole_elements() -> None:
     x = cupy.zeros((6, 5), np.float32)[:, :4].view(np.float64)
     with pytest.raises(ValueError, match="no multiples of its item size 8; pass cupy.ascontiguousarray"):
         attention(x, x, x)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("rank", [3, 4])
+def test_results_are_contiguous(layout: str, rank: int) -> None:
+    """On the CPU as on a GPU, whichever the layout: who reshapes them without a copy can do so."""
+    q, k, v, dout = np.random.default_rng().standard_normal((4, *(2, 3, 5, 8)[-rank:]), np.float32)
+    out, lse = cupyflash.attention(q, k, v, layout=layout, return_lse=True)
+    grads = cupyflash.attention_backward(dout, q, k, v, out, lse, layout=layout)
+    assert all(x.flags.c_contiguous for x in (out, lse, grads.dq, grads.dk, grads.dv))

@@ -384,6 +384,8 @@ def test_errors_name_the_arguments_of_jax() -> None:
         ((q[0], k[0], v[0]), {"key_value_seq_lengths": two}, r"^key_value_seq_lengths has shape \(2,\) .*; it must be \(1,\)"),
         *(((q, k, v), {"local_window_size": n}, "^local_window_size is .*; it must be an integer, 0 or more, or two of them")
           for n in (-1, 2.5, "a", (1, 2, 3), (None, 2), (1, -2))),
+        *(((q, k, v), {name: "no"}, f"^{name} is 'no'; it must be True or False") for name in ("is_causal", "return_residual")),
+        ((q, None, v), {}, "^key is None; it must be an array"),
     ):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=message):
             jax.jit(lambda *x, o=options: dot_product_attention(*x, **o)).trace(*x)

@@ -59,7 +59,9 @@ def test_the_fields_of_a_forward() -> None:
         ("Strides", "q_strides"), ("Strides", "k_strides"), ("Strides", "v_strides"), ("Strides", "out_strides"),
         ("PairStrides", "key_mask_strides"), ("PairStrides", "mask_strides"), ("PairStrides", "bias_strides"),
         ("PairStrides", "alibi_slopes_strides"), ("PairStrides", "sinks_strides"), ("Accum", "scale"),
-        ("Accum", "factor"), ("Accum", "cap"), ("Accum", "cap_inverse"), ("int", "batch"),
+        ("Accum", "factor"), ("Accum", "cap"), ("Accum", "cap_inverse"),
+            ("Accum", "near_cap"), ("Accum", "near_cap_0"), ("Accum", "near_cap_1"), ("Accum", "near_cap_2"),
+            ("Accum", "minus_cap_squared"), ("int", "batch"),
         ("int", "heads_q"), ("int", "heads_k"), ("int", "seq_q"), ("int", "seq_k"), ("int", "dim"), ("int", "dim_v"),
         ("int", "diagonal"), ("int", "left"), ("int", "right"), ("int", "lists"),
         ("int", "lists_batch"), ("int", "lists_head"), ("Accum", "kept"), ("Accum", "log_kept"),
@@ -164,6 +166,27 @@ def test_caps_stay_in_their_type(dtype: str, largest: float) -> None:
         packer = params.Packer(kernel_plan, state, {})
         record = np.frombuffer(packer([0] * len(packer.slots)), params.layout(kernel_plan))[0]
         assert np.isfinite(record["cap"]) and np.isfinite(record["cap_inverse"]) and record["cap"] > 0
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-9, 1e-3, 0.125, -3.0, 1e6, 1e30])
+@pytest.mark.parametrize("softcap", [1e-30, 1e-4, 1.5, 20.0, 1e6, 1e30])
+def test_caps_near_zero(scale: float, softcap: float) -> None:
+    """The polynomial is the cap's exponent of 2 and its slope, or is never taken; nothing in it leaves float32's range."""
+    state = problem("bfloat16", scale=scale, softcap=softcap)
+    kernel_plan = plan(state, H200)
+    packer = params.Packer(kernel_plan, state, {})
+    record = np.frombuffer(packer([0] * len(packer.slots)), params.layout(kernel_plan))[0]
+    bound, c0, c1, c2 = (record[name] for name in ("near_cap", "near_cap_0", "near_cap_1", "near_cap_2"))
+    s = np.linspace(-1, 1, 1001, dtype=np.float32) * bound
+    x = s * (c0 + s * s * (c1 + s * s * c2))
+    slope = 1 + x * x * record["minus_cap_squared"]
+    tanh = np.tanh(s.astype(float) * abs(scale) / softcap)
+    assert x.dtype == slope.dtype == np.float32 and np.isfinite([c0, c1, c2, record["minus_cap_squared"]]).all()
+    assert (
+        np.abs(x - softcap * math.log2(math.e) * tanh).max() <= 4e-5 * softcap * math.log2(math.e) * np.abs(tanh).max()
+    )
+    assert np.abs(slope - (1 - tanh * tanh)).max() <= 4e-5
+    assert bool(bound) == (1e-4 <= softcap <= 1e6 and 1e-9 <= abs(scale) / softcap <= 1e4)
 
 
 @pytest.mark.parametrize(("dtype", "least"), [("float16", 1e-30), ("float32", 1e-30), ("float64", 1e-300)])

@@ -105,6 +105,7 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         A100, "float32", {"heads": (4, 2), "seq": (290, 200), "score": "relative", "given": ("alibi_slopes",)},
         {"score": relative, "causal": True},
     ),
+    "near-cap": (A100, "float16", {"seq": (200, 300), "heads": (4, 2)}, {"softcap": 7.0, "causal": True}),
     "bias-without-columns": (A100, "float16", {"seq": (100, 150), "dims": (0, 64), "given": ("bias",)}, {"causal": True}),
     "double": (H200, "float64", {"dims": (64, 48), "heads": (4, 2), "seq": (150, 212), "dlse": 1.0}, {}),
     "double-group": (A100, "float64", {"heads": (4, 2), "seq": (100, 150), "dims": (32, 32)}, {"causal": True, "deterministic": True}),

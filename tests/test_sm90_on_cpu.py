@@ -59,6 +59,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "whole-window": ("bfloat16", {"seq": (400, 120), "dims": (128, 128), "batch": 1}, {"window": (20, 9)}),
     "few-queries": ("float16", {"seq": (5, 400), "heads": (12, 2)}, {"causal": True}),
     "softcap": ("bfloat16", {"seq": (100, 250), "batch": 1}, {"softcap": 1.5, "scale": -0.3}),
+    # Some warps' products are all near 0 beside the cap, others' are not.
+    "near-cap": ("bfloat16", {"seq": (200, 300), "batch": 1}, {"softcap": 7.0, "causal": True}),
+    "near-cap-128": ("float16", {"seq": (200, 250), "dims": (128, 128), "batch": 1}, {"softcap": 7.0, "scale": -0.09}),
+    "near-cap-wide": ("float16", {"seq": (130, 250), "dims": (256, 200), "batch": 1}, {"softcap": 7.5, "window": (90, 60)}),
     "bias": ("float16", {"seq": (200, 250), "batch": 1, "given": ("bias",), "full": "hqk"}, {}),
     "bias-float32": (
         "bfloat16", {"seq": (200, 250), "dims": (128, 128), "batch": 2, "given": ("bias", "mask"), "full": "bqk", "bias": "float32"},

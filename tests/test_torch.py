@@ -397,7 +397,7 @@ def test_tensors_that_cannot_be_read_are_named(what: str, error: type[Exception]
             cupyflash.attention_backward(
                 **{**dict.fromkeys(("dout", "q", "k", "v", "out"), x), "lse": x[:, 0], name: bad}
             )
-    with pytest.raises(error, match=f"^grads: dk {message}|^dk {message}"):
+    with pytest.raises(error, match=f"^grads: dk {message}"):
         cupyflash.attention_backward(x, x, x, x, x, x[:, 0], grads=(x, bad, x))
     with pytest.raises(error, match=rf"^lses\[1\] {message}"):
         cupyflash.merge([x, x], [x[:, 0], bad])

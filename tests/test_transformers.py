@@ -133,6 +133,19 @@ def test_what_is_refused() -> None:
         register("cupyflash")
 
 
+@pytest.mark.parametrize("name", ["BloomForCausalLM", "MptForCausalLM"])
+def test_models_that_compute_attention_themselves_are_refused(name: str) -> None:
+    """They would take booleans of our masks for numbers that are added to the scores."""
+    kind = name.removesuffix("ForCausalLM") + "Config"
+    config = getattr(transformers, kind)(
+        hidden_size=64, n_layer=1, n_head=4, n_layers=1, n_heads=4, d_model=64, vocab_size=100
+    )
+    register()
+    model = getattr(transformers, name)._from_config(config, attn_implementation="cupy")
+    with pytest.raises(ValueError, match=f"^attn_implementation is 'cupy', but the models of {kind} compute attention"):
+        model(torch.zeros(1, 8, dtype=torch.long))
+
+
 def test_dropout_in_training() -> None:
     """By PyTorch's generator."""
     model = made("BertForMaskedLM")

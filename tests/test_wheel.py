@@ -1,4 +1,4 @@
-"""The wheel: built, put into an environment that has NumPy and ml_dtypes alone, and used there; and the source archive."""
+"""The wheel: built, put into an environment that has what it depends on alone, and used there; and the source archive."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import threadpoolctl
 
 import cupyflash
 
@@ -103,8 +104,9 @@ def test_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path))
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    for package in (np, ml_dtypes):
-        folder = Path(package.__file__).parent
+    for package in (np, ml_dtypes, threadpoolctl):
+        file = Path(package.__file__)
+        folder = file.parent if file.name == "__init__.py" else file  # threadpoolctl is one file
         for needed in (folder, folder.with_name(f"{folder.name}.libs")):
             if needed.exists():
                 (site / needed.name).symlink_to(needed)

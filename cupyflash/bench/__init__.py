@@ -36,8 +36,8 @@ def run(
     quick : bool
         Fewer problems, rounds and milliseconds.
     dtype : str, optional
-        For the suites "forward", "backward", "figures", "memory", "scores", "models" and "jax". Default "bfloat16". For "fp32"
-        one of its two.
+        For the suites "forward", "backward", "figures", "memory", "scores", "models" and "jax". Default "bfloat16". For "fp32" and
+        "cpu" one of their two.
     rounds, min_ms : optional
         Samples of each candidate, and the least duration of one in milliseconds. Default 7 and 20, with quick 3 and 5.
     only : names, optional

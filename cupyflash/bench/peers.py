@@ -293,21 +293,21 @@ def fa3() -> Prepare:
 
 
 def standard(case: Case, backward: bool) -> Candidate:
-    """Attention as CuPy users write it: the score matrix in memory, cuBLAS for the products."""
-    import cupy
+    """Attention as CuPy or NumPy users write it: the score matrix in memory, BLAS for the products."""
     import torch
 
-    q, k, v, dout = (cupy.from_dlpack(x).transpose(0, 2, 1, 3) for x in case[:4])
+    xp = importlib.import_module("cupy" if case.q.is_cuda else "numpy")
+    q, k, v, dout = (xp.from_dlpack(x).transpose(0, 2, 1, 3) for x in case[:4])
     scale = q.dtype.type(q.shape[-1] ** -0.5)
-    hidden = cupy.triu(cupy.ones((q.shape[2], k.shape[2]), bool), 1) if case.causal else None
+    hidden = xp.triu(xp.ones((q.shape[2], k.shape[2]), bool), 1) if case.causal else None
 
     def forward() -> tuple[Any, Any]:
         p = q @ k.swapaxes(2, 3)
         p *= scale
         if hidden is not None:
-            p = cupy.where(hidden, -cupy.inf, p)
+            p = xp.where(hidden, q.dtype.type(-xp.inf), p)
         p -= p.max(-1, keepdims=True)
-        cupy.exp(p, out=p)
+        xp.exp(p, out=p)
         p /= p.sum(-1, keepdims=True)
         return p @ v, p
 

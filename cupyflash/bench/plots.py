@@ -23,7 +23,9 @@ COLOURS = {
     "sm80": "#ff7f0e",
     "flash1": "#e377c2",
     "flex": "#393b79",
+    "numpy": "#bcbd22",
     "torch": "#9467bd",
+    "jax": "#1b6e1b",
     "jax-cudnn": "#1b6e1b",
     "alone": "#7f7f7f",
 }

@@ -27,7 +27,9 @@ NAMES = {
     "efficient": "memory-efficient (PyTorch)",
     "math": "math (PyTorch)",
     "standard": "standard attention (CuPy)",
+    "numpy": "standard attention (NumPy)",
     "torch": "PyTorch SDPA",
+    "jax": "JAX, jitted",
     "flash1": "FlashAttention-1 (ours)",
     "simt": "FlashAttention-2, simt (ours)",
     "sm80": "FlashAttention-2, sm80 (ours)",
@@ -73,10 +75,18 @@ def save(path: Path, results: Mapping[str, Any]) -> None:
 
 def load(folder: Path) -> list[dict[str, Any]]:
     """All results under a folder such as bench/results, each with "file": <gpu>/<name of the file>."""
-    return [
-        {**json.loads(path.read_text()), "file": f"{path.parent.name}/{path.stem}"}
-        for path in sorted(folder.glob("*/*.json"))
-    ]
+    return [{**read(path), "file": f"{path.parent.name}/{path.stem}"} for path in sorted(folder.glob("*/*.json"))]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """One file of results; ValueError names one that is not."""
+    try:
+        results: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a file of `cupyflash bench`: {error}") from error
+    if "rows" not in results:
+        raise ValueError(f"{path} is not a file of `cupyflash bench`: it has no rows")
+    return results
 
 
 def fill(page: Path, name: str, tables: Sequence[str]) -> bool:

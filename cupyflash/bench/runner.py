@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..problem import FLOATS
-from . import machine, peers, report
+from . import machine, numpy_path, peers, report
 from .suite import Options
 from .suites import GROUPS, SUITES
 
@@ -66,6 +65,13 @@ def run(
             if out is not None
             else Path("bench", "quick" if quick or only else "results", machine.short_name(gpu) if gpu else "cpu")
         )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)  # found out now, not after the first row
+        except OSError as error:
+            console.print(
+                Text(f"out is {folder}; it must be a folder that can be written ({error.strerror})"), soft_wrap=True
+            )
+            return 2
         file = f"{family + '_' if family else ''}{name}{'_sustained' if sustained else ''}.json"
         rows = _run_suite(console, name, options, folder / file, gpu, resume)
         good = good and all(row["ours"] is not None for row in rows)
@@ -90,8 +96,9 @@ def _check(name: str, family: str | None, dtype: str | None, only: Sequence[str]
         return
     if family is not None:
         raise machine.Unavailable(f"family is {family!r}, a family of GPU kernels; bench suite {name!r} measures NumPy")
-    if dtype not in (None, "float32"):
-        raise machine.Unavailable(f"dtype is {dtype!r}; bench suite {name!r} measures float32")
+    if dtype not in (None, *numpy_path.DTYPES):
+        known = " and ".join(numpy_path.DTYPES)
+        raise machine.Unavailable(f"dtype is {dtype!r}; bench suite {name!r} measures {known}")
     machine.require_torch(name)
 
 
@@ -174,9 +181,9 @@ def _measured_before(path: Path, results: dict[str, Any]) -> list[report.Row]:
     """The rows with a result of ours in a file of the same kernel sources, machine and versions; else none."""
     if not path.is_file():
         return []
-    before: dict[str, Any] = json.loads(path.read_text())
+    before = report.read(path)
     same = ("sources", "machine", "driver", "family", "sustained", "versions")
-    return [row for row in before["rows"] if row["ours"] is not None and all(before[x] == results[x] for x in same)]
+    return [row for row in before["rows"] if row["ours"] is not None and all(before.get(x) == results[x] for x in same)]
 
 
 def _line(widths: Iterable[int], cells: Iterable[str | Text], style: str = "") -> Table:

@@ -10,8 +10,8 @@ import math
 
 from ..gpu.plan import KernelPlan, plan
 from ..problem import AttentionProblem
-from ..timing import flops, gpu_sampler, host_sampler, interleave, reason
-from . import eight, first_call, host, jitted, models, peers, precision, scores, steps
+from ..timing import flops, gpu_sampler, interleave, reason
+from . import eight, first_call, host, jitted, models, numpy_path, peers, precision, scores, steps
 from .suite import Measured, Options, Problem, Suite, case_of, compare, importable, take_turns
 
 DENSE = ("math", "standard")  # peers that build the S x S matrix
@@ -122,27 +122,6 @@ def _wide_speed(problem: Problem, options: Options) -> Measured:
     seconds, failures = take_turns(candidates, options)
     work = _flops(problem) * scores.left(case) / 1e12
     return {name: work / t for name, t in seconds.items()}, notes | failures
-
-
-# --- cpu: the NumPy path ------------------------------------------------------------------------------------------
-
-
-def _cpu(options: Options) -> list[Problem]:
-    import torch
-
-    seq = 1024 if options.quick else 4096
-    fixed = {"dtype": "float32", "batch": 1, "heads": 8, "dim": 64, "seq": seq, "threads": torch.get_num_threads()}
-    return [
-        {"pass": direction, "causal": causal, **fixed}
-        for direction, causal in itertools.product(("forward", "backward"), (False, True))
-    ]
-
-
-def _cpu_speed(problem: Problem, options: Options) -> Measured:
-    prepares = {**importable(("torch",)), "ours": peers.ours_numpy}
-    candidates, notes = compare(prepares, case_of(problem, "cpu"), problem["pass"] == "backward")
-    seconds, failures = interleave(list(candidates), min(options.rounds, 5), host_sampler(candidates, 1))
-    return {name: _flops(problem) / 1e9 / t for name, t in seconds.items()}, notes | failures
 
 
 # --- jit: how long the first call takes ---------------------------------------------------------------------------
@@ -359,6 +338,6 @@ SUITES: dict[str, Suite] = {
     "gpt": Suite("tokens/s", steps.PEERS, steps.problems, steps.measure),
     "ladder": Suite("ms", LADDER, _ladder, _ladder_rung),
     "scores": Suite("TFLOP/s", scores.PEERS, scores.problems, scores.measure, names=tuple(scores.ROWS)),
-    "cpu": Suite("GFLOP/s", ("torch",), _cpu, _cpu_speed, needs_gpu=False),
+    "cpu": Suite("GFLOP/s", numpy_path.PEERS, numpy_path.problems, numpy_path.measure, needs_gpu=False),
 }
 GROUPS = {"all": tuple(name for name in SUITES if SUITES[name].needs_gpu), "paper": ("figures", "memory", "training")}

@@ -43,6 +43,8 @@ def flash_attn_func(
     (out, lse, None): lse is (B, Hq, Sq), and the probabilities, which flash-attn returns for tests alone, are never in memory.
     """
     check_tensors(q=q, k=k, v=v)
+    if isinstance(causal, str):  # "top_left" means nothing there, and "no" would be yes
+        raise TypeError(f"causal is {causal!r}; it must be True or False")
     out, lse = api.attention(
         q, k, v, scale=softmax_scale, causal=bool(causal), window=_window(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
         deterministic=deterministic, return_lse=True, **dropout_options("dropout_p", dropout_p, q),

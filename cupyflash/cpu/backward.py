@@ -8,9 +8,10 @@ import numpy as np
 
 from ..problem import ARRAYS, AttentionProblem, Gradients
 from .crew import Crew
-from .pairs import Pairs, Place
+from .entries import Entries, all_entries
+from .pairs import Place
 from .sums import InOrder, Sum
-from .tiles import KEYS, key_tiles, product, query_tiles, work_dtype
+from .tiles import Tiling, group_of, key_tiles, over_groups, pieces, product, query_tiles, rows_of, work_dtype
 
 PARTS = 8  # sums of dK and dV that deterministic gradients are made of, on however many cores
 
@@ -34,108 +35,122 @@ def backward(
     dQ = scale · dS K,  dK = scale · dSᵀ Q.  dS is a bias's gradient; -exp(sink - lse) · (rowsum(dO · O) - dlse) a sink's.
     With dropout, what is dropped is 0 in P of dV and in dP, and what is kept is divided by the share of it.
     """
-    work = work_dtype(problem)
-    dq = np.empty(q.shape, q.dtype)
-    dk, dv = np.zeros(k.shape, k.dtype), np.zeros(v.shape, v.dtype)
-    pairs = [Pairs(problem, b, given) for b in range(problem.batch)]
-    keys, keys_t, values_t, crew = [], [], [], Crew(problem)
-    with np.errstate(all="ignore"):
-        for b, of in enumerate(pairs):
-            kh = np.ascontiguousarray(k[b][of.keys].transpose(1, 0, 2), work)  # (Hk, keys, D)
-            keys.append(kh if of.factor_k == 1 else kh * work(of.factor_k))
-            keys_t.append(np.ascontiguousarray(keys[-1].transpose(0, 2, 1)))
-            values_t.append(np.ascontiguousarray(v[b][of.keys].transpose(1, 2, 0), work))
+    work, crew, group = work_dtype(problem), Crew(problem), group_of(problem)
+    dq, dk, dv = np.empty_like(q), np.zeros_like(k), np.zeros_like(v)
+    tiling = Tiling.of(problem, queries_apart=False)
+    heads_k = max(1, tiling.heads // group)  # that a task takes together
 
-    # A task sums dK and dV over query tiles of one key/value head: over all of them if there are heads enough for the
+    # A task sums dK and dV over query tiles of its key/value heads: over all of them if there are tasks enough for the
     # threads, else over every parts-th.
-    heads = [(b, hk) for b in range(problem.batch) for hk in range(problem.heads_k)]
-    parts = -(-(PARTS if problem.deterministic else crew.size) // max(1, len(heads)))
+    entries = all_entries(problem, tiling.batches, k, v, given)
+    stacks = [(of, own) for of in entries for own in pieces(problem.heads_k, heads_k)]
+    parts = -(-(PARTS if problem.deterministic else crew.size) // max(1, len(stacks)))
     sums: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
-    tasks = [(b, hk, part) for b, hk in heads for part in range(parts)]
+    tasks = [(of, own, part) for of, own in stacks for part in range(parts)]
 
-    def visits(hk: int, part: int) -> list[tuple[int, slice]]:
+    def visits(own: slice, part: int) -> list[tuple[slice, slice]]:
         """The query tiles of a task, with their heads."""
-        group = range(hk * problem.group, (hk + 1) * problem.group)
-        return [(h, rows) for h in group for rows in query_tiles(problem)][part::parts]
+        first, end = own.start * group, own.stop * group
+        heads = [slice(first + x.start, first + x.stop) for x in pieces(end - first, tiling.heads)]
+        return [(some, rows) for some in heads for rows in query_tiles(problem, tiling)][part::parts]
 
-    order = [(b, h, rows.start) for b, hk, part in tasks for h, rows in visits(hk, part)] if wrt else []
+    order = (
+        [
+            (b, h, rows.start)
+            for of, own, part in tasks
+            for heads, rows in visits(own, part)
+            for b, h in of.pairs.each(heads)
+        ]
+        if wrt
+        else []
+    )
     wanted = {x.name: Sum(x, given[x.name], problem, crew, parts, order) for x in ARRAYS if x.name in wrt}
     of_sinks = wanted.get("sinks")
     of_pairs = {name: x for name, x in wanted.items() if name != "sinks"}
     of_function = {name: InOrder(given[name]) for name in wrt if problem.reads(name)}
 
     @np.errstate(all="ignore")  # infinities and NaN in the inputs do what IEEE says
-    def task(b: int, hk: int, part: int) -> None:
-        of, kh, kt, vt = pairs[b], keys[b][hk], keys_t[b][hk], values_t[b][hk]
-        factor_q, factor_k = work(of.factor_q), work(of.factor_k)
-        dkh, dvh = np.zeros_like(kh), np.zeros(vt.shape[::-1], work)
-        own = {name: x.part() for name, x in of_function.items()}
-        for h, rows in visits(hk, part):
-            qi = q[b, rows, h].astype(work) * factor_q
-            do = dout[b, rows, h].astype(work)
-            norm = lse[b, h, rows, None]
+    def task(number: int, of: Entries, own: slice, part: int) -> None:
+        pairs, batches = of.pairs, of.batches
+        keys, values = of.of_heads(slice(own.start * group, own.stop * group))
+        factor_q, factor_k = work(pairs.factor_q), work(pairs.factor_k)
+        dks, dvs = np.zeros(keys.shape, work), np.zeros(values.shape, work)
+        own_sums = {name: x.part() for name, x in of_function.items()}
+        for heads, rows in visits(own, part):
+            kh, vh = of.of_heads(heads)
+            qi = rows_of(q, batches, heads, rows, work)
+            qi *= factor_q
+            do = rows_of(dout, batches, heads, rows, work)
+            norm = lse[batches, heads, rows, None]
             unseen = np.isneginf(norm)  # no key, or all scores -inf: every probability is 0
-            delta = (do * out[b, rows, h].astype(work)).sum(axis=1, keepdims=True)
+            delta = (do * rows_of(out, batches, heads, rows, work)).sum(axis=-1, keepdims=True)
             if dlse is not None:
-                delta -= np.where(unseen, 0, dlse[b, h, rows, None])
+                delta -= np.where(unseen, 0, dlse[batches, heads, rows, None])
             norm = np.where(unseen, np.inf, norm)
+            sink = pairs.sink(heads)
             if of_sinks is not None:
-                of_sinks.add(of, Place(h, rows, slice(0)), part, -np.exp(of.sink(h) - norm) * delta)
-            dqi, dq_part = np.zeros_like(qi), np.empty_like(qi)
-            scores, dscores = np.empty((2, len(qi), KEYS), work)
-            dk_part, dv_part = np.empty((KEYS, problem.dim), work), np.empty((KEYS, problem.dim_v), work)
-            for at in crew.steps(key_tiles(of, h, rows)):
-                n = at.keys.stop - at.keys.start
-                s, dp = scores[:, :n], dscores[:, :n]
-                product(qi, kt[:, at.keys], out=s)
-                slope, products = of.slope(s, at), s.copy() if own else s
-                of.score(s, at)
+                of_sinks.add(pairs, Place(heads, rows, slice(0)), part, -np.exp(sink - norm) * delta)
+            dqi, dq_part = np.zeros((2, *qi.shape), work)
+            size, n = qi.shape[:2], qi.shape[2]
+            scores, dscores = (pairs.tile(size, n, tiling.keys, work) for _ in range(2))
+            dk_part, dv_part = (np.empty((*size, tiling.keys, x), work) for x in (problem.dim, problem.dim_v))
+            for at in crew.steps(key_tiles(pairs, heads, rows, tiling)):
+                m = at.keys.stop - at.keys.start
+                s, dp = scores[..., :m], dscores[..., :m]
+                product(qi, kh[..., at.keys, :].swapaxes(-1, -2), out=s)
+                slope, products = pairs.slope(s, at), s.copy() if own_sums else s
+                pairs.score(s, at)
                 np.subtract(s, norm, out=s)
                 p = np.exp(s, out=s)
-                product(do, vt[:, at.keys], out=dp)
-                keeps = of.keeps(at)
+                product(do, vh[..., at.keys, :].swapaxes(-1, -2), out=dp)
+                keeps = pairs.keeps(at)
                 if keeps is not None:
-                    dp *= work(1 / of.kept)
+                    dp *= work(1 / pairs.kept)
                     np.copyto(dp, 0, where=~keeps)
                 np.subtract(dp, delta, out=dp)
                 ds = np.multiply(dp, p, out=dp)
-                seen = of.visible(at)
+                seen = pairs.visible(at)
                 if seen is not None:
                     np.copyto(p, 0, where=~seen)
                     np.copyto(ds, 0, where=~seen)
                 for name, x in of_pairs.items():
-                    x.add(of, at, part, of.through(name, ds, at))
-                for name, total in own.items():
-                    of.through_function(name, total, ds, products, at)
+                    x.add(pairs, at, part, pairs.through(name, ds, at))
+                for name, total in own_sums.items():
+                    pairs.through_function(name, total, ds, products, at)
                 if slope is not None:
                     where = p != 0 if problem.score is not None else True if seen is None else seen
                     np.multiply(ds, slope, out=ds, where=where)
                 if keeps is not None:
                     np.copyto(p, 0, where=~keeps)
-                of_keys = None if seen is None else seen.T
-                product(p.T, do, out=dv_part[:n], seen=of_keys)
-                dvh[at.keys] += dv_part[:n]
-                product(ds, kh[at.keys], out=dq_part, seen=seen)
+                of_keys = None if seen is None else seen.swapaxes(-1, -2)
+                product(p.swapaxes(-1, -2), do, out=dv_part[..., :m, :], seen=of_keys)
+                product(ds, kh[..., at.keys, :], out=dq_part, seen=seen)
                 dqi += dq_part
-                product(ds.T, qi, out=dk_part[:n], seen=of_keys)
-                dkh[at.keys] += dk_part[:n]
+                product(ds.swapaxes(-1, -2), qi, out=dk_part[..., :m, :], seen=of_keys)
+                for whole, visit in ((dvs, dv_part), (dks, dk_part)):
+                    whole[..., at.keys, :] += over_groups(visit[..., :m, :], kh.shape[1])
             for x in of_pairs.values():
-                x.leave((b, h, rows.start))
-            dq[b, rows, h] = dqi * factor_q
-        dkh *= factor_k
-        dvh *= work(1 / of.kept)
-        for name, total in own.items():
-            of_function[name].add((b * problem.heads_k + hk) * parts + part, total)
+                for b, h in pairs.each(heads):
+                    x.leave((b, h, rows.start))
+            dqi *= factor_q
+            dq[batches, rows, heads] = dqi.transpose(0, 2, 1, 3)
+        dks *= factor_k
+        dvs *= work(1 / pairs.kept)
+        for name, total in own_sums.items():
+            of_function[name].add(number, total)
         if parts == 1:
-            dk[b, of.keys, hk], dv[b, of.keys, hk] = dkh, dvh
+            _put(of, own, dks, dvs)
         else:
-            sums[b, hk, part] = dkh, dvh
+            sums[batches.start, own.start, part] = dks, dvs
 
-    crew.run(task, tasks)
+    def _put(of: Entries, own: slice, dks: Any, dvs: Any) -> None:
+        """Into the results, those of keys that somebody sees."""
+        for whole, x in ((dk, dks), (dv, dvs)):
+            whole[of.batches, :, own][:, of.pairs.keys] = x.transpose(0, 2, 1, 3)
+
+    crew.run(task, ((number, *x) for number, x in enumerate(tasks)))
     with np.errstate(all="ignore"):
-        for b, hk in heads if parts > 1 else ():
-            of_keys = pairs[b].keys
-            dk[b, of_keys, hk], dv[b, of_keys, hk] = (
-                sum(column) for column in zip(*(sums.pop((b, hk, part)) for part in range(parts)))
-            )
+        for of, own in stacks if parts > 1 else ():
+            found = [sums.pop((of.batches.start, own.start, part)) for part in range(parts)]
+            _put(of, own, sum(x for x, _ in found), sum(x for _, x in found))
         return Gradients(dq, dk, dv, **{f"d{name}": x.total() for name, x in (wanted | of_function).items()})

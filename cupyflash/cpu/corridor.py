@@ -109,6 +109,6 @@ def _returned(
         x = x[0] if len(shapes[name]) == 3 else x
     target = targets.get(name)
     if target is None:
-        return lib.from_numpy(x)
+        return lib.from_numpy(np.ascontiguousarray(x))  # as on a GPU
     lib.to_numpy(target)[...] = x
     return target

@@ -9,12 +9,18 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from ..problem import AttentionProblem
+from .blas import one_thread
 
 T = TypeVar("T")
 
 # Below so many multiplications a call ends sooner than threads start.
 WORTH_THREADS = 1 << 22
 MOST_THREADS = 256  # BLAS libraries have such a number, too
+
+
+def worth_threads(problem: AttentionProblem) -> bool:
+    pairs = problem.batch * problem.heads_q * problem.seq_q * problem.seq_k
+    return pairs * (problem.dim + problem.dim_v) >= WORTH_THREADS
 
 
 class Crew:
@@ -24,13 +30,16 @@ class Crew:
     """
 
     def __init__(self, problem: AttentionProblem) -> None:
-        work = problem.batch * problem.heads_q * problem.seq_q * problem.seq_k * (problem.dim + problem.dim_v)
-        self.size = 1 if work < WORTH_THREADS else threads()
+        self.size = threads() if worth_threads(problem) else 1
         self._error: BaseException | None = None
 
     def run(self, task: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> None:
         """task(*a) for each a, taken in order."""
-        waiting, lock = iter(arguments), threading.Lock()
+        with one_thread:
+            self._run(task, iter(arguments))
+
+    def _run(self, task: Callable[..., None], waiting: Iterator[tuple[Any, ...]]) -> None:
+        lock = threading.Lock()
 
         def work() -> None:
             try:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -11,27 +14,29 @@ from ..problem import ARRAYS, AttentionProblem
 from .dropout import kept
 from .score import ScoreFunction
 
+T = TypeVar("T")
+
 
 class Place(NamedTuple):
-    """Where a tile of scores stands: queries `rows` of head `head`, and some of the keys that `Pairs.keys` leaves."""
+    """Where a tile of scores stands: queries `rows` of `heads`, and some of the keys that `Pairs.keys` leaves."""
 
-    head: int
+    heads: slice
     rows: slice
     keys: slice
 
 
 class Pairs:
-    """The pairs of queries and keys of one batch entry. `given` holds the optional arrays, of shapes that broadcast, and
-    perhaps a block mask."""
+    """The pairs of queries and keys of some batch entries. `given` holds the optional arrays, of shapes that broadcast, and
+    perhaps a block mask. Tiles are (batches, heads, queries, keys)."""
 
-    def __init__(self, problem: AttentionProblem, b: int, given: dict[str, np.ndarray]) -> None:
-        self.problem, self.batch = problem, b
+    def __init__(self, problem: AttentionProblem, batches: slice, given: dict[str, np.ndarray]) -> None:
+        self.problem, self.batches = problem, batches
         rules = [rule for rule in ARRAYS if rule.axes and problem.has(rule.name)]
         self.given = {rule.name: np.broadcast_to(given[rule.name], rule.shape(problem)) for rule in rules}
         # Keys that nobody may see are dropped at once: no tile ever holds them.
         self.keys: Any = slice(problem.seq_k)
         if problem.has("key_mask"):
-            self.keys = np.flatnonzero(self.given["key_mask"][b])
+            self.keys = np.flatnonzero(self.given["key_mask"][batches.start])  # then there is one batch entry
         self.blocks: Any = given.get("block_mask")
         self.positions = np.arange(problem.seq_k)[self.keys]
         self.factor_q, self.factor_k = _factors(problem.scale)
@@ -39,6 +44,14 @@ class Pairs:
         self.seed = int(np.asarray(given["seed"]).reshape(())) % 2**64 if problem.dropout else 0
         work = np.float64 if problem.dtype == "float64" else np.float32
         self._function = ScoreFunction(problem, given, work) if problem.score is not None else None
+        # Maxima and sums over keys are quick where the keys are rows in memory; arrays over pairs have them side by side.
+        self._keys_first = not problem.has("bias") and not problem.has("mask")
+
+    def tile(self, heads: Sequence[int], queries: int, keys: int, work: Any) -> np.ndarray:
+        """Room for scores, (batches, heads, queries, keys)."""
+        if self._keys_first:
+            return np.empty((*heads, keys, queries), work).swapaxes(-1, -2)
+        return np.empty((*heads, queries, keys), work)
 
     def score(self, s: np.ndarray, at: Place) -> None:
         """In place: from products of Q and K, which carry the factors, to scores."""
@@ -47,11 +60,12 @@ class Pairs:
         if self._function is not None:
             s[...] = self._function.new(s, self._place(at))
         if self.problem.has("alibi_slopes"):
-            s -= s.dtype.type(self.given["alibi_slopes"][self.batch, at.head]) * self._distance(at).astype(s.dtype)
+            slopes = self.given["alibi_slopes"][self.batches, at.heads, None, None].astype(s.dtype)
+            s -= slopes * self._distance(at).astype(s.dtype)
         if self.problem.has("bias"):
             # What a score function hides stays so, whatever the bias is there.
             where = s != -np.inf if self._function is not None else True
-            np.add(s, self._tile("bias", at).astype(s.dtype), out=s, where=where)
+            np.add(s, self._tile("bias", at).astype(s.dtype, copy=False), out=s, where=where)
 
     def slope(self, s: np.ndarray, at: Place) -> np.ndarray | None:
         """Derivative of the scores with respect to the products s; None where it is 1."""
@@ -72,60 +86,90 @@ class Pairs:
         self._function.add(key, total, ds, s, self._place(at))
 
     def visible(self, at: Place) -> np.ndarray | None:
-        """Which of these pairs may meet: (queries, keys), or None where all may."""
-        stands = self._stands(at)
-        left, right = self.problem.left, self.problem.right
-        positions = self.positions[at.keys]
-        seen = None
-        if right is not None and positions[-1] > stands[0, 0] + right:
-            seen = positions <= stands + right
-        if left is not None and positions[0] < stands[-1, 0] - left:
-            inside = positions >= stands - left
-            seen = inside if seen is None else seen & inside
+        """Which of these pairs may meet, in a shape that broadcasts to the tile's; None where all may."""
+        seen = self._band(at)
         if self.problem.has("mask"):
             own = self._tile("mask", at)
             seen = own if seen is None else seen & own
         if self.blocks is not None:
-            own = self.blocks.pairs(self.batch, at.head, at.rows, self.columns(at))
+            own = self._blocks(at)
             if own is not None:
                 seen = own if seen is None else seen & own
         return seen
 
+    def _band(self, at: Place) -> np.ndarray | None:
+        """What causal and window leave; None where they leave all."""
+        left, right = self.problem.left, self.problem.right
+        first, last = at.rows.start + self.problem.diagonal, at.rows.stop - 1 + self.problem.diagonal
+        positions = self.positions[at.keys]
+        right = None if right is None or positions[-1] <= first + right else right
+        left = None if left is None or positions[0] >= last - left else left
+        if left is None and right is None:
+            return None
+        lengths = last + 1 - first, len(positions)
+        if isinstance(self.keys, slice):
+            return _inside(*lengths, int(first - positions[0]), left, right, self._keys_first)
+        stands, keys = self._axes(at)
+        return _within(stands, keys, left, right, self._keys_first)
+
     def empty(self, at: Place) -> bool:
         """Whether a block mask hides the whole tile."""
-        return self.blocks is not None and self.blocks.pairs(self.batch, at.head, at.rows, self.columns(at)) is False
+        return self.blocks is not None and self._blocks(at) is False
 
     def keeps(self, at: Place) -> np.ndarray | None:
-        """Which probabilities dropout keeps: (queries, keys), or None where it keeps all."""
+        """Which probabilities dropout keeps, or None where it keeps all."""
         if not self.problem.dropout:
             return None
         positions = self.positions[at.keys]
         first, end = int(positions[0]), int(positions[-1]) + 1
         rows = at.rows.start, at.rows.stop
-        all_between = kept(self.seed, self.batch, at.head, rows, (first, end), self.problem.dropped_below)
-        return all_between if len(positions) == end - first else all_between[:, positions - first]
+        found = self._each(lambda b, h: kept(self.seed, b, h, rows, (first, end), self.problem.dropped_below), at)
+        all_between = np.array(found)
+        return all_between if len(positions) == end - first else all_between[..., positions - first]
 
-    def sink(self, head: int) -> float | None:
+    def sink(self, heads: slice) -> np.ndarray | None:
         """A score more in the denominator of every row of a head, where there is one."""
-        return float(self.given["sinks"][head]) if self.problem.has("sinks") else None
+        return self.given["sinks"][heads, None, None] if self.problem.has("sinks") else None
+
+    def each(self, heads: slice) -> Iterator[tuple[int, int]]:
+        """The batch entries and heads of a tile, by their numbers."""
+        return itertools.product(_numbers(self.batches), _numbers(heads))
+
+    def _each(self, what: Callable[[int, int], T], at: Place) -> list[list[T]]:
+        return [[what(b, h) for h in _numbers(at.heads)] for b in _numbers(self.batches)]
+
+    def _blocks(self, at: Place) -> Any:
+        """As `BlockMask.pairs`, of all heads of a tile."""
+        columns = self.columns(at)
+        found = self._each(lambda b, h: self.blocks.pairs(b, h, at.rows, columns), at)
+        flat = [x for row in found for x in row]
+        if all(x is None for x in flat) or all(x is False for x in flat):
+            return flat[0]
+        shape = at.rows.stop - at.rows.start, at.keys.stop - at.keys.start
+        return np.array([[np.broadcast_to(True if x is None else x, shape) for x in row] for row in found])
 
     def _place(self, at: Place) -> dict[str, np.ndarray]:
-        """Batch entry, head, query and key of a tile of pairs, as a score function knows them."""
+        """Batch entries, heads, queries and keys of a tile of pairs, as a score function knows them."""
         numbers = {
-            "b": self.batch, "h": at.head, "i": np.arange(at.rows.start, at.rows.stop)[:, None],
-            "j": self.positions[at.keys][None, :],
+            "b": np.arange(self.batches.start, self.batches.stop)[:, None, None, None],
+            "h": np.arange(at.heads.start, at.heads.stop)[:, None, None],
+            "i": np.arange(at.rows.start, at.rows.stop)[:, None], "j": self.positions[at.keys][None, :],
         }  # fmt: skip
         return {name: np.asarray(x, np.int32) for name, x in numbers.items()}
 
     def _capped(self, s: np.ndarray) -> np.ndarray:
         return np.tanh(s / s.dtype.type(self.problem.softcap))
 
-    def _stands(self, at: Place) -> np.ndarray:
-        """The key that each query stands on, as a column."""
-        return np.arange(at.rows.start, at.rows.stop)[:, None] + self.problem.diagonal
+    def _axes(self, at: Place) -> tuple[np.ndarray, np.ndarray]:
+        """The key that each query stands on, and the keys: one of them as a column, as it is in memory."""
+        stands = np.arange(at.rows.start, at.rows.stop) + self.problem.diagonal
+        positions = self.positions[at.keys]
+        return (stands, positions[:, None]) if self._keys_first else (stands[:, None], positions)
 
     def _distance(self, at: Place) -> np.ndarray:
-        return np.abs(self._stands(at) - self.positions[at.keys])
+        stands, positions = self._axes(at)
+        distance = np.abs(stands - positions)
+        return distance.T if self._keys_first else distance
 
     def columns(self, at: Place) -> Any:
         """Where the keys of a tile stand among all, as an index."""
@@ -133,7 +177,7 @@ class Pairs:
 
     def _tile(self, name: str, at: Place) -> np.ndarray:
         """The part of an array over pairs that a tile is about."""
-        return self.given[name][self.batch, at.head, at.rows][:, self.columns(at)]
+        return self.given[name][self.batches, at.heads, at.rows][..., self.columns(at)]
 
     def walk(self, rows: slice) -> tuple[int, int]:
         """The first key and the last but one, among those left, that some query of `rows` may see."""
@@ -142,6 +186,33 @@ class Pairs:
         begin = 0 if left is None else int(np.searchsorted(self.positions, first - left))
         end = len(self.positions)
         return begin, end if right is None else int(np.searchsorted(self.positions, last + right, side="right"))
+
+
+@functools.lru_cache(maxsize=16)  # along the diagonal all tiles are alike
+def _inside(queries: int, keys: int, offset: int, left: int | None, right: int | None, keys_first: bool) -> np.ndarray:
+    """Pairs inside a band, of as many queries, of which the first stands on the key `offset`, and keys from 0 on."""
+    stands, positions = np.arange(queries) + offset, np.arange(keys)
+    if keys_first:
+        seen = _within(stands, positions[:, None], left, right, True)
+    else:
+        seen = _within(stands[:, None], positions, left, right, False)
+    seen.flags.writeable = False
+    return seen
+
+
+def _within(
+    stands: np.ndarray, positions: np.ndarray, left: int | None, right: int | None, keys_first: bool
+) -> np.ndarray:
+    seen = np.ones((), bool)
+    if right is not None:
+        seen = positions <= stands + right
+    if left is not None:
+        seen = seen & (positions >= stands - left)
+    return seen.T if keys_first else seen
+
+
+def _numbers(x: slice) -> range:
+    return range(x.start, x.stop)
 
 
 def _factors(scale: float) -> tuple[float, float]:

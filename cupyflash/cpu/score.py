@@ -51,7 +51,8 @@ class ScoreFunction:
             values = np.where(ds == 0, 0, ds * change)  # hidden pairs add nothing, whatever the derivative is there
             flat = np.ravel_multi_index(tuple(np.broadcast_arrays(*_clipped(at, shape))), shape)
             # Along an axis on which the index does not depend, values are summed first.
-            over = tuple(axis for axis in range(2) if flat.ndim < 2 or flat.shape[axis] == 1)
+            flat = flat.reshape((1,) * (values.ndim - flat.ndim) + flat.shape)
+            over = tuple(axis for axis in range(values.ndim) if flat.shape[axis] == 1)
             values = values.sum(axis=over, keepdims=True) if over else values
             flat = np.broadcast_to(flat, values.shape).ravel()
             if total.size <= 4 * flat.size:

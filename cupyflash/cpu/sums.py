@@ -70,8 +70,11 @@ class Sum:
 
     def add(self, of: Pairs, at: Place, part: int, values: np.ndarray) -> None:
         """What a tile of pairs contributes; for an array without a key axis a column will do."""
-        b, h, first = visit = of.batch, at.head, at.rows.start
-        b, h, _ = self._place(b, h, first)
+        for (b, h), x in zip(of.each(at.heads), values.reshape(-1, *values.shape[2:])):
+            self._add((b, h, at.rows.start), at, of, part, x)
+
+    def _add(self, visit: Visit, at: Place, of: Pairs, part: int, values: np.ndarray) -> None:
+        b, h, _ = self._place(*visit)
         piece = self._sums[b, h, part % self._lengths[2]]
         over = tuple(axis for axis in (0, 1) if piece.shape[axis] == 1)
         where = tuple(slice(1) if axis in over else x for axis, x in enumerate((at.rows, of.columns(at))))

@@ -1,24 +1,23 @@
-"""What forward and backward share: the tiles that they walk over, and products that stay on one thread.
+"""What forward and backward share: the tiles that they walk over, and products of stacks of tiles.
 
-A score tile of QUERIES x KEYS float32 stays in a core's L2 cache, so that the passes of the softmax over it are cheap.
+A tile of scores stays in a core's L2 cache, so that the passes of the softmax over it are cheap. Where sequences are short it
+is those of several heads, and of several batch entries, so that it is worth what Python takes for a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..problem import AttentionProblem
+from .crew import worth_threads
 from .pairs import Pairs, Place
 
-QUERIES = 512
-KEYS = 256
-
-# OpenBLAS runs a product of up to so many multiplications on the thread that calls it. Above that it wakes threads of
-# its own, which here would fight with ours: heads and query tiles already occupy every core.
-ONE_THREAD = 1 << 18
+QUERIES = 256  # fewer than keys: tiles stand out less beyond the diagonal
+KEYS = 512
+TASKS = 16  # that are left at least, where heads are put together in a call that is worth several threads
 
 
 def work_dtype(problem: AttentionProblem) -> type[np.floating[Any]]:
@@ -26,37 +25,94 @@ def work_dtype(problem: AttentionProblem) -> type[np.floating[Any]]:
     return np.float64 if problem.dtype == "float64" else np.float32
 
 
-def query_tiles(problem: AttentionProblem) -> Iterator[slice]:
+def group_of(problem: AttentionProblem) -> int:
+    """Query heads that share one of K and V; 1 where there are none."""
+    return problem.group if problem.heads_k else 1
+
+
+class Tiling(NamedTuple):
+    """How much of each axis of the scores a tile has at most. The numbers of cores do not enter, so that results are the same
+    bits on any."""
+
+    batches: int
+    heads: int  # a divisor of the heads that share K and V, or a multiple of their number
+    queries: int
+    keys: int
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, queries_apart: bool) -> Tiling:
+        """`queries_apart`: whether query tiles are tasks, and not heads alone."""
+        size, group = QUERIES * KEYS, group_of(problem)
+        queries = min(max(1, problem.seq_q), QUERIES)
+        keys = min(max(1, problem.seq_k), max(KEYS, size // queries))
+        if problem.right is None:  # else tiles are not to stand out far beyond the diagonal
+            queries = min(max(1, problem.seq_q), max(QUERIES, size // keys))
+        fit = size // (queries * keys)
+        if fit < group:
+            return cls(1, max(n for n in range(1, max(1, fit) + 1) if group % n == 0), queries, keys)
+        tasks = problem.batch * problem.heads_k * (-(-problem.seq_q // queries) if queries_apart else 1)
+        heads_k = min(fit // group, max(1, tasks // TASKS) if worth_threads(problem) else fit)
+        # Keys that key_mask hides are left out, others in each batch entry.
+        batches = 1 if problem.has("key_mask") else max(1, heads_k // max(1, problem.heads_k))
+        return cls(batches, group * max(1, min(heads_k, problem.heads_k)), queries, keys)
+
+
+def pieces(length: int, size: int) -> list[slice]:
+    """An axis in slices of `size`."""
+    return [slice(x, min(x + size, length)) for x in range(0, length, max(1, size))]
+
+
+def query_tiles(problem: AttentionProblem, tiling: Tiling) -> list[slice]:
     """The query tiles, last first: under a causal mask those have the most to do."""
-    for first in reversed(range(0, problem.seq_q, QUERIES)):
-        yield slice(first, min(first + QUERIES, problem.seq_q))
+    return pieces(problem.seq_q, tiling.queries)[::-1]
 
 
-def key_tiles(pairs: Pairs, head: int, rows: slice) -> Iterator[Place]:
-    """The tiles that the queries `rows` of a head visit; those outside the band (causal and window), and those that a block mask
-    hides, are left out."""
+def key_tiles(pairs: Pairs, heads: slice, rows: slice, tiling: Tiling) -> Iterator[Place]:
+    """The tiles that the queries `rows` of some heads visit; those outside the band (causal and window), and those that a block
+    mask hides, are left out."""
     begin, end = pairs.walk(rows)
-    for j in range(begin, end, KEYS):
-        at = Place(head, rows, slice(j, min(j + KEYS, end)))
+    for j in range(begin, end, tiling.keys):
+        at = Place(heads, rows, slice(j, min(j + tiling.keys, end)))
         if not pairs.empty(at):
             yield at
 
 
-def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, seen: np.ndarray | None = None) -> None:
-    """out = a @ b, as a stack of products that are each small enough to stay on the calling thread.
+def rows_of(x: np.ndarray, entries: slice, heads: slice, rows: slice, work: Any) -> np.ndarray:
+    """A copy of a part of a (B, S, H, D) array, as (batches, heads, rows, D)."""
+    return np.array(x[entries, rows, heads].transpose(0, 2, 1, 3), work, order="C")
 
-    Where `seen` is False a is 0 and the term is left out, also if b is infinite or NaN there.
+
+def operand(x: np.ndarray, work: Any) -> np.ndarray:
+    """x as BLAS takes it: the elements of a row lie side by side, wherever the rows are."""
+    x = x.astype(work, copy=False)
+    row, element = x.strides[-2:]
+    return (
+        x if element == x.itemsize and row % element == 0 and row >= x.shape[-1] * element else np.ascontiguousarray(x)
+    )
+
+
+def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, seen: np.ndarray | None = None) -> None:
+    """out = a @ b for (batches, heads, m, n) matrices; b may have fewer heads, each of which serves several of a.
+
+    Where `seen`, which broadcasts to a, is False a is 0 and the term is left out, also if b is infinite or NaN there.
     """
+    group = a.shape[1] // max(1, b.shape[1])
     if seen is not None:
-        finite = np.isfinite(b).all(axis=1)
+        finite = np.isfinite(b).all(axis=-1)
         if not finite.all():
-            np.matmul(a, np.where(finite[:, None], b, 0), out=out)
-            for j in np.flatnonzero(~finite):
-                out += np.where(seen[:, j, None], a[:, j, None] * b[j], 0)
+            b, finite, seen = b.repeat(group, 1), finite.repeat(group, 1), np.broadcast_to(seen, a.shape)
+            np.matmul(a, np.where(finite[..., None], b, 0), out=out)
+            for j in np.flatnonzero(~finite.all(axis=(0, 1))):
+                bad = seen[..., j, None] & ~finite[..., j, None, None]
+                out += np.where(bad, a[..., j, None] * b[..., j, None, :], 0)
             return
-    (m, k), n = a.shape, b.shape[1]
-    rows = max(1, ONE_THREAD // max(1, k * n))
-    stack = m // rows
-    whole = stack * rows
-    np.matmul(a[:whole].reshape(stack, rows, k), b, out=out[:whole].reshape(stack, rows, n))
-    np.matmul(a[whole:], b, out=out[whole:])
+    if group > 1:
+        heads = a.shape[0], b.shape[1], group
+        a, out, b = a.reshape(*heads, *a.shape[2:]), out.reshape(*heads, *out.shape[2:]), b[:, :, None]
+    np.matmul(a, b, out=out)
+
+
+def over_groups(x: np.ndarray, heads_k: int) -> np.ndarray:
+    """Sums over the heads that share one of K and V: (batches, heads, ...) to (batches, heads_k, ...)."""
+    group = x.shape[1] // max(1, heads_k)
+    return x if group == 1 else x.reshape(x.shape[0], heads_k, group, *x.shape[2:]).sum(axis=2)

@@ -69,6 +69,30 @@ def _cap_inverse(problem: AttentionProblem) -> float:
     return min(abs(problem.scale) / problem.softcap, largest)
 
 
+# tanh(x) = x (c0 + c1 x^2 + c2 x^4) up to a part in 44,000 where |x| is less than NEAR.
+NEAR, _NEAR_TANH = 0.5, (0.99997744, -0.33169151, 0.11520976)
+
+
+def _near_cap(n: int) -> Callable[[AttentionProblem], float]:
+    """What s^(2n + 1) is multiplied by in an exponent of 2, of a product s that is near 0 beside the cap."""
+
+    def coefficient(problem: AttentionProblem) -> float:
+        if not _near_bound(problem):
+            return 0.0
+        cap = SCALARS["cap"][1](problem)
+        return _NEAR_TANH[n] * cap * _cap_inverse(problem) ** (2 * n + 1)
+
+    return coefficient
+
+
+def _near_bound(problem: AttentionProblem) -> float:
+    """The absolute value up to which products are near 0. The limits keep powers of them inside float32."""
+    inverse = _cap_inverse(problem)
+    if problem.softcap is None or not 1e-4 <= problem.softcap <= 1e6 or not inverse >= 1e-9:
+        return 0.0
+    return NEAR / inverse if inverse <= 1e4 else 0.0
+
+
 def _factor(problem: AttentionProblem) -> float:
     """What turns scores to powers of two. Never 0: -inf * 0 is NaN."""
     return max(abs(problem.scale) * math.log2(math.e), 1e-300 if problem.lse_dtype == "float64" else 1e-30)
@@ -83,6 +107,12 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "factor": ("Accum", _factor),
     "cap": ("Accum", lambda p: (p.softcap or 0.0) * math.log2(math.e)),  # cap * tanh(cap_inverse * s): an exponent of 2
     "cap_inverse": ("Accum", _cap_inverse),
+    # The same without tanh, where |s| < near_cap: s (near_cap_0 + s^2 (near_cap_1 + s^2 near_cap_2)). And its slope.
+    "near_cap": ("Accum", _near_bound),
+    "near_cap_0": ("Accum", _near_cap(0)),
+    "near_cap_1": ("Accum", _near_cap(1)),
+    "near_cap_2": ("Accum", _near_cap(2)),
+    "minus_cap_squared": ("Accum", lambda p: -1 / SCALARS["cap"][1](p) ** 2 if _near_bound(p) else 0.0),
     "batch": ("int", lambda p: p.batch),
     "heads_q": ("int", lambda p: p.heads_q),
     "heads_k": ("int", lambda p: p.heads_k),

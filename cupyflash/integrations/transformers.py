@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ def register(name: str = "cupy") -> None:
     The name may not hold "flash": transformers takes every such name for a build of the package flash-attn (ValueError).
 
     For models of every kind that choose their attention: causal and bidirectional, with soft caps (Gemma 2), sinks (gpt-oss),
-    position biases (T5), windows, padded batches, and any cache. Probabilities (output_attentions) are never in memory: None.
+    position biases (T5), windows, padded batches, and any cache. Those that do not (Bloom, XGLM, MPT) raise ValueError when
+    they run. Probabilities (output_attentions) are never in memory: None.
     """
     if "flash" in name:
         raise ValueError(
@@ -25,8 +28,28 @@ def register(name: str = "cupy") -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+    def mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
+        kind: Any = type(config)
+        if _computes_itself(kind):
+            raise ValueError(
+                f"attn_implementation is {name!r}, but the models of {kind.__name__} compute attention themselves, and would "
+                "misread these masks; it must be 'eager'"
+            )
+        return sdpa_mask(*args, config=config, **kwargs)
+
     AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, mask)
+
+
+@functools.cache
+def _computes_itself(config: type) -> bool:
+    """Whether the models of a configuration never ask for the attention that was chosen, and do not say that they do."""
+    module = sys.modules.get(config.__module__.replace("configuration_", "modeling_"))
+    if module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+        return False
+    models = [x for x in vars(module).values() if isinstance(x, type) and getattr(x, "config_class", None) is config]
+    flags = ("_supports_sdpa", "_supports_attention_backend")
+    return bool(models) and not any(getattr(x, flag, False) for x in models for flag in flags)
 
 
 def attention_forward(

@@ -28,6 +28,7 @@ _BITS = {  # of those that NumPy knows by no name
     torch.bfloat16: (np.int16, ml_dtypes.bfloat16),
     torch.float8_e4m3fn: (np.int8, ml_dtypes.float8_e4m3fn),
 }
+WITHOUT_MEMORY = (FakeTensor, FunctionalTensor)
 _OF_BITS = {np.dtype(named): (bits, dtype) for dtype, (bits, named) in _BITS.items()}
 
 
@@ -35,7 +36,7 @@ def objection(cls: type) -> str | None:
     if not issubclass(cls, torch.Tensor):
         return "it must be a tensor"
     plain = cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    if not plain and not issubclass(cls, (FakeTensor, FunctionalTensor)):  # distributed, jagged, ...
+    if not plain and not issubclass(cls, WITHOUT_MEMORY):  # distributed, jagged, ...
         return "it must be a plain tensor"
     return None
 
@@ -64,7 +65,14 @@ def signature(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def pointer(x: torch.Tensor) -> int:
-    return x.data_ptr()
+    return x.data_ptr() or _nowhere(x)
+
+
+def _nowhere(x: torch.Tensor) -> int:
+    """A kernel would write to address 0: of fake tensors, which come in beside a q that is none."""
+    if x.numel():
+        raise TypeError(f"a {type(x).__name__} has no memory")
+    return 0
 
 
 def device(x: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import folding, interop, passes
 from .. import problem as rules
@@ -99,6 +100,7 @@ def forward(
         call = (lib, options, seed, family)
         follow = _Transformed if transformed else _Attention
         return follow.apply(call, tuple(arrays), *arrays.values())
+    _check_fake(arrays)
     return torch.ops.cupyflash.attention(*_arguments(lib, _with_seed(arrays, seed), _INPUTS, options), family)
 
 
@@ -118,11 +120,22 @@ def backward(
     if targets:
         raise ValueError(f"grads is {_NO_WRITING}")
     if traced:
+        _check_fake(arrays)
         given = _arguments(lib, _with_seed(arrays, seed), (*_ROWS, *_INPUTS), options)
         grads = torch.ops.cupyflash.attention_backward(*given, family, list(wrt))
     else:
         grads = _AttentionBackward.apply((lib, options, seed, family), tuple(arrays), wrt, *arrays.values())
     return Gradients(*grads[:3], **{f"d{name}": x for name, x in zip(wrt, grads[3:])})
+
+
+def _check_fake(arrays: Arrays) -> None:
+    """TypeError, naming the argument, for a tensor with memory beside a q without."""
+    q = arrays["q"]
+    if not isinstance(q, FakeTensor) or q.fake_mode.allow_non_fake_inputs:
+        return
+    for name, x in arrays.items():
+        if isinstance(x, torch.Tensor) and type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+            raise TypeError(f"{name} is a {type(x).__name__} with memory, but q is a FakeTensor; all must be, or none")
 
 
 _NO_WRITING = (

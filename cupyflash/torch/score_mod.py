@@ -6,6 +6,7 @@ read as an array, so that it gets its gradient.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,18 @@ def traced(score_mod: Callable[..., Any], query: torch.Tensor, keys: int) -> tup
     return plan.call(captured, query, keys)
 
 
+def _check(score_mod: Any) -> None:
+    must = "it must be a function of (score, b, h, q_idx, kv_idx)"
+    if not callable(score_mod):
+        raise TypeError(f"score_mod is a {type(score_mod).__name__}; {must}")
+    try:
+        inspect.signature(score_mod).bind(*range(5))
+    except TypeError as error:
+        raise TypeError(f"score_mod is {score_mod!r}; {must} ({error})") from None
+    except ValueError:  # of C, which tells nothing
+        pass
+
+
 class Watch(TorchFunctionMode):
     """While a score_mod runs: table[h] reads an element, as under PyTorch's own vmap, and who looks at a number is noticed."""
 
@@ -83,6 +96,7 @@ class Plan:
     """A score_mod that has been run: its operators, and which of them depend on the pair."""
 
     def __init__(self, score_mod: Callable[..., Any], query: torch.Tensor, captured: list[torch.Tensor]) -> None:
+        _check(score_mod)
         number = torch.float64 if query.dtype is torch.float64 else torch.float32
         place = [torch.zeros((), dtype=torch.int32, device=query.device) for _ in range(4)]
         watch = Watch()
@@ -232,8 +246,8 @@ class _Run:
         if name not in _OPERATORS:
             raise NotImplementedError(
                 f"score_mod calls {n.target}, which is not known here; it can use + - * / // % **, comparisons, & | ^ ~, abs, "
-                "where, minimum, maximum, clamp, exp, log, sqrt, tanh, sigmoid, sin, cos, floor and indexing, and anything on "
-                "tensors before they are indexed"
+                "where, minimum, maximum, clamp, exp, log, sqrt, tanh, sigmoid, sin, cos, tan, floor and indexing, and anything "
+                "on tensors before they are indexed"
             )
         args = torch.fx.map_arg(n.args, lambda m: _plain(n, known[m]))
         kwargs = {key: x for key, x in n.kwargs.items() if key in ("alpha", "rounding_mode", "dtype") and x is not None}
@@ -328,7 +342,8 @@ def _plain(n: Any, x: Any) -> Any:
 
 def _name(n: Any) -> str:
     """Of the operator, whichever of its overloads it is, in place or not."""
-    return str(n.target._schema.name).removeprefix("aten::").strip("_")
+    schema = getattr(n.target, "_schema", None)  # Python's own take a result out of several
+    return "" if schema is None else str(schema.name).removeprefix("aten::").strip("_")
 
 
 def _add(x: Any, y: Any, alpha: Any = 1) -> Any:
@@ -408,6 +423,7 @@ _OPERATORS: dict[str, Any] = {
     "exp2": lambda x: apply("pow", 2.0, x), "log10": lambda x: apply("div", apply("log", x), math.log(10)),
     "log1p": lambda x: apply("log", apply("add", x, 1)), "expm1": lambda x: apply("sub", apply("exp", x), 1),
     "rsqrt": lambda x: apply("div", 1, apply("sqrt", x)), "reciprocal": lambda x: apply("div", 1, x),
+    "tan": lambda x: apply("div", apply("sin", x), apply("cos", x)),
     "ceil": lambda x: apply("neg", apply("floor", apply("neg", x))), "trunc": _truncated, "sign": _sign, "sgn": _sign,
     "to_copy": _cast, "clone": lambda x: x, "alias": lambda x: x,
 }  # fmt: skip

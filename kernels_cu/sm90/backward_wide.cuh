@@ -127,12 +127,15 @@ struct WideWorker {
         if (!CLUSTERED) read_rows(s.row_values());
         changed(scores);
         if (PAIR_ARRAYS) s.pairs.wait_full();
-        scores.each(
-            [&](float& x, int r, int c, float& slope) {
-                slope = lines.slope(x, r, c);
-                x = exp2_approx(fmaf(lines.score(x, r, c), factor, minus_lse[r / 8 % 2]));
-            },
-            slopes);
+        as_near(near_zero(scores, pairs), [&](auto how) {
+            constexpr bool NEAR = decltype(how)::value;
+            scores.each(
+                [&](float& x, int r, int c, float& slope) {
+                    slope = lines.template slope<NEAR>(x, r, c);
+                    x = exp2_approx(fmaf(lines.template score<NEAR>(x, r, c), factor, minus_lse[r / 8 % 2]));
+                },
+                slopes);
+        });
         drop(scores, at, pairs.head.batch, dropout);
         if (pairs.tests_backward({tile_q * ROWS, tile_q * ROWS + ROWS}, {key, key + PART_KEYS})) {
             keep_branch();

@@ -161,9 +161,9 @@ struct FromTransposed {
     }
 };
 
-template <int N>
+template <auto X>
 struct Constant {
-    static constexpr int value = N;
+    static constexpr auto value = X;
 };
 
 // f(Constant<0>()), ..., f(Constant<N - 1>()).

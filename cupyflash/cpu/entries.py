@@ -1,0 +1,39 @@
+"""Some batch entries, that a task takes together: their pairs of queries and keys, and K and V as BLAS takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..problem import AttentionProblem
+from .pairs import Pairs
+from .tiles import group_of, operand, work_dtype
+
+
+class Entries:
+    """`batches` of K (B, Sk, Hk, D) and V (B, Sk, Hk, Dv), of any strides, without the keys that nobody may see."""
+
+    def __init__(
+        self, problem: AttentionProblem, batches: slice, k: np.ndarray, v: np.ndarray, given: dict[str, Any]
+    ) -> None:
+        work = work_dtype(problem)
+        self.pairs, self.batches = Pairs(problem, batches, given), batches
+        keys, values = (operand(x[batches][:, self.pairs.keys].transpose(0, 2, 1, 3), work) for x in (k, v))
+        self._keys = keys if self.pairs.factor_k == 1 else keys * work(self.pairs.factor_k)
+        self._values, self._group = values, group_of(problem)
+
+    def of_heads(self, heads: slice) -> tuple[np.ndarray, np.ndarray]:
+        """K and V, (batches, heads_k, keys, ...), for the query heads `heads`: whole groups, or a part of one."""
+        own = slice(heads.start // self._group, -(-heads.stop // self._group))
+        return self._keys[:, own], self._values[:, own]
+
+
+def all_entries(
+    problem: AttentionProblem, size: int, k: np.ndarray, v: np.ndarray, given: dict[str, Any]
+) -> list[Entries]:
+    """The whole batch, `size` of it together."""
+    with np.errstate(all="ignore"):
+        return [
+            Entries(problem, slice(b, min(b + size, problem.batch)), k, v, given) for b in range(0, problem.batch, size)
+        ]
