@@ -45,6 +45,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": "bottom_right", "right": 0},
     "hidden": {"left": 100, "right": 50, "given": KEY_MASK, "scale": -1.0, "deterministic": True},
     "blocks": {"left": 100, "right": 50, "block_mask": ("batch", "head"), "deterministic": True},
+    "capped": {"causal": "bottom_right", "right": 0, "softcap": 30.0},  # beside slopes a soft cap is computed in another way
     "slopes": {"causal": "bottom_right", "right": 0, "given": SLOPES, "softcap": 30.0},
     "dropped": {"causal": "bottom_right", "right": 0, "dropout": 0.1},
     "everything": {
@@ -109,7 +110,10 @@ def problems() -> Iterator[AttentionProblem]:
     for dtype in FLOATS:
         for dims in DIMS:
             for name, fields in FEATURES.items():
-                left_out = {"float16": ("causal", "blocks", "slopes", "dropped"), "bfloat16": ("nothing",)}
+                left_out = {
+                    "float16": ("causal", "blocks", "slopes", "dropped"), "bfloat16": ("nothing",), "float32": ("capped",),
+                    "float64": ("capped",),
+                }  # fmt: skip
                 if name in left_out.get(dtype, ()):
                     continue
                 everywhere = ("nothing", "causal", *["everything"] * (dtype != "float16"))
