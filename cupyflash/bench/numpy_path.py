@@ -6,7 +6,7 @@ import functools
 import itertools
 from typing import Any
 
-from ..timing import Candidate, flops, host_sampler, interleave
+from ..timing import Candidate, flops, interleave, wall_sampler
 from . import peers
 from .suite import Measured, Options, Problem, case_of, compare, importable
 
@@ -39,7 +39,8 @@ def measure(problem: Problem, options: Options) -> Measured:
     if problem["seq"] <= DENSE:
         prepares["numpy"] = peers.standard
     candidates, notes = compare(prepares, case_of(problem, "cpu"), backward)
-    seconds, failures = interleave(list(candidates), options.rounds, host_sampler(candidates, 1))
+    sampler = wall_sampler(candidates, options.min_ms, lambda results: None)  # all are there when a call returns
+    seconds, failures = interleave(list(candidates), options.rounds, sampler)
     sizes = {key: problem[key] for key in ("batch", "seq", "heads", "dim", "causal")}
     work = flops(**sizes, backward=backward) / 1e9
     return {name: work / t for name, t in seconds.items()}, notes | failures

@@ -78,7 +78,8 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
     """The page: for each machine and suite the circumstances, a picture, what it sums up to, and every row."""
     parts = [INTRO]
     order = list(TITLES)
-    for place in dict.fromkeys(data["file"].split("/")[0] for data in found):
+    places = dict.fromkeys(data["file"].split("/")[0] for data in found)
+    for place in sorted(places, key=lambda x: x == "cpu"):  # GPUs come first
         here = [data for data in found if data["file"].split("/")[0] == place]
         here.sort(key=lambda data: (order.index(data["suite"]), data["family"] or "", data.get("sustained", False)))
         parts.append(f"## {here[0]['machine']}\n")
@@ -139,6 +140,9 @@ def figure(data: dict[str, Any]) -> Any:
     with matplotlib.rc_context(STYLE):
         if "scores" in data["rows"][0]["problem"]:
             return _named_bars(data)
+        if data["suite"] == "cpu":  # (of both masks it would be too high)
+            full = [row for row in data["rows"] if not row["problem"]["causal"]]
+            return _named_bars({**data, "rows": full}, "dtype", ("seq", "dim"))
         if "model" in data["rows"][0]["problem"]:
             return _ratios(data)
         lengths = {row["problem"].get("seq") for row in data["rows"]}
@@ -220,13 +224,15 @@ def _bars(data: dict[str, Any]) -> Any:
     return figure
 
 
-def _named_bars(data: dict[str, Any]) -> Any:
-    """Groups of bars for rows with names: a column of panels for each pass, a row of them for each head dimension."""
+def _named_bars(data: dict[str, Any], apart: str = "dim", named: Sequence[str] = ("scores",)) -> Any:
+    """Groups of bars for rows called by `named`: a column of panels for each pass, a row of them for each of `apart`."""
     from matplotlib.figure import Figure
 
     rows = data["rows"]
-    across, down = _distinct(rows, ["pass"]), sorted(_distinct(rows, ["dim"]), reverse=True)
-    panels = [[[row for row in rows if _is(row, ["pass"], x) and _is(row, ["dim"], y)] for x in across] for y in down]
+    across, down = _distinct(rows, ["pass"]), _distinct(rows, [apart])
+    if apart == "dim":
+        down.sort(reverse=True)
+    panels = [[[row for row in rows if _is(row, ["pass"], x) and _is(row, [apart], y)] for x in across] for y in down]
     heights = [max(map(_room, line)) for line in panels]
     size = (6.6 * len(across), 0.24 * sum(heights) + 0.7 * len(down) + 1)
     figure = Figure(figsize=size, layout="constrained")
@@ -234,9 +240,9 @@ def _named_bars(data: dict[str, Any]) -> Any:
     handles: dict[str, Any] = {}
     for y, line in enumerate(panels):
         for x, panel in enumerate(line):
-            keys = ["scores", *(key for key in ("dtype",) if len(_distinct(panel, [key])) > 1)]
+            keys = [*named, *(key for key in ("dtype",) if len(_distinct(panel, [key])) > 1)]
             handles |= _draw_groups(axes[y][x], panel, keys, data)
-            axes[y][x].set_title(", ".join([*across[x], _words(["dim"], down[y])]))
+            axes[y][x].set_title(", ".join([*across[x], _words([apart], down[y])]))
             if y == len(down) - 1:
                 axes[y][x].set_xlabel(rows[0]["unit"])
     _finish(figure, handles, data)
@@ -346,6 +352,7 @@ def _words(keys: Sequence[str], values: Sequence[Any]) -> str:
     """'dim', 64 as 'head dim 64'; masks, passes and dtypes by their own names; a bias where there is one."""
     words: dict[str, Callable[[Any], str]] = {
         "dim": "head dim {}".format,
+        "seq": "{} tokens".format,
         "causal": lambda x: "causal" if x else "full",
         "bias": lambda x: "bias" if x else "",
     }

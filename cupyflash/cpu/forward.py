@@ -81,7 +81,7 @@ def online_softmax(
     # The lowest number, not -inf: a row that has seen no key yet must not compute inf - inf.
     top = np.full((*heads, n, 1), np.finfo(work).min, work)
     total = np.zeros((*heads, n, 1), work)
-    for at in places:
+    for number, at in enumerate(places):
         keys = at.keys.stop - at.keys.start
         s = scores[..., :keys]
         product(qi, kh[..., at.keys, :].swapaxes(-1, -2), out=s)
@@ -89,18 +89,20 @@ def online_softmax(
         seen = pairs.visible(at)
         if seen is not None:
             np.copyto(s, -np.inf, where=~seen)
-        new_top = np.maximum(top, s.max(axis=-1, keepdims=True))
-        shrink = np.exp(top - new_top)
-        top = new_top
+        before, top = top, np.maximum(top, s.max(axis=-1, keepdims=True))
         np.subtract(s, top, out=s)
         p = np.exp(s, out=s)
-        total = total * shrink + p @ ones[:keys]
-        acc *= shrink
+        if number:
+            shrink = np.exp(before - top)
+            total *= shrink
+            acc *= shrink
+        total += p @ ones[:keys]
         keeps = pairs.keeps(at)
         if keeps is not None:
             np.copyto(p, 0, where=~keeps)
-        product(p, vh[..., at.keys, :], out=part, seen=seen)
-        acc += part
+        product(p, vh[..., at.keys, :], out=part if number else acc, seen=seen)
+        if number:
+            acc += part
     if sink is not None:
         new_top = np.maximum(top, sink.astype(work))
         shrink = np.exp(top - new_top)

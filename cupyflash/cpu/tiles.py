@@ -15,7 +15,8 @@ from ..problem import AttentionProblem
 from .crew import worth_threads
 from .pairs import Pairs, Place
 
-QUERIES = 256  # fewer than keys: tiles stand out less beyond the diagonal
+# Of float32; float64 has half as many queries.
+QUERIES = 512
 KEYS = 512
 TASKS = 16  # that are left at least, where heads are put together in a call that is worth several threads
 
@@ -42,11 +43,12 @@ class Tiling(NamedTuple):
     @classmethod
     def of(cls, problem: AttentionProblem, queries_apart: bool) -> Tiling:
         """`queries_apart`: whether query tiles are tasks, and not heads alone."""
-        size, group = QUERIES * KEYS, group_of(problem)
-        queries = min(max(1, problem.seq_q), QUERIES)
+        most = QUERIES * 4 // np.dtype(work_dtype(problem)).itemsize
+        size, group = most * KEYS, group_of(problem)
+        queries = min(max(1, problem.seq_q), most)
         keys = min(max(1, problem.seq_k), max(KEYS, size // queries))
         if problem.right is None:  # else tiles are not to stand out far beyond the diagonal
-            queries = min(max(1, problem.seq_q), max(QUERIES, size // keys))
+            queries = min(max(1, problem.seq_q), max(most, size // keys))
         fit = size // (queries * keys)
         if fit < group:
             return cls(1, max(n for n in range(1, max(1, fit) + 1) if group % n == 0), queries, keys)
