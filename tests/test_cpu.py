@@ -548,6 +548,22 @@ def test_memory_grows_with_the_sequence_not_its_square():
     assert peak < 4 * seq * seq / 8  # the score matrix is 256 MiB
 
 
+@pytest.mark.parametrize("lengths", [(1, 10**6), (10**6, 1), (1, 1), (3, 300), (10**4, 10**4)])
+@pytest.mark.parametrize("heads", [(1, 1), (24, 2), (7, 7)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_tile_has_room(lengths, heads, dtype):
+    """In a core's cache; and its heads are whole groups of those that share K and V, or a part of one."""
+    q, k = (np.broadcast_to(np.zeros((), dtype), (10**5, n, h, 64)) for n, h in zip(lengths, heads))
+    for queries_apart in (False, True):
+        tiling = tiles.Tiling.of(state(q, k, k), queries_apart)
+        scores = tiling.batches * tiling.heads * tiling.queries * tiling.keys
+        assert scores * q.itemsize <= 1 << 20
+        assert scores // tiling.keys <= 4096 and scores // tiling.queries <= 4096  # rows of Q and of K
+        group = heads[0] // heads[1]
+        assert tiling.heads % group == 0 or group % tiling.heads == 0
+        assert tiling.batches == 1 or tiling.heads == heads[0]
+
+
 @pytest.mark.parametrize("shape", [(1, 8, 1024, 1024), (1024, 1024), (2, 1, 1024, 1024)], ids=str)
 def test_memory_of_the_gradient_of_a_bias(shape, monkeypatch):
     """Is that of the bias, and no more, on however many threads."""

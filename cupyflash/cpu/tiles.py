@@ -18,6 +18,9 @@ from .pairs import Pairs, Place
 # Of float32; float64 has half as many queries.
 QUERIES = 512
 KEYS = 512
+LONGEST = (
+    8  # times as many queries or keys where there are few of the other: rows of Q, K and their gradients take room, too
+)
 TASKS = 16  # that are left at least, where heads are put together in a call that is worth several threads
 
 
@@ -46,12 +49,12 @@ class Tiling(NamedTuple):
         most = QUERIES * 4 // np.dtype(work_dtype(problem)).itemsize
         size, group = most * KEYS, group_of(problem)
         queries = min(max(1, problem.seq_q), most)
-        keys = min(max(1, problem.seq_k), max(KEYS, size // queries))
+        keys = min(max(1, problem.seq_k), max(KEYS, size // queries), LONGEST * KEYS)
         if problem.right is None:  # else tiles are not to stand out far beyond the diagonal
-            queries = min(max(1, problem.seq_q), max(most, size // keys))
-        fit = size // (queries * keys)
+            queries = min(max(1, problem.seq_q), max(most, size // keys), LONGEST * most)
+        fit = min(size // (queries * keys), LONGEST * most // queries, LONGEST * KEYS // keys)
         if fit < group:
-            return cls(1, max(n for n in range(1, max(1, fit) + 1) if group % n == 0), queries, keys)
+            return cls(1, max(n for n in range(1, fit + 1) if group % n == 0), queries, keys)
         tasks = problem.batch * problem.heads_k * (-(-problem.seq_q // queries) if queries_apart else 1)
         heads_k = min(fit // group, max(1, tasks // TASKS) if worth_threads(problem) else fit)
         # Keys that key_mask hides are left out, others in each batch entry.
