@@ -107,12 +107,6 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "factor": ("Accum", _factor),
     "cap": ("Accum", lambda p: (p.softcap or 0.0) * math.log2(math.e)),  # cap * tanh(cap_inverse * s): an exponent of 2
     "cap_inverse": ("Accum", _cap_inverse),
-    # The same without tanh, where |s| < near_cap: s (near_cap_0 + s^2 (near_cap_1 + s^2 near_cap_2)). And its slope.
-    "near_cap": ("Accum", _near_bound),
-    "near_cap_0": ("Accum", _near_cap(0)),
-    "near_cap_1": ("Accum", _near_cap(1)),
-    "near_cap_2": ("Accum", _near_cap(2)),
-    "minus_cap_squared": ("Accum", lambda p: -1 / SCALARS["cap"][1](p) ** 2 if _near_bound(p) else 0.0),
     "batch": ("int", lambda p: p.batch),
     "heads_q": ("int", lambda p: p.heads_q),
     "heads_k": ("int", lambda p: p.heads_k),
@@ -131,6 +125,12 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "log_kept": ("Accum", lambda p: math.log(p.kept)),
     "drop_below": ("unsigned", lambda p: p.dropped_below << 16),
     "out_scale": ("Accum", lambda p: p.out_scale),
+    # The same without tanh, where |s| < near_cap: s (near_cap_0 + s^2 (near_cap_1 + s^2 near_cap_2)). And its slope.
+    "near_cap": ("Accum", _near_bound),
+    "near_cap_0": ("Accum", _near_cap(0)),
+    "near_cap_1": ("Accum", _near_cap(1)),
+    "near_cap_2": ("Accum", _near_cap(2)),
+    "minus_cap_squared": ("Accum", lambda p: -1 / SCALARS["cap"][1](p) ** 2 if _near_bound(p) else 0.0),
 }
 STRIDES = {  # in elements; broadcast axes of an array over pairs have stride 0
     "Strides": ("batch", "row", "head"),

@@ -125,17 +125,14 @@ struct NarrowWorker {
             auto subtract = [&](float& x, int, int c) {
                 if (!DROPOUT) x += minus_delta[c];
             };
-            as_near(near, [&](auto how) {
-                for_constants<HALF>([&](auto n) {  // exponentials of the second half, dS of the first
-                    probabilities.template each<HALF + n.value, HALF + n.value + 1>(
-                        [&](float& x, int r, int c, float& slope) {
-                            exponential(how, x, r, c, slope, minus_lse_2[c - FIRST]);
-                        },
-                        slopes);
-                    ds.template each<n.value, n.value + 1>(subtract);
-                    ds.template each<n.value, n.value + 1>(derive, probabilities, slopes);
-                });
-            });
+            auto both = [&](auto n, auto how) {  // exponentials of the second half, dS of the first
+                probabilities.template each<HALF + n.value, HALF + n.value + 1>(
+                    [&](float& x, int r, int c, float& slope) { exponential(how, x, r, c, slope, minus_lse_2[c - FIRST]); },
+                    slopes);
+                ds.template each<n.value, n.value + 1>(subtract);
+                ds.template each<n.value, n.value + 1>(derive, probabilities, slopes);
+            };
+            as_near(near, [&](auto how) { for_constants<HALF>(both, how); });
             drop<HALF, ROWS / 8>(probabilities, at, pairs.head.batch, dropout);
             ds_operand.template take<0, FIRST>(ds);
             store_transposed<0, FIRST>(ds_operand, ds_tile, 0, first_key + 16 * warp());

@@ -166,12 +166,12 @@ struct Constant {
     static constexpr auto value = X;
 };
 
-// f(Constant<0>()), ..., f(Constant<N - 1>()).
-template <int N, int FIRST = 0, class F>
-__device__ void for_constants(F f) {
+// f(Constant<0>(), x...), ..., f(Constant<N - 1>(), x...).
+template <int N, int FIRST = 0, class F, class... X>
+__device__ void for_constants(F f, X... x) {
     if constexpr (FIRST < N) {
-        f(Constant<FIRST>());
-        for_constants<N, FIRST + 1>(f);
+        f(Constant<FIRST>(), x...);
+        for_constants<N, FIRST + 1>(f, x...);
     }
 }
 
