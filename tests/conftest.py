@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import warnings
+from collections.abc import Callable
 
 # Workers share one GPU, and JAX would take three quarters of it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -78,6 +80,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             count_as(item)
             if no_gpu():
                 item.add_marker(pytest.mark.skip(reason=f"no GPU to run on: {no_gpu()}"))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """The command line on some arguments: its exit code, what it printed, and what it said on stderr."""
+    from cupyflash import cli
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["cupyflash", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        return int(exit_.value.code or 0), *capsys.readouterr()
+
+    return call
 
 
 @pytest.fixture

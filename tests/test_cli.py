@@ -35,21 +35,6 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command line on some arguments: its exit code, what it printed, and what it said on stderr."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["cupyflash", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        code = exit_.value.code
-        return int(code or 0), *capsys.readouterr()
-
-    return call
-
-
-@pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without CuPy, whatever this one has."""
     from cupyflash.gpu import device

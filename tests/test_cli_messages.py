@@ -16,26 +16,12 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import cli, files
+from cupyflash import files
 from cupyflash.bench import report
 from cupyflash.folders import warn_once
 
 X = np.ones((1, 3, 2, 4), np.float32)
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command line on some arguments: its exit code, what it printed, and what it said on stderr."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["cupyflash", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        return int(exit_.value.code or 0), *capsys.readouterr()
-
-    return call
 
 
 @pytest.fixture

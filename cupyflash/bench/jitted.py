@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ..timing import Candidate, flops, interleave, wall_sampler
+from ..timing import Candidate, interleave, wall_sampler
 from . import peers, scores
-from .suite import Measured, Options, Problem, case_of, compare
+from .suite import Measured, Options, Problem, case_of, compare, flops_of
 
 PEERS = ("jax-cudnn",)
 PEER = "cudnn"  # implementation= of jax.nn.dot_product_attention
@@ -41,8 +41,7 @@ def measure(problem: Problem, options: Options) -> Measured:
     seconds, failures = interleave(
         list(candidates), options.rounds, wall_sampler(candidates, options.min_ms, jax.block_until_ready)
     )
-    sizes = {key: problem[key] for key in ("batch", "seq", "heads", "dim", "causal")}
-    work = sum(flops(**sizes, backward=backward) for backward in (False, True)) / 1e12
+    work = sum(flops_of(problem, backward) for backward in (False, True)) / 1e12
     return {name: work / t for name, t in seconds.items()}, notes | failures
 
 

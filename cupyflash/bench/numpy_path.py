@@ -6,9 +6,9 @@ import functools
 import itertools
 from typing import Any
 
-from ..timing import Candidate, flops, interleave, wall_sampler
+from ..timing import Candidate, interleave, wall_sampler
 from . import peers
-from .suite import Measured, Options, Problem, case_of, compare, importable
+from .suite import Measured, Options, Problem, case_of, compare, flops_of, importable
 
 PEERS = ("torch", "jax", "numpy")
 DTYPES = ("float32", "float64")
@@ -41,8 +41,7 @@ def measure(problem: Problem, options: Options) -> Measured:
     candidates, notes = compare(prepares, case_of(problem, "cpu"), backward)
     sampler = wall_sampler(candidates, options.min_ms, lambda results: None)  # all are there when a call returns
     seconds, failures = interleave(list(candidates), options.rounds, sampler)
-    sizes = {key: problem[key] for key in ("batch", "seq", "heads", "dim", "causal")}
-    work = flops(**sizes, backward=backward) / 1e9
+    work = flops_of(problem, backward) / 1e9
     return {name: work / t for name, t in seconds.items()}, notes | failures
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..timing import Candidate, gpu_sampler, interleave, reason
+from ..timing import Candidate, flops, gpu_sampler, interleave, reason
 from . import machine, peers
 
 Problem = dict[str, Any]
@@ -137,6 +137,10 @@ def _tensor(x: Any) -> Any:
 
 def importable(names: tuple[str, ...]) -> dict[str, peers.Prepare]:
     return {name: peer for name in names if not isinstance(peer := peers.load(name), str)}
+
+
+def flops_of(problem: Problem, backward: bool) -> float:
+    return flops(**{key: problem[key] for key in ("batch", "seq", "heads", "dim", "causal")}, backward=backward)
 
 
 def case_of(problem: Problem, device: str = "cuda") -> peers.Case:

@@ -10,16 +10,11 @@ import math
 
 from ..gpu.plan import KernelPlan, plan
 from ..problem import AttentionProblem
-from ..timing import flops, gpu_sampler, interleave, reason
+from ..timing import gpu_sampler, interleave, reason
 from . import eight, first_call, host, jitted, models, numpy_path, peers, precision, scores, steps
-from .suite import Measured, Options, Problem, Suite, case_of, compare, importable, take_turns
+from .suite import Measured, Options, Problem, Suite, case_of, compare, flops_of, importable, take_turns
 
 DENSE = ("math", "standard")  # peers that build the S x S matrix
-
-
-def _flops(problem: Problem) -> float:
-    sizes = {key: problem[key] for key in ("batch", "seq", "heads", "dim", "causal")}
-    return flops(**sizes, backward=problem["pass"] == "backward")
 
 
 def _taking(problem: Problem, names: tuple[str, ...], longest: int) -> tuple[dict[str, peers.Prepare], dict[str, str]]:
@@ -41,9 +36,11 @@ def _speed(
     """TFLOP/s of ours and the peers on the GPU, taken in turn; `patience` as in `gpu_sampler`."""
     prepares, left_out = _taking(problem, names, longest)
     prepares["ours"] = peers.ours(options.family)
-    candidates, notes = compare(prepares, case_of(problem), problem["pass"] == "backward")
+    backward = problem["pass"] == "backward"
+    candidates, notes = compare(prepares, case_of(problem), backward)
     seconds, more = take_turns(candidates, options, patience)
-    return {name: _flops(problem) / 1e12 / t for name, t in seconds.items()}, left_out | notes | more
+    work = flops_of(problem, backward) / 1e12
+    return {name: work / t for name, t in seconds.items()}, left_out | notes | more
 
 
 # --- forward, backward: the papers' grid --------------------------------------------------------------------------
@@ -120,7 +117,7 @@ def _wide_speed(problem: Problem, options: Options) -> Measured:
     prepares = {**importable(BIAS_PEERS), "ours": peers.ours(options.family)}
     candidates, notes = compare(prepares, case, backward, scores.exact(case, backward))
     seconds, failures = take_turns(candidates, options)
-    work = _flops(problem) * scores.left(case) / 1e12
+    work = flops_of(problem, backward) * scores.left(case) / 1e12
     return {name: work / t for name, t in seconds.items()}, notes | failures
 
 

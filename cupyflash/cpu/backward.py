@@ -71,7 +71,7 @@ def backward(
 
     @np.errstate(all="ignore")  # infinities and NaN in the inputs do what IEEE says
     def task(number: int, of: Entries, own: slice, part: int) -> None:
-        pairs, batches = of.pairs, of.batches
+        pairs, batches = of.pairs, of.pairs.batches
         keys, values = of.of_heads(slice(own.start * group, own.stop * group))
         factor_q, factor_k = work(pairs.factor_q), work(pairs.factor_k)
         dks, dvs = np.zeros(keys.shape, work), np.zeros(values.shape, work)
@@ -146,11 +146,11 @@ def backward(
     def _put(of: Entries, own: slice, dks: Any, dvs: Any) -> None:
         """Into the results, those of keys that somebody sees."""
         for whole, x in ((dk, dks), (dv, dvs)):
-            whole[of.batches, :, own][:, of.pairs.keys] = x.transpose(0, 2, 1, 3)
+            whole[of.pairs.batches, :, own][:, of.pairs.keys] = x.transpose(0, 2, 1, 3)
 
     crew.run(task, ((number, *x) for number, x in enumerate(tasks)))
     with np.errstate(all="ignore"):
         for of, own in stacks if parts > 1 else ():
-            found = [sums.pop((of.batches.start, own.start, part)) for part in range(parts)]
+            found = [sums.pop((of.pairs.batches.start, own.start, part)) for part in range(parts)]
             _put(of, own, sum(x for x, _ in found), sum(x for _, x in found))
         return Gradients(dq, dk, dv, **{f"d{name}": x.total() for name, x in (wanted | of_function).items()})

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..problem import AttentionProblem
 from .pairs import Pairs
-from .tiles import group_of, operand, work_dtype
+from .tiles import group_of, operand, pieces, work_dtype
 
 
 class Entries:
@@ -18,7 +18,7 @@ class Entries:
         self, problem: AttentionProblem, batches: slice, k: np.ndarray, v: np.ndarray, given: dict[str, Any]
     ) -> None:
         work = work_dtype(problem)
-        self.pairs, self.batches = Pairs(problem, batches, given), batches
+        self.pairs = Pairs(problem, batches, given)
         keys, values = (operand(x[batches][:, self.pairs.keys].transpose(0, 2, 1, 3), work) for x in (k, v))
         self._keys = keys if self.pairs.factor_k == 1 else keys * work(self.pairs.factor_k)
         self._values, self._group = values, group_of(problem)
@@ -34,6 +34,4 @@ def all_entries(
 ) -> list[Entries]:
     """The whole batch, `size` of it together."""
     with np.errstate(all="ignore"):
-        return [
-            Entries(problem, slice(b, min(b + size, problem.batch)), k, v, given) for b in range(0, problem.batch, size)
-        ]
+        return [Entries(problem, batches, k, v, given) for batches in pieces(problem.batch, size)]

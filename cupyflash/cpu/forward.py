@@ -30,8 +30,8 @@ def forward(
 
     @np.errstate(all="ignore")  # infinities and NaN in the inputs do what IEEE says
     def task(of: Entries, heads: slice, rows: slice) -> None:
-        pairs, (kh, vh) = of.pairs, of.of_heads(heads)
-        qi = rows_of(q, of.batches, heads, rows, work)
+        pairs, batches, (kh, vh) = of.pairs, of.pairs.batches, of.of_heads(heads)
+        qi = rows_of(q, batches, heads, rows, work)
         qi *= work(pairs.factor_q)
         sink = pairs.sink(heads)
 
@@ -47,8 +47,8 @@ def forward(
             small = work(2.0 ** -(vh.shape[2].bit_length()))
             acc, *_ = walk(vh * small)
             mean = np.where(np.isfinite(mean), mean, acc / total_or_1 / small)
-        out[of.batches, rows, heads] = mean.transpose(0, 2, 1, 3)
-        lse[of.batches, heads, rows] = (top + np.log(total))[..., 0]
+        out[batches, rows, heads] = mean.transpose(0, 2, 1, 3)
+        lse[batches, heads, rows] = (top + np.log(total))[..., 0]
 
     crew.run(
         task,
@@ -104,8 +104,9 @@ def online_softmax(
         if number:
             acc += part
     if sink is not None:
-        new_top = np.maximum(top, sink.astype(work))
+        sink = sink.astype(work)
+        new_top = np.maximum(top, sink)
         shrink = np.exp(top - new_top)
-        top, total = new_top, total * shrink + np.exp(sink.astype(work) - new_top)
+        top, total = new_top, total * shrink + np.exp(sink - new_top)
         acc *= shrink
     return acc, total, top

@@ -15,6 +15,7 @@ from .dropout import kept
 from .score import ScoreFunction
 
 T = TypeVar("T")
+OfPairs = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of the keys that queries stand on, and of keys
 
 
 class Place(NamedTuple):
@@ -47,11 +48,11 @@ class Pairs:
         # Maxima and sums over keys are quick where the keys are rows in memory; arrays over pairs have them side by side.
         self._keys_first = not problem.has("bias") and not problem.has("mask")
 
-    def tile(self, heads: Sequence[int], queries: int, keys: int, work: Any) -> np.ndarray:
-        """Room for scores, (batches, heads, queries, keys)."""
+    def tile(self, stack: Sequence[int], queries: int, keys: int, work: Any) -> np.ndarray:
+        """Room for scores, (batches, heads, queries, keys); `stack`: how many of the first two."""
         if self._keys_first:
-            return np.empty((*heads, keys, queries), work).swapaxes(-1, -2)
-        return np.empty((*heads, queries, keys), work)
+            return np.empty((*stack, keys, queries), work).swapaxes(-1, -2)
+        return np.empty((*stack, queries, keys), work)
 
     def score(self, s: np.ndarray, at: Place) -> None:
         """In place: from products of Q and K, which carry the factors, to scores."""
@@ -106,11 +107,9 @@ class Pairs:
         left = None if left is None or positions[0] >= last - left else left
         if left is None and right is None:
             return None
-        lengths = last + 1 - first, len(positions)
         if isinstance(self.keys, slice):
-            return _inside(*lengths, int(first - positions[0]), left, right, self._keys_first)
-        stands, keys = self._axes(at)
-        return _within(stands, keys, left, right, self._keys_first)
+            return _inside(last + 1 - first, len(positions), int(first - positions[0]), left, right, self._keys_first)
+        return self._over(at, _within(left, right))
 
     def empty(self, at: Place) -> bool:
         """Whether a block mask hides the whole tile."""
@@ -160,16 +159,13 @@ class Pairs:
     def _capped(self, s: np.ndarray) -> np.ndarray:
         return np.tanh(s / s.dtype.type(self.problem.softcap))
 
-    def _axes(self, at: Place) -> tuple[np.ndarray, np.ndarray]:
-        """The key that each query stands on, and the keys: one of them as a column, as it is in memory."""
+    def _over(self, at: Place, what: OfPairs) -> np.ndarray:
+        """What there is to say of the key that each query stands on and of each key, laid out as tiles are."""
         stands = np.arange(at.rows.start, at.rows.stop) + self.problem.diagonal
-        positions = self.positions[at.keys]
-        return (stands, positions[:, None]) if self._keys_first else (stands[:, None], positions)
+        return _laid_out(what, stands, self.positions[at.keys], self._keys_first)
 
     def _distance(self, at: Place) -> np.ndarray:
-        stands, positions = self._axes(at)
-        distance = np.abs(stands - positions)
-        return distance.T if self._keys_first else distance
+        return self._over(at, lambda stands, positions: np.abs(stands - positions))
 
     def columns(self, at: Place) -> Any:
         """Where the keys of a tile stand among all, as an index."""
@@ -188,27 +184,29 @@ class Pairs:
         return begin, end if right is None else int(np.searchsorted(self.positions, last + right, side="right"))
 
 
+def _laid_out(what: OfPairs, stands: np.ndarray, positions: np.ndarray, keys_first: bool) -> np.ndarray:
+    """(queries, keys), with the keys as rows in memory, or side by side."""
+    return what(stands, positions[:, None]).T if keys_first else what(stands[:, None], positions)
+
+
 @functools.lru_cache(maxsize=16)  # along the diagonal all tiles are alike
 def _inside(queries: int, keys: int, offset: int, left: int | None, right: int | None, keys_first: bool) -> np.ndarray:
     """Pairs inside a band, of as many queries, of which the first stands on the key `offset`, and keys from 0 on."""
-    stands, positions = np.arange(queries) + offset, np.arange(keys)
-    if keys_first:
-        seen = _within(stands, positions[:, None], left, right, True)
-    else:
-        seen = _within(stands[:, None], positions, left, right, False)
+    seen = _laid_out(_within(left, right), np.arange(queries) + offset, np.arange(keys), keys_first)
     seen.flags.writeable = False
     return seen
 
 
-def _within(
-    stands: np.ndarray, positions: np.ndarray, left: int | None, right: int | None, keys_first: bool
-) -> np.ndarray:
-    seen = np.ones((), bool)
-    if right is not None:
-        seen = positions <= stands + right
-    if left is not None:
-        seen = seen & (positions >= stands - left)
-    return seen.T if keys_first else seen
+def _within(left: int | None, right: int | None) -> OfPairs:
+    """Whether a key is inside the band of the query that stands on another; at least one side is bounded."""
+
+    def test(stands: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        if left is None:
+            return positions <= stands + right
+        after = positions >= stands - left
+        return after if right is None else after & (positions <= stands + right)
+
+    return test
 
 
 def _numbers(x: slice) -> range:

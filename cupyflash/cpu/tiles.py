@@ -18,9 +18,8 @@ from .pairs import Pairs, Place
 # Of float32; float64 has half as many queries.
 QUERIES = 512
 KEYS = 512
-LONGEST = (
-    8  # times as many queries or keys where there are few of the other: rows of Q, K and their gradients take room, too
-)
+# Times as many of one where there are few of the other: rows of Q, K and their gradients take room, too.
+LONGEST = 8
 TASKS = 16  # that are left at least, where heads are put together in a call that is worth several threads
 
 
@@ -91,9 +90,8 @@ def operand(x: np.ndarray, work: Any) -> np.ndarray:
     """x as BLAS takes it: the elements of a row lie side by side, wherever the rows are."""
     x = x.astype(work, copy=False)
     row, element = x.strides[-2:]
-    return (
-        x if element == x.itemsize and row % element == 0 and row >= x.shape[-1] * element else np.ascontiguousarray(x)
-    )
+    side_by_side = element == x.itemsize and row % element == 0 and row >= x.shape[-1] * element
+    return x if side_by_side else np.ascontiguousarray(x)
 
 
 def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, seen: np.ndarray | None = None) -> None:
