@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import on_cpu
 import pytest
 from cuda_on_cpu import cases, needs_compiler
 from on_cpu import check
 from score_functions import documents, grid, relative, without_s
+from semantics import Blocks
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import sm90_backward
@@ -192,6 +194,22 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 )  # fmt: skip
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:
     check("sm90", WIDE if "wide" in case else MANY if "parts" in case else GPU, rng, *CASES[case])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_query_tiles_without_keys(
+    deterministic: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their dQ is 0, also while key tiles add to what lies in its place for another head."""
+
+    def first_head_alone(rng: np.random.Generator, shape: tuple[int, ...], *_: Any) -> Blocks:
+        seen = np.zeros(shape, bool)
+        seen[:, 0] = True
+        return Blocks(seen, (64, 64))
+
+    monkeypatch.setattr(on_cpu, "draw_blocks", first_head_alone)
+    shapes = {"seq": (150, 1000), "heads": (40, 40), "batch": 1}
+    check("sm90", GPU, rng, "float16", shapes, {"blocks": ((64, 64),), "deterministic": deterministic})
 
 
 # The query tiles of a head of K and V in three shares.

@@ -216,8 +216,8 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
         if (lane == 0) {
             unsigned adding = CLUSTER * adding_to(p, head, at.tile).count();
             while (load_acquire(counters.added + n) != adding) __nanosleep(32);
-            // Where no key is seen the sums are zeros: of every head whose tile lies here, but not of every share.
-            if (SHARES && adding == 0) counters.wait_for_room(next - p.resident);
+            // Where no key is seen the sums are zeros, once what lay here before is finished.
+            if (adding == 0) counters.wait_for_room(next - p.resident);
             fence_async_global();
 #pragma unroll 1
             for (int c = 0; c < min(FINISH_STAGES, FETCHES); c++) fetch(sums + c * (FINISH_BYTES / 16), fetched + c);
