@@ -11,7 +11,7 @@ import numpy as np
 from .problem import BLOCK, FLOAT8, FLOATS, check_layout, float_name
 
 LARGEST = 448.0  # of e4m3
-_SMALLEST = 2.0**-126  # that float32 has with all its bits
+_SMALLEST = 1e-30  # that `attention` takes for a descale
 _LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "jaxlib": "jax.numpy"}
 
 
@@ -67,7 +67,8 @@ def quantize(x: Any, by: str | None = "block", *, layout: str = "bshd") -> tuple
     else:
         sizes = sizes.reshape((*[1] * len(outer), 1, math.prod(sizes.shape)))
     descale = _largest(xp, sizes) / LARGEST
-    descale = xp.where(descale < _SMALLEST, 1.0, descale)
+    # (Of zeros it is small too: beside a large one of V's the kernel would keep few bits of the others' probabilities.)
+    descale = xp.where(descale < _SMALLEST, _SMALLEST, descale)
     per_row = descale[..., None]  # (..., blocks, 1)
     if by == "block":
         per_row = xp.broadcast_to(per_row, (*outer, blocks, BLOCK)).reshape((*outer, blocks * BLOCK))[..., :seq, None]

@@ -28,7 +28,7 @@ FEW = {
 GIVEN = tuple(
     Given(rule.name, rule.dtypes[0], rule.axes) for rule in ARRAYS if not rule.of_float8
 )  # every optional array
-BIAS = (Given("bias", "q", AXES),)
+BIAS, MASK = (Given("bias", "q", AXES),), (Given("mask", "bool", AXES),)
 SLOPES = (Given("alibi_slopes", "float32", ("batch", "head")),)
 KEY_MASK = (Given("key_mask", "bool", ("batch", "key")),)  # the one that every family takes
 
@@ -90,6 +90,16 @@ def of_8_bits() -> Iterator[AttentionProblem]:
     yield in_8_bits(192, "hidden", False, "float16")
 
 
+def of_pairs() -> Iterator[AttentionProblem]:
+    both = (*MASK, Given("bias", "float32", AXES))
+    for dim in (32, 64, 96, 128, 144, 192, 208, 256):
+        for given in (MASK, BIAS, both):
+            for length in (49, 1000):
+                yield problem("bfloat16", dim, batch=20, seq_q=length, seq_k=length, given=given)
+        yield problem("float16", dim, causal="bottom_right", right=0, given=both)
+        yield problem("float16", dim, batch=20, seq_q=49, seq_k=49, given=both, block_mask=("batch", "head"))
+
+
 # Of each family, architectures for which the covering set is compiled. For others, which have the same registers and read the
 # same source, some of it.
 THOROUGH = {"sm90": ("sm_90a",), "sm80": ("sm_80", "sm_86"), "simt": ("sm_75", "sm_90a"), "flash1": ("sm_75",)}
@@ -99,6 +109,8 @@ def cover(family: str, arch: str) -> Iterator[AttentionProblem]:
     if arch in THOROUGH[family]:
         yield from problems()
         yield from of_8_bits()
+        if family == "sm90":  # where these take room that tiles have elsewhere
+            yield from of_pairs()
         return
     yield from some_problems(ARCHS.index(arch))
     if (family, arch) == ("sm80", "sm_90a"):  # where doubles have tiles and instructions of their own

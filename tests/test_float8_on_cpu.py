@@ -13,6 +13,7 @@ from on_cpu import Guarded, run
 from score_functions import WRITTEN
 from semantics import Blocks, draw_blocks, draw_inputs
 
+from cupyflash.float8 import quantize as by_block
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
@@ -117,6 +118,23 @@ def test_a_row_keeps_its_maximum_where_that_of_another_grows(rng: np.random.Gene
     size = 24 - np.arange(24, dtype=np.float32)
     given = [x.astype(FLOAT8) for x in (q, k, v)]
     check(Quantized(*given, {"k_descale": size[None, None]}))
+
+
+def test_values_that_no_query_sees_are_large(rng: np.random.Generator) -> None:
+    """Beside their scale the others' probabilities would have no bits."""
+    drawn = draw_inputs(rng, "float32", seq=(200, 600))
+    drawn.v[:, 256:] *= 1e6
+    check(quantize(rng, *drawn[:3], by="block"), causal="top_left")
+    check(quantize(rng, *drawn[:3], by="block"), window=(600, 10), causal=False)
+
+
+def test_values_of_zero_beside_small_ones(rng: np.random.Generator) -> None:
+    """Padding, say: the scale of such a block is none that hides the others."""
+    drawn = draw_inputs(rng, "float32", seq=(200, 400))
+    v = 1e-2 * drawn.v
+    v[:, 256:] = 0
+    (k8, k_scale), (v8, v_scale) = (by_block(x) for x in (drawn.k, v))
+    check(Quantized(drawn.q.astype(FLOAT8), k8, v8, {"k_descale": k_scale, "v_descale": v_scale}))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -86,9 +86,10 @@ def _near_cap(n: int) -> Callable[[AttentionProblem], float]:
 
 
 def _near_bound(problem: AttentionProblem) -> float:
-    """The absolute value up to which products are near 0. The limits keep powers of them inside float32."""
-    inverse = _cap_inverse(problem)
-    if problem.softcap is None or not 1e-4 <= problem.softcap <= 1e6 or not inverse >= 1e-9:
+    """The absolute value up to which products are near 0. The limits keep powers of them inside float32, and what a score is off
+    by, 1e-5 of the cap, under what rounds P."""
+    inverse, largest = _cap_inverse(problem), 64 if problem.dtype == "float16" else 1e6
+    if problem.softcap is None or not 1e-4 <= problem.softcap <= largest or not inverse >= 1e-9:
         return 0.0
     return NEAR / inverse if inverse <= 1e4 else 0.0
 

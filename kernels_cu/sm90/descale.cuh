@@ -68,12 +68,12 @@ __device__ void descale_scores(Accumulator<1, N>& scores, const P& p, const Head
     }
 }
 
-// The largest of a head's values; by a warp.
+// The largest for these keys of a head's values; by a warp.
 template <class P>
-__device__ float value_descale(const P& p, const Head& head) {
+__device__ float value_descale(const P& p, const Head& head, Range keys) {
     float largest = config::V_DESCALE ? 0 : 1;
     if constexpr (config::V_BLOCKS) {
-        for (int block = threadIdx.x % 32; block * DESCALE_ROWS < head.keys(p); block += 32)
+        for (int block = keys.begin / DESCALE_ROWS + threadIdx.x % 32; block * DESCALE_ROWS < keys.end; block += 32)
             largest = fmaxf(largest, key_descale(p.v_descale, p.v_descale_strides, head, block));
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));

@@ -86,10 +86,16 @@ struct Worker {
     __device__ int first_head() const { return PACK > 1 ? first_row / HEAD_ROWS : 0; }
 
     // The queries of the warpgroup's rows; they may lie behind the end.
-    __device__ Range queries() const {
+    __device__ Range queries(const Tile& of) const {
         constexpr int COUNT = HEAD_ROWS % 64 == 0 ? 64 : HEAD_ROWS;
-        int begin = tile.queries.begin + (COUNT == 64 ? first_row % HEAD_ROWS : 0);
+        int begin = of.queries.begin + (COUNT == 64 ? first_row % HEAD_ROWS : 0);
         return {begin, begin + COUNT};
+    }
+    __device__ Range queries() const { return queries(tile); }
+    // The keys that any of them may see.
+    __device__ Range keys(const Tile& of) const {
+        Range q = queries(of);
+        return Band{p, of.head}.keys_of({q.begin, min(q.end, of.head.queries(p))});
     }
     __device__ bool tests(int step, int more = 0) const { return own.tests(p, tile.head, queries(), step, more); }
 
@@ -247,7 +253,7 @@ struct Worker {
         softmax.add_lanes();
         Pairs pairs(p, of.head);
         ScorePlacement at = placement(of);
-        float out_scale = TURNED ? p.out_scale * value_descale(p, of.head) : 1;
+        float out_scale = TURNED ? p.out_scale * value_descale(p, of.head, keys(of)) : 1;
         // (Where unit() is 0 the factor is not, and TOP / factor, which is in the maximum, must go from lse.)
         float unit = TURNED ? factor(of) * LN2 : pairs.unit();
         softmax.finish(o, unit, kept(p) / out_scale, [&](int r) { return pairs.sink(at(r, 0).head); });
@@ -300,7 +306,7 @@ struct Worker {
             own = all.part(keys, any);
             if (walk::LISTED) any = any && own.count() > 0;
             softmax = new_softmax();
-            if (V_BLOCKS && more) largest_value = value_descale(p, tile.head);
+            if (V_BLOCKS && more) largest_value = value_descale(p, tile.head, keys);
 
             // V comes in the order of the key tiles, hidden ones too.
             if (RIDE && owed == VALUES && (!any || all.before(own) > 0)) {

@@ -57,6 +57,7 @@ using TileWalk = KeyWalk<KEYS, ROWS>;  // (what is listed is not packed)
 
 using Pairwise = PairTiles<ROWS>;  // mask and bias
 static_assert(!(PAIR_ARRAYS || walk::LISTED || DROPOUT) || PACK == 1);
+static_assert(!TURNED || KEYS % 32 == 0);  // P V takes so many at once
 
 struct TensorMaps : PairMaps {
     TensorMap q, k, v, out;

@@ -54,8 +54,8 @@ FORWARD = (
     ForwardTile(2, 96, 2, spills=144, dim=192),
     ForwardTile(2, 64, 2, banded=True, scored=False),
     ForwardTile(2, 64, 2, spills=168, banded=True),
-    ForwardTile(2, 80, 2, scored=False),
-    ForwardTile(2, 80, 2, spills=48),
+    ForwardTile(2, 80, 2, spills=64, scored=False),  # where Q and K are narrow and V is not; else none
+    ForwardTile(2, 80, 2, spills=64),
     # Where a mask or a bias leaves less room.
     ForwardTile(2, 64, 2, spills=168),
     ForwardTile(2, 48, 2, spills=168),
@@ -84,7 +84,9 @@ EIGHT = (
     ForwardTile(3, 128, 3, spills=400, dim=64, crowded=False),
     ForwardTile(2, 128, 3, spills=240, dim=64),
     ForwardTile(2, 192, 2, spills=168, dim=128, banded=True, scored=False),  # with scales of blocks; else none
-    ForwardTile(3, 96, 2, dim=128, banded=False, scored=False),
+    ForwardTile(
+        3, 96, 2, spills=32, dim=128, banded=False, scored=False
+    ),  # with a mask and scales of blocks; else none
     ForwardTile(2, 128, 2, spills=240, dim=192),
     ForwardTile(2, 96, 2, spills=240),
     ForwardTile(2, 64, 2, spills=168),
@@ -113,7 +115,7 @@ def _crowded(problem: AttentionProblem) -> bool:
 
 def _possible(t: ForwardTile, problem: AttentionProblem) -> bool:
     """Have scores, their 16-bit copy and the output room in what the kernel gives a thread that computes?"""
-    return t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= t.registers - 32
+    return t.registers <= 256 and t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= t.registers - 32
 
 
 TURNED_KEYS = 128  # of the block that turns V (kernels_cu/sm90/turned_values.cuh)
