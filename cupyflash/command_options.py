@@ -25,7 +25,8 @@ def asked(files: bool = False, backward: bool = True, without: tuple[str, ...] =
     """Give a command the options of the tables, in place of its parameters `options` and `arrays`.
 
     It gets `options`, the values by name of those that are given, and `arrays`: with `files` the path of each that is
-    given by name, else the names of those that shall be there. `backward`: also what changes the gradients alone.
+    given by name, else the names of those that shall be there. `backward`: also what changes the gradients alone. With
+    `files` an array of one number may be that number, which is among the `options` then.
     """
     rows = [row for row in OPTIONS if row.written and row.name not in without and (backward or not row.backward)]
     further = {name: of for name, of in FURTHER.items() if any(row.name == of[0] for row in rows)}
@@ -44,7 +45,10 @@ def asked(files: bool = False, backward: bool = True, without: tuple[str, ...] =
             text = (
                 f"{'File of the' if files else 'With'} {array.label} ({', '.join(array.axes) or 'one number'}). {says}."
             )
-            added.append(_parameter(array.name, Path | None if files else bool, None if files else False, text))
+            kind: Any = Path | None if files else bool
+            if files and not array.axes:
+                kind, text = str | None, f"The {array.label}, a whole number or a file of one. {says}."
+            added.append(_parameter(array.name, kind, None if files else False, text))
 
         @functools.wraps(command)
         def whole(**given: Any) -> Any:
@@ -54,7 +58,11 @@ def asked(files: bool = False, backward: bool = True, without: tuple[str, ...] =
                     options[option] = meant
             options = {name: x for name, x in options.items() if x is not None}
             arrays = {array.name: given.pop(array.name) for array in ARRAYS}
-            arrays = {name: x for name, x in arrays.items() if x}
+            arrays = {name: x for name, x in arrays.items() if x not in (None, False)}
+            for array in ARRAYS:
+                if files and not array.axes and array.name in arrays:
+                    found = _number_or_file(array.name, arrays.pop(array.name))
+                    (options if isinstance(found, int) else arrays)[array.name] = found
             return command(**given, options=options, arrays=arrays if files else tuple(arrays))
 
         whole.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
@@ -90,6 +98,20 @@ def _option(row: OptionRule) -> tuple[Any, Any, str]:
 def _parameter(name: str, kind: Any, default: Any, help: str) -> inspect.Parameter:
     annotation = Annotated[kind, typer.Option(flag(name), help=help)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _number_or_file(name: str, text: str) -> int | Path:
+    from .files import SUFFIXES
+
+    if Path(text).suffix in SUFFIXES:
+        return Path(text)
+    number = value(text)
+    if not isinstance(number, int) or not 0 <= number < 2**64:
+        raise ValueError(
+            f"{flag(name)} is {text!r}; it must be a whole number from 0 to 2**64 - 1, or a file that ends in "
+            f"{', '.join(SUFFIXES)}"
+        )
+    return number
 
 
 def _value(row: OptionRule, given: Any) -> Any:

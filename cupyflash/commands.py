@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,6 +85,10 @@ def attend(
     q: Annotated[Path | None, typer.Option("--q", help="Queries.")] = None,
     k: Annotated[Path | None, typer.Option("--k", help="Keys.")] = None,
     v: Annotated[Path | None, typer.Option("--v", help="Values.")] = None,
+    score_array: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FILE", help="An array that --score reads; may be given several times."),
+    ] = None,
     lse: Annotated[bool, typer.Option("--lse", help="Also write lse, the log-sum-exp of each row.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output where it exists.")] = False,
     device: Device = None,
@@ -99,20 +104,27 @@ def attend(
     if not files.writable(output):  # said now, not after the work
         raise ValueError(f"--output is {output}; it must be a file in a folder that exists and can be written")
     single = {"q": q, "k": k, "v": v, **arrays}
-    for name, path in {"input": file, **single}.items():
+    read = _score_arrays(options.get("score", ""), score_array or [])
+    for name, path in [("input", file), *single.items(), *(("score_array", path) for path in read.values())]:
         if path is not None and path.exists() and output.exists() and output.samefile(path):
             raise ValueError(f"--output is {output}, the file that {flag(name)} reads; it must be another")
     if output.exists() and not overwrite:
         raise ValueError(f"--output is {output}, which exists; --overwrite replaces it")
-    inputs = _read(file, single)
+    # A number given as --seed is there in place of the array of --input.
+    inputs = {name: x for name, x in _read(file, single).items() if name not in options}
+    if options.get("dropout") and "seed" not in {**inputs, **options}:
+        raise ValueError(
+            f"--dropout is {options['dropout']}, but there is no seed; give --seed, a whole number or a file of one"
+        )
+    held = {name: _array("--score-array", name, path) for name, path in read.items()}
     xp = array_module(device)
     start = time.perf_counter()
-    given = {name: xp.asarray(x) for name, x in inputs.items()}
-    out, rows = attention(**given, **options, return_lse=True, family=family)
+    given, of_score = ({name: xp.asarray(x) for name, x in group.items()} for group in (inputs, held))
+    out, rows = attention(**given, **options, score_arrays=of_score, return_lse=True, family=family)
     results = {"out": on_host(out), **({"lse": on_host(rows)} if lse else {})}
     seconds = time.perf_counter() - start
     files.write(output, results)
-    for name, x in {**inputs, **results}.items():
+    for name, x in (*inputs.items(), *held.items(), *results.items()):
         typer.echo(f"{name:<8} {'x'.join(map(str, x.shape))} {x.dtype}")
     typer.echo(f"{seconds:.3g} s with {xp.__name__}, written to {output}")
     kept = results["out"].dtype
@@ -259,18 +271,25 @@ def bench(
         ),
     ] = None,
     family: Family = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the JSON files. Default bench/results/<gpu>.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the JSON files. Default bench/results/<gpu>, of quick and only bench/quick/<gpu>."
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="For the suites forward, backward, figures, memory, scores, models, jax. Default: bfloat16. For fp32: one of "
-            "its two."
+            help="For the suites forward, backward, figures, memory, scores, models, jax. Default: bfloat16. For fp32, cpu: one "
+            "of their two."
         ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer problems, rounds and milliseconds; files go to bench/quick.")
     ] = False,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Samples of each candidate. Default 7, quick 3.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Samples of each candidate. Default 7, quick 3, sustained 2.")
+    ] = None,
     min_ms: Annotated[
         float | None, typer.Option(min=0.1, help="Least duration of a sample. Default 20, quick 5.")
     ] = None,
@@ -339,16 +358,44 @@ def _read(file: Path | None, single: dict[str, Path | None]) -> dict[str, Any]:
         arrays = files.read(file, ["q", "k", "v", *(row.name for row in ARRAYS if not single.get(row.name))])
     for name, path in single.items():
         if path is not None:
-            own = files.names(path)
-            if name not in own and len(own) != 1:
-                raise ValueError(f"{flag(name)}: {path} holds {_some(own)}, but no {name}")
-            chosen = name if name in own else own[0]
-            arrays[name] = files.read(path, [chosen])[chosen]
+            arrays[name] = _array(flag(name), name, path)
     missing = [name for name in ("q", "k", "v") if name not in arrays]
     if missing:
         where = f" in {file}, which holds {_some(held)}" if file is not None else ""
         raise ValueError(f"no {' and no '.join(missing)}{where}; give --q, --k and --v, or --input with all three")
     return arrays
+
+
+def _array(option: str, name: str, path: Path) -> Any:
+    """The array of this name in a file, or the only one there."""
+    from . import files
+
+    try:
+        own = files.names(path)
+        if name not in own and len(own) != 1:
+            raise ValueError(f"{path} holds {_some(own)}, but no {name}")
+        chosen = name if name in own else own[0]
+        return files.read(path, [chosen])[chosen]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{option}: {error}") from error
+
+
+def _score_arrays(score: str, given: list[str]) -> dict[str, Path]:
+    """The files of the arrays that a score reads, by name, from NAME=FILE for each."""
+    reads = sorted(set(re.findall(r"([A-Za-z_]\w*)\s*\[", score)))  # only arrays have an index
+    paths: dict[str, Path] = {}
+    for text in given:
+        name, _, path = text.partition("=")
+        if name not in reads or name in paths or not path:
+            raise ValueError(
+                f"--score-array is {text!r}; it must be NAME=FILE, once for each array that --score reads as NAME[...]: "
+                f"{_some(reads)}"
+            )
+        paths[name] = Path(path)
+    for name in reads:
+        if name not in paths:
+            raise ValueError(f"--score reads {name}, which is not given; give --score-array {name}=FILE")
+    return paths
 
 
 def _some(names: list[str]) -> str:

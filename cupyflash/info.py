@@ -11,6 +11,7 @@ from . import __version__
 PACKAGES = {  # what it is called here: distributions that may hold it
     "NumPy": ("numpy",),
     "ml_dtypes": ("ml-dtypes",),
+    "threadpoolctl": ("threadpoolctl",),
     "CuPy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
     "cuda-core": ("cuda-core",),
     "PyTorch": ("torch",),

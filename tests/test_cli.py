@@ -11,6 +11,7 @@ import tracemalloc
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import ml_dtypes
@@ -235,6 +236,32 @@ def test_attend_top_left_and_heads_first(run: Run, tmp_path: Path, rng: np.rando
     assert abs(result - cupyflash.attention(*arrays.values(), causal=True)).max() > 0.01
 
 
+def test_attend_takes_a_seed_as_a_number_or_a_file(run: Run, tmp_path: Path, rng: np.random.Generator) -> None:
+    arrays = tensors(rng, "float32")
+    files.write(tmp_path / "in.npz", arrays | {"seed": np.int64(7)})
+    np.save(tmp_path / "seed.npy", np.uint64(2**64 - 1))
+    given = {(): 7, ("--seed", "0"): 0, ("--seed", 2**64 - 1): -1, ("--seed", tmp_path / "seed.npy"): -1}
+    for option, seed in given.items():
+        options = ("--dropout", "0.5", *option, "--device", "cpu", "--overwrite", "-o", tmp_path / "out.npy")
+        code, _, err = run("attend", "-i", tmp_path / "in.npz", *options)
+        assert (code, err) == (0, "")
+        expected = cupyflash.attention(*arrays.values(), dropout=0.5, seed=seed)
+        np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), expected)
+
+
+def test_attend_reads_arrays_of_a_score(run: Run, tmp_path: Path, rng: np.random.Generator) -> None:
+    arrays, table, slopes = tensors(rng, "float32"), draw(rng, "float32", 4, 11), draw(rng, "float32", 4)
+    files.write(tmp_path / "in.npz", arrays | {"other": slopes, "slopes": slopes})
+    np.save(tmp_path / "t.npy", table)
+    score = "s + table[h][j - i + 4] - slopes [h] * abs(j - i)"
+    given = ("--score", score, "--score-array", f"table={tmp_path / 't.npy'}")
+    given += ("--score-array", f"slopes={tmp_path / 'in.npz'}", "--device", "cpu")
+    code, printed, err = run("attend", "-i", tmp_path / "in.npz", *given, "-o", tmp_path / "out.npy")
+    assert (code, err) == (0, "") and "table    4x11 float32\nslopes   4 float32\n" in printed
+    expected = cupyflash.attention(*arrays.values(), score=score, score_arrays={"table": table, "slopes": slopes})
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), expected)
+
+
 def test_bfloat16_files_of_others(tmp_path: Path) -> None:
     """A bfloat16 tensor that PyTorch wrote, and a bfloat16 .npy, which says V2."""
     torch = pytest.importorskip("torch")
@@ -357,7 +384,7 @@ def test_hostile_arrays_are_one_line(run: Run, tmp_path: Path, kind: str, what: 
             archive.writestr("q.npy", HOSTILE[what])
     code, printed, err = run("attend", "--q", path, "--k", path, "--v", path, "--device", "cpu", "-o", out)
     assert (code, printed) == (2, "")
-    assert err.startswith(f"cupyflash: {path} cannot be read as {kind}: ") and err.count("\n") == 1
+    assert err.startswith(f"cupyflash: --q: {path} cannot be read as {kind}: ") and err.count("\n") == 1
     assert "allow_pickle" not in err and len(err) < 600
     assert not out.exists()
 
@@ -724,7 +751,9 @@ def test_info_with_nothing_there(run: Run, no_gpu: None, monkeypatch: pytest.Mon
     words = " ".join(out.split())
     assert "none can be used" in words and 'pip install "cupyflash[cuda13]"' in words
     assert "no kernel can be compiled" in words
-    assert np.__version__ in words and "0 programs" in words
+    for package in ("numpy", "ml-dtypes", "threadpoolctl"):  # what is installed with this one
+        assert f"{metadata.version(package)} ({package})" in words
+    assert "0 programs" in words
     assert "CUPYFLASH_DUMP not set (a folder to write source" in words
     assert not [line for line in out.splitlines() if line != line.rstrip()]  # nothing is padded
 

@@ -170,6 +170,66 @@ def test_explain_of_no_array() -> None:
         cupyflash.explain(None, dtype="float16")
 
 
+# ---- dropout and its seed -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**64), "5.5", "1,2", "five", "seed.txt", "", "."])
+def test_a_seed_that_is_none_goes_by_its_option(run: Run, given: tuple[object, ...], tmp_path: Path, seed: str) -> None:
+    code, printed, err = run(*given, "--dropout", "0.1", "--seed", seed, "-o", tmp_path / "out.npy")
+    assert (code, printed) == (2, "")
+    assert err == (
+        f"cupyflash: --seed is {seed!r}; it must be a whole number from 0 to 2**64 - 1, or a file that ends in .npy, .npz, "
+        ".safetensors\n"
+    )
+
+
+def test_dropout_asks_for_the_option_of_its_seed(run: Run, given: tuple[object, ...], tmp_path: Path) -> None:
+    code, printed, err = run(*given, "--dropout", "0.1", "-o", tmp_path / "out.npy")
+    assert (code, printed) == (2, "")
+    assert err == "cupyflash: --dropout is 0.1, but there is no seed; give --seed, a whole number or a file of one\n"
+    assert run(*given, "--dropout", "0", "-o", tmp_path / "out.npy")[0] == 0
+
+
+# ---- arrays of a score ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("score", "arrays", "message"),
+    [
+        ("s + t[h]", [], "--score reads t, which is not given; give --score-array t=FILE"),
+        ("s + t[h]", ["t.npy"], "--score-array is 't.npy'; it must be NAME=FILE, once for each array that"),
+        ("s + t[h]", ["u=t.npy"], "--score-array is 'u=t.npy'; it must be NAME=FILE, once for each array that"),
+        ("s + t[h]", ["t="], "--score-array is 't='; it must be NAME=FILE, once for each array that"),
+        ("s + t[h]", ["t=t.npy", "t=u.npy"], "--score-array is 't=u.npy'; it must be NAME=FILE, once for each"),
+        ("s + t", ["t=t.npy"], "that --score reads as NAME[...]: no array"),
+        (None, ["t=t.npy"], "that --score reads as NAME[...]: no array"),
+        ("s + t[u[h]]", ["x=t.npy"], "that --score reads as NAME[...]: t, u"),
+        ("s + t[h]", ["t=none.npy"], "--score-array: none.npy does not exist"),
+        ("s + t[h]", ["t=t.txt"], "--score-array: t.txt ends in '.txt'; it must be a file that ends in"),
+        ("s + t[h]", ["t=in.npz"], "--score-array: in.npz holds q, k, v, but no t"),
+    ],
+)
+def test_arrays_of_a_score_go_by_their_option(
+    run: Run, given: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    score: str | None, arrays: list[str], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    np.save("t.npy", np.ones(2, np.float32))
+    options = [part for x in arrays for part in ("--score-array", x)] + (["--score", score] if score else [])
+    code, printed, err = run(*given, *options, "-o", "out.npy")
+    assert (code, printed) == (2, "")
+    assert message in err and err.count("\n") == 1
+
+
+def test_the_output_is_no_array_of_a_score(run: Run, given: tuple[object, ...], tmp_path: Path) -> None:
+    out = tmp_path / "t.npy"
+    np.save(out, np.ones(2, np.float32))
+    code, _, err = run(*given, "--score", "s + t[h]", "--score-array", f"t={out}", "--overwrite", "-o", out)
+    assert (code, err) == (
+        2, f"cupyflash: --output is {out}, the file that --score-array reads; it must be another\n"
+    )  # fmt: skip
+
+
 # ---- the entrance ---------------------------------------------------------------------------------------------------
 
 
