@@ -136,8 +136,8 @@ def attention(
         s = scale · q · k; see `cupyflash.score` and the page on score functions. It is run once, to be traced, and computed
         in float32 (float64 for float64). -inf hides a pair. Not together with softcap. Or the same as an expression in C.
     score_arrays : dict of arrays, optional
-        What `score` reads, by the names of its parameters: of 1 to 4 dimensions, in the dtype of q, float32, int32, int64 or
-        bool, with any strides. An index beyond an end is taken as the nearest that there is.
+        What `score` reads, at most 32, by the names of its parameters: of 1 to 4 dimensions, in the dtype of q, float32,
+        int32, int64 or bool, with any strides. An index beyond an end is taken as the nearest that there is.
     sinks : (Hq,), optional
         For each head a score more in the denominator of every row, with no value; in the dtype of q or float32. Neither
         scaled, capped, biased nor masked. lse includes it.
@@ -168,7 +168,7 @@ def attention(
     return_lse : bool
         Also return the log-sum-exp of every row's scores, which `attention_backward` and `merge` need.
     deterministic : bool
-        The forward always is, bit for bit; this asks it of the gradients (PyTorch tensors that require grad).
+        The forward always is, bit for bit; this asks it of the gradients that PyTorch and JAX take.
     out : array, optional
         Where to write the result: the shape, dtype, library and device of the result, and memory of its own.
     family : "sm90", "sm80", "simt", "flash1", optional
@@ -347,8 +347,8 @@ def block_mask(
     ----------
     source : function, array or pattern, optional
         A function of (b, h, i, j), the numbers of the batch entry, head, query and key, that returns booleans: True where the
-        query may attend the key. It is called with arrays of int64 of shapes (B, 1, 1, 1), (1, H, 1, 1), (R, 1) and (Sk,)
-        that broadcast, for R queries at a time, so use operators, not `if`. They are of the library of `like`, else NumPy's or
+        query may attend the key. It is called with arrays of int64 (JAX's: int32) of shapes (B, 1, 1, 1), (1, H, 1, 1), (R, 1)
+        and (Sk,) that broadcast, for R queries at a time, so use operators, not `if`. They are of the library of `like`, else NumPy's or
         CuPy's. Or a boolean array that broadcasts to `shape`, or one of `cupyflash.masks`. Without it all pairs of `blocks` are
         visible.
     shape : (batch, heads, queries, keys), or (queries, keys)
@@ -428,8 +428,8 @@ def tune(
     """Time the tiles that a problem's kernels could have on this GPU, and use the fastest from now on.
 
     FlashAttention-2 (Dao 2023, section 3.3) chose them by hand and left this to future work. What is stored holds for
-    problems of the same dtype, head dimensions and kind of mask, with lengths up to the same power of two, on the same kind
-    of GPU.
+    problems of the same dtype, head dimensions, kind of mask, optional arrays and options, with lengths up to the same power
+    of two, on the same kind of GPU.
 
     Parameters
     ----------
