@@ -68,7 +68,7 @@ class BackwardTile:
 # What may be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
 BACKWARD = (
     BackwardTile(128, 128, 2, 2, 2, spills=184, dim=64, scored=False),
-    BackwardTile(64, 128, 2, 2, 2, dim=64),
+    BackwardTile(64, 128, 2, 2, 2, spills=32, dim=64),
     BackwardTile(64, 128, 2, 2, 2, dim=128, scored=False),
     BackwardTile(64, 128, 2, 2, 2, spills=352, dim=128),  # with everything at once; a soft cap or a bias alone 64
     BackwardTile(64, 96, 3, 2, 1, spills=32, dim=192, scored=False),
