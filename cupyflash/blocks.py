@@ -28,7 +28,8 @@ class BlockMask:
     """What `block_mask` makes; `attention(..., block_mask=...)` takes it. It never changes.
 
     What kernels read of it is made at the first call with kernels of other tiles, which waits for the GPU: make that call
-    before a CUDA graph is captured, and keep the mask as long as the graph. Another mask of the same shape compiles nothing new.
+    before a CUDA graph is captured, and keep the mask as long as the graph. Another mask of the same shape compiles nothing new, but
+    that JAX traces each mask by itself.
 
     Attributes
     ----------

@@ -427,7 +427,9 @@ def check_wrt(wrt: Any, arrays: dict[str, Any], score: Score | None = None) -> t
 def apart(wrt: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The names of one run of kernels each, in the same order: the optional arrays, and those that a score function reads."""
     named = tuple([name for name in wrt if name in _RULES])
-    return [names for names in (named, wrt[len(named) :]) if names]
+    read = wrt[len(named) :]
+    assert not any(name in _RULES for name in read), wrt  # else results would go to each other's memory
+    return [names for names in (named, read) if names]
 
 
 def lengths_of(wrt: tuple[str, ...], views: dict[str, View]) -> dict[str, tuple[int, ...]]:
