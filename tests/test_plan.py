@@ -636,3 +636,12 @@ def test_few_tiles_of_dq_are_turned_to_rows_in_parts() -> None:
 
     assert [parts(dim=dim) for dim in (64, 96, 128, 192, 256)] == [4, 3, 4, 3, 4]
     assert [parts(batch=n) for n in (6, 7)] == [4, 1]
+
+
+@pytest.mark.parametrize("family", ["sm80", "simt"])
+def test_the_gradient_of_a_bias_without_keys_launches_nothing(family: str) -> None:
+    """Beside one of the sinks, which there is."""
+    state = problem("float16", seq_k=0, given=(*BIAS, Given("sinks", "float32", ("head",))))
+    found = plan(state, A100, True, family, lengths={"bias": (2, 8, 1000, 0), "sinks": (1, 8, 1, 1)})
+    assert [x.name for x in found.launches][-1] == "attention_backward_sinks"
+    assert not any("bias" in x.name for x in found.launches)

@@ -156,6 +156,28 @@ def infinite(inputs: Any) -> Any:
     return inputs
 
 
+def test_a_sink_for_all_heads(rng: np.random.Generator) -> None:
+    def one(inputs: Any) -> Any:
+        inputs.given["sinks"] = inputs.given["sinks"][:1].copy()
+        return inputs
+
+    check("sm80", A100, rng, "float16", {"seq": (70, 90), "heads": (4, 2), "given": ("sinks",)}, {}, change=one)
+
+
+@pytest.mark.parametrize("share", [0.8, 1.2])
+def test_a_sink_beside_very_large_logits(share: float, rng: np.random.Generator) -> None:
+    """One key takes what the sink leaves, or nothing."""
+    scale = 1.9 / np.log2(np.e)  # far from a power of two
+
+    def large(inputs: Any) -> Any:
+        inputs.q[...], inputs.k[...] = 0, 0
+        inputs.q[..., 0], inputs.k[:, 7, :, 0] = 2.0**15, 2.0**15
+        inputs.given["sinks"][...] = share * scale * 2.0**30
+        return inputs
+
+    check("sm80", A100, rng, "float32", {"given": ("sinks",)}, {"scale": scale}, change=large, own_times=4)
+
+
 SIZES: dict[str, tuple[Any, float | None]] = {  # the change of the inputs, and the scale
     "tiny": (multiplied(q=1e-15, k=1e-15, v=1e-30), 1e29),
     "huge": (multiplied(q=1e15, k=1e14, v=1e30, dout=1e-30), 1e-30),

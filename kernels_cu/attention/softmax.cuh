@@ -193,7 +193,7 @@ struct OnlineSoftmax {
                 bool any = total != 0;
                 if constexpr (config::SINKS) {
                     alone = sink(Accumulator<M, N>::row(m, 2 * h));
-                    Accum exponent = any ? fma(alone, LOG2_E, maximum[m][h] * -row_factor(m, h)) : 127;
+                    Accum exponent = any ? fma(alone, LOG2_E, maximum[m][h] * -factor) : 127;
                     any = exponent < 127;
                     total = any ? total + exp2_approx(exponent) : 1;
                 }
