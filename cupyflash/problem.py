@@ -438,6 +438,22 @@ def lengths_of(wrt: tuple[str, ...], views: dict[str, View]) -> dict[str, tuple[
     return {name: rule.lengths(views[name].shape) if rule else views[name].shape for name, rule in rules.items()}
 
 
+_NUMBERED = [(row.name, row.check) for row in OPTIONS if row.number]
+_CHECK_WINDOW = next(row.check for row in OPTIONS if row.name == "window")
+_NUMBERS = (float, int, type(None))
+
+
+def lasting(options: dict[str, Any]) -> dict[str, Any]:
+    """With the numbers that arrays and lists among the values hold now: later they may hold others."""
+    for name, check in _NUMBERED:
+        if type(options.get(name)) not in _NUMBERS:
+            options = options | {name: check(options[name])}
+    window = options.get("window")
+    if window is not None and not (type(window) is tuple and all(type(x) in _NUMBERS for x in window)):
+        options = options | {"window": _CHECK_WINDOW(window)}
+    return options
+
+
 def complete(options: dict[str, Any]) -> dict[str, Any]:
     """Every option, in the order of OPTIONS: what is given, and the default of what is not."""
     return {row.name: options.get(row.name, row.default) for row in OPTIONS}

@@ -365,3 +365,43 @@ def test_messages(rng: np.random.Generator) -> None:
         flex_attention(q[0], k, v)
     with pytest.raises(TypeError, match="^value is a ndarray; it must be a torch.Tensor"):
         flex_attention(q, k, v.numpy())
+
+
+def test_a_tensor_that_is_captured_twice_and_two(rng: np.random.Generator) -> None:
+    """The same function, over the same tensor twice or over two of the same kind."""
+    q, k, v = qkv(rng, dtype="float64")
+    one, other = numbers(rng, S), numbers(rng, S)
+
+    def over(x: Any, y: Any) -> Callable[..., Any]:
+        return lambda s, b, h, i, j: s + x[i] + 2 * y[j]
+
+    for x, y in ((one, one), (one, other), (other, one), (other, other)):
+        out, (expected, _) = flex_attention(q, k, v, score_mod=over(x, y)), standard(q, k, v, over(x, y))
+        torch.testing.assert_close(out, expected)
+        for wanted in {x, y}:
+            found, should = (
+                torch.autograd.grad(o.square().sum(), wanted, retain_graph=True)[0] for o in (out, expected)
+            )
+            torch.testing.assert_close(found, should)
+
+
+def test_captured_tensors_of_other_strides_and_autocast(rng: np.random.Generator) -> None:
+    """What is traced with one is not taken for the other."""
+    q, k, v = qkv(rng, dtype="float64")
+    table, left, right = numbers(rng, S, S), numbers(rng, S, 8), numbers(rng, 8, S)
+
+    def flat(x: Any) -> Callable[..., Any]:
+        return lambda s, b, h, i, j: s + x.reshape(-1)[i * S + j]
+
+    for x in (table, table.t()):
+        torch.testing.assert_close(flex_attention(q, k, v, score_mod=flat(x)), standard(q, k, v, flat(x))[0])
+
+    a, b = left.float().detach(), right.float().detach()
+
+    def product(s: Any, _: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + (a @ b)[i, j]
+
+    q, k, v = (x.float() for x in (q, k, v))
+    with torch.autocast("cpu", torch.bfloat16):
+        flex_attention(q, k, v, score_mod=product)
+    torch.testing.assert_close(flex_attention(q, k, v, score_mod=product), standard(q, k, v, product)[0])

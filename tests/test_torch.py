@@ -334,6 +334,25 @@ def test_every_dtype_can_be_allocated() -> None:
         assert lib.view(x)[:4] == ((2, 3), (3, 1), dtype, "cpu")
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_options_are_those_of_the_forward(device: str, rng: np.random.Generator) -> None:
+    """However the arrays and lists that they were given as are changed before the backward."""
+    q, k, v = (put(draw(rng, "float32", 1, 9, 2, 8), device, True) for _ in range(3))
+    scale, left, window = torch.tensor(0.5), torch.tensor(3), [2, 1]
+    for options, change in (
+        ({"scale": scale}, lambda: scale.mul_(4)),
+        ({"window": (left, 0)}, lambda: left.fill_(1)),
+        ({"window": window}, lambda: window.__setitem__(0, 5)),
+    ):
+        out = attention(q, k, v, **options)
+        expected = torch.autograd.grad(out.square().sum(), (q, k, v))
+        out = attention(q, k, v, **options)
+        change()
+        for found, x in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), expected):
+            assert torch.equal(found, x)
+        assert not torch.equal(attention(q, k, v, **options), out)  # the next call sees what they hold now
+
+
 def test_signature_tells_apart_what_view_does() -> None:
     x = torch.zeros(2, 3, 4)
     lib = interop.library("q", x)

@@ -12,7 +12,7 @@ from .. import problem as rules
 from .. import tuned
 from ..interop.protocol import Arrays, GpuAdapter
 from ..overlap import check_targets
-from ..problem import ARRAYS, ITEMSIZE, OPTIONS, Gradients, View, contiguous
+from ..problem import ARRAYS, ITEMSIZE, Gradients, View, contiguous
 from . import device, launch
 from .kernel_plan import KernelPlan
 from .params import KEYS, round_keys, score_shape
@@ -23,9 +23,7 @@ from .strides import padded, params_strides, to_copy
 _prepared: dict[Any, Prepared] = {}
 _MAX_PREPARED = 4096
 _OPTIONAL = {row.name: row for row in ARRAYS}
-_NUMBERED = [(row.name, row.check) for row in OPTIONS if row.number]
 _ROWS = ("lse", "dlse")  # (B, H, S): read as one block
-_NUMBERS = (float, int, type(None))
 
 
 class Prepared:
@@ -288,12 +286,7 @@ def prepare(
     for at in addresses:
         bits |= at
     misaligned = tuple([name for name, at in zip(arrays, addresses) if at & 15]) if bits & 15 else ()
-    for name, check in _NUMBERED:
-        if (
-            type(options.get(name)) not in _NUMBERS
-        ):  # an array of no dimensions, say: its value counts, which may change
-            options = options | {name: check(options[name])}
-    stated = options
+    stated = options = rules.lasting(options)
     if options["block_mask"] is not None:  # its pattern changes nothing but what is pointed to
         stated = options | {"block_mask": rules.mask_kind(options["block_mask"])}
     key: tuple[Any, ...] | None = (

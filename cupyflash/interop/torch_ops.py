@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import folding, interop, passes
 from .. import problem as rules
-from ..problem import ARRAYS, FLOAT8, OF_FLOAT8, OPTIONS, Gradients, View
+from ..problem import ARRAYS, FLOAT8, OF_FLOAT8, OPTIONS, Gradients, View, lasting
 from ..score import Score
 from . import torch_data
 from .protocol import Arrays, Library
@@ -97,7 +97,7 @@ def forward(
             "under torch.no_grad()"
         )
     if not traced:
-        call = (lib, options, seed, family)
+        call = (lib, lasting(options), seed, family)  # the backward takes what the forward took
         follow = _Transformed if transformed else _Attention
         return follow.apply(call, tuple(arrays), *arrays.values())
     _check_fake(arrays)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..score.value import Traced, apply, power, truth, where
 
 _KEPT = 256
 _plans: dict[Any, Plan] = {}
+_tracing = threading.RLock()  # PyTorch's tracer patches what all threads share
 
 
 def traced(score_mod: Callable[..., Any], query: torch.Tensor, keys: int) -> tuple[Score, dict[str, torch.Tensor]]:
@@ -38,13 +40,17 @@ def traced(score_mod: Callable[..., Any], query: torch.Tensor, keys: int) -> tup
         if not isinstance(x, torch.Tensor):
             return None
         captured.append(x)
-        return ("tensor", x.dtype, tuple(x.shape), x.device)
+        first = next(at for at, y in enumerate(captured) if y is x)  # the same one may be captured twice
+        return ("tensor", first, x.dtype, tuple(x.shape), x.stride(), x.device)
 
     known = fingerprint(score_mod, leaf)
-    key = None if known is None else (known, query.device, query.dtype)
+    where = query.device.type  # the casts of autocast are traced, too
+    autocast = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else None
+    key = None if known is None else (known, query.device, query.dtype, autocast)
     plan = _plans.get(key)
     if plan is None:
-        plan = Plan(score_mod, query, captured)
+        with _tracing:
+            plan = Plan(score_mod, query, captured)
         if key is not None and plan.lasts:
             if len(_plans) >= _KEPT:
                 _plans.clear()
