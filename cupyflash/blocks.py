@@ -81,7 +81,8 @@ class BlockMask:
         if found is None:
             with _on(self.kind.device) as xp:
                 found = tile_lists.make(xp, self._slots, self._bits, self.block, self.shape[2:], use)
-                found = self._lists[use] = found if xp is np else _of_its_own(found)
+                # (The first of several threads: another one's may be read already.)
+                found = self._lists.setdefault(use, found if xp is np else _of_its_own(found))
         return found
 
     def make_tensors(self) -> None:
@@ -282,7 +283,13 @@ def _where(like: Any, device: str | None) -> tuple[str, str]:
         lib = interop.library("like", like)
         if device is not None:
             raise ValueError(f"like and device={device!r} are given; one of them says where the mask is")
-        return lib.kind, interop.view(lib, "like", interop.adopted(lib, {"like": like})["like"]).device
+        place = interop.view(lib, "like", interop.adopted(lib, {"like": like})["like"]).device
+        if not place:
+            raise ValueError(
+                f"like is a {type(like).__name__}, which is traced and on no device yet; make the mask outside of the function, "
+                "or give device"
+            )
+        return lib.kind, place
     device = "cpu" if device is None else device
     if device == "cuda":
         device = "cuda:0"

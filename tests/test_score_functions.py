@@ -5,6 +5,7 @@ On a GPU each function is a kernel to compile: there are few, and tests share th
 
 from __future__ import annotations
 
+import collections
 import linecache
 import math
 import re
@@ -328,6 +329,30 @@ def test_what_functions_and_classes_have_is_looked_up_too(rng: np.random.Generat
             assert np.array_equal(
                 attention(x, x, x, score=score), attention(x, x, x, score=lambda s, b, h, i, j, cap=cap: s * cap)
             )
+
+
+def test_what_code_finds_elsewhere_and_types_count_too(rng: np.random.Generator) -> None:
+    """What is imported inside, found by name, or held by a tuple with names."""
+    x = rng.standard_normal((1, 5, 1, 2))
+    First = collections.namedtuple("First", "cap other")
+    Second = collections.namedtuple("Second", "other cap")
+
+    def imported(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        import test_score_functions as here
+
+        return s * here.FACTOR[0]
+
+    def by_name(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * globals()["FACTOR"][0]
+
+    def held(pair: Any) -> Any:
+        return lambda s, b, h, i, j: s * pair.cap
+
+    for cap in (1.0, 2.0):
+        sys.modules["test_score_functions"].FACTOR[0] = FACTOR[0] = cap
+        expected = attention(x, x, x, score=lambda s, b, h, i, j, cap=cap: s * cap)
+        for score in (imported, by_name, held((First if cap == 1 else Second)(1.0, 2.0))):
+            assert np.array_equal(attention(x, x, x, score=score), expected)
 
 
 @pytest.mark.parametrize("library", ["torch", "jax.numpy"])

@@ -353,6 +353,15 @@ def test_options_are_those_of_the_forward(device: str, rng: np.random.Generator)
         assert not torch.equal(attention(q, k, v, **options), out)  # the next call sees what they hold now
 
 
+def test_tangents_are_refused(rng: np.random.Generator) -> None:
+    q, k, v = (put(draw(rng, "float32", 1, 9, 2, 8)) for _ in range(3))
+    with torch.autograd.forward_ad.dual_level():
+        attention(q, k, v)
+        dual = torch.autograd.forward_ad.make_dual(k, torch.ones_like(k))
+        with pytest.raises(NotImplementedError, match=r"^k has a tangent .*no forward-mode"):
+            attention(q, dual, v)
+
+
 def test_signature_tells_apart_what_view_does() -> None:
     x = torch.zeros(2, 3, 4)
     lib = interop.library("q", x)

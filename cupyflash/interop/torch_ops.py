@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from .. import folding, interop, passes
 from .. import problem as rules
@@ -41,11 +42,21 @@ def needed(arrays: Arrays, backward: bool) -> bool:
     """Whether a call cannot simply run: it is traced or transformed, or autograd or autocast have a part in it."""
     if followed(arrays["q"]):
         return True
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(arrays)
     if backward:
         return False
     if torch.is_grad_enabled() and _any_requires_grad(arrays):
         return True
     return _autocast_dtype(arrays["q"]) is not None
+
+
+def _refuse_tangents(arrays: Arrays) -> None:
+    for name, x in arrays.items():
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{name} has a tangent (torch.autograd.forward_ad); there are no forward-mode derivatives"
+            )
 
 
 def followed(x: torch.Tensor) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 from .expression import parse
 from .graph import VARIABLES, Graph, Node, Score, ScoreArray
@@ -156,7 +159,10 @@ def _of_function(function: Any, outer: tuple[Any, ...], leaf: Callable[[Any], An
     def of(values: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(_of_value(x, outer, leaf) for x in values)
 
-    looked_up = [name for name in _names(function.__code__) if name in function.__globals__]
+    names = _names(function.__code__)
+    if names is None:
+        raise _Unknown
+    looked_up = [name for name in names if name in function.__globals__]
     defaults = function.__kwdefaults__ or {}
     return (
         function.__code__, of(cell.cell_contents for cell in function.__closure__ or ()),
@@ -165,18 +171,29 @@ def _of_function(function: Any, outer: tuple[Any, ...], leaf: Callable[[Any], An
     )  # fmt: skip
 
 
+_ELSEWHERE = {"eval", "exec", "globals", "vars", "__import__", "random"}  # what these give is not seen here
+
+
 @functools.lru_cache(_KEPT)
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Global names that the code, and functions inside it, may look up."""
-    inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in _names(x)]
-    return tuple(dict.fromkeys([*code.co_names, *inner]))
+def _names(code: types.CodeType) -> tuple[str, ...] | None:
+    """Global names that the code, and functions inside it, may look up; None where it finds things in other ways too."""
+    names = [*code.co_names]
+    if not _ELSEWHERE.isdisjoint(names) or any(x.opname == "IMPORT_NAME" for x in dis.get_instructions(code)):
+        return None
+    for x in code.co_consts:
+        if isinstance(x, types.CodeType):
+            inner = _names(x)
+            if inner is None:
+                return None
+            names += inner
+    return tuple(dict.fromkeys(names))
 
 
 def _of_value(x: Any, outer: tuple[Any, ...], leaf: Callable[[Any], Any] | None) -> Any:
-    if x is None or isinstance(x, (bool, int, float, str)):
+    if x is None or type(x) in (bool, int, float, str) or isinstance(x, np.generic):
         return type(x), repr(x)
     if isinstance(x, tuple):
-        return tuple(_of_value(y, outer, leaf) for y in x)
+        return type(x), *(_of_value(y, outer, leaf) for y in x)
     if isinstance(x, types.ModuleType):
         if x.__name__.partition(".")[0] not in _KNOWN:
             raise _Unknown
