@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from .. import folding, interop, passes
 from .. import problem as rules
@@ -42,10 +43,8 @@ def needed(arrays: Arrays, backward: bool) -> bool:
     if followed(arrays["q"]):
         return True
     if backward:
-        return False
-    if torch.is_grad_enabled() and _any_requires_grad(arrays):
-        return True
-    return _autocast_dtype(arrays["q"]) is not None
+        return torch.are_deterministic_algorithms_enabled() or _any_dual(arrays)
+    return _recorded(arrays) or _autocast_dtype(arrays["q"]) is not None
 
 
 def followed(x: torch.Tensor) -> bool:
@@ -68,6 +67,18 @@ def _any_requires_grad(arrays: Arrays) -> bool:
     return False
 
 
+def _any_dual(arrays: Arrays) -> bool:
+    """Whether forward-mode differentiation follows one of them; with or without requires_grad, also under torch.no_grad()."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arrays.values())
+
+
+def _recorded(arrays: Arrays) -> bool:
+    """Whether a derivative is wanted; there is none in forward mode, which an autograd function says."""
+    return (torch.is_grad_enabled() and _any_requires_grad(arrays)) or _any_dual(arrays)
+
+
 def forward(
     lib: Library,
     arrays: Arrays,
@@ -87,7 +98,7 @@ def forward(
         )
     traced = _traced(arrays["q"])
     transformed = torch._C._are_functorch_transforms_active()
-    if not traced and not transformed and not (torch.is_grad_enabled() and _any_requires_grad(arrays)):
+    if not traced and not transformed and not _recorded(arrays):
         return passes.forward(lib, arrays, targets, return_lse, options, seed, family)
     if targets:
         if traced or transformed:
@@ -115,8 +126,8 @@ def backward(
 ) -> Gradients:
     """As `passes.backward`, followed by whoever traces or transforms."""
     traced = _traced(arrays["q"]) or _traced(arrays["dout"])
-    if not traced and not torch._C._are_functorch_transforms_active():
-        return passes.backward(lib, arrays, targets, options, seed, family, wrt)
+    if not traced and not torch._C._are_functorch_transforms_active() and not _any_dual(arrays):
+        return _gradients(lib, arrays, targets, options, seed, family, wrt)
     if targets:
         raise ValueError(f"grads is {_NO_WRITING}")
     if traced:
@@ -126,6 +137,21 @@ def backward(
     else:
         grads = _AttentionBackward.apply((lib, options, seed, family), tuple(arrays), wrt, *arrays.values())
     return Gradients(*grads[:3], **{f"d{name}": x for name, x in zip(wrt, grads[3:])})
+
+
+def _gradients(
+    lib: Library,
+    arrays: Arrays,
+    targets: Arrays,
+    options: dict[str, Any],
+    seed: int | None,
+    family: str | None,
+    wrt: tuple[str, ...],
+) -> Gradients:
+    """As `passes.backward`; torch.use_deterministic_algorithms is heeded when gradients are computed, as PyTorch does."""
+    if torch.are_deterministic_algorithms_enabled():
+        options = options | {"deterministic": True}
+    return passes.backward(lib, arrays, targets, options, seed, family, wrt)
 
 
 def _check_fake(arrays: Arrays) -> None:
@@ -231,7 +257,7 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(call: _How, names: tuple[str, ...], wrt: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, ...]:
         lib, options, seed, family = call
-        grads = passes.backward(lib, dict(zip(names, tensors)), {}, options, seed, family, wrt)
+        grads = _gradients(lib, dict(zip(names, tensors)), {}, options, seed, family, wrt)
         return (*grads, *(getattr(grads, f"d{name}") for name in wrt))
 
     @staticmethod
@@ -375,7 +401,7 @@ def _attention(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _attention_backward(*args: Any) -> list[torch.Tensor]:
     call = _Call(args, True)
     lib = interop.library("q", call.arrays["q"])
-    grads = passes.backward(lib, call.arrays, {}, call.readable(), None, call.family, call.wrt)
+    grads = _gradients(lib, call.arrays, {}, call.readable(), None, call.family, call.wrt)
     return [x.contiguous() for x in (*grads, *(getattr(grads, f"d{name}") for name in call.wrt))]
 
 
