@@ -168,7 +168,8 @@ def attention(
     return_lse : bool
         Also return the log-sum-exp of every row's scores, which `attention_backward` and `merge` need.
     deterministic : bool
-        The forward always is, bit for bit; this asks it of the gradients that PyTorch and JAX take.
+        The forward always is, bit for bit; this asks it of the gradients that PyTorch and JAX take. For tensors
+        `torch.use_deterministic_algorithms(True)` asks it too.
     out : array, optional
         Where to write the result: the shape, dtype, library and device of the result, and memory of its own.
     family : "sm90", "sm80", "simt", "flash1", optional

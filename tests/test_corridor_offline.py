@@ -625,6 +625,17 @@ def test_a_number_that_was_written_to(gpu: Gpu, name: str) -> None:
     assert seen[0] != seen[1] == seen[2]
 
 
+@pytest.mark.parametrize("form", [tuple, list])
+def test_a_window_that_was_written_to(gpu: Gpu, form: type) -> None:
+    torch = pytest.importorskip("torch")
+    given, left = inputs(gpu), torch.tensor(3)
+    for n in (3, 10, 10):
+        left.fill_(n)
+        attention(**given, window=form((left, 0)))
+        assert gpu.last()["left"] == n
+    assert gpu.planned == 2
+
+
 @pytest.mark.parametrize("name", NUMBERED)
 def test_equal_numbers_are_one_class_of_calls(gpu: Gpu, name: str) -> None:
     """A new tensor in every call (a learned temperature) must not plan every call anew."""

@@ -133,6 +133,30 @@ def test_scales_of_zero(name: str, on_gpu: bool, rng: np.random.Generator) -> No
     check(lib, rng, inputs._replace(q=np.zeros_like(inputs.q), k=np.zeros_like(inputs.k)), by="block", causal=True)
 
 
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_vmap_of_scales_by_block(name: str, rank: int, rng: np.random.Generator) -> None:
+    """Of a call without batch or heads, for arrays that are mapped and one that is not."""
+    library = pytest.importorskip(name)
+    from cupyflash import attention
+    from cupyflash.float8 import quantize
+
+    array, vmap = (library.from_numpy, library.func.vmap) if name == "torch" else (library.numpy.asarray, library.vmap)
+    shape = (200, 2, 16) if rank == 3 else (200, 16)
+    entries = [[quantize(array(rng.standard_normal(shape, np.float32))) for _ in "qkv"] for _ in range(3)]
+    stack = library.stack if name == "torch" else library.numpy.stack
+    given = [stack([pair[n] for pair in same]) for n in (0, 1) for same in zip(*entries)]
+
+    def call(q: Any, k: Any, v: Any, q_descale: Any, k_descale: Any, v_descale: Any) -> Any:
+        return attention(q, k, v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+
+    every, but_one = vmap(call)(*given), vmap(call, (0, 0, 0, 0, None, 0))(*given[:4], given[4][0], given[5])
+    for n in range(3):
+        one = [x[n] for x in given]
+        assert (every[n] == call(*one)).all()
+        assert (but_one[n] == call(*one[:4], given[4][0], one[5])).all()
+
+
 @pytest.mark.gpu
 def test_the_same_bits_in_every_run(rng: np.random.Generator) -> None:
     """Many tiles for each block, which it takes in an order that differs from run to run."""

@@ -136,6 +136,7 @@ def _kept(make: Callable[..., Any]) -> Callable[..., Any]:
     def found(how: How, *more: Any) -> Any:
         return (plain if dict(how[0])["block_mask"] is None else masked)(how, *more)
 
+    found.cache_info = plain.cache_info  # type: ignore[attr-defined]  # as of a cached function
     return found
 
 

@@ -42,21 +42,9 @@ def needed(arrays: Arrays, backward: bool) -> bool:
     """Whether a call cannot simply run: it is traced or transformed, or autograd or autocast have a part in it."""
     if followed(arrays["q"]):
         return True
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(arrays)
     if backward:
-        return False
-    if torch.is_grad_enabled() and _any_requires_grad(arrays):
-        return True
-    return _autocast_dtype(arrays["q"]) is not None
-
-
-def _refuse_tangents(arrays: Arrays) -> None:
-    for name, x in arrays.items():
-        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(
-                f"{name} has a tangent (torch.autograd.forward_ad); there are no forward-mode derivatives"
-            )
+        return torch.are_deterministic_algorithms_enabled() or _any_dual(arrays)
+    return _recorded(arrays) or _autocast_dtype(arrays["q"]) is not None
 
 
 def followed(x: torch.Tensor) -> bool:
@@ -79,6 +67,18 @@ def _any_requires_grad(arrays: Arrays) -> bool:
     return False
 
 
+def _any_dual(arrays: Arrays) -> bool:
+    """Whether forward-mode differentiation follows one of them; with or without requires_grad, also under torch.no_grad()."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arrays.values())
+
+
+def _recorded(arrays: Arrays) -> bool:
+    """Whether a derivative is wanted; there is none in forward mode, which an autograd function says."""
+    return (torch.is_grad_enabled() and _any_requires_grad(arrays)) or _any_dual(arrays)
+
+
 def forward(
     lib: Library,
     arrays: Arrays,
@@ -98,7 +98,7 @@ def forward(
         )
     traced = _traced(arrays["q"])
     transformed = torch._C._are_functorch_transforms_active()
-    if not traced and not transformed and not (torch.is_grad_enabled() and _any_requires_grad(arrays)):
+    if not traced and not transformed and not _recorded(arrays):
         return passes.forward(lib, arrays, targets, return_lse, options, seed, family)
     if targets:
         if traced or transformed:
@@ -126,8 +126,8 @@ def backward(
 ) -> Gradients:
     """As `passes.backward`, followed by whoever traces or transforms."""
     traced = _traced(arrays["q"]) or _traced(arrays["dout"])
-    if not traced and not torch._C._are_functorch_transforms_active():
-        return passes.backward(lib, arrays, targets, options, seed, family, wrt)
+    if not traced and not torch._C._are_functorch_transforms_active() and not _any_dual(arrays):
+        return _gradients(lib, arrays, targets, options, seed, family, wrt)
     if targets:
         raise ValueError(f"grads is {_NO_WRITING}")
     if traced:
@@ -137,6 +137,21 @@ def backward(
     else:
         grads = _AttentionBackward.apply((lib, options, seed, family), tuple(arrays), wrt, *arrays.values())
     return Gradients(*grads[:3], **{f"d{name}": x for name, x in zip(wrt, grads[3:])})
+
+
+def _gradients(
+    lib: Library,
+    arrays: Arrays,
+    targets: Arrays,
+    options: dict[str, Any],
+    seed: int | None,
+    family: str | None,
+    wrt: tuple[str, ...],
+) -> Gradients:
+    """As `passes.backward`; torch.use_deterministic_algorithms is heeded when gradients are computed, as PyTorch does."""
+    if torch.are_deterministic_algorithms_enabled():
+        options = options | {"deterministic": True}
+    return passes.backward(lib, arrays, targets, options, seed, family, wrt)
 
 
 def _check_fake(arrays: Arrays) -> None:
@@ -242,7 +257,7 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(call: _How, names: tuple[str, ...], wrt: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, ...]:
         lib, options, seed, family = call
-        grads = passes.backward(lib, dict(zip(names, tensors)), {}, options, seed, family, wrt)
+        grads = _gradients(lib, dict(zip(names, tensors)), {}, options, seed, family, wrt)
         return (*grads, *(getattr(grads, f"d{name}") for name in wrt))
 
     @staticmethod
@@ -386,7 +401,7 @@ def _attention(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _attention_backward(*args: Any) -> list[torch.Tensor]:
     call = _Call(args, True)
     lib = interop.library("q", call.arrays["q"])
-    grads = passes.backward(lib, call.arrays, {}, call.readable(), None, call.family, call.wrt)
+    grads = _gradients(lib, call.arrays, {}, call.readable(), None, call.family, call.wrt)
     return [x.contiguous() for x in (*grads, *(getattr(grads, f"d{name}") for name in call.wrt))]
 
 
