@@ -355,6 +355,39 @@ def test_what_code_finds_elsewhere_and_types_count_too(rng: np.random.Generator)
             assert np.array_equal(attention(x, x, x, score=score), expected)
 
 
+def test_classes_made_of_numbers_and_tuples(rng: np.random.Generator) -> None:
+    """Their attributes are looked up too."""
+    x = rng.standard_normal((1, 5, 1, 2))
+
+    class Whole(int):
+        cap = 1.0
+
+    class Pair(collections.namedtuple("Pair", "one other")):
+        cap = 1.0
+
+    for held in (Whole(1), Pair(1, 2)):
+        for cap in (1.0, 2.0):
+            type(held).cap = cap
+            found = attention(x, x, x, score=lambda s, b, h, i, j, held=held: s * held.cap)
+            assert np.array_equal(found, attention(x, x, x, score=lambda s, b, h, i, j, cap=cap: s * cap))
+
+
+def test_what_is_drawn_is_drawn_in_each_call(rng: np.random.Generator) -> None:
+    x, draws = rng.standard_normal((1, 5, 1, 2)), np.random
+    for score in (lambda s, b, h, i, j: s * np.random.rand(), lambda s, b, h, i, j: s * draws.rand()):
+        assert not np.array_equal(attention(x, x, x, score=score), attention(x, x, x, score=score))
+
+
+def test_what_is_known() -> None:
+    """Numbers, also of NumPy, tuples with and without names, functions and modules that nobody changes."""
+    sizes, number, low = collections.namedtuple("Sizes", "cap")(1.0), np.float32(2), (1, "a", None, True)
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return where(i >= j, tanh(s) * sizes.cap * number * math.pi, np.exp(s) * len(low))
+
+    assert tracing.fingerprint(score) is not None
+
+
 @pytest.mark.parametrize("library", ["torch", "jax.numpy"])
 def test_other_libraries_functions_are_refused_with_the_line(library: str) -> None:
     xp = pytest.importorskip(library)
