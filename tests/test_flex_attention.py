@@ -6,8 +6,10 @@ import functools
 import gc
 import inspect
 import math
+import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -223,6 +225,22 @@ def test_block_masks(name: str, block: Any, rng: np.random.Generator) -> None:
         torch.testing.assert_close(x, y)
 
 
+def test_one_list_for_all_whose_mask_mod_asks_for_batch_and_head(rng: np.random.Generator) -> None:
+    """It is asked for those of the query, whichever calls came before."""
+    q, k, v = qkv(rng)
+    starts = torch.arange(B * H).reshape(B, H) * 7
+    mods = (
+        lambda b, h, i, j: j >= starts[b, h],
+        lambda b, h, i, j: j >= starts[b, 0],
+        lambda b, h, i, j: j >= starts[0][h],
+    )
+    for mod in mods:
+        mask = theirs.create_block_mask(mod, None, None, S, S, device="cpu")
+        for x in ([x[:1] for x in (q, k, v)], (q, k, v), [x[:, :2] for x in (q, k, v)]):
+            expected = theirs.flex_attention(*x, block_mask=mask)
+            torch.testing.assert_close(flex_attention(*x, block_mask=mask), expected, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("name", ["ALiBi", "soft cap", "relative bias", "from the end", "rows first", "buckets"])
 def test_as_pytorch_computes_it(name: str, rng: np.random.Generator) -> None:
     mod = made(name, lambda *shape: numbers(rng, *shape, dtype=torch.float32).detach())
@@ -295,6 +313,51 @@ def test_what_is_traced_once(rng: np.random.Generator, monkeypatch: pytest.Monke
         same(mod, len(runs) + 1)
 
 
+LENGTHS: dict[str, Callable[[Any], int]] = {
+    "nonzero": lambda x: len(x.nonzero()), "where": lambda x: torch.where(x)[0].shape[0], "booleans": lambda x: x[x != 0].shape[0],
+    "masked_select": lambda x: x.masked_select(x > 0).numel(), "unique": lambda x: len(x.unique()),
+    "repeat_interleave": lambda x: len(x.repeat_interleave(x)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_number_of_elements_that_follows_from_values(name: str, rng: np.random.Generator) -> None:
+    length = LENGTHS[name]
+
+    def of(x: Any) -> Any:
+        return lambda s, b, h, i, j: s * length(x)
+
+    q, k, v = qkv(rng, dtype="float64")
+    for mod in (of(torch.tensor([0, 0, 0, 1])), of(torch.tensor([0, 1, 2, 3]))):
+        torch.testing.assert_close(flex_attention(q, k, v, mod), standard(q, k, v, mod)[0])
+
+
+def test_what_is_drawn_is_drawn_in_each_call(rng: np.random.Generator) -> None:
+    q, k, v = qkv(rng)
+
+    def drawn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * torch.rand(())
+
+    assert not torch.equal(flex_attention(q, k, v, drawn), flex_attention(q, k, v, drawn))
+
+
+def test_threads_that_trace_at_once(rng: np.random.Generator) -> None:
+    q, k, v = qkv(rng)
+
+    def error(n: int) -> Any:
+        held = [torch.full((H,), float(n))]  # a list, which nobody knows: it is run in each call
+        found = flex_attention(q, k, v, lambda s, b, h, i, j: s * held[0][h])
+        return (found - flex_attention(q, k, v, scale=n / D**0.5)).abs().max()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert max(threads.map(error, range(40))) < 1e-4
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_functions_of_every_kind(rng: np.random.Generator) -> None:
     """Partial ones, methods and objects, with arguments of their own; under autocast and inference_mode."""
     q, k, v = qkv(rng, dtype="float64")
@@ -365,6 +428,8 @@ def test_messages(rng: np.random.Generator) -> None:
         flex_attention(q[0], k, v)
     with pytest.raises(TypeError, match="^value is a ndarray; it must be a torch.Tensor"):
         flex_attention(q, k, v.numpy())
+    with pytest.raises(ValueError, match="is on meta; it must be on cpu or cuda"):
+        flex_attention(*(x.to("meta") for x in (q, k, v)), lambda s, b, h, i, j: s)
 
 
 def test_a_tensor_that_is_captured_twice_and_two(rng: np.random.Generator) -> None:

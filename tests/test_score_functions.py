@@ -1,15 +1,13 @@
-"""Score functions of one's own: what is computed, on every backend that takes it; tracing; messages.
+"""Score functions of one's own: what is computed, on every backend that takes it; messages.
 
 On a GPU each function is a kernel to compile: there are few, and tests share them.
 """
 
 from __future__ import annotations
 
-import collections
 import linecache
 import math
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +36,6 @@ from cupyflash.score import (
     trace,
     where,
 )
-
-tracing = sys.modules["cupyflash.score.trace"]  # as an attribute it is the function
 
 
 @in_turn("name", WRITTEN, softcap=1.0)
@@ -272,89 +268,6 @@ def test_an_expression_reads_arrays(rng: np.random.Generator) -> None:
         assert np.array_equal(x, attention(q, k, v, score=relative, score_arrays={"table": table}))
 
 
-# ---- what is known of a function without running it -------------------------------------------------------------------
-
-
-def test_a_function_is_traced_anew_when_what_it_looks_up_has_changed(rng: np.random.Generator) -> None:
-    x = rng.standard_normal((1, 5, 1, 2))
-    bound, calls = 1.0, []
-
-    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        calls.append(1)
-        return bound * s
-
-    def plain(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return bound * s + FACTOR[0]
-
-    for bound in (1.0, 2.0, -0.0, 0.0):
-        assert np.array_equal(
-            attention(x, x, x, score=plain), attention(x, x, x, score=lambda s, b, h, i, j, x=bound: x * s)
-        )
-        attention(x, x, x, score=score)
-    assert len(calls) == 4  # a list is looked up, so that nothing is known
-    FACTOR[0] = 5.0
-    try:
-        changed = attention(x, x, x, score=lambda s, b, h, i, j: where(i == j, plain(s, b, h, i, j), s))
-    finally:
-        FACTOR[0] = 0.0
-    assert not np.array_equal(
-        changed, attention(x, x, x, score=lambda s, b, h, i, j: where(i == j, plain(s, b, h, i, j), s))
-    )
-
-
-FACTOR = [0.0]
-
-
-def test_what_functions_and_classes_have_is_looked_up_too(rng: np.random.Generator) -> None:
-    """Configurations, for example."""
-    x, sizes = rng.standard_normal((1, 5, 1, 2)), {"cap": 1.0}
-    size = sizes.get
-
-    class Config:
-        cap = 1.0
-
-    def helper(s: Any) -> Any:
-        return s * helper.cap  # type: ignore[attr-defined]
-
-    def change(cap: float) -> None:
-        Config.cap = sizes["cap"] = helper.cap = cap  # type: ignore[attr-defined]
-
-    for score in (
-        lambda s, b, h, i, j: s * Config.cap,
-        lambda s, b, h, i, j: helper(s),
-        lambda s, b, h, i, j: s * size("cap"),
-    ):
-        for cap in (1.0, 2.0):
-            change(cap)
-            assert np.array_equal(
-                attention(x, x, x, score=score), attention(x, x, x, score=lambda s, b, h, i, j, cap=cap: s * cap)
-            )
-
-
-def test_what_code_finds_elsewhere_and_types_count_too(rng: np.random.Generator) -> None:
-    """What is imported inside, found by name, or held by a tuple with names."""
-    x = rng.standard_normal((1, 5, 1, 2))
-    First = collections.namedtuple("First", "cap other")
-    Second = collections.namedtuple("Second", "other cap")
-
-    def imported(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        import test_score_functions as here
-
-        return s * here.FACTOR[0]
-
-    def by_name(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return s * globals()["FACTOR"][0]
-
-    def held(pair: Any) -> Any:
-        return lambda s, b, h, i, j: s * pair.cap
-
-    for cap in (1.0, 2.0):
-        sys.modules["test_score_functions"].FACTOR[0] = FACTOR[0] = cap
-        expected = attention(x, x, x, score=lambda s, b, h, i, j, cap=cap: s * cap)
-        for score in (imported, by_name, held((First if cap == 1 else Second)(1.0, 2.0))):
-            assert np.array_equal(attention(x, x, x, score=score), expected)
-
-
 @pytest.mark.parametrize("library", ["torch", "jax.numpy"])
 def test_other_libraries_functions_are_refused_with_the_line(library: str) -> None:
     xp = pytest.importorskip(library)
@@ -366,25 +279,6 @@ def test_other_libraries_functions_are_refused_with_the_line(library: str) -> No
     ):
         with pytest.raises(TypeError, match=r"score_arrays.*test_score_functions.py, line \d+"):
             attention(x, x, x, score=score)
-
-
-def test_a_function_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, run = [], tracing._run
-    monkeypatch.setattr(tracing, "_run", lambda *x: made.append(1) or run(*x))
-
-    def of(factor: float) -> Any:
-        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-            return helper(s) * factor
-
-        def helper(s: Any) -> Any:
-            return tanh(s) + np.float32(1) * math.pi
-
-        return score
-
-    first = trace(of(1.23), {})
-    assert len(made) == 1 and trace(of(1.23), {}) is first and len(made) == 1
-    assert trace(of(4.56), {}) is not first and len(made) == 2
-    assert trace(lambda s, b, h, i, j: 1.23 * (tanh(s) + 1 * math.pi), {}) is not None and len(made) == 3
 
 
 def test_what_depends_on_the_distance_is_computed_before() -> None:

@@ -192,10 +192,11 @@ def _names(code: types.CodeType) -> tuple[str, ...] | None:
 def _of_value(x: Any, outer: tuple[Any, ...], leaf: Callable[[Any], Any] | None) -> Any:
     if x is None or type(x) in (bool, int, float, str) or isinstance(x, np.generic):
         return type(x), repr(x)
-    if isinstance(x, tuple):
+    if isinstance(x, tuple) and not hasattr(x, "__dict__"):  # classes made of them may have attributes
         return type(x), *(_of_value(y, outer, leaf) for y in x)
     if isinstance(x, types.ModuleType):
-        if x.__name__.partition(".")[0] not in _KNOWN:
+        path = x.__name__.split(".")
+        if path[0] not in _KNOWN or "random" in path:
             raise _Unknown
         return x.__name__
     ours = getattr(x, "__module__", None) or ""

@@ -44,9 +44,9 @@ def traced(score_mod: Callable[..., Any], query: torch.Tensor, keys: int) -> tup
         return ("tensor", first, x.dtype, tuple(x.shape), x.stride(), x.device)
 
     known = fingerprint(score_mod, leaf)
-    where = query.device.type  # the casts of autocast are traced, too
-    autocast = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else None
-    key = None if known is None else (known, query.device, query.dtype, autocast)
+    # The casts of autocast are traced, too: of tensors on either device.
+    casts = tuple(torch.is_autocast_enabled(x) and torch.get_autocast_dtype(x) for x in ("cpu", "cuda"))
+    key = None if known is None else (known, query.device, query.dtype, casts)
     plan = _plans.get(key)
     if plan is None:
         with _tracing:
@@ -78,6 +78,8 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8) for x in index):
+                self.looked = True  # by values: how many elements there are
             if any(isinstance(x, torch.Tensor) for x in index) and all(map(_known, index)):
                 return torch.ops.aten.index.Tensor(args[0], [_INDICES.get(type(x), lambda x: x)(x) for x in index])
         elif func in _READS and args[0].dim() == 0:  # of which a trace would see nothing
@@ -118,6 +120,9 @@ class Plan:
             ) from None
         self.lasts = not watch.looked  # else another value of a tensor may be another function
         self.nodes = list(module.graph.nodes)
+        # Indexing is marked so, too, where only its booleans do that: Watch sees them.
+        if any(torch.Tag.dynamic_output_shape in _tags(n) and _name(n) != "index" for n in self.nodes):
+            self.lasts = False  # a shape that follows from values may be looked at
         self.fixed: dict[Any, torch.Tensor] = {}
         self.at: dict[Any, int] = {}  # nodes that are tensors which the function captures: where they are among those
         self.pair: set[Any] = {n for n in self.nodes if n.op == "placeholder"}
@@ -140,6 +145,8 @@ class Plan:
                     made.add(n)
                 else:
                     self.pair.add(n)
+            elif torch.Tag.nondeterministic_seeded in _tags(n):  # drawn in each call
+                continue
             elif n.op == "call_function" and all(m in made for m in inputs):
                 made.add(n)
         used = {m for n in self.nodes if n in self.pair or n.op == "output" for m in n.all_input_nodes} - self.pair
@@ -350,6 +357,11 @@ def _name(n: Any) -> str:
     """Of the operator, whichever of its overloads it is, in place or not."""
     schema = getattr(n.target, "_schema", None)  # Python's own take a result out of several
     return "" if schema is None else str(schema.name).removeprefix("aten::").strip("_")
+
+
+def _tags(n: Any) -> Any:
+    """What PyTorch says of the operator."""
+    return getattr(n.target, "tags", ())
 
 
 def _add(x: Any, y: Any, alpha: Any = 1) -> Any:
