@@ -30,6 +30,7 @@ def asked(files: bool = False, backward: bool = True, without: tuple[str, ...] =
     """
     rows = [row for row in OPTIONS if row.written and row.name not in without and (backward or not row.backward)]
     further = {name: of for name, of in FURTHER.items() if any(row.name == of[0] for row in rows)}
+    numbers = [array.name for array in ARRAYS if files and not array.axes]  # or files of them
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         hints = typing.get_type_hints(command, include_extras=True)
@@ -42,13 +43,14 @@ def asked(files: bool = False, backward: bool = True, without: tuple[str, ...] =
         added += [_parameter(name, bool, False, help) for name, (_, _, help) in further.items()]
         for array in ARRAYS:
             says = array.entry[0].upper() + array.entry[1:]
-            text = (
-                f"{'File of the' if files else 'With'} {array.label} ({', '.join(array.axes) or 'one number'}). {says}."
-            )
-            kind: Any = Path | None if files else bool
-            if files and not array.axes:
-                kind, text = str | None, f"The {array.label}, a whole number or a file of one. {says}."
-            added.append(_parameter(array.name, kind, None if files else False, text))
+            axes = ", ".join(array.axes) or "one number"
+            if array.name in numbers:
+                of: Any = str | None, None, f"The {array.label}, a whole number or a file of one. {says}."
+            elif files:
+                of = Path | None, None, f"File of the {array.label} ({axes}). {says}."
+            else:
+                of = bool, False, f"With {array.label} ({axes}). {says}."
+            added.append(_parameter(array.name, *of))
 
         @functools.wraps(command)
         def whole(**given: Any) -> Any:
@@ -59,10 +61,9 @@ def asked(files: bool = False, backward: bool = True, without: tuple[str, ...] =
             options = {name: x for name, x in options.items() if x is not None}
             arrays = {array.name: given.pop(array.name) for array in ARRAYS}
             arrays = {name: x for name, x in arrays.items() if x not in (None, False)}
-            for array in ARRAYS:
-                if files and not array.axes and array.name in arrays:
-                    found = _number_or_file(array.name, arrays.pop(array.name))
-                    (options if isinstance(found, int) else arrays)[array.name] = found
+            for name in arrays.keys() & numbers:
+                found = _number_or_file(name, arrays.pop(name))
+                (options if isinstance(found, int) else arrays)[name] = found
             return command(**given, options=options, arrays=arrays if files else tuple(arrays))
 
         whole.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
