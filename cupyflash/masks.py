@@ -155,6 +155,8 @@ def _integers(name: str, x: Any) -> np.ndarray:
 
 def _integer(name: str, n: Any, least: int | None = None) -> None:
     try:
+        if isinstance(n, bool):
+            raise TypeError
         found = operator.index(n)
     except TypeError:
         raise TypeError(f"{name} is {n!r}; it must be an integer") from None

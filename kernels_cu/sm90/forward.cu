@@ -10,21 +10,21 @@
 #include "attention/softmax.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
+#include "sm90/descale.cuh"
 #include "sm90/forward_tiles.cuh"
 #include "tile/rows.cuh"
 
 // Per thread. What the loading warpgroup gives away the others take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
-constexpr int LOADER_REGISTERS = GROUPS == 3 ? 32 : 40;
-constexpr int WORKER_REGISTERS = GROUPS == 3 ? 160 : GROUPS == 2 ? 232 : 216;
-static_assert(LOADER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);
+constexpr int LOADER_REGISTERS = ROOMY ? 40 : 32;
+constexpr int WORKER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - LOADER_REGISTERS) / GROUPS / 8 * 8;
 
 // Exponentials are taken before their maximum is known (softmax.cuh), where registers allow it and the maximum is not
 // expected to grow. Two warpgroups have some to spare for a warp to do what overflowed again by itself; three do it together.
 // (With dropout and slopes, or a seed in memory, they do not.)
 constexpr bool BLIND =
-    DIM <= 128 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS && !(DROPOUT && (ALIBI_SLOPES || SEED));
-constexpr bool WARP_VOTE = GROUPS < 3;
+    !TURNED && DIM <= 128 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS && !(DROPOUT && (ALIBI_SLOPES || SEED));
+constexpr bool WARP_VOTE = ROOMY;
 
 // Whether the output of a tile is stored under the second scores of the next, where those need no element tests. (With a
 // lower bound of the keys, or with dropout, the compiler would make the products wait for each other.)
@@ -42,11 +42,12 @@ struct Worker {
     Shared& s;
     int group, first_row, warp_row;  // rows: of the tile
 
-    Tile tile{};                // whose scores are computed
-    TileWalk own;               // over the key tiles that the warpgroup's rows see
-    bool half = false;          // whether they see no more than the first half of the first one
-    OnlineSoftmax<1> softmax;   // of its rows
+    Tile tile{};               // whose scores are computed
+    TileWalk own;              // over the key tiles that the warpgroup's rows see
+    bool half = false;         // whether they see no more than the first half of the first one
+    OnlineSoftmax<1> softmax;  // of its rows
     Dropout dropout;
+    float largest_value = 1;  // of what V is multiplied by
 
     // P V is added while the scores after those of P are computed: those of the next key tile, or of the next tile.
     Accumulator<1, DIM_V / 8> o;
@@ -62,7 +63,17 @@ struct Worker {
           softmax(new_softmax()),
           dropout(p) {}
 
-    __device__ OnlineSoftmax<1> new_softmax() const { return {Pairs(p, tile.head).factor()}; }
+    __device__ OnlineSoftmax<1> new_softmax() const { return {factor(tile)}; }
+
+    // What turns the scores of a tile to exponents of 2.
+    __device__ float factor(const Tile& of) const {
+        float x = Pairs(p, of.head).factor();
+        if constexpr (DESCALED && !DESCALE_SCORES) {
+            x *= row_descale(p, of.head, of.queries.begin + first_row);
+            if (x < 1e-30f) x = 1e-30f;  // never 0, as that of Pairs
+        }
+        return x;
+    }
 
     // Where the warp's rows stand, in a tile of queries.
     __device__ ScorePlacement placement(const Tile& of, int key = 0) const {
@@ -75,10 +86,16 @@ struct Worker {
     __device__ int first_head() const { return PACK > 1 ? first_row / HEAD_ROWS : 0; }
 
     // The queries of the warpgroup's rows; they may lie behind the end.
-    __device__ Range queries() const {
+    __device__ Range queries(const Tile& of) const {
         constexpr int COUNT = HEAD_ROWS % 64 == 0 ? 64 : HEAD_ROWS;
-        int begin = tile.queries.begin + (COUNT == 64 ? first_row % HEAD_ROWS : 0);
+        int begin = of.queries.begin + (COUNT == 64 ? first_row % HEAD_ROWS : 0);
         return {begin, begin + COUNT};
+    }
+    __device__ Range queries() const { return queries(tile); }
+    // The keys that any of them may see.
+    __device__ Range keys(const Tile& of) const {
+        Range q = queries(of);
+        return Band{p, of.head}.keys_of({q.begin, min(q.end, of.head.queries(p))});
     }
     __device__ bool tests(int step, int more = 0) const { return own.tests(p, tile.head, queries(), step, more); }
 
@@ -103,6 +120,7 @@ struct Worker {
         Pairs pairs(p, tile.head, own.bits(step, tile.queries));
         int tile_k = own.tile(step);
         ScorePlacement at = placement(tile, own.tile(step) * KEYS);
+        descale_scores(scores, p, tile.head, tile.queries.begin + first_row, tile_k * KEYS);
         if (PAIR_ARRAYS) s.pairs.wait_full();
         InTiles<false, Pairwise> arrays(s.pair_tiles(), warp_row, 0);
         score(scores, at, pairs, arrays);
@@ -120,9 +138,16 @@ struct Worker {
     __device__ void add_values(bool half) {
         s.v.wait_full();
         if (CUT_FIRST && half)
-            start_AB<CUT_FIRST ? KEYS / 2 : KEYS>(o, probabilities, s.v_tile());
+            start_values<CUT_FIRST ? KEYS / 2 : KEYS>();
         else
-            start_AB<KEYS>(o, probabilities, s.v_tile());
+            start_values<KEYS>();
+    }
+    template <int COUNT>
+    __device__ void start_values() {
+        if constexpr (TURNED)
+            start_AB_turned<COUNT>(o, probabilities, s.v_tile());
+        else
+            start_AB<COUNT>(o, probabilities, s.v_tile());
     }
 
     __device__ void values_added() {
@@ -157,6 +182,7 @@ struct Worker {
         softmax.raise(largest, shrink);
         softmax.exponentiate(scores);
         drop(scores, placement(tile, own.tile(step) * KEYS), tile.head.batch, dropout);
+        weigh(scores, p, tile.head, own.tile(step) * KEYS, largest_value);
         if (RIDING) softmax.settle();
         if (own.after(step) > 0) s.k.wait_full();
         if (RIDING) values_added();
@@ -185,11 +211,12 @@ struct Worker {
             grown = softmax.raise(largest, shrink);
             softmax.exponentiate(scores);
             drop(scores, at, tile.head.batch, dropout);
+            weigh(scores, p, tile.head, own.tile(step) * KEYS, largest_value);
         };
         if (tests || !BLIND) {
             release_k();
             look();
-        } else {
+        } else if constexpr (BLIND) {
             mask(scores, step, false);
             float added[1][2];
             bool fits = softmax.exponentiate_blindly(scores, added);
@@ -226,7 +253,10 @@ struct Worker {
         softmax.add_lanes();
         Pairs pairs(p, of.head);
         ScorePlacement at = placement(of);
-        softmax.finish(o, pairs.unit(), kept(p), [&](int r) { return pairs.sink(at(r, 0).head); });
+        float out_scale = TURNED ? p.out_scale * value_descale(p, of.head, keys(of)) : 1;
+        // (Where unit() is 0 the factor is not, and TOP / factor, which is in the maximum, must go from lse.)
+        float unit = TURNED ? factor(of) * LN2 : pairs.unit();
+        softmax.finish(o, unit, kept(p) / out_scale, [&](int r) { return pairs.sink(at(r, 0).head); });
         int heads = heads_of(of), queries = of.head.queries(p);
         if (O_STAGED && maps.map_out) {
             bool storer = threadIdx.x % 128 == 0;
@@ -276,6 +306,7 @@ struct Worker {
             own = all.part(keys, any);
             if (walk::LISTED) any = any && own.count() > 0;
             softmax = new_softmax();
+            if (V_BLOCKS && more) largest_value = value_descale(p, tile.head, keys);
 
             // V comes in the order of the key tiles, hidden ones too.
             if (RIDE && owed == VALUES && (!any || all.before(own) > 0)) {
@@ -341,6 +372,11 @@ struct Worker {
         if (O_STAGED && threadIdx.x % 128 == 0) tma_wait_read();  // shared memory goes with the block
     }
 };
+
+// Launched where V is to be turned.
+extern "C" __global__ void __launch_bounds__(256) attention_turn(const __grid_constant__ Params p) {
+    if constexpr (TURNED) turn_values<DIM_V>(p, blockIdx.x);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attention_forward(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
