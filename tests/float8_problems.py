@@ -179,9 +179,9 @@ class Judge:
         heads = np.repeat(np.abs(k), problem.group, 2)
         products = np.einsum("bihd,bjhd->bhij", np.abs(q), heads, optimize=True) * abs(problem.scale)
         largest = float(products.max(initial=0))
-        # On a GPU sums of 8-bit products have some 14 bits, those of P V in each of their steps of 32 keys.
-        self.of_lse = 1e-4 + largest * 2.0**-12 if on_gpu else 1e-5 + largest * 2.0**-20
-        of_sums = problem.seq_k / 32 * 2.0**-13
+        # On a GPU products of 8 bits keep 13 beside the largest of a sum; those of P V in each of their steps of 32 keys, up to 512.
+        self.of_lse = 1e-4 + largest * 2.0**-11 if on_gpu else 1e-5 + largest * 2.0**-20
+        of_sums = min(problem.seq_k, 512) / 512 * 0.015
         self.share = (2.0**-4 + of_sums if on_gpu else 1e-5) + 2 * self.of_lse
         self.whole = whole(x, result) + 2 * self.of_lse + of_sums
 

@@ -23,7 +23,7 @@ constexpr int WORKER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - LOADER_REGIST
 // expected to grow. Two warpgroups have some to spare for a warp to do what overflowed again by itself; three do it together.
 // (With dropout and slopes, or a seed in memory, they do not.)
 constexpr bool BLIND =
-    !TURNED && DIM <= 128 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS && !(DROPOUT && (ALIBI_SLOPES || SEED));
+    !TURNED && DIM <= 192 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS && !(DROPOUT && (ALIBI_SLOPES || SEED));
 constexpr bool WARP_VOTE = ROOMY;
 
 // Whether the output of a tile is stored under the second scores of the next, where those need no element tests. (With a
@@ -48,6 +48,7 @@ struct Worker {
     OnlineSoftmax<1> softmax;  // of its rows
     Dropout dropout;
     float largest_value = 1;  // of what V is multiplied by
+    LongSums sums;            // of O
 
     // P V is added while the scores after those of P are computed: those of the next key tile, or of the next tile.
     Accumulator<1, DIM_V / 8> o;
@@ -244,12 +245,23 @@ struct Worker {
         if (own.after(step) > 0) s.k.wait_full();
         values_added();
         changed(scores);
-        if (__builtin_expect(grown, false)) softmax.scale_rows(o, shrink);
+        if (__builtin_expect(grown, false)) {
+            softmax.scale_rows(o, shrink);
+            if constexpr (SUM_TILES > 0) sums.scale_rows<DIM_V / 8>(s.sums(), group, shrink);
+        }
+        if constexpr (SUM_TILES > 0) {
+            sums.added(s.sums(), group, o, own.after(step), [&] {
+                if (!O_STAGED || !maps.map_out) return;  // else the tile before leaves from there
+                if (threadIdx.x % 128 == 0) tma_wait_read();
+                sync_threads<128>(1 + group);
+            });
+        }
         probabilities.template take<0, KEYS, DROPOUT>(scores);
     }
 
     // O of a tile, divided by the sums, and its lse.
-    __device__ void store(const Tile& of, OnlineSoftmax<1>& softmax) {
+    __device__ void store(const Tile& of, OnlineSoftmax<1>& softmax, const LongSums& sums) {
+        if constexpr (SUM_TILES > 0) sums.collect(s.sums(), group, o);
         softmax.add_lanes();
         Pairs pairs(p, of.head);
         ScorePlacement at = placement(of);
@@ -298,6 +310,7 @@ struct Worker {
             bool more = s.told(p, tile, schedule);
             if (!RIDE && !more) break;
             OnlineSoftmax<1> softmax_before = softmax;
+            LongSums sums_before = sums;
             bool half_before = half;
             Range q{queries().begin, min(queries().end, tile.head.queries(p))};
             Range keys = Band{p, tile.head}.keys_of(q);
@@ -306,6 +319,7 @@ struct Worker {
             own = all.part(keys, any);
             if (walk::LISTED) any = any && own.count() > 0;
             softmax = new_softmax();
+            sums = {};
             if (V_BLOCKS && more) largest_value = value_descale(p, tile.head, keys);
 
             // V comes in the order of the key tiles, hidden ones too.
@@ -337,7 +351,7 @@ struct Worker {
             int step = own.next(own.start());
             bool under = UNDER && owed != NOTHING && any && own.has(step) && !(walk::TESTS_FIRST && tests(step, 1));
             if (!under) {
-                if (RIDE && owed != NOTHING) store(before, softmax_before);
+                if (RIDE && owed != NOTHING) store(before, softmax_before, sums_before);
                 if (!more) break;
                 o.clear();
             }
@@ -352,7 +366,7 @@ struct Worker {
                     for (; own.has(step); step = own.next(step)) {
                         visit(step, false, [&] {
                             if (!UNDER || !under) return;
-                            store(before, softmax_before);
+                            store(before, softmax_before, sums_before);
                             o.clear();
                             under = false;
                         });
@@ -367,7 +381,7 @@ struct Worker {
                 values_added();
             }
             pass(all.behind(own));
-            if (!RIDE) store(tile, softmax);
+            if (!RIDE) store(tile, softmax, sums);
         }
         if (O_STAGED && threadIdx.x % 128 == 0) tma_wait_read();  // shared memory goes with the block
     }

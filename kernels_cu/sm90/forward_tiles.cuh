@@ -3,6 +3,7 @@
 #pragma once
 #include "attention/pairs.cuh"
 #include "attention/schedule.cuh"
+#include "sm90/long_sums.cuh"
 #include "sm90/pair_tiles.cuh"
 #include "sm90/turned_values.cuh"
 #include "tile/ring.cuh"
@@ -74,7 +75,7 @@ struct Shared {
     static constexpr int K_TILES = Q_STAGES * QTile::BYTES;
     static constexpr int V_TILES = K_TILES + STAGES * KTile::BYTES;
     static constexpr int O_TILE = V_TILES + STAGES * VTile::BYTES;
-    static constexpr int PAIR_TILES = O_TILE + (O_STAGED ? OTile::BYTES : 0);
+    static constexpr int PAIR_TILES = O_TILE + (O_STAGED && OTile::BYTES > LongSums::BYTES ? OTile::BYTES : LongSums::BYTES);
     static constexpr int Q_RING = PAIR_TILES + PAIR_STAGES * Pairwise::BYTES;
     static constexpr int K_RING = Q_RING + QRing::BYTES;
     static constexpr int V_RING = K_RING + KVRing::BYTES;
@@ -96,6 +97,7 @@ struct Shared {
     __device__ VTile v_tile() const { return {base + V_TILES + v.stage * VTile::BYTES}; }
     __device__ Pairwise pair_tiles() const { return {base + PAIR_TILES + pairs.stage * Pairwise::BYTES}; }
     __device__ OTile o_tile() const { return {base + O_TILE}; }  // only where O_STAGED
+    __device__ unsigned sums() const { return base + O_TILE; }   // only with SUM_TILES
     __device__ unsigned note() const { return base + NOTES + 16 * q.stage; }  // what the slot of Q tells of its tile
 
     // The loading thread tells of a tile, or that there are no more, and the others are told: a batch of -1.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -85,9 +86,12 @@ LONG = 1024  # longer than this, in queries
 APART = 2  # deterministic, no causal mask: steps between two key tiles of a head
 # Shares of a head's query tiles: at most so many; for each multiprocessor at most so many key tiles of them; what is not the
 # visit of a query tile, in visits: a key tile's beginning and end, and its sums on their way to memory or back.
-MOST_SHARES, SHARED_TILES = 32, 8
+MOST_SHARES, SHARED_TILES = 32, 32
 SHARE_COST, SUMS_COST = 1.5, 0.5
-LONG_WALK, WORTH_SHARING = 24, 1.15  # from so many visits on, and where so much is gained by that reckoning
+# A visit takes so much longer for each doubling of what Q, dO and dQ of the shares under work take beyond what the L2 cache holds.
+SPILLED_COST, HELD = 0.08, 6 * CACHE
+ENOUGH = 1.02  # times the least
+LONG_WALK, WORTH_SHARING = 24, 1.08  # from so many visits on, and where so much is gained by that reckoning
 SHARE_SPILLS = 128  # bytes: where a share begins
 WHOLE_SPILLS = 48  # where the warp that sends dQ begins with a head
 FINISH_TICKETS = 4  # for each finishing warp, where tiles of dQ are taken in parts
@@ -242,8 +246,10 @@ def _shares(problem: AttentionProblem, t: BackwardTile, clusters: int) -> int:
     walks = _walks(problem, t.rows, keys)
     if problem.group * max(map(len, walks), default=0) < LONG_WALK:
         return 1
-    times = {n: _time(problem, t, walks, n, clusters) for n in range(1, most + 1)}
-    best = min(times, key=lambda n: times[n])
+    tried = [n for n in range(1, most + 1) if n <= 8 or n % 4 == 0]
+    times = {n: _time(problem, t, walks, n, clusters) for n in tried}
+    least = min(times.values())
+    best = next(n for n in tried if times[n] <= ENOUGH * least)  # the fewest: their sums take memory
     return best if times[best] * WORTH_SHARING < times[1] else 1
 
 
@@ -287,18 +293,25 @@ def _time(problem: AttentionProblem, t: BackwardTile, walks: list[range], shares
         for tile in range(len(walks)):
             for n in range(first, min(first + together, heads)):
                 heapq.heapreplace(busy, busy[0] + costs[n % shares][tile])
-    return max(busy)
+    under_work = min(heads, max(together, ceil(clusters, len(walks)))) * _traffic(problem, shares)
+    if _whole(problem, t):  # each is read once, and there are no sums
+        return max(busy)
+    return max(busy) * (1 + SPILLED_COST * max(0.0, math.log2(max(1, under_work) / HELD)))
+
+
+def _traffic(problem: AttentionProblem, shares: int) -> int:
+    """Bytes of Q, dO and the sums of dQ of a share."""
+    return ceil(problem.group * problem.seq_q, shares) * (6 * problem.dim + 2 * problem.dim_v)
 
 
 def _dealt_out(problem: AttentionProblem, t: BackwardTile, shares: int, clusters: int) -> tuple[int, int]:
     """Heads of K and V, or shares of their queries, whose key tiles are dealt out as one, and for how many there is room for
     sums of dQ."""
     heads, key_tiles = problem.batch * problem.heads_k * shares, ceil(problem.seq_k, t.keys * t.cluster)
-    queries = ceil(problem.group * problem.seq_q, shares)
     tiles = ceil(problem.group * ceil(problem.seq_q, t.rows), shares)  # of them
     # A causal mask makes key tiles of different length: those of some heads are dealt out together, long ones first. Of one
     # long head the first tile takes as long as all others do on all multiprocessors: at the end they would stand idle.
-    traffic = queries * (6 * problem.dim + 2 * problem.dim_v)
+    traffic = _traffic(problem, shares)
     together, spare = 1, ceil(WAVES * clusters, key_tiles)
     if problem.block_mask is not None and not problem.deterministic:  # the longest tiles of all heads are the first
         return min(heads, max(2, ceil(2 * CACHE, traffic))), heads

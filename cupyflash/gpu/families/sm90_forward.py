@@ -28,6 +28,7 @@ class ForwardTile:
     banded: bool | None = None  # causal or a window; None: either
     scored: bool | None = None  # more than the scaled product, or dropout, which ask for registers; None: either
     crowded: bool | None = None  # `_crowded`; None: either
+    cost: float = 1.0  # of a row, beside those of its table
 
     @property
     def rows(self) -> int:
@@ -68,9 +69,22 @@ NARROW = (
     ForwardTile(4, 64, 4, spills=128, dim=32),
     ForwardTile(2, 64, 3, 2, spills=160, dim=32),
 )
-OVERLOAD = (
-    1.25  # times the least rows that a multiprocessor may have to compute: up to that they are taken in their order
+# Up to 64, so too: short sequences leave most of a large tile empty, and few tiles most multiprocessors.
+SMALL = ForwardTile(1, 64, 3, 3, spills=32, dim=64, scored=False, cost=1.15)
+MIDDLE = (FORWARD[0], ForwardTile(4, 64, 3, spills=128, dim=64, scored=False, cost=1.12), SMALL)
+# Up to 96, where every key is seen.
+WIDER = (
+    ForwardTile(2, 128, 2, dim=96, banded=False, scored=False),
+    ForwardTile(3, 96, 2, spills=32, dim=96, banded=False, scored=False, cost=0.92),
 )
+# Where one tile has all keys and they are few, for many queries (cross-attention on 77 tokens): no more than it needs.
+FEW_KEYS = (
+    *(ForwardTile(3, n, 3, spills=32, dim=64, banded=False, scored=False) for n in (64, 80, 96)),
+    *(ForwardTile(3, n, 2, spills=128, dim=128, banded=False, scored=False) for n in (64, 80)),
+    *(ForwardTile(2, n, 2, spills=32, dim=192, banded=False, scored=False, cost=1.3) for n in (64, 80, 96)),
+)
+# Times the least that a multiprocessor may have to compute: up to that they are taken in their order.
+NARROW_OVERLOAD, OVERLOAD = 1.25, 1.03
 # Where heads share K and V and queries are few, a tile takes all queries of as many heads as it holds. Not of every
 # number: each is a kernel to compile. The rows are tried first there: three warpgroups would spill, and under a window
 # with key_mask two do, once per tile.
@@ -83,13 +97,11 @@ PACKED = (
 EIGHT = (
     ForwardTile(3, 128, 3, spills=400, dim=64, crowded=False),
     ForwardTile(2, 128, 3, spills=240, dim=64),
-    ForwardTile(2, 192, 2, spills=168, dim=128, banded=True, scored=False),  # with scales of blocks; else none
-    ForwardTile(
-        3, 96, 2, spills=32, dim=128, banded=False, scored=False
-    ),  # with a mask and scales of blocks; else none
-    ForwardTile(2, 128, 2, spills=240, dim=192),
-    ForwardTile(2, 96, 2, spills=240),
-    ForwardTile(2, 64, 2, spills=168),
+    ForwardTile(2, 192, 2, spills=320, dim=128, banded=True, scored=False),  # with scales of blocks; else none
+    ForwardTile(3, 96, 2, spills=96, dim=128, banded=False, scored=False),  # with a mask and scales of blocks; else none
+    ForwardTile(2, 128, 2, spills=320, dim=192),
+    ForwardTile(2, 96, 2, spills=400),
+    ForwardTile(2, 64, 2, spills=240),
 )
 # With a block mask first those whose 128 queries are a block of most masks.
 LISTED = (
@@ -99,6 +111,7 @@ LISTED = (
 )
 # Where they do not, and keys are few too, two or three warpgroups would have rows that nobody asked for.
 SHORT = (
+    SMALL,
     ForwardTile(1, 64, 4, 2, dim=64),
     ForwardTile(1, 64, 2, 2, spills=16, dim=128),  # with everything at once
 )
@@ -118,6 +131,7 @@ def _possible(t: ForwardTile, problem: AttentionProblem) -> bool:
     return t.registers <= 256 and t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= t.registers - 32
 
 
+SUM_KEYS = 2048  # tensor cores sum P V of 8 bits over so many keys, or half as many more (kernels_cu/sm90/long_sums.cuh)
 TURNED_KEYS = 128  # of the block that turns V (kernels_cu/sm90/turned_values.cuh)
 
 
@@ -127,13 +141,13 @@ TILES = Tiles(FORWARD, {
 
 
 def forward_memory(
-    t: ForwardTile, dim: int, dim_v: int, q_stages: int, o_staged: bool, pairs: PairTiles, size: int = 2
+    t: ForwardTile, dim: int, dim_v: int, q_stages: int, o_staged: bool, pairs: PairTiles, size: int = 2, summed: bool = False
 ) -> int:
-    """Bytes of shared memory that the forward lays out for inputs of `size` bytes."""
+    """Bytes of shared memory that the forward lays out for inputs of `size` bytes; with room for sums of O where `summed`."""
     row = pad(size * dim, 128)  # bytes in shared memory
     values = t.keys * pad(size * dim_v, 128) if size > 1 else dim_v * pad(t.keys, 128)
     rings = t.stages * (t.keys * row + values) + pairs.memory(t.rows, t.keys) + BARRIERS
-    return rings + t.rows * (q_stages * row + o_staged * pad(2 * dim_v, 128))
+    return rings + t.rows * (q_stages * row + (o_staged or summed) * pad(2 * dim_v, 128))
 
 
 class ForwardFit(NamedTuple):
@@ -144,18 +158,31 @@ class ForwardFit(NamedTuple):
     o_staged: bool
     pairs: PairTiles
     packed: bool
+    sum_keys: int  # of how many keys there are sums of O; 0: of all
     memory: int  # bytes of shared memory
 
 
 def _by_load(problem: AttentionProblem, arch: Arch) -> tuple[ForwardTile, ...]:
-    """NARROW; those come last that give some multiprocessor too much to do."""
+    """Those of a table for the problem; those come last that give some multiprocessor too much to do."""
+    dim, most = max(padded(problem)), OVERLOAD
+    if dim <= 32:
+        rows, most = NARROW, NARROW_OVERLOAD
+    elif paired(problem):  # for a mask there is little room beside small tiles
+        return ()
+    elif problem.seq_k <= 96 and (dim > 64 or problem.seq_q > 192):
+        rows = tuple(t for t in FEW_KEYS if t.keys >= problem.seq_k and t.dim >= dim)
+        rows = tuple(t for t in rows if t.keys == rows[0].keys) if rows else ()
+    else:
+        rows = MIDDLE if dim <= 64 else WIDER
+    if not rows:
+        return ()
 
-    def load(t: ForwardTile) -> int:  # rows of its tiles, also those in vain
+    def load(t: ForwardTile) -> float:  # rows of its tiles, also those in vain
         tiles = problem.batch * problem.heads_q * ceil(problem.seq_q, t.rows)
-        return ceil(tiles, arch.sms) * t.rows
+        return ceil(tiles, arch.sms) * t.rows * t.cost
 
-    least = min(map(load, NARROW))
-    return tuple(sorted(NARROW, key=lambda t: load(t) > OVERLOAD * least))
+    least = min(map(load, rows))
+    return tuple(sorted(rows, key=lambda t: load(t) > most * least))
 
 
 def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> ForwardFit | None:
@@ -173,7 +200,7 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
     )
     short = few and problem.seq_k <= FEW and heads > arch.sms
     busy, crowded = scored(problem) or problem.dropout > 0, _crowded(problem)
-    first = PACKED if packed else SHORT if short else LISTED if listed else _by_load(problem, arch)
+    first = PACKED if packed else SHORT[bool(paired(problem)) :] if short else LISTED if listed else _by_load(problem, arch)
     eight = problem.dtype == FLOAT8
     rows: tuple[ForwardTile, ...] = (
         (*([TILES.tile(tile)] if tile else ()), *EIGHT) if eight else TILES.rows(tile, first)
@@ -181,14 +208,15 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
     # leave through? It leaves in boxes of one head.
     staged = not packed and problem.result_dtype != FLOAT8  # in boxes of 16-bit numbers
+    sum_keys = SUM_KEYS if eight and 2 * problem.seq_k > 3 * SUM_KEYS else 0
     beside = [(q, o, n) for n in pair_stages(problem) for q, o in ((2, staged), (2, False), (1, False))]
     for t, (q_stages, o_staged, in_flight) in itertools.product(rows, beside):
         pairs = PairTiles(problem, in_flight)
-        size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs, ITEMSIZE[problem.dtype])
+        size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs, ITEMSIZE[problem.dtype], sum_keys > 0)
         fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, busy)
         fits = fits and t.crowded in (None, crowded)
         if fits and size <= room(arch, t.blocks):
-            return ForwardFit(t, q_stages, o_staged, pairs, packed, size)
+            return ForwardFit(t, q_stages, o_staged, pairs, packed, sum_keys, size)
     return None
 
 
@@ -196,7 +224,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     found = fit(problem, arch, tile)
     if found is None:
         raise ValueError(f"no sm90 forward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
-    t, q_stages, o_staged, pairs, packed, size = found
+    t, q_stages, o_staged, pairs, packed, sum_keys, size = found
     dim, dim_v = padded(problem)
     listed = problem.block_mask is not None
     banded = listed or problem.left is not None or problem.right is not None
@@ -212,7 +240,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys), ("STAGES", t.stages),
         ("Q_STAGES", q_stages), ("O_STAGED", o_staged), ("PACK", pack), ("SHARED_MEMORY", size), *pairs.constants(),
-        *features(problem),
+        *features(problem), ("SUM_TILES", sum_keys // t.keys),
     )  # fmt: skip
     launches = [Launch("attention_forward", grid, 128 * (t.groups + 1), size)]
     spaces, values = [Workspace("counters", "uint32", (3 if dynamic else 0,))], Box("v", t.keys)
