@@ -183,13 +183,16 @@ class Judge:
         self.of_lse = 1e-4 + largest * 2.0**-11 if on_gpu else 1e-5 + largest * 2.0**-20
         of_sums = min(problem.seq_k, 512) / 512 * 0.015
         self.share = (2.0**-4 + of_sums if on_gpu else 1e-5) + 2 * self.of_lse
+        # A P 2^16 times smaller than the largest is off by half or more; it counts where that one is dropped, or where its
+        # value is 0.
+        self.least = 2.0**-14 * float(np.abs(v).max(initial=0)) if on_gpu else 0.0
         self.whole = whole(x, result) + 2 * self.of_lse + of_sums
 
     def __call__(self, out: np.ndarray, lse: np.ndarray) -> None:
         exact, rounding = self.exact.out, ROUNDING[self.result]
         assert out.dtype == RESULTS[self.result] and lse.dtype == np.float32
         error = np.abs(out.astype(np.float64) / self.out_scale - exact)
-        room = self.share * self.weighed
+        room = self.share * self.weighed + self.least
         allowed = room + rounding * (np.abs(exact) + room) + SMALLEST[self.result] / self.out_scale + 1e-6
         if error.size:
             worst = np.unravel_index(np.argmax(np.where(np.isnan(error), np.inf, error - allowed)), error.shape)

@@ -165,14 +165,34 @@ def test_the_same_bits_in_every_run(rng: np.random.Generator) -> None:
     from cupyflash import attention
     from cupyflash.float8 import quantize
 
-    for dim, causal in ((64, True), (128, True), (128, False), (256, True)):
-        pairs = [quantize(torch.randn((16, 1000, 4, dim), device="cuda")) for _ in range(3)]
+    for batch, seq, dim, causal in (
+        (16, 1000, 64, True), (16, 1000, 128, True), (16, 1000, 128, False), (16, 1000, 256, True),
+        (1, 7000, 64, True), (1, 7000, 128, False), (1, 7000, 256, True),
+    ):  # fmt: skip
+        pairs = [quantize(torch.randn((batch, seq, 4, dim), device="cuda")) for _ in range(3)]
         scales = dict(zip(("q_descale", "k_descale", "v_descale"), [scale for _, scale in pairs]))
         inputs = [x for x, _ in pairs]
         first = attention(*inputs, causal=causal, return_lse=True, **scales)
         for _ in range(100):
             again = attention(*inputs, causal=causal, return_lse=True, **scales)
             assert all(torch.equal(x, y) for x, y in zip(first, again))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sums_over_many_keys(dims: tuple[int, int], causal: bool) -> None:
+    """Of values that are 1 the mean is; one sum of tensor cores over so many would be a third of it."""
+    torch = pytest.importorskip("torch")
+    taken("torch", True)
+    from cupyflash import attention
+
+    generator = torch.Generator("cuda").manual_seed(5)
+    q, k = (torch.randn(1, n, 2, dims[0], device="cuda", generator=generator) for n in (300, 100_000))
+    v = torch.ones(1, 100_000, 2, dims[1], device="cuda")
+    for scale in (0.0, None):
+        out = attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), causal=causal, scale=scale).float()
+        assert 0.96 <= float(out.min()) and float(out.max()) <= 1.005
 
 
 @pytest.mark.gpu

@@ -382,6 +382,31 @@ def test_tiles_up_to_64_are_such_that_no_multiprocessor_has_more_to_do_than_it_n
         assert constants(plan(asked, H200))["GROUPS"] in (2, 3)
 
 
+def test_up_to_96_columns_three_warpgroups_where_they_have_less_to_do() -> None:
+    for batch, heads, length, dim, fields, groups in (
+        (16, 16, 729, 72, {}, 3), (2, 16, 577, 80, {}, 3), (1, 20, 16384, 96, {}, 3), (64, 12, 197, 96, {}, 2),
+        (16, 16, 729, 72, {"right": 0}, 2), (16, 16, 729, 72, {"softcap": 9.0}, 2), (16, 16, 729, 100, {}, 2),
+    ):  # fmt: skip
+        asked = problem(
+            "bfloat16", dim, batch=batch, heads_q=heads, heads_k=heads, seq_q=length, seq_k=length, **fields
+        )
+        assert constants(plan(asked, H200))["GROUPS"] == groups
+
+
+def test_few_keys_have_tiles_of_no_more() -> None:
+    for length, dim, tile in (
+        (77, 40, (3, 80)), (77, 64, (3, 80)), (64, 64, (3, 64)), (96, 64, (3, 96)), (77, 128, (3, 80)), (50, 128, (3, 64)),
+        (90, 128, (2, 96)), (77, 160, (2, 80)), (97, 64, (3, 128)), (97, 128, (2, 128)),
+    ):  # fmt: skip
+        asked = problem("bfloat16", dim, batch=8, heads_q=10, heads_k=10, seq_q=4096, seq_k=length)
+        told = constants(plan(asked, H200))
+        assert (told["GROUPS"], told["KEYS"]) == tile
+        assert constants(plan(replace(asked, softcap=9.0), H200))["KEYS"] > 64
+    short = problem("bfloat16", 128, batch=256, heads_q=8, heads_k=8, seq_q=80, seq_k=80)
+    told = constants(plan(short, H200))
+    assert (told["GROUPS"], told["KEYS"]) == (2, 80)
+
+
 def test_up_to_32_tiles_are_such_that_no_multiprocessor_has_much_more_to_do_than_it_need() -> None:
     for length, groups, blocks, keys, given in (
         (1, 2, 2, 64, ()), (128, 2, 2, 64, ()), (129, 3, 1, 128, ()), (192, 3, 1, 128, ()), (193, 4, 1, 64, ()),

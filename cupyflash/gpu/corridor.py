@@ -233,7 +233,7 @@ def backward(
     ordinal = lib.device(arrays["q"])
     addresses = [*map(lib.pointer, arrays.values())]
     passes = prepare_all(lib, arrays, addresses, targets, options, family, True, ordinal, wrt)
-    left = to_leave(passes)
+    left = to_leave(passes) if wrt else None
     grads, _ = passes[0].run(lib, arrays, targets, False, addresses, seed, options["block_mask"], left)
     if not targets:
         grads = [lib.finish(x, ordinal) for x in grads]
@@ -257,11 +257,8 @@ def prepare_all(
 ) -> list[Prepared]:
     """What a call runs, one after the other: gradients of arrays come after those of q, k and v."""
     first = prepare(lib, arrays, addresses, targets, options, family, backward, ordinal)
-    asked = rules.apart(wrt)
-    return [
-        first,
-        *[prepare(lib, arrays, addresses, {}, options, family, True, ordinal, names, first) for names in asked],
-    ]
+    rest = rules.apart(wrt) if wrt else []
+    return [first, *[prepare(lib, arrays, addresses, {}, options, family, True, ordinal, names, first) for names in rest]]
 
 
 def to_leave(passes: list[Prepared]) -> list[Any] | None:
