@@ -158,6 +158,15 @@ struct Worker {
         s.v.advance();
     }
 
+    // O so far, where sums are long.
+    __device__ void put_away() {
+        sums.put_away(s.sums(), group, o, [&] {
+            if (!O_STAGED || !maps.map_out) return;  // else the tile before leaves from there
+            if (threadIdx.x % 128 == 0) tma_wait_read();
+            sync_threads<128>(1 + group);
+        });
+    }
+
     __device__ void release_k() {
         s.k.release();
         s.k.advance();
@@ -205,7 +214,7 @@ struct Worker {
         changed(scores);
         ScorePlacement at = placement(tile, own.tile(step) * KEYS);
         float largest[1][2], shrink[1][2];
-        bool grown = false;
+        bool grown = false, full = SUM_TILES > 0 && sums.full(own.after(step));
         auto look = [&] {
             mask(scores, step, tests);
             softmax.row_maximum(scores, largest);
@@ -245,16 +254,12 @@ struct Worker {
         if (own.after(step) > 0) s.k.wait_full();
         values_added();
         changed(scores);
-        if (__builtin_expect(grown, false)) {
-            softmax.scale_rows(o, shrink);
-            if constexpr (SUM_TILES > 0) sums.scale_rows<DIM_V / 8>(s.sums(), group, shrink);
-        }
-        if constexpr (SUM_TILES > 0) {
-            sums.added(s.sums(), group, o, own.after(step), [&] {
-                if (!O_STAGED || !maps.map_out) return;  // else the tile before leaves from there
-                if (threadIdx.x % 128 == 0) tma_wait_read();
-                sync_threads<128>(1 + group);
-            });
+        if (__builtin_expect(grown || full, false)) {
+            if (grown) softmax.scale_rows(o, shrink);
+            if constexpr (SUM_TILES > 0) {
+                if (grown) sums.scale_rows<DIM_V / 8>(s.sums(), group, shrink);
+                if (full) put_away();
+            }
         }
         probabilities.template take<0, KEYS, DROPOUT>(scores);
     }

@@ -13,18 +13,22 @@ struct LongSums {
     // Of a thread block; O may leave from the same place.
     static constexpr int BYTES = config::SUM_TILES > 0 ? config::GROUPS * ((config::DIM_V + 63) / 64) * 8192 : 0;
 
-    // Another key tile is in `o`, and `after` come after it. Where nothing is kept yet, `free` waits until there is room.
+    // Another key tile comes, and `after` come after it: whether the accumulator is full with it. (Asked early: nothing is to
+    // be waited for between two products.)
+    __device__ bool full(int after) { return ++tiles >= config::SUM_TILES && after >= config::SUM_TILES / 2; }
+
+    // To memory. Where nothing is kept yet, `free` waits until there is room.
     template <int N, class F>
-    __device__ void added(unsigned base, int group, Accumulator<1, N>& o, int after, F free) {
-        if (++tiles < config::SUM_TILES || after < config::SUM_TILES / 2) return;
+    __device__ void put_away(unsigned base, int group, Accumulator<1, N>& o, F free) {
         if (kept)
             collect(base, group, o);
         else
             free();
         for_columns<N>(base, group, [&](unsigned at, int n) {
-            put(at, o.x[0][n]);
+            float x[4];
+            put(at, o.x[0][n], x);
 #pragma unroll
-            for (int i = 0; i < 4; i++) o.x[0][n][i] -= rounded(o.x[0][n][i]);
+            for (int i = 0; i < 4; i++) o.x[0][n][i] -= x[i];
         });
         tiles = 0, kept = true;
     }
@@ -37,7 +41,7 @@ struct LongSums {
             float x[4];
             get(at, x);
             x[0] *= by[0][0], x[1] *= by[0][0], x[2] *= by[0][1], x[3] *= by[0][1];
-            put(at, x);
+            put(at, x, x);
         });
     }
 
@@ -62,16 +66,20 @@ struct LongSums {
 #pragma unroll
         for (int n = 0; n < N; n++) f(own + n / 8 * (config::GROUPS * 8192) + n % 8 * 1024, n);
     }
-    __device__ static void put(unsigned at, const float (&x)[4]) {
-        store_shared(at, pack2<bfloat16_t>(x[0], x[1]));
-        store_shared(at + 512, pack2<bfloat16_t>(x[2], x[3]));
-    }
-    __device__ static float rounded(float x) { return __uint_as_float(pack2<bfloat16_t>(x, x) << 16); }
-    __device__ static void get(unsigned at, float (&x)[4]) {
+    // `stored`: what is in memory of x now.
+    __device__ static void put(unsigned at, const float (&x)[4], float (&stored)[4]) {
+        unsigned words[2] = {pack2<bfloat16_t>(x[0], x[1]), pack2<bfloat16_t>(x[2], x[3])};
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            unsigned w = load_shared(at + 512 * i);
-            x[2 * i] = __uint_as_float(w << 16), x[2 * i + 1] = __uint_as_float(w & 0xffff0000);
+            store_shared(at + 512 * i, words[i]);
+            unpack(words[i], stored[2 * i], stored[2 * i + 1]);
         }
+    }
+    __device__ static void get(unsigned at, float (&x)[4]) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) unpack(load_shared(at + 512 * i), x[2 * i], x[2 * i + 1]);
+    }
+    __device__ static void unpack(unsigned word, float& low, float& high) {
+        low = __uint_as_float(word << 16), high = __uint_as_float(word & 0xffff0000);
     }
 };
