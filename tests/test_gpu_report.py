@@ -10,7 +10,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import check_gpu_report
 import gpu_report
 import pytest
 from backends import to_count
@@ -43,20 +42,6 @@ def test_nothing_to_complain_of() -> None:
 )
 def test_complaints(change: dict[str, Any], complaint: str) -> None:
     assert complaints(passing() | change, DIGEST) == [complaint]
-
-
-def test_failures_that_are_explained() -> None:
-    """Of one run alone, each by a test that is there; others count."""
-    for digest, tests in check_gpu_report.EXPLAINED.items():
-        report = passing() | {"sources": digest, "failed": len(tests), "failures": list(tests)}
-        assert complaints(report, digest) == []
-        more = report | {"failed": len(tests) + 1, "failures": [*tests, "another"]}
-        assert complaints(more, digest) == [f"it counts {len(tests) + 1} failed: ['another']"]
-        assert complaints(report | {"failed": len(tests) + 1}, digest)  # one that is not named
-        assert complaints(report | {"sources": DIGEST}, DIGEST) == [f"it counts {len(tests)} failed: {list(tests)}"]
-        for shown in tests.values():
-            path, _, name = shown.partition("::")
-            assert f"def {name.partition('[')[0]}(" in (Path(__file__).parents[1] / path).read_text(encoding="utf-8")
 
 
 def test_a_marker_says_what_is_counted(request: pytest.FixtureRequest) -> None:

@@ -258,7 +258,10 @@ def prepare_all(
     """What a call runs, one after the other: gradients of arrays come after those of q, k and v."""
     first = prepare(lib, arrays, addresses, targets, options, family, backward, ordinal)
     rest = rules.apart(wrt) if wrt else []
-    return [first, *[prepare(lib, arrays, addresses, {}, options, family, True, ordinal, names, first) for names in rest]]
+    return [
+        first,
+        *[prepare(lib, arrays, addresses, {}, options, family, True, ordinal, names, first) for names in rest],
+    ]
 
 
 def to_leave(passes: list[Prepared]) -> list[Any] | None:

@@ -98,7 +98,8 @@ EIGHT = (
     ForwardTile(3, 128, 3, spills=400, dim=64, crowded=False),
     ForwardTile(2, 128, 3, spills=240, dim=64),
     ForwardTile(2, 192, 2, spills=320, dim=128, banded=True, scored=False),  # with scales of blocks; else none
-    ForwardTile(3, 96, 2, spills=96, dim=128, banded=False, scored=False),  # with a mask and scales of blocks; else none
+    # With a mask and scales of blocks; else none.
+    ForwardTile(3, 96, 2, spills=96, dim=128, banded=False, scored=False),
     ForwardTile(2, 128, 2, spills=320, dim=192),
     ForwardTile(2, 96, 2, spills=400),
     ForwardTile(2, 64, 2, spills=240),
@@ -131,7 +132,8 @@ def _possible(t: ForwardTile, problem: AttentionProblem) -> bool:
     return t.registers <= 256 and t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= t.registers - 32
 
 
-SUM_KEYS = 2048  # tensor cores sum P V of 8 bits over so many keys, or half as many more (kernels_cu/sm90/long_sums.cuh)
+# Tensor cores sum P V of 8 bits over so many keys, or half as many more (kernels_cu/sm90/long_sums.cuh).
+SUM_KEYS = 2048
 TURNED_KEYS = 128  # of the block that turns V (kernels_cu/sm90/turned_values.cuh)
 
 
@@ -141,7 +143,14 @@ TILES = Tiles(FORWARD, {
 
 
 def forward_memory(
-    t: ForwardTile, dim: int, dim_v: int, q_stages: int, o_staged: bool, pairs: PairTiles, size: int = 2, summed: bool = False
+    t: ForwardTile,
+    dim: int,
+    dim_v: int,
+    q_stages: int,
+    o_staged: bool,
+    pairs: PairTiles,
+    size: int = 2,
+    summed: bool = False,
 ) -> int:
     """Bytes of shared memory that the forward lays out for inputs of `size` bytes; with room for sums of O where `summed`."""
     row = pad(size * dim, 128)  # bytes in shared memory
@@ -165,6 +174,7 @@ class ForwardFit(NamedTuple):
 def _by_load(problem: AttentionProblem, arch: Arch) -> tuple[ForwardTile, ...]:
     """Those of a table for the problem; those come last that give some multiprocessor too much to do."""
     dim, most = max(padded(problem)), OVERLOAD
+    rows: tuple[ForwardTile, ...]
     if dim <= 32:
         rows, most = NARROW, NARROW_OVERLOAD
     elif paired(problem):  # for a mask there is little room beside small tiles
@@ -200,7 +210,9 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
     )
     short = few and problem.seq_k <= FEW and heads > arch.sms
     busy, crowded = scored(problem) or problem.dropout > 0, _crowded(problem)
-    first = PACKED if packed else SHORT[bool(paired(problem)) :] if short else LISTED if listed else _by_load(problem, arch)
+    first = (
+        PACKED if packed else SHORT[bool(paired(problem)) :] if short else LISTED if listed else _by_load(problem, arch)
+    )
     eight = problem.dtype == FLOAT8
     rows: tuple[ForwardTile, ...] = (
         (*([TILES.tile(tile)] if tile else ()), *EIGHT) if eight else TILES.rows(tile, first)
