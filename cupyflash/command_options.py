@@ -93,7 +93,8 @@ def value(text: str) -> Any:
 def _option(row: OptionRule) -> tuple[Any, Any, str]:
     if row.default is False:
         return bool, False, row.help
-    return str | None, row.default if isinstance(row.default, str) else None, row.help
+    help = row.help + " As 255,0 or ,0: empty, no bound." if row.name == "window" else row.help
+    return str | None, row.default if isinstance(row.default, str) else None, help
 
 
 def _parameter(name: str, kind: Any, default: Any, help: str) -> inspect.Parameter:
@@ -120,5 +121,11 @@ def _value(row: OptionRule, given: Any) -> Any:
     if given is None or given is False:
         return None
     found = given if given is True or row.text else value(given)
+    if row.name == "window" and not (
+        isinstance(found, tuple) and len(found) == 2 and all(x is None or isinstance(x, int) for x in found)
+    ):
+        raise ValueError(
+            f"--window is {given!r}; it must be LEFT,RIGHT, numbers of keys, empty where there is no bound: 255,0 or ,0"
+        )
     row.check(found)
     return found

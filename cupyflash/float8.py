@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import numbers
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ def quantize(x: Any, by: str | None = "block", *, layout: str = "bshd") -> tuple
     ----------
     x : (B, S, H, D), as `attention` takes it
         A NumPy or JAX array or a PyTorch tensor of float16, bfloat16, float32 or float64. CuPy has no arrays of 8 bits: of one
-        of its arrays give `torch.from_dlpack(x)`, which shares the memory. Numbers that are not finite become NaN.
+        of its arrays give `torch.from_dlpack(x)`, which shares the memory. Numbers that are not finite in
+        float32 become NaN.
     by : "block", "head" or None
         Each block of 128 rows of a head, each head or the whole has a scale of its own, with which its largest number is 448,
         the largest of e4m3. (Blocks as in Shah et al. 2024, section 3.3.)
@@ -47,6 +49,8 @@ def quantize(x: Any, by: str | None = "block", *, layout: str = "bshd") -> tuple
         more = ": CuPy has none of 8 bits; torch.from_dlpack(x) shares its memory" if package == "cupy" else ""
         name = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
         raise TypeError(f"x is a {name}; it must be a NumPy or JAX array or a PyTorch tensor{more}")
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("x is a masked array, whose mask would be lost; pass its data")
     if float_name(x.dtype) not in FLOATS:
         raise TypeError(f"x has dtype {x.dtype}; it must be one of {', '.join(FLOATS)}")
     if not 2 <= len(x.shape) <= 4:
@@ -72,9 +76,9 @@ def quantize(x: Any, by: str | None = "block", *, layout: str = "bshd") -> tuple
     per_row = descale[..., None]  # (..., blocks, 1)
     if by == "block":
         per_row = xp.broadcast_to(per_row, (*outer, blocks, BLOCK)).reshape((*outer, blocks * BLOCK))[..., :seq, None]
-    numbers = xp.where(finite, xp.clip(rows / per_row, -LARGEST, LARGEST), math.nan)
-    numbers = _cast(numbers, _float8(xp))
-    return (xp.swapaxes(numbers, -3, -2) if seq_first else numbers), descale
+    eight = xp.where(finite, xp.clip(rows / per_row, -LARGEST, LARGEST), math.nan)
+    eight = _cast(eight, _float8(xp))
+    return (xp.swapaxes(eight, -3, -2) if seq_first else eight), descale
 
 
 def rotation(dim: int, seed: int = 0) -> np.ndarray:
@@ -84,8 +88,9 @@ def rotation(dim: int, seed: int = 0) -> np.ndarray:
     size, so that a scale serves all of them. Random signs and a Hadamard matrix, of the powers of two in dim; of what is left
     of it a random rotation.
     """
-    if not isinstance(dim, int) or dim < 1:
+    if isinstance(dim, bool) or not isinstance(dim, numbers.Integral) or dim < 1:
         raise ValueError(f"dim is {dim!r}; it must be an integer, 1 or more")
+    dim = int(dim)
     rng = np.random.default_rng(seed)
     twos = dim & -dim
     hadamard = np.ones((1, 1))

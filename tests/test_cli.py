@@ -322,7 +322,12 @@ def test_attend_errors_are_one_line(run: Run, tmp_path: Path, rng: np.random.Gen
         (["-i", tmp_path / "bad.safetensors"], "bad.safetensors cannot be read as .safetensors"),
         (["--q", tmp_path / "bad.npy"], "bad.npy cannot be read as .npy"),
         (["--q", tmp_path / "object.npy"], "object.npy cannot be read as .npy"),
-        (["-i", good, "--window", "3"], "window is 3; it must be None or a pair (left, right)"),
+        (
+            ["-i", good, "--window", "3"],
+            "--window is '3'; it must be LEFT,RIGHT, numbers of keys, empty where there is no",
+        ),
+        (["-i", good, "--window", "None,0"], "--window is 'None,0'; it must be LEFT,RIGHT"),
+        (["-i", good, "--window", "(3,0)"], "--window is '(3,0)'; it must be LEFT,RIGHT"),
         (["-i", good, "--scale", "large"], "scale is 'large'; it must be a real number"),
         (["-i", good, "--window", "-1,0"], "window's left bound is -1"),
         (["-i", good, "--layout", "bhds"], "layout is 'bhds'"),

@@ -384,8 +384,12 @@ def test_what_quantize_refuses() -> None:
         quantize([1.0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^x has 1 dimensions, shape \(3,\)"):
         quantize(np.ones(3))
-    with pytest.raises(ValueError, match="^dim is 0"):
-        rotation(0)
+    with pytest.raises(TypeError, match="^x is a masked array, whose mask would be lost"):
+        quantize(np.ma.masked_array(np.ones((2, 3), np.float32), True))
+    for dim in (0, True, 2.0):
+        with pytest.raises(ValueError, match=f"^dim is {dim}; it must be an integer, 1 or more"):
+            rotation(dim)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(rotation(np.int64(4)), rotation(4))
 
 
 @pytest.mark.parametrize("dim", [1, 3, 64, 96, 128])

@@ -17,6 +17,7 @@ from semantics import Blocks, draw_blocks, draw_inputs
 
 from cupyflash.float8 import quantize as by_block
 from cupyflash.gpu.device import Arch
+from cupyflash.gpu.families import sm90_forward
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
 from cupyflash.problem import ARRAYS, Given, View
@@ -48,13 +49,27 @@ CASES: dict[str, dict[str, Any]] = {  # shapes, how inputs are scaled, the resul
     "sums": {"seq": (300, 1500), "heads": (4, 2), "by": "block", "causal": True},
     "sums-full": {"seq": (200, 1300), "dims": (128, 128), "by": "head", "given": ("sinks",)},
     "sums-wide": {"seq": (130, 1100), "heads": (1, 1), "dims": (256, 256), "window": (900, 300)},
+    "sums-192": {"seq": (130, 1000), "heads": (2, 1), "dims": (192, 128), "causal": True, "by": "block", "result": "float16"},
+    "sums-eight": {"seq": (130, 900), "heads": (1, 1), "dims": (128, 120), "window": (700, 90), "result": "float8_e4m3fn", "out_scale": 30.0},
+    "sums-scores": {
+        "seq": (150, 1000), "heads": (2, 1), "given": (*SCORES, "seed"), "dropout": 0.2, "softcap": 8.0, "blocks": ((64, 128), "h"),
+    },
     "long-tiles": {"seq": (200, 500), "dims": (128, 128), "tile": (2, 192, 2), "by": "block"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_on_cpu(case: str, rng: np.random.Generator) -> None:
-    options = {"by": None, "given": (), "key_mask": False, "heads": (2, 2), "dims": (64, 64)} | CASES[case]
+def test_on_cpu(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.startswith("sums"):
+        monkeypatch.setattr(sm90_forward, "SUM_KEYS", 256)
+    options = {
+        "by": None,
+        "long_sums": case.startswith("sums"),
+        "given": (),
+        "key_mask": False,
+        "heads": (2, 2),
+        "dims": (64, 64),
+    } | CASES[case]
     shapes = {name: options.pop(name) for name in ("seq", "heads", "dims", "given", "key_mask")}
     if score := options.pop("score", None):
         shapes["score"], options["score"] = score, WRITTEN[score].function
@@ -73,6 +88,7 @@ def check(
     *,
     result: str = "bfloat16",
     out_scale: float = 1.0,
+    off: float | None = None,  # of an element, relative
     **options: Any,
 ) -> None:
     """The kernel in both orders (cuda_on_cpu.h), to the bit the same in both, beside exact attention on what x stands for."""
@@ -80,6 +96,8 @@ def check(
     for out, lse, exact in results(x, key_mask, others, result, out_scale, **options):
         error = np.sqrt(((out.astype(np.float64) / out_scale - exact.out) ** 2).sum() / (exact.out**2).sum())
         assert error <= whole(x, result), f"out is off by {error:.3f} of its norm"
+        if off is not None:
+            np.testing.assert_allclose(out.astype(np.float64), exact.out, rtol=off)
         np.testing.assert_allclose(lse, exact.lse, rtol=1e-5, atol=2e-5)
         bits = out.tobytes() + lse.tobytes()
         assert before in (None, bits)
@@ -95,6 +113,7 @@ def results(
     *,
     tile: tuple[int, ...] | None = None,
     blocks: Blocks | None = None,
+    long_sums: bool = False,  # whether O is a sum of sums (sm90/long_sums.cuh)
     **options: Any,
 ) -> Iterator[tuple[np.ndarray, np.ndarray, Standard]]:
     """out and lse of the kernel, in both orders, and exact attention."""
@@ -111,6 +130,7 @@ def results(
             given.append(Given(rule.name, "float32", axes))
     problem = replace(problem, dtype=FLOAT8.name, out_dtype=result, out_scale=out_scale, given=tuple(given))
     chosen = plan(problem, H200, False, "sm90", tile and {"sm90": tile})
+    assert (dict(chosen.constants)["SUM_TILES"] > 0) == long_sums
     (library,) = compile_all(as_cpp(generate(chosen), [y.name for y in chosen.launches]))
     optional = x.descales | others | ({} if key_mask is None else {"key_mask": key_mask})
     inputs = {name: Guarded(a.shape, a.dtype, a, True) for name, a in zip("qkv", x[:3])}
@@ -127,7 +147,10 @@ def results(
         yield made["out"].array, made["lse"].array, exact
 
 
-def test_a_row_keeps_its_maximum_where_that_of_another_grows(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("long_sums", [False, True])
+def test_a_row_keeps_its_maximum_where_that_of_another_grows(
+    long_sums: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of a warp raise their maxima together, here in each of 24 tiles; every other row has seen its largest in the first."""
     q, k, v = (rng.standard_normal((1, n, 1, 64)).astype(np.float32) for n in (64, 24 * 128, 24 * 128))
     q[..., :2], k[..., :2] = 0, 1
@@ -135,7 +158,24 @@ def test_a_row_keeps_its_maximum_where_that_of_another_grows(rng: np.random.Gene
     k[:, :-128, :, 1], k[:, -128:, :, 1] = -1, 8  # the last keys are visited first
     size = 24 - np.arange(24, dtype=np.float32)
     given = [x.astype(FLOAT8) for x in (q, k, v)]
-    check(Quantized(*given, {"k_descale": size[None, None]}))
+    if long_sums:
+        monkeypatch.setattr(sm90_forward, "SUM_KEYS", 256)
+    check(Quantized(*given, {"k_descale": size[None, None]}), long_sums=long_sums)
+
+
+def test_rows_that_grow_by_little_beside_one_that_grows_by_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sums in shared memory shrink by less than bfloat16 tells, in each of many tiles."""
+    monkeypatch.setattr(sm90_forward, "SUM_KEYS", 256)
+    tiles = 60
+    q, k = np.zeros((1, 64, 1, 64), np.float32), np.zeros((1, 128 * tiles, 1, 64), np.float32)
+    v = np.ones((1, 128 * tiles, 1, 64), np.float32)
+    growth = np.where(np.arange(64) % 2, 0.0015, 3.0)[:, None] * (tiles - 1 - np.arange(128 * tiles) // 128)
+    check(
+        Quantized(*(x.astype(FLOAT8) for x in (q, k, v)), {}),
+        others={"bias": growth.astype(np.float32)[None, None]},
+        long_sums=True,
+        off=0.02,
+    )
 
 
 def test_values_that_no_query_sees_are_large(rng: np.random.Generator) -> None:
