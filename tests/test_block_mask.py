@@ -418,3 +418,19 @@ def test_frameworks(library: str, on_gpu: bool, rng: np.random.Generator) -> Non
             draw_inputs(rng, "float32", heads=(4, 2)), rank=4, layout="bshd", lay=CONTIGUOUS, deterministic=False, family=None,
             recorded=recorded, blocks=draw_blocks(rng, (2, 4, 67, 93), (16, 32)), causal=True,
         )  # fmt: skip
+
+
+def test_patterns_have_no_truth_value() -> None:
+    for wrong in (lambda: not masks.causal(), lambda: masks.causal() and masks.prefix(3), lambda: masks.causal() or masks.prefix(3)):
+        with pytest.raises(TypeError, match="^a pattern has no truth value; combine patterns by &, | and ~"):
+            wrong()
+
+
+def test_what_patterns_are_combined_with() -> None:
+    for other, told in (
+        (np.ones((3, 3), bool), "a ndarray at &"), (True, "a bool at &"), (masks.prefix, r"masks\.prefix, which is to be called at &"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"^a pattern stands beside {told}; it must be a pattern or a function"):
+            masks.causal() & other  # type: ignore[operator]
+    for both in (masks.causal() & (lambda b, h, i, j: j > 2), (lambda b, h, i, j: j > 2) & masks.causal()):
+        assert block_mask(both, shape=(16, 16)).share() == sum(max(0, i - 2) for i in range(16)) / 256

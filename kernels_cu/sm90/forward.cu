@@ -257,7 +257,7 @@ struct Worker {
         if (__builtin_expect(grown || full, false)) {
             if (grown) softmax.scale_rows(o, shrink);
             if constexpr (SUM_TILES > 0) {
-                if (grown) sums.scale_rows<DIM_V / 8>(s.sums(), group, shrink);
+                if (grown) sums.scale_rows(s.sums(), group, o, shrink);
                 if (full) put_away();
             }
         }

@@ -33,15 +33,17 @@ struct LongSums {
         tiles = 0, kept = true;
     }
 
-    // What is in memory, multiplied, too.
+    // What is in memory, multiplied, too; what that rounds off goes to the accumulator, which has been multiplied.
     template <int N>
-    __device__ void scale_rows(unsigned base, int group, const float (&by)[1][2]) const {
+    __device__ void scale_rows(unsigned base, int group, Accumulator<1, N>& o, const float (&by)[1][2]) const {
         if (!kept) return;
-        for_columns<N>(base, group, [&](unsigned at, int) {
-            float x[4];
+        for_columns<N>(base, group, [&](unsigned at, int n) {
+            float x[4], stored[4];
             get(at, x);
             x[0] *= by[0][0], x[1] *= by[0][0], x[2] *= by[0][1], x[3] *= by[0][1];
-            put(at, x, x);
+            put(at, x, stored);
+#pragma unroll
+            for (int i = 0; i < 4; i++) o.x[0][n][i] += x[i] - stored[i];
         });
     }
 

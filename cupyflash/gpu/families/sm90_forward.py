@@ -103,6 +103,7 @@ EIGHT = (
     ForwardTile(2, 128, 2, spills=320, dim=192),
     ForwardTile(2, 96, 2, spills=400),
     ForwardTile(2, 64, 2, spills=240),
+    ForwardTile(2, 64, 1, spills=240),  # beside sums, mask and bias
 )
 # With a block mask first those whose 128 queries are a block of most masks.
 LISTED = (
