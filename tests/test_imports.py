@@ -6,6 +6,7 @@ import graphlib
 import subprocess
 import sys
 
+import pytest
 from imports import HANDED_OVER, import_graph
 
 LIBRARY = ("api", "passes", "folding", "problem", "interop", "cpu", "gpu", "torch", "jax", "compat", "integrations")
