@@ -43,7 +43,9 @@ class Pattern:
         made_by = getattr(other, "__module__", None) == __name__ and not isinstance(other, Pattern)
         if not callable(other) or made_by:
             what = f"masks.{other.__name__}, which is to be called" if made_by else f"a {type(other).__name__}"
-            raise TypeError(f"a pattern stands beside {what} at {sign}; it must be a pattern or a function of (b, h, i, j)")
+            raise TypeError(
+                f"a pattern stands beside {what} at {sign}; it must be a pattern or a function of (b, h, i, j)"
+            )
         return Pattern(lambda *at: combine(self(*at), other(*at)), *self._lengths, *getattr(other, "_lengths", ()))
 
     def __invert__(self) -> Pattern:

@@ -421,7 +421,11 @@ def test_frameworks(library: str, on_gpu: bool, rng: np.random.Generator) -> Non
 
 
 def test_patterns_have_no_truth_value() -> None:
-    for wrong in (lambda: not masks.causal(), lambda: masks.causal() and masks.prefix(3), lambda: masks.causal() or masks.prefix(3)):
+    for wrong in (
+        lambda: not masks.causal(),
+        lambda: masks.causal() and masks.prefix(3),
+        lambda: masks.causal() or masks.prefix(3),
+    ):
         with pytest.raises(TypeError, match="^a pattern has no truth value; combine patterns by &, | and ~"):
             wrong()
 

@@ -6,7 +6,6 @@ import graphlib
 import subprocess
 import sys
 
-import pytest
 from imports import HANDED_OVER, import_graph
 
 LIBRARY = ("api", "passes", "folding", "problem", "interop", "cpu", "gpu", "torch", "jax", "compat", "integrations")
@@ -42,9 +41,6 @@ def test_the_planner_reads_no_file() -> None:
             assert not graph[name] & {"cupyflash.tuned", "cupyflash.files", "cupyflash.folders"}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="score/trace.py imports NumPy; gpu_report.json is of its bytes, so the next run mends it"
-)
 def test_importing_the_package_imports_no_array_library() -> None:
     """They take longer than everything else; each comes with the first array of its own."""
     code = "import sys, cupyflash; print(*{'numpy', 'cupy', 'torch', 'jax', 'ml_dtypes', 'cuda'} & sys.modules.keys())"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-import numpy as np
 
 from .expression import parse
 from .graph import VARIABLES, Graph, Node, Score, ScoreArray
@@ -189,8 +188,14 @@ def _names(code: types.CodeType) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(names))
 
 
+def _is_scalar(x: Any) -> bool:
+    """Whether x is one of NumPy's, which is not imported for that."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(x, numpy.generic)
+
+
 def _of_value(x: Any, outer: tuple[Any, ...], leaf: Callable[[Any], Any] | None) -> Any:
-    if x is None or type(x) in (bool, int, float, str) or isinstance(x, np.generic):
+    if x is None or type(x) in (bool, int, float, str) or _is_scalar(x):
         return type(x), repr(x)
     if isinstance(x, tuple) and not hasattr(x, "__dict__"):  # classes made of them may have attributes
         return type(x), *(_of_value(y, outer, leaf) for y in x)
