@@ -301,9 +301,9 @@ def fold_descales(options: dict[str, Any], q: Any, descales: dict[str, Any]) -> 
 def mask_kind(block_mask: Any) -> MaskKind | None:
     kind = getattr(block_mask, "kind", None)
     if block_mask is not None and not isinstance(kind, MaskKind):
-        raise TypeError(
-            f"block_mask is a {type(block_mask).__name__}; it must be what cupyflash.block_mask made, or None"
-        )
+        name = f"{type(block_mask).__module__}.{type(block_mask).__qualname__}".removeprefix("builtins.")
+        also = "; cupyflash.torch.flex_attention takes PyTorch's" if name.startswith("torch.") else ""
+        raise TypeError(f"block_mask is a {name}; it must be what cupyflash.block_mask made, or None{also}")
     return kind
 
 

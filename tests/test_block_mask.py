@@ -255,7 +255,9 @@ def test_messages_of_calls() -> None:
         mask = block_mask(masks.causal(), shape=shape)
         with pytest.raises(ValueError, match="block_mask has shape .*; " + wanted):
             attention(x, x, x, block_mask=mask)
-    with pytest.raises(TypeError, match="block_mask is a ndarray; it must be what cupyflash.block_mask made, or None"):
+    with pytest.raises(
+        TypeError, match="block_mask is a numpy.ndarray; it must be what cupyflash.block_mask made, or None"
+    ):
         attention(x, x, x, block_mask=np.ones((40, 40), bool))
     mask = block_mask(masks.causal(), shape=(40, 40))
     mask.kind = MaskKind(mask.shape, "cuda:0")

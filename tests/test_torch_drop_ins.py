@@ -168,7 +168,7 @@ def test_errors_name_the_arguments_of_the_drop_in() -> None:
         (lambda: module(own, own[..., :8], own), ValueError, r"^key has shape \(5, 2, 8\); it must be 3-dimensional, with 16"),
         (lambda: module(own, own, own[0]), ValueError, r"^value has shape \(2, 16\); it must be 3-dimensional"),
         (lambda: module(own, own[:, :1], own[:, :1]), ValueError, "^key has batch 1"),
-        (lambda: module(own, own, own, torch.ones(2, 4) > 2), ValueError, r"^key_padding_mask has shape \(2, 4\); it must"),
+        (lambda: module(own, own, own, torch.ones(2, 4) > 2), ValueError, r"^key_padding_mask has shape \(2, 4\); it must be \(2, 5\) \(True: hidden\)"),
         (lambda: module(own, own, own, torch.ones(2, 5).int()), TypeError, "^key_padding_mask has dtype torch.int32; it must"),
         (lambda: module(own, own, own, attn_mask=torch.ones(4, 5) > 2), ValueError, r"^attn_mask has shape \(4, 5\)"),
         (lambda: module(own, own, own, attn_mask=torch.ones(3, 5, 5)), ValueError, r"^attn_mask has shape \(3, 5, 5\)"),
