@@ -12,7 +12,7 @@ from .. import attention
 from ..timing import Candidate, geomean, ratio, reason
 from . import peers
 from .report import NAMES, cell, ratio_text
-from .suite import TOLERANCE, Measured, Options, Problem, case_of, relative_error, take_turns
+from .suite import TOLERANCE, Measured, Options, Problem, case_of, flops_of, relative_error, take_turns
 
 PEERS = ("cudnn8", "eight", "bf16", "fa3")
 OVER = {"cudnn8": "cuDNN", "bf16": "our bfloat16"}
@@ -61,14 +61,7 @@ def measure(problem: Problem, options: Options) -> Measured:
         else:
             notes[name] = f"wrong: relative error {error:.2g} against float32"
     seconds, more = take_turns(candidates, options)
-    work = (
-        4.0
-        * problem["batch"]
-        * problem["heads"]
-        * problem["seq"] ** 2
-        * problem["dim"]
-        * (0.5 if problem["causal"] else 1.0)
-    )
+    work = flops_of(problem, False)
     return {name: work / 1e12 / t for name, t in seconds.items()}, notes | more
 
 
