@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 from . import interop, passes
 from .interop.protocol import Arrays, Library
 from .other_names import unexpected
-from .problem import Gradients, check_flag, check_wrt, score_of, seed_of
+from .problem import Gradients, check_flag, check_wrt, fold_descales, score_of, seed_of
 from .signature import A, Array, L, closed
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ class Options(TypedDict, total=False):
     block_mask: BlockMask | None
     dropout: float
     seed: int | Array | None
+    q_descale: float | Array | None
+    k_descale: float | Array | None
+    v_descale: float | Array | None
+    out_dtype: Any
+    out_scale: float
     layout: str
     deterministic: bool
     out: Array | None
@@ -75,6 +80,11 @@ def attention(
     block_mask: BlockMask | None = None,
     dropout: float = 0.0,
     seed: int | Array | None = None,
+    q_descale: float | Array | None = None,
+    k_descale: float | Array | None = None,
+    v_descale: float | Array | None = None,
+    out_dtype: Any = None,
+    out_scale: float = 1.0,
     layout: str = "bshd",
     return_lse: bool = False,
     deterministic: bool = False,
@@ -92,8 +102,8 @@ def attention(
     Parameters
     ----------
     q : (B, Sq, Hq, D)
-        Queries. float16, bfloat16, float32 or float64; NumPy, CuPy, PyTorch, JAX or anything with DLPack or the
-        CUDA array interface. Any strides.
+        Queries. float16, bfloat16, float32, float64 or float8_e4m3fn (on a GPU: Hopper's); NumPy, CuPy, PyTorch, JAX or
+        anything with DLPack or the CUDA array interface. Any strides.
     k : (B, Sk, Hk, D)
         Keys. Hq must be a multiple of Hk (multi-head, grouped-query or multi-query attention): query head h reads
         key/value head h // (Hq // Hk).
@@ -126,8 +136,8 @@ def attention(
         s = scale · q · k; see `cupyflash.score` and the page on score functions. It is run once, to be traced, and computed
         in float32 (float64 for float64). -inf hides a pair. Not together with softcap. Or the same as an expression in C.
     score_arrays : dict of arrays, optional
-        What `score` reads, by the names of its parameters: of 1 to 4 dimensions, in the dtype of q, float32, int32, int64 or
-        bool, with any strides. An index beyond an end is taken as the nearest that there is.
+        What `score` reads, at most 32, by the names of its parameters: of 1 to 4 dimensions, in the dtype of q, float32,
+        int32, int64 or bool, with any strides. An index beyond an end is taken as the nearest that there is.
     sinks : (Hq,), optional
         For each head a score more in the denominator of every row, with no value; in the dtype of q or float32. Neither
         scaled, capped, biased nor masked. lse includes it.
@@ -144,12 +154,22 @@ def attention(
         and dtype and by every kernel family, as does `attention_backward`; nothing is stored. Any 64 bits, 5 and 5 - 2**64
         being the same. An array (int64, uint64, int32 or uint32, on q's device) is read when the kernels run, so that a CUDA
         graph that is run again finds a new seed there. Without dropout it is not looked at.
+    q_descale, k_descale, v_descale : float, or array (B, Hq, blocks) for q and (B, Hk, blocks) for k and v, optional
+        What inputs of float8_e4m3fn are multiplied by, more than 0: a number, or in float32 one for each head, (Hq, 1) or
+        (B, Hq, 1), or for each block of 128 rows. (Shah et al. 2024, section 3.3, has blocks.) Bias, slopes, sinks and arrays
+        of a score function are float32 then.
+    out_dtype : dtype, optional
+        Of the result, for inputs of float8_e4m3fn: bfloat16, which is the default, float16 or float8_e4m3fn.
+    out_scale : float
+        What the result is multiplied by before it is rounded, for inputs of float8_e4m3fn; what is beyond 448 then becomes
+        448 in a result of 8 bits.
     layout : "bshd" or "bhsd"
         Where the heads stand. Without the batch axis (S, H, D) and without heads (S, D) are accepted too.
     return_lse : bool
         Also return the log-sum-exp of every row's scores, which `attention_backward` and `merge` need.
     deterministic : bool
-        The forward always is, bit for bit; this asks it of the gradients (PyTorch tensors that require grad).
+        The forward always is, bit for bit; this asks it of the gradients that PyTorch and JAX take. For tensors
+        `torch.use_deterministic_algorithms(True)` asks it too.
     out : array, optional
         Where to write the result: the shape, dtype, library and device of the result, and memory of its own.
     family : "sm90", "sm80", "simt", "flash1", optional
@@ -177,8 +197,10 @@ def attention(
     })  # fmt: skip
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "block_mask": block_mask,
-        "dropout": dropout, "layout": layout, "deterministic": deterministic,
+        "dropout": dropout, "out_dtype": out_dtype, "out_scale": out_scale, "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
+    if not (q_descale is k_descale is v_descale is None):
+        arrays |= fold_descales(options, q, {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale})
     if return_lse is not True and return_lse is not False:
         check_flag("return_lse", return_lse)
     lib = interop.library("q", q)
@@ -279,8 +301,7 @@ def attention_backward(
     if grads is not None and (not isinstance(grads, (tuple, list)) or len(grads) != 3):
         what = f"holds {len(grads)} arrays" if isinstance(grads, (tuple, list)) else f"is {type(grads).__name__}"
         raise ValueError(f"grads {what}; it must be a tuple of three arrays (dq, dk, dv) or None")
-    names = Gradients._fields
-    targets = _present(names, dict(zip(names, grads))) if grads is not None else {}
+    targets = dict(zip(Gradients._fields, grads)) if grads is not None else {}
     recorder = lib.recorder(arrays, backward=True)
     run = passes if recorder is None else recorder
     return run.backward(lib, arrays, targets, options, number, family, check_wrt(wrt, arrays, options["score"]))
@@ -327,8 +348,8 @@ def block_mask(
     ----------
     source : function, array or pattern, optional
         A function of (b, h, i, j), the numbers of the batch entry, head, query and key, that returns booleans: True where the
-        query may attend the key. It is called with arrays of int64 of shapes (B, 1, 1, 1), (1, H, 1, 1), (R, 1) and (Sk,)
-        that broadcast, for R queries at a time, so use operators, not `if`. They are of the library of `like`, else NumPy's or
+        query may attend the key. It is called with arrays of int64 (JAX's: int32) of shapes (B, 1, 1, 1), (1, H, 1, 1), (R, 1)
+        and (Sk,) that broadcast, for R queries at a time, so use operators, not `if`. They are of the library of `like`, else NumPy's or
         CuPy's. Or a boolean array that broadcasts to `shape`, or one of `cupyflash.masks`. Without it all pairs of `blocks` are
         visible.
     shape : (batch, heads, queries, keys), or (queries, keys)
@@ -372,7 +393,8 @@ def explain(
     q, k, v : arrays or shapes
         What `attention` would be given; shapes (tuples) need `dtype`. k and v default to q's.
     dtype : optional
-        For shapes: "float16", "bfloat16", "float32", "float64", a short name ("bf16") or a dtype of NumPy, PyTorch or JAX.
+        For shapes: "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", a short name ("bf16") or a dtype of NumPy,
+        PyTorch or JAX.
     arch : str, optional
         Plan for this architecture ("sm_80", "sm_90a", ...) instead of the GPU at hand; no GPU is needed then.
     backward : bool
@@ -407,8 +429,8 @@ def tune(
     """Time the tiles that a problem's kernels could have on this GPU, and use the fastest from now on.
 
     FlashAttention-2 (Dao 2023, section 3.3) chose them by hand and left this to future work. What is stored holds for
-    problems of the same dtype, head dimensions and kind of mask, with lengths up to the same power of two, on the same kind
-    of GPU.
+    problems of the same dtype, head dimensions, kind of mask, optional arrays and options, with lengths up to the same power
+    of two, on the same kind of GPU.
 
     Parameters
     ----------

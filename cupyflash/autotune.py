@@ -78,6 +78,10 @@ def tune(
     device.current(0)  # says what is missing, where there is no GPU
     ordinal = _ordinal()
     arch = device.current(ordinal)
+    if as_view("q", q, dtype, arch.name).dtype == rules.FLOAT8:
+        raise ValueError(
+            f"q has dtype {rules.FLOAT8}, of which CuPy has no arrays to time; its tiles are the table's own"
+        )
     k = q if k is None else k
     options = {name: given.pop(name) for name in rules.complete({}) if name in given}
     given["seed"], _ = rules.seed_of(given.get("seed"), 0.0)  # a number changes nothing

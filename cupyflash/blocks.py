@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from . import interop, tile_lists
+from .interop.protocol import Library
 from .masks import Pattern
 from .problem import MaskKind
 from .tile_lists import EMPTY, FULL, WORD, ListUse
@@ -28,7 +29,8 @@ class BlockMask:
     """What `block_mask` makes; `attention(..., block_mask=...)` takes it. It never changes.
 
     What kernels read of it is made at the first call with kernels of other tiles, which waits for the GPU: make that call
-    before a CUDA graph is captured, and keep the mask as long as the graph. Another mask of the same shape compiles nothing new.
+    before a CUDA graph is captured, and keep the mask as long as the graph. Another mask of the same shape compiles nothing new, but
+    that JAX traces each mask by itself.
 
     Attributes
     ----------
@@ -80,7 +82,8 @@ class BlockMask:
         if found is None:
             with _on(self.kind.device) as xp:
                 found = tile_lists.make(xp, self._slots, self._bits, self.block, self.shape[2:], use)
-                found = self._lists[use] = found if xp is np else _of_its_own(found)
+                # Another thread may have made it too, and launched with it: that one is kept.
+                found = self._lists.setdefault(use, found if xp is np else _of_its_own(found))
         return found
 
     def make_tensors(self) -> None:
@@ -199,21 +202,34 @@ def _converter(xp: ModuleType, kind: str) -> Callable[[Any], Any]:
 def _booleans(xp: ModuleType, name: str, x: Any) -> Any:
     if isinstance(x, (bool, np.bool_)):
         return xp.asarray(x)
-    lib = interop.library(name, x)
-    if xp is not np and lib.kind not in ("cupy", "numpy"):
-        xp.cuda.Device().synchronize()  # what computes it runs on a stream of its own library
-    found = xp.asarray(x.detach() if lib.kind == "torch" else x)
+    found = _taken(xp, name, x)
     if found.dtype != bool:
         raise TypeError(f"{name} has dtype {found.dtype}; it must be bool")
     return found
 
 
+def _taken(xp: ModuleType, name: str, x: Any) -> Any:
+    """x as an array of xp: one on a GPU must be on that of the mask, one on the CPU is copied there."""
+    lib = interop.library(name, x)
+    x = interop.adopted(lib, {name: x})[name]
+    found, here = _device(lib, name, x), "cpu" if xp is np else f"cuda:{xp.cuda.Device().id}"
+    if found not in ("cpu", here):
+        raise ValueError(f"{name} is on {found}; it must be on {here}, as the mask is{', or on cpu' * (xp is not np)}")
+    if xp is not np and lib.kind not in ("cupy", "numpy"):
+        xp.cuda.Device().synchronize()  # what computes it runs on a stream of its own library
+    return xp.asarray(x.detach() if lib.kind == "torch" else x)
+
+
+def _device(lib: Library, name: str, x: Any) -> str:
+    device = interop.view(lib, name, x).device
+    if not device:
+        raise TypeError(f"{name} is traced by JAX; it must be an array: make the mask outside jit")
+    return device
+
+
 def _of_blocks(xp: ModuleType, name: str, x: Any, grid: tuple[int, ...]) -> Any:
     """Booleans of `grid` from such, or from numbers of blocks of keys."""
-    lib = interop.library(name, x)
-    if xp is not np and lib.kind not in ("cupy", "numpy"):
-        xp.cuda.Device().synchronize()
-    found = xp.asarray(x)
+    found = _taken(xp, name, x)
     if found.dtype.kind in "iu":
         want = (*grid[:3], "any number")
         if found.ndim not in (2, 3, 4) or any(n not in (1, m) for n, m in zip(found.shape[:-1][::-1], grid[:3][::-1])):
@@ -281,7 +297,7 @@ def _where(like: Any, device: str | None) -> tuple[str, str]:
         lib = interop.library("like", like)
         if device is not None:
             raise ValueError(f"like and device={device!r} are given; one of them says where the mask is")
-        return lib.kind, interop.view(lib, "like", interop.adopted(lib, {"like": like})["like"]).device
+        return lib.kind, _device(lib, "like", interop.adopted(lib, {"like": like})["like"])
     device = "cpu" if device is None else device
     if device == "cuda":
         device = "cuda:0"

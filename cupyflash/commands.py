@@ -27,7 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-DType = Annotated[str, typer.Option(help="bf16, fp16, fp32, fp64 or their long names.")]
+DType = Annotated[str, typer.Option(help="bf16, fp16, fp32, fp64, fp8 or their long names.")]
 KvShape = Annotated[str | None, typer.Option(help="Of k and v. Default: that of q.")]
 VShape = Annotated[str | None, typer.Option(help="Of v, where its last dimension is not that of k.")]
 Device = Annotated[str | None, typer.Option(help="cpu or gpu. Default: the GPU where one can be used.")]
@@ -127,8 +127,10 @@ def attend(
     for name, x in (*inputs.items(), *held.items(), *results.items()):
         typer.echo(f"{name:<8} {'x'.join(map(str, x.shape))} {x.dtype}")
     typer.echo(f"{seconds:.3g} s with {xp.__name__}, written to {output}")
-    if results["out"].dtype == "bfloat16" and suffix != ".safetensors":
-        typer.echo(f"note: {suffix} has no bfloat16; others read two bytes of no type there (.safetensors keeps it)")
+    kept = results["out"].dtype
+    if kept.kind == "V" and suffix != ".safetensors":  # of ml_dtypes
+        size = {1: "one byte", 2: "two bytes"}[kept.itemsize]
+        typer.echo(f"note: {suffix} has no {kept}; others read {size} of no type there (.safetensors keeps it)")
 
 
 @app.command()
@@ -166,8 +168,8 @@ def compile_(
     options: dict[str, Any],
     arrays: tuple[str, ...],
     arch: Annotated[list[str], typer.Option(help="sm_80, sm_90a, ...; may be given several times.")],
-    dtype: Annotated[list[str] | None, typer.Option(help="Default: all four.")] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(min=1, help="Default: 64, 128 and, 16-bit, 256.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Default: all but fp8.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(min=1, help="Default: 64, 128 and, up to 16 bits, 256.")] = None,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="Default: both.")] = None,
     backward: Annotated[bool | None, typer.Option("--backward/--forward", help="Default: both.")] = None,
     family: Family = None,
@@ -264,8 +266,8 @@ def bench(
     suites: Annotated[
         list[str] | None,
         typer.Argument(
-            help="forward, backward, host, jax, jit, import, memory, fp32, figures, training, gpt, ladder, scores, models, "
-            "precision, cpu; paper: what the papers report; all; plot draws the results."
+            help="forward, backward, host, jax, jit, import, memory, fp32, fp8, figures, training, gpt, ladder, scores, "
+            "models, precision, cpu; paper: what the papers report; all; plot draws the results."
         ),
     ] = None,
     family: Family = None,
@@ -426,7 +428,10 @@ def _shapes(
     v = k if v_shape is None else _shape("--v-shape", v_shape)
     if not arrays:
         return (q, k, v), {}
-    plain = describe(*(View(x, contiguous(x), "float32", "cpu", "shape") for x in (q, k, v)), **options)
+    views = (
+        View(x, contiguous(x), "float32", "cpu", "shape") for x in (q, k, v)
+    )  # lengths are the same of every dtype
+    plain = describe(*views, layout=options["layout"])
     return (q, k, v), {row.name: row.shape(plain, len(q)) for row in ARRAYS if row.name in arrays}
 
 

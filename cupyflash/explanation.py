@@ -115,11 +115,15 @@ def explain(
     k = q if k is None else k
     array, _ = rules.seed_of(given.get("seed"), 0.0)  # none is needed, and a number is compiled nowhere
     given["seed"] = array
-    arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in _OPTIONAL}}
-    views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None or name == "q"}
     options = {name: given[name] for name in rules.complete({}) if name in given}
+    descales = {name: given.pop(name, None) for name in rules.DESCALES}
+    given |= rules.fold_descales(options, as_view("q", q, dtype, arch), descales)
+    arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in _OPTIONAL}}
+    views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
     read = views_of_score(given.get("score_arrays"), arch)
     problem = rules.describe(**views, **options, score_arrays=read)
+    if backward:
+        rules.refuse_backward(problem.dtype)
     wanted = rules.check_wrt(wrt, arrays, problem.score)
     views |= {x.key: read[x.name] for x in (problem.score.arrays if problem.score else ())}
     device = views["q"].device
@@ -132,18 +136,12 @@ def explain(
         ordinal = 0 if device == "cpu" else int(device.partition(":")[2])
         found = _on_gpu(problem, views, backward, family, arch, ordinal, wanted)
     optional = optional_bytes(problem, views)
-    flops = found.flops + sum(problem.flops() for names in _apart(problem, wanted) if set(names) != {"sinks"})
+    flops = found.flops + sum(problem.flops() for names in rules.apart(wanted) if set(names) != {"sinks"})
     # An array that a score function reads goes by its own name.
     names = [of_score.name if problem.score and (of_score := problem.score.array(key)) else key for key in wanted]
     gradients = {f"d{name}": optional[name] for name in names}
     moved = found.bytes_moved + sum(gradients.values())
     return replace(found, flops=flops, bytes_moved=moved, notes=found.notes + notes, optional=optional | gradients)
-
-
-def _apart(problem: AttentionProblem, wanted: tuple[str, ...]) -> list[list[str]]:
-    """Arrays whose gradients have kernels in common, which compute the scores and dP once more."""
-    of_score = [key for key in wanted if problem.reads(key)]
-    return [names for names in ([key for key in wanted if key not in of_score], of_score) if names]
 
 
 def _of_which(optional: dict[str, int]) -> str:
@@ -171,7 +169,7 @@ def _refuse_family(family: str, q: View) -> None:
 
 def _on_cpu(problem: AttentionProblem, views: dict[str, View], backward: bool, shapes: bool) -> Explanation:
     notes = []
-    if problem.dtype in ("float16", "bfloat16"):
+    if problem.dtype in ("float16", "bfloat16", rules.FLOAT8):
         notes.append(f"{problem.dtype} is computed in float32, tile by tile")
     if shapes:
         notes.append('no GPU can be used here; name one to plan for it, as in arch="sm_90a"')
@@ -202,10 +200,9 @@ def _on_gpu(
     tiles = tuned.tiles(problem, arch, backward) if arch_name is None else {}
     chosen = plan(problem, arch, backward, family, tiles)
     plans = [chosen]
-    for names in _apart(problem, wanted):
-        lengths = {name: views[name].shape for name in names}
-        lengths |= {name: _OPTIONAL[name].lengths(shape) for name, shape in lengths.items() if name in _OPTIONAL}
-        plans.append(plan(problem, arch, backward, family, lengths=lengths))
+    for names in rules.apart(wanted):
+        lengths = rules.lengths_of(names, views)
+        plans.append(plan(problem, arch, backward, family, lengths=lengths).after(chosen))
     resources, notes = _compiled(chosen)
     compiled = [resources, *(_compiled(x)[0] for x in plans[1:])]
     if arch_name is None:
@@ -214,9 +211,9 @@ def _on_gpu(
         notes += (
             f"a {problem.dtype} number is multiplied as two of float16, of 22 bits together; sums are {problem.dtype}",
         )
-    if (shares := dict(chosen.scalars).get("most_shares", 1)) > 1:
+    if (shares := dict(chosen.scalars).get("shares", 1)) > 1:
         notes += (
-            f"up to {shares} thread blocks share a tile of keys: there are few, or some have many more queries than others",
+            f"the queries of a head of keys are dealt out in {shares} shares: key tiles are few, or some have many more queries",
         )
     if backward:  # as a caller would make them
         shape = rules.out_shape(views["q"].shape, problem)
@@ -283,8 +280,8 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
         raise TypeError(f"{name} is {x!r}; it must be an array or a shape, a tuple of integers") from None
     if not all(0 <= n < 2**63 for n in shape):
         raise ValueError(f"{name} has shape {shape}; its lengths must be 0 or more, and less than 2**63")
-    if name in _OPTIONAL and _OPTIONAL[name].dtypes[0] != "q":
-        dtype = _OPTIONAL[name].dtypes[0]
+    if name in _OPTIONAL and (dtype is not None or _OPTIONAL[name].dtypes[0] != "q"):
+        dtype = _OPTIONAL[name].taken(dtype or "")[0]
     elif dtype is None:
         raise TypeError(f"{name} is a shape, {shape}; dtype must be given with it, as in dtype='bfloat16'")
     where = "cuda:0" if arch is not None or _gpu_at_hand() else "cpu"
@@ -294,8 +291,8 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
 def dtype_name(dtype: Any) -> str | None:
     """What a dtype that is asked for is called here; TypeError for one that attention does not take, None for None."""
     name = rules.float_name(dtype)
-    if name not in (None, *rules.FLOATS):
-        raise TypeError(f"dtype is {dtype!r}; it must be one of {', '.join(rules.FLOATS)}")
+    if name not in (None, *rules.INPUTS):
+        raise TypeError(f"dtype is {dtype!r}; it must be one of {', '.join(rules.INPUTS)}")
     return name
 
 
@@ -324,9 +321,9 @@ def bytes_moved(problem: AttentionProblem, views: dict[str, View], backward: boo
     rows = p.batch * p.seq_q * p.heads_q
     q, o = rows * p.dim, rows * p.dim_v
     k, v = (p.batch * p.seq_k * p.heads_k * d for d in (p.dim, p.dim_v))
-    elements = 2 * (q + k + v + o) if backward else q + k + v + o
+    size = (q + k + v) * ITEMSIZE[p.dtype] + o * ITEMSIZE[p.result_dtype]
     optional = sum(optional_bytes(problem, views).values())
-    return elements * ITEMSIZE[p.dtype] + rows * ITEMSIZE[p.lse_dtype] + optional
+    return size * (1 + backward) + rows * ITEMSIZE[p.lse_dtype] + optional
 
 
 def optional_bytes(problem: AttentionProblem, views: dict[str, View]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from . import problem as rules
-from .problem import ARRAYS, ArrayRule
+from .problem import ARRAYS, PLACES, ArrayRule
 from .score.graph import folded as folded_score
 
 Arrays = dict[str, Any]
@@ -140,7 +140,7 @@ class Folding:
         batch = (self.batch,) if self.rank == 4 else ()
         rest = own[len(batch) :]
         x = self._expand(x, (self.size, *batch, *rest))
-        heads = (1,) if self.rank == 2 and "head" in row.axes else ()
+        heads = (1,) if self.rank == 2 and any(PLACES.get(axis, axis) == "head" for axis in row.axes) else ()
         return x.reshape(self.size * math.prod(batch), *heads, *rest)
 
     def unfold(self, name: str, x: Any) -> Any:

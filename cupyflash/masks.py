@@ -32,13 +32,27 @@ class Pattern:
         return self._function(b, h, i, j)
 
     def __and__(self, other: Pattern) -> Pattern:
-        return Pattern(lambda *at: self(*at) & other(*at), *self._lengths, *getattr(other, "_lengths", ()))
+        return self._with("&", operator.and_, other)
 
     def __or__(self, other: Pattern) -> Pattern:
-        return Pattern(lambda *at: self(*at) | other(*at), *self._lengths, *getattr(other, "_lengths", ()))
+        return self._with("|", operator.or_, other)
+
+    __rand__, __ror__ = __and__, __or__
+
+    def _with(self, sign: str, combine: Callable[[Any, Any], Any], other: Any) -> Pattern:
+        made_by = getattr(other, "__module__", None) == __name__ and not isinstance(other, Pattern)
+        if not callable(other) or made_by:
+            what = f"masks.{other.__name__}, which is to be called" if made_by else f"a {type(other).__name__}"
+            raise TypeError(
+                f"a pattern stands beside {what} at {sign}; it must be a pattern or a function of (b, h, i, j)"
+            )
+        return Pattern(lambda *at: combine(self(*at), other(*at)), *self._lengths, *getattr(other, "_lengths", ()))
 
     def __invert__(self) -> Pattern:
         return Pattern(lambda *at: ~self(*at), *self._lengths)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a pattern has no truth value; combine patterns by &, | and ~, not by and, or and not")
 
     def check(self, shape: tuple[int, ...]) -> None:
         """ValueError where what it was made for is no mask of this shape."""
@@ -155,6 +169,8 @@ def _integers(name: str, x: Any) -> np.ndarray:
 
 def _integer(name: str, n: Any, least: int | None = None) -> None:
     try:
+        if isinstance(n, bool):
+            raise TypeError
         found = operator.index(n)
     except TypeError:
         raise TypeError(f"{name} is {n!r}; it must be an integer") from None

@@ -17,6 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _DROPOUT = "here it is dropout, which needs a seed"
 _WINDOW = "here it is window=(left, right), with None where a side is unbounded"
 _LENGTHS = "here it is key_mask, (batch, keys) booleans, over padded sequences"
+_PACKED = "here it is block_mask of cupyflash.masks.documents, or key_mask over padded sequences"
 _BIAS = "here it is mask where it holds booleans (True: may be attended), and bias where it is added to the score"
 
 HERE = {
@@ -44,21 +45,24 @@ HERE = {
     "need_weights": "the probabilities are never in memory; leave it out",
     "query_seq_lengths": _LENGTHS,
     "key_value_seq_lengths": _LENGTHS,
-    "cu_seqlens_q": _LENGTHS,
-    "cu_seqlens_k": _LENGTHS,
-    "cu_seqlens": _LENGTHS,
+    "cu_seqlens_q": _PACKED,
+    "cu_seqlens_k": _PACKED,
+    "cu_seqlens": _PACKED,
     "score_mod": "here it is score, which gets arrays by name; cupyflash.torch.flex_attention takes yours as it is",
     "mask_mod": "here it is block_mask, which cupyflash.block_mask makes of it",
     "implementation": "the fastest kernels are taken by themselves; family names others",
     "backend": "the fastest kernels are taken by themselves; family names others",
     "op": "the fastest kernels are taken by themselves; family names others",
 }
+# Of ours, what a backward has not.
+OF_8_BITS = ("q_descale", "k_descale", "v_descale", "out_dtype", "out_scale")
 
 
 def unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:
     """Python's error for a keyword argument that a function does not have, with what may have been meant."""
     near = difflib.get_close_matches(name, known, 1)
-    meant = HERE.get(name) or (f"did you mean {near[0]!r}?" if near else "")
+    forward = "inputs of 8 bits have a forward alone" if name in OF_8_BITS else ""
+    meant = HERE.get(name) or forward or (f"did you mean {near[0]!r}?" if near else "")
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}" + (f"; {meant}" if meant else ""))
 
 

@@ -17,7 +17,7 @@ from .gpu.device import Arch
 from .gpu.plan import KernelPlan, plan
 from .gpu.programs import program
 from .gpu.source import generate
-from .problem import ARRAYS, AttentionProblem, View, contiguous, describe, whole
+from .problem import ARRAYS, FLOAT8, AttentionProblem, View, contiguous, describe, whole
 
 HEAD_DIMS = {"float16": (64, 128, 256), "bfloat16": (64, 128, 256), "float32": (64, 128), "float64": (64, 128)}
 # Lengths, heads, and heads of keys: no kernel is compiled for these, but tiles may differ, and who shares them.
@@ -60,7 +60,9 @@ def jobs(
     """
     found: dict[tuple[str, str], Job] = {}
     for arch, dtype in product(archs, [dtype_name(dtype) or "" for dtype in dtypes]):
-        for dim, banded, back, sizes in product(head_dims or HEAD_DIMS.get(dtype, (64,)), causal, backward, _SIZES):
+        dims = head_dims or HEAD_DIMS.get(dtype, (64, 128, 256))
+        passes = [False] if dtype == FLOAT8 and False in backward else backward
+        for dim, banded, back, sizes in product(dims, causal, passes, _SIZES):
             length, heads, heads_k = sizes
             x, k = (_view((1, length, n, dim), dtype) for n in (heads, heads_k))
             plain = describe(x, k, k)

@@ -25,14 +25,20 @@ from .score import Score, trace
 from .score.graph import kind_of
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+FLOAT8 = "float8_e4m3fn"
+INPUTS = (*FLOATS, FLOAT8)
+OF_FLOAT8 = ("bfloat16", "float16", FLOAT8)  # what results of it may be, the first unless asked for
 INTEGERS = ("int64", "uint64", "int32", "uint32")
 ITEMSIZE = {
-    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int64": 8, "uint64": 8, "int32": 4, "uint32": 4,
+    "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int64": 8, "uint64": 8, "int32": 4, "uint32": 4,
 }  # fmt: skip
-SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+SHORT = {"fp8": FLOAT8, "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 LAYOUTS = ("bshd", "bhsd")
 CAUSALS = {False: None, True: "bottom_right", "bottom_right": "bottom_right", "top_left": "top_left"}
 AXES = ("batch", "head", "query", "key")  # of arrays over pairs
+# Axes of other arrays, and in whose place they stand: heads of keys, and blocks of rows that share a scale.
+PLACES = {"key_head": "head", "query_block": "query", "key_block": "key"}
+BLOCK = 128  # rows of these
 SCORE_ARRAYS = 32  # a score function reads no more: older drivers have 4 KB for the parameters of a kernel
 DROPOUT_STEPS = 1 << 16  # a pair is dropped by a random number of 16 bits
 
@@ -101,7 +107,7 @@ def float_name(dtype: Any) -> str | None:
     if dtype is None or isinstance(dtype, str):
         return SHORT.get(dtype, dtype) if dtype else dtype
     name = getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
-    return name if name in FLOATS else repr(dtype)
+    return name if name in INPUTS else repr(dtype)
 
 
 # ---- the tables -----------------------------------------------------------------------------------------------------
@@ -135,10 +141,16 @@ class ArrayRule:
     entry: str  # what one element says
     gradient: bool = False  # whether attention_backward gives one
     rows: bool = False  # the kernels read it along the last axis, which must have stride 1
+    of_float8: bool = False  # for inputs of 8 bits alone
+
+    def taken(self, dtype: str) -> list[str]:
+        """The dtypes that it may have where q has this one, the usual one first."""
+        named = (dtype if x == "q" else x for x in self.dtypes)
+        return [x for x in dict.fromkeys(named) if x != FLOAT8]
 
     def has(self, rank: int) -> tuple[str, ...]:
         """Its axes where q has `rank` dimensions."""
-        return tuple(axis for axis in self.axes if axis not in AXES[: 4 - rank])
+        return tuple(axis for axis in self.axes if PLACES.get(axis, axis) not in AXES[: 4 - rank])
 
     def shape(self, problem: AttentionProblem, rank: int = 4) -> tuple[int, ...]:
         """Its shape in full where q has `rank` dimensions."""
@@ -146,13 +158,15 @@ class ArrayRule:
 
     def lengths(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Lengths of an array given for it along (batch, head, query, key); 1 along an axis that it has not."""
-        own = dict(zip(reversed(self.axes), reversed(shape)))
+        own = {PLACES.get(axis, axis): n for axis, n in zip(reversed(self.axes), reversed(shape))}
         return tuple(own.get(axis, 1) for axis in AXES)  # type: ignore[return-value]
 
     def strides(self, view: View, problem: AttentionProblem, rank: int = 4) -> tuple[int, int, int, int]:
         """Element strides of (batch, head, query, key) of an array given for it; 0 along an axis that it has not."""
         own = zip(reversed(self.has(rank)), reversed(view.shape), reversed(view.strides))
-        strides = {axis: stride for axis, length, stride in own if length != 1 or problem.extent(axis) == 1}
+        strides = {
+            PLACES.get(axis, axis): stride for axis, length, stride in own if length != 1 or problem.extent(axis) == 1
+        }
         return tuple(strides.get(axis, 0) for axis in AXES)  # type: ignore[return-value]
 
     def spread(self, view: View, rank: int = 4) -> tuple[str, ...]:
@@ -259,18 +273,61 @@ def _odd(scalar: Any) -> bool:
     return "complex" in kind or "bool" in kind or getattr(scalar, "requires_grad", False)
 
 
+def fold_descales(options: dict[str, Any], q: Any, descales: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of DESCALES, by name. A number becomes a part of the options `scale` or `out_scale`.
+
+    q: an array or a `View`, of which shape and dtype are asked.
+    """
+    arrays = {}
+    for name, x in descales.items():
+        if x is None:
+            continue
+        if not isinstance(x, numbers.Real):
+            arrays[name] = x
+            continue
+        if (dtype := float_name(getattr(q, "dtype", None))) in FLOATS:
+            raise TypeError(f"{name} is given with q of {dtype}; it is for inputs of {FLOAT8}")
+        value = _positive(name, x)
+        if name == "v_descale":
+            options["out_scale"] = _check_out_scale(options.get("out_scale")) * value
+        else:
+            dim = tuple(getattr(q, "shape", ()))[-1:] or (0,)
+            usual = 1.0 / math.sqrt(dim[0]) if dim[0] else 1.0
+            scale = check_scale(options.get("scale"))
+            options["scale"] = (usual if scale is None else scale) * value
+    return arrays
+
+
 def mask_kind(block_mask: Any) -> MaskKind | None:
     kind = getattr(block_mask, "kind", None)
     if block_mask is not None and not isinstance(kind, MaskKind):
-        raise TypeError(
-            f"block_mask is a {type(block_mask).__name__}; it must be what cupyflash.block_mask made, or None"
-        )
+        name = f"{type(block_mask).__module__}.{type(block_mask).__qualname__}".removeprefix("builtins.")
+        also = "; cupyflash.torch.flex_attention takes PyTorch's" if name.startswith("torch.") else ""
+        raise TypeError(f"block_mask is a {name}; it must be what cupyflash.block_mask made, or None{also}")
     return kind
 
 
 def _check_block_mask(block_mask: Any) -> tuple[str, ...] | None:
     kind = mask_kind(block_mask)
     return None if kind is None else kind.axes
+
+
+def _check_out_dtype(dtype: Any) -> str | None:
+    name = float_name(dtype)
+    if name not in (None, *OF_FLOAT8):
+        raise ValueError(f"out_dtype is {dtype!r}; it must be {', '.join(OF_FLOAT8)} or None")
+    return name
+
+
+def _check_out_scale(scale: Any) -> float:
+    return 1.0 if scale is None else _positive("out_scale", scale)
+
+
+def _positive(name: str, x: Any) -> float:
+    value = _number(name, x)
+    if value is None or not 1e-30 <= value <= 1e30:  # float32 has it, and its inverse
+        raise ValueError(f"{name} is {value}; it must be more than 0, from 1e-30 to 1e+30")
+    return value
 
 
 def check_layout(layout: Any) -> str:
@@ -307,6 +364,10 @@ OPTIONS = (
         "block_mask", None, "Blocks of pairs that are there, and bits of some.", _check_block_mask, written=False
     ),
     OptionRule("dropout", 0.0, "Share of the probabilities that become 0; needs a seed.", _check_dropout, number=True),
+    OptionRule(
+        "out_dtype", None, "Of the result: bf16 (the default), fp16 or fp8, for inputs of fp8.", _check_out_dtype
+    ),
+    OptionRule("out_scale", 1.0, "What the result is multiplied by, for inputs of fp8.", _check_out_scale, number=True),
     OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", check_layout),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),
 )
@@ -319,7 +380,13 @@ ARRAYS = (
     ),
     ArrayRule("sinks", ("head",), ("q", "float32"), "sinks", "a score more in the denominator of each row", gradient=True),
     ArrayRule("seed", (), INTEGERS, "seed", "of dropout"),
+    ArrayRule("q_descale", ("batch", "head", "query_block"), ("float32",), "scale of q", "what q is multiplied by", of_float8=True),
+    ArrayRule("k_descale", ("batch", "key_head", "key_block"), ("float32",), "scale of k", "what k is multiplied by", of_float8=True),
+    ArrayRule("v_descale", ("batch", "key_head", "key_block"), ("float32",), "scale of v", "what v is multiplied by", of_float8=True),
 )  # fmt: skip
+
+_RULES = {row.name: row for row in ARRAYS}
+DESCALES = tuple(row.name for row in ARRAYS if row.of_float8)
 
 
 def check_options(function: str, names: Iterable[str], also: tuple[str, ...] = ()) -> None:
@@ -357,6 +424,36 @@ def check_wrt(wrt: Any, arrays: dict[str, Any], score: Score | None = None) -> t
     return tuple([reads.get(name, name) for name in can if name in names])
 
 
+def apart(wrt: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The names of one run of kernels each, in the same order: the optional arrays, and those that a score function reads."""
+    named = tuple([name for name in wrt if name in _RULES])
+    read = wrt[len(named) :]
+    assert not any(name in _RULES for name in read), wrt  # else results would go to each other's memory
+    return [names for names in (named, read) if names]
+
+
+def lengths_of(wrt: tuple[str, ...], views: dict[str, View]) -> dict[str, tuple[int, ...]]:
+    """What a plan for their gradients asks of them: along AXES; of arrays that a score function reads, along their own."""
+    rules = {name: _RULES.get(name) for name in wrt}
+    return {name: rule.lengths(views[name].shape) if rule else views[name].shape for name, rule in rules.items()}
+
+
+_NUMBERED = [(row.name, row.check) for row in OPTIONS if row.number]
+_CHECK_WINDOW = next(row.check for row in OPTIONS if row.name == "window")
+_NUMBERS = (float, int, type(None))
+
+
+def lasting(options: dict[str, Any]) -> dict[str, Any]:
+    """With the numbers that arrays and lists among the values hold now: later they may hold others."""
+    for name, check in _NUMBERED:
+        if type(options.get(name)) not in _NUMBERS:
+            options = options | {name: check(options[name])}
+    window = options.get("window")
+    if window is not None and not (type(window) is tuple and all(type(x) in _NUMBERS for x in window)):
+        options = options | {"window": _CHECK_WINDOW(window)}
+    return options
+
+
 def complete(options: dict[str, Any]) -> dict[str, Any]:
     """Every option, in the order of OPTIONS: what is given, and the default of what is not."""
     return {row.name: options.get(row.name, row.default) for row in OPTIONS}
@@ -386,6 +483,8 @@ class AttentionProblem:
     score: Score | None = None
     block_mask: tuple[str, ...] | None = None  # of a block mask, the axes along which it has several patterns
     dropout: float = 0.0  # the share of the probabilities that become 0
+    out_dtype: str | None = None  # of the result; None: that of q
+    out_scale: float = 1.0  # what it is multiplied by before it is rounded
     deterministic: bool = False
     given: tuple[Given, ...] = ()  # the optional arrays, in the order of ARRAYS
 
@@ -402,8 +501,12 @@ class AttentionProblem:
         return self.score is not None and self.score.array(name) is not None
 
     def extent(self, axis: str) -> int:
-        """Length of one of AXES."""
-        return {"batch": self.batch, "head": self.heads_q, "query": self.seq_q, "key": self.seq_k}[axis]
+        """Length of an axis of ARRAYS."""
+        lengths = {
+            "batch": self.batch, "head": self.heads_q, "query": self.seq_q, "key": self.seq_k, "key_head": self.heads_k,
+            "query_block": -(-self.seq_q // BLOCK), "key_block": -(-self.seq_k // BLOCK),
+        }  # fmt: skip
+        return lengths[axis]
 
     @property
     def group(self) -> int:
@@ -419,6 +522,11 @@ class AttentionProblem:
     def kept(self) -> float:
         """The share of the probabilities that is kept, exactly."""
         return 1 - self.dropped_below / DROPOUT_STEPS
+
+    @property
+    def result_dtype(self) -> str:
+        """Of out, and of gradients."""
+        return self.out_dtype or self.dtype
 
     @property
     def lse_dtype(self) -> str:
@@ -466,8 +574,8 @@ def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     layout, (left, right) = options.pop("layout"), options.pop("window")
     named = {"q": q, "k": k, "v": v}
     for name, x in named.items():
-        if x.dtype not in FLOATS:
-            raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {', '.join(FLOATS)}")
+        if x.dtype not in INPUTS:
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {', '.join(INPUTS)}")
         if len(x.shape) not in (2, 3, 4):
             axes = "(batch, sequence, heads, dim)" if layout == "bshd" else "(batch, heads, sequence, dim)"
             raise ValueError(
@@ -510,6 +618,13 @@ def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
             f"softcap is {options['softcap']}, and score is given too; with a score function it must be None: write the cap "
             "into that, as c * tanh(s / c)"
         )
+    for name, given_, usual in (("out_dtype", options["out_dtype"], None), ("out_scale", options["out_scale"], 1.0)):
+        if q.dtype != FLOAT8 and given_ != usual:
+            raise ValueError(
+                f"{name} is {given_}; with q of {q.dtype} it must be {usual}: it is for inputs of {FLOAT8}"
+            )
+    if q.dtype == FLOAT8 and options["out_dtype"] is None:
+        options["out_dtype"] = OF_FLOAT8[0]
     options["dropout"] *= round(options["dropout"] * DROPOUT_STEPS) > 0  # a share that never drops anything is none
     arrays = [(row, given[row.name]) for row in _arrays_in(given) if options["dropout"] or row.name != "seed"]
     problem = AttentionProblem(
@@ -546,7 +661,7 @@ def score_of(score: Any, arrays: dict[str, View], q: View, inlined: bool = False
         return None
     if len(arrays) > SCORE_ARRAYS:
         raise ValueError(f"score_arrays holds {len(arrays)} arrays; it must hold at most {SCORE_ARRAYS}: stack some")
-    dtypes = list(dict.fromkeys([q.dtype, "float32", "int32", "int64", "bool"]))
+    dtypes = list(dict.fromkeys([*([] if q.dtype == FLOAT8 else [q.dtype]), "float32", "int32", "int64", "bool"]))
     for name, x in arrays.items():
         what = f"score_arrays[{name!r}]"
         if x.dtype not in dtypes:
@@ -568,7 +683,9 @@ def _arrays_in(given: dict[str, Any]) -> list[ArrayRule]:
 
 
 def _check_array(row: ArrayRule, x: View, problem: AttentionProblem, q: View) -> None:
-    dtypes = list(dict.fromkeys(q.dtype if dtype == "q" else dtype for dtype in row.dtypes))
+    if row.of_float8 and q.dtype != FLOAT8:
+        raise TypeError(f"{row.name} is given with q of {q.dtype}; it is for inputs of {FLOAT8}")
+    dtypes = row.taken(q.dtype)
     if x.dtype not in dtypes:
         raise TypeError(f"{row.name} has dtype {x.dtype}; it must be {' or '.join(dtypes)} ({row.entry})")
     rank = len(q.shape)
@@ -612,6 +729,7 @@ def state(
         problem = replace(problem, **{row.name: row.default for row in OPTIONS if row.backward})
     out, lse = out_shape(q.shape, problem), lse_shape(len(q.shape), problem)
     if backward:
+        refuse_backward(problem.dtype)
         check_like("dout", views["dout"], out, problem.dtype, q)
         check_like("out", views["out"], out, problem.dtype, q)
         check_like("lse", views["lse"], lse, problem.lse_dtype, q)
@@ -619,8 +737,15 @@ def state(
             check_like("dlse", views["dlse"], lse, problem.lse_dtype, q)
     results = {f"d{name}": views[name].shape for name in "qkv"} if backward else {"out": out}
     for name, target in targets.items():
-        check_like(target_name(name), target, results[name], problem.dtype, q)
+        check_like(target_name(name), target, results[name], problem.result_dtype, q)
     return problem, results
+
+
+def refuse_backward(dtype: str) -> None:
+    if dtype == FLOAT8:
+        raise TypeError(
+            f"q has dtype {FLOAT8}, of which there is a forward alone; attention_backward takes {', '.join(FLOATS)}"
+        )
 
 
 @functools.cache
@@ -631,8 +756,8 @@ def target_name(name: str) -> str:
 
 def whole(row: ArrayRule, problem: AttentionProblem, q: View) -> View:
     """An array given for a row of ARRAYS, in full and contiguous, where there are shapes and no arrays."""
-    shape, dtype = row.shape(problem, len(q.shape)), row.dtypes[0]
-    return View(shape, contiguous(shape), q.dtype if dtype == "q" else dtype, q.device, q.kind)
+    shape = row.shape(problem, len(q.shape))
+    return View(shape, contiguous(shape), row.taken(q.dtype)[0], q.device, q.kind)
 
 
 def check_like(name: str, x: View, shape: tuple[int, ...], dtype: str, like: View) -> None:

@@ -17,7 +17,7 @@ from cupyflash.gpu import device
 from cupyflash.gpu.kernel_plan import PAIRWISE
 from cupyflash.gpu.plan import FAMILIES
 from cupyflash.gpu.plan import plan as make_plan
-from cupyflash.problem import FLOATS, AttentionProblem
+from cupyflash.problem import FLOAT8, FLOATS, AttentionProblem
 
 
 @functools.cache
@@ -62,23 +62,27 @@ class Backend:
 
     def takes(self, dtype: str, dim: int, dim_v: int, **fields: Any) -> bool:
         """Whether this backend states that it takes the head dimensions (and other fields of a problem), on the newest GPU
-        that the suite knows.
+        that the suite knows; of 8 bits the forward.
         """
         if self.family is None:
             return True
         problem = AttentionProblem(dtype, 1, 16, 16, 1, 1, dim, dim_v, 1 / math.sqrt(max(1, dim)), **fields)
-        return not any(FAMILIES[self.family].objection(problem, _arch(), backward) for backward in (False, True))
+        return not any(FAMILIES[self.family].objection(problem, _arch(), backward) for backward in passes(dtype))
 
     def family_for(self, problem: AttentionProblem) -> str | None:
         """The family to name for a problem; None where this one leaves a mask or bias to others, which are judged then."""
         if self.family and any(problem.has(name) for name in PAIRWISE):
             room, arch = FAMILIES[self.family], _arch()
-            if any(room.objection(problem, arch, backward) for backward in (False, True)):
+            if any(room.objection(problem, arch, backward) for backward in passes(problem.dtype)):
                 return None
         return self.family
 
     def plan(self, problem: AttentionProblem, backward: bool = False) -> Any:
         return make_plan(problem, device.current(0), backward, self.family)
+
+
+def passes(dtype: str) -> tuple[bool, ...]:
+    return (False,) if dtype == FLOAT8 else (False, True)
 
 
 CPU = Backend("cpu")
@@ -92,6 +96,12 @@ def pairs(**fields: Any) -> list[tuple[Backend, str]]:
     """Every backend with every dtype that it takes (and with these fields of a problem)."""
     backends = [CPU, *(Backend(name, name) for name in FAMILIES)]
     return [(backend, dtype) for backend in backends for dtype in FLOATS if backend.takes(dtype, 64, 64, **fields)]
+
+
+def to_count() -> list[str]:
+    """What a run on a GPU has passed tests of: each family with each dtype."""
+    eight = [(Backend(name, name), FLOAT8) for name in FAMILIES if Backend(name, name).takes(FLOAT8, 64, 64)]
+    return [f"{backend.name}/{dtype}" for backend, dtype in (*pairs(), *eight) if backend.family]
 
 
 def on_pairs(test: Any) -> Any:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from backends import pairs
+from backends import to_count
 from reference import luck_explains
 
 from cupyflash.gpu.source import sources_digest
@@ -27,9 +27,9 @@ def complaints(report: dict[str, Any], digest: str) -> list[str]:
     if missed > explained:
         wrong.append(f"{missed} results missed the criterion by little, and luck explains {explained}")
     counts = report.get("counts") or {}
-    for backend, dtype in pairs():
-        if backend.family and not counts.get(f"{backend.name}/{dtype}"):
-            wrong.append(f"it has no passed test of {backend.name} in {dtype}")
+    for name in to_count():
+        if not counts.get(name):
+            wrong.append(f"it has no passed test of {name.replace('/', ' in ')}")
     return wrong
 
 

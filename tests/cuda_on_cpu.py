@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,15 @@ needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("g++") is None,
     reason="needs Linux and g++ to compile the kernels for the CPU",
 )
+
+
+def cases(names: Iterable[str], *always: str) -> Any:
+    """Parametrise a test over `case`: g++ takes seconds for each, so that all but some are slow."""
+    names = list(names)
+    assert names and {*always} <= {*names}
+    marks = {name: () if name in always else (pytest.mark.slow,) for name in names}
+    return pytest.mark.parametrize("case", [pytest.param(name, id=name, marks=marks[name]) for name in names])
+
 
 TESTS = Path(__file__).parent
 FOLDER = Path(tempfile.mkdtemp(prefix="kernels-on-cpu-"))

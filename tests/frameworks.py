@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 import pytest
 import reference
 from backends import Backend
-from reference import DTYPES, Standard, assert_as_good, state
+from reference import Standard, assert_as_good, state
 from semantics import (
     Blocks,
     Inputs,
@@ -79,6 +80,13 @@ def sleep(stream: Any, cycles: int = 200_000_000) -> None:
 
 
 # ---- any problem through PyTorch or JAX -----------------------------------------------------------------------------
+
+
+# Formats that NumPy knows by no name: as which PyTorch takes their bits, and what it calls them.
+BITS = {
+    np.dtype(ml_dtypes.bfloat16): ("int16", "bfloat16"),
+    np.dtype(ml_dtypes.float8_e4m3fn): ("int8", "float8_e4m3fn"),
+}
 
 
 class Library(Protocol):
@@ -157,16 +165,17 @@ class Torch:
             view[...] = x
             if min(view.strides) < 0:  # PyTorch has no such
                 base = view = np.array(x, order="C")
-        bits = base.view(np.int16) if base.dtype == DTYPES["bfloat16"] else base
-        tensor = self.torch.from_numpy(bits).to(self.device)
-        tensor = tensor.view(self.torch.bfloat16) if bits is not base else tensor
+        bits, dtype = BITS.get(base.dtype, (base.dtype, None))
+        tensor = self.torch.from_numpy(base.view(bits)).to(self.device)
+        tensor = tensor.view(getattr(self.torch, dtype)) if dtype else tensor
         start = (view.__array_interface__["data"][0] - base.__array_interface__["data"][0]) // base.itemsize
         return tensor.as_strided(view.shape, [s // base.itemsize for s in view.strides], start)
 
     def get(self, x: Any) -> np.ndarray:
         x = x.detach().cpu().contiguous()
-        if x.dtype is self.torch.bfloat16:
-            return x.view(self.torch.int16).numpy().view(DTYPES["bfloat16"])
+        for named, (bits, dtype) in BITS.items():
+            if x.dtype is getattr(self.torch, dtype):
+                return x.view(getattr(self.torch, bits)).numpy().view(named)
         return x.numpy()
 
     def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any], traced: bool) -> list[Any]:

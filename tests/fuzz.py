@@ -33,6 +33,7 @@ if __name__ in ("__main__", "__mp_main__"):  # as a script, and in the processes
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("CUPYFLASH_CONFIG_DIR", os.devnull)  # not with tiles that were tuned here
 
+import float8_problems
 import numpy as np
 from backends import CPU, Backend, no_gpu
 from frameworks import framework
@@ -42,7 +43,7 @@ from semantics import CONTIGUOUS, LAYS, Inputs, check, draw_blocks, draw_inputs
 
 from cupyflash.gpu.plan import FAMILIES
 from cupyflash.gpu.source import sources_digest
-from cupyflash.problem import ARRAYS, FLOATS, ITEMSIZE
+from cupyflash.problem import ARRAYS, FLOAT8, FLOATS, ITEMSIZE, OF_FLOAT8
 
 # Head dimensions from one of these (and not it) to the next have a kernel in common, in every family.
 EDGES = (*range(0, 257, 16), 300)
@@ -75,6 +76,8 @@ class Kind:
     along: str  # of queries (q) and keys (k), along which a mask and a bias differ
     deterministic: bool
     few: tuple[int, int] | None  # queries of heads that share keys, from and to
+    by: str | None = None  # of 8 bits: what inputs are scaled by
+    result: str | None = None  # and what out is
 
 
 def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: str) -> Kind:
@@ -85,8 +88,8 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
     scored = rng.random() < 0.5 and backend.takes(dtype, 64, 64, softcap=1.0)
     given = []
     for row in ARRAYS:
-        if row.name not in ("key_mask", "seed") and scored and rng.random() < 0.4:
-            dtypes = [dtype if x == "q" else x for x in row.dtypes]
+        if row.name not in ("key_mask", "seed") and not row.of_float8 and scored and rng.random() < 0.4:
+            dtypes = [dtype if x == "q" else x for x in row.dtypes if dtype != FLOAT8 or x != "q"]
             given.append((row.name, dtypes[rng.integers(len(dtypes))]))
     dropout = rng.random() < 0.2 and backend.takes(dtype, 64, 64, dropout=0.5)
     if dropout and rng.random() < 0.3:  # in memory; else it is a number
@@ -105,10 +108,19 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
         blocks="".join(axis for axis in "bh" if rng.random() < 0.5) if scored and rng.random() < 0.4 else None,
         dropout=bool(dropout),
         given=tuple(given),
-        along="".join(axis for axis in "qk" if rng.random() < 0.6),
+        # (Of 8 bits there are Hopper's kernels alone, which take a mask and a bias that differ between keys.)
+        along="".join(axis for axis in "qk" if rng.random() < 0.6 or (dtype == FLOAT8 and axis == "k")),
         deterministic=bool(rng.random() < 0.3),
         few=FEW[rng.integers(len(FEW))] if rng.random() < 0.2 else None,
+        **_of_8_bits(rng) if dtype == FLOAT8 else {},
     )  # fmt: skip
+
+
+def _of_8_bits(rng: np.random.Generator) -> dict[str, Any]:
+    return {
+        "by": float8_problems.BY[rng.integers(len(float8_problems.BY))],
+        "result": OF_FLOAT8[rng.integers(len(OF_FLOAT8))],
+    }
 
 
 class Problem(NamedTuple):
@@ -144,7 +156,7 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
 
     dims = tuple(int(rng.integers(EDGES[EDGES.index(edge) - 1] + 1, edge + 1)) for edge in kind.dims)
     inputs = draw_inputs(
-        rng, kind.dtype, batch=batch, seq=(seq_q, seq_k), heads=(heads, heads_k), dims=dims, key_mask=kind.key_mask,
+        rng, "float32" if kind.dtype == FLOAT8 else kind.dtype, batch=batch, seq=(seq_q, seq_k), heads=(heads, heads_k), dims=dims, key_mask=kind.key_mask,
         dlse=float(10.0 ** rng.uniform(-1, 1)) if rng.random() < 0.3 else 0.0,
         given=[*(name for name, _ in kind.given if name != "seed"), *["seed"] * kind.dropout],
         full=kind.along + "".join(axis for axis in "bh" if rng.random() < 0.6), score=kind.score,
@@ -174,6 +186,8 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
         "dropout": float(rng.uniform(0.01, 0.6)) if kind.dropout else 0.0,
         "deterministic": kind.deterministic,
     }
+    if kind.dtype == FLOAT8:
+        options |= {"by": kind.by, "result": kind.result, "out_scale": float(2.0 ** rng.uniform(-3, 5))}
     if kind.blocks is not None:
         sizes = tuple(int(16 * n) for n in rng.integers(1, 9, 2))
         options["blocks"] = draw_blocks(rng, (batch, heads, seq_q, seq_k), sizes, kind.blocks)
@@ -192,7 +206,10 @@ def run_one(kind: Kind, seed: tuple[int, ...]) -> tuple[str, str | None]:
     rng = np.random.default_rng(seed)
     problem = draw_problem(rng, kind)
     try:
-        if kind.library in ("numpy", "cupy"):
+        if kind.dtype == FLOAT8:
+            library = float8_problems.library(kind.library, kind.family is not None)
+            float8_problems.check(library, rng, problem.inputs, family=kind.family, **problem.options)
+        elif kind.library in ("numpy", "cupy"):
             check(Sparing(kind.family or "cpu", kind.family), problem.inputs, **problem.options)
         else:
             library = framework(kind.library, kind.family is not None)
@@ -244,12 +261,16 @@ def kind_of(args: argparse.Namespace, k: int, names: list[str]) -> Kind:
     rng = np.random.default_rng([args.seed, k])
     choice = [x for x in backends(not args.cpu) if args.family in (None, x.family)]
     backend = choice[rng.integers(len(choice))]
-    dtypes = [x for x in FLOATS if backend.takes(x, 64, 64) and args.dtype in (None, x)]
+    in_8_bits = [x for x in names if x != "cupy"]
+    every = [*FLOATS, *[FLOAT8] * bool(in_8_bits)]
+    dtypes = [x for x in every if backend.takes(x, 64, 64) and args.dtype in (None, x)]
     if not dtypes:
         raise SystemExit(f"{args.dtype} is no dtype that {backend.name} takes")
+    dtype = dtypes[rng.integers(len(dtypes))]
+    names = in_8_bits if dtype == FLOAT8 else names
     # Half of them with NumPy or CuPy, whose arrays may lie in memory in every way.
     library = names[0] if rng.random() < 0.5 else names[rng.integers(len(names))]
-    return draw_kind(rng, backend, dtypes[rng.integers(len(dtypes))], library)
+    return draw_kind(rng, backend, dtype, library)
 
 
 def run_kind(work: tuple[argparse.Namespace, int, range, list[str]]) -> Result:
@@ -290,7 +311,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; default: the cores")
     parser.add_argument("--cpu", action="store_true", help="NumPy's way even where there is a GPU")
     parser.add_argument("--family", choices=FAMILIES, help="only these kernels")
-    parser.add_argument("--dtype", choices=FLOATS, help="only this one")
+    parser.add_argument("--dtype", choices=(*FLOATS, FLOAT8), help="only this one")
     parser.add_argument("--library", choices=("numpy", "cupy", "torch", "jax"), help="only this one's arrays")
     parser.add_argument(
         "--only", metavar="K:N", help="problem N of kind K of that seed; the other options as they were"

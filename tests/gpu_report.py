@@ -28,7 +28,12 @@ COUNTED = "counted as"
 
 
 def count_as(item: pytest.Item) -> None:
-    """Let the item's result carry the kernel family and dtype that it tests, to the process that counts."""
+    """Let the item's result carry the kernel family and dtype that it tests, to the process that counts: as its parameters or
+    its marker have them."""
+    marker = item.get_closest_marker("gpu")
+    if marker and "of" in marker.kwargs:
+        item.user_properties.append((COUNTED, marker.kwargs["of"]))
+        return
     params = getattr(item, "callspec", None) and item.callspec.params
     if params and "backend" in params and "dtype" in params:
         item.user_properties.append((COUNTED, f"{params['backend'].name}/{params['dtype']}"))

@@ -8,16 +8,27 @@ from typing import Any
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES
-from cupyflash.problem import ARRAYS, AXES, FLOATS, ITEMSIZE, AttentionProblem, Given
+from cupyflash.problem import ARRAYS, AXES, FLOAT8, FLOATS, ITEMSIZE, OF_FLOAT8, AttentionProblem, Given
 from cupyflash.score import tanh, trace, where
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DIMS = [(d, d) for d in (16, 32, 64, 80, 96, 128, 160, 192, 256)] + [(192, 128), (64, 96), (256, 32)]
 LENGTHS = (1000, 8192)  # tiles may differ; where they do not, the source is the same and is compiled once
-FEW = {(64, 64): 1, (96, 96): 7, (128, 128): 1, (192, 128): 30, (192, 192): 16, (256, 256): 60}  # queries: tiles differ
+FEW = {
+    (16, 16): 200,
+    (32, 32): 100,
+    (64, 64): 1,
+    (96, 96): 7,
+    (128, 128): 1,
+    (192, 128): 30,
+    (192, 192): 16,
+    (256, 256): 60,
+}  # queries: tiles differ
 
-GIVEN = tuple(Given(rule.name, rule.dtypes[0], rule.axes) for rule in ARRAYS)  # every optional array
-BIAS = (Given("bias", "q", AXES),)
+GIVEN = tuple(
+    Given(rule.name, rule.dtypes[0], rule.axes) for rule in ARRAYS if not rule.of_float8
+)  # every optional array
+BIAS, MASK = (Given("bias", "q", AXES),), (Given("mask", "bool", AXES),)
 SLOPES = (Given("alibi_slopes", "float32", ("batch", "head")),)
 KEY_MASK = (Given("key_mask", "bool", ("batch", "key")),)  # the one that every family takes
 
@@ -34,6 +45,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": "bottom_right", "right": 0},
     "hidden": {"left": 100, "right": 50, "given": KEY_MASK, "scale": -1.0, "deterministic": True},
     "blocks": {"left": 100, "right": 50, "block_mask": ("batch", "head"), "deterministic": True},
+    "capped": {"causal": "bottom_right", "right": 0, "softcap": 30.0},  # beside slopes a soft cap is computed in another way
     "slopes": {"causal": "bottom_right", "right": 0, "given": SLOPES, "softcap": 30.0},
     "dropped": {"causal": "bottom_right", "right": 0, "dropout": 0.1},
     "everything": {
@@ -59,6 +71,33 @@ def some_problems(turn: int | None = None) -> Iterator[AttentionProblem]:
         for dim in (64, 128, 256) if turn is None else ((64, 128)[(turn + n) % 2], 256):
             yield problem(dtype, dim, **FEATURES[name])
     yield problem("bfloat16", 128, given=BIAS)
+    yield in_8_bits(128, "causal", True)
+
+
+def in_8_bits(dim: int, name: str, by_block: bool, result: str = OF_FLOAT8[0]) -> AttentionProblem:
+    """With a scale for each block, or each head."""
+    fields = dict(FEATURES[name])
+    scales = [Given(rule.name, "float32", rule.axes[: 2 + by_block]) for rule in ARRAYS if rule.of_float8]
+    given = [x._replace(dtype="float32") if x.dtype == "q" else x for x in fields.pop("given", ())]
+    return problem(FLOAT8, dim, seq_q=8192, seq_k=8192, out_dtype=result, given=(*given, *scales), **fields)
+
+
+def of_8_bits() -> Iterator[AttentionProblem]:
+    for dim in (64, 128, 256):
+        yield in_8_bits(dim, "everything", True)
+        yield in_8_bits(dim, "causal", True, FLOAT8)
+    yield in_8_bits(128, "nothing", False)
+    yield in_8_bits(192, "hidden", False, "float16")
+
+
+def of_pairs() -> Iterator[AttentionProblem]:
+    both = (*MASK, Given("bias", "float32", AXES))
+    for dim in (32, 64, 96, 128, 144, 192, 208, 256):
+        for given in (MASK, BIAS, both):
+            for length in (49, 1000):
+                yield problem("bfloat16", dim, batch=20, seq_q=length, seq_k=length, given=given)
+        yield problem("float16", dim, causal="bottom_right", right=0, given=both)
+        yield problem("float16", dim, batch=20, seq_q=49, seq_k=49, given=both, block_mask=("batch", "head"))
 
 
 # Of each family, architectures for which the covering set is compiled. For others, which have the same registers and read the
@@ -69,6 +108,9 @@ THOROUGH = {"sm90": ("sm_90a",), "sm80": ("sm_80", "sm_86"), "simt": ("sm_75", "
 def cover(family: str, arch: str) -> Iterator[AttentionProblem]:
     if arch in THOROUGH[family]:
         yield from problems()
+        yield from of_8_bits()
+        if family == "sm90":  # where these take room that tiles have elsewhere
+            yield from of_pairs()
         return
     yield from some_problems(ARCHS.index(arch))
     if (family, arch) == ("sm80", "sm_90a"):  # where doubles have tiles and instructions of their own
@@ -80,17 +122,21 @@ def problems() -> Iterator[AttentionProblem]:
     for dtype in FLOATS:
         for dims in DIMS:
             for name, fields in FEATURES.items():
-                left_out = {"float16": ("causal", "blocks", "slopes", "dropped"), "bfloat16": ("nothing",)}
+                left_out = {
+                    "float16": ("causal", "blocks", "slopes", "dropped"), "bfloat16": ("nothing",), "float32": ("capped",),
+                    "float64": ("capped",),
+                }  # fmt: skip
                 if name in left_out.get(dtype, ()):
                     continue
-                less_than_everything = ("hidden", "blocks", "slopes", "dropped", "score")
-                if name not in less_than_everything or dims in ((64, 64), (128, 128)):
+                everywhere = ("nothing", "causal", *["everything"] * (dtype != "float16"))
+                if name in everywhere or dims in ((64, 64), (128, 128)):
                     for length in LENGTHS:
                         yield problem(dtype, *dims, seq_q=length, seq_k=length, **fields)
                     if dims in FEW and ITEMSIZE[dtype] == 2:
                         yield problem(dtype, *dims, batch=10, seq_q=FEW[dims], **fields)
                     if dims in ((64, 64), (128, 128)) and ITEMSIZE[dtype] == 2:  # tiles of one warpgroup
                         yield problem(dtype, *dims, batch=20, heads_k=8, seq_q=49, seq_k=49, **fields)
+                        yield problem(dtype, *dims, batch=20, seq_k=77, **fields)  # a key tile has all keys
 
 
 FAMILY_ARCHS = [  # architectures from the oldest on

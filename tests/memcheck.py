@@ -18,22 +18,25 @@ import traceback
 import warnings
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     os.environ.setdefault("CUPYFLASH_CONFIG_DIR", os.devnull)  # not with tiles that were tuned here
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
+import float8_problems
 import numpy as np
-from backends import CPU, Backend, no_gpu
+from backends import CPU, Backend, no_gpu, passes
 from reference import state
 from score_functions import WRITTEN
 from semantics import LAYS, Blocks, Inputs, check, draw_blocks, draw_inputs
 
 from cupyflash.gpu.device import Arch, current
 from cupyflash.gpu.plan import FAMILIES
-from cupyflash.problem import FLOATS, ITEMSIZE
+from cupyflash.problem import FLOAT8, FLOATS, ITEMSIZE
 
 DIMS = ((64, 64), (128, 128), (32, 32), (256, 256), (96, 96), (192, 128), (40, 72), (160, 160))
 ORDER = ("bfloat16", "float16", "float32", "float64")
@@ -91,6 +94,24 @@ KINDS = {
 }  # fmt: skip
 
 
+# Of 8 bits, the forward alone: what `float8_problems.check` is given.
+_EVERYTHING = {name: x for name, x in _MASKED.items() if name != "dlse"}
+KINDS_8 = {
+    "everything by block": Kind(_EVERYTHING, {**_BANDED, "softcap": 8.0, "by": "block"}, ((32, 48), "bh")),
+    "nothing": Kind(),
+    "causal": Kind({}, {"causal": True}),
+    "by number": Kind({}, {"by": "number"}),
+    "by head": Kind({"heads": (4, 2)}, {"by": "head"}),
+    "by block": Kind({"heads": (4, 2)}, {"by": "block"}),
+    "by block, causal": Kind({}, {"by": "block", "causal": True}),
+    "result of 8 bits": Kind({}, {"result": FLOAT8, "out_scale": 20.0}),
+    "result of float16": Kind({}, {"result": "float16"}),
+    "rows not aligned": Kind({}, {"lay": LAYS["rows-not-aligned"], "result": FLOAT8}),
+    "few queries": Kind({"batch": 20, "seq": (5, 150), "heads": (12, 2)}, {"causal": True, "by": "block"}),
+    "more tiles than multiprocessors": Kind({"batch": 5, "seq": (260, 200), "heads": (12, 3)}, {"causal": True, "by": "head"}),
+}  # fmt: skip
+
+
 class Problem(NamedTuple):
     backend: Backend
     dtype: str
@@ -100,14 +121,17 @@ class Problem(NamedTuple):
     def __str__(self) -> str:
         return f"{self.backend.name} {self.dtype} d{'/'.join(map(str, dict.fromkeys(self.dims)))} {self.kind}"
 
+    def rng(self) -> np.random.Generator:
+        return np.random.default_rng(zlib.crc32(str(self).encode()))
+
     def draw(self) -> tuple[Inputs, dict[str, Any], Blocks | None]:
         """The same in every run, and in whatever part."""
-        shapes, options, blocks = KINDS[self.kind]
-        rng = np.random.default_rng(zlib.crc32(str(self).encode()))
+        shapes, options, blocks = (KINDS_8 if self.dtype == FLOAT8 else KINDS)[self.kind]
+        rng = self.rng()
         shapes = {"seq": (197, 333), "dims": self.dims, **shapes}
         if shapes.get("bias") and ITEMSIZE[self.dtype] != 2:
             shapes["bias"] = None
-        inputs = draw_inputs(rng, self.dtype, **shapes)
+        inputs = draw_inputs(rng, "float32" if self.dtype == FLOAT8 else self.dtype, **shapes)
         (batch, queries, heads, _), keys = inputs.q.shape, inputs.k.shape[1]
         drawn = draw_blocks(rng, (batch, heads, queries, keys), *blocks) if blocks else None
         return inputs, dict(options), drawn
@@ -115,11 +139,13 @@ class Problem(NamedTuple):
     def objection(self, inputs: Inputs, options: dict[str, Any], blocks: Blocks | None, arch: Arch) -> str | None:
         if self.backend.family is None:
             return None
-        asked = {name: x for name, x in options.items() if name not in ("lay", "layout")}
+        asked = {name: x for name, x in options.items() if name not in ("lay", "layout", "by", "result", "out_scale")}
         asked |= {"block_mask": blocks.mask()} if blocks else {}
         problem = state(*inputs[:3], inputs.key_mask, **asked, **inputs.given)
         room = FAMILIES[self.backend.family]
-        return next(filter(None, (room.objection(problem, arch, backward) for backward in (False, True))), None)
+        if self.dtype == FLOAT8:
+            problem = replace(problem, dtype=FLOAT8)
+        return next(filter(None, (room.objection(problem, arch, back) for back in passes(self.dtype))), None)
 
 
 def problems(backends: list[Backend]) -> Iterator[Problem]:
@@ -129,6 +155,9 @@ def problems(backends: list[Backend]) -> Iterator[Problem]:
         for m, (backend, dtype) in enumerate(pairs):
             turn = [dims for dims in DIMS if backend.takes(dtype, *dims)]
             yield Problem(backend, dtype, kind, turn[(n + 3 * m) % len(turn)])
+    for backend in [b for b in backends if b.takes(FLOAT8, 64, 64)]:
+        for n, kind in enumerate(KINDS_8):
+            yield Problem(backend, FLOAT8, kind, DIMS[n % len(DIMS)])
 
 
 def run(problem: Problem, arch: Arch) -> str:
@@ -137,6 +166,13 @@ def run(problem: Problem, arch: Arch) -> str:
     if why := problem.objection(inputs, options, blocks, arch):
         return f"left out: {why}"
     try:
+        if problem.dtype == FLOAT8:  # of which CuPy has no arrays
+            library = float8_problems.library(*(("torch", True) if problem.backend.family else ("numpy", False)))
+            if library is None:
+                return "left out: PyTorch is not there"
+            family = problem.backend.family
+            float8_problems.check(library, problem.rng(), inputs, blocks=blocks, family=family, **options)
+            return "right"
         check(problem.backend, inputs, blocks=blocks, **options)
     except AssertionError as error:
         return f"WRONG: {error}"
@@ -160,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="1/1", metavar="N/OF", help="every OF-th problem, from the N-th on")
     parser.add_argument("--family", choices=FAMILIES, help="only these kernels")
-    parser.add_argument("--dtype", choices=FLOATS, help="only this one")
+    parser.add_argument("--dtype", choices=(*FLOATS, FLOAT8), help="only this one")
     parser.add_argument("--only", default="", help="kinds that begin so")
     parser.add_argument("--after", type=Path, metavar="LOG", help="without what is right, or left out, in this one")
     parser.add_argument("--cpu", action="store_true", help="NumPy's way, to test the list")

@@ -46,7 +46,8 @@ def check(
     q, k, v, dout, key_mask, dlse, others = change(draw_inputs(rng, dtype, **shapes))
     if key_mask is not None:
         key_mask[0] = False  # queries that see no key
-        plain = family in ("simt", "flash1")  # tensor cores multiply what is hidden by 0
+        # Tensor cores multiply what is hidden by 0; of float32 it is 0 before.
+        plain = family in ("simt", "flash1") or dtype == "float32"
         k[~key_mask], v[~key_mask] = (np.nan, np.inf) if plain else (100, 100)  # what is hidden must not matter
     judged = others
     if blocks:
@@ -68,7 +69,7 @@ def check(
         x.key: others[x.key].shape for x in (problem.score.arrays if problem.score else ()) if x.kind == "float"
     }
     asked = [names for names in (lengths, of_score) if names]
-    plans += [plan(problem, arch, True, family, lengths=names) for names in asked]
+    plans += [plan(problem, arch, True, family, lengths=names).after(plans[1]) for names in asked]
     aligned = plans[0].alignment == 16  # else any rows will do
     libraries = compile_all(*[as_cpp(generate(x), [y.name for y in x.launches]) for x in plans])
     listed = [
@@ -77,6 +78,8 @@ def check(
     ]
     # The second time, the workspace is as the first has left it.
     spaces = [{x.name: Guarded(x.shape, x.dtype) for x in kernels.workspace if x.nbytes} for kernels in plans]
+    for kernels, own_spaces in zip(plans[2:], spaces[2:]):  # what it finds there, the backward has left
+        own_spaces |= {name: spaces[1][name] for name in kernels.found if name in spaces[1]}
     before: dict[str, bytes] = {}
     for last_first in (False, True):
         given = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, "key_mask": key_mask, **others}

@@ -132,7 +132,8 @@ def scores(
     if given.get("alibi_slopes") is not None:
         s = s - given["alibi_slopes"].astype(work)[..., None, None] * distance(problem).astype(work)
     if given.get("bias") is not None:
-        s = s + given["bias"].astype(work)
+        hidden = np.isneginf(s) if problem.score is not None else False  # what the bias is there does not matter
+        s = np.where(hidden, s, s + given["bias"].astype(work))
     return s, slope
 
 

@@ -74,6 +74,11 @@ def draw_inputs(
     if score is not None:
         read = of_dtype(WRITTEN[score].draw(rng, batch, hq, sq, sk), "float64" if dtype == "float64" else "float32")
         optional |= {key(name): x for name, x in read.items()}
+        if (
+            score == "documents" and "bias" in given and full == "bhqk"
+        ):  # what it is where pairs are hidden does not matter
+            ids = read["ids"]
+            optional["bias"][(ids[:, None, :sq, None] != ids[:, None, None, :sk]).repeat(hq, 1)] = np.nan
     return Inputs(*(draw(rng, dtype, *shape) for shape in shapes), mask, rows, optional)
 
 

@@ -363,6 +363,7 @@ def test_table_marks_the_best_and_shows_gaps():
     assert len({line.count("|") for line in lines}) == 1
 
 
+@pytest.mark.slow
 def test_plot_draws_every_suite_and_writes_the_page(tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("torch")

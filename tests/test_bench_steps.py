@@ -52,6 +52,7 @@ def test_the_model_has_12_layers_of_head_dimension_128(monkeypatch):
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(127e6, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["gpt_jax", "gpt_flax"])
 def test_jax_trains_as_pytorch_does(module, monkeypatch):
     jax = pytest.importorskip("jax")
@@ -70,6 +71,7 @@ def test_jax_trains_as_pytorch_does(module, monkeypatch):
     assert rough != found and rough == pytest.approx(expected, abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", [steps.TORCH, steps.FLAX, steps.JAX])
 def test_everybody_is_trained_in_turn(small, library, monkeypatch):
     if library == steps.FLAX and not steps._has_flax():

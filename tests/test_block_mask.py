@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ from frameworks import framework
 from semantics import CONTIGUOUS, check, draw_blocks, draw_inputs
 
 import cupyflash
-from cupyflash import BlockMask, attention, attention_backward, block_mask, masks
+from cupyflash import BlockMask, attention, attention_backward, block_mask, blocks, masks, tile_lists
 from cupyflash.problem import MaskKind
 from cupyflash.tile_lists import WORD, ListUse
 
@@ -193,6 +196,7 @@ def test_patterns_of_batch_entries() -> None:
         (lambda: masks.window(-1), ValueError, "left is -1; it must be 0 or more"),
         (lambda: masks.window(None), TypeError, "left is None; it must be an integer"),
         (lambda: masks.causal(0.5), TypeError, "diagonal is 0.5; it must be an integer"),
+        (lambda: masks.window(True, False), TypeError, "left is True; it must be an integer"),
         (lambda: masks.strided("8"), TypeError, "stride is '8'; it must be an integer"),
         (lambda: masks.documents(np.ones(3)), TypeError, "ids has dtype float64; it must be an array of integers"),
         (lambda: masks.documents(3), ValueError, r"ids has shape \(\); it must be"),
@@ -206,6 +210,44 @@ def test_messages_of_making(call: Callable[[], Any], error: type[Exception], mes
         call()
 
 
+def test_arrays_on_another_device_are_refused() -> None:
+    """Also what a function returns; arrays on the CPU are copied to a GPU."""
+    cupy = pytest.importorskip("cupy")
+
+    def on(ordinal: int) -> Any:  # an array that nobody reads
+        memory = cupy.cuda.UnownedMemory(1 << 40, 81, None, ordinal)
+        return cupy.ndarray((9, 9), bool, cupy.cuda.MemoryPointer(memory, 0))
+
+    here = np.ones((9, 9), bool)
+    for name, call in (
+        ("source", lambda: block_mask(on(0), like=here)),
+        ("what source returns", lambda: block_mask(lambda b, h, i, j: on(0), shape=(9, 9))),
+        ("blocks", lambda: block_mask(here, blocks=on(0))),
+        ("full", lambda: block_mask(here, blocks=np.ones((1, 1), bool), full=on(0))),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} is on cuda:0; it must be on cpu, as the mask is$"):
+            call()
+    gpu: Any = SimpleNamespace(asarray=lambda x: x, cuda=SimpleNamespace(Device=lambda: SimpleNamespace(id=1)))
+    for x in (on(1), here):
+        assert blocks._taken(gpu, "source", x) is x
+    with pytest.raises(ValueError, match="^source is on cuda:0; it must be on cuda:1, as the mask is, or on cpu$"):
+        blocks._taken(gpu, "source", on(0))
+
+
+def test_arrays_that_jax_traces_are_refused() -> None:
+    jax = pytest.importorskip("jax")
+    seen = jax.numpy.ones((9, 9), bool)
+    for name, function in (
+        ("like", lambda x: block_mask(masks.causal(), shape=(9, 9), like=x)),
+        ("source", lambda x: block_mask(x)),
+        ("blocks", lambda x: block_mask(blocks=x[:1, :1], shape=(9, 9))),
+    ):
+        with pytest.raises(
+            TypeError, match=f"^{name} is traced by JAX; it must be an array: make the mask outside jit"
+        ):
+            jax.jit(function)(seen)
+
+
 def test_messages_of_calls() -> None:
     x = np.ones((2, 40, 4, 8), np.float32)
     wanted = r"it must be \(2, 4, 40, 40\), \(batch, head, query, key\), where batch and head may be 1"
@@ -213,7 +255,9 @@ def test_messages_of_calls() -> None:
         mask = block_mask(masks.causal(), shape=shape)
         with pytest.raises(ValueError, match="block_mask has shape .*; " + wanted):
             attention(x, x, x, block_mask=mask)
-    with pytest.raises(TypeError, match="block_mask is a ndarray; it must be what cupyflash.block_mask made, or None"):
+    with pytest.raises(
+        TypeError, match="block_mask is a numpy.ndarray; it must be what cupyflash.block_mask made, or None"
+    ):
         attention(x, x, x, block_mask=np.ones((40, 40), bool))
     mask = block_mask(masks.causal(), shape=(40, 40))
     mask.kind = MaskKind(mask.shape, "cuda:0")
@@ -292,6 +336,21 @@ def test_lists_are_made_once() -> None:
     assert mask.list_for(USES[0]) is mask.list_for(ListUse(*USES[0])) is not mask.list_for(USES[1])
 
 
+def test_threads_share_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that is made stays, since a kernel may be reading it already."""
+    mask, both = block_mask(masks.causal(), shape=(256, 256), block=64), threading.Barrier(2)
+    make = tile_lists.make
+
+    def together(*given: Any) -> Any:
+        both.wait(60)
+        return make(*given)
+
+    monkeypatch.setattr(tile_lists, "make", together)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(mask.list_for, [USES[0]] * 2)
+    assert first is second is mask.list_for(USES[0])
+
+
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
@@ -361,3 +420,23 @@ def test_frameworks(library: str, on_gpu: bool, rng: np.random.Generator) -> Non
             draw_inputs(rng, "float32", heads=(4, 2)), rank=4, layout="bshd", lay=CONTIGUOUS, deterministic=False, family=None,
             recorded=recorded, blocks=draw_blocks(rng, (2, 4, 67, 93), (16, 32)), causal=True,
         )  # fmt: skip
+
+
+def test_patterns_have_no_truth_value() -> None:
+    for wrong in (
+        lambda: not masks.causal(),
+        lambda: masks.causal() and masks.prefix(3),
+        lambda: masks.causal() or masks.prefix(3),
+    ):
+        with pytest.raises(TypeError, match="^a pattern has no truth value; combine patterns by &, | and ~"):
+            wrong()
+
+
+def test_what_patterns_are_combined_with() -> None:
+    for other, told in (
+        (np.ones((3, 3), bool), "a ndarray at &"), (True, "a bool at &"), (masks.prefix, r"masks\.prefix, which is to be called at &"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"^a pattern stands beside {told}; it must be a pattern or a function"):
+            masks.causal() & other  # type: ignore[operator]
+    for both in (masks.causal() & (lambda b, h, i, j: j > 2), (lambda b, h, i, j: j > 2) & masks.causal()):
+        assert block_mask(both, shape=(16, 16)).share() == sum(max(0, i - 2) for i in range(16)) / 256

@@ -137,6 +137,18 @@ def test_eight_bits_of_safetensors_are_read(tmp_path: Path) -> None:
         files.read(path)
 
 
+@pytest.mark.parametrize(("asked", "dtype"), [(None, "bfloat16"), ("fp8", "float8_e4m3fn")])
+def test_eight_bits_in_and_out(run: Run, tmp_path: Path, asked: str | None, dtype: str) -> None:
+    files.write(tmp_path / "in.safetensors", dict.fromkeys("qkv", X.astype(ml_dtypes.float8_e4m3fn)))
+    options = () if asked is None else ("--out-dtype", asked)
+    for suffix in files.SUFFIXES:
+        out = tmp_path / f"out{suffix}"
+        code, printed, err = run("attend", "-i", tmp_path / "in.safetensors", "--device", "cpu", "-o", out, *options)
+        assert (code, err) == (0, "") and f"1x3x2x4 {dtype}" in printed
+        assert (f"note: {suffix} has no {dtype}; others read " in printed) == (suffix != ".safetensors")
+    assert files.read(out)["out"].dtype == dtype
+
+
 # ---- dtypes ---------------------------------------------------------------------------------------------------------
 
 

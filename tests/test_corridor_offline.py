@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,8 @@ B, SQ, SK, HQ, HK, D = 2, 40, 50, 4, 2, 64
 
 class Gpu:
     """A GPU that computes nothing: where memory was given out, what was launched, copied and filled."""
+
+    arch: Arch
 
     def __init__(self) -> None:
         self.end = 1 << 40
@@ -64,7 +67,7 @@ class Gpu:
 @pytest.fixture(params=["sm_90a", "sm_80"])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     made = Gpu()
-    arch = Arch.of(request.param)
+    made.arch = arch = Arch.of(request.param)
     monkeypatch.setattr(corridor, "_prepared", {})
     monkeypatch.setattr(corridor, "functions", made.functions)
     monkeypatch.setattr(device, "current", lambda ordinal: arch)
@@ -284,6 +287,45 @@ def test_results_in_a_form_that_no_kernel_writes(gpu: Gpu) -> None:
     assert target is out and gpu.last()["out"] == source.data.ptr and source.data.ptr != out.data.ptr
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_gradients_of_arrays_read_what_the_backward_has_left(gpu: Gpu, dtype: Any) -> None:
+    q, k, bias = gpu.array((B, SQ, HQ, 32), dtype), gpu.array((B, SK, HK, 32), dtype), gpu.array((HQ, SQ, SK), dtype)
+    lse = gpu.array((B, HQ, SQ), np.float32)
+    for _ in range(2):  # planned, and kept
+        attention_backward(q, q, k, k, q, lse, bias=bias, wrt="bias")
+        (first, p, _), (second, r, _) = gpu.launched[-2:]
+        found = {f"{name}_{what}" for name in ("q", "k", "v", "dout") for what in ("halves", "units")} | {"delta"}
+        if dtype == np.float32:
+            assert set(second.found) == found
+        assert all(r[name] == p[name] != 0 for name in second.found)
+        assert [x.nbytes for x in first.workspace if x.name in second.found] == [
+            x.nbytes for x in second.workspace if x.name in second.found
+        ]
+    assert gpu.planned == 2
+
+
+@pytest.mark.parametrize("dtype, length", [(np.float32, SK), (np.float32, 2048), (np.float16, SK)])
+def test_a_workspace_is_kept_for_gradients_of_arrays_where_they_find_something(
+    gpu: Gpu, dtype: Any, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its memory is free when they ask for theirs."""
+    pieces: list[list[Any]] = []  # weak references to what was given out before each
+
+    def empty(shape: tuple[int, ...], of: str, device: int) -> Any:
+        pieces.append([x for x in (pieces[-1] if pieces else []) if x() is not None])
+        made = gpu.array(shape, cupy_._DTYPES[of])
+        pieces[-1].append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(cupy_, "empty", empty)
+    q, bias = gpu.array((B, length, HQ, 32), dtype), gpu.array((HQ, length, length), dtype)
+    attention_backward(q, q, q, q, q, gpu.array((B, HQ, length), np.float32), bias=bias, wrt="bias")
+    second, *_ = gpu.launched[-1]
+    assert bool(second.found) == (length == SK and (dtype == np.float32 or second.family == "sm80"))
+    # At the end there are dq, dk, dv, dbias, and workspaces; and a copy of the bias, whose rows the copy engine wants padded.
+    assert len(pieces[-1]) == 4 + (2 if second.found else 1) + len(gpu.copied) // 2
+
+
 def test_workspace_is_aligned(gpu: Gpu) -> None:
     for deterministic in (False, True):
         attention_backward(**for_backward(gpu), deterministic=deterministic)
@@ -452,21 +494,29 @@ def test_a_callback_of_xla(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (p["out"], p["lse"]) == (out.address, lse.address)
 
 
-def test_a_callback_of_xla_backward(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, bias = ((B, HQ, SQ), "float32"), ((HQ, SQ, SK), "float32")
-    arrays = {"q": Q, "k": KV, "v": KV, "bias": bias, "dout": Q, "out": Q, "lse": rows}
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_callback_of_xla_backward(gpu: Gpu, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, bias, q, kv = ((B, HQ, SQ), "float32"), ((HQ, SQ, SK), "float32"), (Q[0], dtype), (KV[0], dtype)
+    arrays = {"q": q, "k": kv, "v": kv, "bias": bias, "dout": q, "out": q, "lse": rows}
     call, given, (dq, dk, dv, dbias, scratch) = xla_call(monkeypatch, arrays, ("bias",), {})
     (first, p, _), (second, r, stream) = gpu.launched
     assert stream == STREAM and gpu.planned == 2
     assert (p["dq"], p["dk"], p["dv"], p["dout"]) == (dq.address, dk.address, dv.address, given["dout"].address)
     assert r["dbias"] == dbias.address
-    spaces = [(x.nbytes, q[x.name]) for plan, q in ((first, p), (second, r)) for x in plan.workspace if x.nbytes]
+    spaces = [
+        (x.nbytes, q[x.name])
+        for plan, q in ((first, p), (second, r))
+        for x in plan.workspace
+        if x.nbytes and x.name not in plan.found
+    ]
+    assert all(r[name] == p[name] for name in second.found)
     assert call.plain == (not gpu.copied)  # rows of the bias, which sm90 wants padded
     assert all(scratch.address <= to < scratch.address + call.scratch for _, _, to, _ in gpu.copied)
     for size, at in spaces:
         assert scratch.address <= at and at + size <= scratch.address + call.scratch
     ends = sorted((at, at + size) for size, at in spaces)
-    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+    apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+    assert apart == bool(second.found)  # else the second has the memory of the first
 
 
 def test_a_callback_of_xla_with_scores(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,7 +568,7 @@ def test_a_callback_elsewhere(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, ordinal
     own = gpu.array((1 << 20,), np.uint8)
     monkeypatch.setattr(jax_gpu.cupy.cuda, "Device", lambda ordinal: contextlib.nullcontext())
     monkeypatch.setattr(jax_gpu.cupy.cuda, "ExternalStream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(jax_gpu.cupy_, "empty", lambda *_: own)
+    monkeypatch.setattr(jax_gpu.cupy, "empty", lambda *_: own)
     monkeypatch.setattr(launch.cupy.cuda.runtime, "getDevice", lambda: ordinal)
     _, given, (out, _, _) = xla_call(monkeypatch, {"q": Q, "k": KV, "v": KV}, None, {}, ordinal, misaligned)
     p = gpu.last()
@@ -527,7 +577,39 @@ def test_a_callback_elsewhere(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, ordinal
         assert p["q"] == given["q"].address
 
 
-NUMBERED = [row.name for row in OPTIONS if row.number]
+@pytest.mark.parametrize("misaligned", [False, True])
+@pytest.mark.parametrize("dim", [64, 40])
+def test_a_callback_in_8_bits(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, dim: int, misaligned: bool) -> None:
+    """Scales are read where they are, V is turned in XLA's memory; rows that are no multiples of 16 bytes are copied."""
+    if gpu.arch.cc != 90:
+        pytest.skip("kernels for 8 bits are Hopper's")
+    from cupyflash.interop import jax_gpu
+
+    eight = "float8_e4m3fn"
+    more = gpu.array((1 << 20,), np.uint8)
+    monkeypatch.setattr(jax_gpu.cupy.cuda, "Device", lambda ordinal: contextlib.nullcontext())
+    monkeypatch.setattr(jax_gpu.cupy.cuda, "ExternalStream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(jax_gpu.cupy, "empty", lambda *_: more)
+    arrays = {
+        "q": ((B, SQ, HQ, dim), eight), "k": ((B, SK, HK, dim), eight), "v": ((B, SK, HK, dim), eight),
+        "q_descale": ((HQ, 1), "float32"), "v_descale": ((B, HK, 1), "float32"),
+    }  # fmt: skip
+    options = {"out_dtype": "float16", "out_scale": 3.0}
+    call, given, (_, _, scratch) = xla_call(monkeypatch, arrays, None, options, misaligned=misaligned)
+    plan, p, _ = gpu.launched[-1]
+    assert plan.launches[0].name == "attention_turn" and p["out_scale"] == 3 and plan.out_dtype == "float16"
+    assert p["q_descale"] == given["q_descale"].address and tuple(p["q_descale_strides"])[:2] == (0, 1)
+    assert p["v_descale"] == given["v_descale"].address and tuple(p["v_descale_strides"])[:2] == (HK, 1)
+    copied = {name for name in "qkv" if p[name] != given[name].address}
+    assert copied == (set("qkv") if misaligned or dim == 40 else set()) and call.plain == (dim == 64)
+    if not misaligned:
+        assert scratch.address <= p["turned"] < scratch.address + call.scratch
+    assert {tuple(copy.strides) for _, _, _, copy in gpu.copied} <= {
+        (n * h * pad, h * pad, pad, 1) for n, h in ((SQ, HQ), (SK, HK)) for pad in (48, 64)
+    }
+
+
+NUMBERED = [row.name for row in OPTIONS if row.number and row.name != "out_scale"]  # that is for inputs of 8 bits
 
 
 @pytest.mark.parametrize("name", NUMBERED)
@@ -541,6 +623,17 @@ def test_a_number_that_was_written_to(gpu: Gpu, name: str) -> None:
         attention(**given, **{name: number if len(seen) < 2 else value}, seed=1)
         seen.append([gpu.last()[field] for field in ("scale", "cap", "drop_below")])
     assert seen[0] != seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("form", [tuple, list])
+def test_a_window_that_was_written_to(gpu: Gpu, form: type) -> None:
+    torch = pytest.importorskip("torch")
+    given, left = inputs(gpu), torch.tensor(3)
+    for n in (3, 10, 10):
+        left.fill_(n)
+        attention(**given, window=form((left, 0)))
+        assert gpu.last()["left"] == n
+    assert gpu.planned == 2
 
 
 @pytest.mark.parametrize("name", NUMBERED)

@@ -15,6 +15,7 @@ pytestmark = needs_compiler
 SOURCE = """
 struct half_t { unsigned short bits; };
 struct bfloat16_t { unsigned short bits; };
+struct float8_t { unsigned char bits; };
 #line 1 "ptx/barrier.cuh"
 #line 1 "ptx/cp_async.cuh"
 #line 1 "ptx/flag.cuh"

@@ -86,6 +86,7 @@ def test_outputs_and_gradients(make: Any, calls: list[Any]) -> None:
         torch.testing.assert_close(x, of[n], rtol=1e-3, atol=1e-5 * of[n].abs().max().item() + 1e-7)
 
 
+@pytest.mark.slow
 def test_compiled(calls: list[Any]) -> None:
     torch.manual_seed(0)
     model, given = unet()

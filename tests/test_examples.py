@@ -100,6 +100,7 @@ def test_kernel_regression_on_a_gpu(dtype: str) -> None:
     assert result["gradient"] < (1e-5 if dtype == "float64" else 1e-1)  # against a difference quotient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.py")))
 def test_help(name: str) -> None:
     command = [sys.executable, FOLDER / name, "--help"]

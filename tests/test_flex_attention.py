@@ -6,8 +6,10 @@ import functools
 import gc
 import inspect
 import math
+import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -141,6 +143,7 @@ UNARY = {
     "log2": lambda x: torch.log2(x * x + 1), "log10": lambda x: torch.log10(x * x + 1), "log1p": lambda x: torch.log1p(x**2),
     "sqrt": lambda x: torch.sqrt(x**2 + 1), "rsqrt": lambda x: (x**4 + 1).rsqrt(), "reciprocal": lambda x: (x**2 + 1).reciprocal(),
     "sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu, "sin": torch.sin, "cos": torch.cos, "relu": torch.relu,
+    "tan": lambda x: torch.tan(x / 4),
     "clamp": lambda x: x.clamp(-0.5, 0.7), "clip above": lambda x: torch.clamp_max(x, 0.2), "floor": lambda x: x + x.floor(),
     "ceil": lambda x: x + torch.ceil(x), "trunc": lambda x: x + torch.trunc(x), "sign": lambda x: x * torch.sign(x),
     "rsub": lambda x: 1 - x, "alpha": lambda x: torch.add(x, x, alpha=0.5) - torch.sub(1.0 * x, x, alpha=3), "neg": lambda x: -x,
@@ -169,6 +172,7 @@ INTEGERS: dict[str, Callable[..., Any]] = {
     "division": lambda i, j: (i - j) // 3 + torch.div(i - j, 4, rounding_mode="trunc") + (i + 1) / (j + 1),
     "remainders": lambda i, j: (i - j) % 5 + torch.fmod(i - j, 3), "bits": lambda i, j: (i & 3) + (i ^ j) + (i << 2) + (j >> 1) + ~i,
     "powers": lambda i, j: i**2 - j * j, "64 bits": lambda i, j: (i.long() * 2**33 + j) // 2**33,
+    "tangents": lambda i, j: torch.tan(i % 3) + torch.tan(j % 2),
     "booleans": lambda i, j: (i > j).float() + (i != j) * (~(i == j)) + (i <= 3).to(torch.int32) * 2 + (i.bool() & (j >= 2)),
 }  # fmt: skip
 
@@ -219,6 +223,22 @@ def test_block_masks(name: str, block: Any, rng: np.random.Generator) -> None:
     both = [flex_attention(*leaves, alibi, mask), standard(*leaves, alibi, mod)[0]]
     for x, y in zip(*(torch.autograd.grad(x.square().sum(), leaves) for x in both)):
         torch.testing.assert_close(x, y)
+
+
+def test_one_list_for_all_whose_mask_mod_asks_for_batch_and_head(rng: np.random.Generator) -> None:
+    """It is asked for those of the query, whichever calls came before."""
+    q, k, v = qkv(rng)
+    starts = torch.arange(B * H).reshape(B, H) * 7
+    mods = (
+        lambda b, h, i, j: j >= starts[b, h],
+        lambda b, h, i, j: j >= starts[b, 0],
+        lambda b, h, i, j: j >= starts[0][h],
+    )
+    for mod in mods:
+        mask = theirs.create_block_mask(mod, None, None, S, S, device="cpu")
+        for x in ([x[:1] for x in (q, k, v)], (q, k, v), [x[:, :2] for x in (q, k, v)]):
+            expected = theirs.flex_attention(*x, block_mask=mask)
+            torch.testing.assert_close(flex_attention(*x, block_mask=mask), expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["ALiBi", "soft cap", "relative bias", "from the end", "rows first", "buckets"])
@@ -293,6 +313,51 @@ def test_what_is_traced_once(rng: np.random.Generator, monkeypatch: pytest.Monke
         same(mod, len(runs) + 1)
 
 
+LENGTHS: dict[str, Callable[[Any], int]] = {
+    "nonzero": lambda x: len(x.nonzero()), "where": lambda x: torch.where(x)[0].shape[0], "booleans": lambda x: x[x != 0].shape[0],
+    "masked_select": lambda x: x.masked_select(x > 0).numel(), "unique": lambda x: len(x.unique()),
+    "repeat_interleave": lambda x: len(x.repeat_interleave(x)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_number_of_elements_that_follows_from_values(name: str, rng: np.random.Generator) -> None:
+    length = LENGTHS[name]
+
+    def of(x: Any) -> Any:
+        return lambda s, b, h, i, j: s * length(x)
+
+    q, k, v = qkv(rng, dtype="float64")
+    for mod in (of(torch.tensor([0, 0, 0, 1])), of(torch.tensor([0, 1, 2, 3]))):
+        torch.testing.assert_close(flex_attention(q, k, v, mod), standard(q, k, v, mod)[0])
+
+
+def test_what_is_drawn_is_drawn_in_each_call(rng: np.random.Generator) -> None:
+    q, k, v = qkv(rng)
+
+    def drawn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * torch.rand(())
+
+    assert not torch.equal(flex_attention(q, k, v, drawn), flex_attention(q, k, v, drawn))
+
+
+def test_threads_that_trace_at_once(rng: np.random.Generator) -> None:
+    q, k, v = qkv(rng)
+
+    def error(n: int) -> Any:
+        held = [torch.full((H,), float(n))]  # a list, which nobody knows: it is run in each call
+        found = flex_attention(q, k, v, lambda s, b, h, i, j: s * held[0][h])
+        return (found - flex_attention(q, k, v, scale=n / D**0.5)).abs().max()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert max(threads.map(error, range(40))) < 1e-4
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_functions_of_every_kind(rng: np.random.Generator) -> None:
     """Partial ones, methods and objects, with arguments of their own; under autocast and inference_mode."""
     q, k, v = qkv(rng, dtype="float64")
@@ -341,12 +406,16 @@ def test_messages(rng: np.random.Generator) -> None:
         ({"score_mod": lambda s, b, h, i, j: s + math.exp(i)}, TypeError, "^score_mod decides by a number that depends on the"),
         ({"score_mod": lambda s, b, h, i, j: s + torch.erf(s)}, NotImplementedError, "^score_mod calls aten.erf.default, which is"),
         ({"score_mod": lambda s, b, h, i, j: s + softplus(s)}, NotImplementedError, "^score_mod calls aten.softplus"),
+        ({"score_mod": lambda s, b, h, i, j: torch.nn.functional.logsigmoid(s)}, NotImplementedError, "^score_mod calls aten.log_sig"),
         ({"score_mod": lambda s, b, h, i, j: s + table[h].sum()}, NotImplementedError, "^score_mod calls aten.sum"),
         ({"score_mod": lambda s, b, h, i, j: s + table[h] * 2}, NotImplementedError, r"computes \(aten.mul.Tensor\) with a tensor of"),
         ({"score_mod": lambda s, b, h, i, j: s + table[h, i / 2]}, (TypeError, IndexError), "ind"),
         ({"score_mod": lambda s, b, h, i, j: i > j}, TypeError, "returns a boolean"),
         ({"score_mod": lambda s, b, h, i, j: 3.0}, TypeError, "^score_mod returns 3.0; it must return the new score"),
         ({"score_mod": lambda s, b, h, i, j: s + table[None, None, None][0, 0, 0, h, i]}, (NotImplementedError,), "^score_mod"),
+        ({"score_mod": 1}, TypeError, r"^score_mod is a int; it must be a function of \(score, b, h, q_idx, kv_idx\)"),
+        ({"score_mod": lambda s: s}, TypeError, r"^score_mod is <function .*; it must be a function of .* \(too many positional"),
+        ({"score_mod": lambda s, b, h, i: s}, TypeError, r"^score_mod is <function .*; it must be a function of \(score, b, h"),
         ({"block_mask": mask}, ValueError, f"^block_mask is for 64 queries and {S} keys, but query has {S} and key {S}"),
         ({"block_mask": table}, TypeError, "^block_mask is a Tensor; it must be a torch.nn.attention.flex_attention.BlockMask"),
         ({"return_lse": True, "return_aux": mask}, ValueError, "^return_lse is True and return_aux is given"),
@@ -359,3 +428,45 @@ def test_messages(rng: np.random.Generator) -> None:
         flex_attention(q[0], k, v)
     with pytest.raises(TypeError, match="^value is a ndarray; it must be a torch.Tensor"):
         flex_attention(q, k, v.numpy())
+    with pytest.raises(ValueError, match="is on meta; it must be on cpu or cuda"):
+        flex_attention(*(x.to("meta") for x in (q, k, v)), lambda s, b, h, i, j: s)
+
+
+def test_a_tensor_that_is_captured_twice_and_two(rng: np.random.Generator) -> None:
+    """The same function, over the same tensor twice or over two of the same kind."""
+    q, k, v = qkv(rng, dtype="float64")
+    one, other = numbers(rng, S), numbers(rng, S)
+
+    def over(x: Any, y: Any) -> Callable[..., Any]:
+        return lambda s, b, h, i, j: s + x[i] + 2 * y[j]
+
+    for x, y in ((one, one), (one, other), (other, one), (other, other)):
+        out, (expected, _) = flex_attention(q, k, v, score_mod=over(x, y)), standard(q, k, v, over(x, y))
+        torch.testing.assert_close(out, expected)
+        for wanted in {x, y}:
+            found, should = (
+                torch.autograd.grad(o.square().sum(), wanted, retain_graph=True)[0] for o in (out, expected)
+            )
+            torch.testing.assert_close(found, should)
+
+
+def test_captured_tensors_of_other_strides_and_autocast(rng: np.random.Generator) -> None:
+    """What is traced with one is not taken for the other."""
+    q, k, v = qkv(rng, dtype="float64")
+    table, left, right = numbers(rng, S, S), numbers(rng, S, 8), numbers(rng, 8, S)
+
+    def flat(x: Any) -> Callable[..., Any]:
+        return lambda s, b, h, i, j: s + x.reshape(-1)[i * S + j]
+
+    for x in (table, table.t()):
+        torch.testing.assert_close(flex_attention(q, k, v, score_mod=flat(x)), standard(q, k, v, flat(x))[0])
+
+    a, b = left.float().detach(), right.float().detach()
+
+    def product(s: Any, _: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + (a @ b)[i, j]
+
+    q, k, v = (x.float() for x in (q, k, v))
+    with torch.autocast("cpu", torch.bfloat16):
+        flex_attention(q, k, v, score_mod=product)
+    torch.testing.assert_close(flex_attention(q, k, v, score_mod=product), standard(q, k, v, product)[0])

@@ -7,6 +7,7 @@ import re
 import warnings
 from pathlib import Path
 
+import float8_problems
 import fuzz
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def test_more_misses_than_luck_explains_are_wrong(
         warnings.warn("off by little", ByLuck, stacklevel=1)
 
     monkeypatch.setattr(fuzz, "check", missed)
-    these = ["--cpu", "--jobs", "1", "--kinds", "1", "--library", "numpy"]
+    these = ["--cpu", "--jobs", "1", "--kinds", "1", "--library", "numpy", "--dtype", "float32"]
     assert fuzz.main([*these, "--problems", "3"]) == 0
     assert fuzz.main([*these, "--problems", "4"]) == 1
     assert "4 results missed the criterion by little: luck explains 3" in capsys.readouterr().out
@@ -77,6 +78,20 @@ def test_processes_share_the_kinds_out(capsys: pytest.CaptureFixture[str]) -> No
     assert [list(numbers) for _, numbers in fuzz.spread(7, 3)] == [[0, 1, 2], [0, 1], [0, 1]]
 
 
+def test_8_bits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    these = [*SMALL, "--dtype", "float8_e4m3fn", "--seed", "3", "--problems", "24"]
+    assert fuzz.main(these) == 0
+    real = float8_problems.attention
+
+    def wrong(*arrays: object, **options: object) -> object:
+        out, lse = real(*arrays, **options)
+        return out, lse + 0.01 * (options["causal"] is True)
+
+    monkeypatch.setattr(float8_problems, "attention", wrong)
+    assert fuzz.main([*these, "--library", "numpy"]) == 1
+    assert re.search(r"Kind\(.*causal=True.*by=.*\n.*\n  AssertionError", capsys.readouterr().out)
+
+
 GPU_PAIRS = [(backend, dtype) for backend, dtype in pairs() if backend.family]
 
 
@@ -84,7 +99,7 @@ GPU_PAIRS = [(backend, dtype) for backend, dtype in pairs() if backend.family]
 def test_a_kind_is_what_kernels_are_compiled_with(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
     """A forward and a backward, however many problems: else a million of them would take days.
 
-    Of each another one where sizes decide it: short sequences, and key tiles that thread blocks share.
+    Of each another one where sizes decide it: short sequences in both passes, and key tiles that thread blocks share.
     """
     arch = Arch.of("sm_90a")
     for _ in range(4):
@@ -93,8 +108,8 @@ def test_a_kind_is_what_kernels_are_compiled_with(backend: Backend, dtype: str, 
         for seed in rng.integers(2**32, size=8):
             inputs, options, _ = fuzz.draw_problem(np.random.default_rng(int(seed)), kind)
             options["block_mask"] = options["blocks"].mask() if kind.blocks is not None else None
-            options = {row.name: options[row.name] for row in OPTIONS if row.name != "layout"}
+            options = {row.name: options.get(row.name, row.default) for row in OPTIONS if row.name != "layout"}
             problem = state(*inputs[:3], inputs.key_mask, **options, **inputs.given)
             family = backend.family_for(problem)
             sources |= {generate(plan(problem, arch, backward, family)) for backward in (False, True)}
-        assert 2 <= len(sources) <= 2 + 2 * (backend.family == "sm90"), kind
+        assert 2 <= len(sources) <= 2 + 3 * (backend.family == "sm90"), kind

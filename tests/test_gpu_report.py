@@ -12,7 +12,7 @@ from typing import Any
 
 import gpu_report
 import pytest
-from backends import pairs
+from backends import to_count
 from check_gpu_report import complaints
 from reference import ByLuck
 
@@ -22,7 +22,7 @@ DIGEST = "d" * 64
 
 
 def passing() -> dict[str, Any]:
-    counts = {f"{backend.name}/{dtype}": 10 for backend, dtype in pairs() if backend.family}
+    counts = dict.fromkeys(to_count(), 10)
     return {"sources": DIGEST, "passed": 100, "failed": 0, "errors": 0, "failures": [], "counts": counts}
 
 
@@ -42,6 +42,16 @@ def test_nothing_to_complain_of() -> None:
 )
 def test_complaints(change: dict[str, Any], complaint: str) -> None:
     assert complaints(passing() | change, DIGEST) == [complaint]
+
+
+def test_a_marker_says_what_is_counted(request: pytest.FixtureRequest) -> None:
+    assert "sm90/float8_e4m3fn" in to_count()
+    for marks, expected in (([], []), ([pytest.mark.gpu(of="a/b")], [(gpu_report.COUNTED, "a/b")])):
+        item = pytest.Function.from_parent(request.node.parent, name="f", callobj=lambda: None)
+        for mark in marks:
+            item.add_marker(mark)
+        gpu_report.count_as(item)
+        assert item.user_properties == expected
 
 
 def test_an_empty_report() -> None:
@@ -73,6 +83,7 @@ def test_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert json.loads(path.read_text())["errors"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     """By SIGINT, in one process or many: what it did not reach counts as failed, and a run of that completes the report."""
     (tmp_path / "conftest.py").write_text(

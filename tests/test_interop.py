@@ -110,6 +110,39 @@ def test_numpy_subclasses(tmp_path: Path) -> None:
     np.testing.assert_array_equal(attention(mapped, good.view(Mine), good), expected)
 
 
+def test_operators_of_numpy_subclasses_are_not_used(rng: np.random.Generator) -> None:
+    class Units(np.ndarray):
+        def __array_ufunc__(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError
+
+    q, k, v, dout, bias = rng.standard_normal((5, 6, 6)).astype(np.float32)
+    out, lse = attention(q, k, v, bias=bias, return_lse=True)
+    expected = (out, lse, *attention_backward(dout, q, k, v, out, lse, bias=bias))
+    q, k, v, dout, bias, out, lse = (x.view(Units) for x in (q, k, v, dout, bias, out, lse))
+    target = np.empty_like(q)
+    found = (*attention(q, k, v, bias=bias, return_lse=True), *attention_backward(dout, q, k, v, out, lse, bias=bias))
+    assert attention(q, k, v, bias=bias, out=target) is target
+    for x, y in zip((*found, target), (*expected, expected[0])):
+        np.testing.assert_array_equal(np.asarray(x), y)
+
+
+def test_fields_of_records(rng: np.random.Generator) -> None:
+    """Strides of 10 bytes are 2.5 elements: whether they overlap is a matter of bytes."""
+    records = np.zeros((1, 4, 2, 8), [("x", "f4"), ("y", "f2"), ("z", "f4")])
+    q = records["z"] = rng.standard_normal(records.shape, np.float32)
+    expected = attention(q, q, q)
+    np.testing.assert_array_equal(attention(records["z"], q, q, out=records["x"]), expected)
+    np.testing.assert_array_equal(records["x"], expected)
+    np.testing.assert_array_equal(records["z"], q)
+    memory = records.reshape(-1).view(np.uint8)
+    for start in (0, 4, 6):  # over x, y and z
+        out = np.ndarray(records.shape, np.float32, memory, start, records.strides)
+        with pytest.raises(ValueError, match="out shares memory with q; it must have memory of its own"):
+            attention(records["z" if start else "x"], q, q, out=out)
+    with pytest.raises(ValueError, match="elements share memory"):
+        attention(q[:, :1], q, q, out=np.ndarray((1, 1, 2, 8), np.float32, memory, 0, (0, 0, 48, 2)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numpy_view(dtype: str) -> None:
     x = np.zeros((2, 3, 4, 10), DTYPES[dtype]).transpose(0, 2, 1, 3)[:, ::-1, :, ::2]
@@ -322,6 +355,31 @@ def test_the_real_packages_on_a_gpu(make: Any, rng: np.random.Generator) -> None
     results = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)))
     assert all(type(x) is type(q) for x in results.values())
     judge({name: cupy.asarray(x).get() for name, x in results.items()}, *references(inputs))
+
+
+@pytest.mark.gpu
+def test_memory_of_cuda_core(rng: np.random.Generator) -> None:
+    """As docs/start.md takes it: a view of the buffer, into which the result is written."""
+    import cupy
+
+    core = pytest.importorskip("cuda.core")
+    device = core.Device(0)
+    device.set_current()
+    inputs = draw_inputs(rng, "float16", key_mask=False)
+
+    def buffer(x: np.ndarray) -> Any:
+        held = device.allocate(x.nbytes, stream=device.default_stream)
+        device.sync()
+        view = cupy.from_dlpack(held).view(x.dtype).reshape(x.shape)
+        assert view.data.ptr == int(held.handle)
+        view[...] = cupy.asarray(x)
+        return held, view
+
+    buffers = [buffer(x) for x in (*inputs[:3], np.full(inputs[3].shape, np.nan, np.float16))]
+    q, k, v, out = (view for _, view in buffers)
+    assert attention(q, k, v, out=out) is out
+    written = cupy.from_dlpack(buffers[-1][0]).view("float16").reshape(out.shape)
+    judge({"out": written.get()}, *references(inputs))
 
 
 @pytest.mark.gpu

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ jax = pytest.importorskip("jax")
 
 from jax import numpy as jnp
 
+from cupyflash.interop import jax_ops
 from cupyflash.jax import attention, dot_product_attention
 
 PLATFORMS = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
@@ -235,6 +238,43 @@ print("sharded")
 """
 
 
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_gradients_of_sinks_beside_those_of_a_score_function(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of their own: each writes to the memory of the result that is its own."""
+    asked: list[tuple[str, ...]] = []
+    make = jax_ops._backward_of
+    monkeypatch.setattr(jax_ops, "_backward_of", lambda how, wrt: asked.append(wrt) or make(how, wrt))
+    q, k, v = qkv(platform=platform)
+    sinks, table = numbers(4, seed=3, platform=platform), numbers(7, seed=4, platform=platform)
+
+    def ours(sinks: Any, table: Any) -> Any:
+        out = attention(
+            q, k, v, sinks=sinks, score=lambda s, b, h, i, j, table: s + table[j], score_arrays={"table": table}
+        )
+        return (out * v[:, :5, :1]).sum()
+
+    def theirs(sinks: Any, table: Any) -> Any:
+        k2, v2 = (jnp.repeat(x, 2, 2) for x in (k, v))
+        scores = jnp.einsum("bihd,bjhd->bhij", q, k2, precision="highest") / q.shape[-1] ** 0.5 + table
+        more = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+        p = jax.nn.softmax(jnp.concatenate((scores, more), -1), -1)[..., :-1]
+        return (jnp.einsum("bhij,bjhd->bihd", p, v2, precision="highest") * v[:, :5, :1]).sum()
+
+    close(jax.grad(ours, (0, 1))(sinks, table), jax.grad(theirs, (0, 1))(sinks, table))
+    assert asked[-1] == ("sinks", "score_arrays['table']")  # as the kernels are run
+
+
+def test_block_masks_are_not_kept_for_ever() -> None:
+    q, kept = numbers(1, 16, 1, 16), []
+    for n in range(40):
+        mask = cupyflash.block_mask(np.eye(16, dtype=bool), block=16, like=q)
+        attention(q, q, q, block_mask=mask)
+        kept.append(weakref.ref(mask))
+    del mask
+    gc.collect()
+    assert sum(x() is not None for x in kept) <= 32
+
+
 def test_several_devices() -> None:
     """shard_map over batch and heads (a gradient of what is the same on several devices is summed over them), other devices than
     the first, arrays in parts without shard_map, and pmap."""
@@ -384,6 +424,8 @@ def test_errors_name_the_arguments_of_jax() -> None:
         ((q[0], k[0], v[0]), {"key_value_seq_lengths": two}, r"^key_value_seq_lengths has shape \(2,\) .*; it must be \(1,\)"),
         *(((q, k, v), {"local_window_size": n}, "^local_window_size is .*; it must be an integer, 0 or more, or two of them")
           for n in (-1, 2.5, "a", (1, 2, 3), (None, 2), (1, -2))),
+        *(((q, k, v), {name: "no"}, f"^{name} is 'no'; it must be True or False") for name in ("is_causal", "return_residual")),
+        ((q, None, v), {}, "^key is None; it must be an array"),
     ):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=message):
             jax.jit(lambda *x, o=options: dot_product_attention(*x, **o)).trace(*x)

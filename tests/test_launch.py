@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -104,11 +105,8 @@ def test_the_copy_engine_gets_its_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(encoded) == len(launched.plan.maps)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("shape", [(2, 3, 5), (3, 5), (5,)])
-def test_numbers_of_heads_are_spread_over_their_rows(
-    shape: tuple[int, ...], dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     """With NumPy in CuPy's place."""
 
     def on_device(pointer: int, view: View, device: int) -> np.ndarray:
@@ -122,10 +120,25 @@ def test_numbers_of_heads_are_spread_over_their_rows(
     )
     monkeypatch.setattr(launch, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(launch, "on_device", on_device)
-    lib = SimpleNamespace(view=numpy_.view, pointer=lambda x: x.ctypes.data)
+    return SimpleNamespace(view=numpy_.view, pointer=lambda x: x.ctypes.data)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES.values(), ml_dtypes.float8_e4m3fn])
+def test_what_results_without_kernels_are_filled_with(dtype: Any, library: Any) -> None:
+    x = np.full((2, 3), np.nan, dtype)
+    launch.fill(library, x, 0.0, 0, 7)
+    assert not x.any() and not np.signbit(x).any()
+    if np.dtype(dtype).itemsize > 2:  # lse
+        launch.fill(library, x, float("-inf"), 0, 7)
+        assert np.isneginf(x).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (3, 5), (5,)])
+def test_numbers_of_heads_are_spread_over_their_rows(shape: tuple[int, ...], dtype: str, library: Any) -> None:
     held = np.arange(-2, 4).astype(DTYPES[dtype])
     numbers = held[::2] if len(shape) > 1 else held[0, ...]
     rows = np.full(shape, np.nan, "float64" if dtype == "float64" else "float32")
-    launch.spread(lib, rows, numbers.ctypes.data, numpy_.view(numbers), 0, 7)
+    launch.spread(library, rows, numbers.ctypes.data, numpy_.view(numbers), 0, 7)
     want = np.broadcast_to(numbers.astype(rows.dtype)[..., None], shape)
     np.testing.assert_array_equal(rows, want)

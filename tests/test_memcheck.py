@@ -7,20 +7,34 @@ import itertools
 import memcheck
 import pytest
 from backends import CPU, Backend
+from float8_problems import BY
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES
-from cupyflash.problem import ARRAYS, FLOATS, OPTIONS, AttentionProblem
+from cupyflash.problem import ARRAYS, FLOAT8, FLOATS, OF_FLOAT8, OPTIONS, AttentionProblem
 
 GPU = [Backend(name, name) for name in FAMILIES]
 
 
 def test_every_option_and_array_has_a_problem_of_its_own() -> None:
+    """But for those for inputs of 8 bits, of which there is no backward (tests/test_float8.py)."""
     for row in OPTIONS:
+        if row.name in ("out_dtype", "out_scale"):
+            continue
         assert [row.name] in map(options, memcheck.KINDS.values()), row.name
-    for row in ARRAYS:
+    for row in [row for row in ARRAYS if not row.of_float8]:
         assert [row.name] in map(arrays, memcheck.KINDS.values()), row.name
         assert sum(row.name in arrays(kind) for kind in memcheck.KINDS.values()) >= 4, row.name
+
+
+def test_8_bits_have_every_scale_result_and_dimension() -> None:
+    given = [kind.options for kind in memcheck.KINDS_8.values()]
+    assert {x.get("by") for x in given} == set(BY) and {x.get("result", "bfloat16") for x in given} == set(OF_FLOAT8)
+    for backend in GPU:
+        own = [x for x in memcheck.problems([backend]) if x.dtype == FLOAT8]
+        assert {x.kind for x in own} == ({*memcheck.KINDS_8} if backend.family == "sm90" else set())
+        assert {x.dims for x in own} == (set(memcheck.DIMS) if own else set())
+        assert not any(x.objection(*x.draw(), Arch.of("sm_90a")) for x in own)
 
 
 def options(kind: memcheck.Kind) -> list[str]:
@@ -77,9 +91,11 @@ def test_the_parts_are_all_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         memcheck.main(["--cpu", "--part", "5/4"])
 
 
-@pytest.mark.parametrize("kind", memcheck.KINDS)
-def test_kinds_run(kind: str) -> None:
-    (problem,) = (x for x in memcheck.problems([CPU]) if (x.kind, x.dtype) == (kind, "float32"))
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("float32", x) for x in memcheck.KINDS] + [(FLOAT8, x) for x in memcheck.KINDS_8]
+)
+def test_kinds_run(dtype: str, kind: str) -> None:
+    (problem,) = (x for x in memcheck.problems([CPU]) if (x.kind, x.dtype) == (kind, dtype))
     assert memcheck.run(problem, Arch.of("sm_90a")) == "right"
 
 

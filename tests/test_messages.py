@@ -276,6 +276,14 @@ def test_results_that_cannot_be_written() -> None:
     assert (grads[0] == 1).all()
 
 
+@pytest.mark.parametrize("what", [None, 1, "dk", [1.0]])
+def test_a_target_that_is_no_array_goes_by_what_it_was_given_as(what: object) -> None:
+    out, lse = attention(**good(), return_lse=True)
+    grads = (ones(B, SQ, HQ, D), what, ones(B, SK, HK, DV))
+    with pytest.raises(TypeError, match=f"^grads: dk is a {type(what).__name__}; it must be an array"):
+        attention_backward(out, **good(), out=out, lse=lse, grads=grads)
+
+
 def test_results_that_overlap() -> None:
     """Each target has memory of its own: no element of it twice, and none of another target or an input."""
     x = {name: ones(B, SQ, HQ, D) for name in "qkv"}

@@ -30,6 +30,7 @@ def test_what_is_missing_is_named() -> None:
     assert done.returncode and "FOLDER is missing" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_bench_step_keeps_its_rows_and_ends_with_a_table(tmp_path: Path) -> None:
     for module in ("torch", "rich"):
         pytest.importorskip(module)

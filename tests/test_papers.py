@@ -94,6 +94,7 @@ def test_training_reports_each_way_or_why_not(monkeypatch: pytest.MonkeyPatch) -
 # --- training, on the CPU -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_every_way_trains_the_same(checkpoint: bool) -> None:
     runs = {

@@ -20,6 +20,7 @@ from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 from cupyflash.problem import ARRAYS, AXES, SCORE_ARRAYS, AttentionProblem, Given
 from cupyflash.score.trace import trace
 
+OF_ALL = [rule for rule in ARRAYS if not rule.of_float8]  # those of every dtype
 H200 = Arch.of("sm_90a")
 PLANS = [
     pytest.param(family, dtype, backward, id=f"{family}-{dtype}-{'backward' if backward else 'forward'}")
@@ -62,7 +63,8 @@ def test_the_fields_of_a_forward() -> None:
         ("int", "heads_q"), ("int", "heads_k"), ("int", "seq_q"), ("int", "seq_k"), ("int", "dim"), ("int", "dim_v"),
         ("int", "diagonal"), ("int", "left"), ("int", "right"), ("int", "lists"),
         ("int", "lists_batch"), ("int", "lists_head"), ("Accum", "kept"), ("Accum", "log_kept"),
-        ("unsigned", "drop_below"), ("alignas(8) unsigned", "round_keys[14]"),
+        ("unsigned", "drop_below"), ("Accum", "out_scale"), ("Accum", "near_cap"), ("Accum", "near_cap_0"),
+            ("Accum", "near_cap_1"), ("Accum", "near_cap_2"), ("Accum", "minus_cap_squared"), ("alignas(8) unsigned", "round_keys[14]"),
     ]  # fmt: skip
 
 
@@ -78,7 +80,7 @@ def test_the_fields_of_a_backward() -> None:
     ]  # fmt: skip
     strided = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
     assert [name for type, name in fields if type == "Strides"] == [f"{name}_strides" for name in strided]
-    assert fields[-5:-1] == [("int", name) for name in ("together", "resident", "most_shares", "share_visits")]
+    assert fields[-4:-1] == [("int", name) for name in ("together", "resident", "shares")]
     assert ("double*", "delta") in declared(plan(asked("float64"), H200, True))
 
 
@@ -97,7 +99,7 @@ def test_a_source_does_not_depend_on_what_is_not_asked() -> None:
     function = params.text(plan(problem("float16", **FEATURES["score"]), H200, family="simt"))
     assert "const float* score_array_0;" in function and "const int* score_array_1;" in function
     assert "ScoreShape score_array_1_shape;" in function
-    for rule in ARRAYS:
+    for rule in OF_ALL:
         assert f" {rule.name};" in texts["everything"]
         assert (f"PairStrides {rule.name}_strides;" in texts["everything"]) == bool(rule.axes)
 
@@ -109,7 +111,7 @@ def test_values_stand_where_they_belong(family: str, dtype: str, backward: bool)
     kernel_plan = plan(state, H200, backward, family)
     rowed = [name for name in params.POINTERS[backward] if name in params.ROWED]
     strides = {name: (100 * i + 1, 100 * i + 2, 100 * i + 3) for i, name in enumerate(rowed)}
-    strides |= {rule.name: (7 + n, 0, 5, 1) for n, rule in enumerate(ARRAYS) if rule.axes}
+    strides |= {rule.name: (7 + n, 0, 5, 1) for n, rule in enumerate(OF_ALL) if rule.axes}
     packer = params.Packer(kernel_plan, state, strides)
     addresses = [2**48 + 256 * i for i in range(len(packer.slots))]
     record = np.frombuffer(packer(addresses), params.layout(kernel_plan))[0]
@@ -118,7 +120,7 @@ def test_values_stand_where_they_belong(family: str, dtype: str, backward: bool)
     assert held == dict(zip(packer.slots, addresses))
     for name in rowed:
         assert [record[f"{name}_strides"][axis] for axis in ("batch", "row", "head")] == list(strides[name])
-    for n, rule in enumerate(x for x in ARRAYS if x.axes):
+    for n, rule in enumerate(x for x in OF_ALL if x.axes):
         assert record[f"{rule.name}_strides"].tolist() == (7 + n, 0, 5, 1)
     for name in ("batch", "heads_q", "heads_k", "seq_q", "seq_k", "dim", "dim_v", "diagonal", "left", "right"):
         assert record[name] == getattr(state, name), name
@@ -163,6 +165,27 @@ def test_caps_stay_in_their_type(dtype: str, largest: float) -> None:
         packer = params.Packer(kernel_plan, state, {})
         record = np.frombuffer(packer([0] * len(packer.slots)), params.layout(kernel_plan))[0]
         assert np.isfinite(record["cap"]) and np.isfinite(record["cap_inverse"]) and record["cap"] > 0
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-9, 1e-3, 0.125, -3.0, 1e6, 1e30])
+@pytest.mark.parametrize("softcap", [1e-30, 1e-4, 1.5, 20.0, 1e6, 1e30])
+def test_caps_near_zero(scale: float, softcap: float) -> None:
+    """The polynomial is the cap's exponent of 2 and its slope, or is never taken; nothing in it leaves float32's range."""
+    state = problem("bfloat16", scale=scale, softcap=softcap)
+    kernel_plan = plan(state, H200)
+    packer = params.Packer(kernel_plan, state, {})
+    record = np.frombuffer(packer([0] * len(packer.slots)), params.layout(kernel_plan))[0]
+    bound, c0, c1, c2 = (record[name] for name in ("near_cap", "near_cap_0", "near_cap_1", "near_cap_2"))
+    s = np.linspace(-1, 1, 1001, dtype=np.float32) * bound
+    x = s * (c0 + s * s * (c1 + s * s * c2))
+    slope = 1 + x * x * record["minus_cap_squared"]
+    tanh = np.tanh(s.astype(float) * abs(scale) / softcap)
+    assert x.dtype == slope.dtype == np.float32 and np.isfinite([c0, c1, c2, record["minus_cap_squared"]]).all()
+    assert (
+        np.abs(x - softcap * math.log2(math.e) * tanh).max() <= 4e-5 * softcap * math.log2(math.e) * np.abs(tanh).max()
+    )
+    assert np.abs(slope - (1 - tanh * tanh)).max() <= 4e-5
+    assert bool(bound) == (1e-4 <= softcap <= 1e6 and 1e-9 <= abs(scale) / softcap <= 1e4)
 
 
 @pytest.mark.parametrize(("dtype", "least"), [("float16", 1e-30), ("float32", 1e-30), ("float64", 1e-300)])

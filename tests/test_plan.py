@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from kernel_cover import ARCHS, BIAS, FAMILY_ARCHS, FEATURES, GIVEN, problem, pr
 
 from cupyflash import explanation
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.families import sm90
+from cupyflash.gpu.families import sm90_backward
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
+from cupyflash.gpu.source import generate
 from cupyflash.problem import AttentionProblem, Given
 
 A100, H200, B200, T4, L40 = (Arch.of(f"sm_{cc}") for cc in (80, 90, 100, 75, 89))
@@ -83,7 +85,9 @@ def test_reasons_of_the_families_passed_over() -> None:
 
 
 def test_a_family_that_objects() -> None:
-    with pytest.raises(ValueError, match="no kernel family takes this problem: sm90 takes float16 and bfloat16"):
+    with pytest.raises(
+        ValueError, match="no kernel family takes this problem: sm90 takes float16, bfloat16 and float8"
+    ):
         plan(problem("float32"), H200, family="sm90")
     with pytest.raises(
         ValueError, match="family is 'sm70'; it must be one of 'sm90', 'sm80', 'simt', 'flash1', or None"
@@ -150,10 +154,50 @@ def test_every_query_and_key_has_a_block(family: str) -> None:
 
 def test_tiles_that_the_sm90_kernels_can_count() -> None:
     asked = problem("float16", batch=100_000, heads_q=16384, heads_k=16384, seq_q=128, seq_k=128)
-    for backward, name in ((False, "q"), (True, "k")):
-        told = rf"{name} has batch 100000 and 16384 heads: 1638400000 tiles; less than 2\*\*30"
+    for backward, name, tiles in ((False, "q", 3276800000), (True, "k", 1638400000)):
+        told = rf"{name} has batch 100000 and 16384 heads: {tiles} tiles; less than 2\*\*30"
         with pytest.raises(ValueError, match=told):
             plan(asked, H200, backward)
+
+
+@pytest.mark.parametrize(
+    "dtype, fields, family, left",
+    [
+        ("float32", {"dim": 32, "dim_v": 32}, "sm80", ()),
+        ("float32", {"dim": 64, "dim_v": 64}, "sm80", ()),
+        ("float32", {"dim": 40, "dim_v": 33}, "sm80", ()),  # columns padded as the backward's
+        ("float32", {"dim": 80, "dim_v": 80}, "sm80", ()),
+        (
+            "float32",
+            {"dim": 32, "dim_v": 32, "seq_q": 2048, "seq_k": 2048},
+            "sm80",
+            ("split", "prepare"),
+        ),  # other tiles
+        ("float32", {"dim": 256, "dim_v": 256}, "sm80", ("split", "prepare")),
+        ("float16", {}, "sm80", ("prepare",)),
+        ("float16", {"seq_q": 4096, "seq_k": 4096}, "sm80", ()),
+        ("float32", {}, "simt", ()),
+        ("float16", {"given": (Given("sinks", "float32", ("head",)),)}, "sm90", ()),
+        ("float16", {}, "sm90", ("prepare",)),  # tiles of a bias are large
+    ],
+)
+def test_gradients_of_arrays_find_what_the_backward_has_filled(
+    dtype: str, fields: dict[str, Any], family: str, left: tuple[str, ...]
+) -> None:
+    """Where tiles are the same, nothing is split, nor any delta computed, again; the source is the same in any case."""
+    asked = problem(dtype, **{"seq_q": 256, "seq_k": 256, "given": BIAS} | fields)
+    first = plan(asked, H200, True, family)
+    pairs = (asked.seq_q, asked.seq_k) if asked.has("bias") else (1, 1)
+    lengths = {asked.given[0].name: (1, asked.heads_q, *pairs)}
+    alone = plan(asked, H200, True, family, lengths=lengths)
+    second = alone.after(first)
+    again = [x.name for x in second.launches if x.fills]
+    assert [name.rsplit("_", 1)[-1] for name in again] == list(left)
+    assert [x for x in second.launches if not x.fills] == [x for x in alone.launches if not x.fills]
+    filled = {name for x in alone.launches if x not in second.launches for name in x.fills}
+    assert set(second.found) == filled and (filled == set()) == (second == alone)
+    assert filled <= {x.name for x in set(first.workspace) & set(second.workspace)}
+    assert generate(second) == generate(alone)
 
 
 def test_workspace() -> None:
@@ -166,7 +210,7 @@ def test_workspace() -> None:
             "delta": ("float32", (pairs, 16, 2, 64)), "dq_sum": ("float32", (pairs, 16, 64 * 64)), "counters": ("uint32", (0,)),
         },
         "sm90": {
-            "delta": ("float32", (rows // 128, 2, 128)), "dq_sum": ("float32", (rows // 128, 128 * 64)),
+            "delta": ("float32", (pairs, 8, 2, 128)), "dq_sum": ("float32", (rows // 128, 128 * 64)),
             "counters": ("uint32", (2 + 16 + rows // 128,)), "share_sums": ("float32", (0, 128 * 64)),
         },
     }  # fmt: skip
@@ -211,8 +255,7 @@ def test_sums_of_dq_for_heads_under_work_alone() -> None:
     assert scalars(long) == {
         "together": 1,
         "resident": 2 + 99,
-        "most_shares": 1,
-        "share_visits": 1,
+        "shares": 1,
     }  # 3 waves of 132 key tiles, 4 of them to a head
     assert next(w for w in chosen.workspace if w.name == "dq_sum").nbytes == 101 * 512 * 128 * 4
     causal = dict(plan(replace(long, causal="bottom_right", right=0), H200, True).scalars)
@@ -232,34 +275,35 @@ def test_thread_blocks_share_key_tiles_that_are_few_or_uneven() -> None:
     shared, alone = plan(few, H200, True), plan(replace(few, batch=64), H200, True)
     assert (constants(shared)["SHARES"], constants(alone)["SHARES"]) == (True, False)
     told = dict(shared.scalars)
-    shares, visits = told["most_shares"], told["share_visits"]
-    assert (
-        1 < shares <= 32 and (shares - 1) * visits < 32 * 64 <= shares * visits
-    )  # of 32 heads with 64 query tiles each
+    shares = told["shares"]
+    assert 1 < shares <= 32  # of 32 heads with 64 query tiles each
     assert shared.launches[-1].grid == min(132, 32 * shares) > 32
     spaces = {w.name: w for w in shared.workspace}
     assert spaces["share_sums"].shape == (32 * 2 * shares, 128 * 128)  # two warpgroups of 64 keys, K and V
-    assert spaces["counters"].shape == (2 + 1 + 32 * 64 + 32 * 2,)
+    assert spaces["counters"].shape == (2 + shares + 32 * 64 + 32 * 2,)
+    assert spaces["dq_sum"].shape == (min(shares, told["resident"]) * -(-32 * 64 // shares), 64 * 128)
     assert {w.name: w for w in alone.workspace}["share_sums"].nbytes == 0
-    assert dict(alone.scalars)["most_shares"] == 1
+    assert dict(alone.scalars)["shares"] == 1
     uneven = replace(few, causal="bottom_right", right=0, heads_q=64, heads_k=8)  # 256 key tiles of 16 to 512 visits
     assert constants(plan(uneven, H200, True))["SHARES"]
     others = (
         plan(replace(few, **x), H200, True) for x in ({"heads_q": 24}, {"batch": 2}, {"heads_q": 4, "seq_k": 500})
     )
-    assert {x.constants for x in others} == {shared.constants}
+    told = constants(shared) | {"FINISH_PARTS": 0}
+    assert all(constants(x) | {"FINISH_PARTS": 0} == told for x in others)
 
 
 def test_explain_tells_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explanation, "_compiled", lambda chosen: ({}, ()))
     q, k = (1, 4096, 32, 128), (1, 4096, 1, 128)
     (note,) = explanation.explain(q, k, k, dtype="bfloat16", arch="sm_90a", backward=True).notes
-    assert note.startswith("up to 4 thread blocks share a tile of keys")
+    assert note.startswith("the queries of a head of keys are dealt out in 8 shares")
     assert explanation.explain(q, q, q, dtype="bfloat16", arch="sm_90a", backward=True).notes == ()
 
 
 def test_sums_of_shares_are_as_many_as_a_thread_holds() -> None:
     for dims, sums in (
+        ((32, 32), 32),
         ((64, 64), 64),
         ((96, 64), 80),
         ((128, 128), 128),
@@ -273,7 +317,7 @@ def test_sums_of_shares_are_as_many_as_a_thread_holds() -> None:
         shape = next(w.shape for w in chosen.workspace if w.name == "share_sums")
         assert told["SHARES"] and told["SHARE_SUMS"] == 128 * sums == shape[1]
         tiles = -(-300 // (told["KEYS"] * told["CLUSTER"]))
-        assert shape[0] == tiles * told["CLUSTER"] * told["GROUPS"] * dict(chosen.scalars)["most_shares"]
+        assert shape[0] == tiles * told["CLUSTER"] * told["GROUPS"] * dict(chosen.scalars)["shares"]
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (200, 0), (30, 77), (0, None)])
@@ -286,29 +330,131 @@ def test_visits_of_key_tiles_are_those_of_the_band(window: tuple[int | None, int
     seen = np.pad(seen, ((0, 12), (0, 68)))
     by_tile = seen.reshape(8, 64, 6, 128).any((1, 3)).sum(0)
     # (A row may be cut off at both ends of the sequence: then tiles between are visited all the same.)
-    assert sm90._visits(asked, 64, 128) == [*by_tile]
+    assert [len(x) for x in sm90_backward._walks(asked, 64, 128)] == [*by_tile]
 
 
 def test_a_sequence_of_many_keys_is_planned_at_once() -> None:
-    assert scalars(problem("float16", seq_q=1, seq_k=2**29, diagonal=2**29 - 1))["most_shares"] == 1
+    assert scalars(problem("float16", seq_q=1, seq_k=2**29, diagonal=2**29 - 1))["shares"] == 1
+
+
+def test_dq_is_not_summed_where_a_key_tile_has_all_keys() -> None:
+    for fields, keys in (
+        ({}, 128),
+        ({"dim": 128}, 128),
+        ({"seq_q": 49}, 64),
+        ({"causal": "bottom_right", "right": 0}, 128),
+    ):
+        asked = problem("bfloat16", **{"batch": 64, "seq_q": 1000, "seq_k": keys} | fields)
+        whole, longer = plan(asked, H200, True), plan(replace(asked, seq_k=129), H200, True)
+        assert [constants(x)["WHOLE_DQ"] for x in (whole, longer)] == [True, False]
+        sums = [{w.name: w.nbytes for w in x.workspace}["dq_sum"] for x in (whole, longer)]
+        assert sums[0] == 0 < sums[1]
+        assert [box.array for box in whole.maps if box.array.startswith("d")] == ["dout", "dk", "dv", "dq"]
+        assert "dq" not in {box.array for box in longer.maps}
+        assert constants(plan(replace(asked, deterministic=True), H200, True)) == constants(whole)
+    for fields in ({"dim": 256}, {"block_mask": ("batch",)}):
+        asked = problem("bfloat16", **{"batch": 64, "seq_q": 1000, "seq_k": 64} | fields)
+        assert not constants(plan(asked, H200, True))["WHOLE_DQ"]
 
 
 def test_few_queries_have_tiles_of_one_warpgroup() -> None:
-    """Two thread blocks of a multiprocessor, where there is work for more than one."""
+    """Three thread blocks of a multiprocessor, two beside scores, where there is work for more than one."""
+    for given, blocks in (((), 3), (BIAS, 2)):
+        short = problem("float16", 32, batch=50, seq_q=49, seq_k=49, heads_q=4, heads_k=4, given=given)
+        chosen = plan(short, H200)
+        told = constants(chosen)
+        assert (told["GROUPS"], told["PACK"], chosen.launches[0].grid, chosen.launches[0].threads) == (1, 1, 200, 256)
+        assert blocks * (told["SHARED_MEMORY"] + 1024) <= H200.shared_memory + 1024
+        assert plan(replace(short, batch=500), H200).launches[0].grid == blocks * 132
+
+
+def test_tiles_up_to_64_are_such_that_no_multiprocessor_has_more_to_do_than_it_needs() -> None:
+    for length, batch, groups, blocks in (
+        (49, 50, 1, 3), (128, 256, 1, 3), (192, 50, 3, 1), (197, 4, 1, 3), (256, 64, 4, 1), (320, 8, 1, 3), (450, 16, 4, 1),
+        (512, 32, 3, 1), (1500, 2, 1, 3), (2048, 1, 3, 1), (2048, 8, 3, 1), (4096, 1, 3, 1), (8192, 2, 3, 1),
+    ):  # fmt: skip
+        asked = problem("bfloat16", batch=batch, heads_q=12, heads_k=12, seq_q=length, seq_k=length)
+        told = constants(plan(asked, H200))
+        assert (length, told["GROUPS"], told["BLOCKS"], told["Q_STAGES"]) == (length, groups, blocks, 2)
+    mask = (Given("mask", "bool", ("batch", "head", "query", "key")),)
+    for fields in ({"softcap": 30.0}, {"given": mask}, {"given": BIAS}):
+        asked = problem("bfloat16", batch=64, heads_q=12, heads_k=12, seq_q=256, seq_k=256, **fields)
+        assert constants(plan(asked, H200))["GROUPS"] in (2, 3)
+
+
+def test_up_to_96_columns_three_warpgroups_where_they_have_less_to_do() -> None:
+    for batch, heads, length, dim, fields, groups in (
+        (16, 16, 729, 72, {}, 3), (2, 16, 577, 80, {}, 3), (1, 20, 16384, 96, {}, 3), (64, 12, 197, 96, {}, 2),
+        (16, 16, 729, 72, {"right": 0}, 2), (16, 16, 729, 72, {"softcap": 9.0}, 2), (16, 16, 729, 100, {}, 2),
+    ):  # fmt: skip
+        asked = problem(
+            "bfloat16", dim, batch=batch, heads_q=heads, heads_k=heads, seq_q=length, seq_k=length, **fields
+        )
+        assert constants(plan(asked, H200))["GROUPS"] == groups
+
+
+def test_few_keys_have_tiles_of_no_more() -> None:
+    for length, dim, tile in (
+        (77, 40, (3, 80)), (77, 64, (3, 80)), (64, 64, (3, 64)), (96, 64, (3, 96)), (77, 128, (3, 80)), (50, 128, (3, 64)),
+        (90, 128, (2, 96)), (77, 160, (2, 80)), (97, 64, (3, 128)), (97, 128, (2, 128)),
+    ):  # fmt: skip
+        asked = problem("bfloat16", dim, batch=8, heads_q=10, heads_k=10, seq_q=4096, seq_k=length)
+        told = constants(plan(asked, H200))
+        assert (told["GROUPS"], told["KEYS"]) == tile
+        assert constants(plan(replace(asked, softcap=9.0), H200))["KEYS"] > 64
+    short = problem("bfloat16", 128, batch=256, heads_q=8, heads_k=8, seq_q=80, seq_k=80)
+    told = constants(plan(short, H200))
+    assert (told["GROUPS"], told["KEYS"]) == (2, 80)
+
+
+def test_up_to_32_tiles_are_such_that_no_multiprocessor_has_much_more_to_do_than_it_need() -> None:
+    for length, groups, blocks, keys, given in (
+        (1, 2, 2, 64, ()), (128, 2, 2, 64, ()), (129, 3, 1, 128, ()), (192, 3, 1, 128, ()), (193, 4, 1, 64, ()),
+        (256, 4, 1, 64, ()), (257, 3, 1, 128, ()), (512, 3, 1, 128, ()), (577, 3, 1, 128, ()), (2000, 3, 1, 128, ()),
+        (256, 4, 1, 64, BIAS), (300, 2, 2, 64, BIAS), (2000, 4, 1, 64, BIAS),
+    ):  # fmt: skip
+        asked = problem("float16", 32, batch=50, heads_k=8, seq_q=length, given=given)
+        chosen = plan(asked, H200)
+        told = constants(chosen)
+        assert [told[x] for x in ("DIM", "DIM_V", "GROUPS", "BLOCKS", "KEYS")] == [32, 32, groups, blocks, keys]
+        assert chosen.launches[0].grid == min(-(-length // (64 * groups)) * 400, blocks * 132)
+        assert blocks * (chosen.launches[0].shared_memory + 1024) <= H200.shared_memory + 1024
+        assert told["Q_STAGES"] == 2  # the next tile's comes early
+        assert constants(plan(asked, H200, True))["DIM"] == 32
+    for batch, groups in ((8, 2), (9, 4)):  # heads enough for all multiprocessors, or not
+        asked = problem("float16", 32, batch=batch, heads_k=8, seq_q=256)
+        assert constants(plan(asked, H200))["GROUPS"] == groups
+    for dims in ((32, 33), (33, 32), (8, 64)):
+        told = constants(plan(problem("float16", *dims, seq_q=256), H200))
+        assert (told["DIM"], told["DIM_V"]) == (64, 64)
+
+
+def test_short_sequences_have_backward_tiles_of_one_warpgroup() -> None:
+    """Where queries and keys are one tile of 64 each, two thread blocks of a multiprocessor, and heads for both."""
     short = problem("float16", 32, batch=50, seq_q=49, seq_k=49, heads_q=4, heads_k=4)
-    chosen = plan(short, H200)
+    chosen = plan(short, H200, True)
     told = constants(chosen)
-    assert (told["GROUPS"], told["PACK"], chosen.launches[0].grid, chosen.launches[0].threads) == (1, 1, 200, 256)
+    assert [told[name] for name in ("GROUPS", "ROWS", "KEYS", "SHARES")] == [1, 64, 64, False]
+    assert (chosen.launches[-1].grid, chosen.launches[-1].threads) == (200, 256)
     assert 2 * (told["SHARED_MEMORY"] + 1024) <= H200.shared_memory + 1024
-    assert plan(replace(short, batch=500), H200).launches[0].grid == 2 * 132
-    for other in ({"batch": 33}, {"seq_q": 65}, {"seq_k": 65}):
-        assert constants(plan(replace(short, **other), H200))["GROUPS"] == 3
+    many = plan(replace(short, batch=5000), H200, True)
+    assert many.launches[-1].grid == 2 * 132
+    assert dict(many.scalars)["resident"] == 2 + 3 * 2 * 132  # three tiles, of one head each, for every thread block
+    for fields in (
+        {"batch": 1},
+        {"seq_q": 64, "seq_k": 64, "dim": 64, "heads_q": 8},
+        {"seq_q": 1},
+        {"causal": "top_left", "right": 0},
+    ):
+        assert constants(plan(replace(short, **fields), H200, True))["GROUPS"] == 1
+    for other in ({"seq_q": 65}, {"seq_k": 65}, {"dim": 65}, {"dim_v": 65}):
+        assert constants(plan(replace(short, **other), H200, True))["GROUPS"] == 2
 
 
 def test_at_head_dimension_64_what_asks_for_most_registers_has_two_warpgroups() -> None:
     slopes = (Given("alibi_slopes", "float32", ("batch", "head")),)
     causal = {"causal": "bottom_right", "right": 0}
-    asked = problem("float16", seq_q=2000, seq_k=2000)
+    asked = problem("float16", batch=100, seq_q=2000, seq_k=2000)
     for fields in (
         {},
         causal,
@@ -362,7 +508,10 @@ def test_heads_that_share_keys_share_tiles_where_queries_are_few() -> None:
             asked = problem("bfloat16", dim, batch=12, seq_q=seq_q, heads_q=heads_q, heads_k=heads_k)
             chosen = plan(asked, H200)
             rows, told = 64 * int(constants(chosen)["GROUPS"]), constants(chosen)
-            assert (chosen.family, told["PACK"], chosen.launches[0].grid) == ("sm90", pack, min(12 * tiles, H200.sms))
+            if pack == 1:
+                tiles = heads_q * -(-seq_q // rows)
+            assert (chosen.family, told["PACK"]) == ("sm90", pack)
+            assert chosen.launches[0].grid == min(12 * tiles, int(told["BLOCKS"]) * H200.sms)
             q = chosen.maps[0]
             assert (q.array, q.heads, q.rows * q.heads) == ("q", pack, rows) and (q.rows >= seq_q or pack == 1)
             assert max(q.rows, q.heads) <= 256  # what the copy engine takes
@@ -378,7 +527,7 @@ def test_heads_that_share_keys_share_tiles_where_queries_are_few() -> None:
 
 def test_a_tuned_tile_packs_too() -> None:
     asked = problem("bfloat16", batch=10, seq_q=3, heads_q=8, heads_k=1)
-    told = constants(plan(asked, H200, tiles={"sm90": (3, 128, 2, 0), "sm80": (64, 64, 4, 1, 2, 2)}))
+    told = constants(plan(asked, H200, tiles={"sm90": (3, 128, 2, 1, 0), "sm80": (64, 64, 4, 1, 2, 2)}))
     assert (told["GROUPS"], told["PACK"]) == (3, 64)  # 3 rows each
 
 
@@ -517,3 +666,23 @@ def test_without_keys_gradients_need_no_map(name: str) -> None:
     problem = AttentionProblem("bfloat16", 2, 100, 0, 4, 4, 64, 64, 0.1, given=(given,))
     found = plan(problem, Arch.of("sm_90a"), True, lengths={name: (1, 4, 1, 1)})
     assert not found.maps and len(found.launches) > 1 and all(0 < x.grid < 100 for x in found.launches)
+
+
+def test_few_tiles_of_dq_are_turned_to_rows_in_parts() -> None:
+    """By 264 warps of an H200; a part is as many times 32 columns, or those of half of the rows."""
+
+    def parts(**fields: Any) -> int:
+        asked = problem("bfloat16", **{"batch": 1, "seq_q": 600, "seq_k": 600, "heads_q": 8, "heads_k": 8} | fields)
+        return constants(plan(asked, H200, True))["FINISH_PARTS"]
+
+    assert [parts(dim=dim) for dim in (64, 96, 128, 192, 256)] == [4, 3, 4, 3, 4]
+    assert [parts(batch=n) for n in (6, 7)] == [4, 1]
+
+
+@pytest.mark.parametrize("family", ["sm80", "simt"])
+def test_the_gradient_of_a_bias_without_keys_launches_nothing(family: str) -> None:
+    """Beside one of the sinks, which there is."""
+    state = problem("float16", seq_k=0, given=(*BIAS, Given("sinks", "float32", ("head",))))
+    found = plan(state, A100, True, family, lengths={"bias": (2, 8, 1000, 0), "sinks": (1, 8, 1, 1)})
+    assert [x.name for x in found.launches][-1] == "attention_backward_sinks"
+    assert not any("bias" in x.name for x in found.launches)

@@ -235,7 +235,7 @@ def test_shapes_of_optional_arrays(rank: int, monkeypatch: pytest.MonkeyPatch) -
     problem = describe(q, k, k)
     sizes = {"batch": 2, "head": 4, "query": 6, "key": 9}
     has = [axis for axis in sizes if axis not in ("batch", "head")[: 4 - rank]]
-    for row in (*ARRAYS, BIAS, SLOPES):
+    for row in (*[row for row in ARRAYS if not row.of_float8], BIAS, SLOPES):
         want = tuple(sizes[axis] for axis in row.axes if axis in has)
         assert row.shape(problem, rank) == want
         assert whole(row, problem, q).shape == want

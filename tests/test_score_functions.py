@@ -1,4 +1,4 @@
-"""Score functions of one's own: what is computed, on every backend that takes it; tracing; messages.
+"""Score functions of one's own: what is computed, on every backend that takes it; messages.
 
 On a GPU each function is a kernel to compile: there are few, and tests share them.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import linecache
 import math
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,8 +36,6 @@ from cupyflash.score import (
     trace,
     where,
 )
-
-tracing = sys.modules["cupyflash.score.trace"]  # as an attribute it is the function
 
 
 @in_turn("name", WRITTEN, softcap=1.0)
@@ -132,6 +129,26 @@ def test_gradients_that_would_be_nan() -> None:
     )  # fmt: skip
     assert np.isfinite(np.concatenate([x.ravel() for x in (*grads, *grads.dscore_arrays.values())])).all()
     np.testing.assert_allclose(grads.dscore_arrays["weights"], [0, 4 / 3, 4 / 3, 0])  # of log(weights.sum())
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_powers_of_nothing(as_text: bool, rng: np.random.Generator) -> None:
+    """A learned power of the distance: on the diagonal 0 to it, whatever it is; and of x to the power of 0."""
+    q, k, v, dout = (rng.standard_normal((1, 6, 2, 3)) for _ in range(4))
+    arrays = {"power": np.array([0.7, 2.5]), "none": np.zeros(6)}
+    written = (lambda s, b, h, i, j, power, none: s - absolute(i - j) ** power[h] + (0 * s) ** none[j],
+               "s - pow(abs(i - j), power[h]) + pow(0 * s, none[j])")[as_text]  # fmt: skip
+    given = {"score": written, "score_arrays": arrays}
+    out, lse = attention(q, k, v, return_lse=True, **given)
+    grads = attention_backward(dout, q, k, v, out, lse, wrt=tuple(arrays), **given)
+    distance = np.abs(np.arange(6)[:, None] - np.arange(6)) * 1.0
+    bias = -(distance ** arrays["power"][:, None, None]) + 1
+    plain = attention_backward(dout, q, k, v, out, lse, bias=bias, wrt="bias")
+    for x, y in zip(grads, plain):
+        np.testing.assert_allclose(x, y, atol=1e-12)
+    by_power = plain.dbias * (bias - 1) * np.log(np.where(distance == 0, 1, distance))
+    np.testing.assert_allclose(grads.dscore_arrays["power"], by_power.sum((1, 2)), atol=1e-12)
+    assert not grads.dscore_arrays["none"].any()
 
 
 UNARY: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # as traced, and in NumPy
@@ -251,56 +268,17 @@ def test_an_expression_reads_arrays(rng: np.random.Generator) -> None:
         assert np.array_equal(x, attention(q, k, v, score=relative, score_arrays={"table": table}))
 
 
-# ---- what is known of a function without running it -------------------------------------------------------------------
-
-
-def test_a_function_is_traced_anew_when_what_it_looks_up_has_changed(rng: np.random.Generator) -> None:
-    x = rng.standard_normal((1, 5, 1, 2))
-    bound, calls = 1.0, []
-
-    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        calls.append(1)
-        return bound * s
-
-    def plain(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return bound * s + FACTOR[0]
-
-    for bound in (1.0, 2.0, -0.0, 0.0):
-        assert np.array_equal(
-            attention(x, x, x, score=plain), attention(x, x, x, score=lambda s, b, h, i, j, x=bound: x * s)
-        )
-        attention(x, x, x, score=score)
-    assert len(calls) == 4  # a list is looked up, so that nothing is known
-    FACTOR[0] = 5.0
-    try:
-        changed = attention(x, x, x, score=lambda s, b, h, i, j: where(i == j, plain(s, b, h, i, j), s))
-    finally:
-        FACTOR[0] = 0.0
-    assert not np.array_equal(
-        changed, attention(x, x, x, score=lambda s, b, h, i, j: where(i == j, plain(s, b, h, i, j), s))
-    )
-
-
-FACTOR = [0.0]
-
-
-def test_a_function_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, run = [], tracing._run
-    monkeypatch.setattr(tracing, "_run", lambda *x: made.append(1) or run(*x))
-
-    def of(factor: float) -> Any:
-        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-            return helper(s) * factor
-
-        def helper(s: Any) -> Any:
-            return tanh(s) + np.float32(1) * math.pi
-
-        return score
-
-    first = trace(of(1.23), {})
-    assert len(made) == 1 and trace(of(1.23), {}) is first and len(made) == 1
-    assert trace(of(4.56), {}) is not first and len(made) == 2
-    assert trace(lambda s, b, h, i, j: 1.23 * (tanh(s) + 1 * math.pi), {}) is not None and len(made) == 3
+@pytest.mark.parametrize("library", ["torch", "jax.numpy"])
+def test_other_libraries_functions_are_refused_with_the_line(library: str) -> None:
+    xp = pytest.importorskip(library)
+    x, table = np.zeros((1, 4, 2, 3)), xp.asarray(TABLE)
+    for score in (
+        lambda s, b, h, i, j: xp.tanh(s),
+        lambda s, b, h, i, j: xp.where(i > j, s, s),
+        lambda s, b, h, i, j: s + table[h, i],
+    ):
+        with pytest.raises(TypeError, match=r"score_arrays.*test_score_functions.py, line \d+"):
+            attention(x, x, x, score=score)
 
 
 def test_what_depends_on_the_distance_is_computed_before() -> None:
@@ -366,6 +344,10 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {  # score, score_arra
     "attribute": (lambda s, b, h, i, j: s.exp(), None, TypeError, "asks a number of the pair for its 'exp'"),
     "numpy": (lambda s, b, h, i, j: np.arctan(s), None, TypeError, "calls numpy.arctan, which is not known here"),
     "numpy-function": (lambda s, b, h, i, j: np.cumsum(s), None, TypeError, "numpy.cumsum|has not|an array"),
+    "loop": (lambda s, b, h, i, j, table: s + sum(x for x, _ in zip(table, range(3))), {"table": TABLE[0]}, TypeError, "goes through table; it must read"),
+    "in": (lambda s, b, h, i, j, table: s + (3 in table), {"table": TABLE[0]}, TypeError, "looks for a number in table"),
+    "others": (lambda s, b, h, i, j: divmod(i, 2)[0], None, TypeError, r"to what does not take it; .*score_arrays.* \(.*test_score_functions.py, line \d+.*divmod"),
+    "format": (lambda s, b, h, i, j: f"{s:.2f}", None, TypeError, "to what does not take it; it must use functions of cupyflash.score"),
     "astype": (lambda s, b, h, i, j: s.astype(complex), None, TypeError, "must be bool, int or float"),
     "bits-of-a-float": (lambda s, b, h, i, j: s & 1, None, TypeError, "it takes integers or booleans, not floats"),
     "sequence": (lambda s, b, h, i, j: sum(s), None, TypeError, "as if it were a sequence"),
@@ -382,6 +364,7 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {  # score, score_arra
     "expression-bits": ("s & 1", None, ValueError, "it takes integers"),
     "expression-indices": ("s + table[h]", {"table": TABLE}, ValueError, "reads table with 1 indices, not 2"),
     "expression-index": ("s + table[h][s]", {"table": TABLE}, ValueError, "reads table at a float"),
+    "expression-octal": ("s + 010", None, ValueError, "has '010', in C a number in base 8, at 5"),
     "expression-bracket": ("(s", None, ValueError, r"has its end instead of '\)'"),
 }  # fmt: skip
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
-from cuda_on_cpu import needs_compiler
+from cuda_on_cpu import cases, needs_compiler
 from on_cpu import check
 from score_functions import documents, grid, relative, without_s
 
@@ -33,7 +32,7 @@ SIMT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "scores-64": ("float64", {"dims": (140, 7), "given": SCORES, "full": "k"}, {"softcap": 2.0, "scale": -0.3}),
     "score": ("float32", {"heads": (4, 2), "score": "relative", "given": ("alibi_slopes",)}, {"score": relative, "causal": True}),
-    "score-in-order": ("float64", {"dims": (40, 7), "score": "documents"}, {"score": documents, "scale": -0.3, "deterministic": True}),
+    "score-in-order": ("float64", {"dims": (40, 7), "score": "documents", "given": ("bias",)}, {"score": documents, "scale": -0.3, "deterministic": True}),
     "score-of-a-grid": ("float32", {"score": "grid"}, {"score": grid}),
     "score-without-s": ("float32", {"score": "without_s"}, {"score": without_s, "window": (30, 9)}),
     "16-bit": ("bfloat16", {"seq": (40, 50), "dims": (300, 260), "batch": 1}, {"window": (9, 9)}),
@@ -59,9 +58,13 @@ FLASH1: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "no-columns": ("float32", {"seq": (5, 7), "dims": (0, 16)}, {}),
     "16-bit": ("bfloat16", {"seq": (40, 150), "heads": (2, 1), "dims": (64, 60)}, {"window": (90, 9)}),
 }
-CASES = [("simt", name) for name in SIMT] + [("flash1", name) for name in FLASH1]
 
 
-@pytest.mark.parametrize(("family", "case"), CASES)
-def test_on_cpu(family: str, case: str, rng: np.random.Generator) -> None:
-    check(family, GPU, rng, *(SIMT if family == "simt" else FLASH1)[case], unit=2)
+@cases(SIMT, "plain", "group", "scores", "blocks-and-more", "score")
+def test_simt(case: str, rng: np.random.Generator) -> None:
+    check("simt", GPU, rng, *SIMT[case], unit=2)
+
+
+@cases(FLASH1, "plain", "16-bit")
+def test_flash1(case: str, rng: np.random.Generator) -> None:
+    check("flash1", GPU, rng, *FLASH1[case], unit=2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_on_cpu import needs_compiler
+from cuda_on_cpu import cases, needs_compiler
 from on_cpu import check
 from score_functions import documents, relative, without_s
 
@@ -60,11 +60,11 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         {"blocks": ((16, 48), "b"), "window": (50, 9), "deterministic": True},
     ),
     "score": (
-        A100, "float16", {"heads": (4, 2), "seq": (290, 400), "score": "relative", "given": ("alibi_slopes",)},
+        A100, "float16", {"heads": (4, 2), "seq": (150, 260), "score": "relative", "given": ("alibi_slopes",)},
         {"score": relative, "causal": True},
     ),
     "score-in-order": (
-        A100, "bfloat16", {"dims": (64, 128), "seq": (150, 170), "score": "documents", "dlse": 1.0},
+        A100, "bfloat16", {"dims": (64, 128), "seq": (150, 170), "score": "documents", "given": ("bias",), "dlse": 1.0},
         {"score": documents, "scale": -0.3, "deterministic": True},
     ),
     "score-without-s": (A100, "float16", {"seq": (150, 170), "score": "without_s"}, {"score": without_s, "window": (50, 9)}),
@@ -92,6 +92,12 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         A100, "float32", {"seq": (100, 150), "heads": (4, 2), "given": (*SCORES, "seed")},
         {"softcap": 2.0, "causal": True, "dropout": 0.2},
     ),
+    "float32-bias": (
+        A100, "float32", {"seq": (90, 150), "dims": (32, 32), "given": ("bias",), "key_mask": True, "dlse": 1.0}, {},
+    ),
+    "float32-bias-padded": (
+        H200, "float32", {"seq": (70, 140), "dims": (40, 33), "heads": (2, 1), "batch": 1, "given": ("bias",)}, {},
+    ),
     "float32-blocks": (
         A100, "float32", {"seq": (190, 300), "heads": (4, 2), "dims": (32, 128)}, {"blocks": ((64, 64),), "deterministic": True},
     ),
@@ -99,6 +105,7 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         A100, "float32", {"heads": (4, 2), "seq": (290, 200), "score": "relative", "given": ("alibi_slopes",)},
         {"score": relative, "causal": True},
     ),
+    "near-cap": (A100, "float16", {"seq": (200, 300), "heads": (4, 2)}, {"softcap": 7.0, "causal": True}),
     "bias-without-columns": (A100, "float16", {"seq": (100, 150), "dims": (0, 64), "given": ("bias",)}, {"causal": True}),
     "double": (H200, "float64", {"dims": (64, 48), "heads": (4, 2), "seq": (150, 212), "dlse": 1.0}, {}),
     "double-group": (A100, "float64", {"heads": (4, 2), "seq": (100, 150), "dims": (32, 32)}, {"causal": True, "deterministic": True}),
@@ -123,7 +130,10 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases(
+    CASES, "plain", "group", "key-mask", "in-order", "scores", "dropout", "blocks-and-more", "score", "float32", "float32-bias",
+    "float32-scores", "double", "double-scores",
+)  # fmt: skip
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:
     arch, *rest = CASES[case]
     check("sm80", arch, rng, *rest)
@@ -144,6 +154,28 @@ def infinite(inputs: Any) -> Any:
     inputs.k[:, 5, :, 3] = -np.inf
     np.abs(inputs.q[..., 3], out=inputs.q[..., 3])
     return inputs
+
+
+def test_a_sink_for_all_heads(rng: np.random.Generator) -> None:
+    def one(inputs: Any) -> Any:
+        inputs.given["sinks"] = inputs.given["sinks"][:1].copy()
+        return inputs
+
+    check("sm80", A100, rng, "float16", {"seq": (70, 90), "heads": (4, 2), "given": ("sinks",)}, {}, change=one)
+
+
+@pytest.mark.parametrize("share", [0.8, 1.2])
+def test_a_sink_beside_very_large_logits(share: float, rng: np.random.Generator) -> None:
+    """One key takes what the sink leaves, or nothing."""
+    scale = 1.9 / np.log2(np.e)  # far from a power of two
+
+    def large(inputs: Any) -> Any:
+        inputs.q[...], inputs.k[...] = 0, 0
+        inputs.q[..., 0], inputs.k[:, 7, :, 0] = 2.0**15, 2.0**15
+        inputs.given["sinks"][...] = share * scale * 2.0**30
+        return inputs
+
+    check("sm80", A100, rng, "float32", {"given": ("sinks",)}, {"scale": scale}, change=large, own_times=4)
 
 
 SIZES: dict[str, tuple[Any, float | None]] = {  # the change of the inputs, and the scale

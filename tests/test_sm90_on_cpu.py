@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import on_cpu
 import pytest
-from cuda_on_cpu import needs_compiler
+from cuda_on_cpu import cases, needs_compiler
 from on_cpu import check
 from score_functions import documents, grid, relative, without_s
+from semantics import Blocks
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.families import sm90
-from cupyflash.gpu.kernel_plan import ceil
-from cupyflash.problem import AttentionProblem
+from cupyflash.gpu.families import sm90_backward
+from cupyflash.gpu.kernel_plan import KernelPlan
 
 pytestmark = needs_compiler
 
@@ -47,9 +48,23 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "bfloat16", {"seq": (130, 700), "dims": (201, 256), "heads": (1, 1), "batch": 1},
         {"deterministic": True, "rows_aligned": False},
     ),
-    "in-turn": ("float16", {"heads": (4, 4), "seq": (70, 100), "batch": 6}, {}),  # more heads than sums of dQ have room
+    "in-turn": ("float16", {"heads": (4, 4), "seq": (70, 140), "batch": 6}, {}),  # more heads than sums of dQ have room
+    "whole": ("float16", {"seq": (300, 77), "heads": (4, 2), "dims": (40, 64), "dlse": 1.0}, {}),  # a key tile has all keys
+    "whole-unaligned": ("bfloat16", {"seq": (130, 128), "dims": (59, 64), "batch": 1}, {"rows_aligned": False}),
+    "whole-128": (
+        "bfloat16", {"seq": (200, 128), "dims": (128, 90), "heads": (2, 2), "batch": 1, "given": SCORES}, {"softcap": 2.0, "scale": -0.3},
+    ),
+    "whole-96": ("float16", {"seq": (150, 100), "dims": (90, 96), "batch": 1}, {"rows_aligned": False, "deterministic": True}),
+    "whole-unseen": (  # of some query tiles no query sees a key
+        "float16", {"seq": (500, 90), "heads": (2, 1), "key_mask": True}, {"causal": True},
+    ),
+    "whole-window": ("bfloat16", {"seq": (400, 120), "dims": (128, 128), "batch": 1}, {"window": (20, 9)}),
     "few-queries": ("float16", {"seq": (5, 400), "heads": (12, 2)}, {"causal": True}),
     "softcap": ("bfloat16", {"seq": (100, 250), "batch": 1}, {"softcap": 1.5, "scale": -0.3}),
+    # Some warps' products are all near 0 beside the cap, others' are not.
+    "near-cap": ("bfloat16", {"seq": (200, 300), "batch": 1}, {"softcap": 7.0, "causal": True}),
+    "near-cap-128": ("float16", {"seq": (200, 250), "dims": (128, 128), "batch": 1}, {"softcap": 7.0, "scale": -0.09}),
+    "near-cap-wide": ("float16", {"seq": (130, 250), "dims": (256, 200), "batch": 1}, {"softcap": 7.5, "window": (90, 60)}),
     "bias": ("float16", {"seq": (200, 250), "batch": 1, "given": ("bias",), "full": "hqk"}, {}),
     "bias-float32": (
         "bfloat16", {"seq": (200, 250), "dims": (128, 128), "batch": 2, "given": ("bias", "mask"), "full": "bqk", "bias": "float32"},
@@ -57,6 +72,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "bias-of-keys": ("float16", {"seq": (200, 266), "given": ("bias", "mask"), "full": "bk"}, {}),
     "bias-wide": ("float16", {"seq": (70, 150), "dims": (192, 128), "batch": 1, "given": ("bias",), "bias": "float32"}, {}),
+    "48-keys": (  # as with a mask and a float32 bias beside 256 columns, of which the backward has no room
+        "float16", {"seq": (150, 200), "dims": (128, 100), "batch": 1, "given": ("bias", "mask"), "bias": "float32"},
+        {"tiles": ((2, 48, 2, 1), None), "causal": True},
+    ),
     "bias-summed": (
         "bfloat16", {"seq": (200, 264), "heads": (4, 2), "batch": 3, "given": ("bias", "sinks"), "full": "hqk", "key_mask": True, "dlse": 1.0},
         {"softcap": 2.0, "scale": -0.3},
@@ -127,34 +146,97 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "float16", {"seq": (200, 300), "heads": (4, 2), "given": ("alibi_slopes", "seed")}, {"window": (150, 9), "dropout": 0.2},
     ),
     "short": ("float16", {"seq": (49, 49), "dims": (32, 32), "heads": (4, 4)}, {}),  # with one warpgroup that computes
+    "short-many": ("bfloat16", {"seq": (64, 49), "dims": (64, 48), "heads": (6, 3), "batch": 5, "dlse": 1.0}, {"deterministic": True}),
+    "short-scores": (
+        "float16", {"seq": (50, 63), "dims": (59, 64), "heads": (4, 2), "batch": 3, "given": SCORES, "key_mask": True},
+        {"softcap": 2.0, "causal": True, "rows_aligned": False},
+    ),
+    "short-bias": (
+        "bfloat16", {"seq": (49, 49), "dims": (32, 32), "heads": (4, 4), "batch": 3, "given": ("bias", "seed"), "full": "hqk", "bias": "float32"},
+        {"dropout": 0.2},
+    ),
+    "short-blocks": ("float16", {"seq": (64, 60), "heads": (4, 2), "batch": 2}, {"blocks": ((16, 32), "bh"), "window": (20, 9)}),
+    "short-unseen": ("float16", {"seq": (40, 60), "heads": (4, 2)}, {"causal": "top_left"}),
     "short-causal": ("bfloat16", {"seq": (63, 200), "dims": (128, 96), "heads": (4, 4), "key_mask": True}, {"causal": True}),
     "short-window": ("float16", {"seq": (50, 330), "heads": (4, 4), "given": ("bias",)}, {"window": (150, 9)}),
     "score": ("float16", {"heads": (4, 2), "seq": (290, 400), "score": "relative"}, {"score": relative, "causal": True}),
     "score-128": (
-        "float16", {"seq": (200, 250), "dims": (128, 128), "batch": 1, "score": "documents"},
+        "float16", {"seq": (200, 250), "dims": (128, 128), "batch": 1, "score": "documents", "given": ("bias",)},
         {"score": documents, "scale": -0.3, "deterministic": True},
     ),
     "score-wide": (
         "bfloat16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "score": "without_s"}, {"score": without_s},
     ),
     "score-of-few-queries": ("bfloat16", {"seq": (5, 200), "heads": (12, 2), "score": "grid"}, {"score": grid, "causal": True}),
+    # Head dimensions up to 32: tiles of four warpgroups, of two in each of two thread blocks, of three.
+    "32": ("float16", {"seq": (230, 300), "dims": (32, 32), "batch": 1, "dlse": 1.0}, {}),
+    "32-large": ("bfloat16", {"seq": (100, 500), "dims": (32, 32), "batch": 1}, {"scale": 3.0}),
+    "32-causal": ("bfloat16", {"seq": (300, 362), "dims": (32, 24), "heads": (4, 2)}, {"causal": True}),
+    "32-bias": (  # an Evoformer's
+        "bfloat16", {"seq": (256, 256), "dims": (32, 32), "heads": (2, 2), "batch": 3, "given": ("bias",), "full": "hqk", "key_mask": True},
+        {},
+    ),
+    "32-bias-float32": (
+        "float16", {"seq": (120, 330), "dims": (20, 32), "heads": (4, 2), "batch": 2, "given": ("bias", "mask"), "full": "bqk", "bias": "float32"},
+        {"window": (150, 9), "rows_aligned": False},
+    ),
+    "32-scores": (
+        "float16", {"seq": (200, 250), "dims": (32, 27), "heads": (4, 2), "batch": 1, "given": (*SCORES, "seed"), "key_mask": True},
+        {"softcap": 2.0, "causal": True, "dropout": 0.2},
+    ),
+    "32-of-few-queries": ("float16", {"seq": (5, 400), "dims": (32, 32), "heads": (12, 2)}, {"causal": True}),
+    "32-blocks": ("float16", {"seq": (300, 330), "dims": (32, 32), "heads": (4, 2), "given": ("bias",)}, {"blocks": ((64, 128),)}),
+    "few-keys": ("bfloat16", {"seq": (400, 77), "dims": (40, 64), "key_mask": True}, {}),
+    "few-keys-64": ("float16", {"seq": (250, 50), "heads": (4, 2)}, {}),
+    "few-keys-96": ("bfloat16", {"seq": (400, 90), "batch": 1}, {}),
+    "few-keys-128": ("float16", {"seq": (250, 60), "dims": (128, 128), "batch": 1}, {"rows_aligned": False}),
+    "few-keys-80-128": ("bfloat16", {"seq": (250, 80), "dims": (90, 128), "batch": 1}, {"scale": 3.0}),
+    "few-keys-160": ("bfloat16", {"seq": (150, 77), "dims": (160, 160), "batch": 1}, {}),
+    "wider": ("bfloat16", {"seq": (400, 330), "dims": (72, 96), "key_mask": True, "batch": 1}, {}),
+    "in-three": ("float16", {"seq": (150, 200), "key_mask": True}, {"tiles": ((1, 64, 3, 3), None), "causal": True}),
+    "of-256": ("bfloat16", {"seq": (300, 350), "batch": 1}, {"tiles": ((4, 64, 3, 1), None), "window": (90, 20)}),
+    "32-in-four": ("bfloat16", {"seq": (150, 200), "dims": (32, 16)}, {"tiles": ((1, 64, 2, 4), None), "causal": True}),
+    "32-in-order": ("float16", {"heads": (4, 2), "seq": (150, 433), "dims": (32, 32), "batch": 1}, {"deterministic": True}),
     "one-query": ("bfloat16", {"seq": (1, 300), "heads": (6, 2), "dims": (128, 128)}, {}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases(
+    CASES, "plain", "group", "key-mask", "in-order", "wide", "scores", "few-queries", "short-many", "bias-summed", "bias-parts",
+    "dropout", "blocks-and-more", "score",
+)  # fmt: skip
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:
     check("sm90", WIDE if "wide" in case else MANY if "parts" in case else GPU, rng, *CASES[case])
 
 
-# Key tiles that three thread blocks share, or two, or none.
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_query_tiles_without_keys(
+    deterministic: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their dQ is 0, also while key tiles add to what lies in its place for another head."""
+
+    def first_head_alone(rng: np.random.Generator, shape: tuple[int, ...], *_: Any) -> Blocks:
+        seen = np.zeros(shape, bool)
+        seen[:, 0] = True
+        return Blocks(seen, (64, 64))
+
+    monkeypatch.setattr(on_cpu, "draw_blocks", first_head_alone)
+    shapes = {"seq": (150, 1000), "heads": (40, 40), "batch": 1}
+    check("sm90", GPU, rng, "float16", shapes, {"blocks": ((64, 64),), "deterministic": deterministic})
+
+
+# The query tiles of a head of K and V in three shares.
 LARGE = Arch("sm_90a", 90, 6, 232448)
 SHARED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "group": ("bfloat16", {"heads": (3, 1), "seq": (400, 430), "batch": 1, "dlse": 1.0}, {"causal": True}),
     "in-order": (
         "bfloat16", {"heads": (3, 1), "seq": (400, 430), "batch": 1}, {"causal": True, "deterministic": True},
     ),
+    "uneven": ("float16", {"heads": (4, 1), "seq": (330, 300), "batch": 2, "key_mask": True}, {"window": (40, 0)}),
+    "unseen": ("float16", {"heads": (2, 1), "seq": (900, 200), "batch": 12}, {"causal": True}),  # by some query tiles
+    "32": ("bfloat16", {"heads": (3, 1), "seq": (400, 430), "dims": (24, 32), "batch": 1, "dlse": 1.0}, {"causal": True}),
     "cross": ("float16", {"seq": (300, 77), "dims": (128, 100), "heads": (2, 2), "batch": 1, "key_mask": True}, {}),
+    "short": ("bfloat16", {"seq": (49, 60), "heads": (7, 1), "dims": (32, 64), "batch": 2}, {"causal": True}),
     "192": ("float16", {"seq": (330, 180), "dims": (192, 128), "heads": (2, 1), "batch": 1}, {"window": (150, 50)}),
     "wide": ("float16", {"seq": (260, 250), "dims": (256, 200), "heads": (2, 1), "batch": 1}, {"causal": True}),
     "wide-in-order": (
@@ -176,15 +258,13 @@ SHARED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SHARED)
+@cases(SHARED, "group", "wide")
 def test_thread_blocks_share_key_tiles(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_three(problem: AttentionProblem, tile: Any, *_: int) -> tuple[int, int]:
-        visits = [problem.group * n for n in sm90._visits(problem, tile.rows, tile.keys * (1 + tile.clustered))]
-        most = ceil(max(visits), 3)
-        shared.append({ceil(n, most) for n in visits})
-        return ceil(max(visits), most), most
-
-    shared: list[set[int]] = []
-    monkeypatch.setattr(sm90, "_shared_out", in_three)
+    """Shares that end amid a head, or where a head does."""
+    seen: list[KernelPlan] = []
+    make = sm90_backward.plan
+    monkeypatch.setattr(sm90_backward, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
+    monkeypatch.setattr(sm90_backward, "_shares", lambda *_: 3)
+    monkeypatch.setattr(sm90_backward, "CACHE", 1)  # so that shares take room in turn
     check("sm90", LARGE, rng, *SHARED[case])
-    assert max(shared[0]) == 3 and (case in ("cross", "192") or min(shared[0]) < 3)  # and not all key tiles alike
+    assert dict(seen[0].constants)["SHARES"] and dict(seen[0].scalars)["shares"] == 3

@@ -70,6 +70,24 @@ def test_scaled_dot_product_attention(mask: str, lead: tuple[int, ...]) -> None:
         )
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "leads",
+    [((2,), (1,), (1,)), ((1,), (2,), (2,)), ((), (2,), (2,)), ((2,), (), (1,)), ((3, 1), (1, 2), (2,))],
+    ids=str,
+)
+def test_axes_before_the_heads_broadcast(leads: tuple[tuple[int, ...], ...], compiled: bool) -> None:
+    q, k, v = (numbers(*lead, 4, n, 8, grad=True) for lead, n in zip(leads, (5, 7, 7)))
+    mask = numbers(2, 1, 5, 7, grad=True)
+    torch._dynamo.reset()
+    f = (
+        torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+        if compiled
+        else scaled_dot_product_attention
+    )
+    same(lambda: f(q, k, v, mask), lambda: F.scaled_dot_product_attention(q, k, v, mask), [q, k, v, mask])
+
+
 def test_grouped_queries() -> None:
     q, k, v = numbers(2, 4, 5, 8, grad=True), numbers(2, 2, 7, 8, grad=True), numbers(2, 2, 7, 6, grad=True)
     same(
@@ -94,11 +112,19 @@ def test_what_is_refused() -> None:
     q, k = numbers(2, 4, 5, 8), numbers(2, 4, 7, 8)
     with pytest.raises(ValueError, match="^is_causal is True and attn_mask is given"):
         scaled_dot_product_attention(q, k, k, numbers(5, 7), is_causal=True)
+    with pytest.raises(TypeError, match="^is_causal is 'no'; it must be True or False"):
+        scaled_dot_product_attention(q, k, k, is_causal="no")
     for p in (1.0, -0.1, 2.0):
         with pytest.raises(ValueError, match=f"^dropout_p is {p}; it must be 0 or more and less than 1"):
             scaled_dot_product_attention(q, k, k, dropout_p=p)
-    with pytest.raises(ValueError, match=r"^key has shape \(3, 4, 7, 8\) but query has \(2, 4, 5, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"^key has shape \(3, 4, 7, 8\) but query has \(2, 4, 5, 8\); their axes before"
+    ):
         scaled_dot_product_attention(q, numbers(3, 4, 7, 8), numbers(3, 4, 7, 8))
+    with pytest.raises(
+        ValueError, match=r"^value has shape \(3, 4, 7, 8\) but query has \(2, 4, 5, 8\); their axes before"
+    ):
+        scaled_dot_product_attention(q, k, numbers(3, 4, 7, 8))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -142,7 +168,7 @@ def test_errors_name_the_arguments_of_the_drop_in() -> None:
         (lambda: module(own, own[..., :8], own), ValueError, r"^key has shape \(5, 2, 8\); it must be 3-dimensional, with 16"),
         (lambda: module(own, own, own[0]), ValueError, r"^value has shape \(2, 16\); it must be 3-dimensional"),
         (lambda: module(own, own[:, :1], own[:, :1]), ValueError, "^key has batch 1"),
-        (lambda: module(own, own, own, torch.ones(2, 4) > 2), ValueError, r"^key_padding_mask has shape \(2, 4\); it must"),
+        (lambda: module(own, own, own, torch.ones(2, 4) > 2), ValueError, r"^key_padding_mask has shape \(2, 4\); it must be \(2, 5\) \(True: hidden\)"),
         (lambda: module(own, own, own, torch.ones(2, 5).int()), TypeError, "^key_padding_mask has dtype torch.int32; it must"),
         (lambda: module(own, own, own, attn_mask=torch.ones(4, 5) > 2), ValueError, r"^attn_mask has shape \(4, 5\)"),
         (lambda: module(own, own, own, attn_mask=torch.ones(3, 5, 5)), ValueError, r"^attn_mask has shape \(3, 5, 5\)"),

@@ -25,11 +25,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from cupyflash.interop import torch_ops
+from cupyflash.interop import torch_, torch_ops
 from cupyflash.torch import attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-OPTIONAL = [row.name for row in ARRAYS]
+OPTIONAL = [row.name for row in ARRAYS if not row.of_float8]
 
 
 def scored(s: Any, b: Any, h: Any, i: Any, j: Any, a: Any, ids: Any) -> Any:
@@ -72,7 +72,7 @@ def drawn(
     options = dict(given)
     if "seed" in given:
         options["seed"] = torch.tensor([11], device=device)
-    for row in ARRAYS:
+    for row in [row for row in ARRAYS if not row.of_float8]:
         if row.name in given and row.name != "seed":
             x = numbers(*shapes[row.name])
             options[row.name] = x > -0.5 if row.dtypes == ("bool",) else x.requires_grad_(grad)
@@ -127,8 +127,9 @@ def as_arguments(tensors: list[Any], options: dict[str, Any]) -> tuple[Any, ...]
 
 def test_the_schema_has_every_option_and_array() -> None:
     """In the order of the tables, by which arguments are told apart."""
+    optional, options = ([row.name for row in table] for table in (ARRAYS, OPTIONS))
     names = [x.name for x in torch.ops.cupyflash.attention.default._schema.arguments]
-    assert names == ["q", "k", "v", *OPTIONAL, "score_arrays", "blocks", *(row.name for row in OPTIONS), "family"]
+    assert names == ["q", "k", "v", *optional, "score_arrays", "blocks", *options, "family"]
     backward = [x.name for x in torch.ops.cupyflash.attention_backward.default._schema.arguments]
     assert backward == ["dout", "out", "lse", "dlse", *names, "wrt"]
 
@@ -294,6 +295,31 @@ def test_fake_tensors() -> None:
             cupyflash.attention_backward(out, q, k, k, out, lse, grads=(q, k, k))
         with pytest.raises(TypeError, match="^bias is a ndarray|^bias is a numpy array but q is a torch array"):
             attention(q, k, k, bias=np.ones((5, 7), np.float32))
+
+
+def test_fake_tensors_among_others_are_named() -> None:
+    """A kernel would read them at address 0."""
+    x = torch.ones(2, 5, 4, 8)
+    fake = FakeTensorMode().from_tensor(x)
+    lse, rows = fake[..., 0].transpose(1, 2), x[..., 0].transpose(1, 2)
+    for name in ("k", "v", "key_mask", "bias", "out"):
+        bad = {"key_mask": fake[:, :, 0, 0] > 0, "bias": lse[..., None]}.get(name, fake)
+        with pytest.raises(TypeError, match=f"^{name} is a FakeTensor, which has no memory, but q is none"):
+            attention(**{"q": x, "k": x, "v": x, name: bad})
+    for name in ("k", "v", "bias"):
+        good = {"bias": rows[..., None]}.get(name, x)
+        with pytest.raises(TypeError, match=f"^{name} is a Tensor with memory, but q is a FakeTensor"):
+            attention(**{"q": fake, "k": fake, "v": fake, name: good})
+    for name in ("k", "dout", "out", "lse"):
+        given = dict.fromkeys(("q", "k", "v", "dout", "out"), fake) | {"lse": lse}
+        with pytest.raises(TypeError, match=f"^{name} is a Tensor with memory, but q is a FakeTensor"):
+            cupyflash.attention_backward(**{**given, name: rows if name == "lse" else x})
+    with pytest.raises(TypeError, match="^grads: dk is a FakeTensor, which has no memory, but q is none"):
+        cupyflash.attention_backward(x, x, x, x, x, rows.contiguous(), grads=(x.clone(), fake, x.clone()))
+    assert attention(FakeTensorMode(allow_non_fake_inputs=True).from_tensor(x), x, x).shape == x.shape
+    assert torch_.pointer(x[:0]) == 0  # nothing is read there
+    with pytest.raises(TypeError, match="a FakeTensor has no memory"):
+        torch_.pointer(fake)
 
 
 def test_what_the_operators_do_not_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,7 @@ def one_process(rank: int, file: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
     """Each process has half of the batch, of which DDP and FSDP2 average the gradients."""
     code = "import sys, test_torch_parallel; test_torch_parallel.one_process(int(sys.argv[1]), sys.argv[2])"

@@ -26,8 +26,8 @@ def run(
     Parameters
     ----------
     suites : names
-        "forward", "backward" (the papers' grid), "host", "jax", "jit", "import", "memory", "fp32", "figures", "training", "gpt",
-        "ladder", "scores", "models", "precision", "cpu"; "paper" (figures, memory and training: what the papers report), or "all":
+        "forward", "backward" (the papers' grid), "host", "jax", "jit", "import", "memory", "fp32", "fp8", "figures", "training",
+        "gpt", "ladder", "scores", "models", "precision", "cpu"; "paper" (figures, memory and training: what the papers report), or "all":
         those that need a GPU.
     family : str, optional
         Force this kernel family; the file is then `<family>_<suite>.json`. Of "fp32" the problems that it takes.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-from . import ladder, papers, plots, precision, report
+from . import eight, ladder, papers, plots, precision, report
 
 FILLED = {
     "precision": ("precision.md", precision.tables)
 }  # suites that have tables in a page of their own, and no picture
+DRAWN = {"ladder": ("tutorial.md", ladder.table), "fp8": ("float8.md", eight.tables)}  # and those that have one as well
 
 
 def plot(results: str | PathLike[str], docs: str | PathLike[str]) -> list[str]:
@@ -34,7 +35,7 @@ def plot(results: str | PathLike[str], docs: str | PathLike[str]) -> list[str]:
         page.write_text(plots.markdown(benchmarks))
         written.append(str(page))
     written += papers.write(found, Path(docs))
-    for suite, (file, table) in {"ladder": ("tutorial.md", ladder.table), **FILLED}.items():
+    for suite, (file, table) in {**DRAWN, **FILLED}.items():
         tables = [table(data) for data in found if data["suite"] == suite and data["rows"]]
         if report.fill(Path(docs, file), suite, tables):
             written.append(str(Path(docs, file)))

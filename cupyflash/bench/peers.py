@@ -340,6 +340,7 @@ LOADERS: dict[str, Callable[[], Prepare]] = {
     "sm80": lambda: ours("sm80"),
     "flash1": lambda: ours("flash1"),
     "torch": sdpa,
+    "cudnn8": lambda: importlib.import_module(".eight", __package__).cudnn(),
 }
 
 # Packages whose versions a result depends on, besides PyTorch's own.
@@ -353,6 +354,7 @@ PACKAGES = (
     "triton",
     "flash-attn-3",
     "flash-attn",
+    "nvidia-cudnn-frontend",
 )
 
 

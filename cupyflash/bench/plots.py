@@ -9,6 +9,9 @@ from . import machine, report
 from .report import Row, cell
 
 COLOURS = {
+    "cudnn8": "#1f77b4",
+    "eight": "#ff9896",
+    "bf16": "#c49c94",
     "ours": "#d62728",
     "fa3": "#1f77b4",
     "fa4": "#17becf",
@@ -39,6 +42,7 @@ STYLE: dict[Any, Any] = {
     "figure.constrained_layout.h_pad": 0.08,
 }
 TITLES = {
+    "fp8": "forward, float8",
     "forward": "Attention forward",
     "backward": "Attention backward",
     "fp32": "float32 and float64",

@@ -11,7 +11,7 @@ import math
 from ..gpu.plan import KernelPlan, plan
 from ..problem import AttentionProblem
 from ..timing import gpu_sampler, interleave, reason
-from . import first_call, host, jitted, models, numpy_path, peers, precision, scores, steps
+from . import eight, first_call, host, jitted, models, numpy_path, peers, precision, scores, steps
 from .suite import Measured, Options, Problem, Suite, case_of, compare, flops_of, importable, take_turns
 
 DENSE = ("math", "standard")  # peers that build the S x S matrix
@@ -328,6 +328,7 @@ SUITES: dict[str, Suite] = {
     "import": Suite("s", ("alone",), _imports, _import_time),
     "memory": Suite("MB", MEMORY_PEERS, _memory, _memory_peak),
     "fp32": Suite("TFLOP/s", WIDE_PEERS, _wide, _wide_speed),
+    "fp8": Suite("TFLOP/s", eight.PEERS, eight.problems, eight.measure),
     "precision": Suite("error", precision.PEERS, precision.problems, precision.measure),
     "figures": Suite("TFLOP/s", FIGURE_PEERS, _figures, _figure_speed),
     "training": Suite("TFLOP/s", TRAINING_PEERS, _training, _training_speed),

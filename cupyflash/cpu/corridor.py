@@ -9,7 +9,8 @@ import numpy as np
 from .. import problem as rules
 from ..interop.protocol import Arrays, CpuAdapter
 from ..overlap import check_targets
-from ..problem import ARRAYS, AttentionProblem, Gradients
+from ..problem import ARRAYS, FLOAT8, AttentionProblem, Gradients, View
+from . import float8
 from .backward import backward as _backward
 from .forward import forward as _forward
 
@@ -25,7 +26,10 @@ def forward(
 ) -> tuple[Any, Any]:
     """out and (where asked for) lse of one attention call."""
     problem, given, shapes = _checked(lib, arrays, targets, options, seed, family, False)
-    out, lse = _forward(problem, **given)
+    if problem.dtype == FLOAT8:
+        out, lse = float8.forward(problem, **given)
+    else:
+        out, lse = _forward(problem, **given)
     rows = lib.from_numpy(lse.reshape(rules.lse_shape(len(shapes["out"]), problem))) if return_lse else None
     return _returned(lib, "out", out, shapes, targets, options["layout"]), rows
 
@@ -61,7 +65,11 @@ def _checked(
     views = {name: lib.view(x) for name, x in arrays.items()}
     into = {name: lib.view(x) for name, x in targets.items()}
     problem, shapes = rules.state(views, into, options, backward)
-    check_targets(into, views)
+    if into:
+        check_targets(
+            {name: _in_memory(lib, targets[name], x) for name, x in into.items()},
+            {name: _in_memory(lib, arrays[name], x) for name, x in views.items()},
+        )
     layout = options["layout"]
     given: dict[str, Any] = {} if seed is None else {"seed": np.array(seed, np.uint64)}
     if options["block_mask"] is not None:
@@ -76,6 +84,14 @@ def _checked(
 
 
 _OPTIONAL = [row.name for row in ARRAYS]
+
+
+def _in_memory(lib: CpuAdapter, x: Any, view: View) -> View:
+    """The view of x; byte by byte where strides are no whole elements, as those of a field of records may be."""
+    memory = lib.to_numpy(x)
+    if not any(stride % memory.itemsize for stride in memory.strides):
+        return view
+    return view._replace(shape=(*view.shape, memory.itemsize), strides=(*memory.strides, 1), dtype="bool")
 
 
 def refuse_family(family: str, kind: str) -> None:

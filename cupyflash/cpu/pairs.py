@@ -64,7 +64,9 @@ class Pairs:
             slopes = self.given["alibi_slopes"][self.batches, at.heads, None, None].astype(s.dtype)
             s -= slopes * self._distance(at).astype(s.dtype)
         if self.problem.has("bias"):
-            s += self._tile("bias", at).astype(s.dtype, copy=False)
+            # What a score function hides stays so, whatever the bias is there.
+            where = s != -np.inf if self._function is not None else True
+            np.add(s, self._tile("bias", at).astype(s.dtype, copy=False), out=s, where=where)
 
     def slope(self, s: np.ndarray, at: Place) -> np.ndarray | None:
         """Derivative of the scores with respect to the products s; None where it is 1."""

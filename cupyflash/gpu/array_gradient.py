@@ -56,7 +56,7 @@ def work(
             elements = math.prod(lengths[name])
             if 0 < own < sms:
                 splits = max(1, min(summed, sms // own if stay else ceil(WAVES * sms, own)))
-            grid = min(splits * own, sms) if stay else splits * own
+            grid = (min(splits * own, sms) if stay else splits * own) if elements else 0
             launches.append(Launch(f"attention_backward_{name}", grid, threads, shared_memory))
             over_queries = name != "bias" or lengths[name][2] < problem.seq_q
             left = splits * (parts if over_queries else 1)
@@ -65,7 +65,7 @@ def work(
         workspace.append(Workspace(f"d{name}_parts", problem.lse_dtype, (left if left > 1 else 0, elements)))
         scalars.append((f"d{name}_splits", splits))
     if "sinks" in lengths:
-        launches.append(Launch("attention_backward_sinks", problem.heads_q, SINK_THREADS))
+        launches.append(Launch("attention_backward_sinks", lengths["sinks"][1], SINK_THREADS))
     return Work(
         tuple(x for x in launches if x.grid), tuple(workspace), tuple(scalars),
         tuple((f"D_{name.upper()}", name in lengths) for name in GRADIENTS),

@@ -12,7 +12,7 @@ from .. import problem as rules
 from .. import tuned
 from ..interop.protocol import Arrays, GpuAdapter
 from ..overlap import check_targets
-from ..problem import ARRAYS, ITEMSIZE, OPTIONS, Gradients, View, contiguous
+from ..problem import ARRAYS, ITEMSIZE, Gradients, View, contiguous
 from . import device, launch
 from .kernel_plan import KernelPlan
 from .params import KEYS, round_keys, score_shape
@@ -23,15 +23,14 @@ from .strides import padded, params_strides, to_copy
 _prepared: dict[Any, Prepared] = {}
 _MAX_PREPARED = 4096
 _OPTIONAL = {row.name: row for row in ARRAYS}
-_NUMBERED = [(row.name, row.check) for row in OPTIONS if row.number]
 _ROWS = ("lse", "dlse")  # (B, H, S): read as one block
-_NUMBERS = (float, int, type(None))
 
 
 class Prepared:
     """One class of calls (same shapes, strides, dtypes, options), planned, compiled and loaded.
 
-    `misaligned`: arrays that start at no 16-byte boundary. `chosen` is taken instead of planning.
+    `misaligned`: arrays that start at no 16-byte boundary. `chosen` is taken instead of planning. `after`: what
+    runs on the same arrays before; what it leaves in its workspace is used.
     """
 
     def __init__(
@@ -46,15 +45,17 @@ class Prepared:
         ordinal: int,
         chosen: KernelPlan | None = None,
         wrt: tuple[str, ...] = (),
+        after: Prepared | None = None,
     ) -> None:
         views = {name: lib.view(x) for name, x in arrays.items()}
         into = {name: lib.view(x) for name, x in targets.items()}
         self.problem, self.shapes = problem, shapes = rules.state(views, into, options, backward)
+        self.plan: KernelPlan
         self.device, rank, layout = ordinal, len(views["q"].shape), options["layout"]
         self.lse_shape = rules.lse_shape(rank, problem)
         # Where nothing can reach the results they are zeros, and no kernel is needed.
         self.empty = problem.empty or (backward and problem.dim_v == 0 and "dlse" not in views)
-        self.dtypes = dict.fromkeys(shapes, problem.dtype)
+        self.dtypes = dict.fromkeys(shapes, problem.result_dtype)
         if wrt:
             self.shapes = shapes = {f"d{name}": views[name].shape for name in wrt}
             self.dtypes = {f"d{name}": views[name].dtype for name in wrt}
@@ -62,14 +63,17 @@ class Prepared:
             through_lse = "dlse" in views and (problem.seq_k or "sinks" in wrt)  # lse without keys is the sink
             self.empty = not (rows and (problem.seq_k and problem.dim_v or through_lse))
         self._apart: set[tuple[int, ...]] = set()  # addresses at which targets were seen to overlap nothing
+        self.first: Prepared | None = None  # in whose workspace something is found
         if self.empty:
             return
 
         if chosen is None:
             arch = device.current(ordinal)
-            lengths = {name: views[name].shape for name in wrt}
-            lengths |= {name: _OPTIONAL[name].lengths(shape) for name, shape in lengths.items() if name in _OPTIONAL}
+            lengths = rules.lengths_of(wrt, views)
             chosen = plan(problem, arch, backward, family, tuned.tiles(problem, arch, backward), lengths)
+            if after is not None and not after.empty:
+                chosen = chosen.after(after.plan)
+                self.first = after if chosen.found else None
         self.plan = chosen
         strides: dict[str, tuple[int, ...]] = {}
         self.copies: list[tuple[str, View, View]] = []  # inputs to copy first: what they are, and what the copy is
@@ -119,11 +123,13 @@ class Prepared:
         addresses: list[int] | None = None,
         seed: int | None = None,
         block_mask: Any = None,
+        left: list[Any] | None = None,
     ) -> tuple[list[Any], Any]:
         """Launch. Returns the outputs, and in the forward the LSE where it is asked for.
 
         `addresses` of `arrays`, where they are known already; `seed` of dropout, where it is a number; `block_mask`, where
-        there is one: of the prepared kind."""
+        there is one: of the prepared kind. `left`: the workspace of the run before, from which this one or a later one takes
+        what it finds there; put there by the first."""
         ordinal, pointer, empty, dtypes = self.device, lib.pointer, lib.empty, self.dtypes
         stream = lib.stream(ordinal)
         if addresses is None:
@@ -174,6 +180,10 @@ class Prepared:
             space = empty((self.launcher.workspace // 4,), "float32", ordinal)
             workspace = pointer(space)
             keep.append(space)
+            if left == []:
+                left.append(space)
+        if self.first is not None and left:
+            self.launcher.find(pointers, self.first.launcher, pointer(left[0]))
         self.launcher(pointers, stream, workspace)
         if self.through:
             for x, result in zip(written, results):
@@ -222,24 +232,41 @@ def backward(
     """The gradients of one attention call."""
     ordinal = lib.device(arrays["q"])
     addresses = [*map(lib.pointer, arrays.values())]
-    prepared = prepare(lib, arrays, addresses, targets, options, family, True, ordinal)
-    grads, _ = prepared.run(lib, arrays, targets, False, addresses, seed, options["block_mask"])
+    passes = prepare_all(lib, arrays, addresses, targets, options, family, True, ordinal, wrt)
+    left = to_leave(passes) if wrt else None
+    grads, _ = passes[0].run(lib, arrays, targets, False, addresses, seed, options["block_mask"], left)
     if not targets:
         grads = [lib.finish(x, ordinal) for x in grads]
-    if not wrt:
-        return Gradients(*grads)
     of_arrays: dict[str, Any] = {}
-    for names in apart(wrt):
-        prepared = prepare(lib, arrays, addresses, {}, options, family, True, ordinal, names)
-        results, _ = prepared.run(lib, arrays, {}, False, addresses, seed, options["block_mask"])
+    for prepared in passes[1:]:
+        results, _ = prepared.run(lib, arrays, {}, False, addresses, seed, options["block_mask"], left)
         of_arrays |= {name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, results)}
     return Gradients(*grads, **of_arrays)
 
 
-def apart(wrt: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The names of one run of kernels each, in the same order: the optional arrays, and those that a score function reads."""
-    named = tuple([name for name in wrt if name in _OPTIONAL])
-    return [names for names in (named, wrt[len(named) :]) if names]
+def prepare_all(
+    lib: GpuAdapter,
+    arrays: Arrays,
+    addresses: list[int],
+    targets: Arrays,
+    options: dict[str, Any],
+    family: str | None,
+    backward: bool,
+    ordinal: int,
+    wrt: tuple[str, ...] = (),
+) -> list[Prepared]:
+    """What a call runs, one after the other: gradients of arrays come after those of q, k and v."""
+    first = prepare(lib, arrays, addresses, targets, options, family, backward, ordinal)
+    rest = rules.apart(wrt) if wrt else []
+    return [
+        first,
+        *[prepare(lib, arrays, addresses, {}, options, family, True, ordinal, names, first) for names in rest],
+    ]
+
+
+def to_leave(passes: list[Prepared]) -> list[Any] | None:
+    """`left` of their runs: None where nothing is found in the first's workspace, whose memory is free then for the others."""
+    return [] if any(x.first for x in passes) else None
 
 
 def prepare(
@@ -252,20 +279,18 @@ def prepare(
     backward: bool,
     ordinal: int,
     wrt: tuple[str, ...] = (),
+    after: Prepared | None = None,
 ) -> Prepared:
-    """What a call runs, where its arrays lie at `addresses`: kept, or planned and compiled."""
+    """What a call runs, where its arrays lie at `addresses` (and `after` has run on them): kept, or planned and compiled."""
     bits = 0
     for at in addresses:
         bits |= at
     misaligned = tuple([name for name, at in zip(arrays, addresses) if at & 15]) if bits & 15 else ()
-    for name, check in _NUMBERED:
-        if type(options[name]) not in _NUMBERS:  # an array of no dimensions, say: its value counts, which may change
-            options = options | {name: check(options[name])}
-    stated = options
+    stated = options = rules.lasting(options)
     if options["block_mask"] is not None:  # its pattern changes nothing but what is pointed to
         stated = options | {"block_mask": rules.mask_kind(options["block_mask"])}
     key: tuple[Any, ...] | None = (
-        lib.kind, backward, wrt, family, misaligned, *stated.values(), *arrays, *map(lib.signature, arrays.values()),
+        lib.kind, backward, wrt, after, family, misaligned, *stated.values(), *arrays, *map(lib.signature, arrays.values()),
         *targets, *map(lib.signature, targets.values()),
     )  # fmt: skip
     try:
@@ -274,7 +299,7 @@ def prepare(
         key = None
         prepared = None
     if prepared is None:
-        prepared = Prepared(lib, arrays, targets, misaligned, options, family, backward, ordinal, None, wrt)
+        prepared = Prepared(lib, arrays, targets, misaligned, options, family, backward, ordinal, None, wrt, after)
         if key is not None:
             if len(_prepared) >= _MAX_PREPARED:
                 _prepared.clear()

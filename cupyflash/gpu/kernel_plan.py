@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 from ..problem import ARRAYS, AXES, ITEMSIZE, AttentionProblem, Given
@@ -22,15 +22,20 @@ class Launch:
     grid: int
     threads: int
     shared_memory: int = 0
+    fills: tuple[str, ...] = ()  # workspaces, where it does nothing else: not needed where these are filled already
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Memory that a plan needs beyond inputs and outputs. `name` is a field of Params."""
+    """Memory that a plan needs beyond inputs and outputs. `name` is a field of Params.
+
+    Those of two plans of one problem that are equal hold the same once they are filled.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    tile: int = 0  # rows of the tiles that its numbers are laid out or computed by, if any
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +74,17 @@ class KernelPlan:
     lists: tuple[ListUse, ...] = ()  # of a block mask, what the kernels walk by
     wrt: tuple[str, ...] = ()  # optional arrays whose gradients it gives, in place of those of q, k and v
     passed_over: tuple[str, ...] = ()  # why faster families were not taken
+    out_dtype: str | None = None  # of what the kernels write; None: dtype
+    found: tuple[str, ...] = ()  # the part of the workspace that is taken as the plan that runs before has left it
+
+    def after(self, first: KernelPlan) -> KernelPlan:
+        """This plan where `first`, of the same problem, has run on the same arrays: what that has filled is not again."""
+        here = set(self.workspace) & set(first.workspace)
+        names = {space.name for space in here}
+        done = [launch for launch in self.launches if launch.fills and names.issuperset(launch.fills)]
+        filled = {name for launch in done for name in launch.fills}
+        left = tuple(launch for launch in self.launches if launch not in done)
+        return replace(self, launches=left, found=tuple(x.name for x in self.workspace if x.name in filled))
 
 
 Tile = TypeVar("Tile")
@@ -106,6 +122,10 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("LEFT", problem.left is not None),
         ("RIGHT", problem.right is not None),
         *((rule.name.upper(), problem.has(rule.name)) for rule in ARRAYS),
+        *(
+            (f"{x}_BLOCKS", "key_block" in of.axes if (of := problem.array(f"{x.lower()}_descale")) else False)
+            for x in "KV"
+        ),
         ("BLOCK_MASK", problem.block_mask is not None),
         ("SOFTCAP", problem.softcap is not None),
         ("SCORE", problem.score is not None),

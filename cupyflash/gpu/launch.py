@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cupy
+import ml_dtypes
 import numpy as np
 
 from ..interop.protocol import GpuAdapter
@@ -61,9 +62,12 @@ class Launcher:
         self._arguments = functools.lru_cache(_KEPT)(self._packed)
         self._mapped = [self.slots[box.array] for box in plan.maps]
         self._offsets, self.workspace = [], 0  # bytes; what a plan does not need of it stays null
+        self._found = [(self.slots[name], name) for name in plan.found]
+        self._places: dict[str, int] = {}
         for space in plan.workspace:
-            if space.nbytes:
+            if space.nbytes and space.name not in plan.found:
                 self._offsets.append((self.slots[space.name], self.workspace))
+                self._places[space.name] = self.workspace
                 self.workspace += -(-space.nbytes // 256) * 256
 
     def __call__(self, pointers: list[int], stream: int, workspace: int = 0) -> None:
@@ -76,6 +80,12 @@ class Launcher:
         else:
             with cupy.cuda.Device(self.device):
                 self._launch(arguments, _stream(stream))
+
+    def find(self, pointers: list[int], first: Launcher, workspace: int) -> None:
+        """Fill in the pointers into the workspace of the plan that has run before."""
+        for index, name in self._found:
+            if name in first._places:  # else it is empty
+                pointers[index] = workspace + first._places[name]
 
     def _packed(self, pointers: tuple[int, ...]) -> tuple[np.ndarray, ...]:
         """The kernels' arguments. CuPy passes a NumPy array of one element by value; a launch copies it."""
@@ -142,7 +152,8 @@ def spread(lib: GpuAdapter, rows: Any, pointer: int, view: View, device: int, st
 def fill(lib: GpuAdapter, x: Any, value: float, device: int, stream: int) -> None:
     """Fill an array of any library with 0 or -inf, on its stream."""
     view = lib.view(x)
-    pattern = np.array(value, {2: np.float16, 4: np.float32, 8: np.float64}[ITEMSIZE[view.dtype]])
+    floats = {1: ml_dtypes.float8_e4m3fn, 2: np.float16, 4: np.float32, 8: np.float64}
+    pattern = np.array(value, floats[ITEMSIZE[view.dtype]])
     bits = pattern.view(_UNSIGNED[pattern.itemsize]).item()
     with cupy.cuda.Device(device), cupy.cuda.Stream.from_external(Stream(stream)):
         on_device(lib.pointer(x), view, device)[...] = bits

@@ -13,18 +13,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem import ARRAYS, AXES, AttentionProblem, View
+from ..problem import ARRAYS, AXES, FLOAT8, ArrayRule, AttentionProblem, View
 from ..score import ScoreArray
 from .kernel_plan import KernelPlan
 from .score import cuda_name
 
 # dtype: what q, k, v and dO are; what the tensor cores multiply; what out and the gradients are; what sums are kept in
 TYPES = {
+    FLOAT8: ("float8_t", "float8_t", "float8_t", "float"),
     "float16": ("half_t", "half_t", "half_t", "float"),
     "bfloat16": ("bfloat16_t", "bfloat16_t", "bfloat16_t", "float"),
     "float32": ("float", "half_t", "float", "float"),
     "float64": ("double", "double", "double", "double"),
 }
+
+
+def types(plan: KernelPlan) -> tuple[str, str, str, str]:
+    """TYPES of a plan, whose results may have another dtype than its inputs."""
+    given, product, _, accum = TYPES[plan.dtype]
+    return given, product, TYPES[plan.out_dtype or plan.dtype][2], accum
+
 
 ROWED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")  # arrays with rows, (B, S, H, D); the rest is contiguous
 POINTERS = {  # of a pass; lse (in the forward) and dlse may be null
@@ -44,6 +52,7 @@ ROUNDS = 7  # of dropout's generator, as attention/dropout.cuh has them
 # Made of the seed: in 64 bits a word for each half of the generator.
 KEYS = tuple(f"round_keys[{n}]" for n in range(ROUNDS))
 WORKSPACE = {
+    FLOAT8: "float8_t",
     "float16": "half_t",
     "uint32": "unsigned",
     "uint64": "unsigned long long",
@@ -58,6 +67,31 @@ def _cap_inverse(problem: AttentionProblem) -> float:
         return 0.0
     largest = 1e300 if problem.lse_dtype == "float64" else 1e30
     return min(abs(problem.scale) / problem.softcap, largest)
+
+
+# tanh(x) = x (c0 + c1 x^2 + c2 x^4) up to a part in 44,000 where |x| is less than NEAR.
+NEAR, _NEAR_TANH = 0.5, (0.99997744, -0.33169151, 0.11520976)
+
+
+def _near_cap(n: int) -> Callable[[AttentionProblem], float]:
+    """What s^(2n + 1) is multiplied by in an exponent of 2, of a product s that is near 0 beside the cap."""
+
+    def coefficient(problem: AttentionProblem) -> float:
+        if not _near_bound(problem):
+            return 0.0
+        cap = SCALARS["cap"][1](problem)
+        return _NEAR_TANH[n] * cap * _cap_inverse(problem) ** (2 * n + 1)
+
+    return coefficient
+
+
+def _near_bound(problem: AttentionProblem) -> float:
+    """The absolute value up to which products are near 0. The limits keep powers of them inside float32, and what a score is off
+    by, 1e-5 of the cap, under what rounds P."""
+    inverse, largest = _cap_inverse(problem), 64 if problem.dtype == "float16" else 1e6
+    if problem.softcap is None or not 1e-4 <= problem.softcap <= largest or not inverse >= 1e-9:
+        return 0.0
+    return NEAR / inverse if inverse <= 1e4 else 0.0
 
 
 def _factor(problem: AttentionProblem) -> float:
@@ -91,6 +125,13 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "kept": ("Accum", lambda p: p.kept),  # by dropout
     "log_kept": ("Accum", lambda p: math.log(p.kept)),
     "drop_below": ("unsigned", lambda p: p.dropped_below << 16),
+    "out_scale": ("Accum", lambda p: p.out_scale),
+    # The same without tanh, where |s| < near_cap: s (near_cap_0 + s^2 (near_cap_1 + s^2 near_cap_2)). And its slope.
+    "near_cap": ("Accum", _near_bound),
+    "near_cap_0": ("Accum", _near_cap(0)),
+    "near_cap_1": ("Accum", _near_cap(1)),
+    "near_cap_2": ("Accum", _near_cap(2)),
+    "minus_cap_squared": ("Accum", lambda p: -1 / SCALARS["cap"][1](p) ** 2 if _near_bound(p) else 0.0),
 }
 STRIDES = {  # in elements; broadcast axes of an array over pairs have stride 0
     "Strides": ("batch", "row", "head"),
@@ -111,7 +152,7 @@ class Field(NamedTuple):
 
 def pointers(plan: KernelPlan) -> dict[str, str]:
     """The pointers of a plan's Params, in its order, with the type that they point to."""
-    arrays = {rule.name: _optional(plan, rule.name, rule.dtypes[0]) for rule in ARRAYS}
+    arrays = {rule.name: _optional(plan, rule.name, rule.dtypes[0]) for rule in _rules(plan)}
     given, of_arrays = POINTERS[plan.backward], {}
     if plan.wrt:
         given = {name: type for name, type in given.items() if name not in ("dq", "dk", "dv")}
@@ -127,6 +168,10 @@ def pointers(plan: KernelPlan) -> dict[str, str]:
         **dict.fromkeys(LISTS, "const int"),
         **{space.name: WORKSPACE[space.dtype] for space in plan.workspace},
     }
+
+
+def _rules(plan: KernelPlan) -> list[ArrayRule]:
+    return [rule for rule in ARRAYS if not rule.of_float8 or plan.dtype == FLOAT8]
 
 
 def _score_arrays(plan: KernelPlan) -> tuple[ScoreArray, ...]:
@@ -156,7 +201,7 @@ def _values(
     """The fields behind the pointers; without a problem, not their values."""
     strides = strides or {}
     named = pointers(plan)
-    shaped = [rule.name for rule in ARRAYS if rule.axes]
+    shaped = [rule.name for rule in _rules(plan) if rule.axes]
     over_pairs = [name for name in (*shaped, *(f"d{name}" for name in GRADIENTS)) if name in named]
     return [
         *(Field(f"{name}_strides", "Strides", tuple(strides.get(name, (0, 0, 0)))) for name in named if name in ROWED),

@@ -28,7 +28,18 @@ _loaded: dict[tuple[Any, ...], list[Any]] = {}
 def functions(plan: KernelPlan, ordinal: int) -> list[Any]:
     """The plan's kernels as functions on the GPU `ordinal`, one for each launch, loaded once."""
     kernels = tuple((x.name, x.shared_memory) for x in plan.launches)
-    key = (plan.source, plan.arch, plan.dtype, plan.constants, plan.given, plan.score, plan.wrt, kernels, ordinal)
+    key = (
+        plan.source,
+        plan.arch,
+        plan.dtype,
+        plan.out_dtype,
+        plan.constants,
+        plan.given,
+        plan.score,
+        plan.wrt,
+        kernels,
+        ordinal,
+    )
     if key not in _loaded:
         _loaded[key] = compiler.load(program(plan), kernels, ordinal)
     return _loaded[key]

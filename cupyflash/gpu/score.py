@@ -21,7 +21,7 @@ _OPERATORS = {
 _FUNCTIONS = {  # of kernels_cu/attention/score_functions.cuh, but for C's own
     "abs": "fabs", "minimum": "fmin", "maximum": "fmax", "floordiv": "floor_divide", "mod": "modulo",
     "truncdiv": "divide", "truncmod": "remainder", "pow": "pow", "exp": "exp", "log": "log", "log2": "log2", "sqrt": "sqrt",
-    "tanh": "hyperbolic_tangent<Product>", "sigmoid": "sigmoid", "sin": "sin", "cos": "cos", "floor": "floor",
+    "tanh": "hyperbolic_tangent<In>", "sigmoid": "sigmoid", "sin": "sin", "cos": "cos", "floor": "floor",
 }  # fmt: skip
 _HEAVY = (
     "read", "div", "pow", "exp", "log", "log2", "sqrt", "tanh", "sigmoid", "sin", "cos", "floordiv", "mod", "truncdiv", "truncmod"

@@ -36,11 +36,12 @@ def kernels_folder() -> Path:
 
 def generate(plan: KernelPlan) -> str:
     """The whole CUDA source of a plan, as one string."""
-    types = zip(("In", "Product", "Out", "Accum"), params.TYPES[plan.dtype])
+    types = zip(("In", "Product", "Out", "Accum"), params.types(plan))
     lines = [
-        "// Distinct types for the two 16-bit formats; only ptx/convert.cuh looks inside.",
+        "// Distinct types for the formats of 16 and 8 bits; only ptx/convert.cuh looks inside.",
         "struct half_t { unsigned short bits; };",
         "struct bfloat16_t { unsigned short bits; };",
+        "struct float8_t { unsigned char bits; };  // e4m3: no infinities, at most 448",
         *(f"using {name} = {type};" for name, type in types),
         "namespace config {",
         *(f"constexpr {_declare(name, value)};" for name, value in plan.constants),

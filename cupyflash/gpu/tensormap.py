@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from ..problem import ITEMSIZE, AttentionProblem
 from .kernel_plan import Box, KernelPlan
 
 BYTES = 128  # of one map
-OUTPUTS = ("out", "dk", "dv")
+OUTPUTS = ("out", "dk", "dv", "dq")
 ROW = 128  # bytes of a box: as the swizzle of tile/swizzled.cuh takes them
 _KEPT = 256  # addresses of an array whose maps are kept
 
@@ -36,6 +37,7 @@ class Maps:
             "dout": (p.dim_v, p.seq_q, p.heads_q, p.batch),
             "dk": (p.dim, p.seq_k, p.heads_k, p.batch),
             "dv": (p.dim_v, p.seq_k, p.heads_k, p.batch),
+            "dq": (p.dim, p.seq_q, p.heads_q, p.batch),
         }
         self._arrays = []
         for box in plan.maps:
@@ -45,9 +47,12 @@ class Maps:
                 # Along an axis that it is broadcast along, an array has one entry.
                 lengths = ((p.seq_q, row), (p.heads_q, head), (p.batch, batch))
                 shape: tuple[int, ...] = (p.seq_k, *(n if stride else 1 for n, stride in lengths))
+            elif space := next((x for x in plan.workspace if x.name == box.array), None):
+                dtype, shape = space.dtype, space.shape[::-1]
+                row, head, batch = (math.prod(shape[: n + 1]) for n in range(3))
             else:
-                dtype, shape = plan.dtype, shapes[box.array]
-                batch, row, head = strides[box.array]
+                dtype = plan.out_dtype or plan.dtype if box.array in OUTPUTS else plan.dtype
+                shape, (batch, row, head) = shapes[box.array], strides[box.array]
             # The stride of an axis with one entry says nothing, and may be anything.
             size = ITEMSIZE[dtype]
             apart = tuple(size * stride if n > 1 else 16 for n, stride in zip(shape[1:], (row, head, batch)))
@@ -81,6 +86,7 @@ def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int,
             "bfloat16": kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             "float32": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
             "bool": kind.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            "float8_e4m3fn": kind.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         }[dtype],
         len(shape),
         pointer,

@@ -36,17 +36,17 @@ def adopt(lib: Library, arrays: Arrays, targets: Arrays) -> tuple[Arrays, Arrays
     """
     arrays = adopted(lib, arrays)
     if targets:
-        targets = adopted(lib, targets)
+        targets = adopted(lib, targets, target_name)
         for name, x in targets.items():
             lib.check_target(target_name(name), x)
     return arrays, targets
 
 
-def adopted(lib: Library, arrays: Arrays) -> Arrays:
-    """The arrays, with those of producers that have no adapter wrapped."""
+def adopted(lib: Library, arrays: Arrays, called: Callable[[str], str] = str) -> Arrays:
+    """The arrays, with those of producers that have no adapter wrapped. `called`: what one was given as, by its name here."""
     for x in arrays.values():
         if _by_type.get(type(x)) is not lib:
-            return {name: _adopt_one(lib, name, x) for name, x in arrays.items()}
+            return {name: _adopt_one(lib, called(name), x) for name, x in arrays.items()}
     return arrays
 
 
@@ -76,10 +76,10 @@ def inlined(lib: Library) -> bool:
 
 def name_unreadable(lib: Adapter, arrays: Arrays, targets: Arrays) -> None:
     """Once a call has failed: raise what `view` says of the array that is to blame, if one is."""
-    for name, x in arrays.items():
+    for name, x in (arrays | {target_name(name): x for name, x in targets.items()}).items():
         view(lib, name, x)
-    for name, x in targets.items():
-        view(lib, target_name(name), x)
+        if isinstance(x, getattr(lib, "WITHOUT_MEMORY", ())):
+            raise TypeError(f"{name} is a {type(x).__name__}, which has no memory, but q is none; all must be, or none")
 
 
 def _find(name: str, x: Any) -> Library:

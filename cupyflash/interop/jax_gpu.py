@@ -12,7 +12,6 @@ import jax
 from .. import problem as rules
 from ..gpu import corridor
 from ..problem import ITEMSIZE, View, contiguous
-from . import cupy_
 from .protocol import Arrays
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -34,7 +33,7 @@ class Memory:
     kind = "jax"
 
     def __init__(self, ordinal: int, stream: int = 0, scratch: int = 0, size: int = 0) -> None:
-        self._ordinal, self._stream, self._scratch, self._end = ordinal, stream, scratch, scratch + size
+        self._ordinal, self._stream, self.scratch, self._end = ordinal, stream, scratch, scratch + size
         self.results: list[int] = []
 
     def on_gpu(self, x: Buffer) -> bool:
@@ -63,12 +62,12 @@ class Memory:
         size = ITEMSIZE[dtype]
         for n in shape:
             size *= n
-        address, self._scratch = self._scratch, self._scratch + -(-size // 256) * 256
-        if self._scratch <= self._end:
+        address, self.scratch = self.scratch, self.scratch + -(-size // 256) * 256
+        if self.scratch <= self._end:
             return Buffer(address, view._replace(ptr=address))
         # More than was planned: inputs that start at no multiple of 16 bytes are copied. CuPy's pool reuses on this stream alone.
         with cupy.cuda.Device(device), cupy.cuda.ExternalStream(self._stream):
-            own = cupy_.empty(shape, dtype, device)
+            own = cupy.empty(size, "uint8")
         return Buffer(own.data.ptr, view._replace(ptr=own.data.ptr), own)
 
     def finish(self, x: Buffer, device: int) -> Buffer:
@@ -95,19 +94,22 @@ class Callback:
         self._views = {name: x._replace(device=f"cuda:{self._device}") for name, x in views.items()}
         lib, addresses = Memory(self._device), [0] * len(views)
         arrays = {name: Buffer(0, view) for name, view in self._views.items()}
-        self._passes = [(of, self._prepared(lib, arrays, addresses, of)) for of in [(), *corridor.apart(wrt or ())]]
-        self.scratch = sum(x.scratch for _, x in self._passes)
+        self._passes = self._prepared(lib, arrays, addresses)
+        together = max if corridor.to_leave(self._passes) is None else sum
+        self.scratch = together([x.scratch for x in self._passes])
         self._lists(self._passes)
-        self.plain = not any(x.empty or x.copies for _, x in self._passes)  # launches alone, of kernels that are loaded
+        self.plain = not any(x.empty or x.copies for x in self._passes)  # launches alone, of kernels that are loaded
 
-    def _prepared(self, lib: Any, arrays: Arrays, addresses: list[int], of: tuple[str, ...]) -> corridor.Prepared:
-        backward = self._wrt is not None
-        return corridor.prepare(lib, arrays, addresses, {}, self._options, self._family, backward, lib.device(None), of)
+    def _prepared(self, lib: Any, arrays: Arrays, addresses: list[int]) -> list[corridor.Prepared]:
+        backward, ordinal = self._wrt is not None, lib.device(None)
+        return corridor.prepare_all(
+            lib, arrays, addresses, {}, self._options, self._family, backward, ordinal, self._wrt or ()
+        )
 
-    def _lists(self, passes: list[tuple[tuple[str, ...], corridor.Prepared]]) -> None:
+    def _lists(self, passes: list[corridor.Prepared]) -> None:
         """Make what the kernels read of a block mask now: in the callback nothing may wait for the GPU."""
         mask = self._options["block_mask"]
-        for _, x in passes:
+        for x in passes:
             for use in () if mask is None or x.empty else x.plan.lists:
                 mask.list_for(use)
 
@@ -121,13 +123,15 @@ class Callback:
         if mask is not None and mask.device != f"cuda:{ordinal}":  # not known when this was traced
             raise ValueError(f"block_mask is on {mask.device} but q is on cuda:{ordinal}; make it with like=q")
         other = ordinal != self._device or any(at & 15 for at in addresses)
-        for of, prepared in self._passes:
-            if other:
-                prepared = self._prepared(lib, arrays, addresses, of)
+        passes = self._prepared(lib, arrays, addresses) if other else self._passes
+        left = corridor.to_leave(passes)
+        for prepared in passes:
             lse = self._wrt is None
             count = len(prepared.shapes) + lse
             lib.results, results = results[:count][::-1], results[count:]
-            prepared.run(lib, arrays, {}, lse, addresses, self._seed, self._options["block_mask"])
+            prepared.run(lib, arrays, {}, lse, addresses, self._seed, self._options["block_mask"], left)
+            if left is None:
+                lib.scratch = scratch  # is the next one's: kernels run one after the other
 
 
 def _address(buffer: Any) -> int:

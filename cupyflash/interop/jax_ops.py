@@ -62,7 +62,7 @@ def _checked(
     lib: Library, arrays: Arrays, targets: Arrays, options: dict[str, Any], seed: int | None, family: str | None
 ) -> tuple[Arrays, How]:
     arrays, _ = interop.adopt(lib, arrays, targets)
-    values = {row.name: row.check(options[row.name]) for row in OPTIONS}
+    values = {row.name: row.check(options.get(row.name, row.default)) for row in OPTIONS}
     values["block_mask"] = options["block_mask"]
     values["causal"] = values["causal"] or False  # as options have it
     place = None if _traced(arrays) else interop.view(lib, "q", arrays["q"]).device
@@ -96,11 +96,16 @@ def _attention(arrays: Arrays, how: How) -> tuple[jax.Array, jax.Array]:
     return out, lse
 
 
-def _keep(arrays: Arrays, how: How) -> tuple[Any, Any]:
-    optional = [row.name for row in ARRAYS if row.gradient and row.name in arrays]
+def _optional(arrays: Arrays, how: How) -> list[str]:
+    """Those that have gradients, in the order of `check_wrt`."""
     score = dict(how[0])["score"]
-    optional += [x.key for x in (score.arrays if score else ()) if x.kind == "float"]
-    wanted = {name: () for name in optional if arrays[name].perturbed}  # keys alone: what is kept is a pytree of arrays
+    of_score = [x.key for x in (score.arrays if score else ()) if x.kind == "float"]
+    return [row.name for row in ARRAYS if row.gradient and row.name in arrays] + of_score
+
+
+def _keep(arrays: Arrays, how: How) -> tuple[Any, Any]:
+    # Keys alone, which JAX sorts: what is kept is a pytree of arrays.
+    wanted = {name: () for name in _optional(arrays, how) if arrays[name].perturbed}
     arrays = {name: x.value for name, x in arrays.items()}
     out, lse = _attention(arrays, how)
     return (out, lse), (arrays, out, lse, wanted)
@@ -110,7 +115,7 @@ def _differentiate(how: How, kept: Any, cotangents: tuple[Any, Any]) -> tuple[Ar
     arrays, out, lse, wanted = kept
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     dout = jax.numpy.zeros_like(out) if dout is None else dout
-    wrt = tuple(wanted)
+    wrt = tuple(name for name in _optional(arrays, how) if name in wanted)
     arrays = arrays | {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     grads = _gradients(_run(_backward_of(how, wrt), arrays), wrt)
     return ({name: getattr(grads, f"d{name}", None) for name in kept[0]},)
@@ -123,7 +128,19 @@ def _gradients(grads: Sequence[Any], wrt: tuple[str, ...]) -> Gradients:
     return Gradients(*grads[:3], **{f"d{name}": x for name, x in zip(wrt, grads[3:])})
 
 
-@functools.lru_cache(1024)
+def _kept(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function for equal calls: of the last 1024 of them, or of the last 32 with a block mask, whose memory goes with it."""
+    plain, masked = functools.lru_cache(1024)(make), functools.lru_cache(32)(make)
+
+    @functools.wraps(make)
+    def found(how: How, *more: Any) -> Any:
+        return (plain if dict(how[0])["block_mask"] is None else masked)(how, *more)
+
+    found.cache_info = plain.cache_info  # type: ignore[attr-defined]  # as of a cached function
+    return found
+
+
+@_kept
 def _forward_of(how: How) -> Callable[[Arrays], Any]:
     """The forward of arrays; vmap makes its axis a part of the batch."""
 
@@ -142,7 +159,7 @@ def _forward_of(how: How) -> Callable[[Arrays], Any]:
     return jax.jit(run)
 
 
-@functools.lru_cache(1024)
+@_kept
 def _backward_of(how: How, wrt: tuple[str, ...]) -> Callable[[Arrays], Any]:
     """The gradients of arrays, which cannot be differentiated again."""
 
@@ -180,7 +197,7 @@ def _called(arrays: Arrays, how: How, wrt: tuple[str, ...] | None) -> tuple[jax.
     lib = interop.library("q", arrays["q"])
     views = {name: lib.view(x)._replace(device=mask.device if mask else "") for name, x in arrays.items()}
     problem, shapes = rules.state(views, {}, options, wrt is not None)
-    results = [jax.ShapeDtypeStruct(shape, arrays["q"].dtype) for shape in shapes.values()]
+    results = [jax.ShapeDtypeStruct(shape, problem.result_dtype) for shape in shapes.values()]
     if wrt is None:
         results.append(jax.ShapeDtypeStruct(rules.lse_shape(len(arrays["q"].shape), problem), problem.lse_dtype))
     results += [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in wrt or ()]

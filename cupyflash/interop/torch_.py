@@ -22,14 +22,21 @@ _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
     "bool": torch.bool,
+    "float8_e4m3fn": torch.float8_e4m3fn,
 }
+_BITS = {  # of those that NumPy knows by no name
+    torch.bfloat16: (np.int16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (np.int8, ml_dtypes.float8_e4m3fn),
+}
+WITHOUT_MEMORY = (FakeTensor, FunctionalTensor)
+_OF_BITS = {np.dtype(named): (bits, dtype) for dtype, (bits, named) in _BITS.items()}
 
 
 def objection(cls: type) -> str | None:
     if not issubclass(cls, torch.Tensor):
         return "it must be a tensor"
     plain = cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    if not plain and not issubclass(cls, (FakeTensor, FunctionalTensor)):  # distributed, jagged, ...
+    if not plain and not issubclass(cls, WITHOUT_MEMORY):  # distributed, jagged, ...
         return "it must be a plain tensor"
     return None
 
@@ -58,7 +65,14 @@ def signature(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def pointer(x: torch.Tensor) -> int:
-    return x.data_ptr()
+    return x.data_ptr() or _nowhere(x)
+
+
+def _nowhere(x: torch.Tensor) -> int:
+    """A kernel would write to address 0: of fake tensors, which come in beside a q that is none."""
+    if x.numel():
+        raise TypeError(f"a {type(x).__name__} has no memory")
+    return 0
 
 
 def device(x: torch.Tensor) -> int:
@@ -125,12 +139,14 @@ class _Memory:
 
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:
-    if x.dtype is torch.bfloat16:  # which NumPy knows by no name
-        return np.asarray(_Memory(x, np.dtype(np.int16))).view(ml_dtypes.bfloat16)
+    if x.dtype in _BITS:
+        bits, named = _BITS[x.dtype]
+        return np.asarray(_Memory(x, np.dtype(bits))).view(named)
     return np.asarray(_Memory(x, np.dtype(str(x.dtype).removeprefix("torch."))))
 
 
 def from_numpy(a: np.ndarray) -> torch.Tensor:
-    if a.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
+    if a.dtype in _OF_BITS:
+        bits, dtype = _OF_BITS[a.dtype]
+        return torch.from_numpy(a.view(bits)).view(dtype)
     return torch.from_numpy(a)

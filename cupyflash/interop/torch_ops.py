@@ -11,10 +11,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from .. import folding, interop, passes
 from .. import problem as rules
-from ..problem import ARRAYS, OPTIONS, Gradients, View
+from ..problem import ARRAYS, FLOAT8, OF_FLOAT8, OPTIONS, Gradients, View, lasting
 from ..score import Score
 from . import torch_data
 from .protocol import Arrays, Library
@@ -27,7 +29,8 @@ _NONE: list[Any] = [None]  # one that is not given: an empty list AOTInductor ha
 # The options that the operators have, in the order of OPTIONS, and their types in a schema; a Scalar may be a symbol.
 _TYPES = {
     "causal": "str", "window": "SymInt[]?", "scale": "Scalar?", "softcap": "Scalar?", "score": "str?",
-    "block_mask": "SymInt[]?", "dropout": "Scalar", "layout": "str", "deterministic": "bool",
+    "block_mask": "SymInt[]?", "dropout": "Scalar", "out_dtype": "str?", "out_scale": "Scalar", "layout": "str",
+    "deterministic": "bool",
 }  # fmt: skip
 
 _PLACE = {name: n for n, name in enumerate(_TYPES)}
@@ -40,10 +43,8 @@ def needed(arrays: Arrays, backward: bool) -> bool:
     if followed(arrays["q"]):
         return True
     if backward:
-        return False
-    if torch.is_grad_enabled() and _any_requires_grad(arrays):
-        return True
-    return _autocast_dtype(arrays["q"]) is not None
+        return torch.are_deterministic_algorithms_enabled() or _any_dual(arrays)
+    return _recorded(arrays) or _autocast_dtype(arrays["q"]) is not None
 
 
 def followed(x: torch.Tensor) -> bool:
@@ -66,6 +67,18 @@ def _any_requires_grad(arrays: Arrays) -> bool:
     return False
 
 
+def _any_dual(arrays: Arrays) -> bool:
+    """Whether forward-mode differentiation follows one of them; with or without requires_grad, also under torch.no_grad()."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arrays.values())
+
+
+def _recorded(arrays: Arrays) -> bool:
+    """Whether a derivative is wanted; there is none in forward mode, which an autograd function says."""
+    return (torch.is_grad_enabled() and _any_requires_grad(arrays)) or _any_dual(arrays)
+
+
 def forward(
     lib: Library,
     arrays: Arrays,
@@ -79,9 +92,13 @@ def forward(
     dtype = _autocast_dtype(arrays["q"])
     if dtype is not None:
         arrays = _autocast(arrays, dtype)
+    if arrays["q"].dtype is _FLOAT8 and torch.is_grad_enabled() and _any_requires_grad(arrays):
+        raise TypeError(
+            f"q has dtype {FLOAT8}, of which there is a forward alone, but a gradient is wanted; call under torch.no_grad()"
+        )
     traced = _traced(arrays["q"])
     transformed = torch._C._are_functorch_transforms_active()
-    if not traced and not transformed and not (torch.is_grad_enabled() and _any_requires_grad(arrays)):
+    if not traced and not transformed and not _recorded(arrays):
         return passes.forward(lib, arrays, targets, return_lse, options, seed, family)
     if targets:
         if traced or transformed:
@@ -91,9 +108,10 @@ def forward(
             "under torch.no_grad()"
         )
     if not traced:
-        call = (lib, options, seed, family)
+        call = (lib, lasting(options), seed, family)  # the backward takes what the forward took
         follow = _Transformed if transformed else _Attention
         return follow.apply(call, tuple(arrays), *arrays.values())
+    _check_fake(arrays)
     return torch.ops.cupyflash.attention(*_arguments(lib, _with_seed(arrays, seed), _INPUTS, options), family)
 
 
@@ -108,16 +126,42 @@ def backward(
 ) -> Gradients:
     """As `passes.backward`, followed by whoever traces or transforms."""
     traced = _traced(arrays["q"]) or _traced(arrays["dout"])
-    if not traced and not torch._C._are_functorch_transforms_active():
-        return passes.backward(lib, arrays, targets, options, seed, family, wrt)
+    if not traced and not torch._C._are_functorch_transforms_active() and not _any_dual(arrays):
+        return _gradients(lib, arrays, targets, options, seed, family, wrt)
     if targets:
         raise ValueError(f"grads is {_NO_WRITING}")
     if traced:
+        _check_fake(arrays)
         given = _arguments(lib, _with_seed(arrays, seed), (*_ROWS, *_INPUTS), options)
         grads = torch.ops.cupyflash.attention_backward(*given, family, list(wrt))
     else:
         grads = _AttentionBackward.apply((lib, options, seed, family), tuple(arrays), wrt, *arrays.values())
     return Gradients(*grads[:3], **{f"d{name}": x for name, x in zip(wrt, grads[3:])})
+
+
+def _gradients(
+    lib: Library,
+    arrays: Arrays,
+    targets: Arrays,
+    options: dict[str, Any],
+    seed: int | None,
+    family: str | None,
+    wrt: tuple[str, ...],
+) -> Gradients:
+    """As `passes.backward`; torch.use_deterministic_algorithms is heeded when gradients are computed, as PyTorch does."""
+    if torch.are_deterministic_algorithms_enabled():
+        options = options | {"deterministic": True}
+    return passes.backward(lib, arrays, targets, options, seed, family, wrt)
+
+
+def _check_fake(arrays: Arrays) -> None:
+    """TypeError, naming the argument, for a tensor with memory beside a q without."""
+    q = arrays["q"]
+    if not isinstance(q, FakeTensor) or q.fake_mode.allow_non_fake_inputs:
+        return
+    for name, x in arrays.items():
+        if isinstance(x, torch.Tensor) and type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+            raise TypeError(f"{name} is a {type(x).__name__} with memory, but q is a FakeTensor; all must be, or none")
 
 
 _NO_WRITING = (
@@ -129,9 +173,13 @@ _NO_WRITING = (
 _How = tuple[Library, dict[str, Any], "int | None", "str | None"]  # a call but for its arrays: options, seed, family
 
 
+_FLOAT8 = torch.float8_e4m3fn
+
+
 def _autocast_dtype(q: torch.Tensor) -> torch.dtype | None:
+    """That to which inputs are cast; those of 8 bits, which have scales, stay."""
     where = "cuda" if q.is_cuda else "cpu"
-    return torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else None
+    return torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) and q.dtype is not _FLOAT8 else None
 
 
 def _autocast(arrays: Arrays, dtype: torch.dtype) -> Arrays:
@@ -209,7 +257,7 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(call: _How, names: tuple[str, ...], wrt: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, ...]:
         lib, options, seed, family = call
-        grads = passes.backward(lib, dict(zip(names, tensors)), {}, options, seed, family, wrt)
+        grads = _gradients(lib, dict(zip(names, tensors)), {}, options, seed, family, wrt)
         return (*grads, *(getattr(grads, f"d{name}") for name in wrt))
 
     @staticmethod
@@ -282,13 +330,13 @@ def _keys(score: Score | None) -> tuple[str, ...]:
 def _encoded(options: dict[str, Any]) -> dict[str, Any]:
     """Options as the schema has them, in the order of _TYPES; of a block mask nothing."""
     for row in OPTIONS:
-        if row.name not in _TYPES and options[row.name] is not row.default:
+        if row.name not in _TYPES and options.get(row.name, row.default) != row.default:
             raise NotImplementedError(f"{row.name} is given, {_UNKNOWN}")
     values: dict[str, Any] = dict.fromkeys(_TYPES)
     numbers = (float, int, type(None))  # as they are: one may be a symbol, and rules are for numbers
     for row in OPTIONS:
         if row.name in _TYPES and row.name not in ("score", "block_mask"):
-            value = options[row.name]
+            value = options.get(row.name, row.default)
             values[row.name] = value if type(value) in numbers else row.check(value)
     values["causal"] = values["causal"] or ""
     values["window"] = None if values["window"] is None else [-1 if n is None else n for n in values["window"]]
@@ -353,7 +401,7 @@ def _attention(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _attention_backward(*args: Any) -> list[torch.Tensor]:
     call = _Call(args, True)
     lib = interop.library("q", call.arrays["q"])
-    grads = passes.backward(lib, call.arrays, {}, call.readable(), None, call.family, call.wrt)
+    grads = _gradients(lib, call.arrays, {}, call.readable(), None, call.family, call.wrt)
     return [x.contiguous() for x in (*grads, *(getattr(grads, f"d{name}") for name in call.wrt))]
 
 
@@ -365,7 +413,8 @@ def _fake_attention(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if call.options["layout"] == "bshd" and len(rows) > 1:
         rows = (*rows[:-2], rows[-1], rows[-2])
     lse = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(rows, dtype=lse)
+    out = getattr(torch, call.options["out_dtype"] or OF_FLOAT8[0]) if q.dtype is _FLOAT8 else q.dtype
+    return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out), q.new_empty(rows, dtype=lse)
 
 
 def _fake_attention_backward(*args: Any) -> list[torch.Tensor]:

@@ -66,6 +66,12 @@ def dot_product_attention(
         raise ValueError(
             f"implementation is {implementation!r}; it must be None: there is one, for any shape and dtype"
         )
+    for name, flag in (("is_causal", is_causal), ("return_residual", return_residual)):
+        if isinstance(flag, str):  # "no" would be yes
+            raise TypeError(f"{name} is {flag!r}; it must be True or False")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x is None:
+            raise TypeError(f"{name} is None; it must be an array")
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     if query.ndim not in (3, 4):
         raise ValueError(f"query has shape {query.shape}; it must be (B, T, N, H) or (T, N, H)")

@@ -83,9 +83,11 @@ def _of(graph: Graph, n: int, node: Node, found: dict[int, int | None]) -> int |
     if op == "div":  # (x' - q y') / y
         inner = plus(d[0], minus(times(d[1], n)))
         return None if inner is None else apply("div", inner, y)
-    if op == "pow":
-        of_base = times(d[0], apply("mul", y, apply("pow", x, apply("sub", y, number(1.0)))))
-        return plus(of_base, times(d[1], apply("mul", n, apply("log", x))))
+    if op == "pow":  # y x^(y - 1), x^y log(x); 0 where x^0 is 1 for every x, and of 0^y
+        of_base = apply("mul", y, apply("pow", x, apply("sub", y, number(1.0))))
+        of_base = chosen(apply("eq", y, number(0.0)), None, of_base)
+        of_exponent = chosen(apply("eq", x, number(0.0)), None, apply("mul", n, apply("log", x)))
+        return plus(times(d[0], of_base), times(d[1], of_exponent))
     if op == "where":
         return chosen(args[0], d[1], d[2])
     if op in ("maximum", "minimum"):

@@ -123,6 +123,8 @@ class _Parser:
 
     def primary(self) -> int:
         if self.number:
+            if self.token.isdigit() and self.token[0] == "0" != self.token:
+                self.refuse(f"has {self.token!r}, in C a number in base 8,")
             token = self.advance()
             if token[:2] in ("0x", "0X"):
                 return self.graph.constant(int(token, 16))

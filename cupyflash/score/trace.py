@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .expression import parse
 from .graph import VARIABLES, Graph, Node, Score, ScoreArray
-from .value import Traced, TracedArray, lift
+from .value import Traced, TracedArray, lift, refusal_of_others
 
 _KEPT = 1024  # functions, and scores
-_KNOWN = ("math", "numpy", "jax", "torch", "cupyflash", "operator", "builtins")  # modules that nobody changes
+# Modules that nobody changes.
+_KNOWN = ("math", "numpy", "jax", "torch", "cupyflash", "operator", "_operator", "builtins")
+_FIXED = (types.BuiltinFunctionType, types.FunctionType, type)  # nor these in them
 _traced: dict[Any, Score] = {}
 _same: dict[Score, Score] = {}
 
@@ -37,7 +41,14 @@ def trace(
     found = None if known is None else _traced.get((known, given))
     if found is None:
         order = _parameters(score, {x.name: x for x in given})
-        found = _finished(order, *_run(score, order))
+        try:
+            nodes, root = _run(score, order)
+        except (TypeError, IndexError) as error:
+            told = refusal_of_others(error)
+            if told is None:
+                raise
+            raise told from error
+        found = _finished(order, nodes, root)
         if known is not None:
             _keep(_traced, (known, given), found)
     return found
@@ -138,7 +149,7 @@ class _Unknown(Exception):
 
 
 def _of_function(function: Any, outer: tuple[Any, ...], leaf: Callable[[Any], Any] | None) -> Any:
-    if type(function) is not types.FunctionType:
+    if type(function) is not types.FunctionType or vars(function):  # attributes are looked up, too
         raise _Unknown
     if function in outer:
         return "itself"
@@ -147,7 +158,10 @@ def _of_function(function: Any, outer: tuple[Any, ...], leaf: Callable[[Any], An
     def of(values: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(_of_value(x, outer, leaf) for x in values)
 
-    looked_up = [name for name in _names(function.__code__) if name in function.__globals__]
+    names = _names(function.__code__)
+    if names is None:
+        raise _Unknown
+    looked_up = [name for name in names if name in function.__globals__]
     defaults = function.__kwdefaults__ or {}
     return (
         function.__code__, of(cell.cell_contents for cell in function.__closure__ or ()),
@@ -156,25 +170,42 @@ def _of_function(function: Any, outer: tuple[Any, ...], leaf: Callable[[Any], An
     )  # fmt: skip
 
 
+_ELSEWHERE = {"eval", "exec", "globals", "vars", "__import__", "random"}  # what these give is not seen here
+
+
 @functools.lru_cache(_KEPT)
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Global names that the code, and functions inside it, may look up."""
-    inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in _names(x)]
-    return tuple(dict.fromkeys([*code.co_names, *inner]))
+def _names(code: types.CodeType) -> tuple[str, ...] | None:
+    """Global names that the code, and functions inside it, may look up; None where it finds things in other ways too."""
+    names = [*code.co_names]
+    if not _ELSEWHERE.isdisjoint(names) or any(x.opname == "IMPORT_NAME" for x in dis.get_instructions(code)):
+        return None
+    for x in code.co_consts:
+        if isinstance(x, types.CodeType):
+            inner = _names(x)
+            if inner is None:
+                return None
+            names += inner
+    return tuple(dict.fromkeys(names))
+
+
+def _is_scalar(x: Any) -> bool:
+    """Whether x is one of NumPy's, which is not imported for that."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(x, numpy.generic)
 
 
 def _of_value(x: Any, outer: tuple[Any, ...], leaf: Callable[[Any], Any] | None) -> Any:
-    if x is None or isinstance(x, (bool, int, float, str)):
+    if x is None or type(x) in (bool, int, float, str) or _is_scalar(x):
         return type(x), repr(x)
-    if isinstance(x, tuple):
-        return tuple(_of_value(y, outer, leaf) for y in x)
+    if isinstance(x, tuple) and not hasattr(x, "__dict__"):  # classes made of them may have attributes
+        return type(x), *(_of_value(y, outer, leaf) for y in x)
     if isinstance(x, types.ModuleType):
-        if x.__name__.partition(".")[0] not in _KNOWN:
+        path = x.__name__.split(".")
+        if path[0] not in _KNOWN or "random" in path:
             raise _Unknown
         return x.__name__
-    if isinstance(x, (types.BuiltinFunctionType, type)) or type(x).__name__ == "ufunc":
-        return x
-    if isinstance(x, types.FunctionType) and (x.__module__ or "").partition(".")[0] in _KNOWN:
+    ours = getattr(x, "__module__", None) or ""
+    if type(x).__name__ == "ufunc" or isinstance(x, _FIXED) and ours.partition(".")[0] in _KNOWN:
         return x
     found = None if leaf is None else leaf(x)
     return _of_function(x, outer, leaf) if found is None else found

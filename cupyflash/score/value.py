@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import numbers
 import sys
+import types
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,11 +21,18 @@ _KINDS = {
 def place() -> str:
     """Where the user's function stands: " (file, line n: text)"."""
     frame = sys._getframe(1)
-    while frame is not None and _PACKAGE in Path(frame.f_code.co_filename).resolve().parents:
+    while frame is not None and _ours(frame):
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None or frame.f_globals.get("__name__", "").startswith("torch._dynamo"):
         return ""
-    file, line = frame.f_code.co_filename, frame.f_lineno
+    return _line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _ours(frame: types.FrameType) -> bool:
+    return _PACKAGE in Path(frame.f_code.co_filename).resolve().parents
+
+
+def _line(file: str, line: int) -> str:
     text = linecache.getline(file, line).strip()
     return f" ({file}, line {line}{': ' + text if text else ''})"
 
@@ -38,6 +46,24 @@ def refusal(why: str) -> TypeError:
 
 def refuse(why: str) -> NoReturn:
     raise refusal(why)
+
+
+_CALLED = "of a score function"
+_GIVEN = "arrays that it reads must be given by name in score_arrays, and be parameters of the function"
+
+
+def refusal_of_others(error: TypeError | IndexError) -> TypeError | None:
+    """What to say where another library, or Python, does not take a number of the pair; None for any other error."""
+    at = error.__traceback__
+    while at is not None and _ours(at.tb_frame):
+        at = at.tb_next
+    if at is None or not any(name in str(error) for name in (Traced.__name__, _CALLED)):
+        return None
+    place_ = _line(at.tb_frame.f_code.co_filename, at.tb_lineno)
+    return TypeError(
+        "score hands a number of the pair to what does not take it; it must use functions of cupyflash.score, or NumPy's, and "
+        f"{_GIVEN}{place_}: {str(error).splitlines()[0]}"
+    )
 
 
 class Traced:
@@ -57,7 +83,7 @@ class Traced:
         return Traced(self._graph, self._graph.to(known, self._n))
 
     def __repr__(self) -> str:
-        return f"<{self._graph.kind(self._n)} of a score function>"
+        return f"<{self._graph.kind(self._n)} {_CALLED}>"
 
     # What cannot be written down: it would need a number.
 
@@ -77,14 +103,12 @@ class Traced:
         refuse("makes a plain int of a number of the pair; it must use astype(int)")
 
     def __index__(self) -> int:
-        raise refusal(
-            "uses a number of the pair as a plain index; arrays that it reads must be given by name in score_arrays, and be "
-            "parameters of the function"
-        )
+        raise refusal(f"uses a number of the pair as a plain index; {_GIVEN}")
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         refuse(
-            "hands a number of the pair to a function that wants an array; it must use those of cupyflash.score, or NumPy's"
+            "hands a number of the pair to a function that wants an array; it must use those of cupyflash.score, or NumPy's, "
+            f"and {_GIVEN}"
         )
 
     def __iter__(self) -> Any:
@@ -94,7 +118,9 @@ class Traced:
         refuse("takes an element of a number of the pair as if it were an array; it is one number")
 
     def __len__(self) -> int:
-        raise refusal("asks for the length of a number of the pair as if it were a sequence; it is one number")
+        raise refusal(
+            f"asks for the length of a number of the pair as if it were a sequence; it is one number, and {_GIVEN}"
+        )
 
     def __round__(self, digits: Any = None) -> Any:
         refuse("rounds a number of the pair; it must use floor(x + 0.5)")
@@ -249,6 +275,12 @@ class TracedArray:
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         refuse(f"computes with {self._array.name} as a whole; it must read elements, as in {self._array.name}[h, i]")
 
+    def __iter__(self) -> Any:  # without it Python would count up to an end that there is not
+        refuse(f"goes through {self._array.name}; it must read elements, as in {self._array.name}[h, i]")
+
+    def __contains__(self, x: Any) -> bool:
+        raise refusal(f"looks for a number in {self._array.name}; it must read elements, and compare them")
+
     def __len__(self) -> int:
         raise refusal(
             f"asks for the length of {self._array.name}; it must know it, or get it as a plain number from outside"
@@ -277,10 +309,7 @@ def lift(graph: Graph, x: Any, what: str = "an operand") -> int:
     if isinstance(x, numbers.Real) or type(x).__name__ == "bfloat16":
         return graph.constant(float(x))
     if hasattr(x, "shape"):
-        refuse(
-            f"has a {type(x).__name__} as {what}; arrays that it reads must be given by name in score_arrays, and be "
-            "parameters of the function"
-        )
+        refuse(f"has a {type(x).__name__} as {what}; {_GIVEN}")
     refuse(f"has {x!r} as {what}; it must be a number")
 
 

@@ -13,7 +13,8 @@ from ..blocks import BlockMask
 from .score_mod import Watch, traced
 
 _LARGEST = 512  # blocks beyond that are cut up
-_masks: weakref.WeakKeyDictionary[Any, BlockMask] = weakref.WeakKeyDictionary()
+# Whether its mask_mod depends on b and on h, and what was made for how many of these.
+_masks: weakref.WeakKeyDictionary[Any, tuple[list[bool], dict[Any, BlockMask]]] = weakref.WeakKeyDictionary()
 
 
 def flex_attention(
@@ -118,23 +119,42 @@ def _converted(mask: Any, query: torch.Tensor, keys: int) -> BlockMask:
     if mask.kv_num_blocks.device != query.device:
         raise ValueError(f"block_mask is on {mask.kv_num_blocks.device} but query is on {query.device}; make it there")
     if everything:
-        return _made(mask, query, lengths)
-    found = _masks.get(mask)
-    if found is None:
-        found = _masks[mask] = _made(mask, query, lengths)
-    return found
+        return _made(mask, query, lengths, (1, 1))
+    if mask not in _masks:
+        _masks[mask] = [_depends(mask.mask_mod, axis, query.device) for axis in (0, 1)], {}
+    depends, made = _masks[mask]
+    size = tuple(n if x else 1 for n, x in zip(query.shape, depends))
+    if size not in made:
+        made[size] = _made(mask, query, lengths, size)
+    return made[size]
 
 
 @torch.no_grad()
-def _made(mask: Any, query: torch.Tensor, lengths: tuple[int, int]) -> BlockMask:
-    """By its lists of blocks, and mask_mod in those that are not full: as PyTorch's kernels read it."""
+def _depends(mask_mod: Any, axis: int, device: torch.device) -> bool:
+    """Whether it asks for b (axis 0) or h (1): its result is mapped, then, where only that one is."""
+    place = [torch.zeros((1,) if n == axis else (), dtype=torch.int64, device=device) for n in range(4)]
+    try:
+        with Watch():
+            torch.vmap(mask_mod, tuple(0 if n == axis else None for n in range(4)), out_dims=None)(*place)
+    except (ValueError, RuntimeError, IndexError):  # the first for that; others come again where the mask is made
+        return True
+    return False
+
+
+@torch.no_grad()
+def _made(mask: Any, query: torch.Tensor, lengths: tuple[int, int], size: tuple[int, ...]) -> BlockMask:
+    """By its lists of blocks, and mask_mod in those that are not full: as PyTorch's kernels read it.
+
+    `size`: of how many batches and heads mask_mod knows, where one list is for all.
+    """
     sizes = tuple(mask.BLOCK_SIZE)
     columns = -(-lengths[1] // sizes[1])
     partial = _listed(mask.kv_num_blocks, mask.kv_indices, columns)
     full = torch.zeros_like(partial)
     if mask.full_kv_num_blocks is not None:
         full = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
-    batch, heads = max(partial.shape[0], full.shape[0]), max(partial.shape[1], full.shape[1])
+    listed = [max(partial.shape[axis], full.shape[axis]) for axis in (0, 1)]
+    batch, heads = (n if own == 1 else own for own, n in zip(listed, size))
     of = mask.mask_mod
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         of = torch.vmap(of, dims)

@@ -63,12 +63,18 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         options: dict[str, Any] = dropout_options("dropout", self.dropout if self.training else 0.0, q)
         if is_causal:
             options["causal"], attn_mask = "top_left", None
+        queries, keys, heads = q.shape[-3], k.shape[-3], self.num_heads * (q.shape[0] if batched else 1)
+        if attn_mask is not None and tuple(attn_mask.shape) not in ((queries, keys), (heads, queries, keys)):
+            raise ValueError(
+                f"attn_mask has shape {tuple(attn_mask.shape)}; it must be (L, S), {(queries, keys)}, or (N · heads, L, S), "
+                f"{(heads, queries, keys)}"
+            )
+        of_keys = (q.shape[0], keys) if batched else (keys,)
+        if key_padding_mask is not None and tuple(key_padding_mask.shape) != of_keys:
+            raise ValueError(
+                f"key_padding_mask has shape {tuple(key_padding_mask.shape)}; it must be {of_keys} (True: hidden)"
+            )
         if attn_mask is not None and attn_mask.dim() == 3 and batched:
-            if attn_mask.shape[0] != q.shape[0] * self.num_heads:
-                raise ValueError(
-                    f"attn_mask has shape {tuple(attn_mask.shape)}; it must be (L, S) or (N · heads, L, S), with {q.shape[0]} · "
-                    f"{self.num_heads} of N · heads"
-                )
             attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
         bias = None
         if attn_mask is not None and attn_mask.dtype is torch.bool:

@@ -6,7 +6,9 @@ read as an array, so that it gets its gradient.
 
 from __future__ import annotations
 
+import inspect
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,7 @@ from ..score.value import Traced, apply, power, truth, where
 
 _KEPT = 256
 _plans: dict[Any, Plan] = {}
+_tracing = threading.RLock()  # PyTorch's tracer patches what all threads share
 
 
 def traced(score_mod: Callable[..., Any], query: torch.Tensor, keys: int) -> tuple[Score, dict[str, torch.Tensor]]:
@@ -37,18 +40,34 @@ def traced(score_mod: Callable[..., Any], query: torch.Tensor, keys: int) -> tup
         if not isinstance(x, torch.Tensor):
             return None
         captured.append(x)
-        return ("tensor", x.dtype, tuple(x.shape), x.device)
+        first = next(at for at, y in enumerate(captured) if y is x)  # the same one may be captured twice
+        return ("tensor", first, x.dtype, tuple(x.shape), x.stride(), x.device)
 
     known = fingerprint(score_mod, leaf)
-    key = None if known is None else (known, query.device, query.dtype)
+    # The casts of autocast are traced, too: of tensors on either device.
+    casts = tuple(torch.is_autocast_enabled(x) and torch.get_autocast_dtype(x) for x in ("cpu", "cuda"))
+    key = None if known is None else (known, query.device, query.dtype, casts)
     plan = _plans.get(key)
     if plan is None:
-        plan = Plan(score_mod, query, captured)
+        with _tracing:
+            plan = Plan(score_mod, query, captured)
         if key is not None and plan.lasts:
             if len(_plans) >= _KEPT:
                 _plans.clear()
             _plans[key] = plan
     return plan.call(captured, query, keys)
+
+
+def _check(score_mod: Any) -> None:
+    must = "it must be a function of (score, b, h, q_idx, kv_idx)"
+    if not callable(score_mod):
+        raise TypeError(f"score_mod is a {type(score_mod).__name__}; {must}")
+    try:
+        inspect.signature(score_mod).bind(*range(5))
+    except TypeError as error:
+        raise TypeError(f"score_mod is {score_mod!r}; {must} ({error})") from None
+    except ValueError:  # of C, which tells nothing
+        pass
 
 
 class Watch(TorchFunctionMode):
@@ -59,6 +78,8 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8) for x in index):
+                self.looked = True  # by values: how many elements there are
             if any(isinstance(x, torch.Tensor) for x in index) and all(map(_known, index)):
                 return torch.ops.aten.index.Tensor(args[0], [_INDICES.get(type(x), lambda x: x)(x) for x in index])
         elif func in _READS and args[0].dim() == 0:  # of which a trace would see nothing
@@ -83,6 +104,7 @@ class Plan:
     """A score_mod that has been run: its operators, and which of them depend on the pair."""
 
     def __init__(self, score_mod: Callable[..., Any], query: torch.Tensor, captured: list[torch.Tensor]) -> None:
+        _check(score_mod)
         number = torch.float64 if query.dtype is torch.float64 else torch.float32
         place = [torch.zeros((), dtype=torch.int32, device=query.device) for _ in range(4)]
         watch = Watch()
@@ -98,6 +120,9 @@ class Plan:
             ) from None
         self.lasts = not watch.looked  # else another value of a tensor may be another function
         self.nodes = list(module.graph.nodes)
+        # Indexing is marked so, too, where only its booleans do that: Watch sees them.
+        if any(torch.Tag.dynamic_output_shape in _tags(n) and _name(n) != "index" for n in self.nodes):
+            self.lasts = False  # a shape that follows from values may be looked at
         self.fixed: dict[Any, torch.Tensor] = {}
         self.at: dict[Any, int] = {}  # nodes that are tensors which the function captures: where they are among those
         self.pair: set[Any] = {n for n in self.nodes if n.op == "placeholder"}
@@ -120,6 +145,8 @@ class Plan:
                     made.add(n)
                 else:
                     self.pair.add(n)
+            elif torch.Tag.nondeterministic_seeded in _tags(n):  # drawn in each call
+                continue
             elif n.op == "call_function" and all(m in made for m in inputs):
                 made.add(n)
         used = {m for n in self.nodes if n in self.pair or n.op == "output" for m in n.all_input_nodes} - self.pair
@@ -232,8 +259,8 @@ class _Run:
         if name not in _OPERATORS:
             raise NotImplementedError(
                 f"score_mod calls {n.target}, which is not known here; it can use + - * / // % **, comparisons, & | ^ ~, abs, "
-                "where, minimum, maximum, clamp, exp, log, sqrt, tanh, sigmoid, sin, cos, floor and indexing, and anything on "
-                "tensors before they are indexed"
+                "where, minimum, maximum, clamp, exp, log, sqrt, tanh, sigmoid, sin, cos, tan, floor and indexing, and anything "
+                "on tensors before they are indexed"
             )
         args = torch.fx.map_arg(n.args, lambda m: _plain(n, known[m]))
         kwargs = {key: x for key, x in n.kwargs.items() if key in ("alpha", "rounding_mode", "dtype") and x is not None}
@@ -328,7 +355,13 @@ def _plain(n: Any, x: Any) -> Any:
 
 def _name(n: Any) -> str:
     """Of the operator, whichever of its overloads it is, in place or not."""
-    return str(n.target._schema.name).removeprefix("aten::").strip("_")
+    schema = getattr(n.target, "_schema", None)  # Python's own take a result out of several
+    return "" if schema is None else str(schema.name).removeprefix("aten::").strip("_")
+
+
+def _tags(n: Any) -> Any:
+    """What PyTorch says of the operator."""
+    return getattr(n.target, "tags", ())
 
 
 def _add(x: Any, y: Any, alpha: Any = 1) -> Any:
@@ -408,6 +441,7 @@ _OPERATORS: dict[str, Any] = {
     "exp2": lambda x: apply("pow", 2.0, x), "log10": lambda x: apply("div", apply("log", x), math.log(10)),
     "log1p": lambda x: apply("log", apply("add", x, 1)), "expm1": lambda x: apply("sub", apply("exp", x), 1),
     "rsqrt": lambda x: apply("div", 1, apply("sqrt", x)), "reciprocal": lambda x: apply("div", 1, x),
+    "tan": lambda x: apply("div", apply("sin", x), apply("cos", x)),
     "ceil": lambda x: apply("neg", apply("floor", apply("neg", x))), "trunc": _truncated, "sign": _sign, "sgn": _sign,
     "to_copy": _cast, "clone": lambda x: x, "alias": lambda x: x,
 }  # fmt: skip

@@ -29,7 +29,7 @@ def scaled_dot_product_attention(
     query : (..., Hq, L, E)
     key : (..., H, S, E)
     value : (..., H, S, Ev)
-        float16, bfloat16, float32 or float64. Axes before the heads, none or more, are the same in all three.
+        float16, bfloat16, float32 or float64. Axes before the heads, none or more, broadcast.
     attn_mask : broadcasts to (..., Hq, L, S), optional
         Booleans, True where a query may attend a key, or numbers added to the scores (float32 or query's dtype; they get
         gradients). Queries that may attend no key get 0. Or causal_upper_left or causal_lower_right of torch.nn.attention.bias.
@@ -52,16 +52,15 @@ def scaled_dot_product_attention(
     ValueError, TypeError
         Naming the argument, what it is and what it must be.
     """
+    if isinstance(is_causal, str):  # "no" would be yes
+        raise TypeError(f"is_causal is {is_causal!r}; it must be True or False")
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal is True and attn_mask is given; at most one of them can be")
     check_tensors(query=query, key=key, value=value, **({} if attn_mask is None else {"attn_mask": attn_mask}))
+    if not (query.dim() == key.dim() == value.dim() and query.shape[:-3] == key.shape[:-3] == value.shape[:-3]):
+        query, key, value = _spread(query, key, value)
     lead, heads = query.shape[:-3], query.shape[-3] if query.dim() > 2 else 1
     for name, x in (("key", key), ("value", value)):
-        if x.dim() != query.dim() or x.shape[:-3] != lead:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)} but query has {tuple(query.shape)}; they must have the same axes before "
-                "the heads"
-            )
         if not enable_gqa and x.dim() > 2 and x.shape[-3] not in (1, heads):
             raise ValueError(
                 f"{name} has {x.shape[-3]} heads but query has {heads}; they must be the same, or enable_gqa=True given"
@@ -78,6 +77,22 @@ def scaled_dot_product_attention(
         options["mask" if attn_mask.dtype is torch.bool else "bias"] = attn_mask
     out: torch.Tensor = api.attention(query, key, value, causal=causal, scale=scale, layout="bhsd", **options)
     return out.unflatten(0, lead) if len(lead) > 1 else out
+
+
+def _spread(query: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """All with the axes before the heads that they broadcast to; nothing is copied."""
+    lead: Any = query.shape[:-3]
+    for name, x in zip(("key", "value"), others):
+        try:
+            lead = torch.broadcast_shapes(lead, x.shape[:-3])
+        except RuntimeError:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} but query has {tuple(query.shape)}; their axes before the heads must be the "
+                "same, or broadcast"
+            ) from None
+    rank = max(x.dim() for x in (query, *others))
+    whole = [x[(None,) * (rank - x.dim())] for x in (query, *others)]
+    return tuple([x.expand(*lead, *x.shape[-3:]) for x in whole])
 
 
 def _diagonal(bias: Any, queries: int, keys: int) -> str:

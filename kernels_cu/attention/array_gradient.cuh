@@ -187,9 +187,10 @@ __device__ void gather_sink(const Params& p, int of_head, F minus_delta) {
     if constexpr (WANTED) {
         __shared__ Accum sums[THREADS];
         Accum sum = 0;
-        for (int batch = 0; batch < p.batch; batch++) {
-            Head head = Head::of_q(p, batch, of_head);
-            Accum sink = Pairs(p, head).sink(of_head);
+        int heads = p.dsinks_strides.head == 0 ? p.heads_q : 1;  // that share a sink
+        for (int n = 0; n < p.batch * heads; n++) {
+            Head head = Head::of_q(p, n / heads, of_head + n % heads);
+            Accum sink = Pairs(p, head).sink(head.q);
             for (int i = threadIdx.x; i < head.queries(p); i += THREADS) {
                 Accum weight = exp2((sink - p.lse[head.row_number(p, i)]) * LOG2E);
                 // Of a row without a score NaN: nothing is added, whatever delta is.

@@ -68,22 +68,25 @@ struct Lines {
         }
     }
 
-    // Of the element at row r and column c.
+    // Of the element at row r and column c. NEAR: see near_zero.
+    template <bool NEAR = false>
     __device__ Accum score(Accum s, int r, int c) const {
         int line = r / 8, n = c - Tile::column(0, 0);
-        return score(s, line, n, config::BIAS ? arrays.bias(line, n) : 0);
+        return score<NEAR>(s, line, n, config::BIAS ? arrays.bias(line, n) : 0);
     }
+    template <bool NEAR = false>
     __device__ Accum slope(Accum s, int r, int c) const {
         int line = r / 8, n = c - Tile::column(0, 0);
-        return pairs.product_slope(s, pair(line, n), tabled(line, n));
+        return pairs.product_slope<NEAR>(s, pair(line, n), tabled(line, n));
     }
 
     // Both elements of a line from column n on.
+    template <bool NEAR>
     __device__ void score(Accum& first, Accum& second, int line, int n) const {
         Accum bias[2] = {};
         if constexpr (config::BIAS) arrays.bias(line, n, bias);
-        first = score(first, line, n, bias[0]);
-        second = score(second, line, n + 1, bias[1]);
+        first = score<NEAR>(first, line, n, bias[0]);
+        second = score<NEAR>(second, line, n + 1, bias[1]);
     }
 
    private:
@@ -97,10 +100,11 @@ struct Lines {
         if constexpr (user::TABLES == 0) return nullptr;
         return tables[user::TABLES ? line : 0] + (TRANSPOSED ? -n : n);
     }
+    template <bool NEAR>
     __device__ Accum score(Accum s, int line, int n, Accum bias) const {
-        Accum x = config::ALIBI_SLOPES ? pairs.product_and(s, alibi_of(line, n), pair(line, n), tabled(line, n))
-                                       : pairs.product(s, pair(line, n), tabled(line, n));
-        return config::BIAS ? fma(bias, LOG2_E, x) : x;
+        Accum x = config::ALIBI_SLOPES ? pairs.product_and<NEAR>(s, alibi_of(line, n), pair(line, n), tabled(line, n))
+                                       : pairs.product<NEAR>(s, pair(line, n), tabled(line, n));
+        return config::BIAS ? pairs.biased(x, bias) : x;
     }
 
     // Where every key that is seen is behind its query, a multiplication and an addition.
@@ -110,18 +114,49 @@ struct Lines {
     }
 };
 
+// Whether a warp's products are all so near 0 that their soft caps are a polynomial.
+template <int M, int N>
+__device__ bool near_zero(const Accumulator<M, N>& x, const Pairs& pairs) {
+    if constexpr (!NEAR_CAPS) return false;
+    Accum largest[4] = {};  // not one, for which each would wait for the one before
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) largest[e] = larger(largest[e], fabs(x.x[m][n][e]));
+    return __all_sync(~0u, larger(larger(largest[0], largest[1]), larger(largest[2], largest[3])) < pairs.p.near_cap);
+}
+
+// f(Constant<near>()): a warp takes one of two ways.
+template <class F>
+__device__ void as_near(bool near, F f) {
+    if constexpr (NEAR_CAPS) {
+        if (__builtin_expect(near, true)) {
+            keep_branch();
+            f(Constant<true>());
+            return;
+        }
+        keep_branch();
+    }
+    f(Constant<false>());
+}
+
 // Products become scores.
 template <int M, int N, bool TRANSPOSED, int HEAD_ROWS, class Arrays>
 __device__ void score(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, const Pairs& pairs,
                       const Arrays& arrays) {
     Lines<M, TRANSPOSED, Arrays> lines(pairs, at, arrays);
+    as_near(near_zero(x, pairs), [&](auto how) {
+        constexpr bool NEAR = decltype(how)::value;
 #pragma unroll
-    for (int line = 0; line < 2 * M; line++)
+        for (int line = 0; line < 2 * M; line++)
 #pragma unroll
-        for (int n = 0; n < N; n++) {
-            Accum(&f)[4] = x.x[line / 2][n];
-            lines.score(f[line % 2 * 2], f[line % 2 * 2 + 1], line, 8 * n);
-        }
+            for (int n = 0; n < N; n++) {
+                Accum(&f)[4] = x.x[line / 2][n];
+                lines.template score<NEAR>(f[line % 2 * 2], f[line % 2 * 2 + 1], line, 8 * n);
+            }
+    });
 }
 
 // Elements of column groups [BEGIN, END) that `mask` hides become `value`.

@@ -16,6 +16,7 @@ struct OfQueries {
     __device__ static const In* row(const Head& head, const In* array, const Strides& s, int i) {
         return head.query_row(array, s, i);
     }
+    __device__ static bool hidden(const Params& p, const Head& head, int i) { return false; }
     __device__ static long long number(const Params& p, const Head& head, int i) { return head.row_number(p, i); }
     __device__ static long long tile_number(const Params& p, const Head& head, int tile) {
         return query_tile_number<SIZE>(p, head, tile);
@@ -30,6 +31,11 @@ struct OfKeys {
     __device__ static int rows(const Params& p, const Head& head) { return head.keys(p); }
     __device__ static const In* row(const Head& head, const In* array, const Strides& s, int j) {
         return head.key_row(array, s, j);
+    }
+    // From every query: what stands there may be anything, and shall not decide the unit of a tile.
+    __device__ static bool hidden(const Params& p, const Head& head, int j) {
+        if constexpr (config::KEY_MASK) return !p.key_mask[head.batch * p.key_mask_strides.batch + j];
+        return false;
     }
     __device__ static long long number(const Params& p, const Head& head, int j) { return head.key_row_number(p, j); }
     __device__ static long long tile_number(const Params& p, const Head& head, int tile) {
@@ -180,8 +186,9 @@ __device__ void split_tile(const P& p, int n) {
     const In* from = Of::row(head, given.array, given.strides, first);
     bool vectors = (unsigned long long)from % 16 == 0 && given.strides.row % 4 == 0;
     auto numbers = [&](int i) {
-        int column = i % CHUNKS * 4;
-        return load_4(from + i / CHUNKS * given.strides.row + column, given.columns - column, vectors);
+        int row = i / CHUNKS, column = i % CHUNKS * 4;
+        if (Of::hidden(p, head, first + row)) return float4{};
+        return load_4(from + row * given.strides.row + column, given.columns - column, vectors);
     };
 
     float largest = 0;

@@ -45,6 +45,10 @@ constexpr Accum LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
 // Whether scores are more than the product of Q and K: they come in powers of two then.
 constexpr bool SCORED = config::SOFTCAP || config::SCORE || config::ALIBI_SLOPES || config::BIAS;
 
+// Whether soft caps of a tile whose products are all near 0 are reckoned without the special-function unit, which they keep
+// busier than the exponentials do: a polynomial is as exact as 16 bits ask.
+constexpr bool NEAR_CAPS = config::SOFTCAP && !config::SCORE && !config::ALIBI_SLOPES && sizeof(In) == 2;
+
 // Whether a row's scores grow on the way from its last key to its first, as a rule: where what is added to them falls off
 // with the distance, and nothing hides the keys behind the query. What is not known may.
 constexpr bool GROWING_SCORES = config::SCORE || config::BIAS || (config::ALIBI_SLOPES && !walk::BOUND_LAST);
@@ -79,8 +83,13 @@ struct Pairs {
         Accum x = product(s, at, tabled(at));
         if (config::ALIBI_SLOPES) x = fma(-alibi(at.head), Accum(abs(at.i + head.diagonal(p) - at.j)), x);
         if (config::BIAS && at.i < head.queries(p) && at.j < head.keys(p))
-            x = fma(Accum(to_float(*at_pair(p.bias, p.bias_strides, head.batch, at))), LOG2E, x);
+            x = biased(x, to_float(*at_pair(p.bias, p.bias_strides, head.batch, at)));
         return x;
+    }
+
+    // What a score function hides stays so, whatever the bias is there.
+    __device__ static Accum biased(Accum x, Accum bias) {
+        return config::SCORE && x == MINUS_INFINITY ? x : fma(bias, LOG2E, x);
     }
 
     // The derivative of unit * score with respect to |scale| * s, which multiplies dS in the backward.
@@ -99,16 +108,25 @@ struct Pairs {
     // The scaled product: what score functions start from.
     __device__ Accum natural(Accum s) const { return (config::NEGATIVE_SCALE ? -s : s) * p.scale; }
 
-    // Of the score what depends on the product: all of it, but for ALiBi and bias. `product_and`: x more.
+    // Of the score what depends on the product: all of it, but for ALiBi and bias. `product_and`: x more. NEAR: s is near 0.
+    template <bool NEAR = false>
     __device__ Accum product(Accum s, Pair at, const Accum* tabled) const {
         if (config::SCORE) return function(s, at, tabled) * LOG2E;
+        if constexpr (NEAR) return s * near_cap(s);
         return SCORED ? capped(s) * weight() : capped(s);
     }
+    template <bool NEAR = false>
     __device__ Accum product_and(Accum s, Accum x, Pair at, const Accum* tabled) const {
+        if constexpr (NEAR) return fma(s, near_cap(s), x);
         return config::SCORE ? fma(function(s, at, tabled), LOG2E, x) : fma(capped(s), weight(), x);
     }
+    template <bool NEAR = false>
     __device__ Accum product_slope(Accum s, Pair at, const Accum* tabled) const {
         Accum sign = config::NEGATIVE_SCALE ? -1 : 1;
+        if constexpr (NEAR) {
+            Accum x = s * near_cap(s);
+            return fma(x * x, sign * p.minus_cap_squared, sign);
+        }
         if (config::SCORE) return sign * user::slope(p, natural(s), head.batch, at.head, at.i, at.j, tabled);
         if (!config::SOFTCAP) return sign;
         Accum t = capped(s);
@@ -161,6 +179,11 @@ struct Pairs {
     __device__ Accum capped(Accum s) const {
         if (config::NEGATIVE_SCALE) s = -s;
         return config::SOFTCAP ? hyperbolic_tangent<In>(s * p.cap_inverse) : s;
+    }
+    // Of a product that is near 0: what makes a soft cap's exponent of 2 of it.
+    __device__ Accum near_cap(Accum s) const {
+        Accum x = s * s, y = fma(x, fma(x, p.near_cap_2, p.near_cap_1), p.near_cap_0);
+        return config::NEGATIVE_SCALE ? -y : y;
     }
     __device__ Accum weight() const { return config::SOFTCAP ? p.cap : p.factor; }
 };

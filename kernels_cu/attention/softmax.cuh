@@ -13,6 +13,10 @@ constexpr float FITS = 0x1p32f;
 template <>
 constexpr float FITS<half_t> = 0x1p15f;
 
+// Where the largest probability of a row stands when its maximum is raised, as an exponent of 2: of 8 bits, which have few binades
+// below 1, in the upper ones. 448 is the largest, and 2^8 what is left to grow.
+constexpr Accum TOP = sizeof(Product) == 1 ? 6 : 0;
+
 // Exponents up to which factor * s - factor * maximum may be taken in one step, see row_factor.
 constexpr Accum ONE_STEP = sizeof(Accum) == 8 ? 0x1p55 : 0x1p26;
 
@@ -71,11 +75,12 @@ struct OnlineSoftmax {
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
+                    // (with TOP not a row that is above it: another of the warp may have grown)
+                    Accum raised = TOP == 0 ? largest[m][h] : larger(maximum[m][h], largest[m][h] - TOP / factor);
                     // a row that has seen no key has nothing to rescale, and -inf - -inf would be NaN
-                    shrink[m][h] = maximum[m][h] == MINUS_INFINITY
-                                       ? Accum(0)
-                                       : exp2_approx((maximum[m][h] - largest[m][h]) * factor);
-                    maximum[m][h] = largest[m][h];
+                    shrink[m][h] =
+                        maximum[m][h] == MINUS_INFINITY ? Accum(0) : exp2_approx((maximum[m][h] - raised) * factor);
+                    maximum[m][h] = raised;
                     sum[m][h] *= shrink[m][h];
                 }
         }
@@ -188,7 +193,7 @@ struct OnlineSoftmax {
                 bool any = total != 0;
                 if constexpr (config::SINKS) {
                     alone = sink(Accumulator<M, N>::row(m, 2 * h));
-                    Accum exponent = any ? fma(alone, LOG2_E, maximum[m][h] * -row_factor(m, h)) : 127;
+                    Accum exponent = any ? fma(alone, LOG2_E, maximum[m][h] * -factor) : 127;
                     any = exponent < 127;
                     total = any ? total + exp2_approx(exponent) : 1;
                 }

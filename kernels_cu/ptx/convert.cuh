@@ -10,6 +10,12 @@ __device__ inline float to_float(half_t x) {
     return y;
 }
 
+__device__ inline float to_float(float8_t x) {
+    unsigned pair;  // of float16
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((unsigned short)x.bits));
+    return to_float(half_t{(unsigned short)pair});
+}
+
 // float and double are computed in as they are.
 __device__ inline float to_float(float x) { return x; }
 __device__ inline double to_float(double x) { return x; }
@@ -107,5 +113,21 @@ __device__ inline unsigned pack2<bfloat16_t, true>(float low, float high) {
     unsigned pair;
     asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
+}
+#endif
+
+#if __CUDA_ARCH__ >= 890
+// Four floats as one register of four numbers of 8 bits, the first in the lowest byte; what is too large becomes 448.
+template <bool RELU = false>
+__device__ unsigned pack4(float a, float b, float c, float d) {
+    unsigned short low, high;
+    if (RELU) {
+        asm("cvt.rn.satfinite.relu.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+        asm("cvt.rn.satfinite.relu.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    } else {
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    }
+    return low | unsigned(high) << 16;
 }
 #endif

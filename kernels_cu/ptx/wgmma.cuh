@@ -22,6 +22,7 @@ __device__ void wgmma_wait() {
 #define D8(c, n) D4(c, n), D4(c, n + 4)
 #define D_32(c) D4(c, 0)
 #define D_40(c) D_32(c), D1(c, 4)
+#define D_48(c) D_40(c), D1(c, 5)
 #define D_64(c) D_32(c), D4(c, 4)
 #define D_80(c) D_64(c), D2(c, 8)
 #define D_96(c) D_80(c), D2(c, 10)
@@ -32,6 +33,7 @@ __device__ void wgmma_wait() {
 // Their names in its text.
 #define NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_40 NAMES_32 ", %16, %17, %18, %19"
+#define NAMES_48 NAMES_40 ", %20, %21, %22, %23"
 #define NAMES_64 \
     NAMES_32 ", " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -84,8 +86,42 @@ __device__ void wgmma_wait() {
     WGMMA(N, half_t, "f16", __VA_ARGS__)        \
     WGMMA(N, bfloat16_t, "bf16", __VA_ARGS__)
 
+// Of numbers of 8 bits, 32 of K at once; both operands "K-major".
+#define WGMMA_8(N, I, J, K, L, M)                                                                                       \
+    template <int = 0, int = 0>                                                                                         \
+    __device__ void wgmma_start(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, float8_t) {           \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0; "                                                        \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" NAMES_##N "}, %" #I ", %" #J          \
+                     ", add, 1, 1; }"                                                                                   \
+                     : D_##N("=f")                                                                                      \
+                     : "l"(a), "l"(b));                                                                                 \
+    }                                                                                                                   \
+    template <int = 0, int = 0>                                                                                         \
+    __device__ void wgmma(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, float8_t) {                 \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                        \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" NAMES_##N "}, %" #I ", %" #J          \
+                     ", add, 1, 1; }"                                                                                   \
+                     : D_##N("+f")                                                                                      \
+                     : "l"(a), "l"(b));                                                                                 \
+    }                                                                                                                   \
+    __device__ inline void wgmma(float (&d)[N / 8][4], const unsigned (&a)[4], unsigned long long b, float8_t) {        \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                        \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" NAMES_##N "}, {%" #I ", %" #J         \
+                     ", %" #K ", %" #L "}, %" #M ", add, 1, 1; }"                                                       \
+                     : D_##N("+f")                                                                                      \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                             \
+    }
+
+WGMMA_8(64, 32, 33, 34, 35, 36)
+WGMMA_8(80, 40, 41, 42, 43, 44)
+WGMMA_8(96, 48, 49, 50, 51, 52)
+WGMMA_8(128, 64, 65, 66, 67, 68)
+WGMMA_8(192, 96, 97, 98, 99, 100)
+WGMMA_8(256, 128, 129, 130, 131, 132)
+
 WGMMA_BOTH_TYPES(32, 16, 17, 18, 19, 20)
 WGMMA_BOTH_TYPES(40, 20, 21, 22, 23, 24)
+WGMMA_BOTH_TYPES(48, 24, 25, 26, 27, 28)
 WGMMA_BOTH_TYPES(64, 32, 33, 34, 35, 36)
 WGMMA_BOTH_TYPES(80, 40, 41, 42, 43, 44)
 WGMMA_BOTH_TYPES(96, 48, 49, 50, 51, 52)

@@ -18,15 +18,15 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(con
     DQCounters counters(p);
     if (threadIdx.x == 0) {
         if (blockIdx.x == 0) p.counters[0] = *counters.ticket = 0;
-        if (blockIdx.x < p.heads_k * p.batch) counters.clear[blockIdx.x] = 0;
+        if (blockIdx.x < Share::count(p)) counters.clear[blockIdx.x] = 0;
         counters.added[blockIdx.x] = 0;
         int sums = SHARES ? key_tiles<CLUSTER_KEYS>(p) * p.heads_k * p.batch * CLUSTER * GROUPS : 0;
-        for (int i = blockIdx.x; i < sums; i += gridDim.x) counters.shares_done[i] = 0;
+        for (int i = blockIdx.x; i < sums; i += gridDim.x) counters.left[i] = 0;
     }
     prepare_rows<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, BLOCKS)
     attention_backward(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) char memory[];
     Shared s(shared_address(memory));
@@ -58,6 +58,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             finish_dq(p, s, warp - 2);
         } else if (threadIdx.x == 0) {
             load(p, maps, s);
+        } else if (WHOLE_DQ && warp == 1) {
+            send_dq(p, maps, s);
         } else if (threadIdx.x == 32) {
             add_dq(p, s);
         }

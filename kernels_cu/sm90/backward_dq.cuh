@@ -1,5 +1,6 @@
 // How dQ leaves: parts are added to float32 sums in memory; sums to which every key tile has added are turned to rows of
 // dQ by warps that have nothing else to do. Only sums of heads under work lie in memory, so that the L2 cache holds them.
+// Where a key tile has all keys (WHOLE_DQ) its part is all of dQ, and leaves as rows.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/reduce.cuh"
@@ -35,7 +36,7 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
         KeyTile t = s.next_tile();
         if (t.none()) break;
         if constexpr (!CLUSTERED) {
-            int shift = counters.shift(p, t.kv_head), last = -1;
+            int shift = counters.shift(p, t.share), last = -1;
             for_query_tiles(p, t, [&](const Head& head, int i, int n, TileBits) {
                 if (DETERMINISTIC) wait_for_turn(p, counters, t, head, i, n);
 #pragma unroll
@@ -117,15 +118,59 @@ __device__ void add_part(const Accumulator<1, PART_ROWS / 8>& dq, float* to) {
     for (int n = FIRST; n < FIRST + COUNT; n++) red_add_4(to + n * (FRAGMENT_BYTES / 2), dq.x[0][n]);
 }
 
-// A warp that turns sums to rows, dQ = scale * dq_sum, of one tile of queries after the other: FINISH_FRAGMENTS at a time,
-// with FINISH_STAGES times as many under way. Zeros are left where the sums of other heads will be. A warp by itself
+// WHOLE_DQ: a worker's part, rounded, as rows of queries in shared memory.
+using DQTile = SwizzledTile<PART_ROWS, 64>;
+
+__device__ inline void put_rows(Accumulator<1, PART_ROWS / 8>& dq, unsigned part, float scale) {
+    dq.each([&](float& x, int, int) { x *= scale; });
+    store_rounded<true>(dq, DQTile{part}, 0, threadIdx.x / 32 % 4 * 16);
+}
+
+// And the warp that sends it on to memory. (A template since other kernels have no map of dQ.)
+template <class Maps>
+__device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
+    Shared::DQRing dq = s.dq(0);  // all workers are at the same place in theirs
+    bool first = threadIdx.x % 32 == 0;
+    while (true) {
+        s.k.wait_full();
+        KeyTile t = s.this_tile();
+        s.k.release();
+        s.k.advance();
+        if (t.none()) break;
+        for_query_tiles(p, t, [&](const Head& head, int tile_q, int, TileBits) {
+#pragma unroll 1
+            for (int group = 0; group < GROUPS; group++) {
+                DQTile tile{s.part(group)};
+                int row = tile_q * ROWS + (SHARE_ROWS ? group * PART_ROWS : 0), column = SHARE_ROWS ? 0 : 64 * group;
+                dq.barriers = s.dq(group).barriers;
+                dq.wait_full();
+                if (!maps.map_out)
+                    store_rows<PART_ROWS>(tile, 0, head.query_row(p.dq, p.dq_strides, row) + column, p.dq_strides.row,
+                                          head.queries(p) - row, p.dim - column);
+                else if constexpr (WHOLE_DQ)
+                    tma_store(maps.dq, tile.base, column, row, head.q, head.batch, first);
+            }
+            tma_commit();
+            tma_wait_read();
+#pragma unroll
+            for (int group = 0; group < GROUPS; group++) {
+                dq.barriers = s.dq(group).barriers;
+                dq.release();
+            }
+            dq.advance();
+        });
+    }
+}
+
+// A warp that turns sums to rows, dQ = scale * dq_sum, of one tile of queries after the other, or of one of FINISH_PARTS parts of a
+// tile (some columns of it, or of half of its rows): FINISH_FRAGMENTS at a time, with FINISH_STAGES times as many under way. Zeros are left where the sums of other heads will be. A warp by itself
 // waits for nearly every instruction: there must be few of them for a byte.
 __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
     constexpr int TWOS = FINISH_FRAGMENTS / 2;  // of fragments: 8 queries by 32 columns
-    constexpr int FETCHES = DQ_TILE * 4 / FINISH_BYTES, DOWN = ROW8S / TWOS, ACROSS = DIM / 32;
-    static_assert(ROW8S % TWOS == 0 && FINISH_FRAGMENTS % 2 == 0);
+    constexpr int FETCHES = DQ_TILE * 4 / FINISH_BYTES / FINISH_PARTS, DOWN = ROW8S / TWOS, ACROSS = DIM / 32;
+    static_assert(ROW8S % TWOS == 0 && FINISH_FRAGMENTS % 2 == 0 && (FINISH_PARTS == 1 || FETCHES % DOWN == 0));
     Shared::FinishRing ring = s.finish_ring(number);
-    int lane = threadIdx.x % 32, kv_heads = p.heads_k * p.batch;
+    int lane = threadIdx.x % 32, shares = Share::count(p);
     bool vectors = aligned(p.dq, p.dq_strides.row, p.dim) && p.dq_strides.head % 8 == 0 && p.dq_strides.batch % 8 == 0;
     // A thread takes 8 columns of a query.
     unsigned own = lane % 4 / 2 * FRAGMENT_BYTES + lane / 8 * 16 + lane % 2 * 8 + lane / 4 % 2 * 4;
@@ -139,34 +184,49 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
     while (true) {
         DQCounters counters(p);
         int n = __shfl_sync(~0u, lane == 0 ? atomicAdd(counters.ticket, 1) : 0, 0);
-        int next = n / counters.tiles;  // the head of K and V whose sums will lie here; before those of the first: none
+        int part = n % FINISH_PARTS;
+        n /= FINISH_PARTS;
+        int next = n / counters.tiles;  // the share whose sums will lie here; before those of the first: none
         float4* sums = (float4*)(p.dq_sum + (long long)(n % (p.resident * counters.tiles)) * DQ_TILE) + lane;
+        sums += part * (DQ_TILE / 4 / FINISH_PARTS);
         auto cleared = [&] {
             fence_async_global();
             __syncwarp();
             if (lane == 0) add_release(counters.clear + next, 1);
         };
         if (next < p.resident) {
-            for (int i = 0; i < DQ_TILE / 128; i++) sums[32 * i] = make_float4(0, 0, 0, 0);
+            for (int i = 0; i < DQ_TILE / 128 / FINISH_PARTS; i++) sums[32 * i] = make_float4(0, 0, 0, 0);
             cleared();
             continue;
         }
         n -= p.resident * counters.tiles;
-        if (next - p.resident >= kv_heads) break;
-        bool again = next < kv_heads;
+        if (next - p.resident >= shares) break;
+        bool again = next < shares;
+        if (SHARES) {
+            Share share(p, next - p.resident);
+            int nth = n % counters.tiles;
+            if (nth >= share.tiles.end - share.tiles.begin) {  // it has one less than others
+                if (again) cleared();
+                continue;
+            }
+            n = share.first(p) + nth;
+        }
         Place at = place(n, query_tiles<ROWS>(p), p.heads_q);
         Head head = Head::of_q(p, at.batch, at.head);
         if (lane == 0) {
             unsigned adding = CLUSTER * adding_to(p, head, at.tile).count();
-            // (Where no key is seen the sums are zeros, of every head whose tile lies here.)
             while (load_acquire(counters.added + n) != adding) __nanosleep(32);
+            // Where no key is seen the sums are zeros, once what lay here before is finished.
+            if (adding == 0) counters.wait_for_room(next - p.resident);
             fence_async_global();
 #pragma unroll 1
             for (int c = 0; c < min(FINISH_STAGES, FETCHES); c++) fetch(sums + c * (FINISH_BYTES / 16), fetched + c);
         }
-        int row = at.tile * ROWS + lane / 4;
-        Out* to = head.query_row(p.dq, p.dq_strides, row) + lane % 4 * 8;
-        int rows = head.queries(p) - row, columns = p.dim - lane % 4 * 8;  // from there on
+        int before = part * (FETCHES / DOWN);  // columns by 32
+        int row = at.tile * ROWS + (SHARE_ROWS ? before / ACROSS * PART_ROWS : 0) + lane / 4;
+        int column = (SHARE_ROWS ? before % ACROSS : before) * 32 + lane % 4 * 8;
+        Out* to = head.query_row(p.dq, p.dq_strides, row) + column;
+        int rows = head.queries(p) - row, columns = p.dim - column;  // from there on
 #pragma unroll 1
         for (int c = 1; c <= FETCHES; c++, fetched++, sums += FINISH_BYTES / 16) {
             ring.go_to(fetched);

@@ -63,9 +63,10 @@ struct NarrowWorker {
 
         Accumulator<1, ROWS / 8> probabilities, slopes, ds;
         // P^T = exp(S^T - lse)
-        auto exponential = [&](float& x, int r, int c, float& slope, float minus_lse) {
-            slope = lines.slope(x, r, c);
-            x = exp2_approx(fmaf(lines.score(x, r, c), factor, minus_lse));
+        auto exponential = [&](auto how, float& x, int r, int c, float& slope, float minus_lse) {
+            constexpr bool NEAR = decltype(how)::value;
+            slope = lines.template slope<NEAR>(x, r, c);
+            x = exp2_approx(fmaf(lines.template score<NEAR>(x, r, c), factor, minus_lse));
         };
         auto tested = [&] {
             Range queries{tile_q * ROWS, tile_q * ROWS + ROWS};
@@ -104,12 +105,16 @@ struct NarrowWorker {
         wgmma_wait<1>();
         changed(probabilities);
         if (PAIR_ARRAYS) s.pairs.wait_full();
+        bool near = near_zero(probabilities, pairs);
         Operand<ROWS> p_operand, ds_operand;
         if constexpr (HALF_STEPS) {
             constexpr int HALF = FIRST / 8;
             ColumnVector<SECOND / 8> minus_lse_2(s.row_values() + 4 * FIRST, own);
-            probabilities.template each<0, HALF>(
-                [&](float& x, int r, int c, float& slope) { exponential(x, r, c, slope, minus_lse[c]); }, slopes);
+            as_near(near, [&](auto how) {
+                probabilities.template each<0, HALF>(
+                    [&](float& x, int r, int c, float& slope) { exponential(how, x, r, c, slope, minus_lse[c]); },
+                    slopes);
+            });
             drop<0, HALF>(probabilities, at, pairs.head.batch, dropout);
             mask(Constant<0>(), Constant<HALF>());
             wgmma_wait<0>();
@@ -120,14 +125,14 @@ struct NarrowWorker {
             auto subtract = [&](float& x, int, int c) {
                 if (!DROPOUT) x += minus_delta[c];
             };
-            auto both = [&](auto n) {  // exponentials of the second half, dS of the first
+            auto both = [&](auto n, auto how) {  // exponentials of the second half, dS of the first
                 probabilities.template each<HALF + n.value, HALF + n.value + 1>(
-                    [&](float& x, int r, int c, float& slope) { exponential(x, r, c, slope, minus_lse_2[c - FIRST]); },
+                    [&](float& x, int r, int c, float& slope) { exponential(how, x, r, c, slope, minus_lse_2[c - FIRST]); },
                     slopes);
                 ds.template each<n.value, n.value + 1>(subtract);
                 ds.template each<n.value, n.value + 1>(derive, probabilities, slopes);
             };
-            for_constants<HALF>(both);
+            as_near(near, [&](auto how) { for_constants<HALF>(both, how); });
             drop<HALF, ROWS / 8>(probabilities, at, pairs.head.batch, dropout);
             ds_operand.template take<0, FIRST>(ds);
             store_transposed<0, FIRST>(ds_operand, ds_tile, 0, first_key + 16 * warp());
@@ -144,8 +149,11 @@ struct NarrowWorker {
             start_AB<FIRST>(dk, ds_operand, s.q_tile());
             fence_async();
         } else {
-            probabilities.each(
-                [&](float& x, int r, int c, float& slope) { exponential(x, r, c, slope, minus_lse[c]); }, slopes);
+            as_near(near, [&](auto how) {
+                probabilities.each(
+                    [&](float& x, int r, int c, float& slope) { exponential(how, x, r, c, slope, minus_lse[c]); },
+                    slopes);
+            });
             drop(probabilities, at, pairs.head.batch, dropout);
             mask(Constant<0>(), Constant<ROWS / 8>());
             if (PAIR_ARRAYS) s.pairs.release();
@@ -170,7 +178,10 @@ struct NarrowWorker {
         dq_ring.wait_empty();
         wgmma_wait<1>();
         changed(dq);
-        put(dq, s.part(group));
+        if constexpr (WHOLE_DQ)
+            put_rows(dq, s.part(group), p.scale);
+        else
+            put(dq, s.part(group));
         if (!HALF_STEPS) tell();
         wgmma_wait<0>();
         s.q.release();

@@ -1,6 +1,7 @@
-// Where key tiles are too few for all multiprocessors, or some take much longer than others, several thread blocks share a
-// key tile: each visits a share of its query tiles and leaves its sums of dK and dV in memory, in float32. Who is done last
-// adds up those of all shares, in their order, so that dK and dV are the same bits in every run.
+// Where key tiles are too few for all multiprocessors, some take much longer than others, or the queries of a head of K and V
+// are too many for the L2 cache, its query tiles (those of all heads that share it) are dealt out in shares, each as if it had a
+// head of K and V by itself. Thread blocks leave their sums of dK and dV in memory, in float32, and who is done last with a key
+// tile adds up those of all shares, in their order: so dK and dV are the same bits in every run.
 #pragma once
 #include "sm90/backward_tiles.cuh"
 
@@ -18,28 +19,28 @@ __device__ int for_fragments(Accumulator<1, N> (&sums)[COUNT], int first, F f) {
     return first;
 }
 
-// A worker's sums of a share are done. True for who has to store them: then they are those of the whole tile. By its 128
+// A worker's sums of a key tile are done. True for who has to store them: then they are those of all shares. By its 128
 // threads, each of which finds what its like in other blocks have left.
 template <class DV, class DK>
 __device__ bool add_shares(const Params& p, const Shared& s, const KeyTile& t, int group, DV& dv, DK& dk) {
-    int shares = t.shares(p), thread = threadIdx.x % 128;
-    if (shares == 1) return true;
-    int number = (t.number_of_all(p) * CLUSTER + s.rank) * GROUPS + group;
-    float* sums = p.share_sums + (long long)number * p.most_shares * SHARE_SUMS + 4 * thread;
+    Share share(p, t.share);
+    int thread = threadIdx.x % 128;
+    int number = ((share.kv_head * key_tiles<CLUSTER_KEYS>(p) + t.number) * CLUSTER + s.rank) * GROUPS + group;
+    float* sums = p.share_sums + (long long)number * p.shares * SHARE_SUMS + 4 * thread;
     auto each = [&](auto f) { for_fragments(dk, for_fragments(dv, 0, f), f); };
-    float* own = sums + t.share * SHARE_SUMS;
+    float* own = sums + share.number * SHARE_SUMS;
     each([&](float (&x)[4], int n) { *(float4*)(own + 512 * n) = make_float4(x[0], x[1], x[2], x[3]); });
     sync_threads<128>(3 + group);
     bool last = true;
     if (thread == 0) {
         __threadfence();
-        last = atomicAdd(DQCounters(p).shares_done + number, 1u) == shares - 1;
+        last = atomicAdd(DQCounters(p).left + number, 1u) == p.shares - 1;
         __threadfence();
     }
     if (!all_threads<128>(3 + group, last)) return false;
     each([&](float (&x)[4], int) { x[0] = x[1] = x[2] = x[3] = 0; });
 #pragma unroll 1
-    for (; shares > 0; shares--, sums += SHARE_SUMS)
+    for (int i = 0; i < p.shares; i++, sums += SHARE_SUMS)
         each([&](float (&x)[4], int n) {
             float4 more = *(const float4*)(sums + 512 * n);
             x[0] += more.x, x[1] += more.y, x[2] += more.z, x[3] += more.w;

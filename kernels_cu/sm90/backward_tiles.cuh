@@ -19,15 +19,16 @@ using namespace config;
 constexpr bool WIDE = KEYS < 64 * GROUPS;
 
 constexpr int THREADS = 128 * (GROUPS + 1);
+constexpr int BLOCKS = GROUPS == 1 ? 2 : 1;  // of a multiprocessor
 constexpr int WORKERS = 4 * GROUPS;  // warps
 
 // Per thread. What the moving warpgroup gives away the others take: together no more than at the start.
-constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
+constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
 // Sums alone (dK, dV, S and dP) leave a worker few registers.
 constexpr int SUMS = ROWS + (DIM + DIM_V) / 2;
 constexpr bool TIGHT = !WIDE && (SUMS > 192 || (SUMS == 192 && DIM == 64));
 constexpr int MOVER_REGISTERS = GROUPS == 3 ? 32 : TIGHT ? 24 : 40;
-constexpr int WORKER_REGISTERS = GROUPS == 3 ? 160 : TIGHT ? 240 : 232;
+constexpr int WORKER_REGISTERS = GROUPS == 1 ? 216 : GROUPS == 3 ? 160 : TIGHT ? 240 : 232;
 static_assert(MOVER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);
 
 using QTile = SwizzledTile<ROWS, DIM>;
@@ -50,60 +51,104 @@ static_assert(!SHARES || !walk::LISTED);
 constexpr bool SHARE_ROWS = !WIDE && DIM <= 64;
 constexpr int PART_ROWS = SHARE_ROWS ? ROWS / GROUPS : ROWS;
 constexpr int PART_BYTES = 4 * 64 * PART_ROWS;
+static_assert(!WHOLE_DQ || !WIDE && !walk::LISTED);
 constexpr int DQ_TILE = ROWS * DIM;          // floats of one tile in dq_sum
 constexpr int FRAGMENT_BYTES = 4 * 16 * 8;  // 16 columns by 8 queries of it
 constexpr int FINISH_BYTES = FINISH_FRAGMENTS * FRAGMENT_BYTES;
 
 using Pairwise = PairTiles<ROWS>;  // mask and bias
 
-struct TensorMaps : PairMaps {
-    TensorMap q, k, v, dout, dk, dv;
-    int map_out;  // 0 where dk or dv lies as no map can tell
+template <bool GIVEN>
+struct ResultMaps {
+    TensorMap dk, dv;
+};
+template <>
+struct ResultMaps<true> {
+    TensorMap dk, dv, dq;
+};
+struct InputMaps : PairMaps {
+    TensorMap q, k, v, dout;
+};
+struct TensorMaps : InputMaps, ResultMaps<WHOLE_DQ> {
+    int map_out;  // 0 where a result lies as no map can tell
 };
 
 using Queries = QueryWalk<ROWS, CLUSTER_KEYS>;
 using KeyTiles = KeyWalk<CLUSTER_KEYS, ROWS>;  // of a tile of queries: those that add to its dQ
 
-// A tile of keys of a head of K and V, and the query tiles that visit it. One thread hands it to the others through shared
-// memory, as the four words that it is, or five.
+// Of a head of K and V, the query tiles of all heads that share it, head by head; SHARES: some of them (backward_shares.cuh).
+struct Share {
+    int kv_head;  // over all batch entries
+    int number;   // which share of it
+    Range tiles;  // of queries
+
+    // `n` numbers the shares of all heads.
+    __device__ Share(const Params& p, int n) : kv_head(n), number(0), tiles{0, query_tiles<ROWS>(p) * group_of(p)} {
+        if (!SHARES) return;
+        kv_head = n / p.shares, number = n % p.shares;
+        long long all = tiles.end;
+        tiles = {int(number * all / p.shares), int((number + 1) * all / p.shares)};
+    }
+
+    // How many there are, and the most query tiles that one has.
+    __device__ static int count(const Params& p) { return p.heads_k * p.batch * (SHARES ? p.shares : 1); }
+    __device__ static int most_tiles(const Params& p) {
+        return tiles_in(query_tiles<ROWS>(p) * group_of(p), SHARES ? p.shares : 1);
+    }
+
+    // Its first query tile, among those of all heads.
+    __device__ int first(const Params& p) const { return kv_head * (query_tiles<ROWS>(p) * group_of(p)) + tiles.begin; }
+};
+
+// A tile of keys of a head of K and V, and the query tiles of a share that visit it. One thread hands it to the others through
+// shared memory, as the four words that it is.
 struct KeyTile {
-    int kv_head;    // over all batch entries; -1: there is no tile any more
+    int share;      // among those of all heads of K and V; -1: there is no tile any more
     int number;     // keys from CLUSTER_KEYS * number on
     Range queries;  // tiles of queries that visit it, from each head; LISTED: {0, how many from all heads together}
-    int share = 0;  // SHARES: which share of the query tiles of all heads that share the keys
 
-    __device__ KeyTile(int kv_head, int number, Range queries) : kv_head(kv_head), number(number), queries(queries) {}
+    __device__ KeyTile(int share, int number, Range queries) : share(share), number(number), queries(queries) {}
 
     __device__ KeyTile(uint4 words) : KeyTile(words.x, words.y, Range{int(words.z), int(words.w)}) {}
 
     __device__ void store(unsigned address) const {
-        store_shared(address, kv_head);
+        store_shared(address, share);
         store_shared(address + 4, number);
         store_shared(address + 8, queries.begin);
         store_shared(address + 12, queries.end);
-        if (SHARES) store_shared(address + 16, share);
     }
 
-    __device__ bool none() const { return kv_head == -1; }
-    __device__ Head head(const Params& p) const { return Head::of_k(p, kv_head / p.heads_k, kv_head % p.heads_k); }
+    __device__ bool none() const { return share == -1; }
+    __device__ int kv_head(const Params& p) const { return SHARES ? share / p.shares : share; }
+    __device__ Head head(const Params& p) const { return Head::of_k(p, kv_head(p) / p.heads_k, kv_head(p) % p.heads_k); }
     __device__ Range keys(const Params& p) const { return head(p).key_tile<CLUSTER_KEYS>(p, number); }
-    // Among the key tiles of all heads.
-    __device__ int number_of_all(const Params& p) const { return kv_head * key_tiles<CLUSTER_KEYS>(p) + number; }
-    // The query tiles of a head that visit it.
-    __device__ Queries walk(const Params& p, const Head& of) const { return {p, of, keys(p), queries}; }
-    // Whether any visits it.
-    __device__ bool visited() const { return queries.begin < queries.end; }
 
-    // Visits: query tiles of all heads that share the keys. How many shares they are dealt out in, and those of this one.
-    __device__ int all_visits(const Params& p) const {
-        int count = queries.end - queries.begin;
-        return walk::LISTED ? count : group_of(p) * count;
+    // f(h, walk) for the h-th query head of the group, and so on: of the share's query tiles those that visit the keys.
+    template <class F>
+    __device__ void for_heads(const Params& p, F f) const {
+        Head keys_of = head(p);
+        Range own = Share(p, share).tiles;
+        int tiles = query_tiles<ROWS>(p);
+#pragma unroll 1
+        for (int h = SHARES ? own.begin / tiles : 0; SHARES ? h * tiles < own.end : h < group_of(p); h++) {
+            Head of{keys_of.batch, keys_of.q + h, keys_of.k};
+            Range some = queries;
+            if (SHARES) {
+                some.begin = max(some.begin, own.begin - h * tiles);
+                some.end = max(some.begin, min(some.end, own.end - h * tiles));
+            }
+            f(h, of, Queries(p, of, keys(p), some));
+        }
     }
-    __device__ int shares(const Params& p) const { return SHARES ? max(1, tiles_in(all_visits(p), p.share_visits)) : 1; }
-    __device__ Range visits(const Params& p) const {
-        if (!SHARES) return {0, all_visits(p)};
-        long long all = all_visits(p), of = shares(p);
-        return {int(share * all / of), int((share + 1) * all / of)};
+
+    // How many query tiles visit it, of all heads.
+    __device__ int visits(const Params& p) const {
+        int count = queries.end - queries.begin;
+        if (walk::LISTED) return count;
+        if (!SHARES) return group_of(p) * count;
+        int sum = 0;
+        for_heads(p, [&](int, const Head&, const Queries& walk) { sum += walk.count(); });
+        return sum;
     }
 };
 
@@ -137,7 +182,7 @@ struct Shared {
     static constexpr int PAIR_RING = DO_RING + DORing::BYTES;
     static constexpr int DQ_RINGS = PAIR_RING + (PAIR_ARRAYS ? PairRing::BYTES : 0);
     static constexpr int TILE = DQ_RINGS + GROUPS * DQRing::BYTES;
-    static constexpr int FAR_DS_RING = TILE + (SHARES ? 32 : 16);
+    static constexpr int FAR_DS_RING = TILE + 16;
     static constexpr int TICKET_RING = FAR_DS_RING + FarDSRing::BYTES;
     static constexpr int TICKET = TICKET_RING + TicketRing::BYTES;
     static constexpr int FINISH_RINGS = CLUSTERED ? TICKET + 16 : FAR_DS_RING;
@@ -179,7 +224,6 @@ struct Shared {
     __device__ KeyTile next_tile() {
         k.wait_full();
         KeyTile t = load_shared_16(base + TILE);
-        if (SHARES) t.share = load_shared(base + TILE + 16);
         mbarrier_arrive(k.empty());
         k.advance();
         return t;
@@ -188,10 +232,8 @@ struct Shared {
     // For whole warps, after a wait for K. (The shuffles tell the compiler that all lanes have the same.)
     __device__ KeyTile this_tile() const {
         uint4 words = load_shared_16(base + TILE);
-        KeyTile t(__shfl_sync(~0u, int(words.x), 0), __shfl_sync(~0u, int(words.y), 0),
-                  Range{__shfl_sync(~0u, int(words.z), 0), __shfl_sync(~0u, int(words.w), 0)});
-        if (SHARES) t.share = __shfl_sync(~0u, int(load_shared(base + TILE + 16)), 0);
-        return t;
+        return {__shfl_sync(~0u, int(words.x), 0), __shfl_sync(~0u, int(words.y), 0),
+                Range{__shfl_sync(~0u, int(words.z), 0), __shfl_sync(~0u, int(words.w), 0)}};
     }
 
     __device__ KTile k_tile() const { return {base}; }
@@ -220,20 +262,20 @@ struct Shared {
 // queries: in a group of heads whose Q, dO and dQ stay in the L2 cache, tiles with much to do come first. The
 // deterministic backward adds to a dQ tile in the order of the numbers. Of a list those with most to do come first.
 __device__ inline KeyTile key_tile(const Params& p, int number) {
-    int tiles = key_tiles<CLUSTER_KEYS>(p), heads = p.heads_k * p.batch;
+    int tiles = key_tiles<CLUSTER_KEYS>(p), heads = Share::count(p);
     Dealt at = walk::LISTED && !DETERMINISTIC
                    ? deal_longest_first(number, tiles, heads, p.together)
-                   : deal(SHARES ? number / p.most_shares : number, tiles, heads, p.together);
+                   : deal(number, tiles, heads, p.together);
     KeyTile t(at.head, at.tile, Range{0, 0});
-    if (SHARES) t.share = number % p.most_shares;
     Head head = t.head(p);
     if (DETERMINISTIC)
         t.number = key_tile_in_turn(at.tile, tiles);
     else if (walk::LISTED)
         t.number = Visits::nth(p, head, p.query_lists, tiles, at.tile);
-    t.queries = Queries(p, head, t.keys(p)).extent();
+    // (WHOLE_DQ: queries without a key have a dQ, too.)
+    t.queries = WHOLE_DQ ? Range{0, query_tiles<ROWS>(p)} : Queries(p, head, t.keys(p)).extent();
     for (int h = 1; walk::LISTED && h < group_of(p); h++)
-        t.queries.end += t.walk(p, {head.batch, head.q + h, head.k}).count();
+        t.queries.end += Queries(p, {head.batch, head.q + h, head.k}, t.keys(p)).count();
     return t;
 }
 
@@ -242,57 +284,42 @@ __device__ inline KeyTiles adding_to(const Params& p, const Head& head, int tile
     return {p, head, head.query_tile<ROWS>(p, tile_q)};
 }
 
-// f(head, tile, n, bits) for every query head of the group and query tile that visits the keys, or for a share of them; n
-// numbers the query tiles of all heads, `bits` says what a block mask leaves of the tile.
+// f(head, tile, n, bits) for every query head of the group and query tile that visits the keys; n numbers the query tiles of
+// all heads, `bits` says what a block mask leaves of the tile.
 template <class F>
 __device__ void for_query_tiles(const Params& p, const KeyTile& t, F f) {
     int group = group_of(p), tiles = query_tiles<ROWS>(p);
-    Head head = t.head(p);
-    if constexpr (SHARES) {
-        Range visits = t.visits(p);
-        Queries walk = t.walk(p, head);
-        int count = max(1, walk.count()), h = visits.begin / count, step = walk.start() + visits.begin % count;
-#pragma unroll 1
-        for (int left = visits.end - visits.begin; left > 0; left--) {
-            int tile = walk.tile(step);
-            f(Head{head.batch, head.q + h, head.k}, tile, (t.kv_head * group + h) * tiles + tile, TileBits{});
-            step = walk.next(step);
-            if (!walk.has(step)) step = walk.start(), h++;
-        }
-        return;
-    }
-#pragma unroll 1
-    for (int h = 0; h < group; h++) {
-        Head of{head.batch, head.q + h, head.k};
-        Queries walk = t.walk(p, of);
+    t.for_heads(p, [&](int h, const Head& head, const Queries& walk) {
 #pragma unroll 1
         for (int step = walk.start(); walk.has(step); step = walk.next(step)) {
             int tile = walk.tile(step);
-            f(of, tile, (t.kv_head * group + h) * tiles + tile, walk.bits<!WIDE>(step, t.keys(p)));
+            f(head, tile, (t.kv_head(p) * group + h) * tiles + tile, walk.template bits<!WIDE>(step, t.keys(p)));
         }
-    }
+    });
 }
 
-// How far dQ is, in `counters` behind the ticket: heads of K and V take the room in dq_sum in turn.
+// How far dQ is, in `counters` behind the ticket: heads of K and V (their shares) take the room in dq_sum in turn.
 struct DQCounters {
-    unsigned *ticket, *clear, *added, *shares_done;
-    int tiles;  // of queries, for one head of K and V
+    unsigned *ticket, *clear, *added, *left;
+    int tiles;  // of queries, for one head of K and V, or the most of a share
 
     __device__ DQCounters(const Params& p) {
-        ticket = p.counters + 1;                 // who turns the next tile of queries to rows
-        clear = ticket + 1;                      // of a head of K and V, tiles of queries in whose place are zeros
-        added = clear + p.heads_k * p.batch;     // thread blocks, with a key tile each, that have added to a tile of queries
-        tiles = query_tiles<ROWS>(p) * group_of(p);
-        shares_done = added + tiles * p.heads_k * p.batch;  // SHARES: of a worker's keys, shares that are done
+        ticket = p.counters + 1;          // who turns the next tile of queries, or part of one, to rows
+        clear = ticket + 1;               // of a share, tiles of queries (parts) in whose place are zeros
+        added = clear + Share::count(p);  // thread blocks, with a key tile each, that have added to a tile of queries
+        tiles = Share::most_tiles(p);
+        left = added + query_tiles<ROWS>(p) * p.heads_q * p.batch;  // SHARES: of a worker's keys, shares that left their sums
     }
 
-    // The first tile of a head's sums, less that of its queries.
-    __device__ int shift(const Params& p, int kv_head) const { return (kv_head % p.resident - kv_head) * tiles; }
+    // The first tile of a share's sums, less that of its queries.
+    __device__ int shift(const Params& p, int share) const {
+        return SHARES ? share % p.resident * tiles - Share(p, share).first(p) : (share % p.resident - share) * tiles;
+    }
 
-    // Wait until there are zeros where the sums of a head will be. Before, sums of a head of an earlier group lie there
+    // Wait until there are zeros where the sums of a share will be. Before, sums of a share of an earlier group lie there
     // (resident >= 2 * together): all its tickets are taken, and none of them waits for one that came later.
-    __device__ void wait_for_room(int kv_head) const {
-        while (load_acquire(clear + kv_head) != tiles) {
+    __device__ void wait_for_room(int share) const {
+        while (load_acquire(clear + share) != tiles * FINISH_PARTS) {
         }
         fence_async_global();
     }
@@ -316,58 +343,59 @@ __device__ inline int next_number(const Params& p, Shared& s) {
     return number;
 }
 
-// The thread that deals out the tiles, and loads.
+// The thread that deals out the tiles, and loads. Two numbers tell its place in every ring.
 __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) {
     DQCounters counters(p);
-    int number = next_number(p, s), total = key_tiles<CLUSTER_KEYS>(p) * p.heads_k * p.batch * (SHARES ? p.most_shares : 1);
-    while (number < total) {
-        KeyTile t = key_tile(p, number);
-        if (SHARES && t.share >= t.shares(p)) {
-            number = next_number(p, s);
-            continue;
-        }
-        counters.wait_for_room(t.kv_head);
+    int number = next_number(p, s), total = key_tiles<CLUSTER_KEYS>(p) * Share::count(p);
+    unsigned steps = 0, tiles = 0;
+    auto wait_for_key_tile = [&](const KeyTile& t) {
+        if (!WHOLE_DQ) counters.wait_for_room(t.share);
+        s.k.go_to(tiles);
+        s.v.go_to(tiles);
         s.k.wait_empty();
         t.store(s.base + s.TILE);
-        Head keys = t.head(p);
+        tiles++;
+    };
+    while (number < total) {
+        KeyTile t = key_tile(p, number);
         bool first = true;
-        if (t.visited()) {
-            mbarrier_arrive_expect(s.k.full(), KTile::BYTES + CLUSTERED * FarKTile::BYTES);
-            s.k_tile().load(maps.k, s.k.full(), s.first_key(t), keys.k, keys.batch);
-            int far_key = t.number * CLUSTER_KEYS + (1 - s.rank) * KEYS;
-            if (CLUSTERED) s.far_k_tile().load(maps.k, s.k.full(), far_key, keys.k, keys.batch, 64 * s.dq_block(0));
-        } else {
-            mbarrier_arrive(s.k.full());
-            s.v.wait_empty();
-            mbarrier_arrive(s.v.full());
-            s.v.advance();
-        }
-        s.k.advance();
         for_query_tiles(p, t, [&](const Head& head, int i, int n, TileBits) {
+            s.q.go_to(steps);
             s.q.wait_empty();
             mbarrier_arrive_expect(s.q.full(), QTile::BYTES + 8 * ROWS);
             s.q_tile().load(maps.q, s.q.full(), i * ROWS, head.q, head.batch);
             bulk_load(s.row_values(), prepared_rows<ROWS>(p, n), 8 * ROWS, s.q.full());
-            s.q.advance();
-            if (first) {
-                first = false;
-                s.v.wait_empty();
-                mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
-                s.v_tile().load(maps.v, s.v.full(), s.first_key(t), head.k, head.batch);
-                s.v.advance();
-            }
+            s.d.go_to(steps);
             s.d.wait_empty();
             mbarrier_arrive_expect(s.d.full(), DOTile::BYTES);
             s.do_tile().load(maps.dout, s.d.full(), i * ROWS, head.q, head.batch);
-            s.d.advance();
             if constexpr (PAIR_ARRAYS) {
+                s.pairs.go_to(steps);
                 s.pairs.wait_empty();
                 s.pair_tiles().load(p, maps, s.pairs.full(), head, i * ROWS, s.first_key(t));
-                s.pairs.advance();
+            }
+            steps++;
+            if (first) {  // K and V after them: there is room for one, which the key tile before needs to its end
+                first = false;
+                wait_for_key_tile(t);
+                mbarrier_arrive_expect(s.k.full(), KTile::BYTES + CLUSTERED * FarKTile::BYTES);
+                s.k_tile().load(maps.k, s.k.full(), s.first_key(t), head.k, head.batch);
+                int far_key = t.number * CLUSTER_KEYS + (1 - s.rank) * KEYS;
+                if (CLUSTERED) s.far_k_tile().load(maps.k, s.k.full(), far_key, head.k, head.batch, 64 * s.dq_block(0));
+                s.v.wait_empty();
+                mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
+                s.v_tile().load(maps.v, s.v.full(), s.first_key(t), head.k, head.batch);
             }
         });
+        if (first) {  // nobody visits it
+            wait_for_key_tile(t);
+            mbarrier_arrive(s.k.full());
+            s.v.wait_empty();
+            mbarrier_arrive(s.v.full());
+        }
         number = next_number(p, s);  // not before: blocks that had little to do so far ask first
     }
+    s.k.go_to(tiles);
     s.k.wait_empty();
     KeyTile(-1, 0, Range{0, 0}).store(s.base + s.TILE);
     mbarrier_arrive(s.k.full());

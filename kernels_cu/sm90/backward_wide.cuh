@@ -127,12 +127,15 @@ struct WideWorker {
         if (!CLUSTERED) read_rows(s.row_values());
         changed(scores);
         if (PAIR_ARRAYS) s.pairs.wait_full();
-        scores.each(
-            [&](float& x, int r, int c, float& slope) {
-                slope = lines.slope(x, r, c);
-                x = exp2_approx(fmaf(lines.score(x, r, c), factor, minus_lse[r / 8 % 2]));
-            },
-            slopes);
+        as_near(near_zero(scores, pairs), [&](auto how) {
+            constexpr bool NEAR = decltype(how)::value;
+            scores.each(
+                [&](float& x, int r, int c, float& slope) {
+                    slope = lines.template slope<NEAR>(x, r, c);
+                    x = exp2_approx(fmaf(lines.template score<NEAR>(x, r, c), factor, minus_lse[r / 8 % 2]));
+                },
+                slopes);
+        });
         drop(scores, at, pairs.head.batch, dropout);
         if (pairs.tests_backward({tile_q * ROWS, tile_q * ROWS + ROWS}, {key, key + PART_KEYS})) {
             keep_branch();
@@ -259,7 +262,7 @@ struct WideWorker {
             for (int part = 0; part < PARTS; part++) dk[part].clear();
 #pragma unroll
             for (int part = 0; part < PARTS_V; part++) dv[part].clear();
-            left = SHARES ? t.visits(p).end - t.visits(p).begin : t.all_visits(p);
+            left = t.visits(p);
             s.q.go_to(steps);
             if (left > 0) s.q.wait_full();
             if (CLUSTERED) read_rows(s.row_values());
@@ -269,7 +272,7 @@ struct WideWorker {
 
             owing = false;
             last = 0;
-            shift = DQCounters(p).shift(p, t.kv_head);
+            shift = DQCounters(p).shift(p, t.share);
             for_query_tiles(p, t, [&](const Head& head, int tile_q, int tile, TileBits bits) {
                 visit(Pairs(p, head, bits), seen, tile_q, tile, key);
             });

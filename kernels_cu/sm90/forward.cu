@@ -10,21 +10,21 @@
 #include "attention/softmax.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
+#include "sm90/descale.cuh"
 #include "sm90/forward_tiles.cuh"
 #include "tile/rows.cuh"
 
 // Per thread. What the loading warpgroup gives away the others take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
-constexpr int LOADER_REGISTERS = GROUPS == 3 ? 32 : 40;
-constexpr int WORKER_REGISTERS = GROUPS == 3 ? 160 : GROUPS == 2 ? 232 : 216;
-static_assert(LOADER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);
+constexpr int LOADER_REGISTERS = ROOMY ? 40 : 32;
+constexpr int WORKER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - LOADER_REGISTERS) / GROUPS / 8 * 8;
 
 // Exponentials are taken before their maximum is known (softmax.cuh), where registers allow it and the maximum is not
 // expected to grow. Two warpgroups have some to spare for a warp to do what overflowed again by itself; three do it together.
 // (With dropout and slopes, or a seed in memory, they do not.)
 constexpr bool BLIND =
-    DIM <= 128 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS && !(DROPOUT && (ALIBI_SLOPES || SEED));
-constexpr bool WARP_VOTE = GROUPS < 3;
+    !TURNED && DIM <= 192 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS && !(DROPOUT && (ALIBI_SLOPES || SEED));
+constexpr bool WARP_VOTE = ROOMY;
 
 // Whether the output of a tile is stored under the second scores of the next, where those need no element tests. (With a
 // lower bound of the keys, or with dropout, the compiler would make the products wait for each other.)
@@ -42,11 +42,13 @@ struct Worker {
     Shared& s;
     int group, first_row, warp_row;  // rows: of the tile
 
-    Tile tile{};                // whose scores are computed
-    TileWalk own;               // over the key tiles that the warpgroup's rows see
-    bool half = false;          // whether they see no more than the first half of the first one
-    OnlineSoftmax<1> softmax;   // of its rows
+    Tile tile{};               // whose scores are computed
+    TileWalk own;              // over the key tiles that the warpgroup's rows see
+    bool half = false;         // whether they see no more than the first half of the first one
+    OnlineSoftmax<1> softmax;  // of its rows
     Dropout dropout;
+    float largest_value = 1;  // of what V is multiplied by
+    LongSums sums;            // of O
 
     // P V is added while the scores after those of P are computed: those of the next key tile, or of the next tile.
     Accumulator<1, DIM_V / 8> o;
@@ -62,7 +64,17 @@ struct Worker {
           softmax(new_softmax()),
           dropout(p) {}
 
-    __device__ OnlineSoftmax<1> new_softmax() const { return {Pairs(p, tile.head).factor()}; }
+    __device__ OnlineSoftmax<1> new_softmax() const { return {factor(tile)}; }
+
+    // What turns the scores of a tile to exponents of 2.
+    __device__ float factor(const Tile& of) const {
+        float x = Pairs(p, of.head).factor();
+        if constexpr (DESCALED && !DESCALE_SCORES) {
+            x *= row_descale(p, of.head, of.queries.begin + first_row);
+            if (x < 1e-30f) x = 1e-30f;  // never 0, as that of Pairs
+        }
+        return x;
+    }
 
     // Where the warp's rows stand, in a tile of queries.
     __device__ ScorePlacement placement(const Tile& of, int key = 0) const {
@@ -75,10 +87,16 @@ struct Worker {
     __device__ int first_head() const { return PACK > 1 ? first_row / HEAD_ROWS : 0; }
 
     // The queries of the warpgroup's rows; they may lie behind the end.
-    __device__ Range queries() const {
+    __device__ Range queries(const Tile& of) const {
         constexpr int COUNT = HEAD_ROWS % 64 == 0 ? 64 : HEAD_ROWS;
-        int begin = tile.queries.begin + (COUNT == 64 ? first_row % HEAD_ROWS : 0);
+        int begin = of.queries.begin + (COUNT == 64 ? first_row % HEAD_ROWS : 0);
         return {begin, begin + COUNT};
+    }
+    __device__ Range queries() const { return queries(tile); }
+    // The keys that any of them may see.
+    __device__ Range keys(const Tile& of) const {
+        Range q = queries(of);
+        return Band{p, of.head}.keys_of({q.begin, min(q.end, of.head.queries(p))});
     }
     __device__ bool tests(int step, int more = 0) const { return own.tests(p, tile.head, queries(), step, more); }
 
@@ -103,6 +121,7 @@ struct Worker {
         Pairs pairs(p, tile.head, own.bits(step, tile.queries));
         int tile_k = own.tile(step);
         ScorePlacement at = placement(tile, own.tile(step) * KEYS);
+        descale_scores(scores, p, tile.head, tile.queries.begin + first_row, tile_k * KEYS);
         if (PAIR_ARRAYS) s.pairs.wait_full();
         InTiles<false, Pairwise> arrays(s.pair_tiles(), warp_row, 0);
         score(scores, at, pairs, arrays);
@@ -120,9 +139,16 @@ struct Worker {
     __device__ void add_values(bool half) {
         s.v.wait_full();
         if (CUT_FIRST && half)
-            start_AB<CUT_FIRST ? KEYS / 2 : KEYS>(o, probabilities, s.v_tile());
+            start_values<CUT_FIRST ? KEYS / 2 : KEYS>();
         else
-            start_AB<KEYS>(o, probabilities, s.v_tile());
+            start_values<KEYS>();
+    }
+    template <int COUNT>
+    __device__ void start_values() {
+        if constexpr (TURNED)
+            start_AB_turned<COUNT>(o, probabilities, s.v_tile());
+        else
+            start_AB<COUNT>(o, probabilities, s.v_tile());
     }
 
     __device__ void values_added() {
@@ -130,6 +156,15 @@ struct Worker {
         changed(o);
         s.v.release();
         s.v.advance();
+    }
+
+    // O so far, where sums are long.
+    __device__ void put_away() {
+        sums.put_away(s.sums(), group, o, [&] {
+            if (!O_STAGED || !maps.map_out) return;  // else the tile before leaves from there
+            if (threadIdx.x % 128 == 0) tma_wait_read();
+            sync_threads<128>(1 + group);
+        });
     }
 
     __device__ void release_k() {
@@ -157,6 +192,7 @@ struct Worker {
         softmax.raise(largest, shrink);
         softmax.exponentiate(scores);
         drop(scores, placement(tile, own.tile(step) * KEYS), tile.head.batch, dropout);
+        weigh(scores, p, tile.head, own.tile(step) * KEYS, largest_value);
         if (RIDING) softmax.settle();
         if (own.after(step) > 0) s.k.wait_full();
         if (RIDING) values_added();
@@ -178,18 +214,19 @@ struct Worker {
         changed(scores);
         ScorePlacement at = placement(tile, own.tile(step) * KEYS);
         float largest[1][2], shrink[1][2];
-        bool grown = false;
+        bool grown = false, full = SUM_TILES > 0 && sums.full(own.after(step));
         auto look = [&] {
             mask(scores, step, tests);
             softmax.row_maximum(scores, largest);
             grown = softmax.raise(largest, shrink);
             softmax.exponentiate(scores);
             drop(scores, at, tile.head.batch, dropout);
+            weigh(scores, p, tile.head, own.tile(step) * KEYS, largest_value);
         };
         if (tests || !BLIND) {
             release_k();
             look();
-        } else {
+        } else if constexpr (BLIND) {
             mask(scores, step, false);
             float added[1][2];
             bool fits = softmax.exponentiate_blindly(scores, added);
@@ -217,16 +254,26 @@ struct Worker {
         if (own.after(step) > 0) s.k.wait_full();
         values_added();
         changed(scores);
-        if (__builtin_expect(grown, false)) softmax.scale_rows(o, shrink);
+        if (__builtin_expect(grown || full, false)) {
+            if (grown) softmax.scale_rows(o, shrink);
+            if constexpr (SUM_TILES > 0) {
+                if (grown) sums.scale_rows(s.sums(), group, o, shrink);
+                if (full) put_away();
+            }
+        }
         probabilities.template take<0, KEYS, DROPOUT>(scores);
     }
 
     // O of a tile, divided by the sums, and its lse.
-    __device__ void store(const Tile& of, OnlineSoftmax<1>& softmax) {
+    __device__ void store(const Tile& of, OnlineSoftmax<1>& softmax, const LongSums& sums) {
+        if constexpr (SUM_TILES > 0) sums.collect(s.sums(), group, o);
         softmax.add_lanes();
         Pairs pairs(p, of.head);
         ScorePlacement at = placement(of);
-        softmax.finish(o, pairs.unit(), kept(p), [&](int r) { return pairs.sink(at(r, 0).head); });
+        float out_scale = TURNED ? p.out_scale * value_descale(p, of.head, keys(of)) : 1;
+        // (Where unit() is 0 the factor is not, and TOP / factor, which is in the maximum, must go from lse.)
+        float unit = TURNED ? factor(of) * LN2 : pairs.unit();
+        softmax.finish(o, unit, kept(p) / out_scale, [&](int r) { return pairs.sink(at(r, 0).head); });
         int heads = heads_of(of), queries = of.head.queries(p);
         if (O_STAGED && maps.map_out) {
             bool storer = threadIdx.x % 128 == 0;
@@ -268,6 +315,7 @@ struct Worker {
             bool more = s.told(p, tile, schedule);
             if (!RIDE && !more) break;
             OnlineSoftmax<1> softmax_before = softmax;
+            LongSums sums_before = sums;
             bool half_before = half;
             Range q{queries().begin, min(queries().end, tile.head.queries(p))};
             Range keys = Band{p, tile.head}.keys_of(q);
@@ -276,6 +324,8 @@ struct Worker {
             own = all.part(keys, any);
             if (walk::LISTED) any = any && own.count() > 0;
             softmax = new_softmax();
+            sums = {};
+            if (V_BLOCKS && more) largest_value = value_descale(p, tile.head, keys);
 
             // V comes in the order of the key tiles, hidden ones too.
             if (RIDE && owed == VALUES && (!any || all.before(own) > 0)) {
@@ -306,7 +356,7 @@ struct Worker {
             int step = own.next(own.start());
             bool under = UNDER && owed != NOTHING && any && own.has(step) && !(walk::TESTS_FIRST && tests(step, 1));
             if (!under) {
-                if (RIDE && owed != NOTHING) store(before, softmax_before);
+                if (RIDE && owed != NOTHING) store(before, softmax_before, sums_before);
                 if (!more) break;
                 o.clear();
             }
@@ -321,7 +371,7 @@ struct Worker {
                     for (; own.has(step); step = own.next(step)) {
                         visit(step, false, [&] {
                             if (!UNDER || !under) return;
-                            store(before, softmax_before);
+                            store(before, softmax_before, sums_before);
                             o.clear();
                             under = false;
                         });
@@ -336,11 +386,16 @@ struct Worker {
                 values_added();
             }
             pass(all.behind(own));
-            if (!RIDE) store(tile, softmax);
+            if (!RIDE) store(tile, softmax, sums);
         }
         if (O_STAGED && threadIdx.x % 128 == 0) tma_wait_read();  // shared memory goes with the block
     }
 };
+
+// Launched where V is to be turned.
+extern "C" __global__ void __launch_bounds__(256) attention_turn(const __grid_constant__ Params p) {
+    if constexpr (TURNED) turn_values<DIM_V>(p, blockIdx.x);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attention_forward(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {

@@ -3,7 +3,9 @@
 #pragma once
 #include "attention/pairs.cuh"
 #include "attention/schedule.cuh"
+#include "sm90/long_sums.cuh"
 #include "sm90/pair_tiles.cuh"
+#include "sm90/turned_values.cuh"
 #include "tile/ring.cuh"
 #include "tile/swizzled.cuh"
 
@@ -12,11 +14,13 @@ using namespace config;
 constexpr int ROWS = 64 * GROUPS;
 constexpr int HEAD_ROWS = ROWS / PACK;  // where queries are few, heads that share K and V share a tile: rows of each
 constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int BLOCKS = GROUPS == 1 ? 2 : 1;  // of a multiprocessor
 constexpr int READERS = 4 * GROUPS;  // warps that read what is loaded
 
+// Whether threads have registers to spare: no more than two warpgroups compute on a multiprocessor, in BLOCKS thread blocks.
+constexpr bool ROOMY = GROUPS * BLOCKS < 3;
+
 // Whether the last O += P V of a tile is done under the first scores of the next: asks for registers and an early Q.
-constexpr bool RIDE = GROUPS < 3 && Q_STAGES > 1;
+constexpr bool RIDE = ROOMY && Q_STAGES > 1;
 
 // Whether, where tiles are alike and so their order is fixed, the next tile's Q is asked for in the middle of a tile: all
 // thread blocks change heads at once, and it would come late. (Beside three warpgroups the loading thread has no
@@ -25,18 +29,36 @@ constexpr bool EARLY = RIDE && walk::ALIKE;
 
 // Whether the loading thread tells the others all of a tile, so that they need no divisions between two tiles, or only
 // its number: beside three warpgroups it has no registers for more, and where tiles are alike there is nothing to gain.
-constexpr bool TELL = GROUPS < 3 && !walk::ALIKE;
+constexpr bool TELL = ROOMY && !walk::ALIKE;
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
-using VTile = SwizzledTile<KEYS, DIM_V>;
-using OTile = SwizzledTile<ROWS, DIM_V>;
+using OTile = SwizzledTile<ROWS, DIM_V, Out>;
+
+// Tensor cores take numbers of 8 bits along rows alone: there V comes turned, a row for each of its columns.
+template <bool TURNED>
+struct Values {
+    using Tile = SwizzledTile<KEYS, DIM_V>;
+    __device__ static void load(Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
+        tile.load(map, barrier, key, head.k, head.batch);
+    }
+};
+template <>
+struct Values<true> {
+    using Tile = SwizzledTile<DIM_V, KEYS>;
+    __device__ static void load(Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
+        tile.load(map, barrier, 0, head.k, head.batch, key);
+    }
+};
+constexpr bool TURNED = sizeof(In) == 1;
+using VTile = Values<TURNED>::Tile;
 
 using TileSchedule = Schedule<HEAD_ROWS, PACK>;
 using TileWalk = KeyWalk<KEYS, ROWS>;  // (what is listed is not packed)
 
 using Pairwise = PairTiles<ROWS>;  // mask and bias
 static_assert(!(PAIR_ARRAYS || walk::LISTED || DROPOUT) || PACK == 1);
+static_assert(!TURNED || KEYS % 32 == 0);  // P V takes so many at once
 
 struct TensorMaps : PairMaps {
     TensorMap q, k, v, out;
@@ -53,7 +75,7 @@ struct Shared {
     static constexpr int K_TILES = Q_STAGES * QTile::BYTES;
     static constexpr int V_TILES = K_TILES + STAGES * KTile::BYTES;
     static constexpr int O_TILE = V_TILES + STAGES * VTile::BYTES;
-    static constexpr int PAIR_TILES = O_TILE + (O_STAGED ? OTile::BYTES : 0);
+    static constexpr int PAIR_TILES = O_TILE + (O_STAGED && OTile::BYTES > LongSums::BYTES ? OTile::BYTES : LongSums::BYTES);
     static constexpr int Q_RING = PAIR_TILES + PAIR_STAGES * Pairwise::BYTES;
     static constexpr int K_RING = Q_RING + QRing::BYTES;
     static constexpr int V_RING = K_RING + KVRing::BYTES;
@@ -75,6 +97,7 @@ struct Shared {
     __device__ VTile v_tile() const { return {base + V_TILES + v.stage * VTile::BYTES}; }
     __device__ Pairwise pair_tiles() const { return {base + PAIR_TILES + pairs.stage * Pairwise::BYTES}; }
     __device__ OTile o_tile() const { return {base + O_TILE}; }  // only where O_STAGED
+    __device__ unsigned sums() const { return base + O_TILE; }   // only with SUM_TILES
     __device__ unsigned note() const { return base + NOTES + 16 * q.stage; }  // what the slot of Q tells of its tile
 
     // The loading thread tells of a tile, or that there are no more, and the others are told: a batch of -1.
@@ -118,7 +141,7 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
     auto load_v = [&](const Tile& tile, int tile_k) {
         s.v.wait_empty();
         mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
-        s.v_tile().load(maps.v, s.v.full(), tile_k * KEYS, tile.head.k, tile.head.batch);
+        Values<TURNED>::load(s.v_tile(), maps.v, s.v.full(), tile_k * KEYS, tile.head);
         s.v.advance();
     };
     auto load_pairs = [&](const Tile& tile, int tile_k) {

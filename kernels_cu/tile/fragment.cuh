@@ -161,17 +161,17 @@ struct FromTransposed {
     }
 };
 
-template <int N>
+template <auto X>
 struct Constant {
-    static constexpr int value = N;
+    static constexpr auto value = X;
 };
 
-// f(Constant<0>()), ..., f(Constant<N - 1>()).
-template <int N, int FIRST = 0, class F>
-__device__ void for_constants(F f) {
+// f(Constant<0>(), x...), ..., f(Constant<N - 1>(), x...).
+template <int N, int FIRST = 0, class F, class... X>
+__device__ void for_constants(F f, X... x) {
     if constexpr (FIRST < N) {
-        f(Constant<FIRST>());
-        for_constants<N, FIRST + 1>(f);
+        f(Constant<FIRST>(), x...);
+        for_constants<N, FIRST + 1>(f, x...);
     }
 }
 

@@ -1,4 +1,4 @@
-// Tiles of 16-bit numbers in shared memory as TMA writes and wgmma reads them: blocks of 64 columns one after the other,
+// Tiles in shared memory as TMA writes and wgmma reads them: blocks of 64 columns of 16 bits, or 128 of 8, one after the other,
 // each a row of 128 bytes for every row of the tile, its eight 16-byte chunks permuted by the row ("128-byte swizzle"), so
 // that neither rows nor columns meet in one bank. Tiles start at multiples of 1024 bytes.
 #pragma once
@@ -9,10 +9,17 @@
 #include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
 
-template <int ROWS, int COLS>
+// A row of 32 bytes of K is what a product takes at once.
+template <class T>
+constexpr int STEP = 32 / sizeof(T);
+
+template <int ROWS, int COLS, class T = Product>
 struct SwizzledTile {
+    using Number = T;
     static constexpr int COLUMNS = COLS;
-    static constexpr int BLOCKS = (COLS + 63) / 64;
+    static constexpr int SIZE = sizeof(T);
+    static constexpr int WIDTH = 128 / SIZE;  // columns of a block
+    static constexpr int BLOCKS = (COLS + WIDTH - 1) / WIDTH;
     static constexpr int BLOCK_BYTES = 128 * ROWS;
     static constexpr int BYTES = BLOCKS * BLOCK_BYTES;
     static_assert(ROWS % 8 == 0 && COLS % 16 == 0);
@@ -20,29 +27,30 @@ struct SwizzledTile {
     unsigned base;  // 32-bit address in shared memory
 
     __device__ unsigned address(int row, int col) const {
-        return base + col / 64 * BLOCK_BYTES + 128 * row + (col / 8 % 8 ^ row % 8) * 16 + col % 8 * 2;
+        constexpr int CHUNK = 16 / SIZE;
+        return base + col / WIDTH * BLOCK_BYTES + 128 * row + (col / CHUNK % 8 ^ row % 8) * 16 + col % CHUNK * SIZE;
     }
 
     // Fill the tile from a row (and column) of the array on; BYTES arrive on the barrier.
     __device__ void load(const TensorMap& map, unsigned barrier, int row, int head, int batch, int column = 0) const {
 #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) tma_load(base + b * BLOCK_BYTES, map, barrier, column + 64 * b, row, head, batch);
+        for (int b = 0; b < BLOCKS; b++) tma_load(base + b * BLOCK_BYTES, map, barrier, column + WIDTH * b, row, head, batch);
     }
 
     // Store a box of rows, from `first` of the tile to `row` of the array on. By one thread.
     __device__ void store(const TensorMap& map, int first, int row, int head, int batch) const {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
-            tma_store(map, base + b * BLOCK_BYTES + 128 * first, 64 * b, row, head, batch);
+            tma_store(map, base + b * BLOCK_BYTES + 128 * first, WIDTH * b, row, head, batch);
     }
 
-    // Operand of a product whose sum runs along the rows: 16 columns at 16 k, rows from `row` on. (Its address is that
+    // Operand of a product whose sum runs along the rows: STEP columns at STEP k, rows from `row` on. (Its address is that
     // before the swizzle.)
     __device__ unsigned long long along_rows(int row, int k) const {
         return descriptor(128 * row + k / 4 * BLOCK_BYTES + k % 4 * 32, 0);
     }
 
-    // Operand of a product whose sum runs down the columns: 16 rows at 16 k, all columns from block `b` on.
+    // Operand of a product whose sum runs down the columns, of 16-bit numbers: 16 rows at 16 k, all columns from block `b` on.
     __device__ unsigned long long down_columns(int k, int b = 0) const {
         return descriptor(128 * 16 * k + b * BLOCK_BYTES, BLOCK_BYTES);
     }
@@ -64,7 +72,7 @@ __device__ void changed(Accumulator<1, N>& sum) {
         for (int e = 0; e < 4; e++) mark_changed(sum.x[0][n][e]);
 }
 
-// Products in the background: `sum` = A B or, with ADD, += A B, over K; a(k) and b(k) describe 16 of K.
+// Products in the background: `sum` = A B or, with ADD, += A B, over K; a(k) and b(k) describe STEP of K.
 constexpr bool ADD = true;
 
 template <int K, bool ADD, int TRANSPOSED_A, int TRANSPOSED_B, int N, class A, class B>
@@ -72,13 +80,13 @@ __device__ void start_product(Accumulator<1, N>& sum, A a, B b) {
     wgmma_fence();
     if constexpr (!ADD) wgmma_start<TRANSPOSED_A, TRANSPOSED_B>(sum.x[0], a(0), b(0), Product());
 #pragma unroll
-    for (int k = ADD ? 0 : 1; k < K / 16; k++) wgmma<TRANSPOSED_A, TRANSPOSED_B>(sum.x[0], a(k), b(k), Product());
+    for (int k = ADD ? 0 : 1; k < K / STEP<Product>; k++) wgmma<TRANSPOSED_A, TRANSPOSED_B>(sum.x[0], a(k), b(k), Product());
     wgmma_commit();
 }
 
 // A B^T over K columns; A's 64 rows from `row` on, B's first rows are the columns of the sum.
-template <int K, bool ADD = false, int N, int ROWS, int COLS, int ROWS_B>
-__device__ void start_ABt(Accumulator<1, N>& sum, SwizzledTile<ROWS, COLS> a, int row, SwizzledTile<ROWS_B, COLS> b) {
+template <int K, bool ADD = false, int N, int ROWS, int COLS, int ROWS_B, class T>
+__device__ void start_ABt(Accumulator<1, N>& sum, SwizzledTile<ROWS, COLS, T> a, int row, SwizzledTile<ROWS_B, COLS, T> b) {
     static_assert(8 * N <= ROWS_B);
     start_product<K, ADD, 0, 0>(
         sum, [&](int k) { return a.along_rows(row, k); }, [&](int k) { return b.along_rows(0, k); });
@@ -117,17 +125,31 @@ __device__ void warp_ABt(Accumulator<1, N>& sum, TileA tile, int row, TileB b) {
     }
 }
 
-// A 64 x K operand in registers, rounded to Product.
+// A 64 x K operand in registers, rounded to Product. Of 8 bits, a lane's four numbers of a row that follow each other in K are
+// two and two of the accumulator, eight columns apart: K is in that order (sm90/turned_values.cuh).
 template <int K>
 struct Operand {
-    unsigned x[K / 16][4];
+    static constexpr int EACH = STEP<Product>;
+
+    unsigned x[K / EACH][4];
 
     // Its first columns, or COUNT from FIRST on.
     template <int FIRST = 0, int COUNT = K, bool RELU = false, int N>
     __device__ void take(const Accumulator<1, N>& sum) {
-        FromRegisters<1, N, RELU> rounded{sum};
+        if constexpr (EACH == 32) {
 #pragma unroll
-        for (int k = FIRST / 16; k < (FIRST + COUNT) / 16 && k < N / 2; k++) rounded(x[k], 0, k);
+            for (int k = FIRST / 32; k < (FIRST + COUNT) / 32 && k < N / 4; k++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float(&a)[4] = sum.x[0][4 * k + i / 2 * 2], (&b)[4] = sum.x[0][4 * k + i / 2 * 2 + 1];
+                    int h = i % 2 * 2;
+                    x[k][i] = pack4<RELU>(a[h], a[h + 1], b[h], b[h + 1]);
+                }
+        } else {
+            FromRegisters<1, N, RELU> rounded{sum};
+#pragma unroll
+            for (int k = FIRST / 16; k < (FIRST + COUNT) / 16 && k < N / 2; k++) rounded(x[k], 0, k);
+        }
     }
 };
 
@@ -141,6 +163,17 @@ __device__ void start_AB(Accumulator<1, N>& sum, const Operand<COLS>& a, Swizzle
     wgmma_commit();
 }
 
+// The same with B turned: its rows are the columns of the sum.
+template <int K, int FIRST = 0, int N, int COLS, int ROWS>
+__device__ void start_AB_turned(Accumulator<1, N>& sum, const Operand<COLS>& a, SwizzledTile<8 * N, ROWS> b) {
+    constexpr int EACH = STEP<Product>;
+    static_assert(FIRST + K <= COLS && FIRST + K <= ROWS);
+    wgmma_fence();
+#pragma unroll
+    for (int k = FIRST / EACH; k < (FIRST + K) / EACH; k++) wgmma(sum.x[0], a.x[k], b.along_rows(0, k), Product());
+    wgmma_commit();
+}
+
 // Store the transpose of a warp's 16 rows of an operand: as 16 columns of a tile, from (row, col) on.
 template <int FIRST = 0, int COUNT = 1 << 20, int K, class Tile>
 __device__ void store_transposed(const Operand<K>& operand, Tile tile, int row, int col) {
@@ -151,14 +184,18 @@ __device__ void store_transposed(const Operand<K>& operand, Tile tile, int row, 
                                operand.x[k]);
 }
 
-// Round a warp's 16 rows to Product and store them from (row, col) of the tile on; TRANSPOSED: as 16 columns.
+// Round a warp's 16 rows to a tile's numbers of 16 bits and store them from (row, col) of the tile on; TRANSPOSED: as 16 columns.
 template <bool TRANSPOSED = false, bool RELU = false, int N, class Tile>
 __device__ void store_rounded(const Accumulator<1, N>& sum, Tile tile, int row, int col, int lane = threadIdx.x % 32) {
-    FromRegisters<1, N, RELU> rounded{sum};
+    using T = typename Tile::Number;
 #pragma unroll
     for (int k = 0; k < N / 2; k++) {
         unsigned pairs[4];
-        rounded(pairs, 0, k);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float(&f)[4] = sum.x[0][2 * k + i / 2];
+            pairs[i] = pack2<T, RELU>(f[i % 2 * 2], f[i % 2 * 2 + 1]);
+        }
         if (TRANSPOSED)
             stmatrix_x4_transposed(tile.address(row + 16 * k + lane % 8 + lane / 16 * 8, col + lane / 8 % 2 * 8), pairs);
         else
@@ -167,7 +204,7 @@ __device__ void store_rounded(const Accumulator<1, N>& sum, Tile tile, int row, 
     if constexpr (N % 2) {
         static_assert(TRANSPOSED);
         const float(&f)[4] = sum.x[0][N - 1];
-        stmatrix_x2_transposed(tile.address(row + 8 * (N - 1) + lane % 8, col + lane / 8 % 2 * 8),
-                               pack2<Product, RELU>(f[0], f[1]), pack2<Product, RELU>(f[2], f[3]));
+        stmatrix_x2_transposed(tile.address(row + 8 * (N - 1) + lane % 8, col + lane / 8 % 2 * 8), pack2<T, RELU>(f[0], f[1]),
+                               pack2<T, RELU>(f[2], f[3]));
     }
 }

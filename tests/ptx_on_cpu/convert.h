@@ -31,11 +31,33 @@ inline unsigned short float_to_half(float x) {
     return sign | (n + ((last + 24) << 10));
 }
 
+// e4m3: a bias of 7, no infinities, NaN where all other bits are set.
+inline float float8_to_float(unsigned char x) {
+    int exponent = x >> 3 & 15, mantissa = x & 7;
+    float y = exponent == 15 && mantissa == 7 ? NAN
+                                              : std::ldexp(float(exponent ? 8 + mantissa : mantissa), std::max(exponent, 1) - 10);
+    return x >> 7 ? -y : y;
+}
+
+// What is too large becomes 448.
+inline unsigned char float_to_float8(float x) {
+    unsigned char sign = __float_as_uint(x) >> 31 << 7;
+    float y = std::min(std::fabs(x), 448.0f);
+    if (x != x) return 0x7f;
+    if (y == 0) return sign;
+    int exponent;
+    std::frexp(y, &exponent);  // y < 2^exponent
+    int last = std::max(exponent - 4, -9);
+    return sign | (unsigned(std::nearbyint(std::ldexp(y, -last))) + ((last + 9) << 3));  // a multiple of 2^last
+}
+
+inline float float_of(float8_t, unsigned short bits) { return float8_to_float(bits); }
 inline float float_of(half_t, unsigned short bits) { return half_to_float(bits); }
 inline float float_of(bfloat16_t, unsigned short bits) { return __uint_as_float(unsigned(bits) << 16); }
 
 }  // namespace on_cpu
 
+inline float to_float(float8_t x) { return on_cpu::float8_to_float(x.bits); }
 inline float to_float(bfloat16_t x) { return on_cpu::float_of(x, x.bits); }
 inline float to_float(half_t x) { return on_cpu::float_of(x, x.bits); }
 inline float to_float(float x) { return x; }
@@ -81,4 +103,11 @@ template <class T, bool RELU = false>
 unsigned pack2(float low, float high) {
     if (RELU) low = low < 0 ? 0 : low, high = high < 0 ? 0 : high;
     return from_float<T>(low).bits | unsigned(from_float<T>(high).bits) << 16;
+}
+
+template <bool RELU = false>
+unsigned pack4(float a, float b, float c, float d) {
+    unsigned x = 0, shift = 0;
+    for (float y : {a, b, c, d}) x |= unsigned(on_cpu::float_to_float8(RELU && y < 0 ? 0 : y)) << shift, shift += 8;
+    return x;
 }

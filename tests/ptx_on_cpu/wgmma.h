@@ -78,22 +78,37 @@ void start_product(const char* name, int n, float* d, const unsigned* a_register
             if (first || !add) std::fill_n(given[l].d, n / 2, NAN);
         }
         warp.products.add([=, &warp, before = std::move(before), given = std::move(given)] {
-            static Eight b_numbers[16 * 32], c[16 * 32];  // for n up to 256
-            float a_numbers[16][16];
-            auto* b_flat = (float*)b_numbers;
+            constexpr int PARTS = sizeof(T) == 1 ? 2 : 1;  // numbers in 16 bits, and products of 16 of K
+            static Eight b_numbers[PARTS][16 * 32], c[16 * 32];  // for n up to 256
+            float a_numbers[PARTS][16][16];
             auto* c_flat = (float*)c;
-            b.each(0, n, [&](int j, int k, unsigned short x) { b_flat[k * n + j] = float_of(T(), x); });
-            if (a_registers)
-                unpack_a<T>(a_numbers, [&](int l) { return given[l].a; });
+            auto place = [](int k, unsigned short x, auto f) {
+                for (int part = 0; part < PARTS; part++) {
+                    int at = PARTS * k + part;
+                    f(at / 16, at % 16, float_of(T(), PARTS == 2 ? x >> 8 * part & 255 : x));
+                }
+            };
+            b.each(0, n, [&](int j, int k, unsigned short x) {
+                place(k, x, [&](int part, int k, float y) { ((float*)b_numbers[part])[k * n + j] = y; });
+            });
+            if (!a_registers)
+                a.each(row, 16, [&](int i, int k, unsigned short x) {
+                    place(k, x, [&](int part, int k, float y) { a_numbers[part][i][k] = y; });
+                });
+            else if constexpr (PARTS == 1)
+                unpack_a<T>(a_numbers[0], [&](int l) { return given[l].a; });
             else
-                a.each(row, 16, [&](int i, int k, unsigned short x) { a_numbers[i][k] = float_of(T(), x); });
+                for (int l = 0; l < 32; l++)
+                    for (int i = 0; i < 4; i++)
+                        for (int e = 0; e < 4; e++)
+                            a_numbers[i / 2][l / 4 + i % 2 * 8][l % 4 * 4 + e] = float_of(T(), given[l].a[i] >> 8 * e & 255);
             auto each = [&](auto f) {
                 for (int l = 0; l < 32; l++)
                     for (int i = 0; i < n / 2; i++)
                         f(l, i, c_flat[(l / 4 + i % 4 / 2 * 8) * n + i / 4 * 8 + l % 4 * 2 + i % 2]);
             };
             each([&](int l, int i, float& x) { x = !add ? 0 : kept ? before[l * n / 2 + i] : given[l].d[i]; });
-            add_product(c, a_numbers, b_numbers, n / 8);
+            for (int part = 0; part < PARTS; part++) add_product(c, a_numbers[part], b_numbers[part], n / 8);
             each([&](int l, int i, float x) { given[l].d[i] = x; });
             warp.under_way[given[0].d]--;
         });
@@ -126,5 +141,5 @@ void wgmma(float (&d)[N][4], unsigned long long a, unsigned long long b, T) {
 }
 template <int N, class T>
 void wgmma(float (&d)[N][4], const unsigned (&a)[4], unsigned long long b, T) {
-    on_cpu::start_product<T>("wgmma", 8 * N, d[0], a, 0, b, true, false, true);
+    on_cpu::start_product<T>("wgmma", 8 * N, d[0], a, 0, b, true, false, sizeof(T) > 1);
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...problem import ITEMSIZE, AttentionProblem
+from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, features
 
@@ -15,6 +15,8 @@ THREADS = 256
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
+    if problem.dtype == FLOAT8:
+        return f"takes no {problem.dtype}"
     if problem.dtype == "float64":
         return "takes float16, bfloat16 and float32, not float64"
     largest = COLUMNS[-1]  # all columns of a tile are on the chip at once

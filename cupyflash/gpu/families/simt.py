@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...problem import ITEMSIZE, AttentionProblem
+from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ...tile_lists import ListUse
 from ..array_gradient import Lengths, work
 from ..device import Arch
@@ -17,6 +17,8 @@ MAX_DIM = 4096
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
+    if problem.dtype == FLOAT8:
+        return f"takes no {problem.dtype}"
     if max(problem.dim, problem.dim_v) > MAX_DIM:
         return f"takes head dimensions up to {MAX_DIM}, not {problem.dim} and {problem.dim_v}"
     return None
@@ -116,7 +118,7 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     of_arrays = work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
     of_arrays += score_work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
     pairs = problem.batch * problem.heads_q
-    delta = Launch("attention_backward_delta", ceil(pairs * problem.seq_q, t.threads), t.threads)
+    delta = Launch("attention_backward_delta", ceil(pairs * problem.seq_q, t.threads), t.threads, fills=("delta",))
     return KernelPlan(
         "simt", arch.name, problem.dtype, True, "simt/array_gradient.cu",
         (*_tile_constants(t), *of_arrays.constants, *features(problem)), (delta, *of_arrays.launches),

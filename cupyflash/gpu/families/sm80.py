@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...problem import ITEMSIZE, AttentionProblem
+from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ...tile_lists import ListUse
 from ..array_gradient import Lengths, work
 from ..device import Arch
@@ -18,6 +18,8 @@ FAST_DOUBLES = (8.0, 9.0, 10.0)
 
 
 def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
+    if problem.dtype == FLOAT8:
+        return f"takes no {problem.dtype}"
     if arch.cc < 80:
         return f"needs compute capability 8.0, this GPU has {arch.cc / 10}"
     if problem.dtype == "float64" and arch.cc / 10 not in FAST_DOUBLES:
@@ -73,7 +75,7 @@ FORWARD = (
     Tile(128, 32, 8, 1, 2, 1, dim=64, size=8),
     Tile(128, 32, 8, 1, 1, 1, dim=128, size=8, spills=32),
     Tile(64, 32, 8, 2, 1, 1, dim=192, size=8),
-    Tile(32, 32, 4, 2, 1, 1, size=8),
+    Tile(32, 32, 4, 2, 1, 1, size=8, spills=72),
     Tile(128, 128, 4, 1, 2, 2, dim=64),
     Tile(128, 64, 4, 1, 2, 2, dim=128),
     Tile(128, 32, 4, 1, 2, 2, dim=128),
@@ -87,7 +89,7 @@ BACKWARD = (
     Tile(64, 64, 8, 4, 1, 1, dim=128, size=4),
     Tile(64, 32, 8, 4, 1, 1, size=4, spills=144),
     Tile(32, 32, 4, 2, 1, 1, dim=128, size=4),
-    Tile(32, 32, 4, 2, 1, 1, size=4, spills=288),
+    Tile(32, 32, 4, 2, 1, 1, size=4, spills=352),
     Tile(16, 32, 2, 1, 1, 1, dim=192, size=4, spills=736),
     Tile(32, 64, 4, 1, 1, 2, dim=64, size=8, spills=136),
     Tile(32, 64, 8, 2, 1, 1, dim=128, size=8),
@@ -217,7 +219,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
         Launch("attention_backward_finish", pairs * tiles_q, 128),
     )
     workspace = (
-        Workspace("delta", problem.lse_dtype, (pairs, tiles_q, 2, t.rows)),  # and lse
+        Workspace("delta", problem.lse_dtype, (pairs, tiles_q, 2, t.rows), t.rows),  # and lse
         Workspace("dq_sum", problem.lse_dtype, (pairs, tiles_q, t.rows * dim)),
         Workspace("counters", "uint32", (pairs * tiles_q + 1 if problem.deterministic else 0,)),
         *halves,
@@ -241,9 +243,9 @@ def _split(
     for name, heads, seq, size, width in arrays:
         of_array = problem.batch * heads * ceil(seq, size)
         tiles += of_array
-        spaces.append(Workspace(f"{name}_halves", "float16", (problem.batch * heads * seq, 2 * width)))
-        spaces.append(Workspace(f"{name}_units", "float32", (of_array,)))
-    return (Launch("attention_split", tiles, 256),), tuple(spaces)
+        spaces.append(Workspace(f"{name}_halves", "float16", (problem.batch * heads * seq, 2 * width), size))
+        spaces.append(Workspace(f"{name}_units", "float32", (of_array,), size))
+    return (Launch("attention_split", tiles, 256, fills=tuple(x.name for x in spaces)),), tuple(spaces)
 
 
 def both_ways(problem: AttentionProblem, rows: int, keys: int, bits: str) -> tuple[ListUse, ...]:
@@ -262,6 +264,7 @@ class GradientTile:
     stages: int  # pieces of the operands in flight
     length: int = ANY  # where there are no more queries, or no more keys
     parts: int | None = None  # that a number is; None: any
+    shares: bool = False  # only where the backward of q, k and v has such tiles: what that has split is not split again
 
     def shared_memory(self, depth: int, bias: int, parts: int) -> int:
         """Bytes that the kernel lays out: the pieces, whose place the sums take in the end, and a bias of so many bytes."""
@@ -271,6 +274,7 @@ class GradientTile:
 
 GRADIENT_SPILLS = 560  # of addresses, once per tile: 512 threads have 128 registers each
 GRADIENT = (
+    *(GradientTile(64, keys, 2, keys // 32, stages, 1024, 2, True) for keys, stages in ((64, 4), (128, 3), (128, 2))),
     GradientTile(64, 64, 2, 2, 4, length=64),
     GradientTile(128, 64, 4, 2, 3, parts=2),
     *(GradientTile(128, 128, 4, 4, stages) for stages in (4, 3, 2)),
@@ -286,10 +290,12 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     depth = 32 if max(problem.dim, problem.dim_v) <= 32 else 64  # columns of a piece
     shortest = min(problem.seq_q, problem.seq_k)
     bias = ITEMSIZE[x.dtype] if "bias" in lengths and (x := problem.array("bias")) else 0
+    main = _fitting(problem, arch, True, None)
     t = next(
         t
         for t in GRADIENT
         if shortest <= t.length
+        and (not t.shares or (main is not None and (t.rows, t.keys) == (main.rows, main.keys)))
         and t.parts in (None, parts)
         and t.shared_memory(depth, bias, parts) <= arch.shared_memory
     )
@@ -298,6 +304,8 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     dim, dim_v = (
         pad(n, 16) if parts > 1 else next(x for x in (64, 128, 256) if n <= x) for n in (problem.dim, problem.dim_v)
     )
+    if t.shares and main is not None:
+        dim, dim_v = main.dims(problem, True)
     of_arrays = work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
     of_arrays += score_work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
     constants: tuple[tuple[str, int | bool], ...] = (
@@ -308,9 +316,9 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     split, halves = _split(problem, t, dim, dim_v, True) if parts > 1 else ((), ())
     return KernelPlan(
         "sm80", arch.name, problem.dtype, True, "sm80/array_gradient.cu", constants,
-        (*split, Launch("attention_backward_prepare", pairs * tiles_q, 128), *of_arrays.launches),
+        (*split, Launch("attention_backward_prepare", pairs * tiles_q, 128, fills=("delta",)), *of_arrays.launches),
         16 if parts == 1 else ITEMSIZE[problem.dtype],
-        (Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows)), *of_arrays.workspace, *halves), GRADIENT_SPILLS,
+        (Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows), t.rows), *of_arrays.workspace, *halves), GRADIENT_SPILLS,
         scalars=of_arrays.scalars, given=problem.given,
         lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")), wrt=tuple(lengths),
     )  # fmt: skip

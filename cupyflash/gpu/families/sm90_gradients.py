@@ -7,7 +7,7 @@ from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features
 from . import sm80
-from .sm90 import BARRIERS, PairTiles
+from .sm90_memory import BARRIERS, PairTiles
 
 ROWS, KEYS = 128, 128  # a thread block's tile: 64 queries for each of two warpgroups that compute
 WORKERS = 8  # their warps
@@ -42,7 +42,7 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     maps = (*pairs.boxes(ROWS), Box("q", ROWS), Box("k", KEYS), Box("v", KEYS), Box("dout", ROWS))
     return KernelPlan(
         "sm90", arch.name, problem.dtype, True, "sm90/array_gradient.cu", constants,
-        (Launch("attention_backward_prepare", heads * tiles_q, 128), *of_arrays.launches), 16,
-        (Workspace("delta", "float32", (heads, tiles_q, 2, ROWS)), *of_arrays.workspace), SPILLS, maps,
+        (Launch("attention_backward_prepare", heads * tiles_q, 128, fills=("delta",)), *of_arrays.launches), 16,
+        (Workspace("delta", "float32", (heads, tiles_q, 2, ROWS), ROWS), *of_arrays.workspace), SPILLS, maps,
         scalars=of_arrays.scalars, given=problem.given, wrt=tuple(lengths),
     )  # fmt: skip

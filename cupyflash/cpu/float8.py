@@ -1,0 +1,44 @@
+"""Attention forward on NumPy arrays of 8 bits (e4m3): that of the numbers which they stand for, in float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..problem import BLOCK, DESCALES, FLOAT8, AttentionProblem
+from .forward import forward as _forward
+
+_DTYPES = {FLOAT8: ml_dtypes.float8_e4m3fn, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+def forward(
+    problem: AttentionProblem, q: np.ndarray, k: np.ndarray, v: np.ndarray, **given: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `cpu.forward.forward`; out in the problem's `result_dtype`, times `out_scale`."""
+    numbers = {name: _meant(x, given.pop(f"{name}_descale", None)) for name, x in (("q", q), ("k", k), ("v", v))}
+    left = tuple(x for x in problem.given if x.name not in DESCALES)
+    out, lse = _forward(
+        replace(problem, dtype="float32", out_dtype=None, out_scale=1.0, given=left), **numbers, **given
+    )
+    return rounded(out * np.float32(problem.out_scale), problem.result_dtype), lse
+
+
+def _meant(x: np.ndarray, descale: np.ndarray | None) -> np.ndarray:
+    """The numbers in (B, S, H, D) that x stands for. `descale` is broadcast to (B, H, blocks)."""
+    numbers = x.astype(np.float32)
+    if descale is None:
+        return numbers
+    scale = descale.reshape((1,) * (3 - descale.ndim) + descale.shape)
+    rows = np.repeat(scale, BLOCK, axis=2)[:, :, : x.shape[1]] if scale.shape[2] > 1 else scale
+    return numbers * np.moveaxis(rows, 1, 2)[..., None]
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """x in another dtype; in 8 bits, which have no infinity, 448 is the largest."""
+    if dtype == FLOAT8:
+        x = np.clip(x, -448, 448)
+    with np.errstate(over="ignore"):
+        return x.astype(_DTYPES[dtype])

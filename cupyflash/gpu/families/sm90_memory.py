@@ -1,0 +1,63 @@
+"""What the Hopper forward and backward lay out alike in shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
+from ..device import Arch
+from ..kernel_plan import PAIRWISE, Box, ceil
+
+DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
+FEW = 64  # queries, or keys: fewer than most tiles have
+PAIR_STAGES = (2, 1)  # tiles of mask and bias in flight: the first that there is room for
+RESERVED = 1024  # bytes of a multiprocessor's shared memory that each thread block takes for itself
+BARRIERS = 256  # bytes for barriers, more than any ring takes
+
+
+def padded(problem: AttentionProblem) -> tuple[int, int]:
+    """The head dimensions that kernels are compiled for: 32 where both are, of 16-bit numbers."""
+    least = DIMS[0] if max(problem.dim, problem.dim_v) <= DIMS[0] and problem.dtype != FLOAT8 else 64
+    dim, dim_v = (next(d for d in DIMS if max(n, least) <= d) for n in (problem.dim, problem.dim_v))
+    return dim, dim_v
+
+
+def pair_stages(problem: AttentionProblem) -> tuple[int, ...]:
+    """How many tiles of mask and bias may be in flight, what is best first."""
+    return PAIR_STAGES if paired(problem) else (1,)
+
+
+def room(arch: Arch, blocks: int) -> int:
+    """Bytes of shared memory that each of so many thread blocks of a multiprocessor can have."""
+    return (arch.shared_memory + RESERVED) // blocks - RESERVED
+
+
+def paired(problem: AttentionProblem) -> list[str]:
+    """The arrays over pairs that are given."""
+    return [name for name in PAIRWISE if problem.has(name)]
+
+
+@dataclass(frozen=True)
+class PairTiles:
+    """Tiles of the arrays over pairs, mask and bias, in shared memory, `stages` in flight."""
+
+    problem: AttentionProblem
+    stages: int = 1
+
+    def _given(self) -> list[tuple[str, int, bool]]:
+        """Name, bytes of an element, and whether queries differ."""
+        found = [x for x in self.problem.given if x.name in PAIRWISE]
+        return [(x.name, ITEMSIZE[x.dtype], "query" in x.axes) for x in found]
+
+    def memory(self, rows: int, keys: int) -> int:
+        """Bytes of all: blocks of 128 bytes a row."""
+        tiles = [ceil(keys * size, 128) * (128 * rows if by_query else 1024) for _, size, by_query in self._given()]
+        return self.stages * sum(tiles)
+
+    def boxes(self, rows: int) -> tuple[Box, ...]:
+        return tuple(Box(name, rows if by_query else 1) for name, _, by_query in self._given())
+
+    def constants(self) -> tuple[tuple[str, int | bool], ...]:
+        by_query = {name: differ for name, _, differ in self._given()}
+        flags = ((f"{name.upper()}_BY_QUERY", by_query.get(name, False)) for name in PAIRWISE)
+        return ("PAIR_STAGES", self.stages), *flags

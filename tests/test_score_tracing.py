@@ -1,0 +1,148 @@
+"""What is known of a score function without running it: whether it is the one that was traced before."""
+
+from __future__ import annotations
+
+import collections
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyflash import attention
+from cupyflash.score import tanh, trace, where
+
+tracing = sys.modules["cupyflash.score.trace"]  # as an attribute it is the function
+
+
+def test_a_function_is_traced_anew_when_what_it_looks_up_has_changed(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((1, 5, 1, 2))
+    bound, calls = 1.0, []
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        calls.append(1)
+        return bound * s
+
+    def plain(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return bound * s + FACTOR[0]
+
+    for bound in (1.0, 2.0, -0.0, 0.0):
+        assert np.array_equal(
+            attention(x, x, x, score=plain), attention(x, x, x, score=lambda s, b, h, i, j, x=bound: x * s)
+        )
+        attention(x, x, x, score=score)
+    assert len(calls) == 4  # a list is looked up, so that nothing is known
+    FACTOR[0] = 5.0
+    try:
+        changed = attention(x, x, x, score=lambda s, b, h, i, j: where(i == j, plain(s, b, h, i, j), s))
+    finally:
+        FACTOR[0] = 0.0
+    assert not np.array_equal(
+        changed, attention(x, x, x, score=lambda s, b, h, i, j: where(i == j, plain(s, b, h, i, j), s))
+    )
+
+
+FACTOR = [0.0]
+
+
+def test_what_functions_and_classes_have_is_looked_up_too(rng: np.random.Generator) -> None:
+    """Configurations, for example."""
+    x, sizes = rng.standard_normal((1, 5, 1, 2)), {"cap": 1.0}
+    size = sizes.get
+
+    class Config:
+        cap = 1.0
+
+    def helper(s: Any) -> Any:
+        return s * helper.cap  # type: ignore[attr-defined]
+
+    def change(cap: float) -> None:
+        Config.cap = sizes["cap"] = helper.cap = cap  # type: ignore[attr-defined]
+
+    for score in (
+        lambda s, b, h, i, j: s * Config.cap,
+        lambda s, b, h, i, j: helper(s),
+        lambda s, b, h, i, j: s * size("cap"),
+    ):
+        for cap in (1.0, 2.0):
+            change(cap)
+            assert np.array_equal(
+                attention(x, x, x, score=score), attention(x, x, x, score=lambda s, b, h, i, j, cap=cap: s * cap)
+            )
+
+
+def test_what_code_finds_elsewhere_and_types_count_too(rng: np.random.Generator) -> None:
+    """What is imported inside, found by name, or held by a tuple with names."""
+    x = rng.standard_normal((1, 5, 1, 2))
+    First = collections.namedtuple("First", "cap other")
+    Second = collections.namedtuple("Second", "other cap")
+
+    def imported(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        import test_score_tracing as here
+
+        return s * here.FACTOR[0]
+
+    def by_name(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * globals()["FACTOR"][0]
+
+    def held(pair: Any) -> Any:
+        return lambda s, b, h, i, j: s * pair.cap
+
+    for cap in (1.0, 2.0):
+        sys.modules["test_score_tracing"].FACTOR[0] = FACTOR[0] = cap
+        expected = attention(x, x, x, score=lambda s, b, h, i, j, cap=cap: s * cap)
+        for score in (imported, by_name, held((First if cap == 1 else Second)(1.0, 2.0))):
+            assert np.array_equal(attention(x, x, x, score=score), expected)
+
+
+def test_classes_made_of_numbers_and_tuples(rng: np.random.Generator) -> None:
+    """Their attributes are looked up too."""
+    x = rng.standard_normal((1, 5, 1, 2))
+
+    class Whole(int):
+        cap = 1.0
+
+    class Pair(collections.namedtuple("Pair", "one other")):
+        cap = 1.0
+
+    for held in (Whole(1), Pair(1, 2)):
+        for cap in (1.0, 2.0):
+            type(held).cap = cap
+            found = attention(x, x, x, score=lambda s, b, h, i, j, held=held: s * held.cap)
+            assert np.array_equal(found, attention(x, x, x, score=lambda s, b, h, i, j, cap=cap: s * cap))
+
+
+def test_what_is_drawn_is_drawn_in_each_call(rng: np.random.Generator) -> None:
+    x, draws = rng.standard_normal((1, 5, 1, 2)), np.random
+    for score in (lambda s, b, h, i, j: s * np.random.rand(), lambda s, b, h, i, j: s * draws.rand()):
+        assert not np.array_equal(attention(x, x, x, score=score), attention(x, x, x, score=score))
+
+
+def test_what_is_known() -> None:
+    """Numbers, also of NumPy, tuples with and without names, functions and modules that nobody changes."""
+    sizes, number, low = collections.namedtuple("Sizes", "cap")(1.0), np.float32(2), (1, "a", None, True)
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return where(i >= j, tanh(s) * sizes.cap * number * math.pi, np.exp(s) * len(low))
+
+    assert tracing.fingerprint(score) is not None
+
+
+def test_a_function_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, run = [], tracing._run
+    monkeypatch.setattr(tracing, "_run", lambda *x: made.append(1) or run(*x))
+
+    def of(factor: float) -> Any:
+        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return helper(s) * factor
+
+        def helper(s: Any) -> Any:
+            return tanh(s) + np.float32(1) * math.pi
+
+        return score
+
+    first = trace(of(1.23), {})
+    assert len(made) == 1 and trace(of(1.23), {}) is first and len(made) == 1
+    assert trace(of(4.56), {}) is not first and len(made) == 2
+    assert trace(lambda s, b, h, i, j: 1.23 * (tanh(s) + 1 * math.pi), {}) is not None and len(made) == 3
