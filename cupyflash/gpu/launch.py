@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cupy
 import ml_dtypes
 import numpy as np
+from cupy.cuda import driver, runtime
 
 from ..interop.protocol import GpuAdapter
 from ..problem import ITEMSIZE, AttentionProblem, View
@@ -33,7 +36,25 @@ class Stream:
         return 0, self.ptr
 
 
-_stream = functools.lru_cache(_KEPT)(Stream)
+class _Thread(threading.local):
+    """Of each thread: on which GPUs the driver has a context for it."""
+
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
+
+
+_thread = _Thread()
+
+
+class Arguments:
+    """A kernel's parameters, and at `address` where each of them lies, as the driver wants them. A launch copies them."""
+
+    __slots__ = ("_kept", "address")
+
+    def __init__(self, *packed: bytes) -> None:
+        parameters = [(ctypes.c_char * len(x)).from_buffer_copy(x) for x in packed]
+        table = (ctypes.c_void_p * len(packed))(*map(ctypes.addressof, parameters))
+        self._kept, self.address = (parameters, table), ctypes.addressof(table)
 
 
 class Launcher:
@@ -52,8 +73,9 @@ class Launcher:
         ordinal: int,
     ) -> None:
         self.device = ordinal
+        self._functions = functions  # they keep their modules loaded
         self._kernels = [
-            (function, (launch.grid,), (launch.threads,), launch.shared_memory)
+            (function.ptr, launch.grid, launch.threads, launch.shared_memory)
             for function, launch in zip(functions, plan.launches)
         ]
         self._params = Packer(plan, problem, strides)
@@ -75,11 +97,13 @@ class Launcher:
         for index, offset in self._offsets:
             pointers[index] = workspace + offset
         arguments = self._arguments(tuple(pointers))
-        if cupy.cuda.runtime.getDevice() == self.device:
-            self._launch(arguments, _stream(stream))
-        else:
-            with cupy.cuda.Device(self.device):
-                self._launch(arguments, _stream(stream))
+        if runtime.getDevice() == self.device and self.device in _thread.devices:
+            self._launch(arguments, stream)
+            return
+        with cupy.cuda.Device(self.device):
+            runtime.setDevice(self.device)  # the driver wants a context, on this thread too
+            _thread.devices.add(self.device)
+            self._launch(arguments, stream)
 
     def find(self, pointers: list[int], first: Launcher, workspace: int) -> None:
         """Fill in the pointers into the workspace of the plan that has run before."""
@@ -87,25 +111,16 @@ class Launcher:
             if name in first._places:  # else it is empty
                 pointers[index] = workspace + first._places[name]
 
-    def _packed(self, pointers: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-        """The kernels' arguments. CuPy passes a NumPy array of one element by value; a launch copies it."""
-        params = _by_value(self._params(pointers))
+    def _packed(self, pointers: tuple[int, ...]) -> Arguments:
+        params = self._params(pointers)
         if self._maps is None:
-            return (params,)
-        return params, _by_value(self._maps(*[pointers[i] for i in self._mapped]))
+            return Arguments(params)
+        return Arguments(params, self._maps(*[pointers[i] for i in self._mapped]))
 
-    def _launch(self, arguments: tuple[np.ndarray, ...], stream: Stream) -> None:
-        for function, grid, block, shared in self._kernels:
-            function(grid, block, arguments, shared, stream)
-
-
-def _by_value(packed: bytes) -> np.ndarray:
-    return np.ndarray((), _opaque(len(packed)), packed)
-
-
-@functools.cache
-def _opaque(size: int) -> np.dtype[np.void]:
-    return np.dtype((np.void, size))
+    def _launch(self, arguments: Arguments, stream: int) -> None:
+        # By the driver: CuPy's functions look at every argument anew, for some 3 us of a launch.
+        for function, grid, threads, shared in self._kernels:
+            driver.launchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, arguments.address, 0)
 
 
 def on_device(pointer: int, view: View, device: int) -> cupy.ndarray:
