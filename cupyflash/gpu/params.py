@@ -69,29 +69,45 @@ def _cap_inverse(problem: AttentionProblem) -> float:
     return min(abs(problem.scale) / problem.softcap, largest)
 
 
-# tanh(x) = x (c0 + c1 x^2 + c2 x^4) up to a part in 44,000 where |x| is less than NEAR.
-NEAR, _NEAR_TANH = 0.5, (0.99997744, -0.33169151, 0.11520976)
+class NearZero(NamedTuple):
+    """What stands for tanh(x) where |x| < bound: x (1 + tanh[0] x^2 + tanh[1] x^4). Its slope is 1 + slope[0] x^2 + slope[1] x^4.
+
+    Of least absolute and least relative error.
+    """
+
+    bound: float
+    tanh: tuple[float, float]
+    slope: tuple[float, float]
 
 
-def _near_cap(n: int) -> Callable[[AttentionProblem], float]:
-    """What s^(2n + 1) is multiplied by in an exponent of 2, of a product s that is near 0 beside the cap."""
+# Off by 9e-5 and by a part in 40,000 (the special-function unit's tanh: a part in 2,000); by 9e-6 and by a part in 5,000.
+NEAR_ZERO = {
+    "bfloat16": NearZero(0.35, (-0.31975756, 0), (-0.9977361, 0.60618494)),  # pairs.cuh knows of the 0
+    "float16": NearZero(0.5, (-0.33185084, 0.11544082), (-0.99126475, 0.55077579)),
+}
+
+
+def _near(n: int, slope: bool = False) -> Callable[[AttentionProblem], float]:
+    """What s^(2n + 1) is multiplied by in an exponent of 2, of a product s that is near 0 beside the cap, or s^2n in the slope."""
 
     def coefficient(problem: AttentionProblem) -> float:
         if not _near_bound(problem):
             return 0.0
-        cap = SCALARS["cap"][1](problem)
-        return _NEAR_TANH[n] * cap * _cap_inverse(problem) ** (2 * n + 1)
+        near, inverse = NEAR_ZERO[problem.dtype], _cap_inverse(problem)
+        if slope:
+            return near.slope[n - 1] * inverse ** (2 * n)
+        return (1, *near.tanh)[n] * SCALARS["cap"][1](problem) * inverse ** (2 * n + 1)
 
     return coefficient
 
 
 def _near_bound(problem: AttentionProblem) -> float:
     """The absolute value up to which products are near 0. The limits keep powers of them inside float32, and what a score is off
-    by, 1e-5 of the cap, under what rounds P."""
+    by, of float16 1e-5 of the cap, under what rounds P."""
     inverse, largest = _cap_inverse(problem), 64 if problem.dtype == "float16" else 1e6
-    if problem.softcap is None or not 1e-4 <= problem.softcap <= largest or not inverse >= 1e-9:
+    if problem.softcap is None or problem.dtype not in NEAR_ZERO or not 1e-4 <= problem.softcap <= largest:
         return 0.0
-    return NEAR / inverse if inverse <= 1e4 else 0.0
+    return NEAR_ZERO[problem.dtype].bound / inverse if 1e-9 <= inverse <= 1e4 else 0.0
 
 
 def _factor(problem: AttentionProblem) -> float:
@@ -128,10 +144,8 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "out_scale": ("Accum", lambda p: p.out_scale),
     # The same without tanh, where |s| < near_cap: s (near_cap_0 + s^2 (near_cap_1 + s^2 near_cap_2)). And its slope.
     "near_cap": ("Accum", _near_bound),
-    "near_cap_0": ("Accum", _near_cap(0)),
-    "near_cap_1": ("Accum", _near_cap(1)),
-    "near_cap_2": ("Accum", _near_cap(2)),
-    "minus_cap_squared": ("Accum", lambda p: -1 / SCALARS["cap"][1](p) ** 2 if _near_bound(p) else 0.0),
+    **{f"near_cap_{n}": ("Accum", _near(n)) for n in range(3)},
+    **{f"near_slope_{n}": ("Accum", _near(n, slope=True)) for n in (1, 2)},
 }
 STRIDES = {  # in elements; broadcast axes of an array over pairs have stride 0
     "Strides": ("batch", "row", "head"),

@@ -74,6 +74,12 @@ struct Lines {
         int line = r / 8, n = c - Tile::column(0, 0);
         return score<NEAR>(s, line, n, config::BIAS ? arrays.bias(line, n) : 0);
     }
+    // factor * score + x
+    template <bool NEAR>
+    __device__ Accum exponent(Accum s, int r, int c, Accum factor, Accum x) const {
+        if constexpr (NEAR_CAPS && !config::BIAS) return pairs.product_and<NEAR>(s, x, {}, nullptr);
+        return fma(score<NEAR>(s, r, c), factor, x);
+    }
     template <bool NEAR = false>
     __device__ Accum slope(Accum s, int r, int c) const {
         int line = r / 8, n = c - Tile::column(0, 0);

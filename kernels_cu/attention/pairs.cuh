@@ -49,6 +49,12 @@ constexpr bool SCORED = config::SOFTCAP || config::SCORE || config::ALIBI_SLOPES
 // busier than the exponentials do: a polynomial is as exact as 16 bits ask.
 constexpr bool NEAR_CAPS = config::SOFTCAP && !config::SCORE && !config::ALIBI_SLOPES && sizeof(In) == 2;
 
+// Whether that has a term with s^5. bfloat16 asks for none.
+template <class T>
+constexpr bool FIFTH_POWER = true;
+template <>
+constexpr bool FIFTH_POWER<bfloat16_t> = false;
+
 // Whether a row's scores grow on the way from its last key to its first, as a rule: where what is added to them falls off
 // with the distance, and nothing hides the keys behind the query. What is not known may.
 constexpr bool GROWING_SCORES = config::SCORE || config::BIAS || (config::ALIBI_SLOPES && !walk::BOUND_LAST);
@@ -124,8 +130,8 @@ struct Pairs {
     __device__ Accum product_slope(Accum s, Pair at, const Accum* tabled) const {
         Accum sign = config::NEGATIVE_SCALE ? -1 : 1;
         if constexpr (NEAR) {
-            Accum x = s * near_cap(s);
-            return fma(x * x, sign * p.minus_cap_squared, sign);
+            Accum x = s * s;
+            return sign * fma(x, fma(x, p.near_slope_2, p.near_slope_1), Accum(1));
         }
         if (config::SCORE) return sign * user::slope(p, natural(s), head.batch, at.head, at.i, at.j, tabled);
         if (!config::SOFTCAP) return sign;
@@ -182,7 +188,7 @@ struct Pairs {
     }
     // Of a product that is near 0: what makes a soft cap's exponent of 2 of it.
     __device__ Accum near_cap(Accum s) const {
-        Accum x = s * s, y = fma(x, fma(x, p.near_cap_2, p.near_cap_1), p.near_cap_0);
+        Accum x = s * s, y = fma(x, FIFTH_POWER<In> ? fma(x, p.near_cap_2, p.near_cap_1) : p.near_cap_1, p.near_cap_0);
         return config::NEGATIVE_SCALE ? -y : y;
     }
     __device__ Accum weight() const { return config::SOFTCAP ? p.cap : p.factor; }

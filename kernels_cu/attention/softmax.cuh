@@ -133,8 +133,9 @@ struct OnlineSoftmax {
 
     // The same without a look at their maximum, where it was raised before; `added` is to be added to the sum. False where
     // that overflows, or a row has seen no key so far: the scores are lost then, and nothing else has changed.
-    template <int N>
-    __device__ bool exponentiate_blindly(Accumulator<M, N>& scores, Accum (&added)[M][2]) const {
+    // exponent(s, factor, x): factor * s + x, or of what is no score yet its score's.
+    template <int N, class F>
+    __device__ bool exponentiate_blindly(Accumulator<M, N>& scores, Accum (&added)[M][2], F exponent) const {
         bool fits = true;
 #pragma unroll
         for (int m = 0; m < M; m++)
@@ -146,7 +147,7 @@ struct OnlineSoftmax {
                 for (int n = 0; n < N; n++)
 #pragma unroll
                     for (int e = 2 * h; e < 2 * h + 2; e++) {
-                        scores.x[m][n][e] = exp2_approx(fma(scores.x[m][n][e], factor, offset));
+                        scores.x[m][n][e] = exp2_approx(exponent(scores.x[m][n][e], factor, offset));
                         added[m][h] += scores.x[m][n][e];
                     }
                 fits = fits && added[m][h] <= FITS<Product>;

@@ -66,7 +66,7 @@ struct NarrowWorker {
         auto exponential = [&](auto how, float& x, int r, int c, float& slope, float minus_lse) {
             constexpr bool NEAR = decltype(how)::value;
             slope = lines.template slope<NEAR>(x, r, c);
-            x = exp2_approx(fmaf(lines.template score<NEAR>(x, r, c), factor, minus_lse));
+            x = exp2_approx(lines.template exponent<NEAR>(x, r, c, factor, minus_lse));
         };
         auto tested = [&] {
             Range queries{tile_q * ROWS, tile_q * ROWS + ROWS};

@@ -132,7 +132,7 @@ struct WideWorker {
             scores.each(
                 [&](float& x, int r, int c, float& slope) {
                     slope = lines.template slope<NEAR>(x, r, c);
-                    x = exp2_approx(fmaf(lines.template score<NEAR>(x, r, c), factor, minus_lse[r / 8 % 2]));
+                    x = exp2_approx(lines.template exponent<NEAR>(x, r, c, factor, minus_lse[r / 8 % 2]));
                 },
                 slopes);
         });

@@ -227,9 +227,20 @@ struct Worker {
             release_k();
             look();
         } else if constexpr (BLIND) {
-            mask(scores, step, false);
             float added[1][2];
-            bool fits = softmax.exponentiate_blindly(scores, added);
+            bool fits;
+            if constexpr (NEAR_CAPS) {  // capped on the way
+                Pairs pairs(p, tile.head);
+                as_near(near_zero(scores, pairs), [&](auto how) {
+                    fits = softmax.exponentiate_blindly(scores, added, [&](float s, float, float x) {
+                        return pairs.product_and<decltype(how)::value>(s, x, {}, nullptr);
+                    });
+                });
+            } else {
+                mask(scores, step, false);
+                auto exponent = [](float s, float factor, float x) { return fmaf(s, factor, x); };
+                fits = softmax.exponentiate_blindly(scores, added, exponent);
+            }
             drop(scores, at, tile.head.batch, dropout);
             if constexpr (WARP_VOTE) {
                 if (__builtin_expect(__all_sync(~0u, fits), true)) {
