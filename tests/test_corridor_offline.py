@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 cupy = pytest.importorskip("cupy")
+from stand_in_cuda import Cuda
 
 from cupyflash import attention, attention_backward, explain
-from cupyflash.gpu import corridor, device, launch, params, programs, tensormap
+from cupyflash.gpu import corridor, device, launch, params, programs
 from cupyflash.gpu.device import Arch
 from cupyflash.interop import cupy_
 from cupyflash.problem import ITEMSIZE, OPTIONS, MaskKind, View, complete, contiguous, score_of
@@ -25,14 +26,17 @@ STREAM = 77
 B, SQ, SK, HQ, HK, D = 2, 40, 50, 4, 2, 64
 
 
-class Gpu:
+class Gpu(Cuda):
     """A GPU that computes nothing: where memory was given out, what was launched, copied and filled."""
 
     arch: Arch
+    plans: dict[int, Any]  # by the address of their first kernel
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        self.plans = {}
+        self.launched: list[tuple[Any, np.void, int]] = []  # plan, Params and stream of first kernels
         self.end = 1 << 40
-        self.launched: list[tuple[Any, np.void, int]] = []  # plan, Params, stream
         self.copied: list[tuple[int, View, int, View]] = []  # from address, view, to address, view
         self.filled: list[float] = []
         self.spread: list[int] = []  # from address
@@ -47,12 +51,17 @@ class Gpu:
 
     def functions(self, plan: Any, ordinal: int) -> list[Any]:
         self.planned += 1
-        layout = params.layout(plan)
+        first = 1000 * self.planned
+        self.plans[first] = plan
+        return [SimpleNamespace(ptr=first + n) for n, _ in enumerate(plan.launches)]
 
-        def kernel(grid: Any, block: Any, arguments: Any, shared: int, stream: Any) -> None:
-            self.launched.append((plan, np.frombuffer(arguments[0].tobytes(), layout)[0], stream.ptr))
-
-        return [kernel, *[lambda *_: None] * (len(plan.launches) - 1)]
+    def launchKernel(self, *given: int) -> None:
+        super().launchKernel(*given)
+        asked = self.launches[-1]
+        if plan := self.plans.get(asked.function):
+            layout = params.layout(plan)
+            record = np.frombuffer(asked.parameter(0, layout.itemsize), layout)[0]
+            self.launched.append((plan, record, asked.stream))
 
     def copy_of(self, lib: Any, pointer: int, view: View, copy: View, device: int, stream: int) -> Any:
         held = lib.empty((copy.strides[0] * copy.shape[0],), view.dtype, device)
@@ -66,13 +75,11 @@ class Gpu:
 
 @pytest.fixture(params=["sm_90a", "sm_80"])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    made = Gpu()
+    made = Gpu(monkeypatch)
     made.arch = arch = Arch.of(request.param)
     monkeypatch.setattr(corridor, "_prepared", {})
     monkeypatch.setattr(corridor, "functions", made.functions)
     monkeypatch.setattr(device, "current", lambda ordinal: arch)
-    monkeypatch.setattr(tensormap, "encode", lambda *_: bytes(128))
-    monkeypatch.setattr(launch.cupy.cuda.runtime, "getDevice", lambda: 0)
     monkeypatch.setattr(launch, "copy_of", made.copy_of)
     monkeypatch.setattr(launch, "fill", lambda lib, x, value, *_: made.filled.append(value))
     monkeypatch.setattr(launch, "spread", lambda lib, rows, pointer, *_: made.spread.append(pointer))

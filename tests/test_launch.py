@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 pytest.importorskip("cupy")
 from kernel_cover import problem
 from reference import DTYPES
+from stand_in_cuda import Cuda
 
 from cupyflash.gpu import launch, params, tensormap
 from cupyflash.gpu.device import Arch
@@ -27,48 +26,18 @@ A100, H200 = Arch.of("sm_80"), Arch.of("sm_90a")
 SPACE = 1 << 40
 
 
-class Gpu:
-    """In the place of CUDA's runtime and driver: which device is current, on which threads a context was asked for, launches."""
-
-    def __init__(self) -> None:
-        self.current = 0
-        self.contexts: list[tuple[int, int]] = []  # thread, device
-        self.calls: list[tuple[Any, ...]] = []
-
-    def getDevice(self) -> int:
-        return self.current
-
-    def setDevice(self, device: int) -> None:
-        self.contexts.append((threading.get_ident(), device))
-
-    def launchKernel(self, *given: int) -> None:
-        self.calls.append((self.current, *given))
-
-    @contextmanager
-    def Device(self, device: int) -> Iterator[None]:
-        before, self.current = self.current, device
-        yield
-        self.current = before
-
-
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    gpu = Gpu()
-    monkeypatch.setattr(tensormap, "encode", lambda *_: bytes(128))
-    monkeypatch.setattr(launch, "runtime", gpu)
-    monkeypatch.setattr(launch, "driver", gpu)
-    monkeypatch.setattr(launch.cupy.cuda, "Device", gpu.Device)
-    monkeypatch.setattr(launch, "_thread", launch._Thread())
-    return gpu
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    return Cuda(monkeypatch)
 
 
 class Launched:
     """A launcher of a problem, and what its kernels were launched with."""
 
     def __init__(
-        self, gpu: Gpu, arch: Arch, backward: bool, family: str | None = None, device: int = 0, **fields: Any
+        self, cuda: Cuda, arch: Arch, backward: bool, family: str | None = None, device: int = 0, **fields: Any
     ) -> None:
-        self.calls = gpu.calls
+        self.cuda = cuda
         self.problem = problem("bfloat16", **fields)
         self.plan = plan(self.problem, arch, backward, family)
         functions = [SimpleNamespace(ptr=1000 + n) for n, _ in enumerate(self.plan.launches)]
@@ -80,45 +49,39 @@ class Launched:
         pointers = [addresses.get(name, 0) for name in self.launcher.slots]
         self.launcher(pointers, 77, SPACE)
         layout = params.layout(self.plan)
-        return np.frombuffer(self.parameter(0, layout.itemsize), layout)[0]
-
-    def parameter(self, index: int, size: int) -> bytes:
-        """What lies where the driver was told that the last launch's parameter lies."""
-        *_, table, extra = self.calls[-1]
-        assert extra == 0
-        return ctypes.string_at(ctypes.c_void_p.from_address(table + 8 * index).value, size)
+        return np.frombuffer(self.cuda.launches[-1].parameter(0, layout.itemsize), layout)[0]
 
 
-def test_kernels_in_order_on_the_stream(gpu: Gpu) -> None:
-    launched = Launched(gpu, A100, True)
+def test_kernels_in_order_on_the_stream(cuda: Cuda) -> None:
+    launched = Launched(cuda, A100, True)
     launched(q=256)
-    assert [call[1] for call in gpu.calls] == [1000, 1001, 1002]
-    for (_, _, *asked, table, _), x in zip(gpu.calls, launched.plan.launches):
-        assert asked == [x.grid, 1, 1, x.threads, 1, 1, x.shared_memory, 77]
-        assert table == gpu.calls[0][-2]
+    assert [x.function for x in cuda.launches] == [1000, 1001, 1002]
+    for x, asked in zip(cuda.launches, launched.plan.launches):
+        assert (x.grid, x.threads, x.shared, x.stream) == (asked.grid, asked.threads, asked.shared_memory, 77)
+        assert x.table == cuda.launches[0].table
 
 
-def test_each_thread_gets_a_context_once(gpu: Gpu) -> None:
+def test_each_thread_gets_a_context_once(cuda: Cuda) -> None:
     """A thread that CUDA has not seen has none, and the driver launches nothing there."""
-    launched = Launched(gpu, A100, True)
+    launched = Launched(cuda, A100, True)
     threads = [threading.Thread(target=lambda: [launched(q=256), launched(q=512)]) for _ in range(2)]
     for thread in threads:
         thread.start()
         thread.join()
-    assert len(gpu.contexts) == 2 and {device for _, device in gpu.contexts} == {0}
-    assert len(gpu.calls) == 4 * len(launched.plan.launches)
+    assert len(cuda.contexts) == 2 and {device for _, device in cuda.contexts} == {0}
+    assert len(cuda.launches) == 4 * len(launched.plan.launches)
 
 
-def test_the_device_of_the_arrays_is_current_for_a_launch(gpu: Gpu) -> None:
-    here, there = Launched(gpu, A100, False), Launched(gpu, A100, False, device=1)
+def test_the_device_of_the_arrays_is_current_for_a_launch(cuda: Cuda) -> None:
+    here, there = Launched(cuda, A100, False), Launched(cuda, A100, False, device=1)
     for launched in (there, here, there, here):
         launched(q=256)
-    assert [call[0] for call in gpu.calls] == [1, 0, 1, 0] and gpu.current == 0
-    assert [device for _, device in gpu.contexts] == [1, 0, 1]  # again where it was not current
+    assert [x.device for x in cuda.launches] == [1, 0, 1, 0] and cuda.current == 0
+    assert [device for _, device in cuda.contexts] == [1, 0, 1]  # again where it was not current
 
 
-def test_pointers_by_name(gpu: Gpu) -> None:
-    launched = Launched(gpu, A100, True)
+def test_pointers_by_name(cuda: Cuda) -> None:
+    launched = Launched(cuda, A100, True)
     addresses = {name: 4096 + 16 * i for i, name in enumerate(params.POINTERS[True])}
     record = launched(**addresses)
     assert {name: record[name] for name in addresses} == addresses and record["key_mask"] == 0
@@ -129,8 +92,8 @@ def test_pointers_by_name(gpu: Gpu) -> None:
     ("family", "backward", "deterministic"),
     [("sm80", True, False), ("sm80", True, True), ("sm90", True, False), ("flash1", False, False)],
 )
-def test_workspace_is_aligned_and_apart(gpu: Gpu, family: str, backward: bool, deterministic: bool) -> None:
-    launched = Launched(gpu, H200, backward, seq_q=999, seq_k=998, deterministic=deterministic, family=family)
+def test_workspace_is_aligned_and_apart(cuda: Cuda, family: str, backward: bool, deterministic: bool) -> None:
+    launched = Launched(cuda, H200, backward, seq_q=999, seq_k=998, deterministic=deterministic, family=family)
     record, end = launched(), SPACE
     for space in launched.plan.workspace:
         if space.nbytes:
@@ -143,24 +106,24 @@ def test_workspace_is_aligned_and_apart(gpu: Gpu, family: str, backward: bool, d
         assert (record["counters"] != 0) == deterministic
 
 
-def test_packed_once_for_the_same_pointers(gpu: Gpu) -> None:
-    launched = Launched(gpu, A100, False)
+def test_packed_once_for_the_same_pointers(cuda: Cuda) -> None:
+    launched = Launched(cuda, A100, False)
     for at in (256, 256, 512):
         launched(q=at)
-    first, again, other = (call[-2] for call in gpu.calls)
+    first, again, other = (x.table for x in cuda.launches)
     assert first == again != other
 
 
-def test_the_copy_engine_gets_its_maps(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_engine_gets_its_maps(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the second parameter, in the order of the plan's boxes, for the arrays at the addresses of the call."""
     encoded = []
     monkeypatch.setattr(tensormap, "encode", lambda at, *rest: encoded.append((at, rest[-1])) or bytes(128))
-    launched = Launched(gpu, H200, True)
+    launched = Launched(cuda, H200, True)
     addresses = {name: 4096 + 16 * i for i, name in enumerate(params.POINTERS[True])}
     launched(**addresses)
     assert encoded == [(addresses[box.array], box) for box in launched.plan.maps]
     size = 128 * len(launched.plan.maps)
-    assert launched.parameter(1, size + 64) == bytes(size) + (1).to_bytes(64, "little")
+    assert cuda.launches[0].parameter(1, size + 64) == bytes(size) + (1).to_bytes(64, "little")
     launched(**addresses | {"dq": 16 * 999})  # not read or written by the copy engine
     assert len(encoded) == len(launched.plan.maps)
 

@@ -63,7 +63,7 @@ def test_the_fields_of_a_forward() -> None:
         ("int", "heads_q"), ("int", "heads_k"), ("int", "seq_q"), ("int", "seq_k"), ("int", "dim"), ("int", "dim_v"),
         ("int", "diagonal"), ("int", "left"), ("int", "right"), ("int", "lists"),
         ("int", "lists_batch"), ("int", "lists_head"), ("Accum", "kept"), ("Accum", "log_kept"),
-        ("unsigned", "drop_below"), ("Accum", "out_scale"), ("Accum", "near_cap"), ("Accum", "near_cap_0"),
+        ("unsigned", "drop_below"), ("Accum", "out_scale"), ("Accum", "near_cap_squared"), ("Accum", "near_cap_0"),
             ("Accum", "near_cap_1"), ("Accum", "near_cap_2"), ("Accum", "near_slope_1"), ("Accum", "near_slope_2"), ("alignas(8) unsigned", "round_keys[14]"),
     ]  # fmt: skip
 
@@ -178,9 +178,9 @@ def test_caps_near_zero(scale: float, softcap: float, dtype: str, largest: float
     kernel_plan = plan(state, H200)
     packer = params.Packer(kernel_plan, state, {})
     record = np.frombuffer(packer([0] * len(packer.slots)), params.layout(kernel_plan))[0]
-    bound, c0, c1, c2 = (record[name] for name in ("near_cap", "near_cap_0", "near_cap_1", "near_cap_2"))
+    bound, c0, c1, c2 = (record[name] for name in ("near_cap_squared", "near_cap_0", "near_cap_1", "near_cap_2"))
     d1, d2 = (record[name] for name in ("near_slope_1", "near_slope_2"))
-    s = np.linspace(-1, 1, 1001, dtype=np.float32) * bound
+    s = np.linspace(-1, 1, 1001, dtype=np.float32) * np.sqrt(bound)
     x = s * (c0 + s * s * (c1 + s * s * c2))
     slope = 1 + s * s * (d1 + s * s * d2)
     capped = s.astype(float) * abs(scale) / softcap

@@ -142,8 +142,8 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "log_kept": ("Accum", lambda p: math.log(p.kept)),
     "drop_below": ("unsigned", lambda p: p.dropped_below << 16),
     "out_scale": ("Accum", lambda p: p.out_scale),
-    # The same without tanh, where |s| < near_cap: s (near_cap_0 + s^2 (near_cap_1 + s^2 near_cap_2)). And its slope.
-    "near_cap": ("Accum", _near_bound),
+    # The same without tanh, where s^2 < near_cap_squared: s (near_cap_0 + s^2 (near_cap_1 + s^2 near_cap_2)). And its slope.
+    "near_cap_squared": ("Accum", lambda p: _near_bound(p) ** 2),
     **{f"near_cap_{n}": ("Accum", _near(n)) for n in range(3)},
     **{f"near_slope_{n}": ("Accum", _near(n, slope=True)) for n in (1, 2)},
 }
