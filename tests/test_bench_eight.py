@@ -11,7 +11,7 @@ pytest.importorskip("rich")
 torch = pytest.importorskip("torch")
 
 from cupyflash import attention, bench
-from cupyflash.bench import eight, report
+from cupyflash.bench import eight, machine, report
 from cupyflash.bench.peers import Case
 from cupyflash.bench.suites import SUITES, Options
 from cupyflash.timing import Candidate
@@ -83,3 +83,8 @@ def test_the_page_gets_its_table(tmp_path: Path) -> None:
     assert sum(line.startswith("| ") for line in lines) == 2 + 24 and lines[0] == "before" and lines[-1] == "after"
     text = PAGE.read_text(encoding="utf-8")
     assert text.index("<!-- fp8:begin -->") < text.index("<!-- fp8:end -->")
+
+
+def test_the_ceilings_of_this_machine_leave_out_what_torch_does_not_multiply() -> None:
+    found = machine.ceilings(False, ["float8_e4m3fn", "float32"], 0.1)
+    assert set(found) == {"gemm_fp32_gflops", "copy_gbps"}
