@@ -200,7 +200,7 @@ def _lines(data: dict[str, Any]) -> Any:
     handles = {line.get_label(): line for line in reversed(axes[0][0].get_lines()) if line.get_label()[0] != "_"}
     labels = [_label(name, data) for name in handles]
     shown: list[Any] = list(handles.values())
-    if unit == "TFLOP/s":
+    if unit == "TFLOP/s" and any(ceiling(row, data["ceilings"]) for row in rows):
         shown.append(Line2D([], [], color="#333333", linestyle="--", linewidth=1))
         labels.append("matrix product, 8192³")
     figure.legend(shown, labels, loc="outside lower center", ncols=min(4, len(shown)), frameon=False)
