@@ -251,7 +251,8 @@ def seed_of(seed: Any, dropout: Any) -> tuple[Any, int | None]:
 
 
 def _may_be_array(x: Any) -> bool:
-    return any(hasattr(x, name) for name in ("shape", "__dlpack__", "__cuda_array_interface__"))
+    """Or, of `explain`, its shape."""
+    return not isinstance(x, (str, bytes, list, dict, set))
 
 
 def _number(name: str, x: Any) -> float | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -20,7 +20,6 @@ from jax.interpreters import mlir
 from .. import folding, interop, passes
 from .. import problem as rules
 from ..problem import ARRAYS, OPTIONS, Gradients
-from . import jax_
 from .protocol import Arrays, Library
 
 try:
@@ -104,7 +103,7 @@ def _place(lib: Library, arrays: Arrays) -> str:
     if not any(x.is_deleted() for x in arrays.values()):
         devices = arrays["q"].devices()
         together = len(devices) == 1 and all(x.devices() == devices for x in arrays.values())
-        if together and (found := jax_.named(*devices)):
+        if together and (found := cast(Any, lib).named(*devices)):
             return found
     place = interop.view(lib, "q", arrays["q"]).device
     for name, x in arrays.items():
