@@ -439,9 +439,8 @@ def test_tiles_are_timed_and_used(
 
 @pytest.mark.parametrize(("family", "backward"), PASSES)
 def test_exported_rows_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch, family: str, backward: bool) -> None:
-    dim = (
-        128 if family == "sm90" and not backward else 64
-    )  # where tiles are not chosen by load before the table is asked
+    # Where tiles are not chosen by load before the table is asked.
+    dim = 128 if family == "sm90" and not backward else 64
     asked = problem("float16", dim, seq_q=1024)
     *_, last = candidates(asked, H200, backward, family)
     comment, row = autotune.export((entry(last.tile, H200, backward, family, dim=dim, seq_q=1024),))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import attention
+from ..problem import FLOAT8
 from ..timing import Candidate, geomean, ratio, reason
 from . import peers
 from .report import NAMES, cell, ratio_text
@@ -23,7 +24,7 @@ def problems(options: Options) -> list[Problem]:
     tokens, hidden = 16384, 2048
     lengths = (2048,) if options.quick else (2048, 4096, 8192, 16384)
     return [
-        {"pass": "forward", "dtype": "float8_e4m3fn", "dim": dim, "causal": causal, "seq": seq, "batch": tokens // seq,
+        {"pass": "forward", "dtype": FLOAT8, "dim": dim, "causal": causal, "seq": seq, "batch": tokens // seq,
          "heads": hidden // dim}
         for dim, causal, seq in itertools.product((64, 128, 256), (False, True), lengths)
     ]  # fmt: skip

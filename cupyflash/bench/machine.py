@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..problem import FLOAT8
 from ..timing import Candidate, gpu_sampler, host_sampler, interleave, significant
 
 
@@ -128,7 +129,7 @@ def ceilings(gpu: bool, dtypes: Iterable[str], min_ms: float) -> dict[str, float
     work: dict[str, float] = {}
     candidates: dict[str, Candidate] = {}
     for dtype in dtypes:
-        if dtype == "float8_e4m3fn":  # whose products torch.matmul does not know
+        if dtype == FLOAT8:  # whose products torch.matmul does not know
             continue
         key = f"{gemm_key(dtype)}_{unit}"
         a, b = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
