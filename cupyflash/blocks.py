@@ -178,12 +178,24 @@ def _rows(
                     xp.arange(x.start, x.stop, dtype=np.int64) for x in (of_batch, of_heads, rows, slice(0, seq_k))
                 )
                 at = map(convert, (b[:, None, None, None], h[:, None, None], i[:, None], j))
-                seen = _booleans(xp, "what source returns", source(*at))
+                seen = _booleans(xp, "what source returns", _said(source, *at))
                 if seen.ndim > 4 or any(n not in (1, m) for n, m in zip(seen.shape[::-1], want[::-1])):
                     raise ValueError(
                         f"source returns shape {seen.shape} for queries {rows.start} to {rows.stop}; it must broadcast to {want}"
                     )
             yield of_batch, of_heads, rows, xp.broadcast_to(seen, want)
+
+
+def _said(source: Callable[..., Any], *at: Any) -> Any:
+    try:
+        return source(*at)
+    except (ValueError, RuntimeError) as error:
+        if "ambiguous" not in str(error):
+            raise
+        raise TypeError(
+            "source asks for one truth (if, and, or, not) of arrays that hold many positions; combine what it compares by "
+            "&, | and ~, and choose by where"
+        ) from error
 
 
 def _converter(xp: ModuleType, kind: str) -> Callable[[Any], Any]:

@@ -83,7 +83,7 @@ def prefix(length: Any) -> Pattern:
     With `causal` it makes a prefix-LM (Raffel et al. 2020, section 3.2.1); a few beside a window are attention sinks (Xiao
     et al. 2023).
     """
-    lengths = _integers("length", length)
+    lengths = _integers("length", length, "an integer, or an array with one for each batch entry")
     if lengths.ndim > 1:
         raise ValueError(f"length has shape {lengths.shape}; it must be a number or have one for each batch entry")
     if not lengths.ndim:
@@ -155,15 +155,17 @@ def bigbird(
     return Pattern(lambda b, h, i, j: _on(seen, j)[i // block, j // block], ("seq_q", 2, seq_q), ("seq_k", 3, seq_k))
 
 
-def _integers(name: str, x: Any) -> np.ndarray:
+def _integers(name: str, x: Any, what: str = "an array of integers") -> np.ndarray:
     """Small arrays of any library, on the CPU."""
+    if isinstance(x, (bool, float, complex, str, bytes, dict, set)):
+        raise TypeError(f"{name} is {x!r}; it must be {what}")
     if not isinstance(x, (int, np.integer, list, tuple)):
         interop.library(name, x)  # TypeError where that is no array
     for to_host in ("get", "cpu"):  # CuPy's, PyTorch's
         x = getattr(x, to_host, lambda x=x: x)()
     found = np.asarray(x)
     if found.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {found.dtype}; it must be an array of integers")
+        raise TypeError(f"{name} has dtype {found.dtype}; it must be {what}")
     return found.astype(np.int64)
 
 

@@ -245,9 +245,14 @@ def seed_of(seed: Any, dropout: Any) -> tuple[Any, int | None]:
         if not -(2**63) <= number < 2**64:
             raise ValueError(f"seed is {number}; it must have 64 bits, from -2**63 to 2**64 - 1")
         return None, number % 2**64
-    if isinstance(seed, (bool, numbers.Number, str)):
+    if isinstance(seed, (bool, numbers.Number)) or not _may_be_array(seed):
         raise TypeError(f"seed is {seed!r}; it must be an integer, or an array that holds one")
     return seed, None
+
+
+def _may_be_array(x: Any) -> bool:
+    """Or, of `explain`, its shape."""
+    return not isinstance(x, (str, bytes, list, dict, set))
 
 
 def _number(name: str, x: Any) -> float | None:
@@ -278,23 +283,32 @@ def fold_descales(options: dict[str, Any], q: Any, descales: dict[str, Any]) -> 
 
     q: an array or a `View`, of which shape and dtype are asked.
     """
-    arrays = {}
+    arrays, folded = {}, {"scale": "", "out_scale": ""}
     for name, x in descales.items():
         if x is None:
             continue
         if not isinstance(x, numbers.Real):
+            if not _may_be_array(x):
+                raise TypeError(
+                    f"{name} is {x!r}; it must be a number, or an array with one for each head or block of a head"
+                )
             arrays[name] = x
             continue
         if (dtype := float_name(getattr(q, "dtype", None))) in FLOATS:
             raise TypeError(f"{name} is given with q of {dtype}; it is for inputs of {FLOAT8}")
         value = _positive(name, x)
         if name == "v_descale":
-            options["out_scale"] = _check_out_scale(options.get("out_scale")) * value
+            option, before = "out_scale", _check_out_scale(options.get("out_scale"))
         else:
             dim = tuple(getattr(q, "shape", ()))[-1:] or (0,)
             usual = 1.0 / math.sqrt(dim[0]) if dim[0] else 1.0
             scale = check_scale(options.get("scale"))
-            options["scale"] = (usual if scale is None else scale) * value
+            option, before = "scale", usual if scale is None else scale
+        options[option] = before * value
+        folded[option] += f" times {name}"
+    for option, names in folded.items():
+        if names:
+            _in_range(option + names, FLOAT8, options[option], None)
     return arrays
 
 

@@ -93,13 +93,20 @@ def test_what_is_refused(rng: np.random.Generator) -> None:
         ValueError, match=r"^k_descale has shape \(2, 2, 7\); it must be \(2, 2, 3\), \(batch, key_head, key_block\)"
     ):
         attention(q, k, v, k_descale=np.ones((2, 2, 7), np.float32))
+    with pytest.raises(
+        ValueError, match="^scale times q_descale times k_descale is .*; for float8_e4m3fn inputs its size"
+    ):
+        attention(q, k, v, q_descale=1e25, k_descale=1e10)
+    with pytest.raises(ValueError, match="^out_scale times v_descale is 1e[+]40; for float8_e4m3fn inputs its size"):
+        attention(q, k, v, v_descale=1e20, out_scale=1e20)
+    assert attention(q, k, v, scale=1.0, q_descale=1e30, k_descale=1e-30).shape == attention(q, k, v).shape
     with pytest.raises(TypeError, match="^v_descale has dtype float64; it must be float32"):
         attention(q, k, v, v_descale=np.ones((2, 2, 1)))
     for number, is_ in ((0, "0.0; it must be more than 0"), (-1.0, "-1.0"), (float("nan"), "nan"), (1e31, r"1e\+31")):
         for name in ("q_descale", "v_descale", "out_scale"):
             with pytest.raises(ValueError, match=f"^{name} is {is_}"):
                 attention(q, k, v, **{name: number})
-    for odd, what in ((True, "True"), ("2", "a str"), ([2.0], "a list")):
+    for odd, what in ((True, "True"), ("2", "'2'"), ([2.0], r"\[2.0\]")):
         with pytest.raises(TypeError, match=f"^k_descale is {what}; it must be"):
             attention(q, k, v, k_descale=odd)
     with pytest.raises(

@@ -72,6 +72,13 @@ def test_each_thread_gets_a_context_once(cuda: Cuda) -> None:
     assert len(cuda.launches) == 4 * len(launched.plan.launches)
 
 
+def test_maps_are_made_where_the_driver_has_a_context(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(tensormap, "encode", lambda *_: seen.append((cuda.current, *cuda.contexts)) or bytes(128))
+    Launched(cuda, H200, False, device=1)(q=256)
+    assert set(seen) == {(1, (threading.get_ident(), 1))}
+
+
 def test_the_device_of_the_arrays_is_current_for_a_launch(cuda: Cuda) -> None:
     here, there = Launched(cuda, A100, False), Launched(cuda, A100, False, device=1)
     for launched in (there, here, there, here):

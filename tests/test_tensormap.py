@@ -41,8 +41,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     names = {name: getattr(driver, name) for name in dir(driver) if name.startswith(("CU", "cuu"))}
     monkeypatch.setattr(tensormap, "_driver", lambda: SimpleNamespace(**names, cuTensorMapEncodeTiled=encode))
-    monkeypatch.setattr(tensormap.cupy.cuda.runtime, "getDevice", lambda: 0)
-    monkeypatch.setattr(tensormap.cupy.cuda.runtime, "setDevice", lambda device: None)
     return calls
 
 

@@ -380,6 +380,16 @@ def test_a_pullback_that_outlives_its_transform() -> None:
     same(pull(torch.ones_like(value)), expected)
 
 
+def test_a_tensor_that_outlives_its_transform() -> None:
+    (q, k, v), _ = drawn({})
+    kept: list[torch.Tensor] = []
+    torch.func.grad(lambda x: (kept.append(x * 1), x.sum())[1])(q.detach())
+    same(
+        torch.autograd.grad(attention(kept[0], k, v).sum(), (k, v)),
+        torch.autograd.grad(attention(q, k, v).sum(), (k, v)),
+    )
+
+
 def test_functional_jacobian() -> None:
     (q, k, v), _ = drawn({}, grad=False)
     expected = torch.autograd.functional.jacobian(lambda q: attention(q, k, v)[0, 0], q)

@@ -96,14 +96,13 @@ class Launcher:
         """Launch on `stream`. `pointers` in the order of `slots`; those into the workspace are filled in here."""
         for index, offset in self._offsets:
             pointers[index] = workspace + offset
-        arguments = self._arguments(tuple(pointers))
         if runtime.getDevice() == self.device and self.device in _thread.devices:
-            self._launch(arguments, stream)
+            self._launch(pointers, stream)
             return
         with cupy.cuda.Device(self.device):
             runtime.setDevice(self.device)  # the driver wants a context, on this thread too
             _thread.devices.add(self.device)
-            self._launch(arguments, stream)
+            self._launch(pointers, stream)
 
     def find(self, pointers: list[int], first: Launcher, workspace: int) -> None:
         """Fill in the pointers into the workspace of the plan that has run before."""
@@ -117,7 +116,8 @@ class Launcher:
             return Arguments(params)
         return Arguments(params, self._maps(*[pointers[i] for i in self._mapped]))
 
-    def _launch(self, arguments: Arguments, stream: int) -> None:
+    def _launch(self, pointers: list[int], stream: int) -> None:
+        arguments = self._arguments(tuple(pointers))  # for which the driver is asked, too
         # By the driver: CuPy's functions look at every argument anew, for some 3 us of a launch.
         for function, grid, threads, shared in self._kernels:
             driver.launchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, arguments.address, 0)

@@ -9,8 +9,6 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import cupy
-
 from ..problem import ITEMSIZE, AttentionProblem
 from .kernel_plan import Box, KernelPlan
 
@@ -77,7 +75,6 @@ def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int,
     `strides` are those of rows, heads and batch, in bytes. RuntimeError with the driver's reason where it refuses.
     """
     driver = _driver()
-    cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())  # the driver wants a context, on this thread too
     kind = driver.CUtensorMapDataType
     u32, u64 = driver.cuuint32_t, driver.cuuint64_t
     status, found = driver.cuTensorMapEncodeTiled(

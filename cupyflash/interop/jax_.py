@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -32,10 +33,16 @@ def _where(x: jax.Array) -> str:
         raise ValueError(
             f"is sharded over {len(x.devices())} devices; it must be on one, or the call inside jax.shard_map"
         )
-    device = next(iter(x.devices()))
-    if device.platform not in ("cpu", "gpu"):
-        raise ValueError(f"is on a {device.platform}; it must be on a CPU or a GPU")
-    return f"cuda:{device.local_hardware_id}" if device.platform == "gpu" else device.platform
+    found = named(*x.devices())
+    if found is None:
+        raise ValueError(f"is on a {next(iter(x.devices())).platform}; it must be on a CPU or a GPU")
+    return found
+
+
+@functools.cache
+def named(device: Any) -> str | None:
+    """What a view calls a device of JAX's, if it is one that attention is computed on."""
+    return {"gpu": f"cuda:{device.local_hardware_id}", "cpu": "cpu"}.get(device.platform)
 
 
 def recorder(arrays: Arrays, backward: bool = False) -> Recorder:

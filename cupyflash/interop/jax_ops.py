@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -62,25 +62,55 @@ def _checked(
     lib: Library, arrays: Arrays, targets: Arrays, options: dict[str, Any], seed: int | None, family: str | None
 ) -> tuple[Arrays, How]:
     arrays, _ = interop.adopt(lib, arrays, targets)
-    values = {row.name: row.check(options.get(row.name, row.default)) for row in OPTIONS}
-    values["block_mask"] = options["block_mask"]
-    values["causal"] = values["causal"] or False  # as options have it
-    place = None if _traced(arrays) else interop.view(lib, "q", arrays["q"]).device
+    stated = _stated(options)
+    place = None if _traced(arrays) else _place(lib, arrays)
     if seed is not None and seed < 2**32:  # as an array it may be another in each call without compiling anew
         number = np.full(1, seed, np.uint32)
         on_q = None if place is None else next(iter(arrays["q"].devices()))
         arrays, seed = arrays | {"seed": jax.device_put(number, on_q)}, None
     if place is not None:
-        for name, x in arrays.items():
-            where = interop.view(lib, name, x).device
-            if where != place:
-                raise ValueError(f"{name} is on {where} but q is on {place}; all arrays must be on one device")
         mask = rules.mask_kind(options["block_mask"])
         if mask is not None and mask.device != place:
             raise ValueError(f"block_mask is on {mask.device} but q is on {place}; make it with like=q")
-        return arrays, (tuple(values.items()), seed, family)
+        return arrays, (stated, seed, family)
     alike = _varying(arrays.values(), _axes(arrays.values()))
-    return dict(zip(arrays, alike)), (tuple(values.items()), seed, family)
+    return dict(zip(arrays, alike)), (stated, seed, family)
+
+
+def _stated(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Every option as the rules take it; those of before are known."""
+    if options["block_mask"] is None:
+        try:
+            return _known(*options.items())
+        except TypeError:  # a number in an array, which is no key, or nonsense, which is named here
+            pass
+    return _as_the_rules_have_them(*options.items())
+
+
+def _as_the_rules_have_them(*options: tuple[str, Any]) -> tuple[tuple[str, Any], ...]:
+    given = dict(options)
+    values = {row.name: row.check(given.get(row.name, row.default)) for row in OPTIONS}
+    values["block_mask"] = given["block_mask"]
+    values["causal"] = values["causal"] or False  # as options have it
+    return tuple(values.items())
+
+
+_known = functools.lru_cache(1024)(_as_the_rules_have_them)
+
+
+def _place(lib: Library, arrays: Arrays) -> str:
+    """Where arrays are that are not traced; ValueError for one that is elsewhere, or nowhere."""
+    if not any(x.is_deleted() for x in arrays.values()):
+        devices = arrays["q"].devices()
+        together = len(devices) == 1 and all(x.devices() == devices for x in arrays.values())
+        if together and (found := cast(Any, lib).named(*devices)):
+            return found
+    place = interop.view(lib, "q", arrays["q"]).device
+    for name, x in arrays.items():
+        where = interop.view(lib, name, x).device
+        if where != place:
+            raise ValueError(f"{name} is on {where} but q is on {place}; all arrays must be on one device")
+    return place
 
 
 def _traced(arrays: Arrays) -> bool:

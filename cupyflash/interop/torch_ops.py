@@ -109,8 +109,9 @@ def forward(
         )
     if not traced:
         call = (lib, lasting(options), seed, family)  # the backward takes what the forward took
-        follow = _Transformed if transformed else _Attention
-        return follow.apply(call, tuple(arrays), *arrays.values())
+        if transformed:
+            return _Transformed.apply(call, tuple(arrays), *arrays.values())
+        return _record(call, tuple(arrays), *map(_unwrapped, arrays.values()))
     _check_fake(arrays)
     return torch.ops.cupyflash.attention(*_arguments(lib, _with_seed(arrays, seed), _INPUTS, options), family)
 
@@ -210,6 +211,15 @@ class _Attention(torch.autograd.Function):
         return _Transformed.backward(ctx, dout, dlse)
 
 
+# Not through Function.apply, which looks for defaults of arguments and for transforms, for 2 us.
+_record = super(torch.autograd.Function, _Attention).apply
+
+
+def _unwrapped(x: Any) -> Any:
+    """What a transform that is over has left wrapped; as Function.apply does."""
+    return torch._C._functorch.unwrap_if_dead(x) if isinstance(x, torch.Tensor) else x
+
+
 class _Transformed(torch.autograd.Function):
     """The same in the form that torch.func asks for, which costs the host 11 us more."""
 
@@ -229,7 +239,7 @@ class _Transformed(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * (2 + len(ctx.names))
         # A pullback of torch.func.vjp is called when its transform is over: what it kept is wrapped for nothing.
-        *tensors, out, lse = [torch._C._functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
+        *tensors, out, lse = map(_unwrapped, ctx.saved_tensors)
         wanted = zip(ctx.names, ctx.needs_input_grad[2:])
         wrt = tuple([name for name, needed in wanted if needed and name not in ("q", "k", "v")])
         arrays = dict(zip(ctx.names, tensors))

@@ -25,6 +25,7 @@ struct NarrowWorker {
     unsigned steps = 0, own;    // one number tells the place in every ring: registers are scarce here
     Shared::DQRing dq_ring;
     bool owed = false;          // whether the thread that adds dQ is still to be told of a part
+    bool near = true;           // whether soft caps with the keys at hand were near 0 so far: then it is asked again
 
     Accumulator<1, DIM / 8> dk;
     Accumulator<1, DIM_V / 8> dv;
@@ -105,7 +106,7 @@ struct NarrowWorker {
         wgmma_wait<1>();
         changed(probabilities);
         if (PAIR_ARRAYS) s.pairs.wait_full();
-        bool near = near_zero(probabilities, pairs);
+        near = near && near_zero(probabilities, pairs);
         Operand<ROWS> p_operand, ds_operand;
         if constexpr (HALF_STEPS) {
             constexpr int HALF = FIRST / 8;
@@ -228,6 +229,7 @@ struct NarrowWorker {
             dk.clear();
             dv.clear();
             owed = false;
+            near = true;
             s.v.wait_full();
             for_query_tiles(p, t, [&](const Head& head, int tile_q, int, TileBits bits) {
                 visit(Pairs(p, head, bits), seen, tile_q, key);

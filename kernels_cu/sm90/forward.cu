@@ -48,6 +48,7 @@ struct Worker {
     OnlineSoftmax<1> softmax;  // of its rows
     Dropout dropout;
     float largest_value = 1;  // of what V is multiplied by
+    bool near = true;         // whether soft caps of the tile's keys so far were near 0: then it is asked again
     LongSums sums;            // of O
 
     // P V is added while the scores after those of P are computed: those of the next key tile, or of the next tile.
@@ -231,7 +232,8 @@ struct Worker {
             bool fits;
             if constexpr (NEAR_CAPS) {  // capped on the way
                 Pairs pairs(p, tile.head);
-                as_near(near_zero(scores, pairs), [&](auto how) {
+                near = near && near_zero(scores, pairs);
+                as_near(near, [&](auto how) {
                     fits = softmax.exponentiate_blindly(scores, added, [&](float s, float, float x) {
                         return pairs.product_and<decltype(how)::value>(s, x, {}, nullptr);
                     });
@@ -335,6 +337,7 @@ struct Worker {
             own = all.part(keys, any);
             if (walk::LISTED) any = any && own.count() > 0;
             softmax = new_softmax();
+            near = true;
             sums = {};
             if (V_BLOCKS && more) largest_value = value_descale(p, tile.head, keys);
 
