@@ -212,9 +212,12 @@ def _on_gpu(
             f"a {problem.dtype} number is multiplied as two of float16, of 22 bits together; sums are {problem.dtype}",
         )
     if (shares := dict(chosen.scalars).get("shares", 1)) > 1:
-        notes += (
-            f"the queries of a head of keys are dealt out in {shares} shares: key tiles are few, or some have many more queries",
+        why = (
+            f"the queries of a head of keys are dealt out in {shares} shares: key tiles are few, or some have many more queries"
+            if backward
+            else f"the keys of a query tile are dealt out in {shares} shares: query tiles are few"
         )
+        notes += (why,)
     if backward:  # as a caller would make them
         shape = rules.out_shape(views["q"].shape, problem)
         made = views["q"]._replace(shape=shape, strides=rules.contiguous(shape), ptr=0)

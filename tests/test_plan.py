@@ -293,11 +293,48 @@ def test_thread_blocks_share_key_tiles_that_are_few_or_uneven() -> None:
     assert all(constants(x) | {"FINISH_PARTS": 0} == told for x in others)
 
 
+def test_thread_blocks_share_keys_where_queries_are_few() -> None:
+    """Else multiprocessors would be idle. All ways to share are one kernel."""
+    fields = {"seq_q": 512, "seq_k": 50176, "heads_q": 8, "heads_k": 8, "dim": 128}  # a Perceiver's 32 query tiles
+    few = problem("bfloat16", batch=1, **fields)
+    shared, alone = plan(few, H200), plan(replace(few, batch=64), H200)
+    assert (constants(shared)["SHARES"], constants(alone)["SHARES"]) == (True, False)
+    assert (dict(shared.scalars)["shares"], dict(alone.scalars)["shares"]) == (4, 1)
+    assert [x.name for x in shared.launches] == ["attention_forward", "attention_combine"]
+    assert shared.launches[0].grid == 128 and shared.launches[1].grid * 4 == 8 * 512
+    assert {w.name: w.nbytes for w in shared.workspace if w.nbytes} == {
+        "share_out": 4 * 4 * 8 * 512 * 128, "share_lse": 4 * 4 * 8 * 512,
+    }  # fmt: skip
+    assert sum(w.nbytes for w in alone.workspace) == 0
+    for fields in ({"heads_q": 4, "heads_k": 4}, {"batch": 2}, {"seq_k": 9000}):
+        assert constants(plan(replace(few, **fields), H200)) == constants(shared)
+    # Not where they would not gain: keys are few, or a window leaves few.
+    for fields in ({"seq_k": 600}, {"left": 300, "right": 0}):
+        assert not constants(plan(replace(few, **fields), H200))["SHARES"]
+    # One query of each of 32 heads, which share 8 heads of keys.
+    token = replace(few, seq_q=1, seq_k=8192, heads_q=32)
+    told = plan(token, H200)
+    assert (constants(told)["PACK"], told.launches[0].grid, dict(told.scalars)["shares"]) == (64, 128, 16)
+    assert not constants(plan(replace(token, batch=32), H200))["SHARES"]
+
+
+@pytest.mark.parametrize("seq_q", [1, 33, 500, 3000])
+@pytest.mark.parametrize("seq_k", [1024, 7000, 10**6])
+def test_each_share_has_keys(seq_q: int, seq_k: int) -> None:
+    for heads, dim in ((1, 256), (6, 64), (50, 128)):
+        made = plan(problem("float16", dim, batch=1, seq_q=seq_q, seq_k=seq_k, heads_q=heads, heads_k=1), H200)
+        shares, visits = dict(made.scalars)["shares"], -(-seq_k // constants(made)["KEYS"])
+        each = -(-visits // shares)
+        assert 1 <= shares <= 128 and (shares - 1) * each < visits <= shares * each
+
+
 def test_explain_tells_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explanation, "_compiled", lambda chosen: ({}, ()))
     q, k = (1, 4096, 32, 128), (1, 4096, 1, 128)
     (note,) = explanation.explain(q, k, k, dtype="bfloat16", arch="sm_90a", backward=True).notes
     assert note.startswith("the queries of a head of keys are dealt out in 8 shares")
+    (note,) = explanation.explain((1, 1, 32, 128), k, k, dtype="bfloat16", arch="sm_90a").notes
+    assert note == "the keys of a query tile are dealt out in 32 shares: query tiles are few"
     assert explanation.explain(q, q, q, dtype="bfloat16", arch="sm_90a", backward=True).notes == ()
 
 
@@ -494,7 +531,7 @@ def test_three_words_to_deal_out_tiles() -> None:
         ({"right": 0}, 12), ({"left": 9}, 12), ({}, 0), ({"seq_q": 4000}, 12), ({"right": 0, "seq_q": 128}, 0),
     ):  # fmt: skip
         asked = problem("float16", 128, 128, **{"batch": 2, "heads_q": 8, "seq_q": 4096, "seq_k": 4096} | fields)
-        assert sum(w.nbytes for w in plan(asked, H200, family="sm90").workspace) == size
+        assert {w.name: w.nbytes for w in plan(asked, H200, family="sm90").workspace}["counters"] == size
 
 
 def test_heads_that_share_keys_share_tiles_where_queries_are_few() -> None:

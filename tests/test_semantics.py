@@ -9,7 +9,7 @@ import pytest
 from backends import Backend, in_turn, on_pairs
 from fuzz import draw_kind, run_one
 from reference import DTYPES, assert_as_good, draw, references, state
-from semantics import LAYS, Inputs, check, draw_inputs
+from semantics import LAYS, Inputs, check, draw_blocks, draw_inputs
 
 from cupyflash import attention, attention_backward
 
@@ -52,6 +52,31 @@ def test_many_tiles(backend: Backend, dtype: str, seq: tuple[int, int], mask: st
     key_mask, options = split(MASKS[mask])
     batch = 1 if min(seq) > 10 else 24  # as in test_masks
     check(backend, draw_inputs(rng, dtype, batch=batch, seq=seq, key_mask=key_mask), **options)
+
+
+LONG: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal-softcap": {"causal": True, "softcap": 3.0},
+    "window": {"window": (1500, 20), "key_mask": True},
+    "sinks": {"causal": True, "given": ("sinks", "alibi_slopes")},
+    "bias-dropout": {"given": ("bias", "seed"), "full": "hqk", "dropout": 0.2},
+    "blocks": {"blocks": ((64, 128),), "given": ("sinks",)},
+}
+
+
+@pytest.mark.parametrize(
+    ("seq", "dims"), [((5, 3000), (128, 90)), ((140, 2100), (64, 64)), ((60, 1500), (200, 256))], ids=["5", "140", "60"]
+)
+@in_turn("options", LONG, softcap=1.0)
+def test_few_queries_on_many_keys(
+    backend: Backend, dtype: str, options: str, seq: tuple[int, int], dims: tuple[int, int], rng: np.random.Generator
+) -> None:
+    """On Hopper the keys of a query tile are dealt out in shares."""
+    asked = dict(LONG[options])
+    drawn = {name: asked.pop(name) for name in ("key_mask", "given", "full") if name in asked}
+    if "blocks" in asked:
+        asked["blocks"] = draw_blocks(rng, (2, 6, *seq), *asked["blocks"])
+    check(backend, draw_inputs(rng, dtype, batch=2, seq=seq, heads=(6, 2), dims=dims, **drawn), **asked)
 
 
 @in_turn("dims", DIMS)

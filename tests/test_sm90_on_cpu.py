@@ -13,7 +13,7 @@ from score_functions import documents, grid, relative, without_s
 from semantics import Blocks
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.families import sm90_backward
+from cupyflash.gpu.families import sm90_backward, sm90_forward
 from cupyflash.gpu.kernel_plan import KernelPlan
 
 pytestmark = needs_compiler
@@ -268,3 +268,38 @@ def test_thread_blocks_share_key_tiles(case: str, rng: np.random.Generator, monk
     monkeypatch.setattr(sm90_backward, "CACHE", 1)  # so that shares take room in turn
     check("sm90", LARGE, rng, *SHARED[case])
     assert dict(seen[0].constants)["SHARES"] and dict(seen[0].scalars)["shares"] == 3
+
+
+# The keys of a query tile in shares: so many, the problem.
+KEYS_SHARED: dict[str, tuple[int, tuple[str, dict[str, Any], dict[str, Any]]]] = {
+    "plain": (3, ("float16", {"seq": (70, 500), "batch": 2}, {})),
+    "causal": (2, ("bfloat16", {"seq": (300, 362), "heads": (4, 2), "batch": 1, "dlse": 1.0}, {"causal": True})),
+    "more-than-tiles": (5, ("float16", {"seq": (200, 330), "dims": (128, 90), "batch": 1}, {"causal": True, "rows_aligned": False})),
+    "few-queries": (3, ("bfloat16", {"seq": (5, 700), "heads": (12, 2), "given": ("sinks",), "key_mask": True}, {"causal": True})),
+    "one-query": (4, ("float16", {"seq": (1, 600), "heads": (6, 2), "dims": (128, 128)}, {})),
+    "sinks": (3, ("float16", {"seq": (130, 400), "heads": (4, 2), "batch": 1, "given": ("sinks",)}, {"causal": "top_left"})),
+    "unseen": (3, ("bfloat16", {"seq": (400, 300), "batch": 1}, {"window": (60, 0), "causal": True})),  # by the first queries
+    "scores": (
+        3, ("bfloat16", {"seq": (150, 430), "dims": (128, 59), "heads": (2, 1), "batch": 1, "given": SCORES}, {"softcap": 2.0, "window": (200, 9)}),
+    ),
+    "dropout": (2, ("float16", {"seq": (150, 400), "batch": 1, "given": ("bias", "seed"), "full": "hqk"}, {"causal": True, "dropout": 0.2})),
+    "blocks": (
+        3, ("float16", {"seq": (200, 600), "heads": (4, 2), "batch": 2, "given": ("sinks",)}, {"blocks": ((64, 128),), "causal": True}),
+    ),
+    "32": (3, ("bfloat16", {"seq": (230, 300), "dims": (32, 24), "batch": 1}, {})),
+    "192": (2, ("float16", {"seq": (100, 350), "dims": (192, 128), "batch": 1}, {"causal": True})),
+    "wide": (3, ("bfloat16", {"seq": (100, 350), "dims": (256, 200), "heads": (2, 1), "batch": 1}, {"window": (150, 20)})),
+}  # fmt: skip
+
+
+@cases(KEYS_SHARED, "plain", "causal", "few-queries", "blocks")
+def test_thread_blocks_share_keys(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares of which a warpgroup, or a tile, sees all, some or none; more than there are key tiles."""
+    shares, problem = KEYS_SHARED[case]
+    seen: list[KernelPlan] = []
+    make = sm90_forward.plan
+    monkeypatch.setattr(sm90_forward, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
+    monkeypatch.setattr(sm90_forward, "_shares", lambda *_: shares)
+    check("sm90", LARGE, rng, *problem)
+    assert dict(seen[0].constants)["SHARES"] and dict(seen[0].scalars)["shares"] == shares
+    assert [x.name for x in seen[0].launches] == ["attention_forward", "attention_combine"]

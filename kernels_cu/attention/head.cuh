@@ -5,6 +5,17 @@
 // Keys or queries by position: [begin, end).
 struct Range {
     int begin, end;
+
+    // The n-th of so many shares, as large as each other but for the last ones.
+    __device__ Range share(int n, int of) const {
+        int each = (end - begin + of - 1) / of;
+        return {min(end, begin + n * each), min(end, begin + (n + 1) * each)};
+    }
+    // What of another one lies in this one; where nothing does, none of its begin.
+    __device__ Range common(Range other) const {
+        int from = max(begin, other.begin), to = min(end, other.end);
+        return from < to ? Range{from, to} : Range{begin, begin};
+    }
 };
 
 // Tiles of `size` that hold n.

@@ -7,6 +7,7 @@
 struct Tile {
     Head head;  // the first of those whose queries it has
     Range queries;
+    int share = 0;  // of the keys that it visits, where they are dealt out
 };
 
 // Tiles of ROWS queries of PACK heads each, which share K and V; the last of those that do may have heads beyond them.

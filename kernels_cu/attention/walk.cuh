@@ -101,6 +101,9 @@ struct KeyWalk {
     __device__ KeyWalk part(Range keys, bool any) const {
         return any ? KeyWalk(covering<SIZE>(keys)) : KeyWalk(Range{tiles.begin, tiles.begin});
     }
+    // One of so many shares of this walk, and what of another one lies in this one.
+    __device__ KeyWalk share(int n, int of) const { return tiles.share(n, of); }
+    __device__ KeyWalk common(const KeyWalk& other) const { return tiles.common(other.tiles); }
     __device__ int before(const KeyWalk& part) const { return tiles.end - part.tiles.end; }
     __device__ int behind(const KeyWalk& part) const { return part.tiles.begin - tiles.begin; }
 
@@ -144,6 +147,8 @@ struct KeyWalk<SIZE, OWNED, true> {
             walk.visits.steps.end = walk.visits.steps.begin;
         return walk;
     }
+    __device__ KeyWalk share(int n, int of) const { return with(visits.steps.share(n, of)); }
+    __device__ KeyWalk common(const KeyWalk& other) const { return with(visits.steps.common(other.visits.steps)); }
     __device__ int before(const KeyWalk& part) const { return visits.steps.end - part.visits.steps.end; }
     __device__ int behind(const KeyWalk& part) const { return part.visits.steps.begin - visits.steps.begin; }
 
@@ -153,6 +158,11 @@ struct KeyWalk<SIZE, OWNED, true> {
     }
 
    private:
+    __device__ KeyWalk with(Range steps) const {
+        KeyWalk walk = *this;
+        walk.visits.steps = steps;
+        return walk;
+    }
     __device__ void keep(Range keys) {
         if (config::LEFT || config::RIGHT) visits.steps = visits.within(covering<SIZE>(keys));
     }

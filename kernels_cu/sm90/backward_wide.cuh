@@ -39,7 +39,6 @@ struct WideWorker {
     // CLUSTERED: dQ of a query tile is computed a step late, when the other block's dS has come. At the first step it is
     // computed of whatever lies there and does not leave: products in a branch are put in series by ptxas.
     bool owing;
-    bool near;        // whether soft caps with the keys at hand were near 0 so far: then it is asked again
     int last, shift;  // the query tile whose dQ is owed; from query tiles to tiles of sums
 
     __device__ WideWorker(const Params& p, const TensorMaps& maps, Shared& s, int group)
@@ -128,8 +127,7 @@ struct WideWorker {
         if (!CLUSTERED) read_rows(s.row_values());
         changed(scores);
         if (PAIR_ARRAYS) s.pairs.wait_full();
-        near = near && near_zero(scores, pairs);
-        as_near(near, [&](auto how) {
+        as_near(near_zero(scores, pairs), [&](auto how) {
             constexpr bool NEAR = decltype(how)::value;
             scores.each(
                 [&](float& x, int r, int c, float& slope) {
@@ -273,7 +271,6 @@ struct WideWorker {
             wgmma_wait<0>();
 
             owing = false;
-            near = true;
             last = 0;
             shift = DQCounters(p).shift(p, t.share);
             for_query_tiles(p, t, [&](const Head& head, int tile_q, int tile, TileBits bits) {

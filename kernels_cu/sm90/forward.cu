@@ -11,6 +11,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/descale.cuh"
+#include "sm90/forward_shares.cuh"
 #include "sm90/forward_tiles.cuh"
 #include "tile/rows.cuh"
 
@@ -286,9 +287,18 @@ struct Worker {
         float out_scale = TURNED ? p.out_scale * value_descale(p, of.head, keys(of)) : 1;
         // (Where unit() is 0 the factor is not, and TOP / factor, which is in the maximum, must go from lse.)
         float unit = TURNED ? factor(of) * LN2 : pairs.unit();
-        softmax.finish(o, unit, kept(p) / out_scale, [&](int r) { return pairs.sink(at(r, 0).head); });
+        softmax.finish(o, unit, kept(p) / out_scale, [&](int r) -> float {
+            if constexpr (SHARES) return MINUS_INFINITY;  // it is added once, to all shares
+            return pairs.sink(at(r, 0).head);
+        });
         int heads = heads_of(of), queries = of.head.queries(p);
-        if (O_STAGED && maps.map_out) {
+        if constexpr (SHARES) {
+            store_float_rows(o, true, DIM_V, [&](int row) -> float* {
+                Pair x = at(row, 0);
+                bool real = x.head - of.head.q < heads && x.i < queries;
+                return real ? p.share_out + share_row(p, of.share, row_number(of, x)) * DIM_V : nullptr;
+            });
+        } else if (O_STAGED && maps.map_out) {
             bool storer = threadIdx.x % 128 == 0;
             if (storer) tma_wait_read();
             sync_threads<128>(1 + group);
@@ -309,14 +319,18 @@ struct Worker {
                 return n < heads && x.i < queries ? out + n * to.head + x.i * to.row : nullptr;
             });
         }
-        if (p.lse != nullptr && threadIdx.x % 4 == 0) {
+        float* lse = p.lse;
+        if constexpr (SHARES) lse = p.share_lse + share_row(p, of.share, 0);
+        if (lse != nullptr && threadIdx.x % 4 == 0) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 Pair x = at(8 * h + threadIdx.x % 32 / 4, 0);
-                if (x.head - of.head.q < heads && x.i < queries)
-                    p.lse[Head{of.head.batch, x.head, of.head.k}.row_number(p, x.i)] = softmax.maximum[0][h];
+                if (x.head - of.head.q < heads && x.i < queries) lse[row_number(of, x)] = softmax.maximum[0][h];
             }
         }
+    }
+    __device__ long long row_number(const Tile& of, const Pair& x) const {
+        return Head{of.head.batch, x.head, of.head.k}.row_number(p, x.i);
     }
 
     __device__ void run() {
@@ -332,10 +346,11 @@ struct Worker {
             bool half_before = half;
             Range q{queries().begin, min(queries().end, tile.head.queries(p))};
             Range keys = Band{p, tile.head}.keys_of(q);
-            TileWalk all(p, tile.head, tile.queries);
+            TileWalk all = walk_of(p, tile);
             bool any = more && q.begin < q.end && first_head() < heads_of(tile) && keys.begin < keys.end;
             own = all.part(keys, any);
-            if (walk::LISTED) any = any && own.count() > 0;
+            if (SHARES) own = all.common(own);
+            if (walk::LISTED || SHARES) any = any && own.count() > 0;
             softmax = new_softmax();
             near = true;
             sums = {};
@@ -409,6 +424,14 @@ struct Worker {
 // Launched where V is to be turned.
 extern "C" __global__ void __launch_bounds__(256) attention_turn(const __grid_constant__ Params p) {
     if constexpr (TURNED) turn_values<DIM_V>(p, blockIdx.x);
+}
+
+// Launched where keys are dealt out in shares: a warp for each row.
+extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Params p) {
+    if constexpr (SHARES) {
+        long long row = blockIdx.x * 4ll + threadIdx.x / 32;
+        if (row < (long long)p.batch * p.heads_q * p.seq_q) combine_shares(p, row);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)

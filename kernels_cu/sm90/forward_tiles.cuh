@@ -29,7 +29,7 @@ constexpr bool EARLY = RIDE && walk::ALIKE;
 
 // Whether the loading thread tells the others all of a tile, so that they need no divisions between two tiles, or only
 // its number: beside three warpgroups it has no registers for more, and where tiles are alike there is nothing to gain.
-constexpr bool TELL = ROOMY && !walk::ALIKE;
+constexpr bool TELL = ROOMY && !walk::ALIKE && !SHARES;
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
@@ -53,8 +53,27 @@ struct Values<true> {
 constexpr bool TURNED = sizeof(In) == 1;
 using VTile = Values<TURNED>::Tile;
 
-using TileSchedule = Schedule<HEAD_ROWS, PACK>;
 using TileWalk = KeyWalk<KEYS, ROWS>;  // (what is listed is not packed)
+
+// SHARES: each tile so many times, with a share of its keys.
+struct TileSchedule : Schedule<HEAD_ROWS, PACK> {
+    using Whole = Schedule<HEAD_ROWS, PACK>;
+
+    __device__ TileSchedule(const Params& p) : Whole(p) {}
+    __device__ int total() const { return Whole::total() * (SHARES ? p.shares : 1); }
+    __device__ Tile tile(int number) const {
+        if constexpr (!SHARES) return Whole::tile(number);
+        Tile tile = Whole::tile(number / p.shares);
+        tile.share = number % p.shares;
+        return tile;
+    }
+};
+
+// Over the key tiles of a tile, or of its share.
+__device__ inline TileWalk walk_of(const Params& p, const Tile& tile) {
+    TileWalk walk(p, tile.head, tile.queries);
+    return SHARES ? walk.share(tile.share, p.shares) : walk;
+}
 
 using Pairwise = PairTiles<ROWS>;  // mask and bias
 static_assert(!(PAIR_ARRAYS || walk::LISTED || DROPOUT) || PACK == 1);
@@ -165,7 +184,7 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
     int last_before = -1;  // key tile whose V is still to come, where RIDE
     while (number < total) {
         Tile tile = early ? next : schedule.tile(number);
-        TileWalk walk(p, tile.head, tile.queries);
+        TileWalk walk = walk_of(p, tile);
         int step = walk.start();
         bool any = walk.has(step);
         if (any) load_k(tile, walk.tile(step));

@@ -133,8 +133,16 @@ def _possible(t: ForwardTile, problem: AttentionProblem) -> bool:
     return t.registers <= 256 and t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= t.registers - 32
 
 
+# Where query tiles leave multiprocessors idle, the keys of each are dealt out in shares (kernels_cu/sm90/forward_shares.cuh), if
+# that takes no more than SHARE_GAIN of the time without. Measured: FLOP/s of a multiprocessor; seconds of a tile's begin and end,
+# of the kernel that combines shares, and of each share there; bytes per second of what they leave in memory.
+SHARE_RATE, TILE_SECONDS, COMBINE_SECONDS, SHARE_SECONDS, LEFT_RATE = 4.5e12, 3e-6, 3e-6, 1e-7, 3e12
+SHARE_GAIN, MOST_SHARES = 0.85, 128
+LONG_KEYS = 1024  # with fewer they are not
+
 # Tensor cores sum P V of 8 bits over so many keys, or half as many more (kernels_cu/sm90/long_sums.cuh).
 SUM_KEYS = 2048
+COMBINED = 4  # rows of a block that combines shares
 TURNED_KEYS = 128  # of the block that turns V (kernels_cu/sm90/turned_values.cuh)
 
 
@@ -190,7 +198,8 @@ def _by_load(problem: AttentionProblem, arch: Arch) -> tuple[ForwardTile, ...]:
 
     def load(t: ForwardTile) -> float:  # rows of its tiles, also those in vain
         tiles = problem.batch * problem.heads_q * ceil(problem.seq_q, t.rows)
-        return ceil(tiles, arch.sms) * t.rows * t.cost
+        shared = tiles < arch.sms and _shareable(problem)
+        return (tiles if shared else ceil(tiles, arch.sms)) * t.rows * t.cost
 
     least = min(map(load, rows))
     return tuple(sorted(rows, key=lambda t: load(t) > most * least))
@@ -206,7 +215,7 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
         few
         and problem.dtype != FLOAT8
         and problem.group > 1
-        and 2 * heads > arch.sms
+        and (2 * heads > arch.sms or _shareable(problem))
         and not (paired(problem) or listed or problem.dropout)
     )
     short = few and problem.seq_k <= FEW and heads > arch.sms
@@ -233,6 +242,30 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
     return None
 
 
+def _shareable(problem: AttentionProblem) -> bool:
+    return problem.dtype != FLOAT8 and problem.seq_k >= LONG_KEYS
+
+
+def _shares(problem: AttentionProblem, t: ForwardTile, tiles: int, rows: int, arch: Arch) -> int:
+    """In how many shares the keys of each of `tiles` query tiles are dealt out; `rows` of a tile are asked for."""
+    if not _shareable(problem):
+        return 1
+    seen = problem.seq_k
+    if problem.left is not None:
+        right = problem.seq_k if problem.right is None else problem.right
+        seen = min(seen, max(0, problem.left + right) + min(t.rows, problem.seq_q))
+    visits, slots = ceil(seen, t.keys), t.blocks * arch.sms
+    visit = 2 * pad(rows, 64) * t.keys * (problem.dim + problem.dim_v) * t.blocks / SHARE_RATE
+    left = 8 * problem.batch * problem.heads_q * problem.seq_q * problem.dim_v  # bytes of a share: written and read
+
+    def time(shares: int) -> float:
+        combine = COMBINE_SECONDS + shares * (SHARE_SECONDS + left / LEFT_RATE) if shares > 1 else 0
+        return ceil(tiles * shares, slots) * (ceil(visits, shares) * visit + TILE_SECONDS) + combine
+
+    best = min(range(1, min(visits, MOST_SHARES) + 1), key=time)
+    return ceil(visits, ceil(visits, best)) if time(best) < SHARE_GAIN * time(1) else 1
+
+
 def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> KernelPlan:
     found = fit(problem, arch, tile)
     if found is None:
@@ -248,15 +281,25 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
     # Where tiles differ in length, thread blocks ask for their next one.
     alike = problem.seq_q <= t.rows or not (banded or problem.seq_q % t.rows)
-    grid = min(tiles, t.blocks * arch.sms)
-    dynamic = not alike and tiles > grid
+    shares = _shares(problem, t, tiles, min(problem.seq_q, span) * min(problem.group, pack), arch)
+    grid = min(tiles * shares, t.blocks * arch.sms)
+    dynamic = not alike and tiles * shares > grid
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys), ("STAGES", t.stages),
-        ("Q_STAGES", q_stages), ("O_STAGED", o_staged), ("PACK", pack), ("SHARED_MEMORY", size), *pairs.constants(),
+        ("Q_STAGES", q_stages), ("O_STAGED", o_staged), ("PACK", pack), ("SHARES", shares > 1), ("SHARED_MEMORY", size), *pairs.constants(),
         *features(problem), ("SUM_TILES", sum_keys // t.keys),
     )  # fmt: skip
     launches = [Launch("attention_forward", grid, 128 * (t.groups + 1), size)]
-    spaces, values = [Workspace("counters", "uint32", (3 if dynamic else 0,))], Box("v", t.keys)
+    rows = problem.batch * problem.heads_q * problem.seq_q
+    left = shares * rows if shares > 1 else 0
+    spaces = [
+        Workspace("counters", "uint32", (3 if dynamic else 0,)),
+        Workspace("share_out", "float32", (left, dim_v)),
+        Workspace("share_lse", "float32", (left,)),
+    ]
+    if shares > 1:
+        launches.append(Launch("attention_combine", ceil(rows, COMBINED), 128))
+    values = Box("v", t.keys)
     if problem.dtype == FLOAT8:  # V is turned before
         tiles_k = ceil(problem.seq_k, TURNED_KEYS)
         launches.insert(0, Launch("attention_turn", problem.batch * problem.heads_k * tiles_k, 256))
@@ -267,5 +310,6 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         "sm90", arch.name, problem.dtype, False, "sm90/forward.cu", constants,
         tuple(launches), 16, tuple(spaces), t.spills,
         (*pairs.boxes(t.rows), Box("q", span, pack), Box("k", t.keys), values, Box("out", 64)),
-        given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")), out_dtype=problem.out_dtype,
+        (("shares", shares),), problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
+        out_dtype=problem.out_dtype,
     )  # fmt: skip
