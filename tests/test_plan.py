@@ -334,7 +334,7 @@ def test_explain_tells_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     (note,) = explanation.explain(q, k, k, dtype="bfloat16", arch="sm_90a", backward=True).notes
     assert note.startswith("the queries of a head of keys are dealt out in 8 shares")
     (note,) = explanation.explain((1, 1, 32, 128), k, k, dtype="bfloat16", arch="sm_90a").notes
-    assert note == "the keys of a query tile are dealt out in 32 shares: query tiles are few"
+    assert note == "the keys of a query tile are dealt out in 16 shares: query tiles are few"
     assert explanation.explain(q, q, q, dtype="bfloat16", arch="sm_90a", backward=True).notes == ()
 
 

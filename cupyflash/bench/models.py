@@ -109,13 +109,22 @@ WINDOWS = {
     for seq in (2048, 8192, 32768)
     if window < seq
 }
-CALLS = MODELS | WINDOWS
+
+# Writing token by token: queries on what is written. No more than a forward.
+TOKENS = {
+    "Llama 3 8B, a token, 8k": Call(1, 1, 32, 8, 128, seq_k=8192),
+    "Llama 3 8B, 16 x a token, 4k": Call(16, 1, 32, 8, 128, seq_k=4096),
+    "Llama 3 70B, 8 tokens, 32k": Call(1, 8, 64, 8, 128, causal=True, seq_k=32768),
+    "GPT-2 XL, a token, 1k": Call(1, 1, 25, 25, 64, seq_k=1024),
+}
+CALLS = MODELS | WINDOWS | TOKENS
 QUICK = ("GPT-2 small", "BERT base, 128", "Llama 3 70B, 2k", "gpt-oss 20B, local", "DeepSeek V3, 2k", "SDXL, cross")
 
 # What `report.summary` sums up beside each pass: the rows of a kind.
 KINDS = {
     "models": [*MODELS],
     "windows": [*WINDOWS],
+    "token by token": [*TOKENS],
     "few key heads, batch 1 and 2": [
         name for name, x in MODELS.items() if x.heads >= 8 * x.heads_k and x.batch <= 2 and x.window is None
     ],
@@ -124,13 +133,13 @@ KINDS = {
 
 
 def problems(options: Options) -> list[Problem]:
-    """Each call in both passes; with `quick` a few of them."""
+    """Each call in both passes, but those of TOKENS; with `quick` a few of them."""
     names: Sequence[str] = QUICK if options.quick and not options.only else tuple(CALLS)
     return [
         {"pass": direction, "model": name, "call": str(CALLS[name]), "dtype": options.dtype}
         for direction in ("forward", "backward")
         for name in names
-        if name.startswith(options.only or "")
+        if name.startswith(options.only or "") and (direction == "forward" or name not in TOKENS)
     ]
 
 

@@ -19,8 +19,9 @@ constexpr int READERS = 4 * GROUPS;  // warps that read what is loaded
 // Whether threads have registers to spare: no more than two warpgroups compute on a multiprocessor, in BLOCKS thread blocks.
 constexpr bool ROOMY = GROUPS * BLOCKS < 3;
 
-// Whether the last O += P V of a tile is done under the first scores of the next: asks for registers and an early Q.
-constexpr bool RIDE = ROOMY && Q_STAGES > 1;
+// Whether the last O += P V of a tile is done under the first scores of the next: asks for registers and an early Q. (With
+// SHARES a thread block has one tile, or few.)
+constexpr bool RIDE = ROOMY && Q_STAGES > 1 && !SHARES;
 
 // Whether, where tiles are alike and so their order is fixed, the next tile's Q is asked for in the middle of a tile: all
 // thread blocks change heads at once, and it would come late. (Beside three warpgroups the loading thread has no

@@ -128,6 +128,10 @@ def _crowded(problem: AttentionProblem) -> bool:
     return problem.dropout > 0 or (windowed and problem.has("alibi_slopes")) or heavy
 
 
+def _busy(problem: AttentionProblem) -> bool:
+    return scored(problem) or problem.dropout > 0
+
+
 def _possible(t: ForwardTile, problem: AttentionProblem) -> bool:
     """Have scores, their 16-bit copy and the output room in what the kernel gives a thread that computes?"""
     return t.registers <= 256 and t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= t.registers - 32
@@ -139,6 +143,7 @@ def _possible(t: ForwardTile, problem: AttentionProblem) -> bool:
 SHARE_RATE, TILE_SECONDS, COMBINE_SECONDS, SHARE_SECONDS, LEFT_RATE = 4.5e12, 3e-6, 3e-6, 1e-7, 3e12
 SHARE_GAIN, MOST_SHARES = 0.85, 128
 LONG_KEYS = 1024  # with fewer they are not
+SHARE_SPILLS = 560  # more, with scores or dropout: addresses of a share, where tiles are tested
 
 # Tensor cores sum P V of 8 bits over so many keys, or half as many more (kernels_cu/sm90/long_sums.cuh).
 SUM_KEYS = 2048
@@ -219,7 +224,7 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
         and not (paired(problem) or listed or problem.dropout)
     )
     short = few and problem.seq_k <= FEW and heads > arch.sms
-    busy, crowded = scored(problem) or problem.dropout > 0, _crowded(problem)
+    busy, crowded = _busy(problem), _crowded(problem)
     first = (
         PACKED if packed else SHORT[bool(paired(problem)) :] if short else LISTED if listed else _by_load(problem, arch)
     )
@@ -308,7 +313,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         values = Box("turned", dim_v)
     return KernelPlan(
         "sm90", arch.name, problem.dtype, False, "sm90/forward.cu", constants,
-        tuple(launches), 16, tuple(spaces), t.spills,
+        tuple(launches), 16, tuple(spaces), t.spills + (shares > 1 and _busy(problem)) * SHARE_SPILLS,
         (*pairs.boxes(t.rows), Box("q", span, pack), Box("k", t.keys), values, Box("out", 64)),
         (("shares", shares),), problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
         out_dtype=problem.out_dtype,
