@@ -56,7 +56,8 @@ def test_every_call_is_one_that_attention_takes():
 
 def test_problems_are_both_passes_of_every_call():
     problems = models.problems(suite.Options(dtype="float16"))
-    assert [(p["pass"], p["model"]) for p in problems] == [(d, name) for d in ("forward", "backward") for name in CALLS]
+    asked = {"forward": [*CALLS], "backward": [name for name in CALLS if name not in models.TOKENS]}
+    assert [(p["pass"], p["model"]) for p in problems] == [(d, name) for d, names in asked.items() for name in names]
     assert {p["dtype"] for p in problems} == {"float16"}
     assert len(models.problems(suite.Options(quick=True))) == 2 * len(models.QUICK)
     only = models.problems(suite.Options(quick=True, only=("Gemma 3", "window 128, 2k")))
