@@ -261,9 +261,11 @@ def _ratios(data: dict[str, Any]) -> Any:
     for axis, name, panel in zip(axes, passes, panels):
         ratios = [row["ratio_to_best"] for row in panel]
         colours = [COLOURS["ours"] if ratio >= 1 else COLOURS["math"] for ratio in ratios]
-        drawn = axis.barh(range(len(panel)), ratios, 0.75, color=colours)
-        axis.bar_label(drawn, [f"{ratio:.2f}" for ratio in ratios], padding=3, fontsize=7)
+        axis.barh(range(len(panel)), ratios, 0.75, color=colours)
         axis.axvline(1, color="#333333", linewidth=1)
+        for at, ratio in enumerate(ratios):  # not on the line
+            end = (max(ratio, 1), at)
+            axis.annotate(f"{ratio:.2f}", end, (3, 0), textcoords="offset points", va="center", fontsize=7)
         axis.set_yticks(range(len(panel)), [row["problem"]["model"] for row in panel], fontsize=7)
         axis.set_ylim(len(panel) - 0.4, -0.6)
         axis.margins(x=0.1)
