@@ -20,8 +20,9 @@ from .gpu.source import generate
 from .problem import ARRAYS, FLOAT8, AttentionProblem, View, contiguous, describe, whole
 
 HEAD_DIMS = {"float16": (64, 128, 256), "bfloat16": (64, 128, 256), "float32": (64, 128), "float64": (64, 128)}
-# Lengths, heads, and heads of keys: no kernel is compiled for these, but tiles may differ, and who shares them.
-_SIZES = ((1024, 16, 16), (8192, 16, 16), (8192, 16, 1))
+# Queries, keys, heads, and heads of keys: no kernel is compiled for these, but tiles may differ, and who shares them.
+_SIZES = ((1024, 1024, 16, 16), (8192, 8192, 16, 16), (8192, 8192, 16, 1))
+_FEW = ((1, 8192, 16, 16), (1, 8192, 16, 4), (512, 8192, 8, 8))  # a token, a late part of a prompt: forward alone
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,11 @@ def jobs(
     for arch, dtype in product(archs, [dtype_name(dtype) or "" for dtype in dtypes]):
         dims = head_dims or HEAD_DIMS.get(dtype, (64, 128, 256))
         passes = [False] if dtype == FLOAT8 and False in backward else backward
-        for dim, banded, back, sizes in product(dims, causal, passes, _SIZES):
-            length, heads, heads_k = sizes
-            x, k = (_view((1, length, n, dim), dtype) for n in (heads, heads_k))
+        for dim, banded, back, sizes in product(dims, causal, passes, (*_SIZES, *_FEW)):
+            if back and sizes in _FEW:
+                continue
+            seq_q, seq_k, heads, heads_k = sizes
+            x, k = (_view((1, length, n, dim), dtype) for length, n in ((seq_q, heads), (seq_k, heads_k)))
             plain = describe(x, k, k)
             given = {rule.name: whole(rule, plain, x) for rule in ARRAYS if rule.name in arrays}
             problem = describe(x, k, k, causal=banded, **given, **options)

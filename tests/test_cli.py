@@ -774,10 +774,10 @@ def test_compile_fills_the_cache(run: Run, cache: Path) -> None:
     only = ("--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--causal", "--forward")
     code, out, err = run("compile", *only)
     assert (code, err) == (0, "")
-    assert "sm80" in out and "forward" in out and "1 programs" in out
+    assert "sm80" in out and "forward" in out and "2 programs" in out  # one for few queries
     assert not [line for line in out.splitlines() if line != line.rstrip() or not line]
     assert "cached" not in out
-    assert disk.cache_info().entries == 1
+    assert disk.cache_info().entries == 2
     compiler.compile_source.cache_clear()  # as in a new process
     code, out, _ = run("compile", *only)
     assert code == 0 and "cached" in out
@@ -806,7 +806,7 @@ def test_compile_that_keeps_nothing_fails(run: Run, cache: Path) -> None:
 
 
 def test_compiled_is_what_a_call_needs(cache: Path) -> None:
-    """The kernels of `compile` are those of a real call, whatever its batch, heads and lengths."""
+    """The kernels of `compile` are those of a real call: training, a prompt, a late part of one, a token."""
     from cupyflash.gpu.device import Arch
     from cupyflash.gpu.plan import plan
     from cupyflash.gpu.source import generate
@@ -818,6 +818,12 @@ def test_compiled_is_what_a_call_needs(cache: Path) -> None:
             problem = problem_of(arrays, causal=causal)
             for backward in (False, True):
                 assert generate(plan(problem, Arch.of("sm_90a"), backward)) in ready, (dtype, dim, causal, backward)
+            for length, heads, heads_k in ((1, 32, 8), (1, 32, 32), (512, 8, 8)):
+                shapes = {"q": (1, length, heads, dim), "k": (1, 9000, heads_k, dim), "v": (1, 9000, heads_k, dim)}
+                problem = problem_of(
+                    {name: np.empty(shape, DTYPES[dtype]) for name, shape in shapes.items()}, causal=causal
+                )
+                assert generate(plan(problem, Arch.of("sm_90a"))) in ready, (dtype, dim, causal, length, heads_k)
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,8 @@ KEYS_SHARED: dict[str, tuple[int, tuple[str, dict[str, Any], dict[str, Any]]]] =
     "causal": (2, ("bfloat16", {"seq": (300, 362), "heads": (4, 2), "batch": 1, "dlse": 1.0}, {"causal": True})),
     "more-than-tiles": (5, ("float16", {"seq": (200, 330), "dims": (128, 90), "batch": 1}, {"causal": True, "rows_aligned": False})),
     "few-queries": (3, ("bfloat16", {"seq": (5, 700), "heads": (12, 2), "given": ("sinks",), "key_mask": True}, {"causal": True})),
+    "many": (37, ("bfloat16", {"seq": (3, 37 * 128), "heads": (3, 1), "batch": 1, "given": ("sinks",)}, {})),
+    "odd-rows": (3, ("float16", {"seq": (5, 300), "heads": (3, 1), "batch": 1}, {})),
     "one-query": (4, ("float16", {"seq": (1, 600), "heads": (6, 2), "dims": (128, 128)}, {})),
     "sinks": (3, ("float16", {"seq": (130, 400), "heads": (4, 2), "batch": 1, "given": ("sinks",)}, {"causal": "top_left"})),
     "unseen": (3, ("bfloat16", {"seq": (400, 300), "batch": 1}, {"window": (60, 0), "causal": True})),  # by the first queries
