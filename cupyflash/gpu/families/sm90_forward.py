@@ -12,6 +12,7 @@ from ...tile_lists import ListUse
 from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
 from ..score import light
+from . import shares
 from .sm90_memory import BARRIERS, FEW, PairTiles, padded, pair_stages, paired, room
 
 
@@ -137,17 +138,11 @@ def _possible(t: ForwardTile, problem: AttentionProblem) -> bool:
     return t.registers <= 256 and t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= t.registers - 32
 
 
-# Where query tiles leave multiprocessors idle, the keys of each are dealt out in shares (kernels_cu/sm90/forward_shares.cuh), if
-# that takes no more than SHARE_GAIN of the time without. Measured: FLOP/s of a multiprocessor; seconds of a tile's begin and end,
-# of the kernel that combines shares, and of each share there; bytes per second of what they leave in memory.
-SHARE_RATE, TILE_SECONDS, COMBINE_SECONDS, SHARE_SECONDS, LEFT_RATE = 4.5e12, 3e-6, 3e-6, 1e-7, 3e12
-SHARE_GAIN, MOST_SHARES = 0.85, 128
-LONG_KEYS = 1024  # with fewer they are not
+SHARE_RATE = 4.5e12  # FLOP/s of a multiprocessor
 SHARE_SPILLS = 560  # more, with scores or dropout: addresses of a share, where tiles are tested
 
 # Tensor cores sum P V of 8 bits over so many keys, or half as many more (kernels_cu/sm90/long_sums.cuh).
 SUM_KEYS = 2048
-COMBINED = 4  # rows of a block that combines shares
 TURNED_KEYS = 128  # of the block that turns V (kernels_cu/sm90/turned_values.cuh)
 
 
@@ -248,27 +243,15 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
 
 
 def _shareable(problem: AttentionProblem) -> bool:
-    return problem.dtype != FLOAT8 and problem.seq_k >= LONG_KEYS
+    return problem.dtype != FLOAT8 and problem.seq_k >= shares.LONG_KEYS
 
 
 def _shares(problem: AttentionProblem, t: ForwardTile, tiles: int, rows: int, arch: Arch) -> int:
     """In how many shares the keys of each of `tiles` query tiles are dealt out; `rows` of a tile are asked for."""
     if not _shareable(problem):
         return 1
-    seen = problem.seq_k
-    if problem.left is not None:
-        right = problem.seq_k if problem.right is None else problem.right
-        seen = min(seen, max(0, problem.left + right) + min(t.rows, problem.seq_q))
-    visits, slots = ceil(seen, t.keys), t.blocks * arch.sms
     visit = 2 * pad(rows, 64) * t.keys * (problem.dim + problem.dim_v) * t.blocks / SHARE_RATE
-    left = 8 * problem.batch * problem.heads_q * problem.seq_q * problem.dim_v  # bytes of a share: written and read
-
-    def time(shares: int) -> float:
-        combine = COMBINE_SECONDS + shares * (SHARE_SECONDS + left / LEFT_RATE) if shares > 1 else 0
-        return ceil(tiles * shares, slots) * (ceil(visits, shares) * visit + TILE_SECONDS) + combine
-
-    best = min(range(1, min(visits, MOST_SHARES) + 1), key=time)
-    return ceil(visits, ceil(visits, best)) if time(best) < SHARE_GAIN * time(1) else 1
+    return shares.shares(problem, tiles, t.rows, t.keys, t.blocks * arch.sms, visit)
 
 
 def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> KernelPlan:
@@ -286,24 +269,17 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
     # Where tiles differ in length, thread blocks ask for their next one.
     alike = problem.seq_q <= t.rows or not (banded or problem.seq_q % t.rows)
-    shares = _shares(problem, t, tiles, min(problem.seq_q, span) * min(problem.group, pack), arch)
-    grid = min(tiles * shares, t.blocks * arch.sms)
-    dynamic = not alike and tiles * shares > grid
+    parts = _shares(problem, t, tiles, min(problem.seq_q, span) * min(problem.group, pack), arch)
+    grid = min(tiles * parts, t.blocks * arch.sms)
+    dynamic = not alike and tiles * parts > grid
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys), ("STAGES", t.stages),
-        ("Q_STAGES", q_stages), ("O_STAGED", o_staged), ("PACK", pack), ("SHARES", shares > 1), ("SHARED_MEMORY", size), *pairs.constants(),
+        ("Q_STAGES", q_stages), ("O_STAGED", o_staged), ("PACK", pack), ("SHARES", parts > 1), ("SHARED_MEMORY", size), *pairs.constants(),
         *features(problem), ("SUM_TILES", sum_keys // t.keys),
     )  # fmt: skip
     launches = [Launch("attention_forward", grid, 128 * (t.groups + 1), size)]
-    rows = problem.batch * problem.heads_q * problem.seq_q
-    left = shares * rows if shares > 1 else 0
-    spaces = [
-        Workspace("counters", "uint32", (3 if dynamic else 0,)),
-        Workspace("share_out", "float32", (left, dim_v)),
-        Workspace("share_lse", "float32", (left,)),
-    ]
-    if shares > 1:
-        launches.append(Launch("attention_combine", ceil(rows, COMBINED), 128))
+    spaces = [Workspace("counters", "uint32", (3 if dynamic else 0,)), *shares.left(problem, parts, dim_v)]
+    launches += shares.combine(problem, parts)
     values = Box("v", t.keys)
     if problem.dtype == FLOAT8:  # V is turned before
         tiles_k = ceil(problem.seq_k, TURNED_KEYS)
@@ -313,8 +289,8 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         values = Box("turned", dim_v)
     return KernelPlan(
         "sm90", arch.name, problem.dtype, False, "sm90/forward.cu", constants,
-        tuple(launches), 16, tuple(spaces), t.spills + (shares > 1 and _busy(problem)) * SHARE_SPILLS,
+        tuple(launches), 16, tuple(spaces), t.spills + (parts > 1 and _busy(problem)) * SHARE_SPILLS,
         (*pairs.boxes(t.rows), Box("q", span, pack), Box("k", t.keys), values, Box("out", 64)),
-        (("shares", shares),), problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
+        (("shares", parts),), problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
         out_dtype=problem.out_dtype,
     )  # fmt: skip
