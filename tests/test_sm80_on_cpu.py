@@ -235,5 +235,5 @@ KEYS_SHARED: dict[str, tuple[int, tuple[Arch, str, dict[str, Any], dict[str, Any
 def test_thread_blocks_share_keys(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares of which a tile sees all, some or none; more than there are key tiles."""
     many, (arch, *problem) = KEYS_SHARED[case]
-    monkeypatch.setattr(shares, "shares", lambda *_: many)
+    monkeypatch.setattr(shares, "shares", lambda *_: shares.Dealt(many, 0))
     check("sm80", arch, rng, *problem)

@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ...problem import AttentionProblem
 from ..kernel_plan import Launch, Workspace, ceil
 
 # They are, if that takes no more than GAIN of the time without. Measured on an H200: seconds of a tile's begin and end, of the kernel
 # that combines shares, and of each share there; bytes per second of what they leave in memory.
 TILE_SECONDS, COMBINE_SECONDS, SHARE_SECONDS, LEFT_RATE = 3e-6, 3e-6, 1e-7, 3e12
-GAIN, MOST = 0.85, 128
+GAIN, MOST, MOST_LEFT = 0.85, 128, 1 << 28
 LONG_KEYS = 1024  # with fewer they are not
 ROWS = 4  # of a block that combines
 
 
-def shares(problem: AttentionProblem, tiles: int, rows: int, keys: int, slots: int, visit: float) -> int:
-    """In how many shares the keys of each of `tiles` query tiles of so many rows are dealt out to `slots` thread blocks at a
-    time, which visit `keys` keys in `visit` seconds."""
-    if problem.seq_k < LONG_KEYS:
-        return 1
+class Dealt(NamedTuple):
+    number: int  # of shares that the keys of a query tile are dealt out in
+    seconds: float  # what the call is reckoned to take
+
+
+def shares(problem: AttentionProblem, tiles: int, rows: int, keys: int, blocks: int, sms: int, visit: float) -> Dealt:
+    """For so many query tiles of so many rows, which visit `keys` keys in `visit` seconds; a multiprocessor has up to `blocks`
+    of them at a time, and then each takes as many times as long."""
     seen = problem.seq_k
-    if problem.left is not None:
-        right = problem.seq_k if problem.right is None else problem.right
-        seen = min(seen, max(0, problem.left + right) + min(rows, problem.seq_q))
-    visits = ceil(seen, keys)
-    left = 8 * problem.batch * problem.heads_q * problem.seq_q * problem.dim_v  # bytes of a share: written and read
+    if problem.right is not None:
+        seen = min(seen, problem.diagonal + problem.seq_q + problem.right)
+        if problem.left is not None:
+            seen = min(seen, problem.left + problem.right + min(rows, problem.seq_q))
+    visits = max(1, ceil(seen, keys))
+    left = 4 * problem.batch * problem.heads_q * problem.seq_q * problem.dim_v  # bytes of a share
 
     def time(n: int) -> float:
-        combine = COMBINE_SECONDS + n * (SHARE_SECONDS + left / LEFT_RATE) if n > 1 else 0
-        return ceil(tiles * n, slots) * (ceil(visits, n) * visit + TILE_SECONDS) + combine
+        combine = COMBINE_SECONDS + n * (SHARE_SECONDS + 2 * left / LEFT_RATE) if n > 1 else 0
+        together = min(blocks, ceil(tiles * n, sms))
+        return ceil(tiles * n, blocks * sms) * (ceil(visits, n) * visit * together + TILE_SECONDS) + combine
 
-    best = min(range(1, min(visits, MOST) + 1), key=time)
-    return ceil(visits, ceil(visits, best)) if time(best) < GAIN * time(1) else 1
+    most = min(visits, MOST, max(1, MOST_LEFT // max(1, left))) if problem.seq_k >= LONG_KEYS else 1
+    times = [time(n) for n in range(1, most + 1)]
+    best = next(n for n, x in enumerate(times, 1) if x <= 1.02 * min(times))  # the fewest
+    if times[best - 1] >= GAIN * times[0]:
+        return Dealt(1, times[0])
+    return Dealt(ceil(visits, ceil(visits, best)), times[best - 1])
 
 
 def left(problem: AttentionProblem, n: int, dim_v: int) -> tuple[Workspace, ...]:

@@ -198,11 +198,12 @@ def _by_load(problem: AttentionProblem, arch: Arch) -> tuple[ForwardTile, ...]:
 
     def load(t: ForwardTile) -> float:  # rows of its tiles, also those in vain
         tiles = problem.batch * problem.heads_q * ceil(problem.seq_q, t.rows)
-        shared = tiles < arch.sms and _shareable(problem)
-        return (tiles if shared else ceil(tiles, arch.sms)) * t.rows * t.cost
+        return ceil(tiles, arch.sms) * t.rows * t.cost
 
-    least = min(map(load, rows))
-    return tuple(sorted(rows, key=lambda t: load(t) > most * least))
+    found = [dealt(problem, t, 1, arch) for t in rows]
+    shared = any(x.number > 1 for x in found)
+    loads = [x.seconds * t.cost if shared else load(t) for x, t in zip(found, rows)]
+    return tuple(t for _, t in sorted(zip(loads, rows), key=lambda x: x[0] > most * min(loads)))
 
 
 def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> ForwardFit | None:
@@ -215,8 +216,8 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
         few
         and problem.dtype != FLOAT8
         and problem.group > 1
-        and (2 * heads > arch.sms or _shareable(problem))
         and not (paired(problem) or listed or problem.dropout)
+        and (2 * heads > arch.sms or _shared_when_packed(problem, arch))
     )
     short = few and problem.seq_k <= FEW and heads > arch.sms
     busy, crowded = _busy(problem), _crowded(problem)
@@ -236,22 +237,32 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
         pairs = PairTiles(problem, in_flight)
         size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs, ITEMSIZE[problem.dtype], sum_keys > 0)
         fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, busy)
-        fits = fits and t.crowded in (None, crowded)
+        fits = fits and t.crowded in (None, crowded) and (not packed or _pack(problem, t) > 1)
         if fits and size <= room(arch, t.blocks):
             return ForwardFit(t, q_stages, o_staged, pairs, packed, sum_keys, size)
     return None
 
 
-def _shareable(problem: AttentionProblem) -> bool:
-    return problem.dtype != FLOAT8 and problem.seq_k >= shares.LONG_KEYS
+def dealt(problem: AttentionProblem, t: ForwardTile, pack: int, arch: Arch) -> shares.Dealt:
+    """In how many shares the keys of a tile with so many heads are dealt out."""
+    asked = min(problem.seq_q, t.rows // pack) * min(problem.group, pack)  # rows of a tile
+    visit = 2 * pad(asked, 64) * t.keys * (problem.dim + problem.dim_v) / SHARE_RATE
+    found = shares.shares(problem, _tiles(problem, t, pack), t.rows, t.keys, t.blocks, arch.sms, visit)
+    return found if problem.dtype != FLOAT8 else found._replace(number=1)
 
 
-def _shares(problem: AttentionProblem, t: ForwardTile, tiles: int, rows: int, arch: Arch) -> int:
-    """In how many shares the keys of each of `tiles` query tiles are dealt out; `rows` of a tile are asked for."""
-    if not _shareable(problem):
-        return 1
-    visit = 2 * pad(rows, 64) * t.keys * (problem.dim + problem.dim_v) * t.blocks / SHARE_RATE
-    return shares.shares(problem, tiles, t.rows, t.keys, t.blocks * arch.sms, visit)
+def _pack(problem: AttentionProblem, t: ForwardTile) -> int:
+    """How many heads that share keys have room in a tile with all of their queries; 1: no two."""
+    return next((n for n in PACKS if t.rows // n >= problem.seq_q), 1)
+
+
+def _tiles(problem: AttentionProblem, t: ForwardTile, pack: int) -> int:
+    return problem.batch * problem.heads_k * ceil(problem.group, pack) * ceil(problem.seq_q, t.rows // pack)
+
+
+def _shared_when_packed(problem: AttentionProblem, arch: Arch) -> bool:
+    t = next((t for t in PACKED if max(padded(problem)) <= t.dim), PACKED[-1])
+    return dealt(problem, t, _pack(problem, t), arch).number > 1
 
 
 def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> KernelPlan:
@@ -262,14 +273,14 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     dim, dim_v = padded(problem)
     listed = problem.block_mask is not None
     banded = listed or problem.left is not None or problem.right is not None
-    pack = next(n for n in PACKS if t.rows // n >= problem.seq_q) if packed else 1
+    pack = _pack(problem, t) if packed else 1
     span = t.rows // pack  # queries of each of `pack` heads
-    tiles = problem.batch * problem.heads_k * ceil(problem.group, pack) * ceil(problem.seq_q, span)
+    tiles = _tiles(problem, t, pack)
     if tiles >= 2**30:
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
     # Where tiles differ in length, thread blocks ask for their next one.
     alike = problem.seq_q <= t.rows or not (banded or problem.seq_q % t.rows)
-    parts = _shares(problem, t, tiles, min(problem.seq_q, span) * min(problem.group, pack), arch)
+    parts = dealt(problem, t, pack, arch).number
     grid = min(tiles * parts, t.blocks * arch.sms)
     dynamic = not alike and tiles * parts > grid
     constants = (
