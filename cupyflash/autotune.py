@@ -125,10 +125,7 @@ def candidates(problem: AttentionProblem, arch: Arch, backward: bool, family: st
     seen = {own.constants}  # a tile that does not fit leads to the table's own as well
     for tile in dict.fromkeys([*tiles.listed(), *itertools.product(*tiles.tried.values())]):
         if tiles.possible(tiles.tile(tile), problem):
-            try:
-                other = plan(problem, arch, backward, family, {family: tile})
-            except StopIteration:  # of heads that share keys such a tile packs none
-                continue
+            other = plan(problem, arch, backward, family, {family: tile})
             if other.constants not in seen and _resident(other, arch):
                 seen.add(other.constants)
                 yield Trial(tile, other)

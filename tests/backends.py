@@ -50,6 +50,14 @@ class Backend:
     def get(self, x: Any) -> np.ndarray:
         return x if self.family is None else self.xp.asnumpy(x)
 
+    def get_all(self, arrays: list[Any]) -> list[np.ndarray]:
+        """All in one copy, as each waits for the GPU."""
+        if self.family is None:
+            return arrays
+        flat = [self.xp.ascontiguousarray(x).ravel().view(np.uint8) for x in arrays if x.size]
+        rest = self.xp.asnumpy(self.xp.concatenate(flat)) if flat else np.empty(0, np.uint8)
+        return apart(rest, [(x.shape, x.dtype) for x in arrays])
+
     def nan(self, shape: tuple[int, ...], dtype: str) -> Any:
         """What outputs hold before they are written."""
         return self.put(np.full(shape, np.nan, DTYPES[dtype]))
@@ -79,6 +87,18 @@ class Backend:
 
     def plan(self, problem: AttentionProblem, backward: bool = False) -> Any:
         return make_plan(problem, device.current(0), backward, self.family)
+
+
+def apart(flat: np.ndarray, forms: Iterable[tuple[tuple[int, ...], Any]]) -> list[np.ndarray]:
+    """Arrays of these shapes and dtypes that lie one behind the other."""
+    found, start = [], 0
+    for shape, dtype in forms:
+        size = np.dtype(dtype).itemsize
+        end = start + math.prod(shape) * size
+        piece = flat[start:end].copy() if start % size else flat[start:end]
+        found.append(piece.view(dtype).reshape(shape))
+        start = end
+    return found
 
 
 def passes(dtype: str) -> tuple[bool, ...]:

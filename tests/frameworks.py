@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference
-from backends import Backend
+from backends import Backend, apart
 from reference import Standard, assert_as_good, state
 from semantics import (
     Blocks,
@@ -99,6 +99,9 @@ class Library(Protocol):
 
     def get(self, x: Any) -> np.ndarray: ...
 
+    def get_all(self, arrays: list[Any]) -> list[np.ndarray]:
+        """As `get` each, but the GPU is waited for once."""
+
     def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any], traced: bool) -> list[Any]:
         """out, lse and the gradients of q, k and v, by the library's own differentiation; `traced`: by transforms."""
 
@@ -142,9 +145,11 @@ class Framework:
             else:
                 out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
                 grads = list(cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options))
-            judge("lse", self.library.get(lse))
-            for name, x in zip(("out", "dq", "dk", "dv"), (out, *grads)):
-                judge(name, as_reference_has_it(self.library.get(x), rank, layout))
+            judge.reckon()  # while a GPU computes
+            lse, *others = self.library.get_all([lse, out, *grads[:3]])
+            judge("lse", lse)
+            for name, x in zip(("out", "dq", "dk", "dv"), others):
+                judge(name, as_reference_has_it(x, rank, layout))
 
 
 class Torch:
@@ -166,17 +171,20 @@ class Torch:
             if min(view.strides) < 0:  # PyTorch has no such
                 base = view = np.array(x, order="C")
         bits, dtype = BITS.get(base.dtype, (base.dtype, None))
-        tensor = self.torch.from_numpy(base.view(bits)).to(self.device)
+        tensor = self.torch.from_numpy(base.view(bits)).to(self.device, non_blocking=True)
         tensor = tensor.view(getattr(self.torch, dtype)) if dtype else tensor
         start = (view.__array_interface__["data"][0] - base.__array_interface__["data"][0]) // base.itemsize
         return tensor.as_strided(view.shape, [s // base.itemsize for s in view.strides], start)
 
     def get(self, x: Any) -> np.ndarray:
-        x = x.detach().cpu().contiguous()
-        for named, (bits, dtype) in BITS.items():
-            if x.dtype is getattr(self.torch, dtype):
-                return x.view(getattr(self.torch, bits)).numpy().view(named)
-        return x.numpy()
+        return self.get_all([x])[0]
+
+    def get_all(self, arrays: list[Any]) -> list[np.ndarray]:
+        named = {dtype: x for x, (_, dtype) in BITS.items()}
+        names = [str(x.dtype).removeprefix("torch.") for x in arrays]
+        flat = [x.detach().contiguous().view(-1).view(self.torch.uint8) for x in arrays]
+        host = self.torch.cat(flat).cpu().numpy()
+        return apart(host, [(tuple(x.shape), named.get(name, name)) for x, name in zip(arrays, names)])
 
     def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any], traced: bool) -> list[Any]:
         if traced:
@@ -208,6 +216,9 @@ class Jax:
 
     def get(self, x: Any) -> np.ndarray:
         return np.asarray(x)
+
+    def get_all(self, arrays: list[Any]) -> list[np.ndarray]:
+        return self.jax.device_get(arrays)
 
     def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any], traced: bool) -> list[Any]:
         from cupyflash.jax import attention

@@ -15,6 +15,7 @@ import argparse
 import datetime
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -25,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 TOP = Path(__file__).resolve().parent.parent
@@ -49,8 +51,14 @@ from cupyflash.problem import ARRAYS, FLOAT8, FLOATS, ITEMSIZE, OF_FLOAT8
 EDGES = (*range(0, 257, 16), 300)
 # Queries that a packed tile of the Hopper forward has room for, beside 64, 16, 8, 4 or 2 heads.
 FEW = ((1, 2), (3, 8), (9, 16), (17, 32), (33, 64))
+# Tiles have up to 256 rows or keys, and one in 30 problems may have more: in thousands of each kind, all edges and several tiles.
+LONGEST = ((20, 60, 130, 300, 1100), (10, 20, 50, 150, 600))  # and where queries are few, of many heads
+HOW_OFTEN = (0.45, 0.4, 0.12, 0.028, 0.002)
 GROUPED = 64  # with more queries than this there is no packing; nor with as many heads or fewer on a GPU of some size
-PROBLEMS_OF_A_KIND = {"cpu": 10, "gpu": 2000}  # nothing is compiled on a CPU
+PROBLEMS_OF_A_KIND = {"cpu": 10, "gpu": 4000}  # nothing is compiled on a CPU
+# Times as many: of JAX, where XLA compiles for each shape; where queries are few, of as many heads as a GPU has room for; and
+# of block masks, whose lists wait for the GPU several times.
+OF_JAX, OF_FEW, OF_BLOCKS = 0.05, 0.2, 0.4
 FAILURES = 20  # and then it ends
 SECONDS_BETWEEN_LINES = 10
 
@@ -111,7 +119,7 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
         # (Of 8 bits there are Hopper's kernels alone, which take a mask and a bias that differ between keys.)
         along="".join(axis for axis in "qk" if rng.random() < 0.6 or (dtype == FLOAT8 and axis == "k")),
         deterministic=bool(rng.random() < 0.3),
-        few=FEW[rng.integers(len(FEW))] if rng.random() < 0.2 else None,
+        few=FEW[rng.integers(len(FEW))] if rng.random() < 0.12 else None,
         **_of_8_bits(rng) if dtype == FLOAT8 else {},
     )  # fmt: skip
 
@@ -121,6 +129,19 @@ def _of_8_bits(rng: np.random.Generator) -> dict[str, Any]:
         "by": float8_problems.BY[rng.integers(len(float8_problems.BY))],
         "result": OF_FLOAT8[rng.integers(len(OF_FLOAT8))],
     }
+
+
+class Drawn(np.random.Generator):
+    """Draws normal numbers from a table of as many as 16 bits can tell apart: that takes a seventh of the time."""
+
+    TABLE = np.random.default_rng(0).standard_normal(1 << 16)
+    TABLES = MappingProxyType({"float32": TABLE.astype(np.float32), "float64": TABLE})
+
+    def __init__(self, seed: tuple[int, ...]) -> None:
+        super().__init__(np.random.SFC64(seed))
+
+    def standard_normal(self, size: Any = None, dtype: Any = "float64", out: Any = None) -> Any:
+        return self.TABLES[np.dtype(dtype).name].take(self.integers(1 << 16, size=size, dtype=np.uint16))
 
 
 class Problem(NamedTuple):
@@ -133,14 +154,18 @@ class Problem(NamedTuple):
 
 def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
     rank = 4 if kind.few or rng.random() < 0.8 else int(rng.integers(2, 4))
-    heads_k, group = (int(n) for n in rng.integers(1, 4, 2))
+    # What a problem costs is what the reference takes. So many are small, and what is long has few heads.
+    longest = int(rng.choice(LONGEST[bool(kind.few)], p=HOW_OFTEN))
+    few_heads = longest > 100 and not kind.few and rng.random() < 0.9
+    heads_k, group = (1, 1) if few_heads else (int(n) for n in rng.choice([1, 2, 3], 2, p=[0.55, 0.3, 0.15]))
     if rank == 2:
         heads_k = group = 1
     over_pairs = any(name in ("mask", "bias") for name, _ in kind.given)
     least_right = int("alibi_slopes" in dict(kind.given))  # kernels with ALiBi know whether the bound is 0
     # A bound that hides nothing is not there, nor an axis of one.
     least = 2 + least_right if kind.left or kind.right or over_pairs else 1
-    longest = int(rng.choice([20, 60, 130, 300, 1100], p=[0.4, 0.4, 0.17, 0.025, 0.005]))
+    if ITEMSIZE[kind.dtype] == 2 and not kind.few and rng.random() < 0.9:
+        least = 10  # fewer make many heads, see below
     seq_q, seq_k = (int(n) for n in rng.integers(least, longest + 1, 2))
     if kind.few:
         group = int(rng.integers(2, 9))
@@ -150,7 +175,7 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
     heads = heads_k * group
     # Where a handful of rows decides, luck does, in 16 bits.
     enough = 1 + 200 // (heads * min(seq_q, seq_k)) if ITEMSIZE[kind.dtype] == 2 else 1
-    batch = enough + int(rng.integers(3)) if not kind.few else max(enough, 1 + 160 // heads)
+    batch = enough + int(rng.choice(3, p=[0.7, 0.2, 0.1])) if not kind.few else max(enough, 1 + 160 // heads)
     if rank < 4:
         batch, seq_q, seq_k = 1, max(seq_q, 200 // heads), max(seq_k, 200 // heads)
 
@@ -203,7 +228,7 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
 
 def run_one(kind: Kind, seed: tuple[int, ...]) -> tuple[str, str | None]:
     """One problem of a kind: what it was, and what is wrong with what came of it."""
-    rng = np.random.default_rng(seed)
+    rng = Drawn(seed)
     problem = draw_problem(rng, kind)
     try:
         if kind.dtype == FLOAT8:
@@ -297,16 +322,23 @@ def run_kind(work: tuple[argparse.Namespace, int, range, list[str]]) -> Result:
     return Result(k, kind, done, failures, by_luck)
 
 
-def spread(problems: int, kinds: int) -> Iterator[tuple[int, range]]:
-    """The numbers of the problems of each kind."""
-    for k in range(kinds):
-        yield k, range(problems // kinds + (k < problems % kinds))
+def weight(kind: Kind) -> float:
+    """How many problems of a kind there are beside others, so that none takes most of the time."""
+    slow = {OF_JAX: kind.library == "jax", OF_FEW: kind.few, OF_BLOCKS: kind.blocks is not None}
+    return math.prod(share for share, applies in slow.items() if applies)
+
+
+def spread(problems: int, weights: list[float]) -> Iterator[tuple[int, range]]:
+    """The numbers of the problems of each kind, as many as its weight is large."""
+    ends = [round(problems * x / sum(weights)) for x in itertools.accumulate(weights, initial=0)]
+    for k, (start, end) in enumerate(itertools.pairwise(ends)):
+        yield k, range(end - start)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", type=int, default=1000)
-    parser.add_argument("--kinds", type=int, help="default: one for every 2000 problems (CPU: 10), 20 at least")
+    parser.add_argument("--kinds", type=int, help="default: one for every 4000 problems (CPU: 10), 20 at least")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; default: the cores")
     parser.add_argument("--cpu", action="store_true", help="NumPy's way even where there is a GPU")
@@ -334,7 +366,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     each = PROBLEMS_OF_A_KIND["cpu" if args.cpu else "gpu"]
     kinds = min(args.problems, args.kinds or max(20, args.problems // each))
-    work = [(args, k, numbers, names) for k, numbers in spread(args.problems, kinds)]
+    weights = [1 if args.cpu else weight(kind_of(args, k, names)) for k in range(kinds)]
+    work = [(args, k, numbers, names) for k, numbers in spread(args.problems, weights) if numbers]
     print(f"seed {args.seed}: {args.problems:,} problems of {kinds} kinds, arrays of {', '.join(names)}", flush=True)
     done, by_luck, counts, failures = 0, 0, Counter[str](), []
     start = told = time.monotonic()

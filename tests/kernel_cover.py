@@ -134,10 +134,10 @@ def problems() -> Iterator[AttentionProblem]:
                         yield problem(dtype, *dims, seq_q=length, seq_k=length, **fields)
                     if dims in FEW and ITEMSIZE[dtype] == 2:
                         yield problem(dtype, *dims, batch=10, seq_q=FEW[dims], **fields)
-                    if ITEMSIZE[dtype] == 2:  # thread blocks share keys
-                        lengths = (FEW[dims], 300) if dims in FEW else (300,)
-                        for length in lengths:
-                            yield problem(dtype, *dims, batch=1, seq_q=length, seq_k=16384, **fields)
+                    for length in (
+                        (FEW[dims], 300) if dims in FEW and ITEMSIZE[dtype] == 2 else (300,)
+                    ):  # thread blocks share keys
+                        yield problem(dtype, *dims, batch=1, seq_q=length, seq_k=16384, **fields)
                     if dims in ((64, 64), (128, 128)) and ITEMSIZE[dtype] == 2:  # tiles of one warpgroup
                         yield problem(dtype, *dims, batch=20, heads_k=8, seq_q=49, seq_k=49, **fields)
                         yield problem(dtype, *dims, batch=20, seq_k=77, **fields)  # a key tile has all keys

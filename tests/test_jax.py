@@ -204,3 +204,16 @@ def test_a_cpu_array_among_gpu_arrays() -> None:
         cupyflash.attention(g, a, g)
     with pytest.raises(ValueError, match="v is on cuda:0 but q is on cpu; all arrays must be on one device"):
         cupyflash.attention(a, a, g)
+
+
+def test_options_are_told_apart_whatever_came_before() -> None:
+    """True is no cap, although it equals 1, which was one."""
+    x = jax.numpy.ones((1, 4, 2, 8))
+    for right, wrong in (
+        ({"softcap": 1.0}, {"softcap": True}),
+        ({"deterministic": True}, {"deterministic": 1}),
+        ({"window": (1, 0)}, {"window": (True, False)}),
+    ):
+        cupyflash.attention(x, x, x, **right)
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            cupyflash.attention(x, x, x, **wrong)

@@ -55,7 +55,7 @@ def test_the_fields_of_a_forward() -> None:
         ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("Out*", "out"), ("Accum*", "lse"),
         ("const unsigned char*", "key_mask"), ("const unsigned char*", "mask"), ("const In*", "bias"),
         ("const float*", "alibi_slopes"), ("const In*", "sinks"), ("const long long*", "seed"),
-        ("const int*", "key_lists"), ("const int*", "query_lists"),
+        ("const int*", "key_lists"), ("const int*", "query_lists"), ("float*", "share_out"), ("float*", "share_lse"),
         ("Strides", "q_strides"), ("Strides", "k_strides"), ("Strides", "v_strides"), ("Strides", "out_strides"),
         ("PairStrides", "key_mask_strides"), ("PairStrides", "mask_strides"), ("PairStrides", "bias_strides"),
         ("PairStrides", "alibi_slopes_strides"), ("PairStrides", "sinks_strides"), ("Accum", "scale"),
@@ -64,7 +64,7 @@ def test_the_fields_of_a_forward() -> None:
         ("int", "diagonal"), ("int", "left"), ("int", "right"), ("int", "lists"),
         ("int", "lists_batch"), ("int", "lists_head"), ("Accum", "kept"), ("Accum", "log_kept"),
         ("unsigned", "drop_below"), ("Accum", "out_scale"), ("Accum", "near_cap_squared"), ("Accum", "near_cap_0"),
-            ("Accum", "near_cap_1"), ("Accum", "near_cap_2"), ("Accum", "near_slope_1"), ("Accum", "near_slope_2"), ("alignas(8) unsigned", "round_keys[14]"),
+            ("Accum", "near_cap_1"), ("Accum", "near_cap_2"), ("Accum", "near_slope_1"), ("Accum", "near_slope_2"), ("int", "shares"), ("alignas(8) unsigned", "round_keys[14]"),
     ]  # fmt: skip
 
 

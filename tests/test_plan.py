@@ -318,6 +318,40 @@ def test_thread_blocks_share_keys_where_queries_are_few() -> None:
     assert not constants(plan(replace(token, batch=32), H200))["SHARES"]
 
 
+def test_tiles_are_chosen_by_time_where_keys_may_be_shared() -> None:
+    """Measured: 20 heads of 1500 take 30 us with 256 x 64, 41 with three blocks of 64 x 64."""
+    for heads, length, tile in ((20, 1500, (4, 64, 1)), (8, 1024, (1, 64, 3)), (8, 4096, (4, 64, 1))):
+        made = plan(problem("bfloat16", 64, batch=1, seq_q=length, seq_k=length, heads_q=heads, heads_k=heads), H200)
+        told = constants(made)
+        assert (told["GROUPS"], told["KEYS"], told["BLOCKS"], told["SHARES"]) == (*tile, False), (heads, length)
+
+
+def test_shares_take_no_more_memory_than_they_are_worth() -> None:
+    for heads, seq_q, seq_k, dim in ((133, 128, 10**6, 256), (20, 1280, 10**6, 256), (265, 128, 10**7, 256)):
+        asked = problem("bfloat16", dim, batch=1, seq_q=seq_q, seq_k=seq_k, heads_q=heads, heads_k=heads)
+        assert sum(w.nbytes for w in plan(asked, H200).workspace) < 2**28 * 1.01
+    # Keys that no query sees are not shared out.
+    seen = problem(
+        "bfloat16", 128, batch=1, seq_q=512, seq_k=10**6, heads_q=8, heads_k=8, causal="top_left", right=0, diagonal=0
+    )
+    assert dict(plan(seen, H200).scalars)["shares"] == 1
+
+
+def test_heads_are_packed_where_that_shares_keys() -> None:
+    few = problem("bfloat16", 64, batch=1, seq_q=16, seq_k=1024, heads_q=32, heads_k=8)
+    for fields, packed in (
+        ({}, False),
+        ({"seq_k": 8192}, True),
+        ({"batch": 4}, True),
+        ({"left": 255, "right": 0, "seq_k": 10**5}, False),
+    ):
+        told = constants(plan(replace(few, **fields), H200))
+        assert (told["PACK"] > 1) == packed, fields
+    # A tile that has no room for two heads with all their queries is passed over.
+    told = plan(replace(few, seq_q=40, seq_k=8192), H200, tiles={"sm90": (1, 64, 3, 3, 0)})
+    assert constants(told)["PACK"] == 2
+
+
 @pytest.mark.parametrize("seq_q", [1, 33, 500, 3000])
 @pytest.mark.parametrize("seq_k", [1024, 7000, 10**6])
 def test_each_share_has_keys(seq_q: int, seq_k: int) -> None:

@@ -11,6 +11,7 @@ from on_cpu import check
 from score_functions import documents, relative, without_s
 
 from cupyflash.gpu.device import Arch
+from cupyflash.gpu.families import shares
 
 pytestmark = needs_compiler
 
@@ -215,3 +216,24 @@ def test_a_row_of_which_one_key_takes_all(dtype: str, unit: float, rng: np.rando
 
     shapes = {"seq": (90, 90), "batch": 1, "dims": (64, 80)}
     check("sm80", H200, rng, dtype, shapes, {}, unit, change, own_times=4)
+
+
+# The keys of a query tile in shares: so many, the problem.
+KEYS_SHARED: dict[str, tuple[int, tuple[Arch, str, dict[str, Any], dict[str, Any]]]] = {
+    "plain": (3, (A100, "float16", {"seq": (70, 500), "dims": (64, 48)}, {})),
+    "causal": (2, (A100, "bfloat16", {"seq": (150, 212), "heads": (4, 2), "dlse": 1.0}, {"causal": True})),
+    "more-than-tiles": (7, (A100, "float16", {"seq": (100, 330), "dims": (128, 90), "batch": 1}, {"causal": True, "rows_aligned": False})),
+    "unseen": (3, (A100, "float32", {"seq": (400, 300), "heads": (2, 1), "batch": 1, "given": ("sinks",)}, {"causal": True})),
+    "float32": (4, (A10, "float32", {"seq": (100, 300), "dims": (64, 59), "batch": 1, "key_mask": True}, {"window": (150, 9)})),
+    "float64": (3, (H200, "float64", {"seq": (70, 200), "dims": (64, 47), "heads": (2, 1), "given": ("sinks", "bias")}, {"causal": True})),
+    "wide": (3, (A100, "float16", {"seq": (70, 250), "dims": (256, 200), "heads": (2, 1), "batch": 1}, {"softcap": 2.0})),
+    "blocks": (2, (A100, "bfloat16", {"seq": (150, 430), "heads": (2, 1), "given": (*SCORES, "seed")}, {"blocks": ((64, 64),), "dropout": 0.2})),
+}  # fmt: skip
+
+
+@cases(KEYS_SHARED, "plain", "float32", "float64")
+def test_thread_blocks_share_keys(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares of which a tile sees all, some or none; more than there are key tiles."""
+    many, (arch, *problem) = KEYS_SHARED[case]
+    monkeypatch.setattr(shares, "shares", lambda *_: shares.Dealt(many, 0))
+    check("sm80", arch, rng, *problem)

@@ -14,6 +14,7 @@ from semantics import Blocks
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import sm90_backward, sm90_forward
+from cupyflash.gpu.families.shares import Dealt
 from cupyflash.gpu.kernel_plan import KernelPlan
 
 pytestmark = needs_compiler
@@ -301,7 +302,7 @@ def test_thread_blocks_share_keys(case: str, rng: np.random.Generator, monkeypat
     seen: list[KernelPlan] = []
     make = sm90_forward.plan
     monkeypatch.setattr(sm90_forward, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
-    monkeypatch.setattr(sm90_forward, "_shares", lambda *_: shares)
+    monkeypatch.setattr(sm90_forward, "dealt", lambda *_: Dealt(shares, 0))
     check("sm90", LARGE, rng, *problem)
     assert dict(seen[0].constants)["SHARES"] and dict(seen[0].scalars)["shares"] == shares
     assert [x.name for x in seen[0].launches] == ["attention_forward", "attention_combine"]

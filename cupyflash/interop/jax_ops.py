@@ -81,7 +81,7 @@ def _stated(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Every option as the rules take it; those of before are known."""
     if options["block_mask"] is None:
         try:
-            return _known(*options.items())
+            return _known(*((name, _kind(x), x) for name, x in options.items()))
         except TypeError:  # a number in an array, which is no key, or nonsense, which is named here
             pass
     return _as_the_rules_have_them(*options.items())
@@ -95,7 +95,14 @@ def _as_the_rules_have_them(*options: tuple[str, Any]) -> tuple[tuple[str, Any],
     return tuple(values.items())
 
 
-_known = functools.lru_cache(1024)(_as_the_rules_have_them)
+@functools.lru_cache(1024)
+def _known(*options: tuple[str, Any, Any]) -> tuple[tuple[str, Any], ...]:
+    return _as_the_rules_have_them(*((name, x) for name, _, x in options))
+
+
+def _kind(x: Any) -> Any:
+    """True and 1 are the same key, but not the same option."""
+    return (tuple, *map(type, x)) if type(x) is tuple else type(x)
 
 
 def _place(lib: Library, arrays: Arrays) -> str:

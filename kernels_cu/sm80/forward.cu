@@ -10,6 +10,7 @@
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/operands.cuh"
+#include "attention/shares.cuh"
 #include "attention/softmax.cuh"
 #include "ptx/barrier.cuh"
 #include "tile/doubles.cuh"
@@ -88,6 +89,7 @@ struct Block {
     Shared s;
     Head head;
     Range queries;
+    int share;  // of the keys that its rows see
     KeyWalk<KEYS, ROWS> walk;
     int row_warp, column_warp, warp_row, warp_key;  // the warp's first row and key in a tile
     float q_unit;
@@ -95,11 +97,12 @@ struct Block {
     OnlineSoftmax<M> softmax;
     Accumulator<M, WARP_COLUMNS / 8> o;
 
-    __device__ Block(const Params& p, Shared s, Head head, int tile)
+    __device__ Block(const Params& p, Shared s, Head head, int tile, int share)
         : p(p),
           s(s),
           head(head),
           queries(head.query_tile<ROWS>(p, tile)),
+          share(share),
           walk(p, head, queries),
           row_warp(threadIdx.x / 32 % ROW_WARPS),
           column_warp(threadIdx.x / 32 / ROW_WARPS),
@@ -108,6 +111,7 @@ struct Block {
           q_unit(operand_unit<OfQ>(p, head, tile)),
           dropout(p),
           softmax(Pairs(p, head).factor()) {
+        if (SHARES) walk = walk.share(share, p.shares);
         o.clear();
     }
 
@@ -224,16 +228,21 @@ struct Block {
             exchange.combine(softmax.sum, [](Accum x, Accum y) { return x + y; });
         }
         Pairs pairs(p, head);
-        softmax.finish(o, pairs.unit(), kept(p), [&](int) { return pairs.sink(head.q); });
+        softmax.finish(o, pairs.unit(), kept(p), [&](int) -> Accum {
+            if constexpr (SHARES) return MINUS_INFINITY;  // it is added once, to all shares
+            return pairs.sink(head.q);
+        });
 
         store_result();
-        if (p.lse != nullptr && threadIdx.x % 4 == 0 && column_warp == 0) {
+        Accum* lse = p.lse;
+        if constexpr (SHARES) lse = p.share_lse + share_row(p, share, 0);
+        if (lse != nullptr && threadIdx.x % 4 == 0 && column_warp == 0) {
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     int i = queries.begin + warp_row + 16 * m + 8 * h + threadIdx.x % 32 / 4;
-                    if (i < head.queries(p)) p.lse[head.row_number(p, i)] = softmax.maximum[m][h];
+                    if (i < head.queries(p)) lse[head.row_number(p, i)] = softmax.maximum[m][h];
                 }
         }
     }
@@ -241,7 +250,10 @@ struct Block {
     __device__ void store_result() {
         int rows = head.queries(p) - queries.begin;
         Out* out = head.query_row(p.out, p.out_strides, queries.begin);
-        if constexpr (PARTS == 2) {
+        if constexpr (SHARES) {
+            Accum* to = p.share_out + share_row(p, share, head.row_number(p, queries.begin)) * DIM_V + column_warp * WARP_COLUMNS;
+            store_float_rows(o, true, WARP_COLUMNS, [&](int r) -> Accum* { return warp_row + r < rows ? to + (warp_row + r) * DIM_V : nullptr; });
+        } else if constexpr (PARTS == 2) {
             store_floats(o, out, p.out_strides.row, warp_row, column_warp * WARP_COLUMNS, rows, p.dim_v);
         } else {
             // Through shared memory, where Q was, for whole rows; where Q's rows have another length than O's, the warps'
@@ -264,17 +276,21 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
     if constexpr (PARTS == 2) split_operands<OfQ, OfK, OfV>(p, blockIdx.x);
 }
 
+// Launched where keys are dealt out in shares.
+extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Params p) { combine_all_shares(p); }
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) char shared[];
     // The tiles of a head one after the other, so that they share its K and V in the cache; where later ones see more keys,
     // those first.
-    int tiles = query_tiles<ROWS>(p);
-    Place at = place(blockIdx.x, tiles, p.heads_q);
-    if (walk::LISTED) at = longest_first(blockIdx.x, tiles, p.heads_q, p.batch);
+    int tiles = query_tiles<ROWS>(p), number = blockIdx.x, share = 0;
+    if constexpr (SHARES) share = number % p.shares, number /= p.shares;
+    Place at = place(number, tiles, p.heads_q);
+    if (walk::LISTED) at = longest_first(number, tiles, p.heads_q, p.batch);
     Head head = Head::of_q(p, at.batch, at.head);
     if (walk::GROWING) at.tile = tiles - 1 - at.tile;
     if (walk::LISTED) at.tile = Visits::nth(p, head, p.key_lists, tiles, at.tile);
-    Block block(p, Shared{shared_address(shared)}, head, at.tile);
+    Block block(p, Shared{shared_address(shared)}, head, at.tile, share);
     block.load_first();
     int stage = 0;
     for (int step = block.walk.start(); block.walk.has(step); step = block.walk.next(step)) {

@@ -7,11 +7,11 @@
 // the copy engine again, where there is room for it.
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
+#include "attention/shares.cuh"
 #include "attention/softmax.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/descale.cuh"
-#include "sm90/forward_shares.cuh"
 #include "sm90/forward_tiles.cuh"
 #include "tile/rows.cuh"
 
@@ -426,13 +426,8 @@ extern "C" __global__ void __launch_bounds__(256) attention_turn(const __grid_co
     if constexpr (TURNED) turn_values<DIM_V>(p, blockIdx.x);
 }
 
-// Launched where keys are dealt out in shares: a warp for each row.
-extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Params p) {
-    if constexpr (SHARES) {
-        long long row = blockIdx.x * 4ll + threadIdx.x / 32;
-        if (row < (long long)p.batch * p.heads_q * p.seq_q) combine_shares(p, row);
-    }
-}
+// Launched where keys are dealt out in shares.
+extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Params p) { combine_all_shares(p); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attention_forward(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {

@@ -19,20 +19,23 @@ __device__ inline void transpose_quad(unsigned (&w)[4]) {
     }
 }
 
-// Numbers of float32 to float32: as registers hold them, two at a time where they are so aligned.
+// As registers hold them, two at a time where they are so aligned.
 template <int M, int N, class F>
 __device__ void store_float_rows(const Accumulator<M, N>& sum, bool vectors, int cols, F at) {
+    struct alignas(2 * sizeof(Accum)) Two {
+        Accum x, y;
+    };
 #pragma unroll
     for (int line = 0; line < 2 * M; line++) {
         int m = line / 2, h = line % 2;
-        float* to = at(sum.row(m, 2 * h));
+        auto* to = at(sum.row(m, 2 * h));
 #pragma unroll
         for (int n = 0; n < N; n++) {
             int col = sum.column(n, 0);
-            float x = sum.x[m][n][2 * h], y = sum.x[m][n][2 * h + 1];
+            Accum x = sum.x[m][n][2 * h], y = sum.x[m][n][2 * h + 1];
             if (to == nullptr || col >= cols) continue;
             if (vectors) {
-                *(float2*)(to + col) = {x, y};
+                *(Two*)(to + col) = {x, y};
             } else {
                 to[col] = x;
                 if (col + 1 < cols) to[col + 1] = y;

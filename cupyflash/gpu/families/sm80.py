@@ -11,7 +11,7 @@ from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
 from ..score_gradient import score_work
-from . import simt
+from . import shares, simt
 
 # Compute capabilities whose tensor cores multiply doubles at full rate. Elsewhere `simt` is as fast.
 FAST_DOUBLES = (8.0, 9.0, 10.0)
@@ -157,6 +157,9 @@ TILES = {
 }  # fmt: skip
 
 
+# FLOP/s of a multiprocessor, by bytes of a number: between an RTX 4090's and an H200's.
+RATES = {2: 2e12, 4: 7e11, 8: 3e11}
+
 PAD = 8  # elements between the rows of a shared tile, see kernels_cu/tile/shared.cuh; none in one of doubles
 
 
@@ -206,10 +209,14 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     split, halves = _split(problem, t, dim, dim_v, backward) if parts > 1 else ((), ())
     alignment = 16 if parts == 1 else ITEMSIZE[problem.dtype]
     if not backward:
-        launch = Launch("attention_forward", pairs * tiles_q, 32 * t.warps, size)
+        visit = 2 * t.rows * t.keys * (problem.dim + problem.dim_v) / RATES[ITEMSIZE[problem.dtype]]
+        share = shares.shares(problem, pairs * tiles_q, t.rows, t.keys, t.min_blocks, arch.sms, visit).number
+        launch = Launch("attention_forward", pairs * tiles_q * share, 32 * t.warps, size)
+        launches = (*split, launch, *shares.combine(problem, share))
         return KernelPlan(
-            "sm80", arch.name, problem.dtype, backward, source, constants, (*split, launch), alignment, halves,
-            spills=_spills(t, problem, backward), given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
+            "sm80", arch.name, problem.dtype, backward, source, (*constants, ("SHARES", share > 1)), launches, alignment,
+            (*halves, *shares.left(problem, share, dim_v)), spills=_spills(t, problem, backward), scalars=(("shares", share),),
+            given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
         )  # fmt: skip
     blocks = problem.batch * problem.heads_k * ceil(problem.seq_k, t.keys)
     launches = (

@@ -12,6 +12,7 @@ from ...tile_lists import ListUse
 from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
 from ..score import light
+from . import shares
 from .sm90_memory import BARRIERS, FEW, PairTiles, padded, pair_stages, paired, room
 
 
@@ -137,17 +138,11 @@ def _possible(t: ForwardTile, problem: AttentionProblem) -> bool:
     return t.registers <= 256 and t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= t.registers - 32
 
 
-# Where query tiles leave multiprocessors idle, the keys of each are dealt out in shares (kernels_cu/sm90/forward_shares.cuh), if
-# that takes no more than SHARE_GAIN of the time without. Measured: FLOP/s of a multiprocessor; seconds of a tile's begin and end,
-# of the kernel that combines shares, and of each share there; bytes per second of what they leave in memory.
-SHARE_RATE, TILE_SECONDS, COMBINE_SECONDS, SHARE_SECONDS, LEFT_RATE = 4.5e12, 3e-6, 3e-6, 1e-7, 3e12
-SHARE_GAIN, MOST_SHARES = 0.85, 128
-LONG_KEYS = 1024  # with fewer they are not
+SHARE_RATE = 4.5e12  # FLOP/s of a multiprocessor
 SHARE_SPILLS = 560  # more, with scores or dropout: addresses of a share, where tiles are tested
 
 # Tensor cores sum P V of 8 bits over so many keys, or half as many more (kernels_cu/sm90/long_sums.cuh).
 SUM_KEYS = 2048
-COMBINED = 4  # rows of a block that combines shares
 TURNED_KEYS = 128  # of the block that turns V (kernels_cu/sm90/turned_values.cuh)
 
 
@@ -203,11 +198,12 @@ def _by_load(problem: AttentionProblem, arch: Arch) -> tuple[ForwardTile, ...]:
 
     def load(t: ForwardTile) -> float:  # rows of its tiles, also those in vain
         tiles = problem.batch * problem.heads_q * ceil(problem.seq_q, t.rows)
-        shared = tiles < arch.sms and _shareable(problem)
-        return (tiles if shared else ceil(tiles, arch.sms)) * t.rows * t.cost
+        return ceil(tiles, arch.sms) * t.rows * t.cost
 
-    least = min(map(load, rows))
-    return tuple(sorted(rows, key=lambda t: load(t) > most * least))
+    found = [dealt(problem, t, 1, arch) for t in rows]
+    shared = any(x.number > 1 for x in found)
+    loads = [x.seconds * t.cost if shared else load(t) for x, t in zip(found, rows)]
+    return tuple(t for _, t in sorted(zip(loads, rows), key=lambda x: x[0] > most * min(loads)))
 
 
 def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> ForwardFit | None:
@@ -220,8 +216,8 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
         few
         and problem.dtype != FLOAT8
         and problem.group > 1
-        and (2 * heads > arch.sms or _shareable(problem))
         and not (paired(problem) or listed or problem.dropout)
+        and (2 * heads > arch.sms or _shared_when_packed(problem, arch))
     )
     short = few and problem.seq_k <= FEW and heads > arch.sms
     busy, crowded = _busy(problem), _crowded(problem)
@@ -241,34 +237,32 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
         pairs = PairTiles(problem, in_flight)
         size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs, ITEMSIZE[problem.dtype], sum_keys > 0)
         fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, busy)
-        fits = fits and t.crowded in (None, crowded)
+        fits = fits and t.crowded in (None, crowded) and (not packed or _pack(problem, t) > 1)
         if fits and size <= room(arch, t.blocks):
             return ForwardFit(t, q_stages, o_staged, pairs, packed, sum_keys, size)
     return None
 
 
-def _shareable(problem: AttentionProblem) -> bool:
-    return problem.dtype != FLOAT8 and problem.seq_k >= LONG_KEYS
+def dealt(problem: AttentionProblem, t: ForwardTile, pack: int, arch: Arch) -> shares.Dealt:
+    """In how many shares the keys of a tile with so many heads are dealt out."""
+    asked = min(problem.seq_q, t.rows // pack) * min(problem.group, pack)  # rows of a tile
+    visit = 2 * pad(asked, 64) * t.keys * (problem.dim + problem.dim_v) / SHARE_RATE
+    found = shares.shares(problem, _tiles(problem, t, pack), t.rows, t.keys, t.blocks, arch.sms, visit)
+    return found if problem.dtype != FLOAT8 else found._replace(number=1)
 
 
-def _shares(problem: AttentionProblem, t: ForwardTile, tiles: int, rows: int, arch: Arch) -> int:
-    """In how many shares the keys of each of `tiles` query tiles are dealt out; `rows` of a tile are asked for."""
-    if not _shareable(problem):
-        return 1
-    seen = problem.seq_k
-    if problem.left is not None:
-        right = problem.seq_k if problem.right is None else problem.right
-        seen = min(seen, max(0, problem.left + right) + min(t.rows, problem.seq_q))
-    visits, slots = ceil(seen, t.keys), t.blocks * arch.sms
-    visit = 2 * pad(rows, 64) * t.keys * (problem.dim + problem.dim_v) * t.blocks / SHARE_RATE
-    left = 8 * problem.batch * problem.heads_q * problem.seq_q * problem.dim_v  # bytes of a share: written and read
+def _pack(problem: AttentionProblem, t: ForwardTile) -> int:
+    """How many heads that share keys have room in a tile with all of their queries; 1: no two."""
+    return next((n for n in PACKS if t.rows // n >= problem.seq_q), 1)
 
-    def time(shares: int) -> float:
-        combine = COMBINE_SECONDS + shares * (SHARE_SECONDS + left / LEFT_RATE) if shares > 1 else 0
-        return ceil(tiles * shares, slots) * (ceil(visits, shares) * visit + TILE_SECONDS) + combine
 
-    best = min(range(1, min(visits, MOST_SHARES) + 1), key=time)
-    return ceil(visits, ceil(visits, best)) if time(best) < SHARE_GAIN * time(1) else 1
+def _tiles(problem: AttentionProblem, t: ForwardTile, pack: int) -> int:
+    return problem.batch * problem.heads_k * ceil(problem.group, pack) * ceil(problem.seq_q, t.rows // pack)
+
+
+def _shared_when_packed(problem: AttentionProblem, arch: Arch) -> bool:
+    t = next((t for t in PACKED if max(padded(problem)) <= t.dim), PACKED[-1])
+    return dealt(problem, t, _pack(problem, t), arch).number > 1
 
 
 def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> KernelPlan:
@@ -279,31 +273,24 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     dim, dim_v = padded(problem)
     listed = problem.block_mask is not None
     banded = listed or problem.left is not None or problem.right is not None
-    pack = next(n for n in PACKS if t.rows // n >= problem.seq_q) if packed else 1
+    pack = _pack(problem, t) if packed else 1
     span = t.rows // pack  # queries of each of `pack` heads
-    tiles = problem.batch * problem.heads_k * ceil(problem.group, pack) * ceil(problem.seq_q, span)
+    tiles = _tiles(problem, t, pack)
     if tiles >= 2**30:
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
     # Where tiles differ in length, thread blocks ask for their next one.
     alike = problem.seq_q <= t.rows or not (banded or problem.seq_q % t.rows)
-    shares = _shares(problem, t, tiles, min(problem.seq_q, span) * min(problem.group, pack), arch)
-    grid = min(tiles * shares, t.blocks * arch.sms)
-    dynamic = not alike and tiles * shares > grid
+    parts = dealt(problem, t, pack, arch).number
+    grid = min(tiles * parts, t.blocks * arch.sms)
+    dynamic = not alike and tiles * parts > grid
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys), ("STAGES", t.stages),
-        ("Q_STAGES", q_stages), ("O_STAGED", o_staged), ("PACK", pack), ("SHARES", shares > 1), ("SHARED_MEMORY", size), *pairs.constants(),
+        ("Q_STAGES", q_stages), ("O_STAGED", o_staged), ("PACK", pack), ("SHARES", parts > 1), ("SHARED_MEMORY", size), *pairs.constants(),
         *features(problem), ("SUM_TILES", sum_keys // t.keys),
     )  # fmt: skip
     launches = [Launch("attention_forward", grid, 128 * (t.groups + 1), size)]
-    rows = problem.batch * problem.heads_q * problem.seq_q
-    left = shares * rows if shares > 1 else 0
-    spaces = [
-        Workspace("counters", "uint32", (3 if dynamic else 0,)),
-        Workspace("share_out", "float32", (left, dim_v)),
-        Workspace("share_lse", "float32", (left,)),
-    ]
-    if shares > 1:
-        launches.append(Launch("attention_combine", ceil(rows, COMBINED), 128))
+    spaces = [Workspace("counters", "uint32", (3 if dynamic else 0,)), *shares.left(problem, parts, dim_v)]
+    launches += shares.combine(problem, parts)
     values = Box("v", t.keys)
     if problem.dtype == FLOAT8:  # V is turned before
         tiles_k = ceil(problem.seq_k, TURNED_KEYS)
@@ -313,8 +300,8 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         values = Box("turned", dim_v)
     return KernelPlan(
         "sm90", arch.name, problem.dtype, False, "sm90/forward.cu", constants,
-        tuple(launches), 16, tuple(spaces), t.spills + (shares > 1 and _busy(problem)) * SHARE_SPILLS,
+        tuple(launches), 16, tuple(spaces), t.spills + (parts > 1 and _busy(problem)) * SHARE_SPILLS,
         (*pairs.boxes(t.rows), Box("q", span, pack), Box("k", t.keys), values, Box("out", 64)),
-        (("shares", shares),), problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
+        (("shares", parts),), problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
         out_dtype=problem.out_dtype,
     )  # fmt: skip
