@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 from . import interop
-from .interop.protocol import Adapter, Arrays, Library
+from .interop.protocol import Arrays, Library
 from .problem import Gradients
 
 
@@ -23,9 +23,10 @@ def forward(
     dropout where it is a number."""
     q, into = arrays["q"], targets
     arrays, targets = interop.adopt(lib, arrays, targets)
-    adapter = cast(Adapter, lib)
+    adapter: Any = lib
     try:
-        results = _backend(adapter, arrays).forward(adapter, arrays, targets, return_lse, options, seed, family)
+        backend = _gpu() if adapter.on_gpu(arrays["q"]) else _cpu()
+        results = backend.forward(adapter, arrays, targets, return_lse, options, seed, family)
     except Exception:
         interop.name_unreadable(adapter, arrays, targets)
         raise
@@ -50,9 +51,10 @@ def backward(
     """The gradients, also of the optional arrays that `wrt` names; `arrays` has dout, out, lse and perhaps dlse too."""
     q, into = arrays["q"], targets
     arrays, targets = interop.adopt(lib, arrays, targets)
-    adapter = cast(Adapter, lib)
+    adapter: Any = lib
     try:
-        results = _backend(adapter, arrays).backward(adapter, arrays, targets, options, seed, family, wrt)
+        backend = _gpu() if adapter.on_gpu(arrays["q"]) else _cpu()
+        results = backend.backward(adapter, arrays, targets, options, seed, family, wrt)
     except Exception:
         interop.name_unreadable(adapter, arrays, targets)
         raise
@@ -63,11 +65,6 @@ def backward(
         first = (into[name] if name in into else like(x) for name, x in zip(Gradients._fields, results))
         return Gradients(*first, **{name: like(x) for name, x in vars(results).items()})
     return results
-
-
-def _backend(adapter: Adapter, arrays: Arrays) -> Any:
-    """The corridor of the device that q is on."""
-    return _gpu() if adapter.on_gpu(arrays["q"]) else _cpu()
 
 
 @functools.cache  # an import statement costs 0.6 us in every call

@@ -6,6 +6,7 @@ with the same shapes costs a look-up, the outputs' allocation and the launch.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 from .. import problem as rules
@@ -103,8 +104,9 @@ class Prepared:
             strides[name] = params_strides(view, layout)
         self.launcher = launch.Launcher(chosen, functions(chosen, ordinal), problem, strides, ordinal)
         slots = self.launcher.slots
-        self._blank = [0] * len(slots)
-        self._given, self._made = [slots[name] for name in arrays], [slots[name] for name in shapes]
+        # Of a call's addresses, and a 0 behind them, which stands in each slot.
+        found = {name: n for n, name in enumerate((*arrays, *shapes))}
+        self._in_slots = itemgetter(*[found.get(name, -1) for name in slots])
 
     @property
     def scratch(self) -> int:
@@ -151,9 +153,14 @@ class Prepared:
                     launch.spread(lib, rows, pointer(sinks), lib.view(sinks), ordinal, stream)
             return results, rows
 
-        pointers, slots = self._blank.copy(), self.launcher.slots
-        for slot, at in zip(self._given, addresses):
-            pointers[slot] = at
+        written = results
+        if self.through:
+            written = [
+                empty(shape, dtypes[name], ordinal) if name in self.through else x
+                for (name, shape), x in zip(self.shapes.items(), results)
+            ]
+        slots = self.launcher.slots
+        pointers = [*self._in_slots((*addresses, *map(pointer, written), 0))]
         if seed is not None and KEYS[0] in slots:
             pointers[slots[KEYS[0]] :] = round_keys(seed)
         if block_mask is not None:
@@ -165,14 +172,6 @@ class Prepared:
             held = launch.copy_of(lib, pointers[slot], view, copy, ordinal, stream)
             pointers[slot] = pointer(held)
             keep.append(held)
-        written = results
-        if self.through:
-            written = [
-                empty(shape, dtypes[name], ordinal) if name in self.through else x
-                for (name, shape), x in zip(self.shapes.items(), results)
-            ]
-        for slot, x in zip(self._made, written):
-            pointers[slot] = pointer(x)
         if rows is not None:
             pointers[slots["lse"]] = pointer(rows)
         workspace = 0

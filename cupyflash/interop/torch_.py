@@ -88,13 +88,14 @@ else:
 
 
 def empty(shape: tuple[int, ...], dtype: str, device: int) -> torch.Tensor:
-    strides, torch_dtype = _form(shape, dtype)
-    return torch.empty_strided(shape, strides, dtype=torch_dtype, device=device)  # 0.4 us less than torch.empty
+    make, strides = _maker(shape, dtype, device)
+    return make(shape, strides)
 
 
 @functools.lru_cache(1024)
-def _form(shape: tuple[int, ...], dtype: str) -> tuple[tuple[int, ...], torch.dtype]:
-    return contiguous(shape), _DTYPES[dtype]
+def _maker(shape: tuple[int, ...], dtype: str, device: int) -> tuple[Any, tuple[int, ...]]:
+    """Of a tensor without elements: it costs 0.7 us less than torch.empty, which reads dtype and device from its arguments."""
+    return torch.empty(0, dtype=_DTYPES[dtype], device=device).new_empty_strided, contiguous(shape)
 
 
 def finish(x: torch.Tensor, device: int) -> torch.Tensor:

@@ -56,7 +56,7 @@ def _traced(q: torch.Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or type(q).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        or (type(q) is not torch.Tensor and type(q).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__)
     )
 
 

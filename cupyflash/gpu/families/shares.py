@@ -20,9 +20,18 @@ class Dealt(NamedTuple):
     seconds: float  # what the call is reckoned to take
 
 
-def shares(problem: AttentionProblem, tiles: int, rows: int, keys: int, blocks: int, sms: int, visit: float) -> Dealt:
+def shares(
+    problem: AttentionProblem,
+    tiles: int,
+    rows: int,
+    keys: int,
+    blocks: int,
+    sms: int,
+    visit: float,
+    crowding: float = 1.0,
+) -> Dealt:
     """For so many query tiles of so many rows, which visit `keys` keys in `visit` seconds; a multiprocessor has up to `blocks`
-    of them at a time, and then each takes as many times as long."""
+    of them at a time, and n together take `crowding` n times as long."""
     seen = problem.seq_k
     if problem.right is not None:
         seen = min(seen, problem.diagonal + problem.seq_q + problem.right)
@@ -34,7 +43,10 @@ def shares(problem: AttentionProblem, tiles: int, rows: int, keys: int, blocks: 
     def time(n: int) -> float:
         combine = COMBINE_SECONDS + n * (SHARE_SECONDS + 2 * left / LEFT_RATE) if n > 1 else 0
         together = min(blocks, ceil(tiles * n, sms))
-        return ceil(tiles * n, blocks * sms) * (ceil(visits, n) * visit * together + TILE_SECONDS) + combine
+        return (
+            ceil(tiles * n, blocks * sms) * (ceil(visits, n) * visit * max(1, crowding * together) + TILE_SECONDS)
+            + combine
+        )
 
     most = min(visits, MOST, max(1, MOST_LEFT // max(1, left))) if problem.seq_k >= LONG_KEYS else 1
     times = [time(n) for n in range(1, most + 1)]

@@ -159,6 +159,7 @@ TILES = {
 
 # FLOP/s of a multiprocessor, by bytes of a number: between an RTX 4090's and an H200's.
 RATES = {2: 2e12, 4: 7e11, 8: 3e11}
+CROWDING = 0.9  # two blocks of a multiprocessor take 1.7 to 1.9 times as long as one
 
 PAD = 8  # elements between the rows of a shared tile, see kernels_cu/tile/shared.cuh; none in one of doubles
 
@@ -210,7 +211,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     alignment = 16 if parts == 1 else ITEMSIZE[problem.dtype]
     if not backward:
         visit = 2 * t.rows * t.keys * (problem.dim + problem.dim_v) / RATES[ITEMSIZE[problem.dtype]]
-        share = shares.shares(problem, pairs * tiles_q, t.rows, t.keys, t.min_blocks, arch.sms, visit).number
+        share = shares.shares(problem, pairs * tiles_q, t.rows, t.keys, t.min_blocks, arch.sms, visit, CROWDING).number
         launch = Launch("attention_forward", pairs * tiles_q * share, 32 * t.warps, size)
         launches = (*split, launch, *shares.combine(problem, share))
         return KernelPlan(
