@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -204,6 +205,26 @@ def test_a_cpu_array_among_gpu_arrays() -> None:
         cupyflash.attention(g, a, g)
     with pytest.raises(ValueError, match="v is on cuda:0 but q is on cpu; all arrays must be on one device"):
         cupyflash.attention(a, a, g)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["sm80", "simt"])
+def test_a_family_that_is_named(rng: np.random.Generator, family: str) -> None:
+    """At once, under jit and in the gradients. On the CPU it is refused, where there is a GPU, too."""
+    inputs = draw_inputs(rng, "float16")
+    q, k, v, *_ = arrays(inputs, "gpu")
+    call = functools.partial(attention, family=family)
+    right = attention(q, k, v)
+    for run in (call, jax.jit(call)):
+        np.testing.assert_allclose(np.asarray(run(q, k, v), "f4"), np.asarray(right, "f4"), atol=1e-2)
+    squares = jax.grad(lambda *x: (call(*x).astype("float32") ** 2).sum(), (0, 1, 2))
+    own = jax.grad(lambda *x: (attention(*x).astype("float32") ** 2).sum(), (0, 1, 2))(q, k, v)
+    for x, y in zip(jax.jit(squares)(q, k, v), own):
+        np.testing.assert_allclose(np.asarray(x, "f4"), np.asarray(y, "f4"), atol=3e-2)
+    with pytest.raises(
+        ValueError, match=f"^family is '{family}', a family of GPU kernels, but q is a jax array on the CPU"
+    ):
+        call(*arrays(inputs, "cpu")[:3])
 
 
 def test_options_are_told_apart_whatever_came_before() -> None:

@@ -72,6 +72,8 @@ def _checked(
         mask = rules.mask_kind(options["block_mask"])
         if mask is not None and mask.device != place:
             raise ValueError(f"block_mask is on {mask.device} but q is on {place}; make it with like=q")
+        if family is not None and place == "cpu":
+            _refuse(family)
         return arrays, (stated, seed, family)
     alike = _varying(arrays.values(), _axes(arrays.values()))
     return dict(zip(arrays, alike)), (stated, seed, family)
@@ -240,12 +242,12 @@ def _called(arrays: Arrays, how: How, wrt: tuple[str, ...] | None) -> tuple[jax.
     results += [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in wrt or ()]
     names = tuple(arrays)
 
-    def on_cpu(*xs: jax.Array) -> Any:
-        if family is not None:
-            from ..cpu.corridor import refuse_family
+    has_gpu = _has_gpu()
+    if family is not None and not has_gpu:
+        _refuse(family)
 
-            refuse_family(family, "jax")
-        return buffer_callback(functools.partial(_on_cpu, names, options, seed, wrt), results)(*xs)
+    def on_cpu(*xs: jax.Array) -> Any:  # where there is a GPU, too, this is traced, and a family refused when it runs
+        return buffer_callback(functools.partial(_on_cpu, names, options, seed, family, wrt), results)(*xs)
 
     def on_gpu(*xs: jax.Array) -> Any:
         from .jax_gpu import Callback
@@ -260,7 +262,7 @@ def _called(arrays: Arrays, how: How, wrt: tuple[str, ...] | None) -> tuple[jax.
     on = {"cpu": on_cpu, "cuda": on_gpu}
     if mask is not None:  # which is on one of them
         del on["cuda" if mask.device == "cpu" else "cpu"]
-    found = jax.lax.platform_dependent(*inputs, **on) if _has_gpu() else on_cpu(*inputs)
+    found = jax.lax.platform_dependent(*inputs, **on) if has_gpu else on_cpu(*inputs)
     return tuple(found)
 
 
@@ -312,15 +314,24 @@ def _has_gpu() -> bool:
         return False
 
 
+def _refuse(family: str) -> None:
+    from ..cpu.corridor import refuse_family
+
+    refuse_family(family, "jax")
+
+
 def _on_cpu(
     names: Sequence[str],
     options: dict[str, Any],
     seed: int | None,
+    family: str | None,
     wrt: tuple[str, ...] | None,
     ctx: Any,
     out: Sequence[Any],
     *inputs: Any,
 ) -> None:
+    if family is not None:
+        _refuse(family)
     arrays: Arrays = {name: np.asarray(x) for name, x in zip(names, inputs)}
     lib = interop.library("q", arrays["q"])
     if wrt is None:
