@@ -7,11 +7,12 @@ from typing import NamedTuple
 from ...problem import AttentionProblem
 from ..kernel_plan import Launch, Workspace, ceil
 
-# They are, if that takes no more than GAIN of the time without. Measured on an H200: seconds of a tile's begin and end, of the kernel
-# that combines shares, and of each share there; bytes per second of what they leave in memory.
-TILE_SECONDS, COMBINE_SECONDS, SHARE_SECONDS, LEFT_RATE = 3e-6, 3e-6, 1e-7, 3e12
+# They are, if that takes no more than GAIN of the time without. Measured on an H200: seconds of the kernel that combines shares, and
+# of each share there; bytes per second of what they leave in memory.
+COMBINE_SECONDS, SHARE_SECONDS, LEFT_RATE = 2.5e-6, 6.5e-8, 2.3e12
 GAIN, MOST, MOST_LEFT = 0.85, 128, 1 << 28
 LONG_KEYS = 1024  # with fewer they are not
+STRIP, SAMPLES = 64, 64
 ROWS = 4  # of a block that combines
 
 
@@ -20,40 +21,85 @@ class Dealt(NamedTuple):
     seconds: float  # what the call is reckoned to take
 
 
-def shares(
-    problem: AttentionProblem,
-    tiles: int,
-    rows: int,
-    keys: int,
-    blocks: int,
-    sms: int,
-    visit: float,
-    crowding: float = 1.0,
-) -> Dealt:
-    """For so many query tiles of so many rows, which visit `keys` keys in `visit` seconds; a multiprocessor has up to `blocks`
-    of them at a time, and n together take `crowding` n times as long."""
-    seen = problem.seq_k
-    if problem.right is not None:
-        seen = min(seen, problem.diagonal + problem.seq_q + problem.right)
-        if problem.left is not None:
-            seen = min(seen, problem.left + problem.right + min(rows, problem.seq_q))
-    visits = max(1, ceil(seen, keys))
-    left = 4 * problem.batch * problem.heads_q * problem.seq_q * problem.dim_v  # bytes of a share
+class Visit(NamedTuple):
+    """What it takes to visit a tile of keys, in seconds."""
 
-    def time(n: int) -> float:
-        combine = COMBINE_SECONDS + n * (SHARE_SECONDS + 2 * left / LEFT_RATE) if n > 1 else 0
-        together = min(blocks, ceil(tiles * n, sms))
-        return (
-            ceil(tiles * n, blocks * sms) * (ceil(visits, n) * visit * max(1, crowding * together) + TILE_SECONDS)
-            + combine
-        )
+    seconds: float  # of all that a multiprocessor has
+    least: float = 0.0  # of one thread block, however much of a multiprocessor it has
+    crowding: float = 1.0  # n blocks of a multiprocessor together take `crowding` n times as long
 
-    most = min(visits, MOST, max(1, MOST_LEFT // max(1, left))) if problem.seq_k >= LONG_KEYS else 1
-    times = [time(n) for n in range(1, most + 1)]
+
+class Tiles(NamedTuple):
+    """What is there to do: so many query tiles, of rows which visit `keys` keys at a time."""
+
+    number: int
+    rows: int
+    keys: int
+    blocks: int  # of a multiprocessor, at most
+    visit: Visit
+    ends: float = 3e-6  # seconds of a tile's begin and end
+
+
+def shares(problem: AttentionProblem, tiles: Tiles, sms: int) -> Dealt:
+    """In how many shares that is done soonest."""
+    visits = _visits(problem, tiles.rows, tiles.keys)
+    most = min(visits.most, MOST, max(1, MOST_LEFT // max(1, _left(problem)))) if problem.seq_k >= LONG_KEYS else 1
+    times = [_seconds(problem, tiles, visits, sms, n) for n in range(1, most + 1)]
     best = next(n for n, x in enumerate(times, 1) if x <= 1.02 * min(times))  # the fewest
     if times[best - 1] >= GAIN * times[0]:
         return Dealt(1, times[0])
-    return Dealt(ceil(visits, ceil(visits, best)), times[best - 1])
+    return Dealt(ceil(visits.most, ceil(visits.most, best)), times[best - 1])
+
+
+def _seconds(problem: AttentionProblem, tiles: Tiles, visits: Visits, sms: int, n: int) -> float:
+    number, slots, visit = tiles.number * n, tiles.blocks * sms, tiles.visit
+
+    def tile(visits: float, together: int) -> float:
+        return visits * max(visit.seconds * max(1, visit.crowding * together), visit.least) + tiles.ends
+
+    def rounds(visits: float) -> float:  # of tiles that are alike
+        full, rest = divmod(number, slots)
+        return full * tile(visits, tiles.blocks) + (tile(visits, ceil(rest, sms)) if rest else 0)
+
+    # The longest come first, and short ones fill up what is left.
+    longest = tile(ceil(visits.most, n), min(tiles.blocks, ceil(number, sms)))
+    seconds = max(longest, number / slots * tile(visits.mean / n, tiles.blocks), rounds(ceil(visits.least, n)))
+    return seconds + (COMBINE_SECONDS + n * (SHARE_SECONDS + 2 * _left(problem) / LEFT_RATE) if n > 1 else 0)
+
+
+def _left(problem: AttentionProblem) -> int:
+    """Bytes of a share's results."""
+    return 4 * problem.batch * problem.heads_q * problem.seq_q * problem.dim_v
+
+
+class Visits(NamedTuple):
+    """Tiles of keys that a query tile visits."""
+
+    most: int
+    mean: float
+    least: int
+
+
+def _visits(problem: AttentionProblem, rows: int, keys: int) -> Visits:
+    """The mean is that of STRIP rows: warps pass over tiles that they do not see."""
+
+    def seen(first: int, rows: int) -> int:
+        last = min(first + rows, problem.seq_q) - 1
+        end = (
+            problem.seq_k if problem.right is None else min(problem.seq_k, problem.diagonal + last + problem.right + 1)
+        )
+        start = 0 if problem.left is None else max(0, problem.diagonal + first - problem.left)
+        return max(1, ceil(end, keys) - start // keys)
+
+    def some(size: int) -> list[int]:  # of a long sequence not all; the last is one of them
+        tiles = ceil(problem.seq_q, size)
+        return [seen(n * size, size) for n in range(tiles - 1, -1, -max(1, tiles // SAMPLES))]
+
+    if problem.right is None and problem.left is None:
+        number = max(1, ceil(problem.seq_k, keys))
+        return Visits(number, number, number)
+    whole, strips = some(rows), some(STRIP)
+    return Visits(max(whole), min(max(whole), sum(strips) / len(strips)), min(whole))
 
 
 def left(problem: AttentionProblem, n: int, dim_v: int) -> tuple[Workspace, ...]:

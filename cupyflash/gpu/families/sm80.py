@@ -210,8 +210,10 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     split, halves = _split(problem, t, dim, dim_v, backward) if parts > 1 else ((), ())
     alignment = 16 if parts == 1 else ITEMSIZE[problem.dtype]
     if not backward:
-        visit = 2 * t.rows * t.keys * (problem.dim + problem.dim_v) / RATES[ITEMSIZE[problem.dtype]]
-        share = shares.shares(problem, pairs * tiles_q, t.rows, t.keys, t.min_blocks, arch.sms, visit, CROWDING).number
+        flops = 2 * t.rows * t.keys * (problem.dim + problem.dim_v)
+        visit = shares.Visit(flops / RATES[ITEMSIZE[problem.dtype]], crowding=CROWDING)
+        tiles = shares.Tiles(pairs * tiles_q, t.rows, t.keys, t.min_blocks, visit)
+        share = shares.shares(problem, tiles, arch.sms).number
         launch = Launch("attention_forward", pairs * tiles_q * share, 32 * t.warps, size)
         launches = (*split, launch, *shares.combine(problem, share))
         return KernelPlan(

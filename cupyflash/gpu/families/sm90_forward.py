@@ -86,6 +86,7 @@ FEW_KEYS = (
 )
 # Times the least that a multiprocessor may have to compute: up to that they are taken in their order.
 NARROW_OVERLOAD, OVERLOAD = 1.25, 1.03
+TIMED_OVERLOAD = 1.08  # where it is reckoned in seconds, which are right within 10 %
 # Where heads share K and V and queries are few, a tile takes all queries of as many heads as it holds. Not of every
 # number: each is a kernel to compile. The rows are tried first there: three warpgroups would spill, and under a window
 # with key_mask two do, once per tile.
@@ -138,7 +139,9 @@ def _possible(t: ForwardTile, problem: AttentionProblem) -> bool:
     return t.registers <= 256 and t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= t.registers - 32
 
 
-SHARE_RATE = 4.5e12  # FLOP/s of a multiprocessor
+# Of a multiprocessor of an H200: FLOP/s, seconds of a score at least (its exponential), of a visit of 64 keys at least, of a
+# tile's begin and end, and more of these for each warpgroup. Fitted to 100 calls of one round, within 10 % (docs/hopper-forward.md).
+RATE, SCORE_SECONDS, LEAST_SECONDS, ENDS_SECONDS, GROUP_SECONDS = 5.9e12, 5.2e-11, 6e-7, 2e-6, 1.4e-6
 SHARE_SPILLS = 560  # more, with scores or dropout: addresses of a share, where tiles are tested
 
 # Tensor cores sum P V of 8 bits over so many keys, or half as many more (kernels_cu/sm90/long_sums.cuh).
@@ -201,8 +204,13 @@ def _by_load(problem: AttentionProblem, arch: Arch) -> tuple[ForwardTile, ...]:
         return ceil(tiles, arch.sms) * t.rows * t.cost
 
     found = [dealt(problem, t, 1, arch) for t in rows]
-    shared = any(x.number > 1 for x in found)
-    loads = [x.seconds * t.cost if shared else load(t) for x, t in zip(found, rows)]
+    few = _tiles(problem, rows[0], 1) <= 2 * arch.sms and problem.seq_k >= shares.LONG_KEYS
+    uneven = (
+        problem.right is not None and problem.left is None
+    )  # so that the first tiles count more, the more there are
+    timed = few and uneven or any(x.number > 1 for x in found)
+    loads = [x.seconds * t.cost if timed else load(t) for x, t in zip(found, rows)]
+    most = max(most, TIMED_OVERLOAD) if timed else most
     return tuple(t for _, t in sorted(zip(loads, rows), key=lambda x: x[0] > most * min(loads)))
 
 
@@ -246,8 +254,11 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
 def dealt(problem: AttentionProblem, t: ForwardTile, pack: int, arch: Arch) -> shares.Dealt:
     """In how many shares the keys of a tile with so many heads are dealt out."""
     asked = min(problem.seq_q, t.rows // pack) * min(problem.group, pack)  # rows of a tile
-    visit = 2 * pad(asked, 64) * t.keys * (problem.dim + problem.dim_v) / SHARE_RATE
-    found = shares.shares(problem, _tiles(problem, t, pack), t.rows, t.keys, t.blocks, arch.sms, visit)
+    score = max(2 * (problem.dim + problem.dim_v) / RATE, SCORE_SECONDS)
+    visit = shares.Visit(pad(asked, 64) * t.keys * score, LEAST_SECONDS * t.keys / 64)
+    ends = ENDS_SECONDS + t.groups * GROUP_SECONDS
+    tiles = shares.Tiles(_tiles(problem, t, pack), t.rows, t.keys, t.blocks, visit, ends)
+    found = shares.shares(problem, tiles, arch.sms)
     return found if problem.dtype != FLOAT8 else found._replace(number=1)
 
 
