@@ -276,7 +276,7 @@ class Judge:
             q, k, v, dout, key_mask, dlse, others = self.inputs
             published = flash2_in_own_precision(self.problem, q, k, v, key_mask, dout, dlse, **others)[name]
             error, of_published = (np.abs(x.astype(np.float64) - right).max() for x in (actual, published))
-            if not error <= 1.3 * of_published:
+            if not error <= 3 * of_published:  # luck's factor, as in `assert_as_good`
                 raise
             text = f"{name} is off by {error:.4e}, FlashAttention-2's algorithm in this precision by {of_published:.4e}"
             warnings.warn(text, ByLuck, stacklevel=2)
