@@ -191,10 +191,12 @@ def attention(
     if unknown:
         raise unexpected("attention", next(iter(unknown)), inspect.signature(attention).parameters)
     seed, number = seed_of(seed, dropout)
-    arrays = _present("qkv", {
-        "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
-        "seed": seed,
-    })  # fmt: skip
+    arrays: Arrays = {"q": q, "k": k, "v": v}
+    if not (key_mask is mask is bias is alibi_slopes is sinks is seed is None):  # most calls: this is the hot path
+        arrays |= {
+            "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seed": seed,
+        }  # fmt: skip
+    arrays = _present("qkv", arrays)
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "block_mask": block_mask,
         "dropout": dropout, "out_dtype": out_dtype, "out_scale": out_scale, "layout": layout, "deterministic": deterministic,
@@ -287,10 +289,13 @@ def attention_backward(
     if unknown:
         raise unexpected("attention_backward", next(iter(unknown)), inspect.signature(attention_backward).parameters)
     seed, number = seed_of(seed, dropout)
-    arrays = _present(("q", "dout", "k", "v", "out", "lse"), {
-        "q": q, "k": k, "v": v, "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
-        "seed": seed, "dout": dout, "out": out, "lse": lse, "dlse": dlse,
-    })  # fmt: skip
+    arrays: Arrays = {"q": q, "dout": dout, "k": k, "v": v, "out": out, "lse": lse}
+    if not (key_mask is mask is bias is alibi_slopes is sinks is seed is dlse is None):
+        arrays |= {
+            "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seed": seed,
+            "dlse": dlse,
+        }  # fmt: skip
+    arrays = _present(("q", "dout", "k", "v", "out", "lse"), arrays)
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "block_mask": block_mask,
         "dropout": dropout, "layout": layout, "deterministic": deterministic,
@@ -490,8 +495,10 @@ def _trace(lib: Library, arrays: Arrays, options: dict[str, Any], score_arrays: 
 
 def _present(required: Iterable[str], arrays: Arrays) -> Arrays:
     """Those that are given."""
-    given = {name: x for name, x in arrays.items() if x is not None}
     for name in required:
-        if name not in given:
+        if arrays[name] is None:
             interop.library(name, None)  # raises: None is no array
-    return given
+    for x in arrays.values():
+        if x is None:
+            return {name: x for name, x in arrays.items() if x is not None}
+    return arrays

@@ -317,9 +317,15 @@ def test_fake_tensors_among_others_are_named() -> None:
     with pytest.raises(TypeError, match="^grads: dk is a FakeTensor, which has no memory, but q is none"):
         cupyflash.attention_backward(x, x, x, x, x, rows.contiguous(), grads=(x.clone(), fake, x.clone()))
     assert attention(FakeTensorMode(allow_non_fake_inputs=True).from_tensor(x), x, x).shape == x.shape
-    assert torch_.pointer(x[:0]) == 0  # nothing is read there
+
+
+def test_the_corridor_finds_those_without_memory() -> None:
+    """What is seen where an operator's own implementation is given one."""
+    on_gpu = pytest.importorskip("cupyflash.gpu.corridor", exc_type=ImportError)
+    x = torch.ones(2, 5, 4, 8)
+    assert on_gpu.addresses_of(torch_, {"q": x, "k": x[:0]}) == [x.data_ptr(), 0]  # nothing is read there
     with pytest.raises(TypeError, match="a FakeTensor has no memory"):
-        torch_.pointer(fake)
+        on_gpu.addresses_of(torch_, {"q": x, "k": FakeTensorMode().from_tensor(x)})
 
 
 def test_what_the_operators_do_not_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,18 +51,23 @@ class Prepared:
         views = {name: lib.view(x) for name, x in arrays.items()}
         into = {name: lib.view(x) for name, x in targets.items()}
         self.problem, self.shapes = problem, shapes = rules.state(views, into, options, backward)
+        self._rows = (
+            rules.lse_shape(len(views["q"].shape), problem),
+            problem.lse_dtype,
+            ordinal,
+        )  # as `empty` takes it
         self.plan: KernelPlan
         self.device, rank, layout = ordinal, len(views["q"].shape), options["layout"]
-        self.lse_shape = rules.lse_shape(rank, problem)
         # Where nothing can reach the results they are zeros, and no kernel is needed.
         self.empty = problem.empty or (backward and problem.dim_v == 0 and "dlse" not in views)
-        self.dtypes = dict.fromkeys(shapes, problem.result_dtype)
+        dtypes = dict.fromkeys(shapes, problem.result_dtype)
         if wrt:
             self.shapes = shapes = {f"d{name}": views[name].shape for name in wrt}
-            self.dtypes = {f"d{name}": views[name].dtype for name in wrt}
+            dtypes = {f"d{name}": views[name].dtype for name in wrt}
             rows = 0 not in (problem.batch, problem.heads_q, problem.seq_q)
             through_lse = "dlse" in views and (problem.seq_k or "sinks" in wrt)  # lse without keys is the sink
             self.empty = not (rows and (problem.seq_k and problem.dim_v or through_lse))
+        self._results = [(shape, dtypes[name], ordinal) for name, shape in shapes.items()]
         self._apart: set[tuple[int, ...]] = set()  # addresses at which targets were seen to overlap nothing
         self.first: Prepared | None = None  # in whose workspace something is found
         if self.empty:
@@ -105,7 +110,7 @@ class Prepared:
         self.launcher = launch.Launcher(chosen, functions(chosen, ordinal), problem, strides, ordinal)
         slots = self.launcher.slots
         # Of a call's addresses, and a 0 behind them, which stands in each slot.
-        found = {name: n for n, name in enumerate((*arrays, *shapes))}
+        found = {name: n for n, name in enumerate((*arrays, *shapes, *([] if backward else ["lse"])))}
         self._in_slots = itemgetter(*[found.get(name, -1) for name in slots])
 
     @property
@@ -132,17 +137,17 @@ class Prepared:
         `addresses` of `arrays`, where they are known already; `seed` of dropout, where it is a number; `block_mask`, where
         there is one: of the prepared kind. `left`: the workspace of the run before, from which this one or a later one takes
         what it finds there; put there by the first."""
-        ordinal, pointer, empty, dtypes = self.device, lib.pointer, lib.empty, self.dtypes
+        ordinal, pointer, empty = self.device, lib.pointer, lib.empty
         stream = lib.stream(ordinal)
         if addresses is None:
-            addresses = [pointer(x) for x in arrays.values()]
-        results = [
-            targets[name] if name in targets else empty(shape, dtypes[name], ordinal)
-            for name, shape in self.shapes.items()
-        ]
-        if targets:
-            self._check(lib, arrays, targets, (*addresses, *[pointer(x) for x in results]))
-        rows = empty(self.lse_shape, self.problem.lse_dtype, ordinal) if lse else None
+            addresses = addresses_of(lib, arrays)
+        if not targets:
+            results = [empty(*what) for what in self._results]
+        else:
+            given = zip(self.shapes, self._results)
+            results = [targets[name] if name in targets else empty(*what) for name, what in given]
+            self._check(lib, arrays, targets, (*addresses, *addresses_of(lib, dict(zip(self.shapes, results)))))
+        rows = empty(*self._rows) if lse else None
         if self.empty:
             for x in results:
                 launch.fill(lib, x, 0.0, ordinal, stream)
@@ -155,12 +160,12 @@ class Prepared:
 
         written = results
         if self.through:
-            written = [
-                empty(shape, dtypes[name], ordinal) if name in self.through else x
-                for (name, shape), x in zip(self.shapes.items(), results)
-            ]
-        slots = self.launcher.slots
-        pointers = [*self._in_slots((*addresses, *map(pointer, written), 0))]
+            and_made = zip(self.shapes, self._results, results)
+            written = [empty(*what) if name in self.through else x for name, what, x in and_made]
+        launcher = self.launcher
+        slots = launcher.slots
+        of_rows = () if rows is None else (pointer(rows),)
+        pointers = [*self._in_slots((*addresses, *map(pointer, written), *of_rows, 0))]
         if seed is not None and KEYS[0] in slots:
             pointers[slots[KEYS[0]] :] = round_keys(seed)
         if block_mask is not None:
@@ -172,18 +177,16 @@ class Prepared:
             held = launch.copy_of(lib, pointers[slot], view, copy, ordinal, stream)
             pointers[slot] = pointer(held)
             keep.append(held)
-        if rows is not None:
-            pointers[slots["lse"]] = pointer(rows)
         workspace = 0
-        if self.launcher.workspace:
-            space = empty((self.launcher.workspace // 4,), "float32", ordinal)
+        if launcher.workspace:
+            space = empty((launcher.workspace // 4,), "float32", ordinal)
             workspace = pointer(space)
             keep.append(space)
             if left == []:
                 left.append(space)
         if self.first is not None and left:
-            self.launcher.find(pointers, self.first.launcher, pointer(left[0]))
-        self.launcher(pointers, stream, workspace)
+            launcher.find(pointers, self.first.launcher, pointer(left[0]))
+        launcher(pointers, stream, workspace)
         if self.through:
             for x, result in zip(written, results):
                 if x is not result:
@@ -211,12 +214,10 @@ def forward(
 ) -> tuple[Any, Any]:
     """out and (where asked for) lse of one attention call."""
     ordinal = lib.device(arrays["q"])
-    addresses = [*map(lib.pointer, arrays.values())]
+    addresses = addresses_of(lib, arrays)
     prepared = prepare(lib, arrays, addresses, targets, options, family, False, ordinal)
     (out,), lse = prepared.run(lib, arrays, targets, return_lse, addresses, seed, options["block_mask"])
-    if not targets:
-        out = lib.finish(out, ordinal)
-    return out, lib.finish(lse, ordinal) if return_lse else None
+    return out, lse
 
 
 def backward(
@@ -230,17 +231,25 @@ def backward(
 ) -> Gradients:
     """The gradients of one attention call."""
     ordinal = lib.device(arrays["q"])
-    addresses = [*map(lib.pointer, arrays.values())]
+    addresses = addresses_of(lib, arrays)
     passes = prepare_all(lib, arrays, addresses, targets, options, family, True, ordinal, wrt)
     left = to_leave(passes) if wrt else None
     grads, _ = passes[0].run(lib, arrays, targets, False, addresses, seed, options["block_mask"], left)
-    if not targets:
-        grads = [lib.finish(x, ordinal) for x in grads]
     of_arrays: dict[str, Any] = {}
     for prepared in passes[1:]:
         results, _ = prepared.run(lib, arrays, {}, False, addresses, seed, options["block_mask"], left)
-        of_arrays |= {name: lib.finish(x, ordinal) for name, x in zip(prepared.shapes, results)}
+        of_arrays |= zip(prepared.shapes, results)
     return Gradients(*grads, **of_arrays)
+
+
+def addresses_of(lib: GpuAdapter, arrays: Arrays) -> list[int]:
+    """Where each begins. TypeError for one that is nowhere though it has elements: a fake one, beside a q that is none."""
+    addresses = [*map(lib.pointer, arrays.values())]
+    if 0 in addresses:
+        for x, at in zip(arrays.values(), addresses):
+            if not at and 0 not in lib.view(x).shape:
+                raise TypeError(f"a {type(x).__name__} has no memory")
+    return addresses
 
 
 def prepare_all(

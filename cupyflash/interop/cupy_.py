@@ -66,10 +66,6 @@ def empty(shape: tuple[int, ...], dtype: str, device: int) -> cupy.ndarray:
         return cupy.empty(shape, _DTYPES[dtype])
 
 
-def finish(x: cupy.ndarray, device: int) -> cupy.ndarray:
-    return x
-
-
 def recorder(arrays: Arrays, backward: bool = False) -> None:
     return None
 

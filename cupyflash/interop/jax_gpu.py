@@ -70,9 +70,6 @@ class Memory:
             own = cupy.empty(size, "uint8")
         return Buffer(own.data.ptr, view._replace(ptr=own.data.ptr), own)
 
-    def finish(self, x: Buffer, device: int) -> Buffer:
-        return x
-
     def written(self, x: Buffer) -> None:
         pass
 

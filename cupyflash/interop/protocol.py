@@ -99,7 +99,4 @@ class GpuAdapter(Adapter, Protocol):
         """Raw handle of the library's current stream on that device."""
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
-        """Uninitialised, from the library's own allocator, ..."""
-
-    def finish(self, x: Any, device: int) -> Any:
-        """... and what the caller gets of it, once the kernels that write it are launched."""
+        """Uninitialised, from the library's own allocator."""

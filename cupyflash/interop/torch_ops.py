@@ -40,11 +40,12 @@ _PLACE = {name: n for n, name in enumerate(_TYPES)}
 
 def needed(arrays: Arrays, backward: bool) -> bool:
     """Whether a call cannot simply run: it is traced or transformed, or autograd or autocast have a part in it."""
-    if followed(arrays["q"]):
+    q = arrays["q"]
+    if followed(q):
         return True
     if backward:
         return torch.are_deterministic_algorithms_enabled() or _any_dual(arrays)
-    return _recorded(arrays) or _autocast_dtype(arrays["q"]) is not None
+    return _recorded(arrays) or _autocast_dtype(q) is not None
 
 
 def followed(x: torch.Tensor) -> bool:
