@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from cupyflash.interop import torch_, torch_ops
+from cupyflash.interop import torch_, torch_operators, torch_ops
 from cupyflash.torch import attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -332,7 +332,7 @@ def test_what_the_operators_do_not_have(monkeypatch: pytest.MonkeyPatch) -> None
     """An option or array of the tables that no schema names is refused by name where a call is traced, and nowhere else."""
     q = torch.randn(2, 5, 4, 8)
     row = dataclasses.replace(OPTIONS[0], name="other", default=None)
-    monkeypatch.setattr(torch_ops, "OPTIONS", (*OPTIONS, row))
+    monkeypatch.setattr(torch_operators, "OPTIONS", (*OPTIONS, row))
     options: dict[str, Any] = {row.name: row.default for row in OPTIONS}
     lib = interop.library("q", q)
     arrays = {"q": q, "k": q, "v": q}

@@ -91,7 +91,7 @@ def _near(n: int, slope: bool = False) -> Callable[[AttentionProblem], float]:
     """What s^(2n + 1) is multiplied by in an exponent of 2, of a product s that is near 0 beside the cap, or s^2n in the slope."""
 
     def coefficient(problem: AttentionProblem) -> float:
-        if not _near_bound(problem):
+        if problem.softcap is None or not _near_bound(problem):
             return 0.0
         near, inverse = NEAR_ZERO[problem.dtype], _cap_inverse(problem)
         if slope:
@@ -243,10 +243,19 @@ def text(plan: KernelPlan) -> str:
 
 def layout(plan: KernelPlan) -> np.dtype[np.void]:
     """The fields as a NumPy record, laid out as a C compiler does."""
+    return _layout(plan, tuple(pointers(plan)), _values(plan))
+
+
+def _layout(plan: KernelPlan, front: tuple[str, ...], values: list[Field]) -> np.dtype[np.void]:
     accum = TYPES[plan.dtype][3]
-    fields = [(name, "<u8") for name in pointers(plan)]
-    fields += [(x.name, _PACKED[accum if x.type == "Accum" else x.type]) for x in _values(plan)]
-    fields += [("round_keys", f"<{len(_keys(plan))}u8")] if _keys(plan) else []
+    return _record(front, tuple([(x.name, accum if x.type == "Accum" else x.type) for x in values]), len(_keys(plan)))
+
+
+@functools.lru_cache(256)  # a new shape of a known kind has the same: to make one takes NumPy a tenth of a millisecond
+def _record(pointers: tuple[str, ...], values: tuple[tuple[str, str], ...], keys: int) -> np.dtype[np.void]:
+    fields = [(name, "<u8") for name in pointers]
+    fields += [(name, _PACKED[type]) for name, type in values]
+    fields += [("round_keys", f"<{keys}u8")] if keys else []
     return np.dtype(fields, align=True)
 
 
@@ -271,9 +280,9 @@ class Packer:
     def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, Sequence[int]]) -> None:
         front, back = tuple(pointers(plan)), _keys(plan)
         self.slots = {name: index for index, name in enumerate(front + back)}
-        record = np.zeros((), layout(plan))
-        for field in _values(plan, problem, strides):
-            record[field.name] = field.value
+        values = _values(plan, problem, strides)
+        keys = ((0,) * len(back),) if back else ()
+        record = np.array((*(0,) * len(front), *[x.value for x in values], *keys), _layout(plan, front, values))
         self._front, self._back = (struct.Struct(f"<{len(x)}Q") for x in (front, back))
         self._between = record.tobytes()[self._front.size : record.nbytes - self._back.size]
         self._pointers = len(front)

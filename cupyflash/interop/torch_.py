@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..problem import View, contiguous
-from . import torch_ops
-from .protocol import Arrays, Recorder
+from . import torch_operators, torch_ops
 
 kind = "torch"
 _DTYPES = {
@@ -47,7 +46,7 @@ def on_gpu(x: torch.Tensor) -> bool:
 
 def view(x: torch.Tensor) -> View:
     if torch_ops.followed(x):
-        return torch_ops.view(x)
+        return torch_operators.view(x)
     if x.is_nested:
         raise TypeError("is a nested tensor; it must be a dense one: pad it, and hide the padding with key_mask")
     if x.layout is not torch.strided:
@@ -87,10 +86,7 @@ def _maker(shape: tuple[int, ...], dtype: str, device: int) -> tuple[Any, tuple[
     return torch.empty(0, dtype=_DTYPES[dtype], device=device).new_empty_strided, contiguous(shape)
 
 
-def recorder(arrays: Arrays, backward: bool = False) -> Recorder | None:
-    return torch_ops if torch_ops.needed(arrays, backward) else None
-
-
+recorder = torch_ops.recorder
 inlined = torch.compiler.is_dynamo_compiling
 
 
