@@ -186,6 +186,13 @@ class _Attention(torch.autograd.Function):
             raise RuntimeError(torch_operators.ONCE)
         return _Transformed.backward(ctx, dout, dlse)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        raise NotImplementedError(
+            "q, k, v or an optional array has a tangent, but attention has no derivative in forward mode (jvp); take gradients "
+            "in reverse mode: backward(), torch.autograd.grad, torch.func.grad or vjp"
+        )
+
 
 class _Out(_Attention):
     """The same where lse is not asked for: a result less for autograd to follow, for 1 us."""
@@ -234,6 +241,8 @@ class _Transformed(torch.autograd.Function):
         grads = backward(lib, arrays, {}, options, seed, family, wrt)
         return None, None, *[getattr(grads, f"d{name}", None) for name in ctx.names]
 
+    jvp = _Attention.jvp
+
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _How, names: tuple[str, ...], *tensors: Any) -> tuple[Any, Any]:
         lib, options, seed, family = call
@@ -261,6 +270,8 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> None:
         raise RuntimeError(torch_operators.ONCE)
+
+    jvp = _Attention.jvp
 
     @staticmethod
     def vmap(
