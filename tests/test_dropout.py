@@ -270,5 +270,6 @@ def test_a_graph_reads_the_seed_when_it_runs() -> None:
         seed.fill_(n)
         graph.replay()
         torch.cuda.synchronize()
-        # Another kernel, in which the compiler may round otherwise; other ones dropped would differ by far more.
-        torch.testing.assert_close(out, attention(q, k, v, dropout=0.3, seed=n), rtol=0.02, atol=1e-3)
+        # Another kernel, in which the compiler may round otherwise: by a part in some 300. Other ones dropped differ by half.
+        right, other = (attention(q, k, v, dropout=0.3, seed=seed).float() for seed in (n, n + 1))
+        assert (out - right).norm() < 0.02 * right.norm() < 0.2 * (out - other).norm()
