@@ -8,9 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from float8_problems import FLOAT8, exact_of
+from float8_problems import FLOAT8, NumPy, check, exact_of
 from float8_problems import quantize as draw_quantized
 from pages import blocks
+from semantics import draw_inputs
 
 from cupyflash import attention, attention_backward, explain, tune
 from cupyflash.float8 import quantize, rotation
@@ -193,6 +194,14 @@ def test_no_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("error")
 def test_results_that_are_too_large_are_infinite_without_a_warning(rng: np.random.Generator) -> None:
     assert np.isinf(attention(*drawn(rng)[:3], out_dtype="fp16", out_scale=1e9)).any()
+
+
+def test_results_of_8_bits_that_are_too_large_are_the_largest(rng: np.random.Generator) -> None:
+    inputs = draw_inputs(rng, "float32", seq=(70, 150), dims=(64, 64))
+    check(NumPy(), rng, inputs, by="head", result="float8_e4m3fn", out_scale=300.0)
+    x = draw_quantized(rng, *inputs[:3], by="head")
+    out = attention(*x[:3], out_dtype="float8_e4m3fn", out_scale=300.0, **x.descales)
+    assert np.isin((-448, 448), out.astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
