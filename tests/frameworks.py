@@ -212,7 +212,9 @@ class Jax:
             self.jax.config.update("jax_enable_x64", before)
 
     def put(self, x: np.ndarray, lay: Lay) -> Any:
-        return self.jax.device_put(x, self.device)  # its arrays lie in one way
+        there = self.jax.device_put(x, self.device)  # its arrays lie in one way
+        assert there.dtype == x.dtype, f"outside a session JAX takes 32 bits of {x.dtype}"
+        return there
 
     def get(self, x: Any) -> np.ndarray:
         return np.asarray(x)

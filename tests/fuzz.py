@@ -233,7 +233,8 @@ def run_one(kind: Kind, seed: tuple[int, ...]) -> tuple[str, str | None]:
     try:
         if kind.dtype == FLOAT8:
             library = float8_problems.library(kind.library, kind.family is not None)
-            float8_problems.check(library, rng, problem.inputs, family=kind.family, **problem.options)
+            with library.session():
+                float8_problems.check(library, rng, problem.inputs, family=kind.family, **problem.options)
         elif kind.library in ("numpy", "cupy"):
             check(Sparing(kind.family or "cpu", kind.family), problem.inputs, **problem.options)
         else:
@@ -371,19 +372,24 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"seed {args.seed}: {args.problems:,} problems of {kinds} kinds, arrays of {', '.join(names)}", flush=True)
     done, by_luck, counts, failures = 0, 0, Counter[str](), []
     start = told = time.monotonic()
-    for result in results(work, args.jobs):
-        done, by_luck = done + result.problems, by_luck + result.by_luck
-        counts[f"{result.kind.family or 'cpu'}/{result.kind.dtype}/{result.kind.library}"] += result.problems
-        failures += result.failures
-        now = time.monotonic()
-        if result.failures or now - told > SECONDS_BETWEEN_LINES:
-            told = now
-            print(
-                f"{done:,} problems, {len(failures)} wrong, {done / (now - start):,.0f}/s", *result.failures, sep="\n"
-            )
-            sys.stdout.flush()
-        if len(failures) >= FAILURES:
-            break
+    try:
+        for result in results(work, args.jobs):
+            done, by_luck = done + result.problems, by_luck + result.by_luck
+            counts[f"{result.kind.family or 'cpu'}/{result.kind.dtype}/{result.kind.library}"] += result.problems
+            failures += result.failures
+            now = time.monotonic()
+            if result.failures or now - told > SECONDS_BETWEEN_LINES:
+                told = now
+                print(
+                    f"{done:,} problems, {len(failures)} wrong, {done / (now - start):,.0f}/s",
+                    *result.failures,
+                    sep="\n",
+                )
+                sys.stdout.flush()
+            if len(failures) >= FAILURES:
+                break
+    except KeyboardInterrupt:  # what is done counts
+        print("interrupted")
     if args.record:
         record(args, done, kinds, counts, failures, by_luck)
     too_many = by_luck > luck_explains(done)
