@@ -318,6 +318,17 @@ def large_score_units(
     }  # fmt: skip
 
 
+def far_units(problem: AttentionProblem, given: dict[str, np.ndarray]) -> dict[str, float]:
+    """`unit` of results where ALiBi is asked of queries that stand beyond all keys: every score of theirs is far from 0, and
+    carries a rounding error as in `large_score_units`."""
+    slopes = given.get("alibi_slopes")
+    if slopes is None or 0 in (problem.seq_q, problem.seq_k):
+        return {}
+    nearest = float(distance(problem).min(1).max()) * float(np.abs(slopes.astype(np.float64)).max(initial=0.0))
+    moved = max(1.0, 4 * float(np.finfo(np.float32).eps) * nearest / 1e-5)
+    return dict.fromkeys(("out", "lse", "dv"), moved)
+
+
 def one_key_units(
     problem: AttentionProblem, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray
 ) -> dict[str, float]:

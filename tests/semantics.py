@@ -16,6 +16,7 @@ from reference import (
     as_good_as_rounding,
     assert_as_good,
     draw,
+    far_units,
     flash2_in_own_precision,
     large_score_units,
     one_key_units,
@@ -253,7 +254,7 @@ class Judge:
         q, k, v, dout = self.inputs[:4]
         if self.large_scores:
             return large_score_units(self.problem, q, k, self.inputs.given.get("bias"))
-        return one_key_units(self.problem, q, k, v, dout)
+        return one_key_units(self.problem, q, k, v, dout) | far_units(self.problem, self.inputs.given)
 
     def __call__(self, name: str, actual: np.ndarray) -> None:
         right = getattr(self.exact, name)
