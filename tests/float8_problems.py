@@ -200,9 +200,10 @@ class Judge:
         self.of_lse = 1e-4 + largest * 2.0**-11 if on_gpu else 1e-5 + largest * 2.0**-20
         of_sums = min(problem.seq_k, 512) / 512 * 0.015
         self.share = (2.0**-4 + of_sums if on_gpu else 1e-5) + 2 * self.of_lse
-        # A P 2^16 times smaller than the largest is off by half or more; it counts where that one is dropped, or where its
-        # value is 0.
-        self.least = 2.0**-14 * float(np.abs(v).max(initial=0)) if on_gpu else 0.0
+        # A P 2^16 times smaller than the largest is off by half or more; it counts where that one is dropped (and this one is
+        # divided by the share of those that are not), or where its value is 0.
+        least = 2.0**-14 / (1 - options.get("dropout", 0.0))
+        self.least = least * float(np.abs(v).max(initial=0)) if on_gpu else 0.0
         self.whole = whole(x, self.result) + 2 * self.of_lse + of_sums
 
     def __call__(self, out: np.ndarray, lse: np.ndarray) -> None:
@@ -219,7 +220,7 @@ class Judge:
             said = f"out is off by {error[worst]:.3g} at {[*map(int, worst)]}, where {allowed[worst]:.3g} is allowed"
             assert error[worst] <= allowed[worst], said
         norm = np.sqrt((exact**2).sum())
-        if error.size >= 4096 and norm:
+        if np.count_nonzero(self.weighed) >= 4096 and norm:  # of fewer luck decides
             off = np.sqrt((error**2).sum()) / norm
             # Numbers too small for all bits of the result are off by half of the smallest, whatever they are.
             smallest = SMALLEST[self.result] / self.out_scale

@@ -24,6 +24,7 @@ import cupyflash
 from cupyflash import bench, cli, files
 from cupyflash.arrays import array_module
 from cupyflash.bench.__main__ import main as bench_main
+from cupyflash.bench.suites import SUITES
 from cupyflash.command_options import value as command_value
 from cupyflash.gpu import cache as disk
 from cupyflash.gpu import compiler
@@ -917,6 +918,8 @@ def test_bench_is_handed_over(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_bench_plot_draws_what_quick_wrote(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
+    suite = SUITES["cpu"]
+    monkeypatch.setitem(SUITES, "cpu", suite._replace(problems=lambda options: suite.problems(options)[:2]))
     assert bench.run(["cpu"], quick=True, rounds=1, min_ms=1) == 0
     code, _, err = run("bench", "plot")
     assert code == 2 and "`cupyflash bench plot --quick` draws" in err

@@ -145,6 +145,7 @@ def test_layers_of_jax_libraries(name: str, capsys: pytest.CaptureFixture[str]) 
     assert "step   50  " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_flax_layer() -> None:
     """Masks, biases, more axes of batches, decoding, and dropout by Flax's generators."""
     pytest.importorskip("flax")
@@ -173,6 +174,7 @@ def test_flax_layer() -> None:
     assert (one == same).all() and (one != other).any()
 
 
+@pytest.mark.slow
 def test_equinox_layer() -> None:
     """Called as the stock layer is."""
     eqx = pytest.importorskip("equinox")

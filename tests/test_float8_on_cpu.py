@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_on_cpu import as_cpp, compile_all, needs_compiler
+from cuda_on_cpu import as_cpp, cases, compile_all, needs_compiler
 from float8_problems import FLOAT8, RESULTS, Quantized, exact_of, quantize, whole
 from on_cpu import Guarded, run
 from reference import Standard
@@ -58,7 +58,9 @@ CASES: dict[str, dict[str, Any]] = {  # shapes, how inputs are scaled, the resul
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases(
+    CASES, "plain", "blocks-causal", "wide", "odd", "eight-odd", "everything", "score", "sums-eight",
+)  # fmt: skip
 def test_on_cpu(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.startswith("sums"):
         monkeypatch.setattr(sm90_forward, "SUM_KEYS", 256)
@@ -195,7 +197,7 @@ def test_values_of_zero_beside_small_ones(rng: np.random.Generator) -> None:
     check(Quantized(drawn.q.astype(FLOAT8), k8, v8, {"k_descale": k_scale, "v_descale": v_scale}))
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_scale_of_zero(causal: bool, rng: np.random.Generator) -> None:
     """Of all scores, or what a block of zeros was divided by: every score is 0, and lse the logarithm of their number."""
     drawn = draw_inputs(rng, "float32", seq=(150, 260))

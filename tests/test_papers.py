@@ -118,6 +118,7 @@ def test_every_way_trains_the_same_on_a_gpu(checkpoint: bool) -> None:
         assert found == pytest.approx(losses["math"], abs=0.02)
 
 
+@pytest.mark.slow
 def test_it_learns() -> None:
     losses = gpt.train(gpt.SIZES["tiny"], 64, 16, "fa2", 60, device="cpu").losses
     assert losses[-1] < losses[0] - 0.5

@@ -132,8 +132,8 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
 
 
 @cases(
-    CASES, "plain", "group", "key-mask", "in-order", "scores", "dropout", "blocks-and-more", "score", "float32", "float32-bias",
-    "float32-scores", "double", "double-scores",
+    CASES, "plain", "group", "key-mask", "in-order", "scores", "dropout", "blocks-and-more", "float32", "float32-bias",
+    "double",
 )  # fmt: skip
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:
     arch, *rest = CASES[case]
