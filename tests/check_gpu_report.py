@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from backends import to_count
-from reference import luck_explains
+from criterion import luck_explains
 
 from cupyflash.gpu.source import sources_digest
 

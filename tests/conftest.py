@@ -21,8 +21,9 @@ os.environ["CUPYFLASH_CONFIG_DIR"] = os.devnull
 import numpy as np
 import pytest
 from backends import no_gpu
+from criterion import ByLuck, luck_explains
 from gpu_report import GpuReport, count_as
-from reference import ByLuck, fresh_rng, luck_explains
+from reference import fresh_rng
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("filterwarnings", "always::reference.ByLuck")
+    config.addinivalue_line("filterwarnings", "always::criterion.ByLuck")
     config.pluginmanager.register(Luck())
     with contextlib.suppress(ImportError):
         import threadpoolctl

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import reference
 from backends import Backend, apart
-from reference import Standard, assert_as_good, state
+from criterion import assert_as_good
+from reference import Standard, state
 from semantics import (
     Blocks,
     Inputs,

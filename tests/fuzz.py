@@ -38,8 +38,9 @@ if __name__ in ("__main__", "__mp_main__"):  # as a script, and in the processes
 import float8_problems
 import numpy as np
 from backends import CPU, Backend, no_gpu
+from criterion import ByLuck, luck_explains
 from frameworks import framework
-from reference import DTYPES, ByLuck, luck_explains
+from reference import DTYPES
 from score_functions import WRITTEN
 from semantics import CONTIGUOUS, LAYS, Inputs, check, draw_blocks, draw_inputs
 

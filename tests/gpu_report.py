@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference import ByLuck
+from criterion import ByLuck
 
 from cupyflash.bench.machine import driver
 from cupyflash.gpu.compiler import nvrtc_version

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from criterion import assert_as_good
 from cuda_on_cpu import Launch, as_cpp, compile_all, launch
-from reference import Standard, assert_as_good, references, state
+from reference import Standard, references, state
 from semantics import Inputs, draw_blocks, draw_inputs
 
 from cupyflash.gpu.device import Arch

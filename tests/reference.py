@@ -1,14 +1,13 @@
 """Standard attention with the score matrix in memory: the plain version that every kernel is judged against.
 
 `standard` computes in float64, `standard_in_own_precision` as a framework without a fused kernel would in the inputs' own
-precision, and `assert_as_good` is the criterion between them. Arrays are NumPy in (B, S, H, D).
+precision; `criterion.py` is between them. Arrays are NumPy in (B, S, H, D).
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -181,77 +180,6 @@ def distance(problem: AttentionProblem) -> np.ndarray:
     return np.abs(np.arange(problem.seq_q)[:, None] + problem.diagonal - np.arange(problem.seq_k))
 
 
-def assert_as_good(
-    actual: np.ndarray, exact: np.ndarray, own_precision: np.ndarray, name: str = "result", unit: float = 1.0
-) -> None:
-    """The largest error is at most 2x that of own-precision standard attention, plus 1e-5; NaN and inf as in `exact`.
-
-    `actual` keeps the dtype it was computed in: for float64, where `exact` is no more precise than `own_precision`, the
-    bound is 1e-11 of the largest value (scores of 1e4 already carry 1e-12).
-
-    `unit` multiplies the 1e-5, for scores that are so large that luck decides how well own precision does: see
-    `large_score_units`.
-
-    Both are the largest of many random errors, and a run of the tests judges tens of thousands of results: a few miss by
-    luck. One that is off by at most 3x, and 4e-5, warns with `ByLuck`. A run that has more of these than `luck_explains` fails:
-    of tests (conftest.py), on a GPU (check_gpu_report.py), of the fuzzer.
-    """
-    actual_dtype = np.asarray(actual).dtype
-    actual, exact, own = (np.asarray(x).astype(np.float64, copy=False) for x in (actual, exact, own_precision))
-    assert actual.shape == exact.shape, f"{name} has shape {actual.shape}, not {exact.shape}"
-    if not (np.isfinite(actual).all() and np.isfinite(exact).all()):
-        for what, test in (("NaN", np.isnan), ("inf", np.isposinf), ("-inf", np.isneginf)):
-            wrong = test(actual) != test(exact)
-            assert not wrong.any(), (
-                f"{name} has {what} in the wrong places, {wrong.sum()} of them; first {_first(wrong)}"
-            )
-        actual, exact, own = _finite(actual), _finite(exact), np.where(np.isfinite(exact), own, 0)
-    error = np.abs(actual - exact)
-    if actual_dtype == np.float64:
-        allowed = by_luck = 1e-11 * max(unit, np.abs(exact).max(initial=0.0))
-    else:
-        # Where own precision overflows it sets no standard, and luck may not make it stricter than rounding `exact` once.
-        with np.errstate(all="ignore"):
-            errors = [np.abs(x - exact) for x in (own, exact.astype(actual_dtype).astype(np.float64))]
-        of_own = max(e.max(initial=0.0, where=np.isfinite(e)) for e in errors)
-        allowed, by_luck = 2 * of_own + 1e-5 * unit, 3 * of_own + 4e-5 * unit
-    worst = error.max(initial=0.0)
-    if not worst <= allowed:
-        text = f"{name} is off by {worst:.3e} at {_first(error == worst)}; at most {allowed:.3e} is allowed"
-        assert worst <= by_luck, text
-        warnings.warn(text, ByLuck, stacklevel=2)
-
-
-def as_good_as_rounding(actual: np.ndarray, exact: np.ndarray) -> bool:
-    """Whether `assert_as_good` lets this pass whatever own precision does: by what it costs to round `exact` once."""
-    if actual.shape != exact.shape:
-        return False
-    with np.errstate(all="ignore"):
-        worst = np.abs(actual.astype(np.float64, copy=False) - exact).max(initial=0.0)
-        if not np.isfinite(worst):
-            finite = np.isfinite(exact)
-            same = np.array_equal(actual[~finite].astype(np.float64), exact[~finite], equal_nan=True)
-            return same and not finite.all() and as_good_as_rounding(actual[finite], exact[finite])
-        if actual.dtype == np.float64:
-            return bool(worst <= 1e-11 * np.abs(exact).max(initial=1.0))
-        if worst <= 1e-5:
-            return True
-        for some in (np.atleast_1d(exact)[:1], exact):  # most often the first is enough
-            of_rounding = np.abs(some.astype(actual.dtype).astype(np.float64) - some)
-            if worst <= 1e-5 + 2 * of_rounding.max(initial=0.0, where=np.isfinite(of_rounding)):
-                return True
-    return False
-
-
-class ByLuck(UserWarning):
-    """A result that misses the criterion by so little that it may be luck."""
-
-
-def luck_explains(count: int) -> int:
-    """How many results of so many tests, or problems of the fuzzer, may miss by luck."""
-    return 3 + count // 200
-
-
 def flash2_in_own_precision(
     problem: AttentionProblem,
     q: np.ndarray,
@@ -294,57 +222,6 @@ def flash2_in_own_precision(
     of_qk = {"dq": dq.transpose(0, 2, 1, 3), "dk": rounded(dk.sum(2)).transpose(0, 2, 1, 3)}
     products = qh @ kh.swapaxes(-1, -2) * problem.scale
     return of_qk | _of_arrays(problem, given, lse, rounded(of_scores), -delta, rounded, products)
-
-
-def large_score_units(
-    problem: AttentionProblem, q: np.ndarray, k: np.ndarray, bias: np.ndarray | None = None
-) -> dict[str, float]:
-    """`unit` of each result where scores are far from 0, one key takes all or D is tiny, for v and dout of size 1.
-
-    A score s carries a rounding error of about eps · |s|, which moves a probability by as much, but only in the few rows
-    where two keys compete: with two or three such rows the error of own precision is luck. And where P is close to one-hot
-    standard attention's dP - rowsum(P · dP) is the difference of equal roundings, but dP - rowsum(dO · O) is not: the
-    rounding of O to its dtype stays, times scale · |K|.
-    """
-    q_max, k_max = (float(np.abs(x.astype(np.float64)).max()) for x in (q, k))
-    score = abs(problem.scale) * q_max * k_max * problem.dim**0.5
-    if bias is not None:
-        score += float(np.abs(bias.astype(np.float64)).max())
-    moved = max(1.0, 4 * float(np.finfo(np.float32).eps) * score / 1e-5)
-    rounded_out = 4 * float(ml_dtypes.finfo(q.dtype).eps) / 1e-5
-    ds = abs(problem.scale) * (moved + rounded_out)
-    return {
-        "out": moved, "lse": moved, "dv": moved, "dq": ds * k_max, "dk": ds * q_max, "dbias": moved + rounded_out
-    }  # fmt: skip
-
-
-def far_units(problem: AttentionProblem, given: dict[str, np.ndarray]) -> dict[str, float]:
-    """`unit` of results where ALiBi is asked of queries that stand beyond all keys: every score of theirs is far from 0, and
-    carries a rounding error as in `large_score_units`."""
-    slopes = given.get("alibi_slopes")
-    if slopes is None or 0 in (problem.seq_q, problem.seq_k):
-        return {}
-    nearest = float(distance(problem).min(1).max()) * float(np.abs(slopes.astype(np.float64)).max(initial=0.0))
-    moved = max(1.0, 4 * float(np.finfo(np.float32).eps) * nearest / 1e-5)
-    return dict.fromkeys(("out", "lse", "dv"), moved)
-
-
-def one_key_units(
-    problem: AttentionProblem, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray
-) -> dict[str, float]:
-    """`unit` of dq and dk where queries see one key only.
-
-    There dP = rowsum(dO · O), and standard attention gives exactly 0. Two float32 sums over the columns of V differ in their
-    rounding; for dk that adds up over the queries.
-    """
-    if 0 in (q.size, k.size):
-        return {}
-    q_size, k_size, v_size, dout_size = (
-        float(np.sqrt(np.mean(np.square(x.astype(np.float64))))) if x.size else 0.0 for x in (q, k, v, dout)
-    )
-    left = 8 * float(np.finfo(np.float32).eps) * problem.dim_v**0.5 * v_size * dout_size * abs(problem.scale) / 1e-5
-    queries = max(1, problem.group * problem.seq_q)
-    return {"dq": max(1.0, left * k_size), "dk": max(1.0, left * q_size * queries**0.5)}
 
 
 def fresh_rng() -> np.random.Generator:
@@ -584,11 +461,3 @@ def _sum_over_visible(weights: np.ndarray, seen: np.ndarray, x: np.ndarray) -> n
     for b, h, i in np.ndindex(*weights.shape[:-1]):
         out[b, h, i] = weights[b, h, i, seen[b, h, i]] @ x[b, h, seen[b, h, i]]
     return out
-
-
-def _finite(x: np.ndarray) -> np.ndarray:
-    return np.where(np.isfinite(x), x, 0)
-
-
-def _first(where: np.ndarray) -> tuple[int, ...]:
-    return tuple(int(i) for i in np.argwhere(where)[0])

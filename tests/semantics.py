@@ -10,20 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from backends import Backend
-from reference import (
-    ByLuck,
-    Standard,
-    as_good_as_rounding,
-    assert_as_good,
-    draw,
-    far_units,
-    flash2_in_own_precision,
-    large_score_units,
-    one_key_units,
-    standard,
-    standard_in_own_precision,
-    state,
-)
+from criterion import ByLuck, as_good_as_rounding, assert_as_good, far_units, large_score_units, one_key_units
+from reference import Standard, draw, flash2_in_own_precision, standard, standard_in_own_precision, state
 from score_functions import WRITTEN, key, of_dtype
 
 from cupyflash import BlockMask, attention, attention_backward, block_mask

@@ -18,7 +18,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import typer
-from reference import DTYPES, assert_as_good, draw, standard, standard_in_own_precision
+from criterion import assert_as_good
+from reference import DTYPES, draw, standard, standard_in_own_precision
 
 import cupyflash
 from cupyflash import bench, cli, files

@@ -15,15 +15,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import threadpoolctl
-from reference import (
-    DTYPES,
-    assert_as_good,
-    draw,
-    fresh_rng,
-    large_score_units,
-    references,
-    state,
-)
+from criterion import assert_as_good, large_score_units
+from reference import DTYPES, draw, fresh_rng, references, state
 from semantics import draw_inputs
 
 from cupyflash import cpu

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import semantics
 from backends import Backend, apart, pairs
-from reference import DTYPES, ByLuck, as_good_as_rounding, assert_as_good, state
+from criterion import ByLuck, as_good_as_rounding, assert_as_good
+from reference import DTYPES, state
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import plan

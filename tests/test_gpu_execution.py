@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from backends import Backend, pairs
-from reference import DTYPES, assert_as_good, draw, standard, standard_in_own_precision, state
+from criterion import assert_as_good
+from reference import DTYPES, draw, standard, standard_in_own_precision, state
 from semantics import draw_inputs
 
 from cupyflash import attention, attention_backward

@@ -14,7 +14,7 @@ import gpu_report
 import pytest
 from backends import to_count
 from check_gpu_report import complaints
-from reference import ByLuck
+from criterion import ByLuck
 
 from cupyflash.gpu.source import sources_digest
 

@@ -8,16 +8,8 @@ import warnings
 
 import numpy as np
 import pytest
-from reference import (
-    DTYPES,
-    assert_as_good,
-    draw,
-    fresh_rng,
-    large_score_units,
-    standard,
-    standard_in_own_precision,
-    state,
-)
+from criterion import assert_as_good, large_score_units
+from reference import DTYPES, draw, fresh_rng, standard, standard_in_own_precision, state
 
 from cupyflash import cpu, merge
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reference import ByLuck, assert_as_good
+from criterion import ByLuck, assert_as_good
 
 HERE = Path(__file__).parent
 EXACT = np.linspace(-1, 1, 100)
@@ -43,9 +43,9 @@ def test_float64_knows_no_luck():
 @pytest.mark.parametrize("missed, status", [(3, pytest.ExitCode.OK), (4, pytest.ExitCode.TESTS_FAILED)])
 def test_more_than_a_few_fail_the_run(missed: int, status: pytest.ExitCode, tmp_path: Path):
     (tmp_path / "test_luck.py").write_text(
-        "import warnings, pytest, reference\n"
+        "import warnings, pytest, criterion\n"
         f"@pytest.mark.parametrize('n', range({missed}))\n"
-        "def test_one(n): warnings.warn('off', reference.ByLuck)\n"
+        "def test_one(n): warnings.warn('off', criterion.ByLuck)\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "test_luck.py"]
     run = subprocess.run(

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from backends import CPU, Backend, in_turn, on_pairs_with_scores
-from reference import DTYPES, assert_as_good, references, state
+from criterion import assert_as_good
+from reference import DTYPES, references, state
 from semantics import LAYS, Inputs, check, draw_inputs
 
 from cupyflash import attention, attention_backward

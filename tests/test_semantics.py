@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from backends import Backend, in_turn, on_pairs
+from criterion import assert_as_good
 from fuzz import draw_kind, run_one
-from reference import DTYPES, assert_as_good, draw, references, state
+from reference import DTYPES, draw, references, state
 from semantics import LAYS, Inputs, check, draw_blocks, draw_inputs
 
 from cupyflash import attention, attention_backward
