@@ -24,7 +24,7 @@ limited() { # SIGNAL COMMAND ...
   timeout --signal="$1" --kill-after=30 "$seconds" "${@:2}"
 }
 
-suite() { # where a run of these sources was stopped or failed, only what it counts as failed
+suite() { # the tests that need a GPU; where a run of these sources was stopped or failed, only what it counts as failed
   local report=$folder/gpu_report.json left=() code
   [ ! -f "$report" ] || mapfile -t left < <("$python" - "$report" <<'END'
 import json, sys
@@ -35,7 +35,7 @@ if report["sources"] == sources_digest() and len(tests) == len(report["failures"
     print(*tests, sep="\n", end="\n" if tests else "")
 END
   )
-  limited INT "$python" -m pytest -q -n "$jobs" --gpu-report "$report" "$@" "${left[@]}"
+  limited INT "$python" -m pytest -q -n "$jobs" -m gpu --gpu-report "$report" "$@" "${left[@]}"
   code=$?
   [ ! -f "$report" ] || "$python" - "$report" <<'END'
 import json, sys

@@ -131,6 +131,7 @@ def test_best_geomean_significant():
     ("full", "short"),
     [
         ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("Tesla T4", "t4"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import statistics
 import subprocess
 import threading
@@ -70,9 +71,10 @@ def name(gpu: bool) -> str:
 
 
 def short_name(full: str) -> str:
-    """'NVIDIA H200' as 'h200': the folder that a GPU's results lie in."""
+    """'NVIDIA H200' as 'h200', 'NVIDIA H100 80GB HBM3' as 'h100': the folder that a GPU's results lie in."""
     words = full.lower().replace("/", "-").split()
-    return "-".join(word for word in words if word not in ("nvidia", "geforce", "tesla")) or "gpu"
+    told = [word for word in words if not re.fullmatch(r"nvidia|geforce|tesla|\d+gb|hbm\d\w*", word)]
+    return "-".join(told) or "gpu"
 
 
 def driver() -> str | None:
