@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,8 +79,8 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
     """The page: for each machine and suite the circumstances, a picture, what it sums up to, and every row."""
     parts = [INTRO]
     order = list(TITLES)
-    places = dict.fromkeys(data["file"].split("/")[0] for data in found)
-    for place in sorted(places, key=lambda x: x == "cpu"):  # GPUs come first
+    places = Counter(data["file"].split("/")[0] for data in found)
+    for place in sorted(places, key=lambda x: (x == "cpu", -places[x])):  # GPUs come first, and of them who has most
         here = [data for data in found if data["file"].split("/")[0] == place]
         here.sort(key=lambda data: (order.index(data["suite"]), data["family"] or "", data.get("sustained", False)))
         parts.append(f"## {here[0]['machine']}\n")
