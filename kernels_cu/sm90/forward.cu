@@ -28,8 +28,9 @@ constexpr bool BLIND =
 constexpr bool WARP_VOTE = ROOMY;
 
 // Whether the output of a tile is stored under the second scores of the next, where those need no element tests. (With a
-// lower bound of the keys, or with dropout, the compiler would make the products wait for each other.)
-constexpr bool UNDER = RIDE && !walk::TESTS_LAST && !walk::TESTS_ANY && !walk::LISTED && !DROPOUT;
+// lower bound of the keys, or with dropout, the compiler would make the products wait for each other; with wide heads it would
+// spill.)
+constexpr bool UNDER = RIDE && !OWN_Q && !walk::TESTS_LAST && !walk::TESTS_ANY && !walk::LISTED && !DROPOUT;
 
 // Whether a warpgroup that sees no more than half of its first key tile computes only that.
 constexpr bool CUT_FIRST = walk::TESTS_FIRST && KEYS == 128 && !walk::LISTED;
@@ -64,7 +65,9 @@ struct Worker {
           first_row(64 * group),
           warp_row(first_row + threadIdx.x / 32 % 4 * 16),
           softmax(new_softmax()),
-          dropout(p) {}
+          dropout(p) {
+        s.of_part(group);
+    }
 
     __device__ OnlineSoftmax<1> new_softmax() const { return {factor(tile)}; }
 
@@ -114,7 +117,7 @@ struct Worker {
     // S = Q K^T, or its first columns, in the background.
     template <int N>
     __device__ void start_scores(Accumulator<1, N>& scores) const {
-        start_ABt<DIM>(scores, s.q_tile(), first_row, s.k_tile());
+        start_ABt<DOT>(scores, s.q_tile(), first_row, s.k_tile());
     }
 
     // Products become scores, hidden ones -inf.
@@ -174,6 +177,11 @@ struct Worker {
         s.k.advance();
     }
 
+    __device__ void release_q() {
+        s.q.release();
+        s.q.advance();
+    }
+
     // The first key tile of a tile; RIDING: under it O += P V of the tile before.
     template <int N, bool RIDING>
     __device__ void first(bool half_before) {
@@ -188,6 +196,7 @@ struct Worker {
         }
         changed(scores);
         release_k();
+        if (OWN_Q && own.after(step) == 0) release_q();
         mask(scores, step, tests(step));
         float largest[1][2], shrink[1][2];
         softmax.row_maximum(scores, largest);
@@ -214,6 +223,8 @@ struct Worker {
         half = false;
         wgmma_wait<1>();
         changed(scores);
+        bool last = OWN_Q && own.after(step) == 0;
+        if (last) release_q();
         ScorePlacement at = placement(tile, own.tile(step) * KEYS);
         float largest[1][2], shrink[1][2];
         bool grown = false, full = SUM_TILES > 0 && sums.full(own.after(step));
@@ -225,7 +236,7 @@ struct Worker {
             drop(scores, at, tile.head.batch, dropout);
             weigh(scores, p, tile.head, own.tile(step) * KEYS, largest_value);
         };
-        if (tests || !BLIND) {
+        if (tests || !BLIND || last) {  // (the last scores cannot be computed again)
             release_k();
             look();
         } else if constexpr (BLIND) {
@@ -249,7 +260,7 @@ struct Worker {
                 if (__builtin_expect(__all_sync(~0u, fits), true)) {
                     softmax.add(added);
                 } else {
-                    warp_ABt<DIM>(scores, s.q_tile(), warp_row, s.k_tile());
+                    warp_ABt<DOT>(scores, s.q_tile(), warp_row, s.k_tile());
                     look();
                 }
             } else {
@@ -313,11 +324,15 @@ struct Worker {
             const Strides& to = p.out_strides;
             Out* out = of.head.query_row(p.out, to);
             bool vectors = (PACK == 1 || to.head % 8 == 0) && aligned(out, to.row, p.dim_v);
-            store_rows(o, vectors, p.dim_v, [&](int row) {
+            auto target = [&](int row) {
                 Pair x = at(row, 0);
                 int n = x.head - of.head.q;
                 return n < heads && x.i < queries ? out + n * to.head + x.i * to.row : nullptr;
-            });
+            };
+            if constexpr (O_STRIPS)
+                store_rows_through(s.o_strip(), o, vectors, p.dim_v, target);
+            else
+                store_rows(o, vectors, p.dim_v, target);
         }
         float* lse = p.lse;
         if constexpr (SHARES) lse = p.share_lse + share_row(p, of.share, 0);
@@ -407,8 +422,7 @@ struct Worker {
                     }
                 }
             }
-            s.q.release();
-            s.q.advance();
+            if (!OWN_Q || !any) release_q();
             owed = RIDE && any && all.behind(own) == 0 ? VALUES : OUTPUT;
             if (any && owed != VALUES) {
                 add_values(half);
@@ -434,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     extern __shared__ __align__(1024) char memory[];
     Shared s(shared_address(memory));
     if (threadIdx.x == 0) {
-        s.q.init();
+        s.for_parts([&](int) { s.q.init(); });
         s.k.init();
         s.v.init();
         if (PAIR_ARRAYS) s.pairs.init();
