@@ -13,8 +13,10 @@ struct Tile {
 // Tiles of ROWS queries of PACK heads each, which share K and V; the last of those that do may have heads beyond them.
 template <int ROWS, int PACK>
 struct Schedule {
-    // Heads whose K and V together stay in the L2 cache, while their Q and O pass through it.
+    // Heads whose K and V together stay in the L2 cache, while their Q and O pass through it. Heads of a few tiles wait for memory
+    // rather than for products: of half as many, so that long tiles of some are beside short ones of others.
     static constexpr long long CACHE = 16 << 20;
+    static constexpr int FEW_TILES = 8;
     // Tiles of the last group for each thread block, at least: with few the end would come to some sooner than to others. But no more
     // heads than in twice the cache.
     static constexpr int LAST = 2;
@@ -29,7 +31,7 @@ struct Schedule {
     __device__ Schedule(const Params& p) : p(p), tiles(query_tiles<ROWS>(p)) {
         packs = tiles_in(group_of(p), PACK);
         heads = p.heads_k * packs;
-        together = heads_in(CACHE);
+        together = heads_in(tiles > FEW_TILES ? CACHE : CACHE / 2);
         groups = max(0, heads * p.batch - min(tiles_in(LAST * gridDim.x, tiles), heads_in(2 * CACHE))) / together;
     }
 
