@@ -3,7 +3,6 @@
 #pragma once
 #include "attention/exact_lse.cuh"
 #include "ptx/math.cuh"
-#include "ptx/order.cuh"
 #include "tile/fragment.cuh"
 
 // How large a probability, taken with a maximum that is out of date, may become: in T, and so that its product with a value
@@ -162,14 +161,6 @@ struct OnlineSoftmax {
             for (int h = 0; h < 2; h++) sum[m][h] += added[m][h];
     }
 
-    // Keeps the compiler from moving the exponentials down over a wait that follows.
-    __device__ void settle() const {
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) mark_needed(sum[m][h]);
-    }
-
     // The sums over whole rows.
     __device__ void add_lanes() {
 #pragma unroll
@@ -181,11 +172,11 @@ struct OnlineSoftmax {
             }
     }
 
-    // Divide the result by the sums of whole rows; lse(row fragment, half) is left in `maximum`. `unit`: of a score, in
-    // natural units; `kept`: the share of the result that dropout has kept; sink(row): a logit more in the sum. Rows that saw
-    // no key: 0, and the sink or -inf.
-    template <int N, class F>
-    __device__ void finish(Accumulator<M, N>& result, Accum unit, Accum kept, F sink) {
+    // From the sums of whole rows: in `sum` what the result is to be multiplied by, in `maximum` lse. `unit`: of a score, in natural
+    // units; `kept`: the share of the result that dropout has kept; sink(row): a logit more in the sum. Rows that saw no key: 0,
+    // and the sink or -inf.
+    template <class F>
+    __device__ void close(Accum unit, Accum kept, F sink) {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -193,15 +184,13 @@ struct OnlineSoftmax {
                 Accum total = sum[m][h], alone = MINUS_INFINITY;  // lse where nothing but the sink counts
                 bool any = total != 0;
                 if constexpr (config::SINKS) {
-                    alone = sink(Accumulator<M, N>::row(m, 2 * h));
+                    alone = sink(Accumulator<M, 1>::row(m, 2 * h));
                     Accum exponent = any ? fma(alone, LOG2_E, maximum[m][h] * -factor) : 127;
                     any = exponent < 127;
                     total = any ? total + exp2_approx(exponent) : 1;
                 }
-                Accum inverse = any ? 1 / (total * kept) : 0;
-#pragma unroll
-                for (int n = 0; n < N; n++) result.x[m][n][2 * h] *= inverse, result.x[m][n][2 * h + 1] *= inverse;
-                Accum logarithm = log(total);
+                sum[m][h] = any ? reciprocal_approx(total * kept) : 0;
+                Accum logarithm = EXACT_LSE ? log(total) : log_approx(total);
                 if (EXACT_LSE) logarithm += beyond_best(m, h) * LN_2, maximum[m][h] = best[m][h];
                 maximum[m][h] = any ? fma(maximum[m][h], unit, logarithm) : alone;
             }

@@ -24,18 +24,17 @@ constexpr bool ROOMY = GROUPS * BLOCKS < 3;
 static_assert(!OWN_Q || Q_STAGES == 1 && PACK == 1);
 constexpr int Q_PARTS = OWN_Q ? GROUPS : 1;
 
-// Whether the last O += P V of a tile is done under the first scores of the next: asks for registers and an early Q. (With
-// SHARES a thread block has one tile, or few.)
-constexpr bool RIDE = ROOMY && (Q_STAGES > 1 || OWN_Q) && !SHARES;
+// Whether the next tile is looked at while O of a tile is still to be stored: then that is done under the next tile's first scores. It
+// asks for registers, and for its Q to be there.
+constexpr bool NEXT_Q = ROOMY && (Q_STAGES > 1 || OWN_Q) && !SHARES && !(PACK > 1 && (SCORE || DIM > 128));
 
-// Whether, where tiles are alike and so their order is fixed, the next tile's Q is asked for in the middle of a tile: all
-// thread blocks change heads at once, and it would come late. (Beside three warpgroups the loading thread has no
-// registers for that.)
-constexpr bool EARLY = RIDE && !OWN_Q && walk::ALIKE;
+// Whether the next tile's Q is asked for before the end of a tile: all thread blocks may change heads at once, and it would come
+// late. (Beside three warpgroups the loading thread has no registers for that.)
+constexpr bool EARLY = ROOMY && Q_STAGES > 1 && !SHARES;
 
 // Whether the loading thread tells the others all of a tile, so that they need no divisions between two tiles, or only
-// its number: beside three warpgroups it has no registers for more, and where tiles are alike there is nothing to gain.
-constexpr bool TELL = ROOMY && !walk::ALIKE && !SHARES;
+// its number: beside three warpgroups it has no registers for more.
+constexpr bool TELL = ROOMY && !SHARES;
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
@@ -123,9 +122,10 @@ struct Shared {
     __device__ KTile k_tile() const { return {base + K_TILES + k.stage * KTile::BYTES}; }
     __device__ VTile v_tile() const { return {base + V_TILES + v.stage * VTile::BYTES}; }
     __device__ Pairwise pair_tiles() const { return {base + PAIR_TILES + pairs.stage * Pairwise::BYTES}; }
-    __device__ OTile o_tile() const { return {base + O_TILE}; }  // only where O_STAGED
-    __device__ Strip o_strip() const { return {base + O_TILE + (threadIdx.x / 32 - 4) * Strip::BYTES}; }  // only where O_STRIPS
-    __device__ unsigned sums() const { return base + O_TILE; }   // only with SUM_TILES
+    // Only where O_STAGED; O_STRIPS; SUM_TILES.
+    __device__ OTile o_tile() const { return {base + O_TILE}; }
+    __device__ Strip o_strip() const { return {base + O_TILE + (threadIdx.x / 32 - 4) * Strip::BYTES}; }
+    __device__ unsigned sums() const { return base + O_TILE; }
     // What the slot of Q tells of its tile; as far from the first note as its ring is from the first ring (of one stage, else there is one).
     __device__ unsigned note() const { return q.barriers - Q_RING + NOTES + 16 * q.stage; }
 
@@ -168,7 +168,7 @@ struct Shared {
     }
 };
 
-// The loading thread. K is always a tile ahead of V, where RIDE over the end of a query tile too.
+// The loading thread. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too.
 __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) {
     TileSchedule schedule(p);
     Tickets tickets{p.counters};
@@ -204,18 +204,20 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
     int total = schedule.total(), number = blockIdx.x;
     bool dynamic = p.counters != nullptr;  // tiles differ in length: each is asked for
     Tile before, next;
+    int last_before = -1;  // with NEXT_Q: the key tile of `before` whose V is still to come
     bool early = false;    // Q of the next tile is asked for
-    int last_before = -1;  // key tile whose V is still to come, where RIDE
+    auto load_before = [&] {
+        if (NEXT_Q && last_before >= 0) load_v(before, last_before);
+    };
     while (number < total) {
         Tile tile = early ? next : schedule.tile(number);
         TileWalk walk = walk_of(p, tile);
         int step = walk.start();
         bool any = walk.has(step);
         if (any) load_k(tile, walk.tile(step));
-        if (RIDE && OWN_Q && last_before >= 0) load_v(before, last_before);  // first: it is needed first
+        load_before();
         if (!early) load_q(tile, number);
         early = false;
-        if (RIDE && !OWN_Q && last_before >= 0) load_v(before, last_before);
         if (any) load_pairs(tile, walk.tile(step));
         int ticket = number;
         bool asked = !dynamic;
@@ -226,30 +228,28 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
         };
         for (; walk.after(step) > 0; step = walk.next(step)) {
             load_k(tile, walk.tile(walk.next(step)));
-            bool near_end = walk.after(step) <= 2;
-            if (near_end) ask();
+            if (walk.after(step) <= (EARLY ? 3 : 2)) ask();
             load_v(tile, walk.tile(step));
             load_pairs(tile, walk.tile(walk.next(step)));
-            int after = number + gridDim.x;
-            if (EARLY && !dynamic && !early && near_end && after < total) {
+            int after = gridDim.x + ticket;
+            if (EARLY && !early && walk.after(step) <= 2 && after < total) {
                 next = schedule.tile(after);
                 load_q(next, after);
                 early = true;
             }
         }
         ask();
-        if (RIDE)
+        if (NEXT_Q)
             before = tile, last_before = any ? walk.tile(step) : -1;
         else if (any)
             load_v(tile, walk.tile(step));
         if (dynamic) tickets.settle(ticket, total - 1);
         number = gridDim.x + ticket;
     }
-    if (RIDE && OWN_Q && last_before >= 0) load_v(before, last_before);
+    load_before();
     s.for_parts([&](int) {
         s.q.wait_empty();
         s.tell_end();
         mbarrier_arrive(s.q.full());
     });
-    if (RIDE && !OWN_Q && last_before >= 0) load_v(before, last_before);
 }

@@ -50,12 +50,12 @@ FORWARD = (
     ForwardTile(2, 128, 2, dim=128, scored=False),
     # Addresses of the tile before, under a causal mask with slopes; with dropout, whose seed is in memory, words of its numbers.
     ForwardTile(2, 128, 2, spills=240, dim=128),
-    ForwardTile(2, 128, 2, dim=192, scored=False),
+    ForwardTile(2, 128, 2, spills=64, dim=192, scored=False),  # addresses, once per tile; under a causal mask none
     ForwardTile(2, 128, 2, spills=96, dim=192),
     ForwardTile(2, 96, 2, dim=192, scored=False),
     ForwardTile(2, 96, 2, spills=144, dim=192),
-    ForwardTile(2, 64, 2, banded=True, scored=False),
-    ForwardTile(2, 64, 2, spills=168, banded=True),
+    ForwardTile(2, 64, 2, spills=64, banded=True, scored=False),  # with a window and a key mask; else none
+    ForwardTile(2, 64, 2, spills=208, banded=True),
     ForwardTile(2, 80, 2, spills=64, scored=False),  # where Q and K are narrow and V is not; else none
     ForwardTile(2, 80, 2, spills=64),
     # Where a mask or a bias leaves less room.
@@ -93,7 +93,7 @@ TIMED_OVERLOAD = 1.08  # where it is reckoned in seconds, which are right within
 PACKS = (64, 16, 8, 4, 2)
 PACKED = (
     ForwardTile(2, 128, 4, dim=64),
-    ForwardTile(2, 128, 2, spills=96, dim=128),
+    ForwardTile(2, 128, 2, spills=192, dim=128),
 )
 # Of 8 bits. Where keys or columns are no more than 64, the upper half of a row of shared memory is empty.
 EIGHT = (
@@ -110,13 +110,13 @@ EIGHT = (
 # With a block mask first those whose 128 queries are a block of most masks.
 LISTED = (
     ForwardTile(2, 128, 4, dim=64, scored=False),
-    ForwardTile(2, 128, 2, dim=128, scored=False),
+    ForwardTile(2, 128, 2, spills=16, dim=128, scored=False),
     ForwardTile(2, 64, 3, 2, spills=160, dim=32),
 )
 # Where they do not, and keys are few too, two or three warpgroups would have rows that nobody asked for.
 SHORT = (
     SMALL,
-    ForwardTile(1, 64, 4, 2, dim=64),
+    ForwardTile(1, 64, 4, 2, spills=24, dim=64),
     ForwardTile(1, 64, 2, 2, spills=16, dim=128),  # with everything at once
 )
 
