@@ -80,6 +80,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "float16", {"seq": (150, 200), "dims": (128, 100), "batch": 1, "given": ("bias", "mask"), "bias": "float32"},
         {"tiles": ((2, 48, 2, 1), None), "causal": True},
     ),
+    "48-keys-window": (  # of a tile's six, the last two are the first warpgroup's alone, the first two the second one's
+        "bfloat16", {"seq": (256, 256), "dims": (128, 100), "heads": (1, 1), "batch": 1, "given": ("bias", "mask"), "bias": "float32"},
+        {"tiles": ((2, 48, 2, 1), None), "window": (96, 0)},
+    ),
     "bias-summed": (
         "bfloat16", {"seq": (200, 264), "heads": (4, 2), "batch": 3, "given": ("bias", "sinks"), "full": "hqk", "key_mask": True, "dlse": 1.0},
         {"softcap": 2.0, "scale": -0.3},

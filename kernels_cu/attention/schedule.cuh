@@ -18,7 +18,7 @@ struct Schedule {
     static constexpr long long CACHE = 16 << 20;
     static constexpr int FEW_TILES = 8;
     // Tiles of the last group for each thread block, at least: with few the end would come to some sooner than to others. But no more
-    // heads than in twice the cache.
+    // than twice the cache asks for it. (Less than a group comes on top.)
     static constexpr int LAST = 2;
 
     const Params& p;

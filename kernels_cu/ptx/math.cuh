@@ -43,7 +43,7 @@ __device__ inline double reciprocal_approx(double x) { return 1 / x; }
 
 constexpr Accum LOG2_E = 1.4426950408889634, LN_2 = 0.6931471805599453;
 
-// log(x), at most 2^-22 off near 1, of x 2^-22 elsewhere; what is below 2^-126 counts as 0. In double precision exact.
+// log(x), at most 2^-22 off near 1, elsewhere 2^-22 of itself; what is below 2^-126 counts as 0. In double precision exact.
 __device__ inline float log_approx(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

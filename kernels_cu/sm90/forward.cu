@@ -182,8 +182,8 @@ struct Worker {
     __device__ void first(F between) {
         int step = own.start();
         Accumulator<1, N> scores;
-        if constexpr (
-            NEXT_Q) {  // no product is under way; said in another block of instructions, the compiler would not see it
+        // No product is under way; but said in another block of instructions alone, the compiler would not see it.
+        if constexpr (NEXT_Q) {
             wgmma_wait<0>();
             changed(o);
         }

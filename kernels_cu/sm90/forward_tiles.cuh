@@ -20,13 +20,17 @@ constexpr int READERS = 4 * GROUPS;  // warps that read what is loaded
 constexpr bool ROOMY = GROUPS * BLOCKS < 3;
 
 // OWN_Q, where Q has one place in shared memory: each warpgroup gives its rows back with its own last scores of a tile, before
-// their softmax, and has those of the next tile whatever the others are at.
+// their softmax, and goes on when it has those of the next tile.
 static_assert(!OWN_Q || Q_STAGES == 1 && PACK == 1);
 constexpr int Q_PARTS = OWN_Q ? GROUPS : 1;
 
+// Key tiles at the end of a tile's walk that a warpgroup's rows do not see and another's do, at most.
+constexpr int BEHIND = walk::BOUND_FIRST ? tiles_in(64 * (GROUPS - 1), KEYS) : 0;
+
 // Whether the next tile is looked at while O of a tile is still to be stored: then that is done under the next tile's first scores. It
-// asks for registers, and for its Q to be there.
-constexpr bool NEXT_Q = ROOMY && (Q_STAGES > 1 || OWN_Q) && !SHARES && !(PACK > 1 && (SCORE || DIM > 128));
+// asks for registers, for the next Q to be there, and, since what is behind is passed on after that, for rings that hold it.
+constexpr bool NEXT_Q = ROOMY && (Q_STAGES > 1 || OWN_Q) && !SHARES && !(PACK > 1 && (SCORE || DIM > 128)) &&
+                        BEHIND < STAGES && (!PAIR_ARRAYS || BEHIND <= PAIR_STAGES);
 
 // Whether the next tile's Q is asked for before the end of a tile: all thread blocks may change heads at once, and it would come
 // late. (Beside three warpgroups the loading thread has no registers for that.)

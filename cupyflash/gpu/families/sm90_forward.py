@@ -242,8 +242,8 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
     )
     sum_keys = SUM_KEYS if eight and 2 * problem.seq_k > 3 * SUM_KEYS else 0
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And what shared memory has the output to
-    # leave through? All of it leaves in boxes of one head, and of 16-bit numbers. (Beside two of Q it leaves under the next tile's
-    # scores, where strips would spill.)
+    # leave through? All of it leaves in boxes of one head, and of 16-bit numbers. (Beside two of Q strips would
+    # spill.)
     staged = STAGED if problem.result_dtype != FLOAT8 and not packed else None
     strips = STRIPS if problem.result_dtype != FLOAT8 and not sum_keys else None
     places = ((2, staged), (2, None), (1, strips), (1, None))
