@@ -202,13 +202,15 @@ class Judge:
         product = (rows * of_heads.max(-1, initial=0)[:, :, None]).max(-1)
         cut = np.maximum(sums * 2.0**-11, (12 * q.shape[3]) ** 0.5 * 2.0**-13 * product)
         self.of_lse = 1e-4 + cut if on_gpu else 1e-5 + sums * 2.0**-20  # of each row
+        largest = float(sums.max(initial=0))
+        of_score = 1e-4 + largest * 2.0**-11 if on_gpu else 1e-5 + largest * 2.0**-20
         of_sums = min(problem.seq_k, 512) / 512 * 0.015
-        self.share = (2.0**-4 + of_sums if on_gpu else 1e-5) + 2 * np.moveaxis(self.of_lse, 1, 2)[..., None]
+        self.share = (2.0**-4 + of_sums if on_gpu else 1e-5) + 2 * of_score
         # A P 2^16 times smaller than the largest is off by half or more; it counts where that one is dropped (and this one is
         # divided by the share of those that are not), or where its value is 0.
         least = 2.0**-14 / (1 - options.get("dropout", 0.0))
         self.least = least * float(np.abs(v).max(initial=0)) if on_gpu else 0.0
-        self.whole = whole(x, self.result) + 2 * self.of_lse.max(initial=0) + of_sums
+        self.whole = whole(x, self.result) + 2 * of_score + of_sums
 
     def __call__(self, out: np.ndarray, lse: np.ndarray) -> None:
         exact, rounding = self.exact.out, ROUNDING[self.result]
@@ -219,10 +221,7 @@ class Judge:
         error = np.abs(out.astype(np.float64) / self.out_scale - exact)
         room = self.share * self.weighed + self.least
         allowed = room + rounding * (np.abs(exact) + room) + SMALLEST[self.result] / self.out_scale + 1e-6
-        if error.size:
-            worst = np.unravel_index(np.argmax(np.where(np.isnan(error), np.inf, error - allowed)), error.shape)
-            said = f"out is off by {error[worst]:.3g} at {[*map(int, worst)]}, where {allowed[worst]:.3g} is allowed"
-            assert error[worst] <= allowed[worst], said
+        assert_within("out", error, allowed)
         norm = np.sqrt((exact**2).sum())
         if np.count_nonzero(self.weighed) >= 4096 and norm:  # of fewer luck decides
             off = np.sqrt((error**2).sum()) / norm
@@ -235,11 +234,16 @@ class Judge:
         lse = lse.reshape(unseen.shape)
         assert np.array_equal(np.isneginf(lse), unseen), "lse is -inf where a key is seen, or not where none is"
         assert not np.moveaxis(out, 2, 1)[unseen].any(), "a row that sees no key is not 0"
-        exact_lse = self.exact.lse[~unseen]
-        off_by, may = np.abs(lse[~unseen] - exact_lse), self.of_lse[~unseen] + 1e-5 * np.abs(exact_lse)
-        if off_by.size:
-            worst = np.argmax(np.where(np.isnan(off_by), np.inf, off_by / may))
-            assert off_by[worst] <= may[worst], f"lse is off by {off_by[worst]:.3g}, where {may[worst]:.3g} is allowed"
+        lse, exact_lse = (np.where(unseen, 0, each) for each in (lse, self.exact.lse))
+        assert_within("lse", np.abs(lse - exact_lse), self.of_lse + 1e-5 * np.abs(exact_lse))
+
+
+def assert_within(name: str, error: np.ndarray, allowed: np.ndarray) -> None:
+    """Arrays of one shape; NaN is no error that is allowed."""
+    if error.size:
+        worst = np.unravel_index(np.argmax(np.where(np.isnan(error), np.inf, error - allowed)), error.shape)
+        said = f"{name} is off by {error[worst]:.3g} at {[*map(int, worst)]}, where {allowed[worst]:.3g} is allowed"
+        assert error[worst] <= allowed[worst], said
 
 
 def whole(x: Quantized, result: str) -> float:
