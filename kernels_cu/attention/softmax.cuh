@@ -3,6 +3,7 @@
 #pragma once
 #include "attention/exact_lse.cuh"
 #include "ptx/math.cuh"
+#include "ptx/order.cuh"
 #include "tile/fragment.cuh"
 
 // How large a probability, taken with a maximum that is out of date, may become: in T, and so that its product with a value
@@ -132,25 +133,45 @@ struct OnlineSoftmax {
 
     // The same without a look at their maximum, where it was raised before; `added` is to be added to the sum. False where
     // that overflows, or a row has seen no key so far: the scores are lost then, and nothing else has changed.
-    // exponent(s, factor, x): factor * s + x, or of what is no score yet its score's.
-    template <int N, class F>
-    __device__ bool exponentiate_blindly(Accumulator<M, N>& scores, Accum (&added)[M][2], F exponent) const {
-        bool fits = true;
+    // exponent(s, factor, x): factor * s + x, or of what is no score yet its score's. Columns are taken in PARTS, and part(n)
+    // is done before those of part n.
+    template <int PARTS, int N, class F, class G>
+    __device__ bool exponentiate_blindly(Accumulator<M, N>& scores, Accum (&added)[M][2], F exponent, G part) const {
+        static_assert(N % PARTS == 0);
+        Accum factor[M][2], offset[M][2];
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                Accum factor = row_factor(m, h), offset = maximum[m][h] * -factor;  // -inf gives inf or NaN below
+                factor[m][h] = row_factor(m, h);
+                offset[m][h] = maximum[m][h] * -factor[m][h];  // -inf gives inf or NaN below
                 added[m][h] = 0;
-#pragma unroll
-                for (int n = 0; n < N; n++)
-#pragma unroll
-                    for (int e = 2 * h; e < 2 * h + 2; e++) {
-                        scores.x[m][n][e] = exp2_approx(exponent(scores.x[m][n][e], factor, offset));
-                        added[m][h] += scores.x[m][n][e];
-                    }
-                fits = fits && added[m][h] <= FITS<Product>;
             }
+        for_constants<PARTS>([&](auto n_part) {
+            part(n_part);
+            constexpr int FIRST = N / PARTS * n_part.value;
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int n = FIRST; n < FIRST + N / PARTS; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        Accum& x = scores.x[m][n][e];
+                        x = exp2_approx(exponent(x, factor[m][e / 2], offset[m][e / 2]));
+                        added[m][e / 2] += x;
+                    }
+            if constexpr (PARTS > 1) {  // here, not before or behind other parts
+#pragma unroll
+                for (int m = 0; m < M; m++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) mark_changed(added[m][h]);
+            }
+        });
+        bool fits = true;
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) fits = fits && added[m][h] <= FITS<Product>;
         return fits;
     }
 

@@ -27,6 +27,10 @@ constexpr bool BLIND =
     !TURNED && DIM <= 192 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS && !(DROPOUT && (ALIBI_SLOPES || SEED));
 constexpr bool WARP_VOTE = ROOMY;
 
+// Whether O += P V is issued slice by slice between these exponentials. (With what else is between them the compiler would make the
+// products wait for each other.)
+constexpr bool SLICED = BLIND && !NEAR_CAPS && !DROPOUT;
+
 // Whether a warpgroup that sees no more than half of its first key tile computes only that.
 constexpr bool CUT_FIRST = walk::TESTS_FIRST && KEYS == 128 && !walk::LISTED;
 
@@ -204,18 +208,28 @@ struct Worker {
         probabilities.template take<0, KEYS, DROPOUT>(scores);
     }
 
-    // A key tile, whose K is there: S = Q K^T, and under O += P V of the tile before its softmax. The next K is waited
-    // for before P V is: that branch, where there is one, also keeps the compiler from moving the softmax behind the
-    // wait for P V.
+    // What `exponentiate_blindly` takes of a score.
+    __device__ static float exponent_of(float s, float factor, float x) { return fmaf(s, factor, x); }
+
+    // Exponentials, and between them O += P V of the tile before, of so many of its keys: a product is not begun before the one before
+    // it ends, and who asks for them all at once waits for that.
+    template <int COUNT, int N>
+    __device__ bool exponentiate_and_add(Accumulator<1, N>& scores, float (&added)[1][2]) {
+        auto values = s.v_tile();
+        wgmma_fence();
+        bool fits = softmax.template exponentiate_blindly<COUNT / 16>(scores, added, exponent_of, [&](auto n) {
+            wgmma(o.x[0], probabilities.x[n.value], values.down_columns(n.value), Product());
+        });
+        wgmma_commit();
+        return fits;
+    }
+
+    // A key tile, whose K is there: S = Q K^T, its softmax, and O += P V of the tile before. The next K is waited for before P V
+    // is: that branch also keeps the compiler from moving the softmax behind the wait for P V.
     __device__ void visit(int step, bool tests) {
         Accumulator<1, KEYS / 8> scores;
         start_scores(scores);
-        add_values(half);
-        half = false;
-        wgmma_wait<1>();
-        changed(scores);
         bool last = OWN_Q && own.after(step) == 0;
-        if (last) release_q();
         ScorePlacement at = placement(tile, own.tile(step) * KEYS);
         float largest[1][2], shrink[1][2];
         bool grown = false, full = SUM_TILES > 0 && sums.full(own.after(step));
@@ -227,7 +241,15 @@ struct Worker {
             drop(scores, at, tile.head.batch, dropout);
             weigh(scores, p, tile.head, own.tile(step) * KEYS, largest_value);
         };
+        auto add_all = [&] {
+            add_values(half);
+            wgmma_wait<1>();
+            changed(scores);
+            if (last) release_q();
+        };
+        if constexpr (!SLICED) add_all();
         if (tests || !BLIND || last) {  // (the last scores cannot be computed again)
+            if constexpr (SLICED) add_all();
             release_k();
             look();
         } else if constexpr (BLIND) {
@@ -237,14 +259,23 @@ struct Worker {
                 Pairs pairs(p, tile.head);
                 near = near && near_zero(scores, pairs);
                 as_near(near, [&](auto how) {
-                    fits = softmax.exponentiate_blindly(scores, added, [&](float s, float, float x) {
+                    auto exponent = [&](float s, float, float x) {
                         return pairs.product_and<decltype(how)::value>(s, x, {}, nullptr);
-                    });
+                    };
+                    fits = softmax.template exponentiate_blindly<1>(scores, added, exponent, [](auto) {});
                 });
-            } else {
+            } else if constexpr (!SLICED) {
                 mask(scores, step, false);
-                auto exponent = [](float s, float factor, float x) { return fmaf(s, factor, x); };
-                fits = softmax.exponentiate_blindly(scores, added, exponent);
+                fits = softmax.template exponentiate_blindly<1>(scores, added, exponent_of, [](auto) {});
+            } else {
+                s.v.wait_full();
+                wgmma_wait<0>();
+                changed(scores);
+                mask(scores, step, false);
+                if (CUT_FIRST && half)
+                    fits = exponentiate_and_add<CUT_FIRST ? KEYS / 2 : KEYS>(scores, added);
+                else
+                    fits = exponentiate_and_add<KEYS>(scores, added);
             }
             drop(scores, at, tile.head.batch, dropout);
             if constexpr (WARP_VOTE) {
@@ -267,6 +298,7 @@ struct Worker {
             }
             release_k();
         }
+        half = false;
         if (own.after(step) > 0) s.k.wait_full();
         values_added();
         changed(scores);
