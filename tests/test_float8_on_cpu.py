@@ -54,6 +54,7 @@ CASES: dict[str, dict[str, Any]] = {  # shapes, how inputs are scaled, the resul
     "sums-scores": {
         "seq": (150, 1000), "heads": (2, 1), "given": (*SCORES, "seed"), "dropout": 0.2, "softcap": 8.0, "blocks": ((64, 128), "h"),
     },
+    "one-stage": {"seq": (300, 320), "tile": (2, 64, 1), "window": (100, 0)},  # and a key tile behind what a warpgroup sees
     "long-tiles": {"seq": (200, 500), "dims": (128, 128), "tile": (2, 192, 2), "by": "block"},
 }  # fmt: skip
 

@@ -584,7 +584,8 @@ def test_heads_that_share_keys_share_tiles_where_queries_are_few() -> None:
             assert (chosen.family, told["PACK"]) == ("sm90", pack)
             assert chosen.launches[0].grid == min(12 * tiles, int(told["BLOCKS"]) * H200.sms)
             q = chosen.maps[0]
-            assert (q.array, q.heads, q.rows * q.heads) == ("q", pack, rows) and (q.rows >= seq_q or pack == 1)
+            at_once = 64 if told["OWN_Q"] else rows  # a warpgroup's, where each has its own
+            assert (q.array, q.heads, q.rows * q.heads) == ("q", pack, at_once) and (q.rows >= seq_q or pack == 1)
             assert max(q.rows, q.heads) <= 256  # what the copy engine takes
             assert {box.heads for box in chosen.maps[1:]} == {1}
             assert chosen.workspace[0].nbytes == 0  # tiles are alike: nothing to deal out
@@ -659,7 +660,7 @@ def test_boxes_are_tiles(dims: tuple[int, int]) -> None:
     for seq_q in (5, 1000):
         chosen = plan(problem("float16", *dims, batch=10, seq_q=seq_q), H200)
         told = constants(chosen)
-        rows = 64 * int(told["GROUPS"]) // int(told["PACK"])
+        rows = 64 if told["OWN_Q"] else 64 * int(told["GROUPS"]) // int(told["PACK"])
         assert chosen.maps == (
             ("q", rows, told["PACK"]),
             ("k", told["KEYS"], 1),

@@ -42,6 +42,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "in-order": ("float16", {"heads": (4, 2), "seq": (150, 633), "batch": 1}, {"deterministic": True}),
     "in-order-causal": ("float16", {"seq": (400, 433), "batch": 1}, {"causal": True, "deterministic": True}),
     "192": ("float16", {"seq": (170, 250), "dims": (192, 128), "key_mask": True}, {"window": (50, 50)}),
+    # Rows that begin at no multiple of 16 bytes, where they leave through a strip of shared memory, and where there is none.
+    "192-odd": ("bfloat16", {"seq": (300, 250), "dims": (192, 99), "batch": 1}, {"causal": True, "rows_aligned": False}),
+    "256-odd": ("float16", {"seq": (300, 250), "dims": (256, 199), "heads": (1, 1), "batch": 1}, {"rows_aligned": False}),
     "wide": (
         "float16", {"seq": (170, 250), "dims": (256, 200), "heads": (2, 1), "batch": 1, "dlse": 1.0}, {"causal": True},
     ),
@@ -76,6 +79,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "48-keys": (  # as with a mask and a float32 bias beside 256 columns, of which the backward has no room
         "float16", {"seq": (150, 200), "dims": (128, 100), "batch": 1, "given": ("bias", "mask"), "bias": "float32"},
         {"tiles": ((2, 48, 2, 1), None), "causal": True},
+    ),
+    "48-keys-window": (  # of a tile's six, the last two are the first warpgroup's alone, the first two the second one's
+        "bfloat16", {"seq": (256, 256), "dims": (128, 100), "heads": (1, 1), "batch": 1, "given": ("bias", "mask"), "bias": "float32"},
+        {"tiles": ((2, 48, 2, 1), None), "window": (96, 0)},
     ),
     "bias-summed": (
         "bfloat16", {"seq": (200, 264), "heads": (4, 2), "batch": 3, "given": ("bias", "sinks"), "full": "hqk", "key_mask": True, "dlse": 1.0},
@@ -306,3 +313,27 @@ def test_thread_blocks_share_keys(case: str, rng: np.random.Generator, monkeypat
     check("sm90", LARGE, rng, *problem)
     assert dict(seen[0].constants)["SHARES"] and dict(seen[0].scalars)["shares"] == shares
     assert [x.name for x in seen[0].launches] == ["attention_forward", "attention_combine"]
+
+
+# Heads of a group, and of the last one, in a cache that holds K and V of few: the bytes of that, the problem.
+GROUPED: dict[str, tuple[int, tuple[str, dict[str, Any], dict[str, Any]]]] = {
+    "one": (80_000, ("bfloat16", {"seq": (300, 300), "heads": (3, 3)}, {"causal": True})),
+    "two": (200_000, ("float16", {"seq": (300, 362), "heads": (8, 4), "dims": (128, 100)}, {"causal": True})),
+    "wide": (1, ("bfloat16", {"seq": (260, 260), "heads": (3, 3), "dims": (192, 128)}, {"window": (150, 0)})),
+}
+
+
+@cases(GROUPED, "one")
+def test_heads_come_in_groups(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many heads as the L2 cache holds are dealt out at once, and at the end all that are left."""
+    cache, problem = GROUPED[case]
+    make = on_cpu.generate
+    usual = "CACHE = 16 << 20;"
+
+    def small(plan: KernelPlan) -> str:
+        source = make(plan)
+        assert (usual in source) != plan.backward
+        return source.replace(usual, f"CACHE = {cache};")
+
+    monkeypatch.setattr(on_cpu, "generate", small)
+    check("sm90", GPU, rng, *problem)

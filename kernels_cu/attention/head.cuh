@@ -105,12 +105,15 @@ __device__ inline Place place_heads_first(int n, int tiles, int heads) {
     return {n / heads % tiles, n % heads, n / heads / tiles};
 }
 
-// The same where the tiles of `together` heads (of all batch entries) are dealt out at once, first tiles first.
+// The same where the tiles of `together` heads (of all batch entries) are dealt out at once, first tiles first: so many `groups`
+// at most, then those of all heads that are left.
 struct Dealt {
     int head, tile;
 };
-__device__ inline Dealt deal(int n, int tiles, int heads, int together) {
-    int first = n / (together * tiles) * together, rest = n - first * tiles, these = min(together, heads - first);
+constexpr int ANY_NUMBER = 0x7fffffff;
+__device__ inline Dealt deal(int n, int tiles, int heads, int together, int groups = ANY_NUMBER) {
+    int group = min(n / (together * tiles), groups), first = group * together, rest = n - first * tiles;
+    int these = group < groups ? min(together, heads - first) : heads - first;
     return {first + rest % these, rest / these};
 }
 

@@ -11,14 +11,6 @@ __device__ Accum* prepared_rows(const Params& p, long long tile_number) {
     return p.delta + tile_number * (2 * SIZE);
 }
 
-// Eight numbers that begin at a multiple of 16 bytes.
-template <class T>
-__device__ void load_8(const T* from, float (&x)[8]) {
-    uint4 vector = *(const uint4*)from;
-#pragma unroll
-    for (int c = 0; c < 8; c++) x[c] = to_float(((const T*)&vector)[c]);
-}
-
 // Fill in those of query i, from its sum = rowsum(dO * O): delta is that, less the gradient of lse where there is one, since
 // dS = P (dP - delta + dlse). Where there is no query, or its lse is -inf (it saw no key, or no finite score),
 // exp2(s - inf) is 0. (With dropout: see there.)
@@ -31,6 +23,9 @@ __device__ void write_prepared(const Params& p, const Head& head, Accum* rows, i
     rows[i - first + SIZE] = ((any && p.dlse != nullptr ? p.dlse[head.row_number(p, i)] : 0) - sum) * kept(p);
 }
 
+// The largest number up to `most` that n is a multiple of.
+constexpr int largest_divisor(int n, int most) { return n % most == 0 ? most : largest_divisor(n, most - 1); }
+
 // All of them, by a block of 128 threads, of 16-bit numbers (others: exact_delta.cuh).
 template <int SIZE>
 __device__ void prepare_rows(const Params& p, const Head& head, int tile) {
@@ -39,22 +34,37 @@ __device__ void prepare_rows(const Params& p, const Head& head, int tile) {
     const Out* o = head.query_row(p.out, p.out_strides);
     const In* d = head.query_row(p.dout, p.dout_strides);
     Accum* rows = prepared_rows<SIZE>(p, query_tile_number<SIZE>(p, head, tile));
-#pragma unroll 4
-    for (int i = first + threadIdx.x / LANES; i < first + SIZE; i += 128 / LANES) {
-        float sum = 0;
-        int columns = i < queries ? min(p.dim_v - 8 * lane, 8) : 0;
-        const Out* oi = o + i * p.out_strides.row + 8 * lane;
-        const In* di = d + i * p.dout_strides.row + 8 * lane;
-        if (columns == 8) {
-            float a[8], b[8];
-            load_8(oi, a), load_8(di, b);
+    // Rows at once: the time is that of memory to answer.
+    constexpr int STEP = 128 / LANES, EACH = largest_divisor(SIZE / STEP, 8);
+    static_assert(SIZE % STEP == 0);
+    int columns = min(p.dim_v - 8 * lane, 8);
+    for (int i = first + threadIdx.x / LANES; i < first + SIZE; i += EACH * STEP) {
+        uint4 a[EACH], b[EACH];
 #pragma unroll
-            for (int c = 0; c < 8; c++) sum = fma(a[c], b[c], sum);
-        } else {
-            for (int c = 0; c < columns; c++) sum = fma(to_float(oi[c]), to_float(di[c]), sum);
+        for (int r = 0; r < EACH; r++) {
+            int row = i + r * STEP;
+            const Out* oi = o + row * p.out_strides.row + 8 * lane;
+            const In* di = d + row * p.dout_strides.row + 8 * lane;
+            a[r] = b[r] = make_uint4(0, 0, 0, 0);
+            if (row >= queries) continue;
+            if (columns == 8) {
+                a[r] = *(const uint4*)oi, b[r] = *(const uint4*)di;
+            } else {
+#pragma unroll
+                for (int c = 0; c < 8; c++)
+                    if (c < columns) ((Out*)&a[r])[c] = oi[c], ((In*)&b[r])[c] = di[c];
+            }
         }
+        float own = 0;  // of the row that the lane writes
 #pragma unroll
-        for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        if (lane == 0) write_prepared<SIZE>(p, head, rows, first, i, sum);
+        for (int r = 0; r < EACH; r++) {
+            float sum = 0;
+#pragma unroll
+            for (int c = 0; c < 8; c++) sum = fma(to_float(((const Out*)&a[r])[c]), to_float(((const In*)&b[r])[c]), sum);
+#pragma unroll
+            for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+            if (lane == r) own = sum;
+        }
+        if (lane < EACH) write_prepared<SIZE>(p, head, rows, first, i + lane * STEP, own);
     }
 }

@@ -13,20 +13,33 @@ struct Tile {
 // Tiles of ROWS queries of PACK heads each, which share K and V; the last of those that do may have heads beyond them.
 template <int ROWS, int PACK>
 struct Schedule {
-    // Heads whose K and V together stay in the L2 cache.
-    static constexpr long long CACHE = 32 << 20;
+    // Heads whose K and V together stay in the L2 cache, while their Q and O pass through it. Heads of a few tiles wait for memory
+    // rather than for products: of half as many, so that long tiles of some are beside short ones of others.
+    static constexpr long long CACHE = 16 << 20;
+    static constexpr int FEW_TILES = 8;
+    // Tiles of the last group for each thread block, at least: with few the end would come to some sooner than to others. But no more
+    // than twice the cache asks for it. (Less than a group comes on top.)
+    static constexpr int LAST = 2;
 
     const Params& p;
     int tiles;     // of a head
     int packs;     // of the heads that share K and V
     int heads;     // packs of all heads
     int together;  // of these, whose tiles are worked on together
+    int groups;    // of so many; those that are left are the last group
 
     __device__ Schedule(const Params& p) : p(p), tiles(query_tiles<ROWS>(p)) {
         packs = tiles_in(group_of(p), PACK);
         heads = p.heads_k * packs;
-        long long fit = CACHE / bytes_of_kv(p);
-        together = int(fit < 1 ? 1 : fit < p.heads_k * p.batch ? fit : p.heads_k * p.batch) * packs;
+        together = heads_in(tiles > FEW_TILES ? CACHE : CACHE / 2);
+        groups = max(0, heads * p.batch - min(tiles_in(LAST * gridDim.x, tiles), heads_in(2 * CACHE))) / together;
+    }
+
+    // Packs of heads whose K and V take so many bytes; one head at least.
+    __device__ int heads_in(long long bytes) const {
+        float fit =
+            float(bytes) / float(bytes_of_kv(p));  // every thread comes to the same, and faster than by integers
+        return int(fmaxf(1, fminf(fit, float(p.heads_k * p.batch)))) * packs;
     }
 
     __device__ int total() const { return tiles * heads * p.batch; }
@@ -36,7 +49,7 @@ struct Schedule {
         Dealt at{number / tiles, number % tiles};
         if (walk::LISTED) at = deal_longest_first(number, tiles, heads * p.batch, together);
         if (walk::GROWING) {
-            at = deal(number, tiles, heads * p.batch, together);
+            at = deal(number, tiles, heads * p.batch, together, groups);
             at.tile = tiles - 1 - at.tile;
         }
         int pack = at.head % heads, head_k = pack / packs;

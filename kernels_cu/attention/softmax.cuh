@@ -133,25 +133,45 @@ struct OnlineSoftmax {
 
     // The same without a look at their maximum, where it was raised before; `added` is to be added to the sum. False where
     // that overflows, or a row has seen no key so far: the scores are lost then, and nothing else has changed.
-    // exponent(s, factor, x): factor * s + x, or of what is no score yet its score's.
-    template <int N, class F>
-    __device__ bool exponentiate_blindly(Accumulator<M, N>& scores, Accum (&added)[M][2], F exponent) const {
-        bool fits = true;
+    // exponent(s, factor, x): factor * s + x, or of what is no score yet its score's. Columns are taken in PARTS, and part(n)
+    // is done before those of part n.
+    template <int PARTS, int N, class F, class G>
+    __device__ bool exponentiate_blindly(Accumulator<M, N>& scores, Accum (&added)[M][2], F exponent, G part) const {
+        static_assert(N % PARTS == 0);
+        Accum factor[M][2], offset[M][2];
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                Accum factor = row_factor(m, h), offset = maximum[m][h] * -factor;  // -inf gives inf or NaN below
+                factor[m][h] = row_factor(m, h);
+                offset[m][h] = maximum[m][h] * -factor[m][h];  // -inf gives inf or NaN below
                 added[m][h] = 0;
-#pragma unroll
-                for (int n = 0; n < N; n++)
-#pragma unroll
-                    for (int e = 2 * h; e < 2 * h + 2; e++) {
-                        scores.x[m][n][e] = exp2_approx(exponent(scores.x[m][n][e], factor, offset));
-                        added[m][h] += scores.x[m][n][e];
-                    }
-                fits = fits && added[m][h] <= FITS<Product>;
             }
+        for_constants<PARTS>([&](auto n_part) {
+            part(n_part);
+            constexpr int FIRST = N / PARTS * n_part.value;
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int n = FIRST; n < FIRST + N / PARTS; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        Accum& x = scores.x[m][n][e];
+                        x = exp2_approx(exponent(x, factor[m][e / 2], offset[m][e / 2]));
+                        added[m][e / 2] += x;
+                    }
+            if constexpr (PARTS > 1) {  // here, not before or behind other parts
+#pragma unroll
+                for (int m = 0; m < M; m++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) mark_changed(added[m][h]);
+            }
+        });
+        bool fits = true;
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) fits = fits && added[m][h] <= FITS<Product>;
         return fits;
     }
 
@@ -160,14 +180,6 @@ struct OnlineSoftmax {
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) sum[m][h] += added[m][h];
-    }
-
-    // Keeps the compiler from moving the exponentials down over a wait that follows.
-    __device__ void settle() const {
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) mark_needed(sum[m][h]);
     }
 
     // The sums over whole rows.
@@ -181,11 +193,11 @@ struct OnlineSoftmax {
             }
     }
 
-    // Divide the result by the sums of whole rows; lse(row fragment, half) is left in `maximum`. `unit`: of a score, in
-    // natural units; `kept`: the share of the result that dropout has kept; sink(row): a logit more in the sum. Rows that saw
-    // no key: 0, and the sink or -inf.
-    template <int N, class F>
-    __device__ void finish(Accumulator<M, N>& result, Accum unit, Accum kept, F sink) {
+    // From the sums of whole rows: in `sum` what the result is to be multiplied by, in `maximum` lse. `unit`: of a score, in natural
+    // units; `kept`: the share of the result that dropout has kept; sink(row): a logit more in the sum. Rows that saw no key: 0,
+    // and the sink or -inf.
+    template <class F>
+    __device__ void close(Accum unit, Accum kept, F sink) {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -193,15 +205,13 @@ struct OnlineSoftmax {
                 Accum total = sum[m][h], alone = MINUS_INFINITY;  // lse where nothing but the sink counts
                 bool any = total != 0;
                 if constexpr (config::SINKS) {
-                    alone = sink(Accumulator<M, N>::row(m, 2 * h));
+                    alone = sink(Accumulator<M, 1>::row(m, 2 * h));
                     Accum exponent = any ? fma(alone, LOG2_E, maximum[m][h] * -factor) : 127;
                     any = exponent < 127;
                     total = any ? total + exp2_approx(exponent) : 1;
                 }
-                Accum inverse = any ? 1 / (total * kept) : 0;
-#pragma unroll
-                for (int n = 0; n < N; n++) result.x[m][n][2 * h] *= inverse, result.x[m][n][2 * h + 1] *= inverse;
-                Accum logarithm = log(total);
+                sum[m][h] = any ? reciprocal_approx(total * kept) : 0;
+                Accum logarithm = EXACT_LSE ? log(total) : log_approx(total);
                 if (EXACT_LSE) logarithm += beyond_best(m, h) * LN_2, maximum[m][h] = best[m][h];
                 maximum[m][h] = any ? fma(maximum[m][h], unit, logarithm) : alone;
             }

@@ -13,7 +13,7 @@ __device__ inline float exp2_approx(float x) {
 static __constant__ double POWER[12] = {
     0x1.c0638527edf34p-32, 0x1.e605f979c7a5dp-28, 0x1.b54167a0b9061p-24, 0x1.62bfd49ed0adfp-20,
     0x1.ffcbee3b0af8cp-17, 0x1.4309130961163p-13, 0x1.5d87fe7bbbe07p-10, 0x1.3b2ab6fba1e1cp-7,
-    0x1.c6b08d7048f31p-5, 0x1.ebfbdff82c598p-3, 0x1.62e42fefa39f3p-1, 1,
+    0x1.c6b08d7048f31p-5,  0x1.ebfbdff82c598p-3,  0x1.62e42fefa39f3p-1,  1,
 };
 
 // 2^x in double precision, less than 1 unit in the last place off; results below 2^-1021 are 0, beyond 2^1021 infinite. x is
@@ -33,7 +33,23 @@ __device__ inline double exp2_approx(double x) {
     return __hiloint2double(fits ? high : other, fits ? __double2loint(y) : 0);
 }
 
+// 1 / x, at most a unit in the last place off; what is below 2^-126 counts as 0. In double precision exact.
+__device__ inline float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ inline double reciprocal_approx(double x) { return 1 / x; }
+
 constexpr Accum LOG2_E = 1.4426950408889634, LN_2 = 0.6931471805599453;
+
+// log(x), at most 2^-22 off near 1, elsewhere 2^-22 of itself; what is below 2^-126 counts as 0. In double precision exact.
+__device__ inline float log_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y * float(LN_2);
+}
+__device__ inline double log_approx(double x) { return log(x); }
 
 // The larger of two; which one of a number and NaN is not said.
 __device__ inline float larger(float x, float y) { return fmaxf(x, y); }

@@ -228,10 +228,11 @@ struct Block {
             exchange.combine(softmax.sum, [](Accum x, Accum y) { return x + y; });
         }
         Pairs pairs(p, head);
-        softmax.finish(o, pairs.unit(), kept(p), [&](int) -> Accum {
+        softmax.close(pairs.unit(), kept(p), [&](int) -> Accum {
             if constexpr (SHARES) return MINUS_INFINITY;  // it is added once, to all shares
             return pairs.sink(head.q);
         });
+        softmax.scale_rows(o, softmax.sum);
 
         store_result();
         Accum* lse = p.lse;

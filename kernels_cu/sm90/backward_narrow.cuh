@@ -96,9 +96,9 @@ struct NarrowWorker {
             ds.fill(ColumnVector<ROWS / 8>(s.row_values() + 4 * ROWS, own));
             changed(ds);
         }
-        start_ABt<DIM>(probabilities, s.k_tile(), first_key, s.q_tile());
+        start_ABt<DOT>(probabilities, s.k_tile(), first_key, s.q_tile());
         s.d.wait_full();
-        start_ABt<DIM_V, DELTA_FIRST ? ADD : !ADD>(ds, s.v_tile(), first_key, s.do_tile());
+        start_ABt<DOT_V, DELTA_FIRST ? ADD : !ADD>(ds, s.v_tile(), first_key, s.do_tile());
         if constexpr (HALF_STEPS) {
             if (owed) tell();
             owed = true;

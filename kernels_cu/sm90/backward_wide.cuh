@@ -122,7 +122,7 @@ struct WideWorker {
             add_far_dq(dq, moved);
         }
         s.d.wait_full();
-        start_ABt<DIM_V>(ds, do_tile, 0, my_values);
+        start_ABt<DOT_V>(ds, do_tile, 0, my_values);
         // P = exp(S - lse), under dP = dO V^T
         if (!CLUSTERED) read_rows(s.row_values());
         changed(scores);
@@ -193,7 +193,7 @@ struct WideWorker {
         next.q.go_to(steps + 1);
         if (--left > 0) next.q.wait_full();
         if (CLUSTERED) read_rows(next.row_values());
-        start_ABt<DIM>(scores, QTile{next.q_tile().base + moved}, 0, my_keys);
+        start_ABt<DOT>(scores, QTile{next.q_tile().base + moved}, 0, my_keys);
         if (CLUSTERED && owing) leave_half<1>(dq, last, steps - 1);
         wgmma_wait<0>();
         s.q.release();
@@ -266,7 +266,7 @@ struct WideWorker {
             s.q.go_to(steps);
             if (left > 0) s.q.wait_full();
             if (CLUSTERED) read_rows(s.row_values());
-            start_ABt<DIM>(scores, s.q_tile(), 0, my_keys);
+            start_ABt<DOT>(scores, s.q_tile(), 0, my_keys);
             s.v.wait_full();
             wgmma_wait<0>();
 

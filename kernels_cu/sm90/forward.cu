@@ -27,9 +27,9 @@ constexpr bool BLIND =
     !TURNED && DIM <= 192 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS && !(DROPOUT && (ALIBI_SLOPES || SEED));
 constexpr bool WARP_VOTE = ROOMY;
 
-// Whether the output of a tile is stored under the second scores of the next, where those need no element tests. (With a
-// lower bound of the keys, or with dropout, the compiler would make the products wait for each other.)
-constexpr bool UNDER = RIDE && !walk::TESTS_LAST && !walk::TESTS_ANY && !walk::LISTED && !DROPOUT;
+// Whether O += P V is issued slice by slice between these exponentials. (With what else is between them the compiler would make the
+// products wait for each other.)
+constexpr bool SLICED = BLIND && !NEAR_CAPS && !DROPOUT;
 
 // Whether a warpgroup that sees no more than half of its first key tile computes only that.
 constexpr bool CUT_FIRST = walk::TESTS_FIRST && KEYS == 128 && !walk::LISTED;
@@ -52,7 +52,7 @@ struct Worker {
     bool near = true;         // whether soft caps of the tile's keys so far were near 0: then it is asked again
     LongSums sums;            // of O
 
-    // P V is added while the scores after those of P are computed: those of the next key tile, or of the next tile.
+    // P V is added while the scores after those of P are computed, at the end of a tile while the next tile is looked at.
     Accumulator<1, DIM_V / 8> o;
     Operand<KEYS> probabilities;
 
@@ -64,7 +64,9 @@ struct Worker {
           first_row(64 * group),
           warp_row(first_row + threadIdx.x / 32 % 4 * 16),
           softmax(new_softmax()),
-          dropout(p) {}
+          dropout(p) {
+        s.of_part(group);
+    }
 
     __device__ OnlineSoftmax<1> new_softmax() const { return {factor(tile)}; }
 
@@ -114,7 +116,7 @@ struct Worker {
     // S = Q K^T, or its first columns, in the background.
     template <int N>
     __device__ void start_scores(Accumulator<1, N>& scores) const {
-        start_ABt<DIM>(scores, s.q_tile(), first_row, s.k_tile());
+        start_ABt<DOT>(scores, s.q_tile(), first_row, s.k_tile());
     }
 
     // Products become scores, hidden ones -inf.
@@ -174,20 +176,27 @@ struct Worker {
         s.k.advance();
     }
 
-    // The first key tile of a tile; RIDING: under it O += P V of the tile before.
-    template <int N, bool RIDING>
-    __device__ void first(bool half_before) {
+    __device__ void release_q() {
+        s.q.release();
+        s.q.advance();
+    }
+
+    // The first key tile of a tile; `between` is done while its scores are computed.
+    template <int N, class F>
+    __device__ void first(F between) {
         int step = own.start();
         Accumulator<1, N> scores;
-        start_scores(scores);
-        if constexpr (RIDING) {
-            add_values(half_before);
-            wgmma_wait<1>();
-        } else {
+        // No product is under way; but said in another block of instructions alone, the compiler would not see it.
+        if constexpr (NEXT_Q) {
             wgmma_wait<0>();
+            changed(o);
         }
+        start_scores(scores);
+        between();
+        wgmma_wait<0>();
         changed(scores);
         release_k();
+        if (OWN_Q && own.after(step) == 0) release_q();
         mask(scores, step, tests(step));
         float largest[1][2], shrink[1][2];
         softmax.row_maximum(scores, largest);
@@ -195,25 +204,32 @@ struct Worker {
         softmax.exponentiate(scores);
         drop(scores, placement(tile, own.tile(step) * KEYS), tile.head.batch, dropout);
         weigh(scores, p, tile.head, own.tile(step) * KEYS, largest_value);
-        if (RIDING) softmax.settle();
         if (own.after(step) > 0) s.k.wait_full();
-        if (RIDING) values_added();
-        changed(scores);
         probabilities.template take<0, KEYS, DROPOUT>(scores);
     }
 
-    // A key tile, whose K is there: S = Q K^T, and under O += P V of the tile before its softmax. The next K is waited
-    // for before P V is: that branch, where there is one, also keeps the compiler from moving the softmax behind the
-    // wait for P V.
-    template <class F>
-    __device__ void visit(int step, bool tests, F between) {
+    // What `exponentiate_blindly` takes of a score.
+    __device__ static float exponent_of(float s, float factor, float x) { return fmaf(s, factor, x); }
+
+    // Exponentials, and between them O += P V of the tile before, of so many of its keys: a product is not begun before the one before
+    // it ends, and who asks for them all at once waits for that.
+    template <int COUNT, int N>
+    __device__ bool exponentiate_and_add(Accumulator<1, N>& scores, float (&added)[1][2]) {
+        auto values = s.v_tile();
+        wgmma_fence();
+        bool fits = softmax.template exponentiate_blindly<COUNT / 16>(scores, added, exponent_of, [&](auto n) {
+            wgmma(o.x[0], probabilities.x[n.value], values.down_columns(n.value), Product());
+        });
+        wgmma_commit();
+        return fits;
+    }
+
+    // A key tile, whose K is there: S = Q K^T, its softmax, and O += P V of the tile before. The next K is waited for before P V
+    // is: that branch also keeps the compiler from moving the softmax behind the wait for P V.
+    __device__ void visit(int step, bool tests) {
         Accumulator<1, KEYS / 8> scores;
         start_scores(scores);
-        between();
-        add_values(half);
-        half = false;
-        wgmma_wait<1>();
-        changed(scores);
+        bool last = OWN_Q && own.after(step) == 0;
         ScorePlacement at = placement(tile, own.tile(step) * KEYS);
         float largest[1][2], shrink[1][2];
         bool grown = false, full = SUM_TILES > 0 && sums.full(own.after(step));
@@ -225,7 +241,15 @@ struct Worker {
             drop(scores, at, tile.head.batch, dropout);
             weigh(scores, p, tile.head, own.tile(step) * KEYS, largest_value);
         };
-        if (tests || !BLIND) {
+        auto add_all = [&] {
+            add_values(half);
+            wgmma_wait<1>();
+            changed(scores);
+            if (last) release_q();
+        };
+        if constexpr (!SLICED) add_all();
+        if (tests || !BLIND || last) {  // (the last scores cannot be computed again)
+            if constexpr (SLICED) add_all();
             release_k();
             look();
         } else if constexpr (BLIND) {
@@ -235,21 +259,30 @@ struct Worker {
                 Pairs pairs(p, tile.head);
                 near = near && near_zero(scores, pairs);
                 as_near(near, [&](auto how) {
-                    fits = softmax.exponentiate_blindly(scores, added, [&](float s, float, float x) {
+                    auto exponent = [&](float s, float, float x) {
                         return pairs.product_and<decltype(how)::value>(s, x, {}, nullptr);
-                    });
+                    };
+                    fits = softmax.template exponentiate_blindly<1>(scores, added, exponent, [](auto) {});
                 });
-            } else {
+            } else if constexpr (!SLICED) {
                 mask(scores, step, false);
-                auto exponent = [](float s, float factor, float x) { return fmaf(s, factor, x); };
-                fits = softmax.exponentiate_blindly(scores, added, exponent);
+                fits = softmax.template exponentiate_blindly<1>(scores, added, exponent_of, [](auto) {});
+            } else {
+                s.v.wait_full();
+                wgmma_wait<0>();
+                changed(scores);
+                mask(scores, step, false);
+                if (CUT_FIRST && half)
+                    fits = exponentiate_and_add<CUT_FIRST ? KEYS / 2 : KEYS>(scores, added);
+                else
+                    fits = exponentiate_and_add<KEYS>(scores, added);
             }
             drop(scores, at, tile.head.batch, dropout);
             if constexpr (WARP_VOTE) {
                 if (__builtin_expect(__all_sync(~0u, fits), true)) {
                     softmax.add(added);
                 } else {
-                    warp_ABt<DIM>(scores, s.q_tile(), warp_row, s.k_tile());
+                    warp_ABt<DOT>(scores, s.q_tile(), warp_row, s.k_tile());
                     look();
                 }
             } else {
@@ -265,6 +298,7 @@ struct Worker {
             }
             release_k();
         }
+        half = false;
         if (own.after(step) > 0) s.k.wait_full();
         values_added();
         changed(scores);
@@ -278,19 +312,35 @@ struct Worker {
         probabilities.template take<0, KEYS, DROPOUT>(scores);
     }
 
-    // O of a tile, divided by the sums, and its lse.
-    __device__ void store(const Tile& of, OnlineSoftmax<1>& softmax, const LongSums& sums) {
-        if constexpr (SUM_TILES > 0) sums.collect(s.sums(), group, o);
+    // When the last probabilities of the tile are taken: its lse, and what O is to be multiplied by.
+    __device__ void close() {
         softmax.add_lanes();
-        Pairs pairs(p, of.head);
-        ScorePlacement at = placement(of);
-        float out_scale = TURNED ? p.out_scale * value_descale(p, of.head, keys(of)) : 1;
+        Pairs pairs(p, tile.head);
+        ScorePlacement at = placement(tile);
+        float out_scale = TURNED ? p.out_scale * value_descale(p, tile.head, keys(tile)) : 1;
         // (Where unit() is 0 the factor is not, and TOP / factor, which is in the maximum, must go from lse.)
-        float unit = TURNED ? factor(of) * LN2 : pairs.unit();
-        softmax.finish(o, unit, kept(p) / out_scale, [&](int r) -> float {
+        float unit = TURNED ? factor(tile) * LN2 : pairs.unit();
+        softmax.close(unit, kept(p) / out_scale, [&](int r) -> float {
             if constexpr (SHARES) return MINUS_INFINITY;  // it is added once, to all shares
             return pairs.sink(at(r, 0).head);
         });
+        int heads = heads_of(tile), queries = tile.head.queries(p);
+        float* lse = p.lse;
+        if constexpr (SHARES) lse = p.share_lse + share_row(p, tile.share, 0);
+        if (lse != nullptr && threadIdx.x % 4 == 0) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                Pair x = at(8 * h + threadIdx.x % 32 / 4, 0);
+                if (x.head - tile.head.q < heads && x.i < queries) lse[row_number(tile, x)] = softmax.maximum[0][h];
+            }
+        }
+    }
+
+    // O of a tile, which is closed and whole.
+    __device__ void store(const Tile& of, const OnlineSoftmax<1>& softmax, const LongSums& sums) {
+        if constexpr (SUM_TILES > 0) sums.collect(s.sums(), group, o);
+        softmax.scale_rows(o, softmax.sum);
+        ScorePlacement at = placement(of);
         int heads = heads_of(of), queries = of.head.queries(p);
         if constexpr (SHARES) {
             store_float_rows(o, true, DIM_V, [&](int row) -> float* {
@@ -313,20 +363,15 @@ struct Worker {
             const Strides& to = p.out_strides;
             Out* out = of.head.query_row(p.out, to);
             bool vectors = (PACK == 1 || to.head % 8 == 0) && aligned(out, to.row, p.dim_v);
-            store_rows(o, vectors, p.dim_v, [&](int row) {
+            auto target = [&](int row) {
                 Pair x = at(row, 0);
                 int n = x.head - of.head.q;
                 return n < heads && x.i < queries ? out + n * to.head + x.i * to.row : nullptr;
-            });
-        }
-        float* lse = p.lse;
-        if constexpr (SHARES) lse = p.share_lse + share_row(p, of.share, 0);
-        if (lse != nullptr && threadIdx.x % 4 == 0) {
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                Pair x = at(8 * h + threadIdx.x % 32 / 4, 0);
-                if (x.head - of.head.q < heads && x.i < queries) lse[row_number(of, x)] = softmax.maximum[0][h];
-            }
+            };
+            if constexpr (O_STRIPS)
+                store_rows_through(s.o_strip(), o, vectors, p.dim_v, target);
+            else
+                store_rows(o, vectors, p.dim_v, target);
         }
     }
     __device__ long long row_number(const Tile& of, const Pair& x) const {
@@ -335,87 +380,78 @@ struct Worker {
 
     __device__ void run() {
         TileSchedule schedule(p);
-        enum { NOTHING, OUTPUT, VALUES } owed = NOTHING;  // of the tile before: its output; before it the last O += P V
-        while (true) {
+        Tile before{};  // whose output is `owed`, where NEXT_Q, with
+        OnlineSoftmax<1> softmax_before = softmax;
+        LongSums sums_before{};
+        TileWalk all;    // of the tile, all warpgroups'
+        bool more, any;  // whether there is a tile, and keys that this warpgroup sees
+        bool owed = false;
+        auto turn = [&] {  // to the next tile
             s.q.wait_full();
-            Tile before = tile;
-            bool more = s.told(p, tile, schedule);
-            if (!RIDE && !more) break;
-            OnlineSoftmax<1> softmax_before = softmax;
-            LongSums sums_before = sums;
-            bool half_before = half;
+            if (NEXT_Q) before = tile, softmax_before = softmax, sums_before = sums;
+            more = s.told(p, tile, schedule);
             Range q{queries().begin, min(queries().end, tile.head.queries(p))};
             Range keys = Band{p, tile.head}.keys_of(q);
-            TileWalk all = walk_of(p, tile);
-            bool any = more && q.begin < q.end && first_head() < heads_of(tile) && keys.begin < keys.end;
+            all = walk_of(p, tile);
+            any = more && q.begin < q.end && first_head() < heads_of(tile) && keys.begin < keys.end;
             own = all.part(keys, any);
             if (SHARES) own = all.common(own);
             if (walk::LISTED || SHARES) any = any && own.count() > 0;
+            half = CUT_FIRST && any && keys.end <= own.tile(own.start()) * KEYS + KEYS / 2;
             softmax = new_softmax();
             near = true;
             sums = {};
             if (V_BLOCKS && more) largest_value = value_descale(p, tile.head, keys);
-
-            // V comes in the order of the key tiles, hidden ones too.
-            if (RIDE && owed == VALUES && (!any || all.before(own) > 0)) {
-                add_values(half_before);
-                values_added();
-                owed = OUTPUT;
-            }
-            if (more && owed != VALUES) pass(all.before(own));
-            // (With RIDE not in a thread block's first tile: less to compile.)
-            half = CUT_FIRST && (!RIDE || owed == VALUES) && keys.end <= own.tile(own.start()) * KEYS + KEYS / 2;
+        };
+        auto store_owed = [&] {
+            if (NEXT_Q && owed) store(before, softmax_before, sums_before);
+        };
+        turn();
+        while (NEXT_Q || more) {
             if (any) {
+                pass(all.before(own));
                 s.k.wait_full();
-                constexpr int HALF = CUT_FIRST ? KEYS / 16 : KEYS / 8;
-                if (RIDE && owed == VALUES) {
-                    if (CUT_FIRST && half)
-                        first<HALF, true>(half_before);
-                    else
-                        first<KEYS / 8, true>(half_before);
-                } else if constexpr (CUT_FIRST && !RIDE) {
-                    if (half)
-                        first<HALF, false>(half_before);
-                    else
-                        first<KEYS / 8, false>(half_before);
-                } else {
-                    first<KEYS / 8, false>(half_before);
-                }
-            }
-            int step = own.next(own.start());
-            bool under = UNDER && owed != NOTHING && any && own.has(step) && !(walk::TESTS_FIRST && tests(step, 1));
-            if (!under) {
-                if (RIDE && owed != NOTHING) store(before, softmax_before, sums_before);
-                if (!more) break;
+                if (CUT_FIRST && half)
+                    first<CUT_FIRST ? KEYS / 16 : KEYS / 8>(store_owed);
+                else
+                    first<KEYS / 8>(store_owed);
                 o.clear();
-            }
-            if (any) {
+                int step = own.next(own.start());
                 // A row that saw nothing of the tile before has no maximum yet: where one may be, the key after this
                 // tile is hidden from it.
                 if constexpr (walk::TESTS_ANY || walk::TESTS_LAST || walk::LISTED) {
-                    for (; own.has(step); step = own.next(step)) visit(step, tests(step, 1), [] {});
+                    for (; own.has(step); step = own.next(step)) visit(step, tests(step, 1));
                 } else {
                     if (walk::TESTS_FIRST)
-                        for (; own.has(step) && tests(step, 1); step = own.next(step)) visit(step, true, [] {});
-                    for (; own.has(step); step = own.next(step)) {
-                        visit(step, false, [&] {
-                            if (!UNDER || !under) return;
-                            store(before, softmax_before, sums_before);
-                            o.clear();
-                            under = false;
-                        });
-                    }
+                        for (; own.has(step) && tests(step, 1); step = own.next(step)) visit(step, true);
+                    for (; own.has(step); step = own.next(step)) visit(step, false);
+                }
+                if (!OWN_Q) release_q();
+                int behind = all.behind(own);
+                add_values(half);
+                if constexpr (NEXT_Q) {
+                    close();
+                    turn();
+                }
+                values_added();
+                pass(behind);
+            } else {
+                store_owed();
+                if (NEXT_Q && !more) break;
+                o.clear();
+                pass(all.count());
+                release_q();
+                if constexpr (NEXT_Q) {
+                    close();
+                    turn();
                 }
             }
-            s.q.release();
-            s.q.advance();
-            owed = RIDE && any && all.behind(own) == 0 ? VALUES : OUTPUT;
-            if (any && owed != VALUES) {
-                add_values(half);
-                values_added();
+            owed = true;
+            if constexpr (!NEXT_Q) {
+                close();
+                store(tile, softmax, sums);
+                turn();
             }
-            pass(all.behind(own));
-            if (!RIDE) store(tile, softmax, sums);
         }
         if (O_STAGED && threadIdx.x % 128 == 0) tma_wait_read();  // shared memory goes with the block
     }
@@ -427,14 +463,16 @@ extern "C" __global__ void __launch_bounds__(256) attention_turn(const __grid_co
 }
 
 // Launched where keys are dealt out in shares.
-extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Params p) { combine_all_shares(p); }
+extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Params p) {
+    combine_all_shares(p);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attention_forward(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) char memory[];
     Shared s(shared_address(memory));
     if (threadIdx.x == 0) {
-        s.q.init();
+        s.for_parts([&](int) { s.q.init(); });
         s.k.init();
         s.v.init();
         if (PAIR_ARRAYS) s.pairs.init();

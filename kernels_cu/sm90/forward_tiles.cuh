@@ -19,18 +19,26 @@ constexpr int READERS = 4 * GROUPS;  // warps that read what is loaded
 // Whether threads have registers to spare: no more than two warpgroups compute on a multiprocessor, in BLOCKS thread blocks.
 constexpr bool ROOMY = GROUPS * BLOCKS < 3;
 
-// Whether the last O += P V of a tile is done under the first scores of the next: asks for registers and an early Q. (With
-// SHARES a thread block has one tile, or few.)
-constexpr bool RIDE = ROOMY && Q_STAGES > 1 && !SHARES;
+// OWN_Q, where Q has one place in shared memory: each warpgroup gives its rows back with its own last scores of a tile, before
+// their softmax, and goes on when it has those of the next tile.
+static_assert(!OWN_Q || Q_STAGES == 1 && PACK == 1);
+constexpr int Q_PARTS = OWN_Q ? GROUPS : 1;
 
-// Whether, where tiles are alike and so their order is fixed, the next tile's Q is asked for in the middle of a tile: all
-// thread blocks change heads at once, and it would come late. (Beside three warpgroups the loading thread has no
-// registers for that.)
-constexpr bool EARLY = RIDE && walk::ALIKE;
+// Key tiles at the end of a tile's walk that a warpgroup's rows do not see and another's do, at most.
+constexpr int BEHIND = walk::BOUND_FIRST ? tiles_in(64 * (GROUPS - 1), KEYS) : 0;
+
+// Whether the next tile is looked at while O of a tile is still to be stored: then that is done under the next tile's first scores. It
+// asks for registers, for the next Q to be there, and, since what is behind is passed on after that, for rings that hold it.
+constexpr bool NEXT_Q = ROOMY && (Q_STAGES > 1 || OWN_Q) && !SHARES && !(PACK > 1 && (SCORE || DIM > 128)) &&
+                        BEHIND < STAGES && (!PAIR_ARRAYS || BEHIND <= PAIR_STAGES);
+
+// Whether the next tile's Q is asked for before the end of a tile: all thread blocks may change heads at once, and it would come
+// late. (Beside three warpgroups the loading thread has no registers for that.)
+constexpr bool EARLY = ROOMY && Q_STAGES > 1 && !SHARES;
 
 // Whether the loading thread tells the others all of a tile, so that they need no divisions between two tiles, or only
-// its number: beside three warpgroups it has no registers for more, and where tiles are alike there is nothing to gain.
-constexpr bool TELL = ROOMY && !walk::ALIKE && !SHARES;
+// its number: beside three warpgroups it has no registers for more.
+constexpr bool TELL = ROOMY && !SHARES;
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
@@ -78,6 +86,7 @@ __device__ inline TileWalk walk_of(const Params& p, const Tile& tile) {
 
 using Pairwise = PairTiles<ROWS>;  // mask and bias
 static_assert(!(PAIR_ARRAYS || walk::LISTED || DROPOUT) || PACK == 1);
+static_assert(!O_STRIPS || !O_STAGED && SUM_TILES == 0 && Q_STAGES == 1);
 static_assert(!TURNED || KEYS % 32 == 0);  // P V takes so many at once
 
 struct TensorMaps : PairMaps {
@@ -87,7 +96,7 @@ struct TensorMaps : PairMaps {
 
 // Shared memory, and one thread's place in its rings.
 struct Shared {
-    using QRing = Ring<Q_STAGES, READERS>;
+    using QRing = Ring<Q_STAGES, READERS / Q_PARTS>;
     using KVRing = Ring<STAGES, READERS>;
     using PairRing = Ring<PAIR_STAGES, READERS>;
 
@@ -95,13 +104,14 @@ struct Shared {
     static constexpr int K_TILES = Q_STAGES * QTile::BYTES;
     static constexpr int V_TILES = K_TILES + STAGES * KTile::BYTES;
     static constexpr int O_TILE = V_TILES + STAGES * VTile::BYTES;
-    static constexpr int PAIR_TILES = O_TILE + (O_STAGED && OTile::BYTES > LongSums::BYTES ? OTile::BYTES : LongSums::BYTES);
+    static constexpr int O_BYTES = O_STAGED ? OTile::BYTES : O_STRIPS ? 4 * GROUPS * Strip::BYTES : 0;
+    static constexpr int PAIR_TILES = O_TILE + (O_BYTES > LongSums::BYTES ? O_BYTES : LongSums::BYTES);
     static constexpr int Q_RING = PAIR_TILES + PAIR_STAGES * Pairwise::BYTES;
-    static constexpr int K_RING = Q_RING + QRing::BYTES;
+    static constexpr int K_RING = Q_RING + Q_PARTS * QRing::BYTES;
     static constexpr int V_RING = K_RING + KVRing::BYTES;
     static constexpr int PAIR_RING = V_RING + KVRing::BYTES;
     static constexpr int NOTES = PAIR_RING + (PAIR_ARRAYS ? PairRing::BYTES : 0);
-    static constexpr int END = NOTES + 16 * Q_STAGES;
+    static constexpr int END = NOTES + 16 * Q_STAGES * Q_PARTS;
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
@@ -116,9 +126,23 @@ struct Shared {
     __device__ KTile k_tile() const { return {base + K_TILES + k.stage * KTile::BYTES}; }
     __device__ VTile v_tile() const { return {base + V_TILES + v.stage * VTile::BYTES}; }
     __device__ Pairwise pair_tiles() const { return {base + PAIR_TILES + pairs.stage * Pairwise::BYTES}; }
-    __device__ OTile o_tile() const { return {base + O_TILE}; }  // only where O_STAGED
-    __device__ unsigned sums() const { return base + O_TILE; }   // only with SUM_TILES
-    __device__ unsigned note() const { return base + NOTES + 16 * q.stage; }  // what the slot of Q tells of its tile
+    // Only where O_STAGED; O_STRIPS; SUM_TILES.
+    __device__ OTile o_tile() const { return {base + O_TILE}; }
+    __device__ Strip o_strip() const { return {base + O_TILE + (threadIdx.x / 32 - 4) * Strip::BYTES}; }
+    __device__ unsigned sums() const { return base + O_TILE; }
+    // What the slot of Q tells of its tile; as far from the first note as its ring is from the first ring (of one stage, else there is one).
+    __device__ unsigned note() const { return q.barriers - Q_RING + NOTES + 16 * q.stage; }
+
+    // To the ring of a warpgroup's rows of Q, where each has its own; all are at the same place in them.
+    __device__ void of_part(int part) { q.barriers = base + Q_RING + (OWN_Q ? part : 0) * QRing::BYTES; }
+    template <class F>
+    __device__ void for_parts(F f) {
+#pragma unroll 1
+        for (int part = 0; part < Q_PARTS; part++) {
+            of_part(part);
+            f(part);
+        }
+    }
 
     // The loading thread tells of a tile, or that there are no more, and the others are told: a batch of -1.
     __device__ void tell(const Tile& tile, int number) const {
@@ -148,7 +172,7 @@ struct Shared {
     }
 };
 
-// The loading thread. K is always a tile ahead of V, where RIDE over the end of a query tile too.
+// The loading thread. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too.
 __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) {
     TileSchedule schedule(p);
     Tickets tickets{p.counters};
@@ -172,26 +196,32 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
         }
     };
     auto load_q = [&](const Tile& tile, int number) {
-        s.q.wait_empty();
-        s.tell(tile, number);
-        mbarrier_arrive_expect(s.q.full(), QTile::BYTES);
-        s.q_tile().load(maps.q, s.q.full(), tile.queries.begin, tile.head.q, tile.head.batch);
+        s.for_parts([&](int part) {
+            s.q.wait_empty();
+            s.tell(tile, number);
+            mbarrier_arrive_expect(s.q.full(), QTile::BYTES / Q_PARTS);
+            int first = ROWS / Q_PARTS * part;
+            s.q_tile().load_rows(maps.q, s.q.full(), first, tile.queries.begin + first, tile.head.q, tile.head.batch);
+        });
         s.q.advance();
     };
     int total = schedule.total(), number = blockIdx.x;
     bool dynamic = p.counters != nullptr;  // tiles differ in length: each is asked for
     Tile before, next;
+    int last_before = -1;  // with NEXT_Q: the key tile of `before` whose V is still to come
     bool early = false;    // Q of the next tile is asked for
-    int last_before = -1;  // key tile whose V is still to come, where RIDE
+    auto load_before = [&] {
+        if (NEXT_Q && last_before >= 0) load_v(before, last_before);
+    };
     while (number < total) {
         Tile tile = early ? next : schedule.tile(number);
         TileWalk walk = walk_of(p, tile);
         int step = walk.start();
         bool any = walk.has(step);
         if (any) load_k(tile, walk.tile(step));
+        load_before();
         if (!early) load_q(tile, number);
         early = false;
-        if (RIDE && last_before >= 0) load_v(before, last_before);
         if (any) load_pairs(tile, walk.tile(step));
         int ticket = number;
         bool asked = !dynamic;
@@ -202,28 +232,28 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
         };
         for (; walk.after(step) > 0; step = walk.next(step)) {
             load_k(tile, walk.tile(walk.next(step)));
-            bool near_end = walk.after(step) <= 2;
-            if (near_end) ask();
+            if (walk.after(step) <= (EARLY ? 3 : 2)) ask();
             load_v(tile, walk.tile(step));
             load_pairs(tile, walk.tile(walk.next(step)));
-            int after = number + gridDim.x;
-            if (EARLY && !dynamic && !early && near_end && after < total) {
+            int after = gridDim.x + ticket;
+            if (EARLY && !early && walk.after(step) <= 2 && after < total) {
                 next = schedule.tile(after);
                 load_q(next, after);
                 early = true;
             }
         }
         ask();
-        if (RIDE)
+        if (NEXT_Q)
             before = tile, last_before = any ? walk.tile(step) : -1;
         else if (any)
             load_v(tile, walk.tile(step));
         if (dynamic) tickets.settle(ticket, total - 1);
         number = gridDim.x + ticket;
     }
-    s.q.wait_empty();
-    s.tell_end();
-    mbarrier_arrive(s.q.full());
-    s.q.advance();
-    if (RIDE && last_before >= 0) load_v(before, last_before);
+    load_before();
+    s.for_parts([&](int) {
+        s.q.wait_empty();
+        s.tell_end();
+        mbarrier_arrive(s.q.full());
+    });
 }

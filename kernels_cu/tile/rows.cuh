@@ -51,26 +51,40 @@ __device__ void store_floats(const Accumulator<M, N>& sum, T* to, long long stri
     store_float_rows(sum, vectors, cols - col, [&](int r) -> T* { return row + r < rows ? to + (row + r) * stride + col : nullptr; });
 }
 
-// Eight numbers of a row from `col` on, of 16 or 8 bits.
-template <class T, class W>
-__device__ void store_eight(T* to, int col, int cols, bool vectors, const W& words) {
-    constexpr int EACH = 4 / sizeof(T);  // in a word
-    if (to == nullptr || col >= cols) return;
-    if (vectors) {
-        *(W*)(to + col) = words;
-    } else {
-        const unsigned* w = (const unsigned*)&words;
+// Two numbers rounded to T, the first in the lowest bits.
+template <class T, class From>
+__device__ unsigned rounded_pair(From x, From y) {
+    if constexpr (sizeof(T) == 1)
+        return pack4(x, y, From(0), From(0));
+    else
+        return pack2<T>(x, y);
+}
+
+// Rounded, one by one, where they are not aligned for more.
+template <int N, class F>
+__device__ void store_one_by_one(const Accumulator<1, N>& sum, int cols, F at) {
 #pragma unroll
-        for (int c = 0; c < 8; c++)
-            if (col + c < cols) to[col + c].bits = decltype(T::bits)(w[c / EACH] >> 8 * sizeof(T) * (c % EACH));
+    for (int h = 0; h < 2; h++) {
+        auto* to = at(sum.row(0, 2 * h));
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            unsigned two = rounded_pair<Out>(sum.x[0][n][2 * h], sum.x[0][n][2 * h + 1]);
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                int col = sum.column(n, e);
+                if (to != nullptr && col < cols) to[col].bits = decltype(to->bits)(two >> 8 * sizeof(Out) * e);
+            }
+        }
     }
 }
 
-// A row of `cols` elements begins at(row), null where there is none. A lane writes eight of it at once, where they are
-// so aligned (`vectors`), the four lanes of a row 32.
+// Rounded. A row of `cols` elements begins at(row), null where there is none. Where they are so aligned (`vectors`, of all lanes)
+// a lane writes eight of it at once, the four lanes of a row 32.
 template <int N, class F>
 __device__ void store_rows(const Accumulator<1, N>& sum, bool vectors, int cols, F at) {
     static_assert(N % 4 == 0);
+    // (By a vote the compiler knows that lanes do not part, here and at the shuffles.)
+    if (!__all_sync(~0u, vectors)) return store_one_by_one(sum, cols, at);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         auto* to = at(threadIdx.x % 32 / 4 + 8 * h);
@@ -78,19 +92,14 @@ __device__ void store_rows(const Accumulator<1, N>& sum, bool vectors, int cols,
         for (int n = 0; n < N; n += 4) {
             unsigned w[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float(&f)[4] = sum.x[0][n + i];
-                if constexpr (sizeof(Out) == 1)
-                    w[i] = pack4(f[2 * h], f[2 * h + 1], 0, 0);
-                else
-                    w[i] = pack2<Out>(f[2 * h], f[2 * h + 1]);
-            }
+            for (int i = 0; i < 4; i++) w[i] = rounded_pair<Out>(sum.x[0][n + i][2 * h], sum.x[0][n + i][2 * h + 1]);
             transpose_quad(w);
             int col = 8 * (n + threadIdx.x % 4);
+            if (to == nullptr || col >= cols) continue;
             if constexpr (sizeof(Out) == 1)
-                store_eight(to, col, cols, vectors, uint2{w[0] | w[1] << 16, w[2] | w[3] << 16});
+                *(uint2*)(to + col) = uint2{w[0] | w[1] << 16, w[2] | w[3] << 16};
             else
-                store_eight(to, col, cols, vectors, make_uint4(w[0], w[1], w[2], w[3]));
+                *(uint4*)(to + col) = make_uint4(w[0], w[1], w[2], w[3]);
         }
     }
 }

@@ -8,6 +8,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
+#include "tile/rows.cuh"
 
 // A row of 32 bytes of K is what a product takes at once.
 template <class T>
@@ -35,6 +36,11 @@ struct SwizzledTile {
     __device__ void load(const TensorMap& map, unsigned barrier, int row, int head, int batch, int column = 0) const {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) tma_load(base + b * BLOCK_BYTES, map, barrier, column + WIDTH * b, row, head, batch);
+    }
+
+    // Fill a box of rows, from `first` of the tile on.
+    __device__ void load_rows(const TensorMap& map, unsigned barrier, int first, int row, int head, int batch) const {
+        SwizzledTile{base + 128 * first}.load(map, barrier, row, head, batch);
     }
 
     // Store a box of rows, from `first` of the tile to `row` of the array on. By one thread.
@@ -207,4 +213,34 @@ __device__ void store_rounded(const Accumulator<1, N>& sum, Tile tile, int row, 
         stmatrix_x2_transposed(tile.address(row + 8 * (N - 1) + lane % 8, col + lane / 8 % 2 * 8), pack2<T, RELU>(f[0], f[1]),
                                pack2<T, RELU>(f[2], f[3]));
     }
+}
+
+// As store_rows (tile/rows.cuh), through 16 rows of 64 columns in shared memory that are the warp's own: half as many instructions.
+using Strip = SwizzledTile<16, 64, Out>;
+
+template <int N, class F>
+__device__ void store_rows_through(Strip strip, const Accumulator<1, N>& sum, bool vectors, int cols, F at) {
+    static_assert(N % 4 == 0);
+    if (!__all_sync(~0u, vectors)) return store_one_by_one(sum, cols, at);
+    int lane = threadIdx.x % 32, row = lane / 8, own = lane % 8 * 8;
+    Out* to[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) to[i] = at(row + 4 * i);
+    for_constants<(N + 7) / 8>([&](auto block) {
+        constexpr int FIRST = 8 * block.value, COUNT = N - FIRST < 8 ? N - FIRST : 8;
+        Accumulator<1, COUNT> part;
+#pragma unroll
+        for (int n = 0; n < COUNT; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) part.x[0][n][e] = sum.x[0][FIRST + n][e];
+        __syncwarp();  // what was there before has been read
+        store_rounded(part, strip, 0, 0);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int col = 8 * FIRST + own;
+            uint4 words = load_shared_16(strip.address(row + 4 * i, own));
+            if (to[i] != nullptr && own < 8 * COUNT && col < cols) *(uint4*)(to[i] + col) = words;
+        }
+    });
 }

@@ -11,6 +11,12 @@ inline double exp2_approx(double x) {
     return y < 0x1p-1021 ? 0 : y;
 }
 
+inline float reciprocal_approx(float x) { return std::fabs(x) < 0x1p-126f ? INFINITY : 1 / x; }
+inline double reciprocal_approx(double x) { return 1 / x; }
+
+inline float log_approx(float x) { return x < 0x1p-126f ? -INFINITY : std::log(x); }
+inline double log_approx(double x) { return std::log(x); }
+
 constexpr Accum LOG2_E = 1.4426950408889634, LN_2 = 0.6931471805599453;
 
 inline float larger(float x, float y) { return std::fmax(x, y); }

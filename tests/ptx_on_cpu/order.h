@@ -2,4 +2,3 @@
 #pragma once
 
 inline void mark_changed(float&) {}
-inline void mark_needed(float) {}

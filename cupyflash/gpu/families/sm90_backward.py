@@ -13,7 +13,7 @@ from ...problem import AttentionProblem
 from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, pad, scored
 from .sm80 import both_ways
-from .sm90_memory import BARRIERS, FEW, PairTiles, padded, pair_stages, room
+from .sm90_memory import BARRIERS, FEW, PairTiles, dots, padded, pair_stages, room
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     share_sums = 128 * t.sums(dim, dim_v)  # numbers of one of them
     parts = 1 if whole else _finish_parts(t, dim, kv_heads * tiles, max(1, finish.warps) * clusters * cluster)
     constants: tuple[tuple[str, int | bool], ...] = (
-        ("DIM", dim), ("DIM_V", dim_v), ("ROWS", t.rows), ("KEYS", t.keys), ("GROUPS", t.groups), ("CLUSTER", cluster),
+        ("DIM", dim), ("DIM_V", dim_v), *dots(problem), ("ROWS", t.rows), ("KEYS", t.keys), ("GROUPS", t.groups), ("CLUSTER", cluster),
         ("STAGES", t.stages), ("DO_STAGES", t.do_stages), ("FINISHERS", finish.warps),
         ("FINISH_FRAGMENTS", finish.fragments), ("FINISH_STAGES", finish.stages), ("FINISH_PARTS", parts), ("SHARED_MEMORY", size),
         *pairs.constants(), *features(problem), ("DETERMINISTIC", problem.deterministic and not whole),

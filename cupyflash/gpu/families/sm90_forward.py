@@ -13,7 +13,7 @@ from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
 from ..score import light
 from . import shares
-from .sm90_memory import BARRIERS, FEW, PairTiles, padded, pair_stages, paired, room
+from .sm90_memory import BARRIERS, FEW, PairTiles, dots, padded, pair_stages, paired, room
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ FORWARD = (
     ForwardTile(2, 128, 2, dim=128, scored=False),
     # Addresses of the tile before, under a causal mask with slopes; with dropout, whose seed is in memory, words of its numbers.
     ForwardTile(2, 128, 2, spills=240, dim=128),
-    ForwardTile(2, 128, 2, dim=192, scored=False),
+    ForwardTile(2, 128, 2, spills=64, dim=192, scored=False),  # addresses, once per tile; under a causal mask none
     ForwardTile(2, 128, 2, spills=96, dim=192),
     ForwardTile(2, 96, 2, dim=192, scored=False),
     ForwardTile(2, 96, 2, spills=144, dim=192),
-    ForwardTile(2, 64, 2, banded=True, scored=False),
-    ForwardTile(2, 64, 2, spills=168, banded=True),
+    ForwardTile(2, 64, 2, spills=64, banded=True, scored=False),  # with a window and a key mask; else none
+    ForwardTile(2, 64, 2, spills=208, banded=True),
     ForwardTile(2, 80, 2, spills=64, scored=False),  # where Q and K are narrow and V is not; else none
     ForwardTile(2, 80, 2, spills=64),
     # Where a mask or a bias leaves less room.
@@ -93,7 +93,7 @@ TIMED_OVERLOAD = 1.08  # where it is reckoned in seconds, which are right within
 PACKS = (64, 16, 8, 4, 2)
 PACKED = (
     ForwardTile(2, 128, 4, dim=64),
-    ForwardTile(2, 128, 2, spills=96, dim=128),
+    ForwardTile(2, 128, 2, spills=192, dim=128),
 )
 # Of 8 bits. Where keys or columns are no more than 64, the upper half of a row of shared memory is empty.
 EIGHT = (
@@ -110,13 +110,13 @@ EIGHT = (
 # With a block mask first those whose 128 queries are a block of most masks.
 LISTED = (
     ForwardTile(2, 128, 4, dim=64, scored=False),
-    ForwardTile(2, 128, 2, dim=128, scored=False),
+    ForwardTile(2, 128, 2, spills=16, dim=128, scored=False),
     ForwardTile(2, 64, 3, 2, spills=160, dim=32),
 )
 # Where they do not, and keys are few too, two or three warpgroups would have rows that nobody asked for.
 SHORT = (
     SMALL,
-    ForwardTile(1, 64, 4, 2, dim=64),
+    ForwardTile(1, 64, 4, 2, spills=24, dim=64),
     ForwardTile(1, 64, 2, 2, spills=16, dim=128),  # with everything at once
 )
 
@@ -146,6 +146,9 @@ SHARE_SPILLS = 560  # more, with scores or dropout: addresses of a share, where 
 
 # Tensor cores sum P V of 8 bits over so many keys, or half as many more (kernels_cu/sm90/long_sums.cuh).
 SUM_KEYS = 2048
+# How the output leaves through shared memory: all of a tile by the copy engine, or 16 rows by 64 columns of a warp at a time.
+STAGED, STRIPS = "staged", "strips"
+STRIP_ROW = 128  # bytes
 TURNED_KEYS = 128  # of the block that turns V (kernels_cu/sm90/turned_values.cuh)
 
 
@@ -159,7 +162,7 @@ def forward_memory(
     dim: int,
     dim_v: int,
     q_stages: int,
-    o_staged: bool,
+    output: str | None,
     pairs: PairTiles,
     size: int = 2,
     summed: bool = False,
@@ -168,7 +171,8 @@ def forward_memory(
     row = pad(size * dim, 128)  # bytes in shared memory
     values = t.keys * pad(size * dim_v, 128) if size > 1 else dim_v * pad(t.keys, 128)
     rings = t.stages * (t.keys * row + values) + pairs.memory(t.rows, t.keys) + BARRIERS
-    return rings + t.rows * (q_stages * row + (o_staged or summed) * pad(2 * dim_v, 128))
+    whole = (output == STAGED or summed) * pad(2 * dim_v, 128)
+    return rings + t.rows * (q_stages * row + whole + (output == STRIPS) * STRIP_ROW)
 
 
 class ForwardFit(NamedTuple):
@@ -176,7 +180,7 @@ class ForwardFit(NamedTuple):
 
     tile: ForwardTile
     q_stages: int
-    o_staged: bool
+    output: str | None
     pairs: PairTiles
     packed: bool
     sum_keys: int  # of how many keys there are sums of O; 0: of all
@@ -236,18 +240,21 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
     rows: tuple[ForwardTile, ...] = (
         (*([TILES.tile(tile)] if tile else ()), *EIGHT) if eight else TILES.rows(tile, first)
     )
-    # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And has the output shared memory to
-    # leave through? It leaves in boxes of one head.
-    staged = not packed and problem.result_dtype != FLOAT8  # in boxes of 16-bit numbers
     sum_keys = SUM_KEYS if eight and 2 * problem.seq_k > 3 * SUM_KEYS else 0
-    beside = [(q, o, n) for n in pair_stages(problem) for q, o in ((2, staged), (2, False), (1, False))]
-    for t, (q_stages, o_staged, in_flight) in itertools.product(rows, beside):
+    # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And what shared memory has the output to
+    # leave through? All of it leaves in boxes of one head, and of 16-bit numbers. (Beside two of Q strips would
+    # spill.)
+    staged = STAGED if problem.result_dtype != FLOAT8 and not packed else None
+    strips = STRIPS if problem.result_dtype != FLOAT8 and not sum_keys else None
+    places = ((2, staged), (2, None), (1, strips), (1, None))
+    beside = [(q, o, n) for n in pair_stages(problem) for q, o in places]
+    for t, (q_stages, output, in_flight) in itertools.product(rows, beside):
         pairs = PairTiles(problem, in_flight)
-        size = forward_memory(t, dim, dim_v, q_stages, o_staged, pairs, ITEMSIZE[problem.dtype], sum_keys > 0)
+        size = forward_memory(t, dim, dim_v, q_stages, output, pairs, ITEMSIZE[problem.dtype], sum_keys > 0)
         fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, busy)
         fits = fits and t.crowded in (None, crowded) and (not packed or _pack(problem, t) > 1)
         if fits and size <= room(arch, t.blocks):
-            return ForwardFit(t, q_stages, o_staged, pairs, packed, sum_keys, size)
+            return ForwardFit(t, q_stages, output, pairs, packed, sum_keys, size)
     return None
 
 
@@ -280,12 +287,14 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     found = fit(problem, arch, tile)
     if found is None:
         raise ValueError(f"no sm90 forward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
-    t, q_stages, o_staged, pairs, packed, sum_keys, size = found
+    t, q_stages, output, pairs, packed, sum_keys, size = found
     dim, dim_v = padded(problem)
     listed = problem.block_mask is not None
     banded = listed or problem.left is not None or problem.right is not None
     pack = _pack(problem, t) if packed else 1
     span = t.rows // pack  # queries of each of `pack` heads
+    # Whether warpgroups have their rows of Q each by itself. Of three the loading thread has no registers for it.
+    own_q = q_stages == 1 and pack == 1 and t.groups * t.blocks < 3
     tiles = _tiles(problem, t, pack)
     if tiles >= 2**30:
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
@@ -295,8 +304,8 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     grid = min(tiles * parts, t.blocks * arch.sms)
     dynamic = not alike and tiles * parts > grid
     constants = (
-        ("DIM", dim), ("DIM_V", dim_v), ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys), ("STAGES", t.stages),
-        ("Q_STAGES", q_stages), ("O_STAGED", o_staged), ("PACK", pack), ("SHARES", parts > 1), ("SHARED_MEMORY", size), *pairs.constants(),
+        ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys), ("STAGES", t.stages),
+        ("Q_STAGES", q_stages), ("OWN_Q", own_q), ("O_STAGED", output == STAGED), ("O_STRIPS", output == STRIPS), ("PACK", pack), ("SHARES", parts > 1), ("SHARED_MEMORY", size), *pairs.constants(),
         *features(problem), ("SUM_TILES", sum_keys // t.keys),
     )  # fmt: skip
     launches = [Launch("attention_forward", grid, 128 * (t.groups + 1), size)]
@@ -312,7 +321,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     return KernelPlan(
         "sm90", arch.name, problem.dtype, False, "sm90/forward.cu", constants,
         tuple(launches), 16, tuple(spaces), t.spills + (parts > 1 and _busy(problem)) * SHARE_SPILLS,
-        (*pairs.boxes(t.rows), Box("q", span, pack), Box("k", t.keys), values, Box("out", 64)),
+        (*pairs.boxes(t.rows), Box("q", 64 if own_q else span, pack), Box("k", t.keys), values, Box("out", 64)),
         (("shares", parts),), problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
         out_dtype=problem.out_dtype,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..device import Arch
-from ..kernel_plan import PAIRWISE, Box, ceil
+from ..kernel_plan import PAIRWISE, Box, ceil, pad
 
 DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
 FEW = 64  # queries, or keys: fewer than most tiles have
@@ -20,6 +20,12 @@ def padded(problem: AttentionProblem) -> tuple[int, int]:
     least = DIMS[0] if max(problem.dim, problem.dim_v) <= DIMS[0] and problem.dtype != FLOAT8 else 64
     dim, dim_v = (next(d for d in DIMS if max(n, least) <= d) for n in (problem.dim, problem.dim_v))
     return dim, dim_v
+
+
+def dots(problem: AttentionProblem) -> tuple[tuple[str, int], ...]:
+    """Columns that a product's sum runs along, of Q and K and of dO and V, as constants: less padding, in steps of 32 bytes."""
+    step = 32 // ITEMSIZE[problem.dtype]
+    return ("DOT", pad(problem.dim, step)), ("DOT_V", pad(problem.dim_v, step))
 
 
 def pair_stages(problem: AttentionProblem) -> tuple[int, ...]:
