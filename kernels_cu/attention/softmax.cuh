@@ -160,7 +160,7 @@ struct OnlineSoftmax {
                         x = exp2_approx(exponent(x, factor[m][e / 2], offset[m][e / 2]));
                         added[m][e / 2] += x;
                     }
-            if constexpr (PARTS > 1) {  // here, not before or behind other parts
+            if constexpr (PARTS > 1) {  // so that exponentials stay between their parts, more or less
 #pragma unroll
                 for (int m = 0; m < M; m++)
 #pragma unroll

@@ -3,8 +3,8 @@
 //
 // One thread block stays on each multiprocessor and takes tile after tile of queries. Its first warpgroup only loads
 // (forward_tiles.cuh). The others each own 64 rows: the tensor cores compute S = Q K^T of one key tile and O += P V of the
-// tile before in the background (wgmma), and under P V the threads do the softmax of S. O leaves through shared memory, by
-// the copy engine again, where there is room for it.
+// tile before in the background (wgmma), and under P V the threads do the softmax of S. O leaves through shared memory
+// where there is room for it, by the copy engine again if there is room for all of it.
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/shares.cuh"
@@ -27,12 +27,15 @@ constexpr bool BLIND =
     !TURNED && DIM <= 192 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS && !(DROPOUT && (ALIBI_SLOPES || SEED));
 constexpr bool WARP_VOTE = ROOMY;
 
-// Whether O += P V is issued slice by slice between these exponentials. (With what else is between them the compiler would make the
-// products wait for each other.)
-constexpr bool SLICED = BLIND && !NEAR_CAPS && !DROPOUT;
+// Whether O += P V is issued in slices of 16 keys between these exponentials, SLICES_AHEAD of them with S. At 128 columns that
+// costs power, and pays only where a block has one long tile, whose warpgroups may fall in step. (With what else is between
+// exponentials the compiler would make the products wait for each other.)
+constexpr bool SLICED = BLIND && !NEAR_CAPS && !DROPOUT && ((DIM < 128 && DIM_V < 128) || SHARES);
+constexpr int SLICES_AHEAD = 2;
 
 // Whether a warpgroup that sees no more than half of its first key tile computes only that.
 constexpr bool CUT_FIRST = walk::TESTS_FIRST && KEYS == 128 && !walk::LISTED;
+static_assert((CUT_FIRST ? KEYS / 2 : KEYS) / 16 >= SLICES_AHEAD);
 
 // A warpgroup with 64 rows of every tile.
 struct Worker {
@@ -116,6 +119,8 @@ struct Worker {
     // S = Q K^T, or its first columns, in the background.
     template <int N>
     __device__ void start_scores(Accumulator<1, N>& scores) const {
+        // Else the addresses of its rows of Q are held in uniform registers, and more than there are (192 / 128 columns).
+        mark_read(group);
         start_ABt<DOT>(scores, s.q_tile(), first_row, s.k_tile());
     }
 
@@ -211,21 +216,22 @@ struct Worker {
     // What `exponentiate_blindly` takes of a score.
     __device__ static float exponent_of(float s, float factor, float x) { return fmaf(s, factor, x); }
 
-    // Exponentials, and between them O += P V of the tile before, of so many of its keys: a product is not begun before the one before
-    // it ends, and who asks for them all at once waits for that.
+    // Exponentials, and between them O += P V of the first COUNT keys of the tile before, but for SLICES_AHEAD: a warp that
+    // issues a product stands still while the one before runs.
     template <int COUNT, int N>
     __device__ bool exponentiate_and_add(Accumulator<1, N>& scores, float (&added)[1][2]) {
         auto values = s.v_tile();
         wgmma_fence();
-        bool fits = softmax.template exponentiate_blindly<COUNT / 16>(scores, added, exponent_of, [&](auto n) {
-            wgmma(o.x[0], probabilities.x[n.value], values.down_columns(n.value), Product());
+        bool fits = softmax.template exponentiate_blindly<COUNT / 16>(scores, added, exponent_of, [&](auto part) {
+            constexpr int n = part.value + SLICES_AHEAD;
+            if constexpr (n < COUNT / 16) wgmma(o.x[0], probabilities.x[n], values.down_columns(n), Product());
         });
         wgmma_commit();
         return fits;
     }
 
-    // A key tile, whose K is there: S = Q K^T, its softmax, and O += P V of the tile before. The next K is waited for before P V
-    // is: that branch also keeps the compiler from moving the softmax behind the wait for P V.
+    // A key tile, whose K is there: S = Q K^T, its softmax, and O += P V of the tile before. The next K is waited for before
+    // P V is: that branch also keeps the compiler from moving the softmax behind the wait for P V.
     __device__ void visit(int step, bool tests) {
         Accumulator<1, KEYS / 8> scores;
         start_scores(scores);
@@ -269,7 +275,8 @@ struct Worker {
                 fits = softmax.template exponentiate_blindly<1>(scores, added, exponent_of, [](auto) {});
             } else {
                 s.v.wait_full();
-                wgmma_wait<0>();
+                start_values<16 * SLICES_AHEAD>();
+                wgmma_wait<1>();
                 changed(scores);
                 mask(scores, step, false);
                 if (CUT_FIRST && half)

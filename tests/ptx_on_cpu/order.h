@@ -2,3 +2,4 @@
 #pragma once
 
 inline void mark_changed(float&) {}
+inline void mark_read(int) {}

@@ -50,7 +50,7 @@ FORWARD = (
     ForwardTile(2, 128, 2, dim=128, scored=False),
     # Addresses of the tile before, under a causal mask with slopes; with dropout, whose seed is in memory, words of its numbers.
     ForwardTile(2, 128, 2, spills=240, dim=128),
-    ForwardTile(2, 128, 2, spills=64, dim=192, scored=False),  # addresses, once per tile; under a causal mask none
+    ForwardTile(2, 128, 2, dim=192, scored=False),
     ForwardTile(2, 128, 2, spills=96, dim=192),
     ForwardTile(2, 96, 2, dim=192, scored=False),
     ForwardTile(2, 96, 2, spills=144, dim=192),
