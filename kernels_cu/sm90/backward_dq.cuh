@@ -42,7 +42,12 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
                 if (DETERMINISTIC) wait_for_turn(p, counters, t, head, i, n);
                 bool first = FIRST_STORES && adding_to(p, head, i).rank(t.number) == 0;
                 if (FIRST_STORES && !first) {
-                    while (load_acquire(counters.added + n) == 0) {
+                    if (load_acquire(counters.added + n) == 0) {
+                        tma_wait<0>();  // what is owed first: else key tiles would wait for each other in a chain
+                        if (last != -1) add_release(counters.added + last, 1);
+                        last = -1;
+                        while (load_acquire(counters.added + n) == 0) {
+                        }
                     }
                     fence_async_global();
                 }
@@ -237,6 +242,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
             fence_async_global();
         }
         if (FIRST_STORES && __any_sync(~0u, none)) {
+            __syncwarp();
             clear();
             fence_async_global();
             __syncwarp();

@@ -258,7 +258,8 @@ def _few_add(problem: AttentionProblem, t: BackwardTile) -> bool:
     """Whether a window lets few key tiles add to each tile of dQ: then the first stores, and there need be no zeros."""
     if problem.left is None or problem.right is None or problem.block_mask is not None or problem.deterministic:
         return False
-    return problem.left + problem.right <= FEW_ADD * t.keys
+    # (Short beside the sequence: key tiles start from the last one, which under a causal mask has the fewest queries.)
+    return problem.left + problem.right <= min(FEW_ADD * t.keys, problem.seq_k // 4)
 
 
 def _finish_parts(t: BackwardTile, dim: int, tiles: int, warps: int) -> int:
