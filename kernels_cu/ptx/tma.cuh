@@ -44,6 +44,12 @@ __device__ inline void bulk_add(float* global, unsigned shared, int bytes) {
                  : "memory");
 }
 
+// Copy them there.
+__device__ inline void bulk_store(float* global, unsigned shared, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+                 : "memory");
+}
+
 // The thread's stores since the last commit become one group.
 __device__ inline void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 

@@ -1,5 +1,6 @@
 // How dQ leaves: parts are added to float32 sums in memory; sums to which every key tile has added are turned to rows of
 // dQ by warps that have nothing else to do. Only sums of heads under work lie in memory, so that the L2 cache holds them.
+// They begin as zeros, or (FIRST_STORES: few key tiles add to each) as the part of the first to come by its ticket.
 // Where a key tile has all keys (WHOLE_DQ) its part is all of dQ, and leaves as rows.
 #pragma once
 #include "ptx/global.cuh"
@@ -39,6 +40,17 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
             int shift = counters.shift(p, t.share), last = -1;
             for_query_tiles(p, t, [&](const Head& head, int i, int n, TileBits) {
                 if (DETERMINISTIC) wait_for_turn(p, counters, t, head, i, n);
+                bool first = FIRST_STORES && adding_to(p, head, i).rank(t.number) == 0;
+                if (FIRST_STORES && !first) {
+                    if (load_acquire(counters.added + n) == 0) {
+                        tma_wait<0>();  // what is owed first: else key tiles would wait for each other in a chain
+                        if (last != -1) add_release(counters.added + last, 1);
+                        last = -1;
+                        while (load_acquire(counters.added + n) == 0) {
+                        }
+                    }
+                    fence_async_global();
+                }
 #pragma unroll
                 for (int group = 0; group < GROUPS; group++) {
                     int column16 = SHARE_ROWS ? 0 : 4 * group;
@@ -46,7 +58,10 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
                     dq.barriers = s.dq(group).barriers;
                     dq.wait_full();
                     float* sums = dq_fragment(p, n + shift, column16, SHARE_ROWS ? group * ROW8S : 0);
-                    if (bytes > 0) bulk_add(sums, s.part(group), bytes);
+                    if (bytes > 0 && first)
+                        bulk_store(sums, s.part(group), bytes);
+                    else if (bytes > 0)
+                        bulk_add(sums, s.part(group), bytes);
                 }
                 tma_commit();
                 tma_wait_read();
@@ -163,8 +178,9 @@ __device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
 }
 
 // A warp that turns sums to rows, dQ = scale * dq_sum, of one tile of queries after the other, or of one of FINISH_PARTS parts of a
-// tile (some columns of it, or of half of its rows): FINISH_FRAGMENTS at a time, with FINISH_STAGES times as many under way. Zeros are left where the sums of other heads will be. A warp by itself
-// waits for nearly every instruction: there must be few of them for a byte.
+// tile (some columns of it, or of half of its rows): FINISH_FRAGMENTS at a time, with FINISH_STAGES times as many under way. Zeros are left
+// where the sums of other heads will be, if those do not store first. A warp by itself waits for nearly every instruction:
+// there must be few of them for a byte.
 __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
     constexpr int TWOS = FINISH_FRAGMENTS / 2;  // of fragments: 8 queries by 32 columns
     constexpr int FETCHES = DQ_TILE * 4 / FINISH_BYTES / FINISH_PARTS, DOWN = ROW8S / TWOS, ACROSS = DIM / 32;
@@ -194,8 +210,11 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
             __syncwarp();
             if (lane == 0) add_release(counters.clear + next, 1);
         };
-        if (next < p.resident) {
+        auto clear = [&] {
             for (int i = 0; i < DQ_TILE / 128 / FINISH_PARTS; i++) sums[32 * i] = make_float4(0, 0, 0, 0);
+        };
+        if (next < p.resident) {
+            if (!FIRST_STORES) clear();
             cleared();
             continue;
         }
@@ -213,12 +232,22 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
         }
         Place at = place(n, query_tiles<ROWS>(p), p.heads_q);
         Head head = Head::of_q(p, at.batch, at.head);
+        bool none = false;
         if (lane == 0) {
             unsigned adding = CLUSTER * adding_to(p, head, at.tile).count();
             while (load_acquire(counters.added + n) != adding) __nanosleep(32);
             // Where no key is seen the sums are zeros, once what lay here before is finished.
-            if (adding == 0) counters.wait_for_room(next - p.resident);
+            none = adding == 0;
+            if (none) counters.wait_for_room(next - p.resident);
             fence_async_global();
+        }
+        if (FIRST_STORES && __any_sync(~0u, none)) {
+            __syncwarp();
+            clear();
+            fence_async_global();
+            __syncwarp();
+        }
+        if (lane == 0) {
 #pragma unroll 1
             for (int c = 0; c < min(FINISH_STAGES, FETCHES); c++) fetch(sums + c * (FINISH_BYTES / 16), fetched + c);
         }
@@ -255,7 +284,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
                 if (SHARE_ROWS && c % (DOWN * ACROSS) == 0)
                     to += PART_ROWS * p.dq_strides.row - DIM, rows -= PART_ROWS, columns += DIM;
             }
-            if (again) {
+            if (again && !FIRST_STORES) {
 #pragma unroll
                 for (int i = 0; i < FINISH_BYTES / 512; i++) sums[32 * i] = make_float4(0, 0, 0, 0);
             }

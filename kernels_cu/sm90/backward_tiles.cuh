@@ -45,6 +45,7 @@ constexpr int CLUSTER_KEYS = CLUSTER * KEYS;
 using FarKTile = SwizzledTile<KEYS, 64 * GROUPS>;
 static_assert(CLUSTER == 1 || CLUSTERED && WIDE);
 static_assert(!SHARES || !walk::LISTED);
+static_assert(!FIRST_STORES || !CLUSTERED && !SHARES && !WHOLE_DQ && !walk::LISTED);
 
 // dQ^T of a tile is computed in parts of 64 columns by PART_ROWS queries, one for each worker of a cluster. Where there are
 // 64 columns only, two workers share out the rows.
@@ -260,7 +261,8 @@ struct Shared {
 
 // The thread blocks take tiles in the order of their numbers. With a causal mask later keys are seen by fewer
 // queries: in a group of heads whose Q, dO and dQ stay in the L2 cache, tiles with much to do come first. The
-// deterministic backward adds to a dQ tile in the order of the numbers. Of a list those with most to do come first.
+// deterministic backward adds to a dQ tile in the order of the numbers, and FIRST_STORES has the first of them store. Of a
+// list those with most to do come first.
 __device__ inline KeyTile key_tile(const Params& p, int number) {
     int tiles = key_tiles<CLUSTER_KEYS>(p), heads = Share::count(p);
     Dealt at = walk::LISTED && !DETERMINISTIC
@@ -268,7 +270,7 @@ __device__ inline KeyTile key_tile(const Params& p, int number) {
                    : deal(number, tiles, heads, p.together);
     KeyTile t(at.head, at.tile, Range{0, 0});
     Head head = t.head(p);
-    if (DETERMINISTIC)
+    if (DETERMINISTIC || FIRST_STORES)
         t.number = key_tile_in_turn(at.tile, tiles);
     else if (walk::LISTED)
         t.number = Visits::nth(p, head, p.query_lists, tiles, at.tile);

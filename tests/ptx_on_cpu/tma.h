@@ -110,15 +110,26 @@ inline void bulk_load(unsigned shared, const void* global, int bytes, unsigned b
     });
 }
 
-inline void bulk_add(float* global, unsigned shared, int bytes) {
-    if (bytes % 16 || (unsigned long long)global % 16) on_cpu::fail("a bulk addition of %d bytes to %p", bytes, global);
-    const char* from = on_cpu::at(*on_cpu::me->block, shared, bytes, 16);
-    on_cpu::note_hardware(*on_cpu::me->block, shared, bytes, false);
+namespace on_cpu {
+// f(to, x) for each of consecutive floats.
+template <class F>
+void bulk_out(float* global, unsigned shared, int bytes, F f) {
+    if (bytes % 16 || (unsigned long long)global % 16) fail("a bulk copy of %d bytes to %p", bytes, global);
+    const char* from = at(*me->block, shared, bytes, 16);
+    note_hardware(*me->block, shared, bytes, false);
     auto x = std::make_shared<std::vector<float>>(bytes / 4);
-    on_cpu::store_later([=] { memcpy(x->data(), from, bytes); },
-                        [=] {
-                            for (int i = 0; i < bytes / 4; i++) global[i] += (*x)[i];
-                        });
+    store_later([=] { memcpy(x->data(), from, bytes); },
+                [=] {
+                    for (int i = 0; i < bytes / 4; i++) f(global[i], (*x)[i]);
+                });
+}
+}  // namespace on_cpu
+
+inline void bulk_add(float* global, unsigned shared, int bytes) {
+    on_cpu::bulk_out(global, shared, bytes, [](float& to, float x) { to += x; });
+}
+inline void bulk_store(float* global, unsigned shared, int bytes) {
+    on_cpu::bulk_out(global, shared, bytes, [](float& to, float x) { to = x; });
 }
 
 inline void tma_commit() { on_cpu::me->stores.commit(); }

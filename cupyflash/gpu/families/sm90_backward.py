@@ -95,6 +95,7 @@ LONG_WALK, WORTH_SHARING = 24, 1.08  # from so many visits on, and where so much
 SHARE_SPILLS = 128  # bytes: where a share begins
 WHOLE_SPILLS = 48  # where the warp that sends dQ begins with a head
 FINISH_TICKETS = 4  # for each finishing warp, where tiles of dQ are taken in parts
+FEW_ADD = 8  # key tiles to each tile of dQ, in a window
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
 
 
@@ -206,7 +207,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         ("STAGES", t.stages), ("DO_STAGES", t.do_stages), ("FINISHERS", finish.warps),
         ("FINISH_FRAGMENTS", finish.fragments), ("FINISH_STAGES", finish.stages), ("FINISH_PARTS", parts), ("SHARED_MEMORY", size),
         *pairs.constants(), *features(problem), ("DETERMINISTIC", problem.deterministic and not whole),
-        ("VECTOR_RED", True),
+        ("FIRST_STORES", not whole and shares == 1 and cluster == 1 and _few_add(problem, t)), ("VECTOR_RED", True),
         ("SHARES", shares > 1), ("SHARE_SUMS", share_sums), ("WHOLE_DQ", whole),
     )  # fmt: skip
     launches = (
@@ -251,6 +252,14 @@ def _shares(problem: AttentionProblem, t: BackwardTile, clusters: int) -> int:
     least = min(times.values())
     best = next(n for n in tried if times[n] <= ENOUGH * least)  # the fewest: their sums take memory
     return best if times[best] * WORTH_SHARING < times[1] else 1
+
+
+def _few_add(problem: AttentionProblem, t: BackwardTile) -> bool:
+    """Whether a window lets few key tiles add to each tile of dQ: then the first stores, and there need be no zeros."""
+    if problem.left is None or problem.right is None or problem.block_mask is not None or problem.deterministic:
+        return False
+    # (Short beside the sequence: key tiles start from the last one, which under a causal mask has the fewest queries.)
+    return problem.left + problem.right <= min(FEW_ADD * t.keys, problem.seq_k // 4)
 
 
 def _finish_parts(t: BackwardTile, dim: int, tiles: int, warps: int) -> int:

@@ -303,9 +303,10 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     parts = dealt(problem, t, pack, arch).number
     grid = min(tiles * parts, t.blocks * arch.sms)
     dynamic = not alike and tiles * parts > grid
+    lone = tiles * parts == grid and t.groups > 1 and max(dim, dim_v) >= 128  # one tile for each block, where that matters
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys), ("STAGES", t.stages),
-        ("Q_STAGES", q_stages), ("OWN_Q", own_q), ("O_STAGED", output == STAGED), ("O_STRIPS", output == STRIPS), ("PACK", pack), ("SHARES", parts > 1), ("SHARED_MEMORY", size), *pairs.constants(),
+        ("Q_STAGES", q_stages), ("OWN_Q", own_q), ("O_STAGED", output == STAGED), ("O_STRIPS", output == STRIPS), ("PACK", pack), ("SHARES", parts > 1), ("LONE", lone), ("SHARED_MEMORY", size), *pairs.constants(),
         *features(problem), ("SUM_TILES", sum_keys // t.keys),
     )  # fmt: skip
     launches = [Launch("attention_forward", grid, 128 * (t.groups + 1), size)]
