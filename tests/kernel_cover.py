@@ -48,6 +48,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "capped": {"causal": "bottom_right", "right": 0, "softcap": 30.0},  # beside slopes a soft cap is computed in another way
     "slopes": {"causal": "bottom_right", "right": 0, "given": SLOPES, "softcap": 30.0},
     "dropped": {"causal": "bottom_right", "right": 0, "dropout": 0.1},
+    "window": {"left": 127, "right": 0},  # few key tiles add to a tile of dQ
     "everything": {
         "left": 100, "right": 50, "block_mask": ("batch", "head"), "given": GIVEN, "scale": -1.0, "softcap": 30.0, "dropout": 0.1,
         "deterministic": True,
@@ -123,8 +124,8 @@ def problems() -> Iterator[AttentionProblem]:
         for dims in DIMS:
             for name, fields in FEATURES.items():
                 left_out = {
-                    "float16": ("causal", "blocks", "slopes", "dropped"), "bfloat16": ("nothing",), "float32": ("capped",),
-                    "float64": ("capped",),
+                    "float16": ("causal", "blocks", "slopes", "dropped", "window"), "bfloat16": ("nothing",), "float32": ("capped", "window"),
+                    "float64": ("capped", "window"),
                 }  # fmt: skip
                 if name in left_out.get(dtype, ()):
                     continue
@@ -141,6 +142,7 @@ def problems() -> Iterator[AttentionProblem]:
                     if dims in ((64, 64), (128, 128)) and ITEMSIZE[dtype] == 2:  # tiles of one warpgroup
                         yield problem(dtype, *dims, batch=20, heads_k=8, seq_q=49, seq_k=49, **fields)
                         yield problem(dtype, *dims, batch=20, seq_k=77, **fields)  # a key tile has all keys
+    yield problem("bfloat16", 128, batch=1, heads_q=9, heads_k=9, seq_q=512, seq_k=50176)  # shares, of which a block has several
 
 
 FAMILY_ARCHS = [  # architectures from the oldest on

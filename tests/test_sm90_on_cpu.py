@@ -54,8 +54,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "in-turn": ("float16", {"heads": (4, 4), "seq": (70, 140), "batch": 6}, {}),  # more heads than sums of dQ have room
     # In windows the first key tile that adds to a tile of dQ stores; heads take the place of others; some queries see nothing.
-    "in-turn-window": ("float16", {"heads": (4, 2), "seq": (150, 630), "batch": 6}, {"window": (150, 0)}),
-    "unseen-window": ("bfloat16", {"heads": (3, 3), "seq": (630, 400), "dims": (128, 128), "batch": 4}, {"window": (80, 20)}),
+    "in-turn-window": ("float16", {"heads": (4, 2), "seq": (150, 1210), "batch": 6}, {"window": (150, 0)}),
+    "unseen-window": (
+        "bfloat16", {"heads": (3, 3), "seq": (960, 800), "dims": (128, 128), "batch": 4, "given": ("seed",)},
+        {"window": (80, 20), "dropout": 0.1},
+    ),
     "whole": ("float16", {"seq": (300, 77), "heads": (4, 2), "dims": (40, 64), "dlse": 1.0}, {}),  # a key tile has all keys
     "whole-unaligned": ("bfloat16", {"seq": (130, 128), "dims": (59, 64), "batch": 1}, {"rows_aligned": False}),
     "whole-128": (

@@ -37,15 +37,18 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
         KeyTile t = s.next_tile();
         if (t.none()) break;
         if constexpr (!CLUSTERED) {
-            int shift = counters.shift(p, t.share), last = -1;
+            int shift = counters.shift(p, t.share), owed = -1, begun = -1;  // tiles: added to but not told; begun, as was seen
+            auto tell = [&](int n) {
+                if (n != -1) add_release(counters.added + n, 1);
+            };
             for_query_tiles(p, t, [&](const Head& head, int i, int n, TileBits) {
                 if (DETERMINISTIC) wait_for_turn(p, counters, t, head, i, n);
                 bool first = FIRST_STORES && adding_to(p, head, i).rank(t.number) == 0;
                 if (FIRST_STORES && !first) {
-                    if (load_acquire(counters.added + n) == 0) {
+                    if (n != begun && load_acquire(counters.added + n) == 0) {
                         tma_wait<0>();  // what is owed first: else key tiles would wait for each other in a chain
-                        if (last != -1) add_release(counters.added + last, 1);
-                        last = -1;
+                        tell(owed);
+                        owed = -1;
                         while (load_acquire(counters.added + n) == 0) {
                         }
                     }
@@ -64,6 +67,8 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
                         bulk_add(sums, s.part(group), bytes);
                 }
                 tma_commit();
+                // A look ahead while that leaves. (Behind the last tile there is one more counter.)
+                if (FIRST_STORES) begun = load_acquire(counters.added + n + 1) != 0 ? n + 1 : -1;
                 tma_wait_read();
 #pragma unroll
                 for (int group = 0; group < GROUPS; group++) {
@@ -71,13 +76,19 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
                     mbarrier_arrive(dq.empty());
                 }
                 dq.advance();
-                tma_wait<DETERMINISTIC ? 0 : 1>();  // what was added at the step before (or at this) has arrived
-                int done = DETERMINISTIC ? n : last;
-                if (done != -1) add_release(counters.added + done, 1);
-                last = n;
+                if (DETERMINISTIC || first) {  // others wait for it
+                    tma_wait<0>();
+                    tell(owed);
+                    tell(n);
+                    owed = -1;
+                } else {
+                    tma_wait<1>();  // what was added at the step before has arrived
+                    tell(owed);
+                    owed = n;
+                }
             });
             tma_wait<0>();
-            if (!DETERMINISTIC && last != -1) add_release(counters.added + last, 1);
+            tell(owed);
         } else if constexpr (DETERMINISTIC) {  // the workers add when this thread says that it is their turn
             for_query_tiles(p, t, [&](const Head& head, int i, int n, TileBits) {
                 wait_for_turn(p, counters, t, head, i, n);

@@ -28,7 +28,7 @@ constexpr bool BLIND =
 constexpr bool WARP_VOTE = ROOMY;
 
 // Whether O += P V is issued in slices of 16 keys between these exponentials, SLICES_AHEAD of them with S. At 128 columns that
-// costs power, and pays only where a block has one tile (LONE), whose warpgroups begin in step. (With what else is between
+// costs power, and pays only where a block has one tile, a long one (LONE), whose warpgroups may stay in step. (With what else is between
 // exponentials the compiler would make the products wait for each other.)
 constexpr bool SLICED = BLIND && !NEAR_CAPS && !DROPOUT && ((DIM < 128 && DIM_V < 128) || LONE);
 constexpr int SLICES_AHEAD = 2;

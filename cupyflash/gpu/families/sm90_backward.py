@@ -95,7 +95,7 @@ LONG_WALK, WORTH_SHARING = 24, 1.08  # from so many visits on, and where so much
 SHARE_SPILLS = 128  # bytes: where a share begins
 WHOLE_SPILLS = 48  # where the warp that sends dQ begins with a head
 FINISH_TICKETS = 4  # for each finishing warp, where tiles of dQ are taken in parts
-FEW_ADD = 8  # key tiles to each tile of dQ, in a window
+FEW_ADD = 8  # key tiles to each tile of dQ, in a window of no more than this part of the keys
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
 
 
@@ -201,13 +201,14 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         kv_heads * key_tiles * cluster * t.groups if shares > 1 else 0
     )  # workers' keys whose sums are left in memory
     share_sums = 128 * t.sums(dim, dim_v)  # numbers of one of them
+    first_stores = not whole and shares == 1 and cluster == 1 and _few_add(problem, t)
     parts = 1 if whole else _finish_parts(t, dim, kv_heads * tiles, max(1, finish.warps) * clusters * cluster)
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", dim), ("DIM_V", dim_v), *dots(problem), ("ROWS", t.rows), ("KEYS", t.keys), ("GROUPS", t.groups), ("CLUSTER", cluster),
         ("STAGES", t.stages), ("DO_STAGES", t.do_stages), ("FINISHERS", finish.warps),
         ("FINISH_FRAGMENTS", finish.fragments), ("FINISH_STAGES", finish.stages), ("FINISH_PARTS", parts), ("SHARED_MEMORY", size),
         *pairs.constants(), *features(problem), ("DETERMINISTIC", problem.deterministic and not whole),
-        ("FIRST_STORES", not whole and shares == 1 and cluster == 1 and _few_add(problem, t)), ("VECTOR_RED", True),
+        ("FIRST_STORES", first_stores), ("VECTOR_RED", True),
         ("SHARES", shares > 1), ("SHARE_SUMS", share_sums), ("WHOLE_DQ", whole),
     )  # fmt: skip
     launches = (
@@ -221,7 +222,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
             "delta", "float32", (problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows), 2, t.rows), t.rows
         ),  # and lse
         Workspace("dq_sum", "float32", (0 if whole else resident * ceil(tiles, shares), t.rows * dim)),
-        Workspace("counters", "uint32", (2 + kv_heads * shares + kv_heads * tiles + summed,)),
+        Workspace("counters", "uint32", (2 + kv_heads * shares + kv_heads * tiles + max(summed, first_stores),)),
         Workspace("share_sums", "float32", (summed * shares, share_sums)),
     )
     out_rows = t.keys if t.wide else 64  # of dK and dV that leave at once: all, or a warpgroup's own
@@ -259,7 +260,7 @@ def _few_add(problem: AttentionProblem, t: BackwardTile) -> bool:
     if problem.left is None or problem.right is None or problem.block_mask is not None or problem.deterministic:
         return False
     # (Short beside the sequence: key tiles start from the last one, which under a causal mask has the fewest queries.)
-    return problem.left + problem.right <= min(FEW_ADD * t.keys, problem.seq_k // 4)
+    return problem.left + problem.right <= min(FEW_ADD * t.keys, problem.seq_k // FEW_ADD)
 
 
 def _finish_parts(t: BackwardTile, dim: int, tiles: int, warps: int) -> int:

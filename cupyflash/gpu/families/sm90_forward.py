@@ -87,6 +87,7 @@ FEW_KEYS = (
 # Times the least that a multiprocessor may have to compute: up to that they are taken in their order.
 NARROW_OVERLOAD, OVERLOAD = 1.25, 1.03
 TIMED_OVERLOAD = 1.08  # where it is reckoned in seconds, which are right within 10 %
+LONG_KEYS = 6144  # more keys than that are a long tile
 # Where heads share K and V and queries are few, a tile takes all queries of as many heads as it holds. Not of every
 # number: each is a kernel to compile. The rows are tried first there: three warpgroups would spill, and under a window
 # with key_mask two do, once per tile.
@@ -303,7 +304,9 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     parts = dealt(problem, t, pack, arch).number
     grid = min(tiles * parts, t.blocks * arch.sms)
     dynamic = not alike and tiles * parts > grid
-    lone = tiles * parts == grid and t.groups > 1 and max(dim, dim_v) >= 128  # one tile for each block, where that matters
+    # One tile for each block, and a long one: where products between exponentials pay above 96 columns, and can be.
+    wide = 128 <= max(dim, dim_v) and dim <= 192 and dim_v <= 128 and t.groups > 1
+    lone = wide and tiles * parts == grid and problem.seq_k > LONG_KEYS and not problem.dropout
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys), ("STAGES", t.stages),
         ("Q_STAGES", q_stages), ("OWN_Q", own_q), ("O_STAGED", output == STAGED), ("O_STRIPS", output == STRIPS), ("PACK", pack), ("SHARES", parts > 1), ("LONE", lone), ("SHARED_MEMORY", size), *pairs.constants(),
