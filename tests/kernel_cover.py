@@ -142,7 +142,9 @@ def problems() -> Iterator[AttentionProblem]:
                     if dims in ((64, 64), (128, 128)) and ITEMSIZE[dtype] == 2:  # tiles of one warpgroup
                         yield problem(dtype, *dims, batch=20, heads_k=8, seq_q=49, seq_k=49, **fields)
                         yield problem(dtype, *dims, batch=20, seq_k=77, **fields)  # a key tile has all keys
-    yield problem("bfloat16", 128, batch=1, heads_q=9, heads_k=9, seq_q=512, seq_k=50176)  # shares, of which a block has several
+    yield problem(
+        "bfloat16", 128, batch=1, heads_q=9, heads_k=9, seq_q=512, seq_k=50176
+    )  # shares, of which a block has several
 
 
 FAMILY_ARCHS = [  # architectures from the oldest on

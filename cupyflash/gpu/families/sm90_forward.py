@@ -304,8 +304,8 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     parts = dealt(problem, t, pack, arch).number
     grid = min(tiles * parts, t.blocks * arch.sms)
     dynamic = not alike and tiles * parts > grid
-    # One tile for each block, and a long one: where products between exponentials pay above 96 columns, and can be.
-    wide = 128 <= max(dim, dim_v) and dim <= 192 and dim_v <= 128 and t.groups > 1
+    # One tile for each block, and a long one: where products between exponentials pay at 128 columns, and can be.
+    wide = max(dim, dim_v) == 128 and t.groups > 1
     lone = wide and tiles * parts == grid and problem.seq_k > LONG_KEYS and not problem.dropout
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys), ("STAGES", t.stages),
