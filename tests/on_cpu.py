@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import mmap
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -86,7 +88,9 @@ def check(
         given = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, "key_mask": key_mask, **others}
         inputs = {name: Guarded(x.shape, x.dtype, x, aligned) for name, x in given.items() if x is not None}
         shapes_out = {name: getattr(exact, name).shape for name in ("out", "dq", "dk", "dv")}
-        results = {name: Guarded(shape, q.dtype, None, aligned and rows_aligned) for name, shape in shapes_out.items()}
+        results = {
+            name: Guarded(shape, q.dtype, None, aligned and rows_aligned, True) for name, shape in shapes_out.items()
+        }
         results["lse"] = Guarded(exact.lse.shape, problem.lse_dtype)
         run(libraries[0], plans[0], problem, results | inputs | spaces[0] | listed[0], last_first, arch.sms, seed)
         for name in ("out", "lse"):  # of the backward they are inputs
@@ -110,37 +114,53 @@ def check(
 
 
 class Guarded:
-    """An array amid memory that nobody may read or write. An input has `values`, which nobody may write either.
+    """An array amid memory that nobody may write; what lies further than 16 bytes behind it nobody may even read.
 
-    `rows_aligned`: rows start at multiples of 16 bytes, and what follows the values of one up to the
-    next such multiple is zeros, as the corridor pads it.
+    An input has `values`, which nobody may write either. With `rows_aligned` its rows start at multiples of 16 bytes, and
+    what follows the values of one up to the next such multiple is zeros, as the corridor pads it. With that, or `apart`, rows
+    have something of another between them. (An array that has no rows, of fewer axes, is one block.)
     """
 
-    AROUND = 1 << 20  # bytes
+    AROUND = 1 << 20  # bytes that are out of bounds, on both sides
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: Any, values: np.ndarray | None = None, rows_aligned: bool = False
+        self,
+        shape: tuple[int, ...],
+        dtype: Any,
+        values: np.ndarray | None = None,
+        rows_aligned: bool = False,
+        apart: bool = False,
     ) -> None:
-        self._dtype, self._around, self._columns = np.dtype(dtype), shape, shape[-1]
-        unit = max(1, 16 // self._dtype.itemsize)
+        self._dtype, self._shape = np.dtype(dtype), shape
+        size, whole = self._dtype.itemsize, shape[-1]
+        unit = max(1, 16 // size)
         if len(shape) == 4 and rows_aligned:
-            self._around = (*shape[:-1], -(-shape[-1] // unit) * unit + unit)
-        self._size = int(np.prod(self._around)) * self._dtype.itemsize
-        self._memory = np.full(self._size + 2 * self.AROUND, 0xFF, np.uint8)  # NaN, in every format
-        self._start = self.AROUND - self._memory.ctypes.data % 64
-        self.array = self._in(self._memory)[..., : self._columns]
+            whole = -(-whole // unit) * unit
+        row = whole + (unit if len(shape) == 4 and (rows_aligned or apart) else 0)
+        self._strides = (*[size * row * math.prod(shape[n + 1 : -1]) for n in range(len(shape) - 1)], size)
+        used = size * max(0, math.prod(shape[:-1]) * row - (row - whole))
+        used = -(-used // 16) * 16
+        room = -(-used // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE
+        self._start = room - used  # it ends where the page does
+        pages = np.frombuffer(mmap.mmap(-1, room + 2 * self.AROUND), np.uint8)
+        for forbidden in (0, self.AROUND + room):
+            at = ctypes.c_void_p(pages.ctypes.data + forbidden)
+            assert ctypes.CDLL(None).mprotect(at, ctypes.c_size_t(self.AROUND), 0) == 0
+        self._memory = pages[self.AROUND : self.AROUND + room]
+        self._memory[:] = 0xFF  # NaN, in every format
+        self.array = self._in(self._memory, shape)
         self._is_input = values is not None
         if values is not None:
-            self._in(self._memory)[..., : -(-self._columns // unit) * unit] = 0
+            self._in(self._memory, (*shape[:-1], whole))[...] = 0
             self.array[...] = values
         self._before = self._memory.copy()
 
-    def _in(self, memory: np.ndarray) -> np.ndarray:
-        return memory[self._start : self._start + self._size].view(self._dtype).reshape(self._around)
+    def _in(self, memory: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        return np.ndarray(shape, self._dtype, memory, self._start, self._strides)
 
     @property
     def pointer(self) -> int:
-        return self.array.ctypes.data
+        return self._memory.ctypes.data + self._start
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -150,7 +170,7 @@ class Guarded:
     def check(self, name: str) -> None:
         memory = self._memory.copy()
         if not self._is_input:
-            self._in(memory)[..., : self._columns] = self._in(self._before)[..., : self._columns]
+            self._in(memory, self._shape)[...] = self._in(self._before, self._shape)
         what = f"{name}, an input," if self._is_input else f"memory around {name}"
         assert np.array_equal(memory, self._before), f"{what} was written"
 
@@ -191,21 +211,23 @@ def run(
         array.check(name)
 
 
+def map_text(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: Box) -> bytes:
+    """A map as ptx_on_cpu/tma.h reads it, in the place of `tensormap.encode`."""
+    size = ITEMSIZE[dtype]
+    text = struct.pack(
+        "QQ4q3q5i", 0x70614D20726F736E, pointer, *shape, *strides, 128 // size, box.rows, box.heads, 1, size
+    )
+    return text.ljust(128, b"\0")
+
+
 def tensor_maps(
     kernels: KernelPlan, problem: AttentionProblem, arrays: dict[str, Guarded], strides: dict[str, tuple[int, ...]]
 ) -> bytes:
-    """What gpu/tensormap.py makes for a launch, each map as ptx_on_cpu/tma.h reads it in the place of the driver's."""
+    """What gpu/tensormap.py makes for a launch, but for the driver's part."""
     tensormap = pytest.importorskip("cupyflash.gpu.tensormap", reason="needs CuPy")
 
-    def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: Box) -> bytes:
-        size = ITEMSIZE[dtype]
-        text = struct.pack(
-            "QQ4q3q5i", 0x70614D20726F736E, pointer, *shape, *strides, 128 // size, box.rows, box.heads, 1, size
-        )
-        return text.ljust(tensormap.BYTES, b"\0")
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensormap, "encode", encode)
+        patch.setattr(tensormap, "encode", map_text)
         used = {box.array: arrays[box.array] for box in kernels.maps}
         make = tensormap.Maps(kernels, problem, {name: strides[name] for name in used})
         return make(*[x.pointer for x in used.values()])

@@ -8,6 +8,9 @@ import struct
 import numpy as np
 import pytest
 from cuda_on_cpu import Launch, as_cpp, compile_all, launch, needs_compiler
+from on_cpu import Guarded, map_text
+
+from cupyflash.gpu.kernel_plan import Box
 
 pytestmark = needs_compiler
 
@@ -95,6 +98,18 @@ void load(Params p) {
     p.out[threadIdx.x] = __uint_as_float(load_shared(bytes + 4 * threadIdx.x));
 }
 void bytes(Params p) { load<true>(p); }
+
+// A box of ones.
+void box(Params p, TensorMap map) {
+    for (int i = threadIdx.x; i < 256; i += 128) store_shared(shared_address(memory) + 4 * i, __float_as_uint(1));
+    fence_async();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        tma_store(map, shared_address(memory), 0, 0, 0, 0);
+        tma_commit();
+        tma_wait_read();
+    }
+}
 void fewer_bytes(Params p) { load<false>(p); }
 
 // A product of zeros; A and B are shared memory, which is zero.
@@ -134,9 +149,12 @@ WRONG = {  # and what is said of them, in one of the two orders or in both
 }
 
 
+KERNELS = [*RIGHT, *WRONG, "box"]
+
+
 @pytest.mark.parametrize("kernel", [*RIGHT, *WRONG])
 def test_machine(kernel: str) -> None:
-    (library,) = compile_all(as_cpp(SOURCE, [*RIGHT, *WRONG]))
+    (library,) = compile_all(as_cpp(SOURCE, KERNELS))
     given = np.arange(128, dtype=np.float32)
     expected = np.roll(given, -64) if "barrier" in kernel else given
     found = []
@@ -150,3 +168,58 @@ def test_machine(kernel: str) -> None:
         assert found == []
     else:
         assert found and all(re.search(WRONG[kernel], x) for x in found), found
+
+
+@pytest.mark.parametrize("columns", [3, 4, 5, 8])
+def test_a_box_is_cut_at_16_bytes_of_a_row(columns: int) -> None:
+    """Rows of a box lie in whole or not at all; along a row the engine writes 16 bytes at once."""
+    (library,) = compile_all(as_cpp(SOURCE, KERNELS))
+    out = np.zeros((1, 1, 4, 12), np.float32)
+    params = struct.pack("QQ", out.ctypes.data, 0)
+    text = map_text(out.ctypes.data, "float32", (columns, 3, 1, 1), (48, 192, 192), Box("out", 4))
+    for last_first in (False, True):
+        assert launch(library, "box", Launch(1, 128, 1, 1, 1024, 8192, last_first), params, text) is None
+        assert out[0, 0].any(0).tolist() == [n < (columns + 3) // 4 * 4 for n in range(12)]
+        assert out[0, 0].any(1).tolist() == [True] * 3 + [False]
+        out[...] = 0
+
+
+@pytest.mark.parametrize("stride, at", [(40, 0), (48, 8), (0, 0)])
+def test_a_map_that_the_driver_would_refuse(stride: int, at: int) -> None:
+    (library,) = compile_all(as_cpp(SOURCE, KERNELS))
+    out = np.zeros((1, 1, 4, 12), np.float32)
+    text = map_text(out.ctypes.data // 16 * 16 + at, "float32", (4, 3, 1, 1), (stride, 192, 192), Box("out", 4))
+    wrong = launch(library, "box", Launch(1, 128, 1, 1, 1024, 8192, False), struct.pack("QQ", 0, 0), text)
+    assert wrong is not None and "does not lie at 16 bytes" in wrong
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("size", [1, 128, 100_000])
+def test_guards(size: int, behind: bool) -> None:
+    """What lies before an array nobody may write, and what lies behind it nobody may read."""
+    (library,) = compile_all(as_cpp(SOURCE, KERNELS))
+    of = Guarded((size,), np.float32, np.zeros(size, np.float32))
+    of.check("x")
+    out = np.zeros(128, np.float32)
+    how = Launch(1, 128, 1, 1, 1024, 8192, False)
+    if behind:
+        first = of.pointer + -(-size // 4) * 16
+        wrong = launch(library, "wait", how, struct.pack("QQ", out.ctypes.data, first))
+        assert wrong is not None and "Segmentation fault" in wrong
+    else:
+        assert launch(library, "wait", how, struct.pack("QQ", of.pointer - 512, out.ctypes.data)) is None
+        with pytest.raises(AssertionError, match="x, an input, was written"):
+            of.check("x")
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("columns", [1, 8, 13])
+def test_guards_between_rows(columns: int, aligned: bool) -> None:
+    of = Guarded((2, 3, 2, columns), np.float16, None, aligned, apart=True)
+    row = of.array.strides[2] // 2
+    assert row >= columns + 8 and (row % 8 == 0 or not aligned)
+    of.array[...] = 0
+    of.check("x")
+    np.ndarray(1, np.float16, of._memory, of._start + 2 * columns)[...] = 0
+    with pytest.raises(AssertionError, match="memory around x was written"):
+        of.check("x")

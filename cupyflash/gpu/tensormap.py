@@ -21,8 +21,8 @@ _KEPT = 256  # addresses of an array whose maps are kept
 class Maps:
     """The maps that a plan's kernels take as their second parameter: those of `plan.maps`, in order.
 
-    Outputs come last, and behind them stands whether they are there: where one lies as no map can tell (rows that are not
-    16-byte aligned, negative strides) the kernel stores them by itself.
+    Outputs come last, and behind them stands whether they are there: where one lies as no map can tell (rows that do not
+    begin and end at 16 bytes, negative strides) the kernel stores them by itself.
     """
 
     def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, Sequence[int]]) -> None:
@@ -57,7 +57,9 @@ class Maps:
             self._arrays.append((dtype, shape, apart, box))
         self._inputs = sum(box.array not in OUTPUTS for box in plan.maps)
         outputs = self._arrays[self._inputs :]
-        self._mappable = all(0 < n < 2**40 and n % 16 == 0 for *_, apart, _ in outputs for n in apart)
+        # A store is cut at 16 bytes of a row, not at an element: it would write what follows a row that ends in between.
+        sizes = [n for dtype, shape, apart, _ in outputs for n in (shape[0] * ITEMSIZE[dtype], *apart)]
+        self._mappable = all(0 < n < 2**40 and n % 16 == 0 for n in sizes)
         # One by one: a caller that allocates its results has them at other addresses, and the rest where it was.
         self._map = functools.lru_cache(_KEPT * len(self._arrays))(lambda i, at: encode(at, *self._arrays[i]))
 

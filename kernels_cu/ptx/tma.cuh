@@ -1,5 +1,7 @@
 // The copy engine of Hopper moves boxes of a 4-dimensional array (column, row, head, batch), and consecutive bytes. What a
-// box has outside of the array is read as zeros, and not written.
+// box has outside of the array is read as zeros. It is not written either, but along a row only from the next 16 bytes on:
+// a store fills the last 16 of which a row has some (triton-lang/triton#11583). So rows of a result that end in between have no
+// map (gpu/tensormap.py).
 #pragma once
 
 // How an array lies in memory and what its boxes are: made by the driver (gpu/tensormap.py), opaque.

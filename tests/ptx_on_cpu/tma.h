@@ -18,11 +18,14 @@ struct MapText {
 };
 constexpr unsigned long long MAP_MAGIC = 0x70614d20726f736e;  // "nsor Map"
 
-// f(element in memory or null, element in shared memory, its bytes) for the elements of a box, 128-byte swizzled.
+// f(element in memory or null, element in shared memory, its bytes) for the elements of a box, 128-byte swizzled. Those
+// beyond a row's end are null, of a `store` only from the next multiple of 16 bytes on.
 template <class F>
-void each_of_box(const TensorMap& map, char* memory, unsigned shared, int column, int row, int head, int batch, F f) {
+void each_of_box(const TensorMap& map, char* memory, unsigned shared, int column, int row, int head, int batch,
+                 bool store, F f) {
     MapText m;
     memcpy(&m, map.bytes, sizeof m);
+    if (store) m.shape[0] = (m.shape[0] * m.size + 15) / 16 * 16 / m.size;
     for (int h = 0; h < m.box[2]; h++)
         for (int r = 0; r < m.box[1]; r++)
             for (int c = 0; c < m.box[0]; c++) {
@@ -39,10 +42,16 @@ void each_of_box(const TensorMap& map, char* memory, unsigned shared, int column
             }
 }
 
-inline int box_bytes(const TensorMap& map, unsigned shared) {
+// What the driver and the instruction ask of an array and of a box that begins at this column.
+inline int box_bytes(const TensorMap& map, unsigned shared, int column) {
     MapText m;
     memcpy(&m, map.bytes, sizeof m);
     if (m.magic != MAP_MAGIC) fail("there is no tensor map");
+    bool aligned = (unsigned long long)m.base % 16 == 0 && (long long)column * m.size % 16 == 0;
+    for (long long stride : m.strides) aligned &= stride % 16 == 0 && stride > 0 && stride < 1ll << 40;
+    if (!aligned) fail("a tensor map or a column (%d) that does not lie at 16 bytes", column);
+    for (long long length : m.shape)
+        if (length < 1 || length > 1ll << 32) fail("a tensor map with a length of %lld", length);
     if (m.box[0] * m.size != 128 || m.box[3] != 1 || m.box[1] < 1 || m.box[1] > 256)
         fail("a box of %d columns, %d rows, %d heads, %d batches", m.box[0], m.box[1], m.box[2], m.box[3]);
     int bytes = 128 * m.box[1] * m.box[2];
@@ -69,11 +78,11 @@ inline void tma_prefetch(const TensorMap& map) {}
 inline void tma_load(unsigned shared, const TensorMap& map, unsigned barrier, int column, int row, int head,
                      int batch) {
     char* memory = on_cpu::me->block->memory;
-    int bytes = on_cpu::box_bytes(map, shared);
+    int bytes = on_cpu::box_bytes(map, shared, column);
     on_cpu::note_hardware(*on_cpu::me->block, shared, bytes, true);
     on_cpu::Mbarrier* b = &on_cpu::mbarrier(barrier);
     on_cpu::in_background([=] {
-        on_cpu::each_of_box(map, memory, shared, column, row, head, batch,
+        on_cpu::each_of_box(map, memory, shared, column, row, head, batch, false,
                             [](const char* from, char* to, int size) {
                                 if (from)
                                     memcpy(to, from, size);
@@ -88,11 +97,11 @@ inline void tma_store(const TensorMap& map, unsigned shared, int column, int row
                       bool yes = true) {
     if (!yes) return;
     char* memory = on_cpu::me->block->memory;
-    auto box = std::make_shared<std::vector<char>>(on_cpu::box_bytes(map, shared));
+    auto box = std::make_shared<std::vector<char>>(on_cpu::box_bytes(map, shared, column));
     on_cpu::note_hardware(*on_cpu::me->block, shared, box->size(), false);
     on_cpu::store_later([=] { memcpy(box->data(), memory + shared, box->size()); },
                         [=] {
-                            on_cpu::each_of_box(map, box->data() - shared, shared, column, row, head, batch,
+                            on_cpu::each_of_box(map, box->data() - shared, shared, column, row, head, batch, true,
                                                 [](char* to, const char* from, int size) {
                                                     if (to) memcpy(to, from, size);
                                                 });
