@@ -137,7 +137,7 @@ def results(
     (library,) = compile_all(as_cpp(generate(chosen), [y.name for y in chosen.launches]))
     optional = x.descales | others | ({} if key_mask is None else {"key_mask": key_mask})
     inputs = {name: Guarded(a.shape, a.dtype, a, True) for name, a in zip("qkv", x[:3])}
-    inputs |= {name: Guarded(a.shape, a.dtype, a) for name, a in optional.items()}
+    inputs |= {name: Guarded(a.shape, a.dtype, a, True) for name, a in optional.items()}
     for use in chosen.lists:
         of_mask = options["block_mask"].list_for(use)
         inputs[use.name] = Guarded(of_mask.shape, of_mask.dtype, of_mask)
