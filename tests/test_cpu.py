@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -14,13 +12,12 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
-import threadpoolctl
 from criterion import assert_as_good, large_score_units
 from reference import DTYPES, draw, fresh_rng, references, state
 from semantics import draw_inputs
 
 from cupyflash import cpu
-from cupyflash.cpu import blas, crew, tiles
+from cupyflash.cpu import crew, tiles
 from cupyflash.cpu.pairs import Pairs
 
 
@@ -221,34 +218,6 @@ def test_one_thread_or_many(workers, monkeypatch):
         np.testing.assert_array_equal(first[name], second[name])
 
 
-def blas_threads():
-    return [x["num_threads"] for x in threadpoolctl.threadpool_info() if x["user_api"] == "blas"]
-
-
-def test_products_stay_on_the_thread_that_calls_them(monkeypatch):
-    """While a call lasts, of all that last at the same time; then BLAS has as many threads as before."""
-    seen, plain = [], tiles.product
-
-    def watched(*given, **more):
-        seen.append(blas_threads())
-        plain(*given, **more)
-
-    monkeypatch.setattr(sys.modules["cupyflash.cpu.forward"], "product", watched)
-    q, k, v, _ = arrays(fresh_rng(), "float32", 1, 20, 30, 2, 1, 8, 8)
-    with threadpoolctl.threadpool_limits(3, user_api="blas"):
-        before = blas_threads()
-        blas.one_thread.__enter__()  # another call, which begins earlier and ends later
-        cpu.forward(state(q, k, v), q, k, v)
-        assert set(blas_threads()) == {1}
-        blas.one_thread.__exit__()
-        assert blas_threads() == before and set(before) == {3}
-        monkeypatch.setattr(sys.modules["cupyflash.cpu.forward"], "product", lambda *a, **b: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            cpu.forward(state(q, k, v), q, k, v)
-        assert blas_threads() == before
-    assert seen and all(set(x) == {1} for x in seen)
-
-
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("given", ["", "bias", "key_mask"])
 def test_heads_that_are_put_together(given, group, monkeypatch):
@@ -287,45 +256,6 @@ def test_threads_that_are_asked_for(asked, found, monkeypatch):
     assert crew.threads() == (own if found is None else found)
 
 
-BITS = """
-import sys, hashlib, numpy as np
-from cupyflash import attention, attention_backward
-rng = np.random.default_rng(7)
-n = 1500
-for heads in (1, 3):
-    q, k, v, dout = (rng.standard_normal((1, n, heads, 40), "float32") for _ in range(4))
-    for shape in ((n, n), (heads, n, n), (n,), (n, 1), None):
-        given = {"bias": rng.standard_normal(shape, "float32")} if shape else {}
-        given |= {"alibi_slopes": np.full(heads, 0.01, "float32"), "sinks": np.zeros(heads, "float32")}
-        out, lse = attention(q, k, v, causal=True, return_lse=True, **given)
-        grads = attention_backward(dout, q, k, v, out, lse, causal=True, deterministic=True, wrt=given, **given)
-        results = (out, lse, *grads, *(getattr(grads, f"d{name}") for name in given))
-        print([hashlib.sha256(x.tobytes()).hexdigest() for x in results])
-"""
-
-
-def test_deterministic_gradients_do_not_depend_on_the_number_of_cores():
-    said = [run_python(BITS, OMP_NUM_THREADS=str(n)) for n in (1, 2, 3, 5)]
-    assert said[0] and all(x == said[0] for x in said)
-
-
-AFTER_THE_END = """
-import threading, time, numpy as np
-from cupyflash import attention, attention_backward
-def late():
-    threading.main_thread().join()
-    x = np.random.default_rng(0).standard_normal((1, 600, 4, 64), "float32")
-    out, lse = attention(x, x, x, return_lse=True)
-    grads = attention_backward(x, x, x, x, out, lse)
-    print("done", all(np.isfinite(g).all() for g in (out, *grads)))
-threading.Thread(target=late).start()
-"""
-
-
-def test_a_thread_that_outlives_the_main_thread():
-    assert run_python(AFTER_THE_END, OMP_NUM_THREADS="4").split() == ["done", "True"]
-
-
 def test_no_more_threads_can_be_had(monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")
@@ -347,52 +277,6 @@ def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
     q, k, v, _ = arrays(fresh_rng(), "float32", 1, 100, 90, 4, 2, 16, 16)
     with pytest.raises(MemoryError, match="no room"):
         cpu.forward(state(q, k, v), q, k, v)
-
-
-INTERRUPTED = """
-import os, signal, sys, threading, time, numpy as np
-from cupyflash import attention, attention_backward
-signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it is ignored
-shape = (1, 24000, 1, 128) if sys.argv[1] == "one head" else (9, 6000, 1, 128)
-x = np.ones(shape, "float32")
-out, lse = x, np.full((shape[0], 1, shape[1]), 20, "float32")
-bias = {} if sys.argv[1] == "one head" else {"bias": np.zeros((6000, 6000), "float32")}
-sent = []
-def send():
-    time.sleep(1)
-    sent.append(time.process_time())
-    os.kill(os.getpid(), signal.SIGINT)
-sender = threading.Thread(target=send)
-sender.start()
-try:
-    attention_backward(x, x, x, x, out, lse, wrt=bias, **bias)
-except KeyboardInterrupt:
-    spent = time.process_time() - sent[0]
-    sender.join()
-    print(spent, threading.active_count())
-"""
-
-
-@pytest.mark.parametrize("what", ["one head", "one bias"])
-@pytest.mark.parametrize("workers", ["1", "3"])
-def test_an_interrupt_does_not_wait_for_a_whole_head(workers, what):
-    """Of one that takes half a minute; nor do threads wait for their turn. And none works on behind it."""
-    seconds, left = run_python(INTERRUPTED, what, OMP_NUM_THREADS=workers).split()
-    assert float(seconds) < 8 and left == "1"  # one, of idle cores; of processors' time, as they may not be idle
-
-
-def run_python(code, *arguments, **environment):
-    """What a process prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        check=False,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("dtype, large", [("float32", 1e30), ("float64", 1e290)])

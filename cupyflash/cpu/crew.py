@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ def worth_threads(problem: AttentionProblem) -> bool:
 
 
 class Crew:
-    """Threads for one call, the caller's among them. NumPy lets go of the interpreter lock in products and element loops.
+    """Threads for one call; the caller waits. NumPy lets go of the interpreter lock in products and element loops.
 
     An interrupt, or an error in one thread, ends them all at their next step.
     """
@@ -35,40 +36,49 @@ class Crew:
 
     def run(self, task: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> None:
         """task(*a) for each a, taken in order."""
-        with one_thread:
-            self._run(task, iter(arguments))
-
-    def _run(self, task: Callable[..., None], waiting: Iterator[tuple[Any, ...]]) -> None:
-        lock = threading.Lock()
+        lock, waiting, inside, process = threading.Lock(), iter(arguments), list[None](), os.getpid()
 
         def work() -> None:
             try:
-                while True:
+                while not self.stopped:
                     with lock:
                         a = next(waiting, None)
-                    if a is None or self._error is not None:
+                    if a is None:
                         return
                     task(*a)
             except BaseException as error:  # noqa: BLE001 (raised again in the caller's thread)
                 self._error = self._error or error
 
+        def alone() -> None:
+            inside.append(None)
+            if not self.stopped:
+                with one_thread:
+                    work()
+            inside.pop()
+
         # Threads of our own, not a pool: pools take no work once the main thread has ended.
-        others: list[threading.Thread] = []
+        crew = [threading.Thread(target=alone, name="cupyflash", daemon=True) for _ in range(self.size)]
+        begun = 0
         try:
-            for _ in range(self.size - 1):
-                thread = threading.Thread(target=work, name="cupyflash", daemon=True)
+            for thread in crew:
                 try:
                     thread.start()
                 except RuntimeError:  # no more threads can be had: those that are there do it
                     break
-                others.append(thread)
-            work()
-            for thread in others:
+                begun += 1
+            if not begun:
+                work()
+            for thread in crew[:begun]:
                 thread.join()
-        except BaseException as error:  # noqa: BLE001 (an interrupt outside of a task, raised again below)
-            self._error = self._error or error
-            for thread in others:
-                thread.join()
+        except BaseException as error:
+            self._error = self._error or error  # who begins later does nothing
+            while inside and os.getpid() == process:
+                time.sleep(0.001)  # an interrupted join (Python 3.11) takes its thread for ended
+            raise
+        if os.getpid() != process:
+            raise RuntimeError(
+                "the process was forked while attention computed; its threads are not in the new process"
+            )
         if self._error is not None:
             raise self._error
 
