@@ -41,6 +41,8 @@ class BlockMask:
     """
 
     def __init__(self, kind: MaskKind, block: tuple[int, int], slots: Any, bits: Any) -> None:
+        if slots is not None:
+            _check_parts(kind.shape, block, slots, bits)
         self.kind, self.block = kind, block
         self._slots, self._bits = slots, bits  # see tile_lists
         self._lists: dict[ListUse, Any] = {}
@@ -112,6 +114,22 @@ class BlockMask:
         i = np.arange(rows.start, rows.stop)[:, None]
         words = tile_lists.words(np, self._slots[b % batch, h % heads], self._bits, self.block, i, j[None] // WORD)
         return (words >> (j % WORD).astype(np.uint16)) & 1 != 0
+
+
+def _check_parts(shape: tuple[int, ...], block: tuple[int, int], slots: Any, bits: Any) -> None:
+    """ValueError where these are not what `tile_lists` says: kernels read by them, and they may come from a file."""
+    rows, keys = _block(block)
+    grid = (*shape[:2], -(-shape[2] // rows), -(-shape[3] // keys))
+    for name, x, dtype, want in (
+        ("slots", slots, "int32", grid),
+        ("bits", bits, "uint16", (len(bits), rows, keys // WORD)),
+    ):
+        if x.dtype != dtype or x.shape != want:
+            raise ValueError(f"block_mask has {name} of {x.dtype} and shape {x.shape}; they must be {dtype}, {want}")
+    if slots.size and not EMPTY <= int(slots.min()) <= int(slots.max()) < len(bits):
+        raise ValueError(
+            f"block_mask has slots from {slots.min()} to {slots.max()}; they must number {len(bits)} blocks"
+        )
 
 
 def make(

@@ -438,6 +438,19 @@ def check_wrt(wrt: Any, arrays: dict[str, Any], score: Score | None = None) -> t
     return tuple([reads.get(name, name) for name in can if name in names])
 
 
+def check_wanted(wrt: Iterable[str], arrays: dict[str, Any], score: Score | None) -> tuple[str, ...]:
+    """What `check_wrt` gives, where it comes from elsewhere: gradients have memory by it."""
+    names = tuple(wrt)
+    can = [row.name for row in ARRAYS if row.gradient] + [
+        x.key for x in (score.arrays if score else ()) if x.kind == "float"
+    ]
+    if names != tuple([name for name in can if name in names and arrays.get(name) is not None]):
+        raise ValueError(
+            f"wrt is {names}; it must hold names of arrays that are given, of {', '.join(can)}, in this order"
+        )
+    return names
+
+
 def apart(wrt: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The names of one run of kernels each, in the same order: the optional arrays, and those that a score function reads."""
     named = tuple([name for name in wrt if name in _RULES])
@@ -545,6 +558,16 @@ class AttentionProblem:
     @property
     def lse_dtype(self) -> str:
         return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def live(self) -> tuple[range, range]:
+        """The queries that see a key by position (causal, window), and the keys that a query sees; where none does, all."""
+        q, k, d = range(self.seq_q), range(self.seq_k), self.diagonal
+        first_q = 0 if self.right is None else max(0, -d - self.right)
+        end_q = len(q) if self.left is None else min(len(q), len(k) - d + self.left)
+        first_k = 0 if self.left is None else max(0, d - self.left)
+        end_k = len(k) if self.right is None else min(len(k), len(q) + d + self.right)
+        return (q[first_q:end_q], k[first_k:end_k]) if first_q < end_q and first_k < end_k else (q, k)
 
     @property
     def empty(self) -> bool:

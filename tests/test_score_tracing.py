@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import collections
+import functools
 import math
 import sys
-from typing import Any
+import types
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -117,6 +120,115 @@ def test_what_is_drawn_is_drawn_in_each_call(rng: np.random.Generator) -> None:
     x, draws = rng.standard_normal((1, 5, 1, 2)), np.random
     for score in (lambda s, b, h, i, j: s * np.random.rand(), lambda s, b, h, i, j: s * draws.rand()):
         assert not np.array_equal(attention(x, x, x, score=score), attention(x, x, x, score=score))
+
+
+def _set(x: float) -> None:
+    FACTOR[0] = x
+
+
+class Settings(NamedTuple):
+    one: float = 1.0
+    factor = 1.0  # of the class: no element
+
+    @property
+    def cap(self) -> float:
+        return FACTOR[0]
+
+
+def _by_a_named_tuple(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    held = Settings()
+    return lambda s, b, h, i, j: s * held.factor, lambda x: monkeypatch.setattr(Settings, "factor", x)
+
+
+def _by_a_property(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    held = Settings()
+    return lambda s, b, h, i, j: s * held.cap, _set
+
+
+def _by_a_field_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    held = collections.namedtuple("Held", "cap")(5.0)
+    monkeypatch.setattr(type(held), "cap", property(lambda self: FACTOR[0]))
+    return lambda s, b, h, i, j: s * held.cap, _set
+
+
+def _by_a_function_that_looks_like_another(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    @functools.wraps(math.exp)
+    def helper(s: Any) -> Any:
+        return s * FACTOR[0]
+
+    return lambda s, b, h, i, j: helper(s), _set
+
+
+def _by_a_library_that_calls_back(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """As `and_masks` of PyTorch, whose functions hold those of its callers."""
+    namespace: dict[str, Any] = {"__name__": "numpy"}
+    exec("def of(inner):\n    def helper(s):\n        return inner(s)\n    return helper", namespace)  # noqa: S102
+    helper = namespace["of"](lambda s: s * FACTOR[0])
+    helper.__module__ = "numpy"
+    return lambda s, b, h, i, j: helper(s), _set
+
+
+def _by_a_builtin(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    def change(x: float) -> None:
+        monkeypatch.setattr(builtins, "of_everybody", x, raising=False)
+
+    return lambda s, b, h, i, j: s * of_everybody, change  # type: ignore[name-defined]  # noqa: F821
+
+
+def _by_a_name_on_math(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    return lambda s, b, h, i, j: s * math.cap, lambda x: monkeypatch.setattr(math, "cap", x, raising=False)  # type: ignore[attr-defined]
+
+
+def _by_a_name_on_math_that_another_function_reads(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    module = math
+
+    def helper(of: Any) -> Any:
+        return of.cap
+
+    return lambda s, b, h, i, j: s * helper(module), lambda x: monkeypatch.setattr(math, "cap", x, raising=False)
+
+
+def _by_a_function_on_math(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    monkeypatch.setattr(math, "capped", lambda s: s * FACTOR[0], raising=False)
+    return lambda s, b, h, i, j: math.capped(s), _set  # type: ignore[attr-defined]
+
+
+def _by_a_module_of_a_known_name(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    module = types.ModuleType("numpy.mine")
+    monkeypatch.setitem(sys.modules, "numpy.mine", module)
+    module.held = FACTOR  # type: ignore[attr-defined]
+    return lambda s, b, h, i, j: s * module.held[0], _set
+
+
+@pytest.mark.parametrize("of", [
+    _by_a_named_tuple, _by_a_property, _by_a_field_that_was_replaced, _by_a_function_that_looks_like_another,
+    _by_a_library_that_calls_back, _by_a_builtin, _by_a_name_on_math, _by_a_name_on_math_that_another_function_reads,
+    _by_a_function_on_math, _by_a_module_of_a_known_name,
+])  # fmt: skip
+def test_things_are_not_known_by_their_names(
+    of: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = rng.standard_normal((1, 5, 1, 2))
+    score, change = of(monkeypatch)
+    try:
+        for cap in (1.0, 2.0):
+            change(cap)
+            expected = attention(x, x, x, score=lambda s, b, h, i, j, cap=cap: s * cap)
+            assert np.array_equal(attention(x, x, x, score=score), expected)
+    finally:
+        FACTOR[0] = 0.0
+
+
+def test_a_variable_that_is_not_set_yet(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((1, 5, 1, 2))
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * cap
+
+    with pytest.raises(NameError, match="'cap'"):
+        attention(x, x, x, score=score)
+    cap = 2.0
+    assert np.array_equal(attention(x, x, x, score=score), attention(x, x, x, score=lambda s, b, h, i, j: s * 2.0))
 
 
 def test_what_is_known() -> None:

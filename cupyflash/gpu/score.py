@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..score import Score
 from ..score.derivative import derivative, reads
-from ..score.graph import VARIABLES, Graph, Node
+from ..score.graph import VARIABLES, Graph, Node, number
 
 _NOTHING: Mapping[int, str] = MappingProxyType({})
 
@@ -297,12 +297,15 @@ def _operation(score: Score, nodes: tuple[Node, ...], n: int, product: int | Non
 
 
 def _literal(kind: str, value: str) -> str:
+    x = number(kind, value)
     if kind == "bool":
-        return value.lower()
-    if kind != "float":
-        return f"{_TYPES[kind]}({value}LL)" if kind == "int" else f"{value}LL"
-    special = {"inf": "0x7f800000", "-inf": "0xff800000", "nan": "0x7fc00000"}.get(value)
-    return f"Accum({value})" if special is None else f"Accum(__int_as_float({special}))"
+        return "true" if x else "false"
+    if kind == "float":
+        special = {"inf": "0x7f800000", "-inf": "0xff800000", "nan": "0x7fc00000"}.get(repr(x))
+        return f"Accum({x!r})" if special is None else f"Accum(__int_as_float({special}))"
+    if x == -(2**63):  # C has no such literal: the sign is an operator
+        return f"({x + 1}LL - 1)"
+    return f"{_TYPES[kind]}({x}LL)" if kind == "int" else f"{x}LL"
 
 
 def _offset(score: Score, array: int, args: Sequence[int]) -> str:

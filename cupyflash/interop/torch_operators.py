@@ -136,7 +136,7 @@ class _Call:
         self.arrays: Arrays = {name: x for name, x in zip(self.names, inputs) if x is not None}
         self.keys = _keys(self.options["score"])
         self.arrays |= zip(self.keys, self.reads)
-        self.wrt: tuple[str, ...] = tuple(rest[-1]) if backward else ()
+        self.wrt = rules.check_wanted(rest[-1], self.arrays, self.options["score"]) if backward else ()
 
     def again(self, arrays: Arrays, options: dict[str, Any]) -> list[Any]:
         """The arguments but for `wrt`, with other arrays and another score function."""

@@ -17,7 +17,10 @@ from typing import Any, NamedTuple
 
 KINDS = ("bool", "int", "long", "float")  # 32 and 64 bits; float is what scores are computed in
 VARIABLES = {"s": "float", "b": "int", "h": "int", "i": "int", "j": "int"}
-_KINDS_OF = {"bool": "bool", "int32": "int", "int64": "long"}  # dtypes that are no floats
+_KINDS_OF = {  # dtypes of arrays
+    "bool": "bool", "int32": "int", "int64": "long", "float16": "float", "bfloat16": "float", "float32": "float", "float64": "float"
+}  # fmt: skip
+_RANKS = range(1, 5)
 
 
 class Node(NamedTuple):
@@ -61,6 +64,10 @@ RULES = {
     ),
     **dict.fromkeys(("and", "or", "xor", "not"), "truth"),
     **dict.fromkeys(("lt", "le", "eq", "ne"), "compare"),
+}  # fmt: skip
+_OF_ONE = ("neg", "abs", "not", "exp", "log", "log2", "sqrt", "tanh", "sigmoid", "sin", "cos", "floor")
+_TAKEN = {  # kinds of operands, by rule
+    "same": KINDS[1:], "whole": ("int", "long"), "float": ("float",), "truth": KINDS[:3], "compare": KINDS[1:]
 }  # fmt: skip
 
 
@@ -111,11 +118,7 @@ class Graph:
     def known(self, n: int) -> Any:
         """The number that a node is, or None where it is not constant."""
         node = self.nodes[n]
-        if node.op != "const":
-            return None
-        if node.kind == "bool":
-            return node.value == "True"
-        return float(node.value) if node.kind == "float" else int(node.value)
+        return number(node.kind, node.value) if node.op == "const" else None
 
     def read(self, array: int, kind: str, index: tuple[int, ...]) -> int:
         return self.add(Node("read", kind, index, repr(array)))
@@ -194,13 +197,21 @@ class Graph:
         return nodes, tuple(number[n] for n in roots)
 
 
+def number(kind: str, text: str) -> Any:
+    """The number that a constant is, from its `value`."""
+    return text == "True" if kind == "bool" else float(text) if kind == "float" else int(text)
+
+
 def _converted(x: Any, kind: str, op: str) -> Any:
     return float(x) if kind == "float" and RULES[op] != "compare" else x
 
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """A score function that has been traced: what is asked of a problem, so hashable and without any data."""
+    """A score function that has been traced: what is asked of a problem, so hashable and without any data.
+
+    ValueError for what no trace gives: kernels are written from it, and it may come from a file.
+    """
 
     arrays: tuple[ScoreArray, ...]
     nodes: tuple[Node, ...]
@@ -209,6 +220,7 @@ class Score:
     data: str = field(init=False)  # all of it but `wide`, which follows from the arrays of a call
 
     def __post_init__(self) -> None:
+        _check(self.arrays, self.nodes, self.root)
         object.__setattr__(self, "_hash", hash((self.arrays, self.nodes, self.root)))
         object.__setattr__(self, "keys", tuple(x.key for x in self.arrays))
         object.__setattr__(self, "data", json.dumps([[x[:3] for x in self.arrays], self.nodes, self.root]))
@@ -226,31 +238,98 @@ class Score:
     @classmethod
     def of(cls, data: str, wide: tuple[bool, ...]) -> Score:
         """What has such `data`; `wide` of each array."""
-        arrays, nodes, root = json.loads(data)
-        return cls(
-            tuple(ScoreArray(name, dtype, rank, w) for (name, dtype, rank), w in zip(arrays, wide, strict=True)),
-            tuple(Node(op, kind, tuple(args), value) for op, kind, args, value in nodes),
-            root,
-        )
+        try:
+            arrays, nodes, root = json.loads(data)
+            named = tuple([ScoreArray(name, dtype, rank) for name, dtype, rank in arrays])
+            made = tuple([Node(op, kind, tuple(args), value) for op, kind, args, value in nodes])
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"score is not the data of a score function ({error})") from None
+        if len(named) != len(wide):
+            raise ValueError(f"score reads {len(named)} arrays, but {len(wide)} are given")
+        return cls(tuple([x._replace(wide=w) for x, w in zip(named, wide)]), made, root)
 
     def __str__(self) -> str:
-        return self.text(self.root) if len(self.nodes) <= 24 else f"of {len(self.nodes)} operations"
+        """As one expression, behind what is used in it more than once."""
+        if len(self.nodes) > 24:
+            return f"of {len(self.nodes)} operations"
+        uses = [m for node in self.nodes for m in node.args]
+        texts, before = list[str](), list[str]()
+        for n, (op, kind, args, value) in enumerate(self.nodes):
+            inner = ", ".join(texts[m] for m in args)
+            if op == "read":
+                text = f"{self.arrays[int(value)].name}[{inner}]"
+            else:
+                text = op if op in VARIABLES else value if op == "const" else f"{kind if op == 'to' else op}({inner})"
+            if args and uses.count(n) > 1:
+                before.append(f"x{n} = {text}")
+                text = f"x{n}"
+            texts.append(text)
+        return "; ".join([*before, texts[self.root]])
 
     def array(self, key: str) -> ScoreArray | None:
         """The array that is called `key` among those of a call."""
         return next((x for x in self.arrays if x.key == key), None)
 
-    def text(self, n: int) -> str:
-        """A node as one expression, in which what is used twice stands twice."""
-        op, kind, args, value = self.nodes[n]
-        if op in VARIABLES:
-            return op
-        if op == "const":
-            return value
-        inner = ", ".join(self.text(m) for m in args)
-        if op == "read":
-            return f"{self.arrays[int(value)].name}[{inner}]"
-        return f"{kind if op == 'to' else op}({inner})"
+
+def _check(arrays: Any, nodes: Any, root: Any) -> None:
+    """ValueError, naming it, for an array or an operation that no trace gives."""
+    names = [x.name for x in arrays]
+    for x in arrays:
+        if type(x.name) is not str or not x.name.isidentifier() or names.count(x.name) > 1:
+            raise ValueError(f"score reads an array that is called {x.name!r}; it must be a name, and each another")
+        if not isinstance(x.dtype, str) or x.dtype not in _KINDS_OF:
+            raise ValueError(f"score reads {x.name} of dtype {x.dtype!r}; it must be one of {', '.join(_KINDS_OF)}")
+        if type(x.rank) is not int or x.rank not in _RANKS or type(x.wide) is not bool:
+            raise ValueError(f"score reads {x.name} of {x.rank!r} dimensions; it must have 1 to 4")
+    for n, node in enumerate(nodes):
+        why = _objection(arrays, nodes, n, *node)
+        if why:
+            raise ValueError(f"score has {tuple(node)!r} as operation {n}, {why}")
+    if type(root) is not int or not 0 <= root < len(nodes) or nodes[root].kind != "float":
+        raise ValueError(f"score is operation {root!r} of {len(nodes)}; it must be one of them, and a float")
+
+
+def _objection(arrays: Any, nodes: Any, n: int, op: Any, kind: Any, args: Any, value: Any) -> str:
+    """What is wrong with one operation; nothing where it is as `Graph` makes them."""
+    if type(op) is not str or type(value) is not str or type(kind) is not str or kind not in KINDS:
+        return f"which must have a name, a kind of {', '.join(KINDS)}, operands and a text"
+    if type(args) is not tuple or not all(type(m) is int and 0 <= m < n for m in args):
+        return "whose operands must be operations before it"
+    kinds = [nodes[m].kind for m in args]
+    if op == "const":
+        return (
+            "" if not args and _written(kind, value) else f"which must be a number of kind {kind} as Python writes it"
+        )
+    if op == "read":
+        numbers = {str(m): x for m, x in enumerate(arrays)}
+        if value not in numbers or kind != numbers[value].kind:
+            return "which must read one of the arrays, of that kind"
+        if len(args) != numbers[value].rank or not set(kinds) <= {"int", "long"}:
+            return "whose operands must be integers, one for each dimension of the array"
+        return ""
+    if op in VARIABLES:
+        right = kind == VARIABLES[op] and not args
+    elif op == "to":
+        right = len(args) == 1
+    elif op == "where":
+        right = kinds == ["bool", kind, kind]
+    elif op in RULES:
+        rule, of = RULES[op], kinds[0] if kinds else ""
+        right = kinds == [of] * (1 if op in _OF_ONE else 2) and of in _TAKEN[rule]
+        right = right and kind == ("bool" if rule == "compare" else of)
+    else:
+        return "whose name is not known"
+    return "" if right and not value else "whose operands or kinds do not fit"
+
+
+def _written(kind: str, text: str) -> bool:
+    """Whether a text is how a number of this kind is written."""
+    try:
+        x = number(kind, text)
+    except (ValueError, OverflowError):
+        return False
+    bits = {"int": 31, "long": 63}.get(kind)
+    return repr(x) == text and (bits is None or -(2**bits) <= x < 2**bits)
 
 
 @functools.lru_cache(256)

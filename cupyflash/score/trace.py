@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
-import sys
-import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from .expression import parse
+from .fingerprint import fingerprint
 from .graph import VARIABLES, Graph, Node, Score, ScoreArray
 from .value import Traced, TracedArray, lift, refusal_of_others
 
 _KEPT = 1024  # functions, and scores
-# Modules that nobody changes.
-_KNOWN = ("math", "numpy", "jax", "torch", "cupyflash", "operator", "_operator", "builtins")
-_FIXED = (types.BuiltinFunctionType, types.FunctionType, type)  # nor these in them
 _traced: dict[Any, Score] = {}
 _same: dict[Score, Score] = {}
 
@@ -34,7 +30,7 @@ def trace(
     if inlined and callable(score):  # it watches what the function looks up
         return _finished(given, *_run(score, given))
     if isinstance(score, Score):
-        return score
+        return _fitting(score, given)
     if isinstance(score, str):
         return _parsed(score, given)
     known = fingerprint(score)
@@ -83,6 +79,23 @@ def _parsed(text: str, arrays: tuple[ScoreArray, ...]) -> Score:
     return found
 
 
+def _fitting(score: Score, arrays: tuple[ScoreArray, ...]) -> Score:
+    """A score that was traced before, for the arrays of this call: kernels read them by what it says."""
+    given, want = ({x.name: x for x in of} for of in (arrays, score.arrays))
+    if given.keys() != want.keys():
+        names, others = (", ".join(map(repr, of)) or "nothing" for of in (given, want))
+        raise ValueError(f"score_arrays holds {names}, but score was traced for {others}")
+    for name, x in want.items():
+        y = given[name]
+        if (x.dtype, x.rank) != (y.dtype, y.rank):
+            raise TypeError(
+                f"{x.key} is of {y.dtype} and {y.rank} dimensions, but score was traced for {x.dtype} and {x.rank}; it must be "
+                "traced for these arrays, or be the function itself"
+            )
+    wide = tuple([x._replace(wide=x.wide or given[x.name].wide) for x in score.arrays])
+    return score if wide == score.arrays else replace(score, arrays=wide)
+
+
 def _finished(arrays: tuple[ScoreArray, ...], nodes: tuple[Node, ...], n: int) -> Score:
     """Equal ones are the same, so that what is kept for one is found at once."""
     graph = Graph(nodes)
@@ -105,6 +118,7 @@ def _keep(kept: dict[Any, Score], key: Any, score: Score) -> Score:
 # torch.compile calls these, instead of reading them.
 _parsed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _finished._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_fitting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _parameters(function: Any, arrays: dict[str, ScoreArray]) -> tuple[ScoreArray, ...]:
@@ -128,84 +142,3 @@ def _parameters(function: Any, arrays: dict[str, ScoreArray]) -> tuple[ScoreArra
             raise TypeError(f"score has a parameter {x.name!r}, but score_arrays holds no such array; {must}")
     first = [x.name for x in others if x.name in arrays]
     return tuple(arrays[name] for name in (*first, *(name for name in arrays if name not in first)))
-
-
-# ---- whether a function is the one that was traced before -------------------------------------------------------------
-
-
-def fingerprint(function: Any, leaf: Callable[[Any], Any] | None = None) -> Any:
-    """What a function's graph follows from: its code and every number that it looks up. None where that is not known.
-
-    `leaf` is asked for what stands for any other object that it looks up, None where it does not know.
-    """
-    try:
-        return _of_function(function, (), leaf)
-    except (_Unknown, TypeError):  # the last: what cannot be hashed
-        return None
-
-
-class _Unknown(Exception):
-    pass
-
-
-def _of_function(function: Any, outer: tuple[Any, ...], leaf: Callable[[Any], Any] | None) -> Any:
-    if type(function) is not types.FunctionType or vars(function):  # attributes are looked up, too
-        raise _Unknown
-    if function in outer:
-        return "itself"
-    outer = (*outer, function)
-
-    def of(values: Iterable[Any]) -> tuple[Any, ...]:
-        return tuple(_of_value(x, outer, leaf) for x in values)
-
-    names = _names(function.__code__)
-    if names is None:
-        raise _Unknown
-    looked_up = [name for name in names if name in function.__globals__]
-    defaults = function.__kwdefaults__ or {}
-    return (
-        function.__code__, of(cell.cell_contents for cell in function.__closure__ or ()),
-        tuple(zip(looked_up, of(function.__globals__[name] for name in looked_up))), of(function.__defaults__ or ()),
-        tuple(zip(defaults, of(defaults.values()))),
-    )  # fmt: skip
-
-
-_ELSEWHERE = {"eval", "exec", "globals", "vars", "__import__", "random"}  # what these give is not seen here
-
-
-@functools.lru_cache(_KEPT)
-def _names(code: types.CodeType) -> tuple[str, ...] | None:
-    """Global names that the code, and functions inside it, may look up; None where it finds things in other ways too."""
-    names = [*code.co_names]
-    if not _ELSEWHERE.isdisjoint(names) or any(x.opname == "IMPORT_NAME" for x in dis.get_instructions(code)):
-        return None
-    for x in code.co_consts:
-        if isinstance(x, types.CodeType):
-            inner = _names(x)
-            if inner is None:
-                return None
-            names += inner
-    return tuple(dict.fromkeys(names))
-
-
-def _is_scalar(x: Any) -> bool:
-    """Whether x is one of NumPy's, which is not imported for that."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(x, numpy.generic)
-
-
-def _of_value(x: Any, outer: tuple[Any, ...], leaf: Callable[[Any], Any] | None) -> Any:
-    if x is None or type(x) in (bool, int, float, str) or _is_scalar(x):
-        return type(x), repr(x)
-    if isinstance(x, tuple) and not hasattr(x, "__dict__"):  # classes made of them may have attributes
-        return type(x), *(_of_value(y, outer, leaf) for y in x)
-    if isinstance(x, types.ModuleType):
-        path = x.__name__.split(".")
-        if path[0] not in _KNOWN or "random" in path:
-            raise _Unknown
-        return x.__name__
-    ours = getattr(x, "__module__", None) or ""
-    if type(x).__name__ == "ufunc" or isinstance(x, _FIXED) and ours.partition(".")[0] in _KNOWN:
-        return x
-    found = None if leaf is None else leaf(x)
-    return _of_function(x, outer, leaf) if found is None else found
