@@ -15,7 +15,7 @@ import pytest
 from criterion import assert_as_good
 from cuda_on_cpu import Launch, as_cpp, compile_all, launch
 from reference import Standard, references, state
-from semantics import Inputs, draw_blocks, draw_inputs
+from semantics import Inputs, dead_rows, draw_blocks, draw_inputs, poison
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import Box, KernelPlan
@@ -49,13 +49,11 @@ def check(
     q, k, v, dout, key_mask, dlse, others = change(draw_inputs(rng, dtype, **shapes))
     if key_mask is not None:
         key_mask[0] = False  # queries that see no key
-        # Tensor cores multiply what is hidden by 0; of float32 it is 0 before.
-        plain = family in ("simt", "flash1") or dtype == "float32"
-        k[~key_mask], v[~key_mask] = (np.nan, np.inf) if plain else (100, 100)  # what is hidden must not matter
-    judged = others
+        key_mask[1:, : key_mask.shape[1] // 3] = False  # and under a causal mask some of the others
+    judged, seen = others, None
     if blocks:
         drawn = draw_blocks(rng, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), *blocks)
-        options["block_mask"], judged = drawn.mask(), drawn.with_mask(others)
+        options["block_mask"], judged, seen = drawn.mask(), drawn.with_mask(others), drawn.seen
     problem = state(q, k, v, key_mask, **options, **others)
     exact, own = references(problem, q, k, v, key_mask, dout, dlse, **judged)
     if own_times != 1:
@@ -73,6 +71,9 @@ def check(
     }
     asked = [names for names in (lengths, of_score) if names]
     plans += [plan(problem, arch, True, family, lengths=names).after(plans[1]) for names in asked]
+    # What is dead may hold anything.
+    blind, unseen = dead_rows(problem, key_mask, seen, {(use.queries, use.keys) for x in plans for use in x.lists})
+    q, k, v, dout = (poison(rng, x, dead) for x, dead in zip((q, k, v, dout), (blind, unseen, unseen, blind)))
     aligned = plans[0].alignment == 16  # else any rows will do
     libraries = compile_all(*[as_cpp(generate(x), [y.name for y in x.launches]) for x in plans])
     listed = [

@@ -8,14 +8,15 @@ import warnings
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from backends import Backend
 from criterion import ByLuck, as_good_as_rounding, assert_as_good, far_units, large_score_units, one_key_units
-from reference import Standard, draw, flash2_in_own_precision, standard, standard_in_own_precision, state
+from reference import Standard, draw, flash2_in_own_precision, standard, standard_in_own_precision, state, visible
 from score_functions import WRITTEN, key, of_dtype
 
 from cupyflash import BlockMask, attention, attention_backward, block_mask
-from cupyflash.problem import ARRAYS
+from cupyflash.problem import ARRAYS, AttentionProblem
 
 
 class Inputs(NamedTuple):
@@ -102,6 +103,43 @@ def draw_blocks(
     return Blocks((kinds == 1) | ((kinds == 2) & (rng.random(whole) < 0.6)), block)
 
 
+def dead_rows(
+    problem: AttentionProblem,
+    key_mask: np.ndarray | None = None,
+    blocks: np.ndarray | None = None,
+    tiles: Collection[tuple[int, int]] = (),
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which queries see no key, (B, Sq, Hq), and which keys no query sees, (B, Sk, Hk), by position and key_mask.
+
+    Of what `blocks` (booleans over all pairs) hide, tiles of queries and keys of all sizes in `tiles` that hold nothing else.
+    """
+    p = problem
+    seen = np.broadcast_to(visible(p, key_mask), (p.batch, p.heads_q, p.seq_q, p.seq_k))
+
+    def of_group(x: np.ndarray) -> np.ndarray:  # over the heads that share keys
+        return x.reshape(p.batch, p.heads_k, -1, p.seq_k).all(2)
+
+    queries, keys = ~seen.any(3), of_group(~seen.any(2))
+    if blocks is not None:
+        left = np.broadcast_to(blocks, seen.shape)
+
+        def by_tile(x: np.ndarray, size: int) -> np.ndarray:  # what is alike in all of each tile
+            return np.logical_and.reduceat(x, np.arange(0, x.shape[-1], size), -1).repeat(size, -1)[..., : x.shape[-1]]
+
+        queries |= np.logical_and.reduce([by_tile(~left.any(3), rows) for rows, _ in tiles])
+        keys |= np.logical_and.reduce([of_group(by_tile(~left.any(2), columns)) for _, columns in tiles])
+    return queries.swapaxes(1, 2), keys.swapaxes(1, 2)
+
+
+def poison(rng: np.random.Generator, x: np.ndarray, dead: np.ndarray) -> np.ndarray:
+    """A copy whose dead rows hold what may stand anywhere: NaN, infinities, the largest numbers."""
+    largest = float(ml_dtypes.finfo(x.dtype).max)
+    x, infinite = x.copy(), (np.inf, -np.inf) if x.dtype.itemsize > 1 else ()
+    each = rng.choice([np.nan, *infinite, largest, -largest], (int(dead.sum()), 1)).astype(x.dtype)
+    x[dead] = np.where(rng.random((len(each), x.shape[-1])) < 0.5, each, each[::-1])
+    return x
+
+
 Shape = tuple[int, ...]
 
 
@@ -151,6 +189,10 @@ def check(
     others = inputs.given
     judge = Judge(inputs, options, backward, large_scores, blocks)
     dtype = judge.problem.dtype
+    if not judge.problem.empty:  # what is dead does not matter
+        blind, unseen = dead_rows(judge.problem, inputs.key_mask)
+        rng = np.random.default_rng(q.size)
+        q, k, v, dout = (poison(rng, x, dead) for x, dead in zip(inputs[:4], (blind, unseen, unseen, blind)))
     given = [_placed(backend, as_caller_has_it(x, rank, layout), lay)[1] for x in (q, k, v, dout)]
     options |= {"layout": layout, "family": backend.family_for(judge.problem)}
     named = {}

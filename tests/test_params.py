@@ -64,7 +64,8 @@ def test_the_fields_of_a_forward() -> None:
         ("int", "diagonal"), ("int", "left"), ("int", "right"), ("int", "lists"),
         ("int", "lists_batch"), ("int", "lists_head"), ("Accum", "kept"), ("Accum", "log_kept"),
         ("unsigned", "drop_below"), ("Accum", "out_scale"), ("Accum", "near_cap_squared"), ("Accum", "near_cap_0"),
-            ("Accum", "near_cap_1"), ("Accum", "near_cap_2"), ("Accum", "near_slope_1"), ("Accum", "near_slope_2"), ("int", "shares"), ("alignas(8) unsigned", "round_keys[14]"),
+            ("Accum", "near_cap_1"), ("Accum", "near_cap_2"), ("Accum", "near_slope_1"), ("Accum", "near_slope_2"),
+        ("int", "first_q"), ("int", "end_q"), ("int", "first_k"), ("int", "end_k"), ("int", "shares"), ("alignas(8) unsigned", "round_keys[14]"),
     ]  # fmt: skip
 
 

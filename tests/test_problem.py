@@ -89,6 +89,20 @@ def test_visible_pairs_of_any_band_are_counted_exactly(rng: np.random.Generator)
         assert problem.visible == visible(problem).sum(), problem
 
 
+def test_live_rows_are_those_with_a_visible_pair(rng: np.random.Generator) -> None:
+    for _ in range(300):
+        sq, sk = (int(n) for n in rng.integers(1, 24, 2))
+        left, right = (None if rng.random() < 0.3 else int(rng.integers(30)) for _ in range(2))
+        problem = AttentionProblem(
+            "float32", 1, sq, sk, 1, 1, 8, 8, 1.0, diagonal=int(rng.integers(-30, 30)), left=left, right=right
+        )
+        seen, live = visible(problem)[0, 0], problem.live
+        if not seen.any():
+            assert live == (range(sq), range(sk))
+        else:
+            assert [list(x) for x in live] == [list(np.flatnonzero(seen.any(axis))) for axis in (1, 0)], problem
+
+
 def test_visible_pairs_of_long_sequences_are_not_estimated() -> None:
     n, window = 1_000_003, 4095
     assert stated(n, n, causal=True).visible == n * (n + 1) // 2

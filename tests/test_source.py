@@ -70,7 +70,10 @@ def test_sources_differ_where_plans_do() -> None:
     texts = {source.generate(planned("simt", False, **fields)) for fields in FEATURES.values()}
     assert len(texts) == len(FEATURES)
     for backward in (False, True):
-        for fields in ({}, {"right": 0}):  # where tiles differ in length, some are dealt out and some are not
+        for fields in (
+            {},
+            {"right": 0, "diagonal": 0},
+        ):  # where tiles differ in length, some are dealt out and some are not
             texts = {source.generate(planned("sm90", backward, seq_q=s, batch=90, **fields)) for s in (1, 999, 9000)}
             assert len(texts) == (2 if not backward else 1)  # few queries are packed
 

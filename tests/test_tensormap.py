@@ -51,6 +51,17 @@ def maps(strides: dict[str, tuple[int, ...]] = STRIDES, **fields: Any) -> tensor
     return tensormap.Maps(plan(asked, Arch.of("sm_90a"), family="sm90"), asked, strides)
 
 
+def test_rows_that_are_dead_by_position_are_no_part_of_inputs(asked: list[dict[str, Any]]) -> None:
+    """500 queries on 300 keys: the first 90 see none, nor do the last 95; the first 80 and the last 10 of 500 keys nobody sees."""
+    maps(diagonal=-100, left=5, right=10)(*AT)
+    assert [call["at"] for call in asked] == [AT[0] + 90 * 2048, *AT[1:]]
+    assert [call["shape"][1] for call in asked] == [315, 300, 300, 500]
+    asked.clear()
+    maps(seq_q=300, seq_k=500, diagonal=180, left=100, right=10)(*AT)
+    assert [call["at"] for call in asked] == [AT[0], AT[1] + 80 * 256, AT[2] + 80 * 512, AT[3]]
+    assert [call["shape"][1] for call in asked] == [300, 410, 410, 300]
+
+
 def test_columns_rows_heads_batches(asked: list[dict[str, Any]]) -> None:
     parameter = maps()(*AT)
     assert [call["at"] for call in asked] == list(AT)

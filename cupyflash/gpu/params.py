@@ -119,6 +119,11 @@ def _lists(problem: AttentionProblem, axis: str, length: int) -> int:
     return length if axis in (problem.block_mask or ()) else 1
 
 
+def _live(side: int, end: str) -> Callable[[AttentionProblem], float]:
+    """The first of the queries (0), or keys (1), that are no dead rows by position, or the end of them."""
+    return lambda p: p.live[side].start if end == "first" else p.live[side].stop
+
+
 SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "scale": ("Accum", lambda p: abs(p.scale)),  # the sign is a constant
     "factor": ("Accum", _factor),
@@ -146,6 +151,8 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "near_cap_squared": ("Accum", lambda p: _near_bound(p) ** 2),
     **{f"near_cap_{n}": ("Accum", _near(n)) for n in range(3)},
     **{f"near_slope_{n}": ("Accum", _near(n, slope=True)) for n in (1, 2)},
+    # Of the others nobody sees a key, or nobody is seen, by position.
+    **{f"{end}_{side}": ("int", _live(n, end)) for n, side in enumerate("qk") for end in ("first", "end")},
 }
 STRIDES = {  # in elements; broadcast axes of an array over pairs have stride 0
     "Strides": ("batch", "row", "head"),

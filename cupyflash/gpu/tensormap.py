@@ -27,17 +27,21 @@ class Maps:
 
     def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, Sequence[int]]) -> None:
         p = problem
+        # Of inputs the rows that are dead by position are left out: whatever they hold, they come as zeros (attention/head.cuh).
+        queries, keys = p.live
+        firsts = {"q": queries.start, "dout": queries.start, "k": keys.start, "v": keys.start}
         shapes = {
-            "q": (p.dim, p.seq_q, p.heads_q, p.batch),
-            "k": (p.dim, p.seq_k, p.heads_k, p.batch),
-            "v": (p.dim_v, p.seq_k, p.heads_k, p.batch),
+            "q": (p.dim, len(queries), p.heads_q, p.batch),
+            "k": (p.dim, len(keys), p.heads_k, p.batch),
+            "v": (p.dim_v, len(keys), p.heads_k, p.batch),
             "out": (p.dim_v, p.seq_q, p.heads_q, p.batch),
-            "dout": (p.dim_v, p.seq_q, p.heads_q, p.batch),
+            "dout": (p.dim_v, len(queries), p.heads_q, p.batch),
             "dk": (p.dim, p.seq_k, p.heads_k, p.batch),
             "dv": (p.dim_v, p.seq_k, p.heads_k, p.batch),
             "dq": (p.dim, p.seq_q, p.heads_q, p.batch),
         }
         self._arrays = []
+        self._skipped: list[int] = []  # bytes before the first row
         for box in plan.maps:
             if box.pairwise:
                 dtype = next(x.dtype for x in plan.given if x.name == box.array)
@@ -55,13 +59,16 @@ class Maps:
             size = ITEMSIZE[dtype]
             apart = tuple(size * stride if n > 1 else 16 for n, stride in zip(shape[1:], (row, head, batch)))
             self._arrays.append((dtype, shape, apart, box))
+            self._skipped.append(size * row * firsts.get(box.array, 0))
         self._inputs = sum(box.array not in OUTPUTS for box in plan.maps)
         outputs = self._arrays[self._inputs :]
         # A store is cut at 16 bytes of a row, not at an element: it would write what follows a row that ends in between.
         sizes = [n for dtype, shape, apart, _ in outputs for n in (shape[0] * ITEMSIZE[dtype], *apart)]
         self._mappable = all(0 < n < 2**40 and n % 16 == 0 for n in sizes)
         # One by one: a caller that allocates its results has them at other addresses, and the rest where it was.
-        self._map = functools.lru_cache(_KEPT * len(self._arrays))(lambda i, at: encode(at, *self._arrays[i]))
+        self._map = functools.lru_cache(_KEPT * len(self._arrays))(
+            lambda i, at: encode(at + self._skipped[i], *self._arrays[i])
+        )
 
     def __call__(self, *pointers: int) -> bytes:
         """The parameter for arrays at these addresses, in the order of `plan.maps`."""

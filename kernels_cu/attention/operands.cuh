@@ -2,7 +2,7 @@
 // that `attention_split` has put into the plan's own memory before. A row of these is all its high parts, then all its low
 // ones; every tile has a power of two of its own, so that the whole range of float32 has room.
 #pragma once
-#include "attention/head.cuh"
+#include "attention/pairs.cuh"
 #include "tile/fragment.cuh"
 
 // Arrays with rows for queries, which come in tiles of ROWS, and for keys, in tiles of KEYS.
@@ -16,7 +16,8 @@ struct OfQueries {
     __device__ static const In* row(const Head& head, const In* array, const Strides& s, int i) {
         return head.query_row(array, s, i);
     }
-    __device__ static bool hidden(const Params& p, const Head& head, int i) { return false; }
+    static constexpr bool ALL_LIVE = !config::KEY_MASK && !config::LEFT && !config::RIGHT;
+    __device__ static bool live(const Params& p, const Head& head, int i) { return Pairs(p, head).sees(i); }
     __device__ static long long number(const Params& p, const Head& head, int i) { return head.row_number(p, i); }
     __device__ static long long tile_number(const Params& p, const Head& head, int tile) {
         return query_tile_number<SIZE>(p, head, tile);
@@ -32,11 +33,8 @@ struct OfKeys {
     __device__ static const In* row(const Head& head, const In* array, const Strides& s, int j) {
         return head.key_row(array, s, j);
     }
-    // From every query: what stands there may be anything, and shall not decide the unit of a tile.
-    __device__ static bool hidden(const Params& p, const Head& head, int j) {
-        if constexpr (config::KEY_MASK) return !p.key_mask[head.batch * p.key_mask_strides.batch + j];
-        return false;
-    }
+    static constexpr bool ALL_LIVE = OfQueries::ALL_LIVE;
+    __device__ static bool live(const Params& p, const Head& head, int j) { return Pairs(p, head).is_seen(j); }
     __device__ static long long number(const Params& p, const Head& head, int j) { return head.key_row_number(p, j); }
     __device__ static long long tile_number(const Params& p, const Head& head, int tile) {
         return key_tile_number<SIZE>(p, head, tile);
@@ -173,10 +171,11 @@ __device__ void split_pair(unsigned& high, unsigned& low, float x, float y, floa
     if (!(fabsf(y) < __int_as_float(0x7f800000))) low = low & 0xffff | pack2<half_t>(0, y);
 }
 
-// Split a tile of one of these arrays, by a block.
+// Split a tile of one of these arrays, by a block. What dead rows hold shall not decide its unit.
 template <class Of, class P>
 __device__ void split_tile(const P& p, int n) {
     __shared__ float maxima[SPLIT_THREADS / 32];
+    __shared__ bool live[Of::ALL_LIVE ? 1 : Of::SIZE];
     constexpr int CHUNKS = Of::COLUMNS / 4;
     Place at = place(n, Of::tiles(p), Of::heads(p));
     Head head = Of::head(p, at);
@@ -187,9 +186,14 @@ __device__ void split_tile(const P& p, int n) {
     bool vectors = (unsigned long long)from % 16 == 0 && given.strides.row % 4 == 0;
     auto numbers = [&](int i) {
         int row = i / CHUNKS, column = i % CHUNKS * 4;
-        if (Of::hidden(p, head, first + row)) return float4{};
+        if (!Of::ALL_LIVE && !live[row]) return float4{};
         return load_4(from + row * given.strides.row + column, given.columns - column, vectors);
     };
+
+    if constexpr (!Of::ALL_LIVE) {
+        for (int i = threadIdx.x; i < rows; i += SPLIT_THREADS) live[i] = Of::live(p, head, first + i);
+        __syncthreads();
+    }
 
     float largest = 0;
 #pragma unroll 4

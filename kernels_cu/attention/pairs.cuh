@@ -165,6 +165,20 @@ struct Pairs {
     __device__ Range keys_of(int i) const { return Band{p, head}.keys_of(i); }
     __device__ Range queries_of(int j, bool key_seen) const { return key_seen ? Band{p, head}.queries_of(j) : Range{0, 0}; }
 
+    // Whether the query sees any key, and the key is seen by any, whatever mask and block mask say.
+    __device__ bool sees(int i) const {
+        Range of = keys_of(i);
+        if (!config::KEY_MASK) return of.begin < of.end;
+        // From both ends: of padding one side is seen.
+        for (int first = of.begin, last = of.end - 1; first <= last; first++, last--)
+            if (keys[first] || keys[last]) return true;
+        return false;
+    }
+    __device__ bool is_seen(int j) const {
+        Range by = queries_of(j, key_seen(j));
+        return by.begin < by.end;
+    }
+
     // Whether positions hide some pair of these tiles, and whether anything may.
     __device__ bool edges(Range queries, Range of_keys) const {
         return Band{p, head}.edges(queries, of_keys) || queries.end > head.queries(p);

@@ -64,6 +64,10 @@ __device__ inline double2 load_shared_double2(unsigned address) {
     return x;
 }
 
+// One of T.
+__device__ inline float load_shared_number(unsigned address, float) { return __uint_as_float(load_shared(address)); }
+__device__ inline double load_shared_number(unsigned address, double) { return load_shared_double(address); }
+
 // Two numbers of T side by side.
 template <class T>
 __device__ auto load_shared_pair(unsigned address) {

@@ -1,5 +1,6 @@
 // What the backward kernels of this family know of a pair: P and dS.
 #pragma once
+#include "attention/dead_rows.cuh"
 #include "simt/tile.cuh"
 
 // What a pair needs to know of its query: two numbers.
@@ -48,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS)
     // and dP - delta is then 0 to the last bit, as it should.
     Accum sum = 0;
     for (int c = 0; c < p.dim_v; ++c) sum = fma(to_float(dout[c]), to_float(out[c]), sum);
+    if (config::SINKS) sum = sum_with_zeros(p, head, at.tile, sum);
     // dS = P (dP - delta + dlse); a row that sees no key has no weight, whatever dlse is.
     const bool seen = p.dlse != nullptr && p.lse[index] != -infinity();
     p.delta[index] = sum - (seen ? p.dlse[index] : 0);

@@ -84,6 +84,9 @@ __device__ inline void read_dq(Accumulator<1, 1>& dq, const double* sum) {
     dq = {{{{sum[0], sum[32], sum[64], sum[96]}}}};
 }
 
+// Where dead rows may come in a tile with others; behind the live ones of a sequence nothing is loaded. (Of float32 they are 0.)
+constexpr bool CLEARS_KEYS = PARTS == 1 && (KEY_MASK || DEAD_KEYS), CLEARS_QUERIES = PARTS == 1 && (KEY_MASK || DEAD_QUERIES);
+
 using Queries = QueryWalk<ROWS, KEYS>;
 
 // A tile of queries of one of the heads that share the block's keys.
@@ -151,7 +154,7 @@ struct Block {
     template <class F>
     __device__ void load_queries(const Step& at, int stage, F along) const {
         int tile_q = walk::LISTED && !has(at) ? 0 : walk.tile(at.step);
-        int i = tile_q * ROWS, rows = has(at) ? at.head.queries(p) - i : 0;
+        int i = tile_q * ROWS, rows = has(at) ? at.head.live_queries(p).end - i : 0;
         Rows q = operand_rows<OfQ>(p, at.head, i), d = operand_rows<OfDO>(p, at.head, i);
         along(AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(s.q_tile(stage), q.from, q.stride, rows, q.columns),
               AsyncCopy<THREADS, ROWS, DOTile::COLUMNS>(s.do_tile(stage), d.from, d.stride, rows, d.columns));
@@ -168,10 +171,32 @@ struct Block {
     // K and V, and the first Q and dO.
     __device__ void load_first() const {
         Rows k = operand_rows<OfK>(p, keys_head, keys.begin), v = operand_rows<OfV>(p, keys_head, keys.begin);
-        int rows = keys_head.keys(p) - keys.begin;
+        int rows = keys_head.live_keys(p).end - keys.begin;
         AsyncCopy<THREADS, KEYS, KTile::COLUMNS>(s.k_tile(), k.from, k.stride, rows, k.columns).all();
         AsyncCopy<THREADS, KEYS, VTile::COLUMNS>(s.v_tile(), v.from, v.stride, rows, v.columns).all();
         load_queries(first(), 0);
+        if constexpr (CLEARS_KEYS) {
+            if (!KEY_MASK && keys.begin >= keys_head.live_keys(p).begin) return;
+            DeadRows<KEYS> dead = unseen_keys<KEYS>(Pairs(p, keys_head), keys.begin);
+            if (!dead.any()) return;
+            cp_async_wait<0>();
+            __syncthreads();
+            dead.clear<WARPS>(s.k_tile(), warp);
+            dead.clear<WARPS>(s.v_tile(), warp);
+        }
+    }
+
+    // Q, dO and the queries' numbers of a tile have arrived.
+    __device__ void clear_queries(const Head& head, int first, int stage) const {
+        if constexpr (CLEARS_QUERIES) {
+            if (!KEY_MASK && first >= head.live_queries(p).begin) return;
+            int live = head.live_queries(p).begin - first;
+            DeadRows<ROWS> dead([&](int i) { return i < live || is_blind(s.row_values(stage), i); });
+            if (!dead.any()) return;
+            dead.clear<WARPS>(s.q_tile(stage), warp);
+            dead.clear<WARPS>(s.do_tile(stage), warp);
+            __syncthreads();
+        }
     }
 
     // A tile of queries.
@@ -186,6 +211,7 @@ struct Block {
         KeysSeen<WARP_KEYS> seen(pairs, j0);
         cp_async_wait<0>();
         __syncthreads();  // the tile has arrived, and everybody is done with the one before
+        clear_queries(at.head, tile_q * ROWS, stage);
 
         // S^T = K Q^T. The copies of the next tile ride along from the second step on, where there are steps enough: their
         // addresses are not to be reckoned between the arrival of this tile and its first product.

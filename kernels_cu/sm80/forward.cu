@@ -7,6 +7,7 @@
 // third less often. With two STAGES
 // the next K and V tiles are on their way while these are worked on; with one, V arrives under S = Q K^T and the next
 // K under the softmax and P V, in half the shared memory, so that two thread blocks share a multiprocessor.
+#include "attention/dead_rows.cuh"
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/operands.cuh"
@@ -115,13 +116,13 @@ struct Block {
         o.clear();
     }
 
-    // The copies of a step's K and V tile; behind the end of the walk there is nothing to read.
+    // The copies of a step's K and V tile; behind the end of the walk there is nothing to read, nor behind the last live key.
     template <class Of, class Tile>
     __device__ auto copy_keys(Tile tile, int step) const {
         int row = walk.tile(step) * KEYS;
         Rows from = operand_rows<Of>(p, head, row);
-        return AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, from.from, from.stride, walk.has(step) ? head.keys(p) - row : 0,
-                                                       from.columns);
+        return AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, from.from, from.stride,
+                                                       walk.has(step) ? head.live_keys(p).end - row : 0, from.columns);
     }
     __device__ auto copy_k(int step, int stage) const {
         return copy_keys<OfK>(s.k_tile(stage), step);
@@ -137,6 +138,17 @@ struct Block {
         copy_k(walk.start(), 0).all();
         if (STAGES == 2) copy_v(walk.start(), 0).all();
         cp_async_commit();
+    }
+
+    // V of a tile has arrived. (Of float32 what is dead is 0 there. Scores of dead keys are hidden, whatever K is.)
+    __device__ void clear_values(int tile, int stage) const {
+        if constexpr (PARTS == 1 && (KEY_MASK || DEAD_KEYS)) {
+            if (!KEY_MASK && tile * KEYS >= head.live_keys(p).begin) return;
+            DeadRows<KEYS> dead = unseen_keys<KEYS>(Pairs(p, head), tile * KEYS);
+            if (!dead.any()) return;
+            dead.clear<WARPS>(s.v_tile(stage), threadIdx.x / 32);
+            __syncthreads();
+        }
     }
 
     // Products become scores, hidden ones -inf.
@@ -162,6 +174,7 @@ struct Block {
         KeysSeen<WARP_KEYS> seen(Pairs(p, head), tile * KEYS + warp_key);
         cp_async_wait<0>();
         __syncthreads();  // the tile has arrived, and everybody is done with the one before
+        if (STAGES == 2) clear_values(tile, stage);
 
         // S = Q K^T
         Accumulator<M, WARP_KEYS / 8> scores;
@@ -191,6 +204,7 @@ struct Block {
         if (STAGES == 1) {
             cp_async_wait<0>();
             __syncthreads();  // V has arrived, and everybody is done with K
+            clear_values(tile, stage);
         } else if (SHARE) {
             sync_sharers();
         }

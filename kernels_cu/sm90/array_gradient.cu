@@ -114,8 +114,9 @@ struct Loader {
     // A piece of both operands.
     __device__ void load(const PairsTile& at, const TensorMap& of_queries, const TensorMap& of_keys, int column) {
         mbarrier_arrive_expect(s.pieces.full(), Shared::STAGE);
-        s.queries().load(of_queries, s.pieces.full(), at.i, at.head.q, at.head.batch, column);
-        s.keys().load(of_keys, s.pieces.full(), at.j, at.head.k, at.head.batch, column);
+        int query = at.i - at.head.unmapped_queries(p), key = at.j - at.head.unmapped_keys(p);
+        s.queries().load(of_queries, s.pieces.full(), query, at.head.q, at.head.batch, column);
+        s.keys().load(of_keys, s.pieces.full(), key, at.head.k, at.head.batch, column);
         s.pieces.advance();
         s.pieces.wait_empty();
     }
@@ -232,6 +233,7 @@ struct Worker {
         sums.each(
             [&](float& sum, int r, int c, float& probability, float& x) {
                 float change = Of::change(pairs, at(r, c), 0);
+                if (KEY_MASK && probability == 0) return;  // what is hidden may be anything
                 if (config::DROPOUT)
                     sum = fmaf(derivative(probability, x, minus_delta[r / 8]), change, sum);
                 else

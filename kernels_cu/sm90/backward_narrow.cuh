@@ -91,6 +91,7 @@ struct NarrowWorker {
 
         // S^T = K Q^T, dP^T = V dO^T. Rows' numbers are read before products keep shared memory busy.
         s.q.wait_full();
+        clear_queries(s.row_values(), group, [&] { s.d.wait_full(); }, s.q_tile(), s.do_tile());
         ColumnVector<(HALF_STEPS ? FIRST : ROWS) / 8> minus_lse(s.row_values(), own);
         if constexpr (DELTA_FIRST) {
             ds.fill(ColumnVector<ROWS / 8>(s.row_values() + 4 * ROWS, own));
@@ -231,6 +232,7 @@ struct NarrowWorker {
             owed = false;
             near = true;
             s.v.wait_full();
+            clear_keys(p, s, t);
             for_query_tiles(p, t, [&](const Head& head, int tile_q, int, TileBits bits) {
                 visit(Pairs(p, head, bits), seen, tile_q, key);
             });

@@ -1,6 +1,7 @@
 // The Hopper backward's tiles in shared memory, the order in which they are visited, and the thread that loads them (the
 // producer): copies come as far ahead as the rings reach.
 #pragma once
+#include "attention/dead_rows.cuh"
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/prepare.cuh"
@@ -216,8 +217,9 @@ struct Shared {
 
     // Where an address of this block's shared memory is in the other's.
     __device__ unsigned far(unsigned address) const { return far_address(address, 1 - rank); }
-    // The block's own first key.
+    // The block's own first key, and the other block's.
     __device__ int first_key(const KeyTile& t) const { return t.number * CLUSTER_KEYS + rank * KEYS; }
+    __device__ int far_key(const KeyTile& t) const { return t.number * CLUSTER_KEYS + (1 - rank) * KEYS; }
     // Which 64 columns of dQ are a worker's.
     __device__ int dq_block(int group) const { return rank * GROUPS + group; }
 
@@ -327,6 +329,45 @@ struct DQCounters {
     }
 };
 
+// Rows may hold anything where key_mask hides a key, or leaves a query none. (What is dead by position no map knows of.)
+constexpr bool CLEARS = KEY_MASK;
+
+// Zeros in K and V of a key tile that has arrived; by all workers together.
+__device__ inline void clear_keys(const Params& p, const Shared& s, const KeyTile& t) {
+    if constexpr (CLEARS) {
+        Pairs pairs(p, t.head(p));
+        int warp = threadIdx.x / 32 - 4;
+        DeadRows<KEYS> dead = unseen_keys<KEYS>(pairs, s.first_key(t));
+        bool any = dead.any();
+        if (any) {
+            dead.clear<WORKERS>(s.k_tile(), warp);
+            dead.clear<WORKERS>(s.v_tile(), warp);
+        }
+        if constexpr (CLUSTERED) {
+            DeadRows<KEYS> far = unseen_keys<KEYS>(pairs, s.far_key(t));
+            far.clear<WORKERS>(s.far_k_tile(), warp);
+            any = any || far.any();
+        }
+        if (!any) return;
+        fence_async();
+        sync_threads<128 * GROUPS>(1);
+    }
+}
+
+// Zeros in arrays of a query tile whose numbers have arrived, the arrays at the latest when wait() returns; by each worker for itself,
+// before its products.
+template <class F, class... Tiles>
+__device__ void clear_queries(unsigned numbers, int group, F wait, Tiles... tiles) {
+    if constexpr (CLEARS) {
+        DeadRows<ROWS> dead([&](int i) { return is_blind(numbers, i); });
+        if (!dead.any()) return;
+        wait();
+        (dead.template clear<4>(tiles, threadIdx.x / 32 % 4), ...);
+        fence_async();
+        sync_threads<128>(3 + group);
+    }
+}
+
 // The number of the next key tile. Of a cluster, block 0 draws it and hands it on.
 __device__ inline int next_number(const Params& p, Shared& s) {
     int number = 0;
@@ -365,12 +406,12 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
             s.q.go_to(steps);
             s.q.wait_empty();
             mbarrier_arrive_expect(s.q.full(), QTile::BYTES + 8 * ROWS);
-            s.q_tile().load(maps.q, s.q.full(), i * ROWS, head.q, head.batch);
+            s.q_tile().load(maps.q, s.q.full(), i * ROWS - head.unmapped_queries(p), head.q, head.batch);
             bulk_load(s.row_values(), prepared_rows<ROWS>(p, n), 8 * ROWS, s.q.full());
             s.d.go_to(steps);
             s.d.wait_empty();
             mbarrier_arrive_expect(s.d.full(), DOTile::BYTES);
-            s.do_tile().load(maps.dout, s.d.full(), i * ROWS, head.q, head.batch);
+            s.do_tile().load(maps.dout, s.d.full(), i * ROWS - head.unmapped_queries(p), head.q, head.batch);
             if constexpr (PAIR_ARRAYS) {
                 s.pairs.go_to(steps);
                 s.pairs.wait_empty();
@@ -381,12 +422,12 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
                 first = false;
                 wait_for_key_tile(t);
                 mbarrier_arrive_expect(s.k.full(), KTile::BYTES + CLUSTERED * FarKTile::BYTES);
-                s.k_tile().load(maps.k, s.k.full(), s.first_key(t), head.k, head.batch);
-                int far_key = t.number * CLUSTER_KEYS + (1 - s.rank) * KEYS;
+                int first = head.unmapped_keys(p), key = s.first_key(t) - first, far_key = s.far_key(t) - first;
+                s.k_tile().load(maps.k, s.k.full(), key, head.k, head.batch);
                 if (CLUSTERED) s.far_k_tile().load(maps.k, s.k.full(), far_key, head.k, head.batch, 64 * s.dq_block(0));
                 s.v.wait_empty();
                 mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
-                s.v_tile().load(maps.v, s.v.full(), s.first_key(t), head.k, head.batch);
+                s.v_tile().load(maps.v, s.v.full(), key, head.k, head.batch);
             }
         });
         if (first) {  // nobody visits it

@@ -122,6 +122,7 @@ struct WideWorker {
             add_far_dq(dq, moved);
         }
         s.d.wait_full();
+        clear_queries(s.row_values(), group, Nothing(), s.do_tile());
         start_ABt<DOT_V>(ds, do_tile, 0, my_values);
         // P = exp(S - lse), under dP = dO V^T
         if (!CLUSTERED) read_rows(s.row_values());
@@ -191,7 +192,10 @@ struct WideWorker {
         if constexpr (PARTS == 2) start_AtBt<ROWS, ADD>(dk[1], q_tile, block(1), ds_tile, 0);
         Shared next = s;
         next.q.go_to(steps + 1);
-        if (--left > 0) next.q.wait_full();
+        if (--left > 0) {
+            next.q.wait_full();
+            clear_queries(next.row_values(), group, Nothing(), next.q_tile());
+        }
         if (CLUSTERED) read_rows(next.row_values());
         start_ABt<DOT>(scores, QTile{next.q_tile().base + moved}, 0, my_keys);
         if (CLUSTERED && owing) leave_half<1>(dq, last, steps - 1);
@@ -264,7 +268,14 @@ struct WideWorker {
             for (int part = 0; part < PARTS_V; part++) dv[part].clear();
             left = t.visits(p);
             s.q.go_to(steps);
-            if (left > 0) s.q.wait_full();
+            if (CLEARS) {
+                s.v.wait_full();
+                clear_keys(p, s, t);
+            }
+            if (left > 0) {
+                s.q.wait_full();
+                clear_queries(s.row_values(), group, Nothing(), s.q_tile());
+            }
             if (CLUSTERED) read_rows(s.row_values());
             start_ABt<DOT>(scores, s.q_tile(), 0, my_keys);
             s.v.wait_full();

@@ -5,6 +5,7 @@
 // (forward_tiles.cuh). The others each own 64 rows: the tensor cores compute S = Q K^T of one key tile and O += P V of the
 // tile before in the background (wgmma), and under P V the threads do the softmax of S. O leaves through shared memory
 // where there is room for it, by the copy engine again if there is room for all of it.
+#include "attention/dead_rows.cuh"
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/shares.cuh"
@@ -37,6 +38,9 @@ constexpr int SLICES_AHEAD = 2;
 constexpr bool CUT_FIRST = walk::TESTS_FIRST && KEYS == 128 && !walk::LISTED;
 static_assert((CUT_FIRST ? KEYS / 2 : KEYS) / 16 >= SLICES_AHEAD);
 
+// Whether V may hold anything where key_mask hides keys. (Turned it is 0 there; what is dead by position no map knows of.)
+constexpr bool CLEARS = KEY_MASK && !TURNED;
+
 // A warpgroup with 64 rows of every tile.
 struct Worker {
     using ScorePlacement = Placement<false, PACK == 1 ? 0 : HEAD_ROWS>;
@@ -58,6 +62,7 @@ struct Worker {
     // P V is added while the scores after those of P are computed, at the end of a tile while the next tile is looked at.
     Accumulator<1, DIM_V / 8> o;
     Operand<KEYS> probabilities;
+    unsigned unseen = 0;  // CLEARS: of the keys of these the lane's own (32 n + lane) that key_mask hides, in bits n
 
     __device__ Worker(const Params& p, const TensorMaps& maps, Shared& s, int group)
         : p(p),
@@ -136,6 +141,12 @@ struct Worker {
         score(scores, at, pairs, arrays);
         if (tests) {
             KeysSeen<8 * N> seen(pairs, tile_k * KEYS);
+            if constexpr (CLEARS) {
+                int lane = threadIdx.x % 32, keys = tile.head.keys(p) - tile_k * KEYS;
+                unseen = 0;
+#pragma unroll
+                for (int n = 0; n < 8 * N; n += 32) unseen |= unsigned(n + lane < keys && !seen[n + lane]) << n / 32;
+            }
             hide(scores, at, pairs, seen, arrays, MINUS_INFINITY);
         }
         if (PAIR_ARRAYS) {
@@ -147,10 +158,19 @@ struct Worker {
     // Start O += P V.
     __device__ void add_values(bool half) {
         s.v.wait_full();
+        if constexpr (CLEARS) clear_values();
         if (CUT_FIRST && half)
             start_values<CUT_FIRST ? KEYS / 2 : KEYS>();
         else
             start_values<KEYS>();
+    }
+    // Zeros in V of unseen keys, whatever the other warpgroups have done there: the product is this one's.
+    __device__ void clear_values() {
+        DeadRows<KEYS> dead([&](int key) { return unseen >> key / 32 & 1; });
+        if (!dead.any()) return;
+        dead.clear<4>(s.v_tile(), threadIdx.x / 32 % 4);
+        fence_async();
+        sync_threads<128>(1 + group);
     }
     template <int COUNT>
     __device__ void start_values() {

@@ -48,14 +48,14 @@ using OTile = SwizzledTile<ROWS, DIM_V, Out>;
 template <bool TURNED>
 struct Values {
     using Tile = SwizzledTile<KEYS, DIM_V>;
-    __device__ static void load(Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
-        tile.load(map, barrier, key, head.k, head.batch);
+    __device__ static void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
+        tile.load(map, barrier, key - head.unmapped_keys(p), head.k, head.batch);
     }
 };
 template <>
 struct Values<true> {
     using Tile = SwizzledTile<DIM_V, KEYS>;
-    __device__ static void load(Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
+    __device__ static void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
         tile.load(map, barrier, 0, head.k, head.batch, key);
     }
 };
@@ -179,13 +179,13 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
     auto load_k = [&](const Tile& tile, int tile_k) {
         s.k.wait_empty();
         mbarrier_arrive_expect(s.k.full(), KTile::BYTES);
-        s.k_tile().load(maps.k, s.k.full(), tile_k * KEYS, tile.head.k, tile.head.batch);
+        s.k_tile().load(maps.k, s.k.full(), tile_k * KEYS - tile.head.unmapped_keys(p), tile.head.k, tile.head.batch);
         s.k.advance();
     };
     auto load_v = [&](const Tile& tile, int tile_k) {
         s.v.wait_empty();
         mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
-        Values<TURNED>::load(s.v_tile(), maps.v, s.v.full(), tile_k * KEYS, tile.head);
+        Values<TURNED>::load(p, s.v_tile(), maps.v, s.v.full(), tile_k * KEYS, tile.head);
         s.v.advance();
     };
     auto load_pairs = [&](const Tile& tile, int tile_k) {
@@ -201,7 +201,8 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
             s.tell(tile, number);
             mbarrier_arrive_expect(s.q.full(), QTile::BYTES / Q_PARTS);
             int first = ROWS / Q_PARTS * part;
-            s.q_tile().load_rows(maps.q, s.q.full(), first, tile.queries.begin + first, tile.head.q, tile.head.batch);
+            int query = tile.queries.begin + first - tile.head.unmapped_queries(p);
+            s.q_tile().load_rows(maps.q, s.q.full(), first, query, tile.head.q, tile.head.batch);
         });
         s.q.advance();
     };

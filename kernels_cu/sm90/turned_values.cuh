@@ -1,7 +1,7 @@
 // V of 8 bits, turned: the tensor cores want the numbers of a column side by side, keys in the order in which a lane of the
 // product S = Q K^T holds them (tile/swizzled.cuh, Operand). By a kernel before, into the plan's own memory.
 #pragma once
-#include "attention/head.cuh"
+#include "attention/pairs.cuh"
 #include "ptx/shared.cuh"
 
 constexpr int TURNED_KEYS = 128;  // of a block; as many are there, zeros where there is no key
@@ -12,7 +12,7 @@ __device__ inline unsigned byte_of_each(const unsigned (&x)[4], int n) {
     return __byte_perm(low, high, 0x5410);
 }
 
-// The keys of a block, by 256 threads: p.turned[batch][head][column][key].
+// The keys of a block, zeros for dead ones, by 256 threads: p.turned[batch][head][column][key].
 template <int DIM_V, class P>
 __device__ void turn_values(const P& p, int block) {
     constexpr int WORDS = DIM_V / 4, PITCH = WORDS + 1;
@@ -21,15 +21,17 @@ __device__ void turn_values(const P& p, int block) {
     Place at = place(block, tiles, p.heads_k);
     Head head = Head::of_k(p, at.batch, at.head);
     int first = at.tile * TURNED_KEYS, keys = head.keys(p) - first;
+    Pairs pairs(p, head);
     const unsigned char* v = (const unsigned char*)head.key_row(p.v, p.v_strides, first);
 #pragma unroll 4
     for (int n = threadIdx.x; n < TURNED_KEYS * DIM_V / 16; n += 256) {
         int key = n / (DIM_V / 16), column = n % (DIM_V / 16) * 16;
         const unsigned char* from = v + key * p.v_strides.row + column;
         unsigned x[4] = {};
-        if (key < keys && column + 16 <= p.dim_v) {
+        bool live = key < keys && pairs.is_seen(first + key);
+        if (live && column + 16 <= p.dim_v) {
             *(uint4*)x = *(const uint4*)from;
-        } else if (key < keys) {
+        } else if (live) {
 #pragma unroll
             for (int c = 0; c < 16; c++)
                 if (column + c < p.dim_v) x[c / 4] |= unsigned(from[c]) << c % 4 * 8;

@@ -185,7 +185,7 @@ __device__ void load_parts(unsigned (&a)[PARTS][M][4], const A& operand, int k) 
 }
 
 struct Nothing {
-    __device__ void operator()(int) const {}
+    __device__ void operator()(int = 0) const {}
 };
 
 // The sums of a product: of two parts, those of what is small have accumulators of their own.

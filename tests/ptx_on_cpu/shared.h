@@ -30,6 +30,8 @@ inline void store_shared_double2(unsigned address, double x, double y) {
 }
 inline double load_shared_double(unsigned address) { return on_cpu::shared<double>(address); }
 inline double2 load_shared_double2(unsigned address) { return on_cpu::shared<double2>(address); }
+inline float load_shared_number(unsigned address, float) { return on_cpu::shared<float>(address); }
+inline double load_shared_number(unsigned address, double) { return on_cpu::shared<double>(address); }
 template <class T>
 auto load_shared_pair(unsigned address) {
     if constexpr (sizeof(T) == 8)
