@@ -2,6 +2,7 @@
 
 Nothing beyond the standard library is imported before it is known to be there, and an error that a user can meet is one
 message on stderr and exit code 2. CUPYFLASH_TRACEBACK=1 shows where it came from. What we warn of is a line, too.
+Whatever is told may quote a file or the environment, so control characters in it are shown and not sent.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
+
+from .visible import VisibleStream
 
 EXTRA = {"typer", "click", "rich", "matplotlib", "safetensors"}  # what the extra `demo` installs
 
@@ -37,7 +40,9 @@ def told() -> Iterator[None]:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    shown = warnings.showwarning
+    shown, errors = warnings.showwarning, sys.stderr
+    if errors is not None:
+        sys.stderr = cast(TextIO, VisibleStream(errors))
 
     def show(message: Warning | str, category: type[Warning], filename: str, *where: Any, **also: Any) -> None:
         if Path(filename).is_relative_to(Path(__file__).parent):
@@ -56,7 +61,7 @@ def told() -> Iterator[None]:
             _fail(f'this command needs {missing}, which is not installed; run pip install "cupyflash[demo]"')
         _fail(str(error) or type(error).__name__)
     finally:
-        warnings.showwarning = shown
+        warnings.showwarning, sys.stderr = shown, errors
 
 
 def _fail(message: str) -> NoReturn:

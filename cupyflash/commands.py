@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from . import __version__
 from .command_options import asked, flag
+from .console import Console
 from .problem import float_name
+from .visible import visible
 
 app = typer.Typer(
     help="Exact attention, forward and backward, for any array library, on CPU and GPU.",
@@ -37,7 +38,7 @@ Backward = Annotated[bool, typer.Option("--backward", help="Explain the gradient
 
 def _version(asked_for: bool) -> None:
     if asked_for:
-        typer.echo(f"cupyflash {__version__}")
+        _say(f"cupyflash {__version__}")
         raise typer.Exit
 
 
@@ -125,12 +126,12 @@ def attend(
     seconds = time.perf_counter() - start
     files.write(output, results)
     for name, x in (*inputs.items(), *held.items(), *results.items()):
-        typer.echo(f"{name:<8} {'x'.join(map(str, x.shape))} {x.dtype}")
-    typer.echo(f"{seconds:.3g} s with {xp.__name__}, written to {output}")
+        _say(f"{name:<8} {'x'.join(map(str, x.shape))} {x.dtype}")
+    _say(f"{seconds:.3g} s with {xp.__name__}, written to {output}")
     kept = results["out"].dtype
     if kept.kind == "V" and suffix != ".safetensors":  # of ml_dtypes
         size = {1: "one byte", 2: "two bytes"}[kept.itemsize]
-        typer.echo(f"note: {suffix} has no {kept}; others read {size} of no type there (.safetensors keeps it)")
+        _say(f"note: {suffix} has no {kept}; others read {size} of no type there (.safetensors keeps it)")
 
 
 @app.command()
@@ -207,7 +208,7 @@ def compile_(
     for result in errors:
         console.print(Text(str(result.error)), style="red", soft_wrap=True)
     cache = cache_info()
-    typer.echo(f"{cache.path}: {cache.entries} programs, {cache.bytes / 2**20:.1f} MiB")
+    _say(f"{cache.path}: {cache.entries} programs, {cache.bytes / 2**20:.1f} MiB")
     if errors:
         raise typer.Exit(1)
 
@@ -238,7 +239,7 @@ def tune(
         if not found.entries:
             raise ValueError(found.note or f"{tuned.path()} holds nothing; cupyflash tune --shape ... fills it")
         for line in lines(found.entries):
-            typer.echo(line)
+            _say(line)
         return
     if shape is None:
         raise ValueError("--shape is missing; it is the shape of q, as in --shape 2,8192,16,128")
@@ -254,11 +255,11 @@ def tune(
         )  # fmt: skip
     _print(_tuning_table(result))
     if result.best is result.trials[0]:
-        typer.echo("the table's own tile is the fastest, or as fast")
+        _say("the table's own tile is the fastest, or as fast")
     else:
-        typer.echo(f"{result.gain:.3f} times as fast as the table's own tile")
+        _say(f"{result.gain:.3f} times as fast as the table's own tile")
     if result.path is not None:
-        typer.echo(f"written to {result.path}")
+        _say(f"written to {result.path}")
 
 
 @app.command()
@@ -313,12 +314,17 @@ def bench(
 
     if suites == ["plot"]:
         for path in plot(quick=quick):
-            typer.echo(path)
+            _say(path)
         return
     asked = suites or ("forward", "backward")
     raise typer.Exit(
         run(asked, family, out, quick, float_name(dtype), rounds, min_ms, only or (), slow, sustained, resume)
     )
+
+
+def _say(text: Any) -> None:
+    """Print a line."""
+    typer.echo(visible(str(text)))
 
 
 def _print(what: Any) -> None:
@@ -330,7 +336,7 @@ def _print(what: Any) -> None:
     console.width = 1000
     with console.capture() as printed:
         console.print(what)
-    typer.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
+    _say("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
 def _pairs(rows: list[tuple[str, str]]) -> None:
@@ -401,7 +407,8 @@ def _score_arrays(score: str, given: list[str]) -> dict[str, Path]:
 def _some(names: list[str]) -> str:
     """Names of arrays in a sentence, which a file may have thousands of."""
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(names[:10]) + more if names else "no array"
+    shown = (name if name.isprintable() else ascii(name) for name in names[:10])  # one with a line break, too
+    return ", ".join(shown) + more if names else "no array"
 
 
 Shape = tuple[int, ...]

@@ -19,6 +19,8 @@ import ml_dtypes
 import numpy as np
 from numpy.lib import format as npy
 
+from .folders import written_whole
+
 SUFFIXES = (".npy", ".npz", ".safetensors")
 BFLOAT16 = np.dtype("V2")  # as NumPy writes it: two bytes of no type
 DEFLATE = 1032  # bytes that one byte of a compressed .npz can become at most
@@ -74,10 +76,8 @@ def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     whole: dict[str, Any] = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
     if kind == ".npy" and len(whole) != 1:
         raise ValueError(f"{path} holds one array, not {', '.join(whole)}; write .npz or .safetensors")
-    target = _target(path)
-    partial = target.with_name(f".{target.stem}.{os.getpid()}{kind}")
     try:
-        with open(partial, "xb") as file:
+        with written_whole(_target(path)) as file:
             if kind == ".npy":
                 np.save(file, next(iter(whole.values())))
             elif kind == ".npz":
@@ -86,12 +86,8 @@ def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
                 import safetensors.numpy
 
                 file.write(safetensors.numpy.save(whole))  # its save_file writes one that nobody else can read
-        os.replace(partial, target)
     except OSError as error:  # names the other file
         raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
 
 
 def writable(path: Path) -> bool:

@@ -6,19 +6,16 @@ the tables of gpu/families are used, and `explain` tells.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
-import os
 import stat
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .folders import user_folder
+from .folders import user_folder, written_whole
 from .gpu.device import Arch
 from .gpu.kernel_plan import features
 from .gpu.plan import FAMILIES
@@ -132,15 +129,8 @@ def save(entries: Iterable[Tuned]) -> Path:
     text = json.dumps({"sources": sources_digest(), "rows": rows}, indent=1) + "\n"
     target = path()
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(prefix=target.name, dir=target.parent)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(partial, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(partial)
-        raise
+    with written_whole(target, 0o600) as file:
+        file.write(text.encode())
     stored.cache_clear()
     return target
 

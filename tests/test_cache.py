@@ -63,7 +63,7 @@ def compile_anew(source=SOURCE, arch="sm_80"):
 
 
 def entry(cache: Path) -> Path:
-    (path,) = (cache / "programs").iterdir()
+    (path,) = (cache / "cupyflash-programs").iterdir()
     return path
 
 
@@ -196,12 +196,12 @@ def test_nowhere_to_write(tmp_path, monkeypatch, where):
 @posix
 def test_read_only(cache):
     compile_anew()
-    (cache / "programs").chmod(0o555)
-    if os.access(cache / "programs", os.W_OK):
+    (cache / "cupyflash-programs").chmod(0o555)
+    if os.access(cache / "cupyflash-programs", os.W_OK):
         pytest.skip("root may write anywhere")
     assert compile_anew().cached
     assert not compile_anew(OTHER).cached
-    (cache / "programs").chmod(0o755)
+    (cache / "cupyflash-programs").chmod(0o755)
 
 
 @pytest.mark.parametrize("call", ["mkdir", "open", "replace"])
@@ -297,23 +297,58 @@ def test_info_counts_programs_alone(cache):
     assert cache_info() == CacheInfo(cache, 0, 0)
     compile_anew()
     compile_anew(OTHER)
-    for name in ("0" * 64 + ".lock", "0" * 64 + ".0123456789abcdef", "not ours"):
-        (cache / "programs" / name).write_text("left behind")
+    for name in ("0" * 64 + ".program.lock", ".cupyflash-0123456789abcdef", "not ours"):
+        (cache / "cupyflash-programs" / name).write_text("left behind")
     (cache / "not ours").write_text("kept")
     info = cache_info()
     assert (info.path, info.entries, info.note) == (cache, 2, "")
     assert info.bytes > len(compiler.compile_source(SOURCE, "sm_80").cubin)
 
 
-def test_what_dead_processes_left_goes_after_a_while(cache):
+@pytest.mark.parametrize("name", ["{}.program.lock", ".cupyflash-{:.16}"])
+def test_what_dead_processes_left_goes_after_a_while(cache, name):
     disk.write(b"key", b"value")
-    old, young = (cache / "programs" / ("0" * 64 + suffix) for suffix in (".lock", ".0123456789abcdef"))
+    old, young = (cache / "cupyflash-programs" / name.format(digit * 64) for digit in "0f")
     old.touch()
     young.touch()
     os.utime(old, times=(0, 0))
     disk.write(b"other", b"value")
     assert young.exists() and not old.exists()
     assert (disk.read(b"key"), disk.read(b"other")) == (b"value", b"value")
+
+
+def test_files_of_others_stay(cache, monkeypatch):
+    """Whatever their names are like, however old and large they are, wherever CUPYFLASH_CACHE_DIR leads."""
+    digest = "0123456789abcdef" * 4
+    names = [
+        "train.py", digest, digest.upper() + ".program", digest[1:] + ".program", f"{digest}.program.txt", f"{digest}.lock",
+        f"{digest}.0123456789abcdef", f"{digest}.program.0123456789abcdef", ".cupyflash-", ".cupyflash-01234567", "x.program",
+    ]  # fmt: skip
+    folders_of_others = [cache, cache / "programs", cache / "cupyflash-programs"]
+    for folder in folders_of_others:
+        folder.mkdir(parents=True)
+        for name in names:
+            (folder / name).write_text("precious")
+            os.utime(folder / name, times=(0, 0))
+    monkeypatch.setattr(disk, "LIMIT", 0)
+    disk.write(b"key", b"value")
+    for folder in folders_of_others:
+        assert sorted(x.name for x in folder.iterdir() if x.is_file()) == sorted(names)
+
+
+@posix
+def test_a_link_in_the_place_of_the_folder_is_not_used(cache, tmp_path, monkeypatch):
+    """Who can write in CUPYFLASH_CACHE_DIR could have it lead to anybody's files."""
+    disk.write(b"key", b"value")
+    moved = (cache / "cupyflash-programs").rename(tmp_path / "moved")
+    (cache / "cupyflash-programs").symlink_to(moved, target_is_directory=True)
+    before = sorted(moved.iterdir())
+    monkeypatch.setattr(disk, "LIMIT", 0)
+    refused("it is a link")
+    disk.write(b"other", b"value")
+    with disk.turn(b"other"):
+        assert sorted(moved.iterdir()) == before
+    assert sorted(moved.iterdir()) == before and "it is a link" in cache_info().note
 
 
 # ---- whom the cache believes ----------------------------------------------------------------------------------------
@@ -323,7 +358,7 @@ def test_an_entry_under_another_key_is_refused(cache):
     disk.write(b"one", b"the program of one")
     first = entry(cache)
     disk.write(b"two", b"the program of two")
-    (second,) = (path for path in (cache / "programs").iterdir() if path != first)
+    (second,) = (path for path in (cache / "cupyflash-programs").iterdir() if path != first)
     shutil.copy(first, second)
     assert disk.read(b"one") == b"the program of one"
     assert disk.read(b"two") is None
@@ -346,7 +381,7 @@ def test_nobody_else_may_write(cache, umask, folder, file):
         disk.write(b"key", b"value")
     finally:
         os.umask(before)
-    for path, mode in ((cache, folder), (cache / "programs", folder), (entry(cache), file)):
+    for path, mode in ((cache, folder), (cache / "cupyflash-programs", folder), (entry(cache), file)):
         assert stat.S_IMODE(path.stat().st_mode) == mode, path
 
 
@@ -363,12 +398,12 @@ def refused(what: str) -> None:
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
 def test_a_folder_that_others_can_write_is_not_used(cache, mode):
     disk.write(b"key", b"value")
-    (cache / "programs").chmod(mode)
+    (cache / "cupyflash-programs").chmod(mode)
     refused("other users can write there")
     disk.write(b"other", b"value")
-    assert len(list((cache / "programs").iterdir())) == 1
+    assert len(list((cache / "cupyflash-programs").iterdir())) == 1
     assert "other users can write there" in cache_info().note
-    (cache / "programs").chmod(0o755)
+    (cache / "cupyflash-programs").chmod(0o755)
     assert disk.read(b"key") == b"value"
 
 
@@ -377,7 +412,7 @@ def test_a_folder_that_others_can_write_is_not_used(cache, mode):
 def test_an_entry_that_others_can_write_is_not_used(cache, mode):
     disk.write(b"key", b"value")
     disk.write(b"other", b"value")
-    for path in (cache / "programs").iterdir():
+    for path in (cache / "cupyflash-programs").iterdir():
         path.chmod(mode)
     refused("writable by nobody else")
     disk.write(b"key", b"value")  # as a compilation does
@@ -391,7 +426,7 @@ def test_what_another_user_owns_is_not_used(cache, nobody):
     refused("own them")
     folders.warn_once.cache_clear()
     disk.write(b"key", b"value")
-    os.chown(cache / "programs", nobody, -1)
+    os.chown(cache / "cupyflash-programs", nobody, -1)
     refused("own them")
 
 
@@ -419,7 +454,7 @@ def test_a_link_to_the_folder_is_followed(cache, tmp_path):
     except OSError:
         pytest.skip("no links")
     disk.write(b"key", b"value")
-    assert disk.read(b"key") == b"value" and (tmp_path / "large" / "programs").is_dir()
+    assert disk.read(b"key") == b"value" and (tmp_path / "large" / "cupyflash-programs").is_dir()
 
 
 # ---- two users ------------------------------------------------------------------------------------------------------
@@ -441,18 +476,18 @@ def test_root_fills_and_another_user_runs(for_everybody, nobody, recwarn):
     compile_anew()
     os.seteuid(nobody)
     with pytest.raises(PermissionError):
-        (for_everybody / "programs" / "x").touch()
+        (for_everybody / "cupyflash-programs" / "x").touch()
     assert compile_anew().cached
     assert not compile_anew(OTHER).cached
     os.seteuid(0)
-    assert cache_info().entries == 1 and len(list((for_everybody / "programs").iterdir())) == 1
+    assert cache_info().entries == 1 and len(list((for_everybody / "cupyflash-programs").iterdir())) == 1
     assert not recwarn.list
 
 
 @pytest.mark.parametrize("what", ["programs", "entry"])
 def test_what_another_user_cannot_read_is_told_once(for_everybody, nobody, what):
     compile_anew()
-    path = for_everybody / "programs" if what == "programs" else entry(for_everybody)
+    path = for_everybody / "cupyflash-programs" if what == "programs" else entry(for_everybody)
     path.chmod(0o700 if what == "programs" else 0o600)
     os.seteuid(nobody)
     with warnings.catch_warnings(record=True) as told:
@@ -460,7 +495,7 @@ def test_what_another_user_cannot_read_is_told_once(for_everybody, nobody, what)
         assert not compile_anew().cached
         assert not compile_anew().cached
     assert len(told) == 1
-    assert f"{for_everybody / 'programs'} cannot be read by this user" in str(told[0].message)
+    assert f"{for_everybody / 'cupyflash-programs'} cannot be read by this user" in str(told[0].message)
     assert "chmod -R a+rX" in str(told[0].message)
     assert what == "entry" or "cannot be read" in cache_info().note
 
@@ -500,7 +535,7 @@ print("has it", len(compiler.compile_source(SOURCE, "sm_80").cubin))
     printed = [output(process) for process in processes]
     assert sorted(text.count("compiles") for text in printed) == [0] * 7 + [1]
     assert len({text.splitlines()[-1] for text in printed}) == 1
-    assert cache_info().entries == 1 and len(list((cache_dir() / "programs").iterdir())) == 1  # and no lock
+    assert cache_info().entries == 1 and len(list((cache_dir() / "cupyflash-programs").iterdir())) == 1  # and no lock
 
 
 def test_threads_wait_for_each_other(monkeypatch):
@@ -539,12 +574,12 @@ def seconds_for_a_turn() -> float:
 def test_nobody_waits_for_the_dead():
     holder = in_a_new_process(HOLD, stdin=subprocess.PIPE)
     assert holder.stdout.readline() == "holds\n"
-    assert list((cache_dir() / "programs").glob("*.lock"))
+    assert list((cache_dir() / "cupyflash-programs").glob("*.lock"))
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
-    assert list((cache_dir() / "programs").glob("*.lock"))  # it could not clean up
+    assert list((cache_dir() / "cupyflash-programs").glob("*.lock"))  # it could not clean up
     assert seconds_for_a_turn() < disk.PATIENCE / 2
-    assert not list((cache_dir() / "programs").iterdir())
+    assert not list((cache_dir() / "cupyflash-programs").iterdir())
 
 
 @posix
@@ -601,7 +636,7 @@ def test_who_kept_nothing_is_waited_for_once(monkeypatch):
 @posix
 @pytest.mark.parametrize("problem", ["no locks", "FIFO", "folder"])
 def test_locks_that_cannot_be_had_cost_nothing(cache, monkeypatch, problem):
-    lock = cache / "programs" / f"{disk._name(b'key')}.lock"
+    lock = cache / "cupyflash-programs" / f"{disk._name(b'key')}.lock"
     lock.parent.mkdir(parents=True)
     if problem == "FIFO":
         os.mkfifo(lock)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -485,6 +486,30 @@ def test_an_output_outlives_a_failure(
     assert out.read_bytes() == b"precious" and list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.parametrize("suffix", files.SUFFIXES)
+def test_processes_of_one_number_write_one_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, suffix: str) -> None:
+    """Two containers on one volume: each writes a whole file, and the later one stays."""
+    import safetensors.numpy
+
+    out, inner = tmp_path / f"out{suffix}", []
+
+    def while_another_writes(plain: Any) -> Any:
+        def save(*given: Any, **named: Any) -> Any:
+            if not inner:
+                inner.append(None)
+                files.write(out, {"out": np.zeros(3)})
+            return plain(*given, **named)
+
+        return save
+
+    for module, name in ((np, "save"), (np, "savez"), (safetensors.numpy, "save")):
+        monkeypatch.setattr(module, name, while_another_writes(getattr(module, name)))
+    files.write(out, {"out": np.ones(3)})
+    assert inner and list(tmp_path.iterdir()) == [out]
+    (found,) = files.read(out).values()
+    assert (found == 1).all()
+
+
 def test_an_output_that_is_a_link_stays_one(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     out = tmp_path / "out.npy"
@@ -767,7 +792,7 @@ def test_info_with_nothing_there(run: Run, no_gpu: None, monkeypatch: pytest.Mon
 
 def test_info_tells_of_a_cache_that_is_not_used(run: Run, cache: Path) -> None:
     disk.write(b"key", b"value")
-    (cache / "programs").chmod(0o777)
+    (cache / "cupyflash-programs").chmod(0o777)
     if sys.platform != "win32":
         assert "are not used, since other users can write there" in run("info")[1]
 

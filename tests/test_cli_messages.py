@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,13 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from rich.table import Table
+from rich.text import Text
 
 import cupyflash
-from cupyflash import files
+from cupyflash import cli, files
 from cupyflash.bench import report
+from cupyflash.console import Console
 from cupyflash.folders import warn_once
 
 X = np.ones((1, 3, 2, 4), np.float32)
@@ -278,3 +282,71 @@ def test_a_file_that_bench_did_not_write_is_named(tmp_path: Path, text: str) -> 
     with pytest.raises(ValueError) as raised:
         report.load(tmp_path)
     assert str(raised.value).startswith(f"{path} is not a file of `cupyflash bench`: ")
+
+
+# ---- what comes from outside and moves a cursor ----------------------------------------------------------------------
+
+EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\r\u202ename"
+
+
+def harmless(text: str) -> bool:
+    return all(c.isprintable() or c == "\n" for c in text)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_names_of_arrays_are_shown_not_sent(run: Run, tmp_path: Path, suffix: str) -> None:
+    files.write(tmp_path / f"in{suffix}", {EVIL: X, "line\nbreak": X})
+    code, out, err = run("attend", "-i", tmp_path / f"in{suffix}", "-o", tmp_path / "out.npy")
+    assert code == 2 and harmless(out + err) and "\\x1b]0;title\\x07" in err and err.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such names")
+def test_names_of_files_are_shown_not_sent(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / EVIL
+    folder.mkdir()
+    files.write(folder / "in.npz", dict.fromkeys("qkv", X))
+    code, out, err = run("attend", "-i", folder / "in.npz", "-o", folder / "out.npy", "--device", "cpu")
+    assert code == 0 and harmless(out + err) and "written to" in out and "\\x1b[2J" in out
+    code, out, err = run("attend", "-i", folder / "none.npz", "-o", folder / "o.npy")
+    assert code == 2 and harmless(out + err) and "\\x1b[2J" in err
+    code, out, err = run("attend", folder / "one too many", "-o", folder / "o.npy")  # the parser's own message
+    assert code == 2 and harmless(out + err) and "\\x1b[2J" in err
+
+
+@pytest.mark.parametrize("variable", ["CUPYFLASH_CACHE_DIR", "CUPYFLASH_CONFIG_DIR", "CUPYFLASH_DUMP"])
+def test_the_environment_is_shown_not_sent(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
+) -> None:
+    monkeypatch.setenv(variable, str(tmp_path / EVIL))
+    code, out, err = run("info")
+    assert code == 0 and harmless(out + err) and "title" in out
+
+
+def test_a_warning_is_shown_not_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    with cli.told():
+        warnings.warn_explicit(EVIL, RuntimeWarning, cli.__file__, 1)
+    out, err = capsys.readouterr()
+    assert not out and harmless(err) and "title" in err
+
+
+def test_tables_and_bars_are_shown_not_sent() -> None:
+    """On a terminal too, where a table has escape sequences of its own."""
+    out = io.StringIO()
+    screen = Console(file=out, force_terminal=True, width=200)
+    table = Table()
+    table.add_column(EVIL)
+    table.add_row(Text(EVIL, style="bold"))
+    screen.print(table)
+    screen.print(EVIL, style="red")
+    assert "\x1b[1m" in out.getvalue() and out.getvalue().count("title") == 3
+    for sent in ("\x1b]", "\x07", "\x1b[2J", "\x9b", "\r", "\u202e"):
+        assert sent not in out.getvalue()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a right there")
+def test_results_are_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    for name in ("x.json", "x.json.part"):
+        (tmp_path / name).symlink_to(tmp_path / "victim")
+    report.save(tmp_path / "x.json", {"rows": []})
+    assert (tmp_path / "victim").read_text() == "precious" and report.read(tmp_path / "x.json") == {"rows": []}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import builtins
 import contextlib
 import gc
+import os
 import re
+import stat
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cupyflash.gpu import compiler, device, programs
+from cupyflash.gpu import compiler, device, dump, programs
 from cupyflash.gpu.compiler import Compiled, CompileError, Resources, parse_resources
 from cupyflash.gpu.kernel_plan import KernelPlan, Launch
 from cupyflash.gpu.source import kernels_folder
@@ -189,6 +191,24 @@ def test_dump_once_per_process(monkeypatch, own_cache, tmp_path):
     monkeypatch.setenv("CUPYFLASH_DUMP", str(tmp_path / "elsewhere"))
     programs.program(a_plan())
     assert len(calls) == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a right there")
+def test_dump_follows_no_link(monkeypatch, own_cache, tmp_path):
+    """That somebody else has put where it writes: into a folder that all can write."""
+    monkeypatch.setattr(programs, "generate", lambda plan: MARKED)
+    victim, folder = tmp_path / "victim", tmp_path / "shared"
+    victim.write_text("precious")
+    folder.mkdir()
+    names = [dump.title(a_plan(), MARKED) + suffix for suffix in (".cu", ".ptx", ".cubin", ".txt")]
+    for name in names:
+        for end in ("", f".{os.getpid()}", ".part"):
+            (folder / (name + end)).symlink_to(victim)
+    monkeypatch.setenv("CUPYFLASH_DUMP", str(folder))
+    programs.program(a_plan())
+    assert victim.read_text() == "precious"
+    assert all(stat.S_ISREG((folder / name).lstat().st_mode) for name in names)
+    assert (folder / names[0]).read_text() == MARKED
 
 
 def test_dump_where_nothing_can_be_written(monkeypatch, own_cache, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
+from ..folders import written_whole
 from ..timing import best, geomean, ratio, significant
 from . import models
 
@@ -68,9 +68,8 @@ def make_row(
 def save(path: Path, results: Mapping[str, Any]) -> None:
     """Write a results file whole or not at all, so that an interrupted run leaves the rows it has."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps(results, indent=1) + "\n")
-    os.replace(partial, path)
+    with written_whole(path) as file:
+        file.write((json.dumps(results, indent=1) + "\n").encode())
 
 
 def load(folder: Path) -> list[dict[str, Any]]:

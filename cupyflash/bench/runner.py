@@ -10,11 +10,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from ..console import Console
 from ..problem import FLOATS
 from . import machine, numpy_path, peers, report
 from .suite import Options

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.panel import Panel
 from rich.progress import (
     BarColumn,
@@ -21,6 +20,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text as Styled
 
+from ..console import Console
 from .check import Check, check_layer
 from .model import Model
 from .picture import draw

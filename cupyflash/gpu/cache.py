@@ -2,7 +2,8 @@
 
 Whatever happens to the folder costs a compilation, never an error: it may be read-only, full, corrupt, shared by many
 processes, or deleted at any moment. A program is code that a GPU will run, so it is believed only where this user or root
-owns its file and the folder, where nobody else may write to them, and where its digest, which covers its key, is right.
+owns its file and the folder, which is no link, where nobody else may write to them, and where its digest, which covers its
+key, is right. What is removed has a name that only this module gives.
 
 New files can be read by whom the umask lets read them (with the usual 022: everybody), so that root fills the cache of
 a container and another user runs it.
@@ -14,7 +15,6 @@ import contextlib
 import hashlib
 import os
 import re
-import secrets
 import stat
 import sys
 import time
@@ -22,16 +22,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..folders import user_folder, warn_once
+from ..folders import PARTIAL, user_folder, warn_once, written_whole
 
 LIMIT = 512 << 20  # bytes on disk; the programs that were not read for longest go first
 PATIENCE = 30.0  # seconds: the longest that a compilation takes, and that one process waits for another's
-STALE = 3600.0  # seconds after which what is not a program was left by a process that died
+STALE = 3600.0  # seconds after which a lock or a file half written was left by a process that died
 
-_PROGRAM = re.compile(r"[0-9a-f]{64}")
+_PROGRAM = re.compile(r"[0-9a-f]{64}\.program")
+_LOCK = re.compile(_PROGRAM.pattern + r"\.lock")
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 # A FIFO must not hang, a link leads out of the folder, and Windows would turn bytes into text.
-_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _NO_LINK | getattr(os, "O_BINARY", 0)
 
 if sys.platform == "win32":
     import msvcrt
@@ -66,7 +67,7 @@ def cache_info() -> CacheInfo:
     """Where the cache is and what it holds."""
     note, sizes = "", []
     try:
-        note = "" if _ours(os.stat(_folder())) else _foreign()
+        note = "" if _ours(os.lstat(_folder())) else _foreign()
         with os.scandir(_folder()) as found:
             for x in found:
                 with contextlib.suppress(OSError):  # another process may remove it meanwhile
@@ -82,48 +83,41 @@ def cache_info() -> CacheInfo:
 def read(key: bytes) -> bytes | None:
     """What was written under a key; None where that is not there, not whole, or may be another user's."""
     try:
-        if not _ours(os.stat(_folder())):
+        if not _ours(os.lstat(_folder())):
             warn_once(_foreign())
             return None
         handle = os.open(_folder() / _name(key), _READ)
-        try:
+        with open(handle, "rb") as file:
             status = os.fstat(handle)
             if not stat.S_ISREG(status.st_mode):
                 return None
             if not _ours(status):
                 warn_once(_foreign())
                 return None
-            with open(handle, "rb", closefd=False) as file:
-                entry = file.read()
-        finally:
-            os.close(handle)
+            entry = file.read()
+            with contextlib.suppress(
+                OSError
+            ):  # said, because few file systems note it by themselves; not for root's files
+                where = handle if os.utime in os.supports_fd else _folder() / _name(key)
+                os.utime(where, ns=(time.time_ns(), status.st_mtime_ns))
     except PermissionError:
         warn_once(_unreadable())
         return None
     except OSError:
         return None
-    with contextlib.suppress(OSError):  # said, because few file systems note it by themselves; not for root's files
-        os.utime(_folder() / _name(key), ns=(time.time_ns(), status.st_mtime_ns))
     digest, _, value = entry.partition(b"\n")
     return value if digest == _digest(key, value) else None
 
 
 def write(key: bytes, value: bytes) -> None:
     """Keep `value` under a key, if that can be done: the file is there whole or not at all."""
-    partial = _folder() / f"{_name(key)}.{secrets.token_hex(8)}"
-    try:
+    with contextlib.suppress(OSError):
         _make(_folder())
-        if not _ours(os.stat(_folder())):
+        if not _ours(os.lstat(_folder())):
             return
-        with open(os.open(partial, _CREATE, 0o644), "wb") as file:
+        with written_whole(_folder() / _name(key), 0o644) as file:
             file.write(_digest(key, value) + b"\n" + value)
-        os.replace(partial, _folder() / _name(key))
         _tidy()
-    except OSError:
-        pass
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
 
 
 @contextlib.contextmanager
@@ -136,8 +130,8 @@ def turn(key: bytes) -> Iterator[None]:
     handle, locked, end = None, False, time.monotonic() + PATIENCE
     with contextlib.suppress(OSError):
         _make(_folder())
-        if _ours(os.stat(_folder())):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        if _ours(os.lstat(_folder())):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o600)
         while handle is not None and not locked:
             try:
                 _lock(handle)
@@ -158,7 +152,7 @@ def turn(key: bytes) -> Iterator[None]:
 
 
 def _folder() -> Path:
-    return cache_dir() / "programs"  # ours alone, wherever CUPYFLASH_CACHE_DIR points
+    return cache_dir() / "cupyflash-programs"  # ours alone, wherever CUPYFLASH_CACHE_DIR points
 
 
 def _make(folder: Path) -> None:
@@ -170,7 +164,7 @@ def _make(folder: Path) -> None:
 
 
 def _name(key: bytes) -> str:
-    return hashlib.sha256(key).hexdigest()
+    return hashlib.sha256(key).hexdigest() + ".program"
 
 
 def _digest(key: bytes, value: bytes) -> bytes:
@@ -178,7 +172,12 @@ def _digest(key: bytes, value: bytes) -> bytes:
 
 
 def _ours(status: os.stat_result) -> bool:
-    """Whether nobody but this user and root can have written it. On Windows the folder's access list sees to that."""
+    """Whether nobody but this user and root can have written it. On Windows the folder's access list sees to that.
+
+    Of a link, as lstat sees it, nobody knows.
+    """
+    if stat.S_ISLNK(status.st_mode):
+        return False
     if sys.platform == "win32":
         return True
     return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -186,8 +185,9 @@ def _ours(status: os.stat_result) -> bool:
 
 def _foreign() -> str:
     return (
-        f"compiled kernels in {_folder()} are not used, since other users can write there or own them: it and its files must "
-        "be yours or root's and writable by nobody else (chmod -R go-w, or CUPYFLASH_CACHE_DIR names another folder)"
+        f"compiled kernels in {_folder()} are not used, since other users can write there or own them, or it is a link: it and "
+        "its files must be yours or root's and writable by nobody else (chmod -R go-w, or CUPYFLASH_CACHE_DIR names another "
+        "folder)"
     )
 
 
@@ -209,7 +209,7 @@ def _tidy() -> None:
                     continue
                 if _PROGRAM.fullmatch(x.name):
                     programs.append((status.st_atime, status.st_size, x.path))
-                elif now - status.st_mtime > STALE:
+                elif (_LOCK.fullmatch(x.name) or PARTIAL.fullmatch(x.name)) and now - status.st_mtime > STALE:
                     os.unlink(x.path)
     excess = sum(size for _, size, _ in programs) - LIMIT
     for _, size, path in sorted(programs):

@@ -11,6 +11,7 @@ import hashlib
 import os
 from pathlib import Path
 
+from ..folders import written_whole
 from . import compiler
 from .compiler import Compiled
 from .kernel_plan import KernelPlan
@@ -53,9 +54,8 @@ def _write(folder: Path, plan: KernelPlan, source: str, compiled: Compiled) -> N
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for suffix, content in files.items():
-            partial = folder / f"{name}{suffix}.{os.getpid()}"
-            partial.write_bytes(content)
-            os.replace(partial, folder / (name + suffix))  # whole, when several processes write the same
+            with written_whole(folder / (name + suffix)) as file:
+                file.write(content)
     except OSError as error:
         raise OSError(f"{VARIABLE} is {str(folder)!r}; it must be a folder that can be written ({error})") from error
 
