@@ -84,7 +84,9 @@ struct Signals {
 
     Signals() {
         struct sigaction action = {};
-        action.sa_handler = [](int signal) { fail("%s", strsignal(signal)); };
+        action.sa_handler = [](int signal) {
+            fail("%s", signal == SIGILL ? "an address that is not aligned" : strsignal(signal));  // by GXX's flags
+        };
         action.sa_flags = SA_NODEFER;
         for (int i = 0; i < 4; i++) sigaction(CAUGHT[i], &action, &before[i]);
     }

@@ -41,11 +41,12 @@ void no_barrier(Params p) { neighbour<false>(p); }
 
 template <bool WAIT>
 void copy(Params p) {
-    unsigned mine = shared_address(memory) + 4 * threadIdx.x;
-    cp_async_4(mine, p.in + threadIdx.x, true, true);
+    unsigned bytes = shared_address(memory);
+    if (threadIdx.x < 32) cp_async_16(bytes + 16 * threadIdx.x, p.in + 4 * threadIdx.x, true);
     cp_async_commit();
     cp_async_wait<WAIT ? 0 : 1>();
-    p.out[threadIdx.x] = __uint_as_float(load_shared(mine));
+    __syncthreads();
+    p.out[threadIdx.x] = __uint_as_float(load_shared(bytes + 4 * threadIdx.x));
 }
 void wait(Params p) { copy<true>(p); }
 void no_wait(Params p) { copy<false>(p); }
@@ -62,6 +63,9 @@ void no_turn(Params p) {
 void outside(Params p) { store_shared(shared_address(memory) + 8192, 0); }
 void outside_by_pointer(Params p) { memory[8192] = 0; }
 void nowhere(Params p) { *(float*)(8ll * threadIdx.x) = 0; }
+void amid_16_bytes(Params p) { *(float4*)(p.out + 4 * threadIdx.x + 2) = {}; }
+void amid_8_bytes(Params p) { p.out[threadIdx.x] = ((const float2*)(p.in + threadIdx.x / 2 * 2 + 1))->x; }
+void copy_from_amid(Params p) { cp_async_16(shared_address(memory), p.in + 1, false); }
 void divided_warp(Params p) {
     if (threadIdx.x % 2)
         __syncwarp();
@@ -140,6 +144,9 @@ WRONG = {  # and what is said of them, in one of the two orders or in both
     "outside": "4 bytes at 8192 of shared memory, of which the launch asked for 8192",
     "outside_by_pointer": "has written to 8192 of shared memory, of which the launch asked for 8192",
     "nowhere": "block 0, thread .*: Segmentation fault",
+    "amid_16_bytes": "an address that is not aligned",
+    "amid_8_bytes": "an address that is not aligned",
+    "copy_from_amid": "cp.async of 16 bytes from",
     "divided_warp": "is at .*, other lanes of the warp at ",
     "no_fence": "no fence between",
     "no_read": "has ended while the copy engine was to read",

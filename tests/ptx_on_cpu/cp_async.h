@@ -3,32 +3,31 @@
 
 namespace on_cpu {
 
-template <unsigned BYTES>
-void copy_later(unsigned shared, const void* global, bool read) {
-    char* to = at(shared, BYTES);
-    if ((unsigned long long)global % BYTES && read) fail("cp.async of %u bytes from %p", BYTES, global);
+constexpr unsigned CHUNK = 16;
+
+// The source is to be aligned also where nothing is read.
+inline void copy_later(unsigned shared, const void* global, bool read) {
+    char* to = at(shared, CHUNK);
+    if ((unsigned long long)global % CHUNK) fail("cp.async of %u bytes from %p", CHUNK, global);
     auto& landing = me->block->landing;
     if (landing.empty()) landing.resize(MEMORY / 4);
     auto mark = [&landing, shared](bool lands) {
-        for (unsigned n = 0; n < BYTES / 4; n++) landing[shared / 4 + n] = lands;
+        for (unsigned n = 0; n < CHUNK / 4; n++) landing[shared / 4 + n] = lands;
     };
     mark(now.last_first);
     me->copies.add([=] {
         mark(false);
         if (read)
-            memcpy(to, global, BYTES);
+            memcpy(to, global, CHUNK);
         else
-            memset(to, 0, BYTES);
+            memset(to, 0, CHUNK);
     });
 }
 
 }  // namespace on_cpu
 
 inline void cp_async_16(unsigned shared, const void* global, bool read) {
-    on_cpu::copy_later<16>(shared, global, read);
-}
-inline void cp_async_4(unsigned shared, const void* global, bool read, bool copy) {
-    if (copy) on_cpu::copy_later<4>(shared, global, read);
+    on_cpu::copy_later(shared, global, read);
 }
 inline void cp_async_commit() { on_cpu::me->copies.commit(); }
 template <int PENDING>
