@@ -248,6 +248,34 @@ def test_expressions(text: str, rng: np.random.Generator) -> None:
     assert_computes(text, EXPRESSIONS[text], rng)
 
 
+def test_deep_expressions(rng: np.random.Generator) -> None:
+    """As programs write them: what is nested, and what is chained."""
+    for text, plain in (
+        ("(" * 200 + "s" + " + 0.01 * i)" * 200, lambda s, i, j: s + 2 * i),
+        ("- " * 1000 + "s", lambda s, i, j: s),
+        ("(float)" * 1000 + "s", lambda s, i, j: s),
+        ("".join(f"i == {n} ? s * {n} : " for n in range(1000)) + "0 * s", lambda s, i, j: s * i),
+        ("s" + " + 0.001 * i" * 1000, lambda s, i, j: s + i),
+    ):
+        assert_computes(text, plain, rng)
+    for text in ("(" * 5000 + "s" + ")" * 5000, "tanh(" * 5000 + "s" + ")" * 5000):
+        with pytest.raises(ValueError, match="score is .* nested too deep; it must be flatter, or a Python function"):
+            trace(text, {})
+
+
+def test_what_is_used_twice_is_written_once() -> None:
+    found = trace("(s + j) * (s + j) + tanh(s)", {})
+    assert str(found) == "x3 = add(s, float(j)); add(mul(x3, x3), tanh(s))".replace("float(j)", "float(j)")
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        for _ in range(11):
+            s = (s + 1) * (s + 1)
+        return s
+
+    assert len(str(trace(score, {}))) < 500
+    assert str(trace(lambda s, b, h, i, j: score(score(s, b, h, i, j), b, h, i, j), {})) == "of 46 operations"
+
+
 def assert_computes(score: Any, plain: Callable[..., Any], rng: np.random.Generator) -> None:
     q, k, v = (rng.standard_normal((1, 9, 1, 2)) for _ in range(3))
     i, j = np.ogrid[:9, :9]

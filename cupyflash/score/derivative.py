@@ -1,7 +1,8 @@
 """Derivatives of a graph, node by node from the operands to the result (forward mode).
 
 A derivative by one number only follows what depends on it, and what `where` does not choose never reaches the result: nothing
-is multiplied by 0 that might be infinite. Where a function has a corner, its derivative there is the one that JAX takes.
+is multiplied by 0 that might be infinite. Where a function has a corner, its derivative there is PyTorch's: 0 of abs (JAX has 1),
+half each of equal minima and maxima.
 """
 
 from __future__ import annotations

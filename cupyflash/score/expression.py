@@ -9,7 +9,7 @@ import math
 import re
 from typing import NoReturn
 
-from .graph import RULES, VARIABLES, Graph, ScoreArray
+from .graph import KINDS, RULES, VARIABLES, Graph, ScoreArray
 
 _TOKEN = re.compile(
     r"\s*(?:(0[xX][0-9a-fA-F]+|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?[fF]?)|([A-Za-z_]\w*)|"
@@ -20,6 +20,7 @@ _LEVELS = (  # of operators, those that bind least first
     {"<": "lt", "<=": "le", ">": "gt", ">=": "ge"}, {"<<": "shl", ">>": "shr"}, {"+": "add", "-": "sub"},
     {"*": "mul", "/": "div", "%": "mod"},
 )  # fmt: skip
+_LEVEL = {token: (n, op) for n, level in enumerate(_LEVELS) for token, op in level.items()}
 _CASTS = {"float": "float", "double": "float", "int": "int", "bool": "bool"}
 _ALIASES = {"fmin": "minimum", "fmax": "maximum", "min": "minimum", "max": "maximum", "fabs": "abs", "logf": "log"}
 _FUNCTIONS = {name for name, rule in RULES.items() if rule == "float" and name != "div"} | {"abs", "minimum", "maximum"}
@@ -29,7 +30,12 @@ _TWO = ("minimum", "maximum", "pow")
 def parse(text: str, graph: Graph, arrays: tuple[ScoreArray, ...]) -> int:
     """The node of an expression. ValueError, saying where, for what is none."""
     parser = _Parser(text, graph, arrays)
-    n = parser.choice()
+    try:
+        n = parser.choice()
+    except RecursionError:
+        raise ValueError(
+            f"score is {text!r}, which is nested too deep; it must be flatter, or a Python function"
+        ) from None
     if parser.token:
         parser.refuse(f"does not go on with {parser.token!r}")
     return n
@@ -70,21 +76,25 @@ class _Parser:
         self.advance()
 
     def choice(self) -> int:
-        condition = self.binary(0)
-        if self.token != "?":
-            return condition
-        self.advance()
-        x = self.choice()
-        self.expect(":")
-        return self.graph.where(condition, x, self.choice())
+        chosen = []
+        while True:
+            n = self.binary(0)
+            if self.token != "?":
+                break
+            self.advance()
+            chosen.append((n, self.choice()))
+            self.expect(":")
+        for condition, x in reversed(chosen):
+            n = self.graph.where(condition, x, n)
+        return n
 
-    def binary(self, level: int) -> int:
-        if level == len(_LEVELS):
-            return self.unary()
-        x = self.binary(level + 1)
-        while self.token in _LEVELS[level]:
+    def binary(self, least: int) -> int:
+        """Of operators that bind as those of the level `least`, or more."""
+        x = self.unary()
+        while self.token in _LEVEL and _LEVEL[self.token][0] >= least:
             token = self.advance()
-            x = self.operate(token, _LEVELS[level][token], x, self.binary(level + 1))
+            level, op = _LEVEL[token]
+            x = self.operate(token, op, x, self.binary(level + 1))
         return x
 
     def operate(self, token: str, op: str, x: int, y: int) -> int:
@@ -104,22 +114,27 @@ class _Parser:
             self.refuse(f"has {op!r} of {' and '.join(self.graph.kind(n) for n in args)} ({error})")
 
     def unary(self) -> int:
-        if self.token in ("-", "+", "!", "~"):
+        before = []  # signs, and kinds that it is cast to
+        while self.token in ("-", "+", "!", "~", "("):
             token = self.advance()
-            x = self.unary()
-            if token == "!":
-                return self.apply("not", self.graph.to("bool", x))
-            return x if token == "+" else self.apply("neg" if token == "-" else "not", x)
-        if self.token == "(":
-            self.advance()
-            if self.token in _CASTS:
-                kind = _CASTS[self.advance()]
+            if token == "(" and self.token not in _CASTS:
+                x = self.choice()
                 self.expect(")")
-                return self.graph.to(kind, self.unary())
-            x = self.choice()
-            self.expect(")")
-            return x
-        return self.primary()
+                break
+            if token == "(":
+                token = _CASTS[self.advance()]
+                self.expect(")")
+            before.append(token)
+        else:
+            x = self.primary()
+        for token in reversed(before):
+            if token in KINDS:
+                x = self.graph.to(token, x)
+            elif token == "!":
+                x = self.apply("not", self.graph.to("bool", x))
+            elif token != "+":
+                x = self.apply("neg" if token == "-" else "not", x)
+        return x
 
     def primary(self) -> int:
         if self.number:

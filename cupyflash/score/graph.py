@@ -75,10 +75,17 @@ def _truncdiv(x: int, y: int) -> int:
     return (abs(x) // abs(y)) * (1 if (x < 0) == (y < 0) else -1)
 
 
+def _few(bits: int) -> int:
+    """How far integers are shifted, where that is less than what they have."""
+    if not 0 <= bits < 32:
+        raise ValueError
+    return bits
+
+
 _FOLD: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "minimum": min, "maximum": max, "neg": operator.neg,
     "abs": abs, "floordiv": operator.floordiv, "mod": operator.mod, "truncdiv": _truncdiv,
-    "truncmod": lambda x, y: x - y * _truncdiv(x, y), "shl": operator.lshift, "shr": operator.rshift,
+    "truncmod": lambda x, y: x - y * _truncdiv(x, y), "shl": lambda x, y: x << _few(y), "shr": lambda x, y: x >> _few(y),
     "div": operator.truediv, "pow": operator.pow, "exp": math.exp, "log": math.log, "log2": math.log2, "sqrt": math.sqrt,
     "tanh": math.tanh, "sigmoid": lambda x: 1 / (1 + math.exp(-x)), "sin": math.sin, "cos": math.cos, "floor": math.floor,
     "and": operator.and_, "or": operator.or_, "xor": operator.xor, "lt": operator.lt, "le": operator.le,

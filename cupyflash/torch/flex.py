@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import api
 from ..blocks import BlockMask
+from ..score.fingerprint import Same, fingerprint
 from .score_mod import Watch, traced
 
 _LARGEST = 512  # blocks beyond that are cut up
-# Whether its mask_mod depends on b and on h, and what was made for how many of these.
-_masks: weakref.WeakKeyDictionary[Any, tuple[list[bool], dict[Any, BlockMask]]] = weakref.WeakKeyDictionary()
+
+
+class _Kept(NamedTuple):
+    """What was made of a mask."""
+
+    state: Any  # what it was made from
+    depends: list[bool]  # whether its mask_mod depends on b and on h
+    made: dict[Any, BlockMask]  # for how many of these
+
+
+_masks: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
 
 
 def flex_attention(
@@ -42,7 +52,9 @@ def flex_attention(
         that it captures are read, as in bias[h, q_idx - kv_idx], and get gradients. A function that is called again is known by
         its code and by what it looks up, if that is numbers, tensors and functions; else it is run in each call (10 ms).
     block_mask : torch.nn.attention.flex_attention.BlockMask, optional
-        Converted at its first call, and kept as long as it lives: make another one where what it was made from changes.
+        Converted at its first call, and again where its lists, what its mask_mod looks up, or an element of a tensor that it
+        captures has changed; in each call where mask_mod looks up other things than numbers, tensors and functions. Of tensors made
+        in torch.inference_mode, and through .data, PyTorch tells no changes: make another mask there.
     scale : float, optional
         Default 1 / sqrt(E).
     enable_gqa : bool
@@ -120,13 +132,31 @@ def _converted(mask: Any, query: torch.Tensor, keys: int) -> BlockMask:
         raise ValueError(f"block_mask is on {mask.kv_num_blocks.device} but query is on {query.device}; make it there")
     if everything:
         return _made(mask, query, lengths, (1, 1))
-    if mask not in _masks:
-        _masks[mask] = [_depends(mask.mask_mod, axis, query.device) for axis in (0, 1)], {}
-    depends, made = _masks[mask]
-    size = tuple(n if x else 1 for n, x in zip(query.shape, depends))
-    if size not in made:
-        made[size] = _made(mask, query, lengths, size)
-    return made[size]
+    state, kept = _state(mask), _masks.get(mask)
+    if kept is None or state is None or kept.state != state:
+        depends = [_depends(mask.mask_mod, axis, query.device) for axis in (0, 1)]
+        kept = _masks[mask] = _Kept(state, depends, {})
+    size = tuple(n if x else 1 for n, x in zip(query.shape, kept.depends))
+    if size not in kept.made:
+        kept.made[size] = _made(mask, query, lengths, size)
+    return kept.made[size]
+
+
+def _state(mask: Any) -> Any:
+    """What a conversion follows from; None where that is not known."""
+
+    def of(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return None
+        version = None if x.is_inference() else x._version
+        return Same(x), version, x.data_ptr(), x.dtype, tuple(x.shape), x.stride()
+
+    lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    try:
+        function = fingerprint(mask.mask_mod, of)
+        return None if function is None else (function, tuple(map(of, lists)), tuple(mask.BLOCK_SIZE))
+    except RuntimeError:  # of tensors without memory
+        return None
 
 
 @torch.no_grad()

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..interop import torch_
 from ..problem import score_of
+from ..score.fingerprint import fingerprint
 from ..score.graph import Graph, Score
-from ..score.trace import fingerprint
 from ..score.value import Traced, apply, power, truth, where
 
 _KEPT = 256
@@ -230,7 +230,8 @@ class _Run:
 
     def __init__(self, plan: Plan, shapes: dict[str, tuple[int, ...]], lengths: tuple[int, ...]) -> None:
         self.plan, self.shapes, self.lengths = plan, shapes, lengths
-        self.ranges: dict[int, tuple[float, float]] = {}  # of nodes of the score's graph
+        self.dtypes = [n.meta["val"].dtype for n in plan.reads]  # as they are captured
+        self.ranges: list[tuple[float, float]] = []  # of nodes of the score's graph
 
     def score(self, s: Any, b: Any, h: Any, i: Any, j: Any, **arrays: Any) -> Any:
         known: dict[Any, Any] = dict(self.plan.numbers)
@@ -264,15 +265,27 @@ class _Run:
             )
         args = torch.fx.map_arg(n.args, lambda m: _plain(n, known[m]))
         kwargs = {key: x for key, x in n.kwargs.items() if key in ("alpha", "rounding_mode", "dtype") and x is not None}
+        wanted = n.meta["val"].dtype
+        if wanted is torch.int64 and name in ("add", "sub", "rsub", "mul"):  # of booleans and numbers, too
+            args = tuple(x.astype("int64") if isinstance(x, Traced) else x for x in args)
         try:
             result = _OPERATORS[name](*args, **kwargs)
         except TypeError as error:  # of kinds of numbers that do not fit
             raise TypeError(f"score_mod calls {n.target}, and {error}") from None
-        wanted = n.meta["val"].dtype
-        kind = "bool" if wanted is torch.bool else "float" if wanted.is_floating_point else "int"
-        if isinstance(result, Traced) and result._graph.kind(result._n).replace("long", "int") != kind:
-            result = result.astype({"bool": bool, "float": float, "int": int}[kind])
-        return result
+        return self._as(wanted, result) if isinstance(result, Traced) else result
+
+    def _as(self, dtype: torch.dtype, x: Traced) -> Traced:
+        """A number as one of this dtype: integers keep the bits that it has, as PyTorch's do."""
+        graph, kind = x._graph, "float" if dtype.is_floating_point else _KINDS.get(dtype, "int")
+        if graph.kind(x._n) != kind:
+            x = x.astype({"bool": bool, "float": float, "int": "int32", "long": "int64"}[kind])
+        if kind == "int" and dtype is not torch.int32:
+            limits = torch.iinfo(dtype)
+            low, high = self._range(graph, x._n)
+            if low < limits.min or high > limits.max:
+                rest = 32 - limits.bits
+                x = apply("and", x, limits.max) if limits.min == 0 else apply("shr", apply("shl", x, rest), rest)
+        return x
 
     def _element(self, n: Any, name: str, x: Any, *rest: Any) -> Any:
         """Of indexing by numbers: x[i, ...] or x.select(axis, i)."""
@@ -300,12 +313,18 @@ class _Run:
 
     def _range(self, graph: Graph, n: int) -> tuple[float, float]:
         """The least and the largest that an integer can be."""
-        if n not in self.ranges:
-            self.ranges[n] = self._range_of(graph, n)
+        for m in range(len(self.ranges), n + 1):
+            low, high = self._range_of(graph, m)
+            bits = {"int": 31, "long": 63}.get(graph.kind(m))
+            if (
+                bits is not None and not -(2**bits) <= low <= high < 2**bits
+            ):  # what does not fit comes in at the other end
+                low, high = -(2**bits), 2**bits - 1
+            self.ranges.append((low, high))
         return self.ranges[n]
 
     def _range_of(self, graph: Graph, n: int) -> tuple[float, float]:
-        op, kind, args, _ = graph.nodes[n]
+        op, kind, args, number = graph.nodes[n]
         if op in ("b", "h", "i", "j"):
             return 0, self.lengths["bhij".index(op)] - 1
         value = graph.known(n)
@@ -313,7 +332,10 @@ class _Run:
             return value, value
         if kind == "bool":
             return 0, 1
-        inner = [self._range(graph, m) for m in args]
+        if op == "read" and kind != "float":
+            limits = torch.iinfo(self.dtypes[int(number)])
+            return limits.min, limits.max
+        inner = [self.ranges[m] for m in args]
         if op == "where":
             (_, _), (a, b), (c, d) = inner
             return min(a, c), max(b, d)
@@ -335,6 +357,10 @@ class _Run:
                 return min(ends), max(ends)
             least = min if op == "minimum" else max
             return least(a, c), least(b, d)
+        if op == "and" and inner[1][0] >= 0:
+            return 0, inner[1][1]
+        if op == "shr" and inner[1][0] == inner[1][1] and 0 <= inner[1][0] < 32:
+            return int(inner[0][0]) >> int(inner[1][0]), int(inner[0][1]) >> int(inner[1][0])
         if op in ("floordiv", "mod") and inner[1][0] > 0:
             (a, b), (c, d) = inner
             return (0, d - 1) if op == "mod" else (min(0, a), max(b, 0))
@@ -401,7 +427,11 @@ def _fmod(x: Any, y: Any) -> Any:
 
 
 def _pow(x: Any, y: Any) -> Any:
-    return power(x, int(y) if isinstance(y, float) and y.is_integer() else y)
+    y = int(y) if isinstance(y, float) and y.is_integer() else y
+    if isinstance(y, int) and y > 1 and not _is_float(x):  # by products, which wrap
+        half = _pow(x, y // 2)
+        return apply("mul", apply("mul", half, half), x if y % 2 else 1)
+    return power(x, y)
 
 
 def _clamp(x: Any, low: Any = None, high: Any = None) -> Any:
@@ -415,10 +445,14 @@ def _sign(x: Any) -> Any:
 
 
 def _cast(x: Any, dtype: torch.dtype | None = None) -> Any:
-    return x.astype(str(dtype).removeprefix("torch.")) if dtype in _CASTS and isinstance(x, Traced) else x
+    return x.astype(_CASTS[dtype]) if dtype in _CASTS and isinstance(x, Traced) else x
 
 
-_CASTS = (torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_CASTS = {
+    torch.bool: "bool", torch.int8: "int32", torch.uint8: "int32", torch.int16: "int32", torch.int32: "int32",
+    torch.int64: "int64", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64",
+}  # fmt: skip
+_KINDS = {torch.bool: "bool", torch.int64: "long"}
 
 
 def _simple(op: str) -> Any:
