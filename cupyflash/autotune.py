@@ -1,8 +1,8 @@
 """Tiles by measurement, instead of from the tables in gpu/families: what `cupyflash tune` does. Nothing tunes unasked.
 
 The tiles of a family are tried in three steps, each with fewer: those that shared memory and the warps admit (no GPU
-needed), those that compile without spilling more registers than the table's, those that give the same result. They are
-timed in turn; the fastest is stored in the user's configuration folder (`tuned`), where the next call's plan finds it.
+needed), those that compile without spilling more registers than the table's, those that give the result of another
+family, or of the CPU: the table's own tile is judged as any other. They are timed in turn; the fastest is stored in the user's configuration folder (`tuned`), where the next call's plan finds it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
+
+import numpy as np
 
 from . import problem as rules
 from . import tuned
@@ -173,26 +175,25 @@ def _timed(
     min_ms: float,
     progress: Progress,
 ) -> list[Trial]:
-    """The trials without a note, checked against the first and timed in turn on the GPU."""
-    prepare = _on_gpu(problem, backward, ordinal, options, read)
+    """The trials without a note, each judged by what another family computes, and timed in turn on the GPU."""
+    judge = judge_of(problem, trials[0].plan.family, device.current(ordinal), backward)
+    prepare = _on_gpu(problem, backward, ordinal, options, read, judge)
     notes: dict[str, str] = {}
     ready: dict[str, Candidate] = {}
-    expected: tuple[Any, ...] = ()
     for number, trial in enumerate(trials):
         if trial.note:
             continue
         try:
-            call = prepare(trial)
-            results = call()
-            worst = max(difference(x, y) for x, y in zip(results, expected or results))
+            call, errors_of = prepare(trial)
+            errors = errors_of()
         except Exception as error:  # noqa: BLE001 - what a GPU does not launch is no candidate
             notes[str(number)] = reason(error)
             continue
-        expected = expected or results
-        if worst <= TOLERANCE[problem.dtype]:
+        if all(error <= TOLERANCE[problem.dtype] for error in errors):  # not where one is NaN
             ready[str(number)] = Candidate(call)
-        else:  # also where it is NaN
-            notes[str(number)] = f"wrong: differs by {worst:.1e}"
+        else:
+            worst = max(errors, key=lambda error: (np.isnan(error), error))
+            notes[str(number)] = f"wrong: differs by {worst:.1e} from {judge or 'the CPU'}"
         progress("check", number + 1, len(trials))
     sample = gpu_sampler(ready, min_ms, event=cupy_event)
     taken = itertools.count(1)
@@ -210,16 +211,36 @@ def _timed(
     ]
 
 
+def judge_of(problem: AttentionProblem, family: str, arch: Arch, backward: bool) -> str | None:
+    """The family whose results are the measure of another's tiles; None for the CPU, where no other takes the problem."""
+    for name in ("simt", "sm80"):
+        passes = {False, backward}  # a backward begins with the result of a forward
+        if name != family and not any(FAMILIES[name].objection(problem, arch, back) for back in passes):
+            return name
+    return None
+
+
+Check = Callable[[], list[float]]
+
+
 def _on_gpu(
-    problem: AttentionProblem, backward: bool, ordinal: int, options: dict[str, Any], read: dict[str, tuple[int, ...]]
-) -> Callable[[Trial], Callable[[], tuple[Any, ...]]]:
-    """A function that makes a call of a trial's kernels, all on the same random arrays. `read`: shapes of those that a score
-    function reads.
+    problem: AttentionProblem,
+    backward: bool,
+    ordinal: int,
+    options: dict[str, Any],
+    read: dict[str, tuple[int, ...]],
+    judge: str | None,
+) -> Callable[[Trial], tuple[Callable[[], tuple[Any, ...]], Check]]:
+    """A function that makes, of a trial's kernels, a call and how far its results are from the judge's, all on the same random
+    arrays. `read`: shapes of those that a score function reads.
     """
     import cupy
 
+    from .arrays import on_host
+    from .cpu import corridor as cpu_corridor
     from .gpu import corridor
     from .interop import cupy_ as lib
+    from .interop import numpy_
 
     p = problem
     shared = rules.complete({**options, "layout": "bshd"})
@@ -241,14 +262,43 @@ def _on_gpu(
             **{x.key: draw(read[x.key], x.dtype) for x in (p.score.arrays if p.score else ())},
         }
         if backward:
-            out, lse = corridor.forward(lib, arrays, {}, True, shared, 0, None)
-            arrays |= {"dout": draw(out.shape), "out": out, "lse": lse}
+            arrays["dout"] = draw((p.batch, p.seq_q, p.heads_q, p.dim_v))
+        given = arrays if judge else {name: on_host(x) for name, x in arrays.items()}
+        backend, kind = (corridor, lib) if judge else (cpu_corridor, numpy_)
+        expected, made = measure(backend, kind, given, shared, backward, judge)
+        for name, x in made.items():
+            arrays[name] = x if judge else lib.empty(x.shape, str(x.dtype), ordinal)
+            if not judge:
+                arrays[name].set(np.ascontiguousarray(x))
+        targets = {name: lib.empty(x.shape, str(x.dtype), ordinal) for name, x in expected.items()}
 
-    def prepare(trial: Trial) -> Callable[[], tuple[Any, ...]]:
+    def prepare(trial: Trial) -> tuple[Callable[[], tuple[Any, ...]], Check]:
         prepared = corridor.Prepared(lib, arrays, {}, (), shared, None, backward, ordinal, trial.plan)
-        return lambda: tuple(prepared.run(lib, arrays, {}, False, seed=0, block_mask=shared["block_mask"])[0])
+
+        def call(into: dict[str, Any] | None = None) -> tuple[Any, ...]:
+            return tuple(prepared.run(lib, arrays, into or {}, False, seed=0, block_mask=shared["block_mask"])[0])
+
+        def errors() -> list[float]:
+            for x in targets.values():  # what is not written is NaN, not what another tile has left
+                x.data.memset_async(0xFF, x.nbytes)
+            call(targets)
+            return [difference(targets[name] if judge else on_host(targets[name]), x) for name, x in expected.items()]
+
+        return call, errors
 
     return prepare
+
+
+def measure(
+    backend: Any, lib: Any, arrays: dict[str, Any], options: dict[str, Any], backward: bool, family: str | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The results that tiles are judged by, by a corridor of the GPU or the CPU; and the arrays that a backward needs besides."""
+    given = {name: x for name, x in arrays.items() if name != "dout"}
+    out, lse = backend.forward(lib, given, {}, backward, options, 0, family)
+    if not backward:
+        return {"out": out}, {}
+    made = {"out": out, "lse": lse}
+    return backend.backward(lib, {**arrays, **made}, {}, options, 0, family)._asdict(), made
 
 
 def difference(x: Any, y: Any) -> float:

@@ -16,6 +16,7 @@ from kernel_cover import GIVEN, problem
 
 import cupyflash
 from cupyflash import autotune, precompile, tuned
+from cupyflash import problem as rules
 from cupyflash.autotune import candidates
 from cupyflash.gpu import device
 from cupyflash.gpu.device import Arch
@@ -258,8 +259,8 @@ def test_explain_tells_of_a_tuned_tile(store: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def clock(store: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU and a compiler that are not there. `seconds(tile)` is the clock, `spills` and `wrong` are sets of tiles."""
-    fake = SimpleNamespace(seconds=lambda tile: 1e-3, spills=set(), wrong=set(), stop=None, forgotten=0)
+    """A GPU and a compiler that are not there. `seconds(tile)` is the clock, `spills` is a set of tiles, `wrong` their errors."""
+    fake = SimpleNamespace(seconds=lambda tile: 1e-3, spills=set(), wrong={}, stop=None, forgotten=0)
     by_plan: dict[object, tuple[int, ...]] = {}
 
     def compile_all(jobs):
@@ -282,10 +283,9 @@ def clock(store: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def on_gpu(*_):
         def prepare(trial):
             tile = tile_of(trial.plan)
-            result = np.full((2, 3), 1.1 if tile in fake.wrong else 1.0, np.float16)
-            call = lambda: (result,)
+            call = lambda: None
             by_plan[call] = tile
-            return call
+            return call, lambda: fake.wrong.get(tile, [0.0, 1e-3])
 
         return prepare
 
@@ -312,13 +312,13 @@ def test_the_fastest_right_one_is_stored(clock: SimpleNamespace, store: Path) ->
     faster, fastest = (64, 64, 4, 1, 2, 2), (128, 64, 4, 1, 2, 2)
     times = {FAST: 0.5e-3, faster: 0.1e-3, fastest: 0.05e-3}
     clock.seconds = lambda tile: times.get(tile, 1e-3)
-    clock.spills, clock.wrong, clock.stop = {faster}, {fastest}, 0
+    clock.spills, clock.wrong, clock.stop = {faster}, {fastest: [0.1]}, 0
     steps = []
     result = cupyflash.tune(SHAPE, dtype="float16", progress=lambda *step: steps.append(step))
     assert result.family == "sm80" and result.best.tile == FAST and result.gain == pytest.approx(2)
     assert result.trials[0].tile == () and result.trials[1] is result.best
     notes = {trial.tile: trial.note for trial in result.trials}
-    assert notes[faster] == "spills 9999 bytes" and notes[fastest].startswith("wrong: differs by 1.0e-01")
+    assert notes[faster] == "spills 9999 bytes" and notes[fastest] == "wrong: differs by 1.0e-01 from simt"
     assert sum(note == "does not compile: static assertion failed" for note in notes.values()) == 1
     assert [trial.seconds for trial in result.trials if trial.note] == [None] * 3
     assert {what for what, *_ in steps} == {"compile", "check", "time"} and steps[-1][1] == steps[-1][2]
@@ -326,6 +326,63 @@ def test_the_fastest_right_one_is_stored(clock: SimpleNamespace, store: Path) ->
     assert found == dataclasses.replace(entry(FAST), ms=0.5, table_ms=1.0, date=found.date) and found.date
     assert result.path == str(store) and clock.forgotten == 1
     assert tuned.tiles(problem("float16"), A100, False) == {"sm80": FAST}
+
+
+@pytest.mark.parametrize(
+    "errors", [[np.nan], [0.0, np.nan], [np.nan, 0.0], [0.0, np.nan, 0.5], [0.0, np.inf], [0.5, 0.0]]
+)
+def test_a_wrong_tile_wins_never(clock: SimpleNamespace, errors: list[float]) -> None:
+    """Wherever among its results NaN stands."""
+    clock.seconds = lambda tile: 0.5e-3 if tile == FAST else 1e-3
+    clock.wrong = {FAST: errors}
+    result = cupyflash.tune(SHAPE, dtype="float16", store=False)
+    assert result.best is result.trials[0]
+    (found,) = (trial for trial in result.trials if trial.tile == FAST)
+    assert found.seconds is None and found.note.startswith("wrong: differs by ")
+    assert ("nan" in found.note) == any(np.isnan(errors))
+
+
+@pytest.mark.parametrize("errors", [[np.nan, 0.0], [0.5]])
+def test_the_tables_own_tile_is_judged_too(clock: SimpleNamespace, store: Path, errors: list[float]) -> None:
+    """And is not the measure of the others."""
+    own = dict(next(candidates(problem("float16"), A100, False, None)).plan.constants)
+    tile = tuple(own[name] for name in ("ROWS", "KEYS", "WARPS", "COLUMN_WARPS", "STAGES", "MIN_BLOCKS"))
+    clock.wrong = {tile: errors}
+    with pytest.raises(RuntimeError, match="the table's own tile cannot be timed: wrong: differs by .* from simt"):
+        cupyflash.tune(SHAPE, dtype="float16")
+    assert not store.exists()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_who_judges(backward: bool) -> None:
+    """Another family, or the CPU."""
+    half = problem("float16")
+    for family, arch, judge in (
+        ("sm90", H200, "simt"), ("sm80", H200, "simt"), ("sm80", A100, "simt"), ("flash1", A100, "simt"),
+        ("simt", A100, "sm80"), ("simt", Arch.of("sm_75"), None),
+    ):  # fmt: skip
+        assert autotune.judge_of(half, family, arch, backward) == judge
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_measure_of_the_cpu(backward: bool, rng: np.random.Generator) -> None:
+    from cupyflash.cpu import corridor
+    from cupyflash.interop import numpy_
+
+    q, k, v, dout = (rng.standard_normal((1, 9, 2, 8), "float32") for _ in range(4))
+    bias = rng.standard_normal((9, 9), "float32")
+    arrays = {"q": q, "k": k, "v": v, "bias": bias, **({"dout": dout} if backward else {})}
+    options = rules.complete({"causal": True, "layout": "bshd"})
+    expected, made = autotune.measure(corridor, numpy_, arrays, options, backward, None)
+    out, lse = cupyflash.attention(q, k, v, bias=bias, causal=True, return_lse=True)
+    if backward:
+        grads = cupyflash.attention_backward(dout, q, k, v, out, lse, bias=bias, causal=True)
+        assert autotune.difference(made["out"], out) == autotune.difference(made["lse"], lse) == 0
+        assert expected.keys() == {"dq", "dk", "dv"}
+        for name, x in expected.items():
+            assert autotune.difference(x, getattr(grads, name)) < 1e-6
+    else:
+        assert expected.keys() == {"out"} and not made and autotune.difference(expected["out"], out) == 0
 
 
 def test_the_table_keeps_its_place_within_the_noise(clock: SimpleNamespace, store: Path) -> None:
