@@ -33,12 +33,19 @@ def _merged(xp: Any, outs: list[Array], lses: list[Array], layout: str) -> tuple
     top = functools.reduce(xp.maximum, lses)
     top = xp.where(top == -xp.inf, xp.zeros_like(top), top)  # a row that no part saw must not compute inf - inf
     weights = [xp.exp(lse - top) for lse in lses]
-    total = sum(weights[1:], start=weights[0])
+    total = _sum(weights)
     unseen = total == 0
     total = xp.where(unseen, xp.ones_like(total), total)
     lse = xp.where(unseen, xp.full_like(total, -xp.inf), top + xp.log(total))
     parts = [_cast(out, total.dtype) * _over_out(weight / total, layout) for out, weight in zip(outs, weights)]
-    return _cast(sum(parts[1:], start=parts[0]), outs[0].dtype), lse
+    return _cast(_sum(parts), outs[0].dtype), lse
+
+
+def _sum(parts: list[Array]) -> Array:
+    """By pairs: many of one sign, added one by one, would drift."""
+    while len(parts) > 1:
+        parts = [sum(parts[i + 1 : i + 2], start=parts[i]) for i in range(0, len(parts), 2)]
+    return parts[0]
 
 
 def _cast(x: Array, dtype: Any) -> Array:

@@ -16,7 +16,7 @@ from criterion import assert_as_good, large_score_units
 from reference import DTYPES, draw, fresh_rng, references, state
 from semantics import draw_inputs
 
-from cupyflash import cpu
+from cupyflash import attention, attention_backward, cpu
 from cupyflash.cpu import crew, tiles
 from cupyflash.cpu.pairs import Pairs
 
@@ -458,3 +458,32 @@ def test_memory_of_the_gradient_of_a_bias(shape, monkeypatch):
         finally:
             tracemalloc.stop()
     assert peaks[1] - peaks[0] < bias.nbytes + 4 * 3 * 4 * tiles.QUERIES * tiles.KEYS
+
+
+# NaN of q or k is the score itself, which a bias cannot hide.
+@pytest.mark.parametrize(
+    "by, where", [("bias", "v"), ("bias", "dout"), *(("score", x) for x in ("q", "k", "v", "dout"))]
+)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_score_of_minus_infinity_hides_what_stands_there(by, where, value, tile_size):
+    """In a query that sees no key, and in a key that no query sees."""
+    rng = fresh_rng()
+    given = dict(zip(("q", "k", "v", "dout"), arrays(rng, "float32", 2, 40, 30, 2, 1, 8, 8)))
+    seen, x = rng.random((40, 30)) < 0.6, rng.standard_normal((40, 30), "float32")
+    seen[:, 7] = seen[11] = False
+    if by == "bias":
+        options = {"bias": np.where(seen, x, -np.inf)}
+    else:
+        options = {"score_arrays": {"x": x, "seen": seen}, "score": "seen[i, j] ? s + x[i, j] : -INFINITY"}
+
+    def results(at):
+        given[where][:, 11 if where in ("q", "dout") else 7] = at
+        q, k, v, dout = given.values()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            out, lse = attention(q, k, v, return_lse=True, **options)
+            grads = attention_backward(dout, q, k, v, out, lse, wrt="bias" if by == "bias" else "x", **options)
+        return out, lse, *grads, grads.dbias if by == "bias" else grads.dscore_arrays["x"]
+
+    for x, y in zip(results(value), results(0)):
+        np.testing.assert_array_equal(x, y)

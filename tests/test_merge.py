@@ -183,3 +183,13 @@ def test_mixed_libraries():
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError, match=r"lses\[0\] is a torch array but outs\[0\] is a numpy array"):
         merge([OUT], [torch.from_numpy(LSE)])
+
+
+def test_many_parts_do_not_drift():
+    rng = fresh_rng()
+    outs = [rng.random((1, 5, 1, 4), "float32") for _ in range(4000)]
+    lses = [np.full((1, 1, 5), 0 if n < 500 else -8, "float32") for n in range(4000)]
+    out, lse = merge(outs, lses)
+    exact_out, exact_lse = merge([x.astype(np.float64) for x in outs], [x.astype(np.float64) for x in lses])
+    np.testing.assert_allclose(lse, exact_lse, atol=1e-6)
+    np.testing.assert_allclose(out, exact_out, atol=1e-6)

@@ -10,7 +10,7 @@ from ..problem import ARRAYS, AttentionProblem, Gradients
 from .crew import Crew
 from .entries import Entries, all_entries
 from .pairs import Place
-from .sums import InOrder, Sum
+from .sums import InOrder, Long, Sum
 from .tiles import Tiling, group_of, key_tiles, over_groups, pieces, product, query_tiles, rows_of, work_dtype
 
 PARTS = 8  # sums of dK and dV that deterministic gradients are made of, on however many cores
@@ -74,7 +74,7 @@ def backward(
         pairs, batches = of.pairs, of.pairs.batches
         keys, values = of.of_heads(slice(own.start * group, own.stop * group))
         factor_q, factor_k = work(pairs.factor_q), work(pairs.factor_k)
-        dks, dvs = np.zeros(keys.shape, work), np.zeros(values.shape, work)
+        sum_dk, sum_dv = Long(keys.shape, work), Long(values.shape, work)
         own_sums = {name: x.part() for name, x in of_function.items()}
         for heads, rows in visits(own, part):
             kh, vh = of.of_heads(heads)
@@ -83,14 +83,20 @@ def backward(
             do = rows_of(dout, batches, heads, rows, work)
             norm = lse[batches, heads, rows, None]
             unseen = np.isneginf(norm)  # no key, or all scores -inf: every probability is 0
-            delta = (do * rows_of(out, batches, heads, rows, work)).sum(axis=-1, keepdims=True)
+            of_out = rows_of(out, batches, heads, rows, work)
+            delta = (do * of_out).sum(axis=-1, keepdims=True)
+            finite = of.finite and not (pairs.scores_hide and any(not np.isfinite(x).all() for x in (qi, do)))
+            if not np.isfinite(
+                delta
+            ).all():  # a row that sees no key has out 0, and no gradient whatever dout holds there
+                np.copyto(delta, 0, where=~of_out.any(axis=-1, keepdims=True))
             if dlse is not None:
                 delta -= np.where(unseen, 0, dlse[batches, heads, rows, None])
             norm = np.where(unseen, np.inf, norm)
             sink = pairs.sink(heads)
             if of_sinks is not None:
                 of_sinks.add(pairs, Place(heads, rows, slice(0)), part, -np.exp(sink - norm) * delta)
-            dqi, dq_part = np.zeros((2, *qi.shape), work)
+            sum_dq, dq_part = Long(qi.shape, work), np.empty(qi.shape, work)
             size, n = qi.shape[:2], qi.shape[2]
             scores, dscores = (pairs.tile(size, n, tiling.keys, work) for _ in range(2))
             dk_part, dv_part = (np.empty((*size, tiling.keys, x), work) for x in (problem.dim, problem.dim_v))
@@ -100,6 +106,9 @@ def backward(
                 product(qi, kh[..., at.keys, :].swapaxes(-1, -2), out=s)
                 slope, products = pairs.slope(s, at), s.copy() if own_sums else s
                 pairs.score(s, at)
+                seen = pairs.visible(at)
+                if not finite:
+                    seen = pairs.visible_by_score(seen, s)
                 np.subtract(s, norm, out=s)
                 p = np.exp(s, out=s)
                 product(do, vh[..., at.keys, :].swapaxes(-1, -2), out=dp)
@@ -109,7 +118,6 @@ def backward(
                     np.copyto(dp, 0, where=~keeps)
                 np.subtract(dp, delta, out=dp)
                 ds = np.multiply(dp, p, out=dp)
-                seen = pairs.visible(at)
                 if seen is not None:
                     np.copyto(p, 0, where=~seen)
                     np.copyto(ds, 0, where=~seen)
@@ -125,15 +133,20 @@ def backward(
                 of_keys = None if seen is None else seen.swapaxes(-1, -2)
                 product(p.swapaxes(-1, -2), do, out=dv_part[..., :m, :], seen=of_keys)
                 product(ds, kh[..., at.keys, :], out=dq_part, seen=seen)
-                dqi += dq_part
+                sum_dq.recent += dq_part
+                sum_dq.step()
                 product(ds.swapaxes(-1, -2), qi, out=dk_part[..., :m, :], seen=of_keys)
-                for whole, visit in ((dvs, dv_part), (dks, dk_part)):
-                    whole[..., at.keys, :] += over_groups(visit[..., :m, :], kh.shape[1])
+                for whole, visit in ((sum_dv, dv_part), (sum_dk, dk_part)):
+                    whole.recent[..., at.keys, :] += over_groups(visit[..., :m, :], kh.shape[1])
+            sum_dk.step()
+            sum_dv.step()
             for x in of_pairs.values():
                 for b, h in pairs.each(heads):
                     x.leave((b, h, rows.start))
+            dqi = sum_dq.total()
             dqi *= factor_q
             dq[batches, rows, heads] = dqi.transpose(0, 2, 1, 3)
+        dks, dvs = sum_dk.total(), sum_dv.total()
         dks *= factor_k
         dvs *= work(1 / pairs.kept)
         for name, total in own_sums.items():
@@ -152,5 +165,5 @@ def backward(
     with np.errstate(all="ignore"):
         for of, own in stacks if parts > 1 else ():
             found = [sums.pop((of.pairs.batches.start, own.start, part)) for part in range(parts)]
-            _put(of, own, sum(x for x, _ in found), sum(x for _, x in found))
+            _put(of, own, *(sum(x.astype(np.float64) for x in parts_of) for parts_of in zip(*found)))
         return Gradients(dq, dk, dv, **{f"d{name}": x.total() for name, x in (wanted | of_function).items()})

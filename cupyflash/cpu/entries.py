@@ -22,6 +22,8 @@ class Entries:
         keys, values = (operand(x[batches][:, self.pairs.keys].transpose(0, 2, 1, 3), work) for x in (k, v))
         self._keys = keys if self.pairs.factor_k == 1 else keys * work(self.pairs.factor_k)
         self._values, self._group = values, group_of(problem)
+        # Whether what a score of -inf hides may be multiplied by 0.
+        self.finite = not self.pairs.scores_hide or all(bool(np.isfinite(x).all()) for x in (keys, values))
 
     def of_heads(self, heads: slice) -> tuple[np.ndarray, np.ndarray]:
         """K and V, (batches, heads_k, keys, ...), for the query heads `heads`: whole groups, or a part of one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..problem import AttentionProblem
 from .crew import Crew
 from .entries import Entries, all_entries
 from .pairs import Pairs, Place
-from .tiles import Tiling, key_tiles, pieces, product, query_tiles, rows_of, work_dtype
+from .tiles import TERMS, Tiling, key_tiles, pieces, product, query_tiles, row_sums, rows_of, work_dtype
 
 
 def forward(
@@ -36,12 +37,16 @@ def forward(
         sink = pairs.sink(heads)
 
         def walk(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            return online_softmax(
-                pairs, qi, kh, values, crew.steps(key_tiles(pairs, heads, rows, tiling)), tiling.keys, sink
-            )
+            places, found = key_tiles(pairs, heads, rows, tiling), None
+            while (some := list(itertools.islice(places, TERMS))) or found is None:
+                part = online_softmax(pairs, qi, kh, values, crew.steps(some), tiling.keys, of.finite)
+                found = part if found is None else together(found, part)
+            return found if sink is None else together(found, (0.0, 1.0, sink.astype(work)))
 
         acc, total, top = walk(vh)
-        total_or_1 = np.where(total == 0, 1, total) * work(pairs.kept)  # a row that saw no key: 0 and -inf
+        total = total.astype(work)
+        # A row that saw no key: 0 and -inf.
+        total_or_1 = np.where(total == 0, 1, total) * work(pairs.kept)
         mean = acc / total_or_1
         if not np.isfinite(mean).all():  # perhaps the sum alone is too large for its format, and the mean is not
             small = work(2.0 ** -(vh.shape[2].bit_length()))
@@ -69,18 +74,18 @@ def online_softmax(
     vh: np.ndarray,
     places: Iterable[Place],
     most_keys: int,
-    sink: np.ndarray | None = None,
+    finite: bool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For a tile of queries, over all tiles of keys: sum of exp(S - top) V, sum of exp(S - top), and top, S's maximum.
+    """For a tile of queries, over some tiles of keys: sum of exp(S - top) V, sum of exp(S - top), and top, S's maximum.
 
-    A sink is a score like those of the keys, with no value.
+    `finite`: that of the `Entries`.
     """
     work, (*heads, n, _) = qi.dtype, qi.shape
-    scores, ones = pairs.tile(heads, n, most_keys, work), np.ones((most_keys, 1), work)
+    scores = pairs.tile(heads, n, most_keys, work)
     acc, part = np.zeros((2, *heads, n, vh.shape[-1]), work)
     # The lowest number, not -inf: a row that has seen no key yet must not compute inf - inf.
     top = np.full((*heads, n, 1), np.finfo(work).min, work)
-    total = np.zeros((*heads, n, 1), work)
+    total = np.zeros((*heads, n, 1))
     for number, at in enumerate(places):
         keys = at.keys.stop - at.keys.start
         s = scores[..., :keys]
@@ -89,6 +94,8 @@ def online_softmax(
         seen = pairs.visible(at)
         if seen is not None:
             np.copyto(s, -np.inf, where=~seen)
+        if not finite:
+            seen = pairs.visible_by_score(seen, s)
         before, top = top, np.maximum(top, s.max(axis=-1, keepdims=True))
         np.subtract(s, top, out=s)
         p = np.exp(s, out=s)
@@ -96,17 +103,18 @@ def online_softmax(
             shrink = np.exp(before - top)
             total *= shrink
             acc *= shrink
-        total += p @ ones[:keys]
+        total += row_sums(p)
         keeps = pairs.keeps(at)
         if keeps is not None:
             np.copyto(p, 0, where=~keeps)
         product(p, vh[..., at.keys, :], out=part if number else acc, seen=seen)
         if number:
             acc += part
-    if sink is not None:
-        sink = sink.astype(work)
-        new_top = np.maximum(top, sink)
-        shrink = np.exp(top - new_top)
-        top, total = new_top, total * shrink + np.exp(sink - new_top)
-        acc *= shrink
     return acc, total, top
+
+
+def together(a: tuple[Any, Any, Any], b: tuple[Any, Any, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Such sums over disjoint sets of keys as those over all of them, in float64. A sink is a score with no value."""
+    top = np.maximum(a[2], b[2])
+    of_a, of_b = (np.exp(x[2] - top, dtype=np.float64) for x in (a, b))
+    return a[0] * of_a + b[0] * of_b, a[1] * of_a + b[1] * of_b, top

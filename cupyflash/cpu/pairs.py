@@ -45,6 +45,7 @@ class Pairs:
         self.seed = int(np.asarray(given["seed"]).reshape(())) % 2**64 if problem.dropout else 0
         work = np.float64 if problem.dtype == "float64" else np.float32
         self._function = ScoreFunction(problem, given, work) if problem.score is not None else None
+        self.scores_hide = self._function is not None or problem.has("bias")
         # Maxima and sums over keys are quick where the keys are rows in memory; arrays over pairs have them side by side.
         self._keys_first = not problem.has("bias") and not problem.has("mask")
 
@@ -97,6 +98,10 @@ class Pairs:
             if own is not None:
                 seen = own if seen is None else seen & own
         return seen
+
+    def visible_by_score(self, seen: np.ndarray | None, s: np.ndarray) -> np.ndarray:
+        """The same without those that a bias or a score function gave the score -inf: these are hidden, too."""
+        return s != -np.inf if seen is None else seen & (s != -np.inf)
 
     def _band(self, at: Place) -> np.ndarray | None:
         """What causal and window leave; None where they leave all."""

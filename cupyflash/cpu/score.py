@@ -53,7 +53,7 @@ class ScoreFunction:
             # Along an axis on which the index does not depend, values are summed first.
             flat = flat.reshape((1,) * (values.ndim - flat.ndim) + flat.shape)
             over = tuple(axis for axis in range(values.ndim) if flat.shape[axis] == 1)
-            values = values.sum(axis=over, keepdims=True) if over else values
+            values = values.sum(axis=over, keepdims=True, dtype=np.float64) if over else values
             flat = np.broadcast_to(flat, values.shape).ravel()
             if total.size <= 4 * flat.size:
                 total += np.bincount(flat, values.ravel(), total.size)

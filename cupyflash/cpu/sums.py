@@ -13,9 +13,28 @@ import numpy as np
 from ..problem import AXES, ArrayRule, AttentionProblem
 from .crew import Crew, Turns
 from .pairs import Pairs, Place
-from .tiles import work_dtype
+from .tiles import TERMS, row_sums, work_dtype
 
 Visit = tuple[int, int, int]  # batch entry, head, and where the tile of queries begins
+
+
+class Long:
+    """A sum of many terms: the last ones in the working precision, `recent`, and all before them in float64."""
+
+    def __init__(self, shape: tuple[int, ...], work: Any) -> None:
+        self.recent: np.ndarray = np.zeros(shape, work)
+        self._before: np.ndarray | None = None
+        self._terms = 0
+
+    def step(self) -> None:
+        """A term has been added."""
+        self._terms += 1
+        if self._terms % TERMS == 0 and self.recent.dtype != np.float64:
+            self._before = self.total().astype(np.float64, copy=False)
+            self.recent[...] = 0
+
+    def total(self) -> np.ndarray:
+        return self.recent if self._before is None else self._before + self.recent
 
 
 class InOrder:
@@ -54,7 +73,7 @@ class Sum:
     ) -> None:
         self._shape, self._dtype, self._own = x.shape, x.dtype, rule.lengths(x.shape)
         whole = batch, heads, queries, keys = tuple(problem.extent(axis) for axis in AXES)
-        dtype: Any = work_dtype(problem)
+        dtype: Any = np.float64
         self._turns: Turns | None = None
         if self._own[3] == 1:
             self._lengths = (batch, heads, 1, queries, 1)
@@ -62,9 +81,10 @@ class Sum:
             self._lengths = (batch, heads, parts, 1, keys)
         else:
             self._lengths = (*self._own[:2], 1, queries, keys)
-            if self._own == whole:
-                dtype = x.dtype  # nothing is added to anything
-            else:
+            # As large as it is, it is kept in float64 only where much is added to an element.
+            terms = batch * heads // max(1, self._own[0] * self._own[1])
+            dtype = x.dtype if self._own == whole else work_dtype(problem) if terms <= TERMS else np.float64
+            if self._own != whole:
                 self._turns = Turns(crew, ((self._place(*visit), visit) for visit in visits))
         self._sums = np.zeros(self._lengths, dtype)
 
@@ -78,9 +98,12 @@ class Sum:
         piece = self._sums[b, h, part % self._lengths[2]]
         over = tuple(axis for axis in (0, 1) if piece.shape[axis] == 1)
         where = tuple(slice(1) if axis in over else x for axis, x in enumerate((at.rows, of.columns(at))))
-        values = values.sum(axis=over, keepdims=True) if over else values
+        if 1 in over:
+            values = row_sums(values)
+        if 0 in over:
+            values = row_sums(values.T).T
         with self._turns.passing(visit, of.positions[at.keys.stop - 1]) if self._turns else nullcontext():
-            piece[where] = piece[where] + values
+            piece[where] += values
 
     def leave(self, visit: Visit) -> None:
         """All tiles of a visit have been added."""

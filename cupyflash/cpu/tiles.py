@@ -20,6 +20,11 @@ QUERIES = 512
 KEYS = 512
 # Times as many of one where there are few of the other: rows of Q, K and their gradients take room, too.
 LONGEST = 8
+# Numbers of one sign drift when they are added one by one, since each rounding may have the same sign. So many are; their sums
+# are added in float64, or, of matrices of products, as a few more.
+TERMS = 16
+IN_A_ROW = 64
+IN_A_PRODUCT = 512
 TASKS = 16  # that are left at least, where heads are put together in a call that is worth several threads
 
 
@@ -112,10 +117,28 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, seen: np.ndarray | No
     if group > 1:
         heads = a.shape[0], b.shape[1], group
         a, out, b = a.reshape(*heads, *a.shape[2:]), out.reshape(*heads, *out.shape[2:]), b[:, :, None]
-    np.matmul(a, b, out=out)
+    first, *others = pieces(a.shape[-1], IN_A_PRODUCT) or [slice(0)]
+    np.matmul(a[..., first], b[..., first, :], out=out)
+    for some in others:
+        out += a[..., some] @ b[..., some, :]
+
+
+def row_sums(x: np.ndarray) -> np.ndarray:
+    """Sums over the last axis, which stays, in float64."""
+    n = x.shape[-1] // IN_A_ROW * IN_A_ROW
+    ones = np.ones((IN_A_ROW, 1), x.dtype)
+    parts = x[..., :n].reshape(*x.shape[:-1], -1, IN_A_ROW).swapaxes(-2, -3) @ ones  # BLAS is faster than sum
+    total = parts.sum(axis=-3, dtype=np.float64)
+    return total + x[..., n:] @ ones[: x.shape[-1] - n] if n < x.shape[-1] else total
 
 
 def over_groups(x: np.ndarray, heads_k: int) -> np.ndarray:
     """Sums over the heads that share one of K and V: (batches, heads, ...) to (batches, heads_k, ...)."""
     group = x.shape[1] // max(1, heads_k)
-    return x if group == 1 else x.reshape(x.shape[0], heads_k, group, *x.shape[2:]).sum(axis=2)
+    return (
+        x
+        if group == 1
+        else x.reshape(x.shape[0], heads_k, group, *x.shape[2:]).sum(
+            axis=2, dtype=np.float64 if group > TERMS else None
+        )
+    )
