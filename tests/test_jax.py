@@ -168,8 +168,8 @@ def test_what_jax_cannot_do() -> None:
         attention(x, np.ones((3, 4)), x)
     for entry in (attention, lambda *qkv, **options: jax.vjp(lambda q: attention(q, *qkv[1:], **options), qkv[0])):
         for name in ("key_mask", "bias"):
-            with pytest.raises(TypeError, match=f"^{name} is a ndarray; it must be a jax.Array"):
-                entry(x, x, x, **{name: np.ones(3, bool)})
+            with pytest.raises(TypeError, match=f"^{name} is a list; it must be "):
+                entry(x, x, x, **{name: [True, True, True]})
     with pytest.raises(TypeError, match="k is a numpy array but q is a jax array"):
         cupyflash.attention(x, np.ones((3, 4)), x)
     gone = x + 1
@@ -239,3 +239,67 @@ def test_options_are_told_apart_whatever_came_before() -> None:
         cupyflash.attention(x, x, x, **right)
         with pytest.raises(TypeError, match=next(iter(wrong))):
             cupyflash.attention(x, x, x, **wrong)
+
+
+def test_numpy_arrays_beside_jax_arrays() -> None:
+    """As JAX's own functions take them, traced or not; of the dtype that they have."""
+    jnp = jax.numpy
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (jnp.asarray(rng.standard_normal((2, 5, 2, 8)), "float32") for _ in range(4))
+    given = {
+        "mask": np.tril(np.ones((5, 5), bool)), "bias": rng.standard_normal((2, 5, 5), "float32"),
+        "sinks": np.zeros(2, "float32"), "alibi_slopes": np.full(2, 0.5, "float32"), "key_mask": rng.random((2, 5)) < 0.7,
+        "seed": np.array(2**40 + 3), "score_arrays": {"x": rng.standard_normal(5).astype("float32")},
+    }  # fmt: skip
+    more = {"dropout": 0.3, "score": "s + x[j]", "return_lse": True}
+    own = jax.tree.map(jnp.asarray, given)
+    for x64 in (True, False):
+        jax.config.update("jax_enable_x64", x64)
+        right, pull = jax.vjp(lambda q: cupyflash.attention(q, k, v, **own, **more), q)
+        for call in (attention, cupyflash.attention):
+            for run in (call, jax.jit(lambda *x, call=call, **options: call(*x, **given, **more))):
+                out, lse = run(q, k, v, **(given | more if run is call else {}))
+                np.testing.assert_array_equal(out, right[0])
+                np.testing.assert_array_equal(lse, right[1])
+            _, of_numpy = jax.vjp(lambda q, call=call: call(q, k, v, **given, **more), q)
+            np.testing.assert_array_equal(of_numpy((dout, lse))[0], pull((dout, lse))[0])
+    del more["return_lse"]
+    grads, expected = (
+        cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=y(lse), wrt=("bias", "x"), **x, **more)
+        for x, y in ((given, np.asarray), (own, jnp.asarray))
+    )
+    np.testing.assert_array_equal(grads.dbias, expected.dbias)
+    np.testing.assert_array_equal(grads.dscore_arrays["x"], expected.dscore_arrays["x"])
+    assert isinstance(grads.dbias, jax.Array)
+    with pytest.raises(TypeError, match="^bias has dtype float64; it must be"):
+        attention(q, k, v, bias=np.zeros((5, 5)))
+
+
+def test_a_large_seed_does_not_compile_anew(caplog: pytest.LogCaptureFixture) -> None:
+    x = jax.numpy.ones((1, 4, 2, 8), "float32")
+    attention(x, x, x, dropout=0.5, seed=1)
+    found = {}
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for seed in (1, 2**32 + 1, 2**63 + 5, -1, -(2**63)):
+            for x64 in (True, False):
+                jax.config.update("jax_enable_x64", x64)
+                found[seed, x64] = np.asarray(attention(x, x, x, dropout=0.5, seed=seed))
+    assert sum("Finished XLA compilation" in x.message for x in caplog.records) <= 1  # for the other mode
+    plain = np.ones(x.shape, "float32")
+    for (seed, _), out in found.items():
+        np.testing.assert_array_equal(out, cupyflash.attention(plain, plain, plain, dropout=0.5, seed=seed))
+
+
+@pytest.mark.parametrize("entry", [attention, cupyflash.attention])
+def test_nobody_hears_of_an_lse_that_was_not_asked_for(entry: Any) -> None:
+    x = jax.numpy.ones((1, 4, 2, 8), "float32")
+    mask = np.ones((4, 4), bool)
+    mask[0] = False
+    with jax.debug_infs(True), jax.debug_nans(True):
+        assert not entry(x, x, x, mask=mask)[:, 0].any()
+        for wrap in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+            assert not wrap(lambda q: entry(q, x, x, mask=mask).sum())(x)[:, 0].any()
+        with pytest.raises(FloatingPointError):
+            entry(x, x, x, mask=mask, return_lse=True)
+        with pytest.raises(FloatingPointError):
+            entry(x, x, x * np.inf)

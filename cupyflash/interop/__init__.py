@@ -19,6 +19,7 @@ from .protocol import Adapter, Arrays, Library
 _ADAPTERS = {"numpy": "numpy_", "cupy": "cupy_", "torch": "torch_", "jax": "jax_", "jaxlib": "jax_"}
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_HOST, _DLPACK_CUDA_MANAGED = 1, 2, 3, 13
 _by_type: dict[type, Library] = {}
+OPERANDS = ("q", "k", "v", "dout", "out", "lse")  # the library of these is that of the call
 _PACKAGE = sys.modules[__name__]  # adapters that are imported are attributes of it
 
 
@@ -46,7 +47,7 @@ def adopted(lib: Library, arrays: Arrays, called: Callable[[str], str] = str) ->
     """The arrays, with those of producers that have no adapter wrapped. `called`: what one was given as, by its name here."""
     for x in arrays.values():
         if _by_type.get(type(x)) is not lib:
-            return {name: _adopt_one(lib, called(name), x) for name, x in arrays.items()}
+            return {name: _adopt_one(lib, called(name), x, arrays.get("q")) for name, x in arrays.items()}
     return arrays
 
 
@@ -127,9 +128,11 @@ def _adapter(module: str) -> Library:
     return cast(Library, import_module(f".{module}", __name__))
 
 
-def _adopt_one(lib: Library, name: str, x: Any) -> Any:
+def _adopt_one(lib: Library, name: str, x: Any, q: Any) -> Any:
     found = library(name, x)
     if found is not lib:
+        if lib.kind == "jax" and found.kind == "numpy" and q is not None and name not in OPERANDS:
+            return cast(Any, lib).constant(x, q)
         raise TypeError(
             f"{name} is a {found.kind} array but q is a {lib.kind} array; all arrays must come from one library"
         )

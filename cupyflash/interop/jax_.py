@@ -13,6 +13,7 @@ from .numpy_ import dtype_name
 from .protocol import Arrays, Recorder
 
 kind = "jax"
+_jax: Any = jax
 
 
 def objection(cls: type) -> str | None:
@@ -43,6 +44,14 @@ def _where(x: jax.Array) -> str:
 def named(device: Any) -> str | None:
     """What a view calls a device of JAX's, if it is one that attention is computed on."""
     return {"gpu": f"cuda:{device.local_hardware_id}", "cpu": "cpu"}.get(device.platform)
+
+
+def constant(x: np.ndarray, q: jax.Array) -> jax.Array:
+    """A NumPy array beside q, as JAX's own functions take them; of its own dtype, and where q is."""
+    where = None if isinstance(q, jax.core.Tracer) or len(q.devices()) > 1 else next(iter(q.devices()))
+    double = _jax.enable_x64 if hasattr(_jax, "enable_x64") else _jax.experimental.enable_x64  # its name before
+    with double(True):
+        return jax.device_put(x, where)
 
 
 def recorder(arrays: Arrays, backward: bool = False) -> Recorder:

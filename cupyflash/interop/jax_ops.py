@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import jax
@@ -41,7 +42,9 @@ def forward(
 ) -> tuple[Any, Any]:
     """As `passes.forward`, differentiable."""
     arrays, how = _checked(lib, arrays, targets, options, seed, family)
-    return _attention(arrays, how) if _traced(arrays) else _forward_of(how)(arrays)
+    if _traced(arrays):
+        return _attention(arrays, how)
+    return _forward_of(how)(arrays) if return_lse else (_out_of(how)(arrays), None)
 
 
 def backward(
@@ -64,10 +67,9 @@ def _checked(
     arrays, _ = interop.adopt(lib, arrays, targets)
     stated = _stated(options)
     place = None if _traced(arrays) else _place(lib, arrays)
-    if seed is not None and seed < 2**32:  # as an array it may be another in each call without compiling anew
-        number = np.full(1, seed, np.uint32)
-        on_q = None if place is None else next(iter(arrays["q"].devices()))
-        arrays, seed = arrays | {"seed": jax.device_put(number, on_q)}, None
+    if seed is not None:  # as an array it may be another in each call without compiling anew
+        number = np.full(1, seed % 2**64, np.uint64)
+        arrays, seed = arrays | {"seed": cast(Any, lib).constant(number, arrays["q"])}, None
     if place is not None:
         mask = rules.mask_kind(options["block_mask"])
         if mask is not None and mask.device != place:
@@ -146,7 +148,8 @@ def _keep(arrays: Arrays, how: How) -> tuple[Any, Any]:
     # Keys alone, which JAX sorts: what is kept is a pytree of arrays.
     wanted = {name: () for name in _optional(arrays, how) if arrays[name].perturbed}
     arrays = {name: x.value for name, x in arrays.items()}
-    out, lse = _attention(arrays, how)
+    with jax.debug_infs(False) if cast(Any, jax.config).jax_debug_infs else nullcontext():  # as `_out_of`
+        out, lse = _attention(arrays, how)
     return (out, lse), (arrays, out, lse, wanted)
 
 
@@ -196,6 +199,12 @@ def _forward_of(how: How) -> Callable[[Arrays], Any]:
         return folding.forward(jax.numpy, folded, arrays, named, size, dict(how[0])), (True, True)
 
     return jax.jit(run)
+
+
+@_kept
+def _out_of(how: How) -> Callable[[Arrays], Any]:
+    """Its first result alone: of rows that see nothing lse is -inf, which JAX takes for a mistake where `jax_debug_infs` is set."""
+    return jax.jit(lambda arrays: _forward_of(how)(arrays)[0])
 
 
 @_kept

@@ -11,6 +11,7 @@ from numbers import Integral
 from typing import Any
 
 import jax
+import numpy as np
 
 from .. import api
 from ..problem import ARRAYS, check_flag
@@ -32,7 +33,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = Fa
     Raises
     ------
     TypeError, ValueError
-        An array is no JAX array; and as `cupyflash.attention` does.
+        q, k or v is no JAX array, or another one neither that nor NumPy's; and as `cupyflash.attention` does.
     """
     check_flag("return_lse", return_lse)
     arrays = {"q": q, "k": k, "v": v, **{row.name: options.get(row.name) for row in ARRAYS}}
@@ -41,6 +42,6 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = Fa
     read = options.get("score_arrays")
     arrays |= {f"score_arrays[{name!r}]": x for name, x in read.items()} if isinstance(read, Mapping) else {}
     for name, x in arrays.items():
-        if not isinstance(x, jax.Array) and (x is not None or name in "qkv"):
+        if not isinstance(x, jax.Array) and (name in "qkv" or not (x is None or isinstance(x, np.ndarray))):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a jax.Array")
     return api.attention(q, k, v, return_lse=return_lse, **options)
