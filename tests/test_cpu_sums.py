@@ -119,12 +119,23 @@ def test_gradients_of_sinks_know_nothing_of_rows_that_see_no_key(value):
         np.testing.assert_array_equal(x, y)
 
 
-def test_gradients_of_what_a_score_function_reads_do_not_drift():
-    q, k = np.ones((1, 97, 1, 1), "float32"), np.full((1, 4096, 1, 1), -8, "float32")
-    k[:, :512] = 0
-    zeros, x = np.zeros_like(k), np.zeros(97, "float32")
-    given = {"score": "s + x[i]", "score_arrays": {"x": x}, "scale": 1.0}
-    out, lse = attention(q, k, zeros, return_lse=True, **given)
-    found = attention_backward(out, q, k, zeros, out, lse, dlse=np.ones_like(lse), wrt="x", **given)
-    exact = np.exp(k[0, :, 0].astype(np.float64) - lse[0, 0].astype(np.float64)).sum(axis=0)
+@pytest.mark.parametrize("of", ["i", "j"])
+def test_gradients_of_what_a_score_function_reads_do_not_drift(of):
+    """Over queries and keys: P is 1 for one key, or as many small ones."""
+    many = np.full(4096, np.exp(-8), "float32")
+    many[:512] = 1
+    seq_q, seq_k = (64, 4096) if of == "i" else (4096, 64)
+    q, k = np.zeros((1, seq_q, 1, 1), "float32"), np.zeros((1, seq_k, 1, 1), "float32")
+    given = {"score": f"s + x[{of}]", "score_arrays": {"x": np.zeros(64, "float32")}}
+    if of == "i":
+        q += 1
+        k[0, :, 0, 0] = np.log(many)
+        given["scale"] = 1.0
+    out, lse = attention(q, k, k, return_lse=True, **given)
+    dlse = np.ones_like(lse) if of == "i" else many[None, None]
+    found = attention_backward(np.zeros_like(out), q, k, k, out, lse, dlse=dlse, wrt="x", **given)
+    p = np.exp(
+        q[0, :, 0] * k[0, :, 0].T.astype(np.float64) * given.get("scale", 1) - lse[0, 0].astype(np.float64)[:, None]
+    )
+    exact = (p * dlse[0, 0][:, None]).sum(axis=1 if of == "i" else 0)
     np.testing.assert_allclose(found.dscore_arrays["x"], exact, rtol=1e-6)

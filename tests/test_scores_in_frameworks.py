@@ -524,5 +524,5 @@ def test_jax_arrays_alone(jax: Any) -> None:
     from cupyflash.jax import attention
 
     q = jax.numpy.asarray(Q)
-    with pytest.raises(TypeError, match=r"^score_arrays\['a'\] is a ndarray; it must be a jax.Array"):
-        attention(q, q, q, score="s + a[h, 0]", score_arrays={"a": A})
+    with pytest.raises(TypeError, match=r"^score_arrays\['a'\] is a list; it must be a jax.Array or a numpy"):
+        attention(q, q, q, score="s + a[h, 0]", score_arrays={"a": A.tolist()})

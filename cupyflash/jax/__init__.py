@@ -43,5 +43,6 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = Fa
     arrays |= {f"score_arrays[{name!r}]": x for name, x in read.items()} if isinstance(read, Mapping) else {}
     for name, x in arrays.items():
         if not isinstance(x, jax.Array) and (name in "qkv" or not (x is None or isinstance(x, np.ndarray))):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be a jax.Array")
+            more = "" if name in "qkv" else " or a numpy.ndarray"
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a jax.Array{more}")
     return api.attention(q, k, v, return_lse=return_lse, **options)
