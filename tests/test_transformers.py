@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from cupyflash.integrations.transformers import register
+from cupyflash.integrations.transformers import attention_forward, register
 
 COMMON = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100,
@@ -133,17 +133,143 @@ def test_what_is_refused() -> None:
         register("cupyflash")
 
 
-@pytest.mark.parametrize("name", ["BloomForCausalLM", "MptForCausalLM"])
-def test_models_that_compute_attention_themselves_are_refused(name: str) -> None:
-    """They would take booleans of our masks for numbers that are added to the scores."""
-    kind = name.removesuffix("ForCausalLM") + "Config"
-    config = getattr(transformers, kind)(
-        hidden_size=64, n_layer=1, n_head=4, n_layers=1, n_heads=4, d_model=64, vocab_size=100
-    )
+@pytest.mark.parametrize("chosen", ["made", "later"])
+@pytest.mark.parametrize(
+    "name", ["Bloom", "Mpt", "Falcon", "GPTNeo", "XLNet", "Deberta", "Funnel", "BigBird", "NllbMoe", "PegasusX"]
+)
+def test_models_that_compute_attention_themselves_are_refused(name: str, chosen: str) -> None:
+    """Where the implementation is chosen: some would never call it, some misread its masks, some have no causal attention by it."""
     register()
-    model = getattr(transformers, name)._from_config(config, attn_implementation="cupy")
-    with pytest.raises(ValueError, match=f"^attn_implementation is 'cupy', but the models of {kind} compute attention"):
+    config = getattr(transformers, name + "Config")()
+    made = getattr(transformers, name + "Model")
+    why = f"^{name}Model (computes attention by itself|has _supports_sdpa = _supports_attention_backend = False: .*); its attn_imp"
+    with torch.device("meta"):
+        if chosen == "made":
+            with pytest.raises(ValueError, match=why):
+                made._from_config(config, attn_implementation="cupy")
+        else:
+            with pytest.raises(ValueError, match=why):
+                made._from_config(config, attn_implementation="eager").set_attn_implementation("cupy")
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_compiled_in_one_graph(padded: bool) -> None:
+    model, given = made("LlamaForCausalLM").eval(), batch("LlamaForCausalLM")
+    given = given if padded else {"input_ids": given["input_ids"]}
+    model.set_attn_implementation("cupy")
+    expected = model(**given).logits
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(**given).logits, expected)
+
+
+def test_masks_are_refused_where_nobody_asked_when_the_model_was_made() -> None:
+    register()
+    config = transformers.BloomConfig(hidden_size=64, n_layer=1, n_head=4, vocab_size=100)
+    model = transformers.BloomForCausalLM._from_config(config, attn_implementation="eager")
+    model.config._attn_implementation = "cupy"
+    with pytest.raises(
+        ValueError, match="^the model of BloomConfig computes attention by itself; its attn_implementation must be"
+    ):
         model(torch.zeros(1, 8, dtype=torch.long))
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, is_causal: bool | None = True) -> None:
+        super().__init__()
+        if is_causal is not None:
+            self.is_causal = is_causal
+
+
+def qkv(queries: int = 7, keys: int = 7, batch: int = 1) -> list[Any]:
+    return [torch.randn(batch, 2, n, 16) for n in (queries, keys, keys)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "lengths", "options", "why"),
+    [
+        (
+            Layer(),
+            (7, 7),
+            {"indices": torch.zeros(1)},
+            "Layer gives its attention indices, a Tensor, which is not understood",
+        ),
+        (
+            Layer(),
+            (7, 7),
+            {"sinks": torch.zeros(1)},
+            "Layer gives its attention sinks, a Tensor, which is not understood",
+        ),
+        (Layer(), (7, 7), {"head_mask": False}, "Layer gives its attention head_mask, a bool, which is not understood"),
+        (Layer(), (2, 7), {}, "Layer is causal, and has no mask for 2 queries and 7 keys"),
+        (Layer(False), (2, 7), {"is_causal": True}, "Layer is causal, and has no mask for 2 queries and 7 keys"),
+        (Layer(None), (7, 7), {}, "Layer has no mask and no is_causal"),
+        (Layer(), (7, 7), {"sliding_window": 6}, "Layer has no mask for sliding_window=6 and 7 keys"),
+        (
+            Layer(),
+            (7, 7),
+            {"cu_seq_lens_q": torch.tensor([0, 7])},
+            "Layer gives cu_seq_lens for a batch of 1, or one of",
+        ),
+        (Layer(), (7, 9), {"seq_idx": torch.zeros(1, 7)}, "Layer gives seq_idx of (1, 7) for 7 queries and 9 keys"),
+    ],
+)
+def test_what_a_layer_may_not_ask(layer: Any, lengths: Any, options: dict[str, Any], why: str) -> None:
+    mask = torch.ones(1, 1, *lengths, dtype=torch.bool) if "seq_idx" in options else None
+    with pytest.raises(ValueError) as error:
+        attention_forward(layer, *qkv(*lengths), mask, **options)
+    assert str(error.value).startswith(why) and str(error.value).endswith("; its attn_implementation must be 'eager'")
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    given, layer = qkv(), Layer()
+    expected, _ = attention_forward(layer, *given, None)
+    more = {
+        "indices": None,
+        "position_ids": torch.arange(7)[None],
+        "max_length_q": 7,
+        "use_cache": True,
+        "sliding_window": 7,
+    }
+    found, _ = attention_forward(layer, *given, None, **more)
+    assert torch.equal(found, expected)
+    causal = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
+    torch.testing.assert_close(attention_forward(Layer(False), *given, causal)[0], expected)
+    one = [x[:, :, -1:] if x is given[0] else x for x in given]  # a single query attends to all
+    torch.testing.assert_close(attention_forward(layer, *one, None)[0], expected[:, -1:])
+
+
+@pytest.mark.parametrize("mask", [None, "booleans", "numbers"])
+@pytest.mark.parametrize("by", ["cu_seq_lens", "seq_idx"])
+def test_packed_sequences_are_kept_apart(by: str, mask: str | None) -> None:
+    given, cu = qkv(), torch.tensor([0, 3, 7], dtype=torch.int32)
+    parts = [attention_forward(Layer(), *(x[:, :, i:j] for x in given), None)[0] for i, j in ((0, 3), (3, 7))]
+    causal = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
+    masks = {None: None, "booleans": causal, "numbers": torch.zeros(1, 1, 7, 7).masked_fill(~causal, -torch.inf)}
+    packed = (
+        {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
+        if by == "cu_seq_lens"
+        else {"seq_idx": torch.tensor([[0] * 3 + [1] * 4])}
+    )
+    torch.testing.assert_close(attention_forward(Layer(), *given, masks[mask], **packed)[0], torch.cat(parts, 1))
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_gemma_4_with_some_logits(keep: int) -> None:
+    """It drops queries of layers that share keys, after the mask is made."""
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no Gemma 4")
+    register()
+    torch.manual_seed(0)
+    config = transformers.Gemma4TextConfig(
+        **COMMON, **GROUPED, num_kv_shared_layers=1, global_head_dim=16, hidden_size_per_layer_input=16, sliding_window=64,
+        vocab_size_per_layer_input=100, layer_types=["full_attention", "full_attention"],
+    )  # fmt: skip
+    model, logits = transformers.Gemma4ForCausalLM(config).eval(), {}
+    for x in model.parameters():
+        x.data.normal_(0, 1 / 8)
+    for implementation in ("eager", "cupy"):
+        model.set_attn_implementation(implementation)
+        logits[implementation] = model(torch.arange(3, 20)[None], logits_to_keep=keep).logits
+    torch.testing.assert_close(logits["cupy"], logits["eager"], atol=1e-5, rtol=1e-4)
 
 
 def test_dropout_in_training() -> None:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from .. import api
 from ..torch.dropout import dropout_options
+
+# What transformers hands through to every attention, and what no result of attention depends on: positions are in q, k and the
+# mask, the longest sequence is in cu_seq_lens.
+HARMLESS = {
+    "position_ids", "max_length_q", "max_length_k", "num_items_in_batch", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict", "use_cache", "logits_to_keep",
+}  # fmt: skip
+_names: set[str] = set()
 
 
 def register(name: str = "cupy") -> None:
@@ -18,38 +28,115 @@ def register(name: str = "cupy") -> None:
     The name may not hold "flash": transformers takes every such name for a build of the package flash-attn (ValueError).
 
     For models of every kind that choose their attention: causal and bidirectional, with soft caps (Gemma 2), sinks (gpt-oss),
-    position biases (T5), windows, padded batches, and any cache. Those that do not (Bloom, XGLM, MPT) raise ValueError when
-    they run. Probabilities (output_attentions) are never in memory: None.
+    position biases (T5), windows, padded batches, and any cache. ValueError where a model is made or chooses, if it computes
+    attention by itself (Bloom, XLNet, Falcon) or does not say what these masks leave out (NLLB-MoE); where it runs, if it gives
+    its attention an argument that is not understood. Probabilities (output_attentions) are never in memory: None.
     """
     if "flash" in name:
         raise ValueError(
             f"name is {name!r}; it must not hold 'flash', which transformers takes for the package flash-attn"
         )
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-
-    def mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
-        kind: Any = type(config)
-        if _computes_itself(kind):
-            raise ValueError(
-                f"attn_implementation is {name!r}, but the models of {kind.__name__} compute attention themselves, and would "
-                "misread these masks; it must be 'eager'"
-            )
-        return sdpa_mask(*args, config=config, **kwargs)
+    from transformers import AttentionInterface, PreTrainedModel
+    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, mask)
+    AttentionMaskInterface.register(name, attention_mask)
+    if not _names:
+        _check_classes_of(PreTrainedModel)
+    _names.add(name)
+
+
+def _check_classes_of(base: Any) -> None:
+    """Let all models ask `_check` when our attention is chosen; transformers has no place to register that."""
+    chosen, choose = base.get_correct_attn_implementation, base.set_attn_implementation
+
+    @functools.wraps(chosen)
+    def get_correct_attn_implementation(self: Any, requested_attention: Any, *args: Any, **kwargs: Any) -> Any:
+        if requested_attention in _names:
+            _check(type(self))
+        return chosen(self, requested_attention, *args, **kwargs)
+
+    @functools.wraps(choose)
+    def set_attn_implementation(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(attn_implementation, str) and attn_implementation in _names:
+            for model in self.modules():  # transformers leaves out, with a warning, what has no choice
+                if isinstance(model, base):
+                    _check(type(model))
+        return choose(self, attn_implementation, *args, **kwargs)
+
+    base.get_correct_attn_implementation = get_correct_attn_implementation
+    base.set_attn_implementation = set_attn_implementation
+
+
+def _check(model: Any) -> None:
+    """ValueError unless a class of models lets its attention be chosen, and says what "sdpa" has to know."""
+    source = sys.modules.get(model.__module__)
+    if source is None:
+        return
+    if _computes_itself(source):
+        raise _refused(f"{model.__name__} computes attention by itself")
+    if hasattr(source, "ALL_ATTENTION_FUNCTIONS") and not (model._supports_sdpa or model._supports_attention_backend):
+        raise _refused(
+            f"{model.__name__} has _supports_sdpa = _supports_attention_backend = False: its layers need not say what is causal"
+        )
+
+
+def _refused(why: str) -> ValueError:
+    return ValueError(f"{why}; its attn_implementation must be 'eager'")
 
 
 @functools.cache
-def _computes_itself(config: type) -> bool:
-    """Whether the models of a configuration never ask for the attention that was chosen, and do not say that they do."""
-    module = sys.modules.get(config.__module__.replace("configuration_", "modeling_"))
-    if module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+def _computes_itself(source: ModuleType) -> bool:
+    """Whether a module has layers of attention, some of which do not ask what was chosen."""
+    if any("ATTENTION_CLASSES" in name and "eager" in x for name, x in vars(source).items() if isinstance(x, dict)):
+        return True
+    if hasattr(source, "ALL_ATTENTION_FUNCTIONS"):
         return False
-    models = [x for x in vars(module).values() if isinstance(x, type) and getattr(x, "config_class", None) is config]
-    flags = ("_supports_sdpa", "_supports_attention_backend")
-    return bool(models) and not any(getattr(x, flag, False) for x in models for flag in flags)
+    return any(issubclass(x, torch.nn.Module) and "Attention" in x.__name__ for x in _classes(source))
+
+
+def _classes(source: ModuleType) -> list[type]:
+    """What a module defines, and does not import."""
+    return [x for x in vars(source).values() if isinstance(x, type) and x.__module__ == source.__name__]
+
+
+@functools.cache
+def _reads_masks_as_eager(source: ModuleType) -> bool:
+    """Whether no model of a module takes the masks of "sdpa", or only under that name."""
+    if not any(getattr(x, "_supports_sdpa", False) for x in _classes(source)):
+        return True
+    try:
+        return '_attn_implementation == "sdpa"' in inspect.getsource(source)
+    except OSError:
+        return True
+
+
+@torch.compiler.assume_constant_result  # what it asks cannot be traced
+def _mask_for(config: type) -> str | None:
+    """The implementation whose masks the models of a configuration expect; None where they compute attention by themselves."""
+    source = sys.modules.get(config.__module__.replace("configuration_", "modeling_"))
+    if source is None:
+        return "sdpa"
+    if _computes_itself(source):
+        return None
+    return "eager" if _reads_masks_as_eager(source) else "sdpa"
+
+
+def attention_mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
+    """The mask that "sdpa" gets: booleans, or None where nothing is hidden or where causality is all, of as many queries as keys.
+
+    The one that "eager" gets, numbers and never None for causality, for models that know no other.
+    """
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    expected = _mask_for(type(config))
+    if expected is None:
+        raise _refused(f"the model of {type(config).__name__} computes attention by itself")
+    if expected == "eager":
+        return eager_mask(*args, config=config, **kwargs)
+    if kwargs.get("q_length") not in (1, kwargs.get("kv_length")):
+        kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, config=config, **kwargs)
 
 
 def attention_forward(
@@ -64,21 +151,65 @@ def attention_forward(
     position_bias: torch.Tensor | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    deterministic: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls: query (B, Hq, S, D), key and value (B, Hk, T, D) -> (B, S, Hq, D), None.
 
-    attention_mask: booleans, True where a key may be attended, or numbers added to the scores, (B, 1 or Hq, S, T). Without one
-    a causal module hides keys after the query, counted from the start of both (a prefill into a static cache).
+    attention_mask: booleans, True where a key may be attended, or numbers added to the scores, (B, 1 or Hq, S, T). It holds the
+    window. Without one a causal module (is_causal, or its attribute) hides keys after the query; it must have as many queries as
+    keys, or a single query, which attends to all. cu_seq_lens_q, cu_seq_lens_k (a batch of 1) and seq_idx (B, S) keep sequences
+    apart that are packed into one. ValueError for an argument that is not None and not known to change nothing.
     """
+    layer, queries, keys = type(module).__name__, query.shape[2], key.shape[2]
+    for name, x in kwargs.items():
+        if x is not None and name not in HARMLESS:
+            raise _refused(f"{layer} gives its attention {name}, a {type(x).__name__}, which is not understood")
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "bias": position_bias}
+    if deterministic is not None:
+        options["deterministic"] = deterministic
     options |= dropout_options("dropout", dropout, query)
     if attention_mask is None:
-        wanted = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        options["causal"] = "top_left" if wanted and query.shape[2] > 1 else False
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", None)
+        if queries > 1 and causal is None:
+            raise _refused(f"{layer} has no mask and no is_causal")
+        if queries > 1 and causal and queries != keys:
+            raise _refused(f"{layer} is causal, and has no mask for {queries} queries and {keys} keys")
+        if sliding_window is not None and keys > sliding_window:
+            raise _refused(f"{layer} has no mask for sliding_window={sliding_window} and {keys} keys")
+        options["causal"] = bool(causal) and queries > 1
     elif attention_mask.dtype is torch.bool:
         options["mask"] = attention_mask
     else:
         options["bias"] = attention_mask if position_bias is None else position_bias + attention_mask
+    packed = _packed(layer, query, key, cu_seq_lens_q, cu_seq_lens_k, seq_idx)
+    if packed is not None:
+        options["mask"] = packed & options["mask"] if "mask" in options else packed
     out = api.attention(query, key, value, layout="bhsd", **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _packed(layer: str, query: Any, key: Any, cu_q: Any, cu_k: Any, seq_idx: Any) -> Any:
+    """(B, 1, S, T), True where query and key are of the same sequence; None where a row of the batch is one sequence."""
+    if cu_q is None and cu_k is None and seq_idx is None:
+        return None
+    if seq_idx is not None:
+        of_q = of_k = seq_idx
+    elif cu_q is None or cu_k is None or query.shape[0] != 1:
+        raise _refused(f"{layer} gives cu_seq_lens for a batch of {query.shape[0]}, or one of the two alone")
+    else:
+        of_q, of_k = _sequence_of(cu_q, query), _sequence_of(cu_k, key)
+    queries, keys = query.shape[2], key.shape[2]
+    if of_q.shape != (query.shape[0], queries) or of_k.shape != (key.shape[0], keys):
+        raise _refused(f"{layer} gives seq_idx of {tuple(of_q.shape)} for {queries} queries and {keys} keys")
+    return of_q[:, None, :, None] == of_k[:, None, None, :]
+
+
+def _sequence_of(starts: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """(1, S): which of the sequences that start there a row of x belongs to."""
+    rows = torch.arange(x.shape[2], device=x.device, dtype=starts.dtype)
+    return torch.searchsorted(starts.to(x.device), rows, right=True)[None]
