@@ -232,6 +232,30 @@ def test_integers(name: str, rng: np.random.Generator) -> None:
     assert_computes(lambda s, b, h, i, j: s + traced(i, j) / 8, lambda s, i, j: s + plain(i, j) / 8, rng)
 
 
+WRAPPING: tuple[Callable[..., Any], ...] = (  # of i and j, to 32 bits
+    lambda i, j: i * 1000000007 + j * 998244353,
+    lambda i, j: -(i * 1000000007) - (j * 998244353 - 2147483647),
+    lambda i, j: abs((j * 0 + 1 << 31) + i % 2),
+    lambda i, j: (j - 20 << i) + (j - 20 << 30),
+    lambda i, j: (j - 20) * 16777216 >> i,
+    lambda i, j: ((j * 0 + 1 << 31) + i) // (j * 0 - 1) + ((j * 0 + 1 << 31) + i) % (j * 0 - 1),
+)
+
+
+@on_pairs_with_scores
+def test_integers_wrap_everywhere(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """As NumPy's do: the same bits as from a table of them."""
+    inputs = draw_inputs(rng, dtype, seq=(40, 48), heads=(2, 1))
+    q, k, v = (backend.put(x) for x in inputs[:3])
+    i, j = np.arange(40, dtype=np.int32)[:, None], np.arange(48, dtype=np.int32)
+    for n, of in enumerate(WRAPPING):
+        with np.errstate(all="ignore"):
+            table = backend.put(((of(i, j) >> np.int32(20)) / 512).astype(np.float32))
+        expected = attention(q, k, v, score="s + table[i, j]", score_arrays={"table": table}, family=backend.family)
+        found = attention(q, k, v, score=lambda s, b, h, i, j, of=of: s + (of(i, j) >> 20) / 512, family=backend.family)
+        assert np.array_equal(backend.get(found), backend.get(expected)), n
+
+
 EXPRESSIONS: dict[str, Callable[..., Any]] = {
     "s + 0.1f * (i - j)": lambda s, i, j: s + 0.1 * (i - j),
     "j <= i ? s : -INFINITY": lambda s, i, j: np.where(j <= i, s, -np.inf),

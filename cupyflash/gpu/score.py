@@ -15,7 +15,7 @@ _NOTHING: Mapping[int, str] = MappingProxyType({})
 
 _TYPES = {"bool": "bool", "int": "int", "long": "long long", "float": "Accum"}
 _OPERATORS = {
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "shl": "<<", "shr": ">>", "and": "&", "or": "|", "xor": "^", "lt": "<",
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^", "lt": "<",
     "le": "<=", "eq": "==", "ne": "!=",
 }  # fmt: skip
 _FUNCTIONS = {  # of kernels_cu/attention/score_functions.cuh, but for C's own
@@ -23,6 +23,7 @@ _FUNCTIONS = {  # of kernels_cu/attention/score_functions.cuh, but for C's own
     "truncdiv": "divide", "truncmod": "remainder", "pow": "pow", "exp": "exp", "log": "log", "log2": "log2", "sqrt": "sqrt",
     "tanh": "hyperbolic_tangent<In>", "sigmoid": "sigmoid", "sin": "sin", "cos": "cos", "floor": "floor",
 }  # fmt: skip
+_WHOLE = ("add", "sub", "mul", "neg", "abs", "shl", "shr")  # of integers, in namespace whole there
 _HEAVY = (
     "read", "div", "pow", "exp", "log", "log2", "sqrt", "tanh", "sigmoid", "sin", "cos", "floordiv", "mod", "truncdiv", "truncmod"
 )  # fmt: skip
@@ -283,6 +284,8 @@ def _operation(score: Score, nodes: tuple[Node, ...], n: int, product: int | Non
         return f"{_TYPES[kind]}({x[0]})" if kind != "long" else f"(long long){x[0]}"
     if op == "not":
         return f"!{x[0]}" if kind == "bool" else f"~{x[0]}"
+    if kind != "float" and op in _WHOLE:
+        return f"whole::{op}({', '.join(x)})"
     if op == "neg":
         return f"-{x[0]}"
     if op in ("floordiv", "mod") and nodes[args[1]].op == "const":
@@ -291,8 +294,8 @@ def _operation(score: Score, nodes: tuple[Node, ...], n: int, product: int | Non
             return f"{x[0]} >> {divisor.bit_length() - 1}" if op == "floordiv" else f"{x[0]} & {divisor - 1}"
     if op in _OPERATORS:
         return f"{x[0]} {_OPERATORS[op]} {x[1]}"
-    if kind != "float" and op in ("minimum", "maximum", "abs"):
-        return f"{x[0]} < 0 ? -{x[0]} : {x[0]}" if op == "abs" else f"{op[:3]}({', '.join(x)})"
+    if kind != "float" and op in ("minimum", "maximum"):
+        return f"{op[:3]}({', '.join(x)})"
     return f"{_FUNCTIONS[op]}({', '.join(x)})"
 
 

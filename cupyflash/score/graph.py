@@ -172,7 +172,7 @@ class Graph:
         known = [self.known(n) for n in args]
         if None not in known and op in _FOLD:
             try:
-                return self.constant(_converted(_FOLD[op](*known), self.kind(args[0]), op))
+                return self._folded(op, self.kind(args[0]), _FOLD[op](*known))
             except (ArithmeticError, ValueError, TypeError):  # what NumPy and CUDA make of it
                 return None
         if len(args) != 2:
@@ -186,8 +186,15 @@ class Graph:
         if b == 1 and op == "pow":
             return x
         if whole and op == "mul" and 0 in (a, b):
-            return self.constant(0)
+            return self.add(Node("const", self.kind(x), (), "0"))
         return None
+
+    def _folded(self, op: str, kind: str, x: Any) -> int:
+        """The constant that comes of an operation on others of this kind; integers keep the bits that it has."""
+        if kind in ("int", "long") and RULES[op] != "compare":
+            half = 2 ** (31 if kind == "int" else 63)
+            return self.add(Node("const", kind, (), repr((int(x) + half) % (2 * half) - half)))
+        return self.constant(float(x) if kind == "float" and RULES[op] != "compare" else x)
 
     def pruned(self, *roots: int) -> tuple[tuple[Node, ...], tuple[int, ...]]:
         """The nodes that these need, in order, and the roots' numbers among them."""
@@ -207,10 +214,6 @@ class Graph:
 def number(kind: str, text: str) -> Any:
     """The number that a constant is, from its `value`."""
     return text == "True" if kind == "bool" else float(text) if kind == "float" else int(text)
-
-
-def _converted(x: Any, kind: str, op: str) -> Any:
-    return float(x) if kind == "float" and RULES[op] != "compare" else x
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,7 +48,7 @@ def flex_attention(
     key, value : (B, H, S, E), (B, H, S, Ev)
         float16, bfloat16, float32 or float64. Their batch may be 1.
     score_mod : function of (score, b, h, q_idx, kv_idx), optional
-        The new score, from tensors without dimensions. It is run once and followed operator by operator; elements of tensors
+        The new score, from tensors without dimensions, b to kv_idx of int32 as in PyTorch's compiled kernels. It is run once and followed operator by operator; elements of tensors
         that it captures are read, as in bias[h, q_idx - kv_idx], and get gradients. A function that is called again is known by
         its code and by what it looks up, if that is numbers, tensors and functions; else it is run in each call (10 ms).
     block_mask : torch.nn.attention.flex_attention.BlockMask, optional

@@ -9,26 +9,62 @@ __device__ inline int nearest(int n, long long length) {
 }
 __device__ inline long long nearest(long long n, long long length) { return min(max(n, 0LL), length - 1); }
 
+// Integers, of which what does not fit comes in at the other end, as in NumPy and PyTorch; C leaves that open.
+namespace whole {
+__device__ inline unsigned bits(int x) { return unsigned(x); }
+__device__ inline unsigned long long bits(long long x) { return (unsigned long long)x; }
+template <class T>
+__device__ T add(T x, T y) {
+    return T(bits(x) + bits(y));
+}
+template <class T>
+__device__ T sub(T x, T y) {
+    return T(bits(x) - bits(y));
+}
+template <class T>
+__device__ T mul(T x, T y) {
+    return T(bits(x) * bits(y));
+}
+template <class T>
+__device__ T neg(T x) {
+    return T(0 - bits(x));
+}
+template <class T>
+__device__ T abs(T x) {
+    return x < 0 ? neg(x) : x;
+}
+// Beyond all bits 0 comes of it, or the sign.
+template <class T>
+__device__ T shl(T x, T y) {
+    return bits(y) < 8 * sizeof(T) ? T(bits(x) << y) : 0;
+}
+template <class T>
+__device__ T shr(T x, T y) {
+    return x >> (bits(y) < 8 * sizeof(T) ? y : T(8 * sizeof(T) - 1));
+}
+}  // namespace whole
+
 // Division of integers as Python has it, rounding down; by 0 it is 0, and so is its remainder.
 template <class T>
 __device__ T floor_divide(T x, T y) {
     if (y == 0) return 0;
+    if (y == -1) return whole::neg(x);
     T q = x / y;
     return q - (x % y != 0 && (x < 0) != (y < 0));
 }
 template <class T>
 __device__ T modulo(T x, T y) {
-    return y == 0 ? 0 : x - y * floor_divide(x, y);
+    return y == 0 || y == -1 ? 0 : x - y * floor_divide(x, y);
 }
 
 // And as C has it.
 template <class T>
 __device__ T divide(T x, T y) {
-    return y == 0 ? 0 : x / y;
+    return y == 0 ? 0 : y == -1 ? whole::neg(x) : x / y;
 }
 template <class T>
 __device__ T remainder(T x, T y) {
-    return y == 0 ? 0 : x % y;
+    return y == 0 || y == -1 ? 0 : x % y;
 }
 
 __device__ inline Accum sigmoid(Accum x) { return 1 / (1 + exp(-x)); }
