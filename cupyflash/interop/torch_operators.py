@@ -3,11 +3,16 @@ and vmap. For calls that are traced (torch.compile, torch.export, fake tensors, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_iter, tree_map
+from torch.utils.flop_counter import register_flop_formula
 
 from .. import folding, interop, passes
 from .. import problem as rules
@@ -33,6 +38,10 @@ _PLACE = {name: n for n, name in enumerate(_TYPES)}
 ONCE = (  # what a second derivative raises
     "the gradients of attention cannot be differentiated again: call backward() or torch.autograd.grad() "
     "without create_graph=True"
+)
+FORWARD_MODE = (  # what a tangent raises
+    "q, k, v or an optional array has a tangent, but attention has no derivative in forward mode (jvp); take gradients "
+    "in reverse mode: backward(), torch.autograd.grad, torch.func.grad or vjp"
 )
 
 
@@ -64,12 +73,22 @@ def _check_fake(arrays: Arrays) -> None:
             raise TypeError(f"{name} is a {type(x).__name__} with memory, but q is a FakeTensor; all must be, or none")
 
 
+def refuse_script() -> None:
+    """NotImplementedError under torch.jit.trace, for which what is computed is a constant: it has no form for the operators."""
+    if torch.jit.is_tracing():
+        raise NotImplementedError(
+            "torch.jit.trace (or torch.onnx.export by way of it) follows the call, but attention has no form in TorchScript; use "
+            "torch.compile or torch.export"
+        )
+
+
 _UNKNOWN = "but a call that is traced (torch.compile, torch.export, fake tensors) cannot take it"
 
 
 def _arguments(lib: Library, arrays: Arrays, names: tuple[str, ...], options: dict[str, Any]) -> list[Any]:
     """A call as an operator takes it, but for its family: arrays, None for those that are not given, and options. Errors are
     those of the rules."""
+    refuse_script()
     encoded = _encoded(options)
     keys = _keys(options["score"])
     for name in arrays:
@@ -277,8 +296,71 @@ def _vmap_attention_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) ->
     return grads, [0] * len(grads)
 
 
+def any_dual(arrays: Iterable[Any]) -> bool:
+    """Whether forward-mode differentiation follows one of them; with or without requires_grad, also under torch.no_grad()."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arrays)
+
+
+def _without_tangents(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """What autograd does for an operator, for which PyTorch would drop tangents in silence."""
+
+    def run(keys: Any, *args: Any) -> Any:
+        if any_dual(tree_iter(args)):
+            raise NotImplementedError(FORWARD_MODE)
+        return kernel(keys, *args)
+
+    return run
+
+
+class _Library(torch.library.Library):
+    """Refuses tangents, whoever calls an operator of it: a program, a transform, a rule of vmap."""
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
+        super().impl(op_name, _without_tangents(fn) if dispatch_key == "Autograd" else fn, dispatch_key, **options)
+
+
+_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
+
+
+def is_batched(x: Any) -> bool:
+    """Whether it is mapped by autograd's own vmap (is_grads_batched=True), which is not that of torch.func."""
+    return isinstance(x, torch.Tensor) and _is_legacy_batched(x)
+
+
+def _batched(rule: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
+    """An operator under autograd's own vmap, by its rule for that of torch.func."""
+
+    def run(*args: Any) -> Any:
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        if level > 1:
+            raise NotImplementedError(
+                "gradients that are batched twice (is_grads_batched=True within another) are not served"
+            )
+        # 1 is what a tensor without the axis would get, and there is none.
+        plain = tree_map(lambda x: torch._remove_batch_dim(x, level, 1, 0) if is_batched(x) else x, args)
+        dims = tree_map(lambda x: 0 if is_batched(x) else None, args)
+        sizes = [x.shape[0] for x, dim in zip(tree_iter(plain), tree_iter(dims)) if dim == 0]
+        results, _ = rule(SimpleNamespace(batch_size=sizes[0]), dims, *plain)
+        return tree_map(lambda x: torch._add_batch_dim(x, 0, level), results)
+
+    return run
+
+
+def _flops(args: Sequence[Any], backward: bool) -> int:
+    """Of all pairs, also those that are hidden, as PyTorch counts its own attention: 2 products, 5 of the backward."""
+    args = args[len(_ROWS) :] if backward else args
+    q, k, v = args[:3]
+    layout = args[len(INPUTS) + len(_LISTS) + _PLACE["layout"]]
+    keys = k.shape[-3 if layout == "bshd" and k.dim() > 2 else -2]
+    over_d, over_dv = (3, 2) if backward else (1, 1)
+    return 2 * math.prod(q.shape[:-1]) * keys * (over_d * q.shape[-1] + over_dv * v.shape[-1])
+
+
 def _define() -> torch.library.Library:
-    lib = torch.library.Library("cupyflash", "DEF")
+    lib = _Library("cupyflash", "DEF")
     names = ["Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}" for name in _OPTIONAL)]
     arrays = ", ".join([*names, *(f"Tensor?[] {name}" for name in _LISTS)])
     options = ", ".join([*(f"{kind} {name}" for name, kind in _TYPES.items()), "str? family"])
@@ -294,9 +376,20 @@ def _define() -> torch.library.Library:
             lib.impl(name, run, key)
         torch.library.register_fake(f"cupyflash::{name}", fake, lib=lib)
         torch.library.register_vmap(f"cupyflash::{name}", vmap, lib=lib)
+        lib.impl(name, _batched(vmap), "Batched")
     torch.library.register_autograd("cupyflash::attention", _differentiate, setup_context=_keep, lib=lib)
     torch.library.register_autograd("cupyflash::attention_backward", _not_again, lib=lib)
     return lib
 
 
 _library = _define()  # gone with it
+
+
+@register_flop_formula(torch.ops.cupyflash.attention, get_raw=True)
+def _flops_of_attention(*args: Any, out_val: Any = None) -> int:
+    return _flops(args, False)
+
+
+@register_flop_formula(torch.ops.cupyflash.attention_backward, get_raw=True)
+def _flops_of_attention_backward(*args: Any, out_val: Any = None) -> int:
+    return _flops(args, True)

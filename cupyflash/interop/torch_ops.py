@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from torch.autograd import forward_ad
 
 from .. import folding, passes
 from ..problem import FLOAT8, Gradients, lasting
@@ -23,10 +22,10 @@ from .protocol import Arrays, Library, Recorder
 def recorder(arrays: Arrays, backward: bool = False) -> Recorder | None:
     """None where a call may simply run: it is neither traced nor transformed, and autograd and autocast have no part in it."""
     q = arrays["q"]
-    if followed(q) or _any_dual(arrays) or (not backward and _autocast_dtype(q) is not None):
+    if followed(q) or torch_operators.any_dual(arrays.values()) or (not backward and _autocast_dtype(q) is not None):
         return _FOLLOWED
     if backward:
-        return _FOLLOWED if torch.are_deterministic_algorithms_enabled() else None
+        return _FOLLOWED if _any_batched(arrays) or torch.are_deterministic_algorithms_enabled() else None
     return _AT_ONCE if torch.is_grad_enabled() and _any_requires_grad(arrays) else None
 
 
@@ -35,10 +34,17 @@ def followed(x: torch.Tensor) -> bool:
     return _traced(x) or torch._C._are_functorch_transforms_active()
 
 
+# By names of their own, since each call asks them.
+_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_scripted = torch._C._is_tracing
+
+
 def _traced(q: torch.Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        or _modes() > 0
+        or _scripted()
+        or (_function_modes() > 0 and torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0)  # of make_fx
         or (type(q) is not torch.Tensor and type(q).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__)
     )
 
@@ -50,11 +56,12 @@ def _any_requires_grad(arrays: Arrays) -> bool:
     return False
 
 
-def _any_dual(arrays: Arrays) -> bool:
-    """Whether forward-mode differentiation follows one of them; with or without requires_grad, also under torch.no_grad()."""
-    if forward_ad._current_level < 0:
-        return False
-    return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arrays.values())
+_is_batched = torch_operators.is_batched
+
+
+def _any_batched(arrays: Arrays) -> bool:
+    """Whether autograd's own vmap (is_grads_batched=True) maps what a backward gets."""
+    return _is_batched(arrays["dout"]) or ("dlse" in arrays and _is_batched(arrays["dlse"]))
 
 
 def forward(
@@ -75,7 +82,7 @@ def forward(
     transformed = torch._C._are_functorch_transforms_active()
     if not traced and not transformed:
         # (In forward mode there is no derivative, which an autograd function says.)
-        run = _record if recorded or _any_dual(arrays) else passes.forward
+        run = _record if recorded or torch_operators.any_dual(arrays.values()) else passes.forward
         return run(lib, arrays, targets, return_lse, options, seed, family)
     _check_float8(arrays["q"], recorded)
     if targets:
@@ -123,8 +130,8 @@ def backward(
     wrt: tuple[str, ...],
 ) -> Gradients:
     """As `passes.backward`, followed by whoever traces or transforms."""
-    traced = _traced(arrays["q"]) or _traced(arrays["dout"])
-    if not traced and not torch._C._are_functorch_transforms_active() and not _any_dual(arrays):
+    traced = _traced(arrays["q"]) or _traced(arrays["dout"]) or _any_batched(arrays)
+    if not traced and not torch._C._are_functorch_transforms_active() and not torch_operators.any_dual(arrays.values()):
         return torch_operators.gradients(lib, arrays, targets, options, seed, family, wrt)
     if targets:
         raise ValueError(f"grads is {_NO_WRITING}")
@@ -188,10 +195,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> None:
-        raise NotImplementedError(
-            "q, k, v or an optional array has a tangent, but attention has no derivative in forward mode (jvp); take gradients "
-            "in reverse mode: backward(), torch.autograd.grad, torch.func.grad or vjp"
-        )
+        raise NotImplementedError(torch_operators.FORWARD_MODE)
 
 
 class _Out(_Attention):

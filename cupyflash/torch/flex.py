@@ -10,6 +10,7 @@ import torch
 
 from .. import api
 from ..blocks import BlockMask
+from ..interop.torch_operators import refuse_script
 from ..score.fingerprint import Same, fingerprint
 from .score_mod import Watch, traced
 
@@ -106,6 +107,7 @@ def flex_attention(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, scale: Any
 ) -> Any:
+    refuse_script()  # before functions run
     options: dict[str, Any] = {"scale": scale, "layout": "bhsd"}
     if score_mod is not None:
         options["score"], options["score_arrays"] = traced(score_mod, query, key.shape[2])
