@@ -19,6 +19,8 @@ from semantics import (
     as_caller_has_it,
     as_given,
     as_reference_has_it,
+    dead_rows,
+    spoil,
 )
 
 from cupyflash import attention
@@ -49,6 +51,13 @@ class Quantized(NamedTuple):
             rows = np.repeat(scale, BLOCK, 2)[:, :, : x.shape[1]] if scale.shape[2] > 1 else scale
             found.append(x.astype(np.float32) * np.moveaxis(rows, 1, 2)[..., None])
         return tuple(found)
+
+    def spoilt(self, rng: np.random.Generator, problem: AttentionProblem, key_mask: np.ndarray | None) -> Quantized:
+        """With anything in dead rows."""
+        if problem.empty:
+            return self
+        blind, unseen = dead_rows(problem, key_mask)
+        return self._replace(q=spoil(rng, self.q, blind), k=spoil(rng, self.k, unseen), v=spoil(rng, self.v, unseen))
 
 
 def quantize(rng: np.random.Generator, *arrays: np.ndarray, by: str | None = None) -> Quantized:
@@ -141,6 +150,7 @@ def check(
     assert by in BY
     judged = inputs.given if blocks is None else blocks.with_mask(inputs.given)
     judge = Judge(x, inputs.key_mask, judged, result, out_scale, on_gpu(lib), options)
+    x = x.spoilt(rng, state(*x.meant(), inputs.key_mask, **options, **inputs.given), inputs.key_mask)
     arrays = [lib.put(as_caller_has_it(a, rank, layout), lay) for a in x[:3]]
     others = arrays_of_rank(inputs._replace(given=inputs.given | x.descales), rank)
     named = as_arguments({name: as_given(name, a, lambda a: lib.put(a, lay)) for name, a in others.items()})

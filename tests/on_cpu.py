@@ -15,7 +15,7 @@ import pytest
 from criterion import assert_as_good
 from cuda_on_cpu import Launch, as_cpp, compile_all, launch
 from reference import Standard, references, state
-from semantics import Inputs, dead_rows, draw_blocks, draw_inputs, poison
+from semantics import Inputs, dead_rows, draw_blocks, draw_inputs, spoil
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import Box, KernelPlan
@@ -73,7 +73,7 @@ def check(
     plans += [plan(problem, arch, True, family, lengths=names).after(plans[1]) for names in asked]
     # What is dead may hold anything.
     blind, unseen = dead_rows(problem, key_mask, seen, {(use.queries, use.keys) for x in plans for use in x.lists})
-    q, k, v, dout = (poison(rng, x, dead) for x, dead in zip((q, k, v, dout), (blind, unseen, unseen, blind)))
+    q, k, v, dout = (spoil(rng, x, dead) for x, dead in zip((q, k, v, dout), (blind, unseen, unseen, blind)))
     aligned = plans[0].alignment == 16  # else any rows will do
     libraries = compile_all(*[as_cpp(generate(x), [y.name for y in x.launches]) for x in plans])
     listed = [

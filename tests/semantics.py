@@ -131,7 +131,7 @@ def dead_rows(
     return queries.swapaxes(1, 2), keys.swapaxes(1, 2)
 
 
-def poison(rng: np.random.Generator, x: np.ndarray, dead: np.ndarray) -> np.ndarray:
+def spoil(rng: np.random.Generator, x: np.ndarray, dead: np.ndarray) -> np.ndarray:
     """A copy whose dead rows hold what may stand anywhere: NaN, infinities, the largest numbers."""
     largest = float(ml_dtypes.finfo(x.dtype).max)
     x, infinite = x.copy(), (np.inf, -np.inf) if x.dtype.itemsize > 1 else ()
@@ -192,7 +192,7 @@ def check(
     if not judge.problem.empty:  # what is dead does not matter
         blind, unseen = dead_rows(judge.problem, inputs.key_mask)
         rng = np.random.default_rng(q.size)
-        q, k, v, dout = (poison(rng, x, dead) for x, dead in zip(inputs[:4], (blind, unseen, unseen, blind)))
+        q, k, v, dout = (spoil(rng, x, dead) for x, dead in zip(inputs[:4], (blind, unseen, unseen, blind)))
     given = [_placed(backend, as_caller_has_it(x, rank, layout), lay)[1] for x in (q, k, v, dout)]
     options |= {"layout": layout, "family": backend.family_for(judge.problem)}
     named = {}

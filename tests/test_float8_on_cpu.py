@@ -136,7 +136,9 @@ def results(
     assert (dict(chosen.constants)["SUM_TILES"] > 0) == long_sums
     (library,) = compile_all(as_cpp(generate(chosen), [y.name for y in chosen.launches]))
     optional = x.descales | others | ({} if key_mask is None else {"key_mask": key_mask})
-    inputs = {name: Guarded(a.shape, a.dtype, a, True) for name, a in zip("qkv", x[:3])}
+    rng = np.random.default_rng(x.q.size)
+    shown = x.spoilt(rng, problem, key_mask)
+    inputs = {name: Guarded(a.shape, a.dtype, a, True) for name, a in zip("qkv", shown[:3])}
     inputs |= {name: Guarded(a.shape, a.dtype, a, True) for name, a in optional.items()}
     for use in chosen.lists:
         of_mask = options["block_mask"].list_for(use)

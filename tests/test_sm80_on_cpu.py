@@ -30,8 +30,8 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         A100, "float16", {"seq": (200, 266), "dims": (90, 128), "batch": 1},
         {"window": (0, None), "deterministic": True},
     ),
-    "key-mask": (
-        A100, "bfloat16", {"seq": (130, 300), "key_mask": True, "dims": (59, 111)},
+    "key-mask": (  # which leaves some queries no key
+        A100, "bfloat16", {"seq": (130, 300), "key_mask": True, "dims": (59, 111), "given": ("sinks",), "dlse": 1.0},
         {"causal": "top_left", "rows_aligned": False},
     ),
     "in-order": (
@@ -42,6 +42,7 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         {"window": (150, None), "deterministic": True},
     ),
     "wide": (A100, "float16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1}, {"causal": True}),
+    "unseen": (A100, "float16", {"seq": (230, 100), "heads": (2, 1), "given": ("sinks",)}, {"causal": True}),  # by the first queries
     "192": (A100, "float16", {"seq": (70, 150), "dims": (192, 128), "key_mask": True}, {"window": (50, 50)}),
     "one-stage": (
         A10, "bfloat16", {"seq": (100, 150), "dims": (128, 100), "batch": 1, "dlse": 1.0}, {"causal": True},
@@ -132,7 +133,7 @@ CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
 
 
 @cases(
-    CASES, "plain", "group", "key-mask", "in-order", "scores", "dropout", "blocks-and-more", "float32", "float32-bias",
+    CASES, "plain", "group", "window", "key-mask", "unseen", "in-order", "scores", "dropout", "blocks-and-more", "float32", "float32-bias",
     "double",
 )  # fmt: skip
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:

@@ -35,8 +35,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "left": (
         "float16", {"seq": (200, 266), "dims": (90, 96), "batch": 1}, {"window": (0, None), "deterministic": True},
     ),
-    "key-mask": (
-        "bfloat16", {"seq": (130, 400), "key_mask": True, "dims": (59, 111)},
+    "key-mask": (  # which leaves some queries no key
+        "bfloat16", {"seq": (130, 400), "key_mask": True, "dims": (59, 111), "given": ("sinks",), "dlse": 1.0},
         {"causal": "top_left", "rows_aligned": False},
     ),
     "in-order": ("float16", {"heads": (4, 2), "seq": (150, 633), "batch": 1}, {"deterministic": True}),
@@ -51,6 +51,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "wide-in-order": (
         "bfloat16", {"seq": (130, 700), "dims": (201, 256), "heads": (1, 1), "batch": 1},
         {"deterministic": True, "rows_aligned": False},
+    ),
+    "wide-key-mask": (
+        "float16", {"seq": (170, 250), "dims": (256, 200), "heads": (2, 1), "key_mask": True}, {"causal": "top_left"},
     ),
     "in-turn": ("float16", {"heads": (4, 4), "seq": (70, 140), "batch": 6}, {}),  # more heads than sums of dQ have room
     # In windows the first key tile that adds to a tile of dQ stores; heads take the place of others; some queries see nothing.
@@ -216,8 +219,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @cases(
-    CASES, "plain", "group", "key-mask", "in-order", "wide", "scores", "few-queries", "short-many", "bias-summed", "dropout",
-    "blocks-and-more", "score",
+    CASES, "plain", "group", "window", "key-mask", "in-order", "wide", "whole-unseen", "scores", "few-queries", "short-many",
+    "bias-summed", "dropout", "blocks-and-more", "score",
 )  # fmt: skip
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:
     check("sm90", WIDE if "wide" in case else MANY if "parts" in case else GPU, rng, *CASES[case])

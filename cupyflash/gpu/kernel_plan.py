@@ -118,13 +118,9 @@ class Tiles(Generic[Tile]):
 
 def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
     """What is asked of the mask and the score, as constants: what is not asked compiles to nothing."""
-    queries, keys = problem.live
     return (
         ("LEFT", problem.left is not None),
         ("RIGHT", problem.right is not None),
-        # Whether there are dead rows before the live ones, by position.
-        ("DEAD_QUERIES", queries.start > 0),
-        ("DEAD_KEYS", keys.start > 0),
         *((rule.name.upper(), problem.has(rule.name)) for rule in ARRAYS),
         *(
             (f"{x}_BLOCKS", "key_block" in of.axes if (of := problem.array(f"{x.lower()}_descale")) else False)

@@ -50,8 +50,7 @@ template <int COUNT>
 __device__ DeadRows<COUNT> unseen_keys(const Pairs& pairs, int first) {
     Range live = pairs.head.live_keys(pairs.p);
     return DeadRows<COUNT>([&](int j) {
-        bool before = config::DEAD_KEYS && first + j < live.begin;
-        return before || (first + j < live.end && !pairs.key_seen(first + j));
+        return first + j < live.begin || (first + j < live.end && !pairs.key_seen(first + j));
     });
 }
 

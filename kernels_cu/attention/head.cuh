@@ -37,8 +37,8 @@ struct Head {
     __device__ Range live_queries(const Params& p) const { return {p.first_q, p.end_q}; }
     __device__ Range live_keys(const Params& p) const { return {p.first_k, p.end_k}; }
     // So many come before those that tensor maps know of (gpu/tensormap.py).
-    __device__ int unmapped_queries(const Params& p) const { return config::DEAD_QUERIES ? live_queries(p).begin : 0; }
-    __device__ int unmapped_keys(const Params& p) const { return config::DEAD_KEYS ? live_keys(p).begin : 0; }
+    __device__ int unmapped_queries(const Params& p) const { return p.first_q; }
+    __device__ int unmapped_keys(const Params& p) const { return p.first_k; }
     // Query i stands on key i + diagonal.
     __device__ int diagonal(const Params& p) const { return p.diagonal; }
 

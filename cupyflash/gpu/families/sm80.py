@@ -204,6 +204,8 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", dim), ("DIM_V", dim_v), *((name.upper(), getattr(t, name)) for name in TILES[backward].tried),
         ("SHARED_MEMORY", size), *features(problem),
+        # Whether there are dead rows before the live ones, by position.
+        *((f"DEAD_{name}", rows.start > 0) for name, rows in zip(("QUERIES", "KEYS"), problem.live)),
     )  # fmt: skip
     pairs, tiles_q = problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows)
     source = f"sm80/{'backward' if backward else 'forward'}.cu"
