@@ -122,6 +122,7 @@ class OptionRule:
     help: str
     check: Callable[[Any], Any]  # the value as the problem has it; TypeError or ValueError
     backward: bool = False  # changes nothing but the gradients
+    adds: bool = False  # a number that makes a term of scores (kernels_cu/attention/terms.cuh)
     number: bool = False  # may be an array of no dimensions
     written: bool = True  # whether a command line can say it
     text: bool = False  # on a command line it is taken as it is written
@@ -139,6 +140,7 @@ class ArrayRule:
     dtypes: tuple[str, ...]  # "q" is the dtype of q
     label: str  # in a sentence
     entry: str  # what one element says
+    adds: bool = False  # a term of scores: added to the product of q and k (kernels_cu/attention/terms.cuh)
     gradient: bool = False  # whether attention_backward gives one
     rows: bool = False  # the kernels read it along the last axis, which must have stride 1
     of_float8: bool = False  # for inputs of 8 bits alone
@@ -388,9 +390,9 @@ OPTIONS = (
 ARRAYS = (
     ArrayRule("key_mask", ("batch", "key"), ("bool",), "key mask", "True: the key may be attended", rows=True),
     ArrayRule("mask", AXES, ("bool",), "mask", "True: the query may attend the key"),
-    ArrayRule("bias", AXES, ("q", "float32"), "bias", "added to the score", gradient=True),
+    ArrayRule("bias", AXES, ("q", "float32"), "bias", "added to the score", adds=True, gradient=True),
     ArrayRule(
-        "alibi_slopes", ("batch", "head"), ("float32", "q"), "ALiBi slopes", "times the distance, taken off", gradient=True
+        "alibi_slopes", ("batch", "head"), ("float32", "q"), "ALiBi slopes", "times the distance, taken off", adds=True, gradient=True
     ),
     ArrayRule("sinks", ("head",), ("q", "float32"), "sinks", "a score more in the denominator of each row", gradient=True),
     ArrayRule("seed", (), INTEGERS, "seed", "of dropout"),

@@ -55,7 +55,7 @@ class Tuned:
 def entry(problem: AttentionProblem, arch: Arch, family: str, backward: bool, tile: tuple[int, ...] = ()) -> Tuned:
     """The entry for the class that a problem belongs to. Batch and heads are not part of it."""
     banded = problem.left is not None or problem.right is not None
-    asked = tuple(name for name, on in features(problem) if on and name not in ("LEFT", "RIGHT"))
+    asked = tuple(name for name, on in features(problem) if on and name not in ("LEFT", "RIGHT", "ADDED"))
     return Tuned(
         arch.name, arch.sms, family, backward, problem.dtype, problem.dim, problem.dim_v, banded,
         asked, problem.deterministic, _power(problem.seq_q), _power(problem.seq_k), tile,

@@ -9,6 +9,7 @@ import functools
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from kernel_cover import FAMILY_ARCHS, THOROUGH, cover, problems, some_problems
@@ -141,6 +142,17 @@ def test_a_score_function_may_read_many_elements(dtype: str) -> None:
     for fields in ({}, {"deterministic": True}):
         asked = plans([of_usual_size(dtype, 128, score=score, **fields)], "simt", Arch.of("sm_75"))
         compile_all({source: made for source, made in asked.items() if made.wrt})
+
+
+@pytest.mark.parametrize("family", FIRST)
+def test_what_is_added_to_scores_has_a_term(family: str) -> None:
+    """A row of problem.py that says `adds`, and no class in attention/terms.cuh: that is not passed over in silence."""
+    kernel_plan = plan(next(problems()), Arch.of(FIRST[family]), family=family)
+    constants = dict(kernel_plan.constants)
+    constants["ADDED"] += 1
+    source = generate(replace(kernel_plan, constants=tuple(constants.items())))
+    with pytest.raises(compiler.CompileError, match="has no term"):
+        compiler.compile_uncached(source, kernel_plan.arch)
 
 
 def test_a_compile_error_names_our_file_and_line() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from ..problem import ARRAYS, AXES, ITEMSIZE, AttentionProblem, Given
+from ..problem import ARRAYS, AXES, ITEMSIZE, OPTIONS, AttentionProblem, Given
 from ..score import Score
 from ..tile_lists import ListUse
 
@@ -122,6 +122,7 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("LEFT", problem.left is not None),
         ("RIGHT", problem.right is not None),
         *((rule.name.upper(), problem.has(rule.name)) for rule in ARRAYS),
+        *((rule.name.upper(), getattr(problem, rule.name) != rule.default) for rule in OPTIONS if rule.adds),
         *(
             (f"{x}_BLOCKS", "key_block" in of.axes if (of := problem.array(f"{x.lower()}_descale")) else False)
             for x in "KV"
@@ -129,6 +130,7 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("BLOCK_MASK", problem.block_mask is not None),
         ("SOFTCAP", problem.softcap is not None),
         ("SCORE", problem.score is not None),
+        ("ADDED", len(added(problem))),  # attention/terms.cuh has a term for each
         ("DROPOUT", problem.dropout > 0),
         ("NEGATIVE_SCALE", problem.scale < 0),
         # Whether ALiBi's distances are all of keys behind the query.
@@ -136,11 +138,15 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
     )
 
 
+def added(problem: AttentionProblem) -> list[str]:
+    """What is added to the product of Q and K."""
+    arrays = [rule.name for rule in ARRAYS if rule.adds and problem.has(rule.name)]
+    return arrays + [rule.name for rule in OPTIONS if rule.adds and getattr(problem, rule.name) != rule.default]
+
+
 def scored(problem: AttentionProblem) -> bool:
-    """Whether scores are more than the scaled product of Q and K (attention/pairs.cuh says the same)."""
-    return (
-        problem.softcap is not None or problem.score is not None or problem.has("bias") or problem.has("alibi_slopes")
-    )
+    """Whether scores are more than the scaled product of Q and K."""
+    return problem.softcap is not None or problem.score is not None or bool(added(problem))
 
 
 def lists(problem: AttentionProblem, *uses: ListUse) -> tuple[ListUse, ...]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem import ARRAYS, AXES, FLOAT8, ArrayRule, AttentionProblem, View
+from ..problem import ARRAYS, AXES, FLOAT8, OPTIONS, ArrayRule, AttentionProblem, View
 from ..score import ScoreArray
 from .kernel_plan import KernelPlan
 from .score import cuda_name
@@ -124,6 +124,10 @@ def _live(side: int, end: str) -> Callable[[AttentionProblem], float]:
     return lambda p: p.live[side].start if end == "first" else p.live[side].stop
 
 
+def _or_0(option: str) -> Callable[[AttentionProblem], float]:
+    return lambda problem: getattr(problem, option) or 0.0
+
+
 SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "scale": ("Accum", lambda p: abs(p.scale)),  # the sign is a constant
     "factor": ("Accum", _factor),
@@ -153,6 +157,7 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     **{f"near_slope_{n}": ("Accum", _near(n, slope=True)) for n in (1, 2)},
     # Of the others nobody sees a key, or nobody is seen, by position.
     **{f"{end}_{side}": ("int", _live(n, end)) for n, side in enumerate("qk") for end in ("first", "end")},
+    **{rule.name: ("Accum", _or_0(rule.name)) for rule in OPTIONS if rule.adds},
 }
 STRIDES = {  # in elements; broadcast axes of an array over pairs have stride 0
     "Strides": ("batch", "row", "head"),

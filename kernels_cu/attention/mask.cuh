@@ -20,8 +20,8 @@ struct InMemory {
         bias_step = TRANSPOSED ? p.bias_strides.query : p.bias_strides.key;
 #pragma unroll
         for (int line = 0; line < 2 * M; line++) {
-            Pair first = at(Accumulator<M, 1>::row(line / 2, line % 2 * 2), Accumulator<M, 1>::column(0, 0));
-            first.head = pairs.real(first.head);
+            Pair first = at.template line<Accumulator<M, 1>>(line);
+            first.head = real_head(p, first.head);
             int queries = pairs.head.queries(p) - first.i, keys = pairs.head.keys(p) - first.j;
             counts[line] = min(queries, keys) > 0 ? (TRANSPOSED ? queries : keys) : 0;
             if (config::MASK) masks[line] = at_pair(p.mask, p.mask_strides, pairs.head.batch, first);
@@ -46,24 +46,16 @@ struct Lines {
 
     const Pairs& pairs;
     const Arrays& arrays;
-    Accum alibi[config::ALIBI_SLOPES ? 2 * M : 1];  // what a key less of distance adds, and
-    Accum from[config::ALIBI_SLOPES ? 2 * M : 1];   // the distance of the line's first pair, or what it adds
+    Terms::Along<M, Tile, TRANSPOSED> terms;
     Pair firsts[config::SCORE ? 2 * M : 1];
     const Accum* tables[user::TABLES ? 2 * M : 1];
 
     template <int HEAD_ROWS>
     __device__ Lines(const Pairs& pairs, const Placement<TRANSPOSED, HEAD_ROWS>& at, const Arrays& arrays)
-        : pairs(pairs), arrays(arrays) {
-#pragma unroll
-        for (int line = 0; config::ALIBI_SLOPES && line < 2 * M; line++) {
-            Pair first = at(Tile::row(line / 2, line % 2 * 2), Tile::column(0, 0));
-            alibi[line] = -pairs.alibi(first.head);
-            from[line] = first.i + pairs.head.diagonal(pairs.p) - first.j;
-            if (config::ALIBI_BEHIND) from[line] *= alibi[line];
-        }
+        : pairs(pairs), arrays(arrays), terms(pairs.p, pairs.head, at) {
 #pragma unroll
         for (int line = 0; config::SCORE && line < 2 * M; line++) {
-            firsts[line] = at(Tile::row(line / 2, line % 2 * 2), Tile::column(0, 0));
+            firsts[line] = at.template line<Tile>(line);
             if (user::TABLES) tables[line] = pairs.tabled(firsts[line]);
         }
     }
@@ -72,12 +64,12 @@ struct Lines {
     template <bool NEAR = false>
     __device__ Accum score(Accum s, int r, int c) const {
         int line = r / 8, n = c - Tile::column(0, 0);
-        return score<NEAR>(s, line, n, config::BIAS ? arrays.bias(line, n) : 0);
+        return terms.template read<1>(arrays, line, n, [&](auto... read) { return sum<NEAR>(s, line, n, read[0]...); });
     }
     // factor * score + x
     template <bool NEAR>
     __device__ Accum exponent(Accum s, int r, int c, Accum factor, Accum x) const {
-        if constexpr (NEAR_CAPS && !config::BIAS) return pairs.product_and<NEAR>(s, x, {}, nullptr);
+        if constexpr (NEAR_CAPS && Terms::GIVEN == 0) return pairs.capped_and<NEAR>(s, x);
         return fma(score<NEAR>(s, r, c), factor, x);
     }
     template <bool NEAR = false>
@@ -89,34 +81,32 @@ struct Lines {
     // Both elements of a line from column n on.
     template <bool NEAR>
     __device__ void score(Accum& first, Accum& second, int line, int n) const {
-        Accum bias[2] = {};
-        if constexpr (config::BIAS) arrays.bias(line, n, bias);
-        first = score<NEAR>(first, line, n, bias[0]);
-        second = score<NEAR>(second, line, n + 1, bias[1]);
+        if constexpr (Terms::GIVEN == 0) {  // (with more to see through, the compiler would leave a worker's run as a function)
+            first = sum<NEAR>(first, line, n);
+            second = sum<NEAR>(second, line, n + 1);
+        } else {
+            terms.template read<2>(arrays, line, n, [&](auto... read) {
+                first = sum<NEAR>(first, line, n, read[0]...);
+                second = sum<NEAR>(second, line, n + 1, read[1]...);
+            });
+        }
     }
 
    private:
     // Known to score functions alone.
     __device__ Pair pair(int line, int n) const {
         if constexpr (!config::SCORE) return {};
-        Pair first = firsts[config::SCORE ? line : 0];
-        return TRANSPOSED ? Pair{first.head, first.i + n, first.j} : Pair{first.head, first.i, first.j + n};
+        return firsts[config::SCORE ? line : 0].template along<TRANSPOSED>(n);
     }
     __device__ const Accum* tabled(int line, int n) const {
         if constexpr (user::TABLES == 0) return nullptr;
         return tables[user::TABLES ? line : 0] + (TRANSPOSED ? -n : n);
     }
-    template <bool NEAR>
-    __device__ Accum score(Accum s, int line, int n, Accum bias) const {
-        Accum x = config::ALIBI_SLOPES ? pairs.product_and<NEAR>(s, alibi_of(line, n), pair(line, n), tabled(line, n))
-                                       : pairs.product<NEAR>(s, pair(line, n), tabled(line, n));
-        return config::BIAS ? pairs.biased(x, bias) : x;
-    }
-
-    // Where every key that is seen is behind its query, a multiplication and an addition.
-    __device__ Accum alibi_of(int line, int n) const {
-        Accum step = TRANSPOSED ? n : -n;
-        return config::ALIBI_BEHIND ? fma(alibi[line], step, from[line]) : alibi[line] * fabs(from[line] + step);
+    template <bool NEAR, class... Others>
+    __device__ Accum sum(Accum s, int line, int n, Others... added) const {
+        Accum x = pairs.product<NEAR>(s, pair(line, n), tabled(line, n), terms.number(line, n));
+        ((x = plus(x, added)), ...);
+        return x;
     }
 };
 

@@ -2,8 +2,7 @@
 // families, ask one object, made for a head, about pairs of a query and a key. What is not asked compiles to nothing.
 #pragma once
 #include "attention/score_functions.cuh"
-#include "attention/walk.cuh"
-#include "ptx/convert.cuh"
+#include "attention/terms.cuh"
 #include "ptx/math.cuh"
 
 // What an array of Params holds.
@@ -17,11 +16,6 @@ template <class Pointer>
 using Pointed = decltype(pointed::to(Pointer()));
 
 #include "user/score.cuh"  // of the plan, which has the user's score function
-
-// Query i and key j of a head of Q.
-struct Pair {
-    int head, i, j;
-};
 
 // Where a tile of scores stands: element (row, column) is the pair of query i + row and key j + column. TRANSPOSED: rows are
 // keys. HEAD_ROWS: heads that share K and V share the tile, and each has so many rows of it; `row`: the first of these.
@@ -38,16 +32,19 @@ struct Placement {
             return {head, i + row + r, j + c};
         }
     }
+    // The first of a line that a lane has of an accumulator.
+    template <class Accumulator>
+    __device__ Pair line(int n) const {
+        return (*this)(Accumulator::row(n / 2, n % 2 * 2), Accumulator::column(0, 0));
+    }
 };
 
-constexpr Accum LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
-
 // Whether scores are more than the product of Q and K: they come in powers of two then.
-constexpr bool SCORED = config::SOFTCAP || config::SCORE || config::ALIBI_SLOPES || config::BIAS;
+constexpr bool SCORED = config::SOFTCAP || config::SCORE || Terms::GIVEN > 0;
 
 // Whether soft caps of a tile whose products are all near 0 are reckoned without the special-function unit, which they keep
 // busier than the exponentials do: a polynomial is as exact as 16 bits ask.
-constexpr bool NEAR_CAPS = config::SOFTCAP && !config::SCORE && !config::ALIBI_SLOPES && sizeof(In) == 2;
+constexpr bool NEAR_CAPS = config::SOFTCAP && !config::SCORE && !Terms::IN_PRODUCT && sizeof(In) == 2;
 
 // Whether that has a term with s^5. bfloat16 asks for none.
 template <class T>
@@ -55,14 +52,8 @@ constexpr bool FIFTH_POWER = true;
 template <>
 constexpr bool FIFTH_POWER<bfloat16_t> = false;
 
-// Whether a row's scores grow on the way from its last key to its first, as a rule: where what is added to them falls off
-// with the distance, and nothing hides the keys behind the query. What is not known may.
-constexpr bool GROWING_SCORES = config::SCORE || config::BIAS || (config::ALIBI_SLOPES && !walk::BOUND_LAST);
-
-template <class T>
-__device__ T* at_pair(T* array, const PairStrides& strides, int batch, Pair at) {
-    return array + batch * strides.batch + at.head * strides.head + at.i * strides.query + at.j * strides.key;
-}
+// Whether a row's scores grow on the way from its last key to its first, as a rule. What is not known may.
+constexpr bool GROWING_SCORES = config::SCORE || Terms::GROWS;
 
 struct Pairs {
     const Params& p;
@@ -82,28 +73,17 @@ struct Pairs {
     // What it is multiplied by to be in natural units, those of lse.
     __device__ Accum unit() const { return SCORED ? LN2 : p.scale; }
 
-    // The score of a pair from its product s of Q and K: scale, soft cap or score function, ALiBi, bias. (Softmaxes take the
-    // largest score, so `unit` is not negative.) Asked beyond the last query, key and head too: what is read from an array must
-    // be in bounds.
-    __device__ Accum score(Accum s, Pair at) const {
-        Accum x = product(s, at, tabled(at));
-        if (config::ALIBI_SLOPES) x = fma(-alibi(at.head), Accum(abs(at.i + head.diagonal(p) - at.j)), x);
-        if (config::BIAS && at.i < head.queries(p) && at.j < head.keys(p))
-            x = biased(x, to_float(*at_pair(p.bias, p.bias_strides, head.batch, at)));
-        return x;
-    }
-
-    // What a score function hides stays so, whatever the bias is there.
-    __device__ static Accum biased(Accum x, Accum bias) {
-        return config::SCORE && x == MINUS_INFINITY ? x : fma(bias, LOG2E, x);
-    }
+    // The score of a pair from its product s of Q and K: scale, soft cap or score function, and what is added to that. (Softmaxes
+    // take the largest score, so `unit` is not negative.) Asked beyond the last query, key and head too: what is read from an
+    // array must be in bounds.
+    __device__ Accum score(Accum s, Pair at) const { return Terms::onto(product(s, at, tabled(at)), p, head, at); }
 
     // The derivative of unit * score with respect to |scale| * s, which multiplies dS in the backward.
     __device__ Accum slope(Accum s, Pair at) const { return product_slope(s, at, tabled(at)); }
 
     // Where lies what is known of a pair's score function before: of the pair beside it, one further.
     __device__ const Accum* tabled(Pair at) const {
-        return config::SCORE ? user::tabled(p, head.batch, real(at.head), at.i, at.j) : nullptr;
+        return config::SCORE ? user::tabled(p, head.batch, real_head(p, at.head), at.i, at.j) : nullptr;
     }
 
     // Where a score function's slope may be infinite or NaN, that of a pair without weight does not count.
@@ -114,17 +94,18 @@ struct Pairs {
     // The scaled product: what score functions start from.
     __device__ Accum natural(Accum s) const { return (config::NEGATIVE_SCALE ? -s : s) * p.scale; }
 
-    // Of the score what depends on the product: all of it, but for ALiBi and bias. `product_and`: x more. NEAR: s is near 0.
-    template <bool NEAR = false>
-    __device__ Accum product(Accum s, Pair at, const Accum* tabled) const {
-        if (config::SCORE) return function(s, at, tabled) * LOG2E;
-        if constexpr (NEAR) return s * near_cap(s);
-        return SCORED ? capped(s) * weight() : capped(s);
+    // Of the score what depends on the product, and x more, where a term goes into that. NEAR: s is near 0.
+    template <bool NEAR = false, class Number = NotGiven>
+    __device__ Accum product(Accum s, Pair at, const Accum* tabled, Number x = {}) const {
+        if (config::SCORE) return times(function(s, at, tabled), LOG2E, x);
+        if constexpr (NEAR) return times(s, near_cap(s), x);
+        return SCORED ? times(capped(s), weight(), x) : capped(s);
     }
-    template <bool NEAR = false>
-    __device__ Accum product_and(Accum s, Accum x, Pair at, const Accum* tabled) const {
-        if constexpr (NEAR) return fma(s, near_cap(s), x);
-        return config::SCORE ? fma(function(s, at, tabled), LOG2E, x) : fma(capped(s), weight(), x);
+    // The exponent of 2 that becomes of a score with x more, where that is a soft cap of the product and nothing else.
+    template <bool NEAR, bool ALONE = NEAR_CAPS && Terms::GIVEN == 0>
+    __device__ Accum capped_and(Accum s, Accum x) const {
+        static_assert(ALONE, "a score has more parts");
+        return product<NEAR>(s, {}, nullptr, x);
     }
     template <bool NEAR = false>
     __device__ Accum product_slope(Accum s, Pair at, const Accum* tabled) const {
@@ -139,17 +120,8 @@ struct Pairs {
         return sign * fma(-t, t, Accum(1));
     }
 
-    // What is taken off a score for each key between the query's and the key (Press et al. 2022), in powers of two.
-    __device__ Accum alibi(int of_head) const {
-        long long at = head.batch * p.alibi_slopes_strides.batch + real(of_head) * p.alibi_slopes_strides.head;
-        return to_float(p.alibi_slopes[at]) * LOG2E;
-    }
-
-    // A tile of several heads may reach beyond the last.
-    __device__ int real(int of_head) const { return min(of_head, p.heads_q - 1); }
-
     // The logit that a row's denominator has beside those of its keys (Xiao et al. 2023), in natural units.
-    __device__ Accum sink(int of_head) const { return to_float(p.sinks[real(of_head) * p.sinks_strides.head]); }
+    __device__ Accum sink(int of_head) const { return to_float(p.sinks[real_head(p, of_head) * p.sinks_strides.head]); }
 
     // Whether the query may see the key.
     __device__ bool visible(Pair at) const {

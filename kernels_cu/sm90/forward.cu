@@ -286,7 +286,7 @@ struct Worker {
                 near = near && near_zero(scores, pairs);
                 as_near(near, [&](auto how) {
                     auto exponent = [&](float s, float, float x) {
-                        return pairs.product_and<decltype(how)::value>(s, x, {}, nullptr);
+                        return pairs.capped_and<decltype(how)::value>(s, x);
                     };
                     fits = softmax.template exponentiate_blindly<1>(scores, added, exponent, [](auto) {});
                 });
