@@ -9,10 +9,12 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
-from . import interop, passes
-from .interop.protocol import Arrays, Library
+from . import dispatch, interop
+from .call import Arrays, Call
+from .interop.protocol import Library
 from .other_names import unexpected
-from .problem import Gradients, check_flag, check_wrt, fold_descales, score_of, seed_of
+from .passes import BACKWARD, FORWARD
+from .problem import Gradients, check_flag, check_wrt, fold_descales, pass_of, score_of, seed_of
 from .signature import A, Array, L, closed
 
 if TYPE_CHECKING:
@@ -208,9 +210,8 @@ def attention(
     lib = interop.library("q", q)
     if score is not None or score_arrays is not None:
         _trace(lib, arrays, options, score_arrays)
-    recorder = lib.recorder(arrays)
-    run = passes if recorder is None else recorder
-    o, lse = run.forward(lib, arrays, {} if out is None else {"out": out}, return_lse, options, number, family)
+    call = Call(lib, FORWARD, arrays, options, {} if out is None else {"out": out}, number, family, return_lse)
+    o, lse = (lib.recorder(call) or dispatch.run)(call)
     return (o, lse) if return_lse else o
 
 
@@ -307,9 +308,10 @@ def attention_backward(
         what = f"holds {len(grads)} arrays" if isinstance(grads, (tuple, list)) else f"is {type(grads).__name__}"
         raise ValueError(f"grads {what}; it must be a tuple of three arrays (dq, dk, dv) or None")
     targets = dict(zip(Gradients._fields, grads)) if grads is not None else {}
-    recorder = lib.recorder(arrays, backward=True)
-    run = passes if recorder is None else recorder
-    return run.backward(lib, arrays, targets, options, number, family, check_wrt(wrt, arrays, options["score"]))
+    wanted = check_wrt(wrt, arrays, options["score"])
+    call = Call(lib, BACKWARD, arrays, options, targets, number, family, wrt=wanted)
+    found: Gradients = (lib.recorder(call) or dispatch.run)(call)
+    return found
 
 
 def merge(outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd") -> tuple[A, L]:
@@ -414,7 +416,7 @@ def explain(
     """
     from .explanation import explain as _explain
 
-    return _explain(q, k, v, dtype=dtype, arch=arch, backward=backward, **options)
+    return _explain(q, k, v, dtype=dtype, arch=arch, of=pass_of(backward), **options)
 
 
 def tune(
@@ -472,7 +474,7 @@ def tune(
     from .autotune import tune as _tune
 
     return _tune(
-        q, k, v, dtype=dtype, backward=backward, family=family, store=store, rounds=rounds, min_ms=min_ms,
+        q, k, v, dtype=dtype, of=pass_of(backward), family=family, store=store, rounds=rounds, min_ms=min_ms,
         progress=progress or (lambda *_: None), **options,
     )  # fmt: skip
 

@@ -17,10 +17,12 @@ import numpy as np
 
 from . import problem as rules
 from . import tuned
+from .call import Call
 from .explanation import as_view, views_of_score
 from .gpu import device
 from .gpu.device import Arch
 from .gpu.plan import FAMILIES, KernelPlan, plan
+from .passes import BACKWARD, FORWARD, PASSES, Pass
 from .precompile import Job, compile_all
 from .problem import ARRAYS, AttentionProblem
 from .timing import Candidate, cupy_event, gpu_sampler, interleave, reason
@@ -46,11 +48,15 @@ class Tuning:
     """What `cupyflash.tune` returns. The first trial is the table's own tile, the others are sorted by time."""
 
     problem: AttentionProblem
-    backward: bool
+    of: str  # the pass, by name
     family: str
     trials: tuple[Trial, ...]
     best: Trial  # the first trial, where no other is faster by more than the noise
     path: str | None  # the file that holds it now; None where nothing was stored
+
+    @property
+    def backward(self) -> bool:
+        return self.of == "backward"
 
     @property
     def gain(self) -> float:
@@ -65,7 +71,7 @@ def tune(
     v: Any,
     *,
     dtype: Any,
-    backward: bool,
+    of: Pass,
     family: str | None,
     store: bool,
     rounds: int,
@@ -75,8 +81,7 @@ def tune(
 ) -> Tuning:
     """`cupyflash.tune`; see there. `given` holds options and optional arrays."""
     rules.check_options("tune", given, ("score_arrays",))
-    for name, flag in (("backward", backward), ("store", store)):
-        rules.check_flag(name, flag)
+    rules.check_flag("store", store)
     device.current(0)  # says what is missing, where there is no GPU
     ordinal = _ordinal()
     arch = device.current(ordinal)
@@ -94,16 +99,16 @@ def tune(
     options["score"] = problem.score
     if problem.empty:
         raise ValueError(f"q has shape {views['q'].shape} and k {views['k'].shape}: no score, so nothing to tune")
-    trials = list(candidates(problem, arch, backward, family))
-    compiled = list(_compiled(problem, backward, trials, progress))
+    trials = list(candidates(problem, arch, of, family))
+    compiled = list(_compiled(problem, of, trials, progress))
     shapes = {x.key: read[x.name].shape for x in (problem.score.arrays if problem.score else ())}
-    timed = _timed(problem, backward, ordinal, options, shapes, compiled, rounds, min_ms, progress)
+    timed = _timed(problem, of, ordinal, options, shapes, compiled, rounds, min_ms, progress)
     own, others = timed[0], sorted(timed[1:], key=lambda trial: trial.seconds or float("inf"))
     if own.seconds is None:
         raise RuntimeError(f"the table's own tile cannot be timed: {own.note}")
     faster = [trial for trial in others[:1] if trial.seconds and trial.seconds * GAIN < own.seconds]
     best = faster[0] if faster else own
-    entry = tuned.entry(problem, arch, own.plan.family, backward, best.tile)
+    entry = tuned.entry(problem, arch, own.plan.family, of, best.tile)
     path = None
     if store:
         assert best.seconds is not None
@@ -112,22 +117,22 @@ def tune(
         if best is not own or entry.key in {x.key for x in tuned.stored().entries}:  # else there is nothing to change
             path = str(tuned.replace([entry] if best is not own else [], [entry.key]))
             _forget()
-    return Tuning(problem, backward, own.plan.family, (own, *others), best, path)
+    return Tuning(problem, of.name, own.plan.family, (own, *others), best, path)
 
 
-def candidates(problem: AttentionProblem, arch: Arch, backward: bool, family: str | None) -> Iterator[Trial]:
+def candidates(problem: AttentionProblem, arch: Arch, of: Pass, family: str | None) -> Iterator[Trial]:
     """The table's own tile, then every other one that fits. Pure. ValueError for a family that has nothing to choose."""
-    own = plan(problem, arch, backward, family)
+    own = plan(problem, arch, of, family)
     family = own.family
-    if backward not in FAMILIES[family].TILES:
-        others = ", ".join(repr(name) for name, room in FAMILIES.items() if backward in room.TILES)
+    if of not in FAMILIES[family].TILES:
+        others = ", ".join(repr(name) for name, room in FAMILIES.items() if of in room.TILES)
         raise ValueError(f"family is {family!r}; it has nothing to tune: name one of {others}")
     yield Trial((), own)
-    tiles = FAMILIES[family].TILES[backward]
+    tiles = FAMILIES[family].TILES[of]
     seen = {own.constants}  # a tile that does not fit leads to the table's own as well
     for tile in dict.fromkeys([*tiles.listed(), *itertools.product(*tiles.tried.values())]):
         if tiles.possible(tiles.tile(tile), problem):
-            other = plan(problem, arch, backward, family, {family: tile})
+            other = plan(problem, arch, of, family, {family: tile})
             if other.constants not in seen and _resident(other, arch):
                 seen.add(other.constants)
                 yield Trial(tile, other)
@@ -139,9 +144,9 @@ def _resident(chosen: KernelPlan, arch: Arch) -> bool:
     return blocks * (max(x.shared_memory for x in chosen.launches) + 1024) <= arch.shared_memory + 1024
 
 
-def _compiled(problem: AttentionProblem, backward: bool, trials: list[Trial], progress: Progress) -> Iterator[Trial]:
+def _compiled(problem: AttentionProblem, of: Pass, trials: list[Trial], progress: Progress) -> Iterator[Trial]:
     """The trials, on all cores through the disk cache; those that cannot be used have a note."""
-    jobs = {Job(problem, backward, trial.plan): trial for trial in trials}
+    jobs = {Job(problem, of, trial.plan): trial for trial in trials}
     noted: dict[Job, Trial] = {}
     for done in compile_all(list(jobs)):
         trial = jobs[done.job]
@@ -166,7 +171,7 @@ def _first_error(log: str) -> str:
 
 def _timed(
     problem: AttentionProblem,
-    backward: bool,
+    of: Pass,
     ordinal: int,
     options: dict[str, Any],
     read: dict[str, tuple[int, ...]],
@@ -176,8 +181,8 @@ def _timed(
     progress: Progress,
 ) -> list[Trial]:
     """The trials without a note, each judged by what another family computes, and timed in turn on the GPU."""
-    judge = judge_of(problem, trials[0].plan.family, device.current(ordinal), backward)
-    prepare = _on_gpu(problem, backward, ordinal, options, read, judge)
+    judge = judge_of(problem, trials[0].plan.family, device.current(ordinal), of)
+    prepare = _on_gpu(problem, of, ordinal, options, read, judge)
     notes: dict[str, str] = {}
     ready: dict[str, Candidate] = {}
     for number, trial in enumerate(trials):
@@ -211,11 +216,11 @@ def _timed(
     ]
 
 
-def judge_of(problem: AttentionProblem, family: str, arch: Arch, backward: bool) -> str | None:
+def judge_of(problem: AttentionProblem, family: str, arch: Arch, of: Pass) -> str | None:
     """The family whose results are the measure of another's tiles; None for the CPU, where no other takes the problem."""
     for name in ("simt", "sm80"):
-        passes = {False, backward}  # a backward begins with the result of a forward
-        if name != family and not any(FAMILIES[name].objection(problem, arch, back) for back in passes):
+        passes = {FORWARD, of}  # a backward begins with the result of a forward
+        if name != family and not any(FAMILIES[name].objection(problem, arch, x) for x in passes):
             return name
     return None
 
@@ -225,7 +230,7 @@ Check = Callable[[], list[float]]
 
 def _on_gpu(
     problem: AttentionProblem,
-    backward: bool,
+    of: Pass,
     ordinal: int,
     options: dict[str, Any],
     read: dict[str, tuple[int, ...]],
@@ -261,11 +266,11 @@ def _on_gpu(
             **{rule.name: draw(rule.shape(p), x.dtype) for rule in ARRAYS if (x := p.array(rule.name))},
             **{x.key: draw(read[x.key], x.dtype) for x in (p.score.arrays if p.score else ())},
         }
-        if backward:
+        if of is BACKWARD:
             arrays["dout"] = draw((p.batch, p.seq_q, p.heads_q, p.dim_v))
         given = arrays if judge else {name: on_host(x) for name, x in arrays.items()}
         backend, kind = (corridor, lib) if judge else (cpu_corridor, numpy_)
-        expected, made = measure(backend, kind, given, shared, backward, judge)
+        expected, made = measure(backend, Call(kind, of, given, shared, seed=0, family=judge))
         for name, x in made.items():
             arrays[name] = x if judge else lib.empty(x.shape, str(x.dtype), ordinal)
             if not judge:
@@ -273,10 +278,11 @@ def _on_gpu(
         targets = {name: lib.empty(x.shape, str(x.dtype), ordinal) for name, x in expected.items()}
 
     def prepare(trial: Trial) -> tuple[Callable[[], tuple[Any, ...]], Check]:
-        prepared = corridor.Prepared(lib, arrays, {}, (), shared, None, backward, ordinal, trial.plan)
+        asked = Call(lib, of, arrays, shared, seed=0)
+        prepared = corridor.Prepared(asked, (), ordinal, trial.plan)
 
         def call(into: dict[str, Any] | None = None) -> tuple[Any, ...]:
-            return tuple(prepared.run(lib, arrays, into or {}, False, seed=0, block_mask=shared["block_mask"])[0])
+            return tuple(prepared.run(asked.but(targets=into) if into else asked).results)
 
         def errors() -> list[float]:
             for x in targets.values():  # what is not written is NaN, not what another tile has left
@@ -289,16 +295,14 @@ def _on_gpu(
     return prepare
 
 
-def measure(
-    backend: Any, lib: Any, arrays: dict[str, Any], options: dict[str, Any], backward: bool, family: str | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def measure(backend: Any, call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
     """The results that tiles are judged by, by a corridor of the GPU or the CPU; and the arrays that a backward needs besides."""
-    given = {name: x for name, x in arrays.items() if name != "dout"}
-    out, lse = backend.forward(lib, given, {}, backward, options, 0, family)
-    if not backward:
+    given = {name: x for name, x in call.arrays.items() if name != "dout"}
+    out, lse = backend.run(call.but(of=FORWARD, arrays=given, return_lse=call.of is BACKWARD))
+    if call.of is FORWARD:
         return {"out": out}, {}
     made = {"out": out, "lse": lse}
-    return backend.backward(lib, {**arrays, **made}, {}, options, 0, family)._asdict(), made
+    return backend.run(call.but(arrays={**call.arrays, **made}))._asdict(), made
 
 
 def difference(x: Any, y: Any) -> float:
@@ -323,7 +327,7 @@ def export(entries: tuple[Tuned, ...]) -> list[str]:
     """The stored tiles as rows for the tables in gpu/families, each with a comment that says what was measured."""
     lines = []
     for x in entries:
-        tiles = FAMILIES[x.family].TILES[x.backward]
+        tiles = FAMILIES[x.family].TILES[PASSES[x.of]]
         tile = tiles.tile(x.tile)
         limits: dict[str, Any] = {
             "dim": max(x.dim, x.dim_v), "seq_q": x.seq_q, "banded": x.banded, "sums": 8 if x.dtype == "float64" else 4,
@@ -332,7 +336,7 @@ def export(entries: tuple[Tuned, ...]) -> list[str]:
         values = {**dict(zip(tiles.tried, x.tile)), **{name: value for name, value in limits.items() if name in own}}
         what = [*(["banded"] if x.banded else []), *(name.lower() for name in x.asked)]
         lines.append(
-            f"# {x.family} {'backward' if x.backward else 'forward'}: {x.arch} with {x.sms} multiprocessors, {x.dtype}, "
+            f"# {x.family} {x.of}: {x.arch} with {x.sms} multiprocessors, {x.dtype}, "
             f"head dim {x.dim}, {x.dim_v}, {', '.join(what) or 'no mask'}, up to {x.seq_q} x {x.seq_k}: {x.ms:.4g} ms, "
             f"before {x.table_ms:.4g} ms"
         )

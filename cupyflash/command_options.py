@@ -15,21 +15,22 @@ from typing import Annotated, Any
 
 import typer
 
+from .passes import BACKWARD, Pass
 from .problem import ARRAYS, OPTIONS, OptionRule
 
 # Flags for a further value of an option that is a flag itself.
 FURTHER = {"top_left": ("causal", "top_left", "As --causal, but query i sees keys up to i.")}
 
 
-def asked(files: bool = False, backward: bool = True, without: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+def asked(files: bool = False, of: Pass = BACKWARD, without: tuple[str, ...] = ()) -> Callable[[Any], Any]:
     """Give a command the options of the tables, in place of its parameters `options` and `arrays`.
 
     It gets `options`, the values by name of those that are given, and `arrays`: with `files` the path of each that is
-    given by name, else the names of those that shall be there. `backward`: also what changes the gradients alone. With
+    given by name, else the names of those that shall be there. `of`: of the backward also what changes the gradients alone. With
     `files` an array of one number may be that number, which is among the `options` then.
     """
-    rows = [row for row in OPTIONS if row.written and row.name not in without and (backward or not row.backward)]
-    further = {name: of for name, of in FURTHER.items() if any(row.name == of[0] for row in rows)}
+    rows = [row for row in OPTIONS if row.written and row.name not in without and (of is BACKWARD or not row.backward)]
+    further = {name: x for name, x in FURTHER.items() if any(row.name == x[0] for row in rows)}
     numbers = [array.name for array in ARRAYS if files and not array.axes]  # or files of them
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:

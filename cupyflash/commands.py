@@ -16,7 +16,8 @@ from rich.text import Text
 from . import __version__
 from .command_options import asked, flag
 from .console import Console
-from .problem import float_name
+from .passes import BACKWARD, FORWARD, PASSES
+from .problem import float_name, pass_of
 from .visible import visible
 
 app = typer.Typer(
@@ -75,7 +76,7 @@ def demo(
 
 
 @app.command()
-@asked(files=True, backward=False)
+@asked(files=True, of=FORWARD)
 def attend(
     options: dict[str, Any],
     arrays: dict[str, Path],
@@ -185,7 +186,7 @@ def compile_(
     both = (False, True)
     work = jobs(
         arch, dtype or tuple(HEAD_DIMS), head_dim or (), both if causal is None else (causal,),
-        both if backward is None else (backward,), arrays, family, **options,
+        (FORWARD, BACKWARD) if backward is None else (pass_of(backward),), arrays, family, **options,
     )  # fmt: skip
     console = Console(highlight=False)
     done: list[Done] = []
@@ -446,8 +447,8 @@ def _tuning_table(result: Any) -> Table:
     """Every tile that was tried, the fastest first."""
     sets = [dict(trial.plan.constants) for trial in result.trials]
     names = [name for name in sets[0] if len({constants.get(name) for constants in sets}) > 1]
-    flops = result.problem.flops(result.backward) / 1e12
-    table = Table(title=f"{result.family} {'backward' if result.backward else 'forward'}, {len(sets)} tiles")
+    flops = result.problem.flops(PASSES[result.of]) / 1e12
+    table = Table(title=f"{result.family} {result.of}, {len(sets)} tiles")
     for heading in (*(name.lower() for name in names), "ms", "TFLOP/s", "against the table's"):
         table.add_column(heading, justify="right")
     table.add_column("")

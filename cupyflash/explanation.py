@@ -9,6 +9,7 @@ from typing import Any
 
 from . import interop
 from . import problem as rules
+from .passes import BACKWARD, FORWARD, Pass
 from .problem import ITEMSIZE, AttentionProblem, View
 
 NO_PLAN = ("return_lse", "out", "grads", "dlse")  # options of a call that change no plan
@@ -32,7 +33,7 @@ class Explanation:
     """What `cupyflash.explain` returns: plain data that prints as a table."""
 
     problem: AttentionProblem
-    backward: bool
+    of: str  # the pass, by name
     device: str  # "cpu" or an architecture, "sm_90a"
     family: str  # of kernels; "numpy" on the CPU, "none" where nothing needs to be computed
     tiles: dict[str, bool | float]  # the constants that the kernels are compiled with
@@ -46,6 +47,10 @@ class Explanation:
     optional: dict[str, int] = field(default_factory=dict)  # of bytes_moved, by array
 
     @property
+    def backward(self) -> bool:
+        return self.of == "backward"
+
+    @property
     def intensity(self) -> float:
         """FLOPs per byte moved."""
         return self.flops / self.bytes_moved if self.bytes_moved else 0.0
@@ -54,7 +59,7 @@ class Explanation:
         """The table, as (what, value) pairs."""
         p = self.problem
         rows = [
-            ("pass", "backward" if self.backward else "forward"),
+            ("pass", self.of),
             ("q", f"{p.batch} x {p.seq_q} x {p.heads_q} x {p.dim} {p.dtype} (batch, sequence, heads, dim)"),
             ("k, v", f"{p.batch} x {p.seq_k} x {p.heads_k} x {p.dim}" + (f", {p.dim_v}" if p.dim_v != p.dim else "")),
             ("mask", _mask(p)),
@@ -102,15 +107,14 @@ def explain(
     *,
     dtype: Any = None,
     arch: str | None = None,
-    backward: bool = False,
+    of: Pass = FORWARD,
     family: str | None = None,
     **given: Any,
 ) -> Explanation:
     """`cupyflash.explain`; see there. NO_PLAN are let through."""
     rules.check_options("explain", given, (*NO_PLAN, "score_arrays", "wrt"))
-    rules.check_flag("backward", backward)
     wrt = given.pop("wrt", ())
-    if wrt and not backward:
+    if wrt and of is FORWARD:
         raise ValueError(f"wrt is {wrt!r}, but backward is False; a forward has no gradients")
     k = q if k is None else k
     array, _ = rules.seed_of(given.get("seed"), 0.0)  # none is needed, and a number is compiled nowhere
@@ -122,7 +126,7 @@ def explain(
     views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
     read = views_of_score(given.get("score_arrays"), arch)
     problem = rules.describe(**views, **options, score_arrays=read)
-    if backward:
+    if of is BACKWARD:
         rules.refuse_backward(problem.dtype)
     wanted = rules.check_wrt(wrt, arrays, problem.score)
     views |= {x.key: read[x.name] for x in (problem.score.arrays if problem.score else ())}
@@ -131,10 +135,10 @@ def explain(
     if device == "cpu" and arch is None:
         if family is not None:
             _refuse_family(family, views["q"])
-        found = _on_cpu(problem, views, backward, shapes=isinstance(q, tuple))
+        found = _on_cpu(problem, views, of, shapes=isinstance(q, tuple))
     else:
         ordinal = 0 if device == "cpu" else int(device.partition(":")[2])
-        found = _on_gpu(problem, views, backward, family, arch, ordinal, wanted)
+        found = _on_gpu(problem, views, of, family, arch, ordinal, wanted)
     optional = optional_bytes(problem, views)
     flops = found.flops + sum(problem.flops() for names in rules.apart(wanted) if set(names) != {"sinks"})
     # An array that a score function reads goes by its own name.
@@ -167,22 +171,22 @@ def _refuse_family(family: str, q: View) -> None:
     raise ValueError(f"family is {family!r}, but no GPU can be used here; name one to plan for it, as in arch='sm_90a'")
 
 
-def _on_cpu(problem: AttentionProblem, views: dict[str, View], backward: bool, shapes: bool) -> Explanation:
+def _on_cpu(problem: AttentionProblem, views: dict[str, View], of: Pass, shapes: bool) -> Explanation:
     notes = []
     if problem.dtype in ("float16", "bfloat16", rules.FLOAT8):
         notes.append(f"{problem.dtype} is computed in float32, tile by tile")
     if shapes:
         notes.append('no GPU can be used here; name one to plan for it, as in arch="sm_90a"')
     return Explanation(
-        problem, backward, "cpu", "none" if problem.empty else "numpy", {}, (), problem.flops(backward),
-        bytes_moved(problem, views, backward), {}, (), (), tuple(notes),
+        problem, of.name, "cpu", "none" if problem.empty else "numpy", {}, (), problem.flops(of),
+        bytes_moved(problem, views, of), {}, (), (), tuple(notes),
     )  # fmt: skip
 
 
 def _on_gpu(
     problem: AttentionProblem,
     views: dict[str, View],
-    backward: bool,
+    of: Pass,
     family: str | None,
     arch_name: str | None,
     ordinal: int,
@@ -193,20 +197,20 @@ def _on_gpu(
     from .gpu.plan import plan
 
     arch = current(ordinal) if arch_name is None else Arch.of(arch_name)
-    flops, moved = problem.flops(backward), bytes_moved(problem, views, backward)
+    flops, moved = problem.flops(of), bytes_moved(problem, views, of)
     if problem.empty:
         note = "nothing to compute: the results are filled with zeros"
-        return Explanation(problem, backward, arch.name, "none", {}, (), flops, moved, {}, (), (), (note,))
-    tiles = tuned.tiles(problem, arch, backward) if arch_name is None else {}
-    chosen = plan(problem, arch, backward, family, tiles)
+        return Explanation(problem, of.name, arch.name, "none", {}, (), flops, moved, {}, (), (), (note,))
+    tiles = tuned.tiles(problem, arch, of) if arch_name is None else {}
+    chosen = plan(problem, arch, of, family, tiles)
     plans = [chosen]
     for names in rules.apart(wanted):
         lengths = rules.lengths_of(names, views)
-        plans.append(plan(problem, arch, backward, family, lengths=lengths).after(chosen))
+        plans.append(plan(problem, arch, of, family, lengths=lengths).after(chosen))
     resources, notes = _compiled(chosen)
     compiled = [resources, *(_compiled(x)[0] for x in plans[1:])]
     if arch_name is None:
-        notes += _tuning(problem, arch, backward, chosen.family)
+        notes += _tuning(problem, arch, of, chosen.family)
     if any(x.name == "attention_split" for x in chosen.launches):
         notes += (
             f"a {problem.dtype} number is multiplied as two of float16, of 22 bits together; sums are {problem.dtype}",
@@ -214,16 +218,16 @@ def _on_gpu(
     if (shares := dict(chosen.scalars).get("shares", 1)) > 1:
         why = (
             f"the queries of a head of keys are dealt out in {shares} shares: key tiles are few, or some have many more queries"
-            if backward
+            if of is BACKWARD
             else f"the keys of a query tile are dealt out in {shares} shares: query tiles are few"
         )
         notes += (why,)
-    if backward:  # as a caller would make them
+    if of is BACKWARD:  # as a caller would make them
         shape = rules.out_shape(views["q"].shape, problem)
         made = views["q"]._replace(shape=shape, strides=rules.contiguous(shape), ptr=0)
         views = views | {"dout": made, "out": made}
     kernels = []
-    for launch, made_of in [(launch, x) for of, x in zip(plans, compiled) for launch in of.launches]:
+    for launch, made_of in [(launch, x) for made, x in zip(plans, compiled) for launch in made.launches]:
         found = made_of.get(launch.name)
         kernels.append(
             Kernel(
@@ -234,8 +238,8 @@ def _on_gpu(
             )
         )  # fmt: skip
     return Explanation(
-        problem, backward, arch.name, chosen.family, dict(chosen.constants), tuple(kernels), flops, moved,
-        {space.name: space.nbytes for of in reversed(plans) for space in of.workspace}, _copies(problem, views, chosen), chosen.passed_over,
+        problem, of.name, arch.name, chosen.family, dict(chosen.constants), tuple(kernels), flops, moved,
+        {space.name: space.nbytes for made in reversed(plans) for space in made.workspace}, _copies(problem, views, chosen), chosen.passed_over,
         notes,
     )  # fmt: skip
 
@@ -250,11 +254,11 @@ def _compiled(chosen: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
         return {}, (f"registers and shared memory are unknown: {error}",)
 
 
-def _tuning(problem: AttentionProblem, arch: Any, backward: bool, family: str) -> tuple[str, ...]:
+def _tuning(problem: AttentionProblem, arch: Any, of: Pass, family: str) -> tuple[str, ...]:
     """Where the tiles come from, if not from the table; why the stored ones are not used, if they are not."""
     from . import tuned
 
-    found = tuned.find(problem, arch, backward)
+    found = tuned.find(problem, arch, of)
     own = [found[family]] if family in found else []
     said = [f"tiles tuned on {x.date}: {x.ms:.3g} ms, the table's took {x.table_ms:.3g} ms" for x in own]
     return (*said, *filter(None, [tuned.stored().note]))
@@ -318,7 +322,7 @@ def _gpu_at_hand() -> bool:
     return True
 
 
-def bytes_moved(problem: AttentionProblem, views: dict[str, View], backward: bool) -> int:
+def bytes_moved(problem: AttentionProblem, views: dict[str, View], of: Pass) -> int:
     """Bytes of all inputs and outputs: what a pass has to read and write at the very least."""
     p = problem
     rows = p.batch * p.seq_q * p.heads_q
@@ -326,7 +330,7 @@ def bytes_moved(problem: AttentionProblem, views: dict[str, View], backward: boo
     k, v = (p.batch * p.seq_k * p.heads_k * d for d in (p.dim, p.dim_v))
     size = (q + k + v) * ITEMSIZE[p.dtype] + o * ITEMSIZE[p.result_dtype]
     optional = sum(optional_bytes(problem, views).values())
-    return size * (1 + backward) + rows * ITEMSIZE[p.lse_dtype] + optional
+    return size * (1 + (of is BACKWARD)) + rows * ITEMSIZE[p.lse_dtype] + optional
 
 
 def optional_bytes(problem: AttentionProblem, views: dict[str, View]) -> dict[str, int]:

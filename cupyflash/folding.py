@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from . import problem as rules
+from .passes import BACKWARD, BY_ROWS, PER_QUERY
 from .problem import ARRAYS, PLACES, ArrayRule
 from .score.graph import folded as folded_score
 
 Arrays = dict[str, Any]
-_ROWS = ("lse", "dlse")
-_FOLDED = ("q", "k", "v", "dout", "out", *_ROWS)
+_FOLDED = (*(name for name in BY_ROWS if name in BACKWARD.inputs), *PER_QUERY)
 _OPTIONAL = {row.name: row for row in ARRAYS}
 
 
@@ -124,7 +124,7 @@ class Folding:
         if not has:
             x = self._expand(x[None], (self.size, *x.shape))
         if self.rank == 2:  # the heads that q has not
-            at = 1 if name in _ROWS or self.layout == "bhsd" else 2
+            at = 1 if name in PER_QUERY or self.layout == "bhsd" else 2
             return x.reshape(*x.shape[:at], 1, *x.shape[at:])
         return x if self.rank == 3 else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 

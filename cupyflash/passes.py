@@ -1,81 +1,57 @@
-"""One hand-over to the CPU or the GPU: the forward and the backward of a call on the arrays of one library, run at once."""
+"""The passes of attention, each with its arrays as rows: what it takes and what it gives.
+
+Beside these a pass takes what `problem.ARRAYS` has. Whoever allocates, packs, copies or maps arrays goes over the rows.
+"""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
-from . import interop
-from .interop.protocol import Arrays, Library
-from .problem import Gradients
+from dataclasses import dataclass, field
+from functools import cached_property
 
 
-def forward(
-    lib: Library,
-    arrays: Arrays,
-    targets: Arrays,
-    return_lse: bool,
-    options: dict[str, Any],
-    seed: int | None,
-    family: str | None,
-) -> tuple[Any, Any]:
-    """out and (where asked for) lse. `lib` is that of q; `targets` are arrays to write results to, by name; `seed`, that of
-    dropout where it is a number."""
-    q, into = arrays["q"], targets
-    arrays, targets = interop.adopt(lib, arrays, targets)
-    adapter: Any = lib
-    try:
-        backend = _gpu() if adapter.on_gpu(arrays["q"]) else _cpu()
-        results = backend.forward(adapter, arrays, targets, return_lse, options, seed, family)
-    except Exception:
-        interop.name_unreadable(adapter, arrays, targets)
-        raise
-    for x in targets.values():
-        adapter.written(x)
-    if arrays["q"] is not q:  # of a library that has no adapter
-        like = interop.like(q)
-        out, lse = results
-        return into["out"] if into else like(out), None if lse is None else like(lse)
-    return results
+@dataclass(frozen=True)
+class Row:
+    """An array of a pass."""
+
+    name: str
+    type: str  # of its elements, as kernels call it: In, Out or Accum
+    result: bool = False
+    per_query: bool = False  # one number for each query, (B, H, Sq), contiguous; else rows of elements, (B, S, H, D)
+    optional: bool = False
 
 
-def backward(
-    lib: Library,
-    arrays: Arrays,
-    targets: Arrays,
-    options: dict[str, Any],
-    seed: int | None,
-    family: str | None,
-    wrt: tuple[str, ...],
-) -> Gradients:
-    """The gradients, also of the optional arrays that `wrt` names; `arrays` has dout, out, lse and perhaps dlse too."""
-    q, into = arrays["q"], targets
-    arrays, targets = interop.adopt(lib, arrays, targets)
-    adapter: Any = lib
-    try:
-        backend = _gpu() if adapter.on_gpu(arrays["q"]) else _cpu()
-        results = backend.backward(adapter, arrays, targets, options, seed, family, wrt)
-    except Exception:
-        interop.name_unreadable(adapter, arrays, targets)
-        raise
-    for x in targets.values():
-        adapter.written(x)
-    if arrays["q"] is not q:
-        like = interop.like(q)
-        first = (into[name] if name in into else like(x) for name, x in zip(Gradients._fields, results))
-        return Gradients(*first, **{name: like(x) for name, x in vars(results).items()})
-    return results
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What is computed of a problem at once. There is one object of each: they are compared by identity."""
+
+    name: str
+    rows: tuple[Row, ...]
+    inputs: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", tuple(x.name for x in self.rows if not x.result))
+
+    def __reduce__(self) -> str:  # copied and pickled it stays the one
+        return self.name.upper()
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @cached_property
+    def results(self) -> tuple[str, ...]:
+        """The results that have rows of elements: a call can say where to write them."""
+        return tuple(x.name for x in self.rows if x.result and not x.per_query)
 
 
-@functools.cache  # an import statement costs 0.6 us in every call
-def _gpu() -> Any:
-    from .gpu import corridor
-
-    return corridor
-
-
-@functools.cache
-def _cpu() -> Any:
-    from .cpu import corridor
-
-    return corridor
+FORWARD = Pass("forward", (
+    Row("q", "In"), Row("k", "In"), Row("v", "In"),
+    Row("out", "Out", result=True), Row("lse", "Accum", result=True, per_query=True),
+))  # fmt: skip
+BACKWARD = Pass("backward", (
+    Row("q", "In"), Row("k", "In"), Row("v", "In"), Row("out", "Out"), Row("lse", "Accum", per_query=True),
+    Row("dout", "In"), Row("dlse", "Accum", per_query=True, optional=True),
+    Row("dq", "Out", result=True), Row("dk", "Out", result=True), Row("dv", "Out", result=True),
+))  # fmt: skip
+PASSES = {x.name: x for x in (FORWARD, BACKWARD)}
+PER_QUERY = frozenset(row.name for x in PASSES.values() for row in x.rows if row.per_query)
+BY_ROWS = tuple(dict.fromkeys(row.name for x in PASSES.values() for row in x.rows if not row.per_query))

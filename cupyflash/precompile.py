@@ -17,6 +17,7 @@ from .gpu.device import Arch
 from .gpu.plan import KernelPlan, plan
 from .gpu.programs import program
 from .gpu.source import generate
+from .passes import BACKWARD, FORWARD, Pass
 from .problem import ARRAYS, FLOAT8, AttentionProblem, View, contiguous, describe, whole
 
 HEAD_DIMS = {"float16": (64, 128, 256), "bfloat16": (64, 128, 256), "float32": (64, 128), "float64": (64, 128)}
@@ -30,7 +31,7 @@ class Job:
     """One source to compile, and the problem that it answers."""
 
     problem: AttentionProblem
-    backward: bool
+    of: Pass
     plan: KernelPlan
 
 
@@ -49,7 +50,7 @@ def jobs(
     dtypes: Sequence[str] = tuple(HEAD_DIMS),
     head_dims: Sequence[int] = (),
     causal: Sequence[bool | str] = (False, True),
-    backward: Sequence[bool] = (False, True),
+    passes: Sequence[Pass] = (FORWARD, BACKWARD),
     arrays: Collection[str] = (),
     family: str | None = None,
     **options: Any,
@@ -62,16 +63,16 @@ def jobs(
     found: dict[tuple[str, str], Job] = {}
     for arch, dtype in product(archs, [dtype_name(dtype) or "" for dtype in dtypes]):
         dims = head_dims or HEAD_DIMS.get(dtype, (64, 128, 256))
-        passes = [False] if dtype == FLOAT8 and False in backward else backward
-        for dim, banded, back, sizes in product(dims, causal, passes, (*_SIZES, *_FEW)):
-            if back and sizes in _FEW:
+        taken = [FORWARD] if dtype == FLOAT8 and FORWARD in passes else passes
+        for dim, banded, of, sizes in product(dims, causal, taken, (*_SIZES, *_FEW)):
+            if of is BACKWARD and sizes in _FEW:
                 continue
             seq_q, seq_k, heads, heads_k = sizes
             x, k = (_view((1, length, n, dim), dtype) for length, n in ((seq_q, heads), (seq_k, heads_k)))
             plain = describe(x, k, k)
             given = {rule.name: whole(rule, plain, x) for rule in ARRAYS if rule.name in arrays}
             problem = describe(x, k, k, causal=banded, **given, **options)
-            job = Job(problem, back, plan(problem, Arch.of(arch), back, family))
+            job = Job(problem, of, plan(problem, Arch.of(arch), of, family))
             found.setdefault((job.plan.arch, generate(job.plan)), job)
     return list(found.values())
 

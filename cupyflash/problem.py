@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 from .other_names import unexpected
+from .passes import BACKWARD, FORWARD, Pass
 from .score import Score, trace
-from .score.graph import kind_of
+from .score.graph import kind_of, name_of
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 FLOAT8 = "float8_e4m3fn"
@@ -86,20 +87,34 @@ class Gradients(_OfQKV):
     One for each row of ARRAYS that has a gradient; None where `wrt` did not ask for it.
     """
 
-    dbias: Any = None
-    dalibi_slopes: Any = None
-    dsinks: Any = None
+    of_arrays: dict[str, Any]  # of those that `wrt` asks for, by their names among the arrays of the call
+
+    def __new__(cls, dq: Any, dk: Any, dv: Any, of_arrays: dict[str, Any] | None = None) -> Self:
+        grads = super().__new__(cls, dq, dk, dv)
+        grads.of_arrays = of_arrays or {}
+        return grads
+
+    @property
+    def dbias(self) -> Any:
+        return self.of_arrays.get("bias")
+
+    @property
+    def dalibi_slopes(self) -> Any:
+        return self.of_arrays.get("alibi_slopes")
+
+    @property
+    def dsinks(self) -> Any:
+        return self.of_arrays.get("sinks")
 
     @property
     def dscore_arrays(self) -> dict[str, Any]:
         """Those of the arrays that a score function reads, by their names."""
-        start, end = "dscore_arrays['", "']"
-        return {name[len(start) : -len(end)]: x for name, x in vars(self).items() if name.startswith(start)}
+        named = ((name_of(key), x) for key, x in self.of_arrays.items())
+        return {name: x for name, x in named if name is not None}
 
-    def __new__(cls, dq: Any, dk: Any, dv: Any, **others: Any) -> Self:
-        grads = super().__new__(cls, dq, dk, dv)
-        vars(grads).update(others)
-        return grads
+    def of_call(self, name: str) -> Any:
+        """That of any array of the call, q, k and v too; None for one that has none."""
+        return getattr(self, f"d{name}") if name in ("q", "k", "v") else self.of_arrays.get(name)
 
 
 def float_name(dtype: Any) -> str | None:
@@ -358,6 +373,11 @@ def check_flag(name: str, x: Any) -> bool:
     return bool(x)
 
 
+def pass_of(backward: Any) -> Pass:
+    """What `backward=` asks for."""
+    return BACKWARD if check_flag("backward", backward) else FORWARD
+
+
 def _check_score(score: Any) -> Any:
     if score is not None and not callable(score) and not isinstance(score, (str, Score)):
         raise TypeError(
@@ -593,10 +613,10 @@ class AttentionProblem:
         hidden = 0 if self.left is None else before(self.diagonal - self.left)
         return (self.seq_q * self.seq_k if self.right is None else before(self.diagonal + self.right + 1)) - hidden
 
-    def flops(self, backward: bool = False) -> int:
+    def flops(self, of: Pass = FORWARD) -> int:
         """Multiplications and additions of the matrix products (the papers' count: backward is 5 products to 2)."""
         pairs = self.batch * self.heads_q * self.visible
-        if backward:
+        if of is BACKWARD:
             return 2 * pairs * (3 * self.dim + 2 * self.dim_v)
         return 2 * pairs * (self.dim + self.dim_v)
 
@@ -753,7 +773,7 @@ def _in_range(name: str, dtype: str, value: float | None, default: float | None)
 
 
 def state(
-    views: dict[str, View], targets: dict[str, View], options: dict[str, Any], backward: bool
+    views: dict[str, View], targets: dict[str, View], options: dict[str, Any], of: Pass
 ) -> tuple[AttentionProblem, dict[str, tuple[int, ...]]]:
     """Check a whole call: the problem, and the shapes of its results by name (out; dq, dk, dv).
 
@@ -764,17 +784,17 @@ def state(
     score = options.get("score")
     reads = {x.name: views[x.key] for x in score.arrays} if isinstance(score, Score) else {}
     problem = describe(q, k, v, **options, **{row.name: views.get(row.name) for row in ARRAYS}, score_arrays=reads)
-    if not backward:
+    if of is FORWARD:
         problem = replace(problem, **{row.name: row.default for row in OPTIONS if row.backward})
     out, lse = out_shape(q.shape, problem), lse_shape(len(q.shape), problem)
-    if backward:
+    if of is BACKWARD:
         refuse_backward(problem.dtype)
         check_like("dout", views["dout"], out, problem.dtype, q)
         check_like("out", views["out"], out, problem.dtype, q)
         check_like("lse", views["lse"], lse, problem.lse_dtype, q)
         if "dlse" in views:
             check_like("dlse", views["dlse"], lse, problem.lse_dtype, q)
-    results = {f"d{name}": views[name].shape for name in "qkv"} if backward else {"out": out}
+    results = {f"d{name}": views[name].shape for name in "qkv"} if of is BACKWARD else {"out": out}
     for name, target in targets.items():
         check_like(target_name(name), target, results[name], problem.result_dtype, q)
     return problem, results

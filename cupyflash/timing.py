@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+from .passes import BACKWARD, Pass
+
 HIGHER_IS_BETTER = ("TFLOP/s", "GFLOP/s", "tokens/s")
 
 
@@ -21,10 +23,10 @@ class Candidate(NamedTuple):
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def flops(batch: int, seq: int, heads: int, dim: int, causal: bool, backward: bool) -> float:
+def flops(batch: int, seq: int, heads: int, dim: int, causal: bool, of: Pass) -> float:
     """The papers' count: 4 B H S² D for the forward, half of it with a causal mask, 2.5 times it for the backward."""
     forward = 4.0 * batch * heads * seq * seq * dim * (0.5 if causal else 1.0)
-    return forward * 2.5 if backward else forward
+    return forward * 2.5 if of is BACKWARD else forward
 
 
 def interleave(

@@ -20,6 +20,7 @@ from .gpu.device import Arch
 from .gpu.kernel_plan import features
 from .gpu.plan import FAMILIES
 from .gpu.source import sources_digest
+from .passes import PASSES, Pass
 from .problem import AttentionProblem
 
 AGAIN = "run `cupyflash tune` again"
@@ -32,7 +33,7 @@ class Tuned:
     arch: str
     sms: int
     family: str
-    backward: bool
+    of: str  # the pass, by name
     dtype: str
     dim: int
     dim_v: int
@@ -52,12 +53,12 @@ class Tuned:
         return dataclasses.astuple(dataclasses.replace(self, tile=(), ms=0.0, table_ms=0.0, date=""))
 
 
-def entry(problem: AttentionProblem, arch: Arch, family: str, backward: bool, tile: tuple[int, ...] = ()) -> Tuned:
+def entry(problem: AttentionProblem, arch: Arch, family: str, of: Pass, tile: tuple[int, ...] = ()) -> Tuned:
     """The entry for the class that a problem belongs to. Batch and heads are not part of it."""
     banded = problem.left is not None or problem.right is not None
     asked = tuple(name for name, on in features(problem) if on and name not in ("LEFT", "RIGHT", "ADDED"))
     return Tuned(
-        arch.name, arch.sms, family, backward, problem.dtype, problem.dim, problem.dim_v, banded,
+        arch.name, arch.sms, family, of.name, problem.dtype, problem.dim, problem.dim_v, banded,
         asked, problem.deterministic, _power(problem.seq_q), _power(problem.seq_k), tile,
     )  # fmt: skip
 
@@ -106,21 +107,21 @@ def _entry(row: dict[str, Any]) -> Tuned:
     """An entry as `tune` writes it. TypeError, ValueError or KeyError for any other, such as one with a tile of one's own."""
     found = Tuned(**{**row, "tile": tuple(row["tile"]), "asked": tuple(row["asked"])})
     numbers = (*found.tile, found.sms, found.dim, found.dim_v, found.seq_q, found.seq_k)
-    if not all(type(n) is int for n in numbers) or not FAMILIES[found.family].TILES[found.backward].known(found.tile):
+    if not all(type(n) is int for n in numbers) or not FAMILIES[found.family].TILES[PASSES[found.of]].known(found.tile):
         raise ValueError("no tile that is tried")
     if not all(isinstance(ms, float) for ms in (found.ms, found.table_ms)):
         raise TypeError("milliseconds are numbers")
     return found
 
 
-def find(problem: AttentionProblem, arch: Arch, backward: bool) -> dict[str, Tuned]:
+def find(problem: AttentionProblem, arch: Arch, of: Pass) -> dict[str, Tuned]:
     """What is stored for problems like this one on GPUs like this one, by family."""
-    return {x.family: x for x in stored().entries if x.key == entry(problem, arch, x.family, backward).key}
+    return {x.family: x for x in stored().entries if x.key == entry(problem, arch, x.family, of).key}
 
 
-def tiles(problem: AttentionProblem, arch: Arch, backward: bool) -> dict[str, tuple[int, ...]]:
+def tiles(problem: AttentionProblem, arch: Arch, of: Pass) -> dict[str, tuple[int, ...]]:
     """The tiles of `find`, as `gpu.plan.plan` takes them."""
-    return {family: x.tile for family, x in find(problem, arch, backward).items()}
+    return {family: x.tile for family, x in find(problem, arch, of).items()}
 
 
 def save(entries: Iterable[Tuned]) -> Path:

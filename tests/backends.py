@@ -17,6 +17,7 @@ from cupyflash.gpu import device
 from cupyflash.gpu.kernel_plan import PAIRWISE
 from cupyflash.gpu.plan import FAMILIES
 from cupyflash.gpu.plan import plan as make_plan
+from cupyflash.passes import BACKWARD, FORWARD, Pass
 from cupyflash.problem import FLOAT8, FLOATS, AttentionProblem
 
 
@@ -75,18 +76,18 @@ class Backend:
         if self.family is None:
             return True
         problem = AttentionProblem(dtype, 1, 16, 16, 1, 1, dim, dim_v, 1 / math.sqrt(max(1, dim)), **fields)
-        return not any(FAMILIES[self.family].objection(problem, _arch(), backward) for backward in passes(dtype))
+        return not any(FAMILIES[self.family].objection(problem, _arch(), of) for of in passes(dtype))
 
     def family_for(self, problem: AttentionProblem) -> str | None:
         """The family to name for a problem; None where this one leaves a mask or bias to others, which are judged then."""
         if self.family and any(problem.has(name) for name in PAIRWISE):
             room, arch = FAMILIES[self.family], _arch()
-            if any(room.objection(problem, arch, backward) for backward in passes(problem.dtype)):
+            if any(room.objection(problem, arch, of) for of in passes(problem.dtype)):
                 return None
         return self.family
 
-    def plan(self, problem: AttentionProblem, backward: bool = False) -> Any:
-        return make_plan(problem, device.current(0), backward, self.family)
+    def plan(self, problem: AttentionProblem, of: Pass = FORWARD) -> Any:
+        return make_plan(problem, device.current(0), of, self.family)
 
 
 def apart(flat: np.ndarray, forms: Iterable[tuple[tuple[int, ...], Any]]) -> list[np.ndarray]:
@@ -101,8 +102,8 @@ def apart(flat: np.ndarray, forms: Iterable[tuple[tuple[int, ...], Any]]) -> lis
     return found
 
 
-def passes(dtype: str) -> tuple[bool, ...]:
-    return (False,) if dtype == FLOAT8 else (False, True)
+def passes(dtype: str) -> tuple[Pass, ...]:
+    return (FORWARD,) if dtype == FLOAT8 else (FORWARD, BACKWARD)
 
 
 CPU = Backend("cpu")

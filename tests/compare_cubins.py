@@ -64,7 +64,7 @@ def of_tree(families: str, archs: str, only: str) -> list[Program]:
             if not any(re.search(only, f"{what} {asked[2]}") for what in ("forward", "backward", "gradient")):
                 continue
             for text, plan in tests.plans([problem], family, tests.Arch.of(arch)).items():
-                what = "gradient" if plan.wrt else "backward" if plan.backward else "forward"
+                what = "gradient" if plan.wrt else "backward" if "backward" in plan.source else "forward"
                 number = f" #{seen[asked]}" if seen[asked] > 1 else ""
                 found.append(Program(family, arch, f"{what} {asked[2]}{number}", plain(text), shared))
     return [x for x in found if re.search(only, x.name)]

@@ -27,7 +27,9 @@ from semantics import (
 )
 
 import cupyflash
+from cupyflash.call import Call
 from cupyflash.cpu import corridor
+from cupyflash.passes import BACKWARD
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -61,13 +63,14 @@ def judge(results: dict[str, np.ndarray], exact: Standard, own: Standard) -> Non
 def asked_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Of each backward that runs on a CPU from now on, the optional arrays whose gradients it is asked for."""
     asked = []
-    backward = corridor.backward
+    run = corridor.run
 
-    def seen(*arguments: Any) -> Any:
-        asked.append(arguments[-1])
-        return backward(*arguments)
+    def seen(call: Call) -> Any:
+        if call.of is BACKWARD:
+            asked.append(call.wrt)
+        return run(call)
 
-    monkeypatch.setattr(corridor, "backward", seen)
+    monkeypatch.setattr(corridor, "run", seen)
     return asked
 
 

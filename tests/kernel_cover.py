@@ -8,6 +8,7 @@ from typing import Any
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES
+from cupyflash.passes import FORWARD
 from cupyflash.problem import ARRAYS, AXES, FLOAT8, FLOATS, ITEMSIZE, OF_FLOAT8, AttentionProblem, Given
 from cupyflash.score import tanh, trace, where
 
@@ -151,5 +152,5 @@ FAMILY_ARCHS = [  # architectures from the oldest on
     (family, arch)
     for family, room in FAMILIES.items()
     for arch in ARCHS
-    if room.objection(problem("float16"), Arch.of(arch), False) is None
+    if room.objection(problem("float16"), Arch.of(arch), FORWARD) is None
 ]

@@ -145,7 +145,7 @@ class Problem(NamedTuple):
         room = FAMILIES[self.backend.family]
         if self.dtype == FLOAT8:
             problem = replace(problem, dtype=FLOAT8)
-        return next(filter(None, (room.objection(problem, arch, back) for back in passes(self.dtype))), None)
+        return next(filter(None, (room.objection(problem, arch, of) for of in passes(self.dtype))), None)
 
 
 def problems(backends: list[Backend]) -> Iterator[Problem]:

@@ -22,6 +22,7 @@ from cupyflash.gpu.kernel_plan import Box, KernelPlan
 from cupyflash.gpu.params import KEYS, Packer, round_keys, score_shape
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
+from cupyflash.passes import BACKWARD, FORWARD
 from cupyflash.problem import ARRAYS, ITEMSIZE, AttentionProblem, View
 
 
@@ -64,13 +65,13 @@ def check(
         seed = int(others.pop("seed")) % 2**64
         problem = replace(problem, given=tuple(x for x in problem.given if x.name != "seed"))
 
-    plans = [plan(problem, arch, b, family, tiles[b] and {family: tiles[b]}) for b in (False, True)]
+    plans = [plan(problem, arch, of, family, tile and {family: tile}) for of, tile in zip((FORWARD, BACKWARD), tiles)]
     lengths = {row.name: row.lengths(others[row.name].shape) for row in ARRAYS if row.gradient and row.name in others}
     of_score = {
         x.key: others[x.key].shape for x in (problem.score.arrays if problem.score else ()) if x.kind == "float"
     }
     asked = [names for names in (lengths, of_score) if names]
-    plans += [plan(problem, arch, True, family, lengths=names).after(plans[1]) for names in asked]
+    plans += [plan(problem, arch, BACKWARD, family, lengths=names).after(plans[1]) for names in asked]
     # What is dead may hold anything.
     blind, unseen = dead_rows(problem, key_mask, seen, {(use.queries, use.keys) for x in plans for use in x.lists})
     q, k, v, dout = (spoil(rng, x, dead) for x, dead in zip((q, k, v, dout), (blind, unseen, unseen, blind)))

@@ -18,14 +18,16 @@ import cupyflash
 from cupyflash import autotune, precompile, tuned
 from cupyflash import problem as rules
 from cupyflash.autotune import candidates
+from cupyflash.call import Call
 from cupyflash.gpu import device
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, plan
 from cupyflash.gpu.source import sources_digest
+from cupyflash.passes import BACKWARD, FORWARD, Pass
 
 A100, H200 = Arch.of("sm_80"), Arch.of("sm_90a")
 SHAPE = (2, 1000, 8, 64)
-PASSES = [(family, backward) for family, room in FAMILIES.items() for backward in room.TILES]
+TUNED = [(family, of) for family, room in FAMILIES.items() for of in room.TILES]
 
 
 @pytest.fixture
@@ -37,29 +39,29 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     tuned.stored.cache_clear()
 
 
-def entry(tile: tuple[int, ...], arch: Arch = A100, backward: bool = False, family: str = "sm80", **fields: object):
-    return tuned.entry(problem("float16", **fields), arch, family, backward, tile)
+def entry(tile: tuple[int, ...], arch: Arch = A100, of: Pass = FORWARD, family: str = "sm80", **fields: object):
+    return tuned.entry(problem("float16", **fields), arch, family, of, tile)
 
 
 # ---- what is tried ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "backward"), PASSES)
-def test_what_is_tried_are_fields_of_the_tiles(family: str, backward: bool) -> None:
-    tiles = FAMILIES[family].TILES[backward]
+@pytest.mark.parametrize(("family", "of"), TUNED)
+def test_what_is_tried_are_fields_of_the_tiles(family: str, of: Pass) -> None:
+    tiles = FAMILIES[family].TILES[of]
     names = [field.name for field in dataclasses.fields(tiles.table[0])]
     assert set(tiles.tried) < set(names)  # what remains are limits
     for row, values in zip(tiles.table, tiles.listed()):
         assert dataclasses.replace(row, **dict(zip(tiles.tried, values))) == row
         limits = {name: getattr(row, name) for name in names if name not in tiles.tried}
         assert dataclasses.replace(tiles.tile(values), **limits) == row
-    assert {family for family, _ in PASSES} == {"sm90", "sm80", "simt"}
+    assert {family for family, _ in TUNED} == {"sm90", "sm80", "simt"}
 
 
 @pytest.mark.parametrize("dim_v", [64, 128, 192])
 def test_hopper_backward_has_room_for_what_leaves(dim_v: int) -> None:
     """dK and dV of a warpgroup's 64 keys leave through the room of two tiles of dS and the parts of dQ."""
-    trials = list(candidates(problem("float16", 128, dim_v=dim_v), H200, True, "sm90"))
+    trials = list(candidates(problem("float16", 128, dim_v=dim_v), H200, BACKWARD, "sm90"))
     narrow = [c for c in (dict(trial.plan.constants) for trial in trials) if c["KEYS"] == 64 * c["GROUPS"]]
     for c in narrow:
         room = 2 * 2 * c["ROWS"] * c["KEYS"] + c["GROUPS"] * 4 * 64 * c["ROWS"]
@@ -67,12 +69,12 @@ def test_hopper_backward_has_room_for_what_leaves(dim_v: int) -> None:
     assert narrow or dim_v > 128
 
 
-@pytest.mark.parametrize(("family", "backward"), PASSES)
-def test_candidates_fit_and_differ(family: str, backward: bool) -> None:
+@pytest.mark.parametrize(("family", "of"), TUNED)
+def test_candidates_fit_and_differ(family: str, of: Pass) -> None:
     for dim in (64, 128):
         asked = problem("float16", dim)
-        trials = list(candidates(asked, H200, backward, family))
-        assert trials[0].tile == () and trials[0].plan == plan(asked, H200, backward, family)
+        trials = list(candidates(asked, H200, of, family))
+        assert trials[0].tile == () and trials[0].plan == plan(asked, H200, of, family)
         assert len({trial.plan.constants for trial in trials}) == len(trials) > 1
         assert {trial.plan.family for trial in trials} == {family}
         for trial in trials:
@@ -82,7 +84,7 @@ def test_candidates_fit_and_differ(family: str, backward: bool) -> None:
 
 def test_warps_share_a_tile_evenly() -> None:
     for dim in (64, 128, 256):
-        for trial in candidates(problem("float16", dim), A100, False, "sm80"):
+        for trial in candidates(problem("float16", dim), A100, FORWARD, "sm80"):
             c = dict(trial.plan.constants)
             assert c["ROWS"] % (16 * c["WARPS"] // c["COLUMN_WARPS"]) == 0 and c["KEYS"] % (16 * c["COLUMN_WARPS"]) == 0
             assert c["ROWS"] * (c["DIM_V"] + c["KEYS"]) <= 32 * c["WARPS"] * 255  # its sums have room in the registers
@@ -90,7 +92,7 @@ def test_warps_share_a_tile_evenly() -> None:
 
 def test_a_family_with_nothing_to_choose() -> None:
     with pytest.raises(ValueError, match="family is 'flash1'; it has nothing to tune"):
-        list(candidates(problem("float16"), A100, False, "flash1"))
+        list(candidates(problem("float16"), A100, FORWARD, "flash1"))
 
 
 # ---- what is stored --------------------------------------------------------------------------------------------------
@@ -115,7 +117,7 @@ def test_optional_arrays_are_part_of_the_class(store: Path) -> None:
     plain, masked = entry((64, 64, 4, 1, 2, 2)), entry((64, 32, 4, 1, 2, 2), given=GIVEN)
     tuned.replace([plain, masked], [])
     assert masked.asked == tuple(x.name.upper() for x in GIVEN) and set(tuned.stored().entries) == {plain, masked}
-    assert tuned.tiles(problem("float16", given=GIVEN), A100, False) == {"sm80": masked.tile}
+    assert tuned.tiles(problem("float16", given=GIVEN), A100, FORWARD) == {"sm80": masked.tile}
 
 
 def test_other_sources_are_rejected_with_a_note(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,16 +147,16 @@ def test_a_damaged_file_is_no_error(store: Path, damage: str) -> None:
     assert tuned.stored().entries == () and str(store) in tuned.stored().note
 
 
-@pytest.mark.parametrize(("family", "backward"), PASSES)
-def test_a_tile_written_by_hand_is_not_believed(store: Path, family: str, backward: bool) -> None:
+@pytest.mark.parametrize(("family", "of"), TUNED)
+def test_a_tile_written_by_hand_is_not_believed(store: Path, family: str, of: Pass) -> None:
     """What a plan makes of it need not be a kernel: a grid of -16, a division by zero."""
-    own = FAMILIES[family].TILES[backward].listed()[-1]
-    tuned.replace([entry(own, H200, backward, family)], [])
+    own = FAMILIES[family].TILES[of].listed()[-1]
+    tuned.replace([entry(own, H200, of, family)], [])
     assert tuned.stored().entries
     data = json.loads(store.read_text())
     strange = [own[:1], own[:-1], (*own, 1), *((n, *own[1:]) for n in (-16, 0, own[0] + 1, 10**18, str(own[0]), None))]
     changes = [{"tile": tile} for tile in strange]
-    changes += [{"family": "sm1"}, {"family": []}, {"seq_q": "long"}, {"ms": "fast"}, {"backward": None}]
+    changes += [{"family": "sm1"}, {"family": []}, {"seq_q": "long"}, {"ms": "fast"}, {"of": None}]
     for change in changes:
         store.write_text(json.dumps({**data, "rows": [{**data["rows"][0], **change}]}))
         tuned.stored.cache_clear()
@@ -208,23 +210,23 @@ def test_place(monkeypatch: pytest.MonkeyPatch, platform: str, variables: dict[s
 def test_a_tile_is_for_its_class_alone(store: Path) -> None:
     tuned.replace([entry((64, 96, 4, 1, 1, 3))], [])
     like, longer = problem("float16", seq_q=1024, seq_k=600, batch=7), problem("float16", seq_q=1025)
-    assert tuned.tiles(like, A100, False) == {"sm80": (64, 96, 4, 1, 1, 3)}
+    assert tuned.tiles(like, A100, FORWARD) == {"sm80": (64, 96, 4, 1, 1, 3)}
     others = (
         longer, problem("bfloat16"), problem("float16", 128), problem("float16", 64, 96), problem("float16", right=0),
         problem("float16", left=5), problem("float16", given=GIVEN), problem("float16", deterministic=True),
         problem("float16", seq_k=1025),
     )  # fmt: skip
     for asked in others:
-        assert tuned.tiles(asked, A100, False) == {}
-    assert tuned.tiles(like, A100, True) == {}
+        assert tuned.tiles(asked, A100, FORWARD) == {}
+    assert tuned.tiles(like, A100, BACKWARD) == {}
 
 
 def test_a_tile_is_for_its_kind_of_gpu_alone(store: Path) -> None:
     mine, other = entry((64, 64, 4, 1, 2, 2), Arch("sm_86", 86, 7, 99)), entry((64, 96, 4, 1, 2, 2), H200)
     tuned.replace([mine, other], [])
-    assert tuned.find(problem("float16"), Arch("sm_86", 86, 7, 99), False) == {"sm80": mine}
-    assert tuned.find(problem("float16"), Arch("sm_86", 86, 8, 99), False) == {}
-    assert tuned.find(problem("float16"), H200, False) == {"sm80": other}
+    assert tuned.find(problem("float16"), Arch("sm_86", 86, 7, 99), FORWARD) == {"sm80": mine}
+    assert tuned.find(problem("float16"), Arch("sm_86", 86, 8, 99), FORWARD) == {}
+    assert tuned.find(problem("float16"), H200, FORWARD) == {"sm80": other}
 
 
 def test_a_plan_takes_the_tile_of_its_family() -> None:
@@ -236,12 +238,12 @@ def test_a_plan_takes_the_tile_of_its_family() -> None:
     assert plan(problem("float16"), A100, tiles=too_large) == plan(problem("float16"), A100)
 
 
-@pytest.mark.parametrize(("family", "backward"), PASSES)
-def test_every_family_takes_a_tuned_tile(family: str, backward: bool) -> None:
+@pytest.mark.parametrize(("family", "of"), TUNED)
+def test_every_family_takes_a_tuned_tile(family: str, of: Pass) -> None:
     asked = problem("float16")
-    *_, last = candidates(asked, H200, backward, family)
-    chosen = plan(asked, H200, backward, family, {family: last.tile})
-    assert chosen == last.plan != plan(asked, H200, backward, family)
+    *_, last = candidates(asked, H200, of, family)
+    chosen = plan(asked, H200, of, family, {family: last.tile})
+    assert chosen == last.plan != plan(asked, H200, of, family)
 
 
 def test_explain_tells_of_a_tuned_tile(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +327,7 @@ def test_the_fastest_right_one_is_stored(clock: SimpleNamespace, store: Path) ->
     (found,) = tuned.stored().entries
     assert found == dataclasses.replace(entry(FAST), ms=0.5, table_ms=1.0, date=found.date) and found.date
     assert result.path == str(store) and clock.forgotten == 1
-    assert tuned.tiles(problem("float16"), A100, False) == {"sm80": FAST}
+    assert tuned.tiles(problem("float16"), A100, FORWARD) == {"sm80": FAST}
 
 
 @pytest.mark.parametrize(
@@ -345,7 +347,7 @@ def test_a_wrong_tile_wins_never(clock: SimpleNamespace, errors: list[float]) ->
 @pytest.mark.parametrize("errors", [[np.nan, 0.0], [0.5]])
 def test_the_tables_own_tile_is_judged_too(clock: SimpleNamespace, store: Path, errors: list[float]) -> None:
     """And is not the measure of the others."""
-    own = dict(next(candidates(problem("float16"), A100, False, None)).plan.constants)
+    own = dict(next(candidates(problem("float16"), A100, FORWARD, None)).plan.constants)
     tile = tuple(own[name] for name in ("ROWS", "KEYS", "WARPS", "COLUMN_WARPS", "STAGES", "MIN_BLOCKS"))
     clock.wrong = {tile: errors}
     with pytest.raises(RuntimeError, match="the table's own tile cannot be timed: wrong: differs by .* from simt"):
@@ -353,29 +355,29 @@ def test_the_tables_own_tile_is_judged_too(clock: SimpleNamespace, store: Path, 
     assert not store.exists()
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_who_judges(backward: bool) -> None:
+@pytest.mark.parametrize("of", [FORWARD, BACKWARD])
+def test_who_judges(of: Pass) -> None:
     """Another family, or the CPU."""
     half = problem("float16")
     for family, arch, judge in (
         ("sm90", H200, "simt"), ("sm80", H200, "simt"), ("sm80", A100, "simt"), ("flash1", A100, "simt"),
         ("simt", A100, "sm80"), ("simt", Arch.of("sm_75"), None),
     ):  # fmt: skip
-        assert autotune.judge_of(half, family, arch, backward) == judge
+        assert autotune.judge_of(half, family, arch, of) == judge
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_the_measure_of_the_cpu(backward: bool, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("of", [FORWARD, BACKWARD])
+def test_the_measure_of_the_cpu(of: Pass, rng: np.random.Generator) -> None:
     from cupyflash.cpu import corridor
     from cupyflash.interop import numpy_
 
     q, k, v, dout = (rng.standard_normal((1, 9, 2, 8), "float32") for _ in range(4))
     bias = rng.standard_normal((9, 9), "float32")
-    arrays = {"q": q, "k": k, "v": v, "bias": bias, **({"dout": dout} if backward else {})}
+    arrays = {"q": q, "k": k, "v": v, "bias": bias, **({"dout": dout} if of is BACKWARD else {})}
     options = rules.complete({"causal": True, "layout": "bshd"})
-    expected, made = autotune.measure(corridor, numpy_, arrays, options, backward, None)
+    expected, made = autotune.measure(corridor, Call(numpy_, of, arrays, options))
     out, lse = cupyflash.attention(q, k, v, bias=bias, causal=True, return_lse=True)
-    if backward:
+    if of is BACKWARD:
         grads = cupyflash.attention_backward(dout, q, k, v, out, lse, bias=bias, causal=True)
         assert autotune.difference(made["out"], out) == autotune.difference(made["lse"], lse) == 0
         assert expected.keys() == {"dq", "dk", "dv"}
@@ -461,42 +463,42 @@ def test_difference_is_relative() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("family", "backward"), PASSES)
+@pytest.mark.parametrize(("family", "of"), TUNED)
 def test_tiles_are_timed_and_used(
-    family: str, backward: bool, store: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    family: str, of: Pass, store: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table's tiles and one more; whatever runs gives the same result, and the next call runs what is stored."""
     import cupy
 
     from cupyflash.gpu import corridor
 
-    shape, dtype = (2, 300, 4, 64), "float16" if backward else "bfloat16"
+    shape, dtype = (2, 300, 4, 64), "float16" if of is BACKWARD else "bfloat16"
     asked, arch = problem(dtype, seq_q=300, seq_k=300, heads_q=4, heads_k=4), device.current(0)
-    if (why := FAMILIES[family].objection(asked, arch, backward)) is not None:
+    if (why := FAMILIES[family].objection(asked, arch, of)) is not None:
         pytest.skip(f"{family} {why}")
     tiles = FAMILIES[family].TILES
-    few = {name: values[:1] for name, values in tiles[backward].tried.items()}
-    monkeypatch.setitem(tiles, backward, dataclasses.replace(tiles[backward], tried=few))
-    result = cupyflash.tune(shape, dtype=dtype, backward=backward, family=family, rounds=2, min_ms=1)
+    few = {name: values[:1] for name, values in tiles[of].tried.items()}
+    monkeypatch.setitem(tiles, of, dataclasses.replace(tiles[of], tried=few))
+    result = cupyflash.tune(shape, dtype=dtype, backward=of is BACKWARD, family=family, rounds=2, min_ms=1)
     timed = [trial for trial in result.trials if trial.seconds]
     assert timed[0] is result.trials[0] and all(0 < trial.seconds < 1 for trial in timed) and len(timed) > 1
     assert not [trial.note for trial in result.trials if trial.note.startswith("wrong")]
 
     def call() -> list[np.ndarray]:
         options = {"family": family}
-        out, lse = cupyflash.attention(*arrays, return_lse=True, **({} if backward else options))
-        results = cupyflash.attention_backward(arrays[0], *arrays, out, lse, **options) if backward else (out,)
+        out, lse = cupyflash.attention(*arrays, return_lse=True, **({} if of is BACKWARD else options))
+        results = cupyflash.attention_backward(arrays[0], *arrays, out, lse, **options) if of is BACKWARD else (out,)
         return [cupy.asnumpy(x).astype(np.float64) for x in results]
 
     arrays = [cupy.asarray(rng.standard_normal(shape, np.float32)).astype("float16") for _ in range(3)]
-    own = tuned.entry(asked, arch, family, backward, timed[1].tile)
+    own = tuned.entry(asked, arch, family, of, timed[1].tile)
     try:
         before = call()
         tuned.replace([dataclasses.replace(own, dtype="float16")], [])
         corridor.forget()
         for x, y in zip(call(), before):
             assert autotune.difference(x, y) < autotune.TOLERANCE["float16"]
-        explained = cupyflash.explain(shape, dtype="float16", backward=backward, family=family)
+        explained = cupyflash.explain(shape, dtype="float16", backward=of is BACKWARD, family=family)
         assert explained.tiles == dict(timed[1].plan.constants) and "tiles tuned on" in explained.notes[0]
     finally:
         monkeypatch.setenv("CUPYFLASH_CONFIG_DIR", os.devnull)
@@ -507,24 +509,24 @@ def test_tiles_are_timed_and_used(
 # ---- export ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "backward"), PASSES)
-def test_exported_rows_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch, family: str, backward: bool) -> None:
+@pytest.mark.parametrize(("family", "of"), TUNED)
+def test_exported_rows_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch, family: str, of: Pass) -> None:
     # Where tiles are not chosen by load before the table is asked.
-    dim = 128 if family == "sm90" and not backward else 64
+    dim = 128 if family == "sm90" and of is FORWARD else 64
     asked = problem("float16", dim, seq_q=1024)
-    *_, last = candidates(asked, H200, backward, family)
-    comment, row = autotune.export((entry(last.tile, H200, backward, family, dim=dim, seq_q=1024),))
-    assert comment.startswith(f"# {family} {'backward' if backward else 'forward'}: sm_90a")
+    *_, last = candidates(asked, H200, of, family)
+    comment, row = autotune.export((entry(last.tile, H200, of, family, dim=dim, seq_q=1024),))
+    assert comment.startswith(f"# {family} {of}: sm_90a")
     tiles = FAMILIES[family].TILES
-    home = sys.modules[type(tiles[backward].table[0]).__module__]
+    home = sys.modules[type(tiles[of].table[0]).__module__]
     (parsed,) = eval(f"[{row}]", vars(home))
-    longer = dataclasses.replace(tiles[backward], table=(parsed, *tiles[backward].table))
-    monkeypatch.setitem(tiles, backward, longer)
+    longer = dataclasses.replace(tiles[of], table=(parsed, *tiles[of].table))
+    monkeypatch.setitem(tiles, of, longer)
     if home is not FAMILIES[family]:  # a module for each pass
         monkeypatch.setattr(home, "TILES", longer)
-    assert plan(asked, H200, backward, family) == last.plan
+    assert plan(asked, H200, of, family) == last.plan
     if family != "simt":  # in whose table the widest is the limit of the kernels
-        assert plan(problem("float16", 2 * dim), H200, backward, family) != last.plan
+        assert plan(problem("float16", 2 * dim), H200, of, family) != last.plan
 
 
 @pytest.mark.parametrize(

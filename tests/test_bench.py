@@ -15,6 +15,7 @@ pytest.importorskip("rich")
 from cupyflash import bench, timing
 from cupyflash.bench import machine, peers, plots, report, suites
 from cupyflash.bench.suites import SUITES, Options
+from cupyflash.passes import BACKWARD, FORWARD
 from cupyflash.timing import Candidate
 
 # --- statistics ---------------------------------------------------------------------------------------------------
@@ -22,10 +23,10 @@ from cupyflash.timing import Candidate
 
 def test_flops_are_the_papers():
     sizes = {"batch": 2, "seq": 1024, "heads": 16, "dim": 128}
-    full = timing.flops(**sizes, causal=False, backward=False)
+    full = timing.flops(**sizes, causal=False, of=FORWARD)
     assert full == 4 * 2 * 16 * 1024**2 * 128
-    assert timing.flops(**sizes, causal=True, backward=False) == full / 2
-    assert timing.flops(**sizes, causal=True, backward=True) == 2.5 * full / 2
+    assert timing.flops(**sizes, causal=True, of=FORWARD) == full / 2
+    assert timing.flops(**sizes, causal=True, of=BACKWARD) == 2.5 * full / 2
 
 
 def test_interleave_takes_turns_and_medians():
@@ -194,8 +195,8 @@ def test_sdpa_peers_give_out_and_gradients(case):
     out, _, grads = attention_by_hand(case)
     for name in ("torch", "math"):
         peer = peers.load(name)
-        assert close(peer(case, False).call(), [out])
-        candidate = peer(case, True)
+        assert close(peer(case, FORWARD).call(), [out])
+        candidate = peer(case, BACKWARD)
         assert close(candidate.call(), grads)
         assert close(candidate.call(), grads)  # the graph is kept: it is called many times
 
@@ -203,8 +204,8 @@ def test_sdpa_peers_give_out_and_gradients(case):
 def test_standard_attention_is_attention(case, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", np)  # the same calls on the CPU
     out, _, grads = attention_by_hand(case)
-    assert close(peers.standard(case, False).call(), [out])
-    assert close(peers.standard(case, True).call(), grads)
+    assert close(peers.standard(case, FORWARD).call(), [out])
+    assert close(peers.standard(case, BACKWARD).call(), grads)
 
 
 def test_fa3_calls_the_operators_by_their_schema(case, monkeypatch):
@@ -245,8 +246,8 @@ def test_fa3_calls_the_operators_by_their_schema(case, monkeypatch):
     for name in ("flash_attn_3", "flash_attn_3._C"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     prepare = peers.fa3()
-    assert close(prepare(case, False).call(), [out])
-    assert close(prepare(case, True).call(), grads)
+    assert close(prepare(case, FORWARD).call(), [out])
+    assert close(prepare(case, BACKWARD).call(), grads)
 
 
 def test_absent_peers_tell_why(monkeypatch, tmp_path):
@@ -258,24 +259,24 @@ def test_absent_peers_tell_why(monkeypatch, tmp_path):
 
 
 def test_compare_leaves_out_who_fails_or_is_wrong(case):
-    def wrong(case, backward):
+    def wrong(case, of):
         return Candidate(lambda: (1.1 * case.v,))
 
-    def nan(case, backward):
+    def nan(case, of):
         return Candidate(lambda: (case.v * math.nan,))
 
-    def broken(case, backward):
+    def broken(case, of):
         raise ValueError("float32 is not supported")
 
     right = peers.load("torch")
     prepares = {"nan": nan, "broken": broken, "torch": right, "wrong": wrong, "ours": right}
-    candidates, notes = suites.compare(prepares, case, backward=False)
+    candidates, notes = suites.compare(prepares, case, FORWARD)
     assert list(candidates) == ["torch", "ours"]
     assert notes["nan"].startswith("wrong: relative error nan")
     assert notes["broken"] == "ValueError: float32 is not supported"
     assert notes["wrong"].endswith("against torch")
     assert "ours" not in notes
-    _, alone = suites.compare({"broken": broken, "ours": right}, case, backward=False)
+    _, alone = suites.compare({"broken": broken, "ours": right}, case, FORWARD)
     assert alone["ours"].startswith("unchecked")
 
 

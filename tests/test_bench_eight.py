@@ -14,6 +14,7 @@ from cupyflash import attention, bench
 from cupyflash.bench import eight, machine, report
 from cupyflash.bench.peers import Case
 from cupyflash.bench.suites import SUITES, Options
+from cupyflash.passes import Pass
 from cupyflash.timing import Candidate
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "float8.md"
@@ -24,7 +25,7 @@ def test_all_compute_the_same_and_what_is_wrong_is_left_out(monkeypatch: pytest.
     seen: list[Any] = []
 
     def ours(family: str | None = None) -> Any:
-        def prepare(case: Case, backward: bool) -> Candidate:
+        def prepare(case: Case, of: Pass) -> Candidate:
             seen.append((case.q.dtype, case.scores))
             return Candidate(lambda: (attention(*case[:3], causal=case.causal, **case.scores),))
 
@@ -37,7 +38,7 @@ def test_all_compute_the_same_and_what_is_wrong_is_left_out(monkeypatch: pytest.
     def load(name: str) -> Any:
         if name == "fa3":
             return "not installed"
-        return lambda case, backward: Candidate(lambda: (case.v.float() * 0,))
+        return lambda case, of: Candidate(lambda: (case.v.float() * 0,))
 
     monkeypatch.setattr(eight.peers, "ours", ours)
     monkeypatch.setattr(eight.peers, "load", load)

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from cupyflash import bench, timing
 from cupyflash.bench import host, jitted, peers, runner, suite
 from cupyflash.bench.suites import SUITES, Options
+from cupyflash.passes import FORWARD, PASSES
 from cupyflash.timing import Candidate
 
 SMALL = {"dtype": "float32", "batch": 2, "seq": 24, "heads": 2, "dim": 16}
@@ -65,7 +66,7 @@ def test_pytorch_is_measured_with_grad(monkeypatch, direction):
     # The forward is recorded, and the backward is autograd's.
     case = suite.case_of({**SMALL, "causal": True}, "cpu")
     for prepare in host._prepares({"library": "torch, with grad", "pass": direction}, None).values():
-        results = prepare(case, direction == "backward").call()
+        results = prepare(case, PASSES[direction]).call()
         assert len(results) == (1 if direction == "forward" else 3)
         assert results[0].requires_grad == (direction == "forward")
     assert not case.q.requires_grad
@@ -76,7 +77,7 @@ def test_pytorch_without_grad_is_not_recorded(monkeypatch):
     assert {*values} == {"ours", "torch"} and notes == {}
     case = suite.case_of({**SMALL, "causal": True}, "cpu")
     for prepare in host._prepares({"library": "torch", "pass": "forward"}, None).values():
-        assert not prepare(case, False).call()[0].requires_grad
+        assert not prepare(case, FORWARD).call()[0].requires_grad
 
 
 @pytest.mark.parametrize("library", ["jax, jitted", "jax, added"])
@@ -100,8 +101,8 @@ def test_a_chain_is_that_many_calls(jax, name):
     case = suite.case_of({**SMALL, "causal": True}, "cpu")
     out = case.q
     for _ in range(3):
-        (out,) = peers.load("torch")(case._replace(q=out), False).call()
-    found = host._chained(name, None, 3, case, False).call()
+        (out,) = peers.load("torch")(case._replace(q=out), FORWARD).call()
+    found = host._chained(name, None, 3, case, FORWARD).call()
     assert torch.allclose(torch.from_dlpack(found), out, atol=1e-5)
 
 

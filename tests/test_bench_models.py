@@ -19,6 +19,7 @@ from cupyflash import bench
 from cupyflash.bench import machine, models, peers, plots, report, runner, suite
 from cupyflash.bench.models import CALLS, Call
 from cupyflash.bench.suites import SUITES
+from cupyflash.passes import BACKWARD, FORWARD
 from cupyflash.timing import Candidate
 
 SMALL = {
@@ -78,17 +79,17 @@ def test_pairs_are_those_that_the_mask_leaves(name):
     call = SMALL[name]
     assert models.pairs(call) == seen(call).sum()
     products = call.dim + (call.dim_v or call.dim)
-    assert models.work(call, False) == 2 * call.batch * call.heads * seen(call).sum() * products
+    assert models.work(call, FORWARD) == 2 * call.batch * call.heads * seen(call).sum() * products
     if call.dim_v is None:
-        assert models.work(call, True) == 2.5 * models.work(call, False)
+        assert models.work(call, BACKWARD) == 2.5 * models.work(call, FORWARD)
 
 
 # --- peers --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("backward", [False, True])
-def test_ours_and_pytorch_compute_every_kind_of_call(name, backward, monkeypatch):
+@pytest.mark.parametrize("of", [FORWARD, BACKWARD])
+def test_ours_and_pytorch_compute_every_kind_of_call(name, of, monkeypatch):
     monkeypatch.setattr(suite, "TOLERANCE", 1e-4)
     call = SMALL[name]
     case = models.draw(call, "float32", 1, "cpu")
@@ -100,15 +101,15 @@ def test_ours_and_pytorch_compute_every_kind_of_call(name, backward, monkeypatch
     k, v = (x.repeat_interleave(call.heads // call.heads_k, 1) for x in (k, v))
     scores = (q @ k.transpose(2, 3) * call.dim**-0.5).masked_fill(hidden, -torch.inf)
     out = (scores.softmax(-1) @ v).transpose(1, 2)
-    exact = torch.autograd.grad(out, leaves, case.dout.double()) if backward else (out.detach(),)
+    exact = torch.autograd.grad(out, leaves, case.dout.double()) if of is BACKWARD else (out.detach(),)
     prepares = {"math": peers.sdpa("MATH")}
-    if not backward:  # of PyTorch's tensors on a CPU the gradients are autograd's
+    if of is FORWARD:  # of PyTorch's tensors on a CPU the gradients are autograd's
         prepares["ours"] = peers.ours()
-    found, notes = suite.compare(prepares, case, backward, exact)
+    found, notes = suite.compare(prepares, case, of, exact)
     if call.window is None:
         assert [*found] == [*prepares] and notes == {}
     else:
-        assert [*found] == ["ours"][backward:] and "has no window" in notes["math"]
+        assert [*found] == ["ours"][of is BACKWARD :] and "has no window" in notes["math"]
 
 
 def test_flash_attention_2_takes_windows_where_its_package_is(monkeypatch):
@@ -117,7 +118,7 @@ def test_flash_attention_2_takes_windows_where_its_package_is(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     prepare = peers.fa2()
     with pytest.raises(ImportError):
-        prepare(case, False)
+        prepare(case, FORWARD)
 
     def flash_attn_func(q, k, v, causal, window_size):
         assert not causal and window_size == (9, 0)
@@ -125,7 +126,7 @@ def test_flash_attention_2_takes_windows_where_its_package_is(monkeypatch):
 
     module.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    assert prepare(case, False).call() == (case.v,)
+    assert prepare(case, FORWARD).call() == (case.v,)
 
 
 # --- measuring ----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from cupyflash import bench, timing
 from cupyflash.bench import machine, peers, plots, report, runner, scores, suite, suites
 from cupyflash.bench.suites import SUITES
+from cupyflash.passes import BACKWARD, FORWARD, PASSES, Pass
 from cupyflash.timing import Candidate
 
 
@@ -78,21 +79,21 @@ def test_what_the_masks_leave(name, share):
 def test_every_row_tells_right_from_wrong(name, direction, monkeypatch):
     """Our attention and PyTorch's agree with the float32 reference; whoever leaves out what the row is about is found."""
     monkeypatch.setattr(suite, "TOLERANCE", 1e-4)
-    backward = direction == "backward"
+    of = PASSES[direction]
     case = scores.draw(small(name, direction), "cpu")
     learned = {"relative": ("table",), "t5": ("table",), "evoformer": ("bias",)}
     assert case.wrt == (("bias",) if name.startswith("dbias") else learned.get(name, ()))
     prepares: dict[str, peers.Prepare] = {"ours": peers.ours()}
     if not {"softcap", "score", "alibi_slopes", "sinks", "block_mask"} & case.scores.keys():
         prepares["math"] = peers.load("math")
-    right, notes = suite.compare(prepares, case, backward, scores.exact(case, backward))
+    right, notes = suite.compare(prepares, case, of, scores.exact(case, of))
     assert [*right] == [*prepares] and notes == {}
 
-    def plain(case: peers.Case, backward: bool) -> Candidate:
-        return peers.load("math")(case._replace(scores={}, wrt=()), backward)
+    def plain(case: peers.Case, of: Pass) -> Candidate:
+        return peers.load("math")(case._replace(scores={}, wrt=()), of)
 
     monkeypatch.setattr(suite, "TOLERANCE", 0.05)  # wider than it is
-    found, notes = suite.compare({"plain": plain}, case, backward, scores.exact(case, backward))
+    found, notes = suite.compare({"plain": plain}, case, of, scores.exact(case, of))
     assert name == "causal" or (found == {} and ("wrong" in notes["plain"] or "longer" in notes["plain"]))
 
 
@@ -101,15 +102,15 @@ def test_every_row_tells_right_from_wrong(name, direction, monkeypatch):
 def test_dropout_is_as_far_from_none_as_it_must_be(name, direction, monkeypatch):
     """Everyone's own random numbers; whoever drops nothing, or twice as much, is found."""
     monkeypatch.setattr(suite, "TOLERANCE", 0.08)  # few heads: a row's first keys decide
-    problem, backward = {**small(name, direction), "batch": 16, "heads": 8}, direction == "backward"
+    problem, of = {**small(name, direction), "batch": 16, "heads": 8}, PASSES[direction]
     case = scores.draw(problem, "cpu")
-    right, noise = scores.expected(case, backward)
-    assert noise[0] == pytest.approx((0.1 / 0.9) ** 0.5, rel=0.1) or backward
+    right, noise = scores.expected(case, of)
+    assert noise[0] == pytest.approx((0.1 / 0.9) ** 0.5, rel=0.1) or of is BACKWARD
     prepares = {"ours": peers.ours(), "math": peers.load("math")}
     for share, much in ((0.0, "none"), (0.2, "twice")):
         other = case._replace(scores={"dropout": share, "seed": 2})
-        prepares[much] = lambda _, backward, other=other: peers.ours()(other, backward)
-    found, notes = suite.compare(prepares, case, backward, right, noise)
+        prepares[much] = lambda _, of, other=other: peers.ours()(other, of)
+    found, notes = suite.compare(prepares, case, of, right, noise)
     assert {*found} == {"ours", "math"} and all("wrong" in notes[much] for much in ("none", "twice"))
 
 
@@ -121,18 +122,18 @@ def test_buckets_of_distances_are_t5s():
 
 def test_the_reference_takes_some_batch_entries_at_a_time(monkeypatch):
     case = scores.draw(small("evoformer", "backward"), "cpu")
-    whole = scores.exact(case, True)
+    whole = scores.exact(case, BACKWARD)
     split = torch.Tensor.split
     sizes = []
     monkeypatch.setattr(torch.Tensor, "split", lambda x, n: sizes.append(n) or split(x, 2))
-    parts = scores.exact(case, True)
+    parts = scores.exact(case, BACKWARD)
     assert sizes == [2**28 // (2 * 128 * 128)]
     assert len(whole) == 4 and all(torch.allclose(x, y, atol=1e-5) for x, y in zip(whole, parts))
 
 
 def test_gradients_of_arrays_are_asked_for_by_name(monkeypatch):
     case = scores.draw(small("dbias-1hss", "backward"), "cpu")
-    expected = scores.exact(case, True)
+    expected = scores.exact(case, BACKWARD)
 
     class Found(NamedTuple):
         dq: Any
@@ -145,7 +146,7 @@ def test_gradients_of_arrays_are_asked_for_by_name(monkeypatch):
         return Found(*expected)
 
     monkeypatch.setattr(peers, "attention_backward", attention_backward)
-    assert all(x is y for x, y in zip(peers.ours()(case, True).call(), expected))
+    assert all(x is y for x, y in zip(peers.ours()(case, BACKWARD).call(), expected))
 
 
 # --- FlexAttention ------------------------------------------------------------------------------------------------
@@ -164,10 +165,10 @@ def test_flex_attention_computes_every_row(name, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **how: compile_(f, **{"backend": "aot_eager", **how}))
     monkeypatch.setattr(module, "_validate_device", lambda *_: None)  # refuses gradients on a CPU
     monkeypatch.setattr(suite, "TOLERANCE", 1e-4)
-    for backward in (False, True):
+    for of in (FORWARD, BACKWARD):
         case = scores.draw(small(name, "backward"), "cpu")
-        expected = scores.exact(case, backward)
-        found, notes = suite.compare({"flex": peers.flex()}, case, backward, expected)
+        expected = scores.exact(case, of)
+        found, notes = suite.compare({"flex": peers.flex()}, case, of, expected)
         assert notes == {}
         again = found["flex"].call()
         assert all(suite.relative_error(x, y) < 1e-4 for x, y in zip(again, expected))
@@ -189,7 +190,7 @@ def test_a_row_is_measured_in_turn_and_the_slow_come_last(monkeypatch):
 
         return sample
 
-    def refuses(case, backward):
+    def refuses(case, of):
         raise RuntimeError("No available kernel")
 
     right = peers.load("math")
@@ -202,7 +203,7 @@ def test_a_row_is_measured_in_turn_and_the_slow_come_last(monkeypatch):
     assert taken[9:] == 3 * ["efficient"]
     rounds = [taken[i : i + 3] for i in (0, 3, 6)]
     assert all(sorted(each) == ["flex", "ours", "ours_causal"] for each in rounds) and rounds[0] != rounds[1]
-    whole = timing.flops(batch=3, seq=128, heads=2, dim=16, causal=False, backward=False) / 1e12
+    whole = timing.flops(batch=3, seq=128, heads=2, dim=16, causal=False, of=FORWARD) / 1e12
     assert values["ours"] == pytest.approx(0.75 * whole, rel=0.01) and values["flex"] == values["ours"] / 2
     assert values["ours_causal"] == pytest.approx(whole / 2 / 0.25)
     row = report.make_row(problem, "TFLOP/s", values, notes, scores.PEERS)

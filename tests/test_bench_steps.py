@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 from cupyflash import bench
 from cupyflash.bench import fa3, first_call, gpt, jitted, machine, peers, runner, steps, suites
 from cupyflash.bench.suites import SUITES, Options
+from cupyflash.passes import BACKWARD, FORWARD
 
 TINY = {"layers": 2, "width": 64, "dim": 32, "causal": True, "seq": 40, "batch": 4, "heads": 2, "dtype": "bfloat16"}
 
@@ -138,12 +139,12 @@ def test_flash_attention_3_is_differentiated(monkeypatch):
     operators = types.SimpleNamespace(fwd=_forward, bwd=_backward)
     monkeypatch.setattr(peers, "fa3_operators", lambda: operators)
     case = peers.make_case(2, 24, 2, 16, causal=True, dtype="float32", seed=1, device="cpu")
-    found = peers.differentiable(lambda case: fa3.causal(*case[:3]), torch.no_grad, case, False).call()
-    for x, y in zip(found, peers.load("math")(case, False).call(), strict=True):
+    found = peers.differentiable(lambda case: fa3.causal(*case[:3]), torch.no_grad, case, FORWARD).call()
+    for x, y in zip(found, peers.load("math")(case, FORWARD).call(), strict=True):
         assert torch.allclose(x, y, atol=1e-5)
     leaves = [x.requires_grad_() for x in case[:3]]
     gradients = torch.autograd.grad(fa3.causal(*leaves), leaves, case.dout)
-    for x, y in zip(gradients, peers.load("math")(case, True).call(), strict=True):
+    for x, y in zip(gradients, peers.load("math")(case, BACKWARD).call(), strict=True):
         assert torch.allclose(x, y, atol=1e-5)
 
 

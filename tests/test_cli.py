@@ -30,6 +30,7 @@ from cupyflash.bench.suites import SUITES
 from cupyflash.command_options import value as command_value
 from cupyflash.gpu import cache as disk
 from cupyflash.gpu import compiler
+from cupyflash.passes import BACKWARD, FORWARD
 from cupyflash.precompile import jobs
 from cupyflash.problem import ARRAYS, OPTIONS, describe
 
@@ -816,7 +817,7 @@ def test_compiled_kernels_are_told_in_80_columns(cache: Path, capsys: pytest.Cap
     from cupyflash.commands import _kernel_table
     from cupyflash.precompile import Done
 
-    work = jobs(["sm_90a"], ["bfloat16"], [128], backward=(True,))
+    work = jobs(["sm_90a"], ["bfloat16"], [128], passes=(BACKWARD,))
     found = {x.name: compiler.Resources(255, 0, 0, 0, 0) for x in work[0].plan.launches}
     done = [Done(job, 12.34, compiler.Compiled("sm_90a", b"", "", found, True)) for job in work]
     Console(width=80).print(_kernel_table(done, {job: i for i, job in enumerate(work)}))
@@ -843,7 +844,7 @@ def test_compiled_is_what_a_call_needs(cache: Path) -> None:
         for causal in (False, True):
             arrays = {name: np.empty((3, 1000, 6, dim), DTYPES[dtype]) for name in "qkv"}
             problem = problem_of(arrays, causal=causal)
-            for backward in (False, True):
+            for backward in (FORWARD, BACKWARD):
                 assert generate(plan(problem, Arch.of("sm_90a"), backward)) in ready, (dtype, dim, causal, backward)
             for length, heads, heads_k in ((1, 32, 8), (1, 32, 32), (512, 8, 8)):
                 shapes = {"q": (1, length, heads, dim), "k": (1, 9000, heads_k, dim), "v": (1, 9000, heads_k, dim)}
@@ -883,7 +884,7 @@ def test_tune_prints_every_tile(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     from cupyflash.problem import AttentionProblem
 
     asked = AttentionProblem("bfloat16", 2, 512, 512, 4, 4, 64, 64, 0.125)
-    own, best, wrong, *_ = candidates(asked, Arch.of("sm_80"), False, "sm80")
+    own, best, wrong, *_ = candidates(asked, Arch.of("sm_80"), FORWARD, "sm80")
     own, best = replace(own, seconds=2e-3), replace(best, seconds=1e-3)
     wrong = replace(wrong, note="wrong: differs by 1.0e+00")
     calls = []
@@ -891,7 +892,7 @@ def test_tune_prints_every_tile(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     def tune(*shapes: object, **options: object) -> Tuning:
         calls.append((shapes, options))
         options["progress"]("time", 1, 2)
-        return Tuning(asked, False, "sm80", (own, best, wrong), best, "/there/tuning.json")
+        return Tuning(asked, "forward", "sm80", (own, best, wrong), best, "/there/tuning.json")
 
     monkeypatch.setattr(cupyflash, "tune", tune)
     code, out, err = run("tune", "--shape", "2,512,4,64", "--causal", "--key-mask", "--dry-run", "--family", "sm80")
@@ -913,7 +914,7 @@ def test_tune_export(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     code, out, err = run("tune", "--export")
     assert (code, out) == (2, "") and "tuning.json holds nothing" in err
     problem = problem_of({name: np.empty((1, 100, 2, 64), np.float16) for name in "qkv"})
-    tuned.replace([tuned.entry(problem, Arch.of("sm_80"), "sm80", False, (64, 64, 4, 1, 2, 2))], [])
+    tuned.replace([tuned.entry(problem, Arch.of("sm_80"), "sm80", FORWARD, (64, 64, 4, 1, 2, 2))], [])
     code, out, _ = run("tune", "--export")
     tuned.stored.cache_clear()
     assert code == 0 and out.splitlines()[1].startswith("Tile(rows=64, keys=64, ")

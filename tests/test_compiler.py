@@ -19,6 +19,7 @@ from cupyflash.gpu import compiler, device, dump, programs
 from cupyflash.gpu.compiler import Compiled, CompileError, Resources, parse_resources
 from cupyflash.gpu.kernel_plan import KernelPlan, Launch
 from cupyflash.gpu.source import kernels_folder
+from cupyflash.passes import BACKWARD, FORWARD
 
 pytest.importorskip("cuda.core")
 
@@ -149,7 +150,7 @@ def test_line_numbers_on_request(monkeypatch, own_cache, value, lines):
 def a_plan(**changed):
     constants = (("DIM", 64), ("DIM_V", 32), ("LEFT", False))
     launches = (Launch("reverse", 10, 64, 1000), Launch("fill", 10, 32))
-    fixed = {"family": "sm80", "arch": "sm_80", "dtype": "float16", "backward": False, "source": "sm80/forward.cu"}
+    fixed = {"family": "sm80", "arch": "sm_80", "dtype": "float16", "of": FORWARD, "source": "sm80/forward.cu"}
     return KernelPlan(**{**fixed, "constants": constants, "launches": launches, "alignment": 16, **changed})
 
 
@@ -175,7 +176,7 @@ def test_dump(monkeypatch, own_cache, tmp_path):
     ) in told
     assert "fill: 32 threads" in told and "DIM_V = 32" in told and compiled.log in told
 
-    programs.program(a_plan(backward=True, dtype="float32", constants=(("COLUMNS", 128),), arch="sm_90a"))
+    programs.program(a_plan(of=BACKWARD, dtype="float32", constants=(("COLUMNS", 128),), arch="sm_90a"))
     assert len({path.stem for path in folder.iterdir()}) == 2
     assert len(list(folder.glob("sm_90a-sm80-backward-float32-d128-*"))) == 4
 

@@ -17,9 +17,11 @@ cupy = pytest.importorskip("cupy")
 from stand_in_cuda import Cuda
 
 from cupyflash import attention, attention_backward, explain
+from cupyflash.call import Call
 from cupyflash.gpu import corridor, device, launch, params, programs
 from cupyflash.gpu.device import Arch
 from cupyflash.interop import cupy_
+from cupyflash.passes import BACKWARD, FORWARD
 from cupyflash.problem import ITEMSIZE, OPTIONS, MaskKind, View, complete, contiguous, score_of
 
 STREAM = 77
@@ -476,7 +478,9 @@ def xla_call(
     gpus = [SimpleNamespace(local_hardware_id=0)]
     monkeypatch.setattr(jax, "local_devices", lambda backend: gpus)
     views = {name: View(shape, contiguous(shape), dtype, "", "jax") for name, (shape, dtype) in given.items()}
-    call = jax_gpu.Callback(views, complete(options), seed, None, wrt)
+    of = FORWARD if wrt is None else BACKWARD
+    asked = Call(None, of, {}, complete(options), seed=seed, return_lse=of is FORWARD, wrt=wrt or ())  # type: ignore[arg-type]
+    call = jax_gpu.Callback(asked, views)
 
     def buffer(view: View) -> XlaBuffer:
         return XlaBuffer(int(np.prod(view.shape)) * ITEMSIZE[view.dtype], ordinal, misaligned)

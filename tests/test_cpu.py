@@ -233,7 +233,7 @@ def test_heads_that_are_put_together(given, group, monkeypatch):
     def results():
         out, lse = cpu.forward(problem, q, k, v, key_mask=key_mask, **extra)
         grads = cpu.backward(problem, dout, q, k, v, out, lse, key_mask=key_mask, wrt=tuple(extra), **extra)
-        return out, lse, *grads[:3], *(getattr(grads, f"d{name}") for name in extra)
+        return out, lse, *grads[:3], *(grads.of_arrays[name] for name in extra)
 
     found = results()
     monkeypatch.setattr(

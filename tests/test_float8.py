@@ -16,6 +16,7 @@ from semantics import draw_inputs
 from cupyflash import attention, attention_backward, explain, tune
 from cupyflash.float8 import quantize, rotation
 from cupyflash.gpu import device
+from cupyflash.passes import BACKWARD, FORWARD
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs" / "float8.md").read_text(encoding="utf-8")
 PAGE = blocks(TEXT, "python")
@@ -163,11 +164,11 @@ def test_compiled_ahead() -> None:
     from cupyflash.precompile import jobs
 
     work = jobs(["sm_90a"], ["float8_e4m3fn"], causal=[True], arrays=("bias", "k_descale"))
-    assert {(job.problem.dim, job.backward) for job in work} == {(dim, False) for dim in (64, 128, 256)}
+    assert {(job.problem.dim, job.of) for job in work} == {(dim, FORWARD) for dim in (64, 128, 256)}
     with pytest.raises(
         ValueError, match="no kernel family takes this problem: sm90 has a forward alone of float8_e4m3fn"
     ):
-        jobs(["sm_90a"], ["float8_e4m3fn"], backward=[True])
+        jobs(["sm_90a"], ["float8_e4m3fn"], passes=[BACKWARD])
 
 
 def test_on_a_command_line() -> None:

@@ -20,6 +20,7 @@ from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import sm90_forward
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
+from cupyflash.passes import FORWARD
 from cupyflash.problem import ARRAYS, Given, View
 
 pytestmark = needs_compiler
@@ -132,7 +133,7 @@ def results(
             axes = rule.spread(View(scale.shape, strides, "float32", "cpu", "numpy"))
             given.append(Given(rule.name, "float32", axes))
     problem = replace(problem, dtype=FLOAT8.name, out_dtype=result, out_scale=out_scale, given=tuple(given))
-    chosen = plan(problem, H200, False, "sm90", tile and {"sm90": tile})
+    chosen = plan(problem, H200, FORWARD, "sm90", tile and {"sm90": tile})
     assert (dict(chosen.constants)["SUM_TILES"] > 0) == long_sums
     (library,) = compile_all(as_cpp(generate(chosen), [y.name for y in chosen.launches]))
     optional = x.descales | others | ({} if key_mask is None else {"key_mask": key_mask})

@@ -19,6 +19,7 @@ from reference import DTYPES, state
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
+from cupyflash.passes import BACKWARD, FORWARD
 from cupyflash.problem import FLOATS, OPTIONS
 
 SMALL = ["--cpu", "--jobs", "1", "--kinds", "12"]
@@ -149,5 +150,5 @@ def test_a_kind_is_what_kernels_are_compiled_with(backend: Backend, dtype: str, 
             options = {row.name: options.get(row.name, row.default) for row in OPTIONS if row.name != "layout"}
             problem = state(*inputs[:3], inputs.key_mask, **options, **inputs.given)
             family = backend.family_for(problem)
-            sources |= {generate(plan(problem, arch, backward, family)) for backward in (False, True)}
+            sources |= {generate(plan(problem, arch, backward, family)) for backward in (FORWARD, BACKWARD)}
         assert 2 <= len(sources) <= 2 + {"sm90": 4, "sm80": 5}.get(backend.family or "", 0), kind

@@ -16,6 +16,7 @@ from semantics import Inputs, Judge, as_arguments, draw_inputs
 from cupyflash import attention, attention_backward
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, plan
+from cupyflash.passes import BACKWARD, FORWARD
 from cupyflash.problem import AttentionProblem
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -148,7 +149,7 @@ def test_shapes_take_every_way_out(dim: int) -> None:
     taken = []
     for (batch, (sq, sk), (hq, hk)), _ in SHAPES:
         problem = AttentionProblem("float16", batch, sq, sk, hq, hk, dim, dim, 0.1)
-        forward, backward = (dict(plan(problem, Arch.of("sm_90a"), x, "sm90").constants) for x in (False, True))
+        forward, backward = (dict(plan(problem, Arch.of("sm_90a"), x, "sm90").constants) for x in (FORWARD, BACKWARD))
         taken.append((forward["PACK"] > 1, forward["SHARES"], backward["WHOLE_DQ"]))
     whole = dim <= 128  # else two thread blocks share the keys of a tile
     assert taken == [(False, False, False), (True, False, whole), (True, True, False)]

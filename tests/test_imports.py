@@ -8,7 +8,21 @@ import sys
 
 from imports import HANDED_OVER, import_graph
 
-LIBRARY = ("api", "passes", "folding", "problem", "interop", "cpu", "gpu", "torch", "jax", "compat", "integrations")
+LIBRARY = (
+    "api",
+    "call",
+    "dispatch",
+    "passes",
+    "folding",
+    "problem",
+    "interop",
+    "cpu",
+    "gpu",
+    "torch",
+    "jax",
+    "compat",
+    "integrations",
+)
 TOOLS = ("bench", "demo", "reference", "cli", "commands", "autotune", "precompile", "explanation", "info", "timing")
 
 

@@ -24,6 +24,7 @@ from jax import numpy as jnp
 
 from cupyflash.interop import jax_ops
 from cupyflash.jax import attention, dot_product_attention
+from cupyflash.passes import BACKWARD
 
 PLATFORMS = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
@@ -172,8 +173,8 @@ def test_vmap(which: str, rank: int, layout: str) -> None:
 
 def test_vmap_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    forward = corridor.forward
-    monkeypatch.setattr(corridor, "forward", lambda *x: (calls.append(x[1]["q"].shape), forward(*x))[1])
+    run = corridor.run
+    monkeypatch.setattr(corridor, "run", lambda call: (calls.append(call.arrays["q"].shape), run(call))[1])
     q, k = numbers(3, 2, 5, 4, 8), numbers(3, 2, 7, 2, 8)
     nested = jax.vmap(jax.vmap(lambda q, k: attention(q, k, k)))
     nested(q, k).block_until_ready()
@@ -242,8 +243,8 @@ print("sharded")
 def test_gradients_of_sinks_beside_those_of_a_score_function(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of their own: each writes to the memory of the result that is its own."""
     asked: list[tuple[str, ...]] = []
-    make = jax_ops._backward_of
-    monkeypatch.setattr(jax_ops, "_backward_of", lambda how, wrt: asked.append(wrt) or make(how, wrt))
+    make = jax_ops._made
+    monkeypatch.setattr(jax_ops, "_made", lambda how: (how.of is BACKWARD and asked.append(how.wrt), make(how))[1])
     q, k, v = qkv(platform=platform)
     sinks, table = numbers(4, seed=3, platform=platform), numbers(7, seed=4, platform=platform)
 

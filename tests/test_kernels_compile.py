@@ -19,6 +19,7 @@ from cupyflash.gpu import compiler
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 from cupyflash.gpu.source import generate
+from cupyflash.passes import BACKWARD, FORWARD
 from cupyflash.problem import ARRAYS, AttentionProblem
 from cupyflash.score import trace
 
@@ -32,7 +33,7 @@ def plans(problems: Iterable[AttentionProblem], family: str, arch: Arch) -> dict
     """The kernels to compile, by the source that they come to: many problems share one."""
     found = {}
     for problem in problems:
-        for backward in (False, True):
+        for backward in (FORWARD, BACKWARD):
             if FAMILIES[family].objection(problem, arch, backward) is None:
                 kernel_plan = plan(problem, arch, backward, family)
                 found[generate(kernel_plan)] = kernel_plan
@@ -40,11 +41,11 @@ def plans(problems: Iterable[AttentionProblem], family: str, arch: Arch) -> dict
             row.name: row.lengths(row.shape(problem)) for row in ARRAYS if row.gradient and problem.has(row.name)
         }
         of_score = {x.key: (8,) * x.rank for x in (problem.score.arrays if problem.score else ()) if x.kind == "float"}
-        if of_score and FAMILIES[family].objection(problem, arch, True) is None:
-            kernel_plan = plan(problem, arch, True, family, lengths=of_score)
+        if of_score and FAMILIES[family].objection(problem, arch, BACKWARD) is None:
+            kernel_plan = plan(problem, arch, BACKWARD, family, lengths=of_score)
             found[generate(kernel_plan)] = kernel_plan
-        if lengths and FAMILIES[family].objection(problem, arch, True) is None:
-            kernel_plan = plan(problem, arch, True, family, lengths=lengths)
+        if lengths and FAMILIES[family].objection(problem, arch, BACKWARD) is None:
+            kernel_plan = plan(problem, arch, BACKWARD, family, lengths=lengths)
             found[generate(kernel_plan)] = kernel_plan
     return found
 

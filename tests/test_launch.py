@@ -20,6 +20,7 @@ from cupyflash.gpu import launch, params, tensormap
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import plan
 from cupyflash.interop import numpy_
+from cupyflash.passes import BACKWARD, BY_ROWS, FORWARD, Pass
 from cupyflash.problem import ITEMSIZE, View
 
 A100, H200 = Arch.of("sm_80"), Arch.of("sm_90a")
@@ -35,13 +36,13 @@ class Launched:
     """A launcher of a problem, and what its kernels were launched with."""
 
     def __init__(
-        self, cuda: Cuda, arch: Arch, backward: bool, family: str | None = None, device: int = 0, **fields: Any
+        self, cuda: Cuda, arch: Arch, of: Pass, family: str | None = None, device: int = 0, **fields: Any
     ) -> None:
         self.cuda = cuda
         self.problem = problem("bfloat16", **fields)
-        self.plan = plan(self.problem, arch, backward, family)
+        self.plan = plan(self.problem, arch, of, family)
         functions = [SimpleNamespace(ptr=1000 + n) for n, _ in enumerate(self.plan.launches)]
-        strides = {name: (640_000, 640, 64) for name in params.ROWED}
+        strides = {name: (640_000, 640, 64) for name in BY_ROWS}
         self.launcher = launch.Launcher(self.plan, functions, self.problem, strides, device)
 
     def __call__(self, **addresses: int) -> np.void:
@@ -53,7 +54,7 @@ class Launched:
 
 
 def test_kernels_in_order_on_the_stream(cuda: Cuda) -> None:
-    launched = Launched(cuda, A100, True)
+    launched = Launched(cuda, A100, BACKWARD)
     launched(q=256)
     assert [x.function for x in cuda.launches] == [1000, 1001, 1002]
     for x, asked in zip(cuda.launches, launched.plan.launches):
@@ -63,7 +64,7 @@ def test_kernels_in_order_on_the_stream(cuda: Cuda) -> None:
 
 def test_each_thread_gets_a_context_once(cuda: Cuda) -> None:
     """A thread that CUDA has not seen has none, and the driver launches nothing there."""
-    launched = Launched(cuda, A100, True)
+    launched = Launched(cuda, A100, BACKWARD)
     threads = [threading.Thread(target=lambda: [launched(q=256), launched(q=512)]) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -75,12 +76,12 @@ def test_each_thread_gets_a_context_once(cuda: Cuda) -> None:
 def test_maps_are_made_where_the_driver_has_a_context(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(tensormap, "encode", lambda *_: seen.append((cuda.current, *cuda.contexts)) or bytes(128))
-    Launched(cuda, H200, False, device=1)(q=256)
+    Launched(cuda, H200, FORWARD, device=1)(q=256)
     assert set(seen) == {(1, (threading.get_ident(), 1))}
 
 
 def test_the_device_of_the_arrays_is_current_for_a_launch(cuda: Cuda) -> None:
-    here, there = Launched(cuda, A100, False), Launched(cuda, A100, False, device=1)
+    here, there = Launched(cuda, A100, FORWARD), Launched(cuda, A100, FORWARD, device=1)
     for launched in (there, here, there, here):
         launched(q=256)
     assert [x.device for x in cuda.launches] == [1, 0, 1, 0] and cuda.current == 0
@@ -88,19 +89,19 @@ def test_the_device_of_the_arrays_is_current_for_a_launch(cuda: Cuda) -> None:
 
 
 def test_pointers_by_name(cuda: Cuda) -> None:
-    launched = Launched(cuda, A100, True)
-    addresses = {name: 4096 + 16 * i for i, name in enumerate(params.POINTERS[True])}
+    launched = Launched(cuda, A100, BACKWARD)
+    addresses = {name: 4096 + 16 * i for i, name in enumerate(row.name for row in BACKWARD.rows)}
     record = launched(**addresses)
     assert {name: record[name] for name in addresses} == addresses and record["key_mask"] == 0
     assert tuple(record["dq_strides"]) == (640_000, 640, 64)
 
 
 @pytest.mark.parametrize(
-    ("family", "backward", "deterministic"),
-    [("sm80", True, False), ("sm80", True, True), ("sm90", True, False), ("flash1", False, False)],
+    ("family", "of", "deterministic"),
+    [("sm80", BACKWARD, False), ("sm80", BACKWARD, True), ("sm90", BACKWARD, False), ("flash1", FORWARD, False)],
 )
-def test_workspace_is_aligned_and_apart(cuda: Cuda, family: str, backward: bool, deterministic: bool) -> None:
-    launched = Launched(cuda, H200, backward, seq_q=999, seq_k=998, deterministic=deterministic, family=family)
+def test_workspace_is_aligned_and_apart(cuda: Cuda, family: str, of: Pass, deterministic: bool) -> None:
+    launched = Launched(cuda, H200, of, seq_q=999, seq_k=998, deterministic=deterministic, family=family)
     record, end = launched(), SPACE
     for space in launched.plan.workspace:
         if space.nbytes:
@@ -114,7 +115,7 @@ def test_workspace_is_aligned_and_apart(cuda: Cuda, family: str, backward: bool,
 
 
 def test_packed_once_for_the_same_pointers(cuda: Cuda) -> None:
-    launched = Launched(cuda, A100, False)
+    launched = Launched(cuda, A100, FORWARD)
     for at in (256, 256, 512):
         launched(q=at)
     first, again, other = (x.table for x in cuda.launches)
@@ -125,8 +126,8 @@ def test_the_copy_engine_gets_its_maps(cuda: Cuda, monkeypatch: pytest.MonkeyPat
     """As the second parameter, in the order of the plan's boxes, for the arrays at the addresses of the call."""
     encoded = []
     monkeypatch.setattr(tensormap, "encode", lambda at, *rest: encoded.append((at, rest[-1])) or bytes(128))
-    launched = Launched(cuda, H200, True)
-    addresses = {name: 4096 + 16 * i for i, name in enumerate(params.POINTERS[True])}
+    launched = Launched(cuda, H200, BACKWARD)
+    addresses = {name: 4096 + 16 * i for i, name in enumerate(row.name for row in BACKWARD.rows)}
     launched(**addresses)
     assert encoded == [(addresses[box.array], box) for box in launched.plan.maps]
     size = 128 * len(launched.plan.maps)

@@ -11,6 +11,7 @@ from float8_problems import BY
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES
+from cupyflash.passes import FORWARD
 from cupyflash.problem import ARRAYS, FLOAT8, FLOATS, OF_FLOAT8, OPTIONS, AttentionProblem
 
 GPU = [Backend(name, name) for name in FAMILIES]
@@ -65,7 +66,7 @@ def test_what_is_left_out_says_why(arch: str) -> None:
     taken = [
         x
         for x in GPU
-        if FAMILIES[x.family].objection(AttentionProblem("float16", 1, 1, 1, 1, 1, 64, 64, 1.0), arch, False) is None
+        if FAMILIES[x.family].objection(AttentionProblem("float16", 1, 1, 1, 1, 1, 64, 64, 1.0), arch, FORWARD) is None
     ]
     for problem in memcheck.problems(taken):
         if problem.dtype == "float16":

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from cupyflash import bench, timing
 from cupyflash.bench import gpt, papers, report, runner
 from cupyflash.bench.suites import GROUPS, SUITES, Options
+from cupyflash.passes import BACKWARD, FORWARD
 
 SPEEDS = {"ours": 600.0, "fa3": 550.0, "cudnn": 500.0, "fa2": 350.0, "sm80": 400.0, "flash1": 4.0, "math": 40.0}
 
@@ -155,7 +156,7 @@ def test_both_passes_are_all_the_work_over_all_the_time() -> None:
     assert len(rows) == 24
     for row in rows:
         sizes = {key: row["problem"][key] for key in ("batch", "seq", "heads", "dim", "causal")}
-        work = [timing.flops(**sizes, backward=backward) for backward in (False, True)]
+        work = [timing.flops(**sizes, of=of) for of in (FORWARD, BACKWARD)]
         assert row["ours"] == pytest.approx(sum(work) / (work[0] / 600 + work[1] / 300), rel=1e-3)
         assert row["peers"]["sm80"] == pytest.approx(400.0)
         assert (row["peers"].get("math") is None) == (row["problem"]["seq"] > 4096)

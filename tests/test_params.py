@@ -17,19 +17,20 @@ from kernel_cover import FEATURES, GIVEN, KEY_MASK, problem
 from cupyflash.gpu import params
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
+from cupyflash.passes import BACKWARD, FORWARD, Pass
 from cupyflash.problem import ARRAYS, AXES, SCORE_ARRAYS, AttentionProblem, Given
 from cupyflash.score.trace import trace
 
 OF_ALL = [rule for rule in ARRAYS if not rule.of_float8]  # those of every dtype
 H200 = Arch.of("sm_90a")
 PLANS = [
-    pytest.param(family, dtype, backward, id=f"{family}-{dtype}-{'backward' if backward else 'forward'}")
+    pytest.param(family, dtype, of, id=f"{family}-{dtype}-{of}")
     for family, room in FAMILIES.items()
     for dtype in ("float16", "float32", "float64")
-    for backward in (False, True)
-    if room.objection(problem(dtype), H200, backward) is None
+    for of in (FORWARD, BACKWARD)
+    if room.objection(problem(dtype), H200, of) is None
 ]
-everywhere = pytest.mark.parametrize(("family", "dtype", "backward"), PLANS)
+everywhere = pytest.mark.parametrize(("family", "dtype", "of"), PLANS)
 
 
 def asked(dtype: str, family: str = "") -> AttentionProblem:
@@ -70,7 +71,7 @@ def test_the_fields_of_a_forward() -> None:
 
 
 def test_the_fields_of_a_backward() -> None:
-    fields = declared(plan(asked("float16"), H200, True, "sm90"))
+    fields = declared(plan(asked("float16"), H200, BACKWARD, "sm90"))
     assert fields[:22] == [
         ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("const Out*", "out"), ("const Accum*", "lse"),
         ("const In*", "dout"), ("const Accum*", "dlse"), ("Out*", "dq"), ("Out*", "dk"), ("Out*", "dv"),
@@ -82,7 +83,7 @@ def test_the_fields_of_a_backward() -> None:
     strided = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
     assert [name for type, name in fields if type == "Strides"] == [f"{name}_strides" for name in strided]
     assert fields[-4:-1] == [("int", name) for name in ("together", "resident", "shares")]
-    assert ("double*", "delta") in declared(plan(asked("float64"), H200, True))
+    assert ("double*", "delta") in declared(plan(asked("float64"), H200, BACKWARD))
 
 
 def test_a_source_does_not_depend_on_what_is_not_asked() -> None:
@@ -106,11 +107,11 @@ def test_a_source_does_not_depend_on_what_is_not_asked() -> None:
 
 
 @everywhere
-def test_values_stand_where_they_belong(family: str, dtype: str, backward: bool) -> None:
+def test_values_stand_where_they_belong(family: str, dtype: str, of: Pass) -> None:
     """Read back through the record, whose fields the next test compares with a compiler's."""
     state = asked(dtype, family)
-    kernel_plan = plan(state, H200, backward, family)
-    rowed = [name for name in params.POINTERS[backward] if name in params.ROWED]
+    kernel_plan = plan(state, H200, of, family)
+    rowed = [row.name for row in of.rows if not row.per_query]
     strides = {name: (100 * i + 1, 100 * i + 2, 100 * i + 3) for i, name in enumerate(rowed)}
     strides |= {rule.name: (7 + n, 0, 5, 1) for n, rule in enumerate(OF_ALL) if rule.axes}
     packer = params.Packer(kernel_plan, state, strides)
@@ -136,14 +137,14 @@ def test_values_stand_where_they_belong(family: str, dtype: str, backward: bool)
 
 
 @pytest.mark.parametrize("family", ["sm90", "sm80", "simt"])
-@pytest.mark.parametrize("backward", [False, True])
-def test_all_that_may_be_asked_for_fits(family: str, backward: bool) -> None:
+@pytest.mark.parametrize("of", [FORWARD, BACKWARD])
+def test_all_that_may_be_asked_for_fits(family: str, of: Pass) -> None:
     """The parameters of a kernel are 4 KB where the driver is older, in which maps of the copy engine have their place, too."""
     names = [f"table{n}" for n in range(SCORE_ARRAYS)]
     text = " + ".join(f"{name}[h][i][j][b]" for name in names)
     score = trace(text, {name: ("bfloat16", 4, True) for name in names})
     everything = dataclasses.replace(asked("bfloat16"), softcap=None, score=score)
-    asked_for = plan(everything, H200, backward, family)
+    asked_for = plan(everything, H200, of, family)
     size = params.layout(asked_for).itemsize + 128 * len(asked_for.maps)
     assert size <= 4096
 
@@ -209,8 +210,8 @@ def test_a_compiler_lays_it_out_alike(tmp_path: Path) -> None:
     """Size and the offset of every field, for every family, pass and type of sums, with a scalar more or less."""
     checks = []
     for number, (case, more) in enumerate(itertools.product(PLANS, ((), (("odd", 1),)))):
-        family, dtype, backward = case.values
-        kernel_plan = plan(asked(dtype, family), H200, backward, family)  # type: ignore[arg-type]
+        family, dtype, of = case.values
+        kernel_plan = plan(asked(dtype, family), H200, of, family)  # type: ignore[arg-type]
         kernel_plan = dataclasses.replace(kernel_plan, scalars=(*kernel_plan.scalars, *more))
         record = params.layout(kernel_plan)
         types = zip(("In", "Product", "Out", "Accum"), params.TYPES[kernel_plan.dtype])

@@ -15,6 +15,7 @@ from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import sm90_backward
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 from cupyflash.gpu.source import generate
+from cupyflash.passes import BACKWARD, FORWARD
 from cupyflash.problem import AttentionProblem, Given
 
 A100, H200, B200, T4, L40 = (Arch.of(f"sm_{cc}") for cc in (80, 90, 100, 75, 89))
@@ -22,8 +23,8 @@ STATIC_LIMIT = 48 << 10
 
 
 def directions(family: str, asked: AttentionProblem, gpu: Arch) -> list[bool]:
-    """Forward (False) and backward (True), as far as the family takes them."""
-    return [backward for backward in (False, True) if FAMILIES[family].objection(asked, gpu, backward) is None]
+    """The passes, as far as the family takes them."""
+    return [backward for backward in (FORWARD, BACKWARD) if FAMILIES[family].objection(asked, gpu, backward) is None]
 
 
 def constants(kernel_plan: KernelPlan) -> dict[str, int | bool | float]:
@@ -52,7 +53,7 @@ def constants(kernel_plan: KernelPlan) -> dict[str, int | bool | float]:
     ],
 )
 def test_family(dtype: str, dims: tuple[int, int], arch: Arch, family: str) -> None:
-    for backward in (False, True):
+    for backward in (FORWARD, BACKWARD):
         chosen = plan(problem(dtype, *dims), arch, backward)
         assert chosen.family == family
         assert plan(problem(dtype, *dims), arch, backward, family).source == chosen.source
@@ -61,7 +62,7 @@ def test_family(dtype: str, dims: tuple[int, int], arch: Arch, family: str) -> N
 @pytest.mark.parametrize("dims", [(8, 8), (64, 64), (59, 111), (128, 128), (192, 128), (256, 256)])
 def test_hopper_has_its_own_kernels(dims: tuple[int, int]) -> None:
     for dtype in ("float16", "bfloat16"):
-        for backward in (False, True):
+        for backward in (FORWARD, BACKWARD):
             chosen = plan(problem(dtype, *dims), H200, backward)
             assert chosen.family == "sm90" and chosen.passed_over == ()
 
@@ -99,11 +100,11 @@ def test_flash1_is_taken_only_where_it_is_named() -> None:
     """Not even as the last that could take a problem, nor is it told of."""
     for asked in problems():
         for arch in (T4, A100, B200):
-            for backward in (False, True):
+            for backward in (FORWARD, BACKWARD):
                 chosen = plan(asked, arch, backward)
                 assert chosen.family != "flash1" and not any("flash1" in why for why in chosen.passed_over)
     assert plan(problem("float16"), H200, family="flash1").launches[0].grid == 2 * 8  # a block for each head
-    assert plan(problem("float16"), H200, True, "flash1").launches[0].grid == 2 * 2  # of K and V
+    assert plan(problem("float16"), H200, BACKWARD, "flash1").launches[0].grid == 2 * 2  # of K and V
     wide = problem("float16", 136)
     for asked, why in (
         (problem("float64"), "bfloat16 and float32, not float64"), (wide, "dimensions up to 128"),
@@ -119,7 +120,7 @@ def test_flash1_keeps_o_l_and_m_in_memory() -> None:
     """In the output itself where that is float32; dQ likewise."""
     rows = 2 * 8 * 1024
     for dtype, sums in (("float32", 0), ("float16", rows * 64 * 4), ("bfloat16", rows * 64 * 4)):
-        forward, backward = (plan(problem(dtype, seq_q=1024), H200, back, "flash1") for back in (False, True))
+        forward, backward = (plan(problem(dtype, seq_q=1024), H200, back, "flash1") for back in (FORWARD, BACKWARD))
         sizes = {w.name: w.nbytes for w in (*forward.workspace, *backward.workspace)}
         assert sizes == {"m": 4 * rows, "l": 4 * rows, "o_sum": sums, "dq_sum": sums}
 
@@ -154,7 +155,7 @@ def test_every_query_and_key_has_a_block(family: str) -> None:
 
 def test_tiles_that_the_sm90_kernels_can_count() -> None:
     asked = problem("float16", batch=100_000, heads_q=16384, heads_k=16384, seq_q=128, seq_k=128)
-    for backward, name, tiles in ((False, "q", 3276800000), (True, "k", 1638400000)):
+    for backward, name, tiles in ((FORWARD, "q", 3276800000), (BACKWARD, "k", 1638400000)):
         told = rf"{name} has batch 100000 and 16384 heads: {tiles} tiles; less than 2\*\*30"
         with pytest.raises(ValueError, match=told):
             plan(asked, H200, backward)
@@ -186,10 +187,10 @@ def test_gradients_of_arrays_find_what_the_backward_has_filled(
 ) -> None:
     """Where tiles are the same, nothing is split, nor any delta computed, again; the source is the same in any case."""
     asked = problem(dtype, **{"seq_q": 256, "seq_k": 256, "given": BIAS} | fields)
-    first = plan(asked, H200, True, family)
+    first = plan(asked, H200, BACKWARD, family)
     pairs = (asked.seq_q, asked.seq_k) if asked.has("bias") else (1, 1)
     lengths = {asked.given[0].name: (1, asked.heads_q, *pairs)}
-    alone = plan(asked, H200, True, family, lengths=lengths)
+    alone = plan(asked, H200, BACKWARD, family, lengths=lengths)
     second = alone.after(first)
     again = [x.name for x in second.launches if x.fills]
     assert [name.rsplit("_", 1)[-1] for name in again] == list(left)
@@ -217,19 +218,19 @@ def test_workspace() -> None:
     asked = problem("float16", seq_q=1024, heads_k=8)
     for family, spaces in expected.items():
         assert sum(w.nbytes for w in plan(asked, H200, family=family).workspace) == 0
-        assert {w.name: (w.dtype, w.shape) for w in plan(asked, H200, True, family).workspace} == spaces
-    same = plan(problem("float16", seq_q=1024, deterministic=True), H200, True, "sm80")
+        assert {w.name: (w.dtype, w.shape) for w in plan(asked, H200, BACKWARD, family).workspace} == spaces
+    same = plan(problem("float16", seq_q=1024, deterministic=True), H200, BACKWARD, "sm80")
     assert same.workspace[2].shape == (pairs * 16 + 1,)  # how far each tile of dQ is, and the ticket
-    (delta,) = plan(problem("float64", seq_q=1024), L40, True).workspace
+    (delta,) = plan(problem("float64", seq_q=1024), L40, BACKWARD).workspace
     assert delta.nbytes == 8 * rows
-    delta, dq_sum, _ = plan(problem("float64", seq_q=1024), H200, True).workspace
+    delta, dq_sum, _ = plan(problem("float64", seq_q=1024), H200, BACKWARD).workspace
     assert (delta.nbytes, dq_sum.nbytes) == (2 * 8 * rows, 8 * rows * 64)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_source_has_the_same_workspace_always(family: str) -> None:
     """What a plan does not need has no elements: it is a field of Params, which is part of the source."""
-    for backward in (False, True):
+    for backward in (FORWARD, BACKWARD):
         names = set()  # of a dtype
         plain = [fields for fields in FEATURES.values() if "score" not in fields]
         for fields in (*plain, {"seq_q": 4097, "right": 0}, {"seq_q": 1}):
@@ -243,7 +244,7 @@ def test_a_source_has_the_same_workspace_always(family: str) -> None:
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_kernels_are_told_what_they_may_lay_out(family: str) -> None:
     for dim in (64, 128, 256):
-        for backward in (False, True):
+        for backward in (FORWARD, BACKWARD):
             chosen = plan(problem("float16", dim), H200, backward, family)
             assert constants(chosen)["SHARED_MEMORY"] == max(x.shared_memory for x in chosen.launches) > 0
 
@@ -251,28 +252,28 @@ def test_kernels_are_told_what_they_may_lay_out(family: str) -> None:
 def test_sums_of_dq_for_heads_under_work_alone() -> None:
     """The sm90 backward keeps float32 dQ of as many heads as the thread blocks are at, not of all."""
     long = problem("bfloat16", 128, batch=32, heads_q=16, heads_k=16, seq_q=512, seq_k=512)
-    chosen = plan(long, H200, True)
+    chosen = plan(long, H200, BACKWARD)
     assert scalars(long) == {
         "together": 1,
         "resident": 2 + 99,
         "shares": 1,
     }  # 3 waves of 132 key tiles, 4 of them to a head
     assert next(w for w in chosen.workspace if w.name == "dq_sum").nbytes == 101 * 512 * 128 * 4
-    causal = dict(plan(replace(long, causal="bottom_right", right=0), H200, True).scalars)
+    causal = dict(plan(replace(long, causal="bottom_right", right=0), H200, BACKWARD).scalars)
     assert causal["together"] > 1 and 2 * causal["together"] <= causal["resident"] < 512
-    few = plan(replace(long, batch=1), H200, True)
+    few = plan(replace(long, batch=1), H200, BACKWARD)
     assert dict(few.scalars)["resident"] == 16
 
 
 def scalars(asked: AttentionProblem, arch: Arch = H200) -> dict[str, int]:
-    return dict(plan(asked, arch, True).scalars)
+    return dict(plan(asked, arch, BACKWARD).scalars)
 
 
 def test_thread_blocks_share_key_tiles_that_are_few_or_uneven() -> None:
     """Else multiprocessors would be idle. All ways to share are one kernel."""
     fields = {"seq_q": 4096, "seq_k": 4096, "heads_q": 32, "heads_k": 1, "dim": 128}
     few = problem("bfloat16", batch=1, **fields)  # 32 key tiles
-    shared, alone = plan(few, H200, True), plan(replace(few, batch=64), H200, True)
+    shared, alone = plan(few, H200, BACKWARD), plan(replace(few, batch=64), H200, BACKWARD)
     assert (constants(shared)["SHARES"], constants(alone)["SHARES"]) == (True, False)
     told = dict(shared.scalars)
     shares = told["shares"]
@@ -285,9 +286,9 @@ def test_thread_blocks_share_key_tiles_that_are_few_or_uneven() -> None:
     assert {w.name: w for w in alone.workspace}["share_sums"].nbytes == 0
     assert dict(alone.scalars)["shares"] == 1
     uneven = replace(few, causal="bottom_right", right=0, heads_q=64, heads_k=8)  # 256 key tiles of 16 to 512 visits
-    assert constants(plan(uneven, H200, True))["SHARES"]
+    assert constants(plan(uneven, H200, BACKWARD))["SHARES"]
     others = (
-        plan(replace(few, **x), H200, True) for x in ({"heads_q": 24}, {"batch": 2}, {"heads_q": 4, "seq_k": 500})
+        plan(replace(few, **x), H200, BACKWARD) for x in ({"heads_q": 24}, {"batch": 2}, {"heads_q": 4, "seq_k": 500})
     )
     told = constants(shared) | {"FINISH_PARTS": 0}
     assert all(constants(x) | {"FINISH_PARTS": 0} == told for x in others)
@@ -365,11 +366,11 @@ def test_each_share_has_keys(seq_q: int, seq_k: int) -> None:
 def test_explain_tells_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explanation, "_compiled", lambda chosen: ({}, ()))
     q, k = (1, 4096, 32, 128), (1, 4096, 1, 128)
-    (note,) = explanation.explain(q, k, k, dtype="bfloat16", arch="sm_90a", backward=True).notes
+    (note,) = explanation.explain(q, k, k, dtype="bfloat16", arch="sm_90a", of=BACKWARD).notes
     assert note.startswith("the queries of a head of keys are dealt out in 8 shares")
     (note,) = explanation.explain((1, 1, 32, 128), k, k, dtype="bfloat16", arch="sm_90a").notes
     assert note == "the keys of a query tile are dealt out in 16 shares: query tiles are few"
-    assert explanation.explain(q, q, q, dtype="bfloat16", arch="sm_90a", backward=True).notes == ()
+    assert explanation.explain(q, q, q, dtype="bfloat16", arch="sm_90a", of=BACKWARD).notes == ()
 
 
 def test_sums_of_shares_are_as_many_as_a_thread_holds() -> None:
@@ -383,7 +384,7 @@ def test_sums_of_shares_are_as_many_as_a_thread_holds() -> None:
         ((256, 256), 128),
     ):
         asked = problem("bfloat16", *dims, batch=1, seq_q=4096, seq_k=300, heads_q=32, heads_k=1)
-        chosen = plan(asked, H200, True)
+        chosen = plan(asked, H200, BACKWARD)
         told = constants(chosen)
         shape = next(w.shape for w in chosen.workspace if w.name == "share_sums")
         assert told["SHARES"] and told["SHARE_SUMS"] == 128 * sums == shape[1]
@@ -416,16 +417,16 @@ def test_dq_is_not_summed_where_a_key_tile_has_all_keys() -> None:
         ({"causal": "bottom_right", "right": 0}, 128),
     ):
         asked = problem("bfloat16", **{"batch": 64, "seq_q": 1000, "seq_k": keys} | fields)
-        whole, longer = plan(asked, H200, True), plan(replace(asked, seq_k=129), H200, True)
+        whole, longer = plan(asked, H200, BACKWARD), plan(replace(asked, seq_k=129), H200, BACKWARD)
         assert [constants(x)["WHOLE_DQ"] for x in (whole, longer)] == [True, False]
         sums = [{w.name: w.nbytes for w in x.workspace}["dq_sum"] for x in (whole, longer)]
         assert sums[0] == 0 < sums[1]
         assert [box.array for box in whole.maps if box.array.startswith("d")] == ["dout", "dk", "dv", "dq"]
         assert "dq" not in {box.array for box in longer.maps}
-        assert constants(plan(replace(asked, deterministic=True), H200, True)) == constants(whole)
+        assert constants(plan(replace(asked, deterministic=True), H200, BACKWARD)) == constants(whole)
     for fields in ({"dim": 256}, {"block_mask": ("batch",)}):
         asked = problem("bfloat16", **{"batch": 64, "seq_q": 1000, "seq_k": 64} | fields)
-        assert not constants(plan(asked, H200, True))["WHOLE_DQ"]
+        assert not constants(plan(asked, H200, BACKWARD))["WHOLE_DQ"]
 
 
 def test_few_queries_have_tiles_of_one_warpgroup() -> None:
@@ -491,7 +492,7 @@ def test_up_to_32_tiles_are_such_that_no_multiprocessor_has_much_more_to_do_than
         assert chosen.launches[0].grid == min(-(-length // (64 * groups)) * 400, blocks * 132)
         assert blocks * (chosen.launches[0].shared_memory + 1024) <= H200.shared_memory + 1024
         assert told["Q_STAGES"] == 2  # the next tile's comes early
-        assert constants(plan(asked, H200, True))["DIM"] == 32
+        assert constants(plan(asked, H200, BACKWARD))["DIM"] == 32
     for batch, groups in ((8, 2), (9, 4)):  # heads enough for all multiprocessors, or not
         asked = problem("float16", 32, batch=batch, heads_k=8, seq_q=256)
         assert constants(plan(asked, H200))["GROUPS"] == groups
@@ -503,12 +504,12 @@ def test_up_to_32_tiles_are_such_that_no_multiprocessor_has_much_more_to_do_than
 def test_short_sequences_have_backward_tiles_of_one_warpgroup() -> None:
     """Where queries and keys are one tile of 64 each, two thread blocks of a multiprocessor, and heads for both."""
     short = problem("float16", 32, batch=50, seq_q=49, seq_k=49, heads_q=4, heads_k=4)
-    chosen = plan(short, H200, True)
+    chosen = plan(short, H200, BACKWARD)
     told = constants(chosen)
     assert [told[name] for name in ("GROUPS", "ROWS", "KEYS", "SHARES")] == [1, 64, 64, False]
     assert (chosen.launches[-1].grid, chosen.launches[-1].threads) == (200, 256)
     assert 2 * (told["SHARED_MEMORY"] + 1024) <= H200.shared_memory + 1024
-    many = plan(replace(short, batch=5000), H200, True)
+    many = plan(replace(short, batch=5000), H200, BACKWARD)
     assert many.launches[-1].grid == 2 * 132
     assert dict(many.scalars)["resident"] == 2 + 3 * 2 * 132  # three tiles, of one head each, for every thread block
     for fields in (
@@ -517,9 +518,9 @@ def test_short_sequences_have_backward_tiles_of_one_warpgroup() -> None:
         {"seq_q": 1},
         {"causal": "top_left", "right": 0},
     ):
-        assert constants(plan(replace(short, **fields), H200, True))["GROUPS"] == 1
+        assert constants(plan(replace(short, **fields), H200, BACKWARD))["GROUPS"] == 1
     for other in ({"seq_q": 65}, {"seq_k": 65}, {"dim": 65}, {"dim_v": 65}):
-        assert constants(plan(replace(short, **other), H200, True))["GROUPS"] == 2
+        assert constants(plan(replace(short, **other), H200, BACKWARD))["GROUPS"] == 2
 
 
 def test_at_head_dimension_64_what_asks_for_most_registers_has_two_warpgroups() -> None:
@@ -544,18 +545,18 @@ def test_blocks_that_share_dq_come_in_pairs() -> None:
     """Above a head dimension of 192, two thread blocks of a cluster have 64 keys each, also where multiprocessors are odd."""
     for sms, seq_k, grid in ((132, 4000, 132), (131, 4000, 130), (132, 128, 32), (132, 129, 64), (132, 1, 32)):
         asked = problem("bfloat16", 256, batch=2, heads_q=8, heads_k=8, seq_q=1000, seq_k=seq_k)
-        chosen = plan(asked, replace(H200, sms=sms), True)
+        chosen = plan(asked, replace(H200, sms=sms), BACKWARD)
         told = constants(chosen)
         assert (told["CLUSTER"], told["KEYS"], chosen.launches[-1].grid) == (2, 64, grid)
     for dim in (64, 96, 128, 192):
-        assert constants(plan(problem("bfloat16", dim), H200, True))["CLUSTER"] == 1
+        assert constants(plan(problem("bfloat16", dim), H200, BACKWARD))["CLUSTER"] == 1
 
 
 def test_tiles_that_the_paired_blocks_cannot_take_are_passed_over() -> None:
     """A tile tuned with other kernels: 80 keys cannot be sent 32 at a time, and 96 leave no place for 256 columns of dQ."""
     asked = problem("bfloat16", 256)
     for tile in ((64, 80, 2, 2, 1, 0), (64, 96, 3, 2, 1, 0), (80, 64, 2, 2, 1, 0)):
-        assert plan(asked, H200, True, tiles={"sm90": tile}).constants == plan(asked, H200, True).constants
+        assert plan(asked, H200, BACKWARD, tiles={"sm90": tile}).constants == plan(asked, H200, BACKWARD).constants
 
 
 def test_three_words_to_deal_out_tiles() -> None:
@@ -593,7 +594,7 @@ def test_heads_that_share_keys_share_tiles_where_queries_are_few() -> None:
                 assert not told["O_STAGED"]  # a box of the output has one head
     one = plan(problem("bfloat16", batch=1, seq_q=1, heads_q=8, heads_k=1), H200)
     assert constants(one)["PACK"] == 1 and one.launches[0].grid == 8  # there is a multiprocessor for each head
-    backward = plan(problem("bfloat16", seq_q=1, heads_q=8, heads_k=1), H200, True)
+    backward = plan(problem("bfloat16", seq_q=1, heads_q=8, heads_k=1), H200, BACKWARD)
     assert "PACK" not in constants(backward) and {box.heads for box in backward.maps} == {1}
 
 
@@ -604,7 +605,7 @@ def test_a_tuned_tile_packs_too() -> None:
 
 
 def test_determinism_costs_counters_alone() -> None:
-    plain, same = (plan(problem("float16", deterministic=d), A100, True) for d in (False, True))
+    plain, same = (plan(problem("float16", deterministic=d), A100, BACKWARD) for d in (False, True))
     extra = [w for w in same.workspace if w not in plain.workspace]
     assert sum(w.nbytes for w in extra) < 0.01 * sum(w.nbytes for w in plain.workspace)
     assert plan(problem("float16", deterministic=True), A100) == plan(problem("float16"), A100)
@@ -626,7 +627,7 @@ def test_what_is_not_asked_is_not_compiled(family: str) -> None:
 
 def test_what_is_computed_before_a_score_function_has_room() -> None:
     """A line for each head, with all differences of positions that a tile may ask for."""
-    for backward in (False, True):
+    for backward in (FORWARD, BACKWARD):
         made = plan(problem("float16", **FEATURES["score"]), H200, backward)
         (space,) = [x for x in made.workspace if x.name == "score_tables"]
         span = 1000 + 1000 + 2 * 256
@@ -638,7 +639,7 @@ def test_what_is_computed_before_a_score_function_has_room() -> None:
 
 def test_sequences_that_the_kernels_cannot_count() -> None:
     for family in ("sm90", "sm80", "simt"):
-        for backward in (False, True):
+        for backward in (FORWARD, BACKWARD):
             with pytest.raises(ValueError, match=r"k has a sequence of 1073741824; the kernels take less than 2\*\*30"):
                 plan(problem("float16", seq_k=2**30), H200, backward, family)
     many = problem("float64", batch=2**20, heads_q=2**12, heads_k=1, seq_q=1, seq_k=1)
@@ -667,7 +668,7 @@ def test_boxes_are_tiles(dims: tuple[int, int]) -> None:
             ("v", told["KEYS"], 1),
             ("out", 64, 1),
         )
-    chosen = plan(problem("float16", *dims), H200, True)
+    chosen = plan(problem("float16", *dims), H200, BACKWARD)
     told = constants(chosen)
     rows, keys = told["ROWS"], int(told["KEYS"])
     leaving = min(64, keys) if keys == 64 * int(told["GROUPS"]) else keys
@@ -685,7 +686,7 @@ def test_who_sums_the_gradient_of_a_bias_on_hopper(full: str, splits: int, parts
     queries so that each of 8 warps has a sum, parts to be added."""
     asked = problem("float16", batch=2, given=BIAS)
     lengths = (*(n if axis in full else 1 for axis, n in zip("bhqk", (2, 8, 1000, 1000))),)
-    chosen = plan(asked, H200, True, lengths={"bias": lengths})
+    chosen = plan(asked, H200, BACKWARD, lengths={"bias": lengths})
     assert (chosen.family, chosen.source, chosen.wrt) == ("sm90", "sm90/array_gradient.cu", ("bias",))
     launches = {x.name.removeprefix("attention_backward_"): x for x in chosen.launches}
     tiles = math.prod(n if n < 100 else 8 for n in lengths if n > 1)
@@ -702,18 +703,18 @@ def test_who_sums_the_gradient_of_a_bias_on_hopper(full: str, splits: int, parts
 def test_room_for_tiles_of_mask_and_bias_beside_the_pieces_of_a_gradient(dtype: str) -> None:
     for others, stages in (((), (5, 2)), (("mask",), (4, 2))):
         given = (*(x for x in GIVEN if x.name in others), BIAS[0]._replace(dtype=dtype))
-        told = constants(plan(problem("float16", given=given), H200, True, lengths={"bias": (2, 8, 1000, 1000)}))
+        told = constants(plan(problem("float16", given=given), H200, BACKWARD, lengths={"bias": (2, 8, 1000, 1000)}))
         assert (told["STAGES"], told["PAIR_STAGES"]) == (stages if dtype == "float16" else (stages[0], 1))
 
 
 def test_tiles_of_simt_that_scores_want() -> None:
     for given, owned in (((), 64), (BIAS, 32)):
-        assert constants(plan(problem("float32", 32, given=given), H200, True, "simt"))["OWNED"] == owned
+        assert constants(plan(problem("float32", 32, given=given), H200, BACKWARD, "simt"))["OWNED"] == owned
 
 
 def test_plans_are_data() -> None:
     for asked in list(problems())[:10]:
-        one, two = (plan(asked, H200, True) for _ in range(2))
+        one, two = (plan(asked, H200, BACKWARD) for _ in range(2))
         assert one == two and hash(one) == hash(two)
 
 
@@ -726,7 +727,7 @@ def test_alignment_is_that_of_an_element_or_16_bytes() -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_dtype_has_a_family_everywhere(arch: str) -> None:
     for asked in problems():
-        for backward in (False, True):
+        for backward in (FORWARD, BACKWARD):
             chosen = plan(asked, Arch.of(arch), backward)
             assert chosen.arch == arch and math.prod(launch.grid for launch in chosen.launches) > 0
 
@@ -736,7 +737,7 @@ def test_without_keys_gradients_need_no_map(name: str) -> None:
     """The driver makes none of an array without rows. What depends on lse alone is left."""
     given = Given(name, "float32", ("head",))
     problem = AttentionProblem("bfloat16", 2, 100, 0, 4, 4, 64, 64, 0.1, given=(given,))
-    found = plan(problem, Arch.of("sm_90a"), True, lengths={name: (1, 4, 1, 1)})
+    found = plan(problem, Arch.of("sm_90a"), BACKWARD, lengths={name: (1, 4, 1, 1)})
     assert not found.maps and len(found.launches) > 1 and all(0 < x.grid < 100 for x in found.launches)
 
 
@@ -745,7 +746,7 @@ def test_few_tiles_of_dq_are_turned_to_rows_in_parts() -> None:
 
     def parts(**fields: Any) -> int:
         asked = problem("bfloat16", **{"batch": 1, "seq_q": 600, "seq_k": 600, "heads_q": 8, "heads_k": 8} | fields)
-        return constants(plan(asked, H200, True))["FINISH_PARTS"]
+        return constants(plan(asked, H200, BACKWARD))["FINISH_PARTS"]
 
     assert [parts(dim=dim) for dim in (64, 96, 128, 192, 256)] == [4, 3, 4, 3, 4]
     assert [parts(batch=n) for n in (6, 7)] == [4, 1]
@@ -755,6 +756,6 @@ def test_few_tiles_of_dq_are_turned_to_rows_in_parts() -> None:
 def test_the_gradient_of_a_bias_without_keys_launches_nothing(family: str) -> None:
     """Beside one of the sinks, which there is."""
     state = problem("float16", seq_k=0, given=(*BIAS, Given("sinks", "float32", ("head",))))
-    found = plan(state, A100, True, family, lengths={"bias": (2, 8, 1000, 0), "sinks": (1, 8, 1, 1)})
+    found = plan(state, A100, BACKWARD, family, lengths={"bias": (2, 8, 1000, 0), "sinks": (1, 8, 1, 1)})
     assert [x.name for x in found.launches][-1] == "attention_backward_sinks"
     assert not any("bias" in x.name for x in found.launches)

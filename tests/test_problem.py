@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from reference import visible
 
+from cupyflash.passes import BACKWARD, FORWARD
 from cupyflash.problem import (
     ARRAYS,
     FLOATS,
@@ -112,7 +113,7 @@ def test_visible_pairs_of_long_sequences_are_not_estimated() -> None:
 def test_flops() -> None:
     pairs = 2 * 4 * 6 * 9
     assert stated().flops() == 2 * pairs * (16 + 8)
-    assert stated().flops(backward=True) == 2 * pairs * (3 * 16 + 2 * 8)
+    assert stated().flops(BACKWARD) == 2 * pairs * (3 * 16 + 2 * 8)
     large = stated(16384, 16384, causal=True)
     assert large.flops() == pytest.approx(2 * 2 * 4 * (16384 * 16385 / 2) * 24, rel=1e-3)
 
@@ -197,9 +198,9 @@ def test_an_option_that_changes_the_gradients_alone_changes_no_forward() -> None
     views = {"q": q, "k": q, "v": q, "dout": q, "out": q, "lse": q._replace(shape=(2, 4, 6))}
     for row in OPTIONS:
         if row.backward:
-            plain = state(views, {}, {}, False)
-            assert state(views, {}, {row.name: True}, False) == plain
-            assert state(views, {}, {row.name: True}, True) != state(views, {}, {}, True)
+            plain = state(views, {}, {}, FORWARD)
+            assert state(views, {}, {row.name: True}, FORWARD) == plain
+            assert state(views, {}, {row.name: True}, BACKWARD) != state(views, {}, {}, BACKWARD)
 
 
 def test_optional_arrays_are_told_by_name_and_dtype() -> None:
@@ -216,7 +217,7 @@ def test_optional_arrays_are_told_by_name_and_dtype() -> None:
 
 
 def test_gradients_unpack_as_those_of_q_k_and_v() -> None:
-    grads = Gradients(1, 2, 3, dsinks=4)
+    grads = Gradients(1, 2, 3, {"sinks": 4})
     dq, dk, dv = grads
     assert (dq, dk, dv, len(grads), grads.dsinks, grads.dbias) == (1, 2, 3, 3, 4, None)
     again = pickle.loads(pickle.dumps(grads))

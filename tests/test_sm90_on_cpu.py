@@ -16,6 +16,7 @@ from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import sm90_backward, sm90_forward
 from cupyflash.gpu.families.shares import Dealt
 from cupyflash.gpu.kernel_plan import KernelPlan
+from cupyflash.passes import FORWARD
 
 pytestmark = needs_compiler
 
@@ -341,7 +342,7 @@ def test_heads_come_in_groups(case: str, rng: np.random.Generator, monkeypatch: 
 
     def small(plan: KernelPlan) -> str:
         source = make(plan)
-        assert (usual in source) != plan.backward
+        assert (usual in source) == (plan.of is FORWARD)
         return source.replace(usual, f"CACHE = {cache};")
 
     monkeypatch.setattr(on_cpu, "generate", small)

@@ -13,31 +13,32 @@ from kernel_cover import FEATURES, problem
 from cupyflash.gpu import params, source
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
+from cupyflash.passes import BACKWARD, FORWARD, Pass
 
 TOP = Path(__file__).resolve().parent.parent
 GPU = Arch.of("sm_90a")
 SOURCES = [
-    (family, backward)
+    (family, of)
     for family, room in FAMILIES.items()
-    for backward in (False, True)
-    if room.objection(problem("float16"), GPU, backward) is None
+    for of in (FORWARD, BACKWARD)
+    if room.objection(problem("float16"), GPU, of) is None
 ]
 
 
-def planned(family: str, backward: bool, **fields: object) -> KernelPlan:
-    return plan(problem("float16", **fields), GPU, backward, family)
+def planned(family: str, of: Pass, **fields: object) -> KernelPlan:
+    return plan(problem("float16", **fields), GPU, of, family)
 
 
-@pytest.mark.parametrize(("family", "backward"), SOURCES)
-def test_nothing_from_outside_is_included(family: str, backward: bool) -> None:
-    text = source.generate(planned(family, backward))
+@pytest.mark.parametrize(("family", "of"), SOURCES)
+def test_nothing_from_outside_is_included(family: str, of: Pass) -> None:
+    text = source.generate(planned(family, of))
     assert not re.search(r"^\s*#\s*(include|pragma\s+once)", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("family", "backward"), SOURCES)
-def test_every_file_once_and_every_line_in_its_place(family: str, backward: bool) -> None:
+@pytest.mark.parametrize(("family", "of"), SOURCES)
+def test_every_file_once_and_every_line_in_its_place(family: str, of: Pass) -> None:
     """Walking the #line marks, each line of the string is that line of that file."""
-    kernel_plan = planned(family, backward)
+    kernel_plan = planned(family, of)
     text = source.generate(kernel_plan)
     opened = re.findall(r'^#line 1 "(.+)"$', text, re.MULTILINE)
     assert opened[0] == kernel_plan.source and len(opened) == len(set(opened))
@@ -55,7 +56,7 @@ def test_every_file_once_and_every_line_in_its_place(family: str, backward: bool
 
 
 def test_the_plan_is_in_front() -> None:
-    kernel_plan = planned("sm80", False, **FEATURES["everything"])
+    kernel_plan = planned("sm80", FORWARD, **FEATURES["everything"])
     text = source.generate(kernel_plan)
     head = text[: text.index("#line")]
     for name, value in kernel_plan.constants:
@@ -67,15 +68,15 @@ def test_the_plan_is_in_front() -> None:
 
 
 def test_sources_differ_where_plans_do() -> None:
-    texts = {source.generate(planned("simt", False, **fields)) for fields in FEATURES.values()}
+    texts = {source.generate(planned("simt", FORWARD, **fields)) for fields in FEATURES.values()}
     assert len(texts) == len(FEATURES)
-    for backward in (False, True):
+    for of in (FORWARD, BACKWARD):
         for fields in (
             {},
             {"right": 0, "diagonal": 0},
         ):  # where tiles differ in length, some are dealt out and some are not
-            texts = {source.generate(planned("sm90", backward, seq_q=s, batch=90, **fields)) for s in (1, 999, 9000)}
-            assert len(texts) == (2 if not backward else 1)  # few queries are packed
+            texts = {source.generate(planned("sm90", of, seq_q=s, batch=90, **fields)) for s in (1, 999, 9000)}
+            assert len(texts) == (2 if of is FORWARD else 1)  # few queries are packed
 
 
 @pytest.fixture

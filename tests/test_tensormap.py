@@ -15,6 +15,7 @@ from kernel_cover import problem
 from cupyflash.gpu import tensormap
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import plan
+from cupyflash.passes import BACKWARD, FORWARD, Pass
 from cupyflash.problem import ITEMSIZE
 
 STRIDES = {"q": (700_000, 1024, 64), "k": (0, 128, 64), "v": (80_000, 256, 128), "out": (800_000, 1024, 128)}
@@ -98,23 +99,23 @@ def test_encoded_once_for_the_same_arrays(asked: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype, out_dtype, backward",
+    "dtype, out_dtype, of",
     [
-        ("float16", None, False),
-        ("float16", None, True),
-        ("float8_e4m3fn", None, False),
-        ("float8_e4m3fn", "bfloat16", False),
+        ("float16", None, FORWARD),
+        ("float16", None, BACKWARD),
+        ("float8_e4m3fn", None, FORWARD),
+        ("float8_e4m3fn", "bfloat16", FORWARD),
     ],
 )
 def test_outputs_have_maps_only_where_their_rows_end_at_16_bytes(
-    asked: list[dict[str, Any]], dtype: str, out_dtype: str | None, backward: bool
+    asked: list[dict[str, Any]], dtype: str, out_dtype: str | None, of: Pass
 ) -> None:
     """The copy engine cuts a store there, not at an element: it would write what follows a row that ends in between."""
     strides = dict.fromkeys(("q", "k", "v", "dout", "dk", "dv", "dq", "out"), (256_000, 512, 256))
     seen = set()
     for dims in ((x, y) for n in range(1, 257) for x, y in ((n, 64), (64, n))):
         given = problem(dtype, *dims, batch=2, heads_q=2, heads_k=2, seq_q=500, seq_k=60, out_dtype=out_dtype)
-        chosen = plan(given, Arch.of("sm_90a"), backward, "sm90")
+        chosen = plan(given, Arch.of("sm_90a"), of, "sm90")
         columns = {"dk": dims[0], "dq": dims[0], "dv": dims[1], "out": dims[1]}
         written = {box.array for box in chosen.maps} & columns.keys()
         whole = all(columns[name] * ITEMSIZE[out_dtype or dtype] % 16 == 0 for name in written)
@@ -122,7 +123,9 @@ def test_outputs_have_maps_only_where_their_rows_end_at_16_bytes(
         assert int.from_bytes(parameter[-64:], "little") == whole, dims
         asked.clear()
         seen |= {(name, whole) for name in written}
-    assert seen == {(name, whole) for name in (("dk", "dv", "dq") if backward else ("out",)) for whole in (False, True)}
+    assert seen == {
+        (name, whole) for name in (("dk", "dv", "dq") if of is BACKWARD else ("out",)) for whole in (False, True)
+    }
 
 
 @pytest.mark.parametrize("out", [(800_000, -1024, 128), (800_000, 1023, 128), (800_000, 1024, 0)])

@@ -25,7 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from cupyflash.call import Call
 from cupyflash.interop import torch_, torch_operators, torch_ops
+from cupyflash.passes import FORWARD
 from cupyflash.torch import attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -341,7 +343,7 @@ def test_what_the_operators_do_not_have(monkeypatch: pytest.MonkeyPatch) -> None
             FakeTensorMode(),
             pytest.raises(NotImplementedError, match="^(other|more) is given, but a call that is traced"),
         ):
-            torch_ops.forward(lib, arrays | more, {}, True, options | given, None, None)
+            torch_ops.run(Call(lib, FORWARD, arrays | more, options | given))
     with pytest.raises(NotImplementedError, match="^more is given, but vmap cannot make it a part of the batch"):
         folding.forward(torch, lambda arrays: arrays, arrays | {"more": q}, {"q"}, 2, options)
 
@@ -447,8 +449,8 @@ def test_vmap(which: str, rank: int, layout: str) -> None:
 
 def test_vmap_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    forward = corridor.forward
-    monkeypatch.setattr(corridor, "forward", lambda *x: (calls.append(x[1]["q"].shape), forward(*x))[1])
+    run = corridor.run
+    monkeypatch.setattr(corridor, "run", lambda call: (calls.append(call.arrays["q"].shape), run(call))[1])
     q, k = torch.randn(3, 2, 5, 4, 8), torch.randn(3, 2, 7, 2, 8)
     torch.vmap(torch.vmap(lambda q, k: attention(q, k, k)))(q, k)
     assert calls == [(6, 5, 4, 8)]
@@ -480,8 +482,8 @@ def test_not_twice() -> None:
 def test_activation_checkpointing(selective: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention is computed again in the backward, unless a policy keeps its results by the operator's name."""
     calls = []
-    forward = corridor.forward
-    monkeypatch.setattr(corridor, "forward", lambda *x: (calls.append(1), forward(*x))[1])
+    run = corridor.run
+    monkeypatch.setattr(corridor, "run", lambda call: (call.of is FORWARD and calls.append(1), run(call))[1])
     (q, k, v), _ = drawn({})
 
     def block(q: Any) -> Any:

@@ -39,10 +39,11 @@ from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, plan
 from cupyflash.gpu.source import generate, kernels_folder, sources_digest
 from cupyflash.problem import AttentionProblem
+from cupyflash.passes import BACKWARD, FORWARD
 assert str(kernels_folder()).startswith(sys.prefix), kernels_folder()
 problem = AttentionProblem("float16", 1, 64, 64, 1, 1, 64, 64, 1.0)
 for family, room in FAMILIES.items():
-    for backward in (False, True):
+    for backward in (FORWARD, BACKWARD):
         if room.objection(problem, Arch.of("sm_90a"), backward) is None:
             assert "attention_" in generate(plan(problem, Arch.of("sm_90a"), backward, family))
 print(sources_digest())

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import attention
+from ..passes import BACKWARD, FORWARD, Pass
 from ..problem import FLOAT8
 from ..timing import Candidate, geomean, ratio, reason
 from . import peers
@@ -39,11 +40,11 @@ def measure(problem: Problem, options: Options) -> Measured:
     in_sixteen = case._replace(**{name: getattr(in_eight, name).bfloat16() for name in "qkv"})
     exact = attention(*(x.float() for x in in_sixteen[:3]), causal=case.causal)
     ways: dict[str, Callable[[], Candidate]] = {
-        "ours": lambda: peers.ours(options.family)(in_eight, False),
+        "ours": lambda: peers.ours(options.family)(in_eight, FORWARD),
         "eight": lambda: peers.ours(options.family)(
-            in_eight._replace(scores={"out_dtype": torch.float8_e4m3fn}), False
+            in_eight._replace(scores={"out_dtype": torch.float8_e4m3fn}), FORWARD
         ),
-        "bf16": lambda: peers.ours()(in_sixteen, False),
+        "bf16": lambda: peers.ours()(in_sixteen, FORWARD),
         "cudnn8": functools.partial(_peer, "cudnn8", in_eight),
         "fa3": functools.partial(_peer, "fa3", in_sixteen),
     }
@@ -62,7 +63,7 @@ def measure(problem: Problem, options: Options) -> Measured:
         else:
             notes[name] = f"wrong: relative error {error:.2g} against float32"
     seconds, more = take_turns(candidates, options)
-    work = flops_of(problem, False)
+    work = flops_of(problem, FORWARD)
     return {name: work / 1e12 / t for name, t in seconds.items()}, notes | more
 
 
@@ -89,7 +90,7 @@ def tables(data: dict[str, Any]) -> str:
 def _peer(name: str, case: peers.Case) -> Candidate:
     found = peers.load(name)
     if callable(found):
-        return found(case, False)
+        return found(case, FORWARD)
     raise RuntimeError(found)
 
 
@@ -98,10 +99,10 @@ def cudnn() -> peers.Prepare:
     return functools.partial(_cudnn, importlib.import_module("cudnn"))
 
 
-def _cudnn(frontend: Any, case: peers.Case, backward: bool) -> Candidate:
+def _cudnn(frontend: Any, case: peers.Case, of: Pass) -> Candidate:
     import torch
 
-    if backward:
+    if of is BACKWARD:
         raise ValueError("a forward alone")
     eight, single = frontend.data_type.FP8_E4M3, frontend.data_type.FLOAT
     graph = frontend.pygraph(

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from .. import attention, attention_backward
+from ..passes import BACKWARD, FORWARD, Pass
 from ..timing import Candidate, host_sampler, interleave, reason, wall_sampler
 from . import jitted, peers
 from .suite import Measured, Options, Problem, case_of, importable
@@ -89,19 +90,19 @@ def _ready(results: tuple[Any, ...]) -> None:
 def _recorded(prepare: peers.Prepare) -> peers.Prepare:
     """The same on tensors that require a gradient: the forward is recorded, too."""
 
-    def recorded(case: peers.Case, backward: bool) -> Candidate:
+    def recorded(case: peers.Case, of: Pass) -> Candidate:
         q, k, v = (x.detach().requires_grad_() for x in case[:3])
-        return prepare(case._replace(q=q, k=k, v=v), backward)
+        return prepare(case._replace(q=q, k=k, v=v), of)
 
     return recorded
 
 
-def _ours_in(library: str, family: str | None, case: peers.Case, backward: bool) -> Candidate:
+def _ours_in(library: str, family: str | None, case: peers.Case, of: Pass) -> Candidate:
     """This package on the arrays of one library."""
     if library == "torch":
-        return peers.ours(family)(case, backward)
+        return peers.ours(family)(case, of)
     q, k, v, dout = _cupy(*case[:4]) if library == "cupy" else jitted.arrays(*case[:4])
-    if not backward:
+    if of is FORWARD:
         return Candidate(lambda: attention(q, k, v, causal=case.causal, family=family))
     out, lse = attention(q, k, v, causal=case.causal, family=family, return_lse=True)
     return Candidate(lambda: attention_backward(dout, q, k, v, out, lse, causal=case.causal, family=family))
@@ -113,7 +114,7 @@ def _cupy(*tensors: Any) -> list[Any]:
     return [cupy.asarray(x.cpu().numpy()) for x in tensors]
 
 
-def _chained(name: str, family: str | None, count: int, case: peers.Case, backward: bool) -> Candidate:
+def _chained(name: str, family: str | None, count: int, case: peers.Case, of: Pass) -> Candidate:
     """A jitted program of so many calls, the result of one being the queries of the next; or its gradients."""
     import jax
 
@@ -124,7 +125,7 @@ def _chained(name: str, family: str | None, count: int, case: peers.Case, backwa
             q = attend(q, k, v)
         return q
 
-    if backward:
+    if of is BACKWARD:
         return jitted.gradients(chain, case)
     q, k, v = jitted.arrays(*case[:3])
     call = jax.jit(chain)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from ..passes import BACKWARD, PASSES, Pass
 from ..timing import Candidate, interleave, wall_sampler
 from . import peers, scores
 from .suite import Measured, Options, Problem, case_of, compare, flops_of
@@ -37,11 +38,11 @@ def measure(problem: Problem, options: Options) -> Measured:
     prepares: dict[str, peers.Prepare] = {
         name: functools.partial(gradients, attend(name, case.causal, options.family)) for name in (*PEERS, "ours")
     }
-    candidates, notes = compare(prepares, case, True, scores.exact(case, True))
+    candidates, notes = compare(prepares, case, BACKWARD, scores.exact(case, BACKWARD))
     seconds, failures = interleave(
         list(candidates), options.rounds, wall_sampler(candidates, options.min_ms, jax.block_until_ready)
     )
-    work = sum(flops_of(problem, backward) for backward in (False, True)) / 1e12
+    work = sum(flops_of(problem, of) for of in PASSES.values()) / 1e12
     return {name: work / t for name, t in seconds.items()}, notes | failures
 
 
@@ -70,7 +71,7 @@ def attend(name: str, causal: bool, family: str | None = None) -> Attend:
     return ours
 
 
-def gradients(attend: Attend, case: peers.Case, backward: bool = True) -> Candidate:
+def gradients(attend: Attend, case: peers.Case, of: Pass = BACKWARD) -> Candidate:
     """Forward and backward as one jitted program; its results are the gradients of q, k, v and of what `wrt` names."""
     import jax
 

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..passes import PASSES, Pass
 from ..problem import AttentionProblem
 from . import peers
 from .suite import Measured, Options, Problem, compare, importable, take_turns
@@ -152,9 +153,9 @@ def draw(call: Call, dtype: str, seed: int, device: str = "cuda") -> peers.Case:
     return peers.make_case(**sizes, dtype=dtype, seed=seed, device=device, window=window)
 
 
-def work(call: Call, backward: bool) -> float:
+def work(call: Call, of: Pass) -> float:
     """Floating-point operations of the pairs that the mask leaves: two products in the forward, five in the backward."""
-    return float(_stated(call).flops(backward))
+    return float(_stated(call).flops(of))
 
 
 def pairs(call: Call) -> int:
@@ -171,10 +172,10 @@ def _stated(call: Call) -> AttentionProblem:
 
 def measure(problem: Problem, options: Options) -> Measured:
     """TFLOP/s of ours and the peers, in turn."""
-    call, backward = CALLS[problem["model"]], problem["pass"] == "backward"
+    call, of = CALLS[problem["model"]], PASSES[problem["pass"]]
     case = draw(call, problem["dtype"], zlib.crc32(repr(problem).encode()))
     prepares = importable(PEERS)
     prepares["ours"] = peers.ours(options.family)
-    candidates, notes = compare(prepares, case, backward)
+    candidates, notes = compare(prepares, case, of)
     seconds, more = take_turns(candidates, options, patience=0.25)
-    return {name: work(call, backward) / 1e12 / t for name, t in seconds.items()}, notes | more
+    return {name: work(call, of) / 1e12 / t for name, t in seconds.items()}, notes | more

@@ -6,6 +6,7 @@ import functools
 import itertools
 from typing import Any
 
+from ..passes import FORWARD, PASSES, Pass
 from ..timing import Candidate, interleave, wall_sampler
 from . import peers
 from .suite import Measured, Options, Problem, case_of, compare, flops_of, importable
@@ -34,18 +35,18 @@ def problems(options: Options) -> list[Problem]:
 
 def measure(problem: Problem, options: Options) -> Measured:
     """GFLOP/s of everybody, in turn; the host's clock."""
-    backward = problem["pass"] == "backward"
+    of = PASSES[problem["pass"]]
     prepares: dict[str, peers.Prepare] = {**importable(("torch",)), "ours": peers.ours_numpy, "jax": _jax}
     if problem["seq"] <= DENSE:
         prepares["numpy"] = peers.standard
-    candidates, notes = compare(prepares, case_of(problem, "cpu"), backward)
+    candidates, notes = compare(prepares, case_of(problem, "cpu"), of)
     sampler = wall_sampler(candidates, options.min_ms, lambda results: None)  # all are there when a call returns
     seconds, failures = interleave(list(candidates), options.rounds, sampler)
-    work = flops_of(problem, backward) / 1e9
+    work = flops_of(problem, of) / 1e9
     return {name: work / t for name, t in seconds.items()}, notes | failures
 
 
-def _jax(case: peers.Case, backward: bool) -> Candidate:
+def _jax(case: peers.Case, of: Pass) -> Candidate:
     """jax.nn.dot_product_attention, jitted; the backward from what its forward has kept."""
     import jax
 
@@ -53,7 +54,7 @@ def _jax(case: peers.Case, backward: bool) -> Candidate:
         q, k, v, dout = (jax.numpy.asarray(x.numpy()) for x in case[:4])
         attend = functools.partial(jax.nn.dot_product_attention, is_causal=case.causal)
         call: Any = jax.jit(attend)
-        if not backward:
+        if of is FORWARD:
             return Candidate(lambda: (jax.block_until_ready(call(q, k, v)),))
         _, pull = jax.jit(lambda *x: jax.vjp(attend, *x))(q, k, v)
         back = jax.jit(lambda pull, dout: pull(dout))

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .. import attention, attention_backward
+from ..passes import FORWARD, Pass
 from ..timing import Candidate, reason
 
 
@@ -51,7 +52,7 @@ class Case(NamedTuple):
         return self._replace(scores=scores)
 
 
-Prepare = Callable[[Case, bool], Candidate]  # (case, backward) -> what is timed: (out,) or (dq, dk, dv, those of wrt)
+Prepare = Callable[[Case, Pass], Candidate]  # (case, of) -> what is timed: (out,) or (dq, dk, dv, those of wrt)
 
 
 def make_case(
@@ -83,12 +84,12 @@ def make_case(
 def ours(family: str | None = None) -> Prepare:
     """This package on the PyTorch tensors themselves."""
 
-    def prepare(case: Case, backward: bool) -> Candidate:
+    def prepare(case: Case, of: Pass) -> Candidate:
         q, k, v, dout = case[:4]
         given: dict[str, Any] = {"causal": case.causal, **case.scores, "family": family}
         if case.window is not None:
             given["window"] = case.window
-        if not backward:
+        if of is FORWARD:
             return Candidate(lambda: (attention(q, k, v, **given),))
         out, lse = attention(q, k, v, **given, return_lse=True)
         if not case.wrt:
@@ -115,10 +116,10 @@ def ours_recorded(family: str | None = None) -> Prepare:
     return functools.partial(differentiable, forward, nullcontext)
 
 
-def ours_numpy(case: Case, backward: bool) -> Candidate:
+def ours_numpy(case: Case, of: Pass) -> Candidate:
     """This package on NumPy arrays that share the memory of the CPU tensors."""
     q, k, v, dout = (x.numpy() for x in case[:4])
-    if not backward:
+    if of is FORWARD:
         return Candidate(lambda: (attention(q, k, v, causal=case.causal),))
     out, lse = attention(q, k, v, causal=case.causal, return_lse=True)
     return Candidate(lambda: attention_backward(dout, q, k, v, out, lse, causal=case.causal))
@@ -135,7 +136,7 @@ def sdpa(backend: str | None = None) -> Prepare:
 
     context = nullcontext if backend is None else functools.partial(sdpa_kernel, getattr(SDPBackend, backend))
 
-    def prepare(case: Case, backward: bool) -> Candidate:
+    def prepare(case: Case, of: Pass) -> Candidate:
         if case.window is not None:
             raise NotImplementedError("PyTorch's scaled_dot_product_attention has no window")
         lengths, heads = ((case.q.shape[axis], case.k.shape[axis]) for axis in (1, 2))
@@ -161,7 +162,7 @@ def sdpa(backend: str | None = None) -> Prepare:
             )
             return out.transpose(1, 2)
 
-        return differentiable(forward, context, case, backward)
+        return differentiable(forward, context, case, of)
 
     return prepare
 
@@ -174,7 +175,7 @@ def flex() -> Prepare:
 
     torch._functorch.config.donated_buffer = False  # or a backward could not be called again
 
-    def prepare(case: Case, backward: bool) -> Candidate:
+    def prepare(case: Case, of: Pass) -> Candidate:
         torch._dynamo.reset()  # every row compiles the same functions again, and the number of times is limited
         causal = case.causal
         # Arrays without their axes of length 1, and at which of (b, h, i, j) they are read.
@@ -224,7 +225,7 @@ def flex() -> Prepare:
             q, k, v = (x.transpose(1, 2) for x in case[:3])
             return compiled(q, k, v, case.scores.get("bias"), case.scores.get("score_arrays", {})).transpose(1, 2)
 
-        return differentiable(forward, nullcontext, case._replace(scores=scores), backward)
+        return differentiable(forward, nullcontext, case._replace(scores=scores), of)
 
     return prepare
 
@@ -233,8 +234,8 @@ def fa2() -> Prepare:
     """FlashAttention-2: PyTorch's; for windows, which that does not take, the package flash_attn."""
     plain = sdpa("FLASH_ATTENTION")
 
-    def prepare(case: Case, backward: bool) -> Candidate:
-        return plain(case, backward) if case.window is None else _flash_attn("flash_attn")(case, backward)
+    def prepare(case: Case, of: Pass) -> Candidate:
+        return plain(case, of) if case.window is None else _flash_attn("flash_attn")(case, of)
 
     return prepare
 
@@ -273,13 +274,13 @@ def fa3() -> Prepare:
 
     operators = fa3_operators()
 
-    def prepare(case: Case, backward: bool) -> Candidate:
+    def prepare(case: Case, of: Pass) -> Candidate:
         q, k, v, dout, causal = case[:5]
         window = {} if case.window is None else dict(zip(("window_size_left", "window_size_right"), case.window))
         # 0: where a Hopper GPU's multiprocessors would be idle it decides itself in how many parts to split the keys.
         splits = int(q.shape[0] * q.shape[2] * -(-q.shape[1] // 128) > 132)
         forward = functools.partial(operators.fwd, q, k, v, is_causal=causal, num_splits=splits, **window)
-        if not backward:
+        if of is FORWARD:
             return Candidate(lambda: (forward()[0],))
         out, lse = forward()[:2]
 
@@ -294,7 +295,7 @@ def fa3() -> Prepare:
     return prepare
 
 
-def standard(case: Case, backward: bool) -> Candidate:
+def standard(case: Case, of: Pass) -> Candidate:
     """Attention as CuPy or NumPy users write it: the score matrix in memory, BLAS for the products."""
     import torch
 
@@ -316,7 +317,7 @@ def standard(case: Case, backward: bool) -> Candidate:
     def as_torch(*arrays: Any) -> tuple[Any, ...]:
         return tuple(torch.from_dlpack(x.transpose(0, 2, 1, 3)) for x in arrays)
 
-    if not backward:
+    if of is FORWARD:
         return Candidate(lambda: as_torch(forward()[0]))
     out, p = forward()
 
@@ -387,12 +388,12 @@ def versions() -> dict[str, str]:
 
 
 def differentiable(
-    forward: Callable[[Case], Any], context: Callable[[], AbstractContextManager[Any]], case: Case, backward: bool
+    forward: Callable[[Case], Any], context: Callable[[], AbstractContextManager[Any]], case: Case, of: Pass
 ) -> Candidate:
     """A candidate from a function that PyTorch differentiates; the backward is timed alone."""
     import torch
 
-    if not backward:
+    if of is FORWARD:
         return Candidate(lambda: (forward(case),), context)
     leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v, *case.wanted)]
     q, k, v, *wanted = leaves

@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import attention, attention_backward
 from ..gpu.plan import FAMILIES
+from ..passes import PASSES
 from ..timing import reason
 from . import peers
 from .report import cell
@@ -188,8 +189,8 @@ def _tf32() -> Iterator[None]:
 def _efficient(x: Inputs) -> tuple[Any, ...]:
     q, k, v, dout = (a.transpose(1, 2).contiguous() for a in x)
     results: list[Any] = []
-    for backward in (False, True):
-        candidate = peers.LOADERS["efficient"]()(peers.Case(q, k, v, dout, causal=False), backward)
+    for of in PASSES.values():
+        candidate = peers.LOADERS["efficient"]()(peers.Case(q, k, v, dout, causal=False), of)
         with candidate.context():
             results += [a.transpose(1, 2) for a in candidate.call()]
     return tuple(results)

@@ -8,6 +8,7 @@ import math
 from typing import Any, NamedTuple
 
 from .. import block_mask
+from ..passes import BACKWARD, PASSES, Pass
 from ..timing import flops, gpu_sampler, interleave
 from . import peers
 from .suite import Measured, Options, Problem, case_of, compare, importable, relative_error
@@ -151,16 +152,16 @@ def pattern(kind: str, seq: int, device: str) -> Any:
 
 def measure(problem: Problem, options: Options) -> Measured:
     """TFLOP/s of what the masks leave. "ours_causal" is our own attention with a causal mask alone, in turn with all others."""
-    row, backward = ROWS[problem["scores"]], problem["pass"] == "backward"
+    row, of = ROWS[problem["scores"]], PASSES[problem["pass"]]
     case = draw(problem)
     prepares = importable(row.peers + (row.slow if options.slow else ()))
     ours = prepares["ours"] = peers.ours(options.family)
-    candidates, notes = compare(prepares, case, backward, *expected(case, backward))
+    candidates, notes = compare(prepares, case, of, *expected(case, of))
     sizes = {key: problem[key] for key in ("batch", "seq", "heads", "dim")}
-    work = dict.fromkeys(candidates, flops(**sizes, causal=case.causal, backward=backward) * left(case))
+    work = dict.fromkeys(candidates, flops(**sizes, causal=case.causal, of=of) * left(case))
     if "ours" in candidates and case.scores:
-        candidates["ours_causal"] = ours(case._replace(causal=True, scores={}, wrt=()), backward)
-        work["ours_causal"] = flops(**sizes, causal=True, backward=backward)
+        candidates["ours_causal"] = ours(case._replace(causal=True, scores={}, wrt=()), of)
+        work["ours_causal"] = flops(**sizes, causal=True, of=of)
     sampler = gpu_sampler(candidates, options.min_ms, patience=0.25)
     seconds, failures = interleave([name for name in candidates if name not in row.slow], options.rounds, sampler)
     late = interleave([name for name in candidates if name in row.slow], options.rounds, sampler)  # nobody follows them
@@ -176,15 +177,15 @@ def left(case: peers.Case) -> float:
     return float(masks[0].float().mean()) if masks else 1.0
 
 
-def expected(case: peers.Case, backward: bool) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+def expected(case: peers.Case, of: Pass) -> tuple[tuple[Any, ...], tuple[float, ...]]:
     """What is right; and with dropout, of which everyone draws his own, how far from what is right without it."""
     if "dropout" not in case.scores:
-        return exact(case, backward), ()
-    plain = exact(case._replace(scores={}), backward)
-    return plain, tuple(relative_error(x, y) for x, y in zip(exact(case, backward), plain))
+        return exact(case, of), ()
+    plain = exact(case._replace(scores={}), of)
+    return plain, tuple(relative_error(x, y) for x, y in zip(exact(case, of), plain))
 
 
-def exact(case: peers.Case, backward: bool) -> tuple[Any, ...]:
+def exact(case: peers.Case, of: Pass) -> tuple[Any, ...]:
     """Standard attention in float32, from the formula; its gradients are PyTorch's. As many batch entries at a time as have
     1 GB of scores; with block masks a head at a time."""
     import torch
@@ -195,7 +196,9 @@ def exact(case: peers.Case, backward: bool) -> tuple[Any, ...]:
         name: x.detach().to(wide) if x.is_floating_point() else x for name, x in arrays.items() if torch.is_tensor(x)
     }
     read = {name: x.detach().clone() for name, x in case.scores.get("score_arrays", {}).items()}
-    leaves = [(read if name in read else arrays)[name].requires_grad_(backward) for name in ("q", "k", "v", *case.wrt)]
+    leaves = [
+        (read if name in read else arrays)[name].requires_grad_(of is BACKWARD) for name in ("q", "k", "v", *case.wrt)
+    ]
     dout = arrays.pop("dout")
     batch, seq, heads, _ = case.q.shape
     at = torch.arange(seq, device=case.q.device)
@@ -207,11 +210,11 @@ def exact(case: peers.Case, backward: bool) -> tuple[Any, ...]:
             q, k, v = (x[some] for x in leaves)
             out = _formula(q, k, v, case.causal, None, mask=seen)
             parts.append(out.detach())
-            if backward:
+            if of is BACKWARD:
                 out.backward(dout[some], inputs=leaves)
         return (
             tuple(x.grad for x in leaves)
-            if backward
+            if of is BACKWARD
             else (torch.cat(parts).view(batch, heads, seq, -1).transpose(1, 2),)
         )
     outs = []
@@ -225,9 +228,9 @@ def exact(case: peers.Case, backward: bool) -> tuple[Any, ...]:
             given["score"] = functools.partial(case.scores["score"], b=entry, h=head, i=at[:, None], j=at, **read)
         out = _formula(**given, causal=case.causal)
         outs.append(out.detach())
-        if backward:
+        if of is BACKWARD:
             out.backward(dout[part], inputs=leaves)
-    return tuple(x.grad for x in leaves) if backward else (torch.cat(outs),)
+    return tuple(x.grad for x in leaves) if of is BACKWARD else (torch.cat(outs),)
 
 
 def _formula(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..passes import Pass
 from ..timing import Candidate, flops, gpu_sampler, interleave, reason
 from . import machine, peers
 
@@ -56,7 +57,7 @@ class Suite(NamedTuple):
 def compare(
     prepares: dict[str, peers.Prepare],
     case: peers.Case,
-    backward: bool,
+    of: Pass,
     exact: tuple[Any, ...] = (),
     noise: tuple[float, ...] = (),
 ) -> tuple[dict[str, Candidate], dict[str, str]]:
@@ -74,7 +75,7 @@ def compare(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PyTorch warns once for every reason why a backend cannot
-                candidate = prepare(case, backward)
+                candidate = prepare(case, of)
                 with candidate.context():
                     results = tuple(_tensor(x) for x in candidate.call())
                 if case.q.is_cuda:
@@ -139,8 +140,8 @@ def importable(names: tuple[str, ...]) -> dict[str, peers.Prepare]:
     return {name: peer for name in names if not isinstance(peer := peers.load(name), str)}
 
 
-def flops_of(problem: Problem, backward: bool) -> float:
-    return flops(**{key: problem[key] for key in ("batch", "seq", "heads", "dim", "causal")}, backward=backward)
+def flops_of(problem: Problem, of: Pass) -> float:
+    return flops(**{key: problem[key] for key in ("batch", "seq", "heads", "dim", "causal")}, of=of)
 
 
 def case_of(problem: Problem, device: str = "cuda") -> peers.Case:

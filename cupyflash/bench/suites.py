@@ -9,6 +9,7 @@ import itertools
 import math
 
 from ..gpu.plan import KernelPlan, plan
+from ..passes import BACKWARD, FORWARD, PASSES, Pass
 from ..problem import AttentionProblem
 from ..timing import gpu_sampler, interleave, reason
 from . import eight, first_call, host, jitted, models, numpy_path, peers, precision, scores, steps
@@ -36,10 +37,10 @@ def _speed(
     """TFLOP/s of ours and the peers on the GPU, taken in turn; `patience` as in `gpu_sampler`."""
     prepares, left_out = _taking(problem, names, longest)
     prepares["ours"] = peers.ours(options.family)
-    backward = problem["pass"] == "backward"
-    candidates, notes = compare(prepares, case_of(problem), backward)
+    of = PASSES[problem["pass"]]
+    candidates, notes = compare(prepares, case_of(problem), of)
     seconds, more = take_turns(candidates, options, patience)
-    work = flops_of(problem, backward) / 1e12
+    work = flops_of(problem, of) / 1e12
     return {name: work / t for name, t in seconds.items()}, left_out | notes | more
 
 
@@ -98,7 +99,7 @@ def _taken(problem: Problem, family: str) -> bool:
     seq, heads, dim = (problem[key] for key in ("seq", "heads", "dim"))
     asked = AttentionProblem(problem["dtype"], problem["batch"], seq, seq, heads, heads, dim, dim, dim**-0.5)
     try:
-        plan(asked, current(0), problem["pass"] == "backward", family=family)
+        plan(asked, current(0), PASSES[problem["pass"]], family=family)
     except ValueError:
         return False
     return True
@@ -112,12 +113,12 @@ def _wide_speed(problem: Problem, options: Options) -> Measured:
     """As any; a row with a bias is an Evoformer's, `evoformer` of the suite `scores`: with its gradient and a key mask."""
     if not problem["bias"]:
         return _speed(WIDE_PEERS, 8192, problem, options)
-    backward = problem["pass"] == "backward"
+    of = PASSES[problem["pass"]]
     case = scores.draw({**problem, "scores": "evoformer"})
     prepares = {**importable(BIAS_PEERS), "ours": peers.ours(options.family)}
-    candidates, notes = compare(prepares, case, backward, scores.exact(case, backward))
+    candidates, notes = compare(prepares, case, of, scores.exact(case, of))
     seconds, failures = take_turns(candidates, options)
-    work = flops_of(problem, backward) * scores.left(case) / 1e12
+    work = flops_of(problem, of) * scores.left(case) / 1e12
     return {name: work / t for name, t in seconds.items()}, notes | failures
 
 
@@ -186,30 +187,30 @@ def _memory_peak(problem: Problem, options: Options) -> Measured:
     """Megabytes at the peak, beyond inputs and results."""
     prepares, notes = _taking(problem, MEMORY_PEERS, problem["seq"])
     prepares["ours"] = peers.ours(options.family)
-    backward = problem["pass"] != "forward"
+    of = FORWARD if problem["pass"] == "forward" else BACKWARD
     case, small = case_of(problem), case_of({**problem, "seq": 256})
     values: dict[str, float] = {}
     for name, prepare in prepares.items():
         try:
-            _peak(prepare, small, backward)  # cuBLAS and cuDNN keep the workspaces of their first call
-            values[name] = _peak(prepare, case, backward) / 1e6
+            _peak(prepare, small, of)  # cuBLAS and cuDNN keep the workspaces of their first call
+            values[name] = _peak(prepare, case, of) / 1e6
         except Exception as failure:  # noqa: BLE001 - as in compare
             notes[name] = reason(failure)
     return values, notes
 
 
-def _peak(prepare: peers.Prepare, case: peers.Case, backward: bool) -> int:
+def _peak(prepare: peers.Prepare, case: peers.Case, of: Pass) -> int:
     import torch
 
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    candidate = prepare(case, backward)
+    candidate = prepare(case, of)
     with candidate.context():
         results = candidate.call()
     torch.cuda.synchronize()
     kept = sum(x.nbytes for x in results)
-    if backward:
+    if of is BACKWARD:
         kept += case.q.nbytes  # out, which the backward holds as well
     return int(torch.cuda.max_memory_allocated()) - before - kept
 
@@ -235,7 +236,7 @@ def _ladder_rung(problem: Problem, options: Options) -> Measured:
         return _moved(problem, options.family)
     prepares = {name: peers.standard if name == "standard" else peers.ours(name) for name in LADDER}
     prepares["ours"] = peers.ours(options.family)
-    candidates, notes = compare(prepares, case_of(problem), problem["pass"] == "backward")
+    candidates, notes = compare(prepares, case_of(problem), PASSES[problem["pass"]])
     seconds, failures = interleave(list(candidates), options.rounds, gpu_sampler(candidates, options.min_ms))
     return {name: 1e3 * t for name, t in seconds.items()}, notes | failures
 

@@ -166,4 +166,4 @@ def backward(
         for of, own in stacks if parts > 1 else ():
             found = [sums.pop((of.pairs.batches.start, own.start, part)) for part in range(parts)]
             _put(of, own, *(sum(x.astype(np.float64) for x in parts_of) for parts_of in zip(*found)))
-        return Gradients(dq, dk, dv, **{f"d{name}": x.total() for name, x in (wanted | of_function).items()})
+        return Gradients(dq, dk, dv, {name: x.total() for name, x in (wanted | of_function).items()})

@@ -7,76 +7,50 @@ from typing import Any
 import numpy as np
 
 from .. import problem as rules
-from ..interop.protocol import Arrays, CpuAdapter
+from ..call import Call
+from ..interop.protocol import CpuAdapter
 from ..overlap import check_targets
+from ..passes import BACKWARD, PER_QUERY
 from ..problem import ARRAYS, FLOAT8, AttentionProblem, Gradients, View
 from . import float8
 from .backward import backward as _backward
 from .forward import forward as _forward
 
 
-def forward(
-    lib: CpuAdapter,
-    arrays: Arrays,
-    targets: Arrays,
-    return_lse: bool,
-    options: dict[str, Any],
-    seed: int | None,
-    family: str | None,
-) -> tuple[Any, Any]:
-    """out and (where asked for) lse of one attention call."""
-    problem, given, shapes = _checked(lib, arrays, targets, options, seed, family, False)
-    if problem.dtype == FLOAT8:
-        out, lse = float8.forward(problem, **given)
-    else:
-        out, lse = _forward(problem, **given)
-    rows = lib.from_numpy(lse.reshape(rules.lse_shape(len(shapes["out"]), problem))) if return_lse else None
-    return _returned(lib, "out", out, shapes, targets, options["layout"]), rows
+def run(call: Call) -> Any:
+    """out and (where asked for) lse of a forward; the `Gradients` of a backward."""
+    lib = call.lib
+    problem, given, shapes = _checked(call)
+    if call.of is BACKWARD:
+        grads = _backward(problem, wrt=call.wrt, **given)
+        dq, dk, dv = (_returned(call, name, x, shapes) for name, x in grads._asdict().items())
+        return Gradients(dq, dk, dv, {name: lib.from_numpy(grads.of_arrays[name]) for name in call.wrt})
+    out, lse = (float8.forward if problem.dtype == FLOAT8 else _forward)(problem, **given)
+    rows = lib.from_numpy(lse.reshape(rules.lse_shape(len(shapes["out"]), problem))) if call.return_lse else None
+    return _returned(call, "out", out, shapes), rows
 
 
-def backward(
-    lib: CpuAdapter,
-    arrays: Arrays,
-    targets: Arrays,
-    options: dict[str, Any],
-    seed: int | None,
-    family: str | None,
-    wrt: tuple[str, ...] = (),
-) -> Gradients:
-    """The gradients of one attention call; also of the optional arrays that `wrt` names."""
-    problem, given, shapes = _checked(lib, arrays, targets, options, seed, family, True)
-    grads = _backward(problem, wrt=wrt, **given)
-    of_qkv = (_returned(lib, name, x, shapes, targets, options["layout"]) for name, x in grads._asdict().items())
-    return Gradients(*of_qkv, **{f"d{name}": lib.from_numpy(getattr(grads, f"d{name}")) for name in wrt})
-
-
-def _checked(
-    lib: CpuAdapter,
-    arrays: Arrays,
-    targets: Arrays,
-    options: dict[str, Any],
-    seed: int | None,
-    family: str | None,
-    backward: bool,
-) -> tuple[AttentionProblem, dict[str, Any], dict[str, tuple[int, ...]]]:
+def _checked(call: Call) -> tuple[AttentionProblem, dict[str, Any], dict[str, tuple[int, ...]]]:
     """The problem, its arrays as (B, S, H, D), lse as (B, H, S), and the shapes of the results."""
-    if family is not None:
-        refuse_family(family, lib.kind)
+    lib = call.lib
+    arrays, targets, options = call.arrays, call.targets, call.options
+    if call.family is not None:
+        refuse_family(call.family, lib.kind)
     views = {name: lib.view(x) for name, x in arrays.items()}
     into = {name: lib.view(x) for name, x in targets.items()}
-    problem, shapes = rules.state(views, into, options, backward)
+    problem, shapes = rules.state(views, into, options, call.of)
     if into:
         check_targets(
             {name: _in_memory(lib, targets[name], x) for name, x in into.items()},
             {name: _in_memory(lib, arrays[name], x) for name, x in views.items()},
         )
     layout = options["layout"]
-    given: dict[str, Any] = {} if seed is None else {"seed": np.array(seed, np.uint64)}
+    given: dict[str, Any] = {} if call.seed is None else {"seed": np.array(call.seed, np.uint64)}
     if options["block_mask"] is not None:
         given["block_mask"] = options["block_mask"]
     for name in views:
         x = lib.to_numpy(arrays[name])
-        if name in ("lse", "dlse"):
+        if name in PER_QUERY:
             given[name] = x.reshape(problem.batch, problem.heads_q, problem.seq_q)
         else:
             given[name] = x if name in _OPTIONAL or problem.reads(name) else _four(x, layout)
@@ -110,16 +84,15 @@ def _four(x: np.ndarray, layout: str) -> np.ndarray:
     return x if layout == "bshd" else x.transpose(0, 2, 1, 3)
 
 
-def _returned(
-    lib: CpuAdapter, name: str, x: np.ndarray, shapes: dict[str, tuple[int, ...]], targets: Arrays, layout: str
-) -> Any:
+def _returned(call: Call, name: str, x: np.ndarray, shapes: dict[str, tuple[int, ...]]) -> Any:
     """A (B, S, H, D) result in the rank and layout of the caller, in his array where he gave one."""
+    lib = call.lib
+    layout, target = call.options["layout"], call.targets.get(name)
     if len(shapes[name]) == 2:
         x = x[0, :, 0]
     else:
         x = x if layout == "bshd" else x.transpose(0, 2, 1, 3)
         x = x[0] if len(shapes[name]) == 3 else x
-    target = targets.get(name)
     if target is None:
         return lib.from_numpy(np.ascontiguousarray(x))  # as on a GPU
     lib.to_numpy(target)[...] = x

@@ -7,12 +7,14 @@ with the same shapes costs a look-up, the outputs' allocation and the launch.
 from __future__ import annotations
 
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import problem as rules
 from .. import tuned
-from ..interop.protocol import Arrays, GpuAdapter
+from ..call import Arrays, Call
+from ..interop.protocol import GpuAdapter
 from ..overlap import check_targets
+from ..passes import FORWARD, PER_QUERY
 from ..problem import ARRAYS, ITEMSIZE, Gradients, View, contiguous
 from . import device, launch
 from .kernel_plan import KernelPlan
@@ -24,33 +26,39 @@ from .strides import padded, params_strides, to_copy
 _prepared: dict[Any, Prepared] = {}
 _MAX_PREPARED = 4096
 _OPTIONAL = {row.name: row for row in ARRAYS}
-_ROWS = ("lse", "dlse")  # (B, H, S): read as one block
+
+
+class Ran(NamedTuple):
+    """What a run gave: results, lse where it was asked for, and the workspace, which a run after it may find things in."""
+
+    results: list[Any]
+    lse: Any
+    workspace: Any
 
 
 class Prepared:
     """One class of calls (same shapes, strides, dtypes, options), planned, compiled and loaded.
 
-    `misaligned`: arrays that start at no 16-byte boundary. `chosen` is taken instead of planning. `after`: what
-    runs on the same arrays before; what it leaves in its workspace is used.
+    `misaligned`: arrays that start at no 16-byte boundary. `chosen` is taken instead of planning. `wrt`: the gradients of
+    these arrays in the place of those of q, k and v. `after`: what runs on the same arrays before; what it leaves in its
+    workspace is used.
     """
 
     def __init__(
         self,
-        lib: GpuAdapter,
-        arrays: Arrays,
-        targets: Arrays,
+        call: Call,
         misaligned: tuple[str, ...],
-        options: dict[str, Any],
-        family: str | None,
-        backward: bool,
         ordinal: int,
         chosen: KernelPlan | None = None,
         wrt: tuple[str, ...] = (),
         after: Prepared | None = None,
     ) -> None:
+        lib = call.lib
+        arrays, targets, options, of = call.arrays, call.targets, call.options, call.of
+        self.wrt = wrt
         views = {name: lib.view(x) for name, x in arrays.items()}
         into = {name: lib.view(x) for name, x in targets.items()}
-        self.problem, self.shapes = problem, shapes = rules.state(views, into, options, backward)
+        self.problem, self.shapes = problem, shapes = rules.state(views, into, options, of)
         self._rows = (
             rules.lse_shape(len(views["q"].shape), problem),
             problem.lse_dtype,
@@ -59,7 +67,7 @@ class Prepared:
         self.plan: KernelPlan
         self.device, rank, layout = ordinal, len(views["q"].shape), options["layout"]
         # Where nothing can reach the results they are zeros, and no kernel is needed.
-        self.empty = problem.empty or (backward and problem.dim_v == 0 and "dlse" not in views)
+        self.empty = problem.empty or (of is not FORWARD and problem.dim_v == 0 and "dlse" not in views)
         dtypes = dict.fromkeys(shapes, problem.result_dtype)
         if wrt:
             self.shapes = shapes = {f"d{name}": views[name].shape for name in wrt}
@@ -76,7 +84,7 @@ class Prepared:
         if chosen is None:
             arch = device.current(ordinal)
             lengths = rules.lengths_of(wrt, views)
-            chosen = plan(problem, arch, backward, family, tuned.tiles(problem, arch, backward), lengths)
+            chosen = plan(problem, arch, of, call.family, tuned.tiles(problem, arch, of), lengths)
             if after is not None and not after.empty:
                 chosen = chosen.after(after.plan)
                 self.first = after if chosen.found else None
@@ -92,7 +100,7 @@ class Prepared:
                 strides[name] = _OPTIONAL[name].strides(view, problem, rank)
             elif problem.reads(name):
                 strides[name] = score_shape(view)
-            elif name not in _ROWS:
+            elif name not in PER_QUERY:
                 strides[name] = params_strides(view, layout)
         self.through: list[str] = []  # outputs given in a form no kernel writes: computed aside, copied over
         for name, shape in shapes.items():
@@ -110,7 +118,7 @@ class Prepared:
         self.launcher = launch.Launcher(chosen, functions(chosen, ordinal), problem, strides, ordinal)
         slots = self.launcher.slots
         # Of a call's addresses, and a 0 behind them, which stands in each slot.
-        found = {name: n for n, name in enumerate((*arrays, *shapes, *([] if backward else ["lse"])))}
+        found = {name: n for n, name in enumerate((*arrays, *shapes, *(["lse"] if of is FORWARD else [])))}
         self._in_slots = itemgetter(*[found.get(name, -1) for name in slots])
 
     @property
@@ -121,22 +129,11 @@ class Prepared:
         copies = [copy.strides[0] * copy.shape[0] * ITEMSIZE[source.dtype] for _, source, copy in self.copies]
         return sum(-(-size // 256) * 256 for size in (*copies, self.launcher.workspace))
 
-    def run(
-        self,
-        lib: GpuAdapter,
-        arrays: Arrays,
-        targets: Arrays,
-        lse: bool,
-        addresses: list[int] | None = None,
-        seed: int | None = None,
-        block_mask: Any = None,
-        left: list[Any] | None = None,
-    ) -> tuple[list[Any], Any]:
-        """Launch. Returns the outputs, and in the forward the LSE where it is asked for.
-
-        `addresses` of `arrays`, where they are known already; `seed` of dropout, where it is a number; `block_mask`, where
-        there is one: of the prepared kind. `left`: the workspace of the run before, from which this one or a later one takes
-        what it finds there; put there by the first."""
+    def run(self, call: Call, addresses: list[int] | None = None, workspace: Any = None) -> Ran:
+        """Launch. `addresses` of the call's arrays, where they are known already; `workspace`: that of the run before, where
+        this one finds something in it (`first`)."""
+        lib = call.lib
+        arrays, targets = call.arrays, call.targets
         ordinal, pointer, empty = self.device, lib.pointer, lib.empty
         stream = lib.stream(ordinal)
         if addresses is None:
@@ -147,7 +144,7 @@ class Prepared:
             given = zip(self.shapes, self._results)
             results = [targets[name] if name in targets else empty(*what) for name, what in given]
             self._check(lib, arrays, targets, (*addresses, *addresses_of(lib, dict(zip(self.shapes, results)))))
-        rows = empty(*self._rows) if lse else None
+        rows = empty(*self._rows) if call.return_lse else None
         if self.empty:
             for x in results:
                 launch.fill(lib, x, 0.0, ordinal, stream)
@@ -156,7 +153,7 @@ class Prepared:
                 if "sinks" in arrays:
                     sinks = arrays["sinks"]
                     launch.spread(lib, rows, pointer(sinks), lib.view(sinks), ordinal, stream)
-            return results, rows
+            return Ran(results, rows, None)
 
         written = results
         if self.through:
@@ -166,8 +163,9 @@ class Prepared:
         slots = launcher.slots
         of_rows = () if rows is None else (pointer(rows),)
         pointers = [*self._in_slots((*addresses, *map(pointer, written), *of_rows, 0))]
-        if seed is not None and KEYS[0] in slots:
-            pointers[slots[KEYS[0]] :] = round_keys(seed)
+        if call.seed is not None and KEYS[0] in slots:
+            pointers[slots[KEYS[0]] :] = round_keys(call.seed)
+        block_mask = call.options["block_mask"]
         if block_mask is not None:
             for use in self.plan.lists:
                 pointers[slots[use.name]] = block_mask.list_for(use).data.ptr
@@ -177,21 +175,15 @@ class Prepared:
             held = launch.copy_of(lib, pointers[slot], view, copy, ordinal, stream)
             pointers[slot] = pointer(held)
             keep.append(held)
-        workspace = 0
-        if launcher.workspace:
-            space = empty((launcher.workspace // 4,), "float32", ordinal)
-            workspace = pointer(space)
-            keep.append(space)
-            if left == []:
-                left.append(space)
-        if self.first is not None and left:
-            launcher.find(pointers, self.first.launcher, pointer(left[0]))
-        launcher(pointers, stream, workspace)
+        own = empty((launcher.workspace // 4,), "float32", ordinal) if launcher.workspace else None
+        if self.first is not None and workspace is not None:
+            launcher.find(pointers, self.first.launcher, pointer(workspace))
+        launcher(pointers, stream, 0 if own is None else pointer(own))
         if self.through:
             for x, result in zip(written, results):
                 if x is not result:
                     launch.copy_into(lib, result, x, ordinal, stream)
-        return results, rows
+        return Ran(results, rows, own)
 
     def _check(self, lib: GpuAdapter, arrays: Arrays, targets: Arrays, at: tuple[int, ...]) -> None:
         """That the targets given overlap nothing: once for each set of addresses, as only these differ between calls."""
@@ -203,47 +195,28 @@ class Prepared:
             self._apart.add(at)
 
 
-def forward(
-    lib: GpuAdapter,
-    arrays: Arrays,
-    targets: Arrays,
-    return_lse: bool,
-    options: dict[str, Any],
-    seed: int | None,
-    family: str | None,
-) -> tuple[Any, Any]:
-    """out and (where asked for) lse of one attention call."""
-    ordinal = lib.device(arrays["q"])
-    addresses = addresses_of(lib, arrays)
-    prepared = prepare(lib, arrays, addresses, targets, options, family, False, ordinal)
-    (out,), lse = prepared.run(lib, arrays, targets, return_lse, addresses, seed, options["block_mask"])
-    return out, lse
-
-
-def backward(
-    lib: GpuAdapter,
-    arrays: Arrays,
-    targets: Arrays,
-    options: dict[str, Any],
-    seed: int | None,
-    family: str | None,
-    wrt: tuple[str, ...] = (),
-) -> Gradients:
-    """The gradients of one attention call."""
-    ordinal = lib.device(arrays["q"])
-    addresses = addresses_of(lib, arrays)
-    passes = prepare_all(lib, arrays, addresses, targets, options, family, True, ordinal, wrt)
-    left = to_leave(passes) if wrt else None
-    grads, _ = passes[0].run(lib, arrays, targets, False, addresses, seed, options["block_mask"], left)
+def run(call: Call) -> Any:
+    """out and (where asked for) lse of a forward; the `Gradients` of a backward."""
+    lib = call.lib
+    ordinal, addresses = lib.device(call.arrays["q"]), addresses_of(lib, call.arrays)
+    if call.of is FORWARD:
+        (out,), lse, _ = prepare(call, addresses, ordinal).run(call, addresses)
+        return out, lse
+    first, *others = prepare_all(call, addresses, ordinal)
+    results, _, workspace = first.run(call, addresses)
+    if not finds(others):
+        workspace = None  # its memory is free for the others
     of_arrays: dict[str, Any] = {}
-    for prepared in passes[1:]:
-        results, _ = prepared.run(lib, arrays, {}, False, addresses, seed, options["block_mask"], left)
-        of_arrays |= zip(prepared.shapes, results)
-    return Gradients(*grads, **of_arrays)
+    if others:
+        call = call.but(targets={})
+    for prepared in others:
+        of_arrays |= zip(prepared.wrt, prepared.run(call, addresses, workspace).results)
+    dq, dk, dv = results
+    return Gradients(dq, dk, dv, of_arrays)
 
 
 def addresses_of(lib: GpuAdapter, arrays: Arrays) -> list[int]:
-    """Where each begins. TypeError for one that is nowhere though it has elements: a fake one, beside a q that is none."""
+    """Where each array begins. TypeError for one that is nowhere though it has elements: a fake one, beside a q that is none."""
     addresses = [*map(lib.pointer, arrays.values())]
     if 0 in addresses:
         for x, at in zip(arrays.values(), addresses):
@@ -252,53 +225,35 @@ def addresses_of(lib: GpuAdapter, arrays: Arrays) -> list[int]:
     return addresses
 
 
-def prepare_all(
-    lib: GpuAdapter,
-    arrays: Arrays,
-    addresses: list[int],
-    targets: Arrays,
-    options: dict[str, Any],
-    family: str | None,
-    backward: bool,
-    ordinal: int,
-    wrt: tuple[str, ...] = (),
-) -> list[Prepared]:
+def prepare_all(call: Call, addresses: list[int], ordinal: int) -> list[Prepared]:
     """What a call runs, one after the other: gradients of arrays come after those of q, k and v."""
-    first = prepare(lib, arrays, addresses, targets, options, family, backward, ordinal)
-    rest = rules.apart(wrt) if wrt else []
-    return [
-        first,
-        *[prepare(lib, arrays, addresses, {}, options, family, True, ordinal, names, first) for names in rest],
-    ]
+    first = prepare(call, addresses, ordinal)
+    if not call.wrt:
+        return [first]
+    without = call.but(targets={})
+    return [first, *[prepare(without, addresses, ordinal, names, first) for names in rules.apart(call.wrt)]]
 
 
-def to_leave(passes: list[Prepared]) -> list[Any] | None:
-    """`left` of their runs: None where nothing is found in the first's workspace, whose memory is free then for the others."""
-    return [] if any(x.first for x in passes) else None
+def finds(passes: list[Prepared]) -> bool:
+    """Whether any finds something in the workspace of the first, which is to be kept then until all have run."""
+    return any(x.first for x in passes)
 
 
 def prepare(
-    lib: GpuAdapter,
-    arrays: Arrays,
-    addresses: list[int],
-    targets: Arrays,
-    options: dict[str, Any],
-    family: str | None,
-    backward: bool,
-    ordinal: int,
-    wrt: tuple[str, ...] = (),
-    after: Prepared | None = None,
+    call: Call, addresses: list[int], ordinal: int, wrt: tuple[str, ...] = (), after: Prepared | None = None
 ) -> Prepared:
     """What a call runs, where its arrays lie at `addresses` (and `after` has run on them): kept, or planned and compiled."""
+    lib = call.lib
+    arrays, targets = call.arrays, call.targets
     bits = 0
     for at in addresses:
         bits |= at
     misaligned = tuple([name for name, at in zip(arrays, addresses) if at & 15]) if bits & 15 else ()
-    stated = options = rules.lasting(options)
+    stated = options = rules.lasting(call.options)
     if options["block_mask"] is not None:  # its pattern changes nothing but what is pointed to
         stated = options | {"block_mask": rules.mask_kind(options["block_mask"])}
     key: tuple[Any, ...] | None = (
-        lib.kind, backward, wrt, after, family, misaligned, *stated.values(), *arrays, *map(lib.signature, arrays.values()),
+        lib.kind, call.of, wrt, after, call.family, misaligned, *stated.values(), *arrays, *map(lib.signature, arrays.values()),
         *targets, *map(lib.signature, targets.values()),
     )  # fmt: skip
     try:
@@ -307,7 +262,9 @@ def prepare(
         key = None
         prepared = None
     if prepared is None:
-        prepared = Prepared(lib, arrays, targets, misaligned, options, family, backward, ordinal, None, wrt, after)
+        prepared = Prepared(
+            call if options is call.options else call.but(options=options), misaligned, ordinal, None, wrt, after
+        )
         if key is not None:
             if len(_prepared) >= _MAX_PREPARED:
                 _prepared.clear()

@@ -38,9 +38,8 @@ def title(plan: KernelPlan, source: str) -> str:
     constants = dict(plan.constants)
     dims = [constants[name] for name in ("DIM", "DIM_V", "COLUMNS") if name in constants]
     dim = f"d{dims[0]}" if len(set(dims)) == 1 else "d" + "x".join(map(str, dims))
-    back = "backward" if plan.backward else "forward"
     digest = hashlib.sha256(f"{plan.arch}\n{source}".encode()).hexdigest()
-    return f"{plan.arch}-{plan.family}-{back}-{plan.dtype}-{dim}-{digest[:8]}"
+    return f"{plan.arch}-{plan.family}-{plan.of}-{plan.dtype}-{dim}-{digest[:8]}"
 
 
 def _write(folder: Path, plan: KernelPlan, source: str, compiled: Compiled) -> None:

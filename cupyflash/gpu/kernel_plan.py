@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
+from ..passes import Pass
 from ..problem import ARRAYS, AXES, ITEMSIZE, OPTIONS, AttentionProblem, Given
 from ..score import Score
 from ..tile_lists import ListUse
@@ -60,7 +61,7 @@ class KernelPlan:
     family: str
     arch: str
     dtype: str
-    backward: bool
+    of: Pass
     source: str  # file under kernels_cu/
     constants: tuple[tuple[str, int | bool | float], ...]
     launches: tuple[Launch, ...]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..passes import BY_ROWS
 from ..problem import ARRAYS, AXES, FLOAT8, OPTIONS, ArrayRule, AttentionProblem, View
 from ..score import ScoreArray
 from .kernel_plan import KernelPlan
@@ -34,14 +35,6 @@ def types(plan: KernelPlan) -> tuple[str, str, str, str]:
     return given, product, TYPES[plan.out_dtype or plan.dtype][2], accum
 
 
-ROWED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")  # arrays with rows, (B, S, H, D); the rest is contiguous
-POINTERS = {  # of a pass; lse (in the forward) and dlse may be null
-    False: {"q": "const In", "k": "const In", "v": "const In", "out": "Out", "lse": "Accum"},
-    True: {
-        "q": "const In", "k": "const In", "v": "const In", "out": "const Out", "lse": "const Accum", "dout": "const In",
-        "dlse": "const Accum", "dq": "Out", "dk": "Out", "dv": "Out",
-    },
-}  # fmt: skip
 OPTIONAL = {  # by the dtype of an optional array; one with that of q is const In
     "bool": "const unsigned char", "float32": "const float", "float64": "const double", "int64": "const long long",
     "uint64": "const unsigned long long", "int32": "const int", "uint32": "const unsigned",
@@ -179,9 +172,9 @@ class Field(NamedTuple):
 def pointers(plan: KernelPlan) -> dict[str, str]:
     """The pointers of a plan's Params, in its order, with the type that they point to."""
     arrays = {rule.name: _optional(plan, rule.name, rule.dtypes[0]) for rule in _rules(plan)}
-    given, of_arrays = POINTERS[plan.backward], {}
+    rows = [x for x in plan.of.rows if not (plan.wrt and x.result)]
+    given, of_arrays = {x.name: x.type if x.result else f"const {x.type}" for x in rows}, {}
     if plan.wrt:
-        given = {name: type for name, type in given.items() if name not in ("dq", "dk", "dv")}
         of_arrays = {f"d{name}": arrays[name].removeprefix("const ") for name in GRADIENTS}
     read = {x.key: "const In" if x.dtype == plan.dtype else OPTIONAL[x.dtype] for x in _score_arrays(plan)}
     of_read = {f"d{name}": type.removeprefix("const ") for name, type in read.items() if name in plan.wrt}
@@ -230,7 +223,11 @@ def _values(
     shaped = [rule.name for rule in _rules(plan) if rule.axes]
     over_pairs = [name for name in (*shaped, *(f"d{name}" for name in GRADIENTS)) if name in named]
     return [
-        *(Field(f"{name}_strides", "Strides", tuple(strides.get(name, (0, 0, 0)))) for name in named if name in ROWED),
+        *(
+            Field(f"{name}_strides", "Strides", tuple(strides.get(name, (0, 0, 0))))
+            for name in named
+            if name in BY_ROWS
+        ),
         *(Field(f"{name}_strides", "PairStrides", tuple(strides.get(name, (0, 0, 0, 0)))) for name in over_pairs),
         *(
             Field(f"{cuda_name(n)}_shape", "ScoreShape", tuple(strides.get(x.key, (0,) * 8)))

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from ..passes import FORWARD, Pass
 from ..problem import AttentionProblem
 from .array_gradient import Lengths
 from .device import Arch
@@ -23,12 +24,12 @@ __all__ = ["FAMILIES", "ON_REQUEST", "Family", "KernelPlan", "plan"]
 class Family(Protocol):
     """What the module of a family has."""
 
-    TILES: dict[bool, Tiles[Any]]  # for the forward (False) and the backward (True); {}: there is nothing to choose
+    TILES: dict[Pass, Tiles[Any]]  # {}: there is nothing to choose
 
-    def objection(self, problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
+    def objection(self, problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
         """Why it does not take a problem, or None."""
 
-    def plan(self, problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> KernelPlan:
+    def plan(self, problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> KernelPlan:
         """The plan of a problem that it takes, with this tile where that fits, else with one from the table."""
 
 
@@ -54,7 +55,7 @@ def check_family(family: Any) -> None:
 def plan(
     problem: AttentionProblem,
     arch: Arch,
-    backward: bool = False,
+    of: Pass = FORWARD,
     family: str | None = None,
     tiles: Mapping[str, Sequence[int]] | None = None,
     lengths: Lengths | None = None,
@@ -71,13 +72,13 @@ def plan(
     objections: list[str] = []
     for name, room in FAMILIES.items():
         if family == name or (family is None and name not in ON_REQUEST):
-            why = room.objection(problem, arch, backward)
+            why = room.objection(problem, arch, of)
             if why is None:
                 if lengths:
                     of_score = any(problem.reads(x) for x in lengths)
                     made = (SCORE_GRADIENTS if of_score else GRADIENTS)[name](problem, arch, lengths)
                 else:
-                    made = room.plan(problem, arch, backward, (tiles or {}).get(name))
+                    made = room.plan(problem, arch, of, (tiles or {}).get(name))
                 blocks = max(x.grid for x in made.launches)
                 if blocks >= 2**31:
                     size = f"batch {problem.batch} and {problem.heads_q} heads"

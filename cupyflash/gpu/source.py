@@ -19,7 +19,7 @@ _SCORE = "user/score.cuh"  # where the user's score function stands, which is no
 # Packages that a call on a GPU goes through, and modules beside them.
 _WALKED = ("gpu", "interop", "score", "torch", "jax")
 _MODULES = (
-    "__init__.py", "api.py", "blocks.py", "folders.py", "folding.py", "masks.py", "merging.py", "other_names.py", "overlap.py",
+    "__init__.py", "api.py", "blocks.py", "folders.py", "call.py", "dispatch.py", "folding.py", "masks.py", "merging.py", "other_names.py", "overlap.py",
     "passes.py", "problem.py", "signature.py", "tile_lists.py", "tuned.py",
 )  # fmt: skip
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..passes import PER_QUERY
 from ..problem import ARRAYS, ITEMSIZE, AttentionProblem, View, contiguous, to_bshd
 from .kernel_plan import KernelPlan
 
 _OPTIONAL = {row.name: row for row in ARRAYS}
-_ROWS = ("lse", "dlse")  # (B, H, S): read as one block
 
 
 class Copy(NamedTuple):
@@ -30,7 +30,7 @@ def to_copy(
 ) -> Copy | None:
     """The copy that kernels want of an input, if they cannot read it where it is. `misaligned`: where it begins, to 16 bytes."""
     mapped = bool(plan.maps)
-    if name in _ROWS:
+    if name in PER_QUERY:
         return None if view.strides == contiguous(view.shape) else Copy(view, 1, "it is not contiguous")
     if problem.reads(name):
         return None

@@ -13,7 +13,6 @@ from ..problem import ITEMSIZE, AttentionProblem
 from .kernel_plan import Box, KernelPlan
 
 BYTES = 128  # of one map
-OUTPUTS = ("out", "dk", "dv", "dq")
 ROW = 128  # bytes of a box: as the swizzle of tile/swizzled.cuh takes them
 _KEPT = 256  # addresses of an array whose maps are kept
 
@@ -53,14 +52,14 @@ class Maps:
                 dtype, shape = space.dtype, space.shape[::-1]
                 row, head, batch = (math.prod(shape[: n + 1]) for n in range(3))
             else:
-                dtype = plan.out_dtype or plan.dtype if box.array in OUTPUTS else plan.dtype
+                dtype = plan.out_dtype or plan.dtype if box.array in plan.of.results else plan.dtype
                 shape, (batch, row, head) = shapes[box.array], strides[box.array]
             # The stride of an axis with one entry says nothing, and may be anything.
             size = ITEMSIZE[dtype]
             apart = tuple(size * stride if n > 1 else 16 for n, stride in zip(shape[1:], (row, head, batch)))
             self._arrays.append((dtype, shape, apart, box))
             self._skipped.append(size * row * firsts.get(box.array, 0))
-        self._inputs = sum(box.array not in OUTPUTS for box in plan.maps)
+        self._inputs = sum(box.array not in plan.of.results for box in plan.maps)
         outputs = self._arrays[self._inputs :]
         # A store is cut at 16 bytes of a row, not at an element: it would write what follows a row that ends in between.
         sizes = [n for dtype, shape, apart, _ in outputs for n in (shape[0] * ITEMSIZE[dtype], *apart)]

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, cast
 
+from ..call import Arrays
 from ..problem import View, target_name
-from .protocol import Adapter, Arrays, Library
+from .protocol import Adapter, Library
 
 _ADAPTERS = {"numpy": "numpy_", "cupy": "cupy_", "torch": "torch_", "jax": "jax_", "jaxlib": "jax_"}
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_HOST, _DLPACK_CUDA_MANAGED = 1, 2, 3, 13

@@ -7,4 +7,4 @@ from .protocol import CpuAdapter, GpuAdapter, Library, Recorder
 _libraries: tuple[Library, ...] = (numpy_, cupy_, torch_, jax_)
 _on_cpu: tuple[CpuAdapter, ...] = (numpy_, torch_)
 _on_gpu: tuple[GpuAdapter, ...] = (cupy_, torch_, Memory(0))
-_recorders: tuple[Recorder, ...] = (torch_ops, jax_ops)
+_recorders: tuple[Recorder, ...] = (torch_ops.run, jax_ops.run)

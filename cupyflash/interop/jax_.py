@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..call import Call
 from ..problem import View, contiguous
 from .numpy_ import dtype_name
-from .protocol import Arrays, Recorder
+from .protocol import Recorder
 
 kind = "jax"
 _jax: Any = jax
@@ -54,10 +55,10 @@ def constant(x: np.ndarray, q: jax.Array) -> jax.Array:
         return jax.device_put(x, where)
 
 
-def recorder(arrays: Arrays, backward: bool = False) -> Recorder:
+def recorder(call: Call) -> Recorder:
     from . import jax_ops
 
-    return jax_ops
+    return jax_ops.run
 
 
 def check_target(name: str, x: jax.Array) -> None:

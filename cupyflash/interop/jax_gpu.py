@@ -10,9 +10,9 @@ import cupy
 import jax
 
 from .. import problem as rules
+from ..call import Call
 from ..gpu import corridor
 from ..problem import ITEMSIZE, View, contiguous
-from .protocol import Arrays
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
@@ -77,35 +77,22 @@ class Memory:
 class Callback:
     """One call, planned and compiled while JAX traces it: the forward of arrays like `views`, or, with `wrt`, the gradients."""
 
-    def __init__(
-        self,
-        views: dict[str, View],
-        options: dict[str, Any],
-        seed: int | None,
-        family: str | None,
-        wrt: tuple[str, ...] | None,
-    ) -> None:
-        self._options, self._seed, self._family, self._wrt = options, seed, family, wrt
+    def __init__(self, call: Call, views: dict[str, View]) -> None:
+        self._call = call
         device = jax.local_devices(backend="gpu")[0].local_hardware_id
         self._device = 0 if device is None else device
         self._views = {name: x._replace(device=f"cuda:{self._device}") for name, x in views.items()}
-        lib, addresses = Memory(self._device), [0] * len(views)
         arrays = {name: Buffer(0, view) for name, view in self._views.items()}
-        self._passes = self._prepared(lib, arrays, addresses)
-        together = max if corridor.to_leave(self._passes) is None else sum
+        traced = call.but(lib=Memory(self._device), arrays=arrays)
+        self._passes = corridor.prepare_all(traced, [0] * len(views), self._device)
+        together = sum if corridor.finds(self._passes) else max
         self.scratch = together([x.scratch for x in self._passes])
         self._lists(self._passes)
         self.plain = not any(x.empty or x.copies for x in self._passes)  # launches alone, of kernels that are loaded
 
-    def _prepared(self, lib: Any, arrays: Arrays, addresses: list[int]) -> list[corridor.Prepared]:
-        backward, ordinal = self._wrt is not None, lib.device(None)
-        return corridor.prepare_all(
-            lib, arrays, addresses, {}, self._options, self._family, backward, ordinal, self._wrt or ()
-        )
-
     def _lists(self, passes: list[corridor.Prepared]) -> None:
         """Make what the kernels read of a block mask now: in the callback nothing may wait for the GPU."""
-        mask = self._options["block_mask"]
+        mask = self._call.options["block_mask"]
         for x in passes:
             for use in () if mask is None or x.empty else x.plan.lists:
                 mask.list_for(use)
@@ -116,18 +103,20 @@ class Callback:
         *results, scratch = [_address(x) for x in out]
         lib: Any = Memory(ordinal, ctx.stream, scratch, self.scratch)
         arrays = {name: Buffer(at, view) for (name, view), at in zip(self._views.items(), addresses)}
-        mask = rules.mask_kind(self._options["block_mask"])
+        mask = rules.mask_kind(self._call.options["block_mask"])
         if mask is not None and mask.device != f"cuda:{ordinal}":  # not known when this was traced
             raise ValueError(f"block_mask is on {mask.device} but q is on cuda:{ordinal}; make it with like=q")
         other = ordinal != self._device or any(at & 15 for at in addresses)
-        passes = self._prepared(lib, arrays, addresses) if other else self._passes
-        left = corridor.to_leave(passes)
+        call = self._call.but(lib=lib, arrays=arrays)
+        passes = corridor.prepare_all(call, addresses, ordinal) if other else self._passes
+        keeps, workspace = corridor.finds(passes), None
         for prepared in passes:
-            lse = self._wrt is None
-            count = len(prepared.shapes) + lse
+            count = len(prepared.shapes) + call.return_lse
             lib.results, results = results[:count][::-1], results[count:]
-            prepared.run(lib, arrays, {}, lse, addresses, self._seed, self._options["block_mask"], left)
-            if left is None:
+            ran = prepared.run(call, addresses, workspace)
+            if keeps:
+                workspace = workspace or ran.workspace
+            else:
                 lib.scratch = scratch  # is the next one's: kernels run one after the other
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -18,67 +18,66 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from .. import folding, interop, passes
+from .. import dispatch, folding, interop
 from .. import problem as rules
+from ..call import Arrays, Call
+from ..passes import BACKWARD, FORWARD, Pass
 from ..problem import ARRAYS, OPTIONS, Gradients
-from .protocol import Arrays, Library
+from .protocol import Library
 
 try:
     from jax.experimental.buffer_callback import buffer_callback
 except ImportError as error:  # JAX before 0.6.1
     raise ImportError(f"JAX is {jax.__version__}; attention on its arrays needs 0.6.1 or later") from error
 
-How = tuple[tuple[tuple[str, Any], ...], "int | None", "str | None"]  # a call but for its arrays: options, seed, family
+
+class How(NamedTuple):
+    """A call but for its arrays and targets, as a key."""
+
+    of: Pass
+    options: tuple[tuple[str, Any], ...]
+    family: str | None
+    wrt: tuple[str, ...] = ()
+
+    def option(self, name: str) -> Any:
+        return dict(self.options)[name]
+
+    def call(self, arrays: Arrays) -> Call:
+        lib = interop.library("q", arrays["q"])
+        return Call(
+            lib, self.of, arrays, dict(self.options), family=self.family,
+            return_lse=self.of is FORWARD, wrt=self.wrt,
+        )  # fmt: skip
 
 
-def forward(
-    lib: Library,
-    arrays: Arrays,
-    targets: Arrays,
-    return_lse: bool,
-    options: dict[str, Any],
-    seed: int | None,
-    family: str | None,
-) -> tuple[Any, Any]:
-    """As `passes.forward`, differentiable."""
-    arrays, how = _checked(lib, arrays, targets, options, seed, family)
+def run(call: Call) -> Any:
+    """As `dispatch.run`, differentiable."""
+    arrays, how = _checked(call)
+    if how.of is BACKWARD:
+        return _gradients(_run(_made(how), arrays), how.wrt)
     if _traced(arrays):
         return _attention(arrays, how)
-    return _forward_of(how)(arrays) if return_lse else (_out_of(how)(arrays), None)
+    return _made(how)(arrays) if call.return_lse else (_out_of(how)(arrays), None)
 
 
-def backward(
-    lib: Library,
-    arrays: Arrays,
-    targets: Arrays,
-    options: dict[str, Any],
-    seed: int | None,
-    family: str | None,
-    wrt: tuple[str, ...],
-) -> Gradients:
-    """As `passes.backward`."""
-    arrays, how = _checked(lib, arrays, targets, options, seed, family)
-    return _gradients(_run(_backward_of(how, wrt), arrays), wrt)
-
-
-def _checked(
-    lib: Library, arrays: Arrays, targets: Arrays, options: dict[str, Any], seed: int | None, family: str | None
-) -> tuple[Arrays, How]:
-    arrays, _ = interop.adopt(lib, arrays, targets)
+def _checked(call: Call) -> tuple[Arrays, How]:
+    lib, options = call.lib, call.options
+    arrays, _ = interop.adopt(lib, call.arrays, call.targets)
     stated = _stated(options)
     place = None if _traced(arrays) else _place(lib, arrays)
-    if seed is not None:  # as an array it may be another in each call without compiling anew
-        number = np.full(1, seed % 2**64, np.uint64)
-        arrays, seed = arrays | {"seed": cast(Any, lib).constant(number, arrays["q"])}, None
+    if call.seed is not None:  # as an array it may be another in each call without compiling anew
+        number = np.full(1, call.seed % 2**64, np.uint64)
+        arrays = arrays | {"seed": lib.constant(number, arrays["q"])}
+    how = How(call.of, stated, call.family, call.wrt)
     if place is not None:
         mask = rules.mask_kind(options["block_mask"])
         if mask is not None and mask.device != place:
             raise ValueError(f"block_mask is on {mask.device} but q is on {place}; make it with like=q")
-        if family is not None and place == "cpu":
-            _refuse(family)
-        return arrays, (stated, seed, family)
+        if call.family is not None and place == "cpu":
+            _refuse(call.family)
+        return arrays, how
     alike = _varying(arrays.values(), _axes(arrays.values()))
-    return dict(zip(arrays, alike)), (stated, seed, family)
+    return dict(zip(arrays, alike)), how
 
 
 def _stated(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -133,13 +132,13 @@ def _traced(arrays: Arrays) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _attention(arrays: Arrays, how: How) -> tuple[jax.Array, jax.Array]:
-    out, lse = _run(_forward_of(how), arrays)
+    out, lse = _run(_made(how), arrays)
     return out, lse
 
 
 def _optional(arrays: Arrays, how: How) -> list[str]:
     """Those that have gradients, in the order of `check_wrt`."""
-    score = dict(how[0])["score"]
+    score = how.option("score")
     of_score = [x.key for x in (score.arrays if score else ()) if x.kind == "float"]
     return [row.name for row in ARRAYS if row.gradient and row.name in arrays] + of_score
 
@@ -159,70 +158,43 @@ def _differentiate(how: How, kept: Any, cotangents: tuple[Any, Any]) -> tuple[Ar
     dout = jax.numpy.zeros_like(out) if dout is None else dout
     wrt = tuple(name for name in _optional(arrays, how) if name in wanted)
     arrays = arrays | {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-    grads = _gradients(_run(_backward_of(how, wrt), arrays), wrt)
-    return ({name: getattr(grads, f"d{name}", None) for name in kept[0]},)
+    grads = _gradients(_run(_made(how._replace(of=BACKWARD, wrt=wrt)), arrays), wrt)
+    return ({name: grads.of_call(name) for name in kept[0]},)
 
 
 _attention.defvjp(_keep, _differentiate, symbolic_zeros=True)  # else what the loss does not depend on comes as zeros
 
 
 def _gradients(grads: Sequence[Any], wrt: tuple[str, ...]) -> Gradients:
-    return Gradients(*grads[:3], **{f"d{name}": x for name, x in zip(wrt, grads[3:])})
+    dq, dk, dv, *others = grads
+    return Gradients(dq, dk, dv, dict(zip(wrt, others)))
 
 
-def _kept(make: Callable[..., Any]) -> Callable[..., Any]:
+def _made(how: How) -> Callable[[Arrays], Any]:
     """The same function for equal calls: of the last 1024 of them, or of the last 32 with a block mask, whose memory goes with it."""
-    plain, masked = functools.lru_cache(1024)(make), functools.lru_cache(32)(make)
-
-    @functools.wraps(make)
-    def found(how: How, *more: Any) -> Any:
-        return (plain if dict(how[0])["block_mask"] is None else masked)(how, *more)
-
-    found.cache_info = plain.cache_info  # type: ignore[attr-defined]  # as of a cached function
-    return found
+    return (_plain if how.option("block_mask") is None else _masked)(how)
 
 
-@_kept
-def _forward_of(how: How) -> Callable[[Arrays], Any]:
-    """The forward of arrays; vmap makes its axis a part of the batch."""
+def _make(how: How) -> Callable[[Arrays], Any]:
+    """The call of arrays; vmap makes its axis a part of the batch. Gradients cannot be differentiated again."""
 
     @jax.custom_batching.custom_vmap
     def run(arrays: Arrays) -> Any:
-        return _called(arrays, how, None)
+        return _called(arrays, how)
 
     @run.def_vmap
     def of_more(size: int, has: list[Arrays], arrays: Arrays) -> Any:
-        def folded(arrays: Arrays, options: dict[str, Any]) -> Any:
-            return _forward_of((tuple(options.items()), *how[1:]))(arrays)
+        def folded(arrays: Arrays, options: dict[str, Any], wrt: tuple[str, ...] = ()) -> Any:
+            return _made(how._replace(options=tuple(options.items()), wrt=wrt))(arrays)
 
         named = [name for name, x in has[0].items() if x]
-        return folding.forward(jax.numpy, folded, arrays, named, size, dict(how[0])), (True, True)
-
-    return jax.jit(run)
-
-
-@_kept
-def _out_of(how: How) -> Callable[[Arrays], Any]:
-    """Its first result alone: of rows that see nothing lse is -inf, which JAX takes for a mistake where `jax_debug_infs` is set."""
-    return jax.jit(lambda arrays: _forward_of(how)(arrays)[0])
-
-
-@_kept
-def _backward_of(how: How, wrt: tuple[str, ...]) -> Callable[[Arrays], Any]:
-    """The gradients of arrays, which cannot be differentiated again."""
-
-    @jax.custom_batching.custom_vmap
-    def run(arrays: Arrays) -> Any:
-        return _called(arrays, how, wrt)
-
-    @run.def_vmap
-    def of_more(size: int, has: list[Arrays], arrays: Arrays) -> Any:
-        def folded(arrays: Arrays, options: dict[str, Any], wrt: tuple[str, ...]) -> Any:
-            return _backward_of((tuple(options.items()), *how[1:]), wrt)(arrays)
-
-        named = [name for name, x in has[0].items() if x]
-        grads = folding.backward(jax.numpy, folded, arrays, named, size, dict(how[0]), wrt)
+        if how.of is FORWARD:
+            return folding.forward(jax.numpy, folded, arrays, named, size, dict(how.options)), (True, True)
+        grads = folding.backward(jax.numpy, folded, arrays, named, size, dict(how.options), how.wrt)
         return tuple(grads), (True,) * len(grads)
+
+    if how.of is FORWARD:
+        return jax.jit(run)
 
     @jax.custom_jvp
     def once(arrays: Arrays) -> Any:
@@ -235,20 +207,32 @@ def _backward_of(how: How, wrt: tuple[str, ...]) -> Callable[[Arrays], Any]:
     return jax.jit(once)
 
 
+def _out_of(how: How) -> Callable[[Arrays], Any]:
+    """Its first result alone: of rows that see nothing lse is -inf, which JAX takes for a mistake where `jax_debug_infs` is set."""
+    return (_plain_out if how.option("block_mask") is None else _masked_out)(how)
+
+
+def _make_out(how: How) -> Callable[[Arrays], Any]:
+    return jax.jit(lambda arrays: _made(how)(arrays)[0])
+
+
+_plain_out, _masked_out = functools.lru_cache(1024)(_make_out), functools.lru_cache(32)(_make_out)
+_plain, _masked = functools.lru_cache(1024)(_make), functools.lru_cache(32)(_make)
+
+
 # ---- the callback ---------------------------------------------------------------------------------------------------
 
 
-def _called(arrays: Arrays, how: How, wrt: tuple[str, ...] | None) -> tuple[jax.Array, ...]:
-    """out and lse of arrays that may be traced; with `wrt`, gradients."""
-    options, seed, family = dict(how[0]), how[1], how[2]
-    mask = rules.mask_kind(options["block_mask"])
-    lib = interop.library("q", arrays["q"])
-    views = {name: lib.view(x)._replace(device=mask.device if mask else "") for name, x in arrays.items()}
-    problem, shapes = rules.state(views, {}, options, wrt is not None)
+def _called(arrays: Arrays, how: How) -> tuple[jax.Array, ...]:
+    """What the call gives of arrays that may be traced: out and lse; of a backward, gradients."""
+    family, mask = how.family, rules.mask_kind(how.option("block_mask"))
+    call = how.call(arrays)
+    views = {name: call.lib.view(x)._replace(device=mask.device if mask else "") for name, x in arrays.items()}
+    problem, shapes = rules.state(views, {}, call.options, how.of)
     results = [jax.ShapeDtypeStruct(shape, problem.result_dtype) for shape in shapes.values()]
-    if wrt is None:
+    if call.return_lse:
         results.append(jax.ShapeDtypeStruct(rules.lse_shape(len(arrays["q"].shape), problem), problem.lse_dtype))
-    results += [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in wrt or ()]
+    results += [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in how.wrt]
     names = tuple(arrays)
 
     has_gpu = _has_gpu()
@@ -256,12 +240,12 @@ def _called(arrays: Arrays, how: How, wrt: tuple[str, ...] | None) -> tuple[jax.
         _refuse(family)
 
     def on_cpu(*xs: jax.Array) -> Any:  # where there is a GPU, too, this is traced, and a family refused when it runs
-        return buffer_callback(functools.partial(_on_cpu, names, options, seed, family, wrt), results)(*xs)
+        return buffer_callback(functools.partial(_on_cpu, how, names), results)(*xs)
 
     def on_gpu(*xs: jax.Array) -> Any:
         from .jax_gpu import Callback
 
-        call = Callback(views, options, seed, family, wrt)
+        call = Callback(how.call({"q": arrays["q"]}), views)
         scratch = jax.ShapeDtypeStruct((call.scratch,), "uint8")
         # In a command buffer (CUDA graph) XLA calls back once, and then replays what was launched.
         return buffer_callback(call, [*results, scratch], command_buffer_compatible=call.plain)(*xs)[:-1]
@@ -329,24 +313,10 @@ def _refuse(family: str) -> None:
     refuse_family(family, "jax")
 
 
-def _on_cpu(
-    names: Sequence[str],
-    options: dict[str, Any],
-    seed: int | None,
-    family: str | None,
-    wrt: tuple[str, ...] | None,
-    ctx: Any,
-    out: Sequence[Any],
-    *inputs: Any,
-) -> None:
-    if family is not None:
-        _refuse(family)
-    arrays: Arrays = {name: np.asarray(x) for name, x in zip(names, inputs)}
-    lib = interop.library("q", arrays["q"])
-    if wrt is None:
-        results: Sequence[Any] = passes.forward(lib, arrays, {}, True, options, seed, None)
-    else:
-        grads = passes.backward(lib, arrays, {}, options, seed, None, wrt)
-        results = (*grads, *(getattr(grads, f"d{name}") for name in wrt))
+def _on_cpu(how: How, names: Sequence[str], ctx: Any, out: Sequence[Any], *inputs: Any) -> None:
+    if how.family is not None:
+        _refuse(how.family)
+    results = dispatch.run(how.call({name: np.asarray(x) for name, x in zip(names, inputs)}))
+    results = (*results, *(results.of_arrays[name] for name in how.wrt))
     for target, x in zip(out, results):
         np.asarray(target)[...] = x

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..problem import Gradients, View
+from ..call import Call
+from ..problem import View
 
 if TYPE_CHECKING:  # NumPy takes longer to import than all of this package
     import numpy as np
 
-Arrays = dict[str, Any]  # of one call, those that are given, by the name of the argument
-
-
-class Recorder(Protocol):
-    """Runs calls that somebody follows: autograd, a compiler, a transform. Arguments and results as in `passes`."""
-
-    def forward(
-        self,
-        lib: Library,
-        arrays: Arrays,
-        targets: Arrays,
-        return_lse: bool,
-        options: dict[str, Any],
-        seed: int | None,
-        family: str | None,
-    ) -> tuple[Any, Any]: ...
-
-    def backward(
-        self,
-        lib: Library,
-        arrays: Arrays,
-        targets: Arrays,
-        options: dict[str, Any],
-        seed: int | None,
-        family: str | None,
-        wrt: tuple[str, ...],
-    ) -> Gradients: ...
+# Runs a call that somebody follows (autograd, a compiler, a transform) as `dispatch.run` does.
+Recorder = Callable[[Call], Any]
 
 
 class Library(Protocol):
@@ -50,8 +27,8 @@ class Library(Protocol):
     def view(self, x: Any) -> View:
         """TypeError or ValueError, without the argument's name in front, where x cannot be read as it is."""
 
-    def recorder(self, arrays: Arrays, backward: bool = False) -> Recorder | None:
-        """What runs this call where somebody follows it (see Recorder); None where it may simply run."""
+    def recorder(self, call: Call) -> Recorder | None:
+        """What runs this call where somebody follows it; None where it may simply run."""
 
     def check_target(self, name: str, x: Any) -> None:
         """TypeError or ValueError where x, given as `name`, is not to be written to."""

@@ -14,12 +14,13 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.flop_counter import register_flop_formula
 
-from .. import folding, interop, passes
+from .. import dispatch, folding, interop
 from .. import problem as rules
+from ..call import Arrays, Call
+from ..passes import BACKWARD, FORWARD, Pass
 from ..problem import ARRAYS, OF_FLOAT8, OPTIONS, Gradients, View
 from ..score import Score
 from . import torch_data
-from .protocol import Arrays, Library
 
 _OPTIONAL = tuple(row.name for row in ARRAYS)
 INPUTS = ("q", "k", "v", *_OPTIONAL)
@@ -45,22 +46,14 @@ FORWARD_MODE = (  # what a tangent raises
 )
 
 
-def attention(
-    lib: Library, arrays: Arrays, options: dict[str, Any], seed: int | None, family: str | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of a call, by the operator."""
-    _check_fake(arrays)
-    given = _arguments(lib, _with_seed(arrays, seed), INPUTS, options)
-    return torch.ops.cupyflash.attention(*given, family)
+    return torch.ops.cupyflash.attention(*_arguments(call, INPUTS), call.family)
 
 
-def attention_backward(
-    lib: Library, arrays: Arrays, options: dict[str, Any], seed: int | None, family: str | None, wrt: tuple[str, ...]
-) -> list[torch.Tensor]:
+def attention_backward(call: Call) -> list[torch.Tensor]:
     """Its gradients, and those that `wrt` names behind them, by the operator."""
-    _check_fake(arrays)
-    given = _arguments(lib, _with_seed(arrays, seed), (*_ROWS, *INPUTS), options)
-    return torch.ops.cupyflash.attention_backward(*given, family, list(wrt))
+    return torch.ops.cupyflash.attention_backward(*_arguments(call, (*_ROWS, *INPUTS)), call.family, list(call.wrt))
 
 
 def _check_fake(arrays: Arrays) -> None:
@@ -85,17 +78,19 @@ def refuse_script() -> None:
 _UNKNOWN = "but a call that is traced (torch.compile, torch.export, fake tensors) cannot take it"
 
 
-def _arguments(lib: Library, arrays: Arrays, names: tuple[str, ...], options: dict[str, Any]) -> list[Any]:
+def _arguments(call: Call, names: tuple[str, ...]) -> list[Any]:
     """A call as an operator takes it, but for its family: arrays, None for those that are not given, and options. Errors are
     those of the rules."""
     refuse_script()
-    encoded = _encoded(options)
-    keys = _keys(options["score"])
+    _check_fake(call.arrays)
+    encoded = _encoded(call.options)
+    keys = _keys(call.options["score"])
+    arrays = _with_seed(call.arrays, call.seed)
     for name in arrays:
         if name not in names and name not in keys:
             raise NotImplementedError(f"{name} is given, {_UNKNOWN}")
-    arrays = interop.adopted(lib, arrays)
-    blocks, encoded["block_mask"] = torch_data.of_mask(options["block_mask"], arrays["q"])
+    arrays = interop.adopted(call.lib, arrays)
+    blocks, encoded["block_mask"] = torch_data.of_mask(call.options["block_mask"], arrays["q"])
     inputs, reads = [arrays.get(name) for name in names], [arrays[key] for key in keys]
     return [*inputs, reads or _NONE, blocks or _NONE, *encoded.values()]
 
@@ -141,11 +136,12 @@ def _decoded(values: Iterable[Any], reads: Sequence[torch.Tensor], blocks: Seque
     return options
 
 
-class _Call:
-    """The arguments of either operator: the arrays that are given, by name, and the others."""
+class _Arguments:
+    """Those of either operator: the arrays that are given, by name, and the others."""
 
-    def __init__(self, args: Sequence[Any], backward: bool) -> None:
-        self.names = (*(_ROWS if backward else ()), *INPUTS)
+    def __init__(self, of: Pass, args: Sequence[Any]) -> None:
+        self.of = of
+        self.names = (*(_ROWS if of is BACKWARD else ()), *INPUTS)
         n = len(self.names)
         inputs, rest = args[:n], args[n + 2 :]
         self.lists = args[n : n + 2]
@@ -155,7 +151,7 @@ class _Call:
         self.arrays: Arrays = {name: x for name, x in zip(self.names, inputs) if x is not None}
         self.keys = _keys(self.options["score"])
         self.arrays |= zip(self.keys, self.reads)
-        self.wrt = rules.check_wanted(rest[-1], self.arrays, self.options["score"]) if backward else ()
+        self.wrt = rules.check_wanted(rest[-1], self.arrays, self.options["score"]) if of is BACKWARD else ()
 
     def again(self, arrays: Arrays, options: dict[str, Any]) -> list[Any]:
         """The arguments but for `wrt`, with other arrays and another score function."""
@@ -171,25 +167,20 @@ class _Call:
         dims = dict(zip((*self.names, *self.keys), (*in_dims[: len(self.names)], *of_reads)))
         return in_front(self.arrays, self.arrays.values(), [dims[name] for name in self.arrays])
 
-    def readable(self) -> dict[str, Any]:
-        """The options with the block mask itself."""
+    def call(self) -> Call:
+        """The call itself."""
         numbers = self.encoded[_PLACE["block_mask"]]
-        return self.options | {"block_mask": torch_data.mask(self.blocks, numbers)}
+        options = self.options | {"block_mask": torch_data.mask(self.blocks, numbers)}
+        lib = interop.library("q", self.arrays["q"])
+        return Call(lib, self.of, self.arrays, options, family=self.family, return_lse=self.of is FORWARD, wrt=self.wrt)
 
 
-def gradients(
-    lib: Library,
-    arrays: Arrays,
-    targets: Arrays,
-    options: dict[str, Any],
-    seed: int | None,
-    family: str | None,
-    wrt: tuple[str, ...],
-) -> Gradients:
-    """As `passes.backward`; torch.use_deterministic_algorithms is heeded when gradients are computed, as PyTorch does."""
+def gradients(call: Call) -> Gradients:
+    """As `dispatch.run`; torch.use_deterministic_algorithms is heeded when gradients are computed, as PyTorch does."""
     if torch.are_deterministic_algorithms_enabled():
-        options = options | {"deterministic": True}
-    return passes.backward(lib, arrays, targets, options, seed, family, wrt)
+        call = call.but(options=call.options | {"deterministic": True})
+    grads: Gradients = dispatch.run(call)
+    return grads
 
 
 def in_front(names: Iterable[str], tensors: Iterable[Any], dims: Iterable[int | None]) -> tuple[Arrays, set[str]]:
@@ -200,22 +191,19 @@ def in_front(names: Iterable[str], tensors: Iterable[Any], dims: Iterable[int | 
 
 
 def _attention(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _Call(args, False)
-    lib = interop.library("q", call.arrays["q"])
-    out, lse = passes.forward(lib, call.arrays, {}, True, call.readable(), None, call.family)
+    out, lse = dispatch.run(_Arguments(FORWARD, args).call())
     return out.contiguous(), lse.contiguous()
 
 
 def _attention_backward(*args: Any) -> list[torch.Tensor]:
-    call = _Call(args, True)
-    lib = interop.library("q", call.arrays["q"])
-    grads = gradients(lib, call.arrays, {}, call.readable(), None, call.family, call.wrt)
-    return [x.contiguous() for x in (*grads, *(getattr(grads, f"d{name}") for name in call.wrt))]
+    call = _Arguments(BACKWARD, args).call()
+    grads = gradients(call)
+    return [x.contiguous() for x in (*grads, *(grads.of_arrays[name] for name in call.wrt))]
 
 
 def _fake_attention(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _Call(args, False)
-    _check(call, False)
+    call = _Arguments(FORWARD, args)
+    _check(call)
     q, v = call.arrays["q"], call.arrays["v"]
     rows = tuple(q.shape[:-1])
     if call.options["layout"] == "bshd" and len(rows) > 1:
@@ -226,19 +214,19 @@ def _fake_attention(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fake_attention_backward(*args: Any) -> list[torch.Tensor]:
-    call = _Call(args, True)
-    _check(call, True)
+    call = _Arguments(BACKWARD, args)
+    _check(call)
     return [call.arrays[name].new_empty(call.arrays[name].shape) for name in ("q", "k", "v", *call.wrt)]
 
 
-def _check(call: _Call, backward: bool) -> None:
+def _check(call: _Arguments) -> None:
     """What the rules say, as far as it can be said: of lengths that are symbols, only when they are numbers."""
     mask = call.options["block_mask"]
     lengths = [n for x in call.arrays.values() for n in x.shape] + ([] if mask is None else [*mask.shape])
     if all(type(n) is int for n in lengths):
         views = {name: view(x) for name, x in call.arrays.items()}
         plain = {name: x for name, x in call.options.items() if not isinstance(x, (torch.SymFloat, torch.SymInt))}
-        rules.state(views, {}, rules.complete(plain), backward)
+        rules.state(views, {}, rules.complete(plain), call.of)
 
 
 def view(x: torch.Tensor) -> View:
@@ -276,7 +264,7 @@ def _not_again(ctx: Any, *grads: Any) -> None:
 
 
 def _vmap_attention(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    call = _Call(args, False)
+    call = _Arguments(FORWARD, args)
 
     def run(arrays: Arrays, options: dict[str, Any]) -> tuple[Any, Any]:
         return torch.ops.cupyflash.attention(*call.again(arrays, options))
@@ -286,7 +274,7 @@ def _vmap_attention(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[An
 
 
 def _vmap_attention_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    call = _Call(args, True)
+    call = _Arguments(BACKWARD, args)
 
     def run(arrays: Arrays, options: dict[str, Any], wrt: tuple[str, ...]) -> Any:
         return torch.ops.cupyflash.attention_backward(*call.again(arrays, options), list(wrt))
@@ -349,13 +337,13 @@ def _batched(rule: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
     return run
 
 
-def _flops(args: Sequence[Any], backward: bool) -> int:
+def _flops(args: Sequence[Any], of: Pass) -> int:
     """Of all pairs, also those that are hidden, as PyTorch counts its own attention: 2 products, 5 of the backward."""
-    args = args[len(_ROWS) :] if backward else args
+    args = args[len(_ROWS) :] if of is BACKWARD else args
     q, k, v = args[:3]
     layout = args[len(INPUTS) + len(_LISTS) + _PLACE["layout"]]
     keys = k.shape[-3 if layout == "bshd" and k.dim() > 2 else -2]
-    over_d, over_dv = (3, 2) if backward else (1, 1)
+    over_d, over_dv = (3, 2) if of is BACKWARD else (1, 1)
     return 2 * math.prod(q.shape[:-1]) * keys * (over_d * q.shape[-1] + over_dv * v.shape[-1])
 
 
@@ -387,9 +375,9 @@ _library = _define()  # gone with it
 
 @register_flop_formula(torch.ops.cupyflash.attention, get_raw=True)
 def _flops_of_attention(*args: Any, out_val: Any = None) -> int:
-    return _flops(args, False)
+    return _flops(args, FORWARD)
 
 
 @register_flop_formula(torch.ops.cupyflash.attention_backward, get_raw=True)
 def _flops_of_attention_backward(*args: Any, out_val: Any = None) -> int:
-    return _flops(args, True)
+    return _flops(args, BACKWARD)

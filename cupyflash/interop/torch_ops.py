@@ -7,26 +7,27 @@ autograd function, and what needs no gradient goes straight to the corridor: bot
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from .. import folding, passes
+from .. import dispatch, folding
+from ..call import Arrays, Call
+from ..passes import BACKWARD, FORWARD
 from ..problem import FLOAT8, Gradients, lasting
 from . import torch_operators
-from .protocol import Arrays, Library, Recorder
+from .protocol import Recorder
 
 
-def recorder(arrays: Arrays, backward: bool = False) -> Recorder | None:
+def recorder(call: Call) -> Recorder | None:
     """None where a call may simply run: it is neither traced nor transformed, and autograd and autocast have no part in it."""
+    arrays, forward = call.arrays, call.of is FORWARD
     q = arrays["q"]
-    if followed(q) or torch_operators.any_dual(arrays.values()) or (not backward and _autocast_dtype(q) is not None):
-        return _FOLLOWED
-    if backward:
-        return _FOLLOWED if _any_batched(arrays) or torch.are_deterministic_algorithms_enabled() else None
-    return _AT_ONCE if torch.is_grad_enabled() and _any_requires_grad(arrays) else None
+    if followed(q) or torch_operators.any_dual(arrays.values()) or (forward and _autocast_dtype(q) is not None):
+        return run
+    if not forward:
+        return run if _any_batched(arrays) or torch.are_deterministic_algorithms_enabled() else None
+    return _record if torch.is_grad_enabled() and _any_requires_grad(arrays) else None
 
 
 def followed(x: torch.Tensor) -> bool:
@@ -64,53 +65,49 @@ def _any_batched(arrays: Arrays) -> bool:
     return _is_batched(arrays["dout"]) or ("dlse" in arrays and _is_batched(arrays["dlse"]))
 
 
-def forward(
-    lib: Library,
-    arrays: Arrays,
-    targets: Arrays,
-    return_lse: bool,
-    options: dict[str, Any],
-    seed: int | None,
-    family: str | None,
-) -> tuple[Any, Any]:
-    """As `passes.forward`, followed by whoever traces, transforms or records."""
-    dtype = _autocast_dtype(arrays["q"])
+def run(call: Call) -> Any:
+    """As `dispatch.run`, followed by whoever traces, transforms or records."""
+    return _forward(call) if call.of is FORWARD else _backward(call)
+
+
+def _forward(call: Call) -> Any:
+    dtype = _autocast_dtype(call.arrays["q"])
     if dtype is not None:
-        arrays = _autocast(arrays, dtype)
+        call = call.but(arrays=_autocast(call.arrays, dtype))
+    arrays = call.arrays
     recorded = torch.is_grad_enabled() and _any_requires_grad(arrays)
     traced = _traced(arrays["q"])
     transformed = torch._C._are_functorch_transforms_active()
     if not traced and not transformed:
         # (In forward mode there is no derivative, which an autograd function says.)
-        run = _record if recorded or torch_operators.any_dual(arrays.values()) else passes.forward
-        return run(lib, arrays, targets, return_lse, options, seed, family)
+        return (_record if recorded or torch_operators.any_dual(arrays.values()) else dispatch.run)(call)
     _check_float8(arrays["q"], recorded)
-    if targets:
+    if call.targets:
         raise ValueError(f"out is {_NO_WRITING}")
     if not traced:
-        return _Transformed.apply((lib, lasting(options), seed, family), tuple(arrays), *arrays.values())
-    return torch_operators.attention(lib, arrays, options, seed, family)
+        return _Transformed.apply(_lasting(call), tuple(arrays), *arrays.values())
+    return torch_operators.attention(call)
 
 
-def _record(
-    lib: Library,
-    arrays: Arrays,
-    targets: Arrays,
-    return_lse: bool,
-    options: dict[str, Any],
-    seed: int | None,
-    family: str | None,
-) -> tuple[Any, Any]:
-    """As `passes.forward`, run at once under autograd."""
+def _lasting(call: Call) -> Call:
+    """A call for a backward that comes later: it takes what the forward took."""
+    kept = call.without_arrays()
+    kept.options = lasting(kept.options)
+    return kept
+
+
+def _record(call: Call) -> tuple[Any, Any]:
+    """As `dispatch.run`, run at once under autograd."""
+    arrays = call.arrays
     _check_float8(arrays["q"], True)
-    if targets:
+    if call.targets:
         raise ValueError(
             "out is given but a gradient is wanted, and autograd cannot follow a write into out; leave it out, or call "
             "under torch.no_grad()"
         )
-    call = (lib, lasting(options), seed, family)  # the backward takes what the forward took
+    kept = _lasting(call)
     tensors = map(_unwrapped, arrays.values())
-    return _both(call, tuple(arrays), *tensors) if return_lse else (_out(call, tuple(arrays), *tensors), None)
+    return _both(kept, tuple(arrays), *tensors) if call.return_lse else (_out(kept, tuple(arrays), *tensors), None)
 
 
 def _check_float8(q: torch.Tensor, recorded: bool) -> None:
@@ -120,35 +117,25 @@ def _check_float8(q: torch.Tensor, recorded: bool) -> None:
         )
 
 
-def backward(
-    lib: Library,
-    arrays: Arrays,
-    targets: Arrays,
-    options: dict[str, Any],
-    seed: int | None,
-    family: str | None,
-    wrt: tuple[str, ...],
-) -> Gradients:
-    """As `passes.backward`, followed by whoever traces or transforms."""
+def _backward(call: Call) -> Gradients:
+    arrays, wrt = call.arrays, call.wrt
     traced = _traced(arrays["q"]) or _traced(arrays["dout"]) or _any_batched(arrays)
     if not traced and not torch._C._are_functorch_transforms_active() and not torch_operators.any_dual(arrays.values()):
-        return torch_operators.gradients(lib, arrays, targets, options, seed, family, wrt)
-    if targets:
+        return torch_operators.gradients(call)
+    if call.targets:
         raise ValueError(f"grads is {_NO_WRITING}")
     if traced:
-        grads = torch_operators.attention_backward(lib, arrays, options, seed, family, wrt)
+        grads = torch_operators.attention_backward(call)
     else:
-        grads = _AttentionBackward.apply((lib, options, seed, family), tuple(arrays), wrt, *arrays.values())
-    return Gradients(*grads[:3], **{f"d{name}": x for name, x in zip(wrt, grads[3:])})
+        grads = _AttentionBackward.apply(call.without_arrays(), tuple(arrays), *arrays.values())
+    dq, dk, dv, *others = grads
+    return Gradients(dq, dk, dv, dict(zip(wrt, others)))
 
 
 _NO_WRITING = (
     "given but the call is traced or transformed (torch.compile, torch.func, fake tensors), where nothing can be written into; "
     "leave it out"
 )
-
-
-_How = tuple[Library, dict[str, Any], "int | None", "str | None"]  # a call but for its arrays: options, seed, family
 
 
 _FLOAT8 = torch.float8_e4m3fn
@@ -179,9 +166,8 @@ class _Attention(torch.autograd.Function):
     """A call at once, with its gradients: of out and of lse, through the call's own backward."""
 
     @staticmethod
-    def forward(ctx: Any, call: _How, names: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        lib, options, seed, family = call
-        result = passes.forward(lib, dict(zip(names, tensors)), {}, True, options, seed, family)
+    def forward(ctx: Any, call: Call, names: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        result = dispatch.run(call.but(arrays=dict(zip(names, tensors)), return_lse=True))
         _Transformed.setup_context(ctx, (call, names, *tensors), result)
         return result
 
@@ -202,7 +188,7 @@ class _Out(_Attention):
     """The same where lse is not asked for: a result less for autograd to follow, for 1 us."""
 
     @staticmethod
-    def forward(ctx: Any, call: _How, names: tuple[str, ...], *tensors: Any) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, call: Call, names: tuple[str, ...], *tensors: Any) -> torch.Tensor:  # type: ignore[override]
         return _Attention.forward(ctx, call, names, *tensors)[0]
 
 
@@ -219,9 +205,8 @@ class _Transformed(torch.autograd.Function):
     """The same in the form that torch.func asks for, which costs the host 11 us more."""
 
     @staticmethod
-    def forward(call: _How, names: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        lib, options, seed, family = call
-        return passes.forward(lib, dict(zip(names, tensors)), {}, True, options, seed, family)
+    def forward(call: Call, names: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return dispatch.run(call.but(arrays=dict(zip(names, tensors)), return_lse=True))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -241,31 +226,27 @@ class _Transformed(torch.autograd.Function):
         arrays |= {"dout": torch.zeros_like(out) if dout is None else dout, "out": out, "lse": lse}
         if dlse is not None:
             arrays["dlse"] = dlse
-        lib, options, seed, family = ctx.call
-        grads = backward(lib, arrays, {}, options, seed, family, wrt)
-        return None, None, *[getattr(grads, f"d{name}", None) for name in ctx.names]
+        grads = _backward(ctx.call.but(of=BACKWARD, arrays=arrays, wrt=wrt))
+        return None, None, *map(grads.of_call, ctx.names)
 
     jvp = _Attention.jvp
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], call: _How, names: tuple[str, ...], *tensors: Any) -> tuple[Any, Any]:
-        lib, options, seed, family = call
-
+    def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, names: tuple[str, ...], *tensors: Any) -> tuple[Any, Any]:
         def run(arrays: Arrays, options: dict[str, Any]) -> tuple[Any, Any]:
-            return _Transformed.apply((lib, options, seed, family), tuple(arrays), *arrays.values())
+            return _Transformed.apply(call.but(options=options), tuple(arrays), *arrays.values())
 
         arrays, has = torch_operators.in_front(names, tensors, in_dims[2:])
-        return folding.forward(torch, run, arrays, has, info.batch_size, options), (0, 0)
+        return folding.forward(torch, run, arrays, has, info.batch_size, call.options), (0, 0)
 
 
 class _AttentionBackward(torch.autograd.Function):
     """Its gradients under torch.func, which transforms these too."""
 
     @staticmethod
-    def forward(call: _How, names: tuple[str, ...], wrt: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, ...]:
-        lib, options, seed, family = call
-        grads = torch_operators.gradients(lib, dict(zip(names, tensors)), {}, options, seed, family, wrt)
-        return (*grads, *(getattr(grads, f"d{name}") for name in wrt))
+    def forward(call: Call, names: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, ...]:
+        grads = torch_operators.gradients(call.but(arrays=dict(zip(names, tensors))))
+        return (*grads, *(grads.of_arrays[name] for name in call.wrt))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -278,19 +259,10 @@ class _AttentionBackward(torch.autograd.Function):
     jvp = _Attention.jvp
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], call: _How, names: tuple[str, ...], wrt: tuple[str, ...], *tensors: Any
-    ) -> tuple[Any, Any]:
-        lib, options, seed, family = call
-
+    def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, names: tuple[str, ...], *tensors: Any) -> tuple[Any, Any]:
         def run(arrays: Arrays, options: dict[str, Any], wrt: tuple[str, ...]) -> Any:
-            return _AttentionBackward.apply((lib, options, seed, family), tuple(arrays), wrt, *arrays.values())
+            return _AttentionBackward.apply(call.but(options=options, wrt=wrt), tuple(arrays), *arrays.values())
 
-        arrays, has = torch_operators.in_front(names, tensors, in_dims[3:])
-        grads = folding.backward(torch, run, arrays, has, info.batch_size, options, wrt)
+        arrays, has = torch_operators.in_front(names, tensors, in_dims[2:])
+        grads = folding.backward(torch, run, arrays, has, info.batch_size, call.options, call.wrt)
         return tuple(grads), (0,) * len(grads)
-
-
-# What `recorder` gives.
-_FOLLOWED = cast(Recorder, sys.modules[__name__])
-_AT_ONCE = cast(Recorder, SimpleNamespace(forward=_record))

@@ -47,7 +47,15 @@ class ScoreArray(NamedTuple):
     @property
     def key(self) -> str:
         """What it is called among the arrays of a call."""
-        return f"score_arrays[{self.name!r}]"
+        return f"{_KEY}{self.name!r}]"
+
+
+_KEY = "score_arrays["
+
+
+def name_of(key: str) -> str | None:
+    """The name of an array that a score function reads, from what it is called among those of a call; None for others."""
+    return key[len(_KEY) + 1 : -2] if key.startswith(_KEY) else None
 
 
 def kind_of(dtype: str) -> str:

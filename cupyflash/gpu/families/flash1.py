@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...passes import BACKWARD, Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, features
 
-TILES: dict[bool, Tiles[int]] = {}  # the tile follows from the chip: nothing to choose
+TILES: dict[Pass, Tiles[int]] = {}  # the tile follows from the chip: nothing to choose
 COLUMNS = (32, 64, 128)  # head dimensions are padded to one of these
 SQUARES = (64, 32, 16)  # queries, and as many keys
 THREADS = 256
 
 
-def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
+def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
     if problem.dtype == FLOAT8:
         return f"takes no {problem.dtype}"
     if problem.dtype == "float64":
@@ -31,16 +32,17 @@ def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | No
     return None
 
 
-def shared_memory(tile: int, columns: int, backward: bool) -> int:
+def shared_memory(tile: int, columns: int, of: Pass) -> int:
     """Bytes of a tile's Q, K, V and O (or their gradients) and its scores, rows padded by 16 bytes."""
-    return 4 * tile * ((4 if backward else 3) * (columns + 4) + tile + 4 + backward)
+    backward = of is BACKWARD
+    return 4 * tile * ((3 + backward) * (columns + 4) + tile + 4 + backward)
 
 
-def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> KernelPlan:
+def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> KernelPlan:
     """With the largest square tile that fits: the paper's Bc = M / 4d and Br = min(Bc, d), in powers of two."""
     columns = next(n for n in COLUMNS if max(problem.dim, problem.dim_v) <= n)
     for t in SQUARES:
-        size = shared_memory(t, columns, backward)
+        size = shared_memory(t, columns, of)
         if size <= arch.shared_memory:
             break
     else:
@@ -53,7 +55,7 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     rows = (problem.batch * problem.heads_q, problem.seq_q)
     # O and dQ are read and written at every step; where they have 16 bits, in float32 aside.
     aside = problem.dtype != "float32"
-    if backward:
+    if of is BACKWARD:
         launch = Launch("attention_backward", problem.batch * problem.heads_k, THREADS, size)
         workspace: tuple[Workspace, ...] = (Workspace("dq_sum", "float32", (*rows, problem.dim if aside else 0)),)
     else:
@@ -61,6 +63,14 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
         sums = Workspace("o_sum", "float32", (*rows, problem.dim_v if aside else 0))
         workspace = (Workspace("m", "float32", rows), Workspace("l", "float32", rows), sums)
     return KernelPlan(
-        "flash1", arch.name, problem.dtype, backward, f"flash1/{'backward' if backward else 'forward'}.cu", constants,
-        (launch,), ITEMSIZE[problem.dtype], workspace, given=problem.given,
-    )  # fmt: skip
+        family="flash1",
+        arch=arch.name,
+        dtype=problem.dtype,
+        of=of,
+        source=f"flash1/{of}.cu",
+        constants=constants,
+        launches=(launch,),
+        alignment=ITEMSIZE[problem.dtype],
+        workspace=workspace,
+        given=problem.given,
+    )

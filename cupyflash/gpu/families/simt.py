@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ...passes import BACKWARD, FORWARD, Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ...tile_lists import ListUse
 from ..array_gradient import Lengths, work
@@ -16,7 +18,7 @@ from ..score_gradient import score_work
 MAX_DIM = 4096
 
 
-def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
+def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
     if problem.dtype == FLOAT8:
         return f"takes no {problem.dtype}"
     if max(problem.dim, problem.dim_v) > MAX_DIM:
@@ -47,7 +49,7 @@ class Tile:
         return self.sums in (None, size) and widest <= self.dim and self.scored in (None, scored(problem))
 
 
-FORWARD = (
+FORWARD_TILES = (
     Tile(64, 64, 32, 32, 3, dim=32, sums=4),
     Tile(64, 64, 64, 32, 3, dim=64, sums=4),
     Tile(64, 64, 128, 16, 2, dim=128, sums=4),
@@ -56,7 +58,7 @@ FORWARD = (
     Tile(32, 32, 64, 16, 3, dim=64, sums=8),
     Tile(32, 32, 128, 16, 3, spills=64, sums=8),
 )
-BACKWARD = (
+BACKWARD_TILES = (
     Tile(32, 64, 32, 32, 4, dim=32, sums=4, scored=True),
     Tile(64, 32, 32, 32, 2, dim=32, sums=4),
     Tile(64, 32, 64, 32, 3, spills=48, dim=64, sums=4),
@@ -78,25 +80,28 @@ def _possible(t: Tile, problem: AttentionProblem, sides: int) -> bool:
 
 
 TILES = {
-    False: Tiles(FORWARD, TRIED, functools.partial(_possible, sides=1)),
-    True: Tiles(BACKWARD, TRIED, functools.partial(_possible, sides=2)),
+    FORWARD: Tiles(FORWARD_TILES, TRIED, functools.partial(_possible, sides=1)),
+    BACKWARD: Tiles(BACKWARD_TILES, TRIED, functools.partial(_possible, sides=2)),
 }
 
 
-def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> KernelPlan:
-    t = next(row for row in TILES[backward].rows(tile) if row.fits(problem))
+def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> KernelPlan:
+    t = next(row for row in TILES[of].rows(tile) if row.fits(problem))
     pairs = problem.batch * problem.heads_q
     tiles_q, tiles_k = ceil(problem.seq_q, t.owned), ceil(problem.seq_k, t.owned)
     # A block owns t.columns columns of the result: a wider one takes several blocks, which share their rows.
     parts, parts_v = ceil(problem.dim, t.columns), max(1, ceil(problem.dim_v, t.columns))
     constants = (*_tile_constants(t), *features(problem))
-    source = f"simt/{'backward' if backward else 'forward'}.cu"
-    if not backward:
+    common = _common(problem, arch, of, t)
+    if of is FORWARD:
         launch = Launch("attention_forward", pairs * tiles_q * parts_v, t.threads)
         return KernelPlan(
-            "simt", arch.name, problem.dtype, backward, source, constants, (launch,), ITEMSIZE[problem.dtype],
-            spills=_spills(t, problem), given=problem.given, lists=lists(problem, _by_query(t)),
-        )  # fmt: skip
+            **common,
+            source="simt/forward.cu",
+            constants=constants,
+            launches=(launch,),
+            lists=lists(problem, _by_query(t)),
+        )
     pairs_k = problem.batch * problem.heads_k
     launches: tuple[Launch, ...] = (
         Launch("attention_backward_delta", ceil(pairs * problem.seq_q, t.threads), t.threads),
@@ -106,26 +111,45 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
         launches += (Launch("attention_backward_dq", pairs * tiles_q * parts, t.threads),)
     workspace = (Workspace("delta", problem.lse_dtype, (pairs, problem.seq_q)),)
     return KernelPlan(
-        "simt", arch.name, problem.dtype, backward, source, constants, launches, ITEMSIZE[problem.dtype], workspace,
-        _spills(t, problem), given=problem.given,
+        **common,
+        source="simt/backward.cu",
+        constants=constants,
+        launches=launches,
+        workspace=workspace,
         lists=lists(problem, _by_query(t), ListUse("query_lists", t.visited, t.owned, "queries")),
-    )  # fmt: skip
+    )
 
 
 def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
     """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
-    t = next(row for row in TILES[True].table if row.fits(problem))
+    t = next(row for row in TILES[BACKWARD].table if row.fits(problem))
     of_arrays = work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
     of_arrays += score_work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
     pairs = problem.batch * problem.heads_q
     delta = Launch("attention_backward_delta", ceil(pairs * problem.seq_q, t.threads), t.threads, fills=("delta",))
     return KernelPlan(
-        "simt", arch.name, problem.dtype, True, "simt/array_gradient.cu",
-        (*_tile_constants(t), *of_arrays.constants, *features(problem)), (delta, *of_arrays.launches),
-        ITEMSIZE[problem.dtype], (Workspace("delta", problem.lse_dtype, (pairs, problem.seq_q)), *of_arrays.workspace),
-        _spills(t, problem), scalars=of_arrays.scalars, given=problem.given, lists=lists(problem, _by_query(t)),
+        **_common(problem, arch, BACKWARD, t),
+        source="simt/array_gradient.cu",
+        constants=(*_tile_constants(t), *of_arrays.constants, *features(problem)),
+        launches=(delta, *of_arrays.launches),
+        workspace=(Workspace("delta", problem.lse_dtype, (pairs, problem.seq_q)), *of_arrays.workspace),
+        scalars=of_arrays.scalars,
+        lists=lists(problem, _by_query(t)),
         wrt=tuple(lengths),
-    )  # fmt: skip
+    )
+
+
+def _common(problem: AttentionProblem, arch: Arch, of: Pass, t: Tile) -> dict[str, Any]:
+    """What all plans of this family say alike."""
+    return {
+        "family": "simt",
+        "arch": arch.name,
+        "dtype": problem.dtype,
+        "of": of,
+        "alignment": ITEMSIZE[problem.dtype],
+        "spills": _spills(t, problem),
+        "given": problem.given,
+    }
 
 
 def _by_query(t: Tile) -> ListUse:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ...passes import BACKWARD, FORWARD, Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ...tile_lists import ListUse
 from ..array_gradient import Lengths, work
@@ -17,7 +19,7 @@ from . import shares, simt
 FAST_DOUBLES = (8.0, 9.0, 10.0)
 
 
-def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | None:
+def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
     if problem.dtype == FLOAT8:
         return f"takes no {problem.dtype}"
     if arch.cc < 80:
@@ -26,9 +28,8 @@ def objection(problem: AttentionProblem, arch: Arch, backward: bool) -> str | No
         return f"takes float64 where double precision is fast {FAST_DOUBLES}, not on compute capability {arch.cc / 10}"
     if max(problem.dim, problem.dim_v) > 256:
         return f"takes head dimensions up to 256, not {problem.dim} and {problem.dim_v}"
-    if _fitting(problem, arch, backward, None) is None:
-        which = "backward" if backward else "forward"
-        return f"has no {problem.dtype} {which} for head dimensions {problem.dim} and {problem.dim_v} in {arch.shared_memory} bytes"
+    if _fitting(problem, arch, of, None) is None:
+        return f"has no {problem.dtype} {of} for head dimensions {problem.dim} and {problem.dim_v} in {arch.shared_memory} bytes"
     return None
 
 
@@ -52,10 +53,10 @@ class Tile:
     size: int | None = None  # and elements of so many bytes; None: any
     spills: int = 0  # bytes per thread that ptxas may spill beside SPILLS
 
-    def dims(self, problem: AttentionProblem, backward: bool) -> tuple[int, int]:
+    def dims(self, problem: AttentionProblem, of: Pass) -> tuple[int, int]:
         """Head dimensions as the kernel pads them."""
         step = 16 * self.column_warps
-        return pad(problem.dim, step if backward else 16), pad(problem.dim_v, step)
+        return pad(problem.dim, step if of is BACKWARD else 16), pad(problem.dim_v, step)
 
 
 def parts_of(dtype: str) -> int:
@@ -64,7 +65,7 @@ def parts_of(dtype: str) -> int:
 
 
 # In order of preference.
-FORWARD = (
+FORWARD_TILES = (
     Tile(128, 64, 4, 1, 1, 2, dim=64, size=4),
     Tile(64, 48, 4, 1, 1, 2, dim=128, size=4),
     Tile(64, 32, 4, 1, 1, 2, dim=128, size=4),
@@ -82,7 +83,7 @@ FORWARD = (
     Tile(64, 64, 4, 2, 1, 2),
     Tile(64, 32, 4, 1, 1, 2),
 )
-BACKWARD = (
+BACKWARD_TILES = (
     Tile(64, 64, 4, 1, 1, 3, dim=32, size=4),
     Tile(64, 128, 8, 2, 1, 1, dim=64, size=4),
     Tile(32, 64, 8, 2, 1, 1, dim=64, size=4),
@@ -110,11 +111,11 @@ BACKWARD = (
 # a tile a step smaller was slower everywhere. A few addresses are spilled, read once per tile; with a bias, elements of it,
 # which ptxas loads ahead.
 LISTED_SPILLS = 112  # more, with a block mask: its addresses
-SPILLS = {(False, False): 144, (False, True): 1072, (True, False): 80, (True, True): 480}
+SPILLS = {(FORWARD, False): 144, (FORWARD, True): 1072, (BACKWARD, False): 80, (BACKWARD, True): 480}
 
 
-def _spills(t: Tile, problem: AttentionProblem, backward: bool) -> int:
-    return t.spills + SPILLS[backward, scored(problem)] + LISTED_SPILLS * (problem.block_mask is not None)
+def _spills(t: Tile, problem: AttentionProblem, of: Pass) -> int:
+    return t.spills + SPILLS[of, scored(problem)] + LISTED_SPILLS * (problem.block_mask is not None)
 
 
 def _registers(t: Tile, problem: AttentionProblem) -> int:
@@ -146,11 +147,11 @@ def _backward_possible(t: Tile, problem: AttentionProblem) -> bool:
 
 
 TILES = {
-    False: Tiles(FORWARD, {
+    FORWARD: Tiles(FORWARD_TILES, {
         "rows": (32, 64, 128), "keys": (16, 32, 48, 64, 96, 128), "warps": (4, 8), "column_warps": (1, 2), "stages": (1, 2),
         "min_blocks": (1, 2, 3),
     }, _forward_possible),
-    True: Tiles(BACKWARD, {
+    BACKWARD: Tiles(BACKWARD_TILES, {
         "rows": (16, 32, 64, 128), "keys": (16, 32, 64, 128), "warps": (4, 8), "column_warps": (1, 2, 4), "stages": (1, 2),
         "min_blocks": (1, 2, 3),
     }, _backward_possible),
@@ -164,12 +165,12 @@ CROWDING = 0.9  # two blocks of a multiprocessor take 1.7 to 1.9 times as long a
 PAD = 8  # elements between the rows of a shared tile, see kernels_cu/tile/shared.cuh; none in one of doubles
 
 
-def shared_memory(t: Tile, dim: int, dim_v: int, backward: bool, dtype: str) -> int:
+def shared_memory(t: Tile, dim: int, dim_v: int, of: Pass, dtype: str) -> int:
     """Bytes that the kernel of a tile lays out."""
     parts = parts_of(dtype)
     size, pad, of_sums = (8, 0, 8) if dtype == "float64" else (2, PAD, 4)
     pair = parts * (dim + dim_v) + 2 * pad  # a row of Q and dO, or of K and V
-    if not backward:
+    if of is FORWARD:
         widest = parts * dim if parts > 1 else max(dim, dim_v)  # float32 does not leave through shared memory
         elements = t.rows * (widest + pad) + t.stages * t.keys * pair
         exchanged = size * t.rows * (parts * t.keys + pad) + 2 * of_sums * t.rows  # P and row values
@@ -180,11 +181,11 @@ def shared_memory(t: Tile, dim: int, dim_v: int, backward: bool, dtype: str) -> 
     return size * elements + t.stages * 2 * of_sums * t.rows + 16 + maxima  # lse and delta of the queries, the ticket
 
 
-def _fitting(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> Tile | None:
+def _fitting(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> Tile | None:
     """The first tile that the problem and the GPU's shared memory admit; of a size, for as many blocks as it is made for."""
-    for t in TILES[backward].rows(tile):
-        dim, dim_v = t.dims(problem, backward)
-        size = shared_memory(t, dim, dim_v, backward, problem.dtype)
+    for t in TILES[of].rows(tile):
+        dim, dim_v = t.dims(problem, of)
+        size = shared_memory(t, dim, dim_v, of, problem.dtype)
         if (
             t.size in (None, ITEMSIZE[problem.dtype]) and max(dim, dim_v) <= t.dim and problem.seq_q <= t.seq_q
             and size <= arch.shared_memory and (t.size is None or t.min_blocks * (size + 1024) <= arch.shared_memory + 1024)
@@ -193,25 +194,23 @@ def _fitting(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequen
     return None
 
 
-def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[int] | None) -> KernelPlan:
+def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> KernelPlan:
     parts = parts_of(problem.dtype)
-    t = _fitting(problem, arch, backward, tile)
+    t = _fitting(problem, arch, of, tile)
     if t is None:
-        which = "backward" if backward else "forward"
-        raise ValueError(f"no sm80 {which} tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
-    dim, dim_v = t.dims(problem, backward)
-    size = shared_memory(t, dim, dim_v, backward, problem.dtype)
+        raise ValueError(f"no sm80 {of} tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
+    dim, dim_v = t.dims(problem, of)
+    size = shared_memory(t, dim, dim_v, of, problem.dtype)
     constants: tuple[tuple[str, int | bool], ...] = (
-        ("DIM", dim), ("DIM_V", dim_v), *((name.upper(), getattr(t, name)) for name in TILES[backward].tried),
+        ("DIM", dim), ("DIM_V", dim_v), *((name.upper(), getattr(t, name)) for name in TILES[of].tried),
         ("SHARED_MEMORY", size), *features(problem),
         # Whether there are dead rows before the live ones, by position.
         *((f"DEAD_{name}", rows.start > 0) for name, rows in zip(("QUERIES", "KEYS"), problem.live)),
     )  # fmt: skip
     pairs, tiles_q = problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows)
-    source = f"sm80/{'backward' if backward else 'forward'}.cu"
-    split, halves = _split(problem, t, dim, dim_v, backward) if parts > 1 else ((), ())
-    alignment = 16 if parts == 1 else ITEMSIZE[problem.dtype]
-    if not backward:
+    common = _common(problem, arch, of)
+    split, halves = _split(problem, t, dim, dim_v, of) if parts > 1 else ((), ())
+    if of is FORWARD:
         flops = 2 * t.rows * t.keys * (problem.dim + problem.dim_v)
         visit = shares.Visit(flops / RATES[ITEMSIZE[problem.dtype]], crowding=CROWDING)
         tiles = shares.Tiles(pairs * tiles_q, t.rows, t.keys, t.min_blocks, visit)
@@ -219,10 +218,15 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
         launch = Launch("attention_forward", pairs * tiles_q * share, 32 * t.warps, size)
         launches = (*split, launch, *shares.combine(problem, share))
         return KernelPlan(
-            "sm80", arch.name, problem.dtype, backward, source, (*constants, ("SHARES", share > 1)), launches, alignment,
-            (*halves, *shares.left(problem, share, dim_v)), spills=_spills(t, problem, backward), scalars=(("shares", share),),
-            given=problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
-        )  # fmt: skip
+            **common,
+            source="sm80/forward.cu",
+            constants=(*constants, ("SHARES", share > 1)),
+            launches=launches,
+            workspace=(*halves, *shares.left(problem, share, dim_v)),
+            spills=_spills(t, problem, of),
+            scalars=(("shares", share),),
+            lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
+        )
     blocks = problem.batch * problem.heads_k * ceil(problem.seq_k, t.keys)
     launches = (
         *split,
@@ -238,19 +242,36 @@ def plan(problem: AttentionProblem, arch: Arch, backward: bool, tile: Sequence[i
     )
     constants += (("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", arch.cc >= 90))
     return KernelPlan(
-        "sm80", arch.name, problem.dtype, backward, source, constants, launches, alignment, workspace, _spills(t, problem, backward),
-        given=problem.given, lists=both_ways(problem, t.rows, t.keys, "keys"),
-    )  # fmt: skip
+        **common,
+        source="sm80/backward.cu",
+        constants=constants,
+        launches=launches,
+        workspace=workspace,
+        spills=_spills(t, problem, of),
+        lists=both_ways(problem, t.rows, t.keys, "keys"),
+    )
+
+
+def _common(problem: AttentionProblem, arch: Arch, of: Pass) -> dict[str, Any]:
+    """What all plans of this family say alike. (Float32 is split before: then rows need not be aligned.)"""
+    return {
+        "family": "sm80",
+        "arch": arch.name,
+        "dtype": problem.dtype,
+        "of": of,
+        "alignment": 16 if parts_of(problem.dtype) == 1 else ITEMSIZE[problem.dtype],
+        "given": problem.given,
+    }
 
 
 def _split(
-    problem: AttentionProblem, t: Tile | GradientTile, dim: int, dim_v: int, backward: bool
+    problem: AttentionProblem, t: Tile | GradientTile, dim: int, dim_v: int, of: Pass
 ) -> tuple[tuple[Launch, ...], tuple[Workspace, ...]]:
     """What puts the parts of float32 numbers into memory, and that memory (kernels_cu/attention/operands.cuh)."""
     of_queries = (problem.heads_q, problem.seq_q, t.rows)
     of_keys = (problem.heads_k, problem.seq_k, t.keys)
     arrays = [("q", *of_queries, dim), ("k", *of_keys, dim), ("v", *of_keys, dim_v)]
-    arrays += [("dout", *of_queries, dim_v)] if backward else []
+    arrays += [("dout", *of_queries, dim_v)] if of is BACKWARD else []
     tiles, spaces = 0, []
     for name, heads, seq, size, width in arrays:
         of_array = problem.batch * heads * ceil(seq, size)
@@ -302,7 +323,7 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     depth = 32 if max(problem.dim, problem.dim_v) <= 32 else 64  # columns of a piece
     shortest = min(problem.seq_q, problem.seq_k)
     bias = ITEMSIZE[x.dtype] if "bias" in lengths and (x := problem.array("bias")) else 0
-    main = _fitting(problem, arch, True, None)
+    main = _fitting(problem, arch, BACKWARD, None)
     t = next(
         t
         for t in GRADIENT
@@ -317,7 +338,7 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
         pad(n, 16) if parts > 1 else next(x for x in (64, 128, 256) if n <= x) for n in (problem.dim, problem.dim_v)
     )
     if t.shares and main is not None:
-        dim, dim_v = main.dims(problem, True)
+        dim, dim_v = main.dims(problem, BACKWARD)
     of_arrays = work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
     of_arrays += score_work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
     constants: tuple[tuple[str, int | bool], ...] = (
@@ -325,12 +346,16 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
         ("DEPTH", depth), ("STAGES", t.stages), ("DIM", dim), ("DIM_V", dim_v), ("SHARED_MEMORY", size), *of_arrays.constants, *features(problem),
     )  # fmt: skip
     pairs, tiles_q = problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows)
-    split, halves = _split(problem, t, dim, dim_v, True) if parts > 1 else ((), ())
+    split, halves = _split(problem, t, dim, dim_v, BACKWARD) if parts > 1 else ((), ())
+    prepare = Launch("attention_backward_prepare", pairs * tiles_q, 128, fills=("delta",))
     return KernelPlan(
-        "sm80", arch.name, problem.dtype, True, "sm80/array_gradient.cu", constants,
-        (*split, Launch("attention_backward_prepare", pairs * tiles_q, 128, fills=("delta",)), *of_arrays.launches),
-        16 if parts == 1 else ITEMSIZE[problem.dtype],
-        (Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows), t.rows), *of_arrays.workspace, *halves), GRADIENT_SPILLS,
-        scalars=of_arrays.scalars, given=problem.given,
-        lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")), wrt=tuple(lengths),
-    )  # fmt: skip
+        **_common(problem, arch, BACKWARD),
+        source="sm80/array_gradient.cu",
+        constants=constants,
+        launches=(*split, prepare, *of_arrays.launches),
+        workspace=(Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows), t.rows), *of_arrays.workspace, *halves),
+        spills=GRADIENT_SPILLS,
+        scalars=of_arrays.scalars,
+        lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
+        wrt=tuple(lengths),
+    )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...passes import BACKWARD
 from ...problem import AttentionProblem
 from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, pad, scored
@@ -67,7 +68,7 @@ class BackwardTile:
 
 
 # What may be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
-BACKWARD = (
+BACKWARD_TILES = (
     BackwardTile(128, 128, 2, 2, 2, spills=184, dim=64, scored=False),
     BackwardTile(64, 128, 2, 2, 2, spills=32, dim=64),
     BackwardTile(64, 128, 2, 2, 2, dim=128, scored=False),
@@ -101,10 +102,10 @@ WAVES = 3  # key tiles of every thread block for whose heads there is room: unde
 
 def _possible(t: BackwardTile, problem: AttentionProblem) -> bool:
     """How the warpgroups share out the keys is in the table."""
-    return (t.keys, t.groups) in {(row.keys, row.groups) for row in BACKWARD}
+    return (t.keys, t.groups) in {(row.keys, row.groups) for row in BACKWARD_TILES}
 
 
-TILES = Tiles(BACKWARD, {
+TILES = Tiles(BACKWARD_TILES, {
     "rows": (64, 80, 96, 128), "keys": (64, 80, 96, 128), "groups": (2, 3), "stages": (1, 2), "do_stages": (1, 2),
     "spills": (0,),
 }, _possible)  # fmt: skip
@@ -230,12 +231,24 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         *pairs.boxes(t.rows), Box("q", t.rows), Box("k", t.keys), Box("v", t.keys), Box("dout", t.rows), Box("dk", out_rows),
         Box("dv", out_rows), *([Box("dq", t.part_rows(dim))] if whole else []),
     )  # fmt: skip
+    spills = t.spills + (shares > 1) * SHARE_SPILLS + whole * WHOLE_SPILLS
+    spills += LISTED_SPILLS * (problem.block_mask is not None)
     return KernelPlan(
-        "sm90", arch.name, problem.dtype, True, "sm90/backward.cu", constants, launches, 16, workspace,
-        t.spills + (shares > 1) * SHARE_SPILLS + whole * WHOLE_SPILLS + LISTED_SPILLS * (problem.block_mask is not None), maps,
-        (("together", together), ("resident", resident), ("shares", shares)), problem.given,
+        family="sm90",
+        arch=arch.name,
+        dtype=problem.dtype,
+        of=BACKWARD,
+        source="sm90/backward.cu",
+        constants=constants,
+        launches=launches,
+        alignment=16,
+        workspace=workspace,
+        spills=spills,
+        maps=maps,
+        scalars=(("together", together), ("resident", resident), ("shares", shares)),
+        given=problem.given,
         lists=both_ways(problem, t.rows, cluster * t.keys, "queries" if t.wide else "keys"),
-    )  # fmt: skip
+    )
 
 
 def _shares(problem: AttentionProblem, t: BackwardTile, clusters: int) -> int:

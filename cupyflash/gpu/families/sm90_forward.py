@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...passes import FORWARD
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ...tile_lists import ListUse
 from ..device import Arch
@@ -43,7 +44,7 @@ class ForwardTile:
         return ((self.groups + 1) * at_start - loader) // self.groups // 8 * 8
 
 
-FORWARD = (
+FORWARD_TILES = (
     # Addresses, once per tile: 24 bytes of a plain kernel; with slopes under a causal mask 208, which is faster by 9 % than two
     # warpgroups that spill none; with a soft cap, too, 376.
     ForwardTile(3, 128, 3, spills=400, dim=64, crowded=False),
@@ -72,7 +73,7 @@ NARROW = (
 )
 # Up to 64, so too: short sequences leave most of a large tile empty, and few tiles most multiprocessors.
 SMALL = ForwardTile(1, 64, 3, 3, spills=32, dim=64, scored=False, cost=1.15)
-MIDDLE = (FORWARD[0], ForwardTile(4, 64, 3, spills=128, dim=64, scored=False, cost=1.12), SMALL)
+MIDDLE = (FORWARD_TILES[0], ForwardTile(4, 64, 3, spills=128, dim=64, scored=False, cost=1.12), SMALL)
 # Up to 96, where every key is seen.
 WIDER = (
     ForwardTile(2, 128, 2, dim=96, banded=False, scored=False),
@@ -153,7 +154,7 @@ STRIP_ROW = 128  # bytes
 TURNED_KEYS = 128  # of the block that turns V (kernels_cu/sm90/turned_values.cuh)
 
 
-TILES = Tiles(FORWARD, {
+TILES = Tiles(FORWARD_TILES, {
     "groups": (1, 2, 3, 4), "keys": (64, 80, 96, 128, 192), "stages": (2, 3, 4), "blocks": (1, 2, 3, 4), "spills": (0,),
 }, _possible)  # fmt: skip
 
@@ -323,9 +324,19 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         spaces.append(Workspace("turned", problem.dtype, shape))
         values = Box("turned", dim_v)
     return KernelPlan(
-        "sm90", arch.name, problem.dtype, False, "sm90/forward.cu", constants,
-        tuple(launches), 16, tuple(spaces), t.spills + (parts > 1 and _busy(problem)) * SHARE_SPILLS,
-        (*pairs.boxes(t.rows), Box("q", 64 if own_q else span, pack), Box("k", t.keys), values, Box("out", 64)),
-        (("shares", parts),), problem.given, lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
+        family="sm90",
+        arch=arch.name,
+        dtype=problem.dtype,
+        of=FORWARD,
+        source="sm90/forward.cu",
+        constants=constants,
+        launches=tuple(launches),
+        alignment=16,
+        workspace=tuple(spaces),
+        spills=t.spills + (parts > 1 and _busy(problem)) * SHARE_SPILLS,
+        maps=(*pairs.boxes(t.rows), Box("q", 64 if own_q else span, pack), Box("k", t.keys), values, Box("out", 64)),
+        scalars=(("shares", parts),),
+        given=problem.given,
+        lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
         out_dtype=problem.out_dtype,
-    )  # fmt: skip
+    )

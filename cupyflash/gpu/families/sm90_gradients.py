@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...passes import BACKWARD
 from ...problem import AttentionProblem
 from ..array_gradient import Lengths, work
 from ..device import Arch
@@ -39,10 +40,21 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
         *pairs.constants(), *of_arrays.constants, *features(problem),
     )  # fmt: skip
     heads, tiles_q = problem.batch * problem.heads_q, ceil(problem.seq_q, ROWS)
+    prepare = Launch("attention_backward_prepare", heads * tiles_q, 128, fills=("delta",))
     maps = (*pairs.boxes(ROWS), Box("q", ROWS), Box("k", KEYS), Box("v", KEYS), Box("dout", ROWS))
     return KernelPlan(
-        "sm90", arch.name, problem.dtype, True, "sm90/array_gradient.cu", constants,
-        (Launch("attention_backward_prepare", heads * tiles_q, 128, fills=("delta",)), *of_arrays.launches), 16,
-        (Workspace("delta", "float32", (heads, tiles_q, 2, ROWS), ROWS), *of_arrays.workspace), SPILLS, maps,
-        scalars=of_arrays.scalars, given=problem.given, wrt=tuple(lengths),
-    )  # fmt: skip
+        family="sm90",
+        arch=arch.name,
+        dtype=problem.dtype,
+        of=BACKWARD,
+        source="sm90/array_gradient.cu",
+        constants=constants,
+        launches=(prepare, *of_arrays.launches),
+        alignment=16,
+        workspace=(Workspace("delta", "float32", (heads, tiles_q, 2, ROWS), ROWS), *of_arrays.workspace),
+        spills=SPILLS,
+        maps=maps,
+        scalars=of_arrays.scalars,
+        given=problem.given,
+        wrt=tuple(lengths),
+    )

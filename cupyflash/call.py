@@ -1,0 +1,33 @@
+"""A call of the public functions: what is computed, of which arrays, how, and into which targets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .passes import Pass
+
+Arrays = dict[str, Any]  # of one call, those that are given, by the name of the argument
+
+
+@dataclass(slots=True)
+class Call:
+    """Made in `api`, and handed down as it is: who needs another makes it with `but`, and changes none."""
+
+    lib: Any  # the adapter of q (interop.protocol says what it has)
+    of: Pass
+    arrays: Arrays  # those that are given
+    options: dict[str, Any]  # every option of the pass
+    targets: Arrays = field(default_factory=dict)  # arrays to write results to, by name
+    seed: int | None = None  # of dropout, where it is a number
+    family: str | None = None
+    return_lse: bool = False  # of a forward
+    wrt: tuple[str, ...] = ()  # of a backward: optional arrays whose gradients are wanted too
+
+    def but(self, **fields: Any) -> Call:
+        """The same call with other fields."""
+        return Call(**{name: getattr(self, name) for name in self.__slots__} | fields)
+
+    def without_arrays(self) -> Call:
+        """What outlives its arrays: for who keeps those in his own way."""
+        return Call(self.lib, self.of, {}, self.options, {}, self.seed, self.family, self.return_lse, self.wrt)
