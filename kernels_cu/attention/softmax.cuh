@@ -59,7 +59,7 @@ struct OnlineSoftmax {
 
     // Raise the maximum to the largest score, and tell whether the result so far must `shrink` for it. A maximum that
     // grows by less than 2^8 is left alone: the probabilities stay far from overflow, and the result is divided by a sum
-    // taken with the same maximum. (What that costs in accuracy, and saves: docs/notes/stale-maximum.md.)
+    // taken with the same maximum. (What that costs in accuracy, and saves: docs/notes/rescaling.md.)
     __device__ bool raise(const Accum (&largest)[M][2], Accum (&shrink)[M][2]) {
         bool grown = false;
 #pragma unroll
