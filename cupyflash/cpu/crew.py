@@ -16,12 +16,18 @@ T = TypeVar("T")
 
 # Below so many multiplications a call ends sooner than threads start.
 WORTH_THREADS = 1 << 22
+# And below so many BLAS libraries keep a product on the thread that calls them (OpenBLAS: up to this): there is nothing to hold.
+WORTH_HOLDING = 1 << 18
 MOST_THREADS = 256  # BLAS libraries have such a number, too
 
 
 def worth_threads(problem: AttentionProblem) -> bool:
+    return _multiplications(problem) >= WORTH_THREADS
+
+
+def _multiplications(problem: AttentionProblem) -> int:
     pairs = problem.batch * problem.heads_q * problem.seq_q * problem.seq_k
-    return pairs * (problem.dim + problem.dim_v) >= WORTH_THREADS
+    return pairs * (problem.dim + problem.dim_v)
 
 
 class Crew:
@@ -32,6 +38,8 @@ class Crew:
 
     def __init__(self, problem: AttentionProblem) -> None:
         self.size = threads() if worth_threads(problem) else 1
+        small = self.size == 1 and _multiplications(problem) < WORTH_HOLDING
+        self._own = 0 if small else self.size  # threads to begin; none: the caller's
         self._error: BaseException | None = None
 
     def run(self, task: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> None:
@@ -57,7 +65,7 @@ class Crew:
             inside.pop()
 
         # Threads of our own, not a pool: pools take no work once the main thread has ended.
-        crew = [threading.Thread(target=alone, name="cupyflash", daemon=True) for _ in range(self.size)]
+        crew = [threading.Thread(target=alone, name="cupyflash", daemon=True) for _ in range(self._own)]
         begun = 0
         try:
             for thread in crew:
