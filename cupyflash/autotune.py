@@ -2,7 +2,8 @@
 
 The tiles of a family are tried in three steps, each with fewer: those that shared memory and the warps admit (no GPU
 needed), those that compile without spilling more registers than the table's, those that give the result of another
-family, or of the CPU: the table's own tile is judged as any other. They are timed in turn; the fastest is stored in the user's configuration folder (`tuned`), where the next call's plan finds it.
+family, or of the CPU: the table's own tile is judged as any other. They are timed in turn; the fastest is stored in the
+user's configuration folder (`tuned`), where the next call's plan finds it.
 """
 
 from __future__ import annotations

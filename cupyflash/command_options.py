@@ -26,8 +26,8 @@ def asked(files: bool = False, of: Pass = BACKWARD, without: tuple[str, ...] = (
     """Give a command the options of the tables, in place of its parameters `options` and `arrays`.
 
     It gets `options`, the values by name of those that are given, and `arrays`: with `files` the path of each that is
-    given by name, else the names of those that shall be there. `of`: of the backward also what changes the gradients alone. With
-    `files` an array of one number may be that number, which is among the `options` then.
+    given by name, else the names of those that shall be there. `of`: of the backward also what changes the gradients
+    alone. With `files` an array of one number may be that number, which is among the `options` then.
     """
     rows = [row for row in OPTIONS if row.written and row.name not in without and (of is BACKWARD or not row.backward)]
     further = {name: x for name, x in FURTHER.items() if any(row.name == x[0] for row in rows)}

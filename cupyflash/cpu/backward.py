@@ -86,9 +86,8 @@ def backward(
             of_out = rows_of(out, batches, heads, rows, work)
             delta = (do * of_out).sum(axis=-1, keepdims=True)
             finite = of.finite and not (pairs.scores_hide and any(not np.isfinite(x).all() for x in (qi, do)))
-            if not np.isfinite(
-                delta
-            ).all():  # a row that sees no key has out 0, and no gradient whatever dout holds there
+            # A row that sees no key has out 0, and no gradient whatever dout holds there.
+            if not np.isfinite(delta).all():
                 np.copyto(delta, 0, where=~of_out.any(axis=-1, keepdims=True))
             if dlse is not None:
                 delta -= np.where(unseen, 0, dlse[batches, heads, rows, None])

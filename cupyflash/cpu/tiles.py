@@ -135,10 +135,7 @@ def row_sums(x: np.ndarray) -> np.ndarray:
 def over_groups(x: np.ndarray, heads_k: int) -> np.ndarray:
     """Sums over the heads that share one of K and V: (batches, heads, ...) to (batches, heads_k, ...)."""
     group = x.shape[1] // max(1, heads_k)
-    return (
-        x
-        if group == 1
-        else x.reshape(x.shape[0], heads_k, group, *x.shape[2:]).sum(
-            axis=2, dtype=np.float64 if group > TERMS else None
-        )
-    )
+    if group == 1:
+        return x
+    apart = x.reshape(x.shape[0], heads_k, group, *x.shape[2:])
+    return apart.sum(axis=2, dtype=np.float64 if group > TERMS else None)
