@@ -36,9 +36,9 @@ struct Head {
     // Of these, by position, some query sees each key, and each query sees some. The others may hold anything.
     __device__ Range live_queries(const Params& p) const { return {p.first_q, p.end_q}; }
     __device__ Range live_keys(const Params& p) const { return {p.first_k, p.end_k}; }
-    // So many come before those that tensor maps know of (gpu/tensormap.py).
-    __device__ int unmapped_queries(const Params& p) const { return p.first_q; }
-    __device__ int unmapped_keys(const Params& p) const { return p.first_k; }
+    // So many come before those that tensor maps know of (gpu/tensormap.py). (Of what can be none the loading thread has no registers.)
+    __device__ int unmapped_queries(const Params& p) const { return config::RIGHT ? p.first_q : 0; }
+    __device__ int unmapped_keys(const Params& p) const { return config::LEFT ? p.first_k : 0; }
     // Query i stands on key i + diagonal.
     __device__ int diagonal(const Params& p) const { return p.diagonal; }
 

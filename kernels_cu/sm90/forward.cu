@@ -168,7 +168,7 @@ struct Worker {
     __device__ void clear_values() {
         DeadRows<KEYS> dead([&](int key) { return unseen >> key / 32 & 1; });
         if (!dead.any()) return;
-        dead.clear<4>(s.v_tile(), threadIdx.x / 32 % 4);
+        dead.clear_many<4>(s.v_tile(), threadIdx.x / 32 % 4);
         fence_async();
         sync_threads<128>(1 + group);
     }
