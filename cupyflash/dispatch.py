@@ -7,12 +7,11 @@ from typing import Any
 
 from . import interop
 from .call import Call
-from .passes import FORWARD
 from .problem import Gradients
 
 
 def run(call: Call) -> Any:
-    """(out, lse), where lse is None unless it is asked for; of a backward, `Gradients`."""
+    """(out, lse), where lse is None unless it is asked for; of gradients, `Gradients`; of a jvp, (tout, tlse)."""
     q, into = call.arrays["q"], call.targets
     arrays, targets = interop.adopt(call.lib, call.arrays, into)
     adapter = call.lib
@@ -32,10 +31,10 @@ def run(call: Call) -> Any:
 def _as_given(call: Call, results: Any, q: Any, into: dict[str, Any]) -> Any:
     """Results of the library of q, which has no adapter."""
     like = interop.like(q)
-    if call.of is FORWARD:
+    if not call.of.of_gradients:
         out, lse = results
-        return into["out"] if into else like(out), None if lse is None else like(lse)
-    dq, dk, dv = (into[name] if name in into else like(x) for name, x in zip(Gradients._fields, results))
+        return next(iter(into.values())) if into else like(out), None if lse is None else like(lse)
+    dq, dk, dv = (into[name] if name in into else like(x) for name, x in zip(call.of.results, results))
     return Gradients(dq, dk, dv, {name: like(x) for name, x in results.of_arrays.items()})
 
 

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from .problem import ITEMSIZE, View, target_name
+from .problem import ITEMSIZE, View, argument_name, target_name
 
 _EFFORT = 10_000  # steps of NumPy's search; what it cannot decide in so many is let through
 
 
 def check_targets(targets: dict[str, View], inputs: dict[str, View]) -> None:
     """ValueError, naming the argument, where an element of a target has the address of another's or of an input's."""
-    others = dict(inputs)
+    others = {argument_name(name): view for name, view in inputs.items()}
     for name, target in targets.items():
         where = target_name(name)
         if overlaps_itself(target):

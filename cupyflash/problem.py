@@ -536,6 +536,9 @@ class AttentionProblem:
     out_scale: float = 1.0  # what it is multiplied by before it is rounded
     deterministic: bool = False
     given: tuple[Given, ...] = ()  # the optional arrays, in the order of ARRAYS
+    tangents: tuple[
+        Given, ...
+    ] = ()  # of a pass that takes tangents, those that are given, by what they are tangents of
 
     def has(self, name: str) -> bool:
         """Whether the optional array `name` is given."""
@@ -544,6 +547,10 @@ class AttentionProblem:
     def array(self, name: str) -> Given | None:
         """The optional array `name`, where it is given."""
         return next((x for x in self.given if x.name == name), None)
+
+    def moves(self, *names: str) -> bool:
+        """Whether a tangent of any of these arrays is given."""
+        return any(x.name in names for x in self.tangents)
 
     def reads(self, name: str) -> bool:
         """Whether `name`, among the arrays of a call, is one that the score function reads."""
@@ -615,10 +622,14 @@ class AttentionProblem:
 
     def flops(self, of: Pass = FORWARD) -> int:
         """Multiplications and additions of the matrix products (the papers' count: backward is 5 products to 2)."""
-        pairs = self.batch * self.heads_q * self.visible
-        if of is BACKWARD:
-            return 2 * pairs * (3 * self.dim + 2 * self.dim_v)
-        return 2 * pairs * (self.dim + self.dim_v)
+        of_dim, of_dim_v = 3 if of is BACKWARD else 1, 2 if of is BACKWARD else 1
+        if of.moved:
+            q, k, v, dout = (self.moves(name) for name in ("q", "k", "v", "dout"))
+            scores = any(x.name not in ("v", "dout", "dlse") for x in self.tangents)  # these have tangents
+            of_dim, of_dim_v = 1 + q + k, scores + v
+            if of.of_gradients:
+                of_dim, of_dim_v = of_dim + 2 + q + k, 2 * scores + v + 2 * dout
+        return 2 * self.batch * self.heads_q * self.visible * (of_dim * self.dim + of_dim_v * self.dim_v)
 
 
 def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
@@ -775,42 +786,89 @@ def _in_range(name: str, dtype: str, value: float | None, default: float | None)
 def state(
     views: dict[str, View], targets: dict[str, View], options: dict[str, Any], of: Pass
 ) -> tuple[AttentionProblem, dict[str, tuple[int, ...]]]:
-    """Check a whole call: the problem, and the shapes of its results by name (out; dq, dk, dv).
+    """Check a whole call: the problem, and the shapes of its results by name (out; dq, dk, dv; tout; tdq, tdk, tdv).
 
-    `views` are q, k, v, the optional arrays that are given and, in the backward, dout, out, lse and perhaps dlse; `targets`
-    what results are to be written to, where that is given.
+    `views` are q, k, v, the optional arrays that are given and the other inputs of the pass; `targets` what results are to be
+    written to, where that is given.
     """
     q, k, v = (views[name] for name in "qkv")
     score = options.get("score")
     reads = {x.name: views[x.key] for x in score.arrays} if isinstance(score, Score) else {}
     problem = describe(q, k, v, **options, **{row.name: views.get(row.name) for row in ARRAYS}, score_arrays=reads)
-    if of is FORWARD:
+    if not of.of_gradients:
         problem = replace(problem, **{row.name: row.default for row in OPTIONS if row.backward})
     out, lse = out_shape(q.shape, problem), lse_shape(len(q.shape), problem)
-    if of is BACKWARD:
-        refuse_backward(problem.dtype)
-        check_like("dout", views["dout"], out, problem.dtype, q)
-        check_like("out", views["out"], out, problem.dtype, q)
-        check_like("lse", views["lse"], lse, problem.lse_dtype, q)
-        if "dlse" in views:
-            check_like("dlse", views["dlse"], lse, problem.lse_dtype, q)
-    results = {f"d{name}": views[name].shape for name in "qkv"} if of is BACKWARD else {"out": out}
+    if of is not FORWARD:
+        refuse_float8(problem.dtype, of)
+        of_rows = {"out": out, "dout": out, "tout": out}
+        for name in of.inputs:  # dout, out, lse and dlse, and what a jvp gave
+            if name in views and name not in "qkv" and name not in _TANGENTS:
+                rows = name in of_rows
+                check_like(
+                    argument_name(name),
+                    views[name],
+                    out if rows else lse,
+                    problem.dtype if rows else problem.lse_dtype,
+                    q,
+                )
+    if of.moved:
+        problem = replace(problem, tangents=_check_tangents(views, problem, lse))
+    t = "t" if of.moved else ""
+    results = {f"{t}d{name}": views[name].shape for name in "qkv"} if of.of_gradients else {f"{t}out": out}
     for name, target in targets.items():
         check_like(target_name(name), target, results[name], problem.result_dtype, q)
     return problem, results
 
 
-def refuse_backward(dtype: str) -> None:
+def tangents_in(views: dict[str, Any]) -> list[str]:
+    """The names of the arrays of a call whose tangents are among them."""
+    return [name[1:] for name in views if name in _TANGENTS or name.startswith(f"t{_OF_SCORE}")]
+
+
+def _check_tangents(views: dict[str, View], problem: AttentionProblem, lse: tuple[int, ...]) -> tuple[Given, ...]:
+    """Each is shaped and typed like what it is the tangent of, and lies where it likes."""
+    q, found = views["q"], []
+    for name in tangents_in(views):
+        tangent, what = views[f"t{name}"], argument_name(f"t{name}")
+        of = "lse" if name == "dlse" else name
+        x, of = views[of], name_of(of) or of
+        if tangent.dtype != x.dtype:
+            raise TypeError(f"{what} has dtype {tangent.dtype}; it must have that of {of}, {x.dtype}")
+        if tangent.shape != x.shape:
+            raise ValueError(f"{what} has shape {tangent.shape}; it must have that of {of}, {x.shape}")
+        _same(what, tangent, "q", q, dtype=False)
+        rule = _RULES.get(name)
+        found.append(Given(name, tangent.dtype, rule.spread(tangent, len(q.shape)) if rule else ()))
+    return tuple(found)
+
+
+_TANGENTS = frozenset(
+    f"t{name}" for name in ("q", "k", "v", "dout", "dlse", *(row.name for row in ARRAYS if row.gradient))
+)
+_OF_SCORE = "score_arrays["
+
+
+def refuse_float8(dtype: str, of: Pass) -> None:
     if dtype == FLOAT8:
         raise TypeError(
-            f"q has dtype {FLOAT8}, of which there is a forward alone; attention_backward takes {', '.join(FLOATS)}"
+            f"q has dtype {FLOAT8}, of which there is a forward alone; attention_{of} takes {', '.join(FLOATS)}"
         )
 
 
 @functools.cache
 def target_name(name: str) -> str:
     """What a user gave to have the result `name` written to."""
-    return name if name == "out" else f"grads: {name}"
+    return name if name in ("out", "tout") else f"grads: {name.removeprefix('t')}"
+
+
+@functools.cache
+def argument_name(name: str) -> str:
+    """What a user calls an array of a call."""
+    if name in ("tout", "tlse"):
+        return f"jvp: {name}"
+    if name in _TANGENTS or name.startswith(f"t{_OF_SCORE}"):
+        return f"tangents[{name_of(name[1:]) or name[1:]!r}]"
+    return name
 
 
 def whole(row: ArrayRule, problem: AttentionProblem, q: View) -> View:

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from ..call import Arrays
-from ..problem import View, target_name
+from ..problem import View, argument_name, target_name
 from .protocol import Adapter, Library
 
 _ADAPTERS = {"numpy": "numpy_", "cupy": "cupy_", "torch": "torch_", "jax": "jax_", "jaxlib": "jax_"}
@@ -36,7 +36,7 @@ def adopt(lib: Library, arrays: Arrays, targets: Arrays) -> tuple[Arrays, Arrays
     Arrays of that library pass through untouched; those of other DLPack and CUDA array interface producers are wrapped.
     TypeError names the argument that is no array, or that comes from another library than q.
     """
-    arrays = adopted(lib, arrays)
+    arrays = adopted(lib, arrays, argument_name)
     if targets:
         targets = adopted(lib, targets, target_name)
         for name, x in targets.items():
@@ -78,7 +78,8 @@ def inlined(lib: Library) -> bool:
 
 def name_unreadable(lib: Adapter, arrays: Arrays, targets: Arrays) -> None:
     """Once a call has failed: raise what `view` says of the array that is to blame, if one is."""
-    for name, x in (arrays | {target_name(name): x for name, x in targets.items()}).items():
+    named = {argument_name(name): x for name, x in arrays.items()}
+    for name, x in (named | {target_name(name): x for name, x in targets.items()}).items():
         view(lib, name, x)
         if isinstance(x, getattr(lib, "WITHOUT_MEMORY", ())):
             raise TypeError(f"{name} is a {type(x).__name__}, which has no memory, but q is none; all must be, or none")

@@ -16,6 +16,8 @@ THREADS = 256
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
+    if of.moved:
+        return f"has no {of}"
     if problem.dtype == FLOAT8:
         return f"takes no {problem.dtype}"
     if problem.dtype == "float64":

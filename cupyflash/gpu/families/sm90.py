@@ -14,6 +14,8 @@ from .sm90_memory import paired
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
+    if of.moved:
+        return f"has no {of}"
     if problem.dtype not in ("float16", "bfloat16", FLOAT8):
         return f"takes float16, bfloat16 and float8, not {problem.dtype}"
     if of is BACKWARD and problem.dtype == FLOAT8:
