@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 KINDS = ("bool", "int", "long", "float")  # 32 and 64 bits; float is what scores are computed in
 VARIABLES = {"s": "float", "b": "int", "h": "int", "i": "int", "j": "int"}
+TANGENT = "ts"  # of s: a variable of what is derived from a score function (score/derivative.py)
 _KINDS_OF = {  # dtypes of arrays
     "bool": "bool", "int32": "int", "int64": "long", "float16": "float", "bfloat16": "float", "float32": "float", "float64": "float"
 }  # fmt: skip
