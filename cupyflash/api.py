@@ -14,15 +14,13 @@ from .call import Arrays, Call
 from .interop.protocol import Library
 from .other_names import unexpected
 from .passes import BACKWARD, FORWARD
-from .problem import Gradients, check_flag, check_wrt, fold_descales, pass_of, score_of, seed_of
+from .problem import Gradients, check_flag, check_wrt, fold_descales, score_of, seed_of
 from .signature import A, Array, L, closed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .autotune import Tuning
-    from .blocks import BlockMask
-    from .explanation import Explanation
+    from .blockmask.blocks import BlockMask
 
 
 ScoreFunction = Callable[..., Any] | str
@@ -198,7 +196,7 @@ def attention(
         arrays |= {
             "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seed": seed,
         }  # fmt: skip
-    arrays = _present("qkv", arrays)
+    arrays = present("qkv", arrays)
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "block_mask": block_mask,
         "dropout": dropout, "out_dtype": out_dtype, "out_scale": out_scale, "layout": layout, "deterministic": deterministic,
@@ -209,7 +207,7 @@ def attention(
         check_flag("return_lse", return_lse)
     lib = interop.library("q", q)
     if score is not None or score_arrays is not None:
-        _trace(lib, arrays, options, score_arrays)
+        trace_score(lib, arrays, options, score_arrays)
     call = Call(lib, FORWARD, arrays, options, {} if out is None else {"out": out}, number, family, return_lse)
     o, lse = (lib.recorder(call) or dispatch.run)(call)
     return (o, lse) if return_lse else o
@@ -296,14 +294,14 @@ def attention_backward(
             "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seed": seed,
             "dlse": dlse,
         }  # fmt: skip
-    arrays = _present(("q", "dout", "k", "v", "out", "lse"), arrays)
+    arrays = present(("q", "dout", "k", "v", "out", "lse"), arrays)
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "block_mask": block_mask,
         "dropout": dropout, "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
     lib = interop.library("q", q)
     if score is not None or score_arrays is not None:
-        _trace(lib, arrays, options, score_arrays)
+        trace_score(lib, arrays, options, score_arrays)
     if grads is not None and (not isinstance(grads, (tuple, list)) or len(grads) != 3):
         what = f"holds {len(grads)} arrays" if isinstance(grads, (tuple, list)) else f"is {type(grads).__name__}"
         raise ValueError(f"grads {what}; it must be a tuple of three arrays (dq, dk, dv) or None")
@@ -378,115 +376,19 @@ def block_mask(
     TypeError, ValueError
         Naming the argument, what it is and what it must be.
     """
-    from .blocks import make
+    from .blockmask.blocks import make
 
     return make(source, shape, block, blocks, full, like, device)
 
 
-def explain(
-    q: Any,
-    k: Any = None,
-    v: Any = None,
-    *,
-    dtype: Any = None,
-    arch: str | None = None,
-    backward: bool = False,
-    **options: Any,
-) -> Explanation:
-    """Tell how a call would run, without running it: family, tiles, registers, shared memory, workspace, FLOPs, copies.
-
-    Parameters
-    ----------
-    q, k, v : arrays or shapes
-        What `attention` would be given; shapes (tuples) need `dtype`. k and v default to q's.
-    dtype : optional
-        For shapes: "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", a short name ("bf16") or a dtype of NumPy,
-        PyTorch or JAX.
-    arch : str, optional
-        Plan for this architecture ("sm_80", "sm_90a", ...) instead of the GPU at hand; no GPU is needed then.
-    backward : bool
-        Explain `attention_backward`.
-    **options
-        As for `attention`, and `wrt` of `attention_backward`; an optional array may be a shape too.
-
-    Returns
-    -------
-    Explanation
-        Prints as a table; its fields are plain data.
-    """
-    from .explanation import explain as _explain
-
-    return _explain(q, k, v, dtype=dtype, arch=arch, of=pass_of(backward), **options)
-
-
-def tune(
-    q: Any,
-    k: Any = None,
-    v: Any = None,
-    *,
-    dtype: Any = None,
-    backward: bool = False,
-    family: str | None = None,
-    store: bool = True,
-    rounds: int = 5,
-    min_ms: float = 10.0,
-    progress: Any = None,
-    **options: Any,
-) -> Tuning:
-    """Time the tiles that a problem's kernels could have on this GPU, and use the fastest from now on.
-
-    FlashAttention-2 (Dao 2023, section 3.3) chose them by hand and left this to future work. What is stored holds for
-    problems of the same dtype, head dimensions, kind of mask, optional arrays and options, with lengths up to the same power
-    of two, on the same kind of GPU.
-
-    Parameters
-    ----------
-    q, k, v : arrays or shapes
-        As for `explain`. Only shapes matter: random arrays of that size are made on CuPy's current GPU.
-    dtype : optional
-        For shapes: "float16", "bfloat16", "float32", "float64", a short name ("bf16") or a dtype of NumPy, PyTorch or JAX.
-    backward : bool
-        Tune `attention_backward`.
-    family : "sm90", "sm80", "simt", optional
-        Default: the one that such a call takes.
-    store : bool
-        Keep the fastest in `tuning.json` in the user's configuration folder (or CUPYFLASH_CONFIG_DIR). The file is
-        replaced at the end, whole; an interrupt leaves it as it was.
-    rounds, min_ms
-        How often each tile is timed, in turn, and for how many milliseconds at least.
-    progress : callable, optional
-        Called with what is being done, how many are done, and of how many.
-    **options
-        As for `attention`: those that change a problem, and its optional arrays (or their shapes).
-
-    Returns
-    -------
-    Tuning
-        Every tile with its time or why it has none; `best`, and `gain` over the table's own.
-
-    Raises
-    ------
-    ImportError, RuntimeError
-        Where there is no CuPy or no GPU; RuntimeError also where the kernels do not run.
-    ValueError
-        For a family that has nothing to tune.
-    """
-    from .autotune import tune as _tune
-
-    return _tune(
-        q, k, v, dtype=dtype, of=pass_of(backward), family=family, store=store, rounds=rounds, min_ms=min_ms,
-        progress=progress or (lambda *_: None), **options,
-    )  # fmt: skip
-
-
-def _trace(lib: Library, arrays: Arrays, options: dict[str, Any], score_arrays: Any) -> None:
+def trace_score(lib: Library, arrays: Arrays, options: dict[str, Any], score_arrays: Any) -> None:
     """The score function becomes a `Score`, and the arrays that it reads some of those of the call."""
     given = {} if score_arrays is None else score_arrays
     if not isinstance(given, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in given):
         what = f"has the names {list(given)}" if isinstance(given, Mapping) else f"is a {type(given).__name__}"
         raise TypeError(f"score_arrays {what}; it must be a dict of arrays by the names of score's parameters")
     named = {f"score_arrays[{name!r}]": x for name, x in given.items()}
-    _present(named, named)
+    present(named, named)
     adopted = interop.adopted(lib, {"q": arrays["q"], **named})
     q, *views = (interop.view(lib, name, x) for name, x in adopted.items())
     score = score_of(options["score"], dict(zip(given, views)), q, interop.inlined(lib))
@@ -495,7 +397,7 @@ def _trace(lib: Library, arrays: Arrays, options: dict[str, Any], score_arrays: 
         arrays.update((key, given[x.name]) for key, x in zip(score.keys, score.arrays))
 
 
-def _present(required: Iterable[str], arrays: Arrays) -> Arrays:
+def present(required: Iterable[str], arrays: Arrays) -> Arrays:
     """Those that are given."""
     for name in required:
         if arrays[name] is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 from . import interop
 from .call import Call
@@ -18,14 +18,24 @@ def run(call: Call) -> Any:
     if arrays is not call.arrays or targets is not into:
         call = call.but(arrays=arrays, targets=targets)
     try:
-        backend = _gpu() if adapter.on_gpu(arrays["q"]) else _cpu()
-        results = backend.run(call)
+        on_gpu = adapter.on_gpu(arrays["q"])
+        if call.family is not None and not on_gpu:
+            refuse_family(call.family, adapter.kind)
+        results = (_gpu() if on_gpu else _cpu()).run(call)
     except Exception:
         interop.name_unreadable(adapter, arrays, targets)
         raise
     for x in targets.values():
         adapter.written(x)
     return results if arrays["q"] is q else _as_given(call, results, q, into)
+
+
+def refuse_family(family: str, kind: str) -> NoReturn:
+    """Families are the GPU's."""
+    from .gpu.plan import check_family
+
+    check_family(family)
+    raise ValueError(f"family is {family!r}, a family of GPU kernels, but q is a {kind} array on the CPU")
 
 
 def _as_given(call: Call, results: Any, q: Any, into: dict[str, Any]) -> Any:

@@ -15,15 +15,15 @@ import pytest
 from kernel_cover import GIVEN, problem
 
 import cupyflash
-from cupyflash import autotune, precompile, tuned
 from cupyflash import problem as rules
-from cupyflash.autotune import candidates
 from cupyflash.call import Call
-from cupyflash.gpu import device
+from cupyflash.gpu import device, tuned
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, plan
 from cupyflash.gpu.source import sources_digest
 from cupyflash.passes import BACKWARD, FORWARD, Pass
+from cupyflash.tools import autotune, precompile
+from cupyflash.tools.autotune import candidates
 
 A100, H200 = Arch.of("sm_80"), Arch.of("sm_90a")
 SHAPE = (2, 1000, 8, 64)

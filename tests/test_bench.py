@@ -12,11 +12,12 @@ import pytest
 
 pytest.importorskip("rich")
 
-from cupyflash import bench, timing
+from cupyflash import bench
 from cupyflash.bench import machine, peers, plots, report, suites
 from cupyflash.bench.suites import SUITES, Options
 from cupyflash.passes import BACKWARD, FORWARD
-from cupyflash.timing import Candidate
+from cupyflash.tools import timing
+from cupyflash.tools.timing import Candidate
 
 # --- statistics ---------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from cupyflash.bench import eight, machine, report
 from cupyflash.bench.peers import Case
 from cupyflash.bench.suites import SUITES, Options
 from cupyflash.passes import Pass
-from cupyflash.timing import Candidate
+from cupyflash.tools.timing import Candidate
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "float8.md"
 

@@ -20,7 +20,7 @@ from cupyflash.bench import machine, models, peers, plots, report, runner, suite
 from cupyflash.bench.models import CALLS, Call
 from cupyflash.bench.suites import SUITES
 from cupyflash.passes import BACKWARD, FORWARD
-from cupyflash.timing import Candidate
+from cupyflash.tools.timing import Candidate
 
 SMALL = {
     "full": Call(2, 24, 2, 2, 16),

@@ -11,11 +11,12 @@ import pytest
 pytest.importorskip("rich")
 torch = pytest.importorskip("torch")
 
-from cupyflash import bench, timing
+from cupyflash import bench
 from cupyflash.bench import machine, peers, plots, report, runner, scores, suite, suites
 from cupyflash.bench.suites import SUITES
 from cupyflash.passes import BACKWARD, FORWARD, PASSES, Pass
-from cupyflash.timing import Candidate
+from cupyflash.tools import timing
+from cupyflash.tools.timing import Candidate
 
 
 def small(name: str, direction: str, dtype: str = "float32") -> suite.Problem:

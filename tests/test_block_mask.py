@@ -15,9 +15,10 @@ from frameworks import framework
 from semantics import CONTIGUOUS, check, draw_blocks, draw_inputs
 
 import cupyflash
-from cupyflash import BlockMask, attention, attention_backward, block_mask, blocks, masks, tile_lists
+from cupyflash import BlockMask, attention, attention_backward, block_mask, masks
+from cupyflash.blockmask import blocks, tile_lists
+from cupyflash.blockmask.tile_lists import WORD, ListUse
 from cupyflash.problem import MaskKind
-from cupyflash.tile_lists import WORD, ListUse
 
 
 def booleans(mask: BlockMask) -> np.ndarray:
@@ -72,7 +73,7 @@ def test_numbers_of_blocks() -> None:
 
 
 def test_a_function_is_asked_of_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cupyflash import blocks
+    from cupyflash.blockmask import blocks
 
     asked = []
 

@@ -23,16 +23,17 @@ from criterion import assert_as_good
 from reference import DTYPES, draw, standard, standard_in_own_precision
 
 import cupyflash
-from cupyflash import bench, cli, files
+from cupyflash import bench
 from cupyflash.arrays import array_module
 from cupyflash.bench.__main__ import main as bench_main
 from cupyflash.bench.suites import SUITES
-from cupyflash.command_options import value as command_value
 from cupyflash.gpu import cache as disk
 from cupyflash.gpu import compiler
 from cupyflash.passes import BACKWARD, FORWARD
-from cupyflash.precompile import jobs
 from cupyflash.problem import ARRAYS, OPTIONS, describe
+from cupyflash.tools import cli, files
+from cupyflash.tools.command_options import value as command_value
+from cupyflash.tools.precompile import jobs
 
 X = np.ones((1, 3, 2, 4), np.float32)
 SHAPE = X.shape
@@ -125,8 +126,8 @@ def test_every_row_of_the_tables_is_an_option(run: Run, command: str) -> None:
 
 def test_a_new_row_needs_no_change_here(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """An option and an array that are not there yet become options of a command by their rows alone."""
-    from cupyflash import command_options
     from cupyflash.problem import ArrayRule, OptionRule
+    from cupyflash.tools import command_options
 
     def check(cap: object) -> object:
         if not isinstance(cap, float):
@@ -814,8 +815,8 @@ def test_compile_fills_the_cache(run: Run, cache: Path) -> None:
 def test_compiled_kernels_are_told_in_80_columns(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    from cupyflash.commands import _kernel_table
-    from cupyflash.precompile import Done
+    from cupyflash.tools.commands import _kernel_table
+    from cupyflash.tools.precompile import Done
 
     work = jobs(["sm_90a"], ["bfloat16"], [128], passes=(BACKWARD,))
     found = {x.name: compiler.Resources(255, 0, 0, 0, 0) for x in work[0].plan.launches}
@@ -879,9 +880,9 @@ def test_compile_tells_of_a_refused_source(run: Run, cache: Path, monkeypatch: p
 
 
 def test_tune_prints_every_tile(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cupyflash.autotune import Tuning, candidates
     from cupyflash.gpu.device import Arch
     from cupyflash.problem import AttentionProblem
+    from cupyflash.tools.autotune import Tuning, candidates
 
     asked = AttentionProblem("bfloat16", 2, 512, 512, 4, 4, 64, 64, 0.125)
     own, best, wrong, *_ = candidates(asked, Arch.of("sm_80"), FORWARD, "sm80")
@@ -906,7 +907,7 @@ def test_tune_prints_every_tile(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_tune_export(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from cupyflash import tuned
+    from cupyflash.gpu import tuned
     from cupyflash.gpu.device import Arch
 
     monkeypatch.setenv("CUPYFLASH_CONFIG_DIR", str(tmp_path))

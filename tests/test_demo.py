@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from cupyflash import cli
 from cupyflash.demo import check, picture, screen, training
 from cupyflash.demo.model import Config, Model
 from cupyflash.demo.text import standard_library
 from cupyflash.demo.training import CPU, Recipe, generate, one_blas_thread, train
+from cupyflash.tools import cli
 
 TINY = Config(layers=2, width=16, heads=2, context=12)
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from kernel_cover import ARCHS, BIAS, FAMILY_ARCHS, FEATURES, GIVEN, problem, problems
 
-from cupyflash import explanation
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import sm90_backward
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 from cupyflash.gpu.source import generate
 from cupyflash.passes import BACKWARD, FORWARD
 from cupyflash.problem import AttentionProblem, Given
+from cupyflash.tools import explanation
 
 A100, H200, B200, T4, L40 = (Arch.of(f"sm_{cc}") for cc in (80, 90, 100, 75, 89))
 STATIC_LIMIT = 48 << 10
@@ -366,11 +366,11 @@ def test_each_share_has_keys(seq_q: int, seq_k: int) -> None:
 def test_explain_tells_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explanation, "_compiled", lambda chosen: ({}, ()))
     q, k = (1, 4096, 32, 128), (1, 4096, 1, 128)
-    (note,) = explanation.explain(q, k, k, dtype="bfloat16", arch="sm_90a", of=BACKWARD).notes
+    (note,) = explanation.explain(q, k, k, dtype="bfloat16", arch="sm_90a", backward=True).notes
     assert note.startswith("the queries of a head of keys are dealt out in 8 shares")
     (note,) = explanation.explain((1, 1, 32, 128), k, k, dtype="bfloat16", arch="sm_90a").notes
     assert note == "the keys of a query tile are dealt out in 16 shares: query tiles are few"
-    assert explanation.explain(q, q, q, dtype="bfloat16", arch="sm_90a", of=BACKWARD).notes == ()
+    assert explanation.explain(q, q, q, dtype="bfloat16", arch="sm_90a", backward=True).notes == ()
 
 
 def test_sums_of_shares_are_as_many_as_a_thread_holds() -> None:

@@ -75,7 +75,7 @@ def test_the_table_has_every_replacement() -> None:
 
 def test_commands_and_their_options_exist() -> None:
     typer = pytest.importorskip("typer")
-    from cupyflash.commands import app
+    from cupyflash.tools.commands import app
 
     group = typer.main.get_command(app)
     seen = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..cli import told
+from ..tools.cli import told
 from . import plot, run
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import attention, attention_backward
 from ..passes import BACKWARD, FORWARD, Pass
-from ..timing import Candidate, host_sampler, interleave, reason, wall_sampler
+from ..tools.timing import Candidate, host_sampler, interleave, reason, wall_sampler
 from . import jitted, peers
 from .suite import Measured, Options, Problem, case_of, importable
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..problem import FLOAT8
-from ..timing import Candidate, gpu_sampler, host_sampler, interleave, significant
+from ..tools.timing import Candidate, gpu_sampler, host_sampler, interleave, significant
 
 
 class Unavailable(RuntimeError):

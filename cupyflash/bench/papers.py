@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..timing import significant
+from ..tools.timing import significant
 from . import plots, report
 from .report import Row, cell
 

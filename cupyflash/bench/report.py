@@ -11,7 +11,7 @@ from typing import Any
 from rich.text import Text
 
 from ..folders import written_whole
-from ..timing import best, geomean, ratio, significant
+from ..tools.timing import best, geomean, ratio, significant
 from . import models
 
 Row = dict[str, Any]

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..console import Console
 from ..problem import FLOATS
+from ..tools.console import Console
 from . import machine, numpy_path, peers, report
 from .suite import Options
 from .suites import GROUPS, SUITES

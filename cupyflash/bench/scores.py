@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .. import block_mask
 from ..passes import BACKWARD, PASSES, Pass
-from ..timing import flops, gpu_sampler, interleave
+from ..tools.timing import flops, gpu_sampler, interleave
 from . import peers
 from .suite import Measured, Options, Problem, case_of, compare, importable, relative_error
 

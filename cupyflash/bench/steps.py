@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..timing import interleave, reason
+from ..tools.timing import interleave, reason
 from . import jitted
 from .suite import TOLERANCE, Measured, Options, Problem, importable
 
@@ -166,7 +166,7 @@ def _in_jax(
 
     from .gpt import SIZES
 
-    made = importlib.import_module("cupyflash.bench." + ("gpt_flax" if library == FLAX else "gpt_jax"))
+    made = importlib.import_module("cupyflash.bench.gpt_flax" if library == FLAX else "cupyflash.bench.gpt_jax")
     dtype = jax.numpy.bfloat16 if device == "cuda" else jax.numpy.float32
     # Every result of a program is there when its last kernel has run.
     step = made.stepper(weights, SIZES[model], jitted.attend(name, True, family), dtype)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..passes import Pass
-from ..timing import Candidate, flops, gpu_sampler, interleave, reason
+from ..tools.timing import Candidate, flops, gpu_sampler, interleave, reason
 from . import machine, peers
 
 Problem = dict[str, Any]

@@ -11,7 +11,7 @@ import math
 from ..gpu.plan import KernelPlan, plan
 from ..passes import BACKWARD, FORWARD, PASSES, Pass
 from ..problem import AttentionProblem
-from ..timing import gpu_sampler, interleave, reason
+from ..tools.timing import gpu_sampler, interleave, reason
 from . import eight, first_call, host, jitted, models, numpy_path, peers, precision, scores, steps
 from .suite import Measured, Options, Problem, Suite, case_of, compare, flops_of, importable, take_turns
 

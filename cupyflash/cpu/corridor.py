@@ -34,8 +34,6 @@ def _checked(call: Call) -> tuple[AttentionProblem, dict[str, Any], dict[str, tu
     """The problem, its arrays as (B, S, H, D), lse as (B, H, S), and the shapes of the results."""
     lib = call.lib
     arrays, targets, options = call.arrays, call.targets, call.options
-    if call.family is not None:
-        refuse_family(call.family, lib.kind)
     views = {name: lib.view(x) for name, x in arrays.items()}
     into = {name: lib.view(x) for name, x in targets.items()}
     problem, shapes = rules.state(views, into, options, call.of)
@@ -66,13 +64,6 @@ def _in_memory(lib: CpuAdapter, x: Any, view: View) -> View:
     if not any(stride % memory.itemsize for stride in memory.strides):
         return view
     return view._replace(shape=(*view.shape, memory.itemsize), strides=(*memory.strides, 1), dtype="bool")
-
-
-def refuse_family(family: str, kind: str) -> None:
-    from ..gpu.plan import check_family
-
-    check_family(family)
-    raise ValueError(f"family is {family!r}, a family of GPU kernels, but q is a {kind} array on the CPU")
 
 
 def _four(x: np.ndarray, layout: str) -> np.ndarray:

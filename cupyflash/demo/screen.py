@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text as Styled
 
-from ..console import Console
+from ..tools.console import Console
 from .check import Check, check_layer
 from .model import Model
 from .picture import draw

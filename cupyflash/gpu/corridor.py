@@ -10,13 +10,12 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from .. import problem as rules
-from .. import tuned
 from ..call import Arrays, Call
 from ..interop.protocol import GpuAdapter
 from ..overlap import check_targets
 from ..passes import FORWARD, PER_QUERY
 from ..problem import ARRAYS, ITEMSIZE, Gradients, View, contiguous
-from . import device, launch
+from . import device, launch, tuned
 from .kernel_plan import KernelPlan
 from .params import KEYS, round_keys, score_shape
 from .plan import plan

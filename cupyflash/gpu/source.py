@@ -16,12 +16,8 @@ from .kernel_plan import KernelPlan
 
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*(?://.*)?$')
 _SCORE = "user/score.cuh"  # where the user's score function stands, which is no file
-# Packages that a call on a GPU goes through, and modules beside them.
-_WALKED = ("gpu", "interop", "score", "torch", "jax")
-_MODULES = (
-    "__init__.py", "api.py", "blocks.py", "folders.py", "call.py", "dispatch.py", "folding.py", "masks.py", "merging.py", "other_names.py", "overlap.py",
-    "passes.py", "problem.py", "signature.py", "tile_lists.py", "tuned.py",
-)  # fmt: skip
+# Packages that a call on a GPU goes through; modules beside them it may all meet.
+_WALKED = ("gpu", "interop", "score", "torch", "jax", "blockmask")
 
 
 @functools.cache
@@ -87,7 +83,7 @@ def _declare(name: str, value: bool | float) -> str:
 def sources() -> dict[str, Path]:
     """What a run on a GPU vouches for, by name: the kernels, and every module that a call with GPU arrays walks through."""
     package = Path(__file__).resolve().parent.parent
-    found = [*(package / name for name in _MODULES), *(x for room in _WALKED for x in (package / room).rglob("*.py"))]
+    found = [*package.glob("*.py"), *(x for room in _WALKED for x in (package / room).rglob("*.py"))]
     named = {f"cupyflash/{path.relative_to(package).as_posix()}": path for path in found}
     kernels = kernels_folder()
     named |= {

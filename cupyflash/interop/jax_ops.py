@@ -74,7 +74,7 @@ def _checked(call: Call) -> tuple[Arrays, How]:
         if mask is not None and mask.device != place:
             raise ValueError(f"block_mask is on {mask.device} but q is on {place}; make it with like=q")
         if call.family is not None and place == "cpu":
-            _refuse(call.family)
+            dispatch.refuse_family(call.family, "jax")
         return arrays, how
     alike = _varying(arrays.values(), _axes(arrays.values()))
     return dict(zip(arrays, alike)), how
@@ -237,7 +237,7 @@ def _called(arrays: Arrays, how: How) -> tuple[jax.Array, ...]:
 
     has_gpu = _has_gpu()
     if family is not None and not has_gpu:
-        _refuse(family)
+        dispatch.refuse_family(family, "jax")
 
     def on_cpu(*xs: jax.Array) -> Any:  # where there is a GPU, too, this is traced, and a family refused when it runs
         return buffer_callback(functools.partial(_on_cpu, how, names), results)(*xs)
@@ -307,15 +307,9 @@ def _has_gpu() -> bool:
         return False
 
 
-def _refuse(family: str) -> None:
-    from ..cpu.corridor import refuse_family
-
-    refuse_family(family, "jax")
-
-
 def _on_cpu(how: How, names: Sequence[str], ctx: Any, out: Sequence[Any], *inputs: Any) -> None:
     if how.family is not None:
-        _refuse(how.family)
+        dispatch.refuse_family(how.family, "jax")
     results = dispatch.run(how.call({name: np.asarray(x) for name, x in zip(names, inputs)}))
     results = (*results, *(results.of_arrays[name] for name in how.wrt))
     for target, x in zip(out, results):

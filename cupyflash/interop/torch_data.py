@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import problem as rules
-from ..blocks import BlockMask
+from ..blockmask.blocks import BlockMask
 from ..problem import MaskKind, View
 from ..score import Score
 from ..score.trace import decoded

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import api
-from ..blocks import BlockMask
+from ..blockmask.blocks import BlockMask
 from ..interop.torch_operators import refuse_script
 from ..score.fingerprint import Same, fingerprint
 from .score_mod import Watch, traced

@@ -5,8 +5,8 @@ import numpy.typing as npt
 from typing_extensions import assert_type
 
 import cupyflash
-from cupyflash.autotune import Tuning
-from cupyflash.explanation import Explanation
+from cupyflash.tools.autotune import Tuning
+from cupyflash.tools.explanation import Explanation
 
 Floats = npt.NDArray[np.float32]
 

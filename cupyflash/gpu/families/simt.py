@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...blockmask.tile_lists import ListUse
 from ...passes import BACKWARD, FORWARD, Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
-from ...tile_lists import ListUse
 from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, scored
@@ -19,6 +19,8 @@ MAX_DIM = 4096
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
+    if of.moved:
+        return f"has no {of}"
     if problem.dtype == FLOAT8:
         return f"takes no {problem.dtype}"
     if max(problem.dim, problem.dim_v) > MAX_DIM:

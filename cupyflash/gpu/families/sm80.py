@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...blockmask.tile_lists import ListUse
 from ...passes import BACKWARD, FORWARD, Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
-from ...tile_lists import ListUse
 from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
@@ -20,6 +20,8 @@ FAST_DOUBLES = (8.0, 9.0, 10.0)
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
+    if of.moved:
+        return f"has no {of}"
     if problem.dtype == FLOAT8:
         return f"takes no {problem.dtype}"
     if arch.cc < 80:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...blockmask.tile_lists import ListUse
 from ...passes import FORWARD
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
-from ...tile_lists import ListUse
 from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
 from ..score import light

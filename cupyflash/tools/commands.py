@@ -13,11 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from . import __version__
+from .. import __version__
+from ..passes import BACKWARD, FORWARD, PASSES
+from ..problem import float_name, pass_of
 from .command_options import asked, flag
 from .console import Console
-from .passes import BACKWARD, FORWARD, PASSES
-from .problem import float_name, pass_of
 from .visible import visible
 
 app = typer.Typer(
@@ -61,9 +61,9 @@ def demo(
     device: Device = None,
 ) -> None:
     """Train a small language model on Python's own source text, with this package and NumPy or CuPy alone."""
-    from .arrays import array_module
-    from .demo.screen import run
-    from .demo.training import recipe
+    from ..arrays import array_module
+    from ..demo.screen import run
+    from ..demo.training import recipe
     from .files import writable
 
     if output.suffix.lower() != ".png" or os.path.isdir(output) or not os.path.isdir(output.absolute().parent):
@@ -97,8 +97,9 @@ def attend(
     family: Family = None,
 ) -> None:
     """Attention of arrays in files (.npy, .npz, .safetensors), written to a file."""
-    from . import attention, files
-    from .arrays import array_module, on_host
+    from .. import attention
+    from ..arrays import array_module, on_host
+    from . import files
 
     suffix = files.suffix(output)
     if lse and suffix == ".npy":
@@ -149,7 +150,7 @@ def explain(
     family: Family = None,
 ) -> None:
     """Tell how a call would run: kernels, registers, shared memory, FLOPs, bytes, workspace, copies, fall backs."""
-    from . import explain as _explain
+    from .. import explain as _explain
 
     (q, k, v), others = _shapes(shape, kv_shape, v_shape, arrays, options)
     told = _explain(q, k, v, **others, **options, dtype=dtype, arch=arch, backward=backward, family=family)
@@ -180,7 +181,7 @@ def compile_(
 
     Every user whom the umask lets read the cache (with 022: all) finds them there, where CUPYFLASH_CACHE_DIR is the same.
     """
-    from .gpu.cache import cache_info
+    from ..gpu.cache import cache_info
     from .precompile import HEAD_DIMS, Done, compile_all, jobs, kept
 
     both = (False, True)
@@ -230,8 +231,8 @@ def tune(
     export: Annotated[bool, typer.Option("--export", help="Print what is stored as rows for the tables.")] = False,
 ) -> None:
     """Time the tiles that a problem's kernels could have on this GPU, and use the fastest from now on."""
-    from . import tune as _tune
-    from . import tuned
+    from .. import tune as _tune
+    from ..gpu import tuned
 
     if export:
         from .autotune import export as lines
@@ -311,7 +312,7 @@ def bench(
     ] = False,
 ) -> None:
     """Measure beside every other attention that can be imported, in turn in the same run."""
-    from .bench import plot, run
+    from ..bench import plot, run
 
     if suites == ["plot"]:
         for path in plot(quick=quick):
@@ -352,8 +353,8 @@ def _pairs(rows: list[tuple[str, str]]) -> None:
 
 def _read(file: Path | None, single: dict[str, Path | None]) -> dict[str, Any]:
     """The arrays from one file or from single files; an optional array in a file of its own goes with either."""
+    from ..problem import ARRAYS
     from . import files
-    from .problem import ARRAYS
 
     arrays: dict[str, Any] = {}
     held: list[str] = []
@@ -429,7 +430,7 @@ def _shapes(
     shape: str, kv_shape: str | None, v_shape: str | None, arrays: tuple[str, ...], options: dict[str, Any]
 ) -> tuple[tuple[Shape, Shape, Shape], dict[str, Any]]:
     """Shapes of q, k, v, and of the optional arrays that are to be there."""
-    from .problem import ARRAYS, View, contiguous, describe
+    from ..problem import ARRAYS, View, contiguous, describe
 
     q = _shape("--shape", shape)
     k = q if kv_shape is None else _shape("--kv-shape", kv_shape)

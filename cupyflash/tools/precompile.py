@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from ..gpu import compiler
+from ..gpu.compiler import Compiled
+from ..gpu.device import Arch
+from ..gpu.plan import KernelPlan, plan
+from ..gpu.programs import program
+from ..gpu.source import generate
+from ..passes import BACKWARD, FORWARD, Pass
+from ..problem import ARRAYS, FLOAT8, AttentionProblem, View, contiguous, describe, whole
 from .explanation import dtype_name
-from .gpu import compiler
-from .gpu.compiler import Compiled
-from .gpu.device import Arch
-from .gpu.plan import KernelPlan, plan
-from .gpu.programs import program
-from .gpu.source import generate
-from .passes import BACKWARD, FORWARD, Pass
-from .problem import ARRAYS, FLOAT8, AttentionProblem, View, contiguous, describe, whole
 
 HEAD_DIMS = {"float16": (64, 128, 256), "bfloat16": (64, 128, 256), "float32": (64, 128), "float64": (64, 128)}
 # Queries, keys, heads, and heads of keys: no kernel is compiled for these, but tiles may differ, and who shares them.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-from .passes import BACKWARD, Pass
+from ..passes import BACKWARD, Pass
 
 HIGHER_IS_BETTER = ("TFLOP/s", "GFLOP/s", "tokens/s")
 

@@ -16,18 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from . import problem as rules
-from . import tuned
-from .call import Call
+from .. import problem as rules
+from ..call import Call
+from ..gpu import device, tuned
+from ..gpu.device import Arch
+from ..gpu.plan import FAMILIES, KernelPlan, plan
+from ..gpu.tuned import Tuned
+from ..passes import BACKWARD, FORWARD, PASSES, Pass
+from ..problem import ARRAYS, AttentionProblem
 from .explanation import as_view, views_of_score
-from .gpu import device
-from .gpu.device import Arch
-from .gpu.plan import FAMILIES, KernelPlan, plan
-from .passes import BACKWARD, FORWARD, PASSES, Pass
 from .precompile import Job, compile_all
-from .problem import ARRAYS, AttentionProblem
 from .timing import Candidate, cupy_event, gpu_sampler, interleave, reason
-from .tuned import Tuned
 
 Progress = Callable[[str, int, int], object]  # what is being done, how many are done, of how many
 TOLERANCE = {"float16": 1e-2, "bfloat16": 2e-2, "float32": 1e-4, "float64": 1e-10}  # relative, Frobenius
@@ -68,19 +67,58 @@ class Tuning:
 
 def tune(
     q: Any,
-    k: Any,
-    v: Any,
+    k: Any = None,
+    v: Any = None,
     *,
-    dtype: Any,
-    of: Pass,
-    family: str | None,
-    store: bool,
-    rounds: int,
-    min_ms: float,
-    progress: Progress,
-    **given: Any,
+    dtype: Any = None,
+    backward: bool = False,
+    family: str | None = None,
+    store: bool = True,
+    rounds: int = 5,
+    min_ms: float = 10.0,
+    progress: Progress | None = None,
+    **options: Any,
 ) -> Tuning:
-    """`cupyflash.tune`; see there. `given` holds options and optional arrays."""
+    """Time the tiles that a problem's kernels could have on this GPU, and use the fastest from now on.
+
+    FlashAttention-2 (Dao 2023, section 3.3) chose them by hand and left this to future work. What is stored holds for
+    problems of the same dtype, head dimensions, kind of mask, optional arrays and options, with lengths up to the same power
+    of two, on the same kind of GPU.
+
+    Parameters
+    ----------
+    q, k, v : arrays or shapes
+        As for `explain`. Only shapes matter: random arrays of that size are made on CuPy's current GPU.
+    dtype : optional
+        For shapes: "float16", "bfloat16", "float32", "float64", a short name ("bf16") or a dtype of NumPy, PyTorch or JAX.
+    backward : bool
+        Tune `attention_backward`.
+    family : "sm90", "sm80", "simt", optional
+        Default: the one that such a call takes.
+    store : bool
+        Keep the fastest in `tuning.json` in the user's configuration folder (or CUPYFLASH_CONFIG_DIR). The file is
+        replaced at the end, whole; an interrupt leaves it as it was.
+    rounds, min_ms
+        How often each tile is timed, in turn, and for how many milliseconds at least.
+    progress : callable, optional
+        Called with what is being done, how many are done, and of how many.
+    **options
+        As for `attention`: those that change a problem, and its optional arrays (or their shapes).
+
+    Returns
+    -------
+    Tuning
+        Every tile with its time or why it has none; `best`, and `gain` over the table's own.
+
+    Raises
+    ------
+    ImportError, RuntimeError
+        Where there is no CuPy or no GPU; RuntimeError also where the kernels do not run.
+    ValueError
+        For a family that has nothing to tune.
+    """
+    of, given = rules.pass_of(backward), options
+    progress = progress or (lambda *_: None)
     rules.check_options("tune", given, ("score_arrays",))
     rules.check_flag("store", store)
     device.current(0)  # says what is missing, where there is no GPU
@@ -91,19 +129,19 @@ def tune(
             f"q has dtype {rules.FLOAT8}, of which CuPy has no arrays to time; its tiles are the table's own"
         )
     k = q if k is None else k
-    options = {name: given.pop(name) for name in rules.complete({}) if name in given}
+    asked = {name: given.pop(name) for name in rules.complete({}) if name in given}
     given["seed"], _ = rules.seed_of(given.get("seed"), 0.0)  # a number changes nothing
     read = views_of_score(given.pop("score_arrays", None), arch.name)
     arrays = {"q": q, "k": k, "v": k if v is None else v, **given}
     views = {name: as_view(name, x, dtype, arch.name) for name, x in arrays.items() if x is not None}
-    problem = rules.describe(**views, **options, score_arrays=read)
-    options["score"] = problem.score
+    problem = rules.describe(**views, **asked, score_arrays=read)
+    asked["score"] = problem.score
     if problem.empty:
         raise ValueError(f"q has shape {views['q'].shape} and k {views['k'].shape}: no score, so nothing to tune")
     trials = list(candidates(problem, arch, of, family))
     compiled = list(_compiled(problem, of, trials, progress))
     shapes = {x.key: read[x.name].shape for x in (problem.score.arrays if problem.score else ())}
-    timed = _timed(problem, of, ordinal, options, shapes, compiled, rounds, min_ms, progress)
+    timed = _timed(problem, of, ordinal, asked, shapes, compiled, rounds, min_ms, progress)
     own, others = timed[0], sorted(timed[1:], key=lambda trial: trial.seconds or float("inf"))
     if own.seconds is None:
         raise RuntimeError(f"the table's own tile cannot be timed: {own.note}")
@@ -242,11 +280,11 @@ def _on_gpu(
     """
     import cupy
 
-    from .arrays import on_host
-    from .cpu import corridor as cpu_corridor
-    from .gpu import corridor
-    from .interop import cupy_ as lib
-    from .interop import numpy_
+    from ..arrays import on_host
+    from ..cpu import corridor as cpu_corridor
+    from ..gpu import corridor
+    from ..interop import cupy_ as lib
+    from ..interop import numpy_
 
     p = problem
     shared = rules.complete({**options, "layout": "bshd"})
@@ -319,7 +357,7 @@ def _ordinal() -> int:
 
 
 def _forget() -> None:
-    from .gpu import corridor
+    from ..gpu import corridor
 
     corridor.forget()
 

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .passes import BACKWARD, Pass
-from .problem import ARRAYS, OPTIONS, OptionRule
+from ..passes import BACKWARD, Pass
+from ..problem import ARRAYS, OPTIONS, OptionRule
 
 # Flags for a further value of an option that is a flag itself.
 FURTHER = {"top_left": ("causal", "top_left", "As --causal, but query i sees keys up to i.")}

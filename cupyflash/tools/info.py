@@ -6,7 +6,7 @@ import os
 import platform
 from importlib import metadata
 
-from . import __version__
+from .. import __version__
 
 PACKAGES = {  # what it is called here: distributions that may hold it
     "NumPy": ("numpy",),
@@ -29,9 +29,9 @@ SETTINGS = {  # environment variables, and what each does
 
 def facts() -> list[tuple[str, str]]:
     """(what, value) pairs; where something is missing the value says what to install or do."""
-    from .bench.machine import driver
-    from .gpu.cache import cache_info
-    from .gpu.source import kernels_folder, sources_digest
+    from ..bench.machine import driver
+    from ..gpu.cache import cache_info
+    from ..gpu.source import kernels_folder, sources_digest
 
     cache = cache_info()
     return [
@@ -48,7 +48,7 @@ def facts() -> list[tuple[str, str]]:
 
 
 def _gpus() -> list[tuple[str, str]]:
-    from .gpu.device import current, import_cupy, version_text
+    from ..gpu.device import current, import_cupy, version_text
 
     try:
         current(0)
@@ -70,15 +70,15 @@ def _gpus() -> list[tuple[str, str]]:
 
 
 def _tuning() -> str:
-    from . import tuned
+    from ..gpu import tuned
 
     found = tuned.stored()
     return found.note or f"{tuned.path()}: {len(found.entries)} tiles"
 
 
 def _nvrtc() -> str:
-    from .gpu.compiler import nvrtc_version
-    from .gpu.device import INSTALL
+    from ..gpu.compiler import nvrtc_version
+    from ..gpu.device import INSTALL
 
     try:
         return nvrtc_version()

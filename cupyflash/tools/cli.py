@@ -25,7 +25,7 @@ def main() -> None:
     """Run the command line on sys.argv."""
     with told():
         if sys.argv[1:] == ["--version"]:  # needs no extra
-            from . import __version__
+            from .. import __version__
 
             print(f"cupyflash {__version__}")
             raise SystemExit
@@ -45,7 +45,7 @@ def told() -> Iterator[None]:
         sys.stderr = cast(TextIO, VisibleStream(errors))
 
     def show(message: Warning | str, category: type[Warning], filename: str, *where: Any, **also: Any) -> None:
-        if Path(filename).is_relative_to(Path(__file__).parent):
+        if Path(filename).is_relative_to(Path(__file__).parent.parent):
             print(f"cupyflash: warning: {message}", file=sys.stderr)
         else:
             shown(message, category, filename, *where, **also)

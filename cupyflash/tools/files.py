@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from numpy.lib import format as npy
 
-from .folders import written_whole
+from ..folders import written_whole
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
 BFLOAT16 = np.dtype("V2")  # as NumPy writes it: two bytes of no type

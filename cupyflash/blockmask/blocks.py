@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from . import interop, tile_lists
-from .interop.protocol import Library
-from .masks import Pattern
-from .problem import MaskKind
+from .. import interop
+from ..interop.protocol import Library
+from ..problem import MaskKind
+from . import tile_lists
+from .patterns import Pattern
 from .tile_lists import EMPTY, FULL, WORD, ListUse
 
 LARGEST = 1 << 15  # a block, whose bits are 128 MB then
@@ -347,7 +348,7 @@ class _on:
     def __enter__(self) -> Any:
         if self._number is None:
             return np
-        from .gpu.device import current, import_cupy
+        from ..gpu.device import current, import_cupy
 
         cupy = import_cupy()
         current(self._number)  # says what is missing

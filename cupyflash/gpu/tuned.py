@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .folders import user_folder, written_whole
-from .gpu.device import Arch
-from .gpu.kernel_plan import features
-from .gpu.plan import FAMILIES
-from .gpu.source import sources_digest
-from .passes import PASSES, Pass
-from .problem import AttentionProblem
+from ..folders import user_folder, written_whole
+from ..passes import PASSES, Pass
+from ..problem import AttentionProblem
+from .device import Arch
+from .kernel_plan import features
+from .plan import FAMILIES
+from .source import sources_digest
 
 AGAIN = "run `cupyflash tune` again"
 

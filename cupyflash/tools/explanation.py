@@ -7,10 +7,10 @@ import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from . import interop
-from . import problem as rules
-from .passes import BACKWARD, FORWARD, Pass
-from .problem import ITEMSIZE, AttentionProblem, View
+from .. import interop
+from .. import problem as rules
+from ..passes import BACKWARD, FORWARD, Pass
+from ..problem import ITEMSIZE, AttentionProblem, View
 
 NO_PLAN = ("return_lse", "out", "grads", "dlse")  # options of a call that change no plan
 _OPTIONAL = {row.name: row for row in rules.ARRAYS}
@@ -107,11 +107,32 @@ def explain(
     *,
     dtype: Any = None,
     arch: str | None = None,
-    of: Pass = FORWARD,
+    backward: bool = False,
     family: str | None = None,
-    **given: Any,
+    **options: Any,
 ) -> Explanation:
-    """`cupyflash.explain`; see there. NO_PLAN are let through."""
+    """Tell how a call would run, without running it: family, tiles, registers, shared memory, workspace, FLOPs, copies.
+
+    Parameters
+    ----------
+    q, k, v : arrays or shapes
+        What `attention` would be given; shapes (tuples) need `dtype`. k and v default to q's.
+    dtype : optional
+        For shapes: "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", a short name ("bf16") or a dtype of NumPy,
+        PyTorch or JAX.
+    arch : str, optional
+        Plan for this architecture ("sm_80", "sm_90a", ...) instead of the GPU at hand; no GPU is needed then.
+    backward : bool
+        Explain `attention_backward`.
+    family, **options
+        As for `attention`, and `wrt` of `attention_backward`; an optional array may be a shape too.
+
+    Returns
+    -------
+    Explanation
+        Prints as a table; its fields are plain data.
+    """
+    of, given = rules.pass_of(backward), options
     rules.check_options("explain", given, (*NO_PLAN, "score_arrays", "wrt"))
     wrt = given.pop("wrt", ())
     if wrt and of is FORWARD:
@@ -119,19 +140,19 @@ def explain(
     k = q if k is None else k
     array, _ = rules.seed_of(given.get("seed"), 0.0)  # none is needed, and a number is compiled nowhere
     given["seed"] = array
-    options = {name: given[name] for name in rules.complete({}) if name in given}
+    asked = {name: given[name] for name in rules.complete({}) if name in given}
     descales = {name: given.pop(name, None) for name in rules.DESCALES}
-    given |= rules.fold_descales(options, as_view("q", q, dtype, arch), descales)
+    given |= rules.fold_descales(asked, as_view("q", q, dtype, arch), descales)
     arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in _OPTIONAL}}
     views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
     read = views_of_score(given.get("score_arrays"), arch)
-    problem = rules.describe(**views, **options, score_arrays=read)
+    problem = rules.describe(**views, **asked, score_arrays=read)
     if of is BACKWARD:
-        rules.refuse_backward(problem.dtype)
+        rules.refuse_float8(problem.dtype, of)
     wanted = rules.check_wrt(wrt, arrays, problem.score)
     views |= {x.key: read[x.name] for x in (problem.score.arrays if problem.score else ())}
     device = views["q"].device
-    notes = _of_blocks(options.get("block_mask"))
+    notes = _of_blocks(asked.get("block_mask"))
     if device == "cpu" and arch is None:
         if family is not None:
             _refuse_family(family, views["q"])
@@ -162,8 +183,8 @@ def _of_blocks(block_mask: Any) -> tuple[str, ...]:
 
 
 def _refuse_family(family: str, q: View) -> None:
-    from .cpu.corridor import refuse_family
-    from .gpu.plan import check_family
+    from ..dispatch import refuse_family
+    from ..gpu.plan import check_family
 
     if q.kind != "shape":
         refuse_family(family, q.kind)
@@ -192,9 +213,9 @@ def _on_gpu(
     ordinal: int,
     wanted: tuple[str, ...],
 ) -> Explanation:
-    from . import tuned
-    from .gpu.device import Arch, current
-    from .gpu.plan import plan
+    from ..gpu import tuned
+    from ..gpu.device import Arch, current
+    from ..gpu.plan import plan
 
     arch = current(ordinal) if arch_name is None else Arch.of(arch_name)
     flops, moved = problem.flops(of), bytes_moved(problem, views, of)
@@ -246,7 +267,7 @@ def _on_gpu(
 
 def _compiled(chosen: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Resources of a plan's kernels by name, compiled through the cache; none of them and a note without NVRTC."""
-    from .gpu.programs import program
+    from ..gpu.programs import program
 
     try:
         return program(chosen).resources, ()
@@ -256,7 +277,7 @@ def _compiled(chosen: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 def _tuning(problem: AttentionProblem, arch: Any, of: Pass, family: str) -> tuple[str, ...]:
     """Where the tiles come from, if not from the table; why the stored ones are not used, if they are not."""
-    from . import tuned
+    from ..gpu import tuned
 
     found = tuned.find(problem, arch, of)
     own = [found[family]] if family in found else []
@@ -265,7 +286,7 @@ def _tuning(problem: AttentionProblem, arch: Any, of: Pass, family: str) -> tupl
 
 
 def _copies(problem: AttentionProblem, views: dict[str, View], chosen: Any) -> tuple[str, ...]:
-    from .gpu.strides import to_copy
+    from ..gpu.strides import to_copy
 
     rank = len(views["q"].shape)
     copies = ((name, to_copy(name, view, problem, rank, chosen, view.ptr % 16 != 0)) for name, view in views.items())
@@ -313,7 +334,7 @@ def views_of_score(arrays: Any, arch: str | None) -> dict[str, View]:
 
 
 def _gpu_at_hand() -> bool:
-    from .gpu.device import current
+    from ..gpu.device import current
 
     try:
         current(0)
