@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..problem import AttentionProblem
+from ..problem import ARRAYS, AttentionProblem
 from .kernel_plan import Launch, Workspace, ceil
 from .params import GRADIENTS
 
 # Of the arrays whose gradients are wanted, along AXES; of those that a score function reads, along their own.
 Lengths = Mapping[str, tuple[int, ...]]
 
-OVER_PAIRS = ("bias", "alibi_slopes")  # those whose gradients are sums of dS
+OVER_PAIRS = {row.name: row.axes for row in ARRAYS if row.adds and row.gradient}  # whose gradients are sums of dS
 SINK_THREADS = 256  # of the block that sums a head's
 WAVES = 2  # blocks for each multiprocessor, where tiles are too few and are shared
 
@@ -48,7 +48,7 @@ def work(
     """
     launches, workspace, scalars = [], [], []
     extents = (problem.batch, problem.heads_q, ceil(problem.seq_q, rows), ceil(problem.seq_k, keys))
-    for name in OVER_PAIRS:
+    for name, axes in OVER_PAIRS.items():
         splits = left = elements = 1
         if name in lengths:
             own = math.prod(n for n, length in zip(extents, lengths[name]) if length > 1)
@@ -58,7 +58,7 @@ def work(
                 splits = max(1, min(summed, sms // own if stay else ceil(WAVES * sms, own)))
             grid = (min(splits * own, sms) if stay else splits * own) if elements else 0
             launches.append(Launch(f"attention_backward_{name}", grid, threads, shared_memory))
-            over_queries = name != "bias" or lengths[name][2] < problem.seq_q
+            over_queries = "key" not in axes or lengths[name][2] < problem.seq_q
             left = splits * (parts if over_queries else 1)
             if left > 1:
                 launches.append(Launch(f"attention_backward_{name}_add", ceil(elements, 128), 128))

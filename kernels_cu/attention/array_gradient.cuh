@@ -6,26 +6,37 @@
 #pragma once
 #include "attention/pairs.cuh"
 
-// What is known of such an array: where its gradient goes, and what an element's score changes by.
-struct OfBias {
-    static constexpr bool BIAS = true, DIAGONAL = false;
-    __device__ static auto target(const Params& p) { return p.dbias; }
-    __device__ static const PairStrides& strides(const Params& p) { return p.dbias_strides; }
-    __device__ static Accum* parts(const Params& p) { return p.dbias_parts; }
-    __device__ static int splits(const Params& p) { return p.dbias_splits; }
+// What is known of such an array: where its gradient goes, and what an element's score changes by. A new one is a class here,
+// and its line in ARRAYS_OVER_PAIRS.
+struct OfPairs {
+    static constexpr bool BIAS = false;      // whether it is the bias, whose own tile a block may keep
+    static constexpr bool BY_KEY = true;     // whether it may have an axis of keys
+    static constexpr bool DIAGONAL = false;  // whether what reads an element lies along a diagonal
     static constexpr bool WEIGHTED = false;  // whether the change depends on the product s
     __device__ static Accum change(const Pairs&, Pair, Accum) { return 1; }
 };
-struct OfSlopes {
-    static constexpr bool BIAS = false, DIAGONAL = false, WEIGHTED = false;
-    __device__ static auto target(const Params& p) { return p.dalibi_slopes; }
-    __device__ static const PairStrides& strides(const Params& p) { return p.dalibi_slopes_strides; }
-    __device__ static Accum* parts(const Params& p) { return p.dalibi_slopes_parts; }
-    __device__ static int splits(const Params& p) { return p.dalibi_slopes_splits; }
+#define IN_PARAMS(ARRAY)                                                                           \
+    __device__ static auto target(const Params& p) { return p.d##ARRAY; }                          \
+    __device__ static const PairStrides& strides(const Params& p) { return p.d##ARRAY##_strides; } \
+    __device__ static Accum* parts(const Params& p) { return p.d##ARRAY##_parts; }                 \
+    __device__ static int splits(const Params& p) { return p.d##ARRAY##_splits; }
+
+struct OfBias : OfPairs {
+    IN_PARAMS(bias)
+    static constexpr bool BIAS = true;
+};
+struct OfSlopes : OfPairs {
+    IN_PARAMS(alibi_slopes)
+    static constexpr bool BY_KEY = false;
     __device__ static Accum change(const Pairs& pairs, Pair at, Accum) {
         return -Accum(abs(at.i + pairs.head.diagonal(pairs.p) - at.j));
     }
 };
+
+// KERNELS(array, whether its gradient is wanted, its class): each family has two kernels for an array.
+#define ARRAYS_OVER_PAIRS(KERNELS)        \
+    KERNELS(bias, config::D_BIAS, OfBias) \
+    KERNELS(alibi_slopes, config::D_ALIBI_SLOPES, OfSlopes)
 
 // A tile of pairs.
 struct PairsTile {

@@ -68,20 +68,17 @@ __device__ void add_parts(const Params& p) {
     if constexpr (WANTED) Share<Of, OWNED, VISITED>(p, 0).template add_parts<128>();
 }
 
-extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
-    attention_backward_bias(const __grid_constant__ Params p) {
-    gather<config::D_BIAS, OfBias>(p);
-}
-extern "C" __global__ void __launch_bounds__(128) attention_backward_bias_add(const __grid_constant__ Params p) {
-    add_parts<config::D_BIAS, OfBias>(p);
-}
-extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
-    attention_backward_alibi_slopes(const __grid_constant__ Params p) {
-    gather<config::D_ALIBI_SLOPES, OfSlopes>(p);
-}
-extern "C" __global__ void __launch_bounds__(128) attention_backward_alibi_slopes_add(const __grid_constant__ Params p) {
-    add_parts<config::D_ALIBI_SLOPES, OfSlopes>(p);
-}
+#define KERNELS(ARRAY, WANTED, OF)                                                               \
+    extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)                \
+        attention_backward_##ARRAY(const __grid_constant__ Params p) {                           \
+        gather<WANTED, OF>(p);                                                                   \
+    }                                                                                            \
+    extern "C" __global__ void __launch_bounds__(128)                                            \
+        attention_backward_##ARRAY##_add(const __grid_constant__ Params p) {                     \
+        add_parts<WANTED, OF>(p);                                                                \
+    }
+ARRAYS_OVER_PAIRS(KERNELS)
+
 extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS) attention_backward_score(const __grid_constant__ Params p) {
     if constexpr (config::D_SCORE) gather_reads<false>(p);
 }

@@ -43,7 +43,7 @@ constexpr bool PAIRS_PER_SHARE = PAIR_ARRAYS && !PAIRS_PER_STEP<Of>;
 // Whether many queries read an element: their sum is added up at the end.
 template <class Of>
 __device__ bool over_queries(const Params& p) {
-    return !Of::BIAS || (Of::strides(p).query == 0 && Head{0, 0, 0}.queries(p) > 1);
+    return !Of::BY_KEY || (Of::strides(p).query == 0 && Head{0, 0, 0}.queries(p) > 1);
 }
 
 struct TensorMaps : PairMaps {
@@ -267,7 +267,7 @@ struct Worker {
             store(Of::parts(p) + note.split * Shares<Of>::elements(p));
     }
 
-    // Where the array is broadcast along queries: a warp's sums to a part of their own; along keys too where it is no bias.
+    // Where the array is broadcast along queries: a warp's sums to a part of their own; along keys too where it has none.
     __device__ void add_up(float* to, int keys) {
         int lane = threadIdx.x % 32;
         auto over_lanes = [](float x, int from) {
@@ -281,14 +281,14 @@ struct Worker {
             for (int e = 0; e < 2; e++) {
                 float x = sums.x[0][n][e] + sums.x[0][n][e + 2];
                 int column = sums.column(n, e);
-                if (Of::BIAS) {
+                if (Of::BY_KEY) {
                     x = over_lanes(x, 4);
                     if (lane < 4 && column < keys) to[column] = x;
                 } else {
                     all += x;
                 }
             }
-        if (!Of::BIAS) {
+        if (!Of::BY_KEY) {
             all = over_lanes(all, 1);
             if (lane == 0) *to = all;
         }
@@ -350,21 +350,16 @@ __device__ void add_parts(const Params& p) {
     if constexpr (WANTED) Shares<Of>(p, 0).template add_parts<128>(over_queries<Of>(p) ? WORKERS : 1);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_bias(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
-    gather<D_BIAS, OfBias>(p, maps);
-}
-extern "C" __global__ void __launch_bounds__(128) attention_backward_bias_add(const __grid_constant__ Params p) {
-    add_parts<D_BIAS, OfBias>(p);
-}
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_alibi_slopes(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
-    gather<D_ALIBI_SLOPES, OfSlopes>(p, maps);
-}
-extern "C" __global__ void __launch_bounds__(128)
-    attention_backward_alibi_slopes_add(const __grid_constant__ Params p) {
-    add_parts<D_ALIBI_SLOPES, OfSlopes>(p);
-}
+#define KERNELS(ARRAY, WANTED, OF)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                   \
+        attention_backward_##ARRAY(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {                \
+        gather<WANTED, OF>(p, maps);                                                                                           \
+    }                                                                                                                          \
+    extern "C" __global__ void __launch_bounds__(128) attention_backward_##ARRAY##_add(const __grid_constant__ Params p) {     \
+        add_parts<WANTED, OF>(p);                                                                                              \
+    }
+ARRAYS_OVER_PAIRS(KERNELS)
+
 extern "C" __global__ void __launch_bounds__(256) attention_backward_sinks(const __grid_constant__ Params p) {
     gather_sink<D_SINKS, 256>(p, blockIdx.x, [&](const Head& head, int i) {
         return prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, head, i / ROWS))[ROWS + i % ROWS] / kept(p);
