@@ -24,7 +24,7 @@ from .signature import A, Array, closed
 from .tangents import jvp_of, of_call
 
 if TYPE_CHECKING:
-    from .blockmask import BlockMask
+    from .blockmask.blocks import BlockMask
 
 
 @closed

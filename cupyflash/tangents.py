@@ -15,7 +15,11 @@ def of_call(tangents: Any, arrays: Arrays, score: Score | None, of: Pass) -> Arr
     """As arrays of the call, by "t" and the name of what each is the tangent of. TypeError or ValueError, naming it, for what
     none is."""
     reads = {x.name: x.key for x in score.arrays if x.kind == "float"} if score else {}
-    rows = [name for name in ("q", "k", "v", "dout", "dlse") if name != "dlse" and name in of.inputs or f"t{name}" in of.inputs]
+    rows = [
+        name
+        for name in ("q", "k", "v", "dout", "dlse")
+        if name != "dlse" and name in of.inputs or f"t{name}" in of.inputs
+    ]
     optional = [row.name for row in ARRAYS if row.gradient]
     can = {name: name for name in (*rows, *[name for name in optional if name in arrays])}
     can |= {name: key for name, key in reads.items() if name not in rows}
@@ -36,4 +40,6 @@ def of_call(tangents: Any, arrays: Arrays, score: Score | None, of: Pass) -> Arr
 def jvp_of(call: Call) -> Call:
     """Of a BACKWARD_JVP: the jvp whose results it takes as "tout" and "tlse"."""
     without = ("dout", "dlse", "tdout", "tdlse", "tout", "tlse")
-    return call.but(of=JVP, arrays={name: x for name, x in call.arrays.items() if name not in without}, targets={}, wrt=())
+    return call.but(
+        of=JVP, arrays={name: x for name, x in call.arrays.items() if name not in without}, targets={}, wrt=()
+    )

@@ -10,24 +10,29 @@ from .. import problem as rules
 from ..call import Call
 from ..interop.protocol import CpuAdapter
 from ..overlap import check_targets
-from ..passes import BACKWARD, PER_QUERY
-from ..problem import ARRAYS, FLOAT8, AttentionProblem, Gradients, View
+from ..passes import BACKWARD, BY_ROWS, FORWARD, JVP, PER_QUERY
+from ..problem import FLOAT8, AttentionProblem, Gradients, View
 from . import float8
 from .backward import backward as _backward
+from .backward_jvp import backward_jvp as _backward_jvp
 from .forward import forward as _forward
+from .jvp import jvp as _jvp
 
 
 def run(call: Call) -> Any:
-    """out and (where asked for) lse of a forward; the `Gradients` of a backward."""
+    """out and (where asked for) lse of a forward; tout and tlse of a jvp; `Gradients`."""
     lib = call.lib
     problem, given, shapes = _checked(call)
-    if call.of is BACKWARD:
-        grads = _backward(problem, wrt=call.wrt, **given)
-        dq, dk, dv = (_returned(call, name, x, shapes) for name, x in grads._asdict().items())
+    if call.of.of_gradients:
+        grads = (_backward if call.of is BACKWARD else _backward_jvp)(problem, wrt=call.wrt, **given)
+        dq, dk, dv = (_returned(call, name, x, shapes) for name, x in zip(call.of.results, grads))
         return Gradients(dq, dk, dv, {name: lib.from_numpy(grads.of_arrays[name]) for name in call.wrt})
-    out, lse = (float8.forward if problem.dtype == FLOAT8 else _forward)(problem, **given)
-    rows = lib.from_numpy(lse.reshape(rules.lse_shape(len(shapes["out"]), problem))) if call.return_lse else None
-    return _returned(call, "out", out, shapes), rows
+    forward = float8.forward if problem.dtype == FLOAT8 else _forward
+    out, lse = (forward if call.of is FORWARD else _jvp)(problem, **given)
+    (name,) = call.of.results
+    asked = call.return_lse or call.of is JVP
+    rows = lib.from_numpy(lse.reshape(rules.lse_shape(len(shapes[name]), problem))) if asked else None
+    return _returned(call, name, out, shapes), rows
 
 
 def _checked(call: Call) -> tuple[AttentionProblem, dict[str, Any], dict[str, tuple[int, ...]]]:
@@ -51,11 +56,8 @@ def _checked(call: Call) -> tuple[AttentionProblem, dict[str, Any], dict[str, tu
         if name in PER_QUERY:
             given[name] = x.reshape(problem.batch, problem.heads_q, problem.seq_q)
         else:
-            given[name] = x if name in _OPTIONAL or problem.reads(name) else _four(x, layout)
+            given[name] = _four(x, layout) if name in BY_ROWS else x
     return problem, given, shapes
-
-
-_OPTIONAL = [row.name for row in ARRAYS]
 
 
 def _in_memory(lib: CpuAdapter, x: Any, view: View) -> View:

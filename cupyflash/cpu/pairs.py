@@ -34,6 +34,8 @@ class Pairs:
         self.problem, self.batches = problem, batches
         rules = [rule for rule in ARRAYS if rule.axes and problem.has(rule.name)]
         self.given = {rule.name: np.broadcast_to(given[rule.name], rule.shape(problem)) for rule in rules}
+        moved = [rule for rule in rules if problem.moves(rule.name)]
+        self.given |= {f"t{rule.name}": np.broadcast_to(given[f"t{rule.name}"], rule.shape(problem)) for rule in moved}
         # Keys that nobody may see are dropped at once: no tile ever holds them.
         self.keys: Any = slice(problem.seq_k)
         if problem.has("key_mask"):
@@ -78,6 +80,31 @@ class Pairs:
         capped = self._capped(s)
         return 1 - capped * capped
 
+    def tangent(self, s: np.ndarray, ts: np.ndarray | None, at: Place) -> np.ndarray | None:
+        """What the scores change by where the products s do by ts (None: 0), and what else is given by its tangent; None: 0."""
+        if self._function is not None:
+            found = self._function.tangent(s, ts, self._place(at))
+        else:
+            slope = self.slope(s, at)
+            found = ts if slope is None or ts is None else slope * ts
+        if "talibi_slopes" in self.given:
+            slopes = self.given["talibi_slopes"][self.batches, at.heads, None, None].astype(s.dtype)
+            of_slopes = slopes * self._distance(at).astype(s.dtype)
+            found = -of_slopes if found is None else found - of_slopes
+        if "tbias" in self.given:
+            of_bias = self._tile("tbias", at).astype(s.dtype, copy=False)
+            found = of_bias if found is None else found + of_bias
+        return found
+
+    def bend(self, s: np.ndarray, ts: np.ndarray | None, at: Place) -> np.ndarray | None:
+        """What `slope` changes by along the same tangents; None: 0."""
+        if self._function is not None:
+            return self._function.bend(s, ts, self._place(at))
+        if self.problem.softcap is None or ts is None:
+            return None
+        capped = self._capped(s)
+        return capped * (1 - capped * capped) * (ts * s.dtype.type(-2 / self.problem.softcap))
+
     def through(self, name: str, ds: np.ndarray, at: Place) -> np.ndarray:
         """From the gradient of each score to that of the element of the array `name` which it reads."""
         return -self._distance(at).astype(ds.dtype) * ds if name == "alibi_slopes" else ds
@@ -86,6 +113,31 @@ class Pairs:
         """Add what the elements of an array that the score function reads get of the scores' gradients; s: the products."""
         assert self._function is not None
         self._function.add(key, total, ds, s, self._place(at))
+
+    def through_tangent(
+        self,
+        key: str,
+        total: np.ndarray,
+        tds: np.ndarray,
+        ds: np.ndarray | None,
+        s: np.ndarray,
+        ts: np.ndarray | None,
+        at: Place,
+    ) -> None:
+        """The same for tangents: tds of the scores' gradients ds, ts of the products."""
+        assert self._function is not None
+        self._function.add(key, total, tds, s, self._place(at), ts, ds)
+
+    def probabilities(self, s: np.ndarray, norm: np.ndarray, at: Place) -> tuple[np.ndarray, np.ndarray]:
+        """In place, from products to probabilities, where `norm` is lse (infinite: of a row that sees no key); and where they are
+        not 0. What is 0 adds nothing to tangents, whatever they hold there."""
+        self.score(s, at)
+        seen = self.visible(at)
+        np.subtract(s, norm, out=s)
+        p = np.exp(s, out=s)
+        if seen is not None:
+            np.copyto(p, 0, where=~seen)
+        return p, p != 0
 
     def visible(self, at: Place) -> np.ndarray | None:
         """Which of these pairs may meet, in a shape that broadcasts to the tile's; None where all may."""
@@ -131,9 +183,22 @@ class Pairs:
         all_between = np.array(found)
         return all_between if len(positions) == end - first else all_between[..., positions - first]
 
+    def dropped(self, dp: np.ndarray, keeps: np.ndarray | None) -> np.ndarray:
+        """In place: gradients of probabilities from those of what dropout makes of them."""
+        if keeps is not None:
+            dp *= dp.dtype.type(1 / self.kept)
+            np.copyto(dp, 0, where=~keeps)
+        return dp
+
     def sink(self, heads: slice) -> np.ndarray | None:
         """A score more in the denominator of every row of a head, where there is one."""
-        return self.given["sinks"][heads, None, None] if self.problem.has("sinks") else None
+        return self._of_heads("sinks", heads)
+
+    def tangent_of_sink(self, heads: slice) -> np.ndarray | None:
+        return self._of_heads("tsinks", heads)
+
+    def _of_heads(self, name: str, heads: slice) -> np.ndarray | None:
+        return self.given[name][heads, None, None] if name in self.given else None
 
     def each(self, heads: slice) -> Iterator[tuple[int, int]]:
         """The batch entries and heads of a tile, by their numbers."""

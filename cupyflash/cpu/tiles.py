@@ -6,7 +6,7 @@ is those of several heads, and of several batch entries, so that it is worth wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,6 +121,29 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, seen: np.ndarray | No
     np.matmul(a[..., first], b[..., first, :], out=out)
     for some in others:
         out += a[..., some] @ b[..., some, :]
+
+
+def products(
+    terms: Iterable[tuple[np.ndarray | None, np.ndarray | None]], out: np.ndarray, seen: np.ndarray | None = None
+) -> np.ndarray | None:
+    """out = the sum of `product` of each; those of which one is not there are 0. None where all are."""
+    room = None
+    for a, b in terms:
+        if a is None or b is None:
+            continue
+        if room is None:
+            product(a, b, out=out, seen=seen)
+            room = out
+        else:
+            room = np.empty_like(out) if room is out else room
+            product(a, b, out=room, seen=seen)
+            out += room
+    return None if room is None else out
+
+
+def turned(x: np.ndarray | None, at: Place | None = None) -> Any:
+    """The last two axes exchanged, of the keys of a tile or of all; None of what is not there."""
+    return None if x is None else (x if at is None else x[..., at.keys, :]).swapaxes(-1, -2)
 
 
 def row_sums(x: np.ndarray) -> np.ndarray:
