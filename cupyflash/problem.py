@@ -13,7 +13,7 @@ import functools
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -622,14 +622,20 @@ class AttentionProblem:
 
     def flops(self, of: Pass = FORWARD) -> int:
         """Multiplications and additions of the matrix products (the papers' count: backward is 5 products to 2)."""
-        of_dim, of_dim_v = 3 if of is BACKWARD else 1, 2 if of is BACKWARD else 1
-        if of.moved:
-            q, k, v, dout = (self.moves(name) for name in ("q", "k", "v", "dout"))
-            scores = any(x.name not in ("v", "dout", "dlse") for x in self.tangents)  # these have tangents
-            of_dim, of_dim_v = 1 + q + k, scores + v
-            if of.of_gradients:
-                of_dim, of_dim_v = of_dim + 2 + q + k, 2 * scores + v + 2 * dout
-        return 2 * self.batch * self.heads_q * self.visible * (of_dim * self.dim + of_dim_v * self.dim_v)
+        over_d, over_dv = products(of, [x.name for x in self.tangents])
+        return 2 * self.batch * self.heads_q * self.visible * (over_d * self.dim + over_dv * self.dim_v)
+
+
+def products(of: Pass, moves: Collection[str] = ()) -> tuple[int, int]:
+    """The matrix products of a tile over D and over Dv, where these arrays have tangents."""
+    over_d, over_dv = (3, 2) if of is BACKWARD else (1, 1)
+    if of.moved:
+        q, k, v, dout = (name in moves for name in ("q", "k", "v", "dout"))
+        scores = any(name not in ("v", "dout", "dlse") for name in moves)  # these have tangents
+        over_d, over_dv = 1 + q + k, scores + v
+        if of.of_gradients:
+            over_d, over_dv = over_d + 2 + q + k, 2 * scores + v + 2 * dout
+    return over_d, over_dv
 
 
 def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
@@ -795,8 +801,7 @@ def state(
     score = options.get("score")
     reads = {x.name: views[x.key] for x in score.arrays} if isinstance(score, Score) else {}
     problem = describe(q, k, v, **options, **{row.name: views.get(row.name) for row in ARRAYS}, score_arrays=reads)
-    if not of.of_gradients:
-        problem = replace(problem, **{row.name: row.default for row in OPTIONS if row.backward})
+    problem = for_pass(problem, of)
     out, lse = out_shape(q.shape, problem), lse_shape(len(q.shape), problem)
     if of is not FORWARD:
         refuse_float8(problem.dtype, of)
@@ -818,6 +823,13 @@ def state(
     for name, target in targets.items():
         check_like(target_name(name), target, results[name], problem.result_dtype, q)
     return problem, results
+
+
+def for_pass(problem: AttentionProblem, of: Pass) -> AttentionProblem:
+    """Without the options that a pass does not look at."""
+    if of.of_gradients:
+        return problem
+    return replace(problem, **{row.name: row.default for row in OPTIONS if row.backward})
 
 
 def tangents_in(views: dict[str, Any]) -> list[str]:

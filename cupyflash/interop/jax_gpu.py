@@ -84,17 +84,13 @@ class Callback:
         self._views = {name: x._replace(device=f"cuda:{self._device}") for name, x in views.items()}
         arrays = {name: Buffer(0, view) for name, view in self._views.items()}
         traced = call.but(lib=Memory(self._device), arrays=arrays)
-        self._passes = corridor.prepare_all(traced, [0] * len(views), self._device)
-        together = sum if corridor.finds(self._passes) else max
-        self.scratch = together([x.scratch for x in self._passes])
-        self._lists(self._passes)
-        self.plain = not any(x.empty or x.copies for x in self._passes)  # launches alone, of kernels that are loaded
-
-    def _lists(self, passes: list[corridor.Prepared]) -> None:
-        """Make what the kernels read of a block mask now: in the callback nothing may wait for the GPU."""
-        mask = self._call.options["block_mask"]
-        for x in passes:
-            for use in () if mask is None or x.empty else x.plan.lists:
+        self._prepared = corridor.prepare(traced, [0] * len(views), self._device)
+        self.scratch = self._prepared.scratch
+        steps = self._prepared.steps
+        self.plain = all(x.plan and not x.copies for x in steps)  # launches alone, of kernels that are loaded
+        mask = call.options["block_mask"]
+        if mask is not None:  # what the kernels read of it is made now: in the callback nothing may wait for the GPU
+            for use in [use for x in steps if x.plan for use in x.plan.lists]:
                 mask.list_for(use)
 
     def __call__(self, ctx: Any, out: Sequence[Any], *inputs: Any) -> None:
@@ -108,13 +104,12 @@ class Callback:
             raise ValueError(f"block_mask is on {mask.device} but q is on cuda:{ordinal}; make it with like=q")
         other = ordinal != self._device or any(at & 15 for at in addresses)
         call = self._call.but(lib=lib, arrays=arrays)
-        passes = corridor.prepare_all(call, addresses, ordinal) if other else self._passes
-        keeps, workspace = corridor.finds(passes), None
-        for prepared in passes:
-            count = len(prepared.shapes) + call.return_lse
+        prepared, workspace = corridor.prepare(call, addresses, ordinal) if other else self._prepared, None
+        for step in prepared.steps:
+            count = len(step.shapes) + (call.return_lse or step.always_rows)
             lib.results, results = results[:count][::-1], results[count:]
-            ran = prepared.run(call, addresses, workspace)
-            if keeps:
+            ran = step.run(call, addresses, workspace)
+            if prepared.keeps:
                 workspace = workspace or ran.workspace
             else:
                 lib.scratch = scratch  # is the next one's: kernels run one after the other

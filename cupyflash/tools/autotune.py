@@ -20,7 +20,8 @@ from .. import problem as rules
 from ..call import Call
 from ..gpu import device, tuned
 from ..gpu.device import Arch
-from ..gpu.plan import FAMILIES, KernelPlan, plan
+from ..gpu.plan import FAMILIES, KernelPlan
+from ..gpu.plans import plans
 from ..gpu.tuned import Tuned
 from ..passes import BACKWARD, FORWARD, PASSES, Pass
 from ..problem import ARRAYS, AttentionProblem
@@ -134,7 +135,7 @@ def tune(
     read = views_of_score(given.pop("score_arrays", None), arch.name)
     arrays = {"q": q, "k": k, "v": k if v is None else v, **given}
     views = {name: as_view(name, x, dtype, arch.name) for name, x in arrays.items() if x is not None}
-    problem = rules.describe(**views, **asked, score_arrays=read)
+    problem = rules.for_pass(rules.describe(**views, **asked, score_arrays=read), of)
     asked["score"] = problem.score
     if problem.empty:
         raise ValueError(f"q has shape {views['q'].shape} and k {views['k'].shape}: no score, so nothing to tune")
@@ -161,7 +162,9 @@ def tune(
 
 def candidates(problem: AttentionProblem, arch: Arch, of: Pass, family: str | None) -> Iterator[Trial]:
     """The table's own tile, then every other one that fits. Pure. ValueError for a family that has nothing to choose."""
-    own = plan(problem, arch, of, family)
+    (own,) = plans(problem, arch, of, family)
+    if own is None:
+        raise ValueError("nothing reaches the results of this problem, so there is nothing to tune")
     family = own.family
     if of not in FAMILIES[family].TILES:
         others = ", ".join(repr(name) for name, room in FAMILIES.items() if of in room.TILES)
@@ -171,8 +174,8 @@ def candidates(problem: AttentionProblem, arch: Arch, of: Pass, family: str | No
     seen = {own.constants}  # a tile that does not fit leads to the table's own as well
     for tile in dict.fromkeys([*tiles.listed(), *itertools.product(*tiles.tried.values())]):
         if tiles.possible(tiles.tile(tile), problem):
-            other = plan(problem, arch, of, family, {family: tile})
-            if other.constants not in seen and _resident(other, arch):
+            (other,) = plans(problem, arch, of, family, {family: tile})
+            if other and other.constants not in seen and _resident(other, arch):
                 seen.add(other.constants)
                 yield Trial(tile, other)
 
@@ -316,12 +319,14 @@ def _on_gpu(
                 arrays[name].set(np.ascontiguousarray(x))
         targets = {name: lib.empty(x.shape, str(x.dtype), ordinal) for name, x in expected.items()}
 
+    asked = Call(lib, of, arrays, shared, seed=0)
+    stated = corridor.Stated.of(asked)
+
     def prepare(trial: Trial) -> tuple[Callable[[], tuple[Any, ...]], Check]:
-        asked = Call(lib, of, arrays, shared, seed=0)
-        prepared = corridor.Prepared(asked, (), ordinal, trial.plan)
+        step = corridor.Kernels(asked, stated, ordinal, trial.plan)
 
         def call(into: dict[str, Any] | None = None) -> tuple[Any, ...]:
-            return tuple(prepared.run(asked.but(targets=into) if into else asked).results)
+            return tuple(step.run(asked.but(targets=into) if into else asked).results)
 
         def errors() -> list[float]:
             for x in targets.values():  # what is not written is NaN, not what another tile has left

@@ -146,7 +146,7 @@ def explain(
     arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in _OPTIONAL}}
     views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
     read = views_of_score(given.get("score_arrays"), arch)
-    problem = rules.describe(**views, **asked, score_arrays=read)
+    problem = rules.for_pass(rules.describe(**views, **asked, score_arrays=read), of)
     if of is BACKWARD:
         rules.refuse_float8(problem.dtype, of)
     wanted = rules.check_wrt(wrt, arrays, problem.score)
@@ -159,7 +159,7 @@ def explain(
         found = _on_cpu(problem, views, of, shapes=isinstance(q, tuple))
     else:
         ordinal = 0 if device == "cpu" else int(device.partition(":")[2])
-        found = _on_gpu(problem, views, of, family, arch, ordinal, wanted)
+        found = _on_gpu(problem, views, of, family, arch, ordinal, wanted, given.get("dlse") is not None)
     optional = optional_bytes(problem, views)
     flops = found.flops + sum(problem.flops() for names in rules.apart(wanted) if set(names) != {"sinks"})
     # An array that a score function reads goes by its own name.
@@ -212,24 +212,22 @@ def _on_gpu(
     arch_name: str | None,
     ordinal: int,
     wanted: tuple[str, ...],
+    through_lse: bool,
 ) -> Explanation:
     from ..gpu import tuned
     from ..gpu.device import Arch, current
-    from ..gpu.plan import plan
+    from ..gpu.plans import plans
 
     arch = current(ordinal) if arch_name is None else Arch.of(arch_name)
     flops, moved = problem.flops(of), bytes_moved(problem, views, of)
-    if problem.empty:
+    tiles = tuned.tiles(problem, arch, of) if arch_name is None else {}
+    planned = [x for x in plans(problem, arch, of, family, tiles, wanted, views, through_lse) if x is not None]
+    if not planned:
         note = "nothing to compute: the results are filled with zeros"
         return Explanation(problem, of.name, arch.name, "none", {}, (), flops, moved, {}, (), (), (note,))
-    tiles = tuned.tiles(problem, arch, of) if arch_name is None else {}
-    chosen = plan(problem, arch, of, family, tiles)
-    plans = [chosen]
-    for names in rules.apart(wanted):
-        lengths = rules.lengths_of(names, views)
-        plans.append(plan(problem, arch, of, family, lengths=lengths).after(chosen))
+    chosen = planned[0]
     resources, notes = _compiled(chosen)
-    compiled = [resources, *(_compiled(x)[0] for x in plans[1:])]
+    compiled = [resources, *(_compiled(x)[0] for x in planned[1:])]
     if arch_name is None:
         notes += _tuning(problem, arch, of, chosen.family)
     if any(x.name == "attention_split" for x in chosen.launches):
@@ -248,7 +246,7 @@ def _on_gpu(
         made = views["q"]._replace(shape=shape, strides=rules.contiguous(shape), ptr=0)
         views = views | {"dout": made, "out": made}
     kernels = []
-    for launch, made_of in [(launch, x) for made, x in zip(plans, compiled) for launch in made.launches]:
+    for launch, made_of in [(launch, x) for made, x in zip(planned, compiled) for launch in made.launches]:
         found = made_of.get(launch.name)
         kernels.append(
             Kernel(
@@ -260,7 +258,7 @@ def _on_gpu(
         )  # fmt: skip
     return Explanation(
         problem, of.name, arch.name, chosen.family, dict(chosen.constants), tuple(kernels), flops, moved,
-        {space.name: space.nbytes for made in reversed(plans) for space in made.workspace}, _copies(problem, views, chosen), chosen.passed_over,
+        {space.name: space.nbytes for made in reversed(planned) for space in made.workspace}, _copies(problem, views, chosen), chosen.passed_over,
         notes,
     )  # fmt: skip
 
