@@ -83,7 +83,8 @@ class Step:
     def run(self, call: Call, addresses: list[int] | None = None, workspace: Any = None) -> Ran:
         """Results, filled in. `addresses` of the call's arrays, where they are known already."""
         lib = call.lib
-        results, rows = self._made(call, addresses or addresses_of(lib, call.arrays))
+        results = self._targets(call, addresses or addresses_of(lib, call.arrays))
+        rows = lib.empty(*self._rows) if call.return_lse or self.always_rows else None
         stream = lib.stream(self.device)
         for x in results:
             launch.fill(lib, x, 0.0, self.device, stream)
@@ -94,18 +95,14 @@ class Step:
                 launch.spread(lib, rows, lib.pointer(sinks), lib.view(sinks), self.device, stream)
         return Ran(results, rows, None)
 
-    def _made(self, call: Call, addresses: list[int]) -> tuple[list[Any], Any]:
-        """Memory for the results, the caller's where he gave some, and for what there is for each query."""
+    def _targets(self, call: Call, addresses: list[int]) -> list[Any]:
+        """Memory for the results, the caller's where he gave some."""
         lib, targets = call.lib, call.targets
-        empty = lib.empty
-        if not targets:
-            results = [empty(*what) for what in self._results]
-        else:
-            given = zip(self.shapes, self._results)
-            results = [targets[name] if name in targets else empty(*what) for name, what in given]
-            written = addresses_of(lib, dict(zip(self.shapes, results)))
-            self._check(lib, call.arrays, targets, (*addresses, *written))
-        return results, empty(*self._rows) if call.return_lse or self.always_rows else None
+        given = zip(self.shapes, self._results)
+        results = [targets[name] if name in targets else lib.empty(*what) for name, what in given]
+        if targets:
+            self._check(lib, call.arrays, targets, (*addresses, *addresses_of(lib, dict(zip(self.shapes, results)))))
+        return results
 
     def _check(self, lib: GpuAdapter, arrays: Arrays, targets: Arrays, at: tuple[int, ...]) -> None:
         """That the targets given overlap nothing: once for each set of addresses, as only these differ between calls."""
@@ -178,7 +175,8 @@ class Kernels(Step):
         stream = lib.stream(ordinal)
         if addresses is None:
             addresses = addresses_of(lib, call.arrays)
-        results, rows = self._made(call, addresses)
+        results = self._targets(call, addresses) if call.targets else [empty(*what) for what in self._results]
+        rows = empty(*self._rows) if call.return_lse or self.always_rows else None
         written = results
         if self._through:
             and_made = zip(self.shapes, self._results, results)
