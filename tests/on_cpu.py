@@ -190,11 +190,12 @@ def run(
     slots = Packer(kernels, problem, {}).slots
     strides = {name: x.strides for name, x in given.items()}
     for row in ARRAYS:
-        for name in {row.name, f"d{row.name}"} & given.keys():
+        for name in {f"{of}{row.name}" for of in ("", "d", "t", "td")} & given.keys():
             x = given[name].array
             own = tuple(s // x.itemsize for s in x.strides)
             strides[name] = row.strides(View(x.shape, own, x.dtype.name, "cpu", "numpy"), problem)
-    for name in (x.key for x in (problem.score.arrays if problem.score else ()) if x.key in given):
+    keys = [x.key for x in (problem.score.arrays if problem.score else ())]
+    for name in (name for key in keys for name in (key, f"t{key}") if name in given):
         x = given[name].array
         strides[name] = score_shape(
             View(x.shape, tuple(s // x.itemsize for s in x.strides), x.dtype.name, "cpu", "numpy")

@@ -13,6 +13,7 @@ from ..problem import ARRAYS, AXES, ITEMSIZE, OPTIONS, AttentionProblem, Given
 from ..score import Score
 
 PAIRWISE = tuple(rule.name for rule in ARRAYS if rule.axes == AXES)  # arrays over pairs of a query and a key
+MOVING = ("q", "k", "v", "dout", *(rule.name for rule in ARRAYS if rule.gradient))  # what may have tangents
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,10 @@ class KernelPlan:
     maps: tuple[Box, ...] = ()  # how the copy engine moves arrays, in the order in which the kernels take their maps
     scalars: tuple[tuple[str, int], ...] = ()  # fields of Params that this plan alone has, with their values
     given: tuple[Given, ...] = ()  # optional arrays of the problem
+    tangents: tuple[Given, ...] = ()  # of the problem, by what they are tangents of
     score: Score | None = None  # the user's own
     lists: tuple[ListUse, ...] = ()  # of a block mask, what the kernels walk by
-    wrt: tuple[str, ...] = ()  # optional arrays whose gradients it gives, in place of those of q, k and v
+    wrt: tuple[str, ...] = ()  # optional arrays: gradients, or their tangents, are of these and not of q, k and v
     passed_over: tuple[str, ...] = ()  # why faster families were not taken
     out_dtype: str | None = None  # of what the kernels write; None: dtype
     found: tuple[str, ...] = ()  # the part of the workspace that is taken as the plan that runs before has left it
@@ -136,6 +138,9 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("NEGATIVE_SCALE", problem.scale < 0),
         # Whether ALiBi's distances are all of keys behind the query.
         ("ALIBI_BEHIND", problem.has("alibi_slopes") and None not in (problem.causal, problem.right)),
+        *((f"T{name.upper()}", problem.moves(name)) for name in MOVING),
+        ("TSCORE", problem.moves(*(x.key for x in problem.score.arrays)) if problem.score else False),
+        ("ADDED_MOVES", sum(problem.moves(name) for name in added(problem))),  # whose terms have tangents
     )
 
 

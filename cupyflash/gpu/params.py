@@ -175,18 +175,25 @@ def pointers(plan: KernelPlan) -> dict[str, str]:
     rows = [x for x in plan.of.rows if not (plan.wrt and x.result)]
     given, of_arrays = {x.name: x.type if x.result else f"const {x.type}" for x in rows}, {}
     if plan.wrt:
-        of_arrays = {f"d{name}": arrays[name].removeprefix("const ") for name in GRADIENTS}
+        of_arrays = {f"{_d(plan)}{name}": arrays[name].removeprefix("const ") for name in GRADIENTS}
     read = {x.key: "const In" if x.dtype == plan.dtype else OPTIONAL[x.dtype] for x in _score_arrays(plan)}
-    of_read = {f"d{name}": type.removeprefix("const ") for name, type in read.items() if name in plan.wrt}
+    of_read = {f"{_d(plan)}{name}": type.removeprefix("const ") for name, type in read.items() if name in plan.wrt}
+    tangents = {f"t{x.name}": (arrays | read)[x.name] for x in plan.tangents if x.name in arrays | read}
     return {
         **given,
         **arrays,
         **of_arrays,
         **read,
         **of_read,
+        **tangents,
         **dict.fromkeys(LISTS, "const int"),
         **{space.name: WORKSPACE[space.dtype] for space in plan.workspace},
     }
+
+
+def _d(plan: KernelPlan) -> str:
+    """What stands before the name of an array in that of what is computed with respect to it."""
+    return "td" if plan.of.moved else "d"
 
 
 def _rules(plan: KernelPlan) -> list[ArrayRule]:
@@ -198,9 +205,12 @@ def _score_arrays(plan: KernelPlan) -> tuple[ScoreArray, ...]:
 
 
 def _in_cuda(plan: KernelPlan) -> dict[str, str]:
-    """The names of pointers that are not called in CUDA as they are here."""
+    """The names of pointers that are not called in CUDA as they are here. The tangent of a gradient is written where a gradient is."""
     names = {x.key: cuda_name(n) for n, x in enumerate(_score_arrays(plan))}
-    return names | {f"d{name}": f"d{other}" for name, other in names.items()}
+    of_arrays = {
+        f"{_d(plan)}{name}": f"d{names.get(name, name)}" for name in plan.wrt + (GRADIENTS if plan.wrt else ())
+    }
+    return names | of_arrays | {f"t{x.name}": f"t{names[x.name]}" for x in plan.tangents if x.name in names}
 
 
 def score_shape(view: View) -> tuple[int, ...]:
@@ -221,18 +231,21 @@ def _values(
     strides = strides or {}
     named = pointers(plan)
     shaped = [rule.name for rule in _rules(plan) if rule.axes]
-    over_pairs = [name for name in (*shaped, *(f"d{name}" for name in GRADIENTS)) if name in named]
+    of_shaped = [f"{d}{name}" for d in (_d(plan), "t") for name in GRADIENTS]
+    over_pairs = [name for name in (*shaped, *of_shaped) if name in named]
+    of_score = [name for x in _score_arrays(plan) for name in (x.key, f"t{x.key}") if name in named]
+    in_cuda = _in_cuda(plan)
     return [
         *(
             Field(f"{name}_strides", "Strides", tuple(strides.get(name, (0, 0, 0))))
             for name in named
             if name in BY_ROWS
         ),
-        *(Field(f"{name}_strides", "PairStrides", tuple(strides.get(name, (0, 0, 0, 0)))) for name in over_pairs),
         *(
-            Field(f"{cuda_name(n)}_shape", "ScoreShape", tuple(strides.get(x.key, (0,) * 8)))
-            for n, x in enumerate(_score_arrays(plan))
+            Field(f"{in_cuda.get(name, name)}_strides", "PairStrides", tuple(strides.get(name, (0, 0, 0, 0))))
+            for name in over_pairs
         ),
+        *(Field(f"{in_cuda[name]}_shape", "ScoreShape", tuple(strides.get(name, (0,) * 8))) for name in of_score),
         *(Field(name, type, value(problem) if problem else 0) for name, (type, value) in SCALARS.items()),
         *(Field(name, "int", value) for name, value in plan.scalars),
     ]

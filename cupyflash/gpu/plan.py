@@ -16,7 +16,7 @@ from .array_gradient import Lengths
 from .device import Arch
 from .families import flash1, simt, sm80, sm90, sm90_gradients
 from .kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil
-from .score import BEYOND, tables
+from .score import BEYOND, moves, tables
 
 __all__ = ["FAMILIES", "ON_REQUEST", "Family", "KernelPlan", "plan"]
 
@@ -36,7 +36,7 @@ class Family(Protocol):
 FAMILIES: dict[str, Family] = {"sm90": sm90, "sm80": sm80, "simt": simt, "flash1": flash1}
 ON_REQUEST = ("flash1",)  # families that are taken only where they are named
 
-# Who gives the gradients of arrays, for the problems of a family.
+# Who gives the gradients of arrays, for the problems of a family. (Their tangents simt alone.)
 GRADIENTS = {"sm90": sm90_gradients.gradients, "sm80": sm80.gradients, "simt": simt.gradients}
 
 # And of those that a score function reads.
@@ -76,14 +76,16 @@ def plan(
             if why is None:
                 if lengths:
                     of_score = any(problem.reads(x) for x in lengths)
-                    made = (SCORE_GRADIENTS if of_score else GRADIENTS)[name](problem, arch, lengths)
+                    gradients = simt.gradients if of.moved else (SCORE_GRADIENTS if of_score else GRADIENTS)[name]
+                    made = gradients(problem, arch, lengths)
                 else:
                     made = room.plan(problem, arch, of, (tiles or {}).get(name))
                 blocks = max(x.grid for x in made.launches)
                 if blocks >= 2**31:
                     size = f"batch {problem.batch} and {problem.heads_q} heads"
                     raise ValueError(f"q has {size}: {blocks} tiles; less than 2**31 fit")
-                return with_tables(dataclasses.replace(made, passed_over=tuple(objections)), problem)
+                made = dataclasses.replace(made, passed_over=tuple(objections), tangents=problem.tangents)
+                return with_tables(made, problem)
             objections.append(f"{name} {why}")
     raise ValueError(f"no kernel family takes this problem: {'; '.join(objections)}")
 
@@ -92,7 +94,7 @@ def with_tables(made: KernelPlan, problem: AttentionProblem) -> KernelPlan:
     """A plan with the problem's score function, and with what is computed of that before (gpu/score.py)."""
     if problem.score is None:
         return made
-    found = tables(problem.score)
+    found = tables(problem.score, moves(problem.score, problem.tangents))
     made = dataclasses.replace(made, score=problem.score, spills=made.spills + SCORE_SPILLS)
     if not found.tabled:
         return made

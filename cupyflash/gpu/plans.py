@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..passes import FORWARD, Pass
+from ..passes import FORWARD, JVP, Pass
 from ..problem import AttentionProblem, View, apart, lengths_of
 from .device import Arch
 from .kernel_plan import KernelPlan
@@ -38,6 +38,8 @@ def plans(
 
 def _reached(problem: AttentionProblem, of: Pass, through_lse: bool) -> bool:
     """Whether anything reaches the results of a pass."""
+    if of is JVP and not problem.tangents:
+        return False
     return not problem.empty and (not of.of_gradients or problem.dim_v > 0 or through_lse)
 
 

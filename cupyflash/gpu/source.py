@@ -43,7 +43,7 @@ def generate(plan: KernelPlan) -> str:
         *(f"constexpr {_declare(name, value)};" for name, value in plan.constants),
         "}",
     ]
-    function = f'#line 1 "{_SCORE}"\n' + score.text(plan.score, plan.wrt)
+    function = f'#line 1 "{_SCORE}"\n' + score.text(plan.score, plan.wrt, plan.tangents)
     return (
         "\n".join(lines) + "\n" + params.text(plan) + _inline(plan.source).replace(f'#include "{_SCORE}"\n', function)
     )
@@ -72,6 +72,13 @@ def _inline(name: str) -> str:
         return lines
 
     return "\n".join(text(name)) + "\n"
+
+
+@functools.cache
+def code_digest(name: str) -> str:
+    """SHA-256 over the code of a kernel file and of what it includes: comments, and where a line stands, do not count."""
+    lines = (line.partition("//")[0].split() for line in _inline(name).splitlines())
+    return hashlib.sha256("\n".join(" ".join(x) for x in lines if x and x[0] != "#line").encode()).hexdigest()
 
 
 def _declare(name: str, value: bool | float) -> str:

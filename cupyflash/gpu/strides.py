@@ -29,12 +29,12 @@ def to_copy(
     name: str, view: View, problem: AttentionProblem, rank: int, plan: KernelPlan, misaligned: bool
 ) -> Copy | None:
     """The copy that kernels want of an input, if they cannot read it where it is. `misaligned`: where it begins, to 16 bytes."""
-    mapped = bool(plan.maps)
+    mapped, of = bool(plan.maps), name.removeprefix("t")  # tangents are read as what they are tangents of
     if name in PER_QUERY:
         return None if view.strides == contiguous(view.shape) else Copy(view, 1, "it is not contiguous")
-    if problem.reads(name):
+    if problem.reads(of):
         return None
-    rule, alignment = _OPTIONAL.get(name), plan.alignment
+    rule, alignment = _OPTIONAL.get(of), plan.alignment
     if rule is not None:
         full = rule.to_copy(view, problem, rank)
         if full is not None:

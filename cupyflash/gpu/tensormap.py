@@ -27,6 +27,7 @@ class Maps:
     def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, Sequence[int]]) -> None:
         p = problem
         # Of inputs the rows that are dead by position are left out: whatever they hold, they come as zeros (attention/head.cuh).
+        # A tangent is as what it is the tangent of.
         queries, keys = p.live
         firsts = {"q": queries.start, "dout": queries.start, "k": keys.start, "v": keys.start}
         shapes = {
@@ -53,12 +54,12 @@ class Maps:
                 row, head, batch = (math.prod(shape[: n + 1]) for n in range(3))
             else:
                 dtype = plan.out_dtype or plan.dtype if box.array in plan.of.results else plan.dtype
-                shape, (batch, row, head) = shapes[box.array], strides[box.array]
+                shape, (batch, row, head) = shapes[box.array.removeprefix("t")], strides[box.array]
             # The stride of an axis with one entry says nothing, and may be anything.
             size = ITEMSIZE[dtype]
             apart = tuple(size * stride if n > 1 else 16 for n, stride in zip(shape[1:], (row, head, batch)))
             self._arrays.append((dtype, shape, apart, box))
-            self._skipped.append(size * row * firsts.get(box.array, 0))
+            self._skipped.append(size * row * firsts.get(box.array.removeprefix("t"), 0))
         self._inputs = sum(box.array not in plan.of.results for box in plan.maps)
         outputs = self._arrays[self._inputs :]
         # A store is cut at 16 bytes of a row, not at an element: it would write what follows a row that ends in between.

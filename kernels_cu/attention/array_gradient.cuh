@@ -14,6 +14,8 @@ struct OfPairs {
     static constexpr bool DIAGONAL = false;  // whether what reads an element lies along a diagonal
     static constexpr bool WEIGHTED = false;  // whether the change depends on the product s
     __device__ static Accum change(const Pairs&, Pair, Accum) { return 1; }
+    // What that changes by where s does by ts.
+    __device__ static Accum bend(const Pairs&, Pair, Accum, Accum) { return 0; }
 };
 #define IN_PARAMS(ARRAY)                                                                           \
     __device__ static auto target(const Params& p) { return p.d##ARRAY; }                          \

@@ -76,11 +76,13 @@ __device__ inline bool is_blind(unsigned numbers, int i) {
     return load_shared_number(numbers + sizeof(Accum) * i, Accum()) == MINUS_INFINITY;
 }
 
+__device__ inline bool only_zeros(const Params& p, const Out* row) {
+    for (int c = 0; c < p.dim_v; c++)
+        if (to_float(row[c]) != 0) return false;
+    return true;
+}
+
 // rowsum(dO * O) of a query, given as added up. One that sees nothing has zeros in O: then it is 0, whatever dO is.
 __device__ inline Accum sum_with_zeros(const Params& p, const Head& head, int i, Accum sum) {
-    if (sum == sum) return sum;
-    const Out* out = head.query_row(p.out, p.out_strides, i);
-    for (int c = 0; c < p.dim_v; c++)
-        if (to_float(out[c]) != 0) return sum;
-    return 0;
+    return sum == sum || !only_zeros(p, head.query_row(p.out, p.out_strides, i)) ? sum : 0;
 }

@@ -162,7 +162,7 @@ struct Pairs {
         return (config::BLOCK_MASK && bits.partial()) || Band{p, head}.tests_backward(queries, of_keys);
     }
 
-   private:
+   protected:
     __device__ Accum function(Accum s, Pair at, const Accum* tabled) const {
         return user::score(p, natural(s), head.batch, at.head, at.i, at.j, tabled);
     }

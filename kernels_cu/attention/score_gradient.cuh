@@ -35,6 +35,9 @@ struct OfRead : user::Read<N> {
     __device__ static Accum change(const Pairs& pairs, Pair at, Accum s) {
         return Read::change(pairs.p, pairs.natural(s), pairs.head.batch, at.head, at.i, at.j);
     }
+    __device__ static Accum bend(const Pairs& pairs, Pair at, Accum s, Accum ts) {
+        return Read::bend(pairs.p, pairs.natural(s), pairs.natural(ts), pairs.head.batch, at.head, at.i, at.j);
+    }
 
     __device__ static void add(const Params& p, Accum x, int batch, Pair at) {
         if (x == 0) return;

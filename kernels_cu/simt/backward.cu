@@ -7,11 +7,7 @@
 //
 //     delta = rowsum(dO * O) - dlse    dP = dO V^T    dS = P * (dP - delta)
 //     dV = P^T dO    dK = scale * dS^T Q    dQ = scale * dS K
-#include "simt/derivative.cuh"
-
-__device__ inline void scale_by(ResultTile& tile, Accum scale) {
-    for_each(tile, [=](Accum& x, int, int) { x *= scale; });
-}
+#include "simt/delta.cuh"
 
 extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     attention_backward_dk_dv(const __grid_constant__ Params p) {

@@ -143,10 +143,9 @@ __device__ void add_products(ScoreTile& s, const SharedTile<config::OWNED, COLUM
     }
 }
 
-// s = A B^T for OWNED rows of A and VISITED rows of B, in pieces of DEPTH columns: any head dimension fits.
-__device__ inline void dot_products(ScoreTile& s, const Matrix<const In>& a, int row_a,
-                                    const Matrix<const In>& b, int row_b, Shared& shared) {
-    for_each(s, [](Accum& x, int, int) { x = 0; });
+// s += A B^T for OWNED rows of A and VISITED rows of B, in pieces of DEPTH columns: any head dimension fits.
+__device__ inline void add_dot_products(ScoreTile& s, const Matrix<const In>& a, int row_a,
+                                        const Matrix<const In>& b, int row_b, Shared& shared) {
     for (int column = 0; column < a.columns; column += config::DEPTH) {
         __syncthreads();  // nobody reads the piece before any more
         shared.owned.load(a, row_a, column);
@@ -154,6 +153,13 @@ __device__ inline void dot_products(ScoreTile& s, const Matrix<const In>& a, int
         __syncthreads();
         add_products(s, shared.owned, shared.visited);
     }
+}
+
+// s = A B^T.
+__device__ inline void dot_products(ScoreTile& s, const Matrix<const In>& a, int row_a,
+                                    const Matrix<const In>& b, int row_b, Shared& shared) {
+    for_each(s, [](Accum& x, int, int) { x = 0; });
+    add_dot_products(s, a, row_a, b, row_b, shared);
 }
 
 // sum += weights B for ROWS rows of B; `from` is the column of the weights that belongs to the first.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...blockmask.tile_lists import ListUse
-from ...passes import BACKWARD, FORWARD, Pass
+from ...passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..array_gradient import Lengths, work
 from ..device import Arch
@@ -19,8 +19,6 @@ MAX_DIM = 4096
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
-    if of.moved:
-        return f"has no {of}"
     if problem.dtype == FLOAT8:
         return f"takes no {problem.dtype}"
     if max(problem.dim, problem.dim_v) > MAX_DIM:
@@ -69,6 +67,8 @@ BACKWARD_TILES = (
     Tile(32, 32, 64, 16, 2, dim=64, sums=8),
     Tile(32, 32, 128, 16, 2, spills=64, sums=8),
 )
+JVP_TILES = BACKWARD_TILES
+BACKWARD_JVP_TILES = BACKWARD_TILES
 TRIED = {
     "owned": (32, 64), "visited": (32, 64), "columns": (32, 64, 128, 256), "depth": (16, 32), "blocks": (2, 3, 4),
     "spills": (0,), "threads": (128,),
@@ -76,7 +76,7 @@ TRIED = {
 
 
 def _possible(t: Tile, problem: AttentionProblem, sides: int) -> bool:
-    """Do the pieces come out even, and have the tile's sums room in the registers? The backward has two of each."""
+    """Do the pieces come out even, and have the tile's sums room in the registers? The forward has one of each, the backward two."""
     sums = sides * t.owned * (t.columns + t.visited) // t.threads * (ITEMSIZE[problem.lse_dtype] // 4)
     return t.visited % t.depth == 0 and sums + 30 <= min(255, 65536 // (t.threads * t.blocks))
 
@@ -84,6 +84,8 @@ def _possible(t: Tile, problem: AttentionProblem, sides: int) -> bool:
 TILES = {
     FORWARD: Tiles(FORWARD_TILES, TRIED, functools.partial(_possible, sides=1)),
     BACKWARD: Tiles(BACKWARD_TILES, TRIED, functools.partial(_possible, sides=2)),
+    JVP: Tiles(JVP_TILES, TRIED, functools.partial(_possible, sides=2)),
+    BACKWARD_JVP: Tiles(BACKWARD_JVP_TILES, TRIED, functools.partial(_possible, sides=2)),
 }
 
 
@@ -95,46 +97,46 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
     parts, parts_v = ceil(problem.dim, t.columns), max(1, ceil(problem.dim_v, t.columns))
     constants = (*_tile_constants(t), *features(problem))
     common = _common(problem, arch, of, t)
-    if of is FORWARD:
-        launch = Launch("attention_forward", pairs * tiles_q * parts_v, t.threads)
+    if not of.of_gradients:
+        launch = Launch(f"attention_{of}", pairs * tiles_q * parts_v, t.threads)
         return KernelPlan(
             **common,
-            source="simt/forward.cu",
+            source=f"simt/{of}.cu",
             constants=constants,
             launches=(launch,),
             lists=lists(problem, _by_query(t)),
         )
     pairs_k = problem.batch * problem.heads_k
     launches: tuple[Launch, ...] = (
-        Launch("attention_backward_delta", ceil(pairs * problem.seq_q, t.threads), t.threads),
-        Launch("attention_backward_dk_dv", pairs_k * tiles_k * max(parts, parts_v), t.threads),
+        _of_rows(problem, of, t),
+        Launch(f"attention_{of}_dk_dv", pairs_k * tiles_k * max(parts, parts_v), t.threads),
     )
     if problem.dim:  # else dQ has no elements, and no block
-        launches += (Launch("attention_backward_dq", pairs * tiles_q * parts, t.threads),)
-    workspace = (Workspace("delta", problem.lse_dtype, (pairs, problem.seq_q)),)
+        launches += (Launch(f"attention_{of}_dq", pairs * tiles_q * parts, t.threads),)
     return KernelPlan(
         **common,
-        source="simt/backward.cu",
+        source=f"simt/{of}.cu",
         constants=constants,
         launches=launches,
-        workspace=workspace,
+        workspace=_workspace(problem, of),
         lists=lists(problem, _by_query(t), ListUse("query_lists", t.visited, t.owned, "queries")),
     )
 
 
 def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
-    """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
-    t = next(row for row in TILES[BACKWARD].table if row.fits(problem))
+    """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key); where tangents are given,
+    those of the gradients.
+    """
+    of = BACKWARD_JVP if problem.tangents else BACKWARD
+    t = next(row for row in TILES[of].table if row.fits(problem))
     of_arrays = work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
     of_arrays += score_work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
-    pairs = problem.batch * problem.heads_q
-    delta = Launch("attention_backward_delta", ceil(pairs * problem.seq_q, t.threads), t.threads, fills=("delta",))
     return KernelPlan(
-        **_common(problem, arch, BACKWARD, t),
-        source="simt/array_gradient.cu",
+        **_common(problem, arch, of, t),
+        source=f"simt/array_gradient{'_jvp' * of.moved}.cu",
         constants=(*_tile_constants(t), *of_arrays.constants, *features(problem)),
-        launches=(delta, *of_arrays.launches),
-        workspace=(Workspace("delta", problem.lse_dtype, (pairs, problem.seq_q)), *of_arrays.workspace),
+        launches=(_of_rows(problem, of, t), *of_arrays.launches),
+        workspace=(*_workspace(problem, of), *of_arrays.workspace),
         scalars=of_arrays.scalars,
         lists=lists(problem, _by_query(t)),
         wrt=tuple(lengths),
@@ -152,6 +154,21 @@ def _common(problem: AttentionProblem, arch: Arch, of: Pass, t: Tile) -> dict[st
         "spills": _spills(t, problem),
         "given": problem.given,
     }
+
+
+def _of_rows(problem: AttentionProblem, of: Pass, t: Tile) -> Launch:
+    """What comes before a backward: a number for each query, or two."""
+    rows = problem.batch * problem.heads_q * problem.seq_q
+    return Launch(f"attention_{of}_delta", ceil(rows, t.threads), t.threads, fills=_deltas(of))
+
+
+def _workspace(problem: AttentionProblem, of: Pass) -> tuple[Workspace, ...]:
+    shape = problem.batch * problem.heads_q, problem.seq_q
+    return tuple(Workspace(name, problem.lse_dtype, shape) for name in _deltas(of))
+
+
+def _deltas(of: Pass) -> tuple[str, ...]:
+    return ("delta", "tdelta") if of.moved else ("delta",)
 
 
 def _by_query(t: Tile) -> ListUse:
