@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -17,12 +18,11 @@ from kernel_cover import GIVEN, problem
 import cupyflash
 from cupyflash import problem as rules
 from cupyflash.call import Call
-from cupyflash.gpu import device, tuned
+from cupyflash.gpu import device, source, tuned
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, plan
-from cupyflash.gpu.source import sources_digest
 from cupyflash.passes import BACKWARD, FORWARD, Pass
-from cupyflash.tools import autotune, precompile
+from cupyflash.tools import autotune, explanation, precompile
 from cupyflash.tools.autotune import candidates
 
 A100, H200 = Arch.of("sm_80"), Arch.of("sm_90a")
@@ -34,9 +34,21 @@ TUNED = [(family, of) for family, room in FAMILIES.items() for of in room.TILES]
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A configuration folder of the test's own; the file in it."""
     monkeypatch.setenv("CUPYFLASH_CONFIG_DIR", str(tmp_path / "config"))
-    tuned.stored.cache_clear()
+    forget()
     yield tmp_path / "config" / "tuning.json"
-    tuned.stored.cache_clear()
+    forget()
+
+
+def asked_of(of: Pass, dim: int = 64, **fields: object) -> rules.AttentionProblem:
+    """A problem with tangents, where the pass takes such."""
+    moves = tuple(rules.Given(name, "float16", ()) for name in "qkv") if of.moved else ()
+    return problem("float16", dim, tangents=moves, **fields)
+
+
+def forget() -> None:
+    """As a new process knows it: neither the file nor the kernels."""
+    for kept in (source._inline, source.code_digest, tuned.stored):
+        kept.cache_clear()
 
 
 def entry(tile: tuple[int, ...], arch: Arch = A100, of: Pass = FORWARD, family: str = "sm80", **fields: object):
@@ -72,7 +84,7 @@ def test_hopper_backward_has_room_for_what_leaves(dim_v: int) -> None:
 @pytest.mark.parametrize(("family", "of"), TUNED)
 def test_candidates_fit_and_differ(family: str, of: Pass) -> None:
     for dim in (64, 128):
-        asked = problem("float16", dim)
+        asked = asked_of(of, dim)
         trials = list(candidates(asked, H200, of, family))
         assert trials[0].tile == () and trials[0].plan == plan(asked, H200, of, family)
         assert len({trial.plan.constants for trial in trials}) == len(trials) > 1
@@ -120,18 +132,49 @@ def test_optional_arrays_are_part_of_the_class(store: Path) -> None:
     assert tuned.tiles(problem("float16", given=GIVEN), A100, FORWARD) == {"sm80": masked.tile}
 
 
-def test_other_sources_are_rejected_with_a_note(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned.replace([entry((64, 64, 4, 1, 2, 2))], [])
-    store.write_text(store.read_text().replace('"sources": "', '"sources": "0'))
-    tuned.stored.cache_clear()
-    assert tuned.stored().entries == () and "other kernel sources" in tuned.stored().note
+def kernels_with(monkeypatch: pytest.MonkeyPatch, folder: Path, file: str, line: str) -> None:
+    """The kernels as after an update: a line more in one file."""
+    shutil.copytree(source.kernels_folder(), folder)
+    with (folder / file).open("a") as kernel:
+        kernel.write(line)
+    monkeypatch.setattr(source, "kernels_folder", lambda: folder)
+    forget()
+
+
+def test_a_tile_of_other_kernels_is_left_alone_with_a_note(
+    store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And no other tile."""
+    forward, backward = entry((64, 64, 4, 1, 2, 2)), entry((64, 64, 4, 1, 2, 2), of=BACKWARD)
+    tuned.replace([forward, backward], [])
+    kernels_with(monkeypatch, tmp_path / "kernels", "sm80/forward.cu", "int more;\n")
+    assert tuned.stored().entries == (backward,) and f"1 tile in {store} was tuned for other kernels" in tuned.stored().note
     monkeypatch.setattr(device, "current", lambda ordinal: A100)
+    monkeypatch.setattr(explanation, "_compiled", lambda plan: ({}, ()))
     explained = cupyflash.explain(SHAPE, dtype="float16")
-    assert any("other kernel sources" in note and "cupyflash tune" in note for note in explained.notes)
+    assert any("other kernels" in note and "cupyflash tune" in note for note in explained.notes)
     other = cupyflash.explain(SHAPE, dtype="float16", arch="sm_80")
-    assert not any("kernel sources" in note for note in other.notes)
-    tuned.replace([], [])  # the next tuning starts anew
-    assert tuned.stored() == tuned.Stored()
+    assert not any("other kernels" in note for note in other.notes)
+    tuned.replace([], [])  # what is tuned next comes beside what still holds
+    assert tuned.stored() == tuned.Stored((backward,))
+
+
+@pytest.mark.parametrize("line", ["// what a reader wants to know\n", "\n\n"])
+def test_a_comment_in_a_kernel_costs_no_tile(
+    store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str
+) -> None:
+    mine = entry((64, 64, 4, 1, 2, 2))
+    tuned.replace([mine], [])
+    kernels_with(monkeypatch, tmp_path / "kernels", "sm80/forward.cu", line)
+    assert tuned.stored() == tuned.Stored((mine,))
+
+
+def test_what_the_host_does_costs_no_tile(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = entry((64, 64, 4, 1, 2, 2))
+    tuned.replace([mine], [])
+    monkeypatch.setattr(source, "sources_digest", lambda: "of other modules")
+    tuned.stored.cache_clear()
+    assert tuned.stored() == tuned.Stored((mine,)) and "of other modules" not in store.read_text()
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"sources": 1}', "rows", "tile"])
@@ -240,10 +283,11 @@ def test_a_plan_takes_the_tile_of_its_family() -> None:
 
 @pytest.mark.parametrize(("family", "of"), TUNED)
 def test_every_family_takes_a_tuned_tile(family: str, of: Pass) -> None:
-    asked = problem("float16")
+    asked = asked_of(of)
     *_, last = candidates(asked, H200, of, family)
     chosen = plan(asked, H200, of, family, {family: last.tile})
     assert chosen == last.plan != plan(asked, H200, of, family)
+    assert tuned.entry(asked, H200, family, of).kernel == source.code_digest(chosen.source)  # of what was timed
 
 
 def test_explain_tells_of_a_tuned_tile(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,7 +557,7 @@ def test_tiles_are_timed_and_used(
 def test_exported_rows_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch, family: str, of: Pass) -> None:
     # Where tiles are not chosen by load before the table is asked.
     dim = 128 if family == "sm90" and of is FORWARD else 64
-    asked = problem("float16", dim, seq_q=1024)
+    asked = asked_of(of, dim, seq_q=1024)
     *_, last = candidates(asked, H200, of, family)
     comment, row = autotune.export((entry(last.tile, H200, of, family, dim=dim, seq_q=1024),))
     assert comment.startswith(f"# {family} {of}: sm_90a")
@@ -530,13 +574,13 @@ def test_exported_rows_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch, fa
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff\xfe{", b"[" * 100_000, b'{"sources": "%s", "rows": [{"tile": [-16, 1]}]}', b"null"]
+    "content", [b"\xff\xfe{", b"[" * 100_000, b'{"rows": [{"tile": [-16, 1]}]}', b'{"sources": "1", "rows": []}', b"null"]
 )
 def test_a_file_that_cannot_be_read_is_left_alone(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUPYFLASH_CONFIG_DIR", str(tmp_path))
-    (tmp_path / "tuning.json").write_bytes(content.replace(b"%s", sources_digest().encode()))
+    (tmp_path / "tuning.json").write_bytes(content)
     tuned.stored.cache_clear()
     try:
         assert not tuned.stored().entries and "is not used" in tuned.stored().note

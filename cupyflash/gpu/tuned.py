@@ -1,7 +1,7 @@
 """What `cupyflash tune` found on this machine: a small JSON in the user's configuration folder, read once per process.
 
-It holds tiles that were timed with certain kernels. A file from other sources, or one that cannot be read, is left alone:
-the tables of gpu/families are used, and `explain` tells.
+It holds tiles, each with the digest of the code of the kernel that was timed: one of another kernel is left alone, as a file
+is that cannot be read. The tables of gpu/families are used then, and `explain` tells.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..problem import AttentionProblem
 from .device import Arch
 from .kernel_plan import features
 from .plan import FAMILIES
-from .source import sources_digest
+from .source import code_digest
 
 AGAIN = "run `cupyflash tune` again"
 
@@ -42,6 +42,7 @@ class Tuned:
     deterministic: bool
     seq_q: int  # lengths up to this power of two, and above half of it
     seq_k: int
+    kernel: str  # the digest of its code
     tile: tuple[int, ...]
     ms: float = 0.0  # what was measured, and with the table's own tile
     table_ms: float = 0.0
@@ -50,7 +51,7 @@ class Tuned:
     @property
     def key(self) -> tuple[Any, ...]:
         """What it is for."""
-        return dataclasses.astuple(dataclasses.replace(self, tile=(), ms=0.0, table_ms=0.0, date=""))
+        return dataclasses.astuple(dataclasses.replace(self, kernel="", tile=(), ms=0.0, table_ms=0.0, date=""))
 
 
 def entry(problem: AttentionProblem, arch: Arch, family: str, of: Pass, tile: tuple[int, ...] = ()) -> Tuned:
@@ -59,7 +60,8 @@ def entry(problem: AttentionProblem, arch: Arch, family: str, of: Pass, tile: tu
     asked = tuple(name for name, on in features(problem) if on and name not in ("LEFT", "RIGHT", "ADDED"))
     return Tuned(
         arch.name, arch.sms, family, of.name, problem.dtype, problem.dim, problem.dim_v, banded,
-        asked, problem.deterministic, _power(problem.seq_q), _power(problem.seq_k), tile,
+        asked, problem.deterministic, _power(problem.seq_q), _power(problem.seq_k),
+        code_digest(f"{family}/{of}.cu"), tile,
     )  # fmt: skip
 
 
@@ -70,7 +72,7 @@ def _power(n: int) -> int:
 
 @dataclass(frozen=True)
 class Stored:
-    """What the file holds; `note` says why it is not used, where it is not."""
+    """What the file holds; `note` says what of it is not used, and why."""
 
     entries: tuple[Tuned, ...] = ()
     note: str = ""
@@ -96,11 +98,16 @@ def stored() -> Stored:
         return Stored()  # the usual case, and all that it costs
     try:
         data = json.loads(found.decode("utf-8"))
-        if data["sources"] != sources_digest():
-            return Stored(note=f"{path()} was tuned for other kernel sources and is not used; {AGAIN}")
-        return Stored(tuple(_entry(row) for row in data["rows"]))
-    except (ValueError, TypeError, KeyError, RecursionError):
+        if data.keys() != {"rows"}:
+            raise KeyError("rows")
+        rows = [_entry(row) for row in data["rows"]]
+    except (AttributeError, ValueError, TypeError, KeyError, RecursionError):
         return Stored(note=f"{path()} is not a file of this version of `cupyflash tune` and is not used; {AGAIN}")
+    entries = tuple(x for x in rows if x.kernel == code_digest(f"{x.family}/{x.of}.cu"))
+    left = len(rows) - len(entries)
+    was = f"1 tile in {path()} was" if left == 1 else f"{left} tiles in {path()} were"
+    note = f"{was} tuned for other kernels than these, and not used; {AGAIN}"
+    return Stored(entries, note if left else "")
 
 
 def _entry(row: dict[str, Any]) -> Tuned:
@@ -127,7 +134,7 @@ def tiles(problem: AttentionProblem, arch: Arch, of: Pass) -> dict[str, tuple[in
 def save(entries: Iterable[Tuned]) -> Path:
     """Write the file whole or not at all: who reads it meanwhile, and who is interrupted, has the old one."""
     rows = [dataclasses.asdict(x) for x in entries]
-    text = json.dumps({"sources": sources_digest(), "rows": rows}, indent=1) + "\n"
+    text = json.dumps({"rows": rows}, indent=1) + "\n"
     target = path()
     target.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(target, 0o600) as file:
@@ -139,7 +146,7 @@ def save(entries: Iterable[Tuned]) -> Path:
 def replace(found: Iterable[Tuned], keys: Iterable[tuple[Any, ...]]) -> Path:
     """Put `found` in the place of whatever the file has under `keys`, and keep the rest.
 
-    Entries that other sources left are dropped: they would be wrong under this digest.
+    Those of other kernels are dropped.
     """
     stored.cache_clear()  # another process may have written since
     gone = set(keys)
