@@ -148,7 +148,10 @@ def test_a_tile_of_other_kernels_is_left_alone_with_a_note(
     forward, backward = entry((64, 64, 4, 1, 2, 2)), entry((64, 64, 4, 1, 2, 2), of=BACKWARD)
     tuned.replace([forward, backward], [])
     kernels_with(monkeypatch, tmp_path / "kernels", "sm80/forward.cu", "int more;\n")
-    assert tuned.stored().entries == (backward,) and f"1 tile in {store} was tuned for other kernels" in tuned.stored().note
+    assert (
+        tuned.stored().entries == (backward,)
+        and f"1 tile in {store} was tuned for other kernels" in tuned.stored().note
+    )
     monkeypatch.setattr(device, "current", lambda ordinal: A100)
     monkeypatch.setattr(explanation, "_compiled", lambda plan: ({}, ()))
     explained = cupyflash.explain(SHAPE, dtype="float16")
@@ -574,7 +577,8 @@ def test_exported_rows_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch, fa
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff\xfe{", b"[" * 100_000, b'{"rows": [{"tile": [-16, 1]}]}', b'{"sources": "1", "rows": []}', b"null"]
+    "content",
+    [b"\xff\xfe{", b"[" * 100_000, b'{"rows": [{"tile": [-16, 1]}]}', b'{"sources": "1", "rows": []}', b"null"],
 )
 def test_a_file_that_cannot_be_read_is_left_alone(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
