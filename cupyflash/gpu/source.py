@@ -81,13 +81,6 @@ def code_digest(name: str) -> str:
     return hashlib.sha256("\n".join(" ".join(x) for x in lines if x and x[0] != "#line").encode()).hexdigest()
 
 
-@functools.cache
-def code_digest(name: str) -> str:
-    """SHA-256 over the code of a kernel file and of what it includes: comments, and where a line stands, do not count."""
-    lines = (line.partition("//")[0].split() for line in _inline(name).splitlines())
-    return hashlib.sha256("\n".join(" ".join(x) for x in lines if x and x[0] != "#line").encode()).hexdigest()
-
-
 def _declare(name: str, value: bool | float) -> str:
     if isinstance(value, bool):
         return f"bool {name} = {str(value).lower()}"
