@@ -160,6 +160,11 @@ def lists(problem: AttentionProblem, *uses: ListUse) -> tuple[ListUse, ...]:
     return uses if problem.block_mask is not None else ()
 
 
+def both_ways(problem: AttentionProblem, rows: int, keys: int, bits: str) -> tuple[ListUse, ...]:
+    """What a backward asks of a block mask whose blocks own tiles of keys: also which of them add to dQ of a tile of queries."""
+    return lists(problem, ListUse("query_lists", rows, keys, bits), ListUse("key_lists", rows, keys, None))
+
+
 def ceil(n: int, step: int) -> int:
     """How many steps cover n."""
     return -(-n // step)

@@ -14,7 +14,7 @@ from ..passes import FORWARD, Pass
 from ..problem import AttentionProblem
 from .array_gradient import Lengths
 from .device import Arch
-from .families import flash1, simt, sm80, sm90, sm90_gradients
+from .families import flash1, simt, sm80, sm90
 from .kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil
 from .score import BEYOND, moves, tables
 
@@ -32,15 +32,13 @@ class Family(Protocol):
     def plan(self, problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> KernelPlan:
         """The plan of a problem that it takes, with this tile where that fits, else with one from the table."""
 
+    def gradients(self, problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan | None:
+        """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key), or the tangents of
+        the gradients where tangents are given. None: it leaves that to the next family."""
+
 
 FAMILIES: dict[str, Family] = {"sm90": sm90, "sm80": sm80, "simt": simt, "flash1": flash1}
 ON_REQUEST = ("flash1",)  # families that are taken only where they are named
-
-# Who gives the gradients of arrays, for the problems of a family. (Their tangents simt alone.)
-GRADIENTS = {"sm90": sm90_gradients.gradients, "sm80": sm80.gradients, "simt": simt.gradients}
-
-# And of those that a score function reads.
-SCORE_GRADIENTS = {"sm90": sm80.gradients, "sm80": sm80.gradients, "simt": simt.gradients}
 
 # Bytes that kernels may spill more than their tiles declare, with a score function like those of the tests.
 SCORE_SPILLS = 448
@@ -75,9 +73,7 @@ def plan(
             why = room.objection(problem, arch, of)
             if why is None:
                 if lengths:
-                    of_score = any(problem.reads(x) for x in lengths)
-                    gradients = simt.gradients if of.moved else (SCORE_GRADIENTS if of_score else GRADIENTS)[name]
-                    made = gradients(problem, arch, lengths)
+                    made = _gradients(name, problem, arch, lengths)
                 else:
                     made = room.plan(problem, arch, of, (tiles or {}).get(name))
                 blocks = max(x.grid for x in made.launches)
@@ -88,6 +84,13 @@ def plan(
                 return with_tables(made, problem)
             objections.append(f"{name} {why}")
     raise ValueError(f"no kernel family takes this problem: {'; '.join(objections)}")
+
+
+def _gradients(family: str, problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
+    """From this family, or from the first after it that gives them."""
+    names = list(FAMILIES)
+    found = (FAMILIES[name].gradients(problem, arch, lengths) for name in names[names.index(family) :])
+    return next(made for made in found if made is not None)
 
 
 def with_tables(made: KernelPlan, problem: AttentionProblem) -> KernelPlan:

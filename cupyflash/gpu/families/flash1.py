@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ...passes import BACKWARD, Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
+from ..array_gradient import Lengths
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, features
 
@@ -32,6 +33,10 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
     if others:
         return f"takes no {' and no '.join(others)}"
     return None
+
+
+def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> None:
+    return None  # it takes no array that has one
 
 
 def shared_memory(tile: int, columns: int, of: Pass) -> int:

@@ -124,9 +124,6 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
 
 
 def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
-    """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key); where tangents are given,
-    those of the gradients.
-    """
     of = BACKWARD_JVP if problem.tangents else BACKWARD
     t = next(row for row in TILES[of].table if row.fits(problem))
     of_arrays = work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)

@@ -11,9 +11,9 @@ from ...passes import BACKWARD, FORWARD, Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..array_gradient import Lengths, work
 from ..device import Arch
-from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
+from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, both_ways, ceil, features, lists, pad, scored
 from ..score_gradient import score_work
-from . import shares, simt
+from . import shares
 
 # Compute capabilities whose tensor cores multiply doubles at full rate. Elsewhere `simt` is as fast.
 FAST_DOUBLES = (8.0, 9.0, 10.0)
@@ -283,11 +283,6 @@ def _split(
     return (Launch("attention_split", tiles, 256, fills=tuple(x.name for x in spaces)),), tuple(spaces)
 
 
-def both_ways(problem: AttentionProblem, rows: int, keys: int, bits: str) -> tuple[ListUse, ...]:
-    """What a backward asks of a block mask whose blocks own tiles of keys: also which of them add to dQ of a tile of queries."""
-    return lists(problem, ListUse("query_lists", rows, keys, bits), ListUse("key_lists", rows, keys, None))
-
-
 @dataclass(frozen=True)
 class GradientTile:
     """Of arrays: a thread block sums dS of `rows` queries by `keys` keys, with so many warps down and across."""
@@ -317,10 +312,9 @@ GRADIENT = (
 )
 
 
-def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
-    """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
-    if problem.dtype == "float64":
-        return simt.gradients(problem, arch, lengths)
+def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan | None:
+    if problem.dtype == "float64" or problem.tangents:
+        return None
     parts = parts_of(problem.dtype)
     depth = 32 if max(problem.dim, problem.dim_v) <= 32 else 64  # columns of a piece
     shortest = min(problem.seq_q, problem.seq_k)

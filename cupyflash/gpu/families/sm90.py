@@ -9,7 +9,7 @@ from ...passes import BACKWARD, FORWARD, Pass
 from ...problem import FLOAT8, AttentionProblem
 from ..device import Arch
 from ..kernel_plan import PAIRWISE, KernelPlan, Tiles
-from . import sm90_backward, sm90_forward
+from . import sm90_backward, sm90_forward, sm90_gradients
 from .sm90_memory import paired
 
 
@@ -37,6 +37,9 @@ TILES: dict[Pass, Tiles[Any]] = {FORWARD: sm90_forward.TILES, BACKWARD: sm90_bac
 
 def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> KernelPlan:
     return _planner(of).plan(problem, arch, tile)
+
+
+gradients = sm90_gradients.gradients
 
 
 def _planner(of: Pass) -> Any:

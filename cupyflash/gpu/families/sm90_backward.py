@@ -12,8 +12,7 @@ from typing import NamedTuple
 from ...passes import BACKWARD
 from ...problem import AttentionProblem
 from ..device import Arch
-from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, pad, scored
-from .sm80 import both_ways
+from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, both_ways, ceil, features, pad, scored
 from .sm90_memory import BARRIERS, FEW, PairTiles, dots, padded, pair_stages, room
 
 

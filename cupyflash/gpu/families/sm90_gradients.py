@@ -7,7 +7,6 @@ from ...problem import AttentionProblem
 from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features
-from . import sm80
 from .sm90_memory import BARRIERS, PairTiles
 
 ROWS, KEYS = 128, 128  # a thread block's tile: 64 queries for each of two warpgroups that compute
@@ -25,11 +24,10 @@ def shared_memory(stages: int, pairs: PairTiles) -> int:
     return stages * (2 * DEPTH * (ROWS + KEYS) + NOTE) + pairs.memory(ROWS, KEYS) + BARRIERS
 
 
-def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
-    """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
+def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan | None:
     # Lists of a block mask would have to reach the workers with each tile. Of K without rows there is no tensor map.
-    if problem.block_mask is not None or not problem.seq_k:
-        return sm80.gradients(problem, arch, lengths)
+    if problem.block_mask is not None or not problem.seq_k or problem.tangents or any(map(problem.reads, lengths)):
+        return None
     rows = ((stages, PairTiles(problem, n)) for stages, n in STAGES)
     stages, pairs = next((n, x) for n, x in rows if shared_memory(n, x) <= arch.shared_memory)
     size = shared_memory(stages, pairs)
