@@ -22,7 +22,7 @@ jax = pytest.importorskip("jax")
 
 from jax import numpy as jnp
 
-from cupyflash.interop import jax_ops
+from cupyflash.interop import jax_call, jax_passes
 from cupyflash.jax import attention, dot_product_attention
 from cupyflash.passes import BACKWARD
 
@@ -117,11 +117,9 @@ def test_scan(platform: str) -> None:
 
 def test_traced_once_for_many_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of one shape share what is traced."""
-    from cupyflash.interop import jax_ops
-
     traced = []
-    called = jax_ops._called
-    monkeypatch.setattr(jax_ops, "_called", lambda *x: (traced.append(1), called(*x))[1])
+    called = jax_call._called
+    monkeypatch.setattr(jax_call, "_called", lambda *x: (traced.append(1), called(*x))[1])
     q, k, _ = qkv()
 
     @jax.jit
@@ -243,8 +241,8 @@ print("sharded")
 def test_gradients_of_sinks_beside_those_of_a_score_function(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of their own: each writes to the memory of the result that is its own."""
     asked: list[tuple[str, ...]] = []
-    make = jax_ops._made
-    monkeypatch.setattr(jax_ops, "_made", lambda how: (how.of is BACKWARD and asked.append(how.wrt), make(how))[1])
+    make = jax_passes.made
+    monkeypatch.setattr(jax_passes, "made", lambda how: (how.of is BACKWARD and asked.append(how.wrt), make(how))[1])
     q, k, v = qkv(platform=platform)
     sinks, table = numbers(4, seed=3, platform=platform), numbers(7, seed=4, platform=platform)
 
@@ -344,14 +342,6 @@ def test_what_is_wrong_is_said_while_tracing() -> None:
     ):
         with pytest.raises(error, match=message):
             jax.jit(bad).trace(q)
-
-
-def test_what_has_no_derivative() -> None:
-    q, k, v = qkv()
-    with pytest.raises(TypeError, match="gradients of attention cannot be differentiated again"):
-        jax.grad(lambda q: jax.grad(lambda q: attention(q, k, v).sum())(q).sum())(q)
-    with pytest.raises(TypeError, match="jvp"):
-        jax.jvp(lambda q: attention(q, k, v), (q,), (q,))
 
 
 # ---- jax.nn.dot_product_attention -----------------------------------------------------------------------------------
