@@ -27,7 +27,7 @@ from semantics import Blocks, draw_blocks, draw_inputs
 from test_float8_on_cpu import check as check_8_bits
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.families import sm90_backward
+from cupyflash.gpu.families import sm90_backward_cost
 
 ARCHS = {"sm90": ("sm_90a", 90, 232448), "sm80": ("sm_80", 80, 166912), "simt": ("sm_75", 75, 65536)}
 DTYPES = {"sm90": ("float16", "bfloat16"), "sm80": ("float16", "bfloat16", "float32"), "simt": ("float32", "float16")}
@@ -122,8 +122,8 @@ def run_case(case: Case, rng: np.random.Generator) -> None:
         if rng.random() < 0.3:
             patch.setattr(on_cpu, "draw_blocks", uneven_blocks)
         if case.shares:
-            patch.setattr(sm90_backward, "_shares", lambda problem, t, clusters: min(case.shares, problem.group))
-            patch.setattr(sm90_backward, "CACHE", 1)
+            patch.setattr(sm90_backward_cost, "shares", lambda problem, t, clusters: min(case.shares, problem.group))
+            patch.setattr(sm90_backward_cost, "CACHE", 1)
         name, cc, memory = ARCHS[case.family]
         check(case.family, Arch(name, cc, case.sms, memory), rng, case.dtype, case.shapes, case.options)
 

@@ -196,11 +196,12 @@ def test_a_damaged_file_is_no_error(store: Path, damage: str) -> None:
 @pytest.mark.parametrize(("family", "of"), TUNED)
 def test_a_tile_written_by_hand_is_not_believed(store: Path, family: str, of: Pass) -> None:
     """What a plan makes of it need not be a kernel: a grid of -16, a division by zero."""
-    own = FAMILIES[family].TILES[of].listed()[-1]
+    tiles = FAMILIES[family].TILES[of]
+    own, more = tiles.listed()[-1], 10_000  # than any
     tuned.replace([entry(own, H200, of, family)], [])
     assert tuned.stored().entries
     data = json.loads(store.read_text())
-    strange = [own[:1], own[:-1], (*own, 1), *((n, *own[1:]) for n in (-16, 0, own[0] + 1, 10**18, str(own[0]), None))]
+    strange = [own[:1], own[:-1], (*own, 1), *((n, *own[1:]) for n in (-16, 0, more, 10**18, str(own[0]), None))]
     changes = [{"tile": tile} for tile in strange]
     changes += [{"family": "sm1"}, {"family": []}, {"seq_q": "long"}, {"ms": "fast"}, {"of": None}]
     for change in changes:
@@ -567,10 +568,12 @@ def test_exported_rows_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch, fa
     tiles = FAMILIES[family].TILES
     home = sys.modules[type(tiles[of].table[0]).__module__]
     (parsed,) = eval(f"[{row}]", vars(home))
-    longer = dataclasses.replace(tiles[of], table=(parsed, *tiles[of].table))
+    table = tiles[of]
+    longer = dataclasses.replace(table, table=(parsed, *table.table))
     monkeypatch.setitem(tiles, of, longer)
-    if home is not FAMILIES[family]:  # a module for each pass
-        monkeypatch.setattr(home, "TILES", longer)
+    for module in [x for name, x in sys.modules.items() if name.startswith("cupyflash.gpu.families.")]:
+        if vars(module).get("TILES") is table:  # a module for each pass
+            monkeypatch.setattr(module, "TILES", longer)
     assert plan(asked, H200, of, family) == last.plan
     if family != "simt":  # in whose table the widest is the limit of the kernels
         assert plan(problem("float16", 2 * dim), H200, of, family) != last.plan

@@ -11,7 +11,7 @@ import pytest
 from kernel_cover import ARCHS, BIAS, FAMILY_ARCHS, FEATURES, GIVEN, problem, problems
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.families import sm90_backward
+from cupyflash.gpu.families import sm90_backward_cost
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 from cupyflash.gpu.source import generate
 from cupyflash.passes import BACKWARD, FORWARD
@@ -402,7 +402,7 @@ def test_visits_of_key_tiles_are_those_of_the_band(window: tuple[int | None, int
     seen = np.pad(seen, ((0, 12), (0, 68)))
     by_tile = seen.reshape(8, 64, 6, 128).any((1, 3)).sum(0)
     # (A row may be cut off at both ends of the sequence: then tiles between are visited all the same.)
-    assert [len(x) for x in sm90_backward._walks(asked, 64, 128)] == [*by_tile]
+    assert [len(x) for x in sm90_backward_cost.walks_of(asked, 64, 128)] == [*by_tile]
 
 
 def test_a_sequence_of_many_keys_is_planned_at_once() -> None:

@@ -13,7 +13,7 @@ from score_functions import documents, grid, relative, without_s
 from semantics import Blocks
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.families import sm90_backward, sm90_forward
+from cupyflash.gpu.families import sm90_backward, sm90_backward_cost, sm90_forward, sm90_forward_cost
 from cupyflash.gpu.families.shares import Dealt
 from cupyflash.gpu.kernel_plan import KernelPlan
 from cupyflash.passes import FORWARD
@@ -282,8 +282,8 @@ def test_thread_blocks_share_key_tiles(case: str, rng: np.random.Generator, monk
     seen: list[KernelPlan] = []
     make = sm90_backward.plan
     monkeypatch.setattr(sm90_backward, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
-    monkeypatch.setattr(sm90_backward, "_shares", lambda *_: 3)
-    monkeypatch.setattr(sm90_backward, "CACHE", 1)  # so that shares take room in turn
+    monkeypatch.setattr(sm90_backward_cost, "shares", lambda *_: 3)
+    monkeypatch.setattr(sm90_backward_cost, "CACHE", 1)  # so that shares take room in turn
     check("sm90", LARGE, rng, *SHARED[case])
     assert dict(seen[0].constants)["SHARES"] and dict(seen[0].scalars)["shares"] == 3
 
@@ -319,7 +319,7 @@ def test_thread_blocks_share_keys(case: str, rng: np.random.Generator, monkeypat
     seen: list[KernelPlan] = []
     make = sm90_forward.plan
     monkeypatch.setattr(sm90_forward, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
-    monkeypatch.setattr(sm90_forward, "dealt", lambda *_: Dealt(shares, 0))
+    monkeypatch.setattr(sm90_forward_cost, "dealt", lambda *_: Dealt(shares, 0))
     check("sm90", LARGE, rng, *problem)
     assert dict(seen[0].constants)["SHARES"] and dict(seen[0].scalars)["shares"] == shares
     assert [x.name for x in seen[0].launches] == ["attention_forward", "attention_combine"]

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 from ...problem import AttentionProblem
 from ..kernel_plan import Launch, Workspace, ceil
+from ..measured import number
 
-# They are, if that takes no more than GAIN of the time without. Measured on an H200: seconds of the kernel that combines shares, and
-# of each share there; bytes per second of what they leave in memory.
-COMBINE_SECONDS, SHARE_SECONDS, LEFT_RATE = 2.5e-6, 6.5e-8, 2.3e12
+COMBINE_SECONDS, SHARE_SECONDS = number("shares.combine"), number("shares.share")
+LEFT_RATE, ENDS_SECONDS = number("shares.left"), number("shares.ends")
+# They are, if that takes no more than GAIN of the time without.
 GAIN, MOST, MOST_LEFT = 0.85, 128, 1 << 28
 LONG_KEYS = 1024  # with fewer they are not
 STRIP, SAMPLES = 64, 64
@@ -37,7 +38,7 @@ class Tiles(NamedTuple):
     keys: int
     blocks: int  # of a multiprocessor, at most
     visit: Visit
-    ends: float = 3e-6  # seconds of a tile's begin and end
+    ends: float = ENDS_SECONDS  # seconds of a tile's begin and end
 
 
 def shares(problem: AttentionProblem, tiles: Tiles, sms: int) -> Dealt:

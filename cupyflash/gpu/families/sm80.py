@@ -12,6 +12,7 @@ from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, both_ways, ceil, features, lists, pad, scored
+from ..measured import number
 from ..score_gradient import score_work
 from . import shares
 
@@ -160,9 +161,9 @@ TILES = {
 }  # fmt: skip
 
 
-# FLOP/s of a multiprocessor, by bytes of a number: between an RTX 4090's and an H200's.
-RATES = {2: 2e12, 4: 7e11, 8: 3e11}
-CROWDING = 0.9  # two blocks of a multiprocessor take 1.7 to 1.9 times as long as one
+# FLOP/s of a multiprocessor, by bytes of a number.
+RATES = {2: number("sm80.rate_2"), 4: number("sm80.rate_4"), 8: number("sm80.rate_8")}
+CROWDING = number("sm80.crowding")
 
 PAD = 8  # elements between the rows of a shared tile, see kernels_cu/tile/shared.cuh; none in one of doubles
 

@@ -7,7 +7,7 @@ from ...problem import AttentionProblem
 from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features
-from .sm90_memory import BARRIERS, PairTiles
+from .sm90_memory import BARRIERS, PairTiles, common
 
 ROWS, KEYS = 128, 128  # a thread block's tile: 64 queries for each of two warpgroups that compute
 WORKERS = 8  # their warps
@@ -41,18 +41,12 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     prepare = Launch("attention_backward_prepare", heads * tiles_q, 128, fills=("delta",))
     maps = (*pairs.boxes(ROWS), Box("q", ROWS), Box("k", KEYS), Box("v", KEYS), Box("dout", ROWS))
     return KernelPlan(
-        family="sm90",
-        arch=arch.name,
-        dtype=problem.dtype,
-        of=BACKWARD,
-        source="sm90/array_gradient.cu",
+        **common(problem, arch, BACKWARD) | {"source": "sm90/array_gradient.cu"},
         constants=constants,
         launches=(prepare, *of_arrays.launches),
-        alignment=16,
         workspace=(Workspace("delta", "float32", (heads, tiles_q, 2, ROWS), ROWS), *of_arrays.workspace),
         spills=SPILLS,
         maps=maps,
         scalars=of_arrays.scalars,
-        given=problem.given,
         wrt=tuple(lengths),
     )

@@ -1,9 +1,11 @@
-"""What the Hopper forward and backward lay out alike in shared memory."""
+"""What the plans of the Hopper kernels say alike, and lay out alike in shared memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from ...passes import Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..device import Arch
 from ..kernel_plan import PAIRWISE, Box, ceil, pad
@@ -13,6 +15,19 @@ FEW = 64  # queries, or keys: fewer than most tiles have
 PAIR_STAGES = (2, 1)  # tiles of mask and bias in flight: the first that there is room for
 RESERVED = 1024  # bytes of a multiprocessor's shared memory that each thread block takes for itself
 BARRIERS = 256  # bytes for barriers, more than any ring takes
+
+
+def common(problem: AttentionProblem, arch: Arch, of: Pass) -> dict[str, Any]:
+    """What all plans of this family say alike."""
+    return {
+        "family": "sm90",
+        "arch": arch.name,
+        "dtype": problem.dtype,
+        "of": of,
+        "source": f"sm90/{of}.cu",
+        "alignment": 16,
+        "given": problem.given,
+    }
 
 
 def padded(problem: AttentionProblem) -> tuple[int, int]:
