@@ -7,6 +7,7 @@
 
 // Arrays with rows for queries, which come in tiles of ROWS, and for keys, in tiles of KEYS.
 struct OfQueries {
+    static constexpr bool GIVEN = true;
     static constexpr int SIZE = config::ROWS;
 
     __device__ static int heads(const Params& p) { return p.heads_q; }
@@ -24,6 +25,7 @@ struct OfQueries {
     }
 };
 struct OfKeys {
+    static constexpr bool GIVEN = true;
     static constexpr int SIZE = config::KEYS;
 
     __device__ static int heads(const Params& p) { return p.heads_k; }
@@ -89,6 +91,43 @@ struct OfDO : OfQueries {
     __device__ static Halves halves(const P& p) { return {p.dout_halves, p.dout_units}; }
 };
 
+// Tangents, and whether they are given.
+struct OfTQ : OfQ {
+    static constexpr bool GIVEN = config::TQ;
+
+    template <class P>
+    __device__ static Given given(const P& p) { return {p.tq, p.tq_strides, p.dim}; }
+    template <class P>
+    __device__ static Halves halves(const P& p) { return {p.tq_halves, p.tq_units}; }
+};
+
+struct OfTK : OfK {
+    static constexpr bool GIVEN = config::TK;
+
+    template <class P>
+    __device__ static Given given(const P& p) { return {p.tk, p.tk_strides, p.dim}; }
+    template <class P>
+    __device__ static Halves halves(const P& p) { return {p.tk_halves, p.tk_units}; }
+};
+
+struct OfTV : OfV {
+    static constexpr bool GIVEN = config::TV;
+
+    template <class P>
+    __device__ static Given given(const P& p) { return {p.tv, p.tv_strides, p.dim_v}; }
+    template <class P>
+    __device__ static Halves halves(const P& p) { return {p.tv_halves, p.tv_units}; }
+};
+
+struct OfTDO : OfDO {
+    static constexpr bool GIVEN = config::TDOUT;
+
+    template <class P>
+    __device__ static Given given(const P& p) { return {p.tdout, p.tdout_strides, p.dim_v}; }
+    template <class P>
+    __device__ static Halves halves(const P& p) { return {p.tdout_halves, p.tdout_units}; }
+};
+
 // Rows of an operand, from one on.
 struct Rows {
     const Product* from;
@@ -98,7 +137,9 @@ struct Rows {
 
 template <class Of, class P>
 __device__ Rows operand_rows(const P& p, const Head& head, int i) {
-    if constexpr (PARTS == 2) {
+    if constexpr (!Of::GIVEN) {
+        return {};
+    } else if constexpr (PARTS == 2) {
         constexpr int WIDTH = 2 * Of::COLUMNS;
         return {Of::halves(p).rows + Of::number(p, head, i) * WIDTH, WIDTH, WIDTH};
     } else {
@@ -110,7 +151,7 @@ __device__ Rows operand_rows(const P& p, const Head& head, int i) {
 // What a tile's operand is to be multiplied by.
 template <class Of, class P>
 __device__ float operand_unit(const P& p, const Head& head, int tile) {
-    if constexpr (PARTS == 2) return Of::halves(p).units[Of::tile_number(p, head, tile)];
+    if constexpr (PARTS == 2 && Of::GIVEN) return Of::halves(p).units[Of::tile_number(p, head, tile)];
     return 1;
 }
 
@@ -215,12 +256,12 @@ __device__ void split_tile(const P& p, int n) {
     }
 }
 
-// The tiles of all these arrays, one after the other.
+// The tiles of all these arrays that are given, one after the other.
 template <class Of, class... Others, class P>
 __device__ void split_operands(const P& p, int n) {
-    int tiles = p.batch * Of::heads(p) * Of::tiles(p);
+    int tiles = Of::GIVEN ? p.batch * Of::heads(p) * Of::tiles(p) : 0;
     if (n < tiles) {
-        split_tile<Of>(p, n);
+        if constexpr (Of::GIVEN) split_tile<Of>(p, n);
     } else if constexpr (sizeof...(Others) > 0) {
         split_operands<Others...>(p, n - tiles);
     }

@@ -34,14 +34,15 @@ __device__ void write_prepared(const Params& p, const Head& head, Accum* rows, i
 // The largest number up to `most` that n is a multiple of.
 constexpr int largest_divisor(int n, int most) { return n % most == 0 ? most : largest_divisor(n, most - 1); }
 
-// All of them, by a block of 128 threads, of 16-bit numbers (others: exact_delta.cuh).
-template <int SIZE>
-__device__ void prepare_rows(const Params& p, const Head& head, int tile) {
+// f(i, rowsum(O * dO)) for the queries i of a tile, by a block of 128 threads, of 16-bit numbers (others: exact_delta.cuh). O and
+// dO: these two arrays.
+template <int SIZE, class F>
+__device__ void for_row_sums(const Params& p, const Head& head, int tile, const Out* out, const Strides& out_strides,
+                             const In* dout, const Strides& dout_strides, F f) {
     constexpr int LANES = config::DIM_V <= 64 ? 8 : config::DIM_V <= 128 ? 16 : 32;  // of 8 columns, for one row
     int lane = threadIdx.x % LANES, first = tile * SIZE, queries = head.queries(p);
-    const Out* o = head.query_row(p.out, p.out_strides);
-    const In* d = head.query_row(p.dout, p.dout_strides);
-    Accum* rows = prepared_rows<SIZE>(p, query_tile_number<SIZE>(p, head, tile));
+    const Out* o = head.query_row(out, out_strides);
+    const In* d = head.query_row(dout, dout_strides);
     // Rows at once: the time is that of memory to answer.
     constexpr int STEP = 128 / LANES, EACH = largest_divisor(SIZE / STEP, 8);
     static_assert(SIZE % STEP == 0);
@@ -51,8 +52,8 @@ __device__ void prepare_rows(const Params& p, const Head& head, int tile) {
 #pragma unroll
         for (int r = 0; r < EACH; r++) {
             int row = i + r * STEP;
-            const Out* oi = o + row * p.out_strides.row + 8 * lane;
-            const In* di = d + row * p.dout_strides.row + 8 * lane;
+            const Out* oi = o + row * out_strides.row + 8 * lane;
+            const In* di = d + row * dout_strides.row + 8 * lane;
             a[r] = b[r] = make_uint4(0, 0, 0, 0);
             if (row >= queries) continue;
             if (columns == 8) {
@@ -73,6 +74,14 @@ __device__ void prepare_rows(const Params& p, const Head& head, int tile) {
             for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
             if (lane == r) own = sum;
         }
-        if (lane < EACH) write_prepared<SIZE>(p, head, rows, first, i + lane * STEP, own);
+        if (lane < EACH) f(i + lane * STEP, own);
     }
+}
+
+// All of them, by a block of 128 threads.
+template <int SIZE>
+__device__ void prepare_rows(const Params& p, const Head& head, int tile) {
+    Accum* rows = prepared_rows<SIZE>(p, query_tile_number<SIZE>(p, head, tile));
+    for_row_sums<SIZE>(p, head, tile, p.out, p.out_strides, p.dout, p.dout_strides,
+                       [&](int i, Accum sum) { write_prepared<SIZE>(p, head, rows, tile * SIZE, i, sum); });
 }
