@@ -22,13 +22,8 @@ def objection(cls: type) -> str | None:
 
 
 def view(x: jax.Array) -> View:
-    return described(tuple(x.shape), x.dtype, _where(x))
-
-
-def described(shape: tuple[int, ...], dtype: Any, where: str) -> View:
-    """The view of an array of which no more is known."""
-    name = dtype_name(dtype) if isinstance(dtype, np.dtype) else str(dtype)
-    return View(shape, contiguous(shape), name, where, kind)
+    dtype = dtype_name(x.dtype) if isinstance(x.dtype, np.dtype) else str(x.dtype)
+    return View(tuple(x.shape), contiguous(x.shape), dtype, _where(x), kind)
 
 
 def _where(x: jax.Array) -> str:

@@ -17,8 +17,8 @@ from .. import dispatch
 from .. import problem as rules
 from ..call import Arrays, Call
 from ..passes import FORWARD, Pass
-from . import jax_, numpy_
-from .protocol import Library
+from ..problem import View, contiguous
+from . import numpy_
 
 try:
     from jax.experimental.buffer_callback import buffer_callback
@@ -43,9 +43,10 @@ class How(NamedTuple):
         """Another pass of the same problem."""
         return self._replace(of=of, wrt=wrt)
 
-    def call(self, lib: Library, arrays: Arrays) -> Call:
+    def call(self, arrays: Arrays) -> Call:
+        """Of NumPy's arrays, unless another adapter is put in its place."""
         return Call(
-            lib, self.of, arrays, dict(self.options), family=self.family,
+            numpy_, self.of, arrays, dict(self.options), family=self.family,
             return_lse=self.of is FORWARD, wrt=self.wrt,
         )  # fmt: skip
 
@@ -84,8 +85,8 @@ def planned(how: How, arrays: dict[str, Any]) -> Planned:
 def _plan(how: How, *arrays: tuple[str, tuple[int, ...], Any]) -> Planned:
     mask = rules.mask_kind(how.option("block_mask"))
     where = mask.device if mask else ""
-    views = {name: jax_.described(shape, dtype, where) for name, shape, dtype in arrays}
-    call = how.call(jax_, {})
+    views = {name: View(shape, contiguous(shape), str(dtype), where, "jax") for name, shape, dtype in arrays}
+    call = how.call({})
     problem, shapes = rules.state(views, {}, call.options, how.of)
     results = [jax.ShapeDtypeStruct(shape, problem.result_dtype) for shape in shapes.values()]
     if not how.of.of_gradients:
@@ -133,7 +134,7 @@ def _has_gpu() -> bool:
 def _on_cpu(how: How, names: Sequence[str], ctx: Any, out: Sequence[Any], *inputs: Any) -> None:
     if how.family is not None:
         dispatch.refuse_family(how.family, "jax")
-    results = dispatch.run(how.call(numpy_, {name: np.asarray(x) for name, x in zip(names, inputs)}))
+    results = dispatch.run(how.call({name: np.asarray(x) for name, x in zip(names, inputs)}))
     results = (*results, *(results.of_arrays[name] for name in how.wrt))
     for target, x in zip(out, results):
         np.asarray(target)[...] = x
