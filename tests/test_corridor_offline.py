@@ -21,7 +21,7 @@ from cupyflash.call import Call
 from cupyflash.gpu import corridor, device, launch, params, programs
 from cupyflash.gpu.device import Arch
 from cupyflash.interop import cupy_
-from cupyflash.passes import BACKWARD, FORWARD
+from cupyflash.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from cupyflash.problem import ITEMSIZE, OPTIONS, MaskKind, View, complete, contiguous, score_of
 
 STREAM = 77
@@ -469,7 +469,7 @@ class XlaBuffer:
 
 def xla_call(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, tuple[tuple[int, ...], str]], wrt: Any, options: dict[str, Any],
-    ordinal: int = 0, misaligned: bool = False, seed: int | None = None,
+    ordinal: int = 0, misaligned: bool = False, seed: int | None = None, of: Pass | None = None,
 ) -> Any:  # fmt: skip
     """What JAX traces, and then runs: the callback, the buffers of inputs by name, and those of results."""
     jax = pytest.importorskip("jax")
@@ -478,7 +478,7 @@ def xla_call(
     gpus = [SimpleNamespace(local_hardware_id=0)]
     monkeypatch.setattr(jax, "local_devices", lambda backend: gpus)
     views = {name: View(shape, contiguous(shape), dtype, "", "jax") for name, (shape, dtype) in given.items()}
-    of = FORWARD if wrt is None else BACKWARD
+    of = of or (FORWARD if wrt is None else BACKWARD)
     asked = Call(None, of, {}, complete(options), seed=seed, return_lse=of is FORWARD, wrt=wrt or ())  # type: ignore[arg-type]
     call = jax_gpu.Callback(asked, views)
 
@@ -528,6 +528,24 @@ def test_a_callback_of_xla_backward(gpu: Gpu, dtype: str, monkeypatch: pytest.Mo
     ends = sorted((at, at + size) for size, at in spaces)
     apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
     assert apart == bool(second.found)  # else the second has the memory of the first
+
+
+def test_a_callback_of_xla_along_tangents(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The passes that JAX's derivatives of second order run, launched as any other."""
+    rows, sinks = ((B, HQ, SQ), "float32"), ((HQ,), "float32")
+    known = {"q": Q, "k": KV, "v": KV, "sinks": sinks, "out": Q, "lse": rows}
+    along = {"tq": Q, "tv": KV, "tsinks": sinks}
+    call, given, (tout, tlse, _) = xla_call(monkeypatch, known | along, None, {}, of=JVP)
+    ((_, p, stream),) = gpu.launched
+    assert stream == STREAM and call.plain and (p["tout"], p["tlse"]) == (tout.address, tlse.address)
+    assert {name: p[name] for name in along} == {name: given[name].address for name in along}
+    arrays = known | along | {"dout": Q, "tdlse": rows, "tout": Q, "tlse": rows}
+    _, given, (dq, dk, dv, dsinks, _) = xla_call(monkeypatch, arrays, ("sinks",), {}, of=BACKWARD_JVP)
+    _, (_, p, _), (_, r, _) = gpu.launched
+    assert (p["tdq"], p["tdk"], p["tdv"]) == (dq.address, dk.address, dv.address)
+    assert dsinks.address in (r[name] for name in ("dsinks", "tdsinks") if name in r.dtype.names)
+    for name in ("tq", "tdlse", "tout", "tlse"):
+        assert p[name] == given[name].address
 
 
 def test_a_callback_of_xla_with_scores(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
