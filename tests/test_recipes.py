@@ -56,6 +56,13 @@ def test_all_families_follow(family: str, tmp_path: Path) -> None:
     follow(tree(tmp_path, ON_PRODUCT, ADDED_SCALAR, WITH_GRADIENT), "all", family)
 
 
+@needs_compiler
+def test_tangents_follow(tmp_path: Path) -> None:
+    folder = tree(tmp_path, ON_PRODUCT, ADDED_SCALAR, WITH_GRADIENT)
+    for where in ("numpy", "simt"):
+        follow(folder, "all", f"tangents {where}")
+
+
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("family", KERNELS)

@@ -7,7 +7,7 @@ from . import Edit, Recipe, before, behind, instead
 PROBLEM, API, PAIRS = "cupyflash/problem.py", "cupyflash/api.py", "cupyflash/cpu/pairs.py"
 PLAN, PARAMS = "cupyflash/gpu/kernel_plan.py", "cupyflash/gpu/params.py"
 SEAM, TERMS = "kernels_cu/attention/pairs.cuh", "kernels_cu/attention/terms.cuh"
-GRADIENTS = "kernels_cu/attention/array_gradient.cuh"
+GRADIENTS, TANGENTS = "kernels_cu/attention/array_gradient.cuh", "kernels_cu/attention/tangents.cuh"
 
 
 def in_api(name: str, type: str, default: str, said: str) -> tuple[Edit, ...]:
@@ -27,11 +27,11 @@ def option(name: str, said: str) -> tuple[Edit, ...]:
     )
 
 
-# s / (1 + |s| / c) of the scaled product s.
+# s / sqrt(1 + (s / c)^2) of the scaled product s.
 ON_PRODUCT = Recipe(
     "a scalar on the product",
     (
-        *option("squash", "    squash : float\n        c: the scaled product s becomes s / (1 + abs(s) / c).\n"),
+        *option("squash", "    squash : float\n        c: the scaled product s becomes s / sqrt(1 + (s / c)^2).\n"),
         before(
             PROBLEM,
             "def _check_dropout(",
@@ -47,22 +47,48 @@ ON_PRODUCT = Recipe(
         before(
             PROBLEM,
             '    OptionRule("score", None',
-            '    OptionRule("squash", 0.0, "c: score / (1 + |score| / c).", _check_squash, number=True),\n',
+            '    OptionRule("squash", 0.0, "c: score / sqrt(1 + (score / c)^2).", _check_squash, number=True),\n',
+        ),
+        before(
+            PAIRS,
+            "    def slope(",
+            """    def _squashed(self, s: np.ndarray) -> np.ndarray:
+        x = s / s.dtype.type(self.problem.squash)
+        return 1 / np.sqrt(1 + x * x)
+
+""",
         ),
         before(
             PAIRS,
             "        if self.problem.softcap is not None:\n            np.multiply(",
             """        if self.problem.squash:
-            s /= 1 + np.abs(s) / s.dtype.type(self.problem.squash)
+            s *= self._squashed(s)
 """,
         ),
         before(
             PAIRS,
             "        if self.problem.softcap is None:\n            return None\n",
             """        if self.problem.squash:
-            return (1 + np.abs(s) / s.dtype.type(self.problem.squash)) ** -2
+            return self._squashed(s) ** 3
 """,
         ),
+        before(
+            PAIRS,
+            "        if self.problem.softcap is None or ts is None:\n            return None\n",
+            """        if self.problem.squash and ts is not None:
+            return s.dtype.type(-3 / self.problem.squash**2) * s * self._squashed(s) ** 5 * ts
+""",
+        ),
+        before(
+            TANGENTS,
+            "        if (!config::SOFTCAP || !PRODUCTS_MOVE) return 0;\n",
+            """        if (config::SQUASH && PRODUCTS_MOVE) {
+            Accum inverse = config::NEGATIVE_SCALE ? -p.squash_inverse : p.squash_inverse;
+            return -3 * s * p.squash_inverse * inverse * cube(squashed(s)) * squashed(s) * squashed(s) * ts;
+        }
+""",
+        ),
+        instead(TANGENTS, "user::BENDS : config::SOFTCAP &&", "user::BENDS : (config::SOFTCAP || config::SQUASH) &&"),
         before(PLAN, '        ("SOFTCAP", ', '        ("SQUASH", problem.squash > 0),\n'),
         before(PLAN, "problem.softcap is not None or problem.score ", "problem.squash > 0 or "),
         before(
@@ -79,12 +105,18 @@ ON_PRODUCT = Recipe(
         before(
             SEAM,
             "        if (!config::SOFTCAP) return sign;\n",
-            "        if (config::SQUASH) return sign * squashed(s) * squashed(s);\n",
+            "        if (config::SQUASH) return sign * cube(squashed(s));\n",
         ),
         before(
             SEAM,
-            "    __device__ Accum weight() const {",
-            "    __device__ Accum squashed(Accum s) const { return 1 / (1 + fabs(s) * p.squash_inverse); }\n",
+            "    // The scaled product: what score functions start from.\n",
+            """    __device__ static Accum cube(Accum x) { return x * x * x; }
+    __device__ Accum squashed(Accum s) const {
+        Accum x = s * p.squash_inverse;
+        return 1 / sqrt(1 + x * x);
+    }
+
+""",
         ),
     ),
 )
@@ -129,7 +161,7 @@ ADDED_SCALAR = Recipe(
     ),
 )
 
-ROW = """    ArrayRule("key_bias", ("batch", "key"), ("float32",), "bias of keys", "added to the scores", adds=True),
+ROW = """    ArrayRule("key_bias", ("batch", "key"), ("q", "float32"), "bias of keys", "added to the scores", adds=True),
 """
 
 # A number for each key.
@@ -160,7 +192,7 @@ ADDED_ARRAY = Recipe(
 
     __device__ static Accum onto(Accum x, const Params& p, const Head& head, Pair at) {
         const PairStrides& s = p.key_bias_strides;
-        return at.j < head.keys(p) ? plus(x, Added{p.key_bias[head.batch * s.batch + at.j * s.key], LOG2E}) : x;
+        return at.j < head.keys(p) ? plus(x, Added{to_float(p.key_bias[head.batch * s.batch + at.j * s.key]), LOG2E}) : x;
     }
 };
 
@@ -181,6 +213,26 @@ WITH_GRADIENT = Recipe(
     def dkey_bias(self) -> Any:
         return self.of_arrays.get("key_bias")
 
+""",
+        ),
+        before(
+            PAIRS,
+            "        return found\n\n    def bend(",
+            """        if "tkey_bias" in self.given:
+            of_keys = self.given["tkey_bias"][self.batches, None, None, self.columns(at)].astype(s.dtype)
+            found = of_keys if found is None else found + of_keys
+""",
+        ),
+        behind(
+            TERMS,
+            "    static constexpr bool GIVEN = config::KEY_BIAS;\n",
+            """    static constexpr bool MOVES = config::TKEY_BIAS;
+
+    template <class Given>
+    __device__ static Accum tangent(const Given& p, const Head& head, Pair at) {
+        const PairStrides& s = p.tkey_bias_strides;
+        return at.j < head.keys(p) ? Accum(to_float(p.tkey_bias[head.batch * s.batch + at.j * s.key])) : 0;
+    }
 """,
         ),
         before(
