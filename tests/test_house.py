@@ -121,6 +121,17 @@ def test_kernels_are_compiled_without_contraction() -> None:
     assert "fma=False" in inspect.getsource(compiler)
 
 
+def test_scripts_of_contributors_take_what_is_said() -> None:
+    said = re.findall(r"python (tests/\w+\.py)([^\n`#]*)", CONTRIBUTING)
+    assert len(said) > 3
+    for script, arguments in said:
+        text = (TOP / script).read_text(encoding="utf-8")
+        assert all(f'"{option}"' in text for option in re.findall(r"--[\w-]+", arguments)), (script, arguments)
+    extras = {x for found in re.findall(r"\.\[([\w,]+)\]", CONTRIBUTING) for x in found.split(",")}
+    project = (TOP / "pyproject.toml").read_text(encoding="utf-8")
+    assert extras and all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras)
+
+
 def test_the_glossary_is_short() -> None:
     table = ARCHITECTURE.partition("## Glossary")[2].strip().splitlines()
     assert len([row for row in table if row.startswith("| ")]) - 2 <= 20

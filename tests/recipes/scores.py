@@ -161,7 +161,7 @@ ADDED_SCALAR = Recipe(
     ),
 )
 
-ROW = """    ArrayRule("key_bias", ("batch", "key"), ("q", "float32"), "bias of keys", "added to the scores", adds=True),
+ROW = """    ArrayRule("key_bias", ("batch", "key"), ("q", "float32"), "bias of keys", "added to scores", adds=True),
 """
 
 # A number for each key.
