@@ -19,7 +19,8 @@ jax = pytest.importorskip("jax")
 
 from jax import numpy as jnp
 
-from cupyflash.jax import attention
+from cupyflash.interop import jax_call
+from cupyflash.jax import attention, dot_product_attention
 
 __all__ = ["double_precision"]  # a fixture of every test
 
@@ -434,6 +435,34 @@ def test_functions_of_the_package() -> None:
     close(by_u, explicit(qkv[0]))
 
 
+def test_errors_name_the_tangent() -> None:
+    x = drawn(("q", "k", "v"))
+    out, lse = ours(x)
+    gone = x["q"] + 1
+    gone.delete()
+    for tangent, message in (
+        (gone, r"tangents\['q'\] is deleted; it must be an array that was not donated"),
+        (x["k"], r"tangents\['q'\] has shape \(2, 5, 2, 4\); it must have that of q, \(2, 4, 4, 4\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            cupyflash.attention_jvp({"q": tangent}, **x, out=out, lse=lse)
+
+
+def test_the_function_of_jax() -> None:
+    """In whose place ours stands: what it makes of its arguments is differentiated, too."""
+    x, u = (drawn(("q", "k", "v", "bias"), seed, dtype="float32") for seed in (0, 9))
+    mask = (numbers(2, 1, 4, 5) > -0.8).at[..., 0].set(True)
+
+    def of(f: Any) -> Any:
+        def attend(x: Any) -> Any:
+            out = f(x["q"], x["k"], x["k"] + x["v"][..., :1], x["bias"][None], mask, is_causal=True)
+            return out, out.sum()
+
+        return jax.jit(lambda x, u: ORDERS["jvp of grad"](attend, x, u))(x, u)
+
+    close(of(dot_product_attention), of(jax.nn.dot_product_attention), 2e-5)
+
+
 def test_dropout_is_that_of_the_seed() -> None:
     x, u = (drawn(("q", "k", "v"), seed) for seed in (0, 9))
     options = {"dropout": 0.4, "seed": 5}
@@ -496,3 +525,30 @@ def test_several_devices() -> None:
     command = [sys.executable, "-c", SHARDED]
     done = subprocess.run(command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.stdout.split()[-1:] == ["sharded"], done.stderr[-3000:]
+
+
+def test_a_gpu_is_called_back_for_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one: planned once, while JAX traces, and lowered for it."""
+    jax_gpu = pytest.importorskip("cupyflash.interop.jax_gpu")
+    planned: list[str] = []
+
+    class Callback:
+        scratch, plain = 64, True
+
+        def __init__(self, call: Any, views: Any) -> None:
+            assert list(views) == sorted(views)  # as XLA hands the buffers over
+            planned.append(call.of.name)
+
+    monkeypatch.setattr(jax_call, "_has_gpu", lambda: True)
+    monkeypatch.setattr(jax_gpu, "Callback", Callback)
+    x = {name: numbers(1, 2, 3, 11, seed=n) for n, name in enumerate("qkv")}  # as no other test has them
+    traced = jax.jit(lambda x: jax.jvp(jax.grad(lambda x: loss(ours)(x)), (x,), (x,))).trace(x)
+    passes = ["forward", "jvp", "backward", "backward_jvp"]
+    assert planned == passes
+    for platform, target in (
+        ("cuda", "xla_buffer_python_gpu_callback_cmd_buffer"),
+        ("cpu", "xla_buffer_python_cpu_callback"),
+    ):
+        lowered = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert lowered.count(f"@{target}(") == 4 and "xla_buffer" not in lowered.replace(target, "")
+    assert planned == passes

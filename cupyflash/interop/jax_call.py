@@ -60,7 +60,12 @@ def _kept(make: Callable[..., T]) -> Callable[..., T]:
 @_kept
 def made(how: How) -> Callable[[Arrays], Any]:
     """The call of arrays: out and lse, or their tangents; gradients, or theirs."""
-    return jax.jit(lambda arrays: _called(arrays, how))
+
+    def call(arrays: Arrays) -> list[jax.Array]:
+        return _called(arrays, how)
+
+    call.__name__ = f"attention_{how.of}"  # in profiles
+    return jax.jit(call)
 
 
 @_kept
@@ -78,7 +83,7 @@ class Planned(NamedTuple):
 
 def planned(how: How, arrays: dict[str, Any]) -> Planned:
     """Check a call, and plan it. Of the arrays shapes and dtypes are asked."""
-    return _plan(how, *((name, tuple(x.shape), x.dtype) for name, x in arrays.items()))
+    return _plan(how, *((name, tuple(x.shape), x.dtype) for name, x in sorted(arrays.items())))
 
 
 @_kept
@@ -105,6 +110,7 @@ def _plan(how: How, *arrays: tuple[str, tuple[int, ...], Any]) -> Planned:
 
 def _called(arrays: Arrays, how: How) -> list[jax.Array]:
     """What a call of arrays that are traced gives."""
+    arrays = dict(sorted(arrays.items()))  # as they are planned
     mask = rules.mask_kind(how.option("block_mask"))
     results, callback = planned(how, arrays)
 

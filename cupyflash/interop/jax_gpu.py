@@ -75,7 +75,7 @@ class Memory:
 
 
 class Callback:
-    """One call, planned and compiled while JAX traces it: the forward of arrays like `views`, or, with `wrt`, the gradients."""
+    """One call of a pass on arrays like `views`, planned and compiled while JAX traces it."""
 
     def __init__(self, call: Call, views: dict[str, View]) -> None:
         self._call = call

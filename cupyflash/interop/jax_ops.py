@@ -88,6 +88,7 @@ def _place(lib: Library, arrays: Arrays) -> str:
             return found
     place = interop.view(lib, "q", arrays["q"]).device
     for name, x in arrays.items():
+        name = rules.argument_name(name)
         where = interop.view(lib, name, x).device
         if where != place:
             raise ValueError(f"{name} is on {where} but q is on {place}; all arrays must be on one device")
