@@ -176,9 +176,10 @@ def parse_resources(log: str) -> dict[str, Resources]:
 
 
 def _key(source: str, arch: str) -> bytes:
-    return _cuda_core().utils.make_program_cache_key(
+    key: bytes = _cuda_core().utils.make_program_cache_key(
         code=source, code_type="c++", options=_options(arch), target_type="cubin"
     )
+    return key
 
 
 def _kept(key: bytes, arch: str) -> Compiled | None:

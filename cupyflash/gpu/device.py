@@ -104,7 +104,7 @@ def _target(cc: int) -> str:
 
 def _count(runtime: Any) -> int:
     try:
-        return runtime.getDeviceCount()
+        return int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
         driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
         if driver == 0:

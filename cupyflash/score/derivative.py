@@ -8,7 +8,7 @@ half each of equal minima and maxima.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from .graph import TANGENT, Graph, Node, Score
@@ -149,7 +149,7 @@ def _of(graph: Graph, n: int, node: Node, found: dict[int, int | None]) -> int |
     if op == "floor":
         return None
     one = number(1.0)
-    factor = {
+    factors: dict[str, Callable[[], int]] = {
         "exp": lambda: n,
         "log": lambda: apply("div", one, x),
         "log2": lambda: apply("div", number(1.4426950408889634), x),
@@ -158,5 +158,5 @@ def _of(graph: Graph, n: int, node: Node, found: dict[int, int | None]) -> int |
         "sigmoid": lambda: apply("mul", n, apply("sub", one, n)),
         "sin": lambda: apply("cos", x),
         "cos": lambda: apply("neg", apply("sin", x)),
-    }[op]
-    return times(d[0], factor())
+    }
+    return times(d[0], factors[op]())

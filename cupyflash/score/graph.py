@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 KINDS = ("bool", "int", "long", "float")  # 32 and 64 bits; float is what scores are computed in
 VARIABLES = {"s": "float", "b": "int", "h": "int", "i": "int", "j": "int"}
@@ -237,6 +237,8 @@ class Score:
     root: int  # the new score
     keys: tuple[str, ...] = field(init=False)  # what the arrays are called among those of a call
     data: str = field(init=False)  # all of it but `wide`, which follows from the arrays of a call
+    if TYPE_CHECKING:
+        _hash: int = field(init=False)  # for mypy alone: it is no field
 
     def __post_init__(self) -> None:
         _check(self.arrays, self.nodes, self.root)
@@ -245,7 +247,7 @@ class Score:
         object.__setattr__(self, "data", json.dumps([[x[:3] for x in self.arrays], self.nodes, self.root]))
 
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined]
+        return self._hash
 
     def __eq__(self, other: object) -> bool:
         if self is other:

@@ -14,9 +14,10 @@ from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Workspace, both_ways, ceil, features, lists, pad
 from ..measured import number
 from ..score_gradient import score_work
-from . import shares
-from .sm80_tiles import ANY, PAD, TILES, Tile, parts_of, shared_memory, spills
+from . import shares, sm80_tiles
+from .sm80_tiles import ANY, PAD, Tile, parts_of, shared_memory, spills
 
+TILES = sm80_tiles.TILES
 # Compute capabilities whose tensor cores multiply doubles at full rate. Elsewhere `simt` is as fast.
 FAST_DOUBLES = (8.0, 9.0, 10.0)
 
