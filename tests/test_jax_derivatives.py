@@ -460,7 +460,7 @@ def test_the_function_of_jax() -> None:
 
         return jax.jit(lambda x, u: ORDERS["jvp of grad"](attend, x, u))(x, u)
 
-    close(of(dot_product_attention), of(jax.nn.dot_product_attention), 2e-5)
+    close(of(dot_product_attention), of(jax.nn.dot_product_attention), 2e-4)  # of numbers up to 20
 
 
 def test_dropout_is_that_of_the_seed() -> None:
