@@ -456,11 +456,11 @@ def test_the_function_of_jax() -> None:
     def of(f: Any) -> Any:
         def attend(x: Any) -> Any:
             out = f(x["q"], x["k"], x["k"] + x["v"][..., :1], x["bias"][None], mask, is_causal=True)
-            return out, out.sum()
+            return out, jnp.ones(())
 
         return jax.jit(lambda x, u: ORDERS["jvp of grad"](attend, x, u))(x, u)
 
-    close(of(dot_product_attention), of(jax.nn.dot_product_attention), 2e-4)  # of numbers up to 20
+    close(of(dot_product_attention), of(jax.nn.dot_product_attention), 2e-5)
 
 
 def test_dropout_is_that_of_the_seed() -> None:

@@ -71,7 +71,7 @@ def _push_jvp(arrays: Arrays, moving: Arrays, how: How) -> tuple[list[Any], list
     found = bind(push, arrays, how)
     u = {name: x for name, x in moving.items() if name.startswith("t")}
     w = {f"t{name}": x for name, x in _along(arrays, moving, how).items()}
-    changes = [bind(push, _untangled(arrays) | u, how)] if u else []
+    changes = [bind(push, _without_tangents(arrays) | u, how)] if u else []
     changes += [bind(second, arrays | dict(zip(_J, found)) | w, how)] if w else []
     return found, [sum(x[1:], x[0]) for x in zip(*changes)] or None
 
@@ -86,7 +86,7 @@ def _hess_jvp(arrays: Arrays, moving: Arrays, how: How) -> tuple[list[Any], list
     along = {name: x for name, x in moving.items() if name.startswith("t") and name not in _J}
     if not moving.keys() <= {*along, *_KEPT, *_J}:
         raise NotImplementedError(_TWICE)
-    return bind(hess, arrays, how), _moved(_untangled(arrays), along, [moving.get(name) for name in _J], how)
+    return bind(hess, arrays, how), _moved(_without_tangents(arrays), along, [moving.get(name) for name in _J], how)
 
 
 def _second_jvp(arrays: Arrays, moving: Arrays, how: How) -> tuple[list[Any], list[Any] | None]:
@@ -102,7 +102,7 @@ def _along(arrays: Arrays, moving: Arrays, how: How) -> Arrays:
     return {f"t{name}": moving[name] for name in ("q", "k", "v", *_optional(arrays, how)) if name in moving}
 
 
-def _untangled(arrays: Arrays, but: tuple[str, ...] = ()) -> Arrays:
+def _without_tangents(arrays: Arrays, but: tuple[str, ...] = ()) -> Arrays:
     """Those that are no tangents."""
     return {name: x for name, x in arrays.items() if not name.startswith("t") and name not in but}
 
@@ -111,7 +111,7 @@ def _moved(arrays: Arrays, along: Arrays, j: Sequence[Any], how: How) -> list[An
     """What gradients change by along tangents of x and of G. `j`: J u, where it is known already."""
     of_g = {f"t{name}" for name in _G}
     u = {name: x for name, x in along.items() if name not in of_g}
-    inputs = _untangled(arrays, _G)
+    inputs = _without_tangents(arrays, _G)
     if not u:
         g = {name: along[f"t{name}"] for name in _G if f"t{name}" in along}
         return bind(pull, inputs | _whole(g, inputs), how.but(BACKWARD, how.wrt)) if g else None
@@ -130,19 +130,19 @@ def _whole(g: Arrays, inputs: Arrays) -> Arrays:
 
 
 def _push_transpose(arrays: Arrays, given: Arrays, wanted: Sequence[str], how: How) -> Arrays:
-    inputs = _untangled(arrays)
+    inputs = _without_tangents(arrays)
     wrt = tuple(name for name in _optional(inputs, how) if f"t{name}" in wanted)
     found = gradients(bind(pull, inputs | _whole(given, inputs), how.but(BACKWARD, wrt)), wrt)
     return {name: found.of_call(name[1:]) for name in wanted}
 
 
 def _pull_transpose(arrays: Arrays, given: Arrays, wanted: Sequence[str], how: How) -> Arrays:
-    return dict(zip(_G, bind(push, _untangled(arrays, _G) | given, how.but(JVP))))
+    return dict(zip(_G, bind(push, _without_tangents(arrays, _G) | given, how.but(JVP))))
 
 
 def _hess_transpose(arrays: Arrays, given: Arrays, wanted: Sequence[str], how: How) -> Arrays:
-    known = _untangled(arrays)
-    j = bind(push, _untangled(arrays, _G) | given, how.but(JVP))
+    known = _without_tangents(arrays)
+    j = bind(push, _without_tangents(arrays, _G) | given, how.but(JVP))
     results = {f"t{name}": x for name, x in zip(_G, j)}
     by_u = [name for name in wanted if name not in results and name not in _J]  # J u is a function of u
     if by_u:
