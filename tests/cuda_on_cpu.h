@@ -193,6 +193,15 @@ inline bool meet(Barrier& barrier, unsigned threads, const char* at, bool yes = 
     return barrier.result;
 }
 
+// To be one of them without waiting for the others.
+inline void arrive(Barrier& barrier, unsigned threads, const char* at) {
+    if (barrier.arrived && strcmp(barrier.at, at)) fail("is at %s, others at %s", at, barrier.at);
+    barrier.at = at;
+    if (++barrier.arrived < threads) return;
+    barrier.result = barrier.all, barrier.all = true;
+    barrier.arrived = 0, barrier.generation++;
+}
+
 // Where shared memory of a block lies in truth.
 inline char* at(const Block& block, unsigned address, unsigned bytes, unsigned alignment) {
     bool asked = address >= now.shared_start && address + bytes <= now.shared_start + now.shared_bytes;

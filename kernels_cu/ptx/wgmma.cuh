@@ -57,7 +57,7 @@ __device__ void wgmma_wait() {
 
 // wgmma_start: D = A B;  wgmma: D += A B, both operands in shared memory. TRANSPOSED_A: columns of A are contiguous, not
 // rows ("M-major" instead of "K-major"); TRANSPOSED_B: rows of B, not columns.
-// wgmma with A in registers: rows of B contiguous. I to M number the operands after those of D.
+// With A in registers rows of B are contiguous by default. I to M number the operands after those of D.
 #define WGMMA(N, TYPE, NAME, I, J, K, L, M)                                                                             \
     template <int TRANSPOSED_A = 0, int TRANSPOSED_B = 0>                                                               \
     __device__ void wgmma_start(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, TYPE) {               \
@@ -75,12 +75,35 @@ __device__ void wgmma_wait() {
                      : D_##N("+f")                                                                                      \
                      : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));                                           \
     }                                                                                                                   \
-    __device__ inline void wgmma(float (&d)[N / 8][4], const unsigned (&a)[4], unsigned long long b, TYPE) {            \
-        asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                        \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, {%" #I ", %" #J \
-                     ", %" #K ", %" #L "}, %" #M ", add, 1, 1, 1; }"                                                    \
-                     : D_##N("+f")                                                                                      \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                             \
+    template <int TRANSPOSED_B = 1>                                                                                    \
+    __device__ void wgmma_start(float (&d)[N / 8][4], const unsigned (&a)[4], unsigned long long b, TYPE) {            \
+        if constexpr (TRANSPOSED_B)                                                                                    \
+            asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0; "                                                   \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, {%" #I     \
+                         ", %" #J ", %" #K ", %" #L "}, %" #M ", add, 1, 1, 1; }"                                      \
+                         : D_##N("=f")                                                                                 \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
+        else                                                                                                           \
+            asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0; "                                                   \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, {%" #I     \
+                         ", %" #J ", %" #K ", %" #L "}, %" #M ", add, 1, 1, 0; }"                                      \
+                         : D_##N("=f")                                                                                 \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
+    }                                                                                                                  \
+    template <int TRANSPOSED_B = 1>                                                                                    \
+    __device__ void wgmma(float (&d)[N / 8][4], const unsigned (&a)[4], unsigned long long b, TYPE) {                  \
+        if constexpr (TRANSPOSED_B)                                                                                    \
+            asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                   \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, {%" #I     \
+                         ", %" #J ", %" #K ", %" #L "}, %" #M ", add, 1, 1, 1; }"                                      \
+                         : D_##N("+f")                                                                                 \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
+        else                                                                                                           \
+            asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                   \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, {%" #I     \
+                         ", %" #J ", %" #K ", %" #L "}, %" #M ", add, 1, 1, 0; }"                                      \
+                         : D_##N("+f")                                                                                 \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
     }
 #define WGMMA_BOTH_TYPES(N, ...)                \
     WGMMA(N, half_t, "f16", __VA_ARGS__)        \

@@ -5,6 +5,7 @@
 #include "attention/schedule.cuh"
 #include "sm90/long_sums.cuh"
 #include "sm90/pair_tiles.cuh"
+#include "sm90/tangent_maps.cuh"
 #include "sm90/turned_values.cuh"
 #include "tile/ring.cuh"
 #include "tile/swizzled.cuh"
@@ -62,6 +63,10 @@ struct Values<true> {
 constexpr bool TURNED = sizeof(In) == 1;
 using VTile = Values<TURNED>::Tile;
 
+// With a tile come those of its tangent (jvp.cu), where there is one; V itself is not asked for where it alone has one.
+constexpr bool WITH_V = TQ || TK || !TV;
+constexpr int Q_BYTES = (1 + TQ) * QTile::BYTES, K_BYTES = (1 + TK) * KTile::BYTES, V_BYTES = (WITH_V + TV) * VTile::BYTES;
+
 using TileWalk = KeyWalk<KEYS, ROWS>;  // (what is listed is not packed)
 
 // SHARES: each tile so many times, with a share of its keys.
@@ -89,8 +94,8 @@ static_assert(!(PAIR_ARRAYS || walk::LISTED || DROPOUT) || PACK == 1);
 static_assert(!O_STRIPS || !O_STAGED && SUM_TILES == 0 && Q_STAGES == 1);
 static_assert(!TURNED || KEYS % 32 == 0);  // P V takes so many at once
 
-struct TensorMaps : PairMaps {
-    TensorMap q, k, v, out;
+struct TensorMaps : PairMaps, QTangentMap<TQ>, KTangentMap<TK>, VTangentMap<TV> {
+    TensorMap q, k, v, out;  // (of tO where there are tangents)
     int map_out;  // 0 where `out` lies as no map can tell
 };
 
@@ -101,9 +106,9 @@ struct Shared {
     using PairRing = Ring<PAIR_STAGES, READERS>;
 
     // Offsets.
-    static constexpr int K_TILES = Q_STAGES * QTile::BYTES;
-    static constexpr int V_TILES = K_TILES + STAGES * KTile::BYTES;
-    static constexpr int O_TILE = V_TILES + STAGES * VTile::BYTES;
+    static constexpr int K_TILES = Q_STAGES * Q_BYTES;
+    static constexpr int V_TILES = K_TILES + STAGES * K_BYTES;
+    static constexpr int O_TILE = V_TILES + STAGES * V_BYTES;
     static constexpr int O_BYTES = O_STAGED ? OTile::BYTES : O_STRIPS ? 4 * GROUPS * Strip::BYTES : 0;
     static constexpr int PAIR_TILES = O_TILE + (O_BYTES > LongSums::BYTES ? O_BYTES : LongSums::BYTES);
     static constexpr int Q_RING = PAIR_TILES + PAIR_STAGES * Pairwise::BYTES;
@@ -122,9 +127,12 @@ struct Shared {
     __device__ Shared(unsigned base)
         : base(base), q(base + Q_RING), k(base + K_RING), v(base + V_RING), pairs(base + PAIR_RING) {}
 
-    __device__ QTile q_tile() const { return {base + q.stage * QTile::BYTES}; }
-    __device__ KTile k_tile() const { return {base + K_TILES + k.stage * KTile::BYTES}; }
-    __device__ VTile v_tile() const { return {base + V_TILES + v.stage * VTile::BYTES}; }
+    __device__ QTile q_tile() const { return {base + q.stage * Q_BYTES}; }
+    __device__ KTile k_tile() const { return {base + K_TILES + k.stage * K_BYTES}; }
+    __device__ VTile v_tile() const { return {base + V_TILES + v.stage * V_BYTES}; }
+    __device__ QTile tq_tile() const { return {q_tile().base + QTile::BYTES}; }
+    __device__ KTile tk_tile() const { return {k_tile().base + KTile::BYTES}; }
+    __device__ VTile tv_tile() const { return {v_tile().base + WITH_V * VTile::BYTES}; }
     __device__ Pairwise pair_tiles() const { return {base + PAIR_TILES + pairs.stage * Pairwise::BYTES}; }
     // Only where O_STAGED; O_STRIPS; SUM_TILES.
     __device__ OTile o_tile() const { return {base + O_TILE}; }
@@ -172,20 +180,30 @@ struct Shared {
     }
 };
 
-// The loading thread. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too.
-__device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) {
+// The loading thread. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A template since not all kernels
+// have maps of tangents.)
+template <class Maps>
+__device__ void load(const Params& p, const Maps& maps, Shared& s) {
     TileSchedule schedule(p);
     Tickets tickets{p.counters};
     auto load_k = [&](const Tile& tile, int tile_k) {
         s.k.wait_empty();
-        mbarrier_arrive_expect(s.k.full(), KTile::BYTES);
-        s.k_tile().load(maps.k, s.k.full(), tile_k * KEYS - tile.head.unmapped_keys(p), tile.head.k, tile.head.batch);
+        mbarrier_arrive_expect(s.k.full(), K_BYTES);
+        auto fill = [&](KTile to, const TensorMap& map) {
+            to.load(map, s.k.full(), tile_k * KEYS - tile.head.unmapped_keys(p), tile.head.k, tile.head.batch);
+        };
+        fill(s.k_tile(), maps.k);
+        if constexpr (TK) fill(s.tk_tile(), maps.tk);
         s.k.advance();
     };
     auto load_v = [&](const Tile& tile, int tile_k) {
         s.v.wait_empty();
-        mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
-        Values<TURNED>::load(p, s.v_tile(), maps.v, s.v.full(), tile_k * KEYS, tile.head);
+        mbarrier_arrive_expect(s.v.full(), V_BYTES);
+        auto fill = [&](VTile to, const TensorMap& map) {
+            Values<TURNED>::load(p, to, map, s.v.full(), tile_k * KEYS, tile.head);
+        };
+        if constexpr (WITH_V) fill(s.v_tile(), maps.v);
+        if constexpr (TV) fill(s.tv_tile(), maps.tv);
         s.v.advance();
     };
     auto load_pairs = [&](const Tile& tile, int tile_k) {
@@ -199,10 +217,11 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
         s.for_parts([&](int part) {
             s.q.wait_empty();
             s.tell(tile, number);
-            mbarrier_arrive_expect(s.q.full(), QTile::BYTES / Q_PARTS);
+            mbarrier_arrive_expect(s.q.full(), Q_BYTES / Q_PARTS);
             int first = ROWS / Q_PARTS * part;
             int query = tile.queries.begin + first - tile.head.unmapped_queries(p);
             s.q_tile().load_rows(maps.q, s.q.full(), first, query, tile.head.q, tile.head.batch);
+            if constexpr (TQ) s.tq_tile().load_rows(maps.tq, s.q.full(), first, query, tile.head.q, tile.head.batch);
         });
         s.q.advance();
     };
