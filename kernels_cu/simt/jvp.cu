@@ -1,10 +1,11 @@
 // The tangent of attention's forward, in plain CUDA, from the O and lse that it left:
 //
 //     tS = tQ K^T + Q tK^T    P = exp(S - lse)    W = P * (tS - c)
-//     tlse = rowsum(W) + c    tO = W V + P tV - rowsum(W) O
+//     tlse = rowsum(W) / rowsum(P) + c    tO = W V + P tV - rowsum(W) O
 //
 // (tS stands for what the scores change by.) There is no maximum, and nothing is rescaled: c may be any number of the row's own.
 // With the mean of tS over the first tile that has a key of the row W stays small where tangents have something in common.
+// rowsum(P) is 1, but for what rounds lse.
 #include "attention/tangents.cuh"
 #include "simt/probability.cuh"
 
@@ -27,9 +28,9 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
 
     __shared__ Shared shared;
     ResultTile o = {};
-    Accum sum[M], centre[M];  // of each row: this thread's part of rowsum(W), and c
-    bool fresh[M];            // whether it has no c yet
-    for (int i = 0; i < M; ++i) sum[i] = centre[i] = 0, fresh[i] = true;
+    Accum sum[M], total[M], centre[M];  // of each row: this thread's parts of rowsum(W) and rowsum(P), and c
+    bool fresh[M];                      // whether it has no c yet
+    for (int i = 0; i < M; ++i) sum[i] = total[i] = centre[i] = 0, fresh[i] = true;
 
     for (int step = walk.start(); (SCORES_MOVE || config::TV) && walk.has(step); step = walk.next(step)) {
         const int key = walk.tile(step) * config::VISITED;
@@ -62,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
             for (int j = 0; j < SCORES; ++j) {
                 const Pair pair = {head.q, row + row_of(i), key + score_column_of(j)};
                 ts[i][j] = s[i][j] * (ts[i][j] - centre[i]);
-                sum[i] += ts[i][j];
+                sum[i] += ts[i][j], total[i] += s[i][j];
                 if (!dropout.keeps(head.batch, pair)) s[i][j] = ts[i][j] = 0;
             }
         }
@@ -76,14 +77,14 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
 #pragma unroll
     for (int i = 0; i < M; ++i) {
         const int query = row + row_of(i);
-        sum[i] = row_sum(sum[i]) * kept(p);
+        sum[i] = row_sum(sum[i]) * kept(p), total[i] = row_sum(total[i]) * kept(p);
         if (query >= head.queries(p)) continue;
         const long long n = head.row_number(p, query);
         if (config::SINKS) {
             const Accum weight = exp2((pairs.sink(head.q) - p.lse[n]) * LOG2E);
-            if (weight > 0) sum[i] = fma(weight, sink_tangent(p, head) - centre[i], sum[i]);
+            if (weight > 0) sum[i] = fma(weight, sink_tangent(p, head) - centre[i], sum[i]), total[i] += weight;
         }
-        if (column == 0 && threadIdx.x % ACROSS == 0) p.tlse[n] = sum[i] + centre[i];
+        if (column == 0 && threadIdx.x % ACROSS == 0) p.tlse[n] = SCORES_MOVE && sum[i] != 0 ? sum[i] / total[i] + centre[i] : sum[i] + centre[i];
         if (sum[i] == 0) continue;  // a row that sees nothing is 0, whatever stands in O
 #pragma unroll
         for (int j = 0; j < N; ++j) {

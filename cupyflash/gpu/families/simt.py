@@ -67,8 +67,24 @@ BACKWARD_TILES = (
     Tile(32, 32, 64, 16, 2, dim=64, sums=8),
     Tile(32, 32, 128, 16, 2, spills=64, sums=8),
 )
-JVP_TILES = BACKWARD_TILES
-BACKWARD_JVP_TILES = BACKWARD_TILES
+JVP_TILES = (
+    Tile(64, 64, 32, 32, 2, dim=32, sums=4),
+    Tile(64, 64, 64, 32, 2, dim=64, sums=4),
+    Tile(64, 64, 128, 16, 2, dim=128, sums=4),
+    Tile(64, 32, 256, 16, 2, spills=176, sums=4),
+    Tile(64, 32, 32, 16, 2, dim=32, sums=8),
+    Tile(32, 32, 64, 16, 3, spills=16, dim=64, sums=8),
+    Tile(32, 32, 128, 16, 3, spills=64, sums=8),
+)
+BACKWARD_JVP_TILES = (
+    Tile(32, 64, 32, 32, 4, dim=32, sums=4, scored=True),
+    Tile(64, 32, 32, 32, 2, dim=32, sums=4),
+    Tile(64, 32, 64, 32, 2, dim=64, sums=4),
+    Tile(64, 32, 128, 32, 2, spills=48, sums=4),
+    Tile(32, 32, 32, 16, 3, spills=64, dim=32, sums=8),
+    Tile(32, 32, 64, 16, 2, dim=64, sums=8),
+    Tile(32, 32, 128, 16, 2, spills=128, sums=8),
+)
 TRIED = {
     "owned": (32, 64), "visited": (32, 64), "columns": (32, 64, 128, 256), "depth": (16, 32), "blocks": (2, 3, 4),
     "spills": (0,), "threads": (128,),
