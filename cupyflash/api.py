@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 ScoreFunction = Callable[..., Any] | str
 
 
-class Options(TypedDict, total=False):
-    """What `attention` may be given by name, but for return_lse, on which the type of its result depends."""
+class Shared(TypedDict, total=False):
+    """What `attention` and its derivatives may be given by name."""
 
     causal: bool | str
     window: tuple[int | None, int | None] | None
@@ -43,15 +43,20 @@ class Options(TypedDict, total=False):
     block_mask: BlockMask | None
     dropout: float
     seed: int | Array | None
+    layout: str
+    deterministic: bool
+    family: str | None
+
+
+class Options(Shared, total=False):
+    """And `attention` alone, but for return_lse, on which the type of its result depends."""
+
     q_descale: float | Array | None
     k_descale: float | Array | None
     v_descale: float | Array | None
     out_dtype: Any
     out_scale: float
-    layout: str
-    deterministic: bool
     out: Array | None
-    family: str | None
 
 
 @overload

@@ -10,24 +10,23 @@ H(G) is symmetric, and Jᵀ the transpose of J: all second derivatives are made 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from . import dispatch, interop
-from .api import ScoreFunction, present, trace_score
+from .api import Shared, attention_backward, present, trace_score
 from .call import Arrays, Call
-from .interop.protocol import Library
 from .other_names import unexpected
 from .passes import BACKWARD_JVP, JVP, Pass
-from .problem import Gradients, check_wrt, seed_of
-from .signature import A, Array, closed
+from .problem import ARRAYS, Gradients, check_wrt, complete, seed_of
+from .signature import A, Array, sharing
 from .tangents import jvp_of, of_call
 
 if TYPE_CHECKING:
-    from .blockmask.blocks import BlockMask
+    from typing_extensions import Unpack
 
 
-@closed
+@sharing(attention_backward, without=("dlse", "wrt", "grads"))
 def attention_jvp(
     tangents: Mapping[str, Array],
     q: A,
@@ -36,25 +35,8 @@ def attention_jvp(
     out: A,
     lse: Array,
     *,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    key_mask: Array | None = None,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    alibi_slopes: Array | None = None,
-    sinks: Array | None = None,
-    score: ScoreFunction | None = None,
-    score_arrays: Mapping[str, Array] | None = None,
-    block_mask: BlockMask | None = None,
-    dropout: float = 0.0,
-    seed: int | Array | None = None,
-    layout: str = "bshd",
-    deterministic: bool = False,
     tout: A | None = None,
-    family: str | None = None,
-    **unknown: NoReturn,  # refused, and told what it is called here
+    **options: Unpack[Shared],
 ) -> tuple[A, Any]:
     """Tangents of `attention`'s results along tangents of its inputs (forward mode): d/de of attention(q + e tq, ...) at e = 0.
 
@@ -90,24 +72,13 @@ def attention_jvp(
     TypeError, ValueError
         Naming the argument, what it is and what it must be. Nothing has been launched then.
     """
-    if unknown:
-        raise unexpected("attention_jvp", next(iter(unknown)), inspect.signature(attention_jvp).parameters)
-    seed, number = seed_of(seed, dropout)
-    arrays: Arrays = {
-        "q": q, "k": k, "v": v, "out": out, "lse": lse, "key_mask": key_mask, "mask": mask, "bias": bias,
-        "alibi_slopes": alibi_slopes, "sinks": sinks, "seed": seed,
-    }  # fmt: skip
-    options: dict[str, Any] = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "block_mask": block_mask,
-        "dropout": dropout, "layout": layout, "deterministic": deterministic,
-    }  # fmt: skip
-    lib, arrays = _given(JVP, arrays, options, score_arrays, tangents)
-    call = Call(lib, JVP, arrays, options, {} if tout is None else {"tout": tout}, number, family)
-    found: tuple[A, Any] = _run(call)
+    operands = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    call = _call(attention_jvp, JVP, operands, tangents, dict(options))
+    found: tuple[A, Any] = _run(call if tout is None else call.but(targets={"tout": tout}))
     return found
 
 
-@closed
+@sharing(attention_backward)
 def attention_backward_jvp(
     tangents: Mapping[str, Array],
     dout: A,
@@ -117,28 +88,11 @@ def attention_backward_jvp(
     out: A,
     lse: Array,
     *,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    key_mask: Array | None = None,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    alibi_slopes: Array | None = None,
-    sinks: Array | None = None,
-    score: ScoreFunction | None = None,
-    score_arrays: Mapping[str, Array] | None = None,
-    block_mask: BlockMask | None = None,
-    dropout: float = 0.0,
-    seed: int | Array | None = None,
-    layout: str = "bshd",
-    deterministic: bool = False,
     dlse: Array | None = None,
     jvp: tuple[A, Array] | None = None,
     wrt: str | Iterable[str] = (),
     grads: tuple[A, A, A] | None = None,
-    family: str | None = None,
-    **unknown: NoReturn,  # refused, and told what it is called here
+    **options: Unpack[Shared],
 ) -> Gradients:
     """Tangents of `attention_backward`'s results along tangents of its inputs: d/de of attention_backward(dout, q + e tq, ...).
 
@@ -184,44 +138,38 @@ def attention_backward_jvp(
     TypeError, ValueError
         Naming the argument, what it is and what it must be. Nothing has been launched then.
     """
-    if unknown:
-        of = inspect.signature(attention_backward_jvp).parameters
-        raise unexpected("attention_backward_jvp", next(iter(unknown)), of)
-    seed, number = seed_of(seed, dropout)
-    arrays: Arrays = {
-        "q": q, "dout": dout, "k": k, "v": v, "out": out, "lse": lse, "key_mask": key_mask, "mask": mask, "bias": bias,
-        "alibi_slopes": alibi_slopes, "sinks": sinks, "seed": seed, "dlse": dlse,
-    }  # fmt: skip
-    options: dict[str, Any] = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "block_mask": block_mask,
-        "dropout": dropout, "layout": layout, "deterministic": deterministic,
-    }  # fmt: skip
-    lib, arrays = _given(BACKWARD_JVP, arrays, options, score_arrays, tangents)
     for name, x, each in (("grads", grads, "(dq, dk, dv)"), ("jvp", jvp, "(tout, tlse)")):
         size = each.count(",") + 1
         if x is not None and (not isinstance(x, (tuple, list)) or len(x) != size):
             what = f"holds {len(x)} arrays" if isinstance(x, (tuple, list)) else f"is {type(x).__name__}"
             raise ValueError(f"{name} {what}; it must be a tuple of {size} arrays {each} or None")
-    targets = {} if grads is None else dict(zip(BACKWARD_JVP.results, grads))
-    wanted = check_wrt(wrt, arrays, options["score"])
-    call = Call(lib, BACKWARD_JVP, arrays, options, targets, number, family, wrt=wanted)
+    operands = {"q": q, "dout": dout, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
+    call = _call(attention_backward_jvp, BACKWARD_JVP, operands, tangents, dict(options))
+    wanted = check_wrt(wrt, call.arrays, call.options["score"])
+    call = call.but(targets={} if grads is None else dict(zip(BACKWARD_JVP.results, grads)), wrt=wanted)
     if jvp is None:
+        if call.lib.recorder(call) is None:  # else whoever follows the call looks at all of it first
+            dispatch.check(call)
         jvp = _run(jvp_of(call))
-    arrays |= zip(("tout", "tlse"), jvp)
-    found: Gradients = _run(call)
+    found: Gradients = _run(call.but(arrays=call.arrays | dict(zip(("tout", "tlse"), jvp))))
     return found
 
 
-def _given(
-    of: Pass, arrays: Arrays, options: dict[str, Any], score_arrays: Any, tangents: Any
-) -> tuple[Library, Arrays]:
-    """The library of q, and the arrays of a call, tangents among them; the score function becomes a `Score`."""
-    required = [row.name for row in of.rows if not (row.optional or row.result or row.name in ("tout", "tlse"))]
-    arrays = present(required, arrays)
+def _call(function: Callable[..., Any], of: Pass, operands: Arrays, tangents: Any, given: dict[str, Any]) -> Call:
+    """A call of a function that was `given` these options and optional arrays by name."""
+    known = inspect.signature(function).parameters
+    for name in given:
+        if name not in known:
+            raise unexpected(function.__name__, name, known)
+    seed, number = seed_of(given.get("seed"), given.get("dropout", 0.0))
+    required = [name for name in operands if name != "dlse"]
+    arrays = present(required, operands | {row.name: given.get(row.name) for row in ARRAYS} | {"seed": seed})
+    options, score_arrays = complete(given), given.get("score_arrays")
     lib = interop.library("q", arrays["q"])
     if options["score"] is not None or score_arrays is not None:
         trace_score(lib, arrays, options, score_arrays)
-    return lib, arrays | of_call(tangents, arrays, options["score"], of)
+    arrays = arrays | of_call(tangents, arrays, options["score"], of)
+    return Call(lib, of, arrays, options, seed=number, family=given.get("family"))
 
 
 def _run(call: Call) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from . import interop
 from .call import Call
-from .problem import Gradients
+from .problem import Gradients, argument_name, state
 
 
 def run(call: Call) -> Any:
@@ -36,6 +36,13 @@ def refuse_family(family: str, kind: str) -> NoReturn:
 
     check_family(family)
     raise ValueError(f"family is {family!r}, a family of GPU kernels, but q is a {kind} array on the CPU")
+
+
+def check(call: Call) -> None:
+    """What `run` says of a call that is wrong, before anything is computed for it."""
+    arrays, targets = interop.adopt(call.lib, call.arrays, call.targets)
+    views = {name: interop.view(call.lib, argument_name(name), x) for name, x in arrays.items()}
+    state(views, {name: call.lib.view(x) for name, x in targets.items()}, call.options, call.of)
 
 
 def _as_given(call: Call, results: Any, q: Any, into: dict[str, Any]) -> Any:

@@ -21,6 +21,8 @@ class ByHand(NamedTuple):
     score: np.ndarray
     slope: Any
     reads: Reads
+    of_s: Any = 0.0  # the second derivative by s
+    of_reads: dict[str, tuple[Any, Any]] = {}  # noqa: RUF012 (of an array, those by s and its element, and by that twice)
 
 
 class Written(NamedTuple):
@@ -52,6 +54,8 @@ def _documents(s: Any, b: Any, h: Any, i: Any, j: Any, ids: Any, cap: Any) -> By
     return ByHand(
         np.where(same, c * t, -np.inf), np.where(same, 1 - t**2, 0),
         {"cap": ((h,), np.where(same, t - (1 - t**2) * s / c, 0))},
+        np.where(same, -2 * t * (1 - t**2) / c, 0),
+        {"cap": tuple(np.where(same, 2 * t * (1 - t**2) * x, 0) for x in (s / c**2, -(s**2) / c**3))},
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+import tangents
 from backends import Backend
 from criterion import ByLuck, as_good_as_rounding, assert_as_good, far_units, large_score_units, one_key_units
 from reference import Standard, draw, flash2_in_own_precision, standard, standard_in_own_precision, state, visible
@@ -17,6 +18,7 @@ from score_functions import WRITTEN, key, of_dtype
 
 from cupyflash import BlockMask, attention, attention_backward, block_mask
 from cupyflash.problem import ARRAYS, AttentionProblem
+from cupyflash.score.graph import name_of
 
 
 class Inputs(NamedTuple):
@@ -233,6 +235,9 @@ def check(
         assert results.dscore_arrays.keys() == {x.name for x in read.values() if x.name in wrt}
         found |= {f"d{name}": results.dscore_arrays[x.name] for name, x in read.items() if x.name in wrt}
 
+    if backward and tangents.are_asked(judge.problem, options["family"] or backend.family):
+        known = {name: x for name, x in options.items() if name != "deterministic"}
+        _check_tangents(backend, judge, given, out, lse, known | {"deterministic": deterministic}, rank, layout, lay)
     judge.reckon()  # while a GPU computes
     fetched = dict(zip((*bases, *found), backend.get_all([*bases.values(), *found.values()])))
     for name, x in fetched.items():
@@ -244,6 +249,55 @@ def check(
         else:
             assert x.dtype == others[name[1:]].dtype
             judge(name, x.reshape(others[name[1:]].shape))
+
+
+def _check_tangents(
+    backend: Backend,
+    judge: Judge,
+    given: list[Any],
+    out: Any,
+    lse: Any,
+    options: dict[str, Any],
+    rank: int,
+    layout: str,
+    lay: Lay,
+) -> None:
+    """Along tangents of everything at once, and of one array alone; what is hidden has any."""
+    q, k, v, dout, key_mask, dlse, others = judge.inputs
+    problem = judge.problem
+    arrays = {"q": q, "k": k, "v": v, "dout": dout} | ({} if key_mask is None else {"key_mask": key_mask}) | others
+    arrays |= {} if dlse is None else {"dlse": dlse}
+    rng = np.random.default_rng(q.size + k.size)
+    names = tangents.can_move(problem, others)
+    dead = {}
+    if not problem.empty:
+        blind, unseen = dead_rows(problem, key_mask)
+        dead = {"q": blind, "k": unseen, "v": unseen, "dout": blind}
+    shaped = arrays | {"dlse": np.empty((problem.batch, problem.heads_q, problem.seq_q), problem.lse_dtype)}
+    for some in (names, [str(rng.choice(names))]):
+        moved = tangents.draw_tangents(rng, shaped, some)
+        spoilt = {name: spoil(rng, x, dead[name]) if name in dead else x for name, x in moved.items()}
+        placed = {}
+        for name, x in spoilt.items():
+            if name in ("q", "k", "v", "dout"):
+                x = as_caller_has_it(x, rank, layout)
+            elif name == "dlse":
+                placed[name] = backend.put(x.reshape(lse.shape))
+                continue
+            elif name == "bias" and x.shape == (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k):
+                x = np.where(tangents.hidden(problem, others, key_mask), np.nan, x).astype(x.dtype)
+            if name in ("q", "k", "v", "dout"):
+                placed[name] = _placed(backend, x, lay)[1]
+            else:
+                placed[name] = backend.put(_of_rank(name, x, rank))
+        wrt = [name for name in names if name not in ("q", "k", "v", "dout", "dlse")]
+        wanted = [name_of(name) or name for name in wrt]
+        backend.poison()
+        found = tangents.call(placed, given[3], given[:3], out, lse, options, wanted)
+        moving = tangents.Moving(problem, arrays, moved)
+        for name, x in zip(found, backend.get_all([*found.values()])):
+            rows = name in ("tout", "tdq", "tdk", "tdv")
+            moving.judge(name, as_reference_has_it(x, rank, layout) if rows else x)
 
 
 class Judge:
@@ -316,11 +370,14 @@ class Judge:
 def arrays_of_rank(inputs: Inputs, rank: int) -> dict[str, np.ndarray]:
     """The optional arrays, key_mask among them, as a caller with q of `rank` dimensions has them."""
     given = dict(inputs.given) if inputs.key_mask is None else {"key_mask": inputs.key_mask, **inputs.given}
-    for row in ARRAYS:
-        x = given.get(row.name)
-        if x is not None and x.ndim == len(row.axes):  # else leading axes are left out already
-            given[row.name] = x.reshape(x.shape[len(row.axes) - len(row.has(rank)) :])
-    return given
+    return {name: _of_rank(name, x, rank) for name, x in given.items()}
+
+
+def _of_rank(name: str, x: np.ndarray, rank: int) -> np.ndarray:
+    row = next((row for row in ARRAYS if row.name == name), None)
+    if row is None or x.ndim != len(row.axes):  # leading axes are left out already
+        return x
+    return x.reshape(x.shape[len(row.axes) - len(row.has(rank)) :])
 
 
 def as_given(name: str, x: np.ndarray, put: Callable[[np.ndarray], Any]) -> Any:

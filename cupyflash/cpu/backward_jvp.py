@@ -74,6 +74,8 @@ def backward_jvp(
             product(qi, turned(kh, at), out=s)
             ts = products(((tqi, turned(kh, at)), (qi, turned(tkh, at))), out=room)
             slope, bend, moved = pairs.slope(s, at), pairs.bend(s, ts, at), pairs.tangent(s, ts, at)
+            if moved is None and problem.moves("sinks"):  # then tlse is not 0
+                moved = np.zeros_like(s)
             of_products = s.copy() if task.of_function else s
             p, live = pairs.probabilities(s, norm, at)
             keeps = pairs.keeps(at)

@@ -50,8 +50,8 @@ def jvp(
         size, n = qi.shape[:2], qi.shape[2]
         scores, tangents = (pairs.tile(size, n, tiling.keys, work) for _ in range(2))
         part = np.empty((*size, n, problem.dim_v), work)
-        acc, total = Long(part.shape, work), np.zeros(norm.shape)
-        center, fresh = np.zeros(norm.shape, work), np.ones(norm.shape, bool)
+        acc, total, mass = Long(part.shape, work), np.zeros(norm.shape), np.zeros(norm.shape)
+        center = np.zeros(norm.shape, work)
         for at in crew.steps(key_tiles(pairs, heads, rows, tiling)):
             m = at.keys.stop - at.keys.start
             s = scores[..., :m]
@@ -59,13 +59,12 @@ def jvp(
             ts = products(((tqi, turned(kh, at)), (qi, turned(tkh, at))), out=tangents[..., :m])
             ts = pairs.tangent(s, ts, at)
             p, live = pairs.probabilities(s, norm, at)
-            keeps = pairs.keeps(at)
+            keeps, fresh, own = pairs.keeps(at), mass == 0, row_sums(p)
+            mass += own
             if ts is not None:
                 if fresh.any():
-                    mass = row_sums(p)
-                    mean = row_sums(np.where(live, p * ts, 0)) / mass
-                    np.copyto(center, mean, where=fresh & (mass > 0), casting="same_kind")
-                    fresh &= mass == 0
+                    mean = row_sums(np.where(live, p * ts, 0)) / own
+                    np.copyto(center, mean, where=fresh & (own > 0), casting="same_kind")
                 w = np.subtract(ts, center)
                 np.multiply(w, p, out=w)
                 np.copyto(w, 0, where=~live)
@@ -82,12 +81,14 @@ def jvp(
             acc.step()
         sink = pairs.sink(heads)
         if sink is not None:
-            moved = pairs.tangent_of_sink(heads)
-            total += np.exp(sink - norm) * ((0 if moved is None else moved) - center)
+            moved, of_sink = pairs.tangent_of_sink(heads), np.exp(sink - norm)
+            total += of_sink * ((0 if moved is None else moved) - center)
+            mass += of_sink
         of_out = rows_of(out, batches, heads, rows, work)
         found = acc.total() * work(1 / pairs.kept) - total * of_out
         tout[batches, rows, heads] = found.transpose(0, 2, 1, 3)
-        tlse[batches, heads, rows] = np.where(unseen, 0, total + center)[..., 0]
+        mean = total / np.where(mass == 0, 1, mass)  # mass is 1 but for how lse is rounded
+        tlse[batches, heads, rows] = np.where(unseen, 0, mean + center)[..., 0]
 
     crew.run(
         task,
