@@ -39,10 +39,11 @@ def check(
 ) -> None:
     """Forward and backward, in both orders (cuda_on_cpu.h); every result must be as good as the reference.
 
-    To the bit the same in both, too, but for dq and what a score function reads where that is not asked for. `shapes` are those of `draw_inputs`,
-    `options` those of a problem; "rows_aligned": whether rows of results start at multiples of 16 bytes; "tiles": those
-    of the forward and of the backward, in place of what the plan would choose; "blocks": what `draw_blocks` takes. `change`
-    makes others of the inputs that are drawn; `own_times` multiplies the errors of own precision, where few numbers decide.
+    To the bit the same in both, too, but for dq and what a score function reads where that is not asked for. `shapes`
+    are those of `draw_inputs`, `options` those of a problem; "rows_aligned": whether rows of results start at multiples
+    of 16 bytes; "tiles": those of the forward and of the backward, in place of what the plan would choose; "blocks":
+    what `draw_blocks` takes. `change` makes others of the inputs that are drawn; `own_times` multiplies the errors of
+    own precision, where few numbers decide.
     """
     options = {"rows_aligned": True, "tiles": (None, None), "deterministic": False} | options
     blocks = options.pop("blocks", None)
@@ -118,9 +119,9 @@ def check(
 class Guarded:
     """An array amid memory that nobody may write; what lies further than 16 bytes behind it nobody may even read.
 
-    An input has `values`, which nobody may write either. With `rows_aligned` its rows start at multiples of 16 bytes, and
-    what follows the values of one up to the next such multiple is zeros, as the corridor pads it. With that, or `apart`, rows
-    have something of another between them. (An array that has no rows, of fewer axes, is one block.)
+    An input has `values`, which nobody may write either. With `rows_aligned` its rows start at multiples of 16 bytes,
+    and what follows the values of one up to the next such multiple is zeros, as the corridor pads it. With that, or
+    `apart`, rows have something of another between them. (An array that has no rows, of fewer axes, is one block.)
     """
 
     AROUND = 1 << 20  # bytes that are out of bounds, on both sides

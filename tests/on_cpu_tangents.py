@@ -30,8 +30,8 @@ def check(
     options: dict[str, Any],
     moves: Collection[str] = (),
 ) -> None:
-    """Both passes, and the tangents of all gradients of arrays, in both orders (cuda_on_cpu.h), to the bit the same but for what a
-    score function reads. `moves`: the arrays that have tangents; all that may, where none is named.
+    """Both passes, and the tangents of all gradients of arrays, in both orders (cuda_on_cpu.h), to the bit the same but
+    for what a score function reads. `moves`: the arrays that have tangents; all that may, where none is named.
     """
     options = {"deterministic": False} | options
     blocks = options.pop("blocks", None)

@@ -1,7 +1,8 @@
 """Tangents of standard attention's results and of its gradients, with the score matrix in memory: as `reference.py`.
 
     J u     tout, tlse: what out and lse change by along tangents u of the inputs
-    H(G) u  tdq, tdk, tdv, tdbias, ...: what the gradients for G = (dout, dlse) change by along u, and along tangents of G
+    H(G) u  tdq, tdk, tdv, tdbias, ...: what the gradients for G = (dout, dlse) change by along u, and along tangents of
+    G
 
 By the rules of differentiation, operation by operation.
 """
@@ -48,8 +49,8 @@ class Tangents(dict[str, np.ndarray]):
 def tangents(problem: AttentionProblem, arrays: Arrays, moved: Arrays, own: bool = False) -> Tangents:
     """Every result by name, in float64; with `own` as standard tensor operations give it in the dtype of q.
 
-    `arrays`: q, k, v, dout and all optional arrays that are given, perhaps dlse, in the shapes of the reference. `moved`: the
-    tangents of some of them by the same names. What has no tangent has one of 0.
+    `arrays`: q, k, v, dout and all optional arrays that are given, perhaps dlse, in the shapes of the reference.
+    `moved`: the tangents of some of them by the same names. What has no tangent has one of 0.
     """
     dtype = np.dtype(DTYPES[problem.dtype])
     if not own or dtype.itemsize == 8:
@@ -151,8 +152,8 @@ class _Tangents:
         return found
 
     def luck(self, terms: Any, of_rowsums: Any, of_logs: Any, reads: Arrays, sink: Any) -> dict[str, float]:
-        """By how much rounding moves what arrays get where few numbers decide: four standard deviations. `reference._luck` has
-        the same of gradients."""
+        """By how much rounding moves what arrays get where few numbers decide: four standard deviations.
+        `reference._luck` has the same of gradients."""
         dtype = np.dtype(DTYPES[self.problem.dtype])
         eps = float(ml_dtypes.finfo(dtype).eps) * (1 if dtype.itemsize == 2 else 8)
         of_log = 8 * float(np.finfo(DTYPES[self.problem.lse_dtype]).eps)
@@ -197,8 +198,8 @@ class _Tangents:
         return found + self.array("bias")
 
     def of_function(self, x: np.ndarray, tx: np.ndarray, given: Arrays) -> tuple[Any, Arrays]:
-        """What its slope changes by; and of each array that it reads: the index of the element of each pair, the derivative by
-        that, the element's tangent, and what the derivative changes by."""
+        """What its slope changes by; and of each array that it reads: the index of the element of each pair, the
+        derivative by that, the element's tangent, and what the derivative changes by."""
         if self.problem.score is None:
             return 0, {}
         found = _by_hand(self.problem, x, given)

@@ -48,12 +48,13 @@ def draw_inputs(
     bias: str | None = None,
     score: str | None = None,
 ) -> Inputs:
-    """Random inputs: `seq` is (Sq, Sk), `heads` (Hq, Hk), `dims` (D, Dv); `dlse` the size of lse's gradient, 0 for none.
+    """Random inputs: `seq` is (Sq, Sk), `heads` (Hq, Hk), `dims` (D, Dv); `dlse` the size of lse's gradient, 0 for
+    none.
 
-    `given` names other optional arrays. Along the axes of `full`, by their first letters, a mask or bias has every number;
-    it has length 1 along the others. `bias`: the dtype of that, where it is not that of q. A seed is one of no dimensions, which
-    stands for a number; reshaped to one dimension it is an array. With the arrays of `score`, of WRITTEN; what is learned of
-    them is in float32 for 16-bit inputs.
+    `given` names other optional arrays. Along the axes of `full`, by their first letters, a mask or bias has every
+    number; it has length 1 along the others. `bias`: the dtype of that, where it is not that of q. A seed is one of no
+    dimensions, which stands for a number; reshaped to one dimension it is an array. With the arrays of `score`, of
+    WRITTEN; what is learned of them is in float32 for 16-bit inputs.
     """
     (sq, sk), (hq, hk), (d, dv) = seq, heads, dims
     shapes = ((batch, sq, hq, d), (batch, sk, hk, d), (batch, sk, hk, dv), (batch, sq, hq, dv))
@@ -96,7 +97,8 @@ class Blocks(NamedTuple):
 def draw_blocks(
     rng: np.random.Generator, shape: tuple[int, int, int, int], block: tuple[int, int], axes: str = "bh"
 ) -> Blocks:
-    """Random ones for (B, H, Sq, Sk), empty, full and partial; `axes`: those of batch and heads along which they differ."""
+    """Random ones for (B, H, Sq, Sk), empty, full and partial; `axes`: those of batch and heads along which they
+    differ."""
     whole = (*(n if axis in axes else 1 for axis, n in zip("bh", shape)), *shape[2:])
     grid = (*whole[:2], *(-(-n // size) for n, size in zip(shape[2:], block)))
     kinds = rng.choice(3, grid, p=(0.4, 0.3, 0.3))  # empty, full, partial
@@ -113,7 +115,8 @@ def dead_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Which queries see no key, (B, Sq, Hq), and which keys no query sees, (B, Sk, Hk), by position and key_mask.
 
-    Of what `blocks` (booleans over all pairs) hide, tiles of queries and keys of all sizes in `tiles` that hold nothing else.
+    Of what `blocks` (booleans over all pairs) hide, tiles of queries and keys of all sizes in `tiles` that hold nothing
+    else.
     """
     p = problem
     seen = np.broadcast_to(visible(p, key_mask), (p.batch, p.heads_q, p.seq_q, p.seq_k))
@@ -180,7 +183,8 @@ def check(
     blocks: Blocks | None = None,
     **options: Any,
 ) -> None:
-    """Run `inputs` through attention and attention_backward on the backend; every result must be as good as the reference.
+    """Run `inputs` through attention and attention_backward on the backend; every result must be as good as the
+    reference.
 
     `wrt`: optional arrays whose gradients are asked for, all that are given unless said. `blocks`: a block mask.
 
@@ -303,9 +307,9 @@ def _check_tangents(
 class Judge:
     """The problem that inputs and options state, and a verdict on each of its results, in the shapes of the reference.
 
-    `large_scores`: some are so far from 0 that luck decides, see `large_score_units`. Where dq, dk and gradients of optional
-    arrays miss the criterion, they may also be about as good as the published algorithm is on this very problem, computed in
-    float64 and rounded where it rounds.
+    `large_scores`: some are so far from 0 that luck decides, see `large_score_units`. Where dq, dk and gradients of
+    optional arrays miss the criterion, they may also be about as good as the published algorithm is on this very
+    problem, computed in float64 and rounded where it rounds.
     """
 
     def __init__(

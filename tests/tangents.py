@@ -1,4 +1,5 @@
-"""Both passes of tangents on a backend, judged against the reference: what `semantics.check` asks of problems that are not large."""
+"""Both passes of tangents on a backend, judged against the reference: what `semantics.check` asks of problems that are
+not large."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def can_move(problem: AttentionProblem, given: Collection[str]) -> list[str]:
 
 
 def draw_tangents(rng: np.random.Generator, arrays: dict[str, np.ndarray], names: Collection[str]) -> dict[str, Any]:
-    """Of these of `arrays`, in the shapes of the reference; lse's gradient may have one where it is not given itself."""
+    """Of these of `arrays`, in the shapes of the reference; lse's gradient may have one where it is not given
+    itself."""
     return {name: rng.standard_normal(arrays[name].shape).astype(arrays[name].dtype) for name in names}
 
 

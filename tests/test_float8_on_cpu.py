@@ -95,7 +95,8 @@ def check(
     off: float | None = None,  # of an element, relative
     **options: Any,
 ) -> None:
-    """The kernel in both orders (cuda_on_cpu.h), to the bit the same in both, beside exact attention on what x stands for."""
+    """The kernel in both orders (cuda_on_cpu.h), to the bit the same in both, beside exact attention on what x stands
+    for."""
     before = None
     for out, lse, exact in results(x, key_mask, others, result, out_scale, **options):
         error = np.sqrt(((out.astype(np.float64) / out_scale - exact.out) ** 2).sum() / (exact.out**2).sum())
@@ -157,7 +158,8 @@ def results(
 def test_a_row_keeps_its_maximum_where_that_of_another_grows(
     long_sums: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of a warp raise their maxima together, here in each of 24 tiles; every other row has seen its largest in the first."""
+    """Rows of a warp raise their maxima together, here in each of 24 tiles; every other row has seen its largest in the
+    first."""
     q, k, v = (rng.standard_normal((1, n, 1, 64)).astype(np.float32) for n in (64, 24 * 128, 24 * 128))
     q[..., :2], k[..., :2] = 0, 1
     q[:, ::2, :, 0] = q[:, 1::2, :, 1] = 48  # the scale is 1/8
@@ -203,7 +205,8 @@ def test_values_of_zero_beside_small_ones(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_scale_of_zero(causal: bool, rng: np.random.Generator) -> None:
-    """Of all scores, or what a block of zeros was divided by: every score is 0, and lse the logarithm of their number."""
+    """Of all scores, or what a block of zeros was divided by: every score is 0, and lse the logarithm of their
+    number."""
     drawn = draw_inputs(rng, "float32", seq=(150, 260))
     x = quantize(rng, *drawn[:3])
     check(x, scale=0.0, causal=causal)

@@ -1,4 +1,5 @@
-"""Derivatives of second order in JAX: every order of forward and reverse mode, against JAX's own of standard attention."""
+"""Derivatives of second order in JAX: every order of forward and reverse mode, against JAX's own of standard
+attention."""
 
 from __future__ import annotations
 
@@ -175,7 +176,8 @@ def test_transforms(name: str) -> None:
     ))  # fmt: skip
 
 
-# ---- which kernels run ------------------------------------------------------------------------------------------------
+# ---- which kernels run
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -270,7 +272,8 @@ def test_vmap_is_one_call_of_each(ran: list[tuple[str, str]]) -> None:
     assert count(ran) == {"forward": 1, "jvp": 1, "backward": 1, "backward_jvp": 1}
 
 
-# ---- vmap -------------------------------------------------------------------------------------------------------------
+# ---- vmap
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -319,7 +322,8 @@ def test_mapped_arrays_and_tangents(rank: int, layout: str, mapped: str) -> None
     close(jax.jit(jax.vmap(function, dims))(*given), TREE.map(lambda *x: jnp.stack(x), *each))
 
 
-# ---- what is refused --------------------------------------------------------------------------------------------------
+# ---- what is refused
+# --------------------------------------------------------------------------------------------------
 
 
 def refused(function: Any, message: str, *x: Any) -> None:
@@ -398,7 +402,8 @@ def test_rows_that_see_nothing_are_no_mistake() -> None:
     assert hvp["q"][0].any() and not hvp["q"][1].any() and not hvp["v"][1].any()
 
 
-# ---- the package's functions ------------------------------------------------------------------------------------------
+# ---- the package's functions
+# ------------------------------------------------------------------------------------------
 
 
 def test_functions_of_the_package() -> None:
@@ -487,7 +492,8 @@ def test_donated_buffers() -> None:
     assert given["q"].is_deleted()
 
 
-# ---- several devices --------------------------------------------------------------------------------------------------
+# ---- several devices
+# --------------------------------------------------------------------------------------------------
 
 SHARDED = """
 import numpy as np, jax

@@ -275,8 +275,8 @@ def test_block_masks_are_not_kept_for_ever() -> None:
 
 
 def test_several_devices() -> None:
-    """shard_map over batch and heads (a gradient of what is the same on several devices is summed over them), other devices than
-    the first, arrays in parts without shard_map, and pmap."""
+    """shard_map over batch and heads (a gradient of what is the same on several devices is summed over them), other
+    devices than the first, arrays in parts without shard_map, and pmap."""
     command = [sys.executable, "-c", SHARDED]
     done = subprocess.run(command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.stdout.split()[-1:] == ["sharded"], done.stderr[-3000:]

@@ -198,7 +198,8 @@ def test_merged_parts_have_the_tangent_of_the_whole(rng: np.random.Generator) ->
         close(x, (after - before) / (2 * step), 1e-7)
 
 
-# ---- the reference ------------------------------------------------------------------------------------------------------
+# ---- the reference
+# ------------------------------------------------------------------------------------------------------
 
 OF_JAX = {
     "plain": {},
@@ -275,12 +276,14 @@ def standard_of_jax(problem: Any, a: Arrays) -> Any:
     return (p @ v).transpose(0, 2, 1, 3), (top + jnp.log(total))[..., 0]
 
 
-# ---- precision ------------------------------------------------------------------------------------------------------------
+# ---- precision
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_tangents_that_all_keys_share(dtype: str, rng: np.random.Generator) -> None:
-    """A time embedding's, for instance: what they share moves all scores alike, and is taken off before anything is rounded."""
+    """A time embedding's, for instance: what they share moves all scores alike, and is taken off before anything is
+    rounded."""
     q, k, v, dout, tq, tk, tv = draw(rng, dtype, 7, 2, 200, 2, 64)
     tk = (tk.astype(np.float32) + 16).astype(DTYPES[dtype])
     arrays, moved = {"q": q, "k": k, "v": v, "dout": dout}, {"q": tq, "k": tk, "v": tv}
@@ -292,7 +295,8 @@ def test_tangents_that_all_keys_share(dtype: str, rng: np.random.Generator) -> N
     assert error < of_own / 4, (error, of_own)
 
 
-# ---- corners ----------------------------------------------------------------------------------------------------------
+# ---- corners
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_rows_that_see_nothing(rng: np.random.Generator) -> None:
@@ -412,7 +416,8 @@ def test_no_array_over_all_pairs(rng: np.random.Generator) -> None:
         tracemalloc.stop()
 
 
-# ---- where results go ---------------------------------------------------------------------------------------------------
+# ---- where results go
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_targets(rng: np.random.Generator) -> None:
@@ -433,7 +438,8 @@ def test_targets(rng: np.random.Generator) -> None:
         attention_backward_jvp({"q": tq}, dout, q, k, v, out, lse, jvp=(tout, tlse), grads=(tout, *grads[1:]))
 
 
-# ---- bad input --------------------------------------------------------------------------------------------------------------
+# ---- bad input
+# --------------------------------------------------------------------------------------------------------------
 
 Q = np.zeros((2, 5, 2, 4), np.float32)
 K = np.zeros((2, 6, 2, 4), np.float32)

@@ -72,7 +72,8 @@ def expected(name: str) -> list[np.ndarray]:
 
 
 def differentiable(options: dict[str, Any]) -> tuple[list[Any], Callable[..., dict[str, Any]]]:
-    """The arrays of options that have a gradient, in the order of `expected`, and the options with others in their place."""
+    """The arrays of options that have a gradient, in the order of `expected`, and the options with others in their
+    place."""
     names = [x for x in ("bias", "sinks") if x in options]
     read = options.get("score_arrays")
 

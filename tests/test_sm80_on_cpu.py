@@ -19,7 +19,8 @@ pytestmark = needs_compiler
 A100, A10, H200 = Arch("sm_80", 80, 3, 166912), Arch("sm_86", 86, 3, 101376), Arch("sm_90a", 90, 3, 232448)
 
 SCORES = ("mask", "bias", "alibi_slopes", "sinks")
-# (GPU, dtype, shapes, options) as `check` takes them. Lengths are such that tiles end at a mask's edge, and just beyond.
+# (GPU, dtype, shapes, options) as `check` takes them. Lengths are such that tiles end at a mask's edge, and just
+# beyond.
 CASES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "plain": (A100, "float16", {"dims": (64, 48), "dlse": 1.0}, {}),
     "group": (A100, "bfloat16", {"heads": (4, 2), "seq": (150, 212)}, {"causal": True}),

@@ -20,8 +20,8 @@ from cupyflash.passes import FORWARD
 
 pytestmark = needs_compiler
 
-# With so few multiprocessors two blocks (two clusters where the backward is wide) take tile after tile. With more, several
-# share what a tile of a gradient of a bias sums.
+# With so few multiprocessors two blocks (two clusters where the backward is wide) take tile after tile. With more,
+# several share what a tile of a gradient of a bias sums.
 GPU, WIDE, MANY = (Arch("sm_90a", 90, sms, 232448) for sms in (2, 4, 13))
 
 SCORES = ("mask", "bias", "alibi_slopes", "sinks")
@@ -43,7 +43,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "in-order": ("float16", {"heads": (4, 2), "seq": (150, 633), "batch": 1}, {"deterministic": True}),
     "in-order-causal": ("float16", {"seq": (400, 433), "batch": 1}, {"causal": True, "deterministic": True}),
     "192": ("float16", {"seq": (170, 250), "dims": (192, 128), "key_mask": True}, {"window": (50, 50)}),
-    # Rows that begin at no multiple of 16 bytes, where they leave through a strip of shared memory, and where there is none.
+    # Rows that begin at no multiple of 16 bytes, where they leave through a strip of shared memory, and where there is
+    # none.
     "192-odd": ("bfloat16", {"seq": (300, 250), "dims": (192, 99), "batch": 1}, {"causal": True, "rows_aligned": False}),
     "256-odd": ("float16", {"seq": (300, 250), "dims": (256, 199), "heads": (1, 1), "batch": 1}, {"rows_aligned": False}),
     "wide": (
@@ -57,7 +58,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "float16", {"seq": (170, 250), "dims": (256, 200), "heads": (2, 1), "key_mask": True}, {"causal": "top_left"},
     ),
     "in-turn": ("float16", {"heads": (4, 4), "seq": (70, 140), "batch": 6}, {}),  # more heads than sums of dQ have room
-    # In windows the first key tile that adds to a tile of dQ stores; heads take the place of others; some queries see nothing.
+    # In windows the first key tile that adds to a tile of dQ stores; heads take the place of others; some queries see
+    # nothing.
     "in-turn-window": ("float16", {"heads": (4, 2), "seq": (150, 1210), "batch": 6}, {"window": (150, 0)}),
     "unseen-window": (
         "bfloat16", {"heads": (3, 3), "seq": (960, 800), "dims": (128, 128), "batch": 4, "given": ("seed",)},

@@ -1,4 +1,5 @@
-"""Functions and modules of other packages in our place: values and gradients are theirs, or of what they are defined by."""
+"""Functions and modules of other packages in our place: values and gradients are theirs, or of what they are defined
+by."""
 
 from __future__ import annotations
 
@@ -356,7 +357,8 @@ WITH_DROPOUT: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_dropout(name: str) -> None:
-    """By PyTorch's generator: the same after the same seed, another in each call, gradients too, and right on average."""
+    """By PyTorch's generator: the same after the same seed, another in each call, gradients too, and right on
+    average."""
     x = numbers(3, 2, 6, 4, 8, grad=True)
     plain, call = WITH_DROPOUT[name](x, 0.0)(), WITH_DROPOUT[name](x, 0.4)
     results = []
@@ -386,7 +388,8 @@ a_module = MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
 
 @pytest.mark.parametrize("name", EVERY)
 def test_compiled_exported_and_mapped(name: str) -> None:
-    """In one graph with any lengths, with gradients; in a program; and over an axis that becomes a part of the batch."""
+    """In one graph with any lengths, with gradients; in a program; and over an axis that becomes a part of the
+    batch."""
 
     class Layer(torch.nn.Module):
         def forward(self, x: Any, bias: Any) -> Any:
