@@ -1,0 +1,118 @@
+"""What attention_jvp and attention_backward_jvp say of input that is wrong, on NumPy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyflash import attention, attention_backward_jvp, attention_jvp
+
+# --------------------------------------------------------------------------------------------------------------
+
+Q = np.zeros((2, 5, 2, 4), np.float32)
+K = np.zeros((2, 6, 2, 4), np.float32)
+LSE = np.zeros((2, 2, 5), np.float32)
+BIAS = np.zeros((2, 5, 6), np.float32)
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "not a mapping": (
+        {"tangents": [Q]}, TypeError,
+        "tangents is a list; it must be a dict of arrays by name, and have at least one of q, k, v",
+    ),
+    "none": ({"tangents": {}}, ValueError, "tangents is empty; it must have at least one of q, k, v"),
+    "none of what is given": (
+        {"tangents": {}, "bias": BIAS, "sinks": LSE[0, :, 0]}, ValueError,
+        "tangents is empty; it must have at least one of q, k, v, bias, sinks",
+    ),
+    "without one": (
+        {"tangents": {"mask": BIAS}, "mask": BIAS > 0, "bias": BIAS}, TypeError,
+        "tangents has 'mask', which has none; it may have q, k, v, bias",
+    ),
+    "unknown": ({"tangents": {"x": Q}}, TypeError, "tangents has 'x', which has none; it may have q, k, v"),
+    "not given": (
+        {"tangents": {"bias": BIAS}}, TypeError, "tangents has 'bias', but bias is not given; it may have q, k, v"
+    ),
+    "integers that are read": (
+        {"tangents": {"n": LSE}, "score": lambda s, b, h, i, j, n, x: s * n[j] + x[j],
+         "score_arrays": {"n": np.zeros(6, int), "x": BIAS[0, 0]}}, TypeError,
+        "tangents has 'n', which has none; it may have q, k, v, x",
+    ),
+    "shape": (
+        {"tangents": {"k": Q}}, ValueError, "tangents['k'] has shape (2, 5, 2, 4); it must have that of k, (2, 6, 2, 4)"
+    ),
+    "shape of an array over pairs": (
+        {"tangents": {"bias": BIAS[:1]}, "bias": BIAS}, ValueError,
+        "tangents['bias'] has shape (1, 5, 6); it must have that of bias, (2, 5, 6)",
+    ),
+    "shape of what is read": (
+        {"tangents": {"x": BIAS[0]}, "score": lambda s, b, h, i, j, x: s + x[j], "score_arrays": {"x": BIAS[0, 0]}},
+        ValueError, "tangents['x'] has shape (5, 6); it must have that of x, (6,)",
+    ),
+    "dtype": (
+        {"tangents": {"q": Q.astype(np.float64)}}, TypeError,
+        "tangents['q'] has dtype float64; it must have that of q, float32",
+    ),
+    "no array": ({"tangents": {"q": 1.0}}, TypeError, "tangents['q'] is a float; it must be an array"),
+    "None": ({"tangents": {"q": None}}, TypeError, "tangents['q'] is a NoneType; it must be an array"),
+    "unknown option": (
+        {"is_causal": True}, TypeError, "got an unexpected keyword argument 'is_causal'; here it is causal=True"
+    ),
+    "of another": ({"q_descale": 1.0}, TypeError, "got an unexpected keyword argument 'q_descale'; inputs of 8 bits"),
+    "out": ({"out": Q[:1]}, ValueError, "out has shape (1, 5, 2, 4); it must be (2, 5, 2, 4)"),
+    "no seed": ({"dropout": 0.5}, ValueError, "dropout is 0.5, but seed is not given"),
+    "family": ({"family": "simt"}, ValueError, "family is 'simt', a family of GPU kernels, but q is a numpy array"),
+}  # fmt: skip
+BAD_BACKWARD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "none": (
+        {"tangents": {}}, ValueError, "tangents is empty; it must have at least one of q, k, v, dout, dlse"
+    ),
+    "shape of dlse": (
+        {"tangents": {"dlse": Q}}, ValueError, "tangents['dlse'] has shape (2, 5, 2, 4); it must have that of lse, (2, 2, 5)"
+    ),
+    "shape of dout": (
+        {"tangents": {"dout": K}}, ValueError,
+        "tangents['dout'] has shape (2, 6, 2, 4); it must have that of dout, (2, 5, 2, 4)",
+    ),
+    "what a jvp gave": ({"jvp": (Q, Q)}, ValueError, "jvp: tlse has shape (2, 5, 2, 4); it must be (2, 2, 5)"),
+    "what half a jvp gave": ({"jvp": (Q,)}, ValueError, "jvp holds 1 arrays; it must be a tuple of 2 arrays (tout, tlse)"),
+    "no jvp": ({"jvp": Q}, ValueError, "jvp is ndarray; it must be a tuple of 2 arrays (tout, tlse) or None"),
+    "grads": ({"grads": (Q, K)}, ValueError, "grads holds 2 arrays; it must be a tuple of 3 arrays (dq, dk, dv) or None"),
+    "wrt": ({"wrt": "q"}, ValueError, "wrt holds 'q', whose gradient comes anyway"),
+    "dout": ({"dout": K}, ValueError, "dout has shape (2, 6, 2, 4); it must be (2, 5, 2, 4)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(what: str) -> None:
+    wrong, error, text = BAD[what]
+    arguments = {"tangents": {"q": Q}, "q": Q, "k": K, "v": K, "out": Q, "lse": LSE} | wrong
+    for function, more in ((attention_jvp, {}), (attention_backward_jvp, {"dout": Q, "jvp": (Q, LSE)})):
+        with pytest.raises(error) as raised:
+            function(**arguments, **more)
+        found = str(raised.value).removeprefix(f"{function.__name__}() ")
+        if function is attention_backward_jvp:
+            found = found.replace(", dout, dlse", "").replace("k, v, dout, dlse", "k, v")
+        assert found.startswith(text), found
+
+
+@pytest.mark.parametrize("what", BAD_BACKWARD)
+def test_bad_input_of_the_backward(what: str) -> None:
+    wrong, error, text = BAD_BACKWARD[what]
+    arguments = {"tangents": {"q": Q}, "dout": Q, "q": Q, "k": K, "v": K, "out": Q, "lse": LSE} | wrong
+    with pytest.raises(error) as raised:
+        attention_backward_jvp(**arguments)
+    assert str(raised.value).startswith(text), raised.value
+
+
+def test_float8_has_a_forward_alone() -> None:
+    import ml_dtypes
+
+    q = np.zeros((1, 2, 1, 4), ml_dtypes.float8_e4m3fn)
+    out, lse = attention(q, q, q, return_lse=True)
+    with pytest.raises(TypeError, match="^q has dtype float8_e4m3fn, of which there is a forward alone; attention_jvp"):
+        attention_jvp({"q": q}, q, q, q, out, lse)
+    with pytest.raises(
+        TypeError, match="^q has dtype float8_e4m3fn, of which there is a forward alone; attention_back"
+    ):
+        attention_backward_jvp({"dout": out}, out, q, q, q, out, lse)
