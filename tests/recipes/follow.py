@@ -16,11 +16,7 @@ import tangents
 from backends import CPU
 from semantics import Inputs, check, draw_inputs
 
-from cupyflash import attention, attention_backward, dispatch, merge
-from cupyflash.call import Call
-from cupyflash.interop import library
-from cupyflash.passes import BACKWARD_JVP, JVP
-from cupyflash.problem import complete
+from cupyflash import attention, attention_backward, attention_backward_jvp, attention_jvp, merge
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "a scalar on the product": {"squash": 1.5},
@@ -117,13 +113,11 @@ def follow_tangents(
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, **given}
         moved = {name: rng.standard_normal(x.shape) for name, x in arrays.items()}
         judge = Moving(None, arrays, moved)
-        options = complete({"causal": True, **options})
-        out, lse = attention(q, k, v, return_lse=True, **options, **given)
-        arrays |= {"out": out, "lse": lse, **{f"t{name}": x for name, x in moved.items()}}
-        of_jvp = {name: x for name, x in arrays.items() if name not in ("dout", "dlse", "tdout", "tdlse")}
-        call = Call(library("q", q), JVP, of_jvp, options, return_lse=True)
-        found = dict(zip(("tout", "tlse"), dispatch.run(call)))
-        grads = dispatch.run(call.but(of=BACKWARD_JVP, arrays=arrays | found, wrt=tuple(given)))
+        own = {"causal": True, **options, **given}
+        out, lse = attention(q, k, v, return_lse=True, **own)
+        of_inputs = {name: x for name, x in moved.items() if name not in ("dout", "dlse")}
+        found = dict(zip(("tout", "tlse"), attention_jvp(of_inputs, q, k, v, out, lse, **own)))
+        grads = attention_backward_jvp(moved, dout, q, k, v, out, lse, dlse=dlse, wrt=tuple(given), **own)
         found |= {f"t{name}": x for name, x in grads._asdict().items()}
         for name, x in (found | {f"td{name}": x for name, x in grads.of_arrays.items()}).items():
             judge.judge(name, x)

@@ -13,7 +13,7 @@ GRADIENTS, TANGENTS = "kernels_cu/attention/array_gradient.cuh", "kernels_cu/att
 def in_api(name: str, type: str, default: str, said: str) -> tuple[Edit, ...]:
     """An argument behind softcap."""
     return (
-        behind(API, "    softcap: float | None\n", f"    {name}: {type}\n"),
+        behind(API, "    softcap: float | None\n", f"    {name}: {type}\n"),  # what type checkers are told
         behind(API, "    softcap: float | None = None,\n", f"    {name}: {type} = {default},\n", everywhere=True),
         before(API, "    key_mask : (B, Sk) bool, optional\n", said),
     )
