@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from cupyflash.gpu.device import Arch
+from cupyflash.gpu.kernel_plan import MOVING
 from cupyflash.gpu.plan import FAMILIES
 from cupyflash.passes import FORWARD
 from cupyflash.problem import ARRAYS, AXES, FLOAT8, FLOATS, ITEMSIZE, OF_FLOAT8, AttentionProblem, Given
@@ -67,11 +69,34 @@ def problem(dtype: str, dim: int = 64, dim_v: int | None = None, **fields: Any) 
     return AttentionProblem(dtype=dtype, dim=dim, dim_v=dim if dim_v is None else dim_v, **fields)
 
 
+def moving(problem: AttentionProblem, names: Collection[str] = ()) -> AttentionProblem:
+    """With tangents of these arrays; of all that may have one, where none is named: what the passes that take tangents are asked."""
+    read = [x.key for x in problem.score.arrays if x.kind == "float"] if problem.score else []
+    can = [name for name in MOVING if problem.has(name) or name in ("q", "k", "v", "dout")] + read
+    return replace(problem, tangents=tuple(Given(name, "", ()) for name in can if not names or name in names))
+
+
+def moving_problems() -> Iterator[AttentionProblem]:
+    """A few of each dtype, with tangents of everything; and some with tangents of few arrays."""
+    for dtype in FLOATS:
+        for dim in (32, 64, 128, 256):
+            for name in ("hidden",) if dtype == "float16" else ("nothing", "everything"):
+                yield moving(problem(dtype, dim, **FEATURES[name]))
+        yield moving(problem(dtype, 64 if dtype == "float16" else 128, **FEATURES["score"]))
+    for dtype, dim in (("bfloat16", 128), ("float32", 64)):
+        for names in (("q", "k", "v"), ("q",), ("k", "v"), ("v",)):
+            yield moving(problem(dtype, dim, **FEATURES["causal"]), names)
+        for names in (("bias", "dout"), ("sinks",), ("alibi_slopes", "q")):
+            yield moving(problem(dtype, dim, **FEATURES["everything"]), names)
+
+
 def some_problems(turn: int | None = None) -> Iterator[AttentionProblem]:
     """A first look: few problems, with most of the code in them; with `turn`, of each dtype two head dimensions."""
     for n, (dtype, name) in enumerate(zip(FLOATS, ("everything", "hidden", "everything", "hidden"))):
         for dim in (64, 128, 256) if turn is None else ((64, 128)[(turn + n) % 2], 256):
             yield problem(dtype, dim, **FEATURES[name])
+    for n, (dtype, name) in enumerate(zip(FLOATS, ("hidden", "everything", "nothing", "everything"))):
+        yield moving(problem(dtype, 128 if turn is None else (64, 128)[(turn + n) % 2], **FEATURES[name]))
     yield problem("bfloat16", 128, given=BIAS)
     yield in_8_bits(128, "causal", True)
 
@@ -110,6 +135,7 @@ THOROUGH = {"sm90": ("sm_90a",), "sm80": ("sm_80", "sm_86"), "simt": ("sm_75", "
 def cover(family: str, arch: str) -> Iterator[AttentionProblem]:
     if arch in THOROUGH[family]:
         yield from problems()
+        yield from moving_problems()
         yield from of_8_bits()
         if family == "sm90":  # where these take room that tiles have elsewhere
             yield from of_pairs()

@@ -21,7 +21,7 @@ from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import ceil
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 from cupyflash.gpu.source import generate
-from cupyflash.passes import BACKWARD, FORWARD
+from cupyflash.passes import PASSES
 from cupyflash.problem import ARRAYS, AttentionProblem
 from cupyflash.score import trace
 
@@ -35,20 +35,25 @@ def plans(problems: Iterable[AttentionProblem], family: str, arch: Arch) -> dict
     """The kernels to compile, by the source that they come to: many problems share one."""
     found = {}
     for problem in problems:
-        for backward in (FORWARD, BACKWARD):
-            if FAMILIES[family].objection(problem, arch, backward) is None:
-                kernel_plan = plan(problem, arch, backward, family)
+        passes = [of for of in PASSES.values() if of.moved == bool(problem.tangents)]
+        for of in passes:
+            stated = (
+                problem
+                if of.of_gradients
+                else replace(problem, tangents=tuple(x for x in problem.tangents if x.name != "dout"))
+            )
+            if FAMILIES[family].objection(stated, arch, of) is None:
+                kernel_plan = plan(stated, arch, of, family)
                 found[generate(kernel_plan)] = kernel_plan
         lengths = {
             row.name: row.lengths(row.shape(problem)) for row in ARRAYS if row.gradient and problem.has(row.name)
         }
         of_score = {x.key: (8,) * x.rank for x in (problem.score.arrays if problem.score else ()) if x.kind == "float"}
-        if of_score and FAMILIES[family].objection(problem, arch, BACKWARD) is None:
-            kernel_plan = plan(problem, arch, BACKWARD, family, lengths=of_score)
-            found[generate(kernel_plan)] = kernel_plan
-        if lengths and FAMILIES[family].objection(problem, arch, BACKWARD) is None:
-            kernel_plan = plan(problem, arch, BACKWARD, family, lengths=lengths)
-            found[generate(kernel_plan)] = kernel_plan
+        of_gradients = passes[-1]
+        for names in (lengths, of_score):
+            if names and FAMILIES[family].objection(problem, arch, of_gradients) is None:
+                kernel_plan = plan(problem, arch, of_gradients, family, lengths=names)
+                found[generate(kernel_plan)] = kernel_plan
     return found
 
 
