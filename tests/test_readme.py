@@ -18,8 +18,9 @@ TOP = Path(__file__).resolve().parent.parent
 README = (TOP / "README.md").read_text(encoding="utf-8")
 COMMANDS = (TOP / "docs" / "command-line.md").read_text(encoding="utf-8")
 RUN = (
-    "README.md", "docs/start.md", "docs/recipes.md", "docs/block-masks.md", "docs/score_functions.md", "docs/frameworks.md",
-    "docs/options.md",
+    "README.md", "docs/start.md", "docs/recipes.md", "docs/block-masks.md", "docs/score_functions.md",
+    "docs/frameworks.md",
+    "docs/options.md", "docs/derivatives.md",
 )  # fmt: skip
 
 
@@ -70,8 +71,10 @@ def test_replacements_are_there(module: str, name: str) -> None:
 def test_the_table_has_every_replacement() -> None:
     table = README.partition("## In the place of what you call today")[2].partition("\n## ")[0]
     for today in (
-        "torch.nn.functional.scaled_dot_product_attention", "flex_attention", "torch.nn.MultiheadAttention", "flash_attn_func",
-        "jax.nn.dot_product_attention", "memory_efficient_attention", "attn_implementation=", "diffusers", "nnx.MultiHeadAttention",
+        "torch.nn.functional.scaled_dot_product_attention", "flex_attention", "torch.nn.MultiheadAttention",
+        "flash_attn_func",
+        "jax.nn.dot_product_attention", "memory_efficient_attention", "attn_implementation=", "diffusers",
+        "nnx.MultiHeadAttention",
         "equinox.nn.MultiheadAttention",
     ):  # fmt: skip
         assert today in table, today
