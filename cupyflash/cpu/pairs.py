@@ -36,6 +36,7 @@ class Pairs:
         self.given = {rule.name: np.broadcast_to(given[rule.name], rule.shape(problem)) for rule in rules}
         moved = [rule for rule in rules if problem.moves(rule.name)]
         self.given |= {f"t{rule.name}": np.broadcast_to(given[f"t{rule.name}"], rule.shape(problem)) for rule in moved}
+        self._terms, self._moving = ([rule.name for rule in x if rule.adds] for x in (rules, moved))
         # Keys that nobody may see are dropped at once: no tile ever holds them.
         self.keys: Any = slice(problem.seq_k)
         if problem.has("key_mask"):
@@ -63,13 +64,10 @@ class Pairs:
             np.multiply(self._capped(s), s.dtype.type(self.problem.softcap), out=s)
         if self._function is not None:
             s[...] = self._function.new(s, self._place(at))
-        if self.problem.has("alibi_slopes"):
-            slopes = self.given["alibi_slopes"][self.batches, at.heads, None, None].astype(s.dtype)
-            s -= slopes * self._distance(at).astype(s.dtype)
-        if self.problem.has("bias"):
-            # What a score function hides stays so, whatever the bias is there.
+        for name in self._terms:
+            # What a score function hides stays so, whatever is added there.
             where = s != -np.inf if self._function is not None else True
-            np.add(s, self._tile("bias", at).astype(s.dtype, copy=False), out=s, where=where)
+            np.add(s, self._added(name, self.given[name], at, s.dtype), out=s, where=where)
 
     def slope(self, s: np.ndarray, at: Place) -> np.ndarray | None:
         """Derivative of the scores with respect to the products s; None where it is 1."""
@@ -87,14 +85,19 @@ class Pairs:
         else:
             slope = self.slope(s, at)
             found = ts if slope is None or ts is None else slope * ts
-        if "talibi_slopes" in self.given:
-            slopes = self.given["talibi_slopes"][self.batches, at.heads, None, None].astype(s.dtype)
-            of_slopes = slopes * self._distance(at).astype(s.dtype)
-            found = -of_slopes if found is None else found - of_slopes
-        if "tbias" in self.given:
-            of_bias = self._tile("tbias", at).astype(s.dtype, copy=False)
-            found = of_bias if found is None else found + of_bias
+        for name in self._moving:
+            added = self._added(name, self.given[f"t{name}"], at, s.dtype)
+            found = added if found is None else found + added
         return found
+
+    def _added(self, name: str, x: np.ndarray, at: Place, work: Any) -> np.ndarray:
+        """What an array adds to the scores of a tile, or its tangent to their tangents: sums are linear."""
+        if name == "alibi_slopes":
+            slopes = x[self.batches, at.heads, None, None].astype(work)
+            return -slopes * self._distance(at).astype(work)
+        if name == "bias":
+            return self._tile(x, at).astype(work, copy=False)
+        raise NotImplementedError(name)
 
     def bend(self, s: np.ndarray, ts: np.ndarray | None, at: Place) -> np.ndarray | None:
         """What `slope` changes by along the same tangents; None: 0."""
@@ -143,7 +146,7 @@ class Pairs:
         """Which of these pairs may meet, in a shape that broadcasts to the tile's; None where all may."""
         seen = self._band(at)
         if self.problem.has("mask"):
-            own = self._tile("mask", at)
+            own = self._tile(self.given["mask"], at)
             seen = own if seen is None else seen & own
         if self.blocks is not None:
             own = self._blocks(at)
@@ -241,9 +244,9 @@ class Pairs:
         """Where the keys of a tile stand among all, as an index."""
         return at.keys if isinstance(self.keys, slice) else self.keys[at.keys]
 
-    def _tile(self, name: str, at: Place) -> np.ndarray:
+    def _tile(self, x: np.ndarray, at: Place) -> np.ndarray:
         """The part of an array over pairs that a tile is about."""
-        return self.given[name][self.batches, at.heads, at.rows][..., self.columns(at)]
+        return x[self.batches, at.heads, at.rows][..., self.columns(at)]
 
     def walk(self, rows: slice) -> tuple[int, int]:
         """The first key and the last but one, among those left, that some query of `rows` may see."""

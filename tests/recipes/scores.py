@@ -122,7 +122,7 @@ ON_PRODUCT = Recipe(
 )
 
 TERM = "template <class Of, bool GIVEN, int M"  # what stands behind the last term
-LAST = '        if self.problem.has("bias"):\n            # What'  # of what is added
+LAST = "        for name in self._terms:\n"  # what arrays add
 
 # slope (j - i - diagonal)
 ADDED_SCALAR = Recipe(
@@ -179,9 +179,9 @@ ADDED_ARRAY = Recipe(
         before(API, '"key_mask": key_mask, ', '"key_bias": key_bias, ', everywhere=True),
         before(
             PAIRS,
-            LAST,
-            """        if self.problem.has("key_bias"):
-            s += self.given["key_bias"][self.batches, None, None, self.columns(at)].astype(s.dtype)
+            '        if name == "bias":\n',
+            """        if name == "key_bias":
+            return x[self.batches, None, None, self.columns(at)].astype(work)
 """,
         ),
         before(
@@ -213,14 +213,6 @@ WITH_GRADIENT = Recipe(
     def dkey_bias(self) -> Any:
         return self.of_arrays.get("key_bias")
 
-""",
-        ),
-        before(
-            PAIRS,
-            "        return found\n\n    def bend(",
-            """        if "tkey_bias" in self.given:
-            of_keys = self.given["tkey_bias"][self.batches, None, None, self.columns(at)].astype(s.dtype)
-            found = of_keys if found is None else found + of_keys
 """,
         ),
         behind(
