@@ -70,7 +70,7 @@ def problem(dtype: str, dim: int = 64, dim_v: int | None = None, **fields: Any) 
 
 
 def moving(problem: AttentionProblem, names: Collection[str] = ()) -> AttentionProblem:
-    """With tangents of these arrays; of all that may have one, where none is named: what the passes that take tangents are asked."""
+    """With tangents of these arrays; of all that may have one, where none is named."""
     read = [x.key for x in problem.score.arrays if x.kind == "float"] if problem.score else []
     can = [name for name in MOVING if problem.has(name) or name in ("q", "k", "v", "dout")] + read
     return replace(problem, tangents=tuple(Given(name, "", ()) for name in can if not names or name in names))

@@ -205,7 +205,7 @@ def _score_arrays(plan: KernelPlan) -> tuple[ScoreArray, ...]:
 
 
 def _in_cuda(plan: KernelPlan) -> dict[str, str]:
-    """The names of pointers that are not called in CUDA as they are here. The tangent of a gradient is written where a gradient is."""
+    """The names of pointers that are not called in CUDA as they are here. (The tangent of a gradient is written as that.)"""
     names = {x.key: cuda_name(n) for n, x in enumerate(_score_arrays(plan))}
     of_arrays = {
         f"{_d(plan)}{name}": f"d{names.get(name, name)}" for name in plan.wrt + (GRADIENTS if plan.wrt else ())

@@ -35,8 +35,8 @@ BEYOND = 256  # how far behind the last query or key kernels ask for scores, at 
 
 
 class Tables(NamedTuple):
-    """Scores and their slopes, what these change by, and what is computed before for all i - j, instead of for each pair: what
-    depends on b, h and that alone.
+    """Scores and their slopes, what these change by, and what is computed before for all i - j, instead of for each
+    pair: what depends on b, h and that alone.
     """
 
     nodes: tuple[Node, ...]
@@ -161,7 +161,7 @@ def text(score: Score | None, wanted: Sequence[str] = (), tangents: Sequence[Giv
     constant = made.slope is None or made.nodes[made.slope].op == "const"
     lines = [
         "namespace user {", f"constexpr bool CONSTANT_SLOPE = {str(constant).lower()};",
-        f"constexpr bool BENDS = {str(made.bend is not None).lower()};  // whether the slope changes along the tangents given",
+        f"constexpr bool BENDS = {str(made.bend is not None).lower()};  // whether the slope moves",
         f"constexpr int TABLES = {len(made.tabled)};",
         "// What is tabled of a pair begins here.",
         "__device__ inline const Accum* tabled(const Params& p, int b, int h, int i, int j) {",

@@ -1,12 +1,13 @@
-// Tangents: what changes where the arrays of a call move along those of others. Kernels that are given some ask this beside what
-// `Pairs` answers. With z the scores in natural units, lse and delta of a row, and t for "what changes by",
+// Tangents: what changes, and by how much, where arrays of a call move. Kernels that are given some ask this beside what
+// `Pairs` answers. With z the scores in natural units, lse and delta of a row, and t for what something changes by,
 //
 //     P = exp(z - lse)    dz = P (dP - delta)    tP = P (tz - tlse)    tdz = tP (dP - delta) + P (tdP - tdelta)
 #pragma once
 #include "attention/pairs.cuh"
 
 // Whether products of Q and K move, scores do, and probabilities.
-constexpr bool PRODUCTS_MOVE = config::TQ || config::TK, SCORES_MOVE = PRODUCTS_MOVE || config::TSCORE || Terms::MOVING > 0;
+constexpr bool PRODUCTS_MOVE = config::TQ || config::TK;
+constexpr bool SCORES_MOVE = PRODUCTS_MOVE || config::TSCORE || Terms::MOVING > 0;
 constexpr bool MOVES = SCORES_MOVE || config::TSINKS;
 
 struct MovingPairs : Pairs {
@@ -41,13 +42,13 @@ __device__ Accum sink_tangent(const Given& p, const Head& head) {
     return 0;
 }
 
-// What a query's row is to its pairs: with dropout P / kept stands in the place of P, and lse, delta and tdelta are as that asks
-// (`kept` in dropout.cuh).
+// What a query's row is to its pairs: with dropout P / kept stands in the place of P, and lse, delta and tdelta are as
+// that asks (`kept` in dropout.cuh).
 struct MovingRow {
     Accum lse, delta, tlse, tdelta;
 };
 
-// What becomes of a pair that has this probability: tP; the derivatives dz by its score and dx by its product of Q and K, the latter
+// What becomes of a pair that has this probability: tP; the derivatives dz by its score and dx by its product of Q and K,
 // but for |scale|; and what these change by. Without a probability all are 0, whatever stands elsewhere.
 struct MovedPair {
     Accum tp = 0, dz = 0, tdz = 0, dx = 0, tdx = 0;

@@ -62,8 +62,8 @@ struct NoColumns {
     __device__ NotGiven operator[](int) const { return {}; }
 };
 
-// What all terms have that do not say more: their lines ask `onto` for each pair. Where a term MOVES, `tangent` is what it adds
-// changes by, in natural units: a template, since few kernels' Params have tangents.
+// What all terms have that do not say more: their lines ask `onto` for each pair. Where a term MOVES, `tangent` is by
+// how much what it adds changes, in natural units: a template, since few kernels' Params have tangents.
 template <class Of>
 struct Term {
     static constexpr bool GROWS = true;        // whether a row's scores may grow by it on the way from its last key to its first
@@ -108,10 +108,12 @@ struct Alibi : Term<Alibi> {
     static constexpr bool MOVES = config::TALIBI_SLOPES;
     template <class Given>
     __device__ static Accum tangent(const Given& p, const Head& head, Pair at) {
-        return -read(p, head, at.head, p.talibi_slopes, p.talibi_slopes_strides) * Accum(abs(at.i + head.diagonal(p) - at.j));
+        Accum distance = abs(at.i + head.diagonal(p) - at.j);
+        return -read(p, head, at.head, p.talibi_slopes, p.talibi_slopes_strides) * distance;
     }
     template <class T>
-    __device__ static Accum read(const Params& p, const Head& head, int of_head, const T* slopes, const PairStrides& strides) {
+    __device__ static Accum read(const Params& p, const Head& head, int of_head, const T* slopes,
+                                 const PairStrides& strides) {
         return to_float(slopes[head.batch * strides.batch + real_head(p, of_head) * strides.head]);
     }
 

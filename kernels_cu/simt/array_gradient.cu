@@ -5,7 +5,8 @@
 using config::OWNED, config::VISITED;
 
 template <class Of>
-__device__ void add_tile(ScoreTile& sums, const Params& p, const PairsTile& at, const Dropout& dropout, Shared& shared) {
+__device__ void add_tile(ScoreTile& sums, const Params& p, const PairsTile& at, const Dropout& dropout,
+                         Shared& shared) {
     const Matrix q = query_matrix(p, at.head, p.q, p.q_strides, p.dim);
     const Matrix k = key_matrix(p, at.head, p.k, p.k_strides, p.dim);
     const Matrix v = key_matrix(p, at.head, p.v, p.v_strides, p.dim_v);

@@ -5,7 +5,8 @@
 using config::OWNED, config::VISITED;
 
 template <class Of>
-__device__ void add_tile(ScoreTile& sums, const Params& p, const PairsTile& at, const Dropout& dropout, Shared& shared) {
+__device__ void add_tile(ScoreTile& sums, const Params& p, const PairsTile& at, const Dropout& dropout,
+                         Shared& shared) {
     ScoreTile s, ts, dp, tdp;
     products(s, ts, dp, tdp, p, at.head, at.i, at.j, shared);
 

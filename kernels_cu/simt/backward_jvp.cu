@@ -1,14 +1,14 @@
-// The tangent of attention's backward, in plain CUDA: what its results change by where the arrays of the call move. As the
-// backward it is two kernels (simt/backward.cu). With dX the derivative by the product of Q and K, f' and f" of the soft cap or score
-// function (attention/tangents.cuh has the rest),
+// The tangent of attention's backward, in plain CUDA: what its results change by where the arrays of the call move. As
+// the backward it is two kernels (simt/backward.cu). With dX the derivative by the product of Q and K, f' and f" those of
+// the soft cap or score function (attention/tangents.cuh has the rest),
 //
 //     tdelta = rowsum(dO * tO + tdO * O) - tdlse    tdP = dO tV^T + tdO V^T    dX = f' dS    tdX = f' tdS + f" tS dS
 //     tdQ = scale * (tdX K + dX tK)    tdK = scale * (tdX^T Q + dX^T tQ)    tdV = tP^T dO + P^T tdO
 #include "simt/moving.cuh"
 
 // From S, tS, dP and tdP of one pair to tP, dX, tdX and P, in place.
-__device__ inline void differentiate(Accum& s, Accum& ts, Accum& dp, Accum& tdp, const MovingRow& row, const MovingPairs& pairs,
-                                     const Dropout& dropout, bool tested, Pair pair) {
+__device__ inline void differentiate(Accum& s, Accum& ts, Accum& dp, Accum& tdp, const MovingRow& row,
+                                     const MovingPairs& pairs, const Dropout& dropout, bool tested, Pair pair) {
     const bool keeps = dropout.keeps(pairs.head.batch, pair);
     const Accum weight = seen_probability(s, row, pairs, tested, pair);
     const MovedPair moved(weight, s, ts, keeps ? dp : 0, keeps ? tdp : 0, row, pairs, pair);
@@ -26,8 +26,10 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const Range keys = head.key_tile<config::OWNED>(p, at.tile);
     const int row = keys.begin;
 
-    const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim), tk = key_matrix(p, head, p.tk, p.tk_strides, p.dim);
-    const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v), tv = key_matrix(p, head, p.tv, p.tv_strides, p.dim_v);
+    const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
+    const Matrix tk = key_matrix(p, head, p.tk, p.tk_strides, p.dim);
+    const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
+    const Matrix tv = key_matrix(p, head, p.tv, p.tv_strides, p.dim_v);
 
     const Dropout dropout(p);
 
@@ -36,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
 
     for (const int end = head.q + group_of(p); head.q < end; ++head.q) {
         const QueryWalk<config::VISITED, config::OWNED> walk(p, head, keys);
-        const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim), tq = query_matrix(p, head, p.tq, p.tq_strides, p.dim);
+        const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);
+        const Matrix tq = query_matrix(p, head, p.tq, p.tq_strides, p.dim);
         const Matrix dout = query_matrix(p, head, p.dout, p.dout_strides, p.dim_v);
         const Matrix tdout = query_matrix(p, head, p.tdout, p.tdout_strides, p.dim_v);
 
@@ -83,7 +86,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const Range queries = head.query_tile<config::OWNED>(p, tiles - 1 - at.tile);
     const int row = queries.begin;
 
-    const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim), tk = key_matrix(p, head, p.tk, p.tk_strides, p.dim);
+    const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
+    const Matrix tk = key_matrix(p, head, p.tk, p.tk_strides, p.dim);
 
     const Dropout dropout(p);
     const KeyWalk<config::VISITED, config::OWNED> walk(p, head, queries);

@@ -27,8 +27,8 @@ __device__ inline void differentiate(Accum& s, Accum& dp, const Row& row, const 
     s = hidden || !keeps ? 0 : weight;
 }
 
-// sum + the product of two rows of a query. One thread adds a row, in the order in which dot_products adds dP: where one key has
-// all the weight, O is its V, and dP - delta is then 0 to the last bit, as it should.
+// sum + the product of two rows of a query. One thread adds a row, in the order in which dot_products adds dP: where one
+// key has all the weight, O is its V, and dP - delta is then 0 to the last bit, as it should.
 template <class A, class B>
 __device__ Accum row_product(const Params& p, const Head& head, int i, const A* a, const Strides& a_strides, const B* b,
                              const Strides& b_strides, Accum sum = 0) {
@@ -37,7 +37,7 @@ __device__ Accum row_product(const Params& p, const Head& head, int i, const A* 
     return sum;
 }
 
-// What of a gradient of lse, or of its tangent, reaches a query: a row that sees no key has no weight, whatever that is.
+// What of a gradient of lse, or of its tangent, reaches a query: a row that sees no key has no weight, whatever it is.
 __device__ inline Accum through_lse(const Params& p, const Accum* of_lse, long long row) {
     return of_lse != nullptr && p.lse[row] != -infinity() ? of_lse[row] : 0;
 }

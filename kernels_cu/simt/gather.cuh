@@ -1,5 +1,6 @@
-// The kernels that sum what arrays get (attention/array_gradient.cuh), in plain CUDA: OWNED queries by VISITED keys at a time. Who
-// includes this has said what a tile of pairs adds, `add_tile`, and what a sink gets of a query but for its probability, `of_sink`.
+// The kernels that sum what arrays get (attention/array_gradient.cuh), in plain CUDA: OWNED queries by VISITED keys at a
+// time. Who includes this has said what a tile of pairs adds, `add_tile`, and what a sink gets of a query but for its
+// probability, `of_sink`.
 #pragma once
 #include "attention/array_gradient.cuh"
 #include "attention/score_gradient.cuh"
@@ -22,7 +23,8 @@ __device__ void gather_pairs(const Params& p, int block) {
     Shared& shared = block_memory().shared;
     ScoreTile sums = {};
 
-    for (auto step = share.first(); share.has(step); share.advance(step)) add_tile<Of>(sums, p, step.tile, dropout, shared);
+    for (auto step = share.first(); share.has(step); share.advance(step))
+        add_tile<Of>(sums, p, step.tile, dropout, shared);
 
     __syncthreads();
     for_each(sums, [&](Accum x, int i, int j) { shared.weights.at[row_of(i)][score_column_of(j)] = x; });
@@ -55,10 +57,12 @@ __device__ void add_parts(const Params& p) {
     }
 ARRAYS_OVER_PAIRS(KERNELS)
 
-extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS) attention_backward_score(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
+    attention_backward_score(const __grid_constant__ Params p) {
     if constexpr (config::D_SCORE) gather_reads<false>(p);
 }
-extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS) attention_backward_score_largest(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
+    attention_backward_score_largest(const __grid_constant__ Params p) {
     if constexpr (config::D_SCORE && config::DETERMINISTIC) gather_reads<true>(p);
 }
 extern "C" __global__ void __launch_bounds__(128) attention_backward_score_clear(const __grid_constant__ Params p) {

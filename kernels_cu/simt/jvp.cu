@@ -3,9 +3,9 @@
 //     tS = tQ K^T + Q tK^T    P = exp(S - lse)    W = P * (tS - c)
 //     tlse = rowsum(W) / rowsum(P) + c    tO = W V + P tV - rowsum(W) O
 //
-// (tS stands for what the scores change by.) There is no maximum, and nothing is rescaled: c may be any number of the row's own.
-// With the mean of tS over the first tile that has a key of the row W stays small where tangents have something in common.
-// rowsum(P) is 1, but for what rounds lse.
+// (tS stands for what the scores change by.) There is no maximum, and nothing is rescaled: c may be any number of the
+// row's own. With the mean of tS over the first tile that has a key of the row W stays small where tangents have something
+// in common. rowsum(P) is 1, but for what rounds lse.
 #include "attention/tangents.cuh"
 #include "simt/probability.cuh"
 
@@ -19,9 +19,12 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const Range queries = head.query_tile<config::OWNED>(p, tiles - 1 - at.tile);
     const int row = queries.begin;
 
-    const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim), tq = query_matrix(p, head, p.tq, p.tq_strides, p.dim);
-    const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim), tk = key_matrix(p, head, p.tk, p.tk_strides, p.dim);
-    const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v), tv = key_matrix(p, head, p.tv, p.tv_strides, p.dim_v);
+    const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);
+    const Matrix tq = query_matrix(p, head, p.tq, p.tq_strides, p.dim);
+    const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
+    const Matrix tk = key_matrix(p, head, p.tk, p.tk_strides, p.dim);
+    const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
+    const Matrix tv = key_matrix(p, head, p.tv, p.tv_strides, p.dim_v);
 
     const Dropout dropout(p);
     const KeyWalk<config::VISITED, config::OWNED> walk(p, head, queries);
@@ -84,7 +87,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
             const Accum weight = exp2((pairs.sink(head.q) - p.lse[n]) * LOG2E);
             if (weight > 0) sum[i] = fma(weight, sink_tangent(p, head) - centre[i], sum[i]), total[i] += weight;
         }
-        if (column == 0 && threadIdx.x % ACROSS == 0) p.tlse[n] = SCORES_MOVE && sum[i] != 0 ? sum[i] / total[i] + centre[i] : sum[i] + centre[i];
+        if (column == 0 && threadIdx.x % ACROSS == 0)
+            p.tlse[n] = centre[i] + (SCORES_MOVE && sum[i] != 0 ? sum[i] / total[i] : sum[i]);
         if (sum[i] == 0) continue;  // a row that sees nothing is 0, whatever stands in O
 #pragma unroll
         for (int j = 0; j < N; ++j) {

@@ -16,11 +16,14 @@ __device__ inline Accum seen_probability(Accum s, const MovingRow& row, const Pa
 }
 
 // The products of a tile of queries and one of keys: S, tS, dP and tdP.
-__device__ inline void products(ScoreTile& s, ScoreTile& ts, ScoreTile& dp, ScoreTile& tdp, const Params& p, const Head& head,
-                                int query, int key, Shared& shared) {
-    const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim), tq = query_matrix(p, head, p.tq, p.tq_strides, p.dim);
-    const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim), tk = key_matrix(p, head, p.tk, p.tk_strides, p.dim);
-    const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v), tv = key_matrix(p, head, p.tv, p.tv_strides, p.dim_v);
+__device__ inline void products(ScoreTile& s, ScoreTile& ts, ScoreTile& dp, ScoreTile& tdp, const Params& p,
+                                const Head& head, int query, int key, Shared& shared) {
+    const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);
+    const Matrix tq = query_matrix(p, head, p.tq, p.tq_strides, p.dim);
+    const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
+    const Matrix tk = key_matrix(p, head, p.tk, p.tk_strides, p.dim);
+    const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
+    const Matrix tv = key_matrix(p, head, p.tv, p.tv_strides, p.dim_v);
     const Matrix dout = query_matrix(p, head, p.dout, p.dout_strides, p.dim_v);
     const Matrix tdout = query_matrix(p, head, p.tdout, p.tdout_strides, p.dim_v);
     for_each(ts, [](Accum& x, int, int) { x = 0; });
@@ -43,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS)
     const int i = at.tile;
     Accum sum = row_product(p, head, i, p.dout, p.dout_strides, p.tout, p.tout_strides);
     if (config::TDOUT) sum = row_product(p, head, i, p.tdout, p.tdout_strides, p.out, p.out_strides, sum);
-    if (config::SINKS && only_zeros(p, head.query_row(p.tout, p.tout_strides, i))) sum = sum_with_zeros(p, head, i, sum);
+    if (config::SINKS && sum != sum && only_zeros(p, head.query_row(p.tout, p.tout_strides, i)))
+        sum = sum_with_zeros(p, head, i, sum);
     p.delta[index] = row_delta(p, head, i);
     p.tdelta[index] = sum - through_lse(p, p.tdlse, index);
 }

@@ -80,7 +80,7 @@ BACKWARD_JVP_TILES = (
     Tile(32, 64, 32, 32, 4, dim=32, sums=4, scored=True),
     Tile(64, 32, 32, 32, 2, dim=32, sums=4),
     Tile(64, 32, 64, 32, 2, dim=64, sums=4),
-    Tile(64, 32, 128, 32, 2, spills=48, sums=4),
+    Tile(64, 32, 128, 32, 2, spills=72, sums=4),
     Tile(32, 32, 32, 16, 3, spills=64, dim=32, sums=8),
     Tile(32, 32, 64, 16, 2, dim=64, sums=8),
     Tile(32, 32, 128, 16, 2, spills=128, sums=8),
@@ -92,7 +92,7 @@ TRIED = {
 
 
 def _possible(t: Tile, problem: AttentionProblem, sides: int) -> bool:
-    """Do the pieces come out even, and have the tile's sums room in the registers? The forward has one of each, the backward two."""
+    """Do the pieces come out even, and have the tile's sums room in the registers? `sides`: how many of each there are."""
     sums = sides * t.owned * (t.columns + t.visited) // t.threads * (ITEMSIZE[problem.lse_dtype] // 4)
     return t.visited % t.depth == 0 and sums + 30 <= min(255, 65536 // (t.threads * t.blocks))
 
