@@ -238,17 +238,6 @@ def test_gradient_through_lse(masked: bool, layout: str, device: str, rng: np.ra
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_are_not_differentiable(device: str, rng: np.random.Generator) -> None:
-    """Nothing of second order is lost in silence, whether the gradient that comes in needs one itself or not."""
-    q, k, v = leaves(draw_inputs(rng, "float32"), device)
-    out, lse = attention(q, k, v, return_lse=True)
-    for loss in (out.square().sum(), out.sum(), lse.sum()):
-        with pytest.raises(RuntimeError, match="gradients of attention cannot be differentiated again.*create_graph"):
-            torch.autograd.grad(loss, q, create_graph=True, retain_graph=True)
-    assert torch.autograd.grad(out.sum(), q)[0].isfinite().all()
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_write_is_seen_by_autograd(device: str, rng: np.random.Generator) -> None:
     """As after torch.add(out=...): who kept the old values for its own gradient is told."""
     q, k, v = (x.detach() for x in leaves(draw_inputs(rng, "float32"), device))
@@ -351,28 +340,6 @@ def test_options_are_those_of_the_forward(device: str, rng: np.random.Generator)
         for found, x in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), expected):
             assert torch.equal(found, x)
         assert not torch.equal(attention(q, k, v, **options), out)  # the next call sees what they hold now
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("grad", [False, True])
-def test_forward_mode_is_refused(grad: bool, device: str, rng: np.random.Generator) -> None:
-    """No tangent is lost in silence, whatever it belongs to and whether gradients are recorded or not."""
-    q, k, v = (put(draw(rng, "float32", 1, 9, 2, 8), device) for _ in range(3))
-    bias = put(draw(rng, "float32", 9, 9), device)
-    out, lse = attention(q, k, v, bias=bias, return_lse=True)
-    backward = cupyflash.attention_backward
-    with torch.autograd.forward_ad.dual_level(), torch.set_grad_enabled(grad):
-        attention(q, k, v, bias=bias)  # has none
-        dual = [torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)) for x in (q, bias, out)]
-        for call in (
-            lambda: attention(dual[0], k, v, bias=bias),
-            lambda: attention(q, k, v, bias=dual[1]),
-            lambda: backward(dual[2], q, k, v, out, lse, bias=bias),
-        ):
-            with pytest.raises(
-                NotImplementedError, match="has a tangent, but attention has no derivative in forward mode"
-            ):
-                call()
 
 
 @pytest.mark.parametrize("entry", ["autograd", "backward", "func", "compiled"])

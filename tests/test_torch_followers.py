@@ -205,12 +205,26 @@ def test_batched_gradients_of_a_score_and_by_hand() -> None:
 
 
 def test_a_jacobian_at_once() -> None:
-    at_once, by_rows = (
-        torch.autograd.functional.jacobian(FUNCTIONS["sdpa"], X, vectorize=vectorize) for vectorize in (True, False)
+    f = FUNCTIONS["sdpa"]
+    by_rows, at_once, forward = (
+        torch.autograd.functional.jacobian(f, X, vectorize=vectorize, strategy=strategy)
+        for vectorize, strategy in ((False, "reverse-mode"), (True, "reverse-mode"), (True, "forward-mode"))
     )
     torch.testing.assert_close(at_once, by_rows)
-    with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
-        torch.autograd.functional.jacobian(FUNCTIONS["sdpa"], X, vectorize=True, strategy="forward-mode")
+    torch.testing.assert_close(forward, by_rows)
+
+
+def test_a_hessian_at_once() -> None:
+    def f(x: Any) -> Any:
+        return attention(x, x, V[0], causal=True, layout="bhsd").square().sum()
+
+    by_rows, at_once, forward = (
+        torch.autograd.functional.hessian(f, X[0], vectorize=vectorize, outer_jacobian_strategy=strategy)
+        for vectorize, strategy in ((False, "reverse-mode"), (True, "reverse-mode"), (True, "forward-mode"))
+    )
+    torch.testing.assert_close(at_once, by_rows)
+    torch.testing.assert_close(forward, by_rows)
+    torch.testing.assert_close(torch.func.hessian(f)(X[0]), by_rows)
 
 
 def test_gradients_batched_twice_are_refused() -> None:

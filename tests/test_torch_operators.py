@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cupyflash.call import Call
-from cupyflash.interop import torch_, torch_operators, torch_ops
-from cupyflash.passes import FORWARD
+from cupyflash.interop import torch_, torch_ops, torch_schema
+from cupyflash.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP
 from cupyflash.torch import attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -132,8 +132,14 @@ def test_the_schema_has_every_option_and_array() -> None:
     optional, options = ([row.name for row in table] for table in (ARRAYS, OPTIONS))
     names = [x.name for x in torch.ops.cupyflash.attention.default._schema.arguments]
     assert names == ["q", "k", "v", *optional, "score_arrays", "blocks", *options, "family"]
-    backward = [x.name for x in torch.ops.cupyflash.attention_backward.default._schema.arguments]
-    assert backward == ["dout", "out", "lse", "dlse", *names, "wrt"]
+    moving = [f"t{row.name}" for row in ARRAYS if row.gradient]
+    for of in (BACKWARD, JVP, BACKWARD_JVP):
+        own = [row.name for row in of.rows if not row.result and row.name not in names]
+        expected = [*own, *moving, *names] if of.moved else [*own, *names]
+        if of.moved:
+            expected.insert(expected.index("blocks") + 1, "tscore_arrays")
+        found = [x.name for x in torch_schema.operator(of)._schema.arguments]
+        assert found == [*expected, "wrt"] if of.of_gradients else found == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -144,11 +150,17 @@ def test_opcheck(name: str, device: str) -> None:
     arguments = as_arguments(tensors, options)
     torch.library.opcheck(torch.ops.cupyflash.attention.default, arguments)
     arguments = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
+    given = torch_schema.Arguments(FORWARD, arguments)
     out, lse = torch.ops.cupyflash.attention(*arguments)
     wrt = [row.name for row in ARRAYS if row.gradient and row.name in options]
     wrt += ["score_arrays['a']"] if "score" in options else []
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    torch.library.opcheck(torch.ops.cupyflash.attention_backward.default, (dout, out, lse, dlse, *arguments, wrt))
+    results = {"out": out, "lse": lse, "dout": torch.randn_like(out), "dlse": torch.randn_like(lse)}
+    arrays = given.arrays | results
+    torch.library.opcheck(torch_schema.operator(BACKWARD), given.others(BACKWARD, arrays, wrt))
+    moving = arrays | {f"t{x}": torch.randn_like(arrays[x]) for x in ("q", "k", "v", *wrt)}
+    moving |= zip(("tout", "tlse"), given.run(JVP, moving))
+    for of in (JVP, BACKWARD_JVP):
+        torch.library.opcheck(torch_schema.operator(of), given.others(of, moving, wrt))
 
 
 # ---- compilers ------------------------------------------------------------------------------------------------------
@@ -334,7 +346,7 @@ def test_what_the_operators_do_not_have(monkeypatch: pytest.MonkeyPatch) -> None
     """An option or array of the tables that no schema names is refused by name where a call is traced, and nowhere else."""
     q = torch.randn(2, 5, 4, 8)
     row = dataclasses.replace(OPTIONS[0], name="other", default=None)
-    monkeypatch.setattr(torch_operators, "OPTIONS", (*OPTIONS, row))
+    monkeypatch.setattr(torch_schema, "OPTIONS", (*OPTIONS, row))
     options: dict[str, Any] = {row.name: row.default for row in OPTIONS}
     lib = interop.library("q", q)
     arrays = {"q": q, "k": q, "v": q}
@@ -461,18 +473,6 @@ def test_vmap_inside_a_compiler() -> None:
     q, k = torch.randn(3, 2, 5, 4, 8), torch.randn(3, 2, 7, 2, 8)
     function = torch.vmap(lambda q, k: attention(q, k, k, causal=True))
     same([torch.compile(function, fullgraph=True, backend="aot_eager")(q, k)], [function(q, k)])
-
-
-def test_not_twice() -> None:
-    """Nothing of second order is lost in silence, by whatever way the gradient comes."""
-    (q, k, v), _ = drawn({})
-    once = torch.func.grad(lambda q: attention(q, k.detach(), v.detach()).square().sum())
-    with pytest.raises(RuntimeError, match="gradients of attention cannot be differentiated again"):
-        torch.func.grad(lambda q: once(q).sum())(q.detach())
-    out, _ = torch.ops.cupyflash.attention(q, k, v, *as_arguments([q, k, v], {})[3:])
-    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="gradients of attention cannot be differentiated again"):
-        dq.sum().backward()
 
 
 # ---- activation checkpointing, autocast -----------------------------------------------------------------------------

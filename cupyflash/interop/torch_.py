@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..problem import View, contiguous
-from . import torch_operators, torch_ops
+from . import torch_ops, torch_schema
 
 kind = "torch"
 _DTYPES = {
@@ -46,7 +46,7 @@ def on_gpu(x: torch.Tensor) -> bool:
 
 def view(x: torch.Tensor) -> View:
     if torch_ops.followed(x):
-        return torch_operators.view(x)
+        return torch_schema.view(x)
     if x.is_nested:
         raise TypeError("is a nested tensor; it must be a dense one: pad it, and hide the padding with key_mask")
     if x.layout is not torch.strided:

@@ -10,7 +10,7 @@ import torch
 
 from .. import api
 from ..blockmask.blocks import BlockMask
-from ..interop.torch_operators import refuse_script
+from ..interop.torch_schema import refuse_script
 from ..score.fingerprint import Same, fingerprint
 from .score_mod import Watch, traced
 

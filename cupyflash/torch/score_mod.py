@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
@@ -109,7 +110,8 @@ class Plan:
         place = [torch.zeros((), dtype=torch.int32, device=query.device) for _ in range(4)]
         watch = Watch()
         try:
-            with torch.inference_mode(False), torch.no_grad(), watch:
+            # (Tangents are for `call` to follow.)
+            with torch.inference_mode(False), torch.no_grad(), forward_ad._set_fwd_grad_enabled(False), watch:
                 module = make_fx(lambda *x: score_mod(*x))(torch.zeros((), dtype=number, device=query.device), *place)
         except RuntimeError as error:
             if "trying to get value out of a tracing tensor" not in str(error):
