@@ -7,7 +7,8 @@ from .derivatives import attention_backward_jvp, attention_jvp
 
 __version__ = "0.1.0"
 __all__ = [
-    "BlockMask", "__version__", "attention", "attention_backward", "attention_backward_jvp", "attention_jvp", "block_mask",
+    "BlockMask", "__version__", "attention", "attention_backward", "attention_backward_jvp", "attention_jvp",
+    "block_mask",
     "explain", "merge", "tune",
 ]  # fmt: skip
 

@@ -27,7 +27,8 @@ def forward(
     size: int,
     options: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """out and lse of a call of which the arrays that `has` names have an axis more, of `size` entries, in front; so have both.
+    """out and lse of a call of which the arrays that `has` names have an axis more, of `size` entries, in front; so
+    have both.
 
     `run` is the call with arrays of one rank, and options for them; `xp` is torch or jax.numpy.
     """
@@ -86,15 +87,17 @@ def backward_jvp(
 
 
 def _base(name: str) -> str:
-    """What a tangent is the tangent of, or what that is the tangent of: no array has a name that starts with t but these."""
+    """What a tangent is the tangent of, or what that is the tangent of: no array has a name that starts with t but
+    these."""
     return name.lstrip("t")
 
 
 def _refuse_sinks(names: Collection[str]) -> None:
     if "sinks" in map(_base, names):
         raise NotImplementedError(
-            "sinks, their tangents or their gradients have an axis of vmap in forward mode or in a second derivative, and no "
-            "batch axis that it could become a part of; make a call for each entry (in JAX with jax.lax.map), without vmap"
+            "sinks, their tangents or their gradients have an axis of vmap in forward mode or in a second derivative, "
+            "and no batch axis that it could become a part of; make a call for each entry (in JAX with jax.lax.map), "
+            "without vmap"
         )
 
 
@@ -107,8 +110,8 @@ def _refuse(options: dict[str, Any]) -> None:
     ):
         if given:
             raise NotImplementedError(
-                f"{name} is given under vmap, which makes its axis a part of the batch: the numbers of batch entries, on which "
-                "it depends, would be others; make that axis the batch, and call without vmap"
+                f"{name} is given under vmap, which makes its axis a part of the batch: the numbers of batch entries, "
+                "on which it depends, would be others; make that axis the batch, and call without vmap"
             )
 
 
@@ -119,8 +122,9 @@ def _without_sinks(arrays: Arrays) -> Arrays:
 class Folding:
     """How the arrays of one call are folded. `rank` is that of q without the new axis.
 
-    `has` names the arrays that have that axis, `wrt` optional arrays of which each entry gets a gradient of its own: such an
-    array shall have the batch in full, as shall one whose tangent has the axis, and the tangent of one that has it.
+    `has` names the arrays that have that axis, `wrt` optional arrays of which each entry gets a gradient of its own:
+    such an array shall have the batch in full, as shall one whose tangent has the axis, and the tangent of one that has
+    it.
     """
 
     def __init__(
@@ -165,7 +169,8 @@ class Folding:
             x = self._expand(x[None], (self.size, *x.shape)) if whole and not has else x
             if len(x.shape) > 4:
                 raise NotImplementedError(
-                    f"{name} has {len(x.shape) - 1} dimensions, and vmap makes one more of it; it must have 3 at most there"
+                    f"{name} has {len(x.shape) - 1} dimensions, and vmap makes one more of it; it must have 3 at most "
+                    "there"
                 )
             return x
         if name not in _FOLDED:
@@ -206,7 +211,8 @@ class Folding:
         return self.unfold("out", out), self.unfold("lse", lse)
 
     def gradients(self, grads: Sequence[Any], arrays: Arrays, wrt: tuple[str, ...]) -> Arrays:
-        """Those of the folded call, or their tangents, of q, k, v and of what `wrt` names, with the new axis in front."""
+        """Those of the folded call, or their tangents, of q, k, v and of what `wrt` names, with the new axis in
+        front."""
         found = {name: self.unfold(name, x) for name, x in zip("qkv", grads)}
         for name, x in zip(wrt, grads[3:]):
             shape = tuple(arrays[name].shape)
@@ -223,16 +229,19 @@ class Folding:
         return x.reshape(self.size, *shape)
 
     def with_sinks(self, out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
-        """out and lse of a call without sinks, both with the new axis in front, as they are with `sinks`, which have it too.
+        """out and lse of a call without sinks, both with the new axis in front, as they are with `sinks`, which have it
+        too.
 
-        They have no batch axis to be folded into: softmax over one score more is out · exp(lse - lse'), where lse' has it.
+        They have no batch axis to be folded into: softmax over one score more is out · exp(lse - lse'), where lse' has
+        it.
         """
         total = self.xp.logaddexp(lse, self._like(self._over_rows(sinks), lse))
         weight = self.xp.where(total == -math.inf, 0.0, self.xp.exp(lse - total))
         return self._like(self._like(out, lse) * self._over_out(weight), out), total
 
     def of_sinks(self, arrays: Arrays, has: Collection[str]) -> Any:
-        """The gradient of sinks, with the new axis in front: Σ exp(sink - lse) (dlse - rowsum(dout · out)) over a head's rows."""
+        """The gradient of sinks, with the new axis in front: Σ exp(sink - lse) (dlse - rowsum(dout · out)) over a
+        head's rows."""
         given = {name: arrays[name] for name in ("sinks", "lse", "out", "dout", "dlse") if name in arrays}
         full = {name: x if name in has else self._expand(x[None], (self.size, *x.shape)) for name, x in given.items()}
         lse, sinks = full["lse"], full["sinks"]

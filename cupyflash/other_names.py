@@ -21,7 +21,8 @@ _PACKED = "here it is block_mask of cupyflash.masks.documents, or key_mask over 
 _BIAS = "here it is mask where it holds booleans (True: may be attended), and bias where it is added to the score"
 
 HERE = {
-    "is_causal": "here it is causal=True, or causal='top_left' for what PyTorch and JAX mean where q and k differ in length",
+    "is_causal": "here it is causal=True, or causal='top_left' for what PyTorch and JAX mean where q and k differ in "
+    "length",
     "attn_mask": _BIAS,
     "attention_mask": _BIAS,
     "attn_bias": _BIAS,
@@ -67,7 +68,8 @@ def unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:
 
 
 def renaming(traced: Callable[[], bool] = lambda: False, **theirs: str) -> Callable[[F], F]:
-    """For a function in the place of another: errors of ours speak of its arguments, by the names that `theirs` has for ours.
+    """For a function in the place of another: errors of ours speak of its arguments, by the names that `theirs` has for
+    ours.
 
     While `traced()`, as a compiler reads it, the function is left as it is.
     """

@@ -1,4 +1,5 @@
-"""Whether results would be written over each other, over themselves or over an input. Looks at addresses, not at data."""
+"""Whether results would be written over each other, over themselves or over an input. Looks at addresses, not
+at data."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def overlaps_itself(x: View) -> bool:
         return False
     # Not laid out axis over axis. Two elements that differ first along an axis: one may be taken to stand at its start.
     array = _array(x)
-    for axis, length in enumerate(x.shape):
+    for length in x.shape:
         if length > 1 and _share(array[1:], array[:1]):
             return True
         array = array[0, ...]  # never an element: that would be read

@@ -1,6 +1,7 @@
 """The criterion: how far a result may be from exact attention, beside standard attention in its own precision.
 
-`reference.py` has both. What says how much more is allowed where a single rounding decides is here, too: units, and luck.
+`reference.py` has both. What says how much more is allowed where a single rounding decides is here, too: units, and
+luck.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def assert_as_good(
     `unit` multiplies the 1e-5, for scores that are so large that luck decides how well own precision does: see
     `large_score_units`.
 
-    Both are the largest of many random errors, and a run of the tests judges tens of thousands of results: a few miss by
-    luck. One that is off by at most 3x, and 4e-5, warns with `ByLuck`. A run that has more of these than `luck_explains` fails:
+    Both are the largest of many random errors, and a run of the tests judges tens of thousands of results: a few miss
+    by luck. One that is off by at most 3x, and 4e-5, warns with `ByLuck`. A run that has more of these than
+    `luck_explains` fails:
     of tests (conftest.py), on a GPU (check_gpu_report.py), of the fuzzer.
     """
     actual_dtype = np.asarray(actual).dtype
@@ -43,7 +45,8 @@ def assert_as_good(
     if actual_dtype == np.float64:
         allowed = by_luck = 1e-11 * max(unit, np.abs(exact).max(initial=0.0))
     else:
-        # Where own precision overflows it sets no standard, and luck may not make it stricter than rounding `exact` once.
+        # Where own precision overflows it sets no standard, and luck may not make it stricter than rounding `exact`
+        # once.
         with np.errstate(all="ignore"):
             errors = [np.abs(x - exact) for x in (own, exact.astype(actual_dtype).astype(np.float64))]
         of_own = max(e.max(initial=0.0, where=np.isfinite(e)) for e in errors)
@@ -90,10 +93,10 @@ def large_score_units(
 ) -> dict[str, float]:
     """`unit` of each result where scores are far from 0, one key takes all or D is tiny, for v and dout of size 1.
 
-    A score s carries a rounding error of about eps · |s|, which moves a probability by as much, but only in the few rows
-    where two keys compete: with two or three such rows the error of own precision is luck. And where P is close to one-hot
-    standard attention's dP - rowsum(P · dP) is the difference of equal roundings, but dP - rowsum(dO · O) is not: the
-    rounding of O to its dtype stays, times scale · |K|.
+    A score s carries a rounding error of about eps · |s|, which moves a probability by as much, but only in the few
+    rows where two keys compete: with two or three such rows the error of own precision is luck. And where P is close to
+    one-hot standard attention's dP - rowsum(P · dP) is the difference of equal roundings, but dP - rowsum(dO · O) is
+    not: the rounding of O to its dtype stays, times scale · |K|.
     """
     q_max, k_max = (float(np.abs(x.astype(np.float64)).max()) for x in (q, k))
     score = abs(problem.scale) * q_max * k_max * problem.dim**0.5
@@ -108,8 +111,8 @@ def large_score_units(
 
 
 def far_units(problem: AttentionProblem, given: dict[str, np.ndarray]) -> dict[str, float]:
-    """`unit` of results where ALiBi is asked of queries that stand beyond all keys: every score of theirs is far from 0, and
-    carries a rounding error as in `large_score_units`."""
+    """`unit` of results where ALiBi is asked of queries that stand beyond all keys: every score of theirs is far from
+    0, and carries a rounding error as in `large_score_units`."""
     slopes = given.get("alibi_slopes")
     if slopes is None or 0 in (problem.seq_q, problem.seq_k):
         return {}
@@ -123,8 +126,8 @@ def one_key_units(
 ) -> dict[str, float]:
     """`unit` of dq and dk where queries see one key only.
 
-    There dP = rowsum(dO · O), and standard attention gives exactly 0. Two float32 sums over the columns of V differ in their
-    rounding; for dk that adds up over the queries.
+    There dP = rowsum(dO · O), and standard attention gives exactly 0. Two float32 sums over the columns of V differ in
+    their rounding; for dk that adds up over the queries.
     """
     if 0 in (q.size, k.size):
         return {}

@@ -4,8 +4,9 @@
     python tests/fuzz.py --problems 1000000 --record tests/fuzz_runs.json    # every kernel family, where there is a GPU
     python tests/fuzz.py --seed 7 --only 12:345              # one problem again
 
-On a GPU what is asked becomes constants of a kernel, which takes seconds to compile. So kinds are drawn first: all that a
-kernel is compiled with. Of each kind many problems are drawn, in which only shapes, numbers and places in memory differ.
+On a GPU what is asked becomes constants of a kernel, which takes seconds to compile. So kinds are drawn first: all that
+a kernel is compiled with. Of each kind many problems are drawn, in which only shapes, numbers and places in memory
+differ.
 Problem n of kind k is drawn from (seed, k, n), and from nothing else.
 """
 
@@ -52,13 +53,14 @@ from cupyflash.problem import ARRAYS, FLOAT8, FLOATS, ITEMSIZE, OF_FLOAT8
 EDGES = (*range(0, 257, 16), 300)
 # Queries that a packed tile of the Hopper forward has room for, beside 64, 16, 8, 4 or 2 heads.
 FEW = ((1, 2), (3, 8), (9, 16), (17, 32), (33, 64))
-# Tiles have up to 256 rows or keys, and one in 30 problems may have more: in thousands of each kind, all edges and several tiles.
+# Tiles have up to 256 rows or keys, and one in 30 problems may have more: in thousands of each kind, all edges and
+# several tiles.
 LONGEST = ((20, 60, 130, 300, 1100), (10, 20, 50, 150, 600))  # and where queries are few, of many heads
 HOW_OFTEN = (0.45, 0.4, 0.12, 0.028, 0.002)
 GROUPED = 64  # with more queries than this there is no packing; nor with as many heads or fewer on a GPU of some size
 PROBLEMS_OF_A_KIND = {"cpu": 10, "gpu": 4000}  # nothing is compiled on a CPU
-# Times as many: of JAX, where XLA compiles for each shape; where queries are few, of as many heads as a GPU has room for; and
-# of block masks, whose lists wait for the GPU several times.
+# Times as many: of JAX, where XLA compiles for each shape; where queries are few, of as many heads as a GPU has room
+# for; and of block masks, whose lists wait for the GPU several times.
 OF_JAX, OF_FEW, OF_BLOCKS = 0.05, 0.2, 0.4
 FAILURES = 20  # and then it ends
 SECONDS_BETWEEN_LINES = 10
@@ -182,7 +184,8 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
 
     dims = tuple(int(rng.integers(EDGES[EDGES.index(edge) - 1] + 1, edge + 1)) for edge in kind.dims)
     inputs = draw_inputs(
-        rng, "float32" if kind.dtype == FLOAT8 else kind.dtype, batch=batch, seq=(seq_q, seq_k), heads=(heads, heads_k), dims=dims, key_mask=kind.key_mask,
+        rng, "float32" if kind.dtype == FLOAT8 else kind.dtype, batch=batch, seq=(seq_q, seq_k), heads=(heads, heads_k),
+        dims=dims, key_mask=kind.key_mask,
         dlse=float(10.0 ** rng.uniform(-1, 1)) if rng.random() < 0.3 else 0.0,
         given=[*(name for name, _ in kind.given if name != "seed"), *["seed"] * kind.dropout],
         full=kind.along + "".join(axis for axis in "bh" if rng.random() < 0.6), score=kind.score,
@@ -305,7 +308,8 @@ def run_kind(work: tuple[argparse.Namespace, int, range, list[str]]) -> Result:
     kind = kind_of(args, k, names)
     failures: list[str] = []
     done = by_luck = 0
-    for done, n in enumerate(numbers, 1):
+    for n in numbers:
+        done += 1
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", ByLuck)
             text, wrong = run_one(kind, (args.seed, k, n))

@@ -1,4 +1,5 @@
-"""Random problems on the kernels without a GPU (on_cpu.py): beside test_*_on_cpu.py's cases, whatever constants and options come together.
+"""Random problems on the kernels without a GPU (on_cpu.py): beside test_*_on_cpu.py's cases, whatever constants and
+options come together.
 
 python tests/fuzz_kernels.py --seconds 600              # each takes g++ some 20 seconds
 python tests/fuzz_kernels.py --seed 7 --only 345        # one again

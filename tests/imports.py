@@ -1,4 +1,5 @@
-"""The package's import graph, read from its sources: imports inside functions count too, and those by a name in a string."""
+"""The package's import graph, read from its sources: imports inside functions count too, and those by a name in a
+string."""
 
 from __future__ import annotations
 

@@ -309,7 +309,8 @@ def test_explain_tells_of_a_tuned_tile(store: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def clock(store: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU and a compiler that are not there. `seconds(tile)` is the clock, `spills` is a set of tiles, `wrong` their errors."""
+    """A GPU and a compiler that are not there. `seconds(tile)` is the clock, `spills` is a set of tiles, `wrong` their
+    errors."""
     fake = SimpleNamespace(seconds=lambda tile: 1e-3, spills=set(), wrong={}, stop=None, forgotten=0)
     by_plan: dict[object, tuple[int, ...]] = {}
 

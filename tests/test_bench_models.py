@@ -1,5 +1,5 @@
-"""The suite `models` without a GPU: calls, what they count, peers with windows and few key heads, table and picture; and
-what `--sustained` does."""
+"""The suite `models` without a GPU: calls, what they count, peers with windows and few key heads, table and picture;
+and what `--sustained` does."""
 
 from __future__ import annotations
 

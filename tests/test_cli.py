@@ -660,7 +660,8 @@ def test_explain_of_nothing() -> None:
 
 
 def test_explain_prints_without_rich() -> None:
-    code = "import sys; sys.modules['rich'] = None; import cupyflash; print(cupyflash.explain((1, 8, 1, 8), dtype='float32'))"
+    code = "import sys; sys.modules['rich'] = None; import cupyflash; "
+    code += "print(cupyflash.explain((1, 8, 1, 8), dtype='float32'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert "FLOPs" in done.stdout
 

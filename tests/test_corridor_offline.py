@@ -1,4 +1,5 @@
-"""The corridor without a GPU: CuPy arrays at addresses that nobody reads, and kernels that write down what they are given."""
+"""The corridor without a GPU: CuPy arrays at addresses that nobody reads, and kernels that write down what they are
+given."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def inputs(gpu: Gpu, dtype: Any = np.float16) -> dict[str, Any]:
     return {
-        "q": gpu.array((B, SQ, HQ, D), dtype), "k": gpu.array((B, SK, HK, D), dtype), "v": gpu.array((B, SK, HK, D), dtype),
+        "q": gpu.array((B, SQ, HQ, D), dtype), "k": gpu.array((B, SK, HK, D), dtype),
+        "v": gpu.array((B, SK, HK, D), dtype),
     }  # fmt: skip
 
 
@@ -232,7 +234,8 @@ def test_arrays_of_scores_where_they_are(gpu: Gpu) -> None:
     attention(**given, bias=bias, mask=mask, alibi_slopes=slopes, sinks=sinks, softcap=2.0)
     p = gpu.last()
     for name, x, want in (
-        ("bias", bias, (0, SQ * SK, SK, 1)), ("mask", mask, (SQ * SK, 0, 1, SQ)), ("alibi_slopes", slopes, (0, 2, 0, 0)),
+        ("bias", bias, (0, SQ * SK, SK, 1)), ("mask", mask, (SQ * SK, 0, 1, SQ)),
+        ("alibi_slopes", slopes, (0, 2, 0, 0)),
         ("sinks", sinks, (0, 1, 0, 0)),
     ):  # fmt: skip
         assert p[name] == x.data.ptr and tuple(p[f"{name}_strides"]) == want, name
@@ -266,7 +269,8 @@ def test_a_bias_that_the_copy_engine_cannot_read_is_copied(gpu: Gpu, dtype: Any)
 
 @pytest.mark.parametrize("rank", [2, 4])
 def test_gradients_of_arrays(gpu: Gpu, rank: int) -> None:
-    """In arrays like those given, by kernels of their own; those of q, k and v come from the same launches as without."""
+    """In arrays like those given, by kernels of their own; those of q, k and v come from the same launches as
+    without."""
     shape = (D,) if rank == 2 else (HQ, D)
     q, k = (gpu.array((*((B,) if rank == 4 else ()), n, *shape)) for n in (SQ, SK))
     shapes = {
@@ -331,7 +335,8 @@ def test_a_workspace_is_kept_for_gradients_of_arrays_where_they_find_something(
     attention_backward(q, q, q, q, q, gpu.array((B, HQ, length), np.float32), bias=bias, wrt="bias")
     second, *_ = gpu.launched[-1]
     assert bool(second.found) == (length == SK and (dtype == np.float32 or second.family == "sm80"))
-    # At the end there are dq, dk, dv, dbias, and workspaces; and a copy of the bias, whose rows the copy engine wants padded.
+    # At the end there are dq, dk, dv, dbias, and workspaces; and a copy of the bias, whose rows the copy engine wants
+    # padded.
     assert len(pieces[-1]) == 4 + (2 if second.found else 1) + len(gpu.copied) // 2
 
 
@@ -407,7 +412,8 @@ def test_explain_tells_of_misaligned_inputs(gpu: Gpu, monkeypatch: pytest.Monkey
         **given | {"v": gpu.array((B, SK, HK, D), offset=2)}, key_mask=gpu.array((B, 2 * SK), np.bool_)[:, ::2]
     )
     assert odd.copies == (
-        "v, because it does not start at a 16-byte boundary", "key_mask, because its last dimension has stride 2, not 1",
+        "v, because it does not start at a 16-byte boundary",
+        "key_mask, because its last dimension has stride 2, not 1",
     )  # fmt: skip
     assert odd.problem.has("key_mask") and "key mask" in str(odd)
 
@@ -549,7 +555,8 @@ def test_a_callback_of_xla_along_tangents(gpu: Gpu, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_callback_of_xla_with_scores(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A seed that is a number, and the gradients of optional arrays and of a score function's, each by kernels of their own."""
+    """A seed that is a number, and the gradients of optional arrays and of a score function's, each by kernels of their
+    own."""
     views = {"a": View((HQ,), (1,), "float32", "", "jax")}
     score = score_of("s + a[h]", views, View(Q[0], contiguous(Q[0]), Q[1], "", "jax"))
     (read,) = (x.key for x in score.arrays)
@@ -591,7 +598,8 @@ def test_a_callback_of_xla_with_a_block_mask(gpu: Gpu, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("ordinal", "misaligned"), [(1, False), (0, True)])
 def test_a_callback_elsewhere(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, ordinal: int, misaligned: bool) -> None:
-    """On another device than it was traced for, or with inputs that must be copied, another class of calls is prepared."""
+    """On another device than it was traced for, or with inputs that must be copied, another class of calls is
+    prepared."""
     from cupyflash.interop import jax_gpu
 
     own = gpu.array((1 << 20,), np.uint8)
@@ -609,7 +617,8 @@ def test_a_callback_elsewhere(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, ordinal
 @pytest.mark.parametrize("misaligned", [False, True])
 @pytest.mark.parametrize("dim", [64, 40])
 def test_a_callback_in_8_bits(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, dim: int, misaligned: bool) -> None:
-    """Scales are read where they are, V is turned in XLA's memory; rows that are no multiples of 16 bytes are copied."""
+    """Scales are read where they are, V is turned in XLA's memory; rows that are no multiples of 16 bytes are
+    copied."""
     if gpu.arch.cc != 90:
         pytest.skip("kernels for 8 bits are Hopper's")
     from cupyflash.interop import jax_gpu
@@ -719,7 +728,8 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_what_explain_tells_is_what_runs(gpu: Gpu, name: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launch for launch, with the memory beside: one function plans both. On this GPU, with a tile that was tuned for it."""
+    """Launch for launch, with the memory beside: one function plans both. On this GPU, with a tile that was tuned for
+    it."""
     from cupyflash.tools import explanation
 
     monkeypatch.setattr(explanation, "_compiled", lambda plan: ({}, ()))

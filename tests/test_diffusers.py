@@ -27,14 +27,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def unet() -> tuple[Any, dict[str, Any]]:
     """Self- and cross-attention in a UNet, with padded text."""
     model = diffusers.UNet2DConditionModel(
-        sample_size=16, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(32, 64), norm_num_groups=8,
+        sample_size=16, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(32, 64),
+        norm_num_groups=8,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
         cross_attention_dim=24, attention_head_dim=8,
     )  # fmt: skip
     mask = torch.ones(2, 7, dtype=torch.bool)
     mask[1, 4:] = False
     return model, {
-        "sample": torch.randn(2, 4, 16, 16), "timestep": torch.tensor([3, 7]), "encoder_hidden_states": torch.randn(2, 7, 24),
+        "sample": torch.randn(2, 4, 16, 16), "timestep": torch.tensor([3, 7]),
+        "encoder_hidden_states": torch.randn(2, 7, 24),
         "encoder_attention_mask": mask,
     }  # fmt: skip
 

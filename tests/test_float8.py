@@ -361,7 +361,9 @@ def test_autocast_and_gradients_in_torch(rng: np.random.Generator) -> None:
         out = causal(*inputs, *scales)
     assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
     sinks = torch.zeros(4, requires_grad=True)
-    why = "^q has dtype float8_e4m3fn, of which there is a forward alone, but a gradient is wanted; call under torch.no_grad"
+    why = (
+        "^q has dtype float8_e4m3fn, of which there is a forward alone, but a gradient is wanted; call under torch.no_g"
+    )
     with pytest.raises(TypeError, match=why):
         causal(*inputs, *scales, sinks=sinks)
     with torch.no_grad():

@@ -11,11 +11,12 @@ from imports import import_graph, imports
 
 from cupyflash.gpu.plan import FAMILIES
 
-# The house from the ground. A room is one or more modules and packages, "" the package's face (* stands for any end); what is named apart is no
-# part of the package that it lies in. It imports from itself and from rooms on floors below.
+# The house from the ground. A room is one or more modules and packages, "" the package's face (* stands for any end);
+# what is named apart is no part of the package that it lies in. It imports from itself and from rooms on floors below.
 FLOORS = (
     (
-        "passes", "score", "signature", "other_names", "folders", "gpu.device", "blockmask.tile_lists", "interop.foreign",
+        "passes", "score", "signature", "other_names", "folders", "gpu.device", "blockmask.tile_lists",
+        "interop.foreign",
         "torch.dropout", "tools.visible",
     ),
     ("problem", "call", "arrays"),

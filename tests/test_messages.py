@@ -1,7 +1,7 @@
 """Bad input: each message names the argument, what it is and what it must be, and nothing has been computed then.
 
-What is said where there is no GPU, driver, CuPy or NVRTC: test_device.py and test_compiler.py. What is no array, or comes
-from another library: test_interop.py.
+What is said where there is no GPU, driver, CuPy or NVRTC: test_device.py and test_compiler.py. What is no array, or
+comes from another library: test_interop.py.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 # what is wrong: (arguments instead of the right ones, error, parts of the message in order)
 BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
-    "dtypes of q and k": ({"k": ones(B, SK, HK, D, dtype=np.float64)}, TypeError, ["k has dtype float64", "q has float32"]),
-    "dtypes of q and v": ({"v": ones(B, SK, HK, DV, dtype=np.float16)}, TypeError, ["v has dtype float16", "q has float32"]),
-    "integers": ({"q": ones(B, SQ, HQ, D, dtype=np.int32)}, TypeError, ["q has dtype int32", "float16, bfloat16, float32"]),
-    "integer keys": ({"k": ones(B, SK, HK, D, dtype=np.int64)}, TypeError, ["k has dtype int64", "must be one of float16"]),
+    "dtypes of q and k": ({"k": ones(B, SK, HK, D, dtype=np.float64)}, TypeError,
+        ["k has dtype float64", "q has float32"]),
+    "dtypes of q and v": ({"v": ones(B, SK, HK, DV, dtype=np.float16)}, TypeError,
+        ["v has dtype float16", "q has float32"]),
+    "integers": ({"q": ones(B, SQ, HQ, D, dtype=np.int32)}, TypeError, ["q has dtype int32",
+        "float16, bfloat16, float32"]),
+    "integer keys": ({"k": ones(B, SK, HK, D, dtype=np.int64)}, TypeError,
+        ["k has dtype int64", "must be one of float16"]),
     "records of nothing": ({"q": np.zeros((B, SQ, HQ, D), "V0")}, TypeError, ["q has dtype void", "must be one of"]),
     "booleans": ({"v": ones(B, SK, HK, DV, dtype=bool)}, TypeError, ["v has dtype bool", "must be one of float16"]),
     "complex": ({"q": ones(B, SQ, HQ, D, dtype=np.complex64)}, TypeError, ["q has dtype complex64", "must be one of"]),
@@ -83,10 +87,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "family list": ({"family": []}, ValueError, [r"family is \[\]", "must be one of 'sm90'"]),
     "family array": ({"family": ones(2)}, ValueError, ["family is array", "must be one of 'sm90'"]),
     "no elements": ({"q": np.zeros((B, SQ, HQ, D), "S0")}, TypeError, ["q has dtype bytes", "must be one of float16"]),
-    "mask of no elements": ({"key_mask": np.zeros((B, SK), "V0")}, TypeError, ["key_mask has dtype void", "must be bool"]),
+    "mask of no elements": ({"key_mask": np.zeros((B, SK), "V0")}, TypeError,
+        ["key_mask has dtype void", "must be bool"]),
     "deterministic": ({"deterministic": "no"}, TypeError, ["deterministic is 'no'", "True or False"]),
     "mask shape": ({"key_mask": ones(B, SQ, dtype=bool)}, ValueError, [r"key_mask has shape \(2, 5\)", r"\(2, 7\)"]),
-    "mask rank": ({"key_mask": ones(1, B, SK, dtype=bool)}, ValueError, [r"key_mask has shape \(1, 2, 7\)", r"\(2, 7\)"]),
+    "mask rank": ({"key_mask": ones(1, B, SK, dtype=bool)}, ValueError,
+        [r"key_mask has shape \(1, 2, 7\)", r"\(2, 7\)"]),
     "mask dtype": ({"key_mask": ones(B, SK, dtype=np.uint8)}, TypeError, ["key_mask has dtype uint8", "must be bool"]),
     "out shape": ({"out": ones(B, SQ, HQ, D)}, ValueError, [r"out has shape \(2, 5, 4, 8\)", r"\(2, 5, 4, 16\)"]),
     "out dtype": ({"out": ones(B, SQ, HQ, DV, dtype=np.float64)}, TypeError, ["out has dtype float64", "float32"]),
@@ -103,15 +109,18 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         {"mask": ones(B, 3, SQ, SK, dtype=bool)}, ValueError,
         [r"mask has shape \(2, 3, 5, 7\)", r"must be \(2, 4, 5, 7\), \(batch, head, query, key\), where a length of 1"],
     ),
-    "bias dtype": ({"bias": ones(SQ, SK, dtype=np.float64)}, TypeError, ["bias has dtype float64", r"must be float32 \("]),
+    "bias dtype": ({"bias": ones(SQ, SK, dtype=np.float64)}, TypeError,
+        ["bias has dtype float64", r"must be float32 \("]),
     "bias shape": ({"bias": ones(SK, SQ)}, ValueError, [r"bias has shape \(7, 5\)", "leading axes may be left out"]),
-    "bias rank": ({"bias": ones(1, B, HQ, SQ, SK)}, ValueError, [r"bias has shape \(1, 2, 4, 5, 7\)", r"\(2, 4, 5, 7\)"]),
+    "bias rank": ({"bias": ones(1, B, HQ, SQ, SK)}, ValueError, [r"bias has shape \(1, 2, 4, 5, 7\)",
+        r"\(2, 4, 5, 7\)"]),
     "bias number": ({"bias": 1.0}, TypeError, ["bias is a float", "must be an array"]),
     "slopes shape": (
         {"alibi_slopes": ones(HK)}, ValueError, [r"alibi_slopes has shape \(2,\)", r"\(2, 4\), \(batch, head\)"],
     ),
     "slopes dtype": (
-        {"alibi_slopes": ones(HQ, dtype=np.float16)}, TypeError, ["alibi_slopes has dtype float16", r"must be float32 \("],
+        {"alibi_slopes": ones(HQ, dtype=np.float16)}, TypeError,
+        ["alibi_slopes has dtype float16", r"must be float32 \("],
     ),
     "sinks shape": ({"sinks": ones(B, HQ)}, ValueError, [r"sinks has shape \(2, 4\)", r"must be \(4,\), \(head\)"]),
     "sinks dtype": ({"sinks": ones(HQ, dtype=np.int32)}, TypeError, ["sinks has dtype int32", r"must be float32 \("]),
@@ -155,8 +164,10 @@ BAD_BACKWARD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "lse shape": ({"lse": ones(B, SQ, HQ)}, ValueError, [r"lse has shape \(2, 5, 4\)", r"\(2, 4, 5\)"]),
     "lse dtype": ({"lse": ones(B, HQ, SQ, dtype=np.float64)}, TypeError, ["lse has dtype float64", "float32"]),
     "lse none": ({"lse": None}, TypeError, ["lse is", "None", "must be an array"]),
-    "wrt word": ({"wrt": "bais"}, ValueError, ["wrt holds 'bais'", "names of optional arrays that are given, of 'bias', "]),
-    "wrt not given": ({"wrt": ("sinks",)}, ValueError, ["wrt holds 'sinks', but sinks is not given", "of 'bias', 'alibi_sl"]),
+    "wrt word": ({"wrt": "bais"}, ValueError,
+        ["wrt holds 'bais'", "names of optional arrays that are given, of 'bias', "]),
+    "wrt not given": ({"wrt": ("sinks",)}, ValueError, ["wrt holds 'sinks', but sinks is not given",
+        "of 'bias', 'alibi_sl"]),
     "wrt q": ({"wrt": ["q"]}, ValueError, ["wrt holds 'q', whose gradient comes anyway", "it must hold names"]),
     "wrt key_mask": (
         {"wrt": {"key_mask"}, "key_mask": ones(B, SK, dtype=bool)}, ValueError,

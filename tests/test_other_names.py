@@ -1,4 +1,5 @@
-"""Arguments by the names that other attention functions have for them: the message names ours, and ours means the same."""
+"""Arguments by the names that other attention functions have for them: the message names ours, and ours means
+the same."""
 
 from __future__ import annotations
 

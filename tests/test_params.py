@@ -66,7 +66,8 @@ def test_the_fields_of_a_forward() -> None:
         ("int", "lists_batch"), ("int", "lists_head"), ("Accum", "kept"), ("Accum", "log_kept"),
         ("unsigned", "drop_below"), ("Accum", "out_scale"), ("Accum", "near_cap_squared"), ("Accum", "near_cap_0"),
             ("Accum", "near_cap_1"), ("Accum", "near_cap_2"), ("Accum", "near_slope_1"), ("Accum", "near_slope_2"),
-        ("int", "first_q"), ("int", "end_q"), ("int", "first_k"), ("int", "end_k"), ("int", "shares"), ("alignas(8) unsigned", "round_keys[14]"),
+        ("int", "first_q"), ("int", "end_q"), ("int", "first_k"), ("int", "end_k"), ("int", "shares"),
+        ("alignas(8) unsigned", "round_keys[14]"),
     ]  # fmt: skip
 
 
@@ -87,8 +88,8 @@ def test_the_fields_of_a_backward() -> None:
 
 
 def test_a_source_does_not_depend_on_what_is_not_asked() -> None:
-    """Every optional array has its pointer and strides, given or not. What a seed becomes has no room where none is asked for,
-    and a score function's own arrays come beside them.
+    """Every optional array has its pointer and strides, given or not. What a seed becomes has no room where none is
+    asked for, and a score function's own arrays come beside them.
     """
     plain = {name: fields for name, fields in FEATURES.items() if "score" not in fields}
     texts = {name: params.text(plan(problem("float16", **x), H200, family="simt")) for name, x in plain.items()}
@@ -139,7 +140,8 @@ def test_values_stand_where_they_belong(family: str, dtype: str, of: Pass) -> No
 @pytest.mark.parametrize("family", ["sm90", "sm80", "simt"])
 @pytest.mark.parametrize("of", [FORWARD, BACKWARD])
 def test_all_that_may_be_asked_for_fits(family: str, of: Pass) -> None:
-    """The parameters of a kernel are 4 KB where the driver is older, in which maps of the copy engine have their place, too."""
+    """The parameters of a kernel are 4 KB where the driver is older, in which maps of the copy engine have their place,
+    too."""
     names = [f"table{n}" for n in range(SCORE_ARRAYS)]
     text = " + ".join(f"{name}[h][i][j][b]" for name in names)
     score = trace(text, {name: ("bfloat16", 4, True) for name in names})
@@ -175,7 +177,8 @@ def test_caps_stay_in_their_type(dtype: str, largest: float) -> None:
     ("dtype", "largest", "off", "slope_off"), [("bfloat16", 1e6, 9e-5, 3e-5), ("float16", 64.0, 1e-5, 2.5e-4)]
 )
 def test_caps_near_zero(scale: float, softcap: float, dtype: str, largest: float, off: float, slope_off: float) -> None:
-    """The polynomial is the cap's exponent of 2 and its slope, or is never taken; nothing in it leaves float32's range."""
+    """The polynomial is the cap's exponent of 2 and its slope, or is never taken; nothing in it leaves
+    float32's range."""
     state = problem(dtype, scale=scale, softcap=softcap)
     kernel_plan = plan(state, H200)
     packer = params.Packer(kernel_plan, state, {})
@@ -218,7 +221,8 @@ def test_a_compiler_lays_it_out_alike(tmp_path: Path) -> None:
         offsets = [(f"offsetof(Params, {name})", record.fields[name][1]) for name in record.names]  # type: ignore[index]
         offsets += [("sizeof(Params)", record.itemsize), ("offsetof(PairStrides, key)", 24), ("sizeof(Strides)", 24)]
         checks += [
-            f"namespace plan_{number} {{", *(f"using {name} = {type};" for name, type in types), params.text(kernel_plan),
+            f"namespace plan_{number} {{", *(f"using {name} = {type};" for name, type in types),
+            params.text(kernel_plan),
             *(f'static_assert({what} == {value}, "{family} {dtype} {what}");' for what, value in offsets), "}",
         ]  # fmt: skip
     assert sum(line.startswith("static_assert(offsetof(Params") for line in checks) > 20 * len(PLANS)

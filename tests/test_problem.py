@@ -282,7 +282,8 @@ def test_leading_axes_may_be_left_out() -> None:
     problem = stated()
     base = View((), (), "float32", "cpu", "numpy")
     for shape, strides in (
-        ((4, 6, 9), (0, 54, 9, 1)), ((6, 9), (0, 0, 9, 1)), ((4, 1, 1), (0, 1, 0, 0)), ((9,), (0, 0, 0, 1)), ((), (0, 0, 0, 0)),
+        ((4, 6, 9), (0, 54, 9, 1)), ((6, 9), (0, 0, 9, 1)), ((4, 1, 1), (0, 1, 0, 0)), ((9,), (0, 0, 0, 1)),
+        ((), (0, 0, 0, 0)),
     ):  # fmt: skip
         x = base._replace(shape=shape, strides=contiguous(shape))
         assert BIAS.strides(x, problem) == strides

@@ -1,4 +1,5 @@
-"""What a score, its slope and the derivatives by what it reads change by (score/derivative.py), against finite differences."""
+"""What a score, its slope and the derivatives by what it reads change by (score/derivative.py), against finite
+differences."""
 
 from __future__ import annotations
 

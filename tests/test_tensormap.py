@@ -53,7 +53,8 @@ def maps(strides: dict[str, tuple[int, ...]] = STRIDES, **fields: Any) -> tensor
 
 
 def test_rows_that_are_dead_by_position_are_no_part_of_inputs(asked: list[dict[str, Any]]) -> None:
-    """500 queries on 300 keys: the first 90 see none, nor do the last 95; the first 80 and the last 10 of 500 keys nobody sees."""
+    """500 queries on 300 keys: the first 90 see none, nor do the last 95; the first 80 and the last 10 of 500 keys
+    nobody sees."""
     maps(diagonal=-100, left=5, right=10)(*AT)
     assert [call["at"] for call in asked] == [AT[0] + 90 * 2048, *AT[1:]]
     assert [call["shape"][1] for call in asked] == [315, 300, 300, 500]

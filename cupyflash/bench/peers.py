@@ -20,11 +20,11 @@ from ..tools.timing import Candidate, reason
 class Case(NamedTuple):
     """Inputs that everyone shares: PyTorch tensors (B, S, H, D).
 
-    `scores` is what else `attention` is given, softcap, a score function and optional arrays by name; `wrt` names those of them,
-    or of the arrays that the score function reads, whose gradients are wanted too. "ours", PyTorch's and FlexAttention know of
-    these; who does not is found wrong where they are given.
-    `visible` says of (b, h, i, j), tensors of integers, what a block mask among them does. `window`: (left, right) as of
-    `attention`; "ours" and the FlashAttention packages know of it.
+    `scores` is what else `attention` is given, softcap, a score function and optional arrays by name; `wrt` names those
+    of them, or of the arrays that the score function reads, whose gradients are wanted too. "ours", PyTorch's and
+    FlexAttention know of these; who does not is found wrong where they are given.
+    `visible` says of (b, h, i, j), tensors of integers, what a block mask among them does. `window`: (left, right) as
+    of `attention`; "ours" and the FlashAttention packages know of it.
     """
 
     q: Any
@@ -70,7 +70,8 @@ def make_case(
     dim_v: int | None = None,
     window: tuple[int, int] | None = None,
 ) -> Case:
-    """Random normal inputs (zeros would run faster than real data does). K and V are as Q where nothing else is said."""
+    """Random normal inputs (zeros would run faster than real data does). K and V are as Q where nothing else is
+    said."""
     import torch
 
     generator = torch.Generator(device).manual_seed(seed)
@@ -168,7 +169,8 @@ def sdpa(backend: str | None = None) -> Prepare:
 
 
 def flex() -> Prepare:
-    """FlexAttention as torch.compile makes it, with kernel options of its own choice; the block mask is made beforehand."""
+    """FlexAttention as torch.compile makes it, with kernel options of its own choice; the block mask is made
+    beforehand."""
     import torch
     import torch._functorch.config
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention

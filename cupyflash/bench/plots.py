@@ -110,7 +110,8 @@ def circumstances(data: dict[str, Any]) -> str:
 
 
 def table(rows: Sequence[Row], with_notes: bool = False) -> str:
-    """All rows as a Markdown table; the best value of each is bold. with_notes: behind a value stands its note, clock and power."""
+    """All rows as a Markdown table; the best value of each is bold. with_notes: behind a value stands its note, clock
+    and power."""
     keys = report.varying([row["problem"] for row in rows])
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     ratios = {"ratio_to_best": "vs best", "ratio_to_causal": "vs causal"}
@@ -135,7 +136,8 @@ def _title(data: dict[str, Any]) -> str:
 
 
 def figure(data: dict[str, Any]) -> Any:
-    """Lines over the sequence length where there are several, bars otherwise and for rows with names; of models the ratios."""
+    """Lines over the sequence length where there are several, bars otherwise and for rows with names; of models the
+    ratios."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
@@ -226,7 +228,8 @@ def _bars(data: dict[str, Any]) -> Any:
 
 
 def _named_bars(data: dict[str, Any], apart: str = "dim", named: Sequence[str] = ("scores",)) -> Any:
-    """Groups of bars for rows called by `named`: a column of panels for each pass, a row of them for each of `apart`."""
+    """Groups of bars for rows called by `named`: a column of panels for each pass, a row of them for each of
+    `apart`."""
     from matplotlib.figure import Figure
 
     rows = data["rows"]

@@ -1,4 +1,5 @@
-"""The suite `precision`: how far float32 and float64 results are from exact ones, on inputs that hurt, beside standard attention."""
+"""The suite `precision`: how far float32 and float64 results are from exact ones, on inputs that hurt, beside standard
+attention."""
 
 from __future__ import annotations
 
@@ -203,7 +204,8 @@ def ours(x: Inputs, family: str | None) -> tuple[Any, ...]:
 
 
 def tables(data: dict[str, Any]) -> str:
-    """A results file as Markdown: for each dtype a line for each result of each kind of inputs, with all of ERRORS in a cell."""
+    """A results file as Markdown: for each dtype a line for each result of each kind of inputs, with all of ERRORS in a
+    cell."""
     lines = []
     for dtype in dict.fromkeys(row["problem"]["dtype"] for row in data["rows"]):
         rows = [row for row in data["rows"] if row["problem"]["dtype"] == dtype]

@@ -46,7 +46,8 @@ def make_row(
 ) -> Row:
     """One row of a results file. Who has a note but no value is null; ratios are better when larger.
 
-    Where our own attention with a causal mask alone was measured beside it, "ours_causal", the row has the ratio to that too.
+    Where our own attention with a causal mask alone was measured beside it, "ours_causal", the row has the ratio to
+    that too.
     """
     rounded = {name: significant(value) for name, value in values.items()}
     row: Row = {

@@ -110,7 +110,8 @@ BIAS_PEERS = ("math", "efficient")  # those that give a bias' gradient
 
 
 def _wide_speed(problem: Problem, options: Options) -> Measured:
-    """As any; a row with a bias is an Evoformer's, `evoformer` of the suite `scores`: with its gradient and a key mask."""
+    """As any; a row with a bias is an Evoformer's, `evoformer` of the suite `scores`: with its gradient and a
+    key mask."""
     if not problem["bias"]:
         return _speed(WIDE_PEERS, 8192, problem, options)
     of = PASSES[problem["pass"]]
@@ -153,7 +154,8 @@ def _imports(options: Options) -> list[Problem]:
 
 
 def _import_time(problem: Problem, options: Options) -> Measured:
-    """Seconds; each process finds the files in the machine's memory. Our note names the array libraries that came along."""
+    """Seconds; each process finds the files in the machine's memory. Our note names the array libraries that came
+    along."""
     came: list[str] = []
 
     def sample(name: str) -> float:

@@ -1,7 +1,8 @@
 """Block masks: which blocks of pairs are there, and of those of which only some pairs are visible, which.
 
-Block-sparse attention as in FlashAttention (Dao et al. 2022, section 3.3, Algorithm 5), exact for any pattern: blocks are
-empty, full or partial, and a partial one has a bit for each pair. Memory is that of the blocks and the bits, never Sq x Sk.
+Block-sparse attention as in FlashAttention (Dao et al. 2022, section 3.3, Algorithm 5), exact for any pattern: blocks
+are empty, full or partial, and a partial one has a bit for each pair. Memory is that of the blocks and the bits, never
+Sq x Sk.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ AT_ONCE = 1 << 23  # pairs that a function is asked of at once, unless a row of 
 class BlockMask:
     """What `block_mask` makes; `attention(..., block_mask=...)` takes it. It never changes.
 
-    What kernels read of it is made at the first call with kernels of other tiles, which waits for the GPU: make that call
-    before a CUDA graph is captured, and keep the mask as long as the graph. Another mask of the same shape compiles nothing new, but
-    that JAX traces each mask by itself.
+    What kernels read of it is made at the first call with kernels of other tiles, which waits for the GPU: make that
+    call before a CUDA graph is captured, and keep the mask as long as the graph. Another mask of the same shape
+    compiles nothing new, but that JAX traces each mask by itself.
 
     Attributes
     ----------
@@ -90,7 +91,8 @@ class BlockMask:
         return found
 
     def make_tensors(self) -> None:
-        """Have `tensors`, which share the memory of slots and bits: these as int16, since PyTorch hardly knows uint16."""
+        """Have `tensors`, which share the memory of slots and bits: these as int16, since PyTorch hardly knows
+        uint16."""
         if self.tensors is None:
             import torch
             from torch.utils._python_dispatch import _disable_current_modes
@@ -102,7 +104,8 @@ class BlockMask:
     make_tensors._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it, instead of reading it
 
     def pairs(self, b: int, h: int, rows: slice, keys: Any) -> Any:
-        """Which pairs of these queries and keys (an index) are visible: booleans; None: all, False: none. On the CPU."""
+        """Which pairs of these queries and keys (an index) are visible: booleans; None: all, False: none. On
+        the CPU."""
         batch, heads, _, seq_k = self.shape
         slots, (block_q, block_k) = self._slots[b % batch, h % heads], self.block
         j = np.arange(seq_k)[keys]
@@ -177,8 +180,8 @@ def make(
 def _rows(
     xp: ModuleType, source: Any, kind: str, shape: tuple[int, ...], block: tuple[int, int]
 ) -> Iterator[tuple[slice, slice, slice, Any]]:
-    """What the source says: (batch entries, heads, queries, booleans that broadcast to these and all keys), row by row of
-    blocks, or some rows at once."""
+    """What the source says: (batch entries, heads, queries, booleans that broadcast to these and all keys), row by row
+    of blocks, or some rows at once."""
     batch, heads, seq_q, seq_k = shape
     together = batch * heads * block[0] * seq_k <= AT_ONCE
     size = block[0] * max(1, AT_ONCE // max(1, batch * heads * block[0] * seq_k))
@@ -200,7 +203,8 @@ def _rows(
                 seen = _booleans(xp, "what source returns", _said(source, *at))
                 if seen.ndim > 4 or any(n not in (1, m) for n, m in zip(seen.shape[::-1], want[::-1])):
                     raise ValueError(
-                        f"source returns shape {seen.shape} for queries {rows.start} to {rows.stop}; it must broadcast to {want}"
+                        f"source returns shape {seen.shape} for queries {rows.start} to {rows.stop}; it must broadcast "
+                        f"to {want}"
                     )
             yield of_batch, of_heads, rows, xp.broadcast_to(seen, want)
 
@@ -212,8 +216,8 @@ def _said(source: Callable[..., Any], *at: Any) -> Any:
         if "ambiguous" not in str(error):
             raise
         raise TypeError(
-            "source asks for one truth (if, and, or, not) of arrays that hold many positions; combine what it compares by "
-            "&, | and ~, and choose by where"
+            "source asks for one truth (if, and, or, not) of arrays that hold many positions; combine what it compares "
+            "by &, | and ~, and choose by where"
         ) from error
 
 

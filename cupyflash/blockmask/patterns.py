@@ -14,7 +14,8 @@ from .. import interop
 class Pattern:
     """A function of (batch, head, query, key), arrays of integers that broadcast, which says what is visible.
 
-    `lengths`: (argument, axis, length) of the arrays that it looks up. Beyond their ends CuPy would read from the start again.
+    `lengths`: (argument, axis, length) of the arrays that it looks up. Beyond their ends CuPy would read from the start
+    again.
     """
 
     def __init__(self, function: Callable[[Any, Any, Any, Any], Any], *lengths: tuple[str, int, int]) -> None:
@@ -61,7 +62,8 @@ def causal(diagonal: int = 0) -> Pattern:
 
 
 def window(left: int, right: int | None = None, diagonal: int = 0) -> Pattern:
-    """`left` keys before the query's own and `right` behind it (default: as many), that one included (Beltagy et al. 2020)."""
+    """`left` keys before the query's own and `right` behind it (default: as many), that one included (Beltagy et al.
+    2020)."""
     right = left if right is None else right
     _integer("left", left, 0)
     _integer("right", right, 0)
@@ -72,8 +74,8 @@ def window(left: int, right: int | None = None, diagonal: int = 0) -> Pattern:
 def prefix(length: Any) -> Pattern:
     """The first keys, for all queries: `length` of them, a number, or an array with one for each batch entry.
 
-    With `causal` it makes a prefix-LM (Raffel et al. 2020, section 3.2.1); a few beside a window are attention sinks (Xiao
-    et al. 2023).
+    With `causal` it makes a prefix-LM (Raffel et al. 2020, section 3.2.1); a few beside a window are attention sinks
+    (Xiao et al. 2023).
     """
     lengths = _integers("length", length, "an integer, or an array with one for each batch entry")
     if lengths.ndim > 1:
@@ -86,7 +88,8 @@ def prefix(length: Any) -> Pattern:
 def documents(ids: Any, keys: Any = None) -> Pattern:
     """Keys of the query's own document, in sequences packed together.
 
-    `ids`: an integer for each position, (S,) or (batch, S); `keys`: those of the keys, where they are not those of the queries.
+    `ids`: an integer for each position, (S,) or (batch, S); `keys`: those of the keys, where they are not those of the
+    queries.
     """
     of_queries = _integers("ids", ids)
     of_keys = of_queries if keys is None else _integers("keys", keys)
@@ -129,8 +132,8 @@ def bigbird(
     random: int = 3,
     seed: int = 0,
 ) -> Pattern:
-    """Blocks: `around` to both sides of the query's own, the first `globally` as queries and as keys, and for each block of
-    queries `random` further ones (Zaheer et al. 2020, section 2; appendix D has the blocks).
+    """Blocks: `around` to both sides of the query's own, the first `globally` as queries and as keys, and for each
+    block of queries `random` further ones (Zaheer et al. 2020, section 2; appendix D has the blocks).
     """
     seq_k = seq_q if seq_k is None else seq_k
     _integer("block", block, 1)

@@ -1,7 +1,8 @@
 """Lists by which kernels walk over the tiles of a block mask, by array operations alone, on NumPy or CuPy (`xp`).
 
-A mask is `slots`, int32 (B, H, blocks of queries, blocks of keys): EMPTY, FULL, or which of `bits` a block has; and `bits`,
-uint16 (blocks, queries of a block, keys of a block / 16), the lowest bit first. What a block has behind the ends does not count.
+A mask is `slots`, int32 (B, H, blocks of queries, blocks of keys): EMPTY, FULL, or which of `bits` a block has; and
+`bits`, uint16 (blocks, queries of a block, keys of a block / 16), the lowest bit first. What a block has behind the
+ends does not count.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class ListUse(NamedTuple):
 
 
 def make(xp: ModuleType, slots: Any, bits: Any, block: tuple[int, int], seq: tuple[int, ...], use: ListUse) -> Any:
-    """One array of int32, as kernels_cu/attention/block_list.cuh reads it: where the visits of each tile begin, tiles in order
-    of the number of their visits (of each head, most first), visits as (tile, where its bits are or -1), and the bits."""
+    """One array of int32, as kernels_cu/attention/block_list.cuh reads it: where the visits of each tile begin, tiles
+    in order of the number of their visits (of each head, most first), visits as (tile, where its bits are or -1), and
+    the bits."""
     slots, bits = _in_tiles(xp, slots, bits, block, seq, use)
     if use.name == "query_lists":
         slots = slots.swapaxes(2, 3)
@@ -97,7 +99,8 @@ def words(
     head: tuple[Any, ...] = (),
     seq: tuple[int, ...] | None = None,
 ) -> Any:
-    """The bits of query i and keys from 16 * j16 on, of arrays that broadcast; `head`: the indices in front of these."""
+    """The bits of query i and keys from 16 * j16 on, of arrays that broadcast; `head`: the indices in front of
+    these."""
     if seq is not None:  # what a tile has behind the ends is read from the last block
         i, j16 = xp.minimum(i, seq[0] - 1), xp.minimum(j16, (seq[1] - 1) // WORD)
     wide = block[1] // WORD
@@ -116,8 +119,8 @@ def from_pairs(
     present: Any = None,
     whole: Any = None,
 ) -> tuple[Any, Any]:
-    """slots and bits of booleans, which come in rows of blocks: (batch entries, heads, queries, what they see). `present` and
-    `whole`: booleans of blocks that are there, and that are full anyway."""
+    """slots and bits of booleans, which come in rows of blocks: (batch entries, heads, queries, what they see).
+    `present` and `whole`: booleans of blocks that are there, and that are full anyway."""
     (block_q, block_k), (seq_q, seq_k) = block, shape[2:]
     blocks_k, wide = -(-seq_k // block_k), block_k // WORD
     slots = xp.full((*shape[:2], -(-seq_q // block_q), blocks_k), EMPTY, np.int32)

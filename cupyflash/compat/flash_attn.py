@@ -1,7 +1,8 @@
-"""The functions of the package flash-attn (2.x): change `from flash_attn import` to `from cupyflash.compat.flash_attn import`.
+"""The functions of the package flash-attn (2.x): change `from flash_attn import` to `from cupyflash.compat.flash_attn
+import`.
 
-Shapes and options as there; any dtype, head dimension and device that `cupyflash.attention` takes. What is not served (packed
-sequences, a key/value cache) raises NotImplementedError.
+Shapes and options as there; any dtype, head dimension and device that `cupyflash.attention` takes. What is not served
+(packed sequences, a key/value cache) raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ def flash_attn_func(
 
     causal and window_size, (left, right) with -1 for unbounded, are aligned at the bottom right. softcap: c in
     c · tanh(score / c), 0 for none. alibi_slopes: (Hq,) or (B, Hq), float32. With return_attn_probs=True returns
-    (out, lse, None): lse is (B, Hq, Sq), and the probabilities, which flash-attn returns for tests alone, are never in memory.
+    (out, lse, None): lse is (B, Hq, Sq), and the probabilities, which flash-attn returns for tests alone, are never in
+    memory.
     """
     check_tensors(q=q, k=k, v=v)
     if isinstance(causal, str):  # "top_left" means nothing there, and "no" would be yes
         raise TypeError(f"causal is {causal!r}; it must be True or False")
     out, lse = api.attention(
-        q, k, v, scale=softmax_scale, causal=bool(causal), window=_window(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
+        q, k, v, scale=softmax_scale, causal=bool(causal), window=_window(window_size), softcap=softcap,
+        alibi_slopes=alibi_slopes,
         deterministic=deterministic, return_lse=True, **dropout_options("dropout_p", dropout_p, q),
     )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out

@@ -25,8 +25,8 @@ class Check:
     def limit(self) -> float:
         """Four times the error of standard attention plus 1e-5.
 
-        The criterion of FlashAttention's authors is twice; the largest errors of a single trained layer are few numbers,
-        and in 192 such checks of float32 twice was missed two times by chance.
+        The criterion of FlashAttention's authors is twice; the largest errors of a single trained layer are few
+        numbers, and in 192 such checks of float32 twice was missed two times by chance.
         """
         return 4 * self.standard + 1e-5
 

@@ -44,10 +44,10 @@ def _run(xp: Any, how: Recipe, output: Path, console: Console) -> bool:
     model = Model(how.config, xp, how.seed)
     c = how.config
     console.print(
-        f"[bold]A language model of bytes[/], from attention and its gradients alone: {c.layers} layers, width {c.width}, "
-        f"{c.heads} heads, context {c.context}, {model.flat.size / 1e6:.2g} million weights.\n"
-        f"Text: {text.files} files of Python's standard library, {(text.train.size + text.held_out.size) / 1e6:.1f} MB. "
-        f"Attention in {c.attention_dtype}, on {_device(xp)}.\n"
+        f"[bold]A language model of bytes[/], from attention and its gradients alone: {c.layers} layers, width "
+        f"{c.width}, {c.heads} heads, context {c.context}, {model.flat.size / 1e6:.2g} million weights.\n"
+        f"Text: {text.files} files of Python's standard library, {(text.train.size + text.held_out.size) / 1e6:.1f} "
+        f"MB. Attention in {c.attention_dtype}, on {_device(xp)}.\n"
     )
     losses, held_out = learn(model, text, how, console)
     console.print(
@@ -63,8 +63,8 @@ def _run(xp: Any, how: Recipe, output: Path, console: Console) -> bool:
     shown = text.held_out[: c.context]
     checks, odds = check_layer(model, xp.asarray(shown[None].astype(np.int32)), layer, how.seed)
     console.print(
-        f"\n[bold]Attention of layer {layer + 1} against float64[/]: largest errors, and those of standard attention in "
-        f"{c.attention_dtype}"
+        f"\n[bold]Attention of layer {layer + 1} against float64[/]: largest errors, and those of standard attention "
+        f"in {c.attention_dtype}"
     )
     console.print(_checks(checks))
     head = draw(output, losses, held_out, odds, shown.tobytes())
@@ -73,7 +73,8 @@ def _run(xp: Any, how: Recipe, output: Path, console: Console) -> bool:
 
 
 def learn(model: Model, text: Text, how: Recipe, console: Console) -> tuple[list[float], list[tuple[int, float]]]:
-    """Train under a progress bar, in a log under lines. Returns each step's loss and (step, loss on held-out text) pairs."""
+    """Train under a progress bar, in a log under lines. Returns each step's loss and (step, loss on held-out text)
+    pairs."""
     xp, length = model.xp, how.config.context
     unseen = windows(xp, xp.asarray(text.held_out), 2 * how.batch, length, np.random.default_rng(how.seed + 1))
     losses: list[float] = []

@@ -1,4 +1,5 @@
-"""Launches of the kernels that sum the gradients of arrays that scores read (kernels_cu/attention/array_gradient.cuh)."""
+"""Launches of the kernels that sum the gradients of arrays that scores read
+(kernels_cu/attention/array_gradient.cuh)."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ def work(
 ) -> Work:
     """For tiles of `rows` queries by `keys` keys.
 
-    `stay`: a block stays on each multiprocessor and takes tile after tile. `parts`: of what a tile sums, that are left to
-    be added where the array is broadcast along queries.
+    `stay`: a block stays on each multiprocessor and takes tile after tile. `parts`: of what a tile sums, that are left
+    to be added where the array is broadcast along queries.
     """
     launches, workspace, scalars = [], [], []
     extents = (problem.batch, problem.heads_q, ceil(problem.seq_q, rows), ceil(problem.seq_k, keys))

@@ -1,7 +1,8 @@
-"""CUDA source to cubin with NVRTC, kept on disk (`cache.py`); needs neither a GPU nor a driver. `load` alone needs them.
+"""CUDA source to cubin with NVRTC, kept on disk (`cache.py`); needs neither a GPU nor a driver. `load` alone needs
+them.
 
-With the environment variable CUPYFLASH_LINEINFO=1 programs carry line numbers, so that Nsight Compute and cuda-gdb show the
-lines of our files. They run as fast, and lie in the cache beside those without.
+With the environment variable CUPYFLASH_LINEINFO=1 programs carry line numbers, so that Nsight Compute and cuda-gdb show
+the lines of our files. They run as fast, and lie in the cache beside those without.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ def _options(arch: str) -> Any:
         std="c++17",
         ptxas_options=["-v"],
         lineinfo=_with_lines(),
-        # A product and a sum are rounded once where the source says fma(), and twice elsewhere. Left to the compiler, that
-        # differs between two inlined copies of one line, so between two tiles of one call.
+        # A product and a sum are rounded once where the source says fma(), and twice elsewhere. Left to the compiler,
+        # that differs between two inlined copies of one line, so between two tiles of one call.
         fma=False,
         device_as_default_execution_space=True,  # NVRTC 13.0 takes generic lambdas for host functions otherwise
     )

@@ -92,8 +92,8 @@ def import_cupy() -> Any:
         raise ImportError(f"arrays on a GPU need CuPy, which cannot be imported ({error}); run {INSTALL}") from error
     except OSError as error:  # it makes a folder in the user's home, which a container may not have
         raise ImportError(
-            f"arrays on a GPU need CuPy, which cannot be imported ({error}); let CUPY_CACHE_DIR name a folder that can be "
-            "written"
+            f"arrays on a GPU need CuPy, which cannot be imported ({error}); let CUPY_CACHE_DIR name a folder that can "
+            "be written"
         ) from error
     return cupy
 

@@ -1,4 +1,5 @@
-"""What a plan is: the kernels that answer a problem, as plain data. The families make it, the rest of the corridor reads it."""
+"""What a plan is: the kernels that answer a problem, as plain data. The families make it, the rest of the corridor
+reads it."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class KernelPlan:
     found: tuple[str, ...] = ()  # the part of the workspace that is taken as the plan that runs before has left it
 
     def after(self, first: KernelPlan) -> KernelPlan:
-        """This plan where `first`, of the same problem, has run on the same arrays: what that has filled is not again."""
+        """This plan where `first`, of the same problem, has run on the same arrays: what that has filled is not
+        again."""
         here = set(self.workspace) & set(first.workspace)
         names = {space.name for space in here}
         done = [launch for launch in self.launches if launch.fills and names.issuperset(launch.fills)]
@@ -95,7 +97,8 @@ Tile = TypeVar("Tile")
 
 @dataclass(frozen=True)
 class Tiles(Generic[Tile]):
-    """The tiles of a family for one pass. A tile is a dataclass: the fields named in `tried`, then what limits its use."""
+    """The tiles of a family for one pass. A tile is a dataclass: the fields named in `tried`, then what limits
+    its use."""
 
     table: tuple[Tile, ...]  # in order of preference
     tried: Mapping[str, tuple[int, ...]]  # what `tune` combines
@@ -161,7 +164,8 @@ def lists(problem: AttentionProblem, *uses: ListUse) -> tuple[ListUse, ...]:
 
 
 def both_ways(problem: AttentionProblem, rows: int, keys: int, bits: str) -> tuple[ListUse, ...]:
-    """What a backward asks of a block mask whose blocks own tiles of keys: also which of them add to dQ of a tile of queries."""
+    """What a backward asks of a block mask whose blocks own tiles of keys: also which of them add to dQ of a tile of
+    queries."""
     return lists(problem, ListUse("query_lists", rows, keys, bits), ListUse("key_lists", rows, keys, None))
 
 

@@ -1,7 +1,7 @@
 """From a problem to the kernels that answer it: which family, and that family's plan. Pure; tested without a GPU.
 
-A family is a module of `gpu/families`, a row in `FAMILIES`. The order is the preference; the first family with nothing to
-object is chosen, and the objections of the others are kept for `explain`.
+A family is a module of `gpu/families`, a row in `FAMILIES`. The order is the preference; the first family with nothing
+to object is chosen, and the objections of the others are kept for `explain`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Family(Protocol):
         """The plan of a problem that it takes, with this tile where that fits, else with one from the table."""
 
     def gradients(self, problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan | None:
-        """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key), or the tangents of
-        the gradients where tangents are given. None: it leaves that to the next family."""
+        """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key), or the
+        tangents of the gradients where tangents are given. None: it leaves that to the next family."""
 
 
 FAMILIES: dict[str, Family] = {"sm90": sm90, "sm80": sm80, "simt": simt, "flash1": flash1}
@@ -61,7 +61,8 @@ def plan(
     """Choose the family (or take the one named) and plan the problem on `arch`.
 
     `tiles` are those that were timed for such a problem on this GPU, by family; they are tried before the table's. With
-    `lengths` of arrays along (batch, head, query, key), it is the backward with respect to these alone. Raises ValueError where the family named, or every family, objects to the problem.
+    `lengths` of arrays along (batch, head, query, key), it is the backward with respect to these alone. Raises
+    ValueError where the family named, or every family, objects to the problem.
     """
     check_family(family)
     for name, length in (("q", problem.seq_q), ("k", problem.seq_k)):  # positions in the kernels have 32 bits

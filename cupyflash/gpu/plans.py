@@ -1,4 +1,5 @@
-"""All that a call runs, one plan after the other. Its corridor, `explain` and `tune` plan by this. Pure, as `plan` is."""
+"""All that a call runs, one plan after the other. Its corridor, `explain` and `tune` plan by this. Pure, as
+`plan` is."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ def plans(
     views: Mapping[str, View] | None = None,
     through_lse: bool = False,
 ) -> tuple[KernelPlan | None, ...]:
-    """The plan of the pass, then one for each of `apart(wrt)`, which finds what the first leaves; None where all results are 0.
+    """The plan of the pass, then one for each of `apart(wrt)`, which finds what the first leaves; None where all
+    results are 0.
 
-    `tiles`: as `plan` takes them. `views`: of the arrays in `wrt`, at least. `through_lse`: whether lse has a gradient, or a
-    tangent of one.
+    `tiles`: as `plan` takes them. `views`: of the arrays in `wrt`, at least. `through_lse`: whether lse has a gradient,
+    or a tangent of one.
     """
     first = plan(problem, arch, of, family, tiles) if _reached(problem, of, through_lse) else None
     found = [first]

@@ -76,7 +76,8 @@ def _inline(name: str) -> str:
 
 @functools.cache
 def code_digest(name: str) -> str:
-    """SHA-256 over the code of a kernel file and of what it includes: comments, and where a line stands, do not count."""
+    """SHA-256 over the code of a kernel file and of what it includes: comments, and where a line stands, do not
+    count."""
     lines = (line.partition("//")[0].split() for line in _inline(name).splitlines())
     return hashlib.sha256("\n".join(" ".join(x) for x in lines if x and x[0] != "#line").encode()).hexdigest()
 
@@ -88,7 +89,8 @@ def _declare(name: str, value: bool | float) -> str:
 
 
 def sources() -> dict[str, Path]:
-    """What a run on a GPU vouches for, by name: the kernels, and every module that a call with GPU arrays walks through."""
+    """What a run on a GPU vouches for, by name: the kernels, and every module that a call with GPU arrays walks
+    through."""
     package = Path(__file__).resolve().parent.parent
     found = [*package.glob("*.py"), *(x for room in _WALKED for x in (package / room).rglob("*.py"))]
     named = {f"cupyflash/{path.relative_to(package).as_posix()}": path for path in found}

@@ -20,13 +20,14 @@ _KEPT = 256  # addresses of an array whose maps are kept
 class Maps:
     """The maps that a plan's kernels take as their second parameter: those of `plan.maps`, in order.
 
-    Outputs come last, and behind them stands whether they are there: where one lies as no map can tell (rows that do not
-    begin and end at 16 bytes, negative strides) the kernel stores them by itself.
+    Outputs come last, and behind them stands whether they are there: where one lies as no map can tell (rows that do
+    not begin and end at 16 bytes, negative strides) the kernel stores them by itself.
     """
 
     def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, Sequence[int]]) -> None:
         p = problem
-        # Of inputs the rows that are dead by position are left out: whatever they hold, they come as zeros (attention/head.cuh).
+        # Of inputs the rows that are dead by position are left out: whatever they hold, they come as zeros
+        # (attention/head.cuh).
         # A tangent is as what it is the tangent of.
         queries, keys = p.live
         firsts = {"q": queries.start, "dout": queries.start, "k": keys.start, "v": keys.start}
@@ -62,7 +63,8 @@ class Maps:
             self._skipped.append(size * row * firsts.get(box.array.removeprefix("t"), 0))
         self._inputs = sum(box.array not in plan.of.results for box in plan.maps)
         outputs = self._arrays[self._inputs :]
-        # A store is cut at 16 bytes of a row, not at an element: it would write what follows a row that ends in between.
+        # A store is cut at 16 bytes of a row, not at an element: it would write what follows a row that ends in
+        # between.
         sizes = [n for dtype, shape, apart, _ in outputs for n in (shape[0] * ITEMSIZE[dtype], *apart)]
         self._mappable = all(0 < n < 2**40 and n % 16 == 0 for n in sizes)
         # One by one: a caller that allocates its results has them at other addresses, and the rest where it was.

@@ -1,7 +1,7 @@
 """What `cupyflash tune` found on this machine: a small JSON in the user's configuration folder, read once per process.
 
-It holds tiles, each with the digest of the code of the kernel that was timed: one of another kernel is left alone, as a file
-is that cannot be read. The tables of gpu/families are used then, and `explain` tells.
+It holds tiles, each with the digest of the code of the kernel that was timed: one of another kernel is left alone, as a
+file is that cannot be read. The tables of gpu/families are used then, and `explain` tells.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ AGAIN = "run `cupyflash tune` again"
 
 @dataclass(frozen=True)
 class Tuned:
-    """The tile for a class of problems on a kind of GPU. `tile` has the fields that `tune` combines, in the family's order."""
+    """The tile for a class of problems on a kind of GPU. `tile` has the fields that `tune` combines, in the family's
+    order."""
 
     arch: str
     sms: int
@@ -111,7 +112,8 @@ def stored() -> Stored:
 
 
 def _entry(row: dict[str, Any]) -> Tuned:
-    """An entry as `tune` writes it. TypeError, ValueError or KeyError for any other, such as one with a tile of one's own."""
+    """An entry as `tune` writes it. TypeError, ValueError or KeyError for any other, such as one with a tile of one's
+    own."""
     found = Tuned(**{**row, "tile": tuple(row["tile"]), "asked": tuple(row["asked"])})
     numbers = (*found.tile, found.sms, found.dim, found.dim_v, found.seq_q, found.seq_k)
     if not all(type(n) is int for n in numbers) or not FAMILIES[found.family].TILES[PASSES[found.of]].known(found.tile):

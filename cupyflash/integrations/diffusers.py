@@ -15,16 +15,17 @@ M = TypeVar("M")
 
 
 def use(model: M) -> M:
-    """Let a model of diffusers (UNet, transformer, autoencoder) compute attention with these kernels. Returns the model.
+    """Let a model of diffusers (UNet, transformer, autoencoder) compute attention with these kernels. Returns the
+    model.
 
-    Each of its attention processors becomes a copy of itself, as `processor` makes it: projections, norms, rotations and
-    adapters stay. `model.set_attn_processor` takes others as ever.
+    Each of its attention processors becomes a copy of itself, as `processor` makes it: projections, norms, rotations
+    and adapters stay. `model.set_attn_processor` takes others as ever.
     """
     processors = getattr(model, "attn_processors", None)
     if processors is None:
         raise TypeError(
-            f"model is a {type(model).__name__}; it must be a model of diffusers that has attn_processors, such as pipeline.unet "
-            "or pipeline.transformer"
+            f"model is a {type(model).__name__}; it must be a model of diffusers that has attn_processors, such as "
+            "pipeline.unet or pipeline.transformer"
         )
     model.set_attn_processor({name: processor(x) for name, x in processors.items()})  # type: ignore[attr-defined]
     return model
@@ -57,8 +58,9 @@ def _ours(kind: type) -> type:
             result = called(self, *args, **kwargs)
         if not mode.asked:
             raise ValueError(
-                f"the processor {kind.__name__} does not call torch.nn.functional.scaled_dot_product_attention; it must be one "
-                "that does, such as AttnProcessor2_0: call model.set_attn_processor(AttnProcessor2_0()) before use(model)"
+                f"the processor {kind.__name__} does not call torch.nn.functional.scaled_dot_product_attention; it "
+                "must be one that does, such as AttnProcessor2_0: call model.set_attn_processor(AttnProcessor2_0()) "
+                "before use(model)"
             )
         return result
 

@@ -1,8 +1,8 @@
 """Derivatives of a graph, node by node from the operands to the result (forward mode).
 
-A derivative by one number only follows what depends on it, and what `where` does not choose never reaches the result: nothing
-is multiplied by 0 that might be infinite. Where a function has a corner, its derivative there is PyTorch's: 0 of abs (JAX has 1),
-half each of equal minima and maxima.
+A derivative by one number only follows what depends on it, and what `where` does not choose never reaches the result:
+nothing is multiplied by 0 that might be infinite. Where a function has a corner, its derivative there is PyTorch's: 0
+of abs (JAX has 1), half each of equal minima and maxima.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from .graph import TANGENT, Graph, Node, Score
 
 
 def along(graph: Graph, root: int, changes: Mapping[int, int]) -> int | None:
-    """The node of what root changes by where each node of `changes` changes by the one beside it; None where that is 0."""
+    """The node of what root changes by where each node of `changes` changes by the one beside it; None where
+    that is 0."""
     found: dict[int, int | None] = {}
     for n in range(root + 1):
         found[n] = changes[n] if n in changes else _of(graph, n, graph.nodes[n], found)
@@ -35,8 +36,8 @@ def slope(score: Score) -> tuple[tuple[Node, ...], int] | None:
 
 
 def changes(graph: Graph, score: Score, moves: tuple[str, ...]) -> dict[int, int]:
-    """What `along` takes where these move: "s", by the variable TANGENT, and arrays by what they are called in a call. Elements of
-    the n-th of the arrays change by what is read of an array behind all of them, the n-th of these.
+    """What `along` takes where these move: "s", by the variable TANGENT, and arrays by what they are called in a call.
+    Elements of the n-th of the arrays change by what is read of an array behind all of them, the n-th of these.
     """
     found = {graph.variable("s"): graph.add(Node(TANGENT, "float"))} if "s" in moves else {}
     for n, node in enumerate(score.nodes):
@@ -76,8 +77,8 @@ class Read(NamedTuple):
 
 @functools.lru_cache(256)
 def reads(score: Score, array: int, moves: tuple[str, ...] = ()) -> list[Read]:
-    """For each element of an array that the score of a pair reads, where these move (`changes`). Elements that the score does
-    not depend on are left out.
+    """For each element of an array that the score of a pair reads, where these move (`changes`). Elements that the
+    score does not depend on are left out.
     """
     found = []
     for n, node in enumerate(score.nodes):

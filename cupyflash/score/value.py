@@ -61,8 +61,8 @@ def refusal_of_others(error: TypeError | IndexError) -> TypeError | None:
         return None
     place_ = _line(at.tb_frame.f_code.co_filename, at.tb_lineno)
     return TypeError(
-        "score hands a number of the pair to what does not take it; it must use functions of cupyflash.score, or NumPy's, and "
-        f"{_GIVEN}{place_}: {str(error).splitlines()[0]}"
+        "score hands a number of the pair to what does not take it; it must use functions of cupyflash.score, or "
+        f"NumPy's, and {_GIVEN}{place_}: {str(error).splitlines()[0]}"
     )
 
 
@@ -89,14 +89,14 @@ class Traced:
 
     def __bool__(self) -> bool:
         raise refusal(
-            "decides by a number that depends on the pair, with if, and, or, not, or a comparison of three; it must choose "
-            "with cupyflash.score.where, and combine with &, | and ~"
+            "decides by a number that depends on the pair, with if, and, or, not, or a comparison of three; it must "
+            "choose with cupyflash.score.where, and combine with &, | and ~"
         )
 
     def __float__(self) -> float:
         refuse(
-            "hands a number of the pair to a function that wants a plain float; it must use those of cupyflash.score, or "
-            "NumPy's"
+            "hands a number of the pair to a function that wants a plain float; it must use those of cupyflash.score, "
+            "or NumPy's"
         )
 
     def __int__(self) -> int:
@@ -107,8 +107,8 @@ class Traced:
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         refuse(
-            "hands a number of the pair to a function that wants an array; it must use those of cupyflash.score, or NumPy's, "
-            f"and {_GIVEN}"
+            "hands a number of the pair to a function that wants an array; it must use those of cupyflash.score, or "
+            f"NumPy's, and {_GIVEN}"
         )
 
     def __iter__(self) -> Any:
@@ -391,7 +391,8 @@ minimum = _function("minimum", "The smaller of two; where they are equal, each h
 maximum = _function("maximum", "The larger of two; where they are equal, each has half of the derivative.")
 
 _UFUNCS: dict[str, Any] = {
-    **{op: _function(op, "") for op in ("exp", "log", "log2", "sqrt", "tanh", "sin", "cos", "floor", "minimum", "maximum")},
+    **{op: _function(op, "") for op in ("exp", "log", "log2", "sqrt", "tanh", "sin", "cos", "floor", "minimum",
+        "maximum")},
     "add": _function("add", ""), "subtract": _function("sub", ""), "multiply": _function("mul", ""),
     "divide": _function("div", ""), "true_divide": _function("div", ""), "floor_divide": _function("floordiv", ""),
     "remainder": _function("mod", ""), "negative": _function("neg", ""), "absolute": absolute, "fabs": absolute,
@@ -399,8 +400,10 @@ _UFUNCS: dict[str, Any] = {
     "equal": _function("eq", ""), "not_equal": _function("ne", ""), "greater": lambda x, y: apply("lt", y, x),
     "greater_equal": lambda x, y: apply("le", y, x), "bitwise_and": _function("and", ""),
     "bitwise_or": _function("or", ""), "bitwise_xor": _function("xor", ""), "invert": _function("not", ""),
-    "logical_and": lambda x, y: apply("and", truth(x), truth(y)), "logical_or": lambda x, y: apply("or", truth(x), truth(y)),
-    "logical_not": lambda x: apply("not", truth(x)), "left_shift": _function("shl", ""), "right_shift": _function("shr", ""),
+    "logical_and": lambda x, y: apply("and", truth(x), truth(y)),
+    "logical_or": lambda x, y: apply("or", truth(x), truth(y)),
+    "logical_not": lambda x: apply("not", truth(x)), "left_shift": _function("shl", ""),
+    "right_shift": _function("shr", ""),
 }  # fmt: skip
 
 

@@ -83,15 +83,16 @@ def tune(
     """Time the tiles that a problem's kernels could have on this GPU, and use the fastest from now on.
 
     FlashAttention-2 (Dao 2023, section 3.3) chose them by hand and left this to future work. What is stored holds for
-    problems of the same dtype, head dimensions, kind of mask, optional arrays and options, with lengths up to the same power
-    of two, on the same kind of GPU.
+    problems of the same dtype, head dimensions, kind of mask, optional arrays and options, with lengths up to the same
+    power of two, on the same kind of GPU.
 
     Parameters
     ----------
     q, k, v : arrays or shapes
         As for `explain`. Only shapes matter: random arrays of that size are made on CuPy's current GPU.
     dtype : optional
-        For shapes: "float16", "bfloat16", "float32", "float64", a short name ("bf16") or a dtype of NumPy, PyTorch or JAX.
+        For shapes: "float16", "bfloat16", "float32", "float64", a short name ("bf16") or a dtype of NumPy, PyTorch or
+        JAX.
     backward : bool
         Tune `attention_backward`.
     family : "sm90", "sm80", "simt", optional
@@ -161,7 +162,8 @@ def tune(
 
 
 def candidates(problem: AttentionProblem, arch: Arch, of: Pass, family: str | None) -> Iterator[Trial]:
-    """The table's own tile, then every other one that fits. Pure. ValueError for a family that has nothing to choose."""
+    """The table's own tile, then every other one that fits. Pure. ValueError for a family that has nothing to
+    choose."""
     (own,) = plans(problem, arch, of, family)
     if own is None:
         raise ValueError("nothing reaches the results of this problem, so there is nothing to tune")
@@ -181,7 +183,8 @@ def candidates(problem: AttentionProblem, arch: Arch, of: Pass, family: str | No
 
 
 def _resident(chosen: KernelPlan, arch: Arch) -> bool:
-    """Has a multiprocessor shared memory for as many blocks as the registers are divided among? (1 KiB each is CUDA's.)"""
+    """Has a multiprocessor shared memory for as many blocks as the registers are divided among? (1 KiB each is
+    CUDA's.)"""
     blocks = int(dict(chosen.constants).get("MIN_BLOCKS", 1))
     return blocks * (max(x.shared_memory for x in chosen.launches) + 1024) <= arch.shared_memory + 1024
 
@@ -259,7 +262,8 @@ def _timed(
 
 
 def judge_of(problem: AttentionProblem, family: str, arch: Arch, of: Pass) -> str | None:
-    """The family whose results are the measure of another's tiles; None for the CPU, where no other takes the problem."""
+    """The family whose results are the measure of another's tiles; None for the CPU, where no other takes the
+    problem."""
     for name in ("simt", "sm80"):
         passes = {FORWARD, of}  # a backward begins with the result of a forward
         if name != family and not any(FAMILIES[name].objection(problem, arch, x) for x in passes):
@@ -278,8 +282,8 @@ def _on_gpu(
     read: dict[str, tuple[int, ...]],
     judge: str | None,
 ) -> Callable[[Trial], tuple[Callable[[], tuple[Any, ...]], Check]]:
-    """A function that makes, of a trial's kernels, a call and how far its results are from the judge's, all on the same random
-    arrays. `read`: shapes of those that a score function reads.
+    """A function that makes, of a trial's kernels, a call and how far its results are from the judge's, all on the same
+    random arrays. `read`: shapes of those that a score function reads.
     """
     import cupy
 
@@ -340,7 +344,8 @@ def _on_gpu(
 
 
 def measure(backend: Any, call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The results that tiles are judged by, by a corridor of the GPU or the CPU; and the arrays that a backward needs besides."""
+    """The results that tiles are judged by, by a corridor of the GPU or the CPU; and the arrays that a backward needs
+    besides."""
     given = {name: x for name, x in call.arrays.items() if name != "dout"}
     out, lse = backend.run(call.but(of=FORWARD, arrays=given, return_lse=call.of is BACKWARD))
     if call.of is FORWARD:

@@ -1,4 +1,5 @@
-"""The commands: what they take, what they print. The work is done elsewhere; each imports what it needs when it runs."""
+"""The commands: what they take, what they print. The work is done elsewhere; each imports what it needs when it
+runs."""
 
 from __future__ import annotations
 
@@ -179,7 +180,8 @@ def compile_(
 ) -> None:
     """Fill the cache with compiled kernels; no GPU is needed, so a container can be built with them.
 
-    Every user whom the umask lets read the cache (with 022: all) finds them there, where CUPYFLASH_CACHE_DIR is the same.
+    Every user whom the umask lets read the cache (with 022: all) finds them there, where CUPYFLASH_CACHE_DIR is the
+    same.
     """
     from ..gpu.cache import cache_info
     from .precompile import HEAD_DIMS, Done, compile_all, jobs, kept
@@ -269,8 +271,8 @@ def bench(
     suites: Annotated[
         list[str] | None,
         typer.Argument(
-            help="forward, backward, host, jax, jit, import, memory, fp32, fp8, figures, training, gpt, ladder, scores, "
-            "models, precision, cpu; paper: what the papers report; all; plot draws the results."
+            help="forward, backward, host, jax, jit, import, memory, fp32, fp8, figures, training, gpt, ladder, "
+            "scores, models, precision, cpu; paper: what the papers report; all; plot draws the results."
         ),
     ] = None,
     family: Family = None,
@@ -283,8 +285,8 @@ def bench(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="For the suites forward, backward, figures, memory, scores, models, jax. Default: bfloat16. For fp32, cpu: one "
-            "of their two."
+            help="For the suites forward, backward, figures, memory, scores, models, jax. Default: bfloat16. For fp32, "
+            "cpu: one of their two."
         ),
     ] = None,
     quick: Annotated[
@@ -396,8 +398,8 @@ def _score_arrays(score: str, given: list[str]) -> dict[str, Path]:
         name, _, path = text.partition("=")
         if name not in reads or name in paths or not path:
             raise ValueError(
-                f"--score-array is {text!r}; it must be NAME=FILE, once for each array that --score reads as NAME[...]: "
-                f"{_some(reads)}"
+                f"--score-array is {text!r}; it must be NAME=FILE, once for each array that --score reads as "
+                f"NAME[...]: {_some(reads)}"
             )
         paths[name] = Path(path)
     for name in reads:

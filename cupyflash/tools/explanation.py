@@ -118,8 +118,8 @@ def explain(
     q, k, v : arrays or shapes
         What `attention` would be given; shapes (tuples) need `dtype`. k and v default to q's.
     dtype : optional
-        For shapes: "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", a short name ("bf16") or a dtype of NumPy,
-        PyTorch or JAX.
+        For shapes: "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", a short name ("bf16") or a dtype of
+        NumPy, PyTorch or JAX.
     arch : str, optional
         Plan for this architecture ("sm_80", "sm_90a", ...) instead of the GPU at hand; no GPU is needed then.
     backward : bool
@@ -236,7 +236,8 @@ def _on_gpu(
         )
     if (shares := dict(chosen.scalars).get("shares", 1)) > 1:
         why = (
-            f"the queries of a head of keys are dealt out in {shares} shares: key tiles are few, or some have many more queries"
+            f"the queries of a head of keys are dealt out in {shares} shares: key tiles are few, or some have many "
+            "more queries"
             if of is BACKWARD
             else f"the keys of a query tile are dealt out in {shares} shares: query tiles are few"
         )
@@ -258,7 +259,8 @@ def _on_gpu(
         )  # fmt: skip
     return Explanation(
         problem, of.name, arch.name, chosen.family, dict(chosen.constants), tuple(kernels), flops, moved,
-        {space.name: space.nbytes for made in reversed(planned) for space in made.workspace}, _copies(problem, views, chosen), chosen.passed_over,
+        {space.name: space.nbytes for made in reversed(planned) for space in made.workspace},
+        _copies(problem, views, chosen), chosen.passed_over,
         notes,
     )  # fmt: skip
 
@@ -394,11 +396,8 @@ def _plain(value: bool | float) -> str:
 
 def _si(n: float, base: int = 1024) -> str:
     """A number with the prefix that leaves 1 to 4 digits: 2.5 Ki (base 1024) or 2.6 k (base 1000)."""
-    for prefix in ("", "k", "M", "G", "T", "P"):
-        if n < base:
-            break
-        n /= base
-    else:
-        prefix = "E"
+    prefix, larger = "", iter("kMGTPE")
+    while n >= base and prefix != "E":
+        n, prefix = n / base, next(larger)
     i = "i" if base == 1024 and prefix else ""
     return f"{n:,.4g} {prefix.upper() if i else prefix}{i}"

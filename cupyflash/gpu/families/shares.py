@@ -1,4 +1,5 @@
-"""Where query tiles of a forward leave multiprocessors idle, the keys of each are dealt out in shares (kernels_cu/attention/shares.cuh)."""
+"""Where query tiles of a forward leave multiprocessors idle, the keys of each are dealt out in shares
+(kernels_cu/attention/shares.cuh)."""
 
 from __future__ import annotations
 

@@ -110,9 +110,11 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     first_stores = not whole and shares == 1 and cluster == 1 and _few_add(problem, t)
     parts = 1 if whole else _finish_parts(t, dim, kv_heads * tiles, max(1, finish.warps) * clusters * cluster)
     constants: tuple[tuple[str, int | bool], ...] = (
-        ("DIM", dim), ("DIM_V", dim_v), *dots(problem), ("ROWS", t.rows), ("KEYS", t.keys), ("GROUPS", t.groups), ("CLUSTER", cluster),
+        ("DIM", dim), ("DIM_V", dim_v), *dots(problem), ("ROWS", t.rows), ("KEYS", t.keys), ("GROUPS", t.groups),
+        ("CLUSTER", cluster),
         ("STAGES", t.stages), ("DO_STAGES", t.do_stages), ("FINISHERS", finish.warps),
-        ("FINISH_FRAGMENTS", finish.fragments), ("FINISH_STAGES", finish.stages), ("FINISH_PARTS", parts), ("SHARED_MEMORY", size),
+        ("FINISH_FRAGMENTS", finish.fragments), ("FINISH_STAGES", finish.stages), ("FINISH_PARTS", parts),
+        ("SHARED_MEMORY", size),
         *pairs.constants(), *features(problem), ("DETERMINISTIC", problem.deterministic and not whole),
         ("FIRST_STORES", first_stores), ("VECTOR_RED", True),
         ("SHARES", shares > 1), ("SHARE_SUMS", share_sums), ("WHOLE_DQ", whole),
@@ -133,7 +135,8 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     )
     out_rows = t.keys if t.wide else 64  # of dK and dV that leave at once: all, or a warpgroup's own
     maps = (
-        *pairs.boxes(t.rows), Box("q", t.rows), Box("k", t.keys), Box("v", t.keys), Box("dout", t.rows), Box("dk", out_rows),
+        *pairs.boxes(t.rows), Box("q", t.rows), Box("k", t.keys), Box("v", t.keys), Box("dout", t.rows),
+        Box("dk", out_rows),
         Box("dv", out_rows), *([Box("dq", t.part_rows(dim))] if whole else []),
     )  # fmt: skip
     spills = t.spills + (shares > 1) * SHARE_SPILLS + whole * WHOLE_SPILLS
@@ -159,7 +162,8 @@ def _few_add(problem: AttentionProblem, t: BackwardTile) -> bool:
 
 
 def _finish_parts(t: BackwardTile, dim: int, tiles: int, warps: int) -> int:
-    """In how many parts a tile of dQ is turned to rows, where tiles are few beside the warps that do: its time comes after all else."""
+    """In how many parts a tile of dQ is turned to rows, where tiles are few beside the warps that do: its time comes
+    after all else."""
     columns = dim // 32 * (t.groups if t.shares_rows(dim) else 1)  # a part is some of them
     parts = max(n for n in (1, 2, 3, 4) if columns % n == 0)
     return parts if parts * tiles <= FINISH_TICKETS * warps else 1

@@ -15,11 +15,12 @@ from .sm90_backward_tiles import BackwardTile, has_all_keys
 CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
 LONG = 1024  # longer than this, in queries
 APART = 2  # deterministic, no causal mask: steps between two key tiles of a head
-# Shares of a head's query tiles: at most so many; for each multiprocessor at most so many key tiles of them; what is not the
-# visit of a query tile, in visits: a key tile's beginning and end, and its sums on their way to memory or back.
+# Shares of a head's query tiles: at most so many; for each multiprocessor at most so many key tiles of them; what is
+# not the visit of a query tile, in visits: a key tile's beginning and end, and its sums on their way to memory or back.
 MOST_SHARES, SHARED_TILES = 32, 32
 SHARE_COST, SUMS_COST = number("sm90_backward.tile"), number("sm90_backward.sums")
-# A visit takes so much longer for each doubling of what Q, dO and dQ of the shares under work take beyond what the L2 cache holds.
+# A visit takes so much longer for each doubling of what Q, dO and dQ of the shares under work take beyond what the L2
+# cache holds.
 SPILLED_COST, HELD = number("sm90_backward.spilled"), number("sm90_backward.held")
 ENOUGH = 1.02  # times the least
 LONG_WALK, WORTH_SHARING = 24, 1.08  # from so many visits on, and where so much is gained by that reckoning
@@ -88,12 +89,13 @@ def _traffic(problem: AttentionProblem, shares: int) -> int:
 
 
 def dealt_out(problem: AttentionProblem, t: BackwardTile, shares: int, clusters: int) -> tuple[int, int]:
-    """Heads of K and V, or shares of their queries, whose key tiles are dealt out as one, and for how many there is room for
-    sums of dQ."""
+    """Heads of K and V, or shares of their queries, whose key tiles are dealt out as one, and for how many there is
+    room for sums of dQ."""
     heads, key_tiles = problem.batch * problem.heads_k * shares, ceil(problem.seq_k, t.keys * t.cluster)
     tiles = ceil(problem.group * ceil(problem.seq_q, t.rows), shares)  # of them
-    # A causal mask makes key tiles of different length: those of some heads are dealt out together, long ones first. Of one
-    # long head the first tile takes as long as all others do on all multiprocessors: at the end they would stand idle.
+    # A causal mask makes key tiles of different length: those of some heads are dealt out together, long ones first. Of
+    # one long head the first tile takes as long as all others do on all multiprocessors: at the end they would stand
+    # idle.
     traffic = _traffic(problem, shares)
     together, spare = 1, ceil(WAVES * clusters, key_tiles)
     if problem.block_mask is not None and not problem.deterministic:  # the longest tiles of all heads are the first
@@ -101,8 +103,8 @@ def dealt_out(problem: AttentionProblem, t: BackwardTile, shares: int, clusters:
     if problem.right is not None:
         long = problem.seq_q > LONG
         together = min(heads, max(2, ceil(2 * CACHE, traffic)) if long else max(1, CACHE // traffic))
-    # The key tiles of a head add to dQ in order. Taken at once, each would wait for the one before: all but one stand idle
-    # for some steps. So they are taken some steps apart, and in between those of other heads.
+    # The key tiles of a head add to dQ in order. Taken at once, each would wait for the one before: all but one stand
+    # idle for some steps. So they are taken some steps apart, and in between those of other heads.
     elif problem.deterministic:
         groups = ceil(heads, ceil(APART * clusters, tiles))
         together = ceil(heads, groups)

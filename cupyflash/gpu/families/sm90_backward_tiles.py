@@ -25,17 +25,20 @@ class BackwardTile:
 
     @property
     def wide(self) -> bool:
-        """Whether warpgroups share out the columns of dK and dV (and P goes through shared memory too), not the keys."""
+        """Whether warpgroups share out the columns of dK and dV (and P goes through shared memory too), not the
+        keys."""
         return self.keys < 64 * self.groups
 
     @property
     def clustered(self) -> bool:
-        """Where two warpgroups share out the columns, what they add to dQ is what binds: half of it with twice the keys."""
+        """Where two warpgroups share out the columns, what they add to dQ is what binds: half of it with twice the
+        keys."""
         return self.wide and self.groups == 2
 
     @property
     def blocks(self) -> int:
-        """Thread blocks of a multiprocessor. One warpgroup that computes alone would leave it idle between two tiles."""
+        """Thread blocks of a multiprocessor. One warpgroup that computes alone would leave it idle between two
+        tiles."""
         return 2 if self.groups == 1 else 1
 
     @property
@@ -69,7 +72,8 @@ BACKWARD_TILES = (
     BackwardTile(64, 64, 2, 2, 1, spills=32, scored=False),
     BackwardTile(64, 64, 2, 2, 1, spills=200),
 )
-# Of short sequences, where a head is one tile: two warpgroups of 128 queries and keys would have three quarters of it in vain.
+# Of short sequences, where a head is one tile: two warpgroups of 128 queries and keys would have three quarters of it
+# in vain.
 SHORT_BACKWARD = (BackwardTile(64, 64, 1, 2, 2, dim=64),)
 
 

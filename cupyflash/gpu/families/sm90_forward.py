@@ -32,7 +32,8 @@ SHARE_SPILLS = 560  # more, with scores or dropout: addresses of a share, where 
 LONG_KEYS = 6144  # more keys than that are a long tile
 # Tensor cores sum P V of 8 bits over so many keys, or half as many more (kernels_cu/sm90/long_sums.cuh).
 SUM_KEYS = 2048
-# How the output leaves through shared memory: all of a tile by the copy engine, or 16 rows by 64 columns of a warp at a time.
+# How the output leaves through shared memory: all of a tile by the copy engine, or 16 rows by 64 columns of a warp at a
+# time.
 STAGED, STRIPS = "staged", "strips"
 STRIP_ROW = 128  # bytes
 TURNED_KEYS = 128  # of the block that turns V (kernels_cu/sm90/turned_values.cuh)
@@ -48,7 +49,8 @@ def forward_memory(
     size: int = 2,
     summed: bool = False,
 ) -> int:
-    """Bytes of shared memory that the forward lays out for inputs of `size` bytes; with room for sums of O where `summed`."""
+    """Bytes of shared memory that the forward lays out for inputs of `size` bytes; with room for sums of O where
+    `summed`."""
     row = pad(size * dim, 128)  # bytes in shared memory
     values = t.keys * pad(size * dim_v, 128) if size > 1 else dim_v * pad(t.keys, 128)
     rings = t.stages * (t.keys * row + values) + pairs.memory(t.rows, t.keys) + BARRIERS
@@ -97,9 +99,9 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
         (*([TILES.tile(tile)] if tile else ()), *EIGHT) if eight else TILES.rows(tile, first)
     )
     sum_keys = SUM_KEYS if eight and 2 * problem.seq_k > 3 * SUM_KEYS else 0
-    # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And what shared memory has the output to
-    # leave through? All of it leaves in boxes of one head, and of 16-bit numbers. (Beside two of Q strips would
-    # spill.)
+    # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And what shared memory has the
+    # output to leave through? All of it leaves in boxes of one head, and of 16-bit numbers. (Beside two of Q strips
+    # would spill.)
     staged = STAGED if problem.result_dtype != FLOAT8 and not packed else None
     strips = STRIPS if problem.result_dtype != FLOAT8 and not sum_keys else None
     places = ((2, staged), (2, None), (1, strips), (1, None))
@@ -138,8 +140,10 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     wide = max(dim, dim_v) == 128 and t.groups > 1
     lone = wide and tiles * parts == grid and problem.seq_k > LONG_KEYS and not problem.dropout
     constants = (
-        ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys), ("STAGES", t.stages),
-        ("Q_STAGES", q_stages), ("OWN_Q", own_q), ("O_STAGED", output == STAGED), ("O_STRIPS", output == STRIPS), ("PACK", pack), ("SHARES", parts > 1), ("LONE", lone), ("SHARED_MEMORY", size), *pairs.constants(),
+        ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys),
+        ("STAGES", t.stages),
+        ("Q_STAGES", q_stages), ("OWN_Q", own_q), ("O_STAGED", output == STAGED), ("O_STRIPS", output == STRIPS),
+        ("PACK", pack), ("SHARES", parts > 1), ("LONE", lone), ("SHARED_MEMORY", size), *pairs.constants(),
         *features(problem), ("SUM_TILES", sum_keys // t.keys),
     )  # fmt: skip
     launches = [Launch("attention_forward", grid, 128 * (t.groups + 1), size)]

@@ -1,4 +1,5 @@
-"""The tiles of the Hopper forward: tables, what `tune` may try, and which rows are for which problem. Their cost is beside (sm90_forward_cost)."""
+"""The tiles of the Hopper forward: tables, what `tune` may try, and which rows are for which problem. Their cost is
+beside (sm90_forward_cost)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from .sm90_memory import padded, paired
 
 @dataclass(frozen=True)
 class ForwardTile:
-    """A thread block has one warpgroup that loads and `groups` that own 64 queries each; it visits `keys` keys at a time."""
+    """A thread block has one warpgroup that loads and `groups` that own 64 queries each; it visits `keys` keys at a
+    time."""
 
     groups: int
     keys: int
@@ -39,11 +41,12 @@ class ForwardTile:
 
 
 FORWARD_TILES = (
-    # Addresses, once per tile: 24 bytes of a plain kernel; with slopes under a causal mask 208, which is faster by 9 % than two
-    # warpgroups that spill none; with a soft cap, too, 376.
+    # Addresses, once per tile: 24 bytes of a plain kernel; with slopes under a causal mask 208, which is faster by 9 %
+    # than two warpgroups that spill none; with a soft cap, too, 376.
     ForwardTile(3, 128, 3, spills=400, dim=64, crowded=False),
     ForwardTile(2, 128, 2, dim=128, scored=False),
-    # Addresses of the tile before, under a causal mask with slopes; with dropout, whose seed is in memory, words of its numbers.
+    # Addresses of the tile before, under a causal mask with slopes; with dropout, whose seed is in memory, words of its
+    # numbers.
     ForwardTile(2, 128, 2, spills=240, dim=128),
     ForwardTile(2, 128, 2, dim=192, scored=False),
     ForwardTile(2, 128, 2, spills=96, dim=192),
@@ -57,9 +60,9 @@ FORWARD_TILES = (
     ForwardTile(2, 64, 2, spills=168),
     ForwardTile(2, 48, 2, spills=168),
 )
-# Up to 32, those that are tried first, the cheapest in front (`weighed`): four warpgroups with 64 keys at a time hide the exponentials, too. With a
-# bias they alone: beside its tiles for 128 keys there would be no room for the next tile's Q. What is spilled are addresses,
-# with mask and bias the loading thread's.
+# Up to 32, those that are tried first, the cheapest in front (`weighed`): four warpgroups with 64 keys at a time hide
+# the exponentials, too. With a bias they alone: beside its tiles for 128 keys there would be no room for the next
+# tile's Q. What is spilled are addresses, with mask and bias the loading thread's.
 NARROW = (
     ForwardTile(3, 128, 3, spills=56, dim=32, scored=False, crowded=False),
     ForwardTile(4, 64, 4, spills=128, dim=32),
@@ -121,8 +124,9 @@ SHORT = (
 
 
 def crowded(problem: AttentionProblem) -> bool:
-    """Whether three warpgroups have too few registers in the forward: for the words of dropout (two are faster, 258 to 236 TFLOP/s
-    under a causal mask), for addresses with slopes under a window (650 bytes would be spilled), or for a large score function.
+    """Whether three warpgroups have too few registers in the forward: for the words of dropout (two are faster, 258 to
+    236 TFLOP/s under a causal mask), for addresses with slopes under a window (650 bytes would be spilled), or for a
+    large score function.
     """
     windowed = problem.left is not None or (problem.right is not None and problem.causal is None)
     heavy = problem.score is not None and not light(problem.score)

@@ -38,7 +38,8 @@ def padded(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def dots(problem: AttentionProblem) -> tuple[tuple[str, int], ...]:
-    """Columns that a product's sum runs along, of Q and K and of dO and V, as constants: less padding, in steps of 32 bytes."""
+    """Columns that a product's sum runs along, of Q and K and of dO and V, as constants: less padding, in steps of 32
+    bytes."""
     step = 32 // ITEMSIZE[problem.dtype]
     return ("DOT", pad(problem.dim, step)), ("DOT_V", pad(problem.dim_v, step))
 
