@@ -11,7 +11,7 @@ pytest.importorskip("cupy")
 import test_corridor_offline as offline
 from test_corridor_offline import HK, HQ, SK, SQ, B, D, Gpu, for_backward, strides
 
-from cupyflash import attention_backward_jvp, attention_jvp
+from cupyflash import attention_backward_jvp, attention_jvp, explain
 
 gpu = offline.gpu
 
@@ -74,7 +74,8 @@ def test_arrays_that_scores_read(gpu: Gpu) -> None:
     given = for_backward(gpu) | {"family": "simt"}
     given |= {
         "bias": gpu.array((HQ, 1, SK)), "alibi_slopes": gpu.array((HQ,), np.float32), "sinks": gpu.array((HQ,)),
-        "score": lambda s, b, h, i, j, x, y: s * x[h, i] + y[j], "score_arrays": {"x": gpu.array((HQ, SQ), np.float32), "y": gpu.array((SK,))},
+        "score": lambda s, b, h, i, j, x, y: s * x[h, i] + y[j],
+        "score_arrays": {"x": gpu.array((HQ, SQ), np.float32), "y": gpu.array((SK,))},
     }  # fmt: skip
     moved = {
         "bias": gpu.array((HQ, 1, 2 * SK))[..., ::2],
@@ -144,3 +145,42 @@ def test_misaligned(gpu: Gpu) -> None:
     tk = gpu.array((B, SK, HK, D), offset=2)
     attention_jvp({"k": tk}, **given)
     assert gpu.last()["tk"] == tk.data.ptr and not gpu.copied
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_explain_tells_is_what_runs(gpu: Gpu, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupyflash.tools import explanation
+
+    monkeypatch.setattr(explanation, "_compiled", lambda plan: ({}, ()))
+    given, asked = for_backward(gpu), {"family": "simt", "causal": True, "softcap": 20.0}
+    moved = {"q": gpu.array((B, SQ, HQ, 2 * D))[..., ::2], "bias": gpu.array((SQ, SK))}
+    qkv, bias = [given[name] for name in "qkv"], gpu.array((SQ, SK))
+    wrt = {"wrt": "bias"} if backward else {}
+    told = explain(*qkv, **asked, bias=bias, tangents=moved, backward=backward, **wrt)
+    if backward:
+        jvp = given["out"], given["lse"]
+        attention_backward_jvp(moved, given["dout"], *qkv, *jvp, jvp=jvp, **asked, bias=bias, **wrt)
+    else:
+        attention_jvp(moved, *qkv, given["out"], given["lse"], **asked, bias=bias)
+    launches = [(x.name, x.grid, x.threads) for plan, _, _ in gpu.launched for x in plan.launches]
+    assert launches == [(x.name, x.grid, x.threads) for x in told.kernels] and told.family == "simt"
+    assert told.copies == ("tq, because its last dimension has stride 2, not 1",) and len(gpu.copied) >= 1
+    by_name = explain(*qkv, **asked, bias=bias, tangents=("q", "bias"), backward=backward, **wrt)
+    assert by_name.kernels == told.kernels and not by_name.copies
+    rows, keys, of_lse = B * SQ * HQ * D * 2, B * SK * HK * D * 2, B * HQ * SQ * 4
+    read, of_bias = 2 * rows + 2 * keys + of_lse + rows, 2 * SQ * SK * 2
+    rest = (3 * rows + of_lse) + (2 * keys + SQ * SK * 2) if backward else rows + of_lse  # dout, tout, tlse; results
+    assert told.bytes_moved == read + of_bias + rest
+    pairs = B * HQ * told.problem.visible
+    of_wrt = 4 * pairs * D if backward else 0
+    assert told.flops == 2 * pairs * (7 if backward else 3) * D + of_wrt
+
+
+def test_explain_refuses_what_a_call_would() -> None:
+    shape = {"q": (1, 4, 2, 8), "dtype": "float16", "arch": "sm_80"}
+    with pytest.raises(TypeError, match="tangents has 'bias', but bias is not given"):
+        explain(**shape, tangents=("bias",))
+    with pytest.raises(ValueError, match="wrt is 'bias', but backward is False"):
+        explain(**shape, tangents=("q",), wrt="bias", bias=(4, 4))
+    with pytest.raises(TypeError, match="of which there is a forward alone"):
+        explain(**shape | {"dtype": "float8_e4m3fn"}, tangents=("q",))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import interop
 from .. import problem as rules
-from ..passes import BACKWARD, FORWARD, Pass
-from ..problem import ITEMSIZE, AttentionProblem, View
+from .. import tangents as of_tangents
+from ..passes import BACKWARD_JVP, FORWARD, JVP, Pass
+from ..problem import ITEMSIZE, AttentionProblem, Given, View
 
 NO_PLAN = ("return_lse", "out", "grads", "dlse")  # options of a call that change no plan
 _OPTIONAL = {row.name: row for row in rules.ARRAYS}
@@ -108,6 +110,7 @@ def explain(
     dtype: Any = None,
     arch: str | None = None,
     backward: bool = False,
+    tangents: Iterable[str] = (),
     family: str | None = None,
     **options: Any,
 ) -> Explanation:
@@ -124,6 +127,9 @@ def explain(
         Plan for this architecture ("sm_80", "sm_90a", ...) instead of the GPU at hand; no GPU is needed then.
     backward : bool
         Explain `attention_backward`.
+    tangents : names of arrays, optional
+        Explain `attention_jvp`, or with `backward` `attention_backward_jvp`, along tangents of these; or a mapping of
+        arrays, as those are given.
     family, **options
         As for `attention`, and `wrt` of `attention_backward`; an optional array may be a shape too.
 
@@ -133,9 +139,11 @@ def explain(
         Prints as a table; its fields are plain data.
     """
     of, given = rules.pass_of(backward), options
+    if tangents:
+        of = BACKWARD_JVP if of.of_gradients else JVP
     rules.check_options("explain", given, (*NO_PLAN, "score_arrays", "wrt"))
     wrt = given.pop("wrt", ())
-    if wrt and of is FORWARD:
+    if wrt and not of.of_gradients:
         raise ValueError(f"wrt is {wrt!r}, but backward is False; a forward has no gradients")
     k = q if k is None else k
     array, _ = rules.seed_of(given.get("seed"), 0.0)  # none is needed, and a number is compiled nowhere
@@ -147,10 +155,12 @@ def explain(
     views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
     read = views_of_score(given.get("score_arrays"), arch)
     problem = rules.for_pass(rules.describe(**views, **asked, score_arrays=read), of)
-    if of is BACKWARD:
+    if of is not FORWARD:
         rules.refuse_float8(problem.dtype, of)
     wanted = rules.check_wrt(wrt, arrays, problem.score)
     views |= {x.key: read[x.name] for x in (problem.score.arrays if problem.score else ())}
+    if tangents:
+        problem, views = _moving(problem, views, tangents, of)
     device = views["q"].device
     notes = _of_blocks(asked.get("block_mask"))
     if device == "cpu" and arch is None:
@@ -159,7 +169,8 @@ def explain(
         found = _on_cpu(problem, views, of, shapes=isinstance(q, tuple))
     else:
         ordinal = 0 if device == "cpu" else int(device.partition(":")[2])
-        found = _on_gpu(problem, views, of, family, arch, ordinal, wanted, given.get("dlse") is not None)
+        through_lse = given.get("dlse") is not None or problem.moves("dlse")
+        found = _on_gpu(problem, views, of, family, arch, ordinal, wanted, through_lse)
     optional = optional_bytes(problem, views)
     flops = found.flops + sum(problem.flops() for names in rules.apart(wanted) if set(names) != {"sinks"})
     # An array that a score function reads goes by its own name.
@@ -167,6 +178,29 @@ def explain(
     gradients = {f"d{name}": optional[name] for name in names}
     moved = found.bytes_moved + sum(gradients.values())
     return replace(found, flops=flops, bytes_moved=moved, notes=found.notes + notes, optional=optional | gradients)
+
+
+def _moving(
+    problem: AttentionProblem, views: dict[str, View], tangents: Any, of: Pass
+) -> tuple[AttentionProblem, dict[str, View]]:
+    """With tangents of arrays, and views of them."""
+    named = tangents if isinstance(tangents, Mapping) else dict.fromkeys(tangents)
+    moved, found = dict(views), []
+    for name, x in of_tangents.of_call(named, views, problem.score, of).items():
+        like = {"tdout": "out", "tdlse": "lse"}.get(name, name[1:])
+        rank = len(views["q"].shape)
+        if like in ("out", "lse"):
+            shape = rules.out_shape(views["q"].shape, problem) if like == "out" else rules.lse_shape(rank, problem)
+            view = views["q"]._replace(shape=shape, dtype=problem.dtype if like == "out" else problem.lse_dtype)
+        else:
+            view = views[like]
+        if x is None or isinstance(x, (tuple, list)):
+            view = view._replace(strides=rules.contiguous(view.shape), ptr=0)
+        else:
+            view = as_view(rules.argument_name(name), x, None, None)
+        moved[name], rule = view, _OPTIONAL.get(name[1:])
+        found.append(Given(name[1:], view.dtype, rule.spread(view, rank) if rule else ()))
+    return replace(problem, tangents=tuple(found)), moved
 
 
 def _of_which(optional: dict[str, int]) -> str:
@@ -238,14 +272,13 @@ def _on_gpu(
         why = (
             f"the queries of a head of keys are dealt out in {shares} shares: key tiles are few, or some have many "
             "more queries"
-            if of is BACKWARD
+            if of.of_gradients
             else f"the keys of a query tile are dealt out in {shares} shares: query tiles are few"
         )
         notes += (why,)
-    if of is BACKWARD:  # as a caller would make them
-        shape = rules.out_shape(views["q"].shape, problem)
-        made = views["q"]._replace(shape=shape, strides=rules.contiguous(shape), ptr=0)
-        views = views | {"dout": made, "out": made}
+    shape = rules.out_shape(views["q"].shape, problem)
+    made = views["q"]._replace(shape=shape, strides=rules.contiguous(shape), ptr=0)
+    views = views | {name: made for name in ("dout", "out", "tout") if name in of.inputs}  # as a caller would make them
     kernels = []
     for launch, made_of in [(launch, x) for made, x in zip(planned, compiled) for launch in made.launches]:
         found = made_of.get(launch.name)
@@ -349,9 +382,11 @@ def bytes_moved(problem: AttentionProblem, views: dict[str, View], of: Pass) -> 
     rows = p.batch * p.seq_q * p.heads_q
     q, o = rows * p.dim, rows * p.dim_v
     k, v = (p.batch * p.seq_k * p.heads_k * d for d in (p.dim, p.dim_v))
-    size = (q + k + v) * ITEMSIZE[p.dtype] + o * ITEMSIZE[p.result_dtype]
-    optional = sum(optional_bytes(problem, views).values())
-    return size * (1 + (of is BACKWARD)) + rows * ITEMSIZE[p.lse_dtype] + optional
+    size, of_out = ITEMSIZE[p.dtype], o * ITEMSIZE[p.result_dtype]
+    sizes = {"q": q * size, "k": k * size, "v": v * size, "out": of_out, "lse": rows * ITEMSIZE[p.lse_dtype]}
+    sizes |= {f"{d}{name}": n for d in ("d", "t", "td") for name, n in sizes.items()}
+    there = (row.name for row in of.rows if not row.optional or p.moves(row.name[1:]))
+    return sum(sizes[name] for name in there) + sum(optional_bytes(problem, views).values())
 
 
 def optional_bytes(problem: AttentionProblem, views: dict[str, View]) -> dict[str, int]:
@@ -362,6 +397,10 @@ def optional_bytes(problem: AttentionProblem, views: dict[str, View]) -> dict[st
         found[name] = math.prod(length for length, stride in own if stride) * ITEMSIZE[dtype]
     for x in problem.score.arrays if problem.score else ():
         found[x.name] = math.prod(views[x.key].shape) * ITEMSIZE[x.dtype]
+    for name, dtype, _ in problem.tangents:
+        read = problem.score.array(name) if problem.score else None
+        if read or name in _OPTIONAL:
+            found[f"tangent of {read.name if read else name}"] = math.prod(views[f"t{name}"].shape) * ITEMSIZE[dtype]
     return found
 
 
