@@ -126,48 +126,52 @@ def attention(
     softcap : float, optional
         c in c · tanh(s / c), which keeps scores between -c and c. None or 0: no cap.
     key_mask : (B, Sk) bool, optional
-        True where the key may be attended. This and the arrays below have the shape given or one that NumPy broadcasts to it:
+        True where the key may be attended. This and the arrays below have the shape given or one that NumPy broadcasts
+        to it:
         a length of 1 stands for all, leading axes may be left out. They are read where they are, never expanded (a
         key_mask whose last axis is not contiguous is copied). Where q has no batch axis, or no heads, they have none.
     mask : (B, Hq, Sq, Sk) bool, optional
         True where the query may attend the key.
     bias : (B, Hq, Sq, Sk), optional
-        Added to the score, in the dtype of q or float32. What it holds where a key is hidden does not matter, NaN included.
+        Added to the score, in the dtype of q or float32. What it holds where a key is hidden does not matter, NaN
+        included.
     alibi_slopes : (B, Hq), optional
-        Attention with linear biases: the slope of each head, in float32 or the dtype of q, times the distance of the key
-        from the query's diagonal is taken off the score. The diagonal is the one that `causal` names.
+        Attention with linear biases: the slope of each head, in float32 or the dtype of q, times the distance of the
+        key from the query's diagonal is taken off the score. The diagonal is the one that `causal` names.
     score : function or text, optional
-        f(s, b, h, i, j, arrays ...), the new score of query i and key j of head h of batch entry b, all counted from 0, from
-        s = scale · q · k; see `cupyflash.score` and the page on score functions. It is run once, to be traced, and computed
-        in float32 (float64 for float64). -inf hides a pair. Not together with softcap. Or the same as an expression in C.
+        f(s, b, h, i, j, arrays ...), the new score of query i and key j of head h of batch entry b, all counted from 0,
+        from s = scale · q · k; see `cupyflash.score` and the page on score functions. It is run once, to be traced, and
+        computed in float32 (float64 for float64). -inf hides a pair. Not together with softcap. Or the same as an
+        expression in C.
     score_arrays : dict of arrays, optional
-        What `score` reads, at most 32, by the names of its parameters: of 1 to 4 dimensions, in the dtype of q, float32,
-        int32, int64 or bool, with any strides. An index beyond an end is taken as the nearest that there is.
+        What `score` reads, at most 32, by the names of its parameters: of 1 to 4 dimensions, in the dtype of q,
+        float32, int32, int64 or bool, with any strides. An index beyond an end is taken as the nearest that there is.
     sinks : (Hq,), optional
         For each head a score more in the denominator of every row, with no value; in the dtype of q or float32. Neither
         scaled, capped, biased nor masked. lse includes it.
     block_mask : BlockMask, optional
-        Made by `cupyflash.block_mask`: what it hides in whole blocks costs no time, and what it leaves in whole blocks no test.
+        Made by `cupyflash.block_mask`: what it hides in whole blocks costs no time, and what it leaves in whole blocks
+        no test.
         For (B, Hq, Sq, Sk), or 1 for the batch and the heads, on the device of q.
     dropout : float
-        Probabilities become 0 with this chance, from 0 to 1 (not included), and the others are divided by the share that is
-        kept (Srivastava et al. 2014). In steps of 1 / 65536, at most 65534 of them, and exact in these. lse is that without
-        dropout.
+        Probabilities become 0 with this chance, from 0 to 1 (not included), and the others are divided by the share
+        that is kept (Srivastava et al. 2014). In steps of 1 / 65536, at most 65534 of them, and exact in these. lse is
+        that without dropout.
     seed : int or array of one integer
-        Decides, with dropout, which ones: by Philox4x32 with 7 rounds (Salmon et al. 2011), from (seed, batch entry, query
-        head, query, key) and nothing else. So a call with the same seed drops the same ones on every device, in every layout
-        and dtype and by every kernel family, as does `attention_backward`; nothing is stored. Any 64 bits, 5 and 5 - 2**64
-        being the same. An array (int64, uint64, int32 or uint32, on q's device) is read when the kernels run, so that a CUDA
-        graph that is run again finds a new seed there. Without dropout it is not looked at.
+        Decides, with dropout, which ones: by Philox4x32 with 7 rounds (Salmon et al. 2011), from (seed, batch entry,
+        query head, query, key) and nothing else. So a call with the same seed drops the same ones on every device, in
+        every layout and dtype and by every kernel family, as does `attention_backward`; nothing is stored. Any 64 bits,
+        5 and 5 - 2**64 being the same. An array (int64, uint64, int32 or uint32, on q's device) is read when the
+        kernels run, so that a CUDA graph that is run again finds a new seed there. Without dropout it is not looked at.
     q_descale, k_descale, v_descale : float, or array (B, Hq, blocks) for q and (B, Hk, blocks) for k and v, optional
-        What inputs of float8_e4m3fn are multiplied by, more than 0: a number, or in float32 one for each head, (Hq, 1) or
-        (B, Hq, 1), or for each block of 128 rows. (Shah et al. 2024, section 3.3, has blocks.) Bias, slopes, sinks and arrays
-        of a score function are float32 then.
+        What inputs of float8_e4m3fn are multiplied by, more than 0: a number, or in float32 one for each head, (Hq, 1)
+        or (B, Hq, 1), or for each block of 128 rows. (Shah et al. 2024, section 3.3, has blocks.) Bias, slopes, sinks
+        and arrays of a score function are float32 then.
     out_dtype : dtype, optional
         Of the result, for inputs of float8_e4m3fn: bfloat16, which is the default, float16 or float8_e4m3fn.
     out_scale : float
-        What the result is multiplied by before it is rounded, for inputs of float8_e4m3fn; what is beyond 448 then becomes
-        448 in a result of 8 bits.
+        What the result is multiplied by before it is rounded, for inputs of float8_e4m3fn; what is beyond 448 then
+        becomes 448 in a result of 8 bits.
     layout : "bshd" or "bhsd"
         Where the heads stand. Without the batch axis (S, H, D) and without heads (S, D) are accepted too.
     return_lse : bool
@@ -199,12 +203,15 @@ def attention(
     arrays: Arrays = {"q": q, "k": k, "v": v}
     if not (key_mask is mask is bias is alibi_slopes is sinks is seed is None):  # most calls: this is the hot path
         arrays |= {
-            "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seed": seed,
+            "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
+            "seed": seed,
         }  # fmt: skip
     arrays = present("qkv", arrays)
     options: dict[str, Any] = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "block_mask": block_mask,
-        "dropout": dropout, "out_dtype": out_dtype, "out_scale": out_scale, "layout": layout, "deterministic": deterministic,
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score,
+        "block_mask": block_mask,
+        "dropout": dropout, "out_dtype": out_dtype, "out_scale": out_scale, "layout": layout,
+        "deterministic": deterministic,
     }  # fmt: skip
     if not (q_descale is k_descale is v_descale is None):
         arrays |= fold_descales(options, q, {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale})
@@ -259,16 +266,15 @@ def attention_backward(
         Gradient of the loss with respect to `out`, in the dtype of q.
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
-    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, dropout, seed,
-    layout : as given to `attention`
-    deterministic : bool
+    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, dropout,
+    seed, layout : as given to `attention` deterministic : bool
         Bitwise the same gradients in every run; on a CPU, with any number of cores.
     dlse : (B, Hq, Sq), optional
-        Gradient of the loss with respect to `lse`, in its dtype, where the loss depends on that too. Rows that see no key
-        have none.
+        Gradient of the loss with respect to `lse`, in its dtype, where the loss depends on that too. Rows that see no
+        key have none.
     wrt : names, or one name
-        Optional arrays whose gradients are wanted too, of "bias", "alibi_slopes", "sinks" and the names in score_arrays. dq, dk
-        and dv do not depend on it.
+        Optional arrays whose gradients are wanted too, of "bias", "alibi_slopes", "sinks" and the names in
+        score_arrays. dq, dk and dv do not depend on it.
     grads : (dq, dk, dv), optional
         Where to write these gradients: each with memory of its own.
     family : str, optional
@@ -279,9 +285,10 @@ def attention_backward(
     dq, dk, dv
         A named tuple. Shapes and dtypes of q, k and v; dk and dv are summed over the query heads that share them.
     dbias, dalibi_slopes, dsinks
-        Further fields of it, by name alone; None where `wrt` does not ask for them. Shape and dtype of what was given: summed
-        over the axes along which it stands for all, in float32 (float64 for float64). Hidden pairs, and rows that see no
-        key, add nothing, whatever the bias holds there (but to dsinks what dlse says: there lse is the sink).
+        Further fields of it, by name alone; None where `wrt` does not ask for them. Shape and dtype of what was given:
+        summed over the axes along which it stands for all, in float32 (float64 for float64). Hidden pairs, and rows
+        that see no key, add nothing, whatever the bias holds there (but to dsinks what dlse says: there lse is the
+        sink).
     dscore_arrays
         The same for those in score_arrays, a dict by their names.
 
@@ -296,12 +303,14 @@ def attention_backward(
     arrays: Arrays = {"q": q, "dout": dout, "k": k, "v": v, "out": out, "lse": lse}
     if not (key_mask is mask is bias is alibi_slopes is sinks is seed is dlse is None):
         arrays |= {
-            "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seed": seed,
+            "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
+            "seed": seed,
             "dlse": dlse,
         }  # fmt: skip
     arrays = present(("q", "dout", "k", "v", "out", "lse"), arrays)
     options: dict[str, Any] = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "block_mask": block_mask,
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score,
+        "block_mask": block_mask,
         "dropout": dropout, "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
     lib = interop.library("q", q)
@@ -352,23 +361,25 @@ def block_mask(
     like: Any = None,
     device: str | None = None,
 ) -> BlockMask:
-    """A mask that is applied in blocks, for `attention(..., block_mask=...)`: what is hidden in whole blocks costs nothing.
+    """A mask that is applied in blocks, for `attention(..., block_mask=...)`: what is hidden in whole blocks costs
+    nothing.
 
     Parameters
     ----------
     source : function, array or pattern, optional
-        A function of (b, h, i, j), the numbers of the batch entry, head, query and key, that returns booleans: True where the
-        query may attend the key. It is called with arrays of int64 (JAX's: int32) of shapes (B, 1, 1, 1), (1, H, 1, 1), (R, 1)
-        and (Sk,) that broadcast, for R queries at a time, so use operators, not `if`. They are of the library of `like`, else NumPy's or
-        CuPy's. Or a boolean array that broadcasts to `shape`, or one of `cupyflash.masks`. Without it all pairs of `blocks` are
-        visible.
+        A function of (b, h, i, j), the numbers of the batch entry, head, query and key, that returns booleans: True
+        where the query may attend the key. It is called with arrays of int64 (JAX's: int32) of shapes (B, 1, 1, 1), (1,
+        H, 1, 1), (R, 1) and (Sk,) that broadcast, for R queries at a time, so use operators, not `if`. They are of the
+        library of `like`, else NumPy's or CuPy's. Or a boolean array that broadcasts to `shape`, or one of
+        `cupyflash.masks`.
+        Without it all pairs of `blocks` are visible.
     shape : (batch, heads, queries, keys), or (queries, keys)
         1 for batch or heads where all share a pattern. Default: that of the array.
     block : int or (int, int)
         Queries and keys of a block, multiples of 16.
     blocks : array, optional
-        Which blocks are there: booleans that broadcast to (B, H, blocks of queries, blocks of keys), or, for each block of
-        queries, numbers of blocks of keys, integers (..., blocks of queries, n) where -1 is none. Default: all.
+        Which blocks are there: booleans that broadcast to (B, H, blocks of queries, blocks of keys), or, for each block
+        of queries, numbers of blocks of keys, integers (..., blocks of queries, n) where -1 is none. Default: all.
     full : array, optional
         Blocks of these, in the same form, in which all pairs are visible, whatever `source` says of them.
     like : array, optional

@@ -1,4 +1,5 @@
-"""The public functions for derivatives beyond the first backward: tangents of `attention`'s results, and of its gradients.
+"""The public functions for derivatives beyond the first backward: tangents of `attention`'s results, and of its
+gradients.
 
     J u     what the results change by along tangents u of the inputs               attention_jvp
     Jᵀ G    the gradients of the inputs, for those of the results                   attention_backward
@@ -38,24 +39,24 @@ def attention_jvp(
     tout: A | None = None,
     **options: Unpack[Shared],
 ) -> tuple[A, Any]:
-    """Tangents of `attention`'s results along tangents of its inputs (forward mode): d/de of attention(q + e tq, ...) at e = 0.
+    """Tangents of `attention`'s results along tangents of its inputs (forward mode): d/de of attention(q + e tq, ...)
+    at e = 0.
 
     Recomputes the probabilities from q, k and lse, as `attention_backward` does: at most 5 products of a tile where the
     forward has 2, and no score matrix in memory. What `tangents` leaves out is 0 and costs nothing.
 
-    It also is the second derivative of a gradient by what that is for: where a loss depends on attention_backward(dout, ...), its
-    gradients u of dq, dk, dv make those of dout and dlse by attention_jvp(u, ...).
+    It also is the second derivative of a gradient by what that is for: where a loss depends on attention_backward(dout,
+    ...), its gradients u of dq, dk, dv make those of dout and dlse by attention_jvp(u, ...).
 
     Parameters
     ----------
     tangents : mapping of arrays
-        Those of "q", "k", "v", "bias", "alibi_slopes", "sinks" and the names in score_arrays (of arrays of floats) that are not
-        0; at least one. Each has shape and dtype of what it is the tangent of, and any strides.
+        Those of "q", "k", "v", "bias", "alibi_slopes", "sinks" and the names in score_arrays (of arrays of floats) that
+        are not 0; at least one. Each has shape and dtype of what it is the tangent of, and any strides.
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
-    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, dropout, seed,
-    layout, deterministic : as given to `attention`
-    tout : (B, Sq, Hq, Dv), optional
+    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, dropout,
+    seed, layout, deterministic : as given to `attention` tout : (B, Sq, Hq, Dv), optional
         Where to write the tangent of out.
     family : str, optional
         As in `attention`.
@@ -63,7 +64,8 @@ def attention_jvp(
     Returns
     -------
     tout : (B, Sq, Hq, Dv)
-        Tangent of out, in its dtype. Hidden pairs add nothing, whatever tangents are there; rows that see no key have 0.
+        Tangent of out, in its dtype. Hidden pairs add nothing, whatever tangents are there; rows that see no key have
+        0.
     tlse : (B, Hq, Sq)
         Tangent of lse, in its dtype.
 
@@ -94,15 +96,16 @@ def attention_backward_jvp(
     grads: tuple[A, A, A] | None = None,
     **options: Unpack[Shared],
 ) -> Gradients:
-    """Tangents of `attention_backward`'s results along tangents of its inputs: d/de of attention_backward(dout, q + e tq, ...).
+    """Tangents of `attention_backward`'s results along tangents of its inputs: d/de of attention_backward(dout, q + e
+    tq, ...).
 
-    That is a Hessian product: H(G) u for G = (dout, dlse) and tangents u of the inputs, plus attention_backward(tdout, ...) where
-    dout has a tangent too. At most 10 products of a tile (12 with that of dout) where the backward has 5, and no score matrix in
-    memory. What `tangents` leaves out is 0 and costs nothing.
+    That is a Hessian product: H(G) u for G = (dout, dlse) and tangents u of the inputs, plus attention_backward(tdout,
+    ...) where dout has a tangent too. At most 10 products of a tile (12 with that of dout) where the backward has 5,
+    and no score matrix in memory. What `tangents` leaves out is 0 and costs nothing.
 
-    H(G) is symmetric, so it also is the gradient of a gradient: where a loss depends on attention_backward(dout, q, k, v, ...),
-    its gradients u of dq, dk, dv (and of what else `wrt` has) make those of q, k, v by attention_backward_jvp(u, dout, ...), and
-    those of dout and dlse by attention_jvp(u, ...).
+    H(G) is symmetric, so it also is the gradient of a gradient: where a loss depends on attention_backward(dout, q, k,
+    v, ...), its gradients u of dq, dk, dv (and of what else `wrt` has) make those of q, k, v by
+    attention_backward_jvp(u, dout, ...), and those of dout and dlse by attention_jvp(u, ...).
 
     Parameters
     ----------
@@ -112,14 +115,14 @@ def attention_backward_jvp(
         Gradient of the loss with respect to `out`, in the dtype of q.
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
-    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, dropout, seed,
-    layout : as given to `attention`
-    deterministic : bool
+    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, dropout,
+    seed, layout : as given to `attention` deterministic : bool
         Bitwise the same results in every run; on a CPU, with any number of cores.
     dlse : (B, Hq, Sq), optional
         Gradient of the loss with respect to `lse`, in its dtype.
     jvp : (tout, tlse), optional
-        What `attention_jvp` returned for the same tangents, those of dout and dlse left out. Computed where it is not given.
+        What `attention_jvp` returned for the same tangents, those of dout and dlse left out. Computed where it is not
+        given.
     wrt : names, or one name
         Optional arrays for whose gradients tangents are wanted too, as in `attention_backward`.
     grads : (dq, dk, dv), optional

@@ -3,8 +3,8 @@
 Nothing here touches an array: callers describe their arrays as `View`s, and get back a frozen, hashable
 `AttentionProblem` or a `TypeError` / `ValueError` that names the argument, what it is and what it must be.
 
-`OPTIONS` and `ARRAYS` are the tables of what a call may be given beside q, k and v. The public functions, their backends,
-PyTorch, JAX, `explain`, `tune`, `precompile` and the command line go over them.
+`OPTIONS` and `ARRAYS` are the tables of what a call may be given beside q, k and v. The public functions, their
+backends, PyTorch, JAX, `explain`, `tune`, `precompile` and the command line go over them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ INPUTS = (*FLOATS, FLOAT8)
 OF_FLOAT8 = ("bfloat16", "float16", FLOAT8)  # what results of it may be, the first unless asked for
 INTEGERS = ("int64", "uint64", "int32", "uint32")
 ITEMSIZE = {
-    "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int64": 8, "uint64": 8, "int32": 4, "uint32": 4,
+    "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int64": 8, "uint64": 8,
+    "int32": 4, "uint32": 4,
 }  # fmt: skip
 SHORT = {"fp8": FLOAT8, "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 LAYOUTS = ("bshd", "bhsd")
@@ -118,7 +119,8 @@ class Gradients(_OfQKV):
 
 
 def float_name(dtype: Any) -> str | None:
-    """What a short name, or a dtype of NumPy, PyTorch or JAX, is called here; text for what is unknown, None for None."""
+    """What a short name, or a dtype of NumPy, PyTorch or JAX, is called here; text for what is unknown, None
+    for None."""
     if dtype is None or isinstance(dtype, str):
         return SHORT.get(dtype, dtype) if dtype else dtype
     name = getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
@@ -130,7 +132,8 @@ def float_name(dtype: Any) -> str | None:
 
 @dataclass(frozen=True)
 class OptionRule:
-    """A scalar option of a call: a row of OPTIONS. What `check` returns is the problem's field of the same name, if any."""
+    """A scalar option of a call: a row of OPTIONS. What `check` returns is the problem's field of the same name, if
+    any."""
 
     name: str
     default: Any
@@ -250,7 +253,8 @@ def _check_dropout(dropout: Any) -> float:
 
 
 def seed_of(seed: Any, dropout: Any) -> tuple[Any, int | None]:
-    """A seed as the array that it is, or as a number of 64 bits; neither where there is none and dropout asks for none."""
+    """A seed as the array that it is, or as a number of 64 bits; neither where there is none and dropout asks
+    for none."""
     if seed is None:
         if not (type(dropout) is float and dropout == 0) and _check_dropout(dropout):
             raise ValueError(
@@ -412,13 +416,18 @@ ARRAYS = (
     ArrayRule("mask", AXES, ("bool",), "mask", "True: the query may attend the key"),
     ArrayRule("bias", AXES, ("q", "float32"), "bias", "added to the score", adds=True, gradient=True),
     ArrayRule(
-        "alibi_slopes", ("batch", "head"), ("float32", "q"), "ALiBi slopes", "times the distance, taken off", adds=True, gradient=True
+        "alibi_slopes", ("batch", "head"), ("float32", "q"), "ALiBi slopes", "times the distance, taken off", adds=True,
+        gradient=True
     ),
-    ArrayRule("sinks", ("head",), ("q", "float32"), "sinks", "a score more in the denominator of each row", gradient=True),
+    ArrayRule("sinks", ("head",), ("q", "float32"), "sinks", "a score more in the denominator of each row",
+        gradient=True),
     ArrayRule("seed", (), INTEGERS, "seed", "of dropout"),
-    ArrayRule("q_descale", ("batch", "head", "query_block"), ("float32",), "scale of q", "what q is multiplied by", of_float8=True),
-    ArrayRule("k_descale", ("batch", "key_head", "key_block"), ("float32",), "scale of k", "what k is multiplied by", of_float8=True),
-    ArrayRule("v_descale", ("batch", "key_head", "key_block"), ("float32",), "scale of v", "what v is multiplied by", of_float8=True),
+    ArrayRule("q_descale", ("batch", "head", "query_block"), ("float32",), "scale of q", "what q is multiplied by",
+        of_float8=True),
+    ArrayRule("k_descale", ("batch", "key_head", "key_block"), ("float32",), "scale of k", "what k is multiplied by",
+        of_float8=True),
+    ArrayRule("v_descale", ("batch", "key_head", "key_block"), ("float32",), "scale of v", "what v is multiplied by",
+        of_float8=True),
 )  # fmt: skip
 
 _RULES = {row.name: row for row in ARRAYS}
@@ -434,8 +443,8 @@ def check_options(function: str, names: Iterable[str], also: tuple[str, ...] = (
 
 
 def check_wrt(wrt: Any, arrays: dict[str, Any], score: Score | None = None) -> tuple[str, ...]:
-    """The optional arrays whose gradients are asked for, by what they are called among the `arrays` of the call: in the order
-    of ARRAYS, then of those that its score function reads.
+    """The optional arrays whose gradients are asked for, by what they are called among the `arrays` of the call: in the
+    order of ARRAYS, then of those that its score function reads.
     """
     if isinstance(wrt, tuple) and not wrt:
         return ()
@@ -474,7 +483,8 @@ def check_wanted(wrt: Iterable[str], arrays: dict[str, Any], score: Score | None
 
 
 def apart(wrt: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The names of one run of kernels each, in the same order: the optional arrays, and those that a score function reads."""
+    """The names of one run of kernels each, in the same order: the optional arrays, and those that a score function
+    reads."""
     named = tuple([name for name in wrt if name in _RULES])
     read = wrt[len(named) :]
     assert not any(name in _RULES for name in read), wrt  # else results would go to each other's memory
@@ -482,7 +492,8 @@ def apart(wrt: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def lengths_of(wrt: tuple[str, ...], views: dict[str, View]) -> dict[str, tuple[int, ...]]:
-    """What a plan for their gradients asks of them: along AXES; of arrays that a score function reads, along their own."""
+    """What a plan for their gradients asks of them: along AXES; of arrays that a score function reads, along
+    their own."""
     rules = {name: _RULES.get(name) for name in wrt}
     return {name: rule.lengths(views[name].shape) if rule else views[name].shape for name, rule in rules.items()}
 
@@ -590,7 +601,8 @@ class AttentionProblem:
 
     @property
     def live(self) -> tuple[range, range]:
-        """The queries that see a key by position (causal, window), and the keys that a query sees; where none does, all."""
+        """The queries that see a key by position (causal, window), and the keys that a query sees; where none does,
+        all."""
         q, k, d = range(self.seq_q), range(self.seq_k), self.diagonal
         first_q = 0 if self.right is None else max(0, -d - self.right)
         end_q = len(q) if self.left is None else min(len(q), len(k) - d + self.left)
@@ -641,8 +653,8 @@ def products(of: Pass, moves: Collection[str] = ()) -> tuple[int, int]:
 def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     """Check q, k, v and what else is given, and return the problem that they state.
 
-    `given` holds options (OPTIONS) as they are and optional arrays (ARRAYS) as `View`s or None, by name; as "score_arrays"
-    the arrays that a score function reads, by their names.
+    `given` holds options (OPTIONS) as they are and optional arrays (ARRAYS) as `View`s or None, by name; as
+    "score_arrays" the arrays that a score function reads, by their names.
     """
     score_arrays = given.pop("score_arrays", None) or {}
     check_options("describe", given)
@@ -691,8 +703,8 @@ def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     options["score"] = score_of(options["score"], score_arrays, q)
     if options["score"] is not None and options["softcap"] is not None:
         raise ValueError(
-            f"softcap is {options['softcap']}, and score is given too; with a score function it must be None: write the cap "
-            "into that, as c * tanh(s / c)"
+            f"softcap is {options['softcap']}, and score is given too; with a score function it must be None: write "
+            "the cap into that, as c * tanh(s / c)"
         )
     for name, given_, usual in (("out_dtype", options["out_dtype"], None), ("out_scale", options["out_scale"], 1.0)):
         if q.dtype != FLOAT8 and given_ != usual:
@@ -719,15 +731,16 @@ def _check_mask_kind(kind: MaskKind, problem: AttentionProblem, q: View) -> None
     want = tuple(problem.extent(axis) for axis in AXES)
     if any(n not in (1, whole) for n, whole in zip(kind.shape[:2], want)) or kind.shape[2:] != want[2:]:
         raise ValueError(
-            f"block_mask has shape {kind.shape}; it must be {want}, (batch, head, query, key), where batch and head may be 1"
+            f"block_mask has shape {kind.shape}; it must be {want}, (batch, head, query, key), where batch and head "
+            "may be 1"
         )
     if q.kind != "shape" and kind.device != q.device:
         raise ValueError(f"block_mask is on {kind.device} but q is on {q.device}; make it with like=q")
 
 
 def score_of(score: Any, arrays: dict[str, View], q: View, inlined: bool = False) -> Score | None:
-    """The score function that is asked for, traced, once the arrays that it reads are what they must be; `inlined` as for
-    `trace`."""
+    """The score function that is asked for, traced, once the arrays that it reads are what they must be; `inlined` as
+    for `trace`."""
     score = _check_score(score)
     if score is None:
         if arrays:
@@ -772,8 +785,8 @@ def _check_array(row: ArrayRule, x: View, problem: AttentionProblem, q: View) ->
         len(x.shape) > len(want) or any(n not in (1, whole) for n, whole in zip(reversed(x.shape), reversed(want)))
     ):
         raise ValueError(
-            f"{row.name} has shape {x.shape}; it must be {want}, ({', '.join(row.has(rank))}), where a length of 1 stands "
-            f"for all, and leading axes may be left out ({row.entry})"
+            f"{row.name} has shape {x.shape}; it must be {want}, ({', '.join(row.has(rank))}), where a length of 1 "
+            f"stands for all, and leading axes may be left out ({row.entry})"
         )
     _same(row.name, x, "q", q, dtype=False)
 
@@ -794,8 +807,8 @@ def state(
 ) -> tuple[AttentionProblem, dict[str, tuple[int, ...]]]:
     """Check a whole call: the problem, and the shapes of its results by name (out; dq, dk, dv; tout; tdq, tdk, tdv).
 
-    `views` are q, k, v, the optional arrays that are given and the other inputs of the pass; `targets` what results are to be
-    written to, where that is given.
+    `views` are q, k, v, the optional arrays that are given and the other inputs of the pass; `targets` what results are
+    to be written to, where that is given.
     """
     q, k, v = (views[name] for name in "qkv")
     score = options.get("score")

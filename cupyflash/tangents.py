@@ -12,8 +12,8 @@ from .score import Score
 
 
 def of_call(tangents: Any, arrays: Arrays, score: Score | None, of: Pass) -> Arrays:
-    """As arrays of the call, by "t" and the name of what each is the tangent of. TypeError or ValueError, naming it, for what
-    none is."""
+    """As arrays of the call, by "t" and the name of what each is the tangent of. TypeError or ValueError, naming it,
+    for what none is."""
     reads = {x.name: x.key for x in score.arrays if x.kind == "float"} if score else {}
     rows = [
         name

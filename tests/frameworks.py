@@ -128,7 +128,8 @@ class Framework:
         self.library = library
 
     def check(
-        self, inputs: Inputs, *, rank: int, layout: str, lay: Lay, deterministic: bool, family: str | None, recorded: bool,
+        self, inputs: Inputs, *, rank: int, layout: str, lay: Lay, deterministic: bool, family: str | None,
+        recorded: bool,
         traced: bool = False, blocks: Blocks | None = None, **options: Any,
     ) -> None:  # fmt: skip
         """`recorded`: gradients by autograd, not by attention_backward; `traced`: under jax.jit, or by torch.func."""

@@ -35,8 +35,8 @@ BIAS, MASK = (Given("bias", "q", AXES),), (Given("mask", "bool", AXES),)
 SLOPES = (Given("alibi_slopes", "float32", ("batch", "head")),)
 KEY_MASK = (Given("key_mask", "bool", ("batch", "key")),)  # the one that every family takes
 
-# A score function whose slope is no constant, with a table of what depends on the distance, an array that is read for each
-# pair, and one of integers.
+# A score function whose slope is no constant, with a table of what depends on the distance, an array that is read for
+# each pair, and one of integers.
 SCORE = trace(
     lambda s, b, h, i, j, table, ids: where(ids[b, i] == ids[b, j], 20 * tanh(s / 20) + table[h, j - i], -math.inf),
     {"table": ("float32", 2, False), "ids": ("int32", 2, False)},
@@ -48,12 +48,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": "bottom_right", "right": 0},
     "hidden": {"left": 100, "right": 50, "given": KEY_MASK, "scale": -1.0, "deterministic": True},
     "blocks": {"left": 100, "right": 50, "block_mask": ("batch", "head"), "deterministic": True},
-    "capped": {"causal": "bottom_right", "right": 0, "softcap": 30.0},  # beside slopes a soft cap is computed in another way
+    # Beside slopes a soft cap is computed in another way
+    "capped": {"causal": "bottom_right", "right": 0, "softcap": 30.0},
     "slopes": {"causal": "bottom_right", "right": 0, "given": SLOPES, "softcap": 30.0},
     "dropped": {"causal": "bottom_right", "right": 0, "dropout": 0.1},
     "window": {"left": 127, "right": 0},  # few key tiles add to a tile of dQ
     "everything": {
-        "left": 100, "right": 50, "block_mask": ("batch", "head"), "given": GIVEN, "scale": -1.0, "softcap": 30.0, "dropout": 0.1,
+        "left": 100, "right": 50, "block_mask": ("batch", "head"), "given": GIVEN, "scale": -1.0, "softcap": 30.0,
+        "dropout": 0.1,
         "deterministic": True,
     },
     "score": {"right": 0, "score": SCORE},
@@ -127,8 +129,8 @@ def of_pairs() -> Iterator[AttentionProblem]:
         yield problem("float16", dim, batch=20, seq_q=49, seq_k=49, given=both, block_mask=("batch", "head"))
 
 
-# Of each family, architectures for which the covering set is compiled. For others, which have the same registers and read the
-# same source, some of it.
+# Of each family, architectures for which the covering set is compiled. For others, which have the same registers and
+# read the same source, some of it.
 THOROUGH = {"sm90": ("sm_90a",), "sm80": ("sm_80", "sm_86"), "simt": ("sm_75", "sm_90a"), "flash1": ("sm_75",)}
 
 
@@ -151,7 +153,8 @@ def problems() -> Iterator[AttentionProblem]:
         for dims in DIMS:
             for name, fields in FEATURES.items():
                 left_out = {
-                    "float16": ("causal", "blocks", "slopes", "dropped", "window"), "bfloat16": ("nothing",), "float32": ("capped", "window"),
+                    "float16": ("causal", "blocks", "slopes", "dropped", "window"), "bfloat16": ("nothing",),
+                    "float32": ("capped", "window"),
                     "float64": ("capped", "window"),
                 }  # fmt: skip
                 if name in left_out.get(dtype, ()):

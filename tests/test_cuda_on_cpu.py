@@ -139,7 +139,8 @@ NUMBERS = "wrong numbers"
 WRONG = {  # and what is said of them, in one of the two orders or in both
     "no_barrier": NUMBERS,
     "no_wait": "where a copy may land|wrong numbers",
-    "two_barriers": "nobody can go on:\n  block 0, threads 0 to 63: barrier 1.*\n  block 0, threads 64 to 127: barrier 2",
+    "two_barriers": "nobody can go on:\n  block 0, threads 0 to 63: barrier 1.*\n  block 0, threads 64 to 127: barrier "
+    "2",
     "no_turn": "nobody can go on:\n  block 0, threads 0 to 127: load_acquire",
     "outside": "4 bytes at 8192 of shared memory, of which the launch asked for 8192",
     "outside_by_pointer": "has written to 8192 of shared memory, of which the launch asked for 8192",

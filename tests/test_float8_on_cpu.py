@@ -38,10 +38,12 @@ CASES: dict[str, dict[str, Any]] = {  # shapes, how inputs are scaled, the resul
     "odd": {"seq": (70, 150), "dims": (90, 33), "window": (20, 5), "key_mask": True},
     "eight": {"seq": (130, 260), "dims": (128, 64), "by": "head", "result": "float8_e4m3fn", "out_scale": 30.0},
     "eight-odd": {"seq": (130, 60), "dims": (64, 37), "result": "float8_e4m3fn", "out_scale": 100.0},
-    "scores": {"seq": (150, 260), "dims": (64, 40), "by": "block", "given": SCORES, "window": (50, 9), "key_mask": True},
+    "scores": {"seq": (150, 260), "dims": (64, 40), "by": "block", "given": SCORES, "window": (50, 9),
+        "key_mask": True},
     "dropout": {"seq": (150, 260), "heads": (4, 2), "by": "block", "given": ("seed",), "dropout": 0.3},
     "everything": {
-        "seq": (150, 260), "heads": (4, 2), "by": "block", "given": (*SCORES, "seed"), "window": (50, 9), "key_mask": True,
+        "seq": (150, 260), "heads": (4, 2), "by": "block", "given": (*SCORES, "seed"), "window": (50, 9),
+        "key_mask": True,
         "softcap": 8.0, "dropout": 0.2, "blocks": ((32, 48), "bh"),
     },
     "score": {"seq": (150, 260), "dims": (128, 128), "score": "relative", "by": "block", "scale": -0.1},
@@ -50,12 +52,16 @@ CASES: dict[str, dict[str, Any]] = {  # shapes, how inputs are scaled, the resul
     "sums": {"seq": (300, 1500), "heads": (4, 2), "by": "block", "causal": True},
     "sums-full": {"seq": (200, 1300), "dims": (128, 128), "by": "head", "given": ("sinks",)},
     "sums-wide": {"seq": (130, 1100), "heads": (1, 1), "dims": (256, 256), "window": (900, 300)},
-    "sums-192": {"seq": (130, 1000), "heads": (2, 1), "dims": (192, 128), "causal": True, "by": "block", "result": "float16"},
-    "sums-eight": {"seq": (130, 900), "heads": (1, 1), "dims": (128, 120), "window": (700, 90), "result": "float8_e4m3fn", "out_scale": 30.0},
+    "sums-192": {"seq": (130, 1000), "heads": (2, 1), "dims": (192, 128), "causal": True, "by": "block",
+        "result": "float16"},
+    "sums-eight": {"seq": (130, 900), "heads": (1, 1), "dims": (128, 120), "window": (700, 90),
+        "result": "float8_e4m3fn", "out_scale": 30.0},
     "sums-scores": {
-        "seq": (150, 1000), "heads": (2, 1), "given": (*SCORES, "seed"), "dropout": 0.2, "softcap": 8.0, "blocks": ((64, 128), "h"),
+        "seq": (150, 1000), "heads": (2, 1), "given": (*SCORES, "seed"), "dropout": 0.2, "softcap": 8.0,
+        "blocks": ((64, 128), "h"),
     },
-    "one-stage": {"seq": (300, 320), "tile": (2, 64, 1), "window": (100, 0)},  # and a key tile behind what a warpgroup sees
+    # And a key tile behind what a warpgroup sees
+    "one-stage": {"seq": (300, 320), "tile": (2, 64, 1), "window": (100, 0)},
     "long-tiles": {"seq": (200, 500), "dims": (128, 128), "tile": (2, 192, 2), "by": "block"},
 }  # fmt: skip
 

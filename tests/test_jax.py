@@ -145,7 +145,8 @@ def test_traced_options() -> None:
     with pytest.raises(TypeError, match="^return_lse is .*; it must be True or False"):
         attention(x, x, x, return_lse=np.ones(2))
     for name, error, message in (
-        ("scale", TypeError, "real number"), ("softcap", TypeError, "real number"), ("causal", ValueError, "False, True"),
+        ("scale", TypeError, "real number"), ("softcap", TypeError, "real number"),
+        ("causal", ValueError, "False, True"),
         ("deterministic", TypeError, "True or False"), ("return_lse", TypeError, "True or False"),
     ):  # fmt: skip
         with pytest.raises(error, match=f"^{name} is .*Trace.*; it must be (a )?{message}"):
@@ -248,7 +249,8 @@ def test_numpy_arrays_beside_jax_arrays() -> None:
     q, k, v, dout = (jnp.asarray(rng.standard_normal((2, 5, 2, 8)), "float32") for _ in range(4))
     given = {
         "mask": np.tril(np.ones((5, 5), bool)), "bias": rng.standard_normal((2, 5, 5), "float32"),
-        "sinks": np.zeros(2, "float32"), "alibi_slopes": np.full(2, 0.5, "float32"), "key_mask": rng.random((2, 5)) < 0.7,
+        "sinks": np.zeros(2, "float32"), "alibi_slopes": np.full(2, 0.5, "float32"),
+        "key_mask": rng.random((2, 5)) < 0.7,
         "seed": np.array(2**40 + 3), "score_arrays": {"x": rng.standard_normal(5).astype("float32")},
     }  # fmt: skip
     more = {"dropout": 0.3, "score": "s + x[j]", "return_lse": True}

@@ -68,16 +68,19 @@ BAD_BACKWARD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"tangents": {}}, ValueError, "tangents is empty; it must have at least one of q, k, v, dout, dlse"
     ),
     "shape of dlse": (
-        {"tangents": {"dlse": Q}}, ValueError, "tangents['dlse'] has shape (2, 5, 2, 4); it must have that of lse, (2, 2, 5)"
+        {"tangents": {"dlse": Q}}, ValueError,
+        "tangents['dlse'] has shape (2, 5, 2, 4); it must have that of lse, (2, 2, 5)"
     ),
     "shape of dout": (
         {"tangents": {"dout": K}}, ValueError,
         "tangents['dout'] has shape (2, 6, 2, 4); it must have that of dout, (2, 5, 2, 4)",
     ),
     "what a jvp gave": ({"jvp": (Q, Q)}, ValueError, "jvp: tlse has shape (2, 5, 2, 4); it must be (2, 2, 5)"),
-    "what half a jvp gave": ({"jvp": (Q,)}, ValueError, "jvp holds 1 arrays; it must be a tuple of 2 arrays (tout, tlse)"),
+    "what half a jvp gave": ({"jvp": (Q,)}, ValueError,
+        "jvp holds 1 arrays; it must be a tuple of 2 arrays (tout, tlse)"),
     "no jvp": ({"jvp": Q}, ValueError, "jvp is ndarray; it must be a tuple of 2 arrays (tout, tlse) or None"),
-    "grads": ({"grads": (Q, K)}, ValueError, "grads holds 2 arrays; it must be a tuple of 3 arrays (dq, dk, dv) or None"),
+    "grads": ({"grads": (Q, K)}, ValueError,
+        "grads holds 2 arrays; it must be a tuple of 3 arrays (dq, dk, dv) or None"),
     "wrt": ({"wrt": "q"}, ValueError, "wrt holds 'q', whose gradient comes anyway"),
     "dout": ({"dout": K}, ValueError, "dout has shape (2, 6, 2, 4); it must be (2, 5, 2, 4)"),
 }  # fmt: skip

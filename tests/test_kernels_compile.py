@@ -113,8 +113,8 @@ def test_nothing_of_the_covering_set_is_left_out() -> None:
 
 
 def beyond_registers(used: Resources, declared: int) -> str | None:
-    """What a thread has in memory, and a plan does not declare. Its frame has what is spilled, in steps of 8 bytes; with more
-    in it something has an address: an array, or `this` of a function that ptxas has not inlined.
+    """What a thread has in memory, and a plan does not declare. Its frame has what is spilled, in steps of 8 bytes;
+    with more in it something has an address: an array, or `this` of a function that ptxas has not inlined.
     """
     spilled = max(used.spill_stores, used.spill_loads)
     if spilled > declared:

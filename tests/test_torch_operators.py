@@ -274,7 +274,8 @@ def test_a_program_from_a_file(masked: bool, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_compiled_ahead_of_time(masked: bool, tmp_path: Path) -> None:
-    """By AOTInductor, into a library that calls the operator. (On a GPU PyTorch 2.11 needs minutes to link one, whatever it calls.)"""
+    """By AOTInductor, into a library that calls the operator. (On a GPU PyTorch 2.11 needs minutes to link one,
+    whatever it calls.)"""
     layer, program, inputs = exported_layer("cpu", masked)
     with torch.no_grad():
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
@@ -343,7 +344,8 @@ def test_the_corridor_finds_those_without_memory() -> None:
 
 
 def test_what_the_operators_do_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An option or array of the tables that no schema names is refused by name where a call is traced, and nowhere else."""
+    """An option or array of the tables that no schema names is refused by name where a call is traced, and nowhere
+    else."""
     q = torch.randn(2, 5, 4, 8)
     row = dataclasses.replace(OPTIONS[0], name="other", default=None)
     monkeypatch.setattr(torch_schema, "OPTIONS", (*OPTIONS, row))
@@ -420,7 +422,8 @@ def test_functional_jacobian() -> None:
 @pytest.mark.parametrize("rank", [2, 3, 4])
 @pytest.mark.parametrize("which", ["everything", "queries", "keys", "not the arrays", "sinks alone", "masks alone"])
 def test_vmap(which: str, rank: int, layout: str) -> None:
-    """Of arrays mapped over their first or last axis, or not at all: results, and gradients, of which each entry has its own."""
+    """Of arrays mapped over their first or last axis, or not at all: results, and gradients, of which each entry has
+    its own."""
     generator = torch.Generator().manual_seed(0)
     heads, n = (4, 2) if rank > 2 else (1, 1), 3
 
@@ -504,7 +507,8 @@ def test_activation_checkpointing(selective: bool, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("how", ["at once", "compiled"])
 def test_autocast(how: str, device: str) -> None:
-    """q, k and v are cast as for PyTorch's own attention, and gradients come back in their dtypes; float64 is left alone."""
+    """q, k and v are cast as for PyTorch's own attention, and gradients come back in their dtypes; float64 is left
+    alone."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 5, 4, 8, device=device, requires_grad=True) for _ in range(3))

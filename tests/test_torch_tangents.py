@@ -1,5 +1,5 @@
-"""Forward mode, and derivatives of second order: right, or an error by name; never zero. Whoever follows the call, and however it is
-made."""
+"""Forward mode, and derivatives of second order: right, or an error by name; never zero. Whoever follows the call, and
+however it is made."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ ENTRIES: dict[str, Entry] = {
     "the package": Entry(lambda x: cupyflash.attention(K, x, V), lambda x: standard(K, x, V)),
     "lse": Entry(lambda x: both(K, x, V)[1], lambda x: standard(K, x, V, return_lse=True)[1]),
     "bias": Entry(
-        lambda x: attention(Q, K, V, bias=x[0, :, :, :4], layout="bhsd"), lambda x: heads_first(Q, K, V, bias=x[0, :, :, :4])
+        lambda x: attention(Q, K, V, bias=x[0, :, :, :4], layout="bhsd"),
+        lambda x: heads_first(Q, K, V, bias=x[0, :, :, :4])
     ),
     "score_arrays": Entry(
         lambda x: attention(Q, K, V, score=relative, score_arrays={"table": x[0].flatten(1)}, layout="bhsd"),
@@ -84,7 +85,8 @@ ENTRIES: dict[str, Entry] = {
         lambda x: cupyflash.attention_backward(Q, Q, K, x, *both(Q, K, x))[0], lambda x: of_gradients(x, Q, 0), 1
     ),
     "attention_jvp, k's": Entry(
-        lambda x: cupyflash.attention_jvp({"k": x}, Q, K, V, *OUT)[0], lambda x: pushed(lambda k: standard(Q, k, V), K, x)
+        lambda x: cupyflash.attention_jvp({"k": x}, Q, K, V, *OUT)[0],
+        lambda x: pushed(lambda k: standard(Q, k, V), K, x)
     ),
     "attention_jvp, v": Entry(
         lambda x: cupyflash.attention_jvp({"k": U}, Q, K, x, *both(Q, K, x))[0],
@@ -98,7 +100,8 @@ ENTRIES: dict[str, Entry] = {
         lambda x: cupyflash.attention_backward_jvp({"v": U}, Q, x, K, V, *both(x, K, V))[1], lambda x: x, 2
     ),
     "sdpa": Entry(
-        lambda x: scaled_dot_product_attention(x, K, V, is_causal=True), lambda x: heads_first(x, K, V, causal="top_left")
+        lambda x: scaled_dot_product_attention(x, K, V, is_causal=True),
+        lambda x: heads_first(x, K, V, causal="top_left")
     ),
     "MultiheadAttention": Entry(lambda x: module(x[0], K[0], V[0])[0], projected),
     "flex_attention": Entry(lambda x: flex_attention(Q, K, x), lambda x: heads_first(Q, K, x)),

@@ -29,7 +29,12 @@ def test_what_is_typed_by_name_is_what_is_taken() -> None:
     named = {name: x.annotation for name, x in shown.items() if x.kind is x.KEYWORD_ONLY and name != "return_lse"}
     assert {name: getattr(x, "__forward_arg__", x) for name, x in Options.__annotations__.items()} == named
     shown = inspect.signature(cupyflash.attention_backward).parameters
-    assert {x for x, y in shown.items() if y.kind is y.KEYWORD_ONLY} == {*Shared.__annotations__, "dlse", "wrt", "grads"}
+    assert {x for x, y in shown.items() if y.kind is y.KEYWORD_ONLY} == {
+        *Shared.__annotations__,
+        "dlse",
+        "wrt",
+        "grads",
+    }
     of = cupyflash.attention, cupyflash.attention_backward, cupyflash.attention_jvp, cupyflash.attention_backward_jvp
     assert all(x.kind is not x.VAR_KEYWORD for f in of for x in inspect.signature(f).parameters.values())
     assert inspect.signature(cupyflash.attention_jvp).parameters.keys() >= {*Shared.__annotations__, "tout"}

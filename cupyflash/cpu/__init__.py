@@ -1,4 +1,5 @@
-"""Attention and its gradients on NumPy arrays: the same tiled algorithms as the GPU kernels, with BLAS for the products."""
+"""Attention and its gradients on NumPy arrays: the same tiled algorithms as the GPU kernels, with BLAS for the
+products."""
 
 from .backward import backward
 from .backward_jvp import backward_jvp

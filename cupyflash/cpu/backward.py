@@ -1,4 +1,5 @@
-"""Attention backward on NumPy arrays: Dao 2023 (FlashAttention-2), Algorithm 2, with the query tiles in the outer loop."""
+"""Attention backward on NumPy arrays: Dao 2023 (FlashAttention-2), Algorithm 2, with the query tiles in the
+outer loop."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ def backward(
     wrt: tuple[str, ...] = (),
     **given: Any,
 ) -> Gradients:
-    """dq, dk, dv, shaped and typed like q, k, v, from what `forward` took and returned and from the gradients of out and lse;
-    also of the optional arrays that `wrt` names.
+    """dq, dk, dv, shaped and typed like q, k, v, from what `forward` took and returned and from the gradients of out
+    and lse; also of the optional arrays that `wrt` names.
 
     With P = exp(S - lse) recomputed tile by tile:  dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P · (dP - rowsum(dO · O) + dlse),
-    dQ = scale · dS K,  dK = scale · dSᵀ Q.  dS is a bias's gradient; -exp(sink - lse) · (rowsum(dO · O) - dlse) a sink's.
-    With dropout, what is dropped is 0 in P of dV and in dP, and what is kept is divided by the share of it.
+    dQ = scale · dS K,  dK = scale · dSᵀ Q.  dS is a bias's gradient; a sink's is -exp(sink - lse) · (rowsum(dO · O) -
+    dlse). With dropout, what is dropped is 0 in P of dV and in dP, and what is kept is divided by the share of it.
     """
     gathering = Gathering(problem, q, k, v, given, wrt)
     work, most_keys = gathering.work, gathering.tiling.keys

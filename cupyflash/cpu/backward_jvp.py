@@ -1,4 +1,5 @@
-"""The tangent of attention's backward on NumPy arrays: a Hessian product, tile by tile as the backward (backward.py)."""
+"""The tangent of attention's backward on NumPy arrays: a Hessian product, tile by tile as the backward
+(backward.py)."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def backward_jvp(
     wrt: tuple[str, ...] = (),
     **given: Any,
 ) -> Gradients:
-    """The tangents of what `backward` gives, along those in `given` (and tq, tdout, tdlse), each named as "t" + its array. tout
-    and tlse: what `jvp` gave for them.
+    """The tangents of what `backward` gives, along those in `given` (and tq, tdout, tdlse), each named as "t" + its
+    array. tout and tlse: what `jvp` gave for them.
 
     Beside what the backward has, and with tS the tangent of the scores, tile by tile:
         tP = P · (tS - tlse),   tdP = dO tVᵀ + tdO Vᵀ,   tdelta = rowsum(dO · tO + tdO · O) - tdlse

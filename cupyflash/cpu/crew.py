@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 # Below so many multiplications a call ends sooner than threads start.
 WORTH_THREADS = 1 << 22
-# And below so many BLAS libraries keep a product on the thread that calls them (OpenBLAS: up to this): there is nothing to hold.
+# And below so many BLAS libraries keep a product on the thread that calls them (OpenBLAS: up to this): there is nothing
+# to hold.
 WORTH_HOLDING = 1 << 18
 MOST_THREADS = 256  # BLAS libraries have such a number, too
 
@@ -106,8 +107,8 @@ class Crew:
 class Turns:
     """Visits to places that tasks of a crew share: each goes over its place behind the one before it.
 
-    `visits`, as (place, visit), are in the order in which the crew takes up their tasks: so the first task that is not done
-    never waits, and all come to their turn.
+    `visits`, as (place, visit), are in the order in which the crew takes up their tasks: so the first task that is not
+    done never waits, and all come to their turn.
     """
 
     def __init__(self, crew: Crew, visits: Iterable[tuple[Hashable, Hashable]]) -> None:

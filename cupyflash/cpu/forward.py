@@ -1,4 +1,5 @@
-"""Attention forward on NumPy arrays: Dao 2023 (FlashAttention-2), Algorithm 1, one query tile of one or some heads per task."""
+"""Attention forward on NumPy arrays: Dao 2023 (FlashAttention-2), Algorithm 1, one query tile of one or some heads per
+task."""
 
 from __future__ import annotations
 

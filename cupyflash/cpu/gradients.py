@@ -18,7 +18,8 @@ PARTS = 8  # sums of dK and dV that deterministic gradients are made of, on howe
 
 
 class Task:
-    """Every parts-th query tile of the heads that share the key/value heads `own` of some batch entries, and what it sums."""
+    """Every parts-th query tile of the heads that share the key/value heads `own` of some batch entries, and what it
+    sums."""
 
     def __init__(self, gathering: Gathering, of: Entries, own: slice, part: int) -> None:
         self.of, self.pairs, self.part, self._of = of, of.pairs, part, gathering
@@ -76,8 +77,8 @@ class Gathering:
         self._dq, self._dk, self._dv = np.empty_like(q), np.zeros_like(k), np.zeros_like(v)
         heads_k = max(1, self.tiling.heads // self.group)  # that a task takes together
 
-        # A task sums dK and dV over query tiles of its key/value heads: over all of them if there are tasks enough for the
-        # threads, else over every parts-th.
+        # A task sums dK and dV over query tiles of its key/value heads: over all of them if there are tasks enough for
+        # the threads, else over every parts-th.
         entries = all_entries(problem, self.tiling.batches, k, v, given)
         self._stacks = [(of, own) for of in entries for own in pieces(problem.heads_k, heads_k)]
         self._parts = -(-(PARTS if problem.deterministic else self.crew.size) // max(1, len(self._stacks)))
@@ -96,7 +97,8 @@ class Gathering:
         self.of_function = {name: InOrder(given[name]) for name in wrt if problem.reads(name)}
 
     def run(self, visit: Callable[[Task, slice, slice], np.ndarray]) -> Gradients:
-        """`visit` is called with a task and the heads and rows of a query tile of it, and returns what these queries get."""
+        """`visit` is called with a task and the heads and rows of a query tile of it, and returns what these queries
+        get."""
         sums: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
         @np.errstate(all="ignore")  # infinities and NaN in the inputs do what IEEE says
@@ -135,8 +137,8 @@ class Gathering:
 
 
 def of_row(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """x · y of each row. A row that sees no key has an `out` of 0, and no gradient whatever that of out holds there: y has what
-    does not matter 0."""
+    """x · y of each row. A row that sees no key has an `out` of 0, and no gradient whatever that of out holds there: y
+    has what does not matter 0."""
     found = (x * y).sum(axis=-1, keepdims=True)
     if not np.isfinite(found).all():
         np.copyto(found, 0, where=~y.any(axis=-1, keepdims=True))

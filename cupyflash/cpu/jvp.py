@@ -23,11 +23,12 @@ def jvp(
     tq: np.ndarray | None = None,
     **given: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """tout and tlse, shaped and typed like out and lse, along the tangents in `given` (and tq), each named as "t" + its array.
+    """tout and tlse, shaped and typed like out and lse, along the tangents in `given` (and tq), each named as "t" + its
+    array.
 
     With P = exp(S - lse) recomputed tile by tile, and tS the tangent of the scores:  tlse = rowsum(P · tS),
-    tout = (P · (tS - c)) V + P tV - (tlse - c) out  for any c of the row's own: the mean of tS over the first tile that it
-    sees. So what all keys share is taken off before anything is rounded. A sink is a key with no value.
+    tout = (P · (tS - c)) V + P tV - (tlse - c) out  for any c of the row's own: the mean of tS over the first tile that
+    it sees. So what all keys share is taken off before anything is rounded. A sink is a key with no value.
     """
     work, crew = work_dtype(problem), Crew(problem)
     tout, tlse = np.zeros_like(q, shape=out.shape), np.zeros_like(lse)

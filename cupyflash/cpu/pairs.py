@@ -27,8 +27,8 @@ class Place(NamedTuple):
 
 
 class Pairs:
-    """The pairs of queries and keys of some batch entries. `given` holds the optional arrays, of shapes that broadcast, and
-    perhaps a block mask. Tiles are (batches, heads, queries, keys)."""
+    """The pairs of queries and keys of some batch entries. `given` holds the optional arrays, of shapes that broadcast,
+    and perhaps a block mask. Tiles are (batches, heads, queries, keys)."""
 
     def __init__(self, problem: AttentionProblem, batches: slice, given: dict[str, np.ndarray]) -> None:
         self.problem, self.batches = problem, batches
@@ -49,7 +49,8 @@ class Pairs:
         work = np.float64 if problem.dtype == "float64" else np.float32
         self._function = ScoreFunction(problem, given, work) if problem.score is not None else None
         self.scores_hide = self._function is not None or problem.has("bias")
-        # Maxima and sums over keys are quick where the keys are rows in memory; arrays over pairs have them side by side.
+        # Maxima and sums over keys are quick where the keys are rows in memory; arrays over pairs have them side by
+        # side.
         self._keys_first = not problem.has("bias") and not problem.has("mask")
 
     def tile(self, stack: Sequence[int], queries: int, keys: int, work: Any) -> np.ndarray:
@@ -79,7 +80,8 @@ class Pairs:
         return 1 - capped * capped
 
     def tangent(self, s: np.ndarray, ts: np.ndarray | None, at: Place) -> np.ndarray | None:
-        """What the scores change by where the products s do by ts (None: 0), and what else is given by its tangent; None: 0."""
+        """What the scores change by where the products s do by ts (None: 0), and what else is given by its tangent;
+        None: 0."""
         if self._function is not None:
             found = self._function.tangent(s, ts, self._place(at))
         else:
@@ -113,7 +115,8 @@ class Pairs:
         return -self._distance(at).astype(ds.dtype) * ds if name == "alibi_slopes" else ds
 
     def through_function(self, key: str, total: np.ndarray, ds: np.ndarray, s: np.ndarray, at: Place) -> None:
-        """Add what the elements of an array that the score function reads get of the scores' gradients; s: the products."""
+        """Add what the elements of an array that the score function reads get of the scores' gradients; s: the
+        products."""
         assert self._function is not None
         self._function.add(key, total, ds, s, self._place(at))
 
@@ -132,8 +135,8 @@ class Pairs:
         self._function.add(key, total, tds, s, self._place(at), ts, ds)
 
     def probabilities(self, s: np.ndarray, norm: np.ndarray, at: Place) -> tuple[np.ndarray, np.ndarray]:
-        """In place, from products to probabilities, where `norm` is lse (infinite: of a row that sees no key); and where they are
-        not 0. What is 0 adds nothing to tangents, whatever they hold there."""
+        """In place, from products to probabilities, where `norm` is lse (infinite: of a row that sees no key); and
+        where they are not 0. What is 0 adds nothing to tangents, whatever they hold there."""
         self.score(s, at)
         seen = self.visible(at)
         np.subtract(s, norm, out=s)
@@ -287,7 +290,8 @@ def _numbers(x: slice) -> range:
 
 
 def _factors(scale: float) -> tuple[float, float]:
-    """What Q and what K is multiplied by. A scale far from 1 is shared between them, so that neither leaves its range."""
+    """What Q and what K is multiplied by. A scale far from 1 is shared between them, so that neither leaves its
+    range."""
     if scale == 0 or 2.0**-20 <= abs(scale) <= 2.0**20:
         return scale, 1.0
     half = 2.0 ** (math.frexp(scale)[1] // 2)

@@ -24,7 +24,8 @@ _OPERATIONS: dict[str, Any] = {
 
 
 class ScoreFunction:
-    """The score function of a problem, its derivatives, and the arrays that it reads, by what they are called in a call."""
+    """The score function of a problem, its derivatives, and the arrays that it reads, by what they are called in a
+    call."""
 
     def __init__(self, problem: AttentionProblem, given: dict[str, np.ndarray], work: Any) -> None:
         score = problem.score
@@ -46,7 +47,8 @@ class ScoreFunction:
         return np.broadcast_to(np.asarray(found[0], self._work), s.shape)
 
     def tangent(self, s: np.ndarray, ts: np.ndarray | None, place: dict[str, np.ndarray]) -> np.ndarray | None:
-        """What the scores change by where the products do by ts, and the arrays by their tangents; None where that is 0."""
+        """What the scores change by where the products do by ts, and the arrays by their tangents; None where that is
+        0."""
         return self._of_moved(self._moved.tangent, s, ts, place)
 
     def bend(self, s: np.ndarray, ts: np.ndarray | None, place: dict[str, np.ndarray]) -> np.ndarray | None:
@@ -70,8 +72,8 @@ class ScoreFunction:
         ts: np.ndarray | None = None,
         before: np.ndarray | None = None,
     ) -> None:
-        """Add what the elements of an array get of the scores' gradients to `total`, which is flat. Where ds is the tangent of
-        gradients, these are `before`, and ts is that of the products s."""
+        """Add what the elements of an array get of the scores' gradients to `total`, which is flat. Where ds is the
+        tangent of gradients, these are `before`, and ts is that of the products s."""
         shape = self._arrays[[x.key for x in self.score.arrays].index(key)].shape
         for nodes, change, index, bend in self._reads[key]:
             wanted = (change, *index) if bend is None else (change, *index, bend)

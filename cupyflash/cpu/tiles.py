@@ -1,7 +1,7 @@
 """What forward and backward share: the tiles that they walk over, and products of stacks of tiles.
 
-A tile of scores stays in a core's L2 cache, so that the passes of the softmax over it are cheap. Where sequences are short it
-is those of several heads, and of several batch entries, so that it is worth what Python takes for a step.
+A tile of scores stays in a core's L2 cache, so that the passes of the softmax over it are cheap. Where sequences are
+short it is those of several heads, and of several batch entries, so that it is worth what Python takes for a step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ QUERIES = 512
 KEYS = 512
 # Times as many of one where there are few of the other: rows of Q, K and their gradients take room, too.
 LONGEST = 8
-# Numbers of one sign drift when they are added one by one, since each rounding may have the same sign. So many are; their sums
-# are added in float64, or, of matrices of products, as a few more.
+# Numbers of one sign drift when they are added one by one, since each rounding may have the same sign. So many are;
+# their sums are added in float64, or, of matrices of products, as a few more.
 TERMS = 16
 IN_A_ROW = 64
 IN_A_PRODUCT = 512
@@ -39,8 +39,8 @@ def group_of(problem: AttentionProblem) -> int:
 
 
 class Tiling(NamedTuple):
-    """How much of each axis of the scores a tile has at most. The numbers of cores do not enter, so that results are the same
-    bits on any."""
+    """How much of each axis of the scores a tile has at most. The numbers of cores do not enter, so that results are
+    the same bits on any."""
 
     batches: int
     heads: int  # a divisor of the heads that share K and V, or a multiple of their number
@@ -77,8 +77,8 @@ def query_tiles(problem: AttentionProblem, tiling: Tiling) -> list[slice]:
 
 
 def key_tiles(pairs: Pairs, heads: slice, rows: slice, tiling: Tiling) -> Iterator[Place]:
-    """The tiles that the queries `rows` of some heads visit; those outside the band (causal and window), and those that a block
-    mask hides, are left out."""
+    """The tiles that the queries `rows` of some heads visit; those outside the band (causal and window), and those that
+    a block mask hides, are left out."""
     begin, end = pairs.walk(rows)
     for j in range(begin, end, tiling.keys):
         at = Place(heads, rows, slice(j, min(j + tiling.keys, end)))

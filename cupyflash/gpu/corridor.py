@@ -45,8 +45,8 @@ class Stated(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What a step gave: results, the one for each query where it was asked for, and the workspace, which a step after it may
-    find things in."""
+    """What a step gave: results, the one for each query where it was asked for, and the workspace, which a step after
+    it may find things in."""
 
     results: list[Any]
     rows: Any
@@ -105,7 +105,8 @@ class Step:
         return results
 
     def _check(self, lib: GpuAdapter, arrays: Arrays, targets: Arrays, at: tuple[int, ...]) -> None:
-        """That the targets given overlap nothing: once for each set of addresses, as only these differ between calls."""
+        """That the targets given overlap nothing: once for each set of addresses, as only these differ between
+        calls."""
         if at not in self._apart:
             views = {name: lib.view(x) for name, x in arrays.items()}
             check_targets({name: lib.view(x) for name, x in targets.items()}, views)
@@ -117,7 +118,8 @@ class Step:
 class Kernels(Step):
     """A step with a plan, compiled and loaded for arrays that lie as those of the call.
 
-    `misaligned`: arrays that start at no 16-byte boundary. `first`: the step before, in whose workspace it finds something.
+    `misaligned`: arrays that start at no 16-byte boundary. `first`: the step before, in whose workspace it finds
+    something.
     """
 
     def __init__(
@@ -209,8 +211,8 @@ class Kernels(Step):
 class Prepared:
     """One class of calls (same shapes, strides, dtypes, options): the steps that they run, one after the other.
 
-    Gradients of arrays come after those of q, k and v. `keeps`: whether any finds something in the workspace of the first,
-    which is to be kept then until all have run; else its memory is free for the others.
+    Gradients of arrays come after those of q, k and v. `keeps`: whether any finds something in the workspace of the
+    first, which is to be kept then until all have run; else its memory is free for the others.
     """
 
     def __init__(self, call: Call, misaligned: tuple[str, ...], ordinal: int) -> None:
@@ -263,7 +265,8 @@ def run(call: Call) -> Any:
 
 
 def addresses_of(lib: GpuAdapter, arrays: Arrays) -> list[int]:
-    """Where each array begins. TypeError for one that is nowhere though it has elements: a fake one, beside a q that is none."""
+    """Where each array begins. TypeError for one that is nowhere though it has elements: a fake one, beside a q that is
+    none."""
     addresses = [*map(lib.pointer, arrays.values())]
     if 0 in addresses:
         for x, at in zip(arrays.values(), addresses):
@@ -284,7 +287,8 @@ def prepare(call: Call, addresses: list[int], ordinal: int) -> Prepared:
     if options["block_mask"] is not None:  # its pattern changes nothing but what is pointed to
         stated = options | {"block_mask": rules.mask_kind(options["block_mask"])}
     key: tuple[Any, ...] | None = (
-        lib.kind, call.of, call.wrt, call.family, misaligned, *stated.values(), *arrays, *map(lib.signature, arrays.values()),
+        lib.kind, call.of, call.wrt, call.family, misaligned, *stated.values(), *arrays,
+        *map(lib.signature, arrays.values()),
         *targets, *map(lib.signature, targets.values()),
     )  # fmt: skip
     try:

@@ -63,7 +63,8 @@ def _cap_inverse(problem: AttentionProblem) -> float:
 
 
 class NearZero(NamedTuple):
-    """What stands for tanh(x) where |x| < bound: x (1 + tanh[0] x^2 + tanh[1] x^4). Its slope is 1 + slope[0] x^2 + slope[1] x^4.
+    """What stands for tanh(x) where |x| < bound: x (1 + tanh[0] x^2 + tanh[1] x^4). Its slope is 1 + slope[0] x^2 +
+    slope[1] x^4.
 
     Of least absolute and least relative error.
     """
@@ -73,7 +74,8 @@ class NearZero(NamedTuple):
     slope: tuple[float, float]
 
 
-# Off by 9e-5 and by a part in 40,000 (the special-function unit's tanh: a part in 2,000); by 9e-6 and by a part in 5,000.
+# Off by 9e-5 and by a part in 40,000 (the special-function unit's tanh: a part in 2,000); by 9e-6 and by a part in
+# 5,000.
 NEAR_ZERO = {
     "bfloat16": NearZero(0.35, (-0.31975756, 0), (-0.9977361, 0.60618494)),  # pairs.cuh knows of the 0
     "float16": NearZero(0.5, (-0.33185084, 0.11544082), (-0.99126475, 0.55077579)),
@@ -81,7 +83,8 @@ NEAR_ZERO = {
 
 
 def _near(n: int, slope: bool = False) -> Callable[[AttentionProblem], float]:
-    """What s^(2n + 1) is multiplied by in an exponent of 2, of a product s that is near 0 beside the cap, or s^2n in the slope."""
+    """What s^(2n + 1) is multiplied by in an exponent of 2, of a product s that is near 0 beside the cap, or s^2n in
+    the slope."""
 
     def coefficient(problem: AttentionProblem) -> float:
         if problem.softcap is None or not _near_bound(problem):
@@ -95,8 +98,8 @@ def _near(n: int, slope: bool = False) -> Callable[[AttentionProblem], float]:
 
 
 def _near_bound(problem: AttentionProblem) -> float:
-    """The absolute value up to which products are near 0. The limits keep powers of them inside float32, and what a score is off
-    by, of float16 1e-5 of the cap, under what rounds P."""
+    """The absolute value up to which products are near 0. The limits keep powers of them inside float32, and what a
+    score is off by, of float16 1e-5 of the cap, under what rounds P."""
     inverse, largest = _cap_inverse(problem), 64 if problem.dtype == "float16" else 1e6
     if problem.softcap is None or problem.dtype not in NEAR_ZERO or not 1e-4 <= problem.softcap <= largest:
         return 0.0
@@ -144,7 +147,8 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "log_kept": ("Accum", lambda p: math.log(p.kept)),
     "drop_below": ("unsigned", lambda p: p.dropped_below << 16),
     "out_scale": ("Accum", lambda p: p.out_scale),
-    # The same without tanh, where s^2 < near_cap_squared: s (near_cap_0 + s^2 (near_cap_1 + s^2 near_cap_2)). And its slope.
+    # The same without tanh, where s^2 < near_cap_squared: s (near_cap_0 + s^2 (near_cap_1 + s^2 near_cap_2)). And its
+    # slope.
     "near_cap_squared": ("Accum", lambda p: _near_bound(p) ** 2),
     **{f"near_cap_{n}": ("Accum", _near(n)) for n in range(3)},
     **{f"near_slope_{n}": ("Accum", _near(n, slope=True)) for n in (1, 2)},
@@ -205,7 +209,8 @@ def _score_arrays(plan: KernelPlan) -> tuple[ScoreArray, ...]:
 
 
 def _in_cuda(plan: KernelPlan) -> dict[str, str]:
-    """The names of pointers that are not called in CUDA as they are here. (The tangent of a gradient is written as that.)"""
+    """The names of pointers that are not called in CUDA as they are here. (The tangent of a gradient is written as
+    that.)"""
     names = {x.key: cuda_name(n) for n, x in enumerate(_score_arrays(plan))}
     of_arrays = {
         f"{_d(plan)}{name}": f"d{names.get(name, name)}" for name in plan.wrt + (GRADIENTS if plan.wrt else ())
@@ -295,8 +300,8 @@ def round_keys(seed: int) -> tuple[int, ...]:
 class Packer:
     """Packs the Params of a plan and a problem.
 
-    `strides` has, by the name of an array, its (batch, row, head), or (batch, head, query, key) of an optional one; of one
-    that a score function reads, its `score_shape`.
+    `strides` has, by the name of an array, its (batch, row, head), or (batch, head, query, key) of an optional one; of
+    one that a score function reads, its `score_shape`.
     """
 
     def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, Sequence[int]]) -> None:

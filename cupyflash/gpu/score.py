@@ -21,12 +21,14 @@ _OPERATORS = {
 }  # fmt: skip
 _FUNCTIONS = {  # of kernels_cu/attention/score_functions.cuh, but for C's own
     "abs": "fabs", "minimum": "fmin", "maximum": "fmax", "floordiv": "floor_divide", "mod": "modulo",
-    "truncdiv": "divide", "truncmod": "remainder", "pow": "pow", "exp": "exp", "log": "log", "log2": "log2", "sqrt": "sqrt",
+    "truncdiv": "divide", "truncmod": "remainder", "pow": "pow", "exp": "exp", "log": "log", "log2": "log2",
+    "sqrt": "sqrt",
     "tanh": "hyperbolic_tangent<In>", "sigmoid": "sigmoid", "sin": "sin", "cos": "cos", "floor": "floor",
 }  # fmt: skip
 _WHOLE = ("add", "sub", "mul", "neg", "abs", "shl", "shr")  # of integers, in namespace whole there
 _HEAVY = (
-    "read", "div", "pow", "exp", "log", "log2", "sqrt", "tanh", "sigmoid", "sin", "cos", "floordiv", "mod", "truncdiv", "truncmod"
+    "read", "div", "pow", "exp", "log", "log2", "sqrt", "tanh", "sigmoid", "sin", "cos", "floordiv", "mod", "truncdiv",
+    "truncmod"
 )  # fmt: skip
 _OF_PAIR = "int b, int h, int i, int j"
 _PARAMETERS = f"const Params& p, Accum s, {_OF_PAIR}"
@@ -83,7 +85,8 @@ def tables(score: Score, moving: tuple[str, ...] = ()) -> Tables:
 
 
 def light(score: Score) -> bool:
-    """Whether what is left for each pair is arithmetic: nothing is read for it, and no function is computed but the simplest."""
+    """Whether what is left for each pair is arithmetic: nothing is read for it, and no function is computed but the
+    simplest."""
     made = tables(score)
     seen, todo = set(made.tabled), [made.score, *([] if made.slope is None else [made.slope])]
     while todo:
@@ -165,7 +168,8 @@ def text(score: Score | None, wanted: Sequence[str] = (), tangents: Sequence[Giv
         f"constexpr int TABLES = {len(made.tabled)};",
         "// What is tabled of a pair begins here.",
         "__device__ inline const Accum* tabled(const Params& p, int b, int h, int i, int j) {",
-        f"return p.score_tables + {_line_of(made)} * p.score_span + (j - i + p.score_origin);" if made.tabled else "return nullptr;",
+        f"return p.score_tables + {_line_of(made)} * p.score_span + (j - i + p.score_origin);" if made.tabled
+        else "return nullptr;",
         "}",
     ]  # fmt: skip
     values = {n: f"tabled[{k} * (long long)p.score_plane]" if k else "tabled[0]" for k, n in enumerate(made.tabled)}
@@ -228,7 +232,8 @@ def _of_gradients(score: Score | None, wanted: Sequence[str], moving: tuple[str,
             "return 0;" if read.bend is None else _body(score, read.nodes, read.bend), "}",
             "// The number, among all sums, of the element that a pair reads.",
             f"__device__ static long long element({_PARAMETERS}) {{",
-            *_statements(score, read.nodes, read.element), f"return {first[read.array]} + {_element(score, read)};", "}", "};",
+            *_statements(score, read.nodes, read.element), f"return {first[read.array]} + {_element(score, read)};",
+            "}", "};",
         ]  # fmt: skip
     lines += [
         f"constexpr int READS = {len(found)};",
@@ -256,8 +261,8 @@ def _body(score: Score, nodes: tuple[Node, ...], root: int, known: Mapping[int, 
 def _statements(
     score: Score, nodes: tuple[Node, ...], roots: Sequence[int], known: Mapping[int, str] = _NOTHING
 ) -> list[str]:
-    """A line for each operation that the roots need but for what is `known`. Products that are added once become part of the
-    sum.
+    """A line for each operation that the roots need but for what is `known`. Products that are added once become part
+    of the sum.
     """
     needed, uses = set(), dict.fromkeys(range(len(nodes)), 0)
     todo = list(roots)

@@ -1,9 +1,9 @@
 """Arrays in, arrays of the same library out, without copies.
 
 Each library has one adapter, a plain module of functions (`numpy_`, `cupy_`, `torch_`, `jax_`), imported when the first
-array of that library arrives: importing cupyflash imports none of them. `protocol` says what an adapter has. Arrays of other
-libraries that speak DLPack or the CUDA array interface (Numba, Warp, ...) become CuPy arrays on a GPU and NumPy arrays on a
-CPU, and results become arrays of theirs again (`foreign`).
+array of that library arrives: importing cupyflash imports none of them. `protocol` says what an adapter has. Arrays of
+other libraries that speak DLPack or the CUDA array interface (Numba, Warp, ...) become CuPy arrays on a GPU and NumPy
+arrays on a CPU, and results become arrays of theirs again (`foreign`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def adopt(lib: Library, arrays: Arrays, targets: Arrays) -> tuple[Arrays, Arrays
 
 
 def adopted(lib: Library, arrays: Arrays, called: Callable[[str], str] = str) -> Arrays:
-    """The arrays, with those of producers that have no adapter wrapped. `called`: what one was given as, by its name here."""
+    """The arrays, with those of producers that have no adapter wrapped. `called`: what one was given as, by its name
+    here."""
     for x in arrays.values():
         if _by_type.get(type(x)) is not lib:
             return {name: _adopt_one(lib, called(name), x, arrays.get("q")) for name, x in arrays.items()}
@@ -115,7 +116,8 @@ def _find(name: str, x: Any) -> Library:
 
 
 def _of_class(cls: type) -> tuple[str, str | None]:
-    """The module that is the adapter for a class, imported, and its objection; "" for a class of no library that has one."""
+    """The module that is the adapter for a class, imported, and its objection; "" for a class of no library that has
+    one."""
     for base in cls.__mro__:  # subclasses, such as torch.nn.Parameter, may come from anywhere
         root = base.__module__.partition(".")[0]
         if root in _ADAPTERS:

@@ -1,7 +1,7 @@
 """A pass on JAX arrays as a function that XLA compiles, and what it calls back.
 
-XLA calls back into Python with the buffers of a call (`jax.experimental.buffer_callback`), where the corridor launches on XLA's
-stream; results and workspace are XLA's memory, so that nothing is copied, and XLA orders everything.
+XLA calls back into Python with the buffers of a call (`jax.experimental.buffer_callback`), where the corridor launches
+on XLA's stream; results and workspace are XLA's memory, so that nothing is copied, and XLA orders everything.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class How(NamedTuple):
 
 
 def _kept(make: Callable[..., T]) -> Callable[..., T]:
-    """The same for equal calls: of the last 1024 of them, or of the last 32 with a block mask, whose memory goes with it."""
+    """The same for equal calls: of the last 1024 of them, or of the last 32 with a block mask, whose memory goes with
+    it."""
     plain, masked = functools.lru_cache(1024)(make), functools.lru_cache(32)(make)
     return lambda how, *more: (plain if how.option("block_mask") is None else masked)(how, *more)
 
@@ -70,7 +71,8 @@ def made(how: How) -> Callable[[Arrays], Any]:
 
 @_kept
 def out_of(how: How) -> Callable[[Arrays], Any]:
-    """Its first result alone: of rows that see nothing lse is -inf, which JAX takes for a mistake where `jax_debug_infs` is set."""
+    """Its first result alone: of rows that see nothing lse is -inf, which JAX takes for a mistake where
+    `jax_debug_infs` is set."""
     return jax.jit(lambda arrays: made(how)(arrays)[0])
 
 

@@ -65,7 +65,8 @@ class Memory:
         address, self.scratch = self.scratch, self.scratch + -(-size // 256) * 256
         if self.scratch <= self._end:
             return Buffer(address, view._replace(ptr=address))
-        # More than was planned: inputs that start at no multiple of 16 bytes are copied. CuPy's pool reuses on this stream alone.
+        # More than was planned: inputs that start at no multiple of 16 bytes are copied. CuPy's pool reuses on this
+        # stream alone.
         with cupy.cuda.Device(device), cupy.cuda.ExternalStream(self._stream):
             own = cupy.empty(size, "uint8")
         return Buffer(own.data.ptr, view._replace(ptr=own.data.ptr), own)
@@ -116,6 +117,7 @@ class Callback:
 
 
 def _address(buffer: Any) -> int:
-    """Where a buffer of XLA's lies: the first field of what DLPack hands over (bfloat16 has no CUDA array interface)."""
+    """Where a buffer of XLA's lies: the first field of what DLPack hands over (bfloat16 has no CUDA array
+    interface)."""
     capsule = buffer.__dlpack__()  # owns what it points to
     return ctypes.c_void_p.from_address(_pointer(capsule, b"dltensor")).value or 0

@@ -4,11 +4,11 @@
     push(x, out, lse; u) -> J u        linear in u       transpose: pull      by x: second
     pull(x, out, lse; G) -> Jᵀ G       linear in G       transpose: push      by x: hess
     hess(x, out, lse, G; u, U)         H(G) u + Jᵀ U     transpose: hess along u, push along U
-    second(x, out, lse, u; w)          what J u changes by along w. No kernel does it: it is there for its transpose, hess
+    second(x, out, lse, u; w)          what J u changes by along w. No kernel does it; its transpose, hess, needs it
 
-x are q, k, v and what else a call takes, G = (dout, dlse). out and lse are functions of x: what they depend on is asked of x
-alone. Arrays have names: the tangent of one has a "t" before its name, and one of w "tt". Symbolic zeros stay what they are: an
-array that is not named is 0.
+x are q, k, v and what else a call takes, G = (dout, dlse). out and lse are functions of x: what they depend on is asked
+of x alone. Arrays have names: the tangent of one has a "t" before its name, and one of w "tt". Symbolic zeros stay what
+they are: an array that is not named is 0.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def _optional(arrays: Iterable[str], how: How) -> list[str]:
 
 
 # ---- derivatives ----------------------------------------------------------------------------------------------------
-# A jvp rule takes the arrays and the tangents of those that move, by their own names, and gives the results' (None: none).
+# A jvp rule takes the arrays and the tangents of those that move, by their own names, and gives the results' (None:
+# none).
 
 
 def _attend_jvp(arrays: Arrays, moving: Arrays, how: How) -> tuple[list[Any], list[Any] | None]:
@@ -125,8 +126,8 @@ def _whole(g: Arrays, inputs: Arrays) -> Arrays:
     return g if "dout" in g else g | {"dout": jnp.zeros_like(inputs["out"])}
 
 
-# A transpose takes the arrays that are known, the cotangents of the results that have one, and the names of those that are
-# wanted; it gives these, or fewer, or more.
+# A transpose takes the arrays that are known, the cotangents of the results that have one, and the names of those that
+# are wanted; it gives these, or fewer, or more.
 
 
 def _push_transpose(arrays: Arrays, given: Arrays, wanted: Sequence[str], how: How) -> Arrays:
@@ -159,7 +160,7 @@ def _second_transpose(arrays: Arrays, given: Arrays, wanted: Sequence[str], how:
     return {name: found.of_call(name[2:]) for name in wanted}
 
 
-# ---- the same for each: types, batches, kernels -----------------------------------------------------------------------
+# ---- the same for each: types, batches, kernels ----------------------------------------------------------------------
 
 
 def _types(*avals: Any, names: tuple[str, ...], how: How) -> list[Any]:
@@ -198,8 +199,8 @@ def _run(*args: Any, names: tuple[str, ...], how: How) -> Any:
 def _lowered(ctx: Any, *args: Any, names: tuple[str, ...], how: How) -> Any:
     if getattr(ctx.module_context.lowering_parameters, "for_export", False):
         raise NotImplementedError(
-            "attention is a callback into this process, and jax.export cannot write that down: export a function that calls "
-            "jax.nn.dot_product_attention in its place"
+            "attention is a callback into this process, and jax.export cannot write that down: export a function that "
+            "calls jax.nn.dot_product_attention in its place"
         )
     return mlir.lower_fun(lambda *xs: made(how)(dict(zip(names, xs))), multiple_results=True)(ctx, *args)
 
@@ -261,7 +262,7 @@ second = _primitive("second", _second_jvp, _second_transpose, _types_of_second, 
 PRIMITIVES: dict[Pass, Any] = {FORWARD: attend, JVP: push, BACKWARD: pull, BACKWARD_JVP: hess}
 
 
-# ---- axes of a mesh, inside shard_map ---------------------------------------------------------------------------------
+# ---- axes of a mesh, inside shard_map --------------------------------------------------------------------------------
 
 
 def _alike(arrays: Iterable[Any]) -> list[Any]:

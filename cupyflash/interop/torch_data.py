@@ -1,7 +1,7 @@
 """What the operators get of a score function and of a block mask: an operator takes numbers, texts and tensors.
 
-A score function goes as the operations that were traced, beside the tensors that it reads; a block mask as two tensors that
-share its memory, so that another one of the same shape is another input of the same program.
+A score function goes as the operations that were traced, beside the tensors that it reads; a block mask as two tensors
+that share its memory, so that another one of the same shape is another input of the same program.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _copied(form: BlockMask, slots: torch.Tensor, bits: torch.Tensor) -> BlockMa
     """On a GPU, in memory of its own: if it held that of the tensors, neither would ever go."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "block_mask is seen for the first time while a CUDA graph is captured, where lists for kernels cannot be made; call "
-            "before, with this mask, and do not compile with mode='reduce-overhead'"
+            "block_mask is seen for the first time while a CUDA graph is captured, where lists for kernels cannot be "
+            "made; call before, with this mask, and do not compile with mode='reduce-overhead'"
         )
     import cupy
 

@@ -6,7 +6,7 @@
 
                        by reverse mode                              in forward mode
     attention          Jᵀ                                           J
-    J u                by the inputs H, by u Jᵀ                     J of u's tangent; not along the inputs: twice forward
+    J u                by the inputs H, by u Jᵀ                     J of u's tangent; not along inputs: twice forward
     Jᵀ G               for u, gradients of its results:             H along the inputs, Jᵀ of G's tangent
                        by the inputs H(G) u, by G J u
     H(G) u             by u J, then H; by the rest it raises        H of u's tangent; along the rest it raises
@@ -41,8 +41,8 @@ FORWARD_TWICE = (
     "torch.func.hessian do"
 )
 _RESULTS = (
-    "out and lse are what attention made of q, k, v and the optional arrays, but a derivative by them alone is wanted; take it by "
-    "these"
+    "out and lse are what attention made of q, k, v and the optional arrays, but a derivative by them alone is wanted; "
+    "take it by these"
 )
 
 
@@ -84,13 +84,14 @@ def any_dual(tensors: Iterable[Any]) -> bool:
 
 
 def _refuse_fused() -> None:
-    """NotImplementedError where Inductor's code calls. It was not made for tangents, and has lost those of what it has fused."""
+    """NotImplementedError where Inductor's code calls. It was not made for tangents, and has lost those of what it has
+    fused."""
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("torch._inductor.runtime.compile_tasks."):
             raise NotImplementedError(
-                "a program of torch.compile is given tensors with tangents, and would lose some of them; differentiate inside of what "
-                "is compiled, or use backend='aot_eager'"
+                "a program of torch.compile is given tensors with tangents, and would lose some of them; differentiate "
+                "inside of what is compiled, or use backend='aot_eager'"
             )
         frame = frame.f_back
 
@@ -200,7 +201,8 @@ def _recorded(keys: Any, given: Arguments, arrays: Arrays, dual: list[Any] | Non
 
 
 def _guarded(arrays: Arrays, names: Iterable[str], dual: list[Any] | None = None) -> Arrays:
-    """Of these arrays those that gradients are wanted of, which are refused: always, or where `dual` have tangents still."""
+    """Of these arrays those that gradients are wanted of, which are refused: always, or where `dual` have tangents
+    still."""
     wanted = [name for name in names if arrays[name].requires_grad]
     if not wanted:
         return {}
@@ -214,8 +216,8 @@ _unwrapped = torch._C._functorch.unwrap_if_dead
 
 
 def _below(forward_mode: bool) -> Callable[[], AbstractContextManager[None]]:
-    """For the forward of an autograd function: the other levels of torch.func come there, to record and to move as they would
-    have done outside."""
+    """For the forward of an autograd function: the other levels of torch.func come there, to record and to move as they
+    would have done outside."""
 
     @contextmanager
     def below() -> Iterator[None]:

@@ -1,6 +1,7 @@
-"""The operators torch.ops.cupyflash.attention, attention_backward, attention_jvp and attention_backward_jvp: what PyTorch knows of
-a call by a schema, with shapes, derivatives (`torch_derivatives`) and vmap. For calls that are traced (torch.compile,
-torch.export, fake tensors, dispatch modes), transformed (torch.func), or differentiated in forward mode or again."""
+"""The operators torch.ops.cupyflash.attention, attention_backward, attention_jvp and attention_backward_jvp: what
+PyTorch knows of a call by a schema, with shapes, derivatives (`torch_derivatives`) and vmap. For calls that are traced
+(torch.compile, torch.export, fake tensors, dispatch modes), transformed (torch.func), or differentiated in forward mode
+or again."""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ def _batched(rule: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
 
 def _flops(of: Pass) -> Callable[..., int]:
     def count(*args: Any, out_val: Any = None) -> int:
-        """Of all pairs, also those that are hidden, as PyTorch counts its own attention: 2 products, 5 of the backward."""
+        """Of all pairs, also those that are hidden, as PyTorch counts its own attention: 2 products, 5 of the
+        backward."""
         given = Arguments(of, args)
         q, k, v = (given.arrays[name].shape for name in "qkv")
         keys = k[-3 if given.options["layout"] == "bshd" and len(k) > 2 else -2]

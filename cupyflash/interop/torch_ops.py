@@ -1,8 +1,8 @@
 """How a call on tensors finds who runs it, where PyTorch follows it.
 
-What is traced (torch.compile, torch.export, fake tensors, dispatch modes), transformed (torch.func), or differentiated in forward
-mode or again becomes an operator (`torch_operators`). What runs at once under autograd is an autograd function, and what needs no
-gradient goes straight to the corridor: both cost the host less than the dispatcher.
+What is traced (torch.compile, torch.export, fake tensors, dispatch modes), transformed (torch.func), or differentiated
+in forward mode or again becomes an operator (`torch_operators`). What runs at once under autograd is an autograd
+function, and what needs no gradient goes straight to the corridor: both cost the host less than the dispatcher.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .protocol import Recorder
 
 
 def recorder(call: Call) -> Recorder | None:
-    """None where a call may simply run: it is neither traced nor transformed, and autograd and autocast have no part in it."""
+    """None where a call may simply run: it is neither traced nor transformed, and autograd and autocast have no part in
+    it."""
     arrays, forward = call.arrays, call.of is FORWARD
     q = arrays["q"]
     if followed(q) or _any_dual(arrays) or (forward and _autocast_dtype(q) is not None):
@@ -59,7 +60,8 @@ def _any_requires_grad(arrays: Arrays) -> bool:
 
 
 def _any_dual(arrays: Arrays) -> bool:
-    """Whether forward mode follows one of them. (Where a compiled program has its level, operators ask by themselves.)"""
+    """Whether forward mode follows one of them. (Where a compiled program has its level, operators ask by
+    themselves.)"""
     if forward_ad._current_level < 0:
         return False
     return torch_derivatives.any_dual([x for x in arrays.values() if isinstance(x, torch.Tensor)])
@@ -112,8 +114,8 @@ def _derivative(call: Call) -> Any:
 
 
 _NO_WRITING = (
-    "given but the call is traced or transformed (torch.compile, torch.func, fake tensors), where nothing can be written into; "
-    "leave it out"
+    "given but the call is traced or transformed (torch.compile, torch.func, fake tensors), where nothing can be "
+    "written into; leave it out"
 )
 
 
@@ -135,7 +137,8 @@ def _record(call: Call) -> tuple[Any, Any]:
 def _check_float8(q: torch.Tensor, recorded: bool) -> None:
     if recorded and q.dtype is _FLOAT8:
         raise TypeError(
-            f"q has dtype {FLOAT8}, of which there is a forward alone, but a gradient is wanted; call under torch.no_grad()"
+            f"q has dtype {FLOAT8}, of which there is a forward alone, but a gradient is wanted; call under "
+            "torch.no_grad()"
         )
 
 
@@ -149,7 +152,8 @@ def _autocast_dtype(q: torch.Tensor) -> torch.dtype | None:
 
 
 def _autocast(arrays: Arrays, dtype: torch.dtype) -> Arrays:
-    """As autocast does to PyTorch's own attention: q, k and v in its dtype, float64 left alone. Others may stay float32."""
+    """As autocast does to PyTorch's own attention: q, k and v in its dtype, float64 left alone. Others may stay
+    float32."""
 
     def cast(name: str, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype is torch.float64:

@@ -1,7 +1,7 @@
 """What the operators take: a call as tensors, numbers and texts in the order of a schema, and back.
 
-First the rows of the pass and tangents of optional arrays, then q, k, v and the optional arrays, lists of tensors, options, the
-family, and of a pass that is about gradients `wrt`.
+First the rows of the pass and tangents of optional arrays, then q, k, v and the optional arrays, lists of tensors,
+options, the family, and of a pass that is about gradients `wrt`.
 """
 
 from __future__ import annotations
@@ -110,11 +110,12 @@ def _check_fake(arrays: Arrays) -> None:
 
 
 def refuse_script() -> None:
-    """NotImplementedError under torch.jit.trace, for which what is computed is a constant: it has no form for the operators."""
+    """NotImplementedError under torch.jit.trace, for which what is computed is a constant: it has no form for the
+    operators."""
     if torch.jit.is_tracing():
         raise NotImplementedError(
-            "torch.jit.trace (or torch.onnx.export by way of it) follows the call, but attention has no form in TorchScript; use "
-            "torch.compile or torch.export"
+            "torch.jit.trace (or torch.onnx.export by way of it) follows the call, but attention has no form in "
+            "TorchScript; use torch.compile or torch.export"
         )
 
 
@@ -200,7 +201,8 @@ class Arguments:
         return operator(of)(*self.others(of, arrays, wrt, score))
 
     def in_front(self, in_dims: Sequence[Any]) -> tuple[Arrays, set[str]]:
-        """The arrays with a mapped axis in front, and the names of those that have it; `in_dims` has the form of the arguments."""
+        """The arrays with a mapped axis in front, and the names of those that have it; `in_dims` has the form of the
+        arguments."""
         names = names_of(self.of)
         reads, _, *moving = in_dims[len(names) : len(names) + len(lists_of(self.of))]
         dims: dict[str, int | None] = dict(zip(names, in_dims)) | dict(zip(self.keys, reads or ()))

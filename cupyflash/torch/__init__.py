@@ -1,7 +1,7 @@
 """Attention for PyTorch: `attention` on tensors, and drop-ins for torch.nn's, on CPU and CUDA tensors.
 
-`cupyflash.attention` does on tensors what `attention` here does; this entry takes tensors only. Either is a custom operator
-(torch.ops.cupyflash.attention) to torch.compile, torch.export, torch.func and dispatch modes.
+`cupyflash.attention` does on tensors what `attention` here does; this entry takes tensors only. Either is a custom
+operator (torch.ops.cupyflash.attention) to torch.compile, torch.export, torch.func and dispatch modes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ interop.library("q", torch.empty(0))  # makes the operators known, for programs 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
     """Exact attention on tensors, differentiable with respect to q, k, v, bias, alibi_slopes, sinks and score_arrays.
 
-    Takes and returns what `cupyflash.attention` does, out and lse both differentiable, also under torch.compile, torch.export,
-    torch.func (grad, vjp, vmap: the mapped axis becomes a part of the batch), activation checkpointing and torch.autocast,
-    which casts q, k and v as it does for PyTorch's own attention.
+    Takes and returns what `cupyflash.attention` does, out and lse both differentiable, also under torch.compile,
+    torch.export, torch.func (grad, vjp, vmap: the mapped axis becomes a part of the batch), activation checkpointing
+    and torch.autocast, which casts q, k and v as it does for PyTorch's own attention.
 
     Raises
     ------

@@ -192,7 +192,8 @@ ADDED_ARRAY = Recipe(
 
     __device__ static Accum onto(Accum x, const Params& p, const Head& head, Pair at) {
         const PairStrides& s = p.key_bias_strides;
-        return at.j < head.keys(p) ? plus(x, Added{to_float(p.key_bias[head.batch * s.batch + at.j * s.key]), LOG2E}) : x;
+        const auto* of_key = p.key_bias + head.batch * s.batch + at.j * s.key;
+        return at.j < head.keys(p) ? plus(x, Added{to_float(*of_key), LOG2E}) : x;
     }
 };
 

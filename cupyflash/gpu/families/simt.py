@@ -28,7 +28,8 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
 
 @dataclass(frozen=True)
 class Tile:
-    """A block owns `owned` rows and `columns` columns of the result, and visits the other side `visited` rows at a time.
+    """A block owns `owned` rows and `columns` columns of the result, and visits the other side `visited` rows at a
+    time.
 
     Operands come to shared memory in pieces of `depth` columns (of Q, K) or rows (of V).
     """
@@ -92,7 +93,8 @@ TRIED = {
 
 
 def _possible(t: Tile, problem: AttentionProblem, sides: int) -> bool:
-    """Do the pieces come out even, and have the tile's sums room in the registers? `sides`: how many of each there are."""
+    """Do the pieces come out even, and have the tile's sums room in the registers? `sides`: how many of each
+    there are."""
     sums = sides * t.owned * (t.columns + t.visited) // t.threads * (ITEMSIZE[problem.lse_dtype] // 4)
     return t.visited % t.depth == 0 and sums + 30 <= min(255, 65536 // (t.threads * t.blocks))
 

@@ -32,7 +32,8 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
     if max(problem.dim, problem.dim_v) > 256:
         return f"takes head dimensions up to 256, not {problem.dim} and {problem.dim_v}"
     if _fitting(problem, arch, of, None) is None:
-        return f"has no {problem.dtype} {of} for head dimensions {problem.dim} and {problem.dim_v} in {arch.shared_memory} bytes"
+        dims = f"{problem.dim} and {problem.dim_v}"
+        return f"has no {problem.dtype} {of} for head dimensions {dims} in {arch.shared_memory} bytes"
     return None
 
 
@@ -42,12 +43,14 @@ CROWDING = number("sm80.crowding")
 
 
 def _fitting(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> Tile | None:
-    """The first tile that the problem and the GPU's shared memory admit; of a size, for as many blocks as it is made for."""
+    """The first tile that the problem and the GPU's shared memory admit; of a size, for as many blocks as it is made
+    for."""
     for t in TILES[of].rows(tile):
         size = shared_memory(t, problem, of)
         if (
             t.size in (None, ITEMSIZE[problem.dtype]) and max(t.dims(problem, of)) <= t.dim and problem.seq_q <= t.seq_q
-            and size <= arch.shared_memory and (t.size is None or t.min_blocks * (size + 1024) <= arch.shared_memory + 1024)
+            and size <= arch.shared_memory and (t.size is None
+            or t.min_blocks * (size + 1024) <= arch.shared_memory + 1024)
         ):  # fmt: skip
             return t
     return None
@@ -166,7 +169,8 @@ class GradientTile:
     shares: bool = False  # only where the backward of q, k and v has such tiles: what that has split is not split again
 
     def shared_memory(self, depth: int, bias: int, parts: int) -> int:
-        """Bytes that the kernel lays out: the pieces, whose place the sums take in the end, and a bias of so many bytes."""
+        """Bytes that the kernel lays out: the pieces, whose place the sums take in the end, and a bias of so many
+        bytes."""
         pieces = max(self.stages * 2 * (self.rows + self.keys) * (parts * depth + PAD), 4 * self.rows * (self.keys + 2))
         return pieces + bias * self.rows * (self.keys + PAD)
 
@@ -208,7 +212,8 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     of_arrays += score_work(problem, lengths, t.rows, t.keys, threads, size, arch.sms)
     constants: tuple[tuple[str, int | bool], ...] = (
         ("ROWS", t.rows), ("KEYS", t.keys), ("ROW_WARPS", t.row_warps), ("COLUMN_WARPS", t.column_warps),
-        ("DEPTH", depth), ("STAGES", t.stages), ("DIM", dim), ("DIM_V", dim_v), ("SHARED_MEMORY", size), *of_arrays.constants, *features(problem),
+        ("DEPTH", depth), ("STAGES", t.stages), ("DIM", dim), ("DIM_V", dim_v), ("SHARED_MEMORY", size),
+        *of_arrays.constants, *features(problem),
     )  # fmt: skip
     pairs, tiles_q = problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows)
     split, halves = _split(problem, t, dim, dim_v, BACKWARD) if parts > 1 else ((), ())

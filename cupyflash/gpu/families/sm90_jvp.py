@@ -17,7 +17,8 @@ from .sm90_memory import BARRIERS, PairTiles, common, dots, padded, pair_stages,
 
 @dataclass(frozen=True)
 class JvpTile:
-    """A thread block has one warpgroup that loads and `groups` that own 64 queries each; it visits `keys` keys at a time."""
+    """A thread block has one warpgroup that loads and `groups` that own 64 queries each; it visits `keys` keys at a
+    time."""
 
     groups: int
     keys: int
@@ -55,7 +56,8 @@ def _possible(t: JvpTile, problem: AttentionProblem) -> bool:
 
 
 TILES = Tiles(JVP_TILES, {
-    "groups": (1, 2, 3), "keys": (32, 48, 64, 80, 96, 128), "stages": (1, 2, 3), "turns": (0, 1), "ahead": (0, 1), "held": (0, 1), "spills": (0,),
+    "groups": (1, 2, 3), "keys": (32, 48, 64, 80, 96, 128), "stages": (1, 2, 3), "turns": (0, 1), "ahead": (0, 1),
+    "held": (0, 1), "spills": (0,),
 }, _possible)  # fmt: skip
 
 
@@ -114,8 +116,10 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     alike = problem.seq_q <= t.rows or not (banded or problem.seq_q % t.rows)
     grid = min(tiles, arch.sms)
     constants = (
-        ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("GROUPS", t.groups), ("BLOCKS", 1), ("KEYS", t.keys), ("STAGES", t.stages),
-        ("AHEAD", bool(t.ahead)), ("TURNS", bool(t.turns)), ("HELD", bool(t.held)), ("Q_STAGES", 1), ("OWN_Q", False), ("O_STAGED", staged), ("O_STRIPS", False), ("PACK", 1), ("SHARES", False),
+        ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("GROUPS", t.groups), ("BLOCKS", 1), ("KEYS", t.keys),
+        ("STAGES", t.stages),
+        ("AHEAD", bool(t.ahead)), ("TURNS", bool(t.turns)), ("HELD", bool(t.held)), ("Q_STAGES", 1), ("OWN_Q", False),
+        ("O_STAGED", staged), ("O_STRIPS", False), ("PACK", 1), ("SHARES", False),
         ("SHARED_MEMORY", size), *pairs.constants(), *features(problem), ("SUM_TILES", 0),
     )  # fmt: skip
     moved = [(f"t{name}", t.rows if name == "q" else t.keys) for name in "qkv" if problem.moves(name)]
