@@ -78,7 +78,8 @@ __device__ Accumulator<1, 2> product_of_rows(const SixteenRows<T>& o, const Sixt
 
 // f(i, rowsum(O * dO)) for the queries i of a tile, by a block of 128 threads, of this O and the dO that Of stands for.
 template <int SIZE, class Of, class F>
-__device__ void for_exact_row_sums(const Params& p, const Head& head, int tile, const Out* out, const Strides& strides, F f) {
+__device__ void for_exact_row_sums(const Params& p, const Head& head, int tile, const Out* out, const Strides& strides,
+                                   F f) {
     Given given = Of::given(p);
     if constexpr (!EXACT_LSE) {
         for_row_sums<SIZE>(p, head, tile, out, strides, given.array, given.strides, f);
@@ -92,7 +93,10 @@ __device__ void for_exact_row_sums(const Params& p, const Head& head, int tile, 
             Accumulator<1, 2> product = product_of_rows(o, d, d_unit);
             if (lane % 4 != lane / 8) continue;  // no part of the diagonal
 #pragma unroll
-            for (int h = 0; h < 2; h++) f(i + lane / 4 + 8 * h, lane / 4 % 2 == 0 ? product.x[0][h][2 * h] : product.x[0][h][2 * h + 1]);
+            for (int h = 0; h < 2; h++) {
+                Accum sum = lane / 4 % 2 == 0 ? product.x[0][h][2 * h] : product.x[0][h][2 * h + 1];
+                f(i + lane / 4 + 8 * h, sum);
+            }
         }
     }
 }

@@ -1,12 +1,13 @@
-// What the backward's dQ, dK and dV change by along tangents of Q, K, V and dO, on the tensor cores of Ampere and every GPU
-// after it; lse, delta and what these change by are known of each query. With z the scores and x the scaled products:
+// What the backward's dQ, dK and dV change by along tangents of Q, K, V and dO, on the tensor cores of Ampere and every
+// GPU after it; lse, delta and what these change by are known of each query. With z the scores and x the scaled
+// products:
 //
 //     dz = P (dP - delta)    tP = P (tz - tlse)    tdz = tP (dP - delta) + P (tdP - tdelta)
 //     dx = slope dz    tdx = slope tdz + bend dz    bend: what the slope changes by
 //     tdQ = scale (tdx K + dx tK)    tdK = scale (tdx^T Q + dx^T tQ)    tdV = tP^T dO + P^T tdO
 //
-// Thread blocks, warps and stages are those of the backward (backward.cu), with the tangents that are given beside Q, K, V, dO.
-// What is not given has no place in shared memory, and no products.
+// Thread blocks, warps and stages are those of the backward (backward.cu), with the tangents that are given beside Q,
+// K, V and dO. What is not given has no place in shared memory, and no products.
 #include "attention/dropped.cuh"
 #include "attention/exact_delta.cuh"
 #include "attention/mask.cuh"
@@ -18,11 +19,12 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int KEY_WARPS = WARPS / COLUMN_WARPS;
 constexpr int WARP_KEYS = KEYS / KEY_WARPS;
 constexpr int M = WARP_KEYS / 16;  // row fragments of a warp
-// Where there are not 16 queries for each, some compute the same scores.
+// Where there are not 16 queries for each, some compute the same scores; or, in double precision, S and dP apart.
 constexpr int QUERY_WARPS = ROWS / 16 < COLUMN_WARPS ? ROWS / 16 : COLUMN_WARPS;
 constexpr int WARP_QUERIES = ROWS / QUERY_WARPS;
 constexpr bool SHARE = COLUMN_WARPS > 1;
 constexpr int SIZE = sizeof(Accum);
+constexpr bool APART = SIZE == 8 && QUERY_WARPS < COLUMN_WARPS;
 static_assert(KEYS % (16 * KEY_WARPS) == 0 && WARP_QUERIES % 16 == 0 && COLUMN_WARPS % QUERY_WARPS == 0 &&
               DIM % (16 * COLUMN_WARPS) == 0 && DIM_V % (16 * COLUMN_WARPS) == 0);
 
@@ -34,11 +36,13 @@ using STile = OperandTile<KEYS, ROWS>;  // tdx^T and others like it
 using Scores = Accumulator<M, WARP_QUERIES / 8>;
 
 // Which of these go through shared memory: tdx, for tdQ; dx; tP and P, where warps share keys.
-constexpr bool DX_STORED = TK || (SHARE && TQ), TP_STORED = SHARE && MOVES, P_STORED = SHARE && TDOUT;
+constexpr bool DX_STORED = TK || (SHARE && TQ) || APART, TP_STORED = SHARE && MOVES, P_STORED = SHARE && TDOUT;
 
 // What is known of a tile's queries: -lse and -delta as the backward has them, tlse and tdelta.
 constexpr int NUMBERS = 4;
-__device__ inline Accum* numbers_of_queries(const Params& p, long long tile) { return p.delta + tile * (NUMBERS * ROWS); }
+__device__ inline Accum* numbers_of_queries(const Params& p, long long tile) {
+    return p.delta + tile * (NUMBERS * ROWS);
+}
 
 // Where things lie in shared memory.
 struct Shared {
@@ -69,8 +73,10 @@ struct Shared {
     __device__ unsigned row_values(int stage) const { return q_tile(stage).base + ROW_VALUES; }
 };
 
-// Where dead rows may come in a tile with others; behind the live ones of a sequence nothing is loaded. (Of float32 they are 0.)
-constexpr bool CLEARS_KEYS = PARTS == 1 && (KEY_MASK || DEAD_KEYS), CLEARS_QUERIES = PARTS == 1 && (KEY_MASK || DEAD_QUERIES);
+// Where dead rows may come in a tile with others; behind the live ones of a sequence nothing is loaded. (Of float32
+// they are 0.)
+constexpr bool CLEARS_KEYS = PARTS == 1 && (KEY_MASK || DEAD_KEYS);
+constexpr bool CLEARS_QUERIES = PARTS == 1 && (KEY_MASK || DEAD_QUERIES);
 
 using Queries = QueryWalk<ROWS, KEYS>;
 
@@ -81,9 +87,9 @@ struct Step {
     int end = 0;  // of that, where heads differ
 };
 
-// The power of two with which something of a block's is split: of parts, the largest of it decides.
+// The powers of two with which these are split.
 struct Powers {
-    PowerOfTwo tdx, dx, tp;
+    PowerOfTwo tdx{1}, dx{1}, tp{1};
 };
 
 // A thread block with the keys of one tile.
@@ -167,7 +173,8 @@ struct Block {
         constexpr int EACH = VECTOR<Accum>, COPIES = NUMBERS * ROWS / EACH;
         static_assert(COPIES <= THREADS);
         const Accum* values = numbers_of_queries(p, query_tile_number<ROWS>(p, at.head, tile_q));
-        if (threadIdx.x < COPIES) cp_async_16(s.row_values(stage) + 16 * threadIdx.x, values + EACH * threadIdx.x, rows > 0);
+        if (threadIdx.x < COPIES)
+            cp_async_16(s.row_values(stage) + 16 * threadIdx.x, values + EACH * threadIdx.x, rows > 0);
     }
     __device__ void load_queries(const Step& at, int stage) const {
         load_queries(at, stage, [](auto... copies) { (copies.all(), ...); });
@@ -177,7 +184,8 @@ struct Block {
     template <class Of, class Tile>
     __device__ void load_keys(Tile tile) const {
         Rows from = operand_rows<Of>(p, keys_head, keys.begin);
-        AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, from.from, from.stride, keys_head.live_keys(p).end - keys.begin, from.columns).all();
+        int rows = keys_head.live_keys(p).end - keys.begin;
+        AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, from.from, from.stride, rows, from.columns).all();
     }
     // K and V, and the first Q and dO.
     __device__ void load_first() const {
@@ -228,66 +236,107 @@ struct Block {
         clear_queries(at.head, tile_q * ROWS, stage);
 
         // S^T = K Q^T and its tangent. The copies of the next tile ride along.
-        Scores products, tx;
-        auto k = moved<TK>(FromShared<KTile>{s.k_tile(), warp_key}, FromShared<KTile>{s.tk_tile(), warp_key}, k_unit, tk_unit);
-        auto q = moved<TQ>(s.q_tile(stage), s.tq_tile(stage), q_unit, tq_unit);
-        if constexpr (STAGES == 2) {
-            load_queries(next(at), 1 - stage, [&](auto... copies) {
-                multiply_moved<DIM, true>(products, tx, k, q, warp_query, [&](int k) { (copies.template part<DIM / 16>(k), ...); });
-            });
-            cp_async_commit();
-        } else {
-            multiply_moved<DIM, true>(products, tx, k, q, warp_query, Nothing());
-        }
+        Scores products, tx, x;
+        unsigned values = s.row_values(stage) + SIZE * warp_query;
+        auto score = [&] {
+            using Operand = FromShared<KTile>;
+            auto k = moved<TK>(Operand{s.k_tile(), warp_key}, Operand{s.tk_tile(), warp_key}, k_unit, tk_unit);
+            auto q = moved<TQ>(s.q_tile(stage), s.tq_tile(stage), q_unit, tq_unit);
+            if constexpr (STAGES == 2 && !APART) {
+                load_queries(next(at), 1 - stage, [&](auto... copies) {
+                    multiply_moved<DIM, true>(products, tx, k, q, warp_query,
+                                              [&](int k) { (copies.template part<DIM / 16>(k), ...); });
+                });
+                cp_async_commit();
+            } else {
+                multiply_moved<DIM, true>(products, tx, k, q, warp_query, Nothing());
+            }
+        };
 
         // P^T = exp(S^T - lse), hidden ones 0, those that dropout drops negative
-        Scores x = products;
-        unsigned values = s.row_values(stage) + SIZE * warp_query;
-        ColumnVector<WARP_QUERIES / 8> minus_lse;
-        minus_lse.load(values);
-        x.each([&](Accum& s, int r, int c) { s = probability(lines.score(s, r, c), factor, minus_lse[c]); });
-        drop(x, placement, at.head.batch, dropout);
-        if (pairs.tests_backward({i0, i0 + WARP_QUERIES}, {j0, j0 + WARP_KEYS})) {
-            keep_branch();
-            hide(x, placement, pairs, seen, arrays, 0);
-        }
-        if constexpr (P_STORED) x.template store<DROPOUT>(s.p_tile(), warp_key, warp_query, p_times);
+        auto exponentiate = [&] {
+            x = products;
+            ColumnVector<WARP_QUERIES / 8> minus_lse;
+            minus_lse.load(values);
+            x.each([&](Accum& s, int r, int c) { s = probability(lines.score(s, r, c), factor, minus_lse[c]); });
+            drop(x, placement, at.head.batch, dropout);
+            if (pairs.tests_backward({i0, i0 + WARP_QUERIES}, {j0, j0 + WARP_KEYS})) {
+                keep_branch();
+                hide(x, placement, pairs, seen, arrays, 0);
+            }
+            if constexpr (P_STORED) x.template store<DROPOUT>(s.p_tile(), warp_key, warp_query, p_times);
+        };
 
         // dP^T = V dO^T and its tangent
         Scores dx, tdx;
-        auto v = moved<TV>(FromShared<VTile>{s.v_tile(), warp_key}, FromShared<VTile>{s.tv_tile(), warp_key}, v_unit, tv_unit);
-        auto d = moved<TDOUT>(s.do_tile(stage), s.tdo_tile(stage), do_unit, tdo_unit);
-        multiply_moved<DIM_V, false>(dx, tdx, v, d, warp_query, Nothing());
+        auto differentiate = [&] {
+            using Operand = FromShared<VTile>;
+            auto v = moved<TV>(Operand{s.v_tile(), warp_key}, Operand{s.tv_tile(), warp_key}, v_unit, tv_unit);
+            auto d = moved<TDOUT>(s.do_tile(stage), s.tdo_tile(stage), do_unit, tdo_unit);
+            multiply_moved<DIM_V, false>(dx, tdx, v, d, warp_query, Nothing());
+        };
 
         // In the place of dP, tdP and what products change by: dx, tdx, tP.
-        ColumnVector<WARP_QUERIES / 8> minus_delta, tlse, tdelta;
-        minus_delta.load(values + SIZE * ROWS);
-        tlse.load(values + 2 * SIZE * ROWS);
-        tdelta.load(values + 3 * SIZE * ROWS);
-        dx.each(
-            [&](Accum& dp, int r, int c, Accum& tdp, Accum& ts, Accum& probability, Accum& s) {
-                bool dropped = DROPOUT && probability < 0;
-                MovingRow row{0, -minus_delta[c], tlse[c], tdelta[c]};
-                MovedPair pair(DROPOUT ? fabs(probability) : probability, s, ts, dropped ? 0 : dp, dropped ? 0 : tdp, row, pairs,
-                               placement(r, c));
-                dp = pair.dx, tdp = pair.tdx, ts = dropped ? 0 : pair.tp;
-            },
-            tdx, tx, x, products);
-        Powers powers = powers_of(tdx, dx, tx);
-        tdx.store(s.tdx_tile(), warp_key, warp_query, powers.tdx.times);
-        if (DX_STORED) dx.store(s.dx_tile(), warp_key, warp_query, powers.dx.times);
-        if (TP_STORED) tx.store(s.tp_tile(), warp_key, warp_query, powers.tp.times);
+        auto combine = [&] {
+            ColumnVector<WARP_QUERIES / 8> minus_delta, tlse, tdelta;
+            minus_delta.load(values + SIZE * ROWS);
+            tlse.load(values + 2 * SIZE * ROWS);
+            tdelta.load(values + 3 * SIZE * ROWS);
+            dx.each(
+                [&](Accum& dp, int r, int c, Accum& tdp, Accum& ts, Accum& probability, Accum& s) {
+                    bool dropped = DROPOUT && probability < 0;
+                    MovingRow row{0, -minus_delta[c], tlse[c], tdelta[c]};
+                    MovedPair pair(DROPOUT ? fabs(probability) : probability, s, ts, dropped ? 0 : dp,
+                                   dropped ? 0 : tdp, row, pairs, placement(r, c));
+                    dp = pair.dx, tdp = pair.tdx, ts = dropped ? 0 : pair.tp;
+                },
+                tdx, tx, x, products);
+        };
+
+        Powers powers;
+        auto keep = [&](const Scores& x, STile tile, float times) { x.store(tile, warp_key, warp_query, times); };
+        auto store = [&] {
+            keep(tdx, s.tdx_tile(), powers.tdx.times);
+            if (DX_STORED) keep(dx, s.dx_tile(), powers.dx.times);
+            if (TP_STORED) keep(tx, s.tp_tile(), powers.tp.times);
+        };
+        if constexpr (APART) {
+            if (STAGES == 2) load_queries(next(at), 1 - stage);
+            int part = column_warp / QUERY_WARPS;
+            if (part == 0) {
+                score();
+                exponentiate();
+            } else if (part == 1) {
+                differentiate();
+                keep(tdx, s.tdx_tile(), 1);  // where tdx and dx will be
+                keep(dx, s.dx_tile(), 1);
+            }
+            __syncthreads();
+            if (part == 0) {
+                fetch(tdx, s.tdx_tile());
+                fetch(dx, s.dx_tile());
+                combine();
+                store();
+            }
+        } else {
+            score();
+            exponentiate();
+            differentiate();
+            combine();
+            powers = powers_of(tdx, dx, tx);
+            store();
+        }
         float tp_unit = do_unit * powers.tp.unit, p_unit = tdo_unit / p_times;
         if constexpr (!SHARE) {
-            if constexpr (MOVES)
-                mma_AB<ROWS>(dv, FromRegisters<M, WARP_QUERIES / 8>{tx, powers.tp.times}, s.do_tile(stage), 0, Nothing(), tp_unit);
-            if constexpr (TDOUT)
-                mma_AB<ROWS>(dv, FromRegisters<M, WARP_QUERIES / 8, DROPOUT>{x, p_times}, s.tdo_tile(stage), 0, Nothing(), p_unit);
+            FromRegisters<M, WARP_QUERIES / 8> of_tp{tx, powers.tp.times};
+            FromRegisters<M, WARP_QUERIES / 8, DROPOUT> of_p{x, p_times};
+            if constexpr (MOVES) mma_AB<ROWS>(dv, of_tp, s.do_tile(stage), 0, Nothing(), tp_unit);
+            if constexpr (TDOUT) mma_AB<ROWS>(dv, of_p, s.tdo_tile(stage), 0, Nothing(), p_unit);
         }
         __syncthreads();
 
-        // tdQ += tdx K + dx tK. The additions in memory ride along the products that follow: in one burst they would hold up the
-        // loads of those.
+        // tdQ += tdx K + dx tK. The additions in memory ride along the products that follow: in one burst they would
+        // hold up the loads of those.
         DqPart dq(warp);
         dq.multiply(s.tdx_tile(), s.k_tile(), k_unit * powers.tdx.unit);
         if constexpr (TK) dq.multiply(s.dx_tile(), s.tk_tile(), tk_unit * powers.dx.unit);
@@ -295,25 +344,24 @@ struct Block {
         if (DETERMINISTIC) wait_for_turn(p, at.head, tile_q, number, tile);
         Accum* dq_sum = dq.place(p, number);
         constexpr int BEFORE = TP_STORED + P_STORED, STEPS = ROWS / 16 * (BEFORE + 1 + TQ);
-        auto along = [&](int product) { return [&, product](int k) { dq.add<STEPS>(dq_sum, ROWS / 16 * product + k); }; };
+        auto along = [&](int product) {
+            return [&, product](int k) { dq.add<STEPS>(dq_sum, ROWS / 16 * product + k); };
+        };
+        float tdx_unit = q_unit * powers.tdx.unit, dx_unit = tq_unit * powers.dx.unit;
         if constexpr (SHARE) {
+            using Operand = FromShared<STile>;
+            Operand of_tp{s.tp_tile(), warp_key}, of_p{s.p_tile(), warp_key};
             int column = column_warp * (DIM_V / COLUMN_WARPS);
-            if constexpr (MOVES)
-                mma_AB<ROWS>(dv, FromShared<STile>{s.tp_tile(), warp_key}, s.do_tile(stage), column, along(0), tp_unit);
-            if constexpr (TDOUT)
-                mma_AB<ROWS>(dv, FromShared<STile>{s.p_tile(), warp_key}, s.tdo_tile(stage), column, along(TP_STORED), p_unit);
+            if constexpr (MOVES) mma_AB<ROWS>(dv, of_tp, s.do_tile(stage), column, along(0), tp_unit);
+            if constexpr (TDOUT) mma_AB<ROWS>(dv, of_p, s.tdo_tile(stage), column, along(TP_STORED), p_unit);
+            Operand of_tdx{s.tdx_tile(), warp_key}, of_dx{s.dx_tile(), warp_key};
             column = column_warp * (DIM / COLUMN_WARPS);
-            mma_AB<ROWS>(dk, FromShared<STile>{s.tdx_tile(), warp_key}, s.q_tile(stage), column, along(BEFORE),
-                         q_unit * powers.tdx.unit);
-            if constexpr (TQ)
-                mma_AB<ROWS>(dk, FromShared<STile>{s.dx_tile(), warp_key}, s.tq_tile(stage), column, along(BEFORE + 1),
-                             tq_unit * powers.dx.unit);
+            mma_AB<ROWS>(dk, of_tdx, s.q_tile(stage), column, along(BEFORE), tdx_unit);
+            if constexpr (TQ) mma_AB<ROWS>(dk, of_dx, s.tq_tile(stage), column, along(BEFORE + 1), dx_unit);
         } else {
-            mma_AB<ROWS>(dk, FromRegisters<M, WARP_QUERIES / 8>{tdx, powers.tdx.times}, s.q_tile(stage), 0, along(0),
-                         q_unit * powers.tdx.unit);
-            if constexpr (TQ)
-                mma_AB<ROWS>(dk, FromRegisters<M, WARP_QUERIES / 8>{dx, powers.dx.times}, s.tq_tile(stage), 0, along(1),
-                             tq_unit * powers.dx.unit);
+            FromRegisters<M, WARP_QUERIES / 8> of_tdx{tdx, powers.tdx.times}, of_dx{dx, powers.dx.times};
+            mma_AB<ROWS>(dk, of_tdx, s.q_tile(stage), 0, along(0), tdx_unit);
+            if constexpr (TQ) mma_AB<ROWS>(dk, of_dx, s.tq_tile(stage), 0, along(1), dx_unit);
         }
         if (STAGES == 1) {
             __syncthreads();
@@ -323,6 +371,18 @@ struct Block {
             __syncthreads();
             if (threadIdx.x == 0) add_release(p.counters + number, 1);
         }
+    }
+
+    // What another warp has stored for the same scores.
+    __device__ void fetch(Scores& x, STile tile) const {
+#pragma unroll
+        for (int line = 0; line < 2 * M; line++)
+#pragma unroll
+            for (int n = 0; n < WARP_QUERIES / 8; n++) {
+                int row = Scores::row(line / 2, line % 2 * 2), column = Scores::column(n, 0);
+                auto pair = load_shared_pair<Accum>(tile.address(warp_key + row, warp_query + column));
+                x.x[line / 2][n][line % 2 * 2] = pair.x, x.x[line / 2][n][line % 2 * 2 + 1] = pair.y;
+            }
     }
 
     // Of the largest numbers in all warps.
@@ -385,11 +445,13 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_jvp_prepare
     });
     if constexpr (TDOUT)
         for_exact_row_sums<ROWS, OfTDO>(p, head, at.tile, p.out, p.out_strides, [&](int i, Accum sum) {
-            if (i < head.queries(p) && p.lse[head.row_number(p, i)] != MINUS_INFINITY) numbers[i - first + 3 * ROWS] += sum * kept(p);
+            bool there = i < head.queries(p) && p.lse[head.row_number(p, i)] != MINUS_INFINITY;
+            if (there) numbers[i - first + 3 * ROWS] += sum * kept(p);
         });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_jvp(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    attention_backward_jvp(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) char shared[];
     int number = blockIdx.x, tiles = key_tiles<KEYS>(p);
     if (DETERMINISTIC) number = number_in_turn(p);

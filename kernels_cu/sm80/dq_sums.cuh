@@ -1,5 +1,5 @@
-// dQ of a backward whose thread blocks own keys: many of them add to a tile of it in global memory (dq_sum), and a kernel that
-// runs after them makes rows of the sums. Fragments lie there as the lanes of a warp hold them.
+// dQ of a backward whose thread blocks own keys: many of them add to a tile of it in global memory (dq_sum), and a
+// kernel that runs after them makes rows of the sums. Fragments lie there as the lanes of a warp hold them.
 #pragma once
 #include "attention/walk.cuh"
 #include "ptx/flag.cuh"
@@ -17,8 +17,8 @@ constexpr int DQ_N = (DIM / 16 + DQ_COLUMN_WARPS - 1) / DQ_COLUMN_WARPS * 2;  //
 constexpr bool DQ_EVEN = DIM / 16 % DQ_COLUMN_WARPS == 0;
 constexpr int DQ_TILE = ROWS * DIM;                                            // numbers of one tile in dq_sum
 
-// One fragment of dq_sum is stored as its 32 lanes hold it: four floats of a lane side by side, so that every addition is 16
-// bytes wide, or four times a double of each lane.
+// One fragment of dq_sum is stored as its 32 lanes hold it: four floats of a lane side by side, so that every addition
+// is 16 bytes wide, or four times a double of each lane.
 __device__ inline Accum* dq_fragment(const Params& p, long long tile, int m, int n) {
     constexpr int OF_LANE = sizeof(Accum) == 8 ? 1 : 4;  // side by side
     return p.dq_sum + tile * DQ_TILE + ((m * (DIM / 8) + n) * (128 / OF_LANE) + threadIdx.x % 32) * OF_LANE;
@@ -78,7 +78,8 @@ __device__ inline void wait_for_turn(const Params& p, const Head& head, int tile
     __syncthreads();
 }
 
-// A thread block's number. Blocks wait for those with smaller ones: numbers given in the order of starting cannot wait for ever.
+// A thread block's number. Blocks wait for those with smaller ones: numbers given in the order of starting cannot wait
+// for ever.
 __device__ inline int number_in_turn(const Params& p) {
     __shared__ int ticket;
     if (threadIdx.x == 0) ticket = atomicAdd(p.counters + (long long)p.batch * p.heads_q * query_tiles<ROWS>(p), 1u);

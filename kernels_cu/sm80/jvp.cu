@@ -1,12 +1,13 @@
-// The tangent of attention's forward from the O and lse that it left, on the tensor cores of Ampere and every GPU after it:
+// The tangent of attention's forward from the O and lse that it left, on the tensor cores of Ampere and every GPU
+// after:
 //
 //     tS = tQ K^T + Q tK^T    w = P (scale slope tS - c)    tO = w V + P tV - rowsum(w) O    tlse = rowsum(w) + c
 //
-// c is any number of a row's own. The mean over the first tile that it sees keeps w small where all keys share a tangent, which
-// rounding w would show. P is known from lse, as in the backward: there is no maximum to look for.
+// c is any number of a row's own. The mean over the first tile that it sees keeps w small where all keys share a
+// tangent, which rounding w would show. P is known from lse, as in the backward: there is no maximum to look for.
 //
-// Thread blocks, warps and stages are those of the forward (forward.cu), with tQ, tK, tV beside Q, K, V. What is not given has
-// no place in shared memory, and no products.
+// Thread blocks, warps and stages are those of the forward (forward.cu), with tQ, tK, tV beside Q, K, V. What is not
+// given has no place in shared memory, and no products.
 #include "attention/dead_rows.cuh"
 #include "attention/dropped.cuh"
 #include "attention/exact_lse.cuh"
@@ -140,7 +141,8 @@ struct Block {
 
     __device__ int query(int line) const { return queries.begin + warp_row + Scores::row(line / 2, line % 2 * 2); }
 
-    // The copies of a step's tiles of keys; behind the end of the walk there is nothing to read, nor behind the last live key.
+    // The copies of a step's tiles of keys; behind the end of the walk there is nothing to read, nor behind the last
+    // live key.
     template <class Of, class Tile>
     __device__ auto copy_keys(Tile tile, int step) const {
         int row = walk.tile(step) * KEYS;
@@ -172,7 +174,8 @@ struct Block {
     template <class Of>
     __device__ void copy_queries(QTile tile) const {
         Rows q = operand_rows<Of>(p, head, queries.begin);
-        AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(tile, q.from, q.stride, head.queries(p) - queries.begin, q.columns).all();
+        int rows = head.queries(p) - queries.begin;
+        AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(tile, q.from, q.stride, rows, q.columns).all();
     }
 
     // Q, and the first K and V.
@@ -279,11 +282,13 @@ struct Block {
 
         // S = Q K^T and its tangent
         Scores scores, tangents;
-        auto q = moved<TQ>(FromShared<QTile>{s.q_tile(), warp_row}, FromShared<QTile>{s.tq_tile(), warp_row}, q_unit, tq_unit);
+        using Operand = FromShared<QTile>;
+        auto q = moved<TQ>(Operand{s.q_tile(), warp_row}, Operand{s.tq_tile(), warp_row}, q_unit, tq_unit);
         auto k = moved<TK>(s.k_tile(stage), s.tk_tile(stage), k_unit, tk_unit);
         auto multiply = [&](auto... copies) {
             constexpr int STEPS = STAGES == 1 ? (DIM + 31) / 32 : DIM / 16;
-            multiply_moved<DIM, false>(scores, tangents, q, k, warp_key, [&](int k) { (copies.template part<STEPS>(k), ...); });
+            multiply_moved<DIM, false>(scores, tangents, q, k, warp_key,
+                                       [&](int k) { (copies.template part<STEPS>(k), ...); });
         };
         if constexpr (STAGES == 1)
             copy_values(step, 0, multiply);
@@ -324,8 +329,8 @@ struct Block {
                 sync_threads<64>(1 + row_warp);
                 add(FromShared<PTile>{s.p_tile(), warp_row}, FromShared<PTile>{s.w_tile(), warp_row}, copies...);
             } else {
-                add(FromRegisters<M, WARP_KEYS / 8, DROPOUT>{scores, p_times}, FromRegisters<M, WARP_KEYS / 8>{tangents, power.times},
-                    copies...);
+                add(FromRegisters<M, WARP_KEYS / 8, DROPOUT>{scores, p_times},
+                    FromRegisters<M, WARP_KEYS / 8>{tangents, power.times}, copies...);
             }
         };
         if constexpr (STAGES == 1)
@@ -372,8 +377,9 @@ struct Block {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     int column = Scores::column(n, e);
+                    if (column_warp * WARP_COLUMNS + column >= p.dim_v) continue;
                     Accum& x = o.x[line / 2][n][line % 2 * 2 + e];
-                    if (column_warp * WARP_COLUMNS + column < p.dim_v) x = fma(-total, Accum(to_float(from[column])), x);
+                    x = fma(-total, Accum(to_float(from[column])), x);
                 }
         }
         store_result(rows);
@@ -402,8 +408,8 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_jvp(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) char shared[];
-    // The tiles of a head one after the other, so that they share its K and V in the cache; where later ones see more keys,
-    // those first.
+    // The tiles of a head one after the other, so that they share its K and V in the cache; where later ones see more
+    // keys, those first.
     int tiles = query_tiles<ROWS>(p), number = blockIdx.x;
     Place at = place(number, tiles, p.heads_q);
     if (walk::LISTED) at = longest_first(number, tiles, p.heads_q, p.batch);

@@ -1,4 +1,4 @@
-// What the kernels of tangents share: products of two operands together with their tangents, and which operands there are.
+// What the kernels of tangents share: products of two operands, together with their tangents.
 #pragma once
 #include "attention/operands.cuh"
 #include "tile/doubles.cuh"
@@ -14,8 +14,8 @@ __device__ Moved<MOVES, Operand> moved(const Operand& at, const Operand& tangent
     return {at, tangent, unit, tangent_unit};
 }
 
-// sum = A B^T and its tangent, tA B^T + A tB^T, over K; both begin with nothing. What the two have in common is read once.
-// `along` and `row`: see mma_ABt.
+// sum = A B^T and its tangent, tA B^T + A tB^T, over K. What the two have in common is read once. (`along`, `row`: see
+// mma_ABt.)
 template <int K, bool TRANSPOSED, int M, int N, bool MOVES_A, bool MOVES_B, class A, class B, class F>
 __device__ void multiply_moved(Accumulator<M, N>& sum, Accumulator<M, N>& tangent, const Moved<MOVES_A, A>& a,
                                const Moved<MOVES_B, B>& b, int row, F along) {
@@ -56,7 +56,9 @@ __device__ void multiply_moved(Accumulator<M, N>& sum, Accumulator<M, N>& tangen
                     mma_m16n8k8(sum.x[m][n], x[m], y.x, y.y);
                     if (MOVES_A) mma_m16n8k8(tangent.x[m][n], tx[m], y.x, y.y);
                 }
-                if (!MOVES_B) continue;
+            }
+#pragma unroll
+            for (int n = 0; MOVES_B && n < N; n++) {  // later: each waits for its sum
                 double2 ty = load_shared_double2(at_tb(n, k));
 #pragma unroll
                 for (int m = 0; m < M; m++) mma_m16n8k8(tangent.x[m][n], x[m], ty.x, ty.y);
@@ -107,5 +109,6 @@ __device__ void largest_of_block(float (&x)[COUNT], unsigned address) {
 #pragma unroll
     for (int n = 0; n < COUNT; n++)
 #pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) x[n] = fmaxf(x[n], __uint_as_float(load_shared(address + (n * WARPS + warp) * 4)));
+        for (int warp = 0; warp < WARPS; warp++)
+            x[n] = fmaxf(x[n], __uint_as_float(load_shared(address + (n * WARPS + warp) * 4)));
 }

@@ -125,34 +125,44 @@ def _backward_possible(t: Tile, problem: AttentionProblem) -> bool:
 
 
 JVP_TILES = (
-    Tile(64, 32, 4, 1, 1, 2, dim=64, size=4),
-    Tile(64, 16, 4, 1, 1, 2, dim=128, size=4),
-    Tile(64, 32, 8, 2, 1, 1, dim=128, size=4),
-    Tile(32, 32, 4, 2, 1, 1, size=4),
+    Tile(64, 48, 4, 1, 1, 2, dim=64, size=4, spills=40),
+    Tile(128, 32, 8, 1, 1, 1, dim=128, size=4, spills=40),
+    Tile(64, 32, 4, 1, 1, 1, dim=128, size=4, spills=40),
+    Tile(64, 16, 4, 1, 1, 1, dim=128, size=4, spills=64),
+    Tile(32, 32, 4, 2, 1, 1, size=4, spills=48),
+    Tile(32, 16, 2, 1, 1, 1, size=4, spills=16),
+    Tile(64, 32, 4, 1, 1, 2, dim=32, size=8),
     Tile(64, 16, 4, 1, 1, 2, dim=64, size=8),
-    Tile(64, 16, 4, 1, 1, 1, dim=128, size=8),
-    Tile(32, 32, 4, 2, 1, 1, dim=128, size=8),
-    Tile(128, 64, 4, 1, 1, 2, dim=64),
-    Tile(128, 32, 4, 1, 1, 2, dim=128),
-    Tile(64, 32, 4, 1, 1, 2, dim=128),
-    Tile(64, 64, 4, 2, 1, 1),
-    Tile(64, 32, 4, 1, 1, 1),
-    Tile(32, 32, 2, 1, 1, 1),
+    Tile(64, 16, 4, 1, 1, 1, dim=128, size=8, spills=88),
+    Tile(32, 16, 2, 1, 1, 1, dim=128, size=8, spills=88),
+    Tile(128, 32, 4, 1, 1, 2, dim=128, size=2, spills=56),
+    Tile(64, 32, 4, 1, 1, 2, dim=192, size=2),
+    Tile(128, 32, 8, 1, 1, 1, size=2),
+    Tile(64, 32, 4, 1, 1, 1, size=2),
+    Tile(32, 32, 2, 1, 1, 1, size=2),
 )
 BACKWARD_JVP_TILES = (
-    Tile(32, 64, 8, 2, 1, 1, dim=64, size=4),
-    Tile(32, 64, 8, 4, 1, 1, dim=128, size=4),
-    Tile(32, 32, 8, 4, 1, 1, dim=128, size=4),
+    Tile(64, 64, 4, 1, 1, 2, dim=32, size=4, spills=96),
+    Tile(32, 128, 8, 2, 1, 1, dim=64, size=4),
+    Tile(32, 32, 4, 2, 1, 2, dim=64, size=4),
+    Tile(32, 32, 4, 2, 1, 1, dim=64, size=4),
+    Tile(32, 64, 8, 2, 1, 1, dim=128, size=4, spills=40),
+    Tile(32, 32, 4, 2, 1, 1, dim=128, size=4, spills=148),
+    Tile(16, 32, 4, 2, 1, 1, dim=128, size=4),
     Tile(16, 32, 8, 4, 1, 1, size=4),
-    Tile(32, 32, 4, 2, 1, 1, dim=64, size=8),
-    Tile(16, 32, 4, 2, 1, 1, dim=128, size=8),
-    Tile(64, 128, 8, 2, 2, 1, dim=64),
-    Tile(64, 128, 8, 2, 1, 1, dim=64),
-    Tile(64, 64, 8, 4, 2, 1, dim=128),
-    Tile(64, 64, 8, 4, 1, 1, dim=128),
-    Tile(32, 64, 8, 2, 1, 1),
-    Tile(32, 32, 4, 2, 1, 1),
-    Tile(16, 32, 4, 2, 1, 1),
+    Tile(16, 64, 4, 1, 1, 2, dim=32, size=8),
+    Tile(32, 64, 8, 2, 1, 1, dim=64, size=8, spills=32),
+    Tile(32, 32, 4, 2, 1, 1, dim=64, size=8, spills=48),
+    Tile(16, 32, 8, 4, 1, 1, dim=128, size=8, spills=40),
+    Tile(16, 16, 4, 4, 1, 1, dim=192, size=8),
+    Tile(64, 64, 4, 2, 1, 2, dim=64, size=2, spills=8),
+    Tile(64, 128, 8, 2, 1, 1, dim=64, size=2),
+    Tile(32, 64, 4, 2, 1, 2, dim=128, size=2, spills=8),
+    Tile(64, 64, 8, 4, 1, 1, dim=128, size=2),
+    Tile(64, 64, 8, 4, 1, 1, dim=192, size=2, spills=40),
+    Tile(32, 64, 8, 2, 1, 1, size=2, spills=8),
+    Tile(32, 32, 4, 2, 1, 1, size=2, spills=8),
+    Tile(16, 32, 4, 2, 1, 1, size=2),
 )
 TILES = {
     FORWARD: Tiles(FORWARD_TILES, {
@@ -213,4 +223,5 @@ def scores_in_memory(t: Tile, problem: AttentionProblem) -> int:
     """Tiles like that of scores that a jvp of the backward keeps in shared memory: tdS; dS; tP; P."""
     q, k, dout = (problem.moves(name) for name in ("q", "k", "dout"))
     moves, shared = moving_scores(problem) or problem.moves("sinks"), t.column_warps > 1
-    return 1 + (k or shared and q) + shared * (moves + dout)
+    apart = problem.dtype == "float64" and t.rows // 16 < t.column_warps
+    return 1 + (k or shared and q or apart) + shared * (moves + dout)
