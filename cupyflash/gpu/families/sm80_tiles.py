@@ -82,12 +82,14 @@ BACKWARD_TILES = (
     Tile(32, 64, 8, 2, 1, 1),
     Tile(32, 32, 4, 2, 1, 1),
 )
-# What ptxas may spill, in bytes per thread, by pass and whether scores are more than a product. Registers are full by choice:
-# a tile a step smaller was slower everywhere. A few addresses are spilled, read once per tile; with a bias, elements of it,
-# which ptxas loads ahead.
+# What ptxas may spill, in bytes per thread, by pass and whether scores are more than a product. Registers are full by
+# choice:
+# a tile a step smaller was slower everywhere. A few addresses are spilled, read once per tile; with a bias, elements of
+# it, which ptxas loads ahead.
 LISTED_SPILLS = 140  # more, with a block mask: its addresses
 SPILLS = {
-    (FORWARD, False): 144, (FORWARD, True): 1072, (BACKWARD, False): 80, (BACKWARD, True): 480, (JVP, False): 0, (JVP, True): 0,
+    (FORWARD, False): 144, (FORWARD, True): 1072, (BACKWARD, False): 80, (BACKWARD, True): 480, (JVP, False): 0,
+    (JVP, True): 0,
     (BACKWARD_JVP, False): 0, (BACKWARD_JVP, True): 0,
 }  # fmt: skip
 
@@ -166,11 +168,13 @@ BACKWARD_JVP_TILES = (
 )
 TILES = {
     FORWARD: Tiles(FORWARD_TILES, {
-        "rows": (32, 64, 128), "keys": (16, 32, 48, 64, 96, 128), "warps": (4, 8), "column_warps": (1, 2), "stages": (1, 2),
+        "rows": (32, 64, 128), "keys": (16, 32, 48, 64, 96, 128), "warps": (4, 8), "column_warps": (1, 2),
+        "stages": (1, 2),
         "min_blocks": (1, 2, 3),
     }, _forward_possible),
     BACKWARD: Tiles(BACKWARD_TILES, {
-        "rows": (16, 32, 64, 128), "keys": (16, 32, 64, 128), "warps": (4, 8), "column_warps": (1, 2, 4), "stages": (1, 2),
+        "rows": (16, 32, 64, 128), "keys": (16, 32, 64, 128), "warps": (4, 8), "column_warps": (1, 2, 4),
+        "stages": (1, 2),
         "min_blocks": (1, 2, 3),
     }, _backward_possible),
     JVP: Tiles(JVP_TILES, {
@@ -178,7 +182,8 @@ TILES = {
         "min_blocks": (1, 2, 3),
     }, _forward_possible),
     BACKWARD_JVP: Tiles(BACKWARD_JVP_TILES, {
-        "rows": (16, 32, 64, 128), "keys": (16, 32, 64, 128), "warps": (4, 8), "column_warps": (1, 2, 4), "stages": (1, 2),
+        "rows": (16, 32, 64, 128), "keys": (16, 32, 64, 128), "warps": (4, 8), "column_warps": (1, 2, 4),
+        "stages": (1, 2),
         "min_blocks": (1, 2),
     }, _backward_possible),
 }  # fmt: skip
