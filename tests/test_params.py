@@ -17,7 +17,7 @@ from kernel_cover import FEATURES, GIVEN, KEY_MASK, problem
 from cupyflash.gpu import params
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
-from cupyflash.passes import BACKWARD, FORWARD, Pass
+from cupyflash.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from cupyflash.problem import ARRAYS, AXES, SCORE_ARRAYS, AttentionProblem, Given
 from cupyflash.score.trace import trace
 
@@ -149,6 +149,21 @@ def test_all_that_may_be_asked_for_fits(family: str, of: Pass) -> None:
     asked_for = plan(everything, H200, of, family)
     size = params.layout(asked_for).itemsize + 128 * len(asked_for.maps)
     assert size <= 4096
+
+
+def test_more_tangents_than_fit_are_refused() -> None:
+    """Of arrays that a score function reads: of as many as may be 16 fit."""
+    names = [f"x{n}" for n in range(SCORE_ARRAYS)]
+    score = trace(" + ".join(f"{name}[j]" for name in names), {name: ("bfloat16", 1, True) for name in names})
+    state = dataclasses.replace(asked("bfloat16"), softcap=None, score=score)
+
+    def moving(count: int) -> AttentionProblem:
+        return dataclasses.replace(state, tangents=tuple(Given(x.key, "bfloat16", ()) for x in score.arrays[:count]))
+
+    for of in (JVP, BACKWARD_JVP):
+        assert params.layout(plan(moving(16), H200, of, "simt")).itemsize <= 4096
+    with pytest.raises(ValueError, match=r"tangents has 32 arrays that score reads.* 4096 fit: stack some"):
+        plan(moving(32), H200, BACKWARD_JVP, "simt")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])

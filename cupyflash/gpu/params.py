@@ -160,6 +160,7 @@ STRIDES = {  # in elements; broadcast axes of an array over pairs have stride 0
     "Strides": ("batch", "row", "head"),
     "PairStrides": AXES,
     "ScoreShape": tuple(f"{what}{axis}" for what in ("stride", "length") for axis in range(4)),
+    "ScoreStrides": tuple(f"stride{axis}" for axis in range(4)),  # of a tangent, as long as what it is the tangent of
 }
 _PACKED: dict[str, Any] = {
     "int": "<i4", "unsigned": "<u4", "float": "<f4", "double": "<f8",
@@ -238,7 +239,7 @@ def _values(
     shaped = [rule.name for rule in _rules(plan) if rule.axes]
     of_shaped = [f"{d}{name}" for d in (_d(plan), "t") for name in GRADIENTS]
     over_pairs = [name for name in (*shaped, *of_shaped) if name in named]
-    of_score = [name for x in _score_arrays(plan) for name in (x.key, f"t{x.key}") if name in named]
+    read = [x.key for x in _score_arrays(plan)]
     in_cuda = _in_cuda(plan)
     return [
         *(
@@ -250,7 +251,12 @@ def _values(
             Field(f"{in_cuda.get(name, name)}_strides", "PairStrides", tuple(strides.get(name, (0, 0, 0, 0))))
             for name in over_pairs
         ),
-        *(Field(f"{in_cuda[name]}_shape", "ScoreShape", tuple(strides.get(name, (0,) * 8))) for name in of_score),
+        *(Field(f"{in_cuda[name]}_shape", "ScoreShape", tuple(strides.get(name, (0,) * 8))) for name in read),
+        *(
+            Field(f"{in_cuda[name]}_strides", "ScoreStrides", tuple(strides.get(name, (0,) * 8)[:4]))
+            for name in (f"t{key}" for key in read)
+            if name in named
+        ),
         *(Field(name, type, value(problem) if problem else 0) for name, (type, value) in SCALARS.items()),
         *(Field(name, "int", value) for name, value in plan.scalars),
     ]

@@ -16,6 +16,7 @@ from .array_gradient import Lengths
 from .device import Arch
 from .families import flash1, simt, sm80, sm90
 from .kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil
+from .params import layout
 from .score import BEYOND, moves, tables
 
 __all__ = ["FAMILIES", "ON_REQUEST", "Family", "KernelPlan", "plan"]
@@ -39,6 +40,8 @@ class Family(Protocol):
 
 FAMILIES: dict[str, Family] = {"sm90": sm90, "sm80": sm80, "simt": simt, "flash1": flash1}
 ON_REQUEST = ("flash1",)  # families that are taken only where they are named
+
+PARAMETERS = 4096  # bytes of them that every driver takes
 
 # Bytes that kernels may spill more than their tiles declare, with a score function like those of the tests.
 SCORE_SPILLS = 448
@@ -82,9 +85,20 @@ def plan(
                     size = f"batch {problem.batch} and {problem.heads_q} heads"
                     raise ValueError(f"q has {size}: {blocks} tiles; less than 2**31 fit")
                 made = dataclasses.replace(made, passed_over=tuple(objections), tangents=problem.tangents)
-                return with_tables(made, problem)
+                return _checked(with_tables(made, problem))
             objections.append(f"{name} {why}")
     raise ValueError(f"no kernel family takes this problem: {'; '.join(objections)}")
+
+
+def _checked(made: KernelPlan) -> KernelPlan:
+    """With tangents of arrays that a score function reads parameters may be more than older drivers take."""
+    read = [x.name for x in made.tangents if made.score is not None and made.score.array(x.name)]
+    if read and (size := layout(made).itemsize) > PARAMETERS:
+        raise ValueError(
+            f"tangents has {len(read)} arrays that score reads, with which the kernels have {size} bytes of parameters; "
+            f"{PARAMETERS} fit: stack some"
+        )
+    return made
 
 
 def _gradients(family: str, problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:

@@ -248,10 +248,10 @@ def cuda_name(array: int) -> str:
     return f"score_array_{array}"
 
 
-def _read(score: Score, value: str) -> tuple[str, bool]:
-    """What a node reads, in Params, and whether its offsets have 64 bits."""
+def _read(score: Score, value: str) -> tuple[int, bool]:
+    """Which array a node reads, and whether its tangent."""
     array, count = int(value), len(score.arrays)
-    return (cuda_name(array), score.arrays[array].wide) if array < count else (f"t{cuda_name(array - count)}", True)
+    return array % count, array >= count
 
 
 def _body(score: Score, nodes: tuple[Node, ...], root: int, known: Mapping[int, str] = _NOTHING) -> str:
@@ -300,7 +300,8 @@ def _operation(score: Score, nodes: tuple[Node, ...], n: int, product: int | Non
             return f"fma({a}, {b}, {x[1] if args[0] == product else x[0]})"
         return f"fma({a}, {b}, -{x[1]})" if args[0] == product else f"fma(-{a}, {b}, {x[0]})"
     if op == "read":
-        element = f"p.{_read(score, value)[0]}[{_offset(score, value, args)}]"
+        array, moved = _read(score, value)
+        element = f"p.{'t' * moved}{cuda_name(array)}[{_offset(score, value, args)}]"
         return {"float": f"to_float({element})", "bool": f"{element} != 0"}.get(kind, element)
     if op == "where":
         return f"{x[0]} ? {x[1]} : {x[2]}"
@@ -341,9 +342,10 @@ def _literal(kind: str, value: str) -> str:
 
 def _offset(score: Score, value: str, args: Sequence[int]) -> str:
     """Of the element with these indices, each moved to the nearest that there is."""
-    array, wide = _read(score, value)
-    shape, step = f"p.{array}_shape", "" if wide else "int"
-    terms = [f"nearest(x{m}, {shape}.length{axis}) * {step}({shape}.stride{axis})" for axis, m in enumerate(args)]
+    array, moved = _read(score, value)
+    shape, step = f"p.{cuda_name(array)}_shape", "" if moved or score.arrays[array].wide else "int"
+    strides = f"p.t{cuda_name(array)}_strides" if moved else shape
+    terms = [f"nearest(x{m}, {shape}.length{axis}) * {step}({strides}.stride{axis})" for axis, m in enumerate(args)]
     return " + ".join(terms)
 
 
