@@ -95,7 +95,7 @@ def _checked(made: KernelPlan) -> KernelPlan:
     read = [x.name for x in made.tangents if made.score is not None and made.score.array(x.name)]
     if read and (size := layout(made).itemsize) > PARAMETERS:
         raise ValueError(
-            f"tangents has {len(read)} arrays that score reads, with which the kernels have {size} bytes of parameters; "
+            f"tangents has {len(read)} arrays that score reads: kernels have {size} bytes of parameters then, but "
             f"{PARAMETERS} fit: stack some"
         )
     return made
