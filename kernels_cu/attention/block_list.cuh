@@ -1,5 +1,5 @@
-// A block mask as kernels read it (cupyflash/tile_lists.py makes it): for each tile of one side the tiles of the other side
-// that it visits, in order, and of those of which only some pairs are visible a bit for each pair.
+// A block mask as kernels read it (cupyflash/blockmask/tile_lists.py makes it): for each tile of one side the tiles of
+// the other side that it visits, in order, and of those of which only some pairs are visible a bit for each pair.
 #pragma once
 #include "attention/head.cuh"
 
