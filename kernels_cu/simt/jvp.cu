@@ -32,8 +32,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     __shared__ Shared shared;
     ResultTile o = {};
     Accum sum[M], total[M], centre[M];  // of each row: this thread's parts of rowsum(W) and rowsum(P), and c
-    bool fresh[M];                      // whether it has no c yet
-    for (int i = 0; i < M; ++i) sum[i] = total[i] = centre[i] = 0, fresh[i] = true;
+    unsigned centred = 0;               // a bit for each that has its c
+    for (int i = 0; i < M; ++i) sum[i] = total[i] = centre[i] = 0;
 
     for (int step = walk.start(); (SCORES_MOVE || config::TV) && walk.has(step); step = walk.next(step)) {
         const int key = walk.tile(step) * config::VISITED;
@@ -55,12 +55,12 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
                 ts[i][j] = SCORES_MOVE && weight != 0 ? pairs.tangent(s[i][j], ts[i][j], pair) : 0;
                 s[i][j] = weight;
             }
-            if (SCORES_MOVE && __any_sync(~0u, fresh[i])) {
+            if (SCORES_MOVE && __any_sync(~0u, !(centred >> i & 1))) {
                 Accum weights = 0, mean = 0;
 #pragma unroll
                 for (int j = 0; j < SCORES; ++j) weights += s[i][j], mean = fma(s[i][j], ts[i][j], mean);
                 weights = row_sum(weights), mean = row_sum(mean);
-                if (fresh[i] && weights > 0) centre[i] = mean / weights, fresh[i] = false;
+                if (!(centred >> i & 1) && weights > 0) centre[i] = mean / weights, centred |= 1u << i;
             }
 #pragma unroll
             for (int j = 0; j < SCORES; ++j) {
