@@ -150,7 +150,7 @@ def test_a_call_is_measured_in_turn(monkeypatch):
     for problem in models.problems(suite.Options(dtype="float32")):
         if problem["pass"] == "forward":
             values, notes = models.measure(problem, suite.Options(rounds=3))
-            work = models.work(SMALL[problem["model"]], False) / 1e12
+            work = models.work(SMALL[problem["model"]], FORWARD) / 1e12
             assert values["ours"] == pytest.approx(work)
             if problem["model"] == "window":
                 assert values.keys() == {"ours"} and notes["ours"].startswith("unchecked")
