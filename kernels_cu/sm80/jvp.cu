@@ -31,6 +31,8 @@ static_assert(ROWS % (16 * ROW_WARPS) == 0 && WARP_KEYS % 16 == 0 && DIM % 16 ==
               (STAGES == 1 || STAGES == 2));
 
 constexpr bool WEIGHED = SCORES_MOVE;  // else tO = P tV
+// P sums to 1 but for what rounds lse. Where that shows, tlse is divided by the sum. (tO is as exact as P is.)
+constexpr bool DIVIDED = WEIGHED && EXACT_LSE;
 
 using QTile = OperandTile<ROWS, DIM>;
 using OTile = SharedTile<ROWS, DIM_V>;  // takes Q's place at the end
@@ -108,7 +110,8 @@ struct Block {
     float p_times;  // what P is multiplied by where it is split; it is at most 1 / kept
     Dropout dropout;
     Accum factor;
-    Accum minus_lse[LINES], centre[LINES], sum[LINES];  // of the lane's rows; c; rowsum(w), of this lane's columns
+    // Of the lane's rows: -lse; c; rowsum(w) and rowsum(P), of this lane's columns.
+    Accum minus_lse[LINES], centre[LINES], sum[LINES], mass[LINES];
     unsigned waiting = 0;  // rows that have no c so far, as bits
     Accumulator<M, WARP_COLUMNS / 8> o;
 
@@ -134,7 +137,7 @@ struct Block {
             Accum lse = i < head.queries(p) ? p.lse[head.row_number(p, i)] : MINUS_INFINITY;
             bool any = lse != MINUS_INFINITY;
             minus_lse[line] = any ? -lse_of_kept(p, lse) * (EXACT_LSE ? 1 : LOG2_E) : MINUS_INFINITY;
-            centre[line] = sum[line] = 0;
+            centre[line] = sum[line] = mass[line] = 0;
             if (WEIGHED && any) waiting |= 1u << line;
         }
     }
@@ -259,6 +262,7 @@ struct Block {
                     // By a mask or not: what has no weight adds nothing, whatever its tangent is.
                     w = probability == 0 ? 0 : probability * (w - centre[r / 8]);
                     sum[r / 8] += w;
+                    if (DIVIDED) mass[r / 8] += probability;
                 },
                 x);
         }
@@ -355,7 +359,9 @@ struct Block {
         Exchange exchange{s.base + Shared::EXCHANGE, warp_row, row_warp, column_warp};
         cp_async_wait<0>();
         add_lanes(sum);
+        if (DIVIDED) add_lanes(mass);
         if (SHARE) exchange.add(sum);
+        if (SHARE && DIVIDED) exchange.add(mass);
         Pairs pairs(p, head);
         const Out* out = head.query_row(p.out, p.out_strides, queries.begin);
         int rows = head.queries(p) - queries.begin;
@@ -364,12 +370,14 @@ struct Block {
             int i = query(line), row = i - queries.begin;
             if (row >= rows) continue;
             long long number = head.row_number(p, i);
-            Accum total = sum[line] * kept(p);
+            Accum total = sum[line] * kept(p), whole = mass[line] * kept(p);
             if constexpr (SINKS) {
                 Accum weight = exp2_approx((pairs.sink(head.q) - p.lse[number]) * LOG2_E);
                 if (weight > 0) total = fma(weight, sink_tangent(p, head) - centre[line], total);
+                whole += weight;
             }
-            if (threadIdx.x % 4 == 0 && column_warp == 0) p.tlse[number] = total + centre[line];
+            if (threadIdx.x % 4 == 0 && column_warp == 0)
+                p.tlse[number] = centre[line] + (DIVIDED && total != 0 ? total / whole : total);
             if (total == 0) continue;  // a row that sees nothing is 0, whatever stands in O
             const Out* from = out + row * p.out_strides.row + column_warp * WARP_COLUMNS;
 #pragma unroll

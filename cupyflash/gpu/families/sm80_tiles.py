@@ -82,15 +82,55 @@ BACKWARD_TILES = (
     Tile(32, 64, 8, 2, 1, 1),
     Tile(32, 32, 4, 2, 1, 1),
 )
+JVP_TILES = (
+    Tile(64, 48, 4, 1, 1, 2, dim=64, size=4),
+    Tile(128, 32, 8, 1, 1, 1, dim=128, size=4, spills=96),
+    Tile(64, 32, 4, 1, 1, 1, dim=128, size=4),
+    Tile(64, 16, 4, 1, 1, 1, dim=128, size=4),
+    Tile(32, 32, 4, 2, 1, 1, size=4),
+    Tile(32, 16, 2, 1, 1, 1, size=4),
+    Tile(64, 32, 4, 1, 1, 2, dim=32, size=8),
+    Tile(64, 16, 4, 1, 1, 2, dim=64, size=8),
+    Tile(64, 16, 4, 1, 1, 1, dim=128, size=8),
+    Tile(32, 16, 2, 1, 1, 1, dim=128, size=8),
+    Tile(128, 32, 4, 1, 1, 2, dim=128, size=2),
+    Tile(64, 32, 4, 1, 1, 2, dim=192, size=2),
+    Tile(128, 32, 8, 1, 1, 1, size=2),
+    Tile(64, 32, 4, 1, 1, 1, size=2),
+    Tile(32, 32, 2, 1, 1, 1, size=2),
+)
+BACKWARD_JVP_TILES = (
+    Tile(64, 64, 4, 1, 1, 2, dim=32, size=4, spills=224),
+    Tile(32, 128, 8, 2, 1, 1, dim=64, size=4),
+    Tile(32, 32, 4, 2, 1, 2, dim=64, size=4),
+    Tile(32, 32, 4, 2, 1, 1, dim=64, size=4),
+    Tile(32, 64, 8, 2, 1, 1, dim=128, size=4),
+    Tile(32, 32, 4, 2, 1, 1, dim=128, size=4, spills=336),
+    Tile(16, 32, 4, 2, 1, 1, dim=128, size=4),
+    Tile(16, 32, 8, 4, 1, 1, size=4),
+    Tile(16, 64, 4, 1, 1, 2, dim=32, size=8),
+    Tile(32, 64, 8, 2, 1, 1, dim=64, size=8),
+    Tile(32, 32, 4, 2, 1, 1, dim=64, size=8),
+    Tile(16, 32, 8, 4, 1, 1, dim=128, size=8),
+    Tile(16, 16, 4, 4, 1, 1, dim=192, size=8),
+    Tile(64, 64, 4, 2, 1, 2, dim=64, size=2),
+    Tile(64, 128, 8, 2, 1, 1, dim=64, size=2),
+    Tile(32, 64, 4, 2, 1, 2, dim=128, size=2),
+    Tile(64, 64, 8, 4, 1, 1, dim=128, size=2),
+    Tile(64, 64, 8, 4, 1, 1, dim=192, size=2),
+    Tile(32, 64, 8, 2, 1, 1, size=2),
+    Tile(32, 32, 4, 2, 1, 1, size=2),
+    Tile(16, 32, 4, 2, 1, 1, size=2),
+)
 # What ptxas may spill, in bytes per thread, by pass and whether scores are more than a product. Registers are full by
-# choice:
-# a tile a step smaller was slower everywhere. A few addresses are spilled, read once per tile; with a bias, elements of
-# it, which ptxas loads ahead.
+# choice: a tile a step smaller was slower everywhere. A few addresses are spilled, read once per tile; with a bias,
+# elements of it, which ptxas loads ahead.
 LISTED_SPILLS = 140  # more, with a block mask: its addresses
 SPILLS = {
-    (FORWARD, False): 144, (FORWARD, True): 1072, (BACKWARD, False): 80, (BACKWARD, True): 480, (JVP, False): 0,
-    (JVP, True): 0,
-    (BACKWARD_JVP, False): 0, (BACKWARD_JVP, True): 0,
+    (FORWARD, False): 144, (FORWARD, True): 1072,
+    (BACKWARD, False): 80, (BACKWARD, True): 480,
+    (JVP, False): 88, (JVP, True): 256,
+    (BACKWARD_JVP, False): 80, (BACKWARD_JVP, True): 272,
 }  # fmt: skip
 
 
@@ -126,46 +166,6 @@ def _backward_possible(t: Tile, problem: AttentionProblem) -> bool:
     return even and t.warps % down == 0 and fits and _of_size(t, problem, 32)
 
 
-JVP_TILES = (
-    Tile(64, 48, 4, 1, 1, 2, dim=64, size=4, spills=40),
-    Tile(128, 32, 8, 1, 1, 1, dim=128, size=4, spills=40),
-    Tile(64, 32, 4, 1, 1, 1, dim=128, size=4, spills=40),
-    Tile(64, 16, 4, 1, 1, 1, dim=128, size=4, spills=64),
-    Tile(32, 32, 4, 2, 1, 1, size=4, spills=48),
-    Tile(32, 16, 2, 1, 1, 1, size=4, spills=16),
-    Tile(64, 32, 4, 1, 1, 2, dim=32, size=8),
-    Tile(64, 16, 4, 1, 1, 2, dim=64, size=8),
-    Tile(64, 16, 4, 1, 1, 1, dim=128, size=8, spills=88),
-    Tile(32, 16, 2, 1, 1, 1, dim=128, size=8, spills=88),
-    Tile(128, 32, 4, 1, 1, 2, dim=128, size=2, spills=56),
-    Tile(64, 32, 4, 1, 1, 2, dim=192, size=2),
-    Tile(128, 32, 8, 1, 1, 1, size=2),
-    Tile(64, 32, 4, 1, 1, 1, size=2),
-    Tile(32, 32, 2, 1, 1, 1, size=2),
-)
-BACKWARD_JVP_TILES = (
-    Tile(64, 64, 4, 1, 1, 2, dim=32, size=4, spills=96),
-    Tile(32, 128, 8, 2, 1, 1, dim=64, size=4),
-    Tile(32, 32, 4, 2, 1, 2, dim=64, size=4),
-    Tile(32, 32, 4, 2, 1, 1, dim=64, size=4),
-    Tile(32, 64, 8, 2, 1, 1, dim=128, size=4, spills=40),
-    Tile(32, 32, 4, 2, 1, 1, dim=128, size=4, spills=148),
-    Tile(16, 32, 4, 2, 1, 1, dim=128, size=4),
-    Tile(16, 32, 8, 4, 1, 1, size=4),
-    Tile(16, 64, 4, 1, 1, 2, dim=32, size=8),
-    Tile(32, 64, 8, 2, 1, 1, dim=64, size=8, spills=32),
-    Tile(32, 32, 4, 2, 1, 1, dim=64, size=8, spills=48),
-    Tile(16, 32, 8, 4, 1, 1, dim=128, size=8, spills=40),
-    Tile(16, 16, 4, 4, 1, 1, dim=192, size=8),
-    Tile(64, 64, 4, 2, 1, 2, dim=64, size=2, spills=8),
-    Tile(64, 128, 8, 2, 1, 1, dim=64, size=2),
-    Tile(32, 64, 4, 2, 1, 2, dim=128, size=2, spills=8),
-    Tile(64, 64, 8, 4, 1, 1, dim=128, size=2),
-    Tile(64, 64, 8, 4, 1, 1, dim=192, size=2, spills=40),
-    Tile(32, 64, 8, 2, 1, 1, size=2, spills=8),
-    Tile(32, 32, 4, 2, 1, 1, size=2, spills=8),
-    Tile(16, 32, 4, 2, 1, 1, size=2),
-)
 TILES = {
     FORWARD: Tiles(FORWARD_TILES, {
         "rows": (32, 64, 128), "keys": (16, 32, 48, 64, 96, 128), "warps": (4, 8), "column_warps": (1, 2),
