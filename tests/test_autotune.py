@@ -21,7 +21,7 @@ from cupyflash.call import Call
 from cupyflash.gpu import device, source, tuned
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, plan
-from cupyflash.passes import BACKWARD, FORWARD, Pass
+from cupyflash.passes import BACKWARD, FORWARD, JVP, Pass
 from cupyflash.tools import autotune, explanation, precompile
 from cupyflash.tools.autotune import candidates
 
@@ -561,7 +561,7 @@ def test_tiles_are_timed_and_used(
 @pytest.mark.parametrize(("family", "of"), TUNED)
 def test_exported_rows_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch, family: str, of: Pass) -> None:
     # Where tiles are not chosen by load before the table is asked.
-    dim = 128 if family == "sm90" and of is FORWARD else 64
+    dim = {FORWARD: 128, JVP: 192}.get(of, 64) if family == "sm90" else 64
     asked = asked_of(of, dim, seq_q=1024)
     *_, last = candidates(asked, H200, of, family)
     comment, row = autotune.export((entry(last.tile, H200, of, family, dim=dim, seq_q=1024),))
@@ -577,7 +577,7 @@ def test_exported_rows_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch, fa
             monkeypatch.setattr(module, "TILES", longer)
     assert plan(asked, H200, of, family) == last.plan
     if family != "simt":  # in whose table the widest is the limit of the kernels
-        assert plan(problem("float16", 2 * dim), H200, of, family) != last.plan
+        assert plan(asked_of(of, dim + 64, seq_q=1024), H200, of, family) != last.plan
 
 
 @pytest.mark.parametrize(
