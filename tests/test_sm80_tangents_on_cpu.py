@@ -93,7 +93,8 @@ def products(of: Pass, dtype: str, *moves: str) -> int:
 
 @pytest.mark.parametrize("of, all_of_it", [(JVP, 5), (BACKWARD_JVP, 10)])
 def test_products_of_what_has_no_tangent_are_left_out(of: Pass, all_of_it: int) -> None:
-    """There are S, tS (2), w V, P tV; S, tS (2), dP, tdP, tdQ (2), tdK (2), tdV. (Where v alone moves, dP is not needed.)"""
+    """There are S, tS (2), w V, P tV; S, tS (2), dP, tdP, tdQ (2), tdK (2), tdV. (Where v alone moves, dP is not
+    needed.)"""
     whole = products(of, "bfloat16", "q", "k", "v")
     for moves, left in (("k", (3, 7)), ("v", (2, 4))):
         assert products(of, "bfloat16", moves) * all_of_it == whole * left[of is BACKWARD_JVP]
