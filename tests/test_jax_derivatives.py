@@ -34,7 +34,8 @@ def quick_to_compile() -> Any:
 
 
 SHAPES: dict[str, Any] = {
-    "q": (2, 4, 4, 4), "k": (2, 5, 2, 4), "v": (2, 5, 2, 3), "bias": (4, 1, 5), "alibi_slopes": (4,), "sinks": (4,), "table": (4, 5),
+    "q": (2, 4, 4, 4), "k": (2, 5, 2, 4), "v": (2, 5, 2, 3), "bias": (4, 1, 5), "alibi_slopes": (4,), "sinks": (4,),
+    "table": (4, 5),
 }  # fmt: skip
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "scores": (("q", "k", "v", "bias", "alibi_slopes", "sinks"), {"causal": True, "softcap": 1.3, "window": (2, 0)}),
@@ -112,7 +113,8 @@ def test_every_order(case: str, platform: str) -> None:
     names, options = CASES[case]
     x, u = drawn(names, platform=platform), drawn(names, 9, platform=platform)
     close(*(
-        jax.jit(lambda x, u, f=f: {name: order(lambda x: f(x, **options), x, u) for name, order in ORDERS.items()})(x, u)
+        jax.jit(lambda x, u, f=f: {name: order(lambda x: f(x, **options), x, u) for name, order in ORDERS.items()})(x,
+            u)
         for f in (ours, standard)
     ))  # fmt: skip
 
@@ -157,7 +159,8 @@ TRANSFORMS: dict[str, Transform] = {
     "jacrev of jacfwd": lambda f, x, u: jax.jacrev(jax.jacfwd(loss(f)))(x),
     "jacrev of jacrev": lambda f, x, u: jax.jacrev(jax.jacrev(loss(f)))(x),
     "vmap of jvp": lambda f, x, u: jax.vmap(lambda u: ORDERS["jvp"](f, x, u))(stacked(u)),
-    "vmap of jvp of grad": lambda f, x, u: jax.vmap(lambda x, u: ORDERS["jvp of grad"](f, x, u), (0, None))(stacked(x), u),
+    "vmap of jvp of grad": lambda f, x, u: jax.vmap(lambda x, u: ORDERS["jvp of grad"](f, x, u), (0, None))(stacked(x),
+        u),
     "vmap of grad of jvp": lambda f, x, u: jax.vmap(lambda u: ORDERS["grad of jvp"](f, x, u))(stacked(u)),
     "grad of vmap of jvp": lambda f, x, u: jax.grad(
         lambda x: jnp.sin(jax.vmap(lambda u: jax.jvp(loss(f), (x,), (u,))[1])(stacked(u))).sum()
@@ -196,7 +199,8 @@ def test_donated_buffers() -> None:
 
 @pytest.mark.parametrize(
     ("rank", "layout", "mapped"),
-    [(4, "bshd", "k bias"), (4, "bhsd", "u of bias"), (3, "bhsd", "q u of table"), (3, "bshd", "table"), (2, "bshd", "v u of q"),
+    [(4, "bshd", "k bias"), (4, "bhsd", "u of bias"), (3, "bhsd", "q u of table"), (3, "bshd", "table"),
+        (2, "bshd", "v u of q"),
      (2, "bhsd", "alibi_slopes u of v")],
 )  # fmt: skip
 def test_mapped_arrays_and_tangents(rank: int, layout: str, mapped: str) -> None:
@@ -259,15 +263,18 @@ parts = {"q": P("b", None, "h"), "k": P("b", None, "h"), "v": P("b", None, "h"),
 def whole(x):
     return standard(x, causal=True)
 def in_parts(x):
-    return shard_map(lambda x: ours(x, causal=True), mesh=mesh, in_specs=(parts,), out_specs=(P("b", None, "h"), P("b", "h")))(x)
+    outs = P("b", None, "h"), P("b", "h")
+    return shard_map(lambda x: ours(x, causal=True), mesh=mesh, in_specs=(parts,), out_specs=outs)(x)
 def all_of(f):
-    return jax.jit(lambda x, u: {name: ORDERS[name](f, x, u) for name in ("jvp of grad", "grad of jvp", "grad of grad")})(x, u)
+    names = "jvp of grad", "grad of jvp", "grad of grad"
+    return jax.jit(lambda x, u: {name: ORDERS[name](f, x, u) for name in names})(x, u)
 close(all_of(in_parts), all_of(whole))
 # Each device differentiates for itself: the bias is that of all entries, so that its gradients are summed over them.
 def hvp(f):
     return lambda x, u: ORDERS["jvp of grad"](f, x, u)[1]
 specs = dict.fromkeys(shapes, P("b")) | {"bias": P()}
-each = shard_map(hvp(lambda x: ours(x, causal=True)), mesh=Mesh(np.array(jax.devices()[:4]), "b"), in_specs=(specs, specs), out_specs=specs)
+four = Mesh(np.array(jax.devices()[:4]), "b")
+each = shard_map(hvp(lambda x: ours(x, causal=True)), mesh=four, in_specs=(specs, specs), out_specs=specs)
 close(jax.jit(each)(x, u), jax.jit(hvp(whole))(x, u))
 print("sharded")
 """
