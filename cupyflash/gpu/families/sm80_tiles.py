@@ -129,7 +129,7 @@ LISTED_SPILLS = 140  # more, with a block mask: its addresses
 SPILLS = {
     (FORWARD, False): 144, (FORWARD, True): 1072,
     (BACKWARD, False): 80, (BACKWARD, True): 480,
-    (JVP, False): 88, (JVP, True): 256,
+    (JVP, False): 104, (JVP, True): 256,
     (BACKWARD_JVP, False): 80, (BACKWARD_JVP, True): 272,
 }  # fmt: skip
 
