@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 from . import dispatch, interop
 from .call import Arrays, Call
+from .gradients import Gradients, check_wrt
 from .interop.protocol import Library
 from .other_names import unexpected
 from .passes import BACKWARD, FORWARD
-from .problem import Gradients, check_flag, check_wrt, fold_descales, score_of, seed_of
+from .problem import check_flag
+from .rules import fold_descales, score_of, seed_of
 from .signature import A, Array, L, closed
 
 if TYPE_CHECKING:

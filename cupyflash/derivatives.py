@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 from . import dispatch, interop
 from .api import Shared, attention_backward, present, trace_score
 from .call import Arrays, Call
+from .gradients import Gradients, check_wrt
 from .other_names import unexpected
 from .passes import BACKWARD_JVP, JVP, Pass
-from .problem import ARRAYS, Gradients, check_wrt, complete, seed_of
+from .problem import ARRAYS, complete
+from .rules import seed_of
 from .signature import A, Array, sharing
 from .tangents import jvp_of, of_call
 

@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 
 from . import interop
 from .call import Call
-from .problem import Gradients, argument_name, state
+from .gradients import Gradients
+from .rules import argument_name, state
 
 
 def run(call: Call) -> Any:

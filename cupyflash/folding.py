@@ -9,9 +9,8 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from . import problem as rules
 from .passes import PASSES, PER_QUERY
-from .problem import ARRAYS, PLACES, ArrayRule
+from .problem import ARRAYS, PLACES, ArrayRule, mask_kind
 from .score.graph import folded as folded_score
 
 Arrays = dict[str, Any]
@@ -103,7 +102,7 @@ def _refuse_sinks(names: Collection[str]) -> None:
 
 def _refuse(options: dict[str, Any]) -> None:
     """What goes by the number of the batch entry, which is another in the folded call."""
-    mask = rules.mask_kind(options["block_mask"])
+    mask = mask_kind(options["block_mask"])
     for name, given in (
         ("dropout", options["dropout"]),
         ("block_mask with a batch axis", mask is not None and "batch" in mask.axes),

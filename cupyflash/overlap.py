@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from .problem import ITEMSIZE, View, argument_name, target_name
+from .problem import ITEMSIZE, View
+from .rules import argument_name, target_name
 
 _EFFORT = 10_000  # steps of NumPy's search; what it cannot decide in so many is let through
 

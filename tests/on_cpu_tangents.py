@@ -17,8 +17,9 @@ from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import KernelPlan
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
+from cupyflash.gradients import apart, lengths_of
 from cupyflash.passes import BACKWARD_JVP, FORWARD, JVP
-from cupyflash.problem import AttentionProblem, Given, View, apart, lengths_of
+from cupyflash.problem import AttentionProblem, Given, View
 
 
 def check(

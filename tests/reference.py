@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from cupyflash.problem import ARRAYS, AttentionProblem, View, describe
+from cupyflash.problem import ARRAYS, AttentionProblem, View
+from cupyflash.rules import describe
 
 if TYPE_CHECKING:
     from score_functions import ByHand

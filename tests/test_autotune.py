@@ -16,12 +16,12 @@ import pytest
 from kernel_cover import GIVEN, problem
 
 import cupyflash
-from cupyflash import problem as rules
 from cupyflash.call import Call
 from cupyflash.gpu import device, source, tuned
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, plan
 from cupyflash.passes import BACKWARD, FORWARD, JVP, Pass
+from cupyflash.problem import AttentionProblem, Given, complete
 from cupyflash.tools import autotune, explanation, precompile
 from cupyflash.tools.autotune import candidates
 
@@ -39,9 +39,9 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     forget()
 
 
-def asked_of(of: Pass, dim: int = 64, **fields: object) -> rules.AttentionProblem:
+def asked_of(of: Pass, dim: int = 64, **fields: object) -> AttentionProblem:
     """A problem with tangents, where the pass takes such."""
-    moves = tuple(rules.Given(name, "float16", ()) for name in "qkv") if of.moved else ()
+    moves = tuple(Given(name, "float16", ()) for name in "qkv") if of.moved else ()
     return problem("float16", dim, tangents=moves, **fields)
 
 
@@ -423,7 +423,7 @@ def test_the_measure_of_the_cpu(of: Pass, rng: np.random.Generator) -> None:
     q, k, v, dout = (rng.standard_normal((1, 9, 2, 8), "float32") for _ in range(4))
     bias = rng.standard_normal((9, 9), "float32")
     arrays = {"q": q, "k": k, "v": v, "bias": bias, **({"dout": dout} if of is BACKWARD else {})}
-    options = rules.complete({"causal": True, "layout": "bshd"})
+    options = complete({"causal": True, "layout": "bshd"})
     expected, made = autotune.measure(corridor, Call(numpy_, of, arrays, options))
     out, lse = cupyflash.attention(q, k, v, bias=bias, causal=True, return_lse=True)
     if of is BACKWARD:

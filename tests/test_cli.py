@@ -30,7 +30,8 @@ from cupyflash.bench.suites import SUITES
 from cupyflash.gpu import cache as disk
 from cupyflash.gpu import compiler
 from cupyflash.passes import BACKWARD, FORWARD
-from cupyflash.problem import ARRAYS, OPTIONS, describe
+from cupyflash.problem import ARRAYS, OPTIONS
+from cupyflash.rules import describe
 from cupyflash.tools import cli, files
 from cupyflash.tools.command_options import value as command_value
 from cupyflash.tools.precompile import jobs

@@ -23,7 +23,8 @@ from cupyflash.gpu import corridor, device, launch, params, programs
 from cupyflash.gpu.device import Arch
 from cupyflash.interop import cupy_
 from cupyflash.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
-from cupyflash.problem import ITEMSIZE, OPTIONS, MaskKind, View, complete, contiguous, score_of
+from cupyflash.problem import ITEMSIZE, OPTIONS, MaskKind, View, complete, contiguous
+from cupyflash.rules import score_of
 
 STREAM = 77
 B, SQ, SK, HQ, HK, D = 2, 40, 50, 4, 2, 64

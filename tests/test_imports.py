@@ -19,7 +19,7 @@ FLOORS = (
         "interop.foreign",
         "torch.dropout", "tools.visible",
     ),
-    ("problem", "call", "arrays"),
+    ("problem rules gradients", "call", "arrays"),
     ("interop.protocol", "overlap", "folding", "float8"),
     ("gpu", "cpu", "interop"),
     ("dispatch", "merging", "blockmask", "tangents"),

@@ -19,7 +19,7 @@ from tangents import can_move, draw_tangents
 
 from cupyflash import attention, attention_backward, attention_backward_jvp, attention_jvp, merge
 from cupyflash.cpu import crew
-from cupyflash.problem import Gradients
+from cupyflash.gradients import Gradients
 from cupyflash.score.graph import name_of
 
 ALL = ("bias", "alibi_slopes", "sinks")

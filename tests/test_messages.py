@@ -15,7 +15,8 @@ from criterion import assert_as_good
 from reference import DTYPES, draw, standard, standard_in_own_precision, state
 
 from cupyflash import attention, attention_backward
-from cupyflash.problem import View, describe
+from cupyflash.problem import View
+from cupyflash.rules import describe
 
 B, SQ, SK, HQ, HK, D, DV = 2, 5, 7, 4, 2, 8, 16
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from reference import visible
 
+from cupyflash.gradients import Gradients, check_wrt
 from cupyflash.passes import BACKWARD, FORWARD
 from cupyflash.problem import (
     ARRAYS,
@@ -17,20 +18,13 @@ from cupyflash.problem import (
     OPTIONS,
     ArrayRule,
     AttentionProblem,
-    Gradients,
     View,
-    check_like,
     check_options,
-    check_wrt,
     complete,
     contiguous,
-    describe,
-    lse_shape,
-    out_shape,
-    state,
     to_bshd,
-    whole,
 )
+from cupyflash.rules import check_like, describe, lse_shape, out_shape, state, whole
 
 
 def stated(sq: int = 6, sk: int = 9, **options: Any) -> AttentionProblem:
@@ -255,7 +249,8 @@ def test_shapes_of_optional_arrays(rank: int, monkeypatch: pytest.MonkeyPatch) -
         assert row.shape(problem, rank) == want
         assert whole(row, problem, q).shape == want
     assert whole(BIAS, problem, q).dtype == "float16" and whole(SLOPES, problem, q).dtype == "float32"
-    monkeypatch.setattr("cupyflash.problem.ARRAYS", (BIAS, SLOPES))
+    for module in ("problem", "rules"):
+        monkeypatch.setattr(f"cupyflash.{module}.ARRAYS", (BIAS, SLOPES))
     given = {row.name: whole(row, problem, q) for row in (BIAS, SLOPES)}
     assert [x[:2] for x in describe(q, k, k, **given).given] == [("bias", "float16"), ("slopes", "float32")]
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..problem import AttentionProblem, Gradients
+from ..gradients import Gradients
+from ..problem import AttentionProblem
 from .gradients import Gathering, Task, of_row
 from .sums import Long
 from .tiles import product, products, rows_of, turned

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import problem as rules
+from .. import rules
 from ..call import Call
+from ..gradients import Gradients
 from ..interop.protocol import CpuAdapter
 from ..overlap import check_targets
 from ..passes import BACKWARD, BY_ROWS, FORWARD, JVP, PER_QUERY
-from ..problem import FLOAT8, AttentionProblem, Gradients, View
+from ..problem import FLOAT8, AttentionProblem, View
 from . import float8
 from .backward import backward as _backward
 from .backward_jvp import backward_jvp as _backward_jvp

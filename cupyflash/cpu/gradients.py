@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..problem import ARRAYS, AttentionProblem, Gradients
+from ..gradients import Gradients
+from ..problem import ARRAYS, AttentionProblem
 from .crew import Crew
 from .entries import Entries, all_entries
 from .pairs import Place

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from .. import problem as rules
+from .. import rules
 from ..call import Arrays, Call
+from ..gradients import Gradients, apart
 from ..interop.protocol import GpuAdapter
 from ..overlap import check_targets
 from ..passes import FORWARD, PER_QUERY
-from ..problem import ARRAYS, ITEMSIZE, AttentionProblem, Gradients, View, contiguous
+from ..problem import ARRAYS, ITEMSIZE, AttentionProblem, View, contiguous, mask_kind
 from . import device, launch, tuned
 from .kernel_plan import KernelPlan
 from .params import KEYS, round_keys, score_shape
@@ -222,7 +223,7 @@ class Prepared:
         found = plans(problem, arch, of, call.family, tuned.tiles(problem, arch, of), wrt, stated.views, through_lse)
         self.first: Step
         self.others: list[Step] = []
-        for names, plan in zip(((), *rules.apart(wrt)), found):
+        for names, plan in zip(((), *apart(wrt)), found):
             if plan is None:
                 step = Step(call, stated, ordinal, names)
             else:
@@ -285,7 +286,7 @@ def prepare(call: Call, addresses: list[int], ordinal: int) -> Prepared:
     misaligned = tuple([name for name, at in zip(arrays, addresses) if at & 15]) if bits & 15 else ()
     stated = options = rules.lasting(call.options)
     if options["block_mask"] is not None:  # its pattern changes nothing but what is pointed to
-        stated = options | {"block_mask": rules.mask_kind(options["block_mask"])}
+        stated = options | {"block_mask": mask_kind(options["block_mask"])}
     key: tuple[Any, ...] | None = (
         lib.kind, call.of, call.wrt, call.family, misaligned, *stated.values(), *arrays,
         *map(lib.signature, arrays.values()),

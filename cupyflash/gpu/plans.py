@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ..gradients import apart, lengths_of
 from ..passes import FORWARD, JVP, Pass
-from ..problem import AttentionProblem, View, apart, lengths_of
+from ..problem import AttentionProblem, View
 from .device import Arch
 from .kernel_plan import KernelPlan
 from .plan import plan

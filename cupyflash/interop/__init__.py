@@ -14,7 +14,8 @@ from importlib import import_module
 from typing import Any, cast
 
 from ..call import Arrays
-from ..problem import View, argument_name, target_name
+from ..problem import View
+from ..rules import argument_name, target_name
 from .protocol import Adapter, Library
 
 _ADAPTERS = {"numpy": "numpy_", "cupy": "cupy_", "torch": "torch_", "jax": "jax_", "jaxlib": "jax_"}

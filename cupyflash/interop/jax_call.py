@@ -13,11 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from .. import dispatch
-from .. import problem as rules
+from .. import dispatch, rules
 from ..call import Arrays, Call
 from ..passes import FORWARD, Pass
-from ..problem import View, contiguous
+from ..problem import View, contiguous, mask_kind
 from . import numpy_
 
 try:
@@ -90,7 +89,7 @@ def planned(how: How, arrays: dict[str, Any]) -> Planned:
 
 @_kept
 def _plan(how: How, *arrays: tuple[str, tuple[int, ...], Any]) -> Planned:
-    mask = rules.mask_kind(how.option("block_mask"))
+    mask = mask_kind(how.option("block_mask"))
     where = mask.device if mask else ""
     views = {name: View(shape, contiguous(shape), str(dtype), where, "jax") for name, shape, dtype in arrays}
     call = how.call({})
@@ -113,7 +112,7 @@ def _plan(how: How, *arrays: tuple[str, tuple[int, ...], Any]) -> Planned:
 def _called(arrays: Arrays, how: How) -> list[jax.Array]:
     """What a call of arrays that are traced gives."""
     arrays = dict(sorted(arrays.items()))  # as they are planned
-    mask = rules.mask_kind(how.option("block_mask"))
+    mask = mask_kind(how.option("block_mask"))
     results, callback = planned(how, arrays)
 
     def on_cpu(*xs: jax.Array) -> Any:  # where there is a GPU, too, this is traced, and a family refused when it runs

@@ -9,10 +9,9 @@ from typing import Any
 import cupy
 import jax
 
-from .. import problem as rules
 from ..call import Call
 from ..gpu import corridor
-from ..problem import ITEMSIZE, View, contiguous
+from ..problem import ITEMSIZE, View, contiguous, mask_kind
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
@@ -100,7 +99,7 @@ class Callback:
         *results, scratch = [_address(x) for x in out]
         lib: Any = Memory(ordinal, ctx.stream, scratch, self.scratch)
         arrays = {name: Buffer(at, view) for (name, view), at in zip(self._views.items(), addresses)}
-        mask = rules.mask_kind(self._call.options["block_mask"])
+        mask = mask_kind(self._call.options["block_mask"])
         if mask is not None and mask.device != f"cuda:{ordinal}":  # not known when this was traced
             raise ValueError(f"block_mask is on {mask.device} but q is on cuda:{ordinal}; make it with like=q")
         other = ordinal != self._device or any(at & 15 for at in addresses)

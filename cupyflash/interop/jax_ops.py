@@ -11,11 +11,10 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from .. import dispatch, interop
-from .. import problem as rules
+from .. import dispatch, interop, rules
 from ..call import Arrays, Call
 from ..passes import FORWARD
-from ..problem import OPTIONS
+from ..problem import OPTIONS, mask_kind
 from .jax_call import How, made, out_of
 from .jax_passes import PRIMITIVES, bind, gradients
 from .protocol import Library
@@ -43,7 +42,7 @@ def _checked(call: Call) -> tuple[Arrays, How]:
         arrays = arrays | {"seed": lib.constant(number, arrays["q"])}
     how = How(call.of, stated, call.family, call.wrt)
     if place is not None:
-        mask = rules.mask_kind(options["block_mask"])
+        mask = mask_kind(options["block_mask"])
         if mask is not None and mask.device != place:
             raise ValueError(f"block_mask is on {mask.device} but q is on {place}; make it with like=q")
         if call.family is not None and place == "cpu":

@@ -26,8 +26,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import folding
 from ..call import Arrays
+from ..gradients import Gradients
 from ..passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
-from ..problem import ARRAYS, Gradients
+from ..problem import ARRAYS
 from .jax_call import How, made, planned
 
 _ad: Any = ad

@@ -14,9 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import problem as rules
+from .. import rules
 from ..blockmask.blocks import BlockMask
-from ..problem import MaskKind, View
+from ..problem import MaskKind, View, mask_kind
 from ..score import Score
 from ..score.trace import decoded
 
@@ -31,7 +31,7 @@ def score(data: str, views: Iterable[View]) -> Score:
 
 def of_mask(mask: BlockMask | None, q: torch.Tensor) -> tuple[list[torch.Tensor] | None, list[int] | None]:
     """Its tensors, and the numbers (batch, heads, queries, keys, and queries and keys of a block), for a call on q."""
-    if rules.mask_kind(mask) is None or mask is None:
+    if mask_kind(mask) is None or mask is None:
         return None, None
     mask.make_tensors()
     tensors = list(mask.tensors)

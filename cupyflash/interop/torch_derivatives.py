@@ -28,7 +28,7 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from .. import problem as rules
+from .. import rules
 from ..call import Arrays
 from ..passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from .torch_schema import INPUTS, Arguments, lists_of, names_of, operator
@@ -97,12 +97,12 @@ def _refuse_fused() -> None:
 
 
 def _apart(arrays: Arrays) -> tuple[Arrays, Arrays]:
-    """The arrays without tangents, and those tangents that may be other than 0."""
+    """The arrays without tangents, and these."""
     plain, moves = dict(arrays), {}
     for name, x in arrays.items():
         if x.is_floating_point():
             plain[name], tangent = _unpack(x, level=0)
-            if tangent is not None and not tangent._is_zerotensor():
+            if tangent is not None:
                 moves[name] = tangent
     return plain, moves
 
@@ -116,8 +116,6 @@ def _in_forward_mode(keys: Any, given: Arguments) -> Any:
             arrays |= _guarded(arrays, list(arrays), dual)
     else:
         results = given.run(given.of, plain, given.wrt)
-    if not moves:
-        return results
     tangents = _ALONG[given.of](given, plain, results, moves)
     both = [_make(x, tangent, level=0) for x, tangent in zip(results, tangents)]
     return both if given.of.of_gradients else tuple(both)
@@ -247,7 +245,7 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         given, n = ctx.given, len(ctx.names)
         needed = [name for name, wanted in zip(ctx.names, ctx.needs_input_grad[4:]) if wanted]
-        grads = tuple(None if x is None or x._is_zerotensor() else x for x in grads)
+        grads = other_than_zero(grads)
         if all(x is None for x in grads):
             return (None,) * (4 + n)
         saved = ctx.saved_tensors
@@ -276,6 +274,11 @@ class _Guard(torch.autograd.Function):
 # Not through Function.apply, which asks for a function that is written for all levels of torch.func at once.
 _record: Any = super(torch.autograd.Function, _Recorded).apply
 _guard: Any = super(torch.autograd.Function, _Guard).apply
+
+
+def other_than_zero(grads: Iterable[Any]) -> tuple[Any, ...]:
+    """None in the place of those that PyTorch knows to be 0, which have no memory."""
+    return tuple([None if x is None or x._is_zerotensor() else x for x in grads])
 
 
 def _gradients(given: Arguments, of: Pass, arrays: Arrays, wanted: Iterable[str], t: str = "") -> Found:

@@ -14,11 +14,11 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.flop_counter import register_flop_formula
 
-from .. import dispatch, folding
-from .. import problem as rules
+from .. import dispatch, folding, rules
 from ..call import Arrays, Call
+from ..gradients import Gradients
 from ..passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES, Pass
-from ..problem import OF_FLOAT8, Gradients
+from ..problem import OF_FLOAT8, products
 from .torch_derivatives import following
 from .torch_schema import Arguments, name_of, operator, schema
 
@@ -126,7 +126,7 @@ def _flops(of: Pass) -> Callable[..., int]:
         given = Arguments(of, args)
         q, k, v = (given.arrays[name].shape for name in "qkv")
         keys = k[-3 if given.options["layout"] == "bshd" and len(k) > 2 else -2]
-        over_d, over_dv = rules.products(of, rules.tangents_in(given.arrays))
+        over_d, over_dv = products(of, rules.tangents_in(given.arrays))
         return 2 * math.prod(q[:-1]) * keys * (over_d * q[-1] + over_dv * v[-1])
 
     return count

@@ -14,8 +14,10 @@ from torch.autograd import forward_ad
 
 from .. import dispatch
 from ..call import Arrays, Call
+from ..gradients import Gradients
 from ..passes import BACKWARD, FORWARD
-from ..problem import FLOAT8, Gradients, lasting
+from ..problem import FLOAT8
+from ..rules import lasting
 from . import torch_derivatives, torch_operators, torch_schema
 from .protocol import Recorder
 
@@ -184,6 +186,7 @@ class _Attention(torch.autograd.Function):
     def backward(
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
+        dout, dlse = torch_derivatives.other_than_zero((dout, dlse))
         if dout is None and dlse is None:
             return (None,) * (2 + len(ctx.names))
         *tensors, out, lse = ctx.saved_tensors

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .. import interop
-from .. import problem as rules
+from .. import interop, rules
 from ..call import Arrays, Call
+from ..gradients import check_wanted
 from ..passes import FORWARD, PASSES, Pass
-from ..problem import ARRAYS, OPTIONS, View
+from ..problem import ARRAYS, OPTIONS, View, complete
 from ..score import Score
 from . import torch_data
 
@@ -175,12 +175,12 @@ class Arguments:
         self.arrays |= zip(self.keys, reads)
         if moving:
             self.arrays |= {f"t{key}": x for key, x in zip(self.keys, moving[0]) if x is not None}
-        self.wrt = rules.check_wanted(wrt[0], self.arrays, self.score) if of.of_gradients else ()
+        self.wrt = check_wanted(wrt[0], self.arrays, self.score) if of.of_gradients else ()
 
     @functools.cached_property
     def options(self) -> dict[str, Any]:
         """A block mask as it is stated."""
-        options = rules.complete(dict(zip(_TYPES, self.encoded)))
+        options = complete(dict(zip(_TYPES, self.encoded)))
         options["causal"] = options["causal"] or False
         options["window"] = tuple([None if n < 0 else n for n in options["window"] or ()]) or None
         options["score"] = self.score
@@ -225,7 +225,7 @@ class Arguments:
         if all(type(n) is int for n in lengths):
             views = {name: view(x) for name, x in self.arrays.items()}
             plain = {name: x for name, x in self.options.items() if not isinstance(x, (torch.SymFloat, torch.SymInt))}
-            rules.state(views, {}, rules.complete(plain), self.of)
+            rules.state(views, {}, complete(plain), self.of)
 
 
 def view(x: torch.Tensor) -> View:

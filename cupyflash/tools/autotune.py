@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import problem as rules
+from .. import rules
 from ..call import Call
 from ..gpu import device, tuned
 from ..gpu.device import Arch
@@ -24,7 +24,7 @@ from ..gpu.plan import FAMILIES, KernelPlan
 from ..gpu.plans import plans
 from ..gpu.tuned import Tuned
 from ..passes import BACKWARD, FORWARD, PASSES, Pass
-from ..problem import ARRAYS, AttentionProblem
+from ..problem import ARRAYS, FLOAT8, AttentionProblem, check_flag, check_options, complete
 from .explanation import as_view, views_of_score
 from .precompile import Job, compile_all
 from .timing import Candidate, cupy_event, gpu_sampler, interleave, reason
@@ -121,17 +121,15 @@ def tune(
     """
     of, given = rules.pass_of(backward), options
     progress = progress or (lambda *_: None)
-    rules.check_options("tune", given, ("score_arrays",))
-    rules.check_flag("store", store)
+    check_options("tune", given, ("score_arrays",))
+    check_flag("store", store)
     device.current(0)  # says what is missing, where there is no GPU
     ordinal = _ordinal()
     arch = device.current(ordinal)
-    if as_view("q", q, dtype, arch.name).dtype == rules.FLOAT8:
-        raise ValueError(
-            f"q has dtype {rules.FLOAT8}, of which CuPy has no arrays to time; its tiles are the table's own"
-        )
+    if as_view("q", q, dtype, arch.name).dtype == FLOAT8:
+        raise ValueError(f"q has dtype {FLOAT8}, of which CuPy has no arrays to time; its tiles are the table's own")
     k = q if k is None else k
-    asked = {name: given.pop(name) for name in rules.complete({}) if name in given}
+    asked = {name: given.pop(name) for name in complete({}) if name in given}
     given["seed"], _ = rules.seed_of(given.get("seed"), 0.0)  # a number changes nothing
     read = views_of_score(given.pop("score_arrays", None), arch.name)
     arrays = {"q": q, "k": k, "v": k if v is None else v, **given}
@@ -294,7 +292,7 @@ def _on_gpu(
     from ..interop import numpy_
 
     p = problem
-    shared = rules.complete({**options, "layout": "bshd"})
+    shared = complete({**options, "layout": "bshd"})
     with cupy.cuda.Device(ordinal):
         random = cupy.random.RandomState(0)
 

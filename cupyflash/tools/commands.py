@@ -16,7 +16,8 @@ from rich.text import Text
 
 from .. import __version__
 from ..passes import BACKWARD, FORWARD, PASSES
-from ..problem import float_name, pass_of
+from ..problem import float_name
+from ..rules import pass_of
 from .command_options import asked, flag
 from .console import Console
 from .visible import visible
@@ -432,7 +433,8 @@ def _shapes(
     shape: str, kv_shape: str | None, v_shape: str | None, arrays: tuple[str, ...], options: dict[str, Any]
 ) -> tuple[tuple[Shape, Shape, Shape], dict[str, Any]]:
     """Shapes of q, k, v, and of the optional arrays that are to be there."""
-    from ..problem import ARRAYS, View, contiguous, describe
+    from ..problem import ARRAYS, View, contiguous
+    from ..rules import describe
 
     q = _shape("--shape", shape)
     k = q if kv_shape is None else _shape("--kv-shape", kv_shape)

@@ -8,14 +8,27 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .. import interop
-from .. import problem as rules
+from .. import interop, rules
 from .. import tangents as of_tangents
+from ..gradients import apart, check_wrt
 from ..passes import BACKWARD_JVP, FORWARD, JVP, Pass
-from ..problem import ITEMSIZE, AttentionProblem, Given, View
+from ..problem import (
+    ARRAYS,
+    DESCALES,
+    FLOAT8,
+    INPUTS,
+    ITEMSIZE,
+    AttentionProblem,
+    Given,
+    View,
+    check_options,
+    complete,
+    contiguous,
+    float_name,
+)
 
 NO_PLAN = ("return_lse", "out", "grads", "dlse")  # options of a call that change no plan
-_OPTIONAL = {row.name: row for row in rules.ARRAYS}
+_OPTIONAL = {row.name: row for row in ARRAYS}
 
 
 @dataclass(frozen=True)
@@ -141,15 +154,15 @@ def explain(
     of, given = rules.pass_of(backward), options
     if tangents:
         of = BACKWARD_JVP if of.of_gradients else JVP
-    rules.check_options("explain", given, (*NO_PLAN, "score_arrays", "wrt"))
+    check_options("explain", given, (*NO_PLAN, "score_arrays", "wrt"))
     wrt = given.pop("wrt", ())
     if wrt and not of.of_gradients:
         raise ValueError(f"wrt is {wrt!r}, but backward is False; a forward has no gradients")
     k = q if k is None else k
     array, _ = rules.seed_of(given.get("seed"), 0.0)  # none is needed, and a number is compiled nowhere
     given["seed"] = array
-    asked = {name: given[name] for name in rules.complete({}) if name in given}
-    descales = {name: given.pop(name, None) for name in rules.DESCALES}
+    asked = {name: given[name] for name in complete({}) if name in given}
+    descales = {name: given.pop(name, None) for name in DESCALES}
     given |= rules.fold_descales(asked, as_view("q", q, dtype, arch), descales)
     arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in _OPTIONAL}}
     views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
@@ -157,7 +170,7 @@ def explain(
     problem = rules.for_pass(rules.describe(**views, **asked, score_arrays=read), of)
     if of is not FORWARD:
         rules.refuse_float8(problem.dtype, of)
-    wanted = rules.check_wrt(wrt, arrays, problem.score)
+    wanted = check_wrt(wrt, arrays, problem.score)
     views |= {x.key: read[x.name] for x in (problem.score.arrays if problem.score else ())}
     if tangents:
         problem, views = _moving(problem, views, tangents, of)
@@ -172,7 +185,7 @@ def explain(
         through_lse = given.get("dlse") is not None or problem.moves("dlse")
         found = _on_gpu(problem, views, of, family, arch, ordinal, wanted, through_lse)
     optional = optional_bytes(problem, views)
-    flops = found.flops + sum(problem.flops() for names in rules.apart(wanted) if set(names) != {"sinks"})
+    flops = found.flops + sum(problem.flops() for names in apart(wanted) if set(names) != {"sinks"})
     # An array that a score function reads goes by its own name.
     names = [of_score.name if problem.score and (of_score := problem.score.array(key)) else key for key in wanted]
     gradients = {f"d{name}": optional[name] for name in names}
@@ -195,7 +208,7 @@ def _moving(
         else:
             view = views[like]
         if x is None or isinstance(x, (tuple, list)):
-            view = view._replace(strides=rules.contiguous(view.shape), ptr=0)
+            view = view._replace(strides=contiguous(view.shape), ptr=0)
         else:
             view = as_view(rules.argument_name(name), x, None, None)
         moved[name], rule = view, _OPTIONAL.get(name[1:])
@@ -228,7 +241,7 @@ def _refuse_family(family: str, q: View) -> None:
 
 def _on_cpu(problem: AttentionProblem, views: dict[str, View], of: Pass, shapes: bool) -> Explanation:
     notes = []
-    if problem.dtype in ("float16", "bfloat16", rules.FLOAT8):
+    if problem.dtype in ("float16", "bfloat16", FLOAT8):
         notes.append(f"{problem.dtype} is computed in float32, tile by tile")
     if shapes:
         notes.append('no GPU can be used here; name one to plan for it, as in arch="sm_90a"')
@@ -277,7 +290,7 @@ def _on_gpu(
         )
         notes += (why,)
     shape = rules.out_shape(views["q"].shape, problem)
-    made = views["q"]._replace(shape=shape, strides=rules.contiguous(shape), ptr=0)
+    made = views["q"]._replace(shape=shape, strides=contiguous(shape), ptr=0)
     views = views | {name: made for name in ("dout", "out", "tout") if name in of.inputs}  # as a caller would make them
     kernels = []
     for launch, made_of in [(launch, x) for made, x in zip(planned, compiled) for launch in made.launches]:
@@ -331,7 +344,7 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
     if not isinstance(x, (tuple, list)):
         lib = interop.library(name, x)
         view = interop.view(lib, name, interop.adopted(lib, {name: x})[name])
-        if name not in _OPTIONAL and rules.float_name(dtype) not in (None, view.dtype):
+        if name not in _OPTIONAL and float_name(dtype) not in (None, view.dtype):
             raise ValueError(f"dtype is {dtype!r}, but {name} is an array of {view.dtype}; dtype is for shapes alone")
         return view
     dtype = dtype_name(dtype)
@@ -346,14 +359,14 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
     elif dtype is None:
         raise TypeError(f"{name} is a shape, {shape}; dtype must be given with it, as in dtype='bfloat16'")
     where = "cuda:0" if arch is not None or _gpu_at_hand() else "cpu"
-    return View(shape, rules.contiguous(shape), dtype, where, "shape")
+    return View(shape, contiguous(shape), dtype, where, "shape")
 
 
 def dtype_name(dtype: Any) -> str | None:
     """What a dtype that is asked for is called here; TypeError for one that attention does not take, None for None."""
-    name = rules.float_name(dtype)
-    if name not in (None, *rules.INPUTS):
-        raise TypeError(f"dtype is {dtype!r}; it must be one of {', '.join(rules.INPUTS)}")
+    name = float_name(dtype)
+    if name not in (None, *INPUTS):
+        raise TypeError(f"dtype is {dtype!r}; it must be one of {', '.join(INPUTS)}")
     return name
 
 

@@ -17,7 +17,8 @@ from ..gpu.plan import KernelPlan, plan
 from ..gpu.programs import program
 from ..gpu.source import generate
 from ..passes import BACKWARD, FORWARD, Pass
-from ..problem import ARRAYS, FLOAT8, AttentionProblem, View, contiguous, describe, whole
+from ..problem import ARRAYS, FLOAT8, AttentionProblem, View, contiguous
+from ..rules import describe, whole
 from .explanation import dtype_name
 
 HEAD_DIMS = {"float16": (64, 128, 256), "bfloat16": (64, 128, 256), "float32": (64, 128), "float64": (64, 128)}

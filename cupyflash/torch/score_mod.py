@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from ..interop import torch_
-from ..problem import score_of
+from ..rules import score_of
 from ..score.fingerprint import fingerprint
 from ..score.graph import Graph, Score
 from ..score.value import Traced, apply, power, truth, where

@@ -34,7 +34,7 @@ ON_PRODUCT = Recipe(
         *option("squash", "    squash : float\n        c: the scaled product s becomes s / sqrt(1 + (s / c)^2).\n"),
         before(
             PROBLEM,
-            "def _check_dropout(",
+            "def check_dropout(",
             """def _check_squash(squash: Any) -> float:
     value = _number("squash", squash) or 0.0
     if value < 0:
@@ -207,15 +207,6 @@ WITH_GRADIENT = Recipe(
     (
         *ADDED_ARRAY.edits,
         instead(PROBLEM, ROW, ROW.replace("adds=True", "adds=True, gradient=True")),
-        before(
-            PROBLEM,
-            "    @property\n    def dsinks(",
-            """    @property
-    def dkey_bias(self) -> Any:
-        return self.of_arrays.get("key_bias")
-
-""",
-        ),
         behind(
             TERMS,
             "    static constexpr bool GIVEN = config::KEY_BIAS;\n",
