@@ -20,6 +20,7 @@ if __name__ == "__main__":
 
 import numpy as np
 import on_cpu
+import on_cpu_tangents
 import pytest
 from float8_problems import BY, RESULTS, quantize
 from on_cpu import check
@@ -47,6 +48,7 @@ class Case(NamedTuple):
     shapes: dict[str, Any]
     options: dict[str, Any]
     shares: int  # 0: as planned
+    moves: tuple[str, ...] | None = None  # with these tangents (on_cpu_tangents.py); none of them: all
 
 
 def some(rng: np.random.Generator, choice: Any) -> Any:
@@ -105,7 +107,11 @@ def draw_case(rng: np.random.Generator, families: list[str]) -> Case:
     shapes |= {"dlse": 1.0 if rng.random() < 0.3 else 0.0, "bias": "float32" if rng.random() < 0.3 else None}
     options |= {"deterministic": bool(rng.random() < 0.35), "rows_aligned": bool(rng.random() < 0.8)}
     shares = int(rng.integers(2, 5)) if family == "sm90" and rng.random() < 0.2 and not blocks else 0
-    return Case(family, int(some(rng, (2, 2, 4, 6, 14, 40))), dtype, shapes, options, shares)
+    case = Case(family, int(some(rng, (2, 2, 4, 6, 14, 40))), dtype, shapes, options, shares)
+    if rng.random() < 0.3:
+        can = ["q", "k", "v", "dout", *(x for x in names if x != "mask")]
+        return case._replace(shares=0, moves=tuple(x for x in can if rng.random() < 0.4))
+    return case
 
 
 def uneven_blocks(rng: np.random.Generator, shape: tuple[int, int, int, int], *how: Any) -> Blocks:
@@ -121,12 +127,18 @@ def run_case(case: Case, rng: np.random.Generator) -> None:
         return
     with pytest.MonkeyPatch.context() as patch:
         if rng.random() < 0.3:
-            patch.setattr(on_cpu, "draw_blocks", uneven_blocks)
+            for module in (on_cpu, on_cpu_tangents):
+                patch.setattr(module, "draw_blocks", uneven_blocks)
         if case.shares:
             patch.setattr(sm90_backward_cost, "shares", lambda problem, t, clusters: min(case.shares, problem.group))
             patch.setattr(sm90_backward_cost, "CACHE", 1)
         name, cc, memory = ARCHS[case.family]
-        check(case.family, Arch(name, cc, case.sms, memory), rng, case.dtype, case.shapes, case.options)
+        arch, options = Arch(name, cc, case.sms, memory), dict(case.options)
+        if case.moves is None:
+            check(case.family, arch, rng, case.dtype, case.shapes, options)
+        else:
+            del options["rows_aligned"]
+            on_cpu_tangents.check(case.family, arch, rng, case.dtype, case.shapes, options, case.moves)
 
 
 def run_8_bits(case: Case, rng: np.random.Generator) -> None:
