@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +15,8 @@ import pytest
 NEEDS = {
     "train_gpt.py": ["torch"], "torch_module.py": ["torch"], "relative_positions.py": ["torch"],
     "from_flex_attention.py": ["torch"], "jax_training.py": ["jax"], "transformers_model.py": ["transformers"],
-    "flax_attention.py": ["flax"], "equinox_attention.py": ["equinox", "optax"],
+    "flax_attention.py": ["flax"], "equinox_attention.py": ["equinox", "optax"], "meanflow.py": ["torch"],
+    "forces.py": ["torch"],
 }  # fmt: skip
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 
@@ -125,6 +127,28 @@ def test_torch_module(capsys: pytest.CaptureFixture[str]) -> None:
     assert losses[0] > 2.5 and losses[-1] < 0.5
     assert "step   40  loss" in capsys.readouterr().out
     assert example.difference_from_pytorch("cpu") < 1e-5
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Of PyTorch, whose threads wait for each other at every small operation."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_meanflow(one_thread: None, capsys: pytest.CaptureFixture[str]) -> None:
+    result = load("meanflow").main(["--steps", "40", "--device", "cpu"])
+    assert result["first"] > 1.5 and result["last"] < 0.8 and result["sample"] < 0.8 * result["noise"]
+    assert "after 40 steps" in capsys.readouterr().out
+
+
+def test_forces(one_thread: None, capsys: pytest.CaptureFixture[str]) -> None:
+    result = load("forces").main(["--steps", "60", "--device", "cpu"])
+    assert result["first"] > 0.9 and result["last"] < 0.15
+    assert "after 60 steps" in capsys.readouterr().out
 
 
 def test_jax_training(capsys: pytest.CaptureFixture[str]) -> None:
