@@ -37,8 +37,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any)
         q, k or v is no tensor.
     ValueError
         `out` is given although a gradient is wanted, or the call is traced: nobody could follow a write into it.
-    RuntimeError
-        Where gradients are differentiated again.
+    RuntimeError, NotImplementedError
+        For a third derivative, and for forward mode of forward mode.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
