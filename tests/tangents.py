@@ -7,7 +7,6 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,25 +15,16 @@ from reference import visible
 from reference_tangents import Tangents, tangents
 
 from cupyflash import attention_backward_jvp, attention_jvp
-from cupyflash.gpu import device
-from cupyflash.gpu.plan import FAMILIES
-from cupyflash.passes import BACKWARD_JVP, JVP
-from cupyflash.problem import ARRAYS, AttentionProblem, Given
+from cupyflash.problem import ARRAYS, AttentionProblem
 from cupyflash.score.graph import name_of
 
 MOST = 1 << 22  # multiplications of a product of Q and K, and of P and V: more takes the reference too long
 
 
-def are_asked(problem: AttentionProblem, family: str | None) -> bool:
-    """Whether a problem is small enough, and the family has kernels for tangents."""
+def are_asked(problem: AttentionProblem) -> bool:
+    """Whether a problem is small enough."""
     pairs = problem.batch * problem.heads_q * problem.seq_q * problem.seq_k
-    if pairs * (problem.dim + problem.dim_v) > MOST:
-        return False
-    if family is None:
-        return True
-    moved = replace(problem, tangents=(Given("q", problem.dtype, ()), Given("k", problem.dtype, ())))
-    arch = device.current(0)
-    return not any(FAMILIES[family].objection(moved, arch, of) for of in (JVP, BACKWARD_JVP))
+    return pairs * (problem.dim + problem.dim_v) <= MOST
 
 
 def can_move(problem: AttentionProblem, given: Collection[str]) -> list[str]:

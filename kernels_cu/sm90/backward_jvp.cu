@@ -1,174 +1,18 @@
-// The tangent of attention's backward along tangents of Q, K, V and dO, for Hopper, from what the forward and its tangent left
-// (attention/tangents.cuh has the formulas of a pair):
+// The tangent of attention's backward along tangents of Q, K, V and dO, for Hopper, from what the forward and its
+// tangent left (attention/tangents.cuh has the formulas of a pair):
 //
 //     tdQ = scale (tdX K + dX tK)    tdK = scale (tdX^T Q + dX^T tQ)    tdV = tP^T dO + P^T tdO
 //
-// In two kernels that each own what they sum: nothing is added up in memory, every run gives the same bits, and no workspace grows
-// with the lengths' product. One owns 64 queries of a head for each warpgroup and visits tiles of keys, the other 64 keys, which
-// all heads that share them visit. Either side of the scores has a first array (Q, K) and a second one (dO, V): what is
-// owned, and what visits, is the same code.
+// In two kernels that each own what they sum: nothing is added up in memory, every run gives the same bits, and no
+// workspace grows with the lengths' product. One owns 64 queries of a head for each warpgroup and visits tiles of keys,
+// the other 64 keys, which all heads that share them visit. Either side of the scores has a first array (Q, K) and a
+// second one (dO, V): what is owned, and what visits, is the same code.
 #include "attention/dead_rows.cuh"
 #include "attention/dropped.cuh"
-#include "attention/mask.cuh"
-#include "attention/tangents.cuh"
-#include "ptx/barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
-#include "sm90/tangent_maps.cuh"
+#include "sm90/backward_jvp_tiles.cuh"
 #include "sm90/turns.cuh"
-#include "tile/ring.cuh"
 #include "tile/rows.cuh"
-#include "tile/swizzled.cuh"
-
-using namespace config;
-
-constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int OWNED = 64 * GROUPS;
-constexpr int LOADER_REGISTERS = GROUPS == 3 ? 32 : 24;
-constexpr int WORKER_REGISTERS = GROUPS == 3 ? 160 : 240;
-static_assert(LOADER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * (65536 / THREADS / 8 * 8));
-
-struct TensorMaps : QTangentMap<TQ>, KTangentMap<TK>, VTangentMap<TV>, DOTangentMap<TDOUT> {
-    TensorMap q, k, v, dout;
-    int map_out;
-};
-
-// COUNT rows of one side's arrays, in shared memory.
-template <bool OF_QUERIES, int COUNT>
-struct SideTiles {
-    static constexpr bool FIRST_MOVES = OF_QUERIES ? TQ : TK, SECOND_MOVES = OF_QUERIES ? TDOUT : TV;
-    static constexpr int BOX = OF_QUERIES ? ROWS : KEYS;  // rows that come at once
-    using First = SwizzledTile<COUNT, DIM>;
-    using Second = SwizzledTile<COUNT, DIM_V>;
-    static constexpr int BYTES = (1 + FIRST_MOVES) * First::BYTES + (1 + SECOND_MOVES) * Second::BYTES;
-
-    unsigned base;
-
-    __device__ First first() const { return {base}; }
-    __device__ Second second() const { return {base + First::BYTES}; }
-    __device__ First first_tangent() const { return {base + First::BYTES + Second::BYTES}; }
-    __device__ Second second_tangent() const { return {first_tangent().base + FIRST_MOVES * First::BYTES}; }
-
-    // All of them, from a row of a head on: BYTES arrive.
-    template <class Maps>
-    __device__ void load(const Params& p, const Maps& maps, unsigned barrier, int row, const Head& head) const {
-        int from = row - (OF_QUERIES ? head.unmapped_queries(p) : head.unmapped_keys(p));
-#pragma unroll 1
-        for (int r = 0; r < COUNT; r += BOX) {
-            auto fill = [&](auto tile, const TensorMap& map) {
-                tile.load_rows(map, barrier, r, from + r, OF_QUERIES ? head.q : head.k, head.batch);
-            };
-            if constexpr (OF_QUERIES) {
-                fill(first(), maps.q), fill(second(), maps.dout);
-                if constexpr (TQ) fill(first_tangent(), maps.tq);
-                if constexpr (TDOUT) fill(second_tangent(), maps.tdout);
-            } else {
-                fill(first(), maps.k), fill(second(), maps.v);
-                if constexpr (TK) fill(first_tangent(), maps.tk);
-                if constexpr (TV) fill(second_tangent(), maps.tv);
-            }
-        }
-    }
-    // Zeros in what is summed over, by one warpgroup.
-    template <class Dead>
-    __device__ void clear(const Dead& dead) const {
-        int warp = threadIdx.x / 32 % 4;
-        dead.template clear<4>(first(), warp);
-        if (FIRST_MOVES) dead.template clear<4>(first_tangent(), warp);
-        if (!OF_QUERIES) return;
-        dead.template clear<4>(second(), warp);
-        if (SECOND_MOVES) dead.template clear<4>(second_tangent(), warp);
-    }
-};
-
-// Of each query four numbers: -lse as an exponent of 2 (of P / kept), and minus delta, tlse and tdelta, the second and the last
-// times what is kept. They lie by tiles of ROWS, those of a kind of two queries side by side, as lanes want them.
-enum Number { LSE, DELTA, TLSE, TDELTA, NUMBERS };
-__device__ inline float* numbers_of(const Params& p, const Head& head, int tile) {
-    return p.numbers + query_tile_number<ROWS>(p, head, tile) * (NUMBERS * ROWS);
-}
-__device__ inline constexpr int place_of(int number, int query) {
-    return query / 2 * (2 * NUMBERS) + 2 * number + query % 2;
-}
-
-// A kernel's own tile and what visits it.
-template <bool OWNS_KEYS>
-struct Sides {
-    static constexpr int VISITED = OWNS_KEYS ? ROWS : KEYS;
-    static constexpr int STAGES = OWNS_KEYS ? QUERY_STAGES : KEY_STAGES;
-    using Own = SideTiles<!OWNS_KEYS, OWNED>;
-    using Visitor = SideTiles<OWNS_KEYS, VISITED>;
-    using Ring = ::Ring<STAGES, 4 * GROUPS>;
-    static constexpr int NUMBER_BYTES = OWNS_KEYS ? 4 * NUMBERS * ROWS : 0;
-
-    static constexpr int VISITORS = Own::BYTES;
-    static constexpr int ROW_NUMBERS = VISITORS + STAGES * Visitor::BYTES;
-    static constexpr int RING = ROW_NUMBERS + STAGES * NUMBER_BYTES;
-    static constexpr int OWN_BARRIER = RING + Ring::BYTES;
-    static constexpr int END = OWN_BARRIER + 8;
-    static_assert(END <= (OWNS_KEYS ? SHARED_MEMORY_KEYS : SHARED_MEMORY_QUERIES), "the plan asks for less than the kernel lays out");
-    static_assert(OWNED % Own::BOX == 0);
-
-    unsigned base;
-    Ring ring;
-
-    __device__ Sides(unsigned base) : base(base), ring(base + RING) {}
-
-    __device__ Own own() const { return {base}; }
-    __device__ Visitor visitor() const { return {base + VISITORS + ring.stage * Visitor::BYTES}; }
-    __device__ unsigned numbers() const { return base + ROW_NUMBERS + ring.stage * NUMBER_BYTES; }
-    __device__ unsigned own_barrier() const { return base + OWN_BARRIER; }
-};
-
-// The tile that a thread block owns, and f(head, tile, bits) for each that visits it.
-template <bool OWNS_KEYS>
-struct OwnTile {
-    Head head;
-    int first;
-
-    // Long ones first, in groups of heads that stay in the L2 cache.
-    __device__ OwnTile(const Params& p, int number) {
-        int tiles = OWNS_KEYS ? key_tiles<OWNED>(p) : query_tiles<OWNED>(p), heads = OWNS_KEYS ? p.heads_k : p.heads_q;
-        Dealt at = deal(number, tiles, heads * p.batch, p.together);
-        head = OWNS_KEYS ? Head::of_k(p, at.head / heads, at.head % heads) : Head::of_q(p, at.head / heads, at.head % heads);
-        first = (!OWNS_KEYS && walk::GROWING ? tiles - 1 - at.tile : at.tile) * OWNED;
-    }
-
-    template <class F>
-    __device__ void for_visitors(const Params& p, F f) const {
-        if constexpr (OWNS_KEYS) {
-            Range keys{first, min(head.keys(p), first + OWNED)};
-#pragma unroll 1
-            for (int h = 0; h < group_of(p); h++) {
-                Head of{head.batch, head.q + h, head.k};
-                QueryWalk<ROWS, OWNED> walk(p, of, keys);
-#pragma unroll 1
-                for (int step = walk.start(); walk.has(step); step = walk.next(step))
-                    f(of, walk.tile(step), walk.template bits<true>(step, keys));
-            }
-        } else {
-            Range queries{first, min(head.queries(p), first + OWNED)};
-            KeyWalk<KEYS, OWNED> walk(p, head, queries);
-#pragma unroll 1
-            for (int step = walk.start(); walk.has(step); step = walk.next(step))
-                f(head, walk.tile(step), walk.bits(step, queries));
-        }
-    }
-};
-
-// The loading thread.
-template <bool OWNS_KEYS, class Maps>
-__device__ void load(const Params& p, const Maps& maps, Sides<OWNS_KEYS>& s, const OwnTile<OWNS_KEYS>& tile) {
-    using Of = Sides<OWNS_KEYS>;
-    mbarrier_arrive_expect(s.own_barrier(), Of::Own::BYTES);
-    s.own().load(p, maps, s.own_barrier(), tile.first, tile.head);
-    tile.for_visitors(p, [&](const Head& head, int n, TileBits) {
-        s.ring.wait_empty();
-        mbarrier_arrive_expect(s.ring.full(), Of::Visitor::BYTES + Of::NUMBER_BYTES);
-        s.visitor().load(p, maps, s.ring.full(), n * Of::VISITED, head);
-        if (OWNS_KEYS) bulk_load(s.numbers(), numbers_of(p, head, n), Of::NUMBER_BYTES, s.ring.full());
-        s.ring.advance();
-    });
-}
 
 // The second result, which keys alone have.
 template <bool GIVEN>
@@ -185,7 +29,8 @@ struct Worker {
     static constexpr int VISITED = Of::VISITED, N = VISITED / 8;
     static constexpr bool OWN_FIRST_MOVES = Of::Own::FIRST_MOVES, OWN_SECOND_MOVES = Of::Own::SECOND_MOVES;
     static constexpr bool FIRST_MOVES = Of::Visitor::FIRST_MOVES, SECOND_MOVES = Of::Visitor::SECOND_MOVES;
-    static constexpr int AFTER_SCORES = OWN_FIRST_MOVES + FIRST_MOVES + 1 + OWN_SECOND_MOVES + SECOND_MOVES;  // products
+    static constexpr int AFTER_SCORES =
+        OWN_FIRST_MOVES + FIRST_MOVES + 1 + OWN_SECOND_MOVES + SECOND_MOVES;  // products
     using Scores = Accumulator<1, N>;
     using Place = Placement<OWNS_KEYS>;
 
@@ -207,6 +52,12 @@ struct Worker {
 
     Accumulator<1, DIM / 8> sum;
     SecondSum<OWNS_KEYS> second;
+    // What a visitor adds to them is added under the scores of the next one, where registers allow it.
+    static constexpr bool LAGS = AHEAD && !OWNS_KEYS;
+    static constexpr int ADDED = 1 + FIRST_MOVES + (OWNS_KEYS ? MOVES + TDOUT : 0);  // products
+    Operand<VISITED> tdx_operand, dx_operand, tp_operand, p_operand;
+    bool owed = false;              // whether that is still to be done
+    unsigned owed_tile, owed_slot;  // where it lies, and its barrier
 
     __device__ Worker(const Params& p, Of& s, const OwnTile<OWNS_KEYS>& tile, int group)
         : p(p),
@@ -227,7 +78,9 @@ struct Worker {
                 const float* from = numbers_of(p, tile.head, i / ROWS);
 #pragma unroll
                 for (int n = 0; n < NUMBERS; n++)
-                    numbers[h][n] = i < tile.head.queries(p) ? from[place_of(n, i % ROWS)] : n == LSE ? MINUS_INFINITY : 0;
+                    numbers[h][n] = i < tile.head.queries(p) ? from[place_of(n, i % ROWS)]
+                                    : n == LSE               ? MINUS_INFINITY
+                                                             : 0;
             }
         }
     }
@@ -241,8 +94,9 @@ struct Worker {
 
     // Whether any pair of the warpgroup's rows and a visitor's is visible by position.
     __device__ bool sees(const Head& head, int n) const {
-        Range own{first, first + 64}, of = OWNS_KEYS ? Band{p, head}.queries_of({own.begin, min(own.end, head.keys(p))})
-                                                     : Band{p, head}.keys_of({own.begin, min(own.end, head.queries(p))});
+        Range own{first, first + 64}, of = OWNS_KEYS
+                                               ? Band{p, head}.queries_of({own.begin, min(own.end, head.keys(p))})
+                                               : Band{p, head}.keys_of({own.begin, min(own.end, head.queries(p))});
         bool any = own.begin < (OWNS_KEYS ? head.keys(p) : head.queries(p));
         return any && of.begin < (n + 1) * VISITED && of.end > n * VISITED;
     }
@@ -269,7 +123,8 @@ struct Worker {
         }
     }
 
-    // Rows may hold anything where key_mask hides a key, or leaves a query none. (What is dead by position no map knows of.)
+    // Rows may hold anything where key_mask hides a key, or leaves a query none. (What is dead by position no map knows
+    // of.)
     __device__ void clear_dead(const Head& head, int n) {
         if constexpr (KEY_MASK) {
             DeadRows<VISITED> dead([&](int i) {
@@ -315,15 +170,17 @@ struct Worker {
             start_ABt<DOT_V>(sum, s.own().second_tangent(), 64 * group, b);
     }
 
+    __device__ void pass() {
+        settle();
+        turns.wait();
+        turns.pass();
+        s.ring.pass();
+    }
+
+    // LATER: another visitor came before, which is owed.
+    template <bool LATER>
     __device__ void visit(const Head& head, int n, TileBits bits) {
         s.ring.wait_full();
-        if (!walk::LISTED && !sees(head, n)) {
-            turns.wait();
-            turns.pass();
-            s.ring.release();
-            s.ring.advance();
-            return;
-        }
         clear_dead(head, n);
         typename Of::Visitor other = s.visitor();
         Scores x, tx, dp, tdp;
@@ -342,7 +199,8 @@ struct Worker {
         InMemory<1, OWNS_KEYS> arrays(pairs, at);
         Lines<1, OWNS_KEYS, InMemory<1, OWNS_KEYS>> lines(pairs, at, arrays);
         Scores slopes, bends;
-        wgmma_wait<AFTER_SCORES>();
+        if (LATER) add();
+        wgmma_wait<AFTER_SCORES + (LATER ? ADDED : 0)>();
         changed(x);
         each([&](int n, int e, const float (&of)[NUMBERS]) {
             int r = x.row(0, e), c = x.column(n, e);
@@ -359,7 +217,7 @@ struct Worker {
             hide(x, at, pairs, seen, arrays, 0);
         }
         drop(x, at, head.batch, dropout);
-        wgmma_wait<0>();
+        wgmma_wait<LATER ? ADDED : 0>();
         changed(tx);
         changed(dp);
         changed(tdp);
@@ -390,24 +248,42 @@ struct Worker {
             tdp.x[0][n][e] = MovingPairs::BENDS ? fma(bends.x[0][n][e] * ts, dz, slope * tdz) : slope * tdz;
         });
 
-        Operand<VISITED> tdx_operand, dx_operand, tp_operand, p_operand;
+        if (LATER) added();
         tdx_operand.take(tdp);
         if constexpr (FIRST_MOVES) dx_operand.take(tx);
         if constexpr (OWNS_KEYS && MOVES) tp_operand.take(tp);
         if constexpr (OWNS_KEYS && TDOUT) p_operand.template take<0, VISITED, DROPOUT>(x);
-        start_AB<VISITED>(sum, tdx_operand, other.first());
-        if constexpr (FIRST_MOVES) start_AB<VISITED>(sum, dx_operand, other.first_tangent());
-        if constexpr (OWNS_KEYS && MOVES) start_AB<VISITED>(second.x, tp_operand, other.second());
-        if constexpr (OWNS_KEYS && TDOUT) start_AB<VISITED>(second.x, p_operand, other.second_tangent());
-        wgmma_wait<0>();
-        changed(sum);
-        if constexpr (OWNS_KEYS) changed(second.x);
-        s.ring.release();
+        owed_tile = other.base, owed_slot = s.ring.empty();
+        owed = true;
+        if (!LAGS) settle();
         s.ring.advance();
     }
 
+    // What the visitor before adds, in the background.
+    __device__ void add() {
+        typename Of::Visitor from{owed_tile};
+        start_AB<VISITED>(sum, tdx_operand, from.first());
+        if constexpr (FIRST_MOVES) start_AB<VISITED>(sum, dx_operand, from.first_tangent());
+        if constexpr (OWNS_KEYS && MOVES) start_AB<VISITED>(second.x, tp_operand, from.second());
+        if constexpr (OWNS_KEYS && TDOUT) start_AB<VISITED>(second.x, p_operand, from.second_tangent());
+    }
+    __device__ void added() {
+        wgmma_wait<0>();
+        changed(sum);
+        if constexpr (OWNS_KEYS) changed(second.x);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(owed_slot);
+        owed = false;
+    }
+    __device__ void settle() {
+        if (!owed) return;
+        add();
+        added();
+    }
+
     template <int COUNT>
-    __device__ void store(const Accumulator<1, COUNT>& x, Out* to, const Strides& strides, int rows, int columns) const {
+    __device__ void store(const Accumulator<1, COUNT>& x, Out* to, const Strides& strides, int rows,
+                          int columns) const {
         bool vectors = aligned(to, strides.row, columns);
         store_rows(x, vectors, columns, [&](int row) {
             int i = tile.first + warp_row + row;
@@ -422,7 +298,15 @@ struct Worker {
         if constexpr (HELD == 3 && OWN_FIRST_MOVES) first_tangent_held.load(s.own().first_tangent(), warp_row);
         if constexpr (HELD == 3 && OWN_SECOND_MOVES) second_tangent_held.load(s.own().second_tangent(), warp_row);
         turns.start();
-        tile.for_visitors(p, [&](const Head& head, int n, TileBits bits) { visit(head, n, bits); });
+        tile.for_visitors(p, [&](const Head& head, int n, TileBits bits) {
+            if (!walk::LISTED && !sees(head, n))
+                pass();
+            else if (LAGS && owed)
+                visit<LAGS>(head, n, bits);
+            else
+                visit<false>(head, n, bits);
+        });
+        settle();
         sum.each([&](float& x, int, int) { x *= p.scale; });
         const Head& head = tile.head;
         if constexpr (OWNS_KEYS) {

@@ -1,5 +1,5 @@
-// The Hopper forward's tiles in shared memory, what a launch is made of, and the loading thread (the producer): the copy
-// engine (TMA) brings Q, K and V tiles as far ahead as the rings in shared memory reach.
+// The Hopper forward's tiles in shared memory, what a launch is made of, and the loading thread (the producer): the
+// copy engine (TMA) brings Q, K and V tiles as far ahead as the rings in shared memory reach.
 #pragma once
 #include "attention/pairs.cuh"
 #include "attention/schedule.cuh"
@@ -17,24 +17,26 @@ constexpr int HEAD_ROWS = ROWS / PACK;  // where queries are few, heads that sha
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int READERS = 4 * GROUPS;  // warps that read what is loaded
 
-// Whether threads have registers to spare: no more than two warpgroups compute on a multiprocessor, in BLOCKS thread blocks.
+// Whether threads have registers to spare: no more than two warpgroups compute on a multiprocessor, in BLOCKS thread
+// blocks.
 constexpr bool ROOMY = GROUPS * BLOCKS < 3;
 
-// OWN_Q, where Q has one place in shared memory: each warpgroup gives its rows back with its own last scores of a tile, before
-// their softmax, and goes on when it has those of the next tile.
+// OWN_Q, where Q has one place in shared memory: each warpgroup gives its rows back with its own last scores of a tile,
+// before their softmax, and goes on when it has those of the next tile.
 static_assert(!OWN_Q || Q_STAGES == 1 && PACK == 1);
 constexpr int Q_PARTS = OWN_Q ? GROUPS : 1;
 
 // Key tiles at the end of a tile's walk that a warpgroup's rows do not see and another's do, at most.
 constexpr int BEHIND = walk::BOUND_FIRST ? tiles_in(64 * (GROUPS - 1), KEYS) : 0;
 
-// Whether the next tile is looked at while O of a tile is still to be stored: then that is done under the next tile's first scores. It
-// asks for registers, for the next Q to be there, and, since what is behind is passed on after that, for rings that hold it.
+// Whether the next tile is looked at while O of a tile is still to be stored: then that is done under the next tile's
+// first scores. It asks for registers, for the next Q to be there, and, since what is behind is passed on after that,
+// for rings that hold it.
 constexpr bool NEXT_Q = ROOMY && (Q_STAGES > 1 || OWN_Q) && !SHARES && !(PACK > 1 && (SCORE || DIM > 128)) &&
                         BEHIND < STAGES && (!PAIR_ARRAYS || BEHIND <= PAIR_STAGES);
 
-// Whether the next tile's Q is asked for before the end of a tile: all thread blocks may change heads at once, and it would come
-// late. (Beside three warpgroups the loading thread has no registers for that.)
+// Whether the next tile's Q is asked for before the end of a tile: all thread blocks may change heads at once, and it
+// would come late. (Beside three warpgroups the loading thread has no registers for that.)
 constexpr bool EARLY = ROOMY && Q_STAGES > 1 && !SHARES;
 
 // Whether the loading thread tells the others all of a tile, so that they need no divisions between two tiles, or only
@@ -138,7 +140,8 @@ struct Shared {
     __device__ OTile o_tile() const { return {base + O_TILE}; }
     __device__ Strip o_strip() const { return {base + O_TILE + (threadIdx.x / 32 - 4) * Strip::BYTES}; }
     __device__ unsigned sums() const { return base + O_TILE; }
-    // What the slot of Q tells of its tile; as far from the first note as its ring is from the first ring (of one stage, else there is one).
+    // What the slot of Q tells of its tile; as far from the first note as its ring is from the first ring (of one
+    // stage, else there is one).
     __device__ unsigned note() const { return q.barriers - Q_RING + NOTES + 16 * q.stage; }
 
     // To the ring of a warpgroup's rows of Q, where each has its own; all are at the same place in them.
@@ -180,8 +183,8 @@ struct Shared {
     }
 };
 
-// The loading thread. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A template since not all kernels
-// have maps of tangents.)
+// The loading thread. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A template since not
+// all kernels have maps of tangents.)
 template <class Maps>
 __device__ void load(const Params& p, const Maps& maps, Shared& s) {
     TileSchedule schedule(p);

@@ -1,12 +1,14 @@
-// The tangent of attention's forward along tangents of Q, K and V, for Hopper, from the O and lse that the forward left:
+// The tangent of attention's forward along tangents of Q, K and V, for Hopper, from the O and lse that the forward
+// left:
 //
 //     tS = tQ K^T + Q tK^T    w = P (scale slope tS - c)    tO = w V + P tV - rowsum(w) O    tlse = rowsum(w) + c
 //
-// c is any number of a row's own. The mean over its first key tile keeps w small where all keys share a tangent, which rounding
-// w would show. P is known from lse, as in the backward: there is no maximum to look for.
+// c is any number of a row's own. The mean over its first key tile keeps w small where all keys share a tangent, which
+// rounding w would show. P is known from lse, as in the backward: there is no maximum to look for.
 //
-// As in the forward the first warpgroup only loads (forward_tiles.cuh) and the others each own 64 queries. Tensor cores work in
-// the background: on tS under the exponentials of S, and (AHEAD) on what the tile before adds to tO under all that follows.
+// As in the forward the first warpgroup only loads (forward_tiles.cuh) and the others each own 64 queries. Tensor cores
+// work in the background: on tS under the exponentials of S, and (AHEAD) on what the tile before adds to tO under all
+// that follows.
 #include "attention/dead_rows.cuh"
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
@@ -43,7 +45,7 @@ struct Worker {
     Dropout dropout;
     Turns<TURNS ? GROUPS : 1, 1 + GROUPS> turns;
     float factor;
-    bool near = true;    // whether soft caps of the tile's keys so far were near 0: then it is asked again
+    bool near = true;     // whether soft caps of the tile's keys so far were near 0: then it is asked again
     unsigned unseen = 0;  // CLEARS: of the keys of these the lane's own (32 n + lane) that key_mask hides, in bits n
 
     // Of the lane's two rows.
@@ -108,7 +110,8 @@ struct Worker {
         s.v.advance();
     }
 
-    // Products become probabilities, hidden ones 0, those that dropout drops negative; and what their tangents are multiplied by.
+    // Products become probabilities, hidden ones 0, those that dropout drops negative; and what their tangents are
+    // multiplied by.
     __device__ void weigh(Scores& x, Scores& slopes, int step, bool tests) {
         int key = own.tile(step) * KEYS;
         Pairs pairs(p, tile.head, own.bits(step, tile.queries));
@@ -253,13 +256,14 @@ struct Worker {
             bool pairwise = (unsigned long long)out % 4 == 0 && p.dim_v % 2 == 0;
 #pragma unroll
             for (int k = 0; k < DIM_V / 8; k++) {
-                float(&x)[4] = o.x[0][k];
+                float (&x)[4] = o.x[0][k];
                 int c = o.column(k, 0);
                 float of[2] = {};
                 if (there && sum[h] != 0 && c < p.dim_v) {  // (what nobody sees is 0 without a look)
                     if (pairwise) {
                         unsigned both = *(const unsigned*)(out + c);
-                        of[0] = to_float(Out{(unsigned short)both}), of[1] = to_float(Out{(unsigned short)(both >> 16)});
+                        of[0] = to_float(Out{(unsigned short)both}),
+                        of[1] = to_float(Out{(unsigned short)(both >> 16)});
                     } else {
                         of[0] = to_float(out[c]);
                         if (c + 1 < p.dim_v) of[1] = to_float(out[c + 1]);

@@ -29,6 +29,9 @@ class BackwardJvpTile:
     groups: int
     query_stages: int  # tiles of queries in flight
     key_stages: int  # of keys
+    ahead: int = (
+        0  # 1: what keys add to tdQ is added under the scores of the next ones: three tiles in flight are two then
+    )
     turns: int = 0  # 1: warpgroups take turns to issue products
     queries_held: int = 0  # 1: the kernel that owns queries has Q in registers; 2: and dO; 3: and their tangents
     keys_held: int = 0  # likewise K and V
@@ -38,12 +41,12 @@ class BackwardJvpTile:
 
 
 BACKWARD_JVP_TILES = (
-    BackwardJvpTile(32, 64, 2, 3, 3, 1, 3, 3, dim=32, plain=True),
-    BackwardJvpTile(32, 64, 2, 3, 2, 1, 2, 3, dim=64, plain=True),
-    BackwardJvpTile(32, 64, 2, 3, 2, 1, dim=64),
-    BackwardJvpTile(32, 64, 2, 2, 2, 1, 0, 2, dim=96, plain=True),
-    BackwardJvpTile(32, 64, 2, 2, 2, 1, plain=True),
-    BackwardJvpTile(32, 32, 2, 2, 2, 1),
+    BackwardJvpTile(64, 64, 2, 3, 3, 0, 1, 3, 1, dim=32, plain=True),
+    BackwardJvpTile(32, 64, 2, 3, 3, 1, 1, 0, 3, dim=64, plain=True),
+    BackwardJvpTile(32, 64, 2, 3, 2, 0, 1, dim=64),
+    BackwardJvpTile(32, 64, 2, 2, 2, 0, 1, 0, 2, dim=96, plain=True),
+    BackwardJvpTile(32, 64, 2, 2, 2, 0, 1, plain=True),
+    BackwardJvpTile(32, 32, 2, 2, 2, 0, 1),
     BackwardJvpTile(32, 32, 2, 1, 1),
 )
 
@@ -58,7 +61,7 @@ def _possible(t: BackwardJvpTile, problem: AttentionProblem) -> bool:
 
 
 TILES = Tiles(BACKWARD_JVP_TILES, {
-    "rows": (32, 48, 64), "keys": (32, 48, 64, 80), "groups": (2, 3), "query_stages": (1, 2, 3), "key_stages": (1, 2, 3), "turns": (0, 1), "queries_held": (0, 1, 2, 3), "keys_held": (0, 1, 2, 3), "spills": (0,),
+    "rows": (32, 48, 64), "keys": (32, 48, 64, 80), "groups": (2, 3), "query_stages": (1, 2, 3, 4), "key_stages": (1, 2, 3, 4), "ahead": (0, 1), "turns": (0, 1), "queries_held": (0, 1, 2, 3), "keys_held": (0, 1, 2, 3), "spills": (0,),
 }, _possible)  # fmt: skip
 
 
@@ -105,7 +108,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     together = max(1, min(heads_k, CACHE // max(1, traffic))) if banded else 1
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), *dots(problem), ("GROUPS", t.groups), ("ROWS", t.rows), ("KEYS", t.keys),
-        ("QUERY_STAGES", t.query_stages), ("KEY_STAGES", t.key_stages), ("TURNS", bool(t.turns)), ("QUERIES_HELD", t.queries_held), ("KEYS_HELD", t.keys_held),
+        ("QUERY_STAGES", t.query_stages), ("KEY_STAGES", t.key_stages), ("AHEAD", bool(t.ahead)), ("TURNS", bool(t.turns)), ("QUERIES_HELD", t.queries_held), ("KEYS_HELD", t.keys_held),
         ("SHARED_MEMORY_QUERIES", of_queries), ("SHARED_MEMORY_KEYS", of_keys), *features(problem),
     )  # fmt: skip
     sides = {"q": t.rows, "dout": t.rows, "k": t.keys, "v": t.keys}

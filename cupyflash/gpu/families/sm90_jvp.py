@@ -37,16 +37,24 @@ class JvpTile:
 
 
 JVP_TILES = (
-    JvpTile(2, 128, 2, dim=64),
-    JvpTile(2, 64, 2, 1, 1, 1, dim=128),
-    JvpTile(2, 32, 2, 1, 1, 1, dim=192),
-    JvpTile(2, 48, 1, 0, 1),
-    JvpTile(2, 32, 1, 0, 1),
+    JvpTile(2, 128, 2, dim=64, plain=True),
+    JvpTile(2, 64, 3, 1, 1, dim=64),
+    JvpTile(2, 64, 2, 1, 1, 1, dim=128, plain=True),
+    JvpTile(2, 64, 2, 1, dim=128),
+    JvpTile(2, 32, 2, 1, 1, 1, dim=192, plain=True),
+    JvpTile(2, 32, 2, 1, dim=192),
+    JvpTile(2, 48, 1, 0, 1, plain=True),
+    JvpTile(2, 32, 1),
 )
 # Tried first where three warpgroups have registers enough, `_by_load`.
-NARROW = (JvpTile(3, 80, 2, dim=32, plain=True), JvpTile(3, 64, 2, 0, 1, dim=64, plain=True, cost=0.93), JVP_TILES[0])
-MIDDLE = (JvpTile(3, 48, 2, 0, 1, dim=96, plain=True, cost=0.9), JVP_TILES[1])
-STAGED = (True, False)  # whether the result leaves by the copy engine, where there is room
+NARROW = (
+    JvpTile(3, 80, 2, dim=32, plain=True),
+    JvpTile(3, 64, 2, 0, 1, dim=64, plain=True, cost=0.93),
+    JVP_TILES[0],
+)
+MIDDLE = (JvpTile(3, 48, 2, 0, 1, dim=96, plain=True, cost=0.9), JVP_TILES[2])
+# Whether the result leaves by the copy engine, where there is room.
+STAGED = (True, False)
 
 
 def _possible(t: JvpTile, problem: AttentionProblem) -> bool:
@@ -136,7 +144,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
             Box("k", t.keys),
             Box("v", t.keys),
             Box("tout", 64),
-        ),  # fmt: skip
+        ),
         scalars=(("shares", 1),),
         lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
     )
