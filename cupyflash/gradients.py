@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .problem import ARRAY_RULES, ARRAYS, View
 from .score import Score
-from .score.graph import kind_of, name_of
+from .score.graph import name_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -59,9 +59,10 @@ def check_wrt(wrt: Any, arrays: dict[str, Any], score: Score | None = None) -> t
     """
     if isinstance(wrt, tuple) and not wrt:
         return ()
-    reads = dict(zip([x.name for x in score.arrays], score.keys)) if score else {}
-    floats = [x.name for x in score.arrays if kind_of(x.dtype) == "float"] if score else []
-    can = [row.name for row in ARRAYS if row.gradient] + floats
+    reads = [x.name for x in score.arrays] if score else []
+    floats = [(x.name, x.key) for x in score.arrays if x.kind == "float"] if score else []
+    keys = [(row.name, row.name) for row in ARRAYS if row.gradient and arrays.get(row.name) is not None] + floats
+    can = list(dict.fromkeys([*(row.name for row in ARRAYS if row.gradient), *(name for name, _ in floats)]))
     must = f"it must hold names of optional arrays that are given, of {', '.join(map(repr, can))}"
     try:
         names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
@@ -77,7 +78,7 @@ def check_wrt(wrt: Any, arrays: dict[str, Any], score: Score | None = None) -> t
             raise ValueError(f"wrt holds {name!r}{why}; {must}")
         if name not in reads and arrays.get(name) is None:
             raise ValueError(f"wrt holds {name!r}, but {name} is not given; {must}")
-    return tuple([reads.get(name, name) for name in can if name in names])
+    return tuple([key for name, key in keys if name in names])
 
 
 def check_wanted(wrt: Iterable[str], arrays: dict[str, Any], score: Score | None) -> tuple[str, ...]:

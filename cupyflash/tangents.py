@@ -15,14 +15,10 @@ def of_call(tangents: Any, arrays: Arrays, score: Score | None, of: Pass) -> Arr
     """As arrays of the call, by "t" and the name of what each is the tangent of. TypeError or ValueError, naming it,
     for what none is."""
     reads = {x.name: x.key for x in score.arrays if x.kind == "float"} if score else {}
-    rows = [
-        name
-        for name in ("q", "k", "v", "dout", "dlse")
-        if name != "dlse" and name in of.inputs or f"t{name}" in of.inputs
-    ]
+    rows = [row.name[1:] for row in of.rows if row.optional and row.name.startswith("t")]
     optional = [row.name for row in ARRAYS if row.gradient]
     can = {name: name for name in (*rows, *[name for name in optional if name in arrays])}
-    can |= {name: key for name, key in reads.items() if name not in rows}
+    can |= {name: key for name, key in reads.items() if name not in can}
     must = f"have at least one of {', '.join(can)}"
     if not isinstance(tangents, Mapping):
         raise TypeError(f"tangents is a {type(tangents).__name__}; it must be a dict of arrays by name, and {must}")

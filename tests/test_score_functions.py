@@ -17,7 +17,7 @@ from backends import Backend, in_turn, on_pairs_with_scores
 from score_functions import WRITTEN, documents, relative
 from semantics import LAYS, check, draw_inputs
 
-from cupyflash import attention, attention_backward, explain
+from cupyflash import attention, attention_backward, attention_jvp, explain
 from cupyflash.gpu.score import reads_of, tables
 from cupyflash.score import (
     absolute,
@@ -492,3 +492,20 @@ def test_wrt_names_its_arrays() -> None:
         grads("ids")
     with pytest.raises(ValueError, match="wrt holds 'other'; it must hold names"):
         grads("other")
+
+
+def test_an_array_that_is_read_may_be_called_as_an_argument(rng: np.random.Generator) -> None:
+    """Both have a gradient then; the tangent of that name is the argument's."""
+    q, k, v, dout = rng.standard_normal((4, 1, 3, 1, 2))
+    given, read = rng.standard_normal((2, 3, 3))
+    asked = {"bias": given, "score": lambda s, b, h, i, j, bias: s * bias[i, j], "score_arrays": {"bias": read}}
+    out, lse = attention(q, k, v, return_lse=True, **asked)
+    grads = attention_backward(dout, q, k, v, out, lse, wrt="bias", **asked)
+    other = {**asked, "score": lambda s, b, h, i, j, x: s * x[i, j], "score_arrays": {"x": read}}
+    apart = attention_backward(dout, q, k, v, out, lse, wrt=("bias", "x"), **other)
+    np.testing.assert_array_equal(grads.dbias, apart.dbias)
+    np.testing.assert_array_equal(grads.dscore_arrays["bias"], apart.dscore_arrays["x"])
+    tout, _ = attention_jvp({"bias": given}, q, k, v, out, lse, **asked)
+    np.testing.assert_array_equal(tout, attention_jvp({"bias": given}, q, k, v, out, lse, **other)[0])
+    tout, _ = attention_jvp({"bias": read}, q, k, v, out, lse, **asked | {"bias": None})
+    np.testing.assert_array_equal(tout, attention_jvp({"x": read}, q, k, v, out, lse, **other | {"bias": None})[0])
