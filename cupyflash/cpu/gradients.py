@@ -138,8 +138,7 @@ class Gathering:
 
 
 def of_row(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """x · y of each row. A row that sees no key has an `out` of 0, and no gradient whatever that of out holds there: y
-    has what does not matter 0."""
+    """x · y of each row; 0 where y is, whatever x holds: a row that sees no key has an `out` of 0, and no gradient."""
     found = (x * y).sum(axis=-1, keepdims=True)
     if not np.isfinite(found).all():
         np.copyto(found, 0, where=~y.any(axis=-1, keepdims=True))
