@@ -23,10 +23,7 @@ CODE = {
 CUDA = {path: text for path, text in CODE.items() if KERNELS in path.parents}
 MADE_UP = ("sheets", "tried")  # by the recipes
 WIDE = 312  # lines of kernels with more than 120 columns: no more than these; `ruff check` looks at Python
-LONG = {
-    "kernels_cu/sm90/forward.cu": 540,
-    "kernels_cu/sm90/backward_jvp.cu": 600,
-}  # > 500
+LONG = {"kernels_cu/sm90/forward.cu": 520}  # files of more than 500 lines: how many they may have
 
 
 def places(pages: dict[str, str], pattern: str) -> list[str]:
