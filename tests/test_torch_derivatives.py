@@ -1,4 +1,5 @@
-"""Derivatives of second order with every option, against those of standard attention; what runs for them, what is refused."""
+"""Derivatives of second order with every option, against those of standard attention; what runs for them, what is
+refused."""
 
 from __future__ import annotations
 

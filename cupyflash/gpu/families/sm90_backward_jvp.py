@@ -61,7 +61,9 @@ def _possible(t: BackwardJvpTile, problem: AttentionProblem) -> bool:
 
 
 TILES = Tiles(BACKWARD_JVP_TILES, {
-    "rows": (32, 48, 64), "keys": (32, 48, 64, 80), "groups": (2, 3), "query_stages": (1, 2, 3, 4), "key_stages": (1, 2, 3, 4), "ahead": (0, 1), "turns": (0, 1), "queries_held": (0, 1, 2, 3), "keys_held": (0, 1, 2, 3), "spills": (0,),
+    "rows": (32, 48, 64), "keys": (32, 48, 64, 80), "groups": (2, 3), "query_stages": (1, 2, 3, 4),
+    "key_stages": (1, 2, 3, 4), "ahead": (0, 1), "turns": (0, 1), "queries_held": (0, 1, 2, 3),
+    "keys_held": (0, 1, 2, 3), "spills": (0,),
 }, _possible)  # fmt: skip
 
 
@@ -108,7 +110,8 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     together = max(1, min(heads_k, CACHE // max(1, traffic))) if banded else 1
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), *dots(problem), ("GROUPS", t.groups), ("ROWS", t.rows), ("KEYS", t.keys),
-        ("QUERY_STAGES", t.query_stages), ("KEY_STAGES", t.key_stages), ("AHEAD", bool(t.ahead)), ("TURNS", bool(t.turns)), ("QUERIES_HELD", t.queries_held), ("KEYS_HELD", t.keys_held),
+        ("QUERY_STAGES", t.query_stages), ("KEY_STAGES", t.key_stages), ("AHEAD", bool(t.ahead)),
+        ("TURNS", bool(t.turns)), ("QUERIES_HELD", t.queries_held), ("KEYS_HELD", t.keys_held),
         ("SHARED_MEMORY_QUERIES", of_queries), ("SHARED_MEMORY_KEYS", of_keys), *features(problem),
     )  # fmt: skip
     sides = {"q": t.rows, "dout": t.rows, "k": t.keys, "v": t.keys}
