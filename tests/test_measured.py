@@ -35,3 +35,9 @@ def test_costs_have_no_seconds_of_their_own() -> None:
     for path in FAMILIES.glob("*.py"):
         found = re.findall(r"\b\d+(?:\.\d+)?e-?\d+\b", path.read_text(encoding="utf-8"))
         assert not found, f"{path.name} has {found}"
+
+
+def test_costs_of_tiles_are_in_the_table() -> None:
+    for path in FAMILIES.glob("*.py"):
+        found = re.findall(r"cost=\d.*", path.read_text(encoding="utf-8"))
+        assert not found, f"{path.name} has {found}"

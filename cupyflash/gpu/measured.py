@@ -42,6 +42,9 @@ TABLE = {
     "sm90_forward.wider": Measured(0.92, "rows", "H200", "2026-11-23", "of three warpgroups, 96 keys; to 96 columns"),
     "sm90_forward.few_keys": Measured(1.3, "rows", "H200", "2026-11-23",
         "of two warpgroups where one tile has all keys"),
+    # The Hopper jvp
+    "sm90_jvp.narrow": Measured(0.93, "rows", "H100", "2026-11-25", "of three warpgroups, 64 keys; to 64 columns"),
+    "sm90_jvp.middle": Measured(0.9, "rows", "H100", "2026-11-25", "of three warpgroups, 48 keys; to 96 columns"),
     # The Hopper backward, in visits of a query tile
     "sm90_backward.tile": Measured(1.5, "visits", "H200", "2026-11-22", "begin and end of a key tile"),
     "sm90_backward.sums": Measured(0.5, "visits", "H200", "2026-11-22", "its sums on their way to memory or back"),

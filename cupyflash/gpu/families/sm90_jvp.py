@@ -12,6 +12,7 @@ from ...passes import JVP
 from ...problem import AttentionProblem
 from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
+from ..measured import number
 from .sm90_memory import BARRIERS, PairTiles, common, dots, padded, pair_stages, room
 
 
@@ -49,10 +50,10 @@ JVP_TILES = (
 # Tried first where three warpgroups have registers enough, `_by_load`.
 NARROW = (
     JvpTile(3, 80, 2, dim=32, plain=True),
-    JvpTile(3, 64, 2, 0, 1, dim=64, plain=True, cost=0.93),
+    JvpTile(3, 64, 2, 0, 1, dim=64, plain=True, cost=number("sm90_jvp.narrow")),
     JVP_TILES[0],
 )
-MIDDLE = (JvpTile(3, 48, 2, 0, 1, dim=96, plain=True, cost=0.9), JVP_TILES[2])
+MIDDLE = (JvpTile(3, 48, 2, 0, 1, dim=96, plain=True, cost=number("sm90_jvp.middle")), JVP_TILES[2])
 # Whether the result leaves by the copy engine, where there is room.
 STAGED = (True, False)
 
