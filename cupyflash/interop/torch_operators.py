@@ -132,17 +132,33 @@ def _flops(of: Pass) -> Callable[..., int]:
     return count
 
 
+_set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Not for torch.compile to read, which it does where a transform has it give up a function that calls the operator."""
+
+    def run(*args: Any) -> Any:
+        before = _set_eval_frame(None)
+        try:
+            return function(*args)
+        finally:
+            _set_eval_frame(before)
+
+    return run
+
+
 def _define() -> torch.library.Library:
     lib = torch.library.Library("cupyflash", "DEF")
     for of in PASSES.values():
-        name = name_of(of)
+        name, vmap = name_of(of), _opaque(_vmap(of))
         lib.define(schema(of), tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CPU", "CUDA"):
-            lib.impl(name, _kernel(of), key)
+            lib.impl(name, _opaque(_kernel(of)), key)
         torch.library.register_fake(f"cupyflash::{name}", _fake(of), lib=lib)
-        torch.library.register_vmap(f"cupyflash::{name}", _vmap(of), lib=lib)
-        lib.impl(name, _batched(_vmap(of)), "Batched")
-        lib.impl(name, following(of), "Autograd", with_keyset=True)
+        torch.library.register_vmap(f"cupyflash::{name}", vmap, lib=lib)
+        lib.impl(name, _opaque(_batched(vmap)), "Batched")
+        lib.impl(name, _opaque(following(of)), "Autograd", with_keyset=True)
         register_flop_formula(operator(of).overloadpacket, get_raw=True)(_flops(of))
     return lib
 
