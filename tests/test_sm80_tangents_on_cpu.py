@@ -21,7 +21,10 @@ from cupyflash.passes import BACKWARD_JVP, JVP, Pass
 from cupyflash.problem import Given
 
 # There is no room for tiles of these with all their tangents: `simt` takes them.
-TOO_WIDE = ("narrow-tiles", "float32-wide", "float32-narrow-tiles", "double-192", "double-wide", "double-dropout")
+TOO_WIDE = (
+    "narrow-tiles", "float32-on-little-memory", "float32-wide", "float32-narrow-tiles", "double-192", "double-wide",
+    "double-dropout",
+)  # fmt: skip
 MOVING = {
     name: (arch, dtype, shapes, {x: y for x, y in options.items() if x not in ("tiles", "rows_aligned")})
     for name, (arch, dtype, shapes, options) in CASES.items()
