@@ -40,14 +40,15 @@ class BackwardJvpTile:
     plain: bool | None = None  # whether a pair's slope is a constant; None: or not
 
 
+# What is spilled are addresses, where tiles are tested or a pair's slope is no constant.
 BACKWARD_JVP_TILES = (
     BackwardJvpTile(64, 64, 2, 3, 3, 0, 1, 3, 1, dim=32, plain=True),
-    BackwardJvpTile(32, 64, 2, 3, 3, 1, 1, 0, 3, dim=64, plain=True),
-    BackwardJvpTile(32, 64, 2, 3, 2, 0, 1, dim=64),
-    BackwardJvpTile(32, 64, 2, 2, 2, 0, 1, 0, 2, dim=96, plain=True),
-    BackwardJvpTile(32, 64, 2, 2, 2, 0, 1, plain=True),
-    BackwardJvpTile(32, 32, 2, 2, 2, 0, 1),
-    BackwardJvpTile(32, 32, 2, 1, 1),
+    BackwardJvpTile(32, 64, 2, 3, 3, 1, 1, 0, 3, spills=64, dim=64, plain=True),
+    BackwardJvpTile(32, 64, 2, 3, 2, 0, 1, spills=352, dim=64),
+    BackwardJvpTile(32, 64, 2, 2, 2, 0, 1, 0, 2, spills=64, dim=96, plain=True),
+    BackwardJvpTile(32, 64, 2, 2, 2, 0, 1, spills=64, plain=True),
+    BackwardJvpTile(32, 32, 2, 2, 2, 0, 1, spills=288),
+    BackwardJvpTile(32, 32, 2, 1, 1, spills=288),
 )
 
 

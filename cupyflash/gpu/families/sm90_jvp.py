@@ -37,15 +37,16 @@ class JvpTile:
         return 64 * self.groups
 
 
+# What is spilled are addresses, once per tile, where tiles are tested or scores are more than products.
 JVP_TILES = (
-    JvpTile(2, 128, 2, dim=64, plain=True),
-    JvpTile(2, 64, 3, 1, 1, dim=64),
-    JvpTile(2, 64, 2, 1, 1, 1, dim=128, plain=True),
-    JvpTile(2, 64, 2, 1, dim=128),
-    JvpTile(2, 32, 2, 1, 1, 1, dim=192, plain=True),
-    JvpTile(2, 32, 2, 1, dim=192),
-    JvpTile(2, 48, 1, 0, 1, plain=True),
-    JvpTile(2, 32, 1),
+    JvpTile(2, 128, 2, spills=96, dim=64, plain=True),
+    JvpTile(2, 64, 3, 1, 1, spills=8, dim=64),
+    JvpTile(2, 64, 2, 1, 1, 1, spills=32, dim=128, plain=True),
+    JvpTile(2, 64, 2, 1, spills=32, dim=128),
+    JvpTile(2, 32, 2, 1, 1, 1, spills=64, dim=192, plain=True),
+    JvpTile(2, 32, 2, 1, spills=128, dim=192),
+    JvpTile(2, 32, 1, 0, 1, spills=512, plain=True),
+    JvpTile(2, 32, 1, spills=640),
 )
 # Tried first where three warpgroups have registers enough, `_by_load`.
 NARROW = (
@@ -61,11 +62,11 @@ STAGED = (True, False)
 def _possible(t: JvpTile, problem: AttentionProblem) -> bool:
     """Have scores, their tangents, the 16-bit copies of both and the result room in registers?"""
     copies = t.keys // 2 if t.ahead else 0
-    return t.keys + copies + pad(problem.dim_v, 16) // 2 <= (232 if t.groups == 2 else 160 if t.groups == 3 else 240)
+    return t.keys + copies + pad(problem.dim_v, 16) // 2 <= (232 if t.groups == 2 else 160)
 
 
 TILES = Tiles(JVP_TILES, {
-    "groups": (1, 2, 3), "keys": (32, 48, 64, 80, 96, 128), "stages": (1, 2, 3), "turns": (0, 1), "ahead": (0, 1),
+    "groups": (2, 3), "keys": (32, 48, 64, 80, 96, 128), "stages": (1, 2, 3), "turns": (0, 1), "ahead": (0, 1),
     "held": (0, 1), "spills": (0,),
 }, _possible)  # fmt: skip
 
