@@ -176,14 +176,16 @@ def test_a_score_function_may_read_many_elements(dtype: str) -> None:
         compile_all({source: made for source, made in asked.items() if made.wrt})
 
 
+@pytest.mark.parametrize(("constant", "text"), [("ADDED", "has no term"), ("ADDED_MOVES", "has no tangent")])
 @pytest.mark.parametrize("family", FIRST)
-def test_what_is_added_to_scores_has_a_term(family: str) -> None:
-    """A row of problem.py that says `adds`, and no class in attention/terms.cuh: that is not passed over in silence."""
+def test_what_is_added_to_scores_has_a_term(family: str, constant: str, text: str) -> None:
+    """A row of rules.py that says `adds`, and no class in attention/terms.cuh, or no tangent there: that is not passed
+    over in silence."""
     kernel_plan = plan(next(problems()), Arch.of(FIRST[family]), family=family)
     constants = dict(kernel_plan.constants)
-    constants["ADDED"] += 1
+    constants[constant] += 1
     source = generate(replace(kernel_plan, constants=tuple(constants.items())))
-    with pytest.raises(compiler.CompileError, match="has no term"):
+    with pytest.raises(compiler.CompileError, match=text):
         compiler.compile_uncached(source, kernel_plan.arch)
 
 
