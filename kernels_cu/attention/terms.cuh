@@ -1,5 +1,6 @@
 // What is added to the product of Q and K: a list of terms. All families ask it, pair by pair (`onto`) or along the lines of a
-// warp's accumulator (`Along`). A new one is a class here, its name in `Terms` below, and `adds` in its row of cupyflash/problem.py.
+// warp's accumulator (`Along`). A new one is a class here, its name in `Terms` below, and `adds` in its row of
+// cupyflash/rules.py.
 #pragma once
 #include "attention/walk.cuh"
 #include "ptx/convert.cuh"
