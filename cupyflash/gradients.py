@@ -60,7 +60,8 @@ def check_wrt(wrt: Any, arrays: dict[str, Any], score: Score | None = None) -> t
     if isinstance(wrt, tuple) and not wrt:
         return ()
     reads = [x.name for x in score.arrays] if score else []
-    floats = [(x.name, x.key) for x in score.arrays if x.kind == "float"] if score else []
+    # (torch.compile, which reads this, knows score.keys; a property of an array would be none of its constants.)
+    floats = [(x.name, key) for x, key in zip(score.arrays, score.keys) if x.kind == "float"] if score else []
     keys = [(row.name, row.name) for row in ARRAYS if row.gradient and arrays.get(row.name) is not None] + floats
     can = list(dict.fromkeys([*(row.name for row in ARRAYS if row.gradient), *(name for name, _ in floats)]))
     must = f"it must hold names of optional arrays that are given, of {', '.join(map(repr, can))}"

@@ -24,6 +24,7 @@ from torch_standard import standard
 
 from cupyflash.torch import attention
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 Options = dict[str, Any]
 QUERIES, KEYS = 5, 7
 
@@ -39,7 +40,13 @@ def scored(s: Any, b: Any, h: Any, i: Any, j: Any, a: Any, ids: Any) -> Any:
 IDS = torch.arange(KEYS) % 3
 SEEN = numbers(4, QUERIES, KEYS) > -0.5
 SEEN[1, 2] = False  # a row that sees nothing
-BLOCKS = cupyflash.block_mask(SEEN, block=16, like=SEEN)
+
+
+@functools.cache
+def blocks(device: str) -> Any:
+    return cupyflash.block_mask(SEEN.to(device), block=16, like=SEEN.to(device))
+
+
 ARRAYS = {
     "bias": numbers(4, QUERIES, KEYS), "of keys": numbers(2, 1, 1, KEYS), "alibi_slopes": numbers(2, 4),
     "sinks": numbers(4), "a": numbers(4, 3),
@@ -88,14 +95,17 @@ def named(options: Options, more: tuple[Any, ...]) -> tuple[Options, Any]:
     return made, next(given, None)
 
 
-def ours(options: Options, attend: Any = attention) -> Callable[..., Any]:
+def ours(options: Options, device: str = "cpu") -> Callable[..., Any]:
+    mask = blocks(device)
+
     def f(q: Any, k: Any, v: Any, *more: Any) -> Any:
         made, a = named(options, more)
+        made = {name: x.to(q.device) if isinstance(x, torch.Tensor) else x for name, x in made.items()}
         if "score" in options:
-            made["score_arrays"] = {"a": a, "ids": IDS}
+            made["score_arrays"] = {"a": a, "ids": IDS.to(q.device)}
         if "block_mask" in options:
-            made["block_mask"] = BLOCKS
-        out, lse = attend(q, k, v, return_lse=True, **made)
+            made["block_mask"] = mask
+        out, lse = attention(q, k, v, return_lse=True, **made)
         return out, lse.clamp(min=-100.0)
 
     return f
@@ -180,15 +190,17 @@ WAYS = [moved, each_moved, twice, each_twice, forward_over_reverse, reverse_over
 
 def same(found: Any, expected: Any) -> None:
     for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(x.cpu(), y, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", GIVEN)
-def test_options(name: str, way: Any) -> None:
+def test_options(name: str, way: Any, device: str) -> None:
     xs = arrays_of(GIVEN[name])
     us = [numbers(*x.shape, seed=7) for x in xs]
-    same(way(ours(GIVEN[name]), xs, us), way(theirs(name), xs, us))
+    there = [[x.to(device) for x in arrays] for arrays in (xs, us)]
+    same(way(ours(GIVEN[name], device), *there), way(theirs(name), xs, us))
 
 
 @pytest.mark.slow
@@ -244,6 +256,10 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 Q, K, V = (numbers(2, QUERIES, 4, 8, seed=n) for n in range(3))
+
+
+def of_q(q: Any) -> Any:
+    return attention(q, K, V).square().sum()
 
 
 def mean_flow(weights: list[Any], *, through: bool, transform: bool) -> Any:
@@ -317,6 +333,9 @@ def test_what_has_no_tangent_costs_nothing(ran: list[str]) -> None:
     (g,) = torch.autograd.grad(attention(q, K, V).square().sum(), q, create_graph=True)
     torch.autograd.grad(g.sum(), q)
     assert ran == ["forward", "backward", "jvp tq", "backward_jvp tq", "backward"]
+    del ran[:]
+    jvp(grad(of_q), (Q,), (K,))
+    assert sorted(ran) == ["backward", "backward_jvp tdout tq", "forward", "jvp tq"]
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -361,6 +380,18 @@ def test_a_function_of_ones_own() -> None:
     same(own, by_standard)
 
 
+def test_merged_parts() -> None:
+    """Their derivatives are those of the whole."""
+
+    def f(q: Any, k: Any, v: Any) -> Any:
+        parts = [attention(q, k[:, x], v[:, x], return_lse=True) for x in (slice(0, 3), slice(3, None))]
+        return cupyflash.merge(*zip(*parts))
+
+    us = [K, V, Q]
+    for way in (moved, twice, forward_over_reverse, reverse_over_forward):
+        same(way(f, [Q, K, V], us), way(functools.partial(standard, return_lse=True), [Q, K, V], us))
+
+
 def test_dtypes() -> None:
     """Tangents have those of what they are tangents of, under autocast too."""
     q, k, v = (x.float() for x in (Q, K, V))
@@ -403,91 +434,3 @@ def test_sinks_under_vmap() -> None:
     ):
         with pytest.raises(NotImplementedError, match="^sinks, their tangents or their gradients have an axis of vmap"):
             call()
-
-
-# ---- what is refused ------------------------------------------------------------------------------------------------
-
-TWICE = "^attention can be differentiated twice, not three times$"
-FORWARD_TWICE = "^attention has no second derivative in forward mode alone; take one of them in reverse mode: .*hessian"
-
-
-def of_q(q: Any) -> Any:
-    return attention(q, K, V).square().sum()
-
-
-def test_third_derivatives_are_refused() -> None:
-    q = Q.clone().requires_grad_()
-    (g,) = torch.autograd.grad(of_q(q), q, create_graph=True)
-    (h,) = torch.autograd.grad((g * K).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=TWICE):
-        torch.autograd.grad((h * V).sum(), q)
-    second = grad(lambda q: (grad(of_q)(q) * K).sum())
-    with pytest.raises(RuntimeError, match=TWICE):
-        grad(lambda q: (second(q) * V).sum())(Q)
-    with pytest.raises(RuntimeError, match=TWICE):
-        torch.func.grad(lambda q: jvp(grad(of_q), (q,), (K,))[1].sum())(Q)
-    with pytest.raises(NotImplementedError, match=FORWARD_TWICE):
-        jvp(second, (Q,), (V,))
-    torch._dynamo.reset()
-    with pytest.raises(RuntimeError, match=TWICE[1:-1]):
-        torch.compile(grad(lambda q: (second(q) * V).sum()), backend="aot_eager")(Q)
-
-
-def test_forward_mode_of_forward_mode_is_refused() -> None:
-    for call in (
-        lambda: jvp(lambda q: jvp(of_q, (q,), (K,))[1], (Q,), (V,)),
-        lambda: torch.func.jacfwd(torch.func.jacfwd(lambda x: of_q(Q + x)))(torch.zeros((), dtype=torch.float64)),
-    ):
-        with pytest.raises(NotImplementedError, match=FORWARD_TWICE):
-            call()
-
-
-def test_backward_through_tangents_within_their_level_is_refused() -> None:
-    """It would give tangents of its own, which are of third order; when the level is over, it gives none."""
-    q = Q.clone().requires_grad_()
-    with forward_ad.dual_level():
-        tangent = forward_ad.unpack_dual(attention(forward_ad.make_dual(q, K), K, V)).tangent
-        with pytest.raises(RuntimeError, match=TWICE):
-            torch.autograd.grad(tangent.square().sum(), q, retain_graph=True)
-    found = torch.autograd.grad(tangent.square().sum(), q)
-    same(found, [grad(lambda q: jvp(lambda q: standard(q, K, V), (q,), (K,))[1].square().sum())(Q)])
-
-
-def test_out_and_lse_alone_are_refused() -> None:
-    """They follow from q, k and v: no derivative by them is lost."""
-    out, lse = attention(Q, K, V, return_lse=True)
-
-    def of(x: Any) -> Any:
-        return cupyflash.attention_backward(Q, Q, K, V, x, lse)[0].sum()
-
-    told = "^out and lse are what attention made of q, k, v"
-    with pytest.raises(NotImplementedError, match=told):
-        jvp(of, (out,), (Q,))
-    with pytest.raises(RuntimeError, match=told):
-        grad(of)(out)
-    with pytest.raises(RuntimeError, match=told):
-        grad(lambda x: cupyflash.attention_jvp({"q": K}, Q, K, V, x, lse)[0].sum())(out)
-
-
-def test_targets_are_refused() -> None:
-    out, lse = attention(Q, K, V, return_lse=True)
-    into = torch.empty_like(Q)
-    with forward_ad.dual_level():
-        q = forward_ad.make_dual(Q, K)
-        for name, call in (
-            ("out", lambda: attention(q, K, V, out=into)),
-            (
-                "grads",
-                lambda: cupyflash.attention_backward(Q, q, K, V, out, lse, grads=(into, into.clone(), into.clone())),
-            ),
-            ("tout", lambda: cupyflash.attention_jvp({"q": q}, Q, K, V, out, lse, tout=into)),
-        ):
-            with pytest.raises(ValueError, match=f"^{name} is given but "):
-                call()
-
-
-def test_float8_is_refused() -> None:
-    q = Q[:, :, :, :16].float().repeat(1, 1, 1, 2).to(torch.float8_e4m3fn)
-    bias = torch.randn(QUERIES, QUERIES)
-    with pytest.raises(TypeError, match="^q has dtype float8_e4m3fn, of which there is a forward alone"):
-        jvp(lambda b: attention(q, q, q, bias=b, out_dtype="bfloat16"), (bias,), (bias,))

@@ -290,3 +290,17 @@ def test_flops_of_other_forms(rank: int, layout: str) -> None:
     call = functools.partial(attention, q, k, v, layout=layout)
     assert counted(call) == 2 * pairs * (8 + 6)
     assert counted(lambda: call().sum().backward()) == 2 * pairs * (4 * 8 + 3 * 6)
+
+
+def test_flops_of_derivatives() -> None:
+    """A tangent by each of q, k and v is 5 products, by v alone 2; the gradients of gradients are these and 10 more."""
+    q, k, v = Q.clone().requires_grad_(), K, V
+    product = 2 * 2 * 4 * 4 * 4 * 8
+
+    def again() -> None:
+        (g,) = torch.autograd.grad(attention(q, q, q).square().sum(), q, create_graph=True)
+        torch.autograd.grad(g.sum(), q)
+
+    assert counted(lambda: torch.func.jvp(attention, (Q, k, v), (Q, k, v))) == (2 + 5) * product
+    assert counted(lambda: torch.func.jvp(lambda v: attention(Q, k, v), (v,), (v,))) == (2 + 2) * product
+    assert counted(again) == (2 + 5 + 5 + 10 + 5) * product

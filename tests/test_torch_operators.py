@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from cupyflash.call import Call
 from cupyflash.interop import torch_, torch_ops, torch_schema
-from cupyflash.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP
+from cupyflash.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from cupyflash.torch import attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -132,35 +132,42 @@ def test_the_schema_has_every_option_and_array() -> None:
     optional, options = ([row.name for row in table] for table in (ARRAYS, OPTIONS))
     names = [x.name for x in torch.ops.cupyflash.attention.default._schema.arguments]
     assert names == ["q", "k", "v", *optional, "score_arrays", "blocks", *options, "family"]
+    backward = [x.name for x in torch.ops.cupyflash.attention_backward.default._schema.arguments]
+    assert backward == ["dout", "out", "lse", "dlse", *names, "wrt"]
     moving = [f"t{row.name}" for row in ARRAYS if row.gradient]
-    for of in (BACKWARD, JVP, BACKWARD_JVP):
+    for of in (JVP, BACKWARD_JVP):
         own = [row.name for row in of.rows if not row.result and row.name not in names]
-        expected = [*own, *moving, *names] if of.moved else [*own, *names]
-        if of.moved:
-            expected.insert(expected.index("blocks") + 1, "tscore_arrays")
+        own = [*["dout"] * of.of_gradients, *(x for x in own if x != "dout")]
+        expected = [*own, *moving, *names]
+        expected.insert(expected.index("blocks") + 1, "tscore_arrays")
         found = [x.name for x in torch_schema.operator(of)._schema.arguments]
         assert found == [*expected, "wrt"] if of.of_gradients else found == expected
 
 
+def checked(name: str) -> Any:
+    """Second derivatives take as long as the first, and have nothing of each option alone."""
+    return pytest.param(name, (JVP, BACKWARD_JVP), marks=() if "every" in name or "all" in name else pytest.mark.slow)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", GIVEN)
-def test_opcheck(name: str, device: str) -> None:
+@pytest.mark.parametrize("name, passes", [*((x, (FORWARD, BACKWARD)) for x in GIVEN), *map(checked, GIVEN)])
+def test_opcheck(name: str, passes: tuple[Pass, ...], device: str) -> None:
     """PyTorch's own checks: schema, derivative, fake kernel, and what is traced against what runs at once."""
     tensors, options = drawn(GIVEN[name], device)
     arguments = as_arguments(tensors, options)
-    torch.library.opcheck(torch.ops.cupyflash.attention.default, arguments)
+    if FORWARD in passes:
+        torch.library.opcheck(torch.ops.cupyflash.attention.default, arguments)
     arguments = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
     given = torch_schema.Arguments(FORWARD, arguments)
     out, lse = torch.ops.cupyflash.attention(*arguments)
     wrt = [row.name for row in ARRAYS if row.gradient and row.name in options]
     wrt += ["score_arrays['a']"] if "score" in options else []
-    results = {"out": out, "lse": lse, "dout": torch.randn_like(out), "dlse": torch.randn_like(lse)}
-    arrays = given.arrays | results
-    torch.library.opcheck(torch_schema.operator(BACKWARD), given.others(BACKWARD, arrays, wrt))
-    moving = arrays | {f"t{x}": torch.randn_like(arrays[x]) for x in ("q", "k", "v", *wrt)}
-    moving |= zip(("tout", "tlse"), given.run(JVP, moving))
-    for of in (JVP, BACKWARD_JVP):
-        torch.library.opcheck(torch_schema.operator(of), given.others(of, moving, wrt))
+    arrays = given.arrays | {"out": out, "lse": lse, "dout": torch.randn_like(out), "dlse": torch.randn_like(lse)}
+    arrays |= {f"t{x}": torch.randn_like(arrays[x]) for x in ("q", "k", "v", *wrt)}
+    arrays |= zip(("tout", "tlse"), given.run(JVP, arrays))
+    for of in passes:
+        if of is not FORWARD:
+            torch.library.opcheck(torch_schema.operator(of), given.others(of, arrays, wrt))
 
 
 # ---- compilers ------------------------------------------------------------------------------------------------------

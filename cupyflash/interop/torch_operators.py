@@ -136,7 +136,7 @@ _set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Not for torch.compile to read, which it does where a transform has it give up a function that calls the operator."""
+    """Not for torch.compile to read: it would, where a transform has it give up a function that calls the operator."""
 
     def run(*args: Any) -> Any:
         before = _set_eval_frame(None)

@@ -34,7 +34,7 @@ _PLACE = {name: n for n, name in enumerate(_TYPES)}
 
 
 def _names(of: Pass) -> tuple[str, ...]:
-    rows = [name for name in of.inputs if name not in INPUTS]
+    rows = sorted((name for name in of.inputs if name not in INPUTS), key=lambda name: name != "dout")  # that first
     moving = [f"t{row.name}" for row in ARRAYS if row.gradient] if of.moved else []
     return (*rows, *moving, *INPUTS)
 
