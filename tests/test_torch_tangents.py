@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jvp, vjp, vmap
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 from torch_standard import standard
 
@@ -274,6 +275,15 @@ def test_derivatives_of_programs(way: str) -> None:
     torch.testing.assert_close(
         of(program, X, U), of(lambda x: standard(x, K, V, bias=x[0].flatten(1)[:, None, :4]), X, U)
     )
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, dispatched], ids=["eager", "dispatch mode"])
+@pytest.mark.parametrize("way", ["jvp", "vmap of jvp", "grad of jvp", "hessian", "double backward"])
+def test_a_block_mask_that_is_converted_within_transforms(way: str, mode: Callable[..., Any]) -> None:
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 4, 4, device="cpu")
+    of = WAYS[way].run
+    found = mode(functools.partial(of, lambda x: flex_attention(x, K, V, block_mask=mask)))(X, U)
+    torch.testing.assert_close(found, of(lambda x: heads_first(x, K, V, causal="top_left"), X, U))
 
 
 @pytest.mark.parametrize("mode", [lambda f: f, dispatched], ids=["eager", "dispatch mode"])

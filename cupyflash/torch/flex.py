@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from .. import api
 from ..blockmask.blocks import BlockMask
@@ -115,7 +116,8 @@ def _attend(
     if score_mod is not None:
         options["score"], options["score_arrays"] = traced(score_mod, query, key.shape[2])
     if block_mask is not None:
-        options["block_mask"] = _converted(block_mask, query, key.shape[2])
+        with temporarily_clear_interpreter_stack():  # transforms of torch.func have no part in it
+            options["block_mask"] = _converted(block_mask, query, key.shape[2])
     return api.attention(query, key, value, return_lse=True, **options)
 
 
@@ -204,8 +206,8 @@ def _made(mask: Any, query: torch.Tensor, lengths: tuple[int, int], size: tuple[
 
     shape = (batch, heads, *lengths)
     if all(n % 16 == 0 and n <= _LARGEST for n in sizes):
-        return api.block_mask(seen, shape=shape, block=sizes, blocks=partial | full, full=full, like=query.detach())
-    return api.block_mask(seen_in_blocks, shape=shape, like=query.detach())
+        return api.block_mask(seen, shape=shape, block=sizes, blocks=partial | full, full=full, like=mask.kv_num_blocks)
+    return api.block_mask(seen_in_blocks, shape=shape, like=mask.kv_num_blocks)
 
 
 def _listed(counts: torch.Tensor, numbers: torch.Tensor, columns: int) -> torch.Tensor:
