@@ -119,3 +119,19 @@ def test_float8_has_a_forward_alone() -> None:
         TypeError, match="^q has dtype float8_e4m3fn, of which there is a forward alone; attention_back"
     ):
         attention_backward_jvp({"dout": out}, out, q, q, q, out, lse)
+
+
+@pytest.mark.parametrize("library", ["numpy", "jax", "torch"])
+def test_nothing_is_computed_of_a_wrong_call(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a jvp that is not given comes first."""
+    module: Any = pytest.importorskip("jax.numpy" if library == "jax" else library)
+    q, k, lse = (module.asarray(x) for x in (Q, K, LSE))
+    if library == "torch":
+        q.requires_grad_()  # autograd follows the call
+    ran: list[Any] = []
+    monkeypatch.setattr("cupyflash.cpu.corridor.run", ran.append)
+    with pytest.raises(ValueError, match="^dout has shape"):
+        attention_backward_jvp({"q": q}, k, q, k, k, q, lse)
+    with pytest.raises(ValueError, match="^tangents\\['dlse'] has shape"):
+        attention_backward_jvp({"q": q, "dlse": q}, q, q, k, k, q, lse)
+    assert not ran
