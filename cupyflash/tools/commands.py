@@ -273,7 +273,7 @@ def bench(
         list[str] | None,
         typer.Argument(
             help="forward, backward, host, jax, jit, import, memory, fp32, fp8, figures, training, gpt, ladder, "
-            "scores, models, precision, cpu; paper: what the papers report; all; plot draws the results."
+            "scores, models, precision, derivatives, cpu; paper: what the papers report; all; plot draws the results."
         ),
     ] = None,
     family: Family = None,
@@ -301,7 +301,9 @@ def bench(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Suites scores and models: this row, or all whose names begin so. May be repeated."),
+        typer.Option(
+            help="Suites scores, models, derivatives: this row, or all whose names begin so. May be repeated."
+        ),
     ] = None,
     slow: Annotated[bool, typer.Option("--slow", help="Suite scores: the slow peers too.")] = False,
     sustained: Annotated[
