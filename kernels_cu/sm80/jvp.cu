@@ -32,7 +32,7 @@ static_assert(ROWS % (16 * ROW_WARPS) == 0 && WARP_KEYS % 16 == 0 && DIM % 16 ==
 
 constexpr bool WEIGHED = SCORES_MOVE;  // else tO = P tV
 // P sums to 1 but for what rounds lse. Where that shows, tlse is divided by the sum. (tO is as exact as P is.)
-constexpr bool DIVIDED = WEIGHED && EXACT_LSE;
+constexpr bool DIVIDED = WEIGHED && sizeof(In) == 4;
 
 using QTile = OperandTile<ROWS, DIM>;
 using OTile = SharedTile<ROWS, DIM_V>;  // takes Q's place at the end
