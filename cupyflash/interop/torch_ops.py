@@ -75,11 +75,12 @@ _is_batched = torch_operators.is_batched
 def _by_operator(call: Call) -> bool:
     """Of a pass that takes results: whether it is to be differentiated (again), or mapped by autograd's own vmap
     (is_grads_batched=True)."""
-    recorded = torch.is_grad_enabled() and not call.targets
-    for x in call.arrays.values():
-        if (recorded and getattr(x, "requires_grad", False)) or _is_batched(x):
-            return True
-    return False
+    arrays = call.arrays
+    if torch.is_grad_enabled() and not call.targets and _any_requires_grad(arrays):
+        return True
+    if not call.of.moved:  # then gradients alone may be
+        return _is_batched(arrays["dout"]) or ("dlse" in arrays and _is_batched(arrays["dlse"]))
+    return any(map(_is_batched, arrays.values()))
 
 
 def run(call: Call) -> Any:
