@@ -60,8 +60,7 @@ struct Share {
 
     __device__ Share(const Params& p, int block) : p(p) {
         const PairStrides& s = Of::strides(p);
-        Head any{0, 0, 0};
-        int all_q = tiles_in(any.queries(p), ROWS), all_k = tiles_in(any.keys(p), KEYS);
+        int all_q = tiles_in(Sequence::most_queries(p), ROWS), all_k = tiles_in(Sequence::most_keys(p), KEYS);
         auto own = [&](bool broadcast, int count, int& summed, int& first) {
             summed = broadcast ? count : 1;
             first = broadcast ? 0 : block % count;
@@ -85,9 +84,8 @@ struct Share {
     // How many blocks, or turns of blocks, have one.
     __device__ static int count(const Params& p) {
         const PairStrides& s = Of::strides(p);
-        Head any{0, 0, 0};
         return Of::splits(p) * (s.batch ? p.batch : 1) * (s.head ? p.heads_q : 1) *
-               (s.query ? tiles_in(any.queries(p), ROWS) : 1) * (s.key ? tiles_in(any.keys(p), KEYS) : 1);
+               (s.query ? tiles_in(Sequence::most_queries(p), ROWS) : 1) * (s.key ? tiles_in(Sequence::most_keys(p), KEYS) : 1);
     }
 
     // A place in them, in order: heads that share K and V follow each other. Tiles in which no query sees a key are left out.
@@ -146,9 +144,8 @@ struct Share {
     template <int THREADS, class F>
     __device__ void write(F value, Accum* scratch) const {
         const PairStrides& s = Of::strides(p);
-        Head any{0, 0, 0};
-        int rows = s.query ? min(ROWS, any.queries(p) - tile_q * ROWS) : 1;
-        int columns = s.key ? min(KEYS, any.keys(p) - tile_k * KEYS) : 1;
+        int rows = s.query ? min(ROWS, Sequence::most_queries(p) - tile_q * ROWS) : 1;
+        int columns = s.key ? min(KEYS, Sequence::most_keys(p) - tile_k * KEYS) : 1;
         if (!s.key) {
             for (int r = threadIdx.x; r < ROWS; r += THREADS) {
                 Accum sum = 0;
@@ -172,8 +169,7 @@ struct Share {
     // Of the array.
     __device__ static long long elements(const Params& p) {
         const PairStrides& s = Of::strides(p);
-        Head any{0, 0, 0};
-        return (s.batch ? p.batch : 1LL) * (s.head ? p.heads_q : 1) * (s.query ? any.queries(p) : 1) * (s.key ? any.keys(p) : 1);
+        return (s.batch ? p.batch : 1LL) * (s.head ? p.heads_q : 1) * (s.query ? Sequence::most_queries(p) : 1) * (s.key ? Sequence::most_keys(p) : 1);
     }
 
     // The parts of all splits, `each` of them so many, become the gradient: one element for each thread, by blocks of THREADS.

@@ -1,7 +1,7 @@
 // A block mask as kernels read it (cupyflash/blockmask/tile_lists.py makes it): for each tile of one side the tiles of
 // the other side that it visits, in order, and of those of which only some pairs are visible a bit for each pair.
 #pragma once
-#include "attention/head.cuh"
+#include "attention/tiles.cuh"
 
 // Which pairs of a tile a block mask leaves: rows of words with a bit for each of 16 columns, the lowest first.
 struct TileBits {

@@ -104,7 +104,7 @@ __device__ void for_exact_row_sums(const Params& p, const Head& head, int tile, 
 // As prepare_rows, which it is for 16-bit numbers.
 template <int SIZE>
 __device__ void prepare_queries(const Params& p, const Head& head, int tile) {
-    Accum* rows = prepared_rows<SIZE>(p, query_tile_number<SIZE>(p, head, tile));
+    Accum* rows = prepared_rows<SIZE>(p, head, tile);
     for_exact_row_sums<SIZE, OfDO>(p, head, tile, p.out, p.out_strides,
                                    [&](int i, Accum sum) { write_prepared<SIZE>(p, head, rows, tile * SIZE, i, sum); });
 }

@@ -3,6 +3,7 @@
 #include "attention/dead_rows.cuh"
 #include "attention/dropout.cuh"
 #include "attention/exact_lse.cuh"
+#include "attention/tiles.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/math.cuh"
 
@@ -10,6 +11,10 @@
 template <int SIZE>
 __device__ Accum* prepared_rows(const Params& p, long long tile_number) {
     return p.delta + tile_number * (2 * SIZE);
+}
+template <int SIZE>
+__device__ Accum* prepared_rows(const Params& p, const Head& head, int tile) {
+    return prepared_rows<SIZE>(p, QueryTiles<SIZE>::number(p, head, tile));
 }
 
 // Fill in those of query i, from its sum = rowsum(dO * O): delta is that, less the gradient of lse where there is one, since
@@ -81,7 +86,7 @@ __device__ void for_row_sums(const Params& p, const Head& head, int tile, const 
 // All of them, by a block of 128 threads.
 template <int SIZE>
 __device__ void prepare_rows(const Params& p, const Head& head, int tile) {
-    Accum* rows = prepared_rows<SIZE>(p, query_tile_number<SIZE>(p, head, tile));
+    Accum* rows = prepared_rows<SIZE>(p, head, tile);
     for_row_sums<SIZE>(p, head, tile, p.out, p.out_strides, p.dout, p.dout_strides,
                        [&](int i, Accum sum) { write_prepared<SIZE>(p, head, rows, tile * SIZE, i, sum); });
 }

@@ -5,7 +5,7 @@
 extern "C" __global__ void __launch_bounds__(config::THREADS)
     attention_backward_delta(const __grid_constant__ Params p) {
     const long long index = (long long)blockIdx.x * config::THREADS + threadIdx.x;
-    const Place at = query_place(p, index);
+    const QueryOf at = Sequence::numbered_query(p, index);
     if (at.batch >= p.batch) return;
-    p.delta[index] = row_delta(p, Head::of_q(p, at.batch, at.head), at.tile);
+    p.delta[index] = row_delta(p, Head::of_q(p, at.batch, at.head), at.query);
 }

@@ -12,11 +12,12 @@
 extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     attention_jvp(const __grid_constant__ Params p) {
     // This block owns OWNED queries and COLUMNS columns of tO, as in the forward.
-    const int parts = tiles_in(max(p.dim_v, 1), config::COLUMNS), tiles = query_tiles<config::OWNED>(p);
+    const int parts = tiles_in(max(p.dim_v, 1), config::COLUMNS);
+    const Schedule<QueryTiles<config::OWNED>, Order::LAST_FIRST> schedule(p);
     const int column = blockIdx.x % parts * config::COLUMNS;
-    const Place at = place(blockIdx.x / parts, tiles, p.heads_q);
-    const Head head = Head::of_q(p, at.batch, at.head);
-    const Range queries = head.query_tile<config::OWNED>(p, tiles - 1 - at.tile);
+    const HeadTile at = schedule.tile(blockIdx.x / parts);
+    const Head head = at.head;
+    const Range queries = head.query_tile<config::OWNED>(p, at.number);
     const int row = queries.begin;
 
     const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);

@@ -40,10 +40,10 @@ __device__ inline void products(ScoreTile& s, ScoreTile& ts, ScoreTile& dp, Scor
 extern "C" __global__ void __launch_bounds__(config::THREADS)
     attention_backward_jvp_delta(const __grid_constant__ Params p) {
     const long long index = (long long)blockIdx.x * config::THREADS + threadIdx.x;
-    const Place at = query_place(p, index);
+    const QueryOf at = Sequence::numbered_query(p, index);
     if (at.batch >= p.batch) return;
     const Head head = Head::of_q(p, at.batch, at.head);
-    const int i = at.tile;
+    const int i = at.query;
     Accum sum = row_product(p, head, i, p.dout, p.dout_strides, p.tout, p.tout_strides);
     if (config::TDOUT) sum = row_product(p, head, i, p.tdout, p.tdout_strides, p.out, p.out_strides, sum);
     if (config::SINKS && sum != sum && only_zeros(p, head.query_row(p.tout, p.tout_strides, i)))

@@ -5,6 +5,7 @@
 // 1 / 16 of the columns of each tile. The 16 threads of a row are half a warp, so that row reductions are shuffles.
 #pragma once
 #include "attention/dropout.cuh"
+#include "attention/schedule.cuh"
 #include "ptx/convert.cuh"
 
 constexpr int ACROSS = 16;                         // threads along a row

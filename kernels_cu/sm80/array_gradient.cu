@@ -32,11 +32,10 @@ struct BiasTile {
 
     __device__ void load(const Params& p, char* memory, const Share<OfBias, ROWS, KEYS>& share) const {
         const PairStrides& s = p.bias_strides;
-        Head any{0, 0, 0};
         const Number* from = p.bias + share.batch * s.batch + share.head * s.head;
         for (int n = threadIdx.x; n < ROWS * KEYS; n += THREADS) {
             int row = n / KEYS, column = n % KEYS, i = share.tile_q * ROWS + row, j = share.tile_k * KEYS + column;
-            bool there = (i < any.queries(p) || s.query == 0) && (j < any.keys(p) || s.key == 0);
+            bool there = (i < Sequence::most_queries(p) || s.query == 0) && (j < Sequence::most_keys(p) || s.key == 0);
             ((Number*)memory)[row * PITCH + column] = there ? from[i * s.query + j * s.key] : Number();
         }
     }
@@ -128,7 +127,7 @@ struct Cursor {
     }
     template <class Array, class Piece>
     __device__ void copy(const Params& p, Piece piece, int row, int column) {
-        Rows from = operand_rows<Array>(p, step.tile.head, row);
+        auto from = operand_rows<Array>(p, step.tile.head, row);
         int columns = PARTS == 2 ? Array::COLUMNS : from.columns, rows = Array::rows(p, step.tile.head) - row;
 #pragma unroll
         for (int part = 0; part < PARTS; part++)
@@ -199,7 +198,7 @@ struct Block {
         Placement<> place{at.head.q, at.i + warp_row, at.j + warp_key};
         int tile_q = at.i / ROWS, tile_k = at.j / KEYS;
         // What its rows and keys have in memory, while the first pieces arrive.
-        const float* rows = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, at.head, tile_q));
+        const float* rows = prepared_rows<ROWS>(p, at.head, tile_q);
         float minus_lse[2 * M], minus_delta[2 * M];
         read_rows(minus_lse, rows);
         read_rows(minus_delta, rows + ROWS);
@@ -247,8 +246,8 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
 
 // What each query brings: see attention/exact_delta.cuh.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
-    Place at = place_heads_first(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
-    prepare_queries<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
+    HeadTile at = numbered_heads_first<QueryTiles<ROWS>>(p, blockIdx.x);
+    prepare_queries<ROWS>(p, at.head, at.number);
 }
 
 // Kernels of arrays whose gradients nobody asks for are empty.
@@ -292,6 +291,6 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_score_finis
 }
 extern "C" __global__ void __launch_bounds__(256) attention_backward_sinks(const __grid_constant__ Params p) {
     gather_sink<D_SINKS, 256>(p, blockIdx.x, [&](const Head& head, int i) {
-        return prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, head, i / ROWS))[ROWS + i % ROWS] / kept(p);
+        return prepared_rows<ROWS>(p, head, i / ROWS)[ROWS + i % ROWS] / kept(p);
     });
 }

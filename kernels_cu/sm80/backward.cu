@@ -12,6 +12,7 @@
 #include "attention/exact_delta.cuh"
 #include "attention/mask.cuh"
 #include "attention/operands.cuh"
+#include "attention/schedule.cuh"
 #include "ptx/flag.cuh"
 #include "ptx/reduce.cuh"
 #include "tile/doubles.cuh"
@@ -147,7 +148,7 @@ struct Block {
     __device__ Step next(const Step& at) const {
         int step = walk.next(at.step);
         bool has = walk::LISTED ? step < at.end : walk.has(step);
-        return has ? Step{at.head, step, at.end} : first_of({at.head.batch, at.head.q + 1, at.head.k});
+        return has ? Step{at.head, step, at.end} : first_of(at.head.other(at.head.q + 1));
     }
 
     // along(copy of Q, copy of dO), with what else a step brings.
@@ -155,12 +156,12 @@ struct Block {
     __device__ void load_queries(const Step& at, int stage, F along) const {
         int tile_q = walk::LISTED && !has(at) ? 0 : walk.tile(at.step);
         int i = tile_q * ROWS, rows = has(at) ? at.head.live_queries(p).end - i : 0;
-        Rows q = operand_rows<OfQ>(p, at.head, i), d = operand_rows<OfDO>(p, at.head, i);
+        auto q = operand_rows<OfQ>(p, at.head, i), d = operand_rows<OfDO>(p, at.head, i);
         along(AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(s.q_tile(stage), q.from, q.stride, rows, q.columns),
               AsyncCopy<THREADS, ROWS, DOTile::COLUMNS>(s.do_tile(stage), d.from, d.stride, rows, d.columns));
         constexpr int EACH = VECTOR<Accum>, COPIES = 2 * ROWS / EACH;
         static_assert(COPIES <= THREADS);
-        const Accum* values = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, at.head, tile_q));
+        const Accum* values = prepared_rows<ROWS>(p, at.head, tile_q);
         if (threadIdx.x < COPIES) cp_async_16(s.row_values(stage) + 16 * threadIdx.x, values + EACH * threadIdx.x, rows > 0);
     }
     __device__ void load_queries(const Step& at, int stage) const {
@@ -170,7 +171,7 @@ struct Block {
 
     // K and V, and the first Q and dO.
     __device__ void load_first() const {
-        Rows k = operand_rows<OfK>(p, keys_head, keys.begin), v = operand_rows<OfV>(p, keys_head, keys.begin);
+        auto k = operand_rows<OfK>(p, keys_head, keys.begin), v = operand_rows<OfV>(p, keys_head, keys.begin);
         int rows = keys_head.live_keys(p).end - keys.begin;
         AsyncCopy<THREADS, KEYS, KTile::COLUMNS>(s.k_tile(), k.from, k.stride, rows, k.columns).all();
         AsyncCopy<THREADS, KEYS, VTile::COLUMNS>(s.v_tile(), v.from, v.stride, rows, v.columns).all();
@@ -287,7 +288,7 @@ struct Block {
             mma_AB<KEYS>(dq, FromTransposed<STile>{s.ds_tile(), 16 * dq_row}, s.k_tile(), 8 * dq_column, Nothing(),
                          k_unit * ds_power.unit);
         }
-        long long number = query_tile_number<ROWS>(p, at.head, tile_q);
+        long long number = QueryTiles<ROWS>::number(p, at.head, tile_q);
         if (DETERMINISTIC) wait_for_turn(at.head, tile_q, number);
         Accum* dq_sum = dq_fragment(p, number, dq_row, dq_column);
         auto add_dq = [&](int step, auto steps) {
@@ -367,32 +368,28 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
 
 // What each query brings (attention/exact_delta.cuh); zeros where the dQ of this tile will be summed.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
-    Place at = place(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
+    HeadTile at = numbered<QueryTiles<ROWS>>(p, blockIdx.x);
     float4* sums = (float4*)(p.dq_sum + blockIdx.x * (long long)DQ_TILE);
     for (int i = threadIdx.x; i < DQ_TILE / VECTOR<Accum>; i += 128) sums[i] = make_float4(0, 0, 0, 0);
     if (DETERMINISTIC && threadIdx.x == 0) {
         p.counters[blockIdx.x] = 0;
         if (blockIdx.x == 0) p.counters[gridDim.x] = 0;
     }
-    prepare_queries<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
+    prepare_queries<ROWS>(p, at.head, at.number);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) char shared[];
-    int number = blockIdx.x, tiles = key_tiles<KEYS>(p);
+    int number = blockIdx.x;
     if (DETERMINISTIC) {
         // Blocks wait for those with smaller numbers: numbers given in the order of starting cannot wait for ever.
         __shared__ int ticket;
-        if (threadIdx.x == 0) ticket = atomicAdd(p.counters + (long long)p.batch * p.heads_q * query_tiles<ROWS>(p), 1u);
+        if (threadIdx.x == 0) ticket = atomicAdd(p.counters + QueryTiles<ROWS>::count(p), 1u);
         __syncthreads();
         number = ticket;
     }
-    Place at = place(number, tiles, p.heads_k);
-    if (walk::LISTED && !DETERMINISTIC) at = longest_first(number, tiles, p.heads_k, p.batch);
-    Head head = Head::of_k(p, at.batch, at.head);
-    if (DETERMINISTIC) at.tile = key_tile_in_turn(at.tile, tiles);
-    if (walk::LISTED && !DETERMINISTIC) at.tile = Visits::nth(p, head, p.query_lists, tiles, at.tile);
-    Block block(p, Shared{shared_address(shared)}, head, at.tile);
+    HeadTile at = Schedule<KeyTiles<KEYS>, key_order(DETERMINISTIC)>(p).tile(number);
+    Block block(p, Shared{shared_address(shared)}, at.head, at.number);
     block.load_first();
     int stage = 0;
     for (Step step = block.first(); block.has(step); step = block.next(step)) {
@@ -408,10 +405,9 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_finish(cons
     using Tile = SharedTile<PART, DIM>;
     __shared__ alignas(16) char shared[PARTS == 2 ? 16 : Tile::BYTES];
     Tile dq_tile{shared_address(shared)};
-    Place at = place(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
-    Head head = Head::of_q(p, at.batch, at.head);
+    auto [head, tile] = numbered<QueryTiles<ROWS>>(p, blockIdx.x);
     for (int first = 0; first < ROWS; first += PART) {
-        int i0 = at.tile * ROWS + first, count = head.queries(p) - i0;
+        int i0 = tile * ROWS + first, count = head.queries(p) - i0;
         Out* rows = head.query_row(p.dq, p.dq_strides, i0);
         if (first > 0) __syncthreads();
 #pragma unroll 4

@@ -11,6 +11,7 @@
 #include "attention/dropped.cuh"
 #include "attention/exact_delta.cuh"
 #include "attention/mask.cuh"
+#include "attention/schedule.cuh"
 #include "attention/tangents.cuh"
 #include "sm80/dq_sums.cuh"
 #include "sm80/tangents.cuh"
@@ -145,12 +146,12 @@ struct Block {
     __device__ Step next(const Step& at) const {
         int step = walk.next(at.step);
         bool has = walk::LISTED ? step < at.end : walk.has(step);
-        return has ? Step{at.head, step, at.end} : first_of({at.head.batch, at.head.q + 1, at.head.k});
+        return has ? Step{at.head, step, at.end} : first_of(at.head.other(at.head.q + 1));
     }
 
     template <class Of, class Tile>
     __device__ auto copy_queries(const Step& at, Tile tile, int i, int rows) const {
-        Rows from = operand_rows<Of>(p, at.head, i);
+        auto from = operand_rows<Of>(p, at.head, i);
         return AsyncCopy<THREADS, ROWS, Tile::COLUMNS>(tile, from.from, from.stride, rows, from.columns);
     }
     // along(copies of Q, dO and their tangents), with what else a step brings.
@@ -172,7 +173,7 @@ struct Block {
             with_d();
         constexpr int EACH = VECTOR<Accum>, COPIES = NUMBERS * ROWS / EACH;
         static_assert(COPIES <= THREADS);
-        const Accum* values = numbers_of_queries(p, query_tile_number<ROWS>(p, at.head, tile_q));
+        const Accum* values = numbers_of_queries(p, QueryTiles<ROWS>::number(p, at.head, tile_q));
         if (threadIdx.x < COPIES)
             cp_async_16(s.row_values(stage) + 16 * threadIdx.x, values + EACH * threadIdx.x, rows > 0);
     }
@@ -183,7 +184,7 @@ struct Block {
 
     template <class Of, class Tile>
     __device__ void load_keys(Tile tile) const {
-        Rows from = operand_rows<Of>(p, keys_head, keys.begin);
+        auto from = operand_rows<Of>(p, keys_head, keys.begin);
         int rows = keys_head.live_keys(p).end - keys.begin;
         AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, from.from, from.stride, rows, from.columns).all();
     }
@@ -340,7 +341,7 @@ struct Block {
         DqPart dq(warp);
         dq.multiply(s.tdx_tile(), s.k_tile(), k_unit * powers.tdx.unit);
         if constexpr (TK) dq.multiply(s.dx_tile(), s.tk_tile(), tk_unit * powers.dx.unit);
-        long long number = query_tile_number<ROWS>(p, at.head, tile_q);
+        long long number = QueryTiles<ROWS>::number(p, at.head, tile_q);
         if (DETERMINISTIC) wait_for_turn(p, at.head, tile_q, number, tile);
         Accum* dq_sum = dq.place(p, number);
         constexpr int BEFORE = TP_STORED + P_STORED, STEPS = ROWS / 16 * (BEFORE + 1 + TQ);
@@ -430,21 +431,21 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
 // What each query brings (attention/exact_delta.cuh); zeros where the tdQ of this tile will be summed.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_jvp_prepare(const __grid_constant__ Params p) {
     clear_dq(p, blockIdx.x);
-    Place at = place(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
-    Head head = Head::of_q(p, at.batch, at.head);
+    HeadTile at = numbered<QueryTiles<ROWS>>(p, blockIdx.x);
+    const Head& head = at.head;
     Accum* numbers = numbers_of_queries(p, blockIdx.x);
-    int first = at.tile * ROWS;
-    for_exact_row_sums<ROWS, OfDO>(p, head, at.tile, p.out, p.out_strides,
+    int first = at.number * ROWS;
+    for_exact_row_sums<ROWS, OfDO>(p, head, at.number, p.out, p.out_strides,
                                    [&](int i, Accum sum) { write_prepared<ROWS>(p, head, numbers, first, i, sum); });
     // The same lanes have the same rows.
-    for_exact_row_sums<ROWS, OfDO>(p, head, at.tile, p.tout, p.tout_strides, [&](int i, Accum sum) {
+    for_exact_row_sums<ROWS, OfDO>(p, head, at.number, p.tout, p.tout_strides, [&](int i, Accum sum) {
         bool there = i < head.queries(p) && p.lse[head.row_number(p, i)] != MINUS_INFINITY;
         numbers[i - first + 2 * ROWS] = there ? p.tlse[head.row_number(p, i)] : 0;
         Accum tdlse = there && p.tdlse != nullptr ? p.tdlse[head.row_number(p, i)] : 0;
         numbers[i - first + 3 * ROWS] = there ? (sum - tdlse) * kept(p) : 0;
     });
     if constexpr (TDOUT)
-        for_exact_row_sums<ROWS, OfTDO>(p, head, at.tile, p.out, p.out_strides, [&](int i, Accum sum) {
+        for_exact_row_sums<ROWS, OfTDO>(p, head, at.number, p.out, p.out_strides, [&](int i, Accum sum) {
             bool there = i < head.queries(p) && p.lse[head.row_number(p, i)] != MINUS_INFINITY;
             if (there) numbers[i - first + 3 * ROWS] += sum * kept(p);
         });
@@ -453,14 +454,10 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_jvp_prepare
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_backward_jvp(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) char shared[];
-    int number = blockIdx.x, tiles = key_tiles<KEYS>(p);
+    int number = blockIdx.x;
     if (DETERMINISTIC) number = number_in_turn(p);
-    Place at = place(number, tiles, p.heads_k);
-    if (walk::LISTED && !DETERMINISTIC) at = longest_first(number, tiles, p.heads_k, p.batch);
-    Head head = Head::of_k(p, at.batch, at.head);
-    if (DETERMINISTIC) at.tile = key_tile_in_turn(at.tile, tiles);
-    if (walk::LISTED && !DETERMINISTIC) at.tile = Visits::nth(p, head, p.query_lists, tiles, at.tile);
-    Block block(p, Shared{shared_address(shared)}, head, at.tile);
+    HeadTile at = Schedule<KeyTiles<KEYS>, key_order(DETERMINISTIC)>(p).tile(number);
+    Block block(p, Shared{shared_address(shared)}, at.head, at.number);
     block.load_first();
     int stage = 0;
     for (Step step = block.first(); block.has(step); step = block.next(step)) {

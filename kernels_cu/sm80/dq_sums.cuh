@@ -82,7 +82,7 @@ __device__ inline void wait_for_turn(const Params& p, const Head& head, int tile
 // for ever.
 __device__ inline int number_in_turn(const Params& p) {
     __shared__ int ticket;
-    if (threadIdx.x == 0) ticket = atomicAdd(p.counters + (long long)p.batch * p.heads_q * query_tiles<ROWS>(p), 1u);
+    if (threadIdx.x == 0) ticket = atomicAdd(p.counters + QueryTiles<ROWS>::count(p), 1u);
     __syncthreads();
     return ticket;
 }
@@ -93,10 +93,9 @@ __device__ inline void finish_dq(const Params& p, Out* dq, const Strides& stride
     using Tile = SharedTile<PART, DIM>;
     __shared__ alignas(16) char shared[PARTS == 2 ? 16 : Tile::BYTES];
     Tile dq_tile{shared_address(shared)};
-    Place at = place(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
-    Head head = Head::of_q(p, at.batch, at.head);
+    auto [head, tile] = numbered<QueryTiles<ROWS>>(p, blockIdx.x);
     for (int first = 0; first < ROWS; first += PART) {
-        int i0 = at.tile * ROWS + first, count = head.queries(p) - i0;
+        int i0 = tile * ROWS + first, count = head.queries(p) - i0;
         Out* rows = head.query_row(dq, strides, i0);
         if (first > 0) __syncthreads();
 #pragma unroll 4

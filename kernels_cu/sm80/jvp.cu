@@ -12,6 +12,7 @@
 #include "attention/dropped.cuh"
 #include "attention/exact_lse.cuh"
 #include "attention/mask.cuh"
+#include "attention/schedule.cuh"
 #include "attention/tangents.cuh"
 #include "ptx/barrier.cuh"
 #include "sm80/tangents.cuh"
@@ -149,7 +150,7 @@ struct Block {
     template <class Of, class Tile>
     __device__ auto copy_keys(Tile tile, int step) const {
         int row = walk.tile(step) * KEYS;
-        Rows from = operand_rows<Of>(p, head, row);
+        auto from = operand_rows<Of>(p, head, row);
         return AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, from.from, from.stride,
                                                        walk.has(step) ? head.live_keys(p).end - row : 0, from.columns);
     }
@@ -176,7 +177,7 @@ struct Block {
 
     template <class Of>
     __device__ void copy_queries(QTile tile) const {
-        Rows q = operand_rows<Of>(p, head, queries.begin);
+        auto q = operand_rows<Of>(p, head, queries.begin);
         int rows = head.queries(p) - queries.begin;
         AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(tile, q.from, q.stride, rows, q.columns).all();
     }
@@ -418,13 +419,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_jvp(
     extern __shared__ __align__(16) char shared[];
     // The tiles of a head one after the other, so that they share its K and V in the cache; where later ones see more
     // keys, those first.
-    int tiles = query_tiles<ROWS>(p), number = blockIdx.x;
-    Place at = place(number, tiles, p.heads_q);
-    if (walk::LISTED) at = longest_first(number, tiles, p.heads_q, p.batch);
-    Head head = Head::of_q(p, at.batch, at.head);
-    if (walk::GROWING) at.tile = tiles - 1 - at.tile;
-    if (walk::LISTED) at.tile = Visits::nth(p, head, p.key_lists, tiles, at.tile);
-    Block block(p, Shared{shared_address(shared)}, head, at.tile);
+    HeadTile at = Schedule<QueryTiles<ROWS>, QUERY_ORDER>(p).tile(blockIdx.x);
+    Block block(p, Shared{shared_address(shared)}, at.head, at.number);
     block.load_first();
     int stage = 0;
     for (int step = block.walk.start(); block.walk.has(step); step = block.walk.next(step)) {

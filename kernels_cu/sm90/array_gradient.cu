@@ -43,7 +43,7 @@ constexpr bool PAIRS_PER_SHARE = PAIR_ARRAYS && !PAIRS_PER_STEP<Of>;
 // Whether many queries read an element: their sum is added up at the end.
 template <class Of>
 __device__ bool over_queries(const Params& p) {
-    return !Of::BY_KEY || (Of::strides(p).query == 0 && Head{0, 0, 0}.queries(p) > 1);
+    return !Of::BY_KEY || (Of::strides(p).query == 0 && Sequence::most_queries(p) > 1);
 }
 
 struct TensorMaps : PairMaps {
@@ -114,9 +114,8 @@ struct Loader {
     // A piece of both operands.
     __device__ void load(const PairsTile& at, const TensorMap& of_queries, const TensorMap& of_keys, int column) {
         mbarrier_arrive_expect(s.pieces.full(), Shared::STAGE);
-        int query = at.i - at.head.unmapped_queries(p), key = at.j - at.head.unmapped_keys(p);
-        s.queries().load(of_queries, s.pieces.full(), query, at.head.q, at.head.batch, column);
-        s.keys().load(of_keys, s.pieces.full(), key, at.head.k, at.head.batch, column);
+        s.queries().load(of_queries, s.pieces.full(), at.head.at_query(p, at.i, column));
+        s.keys().load(of_keys, s.pieces.full(), at.head.at_key(p, at.j, column));
         s.pieces.advance();
         s.pieces.wait_empty();
     }
@@ -154,7 +153,7 @@ struct Loader {
                 visit({at.head, at.i, at.j, share.split, flags | (share.has(step) ? 0 : Note::LAST)});
             }
         }
-        tell({Head{0, 0, 0}, 0, 0, 0, Note::END});
+        tell({{}, 0, 0, 0, Note::END});
     }
 };
 
@@ -199,7 +198,7 @@ struct Worker {
     __device__ void visit(const Note& note) {
         Pairs pairs(p, note.head);
         Placement<> at{note.head.q, note.i + first_row, note.j};
-        const float* rows = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, note.head, note.i / ROWS)) + first_row;
+        const float* rows = prepared_rows<ROWS>(p, note.head, note.i / ROWS) + first_row;
         float minus_lse[2], minus_delta[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -315,8 +314,8 @@ struct Worker {
 };
 
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
-    Place at = place_heads_first(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
-    prepare_rows<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
+    HeadTile at = numbered_heads_first<QueryTiles<ROWS>>(p, blockIdx.x);
+    prepare_rows<ROWS>(p, at.head, at.number);
 }
 
 // Kernels of arrays whose gradients nobody asks for are empty.
@@ -362,6 +361,6 @@ ARRAYS_OVER_PAIRS(KERNELS)
 
 extern "C" __global__ void __launch_bounds__(256) attention_backward_sinks(const __grid_constant__ Params p) {
     gather_sink<D_SINKS, 256>(p, blockIdx.x, [&](const Head& head, int i) {
-        return prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, head, i / ROWS))[ROWS + i % ROWS] / kept(p);
+        return prepared_rows<ROWS>(p, head, i / ROWS)[ROWS + i % ROWS] / kept(p);
     });
 }

@@ -14,16 +14,16 @@
 
 // What each query brings (attention/prepare.cuh), and zeros in the counters.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
-    Place at = place_heads_first(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
+    HeadTile at = numbered_heads_first<QueryTiles<ROWS>>(p, blockIdx.x);
     DQCounters counters(p);
     if (threadIdx.x == 0) {
         if (blockIdx.x == 0) p.counters[0] = *counters.ticket = 0;
         if (blockIdx.x < Share::count(p)) counters.clear[blockIdx.x] = 0;
         counters.added[blockIdx.x] = 0;
-        int sums = SHARES ? key_tiles<CLUSTER_KEYS>(p) * p.heads_k * p.batch * CLUSTER * GROUPS : 0;
+        int sums = SHARES ? KeyTiles<CLUSTER_KEYS>::of_head(p) * p.heads_k * p.batch * CLUSTER * GROUPS : 0;
         for (int i = blockIdx.x; i < sums; i += gridDim.x) counters.left[i] = 0;
     }
-    prepare_rows<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
+    prepare_rows<ROWS>(p, at.head, at.number);
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, BLOCKS)

@@ -174,7 +174,7 @@ __device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
                     store_rows<PART_ROWS>(tile, 0, head.query_row(p.dq, p.dq_strides, row) + column, p.dq_strides.row,
                                           head.queries(p) - row, p.dim - column);
                 else if constexpr (WHOLE_DQ)
-                    tma_store(maps.dq, tile.base, column, row, head.q, head.batch, first);
+                    tile.store(maps.dq, head.to_query(row, column), first);
             }
             tma_commit();
             tma_wait_read();
@@ -241,11 +241,10 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
             }
             n = share.first(p) + nth;
         }
-        Place at = place(n, query_tiles<ROWS>(p), p.heads_q);
-        Head head = Head::of_q(p, at.batch, at.head);
+        auto [head, tile] = numbered<QueryTiles<ROWS>>(p, n);
         bool none = false;
         if (lane == 0) {
-            unsigned adding = CLUSTER * adding_to(p, head, at.tile).count();
+            unsigned adding = CLUSTER * adding_to(p, head, tile).count();
             while (load_acquire(counters.added + n) != adding) __nanosleep(32);
             // Where no key is seen the sums are zeros, once what lay here before is finished.
             none = adding == 0;
@@ -263,7 +262,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
             for (int c = 0; c < min(FINISH_STAGES, FETCHES); c++) fetch(sums + c * (FINISH_BYTES / 16), fetched + c);
         }
         int before = part * (FETCHES / DOWN);  // columns by 32
-        int row = at.tile * ROWS + (SHARE_ROWS ? before / ACROSS * PART_ROWS : 0) + lane / 4;
+        int row = tile * ROWS + (SHARE_ROWS ? before / ACROSS * PART_ROWS : 0) + lane / 4;
         int column = (SHARE_ROWS ? before % ACROSS : before) * 32 + lane % 4 * 8;
         Out* to = head.query_row(p.dq, p.dq_strides, row) + column;
         int rows = head.queries(p) - row, columns = p.dim - column;  // from there on

@@ -354,10 +354,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_jvp_prepare(const __grid_constant__ Params p, const __grid_constant__ TensorMaps) {
     constexpr int LANES = DIM_V <= 64 ? 8 : DIM_V <= 128 ? 16 : 32;
-    int tiles = query_tiles<ROWS>(p);
-    Place at = place(blockIdx.x, tiles, p.heads_q);
-    Head head = Head::of_q(p, at.batch, at.head);
-    float* to = numbers_of(p, head, at.tile);
+    auto [head, tile] = numbered<QueryTiles<ROWS>>(p, blockIdx.x);
+    float* to = numbers_of(p, head, tile);
     const Out *o = head.query_row(p.out, p.out_strides), *t = head.query_row(p.tout, p.tout_strides);
     const In* d = head.query_row(p.dout, p.dout_strides);
     const In* td = TDOUT ? head.query_row(p.tdout, p.tdout_strides) : nullptr;
@@ -377,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(128)
     };
 #pragma unroll 4
     for (int r = threadIdx.x / LANES; r < ROWS; r += 128 / LANES) {
-        int i = at.tile * ROWS + r;
+        int i = tile * ROWS + r;
         bool there = i < head.queries(p);
         float delta = 0, tdelta = 0;
         if (there) {

@@ -2,6 +2,7 @@
 // it, whether of queries or of keys; and the thread that loads them (the producer).
 #pragma once
 #include "attention/mask.cuh"
+#include "attention/schedule.cuh"
 #include "attention/tangents.cuh"
 #include "ptx/barrier.cuh"
 #include "sm90/tangent_maps.cuh"
@@ -40,11 +41,11 @@ struct SideTiles {
     // All of them, from a row of a head on: BYTES arrive.
     template <class Maps>
     __device__ void load(const Params& p, const Maps& maps, unsigned barrier, int row, const Head& head) const {
-        int from = row - (OF_QUERIES ? head.unmapped_queries(p) : head.unmapped_keys(p));
+        InMap from = OF_QUERIES ? head.at_query(p, row) : head.at_key(p, row);
 #pragma unroll 1
         for (int r = 0; r < COUNT; r += BOX) {
             auto fill = [&](auto tile, const TensorMap& map) {
-                tile.load_rows(map, barrier, r, from + r, OF_QUERIES ? head.q : head.k, head.batch);
+                tile.from(r).load(map, barrier, from.down(r));
             };
             if constexpr (OF_QUERIES) {
                 fill(first(), maps.q), fill(second(), maps.dout);
@@ -74,7 +75,7 @@ struct SideTiles {
 // them.
 enum Number { LSE, DELTA, TLSE, TDELTA, NUMBERS };
 __device__ inline float* numbers_of(const Params& p, const Head& head, int tile) {
-    return p.numbers + query_tile_number<ROWS>(p, head, tile) * (NUMBERS * ROWS);
+    return p.numbers + QueryTiles<ROWS>::number(p, head, tile) * (NUMBERS * ROWS);
 }
 __device__ inline constexpr int place_of(int number, int query) {
     return query / 2 * (2 * NUMBERS) + 2 * number + query % 2;
@@ -118,11 +119,10 @@ struct OwnTile {
 
     // Long ones first, in groups of heads that stay in the L2 cache.
     __device__ OwnTile(const Params& p, int number) {
-        int tiles = OWNS_KEYS ? key_tiles<OWNED>(p) : query_tiles<OWNED>(p), heads = OWNS_KEYS ? p.heads_k : p.heads_q;
-        Dealt at = deal(number, tiles, heads * p.batch, p.together);
-        head = OWNS_KEYS ? Head::of_k(p, at.head / heads, at.head % heads)
-                         : Head::of_q(p, at.head / heads, at.head % heads);
-        first = (!OWNS_KEYS && walk::GROWING ? tiles - 1 - at.tile : at.tile) * OWNED;
+        constexpr Order ORDER = walk::GROWING ? Order::LAST_FIRST : Order::AS_NUMBERED;
+        HeadTile at = OWNS_KEYS ? Schedule<KeyTiles<OWNED>, Order::AS_NUMBERED, true>(p).tile(number, p.together)
+                                : Schedule<QueryTiles<OWNED>, ORDER, true>(p).tile(number, p.together);
+        head = at.head, first = at.number * OWNED;
     }
 
     template <class F>
@@ -131,7 +131,7 @@ struct OwnTile {
             Range keys{first, min(head.keys(p), first + OWNED)};
 #pragma unroll 1
             for (int h = 0; h < group_of(p); h++) {
-                Head of{head.batch, head.q + h, head.k};
+                Head of = head.other(head.q + h);
                 QueryWalk<ROWS, OWNED> walk(p, of, keys);
 #pragma unroll 1
                 for (int step = walk.start(); walk.has(step); step = walk.next(step))

@@ -206,8 +206,8 @@ struct NarrowWorker {
         sync_threads<128>(3 + group);
         if (maps.map_out) {
             if (threadIdx.x % 128 == 0) {
-                dk_tile.store(maps.dk, 0, key, head.k, head.batch);
-                dv_tile.store(maps.dv, 0, key, head.k, head.batch);
+                dk_tile.store(maps.dk, head.to_key(key));
+                dv_tile.store(maps.dv, head.to_key(key));
                 tma_commit();
             }
         } else {

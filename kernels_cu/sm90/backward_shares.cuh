@@ -25,7 +25,7 @@ template <class DV, class DK>
 __device__ bool add_shares(const Params& p, const Shared& s, const KeyTile& t, int group, DV& dv, DK& dk) {
     Share share(p, t.share);
     int thread = threadIdx.x % 128;
-    int number = ((share.kv_head * key_tiles<CLUSTER_KEYS>(p) + t.number) * CLUSTER + s.rank) * GROUPS + group;
+    int number = ((share.kv_head * KeyTiles<CLUSTER_KEYS>::of_head(p) + t.number) * CLUSTER + s.rank) * GROUPS + group;
     float* sums = p.share_sums + (long long)number * p.shares * SHARE_SUMS + 4 * thread;
     auto each = [&](auto f) { for_fragments(dk, for_fragments(dv, 0, f), f); };
     float* own = sums + share.number * SHARE_SUMS;

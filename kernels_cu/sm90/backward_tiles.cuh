@@ -5,6 +5,7 @@
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/prepare.cuh"
+#include "attention/schedule.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/flag.cuh"
@@ -76,7 +77,7 @@ struct TensorMaps : InputMaps, ResultMaps<WHOLE_DQ> {
 };
 
 using Queries = QueryWalk<ROWS, CLUSTER_KEYS>;
-using KeyTiles = KeyWalk<CLUSTER_KEYS, ROWS>;  // of a tile of queries: those that add to its dQ
+using AddingTiles = KeyWalk<CLUSTER_KEYS, ROWS>;  // of a tile of queries: those of keys that add to its dQ
 
 // Of a head of K and V, the query tiles of all heads that share it, head by head; SHARES: some of them (backward_shares.cuh).
 struct Share {
@@ -85,7 +86,7 @@ struct Share {
     Range tiles;  // of queries
 
     // `n` numbers the shares of all heads.
-    __device__ Share(const Params& p, int n) : kv_head(n), number(0), tiles{0, query_tiles<ROWS>(p) * group_of(p)} {
+    __device__ Share(const Params& p, int n) : kv_head(n), number(0), tiles{0, query_tiles(p)} {
         if (!SHARES) return;
         kv_head = n / p.shares, number = n % p.shares;
         long long all = tiles.end;
@@ -95,11 +96,14 @@ struct Share {
     // How many there are, and the most query tiles that one has.
     __device__ static int count(const Params& p) { return p.heads_k * p.batch * (SHARES ? p.shares : 1); }
     __device__ static int most_tiles(const Params& p) {
-        return tiles_in(query_tiles<ROWS>(p) * group_of(p), SHARES ? p.shares : 1);
+        return tiles_in(query_tiles(p), SHARES ? p.shares : 1);
     }
 
     // Its first query tile, among those of all heads.
-    __device__ int first(const Params& p) const { return kv_head * (query_tiles<ROWS>(p) * group_of(p)) + tiles.begin; }
+    __device__ int first(const Params& p) const { return kv_head * query_tiles(p) + tiles.begin; }
+
+    // Those of all heads that share the head of K and V.
+    __device__ static int query_tiles(const Params& p) { return QueryTiles<ROWS>::of_head(p) * group_of(p); }
 };
 
 // A tile of keys of a head of K and V, and the query tiles of a share that visit it. One thread hands it to the others through
@@ -130,10 +134,10 @@ struct KeyTile {
     __device__ void for_heads(const Params& p, F f) const {
         Head keys_of = head(p);
         Range own = Share(p, share).tiles;
-        int tiles = query_tiles<ROWS>(p);
+        int tiles = keys_of.query_tiles<ROWS>(p);
 #pragma unroll 1
         for (int h = SHARES ? own.begin / tiles : 0; SHARES ? h * tiles < own.end : h < group_of(p); h++) {
-            Head of{keys_of.batch, keys_of.q + h, keys_of.k};
+            Head of = keys_of.other(keys_of.q + h);
             Range some = queries;
             if (SHARES) {
                 some.begin = max(some.begin, own.begin - h * tiles);
@@ -265,26 +269,23 @@ struct Shared {
 // queries: in a group of heads whose Q, dO and dQ stay in the L2 cache, tiles with much to do come first. The
 // deterministic backward adds to a dQ tile in the order of the numbers, and FIRST_STORES has the first of them store. Of a
 // list those with most to do come first.
+using KeySchedule = Schedule<KeyTiles<CLUSTER_KEYS>, key_order(DETERMINISTIC || FIRST_STORES), true>;
+
 __device__ inline KeyTile key_tile(const Params& p, int number) {
-    int tiles = key_tiles<CLUSTER_KEYS>(p), heads = Share::count(p);
-    Dealt at = walk::LISTED && !DETERMINISTIC
-                   ? deal_longest_first(number, tiles, heads, p.together)
-                   : deal(number, tiles, heads, p.together);
+    KeySchedule schedule(p);
+    Dealt at = schedule.dealt(number, Share::count(p), p.together);
     KeyTile t(at.head, at.tile, Range{0, 0});
     Head head = t.head(p);
-    if (DETERMINISTIC || FIRST_STORES)
-        t.number = key_tile_in_turn(at.tile, tiles);
-    else if (walk::LISTED)
-        t.number = Visits::nth(p, head, p.query_lists, tiles, at.tile);
+    t.number = schedule.listed(head, schedule.ordered(at.tile));
     // (WHOLE_DQ: queries without a key have a dQ, too.)
-    t.queries = WHOLE_DQ ? Range{0, query_tiles<ROWS>(p)} : Queries(p, head, t.keys(p)).extent();
+    t.queries = WHOLE_DQ ? Range{0, head.query_tiles<ROWS>(p)} : Queries(p, head, t.keys(p)).extent();
     for (int h = 1; walk::LISTED && h < group_of(p); h++)
-        t.queries.end += Queries(p, {head.batch, head.q + h, head.k}, t.keys(p)).count();
+        t.queries.end += Queries(p, head.other(head.q + h), t.keys(p)).count();
     return t;
 }
 
 // The key tiles that add to dQ of a tile of queries.
-__device__ inline KeyTiles adding_to(const Params& p, const Head& head, int tile_q) {
+__device__ inline AddingTiles adding_to(const Params& p, const Head& head, int tile_q) {
     return {p, head, head.query_tile<ROWS>(p, tile_q)};
 }
 
@@ -292,7 +293,7 @@ __device__ inline KeyTiles adding_to(const Params& p, const Head& head, int tile
 // all heads, `bits` says what a block mask leaves of the tile.
 template <class F>
 __device__ void for_query_tiles(const Params& p, const KeyTile& t, F f) {
-    int group = group_of(p), tiles = query_tiles<ROWS>(p);
+    int group = group_of(p), tiles = QueryTiles<ROWS>::of_head(p);
     t.for_heads(p, [&](int h, const Head& head, const Queries& walk) {
 #pragma unroll 1
         for (int step = walk.start(); walk.has(step); step = walk.next(step)) {
@@ -312,7 +313,7 @@ struct DQCounters {
         clear = ticket + 1;               // of a share, tiles of queries (parts) in whose place are zeros
         added = clear + Share::count(p);  // thread blocks, with a key tile each, that have added to a tile of queries
         tiles = Share::most_tiles(p);
-        left = added + query_tiles<ROWS>(p) * p.heads_q * p.batch;  // SHARES: of a worker's keys, shares that left their sums
+        left = added + QueryTiles<ROWS>::of_head(p) * p.heads_q * p.batch;  // SHARES: of a worker's keys, shares that left their sums
     }
 
     // The first tile of a share's sums, less that of its queries.
@@ -389,7 +390,7 @@ __device__ inline int next_number(const Params& p, Shared& s) {
 // The thread that deals out the tiles, and loads. Two numbers tell its place in every ring.
 __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) {
     DQCounters counters(p);
-    int number = next_number(p, s), total = key_tiles<CLUSTER_KEYS>(p) * Share::count(p);
+    int number = next_number(p, s), total = KeyTiles<CLUSTER_KEYS>::of_head(p) * Share::count(p);
     unsigned steps = 0, tiles = 0;
     auto wait_for_key_tile = [&](const KeyTile& t) {
         if (!WHOLE_DQ) counters.wait_for_room(t.share);
@@ -406,12 +407,12 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
             s.q.go_to(steps);
             s.q.wait_empty();
             mbarrier_arrive_expect(s.q.full(), QTile::BYTES + 8 * ROWS);
-            s.q_tile().load(maps.q, s.q.full(), i * ROWS - head.unmapped_queries(p), head.q, head.batch);
+            s.q_tile().load(maps.q, s.q.full(), head.at_query(p, i * ROWS));
             bulk_load(s.row_values(), prepared_rows<ROWS>(p, n), 8 * ROWS, s.q.full());
             s.d.go_to(steps);
             s.d.wait_empty();
             mbarrier_arrive_expect(s.d.full(), DOTile::BYTES);
-            s.do_tile().load(maps.dout, s.d.full(), i * ROWS - head.unmapped_queries(p), head.q, head.batch);
+            s.do_tile().load(maps.dout, s.d.full(), head.at_query(p, i * ROWS));
             if constexpr (PAIR_ARRAYS) {
                 s.pairs.go_to(steps);
                 s.pairs.wait_empty();
@@ -422,12 +423,12 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
                 first = false;
                 wait_for_key_tile(t);
                 mbarrier_arrive_expect(s.k.full(), KTile::BYTES + CLUSTERED * FarKTile::BYTES);
-                int first = head.unmapped_keys(p), key = s.first_key(t) - first, far_key = s.far_key(t) - first;
-                s.k_tile().load(maps.k, s.k.full(), key, head.k, head.batch);
-                if (CLUSTERED) s.far_k_tile().load(maps.k, s.k.full(), far_key, head.k, head.batch, 64 * s.dq_block(0));
+                InMap keys = head.at_key(p, 0), key = keys.down(s.first_key(t)), far_key = keys.down(s.far_key(t), 64 * s.dq_block(0));
+                s.k_tile().load(maps.k, s.k.full(), key);
+                if (CLUSTERED) s.far_k_tile().load(maps.k, s.k.full(), far_key);
                 s.v.wait_empty();
                 mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
-                s.v_tile().load(maps.v, s.v.full(), key, head.k, head.batch);
+                s.v_tile().load(maps.v, s.v.full(), key);
             }
         });
         if (first) {  // nobody visits it

@@ -234,7 +234,7 @@ struct WideWorker {
         Head head = t.head(p);
         int first = s.first_key(t);
         if (maps.map_out) {
-            tma_store(map, tile.base, column, first, head.k, head.batch, threadIdx.x % 128 == 0);
+            tile.store(map, head.to_key(first, column), threadIdx.x % 128 == 0);
             tma_commit();
         } else {
             store_rows<KEYS / 4>(tile, warp() * (KEYS / 4), head.key_row(to, strides, first) + column, strides.row,

@@ -383,7 +383,7 @@ struct Worker {
             fence_async();
             sync_threads<128>(1 + group);
             if (storer) {
-                s.o_tile().store(maps.out, first_row, of.queries.begin + first_row, of.head.q, of.head.batch);
+                s.o_tile().from(first_row).store(maps.out, of.head.to_query(of.queries.begin + first_row));
                 tma_commit();
             }
         } else {
@@ -402,7 +402,7 @@ struct Worker {
         }
     }
     __device__ long long row_number(const Tile& of, const Pair& x) const {
-        return Head{of.head.batch, x.head, of.head.k}.row_number(p, x.i);
+        return of.head.other(x.head).row_number(p, x.i);
     }
 
     __device__ void run() {

@@ -2,10 +2,10 @@
 // copy engine (TMA) brings Q, K and V tiles as far ahead as the rings in shared memory reach.
 #pragma once
 #include "attention/pairs.cuh"
-#include "attention/schedule.cuh"
 #include "sm90/long_sums.cuh"
 #include "sm90/pair_tiles.cuh"
 #include "sm90/tangent_maps.cuh"
+#include "sm90/tile_schedule.cuh"
 #include "sm90/turned_values.cuh"
 #include "tile/ring.cuh"
 #include "tile/swizzled.cuh"
@@ -52,14 +52,14 @@ template <bool TURNED>
 struct Values {
     using Tile = SwizzledTile<KEYS, DIM_V>;
     __device__ static void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
-        tile.load(map, barrier, key - head.unmapped_keys(p), head.k, head.batch);
+        tile.load(map, barrier, head.at_key(p, key));
     }
 };
 template <>
 struct Values<true> {
     using Tile = SwizzledTile<DIM_V, KEYS>;
     __device__ static void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
-        tile.load(map, barrier, 0, head.k, head.batch, key);
+        tile.load(map, barrier, head.at_turned_key(key));
     }
 };
 constexpr bool TURNED = sizeof(In) == 1;
@@ -72,8 +72,8 @@ constexpr int Q_BYTES = (1 + TQ) * QTile::BYTES, K_BYTES = (1 + TK) * KTile::BYT
 using TileWalk = KeyWalk<KEYS, ROWS>;  // (what is listed is not packed)
 
 // SHARES: each tile so many times, with a share of its keys.
-struct TileSchedule : Schedule<HEAD_ROWS, PACK> {
-    using Whole = Schedule<HEAD_ROWS, PACK>;
+struct TileSchedule : PackSchedule<HEAD_ROWS, PACK> {
+    using Whole = PackSchedule<HEAD_ROWS, PACK>;
 
     __device__ TileSchedule(const Params& p) : Whole(p) {}
     __device__ int total() const { return Whole::total() * (SHARES ? p.shares : 1); }
@@ -170,8 +170,9 @@ struct Shared {
     __device__ bool told(const Params& p, Tile& tile, const TileSchedule& schedule) const {
         if constexpr (TELL) {
             uint4 x = load_shared_16(note());
-            Head head{__shfl_sync(~0u, int(x.x), 0), __shfl_sync(~0u, int(x.y), 0), __shfl_sync(~0u, int(x.z), 0)};
-            int row = __shfl_sync(~0u, int(x.w), 0);
+            auto all = [](unsigned word) { return __shfl_sync(~0u, int(word), 0); };
+            Head head = Head::of(p, all(x.x), all(x.y), all(x.z));
+            int row = all(x.w);
             if (head.batch == -1) return false;
             tile = {head, {row, min(head.queries(p), row + HEAD_ROWS)}};
         } else {
@@ -193,7 +194,7 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
         s.k.wait_empty();
         mbarrier_arrive_expect(s.k.full(), K_BYTES);
         auto fill = [&](KTile to, const TensorMap& map) {
-            to.load(map, s.k.full(), tile_k * KEYS - tile.head.unmapped_keys(p), tile.head.k, tile.head.batch);
+            to.load(map, s.k.full(), tile.head.at_key(p, tile_k * KEYS));
         };
         fill(s.k_tile(), maps.k);
         if constexpr (TK) fill(s.tk_tile(), maps.tk);
@@ -222,9 +223,9 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
             s.tell(tile, number);
             mbarrier_arrive_expect(s.q.full(), Q_BYTES / Q_PARTS);
             int first = ROWS / Q_PARTS * part;
-            int query = tile.queries.begin + first - tile.head.unmapped_queries(p);
-            s.q_tile().load_rows(maps.q, s.q.full(), first, query, tile.head.q, tile.head.batch);
-            if constexpr (TQ) s.tq_tile().load_rows(maps.tq, s.q.full(), first, query, tile.head.q, tile.head.batch);
+            InMap at = tile.head.at_query(p, tile.queries.begin + first);
+            s.q_tile().from(first).load(maps.q, s.q.full(), at);
+            if constexpr (TQ) s.tq_tile().from(first).load(maps.tq, s.q.full(), at);
         });
         s.q.advance();
     };

@@ -286,7 +286,7 @@ struct Worker {
             fence_async();
             sync_threads<128>(1 + group);
             if (storer) {
-                s.o_tile().store(maps.out, first_row, tile.queries.begin + first_row, tile.head.q, tile.head.batch);
+                s.o_tile().from(first_row).store(maps.out, tile.head.to_query(tile.queries.begin + first_row));
                 tma_commit();
             }
             return;

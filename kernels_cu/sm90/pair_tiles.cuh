@@ -2,8 +2,9 @@
 // lanes read what is at the elements that they hold.
 #pragma once
 #include "attention/mask.cuh"
-#include "tile/ring.cuh"
 #include "ptx/tma.cuh"
+#include "tile/places.cuh"
+#include "tile/ring.cuh"
 
 // QUERIES by KEYS elements; not BY_QUERY: the same row for all queries. Blocks of 128 bytes a row, as SwizzledTile.
 template <class T, int QUERIES, int KEYS, bool BY_QUERY>
@@ -17,10 +18,10 @@ struct PairTile {
 
     unsigned base;
 
-    __device__ void load(const TensorMap& map, unsigned barrier, int key, int query, int head, int batch) const {
+    __device__ void load(const TensorMap& map, unsigned barrier, InMap at) const {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
-            tma_load(base + b * BLOCK_BYTES, map, barrier, key + b * COLUMNS, BY_QUERY ? query : 0, head, batch);
+            tma_load(base + b * BLOCK_BYTES, map, barrier, at.column + b * COLUMNS, BY_QUERY ? at.row : 0, at.head, at.batch);
     }
 
     // Where the elements of a fragment's lane begin. A lane's further ones are a constant away, but for the swizzle: rows
@@ -82,7 +83,7 @@ struct PairTiles {
     __device__ void load(const Params& p, const Maps& maps, unsigned barrier, const Head& head, int query, int key) const {
         mbarrier_arrive_expect(barrier, ARRIVING);
         auto fill = [&](auto tile, const TensorMap& map, const PairStrides& strides) {
-            tile.load(map, barrier, key, query, strides.head ? head.q : 0, strides.batch ? head.batch : 0);
+            tile.load(map, barrier, head.at_pair(strides, query, key));
         };
         if constexpr (config::MASK) fill(mask(), maps.mask, p.mask_strides);
         if constexpr (config::BIAS) fill(bias(), maps.bias, p.bias_strides);

@@ -8,6 +8,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
+#include "tile/places.cuh"
 #include "tile/rows.cuh"
 
 // A row of 32 bytes of K is what a product takes at once.
@@ -32,22 +33,21 @@ struct SwizzledTile {
         return base + col / WIDTH * BLOCK_BYTES + 128 * row + (col / CHUNK % 8 ^ row % 8) * 16 + col % CHUNK * SIZE;
     }
 
-    // Fill the tile from a row (and column) of the array on; BYTES arrive on the barrier.
-    __device__ void load(const TensorMap& map, unsigned barrier, int row, int head, int batch, int column = 0) const {
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++) tma_load(base + b * BLOCK_BYTES, map, barrier, column + WIDTH * b, row, head, batch);
-    }
+    // Its rows from `first` on.
+    __device__ SwizzledTile from(int first) const { return {base + 128 * first}; }
 
-    // Fill a box of rows, from `first` of the tile on.
-    __device__ void load_rows(const TensorMap& map, unsigned barrier, int first, int row, int head, int batch) const {
-        SwizzledTile{base + 128 * first}.load(map, barrier, row, head, batch);
-    }
-
-    // Store a box of rows, from `first` of the tile to `row` of the array on. By one thread.
-    __device__ void store(const TensorMap& map, int first, int row, int head, int batch) const {
+    // Fill the tile, or a box of rows, from there of the array on; its bytes arrive on the barrier.
+    __device__ void load(const TensorMap& map, unsigned barrier, InMap at) const {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
-            tma_store(map, base + b * BLOCK_BYTES + 128 * first, WIDTH * b, row, head, batch);
+            tma_load(base + b * BLOCK_BYTES, map, barrier, at.column + WIDTH * b, at.row, at.head, at.batch);
+    }
+
+    // And store it, by one thread, which says `yes`.
+    __device__ void store(const TensorMap& map, InMap at, bool yes = true) const {
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++)
+            tma_store(map, base + b * BLOCK_BYTES, at.column + WIDTH * b, at.row, at.head, at.batch, yes);
     }
 
     // Operand of a product whose sum runs along the rows: STEP columns at STEP k, rows from `row` on. (Its address is that
