@@ -229,9 +229,9 @@ struct Block {
         InMemory<M, true> arrays(pairs, placement);
         Lines<M, true, InMemory<M, true>> lines(pairs, placement, arrays);
         // What the tile's Q, dO and the keys have in memory, while it arrives.
+        KeysSeen<WARP_KEYS> seen(pairs, j0);
         float q_unit = operand_unit<OfQ>(p, at.head, tile_q), tq_unit = operand_unit<OfTQ>(p, at.head, tile_q);
         float do_unit = operand_unit<OfDO>(p, at.head, tile_q), tdo_unit = operand_unit<OfTDO>(p, at.head, tile_q);
-        KeysSeen<WARP_KEYS> seen(pairs, j0);
         cp_async_wait<0>();
         __syncthreads();  // the tile has arrived, and everybody is done with the one before
         clear_queries(at.head, tile_q * ROWS, stage);
