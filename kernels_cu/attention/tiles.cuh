@@ -42,6 +42,11 @@ struct KeyTiles {
     }
 };
 
+struct Place {
+    int tile, head, batch;
+};
+__device__ inline Place place(int n, int tiles, int heads) { return {n % tiles, n / tiles % heads, n / tiles / heads}; }
+
 // Which one a number says, of so many tiles of a head.
 template <class Tiles>
 __device__ HeadTile numbered(const Params& p, int n, int tiles) {
@@ -52,6 +57,12 @@ __device__ HeadTile numbered(const Params& p, int n, int tiles) {
 template <class Tiles>
 __device__ HeadTile numbered(const Params& p, int n) {
     return numbered<Tiles>(p, n, Tiles::of_head(p));
+}
+// The head, where a thread block has all tiles of one.
+template <class Tiles>
+__device__ Head numbered_head(const Params& p, int n) {
+    Place at = place(n, 1, Tiles::heads(p));
+    return Tiles::head(p, at.batch, at.head);
 }
 // The same where heads come first: in the usual layout rows of all heads lie side by side.
 template <class Tiles>

@@ -19,8 +19,7 @@ struct Tiles {
 static_assert(sizeof(Tiles) <= config::ON_CHIP, "the launch asks for as much");
 
 extern "C" __global__ void __launch_bounds__(config::THREADS, 1) attention_backward(const __grid_constant__ Params p) {
-    const int number = blockIdx.x, of_entry = number % p.heads_k;
-    const Head first = Head::of_k(p, number / p.heads_k, of_entry);  // of those that share the keys
+    const Head first = numbered_head<KeyTiles<TILE>>(p, blockIdx.x);  // of those that share the keys
     const int end = first.q + group_of(p), seq_q = first.queries(p);
     const Matrix k = key_matrix(p, first, p.k, p.k_strides, p.dim);
     const Matrix v = key_matrix(p, first, p.v, p.v_strides, p.dim_v);

@@ -19,8 +19,7 @@ struct Tiles {
 static_assert(sizeof(Tiles) <= config::ON_CHIP, "the launch asks for as much");
 
 extern "C" __global__ void __launch_bounds__(config::THREADS, 1) attention_forward(const __grid_constant__ Params p) {
-    const int number = blockIdx.x, of_entry = number % p.heads_q;
-    const Head head = Head::of_q(p, number / p.heads_q, of_entry);
+    const Head head = numbered_head<QueryTiles<TILE>>(p, blockIdx.x);
     const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);
     const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
     const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);

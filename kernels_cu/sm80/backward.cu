@@ -380,6 +380,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(con
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) char shared[];
+    Schedule<KeyTiles<KEYS>, key_order(DETERMINISTIC)> schedule(p);
     int number = blockIdx.x;
     if (DETERMINISTIC) {
         // Blocks wait for those with smaller numbers: numbers given in the order of starting cannot wait for ever.
@@ -388,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         __syncthreads();
         number = ticket;
     }
-    HeadTile at = Schedule<KeyTiles<KEYS>, key_order(DETERMINISTIC)>(p).tile(number);
+    HeadTile at = schedule.tile(number);
     Block block(p, Shared{shared_address(shared)}, at.head, at.number);
     block.load_first();
     int stage = 0;

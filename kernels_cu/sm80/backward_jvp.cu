@@ -454,9 +454,10 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_jvp_prepare
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_backward_jvp(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) char shared[];
+    Schedule<KeyTiles<KEYS>, key_order(DETERMINISTIC)> schedule(p);
     int number = blockIdx.x;
     if (DETERMINISTIC) number = number_in_turn(p);
-    HeadTile at = Schedule<KeyTiles<KEYS>, key_order(DETERMINISTIC)>(p).tile(number);
+    HeadTile at = schedule.tile(number);
     Block block(p, Shared{shared_address(shared)}, at.head, at.number);
     block.load_first();
     int stage = 0;
