@@ -18,6 +18,7 @@ from ..other_names import renaming
 from ..torch.dropout import check_tensors, dropout_options
 
 __all__ = [
+    "_wrapped_flash_attn_backward", "_wrapped_flash_attn_forward",
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
 ]  # fmt: skip
@@ -48,7 +49,7 @@ def flash_attn_func(
     if isinstance(causal, str):  # "top_left" means nothing there, and "no" would be yes
         raise TypeError(f"causal is {causal!r}; it must be True or False")
     out, lse = api.attention(
-        q, k, v, scale=softmax_scale, causal=bool(causal), window=_window(window_size), softcap=softcap,
+        q, k, v, scale=softmax_scale, causal=bool(causal), window=window_of(window_size), softcap=softcap,
         alibi_slopes=alibi_slopes,
         deterministic=deterministic, return_lse=True, **dropout_options("dropout_p", dropout_p, q),
     )  # fmt: skip
@@ -86,7 +87,7 @@ def _unpacked(name: str, x: torch.Tensor, parts: int) -> Any:
     return x.unbind(2)
 
 
-def _window(window: tuple[int, int]) -> tuple[int | None, int | None]:
+def window_of(window: tuple[int, int]) -> tuple[int | None, int | None]:
     try:
         left, right = map(operator.index, window)
     except (TypeError, ValueError):
@@ -94,18 +95,27 @@ def _window(window: tuple[int, int]) -> tuple[int | None, int | None]:
     return None if left < 0 else left, None if right < 0 else right
 
 
-def _later(name: str, what: str) -> Any:
+def _later(name: str, what: str, instead: str = "pad the sequences, and hide the padding with key_mask") -> Any:
     def refused(*args: Any, **options: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{name}: {what} are not served yet; pad the sequences, and hide the padding with key_mask"
-        )
+        raise NotImplementedError(f"{name}: {what} are not served yet; {instead}")
 
     refused.__name__ = refused.__qualname__ = name
     refused.__doc__ = "Raises NotImplementedError: not served yet."
     return refused
 
 
-flash_attn_varlen_func = _later("flash_attn_varlen_func", "packed sequences")
-flash_attn_varlen_qkvpacked_func = _later("flash_attn_varlen_qkvpacked_func", "packed sequences")
-flash_attn_varlen_kvpacked_func = _later("flash_attn_varlen_kvpacked_func", "packed sequences")
-flash_attn_with_kvcache = _later("flash_attn_with_kvcache", "key/value caches")
+# Others read the arguments of these, and take flash_attn_func to have the same.
+_PACKED = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+flash_attn_varlen_func = _taking("q", "k", "v", *_PACKED)(_later("flash_attn_varlen_func", "packed sequences"))
+flash_attn_varlen_qkvpacked_func = _taking("qkv", "cu_seqlens", "max_seqlen")(
+    _later("flash_attn_varlen_qkvpacked_func", "packed sequences")
+)
+flash_attn_varlen_kvpacked_func = _taking("q", "kv", *_PACKED)(
+    _later("flash_attn_varlen_kvpacked_func", "packed sequences")
+)
+flash_attn_with_kvcache = _taking("q", "k_cache", "v_cache")(_later("flash_attn_with_kvcache", "key/value caches"))
+# diffusers imports these two by name with the others; it calls them for parts of a sequence on several GPUs.
+_wrapped_flash_attn_forward, _wrapped_flash_attn_backward = (
+    _later(f"_wrapped_flash_attn_{x}", "parts of a sequence on several GPUs", "call flash_attn_func on the whole one")
+    for x in ("forward", "backward")
+)

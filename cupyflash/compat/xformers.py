@@ -16,9 +16,13 @@ from ..torch.dropout import check_tensors, dropout_options
 __all__ = [
     "AttentionBias", "LocalAttentionFromBottomRightMask", "LowerTriangularFromBottomRightLocalAttentionMask",
     "LowerTriangularFromBottomRightMask", "LowerTriangularMask", "LowerTriangularMaskWithTensorBias",
+    "MemoryEfficientAttentionCutlassOp", "MemoryEfficientAttentionFlashAttentionOp",
     "memory_efficient_attention", "memory_efficient_attention_forward",
-    "memory_efficient_attention_forward_requires_grad",
+    "memory_efficient_attention_forward_requires_grad", "unbind",
 ]  # fmt: skip
+
+unbind = torch.unbind
+MemoryEfficientAttentionCutlassOp = MemoryEfficientAttentionFlashAttentionOp = None  # for op, which is ignored
 
 
 class AttentionBias:
