@@ -269,7 +269,8 @@ def attention_backward(
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
     causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, dropout,
-    seed, layout : as given to `attention` deterministic : bool
+    seed, layout : as given to `attention`
+    deterministic : bool
         Bitwise the same gradients in every run; on a CPU, with any number of cores.
     dlse : (B, Hq, Sq), optional
         Gradient of the loss with respect to `lse`, in its dtype, where the loss depends on that too. Rows that see no

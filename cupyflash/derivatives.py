@@ -58,7 +58,8 @@ def attention_jvp(
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
     causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, dropout,
-    seed, layout, deterministic : as given to `attention` tout : (B, Sq, Hq, Dv), optional
+    seed, layout, deterministic : as given to `attention`
+    tout : (B, Sq, Hq, Dv), optional
         Where to write the tangent of out.
     family : str, optional
         As in `attention`.
@@ -118,7 +119,8 @@ def attention_backward_jvp(
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
     causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, dropout,
-    seed, layout : as given to `attention` deterministic : bool
+    seed, layout : as given to `attention`
+    deterministic : bool
         Bitwise the same results in every run; on a CPU, with any number of cores.
     dlse : (B, Hq, Sq), optional
         Gradient of the loss with respect to `lse`, in its dtype.

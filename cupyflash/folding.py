@@ -49,8 +49,13 @@ def backward(
     """As `forward`: the gradients of q, k, v and of what `wrt` names, for each entry its own."""
     folded = tuple([name for name in wrt if name != "sinks"])
     folding = Folding(xp, arrays, has, size, options, folded)
-    inputs = folding.fold(_without_sinks(arrays))  # sinks are in lse already
-    results = folding.gradients(run(inputs, folding.options, folded), arrays, folded)
+    if "sinks" in has and size:  # no batch axis; lse has them already, but who differentiates this again needs them
+        alone = [
+            run({x: arrays[x][n] if x in has else arrays[x] for x in arrays}, options, folded) for n in range(size)
+        ]
+        results = dict(zip(("q", "k", "v", *folded), map(xp.stack, zip(*alone))))
+    else:
+        results = folding.gradients(run(folding.fold(arrays), folding.options, folded), arrays, folded)
     if "sinks" in wrt:
         results["sinks"] = folding.of_sinks(arrays, has)
     return [results[name] for name in ("q", "k", "v", *wrt)]

@@ -197,6 +197,19 @@ def test_donated_buffers() -> None:
 # ---- vmap -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("axis", [None, 0])
+def test_gradients_with_sinks_mapped_and_again(axis: int | None) -> None:
+    x, some = drawn(("q", "k", "v", "sinks")), jnp.array([1.0, 0.5])
+    sinks = x.pop("sinks") if axis is None else jnp.stack([x["sinks"], -x.pop("sinks")])
+
+    def of(f: Any) -> Any:
+        first = jax.grad(lambda a, s: loss(f)(x | {"q": a * x["q"], "sinks": s}), (0, 1))
+        again = lambda a, s: sum(jnp.sin(y).sum() for y in jax.vmap(first, (0, axis))(a, s))
+        return jax.jit(jax.grad(again, (0, 1)))(some, sinks)
+
+    close(of(ours), of(standard))
+
+
 @pytest.mark.parametrize(
     ("rank", "layout", "mapped"),
     [(4, "bshd", "k bias"), (4, "bhsd", "u of bias"), (3, "bhsd", "q u of table"), (3, "bshd", "table"),

@@ -434,3 +434,27 @@ def test_sinks_under_vmap() -> None:
     ):
         with pytest.raises(NotImplementedError, match="^sinks, their tangents or their gradients have an axis of vmap"):
             call()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_gradients_with_sinks_under_vmap_again(mapped: bool) -> None:
+    """Of what a vmap has made of a gradient: by q, and by the sinks, which are in lse already."""
+    f, expected = ours(GIVEN["sinks"]), theirs("sinks")
+    q, k, v, sinks = arrays_of(GIVEN["sinks"])
+    some, sinks = torch.tensor([1.0, 0.5], dtype=torch.float64), torch.stack([sinks, -sinks]) if mapped else sinks
+
+    def of(f: Any) -> Any:
+        first = grad(lambda a, s: loss(f)(a * q, k, v, s), argnums=(0, 1))
+        return grad(lambda a, s: sum(x.sin().sum() for x in vmap(first, (0, 0 if mapped else None))(a, s)), (0, 1))
+
+    same(of(f)(some, sinks), of(expected)(some, sinks))
+
+
+def test_batched_gradients_with_sinks_again() -> None:
+    def of(f: Any) -> Any:
+        xs = leaves(arrays_of(GIVEN["sinks"]))
+        out = f(*xs)[0]
+        found = torch.autograd.grad(out, xs, torch.stack([out, out.sin()]), is_grads_batched=True, create_graph=True)
+        return torch.autograd.grad(sum(x.sin().sum() for x in found), xs)
+
+    same(of(ours(GIVEN["sinks"])), of(theirs("sinks")))
