@@ -13,12 +13,7 @@
 #include "attention/mask.cuh"
 #include "attention/operands.cuh"
 #include "attention/schedule.cuh"
-#include "ptx/flag.cuh"
-#include "ptx/reduce.cuh"
-#include "tile/doubles.cuh"
-#include "tile/rows.cuh"
-
-using namespace config;
+#include "sm80/dq_sums.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int KEY_WARPS = WARPS / COLUMN_WARPS;
@@ -32,14 +27,6 @@ constexpr int SIZE = sizeof(Accum);  // of lse and delta
 constexpr bool ALONG = DIM > 64;  // exponentials are taken along the product for dP (of few steps: slower, measured)
 static_assert(KEYS % (16 * KEY_WARPS) == 0 && WARP_QUERIES % 16 == 0 && COLUMN_WARPS % QUERY_WARPS == 0 &&
               DIM % (16 * COLUMN_WARPS) == 0 && DIM_V % (16 * COLUMN_WARPS) == 0);
-
-// dQ of a tile, ROWS x DIM, is shared out among the warps as DQ_ROW_WARPS x DQ_COLUMN_WARPS.
-constexpr int DQ_ROW_WARPS = ROWS % 32 == 0 ? ROWS / 32 : 1;
-constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS;
-constexpr int DQ_M = ROWS / 16 / DQ_ROW_WARPS;
-constexpr int DQ_N = (DIM / 16 + DQ_COLUMN_WARPS - 1) / DQ_COLUMN_WARPS * 2;  // the last warp may have fewer columns
-constexpr bool DQ_EVEN = DIM / 16 % DQ_COLUMN_WARPS == 0;
-constexpr int DQ_TILE = ROWS * DIM;                                            // numbers of one tile in dq_sum
 
 using QTile = OperandTile<ROWS, DIM>;
 using DOTile = OperandTile<ROWS, DIM_V>;
@@ -70,20 +57,6 @@ struct Shared {
     // -lse of a tile's queries, then minus what is subtracted from dP.
     __device__ unsigned row_values(int stage) const { return q_tile(stage).base + ROW_VALUES; }
 };
-
-// One fragment of dq_sum is stored as its 32 lanes hold it: four floats of a lane side by side, so that every addition is 16
-// bytes wide, or four times a double of each lane.
-__device__ inline Accum* dq_fragment(const Params& p, long long tile, int m, int n) {
-    constexpr int OF_LANE = SIZE == 8 ? 1 : 4;  // side by side
-    return p.dq_sum + tile * DQ_TILE + ((m * (DIM / 8) + n) * (128 / OF_LANE) + threadIdx.x % 32) * OF_LANE;
-}
-__device__ inline void read_dq(Accumulator<1, 1>& dq, const float* sum) {
-    float4 x = *(const float4*)sum;
-    dq = {{{{x.x, x.y, x.z, x.w}}}};
-}
-__device__ inline void read_dq(Accumulator<1, 1>& dq, const double* sum) {
-    dq = {{{{sum[0], sum[32], sum[64], sum[96]}}}};
-}
 
 // Where dead rows may come in a tile with others; behind the live ones of a sequence nothing is loaded. (Of float32 they are 0.)
 constexpr bool CLEARS_KEYS = PARTS == 1 && (KEY_MASK || DEAD_KEYS), CLEARS_QUERIES = PARTS == 1 && (KEY_MASK || DEAD_QUERIES);
@@ -289,7 +262,7 @@ struct Block {
                          k_unit * ds_power.unit);
         }
         long long number = QueryTiles<ROWS>::number(p, at.head, tile_q);
-        if (DETERMINISTIC) wait_for_turn(at.head, tile_q, number);
+        if (DETERMINISTIC) wait_for_turn(p, at.head, tile_q, number, tile);
         Accum* dq_sum = dq_fragment(p, number, dq_row, dq_column);
         auto add_dq = [&](int step, auto steps) {
             constexpr int FRAGMENTS = DQ_M * DQ_N, EACH = (FRAGMENTS + steps.value - 1) / steps.value;
@@ -331,14 +304,6 @@ struct Block {
         return 1;
     }
 
-    // Key tiles add to a tile of queries in order.
-    __device__ void wait_for_turn(const Head& head, int tile_q, long long number) const {
-        unsigned others = KeyWalk<KEYS, ROWS>(p, head, head.query_tile<ROWS>(p, tile_q)).rank(tile);
-        if (threadIdx.x == 0)
-            while (load_acquire(p.counters + number) != others) __nanosleep(32);
-        __syncthreads();
-    }
-
     // dK and dV, through shared memory, where K and V were, for whole rows.
     __device__ void finish() {
         cp_async_wait<0>();
@@ -369,12 +334,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
 // What each query brings (attention/exact_delta.cuh); zeros where the dQ of this tile will be summed.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
     HeadTile at = numbered<QueryTiles<ROWS>>(p, blockIdx.x);
-    float4* sums = (float4*)(p.dq_sum + blockIdx.x * (long long)DQ_TILE);
-    for (int i = threadIdx.x; i < DQ_TILE / VECTOR<Accum>; i += 128) sums[i] = make_float4(0, 0, 0, 0);
-    if (DETERMINISTIC && threadIdx.x == 0) {
-        p.counters[blockIdx.x] = 0;
-        if (blockIdx.x == 0) p.counters[gridDim.x] = 0;
-    }
+    clear_dq(p, blockIdx.x);
     prepare_queries<ROWS>(p, at.head, at.number);
 }
 
@@ -382,13 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     extern __shared__ __align__(16) char shared[];
     Schedule<KeyTiles<KEYS>, key_order(DETERMINISTIC)> schedule(p);
     int number = blockIdx.x;
-    if (DETERMINISTIC) {
-        // Blocks wait for those with smaller numbers: numbers given in the order of starting cannot wait for ever.
-        __shared__ int ticket;
-        if (threadIdx.x == 0) ticket = atomicAdd(p.counters + QueryTiles<ROWS>::count(p), 1u);
-        __syncthreads();
-        number = ticket;
-    }
+    if (DETERMINISTIC) number = number_in_turn(p);
     HeadTile at = schedule.tile(number);
     Block block(p, Shared{shared_address(shared)}, at.head, at.number);
     block.load_first();
@@ -400,31 +354,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     block.finish();
 }
 
-// dQ = scale * dq_sum, from fragment order to rows.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_finish(const __grid_constant__ Params p) {
-    constexpr int PART = SIZE == 8 ? 16 : ROWS;  // rows at a time
-    using Tile = SharedTile<PART, DIM>;
-    __shared__ alignas(16) char shared[PARTS == 2 ? 16 : Tile::BYTES];
-    Tile dq_tile{shared_address(shared)};
-    auto [head, tile] = numbered<QueryTiles<ROWS>>(p, blockIdx.x);
-    for (int first = 0; first < ROWS; first += PART) {
-        int i0 = tile * ROWS + first, count = head.queries(p) - i0;
-        Out* rows = head.query_row(p.dq, p.dq_strides, i0);
-        if (first > 0) __syncthreads();
-#pragma unroll 4
-        for (int f = threadIdx.x / 32; f < PART / 16 * (DIM / 8); f += 4) {
-            int m = f / (DIM / 8), n = f % (DIM / 8);
-            Accumulator<1, 1> dq;
-            read_dq(dq, dq_fragment(p, blockIdx.x, first / 16 + m, n));
-            dq.each([&](Accum& x, int, int) { x *= p.scale; });
-            if constexpr (PARTS == 2)
-                store_floats(dq, rows, p.dq_strides.row, 16 * m, 8 * n, count, p.dim);
-            else
-                dq.store(dq_tile, 16 * m, 8 * n);
-        }
-        if constexpr (PARTS == 1) {
-            __syncthreads();
-            store_rows<PART / 4>(dq_tile, threadIdx.x / 32 * (PART / 4), rows, p.dq_strides.row, count, p.dim);
-        }
-    }
+    finish_dq(p, p.dq, p.dq_strides);
 }
