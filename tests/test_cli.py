@@ -34,6 +34,7 @@ from cupyflash.problem import ARRAYS, OPTIONS
 from cupyflash.rules import describe
 from cupyflash.tools import cli, files
 from cupyflash.tools.command_options import value as command_value
+from cupyflash.tools.pip_line import pip_line
 from cupyflash.tools.precompile import jobs
 
 X = np.ones((1, 3, 2, 4), np.float32)
@@ -97,9 +98,8 @@ def test_missing_extra_is_a_message(missing: str, module: str, arguments: list[s
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert done.stderr == (
-        f'cupyflash: this command needs {missing}, which is not installed; run pip install "cupyflash[demo]"\n'
-    )
+    said = f"cupyflash: this command needs {missing}, which is not installed; run {pip_line('demo')}\n"
+    assert done.stderr == said
 
 
 def test_version(run: Run) -> None:

@@ -17,7 +17,7 @@ FLOORS = (
     (
         "passes", "score", "signature", "other_names", "folders", "gpu.device", "blockmask.tile_lists",
         "interop.foreign",
-        "torch.dropout", "tools.visible",
+        "torch.dropout", "tools.visible", "tools.pip_line",
     ),
     ("problem rules gradients", "call", "arrays"),
     ("interop.protocol", "overlap", "folding", "float8"),
