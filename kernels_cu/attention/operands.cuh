@@ -115,17 +115,17 @@ struct OfTDO : OfDO {
     __device__ static Halves halves(const P& p) { return {p.tdout_halves, p.tdout_units}; }
 };
 
-// Rows of an operand, from one on; `count` is the caller's to say.
+// Rows of an operand, from one on: so many, or as many as the caller says then.
 template <class Of, class P>
-__device__ Rows<const Product> operand_rows(const P& p, const Head& head, int i) {
+__device__ Rows<const Product> operand_rows(const P& p, const Head& head, int i, int count = 0) {
     if constexpr (!Of::GIVEN) {
         return {};
     } else if constexpr (PARTS == 2) {
         constexpr int WIDTH = 2 * Of::COLUMNS;
-        return {Of::halves(p).rows + Of::row_number(p, head, i) * WIDTH, WIDTH, 0, WIDTH};
+        return {Of::halves(p).rows + Of::row_number(p, head, i) * WIDTH, WIDTH, count, WIDTH};
     } else {
         Given given = Of::given(p);
-        return {Of::row(head, given.array, given.strides, i), given.strides.row, 0, given.columns};
+        return {Of::row(head, given.array, given.strides, i), given.strides.row, count, given.columns};
     }
 }
 

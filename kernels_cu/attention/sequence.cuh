@@ -77,8 +77,8 @@ struct Sequence {
         return {int(n % p.seq_q), int(n / p.seq_q % p.heads_q), int(n / p.seq_q / p.heads_q)};
     }
 
-    // Of all: how many numbers an array (B, Hq, Sq) has, or so many of them; the longest one's queries and keys, which are the axes of arrays over pairs;
-    // bytes of K and V of a head.
+    // Of all: how many numbers an array (B, Hq, Sq) has, or so many times; the longest one's queries and keys, which are the axes of
+    // arrays over pairs; bytes of K and V of a head.
     __device__ static long long all_query_numbers(const Params& p, long long times = 1) {
         return times * p.batch * p.heads_q * p.seq_q;
     }

@@ -128,12 +128,13 @@ struct Cursor {
     template <class Array, class Piece>
     __device__ void copy(const Params& p, Piece piece, int row, int column) {
         auto from = operand_rows<Array>(p, step.tile.head, row);
-        int columns = PARTS == 2 ? Array::COLUMNS : from.columns, rows = Array::rows(p, step.tile.head) - row;
+        from.count = Array::rows(p, step.tile.head) - row;
+        int columns = PARTS == 2 ? Array::COLUMNS : from.columns;
 #pragma unroll
-        for (int part = 0; part < PARTS; part++)
-            AsyncCopy<THREADS, Array::SIZE, DEPTH, Piece>(piece, from.from + part * columns + column, from.stride, rows,
-                                                          columns - column, part * DEPTH)
-                .all();
+        for (int part = 0; part < PARTS; part++) {
+            Rows<const Product> own{from.from + part * columns + column, from.stride, from.count, columns - column};
+            AsyncCopy<THREADS, Array::SIZE, DEPTH, Piece>(piece, own, part * DEPTH).all();
+        }
     }
 };
 

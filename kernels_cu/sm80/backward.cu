@@ -129,9 +129,9 @@ struct Block {
     __device__ void load_queries(const Step& at, int stage, F along) const {
         int tile_q = walk::LISTED && !has(at) ? 0 : walk.tile(at.step);
         int i = tile_q * ROWS, rows = has(at) ? at.head.live_queries(p).end - i : 0;
-        auto q = operand_rows<OfQ>(p, at.head, i), d = operand_rows<OfDO>(p, at.head, i);
-        along(AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(s.q_tile(stage), q.from, q.stride, rows, q.columns),
-              AsyncCopy<THREADS, ROWS, DOTile::COLUMNS>(s.do_tile(stage), d.from, d.stride, rows, d.columns));
+        auto q = operand_rows<OfQ>(p, at.head, i, rows), d = operand_rows<OfDO>(p, at.head, i, rows);
+        along(AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(s.q_tile(stage), q),
+              AsyncCopy<THREADS, ROWS, DOTile::COLUMNS>(s.do_tile(stage), d));
         constexpr int EACH = VECTOR<Accum>, COPIES = 2 * ROWS / EACH;
         static_assert(COPIES <= THREADS);
         const Accum* values = prepared_rows<ROWS>(p, at.head, tile_q);
@@ -144,10 +144,10 @@ struct Block {
 
     // K and V, and the first Q and dO.
     __device__ void load_first() const {
-        auto k = operand_rows<OfK>(p, keys_head, keys.begin), v = operand_rows<OfV>(p, keys_head, keys.begin);
         int rows = keys_head.live_keys(p).end - keys.begin;
-        AsyncCopy<THREADS, KEYS, KTile::COLUMNS>(s.k_tile(), k.from, k.stride, rows, k.columns).all();
-        AsyncCopy<THREADS, KEYS, VTile::COLUMNS>(s.v_tile(), v.from, v.stride, rows, v.columns).all();
+        auto k = operand_rows<OfK>(p, keys_head, keys.begin, rows), v = operand_rows<OfV>(p, keys_head, keys.begin, rows);
+        AsyncCopy<THREADS, KEYS, KTile::COLUMNS>(s.k_tile(), k).all();
+        AsyncCopy<THREADS, KEYS, VTile::COLUMNS>(s.v_tile(), v).all();
         load_queries(first(), 0);
         if constexpr (CLEARS_KEYS) {
             if (!KEY_MASK && keys.begin >= keys_head.live_keys(p).begin) return;

@@ -151,8 +151,7 @@ struct Block {
 
     template <class Of, class Tile>
     __device__ auto copy_queries(const Step& at, Tile tile, int i, int rows) const {
-        auto from = operand_rows<Of>(p, at.head, i);
-        return AsyncCopy<THREADS, ROWS, Tile::COLUMNS>(tile, from.from, from.stride, rows, from.columns);
+        return AsyncCopy<THREADS, ROWS, Tile::COLUMNS>(tile, operand_rows<Of>(p, at.head, i, rows));
     }
     // along(copies of Q, dO and their tangents), with what else a step brings.
     template <class F>
@@ -184,9 +183,8 @@ struct Block {
 
     template <class Of, class Tile>
     __device__ void load_keys(Tile tile) const {
-        auto from = operand_rows<Of>(p, keys_head, keys.begin);
         int rows = keys_head.live_keys(p).end - keys.begin;
-        AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, from.from, from.stride, rows, from.columns).all();
+        AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, operand_rows<Of>(p, keys_head, keys.begin, rows)).all();
     }
     // K and V, and the first Q and dO.
     __device__ void load_first() const {

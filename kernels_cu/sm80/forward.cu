@@ -122,8 +122,8 @@ struct Block {
     __device__ auto copy_keys(Tile tile, int step) const {
         int row = walk.tile(step) * KEYS;
         auto from = operand_rows<Of>(p, head, row);
-        return AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, from.from, from.stride,
-                                                       walk.has(step) ? head.live_keys(p).end - row : 0, from.columns);
+        from.count = walk.has(step) ? head.live_keys(p).end - row : 0;
+        return AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, from);
     }
     __device__ auto copy_k(int step, int stage) const {
         return copy_keys<OfK>(s.k_tile(stage), step);
@@ -135,7 +135,8 @@ struct Block {
     // Q, and the first K and V.
     __device__ void load_first() const {
         auto q = operand_rows<OfQ>(p, head, queries.begin);
-        AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(s.q_tile(), q.from, q.stride, head.queries(p) - queries.begin, q.columns).all();
+        q.count = head.queries(p) - queries.begin;
+        AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(s.q_tile(), q).all();
         copy_k(walk.start(), 0).all();
         if (STAGES == 2) copy_v(walk.start(), 0).all();
         cp_async_commit();

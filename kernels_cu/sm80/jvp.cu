@@ -151,8 +151,8 @@ struct Block {
     __device__ auto copy_keys(Tile tile, int step) const {
         int row = walk.tile(step) * KEYS;
         auto from = operand_rows<Of>(p, head, row);
-        return AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, from.from, from.stride,
-                                                       walk.has(step) ? head.live_keys(p).end - row : 0, from.columns);
+        from.count = walk.has(step) ? head.live_keys(p).end - row : 0;
+        return AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, from);
     }
     // along(copies of K and tK), along(copies of V and tV): so many of each as there are.
     template <class F>
@@ -177,9 +177,8 @@ struct Block {
 
     template <class Of>
     __device__ void copy_queries(QTile tile) const {
-        auto q = operand_rows<Of>(p, head, queries.begin);
         int rows = head.queries(p) - queries.begin;
-        AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(tile, q.from, q.stride, rows, q.columns).all();
+        AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(tile, operand_rows<Of>(p, head, queries.begin, rows)).all();
     }
 
     // Q, and the first K and V.
