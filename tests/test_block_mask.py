@@ -463,3 +463,50 @@ def test_what_patterns_are_combined_with() -> None:
             masks.causal() & other  # type: ignore[operator]
     for both in (masks.causal() & (lambda b, h, i, j: j > 2), (lambda b, h, i, j: j > 2) & masks.causal()):
         assert block_mask(both, shape=(16, 16)).share() == sum(max(0, i - 2) for i in range(16)) / 256
+
+
+# ---- what stands at the edges ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(150, 170), (128, 64), (65, 63), (1, 1)])
+def test_the_share_is_of_pairs_that_are_there(shape: tuple[int, int]) -> None:
+    """Blocks at the ends hold fewer."""
+    for pairs in (np.ones((1, 1, *shape), bool), np.tri(*shape, dtype=bool)[None, None]):
+        assert block_mask(pairs, block=64).share() == pytest.approx(pairs.mean(), abs=1e-12)
+
+
+def test_a_full_block_that_is_not_there_is_not_seen(rng: np.random.Generator) -> None:
+    there = np.array([[[[True, False], [False, True]]]])
+    full = np.array([[[[True, True], [False, False]]]])  # one of them is not in `blocks`
+    pairs = rng.random((1, 1, 64, 64)) < 0.5
+    mask = block_mask(pairs, block=32, blocks=there, full=full)
+    seen = np.zeros((1, 1, 64, 64), bool)
+    seen[..., :32, :32], seen[..., 32:, 32:] = True, pairs[..., 32:, 32:]
+    assert (booleans(mask) == seen).all()
+
+
+@pytest.mark.parametrize(
+    ("ids", "keys", "message"),
+    [
+        ((3, 5), (5,), "ids is .* 3"), ((5,), (3, 5), "keys is .* 3"), ((2, 5), (3, 5), "keys is .* 3"),
+        ((3, 5), (2, 5), "ids is .* 3"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_documents_of_another_batch_are_refused(ids: tuple[int, ...], keys: tuple[int, ...], message: str) -> None:
+    pattern = masks.documents(np.zeros(ids, int), keys=np.zeros(keys, int))
+    with pytest.raises(ValueError, match=".") as error:
+        block_mask(pattern, shape=(2, 1, 5, 5), block=16)
+    assert message.split()[0] in str(error.value) and "3" in str(error.value) and "2" in str(error.value)
+
+
+@pytest.mark.parametrize("kinds", ["full", "partial", "empty"])
+def test_explain_tells_what_share_is_computed(kinds: str) -> None:
+    """Of blocks that hold something, full or not."""
+    pairs = np.zeros((1, 1, 64, 64), bool)
+    pairs[..., :32, :32] = kinds == "full"
+    pairs[..., 0, 0] |= kinds == "partial"
+    pairs[..., 32:, 32:] = True
+    mask = block_mask(pairs, block=32)
+    table = str(cupyflash.explain((1, 64, 2, 64), dtype="bf16", arch="sm_90a", block_mask=mask))
+    assert f"so that {25 if kinds == 'empty' else 50}.0% of what is counted here is computed" in table
