@@ -11,6 +11,7 @@ import functools
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -222,9 +223,15 @@ def _number(name: str, x: Any) -> float | None:
 
 
 def _odd(scalar: Any) -> bool:
-    """Whether an array of no dimensions holds no real number, or one that a gradient is expected for."""
+    """Whether an array of no dimensions holds no real number, or one that a derivative is expected for."""
     kind = str(getattr(scalar, "dtype", ""))
-    return "complex" in kind or "bool" in kind or getattr(scalar, "requires_grad", False)
+    return "complex" in kind or "bool" in kind or getattr(scalar, "requires_grad", False) or _moves(scalar)
+
+
+def _moves(scalar: Any) -> bool:
+    """Whether PyTorch's forward mode, or a transform of torch.func, follows it."""
+    torch: Any = sys.modules.get(f"{__package__}.interop.torch_derivatives")
+    return torch is not None and isinstance(scalar, torch.torch.Tensor) and torch.followed(scalar)
 
 
 def mask_kind(block_mask: Any) -> MaskKind | None:

@@ -458,3 +458,29 @@ def test_batched_gradients_with_sinks_again() -> None:
         return torch.autograd.grad(sum(x.sin().sum() for x in found), xs)
 
     same(of(ours(GIVEN["sinks"])), of(theirs("sinks")))
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "dropout"])
+def test_a_number_in_a_tensor_has_no_derivative(name: str) -> None:
+    """Refused by name; as a constant it is taken, also one that is made inside of a transform."""
+    x, number, of_number = numbers(1, 2, 2, 3), numbers(1)[0].abs() / 9, torch.ones((), dtype=torch.float64)
+    f = lambda x, number: attention(x, x, x, **{name: number}, seed=1).sum()
+
+    def dual(number: Any) -> Any:
+        with forward_ad.dual_level():
+            return f(x, forward_ad.make_dual(number, of_number))
+
+    for way in (
+        dual,
+        lambda number: jvp(lambda n: f(x, n), (number,), (of_number,)),
+        lambda number: jvp(lambda n: grad(f)(x, n), (number,), (of_number,)),
+        lambda number: grad(lambda n: jvp(lambda x: f(x, n), (x,), (x,))[1])(number),
+        lambda number: vmap(lambda n: f(x, n))(number[None]),
+    ):
+        with pytest.raises(TypeError, match=f"(?s)^{name} is .*; it must be a real number or None"):
+            way(number)
+    for make in (lambda: number, lambda: number * 1):
+        same(*(jvp(grad(lambda x, n=n: f(x, n())), (x,), (x,)) for n in (make, lambda: float(number))))

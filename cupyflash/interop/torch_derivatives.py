@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
@@ -74,6 +75,7 @@ def _wanted(tensors: Iterable[Any]) -> bool:
 
 # There is one level, 0, of which PyTorch's Python does not know where a compiled program has entered it.
 _unpack, _make = torch._VF._unpack_dual, torch._VF._make_dual
+_functorch: Any = torch._C._functorch
 
 
 def any_dual(tensors: Iterable[Any]) -> bool:
@@ -81,6 +83,26 @@ def any_dual(tensors: Iterable[Any]) -> bool:
     if not torch._C._is_fwd_grad_enabled():  # as in the forward of an autograd function, which has a jvp of its own
         return False
     return any(x.is_floating_point() and _unpack(x, level=0)[1] is not None for x in tensors)
+
+
+def followed(scalar: Any) -> bool:
+    """Whether a derivative, or an axis of vmap, is expected of a tensor that is taken for the number in it."""
+    if forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
+        return False
+    return bool(_followed(scalar))
+
+
+@torch._disable_dynamo
+def _followed(scalar: Any) -> bool:
+    """At any level."""
+    scalar = _unwrapped(scalar)
+    if scalar.requires_grad or _functorch.is_batchedtensor(scalar) or any_dual((scalar,)):
+        return True
+    if _functorch.peek_interpreter_stack() is None:
+        return False
+    own = _functorch.maybe_get_level(scalar) == _functorch.maybe_current_level()
+    with temporarily_pop_interpreter_stack():
+        return bool(_followed(_functorch.get_unwrapped(scalar) if own else scalar))
 
 
 def _refuse_fused() -> None:
@@ -210,7 +232,7 @@ def _guarded(arrays: Arrays, names: Iterable[str], dual: list[Any] | None = None
 
 
 # What a transform that is over has left wrapped; as Function.apply does.
-_unwrapped = torch._C._functorch.unwrap_if_dead
+_unwrapped = _functorch.unwrap_if_dead
 
 
 def _below(forward_mode: bool) -> Callable[[], AbstractContextManager[None]]:
