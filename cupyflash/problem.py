@@ -11,7 +11,6 @@ import functools
 import math
 import numbers
 import operator
-import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -222,16 +221,18 @@ def _number(name: str, x: Any) -> float | None:
     return value
 
 
+FOLLOWS: list[Callable[[Any], bool]] = []  # libraries that differentiate say here whether they follow an array
+
+
 def _odd(scalar: Any) -> bool:
     """Whether an array of no dimensions holds no real number, or one that a derivative is expected for."""
     kind = str(getattr(scalar, "dtype", ""))
-    return "complex" in kind or "bool" in kind or getattr(scalar, "requires_grad", False) or _moves(scalar)
-
-
-def _moves(scalar: Any) -> bool:
-    """Whether PyTorch's forward mode, or a transform of torch.func, follows it."""
-    torch: Any = sys.modules.get(f"{__package__}.interop.torch_derivatives")
-    return torch is not None and isinstance(scalar, torch.torch.Tensor) and torch.followed(scalar)
+    return (
+        "complex" in kind
+        or "bool" in kind
+        or getattr(scalar, "requires_grad", False)
+        or any(x(scalar) for x in FOLLOWS)
+    )
 
 
 def mask_kind(block_mask: Any) -> MaskKind | None:

@@ -32,6 +32,7 @@ from torch.autograd import forward_ad
 from .. import rules
 from ..call import Arrays
 from ..passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
+from ..problem import FOLLOWS
 from .torch_schema import INPUTS, Arguments, lists_of, names_of, operator
 
 Found = dict[str, Any]
@@ -89,7 +90,10 @@ def followed(scalar: Any) -> bool:
     """Whether a derivative, or an axis of vmap, is expected of a tensor that is taken for the number in it."""
     if forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
         return False
-    return bool(_followed(scalar))
+    return isinstance(scalar, torch.Tensor) and bool(_followed(scalar))
+
+
+FOLLOWS.append(followed)
 
 
 @torch._disable_dynamo
