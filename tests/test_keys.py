@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from cupyflash.gpu.kernel_plan import KernelPlan
 from cupyflash.gpu.plan import FAMILIES, plan
 from cupyflash.gpu.source import generate
 from cupyflash.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP
-from cupyflash.problem import ARRAYS, OPTIONS
+from cupyflash.problem import ARRAYS, AXES, OPTIONS, Given
 from cupyflash.score import trace
 
 # ---- the corridor: what a call is planned for -----------------------------------------------------------------------
@@ -121,7 +122,14 @@ def plans() -> list[KernelPlan]:
         lambda s, b, h, i, j, x, y: s + x[i] + y[j], {"x": ("float32", 1, False), "y": ("float32", 1, False)}
     ))  # fmt: skip
     found: list[KernelPlan] = []
-    some = itertools.chain(itertools.islice(problems(), 0, None, 3), itertools.islice(moving_problems(), 0, None, 3))
+    forms = [  # of arrays that differ in their dtype alone
+        problem("bfloat16", dim=64, given=(Given(name, dtype, AXES if name == "bias" else ("head",)),))
+        for name in ("bias", "sinks", "alibi_slopes")
+        for dtype in ("bfloat16", "float32")
+    ]
+    some = itertools.chain(
+        forms, itertools.islice(problems(), 0, None, 5), itertools.islice(moving_problems(), 0, None, 3)
+    )
     for one, arch in itertools.product([*some, tabled, problem("float32", score=SCORE)], ("sm_80", "sm_90a")):
         for of in (JVP, BACKWARD_JVP) if one.tangents else (FORWARD, BACKWARD):
             for family, room in FAMILIES.items():
@@ -131,6 +139,28 @@ def plans() -> list[KernelPlan]:
             keys = [x.key for x in one.score.arrays if x.kind == "float"]
             found += [plan(one, Arch.of(arch), BACKWARD, "simt", lengths={key: (64,)}) for key in keys]
     return found
+
+
+CODE: dict[str, Any] = {  # fields of a plan that its program follows from, and another value
+    "source": "simt/forward.cu", "arch": "sm_86", "dtype": "bfloat16", "out_dtype": "float32", "constants": (("A", 1),),
+    "given": (Given("sinks", "float32", ("head",)),), "tangents": (Given("q", "", ()),), "score": SCORE,
+    "wrt": ("bias",), "launches": (),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [*CODE, "ordinal", "shared_memory"])
+def test_each_field_asks_for_a_program_of_its_own(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, ordinal = plan(problem("float16"), Arch.of("sm_80"), FORWARD), 0
+    monkeypatch.setattr(programs, "_loaded", {})
+    monkeypatch.setattr(programs, "program", lambda plan: plan)
+    monkeypatch.setattr(programs.compiler, "load", lambda *given: [given])
+    other = replace(one, **{field: CODE[field]}) if field in CODE else one
+    if field == "shared_memory":
+        first, *rest = one.launches
+        other = replace(one, launches=(replace(first, shared_memory=first.shared_memory + 16), *rest))
+    assert programs.functions(one, 0) is programs.functions(replace(one, spills=one.spills + 1), 0)
+    before = programs.functions(one, ordinal)
+    assert programs.functions(other, ordinal + (field == "ordinal")) != before
 
 
 def test_what_is_loaded_is_the_plans_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@ array is."""
 from __future__ import annotations
 
 import contextlib
-import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,11 +116,11 @@ def test_what_is_read_is_noted_by_ourselves(monkeypatch: pytest.MonkeyPatch, tmp
     key = b"\1" * 32
     disk.write(key, b"value")
     (entry,) = (path for path in tmp_path.rglob("*") if path.is_file())
-    written, read = time.time() - 7200, time.time() - 3600  # read since it was written: nothing to note for the system
-    os.utime(entry, (read, written))
+    now, written = 10**18 + 7, entry.stat().st_mtime_ns
+    monkeypatch.setattr(disk.time, "time_ns", lambda: now)
     assert disk.read(key) == b"value"
     status = entry.stat()
-    assert status.st_atime > read + 3000 and abs(status.st_mtime - written) < 1
+    assert (status.st_atime_ns, status.st_mtime_ns) == (now, written)
 
 
 # ---- arrays of other libraries --------------------------------------------------------------------------------------
