@@ -45,13 +45,15 @@ def in_turn() -> list[Any]:
     for family in ("sm90", "sm80", "simt"):
         for alike in (("float16", "bfloat16", "float32"), ("float64",)):
             dtypes = [dtype for dtype in alike if Backend(family, family).takes(dtype, 64, 64)]
-            cases = [case for case in CASES if dtypes and (family, case) != ("sm90", "wide")]  # it has J u alone there
+            # Of wide heads sm90 has J u alone, and of doubles sm80 has H u alone.
+            narrow = family == "sm90" or (family == "sm80" and alike == ("float64",))
+            cases = [case for case in CASES if dtypes and not (narrow and case == "wide")]
             found += [(family, dtypes[n % len(dtypes)], case) for n, case in enumerate(cases)]
     return found
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("family", "dtype", "case"), in_turn(), ids="-".join)
+@pytest.mark.parametrize(("family", "dtype", "case"), in_turn(), ids=lambda x: x)
 def test_tangents(family: str, dtype: str, case: str, rng: np.random.Generator) -> None:
     drawn, asked, moving = CASES[case]
     options = dict(asked)

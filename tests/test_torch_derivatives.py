@@ -119,16 +119,17 @@ def kept(name: str) -> Any:
 
 
 def theirs(name: str) -> Callable[..., Any]:
+    keeps = kept(name) if "seed" in GIVEN[name] else None  # here: what is kept within a transform is of its level
+
     def f(q: Any, k: Any, v: Any, *more: Any) -> Any:
         made, a = named(GIVEN[name], more)
-        seed = made.pop("seed", None)
+        made.pop("seed", None)
         if "block_mask" in made:
             made["mask"] = made.pop("block_mask")
         if "score" in made:
             b = torch.arange(2.0, dtype=torch.float64)[:, None, None, None]
             made["mask"] = made.get("mask", True) & (torch.arange(KEYS) <= torch.arange(QUERIES)[:, None] + 3)
             made["score"] = lambda s: 2 * torch.tanh(s / 2) * a[:, None, IDS] + a[:, :1, None] * (1 + 0.1 * b)
-        keeps = None if seed is None else kept(name)
         out, lse = standard(q, k, v, return_lse=True, keeps=keeps, **made)
         return out, lse.clamp(min=-100.0)
 
