@@ -18,7 +18,7 @@ from rich.console import Console
 from cupyflash.demo import beside, check, picture, screen, training
 from cupyflash.demo.beside import Cell, Row
 from cupyflash.demo.model import Config, Model
-from cupyflash.demo.places import NumpyPlace
+from cupyflash.demo.places import NumpyPlace, TorchPlace
 from cupyflash.demo.text import standard_library
 from cupyflash.demo.training import CPU, Recipe, generate, one_blas_thread, train
 from cupyflash.tools import cli
@@ -182,6 +182,7 @@ def test_picture(tmp_path: Path) -> None:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows, and little time for them."""
     monkeypatch.setattr(beside, "MOST", 1024)
+    monkeypatch.setattr(beside, "FARTHEST", 1024)
     monkeypatch.setattr(beside, "ENOUGH", 0.01)
     monkeypatch.setattr(screen, "SECONDS", 0.0)
 
@@ -274,6 +275,22 @@ def test_demo_says_first_that_it_cannot_write(
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert exit_.value.code == 2 and "a.png, which cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_beside_pytorch(width: int, short: None) -> None:
+    """As on a GPU, where five columns fit into 80."""
+    torch = pytest.importorskip("torch")
+    place = TorchPlace("cpu")
+    ways = beside.of_pytorch(place)
+    told = io.StringIO()
+    screen._times(place, ways, Console(file=told, width=width), 60.0)
+    text = told.getvalue()
+    assert f"Beside PyTorch {torch.__version__}, scaled_dot_product_attention" in " ".join(text.split())
+    assert re.search(r"^ +rows +cupyflash .*math$", text, re.MULTILINE)
+    cells = r" +[\d.]+ [mµ]?s" * len(ways)
+    assert re.search(rf"^ +512{cells}\n  1,024{cells}$", text, re.MULTILINE), text
+    assert max(map(len, text.splitlines())) <= width and 7 + 12 * 5 <= 80
 
 
 @pytest.mark.parametrize("name", ["steps", "seconds"])

@@ -35,8 +35,8 @@ def run(xp: Any, how: Recipe | None, output: Path, console: Console, seed: int =
     q, k, v = place.make(CHECKED)
     checks, _ = check_attention(xp, q, k, v, seed)
     console.print(
-        f"[bold]Gradients beside float64[/]: largest errors of {CHECKED} rows, and those of plain attention, all in "
-        f"{place.dtype}, beside plain attention in float64"
+        f"[bold]Gradients beside float64[/]: largest errors of {CHECKED} rows in {place.dtype}, by plain attention in "
+        f"float64. Allowed: four times those of plain attention in {place.dtype}, and 1e-5"
     )
     console.print(_checks(checks))
     lesson: Lesson | None = None
@@ -45,12 +45,12 @@ def run(xp: Any, how: Recipe | None, output: Path, console: Console, seed: int =
 
         lesson, trained = teach(xp, how, place.name, console)
         console.print(
-            f"\n[bold]Attention of its layer {lesson.layer + 1} beside float64[/]: largest errors, and those of plain "
-            f"attention in {how.config.attention_dtype}"
+            f"\n[bold]Attention of its layer {lesson.layer + 1} beside float64[/]: the same, in "
+            f"{how.config.attention_dtype}"
         )
         console.print(_checks(trained))
         checks = [*checks, *trained]
-    subject = f"Causal attention of {place.heads} heads of {DIM}, {place.dtype}, {place.name}"
+    subject = f"Causal attention of {place.heads} heads of {DIM}, {place.dtype}, on {place.name}"
     shown = draw(output, rows, [way.name for way in ways], subject, place.free(), lesson)
     console.print(Styled(f"Picture: {output} ({shown})"), soft_wrap=True)
     return all(check.passed for check in checks)
