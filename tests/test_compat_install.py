@@ -154,6 +154,9 @@ def test_diffusers_and_transformers_find_them() -> None:
         given = dict(is_causal=True, sliding_window=2, attn_implementation="flash_attention_2")
         out = t._flash_attention_forward(q, q, q, None, 5, **given)
         torch.testing.assert_close(out, t._flash_fn(q, q, q, causal=True, window_size=(1, 1)))
+        mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+        out = t._flash_attention_forward(q, q, q, mask, 5, is_causal=True, attn_implementation="flash_attention_2")
+        torch.testing.assert_close(out[1, :3], t._flash_fn(*[q[1:, :3]] * 3, causal=True)[0])
         print("found")
     """
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
