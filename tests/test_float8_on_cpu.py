@@ -33,7 +33,9 @@ CASES: dict[str, dict[str, Any]] = {  # shapes, how inputs are scaled, the resul
     "group": {"seq": (200, 300), "heads": (4, 2), "dims": (128, 128), "causal": True},
     "heads": {"seq": (200, 300), "by": "head"},
     "blocks": {"seq": (300, 400), "heads": (2, 1), "dims": (128, 128), "by": "block"},
-    "blocks-causal": {"seq": (200, 300), "dims": (128, 96), "by": "block", "causal": True, "result": "float16"},
+    # A tile of keys begins in the last block.
+    "blocks-causal": {"seq": (200, 450), "dims": (128, 96), "by": "block", "causal": True, "result": "float16",
+        "tile": (2, 192, 2)},
     "wide": {"seq": (130, 260), "heads": (2, 1), "dims": (256, 256), "by": "block", "softcap": 2.0},
     "odd": {"seq": (70, 150), "dims": (90, 33), "window": (20, 5), "key_mask": True},
     "eight": {"seq": (130, 260), "dims": (128, 64), "by": "head", "result": "float8_e4m3fn", "out_scale": 30.0},
@@ -190,6 +192,15 @@ def test_rows_that_grow_by_little_beside_one_that_grows_by_much(monkeypatch: pyt
         long_sums=True,
         off=0.02,
     )
+
+
+def test_what_long_sums_round_off_is_kept(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many numbers of one sign: rounded to bfloat16 each time, they would be off by more than out's own rounding."""
+    monkeypatch.setattr(sm90_forward, "SUM_KEYS", 256)
+    q, k = np.zeros((1, 64, 1, 64), np.float32), np.zeros((1, 128 * 60, 1, 64), np.float32)
+    v = rng.choice([1, 1.125, 1.25, 1.5, 1.875], k.shape).astype(np.float32)
+    x = Quantized(*(x.astype(FLOAT8) for x in (q, k, v)), {})
+    check(x, result="float16", long_sums=True, off=2.0**-10)
 
 
 def test_values_that_no_query_sees_are_large(rng: np.random.Generator) -> None:

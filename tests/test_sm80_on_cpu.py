@@ -199,6 +199,30 @@ def test_a_sink_beside_very_large_logits(share: float, rng: np.random.Generator)
     check("sm80", A100, rng, "float32", {"given": ("sinks",)}, {"scale": scale}, change=large, own_times=4)
 
 
+def test_one_large_product_among_small_ones(rng: np.random.Generator) -> None:
+    """Wherever it stands among eight columns, and these among others, a soft cap is no polynomial there."""
+
+    def spiky(inputs: Any) -> Any:
+        inputs.k[...] *= 0.05
+        inputs.k[0, [*range(0, 96, 9)]] *= 1000
+        inputs.k[1, [8, 77]] *= 1000
+        return inputs
+
+    check("sm80", A100, rng, "float16", {"seq": (70, 96), "dims": (64, 48)}, {"softcap": 7.0}, change=spiky)
+
+
+def test_what_is_rounded_of_huge_products_does_not_show(rng: np.random.Generator) -> None:
+    """Neither scale nor product is a power of two: their product has more bits than a float32."""
+
+    def huge(inputs: Any) -> Any:
+        inputs.q[...], inputs.k[...] = 0, 0
+        inputs.q[..., 0], inputs.k[:, 7, :, 0] = 2.0**15 + 2.0**5, 2.0**15 + 2.0**5
+        return inputs
+
+    shapes, options = {"dims": (64, 48), "dlse": 1.0}, {"scale": 1.9 / np.log2(np.e)}
+    check("sm80", A100, rng, "float16", shapes, options, change=huge, own_times=40, backward=False)
+
+
 SIZES: dict[str, tuple[Any, float | None]] = {  # the change of the inputs, and the scale
     "tiny": (multiplied(q=1e-15, k=1e-15, v=1e-30), 1e29),
     "huge": (multiplied(q=1e15, k=1e14, v=1e30, dout=1e-30), 1e-30),
@@ -248,8 +272,9 @@ KEYS_SHARED: dict[str, tuple[int, tuple[Arch, str, dict[str, Any], dict[str, Any
         {"causal": True})),
     "float32": (4, (A10, "float32", {"seq": (100, 300), "dims": (64, 59), "batch": 1, "key_mask": True},
         {"window": (150, 9)})),
-    "float64": (3, (H200, "float64", {"seq": (70, 200), "dims": (64, 47), "heads": (2, 1), "given": ("sinks", "bias")},
-        {"causal": True})),
+    "float64": (3, (H200, "float64",
+        {"seq": (70, 200), "dims": (64, 47), "heads": (2, 1), "given": ("sinks", "bias", "seed")},
+        {"causal": True, "dropout": 0.3})),
     "wide": (3, (A100, "float16", {"seq": (70, 250), "dims": (256, 200), "heads": (2, 1), "batch": 1},
         {"softcap": 2.0})),
     "blocks": (2, (A100, "bfloat16", {"seq": (150, 430), "heads": (2, 1), "given": (*SCORES, "seed")},

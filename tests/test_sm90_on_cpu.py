@@ -10,7 +10,7 @@ import pytest
 from cuda_on_cpu import cases, needs_compiler
 from on_cpu import check
 from score_functions import documents, grid, relative, without_s
-from semantics import Blocks
+from semantics import Blocks, Inputs
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import sm90_backward, sm90_backward_cost, sm90_forward, sm90_forward_cost
@@ -81,6 +81,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "whole-window": ("bfloat16", {"seq": (400, 120), "dims": (128, 128), "batch": 1}, {"window": (20, 9)}),
     "few-queries": ("float16", {"seq": (5, 400), "heads": (12, 2)}, {"causal": True}),
+    # Of heads that share a tile the last ones are none; and heads of results begin at 8 bytes, their rows at 16.
+    "few-queries-sinks": (
+        "float16", {"seq": (5, 200), "heads": (12, 2), "given": ("sinks", "alibi_slopes")},
+        {"causal": True, "rows_aligned": False, "apart": 4},
+    ),
     "softcap": ("bfloat16", {"seq": (100, 250), "batch": 1}, {"softcap": 1.5, "scale": -0.3}),
     # Some warps' products are all near 0 beside the cap, others' are not.
     "near-cap": ("bfloat16", {"seq": (200, 300), "batch": 1}, {"softcap": 7.0, "causal": True}),
@@ -133,7 +138,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"deterministic": True}),
     "scores-of-few-queries": ("float16", {"seq": (5, 200), "heads": (12, 2), "given": SCORES},
         {"softcap": 2.0, "causal": True}),
-    "dropout": ("bfloat16", {"seq": (300, 362), "heads": (4, 2), "given": ("seed",), "dlse": 1.0}, {"dropout": 0.2}),
+    "dropout": (
+        "bfloat16", {"seq": (300, 362), "heads": (4, 2), "given": ("seed",), "dlse": 1.0},
+        {"dropout": 0.2, "rows_aligned": False, "apart": 4},
+    ),
     "dropout-128": ("float16", {"seq": (200, 430), "dims": (128, 128), "batch": 1, "given": ("seed",)},
         {"causal": True, "dropout": 0.6}),
     "dropout-wide": ("float16", {"seq": (170, 250), "dims": (256, 200), "heads": (2, 1), "batch": 1,
@@ -252,6 +260,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "32-in-four": ("bfloat16", {"seq": (150, 200), "dims": (32, 16)}, {"tiles": ((1, 64, 2, 4), None), "causal": True}),
     "32-in-order": ("float16", {"heads": (4, 2), "seq": (150, 433), "dims": (32, 32), "batch": 1},
         {"deterministic": True}),
+    "one-query-bias": (
+        "float16", {"seq": (1, 300), "heads": (6, 2), "given": ("bias", "seed"), "full": "k"}, {"dropout": 0.2},
+    ),
     "one-query": ("bfloat16", {"seq": (1, 300), "heads": (6, 2), "dims": (128, 128)}, {}),
 }  # fmt: skip
 
@@ -259,10 +270,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @cases(
     CASES, "plain", "group", "window", "key-mask", "in-order", "wide", "whole-unseen", "scores", "few-queries",
     "short-many",
-    "bias-summed", "dropout", "blocks-and-more", "score",
+    "bias-summed", "dropout", "blocks-and-more", "score", "few-queries-sinks", "one-query-bias",
 )  # fmt: skip
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:
-    check("sm90", WIDE if "wide" in case else MANY if "parts" in case else GPU, rng, *CASES[case])
+    def of_keys(inputs: Inputs) -> Inputs:
+        """A bias that has no axis but that of keys."""
+        if case == "one-query-bias":
+            inputs.given["bias"] = inputs.given["bias"].reshape(-1)
+        return inputs
+
+    check("sm90", WIDE if "wide" in case else MANY if "parts" in case else GPU, rng, *CASES[case], change=of_keys)
 
 
 @pytest.mark.parametrize("deterministic", [pytest.param(False, marks=pytest.mark.slow), True])
