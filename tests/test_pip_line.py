@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from cupyflash.tools import cli, pip_line
+from cupyflash.gpu.device import INSTALL
+from cupyflash.tools import cli, pip_line, tables
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,3 +75,17 @@ def test_a_command_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
     said = f'cupyflash: this command needs matplotlib, which is not installed; run pip install "{ROOT}[demo]"\n'
     assert capsys.readouterr().err == said
+
+
+def test_messages_of_kernels_say_it_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "pyproject.toml").touch()
+    came(monkeypatch, {"url": tmp_path.as_uri(), "dir_info": {}})
+    lines = [f'pip install "{tmp_path}[{extra}]"' for extra in ("cuda13", "cuda12")]
+    with pytest.raises(SystemExit), cli.told():
+        raise ImportError(f"arrays on a GPU need CuPy; run {INSTALL}")
+    told = capsys.readouterr().err
+    tables.pairs([("GPU", f"none can be used: run {INSTALL}")])
+    for text in (told, capsys.readouterr().out):
+        assert "cupyflash[" not in text and all(line in text for line in lines)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ..passes import PASSES
 from .console import Console
+from .pip_line import here
 from .precompile import Done, Job
 from .visible import visible
 
@@ -38,7 +39,7 @@ def pairs(rows: list[tuple[str, str]]) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in rows:
-        table.add_row(name, Text(text))
+        table.add_row(name, Text(here(text)))
     show(table)
 
 
