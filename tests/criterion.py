@@ -58,6 +58,27 @@ def assert_as_good(
         warnings.warn(text, ByLuck, stacklevel=2)
 
 
+def assert_mean_errors(actual: np.ndarray, exact: np.ndarray, own: np.ndarray, name: str) -> None:
+    """The root mean square error of each head, (B, S, H, D), beside that of own precision: what is off by little
+    everywhere, or where all numbers are small beside the largest of another head.
+
+    Of heads with few numbers nothing is known, nor where one is not finite.
+    """
+    if actual.shape[1] * actual.shape[3] < 4096:
+        return
+    axes = (1, 3)
+    with np.errstate(all="ignore"):
+        size = np.sqrt(np.mean(exact**2, axes))
+        rounded = exact.astype(actual.dtype).astype(np.float64)
+        errors = [np.sqrt(np.mean((x.astype(np.float64) - exact) ** 2, axes)) for x in (actual, own, rounded)]
+    allowed = 2 * errors[1] + 2 * errors[2] + 1e-5 + 1e-6 * size
+    wrong = np.isfinite(allowed) & ~(errors[0] <= allowed)
+    if wrong.any():
+        at = _first(wrong)
+        said = f"{name} is off by {errors[0][at]:.3e} in the mean of entry and head {at}"
+        raise AssertionError(f"{said}; at most {allowed[at]:.3e} is allowed")
+
+
 def as_good_as_rounding(actual: np.ndarray, exact: np.ndarray) -> bool:
     """Whether `assert_as_good` lets this pass whatever own precision does: by what it costs to round `exact` once."""
     if actual.shape != exact.shape:
@@ -89,7 +110,11 @@ def luck_explains(count: int) -> int:
 
 
 def large_score_units(
-    problem: AttentionProblem, q: np.ndarray, k: np.ndarray, bias: np.ndarray | None = None
+    problem: AttentionProblem,
+    q: np.ndarray,
+    k: np.ndarray,
+    bias: np.ndarray | None = None,
+    slopes: np.ndarray | None = None,
 ) -> dict[str, float]:
     """`unit` of each result where scores are far from 0, one key takes all or D is tiny, for v and dout of size 1.
 
@@ -102,6 +127,8 @@ def large_score_units(
     score = abs(problem.scale) * q_max * k_max * problem.dim**0.5
     if bias is not None:
         score += float(np.abs(bias.astype(np.float64)).max())
+    if slopes is not None and problem.seq_q and problem.seq_k:
+        score += float(np.abs(slopes.astype(np.float64)).max() * distance(problem).max())
     moved = max(1.0, 4 * float(np.finfo(np.float32).eps) * score / 1e-5)
     rounded_out = 4 * float(ml_dtypes.finfo(q.dtype).eps) / 1e-5
     ds = abs(problem.scale) * (moved + rounded_out)
