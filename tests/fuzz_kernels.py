@@ -106,6 +106,7 @@ def draw_case(rng: np.random.Generator, families: list[str]) -> Case:
         return Case(family, 2, "float8", shapes, options, 0)
     shapes |= {"dlse": 1.0 if rng.random() < 0.3 else 0.0, "bias": "float32" if rng.random() < 0.3 else None}
     options |= {"deterministic": bool(rng.random() < 0.35), "rows_aligned": bool(rng.random() < 0.8)}
+    options["apart"] = 4 if rng.random() < 0.2 else True
     shares = int(rng.integers(2, 5)) if family == "sm90" and rng.random() < 0.2 and not blocks else 0
     case = Case(family, int(some(rng, (2, 2, 4, 6, 14, 40))), dtype, shapes, options, shares)
     if rng.random() < 0.3:
@@ -137,7 +138,7 @@ def run_case(case: Case, rng: np.random.Generator) -> None:
         if case.moves is None:
             check(case.family, arch, rng, case.dtype, case.shapes, options)
         else:
-            del options["rows_aligned"]
+            del options["rows_aligned"], options["apart"]
             on_cpu_tangents.check(case.family, arch, rng, case.dtype, case.shapes, options, case.moves)
 
 
