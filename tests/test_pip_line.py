@@ -64,6 +64,7 @@ def test_without_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", nowhere)
+    monkeypatch.setattr(pip_line, "__file__", str(ROOT / "cupyflash" / "tools" / "pip_line.py"))
     assert pip_line.pip_line("demo") == f'pip install "{ROOT}[demo]"'
     monkeypatch.setattr(pip_line, "__file__", str(tmp_path / "cupyflash" / "tools" / "pip_line.py"))
     assert pip_line.pip_line("demo") == 'pip install "cupyflash[demo]"'
