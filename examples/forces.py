@@ -2,6 +2,8 @@
 
     python examples/forces.py [--steps N] [--device cpu|cuda]
 
+On a CPU take one thread of PyTorch (OMP_NUM_THREADS=1): at operations this small threads mostly wait for each other.
+
 The forces are a gradient, by positions on which queries, keys, values and the bias depend; training is one of that.
 The molecules are random, their true potential is one of Morse between pairs.
 """
@@ -59,7 +61,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     torch.manual_seed(0)
     model = Potential().to(args.device)
     adam, errors = torch.optim.Adam(model.parameters(), 3e-3), []
-    for _ in range(args.steps):
+    for step in range(args.steps):
         x = (3 * torch.rand(32, 12, 3, device=args.device)).requires_grad_()
         kinds = torch.randint(3, (32, 12), device=args.device)
         wanted = forces(morse(x, kinds), x)
@@ -68,6 +70,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         loss.backward()
         adam.step()
         errors.append(loss.item())
+        if step % 50 == 0:
+            print(f"step {step}: {errors[-1]:.3f}", flush=True)
     print(f"squared error of the forces, of their square: {errors[0]:.2f}, after {args.steps} steps {errors[-1]:.3f}")
     return {"first": errors[0], "last": sum(errors[-10:]) / 10}
 

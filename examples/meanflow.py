@@ -2,6 +2,8 @@
 
     python examples/meanflow.py [--steps N] [--device cpu|cuda]
 
+On a CPU take one thread of PyTorch (OMP_NUM_THREADS=1): at operations this small threads mostly wait for each other.
+
 u(z, r, t) is the mean velocity from r to t. As it is v - (t - r) du/dt, the target needs du/dt along (v, 0, 1): a jvp.
 Samples are circles of points, each made of noise in one step.
 """
@@ -66,12 +68,14 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     circle = torch.stack([angle.cos(), angle.sin()], -1)
     net = Net(2, 16).to(args.device)
     adam, losses = torch.optim.Adam(net.parameters(), 2e-3), []
-    for _ in range(args.steps):
+    for step in range(args.steps):
         loss = loss_of(net, circle * (0.5 + torch.rand(128, 1, 1, device=args.device)))
         adam.zero_grad()
         loss.backward()
         adam.step()
         losses.append(loss.item())
+        if step % 50 == 0:
+            print(f"step {step}: {losses[-1]:.2f}", flush=True)
     with torch.no_grad():
         z = torch.randn(256, 16, 2, device=args.device)
         sample = z - net(z, torch.zeros(256, device=args.device), torch.ones(256, device=args.device))
