@@ -13,7 +13,7 @@ from typing import Any
 import gpu_report
 import pytest
 from backends import to_count
-from check_gpu_report import complaints, in_the_tree
+from check_gpu_report import complaints
 from criterion import ByLuck
 
 from cupyflash.gpu.source import sources_digest
@@ -42,22 +42,6 @@ def test_nothing_to_complain_of() -> None:
 )
 def test_complaints(change: dict[str, Any], complaint: str) -> None:
     assert complaints(passing() | change, DIGEST) == [complaint]
-
-
-WITHDRAWN = {"failed": 1, "failures": ["t.py::a"], "withdrawn": [{"date": "", "why": "", "tests": ["t.py::a"]}]}
-
-
-def test_a_wrong_test_is_withdrawn_when_it_is_gone() -> None:
-    assert complaints(passing() | WITHDRAWN, DIGEST, lambda _: set()) == []
-    kept = "tests that are withdrawn are still there: ['t.py::a']"
-    assert complaints(passing() | WITHDRAWN, DIGEST, set) == [kept]
-    more = WITHDRAWN | {"failed": 2, "failures": ["t.py::a", "t.py::b"]}
-    assert complaints(passing() | more, DIGEST, lambda _: set()) == ["it counts 2 failed: ['t.py::b']"]
-
-
-def test_what_is_in_the_tree_is_asked_of_pytest() -> None:
-    names = ["tests/test_gpu_report.py::test_an_empty_report", "tests/test_gpu_report.py::test_nothing_such"]
-    assert in_the_tree(names) == {names[0]} and in_the_tree(()) == set()
 
 
 def test_a_marker_says_what_is_counted(request: pytest.FixtureRequest) -> None:
