@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from ..problem import AttentionProblem
 from .pairs import Pairs
-from .tiles import group_of, operand, pieces, work_dtype
+from .tiles import Tiling, group_of, operand, pieces, query_tiles, work_dtype
 
 
 class Entries:
@@ -54,3 +55,15 @@ def all_entries(
     """The whole batch, `size` of it together."""
     with np.errstate(all="ignore"):
         return [Entries(problem, batches, k, v, given) for batches in pieces(problem.batch, size)]
+
+
+def of_queries(
+    problem: AttentionProblem, tiling: Tiling, k: np.ndarray, v: np.ndarray, given: dict[str, Any]
+) -> Iterator[tuple[Entries, slice, slice]]:
+    """The tasks of a pass that owns queries: batch entries, heads of Q and rows."""
+    return (
+        (of, heads, rows)
+        for of in all_entries(problem, tiling.batches, k, v, given)
+        for heads in pieces(problem.heads_q, tiling.heads)
+        for rows in query_tiles(problem, tiling)
+    )

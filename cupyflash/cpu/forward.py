@@ -11,9 +11,9 @@ import numpy as np
 
 from ..problem import AttentionProblem
 from .crew import Crew
-from .entries import Entries, all_entries
+from .entries import Entries, of_queries
 from .pairs import Pairs, Place
-from .tiles import TERMS, Tiling, key_tiles, pieces, product, query_tiles, row_sums, rows_of, work_dtype
+from .tiles import TERMS, Tiling, key_tiles, product, row_sums, rows_of, work_dtype
 
 
 def forward(
@@ -56,15 +56,7 @@ def forward(
         out[batches, rows, heads] = mean.transpose(0, 2, 1, 3)
         lse[batches, heads, rows] = (top + np.log(total))[..., 0]
 
-    crew.run(
-        task,
-        (
-            (of, heads, rows)
-            for of in all_entries(problem, tiling.batches, k, v, given)
-            for heads in pieces(problem.heads_q, tiling.heads)
-            for rows in query_tiles(problem, tiling)
-        ),
-    )
+    crew.run(task, of_queries(problem, tiling, k, v, given))
     return out, lse
 
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from ..problem import AttentionProblem
 from .crew import Crew
-from .entries import Entries, all_entries
+from .entries import Entries, of_queries
 from .sums import Long
-from .tiles import Tiling, key_tiles, pieces, product, products, query_tiles, row_sums, rows_of, turned, work_dtype
+from .tiles import Tiling, key_tiles, product, products, row_sums, rows_of, turned, work_dtype
 
 
 def jvp(
@@ -91,13 +91,5 @@ def jvp(
         mean = total / np.where(mass == 0, 1, mass)  # mass is 1 but for how lse is rounded
         tlse[batches, heads, rows] = np.where(unseen, 0, mean + center)[..., 0]
 
-    crew.run(
-        task,
-        (
-            (of, heads, rows)
-            for of in all_entries(problem, tiling.batches, k, v, given)
-            for heads in pieces(problem.heads_q, tiling.heads)
-            for rows in query_tiles(problem, tiling)
-        ),
-    )
+    crew.run(task, of_queries(problem, tiling, k, v, given))
     return tout, tlse
