@@ -209,16 +209,34 @@ def _number(name: str, x: Any) -> float | None:
         return None
     plain = isinstance(x, numbers.Real) and not isinstance(x, bool)
     if not plain and (not hasattr(x, "__float__") or getattr(x, "shape", None) != () or _odd(x)):
-        raise TypeError(f"{name} is {x!r}; it must be a real number or None")
+        raise TypeError(_no_number(name, x))
     try:
         value = float(x)
     except OverflowError:
         value = math.inf
     except Exception as error:  # traced by JAX, vmapped by PyTorch: no number is there yet
-        raise TypeError(f"{name} is {x!r}; it must be a real number or None") from error
+        raise TypeError(_no_number(name, x)) from error
     if not math.isfinite(value):
         raise ValueError(f"{name} is {value}; it must be finite")
     return value
+
+
+# How to have what a number cannot be: an array, learned or traced.
+_INSTEAD = {
+    "scale": "one that is learned, traced, or another for each head multiplies q: q * scale as q (in its dtype), and "
+    "scale=1.0",
+    "softcap": "one that is learned or traced is read by a score function: score=lambda s, b, h, i, j, c: c[0] * "
+    'cupyflash.score.tanh(s / c[0]), score_arrays={"c": softcap.reshape(1)}',
+}
+
+
+def _no_number(name: str, x: Any) -> str:
+    must, shape = "it must be a real number or None", getattr(x, "shape", None)
+    if not isinstance(shape, tuple):
+        return f"{name} is {x!r}; {must}"
+    # (torch.compile, which reads this, writes no tensor as text.)
+    what = f"{name} is {type(x).__name__} of shape {tuple(shape)} and dtype {x.dtype}; {must}"
+    return what + (f"; {_INSTEAD[name]}" if name in _INSTEAD else ", known when the call is made")
 
 
 FOLLOWS: list[Callable[[Any], bool]] = []  # libraries that differentiate say here whether they follow an array
@@ -288,6 +306,21 @@ def check_score(score: Any) -> Any:
     return score
 
 
+def check_at(at: Any) -> tuple[int, int, int, int] | None:
+    if at is None:
+        return None
+    try:
+        places = tuple([operator.index(x) for x in at if not isinstance(x, bool)])
+    except TypeError:
+        places = ()
+    if len(places) != 4 or min(places) < 0 or max(places) >= 2**31:
+        raise ValueError(
+            f"at is {at!r}; it must be None or four integers, where the first batch entry, head, query and key stand, "
+            "each 0 or more and less than 2**31"
+        )
+    return places  # type: ignore[return-value]
+
+
 _check_deterministic = functools.partial(check_flag, "deterministic")
 
 
@@ -300,6 +333,7 @@ OPTIONS = (
     OptionRule(
         "block_mask", None, "Blocks of pairs that are there, and bits of some.", _check_block_mask, written=False
     ),
+    OptionRule("at", None, "Where the first batch entry, head, query and key stand.", check_at, written=False),
     OptionRule("dropout", 0.0, "Share of the probabilities that become 0; needs a seed.", check_dropout, number=True),
     OptionRule(
         "out_dtype", None, "Of the result: bf16 (the default), fp16 or fp8, for inputs of fp8.", _check_out_dtype
@@ -367,8 +401,9 @@ class AttentionProblem:
     softcap: float | None = None
     score: Score | None = None
     block_mask: tuple[str, ...] | None = None  # of a block mask, the axes along which it has several patterns
+    at: tuple[int, int, int, int] | None = None  # where the first batch entry, head, query and key stand among all
     dropout: float = 0.0  # the share of the probabilities that become 0
-    out_dtype: str | None = None  # of the result; None: that of q
+    out_dtype: str | None = None  # of results; None: that of q
     out_scale: float = 1.0  # what it is multiplied by before it is rounded
     deterministic: bool = False
     given: tuple[Given, ...] = ()  # the optional arrays, in the order of ARRAYS
@@ -417,6 +452,11 @@ class AttentionProblem:
     def result_dtype(self) -> str:
         """Of out, and of gradients."""
         return self.out_dtype or self.dtype
+
+    @property
+    def widened(self) -> bool:
+        """Whether results of 16-bit inputs go to arrays of float32, and are not rounded."""
+        return self.dtype in ("float16", "bfloat16") and self.out_dtype == "float32"
 
     @property
     def lse_dtype(self) -> str:

@@ -153,6 +153,19 @@ def test_traced_options() -> None:
             jax.jit(lambda y, name=name: cupyflash.attention(x, x, x, **{name: y}))(1.0)
 
 
+def test_a_scale_that_is_traced() -> None:
+    """It is refused, and what the message says in its place has its gradient."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 8), "float64")
+    for of, scale in ((jax.jit, 0.3), (jax.grad, 0.3), (jax.vmap, jax.numpy.ones(3))):
+        with pytest.raises(TypeError, match=r"multiplies q: q \* scale as q \(in its dtype\), and scale=1\.0"):
+            of(lambda scale: attention(q, k, v, scale=scale).sum())(scale)
+    loss = lambda scale: (attention(q * scale, k, v, scale=1.0) ** 2).sum()
+    direct = lambda scale: (attention(q, k, v, scale=scale) ** 2).sum()
+    step = 1e-6
+    numeric = (direct(0.3 + step) - direct(0.3 - step)) / (2 * step)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(0.3), numeric, rtol=1e-6)
+
+
 def test_help_shows_what_the_package_takes() -> None:
     shown, of_package = (inspect.signature(f).parameters for f in (attention, cupyflash.attention))
     assert list(shown.values()) == [x for x in of_package.values() if x.name != "out"]

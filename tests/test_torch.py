@@ -391,6 +391,34 @@ def test_help_shows_what_the_package_takes() -> None:
         attention(torch.ones(3, 4), torch.ones(3, 4), torch.ones(3, 4), is_causal=True)
 
 
+def test_a_scale_that_is_learned() -> None:
+    """It is refused, compiled too, and what the message says in its place has its gradient."""
+    q, k, v = torch.randn(3, 2, 5, 4, 8, dtype=torch.float64).unbind()
+    scale = torch.nn.Parameter(torch.rand((), dtype=torch.float64))
+    for call in (attention, torch.compile(attention, backend="eager", fullgraph=True)):
+        with pytest.raises(Exception, match=r"multiplies q: q \* scale as q \(in its dtype\), and scale=1\.0"):
+            call(q, k, v, scale=scale)
+    (found,) = torch.autograd.grad(attention(q * scale, k, v, scale=1.0).square().sum(), scale)
+    step = 1e-6
+    high, low = (attention(q, k, v, scale=scale.item() + x).square().sum() for x in (step, -step))
+    torch.testing.assert_close(found, (high - low) / (2 * step), rtol=1e-6, atol=1e-6)
+
+
+def test_a_softcap_that_is_learned() -> None:
+    q, k, v = torch.randn(3, 2, 5, 4, 8, dtype=torch.float64).unbind()
+    softcap = torch.nn.Parameter(torch.rand((), dtype=torch.float64) + 1)
+    with pytest.raises(TypeError) as raised:
+        attention(q, k, v, softcap=softcap)
+    said = str(raised.value).partition("is read by a score function: ")[2]
+    options = eval(f"dict({said})", {"cupyflash": cupyflash, "softcap": softcap})
+    out = attention(q, k, v, **options)
+    torch.testing.assert_close(out, attention(q, k, v, softcap=softcap.item()))
+    (found,) = torch.autograd.grad(out.square().sum(), softcap)
+    step = 1e-6
+    high, low = (attention(q, k, v, softcap=softcap.item() + x).square().sum() for x in (step, -step))
+    torch.testing.assert_close(found, (high - low) / (2 * step), rtol=1e-6, atol=1e-6)
+
+
 def test_bad_tensors() -> None:
     x = torch.ones(3, 4)
     with pytest.raises(TypeError, match="k is a ndarray; it must be a torch.Tensor"):
@@ -398,7 +426,7 @@ def test_bad_tensors() -> None:
     with pytest.raises(TypeError, match="q has dtype int64"):
         attention(x.long(), x, x)
     for scale in (torch.ones((), requires_grad=True), torch.ones((), dtype=torch.complex64)):
-        with pytest.raises(TypeError, match=r"scale is tensor\(1.*\); it must be a real number or None"):
+        with pytest.raises(TypeError, match=r"scale is Tensor of shape \(\) and dtype .*; it must be a real number"):
             attention(x, x, x, scale=scale)
     with pytest.raises(TypeError, match="(?s)scale is .*; it must be a real number or None"):
         torch.vmap(lambda scale: attention(x, x, x, scale=scale))(torch.ones(2))
