@@ -43,6 +43,8 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], tuple[str, ..
         {"blocks": ((64, 32), "bh"), "causal": True}), INPUTS),
     "score": (("float16", {"heads": (4, 2), "seq": (150, 200), "score": "relative"},
         {"score": relative, "causal": True}), ("q", "k", "v")),
+    "sinks-unseen": (("float16", {"seq": (130, 60), "given": ("sinks",), "batch": 1}, {"causal": True}), INPUTS),
+    "softcap-key-mask": (("bfloat16", {"seq": (70, 100), "key_mask": True}, {"softcap": 1.5}), INPUTS),
     "unseen": (("float16", {"seq": (300, 100), "batch": 1}, {"causal": True}), INPUTS),
     "unseen-top": (("bfloat16", {"seq": (40, 300)}, {"causal": "top_left"}), INPUTS),
     "one-query": (("bfloat16", {"seq": (1, 300), "heads": (6, 2), "dims": (128, 128)}, {}), INPUTS),
@@ -51,7 +53,7 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], tuple[str, ..
 }  # fmt: skip
 
 
-@cases(CASES, "plain", "key-mask", "scores", "blocks-causal")
+@cases(CASES, "plain", "key-mask", "scores", "sinks-unseen")
 def test_sm90(case: str, rng: np.random.Generator) -> None:
     asked, moves = CASES[case]
     if "dlse" in moves and asked[1].get("dlse", 0) == 0:

@@ -390,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(128)
         float lse = there ? p.lse[head.row_number(p, i)] : MINUS_INFINITY;
         bool sees = lse != MINUS_INFINITY;
         Pairs pairs(p, head);
-        if (SINKS && KEY_MASK && sees && lse == pairs.sink(head.q)) sees = pairs.sees(i);
+        if (SINKS && sees && lse == pairs.sink(head.q)) sees = pairs.sees(i);
         if (sees) {
             long long n = head.row_number(p, i);
             if (p.dlse != nullptr) delta -= p.dlse[n];

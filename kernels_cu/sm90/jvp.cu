@@ -202,9 +202,13 @@ struct Worker {
             s.q.advance();
         }
         if constexpr (WEIGHED) {
-            if (tests || SCORE) {  // hidden, or without weight, whatever its tangent is
+            if (tests || SCORE) {  // hidden, or without weight, whatever its tangent and its slope are
                 keep_branch();
-                tx.each([](float& t, int, int, float& weight) { t = weight == 0 ? 0 : t; }, x);
+                tx.each(
+                    [](float& t, int, int, float& weight, float& slope) {
+                        if (weight == 0) t = slope = 0;
+                    },
+                    x, slopes);
             }
             if (!LATER) find_centre(x, tx, slopes);
             tx.each(
