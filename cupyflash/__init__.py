@@ -1,9 +1,10 @@
 """Exact attention, forward and backward, for any array library, on CPU and GPU."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .api import attention, attention_backward, block_mask, merge
 from .derivatives import attention_backward_jvp, attention_jvp
+from .later import later
 
 __version__ = "0.1.0"
 __all__ = [
@@ -13,22 +14,18 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
+    from . import compat as compat
+    from . import float8 as float8
+    from . import integrations as integrations
+    from . import jax as jax
     from . import masks as masks
+    from . import torch as torch
     from .blockmask.blocks import BlockMask
     from .tools.autotune import tune
     from .tools.explanation import explain
 else:
-    # What needs NumPy, and tools, are imported when they are asked for.
-    _LATER = {"BlockMask": ".blockmask.blocks", "explain": ".tools.explanation", "tune": ".tools.autotune"}
-
-    def __getattr__(name: str) -> Any:
-        from importlib import import_module
-
-        if name == "masks":
-            return import_module(".masks", __name__)
-        if name in _LATER:
-            return getattr(import_module(_LATER[name], __name__), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__, "masks"})
+    # What needs an array library, and tools.
+    __getattr__, __dir__ = later(
+        __name__, "compat", "float8", "integrations", "jax", "masks", "torch",
+        BlockMask=".blockmask.blocks", explain=".tools.explanation", tune=".tools.autotune",
+    )  # fmt: skip

@@ -15,7 +15,7 @@ from cupyflash.gpu.plan import FAMILIES
 # what is named apart is no part of the package that it lies in. It imports from itself and from rooms on floors below.
 FLOORS = (
     (
-        "passes", "score", "signature", "other_names", "folders", "gpu.device", "blockmask.tile_lists",
+        "passes", "score", "signature", "other_names", "folders", "later", "gpu.device", "blockmask.tile_lists",
         "interop.foreign",
         "torch.dropout", "tools.visible", "tools.pip_line",
     ),
@@ -25,8 +25,8 @@ FLOORS = (
     ("dispatch", "merging", "blockmask", "tangents"),
     ("interop.torch_*", "interop.jax_*"),
     ("api derivatives", "interop.conformance", "masks"),
-    ("torch", "jax", "reference", "tools"),
-    ("", "compat", "integrations"),
+    ("torch integrations", "jax", "compat", "reference", "tools"),
+    ("",),
     ("bench", "demo"),
     ("tools.commands tools.cli tools.info __main__ bench.__main__",),
 )  # fmt: skip
@@ -117,3 +117,50 @@ def test_an_import_of_any_form_is_seen(text: str) -> None:
 def test_other_strings_are_no_imports() -> None:
     text = "import numpy\nx = 'p', 'p.b and more', '.', '.c', 'b', 'see p.b.'\nfrom .c import d"
     assert not set(imports("p.a", False, text, ["p", "p.b"]))
+
+
+SUBMODULES = ("compat", "float8", "integrations", "jax", "masks", "torch")
+
+
+def test_submodules_are_found_when_they_are_asked_for() -> None:
+    """As README writes them, after `import cupyflash` alone, and of no cost before."""
+    code = (
+        "import sys, cupyflash\n"
+        f"names = {SUBMODULES}\n"
+        "print({*names} <= {*dir(cupyflash)}, [x for x in names if f'cupyflash.{x}' in sys.modules])\n"
+        "print(cupyflash.compat.install.__name__, cupyflash.float8.quantize.__name__, cupyflash.masks.__name__)\n"
+        "print({'flash_attn', 'xformers'} <= {*dir(cupyflash.compat)}, 'diffusers' in dir(cupyflash.integrations))\n"
+        "print(hasattr(cupyflash, 'tensorflow'), 'torch' in sys.modules, 'jax' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "True []", "install quantize cupyflash.masks", "True True", "False False False"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["torch", "jax", "compat.flash_attn", "integrations.transformers"])
+def test_submodules_of_a_library(name: str) -> None:
+    pytest.importorskip("jax" if name == "jax" else "torch")
+    code = f"import cupyflash; print(cupyflash.{name}.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"cupyflash.{name}\n"
+
+
+def test_a_submodule_whose_library_is_missing() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "import cupyflash\n"
+        "print(hasattr(cupyflash, 'torch'))\n"
+        "for what in ('cupyflash.torch', 'import cupyflash.torch', 'from cupyflash import torch'):\n"
+        "    try:\n"
+        "        exec(what)\n"
+        "    except (AttributeError, ImportError) as error:\n"
+        "        print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    halted = "import of torch halted; None in sys.modules"
+    assert done.stdout.splitlines() == [
+        "False", f"AttributeError cupyflash.torch cannot be imported: {halted}",
+        f"ModuleNotFoundError {halted}", f"ModuleNotFoundError {halted}",
+    ]  # fmt: skip
