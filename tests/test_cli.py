@@ -30,11 +30,11 @@ from cupyflash.bench.suites import SUITES
 from cupyflash.gpu import cache as disk
 from cupyflash.gpu import compiler
 from cupyflash.passes import BACKWARD, FORWARD
+from cupyflash.pip_line import pip_line
 from cupyflash.problem import ARRAYS, OPTIONS
 from cupyflash.rules import describe
 from cupyflash.tools import cli, files, precompile
 from cupyflash.tools.command_options import value as command_value
-from cupyflash.tools.pip_line import pip_line
 from cupyflash.tools.precompile import Done, Job, jobs
 from cupyflash.tools.tables import KernelLines
 

@@ -15,9 +15,9 @@ from cupyflash.gpu.plan import FAMILIES
 # what is named apart is no part of the package that it lies in. It imports from itself and from rooms on floors below.
 FLOORS = (
     (
-        "passes", "score", "signature", "other_names", "folders", "later", "gpu.device", "blockmask.tile_lists",
-        "interop.foreign",
-        "torch.dropout", "tools.visible", "tools.pip_line",
+        "passes", "score", "signature", "other_names", "folders", "later", "gpu.device pip_line",
+        "blockmask.tile_lists", "interop.foreign",
+        "torch.dropout", "tools.visible",
     ),
     ("problem rules gradients", "call", "arrays"),
     ("interop.protocol", "overlap", "folding", "float8"),

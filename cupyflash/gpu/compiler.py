@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import cache
-from .device import INSTALL, import_cupy, version_text
+from .device import import_cupy, install, version_text
 from .source import kernels_folder
 
 # The errors of a driver that is too old for a cubin, or of another kind of GPU.
@@ -95,7 +95,9 @@ def _nvrtc(source: str, arch: str) -> tuple[Any, bytes, str]:
         version = nvrtc_version()
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise ImportError(f"compiling kernels needs NVRTC, which cannot be loaded ({reason}); run {INSTALL}") from error
+        raise ImportError(
+            f"compiling kernels needs NVRTC, which cannot be loaded ({reason}); run {install()}"
+        ) from error
     program = None
     try:
         program = core.Program(source, "c++", _options(arch))
@@ -123,7 +125,7 @@ def _cuda_core() -> Any:
             import cuda.core
             from cuda.core.utils import make_program_cache_key  # noqa: F401  (old releases have none)
     except ImportError as error:
-        raise ImportError(f"compiling kernels needs cuda-core 1.2 or newer ({error}); run {INSTALL}") from error
+        raise ImportError(f"compiling kernels needs cuda-core 1.2 or newer ({error}); run {install()}") from error
     return cuda.core
 
 
@@ -216,5 +218,5 @@ def _load_error(error: Exception, arch: str, driver: int) -> RuntimeError:
     text = f"the NVIDIA driver (for CUDA {version_text(driver)}) cannot load a kernel for {arch} "
     text += f"that NVRTC {nvrtc_version()} compiled ({error})"
     if any(refusal in str(error) for refusal in _REFUSALS):
-        text += f"; update the driver, or choose the packages that match it: {INSTALL}"
+        text += f"; update the driver, or choose the packages that match it: {install()}"
     return RuntimeError(text)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
-from .pip_line import here
+from ..pip_line import pip_line
 from .visible import VisibleStream
 
 EXTRA = {"typer", "click", "rich", "matplotlib", "safetensors"}  # what the extra `demo` installs
@@ -59,14 +59,14 @@ def told() -> Iterator[None]:
             raise
         missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if missing in EXTRA:
-            _fail(f'this command needs {missing}, which is not installed; run pip install "cupyflash[demo]"')
+            _fail(f"this command needs {missing}, which is not installed; run {pip_line('demo')}")
         _fail(str(error) or type(error).__name__)
     finally:
         warnings.showwarning, sys.stderr = shown, errors
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"cupyflash: {here(message)}", file=sys.stderr)
+    print(f"cupyflash: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -78,12 +78,12 @@ def _tuning() -> str:
 
 def _nvrtc() -> str:
     from ..gpu.compiler import nvrtc_version
-    from ..gpu.device import INSTALL
+    from ..gpu.device import install
 
     try:
         return nvrtc_version()
     except (ImportError, RuntimeError) as error:
-        return f"not found, so no kernel can be compiled ({error}); {INSTALL}"
+        return f"not found, so no kernel can be compiled ({error}); {install()}"
 
 
 def _version(distributions: tuple[str, ...]) -> str:

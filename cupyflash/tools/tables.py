@@ -11,7 +11,6 @@ from rich.text import Text
 
 from ..passes import PASSES
 from .console import Console
-from .pip_line import here
 from .precompile import Done, Job
 from .visible import visible
 
@@ -39,7 +38,7 @@ def pairs(rows: list[tuple[str, str]]) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in rows:
-        table.add_row(name, Text(here(text)))
+        table.add_row(name, Text(text))
     show(table)
 
 

@@ -18,7 +18,7 @@ def pip_line(extra: str) -> str:
     try:
         found = metadata.distribution(NAME)
     except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        checkout = Path(__file__).parents[2]
+        checkout = Path(__file__).parents[1]
         return _of_folder(checkout, extra) if _builds(checkout) else f'pip install "{NAME}[{extra}]"'
     text = found.read_text("direct_url.json")
     came: dict[str, dict[str, str]] = json.loads(text) if text else {}
@@ -35,11 +35,6 @@ def pip_line(extra: str) -> str:
     own = (re.split(r"\s*;\s*", x, maxsplit=1) for x in found.requires or ())
     wanted = [name for name, *marker in own if marker and re.search(rf"extra\s*==\s*['\"]{extra}['\"]", marker[0])]
     return "pip install " + " ".join(f'"{x}"' for x in wanted)
-
-
-def here(text: str) -> str:
-    """A message with the lines that work here in the place of those of an index."""
-    return re.sub(rf'pip install "{NAME}\[(\w+)\]"', lambda found: pip_line(found[1]), text)
 
 
 def _of_folder(folder: Path, extra: str, editable: bool = False) -> str:
