@@ -871,15 +871,26 @@ def test_compiled_kernels_are_told_as_they_come(
     code, out, _ = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--forward", "--full")
     assert code == 0 and out.count("\n") > 1
     first, second, *_ = seen
-    assert first.startswith("2 programs to compile or to find in the cache, on ") and "registers" in first
-    assert "forward" in second and "sm_80" in second
+    assert first.startswith("2 programs to compile or to find in the cache, on ") and first.count("\n") == 1
+    heading, told, *_ = second.splitlines()
+    assert "registers" in heading and "float32" in told and "sm_80" in told
 
 
 def test_compile_that_keeps_nothing_fails(run: Run, cache: Path) -> None:
     cache.write_text("a file where the folder should be")
-    code, _, err = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--forward")
-    assert code == 2
+    code, out, err = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--forward")
+    assert code == 2 and "registers" not in out
     assert f"nothing can be kept in the cache folder {cache}" in err and err.count("\n") == 1
+
+
+def test_compile_without_nvrtc_has_no_table(run: Run, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(source: str, arch: str) -> None:
+        raise ImportError("compiling kernels needs NVRTC, which cannot be loaded")
+
+    monkeypatch.setattr(compiler, "compile_uncached", missing)
+    code, out, err = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--forward")
+    assert code == 2 and "needs NVRTC" in err and err.count("\n") == 1
+    assert out.count("\n") == 1 and "registers" not in out
 
 
 def test_compiled_is_what_a_call_needs(cache: Path) -> None:

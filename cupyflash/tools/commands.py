@@ -219,18 +219,10 @@ def compile_(
     done: list[Done] = []
     checked = False
     say(f"{len(work)} programs to compile or to find in the cache, on {os.cpu_count()} cores")
-    say(lines.heading)
     columns = (BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("programs", total=len(work))
         for result in compile_all(work):
-            done.append(result)
-            for line in lines.of(result):
-                if console.is_terminal:  # above the bar
-                    progress.console.print(Text(line), soft_wrap=True)
-                else:
-                    say(line)
-            progress.advance(bar)
             if not checked and result.compiled is not None and not result.compiled.cached:
                 checked = True  # the first one tells, before minutes are spent on the others
                 if not kept(result):
@@ -238,6 +230,13 @@ def compile_(
                         f"nothing can be kept in the cache folder {cache_info().path}; it must be a folder that can be "
                         "written, with room on its disk (CUPYFLASH_CACHE_DIR names another)"
                     )
+            for line in ([] if done else [lines.heading]) + lines.of(result):
+                if console.is_terminal:  # above the bar
+                    progress.console.print(Text(line), soft_wrap=True)
+                else:
+                    say(line)
+            done.append(result)
+            progress.advance(bar)
     errors = [result for result in done if result.error is not None]
     for result in errors:
         console.print(Text(str(result.error)), style="red", soft_wrap=True)
