@@ -55,7 +55,15 @@ HERE = {
     "backend": "the fastest kernels are taken by themselves; family names others",
     "op": "the fastest kernels are taken by themselves; family names others",
 }
-# Of ours, what a backward has not.
+# Of ours, what other functions of ours take.
+ELSEWHERE = {
+    ("attention_backward", "return_lse"): "it takes the lse that attention(..., return_lse=True) returned",
+    ("attention_jvp", "return_lse"): "tout and tlse always come back, both",
+    ("attention_backward_jvp", "return_lse"): "it takes the lse that attention(..., return_lse=True) returned",
+    ("attention_jvp", "dout"): "that belongs to attention_backward_jvp",
+    ("attention_jvp", "dlse"): "that belongs to attention_backward_jvp",
+    ("attention_jvp", "wrt"): "tangents say what moves; wrt belongs to attention_backward and attention_backward_jvp",
+}
 OF_8_BITS = ("q_descale", "k_descale", "v_descale", "out_dtype", "out_scale")
 
 
@@ -63,8 +71,20 @@ def unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:
     """Python's error for a keyword argument that a function does not have, with what may have been meant."""
     near = difflib.get_close_matches(name, known, 1)
     forward = "inputs of 8 bits have a forward alone" if name in OF_8_BITS else ""
-    meant = HERE.get(name) or forward or (f"did you mean {near[0]!r}?" if near else "")
+    meant = HERE.get(name) or ELSEWHERE.get((function, name)) or forward
+    meant = meant or (f"did you mean {near[0]!r}?" if near else "")
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}" + (f"; {meant}" if meant else ""))
+
+
+def no_tangent(name: Any, known: Iterable[str], backward: bool) -> str:
+    """What may have been meant by a name in `tangents` that none can have; "" where nobody knows."""
+    if name in ("dout", "dlse") and not backward:
+        return f"{name} belongs to attention_backward_jvp"
+    if name in ("out", "lse"):
+        return f"{name} follows from the others: leave it out"
+    text, known = str(name).lower(), list(known)
+    near = [x for x in (text, text[1:]) if x in known] or difflib.get_close_matches(text, known, 1)
+    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def renaming(traced: Callable[[], bool] = lambda: False, **theirs: str) -> Callable[[F], F]:

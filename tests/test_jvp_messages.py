@@ -30,6 +30,25 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "tangents has 'mask', which has none; it may have q, k, v, bias",
     ),
     "unknown": ({"tangents": {"x": Q}}, TypeError, "tangents has 'x', which has none; it may have q, k, v"),
+    "as results are called": (
+        {"tangents": {"k": K, "tq": Q}}, TypeError,
+        "tangents has 'tq', which has none; it may have q, k, v; did you mean 'q'?",
+    ),
+    "as gradients are called": (
+        {"tangents": {"dv": K}}, TypeError, "tangents has 'dv', which has none; it may have q, k, v; did you mean 'v'?"
+    ),
+    "misspelled": (
+        {"tangents": {"alibi_slope": LSE[0, :, 0]}, "alibi_slopes": LSE[0, :, 0]}, TypeError,
+        "tangents has 'alibi_slope', which has none; it may have q, k, v, alibi_slopes; did you mean 'alibi_slopes'?",
+    ),
+    "what follows": (
+        {"tangents": {"lse": LSE}}, TypeError,
+        "tangents has 'lse', which has none; it may have q, k, v; lse follows from the others: leave it out",
+    ),
+    "a score array of a name that there is": (
+        {"tangents": {"q": Q}, "score": lambda s, b, h, i, j, q: s + q[j], "score_arrays": {"q": BIAS[0, 0]}},
+        ValueError, "tangents has 'q', which is q and an array of score_arrays; give that another name",
+    ),
     "not given": (
         {"tangents": {"bias": BIAS}}, TypeError, "tangents has 'bias', but bias is not given; it may have q, k, v"
     ),
@@ -97,6 +116,31 @@ def test_bad_input(what: str) -> None:
         if function is attention_backward_jvp:
             found = found.replace(", dout, dlse", "").replace("k, v, dout, dlse", "k, v")
         assert found.startswith(text), found
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"tangents": {"dout": Q}}, "it may have q, k, v; dout belongs to attention_backward_jvp"),
+        ({"return_lse": True}, "unexpected keyword argument 'return_lse'; tout and tlse always come back, both"),
+        ({"dlse": LSE}, "unexpected keyword argument 'dlse'; that belongs to attention_backward_jvp"),
+        ({"wrt": "bias"}, "unexpected keyword argument 'wrt'; tangents say what moves; wrt belongs to"),
+    ],
+)
+def test_what_belongs_to_another_function(more: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        attention_jvp(**{"tangents": {"q": Q}, "q": Q, "k": K, "v": K, "out": Q, "lse": LSE} | more)
+    assert text in str(raised.value)
+
+
+def test_a_score_array_of_the_name_of_what_is_not_there() -> None:
+    """It has tangents: nothing else of the name could."""
+    out, lse = Q + 1, LSE
+    x = {"score": lambda s, b, h, i, j, dout: s + dout[j], "score_arrays": {"dout": BIAS[0, 0]}}
+    tout, _ = attention_jvp({"dout": BIAS[0, 0] + 1}, Q, K, K, out, lse, **x)
+    assert tout.shape == Q.shape
+    with pytest.raises(ValueError, match="^tangents has 'dout', which is dout and an array of score_arrays"):
+        attention_backward_jvp({"dout": Q}, Q, Q, K, K, out, lse, **x)
 
 
 @pytest.mark.parametrize("what", BAD_BACKWARD)
