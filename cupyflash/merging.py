@@ -10,7 +10,7 @@ import numpy as np
 
 from . import interop
 from .interop.protocol import Library
-from .problem import FLOATS, check_layout
+from .problem import FLOATS, LAYOUTS, check_layout
 
 Array = Any
 _NAMESPACES = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax.numpy"}
@@ -95,8 +95,11 @@ def _checked(outs: Any, lses: Any, layout: str) -> tuple[Library, list[Array], l
         if view.dtype != dtype:
             raise TypeError(f"{name} has dtype {view.dtype}; it must be {dtype}, since outs[0] is {first.dtype}")
         if view.shape != shape:
+            other = next(x for x in LAYOUTS if x != layout)
+            fits = not is_out and view.shape == _rows(first.shape, other)
             raise ValueError(
                 f"{name} has shape {view.shape}; it must be {shape}, since outs[0] has shape {first.shape}"
+                + f'; with layout="{other}" the shapes fit' * fits
             )
         if view.device != first.device and view.device and first.device:  # traced JAX arrays have none yet
             raise ValueError(f"{name} is on {view.device} but outs[0] is on {first.device}; all must be on one device")

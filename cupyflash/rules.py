@@ -12,6 +12,7 @@ import numbers
 from dataclasses import replace
 from typing import Any
 
+from .layouts import doubt, of_layout
 from .passes import BACKWARD, FORWARD, PER_QUERY, Pass
 from .problem import (
     ARRAY_RULES,
@@ -21,6 +22,7 @@ from .problem import (
     FLOAT8,
     FLOATS,
     INPUTS,
+    LAYOUTS,
     OF_FLOAT8,
     OPTIONS,
     SCORE_ARRAYS,
@@ -127,9 +129,21 @@ def lasting(options: dict[str, Any]) -> dict[str, Any]:
 def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     """Check q, k, v and what else is given, and return the problem that they state.
 
+    A reading of the shapes that is allowed and almost surely not meant is warned of.
+
     `given` holds options (OPTIONS) as they are and optional arrays (ARRAYS) as `View`s or None, by name; as
     "score_arrays" the arrays that a score function reads, by their names.
     """
+    layout = given.get("layout", LAYOUTS[0])
+    try:
+        problem = _described(q, k, v, **given)
+    except ValueError as error:
+        raise of_layout(error, layout, lambda other: _described(q, k, v, **given | {"layout": other})) from None
+    doubt(problem, q, layout)
+    return problem
+
+
+def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     score_arrays = given.pop("score_arrays", None) or {}
     check_options("describe", given)
     options = {row.name: row.check(given.get(row.name, row.default)) for row in OPTIONS}
@@ -284,10 +298,22 @@ def state(
     `views` are q, k, v, the optional arrays that are given and the other inputs of the pass; `targets` what results are
     to be written to, where that is given.
     """
+    layout = options.get("layout", LAYOUTS[0])
+    try:
+        stated = _stated(views, targets, options, of)
+    except ValueError as error:
+        raise of_layout(error, layout, lambda other: _stated(views, targets, options | {"layout": other}, of)) from None
+    doubt(stated[0], views["q"], layout)
+    return stated
+
+
+def _stated(
+    views: dict[str, View], targets: dict[str, View], options: dict[str, Any], of: Pass
+) -> tuple[AttentionProblem, dict[str, tuple[int, ...]]]:
     q, k, v = (views[name] for name in "qkv")
     score = options.get("score")
     reads = {x.name: views[x.key] for x in score.arrays} if isinstance(score, Score) else {}
-    problem = describe(q, k, v, **options, **{row.name: views.get(row.name) for row in ARRAYS}, score_arrays=reads)
+    problem = _described(q, k, v, **options, **{row.name: views.get(row.name) for row in ARRAYS}, score_arrays=reads)
     problem = for_pass(problem, of)
     out, lse = out_shape(q.shape, problem), lse_shape(len(q.shape), problem)
     if of is not FORWARD:
@@ -374,7 +400,9 @@ def check_like(name: str, x: View, shape: tuple[int, ...], dtype: str, like: Vie
     if x.dtype != dtype:
         raise TypeError(f"{name} has dtype {x.dtype}; it must be {dtype}")
     if x.shape != shape:
-        raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
+        turned = len(shape) == len(like.shape) > 2 and x.shape == (*shape[:-3], shape[-2], shape[-3], shape[-1])
+        also = ", with the heads where q has them, as layout says" * turned
+        raise ValueError(f"{name} has shape {x.shape}; it must be {shape}{also}")
     _same(name, x, "q", like, dtype=False)
 
 

@@ -19,7 +19,7 @@ FLOORS = (
         "blockmask.tile_lists", "interop.foreign",
         "torch.dropout", "tools.visible",
     ),
-    ("problem rules gradients", "call", "arrays"),
+    ("problem rules layouts gradients", "call", "arrays"),
     ("interop.protocol", "overlap", "folding", "float8"),
     ("gpu", "cpu", "interop"),
     ("dispatch", "merging", "blockmask", "tangents"),

@@ -6,6 +6,8 @@ comes from another library: test_interop.py.
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from backends import Backend, on_pairs
 from criterion import assert_as_good
 from reference import DTYPES, draw, standard, standard_in_own_precision, state
 
-from cupyflash import attention, attention_backward
+from cupyflash import attention, attention_backward, explain, merge
 from cupyflash.problem import View
 from cupyflash.rules import describe
 
@@ -336,3 +338,76 @@ def test_a_last_dimension_that_is_not_contiguous_works(backend: Backend, dtype: 
     exact, own = (f(problem, host, host, host) for f in (standard, standard_in_own_precision))
     x = backend.put(wide)[..., ::2]
     assert_as_good(backend.get(attention(x, x, x, family=backend.family)), exact.out, own.out, "out")
+
+
+# ---- the place of the heads ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("what", ["heads", "bias", "lse", "merge", "explain"])
+def test_shapes_that_fit_the_other_layout(what: str, layout: str) -> None:
+    """(batch, 3, 5, dim) and the like: right in one of the two."""
+
+    def laid(heads: int, rows: int) -> np.ndarray:
+        return ones(B, heads, rows, D) if layout == "bshd" else ones(B, rows, heads, D)
+
+    other = {"bshd": "bhsd", "bhsd": "bshd"}[layout]
+    q, k = laid(4, 6), laid(4, 9)
+    calls: dict[str, Any] = {
+        "heads": lambda layout: attention(q, k, k, layout=layout),
+        "bias": lambda layout: attention(q, q, q, bias=ones(4, 6, 6), layout=layout),
+        "lse": lambda layout: attention_backward(q, q, q, q, q, ones(B, 4, 6), layout=layout),
+        "merge": lambda layout: merge([q, q], [ones(B, 4, 6)] * 2, layout=layout),
+        "explain": lambda layout: explain(q, k, k, layout=layout),
+    }
+    calls[what](other)
+    with pytest.raises(ValueError, match=f'; with layout="{other}" the shapes fit$') as raised:
+        calls[what](layout)
+    assert str(raised.value).count("layout=") == 1
+
+
+def test_shapes_that_fit_neither_layout() -> None:
+    q, k = ones(B, 4, 6, D), ones(B, 9, 9, D)
+    with pytest.raises(ValueError, match="must be a multiple of those of k$"):
+        attention(q, k, k)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("name", ["out", "dout"])
+def test_results_with_the_heads_elsewhere(name: str, layout: str) -> None:
+    q, turned, lse = ones(B, 4, 6, D), ones(B, 6, 4, D), ones(*((B, 6, 4) if layout == "bshd" else (B, 4, 6)))
+    with pytest.raises(ValueError, match=rf"^{name} has .* be \(2, 4, 6, 8\), with the heads where q has them"):
+        if name == "out":
+            attention(q, q, q, out=turned, layout=layout)
+        else:
+            attention_backward(turned, q, q, q, q, lse, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "read"),
+    [
+        ((2, 300, 512), "bshd", "(sequence, heads, dim): 300 heads of dimension 512, with 2 queries each"),
+        ((1, 4, 200, 8), "bshd", "(batch, sequence, heads, dim): 200 heads of dimension 8, with 4 queries each"),
+        ((1, 200, 4, 8), "bhsd", "(batch, heads, sequence, dim): 200 heads of dimension 8, with 4 queries each"),
+    ],
+)
+def test_heads_that_nobody_has_are_warned_of(shape: tuple[int, ...], layout: str, read: str) -> None:
+    q, other = ones(*shape), {"bshd": "bhsd", "bhsd": "bshd"}[layout]
+    for call in (attention, explain):
+        with pytest.warns(UserWarning, match=re.escape(f'{read}; if these are rows, give layout="{other}"')):
+            call(q, q, q, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "layout"),
+    [
+        ((300, 2, 512), (300, 2, 512), "bshd"), ((2, 300, 512), (2, 300, 512), "bhsd"),
+        ((1, 128, 64), (1, 128, 64), "bshd"), ((1, 1, 128, 64), (1, 1, 128, 64), "bshd"),
+        ((4, 512, 64), (4, 512, 64), "bshd"),  # nn.MultiheadAttention's, with the batch among the heads
+        ((1, 128, 576), (50, 1, 576), "bshd"),
+    ],
+)  # fmt: skip
+def test_heads_that_somebody_has(q: tuple[int, ...], k: tuple[int, ...], layout: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(ones(*q), ones(*k), ones(*k), layout=layout)
