@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ import cupyflash
 from cupyflash.call import Call
 from cupyflash.gpu import device, source, tuned
 from cupyflash.gpu.device import Arch
+from cupyflash.gpu.families.sm90_backward_jvp import TILES as TILES_OF_H
 from cupyflash.gpu.plan import FAMILIES, plan
 from cupyflash.passes import BACKWARD, FORWARD, JVP, Pass
 from cupyflash.problem import AttentionProblem, Given, complete
@@ -100,6 +102,15 @@ def test_warps_share_a_tile_evenly() -> None:
             c = dict(trial.plan.constants)
             assert c["ROWS"] % (16 * c["WARPS"] // c["COLUMN_WARPS"]) == 0 and c["KEYS"] % (16 * c["COLUMN_WARPS"]) == 0
             assert c["ROWS"] * (c["DIM_V"] + c["KEYS"]) <= 32 * c["WARPS"] * 255  # its sums have room in the registers
+
+
+def test_tiles_of_hopper_tangents_come_out_even() -> None:
+    asked = problem("bfloat16", 64, tangents=(Given("q", "bfloat16", ()),))
+    tried = [dict(zip(TILES_OF_H.tried, values)) for values in itertools.product(*TILES_OF_H.tried.values())]
+    possible = [t for t in tried if TILES_OF_H.possible(TILES_OF_H.tile([*t.values()]), asked)]
+    assert {t["key_stages"] for t in possible if t["ahead"]} == {2, 3, 4}  # what is owed keeps one
+    assert {(t["groups"], t["rows"]) for t in possible} == {(2, 32), (2, 64), (3, 32)}
+    assert {(t["groups"], t["keys"]) for t in possible} == {(2, 32), (2, 64), (3, 32), (3, 48)}
 
 
 def test_a_family_with_nothing_to_choose() -> None:

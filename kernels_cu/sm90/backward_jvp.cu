@@ -54,6 +54,7 @@ struct Worker {
     SecondSum<OWNS_KEYS> second;
     // What a visitor adds to them is added under the scores of the next one, where registers allow it.
     static constexpr bool LAGS = AHEAD && !OWNS_KEYS;
+    static_assert(Of::STAGES > LAGS, "what is owed keeps a stage while the next visitor has another");
     static constexpr int ADDED = 1 + FIRST_MOVES + (OWNS_KEYS ? MOVES + TDOUT : 0);  // products
     Operand<VISITED> tdx_operand, dx_operand, tp_operand, p_operand;
     bool owed = false;              // whether that is still to be done

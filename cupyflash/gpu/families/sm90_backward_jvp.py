@@ -53,10 +53,13 @@ BACKWARD_JVP_TILES = (
 
 
 def _possible(t: BackwardJvpTile, problem: AttentionProblem) -> bool:
-    """Have four tiles of scores and the results room in registers?"""
-    most = 232 if t.groups == 2 else 152
+    """Do what is owned and what visits it come out even, is there a stage for what is added later beside the one that is
+    under way, and have four tiles of scores and the results room in registers?"""
+    most, own = 232 if t.groups == 2 else 152, 64 * t.groups
     return (
-        2 * t.rows + (pad(problem.dim, 16) + pad(problem.dim_v, 16)) // 2 <= most
+        own % t.rows == own % t.keys == 0
+        and t.key_stages > t.ahead
+        and 2 * t.rows + (pad(problem.dim, 16) + pad(problem.dim_v, 16)) // 2 <= most
         and 2 * t.keys + pad(problem.dim, 16) // 2 <= most
     )
 
