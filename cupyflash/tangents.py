@@ -29,6 +29,10 @@ def of_call(tangents: Any, arrays: Arrays, score: Score | None, of: Pass) -> Arr
         if name not in can:
             why = f"but {name} is not given" if name in optional else "which has none"
             raise TypeError(f"tangents has {name!r}, {why}; it may have {', '.join(can)}")
+        if name in reads and can[name] != reads[name]:
+            raise ValueError(
+                f"tangents has {name!r}, which is {name} and an array of score_arrays; give that another name"
+            )
         found[f"t{can[name]}"] = x
     return found
 

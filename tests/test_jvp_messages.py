@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from cupyflash import attention, attention_backward_jvp, attention_jvp
+from cupyflash.passes import BACKWARD_JVP
+from cupyflash.score import trace
+from cupyflash.tangents import of_call
 
 # --------------------------------------------------------------------------------------------------------------
 
@@ -179,3 +182,15 @@ def test_nothing_is_computed_of_a_wrong_call(library: str, monkeypatch: pytest.M
     with pytest.raises(ValueError, match="^tangents\\['dlse'] has shape"):
         attention_backward_jvp({"q": q, "dlse": q}, q, q, k, k, q, lse)
     assert not ran
+
+
+@pytest.mark.parametrize("name", ["q", "bias", "dout"])
+def test_a_name_of_two_arrays_is_of_neither(name: str) -> None:
+    score = trace(lambda s, b, h, i, j, **read: s + read[name][j], {name: ("float32", 1, False)})
+    key = f"score_arrays[{name!r}]"
+    arrays = {"q": Q, "k": K, "v": K, "dout": Q, key: LSE[0, 0]}
+    with pytest.raises(ValueError, match=f"^tangents has '{name}', which is {name} and an array of score_arrays; give"):
+        of_call({name: Q}, arrays | {"bias": BIAS}, score, BACKWARD_JVP)
+    if name == "bias":  # the only one, where no bias is given
+        assert of_call({name: Q}, arrays, score, BACKWARD_JVP) == {f"t{key}": Q}
+    assert [*of_call({"k": K}, arrays, score, BACKWARD_JVP)] == ["tk"]
