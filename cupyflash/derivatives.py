@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import dispatch, interop
-from .api import Shared, attention_backward, present, trace_score
+from .api import Shared, attention_backward
 from .call import Arrays, Call
+from .given import placed, present, trace_score, with_check
 from .gradients import Gradients, check_wrt
 from .other_names import no_tangent, unexpected
 from .passes import BACKWARD_JVP, JVP, Pass
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@sharing(attention_backward, without=("dlse", "wrt", "grads"))
+@sharing(attention_backward, without=("dlse", "wrt", "grads", "add"))
 def attention_jvp(
     tangents: Mapping[str, Array],
     q: A,
@@ -58,8 +59,9 @@ def attention_jvp(
         are not 0; at least one. Each has shape and dtype of what it is the tangent of, and any strides.
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
-    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, dropout,
-    seed, layout, deterministic : as given to `attention`
+    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, at,
+    dropout, seed, layout, cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k, batch_invariant, check,
+    deterministic : as given to `attention`
     tout : (B, Sq, Hq, Dv), optional
         Where to write the tangent of out.
     family : str, optional
@@ -84,7 +86,7 @@ def attention_jvp(
     return found
 
 
-@sharing(attention_backward)
+@sharing(attention_backward, without=("add",))
 def attention_backward_jvp(
     tangents: Mapping[str, Array],
     dout: A,
@@ -119,8 +121,9 @@ def attention_backward_jvp(
         Gradient of the loss with respect to `out`, in the dtype of q.
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
-    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, dropout,
-    seed, layout : as given to `attention`
+    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, at,
+    dropout, seed, layout, cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k, batch_invariant, check :
+    as given to `attention`
     deterministic : bool
         Bitwise the same results in every run; on a CPU, with any number of cores.
     dlse : (B, Hq, Sq), optional
@@ -173,11 +176,13 @@ def _call(function: Callable[..., Any], of: Pass, operands: Arrays, tangents: An
     required = [name for name in operands if name != "dlse"]
     arrays = present(required, operands | {row.name: given.get(row.name) for row in ARRAYS} | {"seed": seed})
     options, score_arrays = complete(given), given.get("score_arrays")
+    options["at"] = placed(options["at"])
     lib = interop.library("q", arrays["q"])
     if options["score"] is not None or score_arrays is not None:
         trace_score(lib, arrays, options, score_arrays)
     arrays = arrays | _of_tangents(tangents, arrays, options["score"], of)
-    return Call(lib, of, arrays, options, seed=number, family=given.get("family"))
+    call = Call(lib, of, arrays, options, seed=number, family=given.get("family"))
+    return with_check(call, given.get("check", False))
 
 
 def _of_tangents(tangents: Any, arrays: Arrays, score: Score | None, of: Pass) -> Arrays:

@@ -16,8 +16,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _DROPOUT = "here it is dropout, which needs a seed"
 _WINDOW = "here it is window=(left, right), with None where a side is unbounded"
-_LENGTHS = "here it is key_mask, (batch, keys) booleans, over padded sequences"
-_PACKED = "here it is block_mask of cupyflash.masks.documents, or key_mask over padded sequences"
+_FILLED = "here it is seqlens_k, how many rows of its cache each sequence has filled"
+_LENGTHS = f"{_FILLED}, or key_mask, (batch, keys) booleans"
+_PACKED = "here it is cu_seqlens_q and cu_seqlens_k, where each packed sequence begins"
+_PAGES = "here it is page_table, (sequences, pages of one), with seqlens_k"
 _BIAS = "here it is mask where it holds booleans (True: may be attended), and bias where it is added to the score"
 
 HERE = {
@@ -44,11 +46,27 @@ HERE = {
     "return_residual": "here it is return_lse, (batch, heads, queries)",
     "return_attn_probs": "here it is return_lse; the probabilities are never in memory",
     "need_weights": "the probabilities are never in memory; leave it out",
-    "query_seq_lengths": _LENGTHS,
+    "query_seq_lengths": "here it is cu_seqlens_q, of packed queries",
     "key_value_seq_lengths": _LENGTHS,
-    "cu_seqlens_q": _PACKED,
-    "cu_seqlens_k": _PACKED,
     "cu_seqlens": _PACKED,
+    "cu_seq_q": "here it is cu_seqlens_q",
+    "cu_seq_k": "here it is cu_seqlens_k",
+    "cu_seq_lens_q": "here it is cu_seqlens_q",
+    "cu_seq_lens_k": "here it is cu_seqlens_k",
+    "max_seqlen": "here it is max_seqlen_q and max_seqlen_k",
+    "max_length_q": "here it is max_seqlen_q",
+    "max_length_k": "here it is max_seqlen_k",
+    "cache_seqlens": _FILLED,
+    "seqused_k": _FILLED,
+    "context_lens": _FILLED,
+    "seq_lens": _FILLED,
+    "kv_seqlen": _FILLED,
+    "block_table": _PAGES,
+    "block_tables": _PAGES,
+    "page_tables": _PAGES,
+    "page_indices": _PAGES,
+    "cache_batch_idx": "here it is page_table with one page for each sequence, with seqlens_k",
+    "cache_leftpad": "here it is key_mask, where False hides the key",
     "score_mod": "here it is score, which gets arrays by name; cupyflash.torch.flex_attention takes yours as it is",
     "mask_mod": "here it is block_mask, which cupyflash.block_mask makes of it",
     "implementation": "the fastest kernels are taken by themselves; family names others",

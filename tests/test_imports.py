@@ -15,16 +15,16 @@ from cupyflash.gpu.plan import FAMILIES
 # what is named apart is no part of the package that it lies in. It imports from itself and from rooms on floors below.
 FLOORS = (
     (
-        "passes", "score", "signature", "other_names", "folders", "later", "gpu.device pip_line",
+        "passes", "score", "signature", "other_names", "folders", "later", "reals counts", "gpu.device pip_line",
         "blockmask.tile_lists", "interop.foreign",
         "torch.dropout", "tools.visible",
     ),
-    ("problem rules layouts gradients", "call", "arrays"),
+    ("problem rules lengths layouts gradients", "call", "arrays"),
     ("interop.protocol", "overlap", "folding", "float8"),
     ("gpu", "cpu", "interop"),
     ("dispatch", "merging", "blockmask", "tangents"),
     ("interop.torch_*", "interop.jax_*"),
-    ("api derivatives", "interop.conformance", "masks"),
+    ("api derivatives given", "interop.conformance", "masks"),
     ("torch integrations", "jax", "compat", "reference", "tools"),
     ("",),
     ("bench", "demo"),

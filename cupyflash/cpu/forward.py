@@ -13,7 +13,7 @@ from ..problem import AttentionProblem
 from .crew import Crew
 from .entries import Entries, of_queries
 from .pairs import Pairs, Place
-from .tiles import TERMS, Tiling, key_tiles, product, row_sums, rows_of, work_dtype
+from .tiles import TERMS, Tiling, key_tiles, product, result_dtype, row_sums, rows_of, work_dtype
 
 
 def forward(
@@ -23,10 +23,12 @@ def forward(
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), any strides; `given`: the optional arrays of the problem, and
     its block mask.
-    Returns out (B, Sq, Hq, Dv) in the dtype of q, and lse (B, Hq, Sq) in float32, float64 for float64.
+    Returns out (B, Sq, Hq, Dv) in the dtype of q, float32 where the problem is `widened`, and lse (B, Hq, Sq) in
+    float32, float64 for float64.
     """
     work, crew = work_dtype(problem), Crew(problem)
-    out = np.empty_like(q, shape=(*q.shape[:-1], problem.dim_v))  # with the axes of q in memory
+    # With the axes of q in memory.
+    out = np.empty_like(q, result_dtype(problem), shape=(*q.shape[:-1], problem.dim_v))
     lse = np.empty((problem.batch, problem.heads_q, problem.seq_q), problem.lse_dtype)
     tiling = Tiling.of(problem, queries_apart=True)
 

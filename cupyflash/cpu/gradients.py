@@ -13,7 +13,7 @@ from .crew import Crew
 from .entries import Entries, all_entries
 from .pairs import Place
 from .sums import InOrder, Long, Sum
-from .tiles import Tiling, group_of, key_tiles, over_groups, pieces, query_tiles, work_dtype
+from .tiles import Tiling, group_of, key_tiles, over_groups, pieces, query_tiles, result_dtype, work_dtype
 
 PARTS = 8  # sums of dK and dV that deterministic gradients are made of, on however many cores
 
@@ -75,7 +75,8 @@ class Gathering:
         self.work, self.crew, self.group = work_dtype(problem), Crew(problem), group_of(problem)
         self.tiling = Tiling.of(problem, queries_apart=False)
         self._problem, self._wrt = problem, wrt
-        self._dq, self._dk, self._dv = np.empty_like(q), np.zeros_like(k), np.zeros_like(v)
+        dtype = result_dtype(problem)
+        self._dq, self._dk, self._dv = np.empty_like(q, dtype), np.zeros_like(k, dtype), np.zeros_like(v, dtype)
         heads_k = max(1, self.tiling.heads // self.group)  # that a task takes together
 
         # A task sums dK and dV over query tiles of its key/value heads: over all of them if there are tasks enough for

@@ -44,6 +44,7 @@ class Pairs:
         self.blocks: Any = given.get("block_mask")
         self.positions = np.arange(problem.seq_k)[self.keys]
         self.factor_q, self.factor_k = _factors(problem.scale)
+        self.first = problem.at or (0, 0, 0, 0)  # of a part: where its entries, heads, queries and keys begin
         self.kept = problem.kept  # the share of the probabilities that dropout keeps
         self.seed = int(np.asarray(given["seed"]).reshape(())) % 2**64 if problem.dropout else 0
         work = np.float64 if problem.dtype == "float64" else np.float32
@@ -184,8 +185,10 @@ class Pairs:
             return None
         positions = self.positions[at.keys]
         first, end = int(positions[0]), int(positions[-1]) + 1
-        rows = at.rows.start, at.rows.stop
-        found = self._each(lambda b, h: kept(self.seed, b, h, rows, (first, end), self.problem.dropped_below), at)
+        batch, head, query, key = self.first
+        rows, keys = (at.rows.start + query, at.rows.stop + query), (first + key, end + key)
+        below = self.problem.dropped_below
+        found = self._each(lambda b, h: kept(self.seed, batch + b, head + h, rows, keys, below), at)
         all_between = np.array(found)
         return all_between if len(positions) == end - first else all_between[..., positions - first]
 
@@ -230,7 +233,7 @@ class Pairs:
             "h": np.arange(at.heads.start, at.heads.stop)[:, None, None],
             "i": np.arange(at.rows.start, at.rows.stop)[:, None], "j": self.positions[at.keys][None, :],
         }  # fmt: skip
-        return {name: np.asarray(x, np.int32) for name, x in numbers.items()}
+        return {name: np.asarray(x + first, np.int32) for (name, x), first in zip(numbers.items(), self.first)}
 
     def _capped(self, s: np.ndarray) -> np.ndarray:
         return np.tanh(s / s.dtype.type(self.problem.softcap))

@@ -33,6 +33,11 @@ def work_dtype(problem: AttentionProblem) -> type[np.floating[Any]]:
     return np.float64 if problem.dtype == "float64" else np.float32
 
 
+def result_dtype(problem: AttentionProblem) -> type[np.floating[Any]] | None:
+    """Of out and of gradients; None: that of the inputs."""
+    return np.float32 if problem.widened else None
+
+
 def group_of(problem: AttentionProblem) -> int:
     """Query heads that share one of K and V; 1 where there are none."""
     return problem.group if problem.heads_k else 1

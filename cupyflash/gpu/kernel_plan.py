@@ -127,7 +127,7 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
     return (
         ("LEFT", problem.left is not None),
         ("RIGHT", problem.right is not None),
-        *((rule.name.upper(), problem.has(rule.name)) for rule in ARRAYS),
+        *((rule.name.upper(), problem.has(rule.name)) for rule in ARRAYS if not rule.ragged),
         *((rule.name.upper(), getattr(problem, rule.name) != rule.default) for rule in OPTIONS if rule.adds),
         *(
             (f"{x}_BLOCKS", "key_block" in of.axes if (of := problem.array(f"{x.lower()}_descale")) else False)

@@ -202,7 +202,12 @@ def _d(plan: KernelPlan) -> str:
 
 
 def _rules(plan: KernelPlan) -> list[ArrayRule]:
-    return [rule for rule in ARRAYS if not rule.of_float8 or plan.dtype == FLOAT8]
+    given = [x.name for x in plan.given]  # dense programs have no room for lengths
+    return [
+        rule
+        for rule in ARRAYS
+        if (not rule.of_float8 or plan.dtype == FLOAT8) and (not rule.ragged or rule.name in given)
+    ]
 
 
 def _score_arrays(plan: KernelPlan) -> tuple[ScoreArray, ...]:

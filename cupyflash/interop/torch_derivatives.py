@@ -32,7 +32,7 @@ from torch.autograd import forward_ad
 from .. import rules
 from ..call import Arrays
 from ..passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
-from ..problem import FOLLOWS
+from ..reals import FOLLOWS
 from .torch_schema import INPUTS, Arguments, lists_of, names_of, operator
 
 Found = dict[str, Any]

@@ -21,13 +21,13 @@ from ..problem import ARRAYS, OPTIONS, View, complete
 from ..score import Score
 from . import torch_data
 
-INPUTS = ("q", "k", "v", *(row.name for row in ARRAYS))
+INPUTS = ("q", "k", "v", *(row.name for row in ARRAYS if not row.ragged))
 _NONE: list[Any] = [None]  # one that is not given: an empty list AOTInductor hands on as None, which is refused
 # The options that the operators have, in the order of OPTIONS, and their types in a schema; a Scalar may be a symbol.
 _TYPES = {
     "causal": "str", "window": "SymInt[]?", "scale": "Scalar?", "softcap": "Scalar?", "score": "str?",
-    "block_mask": "SymInt[]?", "dropout": "Scalar", "out_dtype": "str?", "out_scale": "Scalar", "layout": "str",
-    "deterministic": "bool",
+    "block_mask": "SymInt[]?", "at": "SymInt[]?", "dropout": "Scalar", "out_dtype": "str?", "out_scale": "Scalar",
+    "layout": "str", "deterministic": "bool",
 }  # fmt: skip
 
 _PLACE = {name: n for n, name in enumerate(_TYPES)}
@@ -183,6 +183,7 @@ class Arguments:
         options = complete(dict(zip(_TYPES, self.encoded)))
         options["causal"] = options["causal"] or False
         options["window"] = tuple([None if n < 0 else n for n in options["window"] or ()]) or None
+        options["at"] = None if options["at"] is None else tuple(options["at"])
         options["score"] = self.score
         numbers = options["block_mask"]
         options["block_mask"] = torch_data.stated([x for x in self.blocks if x is not None], numbers)

@@ -36,7 +36,7 @@ ON_PRODUCT = Recipe(
             PROBLEM,
             "def check_dropout(",
             """def _check_squash(squash: Any) -> float:
-    value = _number("squash", squash) or 0.0
+    value = real("squash", squash) or 0.0
     if value < 0:
         raise ValueError(f"squash is {value}; it must be more than 0, or 0 for none")
     return value
@@ -133,7 +133,7 @@ ADDED_SCALAR = Recipe(
             PROBLEM,
             '    OptionRule("score", None',
             """    OptionRule(
-        "slant", 0.0, "What a key to the right adds.", lambda x: _number("slant", x) or 0.0, number=True, adds=True
+        "slant", 0.0, "What a key to the right adds.", lambda x: real("slant", x) or 0.0, number=True, adds=True
     ),
 """,
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...lengths import untaken
 from ...passes import BACKWARD, Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..array_gradient import Lengths
@@ -17,6 +18,12 @@ THREADS = 256
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
+    if why := untaken(problem):
+        return why
+    if problem.at is not None:
+        return "takes no `at`"
+    if problem.widened:
+        return f"has no results of float32 beside inputs of {problem.dtype}"
     if of.moved:
         return f"has no {of}"
     if problem.dtype == FLOAT8:

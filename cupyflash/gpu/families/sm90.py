@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...lengths import untaken
 from ...passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from ...problem import FLOAT8, AttentionProblem
 from ..device import Arch
@@ -16,6 +17,12 @@ MOVED = ("q", "k", "v", "dout", "dlse")  # what these kernels take tangents of
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
+    if why := untaken(problem):
+        return why
+    if problem.at is not None:
+        return "takes no `at`"
+    if problem.widened:
+        return f"has no results of float32 beside inputs of {problem.dtype}"
     if problem.dtype not in ("float16", "bfloat16", FLOAT8):
         return f"takes float16, bfloat16 and float8, not {problem.dtype}"
     if of is not FORWARD and problem.dtype == FLOAT8:
