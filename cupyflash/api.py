@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 from . import dispatch, interop
 from .call import Arrays, Call
+from .given import placed, present, trace_score, with_check
 from .gradients import Gradients, check_wrt
-from .interop.protocol import Library
 from .other_names import unexpected
 from .passes import BACKWARD, FORWARD
-from .problem import INTEGERS, check_at, check_flag
-from .rules import fold_descales, score_of, seed_of
+from .problem import check_flag
+from .rules import fold_descales, seed_of
 from .signature import A, Array, L, closed
 
 if TYPE_CHECKING:
@@ -47,6 +47,14 @@ class Shared(TypedDict, total=False):
     dropout: float
     seed: int | Array | None
     layout: str
+    cu_seqlens_q: Array | None
+    cu_seqlens_k: Array | None
+    seqlens_k: Array | None
+    page_table: Array | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    batch_invariant: bool
+    check: bool
     deterministic: bool
     family: str | None
 
@@ -95,6 +103,14 @@ def attention(
     out_dtype: Any = None,
     out_scale: float = 1.0,
     layout: str = "bshd",
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    seqlens_k: Array | None = None,
+    page_table: Array | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    batch_invariant: bool = False,
+    check: bool = False,
     return_lse: bool = False,
     deterministic: bool = False,
     out: Array | None = None,
@@ -183,6 +199,30 @@ def attention(
         becomes 448 in a result of 8 bits.
     layout : "bshd" or "bhsd"
         Where the heads stand. Without the batch axis (S, H, D) and without heads (S, D) are accepted too.
+    cu_seqlens_q : (N + 1,) int32 or int64, optional
+        q is packed, (T, Hq, D): sequence n has the rows from cu_seqlens_q[n] up to cu_seqlens_q[n + 1]. So is out; lse
+        is (Hq, T). These four arrays say how long N sequences are, and where; they are on q's device and read when the
+        kernels run, so that a CUDA graph that is run again finds new lengths there. Every option is for each sequence
+        as if it were alone: causal and window at its own end, b its number, i and j positions in it. Arrays over pairs
+        are (N, Hq, longest, longest), by sequence and position, or (Hq, T, longest), with a line for each packed query;
+        any `longest` that sequences do not exceed will do. Rows that belong to nobody, behind the last sequence, get 0
+        and an lse of -inf, and what they hold reaches nobody.
+    cu_seqlens_k : (N + 1,) int32 or int64, optional
+        The same of k (Tk, Hk, D) and v (Tk, Hk, Dv).
+    seqlens_k : (N,) int32 or int64, optional
+        k (N, S, Hk, D) and v (N, S, Hk, Dv) are caches, of which sequence n has filled so many rows; the last query
+        stands on the last of them. q is (N, Sq, Hq, D), or packed.
+    page_table : (N, P) int32 or int64, optional
+        With seqlens_k: k (pages, page, Hk, D) and v are pools of pages of any size, and row j of sequence n is row j %
+        page of page page_table[n, j // page]. Pages may be shared. There is no backward.
+    max_seqlen_q, max_seqlen_k : int, optional
+        How long packed queries, and keys, are at most: hints for tiles. A wrong one costs time, never the result.
+    batch_invariant : bool
+        What comes of a sequence does not depend, to the bit, on the others of the call: on a CPU it never does.
+    check : bool
+        Look at the values of these arrays first, as is always done on a CPU; CUPYFLASH_CHECK=1 asks it of all calls. On
+        a GPU that waits for the device. Unchecked values are clamped there: nothing outside of the arrays is read or
+        written, but some rows get 0 or another sequence's keys.
     return_lse : bool
         Also return the log-sum-exp of every row's scores, which `attention_backward` and `merge` need.
     deterministic : bool
@@ -216,11 +256,17 @@ def attention(
             "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
             "seed": seed,
         }  # fmt: skip
+    ragged = not (cu_seqlens_q is cu_seqlens_k is seqlens_k is page_table is None)
+    if ragged:
+        arrays |= {
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k, "page_table": page_table
+        }  # fmt: skip
     arrays = present("qkv", arrays)
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score,
         "block_mask": block_mask, "at": at,
         "dropout": dropout, "out_dtype": out_dtype, "out_scale": out_scale, "layout": layout,
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "batch_invariant": batch_invariant,
         "deterministic": deterministic,
     }  # fmt: skip
     if not (q_descale is k_descale is v_descale is None):
@@ -233,6 +279,8 @@ def attention(
     if score is not None or score_arrays is not None:
         trace_score(lib, arrays, options, score_arrays)
     call = Call(lib, FORWARD, arrays, options, {} if out is None else {"out": out}, number, family, return_lse)
+    if ragged or check is not False:
+        call = with_check(call, check)
     o, lse = (lib.recorder(call) or dispatch.run)(call)
     return (o, lse) if return_lse else o
 
@@ -262,6 +310,14 @@ def attention_backward(
     dropout: float = 0.0,
     seed: int | Array | None = None,
     layout: str = "bshd",
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    seqlens_k: Array | None = None,
+    page_table: Array | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    batch_invariant: bool = False,
+    check: bool = False,
     deterministic: bool = False,
     dlse: Array | None = None,
     wrt: str | Iterable[str] = (),
@@ -281,7 +337,8 @@ def attention_backward(
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
     causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, at,
-    dropout, seed, layout : as given to `attention`
+    dropout, seed, layout, cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k, batch_invariant, check :
+    as given to `attention`
     deterministic : bool
         Bitwise the same gradients in every run; on a CPU, with any number of cores.
     dlse : (B, Hq, Sq), optional
@@ -325,11 +382,18 @@ def attention_backward(
             "seed": seed,
             "dlse": dlse,
         }  # fmt: skip
+    ragged = not (cu_seqlens_q is cu_seqlens_k is seqlens_k is page_table is None)
+    if ragged:
+        arrays |= {
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k, "page_table": page_table
+        }  # fmt: skip
     arrays = present(("q", "dout", "k", "v", "out", "lse"), arrays)
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score,
         "block_mask": block_mask, "at": at,
-        "dropout": dropout, "layout": layout, "deterministic": deterministic,
+        "dropout": dropout, "layout": layout,
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "batch_invariant": batch_invariant,
+        "deterministic": deterministic,
     }  # fmt: skip
     lib = interop.library("q", q)
     if at is not None:
@@ -344,6 +408,8 @@ def attention_backward(
         raise ValueError("add is True, but grads is not given; it must hold the arrays to add to")
     wanted = check_wrt(wrt, arrays, options["score"])
     call = Call(lib, BACKWARD, arrays, options, targets, number, family, wrt=wanted, add=add)
+    if ragged or check is not False:
+        call = with_check(call, check)
     found: Gradients = (lib.recorder(call) or dispatch.run)(call)
     return found
 
@@ -417,43 +483,3 @@ def block_mask(
     from .blockmask.blocks import make
 
     return make(source, shape, block, blocks, full, like, device)
-
-
-def trace_score(lib: Library, arrays: Arrays, options: dict[str, Any], score_arrays: Any) -> None:
-    """The score function becomes a `Score`, and the arrays that it reads some of those of the call."""
-    given = {} if score_arrays is None else score_arrays
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in given):
-        what = f"has the names {list(given)}" if isinstance(given, Mapping) else f"is a {type(given).__name__}"
-        raise TypeError(f"score_arrays {what}; it must be a dict of arrays by the names of score's parameters")
-    named = {f"score_arrays[{name!r}]": x for name, x in given.items()}
-    present(named, named)
-    adopted = interop.adopted(lib, {"q": arrays["q"], **named})
-    q, *views = (interop.view(lib, name, x) for name, x in adopted.items())
-    score = score_of(options["score"], dict(zip(given, views)), q, interop.inlined(lib))
-    options["score"] = score
-    if score is not None:
-        arrays.update((key, given[x.name]) for key, x in zip(score.keys, score.arrays))
-
-
-def placed(at: Any) -> tuple[int, ...] | None:
-    """`at` as the numbers that it holds now."""
-    if not hasattr(at, "shape"):
-        return check_at(at)
-    lib = interop.library("at", at)
-    x = interop.view(lib, "at", at)
-    if x.dtype not in INTEGERS or x.shape != (4,):
-        raise TypeError(f"at is an array of {x.dtype} of shape {x.shape}; it must have four integers")
-    if interop.inlined(lib) or x.device != "cpu":
-        raise ValueError(f"at is an array on {x.device or 'no device yet'}; it must be on the CPU, or four integers")
-    return check_at(at.tolist())
-
-
-def present(required: Iterable[str], arrays: Arrays) -> Arrays:
-    """Those that are given."""
-    for name in required:
-        if arrays[name] is None:
-            interop.library(name, None)  # raises: None is no array
-    for x in arrays.values():
-        if x is None:
-            return {name: x for name, x in arrays.items() if x is not None}
-    return arrays

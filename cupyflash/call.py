@@ -24,6 +24,7 @@ class Call:
     return_lse: bool = False  # of a forward
     wrt: tuple[str, ...] = ()  # of gradients: optional arrays of which there shall be some too
     add: bool = False  # of gradients: to what their targets hold
+    check: bool = False  # whether values of lengths, offsets and pages on a device are looked at first
 
     def but(self, **fields: Any) -> Call:
         """The same call with other fields."""

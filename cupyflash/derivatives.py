@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import dispatch, interop
-from .api import Shared, attention_backward, placed, present, trace_score
+from .api import Shared, attention_backward
 from .call import Arrays, Call
+from .given import placed, present, trace_score, with_check
 from .gradients import Gradients, check_wrt
 from .other_names import no_tangent, unexpected
 from .passes import BACKWARD_JVP, JVP, Pass
@@ -59,7 +60,8 @@ def attention_jvp(
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
     causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, at,
-    dropout, seed, layout, deterministic : as given to `attention`
+    dropout, seed, layout, cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k, batch_invariant, check,
+    deterministic : as given to `attention`
     tout : (B, Sq, Hq, Dv), optional
         Where to write the tangent of out.
     family : str, optional
@@ -120,7 +122,8 @@ def attention_backward_jvp(
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
     causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, at,
-    dropout, seed, layout : as given to `attention`
+    dropout, seed, layout, cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k, batch_invariant, check :
+    as given to `attention`
     deterministic : bool
         Bitwise the same results in every run; on a CPU, with any number of cores.
     dlse : (B, Hq, Sq), optional
@@ -178,7 +181,8 @@ def _call(function: Callable[..., Any], of: Pass, operands: Arrays, tangents: An
     if options["score"] is not None or score_arrays is not None:
         trace_score(lib, arrays, options, score_arrays)
     arrays = arrays | _of_tangents(tangents, arrays, options["score"], of)
-    return Call(lib, of, arrays, options, seed=number, family=given.get("family"))
+    call = Call(lib, of, arrays, options, seed=number, family=given.get("family"))
+    return with_check(call, given.get("check", False))
 
 
 def _of_tangents(tangents: Any, arrays: Arrays, score: Score | None, of: Pass) -> Arrays:

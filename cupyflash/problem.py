@@ -8,15 +8,14 @@ problem of a call's arrays, each described as a `View`.
 from __future__ import annotations
 
 import functools
-import math
-import numbers
-import operator
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .counts import check_at, check_hint, check_window
 from .other_names import unexpected
 from .passes import BACKWARD, FORWARD, Pass
+from .reals import positive, real
 from .score import Score
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -24,6 +23,7 @@ FLOAT8 = "float8_e4m3fn"
 INPUTS = (*FLOATS, FLOAT8)
 OF_FLOAT8 = ("bfloat16", "float16", FLOAT8)  # what results of it may be, the first unless asked for
 INTEGERS = ("int64", "uint64", "int32", "uint32")
+OFFSETS = ("int32", "int64")
 ITEMSIZE = {
     "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int64": 8, "uint64": 8,
     "int32": 4, "uint32": 4,
@@ -33,7 +33,10 @@ LAYOUTS = ("bshd", "bhsd")
 CAUSALS = {False: None, True: "bottom_right", "bottom_right": "bottom_right", "top_left": "top_left"}
 AXES = ("batch", "head", "query", "key")  # of arrays over pairs
 # Axes of other arrays, and in whose place they stand: heads of keys, and blocks of rows that share a scale.
-PLACES = {"key_head": "head", "query_block": "query", "key_block": "key"}
+PLACES = {
+    "key_head": "head", "query_block": "query", "key_block": "key",
+    "offset": "batch", "sequence": "batch", "page": "key",  # of lengths.py
+}  # fmt: skip
 BLOCK = 128  # rows of these
 SCORE_ARRAYS = 32  # a score function reads no more: older drivers have 4 KB for the parameters of a kernel
 DROPOUT_STEPS = 1 << 16  # a pair is dropped by a random number of 16 bits
@@ -114,6 +117,7 @@ class ArrayRule:
     gradient: bool = False  # whether attention_backward gives one
     rows: bool = False  # the kernels read it along the last axis, which must have stride 1
     of_float8: bool = False  # for inputs of 8 bits alone
+    ragged: bool = False  # says where rows lie, of sequences whose lengths are data (lengths.py)
 
     def taken(self, dtype: str) -> list[str]:
         """The dtypes that it may have where q has this one, the usual one first."""
@@ -151,7 +155,7 @@ class ArrayRule:
         if not self.rows:
             return None
         axis = self.axes[-1]
-        length, stride = problem.extent(axis), self.strides(view, problem, rank)[AXES.index(axis)]
+        length, stride = problem.extent(axis), self.strides(view, problem, rank)[AXES.index(PLACES.get(axis, axis))]
         if axis not in self.has(rank) or length <= 1 or stride == 1:
             return None
         return view._replace(shape=(*view.shape[:-1], length), strides=(*view.strides[:-1], stride))
@@ -164,93 +168,22 @@ def _check_causal(causal: Any) -> str | None:
         raise ValueError(f"causal is {causal!r}; it must be False, True, 'bottom_right' or 'top_left'") from None
 
 
-def _check_window(window: Any) -> tuple[int | None, int | None]:
-    if window is None:
-        return None, None
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError(
-            f"window is {window!r}; it must be None or a pair (left, right) of key counts, None = unbounded"
-        )
-    bounds: list[int | None] = []
-    for side, n in zip(("left", "right"), window):
-        if n is not None:
-            try:
-                if isinstance(n, bool):
-                    raise TypeError
-                n = operator.index(n)
-            except TypeError:
-                raise TypeError(f"window's {side} bound is {n!r}; it must be an integer or None") from None
-            if n < 0:
-                raise ValueError(f"window's {side} bound is {n}; it must be 0 or more keys, or None for unbounded")
-        bounds.append(n)
-    return bounds[0], bounds[1]
-
-
 def check_scale(scale: Any) -> float | None:
-    return _number("scale", scale)
+    return real("scale", scale)
 
 
 def _check_softcap(softcap: Any) -> float | None:
-    value = _number("softcap", softcap)
+    value = real("softcap", softcap)
     if value is not None and value < 0:
         raise ValueError(f"softcap is {value}; it must be more than 0, or None (or 0) for none")
     return value or None
 
 
 def check_dropout(dropout: Any) -> float:
-    value = _number("dropout", dropout) or 0.0
+    value = real("dropout", dropout) or 0.0
     if not 0 <= value < 1:
         raise ValueError(f"dropout is {value}; it must be a share of the probabilities, 0 or more and less than 1")
     return value
-
-
-def _number(name: str, x: Any) -> float | None:
-    if x is None:
-        return None
-    plain = isinstance(x, numbers.Real) and not isinstance(x, bool)
-    if not plain and (not hasattr(x, "__float__") or getattr(x, "shape", None) != () or _odd(x)):
-        raise TypeError(_no_number(name, x))
-    try:
-        value = float(x)
-    except OverflowError:
-        value = math.inf
-    except Exception as error:  # traced by JAX, vmapped by PyTorch: no number is there yet
-        raise TypeError(_no_number(name, x)) from error
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is {value}; it must be finite")
-    return value
-
-
-# How to have what a number cannot be: an array, learned or traced.
-_INSTEAD = {
-    "scale": "one that is learned, traced, or another for each head multiplies q: q * scale as q (in its dtype), and "
-    "scale=1.0",
-    "softcap": "one that is learned or traced is read by a score function: score=lambda s, b, h, i, j, c: c[0] * "
-    'cupyflash.score.tanh(s / c[0]), score_arrays={"c": softcap.reshape(1)}',
-}
-
-
-def _no_number(name: str, x: Any) -> str:
-    must, shape = "it must be a real number or None", getattr(x, "shape", None)
-    if not isinstance(shape, tuple):
-        return f"{name} is {x!r}; {must}"
-    # (torch.compile, which reads this, writes no tensor as text.)
-    what = f"{name} is {type(x).__name__} of shape {tuple(shape)} and dtype {x.dtype}; {must}"
-    return what + (f"; {_INSTEAD[name]}" if name in _INSTEAD else ", known when the call is made")
-
-
-FOLLOWS: list[Callable[[Any], bool]] = []  # libraries that differentiate say here whether they follow an array
-
-
-def _odd(scalar: Any) -> bool:
-    """Whether an array of no dimensions holds no real number, or one that a derivative is expected for."""
-    kind = str(getattr(scalar, "dtype", ""))
-    return (
-        "complex" in kind
-        or "bool" in kind
-        or getattr(scalar, "requires_grad", False)
-        or any(x(scalar) for x in FOLLOWS)
-    )
 
 
 def mask_kind(block_mask: Any) -> MaskKind | None:
@@ -278,13 +211,6 @@ def check_out_scale(scale: Any) -> float:
     return 1.0 if scale is None else positive("out_scale", scale)
 
 
-def positive(name: str, x: Any) -> float:
-    value = _number(name, x)
-    if value is None or not 1e-30 <= value <= 1e30:  # float32 has it, and its inverse
-        raise ValueError(f"{name} is {value}; it must be more than 0, from 1e-30 to 1e+30")
-    return value
-
-
 def check_layout(layout: Any) -> str:
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
@@ -306,27 +232,14 @@ def check_score(score: Any) -> Any:
     return score
 
 
-def check_at(at: Any) -> tuple[int, int, int, int] | None:
-    if at is None:
-        return None
-    try:
-        places = tuple([operator.index(x) for x in at if not isinstance(x, bool)])
-    except TypeError:
-        places = ()
-    if len(places) != 4 or min(places) < 0 or max(places) >= 2**31:
-        raise ValueError(
-            f"at is {at!r}; it must be None or four integers, where the first batch entry, head, query and key stand, "
-            "each 0 or more and less than 2**31"
-        )
-    return places
-
-
 _check_deterministic = functools.partial(check_flag, "deterministic")
+_check_invariant = functools.partial(check_flag, "batch_invariant")
+_check_most_q, _check_most_k = (functools.partial(check_hint, f"max_seqlen_{x}") for x in "qk")
 
 
 OPTIONS = (
     OptionRule("causal", False, "No query sees keys to the right of its diagonal.", _check_causal),
-    OptionRule("window", None, "(left, right): keys that a query sees beside its diagonal.", _check_window),
+    OptionRule("window", None, "(left, right): keys that a query sees beside its diagonal.", check_window),
     OptionRule("scale", None, "What scores are multiplied by; default 1 / sqrt(dim).", check_scale, number=True),
     OptionRule("softcap", None, "c: scores become c tanh(score / c).", _check_softcap, number=True),
     OptionRule("score", None, "New score, an expression in C of s, b, h, i, j.", check_score, text=True),
@@ -340,6 +253,9 @@ OPTIONS = (
     ),
     OptionRule("out_scale", 1.0, "What the result is multiplied by, for inputs of fp8.", check_out_scale, number=True),
     OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", check_layout),
+    OptionRule("max_seqlen_q", None, "A hint: how many queries a packed sequence has at most.", _check_most_q),
+    OptionRule("max_seqlen_k", None, "A hint: how many keys a sequence has at most.", _check_most_k),
+    OptionRule("batch_invariant", False, "A sequence's bits do not depend on the others.", _check_invariant),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),
 )
 ARRAYS = (
@@ -353,6 +269,14 @@ ARRAYS = (
     ArrayRule("sinks", ("head",), ("q", "float32"), "sinks", "a score more in the denominator of each row",
         gradient=True),
     ArrayRule("seed", (), INTEGERS, "seed", "of dropout"),
+    ArrayRule("cu_seqlens_q", ("offset",), OFFSETS, "offsets of q", "where each sequence begins in q", rows=True,
+        ragged=True),
+    ArrayRule("cu_seqlens_k", ("offset",), OFFSETS, "offsets of k and v", "where each sequence begins in k and v",
+        rows=True, ragged=True),
+    ArrayRule("seqlens_k", ("sequence",), OFFSETS, "lengths of caches", "how many rows each sequence has filled",
+        rows=True, ragged=True),
+    ArrayRule("page_table", ("sequence", "page"), OFFSETS, "page table", "which page has the next rows of a sequence",
+        rows=True, ragged=True),
     ArrayRule("q_descale", ("batch", "head", "query_block"), ("float32",), "scale of q", "what q is multiplied by",
         of_float8=True),
     ArrayRule("k_descale", ("batch", "key_head", "key_block"), ("float32",), "scale of k", "what k is multiplied by",
@@ -406,6 +330,14 @@ class AttentionProblem:
     out_dtype: str | None = None  # of results; None: that of q
     out_scale: float = 1.0  # what it is multiplied by before it is rounded
     deterministic: bool = False
+    # Where lengths are data (lengths.py), seq_q and seq_k are the most that shapes allow. Nothing is of values.
+    rows_q: int | None = None  # of all sequences together, where q is packed
+    rows_k: int | None = None  # the same of k and v
+    page: int | None = None  # rows of a page, where k and v are pools of pages
+    pages: int = 0  # of a pool
+    max_seqlen_q: int | None = None  # hints, as powers of two: what is right does not depend on them
+    max_seqlen_k: int | None = None
+    batch_invariant: bool = False  # tiles and shares follow from a sequence's own length
     given: tuple[Given, ...] = ()  # the optional arrays, in the order of ARRAYS
     tangents: tuple[Given, ...] = ()  # those that are given to a pass that takes them, by what they are tangents of
 
@@ -425,11 +357,18 @@ class AttentionProblem:
         """Whether `name`, among the arrays of a call, is one that the score function reads."""
         return self.score is not None and self.score.array(name) is not None
 
+    @property
+    def ragged(self) -> bool:
+        """Whether lengths are data. Then query i of a sequence stands on key i + diagonal, and where causal is not
+        "top_left" as many further as it has more keys than queries."""
+        return self.rows_q is not None or self.rows_k is not None or self.has("seqlens_k")
+
     def extent(self, axis: str) -> int:
         """Length of an axis of ARRAYS."""
         lengths = {
             "batch": self.batch, "head": self.heads_q, "query": self.seq_q, "key": self.seq_k, "key_head": self.heads_k,
             "query_block": -(-self.seq_q // BLOCK), "key_block": -(-self.seq_k // BLOCK),
+            "sequence": self.batch, "offset": self.batch + 1, "page": -(-self.seq_k // (self.page or 1)),
         }  # fmt: skip
         return lengths[axis]
 
@@ -467,6 +406,8 @@ class AttentionProblem:
         """The queries that see a key by position (causal, window), and the keys that a query sees; where none does,
         all."""
         q, k, d = range(self.seq_q), range(self.seq_k), self.diagonal
+        if self.ragged:
+            return q, k
         first_q = 0 if self.right is None else max(0, -d - self.right)
         end_q = len(q) if self.left is None else min(len(q), len(k) - d + self.left)
         first_k = 0 if self.left is None else max(0, d - self.left)
@@ -477,13 +418,17 @@ class AttentionProblem:
     def empty(self) -> bool:
         """True where no score exists, so that results are zeros (or have no elements) and no kernel is needed.
 
-        lse is -inf then, or the sinks.
+        lse is -inf then, or the sinks. (Of a sequence, not of rows that belong to none: kernels tell these apart.)
         """
-        return 0 in (self.batch, self.seq_q, self.seq_k, self.heads_q)
+        rows = (self.batch, self.seq_q, self.heads_q)
+        return 0 in rows or (self.seq_k == 0 and not (self.ragged and self.has("sinks")))
 
     @property
     def visible(self) -> int:
-        """Number of (query, key) pairs that the band (causal and window) leaves, per head."""
+        """Number of (query, key) pairs that the band (causal and window) leaves, per head; at most, if lengths are
+        data."""
+        if self.ragged:
+            return self.seq_q * self.seq_k
 
         def up_to(n: int) -> int:  # the sum over all x < n of the nearest to x of 0, ..., seq_k
             inside = min(max(n, 0), self.seq_k)

@@ -12,6 +12,7 @@ import numbers
 from dataclasses import replace
 from typing import Any
 
+from . import lengths
 from .layouts import doubt, of_layout
 from .passes import BACKWARD, FORWARD, PER_QUERY, Pass
 from .problem import (
@@ -40,9 +41,9 @@ from .problem import (
     contiguous,
     float_name,
     mask_kind,
-    positive,
     to_bshd,
 )
+from .reals import positive
 from .score import Score, trace
 from .score.graph import name_of
 
@@ -148,27 +149,33 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     check_options("describe", given)
     options = {row.name: row.check(given.get(row.name, row.default)) for row in OPTIONS}
     layout, (left, right) = options.pop("layout"), options.pop("window")
-    named = {"q": q, "k": k, "v": v}
+    named, ragged = {"q": q, "k": k, "v": v}, bool(lengths.stated(given))
+    lengths.check_options(options, given)
     for name, x in named.items():
         if x.dtype not in INPUTS:
             raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {', '.join(INPUTS)}")
-        if len(x.shape) not in (2, 3, 4):
+        if not ragged and len(x.shape) not in (2, 3, 4):
             axes = "(batch, sequence, heads, dim)" if layout == "bshd" else "(batch, heads, sequence, dim)"
             raise ValueError(
                 f"{name} has {len(x.shape)} dimensions, shape {x.shape}; it must have 4 {axes}, "
                 "3 (the same without batch) or 2 (sequence, dim)"
             )
     for name, x in (("k", k), ("v", v)):
-        if len(x.shape) != len(q.shape):
+        if not ragged and len(x.shape) != len(q.shape):
             raise ValueError(
                 f"{name} has {len(x.shape)} dimensions, shape {x.shape}, but q has {len(q.shape)}, shape {q.shape}; "
                 "they must have the same number"
             )
         _same(name, x, "q", q)
-    (batch, sq, hq, d), (bk, sk, hk, dk), (bv, sv, hv, dv) = (to_bshd(x.shape, layout) for x in named.values())
-    for name, b in (("k", bk), ("v", bv)):
-        if b != batch:
-            raise ValueError(f"{name} has batch {b}, shape {named[name].shape}; it must be that of q, {batch}")
+    fields: dict[str, Any] = {}
+    if ragged:
+        fields, ((sq, hq, d), (sk, hk, dk), (sv, hv, dv)) = lengths.extents(named, given, layout)
+    else:
+        (batch, sq, hq, d), (bk, sk, hk, dk), (bv, sv, hv, dv) = (to_bshd(x.shape, layout) for x in named.values())
+        fields["batch"] = batch
+        for name, b in (("k", bk), ("v", bv)):
+            if b != batch:
+                raise ValueError(f"{name} has batch {b}, shape {named[name].shape}; it must be that of q, {batch}")
     if dk != d:
         raise ValueError(f"k has head dimension {dk}, shape {k.shape}; it must be that of q, {d}")
     if sv != sk:
@@ -178,16 +185,13 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     if (hk == 0) != (hq == 0) or (hk and hq % hk):
         raise ValueError(f"q has {hq} heads and k has {hk}; the heads of q must be a multiple of those of k")
 
-    diagonal = 0 if options["causal"] == "top_left" else sk - sq
+    diagonal = 0 if ragged or options["causal"] == "top_left" else sk - sq
     if options["at"] is not None:
-        diagonal = _diagonal_at(options["at"], options["dropout"], (batch, hq, sq, sk))
+        diagonal = _diagonal_at(options["at"], options["dropout"], (fields["batch"], hq, sq, sk))
     if options["causal"] is not None:
         right = 0 if right is None else min(right, 0)
-    # A bound that hides nothing is no bound: fewer kernels to compile, fewer instructions in them.
-    if left is not None and left >= max(0, sq - 1 + diagonal):
-        left = None
-    if right is not None and right >= max(0, sk - 1 - diagonal):
-        right = None
+    if not ragged:
+        left, right = bounds(left, right, diagonal, sq, sk)
     options["scale"] = _in_range("scale", q.dtype, options["scale"], 1.0 / math.sqrt(d) if d else 1.0)
     options["softcap"] = _in_range("softcap", q.dtype, options["softcap"], None)
     options["score"] = score_of(options["score"], score_arrays, q)
@@ -205,16 +209,33 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
         options["out_dtype"] = OF_FLOAT8[0]
     options["dropout"] *= round(options["dropout"] * DROPOUT_STEPS) > 0  # a share that never drops anything is none
     arrays = [(row, given[row.name]) for row in _arrays_in(given) if options["dropout"] or row.name != "seed"]
+    packed = fields.get("rows_q") is not None if ragged else None
+    spread = (Given(row.name, x.dtype, _spread(row, x, len(q.shape), packed)) for row, x in arrays)
     problem = AttentionProblem(
-        dtype=q.dtype, batch=batch, seq_q=sq, seq_k=sk, heads_q=hq, heads_k=hk, dim=d, dim_v=dv, diagonal=diagonal,
-        left=left, right=right, **options,
-        given=tuple(Given(row.name, x.dtype, row.spread(x, len(q.shape))) for row, x in arrays),
+        dtype=q.dtype, seq_q=sq, seq_k=sk, heads_q=hq, heads_k=hk, dim=d, dim_v=dv, diagonal=diagonal, left=left,
+        right=right, **fields, **options, given=tuple(spread),
     )  # fmt: skip
     for row in _arrays_in(given):
         _check_array(row, given[row.name], problem, q)
     if (kind := mask_kind(given.get("block_mask"))) is not None:
         _check_mask_kind(kind, problem, q)
     return problem
+
+
+def bounds(left: int | None, right: int | None, diagonal: int, sq: int, sk: int) -> tuple[int | None, int | None]:
+    """A window's, where lengths are known: a bound that hides nothing is no bound. So fewer kernels are to compile,
+    with fewer instructions in them."""
+    if left is not None and left >= max(0, sq - 1 + diagonal):
+        left = None
+    if right is not None and right >= max(0, sk - 1 - diagonal):
+        right = None
+    return left, right
+
+
+def _spread(row: ArrayRule, x: View, rank: int, packed: bool | None) -> tuple[str, ...]:
+    """The axes along which an array given for this row has more than one entry. `packed`: whether q is, where lengths
+    are data."""
+    return row.spread(x, rank) if packed is None else lengths.spread(row, x, packed)
 
 
 def _diagonal_at(at: tuple[int, int, int, int], dropout: float, lengths: tuple[int, int, int, int]) -> int:
@@ -229,7 +250,9 @@ def _diagonal_at(at: tuple[int, int, int, int], dropout: float, lengths: tuple[i
 
 def _check_mask_kind(kind: MaskKind, problem: AttentionProblem, q: View) -> None:
     want = tuple(problem.extent(axis) for axis in AXES)
-    if any(n not in (1, whole) for n, whole in zip(kind.shape[:2], want)) or kind.shape[2:] != want[2:]:
+    if problem.ragged:
+        lengths.check_mask_kind(kind, problem)
+    elif any(n not in (1, whole) for n, whole in zip(kind.shape[:2], want)) or kind.shape[2:] != want[2:]:
         raise ValueError(
             f"block_mask has shape {kind.shape}; it must be {want}, (batch, head, query, key), where batch and head "
             "may be 1"
@@ -281,7 +304,9 @@ def _check_array(row: ArrayRule, x: View, problem: AttentionProblem, q: View) ->
     want = row.shape(problem, rank)
     if not row.axes and math.prod(x.shape) != 1:
         raise ValueError(f"{row.name} has shape {x.shape}; it must have one element ({row.entry})")
-    if row.axes and (
+    if problem.ragged:
+        lengths.check_array(row, x, problem)
+    elif row.axes and (
         len(x.shape) > len(want) or any(n not in (1, whole) for n, whole in zip(reversed(x.shape), reversed(want)))
     ):
         raise ValueError(
@@ -329,6 +354,7 @@ def _stated(
     problem = for_pass(problem, of)
     out, lse = out_shape(q.shape, problem), lse_shape(len(q.shape), problem)
     if of is not FORWARD:
+        lengths.refuse_pages(problem, of)
         refuse_float8(problem.dtype, of)
         for name in of.inputs:  # dout, out, lse and dlse, and what a jvp gave
             if name in views and name not in "qkv" and name not in _TANGENTS:
@@ -372,6 +398,7 @@ def tangents_in(views: dict[str, Any]) -> list[str]:
 def _check_tangents(views: dict[str, View], problem: AttentionProblem, lse: tuple[int, ...]) -> tuple[Given, ...]:
     """Each is shaped and typed like what it is the tangent of, and lies where it likes."""
     q, found = views["q"], []
+    packed = problem.rows_q is not None if problem.ragged else None
     for name in tangents_in(views):
         tangent, what = views[f"t{name}"], argument_name(f"t{name}")
         of = "lse" if name == "dlse" else name
@@ -382,7 +409,7 @@ def _check_tangents(views: dict[str, View], problem: AttentionProblem, lse: tupl
             raise ValueError(f"{what} has shape {tangent.shape}; it must have that of {of}, {x.shape}")
         _same(what, tangent, "q", q, dtype=False)
         rule = ARRAY_RULES.get(name)
-        found.append(Given(name, tangent.dtype, rule.spread(tangent, len(q.shape)) if rule else ()))
+        found.append(Given(name, tangent.dtype, _spread(rule, tangent, len(q.shape), packed) if rule else ()))
     return tuple(found)
 
 
@@ -438,7 +465,9 @@ def out_shape(q_shape: tuple[int, ...], problem: AttentionProblem) -> tuple[int,
 
 
 def lse_shape(rank: int, problem: AttentionProblem) -> tuple[int, ...]:
-    """Shape of lse: (B, Hq, Sq), without the axes that q does not have."""
+    """Shape of lse: (B, Hq, Sq), without the axes that q does not have; (Hq, T) of packed queries."""
+    if problem.rows_q is not None:
+        return problem.heads_q, problem.rows_q
     return (problem.batch, problem.heads_q, problem.seq_q)[4 - rank :]
 
 

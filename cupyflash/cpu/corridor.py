@@ -14,7 +14,7 @@ from ..interop.protocol import CpuAdapter
 from ..overlap import check_targets
 from ..passes import BACKWARD, BY_ROWS, FORWARD, JVP, PER_QUERY
 from ..problem import FLOAT8, AttentionProblem, View
-from . import float8
+from . import float8, ragged
 from .backward import backward as _backward
 from .backward_jvp import backward_jvp as _backward_jvp
 from .forward import forward as _forward
@@ -26,11 +26,16 @@ def run(call: Call) -> Any:
     lib = call.lib
     problem, given, shapes = _checked(call)
     if call.of.of_gradients:
-        grads = (_backward if call.of is BACKWARD else _backward_jvp)(problem, wrt=call.wrt, **given)
+        compute = _backward if call.of is BACKWARD else _backward_jvp
+        if problem.ragged:
+            grads = ragged.run(compute, call.of, problem, given, call.wrt)
+        else:
+            grads = compute(problem, wrt=call.wrt, **given)
         dq, dk, dv = (_returned(call, name, x, shapes) for name, x in zip(call.of.results, grads))
         return Gradients(dq, dk, dv, {name: lib.from_numpy(grads.of_arrays[name]) for name in call.wrt})
     forward = float8.forward if problem.dtype == FLOAT8 else _forward
-    out, lse = (forward if call.of is FORWARD else _jvp)(problem, **given)
+    of_rows = forward if call.of is FORWARD else _jvp
+    out, lse = ragged.run(of_rows, call.of, problem, given) if problem.ragged else of_rows(problem, **given)
     (name,) = call.of.results
     asked = call.return_lse or call.of is JVP
     rows = lib.from_numpy(lse.reshape(rules.lse_shape(len(shapes[name]), problem))) if asked else None
@@ -58,7 +63,8 @@ def _checked(call: Call) -> tuple[AttentionProblem, dict[str, Any], dict[str, tu
     for name in views:
         x = lib.to_numpy(arrays[name])
         if name in PER_QUERY:
-            given[name] = x.reshape(problem.batch, problem.heads_q, problem.seq_q)
+            packed = problem.rows_q is not None
+            given[name] = x[None] if packed else x.reshape(problem.batch, problem.heads_q, problem.seq_q)
         else:
             given[name] = _four(x, layout) if name in BY_ROWS else x
     return problem, given, shapes

@@ -21,7 +21,7 @@ from ..problem import ARRAYS, OPTIONS, View, complete
 from ..score import Score
 from . import torch_data
 
-INPUTS = ("q", "k", "v", *(row.name for row in ARRAYS))
+INPUTS = ("q", "k", "v", *(row.name for row in ARRAYS if not row.ragged))
 _NONE: list[Any] = [None]  # one that is not given: an empty list AOTInductor hands on as None, which is refused
 # The options that the operators have, in the order of OPTIONS, and their types in a schema; a Scalar may be a symbol.
 _TYPES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...lengths import untaken
 from ...passes import BACKWARD, Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..array_gradient import Lengths
@@ -17,6 +18,8 @@ THREADS = 256
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
+    if why := untaken(problem):
+        return why
     if problem.at is not None:
         return "takes no `at`"
     if problem.widened:

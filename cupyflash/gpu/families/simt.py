@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...blockmask.tile_lists import ListUse
+from ...lengths import untaken
 from ...passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..array_gradient import Lengths, work
@@ -19,6 +20,8 @@ MAX_DIM = 4096
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
+    if why := untaken(problem):
+        return why
     if problem.at is not None:
         return "takes no `at`"
     if problem.widened:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...blockmask.tile_lists import ListUse
+from ...lengths import untaken
 from ...passes import BACKWARD, FORWARD, JVP, Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..array_gradient import Lengths, work
@@ -23,6 +24,8 @@ FAST_DOUBLES = (8.0, 9.0, 10.0)
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
+    if why := untaken(problem):
+        return why
     if problem.at is not None:
         return "takes no `at`"
     if problem.widened:

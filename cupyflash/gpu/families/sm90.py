@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...lengths import untaken
 from ...passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from ...problem import FLOAT8, AttentionProblem
 from ..device import Arch
@@ -16,6 +17,8 @@ MOVED = ("q", "k", "v", "dout", "dlse")  # what these kernels take tangents of
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
+    if why := untaken(problem):
+        return why
     if problem.at is not None:
         return "takes no `at`"
     if problem.widened:
