@@ -9,34 +9,15 @@
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/shares.cuh"
-#include "attention/softmax.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
-#include "sm90/descale.cuh"
-#include "sm90/forward_tiles.cuh"
+#include "sm90/forward_steps.cuh"
 #include "tile/rows.cuh"
 
 // Per thread. What the loading warpgroup gives away the others take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
 constexpr int LOADER_REGISTERS = ROOMY ? 40 : 32;
 constexpr int WORKER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - LOADER_REGISTERS) / GROUPS / 8 * 8;
-
-// Exponentials are taken before their maximum is known (softmax.cuh), where registers allow it and the maximum is not
-// expected to grow. Two warpgroups have some to spare for a warp to do what overflowed again by itself; three do it together.
-// (With dropout and slopes, or a seed in memory, they do not.)
-constexpr bool BLIND =
-    !TURNED && DIM <= 192 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS && !(DROPOUT && (ALIBI_SLOPES || SEED));
-constexpr bool WARP_VOTE = ROOMY;
-
-// Whether O += P V is issued in slices of 16 keys between these exponentials, SLICES_AHEAD of them with S. At 128 columns that
-// costs power, and pays only where a block has one tile, a long one (LONE), whose warpgroups may stay in step. (With what else is between
-// exponentials the compiler would make the products wait for each other.)
-constexpr bool SLICED = BLIND && !NEAR_CAPS && !DROPOUT && ((DIM < 128 && DIM_V < 128) || LONE);
-constexpr int SLICES_AHEAD = 2;
-
-// Whether a warpgroup that sees no more than half of its first key tile computes only that.
-constexpr bool CUT_FIRST = walk::TESTS_FIRST && KEYS == 128 && !walk::LISTED;
-static_assert((CUT_FIRST ? KEYS / 2 : KEYS) / 16 >= SLICES_AHEAD);
 
 // Whether V may hold anything where key_mask hides keys. (Turned it is 0 there; what is dead by position no map knows of.)
 constexpr bool CLEARS = KEY_MASK && !TURNED;
@@ -233,98 +214,23 @@ struct Worker {
         probabilities.template take<0, KEYS, DROPOUT>(scores);
     }
 
-    // What `exponentiate_blindly` takes of a score.
-    __device__ static float exponent_of(float s, float factor, float x) { return fmaf(s, factor, x); }
-
-    // Exponentials, and between them O += P V of the first COUNT keys of the tile before, but for SLICES_AHEAD: a warp that
-    // issues a product stands still while the one before runs.
-    template <int COUNT, int N>
-    __device__ bool exponentiate_and_add(Accumulator<1, N>& scores, float (&added)[1][2]) {
-        auto values = s.v_tile();
-        wgmma_fence();
-        bool fits = softmax.template exponentiate_blindly<COUNT / 16>(scores, added, exponent_of, [&](auto part) {
-            constexpr int n = part.value + SLICES_AHEAD;
-            if constexpr (n < COUNT / 16) wgmma(o.x[0], probabilities.x[n], values.down_columns(n), Product());
-        });
-        wgmma_commit();
-        return fits;
-    }
-
-    // A key tile, whose K is there: S = Q K^T, its softmax, and O += P V of the tile before. The next K is waited for before
-    // P V is: that branch also keeps the compiler from moving the softmax behind the wait for P V.
+    // A key tile, whose K is there: S = Q K^T, its softmax, and O += P V of the tile before. The next K is waited for
+    // before P V is: that branch also keeps the compiler from moving the softmax behind the wait for P V.
     __device__ void visit(int step, bool tests) {
         Accumulator<1, KEYS / 8> scores;
         start_scores(scores);
         bool last = OWN_Q && own.after(step) == 0;
         ScorePlacement at = placement(tile, own.tile(step) * KEYS);
-        float largest[1][2], shrink[1][2];
+        float shrink[1][2];
         bool grown = false, full = SUM_TILES > 0 && sums.full(own.after(step));
-        auto look = [&] {
-            mask(scores, step, tests);
-            softmax.row_maximum(scores, largest);
-            grown = softmax.raise(largest, shrink);
-            softmax.exponentiate(scores);
-            drop(scores, at, tile.head.batch, dropout);
-            weigh(scores, p, tile.head, own.tile(step) * KEYS, largest_value);
-        };
-        auto add_all = [&] {
-            add_values(half);
-            wgmma_wait<1>();
-            changed(scores);
-            if (last) release_q();
-        };
-        if constexpr (!SLICED) add_all();
-        if (tests || !BLIND || last) {  // (the last scores cannot be computed again)
-            if constexpr (SLICED) add_all();
-            release_k();
-            look();
-        } else if constexpr (BLIND) {
-            float added[1][2];
-            bool fits;
-            if constexpr (NEAR_CAPS) {  // capped on the way
-                Pairs pairs(p, tile.head);
-                near = near && near_zero(scores, pairs);
-                as_near(near, [&](auto how) {
-                    auto exponent = [&](float s, float, float x) {
-                        return pairs.capped_and<decltype(how)::value>(s, x);
-                    };
-                    fits = softmax.template exponentiate_blindly<1>(scores, added, exponent, [](auto) {});
-                });
-            } else if constexpr (!SLICED) {
-                mask(scores, step, false);
-                fits = softmax.template exponentiate_blindly<1>(scores, added, exponent_of, [](auto) {});
-            } else {
-                s.v.wait_full();
-                start_values<16 * SLICES_AHEAD>();
-                wgmma_wait<1>();
-                changed(scores);
-                mask(scores, step, false);
-                if (CUT_FIRST && half)
-                    fits = exponentiate_and_add<CUT_FIRST ? KEYS / 2 : KEYS>(scores, added);
-                else
-                    fits = exponentiate_and_add<KEYS>(scores, added);
-            }
-            drop(scores, at, tile.head.batch, dropout);
-            if constexpr (WARP_VOTE) {
-                if (__builtin_expect(__all_sync(~0u, fits), true)) {
-                    softmax.add(added);
-                } else {
-                    warp_ABt<DOT>(scores, s.q_tile(), warp_row, s.k_tile());
-                    look();
-                }
-            } else {
-                if (__builtin_expect(all_threads<128>(1 + group, fits), true)) {
-                    softmax.add(added);
-                } else {
-                    start_scores(scores);
-                    wgmma_wait<0>();
-                    changed(o);
-                    changed(scores);
-                    look();
-                }
-            }
-            release_k();
-        }
+        Step<Worker> x{*this, step, at, tests, last, scores, shrink, grown};
+        if constexpr (!SLICED) x.add_values();
+        if (tests || !BLIND || last)  // (the last scores cannot be computed again)
+            LookedAt::run(x);
+        else if constexpr (SLICED)
+            Sliced::run(x);
+        else if constexpr (BLIND)
+            Together::run(x);
         half = false;
         if (own.after(step) > 0) s.k.wait_full();
         values_added();
