@@ -189,12 +189,6 @@ def _of_tangents(tangents: Any, arrays: Arrays, score: Score | None, of: Pass) -
     """`of_call`, with what may have been meant by a name that it does not know."""
     reads = [x.name for x in score.arrays] if score else []
     own = ["q", "k", "v", *(("dout", "dlse") if of is BACKWARD_JVP else ()), *[x.name for x in ARRAYS if x.gradient]]
-    if isinstance(tangents, Mapping):
-        for name in tangents:
-            if name in reads and name in own and (name in arrays or name == "dlse"):
-                raise ValueError(
-                    f"tangents has {name!r}, which is {name} and an array of score_arrays; give that another name"
-                )
     try:
         return of_call(tangents, arrays, score, of)
     except TypeError as error:
