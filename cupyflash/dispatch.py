@@ -24,6 +24,8 @@ def run(call: Call) -> Any:
             refuse_family(call.family, adapter.kind)
         if call.add and on_gpu:
             raise ValueError("add is True, but q is on a GPU, whose kernels do not add to gradients; it must be False")
+        if call.check and on_gpu:
+            _values().check(call)
         results = (_gpu() if on_gpu else _cpu()).run(call)
     except Exception:
         interop.name_unreadable(adapter, arrays, targets)
@@ -63,6 +65,13 @@ def _gpu() -> Any:
     from .gpu import corridor
 
     return corridor
+
+
+@functools.cache
+def _values() -> Any:
+    from .gpu import values
+
+    return values
 
 
 @functools.cache

@@ -67,9 +67,12 @@ def _refuse_followed(call: Call, name: str) -> None:
     """NotImplementedError where a library follows the call: its operators know nothing of lengths."""
     if call.lib.recorder(call) is None:
         return
-    how = "traced, transformed, under autocast or differentiated by autograd; attention_backward takes detached tensors"
-    what = f"a call on tensors that is {how}" if call.lib.kind == "torch" else "a call on JAX arrays"
-    raise NotImplementedError(f"{name} is given to {what}; it must be None there: pad, and give key_mask")
+    if call.lib.kind == "torch":
+        what = "autograd, autocast, torch.compile or torch.func follows the call"
+        instead = "call attention and attention_backward on detached tensors"
+    else:
+        what, instead = f"q is a {call.lib.kind} array", "take NumPy, CuPy or PyTorch"
+    raise NotImplementedError(f"{name} is given, but {what}, which cannot be yet; {instead}, or pad and give key_mask")
 
 
 def _asked_for(check: Any) -> bool:

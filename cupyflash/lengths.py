@@ -64,7 +64,8 @@ def extents(
             raise ValueError(f"k has pages of 0 rows, shape {named['k'].shape}; they must have 1 or more")
     sides = {"query": rows_q is not None, "key": rows_k is not None or "seqlens_k" in lengths}
     seq_q, seq_k = _held(given, seq_q, seq_k, sides)
-    fields = {"batch": batch, "rows_q": rows_q, "rows_k": rows_k, "page": page, "pages": pages}
+    cache = quads["k"][1] if forms["k"] == "filled" and "seqlens_k" in lengths else None
+    fields = {"batch": batch, "rows_q": rows_q, "rows_k": rows_k, "cache": cache, "page": page, "pages": pages}
     most = {"q": seq_q, "k": seq_k, "v": seq_k}
     return fields, tuple((most[name], *quads[name][2:]) for name in "qkv")  # type: ignore[return-value]
 
@@ -154,8 +155,10 @@ def by_line(row: ArrayRule, shape: tuple[int, ...], problem: AttentionProblem) -
 
 def spread(row: ArrayRule, x: View, packed: bool) -> tuple[str, ...]:
     """As `ArrayRule.spread`, where lengths are data; "line" is the axis of packed queries."""
-    line = packed and _over_pairs(row) and len(x.shape) == 3
-    return tuple("line" if line and axis == "query" else axis for axis in row.spread(x, 4))
+    found = row.spread(x, 4)
+    if not (packed and _over_pairs(row) and len(x.shape) == 3):
+        return found
+    return tuple("line" if axis == "query" else axis for axis in row.axes if axis in found or axis == "query")
 
 
 def check_array(row: ArrayRule, x: View, problem: AttentionProblem) -> None:
@@ -172,13 +175,14 @@ def check_array(row: ArrayRule, x: View, problem: AttentionProblem) -> None:
     if fits and all(n == whole or (n == 1 and not (line and axis == "query")) or any for n, whole, any, axis in own):
         return
     named = ("longest" if any else str(n) for n, any in zip(want, free))
+    called = ["sequence" if axis == "batch" else "row of q" if line and axis == "query" else axis for axis in axes]
     also = ""
     if pairs and problem.rows_q is not None and not line:
-        also = f", or (heads, rows of q, keys), ({problem.heads_q}, {problem.rows_q}, longest)"
+        also = f", or ({problem.heads_q}, {problem.rows_q}, longest), (head, row of q, key)"
+    longest = ", and longest is as many as a sequence has, or more" if True in free else ""
     raise ValueError(
-        f"{row.name} has shape {x.shape}; it must be ({', '.join(named)}), "
-        f"({', '.join('rows of q' if line and axis == 'query' else axis for axis in axes)}){also}, where 1 stands for "
-        f"all and longest is as many as a sequence has at most ({row.entry})"
+        f"{row.name} has shape {x.shape}; it must be ({', '.join(named)}), ({', '.join(called)}){also}, where a length "
+        f"of 1 stands for all{longest} ({row.entry})"
     )
 
 
@@ -199,7 +203,7 @@ def check_options(options: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """ValueError where hints are given with nothing that they are about, or `at` with lengths."""
     for name, about in (("max_seqlen_q", ("cu_seqlens_q",)), ("max_seqlen_k", ("cu_seqlens_k", "seqlens_k"))):
         if options[name] is not None and not any(given.get(x) is not None for x in about):
-            raise ValueError(f"{name} is {options[name]}, but {' and '.join(about)} is not given, which it is about")
+            raise ValueError(f"{name} is {given[name]}, but {' or '.join(about)}, which it is about, is not given")
     lengths = stated(given)
     if lengths and options.get("at") is not None:
         raise ValueError(f"at is {options['at']}, and {lengths[0]} is given; it must be None there")

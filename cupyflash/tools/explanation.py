@@ -75,8 +75,8 @@ class Explanation:
         p = self.problem
         rows = [
             ("pass", self.of),
-            ("q", f"{p.batch} x {p.seq_q} x {p.heads_q} x {p.dim} {p.dtype} (batch, sequence, heads, dim)"),
-            ("k, v", f"{p.batch} x {p.seq_k} x {p.heads_k} x {p.dim}" + (f", {p.dim_v}" if p.dim_v != p.dim else "")),
+            ("q", f"{_rows_of_q(p)} x {p.heads_q} x {p.dim} {p.dtype} {_axes(p)}"),
+            ("k, v", f"{_rows_of_k(p)} x {p.heads_k} x {p.dim}" + (f", {p.dim_v}" if p.dim_v != p.dim else "")),
             ("mask", _mask(p)),
             *([("score", _score(p))] if _score(p) else []),
             ("device", self.device),
@@ -89,7 +89,7 @@ class Explanation:
             rows.append(("kernel", f"{kernel.name}: {kernel.grid:,} blocks of {kernel.threads} threads"))
             rows.append(("  resources", _resources(kernel)))
         rows += [
-            ("FLOPs", f"{_si(self.flops, 1000)}FLOP"),
+            ("FLOPs", f"{'at most ' * p.ragged}{_si(self.flops, 1000)}FLOP"),
             ("bytes moved", f"at least {_si(self.bytes_moved)}B" + _of_which(self.optional)),
             ("intensity", f"{self.intensity:,.1f} FLOP per byte"),
             ("workspace", ", ".join(f"{name} {_si(size)}B" for name, size in self.workspace.items()) or "none"),
@@ -392,9 +392,10 @@ def _gpu_at_hand() -> bool:
 def bytes_moved(problem: AttentionProblem, views: dict[str, View], of: Pass) -> int:
     """Bytes of all inputs and outputs: what a pass has to read and write at the very least."""
     p = problem
-    rows = p.batch * p.seq_q * p.heads_q
+    rows = (p.rows_q if p.rows_q is not None else p.batch * p.seq_q) * p.heads_q
     q, o = rows * p.dim, rows * p.dim_v
-    k, v = (p.batch * p.seq_k * p.heads_k * d for d in (p.dim, p.dim_v))
+    keys = p.rows_k if p.rows_k is not None else 0 if p.has("seqlens_k") else p.batch * p.seq_k  # of caches unknown
+    k, v = (keys * p.heads_k * d for d in (p.dim, p.dim_v))
     size, of_out = ITEMSIZE[p.dtype], o * ITEMSIZE[p.result_dtype]
     sizes = {"q": q * size, "k": k * size, "v": v * size, "out": of_out, "lse": rows * ITEMSIZE[p.lse_dtype]}
     sizes |= {f"{d}{name}": n for d in ("d", "t", "td") for name, n in sizes.items()}
@@ -425,13 +426,33 @@ def _mask(p: AttentionProblem) -> str:
     parts += ["block mask"] * (p.block_mask is not None)
     parts += [_OPTIONAL[x.name].label for x in p.given if x.dtype == "bool"]
     share = p.visible / max(1, p.seq_q * p.seq_k)
-    return f"{', '.join(parts) or 'none'}: {share:.1%} of the scores are computed"
+    return (", ".join(parts) or "none") + ("" if p.ragged else f": {share:.1%} of the scores are computed")
+
+
+def _rows_of_q(p: AttentionProblem) -> str:
+    return f"{p.batch} x {p.seq_q}" if p.rows_q is None else f"{p.rows_q}"
+
+
+def _rows_of_k(p: AttentionProblem) -> str:
+    if p.page is not None:
+        return f"{p.pages} x {p.page}"
+    return f"{p.batch} x {p.seq_k}" if p.rows_k is None else f"{p.rows_k}"
+
+
+def _axes(p: AttentionProblem) -> str:
+    """What the numbers of q are, and how those of k and v are known."""
+    if not p.ragged:
+        return "(batch, sequence, heads, dim)"
+    own = ", ".join(_OPTIONAL[x.name].label for x in p.given if _OPTIONAL[x.name].ragged)
+    rows = "rows" if p.rows_q is not None else "sequences, rows"
+    return f"({rows}, heads, dim) of {p.batch} sequences, by {own}"
 
 
 def _score(p: AttentionProblem) -> str:
     parts = [] if p.softcap is None else [f"soft cap {p.softcap:g}"]
     parts += [] if p.score is None else [f"score function {p.score}"]
-    parts += [_OPTIONAL[x.name].label for x in p.given if x.dtype != "bool" and x.name != "seed"]
+    others = (x for x in p.given if not (x.dtype == "bool" or x.name == "seed" or _OPTIONAL[x.name].ragged))
+    parts += [_OPTIONAL[x.name].label for x in others]
     return ", ".join(parts + [f"dropout {p.dropout:g}"] * (p.dropout > 0))
 
 
