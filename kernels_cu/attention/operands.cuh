@@ -8,8 +8,6 @@
 
 // Arrays with rows for queries, which come in tiles of ROWS, and for keys, in tiles of KEYS.
 struct OfQueries : QueryTiles<config::ROWS> {
-    static constexpr bool GIVEN = true;
-
     __device__ static int rows(const Params& p, const Head& head) { return head.queries(p); }
     __device__ static const In* row(const Head& head, const In* array, const Strides& s, int i) {
         return head.query_row(array, s, i);
@@ -19,8 +17,6 @@ struct OfQueries : QueryTiles<config::ROWS> {
     __device__ static long long row_number(const Params& p, const Head& head, int i) { return head.row_number(p, i); }
 };
 struct OfKeys : KeyTiles<config::KEYS> {
-    static constexpr bool GIVEN = true;
-
     __device__ static int rows(const Params& p, const Head& head) { return head.keys(p); }
     __device__ static const In* row(const Head& head, const In* array, const Strides& s, int j) {
         return head.key_row(array, s, j);
@@ -41,79 +37,27 @@ struct Halves {
     float* units;
 };
 
-// Q, K, V and dO. (Templates, because not every plan's Params has all of it.)
-struct OfQ : OfQueries {
-    static constexpr int COLUMNS = config::DIM;
+// Arrays by name: their rows, their columns in a tile and in memory, and whether they are given. (Templates, because not
+// every plan's Params has all of it.)
+#define OPERAND(NAME, ROWED, OF_TILE, ARRAY, IN_MEMORY, IS_GIVEN)                                                      \
+    struct NAME : ROWED {                                                                                              \
+        static constexpr bool GIVEN = IS_GIVEN;                                                                        \
+        static constexpr int COLUMNS = OF_TILE;                                                                        \
+                                                                                                                       \
+        template <class P>                                                                                             \
+        __device__ static Given given(const P& p) { return {p.ARRAY, p.ARRAY##_strides, p.IN_MEMORY}; }                \
+        template <class P>                                                                                             \
+        __device__ static Halves halves(const P& p) { return {p.ARRAY##_halves, p.ARRAY##_units}; }                    \
+    };
 
-    template <class P>
-    __device__ static Given given(const P& p) { return {p.q, p.q_strides, p.dim}; }
-    template <class P>
-    __device__ static Halves halves(const P& p) { return {p.q_halves, p.q_units}; }
-};
-
-struct OfK : OfKeys {
-    static constexpr int COLUMNS = config::DIM;
-
-    template <class P>
-    __device__ static Given given(const P& p) { return {p.k, p.k_strides, p.dim}; }
-    template <class P>
-    __device__ static Halves halves(const P& p) { return {p.k_halves, p.k_units}; }
-};
-
-struct OfV : OfKeys {
-    static constexpr int COLUMNS = config::DIM_V;
-
-    template <class P>
-    __device__ static Given given(const P& p) { return {p.v, p.v_strides, p.dim_v}; }
-    template <class P>
-    __device__ static Halves halves(const P& p) { return {p.v_halves, p.v_units}; }
-};
-
-struct OfDO : OfQueries {
-    static constexpr int COLUMNS = config::DIM_V;
-
-    template <class P>
-    __device__ static Given given(const P& p) { return {p.dout, p.dout_strides, p.dim_v}; }
-    template <class P>
-    __device__ static Halves halves(const P& p) { return {p.dout_halves, p.dout_units}; }
-};
-
-// Tangents, and whether they are given.
-struct OfTQ : OfQ {
-    static constexpr bool GIVEN = config::TQ;
-
-    template <class P>
-    __device__ static Given given(const P& p) { return {p.tq, p.tq_strides, p.dim}; }
-    template <class P>
-    __device__ static Halves halves(const P& p) { return {p.tq_halves, p.tq_units}; }
-};
-
-struct OfTK : OfK {
-    static constexpr bool GIVEN = config::TK;
-
-    template <class P>
-    __device__ static Given given(const P& p) { return {p.tk, p.tk_strides, p.dim}; }
-    template <class P>
-    __device__ static Halves halves(const P& p) { return {p.tk_halves, p.tk_units}; }
-};
-
-struct OfTV : OfV {
-    static constexpr bool GIVEN = config::TV;
-
-    template <class P>
-    __device__ static Given given(const P& p) { return {p.tv, p.tv_strides, p.dim_v}; }
-    template <class P>
-    __device__ static Halves halves(const P& p) { return {p.tv_halves, p.tv_units}; }
-};
-
-struct OfTDO : OfDO {
-    static constexpr bool GIVEN = config::TDOUT;
-
-    template <class P>
-    __device__ static Given given(const P& p) { return {p.tdout, p.tdout_strides, p.dim_v}; }
-    template <class P>
-    __device__ static Halves halves(const P& p) { return {p.tdout_halves, p.tdout_units}; }
-};
+OPERAND(OfQ, OfQueries, config::DIM, q, dim, true)
+OPERAND(OfK, OfKeys, config::DIM, k, dim, true)
+OPERAND(OfV, OfKeys, config::DIM_V, v, dim_v, true)
+OPERAND(OfDO, OfQueries, config::DIM_V, dout, dim_v, true)
+OPERAND(OfTQ, OfQueries, config::DIM, tq, dim, config::TQ)
+OPERAND(OfTK, OfKeys, config::DIM, tk, dim, config::TK)
+OPERAND(OfTV, OfKeys, config::DIM_V, tv, dim_v, config::TV)
+OPERAND(OfTDO, OfQueries, config::DIM_V, tdout, dim_v, config::TDOUT)
 
 // Rows of an operand, from one on: so many, or as many as the caller says then.
 template <class Of, class P>
