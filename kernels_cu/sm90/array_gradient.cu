@@ -2,7 +2,7 @@
 // pairs after the other is added up, with the engines of a multiprocessor working at once.
 //
 // One thread block stays on each multiprocessor and takes tile after tile of the gradient, ROWS queries by KEYS keys.
-// Its first warpgroup loads: the copy engine (TMA) brings the operands of S = Q K^T and dP = dO V^T in pieces of DEPTH
+// Its first warpgroup loads: TMA brings the operands of S = Q K^T and dP = dO V^T in pieces of DEPTH
 // columns, without a break from one tile to the next, so that any head dimension fits. The others own 64 queries each,
 // multiply in the background (wgmma) and keep their sums in registers.
 #include "attention/array_gradient.cuh"
@@ -18,7 +18,7 @@ using namespace config;
 
 constexpr int GROUPS = ROWS / 64;
 constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int WORKERS = 4 * GROUPS;  // warps
+constexpr int CONSUMER_WARPS = 4 * GROUPS;
 static_assert(GROUPS == 2);          // the numbers of registers below
 
 constexpr int DEPTH = 64;
@@ -50,7 +50,7 @@ struct TensorMaps : PairMaps {
     TensorMap q, k, v, dout;
 };
 
-// What the loading thread tells of a tile of pairs, with its first piece.
+// What the producer tells of a tile of pairs, with its first piece.
 struct Note {
     static constexpr int BYTES = 32;
     // FIRST, LAST: of those that a block sums for a tile of the gradient. Where no query sees a key, the LAST is not visited.
@@ -80,8 +80,8 @@ struct Note {
 
 // Shared memory, and one thread's place in its rings.
 struct Shared {
-    using PieceRing = Ring<STAGES, WORKERS>;
-    using PairRing = Ring<PAIR_STAGES, WORKERS>;
+    using PieceRing = Ring<STAGES, CONSUMER_WARPS>;
+    using PairRing = Ring<PAIR_STAGES, CONSUMER_WARPS>;
 
     // Offsets.
     static constexpr int STAGE = QueryPiece::BYTES + KeyPiece::BYTES;
@@ -104,9 +104,9 @@ struct Shared {
     __device__ unsigned note() const { return base + NOTES + pieces.stage * Note::BYTES; }
 };
 
-// The loading thread.
+// The producer.
 template <class Of>
-struct Loader {
+struct Producer {
     const Params& p;
     const TensorMaps& maps;
     Shared s;
@@ -159,15 +159,15 @@ struct Loader {
 
 // A warpgroup that computes.
 template <class Of>
-struct Worker {
+struct Consumer {
     const Params& p;
     Shared s;
-    Shared::PieceRing done;  // with pieces: their slots are freed later than they are asked for
+    Shared::PieceRing done;  // with pieces: their stages are freed later than they are asked for
     int group, first_row;    // of the warp in a tile
     Dropout dropout;
     Sums sums;
 
-    __device__ Worker(const Params& p, const Shared& s, int group)
+    __device__ Consumer(const Params& p, const Shared& s, int group)
         : p(p), s(s), done(s.pieces), group(group), first_row(64 * group + 16 * (threadIdx.x / 32 % 4)), dropout(p) {}
 
     __device__ void release() {
@@ -247,7 +247,7 @@ struct Worker {
         Pair at{note.head.q, note.i + first_row, note.j};
         int queries = note.head.queries(p) - at.i, keys = note.head.keys(p) - at.j;
         if (over_queries<Of>(p)) {
-            float* part = Of::parts(p) + (note.split * WORKERS + first_row / 16) * Shares<Of>::elements(p);
+            float* part = Of::parts(p) + (note.split * CONSUMER_WARPS + first_row / 16) * Shares<Of>::elements(p);
             add_up(at_pair(part, strides, note.head.batch, {at.head, 0, at.j}), keys);
             return;
         }
@@ -337,16 +337,16 @@ __device__ void gather(const Params& p, const TensorMaps& maps) {
         int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
         if (group == -1) {
             shrink_registers<40>();
-            if (threadIdx.x == 0) Loader<Of>{p, maps, s}.run();
+            if (threadIdx.x == 0) Producer<Of>{p, maps, s}.run();
         } else {
             grow_registers<232>();
-            Worker<Of>(p, s, group).run();
+            Consumer<Of>(p, s, group).run();
         }
     }
 }
 template <bool WANTED, class Of>
 __device__ void add_parts(const Params& p) {
-    if constexpr (WANTED) Shares<Of>(p, 0).template add_parts<128>(over_queries<Of>(p) ? WORKERS : 1);
+    if constexpr (WANTED) Shares<Of>(p, 0).template add_parts<128>(over_queries<Of>(p) ? CONSUMER_WARPS : 1);
 }
 
 #define KERNELS(ARRAY, WANTED, OF)                                                                                             \

@@ -2,7 +2,7 @@
 // (kernels_cu/sm80/backward.cu) with the engines of a multiprocessor working at once.
 //
 // One thread block stays on each multiprocessor and takes tile after tile of KEYS keys. Its first warpgroup moves
-// data (backward_tiles.cuh): the copy engine (TMA) brings K and V, and Q and dO of query tile after query tile of
+// data (backward_tiles.cuh): TMA brings K and V, and Q and dO of query tile after query tile of
 // every head that shares these keys; dQ leaves by backward_dq.cuh. The other warpgroups compute,
 // with the tensor cores in the background (wgmma): backward_narrow.cuh for head dimensions up to 128,
 // backward_wide.cuh above; above 192 the two blocks of a cluster share the work on dQ.
@@ -52,7 +52,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (CLUSTERED) sync_cluster();
     int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     if (group == -1) {
-        shrink_registers<MOVER_REGISTERS>();
+        shrink_registers<PRODUCER_REGISTERS>();
         int warp = threadIdx.x / 32;
         if (warp >= 2 && warp - 2 < FINISHERS) {
             finish_dq(p, s, warp - 2);
@@ -64,11 +64,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             add_dq(p, s);
         }
     } else {
-        grow_registers<WORKER_REGISTERS>();
+        grow_registers<CONSUMER_REGISTERS>();
         if constexpr (WIDE)
-            WideWorker(p, maps, s, group).run();
+            WideConsumer(p, maps, s, group).run();
         else
-            NarrowWorker(p, maps, s, group).run();
+            NarrowConsumer(p, maps, s, group).run();
     }
     if (CLUSTERED) sync_cluster();  // shared memory goes with the block
 }

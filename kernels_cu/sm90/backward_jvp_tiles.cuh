@@ -147,7 +147,7 @@ struct OwnTile {
     }
 };
 
-// The loading thread.
+// The producer.
 template <bool OWNS_KEYS, class Maps>
 __device__ void load(const Params& p, const Maps& maps, Sides<OWNS_KEYS>& s, const OwnTile<OWNS_KEYS>& tile) {
     using Of = Sides<OWNS_KEYS>;

@@ -1,5 +1,5 @@
-// Workers that each own 64 keys: S^T = K Q^T and dP^T = V dO^T leave P^T and dS^T in registers as the A operands of
-// dV += P^T dO and dK += dS^T Q. dS goes through shared memory as well, for dQ^T = K^T dS^T, of which each worker
+// Consumers that each own 64 keys: S^T = K Q^T and dP^T = V dO^T leave P^T and dS^T in registers as the A operands of
+// dV += P^T dO and dK += dS^T Q. dS goes through shared memory as well, for dQ^T = K^T dS^T, of which each consumer
 // computes its part.
 #pragma once
 #include "sm90/backward_dq.cuh"
@@ -15,7 +15,7 @@ static_assert(!HALF_STEPS || FIRST == SECOND);
 constexpr bool DELTA_FIRST = !HALF_STEPS && !DROPOUT;
 
 // What a warpgroup with 64 keys of every tile has at hand.
-struct NarrowWorker {
+struct NarrowConsumer {
     const Params& p;
     const TensorMaps& maps;
     Shared& s;
@@ -30,7 +30,7 @@ struct NarrowWorker {
     Accumulator<1, DIM / 8> dk;
     Accumulator<1, DIM_V / 8> dv;
 
-    __device__ NarrowWorker(const Params& p, const TensorMaps& maps, Shared& s, int group)
+    __device__ NarrowConsumer(const Params& p, const TensorMaps& maps, Shared& s, int group)
         : p(p),
           maps(maps),
           s(s),
@@ -189,7 +189,7 @@ struct NarrowWorker {
         s.q.release();
     }
 
-    // dK and dV of a tile, out through shared memory and the copy engine, which goes on by itself.
+    // dK and dV of a tile, out through shared memory and TMA, which goes on by itself.
     static_assert(WIDE || SHARE_SUMS == 32 * (sizeof(dk) + sizeof(dv)), "the plan asks for another number of sums");
     __device__ void store(const KeyTile& t, const Head& head, int key) {
         dq_ring.go_to(steps);

@@ -5,7 +5,7 @@
 #pragma once
 #include "sm90/backward_tiles.cuh"
 
-// f(x, n) for each fragment of a worker's sums, x[4]; n counts from `first` on. Returns how far.
+// f(x, n) for each fragment of a consumer's sums, x[4]; n counts from `first` on. Returns how far.
 template <int N, class F>
 __device__ int for_fragments(Accumulator<1, N>& sum, int first, F f) {
 #pragma unroll
@@ -19,7 +19,7 @@ __device__ int for_fragments(Accumulator<1, N> (&sums)[COUNT], int first, F f) {
     return first;
 }
 
-// A worker's sums of a key tile are done. True for who has to store them: then they are those of all shares. By its 128
+// A consumer's sums of a key tile are done. True for who has to store them: then they are those of all shares. By its 128
 // threads, each of which finds what its like in other blocks have left.
 template <class DV, class DK>
 __device__ bool add_shares(const Params& p, const Shared& s, const KeyTile& t, int group, DV& dv, DK& dk) {

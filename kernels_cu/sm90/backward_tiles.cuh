@@ -17,21 +17,21 @@
 
 using namespace config;
 
-// The workers share out the columns of dK, dV (backward_wide.cuh), not the keys (backward_narrow.cuh).
+// The consumers share out the columns of dK, dV (backward_wide.cuh), not the keys (backward_narrow.cuh).
 constexpr bool WIDE = KEYS < 64 * GROUPS;
 
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int BLOCKS = GROUPS == 1 ? 2 : 1;  // of a multiprocessor
-constexpr int WORKERS = 4 * GROUPS;  // warps
+constexpr int CONSUMER_WARPS = 4 * GROUPS;
 
 // Per thread. What the moving warpgroup gives away the others take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
-// Sums alone (dK, dV, S and dP) leave a worker few registers.
+// Sums alone (dK, dV, S and dP) leave a consumer few registers.
 constexpr int SUMS = ROWS + (DIM + DIM_V) / 2;
 constexpr bool TIGHT = !WIDE && (SUMS > 192 || (SUMS == 192 && DIM == 64));
-constexpr int MOVER_REGISTERS = GROUPS == 3 ? 32 : TIGHT ? 24 : 40;
-constexpr int WORKER_REGISTERS = GROUPS == 1 ? 216 : GROUPS == 3 ? 160 : TIGHT ? 240 : 232;
-static_assert(MOVER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);
+constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : TIGHT ? 24 : 40;
+constexpr int CONSUMER_REGISTERS = GROUPS == 1 ? 216 : GROUPS == 3 ? 160 : TIGHT ? 240 : 232;
+static_assert(PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using DOTile = SwizzledTile<ROWS, DIM_V>;
@@ -49,8 +49,8 @@ static_assert(CLUSTER == 1 || CLUSTERED && WIDE);
 static_assert(!SHARES || !walk::LISTED);
 static_assert(!FIRST_STORES || !CLUSTERED && !SHARES && !WHOLE_DQ && !walk::LISTED);
 
-// dQ^T of a tile is computed in parts of 64 columns by PART_ROWS queries, one for each worker of a cluster. Where there are
-// 64 columns only, two workers share out the rows.
+// dQ^T of a tile is computed in parts of 64 columns by PART_ROWS queries, one for each consumer of a cluster. Where there are
+// 64 columns only, two consumers share out the rows.
 constexpr bool SHARE_ROWS = !WIDE && DIM <= 64;
 constexpr int PART_ROWS = SHARE_ROWS ? ROWS / GROUPS : ROWS;
 constexpr int PART_BYTES = 4 * 64 * PART_ROWS;
@@ -160,13 +160,13 @@ struct KeyTile {
 
 // Shared memory, and one thread's place in its rings.
 struct Shared {
-    using KRing = Ring<1, WORKERS + 1>;  // the thread that adds dQ reads the KeyTile that comes with K
-    using VRing = Ring<1, WORKERS>;
-    using QRing = Ring<STAGES, WORKERS>;  // with -lse and -delta of its rows
-    using DORing = Ring<DO_STAGES, WORKERS>;
-    using PairRing = Ring<PAIR_STAGES, WORKERS>;
+    using KRing = Ring<1, CONSUMER_WARPS + 1>;  // the thread that adds dQ reads the KeyTile that comes with K
+    using VRing = Ring<1, CONSUMER_WARPS>;
+    using QRing = Ring<STAGES, CONSUMER_WARPS>;  // with -lse and -delta of its rows
+    using DORing = Ring<DO_STAGES, CONSUMER_WARPS>;
+    using PairRing = Ring<PAIR_STAGES, CONSUMER_WARPS>;
     using DQRing = Ring<1, 1, 4>;
-    using FarDSRing = Ring<2, WORKERS, WORKERS>;
+    using FarDSRing = Ring<2, CONSUMER_WARPS, CONSUMER_WARPS>;
     using TicketRing = Ring<1, 1>;
     using FinishRing = Ring<FINISH_STAGES, 1>;
 
@@ -224,7 +224,7 @@ struct Shared {
     // The block's own first key, and the other block's.
     __device__ int first_key(const KeyTile& t) const { return t.number * CLUSTER_KEYS + rank * KEYS; }
     __device__ int far_key(const KeyTile& t) const { return t.number * CLUSTER_KEYS + (1 - rank) * KEYS; }
-    // Which 64 columns of dQ are a worker's.
+    // Which 64 columns of dQ are a consumer's.
     __device__ int dq_block(int group) const { return rank * GROUPS + group; }
 
     // For a moving thread that does not read K, alone in its warp.
@@ -254,8 +254,8 @@ struct Shared {
     __device__ STile p_tile() const { return {base + P_TILE}; }
     __device__ unsigned row_values() const { return base + ROW_VALUES + q.stage * 8 * ROWS; }
     __device__ unsigned part(int group) const { return base + PARTS + group * PART_BYTES; }
-    // What dK and dV leave through. Narrow: all of a worker's, where dS and parts of dQ are. Wide: 64 columns of a
-    // worker's at a time, where its dS (CLUSTERED) or its part of dQ is.
+    // What dK and dV leave through. Narrow: all of a consumer's, where dS and parts of dQ are. Wide: 64 columns of a
+    // consumer's at a time, where its dS (CLUSTERED) or its part of dQ is.
     __device__ unsigned out_tile(int group) const {
         if (!WIDE) return base + DS_TILES + group * ((PAIR_TILES - DS_TILES) / GROUPS);
         return CLUSTERED ? base + DS_TILES + group * STile::BYTES : part(group);
@@ -313,7 +313,7 @@ struct DQCounters {
         clear = ticket + 1;               // of a share, tiles of queries (parts) in whose place are zeros
         added = clear + Share::count(p);  // thread blocks, with a key tile each, that have added to a tile of queries
         tiles = Share::most_tiles(p);
-        left = added + QueryTiles<ROWS>::of_head(p) * p.heads_q * p.batch;  // SHARES: of a worker's keys, shares that left their sums
+        left = added + QueryTiles<ROWS>::of_head(p) * p.heads_q * p.batch;  // SHARES: of a consumer's keys, shares that left their sums
     }
 
     // The first tile of a share's sums, less that of its queries.
@@ -333,7 +333,7 @@ struct DQCounters {
 // Rows may hold anything where key_mask hides a key, or leaves a query none. (What is dead by position no map knows of.)
 constexpr bool CLEARS = KEY_MASK;
 
-// Zeros in K and V of a key tile that has arrived; by all workers together.
+// Zeros in K and V of a key tile that has arrived; by all consumers together.
 __device__ inline void clear_keys(const Params& p, const Shared& s, const KeyTile& t) {
     if constexpr (CLEARS) {
         Pairs pairs(p, t.head(p));
@@ -341,12 +341,12 @@ __device__ inline void clear_keys(const Params& p, const Shared& s, const KeyTil
         DeadRows<KEYS> dead = unseen_keys<KEYS>(pairs, s.first_key(t));
         bool any = dead.any();
         if (any) {
-            dead.clear<WORKERS>(s.k_tile(), warp);
-            dead.clear<WORKERS>(s.v_tile(), warp);
+            dead.clear<CONSUMER_WARPS>(s.k_tile(), warp);
+            dead.clear<CONSUMER_WARPS>(s.v_tile(), warp);
         }
         if constexpr (CLUSTERED) {
             DeadRows<KEYS> far = unseen_keys<KEYS>(pairs, s.far_key(t));
-            far.clear<WORKERS>(s.far_k_tile(), warp);
+            far.clear<CONSUMER_WARPS>(s.far_k_tile(), warp);
             any = any || far.any();
         }
         if (!any) return;
@@ -355,7 +355,7 @@ __device__ inline void clear_keys(const Params& p, const Shared& s, const KeyTil
     }
 }
 
-// Zeros in arrays of a query tile whose numbers have arrived, the arrays at the latest when wait() returns; by each worker for itself,
+// Zeros in arrays of a query tile whose numbers have arrived, the arrays at the latest when wait() returns; by each consumer for itself,
 // before its products.
 template <class F, class... Tiles>
 __device__ void clear_queries(unsigned numbers, int group, F wait, Tiles... tiles) {

@@ -4,7 +4,7 @@
 // One thread block stays on each multiprocessor and takes tile after tile of queries. Its first warpgroup only loads
 // (forward_tiles.cuh). The others each own 64 rows: the tensor cores compute S = Q K^T of one key tile and O += P V of the
 // tile before in the background (wgmma), and under P V the threads do the softmax of S. O leaves through shared memory
-// where there is room for it, by the copy engine again if there is room for all of it.
+// where there is room for it, by TMA again if there is room for all of it.
 #include "attention/dead_rows.cuh"
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
@@ -14,16 +14,16 @@
 #include "sm90/forward_steps.cuh"
 #include "tile/rows.cuh"
 
-// Per thread. What the loading warpgroup gives away the others take: together no more than at the start.
+// Per thread. What the producer warpgroup gives away the others take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
-constexpr int LOADER_REGISTERS = ROOMY ? 40 : 32;
-constexpr int WORKER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - LOADER_REGISTERS) / GROUPS / 8 * 8;
+constexpr int PRODUCER_REGISTERS = ROOMY ? 40 : 32;
+constexpr int CONSUMER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - PRODUCER_REGISTERS) / GROUPS / 8 * 8;
 
 // Whether V may hold anything where key_mask hides keys. (Turned it is 0 there; what is dead by position no map knows of.)
 constexpr bool CLEARS = KEY_MASK && !TURNED;
 
 // A warpgroup with 64 rows of every tile.
-struct Worker {
+struct Consumer {
     using ScorePlacement = Placement<false, PACK == 1 ? 0 : HEAD_ROWS>;
 
     const Params& p;
@@ -45,7 +45,7 @@ struct Worker {
     Operand<KEYS> probabilities;
     unsigned unseen = 0;  // CLEARS: of the keys of these the lane's own (32 n + lane) that key_mask hides, in bits n
 
-    __device__ Worker(const Params& p, const TensorMaps& maps, Shared& s, int group)
+    __device__ Consumer(const Params& p, const TensorMaps& maps, Shared& s, int group)
         : p(p),
           maps(maps),
           s(s),
@@ -223,7 +223,7 @@ struct Worker {
         ScorePlacement at = placement(tile, own.tile(step) * KEYS);
         float shrink[1][2];
         bool grown = false, full = SUM_TILES > 0 && sums.full(own.after(step));
-        Step<Worker> x{*this, step, at, tests, last, scores, shrink, grown};
+        Step<Consumer> x{*this, step, at, tests, last, scores, shrink, grown};
         if constexpr (!SLICED) x.add_values();
         if (tests || !BLIND || last)  // (the last scores cannot be computed again)
             LookedAt::run(x);
@@ -417,10 +417,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     __syncthreads();
     int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     if (group == -1) {
-        shrink_registers<LOADER_REGISTERS>();
+        shrink_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) load(p, maps, s);
     } else {
-        grow_registers<WORKER_REGISTERS>();
-        Worker(p, maps, s, group).run();
+        grow_registers<CONSUMER_REGISTERS>();
+        Consumer(p, maps, s, group).run();
     }
 }

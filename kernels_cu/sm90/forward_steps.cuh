@@ -25,11 +25,11 @@ static_assert((CUT_FIRST ? KEYS / 2 : KEYS) / 16 >= SLICES_AHEAD);
 
 // S of a step, and what all ways do with it. (References: with members in their place the compiler orders instructions
 // in another way.)
-template <class Worker>
+template <class Consumer>
 struct Step {
-    Worker& w;
+    Consumer& w;
     int step;
-    const typename Worker::ScorePlacement& at;
+    const typename Consumer::ScorePlacement& at;
     bool tests, last;  // whether elements need tests; whether the warpgroup gives Q back with its scores
     Accumulator<1, KEYS / 8>& scores;
     float (&shrink)[1][2];  // where a maximum has `grown`, what O is to be multiplied by
@@ -140,8 +140,8 @@ struct Sliced : Blind {
 
     // Exponentials, and between them O += P V of the first COUNT keys of the tile before, but for SLICES_AHEAD: a warp
     // that issues a product stands still while the one before runs.
-    template <int COUNT, class Worker, int N>
-    __device__ static bool exponentiate_and_add(Worker& w, Accumulator<1, N>& scores, float (&added)[1][2]) {
+    template <int COUNT, class Consumer, int N>
+    __device__ static bool exponentiate_and_add(Consumer& w, Accumulator<1, N>& scores, float (&added)[1][2]) {
         auto values = w.s.v_tile();
         wgmma_fence();
         bool fits = w.softmax.template exponentiate_blindly<COUNT / 16>(scores, added, exponent_of, [&](auto part) {

@@ -1,5 +1,5 @@
-// The Hopper forward's tiles in shared memory, what a launch is made of, and the loading thread (the producer): the
-// copy engine (TMA) brings Q, K and V tiles as far ahead as the rings in shared memory reach.
+// The Hopper forward's tiles in shared memory, what a launch is made of, and the producer: TMA
+// brings Q, K and V tiles as far ahead as the rings in shared memory reach.
 #pragma once
 #include "attention/pairs.cuh"
 #include "sm90/long_sums.cuh"
@@ -15,7 +15,7 @@ using namespace config;
 constexpr int ROWS = 64 * GROUPS;
 constexpr int HEAD_ROWS = ROWS / PACK;  // where queries are few, heads that share K and V share a tile: rows of each
 constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int READERS = 4 * GROUPS;  // warps that read what is loaded
+constexpr int CONSUMER_WARPS = 4 * GROUPS;  // warps that read what is loaded
 
 // Whether threads have registers to spare: no more than two warpgroups compute on a multiprocessor, in BLOCKS thread
 // blocks.
@@ -36,10 +36,10 @@ constexpr bool NEXT_Q = ROOMY && (Q_STAGES > 1 || OWN_Q) && !SHARES && !(PACK > 
                         BEHIND < STAGES && (!PAIR_ARRAYS || BEHIND <= PAIR_STAGES);
 
 // Whether the next tile's Q is asked for before the end of a tile: all thread blocks may change heads at once, and it
-// would come late. (Beside three warpgroups the loading thread has no registers for that.)
+// would come late. (Beside three warpgroups the producer has no registers for that.)
 constexpr bool EARLY = ROOMY && Q_STAGES > 1 && !SHARES;
 
-// Whether the loading thread tells the others all of a tile, so that they need no divisions between two tiles, or only
+// Whether the producer tells the others all of a tile, so that they need no divisions between two tiles, or only
 // its number: beside three warpgroups it has no registers for more.
 constexpr bool TELL = ROOMY && !SHARES;
 
@@ -103,9 +103,9 @@ struct TensorMaps : PairMaps, QTangentMap<TQ>, KTangentMap<TK>, VTangentMap<TV> 
 
 // Shared memory, and one thread's place in its rings.
 struct Shared {
-    using QRing = Ring<Q_STAGES, READERS / Q_PARTS>;
-    using KVRing = Ring<STAGES, READERS>;
-    using PairRing = Ring<PAIR_STAGES, READERS>;
+    using QRing = Ring<Q_STAGES, CONSUMER_WARPS / Q_PARTS>;
+    using KVRing = Ring<STAGES, CONSUMER_WARPS>;
+    using PairRing = Ring<PAIR_STAGES, CONSUMER_WARPS>;
 
     // Offsets.
     static constexpr int K_TILES = Q_STAGES * Q_BYTES;
@@ -140,7 +140,7 @@ struct Shared {
     __device__ OTile o_tile() const { return {base + O_TILE}; }
     __device__ Strip o_strip() const { return {base + O_TILE + (threadIdx.x / 32 - 4) * Strip::BYTES}; }
     __device__ unsigned sums() const { return base + O_TILE; }
-    // What the slot of Q tells of its tile; as far from the first note as its ring is from the first ring (of one
+    // What the stage of Q tells of its tile; as far from the first note as its ring is from the first ring (of one
     // stage, else there is one).
     __device__ unsigned note() const { return q.barriers - Q_RING + NOTES + 16 * q.stage; }
 
@@ -155,7 +155,7 @@ struct Shared {
         }
     }
 
-    // The loading thread tells of a tile, or that there are no more, and the others are told: a batch of -1.
+    // The producer tells of a tile, or that there are no more, and the others are told: a batch of -1.
     __device__ void tell(const Tile& tile, int number) const {
         if constexpr (TELL) {
             store_shared(note(), tile.head.batch);
@@ -184,7 +184,7 @@ struct Shared {
     }
 };
 
-// The loading thread. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A template since not
+// The producer. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A template since not
 // all kernels have maps of tangents.)
 template <class Maps>
 __device__ void load(const Params& p, const Maps& maps, Shared& s) {

@@ -1,4 +1,4 @@
-// Tiles of the arrays over pairs, mask and bias, in shared memory: the copy engine brings them as it brings K and V, and
+// Tiles of the arrays over pairs, mask and bias, in shared memory: TMA brings them as it brings K and V, and
 // lanes read what is at the elements that they hold.
 #pragma once
 #include "attention/mask.cuh"
@@ -78,7 +78,7 @@ struct PairTiles {
     __device__ Mask mask() const { return {base}; }
     __device__ Bias bias() const { return {base + MASK_BYTES}; }
 
-    // The loading thread: from a query and a key on. Of an axis that it is broadcast along, an array has one entry.
+    // The producer: from a query and a key on. Of an axis that it is broadcast along, an array has one entry.
     template <class Maps>
     __device__ void load(const Params& p, const Maps& maps, unsigned barrier, const Head& head, int query, int key) const {
         mbarrier_arrive_expect(barrier, ARRIVING);

@@ -1,4 +1,4 @@
-// Where rows of an array lie: for threads, and for the copy engine.
+// Where rows of an array lie: for threads, and for TMA.
 #pragma once
 
 // Rows in memory, from one on.
