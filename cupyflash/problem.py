@@ -253,8 +253,10 @@ OPTIONS = (
     ),
     OptionRule("out_scale", 1.0, "What the result is multiplied by, for inputs of fp8.", check_out_scale, number=True),
     OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", check_layout),
-    OptionRule("max_seqlen_q", None, "A hint: how many queries a packed sequence has at most.", _check_most_q),
-    OptionRule("max_seqlen_k", None, "A hint: how many keys a sequence has at most.", _check_most_k),
+    OptionRule(
+        "max_seqlen_q", None, "A hint: how many queries a packed sequence has at most.", _check_most_q, number=True
+    ),
+    OptionRule("max_seqlen_k", None, "A hint: how many keys a sequence has at most.", _check_most_k, number=True),
     OptionRule("batch_invariant", False, "A sequence's bits do not depend on the others.", _check_invariant),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),
 )
@@ -333,6 +335,7 @@ class AttentionProblem:
     # Where lengths are data (lengths.py), seq_q and seq_k are the most that shapes allow. Nothing is of values.
     rows_q: int | None = None  # of all sequences together, where q is packed
     rows_k: int | None = None  # the same of k and v
+    cache: int | None = None  # of each sequence, where k and v are caches that are no pages
     page: int | None = None  # rows of a page, where k and v are pools of pages
     pages: int = 0  # of a pool
     max_seqlen_q: int | None = None  # hints, as powers of two: what is right does not depend on them
