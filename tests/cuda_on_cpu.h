@@ -62,7 +62,7 @@ struct Warp {
 
 struct Block;
 
-// What threads store in shared memory, the copy engine and the tensor cores may read after a fence: of the thread that
+// What threads store in shared memory, TMA and the tensor cores may read after a fence: of the thread that
 // stored it, or of the one that asks for the reading.
 struct Stored {
     unsigned long long when = 0;  // 0: nothing that was not fenced
@@ -84,7 +84,7 @@ struct Fiber {
     unsigned thread;
     Block* block;
     Background copies, stores;
-    unsigned long long fence;      // when it last made shared memory known to the copy engine and the tensor cores
+    unsigned long long fence;      // when it last made shared memory known to TMA and the tensor cores
     std::vector<unsigned> stored;  // what it has stored there since, in 16 bytes
     std::vector<Read> reads;       // of shared memory, by what `stores` has
 };

@@ -336,7 +336,7 @@ def test_a_workspace_is_kept_for_gradients_of_arrays_where_they_find_something(
     attention_backward(q, q, q, q, q, gpu.array((B, HQ, length), np.float32), bias=bias, wrt="bias")
     second, *_ = gpu.launched[-1]
     assert bool(second.found) == (length == SK and (dtype == np.float32 or second.family == "sm80"))
-    # At the end there are dq, dk, dv, dbias, and workspaces; and a copy of the bias, whose rows the copy engine wants
+    # At the end there are dq, dk, dv, dbias, and workspaces; and a copy of the bias, whose rows TMA wants
     # padded.
     assert len(pieces[-1]) == 4 + (2 if second.found else 1) + len(gpu.copied) // 2
 

@@ -150,7 +150,7 @@ WRONG = {  # and what is said of them, in one of the two orders or in both
     "copy_from_amid": "cp.async of 16 bytes from",
     "divided_warp": "is at .*, other lanes of the warp at ",
     "no_fence": "no fence between",
-    "no_read": "has ended while the copy engine was to read",
+    "no_read": "has ended while TMA was to read",
     "fewer_bytes": "nobody can go on:\n  block 0, threads 0 to 127: mbarrier_wait",
     "not_waited": NUMBERS,
     "not_fenced": "without wgmma_fence",

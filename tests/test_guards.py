@@ -98,8 +98,8 @@ def cases() -> list[Any]:
 
 
 def run(arena: Arena, inputs: Inputs, judge: Judge, layout: str, wrt: tuple[str, ...] = (), **options: Any) -> None:
-    """Both passes in the arena. `layout`: results of the call's own; columns whose rows start at 16 bytes, where the
-    copy engine stores; or columns that begin anywhere."""
+    """Both passes in the arena. `layout`: results of the call's own; columns whose rows start at 16 bytes, where
+    TMA stores; or columns that begin anywhere."""
     q, k, v, dout = (arena.put(x) for x in inputs[:4])
     named = dict(inputs.given) if inputs.key_mask is None else {"key_mask": inputs.key_mask, **inputs.given}
     options |= as_arguments({name: int(x) if name == "seed" else arena.put(x) for name, x in named.items()})
@@ -145,7 +145,7 @@ def test_every_head_dimension(
 
 @pytest.mark.parametrize("dim", [24, 59, 128, 250])
 def test_shapes_take_every_way_out(dim: int) -> None:
-    """On Hopper: O by the copy engine, from heads that share a tile, from shares of the keys; dQ from sums or whole."""
+    """On Hopper: O by TMA, from heads that share a tile, from shares of the keys; dQ from sums or whole."""
     taken = []
     for (batch, (sq, sk), (hq, hk)), _ in SHAPES:
         problem = AttentionProblem("float16", batch, sq, sk, hq, hk, dim, dim, 0.1)

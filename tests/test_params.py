@@ -140,7 +140,7 @@ def test_values_stand_where_they_belong(family: str, dtype: str, of: Pass) -> No
 @pytest.mark.parametrize("family", ["sm90", "sm80", "simt"])
 @pytest.mark.parametrize("of", [FORWARD, BACKWARD])
 def test_all_that_may_be_asked_for_fits(family: str, of: Pass) -> None:
-    """The parameters of a kernel are 4 KB where the driver is older, in which maps of the copy engine have their place,
+    """The parameters of a kernel are 4 KB where the driver is older, in which maps of TMA have their place,
     too."""
     names = [f"table{n}" for n in range(SCORE_ARRAYS)]
     text = " + ".join(f"{name}[h][i][j][b]" for name in names)

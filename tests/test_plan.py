@@ -593,7 +593,7 @@ def test_heads_that_share_keys_share_tiles_where_queries_are_few() -> None:
             q = chosen.maps[0]
             at_once = 64 if told["OWN_Q"] else rows  # a warpgroup's, where each has its own
             assert (q.array, q.heads, q.rows * q.heads) == ("q", pack, at_once) and (q.rows >= seq_q or pack == 1)
-            assert max(q.rows, q.heads) <= 256  # what the copy engine takes
+            assert max(q.rows, q.heads) <= 256  # what TMA takes
             assert {box.heads for box in chosen.maps[1:]} == {1}
             assert chosen.workspace[0].nbytes == 0  # tiles are alike: nothing to deal out
             if pack > 1:
@@ -663,7 +663,7 @@ def test_a_bound_of_0_is_a_bound() -> None:
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 64), (128, 128), (192, 128), (256, 256), (64, 256)])
 def test_boxes_are_tiles(dims: tuple[int, int]) -> None:
-    """What the copy engine moves at once is what the kernels wait for."""
+    """What TMA moves at once is what the kernels wait for."""
     for seq_q in (5, 1000):
         chosen = plan(problem("float16", *dims, batch=10, seq_q=seq_q), H200)
         told = constants(chosen)

@@ -12,7 +12,7 @@ from cupyflash.gpu.source import kernels_folder
 ROOMS = {
     "lengths, and which rows are live": (r"\bp\.(seq|first|end)_[qk]\b", {"attention/sequence.cuh"}),
     "a place in a tensor map": (r"\bInMap\s*(\w+\s*)?\{|InMap \w+\(", {"attention/head.cuh", "tile/places.cuh"}),
-    "boxes of the copy engine": (r"\btma_(load|store)\(", {"ptx/tma.cuh", "tile/swizzled.cuh", "sm90/pair_tiles.cuh"}),
+    "boxes of TMA": (r"\btma_(load|store)\(", {"ptx/tma.cuh", "tile/swizzled.cuh", "sm90/pair_tiles.cuh"}),
     "a head of its numbers": (r"\bHead(\s+\w+)?\s*\{[^}\s]", set()),
     "a number's tile": (r"[\w)] % tiles\b", {"attention/tiles.cuh", "attention/schedule.cuh"}),
     "the n-th of a list": (r"\bnth\(", {"attention/block_list.cuh", "attention/schedule.cuh"}),

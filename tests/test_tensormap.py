@@ -111,7 +111,7 @@ def test_encoded_once_for_the_same_arrays(asked: list[dict[str, Any]]) -> None:
 def test_outputs_have_maps_only_where_their_rows_end_at_16_bytes(
     asked: list[dict[str, Any]], dtype: str, out_dtype: str | None, of: Pass
 ) -> None:
-    """The copy engine cuts a store there, not at an element: it would write what follows a row that ends in between."""
+    """TMA cuts a store there, not at an element: it would write what follows a row that ends in between."""
     strides = dict.fromkeys(("q", "k", "v", "dout", "dk", "dv", "dq", "out"), (256_000, 512, 256))
     seen = set()
     for dims in ((x, y) for n in range(1, 257) for x, y in ((n, 64), (64, n))):

@@ -53,7 +53,7 @@ def to_copy(
 def needs_copy(view: View, alignment: int, maps: bool = False, padded: bool = True) -> str | None:
     """Why kernels that need `alignment` cannot read this array where it is, or None. The pointer is not looked at.
 
-    `maps`: they read it by the copy engine (TMA), whose strides are positive and less than 2**40 bytes. `padded`: they
+    `maps`: they read it by TMA, whose strides are positive and less than 2**40 bytes. `padded`: they
     read whole multiples of `alignment`.
     """
     if 0 in view.shape:
@@ -67,7 +67,7 @@ def needs_copy(view: View, alignment: int, maps: bool = False, padded: bool = Tr
         if extent > 1 and stride * size % alignment:
             return f"its rows are not {alignment}-byte aligned (a stride of {stride} elements)"
         if maps and extent > 1 and not 0 < stride * size < 2**40:
-            return f"the copy engine takes strides of 1 to 2**40 bytes, not {stride * size}"
+            return f"TMA of Hopper takes strides of 1 to 2**40 bytes, not {stride * size}"
     return None
 
 

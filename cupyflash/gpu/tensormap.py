@@ -1,4 +1,4 @@
-"""Tensor maps: what the copy engine of Hopper (TMA) wants to know of an array, encoded by the driver. Needs a GPU."""
+"""Tensor maps: what TMA wants to know of an array, encoded by the driver. Needs a GPU."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int,
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(
             f"the driver cannot describe an array of shape {shape} with strides of {strides} bytes at {pointer:#x} "
-            f"to the copy engine ({status.name})"
+            f"to TMA ({status.name})"
         )
     return ctypes.string_at(found.getPtr(), BYTES)
 

@@ -1,4 +1,4 @@
-"""sm90: wgmma tensor cores and the copy engine of Hopper."""
+"""sm90: wgmma tensor cores and TMA."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ SHARE_SPILLS = 560  # more, with scores or dropout: addresses of a share, where 
 LONG_KEYS = 6144  # more keys than that are a long tile
 # Tensor cores sum P V of 8 bits over so many keys, or half as many more (kernels_cu/sm90/long_sums.cuh).
 SUM_KEYS = 2048
-# How the output leaves through shared memory: all of a tile by the copy engine, or 16 rows by 64 columns of a warp at a
+# How the output leaves through shared memory: all of a tile by TMA, or 16 rows by 64 columns of a warp at a
 # time.
 STAGED, STRIPS = "staged", "strips"
 STRIP_ROW = 128  # bytes
@@ -126,7 +126,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     banded = listed or problem.left is not None or problem.right is not None
     pack = pack_of(problem, t) if packed else 1
     span = t.rows // pack  # queries of each of `pack` heads
-    # Whether warpgroups have their rows of Q each by itself. Of three the loading thread has no registers for it.
+    # Whether warpgroups have their rows of Q each by itself. Of three the producer has no registers for it.
     own_q = q_stages == 1 and pack == 1 and t.groups * t.blocks < 3
     tiles = tiles_of(problem, t, pack)
     if tiles >= 2**30:

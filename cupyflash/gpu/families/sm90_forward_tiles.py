@@ -62,7 +62,7 @@ FORWARD_TILES = (
 )
 # Up to 32, those that are tried first, the cheapest in front (`weighed`): four warpgroups with 64 keys at a time hide
 # the exponentials, too. With a bias they alone: beside its tiles for 128 keys there would be no room for the next
-# tile's Q. What is spilled are addresses, with mask and bias the loading thread's.
+# tile's Q. What is spilled are addresses, with mask and bias the producer's.
 NARROW = (
     ForwardTile(3, 128, 3, spills=56, dim=32, scored=False, crowded=False),
     ForwardTile(4, 64, 4, spills=128, dim=32),

@@ -1,4 +1,4 @@
-"""Gradients of arrays for the problems of sm90, on wgmma and the copy engine."""
+"""Gradients of arrays for the problems of sm90, on wgmma and TMA."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS, KEYS = 128, 128  # a thread block's tile: 64 queries for each of two warpg
 WORKERS = 8  # their warps
 DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these
 DEPTH = 64  # columns of a piece of the operands
-NOTE = 32  # bytes that the loading thread tells with each
+NOTE = 32  # bytes that the producer tells with each
 SPILLS = 400  # of addresses, with everything at once 376, without dropout 144; a bias alone none
 # Pieces in flight, and tiles of mask and bias: the first that there is room for.
 STAGES = ((5, 2), (4, 2), (5, 1), (4, 1))

@@ -10,7 +10,7 @@ from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..device import Arch
 from ..kernel_plan import PAIRWISE, Box, ceil, pad
 
-DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
+DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these; TMA fills in zeros
 FEW = 64  # queries, or keys: fewer than most tiles have
 PAIR_STAGES = (2, 1)  # tiles of mask and bias in flight: the first that there is room for
 RESERVED = 1024  # bytes of a multiprocessor's shared memory that each thread block takes for itself
