@@ -116,7 +116,7 @@ def draw_case(
         "key_mask": lambda: rng.random((n if "b" in along else 1, long_k)) < 0.7,
         "mask": lambda: rng.random(line if "mask" in lines else over) < 0.7,
         "bias": lambda: draw(rng, dtype, *(line if "bias" in lines else over)),
-        "alibi_slopes": lambda: (2.0 ** -rng.uniform(1, 8, (n if "b" in along else 1, hq))).astype(np.float32),
+        "alibi_slopes": lambda: (2.0 ** -rng.uniform(1, 8, (n if "b" in along else 1, hq))).astype(of_rows),
         "sinks": lambda: draw(rng, dtype, hq),
         "seed": lambda: np.array([rng.integers(-(2**63), 2**63)]),
     }

@@ -10,7 +10,7 @@ import pytest
 from ragged import Case, arguments, check_case, draw_case
 from reference import DTYPES
 
-from cupyflash import attention, attention_backward
+from cupyflash import attention, attention_backward, attention_backward_jvp, attention_jvp
 
 FORMS = [
     ("packed", "packed"), ("packed", "filled"), ("packed", "paged"), ("packed", "dense"), ("dense", "packed"),
@@ -202,3 +202,85 @@ def test_any_number_of_cores(cores: str, rng: np.random.Generator, monkeypatch: 
         )
         results.append(bits(out, lse, *grads, grads.dbias))
     assert results[0] == results[1]
+
+
+TANGENTS = [
+    (("q", "k", "v"), {"options": {"causal": True}}),
+    (("q", "bias", "sinks"), {"given": ("bias", "sinks"), "lines": ("bias",), "options": {"window": (4, 4)}}),
+    (("k", "alibi_slopes", "bias"), {"given": ("bias", "alibi_slopes", "seed"), "options": {"dropout": 0.2}}),
+    (("v", "table"), {"score": "relative"}),
+]
+
+
+@pytest.mark.parametrize(("moving", "how"), TANGENTS, ids=["-".join(x) for x, _ in TANGENTS])
+def test_tangents_are_those_of_each_alone(
+    moving: tuple[str, ...], how: dict[str, Any], rng: np.random.Generator
+) -> None:
+    """As differences say, of results and of gradients, in float64."""
+    for form_k in ("packed", "filled"):
+        case = draw_case(rng, [3, 0, 9, 1], [5, 2, 7, 0], form_k=form_k, dtype="float64", dims=(8, 8), **how)
+        arrays, named = arguments(case)
+        q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
+        whole = {"q": q, "k": k, "v": v} | named | named.get("score_arrays", {})
+        tangents = {
+            name: np.where(np.isnan(whole[name]), np.nan, rng.standard_normal(whole[name].shape)) for name in moving
+        }
+        out, lse = attention(q, k, v, return_lse=True, **named)
+        tout, tlse = attention_jvp(tangents, q, k, v, out, lse, **named)
+        wrt = [name for name in moving if name not in "qkv"]
+        second = attention_backward_jvp(tangents, dout, q, k, v, out, lse, wrt=wrt, **named)
+
+        def at(step: float) -> list[np.ndarray]:
+            moved = {name: whole[name] + step * tangents[name] for name in moving}  # noqa: B023
+            given = {**named, **{name: x for name, x in moved.items() if name in named}}  # noqa: B023
+            if "score_arrays" in given:
+                given["score_arrays"] = {name: moved.get(name, x) for name, x in given["score_arrays"].items()}
+            of = [moved.get(name, x) for name, x in zip("qkv", (q, k, v))]  # noqa: B023
+            results = attention(*of, return_lse=True, **given)
+            grads = attention_backward(dout, *of, *results, wrt=wrt, **given)  # noqa: B023
+            return [*results, *grads, *grads.of_arrays.values()]
+
+        for x, y, found in zip(at(1e-5), at(-1e-5), (tout, tlse, *second, *second.of_arrays.values())):
+            with np.errstate(invalid="ignore"):
+                slope = np.where(np.isneginf(x), 0, (x - y) / 2e-5)
+            np.testing.assert_allclose(found, slope, rtol=1e-5, atol=1e-6)
+
+
+def test_results_in_float32_and_gradients_that_are_added(rng: np.random.Generator) -> None:
+    case = draw_case(rng, SQUARE, SQUARE, dtype="bfloat16", rest=0)
+    arrays, named = arguments(case)
+    q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
+    out = attention(q, k, v, **named)
+    wide = attention(q, k, v, out=np.empty(out.shape, np.float32), **named)
+    assert bits(wide.astype(out.dtype)) == bits(out) and (wide != out).any()
+    out, lse = attention(q, k, v, return_lse=True, **named)
+    once = attention_backward(
+        dout, q, k, v, out, lse, grads=tuple(np.empty(x.shape, np.float32) for x in (q, k, v)), **named
+    )
+    twice = tuple(x.copy() for x in once)
+    attention_backward(dout, q, k, v, out, lse, grads=twice, add=True, **named)
+    assert all(np.allclose(y, 2 * x, atol=1e-6) for x, y in zip(once, twice))
+
+
+@pytest.mark.parametrize("form_k", ["packed", "filled", "paged"])
+def test_8_bits(form_k: str, rng: np.random.Generator) -> None:
+    """A number for each head, or for each 128 rows of a sequence."""
+    import ml_dtypes
+
+    case = draw_case(
+        rng, [140, 3], [150, 40], form_k=form_k, dtype="float32", rest=0, page=32, options={"causal": True}
+    )
+    q, k, v = (np.nan_to_num(case.arrays[x]).astype(ml_dtypes.float8_e4m3fn) for x in "qkv")
+    for blocks in (1, 2):
+        scales = {
+            f"{x}_descale": rng.uniform(0.5, 2, (2, h, blocks)).astype(np.float32) for x, h in zip("qkv", (4, 2, 2))
+        }
+        out = attention(q, k, v, **scales, **case.lengths, **case.options)
+        assert out.dtype == ml_dtypes.bfloat16
+        for n, ((of_q,), of_k) in enumerate(zip(case.queries, case.keys)):
+            own = [q[of_q], k[of_k], v[of_k]]
+            rows = [np.repeat(s[n], 128, 1)[:, : len(x)] if blocks > 1 else s[n] for x, s in zip(own, scales.values())]
+            meant = [x.astype(np.float32) * s.T[:, :, None] for x, s in zip(own, rows)]
+            np.testing.assert_allclose(
+                out[of_q].astype(np.float32), attention(*meant, causal=True), rtol=0.02, atol=0.02
+            )
