@@ -183,7 +183,7 @@ __device__ void split_tile(const P& p, int n) {
 // The tiles of all these arrays that are given, one after the other.
 template <class Of, class... Others, class P>
 __device__ void split_operands(const P& p, int n) {
-    int tiles = Of::GIVEN ? p.batch * Of::heads(p) * Of::of_head(p) : 0;
+    int tiles = Of::GIVEN ? int(Of::count(p)) : 0;
     if (n < tiles) {
         if constexpr (Of::GIVEN) split_tile<Of>(p, n);
     } else if constexpr (sizeof...(Others) > 0) {
