@@ -26,11 +26,6 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const Range keys = head.key_tile<config::OWNED>(p, at.number);
     const int row = keys.begin;
 
-    const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
-    const Matrix tk = key_matrix(p, head, p.tk, p.tk_strides, p.dim);
-    const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
-    const Matrix tv = key_matrix(p, head, p.tv, p.tv_strides, p.dim_v);
-
     const Dropout dropout(p);
 
     __shared__ Shared shared;
@@ -44,6 +39,11 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
         const Matrix tdout = query_matrix(p, head, p.tdout, p.tdout_strides, p.dim_v);
 
         for (int step = walk.start(); walk.has(step); step = walk.next(step)) {
+            // Made anew for each tile: kept over the loop they would take registers that sums need.
+            const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
+            const Matrix tk = key_matrix(p, head, p.tk, p.tk_strides, p.dim);
+            const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
+            const Matrix tv = key_matrix(p, head, p.tv, p.tv_strides, p.dim_v);
             const int query = walk.tile(step) * config::VISITED;
             ScoreTile s, ts = {}, dp, tdp = {};
             dot_products(s, k, row, q, query, shared);

@@ -4,8 +4,9 @@
 //     tlse = rowsum(W) / rowsum(P) + c    tO = W V + P tV - rowsum(W) O
 //
 // (tS stands for what the scores change by.) There is no maximum, and nothing is rescaled: c may be any number of the
-// row's own. With the mean of tS over the first tile that has a key of the row W stays small where tangents have something
-// in common. rowsum(P) is 1, but for what rounds lse.
+// row's own. With the mean of tS over the first tile that has weight (attention/shift.cuh) W stays small where tangents have
+// something in common, and with it what is rounded in O. rowsum(P) is 1, but for what rounds lse.
+#include "attention/shift.cuh"
 #include "attention/tangents.cuh"
 #include "simt/probability.cuh"
 
@@ -61,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
 #pragma unroll
                 for (int j = 0; j < SCORES; ++j) weights += s[i][j], mean = fma(s[i][j], ts[i][j], mean);
                 weights = row_sum(weights), mean = row_sum(mean);
-                if (!(centred >> i & 1) && weights > 0) centre[i] = mean / weights, centred |= 1u << i;
+                if (!(centred >> i & 1) && weights > NO_WEIGHT) centre[i] = mean / weights, centred |= 1u << i;
             }
 #pragma unroll
             for (int j = 0; j < SCORES; ++j) {

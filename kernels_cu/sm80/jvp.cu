@@ -3,8 +3,9 @@
 //
 //     tS = tQ K^T + Q tK^T    w = P (scale slope tS - c)    tO = w V + P tV - rowsum(w) O    tlse = rowsum(w) + c
 //
-// c is any number of a row's own. The mean over the first tile that it sees keeps w small where all keys share a
-// tangent, which rounding w would show. P is known from lse, as in the backward: there is no maximum to look for.
+// c is any number of a row's own. The mean over the first key tile that has weight (attention/shift.cuh) keeps w small
+// where all keys share a tangent, which rounding w would show. P is known from lse, as in the backward: there is no
+// maximum to look for.
 //
 // Thread blocks, warps and stages are those of the forward (forward.cu), with tQ, tK, tV beside Q, K, V. What is not
 // given has no place in shared memory, and no products.
@@ -13,6 +14,7 @@
 #include "attention/exact_lse.cuh"
 #include "attention/mask.cuh"
 #include "attention/schedule.cuh"
+#include "attention/shift.cuh"
 #include "attention/tangents.cuh"
 #include "ptx/barrier.cuh"
 #include "sm80/tangents.cuh"
@@ -223,7 +225,7 @@ struct Block {
         }
     }
 
-    // c of rows whose first keys these are: the mean of the scores' tangents. (No key before had any weight.)
+    // c of rows whose first tile with weight this is: the mean of the scores' tangents.
     __device__ void find_centres(const Scores& x, const Scores& tx, const Exchange& exchange) {
         Accum mass[LINES] = {}, mean[LINES] = {};
 #pragma unroll
@@ -244,7 +246,7 @@ struct Block {
         }
 #pragma unroll
         for (int line = 0; line < LINES; line++) {
-            if (!(waiting >> line & 1) || mass[line] == 0) continue;
+            if (!(waiting >> line & 1) || !(mass[line] > NO_WEIGHT)) continue;
             waiting &= ~(1u << line);
             centre[line] = mean[line] * reciprocal_approx(mass[line]);
         }

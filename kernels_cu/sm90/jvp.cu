@@ -3,8 +3,9 @@
 //
 //     tS = tQ K^T + Q tK^T    w = P (scale slope tS - c)    tO = w V + P tV - rowsum(w) O    tlse = rowsum(w) + c
 //
-// c is any number of a row's own. The mean over its first key tile keeps w small where all keys share a tangent, which
-// rounding w would show. P is known from lse, as in the backward: there is no maximum to look for.
+// c is any number of a row's own. The mean over the first key tile that has weight (attention/shift.cuh) keeps w small
+// where all keys share a tangent, which rounding w would show. P is known from lse, as in the backward: there is no
+// maximum to look for.
 //
 // As in the forward the first warpgroup only loads (forward_tiles.cuh) and the others each own 64 queries. Tensor cores
 // work in the background: on tS under the exponentials of S, and (AHEAD) on what the tile before adds to tO under all
@@ -12,6 +13,7 @@
 #include "attention/dead_rows.cuh"
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
+#include "attention/shift.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/forward_tiles.cuh"
@@ -50,6 +52,7 @@ struct Worker {
 
     // Of the lane's two rows.
     float minus_lse[2], centre[2], sum[2];  // exponents of 2; c; rowsum(w), of the lane's own columns
+    unsigned waiting = 0;                   // those that have no c so far, as bits
 
     Accumulator<1, DIM_V / 8> o;
     Operand<KEYS> probabilities, weights;
@@ -147,21 +150,25 @@ struct Worker {
         drop(x, at, tile.head.batch, dropout);
     }
 
-    // The mean of the scores' tangents over a tile.
-    __device__ void find_centre(const Scores& x, const Scores& tx, const Scores& slopes) {
-        float mass[2] = {}, mean[2] = {};
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                float weight = fabs(x.x[0][n][e]), slope = Pairs::settled(slopes.x[0][n][e], weight);
-                mass[e / 2] += weight;
-                mean[e / 2] = fma(weight, tx.x[0][n][e] * slope, mean[e / 2]);
-            }
+    // c of rows whose first tile with weight this is, from w without it.
+    __device__ void find_centre(const Scores& x, Scores& w) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            mass[h] = of_quad(mass[h]), mean[h] = of_quad(mean[h]);
-            centre[h] = mass[h] > 0 ? mean[h] / mass[h] : 0;
+            float mass = 0;
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; n++) mass += fabs(x.x[0][n][2 * h]) + fabs(x.x[0][n][2 * h + 1]);
+            float all = of_quad(mass), mean = of_quad(sum[h]);
+            bool found = waiting >> h & 1 && all > NO_WEIGHT;
+            float c = found ? mean / all : 0;
+            if (found) centre[h] = c, waiting &= ~(1u << h);
+            sum[h] = fma(-c, mass, sum[h]);
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; e++) {
+                    float weight = x.x[0][n][e];
+                    if (!DROPOUT || weight > 0) w.x[0][n][e] = fma(-c, fabs(weight), w.x[0][n][e]);
+                }
         }
     }
     __device__ static float of_quad(float x) {
@@ -210,7 +217,6 @@ struct Worker {
                     },
                     x, slopes);
             }
-            if (!LATER) find_centre(x, tx, slopes);
             tx.each(
                 [&](float& t, int r, int, float& weight, float& slope) {
                     float w = fabs(weight);
@@ -221,6 +227,10 @@ struct Worker {
                 x, slopes);
         }
         if (AHEAD && LATER) values_added();
+        if (WEIGHED && __any_sync(~0u, waiting)) {
+            keep_branch();
+            find_centre(x, tx);
+        }
         if (TV) probabilities.template take<0, KEYS, DROPOUT>(x);
         if (WEIGHED) weights.take(tx);
         if (!AHEAD) {
@@ -231,10 +241,12 @@ struct Worker {
 
     // lse of the lane's rows; those that see nothing have no probabilities.
     __device__ void begin() {
+        waiting = 0;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float lse = query(h) < tile.head.queries(p) ? p.lse[tile.head.row_number(p, query(h))] : MINUS_INFINITY;
             minus_lse[h] = lse == MINUS_INFINITY ? MINUS_INFINITY : -lse * LOG2E;
+            if (lse != MINUS_INFINITY) waiting |= 1u << h;
             centre[h] = sum[h] = 0;
         }
         near = true;

@@ -53,8 +53,8 @@ BACKWARD_JVP_TILES = (
 
 
 def _possible(t: BackwardJvpTile, problem: AttentionProblem) -> bool:
-    """Do what is owned and what visits it come out even, is there a stage for what is added later beside the one that is
-    under way, and have four tiles of scores and the results room in registers?"""
+    """Do what is owned and what visits it come out even, is there a stage for what is added later beside the one that
+    is under way, and have four tiles of scores and the results room in registers?"""
     most, own = 232 if t.groups == 2 else 152, 64 * t.groups
     return (
         own % t.rows == own % t.keys == 0

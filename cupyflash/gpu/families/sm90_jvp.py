@@ -41,7 +41,7 @@ class JvpTile:
 JVP_TILES = (
     JvpTile(2, 128, 2, spills=96, dim=64, plain=True),
     JvpTile(2, 64, 3, 1, 1, spills=8, dim=64),
-    JvpTile(2, 64, 2, 1, 1, 1, spills=32, dim=128, plain=True),
+    JvpTile(2, 64, 2, 1, 1, 1, spills=160, dim=128, plain=True),
     JvpTile(2, 64, 2, 1, spills=32, dim=128),
     JvpTile(2, 32, 2, 1, 1, 1, spills=64, dim=192, plain=True),
     JvpTile(2, 32, 2, 1, spills=128, dim=192),
