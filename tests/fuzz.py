@@ -37,6 +37,7 @@ if __name__ in ("__main__", "__mp_main__"):  # as a script, and in the processes
     os.environ.setdefault("CUPYFLASH_CONFIG_DIR", os.devnull)  # not with tiles that were tuned here
 
 import float8_problems
+import fuzz_lengths
 import numpy as np
 from backends import CPU, Backend, no_gpu
 from criterion import ByLuck, luck_explains
@@ -64,6 +65,7 @@ PROBLEMS_OF_A_KIND = {"cpu": 10, "gpu": 4000}  # nothing is compiled on a CPU
 # Times as many: of JAX, where XLA compiles for each shape; where queries are few, of as many heads as a GPU has room
 # for; and of block masks, whose lists wait for the GPU several times.
 OF_JAX, OF_FEW, OF_BLOCKS = 0.05, 0.2, 0.4
+OF_LENGTHS = 0.2  # how often lengths are data
 FAILURES = 20  # and then it ends
 SECONDS_BETWEEN_LINES = 10
 
@@ -92,6 +94,7 @@ class Kind:
     by: str | None = None  # of 8 bits: what inputs are scaled by
     result: str | None = None  # and what out is
     named: bool = True  # is the family? Else it is the plan's choice
+    lengths: bool = False  # are they data?
 
 
 def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: str) -> Kind:
@@ -128,6 +131,7 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
         few=FEW[rng.integers(len(FEW))] if rng.random() < 0.12 else None,
         named=bool(backend.family is None or rng.random() < 0.85),
         **_of_8_bits(rng) if dtype == FLOAT8 else {},
+        lengths=bool(library == "numpy" and dtype != FLOAT8 and rng.random() < OF_LENGTHS),
     )  # fmt: skip
 
 
@@ -276,6 +280,8 @@ def _short(rng: np.random.Generator, low: int, high: int) -> int:
 def run_one(kind: Kind, seed: tuple[int, ...]) -> tuple[str, str | None]:
     """One problem of a kind: what it was, and what is wrong with what came of it."""
     rng = Drawn(seed)
+    if kind.lengths:
+        return run_ragged(rng, kind)
     problem, way = draw_problem(rng, kind), ""
     try:
         if kind.dtype == FLOAT8:
@@ -298,6 +304,17 @@ def run_one(kind: Kind, seed: tuple[int, ...]) -> tuple[str, str | None]:
         wrong = f"{type(error).__name__}: {error} ({way})"
         return problem.text, wrong if isinstance(error, AssertionError) else f"{wrong}\n{traceback.format_exc()}"
     return problem.text, None
+
+
+def run_ragged(rng: Drawn, kind: Kind) -> tuple[str, str | None]:
+    """The same where lengths are data."""
+    dims = tuple(int(rng.integers(EDGES[EDGES.index(edge) - 1] + 1, edge + 1)) for edge in kind.dims)
+    said: list[str] = []
+    try:
+        fuzz_lengths.run(rng, kind, dims, said)
+    except Exception as error:  # noqa: BLE001
+        return " ".join(said), f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    return " ".join(said), None
 
 
 class Sparing(Backend):
