@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from . import integrations as integrations
     from . import jax as jax
     from . import masks as masks
+    from . import parallel as parallel
     from . import torch as torch
     from .blockmask.blocks import BlockMask
     from .tools.autotune import tune
@@ -26,6 +27,6 @@ if TYPE_CHECKING:
 else:
     # What needs an array library, and tools.
     __getattr__, __dir__ = later(
-        __name__, "compat", "float8", "integrations", "jax", "masks", "torch",
+        __name__, "compat", "float8", "integrations", "jax", "masks", "parallel", "torch",
         BlockMask=".blockmask.blocks", explain=".tools.explanation", tune=".tools.autotune",
     )  # fmt: skip

@@ -25,7 +25,7 @@ FLOORS = (
     ("dispatch", "merging", "blockmask", "tangents"),
     ("interop.torch_*", "interop.jax_*"),
     ("api derivatives given", "interop.conformance", "masks"),
-    ("torch integrations", "jax", "compat", "reference", "tools"),
+    ("torch integrations", "jax", "compat", "reference", "tools", "parallel"),
     ("",),
     ("bench", "demo"),
     ("tools.commands tools.cli tools.info __main__ bench.__main__",),

@@ -75,6 +75,36 @@ class BlockMask:
             visible = int(whole) + int(xp.unpackbits(self._bits.ravel().view(np.uint8)).sum(dtype=np.int64))
         return visible / max(1, math.prod(self.shape))
 
+    def part(self, rows: tuple[int, int], keys: tuple[int, int], heads: tuple[int, int] | None = None) -> BlockMask:
+        """The mask of some rows, keys and heads, [begin, end): these begin at multiples of its block, and end at such
+        or where it ends. Nothing is asked again."""
+        slots = self._slots
+        if heads is not None and self.shape[1] > 1:
+            slots = slots[:, slice(*heads)]
+        for axis, name, (first, end), size, n in zip(
+            (2, 3), ("rows", "keys"), (rows, keys), self.block, self.shape[2:]
+        ):
+            if not 0 <= first <= end <= n or first % size or (end % size and end != n):
+                raise ValueError(
+                    f"{name} is {(first, end)}; of {n} in blocks of {size} it must begin and end at multiples of that, "
+                    f"or end at {n}"
+                )
+            slots = slots[(*[slice(None)] * axis, slice(first // size, -(-end // size)))]
+        shape = (*slots.shape[:2], rows[1] - rows[0], keys[1] - keys[0])
+        with _on(self.kind.device) as xp:
+            slots = xp.array(slots)
+            numbered = slots >= 0
+            used, slots[numbered] = xp.unique(slots[numbered], return_inverse=True)
+            return BlockMask(MaskKind(shape, self.kind.device), self.block, slots, self._bits[used])
+
+    def hull(self) -> tuple[int, int]:
+        """The first key and the last but one of the blocks that are not empty; (0, 0) where all are."""
+        with _on(self.kind.device) as xp:
+            found = xp.flatnonzero((self._slots != EMPTY).any(axis=(0, 1, 2)))
+            if not len(found):
+                return 0, 0
+            return int(found[0]) * self.block[1], min(self.shape[3], (int(found[-1]) + 1) * self.block[1])
+
     def __repr__(self) -> str:
         counts = ", ".join(f"{n:,} {name}" for name, n in self.counts().items())
         rows, keys = self.block

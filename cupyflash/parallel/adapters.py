@@ -1,0 +1,22 @@
+"""From what a caller gives as `group` to the protocol."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .groups import Group
+
+
+def of(group: Any) -> Group:
+    """The group that a caller gave; TypeError for what is none."""
+    if group is None:
+        raise TypeError("group is None; it must be a group: parallel.simulated, an mpi4py communicator, ...")
+    if all(hasattr(group, name) for name in ("rank", "size", "exchange", "all_gather", "eager")):
+        found: Group = group
+        return found
+    if type(group).__module__.partition(".")[0] == "mpi4py":
+        from .mpi import MpiGroup
+
+        return MpiGroup(group)
+    name = f"{type(group).__module__}.{type(group).__qualname__}".removeprefix("builtins.")
+    raise TypeError(f"group is a {name}; it must be parallel.simulated(n)'s, or an mpi4py communicator")
