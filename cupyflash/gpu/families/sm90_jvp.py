@@ -39,7 +39,7 @@ class JvpTile:
 
 # What is spilled are addresses, once per tile, where tiles are tested or scores are more than products.
 JVP_TILES = (
-    JvpTile(2, 128, 2, spills=96, dim=64, plain=True),
+    JvpTile(2, 128, 2, spills=160, dim=64, plain=True),
     JvpTile(2, 64, 3, 1, 1, spills=8, dim=64),
     JvpTile(2, 64, 2, 1, 1, 1, spills=160, dim=128, plain=True),
     JvpTile(2, 64, 2, 1, spills=32, dim=128),
@@ -51,10 +51,10 @@ JVP_TILES = (
 # Tried first where three warpgroups have registers enough, `_by_load`.
 NARROW = (
     JvpTile(3, 80, 2, dim=32, plain=True),
-    JvpTile(3, 64, 2, 0, 1, dim=64, plain=True, cost=number("sm90_jvp.narrow")),
+    JvpTile(3, 64, 2, 0, 1, spills=320, dim=64, plain=True, cost=number("sm90_jvp.narrow")),
     JVP_TILES[0],
 )
-MIDDLE = (JvpTile(3, 48, 2, 0, 1, dim=96, plain=True, cost=number("sm90_jvp.middle")), JVP_TILES[2])
+MIDDLE = (JvpTile(3, 48, 2, 0, 1, spills=120, dim=96, plain=True, cost=number("sm90_jvp.middle")), JVP_TILES[2])
 # Whether the result leaves by the copy engine, where there is room.
 STAGED = (True, False)
 
