@@ -4,7 +4,8 @@ rows = parallel.Rows.zigzag(length, group.size)
 out = parallel.attention(q, k, v, group, rows=rows, causal=True)     # q, k, v, out: this rank's rows
 """
 
-from .calls import attention, attention_backward, merge
+from .calls import merge
+from .entries import attention, attention_backward
 from .explain import explain
 from .masks import block_mask
 from .rows import Rows

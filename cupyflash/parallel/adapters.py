@@ -18,5 +18,18 @@ def of(group: Any) -> Group:
         from .mpi import MpiGroup
 
         return MpiGroup(group)
+    if type(group).__module__.partition(".")[0] == "torch":
+        from .torch_group import TorchGroup
+
+        return TorchGroup(group)
     name = f"{type(group).__module__}.{type(group).__qualname__}".removeprefix("builtins.")
-    raise TypeError(f"group is a {name}; it must be parallel.simulated(n)'s, or an mpi4py communicator")
+    raise TypeError(f"group is a {name}; it must be parallel.simulated(n)'s, an mpi4py communicator or PyTorch's")
+
+
+def named(group: Any, library: str | None = None) -> Any:
+    """Of PyTorch, what a mesh or None (for tensors: the default group) stands for; else the group as it is."""
+    if (group is None and library == "torch") or type(group).__module__.partition(".")[0] == "torch":
+        from .torch_group import groups
+
+        return groups(group)
+    return group

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from .groups import bytes_of
+
 
 class Simulated:
     """`simulated(n)`: n ranks. `run` has each call a function with its group."""
@@ -140,9 +142,15 @@ class _Waiting:
             found = self._post.receive(label)
             if found.nbytes != x.nbytes:
                 raise ValueError(f"a message of {found.nbytes} bytes came where {x.nbytes} were waited for")
-            x.reshape(-1).view(np.uint8)[...] = found.reshape(-1).view(np.uint8)
+            x[...] = found
         self._receives = []
 
 
 def _numpy(x: Any) -> np.ndarray:
-    return x if isinstance(x, np.ndarray) else x.detach().numpy()
+    """A contiguous array as bytes, sharing its memory."""
+    if isinstance(x, np.ndarray):
+        return bytes_of(x)
+    import torch
+
+    found: np.ndarray = x.detach().reshape(-1).view(torch.uint8).numpy()
+    return found
