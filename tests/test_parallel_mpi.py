@@ -44,7 +44,7 @@ def test_over_mpi() -> None:
         pytest.skip("there is no mpiexec")
     code = "import test_parallel_mpi; test_parallel_mpi.in_a_group()"
     done = subprocess.run(
-        [mpiexec, "-n", "2", sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True,
-        timeout=120,
+        [mpiexec, "-n", "2", sys.executable, "-c", code], check=False, cwd=Path(__file__).parent,
+        capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -83,7 +83,7 @@ def in_a_group(rank: int, size: int, file: str) -> None:
 
     def compared(found: dict[str, Any], at: str) -> None:
         for name, y in found.items():
-            torch.testing.assert_close(y, expected[name], msg=lambda m: f"{at} {name}: {m}")
+            torch.testing.assert_close(y, expected[name], msg=lambda m, name=name: f"{at} {name}: {m}")
 
     if size == 2:
         for exchange in ("keys", "heads", None):
