@@ -115,6 +115,19 @@ def test_many_sequences(rng: np.random.Generator) -> None:
     check_case(draw_case(rng, [*map(int, lens)], [*map(int, lens)], heads=(2, 2), dims=(8, 8)))
 
 
+def test_what_sequences_share_is_summed_before_it_is_rounded(rng: np.random.Generator) -> None:
+    lens = [int(n) for n in rng.integers(1, 6, 200)]
+    case = draw_case(rng, lens, lens, heads=(8, 8), dims=(8, 8), dtype="bfloat16", given=("sinks",))
+    arrays, named = arguments(case)
+    q, k, v = (arrays[name] for name in "qkv")
+    out, lse = attention(q, k, v, return_lse=True, **named)
+    found = []
+    for sinks in (named["sinks"], named["sinks"].astype(np.float32)):
+        grads = attention_backward(arrays["dout"], q, k, v, out, lse, wrt="sinks", **named | {"sinks": sinks})
+        found.append(grads.dsinks.astype(np.float64))
+    assert (np.abs(found[0] - found[1]) <= 2.0**-8 * np.abs(found[1])).all()
+
+
 def test_nobody_is_there(rng: np.random.Generator) -> None:
     for n in (0, 3):
         case = draw_case(rng, [0] * n, [0] * n, rest=4, given=("sinks",))
