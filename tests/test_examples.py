@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ NEEDS = {
     "train_gpt.py": ["torch"], "torch_module.py": ["torch"], "relative_positions.py": ["torch"],
     "from_flex_attention.py": ["torch"], "jax_training.py": ["jax"], "transformers_model.py": ["transformers"],
     "flax_attention.py": ["flax"], "equinox_attention.py": ["equinox", "optax"], "meanflow.py": ["torch"],
-    "forces.py": ["torch"],
+    "forces.py": ["torch"], "parallel_gpt.py": ["torch"],
 }  # fmt: skip
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 
@@ -149,6 +150,21 @@ def test_forces(one_thread: None, capsys: pytest.CaptureFixture[str]) -> None:
     result = load("forces").main(["--steps", "60", "--device", "cpu"])
     assert result["first"] > 0.9 and result["last"] < 0.15
     assert "after 60 steps" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_parallel_gpt(one_thread: None) -> None:
+    """Two processes have the losses of one."""
+    pytest.importorskip("torch")
+    small = [str(FOLDER / "parallel_gpt.py"), "--steps", "6", "--length", "64", "--width", "32"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    said = [
+        subprocess.run([sys.executable, *how, *small], capture_output=True, text=True, check=True, timeout=300).stdout
+        for how in ([], launcher)
+    ]
+    one, two = (re.findall(r"loss ([\d.]+)", x) for x in said)
+    assert len(one) == 2 and float(one[1]) < float(one[0])
+    np.testing.assert_allclose([float(x) for x in two], [float(x) for x in one], atol=1e-4)
 
 
 def test_jax_training(capsys: pytest.CaptureFixture[str]) -> None:
