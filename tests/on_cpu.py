@@ -22,7 +22,8 @@ from cupyflash.gpu.kernel_plan import Box, KernelPlan
 from cupyflash.gpu.params import KEYS, Packer, round_keys, score_shape
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
-from cupyflash.passes import BACKWARD, FORWARD
+from cupyflash.gpu.strides import params_strides
+from cupyflash.passes import BACKWARD, BY_ROWS, FORWARD
 from cupyflash.problem import ARRAYS, ITEMSIZE, AttentionProblem, View
 
 
@@ -181,6 +182,11 @@ class Guarded:
         """Of an array with rows, in elements, as `Packer` takes them: (batch, row, head)."""
         return tuple(s // self._dtype.itemsize for s in self.array.strides)[:3]
 
+    @property
+    def view(self) -> View:
+        own = tuple(s // self._dtype.itemsize for s in self.array.strides)
+        return View(self._shape, own, self._dtype.name, "cpu", "numpy", self.pointer)
+
     def check(self, name: str) -> None:
         memory = self._memory.copy()
         if not self._is_input:
@@ -201,6 +207,8 @@ def run(
     """Launch a plan's kernels on these arrays and workspaces."""
     slots = Packer(kernels, problem, {}).slots
     strides = {name: x.strides for name, x in given.items()}
+    for name in {*BY_ROWS} & given.keys():
+        strides[name] = params_strides(given[name].view, "bshd")
     for row in ARRAYS:
         for name in {f"{of}{row.name}" for of in ("", "d", "t", "td")} & given.keys():
             x = given[name].array

@@ -69,7 +69,7 @@ class Step:
     def __init__(self, call: Call, stated: Stated, ordinal: int, wrt: tuple[str, ...] = ()) -> None:
         problem, self.shapes, views, _ = stated
         self.device, self.wrt = ordinal, wrt
-        self._forward = call.of is FORWARD
+        self._forward, self._ragged = call.of is FORWARD, problem.ragged
         dtypes = dict.fromkeys(self.shapes, problem.result_dtype)
         if wrt:
             gradient = "td" if call.of.moved else "d"
@@ -92,7 +92,7 @@ class Step:
         if rows is not None:
             launch.fill(lib, rows, float("-inf") if self._forward else 0.0, self.device, stream)
             sinks = call.arrays.get("sinks" if self._forward else "tsinks")
-            if sinks is not None:
+            if sinks is not None and not self._ragged:  # else no row belongs to a sequence
                 launch.spread(lib, rows, lib.pointer(sinks), lib.view(sinks), self.device, stream)
         return Ran(results, rows, None)
 
@@ -136,7 +136,8 @@ class Kernels(Step):
         super().__init__(call, stated, ordinal, wrt)
         self.plan, self.first, self._lists = plan, first, plan.lists
         problem, _, views, into = stated
-        rank, layout = len(views["q"].shape), call.options["layout"]
+        # (Where lengths are data optional arrays have all axes.)
+        rank, layout = 4 if problem.ragged else len(views["q"].shape), call.options["layout"]
         strides: dict[str, tuple[int, ...]] = {}
         self.copies: list[tuple[str, View, View]] = []  # inputs to copy first: what they are, and what the copy is
         for name, view in views.items():

@@ -133,6 +133,12 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
             (f"{x}_BLOCKS", "key_block" in of.axes if (of := problem.array(f"{x.lower()}_descale")) else False)
             for x in "KV"
         ),
+        ("PACKED_Q", problem.rows_q is not None),
+        ("PACKED_K", problem.rows_k is not None),
+        ("LENGTHS", problem.has("seqlens_k")),
+        ("PAGED", problem.page is not None),
+        ("TOP_LEFT", problem.ragged and problem.causal == "top_left"),  # else lengths say where the diagonal is
+        *((f"{name.upper()}_LINES", by_line(problem, name)) for name in PAIRWISE),
         ("BLOCK_MASK", problem.block_mask is not None),
         ("SOFTCAP", problem.softcap is not None),
         ("SCORE", problem.score is not None),
@@ -145,6 +151,11 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("TSCORE", problem.moves(*(x.key for x in problem.score.arrays)) if problem.score else False),
         ("ADDED_MOVES", sum(problem.moves(name) for name in added(problem))),  # whose terms have tangents
     )
+
+
+def by_line(problem: AttentionProblem, name: str) -> bool:
+    """Whether an array over pairs has a line for each packed query."""
+    return (given := problem.array(name)) is not None and "line" in given.axes
 
 
 def added(problem: AttentionProblem) -> list[str]:
@@ -167,6 +178,32 @@ def both_ways(problem: AttentionProblem, rows: int, keys: int, bits: str) -> tup
     """What a backward asks of a block mask whose blocks own tiles of keys: also which of them add to dQ of a tile of
     queries."""
     return lists(problem, ListUse("query_lists", rows, keys, bits), ListUse("key_lists", rows, keys, None))
+
+
+def query_tiles(problem: AttentionProblem, size: int) -> int:
+    """How many numbers tiles of so many queries have, over all heads: of packed sequences, whatever their lengths
+    (kernels_cu/attention/tiles.cuh)."""
+    return problem.heads_q * _of_heads(problem, problem.rows_q, problem.seq_q, size)
+
+
+def key_tiles(problem: AttentionProblem, size: int) -> int:
+    """The same of keys, and heads of these."""
+    return problem.heads_k * _of_heads(problem, problem.rows_k, problem.cache or problem.seq_k, size)
+
+
+def _of_heads(problem: AttentionProblem, packed: int | None, rows: int, size: int) -> int:
+    return problem.batch * ceil(rows, size) if packed is None else places(problem, packed, size)
+
+
+def places(problem: AttentionProblem, rows: int, size: int) -> int:
+    """For tiles of packed sequences, of a head: room for each one's, and for what is left behind the last."""
+    return rows // size + problem.batch + 1
+
+
+def query_numbers(problem: AttentionProblem) -> tuple[int, int]:
+    """Shape of an array that holds a number for each query of each head."""
+    packed = problem.rows_q
+    return (problem.batch * problem.heads_q, problem.seq_q) if packed is None else (problem.heads_q, packed)
 
 
 def ceil(n: int, step: int) -> int:

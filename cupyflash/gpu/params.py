@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..passes import BY_ROWS
-from ..problem import ARRAYS, AXES, FLOAT8, OPTIONS, ArrayRule, AttentionProblem, View
+from ..problem import ARRAY_RULES, ARRAYS, AXES, FLOAT8, OPTIONS, ArrayRule, AttentionProblem, View
 from ..score import ScoreArray
 from .kernel_plan import KernelPlan
 from .score import cuda_name
@@ -137,8 +137,9 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "dim": ("int", lambda p: p.dim),
     "dim_v": ("int", lambda p: p.dim_v),
     "diagonal": ("int", lambda p: p.diagonal),  # query i stands on key i + diagonal
-    "left": ("int", lambda p: p.left or 0),  # keys that it sees before and after that one, where there is a bound
-    "right": ("int", lambda p: p.right or 0),
+    # Keys that it sees before and after that one, where there is a bound; sums of positions fit.
+    "left": ("int", lambda p: min(p.left or 0, max(p.seq_q, p.seq_k))),
+    "right": ("int", lambda p: min(p.right or 0, max(p.seq_q, p.seq_k))),
     # Which of a block mask's patterns is that of a batch entry and head: batch * lists_batch + head * lists_head.
     "lists": ("int", lambda p: _lists(p, "batch", p.batch) * _lists(p, "head", p.heads_q)),
     "lists_batch": ("int", lambda p: _lists(p, "head", p.heads_q) if "batch" in (p.block_mask or ()) else 0),
@@ -168,6 +169,15 @@ _PACKED: dict[str, Any] = {
 }  # fmt: skip
 
 
+# Where lengths are data: rows of all sequences together (of a cache, of each), and of a page, and how many of these.
+RAGGED: dict[str, Callable[[AttentionProblem], int]] = {
+    "rows_q": lambda p: p.rows_q or 0,
+    "rows_k": lambda p: p.rows_k or p.cache or p.seq_k,
+    "page": lambda p: p.page or 0,
+    "pages": lambda p: p.pages,
+}
+
+
 class Field(NamedTuple):
     name: str
     type: str  # in CUDA
@@ -194,6 +204,19 @@ def pointers(plan: KernelPlan) -> dict[str, str]:
         **dict.fromkeys(LISTS, "const int"),
         **{space.name: WORKSPACE[space.dtype] for space in plan.workspace},
     }
+
+
+def ragged(plan: KernelPlan) -> bool:
+    """Whether lengths are data. Other programs' Params have no room for what is said of these."""
+    return any(ARRAY_RULES[x.name].ragged for x in plan.given)
+
+
+def _absent(plan: KernelPlan) -> list[str]:
+    """What kernels may name though Params have it not."""
+    names = [row.name for row in ARRAYS if row.ragged and row not in _rules(plan)]
+    lines = [f"static constexpr const int* {name} = nullptr;" for name in names]
+    lines += [f"static constexpr PairStrides {name}_strides = {{}};" for name in names]
+    return lines + [f"static constexpr int {name} = 0;" for name in RAGGED if not ragged(plan)]
 
 
 def _d(plan: KernelPlan) -> str:
@@ -263,6 +286,7 @@ def _values(
             if name in named
         ),
         *(Field(name, type, value(problem) if problem else 0) for name, (type, value) in SCALARS.items()),
+        *(Field(name, "int", value(problem) if problem else 0) for name, value in RAGGED.items() if ragged(plan)),
         *(Field(name, "int", value) for name, value in plan.scalars),
     ]
 
@@ -276,6 +300,7 @@ def text(plan: KernelPlan) -> str:
     keys = f"unsigned round_keys[{2 * ROUNDS}]"
     # Not asked for, they take no room in a launch.
     lines.append(f"    alignas(8) {keys};" if _keys(plan) else f"    static constexpr {keys} = {{}};")
+    lines += [f"    {line}" for line in _absent(plan)]
     return "\n".join([*lines, "};"]) + "\n"
 
 

@@ -68,9 +68,11 @@ def plan(
     ValueError where the family named, or every family, objects to the problem.
     """
     check_family(family)
-    for name, length in (("q", problem.seq_q), ("k", problem.seq_k)):  # positions in the kernels have 32 bits
-        if length >= 2**30:
-            raise ValueError(f"{name} has a sequence of {length}; the kernels take less than 2**30")
+    # Positions in the kernels have 32 bits, and so have sums of those whose diagonal is data.
+    limit = 29 if problem.ragged else 30
+    for name, length, rows in (("q", problem.seq_q, problem.rows_q), ("k", problem.seq_k, problem.rows_k)):
+        if (longest := max(length, rows or 0)) >= 2**limit:
+            raise ValueError(f"{name} has a sequence of {longest}; the kernels take less than 2**{limit}")
     objections: list[str] = []
     for name, room in FAMILIES.items():
         if family == name or (family is None and name not in ON_REQUEST):

@@ -24,8 +24,8 @@ struct InMemory {
             first.head = real_head(p, first.head);
             int queries = pairs.head.queries(p) - first.i, keys = pairs.head.keys(p) - first.j;
             counts[line] = min(queries, keys) > 0 ? (TRANSPOSED ? queries : keys) : 0;
-            if (config::MASK) masks[line] = at_pair(p.mask, p.mask_strides, pairs.head.batch, first);
-            if (config::BIAS) biases[line] = at_pair(p.bias, p.bias_strides, pairs.head.batch, first);
+            if (config::MASK) masks[line] = at_pair<config::MASK_LINES>(p.mask, p.mask_strides, pairs.head, first);
+            if (config::BIAS) biases[line] = at_pair<config::BIAS_LINES>(p.bias, p.bias_strides, pairs.head, first);
         }
     }
 

@@ -120,13 +120,17 @@ struct Pairs {
         return sign * fma(-t, t, Accum(1));
     }
 
-    // The logit that a row's denominator has beside those of its keys (Xiao et al. 2023), in natural units.
-    __device__ Accum sink(int of_head) const { return to_float(p.sinks[real_head(p, of_head) * p.sinks_strides.head]); }
+    // The logit that a row's denominator has beside those of its keys (Xiao et al. 2023), in natural units. Rows behind packed
+    // sequences have none.
+    __device__ Accum sink(int of_head) const {
+        if (head.behind_all(p)) return MINUS_INFINITY;
+        return to_float(p.sinks[real_head(p, of_head) * p.sinks_strides.head]);
+    }
 
     // Whether the query may see the key.
     __device__ bool visible(Pair at) const {
         return Band{p, head}.contains(at.i, at.j) && key_seen(at.j) &&
-               (!config::MASK || *at_pair(p.mask, p.mask_strides, head.batch, at)) &&
+               (!config::MASK || *at_pair<config::MASK_LINES>(p.mask, p.mask_strides, head, at)) &&
                (!config::BLOCK_MASK || bits.visible(at.i, at.j));
     }
 

@@ -6,14 +6,15 @@
 // In which order the tiles of a head start.
 enum class Order { AS_NUMBERED, LAST_FIRST, LONGEST_FIRST };
 
-// Of queries: where later ones see more keys these first; of a list those with most tiles to visit.
+// Of queries: where later ones see more keys these first; of a list those with most tiles to visit. (Its lists do not know how
+// many of these there are where lengths are data.)
 constexpr Order QUERY_ORDER =
-    walk::LISTED ? Order::LONGEST_FIRST : walk::GROWING ? Order::LAST_FIRST : Order::AS_NUMBERED;
+    walk::LISTED && !RAGGED ? Order::LONGEST_FIRST : walk::GROWING ? Order::LAST_FIRST : Order::AS_NUMBERED;
 
 // Of keys, whose tiles add to dQ, in turn (KeyWalk::rank) or as they come.
 constexpr Order key_order(bool in_turn) {
     if (in_turn) return walk::TURNS_FROM_LAST ? Order::LAST_FIRST : Order::AS_NUMBERED;
-    return walk::LISTED ? Order::LONGEST_FIRST : Order::AS_NUMBERED;
+    return walk::LISTED && !RAGGED ? Order::LONGEST_FIRST : Order::AS_NUMBERED;
 }
 
 // The n-th tile of `heads` heads, where those of `together` heads are dealt out at once, first tiles first: so many `groups` at
@@ -51,19 +52,23 @@ struct Schedule {
     }
     // Which tile of a head that is; of a list, which of those with most to visit, and which tile.
     __device__ int ordered(int n) const { return ORDER == Order::LAST_FIRST ? tiles - 1 - n : n; }
+    __device__ HeadTile ordered(HeadTile at) const {
+        if constexpr (Tiles::PACKED)
+            at.number = at.number < 0 || ORDER == Order::AS_NUMBERED ? at.number : Tiles::of(p, at.head) - 1 - at.number;
+        else
+            at.number = ordered(at.number);
+        return at;
+    }
     __device__ int listed(const Head& head, int n) const {
         return ORDER == Order::LONGEST_FIRST ? Visits::nth(p, head, Tiles::lists(p), tiles, n) : n;
     }
 
     __device__ HeadTile tile(int n, int together = 1) const {
         if (ORDER != Order::LONGEST_FIRST && !GROUPED) {
-            HeadTile at = numbered<Tiles>(p, n, tiles);
-            at.number = ordered(at.number);
-            return at;
+            return ordered(numbered<Tiles>(p, n, tiles));
         }
-        int heads = Tiles::heads(p);
-        Dealt at = dealt(n, heads * p.batch, together);
-        Head head = Tiles::head(p, at.head / heads, at.head % heads);
-        return {head, listed(head, ordered(at.tile))};
+        Dealt at = dealt(n, Tiles::all_heads(p), together);
+        HeadTile tile = ordered(of_all_heads<Tiles>(p, at.head, at.tile));
+        return {tile.head, listed(tile.head, tile.number)};
     }
 };

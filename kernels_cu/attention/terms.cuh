@@ -23,6 +23,13 @@ __device__ T* at_pair(T* array, const PairStrides& strides, int batch, Pair at) 
     return array + batch * strides.batch + at.head * strides.head + at.i * strides.query + at.j * strides.key;
 }
 
+// BY_LINE: of an array with a line for each packed query, and no axis of sequences.
+template <bool BY_LINE, class T>
+__device__ T* at_pair(T* array, const PairStrides& strides, const Head& head, Pair at) {
+    if (BY_LINE) at.i = head.query_at(at.i);
+    return at_pair(array, strides, head.batch, at);
+}
+
 // A tile of several heads may reach beyond the last.
 __device__ inline int real_head(const Params& p, int head) { return min(head, p.heads_q - 1); }
 
@@ -151,14 +158,14 @@ struct Bias : Term<Bias> {
 
     __device__ static Accum onto(Accum x, const Params& p, const Head& head, Pair at) {
         if (at.i < head.queries(p) && at.j < head.keys(p))
-            x = plus(x, Added{to_float(*at_pair(p.bias, p.bias_strides, head.batch, at)), LOG2E});
+            x = plus(x, Added{to_float(*at_pair<config::BIAS_LINES>(p.bias, p.bias_strides, head, at)), LOG2E});
         return x;
     }
     static constexpr bool MOVES = config::TBIAS;
     template <class Given>
     __device__ static Accum tangent(const Given& p, const Head& head, Pair at) {
         if (at.i >= head.queries(p) || at.j >= head.keys(p)) return 0;
-        return to_float(*at_pair(p.tbias, p.tbias_strides, head.batch, at));
+        return to_float(*at_pair<config::BIAS_LINES>(p.tbias, p.tbias_strides, head, at));
     }
 
     template <int M, class Tile, bool TRANSPOSED>

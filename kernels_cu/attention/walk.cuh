@@ -35,6 +35,7 @@ struct Band {
     // Queries that may see any key of [k.begin, k.end).
     __device__ Range queries_of(Range k) const {
         int queries = head.queries(p), diagonal = head.diagonal(p);
+        if (config::LENGTHS && k.begin >= head.keys(p)) return {0, 0};
         int begin = config::RIGHT ? max(0, k.begin - diagonal - p.right) : 0;
         int end = config::LEFT ? min(queries, k.end - diagonal + p.left) : queries;
         return {begin, max(begin, end)};
@@ -121,7 +122,7 @@ struct KeyWalk<SIZE, OWNED, true> {
 
     __device__ KeyWalk() {}
     __device__ KeyWalk(const Params& p, const Head& head, Range queries)
-        : visits(p, head, p.key_lists, head.query_tiles<OWNED>(p), queries.begin / OWNED) {
+        : visits(p, head, p.key_lists, tiles_in(Sequence::most_queries(p), OWNED), queries.begin / OWNED) {
         keep(Band{p, head}.keys_of(queries));
     }
 
@@ -167,7 +168,7 @@ struct KeyWalk<SIZE, OWNED, true> {
         return walk;
     }
     __device__ void keep(Range keys) {
-        if (config::LEFT || config::RIGHT) visits.steps = visits.within(covering<SIZE>(keys));
+        if (config::LEFT || config::RIGHT || RAGGED) visits.steps = visits.within(covering<SIZE>(keys));
     }
 };
 
@@ -201,8 +202,8 @@ struct QueryWalk<SIZE, OWNED, true> {
     Visits visits;
 
     __device__ QueryWalk(const Params& p, const Head& head, Range keys)
-        : visits(p, head, p.query_lists, head.key_tiles<OWNED>(p), keys.begin / OWNED) {
-        if (config::LEFT || config::RIGHT) visits.steps = visits.within(covering<SIZE>(Band{p, head}.queries_of(keys)));
+        : visits(p, head, p.query_lists, tiles_in(Sequence::most_keys(p), OWNED), keys.begin / OWNED) {
+        if (config::LEFT || config::RIGHT || RAGGED) visits.steps = visits.within(covering<SIZE>(Band{p, head}.queries_of(keys)));
     }
 
     __device__ QueryWalk(const Params& p, const Head& head, Range keys, Range) : QueryWalk(p, head, keys) {}

@@ -16,6 +16,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const int column = blockIdx.x % parts * config::COLUMNS;
     // First first: under a causal mask most queries see them.
     const HeadTile at = numbered<KeyTiles<config::OWNED>>(p, blockIdx.x / parts);
+    if (config::PACKED_K && at.none()) return;
     Head head = at.head;
     const Range keys = head.key_tile<config::OWNED>(p, at.number);
     const int row = keys.begin;
@@ -59,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     }
 
     scale_by(dk_sum, p.scale);
-    store(key_matrix(p, head, p.dk, p.dk_strides, p.dim), dk_sum, row, column);
-    store(key_matrix(p, head, p.dv, p.dv_strides, p.dim_v), dv_sum, row, column);
+    store(all_key_rows(p, head, p.dk, p.dk_strides, p.dim), dk_sum, row, column);
+    store(all_key_rows(p, head, p.dv, p.dv_strides, p.dim_v), dv_sum, row, column);
 }
 
 extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
@@ -70,6 +71,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const Schedule<QueryTiles<config::OWNED>, Order::LAST_FIRST> schedule(p);
     const int column = blockIdx.x % parts * config::COLUMNS;
     const auto at = schedule.tile(blockIdx.x / parts);
+    if (config::PACKED_Q && at.none()) return;
     const Head& head = at.head;
     const Range queries = head.query_tile<config::OWNED>(p, at.number);
     const int row = queries.begin;

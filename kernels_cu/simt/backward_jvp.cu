@@ -22,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const int parts = tiles_in(max(max(p.dim, p.dim_v), 1), config::COLUMNS);
     const int column = blockIdx.x % parts * config::COLUMNS;
     const HeadTile at = numbered<KeyTiles<config::OWNED>>(p, blockIdx.x / parts);
+    if (config::PACKED_K && at.none()) return;
     Head head = at.head;
     const Range keys = head.key_tile<config::OWNED>(p, at.number);
     const int row = keys.begin;
@@ -73,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     }
 
     scale_by(dk_sum, p.scale);
-    store(key_matrix(p, head, p.tdk, p.tdk_strides, p.dim), dk_sum, row, column);
-    store(key_matrix(p, head, p.tdv, p.tdv_strides, p.dim_v), dv_sum, row, column);
+    store(all_key_rows(p, head, p.tdk, p.tdk_strides, p.dim), dk_sum, row, column);
+    store(all_key_rows(p, head, p.tdv, p.tdv_strides, p.dim_v), dv_sum, row, column);
 }
 
 extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
@@ -83,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const Schedule<QueryTiles<config::OWNED>, Order::LAST_FIRST> schedule(p);
     const int column = blockIdx.x % parts * config::COLUMNS;
     const HeadTile at = schedule.tile(blockIdx.x / parts);
+    if (config::PACKED_Q && at.none()) return;
     const Head head = at.head;
     const Range queries = head.query_tile<config::OWNED>(p, at.number);
     const int row = queries.begin;

@@ -17,6 +17,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const Schedule<QueryTiles<config::OWNED>, Order::LAST_FIRST> schedule(p);
     const int column = blockIdx.x % parts * config::COLUMNS;
     const HeadTile at = schedule.tile(blockIdx.x / parts);
+    if (config::PACKED_Q && at.none()) return;
     const Head head = at.head;
     const Range queries = head.query_tile<config::OWNED>(p, at.number);
     const int row = queries.begin;

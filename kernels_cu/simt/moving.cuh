@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS)
     attention_backward_jvp_delta(const __grid_constant__ Params p) {
     const long long index = (long long)blockIdx.x * config::THREADS + threadIdx.x;
     const QueryOf at = Sequence::numbered_query(p, index);
-    if (at.batch >= p.batch) return;
+    if (at.none(p)) return;
     const Head head = Head::of_q(p, at.batch, at.head);
     const int i = at.query;
     Accum sum = row_product(p, head, i, p.dout, p.dout_strides, p.tout, p.tout_strides);

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...blockmask.tile_lists import ListUse
-from ...lengths import untaken
 from ...passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..array_gradient import Lengths, work
 from ..device import Arch
-from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, scored
+from ..kernel_plan import (
+    KernelPlan,
+    Launch,
+    Tiles,
+    Workspace,
+    ceil,
+    features,
+    key_tiles,
+    lists,
+    query_numbers,
+    query_tiles,
+    scored,
+)
 from ..score_gradient import score_work
 
 MAX_DIM = 4096
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
-    if why := untaken(problem):
-        return why
     if problem.at is not None:
         return "takes no `at`"
     if problem.widened:
@@ -116,14 +126,13 @@ TILES = {
 
 def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> KernelPlan:
     t = next(row for row in TILES[of].rows(tile) if row.fits(problem))
-    pairs = problem.batch * problem.heads_q
-    tiles_q, tiles_k = ceil(problem.seq_q, t.owned), ceil(problem.seq_k, t.owned)
+    tiles_q, tiles_k = query_tiles(problem, t.owned), key_tiles(problem, t.owned)
     # A block owns t.columns columns of the result: a wider one takes several blocks, which share their rows.
     parts, parts_v = ceil(problem.dim, t.columns), max(1, ceil(problem.dim_v, t.columns))
     constants = (*_tile_constants(t), *features(problem))
     common = _common(problem, arch, of, t)
     if not of.of_gradients:
-        launch = Launch(f"attention_{of}", pairs * tiles_q * parts_v, t.threads)
+        launch = Launch(f"attention_{of}", tiles_q * parts_v, t.threads)
         return KernelPlan(
             **common,
             source=f"simt/{of}.cu",
@@ -131,18 +140,17 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
             launches=(launch,),
             lists=lists(problem, _by_query(t)),
         )
-    pairs_k = problem.batch * problem.heads_k
     launches: tuple[Launch, ...] = (
         _of_rows(problem, of, t),
-        Launch(f"attention_{of}_dk_dv", pairs_k * tiles_k * max(parts, parts_v), t.threads),
+        Launch(f"attention_{of}_dk_dv", tiles_k * max(parts, parts_v), t.threads),
     )
     if problem.dim:  # else dQ has no elements, and no block
-        launches += (Launch(f"attention_{of}_dq", pairs * tiles_q * parts, t.threads),)
+        launches += (Launch(f"attention_{of}_dq", tiles_q * parts, t.threads),)
     return KernelPlan(
         **common,
         source=f"simt/{of}.cu",
         constants=constants,
-        launches=launches,
+        launches=tuple(x for x in launches if x.grid),
         workspace=_workspace(problem, of),
         lists=lists(problem, _by_query(t), ListUse("query_lists", t.visited, t.owned, "queries")),
     )
@@ -180,13 +188,12 @@ def _common(problem: AttentionProblem, arch: Arch, of: Pass, t: Tile) -> dict[st
 
 def _of_rows(problem: AttentionProblem, of: Pass, t: Tile) -> Launch:
     """What comes before a backward: a number for each query, or two."""
-    rows = problem.batch * problem.heads_q * problem.seq_q
+    rows = math.prod(query_numbers(problem))
     return Launch(f"attention_{of}_delta", ceil(rows, t.threads), t.threads, fills=_deltas(of))
 
 
 def _workspace(problem: AttentionProblem, of: Pass) -> tuple[Workspace, ...]:
-    shape = problem.batch * problem.heads_q, problem.seq_q
-    return tuple(Workspace(name, problem.lse_dtype, shape) for name in _deltas(of))
+    return tuple(Workspace(name, problem.lse_dtype, query_numbers(problem)) for name in _deltas(of))
 
 
 def _deltas(of: Pass) -> tuple[str, ...]:
