@@ -169,6 +169,18 @@ def wrong(rows: Rows, x: Any, rank: int) -> None:
         parallel.attention_backward(q, q.clone().requires_grad_(), q, q, q, q[..., 0], rows=rows)
 
 
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_zigzag_is_the_head_tail_order(size: int) -> None:
+    """Of torch.distributed.tensor.experimental.context_parallel, row for row."""
+    module = pytest.importorskip("torch.distributed.tensor.experimental._context_parallel")
+    if not hasattr(module, "_HeadTailLoadBalancer"):
+        pytest.skip("this PyTorch has it elsewhere")
+    for length, multiple in ((2 * size * 128, 128), (2 * size * 5, 1)):
+        order = module._HeadTailLoadBalancer(length, size, "cpu")._generate_indices().flatten().numpy()
+        rows = Rows.zigzag(length, size, multiple=multiple)
+        np.testing.assert_array_equal(np.concatenate([rows.positions(r) for r in range(size)]), order)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_over_gloo(tmp_path: Path, size: int) -> None:

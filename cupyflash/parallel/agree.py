@@ -9,7 +9,6 @@ import numpy as np
 
 from .groups import Group
 
-_known: dict[int, set[bytes]] = {}  # of groups where messages cost more: what was compared already
 _TEXT = 4096  # bytes of what a rank has to say where there is a difference
 
 
@@ -18,7 +17,7 @@ def agree(groups: Sequence[Group], said: dict[str, str], error: Exception | None
     none. `said`: what this rank was asked for, by the name of the argument."""
     text = "\n".join(f"{name}\t{value}" for name, value in said.items())
     own = _digest("error" if error is not None else text, error)
-    if error is None and all(not x.eager and own in _known.setdefault(id(x), set()) for x in groups):
+    if error is None and all(not x.eager and own in x.known for x in groups):
         return
     other: Exception | None = None
     for group in groups:
@@ -35,7 +34,7 @@ def agree(groups: Sequence[Group], said: dict[str, str], error: Exception | None
         raise other
     for x in groups:
         if not x.eager:
-            _known.setdefault(id(x), set()).add(own)
+            x.known.add(own)
 
 
 def _digest(text: str, error: Exception | None) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -29,6 +29,10 @@ class Group(Protocol):
     def eager(self) -> bool:
         """Whether a small message costs little, so that every call compares what the ranks were asked for."""
 
+    @property
+    def known(self) -> set[bytes]:
+        """Where it costs more: what was compared already, to be added to."""
+
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Pending:
         """Start to send contiguous arrays to ranks, and to receive such. What two ranks send each other comes in the
         order in which it is sent."""
@@ -41,6 +45,7 @@ class Alone:
     """The only rank."""
 
     rank, size, eager = 0, 1, True
+    known: ClassVar[set[bytes]] = set()
 
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Pending:
         assert not sends and not receives

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import distributed
+
+_known: weakref.WeakKeyDictionary[Any, set[bytes]] = weakref.WeakKeyDictionary()  # what ranks compared, by their group
 
 
 class TorchGroup:
@@ -17,6 +20,7 @@ class TorchGroup:
         self._group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
         self._ranks = distributed.get_process_group_ranks(group)
         self.eager = distributed.get_backend(group) == "gloo"
+        self.known: set[bytes] = _known.setdefault(group, set())
         self._device = "cpu" if self.eager else f"cuda:{torch.cuda.current_device()}"
 
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> _Works:
