@@ -32,7 +32,8 @@ def check_at(at: Any) -> tuple[int, int, int, int] | None:
     if at is None:
         return None
     try:
-        places = tuple([operator.index(x) for x in at if not isinstance(x, bool)])
+        # (torch.compile takes an int for a symbol as long as nothing asks which one it is.)
+        places = tuple([x if type(x) is int else operator.index(x) for x in at if not isinstance(x, bool)])
     except TypeError:
         places = ()
     if len(places) != 4 or min(places) < 0 or max(places) >= 2**31:
@@ -44,8 +45,13 @@ def check_at(at: Any) -> tuple[int, int, int, int] | None:
 
 
 def check_hint(name: str, x: Any) -> int | None:
-    """The next power of two: a plan for each longest length would be too many."""
+    """The next power of two: a plan for each longest length would be too many. None for what may be on a device or
+    traced: nobody waits for a hint."""
     if x is None:
+        return None
+    if hasattr(x, "dtype") and not hasattr(x, "__array_interface__"):
+        if "int" not in str(x.dtype) or tuple(x.shape):
+            raise TypeError(f"{name} is an array of {x.dtype} of shape {tuple(x.shape)}; it must be one integer")
         return None
     try:
         n = -1 if isinstance(x, bool) else operator.index(x)

@@ -105,17 +105,33 @@ def _refuse_sinks(names: Collection[str]) -> None:
         )
 
 
-def _refuse(options: dict[str, Any]) -> None:
+def _refuse(arrays: Arrays, options: dict[str, Any]) -> None:
     """What goes by the number of the batch entry, which is another in the folded call."""
-    mask = mask_kind(options["block_mask"])
+    mask, at = mask_kind(options["block_mask"]), options["at"]
     for name, given in (
         ("dropout", options["dropout"]),
         ("block_mask with a batch axis", mask is not None and "batch" in mask.axes),
+        ("at with a score function", options["score"] is not None and ("at" in arrays or (at and at[0]))),
     ):
         if given:
             raise NotImplementedError(
                 f"{name} is given under vmap, which makes its axis a part of the batch: the numbers of batch entries, "
                 "on which it depends, would be others; make that axis the batch, and call without vmap"
+            )
+
+
+def _refuse_packed(arrays: Arrays, has: Collection[str]) -> None:
+    """What has no axis of sequences that another could become a part of: packed rows, and pools of pages."""
+    packed, pools = "pack the sequences of all entries", not {"k", "v"}.isdisjoint(map(_base, has))
+    for name, refused, what, instead in (
+        ("cu_seqlens_q", True, "q is packed", packed),
+        ("cu_seqlens_k", True, "k and v are packed", packed),
+        ("page_table", pools, "k and v are a pool of pages", "put the pages of all into one pool"),
+    ):
+        if name in arrays and refused:
+            raise NotImplementedError(
+                f"{name} is given under vmap, which makes its axis a part of the batch: {what}, with no axis of "
+                f"sequences for it; {instead}, or make a call for each entry (in JAX with jax.lax.map)"
             )
 
 
@@ -140,13 +156,14 @@ class Folding:
         options: dict[str, Any],
         wrt: tuple[str, ...] = (),
     ) -> None:
-        _refuse(options)
+        _refuse(arrays, options)
+        _refuse_packed(arrays, has)
         self._options, self._has, self._whole = options, has, {*map(_base, has), *wrt}
         self.reads = () if options["score"] is None else options["score"].keys
         q = arrays["q"].shape
         q = q[1:] if "q" in has else q
         self.xp, self.size, self.layout, self.rank = xp, size, options["layout"], len(q)
-        self.batch = q[0] if self.rank == 4 else 1
+        self.batch, self._paged = q[0] if self.rank == 4 else 1, "page_table" in arrays
 
     @property
     def options(self) -> dict[str, Any]:
@@ -177,6 +194,8 @@ class Folding:
                     "there"
                 )
             return x
+        if (name in ("k", "v") and self._paged) or (name == "at" and not has):
+            return x  # a pool, of whose pages page_table names those of each; what is the same for all
         if name not in _FOLDED:
             raise NotImplementedError(f"{name} is given, but vmap cannot make it a part of the batch")
         if not has:
@@ -188,15 +207,14 @@ class Folding:
 
     def _optional(self, row: ArrayRule, x: Any, has: bool, whole: bool) -> Any:
         axes = row.has(self.rank)
-        if "batch" not in row.axes or not (
-            has or whole or (self.rank == 4 and len(x.shape) == len(axes) and x.shape[0] > 1)
-        ):
+        own = has or whole or row.ragged or (self.rank == 4 and len(x.shape) == len(axes) and x.shape[0] > 1)
+        if "batch" not in (PLACES.get(axis, axis) for axis in row.axes) or not own:
             return x  # stands for the whole batch
-        own = x.shape[1:] if has else x.shape
-        own = (1,) * (len(axes) - len(own)) + tuple(own)
-        x = x.reshape(x.shape[0] if has else 1, *own)
+        shape = x.shape[1:] if has else x.shape
+        shape = (1,) * (len(axes) - len(shape)) + tuple(shape)
+        x = x.reshape(x.shape[0] if has else 1, *shape)
         batch = (self.batch,) if self.rank == 4 else ()
-        rest = own[len(batch) :]
+        rest = shape[len(batch) :]
         x = self._expand(x, (self.size, *batch, *rest))
         heads = (1,) if self.rank == 2 and any(PLACES.get(axis, axis) == "head" for axis in row.axes) else ()
         return x.reshape(self.size * math.prod(batch), *heads, *rest)

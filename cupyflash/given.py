@@ -23,7 +23,9 @@ def trace_score(lib: Library, arrays: Arrays, options: dict[str, Any], score_arr
         raise TypeError(f"score_arrays {what}; it must be a dict of arrays by the names of score's parameters")
     named = {f"score_arrays[{name!r}]": x for name, x in given.items()}
     present(named, named)
-    adopted = interop.adopted(lib, {"q": arrays["q"], **named})
+    rows = arrays["q"]
+    rows = rows.values() if getattr(rows, "is_nested", False) else rows  # PyTorch's
+    adopted = interop.adopted(lib, {"q": rows, **named})
     q, *views = (interop.view(lib, name, x) for name, x in adopted.items())
     score = score_of(options["score"], dict(zip(given, views)), q, interop.inlined(lib))
     options["score"] = score
@@ -31,14 +33,16 @@ def trace_score(lib: Library, arrays: Arrays, options: dict[str, Any], score_arr
         arrays.update((key, given[x.name]) for key, x in zip(score.keys, score.arrays))
 
 
-def placed(at: Any) -> tuple[int, ...] | None:
-    """`at` as the numbers that it holds now."""
+def placed(at: Any) -> Any:
+    """`at` as the numbers that it holds now; an array that JAX traces as it is."""
     if not hasattr(at, "shape"):
         return check_at(at)
     lib = interop.library("at", at)
     x = interop.view(lib, "at", at)
     if x.dtype not in INTEGERS or x.shape != (4,):
         raise TypeError(f"at is an array of {x.dtype} of shape {x.shape}; it must have four integers")
+    if lib.kind == "jax" and not x.device:
+        return at
     if interop.inlined(lib) or x.device != "cpu":
         raise ValueError(f"at is an array on {x.device or 'no device yet'}; it must be on the CPU, or four integers")
     return check_at(at.tolist())
@@ -58,21 +62,7 @@ def present(required: Iterable[str], arrays: Arrays) -> Arrays:
 def with_check(call: Call, check: Any) -> Call:
     """A call that knows whether values on a device shall be looked at: for it alone, or for all of the process."""
     asked = _asked_for(check)
-    if names := stated(call.arrays):
-        _refuse_followed(call, names[0])
-    return call.but(check=True) if asked and names else call
-
-
-def _refuse_followed(call: Call, name: str) -> None:
-    """NotImplementedError where a library follows the call: its operators know nothing of lengths."""
-    if call.lib.recorder(call) is None:
-        return
-    if call.lib.kind == "torch":
-        what = "autograd, autocast, torch.compile or torch.func follows the call"
-        instead = "call attention and attention_backward on detached tensors"
-    else:
-        what, instead = f"q is a {call.lib.kind} array", "take NumPy, CuPy or PyTorch"
-    raise NotImplementedError(f"{name} is given, but {what}, which cannot be yet; {instead}, or pad and give key_mask")
+    return call.but(check=True) if asked and stated(call.arrays) else call
 
 
 def _asked_for(check: Any) -> bool:

@@ -125,7 +125,7 @@ def test_a_gpu_is_called_back_for_each_pass(monkeypatch: pytest.MonkeyPatch) -> 
             assert list(views) == sorted(views)  # as XLA hands the buffers over
             planned.append(call.of.name)
 
-    monkeypatch.setattr(jax_call, "_has_gpu", lambda: True)
+    monkeypatch.setattr(jax_call, "has_gpu", lambda: True)
     monkeypatch.setattr(jax_gpu, "Callback", Callback)
     x = {name: numbers(1, 2, 3, 11, seed=n) for n, name in enumerate("qkv")}  # as no other test has them
     traced = jax.jit(lambda x: jax.jvp(jax.grad(lambda x: loss(ours)(x)), (x,), (x,))).trace(x)

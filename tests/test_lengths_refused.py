@@ -229,21 +229,6 @@ def test_nonsense_leads_nowhere() -> None:
     assert taken > 20
 
 
-@pytest.mark.parametrize("kind", ["torch", "jax"])
-def test_who_follows_a_call(kind: str) -> None:
-    module: Any = pytest.importorskip(kind)
-    put = module.from_numpy if kind == "torch" else module.numpy.asarray
-    given = {name: put(x.copy()) for name, x in PACKED.items()}
-    q, k, v = (given.pop(name) for name in "qkv")
-    if kind == "torch":
-        plain = attention(q, k, v, **given)
-        assert (plain == 1).all()
-        with module.no_grad():
-            assert (attention(q.requires_grad_(), k, v, **given) == 1).all()
-    with pytest.raises(NotImplementedError, match="cu_seqlens_q is given, but .* cannot be yet; .* give key_mask"):
-        attention(q, k, v, **given)
-
-
 def test_the_environment_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {name: x for name, x in PACKED.items() if name not in "qkv"}
     monkeypatch.setenv("CUPYFLASH_CHECK", "yes")

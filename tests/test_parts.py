@@ -193,10 +193,12 @@ def test_at_in_jax() -> None:
 
     q = np.random.default_rng(0).standard_normal(X.shape).astype(np.float32)
     expected = attention(q, q, q, causal=True, at=(0, 0, 16, 0))
-    found = jax.jit(lambda q: cupyflash.jax.attention(q, q, q, causal=True, at=(0, 0, 16, 0)))(q)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-    with pytest.raises(ValueError, match="at is an array on no device yet; it must be on the CPU, or four integers"):
-        jax.jit(lambda q, at: cupyflash.jax.attention(q, q, q, causal=True, at=at))(q, jax.numpy.zeros(4, int))
+    numbers = jax.jit(lambda q: cupyflash.jax.attention(q, q, q, causal=True, at=(0, 0, 16, 0)))
+    traced = jax.jit(lambda q, at: cupyflash.jax.attention(q, q, q, causal=True, at=at))
+    for found in (numbers(q), traced(q, jax.numpy.array([0, 0, 16, 0]))):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    with pytest.raises(TypeError, match=r"at is an array of float32 of shape \(4,\); it must have four integers"):
+        traced(q, jax.numpy.zeros(4))
 
 
 def test_families_object() -> None:

@@ -444,7 +444,7 @@ def unreadable(what: str) -> Any:
         return x.to("meta")
     if what == "negative":
         return torch.ones(3, 4, dtype=torch.complex64).conj().imag
-    return torch.nested.nested_tensor([x, x], layout=torch.jagged if what == "jagged" else torch.strided)
+    return torch.nested.nested_tensor([x, x])
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -455,7 +455,6 @@ def unreadable(what: str) -> Any:
         ("meta", ValueError, "is on meta; it must be on cpu or cuda"),
         ("negative", ValueError, r"is a view that torch has yet to negate; pass its resolve_neg\(\)"),
         ("strided", TypeError, "is a nested tensor; it must be a dense one"),
-        ("jagged", TypeError, "is a .*NestedTensor; it must be a plain tensor"),
     ],
 )
 def test_tensors_that_cannot_be_read_are_named(what: str, error: type[Exception], message: str) -> None:

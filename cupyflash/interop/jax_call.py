@@ -93,17 +93,23 @@ def _plan(how: How, *arrays: tuple[str, tuple[int, ...], Any]) -> Planned:
     where = mask.device if mask else ""
     views = {name: View(shape, contiguous(shape), str(dtype), where, "jax") for name, shape, dtype in arrays}
     call = how.call({})
-    problem, shapes = rules.state(views, {}, call.options, how.of)
+    moved = views.pop("at", None) is not None
+    options = call.options | {"at": (0, 0, 0, 0)} if moved else call.options  # other numbers change no shape
+    problem, shapes = rules.state(views, {}, options, how.of)
     results = [jax.ShapeDtypeStruct(shape, problem.result_dtype) for shape in shapes.values()]
     if not how.of.of_gradients:
         results.append(jax.ShapeDtypeStruct(rules.lse_shape(len(views["q"].shape), problem), problem.lse_dtype))
     results += [jax.ShapeDtypeStruct(views[name].shape, views[name].dtype) for name in how.wrt]
-    if not _has_gpu():
+    if not has_gpu():
         if how.family is not None:
             dispatch.refuse_family(how.family, "jax")
         return Planned(results, None)
     if where == "cpu":
         return Planned(results, None)
+    if moved:
+        raise NotImplementedError(
+            "at is traced, but there is a GPU, whose kernels take it as numbers alone; give four integers"
+        )
     from .jax_gpu import Callback
 
     return Planned(results, Callback(call, views))
@@ -127,11 +133,11 @@ def _called(arrays: Arrays, how: How) -> list[jax.Array]:
     if mask is not None:  # which is on one of them
         del on["cuda" if mask.device == "cpu" else "cpu"]
     inputs = arrays.values()
-    return list(jax.lax.platform_dependent(*inputs, **on) if _has_gpu() else on_cpu(*inputs))
+    return list(jax.lax.platform_dependent(*inputs, **on) if has_gpu() else on_cpu(*inputs))
 
 
 @functools.cache
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
     try:
         return bool(jax.local_devices(backend="gpu"))
     except RuntimeError:
@@ -141,7 +147,11 @@ def _has_gpu() -> bool:
 def _on_cpu(how: How, names: Sequence[str], ctx: Any, out: Sequence[Any], *inputs: Any) -> None:
     if how.family is not None:
         dispatch.refuse_family(how.family, "jax")
-    results = dispatch.run(how.call({name: np.asarray(x) for name, x in zip(names, inputs)}))
+    arrays = {name: np.asarray(x) for name, x in zip(names, inputs)}
+    call = how.call(arrays)
+    if (at := arrays.pop("at", None)) is not None:
+        call.options["at"] = tuple(at.tolist())
+    results = dispatch.run(call)
     results = (*results, *(results.of_arrays[name] for name in how.wrt))
     for target, x in zip(out, results):
         np.asarray(target)[...] = x

@@ -11,11 +11,11 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from .. import dispatch, interop, rules
+from .. import dispatch, interop, lengths, rules
 from ..call import Arrays, Call
 from ..passes import FORWARD
 from ..problem import OPTIONS, mask_kind
-from .jax_call import How, made, out_of
+from .jax_call import How, has_gpu, made, out_of
 from .jax_passes import PRIMITIVES, bind, gradients
 from .protocol import Library
 
@@ -35,12 +35,16 @@ def run(call: Call) -> Any:
 def _checked(call: Call) -> tuple[Arrays, How]:
     lib, options = call.lib, call.options
     arrays, _ = interop.adopt(lib, call.arrays, call.targets)
+    if isinstance(options.get("at"), jax.core.Tracer):  # an array of its own, which no rule knows
+        arrays, options = arrays | {"at": options["at"]}, options | {"at": None}
     stated = _stated(options)
     place = None if _traced(arrays) else _place(lib, arrays)
     if call.seed is not None:  # as an array it may be another in each call without compiling anew
         number = np.full(1, call.seed % 2**64, np.uint64)
         arrays = arrays | {"seed": lib.constant(number, arrays["q"])}
     how = How(call.of, stated, call.family, call.wrt)
+    if names := lengths.stated(arrays):
+        _check_lengths(call.but(arrays=arrays), names, place)
     if place is not None:
         mask = mask_kind(options["block_mask"])
         if mask is not None and mask.device != place:
@@ -48,6 +52,20 @@ def _checked(call: Call) -> tuple[Arrays, How]:
         if call.family is not None and place == "cpu":
             dispatch.refuse_family(call.family, "jax")
     return arrays, how
+
+
+def _check_lengths(call: Call, names: list[str], place: str | None) -> None:
+    """ValueError where lengths, offsets or pages are not what they must be. What is traced is looked at when it runs,
+    on a CPU."""
+    if place is None and call.check and has_gpu():
+        raise ValueError(
+            f"check is True, or CUPYFLASH_CHECK=1, but the call is traced, where {names[0]} cannot be looked at; check "
+            "must be False there"
+        )
+    if place == "cpu" or (place is not None and call.check):
+        views = {name: interop.view(call.lib, name, x) for name, x in call.arrays.items()}
+        problem, _ = rules.state(views, {}, call.options, call.of)
+        lengths.check_values(problem, {name: np.asarray(call.arrays[name]).astype(np.int64) for name in names})
 
 
 def _stated(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from ..problem import View, contiguous
-from . import torch_ops, torch_schema
+from . import torch_nested, torch_ops, torch_schema
 
 kind = "torch"
 _DTYPES = {
@@ -35,7 +36,7 @@ def objection(cls: type) -> str | None:
     if not issubclass(cls, torch.Tensor):
         return "it must be a tensor"
     plain = cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    if not plain and not issubclass(cls, WITHOUT_MEMORY):  # distributed, jagged, ...
+    if not plain and not issubclass(cls, (*WITHOUT_MEMORY, NestedTensor)):  # distributed, ...
         return "it must be a plain tensor"
     return None
 
@@ -45,10 +46,10 @@ def on_gpu(x: torch.Tensor) -> bool:
 
 
 def view(x: torch.Tensor) -> View:
+    if x.is_nested:
+        raise TypeError(f"is {torch_nested.REFUSED}")
     if torch_ops.followed(x):
         return torch_schema.view(x)
-    if x.is_nested:
-        raise TypeError("is a nested tensor; it must be a dense one: pad it, and hide the padding with key_mask")
     if x.layout is not torch.strided:
         raise TypeError(f"has layout {x.layout}; it must be strided (dense)")
     if x.is_neg():

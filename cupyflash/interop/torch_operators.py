@@ -11,10 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.flop_counter import register_flop_formula
 
-from .. import dispatch, folding, rules
+from .. import dispatch, folding, lengths, rules
 from ..call import Arrays, Call
 from ..gradients import Gradients
 from ..passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES, Pass
@@ -125,11 +126,35 @@ def _flops(of: Pass) -> Callable[..., int]:
         backward."""
         given = Arguments(of, args)
         q, k, v = (given.arrays[name].shape for name in "qkv")
-        keys = k[-3 if given.options["layout"] == "bshd" and len(k) > 2 else -2]
+        at = -3 if given.options["layout"] == "bshd" and len(k) > 2 else -2
         over_d, over_dv = products(of, rules.tangents_in(given.arrays))
-        return 2 * math.prod(q[:-1]) * keys * (over_d * q[-1] + over_dv * v[-1])
+        if lengths.stated(given.arrays):
+            pairs = q[-2 if at == -3 else -3] * _pairs(given, q[at], k[at])
+        else:
+            pairs = math.prod(q[:-1]) * k[at]
+        return 2 * pairs * (over_d * q[-1] + over_dv * v[-1])
 
     return count
+
+
+def _pairs(given: Arguments, rows_q: int, rows_k: int) -> int:
+    """Of queries and keys of all sequences together; where lengths have no values yet, of the longest that may be."""
+    arrays = given.arrays
+    one = lengths.stated(arrays)[0]
+    n = arrays[one].shape[0] - one.startswith("cu_")
+    most = {"q": rows_q, "k": rows_k}
+    if "page_table" in arrays:
+        most["k"] *= arrays["page_table"].shape[1]
+    found = {}
+    for side in "qk":
+        x, hint = arrays.get(f"cu_seqlens_{side}"), given.options[f"max_seqlen_{side}"]
+        known = x.diff() if x is not None else arrays.get("seqlens_k") if side == "k" else None
+        if known is None or isinstance(known, FakeTensor):
+            longest = most[side] if hint is None or known is None else min(hint, most[side])
+            found[side] = [longest] * n
+        else:
+            found[side] = known.clamp(min=0).tolist()
+    return sum(a * b for a, b in zip(found["q"], found["k"]))
 
 
 _set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame

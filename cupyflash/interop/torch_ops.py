@@ -18,7 +18,7 @@ from ..gradients import Gradients
 from ..passes import BACKWARD, FORWARD
 from ..problem import FLOAT8
 from ..rules import lasting
-from . import torch_derivatives, torch_operators, torch_schema
+from . import torch_derivatives, torch_nested, torch_operators, torch_schema
 from .protocol import Recorder
 
 
@@ -85,6 +85,8 @@ def _by_operator(call: Call) -> bool:
 
 def run(call: Call) -> Any:
     """As `dispatch.run`, followed by whoever traces, transforms or records."""
+    if call.arrays["q"].is_nested:
+        return torch_nested.run(call, lambda packed: (recorder(packed) or dispatch.run)(packed))
     return (_forward if call.of is FORWARD else _derivative)(call)
 
 
@@ -96,7 +98,8 @@ def _forward(call: Call) -> Any:
     recorded = torch.is_grad_enabled() and _any_requires_grad(arrays)
     if not followed(arrays["q"]) and not _any_dual(arrays):
         return (_record if recorded else dispatch.run)(call)
-    _check_float8(arrays["q"], recorded)
+    if recorded:
+        _check_gradient(arrays)
     if call.targets:
         raise ValueError(f"out is {_NO_WRITING}")
     return torch_schema.run(call)
@@ -125,7 +128,7 @@ _NO_WRITING = (
 def _record(call: Call) -> tuple[Any, Any]:
     """As `dispatch.run`, run at once under autograd."""
     arrays = call.arrays
-    _check_float8(arrays["q"], True)
+    _check_gradient(arrays)
     if call.targets:
         raise ValueError(
             "out is given but a gradient is wanted, and autograd cannot follow a write into out; leave it out, or call "
@@ -137,12 +140,11 @@ def _record(call: Call) -> tuple[Any, Any]:
     return _both(kept, tuple(arrays), *tensors) if call.return_lse else (_out(kept, tuple(arrays), *tensors), None)
 
 
-def _check_float8(q: torch.Tensor, recorded: bool) -> None:
-    if recorded and q.dtype is _FLOAT8:
-        raise TypeError(
-            f"q has dtype {FLOAT8}, of which there is a forward alone, but a gradient is wanted; call under "
-            "torch.no_grad()"
-        )
+def _check_gradient(arrays: Arrays) -> None:
+    """TypeError where a gradient is wanted of what has a forward alone."""
+    if arrays["q"].dtype is _FLOAT8 or "page_table" in arrays:
+        what = f"q has dtype {FLOAT8}, of which" if arrays["q"].dtype is _FLOAT8 else "page_table is given, with which"
+        raise TypeError(f"{what} there is a forward alone, but a gradient is wanted; call under torch.no_grad()")
 
 
 _FLOAT8 = torch.float8_e4m3fn

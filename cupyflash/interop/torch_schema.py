@@ -1,7 +1,7 @@
 """What the operators take: a call as tensors, numbers and texts in the order of a schema, and back.
 
 First the rows of the pass and tangents of optional arrays, then q, k, v and the optional arrays, lists of tensors,
-options, the family, and of a pass that is about gradients `wrt`.
+options, the family, whether values of lengths are looked at, and of a pass that is about gradients `wrt`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from ..problem import ARRAYS, OPTIONS, View, complete
 from ..score import Score
 from . import torch_data
 
-INPUTS = ("q", "k", "v", *(row.name for row in ARRAYS if not row.ragged))
+INPUTS = ("q", "k", "v", *(row.name for row in ARRAYS))
 _NONE: list[Any] = [None]  # one that is not given: an empty list AOTInductor hands on as None, which is refused
 # The options that the operators have, in the order of OPTIONS, and their types in a schema; a Scalar may be a symbol.
 _TYPES = {
     "causal": "str", "window": "SymInt[]?", "scale": "Scalar?", "softcap": "Scalar?", "score": "str?",
     "block_mask": "SymInt[]?", "at": "SymInt[]?", "dropout": "Scalar", "out_dtype": "str?", "out_scale": "Scalar",
-    "layout": "str", "deterministic": "bool",
+    "layout": "str", "max_seqlen_q": "SymInt?", "max_seqlen_k": "SymInt?", "batch_invariant": "bool",
+    "deterministic": "bool",
 }  # fmt: skip
 
 _PLACE = {name: n for n, name in enumerate(_TYPES)}
@@ -67,7 +68,8 @@ def schema(of: Pass) -> str:
     optional |= {x for row in ARRAYS for x in (row.name, f"t{row.name}")}
     tensors = [f"Tensor{'?' * (name in optional)} {name}" for name in names_of(of)]
     lists = [f"Tensor?[] {name}" for name in lists_of(of)]
-    options = [*(f"{kind} {name}" for name, kind in _TYPES.items()), "str? family", *["str[] wrt"] * of.of_gradients]
+    options = [*(f"{kind} {name}" for name, kind in _TYPES.items()), "str? family", "bool check"]
+    options += ["str[] wrt"] * of.of_gradients
     returns = "Tensor[]" if of.of_gradients else "(Tensor, Tensor)"
     return f"{name_of(of)}({', '.join([*tensors, *lists, *options])}) -> {returns}"
 
@@ -88,7 +90,7 @@ def run(call: Call) -> Any:
             raise NotImplementedError(f"{name} is given, {_UNKNOWN}")
     arrays = interop.adopted(call.lib, arrays)
     blocks, encoded["block_mask"] = torch_data.of_mask(call.options["block_mask"], arrays["q"])
-    values = [*encoded.values(), call.family, *[list(call.wrt)] * call.of.of_gradients]
+    values = [*encoded.values(), call.family, call.check, *[list(call.wrt)] * call.of.of_gradients]
     return operator(call.of)(*_tensors(call.of, arrays, keys, blocks or _NONE), *values)
 
 
@@ -166,7 +168,7 @@ class Arguments:
         rest = args[len(names) + len(lists) :]
         reads, self.blocks, *moving = args[len(names) : len(names) + len(lists)]
         self.encoded = rest[: len(_TYPES)]
-        self.family, *wrt = rest[len(_TYPES) :]
+        self.family, self.looks, *wrt = rest[len(_TYPES) :]
         self.arrays: Arrays = {name: x for name, x in zip(names, args) if x is not None}
         reads = [x for x in reads if x is not None]
         data = self.encoded[_PLACE["score"]]
@@ -194,7 +196,7 @@ class Arguments:
         encoded = list(self.encoded)
         if score is not None:
             encoded[_PLACE["score"]] = score.data
-        values = [*encoded, self.family, *[list(wrt)] * of.of_gradients]
+        values = [*encoded, self.family, self.looks and of is self.of, *[list(wrt)] * of.of_gradients]
         return [*_tensors(of, arrays, self.keys, self.blocks), *values]
 
     def run(self, of: Pass, arrays: Arrays, wrt: Iterable[str] = (), score: Score | None = None) -> Any:
@@ -217,7 +219,8 @@ class Arguments:
         numbers = self.encoded[_PLACE["block_mask"]]
         options = self.options | {"block_mask": torch_data.mask([x for x in self.blocks if x is not None], numbers)}
         lib = interop.library("q", self.arrays["q"])
-        return Call(lib, self.of, self.arrays, options, {}, None, self.family, self.of is FORWARD, self.wrt)
+        rows = self.of is FORWARD
+        return Call(lib, self.of, self.arrays, options, {}, None, self.family, rows, self.wrt, check=self.looks)
 
     def check(self) -> None:
         """What the rules say, as far as it can be said: of lengths that are symbols, only when they are numbers."""
@@ -225,8 +228,13 @@ class Arguments:
         lengths = [n for x in self.arrays.values() for n in x.shape] + ([] if mask is None else [*mask.shape])
         if all(type(n) is int for n in lengths):
             views = {name: view(x) for name, x in self.arrays.items()}
-            plain = {name: x for name, x in self.options.items() if not isinstance(x, (torch.SymFloat, torch.SymInt))}
+            plain = {name: x for name, x in self.options.items() if not _symbolic(x)}
             rules.state(views, {}, complete(plain), self.of)
+
+
+def _symbolic(x: Any) -> bool:
+    """Whether it is, or holds, a number that is not known yet."""
+    return any(isinstance(n, (torch.SymFloat, torch.SymInt)) for n in (x if isinstance(x, tuple) else (x,)))
 
 
 def view(x: torch.Tensor) -> View:
