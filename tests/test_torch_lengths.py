@@ -311,11 +311,12 @@ def test_flops() -> None:
     assert counter.get_total_flops() == 3 * 2 * 18 * 4 * 4 * 8
 
 
-def test_an_entry_is_a_tensor_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `attention` hands on has no host numbers of lengths: a fake call on "cuda" has shapes."""
+def test_tensors_on_a_gpu_that_is_not_there() -> None:
+    """Nothing is asked of lengths or hints but shapes."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        q, cu = torch.zeros(12, 4, 8, device="cuda"), torch.zeros(5, dtype=torch.int32, device="cuda")
-        out, lse = attention(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=cu[0], return_lse=True)
+        q, cu, most = (torch.zeros(x, dtype=d, device="cuda") for x, d in (
+            ((12, 4, 8), torch.float16), ((5,), torch.int32), ((), torch.int32)))  # fmt: skip
+        out, lse = attention(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=most, return_lse=True)
     assert out.shape == (12, 4, 8) and lse.shape == (4, 12) and out.is_cuda
 
 

@@ -14,11 +14,19 @@ from .. import api, interop
 from ..signature import like
 from .multihead import MultiheadAttention
 from .sdpa import scaled_dot_product_attention
+from .varlen import varlen_attn, varlen_attn_out
 
 if TYPE_CHECKING:
     from .flex import flex_attention
 
-__all__ = ["MultiheadAttention", "attention", "flex_attention", "scaled_dot_product_attention"]
+__all__ = [
+    "MultiheadAttention",
+    "attention",
+    "flex_attention",
+    "scaled_dot_product_attention",
+    "varlen_attn",
+    "varlen_attn_out",
+]
 
 interop.library("q", torch.empty(0))  # makes the operators known, for programs that were exported
 
@@ -29,7 +37,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any)
 
     Takes and returns what `cupyflash.attention` does, out and lse both differentiable, also under torch.compile,
     torch.export, torch.func (grad, vjp, vmap: the mapped axis becomes a part of the batch), activation checkpointing
-    and torch.autocast, which casts q, k and v as it does for PyTorch's own attention.
+    and torch.autocast, which casts q, k and v as it does for PyTorch's own attention. q, k and v may be jagged nested
+    tensors, (N, sequence, heads, dim): packed sequences, of which out is nested as q is, and lse is (Hq, T).
 
     Raises
     ------
