@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import ml_dtypes
@@ -353,3 +354,35 @@ def test_a_part_of_a_block_mask() -> None:
     for rows, keys in (((8, 32), (0, 90)), ((0, 32), (0, 40)), ((0, 80), (0, 90))):
         with pytest.raises(ValueError, match="in blocks of 16 it must begin and end at multiples of that, or end at"):
             mask.part(rows, keys)
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (1, 2), (1, 0, 2)])
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_a_rank_with_one_row(name: str, counts: tuple[int, ...]) -> None:
+    ends = np.cumsum([0, *counts]).tolist()
+    rows = Rows(ends[-1], tuple(((a, b),) for a, b in itertools.pairwise(ends)))
+    heads = len(counts)
+    rng = fresh_rng()
+    q, k, v = (rng.standard_normal((1, rows.length, heads, D)) for _ in range(3))
+    x = rng.standard_normal((1, heads, rows.length, rows.length))
+    x = x > 0 if name == "mask" else x
+
+    def work(group: Any) -> Any:
+        own = [rows.take(y, group.rank) for y in (q, k, v)]
+        return parallel.attention(*own, group, rows=rows, **{name: rows.take(x, group.rank, 2)})
+
+    found = rows.join(parallel.simulated(len(counts)).run(work))
+    np.testing.assert_allclose(found, attention(q, k, v, **{name: x}), atol=1e-12)
+
+
+@pytest.mark.parametrize("what", [{"exchange": "heads"}, {"reduce": True, "wrt": "bias"}])
+def test_whose_one_row_is(what: dict[str, Any]) -> None:
+    rows = Rows(2, (((0, 1),), ((1, 2),)))
+    x, bias = np.ones((1, 1, 2, D)), np.ones((1, 2, 1, 2))
+
+    def work(group: Any) -> Any:
+        out, lse = parallel.attention(x, x, x, group, rows=rows, bias=bias, return_lse=True, exchange="keys")
+        parallel.attention_backward(x, x, x, x, out, lse, group, rows=rows, bias=bias, **what)
+
+    with pytest.raises(ValueError, match=r"bias has shape \(1, 2, 1, 2\), and no rank has more than one row"):
+        parallel.simulated(2).run(work)

@@ -74,11 +74,13 @@ def groups_of(group: Any, exchange: Any) -> tuple[Any, Any]:
     return (group, None) if exchange == "heads" else (None, group)
 
 
-def usual_exchange(group: Any, exchange: Any, given: dict[str, Any], k: Any) -> str | None:
-    """ "heads" where the key heads can be dealt out and no array over pairs has rows of its own."""
+def usual_exchange(group: Any, exchange: Any, given: dict[str, Any], k: Any, rows: Any) -> str | None:
+    """ "heads" where the key heads can be dealt out and no array over pairs has, or may have, rows of its own."""
     if exchange is not None or isinstance(group, (tuple, list)):
         return exchange
-    own = [x for name in ("mask", "bias") if (x := given.get(name)) is not None and own_rows(x)]
+    single = isinstance(rows, Rows) and any(rows.count(r) == 1 for r in range(rows.size))  # then one may be its own
+    arrays = (x for name in ("mask", "bias") if (x := given.get(name)) is not None)
+    own = [x for x in arrays if own_rows(x) or (single and rows.length > 1 and len(x.shape) > 1)]
     heads = four(k, given.get("layout", "bshd")).shape[2] if hasattr(k, "shape") and len(k.shape) in (2, 3, 4) else 1
     fits = heads and heads % of(group).size == 0 and not own and given.get("block_mask") is None
     return "heads" if fits else "keys"
@@ -89,12 +91,24 @@ def own_rows(x: Any) -> bool:
     return len(x.shape) > 1 and x.shape[-2] != 1
 
 
+def _check_one_each(views: dict[str, Any], names: Sequence[str], rows: Rows, what: str) -> None:
+    """ValueError where no rank has more than one row, so that arrays of one do not say whose it is."""
+    if rows.length == 1 or max(rows.count(r) for r in range(rows.size)) != 1:
+        return
+    for name in names:
+        if name in views and len(shape := views[name].shape) > 1 and shape[-2] == 1:
+            raise ValueError(
+                f"{name} has shape {shape}, and no rank has more than one row: it may be that row's or one for all; "
+                f"{what}"
+            )
+
+
 def check(
     function: str, group: Any, operands: dict[str, Any], plan: dict[str, Any], given: dict[str, Any], wrt: Any = ()
 ) -> Asked:
     """TypeError or ValueError, naming the argument. operands: of the pass, by name; plan: rows, key_rows, exchange,
     groups, stretches, reduce; given: what `attention` takes by name."""
-    exchange = usual_exchange(group, plan["exchange"], given, operands["k"])
+    exchange = usual_exchange(group, plan["exchange"], given, operands["k"], plan["rows"])
     team, keys = (Alone() if x is None else of(x) for x in groups_of(group, exchange))
     known = [*complete({}), *(row.name for row in ARRAYS), "score_arrays", "family"]
     for name, value in given.items():
@@ -133,8 +147,11 @@ def check(
         views[name] = views[name]._replace(shape=tuple(shape))
     problem, _ = rules.state(views, {}, stated, BACKWARD if backward else FORWARD)
     if team.size > 1:
-        _check_heads(problem, team, views, mask)
+        _check_heads(problem, team, views, rows)
     wanted = check_wrt(wrt, arrays, stated["score"])
+    reduce = check_flag("reduce", plan.get("reduce", False))
+    if reduce and "bias" in wanted:
+        _check_one_each(views, ("bias",), rows, "reduce must be False, with a sum by the caller where it is for all")
     sight, shift = _sight(problem, options, rows, key_rows)
     asked = Asked(
         team, keys, rows, key_rows, *_shares(plan, problem, team, keys), layout,
@@ -143,7 +160,7 @@ def check(
         {row.name: arrays[row.name] for row in ARRAYS if row.name in arrays and row.name != "seed"},
         {name: three(x) if name in ("lse", "dlse") else four(x, layout)
             for name in operands if (x := arrays.get(name)) is not None},
-        problem, sight, shift, wrt=wanted, reduce=check_flag("reduce", plan.get("reduce", False)),
+        problem, sight, shift, wrt=wanted, reduce=reduce,
     )  # fmt: skip
     if mask is not None:
         asked.mask, asked.block = mask, math.lcm(mask.own.block[1], ALIGNED)
@@ -184,12 +201,13 @@ def _check_mask(mask: RowsMask, rows: Rows, key_rows: Rows, team: Group) -> None
         raise ValueError("block_mask is given with an exchange of heads; it must be None, or exchange 'keys'")
 
 
-def _check_heads(problem: AttentionProblem, team: Group, views: dict[str, Any], mask: Any) -> None:
+def _check_heads(problem: AttentionProblem, team: Group, views: dict[str, Any], rows: Rows) -> None:
     if problem.heads_k % team.size:
         raise ValueError(
             f"k has {problem.heads_k} heads, which cannot be dealt out to {team.size} ranks; with exchange 'heads' it "
             "must be a multiple of them"
         )
+    _check_one_each(views, ("mask", "bias"), rows, "exchange must be 'keys', which takes both")
     for name in ("mask", "bias"):
         if name in views and ARRAY_RULES[name].lengths(views[name].shape)[2] > 1:
             raise ValueError(

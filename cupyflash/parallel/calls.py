@@ -176,7 +176,7 @@ def _agreed(
     """What is asked, once all ranks say the same."""
     exchange = plan["exchange"] if plan["exchange"] in (None, "keys", "heads") else None
     try:
-        chosen = usual_exchange(group, exchange, options, operands["k"])
+        chosen = usual_exchange(group, exchange, options, operands["k"], plan["rows"])
     except AttributeError:
         chosen = exchange
     ranks = [of(x) for x in groups_of(group, chosen) if x is not None]
