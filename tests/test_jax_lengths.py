@@ -152,12 +152,9 @@ def test_what_is_wrong() -> None:
                     how(cu, **wrong)
     with pytest.raises(TypeError, match="cu_seqlens_q has dtype float64; it must be int32 or int64"):
         jax.jit(call)(cu.astype(float))
-    lens = jnp.array([3, 3])
-    with pytest.raises(
-        TypeError, match="page_table is given to attention_backward; k and v in pages have a forward al"
-    ):
-        dense = q[None, :1].repeat(2, 0)
-        jax.grad(lambda q: attention(q, q, q, seqlens_k=lens, page_table=lens[:, None] // 4).sum())(dense)
+    lens, pool = jnp.array([3, 3]), jnp.zeros((2, 4, 2, 8))
+    with pytest.raises(TypeError, match="page_table is given to attention_jvp; k and v in pages have a forward alone"):
+        jax.grad(lambda q: attention(q, pool, pool, seqlens_k=lens, page_table=lens[:, None] // 4).sum())(pool)
 
 
 @pytest.mark.parametrize("how", [{}, {"score": lambda s, b, h, i, j: s + 0.01 * b * i - 0.02 * h * j}, {"seed": 5}])
