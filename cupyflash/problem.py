@@ -253,10 +253,8 @@ OPTIONS = (
     ),
     OptionRule("out_scale", 1.0, "What the result is multiplied by, for inputs of fp8.", check_out_scale, number=True),
     OptionRule("layout", "bshd", "Where the heads stand: bshd or bhsd.", check_layout),
-    OptionRule(
-        "max_seqlen_q", None, "A hint: how many queries a packed sequence has at most.", _check_most_q, number=True
-    ),
-    OptionRule("max_seqlen_k", None, "A hint: how many keys a sequence has at most.", _check_most_k, number=True),
+    OptionRule("max_seqlen_q", None, "A hint: how many queries a packed sequence has at most.", _check_most_q),
+    OptionRule("max_seqlen_k", None, "A hint: how many keys a sequence has at most.", _check_most_k),
     OptionRule("batch_invariant", False, "A sequence's bits do not depend on the others.", _check_invariant),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),
 )
