@@ -148,3 +148,84 @@ def test_a_rank_that_raises_elsewhere_does_not_leave_the_others_waiting() -> Non
 
     with pytest.raises(KeyError, match="lost"):
         parallel.simulated(SIZE).run(work)
+
+
+def _raises(*_: Any) -> Any:
+    raise ZeroDivisionError("division by zero")
+
+
+@pytest.mark.parametrize(
+    ("of_rank_1", "message"),
+    [
+        ({"mask": [[True]]}, "mask is a list; it must be an array"),
+        ({"bias": 1.0}, "bias is a float; it must be an array"),
+        ({"layout": "sbhd"}, "layout is 'sbhd'; it must be one of 'bshd', 'bhsd'"),
+        ({"family": "simt"}, "family is 'simt', a family of GPU kernels, but q is a numpy array on the CPU"),
+        ({"score": lambda s, b, h, i, j: _raises()}, "division by zero"),
+        ({"dropout": 0.1, "seed": np.array(1)}, "seed is 1 on rank 1 and 0 on rank 0"),
+    ],
+)
+def test_what_one_rank_is_given_ends_all(of_rank_1: dict[str, Any], message: str) -> None:
+    others = {"dropout": 0.1, "seed": np.array(0)} if "seed" in of_rank_1 else {}
+    found = errors(lambda g, x: attend(g, x, **(of_rank_1 if g.rank == 1 else others)))
+    assert message in found[1] and all(found), found
+
+
+def test_keys_of_one_dimension_end_all() -> None:
+    def call(group: Any, x: Any) -> Any:
+        return parallel.attention(x, x[0, 0, 0] if group.rank else x, x, group, rows=ROWS)
+
+    assert all("k has 1 dimensions, shape (8,)" in x for x in errors(call))
+
+
+def test_defaults_and_numbers_of_numpy_are_taken() -> None:
+    def call(group: Any, x: Any) -> Any:
+        plan = {"groups": np.int64(2), "stretches": np.int32(2), "exchange": "keys"}
+        return attend(group, x, out_scale=1.0, batch_invariant=False, max_seqlen_q=None, **plan)
+
+    assert errors(call) == [""] * SIZE
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rows": 3}, "rows is a int; it must be a parallel.Rows"),
+        ({"key_rows": 7}, "key_rows is a int; it must be a parallel.Rows"),
+        ({"block": "a"}, "block is 'a'; it must be a multiple of 16"),
+        ({"block": ()}, r"block is \(\); it must be a multiple of 16"),
+        ({"source": _raises}, "division by zero"),
+    ],
+)
+def test_what_a_mask_cannot_be_made_of(given: dict[str, Any], message: str) -> None:
+    def call(group: Any, _: Any) -> Any:
+        usual = {"source": lambda b, h, i, j: i >= j, "rows": ROWS, "block": 16}
+        return parallel.block_mask(**(usual | (given if group.rank == 1 else {})), group=group)
+
+    assert all(re.search(message, x) for x in errors(call))
+
+
+def test_merge_names_its_own_arguments() -> None:
+    found = errors(lambda g, x: parallel.merge(None if g.rank == 1 else x, np.zeros((1, 6, x.shape[1]), "f4"), g))
+    assert all("out is a NoneType" in x for x in found), found
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Rows(3, ((0, 3),)), "chunks is"),  # type: ignore[arg-type]
+        (lambda: Rows(3, (((0.0, 3.0),),)), "integers"),  # type: ignore[arg-type]
+        (lambda: Rows.zigzag(4.5, 2), "length is 4.5; it must be 0 or more, an integer"),  # type: ignore[arg-type]
+        (lambda: Rows.zigzag(4, "2"), "size is '2'; it must be 1 or more, an integer"),  # type: ignore[arg-type]
+        (lambda: Rows.balanced(4, 2, [1, 2, -1, 3]), "mask says -1.0 of a row"),
+        (lambda: ROWS.take(X, -1), "rank is -1; it must be from 0 to 2"),
+        (lambda: ROWS.positions(3), "rank is 3; it must be from 0 to 2"),
+        (lambda: parallel.simulated(0), "size is 0; it must be 1 or more, an integer"),
+    ],
+)
+def test_what_rows_cannot_be(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        make()
+
+
+def test_rows_of_lists_are_those_of_tuples() -> None:
+    assert hash(Rows(3, [[[0, 2]], [[2, 3]]])) == hash(Rows(3, (((0, 2),), ((2, 3),))))  # type: ignore[arg-type]

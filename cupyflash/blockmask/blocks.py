@@ -152,7 +152,7 @@ class BlockMask:
 
 def _check_parts(shape: tuple[int, ...], block: tuple[int, int], slots: Any, bits: Any) -> None:
     """ValueError where these are not what `tile_lists` says: kernels read by them, and they may come from a file."""
-    rows, keys = _block(block)
+    rows, keys = check_block(block)
     grid = (*shape[:2], -(-shape[2] // rows), -(-shape[3] // keys))
     for name, x, dtype, want in (
         ("slots", slots, "int32", grid),
@@ -176,7 +176,7 @@ def make(
     device: str | None,
 ) -> BlockMask:
     """`cupyflash.block_mask`; see there."""
-    block = _block(block)
+    block = check_block(block)
     kind, device = _where(like, device)
     with _on(device) as xp:
         given = None if source is None or callable(source) else _booleans(xp, "source", source)
@@ -325,7 +325,7 @@ def _check_function(source: Any) -> None:
         pass
 
 
-def _block(block: Any) -> tuple[int, int]:
+def check_block(block: Any) -> tuple[int, int]:
     sizes = tuple(block) if isinstance(block, (tuple, list)) else (block, block)
     try:
         sizes = tuple(operator.index(n) for n in sizes)

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .. import interop, rules
 from ..api import present, trace_score
+from ..dispatch import refuse_family
 from ..gradients import check_wrt
 from ..other_names import unexpected
 from ..passes import BACKWARD, FORWARD
-from ..problem import ARRAY_RULES, ARRAYS, FLOAT8, AttentionProblem, check_flag, complete
+from ..problem import ARRAY_RULES, ARRAYS, FLOAT8, AttentionProblem, check_flag, check_layout, complete
 from ..rules import seed_of
 from .adapters import of
 from .arrays import four, three
@@ -25,6 +27,7 @@ from .steps import Band, Blocks, Sight
 
 EXCHANGES = ("keys", "heads")
 ALIGNED = 16  # rows at whose multiples parts begin under dropout
+_RANKS = (2, 3, 4)  # of q, k and v
 _PARALLEL = ("rows", "key_rows", "exchange", "groups", "stretches")
 _LATER = (  # of `attention`, and not taken here
     "at", "out_dtype", "out_scale", "q_descale", "k_descale", "v_descale", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k",
@@ -79,9 +82,9 @@ def usual_exchange(group: Any, exchange: Any, given: dict[str, Any], k: Any, row
     if exchange is not None or isinstance(group, (tuple, list)):
         return exchange
     single = isinstance(rows, Rows) and any(rows.count(r) == 1 for r in range(rows.size))  # then one may be its own
-    arrays = (x for name in ("mask", "bias") if (x := given.get(name)) is not None)
+    arrays: list[Any] = [x for x in (given.get("mask"), given.get("bias")) if hasattr(x, "shape")]
     own = [x for x in arrays if own_rows(x) or (single and rows.length > 1 and len(x.shape) > 1)]
-    heads = four(k, given.get("layout", "bshd")).shape[2] if hasattr(k, "shape") and len(k.shape) in (2, 3, 4) else 1
+    heads = four(k, given.get("layout", "bshd")).shape[2] if hasattr(k, "shape") and len(k.shape) in _RANKS else 1
     fits = heads and heads % of(group).size == 0 and not own and given.get("block_mask") is None
     return "heads" if fits else "keys"
 
@@ -112,17 +115,17 @@ def check(
     team, keys = (Alone() if x is None else of(x) for x in groups_of(group, exchange))
     known = [*complete({}), *(row.name for row in ARRAYS), "score_arrays", "family"]
     for name, value in given.items():
-        if name in _LATER and value is not None and value is not False:
+        if name in _LATER and value is not None and value is not False and not (name == "out_scale" and value == 1):
             raise ValueError(f"{name} is given; parallel.{function} does not take it yet, it must be left out")
         if name not in known:
             raise unexpected(f"parallel.{function}", name, [*known, *_PARALLEL])
-    options, layout = complete(given), given.get("layout", "bshd")
+    options, layout = complete(given), check_layout(given.get("layout", "bshd"))
     backward = "dout" in operands
     seed, number = seed_of(given.get("seed"), options["dropout"])
     optional = {row.name: given.get(row.name) for row in ARRAYS} | {"seed": seed}
     required = [name for name in operands if name != "dlse"]
     arrays = present(required, operands | optional)
-    lib = interop.library("q", arrays["q"])
+    lib: Any = interop.library("q", arrays["q"])
     reads, mask = given.get("score_arrays"), options["block_mask"]
     stated = dict(options)
     if options["score"] is not None or reads is not None:
@@ -131,6 +134,8 @@ def check(
     views = {name: interop.view(lib, name, x) for name, x in arrays.items()}
     if views["q"].dtype == FLOAT8:
         raise TypeError(f"q has dtype {FLOAT8}; parallel.{function} takes float16, bfloat16, float32 and float64")
+    if given.get("family") is not None and not lib.on_gpu(arrays["q"]):
+        refuse_family(given["family"], lib.kind)
     size = team.size * keys.size
     rows, key_rows = _rows(plan, size, keys.rank * team.size + team.rank, views, layout)
     if mask is not None and not isinstance(mask, RowsMask):
@@ -143,8 +148,9 @@ def check(
     axis = 0 if len(views["k"].shape) == 2 else -3 if layout == "bshd" else -2
     for name in "kv":
         shape = list(views[name].shape)
-        shape[axis] = key_rows.length
-        views[name] = views[name]._replace(shape=tuple(shape))
+        if len(shape) in _RANKS:  # others are refused below
+            shape[axis] = key_rows.length
+            views[name] = views[name]._replace(shape=tuple(shape))
     problem, _ = rules.state(views, {}, stated, BACKWARD if backward else FORWARD)
     if team.size > 1:
         _check_heads(problem, team, views, rows)
@@ -172,7 +178,10 @@ def check(
                 raise ValueError(
                     f"{name} begins a chunk at {odd[0]}; with dropout chunks must begin at multiples of 16"
                 )
-    asked.said = _said(asked, views, stated, exchange, function)
+    told: Any = number
+    if seed is not None:
+        told = "an array" if lib.on_gpu(arrays["q"]) else lib.to_numpy(arrays["seed"]).item()
+    asked.said = _said(asked, views, stated, exchange, function, told)
     return asked
 
 
@@ -185,6 +194,8 @@ def _rows(plan: dict[str, Any], size: int, rank: int, views: dict[str, Any], lay
         if x.size != size:
             raise ValueError(f"{name} is of {x.size} ranks; it must be of {size}, as the group is")
         shape = views[of_array].shape
+        if len(shape) not in _RANKS:
+            continue
         count = shape[0] if len(shape) == 2 else shape[-3 if layout == "bshd" else -2]
         if count != x.count(rank):
             raise ValueError(
@@ -243,9 +254,10 @@ def _shares(plan: dict[str, Any], problem: AttentionProblem, team: Group, keys: 
     for name, default, most in (("groups", usual, heads), ("stretches", 1, 1 << 20)):
         n = plan[name]
         n = default if n is None else n
-        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= most:
+        number = int(n) if isinstance(n, numbers.Integral) and not isinstance(n, bool) else 0
+        if not 1 <= number <= most:
             raise ValueError(f"{name} is {n!r}; it must be None or an integer from 1 to {most}")
-        found.append(n)
+        found.append(number)
     return found[0], found[1]
 
 
@@ -257,7 +269,7 @@ def index(name: str, shape: Sequence[int], heads: Span, rows: Span, keys: Span) 
 
 
 def _said(
-    asked: Asked, views: dict[str, Any], options: dict[str, Any], exchange: str | None, function: str
+    asked: Asked, views: dict[str, Any], options: dict[str, Any], exchange: str | None, function: str, seed: Any
 ) -> dict[str, str]:
     """What must be the same on all ranks, by the name of the argument."""
     said = {name: f"of {x.dtype}" for name, x in views.items()}
@@ -275,8 +287,7 @@ def _said(
         elif name == "block_mask":
             value = None if asked.mask is None else f"{asked.mask.own.shape[:2]}, blocks of {asked.mask.own.block}"
         said[name] = repr(value)
-    seed = asked.options["seed"]
-    said["seed"] = str(seed) if seed is None or isinstance(seed, int) else "an array"
+    said["seed"] = str(seed)
     for name in ("rows", "key_rows"):
         x = getattr(asked, name)
         said[name] = f"{x.length} rows ({hashlib.sha256(repr(x.chunks).encode()).hexdigest()[:12]})"

@@ -15,8 +15,6 @@ from .arrays import empty, four, three, wide
 from .asked import Asked, check, groups_of, usual_exchange
 from .rows import Rows
 
-_ERRORS = (TypeError, ValueError, NotImplementedError)
-
 
 def attention(
     q: Any,
@@ -143,8 +141,8 @@ def merge(out: Any, lse: Any, group: Any, *, layout: str = "bshd") -> tuple[Any,
     try:
         api.merge([out], [lse], layout=layout)  # says what is wrong
         said = {"out": f"{out.dtype}, shape {tuple(out.shape)}", "layout": layout}
-    except _ERRORS as wrong:
-        error = wrong
+    except Exception as wrong:  # noqa: BLE001 - raised on all ranks
+        error = _renamed(wrong)
     agree([ranks], said, error)
     kind = wide(out)
     own = out if kind is None else out.astype(kind) if isinstance(out, np.ndarray) else out.float()
@@ -153,6 +151,11 @@ def merge(out: Any, lse: Any, group: Any, *, layout: str = "bshd") -> tuple[Any,
     if kind is not None:
         found = found.astype(out.dtype) if isinstance(out, np.ndarray) else found.to(out.dtype)
     return found, norm
+
+
+def _renamed(error: Exception) -> Exception:
+    """What `merge` of lists says of their only entry."""
+    return type(error)(str(error).replace("outs[0]", "out").replace("lses[0]", "lse"))
 
 
 def _gathered(ranks: Any, x: Any) -> list[Any]:
@@ -177,7 +180,7 @@ def _agreed(
     exchange = plan["exchange"] if plan["exchange"] in (None, "keys", "heads") else None
     try:
         chosen = usual_exchange(group, exchange, options, operands["k"], plan["rows"])
-    except AttributeError:
+    except Exception:  # noqa: BLE001 - named by `check`
         chosen = exchange
     ranks = [of(x) for x in groups_of(group, chosen) if x is not None]
     asked, error = None, None
@@ -185,7 +188,7 @@ def _agreed(
         for name, x in flags.items():
             api.check_flag(name, x)
         asked = check(function, group, operands, plan, options, wrt)
-    except _ERRORS as wrong:
+    except Exception as wrong:  # noqa: BLE001 - raised on all ranks
         error = wrong
     agree(ranks, asked.said if asked is not None else {}, error)
     assert asked is not None

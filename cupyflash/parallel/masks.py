@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..api import block_mask as _block_mask
+from ..blockmask.blocks import check_block
 from .adapters import of
 from .agree import agree
 from .rows import Rows, Span
@@ -66,9 +67,9 @@ def block_mask(
     keys = rows if key_rows is None else key_rows
     try:
         found = _own(source, rows, keys, ranks, batch, heads, block, like)
-    except (TypeError, ValueError) as wrong:
+    except Exception as wrong:  # noqa: BLE001 - raised on all ranks
         error = wrong
-    agree([ranks], {"rows": repr(rows.chunks), "key_rows": repr(keys.chunks), "block": repr(block)}, error)
+    agree([ranks], {"rows": repr(rows), "key_rows": repr(keys), "block": repr(block)}, error)
     assert found is not None
     size = found.block[0]
     blocks = -(-rows.length // size)
@@ -86,9 +87,12 @@ def block_mask(
 def _own(source: Any, rows: Rows, keys: Rows, ranks: Any, batch: int, heads: int, block: Any, like: Any) -> Any:
     if not callable(source):
         raise TypeError(f"source is a {type(source).__name__}; it must be a function of (b, h, i, j)")
+    for name, x in (("rows", rows), ("key_rows", keys)):
+        if not isinstance(x, Rows):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a parallel.Rows")
     if rows.size != ranks.size:
         raise ValueError(f"rows is of {rows.size} ranks; it must be of {ranks.size}, as the group is")
-    size = block[0] if isinstance(block, tuple) else block
+    size, _ = check_block(block)
     for a, b in rows.chunks[ranks.rank]:
         if b > a and a % size:
             raise ValueError(f"rows begins a chunk at {a}; with blocks of {size} it must be a multiple of that")

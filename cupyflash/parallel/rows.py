@@ -28,6 +28,14 @@ class Rows:
     chunks: tuple[tuple[Span, ...], ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "length", *_checked(self.length))
+        try:
+            chunks = tuple(tuple((operator.index(a), operator.index(b)) for a, b in spans) for spans in self.chunks)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"chunks is {self.chunks!r}; it must hold, for each rank, (begin, end) of rows, integers"
+            ) from None
+        object.__setattr__(self, "chunks", chunks)
         for rank, spans in enumerate(self.chunks):
             if any(x > y for x, y in spans) or any(y > z for (_, y), (z, _) in itertools.pairwise(spans)):
                 raise ValueError(f"chunks of rank {rank} are {spans}; they must rise: (begin, end) of rows")
@@ -38,7 +46,7 @@ class Rows:
     @classmethod
     def contiguous(cls, length: int, size: int, *, multiple: int = MULTIPLE) -> Rows:
         """Rank r holds the r-th part, as equal as multiples of `multiple` allow."""
-        return cls(*_checked(length), tuple((x,) for x in cut(length, _positive("size", size), multiple)))
+        return cls(*_checked(length), tuple((x,) for x in cut(length, positive("size", size), multiple)))
 
     @classmethod
     def zigzag(cls, length: int, size: int, *, multiple: int = MULTIPLE) -> Rows:
@@ -47,7 +55,7 @@ class Rows:
         PyTorch's head-tail order and Transformer Engine's dual chunk swap, row for row, where these take the length and
         parts are multiples of 128; of other parts with multiple=1.
         """
-        parts = cut(length, 2 * _positive("size", size), multiple)
+        parts = cut(length, 2 * positive("size", size), multiple)
         return cls(*_checked(length), tuple((parts[r], parts[2 * size - 1 - r]) for r in range(size)))
 
     @classmethod
@@ -58,7 +66,7 @@ class Rows:
         mask: a `BlockMask` of the whole, what `parallel.block_mask` made, or a number for each row: how many keys it
         sees. chunks: how many parts a rank gets.
         """
-        parts = cut(length, _positive("size", size) * _positive("chunks", chunks), multiple)
+        parts = cut(length, positive("size", size) * positive("chunks", chunks), multiple)
         work = np.concatenate([[0.0], np.cumsum(_work(mask, *_checked(length)))])
         dealt = _dealt(parts, [float(work[b] - work[a]) for a, b in parts], size)
         return cls(length, tuple(tuple(joined(x)) for x in dealt))
@@ -70,12 +78,12 @@ class Rows:
 
     def count(self, rank: int) -> int:
         """How many rows a rank holds."""
-        return sum(b - a for a, b in self.chunks[rank])
+        return sum(b - a for a, b in self._spans(rank))
 
     def local(self, rank: int) -> list[tuple[Span, Span]]:
         """Each chunk of a rank that has rows, in the whole and in the rank's arrays."""
         found, at = [], 0
-        for a, b in self.chunks[rank]:
+        for a, b in self._spans(rank):
             if b > a:
                 found.append(((a, b), (at, at + b - a)))
                 at += b - a
@@ -83,7 +91,7 @@ class Rows:
 
     def positions(self, rank: int) -> np.ndarray:
         """The numbers of a rank's rows in the whole, int64: for rotary embeddings and labels."""
-        return np.concatenate([np.arange(0), *(np.arange(a, b) for a, b in self.chunks[rank])])
+        return np.concatenate([np.arange(0), *(np.arange(a, b) for a, b in self._spans(rank))])
 
     def take(self, x: Any, rank: int, axis: int = 1) -> Any:
         """The rows of a rank of a whole array of any library, along `axis`: a copy."""
@@ -92,7 +100,12 @@ class Rows:
                 f"x has {x.shape[axis]} rows along axis {axis}, shape {x.shape}; it must have {self.length}"
             )
         before = (slice(None),) * (axis % len(x.shape))
-        return concatenate([x[(*before, slice(a, b))] for a, b in self.chunks[rank]] or [x[(*before, slice(0))]], axis)
+        return concatenate([x[(*before, slice(a, b))] for a, b in self._spans(rank)] or [x[(*before, slice(0))]], axis)
+
+    def _spans(self, rank: int) -> tuple[Span, ...]:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank is {rank}; it must be from 0 to {self.size - 1}")
+        return self.chunks[rank]
 
     def join(self, parts: Sequence[Any], axis: int = 1) -> Any:
         """The whole, of what each rank has: the inverse of `take`."""
@@ -113,7 +126,7 @@ class Rows:
 
 def cut(length: int, parts: int, multiple: int = 1) -> list[Span]:
     """As equal as multiples allow; every boundary but the last is a multiple. Parts may be empty."""
-    units = -(-length // _positive("multiple", multiple))
+    units = -(-length // positive("multiple", multiple))
     ends = [min(length, (units * (n + 1) // parts) * multiple) for n in range(parts)]
     return list(zip([0, *ends[:-1]], ends))
 
@@ -188,16 +201,24 @@ def _work(mask: Any, length: int) -> np.ndarray:
             ) from None
     if found.shape != (length,):
         raise ValueError(f"mask is about shape {found.shape}; it must be about {length} rows")
+    if not np.all(found >= 0):
+        raise ValueError(f"mask says {found[~(found >= 0)][0]} of a row; it must say how many keys it sees, 0 or more")
     return found
 
 
 def _checked(length: int) -> tuple[int]:
-    if isinstance(length, bool) or operator.index(length) < 0:
-        raise ValueError(f"length is {length!r}; it must be 0 or more rows")
-    return (operator.index(length),)
+    return (_whole("length", length, 0),)
 
 
-def _positive(name: str, n: int) -> int:
-    if isinstance(n, bool) or operator.index(n) < 1:
-        raise ValueError(f"{name} is {n!r}; it must be 1 or more")
-    return operator.index(n)
+def positive(name: str, n: int) -> int:
+    return _whole(name, n, 1)
+
+
+def _whole(name: str, n: Any, least: int) -> int:
+    try:
+        number = least - 1 if isinstance(n, bool) else operator.index(n)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{name} is {n!r}; it must be {least} or more, an integer")
+    return number

@@ -12,13 +12,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .groups import bytes_of
+from .rows import positive
 
 
 class Simulated:
     """`simulated(n)`: n ranks. `run` has each call a function with its group."""
 
     def __init__(self, size: int, *, delay: float = 0.0, seed: int | None = None) -> None:
-        self.size, self._delay, self._random = size, delay, random.Random(seed)
+        self.size, self._delay, self._random = positive("size", size), delay, random.Random(seed)
 
     def run(self, function: Callable[..., Any], *of_ranks: Sequence[Any]) -> list[Any]:
         """function(group, ...) of each rank, with the rank's entry of each further argument: what they return.
