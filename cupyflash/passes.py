@@ -58,21 +58,21 @@ FORWARD = Pass("forward", (
     Row("out", "Out", result=True), Row("lse", "Accum", result=True, per_query=True),
 ))  # fmt: skip
 BACKWARD = Pass("backward", (
-    Row("q", "In"), Row("k", "In"), Row("v", "In"), Row("out", "Out"), Row("lse", "Accum", per_query=True),
+    Row("q", "In"), Row("k", "In"), Row("v", "In"), Row("out", "In"), Row("lse", "Accum", per_query=True),
     Row("dout", "In"), Row("dlse", "Accum", per_query=True, optional=True),
     Row("dq", "Out", result=True), Row("dk", "Out", result=True), Row("dv", "Out", result=True),
 ))  # fmt: skip
 _TANGENTS = (Row("tq", "In", optional=True), Row("tk", "In", optional=True), Row("tv", "In", optional=True))
 JVP = Pass("jvp", (  # the tangents of a forward's results
-    Row("q", "In"), Row("k", "In"), Row("v", "In"), Row("out", "Out"), Row("lse", "Accum", per_query=True),
+    Row("q", "In"), Row("k", "In"), Row("v", "In"), Row("out", "In"), Row("lse", "Accum", per_query=True),
     *_TANGENTS,
     Row("tout", "Out", result=True), Row("tlse", "Accum", result=True, per_query=True),
 ))  # fmt: skip
 BACKWARD_JVP = Pass("backward_jvp", (  # those of a backward's, which take what a jvp gave
-    Row("q", "In"), Row("k", "In"), Row("v", "In"), Row("out", "Out"), Row("lse", "Accum", per_query=True),
+    Row("q", "In"), Row("k", "In"), Row("v", "In"), Row("out", "In"), Row("lse", "Accum", per_query=True),
     Row("dout", "In"), Row("dlse", "Accum", per_query=True, optional=True),
     *_TANGENTS, Row("tdout", "In", optional=True), Row("tdlse", "Accum", per_query=True, optional=True),
-    Row("tout", "Out"), Row("tlse", "Accum", per_query=True),
+    Row("tout", "In"), Row("tlse", "Accum", per_query=True),
     Row("tdq", "Out", result=True), Row("tdk", "Out", result=True), Row("tdv", "Out", result=True),
 ))  # fmt: skip
 PASSES = {x.name: x for x in (FORWARD, BACKWARD, JVP, BACKWARD_JVP)}

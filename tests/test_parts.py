@@ -208,5 +208,8 @@ def test_families_object() -> None:
     from cupyflash.rules import describe
 
     q = View((1, 32, 2, 8), (512, 16, 8, 1), "float16", "cuda:0", "cupy")
-    with pytest.raises(ValueError, match="sm90 takes no `at`; sm80 takes no `at`; simt takes no `at`"):
-        plan(describe(q, q, q, at=(0, 0, 16, 0)), Arch.of("sm_90a"))
+    with pytest.raises(ValueError, match="flash1 takes no `at`"):
+        plan(describe(q, q, q, at=(0, 0, 16, 0)), Arch.of("sm_90a"), family="flash1")
+    far = describe(q, q, q, causal=True, at=(0, 0, 0, 2**30))
+    with pytest.raises(ValueError, match=r"at has query 0 and key 1073741824, 1073741824 apart; .* less than 2\*\*30"):
+        plan(far, Arch.of("sm_90a"))

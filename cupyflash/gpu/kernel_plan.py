@@ -144,6 +144,7 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("SCORE", problem.score is not None),
         ("ADDED", len(added(problem))),  # attention/terms.cuh has a term for each
         ("DROPOUT", problem.dropout > 0),
+        ("AT", placed(problem)),
         ("NEGATIVE_SCALE", problem.scale < 0),
         # Whether ALiBi's distances are all of keys behind the query.
         ("ALIBI_BEHIND", problem.has("alibi_slopes") and None not in (problem.causal, problem.right)),
@@ -151,6 +152,11 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("TSCORE", problem.moves(*(x.key for x in problem.score.arrays)) if problem.score else False),
         ("ADDED_MOVES", sum(problem.moves(name) for name in added(problem))),  # whose terms have tangents
     )
+
+
+def placed(problem: AttentionProblem) -> bool:
+    """Whether kernels ask where a part stands in its whole: of a mask the diagonal says it."""
+    return problem.at is not None and (problem.score is not None or problem.dropout > 0)
 
 
 def by_line(problem: AttentionProblem, name: str) -> bool:

@@ -138,8 +138,8 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "dim_v": ("int", lambda p: p.dim_v),
     "diagonal": ("int", lambda p: p.diagonal),  # query i stands on key i + diagonal
     # Keys that it sees before and after that one, where there is a bound; sums of positions fit.
-    "left": ("int", lambda p: min(p.left or 0, max(p.seq_q, p.seq_k))),
-    "right": ("int", lambda p: min(p.right or 0, max(p.seq_q, p.seq_k))),
+    "left": ("int", lambda p: min(p.left or 0, max(p.seq_q, p.seq_k) + abs(p.diagonal))),
+    "right": ("int", lambda p: min(p.right or 0, max(p.seq_q, p.seq_k) + abs(p.diagonal))),
     # Which of a block mask's patterns is that of a batch entry and head: batch * lists_batch + head * lists_head.
     "lists": ("int", lambda p: _lists(p, "batch", p.batch) * _lists(p, "head", p.heads_q)),
     "lists_batch": ("int", lambda p: _lists(p, "head", p.heads_q) if "batch" in (p.block_mask or ()) else 0),
@@ -176,6 +176,10 @@ RAGGED: dict[str, Callable[[AttentionProblem], int]] = {
     "page": lambda p: p.page or 0,
     "pages": lambda p: p.pages,
 }
+
+
+# Of a part of a whole, for what asks where it stands.
+AT = tuple(f"at_{axis}" for axis in AXES)
 
 
 class Field(NamedTuple):
@@ -216,7 +220,13 @@ def _absent(plan: KernelPlan) -> list[str]:
     names = [row.name for row in ARRAYS if row.ragged and row not in _rules(plan)]
     lines = [f"static constexpr const int* {name} = nullptr;" for name in names]
     lines += [f"static constexpr PairStrides {name}_strides = {{}};" for name in names]
-    return lines + [f"static constexpr int {name} = 0;" for name in RAGGED if not ragged(plan)]
+    numbers = [*(() if ragged(plan) else RAGGED), *(() if _placed(plan) else AT)]
+    return lines + [f"static constexpr int {name} = 0;" for name in numbers]
+
+
+def _placed(plan: KernelPlan) -> bool:
+    """`kernel_plan.placed` of its problem."""
+    return bool(dict(plan.constants)["AT"])
 
 
 def _d(plan: KernelPlan) -> str:
@@ -287,6 +297,7 @@ def _values(
         ),
         *(Field(name, type, value(problem) if problem else 0) for name, (type, value) in SCALARS.items()),
         *(Field(name, "int", value(problem) if problem else 0) for name, value in RAGGED.items() if ragged(plan)),
+        *(Field(name, "int", n) for name, n in zip(AT, (problem and problem.at) or (0,) * 4) if _placed(plan)),
         *(Field(name, "int", value) for name, value in plan.scalars),
     ]
 

@@ -73,6 +73,11 @@ def plan(
     for name, length, rows in (("q", problem.seq_q, problem.rows_q), ("k", problem.seq_k, problem.rows_k)):
         if (longest := max(length, rows or 0)) >= 2**limit:
             raise ValueError(f"{name} has a sequence of {longest}; the kernels take less than 2**{limit}")
+    if problem.at is not None and abs(problem.diagonal) >= 2**limit:
+        _, _, query, key = problem.at
+        raise ValueError(
+            f"at has query {query} and key {key}, {abs(problem.diagonal)} apart; the kernels take less than 2**{limit}"
+        )
     objections: list[str] = []
     for name, room in FAMILIES.items():
         if family == name or (family is None and name not in ON_REQUEST):

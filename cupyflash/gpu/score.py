@@ -198,9 +198,9 @@ def _tabulate(score: Score, made: Tables) -> list[str]:
         'extern "C" __global__ void __launch_bounds__(128) attention_score_tables(const __grid_constant__ Params p) {',
         "const int blocks = (p.score_span + 127) / 128, n = blockIdx.x % blocks * 128 + threadIdx.x;",
         "const int line = blockIdx.x / blocks;",
-        f"const int h = {'line % p.heads_q' if made.by_head else '0'};",
-        f"const int b = {('line / p.heads_q' if made.by_head else 'line') if made.by_batch else '0'};",
-        "const int i = 0, j = n - p.score_origin;",
+        f"int h = {'line % p.heads_q' if made.by_head else '0'};",
+        f"int b = {('line / p.heads_q' if made.by_head else 'line') if made.by_batch else '0'};",
+        "int i = 0, j = n - p.score_origin;",
         "if (n >= p.score_span) return;",
         "Accum* const to = p.score_tables + (long long)line * p.score_span + n;",
         *_statements(score, made.nodes, made.tabled),
@@ -280,7 +280,8 @@ def _statements(
             if products and node.args[0] != node.args[1]:
                 fused[n] = products[0]
     inside = set(fused.values())
-    return [
+    placed = any(nodes[n].op in VARIABLES and nodes[n].op != "s" for n in needed if n not in known)
+    return ["of_whole(p, b, h, i, j);"] * placed + [
         f"const {_TYPES[nodes[n].kind]} x{n} = {known.get(n) or _operation(score, nodes, n, fused.get(n))};"
         for n in sorted(needed)
         if n not in inside

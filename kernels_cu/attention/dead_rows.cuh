@@ -76,7 +76,8 @@ __device__ inline bool is_blind(unsigned numbers, int i) {
     return load_shared_number(numbers + sizeof(Accum) * i, Accum()) == MINUS_INFINITY;
 }
 
-__device__ inline bool only_zeros(const Params& p, const Out* row) {
+template <class T>
+__device__ bool only_zeros(const Params& p, const T* row) {
     for (int c = 0; c < p.dim_v; c++)
         if (to_float(row[c]) != 0) return false;
     return true;

@@ -78,7 +78,7 @@ __device__ Accumulator<1, 2> product_of_rows(const SixteenRows<T>& o, const Sixt
 
 // f(i, rowsum(O * dO)) for the queries i of a tile, by a block of 128 threads, of this O and the dO that Of stands for.
 template <int SIZE, class Of, class F>
-__device__ void for_exact_row_sums(const Params& p, const Head& head, int tile, const Out* out, const Strides& strides,
+__device__ void for_exact_row_sums(const Params& p, const Head& head, int tile, const In* out, const Strides& strides,
                                    F f) {
     Given given = Of::given(p);
     if constexpr (!EXACT_LSE) {
@@ -88,7 +88,7 @@ __device__ void for_exact_row_sums(const Params& p, const Head& head, int tile, 
         float d_unit = operand_unit<Of>(p, head, tile);
         for (int i = first + threadIdx.x / 32 * 16; i < first + SIZE; i += 64) {
             int there = head.queries(p) - i;
-            SixteenRows<Out> o{head.query_row(out, strides, i), strides.row, there, p.dim_v};
+            SixteenRows<In> o{head.query_row(out, strides, i), strides.row, there, p.dim_v};
             SixteenRows<In> d{head.query_row(given.array, given.strides, i), given.strides.row, there, p.dim_v};
             Accumulator<1, 2> product = product_of_rows(o, d, d_unit);
             if (lane % 4 != lane / 8) continue;  // no part of the diagonal

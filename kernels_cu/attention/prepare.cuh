@@ -42,11 +42,11 @@ constexpr int largest_divisor(int n, int most) { return n % most == 0 ? most : l
 // f(i, rowsum(O * dO)) for the queries i of a tile, by a block of 128 threads, of 16-bit numbers (others: exact_delta.cuh). O and
 // dO: these two arrays.
 template <int SIZE, class F>
-__device__ void for_row_sums(const Params& p, const Head& head, int tile, const Out* out, const Strides& out_strides,
+__device__ void for_row_sums(const Params& p, const Head& head, int tile, const In* out, const Strides& out_strides,
                              const In* dout, const Strides& dout_strides, F f) {
     constexpr int LANES = config::DIM_V <= 64 ? 8 : config::DIM_V <= 128 ? 16 : 32;  // of 8 columns, for one row
     int lane = threadIdx.x % LANES, first = tile * SIZE, queries = head.queries(p);
-    const Out* o = head.query_row(out, out_strides);
+    const In* o = head.query_row(out, out_strides);
     const In* d = head.query_row(dout, dout_strides);
     // Rows at once: the time is that of memory to answer.
     constexpr int STEP = 128 / LANES, EACH = largest_divisor(SIZE / STEP, 8);
@@ -57,7 +57,7 @@ __device__ void for_row_sums(const Params& p, const Head& head, int tile, const 
 #pragma unroll
         for (int r = 0; r < EACH; r++) {
             int row = i + r * STEP;
-            const Out* oi = o + row * out_strides.row + 8 * lane;
+            const In* oi = o + row * out_strides.row + 8 * lane;
             const In* di = d + row * dout_strides.row + 8 * lane;
             a[r] = b[r] = make_uint4(0, 0, 0, 0);
             if (row >= queries) continue;
@@ -66,7 +66,7 @@ __device__ void for_row_sums(const Params& p, const Head& head, int tile, const 
             } else {
 #pragma unroll
                 for (int c = 0; c < 8; c++)
-                    if (c < columns) ((Out*)&a[r])[c] = oi[c], ((In*)&b[r])[c] = di[c];
+                    if (c < columns) ((In*)&a[r])[c] = oi[c], ((In*)&b[r])[c] = di[c];
             }
         }
         float own = 0;  // of the row that the lane writes
@@ -74,7 +74,7 @@ __device__ void for_row_sums(const Params& p, const Head& head, int tile, const 
         for (int r = 0; r < EACH; r++) {
             float sum = 0;
 #pragma unroll
-            for (int c = 0; c < 8; c++) sum = fma(to_float(((const Out*)&a[r])[c]), to_float(((const In*)&b[r])[c]), sum);
+            for (int c = 0; c < 8; c++) sum = fma(to_float(((const In*)&a[r])[c]), to_float(((const In*)&b[r])[c]), sum);
 #pragma unroll
             for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
             if (lane == r) own = sum;

@@ -19,6 +19,9 @@ __device__ inline void transpose_quad(unsigned (&w)[4]) {
     }
 }
 
+// Whether results go there as they are, and not through shared memory, which has tiles of 16 bits (tile/shared.cuh).
+constexpr bool FLOAT_RESULTS = sizeof(Out) == 4;
+
 // As registers hold them, two at a time where they are so aligned.
 template <int M, int N, class F>
 __device__ void store_float_rows(const Accumulator<M, N>& sum, bool vectors, int cols, F at) {

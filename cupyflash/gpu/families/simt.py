@@ -32,10 +32,6 @@ MAX_DIM = 4096
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
-    if problem.at is not None:
-        return "takes no `at`"
-    if problem.widened:
-        return f"has no results of float32 beside inputs of {problem.dtype}"
     if problem.dtype == FLOAT8:
         return f"takes no {problem.dtype}"
     if max(problem.dim, problem.dim_v) > MAX_DIM:
@@ -130,7 +126,7 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
     # A block owns t.columns columns of the result: a wider one takes several blocks, which share their rows.
     parts, parts_v = ceil(problem.dim, t.columns), max(1, ceil(problem.dim_v, t.columns))
     constants = (*_tile_constants(t), *features(problem))
-    common = _common(problem, arch, of, t)
+    common = _common(problem, arch, of, t) | {"out_dtype": problem.out_dtype}
     if not of.of_gradients:
         launch = Launch(f"attention_{of}", tiles_q * parts_v, t.threads)
         return KernelPlan(

@@ -26,10 +26,6 @@ FAST_DOUBLES = (8.0, 9.0, 10.0)
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
     if why := untaken(problem):
         return why
-    if problem.at is not None:
-        return "takes no `at`"
-    if problem.widened:
-        return f"has no results of float32 beside inputs of {problem.dtype}"
     if problem.dtype == FLOAT8:
         return f"takes no {problem.dtype}"
     if arch.cc < 80:
@@ -77,7 +73,7 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
         *((f"DEAD_{name}", rows.start > 0) for name, rows in zip(("QUERIES", "KEYS"), problem.live)),
     )  # fmt: skip
     pairs, tiles_q = problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows)
-    common = _common(problem, arch, of)
+    common = _common(problem, arch, of) | {"out_dtype": problem.out_dtype}
     split, halves = _split(problem, t, dim, dim_v, of) if parts > 1 else ((), ())
     if of is JVP:
         return KernelPlan(

@@ -19,8 +19,6 @@ MOVED = ("q", "k", "v", "dout", "dlse")  # what these kernels take tangents of
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
     if why := untaken(problem):
         return why
-    if problem.at is not None:
-        return "takes no `at`"
     if problem.widened:
         return f"has no results of float32 beside inputs of {problem.dtype}"
     if problem.dtype not in ("float16", "bfloat16", FLOAT8):
