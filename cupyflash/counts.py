@@ -33,6 +33,8 @@ def check_at(at: Any) -> tuple[int, int, int, int] | None:
         return None
     try:
         # (torch.compile takes an int for a symbol as long as nothing asks which one it is.)
+        if isinstance(at, (set, frozenset, dict)):  # in no order of places
+            raise TypeError
         places = tuple([x if type(x) is int else operator.index(x) for x in at if not isinstance(x, bool)])
     except TypeError:
         places = ()

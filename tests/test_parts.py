@@ -142,6 +142,7 @@ LSE = np.zeros((1, 2, 32), np.float32)
     [
         ({"at": (0, 0, 1)}, r"at is \(0, 0, 1\); it must be None or four integers"),
         ({"at": 3}, "at is 3; it must be None or four integers"),
+        ({"at": {0, 16, 32, 48}}, "it must be None or four integers"),
         ({"at": (0, 0, 1.5, 0)}, "it must be None or four integers"),
         ({"at": (0, 0, -1, 0)}, "each 0 or more and less than"),
         ({"at": (0, 0, 2**31, 0)}, "each 0 or more and less than"),
