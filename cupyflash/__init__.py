@@ -8,8 +8,8 @@ from .later import later
 
 __version__ = "0.1.0"
 __all__ = [
-    "BlockMask", "__version__", "attention", "attention_backward", "attention_backward_jvp", "attention_jvp",
-    "block_mask",
+    "BlockMask", "Pages", "__version__", "attention", "attention_append", "attention_backward",
+    "attention_backward_jvp", "attention_jvp", "block_mask",
     "explain", "merge", "tune",
 ]  # fmt: skip
 
@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from . import masks as masks
     from . import parallel as parallel
     from . import torch as torch
+    from .appending import attention_append
     from .blockmask.blocks import BlockMask
+    from .paging import Pages
     from .tools.autotune import tune
     from .tools.explanation import explain
 else:
     # What needs an array library, and tools.
     __getattr__, __dir__ = later(
         __name__, "compat", "float8", "integrations", "jax", "masks", "parallel", "torch",
-        BlockMask=".blockmask.blocks", explain=".tools.explanation", tune=".tools.autotune",
+        BlockMask=".blockmask.blocks", Pages=".paging", attention_append=".appending", explain=".tools.explanation",
+        tune=".tools.autotune",
     )  # fmt: skip

@@ -16,15 +16,15 @@ from cupyflash.gpu.plan import FAMILIES
 FLOORS = (
     (
         "passes", "score", "signature", "other_names", "folders", "later", "reals counts", "gpu.device pip_line",
-        "blockmask.tile_lists", "interop.foreign",
+        "blockmask.tile_lists", "interop.foreign", "namespaces",
         "torch.dropout", "tools.visible",
     ),
     ("problem rules lengths layouts gradients", "call", "arrays"),
-    ("interop.protocol", "overlap", "folding", "float8"),
+    ("interop.protocol", "overlap", "folding", "float8", "rotary caches"),
     ("gpu", "cpu", "interop"),
     ("dispatch", "merging", "blockmask", "tangents"),
     ("interop.torch_*", "interop.jax_*"),
-    ("api derivatives given", "interop.conformance", "masks"),
+    ("api derivatives given appending", "interop.conformance", "masks", "paging"),
     ("torch integrations", "jax", "compat", "reference", "tools", "parallel"),
     ("",),
     ("bench", "demo"),

@@ -16,16 +16,21 @@ from . import launch
 def check(call: Call) -> None:
     """ValueError, naming the place, where one is not what it must be. Waits for the caller's stream."""
     lib, names = call.lib, lengths.stated(call.arrays)
-    ordinal = lib.device(call.arrays["q"])
-    stream = lib.stream(ordinal)
     views = {name: lib.view(x) for name, x in call.arrays.items()}
     problem, _ = rules.state(views, {name: lib.view(x) for name, x in call.targets.items()}, call.options, call.of)
+    lengths.check_values(problem, read(lib, {name: call.arrays[name] for name in names}, call.arrays["q"]))
+
+
+def read(lib: Any, arrays: dict[str, Any], beside: Any) -> dict[str, np.ndarray]:
+    """Integers as int64, of arrays on the device of `beside`; ValueError where the stream is captured."""
+    ordinal = lib.device(beside)
+    stream = lib.stream(ordinal)
     if runtime.streamIsCapturing(stream):
         raise ValueError(
-            f"check is True, or CUPYFLASH_CHECK=1, but the stream is captured as a CUDA graph, where {names[0]} cannot "
-            "be looked at; check must be False there"
+            "check is True, or CUPYFLASH_CHECK=1, but the stream is captured as a CUDA graph, where "
+            f"{next(iter(arrays))} cannot be looked at; check must be False there"
         )
-    lengths.check_values(problem, {name: on_host(lib, call.arrays[name], ordinal, stream) for name in names})
+    return {name: on_host(lib, x, ordinal, stream) for name, x in arrays.items()}
 
 
 def on_host(lib: Any, x: Any, device: int, stream: int) -> np.ndarray:
