@@ -61,11 +61,11 @@ def present(required: Iterable[str], arrays: Arrays) -> Arrays:
 
 def with_check(call: Call, check: Any) -> Call:
     """A call that knows whether values on a device shall be looked at: for it alone, or for all of the process."""
-    asked = _asked_for(check)
+    asked = asked_for(check)
     return call.but(check=True) if asked and stated(call.arrays) else call
 
 
-def _asked_for(check: Any) -> bool:
+def asked_for(check: Any) -> bool:
     asked = os.environ.get("CUPYFLASH_CHECK", "")
     if asked not in ("", "0", "1"):
         raise ValueError(f"CUPYFLASH_CHECK is {asked!r}; it must be 1, 0 or empty")

@@ -37,7 +37,7 @@ def extents(
     lengths = {name: given[name] for name in stated(given)}
     _check_together(lengths)
     for name, x in lengths.items():
-        _check_integers(name, x)
+        check_integers(name, x)
     forms = {"q": "packed" if "cu_seqlens_q" in lengths else "filled", "k": "filled"}
     forms["k"] = "packed" if "cu_seqlens_k" in lengths else "paged" if "page_table" in lengths else "filled"
     forms["v"] = forms["k"]
@@ -83,7 +83,7 @@ def _check_together(lengths: Mapping[str, View]) -> None:
         )
 
 
-def _check_integers(name: str, x: View) -> None:
+def check_integers(name: str, x: View) -> None:
     row = ARRAY_RULES[name]
     if x.dtype not in row.dtypes:
         raise TypeError(f"{name} has dtype {x.dtype}; it must be {' or '.join(row.dtypes)} ({row.entry})")
