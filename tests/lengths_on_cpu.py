@@ -175,8 +175,10 @@ class Ran:
         seed: int | None = None,
     ) -> dict[str, np.ndarray]:
         """Results by name. Programs are those compiled; the plans say grids and workspaces."""
-        inputs = {name: Guarded(x.shape, x.dtype, x) for name, x in given.items()}
-        results = {name: Guarded(shape, given["q"].dtype, None) for name, shape in shapes.items()}
+        mapped = bool(self.plans[0].maps)  # TMA wants rows that begin at 16 bytes, as the corridor copies them
+        inputs = {name: Guarded(x.shape, x.dtype, x, rows_aligned=mapped) for name, x in given.items()}
+        of = {name: given.get(name.removeprefix("d"), given["q"]).dtype for name in shapes}
+        results = {name: Guarded(shape, of[name], None) for name, shape in shapes.items()}
         results["lse"] = Guarded(shapes["lse"], problem.lse_dtype)
         for n, (library, kernels) in enumerate(zip(self.libraries, plans)):
             assert kernels.constants == self.plans[n].constants, "another program"
@@ -239,7 +241,7 @@ def check(
     found = Ran(plans)(problem, plans, given, shapes, last_first, seed)
 
     sums = {name: np.zeros(shape) for name, shape in arrays.items()}
-    dense: Ran | None = None
+    dense: dict[Any, Ran] = {}  # programs may follow from lengths
     for n in range(of.count):
         own = {name: of.alone(n, name, x) for name, x in others.items()}
         batch = {name: np.stack([rows[n]] * of.count) for name, rows in of.own.items()}
@@ -256,9 +258,10 @@ def check(
             if seed is not None:
                 one = replace(one, given=tuple(x for x in one.given if x.name != "seed"))
             made = plans_of(one, arch, family, backward, {name: own[name].shape for name in arrays}, tiles)
-            if dense is None:
-                dense = Ran(made)
-            results = dense(one, made, batch | own, want, last_first, seed)
+            program = tuple(x.constants for x in made)
+            if program not in dense:
+                dense[program] = Ran(made)
+            results = dense[program](one, made, batch | own, want, last_first, seed)
         compare(of, n, found, results, want)
         add_gradients(of, n, sums, results, others)
     for name, exact in sums.items():

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..problem import ITEMSIZE, AttentionProblem
-from .kernel_plan import Box, KernelPlan
+from .kernel_plan import Box, KernelPlan, by_line
 
 BYTES = 128  # of one map
 ROW = 128  # bytes of a box: as the swizzle of tile/swizzled.cuh takes them
@@ -31,15 +31,19 @@ class Maps:
         # A tangent is as what it is the tangent of.
         queries, keys = p.live
         firsts = {"q": queries.start, "dout": queries.start, "k": keys.start, "v": keys.start}
+        # Rows and entries: packed sequences have one, and pages are entries of a pool.
+        of_q, of_k = _entries(p, p.rows_q, p.seq_q), _entries(p, p.rows_k, p.cache or p.seq_k)
+        seen_q = of_q if p.ragged else (len(queries), p.batch)
+        seen_k = (p.page, p.pages) if p.page is not None else of_k if p.ragged else (len(keys), p.batch)
         shapes = {
-            "q": (p.dim, len(queries), p.heads_q, p.batch),
-            "k": (p.dim, len(keys), p.heads_k, p.batch),
-            "v": (p.dim_v, len(keys), p.heads_k, p.batch),
-            "out": (p.dim_v, p.seq_q, p.heads_q, p.batch),
-            "dout": (p.dim_v, len(queries), p.heads_q, p.batch),
-            "dk": (p.dim, p.seq_k, p.heads_k, p.batch),
-            "dv": (p.dim_v, p.seq_k, p.heads_k, p.batch),
-            "dq": (p.dim, p.seq_q, p.heads_q, p.batch),
+            "q": (p.dim, seen_q[0], p.heads_q, seen_q[1]),
+            "k": (p.dim, seen_k[0], p.heads_k, seen_k[1]),
+            "v": (p.dim_v, seen_k[0], p.heads_k, seen_k[1]),
+            "out": (p.dim_v, of_q[0], p.heads_q, of_q[1]),
+            "dout": (p.dim_v, seen_q[0], p.heads_q, seen_q[1]),
+            "dk": (p.dim, of_k[0], p.heads_k, of_k[1]),
+            "dv": (p.dim_v, of_k[0], p.heads_k, of_k[1]),
+            "dq": (p.dim, of_q[0], p.heads_q, of_q[1]),
         }
         self._arrays = []
         self._skipped: list[int] = []  # bytes before the first row
@@ -48,7 +52,8 @@ class Maps:
                 dtype = next(x.dtype for x in plan.given if x.name == box.array)
                 batch, head, row, _ = strides[box.array]
                 # Along an axis that it is broadcast along, an array has one entry.
-                lengths = ((p.seq_q, row), (p.heads_q, head), (p.batch, batch))
+                lines = (p.rows_q, 1) if by_line(p, box.array) else (p.seq_q, p.batch)
+                lengths = ((lines[0], row), (p.heads_q, head), (lines[1], batch))
                 shape: tuple[int, ...] = (p.seq_k, *(n if stride else 1 for n, stride in lengths))
             elif space := next((x for x in plan.workspace if x.name == box.array), None):
                 dtype, shape = space.dtype, space.shape[::-1]
@@ -78,6 +83,10 @@ class Maps:
         last = len(pointers) if mapped else self._inputs
         maps = map(self._map, range(last), pointers)
         return b"".join((*maps, bytes(BYTES * (len(pointers) - last)), int(mapped).to_bytes(64, "little")))
+
+
+def _entries(problem: AttentionProblem, packed: int | None, rows: int) -> tuple[int, int]:
+    return (rows, problem.batch) if packed is None else (packed, 1)
 
 
 def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: Box) -> bytes:

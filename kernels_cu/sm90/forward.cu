@@ -118,6 +118,7 @@ struct Consumer {
         ScorePlacement at = placement(tile, own.tile(step) * KEYS);
         descale_scores(scores, p, tile.head, tile.queries.begin + first_row, tile_k * KEYS);
         if (PAIR_ARRAYS) s.pairs.wait_full();
+        if constexpr (PAIR_ARRAYS && Q_ENDS) clear_pairs();
         InTiles<false, Pairwise> arrays(s.pair_tiles(), warp_row, 0);
         score(scores, at, pairs, arrays);
         if (tests) {
@@ -150,6 +151,33 @@ struct Consumer {
         DeadRows<KEYS> dead([&](int key) { return unseen >> key / 32 & 1; });
         if (!dead.any()) return;
         dead.clear_many<4>(s.v_tile(), threadIdx.x / 32 % 4);
+        fence_async();
+        sync_threads<128>(1 + group);
+    }
+    // And behind the end of a sequence, as tensor maps have them behind that of an array. Of Q, mask and bias that is for the
+    // votes of a warp's rows alone: no row's bits follow from another sequence.
+    __device__ void clear_queries() {
+        int queries = tile.head.queries(p) - tile.queries.begin;
+        if (queries >= HEAD_ROWS) return;
+        clear_behind<64>(s.q_tile().from(first_row), [&](int row) { return (first_row + row) % HEAD_ROWS >= queries; });
+    }
+    __device__ void clear_pairs() {
+        int begin = max(warp_row, tile.head.queries(p) - tile.queries.begin);
+        if (begin >= warp_row + 16) return;
+        s.pair_tiles().clear(begin, warp_row + 16);
+        fence_async();  // what the next tile overwrites
+        __syncwarp();
+    }
+    // Of V, or K, of the one tile that may hang over the end: the first of a walk.
+    __device__ bool hangs_over(int step) const { return K_ENDS && tile.head.keys(p) < (own.tile(step) + 1) * KEYS; }
+    template <class Tile>
+    __device__ void clear_keys(int step, Tile of) {
+        int keys = tile.head.keys(p) - own.tile(step) * KEYS;
+        clear_behind<KEYS>(of, [&](int key) { return key >= keys; });
+    }
+    template <int COUNT, class Tile, class F>
+    __device__ void clear_behind(Tile tile, F behind) {
+        DeadRows<COUNT>(behind).template clear_many<4>(tile, threadIdx.x / 32 % 4);
         fence_async();
         sync_threads<128>(1 + group);
     }
@@ -197,6 +225,7 @@ struct Consumer {
             wgmma_wait<0>();
             changed(o);
         }
+        if (NEAR_CAPS && hangs_over(step)) clear_keys(step, s.k_tile());  // a warp votes on all of its products
         start_scores(scores);
         between();
         wgmma_wait<0>();
@@ -212,6 +241,10 @@ struct Consumer {
         weigh(scores, p, tile.head, own.tile(step) * KEYS, largest_value);
         if (own.after(step) > 0) s.k.wait_full();
         probabilities.template take<0, KEYS, DROPOUT>(scores);
+        if (hangs_over(step)) {
+            s.v.wait_full();
+            clear_keys(step, s.v_tile());
+        }
     }
 
     // A key tile, whose K is there: S = Q K^T, its softmax, and O += P V of the tile before. The next K is waited for
@@ -281,7 +314,7 @@ struct Consumer {
                 bool real = x.head - of.head.q < heads && x.i < queries;
                 return real ? p.share_out + share_row(p, of.share, row_number(of, x)) * DIM_V : nullptr;
             });
-        } else if (O_STAGED && maps.map_out) {
+        } else if (O_STAGED && maps.map_out && whole(of)) {
             bool storer = threadIdx.x % 128 == 0;
             if (storer) tma_wait_read();
             sync_threads<128>(1 + group);
@@ -307,6 +340,10 @@ struct Consumer {
                 store_rows(o, vectors, p.dim_v, target);
         }
     }
+    // Whether all of the warpgroup's rows are the tile's: a box has nothing of another sequence.
+    __device__ bool whole(const Tile& of) const {
+        return !Q_ENDS || of.queries.begin + first_row + 64 <= of.head.queries(p);
+    }
     __device__ long long row_number(const Tile& of, const Pair& x) const {
         return of.head.other(x.head).row_number(p, x.i);
     }
@@ -323,6 +360,7 @@ struct Consumer {
             s.q.wait_full();
             if (NEXT_Q) before = tile, softmax_before = softmax, sums_before = sums;
             more = s.told(p, tile, schedule);
+            if (Q_ENDS && more) clear_queries();
             Range q{queries().begin, min(queries().end, tile.head.queries(p))};
             Range keys = Band{p, tile.head}.keys_of(q);
             all = walk_of(p, tile);

@@ -47,12 +47,27 @@ using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
 using OTile = SwizzledTile<ROWS, DIM_V, Out>;
 
+// Whether rows behind the end of a tile may be those of another sequence, or stale: of Q, and of K and V. (Else none are there,
+// and the tensor map has zeros.)
+constexpr bool Q_ENDS = PACKED_Q, K_ENDS = PACKED_K || LENGTHS;
+
+// A tile of K or V, from a key on; of pages in boxes of which none has rows of two.
+template <class Tile>
+__device__ void load_keys(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
+    if constexpr (PAGED) {
+#pragma unroll 1
+        for (int n = 0; n < KEYS; n += KEY_BOX) tile.from(n).load(map, barrier, head.at_paged_key(p, key + n));
+    } else {
+        tile.load(map, barrier, head.at_key(p, key));
+    }
+}
+
 // Tensor cores take numbers of 8 bits along rows alone: there V comes turned, a row for each of its columns.
 template <bool TURNED>
 struct Values {
     using Tile = SwizzledTile<KEYS, DIM_V>;
     __device__ static void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
-        tile.load(map, barrier, head.at_key(p, key));
+        load_keys(p, tile, map, barrier, key, head);
     }
 };
 template <>
@@ -118,7 +133,8 @@ struct Shared {
     static constexpr int V_RING = K_RING + KVRing::BYTES;
     static constexpr int PAIR_RING = V_RING + KVRing::BYTES;
     static constexpr int NOTES = PAIR_RING + (PAIR_ARRAYS ? PairRing::BYTES : 0);
-    static constexpr int END = NOTES + 16 * Q_STAGES * Q_PARTS;
+    static constexpr int NOTES_BYTES = 16 * Q_STAGES * Q_PARTS;  // and as many for lengths
+    static constexpr int END = NOTES + (1 + (TELL && RAGGED)) * NOTES_BYTES;
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
@@ -156,22 +172,35 @@ struct Shared {
     }
 
     // The producer tells of a tile, or that there are no more, and the others are told: a batch of -1.
-    __device__ void tell(const Tile& tile, int number) const {
+    __device__ void tell(const Params& p, const Tile& tile, int number) const {
         if constexpr (TELL) {
-            store_shared(note(), tile.head.batch);
+            store_shared(note(), RAGGED ? tile.head.number() : tile.head.batch);
             store_shared(note() + 4, tile.head.q);
             store_shared(note() + 8, tile.head.k);
             store_shared(note() + 12, tile.queries.begin);
+            if constexpr (RAGGED) {
+                store_shared(note() + NOTES_BYTES, tile.head.first_query());
+                store_shared(note() + NOTES_BYTES + 4, tile.head.queries(p));
+                store_shared(note() + NOTES_BYTES + 8, tile.head.first_key());
+                store_shared(note() + NOTES_BYTES + 12, tile.head.keys(p));
+            }
         } else {
             store_shared(note(), number);
         }
+    }
+    __device__ Head told_head(const Params& p, int n, int q, int k) const {
+        if constexpr (!RAGGED) return Head::of(p, n, q, k);
+        uint4 x = load_shared_16(note() + NOTES_BYTES);
+        auto all = [](unsigned word) { return __shfl_sync(~0u, int(word), 0); };
+        int first_q = all(x.x), first_k = all(x.z);
+        return Head::told(p, n, q, k, {first_q, first_q + all(x.y)}, {first_k, first_k + all(x.w)});
     }
     __device__ void tell_end() const { store_shared(note(), unsigned(-1)); }
     __device__ bool told(const Params& p, Tile& tile, const TileSchedule& schedule) const {
         if constexpr (TELL) {
             uint4 x = load_shared_16(note());
             auto all = [](unsigned word) { return __shfl_sync(~0u, int(word), 0); };
-            Head head = Head::of(p, all(x.x), all(x.y), all(x.z));
+            Head head = told_head(p, all(x.x), all(x.y), all(x.z));
             int row = all(x.w);
             if (head.batch == -1) return false;
             tile = {head, {row, min(head.queries(p), row + HEAD_ROWS)}};
@@ -194,7 +223,7 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
         s.k.wait_empty();
         mbarrier_arrive_expect(s.k.full(), K_BYTES);
         auto fill = [&](KTile to, const TensorMap& map) {
-            to.load(map, s.k.full(), tile.head.at_key(p, tile_k * KEYS));
+            load_keys(p, to, map, s.k.full(), tile_k * KEYS, tile.head);
         };
         fill(s.k_tile(), maps.k);
         if constexpr (TK) fill(s.tk_tile(), maps.tk);
@@ -220,7 +249,7 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
     auto load_q = [&](const Tile& tile, int number) {
         s.for_parts([&](int part) {
             s.q.wait_empty();
-            s.tell(tile, number);
+            s.tell(p, tile, number);
             mbarrier_arrive_expect(s.q.full(), Q_BYTES / Q_PARTS);
             int first = ROWS / Q_PARTS * part;
             InMap at = tile.head.at_query(p, tile.queries.begin + first);
@@ -239,6 +268,12 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
     };
     while (number < total) {
         Tile tile = early ? next : schedule.tile(number);
+        if (tile.none()) {
+            int ticket = dynamic ? tickets.take(number < gridDim.x) : number;
+            if (dynamic) tickets.settle(ticket, total - 1);
+            number = gridDim.x + ticket;
+            continue;
+        }
         TileWalk walk = walk_of(p, tile);
         int step = walk.start();
         bool any = walk.has(step);
@@ -262,8 +297,8 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
             int after = gridDim.x + ticket;
             if (EARLY && !early && walk.after(step) <= 2 && after < total) {
                 next = schedule.tile(after);
-                load_q(next, after);
-                early = true;
+                if (!next.none()) load_q(next, after);
+                early = !next.none();
             }
         }
         ask();

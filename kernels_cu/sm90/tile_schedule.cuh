@@ -8,6 +8,9 @@ struct Tile {
     Head head;  // the first of those whose queries it has
     Range queries;
     int share = 0;  // of the keys that it visits, where they are dealt out
+
+    // Whether it is the place of no tile, among those of packed sequences.
+    __device__ bool none() const { return config::PACKED_Q && queries.end == 0; }
 };
 
 // Tiles of ROWS queries of PACK heads each, which share K and V; the last of those that do may have heads beyond them. Where later
@@ -23,7 +26,7 @@ struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING> {
     static constexpr int LAST = 2;
 
     int packs;                 // of the heads that share K and V
-    int heads;                 // packs of all heads of an entry of the batch
+    int heads;                 // packs of all heads of an entry
     int together, groups = 0;  // of these, whose tiles are worked on together; of so many; those that are left are the last group
 
     __device__ PackSchedule(const Params& p)
@@ -31,26 +34,35 @@ struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING> {
         heads = p.heads_k * packs;
         together = heads_in(this->tiles > FEW_TILES ? CACHE : CACHE / 2);
         if (walk::GROWING)
-            groups = max(0, heads * p.batch - min(tiles_in(LAST * gridDim.x, this->tiles), heads_in(2 * CACHE))) / together;
+            groups = max(0, heads * entries() - min(tiles_in(LAST * gridDim.x, this->tiles), heads_in(2 * CACHE))) / together;
     }
 
-    __device__ int total() const { return this->tiles * heads * this->p.batch; }
+    // Of the batch; packed sequences are one.
+    __device__ int entries() const { return config::PACKED_Q ? 1 : this->p.batch; }
+    __device__ int total() const { return this->tiles * heads * entries(); }
 
     // Packs of heads whose K and V take so many bytes; one head at least.
     __device__ int heads_in(long long bytes) const {
         const Params& p = this->p;
         float fit =
             float(bytes) / float(Sequence::bytes_of_kv(p));  // every thread comes to the same, and faster than by integers
-        return int(fmaxf(1, fminf(fit, float(p.heads_k * p.batch)))) * packs;
+        return int(fmaxf(1, fminf(fit, float(p.heads_k * entries())))) * packs;
     }
 
     __device__ Tile tile(int number) const {
         const Params& p = this->p;
-        Dealt at = this->dealt(number, heads * p.batch, together, groups);
-        int tile = this->ordered(at.tile);
+        Dealt at = this->dealt(number, heads * entries(), together, groups);
         int pack = at.head % heads, head_k = pack / packs;
-        Head head = Head::of(p, at.head / heads, PACK > 1 ? head_k * group_of(p) + pack % packs * PACK : pack, head_k);
-        return {head, head.template query_tile<ROWS>(p, this->listed(head, tile))};
+        int head_q = PACK > 1 ? head_k * group_of(p) + pack % packs * PACK : pack;
+        if constexpr (config::PACKED_Q) {
+            HeadTile found = this->ordered(QueryTiles<ROWS>::placed(p, at.tile, head_q));
+            if (found.none()) return {};
+            return {found.head, found.head.template query_tile<ROWS>(p, found.number)};
+        } else {
+            int tile = this->ordered(at.tile);
+            Head head = Head::of(p, at.head / heads, head_q, head_k);
+            return {head, head.template query_tile<ROWS>(p, this->listed(head, tile))};
+        }
     }
 };
 

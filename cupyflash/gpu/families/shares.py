@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ...problem import AttentionProblem
-from ..kernel_plan import Launch, Workspace, ceil
+from ..kernel_plan import Launch, Workspace, ceil, query_numbers
 from ..measured import number
 
 COMBINE_SECONDS, SHARE_SECONDS = number("shares.combine"), number("shares.share")
@@ -106,7 +107,7 @@ def _visits(problem: AttentionProblem, rows: int, keys: int) -> Visits:
 
 def left(problem: AttentionProblem, n: int, dim_v: int) -> tuple[Workspace, ...]:
     """What n shares leave in memory."""
-    rows = n * problem.batch * problem.heads_q * problem.seq_q if n > 1 else 0
+    rows = n * math.prod(query_numbers(problem)) if n > 1 else 0
     return (
         Workspace("share_out", problem.lse_dtype, (rows, dim_v)),
         Workspace("share_lse", problem.lse_dtype, (rows,)),
@@ -115,5 +116,5 @@ def left(problem: AttentionProblem, n: int, dim_v: int) -> tuple[Workspace, ...]
 
 def combine(problem: AttentionProblem, n: int) -> tuple[Launch, ...]:
     """The launch that makes one result of n shares."""
-    rows = problem.batch * problem.heads_q * problem.seq_q
+    rows = math.prod(query_numbers(problem))
     return (Launch("attention_combine", ceil(rows, ROWS), 32 * ROWS),) if n > 1 else ()

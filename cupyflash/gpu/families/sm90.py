@@ -13,12 +13,17 @@ from ..kernel_plan import PAIRWISE, KernelPlan, Tiles
 from . import sm90_backward, sm90_backward_jvp, sm90_forward, sm90_gradients, sm90_jvp
 from .sm90_memory import paired
 
+PAGE_ROWS = 8  # of which pages are made: after so many rows the swizzle of shared memory begins anew
 MOVED = ("q", "k", "v", "dout", "dlse")  # what these kernels take tangents of
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
-    if why := untaken(problem):
-        return why
+    if (why := untaken(problem)) and (of is not FORWARD or problem.batch_invariant or problem.dtype == FLOAT8):
+        return f"{why} with {FLOAT8}" if problem.dtype == FLOAT8 else why
+    if problem.page is not None and problem.page % PAGE_ROWS:
+        return f"takes pages of a multiple of {PAGE_ROWS} rows, not {problem.page}"
+    if problem.ragged and (problem.seq_k == 0 or (problem.page is not None and problem.pages == 0)):
+        return "takes no k without rows"
     if problem.widened:
         return f"has no results of float32 beside inputs of {problem.dtype}"
     if problem.dtype not in ("float16", "bfloat16", FLOAT8):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features, lists, pad
 from . import shares
 from . import sm90_forward_cost as cost
+from .likely import as_dense
 from .sm90_forward_tiles import (
     EIGHT,
     LISTED,
@@ -29,6 +31,7 @@ from .sm90_forward_tiles import (
 from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages, paired, room
 
 SHARE_SPILLS = 560  # more, with scores or dropout: addresses of a share, where tiles are tested
+LENGTHS_SPILLS = 160  # more, where lengths are data: those of a tile, and of the one before
 LONG_KEYS = 6144  # more keys than that are a long tile
 # Tensor cores sum P V of 8 bits over so many keys, or half as many more (kernels_cu/sm90/long_sums.cuh).
 SUM_KEYS = 2048
@@ -72,18 +75,18 @@ class ForwardFit(NamedTuple):
 
 def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> ForwardFit | None:
     dim, dim_v = padded(problem)
-    listed = problem.block_mask is not None
+    listed, likely = problem.block_mask is not None, as_dense(problem)
     banded = listed or problem.left is not None or problem.right is not None
     # With few heads too, thread blocks would stand idle, and each is as long at a tile.
-    few, heads = problem.seq_q <= FEW, problem.batch * problem.heads_q
+    few, heads = likely.seq_q <= FEW, likely.batch * problem.heads_q
     packed = (
         few
         and problem.dtype != FLOAT8
         and problem.group > 1
         and not (paired(problem) or listed or problem.dropout)
-        and (2 * heads > arch.sms or cost.shared_when_packed(problem, arch))
+        and (2 * heads > arch.sms or cost.shared_when_packed(likely, arch))
     )
-    short = few and problem.seq_k <= FEW and heads > arch.sms
+    short = few and likely.seq_k <= FEW and heads > arch.sms
     asks, too_many = busy(problem), crowded(problem)
     first = (
         PACKED
@@ -92,7 +95,7 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
         if short
         else LISTED
         if listed
-        else cost.by_load(problem, arch, weighed(problem))
+        else cost.by_load(likely, arch, weighed(likely))
     )
     eight = problem.dtype == FLOAT8
     rows: tuple[ForwardTile, ...] = (
@@ -110,7 +113,7 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
         pairs = PairTiles(problem, in_flight)
         size = forward_memory(t, dim, dim_v, q_stages, output, pairs, ITEMSIZE[problem.dtype], sum_keys > 0)
         fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, asks)
-        fits = fits and t.crowded in (None, too_many) and (not packed or pack_of(problem, t) > 1)
+        fits = fits and t.crowded in (None, too_many) and (not packed or pack_of(likely, t) > 1)
         if fits and size <= room(arch, t.blocks):
             return ForwardFit(t, q_stages, output, pairs, packed, sum_keys, size)
     return None
@@ -121,10 +124,10 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     if found is None:
         raise ValueError(f"no sm90 forward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
     t, q_stages, output, pairs, packed, sum_keys, size = found
-    dim, dim_v = padded(problem)
+    dim, dim_v, likely = *padded(problem), as_dense(problem)
     listed = problem.block_mask is not None
     banded = listed or problem.left is not None or problem.right is not None
-    pack = pack_of(problem, t) if packed else 1
+    pack = pack_of(likely, t) if packed else 1
     span = t.rows // pack  # queries of each of `pack` heads
     # Whether warpgroups have their rows of Q each by itself. Of three the producer has no registers for it.
     own_q = q_stages == 1 and pack == 1 and t.groups * t.blocks < 3
@@ -132,16 +135,18 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     if tiles >= 2**30:
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
     # Where tiles differ in length, thread blocks ask for their next one.
-    alike = problem.seq_q <= t.rows or not (banded or problem.seq_q % t.rows)
-    parts = cost.dealt(problem, t, pack, arch).number
+    alike = not problem.ragged and (problem.seq_q <= t.rows or not (banded or problem.seq_q % t.rows))
+    parts = cost.dealt(likely, t, pack, arch).number
     grid = min(tiles * parts, t.blocks * arch.sms)
     dynamic = not alike and tiles * parts > grid
     # One tile for each block, and a long one: where products between exponentials pay at 128 columns, and can be.
     wide = max(dim, dim_v) == 128 and t.groups > 1
-    lone = wide and tiles * parts == grid and problem.seq_k > LONG_KEYS and not problem.dropout
+    long = not problem.ragged and problem.seq_k > LONG_KEYS
+    lone = wide and tiles * parts == grid and long and not problem.dropout
+    key_box = t.keys if problem.page is None else math.gcd(problem.page, t.keys)
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys),
-        ("STAGES", t.stages),
+        ("STAGES", t.stages), ("KEY_BOX", key_box),
         ("Q_STAGES", q_stages), ("OWN_Q", own_q), ("O_STAGED", output == STAGED), ("O_STRIPS", output == STRIPS),
         ("PACK", pack), ("SHARES", parts > 1), ("LONE", lone), ("SHARED_MEMORY", size), *pairs.constants(),
         *features(problem), ("SUM_TILES", sum_keys // t.keys),
@@ -149,7 +154,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     launches = [Launch("attention_forward", grid, 128 * (t.groups + 1), size)]
     spaces = [Workspace("counters", "uint32", (3 if dynamic else 0,)), *shares.left(problem, parts, dim_v)]
     launches += shares.combine(problem, parts)
-    values = Box("v", t.keys)
+    values = Box("v", key_box)
     if problem.dtype == FLOAT8:  # V is turned before
         tiles_k = ceil(problem.seq_k, TURNED_KEYS)
         launches.insert(0, Launch("attention_turn", problem.batch * problem.heads_k * tiles_k, 256))
@@ -161,8 +166,8 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         constants=constants,
         launches=tuple(launches),
         workspace=tuple(spaces),
-        spills=t.spills + (parts > 1 and busy(problem)) * SHARE_SPILLS,
-        maps=(*pairs.boxes(t.rows), Box("q", 64 if own_q else span, pack), Box("k", t.keys), values, Box("out", 64)),
+        spills=t.spills + (parts > 1 and busy(problem)) * SHARE_SPILLS + problem.ragged * LENGTHS_SPILLS,
+        maps=(*pairs.boxes(t.rows), Box("q", 64 if own_q else span, pack), Box("k", key_box), values, Box("out", 64)),
         scalars=(("shares", parts),),
         lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
         out_dtype=problem.out_dtype,

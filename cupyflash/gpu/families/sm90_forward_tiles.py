@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...problem import AttentionProblem
-from ..kernel_plan import Tiles, ceil, pad, scored
+from ..kernel_plan import Tiles, ceil, pad, query_tiles, scored
 from ..measured import number
 from ..score import light
 from .sm90_memory import padded, paired
@@ -167,4 +167,5 @@ def pack_of(problem: AttentionProblem, t: ForwardTile) -> int:
 
 def tiles_of(problem: AttentionProblem, t: ForwardTile, pack: int) -> int:
     """How many tiles there are, of so many heads each."""
-    return problem.batch * problem.heads_k * ceil(problem.group, pack) * ceil(problem.seq_q, t.rows // pack)
+    packs = problem.heads_k * ceil(problem.group, pack)
+    return packs * (query_tiles(problem, t.rows // pack) // problem.heads_q)

@@ -69,7 +69,7 @@ class PairTiles:
     def _given(self) -> list[tuple[str, int, bool]]:
         """Name, bytes of an element, and whether queries differ."""
         found = [x for x in self.problem.given if x.name in PAIRWISE]
-        return [(x.name, ITEMSIZE[x.dtype], "query" in x.axes) for x in found]
+        return [(x.name, ITEMSIZE[x.dtype], "query" in x.axes or "line" in x.axes) for x in found]
 
     def memory(self, rows: int, keys: int) -> int:
         """Bytes of all: blocks of 128 bytes a row."""
