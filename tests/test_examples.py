@@ -167,6 +167,27 @@ def test_parallel_gpt(one_thread: None) -> None:
     np.testing.assert_allclose([float(x) for x in two], [float(x) for x in one], atol=1e-4)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_serve(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Texts are those of the model alone, also where pages run out; lines in a pipe too."""
+    example = load("serve")
+    for pages, most in ((60, 64), (12, 24)):
+        found = example.main(["--requests", "9", "--pages", str(pages), "--most", str(most), "--device", device])
+        assert found["wrong"] == [] and found["reused"] > 0 and (found["put off"] > 0) == (pages == 12)
+        said = capsys.readouterr().out
+        assert "9 of 9 requests done, 0 running, " in said and "9 of 9 texts are those of the model alone" in said
+        assert "\r" not in said
+    server = example.Server(example.Llama(np), 2, 4, 8)
+    with pytest.raises(ValueError, match="request 3 needs 3 pages; there are 2"):
+        server.submit(example.Request(3, 0, [1] * 8, 1, 0))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_shared_prefix(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("shared_prefix").main(["--questions", "3", "--device", device]) < 1e-5
+    assert "2 x 3 sequences" in capsys.readouterr().out
+
+
 def test_jax_training(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("jax")
     losses = load("jax_training").main(["--steps", "50"])
