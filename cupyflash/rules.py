@@ -444,7 +444,7 @@ def argument_name(name: str) -> str:
 
 def whole(row: ArrayRule, problem: AttentionProblem, q: View) -> View:
     """An array given for a row of ARRAYS, in full and contiguous, where there are shapes and no arrays."""
-    shape = row.shape(problem, len(q.shape))
+    shape = row.shape(problem, 4 if problem.ragged else len(q.shape))
     return View(shape, contiguous(shape), row.taken(q.dtype)[0], q.device, q.kind)
 
 

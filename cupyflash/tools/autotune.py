@@ -24,9 +24,10 @@ from ..gpu.plan import FAMILIES, KernelPlan
 from ..gpu.plans import plans
 from ..gpu.tuned import Tuned
 from ..passes import BACKWARD, FORWARD, PASSES, Pass
-from ..problem import ARRAYS, FLOAT8, AttentionProblem, check_flag, check_options, complete
+from ..problem import FLOAT8, AttentionProblem, check_flag, check_options, complete
 from .explanation import as_view, views_of_score
 from .precompile import Job, compile_all
+from .shapes import even, of_problem
 from .timing import Candidate, cupy_event, gpu_sampler, interleave, reason
 
 Progress = Callable[[str, int, int], object]  # what is being done, how many are done, of how many
@@ -291,7 +292,7 @@ def _on_gpu(
     from ..interop import cupy_ as lib
     from ..interop import numpy_
 
-    p = problem
+    p, drawn = problem, of_problem(problem)
     shared = complete({**options, "layout": "bshd"})
     with cupy.cuda.Device(ordinal):
         random = cupy.random.RandomState(0)
@@ -304,14 +305,12 @@ def _on_gpu(
             return random.standard_normal(shape, dtype="float32").astype(lib.empty((0,), dtype, ordinal).dtype)
 
         arrays: dict[str, Any] = {
-            "q": draw((p.batch, p.seq_q, p.heads_q, p.dim)),
-            "k": draw((p.batch, p.seq_k, p.heads_k, p.dim)),
-            "v": draw((p.batch, p.seq_k, p.heads_k, p.dim_v)),
-            **{rule.name: draw(rule.shape(p), x.dtype) for rule in ARRAYS if (x := p.array(rule.name))},
+            **{name: draw(shape, x.dtype if (x := p.array(name)) else p.dtype) for name, shape in drawn.items()},
+            **{name: cupy.asarray(x) for name, x in even(p).items()},
             **{x.key: draw(read[x.key], x.dtype) for x in (p.score.arrays if p.score else ())},
         }
         if of is BACKWARD:
-            arrays["dout"] = draw((p.batch, p.seq_q, p.heads_q, p.dim_v))
+            arrays["dout"] = draw((*drawn["q"][:-1], p.dim_v))
         given = arrays if judge else {name: on_host(x) for name, x in arrays.items()}
         backend, kind = (corridor, lib) if judge else (cpu_corridor, numpy_)
         expected, made = measure(backend, Call(kind, of, given, shared, seed=0, family=judge))

@@ -46,6 +46,9 @@ app = typer.Typer(
 DType = Annotated[str, typer.Option(help="bf16, fp16, fp32, fp64, fp8 or their long names.")]
 KvShape = Annotated[str | None, typer.Option(help="Of k and v. Default: that of q.")]
 VShape = Annotated[str | None, typer.Option(help="Of v, where its last dimension is not that of k.")]
+Sequences = Annotated[
+    int | None, typer.Option(min=1, help="How many there are, where --cu-seqlens-q packs them. Default 1.")
+]
 Device = Annotated[str | None, typer.Option(help="cpu or gpu. Default: the GPU where one can be used.")]
 Family = Annotated[str | None, typer.Option(help="Take this kernel family instead of the fastest.")]
 Backward = Annotated[bool, typer.Option("--backward", help="Explain the gradients instead.")]
@@ -166,6 +169,7 @@ def explain(
     dtype: DType = "bfloat16",
     kv_shape: KvShape = None,
     v_shape: VShape = None,
+    sequences: Sequences = None,
     arch: Annotated[str | None, typer.Option(help="Plan for sm_80, sm_90a, ...; no GPU is needed.")] = None,
     backward: Backward = False,
     family: Family = None,
@@ -176,7 +180,7 @@ def explain(
     """Tell how a call would run: kernels, registers, shared memory, FLOPs, bytes, workspace, copies, fall backs."""
     from .. import explain as _explain
 
-    (q, k, v), others = _shapes(shape, kv_shape, v_shape, arrays, options)
+    (q, k, v), others = _shapes(shape, kv_shape, v_shape, arrays, options, sequences)
     told = _explain(q, k, v, **others, **options, dtype=dtype, arch=arch, backward=backward, family=family)
     pairs(told.rows(verbose))
 
@@ -255,6 +259,7 @@ def tune(
     dtype: DType = "bfloat16",
     kv_shape: KvShape = None,
     v_shape: VShape = None,
+    sequences: Sequences = None,
     backward: Annotated[bool, typer.Option("--backward", help="Tune the gradients instead.")] = False,
     family: Family = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each tile is timed.")] = 5,
@@ -276,7 +281,7 @@ def tune(
         return
     if shape is None:
         raise ValueError("--shape is missing; it is the shape of q, as in --shape 2,8192,16,128")
-    (q, k, v), others = _shapes(shape, kv_shape, v_shape, arrays, options)
+    (q, k, v), others = _shapes(shape, kv_shape, v_shape, arrays, options, sequences)
     console = Console(highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -433,19 +438,18 @@ def _shape(name: str, text: str) -> Shape:
 
 
 def _shapes(
-    shape: str, kv_shape: str | None, v_shape: str | None, arrays: tuple[str, ...], options: dict[str, Any]
+    shape: str,
+    kv_shape: str | None,
+    v_shape: str | None,
+    arrays: tuple[str, ...],
+    options: dict[str, Any],
+    sequences: int | None,
 ) -> tuple[tuple[Shape, Shape, Shape], dict[str, Any]]:
     """Shapes of q, k, v, and of the optional arrays that are to be there."""
-    from ..problem import ARRAYS, View, contiguous
-    from ..rules import describe
+    from .shapes import of_arrays
 
     q = _shape("--shape", shape)
     k = q if kv_shape is None else _shape("--kv-shape", kv_shape)
     v = k if v_shape is None else _shape("--v-shape", v_shape)
-    if not arrays:
-        return (q, k, v), {}
-    views = (
-        View(x, contiguous(x), "float32", "cpu", "shape") for x in (q, k, v)
-    )  # lengths are the same of every dtype
-    plain = describe(*views, layout=options["layout"])
-    return (q, k, v), {row.name: row.shape(plain, len(q)) for row in ARRAYS if row.name in arrays}
+    found = of_arrays(arrays, q, k, v, options["layout"], sequences) if arrays or sequences is not None else {}
+    return (q, k, v), found

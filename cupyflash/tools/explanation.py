@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .. import interop, rules
+from .. import interop, lengths, rules
 from .. import tangents as of_tangents
 from ..gradients import apart, check_wrt
 from ..passes import BACKWARD_JVP, FORWARD, JVP, Pass
@@ -170,6 +170,7 @@ def explain(
     problem = rules.for_pass(rules.describe(**views, **asked, score_arrays=read), of)
     if of is not FORWARD:
         rules.refuse_float8(problem.dtype, of)
+        lengths.refuse_pages(problem, of)
     wanted = check_wrt(wrt, arrays, problem.score)
     views |= {x.key: read[x.name] for x in (problem.score.arrays if problem.score else ())}
     if tangents:

@@ -16,10 +16,12 @@ from ..gpu.device import Arch
 from ..gpu.plan import KernelPlan, plan
 from ..gpu.programs import program
 from ..gpu.source import generate
+from ..lengths import refuse_pages
 from ..passes import BACKWARD, FORWARD, Pass
-from ..problem import ARRAYS, FLOAT8, AttentionProblem, View, contiguous
+from ..problem import ARRAYS, FLOAT8, OFFSETS, AttentionProblem, View, contiguous
 from ..rules import describe, whole
 from .explanation import dtype_name
+from .shapes import of_lengths, placed
 
 HEAD_DIMS = {"float16": (64, 128, 256), "bfloat16": (64, 128, 256), "float32": (64, 128), "float64": (64, 128)}
 # Queries, keys, heads, and heads of keys: no kernel is compiled for these, but tiles may differ, and who shares them.
@@ -64,15 +66,20 @@ def jobs(
     found: dict[tuple[str, str], Job] = {}
     for arch, dtype in product(archs, [dtype_name(dtype) or "" for dtype in dtypes]):
         dims = head_dims or HEAD_DIMS.get(dtype, (64, 128, 256))
-        taken = [FORWARD] if dtype == FLOAT8 and FORWARD in passes else passes
+        only = dtype == FLOAT8 or "page_table" in arrays
+        taken = [FORWARD] if only and FORWARD in passes else passes
         for dim, banded, of, sizes in product(dims, causal, taken, (*_SIZES, *_FEW)):
             if of is BACKWARD and sizes in _FEW:
                 continue
             seq_q, seq_k, heads, heads_k = sizes
-            x, k = (_view((1, length, n, dim), dtype) for length, n in ((seq_q, heads), (seq_k, heads_k)))
-            plain = describe(x, k, k)
-            given = {rule.name: whole(rule, plain, x) for rule in ARRAYS if rule.name in arrays}
+            shapes = placed(arrays, (1, seq_q, heads, dim), (1, seq_k, heads_k, dim))
+            x, k = (_view(shape, dtype) for shape in shapes)
+            ragged = {name: _view(shape, OFFSETS[0]) for name, shape in of_lengths(arrays, *shapes).items()}
+            plain = describe(x, k, k, **ragged)
+            given = {rule.name: whole(rule, plain, x) for rule in ARRAYS if rule.name in arrays} | ragged
             problem = describe(x, k, k, causal=banded, **given, **options)
+            if of is not FORWARD:
+                refuse_pages(problem, of)
             job = Job(problem, of, plan(problem, Arch.of(arch), of, family))
             found.setdefault((job.plan.arch, generate(job.plan)), job)
     return list(found.values())
