@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_NAMES = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax.numpy"}
+_NAMESPACES = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax.numpy"}
 
 
 def namespace(kind: str) -> Any:
     """The functions of a library, by the name of its adapter."""
-    return importlib.import_module(_NAMES[kind])
+    return importlib.import_module(_NAMESPACES[kind])
 
 
 def cast(x: Any, dtype: Any) -> Any:

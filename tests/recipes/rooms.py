@@ -74,5 +74,5 @@ def wrap(name: str, x: Any) -> Any:
     instead(INTEROP, '"jaxlib": "jax_"}', '"jaxlib": "jax_", "sheets": "sheets_"}'),
     instead("cupyflash/interop/conformance.py", "jax_ops, numpy_, ", "jax_ops, numpy_, sheets_, "),
     instead("cupyflash/interop/conformance.py", "(numpy_, torch_)", "(numpy_, sheets_, torch_)"),
-    instead("cupyflash/merging.py", '"jax": "jax.numpy"}', '"jax": "jax.numpy", "sheets": "sheets"}'),
+    instead("cupyflash/namespaces.py", '"jax": "jax.numpy"}', '"jax": "jax.numpy", "sheets": "sheets"}'),
 ))  # fmt: skip
