@@ -330,6 +330,7 @@ class AttentionProblem:
     out_dtype: str | None = None  # of results; None: that of q
     out_scale: float = 1.0  # what it is multiplied by before it is rounded
     deterministic: bool = False
+    add: bool = False  # whether gradients are added to what their targets hold
     # Where lengths are data (lengths.py), seq_q and seq_k are the most that shapes allow. Nothing is of values.
     rows_q: int | None = None  # of all sequences together, where q is packed
     rows_k: int | None = None  # the same of k and v

@@ -1,4 +1,4 @@
-"""Parts of a whole on kernels that run without a GPU: what each gives beside the CPU's, and all of them beside the whole."""
+"""Parts of a whole on kernels that run without a GPU: all of them together beside the whole on the CPU."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class Whole:
     slopes: bool = False
     table: bool = False
     out_dtype: str | None = None  # of results
+    before: Arrays | None = None  # what targets of gradients hold, to which these are added
     compiled: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,6 +100,7 @@ class Whole:
         seed = options.get("seed")
         problem = state(rows["q"], rows["k"], rows["v"], at=at, **{**options, **others})
         problem = replace(problem, given=tuple(x for x in problem.given if x.name != "seed"), out_dtype=self.out_dtype)
+        problem = replace(problem, add=out is not None and self.before is not None)
         assert not problem.empty
         made = self._plans(problem, others, out is not None)
         libraries = compile_all(*[as_cpp(generate(x), [y.name for y in x.launches]) for x in made])
@@ -112,6 +114,8 @@ class Whole:
             inputs |= {"out": Guarded(out.shape, out.dtype, out, True), "lse": Guarded(lse.shape, lse.dtype, lse)}
             results = {f"d{name}": Guarded(rows[name].shape, of_result, None, True) for name in "qkv"}
             results |= {f"d{name}": Guarded(x.shape, x.dtype) for name, x in others.items()}
+        for name, x in (self.before or {}).items() if out is not None else ():
+            results[name].array[...] = x
         for library, kernels in zip(libraries, made):
             spaces = {x.name: Guarded(x.shape, x.dtype) for x in kernels.workspace if x.nbytes}
             run(library, kernels, problem, results | inputs | spaces, False, 2, seed and int(seed))

@@ -33,12 +33,18 @@ def test_parts_are_the_whole(case: str, rng: np.random.Generator) -> None:
     check(Whole(*family, rng, **ASKED[name]), **CUTS)
 
 
-WIDE = {"simt": ("simt", PLAIN, "bfloat16"), "sm80": SM80, "sm80-dims": SM80}
+WIDE: dict[str, tuple[tuple[str, Arch, str], tuple[int, int]]] = {
+    "simt": (("simt", PLAIN, "bfloat16"), (64, 48)),
+    "sm80": (SM80, (64, 48)),
+    "sm80-dims": (SM80, (47, 33)),
+}
 
 
 @cases(WIDE, "simt", "sm80")
 def test_results_in_float32_are_what_is_rounded_else(case: str, rng: np.random.Generator) -> None:
-    whole = Whole(*WIDE[case], rng, options={"causal": "top_left"}, dims=(47, 33) if case == "sm80-dims" else (64, 48))
+    """To the bit."""
+    family, dims = WIDE[case]
+    whole = Whole(*family, rng, options={"causal": "top_left"}, dims=dims)
     rows, others, at = whole.cut(1, slice(0, 4), slice(48, 160), slice(32, 200))
     forward = whole.run(rows, others, at)
     out, lse = forward["out"], forward["lse"]

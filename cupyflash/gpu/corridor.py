@@ -7,6 +7,7 @@ with the same shapes costs a look-up, the outputs' allocation and the launch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -42,7 +43,8 @@ class Stated(NamedTuple):
         view = call.lib.view
         views = {name: view(x) for name, x in call.arrays.items()}
         into = {name: view(x) for name, x in call.targets.items()}
-        return cls(*rules.state(views, into, call.options, call.of), views, into)
+        problem, shapes = rules.state(views, into, call.options, call.of)
+        return cls(replace(problem, add=call.add), shapes, views, into)
 
 
 class Ran(NamedTuple):
@@ -87,7 +89,7 @@ class Step:
         results = self._targets(call, addresses or addresses_of(lib, call.arrays))
         rows = lib.empty(*self._rows) if call.return_lse or self.always_rows else None
         stream = lib.stream(self.device)
-        for x in results:
+        for x in () if call.add else results:  # nothing is added to what is there
             launch.fill(lib, x, 0.0, self.device, stream)
         if rows is not None:
             launch.fill(lib, rows, float("-inf") if self._forward else 0.0, self.device, stream)
@@ -185,6 +187,9 @@ class Kernels(Step):
         if self._through:
             and_made = zip(self.shapes, self._results, results)
             written = [empty(*what) if name in self._through else x for name, what, x in and_made]
+            for x, result in zip(written, results):
+                if call.add and x is not result:
+                    launch.copy_into(lib, x, result, ordinal, stream)
         of_rows = () if rows is None else (pointer(rows),)
         pointers = [*self._in_slots((*addresses, *map(pointer, written), *of_rows, 0))]
         if call.seed is not None and KEYS[0] in slots:
@@ -259,7 +264,7 @@ def run(call: Call) -> Any:
     if prepared.others:
         if not prepared.keeps:
             workspace = None
-        call = call.but(targets={})
+        call = call.but(targets={}, add=False)
         for step in prepared.others:
             of_arrays |= zip(step.wrt, step.run(call, addresses, workspace).results)
     dq, dk, dv = results
@@ -289,7 +294,7 @@ def prepare(call: Call, addresses: list[int], ordinal: int) -> Prepared:
     if options["block_mask"] is not None:  # its pattern changes nothing but what is pointed to
         stated = options | {"block_mask": mask_kind(options["block_mask"])}
     key: tuple[Any, ...] | None = (
-        lib.kind, call.of, call.wrt, call.family, misaligned, *stated.values(), *arrays,
+        lib.kind, call.of, call.wrt, call.family, call.add, misaligned, *stated.values(), *arrays,
         *map(lib.signature, arrays.values()),
         *targets, *map(lib.signature, targets.values()),
     )  # fmt: skip

@@ -145,6 +145,7 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("ADDED", len(added(problem))),  # attention/terms.cuh has a term for each
         ("DROPOUT", problem.dropout > 0),
         ("AT", placed(problem)),
+        ("ADDS", problem.add),
         ("NEGATIVE_SCALE", problem.scale < 0),
         # Whether ALiBi's distances are all of keys behind the query.
         ("ALIBI_BEHIND", problem.has("alibi_slopes") and None not in (problem.causal, problem.right)),

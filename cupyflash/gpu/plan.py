@@ -110,7 +110,7 @@ def _checked(made: KernelPlan) -> KernelPlan:
 
 def _gradients(family: str, problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
     """From this family, or from the first after it that gives them."""
-    names = list(FAMILIES)
+    names, problem = list(FAMILIES), dataclasses.replace(problem, add=False)  # these have no targets
     found = (FAMILIES[name].gradients(problem, arch, lengths) for name in names[names.index(family) :])
     return next(made for made in found if made is not None)
 

@@ -249,6 +249,13 @@ __device__ void store(const Matrix<T>& to, const ResultTile& tile, int row, int 
     for (int i = 0; i < M; ++i) {
         if (row + row_of(i) >= to.rows) continue;
         T* target = to.at + (row + row_of(i)) * to.stride;
+        if constexpr (config::ADDS) {  // rounded once, with what is there
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                if (const int c = column + result_column_of(j); c < to.columns)
+                    target[c] = from_float<T>(tile[i][j] + to_float(target[c]));
+            continue;
+        }
 #pragma unroll
         for (int j = 0; j < N; j += TOGETHER) {
             Vector<T, TOGETHER> x;

@@ -312,7 +312,7 @@ struct Block {
         int rows = keys_head.keys(p) - keys.begin;
         Out* dk_rows = keys_head.key_row(p.dk, p.dk_strides, keys.begin);
         Out* dv_rows = keys_head.key_row(p.dv, p.dv_strides, keys.begin);
-        if constexpr (FLOAT_RESULTS) {
+        if constexpr (FROM_REGISTERS) {
             store_floats(dk, dk_rows, p.dk_strides.row, warp_key, column_warp * (DIM / COLUMN_WARPS), rows, p.dim);
             store_floats(dv, dv_rows, p.dv_strides.row, warp_key, column_warp * (DIM_V / COLUMN_WARPS), rows, p.dim_v);
         } else {

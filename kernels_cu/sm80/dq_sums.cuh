@@ -91,7 +91,7 @@ __device__ inline int number_in_turn(const Params& p) {
 __device__ inline void finish_dq(const Params& p, Out* dq, const Strides& strides) {
     constexpr int PART = sizeof(Accum) == 8 ? 16 : ROWS;  // rows at a time
     using Tile = SharedTile<PART, DIM>;
-    __shared__ alignas(16) char shared[FLOAT_RESULTS ? 16 : Tile::BYTES];
+    __shared__ alignas(16) char shared[FROM_REGISTERS ? 16 : Tile::BYTES];
     Tile dq_tile{shared_address(shared)};
     auto [head, tile] = numbered<QueryTiles<ROWS>>(p, blockIdx.x);
     for (int first = 0; first < ROWS; first += PART) {
@@ -104,12 +104,12 @@ __device__ inline void finish_dq(const Params& p, Out* dq, const Strides& stride
             Accumulator<1, 1> sum;
             read_dq(sum, dq_fragment(p, blockIdx.x, first / 16 + m, n));
             sum.each([&](Accum& x, int, int) { x *= p.scale; });
-            if constexpr (FLOAT_RESULTS)
+            if constexpr (FROM_REGISTERS)
                 store_floats(sum, rows, strides.row, 16 * m, 8 * n, count, p.dim);
             else
                 sum.store(dq_tile, 16 * m, 8 * n);
         }
-        if constexpr (!FLOAT_RESULTS) {
+        if constexpr (!FROM_REGISTERS) {
             __syncthreads();
             store_rows<PART / 4>(dq_tile, threadIdx.x / 32 * (PART / 4), rows, strides.row, count, p.dim);
         }

@@ -274,11 +274,17 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
             auto value = [&](int i, int e) {
                 return __uint_as_float(load_shared(slot + 2 * i * FRAGMENT_BYTES + 64 * e)) * p.scale;
             };
-            if (vectors) {
+            if constexpr (FROM_REGISTERS) {
+#pragma unroll
+                for (int i = 0; i < TWOS; i++, to += 8 * p.dq_strides.row)
+#pragma unroll
+                    for (int e = 0; e < 8; e++)
+                        if (8 * i < rows && e < columns) put_result(to + e, value(i, e));
+            } else if (vectors) {
                 int seen = columns > 0 ? rows : 0;
 #pragma unroll
                 for (int i = 0; i < TWOS; i++, to += 8 * p.dq_strides.row) {
-                    auto two = [&](int e) { return pack2<Out>(value(i, e), value(i, e + 1)); };
+                    auto two = [&](int e) { return pack2<In>(value(i, e), value(i, e + 1)); };
                     uint4 w = make_uint4(two(0), two(2), two(4), two(6));
                     if (8 * i < seen) store_global_16(to, w);
                 }

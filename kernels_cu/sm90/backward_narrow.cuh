@@ -197,23 +197,29 @@ struct NarrowConsumer {
         sync_threads<128 * GROUPS>(1);  // nobody reads dS any more
         if (SHARES && !add_shares(p, s, t, group, dv, dk)) return;
         dk.each([&](float& x, int, int) { x *= p.scale; });
-        SwizzledTile<64, DIM> dk_tile{s.out_tile(group)};
-        SwizzledTile<64, DIM_V> dv_tile{dk_tile.base + dk_tile.BYTES};
-        static_assert(WIDE || dk_tile.BYTES + dv_tile.BYTES <= 2 * STile::BYTES / GROUPS + PART_BYTES);
-        store_rounded(dk, dk_tile, 16 * warp(), 0);
-        store_rounded(dv, dv_tile, 16 * warp(), 0);
-        fence_async();
-        sync_threads<128>(3 + group);
-        if (maps.map_out) {
-            if (threadIdx.x % 128 == 0) {
-                dk_tile.store(maps.dk, head.to_key(key));
-                dv_tile.store(maps.dv, head.to_key(key));
-                tma_commit();
-            }
+        if constexpr (FROM_REGISTERS) {
+            int rows = head.keys(p) - key, row = 16 * warp();
+            store_floats(dk, head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, row, 0, rows, p.dim);
+            store_floats(dv, head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, row, 0, rows, p.dim_v);
         } else {
-            int rows = head.keys(p) - key;
-            store_rows<16>(dk_tile, 16 * warp(), head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, rows, p.dim);
-            store_rows<16>(dv_tile, 16 * warp(), head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, rows, p.dim_v);
+            SwizzledTile<64, DIM> dk_tile{s.out_tile(group)};
+            SwizzledTile<64, DIM_V> dv_tile{dk_tile.base + dk_tile.BYTES};
+            static_assert(WIDE || dk_tile.BYTES + dv_tile.BYTES <= 2 * STile::BYTES / GROUPS + PART_BYTES);
+            store_rounded(dk, dk_tile, 16 * warp(), 0);
+            store_rounded(dv, dv_tile, 16 * warp(), 0);
+            fence_async();
+            sync_threads<128>(3 + group);
+            if (maps.map_out) {
+                if (threadIdx.x % 128 == 0) {
+                    dk_tile.store(maps.dk, head.to_key(key));
+                    dv_tile.store(maps.dv, head.to_key(key));
+                    tma_commit();
+                }
+            } else {
+                int rows = head.keys(p) - key;
+                store_rows<16>(dk_tile, 16 * warp(), head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, rows, p.dim);
+                store_rows<16>(dv_tile, 16 * warp(), head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, rows, p.dim_v);
+            }
         }
     }
 

@@ -223,6 +223,28 @@ struct WideConsumer {
     // 64 columns of dK or dV, through shared memory and TMA.
     __device__ void store(const Accumulator<1, KEYS / 8>& sum, const TensorMap& map, Out* to, const Strides& strides,
                           const KeyTile& t, int column, int columns) {
+        if constexpr (FROM_REGISTERS)
+            return put_turned(sum, to, strides, t, column, columns);
+        else
+            store_through(sum, map, to, strides, t, column, columns);
+    }
+    // As registers hold them: rows of the sum are columns of the result.
+    __device__ void put_turned(const Accumulator<1, KEYS / 8>& sum, Out* to, const Strides& strides, const KeyTile& t, int column,
+                               int columns) {
+        Head head = t.head(p);
+        int first = s.first_key(t), rows = head.keys(p) - first;
+        to = head.key_row(to, strides, first) + column;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                int c = 16 * warp() + sum.row(0, e), row = sum.column(n, e);
+                if (row < rows && c < columns - column) put_result(to + row * strides.row + c, sum.x[0][n][e]);
+            }
+    }
+    template <class T>
+    __device__ void store_through(const Accumulator<1, KEYS / 8>& sum, const TensorMap& map, T* to, const Strides& strides,
+                                  const KeyTile& t, int column, int columns) {
         SwizzledTile<KEYS, 64> tile{s.out_tile(group)};
         tma_wait_read();
         sync_threads<128>(3 + group);

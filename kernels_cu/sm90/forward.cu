@@ -314,6 +314,14 @@ struct Consumer {
                 bool real = x.head - of.head.q < heads && x.i < queries;
                 return real ? p.share_out + share_row(p, of.share, row_number(of, x)) * DIM_V : nullptr;
             });
+        } else if constexpr (FROM_REGISTERS) {
+            bool pairs = p.dim_v % 2 == 0 && p.out_strides.row % 2 == 0 && p.out_strides.head % 2 == 0;
+            Out* out = of.head.query_row(p.out, p.out_strides);
+            store_float_rows(o, pairs && (unsigned long long)out % 8 == 0, p.dim_v, [&](int row) -> Out* {
+                Pair x = at(row, 0);
+                int n = x.head - of.head.q;
+                return n < heads && x.i < queries ? out + n * p.out_strides.head + x.i * p.out_strides.row : nullptr;
+            });
         } else if (O_STAGED && maps.map_out && whole(of)) {
             bool storer = threadIdx.x % 128 == 0;
             if (storer) tma_wait_read();

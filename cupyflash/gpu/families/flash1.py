@@ -24,6 +24,8 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
         return "takes no `at`"
     if problem.widened:
         return f"has no results of float32 beside inputs of {problem.dtype}"
+    if problem.add:
+        return "does not add to gradients"
     if of.moved:
         return f"has no {of}"
     if problem.dtype == FLOAT8:

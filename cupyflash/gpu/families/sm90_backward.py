@@ -150,6 +150,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         maps=maps,
         scalars=(("together", together), ("resident", resident), ("shares", shares)),
         lists=both_ways(problem, t.rows, cluster * t.keys, "queries" if t.wide else "keys"),
+        out_dtype=problem.out_dtype,
     )
 
 

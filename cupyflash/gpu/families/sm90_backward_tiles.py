@@ -89,5 +89,7 @@ TILES = Tiles(BACKWARD_TILES, {
 
 
 def has_all_keys(problem: AttentionProblem, t: BackwardTile) -> bool:
-    """Whether a tile has all keys of a head: then its part of dQ is all of it, and leaves without float32 sums."""
-    return not t.wide and 0 < problem.seq_k <= t.keys and problem.block_mask is None
+    """Whether a tile has all keys of a head: then its part of dQ is all of it, and leaves, rounded, without float32
+    sums."""
+    rounded = not problem.widened and not problem.add
+    return rounded and not t.wide and 0 < problem.seq_k <= t.keys and problem.block_mask is None

@@ -105,8 +105,9 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And what shared memory has the
     # output to leave through? All of it leaves in boxes of one head, and of 16-bit numbers. (Beside two of Q strips
     # would spill.)
-    staged = STAGED if problem.result_dtype != FLOAT8 and not packed else None
-    strips = STRIPS if problem.result_dtype != FLOAT8 and not sum_keys else None
+    sixteen = problem.result_dtype != FLOAT8 and not problem.widened
+    staged = STAGED if sixteen and not packed else None
+    strips = STRIPS if sixteen and not sum_keys else None
     places = ((2, staged), (2, None), (1, strips), (1, None))
     beside = [(q, o, n) for n in pair_stages(problem) for q, o in places]
     for t, (q_stages, output, in_flight) in itertools.product(rows, beside):
