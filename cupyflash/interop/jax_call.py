@@ -148,10 +148,9 @@ def _on_cpu(how: How, names: Sequence[str], ctx: Any, out: Sequence[Any], *input
     if how.family is not None:
         dispatch.refuse_family(how.family, "jax")
     arrays = {name: np.asarray(x) for name, x in zip(names, inputs)}
+    at = arrays.pop("at", None)
     call = how.call(arrays)
-    if (at := arrays.pop("at", None)) is not None:
-        call.options["at"] = tuple(at.tolist())
-    results = dispatch.run(call)
+    results = dispatch.run(call if at is None else call.but(options=call.options | {"at": tuple(at.tolist())}))
     results = (*results, *(results.of_arrays[name] for name in how.wrt))
     for target, x in zip(out, results):
         np.asarray(target)[...] = x
