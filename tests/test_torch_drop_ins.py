@@ -451,8 +451,6 @@ def test_what_of_flash_attn_is_refused() -> None:
         ValueError, match=r"^qkv has shape \(2, 5, 4, 8\); it must be \(batch, sequence, 3, heads, dim\)"
     ):
         flash_attn.flash_attn_qkvpacked_func(q)
-    with pytest.raises(NotImplementedError, match="^flash_attn_with_kvcache: key/value caches are not served yet"):
-        flash_attn.flash_attn_with_kvcache(q, q, q)
 
 
 # ---- xFormers -------------------------------------------------------------------------------------------------------
