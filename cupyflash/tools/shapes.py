@@ -65,7 +65,7 @@ def of_problem(p: AttentionProblem) -> dict[str, Shape]:
 
 def even(p: AttentionProblem) -> dict[str, np.ndarray]:
     """Arrays of lengths by which all sequences are equally long, and as long as there is room for."""
-    n, found = p.batch, {}
+    n, found = p.batch, dict[str, np.ndarray]()
     for side, rows, most in (("q", p.rows_q, p.seq_q), ("k", p.rows_k, p.seq_k)):
         if rows is not None:
             found[f"cu_seqlens_{side}"] = np.arange(n + 1) * min(rows // max(n, 1), most)
