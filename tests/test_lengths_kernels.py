@@ -13,7 +13,7 @@ from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import key_tiles, places, query_tiles
 
 pytestmark = needs_compiler
-SIMT = Arch("sm_75", 75, 2, 65536)
+ARCHS = {"simt": Arch("sm_75", 75, 2, 65536), "sm80": Arch("sm_80", 80, 2, 166912)}
 QUERIES, KEYS = [40, 0, 65, 1], [33, 5, 64, 90]  # tiles have 64 rows, or 32
 N, HEADS, ROWS = 4, 4, 106 + 5  # with those behind
 Case = Callable[[np.random.Generator], tuple[Sequences, dict[str, Any], dict[str, np.ndarray]]]
@@ -43,6 +43,7 @@ CASES: dict[str, Case] = {
     "pages": lambda r: (packed(r, k="paged", offsets="int64"), {"causal": True, "window": (30, None)}, {}),
     "pages of 1": lambda r: (packed(r, [1] * 4, q="dense", k="paged", page=1), {}, {}),
     "float16": lambda r: (packed(r, dtype="float16", dims=(40, 24)), {"causal": True}, {}),
+    "float16, caches, a window": lambda r: (packed(r, dtype="float16", k="cache"), {"window": (9, 4)}, {}),
     "float64": lambda r: (packed(r, dtype="float64", dims=(24, 40), k="cache"), {"window": (10, 10)}, {}),
     "bias": lambda r: (
         packed(r), {"causal": True}, {"bias": normal(r, N, HEADS, 70, 95), "mask": drawn(r, 1, HEADS, 65, 90)},
@@ -67,10 +68,12 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@cases(CASES, "packed", "pages")
+@cases([f"{family}: {case}" for family in ARCHS for case in CASES if family == "simt" or "pages" not in case],
+       "simt: packed", "simt: pages", "sm80: packed on caches")  # fmt: skip
 def test_each_as_by_itself(case: str, rng: np.random.Generator) -> None:
+    family, case = case.split(": ")
     of, options, others = CASES[case](rng)
-    check("simt", SIMT, of, options, others, seed=5 if "seed" in others else None)
+    check(family, ARCHS[family], of, options, others, seed=5 if "seed" in others else None)
 
 
 SMALL: dict[str, Any] = {"dims": (8, 8), "heads": (2, 1)}
@@ -92,10 +95,11 @@ NONSENSE: dict[str, Case] = {
 }  # fmt: skip
 
 
-@cases(NONSENSE)
+@cases([f"{family}: {case}" for family in ARCHS for case in NONSENSE if family == "simt" or case != "pages"])
 def test_nonsense_stays_inside(case: str, rng: np.random.Generator) -> None:
+    family, case = case.split(": ")
     of, options, others = NONSENSE[case](rng)
-    check_nonsense("simt", SIMT, of, 60, options, others)
+    check_nonsense(family, ARCHS[family], of, 60, options, others)
 
 
 def test_tiles_have_room() -> None:

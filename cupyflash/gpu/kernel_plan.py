@@ -213,6 +213,12 @@ def query_numbers(problem: AttentionProblem) -> tuple[int, int]:
     return (problem.batch * problem.heads_q, problem.seq_q) if packed is None else (problem.heads_q, packed)
 
 
+def key_numbers(problem: AttentionProblem) -> tuple[int, int]:
+    """The same for each key of each of its heads."""
+    packed = problem.rows_k
+    return (problem.batch * problem.heads_k, problem.seq_k) if packed is None else (problem.heads_k, packed)
+
+
 def ceil(n: int, step: int) -> int:
     """How many steps cover n."""
     return -(-n // step)

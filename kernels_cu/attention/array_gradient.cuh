@@ -58,6 +58,14 @@ struct PairsTile {
     TileBits bits;
 };
 
+// Where lengths are data: whether a step has its head already, whose lengths take a search.
+template <bool>
+struct Known {};
+template <>
+struct Known<true> {
+    bool known = false;
+};
+
 // Of tiles, where sequences are as many as tiles of the longest one.
 template <bool>
 struct CountOf {
@@ -120,19 +128,18 @@ struct Share {
     }
 
     // A place in them, in order: heads that share K and V follow each other. Tiles in which no query sees a key are left out.
-    struct Step {
+    struct Step : Known<RAGGED> {
         Count n;
         int b, h, q, k;  // number, and place along each axis
         PairsTile tile;
-        bool known;  // RAGGED: whether the tile has its head already, whose lengths take a search
     };
     __device__ Step first() const {
-        if (begin == end) return {begin};  // without keys there is no tile to count by
+        if (begin == end) return {{}, begin};  // without keys there is no tile to count by
         int k = int(begin % tiles_k);
         Count rest = begin / tiles_k;
         int q = int(rest % tiles_q);
         rest /= tiles_q;
-        Step step{begin, int(rest / heads), int(rest % heads), q, k};
+        Step step{{}, begin, int(rest / heads), int(rest % heads), q, k};
         return visible(step);
     }
     __device__ bool has(const Step& step) const { return step.n < end; }
@@ -162,7 +169,7 @@ struct Share {
         step.k = 0;
         if (++step.q < tiles_q) return;
         step.q = 0;
-        step.known = false;
+        if constexpr (RAGGED) step.known = false;
         if (++step.h < heads) return;
         step.h = 0, step.b++;
     }
@@ -170,9 +177,12 @@ struct Share {
     __device__ Step visible(Step step) const {
         for (; has(step); after(step)) {
             PairsTile& at = step.tile;
-            Head of = RAGGED && step.known ? at.head : Head::of_q(p, batch + step.b, head + step.h);
-            at = {of, (tile_q + step.q) * ROWS, (tile_k + step.k + (DIAGONAL ? step.q : 0)) * KEYS};
-            if constexpr (RAGGED) {
+            if constexpr (!RAGGED) {
+                at = {Head::of_q(p, batch + step.b, head + step.h), (tile_q + step.q) * ROWS, (tile_k + step.k + (DIAGONAL ? step.q : 0)) * KEYS};
+            } else {
+                if (!step.known) at.head = Head::of_q(p, batch + step.b, head + step.h);
+                const Head& of = at.head;
+                at.i = (tile_q + step.q) * ROWS, at.j = (tile_k + step.k + (DIAGONAL ? step.q : 0)) * KEYS, at.bits = {};
                 step.known = true;
                 if (at.i >= of.queries(p) || of.keys(p) == 0) {
                     pass_over(step, tiles_q - 1);
@@ -206,9 +216,9 @@ struct Share {
     template <int THREADS, class F>
     __device__ void write(F value, Accum* scratch) const {
         const PairStrides& s = Of::strides(p);
-        int rows = s.query ? min(ROWS, Of::queries(p) - tile_q * ROWS) : 1, first = tile_q * ROWS;
+        int rows = s.query ? min(ROWS, Of::queries(p) - tile_q * ROWS) : 1;
         int columns = s.key ? min(KEYS, Of::keys(p) - tile_k * KEYS) : 1;
-        if (LINES) rows = lines.end - lines.begin, first = lines.begin;
+        if (LINES) rows = lines.end - lines.begin;
         if (!s.key) {
             for (int r = threadIdx.x; r < ROWS; r += THREADS) {
                 Accum sum = 0;
@@ -221,7 +231,7 @@ struct Share {
             int row = n / columns, column = n % columns;
             Accum sum = 0;
             for (int r = row; r < (s.query ? row + 1 : ROWS); r++) sum += s.key ? value(r, column) : scratch[r];
-            long long at = batch * s.batch + head * s.head + (first + row) * s.query + (tile_k * KEYS + column) * s.key;
+            long long at = batch * s.batch + head * s.head + ((LINES ? lines.begin : tile_q * ROWS) + row) * s.query + (tile_k * KEYS + column) * s.key;
             if (Of::splits(p) == 1)
                 Of::target(p)[at] = from_float<Pointed<decltype(Of::target(p))>>(sum);
             else

@@ -144,6 +144,7 @@ __device__ void split_tile(const P& p, int n) {
     __shared__ bool live[Of::ALL_LIVE ? 1 : Of::SIZE];
     constexpr int CHUNKS = Of::COLUMNS / 4;
     auto [head, tile] = numbered<Of>(p, n);
+    if (Of::PACKED && tile < 0) return;
     Given given = Of::given(p);
     Halves halves = Of::halves(p);
     int first = tile * Of::SIZE, rows = min(Of::SIZE, Of::rows(p, head) - first);

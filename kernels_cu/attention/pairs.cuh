@@ -134,8 +134,10 @@ struct Pairs {
                (!config::BLOCK_MASK || bits.visible(at.i, at.j));
     }
 
-    // What is said of a key for all queries.
-    __device__ bool key_seen(int j) const { return !config::KEY_MASK || keys[j]; }
+    // What is said of a key for all queries. (A sequence that arrays are too short for may be asked about, too.)
+    __device__ bool key_seen(int j) const {
+        return !config::KEY_MASK || ((!RAGGED || j < Sequence::most_keys(p)) && keys[j]);
+    }
 
     // The keys among which those are that a query may see, and the queries among which those are that may see a key.
     __device__ Range keys_of(int i) const { return Band{p, head}.keys_of(i); }

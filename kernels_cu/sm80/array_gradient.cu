@@ -35,7 +35,8 @@ struct BiasTile {
         const Number* from = p.bias + share.batch * s.batch + share.head * s.head;
         for (int n = threadIdx.x; n < ROWS * KEYS; n += THREADS) {
             int row = n / KEYS, column = n % KEYS, i = share.tile_q * ROWS + row, j = share.tile_k * KEYS + column;
-            bool there = (i < Sequence::most_queries(p) || s.query == 0) && (j < Sequence::most_keys(p) || s.key == 0);
+            if constexpr (BIAS_LINES) i = share.lines.begin + row;
+            bool there = (i < (BIAS_LINES ? share.lines.end : Sequence::most_queries(p)) || s.query == 0) && (j < Sequence::most_keys(p) || s.key == 0);
             ((Number*)memory)[row * PITCH + column] = there ? from[i * s.query + j * s.key] : Number();
         }
     }
@@ -248,6 +249,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
 // What each query brings: see attention/exact_delta.cuh.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
     HeadTile at = numbered_heads_first<QueryTiles<ROWS>>(p, blockIdx.x);
+    if (config::PACKED_Q && at.none()) return;
     prepare_queries<ROWS>(p, at.head, at.number);
 }
 

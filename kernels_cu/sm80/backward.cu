@@ -309,7 +309,7 @@ struct Block {
         cp_async_wait<0>();
         __syncthreads();
         dk.each([&](Accum& x, int, int) { x *= p.scale; });
-        int rows = keys_head.keys(p) - keys.begin;
+        int rows = keys_head.key_rows(p) - keys.begin;
         Out* dk_rows = keys_head.key_row(p.dk, p.dk_strides, keys.begin);
         Out* dv_rows = keys_head.key_row(p.dv, p.dv_strides, keys.begin);
         if constexpr (FROM_REGISTERS) {
@@ -335,6 +335,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
     HeadTile at = numbered<QueryTiles<ROWS>>(p, blockIdx.x);
     clear_dq(p, blockIdx.x);
+    if (config::PACKED_Q && at.none()) return;
     prepare_queries<ROWS>(p, at.head, at.number);
 }
 
@@ -344,6 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     int number = blockIdx.x;
     if (DETERMINISTIC) number = number_in_turn(p);
     HeadTile at = schedule.tile(number);
+    if (config::PACKED_K && at.none()) return;
     Block block(p, Shared{shared_address(shared)}, at.head, at.number);
     block.load_first();
     int stage = 0;

@@ -404,7 +404,7 @@ struct Block {
         cp_async_wait<0>();
         __syncthreads();
         dk.each([&](Accum& x, int, int) { x *= p.scale; });
-        int rows = keys_head.keys(p) - keys.begin;
+        int rows = keys_head.key_rows(p) - keys.begin;
         Out* dk_rows = keys_head.key_row(p.tdk, p.tdk_strides, keys.begin);
         Out* dv_rows = keys_head.key_row(p.tdv, p.tdv_strides, keys.begin);
         if constexpr (PARTS == 2) {
@@ -429,6 +429,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
 // What each query brings (attention/exact_delta.cuh); zeros where the tdQ of this tile will be summed.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_jvp_prepare(const __grid_constant__ Params p) {
     clear_dq(p, blockIdx.x);
+    if (config::PACKED_Q && at.none()) return;
     HeadTile at = numbered<QueryTiles<ROWS>>(p, blockIdx.x);
     const Head& head = at.head;
     Accum* numbers = numbers_of_queries(p, blockIdx.x);
@@ -456,6 +457,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int number = blockIdx.x;
     if (DETERMINISTIC) number = number_in_turn(p);
     HeadTile at = schedule.tile(number);
+    if (config::PACKED_K && at.none()) return;
     Block block(p, Shared{shared_address(shared)}, at.head, at.number);
     block.load_first();
     int stage = 0;

@@ -94,6 +94,7 @@ __device__ inline void finish_dq(const Params& p, Out* dq, const Strides& stride
     __shared__ alignas(16) char shared[FROM_REGISTERS ? 16 : Tile::BYTES];
     Tile dq_tile{shared_address(shared)};
     auto [head, tile] = numbered<QueryTiles<ROWS>>(p, blockIdx.x);
+    if (config::PACKED_Q && tile < 0) return;
     for (int first = 0; first < ROWS; first += PART) {
         int i0 = tile * ROWS + first, count = head.queries(p) - i0;
         Out* rows = head.query_row(dq, strides, i0);

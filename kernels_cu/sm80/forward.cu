@@ -304,6 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     int number = blockIdx.x, share = 0;
     if constexpr (SHARES) share = number % p.shares, number /= p.shares;
     HeadTile at = schedule.tile(number);
+    if (config::PACKED_Q && at.none()) return;
     Block block(p, Shared{shared_address(shared)}, at.head, at.number, share);
     block.load_first();
     int stage = 0;

@@ -421,6 +421,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_jvp(
     // The tiles of a head one after the other, so that they share its K and V in the cache; where later ones see more
     // keys, those first.
     HeadTile at = Schedule<QueryTiles<ROWS>, QUERY_ORDER>(p).tile(blockIdx.x);
+    if (config::PACKED_Q && at.none()) return;
     Block block(p, Shared{shared_address(shared)}, at.head, at.number);
     block.load_first();
     int stage = 0;

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...blockmask.tile_lists import ListUse
-from ...lengths import untaken
 from ...passes import BACKWARD, FORWARD, JVP, Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..array_gradient import Lengths, work
 from ..device import Arch
-from ..kernel_plan import KernelPlan, Launch, Workspace, both_ways, ceil, features, lists, pad
+from ..kernel_plan import (
+    KernelPlan,
+    Launch,
+    Workspace,
+    both_ways,
+    features,
+    key_numbers,
+    key_tiles,
+    lists,
+    pad,
+    query_numbers,
+    query_tiles,
+)
 from ..measured import number
 from ..score_gradient import score_work
 from . import shares, sm80_tiles
@@ -24,8 +36,8 @@ FAST_DOUBLES = (8.0, 9.0, 10.0)
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
-    if why := untaken(problem):
-        return why
+    if problem.page is not None:
+        return "takes no page_table"
     if problem.dtype == FLOAT8:
         return f"takes no {problem.dtype}"
     if arch.cc < 80:
@@ -70,9 +82,9 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
         ("DIM", dim), ("DIM_V", dim_v), *((name.upper(), getattr(t, name)) for name in TILES[of].tried),
         ("SHARED_MEMORY", size), *features(problem),
         # Whether there are dead rows before the live ones, by position.
-        *((f"DEAD_{name}", rows.start > 0) for name, rows in zip(("QUERIES", "KEYS"), problem.live)),
+        *((f"DEAD_{name}", dead) for name, dead in zip(("QUERIES", "KEYS"), _dead(problem))),
     )  # fmt: skip
-    pairs, tiles_q = problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows)
+    tiles_q = query_tiles(problem, t.rows)
     common = _common(problem, arch, of) | {"out_dtype": problem.out_dtype}
     split, halves = _split(problem, t, dim, dim_v, of) if parts > 1 else ((), ())
     if of is JVP:
@@ -80,7 +92,7 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
             **common,
             source="sm80/jvp.cu",
             constants=constants,
-            launches=(*split, Launch("attention_jvp", pairs * tiles_q, 32 * t.warps, size)),
+            launches=(*split, Launch("attention_jvp", tiles_q, 32 * t.warps, size)),
             workspace=halves,
             spills=spills(t, problem, of),
             lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
@@ -88,9 +100,9 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
     if of is FORWARD:
         flops = 2 * t.rows * t.keys * (problem.dim + problem.dim_v)
         visit = shares.Visit(flops / RATES[ITEMSIZE[problem.dtype]], crowding=CROWDING)
-        tiles = shares.Tiles(pairs * tiles_q, t.rows, t.keys, t.min_blocks, visit)
+        tiles = shares.Tiles(tiles_q, t.rows, t.keys, t.min_blocks, visit)
         share = shares.shares(problem, tiles, arch.sms).number
-        launch = Launch("attention_forward", pairs * tiles_q * share, 32 * t.warps, size)
+        launch = Launch("attention_forward", tiles_q * share, 32 * t.warps, size)
         launches = (*split, launch, *shares.combine(problem, share))
         return KernelPlan(
             **common,
@@ -102,18 +114,17 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
             scalars=(("shares", share),),
             lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
         )
-    blocks = problem.batch * problem.heads_k * ceil(problem.seq_k, t.keys)
     launches = (
         *split,
-        Launch(f"attention_{of}_prepare", pairs * tiles_q, 128),
-        Launch(f"attention_{of}", blocks, 32 * t.warps, size),
-        Launch(f"attention_{of}_finish", pairs * tiles_q, 128),
+        Launch(f"attention_{of}_prepare", tiles_q, 128),
+        Launch(f"attention_{of}", key_tiles(problem, t.keys), 32 * t.warps, size),
+        Launch(f"attention_{of}_finish", tiles_q, 128),
     )
     numbers = 4 if of.moved else 2  # of each query: lse and delta, and what these change by
     workspace = (
-        Workspace("delta", problem.lse_dtype, (pairs, tiles_q, numbers, t.rows), t.rows),
-        Workspace("dq_sum", problem.lse_dtype, (pairs, tiles_q, t.rows * dim)),
-        Workspace("counters", "uint32", (pairs * tiles_q + 1 if problem.deterministic else 0,)),
+        Workspace("delta", problem.lse_dtype, (*_tiles_of_heads(problem, t.rows), numbers, t.rows), t.rows),
+        Workspace("dq_sum", problem.lse_dtype, (*_tiles_of_heads(problem, t.rows), t.rows * dim)),
+        Workspace("counters", "uint32", (tiles_q + 1 if problem.deterministic else 0,)),
         *halves,
     )
     constants += (("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", arch.cc >= 90))
@@ -121,11 +132,25 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
         **common,
         source=f"sm80/{of}.cu",
         constants=constants,
-        launches=launches,
+        launches=tuple(x for x in launches if x.grid),
         workspace=workspace,
         spills=spills(t, problem, of),
         lists=both_ways(problem, t.rows, t.keys, "keys"),
     )
+
+
+def _dead(problem: AttentionProblem) -> tuple[bool, bool]:
+    """Whether queries, and keys, may be dead that come before the live ones."""
+    if problem.ragged:
+        return problem.right is not None, problem.left is not None
+    queries, keys = problem.live
+    return queries.start > 0, keys.start > 0
+
+
+def _tiles_of_heads(problem: AttentionProblem, rows: int) -> tuple[int, int]:
+    """Heads whose tiles of queries are numbered, and how many of these each has."""
+    heads, _ = query_numbers(problem)
+    return heads, query_tiles(problem, rows) // max(1, heads)
 
 
 def _common(problem: AttentionProblem, arch: Arch, of: Pass) -> dict[str, Any]:
@@ -145,15 +170,14 @@ def _split(
     problem: AttentionProblem, t: Tile | GradientTile, dim: int, dim_v: int, of: Pass
 ) -> tuple[tuple[Launch, ...], tuple[Workspace, ...]]:
     """What puts the parts of float32 numbers into memory, and that memory (kernels_cu/attention/operands.cuh)."""
-    of_queries = (problem.heads_q, problem.seq_q, t.rows)
-    of_keys = (problem.heads_k, problem.seq_k, t.keys)
+    of_queries = (query_tiles(problem, t.rows), math.prod(query_numbers(problem)), t.rows)
+    of_keys = (key_tiles(problem, t.keys), math.prod(key_numbers(problem)), t.keys)
     arrays = [("q", *of_queries, dim), ("k", *of_keys, dim), ("v", *of_keys, dim_v)]
     arrays += [("dout", *of_queries, dim_v)] if of.of_gradients else []
     tiles, spaces = 0, []
-    for name, heads, seq, size, width in (*arrays, *((f"t{x[0]}", *x[1:]) for x in arrays if problem.moves(x[0]))):
-        of_array = problem.batch * heads * ceil(seq, size)
+    for name, of_array, rows, size, width in (*arrays, *((f"t{x[0]}", *x[1:]) for x in arrays if problem.moves(x[0]))):
         tiles += of_array
-        spaces.append(Workspace(f"{name}_halves", "float16", (problem.batch * heads * seq, 2 * width), size))
+        spaces.append(Workspace(f"{name}_halves", "float16", (rows, 2 * width), size))
         spaces.append(Workspace(f"{name}_units", "float32", (of_array,), size))
     return (Launch("attention_split", tiles, 256, fills=tuple(x.name for x in spaces)),), tuple(spaces)
 
@@ -218,15 +242,18 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
         ("DEPTH", depth), ("STAGES", t.stages), ("DIM", dim), ("DIM_V", dim_v), ("SHARED_MEMORY", size),
         *of_arrays.constants, *features(problem),
     )  # fmt: skip
-    pairs, tiles_q = problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows)
     split, halves = _split(problem, t, dim, dim_v, BACKWARD) if parts > 1 else ((), ())
-    prepare = Launch("attention_backward_prepare", pairs * tiles_q, 128, fills=("delta",))
+    prepare = Launch("attention_backward_prepare", query_tiles(problem, t.rows), 128, fills=("delta",))
     return KernelPlan(
         **_common(problem, arch, BACKWARD),
         source="sm80/array_gradient.cu",
         constants=constants,
         launches=(*split, prepare, *of_arrays.launches),
-        workspace=(Workspace("delta", "float32", (pairs, tiles_q, 2, t.rows), t.rows), *of_arrays.workspace, *halves),
+        workspace=(
+            Workspace("delta", "float32", (*_tiles_of_heads(problem, t.rows), 2, t.rows), t.rows),
+            *of_arrays.workspace,
+            *halves,
+        ),
         spills=GRADIENT_SPILLS,
         scalars=of_arrays.scalars,
         lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
