@@ -26,7 +26,7 @@ FLOORS = (
     ("interop.torch_*", "interop.jax_*"),
     ("api derivatives given appending", "interop.conformance", "masks", "paging"),
     ("torch integrations", "jax", "compat", "reference", "tools", "parallel"),
-    ("",),
+    ("", "jax.parallel"),
     ("bench", "demo"),
     ("tools.commands tools.cli tools.info __main__ bench.__main__",),
 )  # fmt: skip

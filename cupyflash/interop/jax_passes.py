@@ -42,7 +42,7 @@ _FORWARD_TWICE = (
 
 def bind(of: Any, arrays: Arrays, how: How) -> list[Any]:
     """The results of a primitive."""
-    found: list[Any] = of.bind(*_alike(arrays.values()), names=tuple(arrays), how=how)
+    found: list[Any] = of.bind(*alike(arrays.values()), names=tuple(arrays), how=how)
     return found
 
 
@@ -266,7 +266,7 @@ PRIMITIVES: dict[Pass, Any] = {FORWARD: attend, JVP: push, BACKWARD: pull, BACKW
 # ---- axes of a mesh, inside shard_map --------------------------------------------------------------------------------
 
 
-def _alike(arrays: Iterable[Any]) -> list[Any]:
+def alike(arrays: Iterable[Any]) -> list[Any]:
     """The arrays as such that differ along the same axes; where one does not, its gradients are summed over them."""
     arrays = list(arrays)
     axes = frozenset[str]().union(*map(_axes, arrays))
