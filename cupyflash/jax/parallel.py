@@ -91,6 +91,9 @@ def attention(
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a jax.Array")
     if options.get("block_mask") is not None:
         raise ValueError("block_mask is given; parallel.attention does not take it in JAX, it must be None: use mask")
+    for name in ("groups", "stretches"):
+        if options.pop(name, None) is not None:
+            raise ValueError(f"{name} is given; parallel.attention does not take it in JAX, it must be left out")
     axes = _axes(axis, exchange, options, k, rows)
     arrays = {"q": q, "k": k, "v": v} | {x: options.pop(x) for x in _OPTIONAL if options.get(x) is not None}
     if isinstance(arrays.get("seed"), Integral):
