@@ -429,8 +429,8 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
 // What each query brings (attention/exact_delta.cuh); zeros where the tdQ of this tile will be summed.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_jvp_prepare(const __grid_constant__ Params p) {
     clear_dq(p, blockIdx.x);
-    if (config::PACKED_Q && at.none()) return;
     HeadTile at = numbered<QueryTiles<ROWS>>(p, blockIdx.x);
+    if (config::PACKED_Q && at.none()) return;
     const Head& head = at.head;
     Accum* numbers = numbers_of_queries(p, blockIdx.x);
     int first = at.number * ROWS;
