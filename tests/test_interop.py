@@ -287,7 +287,7 @@ def test_gpu_arrays_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.delitem(sys.modules, "cupyflash.interop.cupy_", raising=False)
     x = OnNoGpu()
-    with pytest.raises(ImportError, match=r'arrays on a GPU need CuPy, .*; run pip install '):
+    with pytest.raises(ImportError, match=r"arrays on a GPU need CuPy, .*; run pip install "):
         attention(x, x, x)
 
 

@@ -74,7 +74,7 @@ def test_the_fields_of_a_forward() -> None:
 def test_the_fields_of_a_backward() -> None:
     fields = declared(plan(asked("float16"), H200, BACKWARD, "sm90"))
     assert fields[:22] == [
-        ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("const Out*", "out"), ("const Accum*", "lse"),
+        ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("const In*", "out"), ("const Accum*", "lse"),
         ("const In*", "dout"), ("const Accum*", "dlse"), ("Out*", "dq"), ("Out*", "dk"), ("Out*", "dv"),
         ("const unsigned char*", "key_mask"), ("const unsigned char*", "mask"), ("const In*", "bias"),
         ("const float*", "alibi_slopes"), ("const In*", "sinks"), ("const long long*", "seed"),

@@ -52,7 +52,7 @@ class Maps:
                 dtype = next(x.dtype for x in plan.given if x.name == box.array)
                 batch, head, row, _ = strides[box.array]
                 # Along an axis that it is broadcast along, an array has one entry.
-                lines = (p.rows_q, 1) if by_line(p, box.array) else (p.seq_q, p.batch)
+                lines = (p.rows_q or 0, 1) if by_line(p, box.array) else (p.seq_q, p.batch)
                 lengths = ((lines[0], row), (p.heads_q, head), (lines[1], batch))
                 shape: tuple[int, ...] = (p.seq_k, *(n if stride else 1 for n, stride in lengths))
             elif space := next((x for x in plan.workspace if x.name == box.array), None):
