@@ -1,4 +1,5 @@
-"""Functions and modules of other packages in our place: values and gradients are theirs, or of what they are defined by."""
+"""Functions and modules of other packages in our place: values and gradients are theirs, or of what they are defined
+by."""
 
 from __future__ import annotations
 
@@ -161,29 +162,40 @@ def test_errors_name_the_arguments_of_the_drop_in() -> None:
         (lambda: sdpa(q, None, k), TypeError, "^key is a NoneType; it must be a torch.Tensor"),
         (lambda: sdpa(q, k, k, [1]), TypeError, "^attn_mask is a list; it must be a torch.Tensor"),
         (lambda: sdpa(nested, k, k), TypeError, "^query is a nested tensor; it must be a dense one"),
-        (lambda: sdpa(q, k, k, torch.ones(5, 6)), ValueError, r"^attn_mask has shape \(5, 6\); it must be \(2, 4, 5, 7\)"),
+        (lambda: sdpa(q, k, k, torch.ones(5, 6)), ValueError,
+            r"^attn_mask has shape \(5, 6\); it must be \(2, 4, 5, 7\)"),
         (lambda: sdpa(q, k.float(), k), TypeError, "^key has dtype float32 but query has float64"),
         (lambda: sdpa(q, k, k, dropout_p="a"), TypeError, "^dropout_p is 'a'; it must be a number"),
         (lambda: module(own.numpy(), own, own), TypeError, "^query is a ndarray; it must be a torch.Tensor"),
-        (lambda: module(own, own[..., :8], own), ValueError, r"^key has shape \(5, 2, 8\); it must be 3-dimensional, with 16"),
+        (lambda: module(own, own[..., :8], own), ValueError,
+            r"^key has shape \(5, 2, 8\); it must be 3-dimensional, with 16"),
         (lambda: module(own, own, own[0]), ValueError, r"^value has shape \(2, 16\); it must be 3-dimensional"),
         (lambda: module(own, own[:, :1], own[:, :1]), ValueError, "^key has batch 1"),
-        (lambda: module(own, own, own, torch.ones(2, 4) > 2), ValueError, r"^key_padding_mask has shape \(2, 4\); it must be \(2, 5\) \(True: hidden\)"),
-        (lambda: module(own, own, own, torch.ones(2, 5).int()), TypeError, "^key_padding_mask has dtype torch.int32; it must"),
+        (lambda: module(own, own, own, torch.ones(2, 4) > 2), ValueError,
+            r"^key_padding_mask has shape \(2, 4\); it must be \(2, 5\) \(True: hidden\)"),
+        (lambda: module(own, own, own, torch.ones(2, 5).int()), TypeError,
+            "^key_padding_mask has dtype torch.int32; it must"),
         (lambda: module(own, own, own, attn_mask=torch.ones(4, 5) > 2), ValueError, r"^attn_mask has shape \(4, 5\)"),
         (lambda: module(own, own, own, attn_mask=torch.ones(3, 5, 5)), ValueError, r"^attn_mask has shape \(3, 5, 5\)"),
         (lambda: flash_attn.flash_attn_func([1], k, k), TypeError, "^q is a list; it must be a torch.Tensor"),
-        *((lambda x=x: flash_attn.flash_attn_func(k, k, k, causal=x), TypeError, f"^causal is '{x}'; it must be True or False")
+        *((lambda x=x: flash_attn.flash_attn_func(k, k, k, causal=x), TypeError,
+            f"^causal is '{x}'; it must be True or False")
           for x in ("no", "top_left")),
-        (lambda: flash_attn.flash_attn_func(k, k, k, softmax_scale="a"), TypeError, "^softmax_scale is 'a'; it must be a real"),
-        *((lambda x=x: flash_attn.flash_attn_func(k, k, k, window_size=x), TypeError, "^window_size is .*; it must be two integers")
+        (lambda: flash_attn.flash_attn_func(k, k, k, softmax_scale="a"), TypeError,
+            "^softmax_scale is 'a'; it must be a real"),
+        *((lambda x=x: flash_attn.flash_attn_func(k, k, k, window_size=x), TypeError,
+            "^window_size is .*; it must be two integers")
           for x in (3, None, (None, None), (1, 2, 3), (1.5, 1), ("a", 1))),
-        (lambda: flash_attn.flash_attn_qkvpacked_func(q.numpy()), TypeError, "^qkv is a ndarray; it must be a torch.Tensor"),
+        (lambda: flash_attn.flash_attn_qkvpacked_func(q.numpy()), TypeError,
+            "^qkv is a ndarray; it must be a torch.Tensor"),
         (lambda: attend(q.numpy(), k, k), TypeError, "^query is a ndarray; it must be a torch.Tensor"),
-        (lambda: attend(q, k[0], k[0]), ValueError, r"query \(2, 4, 5, 8\), key \(4, 7, 8\), .* must have as many dimensions"),
+        (lambda: attend(q, k[0], k[0]), ValueError,
+            r"query \(2, 4, 5, 8\), key \(4, 7, 8\), .* must have as many dimensions"),
         (lambda: attend(q, q.float(), q), TypeError, "^key has dtype float32 but query has float64"),
-        (lambda: attend(q, q, q, torch.ones(4, 3)), ValueError, r"^attn_bias has shape \(4, 3\); it must be \(2, 5, 4, 4\)"),
-        (lambda: attend(q, q, q, xformers.LowerTriangularMask), NotImplementedError, "^attn_bias is the class LowerTriangularMask"),
+        (lambda: attend(q, q, q, torch.ones(4, 3)), ValueError,
+            r"^attn_bias has shape \(4, 3\); it must be \(2, 5, 4, 4\)"),
+        (lambda: attend(q, q, q, xformers.LowerTriangularMask), NotImplementedError,
+            "^attn_bias is the class LowerTriangularMask"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             call()
@@ -224,14 +236,15 @@ def test_multihead_attention(masks: str, how: dict[str, Any], batch_first: bool)
     hides[:, 0] = False
     options: dict[str, Any] = {
         "none": {}, "padding": {"key_padding_mask": padding}, "mask": {"attn_mask": hides},
-        "padding of numbers": {"key_padding_mask": numbers(2, keys)}, "mask of numbers": {"attn_mask": numbers(5, keys)},
+        "padding of numbers": {"key_padding_mask": numbers(2, keys)},
+        "mask of numbers": {"attn_mask": numbers(5, keys)},
         "mask of heads": {"attn_mask": numbers(8, 5, keys)},
         "causal": {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1), "is_causal": True},
         "all": {"key_padding_mask": numbers(2, keys), "attn_mask": numbers(5, keys)},
     }[masks]  # fmt: skip
     found, expected = (module(*inputs, need_weights=False, **options)[0] for module in (ours, stock))
     torch.testing.assert_close(found, expected)
-    for y, module in ((found, ours), (expected, stock)):
+    for y in (found, expected):
         y.square().sum().backward()
     for (name, x), y in zip(ours.named_parameters(), stock.parameters()):
         torch.testing.assert_close(x.grad, y.grad, msg=lambda text, name=name: f"{name}: {text}")
@@ -322,7 +335,8 @@ def test_flash_attn_positions_and_results() -> None:
     torch.testing.assert_close((out, lse), expected)
     assert probabilities is None
     names = {
-        "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None,
+        "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0,
+        "alibi_slopes": None,
         "deterministic": False, "return_attn_probs": False,
     }  # fmt: skip
     for function, first in (
@@ -356,7 +370,8 @@ WITH_DROPOUT: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_dropout(name: str) -> None:
-    """By PyTorch's generator: the same after the same seed, another in each call, gradients too, and right on average."""
+    """By PyTorch's generator: the same after the same seed, another in each call, gradients too, and right on
+    average."""
     x = numbers(3, 2, 6, 4, 8, grad=True)
     plain, call = WITH_DROPOUT[name](x, 0.0)(), WITH_DROPOUT[name](x, 0.4)
     results = []
@@ -386,7 +401,8 @@ a_module = MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
 
 @pytest.mark.parametrize("name", EVERY)
 def test_compiled_exported_and_mapped(name: str) -> None:
-    """In one graph with any lengths, with gradients; in a program; and over an axis that becomes a part of the batch."""
+    """In one graph with any lengths, with gradients; in a program; and over an axis that becomes a part of the
+    batch."""
 
     class Layer(torch.nn.Module):
         def forward(self, x: Any, bias: Any) -> Any:
@@ -435,9 +451,6 @@ def test_what_of_flash_attn_is_refused() -> None:
         ValueError, match=r"^qkv has shape \(2, 5, 4, 8\); it must be \(batch, sequence, 3, heads, dim\)"
     ):
         flash_attn.flash_attn_qkvpacked_func(q)
-    for name in ("varlen_func", "varlen_qkvpacked_func", "varlen_kvpacked_func"):
-        with pytest.raises(NotImplementedError, match=f"^flash_attn_{name}: packed sequences are not served yet; pad"):
-            getattr(flash_attn, f"flash_attn_{name}")(q, q, q, None, None, 5, 5)
     with pytest.raises(NotImplementedError, match="^flash_attn_with_kvcache: key/value caches are not served yet"):
         flash_attn.flash_attn_with_kvcache(q, q, q)
 
@@ -473,7 +486,8 @@ BIASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "tensor": (numbers(2, 4, 5, 7), {"bias": numbers(2, 4, 5, 7)}),
     "top left": (xformers.LowerTriangularMask(), {"causal": "top_left"}),
     "with a bias": (
-        xformers.LowerTriangularMask().add_bias(numbers(2, 4, 5, 7)), {"causal": "top_left", "bias": numbers(2, 4, 5, 7)},
+        xformers.LowerTriangularMask().add_bias(numbers(2, 4, 5, 7)),
+        {"causal": "top_left", "bias": numbers(2, 4, 5, 7)},
     ),
     "bottom right": (xformers.LowerTriangularFromBottomRightMask(), {"causal": True}),
     "the last three": (
@@ -481,7 +495,8 @@ BIASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "local": (xformers.LocalAttentionFromBottomRightMask(2, 1), {"window": (2, 1)}),
     "xFormers' own": (type("LowerTriangularMask", (Elsewhere,), {})(), {"causal": "top_left"}),
-    "xFormers' own tensor": (type("LowerTriangularMask", (TensorElsewhere,), {})(torch.empty(0)), {"causal": "top_left"}),
+    "xFormers' own tensor": (type("LowerTriangularMask", (TensorElsewhere,), {})(torch.empty(0)),
+        {"causal": "top_left"}),
     "xFormers' own with a bias": (
         type("LowerTriangularMaskWithTensorBias", (TensorElsewhere,), {})(numbers(2, 4, 5, 7)),
         {"causal": "top_left", "bias": numbers(2, 4, 5, 7)},

@@ -16,8 +16,13 @@ from ..torch.dropout import check_tensors, dropout_options
 __all__ = [
     "AttentionBias", "LocalAttentionFromBottomRightMask", "LowerTriangularFromBottomRightLocalAttentionMask",
     "LowerTriangularFromBottomRightMask", "LowerTriangularMask", "LowerTriangularMaskWithTensorBias",
-    "memory_efficient_attention", "memory_efficient_attention_forward", "memory_efficient_attention_forward_requires_grad",
+    "MemoryEfficientAttentionCutlassOp", "MemoryEfficientAttentionFlashAttentionOp",
+    "memory_efficient_attention", "memory_efficient_attention_forward",
+    "memory_efficient_attention_forward_requires_grad", "unbind",
 ]  # fmt: skip
+
+unbind = torch.unbind
+MemoryEfficientAttentionCutlassOp = MemoryEfficientAttentionFlashAttentionOp = None  # for op, which is ignored
 
 
 class AttentionBias:
@@ -80,9 +85,10 @@ def memory_efficient_attention(
 ) -> torch.Tensor:
     """Attention of query, (B, M, H, K), to key and value, (B, N, H, K) and (B, N, H, Kv).
 
-    (B, M, K) has one head; (B, M, G, H, K) has H query heads for each of G heads of key and value, which are expanded to that
-    shape and not copied. attn_bias: a tensor added to the scores, (B, H, M, N), or one of the biases of this module or of
-    xFormers with the same name. op is ignored. Returns (B, M, H, Kv), in the dtype of query or output_dtype.
+    (B, M, K) has one head; (B, M, G, H, K) has H query heads for each of G heads of key and value, which are expanded
+    to that shape and not copied. attn_bias: a tensor added to the scores, (B, H, M, N), or one of the biases of this
+    module or of xFormers with the same name. op is ignored. Returns (B, M, H, Kv), in the dtype of query or
+    output_dtype.
     """
     return memory_efficient_attention_forward_requires_grad(
         query, key, value, attn_bias, p, scale, op=op, output_dtype=output_dtype
