@@ -13,8 +13,8 @@ import torch
 from .. import api
 from ..torch.dropout import dropout_options
 
-# What transformers hands through to every attention, and what no result of attention depends on: positions are in q, k and the
-# mask, the longest sequence is in cu_seq_lens.
+# What transformers hands through to every attention, and what no result of attention depends on: positions are in q, k
+# and the mask, the longest sequence is in cu_seq_lens.
 HARMLESS = {
     "position_ids", "max_length_q", "max_length_k", "num_items_in_batch", "output_attentions", "output_hidden_states",
     "output_router_logits", "return_dict", "use_cache", "logits_to_keep",
@@ -25,12 +25,15 @@ _names: set[str] = set()
 def register(name: str = "cupy") -> None:
     """Make `name` an attention implementation of transformers, with the masks that "sdpa" gets.
 
-    The name may not hold "flash": transformers takes every such name for a build of the package flash-attn (ValueError).
+    The name may not hold "flash": transformers takes every such name for a build of the package flash-attn
+    (ValueError).
 
-    For models of every kind that choose their attention: causal and bidirectional, with soft caps (Gemma 2), sinks (gpt-oss),
-    position biases (T5), windows, padded batches, and any cache. ValueError where a model is made or chooses, if it computes
-    attention by itself (Bloom, XLNet, Falcon) or does not say what these masks leave out (NLLB-MoE); where it runs, if it gives
-    its attention an argument that is not understood. Probabilities (output_attentions) are never in memory: None.
+    For models of every kind that choose their attention: causal and bidirectional, with soft caps (Gemma 2), sinks
+    (gpt-oss), position biases (T5), windows, padded batches, and any cache. ValueError where a model is made or
+    chooses, if it computes attention by itself (Bloom, XLNet, Falcon) or does not say what these masks leave out
+    (NLLB-MoE); where it runs, if it gives its attention an argument that is not understood. Probabilities
+    (output_attentions) are never in memory:
+    None.
     """
     if "flash" in name:
         raise ValueError(
@@ -77,7 +80,8 @@ def _check(model: Any) -> None:
         raise _refused(f"{model.__name__} computes attention by itself")
     if hasattr(source, "ALL_ATTENTION_FUNCTIONS") and not (model._supports_sdpa or model._supports_attention_backend):
         raise _refused(
-            f"{model.__name__} has _supports_sdpa = _supports_attention_backend = False: its layers need not say what is causal"
+            f"{model.__name__} has _supports_sdpa = _supports_attention_backend = False: its layers need not say what "
+            "is causal"
         )
 
 
@@ -113,7 +117,8 @@ def _reads_masks_as_eager(source: ModuleType) -> bool:
 
 @torch.compiler.assume_constant_result  # what it asks cannot be traced
 def _mask_for(config: type) -> str | None:
-    """The implementation whose masks the models of a configuration expect; None where they compute attention by themselves."""
+    """The implementation whose masks the models of a configuration expect; None where they compute attention by
+    themselves."""
     source = sys.modules.get(config.__module__.replace("configuration_", "modeling_"))
     if source is None:
         return "sdpa"
@@ -123,7 +128,8 @@ def _mask_for(config: type) -> str | None:
 
 
 def attention_mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
-    """The mask that "sdpa" gets: booleans, or None where nothing is hidden or where causality is all, of as many queries as keys.
+    """The mask that "sdpa" gets: booleans, or None where nothing is hidden or where causality is all, of as many
+    queries as keys.
 
     The one that "eager" gets, numbers and never None for causality, for models that know no other.
     """
@@ -160,10 +166,11 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls: query (B, Hq, S, D), key and value (B, Hk, T, D) -> (B, S, Hq, D), None.
 
-    attention_mask: booleans, True where a key may be attended, or numbers added to the scores, (B, 1 or Hq, S, T). It holds the
-    window. Without one a causal module (is_causal, or its attribute) hides keys after the query; it must have as many queries as
-    keys, or a single query, which attends to all. cu_seq_lens_q, cu_seq_lens_k (a batch of 1) and seq_idx (B, S) keep sequences
-    apart that are packed into one. ValueError for an argument that is not None and not known to change nothing.
+    attention_mask: booleans, True where a key may be attended, or numbers added to the scores, (B, 1 or Hq, S, T). It
+    holds the window. Without one a causal module (is_causal, or its attribute) hides keys after the query; it must have
+    as many queries as keys, or a single query, which attends to all. cu_seq_lens_q, cu_seq_lens_k (a batch of 1) and
+    seq_idx (B, S) keep sequences apart that are packed into one. ValueError for an argument that is not None and not
+    known to change nothing.
     """
     layer, queries, keys = type(module).__name__, query.shape[2], key.shape[2]
     for name, x in kwargs.items():
@@ -194,7 +201,8 @@ def attention_forward(
 
 
 def _packed(layer: str, query: Any, key: Any, cu_q: Any, cu_k: Any, seq_idx: Any) -> Any:
-    """(B, 1, S, T), True where query and key are of the same sequence; None where a row of the batch is one sequence."""
+    """(B, 1, S, T), True where query and key are of the same sequence; None where a row of the batch is one
+    sequence."""
     if cu_q is None and cu_k is None and seq_idx is None:
         return None
     if seq_idx is not None:
