@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
+from .pip_line import here
 from .visible import VisibleStream
 
 EXTRA = {"typer", "click", "rich", "matplotlib", "safetensors"}  # what the extra `demo` installs
@@ -65,7 +66,7 @@ def told() -> Iterator[None]:
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"cupyflash: {message}", file=sys.stderr)
+    print(f"cupyflash: {here(message)}", file=sys.stderr)
     raise SystemExit(2)
 
 

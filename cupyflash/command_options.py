@@ -1,5 +1,5 @@
-"""The options of a call on the command line: one for each row of problem.OPTIONS that can be written and of problem.ARRAYS,
-named by none here.
+"""The options of a call on the command line: one for each row of problem.OPTIONS that can be written and of
+problem.ARRAYS, named by none here.
 
 A row whose default is False becomes a flag; the value of any other is read as `value` does and judged by its row.
 """

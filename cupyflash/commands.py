@@ -1,4 +1,5 @@
-"""The commands: what they take, what they print. The work is done elsewhere; each imports what it needs when it runs."""
+"""The commands: what they take, what they print. The work is done elsewhere; each imports what it needs when it
+runs."""
 
 from __future__ import annotations
 
@@ -9,18 +10,30 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from . import __version__
 from .command_options import asked, flag
 from .console import Console
-from .passes import BACKWARD, FORWARD, PASSES
+from .passes import BACKWARD, FORWARD
 from .problem import float_name, pass_of
-from .visible import visible
+from .tables import KernelLines, pairs, say, show, tuning_table
+
+
+class Group(typer.core.TyperGroup):
+    """Commands whose summaries are told whole."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write them."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, x.get_short_help_str(limit=1000)) for name, x in commands if x is not None])
+
 
 app = typer.Typer(
+    cls=Group,
     help="Exact attention, forward and backward, for any array library, on CPU and GPU.",
     no_args_is_help=True,
     add_completion=False,
@@ -39,7 +52,7 @@ Backward = Annotated[bool, typer.Option("--backward", help="Explain the gradient
 
 def _version(asked_for: bool) -> None:
     if asked_for:
-        _say(f"cupyflash {__version__}")
+        say(f"cupyflash {__version__}")
         raise typer.Exit
 
 
@@ -54,24 +67,31 @@ def main(
 
 @app.command()
 def demo(
-    steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many optimiser steps.")] = None,
-    seconds: Annotated[float | None, typer.Option(min=1, help="Train for so long. Default 55 (GPU: 40).")] = None,
+    train: Annotated[bool, typer.Option("--train", help="Then train a language model, in about a minute.")] = False,
+    steps: Annotated[int | None, typer.Option(min=1, help="With --train: stop after so many steps.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="With --train: for so long. Default 55 (GPU: 40).")
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The picture.")] = Path("cupyflash-demo.png"),
     seed: Annotated[int, typer.Option(min=0)] = 0,
     device: Device = None,
 ) -> None:
-    """Train a small language model on Python's own source text, with this package and NumPy or CuPy alone."""
+    """Time and memory beside plain attention, gradients beside float64, and a picture of it; all in 15 seconds."""
     from .arrays import array_module
     from .demo.screen import run
     from .demo.training import recipe
     from .files import writable
 
+    for name, value in (("--steps", steps), ("--seconds", seconds)):
+        if value is not None and not train:
+            raise ValueError(f"{name} is {value:g}; it goes with --train")
     if output.suffix.lower() != ".png" or os.path.isdir(output) or not os.path.isdir(output.absolute().parent):
         raise ValueError(f"--output is {output}; it must be a .png file in a folder that exists")
     if not writable(output):
         raise ValueError(f"--output is {output}, which cannot be written")  # said now, not after the training
     xp = array_module(device)
-    if not run(xp, recipe(xp, steps, seconds, seed), output, Console(highlight=False)):
+    how = recipe(xp, steps, seconds, seed) if train else None
+    if not run(xp, how, output, Console(highlight=False), seed):
         raise typer.Exit(1)
 
 
@@ -127,12 +147,12 @@ def attend(
     seconds = time.perf_counter() - start
     files.write(output, results)
     for name, x in (*inputs.items(), *held.items(), *results.items()):
-        _say(f"{name:<8} {'x'.join(map(str, x.shape))} {x.dtype}")
-    _say(f"{seconds:.3g} s with {xp.__name__}, written to {output}")
+        say(f"{name:<8} {'x'.join(map(str, x.shape))} {x.dtype}")
+    say(f"{seconds:.3g} s with {xp.__name__}, written to {output}")
     kept = results["out"].dtype
     if kept.kind == "V" and suffix != ".safetensors":  # of ml_dtypes
         size = {1: "one byte", 2: "two bytes"}[kept.itemsize]
-        _say(f"note: {suffix} has no {kept}; others read {size} of no type there (.safetensors keeps it)")
+        say(f"note: {suffix} has no {kept}; others read {size} of no type there (.safetensors keeps it)")
 
 
 @app.command()
@@ -147,13 +167,16 @@ def explain(
     arch: Annotated[str | None, typer.Option(help="Plan for sm_80, sm_90a, ...; no GPU is needed.")] = None,
     backward: Backward = False,
     family: Family = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also the constants that kernels are compiled with.")
+    ] = False,
 ) -> None:
     """Tell how a call would run: kernels, registers, shared memory, FLOPs, bytes, workspace, copies, fall backs."""
     from . import explain as _explain
 
     (q, k, v), others = _shapes(shape, kv_shape, v_shape, arrays, options)
     told = _explain(q, k, v, **others, **options, dtype=dtype, arch=arch, backward=backward, family=family)
-    _pairs(told.rows())
+    pairs(told.rows(verbose))
 
 
 @app.command()
@@ -161,7 +184,7 @@ def info() -> None:
     """Tell which GPU, driver, libraries and cache this machine has, and what is missing."""
     from .info import facts
 
-    _pairs(facts())
+    pairs(facts())
 
 
 @app.command("compile")
@@ -178,7 +201,8 @@ def compile_(
 ) -> None:
     """Fill the cache with compiled kernels; no GPU is needed, so a container can be built with them.
 
-    Every user whom the umask lets read the cache (with 022: all) finds them there, where CUPYFLASH_CACHE_DIR is the same.
+    Every user whom the umask lets read the cache (with 022: all) finds them there, where CUPYFLASH_CACHE_DIR is the
+    same.
     """
     from .gpu.cache import cache_info
     from .precompile import HEAD_DIMS, Done, compile_all, jobs, kept
@@ -189,14 +213,14 @@ def compile_(
         (FORWARD, BACKWARD) if backward is None else (pass_of(backward),), arrays, family, **options,
     )  # fmt: skip
     console = Console(highlight=False)
+    lines = KernelLines(work)
     done: list[Done] = []
     checked = False
+    say(f"{len(work)} programs to compile or to find in the cache, on {os.cpu_count()} cores")
     columns = (BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("programs", total=len(work))
         for result in compile_all(work):
-            done.append(result)
-            progress.advance(bar)
             if not checked and result.compiled is not None and not result.compiled.cached:
                 checked = True  # the first one tells, before minutes are spent on the others
                 if not kept(result):
@@ -204,12 +228,18 @@ def compile_(
                         f"nothing can be kept in the cache folder {cache_info().path}; it must be a folder that can be "
                         "written, with room on its disk (CUPYFLASH_CACHE_DIR names another)"
                     )
-    _print(_kernel_table(done, {job: i for i, job in enumerate(work)}))
+            for line in ([] if done else [lines.heading]) + lines.of(result):
+                if console.is_terminal:  # above the bar
+                    progress.console.print(Text(line), soft_wrap=True)
+                else:
+                    say(line)
+            done.append(result)
+            progress.advance(bar)
     errors = [result for result in done if result.error is not None]
     for result in errors:
         console.print(Text(str(result.error)), style="red", soft_wrap=True)
     cache = cache_info()
-    _say(f"{cache.path}: {cache.entries} programs, {cache.bytes / 2**20:.1f} MiB")
+    say(f"{cache.path}: {cache.entries} programs, {cache.bytes / 2**20:.1f} MiB")
     if errors:
         raise typer.Exit(1)
 
@@ -240,7 +270,7 @@ def tune(
         if not found.entries:
             raise ValueError(found.note or f"{tuned.path()} holds nothing; cupyflash tune --shape ... fills it")
         for line in lines(found.entries):
-            _say(line)
+            say(line)
         return
     if shape is None:
         raise ValueError("--shape is missing; it is the shape of q, as in --shape 2,8192,16,128")
@@ -254,13 +284,13 @@ def tune(
             rounds=rounds, store=not dry_run,
             progress=lambda what, done, total: progress.update(bar, description=what, completed=done, total=total),
         )  # fmt: skip
-    _print(_tuning_table(result))
+    show(tuning_table(result))
     if result.best is result.trials[0]:
-        _say("the table's own tile is the fastest, or as fast")
+        say("the table's own tile is the fastest, or as fast")
     else:
-        _say(f"{result.gain:.3f} times as fast as the table's own tile")
+        say(f"{result.gain:.3f} times as fast as the table's own tile")
     if result.path is not None:
-        _say(f"written to {result.path}")
+        say(f"written to {result.path}")
 
 
 @app.command()
@@ -268,8 +298,8 @@ def bench(
     suites: Annotated[
         list[str] | None,
         typer.Argument(
-            help="forward, backward, host, jax, jit, import, memory, fp32, fp8, figures, training, gpt, ladder, scores, "
-            "models, precision, cpu; paper: what the papers report; all; plot draws the results."
+            help="forward, backward, host, jax, jit, import, memory, fp32, fp8, figures, training, gpt, ladder, "
+            "scores, models, precision, cpu; paper: what the papers report; all; plot draws the results."
         ),
     ] = None,
     family: Family = None,
@@ -282,8 +312,8 @@ def bench(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="For the suites forward, backward, figures, memory, scores, models, jax. Default: bfloat16. For fp32, cpu: one "
-            "of their two."
+            help="For the suites forward, backward, figures, memory, scores, models, jax. Default: bfloat16. For fp32, "
+            "cpu: one of their two."
         ),
     ] = None,
     quick: Annotated[
@@ -315,39 +345,12 @@ def bench(
 
     if suites == ["plot"]:
         for path in plot(quick=quick):
-            _say(path)
+            say(path)
         return
     asked = suites or ("forward", "backward")
     raise typer.Exit(
         run(asked, family, out, quick, float_name(dtype), rounds, min_ms, only or (), slow, sustained, resume)
     )
-
-
-def _say(text: Any) -> None:
-    """Print a line."""
-    typer.echo(visible(str(text)))
-
-
-def _print(what: Any) -> None:
-    """Print a table: as wide as the terminal, and elsewhere, in a log, as wide as it is, without blanks at its ends."""
-    console = Console(highlight=False)
-    if console.is_terminal:
-        console.print(what)
-        return
-    console.width = 1000
-    with console.capture() as printed:
-        console.print(what)
-    _say("\n".join(line.rstrip() for line in printed.get().splitlines()))
-
-
-def _pairs(rows: list[tuple[str, str]]) -> None:
-    """Print (what, value) pairs as a table."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in rows:
-        table.add_row(name, Text(text))
-    _print(table)
 
 
 def _read(file: Path | None, single: dict[str, Path | None]) -> dict[str, Any]:
@@ -395,8 +398,8 @@ def _score_arrays(score: str, given: list[str]) -> dict[str, Path]:
         name, _, path = text.partition("=")
         if name not in reads or name in paths or not path:
             raise ValueError(
-                f"--score-array is {text!r}; it must be NAME=FILE, once for each array that --score reads as NAME[...]: "
-                f"{_some(reads)}"
+                f"--score-array is {text!r}; it must be NAME=FILE, once for each array that --score reads as "
+                f"NAME[...]: {_some(reads)}"
             )
         paths[name] = Path(path)
     for name in reads:
@@ -441,48 +444,3 @@ def _shapes(
     )  # lengths are the same of every dtype
     plain = describe(*views, layout=options["layout"])
     return (q, k, v), {row.name: row.shape(plain, len(q)) for row in ARRAYS if row.name in arrays}
-
-
-def _tuning_table(result: Any) -> Table:
-    """Every tile that was tried, the fastest first."""
-    sets = [dict(trial.plan.constants) for trial in result.trials]
-    names = [name for name in sets[0] if len({constants.get(name) for constants in sets}) > 1]
-    flops = result.problem.flops(PASSES[result.of]) / 1e12
-    table = Table(title=f"{result.family} {result.of}, {len(sets)} tiles")
-    for heading in (*(name.lower() for name in names), "ms", "TFLOP/s", "against the table's"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
-    own = result.trials[0]
-    order = sorted(zip(result.trials, sets), key=lambda pair: pair[0].seconds or float("inf"))
-    for trial, constants in order:
-        cells = [str(constants.get(name, "")) for name in names]
-        if trial.seconds is None:
-            cells += ["", "", ""]
-        else:
-            cells += [
-                f"{1e3 * trial.seconds:.4g}",
-                f"{flops / trial.seconds:.4g}",
-                f"{own.seconds / trial.seconds:.3f}x",
-            ]
-        note = "the table's own" if trial is own else trial.note
-        table.add_row(*cells, Text(note), style="bold" if trial is result.best else "" if trial.seconds else "dim")
-    return table
-
-
-def _kernel_table(done: list[Any], order: dict[Any, int]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # fits into 80 columns
-    for heading in ("arch", "family", "dtype", "dim", "mask", "kernel"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("registers", "spilled", "seconds"):
-        table.add_column(heading, justify="right")
-    for result in sorted(done, key=lambda result: order[result.job]):
-        p, plan = result.job.problem, result.job.plan
-        mask = "causal" if p.causal else "full"
-        resources = {} if result.compiled is None else result.compiled.resources
-        seconds = "cached" if result.compiled and result.compiled.cached else f"{result.seconds:.2f}"
-        for i, launch in enumerate(plan.launches):
-            found = resources.get(launch.name)
-            numbers = ("failed", "") if found is None else (found.registers, found.spill_stores + found.spill_loads)
-            same = (plan.arch, plan.family, p.dtype, str(p.dim), mask) if i == 0 else ("",) * 5
-            table.add_row(*same, launch.name.removeprefix("attention_"), *map(str, numbers), seconds if i == 0 else "")
-    return table

@@ -1,4 +1,5 @@
-"""rich's Console for text from anywhere: names in files, in JSON and in the environment may hold what moves a cursor."""
+"""rich's Console for text from anywhere: names in files, in JSON and in the environment may hold what moves a
+cursor."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ class Explanation:
         """FLOPs per byte moved."""
         return self.flops / self.bytes_moved if self.bytes_moved else 0.0
 
-    def rows(self) -> list[tuple[str, str]]:
-        """The table, as (what, value) pairs."""
+    def rows(self, verbose: bool = False) -> list[tuple[str, str]]:
+        """The table, as (what, value) pairs; with verbose=True it has the constants, too."""
         p = self.problem
         rows = [
             ("pass", self.of),
@@ -68,7 +68,7 @@ class Explanation:
             ("family", self.family),
             *[("  passed over", why) for why in self.passed_over],
         ]
-        if self.tiles:
+        if self.tiles and verbose:
             rows.append(("constants", ", ".join(f"{name} {_plain(value)}" for name, value in self.tiles.items())))
         for kernel in self.kernels:
             rows.append(("kernel", f"{kernel.name}: {kernel.grid:,} blocks of {kernel.threads} threads"))

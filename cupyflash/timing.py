@@ -78,8 +78,8 @@ def gpu_sampler(
     event: Callable[[], Any] = torch_event,
     most: int = 1000,
 ) -> Callable[[str], float]:
-    """A function for `interleave` that gives seconds per call on the GPU, from CUDA events around at least `min_ms`, but
-    no more than `most` calls.
+    """A function for `interleave` that gives seconds per call on the GPU, from CUDA events around at least `min_ms`,
+    but no more than `most` calls.
 
     Whose call takes longer than `patience` seconds is timed in its first round alone.
     """
@@ -130,8 +130,8 @@ def host_sampler(
 def wall_sampler(
     candidates: Mapping[str, Candidate], min_ms: float, wait: Callable[[tuple[Any, ...]], object]
 ) -> Callable[[str], float]:
-    """A function for `interleave` that gives seconds per call by the host's clock, from at least `min_ms` of calls until `wait`
-    has seen the last one's results: for who queues work where no event can be put."""
+    """A function for `interleave` that gives seconds per call by the host's clock, from at least `min_ms` of calls
+    until `wait` has seen the last one's results: for who queues work where no event can be put."""
     counts: dict[str, int] = {}
 
     def seconds(name: str, count: int) -> float:

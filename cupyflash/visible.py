@@ -6,7 +6,8 @@ from typing import Any, TextIO
 
 
 def visible(text: str) -> str:
-    """Text with control characters, and what changes the direction of writing, as Python writes them: \\x1b for an escape."""
+    """Text with control characters, and what changes the direction of writing, as Python writes them: \\x1b for an
+    escape."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 # Workers share one GPU, and JAX would take three quarters of it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# References are many small products: threads of BLAS would wait for each other three times as long as they compute. (Those of
-# cupyflash.cpu are its own.)
+# References are many small products: threads of BLAS would wait for each other three times as long as they compute.
+# (Those of cupyflash.cpu are its own.)
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of processes that tests start
 
 # Tiles that somebody tuned on this machine are not what the tests are about.

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tracemalloc
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +23,7 @@ from criterion import assert_as_good
 from reference import DTYPES, draw, standard, standard_in_own_precision
 
 import cupyflash
-from cupyflash import bench, cli, files
+from cupyflash import bench, cli, files, precompile
 from cupyflash.arrays import array_module
 from cupyflash.bench.__main__ import main as bench_main
 from cupyflash.bench.suites import SUITES
@@ -31,8 +31,10 @@ from cupyflash.command_options import value as command_value
 from cupyflash.gpu import cache as disk
 from cupyflash.gpu import compiler
 from cupyflash.passes import BACKWARD, FORWARD
-from cupyflash.precompile import jobs
+from cupyflash.pip_line import pip_line
+from cupyflash.precompile import Done, Job, jobs
 from cupyflash.problem import ARRAYS, OPTIONS, describe
+from cupyflash.tables import KernelLines
 
 X = np.ones((1, 3, 2, 4), np.float32)
 SHAPE = X.shape
@@ -79,6 +81,30 @@ def test_help_names_every_command(run: Run) -> None:
         assert command in out
 
 
+@pytest.mark.parametrize("columns", [50, 80, 120])
+def test_help_cuts_no_summary(run: Run, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    _, out, _ = run("--help")
+    assert "..." not in out.partition("Commands:")[2] and max(map(len, out.splitlines())) <= columns
+    assert "use the fastest from now on." in " ".join(out.split())
+    for command in ("demo", "attend", "explain", "info", "compile", "tune", "bench"):
+        _, out, _ = run(command, "--help")
+        assert max(map(len, out.splitlines())) <= columns or columns < 80, command
+
+
+def test_explain_fits_a_terminal(run: Run) -> None:
+    """What kernels are compiled with is told where it is asked for."""
+    asked = ("explain", "--shape", "2,8192,16,128", "--causal", "--arch", "sm_90a")
+    for also in ((), ("--backward",)):
+        _, out, _ = run(*asked, *also)
+        assert "constants" not in out and max(map(len, out.splitlines())) <= 80
+        _, told, _ = run(*asked, *also, "--verbose")
+        extra = [line for line in told.splitlines() if line not in out.splitlines()]
+        assert len(extra) == 1 and re.match(r"constants +DIM 128, .*STAGES 2", extra[0])
+    found = cupyflash.explain((2, 8192, 16, 128), dtype="bf16", arch="sm_90a")
+    assert "constants" not in str(found) and "constants" in dict(found.rows(verbose=True))
+
+
 @pytest.mark.parametrize(
     ("missing", "module", "arguments"),
     [
@@ -95,9 +121,8 @@ def test_missing_extra_is_a_message(missing: str, module: str, arguments: list[s
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert done.stderr == (
-        f'cupyflash: this command needs {missing}, which is not installed; run pip install "cupyflash[demo]"\n'
-    )
+    said = f"cupyflash: this command needs {missing}, which is not installed; run {pip_line('demo')}\n"
+    assert done.stderr == said
 
 
 def test_version(run: Run) -> None:
@@ -560,7 +585,7 @@ def test_gpu_asked_for_and_not_there(run: Run, tmp_path: Path, rng: np.random.Ge
     files.write(tmp_path / "in.npz", tensors(rng, "float32"))
     code, _, err = run("attend", "-i", tmp_path / "in.npz", "--device", "gpu", "-o", tmp_path / "out.npz")
     assert code == 2
-    assert 'pip install "cupyflash[cuda13]"' in err
+    assert pip_line("cuda13") in err
     assert array_module() is np
 
 
@@ -659,7 +684,8 @@ def test_explain_of_nothing() -> None:
 
 
 def test_explain_prints_without_rich() -> None:
-    code = "import sys; sys.modules['rich'] = None; import cupyflash; print(cupyflash.explain((1, 8, 1, 8), dtype='float32'))"
+    code = "import sys; sys.modules['rich'] = None; import cupyflash; "
+    code += "print(cupyflash.explain((1, 8, 1, 8), dtype='float32'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert "FLOPs" in done.stdout
 
@@ -782,7 +808,7 @@ def test_info_with_nothing_there(run: Run, no_gpu: None, monkeypatch: pytest.Mon
     code, out, err = run("info")
     assert (code, err) == (0, "")
     words = " ".join(out.split())
-    assert "none can be used" in words and 'pip install "cupyflash[cuda13]"' in words
+    assert "none can be used" in words and pip_line("cuda13") in words
     assert "no kernel can be compiled" in words
     for package in ("numpy", "ml-dtypes", "threadpoolctl"):  # what is installed with this one
         assert f"{metadata.version(package)} ({package})" in words
@@ -811,26 +837,58 @@ def test_compile_fills_the_cache(run: Run, cache: Path) -> None:
     assert code == 0 and "cached" in out
 
 
-def test_compiled_kernels_are_told_in_80_columns(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.console import Console
+def test_compiled_kernels_are_told_in_80_columns() -> None:
+    """In lines that stand under their headings."""
+    work = jobs(["sm_90a"])
+    lines = KernelLines(work)
+    told = [lines.heading]
+    for job in work:
+        found = {x.name: compiler.Resources(255, 1000, 1000, 0, 0) for x in job.plan.launches}
+        told += lines.of(Done(job, 12.34, compiler.Compiled("sm_90a", b"", "", found, False)))
+        told += lines.of(Done(job, 12.34, None, RuntimeError("refused")))
+    assert len(told) == 1 + 2 * sum(len(job.plan.launches) for job in work)
+    assert max(map(len, told)) <= 80 and all(x == x.rstrip() and "\n" not in x for x in told)
+    for heading, cell in (("registers", "255"), ("spilled", "2000"), ("seconds", "12.34")):
+        end = told[0].index(heading) + len(heading)
+        assert {x[:end][-len(cell) :] for x in told[1:] if cell in x} == {cell}
 
-    from cupyflash.commands import _kernel_table
-    from cupyflash.precompile import Done
 
-    work = jobs(["sm_90a"], ["bfloat16"], [128], passes=(BACKWARD,))
-    found = {x.name: compiler.Resources(255, 0, 0, 0, 0) for x in work[0].plan.launches}
-    done = [Done(job, 12.34, compiler.Compiled("sm_90a", b"", "", found, True)) for job in work]
-    Console(width=80).print(_kernel_table(done, {job: i for i, job in enumerate(work)}))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + sum(len(job.plan.launches) for job in work)  # no line is folded
-    assert all(line.strip() and len(line) <= 80 and "…" not in line for line in lines)
+def test_compiled_kernels_are_told_as_they_come(
+    run: Run, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a pipe too: what is there is told before the next program is."""
+    seen = []
+
+    def slow(work: list[Job]) -> Iterator[Done]:
+        for job in work:
+            seen.append(capsys.readouterr().out)
+            found = {x.name: compiler.Resources(40, 0, 0, 0, 0) for x in job.plan.launches}
+            yield Done(job, 1.0, compiler.Compiled("sm_80", b"", "", found, True))
+
+    monkeypatch.setattr(precompile, "compile_all", slow)
+    code, out, _ = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--forward", "--full")
+    assert code == 0 and out.count("\n") > 1
+    first, second, *_ = seen
+    assert first.startswith("2 programs to compile or to find in the cache, on ") and first.count("\n") == 1
+    heading, told, *_ = second.splitlines()
+    assert "registers" in heading and "float32" in told and "sm_80" in told
 
 
 def test_compile_that_keeps_nothing_fails(run: Run, cache: Path) -> None:
     cache.write_text("a file where the folder should be")
-    code, _, err = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--forward")
-    assert code == 2
+    code, out, err = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--forward")
+    assert code == 2 and "registers" not in out
     assert f"nothing can be kept in the cache folder {cache}" in err and err.count("\n") == 1
+
+
+def test_compile_without_nvrtc_has_no_table(run: Run, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(source: str, arch: str) -> None:
+        raise ImportError("compiling kernels needs NVRTC, which cannot be loaded")
+
+    monkeypatch.setattr(compiler, "compile_uncached", missing)
+    code, out, err = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--forward")
+    assert code == 2 and "needs NVRTC" in err and err.count("\n") == 1
+    assert out.count("\n") == 1 and "registers" not in out
 
 
 def test_compiled_is_what_a_call_needs(cache: Path) -> None:

@@ -182,8 +182,8 @@ def test_a_seed_that_is_none_goes_by_its_option(run: Run, given: tuple[object, .
     code, printed, err = run(*given, "--dropout", "0.1", "--seed", seed, "-o", tmp_path / "out.npy")
     assert (code, printed) == (2, "")
     assert err == (
-        f"cupyflash: --seed is {seed!r}; it must be a whole number from 0 to 2**64 - 1, or a file that ends in .npy, .npz, "
-        ".safetensors\n"
+        f"cupyflash: --seed is {seed!r}; it must be a whole number from 0 to 2**64 - 1, or a file that ends in .npy, "
+        ".npz, .safetensors\n"
     )
 
 

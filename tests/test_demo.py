@@ -9,14 +9,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from cupyflash import cli
-from cupyflash.demo import check, picture, screen, training
+from cupyflash.demo import beside, check, picture, screen, training
+from cupyflash.demo.beside import Cell, Row
 from cupyflash.demo.model import Config, Model
+from cupyflash.demo.places import NumpyPlace, TorchPlace
 from cupyflash.demo.text import standard_library
 from cupyflash.demo.training import CPU, Recipe, generate, one_blas_thread, train
 
@@ -154,21 +157,54 @@ def test_check_passes_and_can_fail(monkeypatch: pytest.MonkeyPatch, rng: np.rand
 
 def test_picture(tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
+    from matplotlib import image
+
     odds = np.zeros((2, 60, 60))
     odds[0, :, 0] = 1  # always at the first byte
     odds[1, np.arange(60), np.arange(60)] = 1  # always at itself
-    head = picture.draw(tmp_path / "a.png", [5.0, 4.0, 3.0], [(0, 5.0), (3, 3.1)], odds, bytes(range(60)))
-    assert head == "head 1 of 2"
-    from matplotlib import image
-
-    pixels = image.imread(tmp_path / "a.png")
-    assert pixels.shape[1] > 1000 and len(np.unique(pixels[..., :3].reshape(-1, 3), axis=0)) > 50
+    rows = [
+        Row(512, (Cell(1e-3, 10**6), Cell(2e-3, 10**7))),
+        Row(1024, (Cell(None), Cell(None, 10**9, why="out of ..."))),
+    ]
+    lesson = picture.Lesson([5.0, 4.0, 3.0], [(0, 5.0), (3, 3.1)], odds, bytes(range(60)), layer=1)
+    heights = []
+    for free, of, said in ((None, None, ""), (10**8, lesson, "; loss; attention of layer 2, head 1 of 2")):
+        shown = picture.draw(tmp_path / "a.png", rows, ["ours", "plain"], "Attention", free, of)
+        assert shown == "time and memory by rows" + said
+        pixels = image.imread(tmp_path / "a.png")
+        assert pixels.shape[1] > 1000 and len(np.unique(pixels[..., :3].reshape(-1, 3), axis=0)) > 50
+        heights.append(len(pixels))
+    assert heights[1] > 2 * heights[0]
     assert matplotlib.get_backend().lower() == "agg"
 
 
-def test_demo_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows, and little time for them."""
+    monkeypatch.setattr(beside, "MOST", 1024)
+    monkeypatch.setattr(beside, "FARTHEST", 1024)
+    monkeypatch.setattr(beside, "ENOUGH", 0.01)
+    monkeypatch.setattr(screen, "SECONDS", 0.0)
+
+
+def test_demo_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, short: None
+) -> None:
     out = tmp_path / "demo.png"
-    arguments = ["demo", "--steps", "25", "--seconds", "120", "--seed", "3", "--device", "cpu", "-o", str(out)]
+    arguments = [
+        "demo",
+        "--train",
+        "--steps",
+        "25",
+        "--seconds",
+        "120",
+        "--seed",
+        "3",
+        "--device",
+        "cpu",
+        "-o",
+        str(out),
+    ]
     monkeypatch.setattr(sys, "argv", ["cupyflash", *arguments])
     with pytest.raises(SystemExit) as exit_:
         cli.main()
@@ -176,34 +212,59 @@ def test_demo_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert not exit_.value.code, printed
     first, last = map(float, re.search(r"([\d.]+) → ([\d.]+) nats per byte", printed).groups())
     assert first == pytest.approx(5.55, abs=0.01) and last < 3.8
-    assert printed.count(" ok ") == 4 and "It writes" in printed
+    assert printed.count(" ok ") == 8 and "It writes" in printed
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert CPU.seconds < 60  # with what stands before and behind it, the whole demo takes less than 90 s
+    assert CPU.seconds < 60  # with what stands before and behind it, the whole lesson takes less than 90 s
 
 
 def test_demo_in_a_log_of_another_encoding(tmp_path: Path) -> None:
     """It tells how it goes, in lines, and has a sign for what the encoding has not."""
-    arguments = ["demo", "--steps", "12", "--device", "cpu", "-o", tmp_path / "[red]a.png"]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "NO_COLOR": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "cupyflash", *arguments], check=False, capture_output=True, timeout=300, env=environment
+    arguments = ["demo", "--train", "--steps", "12", "--device", "cpu", "-o", str(tmp_path / "[red]a.png")]
+    code = (
+        f"import sys; from cupyflash.demo import screen; from cupyflash import cli; screen.SECONDS = 0.0; "
+        f"sys.argv[1:] = {arguments}; cli.main()"
     )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "NO_COLOR": "1"}
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=300, env=environment)
     printed = done.stdout.decode("ascii")
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^ *\d+%  step \d+  loss [\d.]+", printed, re.MULTILINE)) >= 8
     assert "Picture:" in printed and "[red]a.png" in printed
 
 
-@pytest.mark.parametrize("width", [40, 100])
-def test_demo_fits_the_terminal(width: int, tmp_path: Path) -> None:
-    """Whole numbers in the table, and no line is cut."""
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_demo_fits_the_terminal(width: int, tmp_path: Path, short: None) -> None:
+    """Whole numbers in the tables, and no line is cut."""
     told = io.StringIO()
     console = Console(file=told, width=width, force_terminal=True, color_system=None, legacy_windows=False)
     assert screen.run(np, Recipe(TINY, batch=4, rate=1e-2, seconds=600, steps=10), tmp_path / "a.png", console)
     text = told.getvalue()
-    assert len(re.findall(r"^(?:out|dq|dk|dv) +(?:\d\.\d\de-\d\d +){3}ok", text, re.MULTILINE)) == 4
+    assert len(re.findall(r"^(?:out|dq|dk|dv) +(?:\d\.\d\de-\d\d +){3}ok", text, re.MULTILINE)) == 8
     assert re.search(r"100% step 10  loss \d\.\d{3}  [\d.,]+ kB/s", text.replace("\r", "\n"))
     assert "…" not in text
+    cost, _, rest = text.partition("Gradients beside float64")
+    assert rest and max(map(len, cost.splitlines())) <= width
+    assert re.search(r"^ +512 +[\d.]+ [mµ]?s +[\d.]+ [KM]iB +[\d.]+ [mµ]?s +[\d.]+ [KM]iB", cost, re.MULTILINE)
+    assert ("less memory" in cost) == (width >= 80)
+    assert cost.count("out of memory: ") == 1  # the row in which plain attention ends
+    assert re.search(r"results differ\s+by\s+\d\.\de-07\s+at\s+most", cost)
+
+
+def test_the_table_fills_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell is there as soon as it is measured, before the next one is."""
+    told, seen = io.StringIO(), []
+
+    def slow(*given: Any) -> Any:
+        for cell in (Cell(0.25, 2**20), Cell(0.5, 2**30, difference=1e-7)):
+            seen.append(told.getvalue())
+            yield 512, cell
+        seen.append(told.getvalue())
+
+    monkeypatch.setattr(screen, "measure", slow)
+    place = NumpyPlace()
+    screen._beside(place, beside.ours_and_plain(place), Console(file=told, width=80), 1.0)
+    assert seen[0].endswith("less memory\n") and seen[1].endswith("\n    512    250 ms     1 MiB")
+    assert seen[2].endswith("    500 ms     1 GiB     2.0x        1,024x\n")
 
 
 def test_demo_says_first_that_it_cannot_write(
@@ -214,6 +275,32 @@ def test_demo_says_first_that_it_cannot_write(
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert exit_.value.code == 2 and "a.png, which cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_beside_pytorch(width: int, short: None) -> None:
+    """As on a GPU, where five columns fit into 80."""
+    torch = pytest.importorskip("torch")
+    place = TorchPlace("cpu")
+    ways = beside.of_pytorch(place)
+    told = io.StringIO()
+    screen._times(place, ways, Console(file=told, width=width), 60.0)
+    text = told.getvalue()
+    assert f"Beside PyTorch {torch.__version__}, scaled_dot_product_attention" in " ".join(text.split())
+    assert re.search(r"^ +rows +cupyflash .*math$", text, re.MULTILINE)
+    cells = r" +[\d.]+ [mµ]?s" * len(ways)
+    assert re.search(rf"^ +512{cells}\n  1,024{cells}$", text, re.MULTILINE), text
+    assert max(map(len, text.splitlines())) <= width and 7 + 12 * 5 <= 80
+
+
+@pytest.mark.parametrize("name", ["steps", "seconds"])
+def test_what_goes_with_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["cupyflash", "demo", f"--{name}", "5"])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 2 and f"--{name} is 5; it goes with --train" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["picture.jpg", "missing/picture.png"])

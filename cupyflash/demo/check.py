@@ -1,4 +1,4 @@
-"""One layer's attention, as trained, against standard attention in float64."""
+"""Attention and its gradients against standard attention in float64: of any q, k and v, and of a layer as trained."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Check:
     def limit(self) -> float:
         """Four times the error of standard attention plus 1e-5.
 
-        The criterion of FlashAttention's authors is twice; the largest errors of a single trained layer are few numbers,
-        and in 192 such checks of float32 twice was missed two times by chance.
+        The criterion of FlashAttention's authors is twice; the largest errors of a single trained layer are few
+        numbers, and in 192 such checks of float32 twice was missed two times by chance.
         """
         return 4 * self.standard + 1e-5
 
@@ -36,12 +36,16 @@ class Check:
 
 
 def check_layer(model: Model, tokens: Array, layer: int, seed: int = 0) -> tuple[list[Check], np.ndarray]:
-    """Check out, dq, dk and dv of a layer on the queries, keys and values it computes from tokens (1, S).
-
-    Returns the checks and the layer's attention probabilities (heads, S, S).
-    """
-    xp = model.xp
+    """`check_attention` of the queries, keys and values that a layer computes from tokens (1, S)."""
     _, (_, q, k, v, *_), *_ = model.logits(tokens)[1][layer]
+    return check_attention(model.xp, q, k, v, seed)
+
+
+def check_attention(xp: Any, q: Array, k: Array, v: Array, seed: int = 0) -> tuple[list[Check], np.ndarray]:
+    """Check out, dq, dk and dv of causal attention over (1, S, H, D), for a random dout.
+
+    Returns the checks and the attention probabilities (H, S, S).
+    """
     dout = xp.asarray(np.random.default_rng(seed).normal(size=v.shape)).astype(v.dtype)
     out, lse = attention(q, k, v, causal=True, return_lse=True)
     ours = (out, *attention_backward(dout, q, k, v, out, lse, causal=True))

@@ -21,7 +21,8 @@ class Text:
 
 
 def standard_library(folder: Path | None = None, limit: int = 16_000_000) -> Text:
-    """Read the .py files under `folder` (default: the standard library), at most `limit` bytes; every 20th is held out."""
+    """Read the .py files under `folder` (default: the standard library), at most `limit` bytes; every 20th is
+    held out."""
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
     parts: tuple[list[bytes], list[bytes]] = [], []
     files = size = 0
