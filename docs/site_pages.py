@@ -1,7 +1,7 @@
 """What MkDocs asks while it builds the site (`hooks` in mkdocs.yml): pages that are not under docs/.
 
-README and its like are pages of the site too, and each kernel file is a page, so that links to it can be read there. Links
-are written as they are right in the repository; here they are put as they are right on the site.
+README and its like are pages of the site too, and each kernel file is a page, so that links to it can be read there.
+Links are written as they are right in the repository; here they are put as they are right on the site.
 """
 
 from __future__ import annotations

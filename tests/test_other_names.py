@@ -1,4 +1,5 @@
-"""Arguments by the names that other attention functions have for them: the message names ours, and ours means the same."""
+"""Arguments by the names that other attention functions have for them: the message names ours, and ours means
+the same."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from cupyflash.problem import ARRAYS, OPTIONS
 
 X = np.ones((1, 4, 2, 8), np.float32)
 OURS = [row.name for row in (*OPTIONS, *ARRAYS)]
-README = Path(__file__).resolve().parent.parent / "README.md"
+NAMES = Path(__file__).resolve().parent.parent / "docs" / "names.md"
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -60,9 +61,9 @@ def test_every_hint_is_of_something_that_is_here() -> None:
         )
 
 
-def test_the_table_in_the_readme() -> None:
+def test_the_table_of_names() -> None:
     """What it says that others have is either ours or gets a message."""
-    _, _, text = README.read_text(encoding="utf-8").partition("| here | PyTorch")
+    _, _, text = NAMES.read_text(encoding="utf-8").partition("| here | PyTorch")
     rows = [line.split("|")[1:-1] for line in text.partition("\n\n")[0].splitlines()[2:]]
     theirs = {name for row in rows for cell in row[1:] for name in re.findall(r"\b(\w+)=", cell)}
     ours = {*OURS, "return_lse"}

@@ -16,7 +16,8 @@ import cupyflash
 TOP = Path(__file__).resolve().parent.parent
 PROJECT = (TOP / "pyproject.toml").read_text(encoding="utf-8")
 PAGES = sorted(
-    path for folder in (TOP, TOP / "docs", TOP / "bench", TOP / ".github") for path in folder.glob("*.md")
+    path for folder in (TOP, TOP / "docs", TOP / "docs" / "notes", TOP / "bench",
+        TOP / ".github") for path in folder.glob("*.md")
 )  # fmt: skip
 
 

@@ -12,10 +12,15 @@ from typing import Any
 import pytest
 from pages import blocks, commands
 
+from cupyflash.problem import ARRAYS, OPTIONS
+
 TOP = Path(__file__).resolve().parent.parent
 README = (TOP / "README.md").read_text(encoding="utf-8")
+COMMANDS = (TOP / "docs" / "command-line.md").read_text(encoding="utf-8")
 RUN = (
-    "README.md", "docs/start.md", "docs/recipes.md", "docs/block-masks.md", "docs/score_functions.md", "docs/frameworks.md",
+    "README.md", "docs/start.md", "docs/recipes.md", "docs/block-masks.md", "docs/score_functions.md",
+    "docs/frameworks.md",
+    "docs/options.md",
 )  # fmt: skip
 
 
@@ -64,10 +69,12 @@ def test_replacements_are_there(module: str, name: str) -> None:
 
 
 def test_the_table_has_every_replacement() -> None:
-    table = README.partition("### In the place of what you call today")[2].partition("\n## ")[0]
+    table = README.partition("## In the place of what you call today")[2].partition("\n## ")[0]
     for today in (
-        "torch.nn.functional.scaled_dot_product_attention", "flex_attention", "torch.nn.MultiheadAttention", "flash_attn_func",
-        "jax.nn.dot_product_attention", "memory_efficient_attention", "attn_implementation=", "diffusers", "nnx.MultiHeadAttention",
+        "torch.nn.functional.scaled_dot_product_attention", "flex_attention", "torch.nn.MultiheadAttention",
+        "flash_attn_func",
+        "jax.nn.dot_product_attention", "memory_efficient_attention", "attn_implementation=", "diffusers",
+        "nnx.MultiHeadAttention",
         "equinox.nn.MultiheadAttention",
     ):  # fmt: skip
         assert today in table, today
@@ -79,16 +86,16 @@ def test_commands_and_their_options_exist() -> None:
 
     group = typer.main.get_command(app)
     seen = set()
-    for program, *words in commands(README):
+    for program, *words in commands(README + COMMANDS):
         if program == "cupyflash":
             name, *arguments = words
             group.commands[name].make_context(name, arguments)  # raises where an option does not exist
             seen.add(name)
-    assert seen == set(group.commands), "commands that the README does not show"
+    assert seen == set(group.commands), "commands that the pages do not show"
 
 
 def test_extras_exist() -> None:
-    lists = [re.findall(r"\[([\w,]+)\]", word) for words in commands(README) for word in words]
+    lists = [re.findall(r'"\.\[([\w,]+)\]"', README)]
     named = {extra for found in lists for names in found for extra in names.split(",")}
     assert {"demo", "test"} <= named
     extras = (TOP / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
@@ -96,7 +103,19 @@ def test_extras_exist() -> None:
 
 
 def test_files_exist() -> None:
-    paths = re.findall(r"`((?:cupyflash|kernels_cu|docs|bench|examples)/[\w/]+(?:\.\w+)?)`", README)
+    pages = README + (TOP / "docs" / "what-runs.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:cupyflash|kernels_cu|docs|bench|examples)/[\w/]+(?:\.\w+)?)`", pages)
     assert paths
     for path in paths:
         assert (TOP / path).exists(), path
+
+
+def test_it_speaks_to_users_and_briefly() -> None:
+    assert len(README.splitlines()) <= 200
+    assert not re.search(r"^.{141}", re.sub(r"^[|!].*$", "", README, flags=re.MULTILINE), re.MULTILINE)
+
+
+def test_every_option_is_on_the_page_of_options() -> None:
+    page = (TOP / "docs" / "options.md").read_text(encoding="utf-8")
+    for row in (*OPTIONS, *ARRAYS):
+        assert re.search(rf"`[^`]*\b{row.name}\b[^`]*`", page), row.name
