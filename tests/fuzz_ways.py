@@ -217,9 +217,11 @@ def check_merge(rng: np.random.Generator, backend: Backend, inputs: Inputs, opti
     count = int(rng.integers(2, min(8, k.shape[1]) + 1))
     cuts = np.sort(rng.choice(np.arange(1, k.shape[1]), count - 1, replace=False))
     bounds = [0, *map(int, cuts), k.shape[1]]
-    parts = []
+    seen, parts = inputs.key_mask, []
+    if seen is not None and seen.shape[1] == 1:  # one for all keys
+        seen = np.repeat(seen, k.shape[1], axis=1)
     for i, j in itertools.pairwise(bounds):
-        key_mask = None if inputs.key_mask is None else backend.put(inputs.key_mask[:, i:j])
+        key_mask = None if seen is None else backend.put(seen[:, i:j])
         parts.append(
             attention(q, k[:, i:j], v[:, i:j], key_mask=key_mask, return_lse=True, family=backend.family, **own)
         )
