@@ -1,5 +1,4 @@
-"""Random problems on the kernels without a GPU (on_cpu.py): beside test_*_on_cpu.py's cases, whatever constants and
-options come together.
+"""Random problems on the kernels without a GPU (on_cpu.py): beside test_*_on_cpu.py's cases, whatever constants and options come together.
 
 python tests/fuzz_kernels.py --seconds 600              # each takes g++ some 20 seconds
 python tests/fuzz_kernels.py --seed 7 --only 345        # one again
@@ -104,7 +103,6 @@ def draw_case(rng: np.random.Generator, families: list[str]) -> Case:
         return Case(family, 2, "float8", shapes, options, 0)
     shapes |= {"dlse": 1.0 if rng.random() < 0.3 else 0.0, "bias": "float32" if rng.random() < 0.3 else None}
     options |= {"deterministic": bool(rng.random() < 0.35), "rows_aligned": bool(rng.random() < 0.8)}
-    options["apart"] = 4 if rng.random() < 0.2 else True
     shares = int(rng.integers(2, 5)) if family == "sm90" and rng.random() < 0.2 and not blocks else 0
     return Case(family, int(some(rng, (2, 2, 4, 6, 14, 40))), dtype, shapes, options, shares)
 

@@ -344,25 +344,6 @@ def test_a_wrong_tile_wins_never(clock: SimpleNamespace, errors: list[float]) ->
     assert ("nan" in found.note) == any(np.isnan(errors))
 
 
-@pytest.mark.parametrize("kernels", [(9999, 0), (0, 9999), (0, 16, 9999)], ids=str)
-def test_one_kernel_that_spills_is_enough(
-    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kernels: tuple[int, ...]
-) -> None:
-    make = autotune.compile_all
-
-    def several(jobs):
-        for done in make(jobs):
-            (one,) = done.compiled.resources.values()
-            of_each = {n: SimpleNamespace(spill_stores=0, spill_loads=min(one.spill_stores, n)) for n in kernels}
-            done.compiled.resources = of_each
-            yield done
-
-    monkeypatch.setattr(autotune, "compile_all", several)
-    clock.spills = {FAST}
-    result = cupyflash.tune(SHAPE, dtype="float16", store=False)
-    assert [trial.tile for trial in result.trials if trial.note == "spills 9999 bytes"] == [FAST]
-
-
 @pytest.mark.parametrize("errors", [[np.nan, 0.0], [0.5]])
 def test_the_tables_own_tile_is_judged_too(clock: SimpleNamespace, store: Path, errors: list[float]) -> None:
     """And is not the measure of the others."""
