@@ -1,5 +1,5 @@
 """`python -m cupyflash`."""
 
-from .tools.cli import main
+from .cli import main
 
 main()

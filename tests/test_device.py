@@ -80,7 +80,7 @@ def test_current(current):
 
 def test_no_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ImportError, match=r"need CuPy.*pip install "):
+    with pytest.raises(ImportError, match=r'need CuPy.*pip install "cupyflash\[cuda13\]"'):
         device.import_cupy()
 
 

@@ -1,5 +1,4 @@
-"""The wheel: built, put into an environment that has what it depends on alone, and used there; and the source
-archive."""
+"""The wheel: built, put into an environment that has what it depends on alone, and used there; and the source archive."""
 
 from __future__ import annotations
 

@@ -35,7 +35,6 @@ def functions(plan: KernelPlan, ordinal: int) -> list[Any]:
         plan.out_dtype,
         plan.constants,
         plan.given,
-        plan.tangents,
         plan.score,
         plan.wrt,
         kernels,

@@ -1,5 +1,4 @@
-"""Launches of the kernels that sum the gradients of arrays that a score function reads
-(kernels_cu/attention/score_gradient.cuh)."""
+"""Launches of the kernels that sum the gradients of arrays that a score function reads (kernels_cu/attention/score_gradient.cuh)."""
 
 from __future__ import annotations
 

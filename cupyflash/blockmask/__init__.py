@@ -1,1 +1,0 @@
-"""Block masks: patterns, blocks and their bits, and the lists that kernels walk by."""
