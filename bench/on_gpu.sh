@@ -79,13 +79,13 @@ import json, sys
 from cupyflash.bench import report
 rows = json.load(open(sys.argv[1]))["rows"]
 keys = [key for key in report.varying([row["problem"] for row in rows]) if key not in ("call", "error")]
-print("\n" + "\t".join([*keys, "ours", "best peer", "", "vs best"]))
+print("\n" + "\t".join([*keys, "ours", "best peer", "", "vs best", "x alone" if rows[0].get("times_alone") else ""]))
 for row in rows:
     if row["problem"].get("error", "largest") == "largest":
         best = report.best(row["peers"], row["unit"])
         name = next((name for name, x in row["peers"].items() if x == best and x is not None), "")
         shown = [*(row["problem"].get(key) for key in keys), row["ours"], best, name]
-        print(*map(report.cell, shown), report.ratio_text(row["ratio_to_best"]).plain, sep="\t")
+        print(*map(report.cell, shown), report.ratio_text(row["ratio_to_best"]).plain, row.get("times_alone", ""), sep="\t")
 print(*report.summary(rows), sep="\n")
 END
   return $code

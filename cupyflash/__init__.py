@@ -1,23 +1,35 @@
 """Exact attention, forward and backward, for any array library, on CPU and GPU."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .api import attention, attention_backward, block_mask, explain, merge, tune
+from .api import attention, attention_backward, block_mask, merge
+from .derivatives import attention_backward_jvp, attention_jvp
+from .later import later
 
 __version__ = "0.1.0"
-__all__ = ["BlockMask", "__version__", "attention", "attention_backward", "block_mask", "explain", "merge", "tune"]
+__all__ = [
+    "BlockMask", "Pages", "__version__", "attention", "attention_append", "attention_backward",
+    "attention_backward_jvp", "attention_jvp", "block_mask",
+    "explain", "merge", "tune",
+]  # fmt: skip
 
 if TYPE_CHECKING:
+    from . import compat as compat
+    from . import float8 as float8
+    from . import integrations as integrations
+    from . import jax as jax
     from . import masks as masks
-    from .blocks import BlockMask
+    from . import parallel as parallel
+    from . import torch as torch
+    from .appending import attention_append
+    from .blockmask.blocks import BlockMask
+    from .paging import Pages
+    from .tools.autotune import tune
+    from .tools.explanation import explain
 else:
-
-    def __getattr__(name: str) -> Any:
-        """What needs NumPy is imported when it is asked for."""
-        from importlib import import_module
-
-        if name == "masks":
-            return import_module(".masks", __name__)
-        if name == "BlockMask":
-            return import_module(".blocks", __name__).BlockMask
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # What needs an array library, and tools.
+    __getattr__, __dir__ = later(
+        __name__, "compat", "float8", "integrations", "jax", "masks", "parallel", "torch",
+        BlockMask=".blockmask.blocks", Pages=".paging", attention_append=".appending", explain=".tools.explanation",
+        tune=".tools.autotune",
+    )  # fmt: skip

@@ -1,5 +1,5 @@
 """`python -m cupyflash`."""
 
-from .cli import main
+from .tools.cli import main
 
 main()

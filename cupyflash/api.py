@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 from . import dispatch, interop
 from .call import Arrays, Call
-from .interop.protocol import Library
+from .given import placed, present, trace_score, with_check
+from .gradients import Gradients, check_wrt
 from .other_names import unexpected
 from .passes import BACKWARD, FORWARD
-from .problem import Gradients, check_flag, check_wrt, fold_descales, pass_of, score_of, seed_of
+from .problem import check_flag
+from .rules import fold_descales, seed_of
 from .signature import A, Array, L, closed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .autotune import Tuning
-    from .blocks import BlockMask
-    from .explanation import Explanation
+    from .blockmask.blocks import BlockMask
 
 
 ScoreFunction = Callable[..., Any] | str
 
 
-class Options(TypedDict, total=False):
-    """What `attention` may be given by name, but for return_lse, on which the type of its result depends."""
+class Shared(TypedDict, total=False):
+    """What `attention` and its derivatives may be given by name."""
 
     causal: bool | str
     window: tuple[int | None, int | None] | None
@@ -43,17 +43,31 @@ class Options(TypedDict, total=False):
     score: ScoreFunction | None
     score_arrays: Mapping[str, Array] | None
     block_mask: BlockMask | None
+    at: Sequence[int] | Array | None
     dropout: float
     seed: int | Array | None
+    layout: str
+    cu_seqlens_q: Array | None
+    cu_seqlens_k: Array | None
+    seqlens_k: Array | None
+    page_table: Array | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    batch_invariant: bool
+    check: bool
+    deterministic: bool
+    family: str | None
+
+
+class Options(Shared, total=False):
+    """And `attention` alone, but for return_lse, on which the type of its result depends."""
+
     q_descale: float | Array | None
     k_descale: float | Array | None
     v_descale: float | Array | None
     out_dtype: Any
     out_scale: float
-    layout: str
-    deterministic: bool
     out: Array | None
-    family: str | None
 
 
 @overload
@@ -80,6 +94,7 @@ def attention(
     score: ScoreFunction | None = None,
     score_arrays: Mapping[str, Array] | None = None,
     block_mask: BlockMask | None = None,
+    at: Sequence[int] | Array | None = None,
     dropout: float = 0.0,
     seed: int | Array | None = None,
     q_descale: float | Array | None = None,
@@ -88,6 +103,14 @@ def attention(
     out_dtype: Any = None,
     out_scale: float = 1.0,
     layout: str = "bshd",
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    seqlens_k: Array | None = None,
+    page_table: Array | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    batch_invariant: bool = False,
+    check: bool = False,
     return_lse: bool = False,
     deterministic: bool = False,
     out: Array | None = None,
@@ -123,57 +146,91 @@ def attention(
     softcap : float, optional
         c in c · tanh(s / c), which keeps scores between -c and c. None or 0: no cap.
     key_mask : (B, Sk) bool, optional
-        True where the key may be attended. This and the arrays below have the shape given or one that NumPy broadcasts to it:
+        True where the key may be attended. This and the arrays below have the shape given or one that NumPy broadcasts
+        to it:
         a length of 1 stands for all, leading axes may be left out. They are read where they are, never expanded (a
         key_mask whose last axis is not contiguous is copied). Where q has no batch axis, or no heads, they have none.
     mask : (B, Hq, Sq, Sk) bool, optional
         True where the query may attend the key.
     bias : (B, Hq, Sq, Sk), optional
-        Added to the score, in the dtype of q or float32. What it holds where a key is hidden does not matter, NaN included.
+        Added to the score, in the dtype of q or float32. What it holds where a key is hidden does not matter, NaN
+        included.
     alibi_slopes : (B, Hq), optional
-        Attention with linear biases: the slope of each head, in float32 or the dtype of q, times the distance of the key
-        from the query's diagonal is taken off the score. The diagonal is the one that `causal` names.
+        Attention with linear biases: the slope of each head, in float32 or the dtype of q, times the distance of the
+        key from the query's diagonal is taken off the score. The diagonal is the one that `causal` names.
     score : function or text, optional
-        f(s, b, h, i, j, arrays ...), the new score of query i and key j of head h of batch entry b, all counted from 0, from
-        s = scale · q · k; see `cupyflash.score` and the page on score functions. It is run once, to be traced, and computed
-        in float32 (float64 for float64). -inf hides a pair. Not together with softcap. Or the same as an expression in C.
+        f(s, b, h, i, j, arrays ...), the new score of query i and key j of head h of batch entry b, all counted from 0,
+        from s = scale · q · k; see `cupyflash.score` and the page on score functions. It is run once, to be traced, and
+        computed in float32 (float64 for float64). -inf hides a pair. Not together with softcap. Or the same as an
+        expression in C.
     score_arrays : dict of arrays, optional
-        What `score` reads, at most 32, by the names of its parameters: of 1 to 4 dimensions, in the dtype of q, float32,
-        int32, int64 or bool, with any strides. An index beyond an end is taken as the nearest that there is.
+        What `score` reads, at most 32, by the names of its parameters: of 1 to 4 dimensions, in the dtype of q,
+        float32, int32, int64 or bool, with any strides. An index beyond an end is taken as the nearest that there is.
     sinks : (Hq,), optional
         For each head a score more in the denominator of every row, with no value; in the dtype of q or float32. Neither
         scaled, capped, biased nor masked. lse includes it.
     block_mask : BlockMask, optional
-        Made by `cupyflash.block_mask`: what it hides in whole blocks costs no time, and what it leaves in whole blocks no test.
+        Made by `cupyflash.block_mask`: what it hides in whole blocks costs no time, and what it leaves in whole blocks
+        no test.
         For (B, Hq, Sq, Sk), or 1 for the batch and the heads, on the device of q.
+    at : four integers, or an integer array of four, optional
+        Of a part of a whole: where the first batch entry, head, query and key of these arrays stand among all. Query i
+        then stands on key i, for causal, window and alibi_slopes; b, h, i and j of `score` and the numbers of dropout
+        are those of the whole (with dropout a query and key that are multiples of 16). An array is on the CPU, and is
+        read when the function is called.
     dropout : float
-        Probabilities become 0 with this chance, from 0 to 1 (not included), and the others are divided by the share that is
-        kept (Srivastava et al. 2014). In steps of 1 / 65536, at most 65534 of them, and exact in these. lse is that without
-        dropout.
+        Probabilities become 0 with this chance, from 0 to 1 (not included), and the others are divided by the share
+        that is kept (Srivastava et al. 2014). In steps of 1 / 65536, at most 65534 of them, and exact in these. lse is
+        that without dropout.
     seed : int or array of one integer
-        Decides, with dropout, which ones: by Philox4x32 with 7 rounds (Salmon et al. 2011), from (seed, batch entry, query
-        head, query, key) and nothing else. So a call with the same seed drops the same ones on every device, in every layout
-        and dtype and by every kernel family, as does `attention_backward`; nothing is stored. Any 64 bits, 5 and 5 - 2**64
-        being the same. An array (int64, uint64, int32 or uint32, on q's device) is read when the kernels run, so that a CUDA
-        graph that is run again finds a new seed there. Without dropout it is not looked at.
+        Decides, with dropout, which ones: by Philox4x32 with 7 rounds (Salmon et al. 2011), from (seed, batch entry,
+        query head, query, key) and nothing else. So a call with the same seed drops the same ones on every device, in
+        every layout and dtype and by every kernel family, as does `attention_backward`; nothing is stored. Any 64 bits,
+        5 and 5 - 2**64 being the same. An array (int64, uint64, int32 or uint32, on q's device) is read when the
+        kernels run, so that a CUDA graph that is run again finds a new seed there. Without dropout it is not looked at.
     q_descale, k_descale, v_descale : float, or array (B, Hq, blocks) for q and (B, Hk, blocks) for k and v, optional
-        What inputs of float8_e4m3fn are multiplied by, more than 0: a number, or in float32 one for each head, (Hq, 1) or
-        (B, Hq, 1), or for each block of 128 rows. (Shah et al. 2024, section 3.3, has blocks.) Bias, slopes, sinks and arrays
-        of a score function are float32 then.
+        What inputs of float8_e4m3fn are multiplied by, more than 0: a number, or in float32 one for each head, (Hq, 1)
+        or (B, Hq, 1), or for each block of 128 rows. (Shah et al. 2024, section 3.3, has blocks.) Bias, slopes, sinks
+        and arrays of a score function are float32 then.
     out_dtype : dtype, optional
         Of the result, for inputs of float8_e4m3fn: bfloat16, which is the default, float16 or float8_e4m3fn.
     out_scale : float
-        What the result is multiplied by before it is rounded, for inputs of float8_e4m3fn; what is beyond 448 then becomes
-        448 in a result of 8 bits.
+        What the result is multiplied by before it is rounded, for inputs of float8_e4m3fn; what is beyond 448 then
+        becomes 448 in a result of 8 bits.
     layout : "bshd" or "bhsd"
         Where the heads stand. Without the batch axis (S, H, D) and without heads (S, D) are accepted too.
+    cu_seqlens_q : (N + 1,) int32 or int64, optional
+        q is packed, (T, Hq, D): sequence n has the rows from cu_seqlens_q[n] up to cu_seqlens_q[n + 1]. So is out; lse
+        is (Hq, T). These four arrays say how long N sequences are, and where; they are on q's device and read when the
+        kernels run, so that a CUDA graph that is run again finds new lengths there. Every option is for each sequence
+        as if it were alone: causal and window at its own end, b its number, i and j positions in it. Arrays over pairs
+        are (N, Hq, longest, longest), by sequence and position, or (Hq, T, longest), with a line for each packed query;
+        any `longest` that sequences do not exceed will do. Rows that belong to nobody, behind the last sequence, get 0
+        and an lse of -inf, and what they hold reaches nobody.
+    cu_seqlens_k : (N + 1,) int32 or int64, optional
+        The same of k (Tk, Hk, D) and v (Tk, Hk, Dv).
+    seqlens_k : (N,) int32 or int64, optional
+        k (N, S, Hk, D) and v (N, S, Hk, Dv) are caches, of which sequence n has filled so many rows; the last query
+        stands on the last of them. q is (N, Sq, Hq, D), or packed.
+    page_table : (N, P) int32 or int64, optional
+        With seqlens_k: k (pages, page, Hk, D) and v are pools of pages of any size, and row j of sequence n is row j %
+        page of page page_table[n, j // page]. Pages may be shared. There is no backward.
+    max_seqlen_q, max_seqlen_k : int, optional
+        How long packed queries, and keys, are at most: hints for tiles. A wrong one costs time, never the result.
+    batch_invariant : bool
+        What comes of a sequence does not depend, to the bit, on the others of the call: on a CPU it never does.
+    check : bool
+        Look at the values of these arrays first, as is always done on a CPU; CUPYFLASH_CHECK=1 asks it of all calls. On
+        a GPU that waits for the device. Unchecked values are clamped there: nothing outside of the arrays is read or
+        written, but some rows get 0 or another sequence's keys.
     return_lse : bool
         Also return the log-sum-exp of every row's scores, which `attention_backward` and `merge` need.
     deterministic : bool
         The forward always is, bit for bit; this asks it of the gradients that PyTorch and JAX take. For tensors
         `torch.use_deterministic_algorithms(True)` asks it too.
     out : array, optional
-        Where to write the result: the shape, dtype, library and device of the result, and memory of its own.
+        Where to write the result: the shape, dtype, library and device of the result, and memory of its own. Beside
+        inputs of 16 bits it may be of float32: the result is then not rounded.
     family : "sm90", "sm80", "simt", "flash1", optional
         Take this kernel family instead of the fastest one that supports the problem. "flash1", FlashAttention as
         published in 2022, is there to be compared with and is taken only where it is named.
@@ -196,21 +253,34 @@ def attention(
     arrays: Arrays = {"q": q, "k": k, "v": v}
     if not (key_mask is mask is bias is alibi_slopes is sinks is seed is None):  # most calls: this is the hot path
         arrays |= {
-            "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seed": seed,
+            "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
+            "seed": seed,
         }  # fmt: skip
-    arrays = _present("qkv", arrays)
+    ragged = not (cu_seqlens_q is cu_seqlens_k is seqlens_k is page_table is None)
+    if ragged:
+        arrays |= {
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k, "page_table": page_table
+        }  # fmt: skip
+    arrays = present("qkv", arrays)
     options: dict[str, Any] = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "block_mask": block_mask,
-        "dropout": dropout, "out_dtype": out_dtype, "out_scale": out_scale, "layout": layout, "deterministic": deterministic,
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score,
+        "block_mask": block_mask, "at": at,
+        "dropout": dropout, "out_dtype": out_dtype, "out_scale": out_scale, "layout": layout,
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "batch_invariant": batch_invariant,
+        "deterministic": deterministic,
     }  # fmt: skip
     if not (q_descale is k_descale is v_descale is None):
         arrays |= fold_descales(options, q, {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale})
     if return_lse is not True and return_lse is not False:
         check_flag("return_lse", return_lse)
     lib = interop.library("q", q)
+    if at is not None:
+        options["at"] = placed(at)
     if score is not None or score_arrays is not None:
-        _trace(lib, arrays, options, score_arrays)
+        trace_score(lib, arrays, options, score_arrays)
     call = Call(lib, FORWARD, arrays, options, {} if out is None else {"out": out}, number, family, return_lse)
+    if ragged or check is not False:
+        call = with_check(call, check)
     o, lse = (lib.recorder(call) or dispatch.run)(call)
     return (o, lse) if return_lse else o
 
@@ -236,13 +306,23 @@ def attention_backward(
     score: ScoreFunction | None = None,
     score_arrays: Mapping[str, Array] | None = None,
     block_mask: BlockMask | None = None,
+    at: Sequence[int] | Array | None = None,
     dropout: float = 0.0,
     seed: int | Array | None = None,
     layout: str = "bshd",
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    seqlens_k: Array | None = None,
+    page_table: Array | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    batch_invariant: bool = False,
+    check: bool = False,
     deterministic: bool = False,
     dlse: Array | None = None,
     wrt: str | Iterable[str] = (),
     grads: tuple[A, A, A] | None = None,
+    add: bool = False,
     family: str | None = None,
     **unknown: NoReturn,  # refused, and told what it is called here
 ) -> Gradients:
@@ -256,18 +336,22 @@ def attention_backward(
         Gradient of the loss with respect to `out`, in the dtype of q.
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them
-    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, dropout, seed,
-    layout : as given to `attention`
+    causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, at,
+    dropout, seed, layout, cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k, batch_invariant, check :
+    as given to `attention`
     deterministic : bool
         Bitwise the same gradients in every run; on a CPU, with any number of cores.
     dlse : (B, Hq, Sq), optional
-        Gradient of the loss with respect to `lse`, in its dtype, where the loss depends on that too. Rows that see no key
-        have none.
+        Gradient of the loss with respect to `lse`, in its dtype, where the loss depends on that too. Rows that see no
+        key have none.
     wrt : names, or one name
-        Optional arrays whose gradients are wanted too, of "bias", "alibi_slopes", "sinks" and the names in score_arrays. dq, dk
-        and dv do not depend on it.
+        Optional arrays whose gradients are wanted too, of "bias", "alibi_slopes", "sinks" and the names in
+        score_arrays. dq, dk and dv do not depend on it.
     grads : (dq, dk, dv), optional
-        Where to write these gradients: each with memory of its own.
+        Where to write these gradients: each with memory of its own. Beside inputs of 16 bits they may be of float32:
+        gradients are then not rounded.
+    add : bool
+        Add dq, dk and dv to what `grads` holds: of several parts of a whole, in the order of the calls.
     family : str, optional
         As in `attention`.
 
@@ -276,9 +360,10 @@ def attention_backward(
     dq, dk, dv
         A named tuple. Shapes and dtypes of q, k and v; dk and dv are summed over the query heads that share them.
     dbias, dalibi_slopes, dsinks
-        Further fields of it, by name alone; None where `wrt` does not ask for them. Shape and dtype of what was given: summed
-        over the axes along which it stands for all, in float32 (float64 for float64). Hidden pairs, and rows that see no
-        key, add nothing, whatever the bias holds there (but to dsinks what dlse says: there lse is the sink).
+        Further fields of it, by name alone; None where `wrt` does not ask for them. Shape and dtype of what was given:
+        summed over the axes along which it stands for all, in float32 (float64 for float64). Hidden pairs, and rows
+        that see no key, add nothing, whatever the bias holds there (but to dsinks what dlse says: there lse is the
+        sink).
     dscore_arrays
         The same for those in score_arrays, a dict by their names.
 
@@ -293,23 +378,38 @@ def attention_backward(
     arrays: Arrays = {"q": q, "dout": dout, "k": k, "v": v, "out": out, "lse": lse}
     if not (key_mask is mask is bias is alibi_slopes is sinks is seed is dlse is None):
         arrays |= {
-            "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seed": seed,
+            "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
+            "seed": seed,
             "dlse": dlse,
         }  # fmt: skip
-    arrays = _present(("q", "dout", "k", "v", "out", "lse"), arrays)
+    ragged = not (cu_seqlens_q is cu_seqlens_k is seqlens_k is page_table is None)
+    if ragged:
+        arrays |= {
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k, "page_table": page_table
+        }  # fmt: skip
+    arrays = present(("q", "dout", "k", "v", "out", "lse"), arrays)
     options: dict[str, Any] = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score, "block_mask": block_mask,
-        "dropout": dropout, "layout": layout, "deterministic": deterministic,
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score,
+        "block_mask": block_mask, "at": at,
+        "dropout": dropout, "layout": layout,
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "batch_invariant": batch_invariant,
+        "deterministic": deterministic,
     }  # fmt: skip
     lib = interop.library("q", q)
+    if at is not None:
+        options["at"] = placed(at)
     if score is not None or score_arrays is not None:
-        _trace(lib, arrays, options, score_arrays)
+        trace_score(lib, arrays, options, score_arrays)
     if grads is not None and (not isinstance(grads, (tuple, list)) or len(grads) != 3):
         what = f"holds {len(grads)} arrays" if isinstance(grads, (tuple, list)) else f"is {type(grads).__name__}"
         raise ValueError(f"grads {what}; it must be a tuple of three arrays (dq, dk, dv) or None")
     targets = dict(zip(Gradients._fields, grads)) if grads is not None else {}
+    if check_flag("add", add) and grads is None:
+        raise ValueError("add is True, but grads is not given; it must hold the arrays to add to")
     wanted = check_wrt(wrt, arrays, options["score"])
-    call = Call(lib, BACKWARD, arrays, options, targets, number, family, wrt=wanted)
+    call = Call(lib, BACKWARD, arrays, options, targets, number, family, wrt=wanted, add=add)
+    if ragged or check is not False:
+        call = with_check(call, check)
     found: Gradients = (lib.recorder(call) or dispatch.run)(call)
     return found
 
@@ -349,23 +449,25 @@ def block_mask(
     like: Any = None,
     device: str | None = None,
 ) -> BlockMask:
-    """A mask that is applied in blocks, for `attention(..., block_mask=...)`: what is hidden in whole blocks costs nothing.
+    """A mask that is applied in blocks, for `attention(..., block_mask=...)`: what is hidden in whole blocks costs
+    nothing.
 
     Parameters
     ----------
     source : function, array or pattern, optional
-        A function of (b, h, i, j), the numbers of the batch entry, head, query and key, that returns booleans: True where the
-        query may attend the key. It is called with arrays of int64 (JAX's: int32) of shapes (B, 1, 1, 1), (1, H, 1, 1), (R, 1)
-        and (Sk,) that broadcast, for R queries at a time, so use operators, not `if`. They are of the library of `like`, else NumPy's or
-        CuPy's. Or a boolean array that broadcasts to `shape`, or one of `cupyflash.masks`. Without it all pairs of `blocks` are
-        visible.
+        A function of (b, h, i, j), the numbers of the batch entry, head, query and key, that returns booleans: True
+        where the query may attend the key. It is called with arrays of int64 (JAX's: int32) of shapes (B, 1, 1, 1), (1,
+        H, 1, 1), (R, 1) and (Sk,) that broadcast, for R queries at a time, so use operators, not `if`. They are of the
+        library of `like`, else NumPy's or CuPy's. Or a boolean array that broadcasts to `shape`, or one of
+        `cupyflash.masks`.
+        Without it all pairs of `blocks` are visible.
     shape : (batch, heads, queries, keys), or (queries, keys)
         1 for batch or heads where all share a pattern. Default: that of the array.
     block : int or (int, int)
         Queries and keys of a block, multiples of 16.
     blocks : array, optional
-        Which blocks are there: booleans that broadcast to (B, H, blocks of queries, blocks of keys), or, for each block of
-        queries, numbers of blocks of keys, integers (..., blocks of queries, n) where -1 is none. Default: all.
+        Which blocks are there: booleans that broadcast to (B, H, blocks of queries, blocks of keys), or, for each block
+        of queries, numbers of blocks of keys, integers (..., blocks of queries, n) where -1 is none. Default: all.
     full : array, optional
         Blocks of these, in the same form, in which all pairs are visible, whatever `source` says of them.
     like : array, optional
@@ -378,129 +480,6 @@ def block_mask(
     TypeError, ValueError
         Naming the argument, what it is and what it must be.
     """
-    from .blocks import make
+    from .blockmask.blocks import make
 
     return make(source, shape, block, blocks, full, like, device)
-
-
-def explain(
-    q: Any,
-    k: Any = None,
-    v: Any = None,
-    *,
-    dtype: Any = None,
-    arch: str | None = None,
-    backward: bool = False,
-    **options: Any,
-) -> Explanation:
-    """Tell how a call would run, without running it: family, tiles, registers, shared memory, workspace, FLOPs, copies.
-
-    Parameters
-    ----------
-    q, k, v : arrays or shapes
-        What `attention` would be given; shapes (tuples) need `dtype`. k and v default to q's.
-    dtype : optional
-        For shapes: "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", a short name ("bf16") or a dtype of NumPy,
-        PyTorch or JAX.
-    arch : str, optional
-        Plan for this architecture ("sm_80", "sm_90a", ...) instead of the GPU at hand; no GPU is needed then.
-    backward : bool
-        Explain `attention_backward`.
-    **options
-        As for `attention`, and `wrt` of `attention_backward`; an optional array may be a shape too.
-
-    Returns
-    -------
-    Explanation
-        Prints as a table; its fields are plain data.
-    """
-    from .explanation import explain as _explain
-
-    return _explain(q, k, v, dtype=dtype, arch=arch, of=pass_of(backward), **options)
-
-
-def tune(
-    q: Any,
-    k: Any = None,
-    v: Any = None,
-    *,
-    dtype: Any = None,
-    backward: bool = False,
-    family: str | None = None,
-    store: bool = True,
-    rounds: int = 5,
-    min_ms: float = 10.0,
-    progress: Any = None,
-    **options: Any,
-) -> Tuning:
-    """Time the tiles that a problem's kernels could have on this GPU, and use the fastest from now on.
-
-    FlashAttention-2 (Dao 2023, section 3.3) chose them by hand and left this to future work. What is stored holds for
-    problems of the same dtype, head dimensions, kind of mask, optional arrays and options, with lengths up to the same power
-    of two, on the same kind of GPU.
-
-    Parameters
-    ----------
-    q, k, v : arrays or shapes
-        As for `explain`. Only shapes matter: random arrays of that size are made on CuPy's current GPU.
-    dtype : optional
-        For shapes: "float16", "bfloat16", "float32", "float64", a short name ("bf16") or a dtype of NumPy, PyTorch or JAX.
-    backward : bool
-        Tune `attention_backward`.
-    family : "sm90", "sm80", "simt", optional
-        Default: the one that such a call takes.
-    store : bool
-        Keep the fastest in `tuning.json` in the user's configuration folder (or CUPYFLASH_CONFIG_DIR). The file is
-        replaced at the end, whole; an interrupt leaves it as it was.
-    rounds, min_ms
-        How often each tile is timed, in turn, and for how many milliseconds at least.
-    progress : callable, optional
-        Called with what is being done, how many are done, and of how many.
-    **options
-        As for `attention`: those that change a problem, and its optional arrays (or their shapes).
-
-    Returns
-    -------
-    Tuning
-        Every tile with its time or why it has none; `best`, and `gain` over the table's own.
-
-    Raises
-    ------
-    ImportError, RuntimeError
-        Where there is no CuPy or no GPU; RuntimeError also where the kernels do not run.
-    ValueError
-        For a family that has nothing to tune.
-    """
-    from .autotune import tune as _tune
-
-    return _tune(
-        q, k, v, dtype=dtype, of=pass_of(backward), family=family, store=store, rounds=rounds, min_ms=min_ms,
-        progress=progress or (lambda *_: None), **options,
-    )  # fmt: skip
-
-
-def _trace(lib: Library, arrays: Arrays, options: dict[str, Any], score_arrays: Any) -> None:
-    """The score function becomes a `Score`, and the arrays that it reads some of those of the call."""
-    given = {} if score_arrays is None else score_arrays
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in given):
-        what = f"has the names {list(given)}" if isinstance(given, Mapping) else f"is a {type(given).__name__}"
-        raise TypeError(f"score_arrays {what}; it must be a dict of arrays by the names of score's parameters")
-    named = {f"score_arrays[{name!r}]": x for name, x in given.items()}
-    _present(named, named)
-    adopted = interop.adopted(lib, {"q": arrays["q"], **named})
-    q, *views = (interop.view(lib, name, x) for name, x in adopted.items())
-    score = score_of(options["score"], dict(zip(given, views)), q, interop.inlined(lib))
-    options["score"] = score
-    if score is not None:
-        arrays.update((key, given[x.name]) for key, x in zip(score.keys, score.arrays))
-
-
-def _present(required: Iterable[str], arrays: Arrays) -> Arrays:
-    """Those that are given."""
-    for name in required:
-        if arrays[name] is None:
-            interop.library(name, None)  # raises: None is no array
-    for x in arrays.values():
-        if x is None:
-            return {name: x for name, x in arrays.items() if x is not None}
-    return arrays

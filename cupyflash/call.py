@@ -16,13 +16,15 @@ class Call:
 
     lib: Any  # the adapter of q (interop.protocol says what it has)
     of: Pass
-    arrays: Arrays  # those that are given
+    arrays: Arrays  # those that are given; the tangent of one is called "t" + its name
     options: dict[str, Any]  # every option of the pass
     targets: Arrays = field(default_factory=dict)  # arrays to write results to, by name
     seed: int | None = None  # of dropout, where it is a number
     family: str | None = None
     return_lse: bool = False  # of a forward
-    wrt: tuple[str, ...] = ()  # of a backward: optional arrays whose gradients are wanted too
+    wrt: tuple[str, ...] = ()  # of gradients: optional arrays of which there shall be some too
+    add: bool = False  # of gradients: to what their targets hold
+    check: bool = False  # whether values of lengths, offsets and pages on a device are looked at first
 
     def but(self, **fields: Any) -> Call:
         """The same call with other fields."""

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 from . import interop
 from .call import Call
-from .passes import FORWARD
-from .problem import Gradients
+from .gradients import Gradients
+from .rules import argument_name, state
 
 
 def run(call: Call) -> Any:
-    """(out, lse), where lse is None unless it is asked for; of a backward, `Gradients`."""
+    """(out, lse), where lse is None unless it is asked for; of gradients, `Gradients`; of a jvp, (tout, tlse)."""
     q, into = call.arrays["q"], call.targets
     arrays, targets = interop.adopt(call.lib, call.arrays, into)
     adapter = call.lib
     if arrays is not call.arrays or targets is not into:
         call = call.but(arrays=arrays, targets=targets)
     try:
-        backend = _gpu() if adapter.on_gpu(arrays["q"]) else _cpu()
-        results = backend.run(call)
+        on_gpu = adapter.on_gpu(arrays["q"])
+        if call.family is not None and not on_gpu:
+            refuse_family(call.family, adapter.kind)
+        if call.add and on_gpu:
+            raise ValueError("add is True, but q is on a GPU, whose kernels do not add to gradients; it must be False")
+        if call.check and on_gpu:
+            _values().check(call)
+        results = (_gpu() if on_gpu else _cpu()).run(call)
     except Exception:
         interop.name_unreadable(adapter, arrays, targets)
         raise
@@ -29,13 +35,28 @@ def run(call: Call) -> Any:
     return results if arrays["q"] is q else _as_given(call, results, q, into)
 
 
+def refuse_family(family: str, kind: str) -> NoReturn:
+    """Families are the GPU's."""
+    from .gpu.plan import check_family
+
+    check_family(family)
+    raise ValueError(f"family is {family!r}, a family of GPU kernels, but q is a {kind} array on the CPU")
+
+
+def check(call: Call) -> None:
+    """What `run` says of a call that is wrong, before anything is computed for it."""
+    arrays, targets = interop.adopt(call.lib, call.arrays, call.targets)
+    views = {name: interop.view(call.lib, argument_name(name), x) for name, x in arrays.items()}
+    state(views, {name: call.lib.view(x) for name, x in targets.items()}, call.options, call.of)
+
+
 def _as_given(call: Call, results: Any, q: Any, into: dict[str, Any]) -> Any:
     """Results of the library of q, which has no adapter."""
     like = interop.like(q)
-    if call.of is FORWARD:
+    if not call.of.of_gradients:
         out, lse = results
-        return into["out"] if into else like(out), None if lse is None else like(lse)
-    dq, dk, dv = (into[name] if name in into else like(x) for name, x in zip(Gradients._fields, results))
+        return next(iter(into.values())) if into else like(out), None if lse is None else like(lse)
+    dq, dk, dv = (into[name] if name in into else like(x) for name, x in zip(call.of.results, results))
     return Gradients(dq, dk, dv, {name: like(x) for name, x in results.of_arrays.items()})
 
 
@@ -44,6 +65,13 @@ def _gpu() -> Any:
     from .gpu import corridor
 
     return corridor
+
+
+@functools.cache
+def _values() -> Any:
+    from .gpu import values
+
+    return values
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""Inputs of 8 bits (e4m3) for `attention`: numbers with a scale, and a rotation that spreads what is large in a few columns."""
+"""Inputs of 8 bits (e4m3) for `attention`: numbers with a scale, and a rotation that spreads what is large in a few
+columns."""
 
 from __future__ import annotations
 
@@ -22,18 +23,19 @@ def quantize(x: Any, by: str | None = "block", *, layout: str = "bshd") -> tuple
     Parameters
     ----------
     x : (B, S, H, D), as `attention` takes it
-        A NumPy or JAX array or a PyTorch tensor of float16, bfloat16, float32 or float64. CuPy has no arrays of 8 bits: of one
-        of its arrays give `torch.from_dlpack(x)`, which shares the memory. Numbers that are not finite in
+        A NumPy or JAX array or a PyTorch tensor of float16, bfloat16, float32 or float64. CuPy has no arrays of 8 bits:
+        of one of its arrays give `torch.from_dlpack(x)`, which shares the memory. Numbers that are not finite in
         float32 become NaN.
     by : "block", "head" or None
-        Each block of 128 rows of a head, each head or the whole has a scale of its own, with which its largest number is 448,
-        the largest of e4m3. (Blocks as in Shah et al. 2024, section 3.3.)
+        Each block of 128 rows of a head, each head or the whole has a scale of its own, with which its largest number
+        is 448, the largest of e4m3. (Blocks as in Shah et al. 2024, section 3.3.)
     layout : "bshd" or "bhsd"
 
     Returns
     -------
     numbers : as x, in float8_e4m3fn
-    descale : (B, H, ceil(S / 128)), (B, H, 1) or (1, 1, 1), without B where x has no batch and without H where it has no heads
+    descale : (B, H, ceil(S / 128)), (B, H, 1) or (1, 1, 1), without B where x has no batch and without H where it has
+    no heads
         float32; x is about numbers * descale.
 
     Raises
@@ -84,9 +86,9 @@ def quantize(x: Any, by: str | None = "block", *, layout: str = "bshd") -> tuple
 def rotation(dim: int, seed: int = 0) -> np.ndarray:
     """A random orthogonal matrix, (dim, dim) in float32: of q @ M and k @ M products are those of q and k.
 
-    "Incoherent processing" (Shah et al. 2024, section 3.3): a number that is large in one column becomes many of middling
-    size, so that a scale serves all of them. Random signs and a Hadamard matrix, of the powers of two in dim; of what is left
-    of it a random rotation.
+    "Incoherent processing" (Shah et al. 2024, section 3.3): a number that is large in one column becomes many of
+    middling size, so that a scale serves all of them. Random signs and a Hadamard matrix, of the powers of two in dim;
+    of what is left of it a random rotation.
     """
     if isinstance(dim, bool) or not isinstance(dim, numbers.Integral) or dim < 1:
         raise ValueError(f"dim is {dim!r}; it must be an integer, 1 or more")

@@ -49,7 +49,8 @@ def warn_once(message: str) -> None:
 
 @contextlib.contextmanager
 def written_whole(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """A file to write, which then takes the place of what is at `path`. After an error or an interrupt that is as before."""
+    """A file to write, which then takes the place of what is at `path`. After an error or an interrupt that is as
+    before."""
     partial = path.with_name(f".cupyflash-{secrets.token_hex(8)}")
     handle = os.open(partial, _CREATE, mode)
     try:

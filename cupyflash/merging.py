@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 import numpy as np
 
 from . import interop
 from .interop.protocol import Library
-from .problem import FLOATS, check_layout
+from .namespaces import cast, namespace
+from .problem import FLOATS, LAYOUTS, check_layout
 
 Array = Any
-_NAMESPACES = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax.numpy"}
 
 
 def merge(outs: Any, lses: Any, *, layout: str = "bshd") -> tuple[Array, Array]:
     """out = Σ outᵢ · exp(lseᵢ - lse) and lse = log Σ exp(lseᵢ); see `cupyflash.merge`."""
     given = outs
     lib, outs, lses = _checked(outs, lses, layout)
-    xp = importlib.import_module(_NAMESPACES[lib.kind])
+    xp = namespace(lib.kind)
     with np.errstate(all="ignore"):  # an lse of +inf gives NaN, as IEEE says
         out, lse = _merged(xp, outs, lses, layout)
     if outs[0] is not given[0]:  # of a library that has no adapter
@@ -37,8 +36,8 @@ def _merged(xp: Any, outs: list[Array], lses: list[Array], layout: str) -> tuple
     unseen = total == 0
     total = xp.where(unseen, xp.ones_like(total), total)
     lse = xp.where(unseen, xp.full_like(total, -xp.inf), top + xp.log(total))
-    parts = [_cast(out, total.dtype) * _over_out(weight / total, layout) for out, weight in zip(outs, weights)]
-    return _cast(_sum(parts), outs[0].dtype), lse
+    parts = [cast(out, total.dtype) * _over_out(weight / total, layout) for out, weight in zip(outs, weights)]
+    return cast(_sum(parts), outs[0].dtype), lse
 
 
 def _sum(parts: list[Array]) -> Array:
@@ -46,10 +45,6 @@ def _sum(parts: list[Array]) -> Array:
     while len(parts) > 1:
         parts = [sum(parts[i + 1 : i + 2], start=parts[i]) for i in range(0, len(parts), 2)]
     return parts[0]
-
-
-def _cast(x: Array, dtype: Any) -> Array:
-    return x.to(dtype) if hasattr(x, "to") else x.astype(dtype)  # PyTorch's name for it
 
 
 def _over_out(weight: Array, layout: str) -> Array:
@@ -95,8 +90,11 @@ def _checked(outs: Any, lses: Any, layout: str) -> tuple[Library, list[Array], l
         if view.dtype != dtype:
             raise TypeError(f"{name} has dtype {view.dtype}; it must be {dtype}, since outs[0] is {first.dtype}")
         if view.shape != shape:
+            other = next(x for x in LAYOUTS if x != layout)
+            fits = not is_out and view.shape == _rows(first.shape, other)
             raise ValueError(
                 f"{name} has shape {view.shape}; it must be {shape}, since outs[0] has shape {first.shape}"
+                + f'; with layout="{other}" the shapes fit' * fits
             )
         if view.device != first.device and view.device and first.device:  # traced JAX arrays have none yet
             raise ValueError(f"{name} is on {view.device} but outs[0] is on {first.device}; all must be on one device")

@@ -16,12 +16,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _DROPOUT = "here it is dropout, which needs a seed"
 _WINDOW = "here it is window=(left, right), with None where a side is unbounded"
-_LENGTHS = "here it is key_mask, (batch, keys) booleans, over padded sequences"
-_PACKED = "here it is block_mask of cupyflash.masks.documents, or key_mask over padded sequences"
+_FILLED = "here it is seqlens_k, how many rows of its cache each sequence has filled"
+_LENGTHS = f"{_FILLED}, or key_mask, (batch, keys) booleans"
+_PACKED = "here it is cu_seqlens_q and cu_seqlens_k, where each packed sequence begins"
+_PAGES = "here it is page_table, (sequences, pages of one), with seqlens_k"
 _BIAS = "here it is mask where it holds booleans (True: may be attended), and bias where it is added to the score"
 
 HERE = {
-    "is_causal": "here it is causal=True, or causal='top_left' for what PyTorch and JAX mean where q and k differ in length",
+    "is_causal": "here it is causal=True, or causal='top_left' for what PyTorch and JAX mean where q and k differ in "
+    "length",
     "attn_mask": _BIAS,
     "attention_mask": _BIAS,
     "attn_bias": _BIAS,
@@ -43,18 +46,42 @@ HERE = {
     "return_residual": "here it is return_lse, (batch, heads, queries)",
     "return_attn_probs": "here it is return_lse; the probabilities are never in memory",
     "need_weights": "the probabilities are never in memory; leave it out",
-    "query_seq_lengths": _LENGTHS,
+    "query_seq_lengths": "here it is cu_seqlens_q, of packed queries",
     "key_value_seq_lengths": _LENGTHS,
-    "cu_seqlens_q": _PACKED,
-    "cu_seqlens_k": _PACKED,
     "cu_seqlens": _PACKED,
+    "cu_seq_q": "here it is cu_seqlens_q",
+    "cu_seq_k": "here it is cu_seqlens_k",
+    "cu_seq_lens_q": "here it is cu_seqlens_q",
+    "cu_seq_lens_k": "here it is cu_seqlens_k",
+    "max_seqlen": "here it is max_seqlen_q and max_seqlen_k",
+    "max_length_q": "here it is max_seqlen_q",
+    "max_length_k": "here it is max_seqlen_k",
+    "cache_seqlens": _FILLED,
+    "seqused_k": _FILLED,
+    "context_lens": _FILLED,
+    "seq_lens": _FILLED,
+    "kv_seqlen": _FILLED,
+    "block_table": _PAGES,
+    "block_tables": _PAGES,
+    "page_tables": _PAGES,
+    "page_indices": _PAGES,
+    "cache_batch_idx": "here it is page_table with one page for each sequence, with seqlens_k",
+    "cache_leftpad": "here it is key_mask, where False hides the key",
     "score_mod": "here it is score, which gets arrays by name; cupyflash.torch.flex_attention takes yours as it is",
     "mask_mod": "here it is block_mask, which cupyflash.block_mask makes of it",
     "implementation": "the fastest kernels are taken by themselves; family names others",
     "backend": "the fastest kernels are taken by themselves; family names others",
     "op": "the fastest kernels are taken by themselves; family names others",
 }
-# Of ours, what a backward has not.
+# Of ours, what other functions of ours take.
+ELSEWHERE = {
+    ("attention_backward", "return_lse"): "it takes the lse that attention(..., return_lse=True) returned",
+    ("attention_jvp", "return_lse"): "tout and tlse always come back, both",
+    ("attention_backward_jvp", "return_lse"): "it takes the lse that attention(..., return_lse=True) returned",
+    ("attention_jvp", "dout"): "that belongs to attention_backward_jvp",
+    ("attention_jvp", "dlse"): "that belongs to attention_backward_jvp",
+    ("attention_jvp", "wrt"): "tangents say what moves; wrt belongs to attention_backward and attention_backward_jvp",
+}
 OF_8_BITS = ("q_descale", "k_descale", "v_descale", "out_dtype", "out_scale")
 
 
@@ -62,12 +89,25 @@ def unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:
     """Python's error for a keyword argument that a function does not have, with what may have been meant."""
     near = difflib.get_close_matches(name, known, 1)
     forward = "inputs of 8 bits have a forward alone" if name in OF_8_BITS else ""
-    meant = HERE.get(name) or forward or (f"did you mean {near[0]!r}?" if near else "")
+    meant = HERE.get(name) or ELSEWHERE.get((function, name)) or forward
+    meant = meant or (f"did you mean {near[0]!r}?" if near else "")
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}" + (f"; {meant}" if meant else ""))
 
 
+def no_tangent(name: Any, known: Iterable[str], backward: bool) -> str:
+    """What may have been meant by a name in `tangents` that none can have; "" where nobody knows."""
+    if name in ("dout", "dlse") and not backward:
+        return f"{name} belongs to attention_backward_jvp"
+    if name in ("out", "lse"):
+        return f"{name} follows from the others: leave it out"
+    text, known = str(name).lower(), list(known)
+    near = [x for x in (text, text[1:]) if x in known] or difflib.get_close_matches(text, known, 1)
+    return f"did you mean {near[0]!r}?" if near else ""
+
+
 def renaming(traced: Callable[[], bool] = lambda: False, **theirs: str) -> Callable[[F], F]:
-    """For a function in the place of another: errors of ours speak of its arguments, by the names that `theirs` has for ours.
+    """For a function in the place of another: errors of ours speak of its arguments, by the names that `theirs` has for
+    ours.
 
     While `traced()`, as a compiler reads it, the function is left as it is.
     """

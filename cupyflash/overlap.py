@@ -1,4 +1,5 @@
-"""Whether results would be written over each other, over themselves or over an input. Looks at addresses, not at data."""
+"""Whether results would be written over each other, over themselves or over an input. Looks at addresses, not
+at data."""
 
 from __future__ import annotations
 
@@ -6,14 +7,15 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from .problem import ITEMSIZE, View, target_name
+from .problem import ITEMSIZE, View
+from .rules import argument_name, target_name
 
 _EFFORT = 10_000  # steps of NumPy's search; what it cannot decide in so many is let through
 
 
 def check_targets(targets: dict[str, View], inputs: dict[str, View]) -> None:
     """ValueError, naming the argument, where an element of a target has the address of another's or of an input's."""
-    others = dict(inputs)
+    others = {argument_name(name): view for name, view in inputs.items()}
     for name, target in targets.items():
         where = target_name(name)
         if overlaps_itself(target):
@@ -48,7 +50,7 @@ def overlaps_itself(x: View) -> bool:
         return False
     # Not laid out axis over axis. Two elements that differ first along an axis: one may be taken to stand at its start.
     array = _array(x)
-    for axis, length in enumerate(x.shape):
+    for length in x.shape:
         if length > 1 and _share(array[1:], array[:1]):
             return True
         array = array[0, ...]  # never an element: that would be read

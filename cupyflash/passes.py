@@ -38,6 +38,16 @@ class Pass:
         return self.name
 
     @cached_property
+    def of_gradients(self) -> bool:
+        """Whether it is about gradients, and so takes that of out."""
+        return "dout" in self.inputs
+
+    @cached_property
+    def moved(self) -> bool:
+        """Whether it takes tangents: that of an array x is called "t" + x."""
+        return "tq" in self.inputs
+
+    @cached_property
     def results(self) -> tuple[str, ...]:
         """The results that have rows of elements: a call can say where to write them."""
         return tuple(x.name for x in self.rows if x.result and not x.per_query)
@@ -48,10 +58,23 @@ FORWARD = Pass("forward", (
     Row("out", "Out", result=True), Row("lse", "Accum", result=True, per_query=True),
 ))  # fmt: skip
 BACKWARD = Pass("backward", (
-    Row("q", "In"), Row("k", "In"), Row("v", "In"), Row("out", "Out"), Row("lse", "Accum", per_query=True),
+    Row("q", "In"), Row("k", "In"), Row("v", "In"), Row("out", "In"), Row("lse", "Accum", per_query=True),
     Row("dout", "In"), Row("dlse", "Accum", per_query=True, optional=True),
     Row("dq", "Out", result=True), Row("dk", "Out", result=True), Row("dv", "Out", result=True),
 ))  # fmt: skip
-PASSES = {x.name: x for x in (FORWARD, BACKWARD)}
+_TANGENTS = (Row("tq", "In", optional=True), Row("tk", "In", optional=True), Row("tv", "In", optional=True))
+JVP = Pass("jvp", (  # the tangents of a forward's results
+    Row("q", "In"), Row("k", "In"), Row("v", "In"), Row("out", "In"), Row("lse", "Accum", per_query=True),
+    *_TANGENTS,
+    Row("tout", "Out", result=True), Row("tlse", "Accum", result=True, per_query=True),
+))  # fmt: skip
+BACKWARD_JVP = Pass("backward_jvp", (  # those of a backward's, which take what a jvp gave
+    Row("q", "In"), Row("k", "In"), Row("v", "In"), Row("out", "In"), Row("lse", "Accum", per_query=True),
+    Row("dout", "In"), Row("dlse", "Accum", per_query=True, optional=True),
+    *_TANGENTS, Row("tdout", "In", optional=True), Row("tdlse", "Accum", per_query=True, optional=True),
+    Row("tout", "In"), Row("tlse", "Accum", per_query=True),
+    Row("tdq", "Out", result=True), Row("tdk", "Out", result=True), Row("tdv", "Out", result=True),
+))  # fmt: skip
+PASSES = {x.name: x for x in (FORWARD, BACKWARD, JVP, BACKWARD_JVP)}
 PER_QUERY = frozenset(row.name for x in PASSES.values() for row in x.rows if row.per_query)
 BY_ROWS = tuple(dict.fromkeys(row.name for x in PASSES.values() for row in x.rows if not row.per_query))

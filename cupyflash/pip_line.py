@@ -37,11 +37,6 @@ def pip_line(extra: str) -> str:
     return "pip install " + " ".join(f'"{x}"' for x in wanted)
 
 
-def here(text: str) -> str:
-    """A message with the lines that work here in the place of those of an index."""
-    return re.sub(rf'pip install "{NAME}\[(\w+)\]"', lambda found: pip_line(found[1]), text)
-
-
 def _of_folder(folder: Path, extra: str, editable: bool = False) -> str:
     return f'pip install {"-e " * editable}"{folder}[{extra}]"'
 

@@ -38,6 +38,21 @@ def closed(function: F) -> F:
     return _show(function, function, names)
 
 
+def sharing(other: Callable[..., Any], without: Collection[str] = ()) -> Callable[[F], F]:
+    """Show, in the place of a function's ** parameter, the keyword arguments of another (but for some)."""
+
+    def decorate(function: F) -> F:
+        own = list(inspect.signature(function).parameters.values())
+        names = {x.name for x in own} | {*without}
+        theirs = [x for x in inspect.signature(other).parameters.values() if x.kind is x.KEYWORD_ONLY]
+        shown = [x for x in own if x.kind is x.POSITIONAL_OR_KEYWORD] + [x for x in theirs if x.name not in names]
+        signature = inspect.Signature([*shown, *(x for x in own if x.kind is x.KEYWORD_ONLY)])
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
 def _show(function: Any, shown: Callable[..., Any], without: Collection[str]) -> Any:
     signature = inspect.signature(shown)
     kept = [x for x in signature.parameters.values() if x.name not in without]

@@ -1,7 +1,8 @@
 """A batch that is too large for one GPU, over all GPUs of the machine with CuPy, copies beside kernels.
 
-Parts of the batch go round the devices, two streams on each: while one part is computed on a stream, the next one is copied on
-the other. A call goes to CuPy's current stream of the current device, and waits for nothing; only the end waits.
+Parts of the batch go round the devices, two streams on each: while one part is computed on a stream, the next one is
+copied on the other. A call goes to CuPy's current stream of the current device, and waits for nothing; only the end
+waits.
 
     python examples/cupy_devices.py [--batch N] [--length N] [--device cpu|gpu]
 """

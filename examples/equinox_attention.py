@@ -2,8 +2,9 @@
 
     python examples/equinox_attention.py [--steps N]
 
-The layer has the stock layer's parameters, so that weights can be taken over, and is called as that is. Two models with the same
-weights, one with either layer, learn to say which token stood three places before. Needs `equinox` and `optax`.
+The layer has the stock layer's parameters, so that weights can be taken over, and is called as that is. Two models with
+the same weights, one with either layer, learn to say which token stood three places before. Needs `equinox` and
+`optax`.
 """
 
 from __future__ import annotations

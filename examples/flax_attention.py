@@ -2,8 +2,9 @@
 
     python examples/flax_attention.py [--steps N]
 
-Its argument `attention_fn` takes `attend` below; parameters, dropout, decoding caches and all else are the stock layer's. Two
-models with the same weights, one with either attention, learn to say which token stood three places before. Needs `flax`.
+Its argument `attention_fn` takes `attend` below; parameters, dropout, decoding caches and all else are the stock
+layer's. Two models with the same weights, one with either attention, learn to say which token stood three places
+before. Needs `flax`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""FlexAttention's examples, each in two ways: as it was written for FlexAttention, and with the options that say it here.
+"""FlexAttention's examples, each in two ways: as it was written for FlexAttention, and with the options that say it
+here.
 
     python examples/from_flex_attention.py [--device cpu|cuda]
 
-Both give the same results and gradients, which are compared, by tables that are learned too. The options are faster; what
-none of them says is said by `bias=`, `block_mask=` or a function of your own (docs/score_functions.md).
+Both give the same results and gradients, which are compared, by tables that are learned too. The options are faster;
+what none of them says is said by `bias=`, `block_mask=` or a function of your own (docs/score_functions.md).
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python examples/jax_training.py [--steps N]
 
-The model looks things up: it is given pairs of a vector and a colour, and a vector that is one of these with noise, and has to
-say its colour. How to compare vectors, it has to learn: half of their numbers say nothing. The whole step is compiled.
+The model looks things up: it is given pairs of a vector and a colour, and a vector that is one of these with noise, and
+has to say its colour. How to compare vectors, it has to learn: half of their numbers say nothing. The whole step is
+compiled.
 """
 
 from __future__ import annotations

@@ -123,7 +123,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     print("bandwidths " + ", ".join(f"{b:.3f}" for b in h0) + "; the third coordinate does not matter")
     print(f"error against the noiseless function {rms:.4f} (root mean square; the noise is 0.2)")
     print(
-        f"largest difference from the formula in float64, 200 queries: {off:.1e}; gradient, relative: {gradient_off:.1e}"
+        f"largest difference from the formula in float64, 200 queries: {off:.1e}; gradient, relative: "
+        f"{gradient_off:.1e}"
     )
     if args.plot:
         plot(args.plot, xp, y, z, h, history)

@@ -1,4 +1,5 @@
-"""Non-local means, a denoiser of images, for NumPy and CuPy arrays alike: what comes in decides where it runs, as in cupyx.scipy.
+"""Non-local means, a denoiser of images, for NumPy and CuPy arrays alike: what comes in decides where it runs, as in
+cupyx.scipy.
 
 A pixel becomes the mean of all pixels, weighted by how alike the patches around them are (Buades, Coll & Morel 2005):
 
@@ -32,7 +33,8 @@ def get_array_module(x: Array) -> Any:
 
 
 def denoise(image: Array, h: float, radius: int = 2) -> Array:
-    """The image (rows, columns, channels), its noise averaged away; h is how much patches may differ, for each number in them."""
+    """The image (rows, columns, channels), its noise averaged away; h is how much patches may differ, for each number
+    in them."""
     xp = get_array_module(image)
     side = 2 * radius + 1
     padded = xp.pad(image, ((radius, radius), (radius, radius), (0, 0)), mode="reflect")

@@ -2,8 +2,8 @@
 
     python examples/relative_positions.py [--steps N] [--device cpu|cuda]
 
-Each token shall say what stood three places before it. Queries and keys are zeros, so that the table alone can tell where to
-look; after training it has one peak, at a distance of three.
+Each token shall say what stood three places before it. Queries and keys are zeros, so that the table alone can tell
+where to look; after training it has one peak, at a distance of three.
 """
 
 from __future__ import annotations

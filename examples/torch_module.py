@@ -1,9 +1,10 @@
-"""Attention as a PyTorch module: projections, grouped heads, rotary positions, padding, a window. Copy it and change it.
+"""Attention as a PyTorch module: projections, grouped heads, rotary positions, padding, a window. Copy it and change
+it.
 
     python examples/torch_module.py [--steps N] [--device cpu|cuda]
 
-trains a small model to say what stood three places before, which only attention can look up, and compares the module with
-PyTorch's own attention.
+trains a small model to say what stood three places before, which only attention can look up, and compares the module
+with PyTorch's own attention.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Model(nn.Module):
 
 
 def difference_from_pytorch(device: str) -> float:
-    """Largest difference between this module's attention and scaled_dot_product_attention, and of the gradients by q."""
+    """Largest difference between this module's attention and scaled_dot_product_attention, and of the gradients
+    by q."""
     q, k, v = (torch.randn(2, 50, 4, 16, device=device, requires_grad=True) for _ in range(3))
     ours = attention(q, k, v, causal=True)
     q2, k2, v2 = (x.transpose(1, 2) for x in (q, k, v))

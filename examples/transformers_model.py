@@ -2,8 +2,8 @@
 
     python examples/transformers_model.py [--device cpu|cuda]
 
-Nothing is downloaded: the model is a small Llama with random weights, whose scores are compared with those of the library's own
-attention, for texts of different lengths. With a model of yours it is the same two lines:
+Nothing is downloaded: the model is a small Llama with random weights, whose scores are compared with those of the
+library's own attention, for texts of different lengths. With a model of yours it is the same two lines:
 
     register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cupy")

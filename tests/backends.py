@@ -70,8 +70,8 @@ class Backend:
             self.xp.full(8 << 20, np.nan, np.float32)
 
     def takes(self, dtype: str, dim: int, dim_v: int, **fields: Any) -> bool:
-        """Whether this backend states that it takes the head dimensions (and other fields of a problem), on the newest GPU
-        that the suite knows; of 8 bits the forward.
+        """Whether this backend states that it takes the head dimensions (and other fields of a problem), on the newest
+        GPU that the suite knows; of 8 bits the forward.
         """
         if self.family is None:
             return True
@@ -79,7 +79,8 @@ class Backend:
         return not any(FAMILIES[self.family].objection(problem, _arch(), of) for of in passes(dtype))
 
     def family_for(self, problem: AttentionProblem) -> str | None:
-        """The family to name for a problem; None where this one leaves a mask or bias to others, which are judged then."""
+        """The family to name for a problem; None where this one leaves a mask or bias to others, which are
+        judged then."""
         if self.family and any(problem.has(name) for name in PAIRWISE):
             room, arch = FAMILIES[self.family], _arch()
             if any(room.objection(problem, arch, of) for of in passes(problem.dtype)):
@@ -136,11 +137,13 @@ def on_pairs_with_scores(test: Any) -> Any:
 
 
 def in_turn(name: str, values: Iterable[Any], **fields: Any) -> Any:
-    """Parametrise a test over `backend`, `dtype` and `name`, where formats that are computed alike take the values in turn.
+    """Parametrise a test over `backend`, `dtype` and `name`, where formats that are computed alike take the values in
+    turn.
 
-    A GPU compiles a kernel for each set of features and each format. The 16-bit formats, and float32 beside them, differ in
-    how a number is loaded and stored: what every family must do, and what every format must do, are enough. `fields` as for
-    `takes`; values of "dims" are pairs of head dimensions (of q and k, of v), of which those are left that the backend takes.
+    A GPU compiles a kernel for each set of features and each format. The 16-bit formats, and float32 beside them,
+    differ in how a number is loaded and stored: what every family must do, and what every format must do, are enough.
+    `fields` as for `takes`; values of "dims" are pairs of head dimensions (of q and k, of v), of which those are left
+    that the backend takes.
     """
     cases = []
     for backend in (CPU, *(Backend(family, family) for family in FAMILIES)):

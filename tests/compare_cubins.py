@@ -1,12 +1,14 @@
-"""Do two trees compile to the same programs? Every one that test_kernels_compile.py makes, with NVRTC alone: no GPU needed.
+"""Do two trees compile to the same programs? Every one that test_kernels_compile.py makes, with NVRTC alone: no GPU
+needed.
 
 python tests/compare_cubins.py main .                        # a commit and this tree; some half an hour of two cores
 python tests/compare_cubins.py main . --sample 10 --only softcap --family 'sm[89]0'
 python tests/compare_cubins.py HEAD~1 HEAD --json same.json
 
-A program counts as the same where its text is (but for comments and line marks), its cubin, or all of the cubin that is loaded and
-runs: instructions, constants, launch information and resources. (A cubin also holds each constant of the source by name.) Cubins
-are kept by the digest of what was compiled, so that a second look is quick. Exit code 1 where something differs.
+A program counts as the same where its text is (but for comments and line marks), its cubin, or all of the cubin that is
+loaded and runs: instructions, constants, launch information and resources. (A cubin also holds each constant of the
+source by name.) Cubins are kept by the digest of what was compiled, so that a second look is quick. Exit code 1 where
+something differs.
 """
 
 from __future__ import annotations
@@ -117,7 +119,8 @@ def compiled(text: str, arch: str) -> dict[str, Any]:
 
 
 def worker() -> None:
-    """Answers a line with a line, in JSON: a text and its architecture are compiled; three expressions choose programs."""
+    """Answers a line with a line, in JSON: a text and its architecture are compiled; three expressions choose
+    programs."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print
     for line in sys.stdin:
@@ -250,7 +253,8 @@ def launch_information(content: bytes) -> bytes:
     while at + 4 <= len(content):
         form, name, value = struct.unpack_from("<BBH", content, at)
         end = at + 4 + (value if form == 4 else 0)
-        # Those of one symbol each: the bank of parameters, and a function's registers and frame, which `resources` has too.
+        # Those of one symbol each: the bank of parameters, and a function's registers and frame, which `resources` has
+        # too.
         symbol = 4 if form == 4 and name in (0x0A, 0x11, 0x12, 0x23, 0x2F) else 0
         kept += content[at : at + 4] + b"\0" * symbol + content[at + 4 + symbol : end]
         at = end

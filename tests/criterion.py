@@ -1,6 +1,7 @@
 """The criterion: how far a result may be from exact attention, beside standard attention in its own precision.
 
-`reference.py` has both. What says how much more is allowed where a single rounding decides is here, too: units, and luck.
+`reference.py` has both. What says how much more is allowed where a single rounding decides is here, too: units, and
+luck.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def assert_as_good(
     `unit` multiplies the 1e-5, for scores that are so large that luck decides how well own precision does: see
     `large_score_units`.
 
-    Both are the largest of many random errors, and a run of the tests judges tens of thousands of results: a few miss by
-    luck. One that is off by at most 3x, and 4e-5, warns with `ByLuck`. A run that has more of these than `luck_explains` fails:
+    Both are the largest of many random errors, and a run of the tests judges tens of thousands of results: a few miss
+    by luck. One that is off by at most 3x, and 4e-5, warns with `ByLuck`. A run that has more of these than
+    `luck_explains` fails:
     of tests (conftest.py), on a GPU (check_gpu_report.py), of the fuzzer.
     """
     actual_dtype = np.asarray(actual).dtype
@@ -43,7 +45,8 @@ def assert_as_good(
     if actual_dtype == np.float64:
         allowed = by_luck = 1e-11 * max(unit, np.abs(exact).max(initial=0.0))
     else:
-        # Where own precision overflows it sets no standard, and luck may not make it stricter than rounding `exact` once.
+        # Where own precision overflows it sets no standard, and luck may not make it stricter than rounding `exact`
+        # once.
         with np.errstate(all="ignore"):
             errors = [np.abs(x - exact) for x in (own, exact.astype(actual_dtype).astype(np.float64))]
         of_own = max(e.max(initial=0.0, where=np.isfinite(e)) for e in errors)
@@ -53,6 +56,27 @@ def assert_as_good(
         text = f"{name} is off by {worst:.3e} at {_first(error == worst)}; at most {allowed:.3e} is allowed"
         assert worst <= by_luck, text
         warnings.warn(text, ByLuck, stacklevel=2)
+
+
+def assert_mean_errors(actual: np.ndarray, exact: np.ndarray, own: np.ndarray, name: str) -> None:
+    """The root mean square error of each head, (B, S, H, D), beside that of own precision: what is off by little
+    everywhere, or where all numbers are small beside the largest of another head.
+
+    Of heads with few numbers nothing is known, nor where one is not finite.
+    """
+    if actual.shape[1] * actual.shape[3] < 4096:
+        return
+    axes = (1, 3)
+    with np.errstate(all="ignore"):
+        size = np.sqrt(np.mean(exact**2, axes))
+        rounded = exact.astype(actual.dtype).astype(np.float64)
+        errors = [np.sqrt(np.mean((x.astype(np.float64) - exact) ** 2, axes)) for x in (actual, own, rounded)]
+    allowed = 2 * errors[1] + 2 * errors[2] + 1e-5 + 1e-6 * size
+    wrong = np.isfinite(allowed) & ~(errors[0] <= allowed)
+    if wrong.any():
+        at = _first(wrong)
+        said = f"{name} is off by {errors[0][at]:.3e} in the mean of entry and head {at}"
+        raise AssertionError(f"{said}; at most {allowed[at]:.3e} is allowed")
 
 
 def as_good_as_rounding(actual: np.ndarray, exact: np.ndarray) -> bool:
@@ -86,19 +110,25 @@ def luck_explains(count: int) -> int:
 
 
 def large_score_units(
-    problem: AttentionProblem, q: np.ndarray, k: np.ndarray, bias: np.ndarray | None = None
+    problem: AttentionProblem,
+    q: np.ndarray,
+    k: np.ndarray,
+    bias: np.ndarray | None = None,
+    slopes: np.ndarray | None = None,
 ) -> dict[str, float]:
     """`unit` of each result where scores are far from 0, one key takes all or D is tiny, for v and dout of size 1.
 
-    A score s carries a rounding error of about eps · |s|, which moves a probability by as much, but only in the few rows
-    where two keys compete: with two or three such rows the error of own precision is luck. And where P is close to one-hot
-    standard attention's dP - rowsum(P · dP) is the difference of equal roundings, but dP - rowsum(dO · O) is not: the
-    rounding of O to its dtype stays, times scale · |K|.
+    A score s carries a rounding error of about eps · |s|, which moves a probability by as much, but only in the few
+    rows where two keys compete: with two or three such rows the error of own precision is luck. And where P is close to
+    one-hot standard attention's dP - rowsum(P · dP) is the difference of equal roundings, but dP - rowsum(dO · O) is
+    not: the rounding of O to its dtype stays, times scale · |K|.
     """
     q_max, k_max = (float(np.abs(x.astype(np.float64)).max()) for x in (q, k))
     score = abs(problem.scale) * q_max * k_max * problem.dim**0.5
     if bias is not None:
         score += float(np.abs(bias.astype(np.float64)).max())
+    if slopes is not None and problem.seq_q and problem.seq_k:
+        score += float(np.abs(slopes.astype(np.float64)).max() * distance(problem).max())
     moved = max(1.0, 4 * float(np.finfo(np.float32).eps) * score / 1e-5)
     rounded_out = 4 * float(ml_dtypes.finfo(q.dtype).eps) / 1e-5
     ds = abs(problem.scale) * (moved + rounded_out)
@@ -108,8 +138,8 @@ def large_score_units(
 
 
 def far_units(problem: AttentionProblem, given: dict[str, np.ndarray]) -> dict[str, float]:
-    """`unit` of results where ALiBi is asked of queries that stand beyond all keys: every score of theirs is far from 0, and
-    carries a rounding error as in `large_score_units`."""
+    """`unit` of results where ALiBi is asked of queries that stand beyond all keys: every score of theirs is far from
+    0, and carries a rounding error as in `large_score_units`."""
     slopes = given.get("alibi_slopes")
     if slopes is None or 0 in (problem.seq_q, problem.seq_k):
         return {}
@@ -123,8 +153,8 @@ def one_key_units(
 ) -> dict[str, float]:
     """`unit` of dq and dk where queries see one key only.
 
-    There dP = rowsum(dO · O), and standard attention gives exactly 0. Two float32 sums over the columns of V differ in their
-    rounding; for dk that adds up over the queries.
+    There dP = rowsum(dO · O), and standard attention gives exactly 0. Two float32 sums over the columns of V differ in
+    their rounding; for dk that adds up over the queries.
     """
     if 0 in (q.size, k.size):
         return {}

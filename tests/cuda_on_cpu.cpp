@@ -46,7 +46,7 @@ void leave() {
 static void thread() {
     kernel();
     for (auto& read : me->reads)
-        if (!*read.done) fail("has ended while the copy engine was to read its block's shared memory");
+        if (!*read.done) fail("has ended while TMA was to read its block's shared memory");
     me->stores.commit();
     me->stores.finish(0);
     me->done = true;

@@ -62,7 +62,7 @@ struct Warp {
 
 struct Block;
 
-// What threads store in shared memory, the copy engine and the tensor cores may read after a fence: of the thread that
+// What threads store in shared memory, TMA and the tensor cores may read after a fence: of the thread that
 // stored it, or of the one that asks for the reading.
 struct Stored {
     unsigned long long when = 0;  // 0: nothing that was not fenced
@@ -84,7 +84,7 @@ struct Fiber {
     unsigned thread;
     Block* block;
     Background copies, stores;
-    unsigned long long fence;      // when it last made shared memory known to the copy engine and the tensor cores
+    unsigned long long fence;      // when it last made shared memory known to TMA and the tensor cores
     std::vector<unsigned> stored;  // what it has stored there since, in 16 bytes
     std::vector<Read> reads;       // of shared memory, by what `stores` has
 };
@@ -191,6 +191,15 @@ inline bool meet(Barrier& barrier, unsigned threads, const char* at, bool yes = 
         barrier.arrived = 0, barrier.generation++;
     }
     return barrier.result;
+}
+
+// To be one of them without waiting for the others.
+inline void arrive(Barrier& barrier, unsigned threads, const char* at) {
+    if (barrier.arrived && strcmp(barrier.at, at)) fail("is at %s, others at %s", at, barrier.at);
+    barrier.at = at;
+    if (++barrier.arrived < threads) return;
+    barrier.result = barrier.all, barrier.all = true;
+    barrier.arrived = 0, barrier.generation++;
 }
 
 // Where shared memory of a block lies in truth.

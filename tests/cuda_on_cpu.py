@@ -37,10 +37,11 @@ TESTS = Path(__file__).parent
 FOLDER = Path(tempfile.mkdtemp(prefix="kernels-on-cpu-"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
-# Not fortified: that forbids jumps between stacks. Most of the time goes to the compiler: -Og is short for both. An address that is
-# no multiple of what is read or written there is a fault, as on a GPU.
+# Not fortified: that forbids jumps between stacks. Most of the time goes to the compiler: -Og is short for both. An
+# address that is no multiple of what is read or written there is a fault, as on a GPU.
 GXX = (
-    "g++", "-std=c++17", "-Og", "-march=native", "-fPIC", "-fno-exceptions", "-U_FORTIFY_SOURCE", "-w", "-fsanitize=alignment",
+    "g++", "-std=c++17", "-Og", "-march=native", "-fPIC", "-fno-exceptions", "-U_FORTIFY_SOURCE", "-w",
+    "-fsanitize=alignment",
     "-fsanitize-undefined-trap-on-error", f"-I{TESTS}",
 )  # fmt: skip
 

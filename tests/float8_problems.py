@@ -61,7 +61,8 @@ class Quantized(NamedTuple):
 
 
 def quantize(rng: np.random.Generator, *arrays: np.ndarray, by: str | None = None) -> Quantized:
-    """With a scale for each head or block that brings its largest number to 448 (`by`, of BY; "number": any for each array).
+    """With a scale for each head or block that brings its largest number to 448 (`by`, of BY; "number": any for each
+    array).
 
     Heads and blocks are made of very different size.
     """
@@ -91,7 +92,8 @@ def exact_of(
     blocks: Blocks | None = None,
     **options: Any,
 ) -> tuple[AttentionProblem, Standard]:
-    """The problem that the numbers state, in float32, and exact attention on them; `blocks`: what options["block_mask"] hides."""
+    """The problem that the numbers state, in float32, and exact attention on them; `blocks`: what options["block_mask"]
+    hides."""
     meant, given = x.meant(), given or {}
     problem = state(*meant, key_mask, **options, **given)
     return problem, standard(problem, *meant, key_mask, **(given if blocks is None else blocks.with_mask(given)))
@@ -143,8 +145,8 @@ def check(
     deterministic: bool = False,  # as the forward always is
     **options: Any,
 ) -> None:
-    """The forward of `inputs` (float32; made 8 bits here, `by` as `quantize` has it) through a library, into an array that
-    holds NaN where that can be written, beside exact attention on what the 8 bits stand for.
+    """The forward of `inputs` (float32; made 8 bits here, `by` as `quantize` has it) through a library, into an array
+    that holds NaN where that can be written, beside exact attention on what the 8 bits stand for.
     """
     x = quantize(rng, *inputs[:3], by=by)
     assert by in BY
@@ -206,9 +208,10 @@ class Judge:
         of_heads = np.repeat(np.abs(k), problem.group, 2).transpose(0, 2, 3, 1)
         rows = np.abs(q).transpose(0, 2, 1, 3) * abs(problem.scale)
         sums = (rows @ of_heads).max(-1, initial=0)
-        # On a GPU products of 8 bits keep 13 beside the largest of a sum (cuBLAS's too: the same numbers to 1e-5). What D of them lose is
-        # sqrt(D / 3) units of the last bit in the root mean square, six times that at most: more than 2^-11 of the sum where one of them
-        # is nearly all of it. Those of P V keep as many in each of their steps of 32 keys, up to 512.
+        # On a GPU products of 8 bits keep 13 beside the largest of a sum (cuBLAS's too: the same numbers to 1e-5). What
+        # D of them lose is sqrt(D / 3) units of the last bit in the root mean square, six times that at most: more than
+        # 2^-11 of the sum where one of them is nearly all of it. Those of P V keep as many in each of their steps of 32
+        # keys, up to 512.
         product = (rows * of_heads.max(-1, initial=0)[:, :, None]).max(-1)
         cut = np.maximum(sums * 2.0**-11, (12 * q.shape[3]) ** 0.5 * 2.0**-13 * product)
         self.of_lse = 1e-4 + cut if on_gpu else 1e-5 + sums * 2.0**-20  # of each row
@@ -216,8 +219,8 @@ class Judge:
         of_score = 1e-4 + largest * 2.0**-11 if on_gpu else 1e-5 + largest * 2.0**-20
         of_sums = min(problem.seq_k, 512) / 512 * 0.015
         self.share = (2.0**-4 + of_sums if on_gpu else 1e-5) + 2 * of_score
-        # A P 2^16 times smaller than the largest is off by half or more; it counts where that one is dropped (and this one is
-        # divided by the share of those that are not), or where its value is 0.
+        # A P 2^16 times smaller than the largest is off by half or more; it counts where that one is dropped (and this
+        # one is divided by the share of those that are not), or where its value is 0.
         least = 2.0**-14 / (1 - options.get("dropout", 0.0))
         self.least = least * float(np.abs(v).max(initial=0)) if on_gpu else 0.0
         self.whole = whole(x, self.result) + 2 * of_score + of_sums
@@ -257,8 +260,8 @@ def assert_within(name: str, error: np.ndarray, allowed: np.ndarray) -> None:
 
 
 def whole(x: Quantized, result: str) -> float:
-    """WHOLE; where heads or blocks are of different size the largest rows decide, whose weight one or two keys may have: by luck
-    their P are off by up to 2^-4, with nothing beside them that is off the other way.
+    """WHOLE; where heads or blocks are of different size the largest rows decide, whose weight one or two keys may
+    have: by luck their P are off by up to 2^-4, with nothing beside them that is off the other way.
     """
     uneven = any(scale.size > 1 for scale in x.descales.values())
     return WHOLE[result] + (2**-4 - WHOLE["bfloat16"]) * uneven
@@ -277,7 +280,8 @@ def poison(lib: Any) -> None:
 
 
 def nan_around(out: Any) -> tuple[list[Any], int]:
-    """How many numbers are NaN in the array that `out` is a view of, and in `out`, where they are; by how much it is larger."""
+    """How many numbers are NaN in the array that `out` is a view of, and in `out`, where they are; by how much it is
+    larger."""
     if isinstance(out, np.ndarray):
         base = out if out.base is None else out.base
         return [np.isnan(base).sum(), np.isnan(out).sum()], base.size - out.size

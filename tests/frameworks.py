@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from backends import Backend, apart
 from criterion import assert_as_good
 from reference import Standard, state
 from semantics import (
+    CONTIGUOUS,
     Blocks,
     Inputs,
     Judge,
@@ -109,6 +110,9 @@ class Library(Protocol):
     def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any], traced: bool) -> list[Any]:
         """out, lse and the gradients of q, k and v, by the library's own differentiation; `traced`: by transforms."""
 
+    def pulled(self, function: Callable[..., Any], arrays: list[Any], dout: Any) -> list[Any]:
+        """out of a function of q, k and v, and their gradients."""
+
 
 @functools.cache
 def framework(name: str, on_gpu: bool) -> Framework | None:
@@ -128,22 +132,37 @@ class Framework:
         self.library = library
 
     def check(
-        self, inputs: Inputs, *, rank: int, layout: str, lay: Lay, deterministic: bool, family: str | None, recorded: bool,
-        traced: bool = False, blocks: Blocks | None = None, **options: Any,
+        self, inputs: Inputs, *, rank: int, layout: str, lay: Lay | dict[str, Lay], deterministic: bool,
+        family: str | None, recorded: bool, through: Callable[..., Any] | None = None,
+        traced: bool = False, blocks: Blocks | None = None, large_scores: bool = False, thorough: bool = False,
+        **options: Any,
     ) -> None:  # fmt: skip
-        """`recorded`: gradients by autograd, not by attention_backward; `traced`: under jax.jit, or by torch.func."""
-        judge = Judge(inputs, options, backward=True, large_scores=False, blocks=blocks)
-        put = self.library.put
+        """`recorded`: gradients by autograd, not by attention_backward; `traced`: under jax.jit, or by torch.func.
+
+        `through`: by this function of (B, S, H, D) arrays, which gives out alone and is differentiated.
+        """
+        judge = Judge(inputs, options, backward=True, large_scores=large_scores, blocks=blocks, thorough=thorough)
+        if through is not None:
+            self._by_another_name(judge, inputs, through)
+            return
+
+        def put(x: np.ndarray, name: str) -> Any:
+            return self.library.put(x, lay.get(name, CONTIGUOUS) if isinstance(lay, dict) else lay)
+
         with self.library.session():
-            q, k, v, dout = (put(as_caller_has_it(x, rank, layout), lay) for x in inputs[:4])
+            q, k, v, dout = (
+                put(as_caller_has_it(x, rank, layout), name) for x, name in zip(inputs, ("q", "k", "v", "dout"))
+            )
             if family is not None:
                 family = Backend(family, family).family_for(judge.problem)
             options |= {"layout": layout, "family": family, "deterministic": deterministic}
             arrays = arrays_of_rank(inputs, rank)
-            options |= as_arguments({name: as_given(name, x, lambda x: put(x, lay)) for name, x in arrays.items()})
+            options |= as_arguments(
+                {name: as_given(name, x, lambda x, name=name: put(x, name)) for name, x in arrays.items()}
+            )
             if blocks is not None:
                 options["block_mask"] = blocks.mask(like=q)
-            dlse = None if inputs.dlse is None else put(inputs.dlse[(0,) * (4 - rank)], lay)
+            dlse = None if inputs.dlse is None else put(inputs.dlse[(0,) * (4 - rank)], "dlse")
             if recorded:
                 out, lse, *grads = self.library.recorded([q, k, v], dout, dlse, options, traced)
             else:
@@ -154,6 +173,14 @@ class Framework:
             judge("lse", lse)
             for name, x in zip(("out", "dq", "dk", "dv"), others):
                 judge(name, as_reference_has_it(x, rank, layout))
+
+    def _by_another_name(self, judge: Judge, inputs: Inputs, through: Callable[..., Any]) -> None:
+        with self.library.session():
+            q, k, v, dout = (self.library.put(x, CONTIGUOUS) for x in inputs[:4])
+            given = {name: self.library.put(x, CONTIGUOUS) for name, x in inputs.given.items()}
+            found = self.library.pulled(lambda *x: through(*x, **given), [q, k, v], dout)
+            for name, x in zip(("out", "dq", "dk", "dv"), self.library.get_all(found)):
+                judge(name, x)
 
 
 class Torch:
@@ -190,6 +217,11 @@ class Torch:
         host = self.torch.cat(flat).cpu().numpy()
         return apart(host, [(tuple(x.shape), named.get(name, name)) for x, name in zip(arrays, names)])
 
+    def pulled(self, function: Callable[..., Any], arrays: list[Any], dout: Any) -> list[Any]:
+        leaves = [x.requires_grad_() for x in arrays]
+        out = function(*leaves)
+        return [out, *self.torch.autograd.grad(out, leaves, dout)]
+
     def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any], traced: bool) -> list[Any]:
         if traced:
             results, pull = self.torch.func.vjp(lambda *x: cupyflash.attention(*x, return_lse=True, **options), *arrays)
@@ -225,6 +257,10 @@ class Jax:
 
     def get_all(self, arrays: list[Any]) -> list[np.ndarray]:
         return self.jax.device_get(arrays)
+
+    def pulled(self, function: Callable[..., Any], arrays: list[Any], dout: Any) -> list[Any]:
+        out, pull = self.jax.vjp(function, *arrays)
+        return [out, *pull(dout)]
 
     def recorded(self, arrays: list[Any], dout: Any, dlse: Any, options: dict[str, Any], traced: bool) -> list[Any]:
         from cupyflash.jax import attention

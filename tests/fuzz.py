@@ -4,8 +4,9 @@
     python tests/fuzz.py --problems 1000000 --record tests/fuzz_runs.json    # every kernel family, where there is a GPU
     python tests/fuzz.py --seed 7 --only 12:345              # one problem again
 
-On a GPU what is asked becomes constants of a kernel, which takes seconds to compile. So kinds are drawn first: all that a
-kernel is compiled with. Of each kind many problems are drawn, in which only shapes, numbers and places in memory differ.
+On a GPU what is asked becomes constants of a kernel, which takes seconds to compile. So kinds are drawn first: all that
+a kernel is compiled with. Of each kind many problems are drawn, in which only shapes, numbers and places in memory
+differ.
 Problem n of kind k is drawn from (seed, k, n), and from nothing else.
 """
 
@@ -36,30 +37,35 @@ if __name__ in ("__main__", "__mp_main__"):  # as a script, and in the processes
     os.environ.setdefault("CUPYFLASH_CONFIG_DIR", os.devnull)  # not with tiles that were tuned here
 
 import float8_problems
+import fuzz_lengths
 import numpy as np
 from backends import CPU, Backend, no_gpu
 from criterion import ByLuck, luck_explains
 from frameworks import framework
+from fuzz_ways import CHANGES, LARGE_SCORES, ByFunction, changes_for, draw_lays, drop_in, run_cupy_or_numpy
 from reference import DTYPES
 from score_functions import WRITTEN
-from semantics import CONTIGUOUS, LAYS, Inputs, check, draw_blocks, draw_inputs
+from semantics import CONTIGUOUS, LAYS, Inputs, draw_blocks, draw_inputs
 
 from cupyflash.gpu.plan import FAMILIES
 from cupyflash.gpu.source import sources_digest
-from cupyflash.problem import ARRAYS, FLOAT8, FLOATS, ITEMSIZE, OF_FLOAT8
+from cupyflash.problem import ARRAYS, FLOAT8, FLOATS, ITEMSIZE, OF_FLOAT8, AttentionProblem
 
 # Head dimensions from one of these (and not it) to the next have a kernel in common, in every family.
 EDGES = (*range(0, 257, 16), 300)
 # Queries that a packed tile of the Hopper forward has room for, beside 64, 16, 8, 4 or 2 heads.
 FEW = ((1, 2), (3, 8), (9, 16), (17, 32), (33, 64))
-# Tiles have up to 256 rows or keys, and one in 30 problems may have more: in thousands of each kind, all edges and several tiles.
+# Tiles have up to 256 rows or keys, and one in 30 problems may have more: in thousands of each kind, all edges and
+# several tiles.
+MANY_OR_FAR = 0.004, 0.004  # how often heads are hundreds, or keys thousands
 LONGEST = ((20, 60, 130, 300, 1100), (10, 20, 50, 150, 600))  # and where queries are few, of many heads
 HOW_OFTEN = (0.45, 0.4, 0.12, 0.028, 0.002)
 GROUPED = 64  # with more queries than this there is no packing; nor with as many heads or fewer on a GPU of some size
 PROBLEMS_OF_A_KIND = {"cpu": 10, "gpu": 4000}  # nothing is compiled on a CPU
-# Times as many: of JAX, where XLA compiles for each shape; where queries are few, of as many heads as a GPU has room for; and
-# of block masks, whose lists wait for the GPU several times.
+# Times as many: of JAX, where XLA compiles for each shape; where queries are few, of as many heads as a GPU has room
+# for; and of block masks, whose lists wait for the GPU several times.
 OF_JAX, OF_FEW, OF_BLOCKS = 0.05, 0.2, 0.4
+OF_LENGTHS = 0.2  # how often lengths are data
 FAILURES = 20  # and then it ends
 SECONDS_BETWEEN_LINES = 10
 
@@ -87,6 +93,8 @@ class Kind:
     few: tuple[int, int] | None  # queries of heads that share keys, from and to
     by: str | None = None  # of 8 bits: what inputs are scaled by
     result: str | None = None  # and what out is
+    named: bool = True  # is the family? Else it is the plan's choice
+    lengths: bool = False  # are they data?
 
 
 def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: str) -> Kind:
@@ -97,7 +105,7 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
     scored = rng.random() < 0.5 and backend.takes(dtype, 64, 64, softcap=1.0)
     given = []
     for row in ARRAYS:
-        if row.name not in ("key_mask", "seed") and not row.of_float8 and scored and rng.random() < 0.4:
+        if row.name not in ("key_mask", "seed") and not (row.of_float8 or row.ragged) and scored and rng.random() < 0.4:
             dtypes = [dtype if x == "q" else x for x in row.dtypes if dtype != FLOAT8 or x != "q"]
             given.append((row.name, dtypes[rng.integers(len(dtypes))]))
     dropout = rng.random() < 0.2 and backend.takes(dtype, 64, 64, dropout=0.5)
@@ -121,7 +129,9 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
         along="".join(axis for axis in "qk" if rng.random() < 0.6 or (dtype == FLOAT8 and axis == "k")),
         deterministic=bool(rng.random() < 0.3),
         few=FEW[rng.integers(len(FEW))] if rng.random() < 0.12 else None,
+        named=bool(backend.family is None or rng.random() < 0.85),
         **_of_8_bits(rng) if dtype == FLOAT8 else {},
+        lengths=bool(library == "numpy" and dtype != FLOAT8 and rng.random() < OF_LENGTHS),
     )  # fmt: skip
 
 
@@ -157,6 +167,8 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
     rank = 4 if kind.few or rng.random() < 0.8 else int(rng.integers(2, 4))
     # What a problem costs is what the reference takes. So many are small, and what is long has few heads.
     longest = int(rng.choice(LONGEST[bool(kind.few)], p=HOW_OFTEN))
+    many, far = rng.random(2) < MANY_OR_FAR  # heads; keys, which thread blocks share
+    longest = 20 if many and not kind.few else longest
     few_heads = longest > 100 and not kind.few and rng.random() < 0.9
     heads_k, group = (1, 1) if few_heads else (int(n) for n in rng.choice([1, 2, 3], 2, p=[0.55, 0.3, 0.15]))
     if rank == 2:
@@ -173,16 +185,26 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
         seq_q = int(rng.integers(max(least, kind.few[0]), max(least, kind.few[1]) + 1))
     elif group > 1:
         seq_q += GROUPED
+    alike = not kind.few and group == 1 and kind.dims[0] == kind.dims[1] and rng.random() < 0.1
+    if far and rank == 4 and kind.blocks is None:
+        heads_k, group, seq_k = 1, heads_k * group if kind.few else 1, int(rng.integers(2000, 20000))
+        seq_q, alike = min(seq_q, 64), False
+    elif alike:
+        seq_k = seq_q
     heads = heads_k * group
     # Where a handful of rows decides, luck does, in 16 bits.
     enough = 1 + 200 // (heads * min(seq_q, seq_k)) if ITEMSIZE[kind.dtype] == 2 else 1
     batch = enough + int(rng.choice(3, p=[0.7, 0.2, 0.1])) if not kind.few else max(enough, 1 + 160 // heads)
+    if many and rank == 4 and not far:
+        batch = int(rng.integers(500, 3000)) // heads + 1
     if rank < 4:
         batch, seq_q, seq_k = 1, max(seq_q, 200 // heads), max(seq_k, 200 // heads)
 
     dims = tuple(int(rng.integers(EDGES[EDGES.index(edge) - 1] + 1, edge + 1)) for edge in kind.dims)
+    dims = (dims[0], dims[0]) if alike else dims
     inputs = draw_inputs(
-        rng, "float32" if kind.dtype == FLOAT8 else kind.dtype, batch=batch, seq=(seq_q, seq_k), heads=(heads, heads_k), dims=dims, key_mask=kind.key_mask,
+        rng, "float32" if kind.dtype == FLOAT8 else kind.dtype, batch=batch, seq=(seq_q, seq_k), heads=(heads, heads_k),
+        dims=dims, key_mask=kind.key_mask,
         dlse=float(10.0 ** rng.uniform(-1, 1)) if rng.random() < 0.3 else 0.0,
         given=[*(name for name, _ in kind.given if name != "seed"), *["seed"] * kind.dropout],
         full=kind.along + "".join(axis for axis in "bh" if rng.random() < 0.6), score=kind.score,
@@ -197,8 +219,10 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
 
     # Keys to the left of the last query's diagonal and to the right of the first one's: what a bound is less than.
     reach_left, reach_right = (seq_q, seq_k) if kind.causal == "top_left" else (seq_k, seq_q)
-    left = int(rng.integers(reach_left - 1)) if kind.left else None
-    right = int(rng.integers(least_right, reach_right - 1)) if kind.right and not kind.causal else None
+    left = _short(rng, 0, reach_left - 1) if kind.left else None
+    right = _short(rng, least_right, reach_right - 1) if kind.right and not kind.causal else None
+    if kind.causal and rng.random() < 0.3:  # a bound that says nothing beside that
+        right = int(rng.integers(0, 2 * reach_right))
     size = float(rng.choice([0.0, rng.uniform(0, 2), 1.0])) / max(dims[0], 1) ** 0.5
     scale = -max(size, 1e-3) if kind.negative else [None, size][rng.integers(2)]
     options = {
@@ -209,43 +233,88 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
         "scale": scale,
         "softcap": float(rng.uniform(0.5, 20)) if kind.softcap else None,
         "score": WRITTEN[kind.score].function if kind.score else None,
-        "dropout": float(rng.uniform(0.01, 0.6)) if kind.dropout else 0.0,
+        "dropout": float(rng.uniform(0.01, 0.97 if seq_k > 100 and rng.random() < 0.3 else 0.6)) * kind.dropout,
         "deterministic": kind.deterministic,
     }
     if kind.dtype == FLOAT8:
         options |= {"by": kind.by, "result": kind.result, "out_scale": float(2.0 ** rng.uniform(-3, 5))}
     if kind.blocks is not None:
         sizes = tuple(int(16 * n) for n in rng.integers(1, 9, 2))
-        options["blocks"] = draw_blocks(rng, (batch, heads, seq_q, seq_k), sizes, kind.blocks)
-    lay = list(LAYS)[rng.integers(len(LAYS))] if rank == 4 and rng.random() < 0.5 else "contiguous"
+        drawn = draw_blocks(rng, (batch, heads, seq_q, seq_k), sizes, kind.blocks)
+        options["blocks"] = ByFunction(*drawn) if rng.random() < 0.3 else drawn
+    change = None
+    if kind.dtype != FLOAT8 and rng.random() < 0.25:
+        can = changes_for(kind, inputs)
+        change = can[rng.integers(len(can))]
+        CHANGES[change](rng, inputs)
+    if kind.dtype != FLOAT8:
+        options |= {"large_scores": change in LARGE_SCORES, "thorough": bool(rng.random() < 0.1)}
+    lay: Any = list(LAYS)[rng.integers(len(LAYS))] if rank == 4 and rng.random() < 0.5 else "contiguous"
+    laid: Any = LAYS.get(lay, CONTIGUOUS)
+    if kind.dtype != FLOAT8 and rank == 4 and rng.random() < 0.15:
+        laid, lay = draw_lays(rng, inputs)
+    if kind.library in ("numpy", "cupy") and kind.dtype != FLOAT8:
+        alike = alike and change is None and lay == "contiguous"
+        if alike:
+            inputs.k[...] = inputs.v[...] = inputs.q
+        if change is not None or options["dropout"] > 0.6:
+            options["moving"] = ()  # what tangents may be off by is known of ordinary numbers
+        options |= {"targets": bool(rng.random() < 0.7), "again": bool(rng.random() < 0.15), "alike": alike}
     shapes = " ".join(f"{name}{tuple(x.shape)}" for name, x in zip("qkv", inputs))
     given = {name: f"{x.dtype}{x.shape}" for name, x in inputs.given.items()}
     said = {name: x for name, x in options.items() if name != "blocks"} | {"score": kind.score}
-    text = f"{shapes} {given} dlse={inputs.dlse is not None} {said} {lay}"
+    text = f"{shapes} {given} dlse={inputs.dlse is not None} {said} {change} {lay}"
     if kind.blocks is not None:
         text += f" blocks of {sizes}"
-    return Problem(inputs, options | {"lay": LAYS.get(lay, CONTIGUOUS)}, text)
+    return Problem(inputs, options | {"lay": laid}, text)
+
+
+def _short(rng: np.random.Generator, low: int, high: int) -> int:
+    """From low to below high; as often of any size as of any number. (Of few keys luck decides how well they do.)"""
+    least = low + 8
+    if rng.random() < 0.5 or high - least < 4:
+        return int(rng.integers(low, high))
+    return least + int(np.exp(rng.uniform(0, np.log(high - least)))) - 1
 
 
 def run_one(kind: Kind, seed: tuple[int, ...]) -> tuple[str, str | None]:
     """One problem of a kind: what it was, and what is wrong with what came of it."""
     rng = Drawn(seed)
-    problem = draw_problem(rng, kind)
+    if kind.lengths:
+        return run_ragged(rng, kind)
+    problem, way = draw_problem(rng, kind), ""
     try:
         if kind.dtype == FLOAT8:
             library = float8_problems.library(kind.library, kind.family is not None)
             with library.session():
                 float8_problems.check(library, rng, problem.inputs, family=kind.family, **problem.options)
         elif kind.library in ("numpy", "cupy"):
-            check(Sparing(kind.family or "cpu", kind.family), problem.inputs, **problem.options)
+            backend = Sparing(kind.family or "cpu", kind.family) if kind.named else Unnamed("gpu", kind.family)
+            way = run_cupy_or_numpy(rng, backend, problem.inputs, problem.options)
         else:
             library = framework(kind.library, kind.family is not None)
             recorded, traced = rng.random(2) < 0.5
-            library.check(problem.inputs, family=kind.family, recorded=recorded, traced=traced, **problem.options)
+            family = kind.family if kind.named else None
+            through = drop_in(kind.library, problem.inputs, problem.options) if rng.random() < 0.5 else None
+            way = f"recorded={recorded} traced={traced} {'by another name' if through else ''}"
+            library.check(
+                problem.inputs, family=family, recorded=recorded, traced=traced, through=through, **problem.options
+            )
     except Exception as error:  # noqa: BLE001 (whatever it is, it is what the fuzzer looks for)
-        wrong = f"{type(error).__name__}: {error}"
+        wrong = f"{type(error).__name__}: {error} ({way})"
         return problem.text, wrong if isinstance(error, AssertionError) else f"{wrong}\n{traceback.format_exc()}"
     return problem.text, None
+
+
+def run_ragged(rng: Drawn, kind: Kind) -> tuple[str, str | None]:
+    """The same where lengths are data."""
+    dims = tuple(int(rng.integers(EDGES[EDGES.index(edge) - 1] + 1, edge + 1)) for edge in kind.dims)
+    said: list[str] = []
+    try:
+        fuzz_lengths.run(rng, kind, dims, said)
+    except Exception as error:  # noqa: BLE001
+        return " ".join(said), f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    return " ".join(said), None
 
 
 class Sparing(Backend):
@@ -256,6 +325,13 @@ class Sparing(Backend):
     def poison(self) -> None:
         if next(Sparing._calls) % 32 == 0:
             super().poison()
+
+
+class Unnamed(Sparing):
+    """One whose kernels are the plan's choice."""
+
+    def family_for(self, problem: AttentionProblem) -> None:
+        return None
 
 
 # ---- the script -----------------------------------------------------------------------------------------------------
@@ -305,7 +381,8 @@ def run_kind(work: tuple[argparse.Namespace, int, range, list[str]]) -> Result:
     kind = kind_of(args, k, names)
     failures: list[str] = []
     done = by_luck = 0
-    for done, n in enumerate(numbers, 1):
+    for n in numbers:
+        done += 1
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", ByLuck)
             text, wrong = run_one(kind, (args.seed, k, n))

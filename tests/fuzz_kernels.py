@@ -1,4 +1,5 @@
-"""Random problems on the kernels without a GPU (on_cpu.py): beside test_*_on_cpu.py's cases, whatever constants and options come together.
+"""Random problems on the kernels without a GPU (on_cpu.py): beside test_*_on_cpu.py's cases, whatever constants and
+options come together.
 
 python tests/fuzz_kernels.py --seconds 600              # each takes g++ some 20 seconds
 python tests/fuzz_kernels.py --seed 7 --only 345        # one again
@@ -19,6 +20,7 @@ if __name__ == "__main__":
 
 import numpy as np
 import on_cpu
+import on_cpu_tangents
 import pytest
 from float8_problems import BY, RESULTS, quantize
 from on_cpu import check
@@ -27,7 +29,7 @@ from semantics import Blocks, draw_blocks, draw_inputs
 from test_float8_on_cpu import check as check_8_bits
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.families import sm90_backward
+from cupyflash.gpu.families import sm90_backward_cost
 
 ARCHS = {"sm90": ("sm_90a", 90, 232448), "sm80": ("sm_80", 80, 166912), "simt": ("sm_75", 75, 65536)}
 DTYPES = {"sm90": ("float16", "bfloat16"), "sm80": ("float16", "bfloat16", "float32"), "simt": ("float32", "float16")}
@@ -46,6 +48,7 @@ class Case(NamedTuple):
     shapes: dict[str, Any]
     options: dict[str, Any]
     shares: int  # 0: as planned
+    moves: tuple[str, ...] | None = None  # with these tangents (on_cpu_tangents.py); none of them: all
 
 
 def some(rng: np.random.Generator, choice: Any) -> Any:
@@ -103,8 +106,13 @@ def draw_case(rng: np.random.Generator, families: list[str]) -> Case:
         return Case(family, 2, "float8", shapes, options, 0)
     shapes |= {"dlse": 1.0 if rng.random() < 0.3 else 0.0, "bias": "float32" if rng.random() < 0.3 else None}
     options |= {"deterministic": bool(rng.random() < 0.35), "rows_aligned": bool(rng.random() < 0.8)}
+    options["apart"] = 4 if rng.random() < 0.2 else True
     shares = int(rng.integers(2, 5)) if family == "sm90" and rng.random() < 0.2 and not blocks else 0
-    return Case(family, int(some(rng, (2, 2, 4, 6, 14, 40))), dtype, shapes, options, shares)
+    case = Case(family, int(some(rng, (2, 2, 4, 6, 14, 40))), dtype, shapes, options, shares)
+    if rng.random() < 0.3:
+        can = ["q", "k", "v", "dout", *(x for x in names if x != "mask")]
+        return case._replace(shares=0, moves=tuple(x for x in can if rng.random() < 0.4))
+    return case
 
 
 def uneven_blocks(rng: np.random.Generator, shape: tuple[int, int, int, int], *how: Any) -> Blocks:
@@ -120,12 +128,18 @@ def run_case(case: Case, rng: np.random.Generator) -> None:
         return
     with pytest.MonkeyPatch.context() as patch:
         if rng.random() < 0.3:
-            patch.setattr(on_cpu, "draw_blocks", uneven_blocks)
+            for module in (on_cpu, on_cpu_tangents):
+                patch.setattr(module, "draw_blocks", uneven_blocks)
         if case.shares:
-            patch.setattr(sm90_backward, "_shares", lambda problem, t, clusters: min(case.shares, problem.group))
-            patch.setattr(sm90_backward, "CACHE", 1)
+            patch.setattr(sm90_backward_cost, "shares", lambda problem, t, clusters: min(case.shares, problem.group))
+            patch.setattr(sm90_backward_cost, "CACHE", 1)
         name, cc, memory = ARCHS[case.family]
-        check(case.family, Arch(name, cc, case.sms, memory), rng, case.dtype, case.shapes, case.options)
+        arch, options = Arch(name, cc, case.sms, memory), dict(case.options)
+        if case.moves is None:
+            check(case.family, arch, rng, case.dtype, case.shapes, options)
+        else:
+            del options["rows_aligned"], options["apart"]
+            on_cpu_tangents.check(case.family, arch, rng, case.dtype, case.shapes, options, case.moves)
 
 
 def run_8_bits(case: Case, rng: np.random.Generator) -> None:

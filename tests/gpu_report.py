@@ -1,8 +1,8 @@
 """tests/gpu_report.json: which kernel sources passed which tests on which GPU. `--gpu-report PATH` writes it.
 
-What a run that was stopped (Ctrl-C, or SIGINT at a time limit) did not reach counts as failed. A run of nothing but tests
-that the report at PATH counts as failed, on the same kernel sources, amends that report (after a test was put right, or to
-go on where a run was stopped), and stays listed in it.
+What a run that was stopped (Ctrl-C, or SIGINT at a time limit) did not reach counts as failed. A run of nothing but
+tests that the report at PATH counts as failed, on the same kernel sources, amends that report (after a test was put
+right, or to go on where a run was stopped), and stays listed in it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ COUNTED = "counted as"
 
 
 def count_as(item: pytest.Item) -> None:
-    """Let the item's result carry the kernel family and dtype that it tests, to the process that counts: as its parameters or
-    its marker have them."""
+    """Let the item's result carry the kernel family and dtype that it tests, to the process that counts: as its
+    parameters or its marker have them."""
     marker = item.get_closest_marker("gpu")
     if marker and "of" in marker.kwargs:
         item.user_properties.append((COUNTED, marker.kwargs["of"]))
@@ -101,7 +101,8 @@ class GpuReport:
         self.path.write_text(json.dumps(self._amended(facts) or facts, indent=1) + "\n", encoding="utf-8")
 
     def _amended(self, facts: dict[str, Any]) -> dict[str, Any] | None:
-        """The report that stands, with these results instead of the failures it counts; None where that does not apply."""
+        """The report that stands, with these results instead of the failures it counts; None where that does
+        not apply."""
         if not self.path.is_file():
             return None
         before: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from cupyflash.gpu.device import Arch
+from cupyflash.gpu.kernel_plan import MOVING
 from cupyflash.gpu.plan import FAMILIES
 from cupyflash.passes import FORWARD
 from cupyflash.problem import ARRAYS, AXES, FLOAT8, FLOATS, ITEMSIZE, OF_FLOAT8, AttentionProblem, Given
@@ -27,14 +29,14 @@ FEW = {
 }  # queries: tiles differ
 
 GIVEN = tuple(
-    Given(rule.name, rule.dtypes[0], rule.axes) for rule in ARRAYS if not rule.of_float8
+    Given(rule.name, rule.dtypes[0], rule.axes) for rule in ARRAYS if not (rule.of_float8 or rule.ragged)
 )  # every optional array
 BIAS, MASK = (Given("bias", "q", AXES),), (Given("mask", "bool", AXES),)
 SLOPES = (Given("alibi_slopes", "float32", ("batch", "head")),)
 KEY_MASK = (Given("key_mask", "bool", ("batch", "key")),)  # the one that every family takes
 
-# A score function whose slope is no constant, with a table of what depends on the distance, an array that is read for each
-# pair, and one of integers.
+# A score function whose slope is no constant, with a table of what depends on the distance, an array that is read for
+# each pair, and one of integers.
 SCORE = trace(
     lambda s, b, h, i, j, table, ids: where(ids[b, i] == ids[b, j], 20 * tanh(s / 20) + table[h, j - i], -math.inf),
     {"table": ("float32", 2, False), "ids": ("int32", 2, False)},
@@ -46,12 +48,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": "bottom_right", "right": 0},
     "hidden": {"left": 100, "right": 50, "given": KEY_MASK, "scale": -1.0, "deterministic": True},
     "blocks": {"left": 100, "right": 50, "block_mask": ("batch", "head"), "deterministic": True},
-    "capped": {"causal": "bottom_right", "right": 0, "softcap": 30.0},  # beside slopes a soft cap is computed in another way
+    # Beside slopes a soft cap is computed in another way
+    "capped": {"causal": "bottom_right", "right": 0, "softcap": 30.0},
     "slopes": {"causal": "bottom_right", "right": 0, "given": SLOPES, "softcap": 30.0},
     "dropped": {"causal": "bottom_right", "right": 0, "dropout": 0.1},
     "window": {"left": 127, "right": 0},  # few key tiles add to a tile of dQ
     "everything": {
-        "left": 100, "right": 50, "block_mask": ("batch", "head"), "given": GIVEN, "scale": -1.0, "softcap": 30.0, "dropout": 0.1,
+        "left": 100, "right": 50, "block_mask": ("batch", "head"), "given": GIVEN, "scale": -1.0, "softcap": 30.0,
+        "dropout": 0.1,
         "deterministic": True,
     },
     "score": {"right": 0, "score": SCORE},
@@ -67,11 +71,34 @@ def problem(dtype: str, dim: int = 64, dim_v: int | None = None, **fields: Any) 
     return AttentionProblem(dtype=dtype, dim=dim, dim_v=dim if dim_v is None else dim_v, **fields)
 
 
+def moving(problem: AttentionProblem, names: Collection[str] = ()) -> AttentionProblem:
+    """With tangents of these arrays; of all that may have one, where none is named."""
+    read = [x.key for x in problem.score.arrays if x.kind == "float"] if problem.score else []
+    can = [name for name in MOVING if problem.has(name) or name in ("q", "k", "v", "dout")] + read
+    return replace(problem, tangents=tuple(Given(name, "", ()) for name in can if not names or name in names))
+
+
+def moving_problems() -> Iterator[AttentionProblem]:
+    """A few of each dtype, with tangents of everything; and some with tangents of few arrays."""
+    for dtype in FLOATS:
+        for dim in (32, 64, 128, 256):
+            for name in ("hidden",) if dtype == "float16" else ("nothing", "everything"):
+                yield moving(problem(dtype, dim, **FEATURES[name]))
+        yield moving(problem(dtype, 64 if dtype == "float16" else 128, **FEATURES["score"]))
+    for dtype, dim in (("bfloat16", 128), ("float32", 64)):
+        for names in (("q", "k", "v"), ("q",), ("k", "v"), ("v",)):
+            yield moving(problem(dtype, dim, **FEATURES["causal"]), names)
+        for names in (("bias", "dout"), ("sinks",), ("alibi_slopes", "q")):
+            yield moving(problem(dtype, dim, **FEATURES["everything"]), names)
+
+
 def some_problems(turn: int | None = None) -> Iterator[AttentionProblem]:
     """A first look: few problems, with most of the code in them; with `turn`, of each dtype two head dimensions."""
     for n, (dtype, name) in enumerate(zip(FLOATS, ("everything", "hidden", "everything", "hidden"))):
         for dim in (64, 128, 256) if turn is None else ((64, 128)[(turn + n) % 2], 256):
             yield problem(dtype, dim, **FEATURES[name])
+    for n, (dtype, name) in enumerate((("bfloat16", "hidden"), ("float32", "everything"))):
+        yield moving(problem(dtype, 128 if turn is None else (64, 128)[(turn + n) % 2], **FEATURES[name]))
     yield problem("bfloat16", 128, given=BIAS)
     yield in_8_bits(128, "causal", True)
 
@@ -102,14 +129,15 @@ def of_pairs() -> Iterator[AttentionProblem]:
         yield problem("float16", dim, batch=20, seq_q=49, seq_k=49, given=both, block_mask=("batch", "head"))
 
 
-# Of each family, architectures for which the covering set is compiled. For others, which have the same registers and read the
-# same source, some of it.
+# Of each family, architectures for which the covering set is compiled. For others, which have the same registers and
+# read the same source, some of it.
 THOROUGH = {"sm90": ("sm_90a",), "sm80": ("sm_80", "sm_86"), "simt": ("sm_75", "sm_90a"), "flash1": ("sm_75",)}
 
 
 def cover(family: str, arch: str) -> Iterator[AttentionProblem]:
     if arch in THOROUGH[family]:
         yield from problems()
+        yield from moving_problems()
         yield from of_8_bits()
         if family == "sm90":  # where these take room that tiles have elsewhere
             yield from of_pairs()
@@ -125,7 +153,8 @@ def problems() -> Iterator[AttentionProblem]:
         for dims in DIMS:
             for name, fields in FEATURES.items():
                 left_out = {
-                    "float16": ("causal", "blocks", "slopes", "dropped", "window"), "bfloat16": ("nothing",), "float32": ("capped", "window"),
+                    "float16": ("causal", "blocks", "slopes", "dropped", "window"), "bfloat16": ("nothing",),
+                    "float32": ("capped", "window"),
                     "float64": ("capped", "window"),
                 }  # fmt: skip
                 if name in left_out.get(dtype, ()):

@@ -1,11 +1,12 @@
-"""One small problem of each kind on a GPU, to be run under compute-sanitizer: every family, dtype, option and head dimension.
+"""One small problem of each kind on a GPU, to be run under compute-sanitizer: every family, dtype, option and head
+dimension.
 
     compute-sanitizer --tool memcheck --report-api-errors no python tests/memcheck.py --part 1/4
     compute-sanitizer --tool racecheck python tests/memcheck.py --family sm90 --only "everything"
     python tests/memcheck.py --cpu --list
 
-A line for each problem: forward, backward and the gradients of all arrays, judged as the tests do. Every array has memory of
-its own, not a piece of CuPy's pool, so that what lies beyond its ends is nobody's.
+A line for each problem: forward, backward and the gradients of all arrays, judged as the tests do. Every array has
+memory of its own, not a piece of CuPy's pool, so that what lies beyond its ends is nobody's.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ _MASKED = {"key_mask": True, "given": ("mask", "bias", "alibi_slopes", "sinks", 
 _BANDED = {"causal": True, "window": (150, None), "dropout": 0.2}
 KINDS = {
     "everything": Kind(_MASKED, {**_BANDED, "softcap": 8.0}, ((32, 48), "bh")),
-    "everything with a score": Kind({**_MASKED, "score": "relative"}, {**_BANDED, "score": WRITTEN["relative"].function}, ((48, 32), "")),
+    "everything with a score": Kind({**_MASKED, "score": "relative"}, {**_BANDED,
+        "score": WRITTEN["relative"].function}, ((48, 32), "")),
     "everything deterministic": Kind(_MASKED, {**_BANDED, "softcap": 8.0, "deterministic": True}, ((64, 64), "h")),
     "nothing": Kind(),
     "causal": Kind({}, {"causal": True}),
@@ -108,7 +110,8 @@ KINDS_8 = {
     "result of float16": Kind({}, {"result": "float16"}),
     "rows not aligned": Kind({}, {"lay": LAYS["rows-not-aligned"], "result": FLOAT8}),
     "few queries": Kind({"batch": 20, "seq": (5, 150), "heads": (12, 2)}, {"causal": True, "by": "block"}),
-    "more tiles than multiprocessors": Kind({"batch": 5, "seq": (260, 200), "heads": (12, 3)}, {"causal": True, "by": "head"}),
+    "more tiles than multiprocessors": Kind({"batch": 5, "seq": (260, 200), "heads": (12, 3)},
+        {"causal": True, "by": "head"}),
 }  # fmt: skip
 
 

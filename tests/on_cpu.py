@@ -22,7 +22,8 @@ from cupyflash.gpu.kernel_plan import Box, KernelPlan
 from cupyflash.gpu.params import KEYS, Packer, round_keys, score_shape
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
-from cupyflash.passes import BACKWARD, FORWARD
+from cupyflash.gpu.strides import params_strides
+from cupyflash.passes import BACKWARD, BY_ROWS, FORWARD
 from cupyflash.problem import ARRAYS, ITEMSIZE, AttentionProblem, View
 
 
@@ -36,16 +37,20 @@ def check(
     unit: float = 1.0,
     change: Callable[[Inputs], Inputs] = lambda inputs: inputs,
     own_times: float = 1,
+    backward: bool = True,
 ) -> None:
-    """Forward and backward, in both orders (cuda_on_cpu.h); every result must be as good as the reference.
+    """Forward and, unless told otherwise, backward, in both orders (cuda_on_cpu.h); every result must be as good as the
+    reference.
 
-    To the bit the same in both, too, but for dq and what a score function reads where that is not asked for. `shapes` are those of `draw_inputs`,
-    `options` those of a problem; "rows_aligned": whether rows of results start at multiples of 16 bytes; "tiles": those
-    of the forward and of the backward, in place of what the plan would choose; "blocks": what `draw_blocks` takes. `change`
-    makes others of the inputs that are drawn; `own_times` multiplies the errors of own precision, where few numbers decide.
+    To the bit the same in both, too, but for dq and what a score function reads where that is not asked for. `shapes`
+    are those of `draw_inputs`, `options` those of a problem; "rows_aligned": whether rows of results start at multiples
+    of 16 bytes; "apart": how many numbers of others are between two of them, True for 16 bytes; "tiles": those of the
+    forward and of the backward, in place of what the plan would choose; "blocks": what `draw_blocks` takes. `change`
+    makes others of the inputs that are drawn; `own_times` multiplies the errors of own precision, where few numbers
+    decide.
     """
-    options = {"rows_aligned": True, "tiles": (None, None), "deterministic": False} | options
-    blocks = options.pop("blocks", None)
+    options = {"rows_aligned": True, "apart": True, "tiles": (None, None), "deterministic": False} | options
+    blocks, apart = options.pop("blocks", None), options.pop("apart")
     rows_aligned, tiles, deterministic = options.pop("rows_aligned"), options.pop("tiles"), options["deterministic"]
     q, k, v, dout, key_mask, dlse, others = change(draw_inputs(rng, dtype, **shapes))
     if key_mask is not None:
@@ -75,6 +80,8 @@ def check(
     # What is dead may hold anything.
     blind, unseen = dead_rows(problem, key_mask, seen, {(use.queries, use.keys) for x in plans for use in x.lists})
     q, k, v, dout = (spoil(rng, x, dead) for x, dead in zip((q, k, v, dout), (blind, unseen, unseen, blind)))
+    if dlse is not None:
+        dlse = np.where(np.isneginf(exact.lse), np.nan, dlse).astype(dlse.dtype)
     aligned = plans[0].alignment == 16  # else any rows will do
     libraries = compile_all(*[as_cpp(generate(x), [y.name for y in x.launches]) for x in plans])
     listed = [
@@ -91,10 +98,14 @@ def check(
         inputs = {name: Guarded(x.shape, x.dtype, x, aligned) for name, x in given.items() if x is not None}
         shapes_out = {name: getattr(exact, name).shape for name in ("out", "dq", "dk", "dv")}
         results = {
-            name: Guarded(shape, q.dtype, None, aligned and rows_aligned, True) for name, shape in shapes_out.items()
+            name: Guarded(shape, q.dtype, None, aligned and rows_aligned, apart) for name, shape in shapes_out.items()
         }
         results["lse"] = Guarded(exact.lse.shape, problem.lse_dtype)
         run(libraries[0], plans[0], problem, results | inputs | spaces[0] | listed[0], last_first, arch.sms, seed)
+        if not backward:
+            for name in ("out", "lse"):
+                assert_as_good(results[name].array, getattr(exact, name), getattr(own, name), name, unit)
+            continue
         for name in ("out", "lse"):  # of the backward they are inputs
             inputs[name] = Guarded(results[name].array.shape, results[name].array.dtype, results[name].array, aligned)
         run(libraries[1], plans[1], problem, results | inputs | spaces[1] | listed[1], last_first, arch.sms, seed)
@@ -118,9 +129,10 @@ def check(
 class Guarded:
     """An array amid memory that nobody may write; what lies further than 16 bytes behind it nobody may even read.
 
-    An input has `values`, which nobody may write either. With `rows_aligned` its rows start at multiples of 16 bytes, and
-    what follows the values of one up to the next such multiple is zeros, as the corridor pads it. With that, or `apart`, rows
-    have something of another between them. (An array that has no rows, of fewer axes, is one block.)
+    An input has `values`, which nobody may write either. With `rows_aligned` its rows start at multiples of 16 bytes,
+    and what follows the values of one up to the next such multiple is zeros, as the corridor pads it. With that, or
+    `apart` (so many numbers, or True: 16 bytes), rows have something of another between them. (An array that has no
+    rows, of fewer axes, is one block.)
     """
 
     AROUND = 1 << 20  # bytes that are out of bounds, on both sides
@@ -131,14 +143,15 @@ class Guarded:
         dtype: Any,
         values: np.ndarray | None = None,
         rows_aligned: bool = False,
-        apart: bool = False,
+        apart: bool | int = False,
     ) -> None:
         self._dtype, self._shape = np.dtype(dtype), shape
         size, whole = self._dtype.itemsize, shape[-1]
         unit = max(1, 16 // size)
         if len(shape) == 4 and rows_aligned:
             whole = -(-whole // unit) * unit
-        row = whole + (unit if len(shape) == 4 and (rows_aligned or apart) else 0)
+        between = unit if rows_aligned or apart is True else int(apart)
+        row = whole + (between if len(shape) == 4 else 0)
         self._strides = (*[size * row * math.prod(shape[n + 1 : -1]) for n in range(len(shape) - 1)], size)
         used = size * max(0, math.prod(shape[:-1]) * row - (row - whole))
         used = -(-used // 16) * 16
@@ -169,6 +182,11 @@ class Guarded:
         """Of an array with rows, in elements, as `Packer` takes them: (batch, row, head)."""
         return tuple(s // self._dtype.itemsize for s in self.array.strides)[:3]
 
+    @property
+    def view(self) -> View:
+        own = tuple(s // self._dtype.itemsize for s in self.array.strides)
+        return View(self._shape, own, self._dtype.name, "cpu", "numpy", self.pointer)
+
     def check(self, name: str) -> None:
         memory = self._memory.copy()
         if not self._is_input:
@@ -189,12 +207,15 @@ def run(
     """Launch a plan's kernels on these arrays and workspaces."""
     slots = Packer(kernels, problem, {}).slots
     strides = {name: x.strides for name, x in given.items()}
+    for name in {*BY_ROWS} & given.keys():
+        strides[name] = params_strides(given[name].view, "bshd")
     for row in ARRAYS:
-        for name in {row.name, f"d{row.name}"} & given.keys():
+        for name in {f"{of}{row.name}" for of in ("", "d", "t", "td")} & given.keys():
             x = given[name].array
             own = tuple(s // x.itemsize for s in x.strides)
             strides[name] = row.strides(View(x.shape, own, x.dtype.name, "cpu", "numpy"), problem)
-    for name in (x.key for x in (problem.score.arrays if problem.score else ()) if x.key in given):
+    keys = [x.key for x in (problem.score.arrays if problem.score else ())]
+    for name in (name for key in keys for name in (key, f"t{key}") if name in given):
         x = given[name].array
         strides[name] = score_shape(
             View(x.shape, tuple(s // x.itemsize for s in x.strides), x.dtype.name, "cpu", "numpy")

@@ -1,7 +1,7 @@
 """Standard attention with the score matrix in memory: the plain version that every kernel is judged against.
 
-`standard` computes in float64, `standard_in_own_precision` as a framework without a fused kernel would in the inputs' own
-precision; `criterion.py` is between them. Arrays are NumPy in (B, S, H, D).
+`standard` computes in float64, `standard_in_own_precision` as a framework without a fused kernel would in the inputs'
+own precision; `criterion.py` is between them. Arrays are NumPy in (B, S, H, D).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from cupyflash.problem import ARRAYS, AttentionProblem, View, describe
+from cupyflash.problem import ARRAYS, AttentionProblem, View
+from cupyflash.rules import describe
 
 if TYPE_CHECKING:
     from score_functions import ByHand
@@ -33,8 +34,9 @@ class _Results(NamedTuple):
 class Standard(_Results):
     """out (B, Sq, Hq, Dv), lse (B, Hq, Sq); dq, dk, dv shaped like q, k, v, None unless dout was given.
 
-    By name alone: the gradients of the optional arrays that are given, shaped like these; and `luck`, by how much rounding
-    moves each of them where few numbers decide, if it is random: four standard deviations, for arithmetic in the dtype of q.
+    By name alone: the gradients of the optional arrays that are given, shaped like these; and `luck`, by how much
+    rounding moves each of them where few numbers decide, if it is random: four standard deviations, for arithmetic in
+    the dtype of q.
     """
 
     dbias: np.ndarray | None = None
@@ -86,9 +88,9 @@ def standard_in_own_precision(
 ) -> Standard:
     """Attention as standard tensor operations give it in the dtype of q: what a framework's math path does.
 
-    For float16 and bfloat16 each operation runs in float32 and its result (S, P, dP, dS, ...) is rounded to the dtype. Of
-    what happens to a score between Q Kᵀ and softmax that is tanh alone: a sum with a bias or a distance in 16 bits would
-    excuse any error.
+    For float16 and bfloat16 each operation runs in float32 and its result (S, P, dP, dS, ...) is rounded to the dtype.
+    Of what happens to a score between Q Kᵀ and softmax that is tanh alone: a sum with a bias or a distance in 16 bits
+    would excuse any error.
     """
     dtype = np.dtype(DTYPES[problem.dtype])
     given["key_mask"] = key_mask
@@ -125,7 +127,8 @@ def visible(
 def scores(
     problem: AttentionProblem, s: np.ndarray, given: dict[str, np.ndarray | None], rounded: Rounding = _exactly
 ) -> tuple[np.ndarray, np.ndarray | float]:
-    """From s = scale · Q Kᵀ, (B, Hq, Sq, Sk), to what softmax is taken of but for what is hidden; and its derivative by s."""
+    """From s = scale · Q Kᵀ, (B, Hq, Sq, Sk), to what softmax is taken of but for what is hidden; and its derivative by
+    s."""
     work, slope = s.dtype, 1.0
     if problem.score is not None:
         found = _by_hand(problem, s, given)
@@ -143,7 +146,8 @@ def scores(
 
 
 def kept(problem: AttentionProblem, given: dict[str, np.ndarray | None]) -> np.ndarray | bool:
-    """Booleans, (B, Hq, Sq, Sk): the probabilities that dropout keeps, each from a Philox of its own; True where it keeps all."""
+    """Booleans, (B, Hq, Sq, Sk): the probabilities that dropout keeps, each from a Philox of its own; True where it
+    keeps all."""
     if not problem.dropout:
         return True
     # A counter for eight pairs: bit 3 of the query and bits 3 and 0 of the key are left out.
@@ -190,10 +194,11 @@ def flash2_in_own_precision(
     dlse: np.ndarray | None = None,
     **given: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """dq, dk and gradients of arrays by FlashAttention-2's Algorithms 1 and 2 in float64; P, O, dS and they are rounded.
+    """dq, dk and gradients of arrays by FlashAttention-2's Algorithms 1 and 2 in float64; P, O, dS and they are
+    rounded.
 
-    That is what every FlashAttention kernel rounds. D = rowsum(dO * O) carries the rounding of P and O, which the sum over
-    P * dP in standard attention does not see: in rows with a handful of keys this is, by luck, a few times worse.
+    That is what every FlashAttention kernel rounds. D = rowsum(dO * O) carries the rounding of P and O, which the sum
+    over P * dP in standard attention does not see: in rows with a handful of keys this is, by luck, a few times worse.
     """
     dtype = np.dtype(DTYPES[problem.dtype])
 
@@ -239,7 +244,8 @@ def draw(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
 def state(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, key_mask: np.ndarray | None = None, **options: object
 ) -> AttentionProblem:
-    """The problem that NumPy arrays (in the layout that `options` says) and options, optional arrays among them, state."""
+    """The problem that NumPy arrays (in the layout that `options` says) and options, optional arrays among them,
+    state."""
 
     def stated(x: object) -> object:
         if not isinstance(x, np.ndarray):
@@ -334,7 +340,8 @@ def _of_arrays(
     rounded: Rounding,
     products: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """Gradients of optional arrays from those of the scores, (B, Hq, Sq, Sk): summed over what they are broadcast along.
+    """Gradients of optional arrays from those of the scores, (B, Hq, Sq, Sk): summed over what they are broadcast
+    along.
 
     `of_sink_scores`, (B, Hq, Sq, 1): those of the sinks' scores, but for their probabilities; `products`: scale · Q Kᵀ.
     """
@@ -364,8 +371,8 @@ def _of_arrays(
 def _read(
     problem: AttentionProblem, given: dict[str, np.ndarray | None], products: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray, tuple[np.ndarray, ...], np.ndarray]]:
-    """Of each array that a score function reads and that has a gradient: its name, itself, which element each pair reads, and
-    the score's derivative by that.
+    """Of each array that a score function reads and that has a gradient: its name, itself, which element each pair
+    reads, and the score's derivative by that.
     """
     if problem.score is None:
         return
@@ -386,10 +393,11 @@ def _luck(
     o_do: np.ndarray,
     products: np.ndarray,
 ) -> dict[str, float]:
-    """`Standard.luck`. `terms`, (B, Hq, Sq, Sk): sizes of what dS is a difference of; `o_do`, (B, Hq, Sq, Dv): of rowsum(dO * O).
+    """`Standard.luck`. `terms`, (B, Hq, Sq, Sk): sizes of what dS is a difference of; `o_do`, (B, Hq, Sq, Dv): of
+    rowsum(dO * O).
 
-    Each term is rounded by itself, rowsum and lse once for all keys. What is rounded to 16 bits is rounded to float32 on its
-    way some more times, which does not count; float32 in sums of many products.
+    Each term is rounded by itself, rowsum and lse once for all keys. What is rounded to 16 bits is rounded to float32
+    on its way some more times, which does not count; float32 in sums of many products.
     """
     dtype = np.dtype(DTYPES[problem.dtype])
     eps = float(ml_dtypes.finfo(dtype).eps) * (1 if dtype.itemsize == 2 else 8)
@@ -437,7 +445,8 @@ def _summed(x: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
 
 
 def _softmax(scores: np.ndarray, sinks: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Softmax, in place, and log-sum-exp over the last axis. A row of -inf has no mass: probabilities 0, lse -inf (or the sink)."""
+    """Softmax, in place, and log-sum-exp over the last axis. A row of -inf has no mass: probabilities 0, lse -inf (or
+    the sink)."""
     top = scores.max(-1, keepdims=True, initial=-np.inf)
     if sinks is not None:
         sinks = sinks.astype(scores.dtype)[:, None, None]

@@ -10,7 +10,7 @@ import numpy as np
 from reference import DTYPES
 
 from cupyflash.problem import AttentionProblem
-from cupyflash.score import ScoreArray, maximum, minimum, tanh, trace, where
+from cupyflash.score import ScoreArray, log, maximum, minimum, tanh, trace, where
 
 Arrays = dict[str, np.ndarray]
 # Of an array: the indices of the element that each pair reads, and the derivative of the score by it.
@@ -21,6 +21,8 @@ class ByHand(NamedTuple):
     score: np.ndarray
     slope: Any
     reads: Reads
+    of_s: Any = 0.0  # the second derivative by s
+    of_reads: dict[str, tuple[Any, Any]] = {}  # noqa: RUF012 (of an array, those by s and its element, and by that twice)
 
 
 class Written(NamedTuple):
@@ -52,6 +54,8 @@ def _documents(s: Any, b: Any, h: Any, i: Any, j: Any, ids: Any, cap: Any) -> By
     return ByHand(
         np.where(same, c * t, -np.inf), np.where(same, 1 - t**2, 0),
         {"cap": ((h,), np.where(same, t - (1 - t**2) * s / c, 0))},
+        np.where(same, -2 * t * (1 - t**2) / c, 0),
+        {"cap": tuple(np.where(same, 2 * t * (1 - t**2) * x, 0) for x in (s / c**2, -(s**2) / c**3))},
     )  # fmt: skip
 
 
@@ -78,6 +82,18 @@ def _without_s(s: Any, b: Any, h: Any, i: Any, j: Any, by_key: Any, by_query: An
     return ByHand(np.broadcast_to(score, s.shape), 0.0, reads)
 
 
+def nowhere(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+    """Of every twelve keys four are hidden, by a number that has no derivative."""
+    x = table[h, j & 7]
+    return where(j // 4 % 3 == 1, log(0.0 * s * x), s - 0.75 * x)
+
+
+def _nowhere(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> ByHand:
+    index, there = (h, j & 7), j // 4 % 3 != 1
+    reads = {"table": (index, np.where(there, -0.75, 0.0))}
+    return ByHand(np.where(there, s - 0.75 * table[index], -np.inf), np.where(there, 1.0, 0.0), reads)
+
+
 def _draw(**shapes: Callable[[int, int, int, int], tuple[int, ...]]) -> Any:
     def draw(rng: np.random.Generator, *sizes: int) -> Arrays:
         return {name: rng.standard_normal(shape(*sizes)).astype(np.float32) for name, shape in shapes.items()}
@@ -97,6 +113,7 @@ WRITTEN = {
     "without_s": Written(
         without_s, _draw(by_key=lambda b, h, q, k: (k,), by_query=lambda b, h, q, k: (b, q)), _without_s
     ),
+    "nowhere": Written(nowhere, _draw(table=lambda b, h, q, k: (h, 8)), _nowhere),
 }
 
 

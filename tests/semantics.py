@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+import tangents
 from backends import Backend
-from criterion import ByLuck, as_good_as_rounding, assert_as_good, far_units, large_score_units, one_key_units
+from criterion import (
+    ByLuck,
+    as_good_as_rounding,
+    assert_as_good,
+    assert_mean_errors,
+    far_units,
+    large_score_units,
+    one_key_units,
+)
 from reference import Standard, draw, flash2_in_own_precision, standard, standard_in_own_precision, state, visible
 from score_functions import WRITTEN, key, of_dtype
 
 from cupyflash import BlockMask, attention, attention_backward, block_mask
 from cupyflash.problem import ARRAYS, AttentionProblem
+from cupyflash.score.graph import name_of
 
 
 class Inputs(NamedTuple):
@@ -46,12 +57,13 @@ def draw_inputs(
     bias: str | None = None,
     score: str | None = None,
 ) -> Inputs:
-    """Random inputs: `seq` is (Sq, Sk), `heads` (Hq, Hk), `dims` (D, Dv); `dlse` the size of lse's gradient, 0 for none.
+    """Random inputs: `seq` is (Sq, Sk), `heads` (Hq, Hk), `dims` (D, Dv); `dlse` the size of lse's gradient, 0 for
+    none.
 
-    `given` names other optional arrays. Along the axes of `full`, by their first letters, a mask or bias has every number;
-    it has length 1 along the others. `bias`: the dtype of that, where it is not that of q. A seed is one of no dimensions, which
-    stands for a number; reshaped to one dimension it is an array. With the arrays of `score`, of WRITTEN; what is learned of
-    them is in float32 for 16-bit inputs.
+    `given` names other optional arrays. Along the axes of `full`, by their first letters, a mask or bias has every
+    number; it has length 1 along the others. `bias`: the dtype of that, where it is not that of q. A seed is one of no
+    dimensions, which stands for a number; reshaped to one dimension it is an array. With the arrays of `score`, of
+    WRITTEN; what is learned of them is in float32 for 16-bit inputs.
     """
     (sq, sk), (hq, hk), (d, dv) = seq, heads, dims
     shapes = ((batch, sq, hq, d), (batch, sk, hk, d), (batch, sk, hk, dv), (batch, sq, hq, dv))
@@ -94,7 +106,8 @@ class Blocks(NamedTuple):
 def draw_blocks(
     rng: np.random.Generator, shape: tuple[int, int, int, int], block: tuple[int, int], axes: str = "bh"
 ) -> Blocks:
-    """Random ones for (B, H, Sq, Sk), empty, full and partial; `axes`: those of batch and heads along which they differ."""
+    """Random ones for (B, H, Sq, Sk), empty, full and partial; `axes`: those of batch and heads along which they
+    differ."""
     whole = (*(n if axis in axes else 1 for axis, n in zip("bh", shape)), *shape[2:])
     grid = (*whole[:2], *(-(-n // size) for n, size in zip(shape[2:], block)))
     kinds = rng.choice(3, grid, p=(0.4, 0.3, 0.3))  # empty, full, partial
@@ -111,7 +124,8 @@ def dead_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Which queries see no key, (B, Sq, Hq), and which keys no query sees, (B, Sk, Hk), by position and key_mask.
 
-    Of what `blocks` (booleans over all pairs) hide, tiles of queries and keys of all sizes in `tiles` that hold nothing else.
+    Of what `blocks` (booleans over all pairs) hide, tiles of queries and keys of all sizes in `tiles` that hold nothing
+    else.
     """
     p = problem
     seen = np.broadcast_to(visible(p, key_mask), (p.batch, p.heads_q, p.seq_q, p.seq_k))
@@ -170,49 +184,79 @@ def check(
     *,
     rank: int = 4,
     layout: str = "bshd",
-    lay: Lay = CONTIGUOUS,
+    lay: Lay | dict[str, Lay] = CONTIGUOUS,
     backward: bool = True,
     deterministic: bool = False,
     large_scores: bool = False,
     wrt: Collection[str] | None = None,
     blocks: Blocks | None = None,
+    moving: Collection[str] | None = None,
+    targets: bool = True,
+    again: bool = False,
+    alike: bool = False,
+    thorough: bool = False,
     **options: Any,
 ) -> None:
-    """Run `inputs` through attention and attention_backward on the backend; every result must be as good as the reference.
+    """Run `inputs` through attention and attention_backward on the backend; every result must be as good as the
+    reference.
+
+    `moving`: arrays whose tangents both passes of those are given, if any; unless said, on a CPU all, and one alone.
 
     `wrt`: optional arrays whose gradients are asked for, all that are given unless said. `blocks`: a block mask.
 
     Arrays are given in `rank` dimensions, `layout` and `lay`; results go into arrays that hold NaN before, and nothing
-    around them may be touched. `large_scores` as `Judge` has it.
+    around them may be touched. `large_scores` and `thorough` as `Judge` has it.
+
+    A dictionary as `lay` has that of each array by name, of results too. Without `targets` these are new arrays.
+    `again`: a second call must give the same bits; `alike`: q, k and v, which have the same numbers, are one array.
     """
     q, k, v, dout = inputs[:4]
     others = inputs.given
-    judge = Judge(inputs, options, backward, large_scores, blocks)
+    judge = Judge(inputs, options, backward, large_scores, blocks, thorough)
     dtype = judge.problem.dtype
-    if not judge.problem.empty:  # what is dead does not matter
+
+    def laid(name: str) -> Lay:
+        return lay.get(name, CONTIGUOUS) if isinstance(lay, dict) else lay
+
+    if not judge.problem.empty and not alike:  # what is dead does not matter
         blind, unseen = dead_rows(judge.problem, inputs.key_mask)
         rng = np.random.default_rng(q.size)
-        q, k, v, dout = (spoil(rng, x, dead) for x, dead in zip(inputs[:4], (blind, unseen, unseen, blind)))
-    given = [_placed(backend, as_caller_has_it(x, rank, layout), lay)[1] for x in (q, k, v, dout)]
+        q, k, v, dout = (
+            x if math.prod(laid(name).around(x.shape)) < x.size else spoil(rng, x, dead)  # else one row is many
+            for name, x, dead in zip(("q", "k", "v", "dout"), inputs, (blind, unseen, unseen, blind))
+        )
+    given = [
+        _placed(backend, as_caller_has_it(x, rank, layout), laid(name))[1]
+        for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout))
+    ]
+    given = [given[0]] * 3 + given[3:] if alike else given
     options |= {"layout": layout, "family": backend.family_for(judge.problem)}
     named = {}
     for name, x in arrays_of_rank(inputs, rank).items():
-        named[name] = _placed(backend, x, lay)[1] if x.ndim == 4 else as_given(name, x, backend.put)
+        named[name] = _placed(backend, x, laid(name))[1] if x.ndim == 4 else as_given(name, x, backend.put)
     options |= as_arguments(named)
     if blocks is not None:
         options["block_mask"] = blocks.mask(like=given[0])
 
     shapes = {"out": q.shape[:-1] + v.shape[-1:], "dq": q.shape, "dk": k.shape, "dv": v.shape}
-    base, out = _unwritten(backend, shapes["out"], dtype, rank, layout, lay)
-    bases = {"out": base}
+    bases: dict[str, Any] = {}
+
+    def target(name: str) -> Any:
+        if not targets:
+            return None
+        bases[name], view = _unwritten(backend, shapes[name], dtype, rank, layout, laid(name))
+        return view
+
+    out = target("out")
     backend.poison()
     result, lse = attention(*given[:3], out=out, return_lse=True, **options)
-    assert result is out
-    found = {"lse": lse}
+    assert result is out or not targets
+    out = result
+    found = {"lse": lse} | ({} if targets else {"out": out})
+    if again:
+        _assert_same_bits(backend, "forward", (out, lse), attention(*given[:3], return_lse=True, **options))
     if backward:
-        written = [_unwritten(backend, shapes[name], dtype, rank, layout, lay) for name in ("dq", "dk", "dv")]
-        bases |= {name: base for name, (base, _) in zip(("dq", "dk", "dv"), written)}
-        grads = tuple(view for _, view in written)
+        grads = tuple(target(name) for name in ("dq", "dk", "dv")) if targets else None
         read = {x.key: x for x in judge.problem.score.arrays} if judge.problem.score else {}
         if wrt is None:
             wrt = [row.name for row in ARRAYS if row.gradient and row.name in others]
@@ -223,7 +267,14 @@ def check(
         results = attention_backward(
             given[3], *given[:3], out, lse, deterministic=deterministic, grads=grads, wrt=wrt, **options
         )  # fmt: skip
-        assert all(x is view for x, view in zip(results, grads))
+        if grads is None:
+            found |= dict(zip(("dq", "dk", "dv"), results))
+        else:
+            assert all(x is view for x, view in zip(results, grads))
+        if again and deterministic:
+            more = attention_backward(given[3], *given[:3], out, lse, deterministic=True, wrt=wrt, **options)
+            _assert_same_bits(backend, "backward", (*results, *results.of_arrays.values()),
+                              (*more, *more.of_arrays.values()))  # fmt: skip
         for row in ARRAYS:
             if row.name in wrt:
                 found[f"d{row.name}"] = getattr(results, f"d{row.name}")
@@ -233,36 +284,108 @@ def check(
         assert results.dscore_arrays.keys() == {x.name for x in read.values() if x.name in wrt}
         found |= {f"d{name}": results.dscore_arrays[x.name] for name, x in read.items() if x.name in wrt}
 
+    # A GPU compiles kernels for each set of tangents: for what a test names.
+    asked = bool(moving) if moving is not None else (backend.family is None and tangents.are_asked(judge.problem))
+    if backward and asked:
+        known = {name: x for name, x in options.items() if name != "deterministic"}
+        _check_tangents(
+            backend, judge, given, out, lse, known | {"deterministic": deterministic}, rank, layout,
+            CONTIGUOUS if isinstance(lay, dict) else lay, moving,
+        )  # fmt: skip
     judge.reckon()  # while a GPU computes
     fetched = dict(zip((*bases, *found), backend.get_all([*bases.values(), *found.values()])))
     for name, x in fetched.items():
         if name in bases:
-            judge(name, as_reference_has_it(lay.view(x), rank, layout))
-            _assert_untouched_around(x, lay)
+            judge(name, as_reference_has_it(laid(name).view(x), rank, layout))
+            _assert_untouched_around(x, laid(name))
         elif name == "lse":
             judge(name, x)
+        elif name in shapes:
+            judge(name, as_reference_has_it(x, rank, layout))
         else:
             assert x.dtype == others[name[1:]].dtype
             judge(name, x.reshape(others[name[1:]].shape))
 
 
+def _assert_same_bits(backend: Backend, what: str, first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
+    for n, (x, y) in enumerate(zip(*(backend.get_all(list(some)) for some in (first, second)))):
+        assert x.tobytes() == y.tobytes(), f"result {n} of the {what} is not the same in a second call"
+
+
+def _check_tangents(
+    backend: Backend,
+    judge: Judge,
+    given: list[Any],
+    out: Any,
+    lse: Any,
+    options: dict[str, Any],
+    rank: int,
+    layout: str,
+    lay: Lay,
+    moving: Collection[str] | None,
+) -> None:
+    """Along tangents of these arrays, or of everything at once and of one array alone; what is hidden has any."""
+    q, k, v, dout, key_mask, dlse, others = judge.inputs
+    problem = judge.problem
+    arrays = {"q": q, "k": k, "v": v, "dout": dout} | ({} if key_mask is None else {"key_mask": key_mask}) | others
+    arrays |= {} if dlse is None else {"dlse": dlse}
+    rng = np.random.default_rng(q.size + k.size)
+    names = tangents.can_move(problem, others)
+    dead = {}
+    if not problem.empty:
+        blind, unseen = dead_rows(problem, key_mask)
+        dead = {"q": blind, "k": unseen, "v": unseen, "dout": blind}
+    shaped = arrays | {"dlse": np.empty((problem.batch, problem.heads_q, problem.seq_q), problem.lse_dtype)}
+    for some in [[*moving]] if moving is not None else [names, [str(rng.choice(names))]]:
+        moved = tangents.draw_tangents(rng, shaped, some)
+        spoilt = {name: spoil(rng, x, dead[name]) if name in dead else x for name, x in moved.items()}
+        placed = {}
+        for name, x in spoilt.items():
+            if name in ("q", "k", "v", "dout"):
+                x = as_caller_has_it(x, rank, layout)
+            elif name == "dlse":
+                placed[name] = backend.put(x.reshape(lse.shape))
+                continue
+            elif name == "bias" and x.shape == (problem.batch, problem.heads_q, problem.seq_q, problem.seq_k):
+                x = np.where(tangents.hidden(problem, others, key_mask), np.nan, x).astype(x.dtype)
+            if name in ("q", "k", "v", "dout"):
+                placed[name] = _placed(backend, x, lay)[1]
+            else:
+                placed[name] = backend.put(_of_rank(name, x, rank))
+        wrt = [name for name in (some if moving is not None else names) if name not in ("q", "k", "v", "dout", "dlse")]
+        wanted = [name_of(name) or name for name in wrt]
+        backend.poison()
+        found = tangents.call(placed, given[3], given[:3], out, lse, options, wanted)
+        moving = tangents.Moving(problem, arrays, moved)
+        for name, x in zip(found, backend.get_all([*found.values()])):
+            rows = name in ("tout", "tdq", "tdk", "tdv")
+            moving.judge(name, as_reference_has_it(x, rank, layout) if rows else x)
+
+
 class Judge:
     """The problem that inputs and options state, and a verdict on each of its results, in the shapes of the reference.
 
-    `large_scores`: some are so far from 0 that luck decides, see `large_score_units`. Where dq, dk and gradients of optional
-    arrays miss the criterion, they may also be about as good as the published algorithm is on this very problem, computed in
-    float64 and rounded where it rounds.
+    `large_scores`: some are so far from 0 that luck decides, see `large_score_units`. Where dq, dk and gradients of
+    optional arrays miss the criterion, they may also be about as good as the published algorithm is on this very
+    problem, computed in float64 and rounded where it rounds. `thorough`: not the largest error of all alone, but the
+    mean square of each head as well.
     """
 
     def __init__(
-        self, inputs: Inputs, options: dict[str, Any], backward: bool, large_scores: bool, blocks: Blocks | None = None
+        self,
+        inputs: Inputs,
+        options: dict[str, Any],
+        backward: bool,
+        large_scores: bool,
+        blocks: Blocks | None = None,
+        thorough: bool = False,
     ) -> None:
         q, k, v, dout, key_mask, dlse, others = inputs
         stated = options if blocks is None else options | {"block_mask": blocks.mask()}
         self.problem = state(q, k, v, key_mask, **stated, **others)
         if blocks is not None:
             others = blocks.with_mask(others)
-        self.inputs = inputs._replace(given=others)
+        self.inputs, self.thorough = inputs._replace(given=others), thorough
         self.large_scores, self.arrays = large_scores, (q, k, v, key_mask, dout if backward else None, dlse)
 
     def reckon(self) -> None:
@@ -283,7 +406,8 @@ class Judge:
     def units(self) -> dict[str, float]:
         q, k, v, dout = self.inputs[:4]
         if self.large_scores:
-            return large_score_units(self.problem, q, k, self.inputs.given.get("bias"))
+            given = self.inputs.given
+            return large_score_units(self.problem, q, k, given.get("bias"), given.get("alibi_slopes"))
         return one_key_units(self.problem, q, k, v, dout) | far_units(self.problem, self.inputs.given)
 
     def __call__(self, name: str, actual: np.ndarray) -> None:
@@ -291,6 +415,8 @@ class Judge:
         if name == "lse":  # where q has no batch axis, or no heads, it has none either
             assert actual.dtype == self.problem.lse_dtype, f"lse has dtype {actual.dtype}"
             actual = actual.reshape(right.shape)
+        if self.thorough and name in ("out", "dq", "dk", "dv") and not self.large_scores:
+            assert_mean_errors(actual, right, getattr(self.own, name), name)
         if as_good_as_rounding(actual, right):
             return
         own = getattr(self.own, name)
@@ -316,11 +442,14 @@ class Judge:
 def arrays_of_rank(inputs: Inputs, rank: int) -> dict[str, np.ndarray]:
     """The optional arrays, key_mask among them, as a caller with q of `rank` dimensions has them."""
     given = dict(inputs.given) if inputs.key_mask is None else {"key_mask": inputs.key_mask, **inputs.given}
-    for row in ARRAYS:
-        x = given.get(row.name)
-        if x is not None and x.ndim == len(row.axes):  # else leading axes are left out already
-            given[row.name] = x.reshape(x.shape[len(row.axes) - len(row.has(rank)) :])
-    return given
+    return {name: _of_rank(name, x, rank) for name, x in given.items()}
+
+
+def _of_rank(name: str, x: np.ndarray, rank: int) -> np.ndarray:
+    row = next((row for row in ARRAYS if row.name == name), None)
+    if row is None or x.ndim != len(row.axes):  # leading axes are left out already
+        return x
+    return x.reshape(x.shape[len(row.axes) - len(row.has(rank)) :])
 
 
 def as_given(name: str, x: np.ndarray, put: Callable[[np.ndarray], Any]) -> Any:

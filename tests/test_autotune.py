@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -15,15 +17,15 @@ import pytest
 from kernel_cover import GIVEN, problem
 
 import cupyflash
-from cupyflash import autotune, precompile, tuned
-from cupyflash import problem as rules
-from cupyflash.autotune import candidates
 from cupyflash.call import Call
-from cupyflash.gpu import device
+from cupyflash.gpu import device, source, tuned
 from cupyflash.gpu.device import Arch
+from cupyflash.gpu.families.sm90_backward_jvp import TILES as TILES_OF_H
 from cupyflash.gpu.plan import FAMILIES, plan
-from cupyflash.gpu.source import sources_digest
-from cupyflash.passes import BACKWARD, FORWARD, Pass
+from cupyflash.passes import BACKWARD, FORWARD, JVP, Pass
+from cupyflash.problem import AttentionProblem, Given, complete
+from cupyflash.tools import autotune, explanation, precompile
+from cupyflash.tools.autotune import candidates
 
 A100, H200 = Arch.of("sm_80"), Arch.of("sm_90a")
 SHAPE = (2, 1000, 8, 64)
@@ -34,9 +36,21 @@ TUNED = [(family, of) for family, room in FAMILIES.items() for of in room.TILES]
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A configuration folder of the test's own; the file in it."""
     monkeypatch.setenv("CUPYFLASH_CONFIG_DIR", str(tmp_path / "config"))
-    tuned.stored.cache_clear()
+    forget()
     yield tmp_path / "config" / "tuning.json"
-    tuned.stored.cache_clear()
+    forget()
+
+
+def asked_of(of: Pass, dim: int = 64, **fields: object) -> AttentionProblem:
+    """A problem with tangents, where the pass takes such."""
+    moves = tuple(Given(name, "float16", ()) for name in "qkv") if of.moved else ()
+    return problem("float16", dim, tangents=moves, **fields)
+
+
+def forget() -> None:
+    """As a new process knows it: neither the file nor the kernels."""
+    for kept in (source._inline, source.code_digest, tuned.stored):
+        kept.cache_clear()
 
 
 def entry(tile: tuple[int, ...], arch: Arch = A100, of: Pass = FORWARD, family: str = "sm80", **fields: object):
@@ -72,7 +86,7 @@ def test_hopper_backward_has_room_for_what_leaves(dim_v: int) -> None:
 @pytest.mark.parametrize(("family", "of"), TUNED)
 def test_candidates_fit_and_differ(family: str, of: Pass) -> None:
     for dim in (64, 128):
-        asked = problem("float16", dim)
+        asked = asked_of(of, dim)
         trials = list(candidates(asked, H200, of, family))
         assert trials[0].tile == () and trials[0].plan == plan(asked, H200, of, family)
         assert len({trial.plan.constants for trial in trials}) == len(trials) > 1
@@ -88,6 +102,15 @@ def test_warps_share_a_tile_evenly() -> None:
             c = dict(trial.plan.constants)
             assert c["ROWS"] % (16 * c["WARPS"] // c["COLUMN_WARPS"]) == 0 and c["KEYS"] % (16 * c["COLUMN_WARPS"]) == 0
             assert c["ROWS"] * (c["DIM_V"] + c["KEYS"]) <= 32 * c["WARPS"] * 255  # its sums have room in the registers
+
+
+def test_tiles_of_hopper_tangents_come_out_even() -> None:
+    asked = problem("bfloat16", 64, tangents=(Given("q", "bfloat16", ()),))
+    tried = [dict(zip(TILES_OF_H.tried, values)) for values in itertools.product(*TILES_OF_H.tried.values())]
+    possible = [t for t in tried if TILES_OF_H.possible(TILES_OF_H.tile([*t.values()]), asked)]
+    assert {t["key_stages"] for t in possible if t["ahead"]} == {2, 3, 4}  # what is owed keeps one
+    assert {(t["groups"], t["rows"]) for t in possible} == {(2, 32), (2, 64), (3, 32)}
+    assert {(t["groups"], t["keys"]) for t in possible} == {(2, 32), (2, 64), (3, 32), (3, 48)}
 
 
 def test_a_family_with_nothing_to_choose() -> None:
@@ -120,18 +143,52 @@ def test_optional_arrays_are_part_of_the_class(store: Path) -> None:
     assert tuned.tiles(problem("float16", given=GIVEN), A100, FORWARD) == {"sm80": masked.tile}
 
 
-def test_other_sources_are_rejected_with_a_note(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned.replace([entry((64, 64, 4, 1, 2, 2))], [])
-    store.write_text(store.read_text().replace('"sources": "', '"sources": "0'))
-    tuned.stored.cache_clear()
-    assert tuned.stored().entries == () and "other kernel sources" in tuned.stored().note
+def kernels_with(monkeypatch: pytest.MonkeyPatch, folder: Path, file: str, line: str) -> None:
+    """The kernels as after an update: a line more in one file."""
+    shutil.copytree(source.kernels_folder(), folder)
+    with (folder / file).open("a") as kernel:
+        kernel.write(line)
+    monkeypatch.setattr(source, "kernels_folder", lambda: folder)
+    forget()
+
+
+def test_a_tile_of_other_kernels_is_left_alone_with_a_note(
+    store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And no other tile."""
+    forward, backward = entry((64, 64, 4, 1, 2, 2)), entry((64, 64, 4, 1, 2, 2), of=BACKWARD)
+    tuned.replace([forward, backward], [])
+    kernels_with(monkeypatch, tmp_path / "kernels", "sm80/forward.cu", "int more;\n")
+    assert (
+        tuned.stored().entries == (backward,)
+        and f"1 tile in {store} was tuned for other kernels" in tuned.stored().note
+    )
     monkeypatch.setattr(device, "current", lambda ordinal: A100)
+    monkeypatch.setattr(explanation, "_compiled", lambda plan: ({}, ()))
     explained = cupyflash.explain(SHAPE, dtype="float16")
-    assert any("other kernel sources" in note and "cupyflash tune" in note for note in explained.notes)
+    assert any("other kernels" in note and "cupyflash tune" in note for note in explained.notes)
     other = cupyflash.explain(SHAPE, dtype="float16", arch="sm_80")
-    assert not any("kernel sources" in note for note in other.notes)
-    tuned.replace([], [])  # the next tuning starts anew
-    assert tuned.stored() == tuned.Stored()
+    assert not any("other kernels" in note for note in other.notes)
+    tuned.replace([], [])  # what is tuned next comes beside what still holds
+    assert tuned.stored() == tuned.Stored((backward,))
+
+
+@pytest.mark.parametrize("line", ["// what a reader wants to know\n", "\n\n"])
+def test_a_comment_in_a_kernel_costs_no_tile(
+    store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str
+) -> None:
+    mine = entry((64, 64, 4, 1, 2, 2))
+    tuned.replace([mine], [])
+    kernels_with(monkeypatch, tmp_path / "kernels", "sm80/forward.cu", line)
+    assert tuned.stored() == tuned.Stored((mine,))
+
+
+def test_what_the_host_does_costs_no_tile(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = entry((64, 64, 4, 1, 2, 2))
+    tuned.replace([mine], [])
+    monkeypatch.setattr(source, "sources_digest", lambda: "of other modules")
+    tuned.stored.cache_clear()
+    assert tuned.stored() == tuned.Stored((mine,)) and "of other modules" not in store.read_text()
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"sources": 1}', "rows", "tile"])
@@ -150,11 +207,12 @@ def test_a_damaged_file_is_no_error(store: Path, damage: str) -> None:
 @pytest.mark.parametrize(("family", "of"), TUNED)
 def test_a_tile_written_by_hand_is_not_believed(store: Path, family: str, of: Pass) -> None:
     """What a plan makes of it need not be a kernel: a grid of -16, a division by zero."""
-    own = FAMILIES[family].TILES[of].listed()[-1]
+    tiles = FAMILIES[family].TILES[of]
+    own, more = tiles.listed()[-1], 10_000  # than any
     tuned.replace([entry(own, H200, of, family)], [])
     assert tuned.stored().entries
     data = json.loads(store.read_text())
-    strange = [own[:1], own[:-1], (*own, 1), *((n, *own[1:]) for n in (-16, 0, own[0] + 1, 10**18, str(own[0]), None))]
+    strange = [own[:1], own[:-1], (*own, 1), *((n, *own[1:]) for n in (-16, 0, more, 10**18, str(own[0]), None))]
     changes = [{"tile": tile} for tile in strange]
     changes += [{"family": "sm1"}, {"family": []}, {"seq_q": "long"}, {"ms": "fast"}, {"of": None}]
     for change in changes:
@@ -240,10 +298,11 @@ def test_a_plan_takes_the_tile_of_its_family() -> None:
 
 @pytest.mark.parametrize(("family", "of"), TUNED)
 def test_every_family_takes_a_tuned_tile(family: str, of: Pass) -> None:
-    asked = problem("float16")
+    asked = asked_of(of)
     *_, last = candidates(asked, H200, of, family)
     chosen = plan(asked, H200, of, family, {family: last.tile})
     assert chosen == last.plan != plan(asked, H200, of, family)
+    assert tuned.entry(asked, H200, family, of).kernel == source.code_digest(chosen.source)  # of what was timed
 
 
 def test_explain_tells_of_a_tuned_tile(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +320,8 @@ def test_explain_tells_of_a_tuned_tile(store: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def clock(store: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU and a compiler that are not there. `seconds(tile)` is the clock, `spills` is a set of tiles, `wrong` their errors."""
+    """A GPU and a compiler that are not there. `seconds(tile)` is the clock, `spills` is a set of tiles, `wrong` their
+    errors."""
     fake = SimpleNamespace(seconds=lambda tile: 1e-3, spills=set(), wrong={}, stop=None, forgotten=0)
     by_plan: dict[object, tuple[int, ...]] = {}
 
@@ -344,6 +404,25 @@ def test_a_wrong_tile_wins_never(clock: SimpleNamespace, errors: list[float]) ->
     assert ("nan" in found.note) == any(np.isnan(errors))
 
 
+@pytest.mark.parametrize("kernels", [(9999, 0), (0, 9999), (0, 16, 9999)], ids=str)
+def test_one_kernel_that_spills_is_enough(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kernels: tuple[int, ...]
+) -> None:
+    make = autotune.compile_all
+
+    def several(jobs):
+        for done in make(jobs):
+            (one,) = done.compiled.resources.values()
+            of_each = {n: SimpleNamespace(spill_stores=0, spill_loads=min(one.spill_stores, n)) for n in kernels}
+            done.compiled.resources = of_each
+            yield done
+
+    monkeypatch.setattr(autotune, "compile_all", several)
+    clock.spills = {FAST}
+    result = cupyflash.tune(SHAPE, dtype="float16", store=False)
+    assert [trial.tile for trial in result.trials if trial.note == "spills 9999 bytes"] == [FAST]
+
+
 @pytest.mark.parametrize("errors", [[np.nan, 0.0], [0.5]])
 def test_the_tables_own_tile_is_judged_too(clock: SimpleNamespace, store: Path, errors: list[float]) -> None:
     """And is not the measure of the others."""
@@ -374,7 +453,7 @@ def test_the_measure_of_the_cpu(of: Pass, rng: np.random.Generator) -> None:
     q, k, v, dout = (rng.standard_normal((1, 9, 2, 8), "float32") for _ in range(4))
     bias = rng.standard_normal((9, 9), "float32")
     arrays = {"q": q, "k": k, "v": v, "bias": bias, **({"dout": dout} if of is BACKWARD else {})}
-    options = rules.complete({"causal": True, "layout": "bshd"})
+    options = complete({"causal": True, "layout": "bshd"})
     expected, made = autotune.measure(corridor, Call(numpy_, of, arrays, options))
     out, lse = cupyflash.attention(q, k, v, bias=bias, causal=True, return_lse=True)
     if of is BACKWARD:
@@ -463,7 +542,7 @@ def test_difference_is_relative() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("family", "of"), TUNED)
+@pytest.mark.parametrize(("family", "of"), [(family, of) for family, of in TUNED if of in (FORWARD, BACKWARD)])
 def test_tiles_are_timed_and_used(
     family: str, of: Pass, store: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,31 +591,34 @@ def test_tiles_are_timed_and_used(
 @pytest.mark.parametrize(("family", "of"), TUNED)
 def test_exported_rows_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch, family: str, of: Pass) -> None:
     # Where tiles are not chosen by load before the table is asked.
-    dim = 128 if family == "sm90" and of is FORWARD else 64
-    asked = problem("float16", dim, seq_q=1024)
+    dim = {FORWARD: 128, JVP: 192}.get(of, 64) if family == "sm90" else 64
+    asked = asked_of(of, dim, seq_q=1024)
     *_, last = candidates(asked, H200, of, family)
     comment, row = autotune.export((entry(last.tile, H200, of, family, dim=dim, seq_q=1024),))
     assert comment.startswith(f"# {family} {of}: sm_90a")
     tiles = FAMILIES[family].TILES
     home = sys.modules[type(tiles[of].table[0]).__module__]
     (parsed,) = eval(f"[{row}]", vars(home))
-    longer = dataclasses.replace(tiles[of], table=(parsed, *tiles[of].table))
+    table = tiles[of]
+    longer = dataclasses.replace(table, table=(parsed, *table.table))
     monkeypatch.setitem(tiles, of, longer)
-    if home is not FAMILIES[family]:  # a module for each pass
-        monkeypatch.setattr(home, "TILES", longer)
+    for module in [x for name, x in sys.modules.items() if name.startswith("cupyflash.gpu.families.")]:
+        if vars(module).get("TILES") is table:  # a module for each pass
+            monkeypatch.setattr(module, "TILES", longer)
     assert plan(asked, H200, of, family) == last.plan
     if family != "simt":  # in whose table the widest is the limit of the kernels
-        assert plan(problem("float16", 2 * dim), H200, of, family) != last.plan
+        assert plan(asked_of(of, dim + 64, seq_q=1024), H200, of, family) != last.plan
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff\xfe{", b"[" * 100_000, b'{"sources": "%s", "rows": [{"tile": [-16, 1]}]}', b"null"]
+    "content",
+    [b"\xff\xfe{", b"[" * 100_000, b'{"rows": [{"tile": [-16, 1]}]}', b'{"sources": "1", "rows": []}', b"null"],
 )
 def test_a_file_that_cannot_be_read_is_left_alone(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUPYFLASH_CONFIG_DIR", str(tmp_path))
-    (tmp_path / "tuning.json").write_bytes(content.replace(b"%s", sources_digest().encode()))
+    (tmp_path / "tuning.json").write_bytes(content)
     tuned.stored.cache_clear()
     try:
         assert not tuned.stored().entries and "is not used" in tuned.stored().note

@@ -12,11 +12,13 @@ import pytest
 
 pytest.importorskip("rich")
 
-from cupyflash import bench, timing
+from cupyflash import bench
 from cupyflash.bench import machine, peers, plots, report, suites
 from cupyflash.bench.suites import SUITES, Options
 from cupyflash.passes import BACKWARD, FORWARD
-from cupyflash.timing import Candidate
+from cupyflash.pip_line import pip_line
+from cupyflash.tools import timing
+from cupyflash.tools.timing import Candidate
 
 # --- statistics ---------------------------------------------------------------------------------------------------
 
@@ -474,7 +476,7 @@ def test_one_line_names_all_that_is_missing(monkeypatch, capsys):
         assert bench.run(["forward"]) == 2
         printed = capsys.readouterr().out
         assert first in printed and "torch (" in printed and "cupy (" in printed and printed.count("\n") == 1
-        assert printed.endswith('; pip install torch "cupyflash[cuda13]"\n')
+        assert printed.endswith(f"; pip install torch && {pip_line('cuda13')}\n")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from cupyflash.bench import eight, machine, report
 from cupyflash.bench.peers import Case
 from cupyflash.bench.suites import SUITES, Options
 from cupyflash.passes import Pass
-from cupyflash.timing import Candidate
+from cupyflash.tools.timing import Candidate
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "float8.md"
 
@@ -68,7 +68,8 @@ def test_the_page_gets_its_table(tmp_path: Path) -> None:
         rows.append(report.make_row(problem, suite.unit, values, {"fa3": "not installed"}, suite.peers))
     assert {row["ratio_to_best"] for row in rows} == {2}  # cuDNN's: what is ours in another form is no peer
     data = {
-        "suite": "fp8", "gpu": "NVIDIA H200", "machine": "NVIDIA H200", "date": "2026-01-01T00", "family": None, "rows": rows,
+        "suite": "fp8", "gpu": "NVIDIA H200", "machine": "NVIDIA H200", "date": "2026-01-01T00", "family": None,
+        "rows": rows,
         "driver": "1", "sources": "0", "versions": {}, "absent": {}, "ceilings": {},
     }  # fmt: skip
     report.save(tmp_path / "results" / "h200" / "fp8.json", data)

@@ -9,11 +9,12 @@ import pytest
 pytest.importorskip("rich")
 torch = pytest.importorskip("torch")
 
-from cupyflash import bench, timing
+from cupyflash import bench
 from cupyflash.bench import host, jitted, peers, runner, suite
 from cupyflash.bench.suites import SUITES, Options
 from cupyflash.passes import FORWARD, PASSES
-from cupyflash.timing import Candidate
+from cupyflash.tools import timing
+from cupyflash.tools.timing import Candidate
 
 SMALL = {"dtype": "float32", "batch": 2, "seq": 24, "heads": 2, "dim": 16}
 

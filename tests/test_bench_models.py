@@ -1,5 +1,5 @@
-"""The suite `models` without a GPU: calls, what they count, peers with windows and few key heads, table and picture; and
-what `--sustained` does."""
+"""The suite `models` without a GPU: calls, what they count, peers with windows and few key heads, table and picture;
+and what `--sustained` does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cupyflash.bench import machine, models, peers, plots, report, runner, suite
 from cupyflash.bench.models import CALLS, Call
 from cupyflash.bench.suites import SUITES
 from cupyflash.passes import BACKWARD, FORWARD
-from cupyflash.timing import Candidate
+from cupyflash.tools.timing import Candidate
 
 SMALL = {
     "full": Call(2, 24, 2, 2, 16),
@@ -150,7 +150,7 @@ def test_a_call_is_measured_in_turn(monkeypatch):
     for problem in models.problems(suite.Options(dtype="float32")):
         if problem["pass"] == "forward":
             values, notes = models.measure(problem, suite.Options(rounds=3))
-            work = models.work(SMALL[problem["model"]], False) / 1e12
+            work = models.work(SMALL[problem["model"]], FORWARD) / 1e12
             assert values["ours"] == pytest.approx(work)
             if problem["model"] == "window":
                 assert values.keys() == {"ours"} and notes["ours"].startswith("unchecked")

@@ -94,7 +94,8 @@ def test_the_page_gets_a_table_for_each_dtype(tmp_path):
         rows.append(report.make_row(problem, suite.unit, values, {"efficient": "no"}, suite.peers))
     assert rows[0]["ratio_to_best"] == 2
     data = {
-        "suite": "precision", "gpu": "NVIDIA H200", "machine": "NVIDIA H200", "date": "2026-01-01T00", "family": None, "rows": rows,
+        "suite": "precision", "gpu": "NVIDIA H200", "machine": "NVIDIA H200", "date": "2026-01-01T00", "family": None,
+        "rows": rows,
     }  # fmt: skip
     report.save(tmp_path / "results" / "h200" / "precision.json", data)
     page = tmp_path / "docs" / "precision.md"

@@ -1,4 +1,5 @@
-"""The suite `scores` without a GPU: rows, what they count, FlexAttention's calls, the check of all results, table and run."""
+"""The suite `scores` without a GPU: rows, what they count, FlexAttention's calls, the check of all results, table and
+run."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ import pytest
 pytest.importorskip("rich")
 torch = pytest.importorskip("torch")
 
-from cupyflash import bench, timing
+from cupyflash import bench
 from cupyflash.bench import machine, peers, plots, report, runner, scores, suite, suites
 from cupyflash.bench.suites import SUITES
 from cupyflash.passes import BACKWARD, FORWARD, PASSES, Pass
-from cupyflash.timing import Candidate
+from cupyflash.tools import timing
+from cupyflash.tools.timing import Candidate
 
 
 def small(name: str, direction: str, dtype: str = "float32") -> suite.Problem:
@@ -77,7 +79,8 @@ def test_what_the_masks_leave(name, share):
 
 @pytest.mark.parametrize(("name", "direction"), rows())
 def test_every_row_tells_right_from_wrong(name, direction, monkeypatch):
-    """Our attention and PyTorch's agree with the float32 reference; whoever leaves out what the row is about is found."""
+    """Our attention and PyTorch's agree with the float32 reference; whoever leaves out what the row is about is
+    found."""
     monkeypatch.setattr(suite, "TOLERANCE", 1e-4)
     of = PASSES[direction]
     case = scores.draw(small(name, direction), "cpu")
@@ -307,7 +310,8 @@ def test_a_run_writes_rows_and_tells_why_peers_are_missing(monkeypatch, tmp_path
 
 
 def test_a_run_goes_on_where_it_was_stopped(monkeypatch, tmp_path, capsys):
-    """What is there is kept, in the order of the suite; rows without a result, and those of other kernels, are measured."""
+    """What is there is kept, in the order of the suite; rows without a result, and those of other kernels, are
+    measured."""
     taken, stop = [], [3]
 
     def measure(problem, options):

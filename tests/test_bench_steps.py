@@ -1,4 +1,5 @@
-"""The suites `gpt` and `import` without a GPU: the same model everywhere, trained from the same weights on the same tokens."""
+"""The suites `gpt` and `import` without a GPU: the same model everywhere, trained from the same weights on the same
+tokens."""
 
 from __future__ import annotations
 

@@ -15,9 +15,10 @@ from frameworks import framework
 from semantics import CONTIGUOUS, check, draw_blocks, draw_inputs
 
 import cupyflash
-from cupyflash import BlockMask, attention, attention_backward, block_mask, blocks, masks, tile_lists
+from cupyflash import BlockMask, attention, attention_backward, block_mask, masks
+from cupyflash.blockmask import blocks, tile_lists
+from cupyflash.blockmask.tile_lists import WORD, ListUse
 from cupyflash.problem import MaskKind
-from cupyflash.tile_lists import WORD, ListUse
 
 
 def booleans(mask: BlockMask) -> np.ndarray:
@@ -72,7 +73,7 @@ def test_numbers_of_blocks() -> None:
 
 
 def test_a_function_is_asked_of_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cupyflash import blocks
+    from cupyflash.blockmask import blocks
 
     asked = []
 
@@ -169,38 +170,55 @@ def test_patterns_of_batch_entries() -> None:
         (lambda: block_mask(masks.causal(), shape=(1, 2, 3)), ValueError, r"shape is \(1, 2, 3\); it must be"),
         (lambda: block_mask(masks.causal(), shape=7), ValueError, "shape is 7; it must be"),
         (lambda: block_mask(shape=(9, 9)), ValueError, "neither source nor blocks is given"),
-        (lambda: block_mask(masks.causal(), shape=(9, 9), full=np.ones((1, 1), bool)), ValueError, "full is given without"),
-        (lambda: block_mask(masks.causal(), shape=(9, 9), block=24), ValueError, "block is 24; it must be a multiple of 16 up to 32768"),
+        (lambda: block_mask(masks.causal(), shape=(9, 9), full=np.ones((1, 1), bool)), ValueError,
+            "full is given without"),
+        (lambda: block_mask(masks.causal(), shape=(9, 9), block=24), ValueError,
+            "block is 24; it must be a multiple of 16 up to 32768"),
         (lambda: block_mask(masks.causal(), shape=(9, 9), block=1 << 16), ValueError, "block is 65536; it must"),
         (lambda: block_mask(masks.causal(), shape=(9, 9), block=(16, 0)), ValueError, r"block is \(16, 0\); it must"),
         (lambda: block_mask(masks.causal(), shape=(9, 9), block="big"), ValueError, "block is 'big'; it must"),
         (lambda: block_mask(np.ones((9, 9))), TypeError, "source has dtype float64; it must be bool"),
         (lambda: block_mask([[True]]), TypeError, "source is a list; it must be an array"),
-        (lambda: block_mask(np.ones((2, 9), bool), shape=(9, 9)), ValueError, r"source has shape \(2, 9\); it must broadc"),
+        (lambda: block_mask(np.ones((2, 9), bool), shape=(9, 9)), ValueError,
+            r"source has shape \(2, 9\); it must broadc"),
         (lambda: block_mask(lambda b, h, i, j: i - j, shape=(9, 9)), TypeError, "what source returns has dtype int64"),
-        (lambda: block_mask(lambda b, h, i, j: i[:4] > j, shape=(9, 9)), ValueError, r"source returns shape \(4, 9\) for"),
-        (lambda: block_mask(blocks=np.ones((2, 2), bool), shape=(9, 9)), ValueError, r"blocks has shape \(2, 2\); it must"),
-        (lambda: block_mask(blocks=np.ones((1, 1)), shape=(9, 9)), TypeError, "blocks has dtype float64; it must be bool, or"),
-        (lambda: block_mask(blocks=np.array([[1]]), shape=(9, 9)), ValueError, "blocks holds 1 to 1; it must be from -1"),
-        (lambda: block_mask(blocks=np.zeros((3, 1), int), shape=(9, 9)), ValueError, r"blocks has shape \(3, 1\); as numbers"),
-        (lambda: block_mask(masks.causal(), shape=(9, 9), device="tpu"), ValueError, "device is 'tpu'; it must be 'cpu' or"),
+        (lambda: block_mask(lambda b, h, i, j: i[:4] > j, shape=(9, 9)), ValueError,
+            r"source returns shape \(4, 9\) for"),
+        (lambda: block_mask(blocks=np.ones((2, 2), bool), shape=(9, 9)), ValueError,
+            r"blocks has shape \(2, 2\); it must"),
+        (lambda: block_mask(blocks=np.ones((1, 1)), shape=(9, 9)), TypeError,
+            "blocks has dtype float64; it must be bool, or"),
+        (lambda: block_mask(blocks=np.array([[1]]), shape=(9, 9)), ValueError,
+            "blocks holds 1 to 1; it must be from -1"),
+        (lambda: block_mask(blocks=np.zeros((3, 1), int), shape=(9, 9)), ValueError,
+            r"blocks has shape \(3, 1\); as numbers"),
+        (lambda: block_mask(masks.causal(), shape=(9, 9), device="tpu"), ValueError,
+            "device is 'tpu'; it must be 'cpu' or"),
         (lambda: block_mask(masks.causal(), shape=(9, 9), like=3), TypeError, "like is a int; it must be an array"),
-        (lambda: block_mask(masks.causal(), shape=(9, 9), like=np.ones(1), device="cpu"), ValueError, "like and device="),
-        (lambda: block_mask(lambda b, h, i: i, shape=(9, 9)), TypeError, r"source is <function .*; it must be a function of"),
+        (lambda: block_mask(masks.causal(), shape=(9, 9), like=np.ones(1), device="cpu"), ValueError,
+            "like and device="),
+        (lambda: block_mask(lambda b, h, i: i, shape=(9, 9)), TypeError,
+            r"source is <function .*; it must be a function of"),
         (lambda: block_mask(masks.causal, shape=(9, 9)), TypeError, r"must be a function of \(b, h, i, j\): call it"),
-        (lambda: block_mask(masks.documents([1, 2]), shape=(9, 9)), ValueError, "ids is for 2 queries; shape is .* for 9"),
+        (lambda: block_mask(masks.documents([1, 2]), shape=(9, 9)), ValueError,
+            "ids is for 2 queries; shape is .* for 9"),
         (lambda: block_mask(masks.documents([1] * 9, [1, 2]), shape=(9, 9)), ValueError, "keys is for 2 keys; shape"),
-        (lambda: block_mask(~masks.documents([[1] * 9] * 2), shape=(9, 9)), ValueError, "ids is for 2 batch entries; shape"),
-        (lambda: block_mask(masks.causal() | masks.prefix([3, 4]), shape=(9, 9)), ValueError, "length is for 2 batch entr"),
-        (lambda: block_mask(masks.bigbird(8) & masks.causal(), shape=(9, 9)), ValueError, "seq_q is for 8 queries; shape"),
+        (lambda: block_mask(~masks.documents([[1] * 9] * 2), shape=(9, 9)), ValueError,
+            "ids is for 2 batch entries; shape"),
+        (lambda: block_mask(masks.causal() | masks.prefix([3, 4]), shape=(9, 9)), ValueError,
+            "length is for 2 batch entr"),
+        (lambda: block_mask(masks.bigbird(8) & masks.causal(), shape=(9, 9)), ValueError,
+            "seq_q is for 8 queries; shape"),
         (lambda: masks.window(-1), ValueError, "left is -1; it must be 0 or more"),
         (lambda: masks.window(None), TypeError, "left is None; it must be an integer"),
         (lambda: masks.causal(0.5), TypeError, "diagonal is 0.5; it must be an integer"),
         (lambda: masks.window(True, False), TypeError, "left is True; it must be an integer"),
         (lambda: masks.strided("8"), TypeError, "stride is '8'; it must be an integer"),
-        (lambda: masks.prefix("a"), TypeError, "length is 'a'; it must be an integer, or an array with one for each batch entry"),
+        (lambda: masks.prefix("a"), TypeError,
+            "length is 'a'; it must be an integer, or an array with one for each batch entry"),
         (lambda: masks.documents({1}), TypeError, "ids is .1.; it must be an array of integers"),
-        (lambda: block_mask(lambda b, h, i, j: (i > j) and (h == 0), shape=(9, 9)), TypeError, r"source asks for one truth \(if, and, or, not\)"),
+        (lambda: block_mask(lambda b, h, i, j: (i > j) and (h == 0), shape=(9, 9)), TypeError,
+            r"source asks for one truth \(if, and, or, not\)"),
         (lambda: masks.documents(np.ones(3)), TypeError, "ids has dtype float64; it must be an array of integers"),
         (lambda: masks.documents(3), ValueError, r"ids has shape \(\); it must be"),
         (lambda: masks.prefix([[1]]), ValueError, r"length has shape \(1, 1\); it must be"),
@@ -420,7 +438,8 @@ def test_frameworks(library: str, on_gpu: bool, rng: np.random.Generator) -> Non
         pytest.skip(f"no {library} here")
     for recorded in (False, True):
         found.check(
-            draw_inputs(rng, "float32", heads=(4, 2)), rank=4, layout="bshd", lay=CONTIGUOUS, deterministic=False, family=None,
+            draw_inputs(rng, "float32", heads=(4, 2)), rank=4, layout="bshd", lay=CONTIGUOUS, deterministic=False,
+            family=None,
             recorded=recorded, blocks=draw_blocks(rng, (2, 4, 67, 93), (16, 32)), causal=True,
         )  # fmt: skip
 
@@ -437,9 +456,57 @@ def test_patterns_have_no_truth_value() -> None:
 
 def test_what_patterns_are_combined_with() -> None:
     for other, told in (
-        (np.ones((3, 3), bool), "a ndarray at &"), (True, "a bool at &"), (masks.prefix, r"masks\.prefix, which is to be called at &"),
+        (np.ones((3, 3), bool), "a ndarray at &"), (True, "a bool at &"),
+        (masks.prefix, r"masks\.prefix, which is to be called at &"),
     ):  # fmt: skip
         with pytest.raises(TypeError, match=f"^a pattern stands beside {told}; it must be a pattern or a function"):
             masks.causal() & other  # type: ignore[operator]
     for both in (masks.causal() & (lambda b, h, i, j: j > 2), (lambda b, h, i, j: j > 2) & masks.causal()):
         assert block_mask(both, shape=(16, 16)).share() == sum(max(0, i - 2) for i in range(16)) / 256
+
+
+# ---- what stands at the edges ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(150, 170), (128, 64), (65, 63), (1, 1)])
+def test_the_share_is_of_pairs_that_are_there(shape: tuple[int, int]) -> None:
+    """Blocks at the ends hold fewer."""
+    for pairs in (np.ones((1, 1, *shape), bool), np.tri(*shape, dtype=bool)[None, None]):
+        assert block_mask(pairs, block=64).share() == pytest.approx(pairs.mean(), abs=1e-12)
+
+
+def test_a_full_block_that_is_not_there_is_not_seen(rng: np.random.Generator) -> None:
+    there = np.array([[[[True, False], [False, True]]]])
+    full = np.array([[[[True, True], [False, False]]]])  # one of them is not in `blocks`
+    pairs = rng.random((1, 1, 64, 64)) < 0.5
+    mask = block_mask(pairs, block=32, blocks=there, full=full)
+    seen = np.zeros((1, 1, 64, 64), bool)
+    seen[..., :32, :32], seen[..., 32:, 32:] = True, pairs[..., 32:, 32:]
+    assert (booleans(mask) == seen).all()
+
+
+@pytest.mark.parametrize(
+    ("ids", "keys", "message"),
+    [
+        ((3, 5), (5,), "ids is .* 3"), ((5,), (3, 5), "keys is .* 3"), ((2, 5), (3, 5), "keys is .* 3"),
+        ((3, 5), (2, 5), "ids is .* 3"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_documents_of_another_batch_are_refused(ids: tuple[int, ...], keys: tuple[int, ...], message: str) -> None:
+    pattern = masks.documents(np.zeros(ids, int), keys=np.zeros(keys, int))
+    with pytest.raises(ValueError, match=".") as error:
+        block_mask(pattern, shape=(2, 1, 5, 5), block=16)
+    assert message.split()[0] in str(error.value) and "3" in str(error.value) and "2" in str(error.value)
+
+
+@pytest.mark.parametrize("kinds", ["full", "partial", "empty"])
+def test_explain_tells_what_share_is_computed(kinds: str) -> None:
+    """Of blocks that hold something, full or not."""
+    pairs = np.zeros((1, 1, 64, 64), bool)
+    pairs[..., :32, :32] = kinds == "full"
+    pairs[..., 0, 0] |= kinds == "partial"
+    pairs[..., 32:, 32:] = True
+    mask = block_mask(pairs, block=32)
+    table = str(cupyflash.explain((1, 64, 2, 64), dtype="bf16", arch="sm_90a", block_mask=mask))
+    assert f"so that {25 if kinds == 'empty' else 50}.0% of what is counted here is computed" in table

@@ -321,8 +321,10 @@ def test_files_of_others_stay(cache, monkeypatch):
     """Whatever their names are like, however old and large they are, wherever CUPYFLASH_CACHE_DIR leads."""
     digest = "0123456789abcdef" * 4
     names = [
-        "train.py", digest, digest.upper() + ".program", digest[1:] + ".program", f"{digest}.program.txt", f"{digest}.lock",
-        f"{digest}.0123456789abcdef", f"{digest}.program.0123456789abcdef", ".cupyflash-", ".cupyflash-01234567", "x.program",
+        "train.py", digest, digest.upper() + ".program", digest[1:] + ".program", f"{digest}.program.txt",
+        f"{digest}.lock",
+        f"{digest}.0123456789abcdef", f"{digest}.program.0123456789abcdef", ".cupyflash-", ".cupyflash-01234567",
+        "x.program",
     ]  # fmt: skip
     folders_of_others = [cache, cache / "programs", cache / "cupyflash-programs"]
     for folder in folders_of_others:

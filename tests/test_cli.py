@@ -23,18 +23,20 @@ from criterion import assert_as_good
 from reference import DTYPES, draw, standard, standard_in_own_precision
 
 import cupyflash
-from cupyflash import bench, cli, files, precompile
+from cupyflash import bench
 from cupyflash.arrays import array_module
 from cupyflash.bench.__main__ import main as bench_main
 from cupyflash.bench.suites import SUITES
-from cupyflash.command_options import value as command_value
 from cupyflash.gpu import cache as disk
 from cupyflash.gpu import compiler
 from cupyflash.passes import BACKWARD, FORWARD
 from cupyflash.pip_line import pip_line
-from cupyflash.precompile import Done, Job, jobs
-from cupyflash.problem import ARRAYS, OPTIONS, describe
-from cupyflash.tables import KernelLines
+from cupyflash.problem import ARRAYS, OPTIONS
+from cupyflash.rules import describe
+from cupyflash.tools import cli, files, precompile
+from cupyflash.tools.command_options import value as command_value
+from cupyflash.tools.precompile import Done, Job, jobs
+from cupyflash.tools.tables import KernelLines
 
 X = np.ones((1, 3, 2, 4), np.float32)
 SHAPE = X.shape
@@ -150,8 +152,8 @@ def test_every_row_of_the_tables_is_an_option(run: Run, command: str) -> None:
 
 def test_a_new_row_needs_no_change_here(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """An option and an array that are not there yet become options of a command by their rows alone."""
-    from cupyflash import command_options
     from cupyflash.problem import ArrayRule, OptionRule
+    from cupyflash.tools import command_options
 
     def check(cap: object) -> object:
         if not isinstance(cap, float):
@@ -937,9 +939,9 @@ def test_compile_tells_of_a_refused_source(run: Run, cache: Path, monkeypatch: p
 
 
 def test_tune_prints_every_tile(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cupyflash.autotune import Tuning, candidates
     from cupyflash.gpu.device import Arch
     from cupyflash.problem import AttentionProblem
+    from cupyflash.tools.autotune import Tuning, candidates
 
     asked = AttentionProblem("bfloat16", 2, 512, 512, 4, 4, 64, 64, 0.125)
     own, best, wrong, *_ = candidates(asked, Arch.of("sm_80"), FORWARD, "sm80")
@@ -964,7 +966,7 @@ def test_tune_prints_every_tile(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_tune_export(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from cupyflash import tuned
+    from cupyflash.gpu import tuned
     from cupyflash.gpu.device import Arch
 
     monkeypatch.setenv("CUPYFLASH_CONFIG_DIR", str(tmp_path))

@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 import cupyflash
-from cupyflash import cli, files
 from cupyflash.bench import report
-from cupyflash.console import Console
 from cupyflash.folders import warn_once
+from cupyflash.tools import cli, files
+from cupyflash.tools.console import Console
 
 X = np.ones((1, 3, 2, 4), np.float32)
 Run = Callable[..., tuple[int, str, str]]
@@ -242,7 +242,7 @@ def test_a_warning_is_a_line(
 ) -> None:
     monkeypatch.setenv("CUPYFLASH_CACHE_DIR", "~nosuchuser/here")
     warn_once.cache_clear()
-    code = "from cupyflash.cli import main; main()"
+    code = "from cupyflash.tools.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "info"], check=False, capture_output=True, text=True, timeout=120
     )

@@ -69,7 +69,7 @@ def test_packed_in_one_tensor_and_flash_attention_3() -> None:
     assert torch.equal(third(q, k, v, where, where, 7, 7, **given), expected)
     out, lse = third(q, k, v, where, where, 7, 7, **given, return_attn_probs=True)
     assert torch.equal(out, expected) and lse.shape == (2, 14)
-    with pytest.raises(NotImplementedError, match="^seqused_k is given; it is not served"):
+    with pytest.raises(ValueError, match=r"^seqused_k is torch.int64 of shape \(4,\); it must be int32 or int64 of sh"):
         third(q, k, v, where, where, 7, 7, seqused_k=where)
 
 
@@ -104,12 +104,13 @@ def test_dropout_and_compiled() -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"q": torch.zeros(1, 10, 2, 8)}, ValueError, r"q has shape \(1, 10, 2, 8\); it must be \(rows of all seq"),
-        ({"cu_seqlens_q": torch.tensor([0.0, 10.0])}, ValueError, r"cu_seqlens_q is torch.float32 of shape \(2,\)"),
-        ({"cu_seqlens_k": torch.tensor([0, 12])}, ValueError, r"cu_seqlens_k is \[0, 12\]; it must rise from 0 to 10"),
-        ({"cu_seqlens_q": torch.tensor([0, 7, 3, 10])}, ValueError, r"cu_seqlens_q is \[0, 7, 3, 10\]; it must rise"),
-        ({"max_seqlen_k": 6}, ValueError, "max_seqlen_k is 6; it must be 7, the greatest length, or more"),
-        ({"block_table": torch.zeros(1)}, NotImplementedError, "block_table is given; pages are not served yet"),
+        ({"q": torch.zeros(1, 10, 2, 8)}, ValueError, r"q has 4 dimensions, shape \(1, 10, 2, 8\); with cu_seqlens_q"),
+        ({"cu_seqlens_q": torch.tensor([0.0, 10.0])}, TypeError, "cu_seqlens_q has dtype float32; it must be int32"),
+        ({"cu_seqlens_k": torch.tensor([0, 3, 12])}, ValueError, r"cu_seqlens_k\[2\] is 12; it must be at most 10"),
+        ({"cu_seqlens_q": torch.tensor([0, 7, 3])}, ValueError, r"cu_seqlens_q\[2\] is 3; it must be cu_seq"),
+        ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k is -1; it must be None or how many rows"),
+        ({"block_table": torch.zeros(2, 1)}, TypeError, "block_table has dtype float32"),
+        ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, ValueError, "k has 3 dimensions"),
     ],
 )  # fmt: skip
 def test_what_is_refused(change: dict[str, Any], kind: type[Exception], message: str) -> None:

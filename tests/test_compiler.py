@@ -261,7 +261,7 @@ def test_no_nvrtc(monkeypatch):
         raise DynamicLibNotFoundError("No such file: libnvrtc.so.13")
 
     monkeypatch.setattr(nvrtc, "nvrtcVersion", missing)
-    with pytest.raises(ImportError, match=r'needs NVRTC.*libnvrtc.so.13.*pip install "cupyflash\[cuda13\]"'):
+    with pytest.raises(ImportError, match=r"needs NVRTC.*libnvrtc.so.13.*pip install "):
         compiler.compile_uncached(TWO_KERNELS, "sm_80")
 
 
@@ -274,7 +274,7 @@ def test_no_cuda_core(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r'needs cuda-core.*pip install "cupyflash\[cuda13\]"'):
+    with pytest.raises(ImportError, match=r"needs cuda-core.*pip install "):
         compiler.compile_source(TWO_KERNELS, "sm_80")
 
 

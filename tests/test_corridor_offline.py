@@ -1,4 +1,5 @@
-"""The corridor without a GPU: CuPy arrays at addresses that nobody reads, and kernels that write down what they are given."""
+"""The corridor without a GPU: CuPy arrays at addresses that nobody reads, and kernels that write down what they are
+given."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ from cupyflash.call import Call
 from cupyflash.gpu import corridor, device, launch, params, programs
 from cupyflash.gpu.device import Arch
 from cupyflash.interop import cupy_
-from cupyflash.passes import BACKWARD, FORWARD
-from cupyflash.problem import ITEMSIZE, OPTIONS, MaskKind, View, complete, contiguous, score_of
+from cupyflash.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
+from cupyflash.problem import ITEMSIZE, OPTIONS, MaskKind, View, complete, contiguous
+from cupyflash.rules import score_of
 
 STREAM = 77
 B, SQ, SK, HQ, HK, D = 2, 40, 50, 4, 2, 64
@@ -93,7 +95,8 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def inputs(gpu: Gpu, dtype: Any = np.float16) -> dict[str, Any]:
     return {
-        "q": gpu.array((B, SQ, HQ, D), dtype), "k": gpu.array((B, SK, HK, D), dtype), "v": gpu.array((B, SK, HK, D), dtype),
+        "q": gpu.array((B, SQ, HQ, D), dtype), "k": gpu.array((B, SK, HK, D), dtype),
+        "v": gpu.array((B, SK, HK, D), dtype),
     }  # fmt: skip
 
 
@@ -232,7 +235,8 @@ def test_arrays_of_scores_where_they_are(gpu: Gpu) -> None:
     attention(**given, bias=bias, mask=mask, alibi_slopes=slopes, sinks=sinks, softcap=2.0)
     p = gpu.last()
     for name, x, want in (
-        ("bias", bias, (0, SQ * SK, SK, 1)), ("mask", mask, (SQ * SK, 0, 1, SQ)), ("alibi_slopes", slopes, (0, 2, 0, 0)),
+        ("bias", bias, (0, SQ * SK, SK, 1)), ("mask", mask, (SQ * SK, 0, 1, SQ)),
+        ("alibi_slopes", slopes, (0, 2, 0, 0)),
         ("sinks", sinks, (0, 1, 0, 0)),
     ):  # fmt: skip
         assert p[name] == x.data.ptr and tuple(p[f"{name}_strides"]) == want, name
@@ -266,7 +270,8 @@ def test_a_bias_that_the_copy_engine_cannot_read_is_copied(gpu: Gpu, dtype: Any)
 
 @pytest.mark.parametrize("rank", [2, 4])
 def test_gradients_of_arrays(gpu: Gpu, rank: int) -> None:
-    """In arrays like those given, by kernels of their own; those of q, k and v come from the same launches as without."""
+    """In arrays like those given, by kernels of their own; those of q, k and v come from the same launches as
+    without."""
     shape = (D,) if rank == 2 else (HQ, D)
     q, k = (gpu.array((*((B,) if rank == 4 else ()), n, *shape)) for n in (SQ, SK))
     shapes = {
@@ -331,7 +336,8 @@ def test_a_workspace_is_kept_for_gradients_of_arrays_where_they_find_something(
     attention_backward(q, q, q, q, q, gpu.array((B, HQ, length), np.float32), bias=bias, wrt="bias")
     second, *_ = gpu.launched[-1]
     assert bool(second.found) == (length == SK and (dtype == np.float32 or second.family == "sm80"))
-    # At the end there are dq, dk, dv, dbias, and workspaces; and a copy of the bias, whose rows the copy engine wants padded.
+    # At the end there are dq, dk, dv, dbias, and workspaces; and a copy of the bias, whose rows TMA wants
+    # padded.
     assert len(pieces[-1]) == 4 + (2 if second.found else 1) + len(gpu.copied) // 2
 
 
@@ -407,7 +413,8 @@ def test_explain_tells_of_misaligned_inputs(gpu: Gpu, monkeypatch: pytest.Monkey
         **given | {"v": gpu.array((B, SK, HK, D), offset=2)}, key_mask=gpu.array((B, 2 * SK), np.bool_)[:, ::2]
     )
     assert odd.copies == (
-        "v, because it does not start at a 16-byte boundary", "key_mask, because its last dimension has stride 2, not 1",
+        "v, because it does not start at a 16-byte boundary",
+        "key_mask, because its last dimension has stride 2, not 1",
     )  # fmt: skip
     assert odd.problem.has("key_mask") and "key mask" in str(odd)
 
@@ -469,7 +476,7 @@ class XlaBuffer:
 
 def xla_call(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, tuple[tuple[int, ...], str]], wrt: Any, options: dict[str, Any],
-    ordinal: int = 0, misaligned: bool = False, seed: int | None = None,
+    ordinal: int = 0, misaligned: bool = False, seed: int | None = None, of: Pass | None = None,
 ) -> Any:  # fmt: skip
     """What JAX traces, and then runs: the callback, the buffers of inputs by name, and those of results."""
     jax = pytest.importorskip("jax")
@@ -478,7 +485,7 @@ def xla_call(
     gpus = [SimpleNamespace(local_hardware_id=0)]
     monkeypatch.setattr(jax, "local_devices", lambda backend: gpus)
     views = {name: View(shape, contiguous(shape), dtype, "", "jax") for name, (shape, dtype) in given.items()}
-    of = FORWARD if wrt is None else BACKWARD
+    of = of or (FORWARD if wrt is None else BACKWARD)
     asked = Call(None, of, {}, complete(options), seed=seed, return_lse=of is FORWARD, wrt=wrt or ())  # type: ignore[arg-type]
     call = jax_gpu.Callback(asked, views)
 
@@ -530,8 +537,27 @@ def test_a_callback_of_xla_backward(gpu: Gpu, dtype: str, monkeypatch: pytest.Mo
     assert apart == bool(second.found)  # else the second has the memory of the first
 
 
+def test_a_callback_of_xla_along_tangents(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The passes that JAX's derivatives of second order run, launched as any other."""
+    rows, sinks = ((B, HQ, SQ), "float32"), ((HQ,), "float32")
+    known = {"q": Q, "k": KV, "v": KV, "sinks": sinks, "out": Q, "lse": rows}
+    along = {"tq": Q, "tv": KV, "tsinks": sinks}
+    call, given, (tout, tlse, _) = xla_call(monkeypatch, known | along, None, {}, of=JVP)
+    ((_, p, stream),) = gpu.launched
+    assert stream == STREAM and call.plain and (p["tout"], p["tlse"]) == (tout.address, tlse.address)
+    assert {name: p[name] for name in along} == {name: given[name].address for name in along}
+    arrays = known | along | {"dout": Q, "tdlse": rows, "tout": Q, "tlse": rows}
+    _, given, (dq, dk, dv, dsinks, _) = xla_call(monkeypatch, arrays, ("sinks",), {}, of=BACKWARD_JVP)
+    _, (_, p, _), (_, r, _) = gpu.launched
+    assert (p["tdq"], p["tdk"], p["tdv"]) == (dq.address, dk.address, dv.address)
+    assert dsinks.address in (r[name] for name in ("dsinks", "tdsinks") if name in r.dtype.names)
+    for name in ("tq", "tdlse", "tout", "tlse"):
+        assert p[name] == given[name].address
+
+
 def test_a_callback_of_xla_with_scores(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A seed that is a number, and the gradients of optional arrays and of a score function's, each by kernels of their own."""
+    """A seed that is a number, and the gradients of optional arrays and of a score function's, each by kernels of their
+    own."""
     views = {"a": View((HQ,), (1,), "float32", "", "jax")}
     score = score_of("s + a[h]", views, View(Q[0], contiguous(Q[0]), Q[1], "", "jax"))
     (read,) = (x.key for x in score.arrays)
@@ -573,7 +599,8 @@ def test_a_callback_of_xla_with_a_block_mask(gpu: Gpu, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("ordinal", "misaligned"), [(1, False), (0, True)])
 def test_a_callback_elsewhere(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, ordinal: int, misaligned: bool) -> None:
-    """On another device than it was traced for, or with inputs that must be copied, another class of calls is prepared."""
+    """On another device than it was traced for, or with inputs that must be copied, another class of calls is
+    prepared."""
     from cupyflash.interop import jax_gpu
 
     own = gpu.array((1 << 20,), np.uint8)
@@ -591,7 +618,8 @@ def test_a_callback_elsewhere(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, ordinal
 @pytest.mark.parametrize("misaligned", [False, True])
 @pytest.mark.parametrize("dim", [64, 40])
 def test_a_callback_in_8_bits(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, dim: int, misaligned: bool) -> None:
-    """Scales are read where they are, V is turned in XLA's memory; rows that are no multiples of 16 bytes are copied."""
+    """Scales are read where they are, V is turned in XLA's memory; rows that are no multiples of 16 bytes are
+    copied."""
     if gpu.arch.cc != 90:
         pytest.skip("kernels for 8 bits are Hopper's")
     from cupyflash.interop import jax_gpu
@@ -669,3 +697,70 @@ def test_another_seed_is_packed_alone(gpu: Gpu) -> None:
     assert gpu.last()["seed"] == held.data.ptr and gpu.planned == 2
     attention(**given, seed=1)  # without dropout it is nowhere
     assert "round_keys" not in gpu.last().dtype.names
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (7, 3)},
+    "softcap": {"softcap": 20.0},
+    "long": {"lengths": (4096, 8192)},
+    "a token": {"lengths": (1, 8192)},
+    "simt": {"family": "simt"},
+    "float32": {"dtype": np.float32},
+    "float64": {"dtype": np.float64, "dims": (96, 32)},
+    "a wide head": {"dims": (256, 192)},
+    "deterministic": {"deterministic": True, "causal": True},
+    "key_mask": {"arrays": {"key_mask": (B, SK)}},
+    "bias, with its gradient": {"arrays": {"bias": (1, HQ, SQ, SK)}, "wrt": ("bias",)},
+    "bias and sinks": {
+        "arrays": {"bias": (1, 1, SQ, SK), "sinks": (HQ,)},
+        "wrt": ("bias", "sinks"),
+        "lengths": (SQ, SK),
+    },
+    "no values": {"dims": (64, 0)},
+    "no values, a gradient": {"dims": (64, 0), "arrays": {"bias": (1, HQ, SQ, SK)}, "wrt": ("bias",)},
+    "no values, through lse": {"dims": (64, 0), "dlse": True},
+    "no keys": {"lengths": (SQ, 0)},
+    "no keys, through lse": {"lengths": (SQ, 0), "dlse": True, "arrays": {"sinks": (HQ,)}, "wrt": ("sinks",)},
+}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_explain_tells_is_what_runs(gpu: Gpu, name: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launch for launch, with the memory beside: one function plans both. On this GPU, with a tile that was tuned for
+    it."""
+    from cupyflash.tools import explanation
+
+    monkeypatch.setattr(explanation, "_compiled", lambda plan: ({}, ()))
+    asked = dict(CALLS[name])
+    (rows, keys), (dim, dim_v) = asked.pop("lengths", (SQ, SK)), asked.pop("dims", (D, D))
+    dtype, dlse, wrt = asked.pop("dtype", np.float16), asked.pop("dlse", False), asked.pop("wrt", ())
+    wide = np.float64 if dtype is np.float64 else np.float32
+    kinds = {"key_mask": np.bool_, "sinks": wide}
+    optional = {x: gpu.array(shape, kinds.get(x, dtype)) for x, shape in asked.pop("arrays", {}).items()}
+    q, k, v = (gpu.array((B, n, h, d), dtype) for n, h, d in ((rows, HQ, dim), (keys, HK, dim), (keys, HK, dim_v)))
+    family = asked.get("family") or ("sm90" if gpu.arch.cc == 90 and dtype is np.float16 else "sm80")
+    monkeypatch.setattr(corridor.tuned, "tiles", lambda problem, arch, of: tile_of(family, of))
+    if backward:
+        out, lse = gpu.array((B, rows, HQ, dim_v), dtype), gpu.array((B, HQ, rows), wide)
+        more = {"dlse": lse} if dlse else {}
+        attention_backward(out, q, k, v, out, lse, **asked, **optional, **more, wrt=wrt)
+        told = explain(q, k, v, **asked, **optional, **more, wrt=wrt, backward=True)
+    else:
+        attention(q, k, v, **asked, **optional)
+        told = explain(q, k, v, **asked, **optional)
+    ran = [plan for plan, _, _ in gpu.launched]
+    launches = [(x.name, x.grid, x.threads) for plan in ran for x in plan.launches]
+    assert launches == [(x.name, x.grid, x.threads) for x in told.kernels] and len(launches) == len(gpu.launches)
+    assert told.tiles == (dict(ran[0].constants) if ran else {})
+    assert told.family == (ran[0].family if ran else "none")
+    assert told.workspace == {x.name: x.nbytes for plan in reversed(ran) for x in plan.workspace}
+
+
+def tile_of(family: str, of: Any) -> dict[str, tuple[int, ...]]:
+    """A tile that is not the table's first, if it fits."""
+    from cupyflash.gpu.plan import FAMILIES
+
+    return {family: FAMILIES[family].TILES[of].listed()[-1]}

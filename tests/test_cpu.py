@@ -332,7 +332,8 @@ def test_many_threads_that_add_to_one_bias(full, options, monkeypatch):
     monkeypatch.setattr(tiles, "KEYS", 8)
     rng = fresh_rng()
     inputs = draw_inputs(
-        rng, "float32", batch=4, seq=(70, 50), heads=(4, 2), dims=(8, 8), given=("bias", "sinks"), full=full, key_mask=True,
+        rng, "float32", batch=4, seq=(70, 50), heads=(4, 2), dims=(8, 8), given=("bias", "sinks"), full=full,
+        key_mask=True,
         dlse=1.0,
     )  # fmt: skip
     q, k, v, dout, key_mask, dlse, given = inputs

@@ -139,7 +139,8 @@ NUMBERS = "wrong numbers"
 WRONG = {  # and what is said of them, in one of the two orders or in both
     "no_barrier": NUMBERS,
     "no_wait": "where a copy may land|wrong numbers",
-    "two_barriers": "nobody can go on:\n  block 0, threads 0 to 63: barrier 1.*\n  block 0, threads 64 to 127: barrier 2",
+    "two_barriers": "nobody can go on:\n  block 0, threads 0 to 63: barrier 1.*\n  block 0, threads 64 to 127: barrier "
+    "2",
     "no_turn": "nobody can go on:\n  block 0, threads 0 to 127: load_acquire",
     "outside": "4 bytes at 8192 of shared memory, of which the launch asked for 8192",
     "outside_by_pointer": "has written to 8192 of shared memory, of which the launch asked for 8192",
@@ -149,7 +150,7 @@ WRONG = {  # and what is said of them, in one of the two orders or in both
     "copy_from_amid": "cp.async of 16 bytes from",
     "divided_warp": "is at .*, other lanes of the warp at ",
     "no_fence": "no fence between",
-    "no_read": "has ended while the copy engine was to read",
+    "no_read": "has ended while TMA was to read",
     "fewer_bytes": "nobody can go on:\n  block 0, threads 0 to 127: mbarrier_wait",
     "not_waited": NUMBERS,
     "not_fenced": "without wgmma_fence",

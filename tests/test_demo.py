@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from cupyflash import cli
 from cupyflash.demo import beside, check, picture, screen, training
 from cupyflash.demo.beside import Cell, Row
 from cupyflash.demo.model import Config, Model
 from cupyflash.demo.places import NumpyPlace, TorchPlace
 from cupyflash.demo.text import standard_library
 from cupyflash.demo.training import CPU, Recipe, generate, one_blas_thread, train
+from cupyflash.tools import cli
 
 TINY = Config(layers=2, width=16, heads=2, context=12)
 
@@ -221,7 +221,7 @@ def test_demo_in_a_log_of_another_encoding(tmp_path: Path) -> None:
     """It tells how it goes, in lines, and has a sign for what the encoding has not."""
     arguments = ["demo", "--train", "--steps", "12", "--device", "cpu", "-o", str(tmp_path / "[red]a.png")]
     code = (
-        f"import sys; from cupyflash.demo import screen; from cupyflash import cli; screen.SECONDS = 0.0; "
+        f"import sys; from cupyflash.demo import screen; from cupyflash.tools import cli; screen.SECONDS = 0.0; "
         f"sys.argv[1:] = {arguments}; cli.main()"
     )
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "NO_COLOR": "1"}

@@ -80,7 +80,7 @@ def test_current(current):
 
 def test_no_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ImportError, match=r'need CuPy.*pip install "cupyflash\[cuda13\]"'):
+    with pytest.raises(ImportError, match=r"need CuPy.*pip install "):
         device.import_cupy()
 
 

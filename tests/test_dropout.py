@@ -210,8 +210,10 @@ def test_the_mean_is_that_without(rng: np.random.Generator) -> None:
 
 
 BAD: list[tuple[dict[str, Any], type, str]] = [
-    ({"dropout": 0.1}, ValueError, "dropout is 0.1, but seed is not given; it must be an integer, or an array that holds one"),
-    ({"dropout": 1.0, "seed": 1}, ValueError, "dropout is 1.0; it must be a share of the probabilities, 0 or more and less than 1"),
+    ({"dropout": 0.1}, ValueError,
+        "dropout is 0.1, but seed is not given; it must be an integer, or an array that holds one"),
+    ({"dropout": 1.0, "seed": 1}, ValueError,
+        "dropout is 1.0; it must be a share of the probabilities, 0 or more and less than 1"),
     ({"dropout": -0.1, "seed": 1}, ValueError, "dropout is -0.1; it must be a share of the probabilities"),
     ({"dropout": float("nan"), "seed": 1}, ValueError, "dropout is nan; it must be finite"),
     ({"dropout": "a", "seed": 1}, TypeError, "dropout is 'a'; it must be a real number"),
@@ -223,7 +225,8 @@ BAD: list[tuple[dict[str, Any], type, str]] = [
     ({"dropout": 0.1, "seed": 2**64}, ValueError, "seed is 18446744073709551616; it must have 64 bits, from -2"),
     ({"dropout": 0.1, "seed": -(2**63) - 1}, ValueError, "it must have 64 bits"),
     ({"dropout": 0.1, "seed": np.arange(2)}, ValueError, r"seed has shape \(2,\); it must have one element"),
-    ({"dropout": 0.1, "seed": np.array(1.0)}, TypeError, "seed has dtype float64; it must be int64 or uint64 or int32 or uint32"),
+    ({"dropout": 0.1, "seed": np.array(1.0)}, TypeError,
+        "seed has dtype float64; it must be int64 or uint64 or int32 or uint32"),
     ({"seed": np.array(1.0)}, TypeError, "seed has dtype float64"),
     ({"dropout": 0.1, "seed": 1, "wrt": "seed"}, ValueError, "wrt holds 'seed', which has no gradient"),
 ]  # fmt: skip
@@ -270,6 +273,7 @@ def test_a_graph_reads_the_seed_when_it_runs() -> None:
         seed.fill_(n)
         graph.replay()
         torch.cuda.synchronize()
-        # Another kernel, in which the compiler may round otherwise: by a part in some 300. Other ones dropped differ by half.
+        # Another kernel, in which the compiler may round otherwise: by a part in some 300. Other ones dropped differ by
+        # half.
         right, other = (attention(q, k, v, dropout=0.3, seed=seed).float() for seed in (n, n + 1))
         assert (out - right).norm() < 0.02 * right.norm() < 0.2 * (out - other).norm()

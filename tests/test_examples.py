@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +16,8 @@ import pytest
 NEEDS = {
     "train_gpt.py": ["torch"], "torch_module.py": ["torch"], "relative_positions.py": ["torch"],
     "from_flex_attention.py": ["torch"], "jax_training.py": ["jax"], "transformers_model.py": ["transformers"],
-    "flax_attention.py": ["flax"], "equinox_attention.py": ["equinox", "optax"],
+    "flax_attention.py": ["flax"], "equinox_attention.py": ["equinox", "optax"], "meanflow.py": ["torch"],
+    "forces.py": ["torch"], "parallel_gpt.py": ["torch"],
 }  # fmt: skip
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 
@@ -125,6 +128,64 @@ def test_torch_module(capsys: pytest.CaptureFixture[str]) -> None:
     assert losses[0] > 2.5 and losses[-1] < 0.5
     assert "step   40  loss" in capsys.readouterr().out
     assert example.difference_from_pytorch("cpu") < 1e-5
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Of PyTorch, whose threads wait for each other at every small operation."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_meanflow(one_thread: None, capsys: pytest.CaptureFixture[str]) -> None:
+    result = load("meanflow").main(["--steps", "40", "--device", "cpu"])
+    assert result["first"] > 1.5 and result["last"] < 0.8 and result["sample"] < 0.8 * result["noise"]
+    assert "after 40 steps" in capsys.readouterr().out
+
+
+def test_forces(one_thread: None, capsys: pytest.CaptureFixture[str]) -> None:
+    result = load("forces").main(["--steps", "60", "--device", "cpu"])
+    assert result["first"] > 0.9 and result["last"] < 0.15
+    assert "after 60 steps" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_parallel_gpt(one_thread: None) -> None:
+    """Two processes have the losses of one."""
+    pytest.importorskip("torch")
+    small = [str(FOLDER / "parallel_gpt.py"), "--steps", "6", "--length", "64", "--width", "32"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    said = [
+        subprocess.run([sys.executable, *how, *small], capture_output=True, text=True, check=True, timeout=300).stdout
+        for how in ([], launcher)
+    ]
+    one, two = (re.findall(r"loss ([\d.]+)", x) for x in said)
+    assert len(one) == 2 and float(one[1]) < float(one[0])
+    np.testing.assert_allclose([float(x) for x in two], [float(x) for x in one], atol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_serve(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Texts are those of the model alone, also where pages run out; lines in a pipe too."""
+    example = load("serve")
+    for pages, most in ((60, 64), (12, 24)):
+        found = example.main(["--requests", "9", "--pages", str(pages), "--most", str(most), "--device", device])
+        assert found["wrong"] == [] and found["reused"] > 0 and (found["put off"] > 0) == (pages == 12)
+        said = capsys.readouterr().out
+        assert "9 of 9 requests done, 0 running, " in said and "9 of 9 texts are those of the model alone" in said
+        assert "\r" not in said
+    server = example.Server(example.Llama(np), 2, 4, 8)
+    with pytest.raises(ValueError, match="request 3 needs 3 pages; there are 2"):
+        server.submit(example.Request(3, 0, [1] * 8, 1, 0))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_shared_prefix(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("shared_prefix").main(["--questions", "3", "--device", device]) < 1e-5
+    assert "2 x 3 sequences" in capsys.readouterr().out
 
 
 def test_jax_training(capsys: pytest.CaptureFixture[str]) -> None:

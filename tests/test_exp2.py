@@ -1,4 +1,5 @@
-"""2^x in double precision: the arithmetic of kernels_cu/ptx/math.cuh itself, which runs on a CPU as it does on a GPU."""
+"""2^x in double precision: the arithmetic of kernels_cu/ptx/math.cuh itself, which runs on a CPU as it does on
+a GPU."""
 
 from __future__ import annotations
 

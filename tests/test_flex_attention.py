@@ -107,7 +107,8 @@ MODS: dict[str, tuple[Any, ...]] = {
     "computed before": (
         lambda s, b, h, i, j, x, y: s * torch.exp(0.1 * x.flatten() @ y)[h] + (x.sum(0) * 2)[j], (1, S), (S, H)
     ),
-    "numbers of its own": (lambda s, b, h, i, j, x: s + torch.arange(S, device=x.device)[j] * x - torch.tensor(2.0), ()),
+    "numbers of its own": (lambda s, b, h, i, j, x: s + torch.arange(S, device=x.device)[j] * x - torch.tensor(2.0),
+        ()),
     "in place": (lambda s, b, h, i, j, bias: s.add_(bias[b, h, i, j]).mul_(2), (B, H, S, S)),
     "buckets": (lambda s, b, h, i, j, table: s + table[_bucket(i - j), h], (32, H)),
 }  # fmt: skip
@@ -139,18 +140,26 @@ def test_grouped_heads_and_more_keys(rng: np.random.Generator) -> None:
 
 
 UNARY = {
-    "exp": torch.exp, "exp2": lambda x: torch.exp2(x / 2), "expm1": torch.expm1, "log": lambda x: torch.log(x.abs() + 1),
-    "log2": lambda x: torch.log2(x * x + 1), "log10": lambda x: torch.log10(x * x + 1), "log1p": lambda x: torch.log1p(x**2),
-    "sqrt": lambda x: torch.sqrt(x**2 + 1), "rsqrt": lambda x: (x**4 + 1).rsqrt(), "reciprocal": lambda x: (x**2 + 1).reciprocal(),
+    "exp": torch.exp, "exp2": lambda x: torch.exp2(x / 2), "expm1": torch.expm1,
+    "log": lambda x: torch.log(x.abs() + 1),
+    "log2": lambda x: torch.log2(x * x + 1), "log10": lambda x: torch.log10(x * x + 1),
+    "log1p": lambda x: torch.log1p(x**2),
+    "sqrt": lambda x: torch.sqrt(x**2 + 1), "rsqrt": lambda x: (x**4 + 1).rsqrt(),
+    "reciprocal": lambda x: (x**2 + 1).reciprocal(),
     "sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu, "sin": torch.sin, "cos": torch.cos, "relu": torch.relu,
     "tan": lambda x: torch.tan(x / 4),
-    "clamp": lambda x: x.clamp(-0.5, 0.7), "clip above": lambda x: torch.clamp_max(x, 0.2), "floor": lambda x: x + x.floor(),
+    "clamp": lambda x: x.clamp(-0.5, 0.7), "clip above": lambda x: torch.clamp_max(x, 0.2),
+    "floor": lambda x: x + x.floor(),
     "ceil": lambda x: x + torch.ceil(x), "trunc": lambda x: x + torch.trunc(x), "sign": lambda x: x * torch.sign(x),
-    "rsub": lambda x: 1 - x, "alpha": lambda x: torch.add(x, x, alpha=0.5) - torch.sub(1.0 * x, x, alpha=3), "neg": lambda x: -x,
-    "fmod": lambda x: torch.fmod(x, 0.7), "remainder": lambda x: x % 0.7, "rounded": lambda x: x + torch.div(x, 0.3, rounding_mode="trunc"),
-    "maximum": lambda x: torch.maximum(x, x * x), "minimum": lambda x: torch.min(x, x * 0), "power": lambda x: 1.5**x + (x + 9) ** 0.3,
+    "rsub": lambda x: 1 - x, "alpha": lambda x: torch.add(x, x, alpha=0.5) - torch.sub(1.0 * x, x, alpha=3),
+    "neg": lambda x: -x,
+    "fmod": lambda x: torch.fmod(x, 0.7), "remainder": lambda x: x % 0.7,
+    "rounded": lambda x: x + torch.div(x, 0.3, rounding_mode="trunc"),
+    "maximum": lambda x: torch.maximum(x, x * x), "minimum": lambda x: torch.min(x, x * 0),
+    "power": lambda x: 1.5**x + (x + 9) ** 0.3,
     "masked_fill": lambda x: x.masked_fill(x > 0.3, -1.0), "like": lambda x: x + torch.ones_like(x) + x.new_zeros(()),
-    "where": lambda x: torch.where((x > 0) ^ (x < -0.5), x, 0.5), "logic": lambda x: x * torch.logical_or(x > 1, torch.logical_not(x > 0)),
+    "where": lambda x: torch.where((x > 0) ^ (x < -0.5), x, 0.5),
+    "logic": lambda x: x * torch.logical_or(x > 1, torch.logical_not(x > 0)),
 }  # fmt: skip
 
 
@@ -170,10 +179,12 @@ def test_operators_of_numbers(rng: np.random.Generator) -> None:
 
 INTEGERS: dict[str, Callable[..., Any]] = {
     "division": lambda i, j: (i - j) // 3 + torch.div(i - j, 4, rounding_mode="trunc") + (i + 1) / (j + 1),
-    "remainders": lambda i, j: (i - j) % 5 + torch.fmod(i - j, 3), "bits": lambda i, j: (i & 3) + (i ^ j) + (i << 2) + (j >> 1) + ~i,
+    "remainders": lambda i, j: (i - j) % 5 + torch.fmod(i - j, 3),
+    "bits": lambda i, j: (i & 3) + (i ^ j) + (i << 2) + (j >> 1) + ~i,
     "powers": lambda i, j: i**2 - j * j, "64 bits": lambda i, j: (i.long() * 2**33 + j) // 2**33,
     "tangents": lambda i, j: torch.tan(i % 3) + torch.tan(j % 2),
-    "booleans": lambda i, j: (i > j).float() + (i != j) * (~(i == j)) + (i <= 3).to(torch.int32) * 2 + (i.bool() & (j >= 2)),
+    "booleans": lambda i, j: (i > j).float() + (i != j) * (~(i == j)) + (i <= 3).to(torch.int32) * 2
+    + (i.bool() & (j >= 2)),
 }  # fmt: skip
 
 
@@ -276,7 +287,8 @@ def test_lists_of_blocks(device: str, rng: np.random.Generator) -> None:
 
 
 def test_what_is_traced_once(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions of the same code, the same numbers, and tensors of the same form; the tensors' values are those of the call."""
+    """Functions of the same code, the same numbers, and tensors of the same form; the tensors' values are those of the
+    call."""
     runs: list[int] = []
     make = score_mod.make_fx
     monkeypatch.setattr(score_mod, "make_fx", lambda f: (runs.append(1), make(f))[1])
@@ -304,7 +316,8 @@ def test_what_is_traced_once(rng: np.random.Generator, monkeypatch: pytest.Monke
     same(mod, 3)
     slopes.mul_(2)
     same(mod, 3)
-    # A number that a function asks a tensor for, and a tensor in an object that nobody knows, may be others the next time.
+    # A number that a function asks a tensor for, and a tensor in an object that nobody knows, may be others the next
+    # time.
     length, held = torch.tensor(3), [torch.rand(H)]
     for mod in (lambda s, b, h, i, j: s * (j < int(length)), lambda s, b, h, i, j: s + held[0][h]):
         same(mod, len(runs) + 1)
@@ -314,7 +327,8 @@ def test_what_is_traced_once(rng: np.random.Generator, monkeypatch: pytest.Monke
 
 
 LENGTHS: dict[str, Callable[[Any], int]] = {
-    "nonzero": lambda x: len(x.nonzero()), "where": lambda x: torch.where(x)[0].shape[0], "booleans": lambda x: x[x != 0].shape[0],
+    "nonzero": lambda x: len(x.nonzero()), "where": lambda x: torch.where(x)[0].shape[0],
+    "booleans": lambda x: x[x != 0].shape[0],
     "masked_select": lambda x: x.masked_select(x > 0).numel(), "unique": lambda x: len(x.unique()),
     "repeat_interleave": lambda x: len(x.repeat_interleave(x)),
 }  # fmt: skip
@@ -400,24 +414,36 @@ def test_messages(rng: np.random.Generator) -> None:
     table = torch.rand(H, S)
     mask = theirs.create_block_mask(lambda b, h, i, j: i >= j, None, None, 64, S, device="cpu")
     for options, error, message in (
-        ({"score_mod": lambda s, b, h, i, j: s if i > j else s * 0}, TypeError, "^score_mod decides by a number that depends"),
-        ({"score_mod": lambda s, b, h, i, j: np.tanh(s)}, TypeError, "^score_mod hands a number of the pair to NumPy or Python"),
-        ({"score_mod": lambda s, b, h, i, j: s + i.tolist()}, TypeError, "^score_mod hands a number of the pair to NumPy or Py"),
-        ({"score_mod": lambda s, b, h, i, j: s + math.exp(i)}, TypeError, "^score_mod decides by a number that depends on the"),
-        ({"score_mod": lambda s, b, h, i, j: s + torch.erf(s)}, NotImplementedError, "^score_mod calls aten.erf.default, which is"),
+        ({"score_mod": lambda s, b, h, i, j: s if i > j else s * 0}, TypeError,
+            "^score_mod decides by a number that depends"),
+        ({"score_mod": lambda s, b, h, i, j: np.tanh(s)}, TypeError,
+            "^score_mod hands a number of the pair to NumPy or Python"),
+        ({"score_mod": lambda s, b, h, i, j: s + i.tolist()}, TypeError,
+            "^score_mod hands a number of the pair to NumPy or Py"),
+        ({"score_mod": lambda s, b, h, i, j: s + math.exp(i)}, TypeError,
+            "^score_mod decides by a number that depends on the"),
+        ({"score_mod": lambda s, b, h, i, j: s + torch.erf(s)}, NotImplementedError,
+            "^score_mod calls aten.erf.default, which is"),
         ({"score_mod": lambda s, b, h, i, j: s + softplus(s)}, NotImplementedError, "^score_mod calls aten.softplus"),
-        ({"score_mod": lambda s, b, h, i, j: torch.nn.functional.logsigmoid(s)}, NotImplementedError, "^score_mod calls aten.log_sig"),
+        ({"score_mod": lambda s, b, h, i, j: torch.nn.functional.logsigmoid(s)}, NotImplementedError,
+            "^score_mod calls aten.log_sig"),
         ({"score_mod": lambda s, b, h, i, j: s + table[h].sum()}, NotImplementedError, "^score_mod calls aten.sum"),
-        ({"score_mod": lambda s, b, h, i, j: s + table[h] * 2}, NotImplementedError, r"computes \(aten.mul.Tensor\) with a tensor of"),
+        ({"score_mod": lambda s, b, h, i, j: s + table[h] * 2}, NotImplementedError,
+            r"computes \(aten.mul.Tensor\) with a tensor of"),
         ({"score_mod": lambda s, b, h, i, j: s + table[h, i / 2]}, (TypeError, IndexError), "ind"),
         ({"score_mod": lambda s, b, h, i, j: i > j}, TypeError, "returns a boolean"),
         ({"score_mod": lambda s, b, h, i, j: 3.0}, TypeError, "^score_mod returns 3.0; it must return the new score"),
-        ({"score_mod": lambda s, b, h, i, j: s + table[None, None, None][0, 0, 0, h, i]}, (NotImplementedError,), "^score_mod"),
+        ({"score_mod": lambda s, b, h, i, j: s + table[None, None, None][0, 0, 0, h, i]}, (NotImplementedError,),
+            "^score_mod"),
         ({"score_mod": 1}, TypeError, r"^score_mod is a int; it must be a function of \(score, b, h, q_idx, kv_idx\)"),
-        ({"score_mod": lambda s: s}, TypeError, r"^score_mod is <function .*; it must be a function of .* \(too many positional"),
-        ({"score_mod": lambda s, b, h, i: s}, TypeError, r"^score_mod is <function .*; it must be a function of \(score, b, h"),
-        ({"block_mask": mask}, ValueError, f"^block_mask is for 64 queries and {S} keys, but query has {S} and key {S}"),
-        ({"block_mask": table}, TypeError, "^block_mask is a Tensor; it must be a torch.nn.attention.flex_attention.BlockMask"),
+        ({"score_mod": lambda s: s}, TypeError,
+            r"^score_mod is <function .*; it must be a function of .* \(too many positional"),
+        ({"score_mod": lambda s, b, h, i: s}, TypeError,
+            r"^score_mod is <function .*; it must be a function of \(score, b, h"),
+        ({"block_mask": mask}, ValueError,
+            f"^block_mask is for 64 queries and {S} keys, but query has {S} and key {S}"),
+        ({"block_mask": table}, TypeError,
+            "^block_mask is a Tensor; it must be a torch.nn.attention.flex_attention.BlockMask"),
         ({"return_lse": True, "return_aux": mask}, ValueError, "^return_lse is True and return_aux is given"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):

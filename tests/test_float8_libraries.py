@@ -1,4 +1,5 @@
-"""The forward of 8 bits through every library that has such arrays, on the CPU and on a GPU: each option, layout and scale."""
+"""The forward of 8 bits through every library that has such arrays, on the CPU and on a GPU: each option, layout and
+scale."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "8 bits out": {"seq": (130, 260), "dims": (128, 64), "by": "head", "result": EIGHT, "out_scale": 30.0},
     "8 bits out, odd": {"seq": (130, 60), "dims": (64, 37), "result": EIGHT, "out_scale": 100.0, "causal": True},
     "everything": {
-        "seq": (150, 260), "heads": (4, 2), "dims": (64, 40), "by": "block", "given": (*SCORES, "seed"), "window": (50, 9),
+        "seq": (150, 260), "heads": (4, 2), "dims": (64, 40), "by": "block", "given": (*SCORES, "seed"),
+        "window": (50, 9),
         "key_mask": True, "softcap": 8.0, "dropout": 0.2, "blocks": ((32, 48), "bh"),
     },
     "mask": {"seq": (150, 260), "given": ("mask",), "full": "qk"},

@@ -33,15 +33,19 @@ CASES: dict[str, dict[str, Any]] = {  # shapes, how inputs are scaled, the resul
     "group": {"seq": (200, 300), "heads": (4, 2), "dims": (128, 128), "causal": True},
     "heads": {"seq": (200, 300), "by": "head"},
     "blocks": {"seq": (300, 400), "heads": (2, 1), "dims": (128, 128), "by": "block"},
-    "blocks-causal": {"seq": (200, 300), "dims": (128, 96), "by": "block", "causal": True, "result": "float16"},
+    # A tile of keys begins in the last block.
+    "blocks-causal": {"seq": (200, 450), "dims": (128, 96), "by": "block", "causal": True, "result": "float16",
+        "tile": (2, 192, 2)},
     "wide": {"seq": (130, 260), "heads": (2, 1), "dims": (256, 256), "by": "block", "softcap": 2.0},
     "odd": {"seq": (70, 150), "dims": (90, 33), "window": (20, 5), "key_mask": True},
     "eight": {"seq": (130, 260), "dims": (128, 64), "by": "head", "result": "float8_e4m3fn", "out_scale": 30.0},
     "eight-odd": {"seq": (130, 60), "dims": (64, 37), "result": "float8_e4m3fn", "out_scale": 100.0},
-    "scores": {"seq": (150, 260), "dims": (64, 40), "by": "block", "given": SCORES, "window": (50, 9), "key_mask": True},
+    "scores": {"seq": (150, 260), "dims": (64, 40), "by": "block", "given": SCORES, "window": (50, 9),
+        "key_mask": True},
     "dropout": {"seq": (150, 260), "heads": (4, 2), "by": "block", "given": ("seed",), "dropout": 0.3},
     "everything": {
-        "seq": (150, 260), "heads": (4, 2), "by": "block", "given": (*SCORES, "seed"), "window": (50, 9), "key_mask": True,
+        "seq": (150, 260), "heads": (4, 2), "by": "block", "given": (*SCORES, "seed"), "window": (50, 9),
+        "key_mask": True,
         "softcap": 8.0, "dropout": 0.2, "blocks": ((32, 48), "bh"),
     },
     "score": {"seq": (150, 260), "dims": (128, 128), "score": "relative", "by": "block", "scale": -0.1},
@@ -50,12 +54,16 @@ CASES: dict[str, dict[str, Any]] = {  # shapes, how inputs are scaled, the resul
     "sums": {"seq": (300, 1500), "heads": (4, 2), "by": "block", "causal": True},
     "sums-full": {"seq": (200, 1300), "dims": (128, 128), "by": "head", "given": ("sinks",)},
     "sums-wide": {"seq": (130, 1100), "heads": (1, 1), "dims": (256, 256), "window": (900, 300)},
-    "sums-192": {"seq": (130, 1000), "heads": (2, 1), "dims": (192, 128), "causal": True, "by": "block", "result": "float16"},
-    "sums-eight": {"seq": (130, 900), "heads": (1, 1), "dims": (128, 120), "window": (700, 90), "result": "float8_e4m3fn", "out_scale": 30.0},
+    "sums-192": {"seq": (130, 1000), "heads": (2, 1), "dims": (192, 128), "causal": True, "by": "block",
+        "result": "float16"},
+    "sums-eight": {"seq": (130, 900), "heads": (1, 1), "dims": (128, 120), "window": (700, 90),
+        "result": "float8_e4m3fn", "out_scale": 30.0},
     "sums-scores": {
-        "seq": (150, 1000), "heads": (2, 1), "given": (*SCORES, "seed"), "dropout": 0.2, "softcap": 8.0, "blocks": ((64, 128), "h"),
+        "seq": (150, 1000), "heads": (2, 1), "given": (*SCORES, "seed"), "dropout": 0.2, "softcap": 8.0,
+        "blocks": ((64, 128), "h"),
     },
-    "one-stage": {"seq": (300, 320), "tile": (2, 64, 1), "window": (100, 0)},  # and a key tile behind what a warpgroup sees
+    # And a key tile behind what a warpgroup sees
+    "one-stage": {"seq": (300, 320), "tile": (2, 64, 1), "window": (100, 0)},
     "long-tiles": {"seq": (200, 500), "dims": (128, 128), "tile": (2, 192, 2), "by": "block"},
 }  # fmt: skip
 
@@ -95,7 +103,8 @@ def check(
     off: float | None = None,  # of an element, relative
     **options: Any,
 ) -> None:
-    """The kernel in both orders (cuda_on_cpu.h), to the bit the same in both, beside exact attention on what x stands for."""
+    """The kernel in both orders (cuda_on_cpu.h), to the bit the same in both, beside exact attention on what x stands
+    for."""
     before = None
     for out, lse, exact in results(x, key_mask, others, result, out_scale, **options):
         error = np.sqrt(((out.astype(np.float64) / out_scale - exact.out) ** 2).sum() / (exact.out**2).sum())
@@ -157,7 +166,8 @@ def results(
 def test_a_row_keeps_its_maximum_where_that_of_another_grows(
     long_sums: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of a warp raise their maxima together, here in each of 24 tiles; every other row has seen its largest in the first."""
+    """Rows of a warp raise their maxima together, here in each of 24 tiles; every other row has seen its largest in the
+    first."""
     q, k, v = (rng.standard_normal((1, n, 1, 64)).astype(np.float32) for n in (64, 24 * 128, 24 * 128))
     q[..., :2], k[..., :2] = 0, 1
     q[:, ::2, :, 0] = q[:, 1::2, :, 1] = 48  # the scale is 1/8
@@ -184,6 +194,15 @@ def test_rows_that_grow_by_little_beside_one_that_grows_by_much(monkeypatch: pyt
     )
 
 
+def test_what_long_sums_round_off_is_kept(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many numbers of one sign: rounded to bfloat16 each time, they would be off by more than out's own rounding."""
+    monkeypatch.setattr(sm90_forward, "SUM_KEYS", 256)
+    q, k = np.zeros((1, 64, 1, 64), np.float32), np.zeros((1, 128 * 60, 1, 64), np.float32)
+    v = rng.choice([1, 1.125, 1.25, 1.5, 1.875], k.shape).astype(np.float32)
+    x = Quantized(*(x.astype(FLOAT8) for x in (q, k, v)), {})
+    check(x, result="float16", long_sums=True, off=2.0**-10)
+
+
 def test_values_that_no_query_sees_are_large(rng: np.random.Generator) -> None:
     """Beside their scale the others' probabilities would have no bits."""
     drawn = draw_inputs(rng, "float32", seq=(200, 600))
@@ -203,7 +222,8 @@ def test_values_of_zero_beside_small_ones(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_scale_of_zero(causal: bool, rng: np.random.Generator) -> None:
-    """Of all scores, or what a block of zeros was divided by: every score is 0, and lse the logarithm of their number."""
+    """Of all scores, or what a block of zeros was divided by: every score is 0, and lse the logarithm of their
+    number."""
     drawn = draw_inputs(rng, "float32", seq=(150, 260))
     x = quantize(rng, *drawn[:3])
     check(x, scale=0.0, causal=causal)

@@ -67,7 +67,7 @@ def test_more_misses_than_luck_explains_are_wrong(
     def missed(*_: object, **__: object) -> None:
         warnings.warn("off by little", ByLuck, stacklevel=1)
 
-    monkeypatch.setattr(fuzz, "check", missed)
+    monkeypatch.setattr(fuzz, "run_cupy_or_numpy", missed)
     these = ["--cpu", "--jobs", "1", "--kinds", "1", "--library", "numpy", "--dtype", "float32"]
     assert fuzz.main([*these, "--problems", "3"]) == 0
     assert fuzz.main([*these, "--problems", "4"]) == 1
@@ -137,8 +137,8 @@ GPU_PAIRS = [(backend, dtype) for backend, dtype in pairs() if backend.family]
 def test_a_kind_is_what_kernels_are_compiled_with(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
     """A forward and a backward, however many problems: else a million of them would take days.
 
-    Of each another one where sizes decide it: short sequences in both passes, and keys, or key tiles, that thread blocks share;
-    in sm80 dead queries, or dead keys, before the live ones.
+    Of each another one where sizes decide it: short sequences in both passes, and keys, or key tiles, that thread
+    blocks share; in sm80 dead queries, or dead keys, before the live ones.
     """
     arch = Arch.of("sm_90a")
     for _ in range(4):

@@ -37,7 +37,8 @@ def spin(milliseconds: int) -> None:
     """Keep CuPy's current stream busy."""
     import cupy
 
-    source = 'extern "C" __global__ void spin(long long ns) { long long t, s; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(s));'
+    source = 'extern "C" __global__ void spin(long long ns) { long long t, s;'
+    source += ' asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(s));'
     source += ' do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); while (t - s < ns); }'
     cupy.RawKernel(source, "spin")((1,), (1,), (np.int64(milliseconds * 1_000_000),))
 

@@ -85,7 +85,8 @@ def test_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped(tmp_path: Path) -> None:
-    """By SIGINT, in one process or many: what it did not reach counts as failed, and a run of that completes the report."""
+    """By SIGINT, in one process or many: what it did not reach counts as failed, and a run of that completes the
+    report."""
     (tmp_path / "conftest.py").write_text(
         "import pathlib\nimport gpu_report\ngpu_report.machine = lambda: {}\n"
         "def pytest_configure(config):\n"
@@ -115,14 +116,15 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": path}
 
     def run(*names: str) -> dict[str, Any]:
-        script = "import os, signal, sys, pytest; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # maybe ignored
+        # Maybe ignored
+        script = "import os, signal, sys, pytest; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         script += "os.environ['CONTROLLER'] = str(os.getpid()); sys.exit(pytest.main(sys.argv[1:]))"
         options = ["-q", "-p", "no:cacheprovider", "-n", processes, "--rootdir", str(tmp_path)]
         command = [sys.executable, "-c", script, *options, *(names or ["test_it.py"])]
         subprocess.run(command, check=False, cwd=tmp_path, env=env, timeout=100, capture_output=True)
         return dict(json.loads((tmp_path / "report.json").read_text()))
 
-    for processes in ("0", "1"):
+    for processes in ("0", "1"):  # noqa: B007 - of `run`
         stopped = run()
         assert [stopped[x] for x in ("passed", "skipped", "failed", "errors")] == [1, 1, 0, 2]
         assert stopped["failures"] == ["test_it.py::test_second", "test_it.py::test_third"]

@@ -1,5 +1,5 @@
-"""Nobody writes beside the results of a call, or reads beside its arrays: all of them, and the workspace, lie in one piece of
-memory with red zones between them, and results between other columns."""
+"""Nobody writes beside the results of a call, or reads beside its arrays: all of them, and the workspace, lie in one
+piece of memory with red zones between them, and results between other columns."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def cases() -> list[Any]:
 
 
 def run(arena: Arena, inputs: Inputs, judge: Judge, layout: str, wrt: tuple[str, ...] = (), **options: Any) -> None:
-    """Both passes in the arena. `layout`: results of the call's own; columns whose rows start at 16 bytes, where the copy
-    engine stores; or columns that begin anywhere."""
+    """Both passes in the arena. `layout`: results of the call's own; columns whose rows start at 16 bytes, where
+    TMA stores; or columns that begin anywhere."""
     q, k, v, dout = (arena.put(x) for x in inputs[:4])
     named = dict(inputs.given) if inputs.key_mask is None else {"key_mask": inputs.key_mask, **inputs.given}
     options |= as_arguments({name: int(x) if name == "seed" else arena.put(x) for name, x in named.items()})
@@ -145,7 +145,7 @@ def test_every_head_dimension(
 
 @pytest.mark.parametrize("dim", [24, 59, 128, 250])
 def test_shapes_take_every_way_out(dim: int) -> None:
-    """On Hopper: O by the copy engine, from heads that share a tile, from shares of the keys; dQ from sums or whole."""
+    """On Hopper: O by TMA, from heads that share a tile, from shares of the keys; dQ from sums or whole."""
     taken = []
     for (batch, (sq, sk), (hq, hk)), _ in SHAPES:
         problem = AttentionProblem("float16", batch, sq, sk, hq, hk, dim, dim, 0.1)
@@ -160,7 +160,8 @@ SCORES = ("bias", "mask", "alibi_slopes", "sinks")
 
 @pytest.mark.parametrize(
     "backend",
-    [pytest.param(x, id=x.name, marks=[pytest.mark.gpu] if x.family else []) for x in (CPU, *(Backend(name, name) for name in FAMILIES))
+    [pytest.param(x, id=x.name, marks=[pytest.mark.gpu] if x.family else []) for x in (CPU,
+        *(Backend(name, name) for name in FAMILIES))
      if x.takes("bfloat16", 64, 64, softcap=1.0)],
 )  # fmt: skip
 def test_arrays_beside_q_k_and_v(backend: Backend, rng: np.random.Generator) -> None:

@@ -16,7 +16,7 @@ from reference import DTYPES
 from semantics import draw_inputs
 
 import cupyflash
-from cupyflash import attention, attention_backward, interop
+from cupyflash import attention, attention_backward, attention_backward_jvp, attention_jvp, interop
 
 
 class DLPackOnly:
@@ -194,7 +194,7 @@ def tensorflow(x: np.ndarray) -> Any:
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("make", [strict, on_another_device, warp, tensorflow])
 def test_the_real_packages(make: Any, dtype: str, rng: np.random.Generator) -> None:
-    """In and out of the same kind, in both passes and in merge, with optional arrays and targets of theirs."""
+    """In and out of the same kind, in every pass and in merge, with optional arrays and targets of theirs."""
     if dtype == "float16" and make in (strict, on_another_device):
         pytest.skip("the standard of arrays has no float16")
     q, k, v, bias = (
@@ -210,6 +210,18 @@ def test_the_real_packages(make: Any, dtype: str, rng: np.random.Generator) -> N
     grads = attention_backward(out, q, k, v, out, lse, bias=bias, causal=True, wrt="bias")
     expected = attention_backward(of_numpy[0], *plain, *of_numpy, bias=get(bias), causal=True, wrt="bias")
     merged = cupyflash.merge([out, out], [lse, lse])
+
+    def along(of: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, lse: Any) -> tuple[Any, ...]:
+        moved, options = {"q": q, "bias": bias}, {"bias": bias, "causal": True}
+        jvp = attention_jvp(moved, q, k, v, out, lse, **options)
+        return *jvp, *attention_backward_jvp(
+            moved, out, q, k, v, out, lse, **options, **({} if of is make else {"jvp": jvp})
+        )
+
+    moving = along(make, q, k, v, bias, out, lse)
+    for x, y in zip(moving, along(np, *plain, get(bias), *of_numpy), strict=True):
+        assert type(x) is type(q)
+        np.testing.assert_array_equal(get(x), y)
     found = (out, lse, *grads, grads.dbias)
     assert all(type(x) is type(q) for x in (*found, *merged))
     assert all(x.device == q.device for x in (*found, *merged))
@@ -223,6 +235,7 @@ def test_the_real_packages(make: Any, dtype: str, rng: np.random.Generator) -> N
         written = attention_backward(out, q, k, v, out, lse, bias=bias, causal=True, grads=targets)
         assert all(x is y for x, y in zip(written, targets))
         np.testing.assert_array_equal(get(targets[1]), expected.dk)
+        assert attention_jvp({"q": q}, q, k, v, out, lse, bias=bias, causal=True, tout=target)[0] is target
 
 
 def test_arrays_of_numba_become_numbas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +287,7 @@ def test_gpu_arrays_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.delitem(sys.modules, "cupyflash.interop.cupy_", raising=False)
     x = OnNoGpu()
-    with pytest.raises(ImportError, match=r'arrays on a GPU need CuPy, .*; run pip install "cupyflash\[cuda13\]"'):
+    with pytest.raises(ImportError, match=r"arrays on a GPU need CuPy, .*; run pip install "):
         attention(x, x, x)
 
 

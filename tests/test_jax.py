@@ -145,11 +145,25 @@ def test_traced_options() -> None:
     with pytest.raises(TypeError, match="^return_lse is .*; it must be True or False"):
         attention(x, x, x, return_lse=np.ones(2))
     for name, error, message in (
-        ("scale", TypeError, "real number"), ("softcap", TypeError, "real number"), ("causal", ValueError, "False, True"),
+        ("scale", TypeError, "real number"), ("softcap", TypeError, "real number"),
+        ("causal", ValueError, "False, True"),
         ("deterministic", TypeError, "True or False"), ("return_lse", TypeError, "True or False"),
     ):  # fmt: skip
         with pytest.raises(error, match=f"^{name} is .*Trace.*; it must be (a )?{message}"):
             jax.jit(lambda y, name=name: cupyflash.attention(x, x, x, **{name: y}))(1.0)
+
+
+def test_a_scale_that_is_traced() -> None:
+    """It is refused, and what the message says in its place has its gradient."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 8), "float64")
+    for of, scale in ((jax.jit, 0.3), (jax.grad, 0.3), (jax.vmap, jax.numpy.ones(3))):
+        with pytest.raises(TypeError, match=r"multiplies q: q \* scale as q \(in its dtype\), and scale=1\.0"):
+            of(lambda scale: attention(q, k, v, scale=scale).sum())(scale)
+    loss = lambda scale: (attention(q * scale, k, v, scale=1.0) ** 2).sum()
+    direct = lambda scale: (attention(q, k, v, scale=scale) ** 2).sum()
+    step = 1e-6
+    numeric = (direct(0.3 + step) - direct(0.3 - step)) / (2 * step)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(0.3), numeric, rtol=1e-6)
 
 
 def test_help_shows_what_the_package_takes() -> None:
@@ -248,7 +262,8 @@ def test_numpy_arrays_beside_jax_arrays() -> None:
     q, k, v, dout = (jnp.asarray(rng.standard_normal((2, 5, 2, 8)), "float32") for _ in range(4))
     given = {
         "mask": np.tril(np.ones((5, 5), bool)), "bias": rng.standard_normal((2, 5, 5), "float32"),
-        "sinks": np.zeros(2, "float32"), "alibi_slopes": np.full(2, 0.5, "float32"), "key_mask": rng.random((2, 5)) < 0.7,
+        "sinks": np.zeros(2, "float32"), "alibi_slopes": np.full(2, 0.5, "float32"),
+        "key_mask": rng.random((2, 5)) < 0.7,
         "seed": np.array(2**40 + 3), "score_arrays": {"x": rng.standard_normal(5).astype("float32")},
     }  # fmt: skip
     more = {"dropout": 0.3, "score": "s + x[j]", "return_lse": True}

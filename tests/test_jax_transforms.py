@@ -22,7 +22,7 @@ jax = pytest.importorskip("jax")
 
 from jax import numpy as jnp
 
-from cupyflash.interop import jax_ops
+from cupyflash.interop import jax_call, jax_passes
 from cupyflash.jax import attention, dot_product_attention
 from cupyflash.passes import BACKWARD
 
@@ -117,11 +117,9 @@ def test_scan(platform: str) -> None:
 
 def test_traced_once_for_many_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of one shape share what is traced."""
-    from cupyflash.interop import jax_ops
-
     traced = []
-    called = jax_ops._called
-    monkeypatch.setattr(jax_ops, "_called", lambda *x: (traced.append(1), called(*x))[1])
+    called = jax_call._called
+    monkeypatch.setattr(jax_call, "_called", lambda *x: (traced.append(1), called(*x))[1])
     q, k, _ = qkv()
 
     @jax.jit
@@ -208,7 +206,8 @@ def both(ours, *x):
         g = shard_map(f, mesh=mesh, in_specs=ours[:len(x)], out_specs=ours[0]) if f is not standard else f
         yield jax.jit(jax.value_and_grad(lambda *x: (g(*x) * w).sum(), names))(*x)
 whole = P("b", None, "h", None)
-for specs, x in (((whole,) * 3, (q, k, v)), ((P("b"), P("b"), P("b")), (q, k, v)), ((whole,) * 3 + (P("h"),), (q, k, v, bias))):
+cases = ((whole,) * 3, (q, k, v)), ((P("b"),) * 3, (q, k, v)), ((whole,) * 3 + (P("h"),), (q, k, v, bias))
+for specs, x in cases:
     found, expected = both(specs, *x)
     close(found, expected)
 
@@ -243,8 +242,8 @@ print("sharded")
 def test_gradients_of_sinks_beside_those_of_a_score_function(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of their own: each writes to the memory of the result that is its own."""
     asked: list[tuple[str, ...]] = []
-    make = jax_ops._made
-    monkeypatch.setattr(jax_ops, "_made", lambda how: (how.of is BACKWARD and asked.append(how.wrt), make(how))[1])
+    make = jax_passes.made
+    monkeypatch.setattr(jax_passes, "made", lambda how: (how.of is BACKWARD and asked.append(how.wrt), make(how))[1])
     q, k, v = qkv(platform=platform)
     sinks, table = numbers(4, seed=3, platform=platform), numbers(7, seed=4, platform=platform)
 
@@ -267,7 +266,7 @@ def test_gradients_of_sinks_beside_those_of_a_score_function(platform: str, monk
 
 def test_block_masks_are_not_kept_for_ever() -> None:
     q, kept = numbers(1, 16, 1, 16), []
-    for n in range(40):
+    for _ in range(40):
         mask = cupyflash.block_mask(np.eye(16, dtype=bool), block=16, like=q)
         attention(q, q, q, block_mask=mask)
         kept.append(weakref.ref(mask))
@@ -277,8 +276,8 @@ def test_block_masks_are_not_kept_for_ever() -> None:
 
 
 def test_several_devices() -> None:
-    """shard_map over batch and heads (a gradient of what is the same on several devices is summed over them), other devices than
-    the first, arrays in parts without shard_map, and pmap."""
+    """shard_map over batch and heads (a gradient of what is the same on several devices is summed over them), other
+    devices than the first, arrays in parts without shard_map, and pmap."""
     command = [sys.executable, "-c", SHARDED]
     done = subprocess.run(command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.stdout.split()[-1:] == ["sharded"], done.stderr[-3000:]
@@ -346,14 +345,6 @@ def test_what_is_wrong_is_said_while_tracing() -> None:
             jax.jit(bad).trace(q)
 
 
-def test_what_has_no_derivative() -> None:
-    q, k, v = qkv()
-    with pytest.raises(TypeError, match="gradients of attention cannot be differentiated again"):
-        jax.grad(lambda q: jax.grad(lambda q: attention(q, k, v).sum())(q).sum())(q)
-    with pytest.raises(TypeError, match="jvp"):
-        jax.jvp(lambda q: attention(q, k, v), (q,), (q,))
-
-
 # ---- jax.nn.dot_product_attention -----------------------------------------------------------------------------------
 
 
@@ -419,13 +410,19 @@ def test_errors_name_the_arguments_of_jax() -> None:
     q, k, v = qkv()
     three, two = jnp.ones(3, jnp.int32), jnp.ones(2, jnp.int32)
     for x, options, message in (
-        ((q, k[..., :4], v), {}, "^key has head dimension 4"), ((q, k.astype("float32"), v), {}, "^key has dtype float32 but query"),
-        ((q, k, v), {"key_value_seq_lengths": three}, r"^key_value_seq_lengths has shape \(3,\) .*; it must be \(2,\) and int32"),
-        ((q, k, v), {"query_seq_lengths": three}, r"^query_seq_lengths has shape \(3,\) .*; it must be \(2,\) and int32"),
-        ((q[0], k[0], v[0]), {"key_value_seq_lengths": two}, r"^key_value_seq_lengths has shape \(2,\) .*; it must be \(1,\)"),
-        *(((q, k, v), {"local_window_size": n}, "^local_window_size is .*; it must be an integer, 0 or more, or two of them")
+        ((q, k[..., :4], v), {}, "^key has head dimension 4"),
+        ((q, k.astype("float32"), v), {}, "^key has dtype float32 but query"),
+        ((q, k, v), {"key_value_seq_lengths": three},
+            r"^key_value_seq_lengths has shape \(3,\) .*; it must be \(2,\) and int32"),
+        ((q, k, v), {"query_seq_lengths": three},
+            r"^query_seq_lengths has shape \(3,\) .*; it must be \(2,\) and int32"),
+        ((q[0], k[0], v[0]), {"key_value_seq_lengths": two},
+            r"^key_value_seq_lengths has shape \(2,\) .*; it must be \(1,\)"),
+        *(((q, k, v), {"local_window_size": n},
+            "^local_window_size is .*; it must be an integer, 0 or more, or two of them")
           for n in (-1, 2.5, "a", (1, 2, 3), (None, 2), (1, -2))),
-        *(((q, k, v), {name: "no"}, f"^{name} is 'no'; it must be True or False") for name in ("is_causal", "return_residual")),
+        *(((q, k, v), {name: "no"}, f"^{name} is 'no'; it must be True or False") for name in ("is_causal",
+            "return_residual")),
         ((q, None, v), {}, "^key is None; it must be an array"),
     ):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=message):
@@ -456,7 +453,8 @@ def test_dot_product_attention_says_more() -> None:
 
 WIDE = (3, 24, 24, 4, 16)  # B, T, S, N, H
 MASKINGS: dict[str, dict[str, Any]] = {
-    "none": {}, "causal": {"is_causal": True}, "padding": {"lengths": True}, "padding and causal": {"lengths": True, "is_causal": True},
+    "none": {}, "causal": {"is_causal": True}, "padding": {"lengths": True},
+    "padding and causal": {"lengths": True, "is_causal": True},
     "window": {"local_window_size": (4, 7)}, "window of one number": {"local_window_size": 6, "is_causal": True},
     "custom": {"mask": (3, 4, 24, 24)}, "custom and padding": {"mask": (1, 1, 24, 24), "lengths": True},
     "custom for each head": {"mask": (1, 4, 24, 24), "is_causal": True},

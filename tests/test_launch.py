@@ -132,7 +132,7 @@ def test_the_copy_engine_gets_its_maps(cuda: Cuda, monkeypatch: pytest.MonkeyPat
     assert encoded == [(addresses[box.array], box) for box in launched.plan.maps]
     size = 128 * len(launched.plan.maps)
     assert cuda.launches[0].parameter(1, size + 64) == bytes(size) + (1).to_bytes(64, "little")
-    launched(**addresses | {"dq": 16 * 999})  # not read or written by the copy engine
+    launched(**addresses | {"dq": 16 * 999})  # not read or written by TMA
     assert len(encoded) == len(launched.plan.maps)
 
 

@@ -1,11 +1,13 @@
 """Bad input: each message names the argument, what it is and what it must be, and nothing has been computed then.
 
-What is said where there is no GPU, driver, CuPy or NVRTC: test_device.py and test_compiler.py. What is no array, or comes
-from another library: test_interop.py.
+What is said where there is no GPU, driver, CuPy or NVRTC: test_device.py and test_compiler.py. What is no array, or
+comes from another library: test_interop.py.
 """
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,9 @@ from backends import Backend, on_pairs
 from criterion import assert_as_good
 from reference import DTYPES, draw, standard, standard_in_own_precision, state
 
-from cupyflash import attention, attention_backward
-from cupyflash.problem import View, describe
+from cupyflash import attention, attention_backward, explain, merge
+from cupyflash.problem import View
+from cupyflash.rules import describe
 
 B, SQ, SK, HQ, HK, D, DV = 2, 5, 7, 4, 2, 8, 16
 
@@ -32,10 +35,14 @@ def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 # what is wrong: (arguments instead of the right ones, error, parts of the message in order)
 BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
-    "dtypes of q and k": ({"k": ones(B, SK, HK, D, dtype=np.float64)}, TypeError, ["k has dtype float64", "q has float32"]),
-    "dtypes of q and v": ({"v": ones(B, SK, HK, DV, dtype=np.float16)}, TypeError, ["v has dtype float16", "q has float32"]),
-    "integers": ({"q": ones(B, SQ, HQ, D, dtype=np.int32)}, TypeError, ["q has dtype int32", "float16, bfloat16, float32"]),
-    "integer keys": ({"k": ones(B, SK, HK, D, dtype=np.int64)}, TypeError, ["k has dtype int64", "must be one of float16"]),
+    "dtypes of q and k": ({"k": ones(B, SK, HK, D, dtype=np.float64)}, TypeError,
+        ["k has dtype float64", "q has float32"]),
+    "dtypes of q and v": ({"v": ones(B, SK, HK, DV, dtype=np.float16)}, TypeError,
+        ["v has dtype float16", "q has float32"]),
+    "integers": ({"q": ones(B, SQ, HQ, D, dtype=np.int32)}, TypeError, ["q has dtype int32",
+        "float16, bfloat16, float32"]),
+    "integer keys": ({"k": ones(B, SK, HK, D, dtype=np.int64)}, TypeError,
+        ["k has dtype int64", "must be one of float16"]),
     "records of nothing": ({"q": np.zeros((B, SQ, HQ, D), "V0")}, TypeError, ["q has dtype void", "must be one of"]),
     "booleans": ({"v": ones(B, SK, HK, DV, dtype=bool)}, TypeError, ["v has dtype bool", "must be one of float16"]),
     "complex": ({"q": ones(B, SQ, HQ, D, dtype=np.complex64)}, TypeError, ["q has dtype complex64", "must be one of"]),
@@ -68,11 +75,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "scale small": ({"scale": 1e-60}, ValueError, ["scale is 1e-60", r"from 1e-30 to 1e\+30, or 0"]),
     "scale integer": ({"scale": 10**400}, ValueError, ["scale is inf", "finite"]),
     "scale complex": ({"scale": 1j}, TypeError, ["scale is 1j", "real number or None"]),
-    "scale array": ({"scale": ones(2)}, TypeError, ["scale is array", "real number or None"]),
+    "scale array": ({"scale": ones(2)}, TypeError, ["scale is ndarray of shape", "real number or None"]),
     "scale bool": ({"scale": True}, TypeError, ["scale is True", "real number or None"]),
     "window set": ({"window": {1, 2}}, ValueError, ["window is {1, 2}", r"pair \(left, right\)"]),
     "window bools": ({"window": (True, 0)}, TypeError, ["window's left bound is True", "integer or None"]),
-    "scale numbers": ({"scale": ones(1)}, TypeError, ["scale is array", "real number or None"]),
+    "scale numbers": ({"scale": ones(1)}, TypeError, ["scale is ndarray of shape", "real number or None"]),
     "causal array": ({"causal": ones(2)}, ValueError, ["causal is array", "must be False, True"]),
     "window array": ({"window": ones(2)}, ValueError, ["window is array", r"pair \(left, right\)"]),
     "window of arrays": ({"window": (ones(2), 0)}, TypeError, ["window's left bound is array", "integer or None"]),
@@ -83,10 +90,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "family list": ({"family": []}, ValueError, [r"family is \[\]", "must be one of 'sm90'"]),
     "family array": ({"family": ones(2)}, ValueError, ["family is array", "must be one of 'sm90'"]),
     "no elements": ({"q": np.zeros((B, SQ, HQ, D), "S0")}, TypeError, ["q has dtype bytes", "must be one of float16"]),
-    "mask of no elements": ({"key_mask": np.zeros((B, SK), "V0")}, TypeError, ["key_mask has dtype void", "must be bool"]),
+    "mask of no elements": ({"key_mask": np.zeros((B, SK), "V0")}, TypeError,
+        ["key_mask has dtype void", "must be bool"]),
     "deterministic": ({"deterministic": "no"}, TypeError, ["deterministic is 'no'", "True or False"]),
     "mask shape": ({"key_mask": ones(B, SQ, dtype=bool)}, ValueError, [r"key_mask has shape \(2, 5\)", r"\(2, 7\)"]),
-    "mask rank": ({"key_mask": ones(1, B, SK, dtype=bool)}, ValueError, [r"key_mask has shape \(1, 2, 7\)", r"\(2, 7\)"]),
+    "mask rank": ({"key_mask": ones(1, B, SK, dtype=bool)}, ValueError,
+        [r"key_mask has shape \(1, 2, 7\)", r"\(2, 7\)"]),
     "mask dtype": ({"key_mask": ones(B, SK, dtype=np.uint8)}, TypeError, ["key_mask has dtype uint8", "must be bool"]),
     "out shape": ({"out": ones(B, SQ, HQ, D)}, ValueError, [r"out has shape \(2, 5, 4, 8\)", r"\(2, 5, 4, 16\)"]),
     "out dtype": ({"out": ones(B, SQ, HQ, DV, dtype=np.float64)}, TypeError, ["out has dtype float64", "float32"]),
@@ -103,15 +112,18 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         {"mask": ones(B, 3, SQ, SK, dtype=bool)}, ValueError,
         [r"mask has shape \(2, 3, 5, 7\)", r"must be \(2, 4, 5, 7\), \(batch, head, query, key\), where a length of 1"],
     ),
-    "bias dtype": ({"bias": ones(SQ, SK, dtype=np.float64)}, TypeError, ["bias has dtype float64", r"must be float32 \("]),
+    "bias dtype": ({"bias": ones(SQ, SK, dtype=np.float64)}, TypeError,
+        ["bias has dtype float64", r"must be float32 \("]),
     "bias shape": ({"bias": ones(SK, SQ)}, ValueError, [r"bias has shape \(7, 5\)", "leading axes may be left out"]),
-    "bias rank": ({"bias": ones(1, B, HQ, SQ, SK)}, ValueError, [r"bias has shape \(1, 2, 4, 5, 7\)", r"\(2, 4, 5, 7\)"]),
+    "bias rank": ({"bias": ones(1, B, HQ, SQ, SK)}, ValueError, [r"bias has shape \(1, 2, 4, 5, 7\)",
+        r"\(2, 4, 5, 7\)"]),
     "bias number": ({"bias": 1.0}, TypeError, ["bias is a float", "must be an array"]),
     "slopes shape": (
         {"alibi_slopes": ones(HK)}, ValueError, [r"alibi_slopes has shape \(2,\)", r"\(2, 4\), \(batch, head\)"],
     ),
     "slopes dtype": (
-        {"alibi_slopes": ones(HQ, dtype=np.float16)}, TypeError, ["alibi_slopes has dtype float16", r"must be float32 \("],
+        {"alibi_slopes": ones(HQ, dtype=np.float16)}, TypeError,
+        ["alibi_slopes has dtype float16", r"must be float32 \("],
     ),
     "sinks shape": ({"sinks": ones(B, HQ)}, ValueError, [r"sinks has shape \(2, 4\)", r"must be \(4,\), \(head\)"]),
     "sinks dtype": ({"sinks": ones(HQ, dtype=np.int32)}, TypeError, ["sinks has dtype int32", r"must be float32 \("]),
@@ -155,8 +167,10 @@ BAD_BACKWARD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "lse shape": ({"lse": ones(B, SQ, HQ)}, ValueError, [r"lse has shape \(2, 5, 4\)", r"\(2, 4, 5\)"]),
     "lse dtype": ({"lse": ones(B, HQ, SQ, dtype=np.float64)}, TypeError, ["lse has dtype float64", "float32"]),
     "lse none": ({"lse": None}, TypeError, ["lse is", "None", "must be an array"]),
-    "wrt word": ({"wrt": "bais"}, ValueError, ["wrt holds 'bais'", "names of optional arrays that are given, of 'bias', "]),
-    "wrt not given": ({"wrt": ("sinks",)}, ValueError, ["wrt holds 'sinks', but sinks is not given", "of 'bias', 'alibi_sl"]),
+    "wrt word": ({"wrt": "bais"}, ValueError,
+        ["wrt holds 'bais'", "names of optional arrays that are given, of 'bias', "]),
+    "wrt not given": ({"wrt": ("sinks",)}, ValueError, ["wrt holds 'sinks', but sinks is not given",
+        "of 'bias', 'alibi_sl"]),
     "wrt q": ({"wrt": ["q"]}, ValueError, ["wrt holds 'q', whose gradient comes anyway", "it must hold names"]),
     "wrt key_mask": (
         {"wrt": {"key_mask"}, "key_mask": ones(B, SK, dtype=bool)}, ValueError,
@@ -324,3 +338,76 @@ def test_a_last_dimension_that_is_not_contiguous_works(backend: Backend, dtype: 
     exact, own = (f(problem, host, host, host) for f in (standard, standard_in_own_precision))
     x = backend.put(wide)[..., ::2]
     assert_as_good(backend.get(attention(x, x, x, family=backend.family)), exact.out, own.out, "out")
+
+
+# ---- the place of the heads ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("what", ["heads", "bias", "lse", "merge", "explain"])
+def test_shapes_that_fit_the_other_layout(what: str, layout: str) -> None:
+    """(batch, 3, 5, dim) and the like: right in one of the two."""
+
+    def laid(heads: int, rows: int) -> np.ndarray:
+        return ones(B, heads, rows, D) if layout == "bshd" else ones(B, rows, heads, D)
+
+    other = {"bshd": "bhsd", "bhsd": "bshd"}[layout]
+    q, k = laid(4, 6), laid(4, 9)
+    calls: dict[str, Any] = {
+        "heads": lambda layout: attention(q, k, k, layout=layout),
+        "bias": lambda layout: attention(q, q, q, bias=ones(4, 6, 6), layout=layout),
+        "lse": lambda layout: attention_backward(q, q, q, q, q, ones(B, 4, 6), layout=layout),
+        "merge": lambda layout: merge([q, q], [ones(B, 4, 6)] * 2, layout=layout),
+        "explain": lambda layout: explain(q, k, k, layout=layout),
+    }
+    calls[what](other)
+    with pytest.raises(ValueError, match=f'; with layout="{other}" the shapes fit$') as raised:
+        calls[what](layout)
+    assert str(raised.value).count("layout=") == 1
+
+
+def test_shapes_that_fit_neither_layout() -> None:
+    q, k = ones(B, 4, 6, D), ones(B, 9, 9, D)
+    with pytest.raises(ValueError, match="must be a multiple of those of k$"):
+        attention(q, k, k)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("name", ["out", "dout"])
+def test_results_with_the_heads_elsewhere(name: str, layout: str) -> None:
+    q, turned, lse = ones(B, 4, 6, D), ones(B, 6, 4, D), ones(*((B, 6, 4) if layout == "bshd" else (B, 4, 6)))
+    with pytest.raises(ValueError, match=rf"^{name} has .* be \(2, 4, 6, 8\), with the heads where q has them"):
+        if name == "out":
+            attention(q, q, q, out=turned, layout=layout)
+        else:
+            attention_backward(turned, q, q, q, q, lse, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "read"),
+    [
+        ((2, 300, 512), "bshd", "(sequence, heads, dim): 300 heads of dimension 512, with 2 queries each"),
+        ((1, 4, 200, 8), "bshd", "(batch, sequence, heads, dim): 200 heads of dimension 8, with 4 queries each"),
+        ((1, 200, 4, 8), "bhsd", "(batch, heads, sequence, dim): 200 heads of dimension 8, with 4 queries each"),
+    ],
+)
+def test_heads_that_nobody_has_are_warned_of(shape: tuple[int, ...], layout: str, read: str) -> None:
+    q, other = ones(*shape), {"bshd": "bhsd", "bhsd": "bshd"}[layout]
+    for call in (attention, explain):
+        with pytest.warns(UserWarning, match=re.escape(f'{read}; if these are rows, give layout="{other}"')):
+            call(q, q, q, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "layout"),
+    [
+        ((300, 2, 512), (300, 2, 512), "bshd"), ((2, 300, 512), (2, 300, 512), "bhsd"),
+        ((1, 128, 64), (1, 128, 64), "bshd"), ((1, 1, 128, 64), (1, 1, 128, 64), "bshd"),
+        ((4, 512, 64), (4, 512, 64), "bshd"),  # nn.MultiheadAttention's, with the batch among the heads
+        ((1, 128, 576), (50, 1, 576), "bshd"),
+    ],
+)  # fmt: skip
+def test_heads_that_somebody_has(q: tuple[int, ...], k: tuple[int, ...], layout: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(ones(*q), ones(*k), ones(*k), layout=layout)

@@ -73,7 +73,8 @@ def test_memcheck_runs_under_the_sanitizer(tmp_path: Path) -> None:
     stub = tmp_path / "bin" / "compute-sanitizer"
     stub.parent.mkdir()
     stub.write_text(
-        '#!/bin/sh\n[ "$1" = --help ] && echo "--destroy-on-device-error arg" && exit\necho "========= Invalid __global__ read: $*"\n'
+        '#!/bin/sh\n[ "$1" = --help ] && echo "--destroy-on-device-error arg" && exit\necho "========= Invalid '
+        '__global__ read: $*"\n'
         'while [ "${1#*python}" = "$1" ]; do shift; done\n"$@"; exit 3\n'
     )
     stub.chmod(0o755)

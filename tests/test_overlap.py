@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 
 from cupyflash.overlap import overlap, overlaps_itself
 from cupyflash.problem import View
@@ -38,3 +39,17 @@ def test_interleaved_arrays_do_not_overlap() -> None:
     even = View((1000, 500), (1000, 2), "float32", "cpu", "numpy", 4096)
     assert not overlap(even, even._replace(ptr=4100)) and overlap(even, even._replace(ptr=4104))
     assert not overlaps_itself(even) and not overlaps_itself(View((3, 2), (2, 3), "float32", "cpu", "numpy", 4096))
+
+
+def test_what_cannot_be_decided_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = View((3, 5, 7), (1009, 211, 13), "float32", "cpu", "numpy", 4096)
+    y = x._replace(strides=(1013, 223, 17), ptr=4104)
+    asked = overlap(x, y)
+    monkeypatch.setattr("cupyflash.overlap._EFFORT", 1)
+    assert asked == bool({*addresses(x)} & {*addresses(y)}) and not overlap(x, y)
+    monkeypatch.setattr(np, "shares_memory", refuses)
+    assert not overlap(x, x)
+
+
+def refuses(*_: object, **__: object) -> bool:
+    raise np.exceptions.TooHardError

@@ -11,10 +11,11 @@ import pytest
 pytest.importorskip("rich")
 torch = pytest.importorskip("torch")
 
-from cupyflash import bench, timing
+from cupyflash import bench
 from cupyflash.bench import gpt, papers, report, runner
 from cupyflash.bench.suites import GROUPS, SUITES, Options
 from cupyflash.passes import BACKWARD, FORWARD
+from cupyflash.tools import timing
 
 SPEEDS = {"ours": 600.0, "fa3": 550.0, "cudnn": 500.0, "fa2": 350.0, "sm80": 400.0, "flash1": 4.0, "math": 40.0}
 

@@ -17,11 +17,11 @@ from kernel_cover import FEATURES, GIVEN, KEY_MASK, problem
 from cupyflash.gpu import params
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
-from cupyflash.passes import BACKWARD, FORWARD, Pass
+from cupyflash.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from cupyflash.problem import ARRAYS, AXES, SCORE_ARRAYS, AttentionProblem, Given
 from cupyflash.score.trace import trace
 
-OF_ALL = [rule for rule in ARRAYS if not rule.of_float8]  # those of every dtype
+OF_ALL = [rule for rule in ARRAYS if not (rule.of_float8 or rule.ragged)]  # those of every dtype
 H200 = Arch.of("sm_90a")
 PLANS = [
     pytest.param(family, dtype, of, id=f"{family}-{dtype}-{of}")
@@ -66,14 +66,15 @@ def test_the_fields_of_a_forward() -> None:
         ("int", "lists_batch"), ("int", "lists_head"), ("Accum", "kept"), ("Accum", "log_kept"),
         ("unsigned", "drop_below"), ("Accum", "out_scale"), ("Accum", "near_cap_squared"), ("Accum", "near_cap_0"),
             ("Accum", "near_cap_1"), ("Accum", "near_cap_2"), ("Accum", "near_slope_1"), ("Accum", "near_slope_2"),
-        ("int", "first_q"), ("int", "end_q"), ("int", "first_k"), ("int", "end_k"), ("int", "shares"), ("alignas(8) unsigned", "round_keys[14]"),
+        ("int", "first_q"), ("int", "end_q"), ("int", "first_k"), ("int", "end_k"), ("int", "shares"),
+        ("alignas(8) unsigned", "round_keys[14]"),
     ]  # fmt: skip
 
 
 def test_the_fields_of_a_backward() -> None:
     fields = declared(plan(asked("float16"), H200, BACKWARD, "sm90"))
     assert fields[:22] == [
-        ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("const Out*", "out"), ("const Accum*", "lse"),
+        ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("const In*", "out"), ("const Accum*", "lse"),
         ("const In*", "dout"), ("const Accum*", "dlse"), ("Out*", "dq"), ("Out*", "dk"), ("Out*", "dv"),
         ("const unsigned char*", "key_mask"), ("const unsigned char*", "mask"), ("const In*", "bias"),
         ("const float*", "alibi_slopes"), ("const In*", "sinks"), ("const long long*", "seed"),
@@ -87,8 +88,8 @@ def test_the_fields_of_a_backward() -> None:
 
 
 def test_a_source_does_not_depend_on_what_is_not_asked() -> None:
-    """Every optional array has its pointer and strides, given or not. What a seed becomes has no room where none is asked for,
-    and a score function's own arrays come beside them.
+    """Every optional array has its pointer and strides, given or not. What a seed becomes has no room where none is
+    asked for, and a score function's own arrays come beside them.
     """
     plain = {name: fields for name, fields in FEATURES.items() if "score" not in fields}
     texts = {name: params.text(plan(problem("float16", **x), H200, family="simt")) for name, x in plain.items()}
@@ -139,7 +140,8 @@ def test_values_stand_where_they_belong(family: str, dtype: str, of: Pass) -> No
 @pytest.mark.parametrize("family", ["sm90", "sm80", "simt"])
 @pytest.mark.parametrize("of", [FORWARD, BACKWARD])
 def test_all_that_may_be_asked_for_fits(family: str, of: Pass) -> None:
-    """The parameters of a kernel are 4 KB where the driver is older, in which maps of the copy engine have their place, too."""
+    """The parameters of a kernel are 4 KB where the driver is older, in which maps of TMA have their place,
+    too."""
     names = [f"table{n}" for n in range(SCORE_ARRAYS)]
     text = " + ".join(f"{name}[h][i][j][b]" for name in names)
     score = trace(text, {name: ("bfloat16", 4, True) for name in names})
@@ -147,6 +149,21 @@ def test_all_that_may_be_asked_for_fits(family: str, of: Pass) -> None:
     asked_for = plan(everything, H200, of, family)
     size = params.layout(asked_for).itemsize + 128 * len(asked_for.maps)
     assert size <= 4096
+
+
+def test_more_tangents_than_fit_are_refused() -> None:
+    """Of arrays that a score function reads: of as many as may be 16 fit."""
+    names = [f"x{n}" for n in range(SCORE_ARRAYS)]
+    score = trace(" + ".join(f"{name}[j]" for name in names), {name: ("bfloat16", 1, True) for name in names})
+    state = dataclasses.replace(asked("bfloat16"), softcap=None, score=score)
+
+    def moving(count: int) -> AttentionProblem:
+        return dataclasses.replace(state, tangents=tuple(Given(x.key, "bfloat16", ()) for x in score.arrays[:count]))
+
+    for of in (JVP, BACKWARD_JVP):
+        assert params.layout(plan(moving(16), H200, of, "simt")).itemsize <= 4096
+    with pytest.raises(ValueError, match=r"tangents has 32 arrays that score reads.* 4096 fit: stack some"):
+        plan(moving(32), H200, BACKWARD_JVP, "simt")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
@@ -175,7 +192,8 @@ def test_caps_stay_in_their_type(dtype: str, largest: float) -> None:
     ("dtype", "largest", "off", "slope_off"), [("bfloat16", 1e6, 9e-5, 3e-5), ("float16", 64.0, 1e-5, 2.5e-4)]
 )
 def test_caps_near_zero(scale: float, softcap: float, dtype: str, largest: float, off: float, slope_off: float) -> None:
-    """The polynomial is the cap's exponent of 2 and its slope, or is never taken; nothing in it leaves float32's range."""
+    """The polynomial is the cap's exponent of 2 and its slope, or is never taken; nothing in it leaves
+    float32's range."""
     state = problem(dtype, scale=scale, softcap=softcap)
     kernel_plan = plan(state, H200)
     packer = params.Packer(kernel_plan, state, {})
@@ -218,7 +236,8 @@ def test_a_compiler_lays_it_out_alike(tmp_path: Path) -> None:
         offsets = [(f"offsetof(Params, {name})", record.fields[name][1]) for name in record.names]  # type: ignore[index]
         offsets += [("sizeof(Params)", record.itemsize), ("offsetof(PairStrides, key)", 24), ("sizeof(Strides)", 24)]
         checks += [
-            f"namespace plan_{number} {{", *(f"using {name} = {type};" for name, type in types), params.text(kernel_plan),
+            f"namespace plan_{number} {{", *(f"using {name} = {type};" for name, type in types),
+            params.text(kernel_plan),
             *(f'static_assert({what} == {value}, "{family} {dtype} {what}");' for what, value in offsets), "}",
         ]  # fmt: skip
     assert sum(line.startswith("static_assert(offsetof(Params") for line in checks) > 20 * len(PLANS)

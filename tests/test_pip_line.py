@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cupyflash import cli, pip_line, tables
-from cupyflash.gpu.device import INSTALL
+from cupyflash import pip_line
+from cupyflash.gpu import device
+from cupyflash.tools import cli
 
 ROOT = Path(__file__).parents[1]
 
@@ -78,15 +80,18 @@ def test_a_command_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert capsys.readouterr().err == said
 
 
-def test_messages_of_kernels_say_it_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_messages_of_the_library_say_it_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not the commands alone: who calls functions stands there, too."""
     (tmp_path / "pyproject.toml").touch()
     came(monkeypatch, {"url": tmp_path.as_uri(), "dir_info": {}})
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ImportError) as raised:
+        device.import_cupy()
     lines = [f'pip install "{tmp_path}[{extra}]"' for extra in ("cuda13", "cuda12")]
-    with pytest.raises(SystemExit), cli.told():
-        raise ImportError(f"arrays on a GPU need CuPy; run {INSTALL}")
-    told = capsys.readouterr().err
-    tables.pairs([("GPU", f"none can be used: run {INSTALL}")])
-    for text in (told, capsys.readouterr().out):
-        assert "cupyflash[" not in text and all(line in text for line in lines)
+    assert str(raised.value).endswith(f"; run {lines[0]} (NVIDIA driver 580 or newer) or {lines[1]}")
+
+
+def test_no_message_has_a_line_of_its_own() -> None:
+    for path in (ROOT / "cupyflash").rglob("*.py"):
+        if path.name != "pip_line.py":
+            assert "cupyflash[" not in path.read_text(encoding="utf-8"), path

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from kernel_cover import ARCHS, BIAS, FAMILY_ARCHS, FEATURES, GIVEN, problem, problems
 
-from cupyflash import explanation
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.families import sm90_backward
+from cupyflash.gpu.families import sm90_backward_cost
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 from cupyflash.gpu.source import generate
 from cupyflash.passes import BACKWARD, FORWARD
 from cupyflash.problem import AttentionProblem, Given
+from cupyflash.tools import explanation
 
 A100, H200, B200, T4, L40 = (Arch.of(f"sm_{cc}") for cc in (80, 90, 100, 75, 89))
 STATIC_LIMIT = 48 << 10
@@ -109,7 +109,8 @@ def test_flash1_is_taken_only_where_it_is_named() -> None:
     for asked, why in (
         (problem("float64"), "bfloat16 and float32, not float64"), (wide, "dimensions up to 128"),
         (problem("float16", softcap=30.0), "no softcap"),
-        (problem("float16", given=GIVEN, softcap=30.0), "no mask and no bias and no alibi_slopes and no sinks and no seed and no softcap"),
+        (problem("float16", given=GIVEN, softcap=30.0),
+            "no mask and no bias and no alibi_slopes and no sinks and no seed and no softcap"),
         (problem("float16", dropout=0.1), "no dropout"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"no kernel family takes this problem: flash1 takes .*{why}"):
@@ -208,7 +209,8 @@ def test_workspace() -> None:
     expected = {
         "simt": {"delta": ("float32", (pairs, 1024))},
         "sm80": {
-            "delta": ("float32", (pairs, 16, 2, 64)), "dq_sum": ("float32", (pairs, 16, 64 * 64)), "counters": ("uint32", (0,)),
+            "delta": ("float32", (pairs, 16, 2, 64)), "dq_sum": ("float32", (pairs, 16, 64 * 64)),
+            "counters": ("uint32", (0,)),
         },
         "sm90": {
             "delta": ("float32", (pairs, 8, 2, 128)), "dq_sum": ("float32", (rows // 128, 128 * 64)),
@@ -366,11 +368,11 @@ def test_each_share_has_keys(seq_q: int, seq_k: int) -> None:
 def test_explain_tells_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explanation, "_compiled", lambda chosen: ({}, ()))
     q, k = (1, 4096, 32, 128), (1, 4096, 1, 128)
-    (note,) = explanation.explain(q, k, k, dtype="bfloat16", arch="sm_90a", of=BACKWARD).notes
+    (note,) = explanation.explain(q, k, k, dtype="bfloat16", arch="sm_90a", backward=True).notes
     assert note.startswith("the queries of a head of keys are dealt out in 8 shares")
     (note,) = explanation.explain((1, 1, 32, 128), k, k, dtype="bfloat16", arch="sm_90a").notes
     assert note == "the keys of a query tile are dealt out in 16 shares: query tiles are few"
-    assert explanation.explain(q, q, q, dtype="bfloat16", arch="sm_90a", of=BACKWARD).notes == ()
+    assert explanation.explain(q, q, q, dtype="bfloat16", arch="sm_90a", backward=True).notes == ()
 
 
 def test_sums_of_shares_are_as_many_as_a_thread_holds() -> None:
@@ -402,7 +404,7 @@ def test_visits_of_key_tiles_are_those_of_the_band(window: tuple[int | None, int
     seen = np.pad(seen, ((0, 12), (0, 68)))
     by_tile = seen.reshape(8, 64, 6, 128).any((1, 3)).sum(0)
     # (A row may be cut off at both ends of the sequence: then tiles between are visited all the same.)
-    assert [len(x) for x in sm90_backward._walks(asked, 64, 128)] == [*by_tile]
+    assert [len(x) for x in sm90_backward_cost.walks_of(asked, 64, 128)] == [*by_tile]
 
 
 def test_a_sequence_of_many_keys_is_planned_at_once() -> None:
@@ -442,7 +444,8 @@ def test_few_queries_have_tiles_of_one_warpgroup() -> None:
 
 def test_tiles_up_to_64_are_such_that_no_multiprocessor_has_more_to_do_than_it_needs() -> None:
     for length, batch, groups, blocks in (
-        (49, 50, 1, 3), (128, 256, 1, 3), (192, 50, 3, 1), (197, 4, 1, 3), (256, 64, 4, 1), (320, 8, 1, 3), (450, 16, 4, 1),
+        (49, 50, 1, 3), (128, 256, 1, 3), (192, 50, 3, 1), (197, 4, 1, 3), (256, 64, 4, 1), (320, 8, 1, 3),
+        (450, 16, 4, 1),
         (512, 32, 3, 1), (1500, 2, 1, 3), (2048, 1, 3, 1), (2048, 8, 3, 1), (4096, 1, 3, 1), (8192, 2, 3, 1),
     ):  # fmt: skip
         asked = problem("bfloat16", batch=batch, heads_q=12, heads_k=12, seq_q=length, seq_k=length)
@@ -467,7 +470,8 @@ def test_up_to_96_columns_three_warpgroups_where_they_have_less_to_do() -> None:
 
 def test_few_keys_have_tiles_of_no_more() -> None:
     for length, dim, tile in (
-        (77, 40, (3, 80)), (77, 64, (3, 80)), (64, 64, (3, 64)), (96, 64, (3, 96)), (77, 128, (3, 80)), (50, 128, (3, 64)),
+        (77, 40, (3, 80)), (77, 64, (3, 80)), (64, 64, (3, 64)), (96, 64, (3, 96)), (77, 128, (3, 80)),
+        (50, 128, (3, 64)),
         (90, 128, (2, 96)), (77, 160, (2, 80)), (97, 64, (3, 128)), (97, 128, (2, 128)),
     ):  # fmt: skip
         asked = problem("bfloat16", dim, batch=8, heads_q=10, heads_k=10, seq_q=4096, seq_k=length)
@@ -542,7 +546,8 @@ def test_at_head_dimension_64_what_asks_for_most_registers_has_two_warpgroups() 
 
 
 def test_blocks_that_share_dq_come_in_pairs() -> None:
-    """Above a head dimension of 192, two thread blocks of a cluster have 64 keys each, also where multiprocessors are odd."""
+    """Above a head dimension of 192, two thread blocks of a cluster have 64 keys each, also where multiprocessors are
+    odd."""
     for sms, seq_k, grid in ((132, 4000, 132), (131, 4000, 130), (132, 128, 32), (132, 129, 64), (132, 1, 32)):
         asked = problem("bfloat16", 256, batch=2, heads_q=8, heads_k=8, seq_q=1000, seq_k=seq_k)
         chosen = plan(asked, replace(H200, sms=sms), BACKWARD)
@@ -553,7 +558,8 @@ def test_blocks_that_share_dq_come_in_pairs() -> None:
 
 
 def test_tiles_that_the_paired_blocks_cannot_take_are_passed_over() -> None:
-    """A tile tuned with other kernels: 80 keys cannot be sent 32 at a time, and 96 leave no place for 256 columns of dQ."""
+    """A tile tuned with other kernels: 80 keys cannot be sent 32 at a time, and 96 leave no place for 256 columns of
+    dQ."""
     asked = problem("bfloat16", 256)
     for tile in ((64, 80, 2, 2, 1, 0), (64, 96, 3, 2, 1, 0), (80, 64, 2, 2, 1, 0)):
         assert plan(asked, H200, BACKWARD, tiles={"sm90": tile}).constants == plan(asked, H200, BACKWARD).constants
@@ -587,7 +593,7 @@ def test_heads_that_share_keys_share_tiles_where_queries_are_few() -> None:
             q = chosen.maps[0]
             at_once = 64 if told["OWN_Q"] else rows  # a warpgroup's, where each has its own
             assert (q.array, q.heads, q.rows * q.heads) == ("q", pack, at_once) and (q.rows >= seq_q or pack == 1)
-            assert max(q.rows, q.heads) <= 256  # what the copy engine takes
+            assert max(q.rows, q.heads) <= 256  # what TMA takes
             assert {box.heads for box in chosen.maps[1:]} == {1}
             assert chosen.workspace[0].nbytes == 0  # tiles are alike: nothing to deal out
             if pack > 1:
@@ -657,7 +663,7 @@ def test_a_bound_of_0_is_a_bound() -> None:
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 64), (128, 128), (192, 128), (256, 256), (64, 256)])
 def test_boxes_are_tiles(dims: tuple[int, int]) -> None:
-    """What the copy engine moves at once is what the kernels wait for."""
+    """What TMA moves at once is what the kernels wait for."""
     for seq_q in (5, 1000):
         chosen = plan(problem("float16", *dims, batch=10, seq_q=seq_q), H200)
         told = constants(chosen)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from reference import visible
 
+from cupyflash.gradients import Gradients, check_wrt
 from cupyflash.passes import BACKWARD, FORWARD
 from cupyflash.problem import (
     ARRAYS,
@@ -17,20 +18,13 @@ from cupyflash.problem import (
     OPTIONS,
     ArrayRule,
     AttentionProblem,
-    Gradients,
     View,
-    check_like,
     check_options,
-    check_wrt,
     complete,
     contiguous,
-    describe,
-    lse_shape,
-    out_shape,
-    state,
     to_bshd,
-    whole,
 )
+from cupyflash.rules import check_like, describe, lse_shape, out_shape, state, whole
 
 
 def stated(sq: int = 6, sk: int = 9, **options: Any) -> AttentionProblem:
@@ -250,12 +244,13 @@ def test_shapes_of_optional_arrays(rank: int, monkeypatch: pytest.MonkeyPatch) -
     problem = describe(q, k, k)
     sizes = {"batch": 2, "head": 4, "query": 6, "key": 9}
     has = [axis for axis in sizes if axis not in ("batch", "head")[: 4 - rank]]
-    for row in (*[row for row in ARRAYS if not row.of_float8], BIAS, SLOPES):
+    for row in (*[row for row in ARRAYS if not row.of_float8 and not row.ragged], BIAS, SLOPES):
         want = tuple(sizes[axis] for axis in row.axes if axis in has)
         assert row.shape(problem, rank) == want
         assert whole(row, problem, q).shape == want
     assert whole(BIAS, problem, q).dtype == "float16" and whole(SLOPES, problem, q).dtype == "float32"
-    monkeypatch.setattr("cupyflash.problem.ARRAYS", (BIAS, SLOPES))
+    for module in ("problem", "rules"):
+        monkeypatch.setattr(f"cupyflash.{module}.ARRAYS", (BIAS, SLOPES))
     given = {row.name: whole(row, problem, q) for row in (BIAS, SLOPES)}
     assert [x[:2] for x in describe(q, k, k, **given).given] == [("bias", "float16"), ("slopes", "float32")]
 
@@ -282,7 +277,8 @@ def test_leading_axes_may_be_left_out() -> None:
     problem = stated()
     base = View((), (), "float32", "cpu", "numpy")
     for shape, strides in (
-        ((4, 6, 9), (0, 54, 9, 1)), ((6, 9), (0, 0, 9, 1)), ((4, 1, 1), (0, 1, 0, 0)), ((9,), (0, 0, 0, 1)), ((), (0, 0, 0, 0)),
+        ((4, 6, 9), (0, 54, 9, 1)), ((6, 9), (0, 0, 9, 1)), ((4, 1, 1), (0, 1, 0, 0)), ((9,), (0, 0, 0, 1)),
+        ((), (0, 0, 0, 0)),
     ):  # fmt: skip
         x = base._replace(shape=shape, strides=contiguous(shape))
         assert BIAS.strides(x, problem) == strides
@@ -312,7 +308,7 @@ def test_dtypes_of_optional_arrays(dtype: str) -> None:
 
 def test_rows_that_kernels_cannot_read_are_copied() -> None:
     problem = stated()
-    (row,) = (rule for rule in ARRAYS if rule.rows)
+    (row,) = (rule for rule in ARRAYS if rule.rows and not rule.ragged)
     mask = View((2, 9), (9, 1), "bool", "cpu", "numpy")
     assert row.to_copy(mask, problem) is None and row.to_copy(mask._replace(strides=(0, 1)), problem) is None
     assert row.to_copy(mask._replace(strides=(18, 2)), problem) == mask._replace(strides=(18, 2))

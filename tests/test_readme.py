@@ -18,9 +18,10 @@ TOP = Path(__file__).resolve().parent.parent
 README = (TOP / "README.md").read_text(encoding="utf-8")
 COMMANDS = (TOP / "docs" / "command-line.md").read_text(encoding="utf-8")
 RUN = (
-    "README.md", "docs/start.md", "docs/recipes.md", "docs/block-masks.md", "docs/score_functions.md",
+    "README.md", "docs/start.md", "docs/recipes.md", "docs/serving.md", "docs/packed-training.md",
+    "docs/block-masks.md", "docs/score_functions.md",
     "docs/frameworks.md",
-    "docs/options.md",
+    "docs/options.md", "docs/derivatives.md", "docs/parallel.md",
 )  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def test_the_table_has_every_replacement() -> None:
 
 def test_commands_and_their_options_exist() -> None:
     typer = pytest.importorskip("typer")
-    from cupyflash.commands import app
+    from cupyflash.tools.commands import app
 
     group = typer.main.get_command(app)
     seen = set()

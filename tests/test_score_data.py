@@ -1,4 +1,5 @@
-"""A score function, and a block mask, as data: made before, or read from a file, they are checked as the raw ones are."""
+"""A score function, and a block mask, as data: made before, or read from a file, they are checked as the raw
+ones are."""
 
 from __future__ import annotations
 
@@ -27,11 +28,13 @@ def _traced(dtype: str = "float32", rank: int = 2, name: str = "table") -> Score
 
 
 @pytest.mark.parametrize(("score", "arrays", "error", "message"), [
-    (_traced(), {"table": np.ones((4, 4), bool)}, TypeError, r"score_arrays\['table'\] is of bool .* traced for float32 and 2"),
+    (_traced(), {"table": np.ones((4, 4), bool)}, TypeError,
+        r"score_arrays\['table'\] is of bool .* traced for float32 and 2"),
     (_traced(), {"table": np.ones(4, np.float32)}, TypeError, r"score_arrays\['table'\] is of float32 and 1 dim"),
     (_traced(), {"other": np.ones((4, 4), np.float32)}, ValueError, "holds 'other', but score was traced for 'table'"),
     (_traced(), {}, ValueError, "score_arrays holds nothing, but score was traced for 'table'"),
-    (trace("2 * s", {}), {"table": np.ones(4, np.float32)}, ValueError, "holds 'table', but score was traced for nothing"),
+    (trace("2 * s", {}), {"table": np.ones(4, np.float32)}, ValueError,
+        "holds 'table', but score was traced for nothing"),
 ])  # fmt: skip
 def test_a_score_that_was_traced_for_other_arrays(
     score: Score, arrays: dict[str, Any], error: type[Exception], message: str, rng: np.random.Generator
@@ -76,16 +79,19 @@ _CODE = '0LL); asm volatile("trap;"); int z = int(0'
     *(_changed(_AT["const"], kind=x) for x in ("bool", "int", "long", "Accum", 3, None)),
     *(_changed(_AT["read"], value=x) for x in ("1", "-1", "00", _CODE, 0)),
     *(_changed(_AT["read"], kind=x) for x in ("int", "bool")),
-    *(_changed(_AT["read"], args=x) for x in ([], [_AT["h"]], [_AT["h"], _AT["s"]], [_AT["h"]] * 3, [_AT["h"], 99], [_AT["h"], -1])),
+    *(_changed(_AT["read"], args=x) for x in ([], [_AT["h"]], [_AT["h"], _AT["s"]], [_AT["h"]] * 3, [_AT["h"], 99],
+        [_AT["h"], -1])),
     *(_changed(_AT["sub"], op=x) for x in (_CODE, "neg", "exp", "lt", "where", "read", "const", "asm", 1, None, [])),
-    *(_changed(_AT["sub"], args=x) for x in ([_AT["i"]], [_AT["i"], _AT["s"]], [_AT["i"], _AT["sub"]], [True, True], "ij", 3)),
+    *(_changed(_AT["sub"], args=x) for x in ([_AT["i"]], [_AT["i"], _AT["s"]], [_AT["i"], _AT["sub"]], [True, True],
+        "ij", 3)),
     *(_changed(_AT["sub"], kind=x) for x in ("long", "float", "bool")),
     _changed(_AT["sub"], value=_CODE),
     *(_changed(_AT["where"], args=x) for x in ([_AT["s"]] * 3, [_AT["lt"], _AT["s"], _AT["i"]])),
     _changed(_AT["s"], kind="int"), _changed(_AT["i"], args=[0]), _changed(_AT["i"], value="0"),
     *(json.dumps([x, _NODES, len(_NODES) - 1]) for x in (
         [], [["table", "float32", 1]], [["table", "float32", 9]], [["table", "float32", True]], [["table", "int8", 2]],
-        [["table", "const float* x; int", 2]], [["a b", "float32", 2]], [[3, "float32", 2]], [["table", "float32", 2]] * 2,
+        [["table", "const float* x; int", 2]], [["a b", "float32", 2]], [[3, "float32", 2]],
+        [["table", "float32", 2]] * 2,
     )),
     *(json.dumps([[["table", "float32", 2]], _NODES, x]) for x in (len(_NODES), -1, 0.0, True, None, "0", _AT["i"])),
     "", "{}", "[]", "3", "[[], [[]], 0]", "[" * 100_000,
@@ -134,8 +140,8 @@ def test_gradients_that_an_operator_is_asked_for(wrt: list[str]) -> None:
 
     x, ids = torch.ones(1, 4, 1, 16), torch.zeros(4, dtype=torch.int64)
     score = trace("s + table[h, i] + ids[j]", {"table": ("float32", 2, False), "ids": ("int64", 1, False)})
-    names = [row.name for row in ARRAYS]
-    rest = ["", None, None, None, score.data, None, 0.0, None, 1.0, "bshd", False, None]
+    names = [row.name for row in ARRAYS if not row.ragged]
+    rest = ["", None, None, None, score.data, None, None, 0.0, None, 1.0, "bshd", False, None]
     given = [x, x, torch.ones(1, 1, 4), None, x, x, x, *[None] * len(names), [torch.ones(1, 4), ids], [None], *rest]
     grads = torch.ops.cupyflash.attention_backward(*given, ["score_arrays['table']"])
     assert [tuple(g.shape) for g in grads] == [(1, 4, 1, 16)] * 3 + [(1, 4)]
@@ -158,7 +164,7 @@ def test_a_block_mask_made_by_hand(slots: Any, bits: Any, message: str) -> None:
     torch = _torch()
     x = torch.ones(1, 16, 1, 16)
     blocks = [torch.tensor([[slots]], dtype=torch.int32), torch.zeros(bits, dtype=torch.int16)]
-    rest = ["", None, None, None, None, [1, 1, 16, 16, 16, 16], 0.0, None, 1.0, "bshd", False, None]
-    none = [None] * len(ARRAYS)
+    rest = ["", None, None, None, None, [1, 1, 16, 16, 16, 16], None, 0.0, None, 1.0, "bshd", False, None]
+    none = [None] * sum(not row.ragged for row in ARRAYS)
     with pytest.raises(ValueError, match=message):
         torch.ops.cupyflash.attention(x, x, x, *none, [None], blocks, *rest)

@@ -17,7 +17,7 @@ from backends import Backend, in_turn, on_pairs_with_scores
 from score_functions import WRITTEN, documents, relative
 from semantics import LAYS, check, draw_inputs
 
-from cupyflash import attention, attention_backward, explain
+from cupyflash import attention, attention_backward, attention_jvp, explain
 from cupyflash.gpu.score import reads_of, tables
 from cupyflash.score import (
     absolute,
@@ -125,7 +125,8 @@ def test_gradients_that_would_be_nan() -> None:
 
     out, lse = attention(q, k, v, score=score, score_arrays={"weights": weights}, return_lse=True)
     grads = attention_backward(
-        np.ones_like(out), q, k, v, out, lse, score=score, score_arrays={"weights": weights}, wrt="weights", dlse=np.ones_like(lse)
+        np.ones_like(out), q, k, v, out, lse, score=score, score_arrays={"weights": weights}, wrt="weights",
+        dlse=np.ones_like(lse)
     )  # fmt: skip
     assert np.isfinite(np.concatenate([x.ravel() for x in (*grads, *grads.dscore_arrays.values())])).all()
     np.testing.assert_allclose(grads.dscore_arrays["weights"], [0, 4 / 3, 4 / 3, 0])  # of log(weights.sum())
@@ -163,10 +164,12 @@ UNARY: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # as traced
     "floor": (lambda x: floor(x) * x, lambda x: np.floor(x) * x),
     "abs": (absolute, np.abs),
     "divide": (lambda x: 1 / (2 + x * x) - x / 3, lambda x: 1 / (2 + x * x) - x / 3),
-    "power": (lambda x: x**3 - (x * x + 1) ** 0.7 + 1.5 ** (x / 9), lambda x: x**3 - (x * x + 1) ** 0.7 + 1.5 ** (x / 9)),
+    "power": (lambda x: x**3 - (x * x + 1) ** 0.7 + 1.5 ** (x / 9),
+        lambda x: x**3 - (x * x + 1) ** 0.7 + 1.5 ** (x / 9)),
     "clip": (lambda x: clip(x, -0.5, 1), lambda x: np.clip(x, -0.5, 1)),
     "where": (lambda x: where((x > 0.1) & ~(x >= 1), x * x, -x), lambda x: np.where((x > 0.1) & ~(x >= 1), x * x, -x)),
-    "numpy": (lambda x: np.where(np.less(x, 0.2), np.tanh(x), np.maximum(x, 1)), lambda x: np.where(x < 0.2, np.tanh(x), np.maximum(x, 1))),
+    "numpy": (lambda x: np.where(np.less(x, 0.2), np.tanh(x), np.maximum(x, 1)),
+        lambda x: np.where(x < 0.2, np.tanh(x), np.maximum(x, 1))),
 }  # fmt: skip
 
 
@@ -219,7 +222,8 @@ INTEGERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # of i a
     "% 4": (lambda i, j: (i - j) % 4, lambda i, j: (i - j) % 4),
     "% -3": (lambda i, j: (i - j) % -3, lambda i, j: (i - j) % -3),
     "// j": (lambda i, j: where(j == 0, 0, i // j), lambda i, j: np.where(j == 0, 0, i // np.maximum(j, 1))),
-    "bits": (lambda i, j: (i & 3 | j ^ 5) + (1 << (j & 3)) - (i >> 1), lambda i, j: (i & 3 | j ^ 5) + (1 << (j & 3)) - (i >> 1)),
+    "bits": (lambda i, j: (i & 3 | j ^ 5) + (1 << (j & 3)) - (i >> 1),
+        lambda i, j: (i & 3 | j ^ 5) + (1 << (j & 3)) - (i >> 1)),
     "not": (lambda i, j: ~i + (i != j).astype(int), lambda i, j: ~i + (i != j)),
     "int": (lambda i, j: ((i - j) / 2.0).astype(int), lambda i, j: np.trunc((i - j) / 2)),
     "abs": (lambda i, j: abs(i - j), lambda i, j: abs(i - j)),
@@ -261,8 +265,10 @@ EXPRESSIONS: dict[str, Callable[..., Any]] = {
     "j <= i ? s : -INFINITY": lambda s, i, j: np.where(j <= i, s, -np.inf),
     "20 * tanhf(s / 20)": lambda s, i, j: 20 * np.tanh(s / 20),
     "s + (i - j) / 4 + (i - j) % 4": lambda s, i, j: s + np.trunc((i - j) / 4) + np.fmod(i - j, 4),
-    "(i ^ j) & 0x3 ? fmaxf(s, .5f) : min(s, 1e0)": lambda s, i, j: np.where((i ^ j) & 3, np.maximum(s, 0.5), np.minimum(s, 1)),
-    "!(i > 3 && j < 2 || i == j) * s - -(float)(i << 1 >> 2)": lambda s, i, j: ~((i > 3) & (j < 2) | (i == j)) * s + (i << 1 >> 2),
+    "(i ^ j) & 0x3 ? fmaxf(s, .5f) : min(s, 1e0)": lambda s, i, j: np.where((i ^ j) & 3, np.maximum(s, 0.5),
+        np.minimum(s, 1)),
+    "!(i > 3 && j < 2 || i == j) * s - -(float)(i << 1 >> 2)": lambda s, i, j: ~((i > 3) & (j < 2) | (i == j)) * s
+        + (i << 1 >> 2),
     "s + (int)(i * 0.5) + ~j + +h + b": lambda s, i, j: s + i // 2 + ~j,
 }  # fmt: skip
 
@@ -364,7 +370,8 @@ def test_explain_names_it() -> None:
     ]
 
 
-# ---- messages -----------------------------------------------------------------------------------------------------------
+# ---- messages
+# -----------------------------------------------------------------------------------------------------------
 
 TABLE = np.zeros((2, 9))
 WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {  # score, score_arrays
@@ -373,39 +380,54 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {  # score, score_arra
     "no-dict": (relative, [TABLE], TypeError, "score_arrays is a list; it must be a dict of arrays"),
     "names": (relative, {3: TABLE}, TypeError, r"score_arrays has the names \[3\]; it must be a dict of arrays"),
     "no-array": (relative, {"table": 3}, TypeError, r"score_arrays\['table'\] is a int; it must be an array"),
-    "dtype": (relative, {"table": TABLE.astype(np.int8)}, TypeError, r"score_arrays\['table'\] has dtype int8; it must be float64"),
+    "dtype": (relative, {"table": TABLE.astype(np.int8)}, TypeError,
+        r"score_arrays\['table'\] has dtype int8; it must be float64"),
     "rank": (relative, {"table": TABLE[..., None, None, None]}, ValueError, "must have 1 to 4 dimensions"),
     "empty": (relative, {"table": TABLE[:0]}, ValueError, "none of length 0"),
-    "unknown-array": (lambda s, b, h, i, j: s, {"table": TABLE}, TypeError, "score_arrays holds 'table', but score has no such"),
+    "unknown-array": (lambda s, b, h, i, j: s, {"table": TABLE}, TypeError,
+        "score_arrays holds 'table', but score has no such"),
     "missing-array": (relative, None, TypeError, "score has a parameter 'table', but score_arrays holds no such array"),
     "parameters": (lambda s, i, j: s, None, TypeError, "score has 3 positional parameters; it must take s, b, h, i, j"),
-    "if": (lambda s, b, h, i, j: s if i < j else -s, None, TypeError, r"if, and, or.*where.*test_score_functions.py, line \d+"),
+    "if": (lambda s, b, h, i, j: s if i < j else -s, None, TypeError,
+        r"if, and, or.*where.*test_score_functions.py, line \d+"),
     "math": (lambda s, b, h, i, j: math.tanh(s), None, TypeError, "function that wants a plain float"),
     "int": (lambda s, b, h, i, j: int(s), None, TypeError, r"plain int .*astype\(int\)"),
     "range": (lambda s, b, h, i, j: sum(range(i)), None, TypeError, "plain index"),
-    "captured": (lambda s, b, h, i, j: s + TABLE, None, TypeError, "ndarray as an operand; arrays that it reads must be given by name"),
+    "captured": (lambda s, b, h, i, j: s + TABLE, None, TypeError,
+        "ndarray as an operand; arrays that it reads must be given by name"),
     "captured-index": (lambda s, b, h, i, j: s + TABLE[h, i], None, TypeError, "a function that wants an array"),
-    "float-index": (lambda s, b, h, i, j, table: s + table[h, i / 2], {"table": TABLE}, TypeError, "reads table at a float"),
-    "indices": (lambda s, b, h, i, j, table: s + table[h], {"table": TABLE}, TypeError, "reads table with 1 indices; it must have 2"),
-    "whole-array": (lambda s, b, h, i, j, table: s + table, {"table": TABLE}, TypeError, "computes with table as a whole"),
-    "array-length": (lambda s, b, h, i, j, table: s + len(table), {"table": TABLE}, TypeError, "asks for the length of table"),
-    "element": (lambda s, b, h, i, j: s[0], None, TypeError, r"takes an element of a number.*test_score_functions.py, line \d+"),
+    "float-index": (lambda s, b, h, i, j, table: s + table[h, i / 2], {"table": TABLE}, TypeError,
+        "reads table at a float"),
+    "indices": (lambda s, b, h, i, j, table: s + table[h], {"table": TABLE}, TypeError,
+        "reads table with 1 indices; it must have 2"),
+    "whole-array": (lambda s, b, h, i, j, table: s + table, {"table": TABLE}, TypeError,
+        "computes with table as a whole"),
+    "array-length": (lambda s, b, h, i, j, table: s + len(table), {"table": TABLE}, TypeError,
+        "asks for the length of table"),
+    "element": (lambda s, b, h, i, j: s[0], None, TypeError,
+        r"takes an element of a number.*test_score_functions.py, line \d+"),
     "length": (lambda s, b, h, i, j: len(s), None, TypeError, "asks for the length of a number"),
     "round": (lambda s, b, h, i, j: round(s), None, TypeError, "rounds a number of the pair"),
-    "too-many": ("s", {f"table{n}": TABLE for n in range(33)}, ValueError, "score_arrays holds 33 arrays; it must hold at most 32"),
+    "too-many": ("s", {f"table{n}": TABLE for n in range(33)}, ValueError,
+        "score_arrays holds 33 arrays; it must hold at most 32"),
     "attribute": (lambda s, b, h, i, j: s.exp(), None, TypeError, "asks a number of the pair for its 'exp'"),
     "numpy": (lambda s, b, h, i, j: np.arctan(s), None, TypeError, "calls numpy.arctan, which is not known here"),
     "numpy-function": (lambda s, b, h, i, j: np.cumsum(s), None, TypeError, "numpy.cumsum|has not|an array"),
-    "loop": (lambda s, b, h, i, j, table: s + sum(x for x, _ in zip(table, range(3))), {"table": TABLE[0]}, TypeError, "goes through table; it must read"),
-    "in": (lambda s, b, h, i, j, table: s + (3 in table), {"table": TABLE[0]}, TypeError, "looks for a number in table"),
-    "others": (lambda s, b, h, i, j: divmod(i, 2)[0], None, TypeError, r"to what does not take it; .*score_arrays.* \(.*test_score_functions.py, line \d+.*divmod"),
-    "format": (lambda s, b, h, i, j: f"{s:.2f}", None, TypeError, "to what does not take it; it must use functions of cupyflash.score"),
+    "loop": (lambda s, b, h, i, j, table: s + sum(x for x, _ in zip(table, range(3))), {"table": TABLE[0]}, TypeError,
+        "goes through table; it must read"),
+    "in": (lambda s, b, h, i, j, table: s + (3 in table), {"table": TABLE[0]}, TypeError,
+        "looks for a number in table"),
+    "others": (lambda s, b, h, i, j: divmod(i, 2)[0], None, TypeError,
+        r"to what does not take it; .*score_arrays.* \(.*test_score_functions.py, line \d+.*divmod"),
+    "format": (lambda s, b, h, i, j: f"{s:.2f}", None, TypeError,
+        "to what does not take it; it must use functions of cupyflash.score"),
     "astype": (lambda s, b, h, i, j: s.astype(complex), None, TypeError, "must be bool, int or float"),
     "bits-of-a-float": (lambda s, b, h, i, j: s & 1, None, TypeError, "it takes integers or booleans, not floats"),
     "sequence": (lambda s, b, h, i, j: sum(s), None, TypeError, "as if it were a sequence"),
     "text-operand": (lambda s, b, h, i, j: s + "1", None, TypeError, "has '1' as an operand; it must be a number"),
     "long": (lambda s, b, h, i, j: s + 2**70, None, TypeError, "more than 64 bits"),
-    "text": (lambda s, b, h, i, j: "s", None, TypeError, r"has 's' as its result; it must be a number \(.*test_score_functions.py"),
+    "text": (lambda s, b, h, i, j: "s", None, TypeError,
+        r"has 's' as its result; it must be a number \(.*test_score_functions.py"),
     "none": (lambda s, b, h, i, j: None, None, TypeError, "score returns None"),
     "boolean": (lambda s, b, h, i, j: i < j, None, TypeError, "score returns a boolean; .*where"),
     "expression-end": ("s +", None, ValueError, "has its end instead of a number or a name at 4"),
@@ -470,3 +492,20 @@ def test_wrt_names_its_arrays() -> None:
         grads("ids")
     with pytest.raises(ValueError, match="wrt holds 'other'; it must hold names"):
         grads("other")
+
+
+def test_an_array_that_is_read_may_be_called_as_an_argument(rng: np.random.Generator) -> None:
+    """Both have a gradient then; the tangent of that name is the argument's."""
+    q, k, v, dout = rng.standard_normal((4, 1, 3, 1, 2))
+    given, read = rng.standard_normal((2, 3, 3))
+    asked = {"bias": given, "score": lambda s, b, h, i, j, bias: s * bias[i, j], "score_arrays": {"bias": read}}
+    out, lse = attention(q, k, v, return_lse=True, **asked)
+    grads = attention_backward(dout, q, k, v, out, lse, wrt="bias", **asked)
+    other = {**asked, "score": lambda s, b, h, i, j, x: s * x[i, j], "score_arrays": {"x": read}}
+    apart = attention_backward(dout, q, k, v, out, lse, wrt=("bias", "x"), **other)
+    np.testing.assert_array_equal(grads.dbias, apart.dbias)
+    np.testing.assert_array_equal(grads.dscore_arrays["bias"], apart.dscore_arrays["x"])
+    tout, _ = attention_jvp({"bias": given}, q, k, v, out, lse, **asked)
+    np.testing.assert_array_equal(tout, attention_jvp({"bias": given}, q, k, v, out, lse, **other)[0])
+    tout, _ = attention_jvp({"bias": read}, q, k, v, out, lse, **asked | {"bias": None})
+    np.testing.assert_array_equal(tout, attention_jvp({"x": read}, q, k, v, out, lse, **other | {"bias": None})[0])

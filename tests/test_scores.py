@@ -1,4 +1,5 @@
-"""What happens to a score between Q Kᵀ and the softmax, on every backend that takes it: soft cap, ALiBi, bias, mask, sinks.
+"""What happens to a score between Q Kᵀ and the softmax, on every backend that takes it: soft cap, ALiBi, bias, mask,
+sinks.
 
 On a GPU each set of options is a kernel to compile: tests share sets and head dimensions, and differ in data.
 """
@@ -259,14 +260,15 @@ def test_a_large_bias(backend: Backend, dtype: str, rng: np.random.Generator) ->
     check(backend, inputs, large_scores=True)
 
 
-# ---- sizes, signs, and what the backward is asked ---------------------------------------------------------------------
+# ---- sizes, signs, and what the backward is asked --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("softcap", [1e-3, 0.5, 30.0, 1e6])
 @on_pairs_with_scores
 def test_soft_caps(backend: Backend, dtype: str, softcap: float, rng: np.random.Generator) -> None:
     inputs = draw_inputs(rng, dtype, seq=(67, 130))
-    # With a cap far below the scores nearly every slope, 1 - tanh², is the difference of two numbers that are nearly equal.
+    # With a cap far below the scores nearly every slope, 1 - tanh², is the difference of two numbers that are nearly
+    # equal.
     luck = not 0.01 < softcap < 1e3
     check(backend, inputs, softcap=softcap, large_scores=luck)
     check(backend, inputs, softcap=softcap, scale=2.0, large_scores=luck)
@@ -324,7 +326,7 @@ def test_deterministic_gradients(backend: Backend, dtype: str, rng: np.random.Ge
             assert all(x.tobytes() == other[name].tobytes() for other in others), name
 
 
-# ---- gradients of bias, slopes and sinks: `check` asks for them everywhere ---------------------------------------------
+# ---- gradients of bias, slopes and sinks: `check` asks for them everywhere -------------------------------------------
 
 
 @pytest.mark.parametrize("wrt", [(), ("bias",), ("alibi_slopes",), ("sinks",)], ids="".join)
@@ -345,7 +347,8 @@ def test_gradients_of_some_arrays(backend: Backend, dtype: str, wrt: tuple[str, 
 def test_gradients_summed_over_many(backend: Backend, dtype: str, full: str, rng: np.random.Generator) -> None:
     """In float32, whatever the dtype: thousands of terms to an element."""
     inputs = draw_inputs(rng, dtype, batch=12, seq=(150, 140), heads=(4, 2), given=("bias", "sinks"), full=full)
-    # Where the sum is over keys, what stays of dS is next to nothing but the rounding of O in delta: that of every FlashAttention.
+    # Where the sum is over keys, what stays of dS is next to nothing but the rounding of O in delta: that of every
+    # FlashAttention.
     check(backend, inputs)
 
 
@@ -373,7 +376,7 @@ def test_finite_differences(options: dict[str, Any], rng: np.random.Generator) -
                 assert abs(found[f"d{name}"][at] - slope) < 1e-7, (name, full, at)
 
 
-# ---- runs without the frame of `check` --------------------------------------------------------------------------------
+# ---- runs without the frame of `check` -------------------------------------------------------------------------------
 
 
 def put(backend: Backend, given: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -388,7 +391,8 @@ def run(
     dlse: Any = None,
     **options: Any,
 ) -> dict[str, np.ndarray]:
-    """out, lse and the gradients by name; optional arrays are those of `options` alone, `wrt` all of them unless said."""
+    """out, lse and the gradients by name; optional arrays are those of `options` alone, `wrt` all of them
+    unless said."""
     q, k, v, dout = (backend.put(x) for x in inputs[:4])
     own = {row.name: backend.get(options[row.name]) for row in ARRAYS if options.get(row.name) is not None}
     others = {name: x for name, x in options.items() if name not in own and name != "dlse"}

@@ -104,8 +104,8 @@ def test_query_heads_share_key_heads(
     check(backend, draw_inputs(rng, dtype, seq=(70, 130), heads=heads), causal=causal)
 
 
-# batch, (Sq, Sk), heads: what a kernel may put into one tile, whole groups and parts of them, and some of each; enough of
-# them that it does.
+# batch, (Sq, Sk), heads: what a kernel may put into one tile, whole groups and parts of them, and some of each; enough
+# of them that it does.
 FEW = {
     "1-of-8": (24, (1, 77), (8, 1)),
     "2-of-128": (2, (2, 130), (128, 1)),

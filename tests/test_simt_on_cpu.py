@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from cuda_on_cpu import cases, needs_compiler
 from on_cpu import check
-from score_functions import documents, grid, relative, without_s
+from score_functions import documents, grid, nowhere, relative, without_s
+from semantics import Inputs
 
 from cupyflash.gpu.device import Arch
 
@@ -31,9 +32,17 @@ SIMT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"blocks": ((16, 80), "h"), "causal": True},
     ),
     "scores-64": ("float64", {"dims": (140, 7), "given": SCORES, "full": "k"}, {"softcap": 2.0, "scale": -0.3}),
-    "score": ("float32", {"heads": (4, 2), "score": "relative", "given": ("alibi_slopes",)}, {"score": relative, "causal": True}),
-    "score-in-order": ("float64", {"dims": (40, 7), "score": "documents", "given": ("bias",)}, {"score": documents, "scale": -0.3, "deterministic": True}),
+    "score": ("float32", {"heads": (4, 2), "score": "relative", "given": ("alibi_slopes",)},
+        {"score": relative, "causal": True}),
+    "score-in-order": ("float64", {"dims": (40, 7), "score": "documents", "given": ("bias",)},
+        {"score": documents, "scale": -0.3, "deterministic": True}),
     "score-of-a-grid": ("float32", {"score": "grid"}, {"score": grid}),
+    # Beside rows that see nothing: sinks of which one is none, gradients of lse, and slopes that are no numbers.
+    "score-nowhere": (
+        "float32",
+        {"heads": (4, 2), "score": "nowhere", "given": ("sinks", "alibi_slopes"), "key_mask": True, "dlse": 1.0},
+        {"score": nowhere, "causal": True},
+    ),
     "score-without-s": ("float32", {"score": "without_s"}, {"score": without_s, "window": (30, 9)}),
     "16-bit": ("bfloat16", {"seq": (40, 50), "dims": (300, 260), "batch": 1}, {"window": (9, 9)}),
     "dropout": (
@@ -60,9 +69,15 @@ FLASH1: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@cases(SIMT, "plain", "group", "scores", "blocks-and-more", "score")
+def without_a_sink(inputs: Inputs) -> Inputs:
+    if "sinks" in inputs.given:
+        inputs.given["sinks"][0] = -np.inf
+    return inputs
+
+
+@cases(SIMT, "plain", "group", "scores", "blocks-and-more", "score", "score-nowhere")
 def test_simt(case: str, rng: np.random.Generator) -> None:
-    check("simt", GPU, rng, *SIMT[case], unit=2)
+    check("simt", GPU, rng, *SIMT[case], unit=2, change=without_a_sink)
 
 
 @cases(FLASH1, "plain", "16-bit")

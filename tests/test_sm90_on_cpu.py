@@ -10,18 +10,18 @@ import pytest
 from cuda_on_cpu import cases, needs_compiler
 from on_cpu import check
 from score_functions import documents, grid, relative, without_s
-from semantics import Blocks
+from semantics import Blocks, Inputs
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.families import sm90_backward, sm90_forward
+from cupyflash.gpu.families import sm90_backward, sm90_backward_cost, sm90_forward, sm90_forward_cost
 from cupyflash.gpu.families.shares import Dealt
 from cupyflash.gpu.kernel_plan import KernelPlan
 from cupyflash.passes import FORWARD
 
 pytestmark = needs_compiler
 
-# With so few multiprocessors two blocks (two clusters where the backward is wide) take tile after tile. With more, several
-# share what a tile of a gradient of a bias sums.
+# With so few multiprocessors two blocks (two clusters where the backward is wide) take tile after tile. With more,
+# several share what a tile of a gradient of a bias sums.
 GPU, WIDE, MANY = (Arch("sm_90a", 90, sms, 232448) for sms in (2, 4, 13))
 
 SCORES = ("mask", "bias", "alibi_slopes", "sinks")
@@ -43,9 +43,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "in-order": ("float16", {"heads": (4, 2), "seq": (150, 633), "batch": 1}, {"deterministic": True}),
     "in-order-causal": ("float16", {"seq": (400, 433), "batch": 1}, {"causal": True, "deterministic": True}),
     "192": ("float16", {"seq": (170, 250), "dims": (192, 128), "key_mask": True}, {"window": (50, 50)}),
-    # Rows that begin at no multiple of 16 bytes, where they leave through a strip of shared memory, and where there is none.
-    "192-odd": ("bfloat16", {"seq": (300, 250), "dims": (192, 99), "batch": 1}, {"causal": True, "rows_aligned": False}),
-    "256-odd": ("float16", {"seq": (300, 250), "dims": (256, 199), "heads": (1, 1), "batch": 1}, {"rows_aligned": False}),
+    # Rows that begin at no multiple of 16 bytes, where they leave through a strip of shared memory, and where there is
+    # none.
+    "192-odd": ("bfloat16", {"seq": (300, 250), "dims": (192, 99), "batch": 1},
+        {"causal": True, "rows_aligned": False}),
+    "256-odd": ("float16", {"seq": (300, 250), "dims": (256, 199), "heads": (1, 1), "batch": 1},
+        {"rows_aligned": False}),
     "wide": (
         "float16", {"seq": (170, 250), "dims": (256, 200), "heads": (2, 1), "batch": 1, "dlse": 1.0}, {"causal": True},
     ),
@@ -57,66 +60,92 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "float16", {"seq": (170, 250), "dims": (256, 200), "heads": (2, 1), "key_mask": True}, {"causal": "top_left"},
     ),
     "in-turn": ("float16", {"heads": (4, 4), "seq": (70, 140), "batch": 6}, {}),  # more heads than sums of dQ have room
-    # In windows the first key tile that adds to a tile of dQ stores; heads take the place of others; some queries see nothing.
+    # In windows the first key tile that adds to a tile of dQ stores; heads take the place of others; some queries see
+    # nothing.
     "in-turn-window": ("float16", {"heads": (4, 2), "seq": (150, 1210), "batch": 6}, {"window": (150, 0)}),
     "unseen-window": (
         "bfloat16", {"heads": (3, 3), "seq": (960, 800), "dims": (128, 128), "batch": 4, "given": ("seed",)},
         {"window": (80, 20), "dropout": 0.1},
     ),
-    "whole": ("float16", {"seq": (300, 77), "heads": (4, 2), "dims": (40, 64), "dlse": 1.0}, {}),  # a key tile has all keys
+    # A key tile has all keys
+    "whole": ("float16", {"seq": (300, 77), "heads": (4, 2), "dims": (40, 64), "dlse": 1.0}, {}),
     "whole-unaligned": ("bfloat16", {"seq": (130, 128), "dims": (59, 64), "batch": 1}, {"rows_aligned": False}),
     "whole-128": (
-        "bfloat16", {"seq": (200, 128), "dims": (128, 90), "heads": (2, 2), "batch": 1, "given": SCORES}, {"softcap": 2.0, "scale": -0.3},
+        "bfloat16", {"seq": (200, 128), "dims": (128, 90), "heads": (2, 2), "batch": 1, "given": SCORES},
+        {"softcap": 2.0, "scale": -0.3},
     ),
-    "whole-96": ("float16", {"seq": (150, 100), "dims": (90, 96), "batch": 1}, {"rows_aligned": False, "deterministic": True}),
+    "whole-96": ("float16", {"seq": (150, 100), "dims": (90, 96), "batch": 1},
+        {"rows_aligned": False, "deterministic": True}),
     "whole-unseen": (  # of some query tiles no query sees a key
         "float16", {"seq": (500, 90), "heads": (2, 1), "key_mask": True}, {"causal": True},
     ),
     "whole-window": ("bfloat16", {"seq": (400, 120), "dims": (128, 128), "batch": 1}, {"window": (20, 9)}),
     "few-queries": ("float16", {"seq": (5, 400), "heads": (12, 2)}, {"causal": True}),
+    # Of heads that share a tile the last ones are none; and heads of results begin at 8 bytes, their rows at 16.
+    "few-queries-sinks": (
+        "float16", {"seq": (5, 200), "heads": (12, 2), "given": ("sinks", "alibi_slopes")},
+        {"causal": True, "rows_aligned": False, "apart": 4},
+    ),
     "softcap": ("bfloat16", {"seq": (100, 250), "batch": 1}, {"softcap": 1.5, "scale": -0.3}),
     # Some warps' products are all near 0 beside the cap, others' are not.
     "near-cap": ("bfloat16", {"seq": (200, 300), "batch": 1}, {"softcap": 7.0, "causal": True}),
     "near-cap-128": ("float16", {"seq": (200, 250), "dims": (128, 128), "batch": 1}, {"softcap": 7.0, "scale": -0.09}),
-    "near-cap-wide": ("float16", {"seq": (130, 250), "dims": (256, 200), "batch": 1}, {"softcap": 7.5, "window": (90, 60)}),
+    "near-cap-wide": ("float16", {"seq": (130, 250), "dims": (256, 200), "batch": 1},
+        {"softcap": 7.5, "window": (90, 60)}),
     "bias": ("float16", {"seq": (200, 250), "batch": 1, "given": ("bias",), "full": "hqk"}, {}),
     "bias-float32": (
-        "bfloat16", {"seq": (200, 250), "dims": (128, 128), "batch": 2, "given": ("bias", "mask"), "full": "bqk", "bias": "float32"},
+        "bfloat16", {"seq": (200, 250), "dims": (128, 128), "batch": 2, "given": ("bias", "mask"), "full": "bqk",
+            "bias": "float32"},
         {"causal": True},
     ),
     "bias-of-keys": ("float16", {"seq": (200, 266), "given": ("bias", "mask"), "full": "bk"}, {}),
-    "bias-wide": ("float16", {"seq": (70, 150), "dims": (192, 128), "batch": 1, "given": ("bias",), "bias": "float32"}, {}),
+    "bias-wide": ("float16", {"seq": (70, 150), "dims": (192, 128), "batch": 1, "given": ("bias",), "bias": "float32"},
+        {}),
     "48-keys": (  # as with a mask and a float32 bias beside 256 columns, of which the backward has no room
         "float16", {"seq": (150, 200), "dims": (128, 100), "batch": 1, "given": ("bias", "mask"), "bias": "float32"},
         {"tiles": ((2, 48, 2, 1), None), "causal": True},
     ),
     "48-keys-window": (  # of a tile's six, the last two are the first warpgroup's alone, the first two the second one's
-        "bfloat16", {"seq": (256, 256), "dims": (128, 100), "heads": (1, 1), "batch": 1, "given": ("bias", "mask"), "bias": "float32"},
+        "bfloat16", {"seq": (256, 256), "dims": (128, 100), "heads": (1, 1), "batch": 1, "given": ("bias", "mask"),
+            "bias": "float32"},
         {"tiles": ((2, 48, 2, 1), None), "window": (96, 0)},
     ),
     "bias-summed": (
-        "bfloat16", {"seq": (200, 264), "heads": (4, 2), "batch": 3, "given": ("bias", "sinks"), "full": "hqk", "key_mask": True, "dlse": 1.0},
+        "bfloat16", {"seq": (200, 264), "heads": (4, 2), "batch": 3, "given": ("bias", "sinks"), "full": "hqk",
+            "key_mask": True, "dlse": 1.0},
         {"softcap": 2.0, "scale": -0.3},
     ),
     "bias-parts": ("float16", {"seq": (130, 143), "dims": (90, 128), "batch": 5, "given": ("bias",), "full": "qk"}, {}),
     "bias-parts-window": (
-        "bfloat16", {"seq": (200, 200), "dims": (32, 40), "heads": (4, 2), "given": ("bias", "mask"), "full": "qk", "bias": "float32"},
+        "bfloat16", {"seq": (200, 200), "dims": (32, 40), "heads": (4, 2), "given": ("bias", "mask"), "full": "qk",
+            "bias": "float32"},
         {"window": (20, 9), "deterministic": True},
     ),
     "bias-unseen": (  # of whole tiles no query sees a key
         "float16", {"seq": (200, 700), "batch": 1, "given": ("bias", "sinks")}, {"causal": "top_left"},
     ),
     "slopes-parts": (
-        "bfloat16", {"seq": (200, 300), "heads": (4, 2), "dims": (64, 128), "given": ("alibi_slopes",)}, {"causal": True},
+        "bfloat16", {"seq": (200, 300), "heads": (4, 2), "dims": (64, 128), "given": ("alibi_slopes",)},
+        {"causal": True},
     ),
-    "bias-wider": ("float16", {"seq": (70, 150), "dims": (250, 192), "heads": (2, 1), "given": ("bias",)}, {"causal": True}),
-    "scores": ("float16", {"seq": (200, 250), "heads": (4, 2), "batch": 1, "given": SCORES}, {"softcap": 2.0, "causal": True}),
-    "scores-128": ("bfloat16", {"seq": (200, 250), "dims": (128, 128), "batch": 1, "given": SCORES}, {"window": (50, 9)}),
-    "scores-wide": ("float16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": SCORES[1:]}, {"deterministic": True}),
-    "scores-of-few-queries": ("float16", {"seq": (5, 200), "heads": (12, 2), "given": SCORES}, {"softcap": 2.0, "causal": True}),
-    "dropout": ("bfloat16", {"seq": (300, 362), "heads": (4, 2), "given": ("seed",), "dlse": 1.0}, {"dropout": 0.2}),
-    "dropout-128": ("float16", {"seq": (200, 430), "dims": (128, 128), "batch": 1, "given": ("seed",)}, {"causal": True, "dropout": 0.6}),
-    "dropout-wide": ("float16", {"seq": (170, 250), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": (*SCORES[1:], "seed")}, {"window": (50, 9), "dropout": 0.2}),
+    "bias-wider": ("float16", {"seq": (70, 150), "dims": (250, 192), "heads": (2, 1), "given": ("bias",)},
+        {"causal": True}),
+    "scores": ("float16", {"seq": (200, 250), "heads": (4, 2), "batch": 1, "given": SCORES},
+        {"softcap": 2.0, "causal": True}),
+    "scores-128": ("bfloat16", {"seq": (200, 250), "dims": (128, 128), "batch": 1, "given": SCORES},
+        {"window": (50, 9)}),
+    "scores-wide": ("float16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "given": SCORES[1:]},
+        {"deterministic": True}),
+    "scores-of-few-queries": ("float16", {"seq": (5, 200), "heads": (12, 2), "given": SCORES},
+        {"softcap": 2.0, "causal": True}),
+    "dropout": (
+        "bfloat16", {"seq": (300, 362), "heads": (4, 2), "given": ("seed",), "dlse": 1.0},
+        {"dropout": 0.2, "rows_aligned": False, "apart": 4},
+    ),
+    "dropout-128": ("float16", {"seq": (200, 430), "dims": (128, 128), "batch": 1, "given": ("seed",)},
+        {"causal": True, "dropout": 0.6}),
+    "dropout-wide": ("float16", {"seq": (170, 250), "dims": (256, 200), "heads": (2, 1), "batch": 1,
+        "given": (*SCORES[1:], "seed")}, {"window": (50, 9), "dropout": 0.2}),
     "dropout-of-few-queries": ("float16", {"seq": (5, 200), "heads": (12, 2), "given": ("seed",)}, {"dropout": 0.2}),
     "blocks": ("float16", {"seq": (400, 500), "heads": (4, 2), "batch": 2}, {"blocks": ((128, 128),)}),
     "blocks-causal": (
@@ -124,7 +153,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"blocks": ((48, 96), "b"), "causal": True, "deterministic": True},
     ),
     "blocks-and-more": (
-        "float16", {"seq": (200, 250), "heads": (4, 2), "dims": (128, 128), "batch": 1, "given": SCORES, "key_mask": True},
+        "float16", {"seq": (200, 250), "heads": (4, 2), "dims": (128, 128), "batch": 1, "given": SCORES,
+            "key_mask": True},
         {"blocks": ((64, 64), "h"), "window": (90, 40)},
     ),
     "blocks-192": ("float16", {"seq": (170, 350), "dims": (192, 128), "batch": 1}, {"blocks": ((64, 112), "")}),
@@ -145,7 +175,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "blocks-dropout-and-more": (
         "bfloat16",
-        {"seq": (200, 250), "heads": (4, 2), "dims": (128, 128), "batch": 1, "given": (*SCORES, "seed"), "key_mask": True},
+        {"seq": (200, 250), "heads": (4, 2), "dims": (128, 128), "batch": 1, "given": (*SCORES, "seed"),
+            "key_mask": True},
         {"blocks": ((64, 64), "h"), "window": (90, 40), "dropout": 0.3, "softcap": 2.0, "deterministic": True},
     ),
     "blocks-dropout-wide": (
@@ -153,7 +184,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"blocks": ((64, 64),), "dropout": 0.4},
     ),
     "dropout-bias": (
-        "bfloat16", {"seq": (200, 264), "heads": (4, 2), "given": ("bias", "sinks", "seed"), "full": "hqk", "dlse": 1.0},
+        "bfloat16", {"seq": (200, 264), "heads": (4, 2), "given": ("bias", "sinks", "seed"), "full": "hqk",
+            "dlse": 1.0},
         {"causal": True, "dropout": 0.2},
     ),
     "dropout-bias-parts": (
@@ -161,49 +193,61 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"dropout": 0.6, "softcap": 2.0, "scale": -0.3},
     ),
     "dropout-slopes-parts": (
-        "float16", {"seq": (200, 300), "heads": (4, 2), "given": ("alibi_slopes", "seed")}, {"window": (150, 9), "dropout": 0.2},
+        "float16", {"seq": (200, 300), "heads": (4, 2), "given": ("alibi_slopes", "seed")},
+        {"window": (150, 9), "dropout": 0.2},
     ),
     "short": ("float16", {"seq": (49, 49), "dims": (32, 32), "heads": (4, 4)}, {}),  # with one warpgroup that computes
-    "short-many": ("bfloat16", {"seq": (64, 49), "dims": (64, 48), "heads": (6, 3), "batch": 5, "dlse": 1.0}, {"deterministic": True}),
+    "short-many": ("bfloat16", {"seq": (64, 49), "dims": (64, 48), "heads": (6, 3), "batch": 5, "dlse": 1.0},
+        {"deterministic": True}),
     "short-scores": (
         "float16", {"seq": (50, 63), "dims": (59, 64), "heads": (4, 2), "batch": 3, "given": SCORES, "key_mask": True},
         {"softcap": 2.0, "causal": True, "rows_aligned": False},
     ),
     "short-bias": (
-        "bfloat16", {"seq": (49, 49), "dims": (32, 32), "heads": (4, 4), "batch": 3, "given": ("bias", "seed"), "full": "hqk", "bias": "float32"},
+        "bfloat16", {"seq": (49, 49), "dims": (32, 32), "heads": (4, 4), "batch": 3, "given": ("bias", "seed"),
+            "full": "hqk", "bias": "float32"},
         {"dropout": 0.2},
     ),
-    "short-blocks": ("float16", {"seq": (64, 60), "heads": (4, 2), "batch": 2}, {"blocks": ((16, 32), "bh"), "window": (20, 9)}),
+    "short-blocks": ("float16", {"seq": (64, 60), "heads": (4, 2), "batch": 2},
+        {"blocks": ((16, 32), "bh"), "window": (20, 9)}),
     "short-unseen": ("float16", {"seq": (40, 60), "heads": (4, 2)}, {"causal": "top_left"}),
-    "short-causal": ("bfloat16", {"seq": (63, 200), "dims": (128, 96), "heads": (4, 4), "key_mask": True}, {"causal": True}),
+    "short-causal": ("bfloat16", {"seq": (63, 200), "dims": (128, 96), "heads": (4, 4), "key_mask": True},
+        {"causal": True}),
     "short-window": ("float16", {"seq": (50, 330), "heads": (4, 4), "given": ("bias",)}, {"window": (150, 9)}),
-    "score": ("float16", {"heads": (4, 2), "seq": (290, 400), "score": "relative"}, {"score": relative, "causal": True}),
+    "score": ("float16", {"heads": (4, 2), "seq": (290, 400), "score": "relative"},
+        {"score": relative, "causal": True}),
     "score-128": (
         "float16", {"seq": (200, 250), "dims": (128, 128), "batch": 1, "score": "documents", "given": ("bias",)},
         {"score": documents, "scale": -0.3, "deterministic": True},
     ),
     "score-wide": (
-        "bfloat16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "score": "without_s"}, {"score": without_s},
+        "bfloat16", {"seq": (70, 150), "dims": (256, 200), "heads": (2, 1), "batch": 1, "score": "without_s"},
+        {"score": without_s},
     ),
-    "score-of-few-queries": ("bfloat16", {"seq": (5, 200), "heads": (12, 2), "score": "grid"}, {"score": grid, "causal": True}),
+    "score-of-few-queries": ("bfloat16", {"seq": (5, 200), "heads": (12, 2), "score": "grid"},
+        {"score": grid, "causal": True}),
     # Head dimensions up to 32: tiles of four warpgroups, of two in each of two thread blocks, of three.
     "32": ("float16", {"seq": (230, 300), "dims": (32, 32), "batch": 1, "dlse": 1.0}, {}),
     "32-large": ("bfloat16", {"seq": (100, 500), "dims": (32, 32), "batch": 1}, {"scale": 3.0}),
     "32-causal": ("bfloat16", {"seq": (300, 362), "dims": (32, 24), "heads": (4, 2)}, {"causal": True}),
     "32-bias": (  # an Evoformer's
-        "bfloat16", {"seq": (256, 256), "dims": (32, 32), "heads": (2, 2), "batch": 3, "given": ("bias",), "full": "hqk", "key_mask": True},
+        "bfloat16", {"seq": (256, 256), "dims": (32, 32), "heads": (2, 2), "batch": 3, "given": ("bias",),
+            "full": "hqk", "key_mask": True},
         {},
     ),
     "32-bias-float32": (
-        "float16", {"seq": (120, 330), "dims": (20, 32), "heads": (4, 2), "batch": 2, "given": ("bias", "mask"), "full": "bqk", "bias": "float32"},
+        "float16", {"seq": (120, 330), "dims": (20, 32), "heads": (4, 2), "batch": 2, "given": ("bias", "mask"),
+            "full": "bqk", "bias": "float32"},
         {"window": (150, 9), "rows_aligned": False},
     ),
     "32-scores": (
-        "float16", {"seq": (200, 250), "dims": (32, 27), "heads": (4, 2), "batch": 1, "given": (*SCORES, "seed"), "key_mask": True},
+        "float16", {"seq": (200, 250), "dims": (32, 27), "heads": (4, 2), "batch": 1, "given": (*SCORES, "seed"),
+            "key_mask": True},
         {"softcap": 2.0, "causal": True, "dropout": 0.2},
     ),
     "32-of-few-queries": ("float16", {"seq": (5, 400), "dims": (32, 32), "heads": (12, 2)}, {"causal": True}),
-    "32-blocks": ("float16", {"seq": (300, 330), "dims": (32, 32), "heads": (4, 2), "given": ("bias",)}, {"blocks": ((64, 128),)}),
+    "32-blocks": ("float16", {"seq": (300, 330), "dims": (32, 32), "heads": (4, 2), "given": ("bias",)},
+        {"blocks": ((64, 128),)}),
     "few-keys": ("bfloat16", {"seq": (400, 77), "dims": (40, 64), "key_mask": True}, {}),
     "few-keys-64": ("float16", {"seq": (250, 50), "heads": (4, 2)}, {}),
     "few-keys-96": ("bfloat16", {"seq": (400, 90), "batch": 1}, {}),
@@ -214,17 +258,28 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "in-three": ("float16", {"seq": (150, 200), "key_mask": True}, {"tiles": ((1, 64, 3, 3), None), "causal": True}),
     "of-256": ("bfloat16", {"seq": (300, 350), "batch": 1}, {"tiles": ((4, 64, 3, 1), None), "window": (90, 20)}),
     "32-in-four": ("bfloat16", {"seq": (150, 200), "dims": (32, 16)}, {"tiles": ((1, 64, 2, 4), None), "causal": True}),
-    "32-in-order": ("float16", {"heads": (4, 2), "seq": (150, 433), "dims": (32, 32), "batch": 1}, {"deterministic": True}),
+    "32-in-order": ("float16", {"heads": (4, 2), "seq": (150, 433), "dims": (32, 32), "batch": 1},
+        {"deterministic": True}),
+    "one-query-bias": (
+        "float16", {"seq": (1, 300), "heads": (6, 2), "given": ("bias", "seed"), "full": "k"}, {"dropout": 0.2},
+    ),
     "one-query": ("bfloat16", {"seq": (1, 300), "heads": (6, 2), "dims": (128, 128)}, {}),
 }  # fmt: skip
 
 
 @cases(
-    CASES, "plain", "group", "window", "key-mask", "in-order", "wide", "whole-unseen", "scores", "few-queries", "short-many",
-    "bias-summed", "dropout", "blocks-and-more", "score",
+    CASES, "plain", "group", "window", "key-mask", "in-order", "wide", "whole-unseen", "scores", "few-queries",
+    "short-many",
+    "bias-summed", "dropout", "blocks-and-more", "score", "few-queries-sinks", "one-query-bias",
 )  # fmt: skip
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:
-    check("sm90", WIDE if "wide" in case else MANY if "parts" in case else GPU, rng, *CASES[case])
+    def of_keys(inputs: Inputs) -> Inputs:
+        """A bias that has no axis but that of keys."""
+        if case == "one-query-bias":
+            inputs.given["bias"] = inputs.given["bias"].reshape(-1)
+        return inputs
+
+    check("sm90", WIDE if "wide" in case else MANY if "parts" in case else GPU, rng, *CASES[case], change=of_keys)
 
 
 @pytest.mark.parametrize("deterministic", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -252,7 +307,8 @@ SHARED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "uneven": ("float16", {"heads": (4, 1), "seq": (330, 300), "batch": 2, "key_mask": True}, {"window": (40, 0)}),
     "unseen": ("float16", {"heads": (2, 1), "seq": (900, 200), "batch": 12}, {"causal": True}),  # by some query tiles
-    "32": ("bfloat16", {"heads": (3, 1), "seq": (400, 430), "dims": (24, 32), "batch": 1, "dlse": 1.0}, {"causal": True}),
+    "32": ("bfloat16", {"heads": (3, 1), "seq": (400, 430), "dims": (24, 32), "batch": 1, "dlse": 1.0},
+        {"causal": True}),
     "cross": ("float16", {"seq": (300, 77), "dims": (128, 100), "heads": (2, 2), "batch": 1, "key_mask": True}, {}),
     "short": ("bfloat16", {"seq": (49, 60), "heads": (7, 1), "dims": (32, 64), "batch": 2}, {"causal": True}),
     "192": ("float16", {"seq": (330, 180), "dims": (192, 128), "heads": (2, 1), "batch": 1}, {"window": (150, 50)}),
@@ -282,8 +338,8 @@ def test_thread_blocks_share_key_tiles(case: str, rng: np.random.Generator, monk
     seen: list[KernelPlan] = []
     make = sm90_backward.plan
     monkeypatch.setattr(sm90_backward, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
-    monkeypatch.setattr(sm90_backward, "_shares", lambda *_: 3)
-    monkeypatch.setattr(sm90_backward, "CACHE", 1)  # so that shares take room in turn
+    monkeypatch.setattr(sm90_backward_cost, "shares", lambda *_: 3)
+    monkeypatch.setattr(sm90_backward_cost, "CACHE", 1)  # so that shares take room in turn
     check("sm90", LARGE, rng, *SHARED[case])
     assert dict(seen[0].constants)["SHARES"] and dict(seen[0].scalars)["shares"] == 3
 
@@ -292,23 +348,31 @@ def test_thread_blocks_share_key_tiles(case: str, rng: np.random.Generator, monk
 KEYS_SHARED: dict[str, tuple[int, tuple[str, dict[str, Any], dict[str, Any]]]] = {
     "plain": (3, ("float16", {"seq": (70, 500), "batch": 2}, {})),
     "causal": (2, ("bfloat16", {"seq": (300, 362), "heads": (4, 2), "batch": 1, "dlse": 1.0}, {"causal": True})),
-    "more-than-tiles": (5, ("float16", {"seq": (200, 330), "dims": (128, 90), "batch": 1}, {"causal": True, "rows_aligned": False})),
-    "few-queries": (3, ("bfloat16", {"seq": (5, 700), "heads": (12, 2), "given": ("sinks",), "key_mask": True}, {"causal": True})),
+    "more-than-tiles": (5, ("float16", {"seq": (200, 330), "dims": (128, 90), "batch": 1},
+        {"causal": True, "rows_aligned": False})),
+    "few-queries": (3, ("bfloat16", {"seq": (5, 700), "heads": (12, 2), "given": ("sinks",), "key_mask": True},
+        {"causal": True})),
     "many": (37, ("bfloat16", {"seq": (3, 37 * 128), "heads": (3, 1), "batch": 1, "given": ("sinks",)}, {})),
     "odd-rows": (3, ("float16", {"seq": (5, 300), "heads": (3, 1), "batch": 1}, {})),
     "one-query": (4, ("float16", {"seq": (1, 600), "heads": (6, 2), "dims": (128, 128)}, {})),
-    "sinks": (3, ("float16", {"seq": (130, 400), "heads": (4, 2), "batch": 1, "given": ("sinks",)}, {"causal": "top_left"})),
-    "unseen": (3, ("bfloat16", {"seq": (400, 300), "batch": 1}, {"window": (60, 0), "causal": True})),  # by the first queries
+    "sinks": (3, ("float16", {"seq": (130, 400), "heads": (4, 2), "batch": 1, "given": ("sinks",)},
+        {"causal": "top_left"})),
+    # By the first queries
+    "unseen": (3, ("bfloat16", {"seq": (400, 300), "batch": 1}, {"window": (60, 0), "causal": True})),
     "scores": (
-        3, ("bfloat16", {"seq": (150, 430), "dims": (128, 59), "heads": (2, 1), "batch": 1, "given": SCORES}, {"softcap": 2.0, "window": (200, 9)}),
+        3, ("bfloat16", {"seq": (150, 430), "dims": (128, 59), "heads": (2, 1), "batch": 1, "given": SCORES},
+            {"softcap": 2.0, "window": (200, 9)}),
     ),
-    "dropout": (2, ("float16", {"seq": (150, 400), "batch": 1, "given": ("bias", "seed"), "full": "hqk"}, {"causal": True, "dropout": 0.2})),
+    "dropout": (2, ("float16", {"seq": (150, 400), "batch": 1, "given": ("bias", "seed"), "full": "hqk"},
+        {"causal": True, "dropout": 0.2})),
     "blocks": (
-        3, ("float16", {"seq": (200, 600), "heads": (4, 2), "batch": 2, "given": ("sinks",)}, {"blocks": ((64, 128),), "causal": True}),
+        3, ("float16", {"seq": (200, 600), "heads": (4, 2), "batch": 2, "given": ("sinks",)},
+            {"blocks": ((64, 128),), "causal": True}),
     ),
     "32": (3, ("bfloat16", {"seq": (230, 300), "dims": (32, 24), "batch": 1}, {})),
     "192": (2, ("float16", {"seq": (100, 350), "dims": (192, 128), "batch": 1}, {"causal": True})),
-    "wide": (3, ("bfloat16", {"seq": (100, 350), "dims": (256, 200), "heads": (2, 1), "batch": 1}, {"window": (150, 20)})),
+    "wide": (3, ("bfloat16", {"seq": (100, 350), "dims": (256, 200), "heads": (2, 1), "batch": 1},
+        {"window": (150, 20)})),
 }  # fmt: skip
 
 
@@ -319,7 +383,7 @@ def test_thread_blocks_share_keys(case: str, rng: np.random.Generator, monkeypat
     seen: list[KernelPlan] = []
     make = sm90_forward.plan
     monkeypatch.setattr(sm90_forward, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
-    monkeypatch.setattr(sm90_forward, "dealt", lambda *_: Dealt(shares, 0))
+    monkeypatch.setattr(sm90_forward_cost, "dealt", lambda *_: Dealt(shares, 0))
     check("sm90", LARGE, rng, *problem)
     assert dict(seen[0].constants)["SHARES"] and dict(seen[0].scalars)["shares"] == shares
     assert [x.name for x in seen[0].launches] == ["attention_forward", "attention_combine"]

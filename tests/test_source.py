@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from imports import HANDED_OVER, import_graph
+from imports import import_graph
 from kernel_cover import FEATURES, problem
 
 from cupyflash.gpu import params, source
@@ -120,16 +120,22 @@ def test_digest_counts_sources_alone(copied: Path) -> None:
 
 
 def test_the_digest_covers_what_a_call_on_a_gpu_walks_through() -> None:
-    """Every module that the package's entrances import, but for the CPU's and the tools that api.py hands over to."""
+    """Every module that the package's entrances import, but for the CPU's, the tools, and who calls as users do."""
+    others = tuple(f"cupyflash.{room}" for room in ("cpu", "tools", "compat", "integrations", "parallel"))
     graph = import_graph()
     entrances = [name for name in graph if name.split(".")[1:2] in (["api"], ["torch"], ["jax"], ["interop"])]
     reached, waiting = set(), ["cupyflash", *entrances]
     while waiting:
         name = waiting.pop()
-        if name not in reached and not name.startswith("cupyflash.cpu"):
+        if name not in reached and not name.startswith(others):
             reached.add(name)
-            waiting += sorted(graph[name] - set(HANDED_OVER if name == "cupyflash.api" else ()))
-    assert {"cupyflash.gpu.corridor", "cupyflash.gpu.families.sm90", "cupyflash.problem", "cupyflash.tuned"} <= reached
+            waiting += sorted(graph[name])
+    assert {
+        "cupyflash.gpu.corridor",
+        "cupyflash.gpu.families.sm90",
+        "cupyflash.problem",
+        "cupyflash.gpu.tuned",
+    } <= reached
     covered = set(source.sources())
     missing = {name for name in reached if not {path_of(name), path_of(name, package=True)} & covered}
     assert not missing
@@ -137,7 +143,7 @@ def test_the_digest_covers_what_a_call_on_a_gpu_walks_through() -> None:
         f"kernels_cu/{path.relative_to(TOP / 'kernels_cu').as_posix()}" for path in (TOP / "kernels_cu").rglob("*.cu*")
     }
     assert kernels <= covered and len(kernels) > 20
-    assert not {"cupyflash/cli.py", "cupyflash/cpu/forward.py", "cupyflash/bench/suites.py"} & covered
+    assert not {"cupyflash/tools/cli.py", "cupyflash/cpu/forward.py", "cupyflash/bench/suites.py"} & covered
 
 
 def path_of(module: str, package: bool = False) -> str:

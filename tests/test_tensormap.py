@@ -53,7 +53,8 @@ def maps(strides: dict[str, tuple[int, ...]] = STRIDES, **fields: Any) -> tensor
 
 
 def test_rows_that_are_dead_by_position_are_no_part_of_inputs(asked: list[dict[str, Any]]) -> None:
-    """500 queries on 300 keys: the first 90 see none, nor do the last 95; the first 80 and the last 10 of 500 keys nobody sees."""
+    """500 queries on 300 keys: the first 90 see none, nor do the last 95; the first 80 and the last 10 of 500 keys
+    nobody sees."""
     maps(diagonal=-100, left=5, right=10)(*AT)
     assert [call["at"] for call in asked] == [AT[0] + 90 * 2048, *AT[1:]]
     assert [call["shape"][1] for call in asked] == [315, 300, 300, 500]
@@ -110,7 +111,7 @@ def test_encoded_once_for_the_same_arrays(asked: list[dict[str, Any]]) -> None:
 def test_outputs_have_maps_only_where_their_rows_end_at_16_bytes(
     asked: list[dict[str, Any]], dtype: str, out_dtype: str | None, of: Pass
 ) -> None:
-    """The copy engine cuts a store there, not at an element: it would write what follows a row that ends in between."""
+    """TMA cuts a store there, not at an element: it would write what follows a row that ends in between."""
     strides = dict.fromkeys(("q", "k", "v", "dout", "dk", "dv", "dq", "out"), (256_000, 512, 256))
     seen = set()
     for dims in ((x, y) for n in range(1, 257) for x, y in ((n, 64), (64, n))):

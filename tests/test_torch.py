@@ -238,17 +238,6 @@ def test_gradient_through_lse(masked: bool, layout: str, device: str, rng: np.ra
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_are_not_differentiable(device: str, rng: np.random.Generator) -> None:
-    """Nothing of second order is lost in silence, whether the gradient that comes in needs one itself or not."""
-    q, k, v = leaves(draw_inputs(rng, "float32"), device)
-    out, lse = attention(q, k, v, return_lse=True)
-    for loss in (out.square().sum(), out.sum(), lse.sum()):
-        with pytest.raises(RuntimeError, match="gradients of attention cannot be differentiated again.*create_graph"):
-            torch.autograd.grad(loss, q, create_graph=True, retain_graph=True)
-    assert torch.autograd.grad(out.sum(), q)[0].isfinite().all()
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_write_is_seen_by_autograd(device: str, rng: np.random.Generator) -> None:
     """As after torch.add(out=...): who kept the old values for its own gradient is told."""
     q, k, v = (x.detach() for x in leaves(draw_inputs(rng, "float32"), device))
@@ -353,28 +342,6 @@ def test_options_are_those_of_the_forward(device: str, rng: np.random.Generator)
         assert not torch.equal(attention(q, k, v, **options), out)  # the next call sees what they hold now
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("grad", [False, True])
-def test_forward_mode_is_refused(grad: bool, device: str, rng: np.random.Generator) -> None:
-    """No tangent is lost in silence, whatever it belongs to and whether gradients are recorded or not."""
-    q, k, v = (put(draw(rng, "float32", 1, 9, 2, 8), device) for _ in range(3))
-    bias = put(draw(rng, "float32", 9, 9), device)
-    out, lse = attention(q, k, v, bias=bias, return_lse=True)
-    backward = cupyflash.attention_backward
-    with torch.autograd.forward_ad.dual_level(), torch.set_grad_enabled(grad):
-        attention(q, k, v, bias=bias)  # has none
-        dual = [torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)) for x in (q, bias, out)]
-        for call in (
-            lambda: attention(dual[0], k, v, bias=bias),
-            lambda: attention(q, k, v, bias=dual[1]),
-            lambda: backward(dual[2], q, k, v, out, lse, bias=bias),
-        ):
-            with pytest.raises(
-                NotImplementedError, match="has a tangent, but attention has no derivative in forward mode"
-            ):
-                call()
-
-
 @pytest.mark.parametrize("entry", ["autograd", "backward", "func", "compiled"])
 def test_deterministic_algorithms(entry: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """As PyTorch's own attention: what holds when gradients are computed."""
@@ -424,6 +391,34 @@ def test_help_shows_what_the_package_takes() -> None:
         attention(torch.ones(3, 4), torch.ones(3, 4), torch.ones(3, 4), is_causal=True)
 
 
+def test_a_scale_that_is_learned() -> None:
+    """It is refused, compiled too, and what the message says in its place has its gradient."""
+    q, k, v = torch.randn(3, 2, 5, 4, 8, dtype=torch.float64).unbind()
+    scale = torch.nn.Parameter(torch.rand((), dtype=torch.float64))
+    for call in (attention, torch.compile(attention, backend="eager", fullgraph=True)):
+        with pytest.raises(Exception, match=r"multiplies q: q \* scale as q \(in its dtype\), and scale=1\.0"):
+            call(q, k, v, scale=scale)
+    (found,) = torch.autograd.grad(attention(q * scale, k, v, scale=1.0).square().sum(), scale)
+    step = 1e-6
+    high, low = (attention(q, k, v, scale=scale.item() + x).square().sum() for x in (step, -step))
+    torch.testing.assert_close(found, (high - low) / (2 * step), rtol=1e-6, atol=1e-6)
+
+
+def test_a_softcap_that_is_learned() -> None:
+    q, k, v = torch.randn(3, 2, 5, 4, 8, dtype=torch.float64).unbind()
+    softcap = torch.nn.Parameter(torch.rand((), dtype=torch.float64) + 1)
+    with pytest.raises(TypeError) as raised:
+        attention(q, k, v, softcap=softcap)
+    said = str(raised.value).partition("is read by a score function: ")[2]
+    options = eval(f"dict({said})", {"cupyflash": cupyflash, "softcap": softcap})
+    out = attention(q, k, v, **options)
+    torch.testing.assert_close(out, attention(q, k, v, softcap=softcap.item()))
+    (found,) = torch.autograd.grad(out.square().sum(), softcap)
+    step = 1e-6
+    high, low = (attention(q, k, v, softcap=softcap.item() + x).square().sum() for x in (step, -step))
+    torch.testing.assert_close(found, (high - low) / (2 * step), rtol=1e-6, atol=1e-6)
+
+
 def test_bad_tensors() -> None:
     x = torch.ones(3, 4)
     with pytest.raises(TypeError, match="k is a ndarray; it must be a torch.Tensor"):
@@ -431,7 +426,7 @@ def test_bad_tensors() -> None:
     with pytest.raises(TypeError, match="q has dtype int64"):
         attention(x.long(), x, x)
     for scale in (torch.ones((), requires_grad=True), torch.ones((), dtype=torch.complex64)):
-        with pytest.raises(TypeError, match=r"scale is tensor\(1.*\); it must be a real number or None"):
+        with pytest.raises(TypeError, match=r"scale is Tensor of shape \(\) and dtype .*; it must be a real number"):
             attention(x, x, x, scale=scale)
     with pytest.raises(TypeError, match="(?s)scale is .*; it must be a real number or None"):
         torch.vmap(lambda scale: attention(x, x, x, scale=scale))(torch.ones(2))
@@ -449,7 +444,7 @@ def unreadable(what: str) -> Any:
         return x.to("meta")
     if what == "negative":
         return torch.ones(3, 4, dtype=torch.complex64).conj().imag
-    return torch.nested.nested_tensor([x, x], layout=torch.jagged if what == "jagged" else torch.strided)
+    return torch.nested.nested_tensor([x, x])
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -460,7 +455,6 @@ def unreadable(what: str) -> Any:
         ("meta", ValueError, "is on meta; it must be on cpu or cuda"),
         ("negative", ValueError, r"is a view that torch has yet to negate; pass its resolve_neg\(\)"),
         ("strided", TypeError, "is a nested tensor; it must be a dense one"),
-        ("jagged", TypeError, "is a .*NestedTensor; it must be a plain tensor"),
     ],
 )
 def test_tensors_that_cannot_be_read_are_named(what: str, error: type[Exception], message: str) -> None:

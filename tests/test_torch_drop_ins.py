@@ -451,8 +451,6 @@ def test_what_of_flash_attn_is_refused() -> None:
         ValueError, match=r"^qkv has shape \(2, 5, 4, 8\); it must be \(batch, sequence, 3, heads, dim\)"
     ):
         flash_attn.flash_attn_qkvpacked_func(q)
-    with pytest.raises(NotImplementedError, match="^flash_attn_with_kvcache: key/value caches are not served yet"):
-        flash_attn.flash_attn_with_kvcache(q, q, q)
 
 
 # ---- xFormers -------------------------------------------------------------------------------------------------------
@@ -531,14 +529,14 @@ def test_xformers_of_other_ranks() -> None:
 
 def test_what_of_xformers_is_refused() -> None:
     q = numbers(2, 5, 4, 8)
-    block = type("BlockDiagonalMask", (Elsewhere,), {})()
+    block = type("PagedBlockDiagonalGappyKeysMask", (Elsewhere,), {})()
     with pytest.raises(NotImplementedError, match="^attn_bias is a PagedMask; it must be None, a tensor or one of"):
         xformers.memory_efficient_attention(q, q, q, type("PagedMask", (TensorElsewhere,), {})(q))
     for options, error, message in (
         (
             {"attn_bias": block},
             NotImplementedError,
-            "^attn_bias is a BlockDiagonalMask; it must be None, a tensor or one of",
+            "^attn_bias is a PagedBlockDiagonalGappyKeysMask; it must be None, a tensor or one of",
         ),
         ({"p": 1.0}, ValueError, "^p is 1.0; it must be 0 or more and less than 1"),
     ):

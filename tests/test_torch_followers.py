@@ -205,12 +205,26 @@ def test_batched_gradients_of_a_score_and_by_hand() -> None:
 
 
 def test_a_jacobian_at_once() -> None:
-    at_once, by_rows = (
-        torch.autograd.functional.jacobian(FUNCTIONS["sdpa"], X, vectorize=vectorize) for vectorize in (True, False)
+    f = FUNCTIONS["sdpa"]
+    by_rows, at_once, forward = (
+        torch.autograd.functional.jacobian(f, X, vectorize=vectorize, strategy=strategy)
+        for vectorize, strategy in ((False, "reverse-mode"), (True, "reverse-mode"), (True, "forward-mode"))
     )
     torch.testing.assert_close(at_once, by_rows)
-    with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
-        torch.autograd.functional.jacobian(FUNCTIONS["sdpa"], X, vectorize=True, strategy="forward-mode")
+    torch.testing.assert_close(forward, by_rows)
+
+
+def test_a_hessian_at_once() -> None:
+    def f(x: Any) -> Any:
+        return attention(x, x, V[0], causal=True, layout="bhsd").square().sum()
+
+    by_rows, at_once, forward = (
+        torch.autograd.functional.hessian(f, X[0], vectorize=vectorize, outer_jacobian_strategy=strategy)
+        for vectorize, strategy in ((False, "reverse-mode"), (True, "reverse-mode"), (True, "forward-mode"))
+    )
+    torch.testing.assert_close(at_once, by_rows)
+    torch.testing.assert_close(forward, by_rows)
+    torch.testing.assert_close(torch.func.hessian(f)(X[0]), by_rows)
 
 
 def test_gradients_batched_twice_are_refused() -> None:
@@ -276,3 +290,17 @@ def test_flops_of_other_forms(rank: int, layout: str) -> None:
     call = functools.partial(attention, q, k, v, layout=layout)
     assert counted(call) == 2 * pairs * (8 + 6)
     assert counted(lambda: call().sum().backward()) == 2 * pairs * (4 * 8 + 3 * 6)
+
+
+def test_flops_of_derivatives() -> None:
+    """A tangent by each of q, k and v is 5 products, by v alone 2; the gradients of gradients are these and 10 more."""
+    q, k, v = Q.clone().requires_grad_(), K, V
+    product = 2 * 2 * 4 * 4 * 4 * 8
+
+    def again() -> None:
+        (g,) = torch.autograd.grad(attention(q, q, q).square().sum(), q, create_graph=True)
+        torch.autograd.grad(g.sum(), q)
+
+    assert counted(lambda: torch.func.jvp(attention, (Q, k, v), (Q, k, v))) == (2 + 5) * product
+    assert counted(lambda: torch.func.jvp(lambda v: attention(Q, k, v), (v,), (v,))) == (2 + 2) * product
+    assert counted(again) == (2 + 5 + 5 + 10 + 5) * product

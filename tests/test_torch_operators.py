@@ -26,12 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cupyflash.call import Call
-from cupyflash.interop import torch_, torch_operators, torch_ops
-from cupyflash.passes import FORWARD
+from cupyflash.interop import torch_, torch_ops, torch_schema
+from cupyflash.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from cupyflash.torch import attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-OPTIONAL = [row.name for row in ARRAYS if not row.of_float8]
+OPTIONAL = [row.name for row in ARRAYS if not row.of_float8 and not row.ragged]
 
 
 def scored(s: Any, b: Any, h: Any, i: Any, j: Any, a: Any, ids: Any) -> Any:
@@ -74,7 +74,7 @@ def drawn(
     options = dict(given)
     if "seed" in given:
         options["seed"] = torch.tensor([11], device=device)
-    for row in [row for row in ARRAYS if not row.of_float8]:
+    for row in [row for row in ARRAYS if row.name in OPTIONAL]:
         if row.name in given and row.name != "seed":
             x = numbers(*shapes[row.name])
             options[row.name] = x > -0.5 if row.dtypes == ("bool",) else x.requires_grad_(grad)
@@ -131,24 +131,43 @@ def test_the_schema_has_every_option_and_array() -> None:
     """In the order of the tables, by which arguments are told apart."""
     optional, options = ([row.name for row in table] for table in (ARRAYS, OPTIONS))
     names = [x.name for x in torch.ops.cupyflash.attention.default._schema.arguments]
-    assert names == ["q", "k", "v", *optional, "score_arrays", "blocks", *options, "family"]
+    assert names == ["q", "k", "v", *optional, "score_arrays", "blocks", *options, "family", "check"]
     backward = [x.name for x in torch.ops.cupyflash.attention_backward.default._schema.arguments]
     assert backward == ["dout", "out", "lse", "dlse", *names, "wrt"]
+    moving = [f"t{row.name}" for row in ARRAYS if row.gradient]
+    for of in (JVP, BACKWARD_JVP):
+        own = [row.name for row in of.rows if not row.result and row.name not in names]
+        own = [*["dout"] * of.of_gradients, *(x for x in own if x != "dout")]
+        expected = [*own, *moving, *names]
+        expected.insert(expected.index("blocks") + 1, "tscore_arrays")
+        found = [x.name for x in torch_schema.operator(of)._schema.arguments]
+        assert found == [*expected, "wrt"] if of.of_gradients else found == expected
+
+
+def checked(name: str) -> Any:
+    """Second derivatives take as long as the first, and have nothing of each option alone."""
+    return pytest.param(name, (JVP, BACKWARD_JVP), marks=() if "every" in name or "all" in name else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", GIVEN)
-def test_opcheck(name: str, device: str) -> None:
+@pytest.mark.parametrize("name, passes", [*((x, (FORWARD, BACKWARD)) for x in GIVEN), *map(checked, GIVEN)])
+def test_opcheck(name: str, passes: tuple[Pass, ...], device: str) -> None:
     """PyTorch's own checks: schema, derivative, fake kernel, and what is traced against what runs at once."""
     tensors, options = drawn(GIVEN[name], device)
     arguments = as_arguments(tensors, options)
-    torch.library.opcheck(torch.ops.cupyflash.attention.default, arguments)
+    if FORWARD in passes:
+        torch.library.opcheck(torch.ops.cupyflash.attention.default, arguments)
     arguments = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
+    given = torch_schema.Arguments(FORWARD, arguments)
     out, lse = torch.ops.cupyflash.attention(*arguments)
     wrt = [row.name for row in ARRAYS if row.gradient and row.name in options]
     wrt += ["score_arrays['a']"] if "score" in options else []
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    torch.library.opcheck(torch.ops.cupyflash.attention_backward.default, (dout, out, lse, dlse, *arguments, wrt))
+    arrays = given.arrays | {"out": out, "lse": lse, "dout": torch.randn_like(out), "dlse": torch.randn_like(lse)}
+    arrays |= {f"t{x}": torch.randn_like(arrays[x]) for x in ("q", "k", "v", *wrt)}
+    arrays |= zip(("tout", "tlse"), given.run(JVP, arrays))
+    for of in passes:
+        if of is not FORWARD:
+            torch.library.opcheck(torch_schema.operator(of), given.others(of, arrays, wrt))
 
 
 # ---- compilers ------------------------------------------------------------------------------------------------------
@@ -262,7 +281,8 @@ def test_a_program_from_a_file(masked: bool, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_compiled_ahead_of_time(masked: bool, tmp_path: Path) -> None:
-    """By AOTInductor, into a library that calls the operator. (On a GPU PyTorch 2.11 needs minutes to link one, whatever it calls.)"""
+    """By AOTInductor, into a library that calls the operator. (On a GPU PyTorch 2.11 needs minutes to link one,
+    whatever it calls.)"""
     layer, program, inputs = exported_layer("cpu", masked)
     with torch.no_grad():
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
@@ -331,10 +351,11 @@ def test_the_corridor_finds_those_without_memory() -> None:
 
 
 def test_what_the_operators_do_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An option or array of the tables that no schema names is refused by name where a call is traced, and nowhere else."""
+    """An option or array of the tables that no schema names is refused by name where a call is traced, and nowhere
+    else."""
     q = torch.randn(2, 5, 4, 8)
     row = dataclasses.replace(OPTIONS[0], name="other", default=None)
-    monkeypatch.setattr(torch_operators, "OPTIONS", (*OPTIONS, row))
+    monkeypatch.setattr(torch_schema, "OPTIONS", (*OPTIONS, row))
     options: dict[str, Any] = {row.name: row.default for row in OPTIONS}
     lib = interop.library("q", q)
     arrays = {"q": q, "k": q, "v": q}
@@ -408,7 +429,8 @@ def test_functional_jacobian() -> None:
 @pytest.mark.parametrize("rank", [2, 3, 4])
 @pytest.mark.parametrize("which", ["everything", "queries", "keys", "not the arrays", "sinks alone", "masks alone"])
 def test_vmap(which: str, rank: int, layout: str) -> None:
-    """Of arrays mapped over their first or last axis, or not at all: results, and gradients, of which each entry has its own."""
+    """Of arrays mapped over their first or last axis, or not at all: results, and gradients, of which each entry has
+    its own."""
     generator = torch.Generator().manual_seed(0)
     heads, n = (4, 2) if rank > 2 else (1, 1), 3
 
@@ -463,18 +485,6 @@ def test_vmap_inside_a_compiler() -> None:
     same([torch.compile(function, fullgraph=True, backend="aot_eager")(q, k)], [function(q, k)])
 
 
-def test_not_twice() -> None:
-    """Nothing of second order is lost in silence, by whatever way the gradient comes."""
-    (q, k, v), _ = drawn({})
-    once = torch.func.grad(lambda q: attention(q, k.detach(), v.detach()).square().sum())
-    with pytest.raises(RuntimeError, match="gradients of attention cannot be differentiated again"):
-        torch.func.grad(lambda q: once(q).sum())(q.detach())
-    out, _ = torch.ops.cupyflash.attention(q, k, v, *as_arguments([q, k, v], {})[3:])
-    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="gradients of attention cannot be differentiated again"):
-        dq.sum().backward()
-
-
 # ---- activation checkpointing, autocast -----------------------------------------------------------------------------
 
 
@@ -504,7 +514,8 @@ def test_activation_checkpointing(selective: bool, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("how", ["at once", "compiled"])
 def test_autocast(how: str, device: str) -> None:
-    """q, k and v are cast as for PyTorch's own attention, and gradients come back in their dtypes; float64 is left alone."""
+    """q, k and v are cast as for PyTorch's own attention, and gradients come back in their dtypes; float64 is left
+    alone."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 5, 4, 8, device=device, requires_grad=True) for _ in range(3))

@@ -1,4 +1,5 @@
-"""Model types of transformers: equal to eager attention or refused by name, as docs/transformers-models.md lists them."""
+"""Model types of transformers: equal to eager attention or refused by name, as docs/transformers-models.md
+lists them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ if f"transformers {transformers.__version__}," not in models.LISTED.read_text("u
 LISTED = models.listed()
 # One of each way to ask for attention, and those that once were wrong without a word.
 SAMPLE = [
-    "clip", "deberta", "deepseek_v32", "deepseek_v4", "falcon", "gemma2", "gemma4_text", "glm_moe_dsa", "minimax_m3_vl_text",
+    "clip", "deberta", "deepseek_v32", "deepseek_v4", "falcon", "gemma2", "gemma4_text", "glm_moe_dsa",
+    "minimax_m3_vl_text",
     "modernbert", "nllb-moe", "vit",
 ]  # fmt: skip
 

@@ -28,7 +28,7 @@ def test_the_code_prints_what_the_page_says() -> None:
 
 def test_commands_and_their_options_exist() -> None:
     typer = pytest.importorskip("typer")
-    from cupyflash.commands import app
+    from cupyflash.tools.commands import app
 
     group = typer.main.get_command(app)
     seen = {words[0] for program, *words in commands(PAGE) if program == "cupyflash"}

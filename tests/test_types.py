@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import cupyflash
-from cupyflash.api import Options
+from cupyflash.api import Options, Shared
 
 TOP = Path(__file__).resolve().parent.parent
 
@@ -28,5 +28,17 @@ def test_what_is_typed_by_name_is_what_is_taken() -> None:
     shown = inspect.signature(cupyflash.attention).parameters
     named = {name: x.annotation for name, x in shown.items() if x.kind is x.KEYWORD_ONLY and name != "return_lse"}
     assert {name: getattr(x, "__forward_arg__", x) for name, x in Options.__annotations__.items()} == named
-    assert all(x.kind is not x.VAR_KEYWORD for f in (cupyflash.attention, cupyflash.attention_backward)
-               for x in inspect.signature(f).parameters.values())  # fmt: skip
+    shown = inspect.signature(cupyflash.attention_backward).parameters
+    assert {x for x, y in shown.items() if y.kind is y.KEYWORD_ONLY} == {
+        *Shared.__annotations__,
+        "dlse",
+        "wrt",
+        "grads",
+        "add",
+    }
+    of = cupyflash.attention, cupyflash.attention_backward, cupyflash.attention_jvp, cupyflash.attention_backward_jvp
+    assert all(x.kind is not x.VAR_KEYWORD for f in of for x in inspect.signature(f).parameters.values())
+    assert inspect.signature(cupyflash.attention_jvp).parameters.keys() >= {*Shared.__annotations__, "tout"}
+    assert inspect.signature(cupyflash.attention_backward_jvp).parameters.keys() >= {*shown, "jvp", "tangents"} - {
+        "add"
+    }

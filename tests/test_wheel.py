@@ -1,4 +1,5 @@
-"""The wheel: built, put into an environment that has what it depends on alone, and used there; and the source archive."""
+"""The wheel: built, put into an environment that has what it depends on alone, and used there; and the source
+archive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every model type of the installed transformers, made small, with our attention beside eager's: equal, refused, or not made.
+"""Every model type of the installed transformers, made small, with our attention beside eager's: equal, refused, or not
+made.
 
 python tests/transformers_models.py            # writes docs/transformers-models.md, in some minutes
 python tests/transformers_models.py llama t5   # says what is found for these

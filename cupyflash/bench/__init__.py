@@ -1,4 +1,5 @@
-"""Measure this package beside every other attention that can be imported: `cupyflash bench`, `python -m cupyflash.bench`."""
+"""Measure this package beside every other attention that can be imported: `cupyflash bench`, `python -m
+cupyflash.bench`."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ def run(
     Parameters
     ----------
     suites : names
-        "forward", "backward" (the papers' grid), "host", "jax", "jit", "import", "memory", "fp32", "fp8", "figures", "training",
-        "gpt", "ladder", "scores", "models", "precision", "cpu"; "paper" (figures, memory and training: what the papers report), or "all":
-        those that need a GPU.
+        "forward", "backward" (the papers' grid), "host", "jax", "jit", "import", "memory", "fp32", "fp8", "figures",
+        "training", "gpt", "ladder", "scores", "models", "precision", "derivatives", "cpu"; "paper" (figures, memory and
+        training: what the papers report), or "all": those that need a GPU.
     family : str, optional
         Force this kernel family; the file is then `<family>_<suite>.json`. Of "fp32" the problems that it takes.
     out : folder, optional
@@ -36,19 +37,21 @@ def run(
     quick : bool
         Fewer problems, rounds and milliseconds.
     dtype : str, optional
-        For the suites "forward", "backward", "figures", "memory", "scores", "models" and "jax". Default "bfloat16". For "fp32" and
-        "cpu" one of their two.
+        For the suites "forward", "backward", "figures", "memory", "scores", "models" and "jax". Default "bfloat16". For
+        "fp32" and "cpu" one of their two.
     rounds, min_ms : optional
         Samples of each candidate, and the least duration of one in milliseconds. Default 7 and 20, with quick 3 and 5.
     only : names, optional
-        For the suites "scores" and "models": rows to measure, or how their names begin. Default folder as with quick.
+        For the suites "scores", "models" and "derivatives": rows to measure, or how their names begin. Default folder
+        as with quick.
     slow : bool
         For the suite "scores": also the peers that are too slow to be of interest, after the others in each row.
     sustained : bool
         For the suites "forward", "backward" and "models": a second of everybody on end in place of short samples, twice
         unless `rounds` is given, with the GPU's clock and power. The file is then `<suite>_sustained.json`.
     resume : bool
-        Keep the rows that the file has, where it is of the same kernel sources, machine and versions, and measure the others:
+        Keep the rows that the file has, where it is of the same kernel sources, machine and versions, and measure the
+        others:
         to go on where a run was stopped, or to add rows by `only`.
 
     Returns
@@ -65,10 +68,11 @@ def run(
 def plot(
     results: str | PathLike[str] | None = None, docs: str | PathLike[str] | None = None, quick: bool = False
 ) -> list[str]:
-    """Draw the results as PNGs under `<docs>/plots` and write `<docs>/benchmarks.md`, `<docs>/papers.md` and the table in
-    `<docs>/tutorial.md`.
+    """Draw the results as PNGs under `<docs>/plots` and write `<docs>/benchmarks.md`, `<docs>/papers.md` and the table
+    in `<docs>/tutorial.md`.
 
-    results and docs are `bench/results` and `docs` unless given; with quick both are `bench/quick`, where such runs are.
+    results and docs are `bench/results` and `docs` unless given; with quick both are `bench/quick`, where such runs
+    are.
     Returns the files written.
     """
     from .pages import plot as _plot

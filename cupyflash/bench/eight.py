@@ -1,17 +1,17 @@
-"""The suite `fp8`: the forward of inputs of 8 bits, beside cuDNN's and beside ours and FlashAttention-3's of bfloat16."""
+"""The suite `fp8`: the forward of inputs of 8 bits, beside cuDNN's and beside ours and FlashAttention-3's of
+bfloat16."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 from .. import attention
-from ..passes import BACKWARD, FORWARD, Pass
+from ..passes import FORWARD
 from ..problem import FLOAT8
-from ..timing import Candidate, geomean, ratio, reason
+from ..tools.timing import Candidate, geomean, ratio, reason
 from . import peers
 from .report import NAMES, cell, ratio_text
 from .suite import TOLERANCE, Measured, Options, Problem, case_of, flops_of, relative_error, take_turns
@@ -72,12 +72,21 @@ def tables(data: dict[str, Any]) -> str:
     rows = data["rows"]
     over = {name: [ratio(row["ours"], row["peers"].get(name), row["unit"]) for row in rows] for name in OVER}
     names = [name for name in PEERS if any(row["peers"].get(name) for row in rows)]
+    said = "16k tokens in all, hidden size 2048, results in bfloat16 unless said."
+    columns = [
+        "dim",
+        "causal",
+        "seq",
+        "cupyflash",
+        *(NAMES[name] for name in names),
+        *(f"over {OVER[x]}" for x in over),
+    ]
     lines = [
-        f"{rows[0]['unit']}, {data['machine']}, {data['date'][:10]}; 16k tokens in all, hidden size 2048, results in bfloat16 unless said.",
+        f"{rows[0]['unit']}, {data['machine']}, {data['date'][:10]}; {said}",
         "",
-        "| dim | causal | seq | cupyflash | " + " | ".join([*(NAMES[name] for name in names), *(f"over {OVER[x]}" for x in over)]) + " |",
-        "|" + " --- |" * (4 + len(names) + len(over)),
-    ]  # fmt: skip
+        f"| {' | '.join(columns)} |",
+        "|" + " --- |" * len(columns),
+    ]
     for n, row in enumerate(rows):
         asked = [cell(row["problem"][key]) for key in ("dim", "causal", "seq")]
         values = [cell(x) for x in (row["ours"], *(row["peers"].get(name) for name in names))]
@@ -92,45 +101,3 @@ def _peer(name: str, case: peers.Case) -> Candidate:
     if callable(found):
         return found(case, FORWARD)
     raise RuntimeError(found)
-
-
-def cudnn() -> peers.Prepare:
-    """cuDNN's forward of 8 bits, by nvidia-cudnn-frontend. All scales are 1; on Hopper its result has 8 bits, too."""
-    return functools.partial(_cudnn, importlib.import_module("cudnn"))
-
-
-def _cudnn(frontend: Any, case: peers.Case, of: Pass) -> Candidate:
-    import torch
-
-    if of is BACKWARD:
-        raise ValueError("a forward alone")
-    eight, single = frontend.data_type.FP8_E4M3, frontend.data_type.FLOAT
-    graph = frontend.pygraph(
-        io_data_type=eight, intermediate_data_type=single, compute_data_type=single, handle=frontend.create_handle()
-    )
-    given = {name: x.transpose(1, 2) for name, x in zip("qkv", case[:3])}  # (B, H, S, D), where they lie
-    out = torch.empty_like(case.q).transpose(1, 2)
-    one, seen = torch.ones((1, 1, 1, 1), device=out.device), torch.empty((2, 1, 1, 1, 1), device=out.device)
-
-    def described(name: str, x: Any, kind: Any) -> Any:
-        return graph.tensor(name=name, dim=[*x.shape], stride=[*x.stride()], data_type=kind)
-
-    inputs = {name: described(name, x, eight) for name, x in given.items()}
-    names = (*(f"descale_{x}" for x in "qkvs"), "scale_s", "scale_o")
-    scales = {name: described(name, one, single) for name in names}
-    o, _, *largest = graph.sdpa_fp8(
-        **inputs, **scales, is_inference=True, attn_scale=out.shape[-1] ** -0.5, use_causal_mask=case.causal
-    )
-    o.set_output(True).set_dim([*out.shape]).set_stride([*out.stride()]).set_data_type(eight)
-    for x in largest:
-        x.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(single)
-    graph.build([frontend.heur_mode.A])
-    workspace = torch.empty(max(1, graph.get_workspace_size()), device=out.device, dtype=torch.uint8)
-    memory = {inputs[name]: x for name, x in given.items()} | dict.fromkeys(scales.values(), one)
-    memory |= {o: out, **dict(zip(largest, seen))}
-
-    def call() -> tuple[Any, ...]:
-        graph.execute(memory, workspace)
-        return (out.transpose(1, 2),)
-
-    return Candidate(call)

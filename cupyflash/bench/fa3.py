@@ -1,4 +1,5 @@
-"""FlashAttention-3 as a function that PyTorch differentiates and torch.compile takes whole: its operators alone are neither."""
+"""FlashAttention-3 as a function that PyTorch differentiates and torch.compile takes whole: its operators alone are
+neither."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..timing import reason
+from ..tools.timing import reason
 
 PROBLEM: dict[str, Any] = {"dtype": "float16", "batch": 2, "seq": 2048, "heads": 16, "dim": 128, "causal": True}
 SHAPE = tuple(PROBLEM[key] for key in ("batch", "seq", "heads", "dim"))

@@ -67,7 +67,8 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Token numbers (B, S) to logits (B, S, vocabulary). `checkpoint`: keep each layer's input alone for the backward."""
+    """Token numbers (B, S) to logits (B, S, vocabulary). `checkpoint`: keep each layer's input alone for the
+    backward."""
 
     def __init__(self, size: Size, context: int, attention: Attention, checkpoint: bool = False) -> None:
         super().__init__()
@@ -106,7 +107,8 @@ def _sdpa(backend: SDPBackend) -> Attention:
 
 
 class _ScoresIn16Bits:
-    """PyTorch's math backend computes 16-bit scores in float32 unless told; standard attention in the papers does not."""
+    """PyTorch's math backend computes 16-bit scores in float32 unless told; standard attention in the papers
+    does not."""
 
     def __enter__(self) -> None:
         self.before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
@@ -135,7 +137,8 @@ WAYS: dict[str, Attention] = {
 
 
 def stepper(model: Gpt, compiled: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A step of training on tokens (B, S + 1), with AdamW, on a GPU in bfloat16 with float32 weights; it returns the loss.
+    """A step of training on tokens (B, S + 1), with AdamW, on a GPU in bfloat16 with float32 weights; it returns the
+    loss.
 
     `compiled`: model and loss by torch.compile, as one graph.
     """

@@ -1,4 +1,5 @@
-"""The model of gpt.py in JAX, with AdamW, from the same weights: as functions of a dictionary of them, by PyTorch's names."""
+"""The model of gpt.py in JAX, with AdamW, from the same weights: as functions of a dictionary of them, by PyTorch's
+names."""
 
 from __future__ import annotations
 

@@ -7,14 +7,15 @@ from typing import Any
 
 from .. import attention, attention_backward
 from ..passes import BACKWARD, FORWARD, Pass
-from ..timing import Candidate, host_sampler, interleave, reason, wall_sampler
+from ..tools.timing import Candidate, host_sampler, interleave, reason, wall_sampler
 from . import jitted, peers
 from .suite import Measured, Options, Problem, case_of, importable
 
 PEERS = ("torch", "standard", "jax-cudnn")
 CHAIN = 8  # calls in a program, where what one adds to it is measured
 
-# Who calls, and what is called. "jax, jitted": a program of one call; "jax, added": what one more call adds to a program.
+# Who calls, and what is called. "jax, jitted": a program of one call; "jax, added": what one more call adds to a
+# program.
 ROWS = {
     "cupy": ("forward", "backward"),
     "torch": ("forward", "backward"),
@@ -33,8 +34,8 @@ def problems(options: Options) -> list[Problem]:
 
 
 def measure(problem: Problem, options: Options) -> Measured:
-    """Microseconds until a call returns, on a problem so small that the GPU keeps up with the host; of what a call adds to a
-    jitted program until it is done, as XLA may launch it in a thread of its own."""
+    """Microseconds until a call returns, on a problem so small that the GPU keeps up with the host; of what a call adds
+    to a jitted program until it is done, as XLA may launch it in a thread of its own."""
     case = case_of(problem)
     candidates: dict[str, Candidate] = {}
     notes: dict[str, str] = {}
@@ -137,7 +138,8 @@ def _who(name: str) -> str:
 
 
 def _added(seconds: dict[str, float]) -> dict[str, float]:
-    """What one call adds, by name, from the times of short and long programs; 0 where that is less than they scatter."""
+    """What one call adds, by name, from the times of short and long programs; 0 where that is less than they
+    scatter."""
     names = [
         name for name in dict.fromkeys(map(_who, seconds)) if {f"{name} x 1", f"{name} x {1 + CHAIN}"} <= {*seconds}
     ]

@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ..passes import BACKWARD, PASSES, Pass
-from ..timing import Candidate, interleave, wall_sampler
+from ..passes import BACKWARD, FORWARD, Pass
+from ..tools.timing import Candidate, interleave, wall_sampler
 from . import peers, scores
 from .suite import Measured, Options, Problem, case_of, compare, flops_of
 
@@ -20,18 +20,21 @@ Attend = Callable[..., Any]  # (q, k, v, bias=None) -> out, of JAX arrays
 
 
 def problems(options: Options) -> list[Problem]:
-    """16k tokens of sequence 2048, hidden 2048: full, causal, and with a bias (1, H, S, S) whose gradient is wanted too."""
+    """16k tokens of sequence 2048, hidden 2048: full, causal, and with a bias (1, H, S, S) whose gradient is wanted
+    too."""
     batch = 2 if options.quick else 8
     return [
-        {"pass": "forward and backward", "dtype": options.dtype, "dim": dim, "causal": causal, "bias": bias, "seq": 2048,
+        {"pass": "forward and backward", "dtype": options.dtype, "dim": dim, "causal": causal, "bias": bias,
+            "seq": 2048,
          "batch": batch, "heads": 2048 // dim}
         for dim, (causal, bias) in itertools.product((64, 128), ((False, False), (True, False), (False, True)))
     ]  # fmt: skip
 
 
 def measure(problem: Problem, options: Options) -> Measured:
-    """TFLOP/s of one jitted program that has the gradients of q, k, v (and of the bias); results are compared with standard
-    attention in float32. The clock is the host's, as XLA's stream takes no events: many calls until the last is done."""
+    """TFLOP/s of one jitted program that has the gradients of q, k, v (and of the bias); results are compared with
+    standard attention in float32. The clock is the host's, as XLA's stream takes no events: many calls until the last
+    is done."""
     import jax
 
     case = draw(problem)
@@ -42,7 +45,7 @@ def measure(problem: Problem, options: Options) -> Measured:
     seconds, failures = interleave(
         list(candidates), options.rounds, wall_sampler(candidates, options.min_ms, jax.block_until_ready)
     )
-    work = sum(flops_of(problem, of) for of in PASSES.values()) / 1e12
+    work = sum(flops_of(problem, of) for of in (FORWARD, BACKWARD)) / 1e12
     return {name: work / t for name, t in seconds.items()}, notes | failures
 
 

@@ -22,9 +22,9 @@ def table(data: dict[str, Any]) -> str:
     columns = [("forward", "ms"), ("backward", "ms"), ("forward", "GB")]
     problem = data["rows"][0]["problem"]
     measured = (
-        f"{data['machine']}, {data['date'][:10]}: {problem['dtype']}, batch {problem['batch']}, {problem['heads']} heads, "
-        f"N = {problem['seq']}, d = {problem['dim']}. Bytes are counted as in section 5, from the tiles of each kernel; "
-        "what tiles fetch again comes mostly from the GPU's cache."
+        f"{data['machine']}, {data['date'][:10]}: {problem['dtype']}, batch {problem['batch']}, {problem['heads']} "
+        f"heads, N = {problem['seq']}, d = {problem['dim']}. Bytes are counted as in section 5, from the tiles of each "
+        "kernel; what tiles fetch again comes mostly from the GPU's cache."
     )
     lines = [
         measured,

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..pip_line import pip_line
 from ..problem import FLOAT8
-from ..timing import Candidate, gpu_sampler, host_sampler, interleave, significant
+from ..tools.timing import Candidate, gpu_sampler, host_sampler, interleave, significant
 
 
 class Unavailable(RuntimeError):
@@ -23,17 +24,17 @@ class Unavailable(RuntimeError):
 def require_gpu(suite: str) -> None:
     """Raise `Unavailable`, with all that is missing, unless PyTorch and CuPy can be imported and PyTorch sees a GPU."""
     absent = {}
-    for module, package in {"torch": "torch", "cupy": '"cupyflash[cuda13]"'}.items():
+    for module, line in {"torch": "pip install torch", "cupy": pip_line("cuda13")}.items():
         try:
             __import__(module)
         except ImportError as error:
-            absent[module] = (str(error), package)
+            absent[module] = (str(error), line)
     missing = [f"{module} ({error})" for module, (error, _) in absent.items()]
     no_gpu = _no_gpu(torch_too="torch" not in absent)
     if no_gpu is not None:
         missing.insert(0, f"a CUDA GPU ({no_gpu}; suite 'cpu' runs without)")
     if absent:
-        missing[-1] += f"; pip install {' '.join(package for _, package in absent.values())}"
+        missing[-1] += f"; {' && '.join(line for _, line in absent.values())}"
     if missing:
         raise Unavailable(f"bench suite {suite!r} needs {' and '.join(missing)}")
 

@@ -1,4 +1,5 @@
-"""The suite `models`: the attention calls of real models, with heads, dimensions and lengths as their configurations have them.
+"""The suite `models`: the attention calls of real models, with heads, dimensions and lengths as their configurations
+have them.
 
 What else a model does to its scores (soft caps, sinks, relative positions) is left out, as not every peer has it.
 """
@@ -154,7 +155,8 @@ def draw(call: Call, dtype: str, seed: int, device: str = "cuda") -> peers.Case:
 
 
 def work(call: Call, of: Pass) -> float:
-    """Floating-point operations of the pairs that the mask leaves: two products in the forward, five in the backward."""
+    """Floating-point operations of the pairs that the mask leaves: two products in the forward, five in the
+    backward."""
     return float(_stated(call).flops(of))
 
 
@@ -165,7 +167,8 @@ def pairs(call: Call) -> int:
 
 def _stated(call: Call) -> AttentionProblem:
     return AttentionProblem(
-        "bfloat16", call.batch, call.seq, call.keys, call.heads, call.heads_k, call.dim, call.dim_v or call.dim, scale=1.0,
+        "bfloat16", call.batch, call.seq, call.keys, call.heads, call.heads_k, call.dim, call.dim_v or call.dim,
+        scale=1.0,
         diagonal=call.keys - call.seq, left=call.window, right=0 if call.causal or call.window is not None else None,
     )  # fmt: skip
 

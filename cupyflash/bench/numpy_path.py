@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 from ..passes import FORWARD, PASSES, Pass
-from ..timing import Candidate, interleave, wall_sampler
+from ..tools.timing import Candidate, interleave, wall_sampler
 from . import peers
 from .suite import Measured, Options, Problem, case_of, compare, flops_of, importable
 

@@ -18,8 +18,8 @@ def plot(results: str | PathLike[str], docs: str | PathLike[str]) -> list[str]:
     found = report.load(Path(results))
     if not found:
         raise FileNotFoundError(
-            f"{results} has no <gpu>/<suite>.json; `cupyflash bench` writes them, and with --quick to bench/quick, which "
-            "`cupyflash bench plot --quick` draws"
+            f"{results} has no <gpu>/<suite>.json; `cupyflash bench` writes them, and with --quick to bench/quick, "
+            "which `cupyflash bench plot --quick` draws"
         )
     folder = Path(docs, "plots")
     folder.mkdir(parents=True, exist_ok=True)

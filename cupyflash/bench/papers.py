@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..timing import significant
+from ..tools.timing import significant
 from . import plots, report
 from .report import Row, cell
 
@@ -83,7 +83,8 @@ TRAINING_DIFFER = """Why they differ:
 
 
 def write(found: Sequence[dict[str, Any]], docs: Path) -> list[str]:
-    """Pictures and the page, from results files; returns the files written, none where no suite of the papers was run."""
+    """Pictures and the page, from results files; returns the files written, none where no suite of the papers
+    was run."""
     found = [data for data in found if data["suite"] in SUITES and not data["family"]]
     if not any(data["suite"] != "memory" for data in found):
         return []
@@ -169,9 +170,9 @@ def claims(data: dict[str, Any]) -> str:
         _line("at most, TFLOP/s", "230 (73% of an A100's 312); 335 on an H100", best("sm80"), best("fa2")),
     ]
     after = (
-        f"The planner's choice (cupyflash) reaches {best('ours')} TFLOP/s at most and is {ratios('ours', 'fa2')} times as "
-        "fast as PyTorch's FlashAttention-2. The paper expected another 1.5 to 2 times from the new instructions of an "
-        "H100."
+        f"The planner's choice (cupyflash) reaches {best('ours')} TFLOP/s at most and is {ratios('ours', 'fa2')} times "
+        "as fast as PyTorch's FlashAttention-2. The paper expected another 1.5 to 2 times from the new instructions of "
+        "an H100."
     )
     return "\n".join([*lines, "", after]) + "\n"
 

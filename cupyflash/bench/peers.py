@@ -13,18 +13,18 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .. import attention, attention_backward
-from ..passes import FORWARD, Pass
-from ..timing import Candidate, reason
+from ..passes import BACKWARD, FORWARD, Pass
+from ..tools.timing import Candidate, reason
 
 
 class Case(NamedTuple):
     """Inputs that everyone shares: PyTorch tensors (B, S, H, D).
 
-    `scores` is what else `attention` is given, softcap, a score function and optional arrays by name; `wrt` names those of them,
-    or of the arrays that the score function reads, whose gradients are wanted too. "ours", PyTorch's and FlexAttention know of
-    these; who does not is found wrong where they are given.
-    `visible` says of (b, h, i, j), tensors of integers, what a block mask among them does. `window`: (left, right) as of
-    `attention`; "ours" and the FlashAttention packages know of it.
+    `scores` is what else `attention` is given, softcap, a score function and optional arrays by name; `wrt` names those
+    of them, or of the arrays that the score function reads, whose gradients are wanted too. "ours", PyTorch's and
+    FlexAttention know of these; who does not is found wrong where they are given.
+    `visible` says of (b, h, i, j), tensors of integers, what a block mask among them does. `window`: (left, right) as
+    of `attention`; "ours" and the FlashAttention packages know of it.
     """
 
     q: Any
@@ -70,7 +70,8 @@ def make_case(
     dim_v: int | None = None,
     window: tuple[int, int] | None = None,
 ) -> Case:
-    """Random normal inputs (zeros would run faster than real data does). K and V are as Q where nothing else is said."""
+    """Random normal inputs (zeros would run faster than real data does). K and V are as Q where nothing else is
+    said."""
     import torch
 
     generator = torch.Generator(device).manual_seed(seed)
@@ -168,7 +169,8 @@ def sdpa(backend: str | None = None) -> Prepare:
 
 
 def flex() -> Prepare:
-    """FlexAttention as torch.compile makes it, with kernel options of its own choice; the block mask is made beforehand."""
+    """FlexAttention as torch.compile makes it, with kernel options of its own choice; the block mask is made
+    beforehand."""
     import torch
     import torch._functorch.config
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
@@ -331,6 +333,48 @@ def standard(case: Case, of: Pass) -> Candidate:
     return Candidate(call)
 
 
+def cudnn8() -> Prepare:
+    """cuDNN's forward of 8 bits, by nvidia-cudnn-frontend. All scales are 1; on Hopper its result has 8 bits, too."""
+    return functools.partial(_cudnn8, importlib.import_module("cudnn"))
+
+
+def _cudnn8(frontend: Any, case: Case, of: Pass) -> Candidate:
+    import torch
+
+    if of is BACKWARD:
+        raise ValueError("a forward alone")
+    eight, single = frontend.data_type.FP8_E4M3, frontend.data_type.FLOAT
+    graph = frontend.pygraph(
+        io_data_type=eight, intermediate_data_type=single, compute_data_type=single, handle=frontend.create_handle()
+    )
+    given = {name: x.transpose(1, 2) for name, x in zip("qkv", case[:3])}  # (B, H, S, D), where they lie
+    out = torch.empty_like(case.q).transpose(1, 2)
+    one, seen = torch.ones((1, 1, 1, 1), device=out.device), torch.empty((2, 1, 1, 1, 1), device=out.device)
+
+    def described(name: str, x: Any, kind: Any) -> Any:
+        return graph.tensor(name=name, dim=[*x.shape], stride=[*x.stride()], data_type=kind)
+
+    inputs = {name: described(name, x, eight) for name, x in given.items()}
+    names = (*(f"descale_{x}" for x in "qkvs"), "scale_s", "scale_o")
+    scales = {name: described(name, one, single) for name in names}
+    o, _, *largest = graph.sdpa_fp8(
+        **inputs, **scales, is_inference=True, attn_scale=out.shape[-1] ** -0.5, use_causal_mask=case.causal
+    )
+    o.set_output(True).set_dim([*out.shape]).set_stride([*out.stride()]).set_data_type(eight)
+    for x in largest:
+        x.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(single)
+    graph.build([frontend.heur_mode.A])
+    workspace = torch.empty(max(1, graph.get_workspace_size()), device=out.device, dtype=torch.uint8)
+    memory = {inputs[name]: x for name, x in given.items()} | dict.fromkeys(scales.values(), one)
+    memory |= {o: out, **dict(zip(largest, seen))}
+
+    def call() -> tuple[Any, ...]:
+        graph.execute(memory, workspace)
+        return (out.transpose(1, 2),)
+
+    return Candidate(call)
+
+
 LOADERS: dict[str, Callable[[], Prepare]] = {
     "fa2": fa2,
     "cudnn": functools.partial(sdpa, "CUDNN_ATTENTION"),
@@ -343,7 +387,7 @@ LOADERS: dict[str, Callable[[], Prepare]] = {
     "sm80": lambda: ours("sm80"),
     "flash1": lambda: ours("flash1"),
     "torch": sdpa,
-    "cudnn8": lambda: importlib.import_module(".eight", __package__).cudnn(),
+    "cudnn8": cudnn8,
 }
 
 # Packages whose versions a result depends on, besides PyTorch's own.

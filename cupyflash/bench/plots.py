@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import machine, report
+from . import derivatives, machine, report
 from .report import Row, cell
 
 COLOURS = {
@@ -29,6 +29,9 @@ COLOURS = {
     "jax": "#1b6e1b",
     "jax-cudnn": "#1b6e1b",
     "alone": "#7f7f7f",
+    "by-hand": "#bcbd22",
+    "jax-xla": "#1b6e1b",
+    "jvp-flash": "#393b79",
 }
 STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
@@ -57,6 +60,7 @@ TITLES = {
     "ladder": "The ladder",
     "scores": "Masks, biases and score options",
     "models": "Attention calls of models",
+    "derivatives": "Further derivatives",
     "cpu": "NumPy path",
 }
 INTRO = """# Benchmarks
@@ -70,7 +74,11 @@ training steps are the host's, from the first of many until the last is done. TF
 4·S²·D·H·B for the forward, half of it with a causal mask, 2.5 times it for the backward, as the papers do, and of that what a
 boolean mask leaves (for calls of models, the pairs that the mask leaves); the backward is timed alone. "vs best" compares
 with the fastest peer of the row, larger is better whatever the unit; "vs causal" with our own attention with a causal mask
-alone, in the same rounds. – is what a peer cannot do or what has no room. Suites that name other kernel sources were measured on another state of the kernels; the report of the
+alone, in the same rounds. – is what a peer cannot do or what has no room. Further derivatives (`derivatives`): `jvp` is forward
+and tangent, `step` a MeanFlow step's attention (jvp, then backward through the value), `double` forward, backward and its
+backward, `hvp` a Hessian product, each as PyTorch's users write it; `Ju` and `Hu` are `attention_jvp` and `attention_backward_jvp`
+of a kernel family; "times alone" is how many of our own forwards (`jvp`, `Ju`), backwards (`Hu`), or both (others) that takes, in
+the same rounds; megabytes are the peak beyond inputs and results. Suites that name other kernel sources were measured on another state of the kernels; the report of the
 tests on a GPU, `tests/gpu_report.json`, names those of the checkout. `bench/README.md` tells how to run it.
 """
 
@@ -85,17 +93,22 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
         here.sort(key=lambda data: (order.index(data["suite"]), data["family"] or "", data.get("sustained", False)))
         parts.append(f"## {here[0]['machine']}\n")
         for data in here:
-            rows = data["rows"]
+            rows = shown(data)
             stem = data["file"].replace("/", "_")
             shared = report.fixed([row["problem"] for row in rows])
             parts += [
                 f"### {_title(data)}\n",
                 f"{rows[0]['unit']}{shared and '; ' + shared}. {circumstances(data)}\n",
                 f"![{_title(data)}](plots/{stem}.png)\n",
-                "\n".join(f"- {line}" for line in report.summary(rows)) + "\n",
+                "\n".join(f"- {line}" for line in report.summary(data["rows"])) + "\n",
                 table(rows, with_notes=data.get("sustained", False)),
             ]
     return "\n".join(parts)
+
+
+def shown(data: dict[str, Any]) -> list[Row]:
+    """The rows of a results file; of those that are one problem beside several, one."""
+    return derivatives.merged(data["rows"]) if data["suite"] == "derivatives" else list(data["rows"])
 
 
 def circumstances(data: dict[str, Any]) -> str:
@@ -110,10 +123,11 @@ def circumstances(data: dict[str, Any]) -> str:
 
 
 def table(rows: Sequence[Row], with_notes: bool = False) -> str:
-    """All rows as a Markdown table; the best value of each is bold. with_notes: behind a value stands its note, clock and power."""
+    """All rows as a Markdown table; the best value of each is bold. with_notes: behind a value stands its note, clock
+    and power."""
     keys = report.varying([row["problem"] for row in rows])
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
-    ratios = {"ratio_to_best": "vs best", "ratio_to_causal": "vs causal"}
+    ratios = {"ratio_to_best": "vs best", "ratio_to_causal": "vs causal", "times_alone": "times alone"}
     ratios = {key: heading for key, heading in ratios.items() if any(key in row for row in rows)}
     headings = [*keys, "cupyflash", *(report.NAMES.get(name, name) for name in peers), *ratios.values()]
     lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
@@ -135,7 +149,8 @@ def _title(data: dict[str, Any]) -> str:
 
 
 def figure(data: dict[str, Any]) -> Any:
-    """Lines over the sequence length where there are several, bars otherwise and for rows with names; of models the ratios."""
+    """Lines over the sequence length where there are several, bars otherwise and for rows with names; of models the
+    ratios."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
@@ -146,6 +161,8 @@ def figure(data: dict[str, Any]) -> Any:
             return _named_bars({**data, "rows": full}, "dtype", ("seq", "dim"))
         if "model" in data["rows"][0]["problem"]:
             return _ratios(data)
+        if data["suite"] == "derivatives":
+            return _bars({**data, "rows": [row for row in shown(data) if row["peers"]] or shown(data)})
         lengths = {row["problem"].get("seq") for row in data["rows"]}
         return _lines(data) if len(lengths) > 1 else _bars(data)
 
@@ -218,7 +235,7 @@ def _bars(data: dict[str, Any]) -> Any:
     figure = Figure(figsize=(8.4, 0.27 * _room(rows) + 1.3), layout="constrained")
     axis = figure.subplots()
     handles = _draw_groups(axis, rows, keys, data)
-    if data["suite"] == "ladder":  # from rung to rung by an order of magnitude
+    if data["suite"] in ("ladder", "derivatives"):  # from rung to rung by an order of magnitude
         axis.set_xscale("log")
     axis.set_xlabel(f"{'µs' if rows[0]['unit'] == 'us' else rows[0]['unit']}")
     _finish(figure, handles, data)
@@ -226,7 +243,8 @@ def _bars(data: dict[str, Any]) -> Any:
 
 
 def _named_bars(data: dict[str, Any], apart: str = "dim", named: Sequence[str] = ("scores",)) -> Any:
-    """Groups of bars for rows called by `named`: a column of panels for each pass, a row of them for each of `apart`."""
+    """Groups of bars for rows called by `named`: a column of panels for each pass, a row of them for each of
+    `apart`."""
     from matplotlib.figure import Figure
 
     rows = data["rows"]

@@ -1,4 +1,5 @@
-"""The suite `precision`: how far float32 and float64 results are from exact ones, on inputs that hurt, beside standard attention."""
+"""The suite `precision`: how far float32 and float64 results are from exact ones, on inputs that hurt, beside standard
+attention."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ import numpy as np
 
 from .. import attention, attention_backward
 from ..gpu.plan import FAMILIES
-from ..passes import PASSES
-from ..timing import reason
+from ..passes import BACKWARD, FORWARD
+from ..tools.timing import reason
 from . import peers
 from .report import cell
 from .suite import Measured, Options, Problem
@@ -189,7 +190,7 @@ def _tf32() -> Iterator[None]:
 def _efficient(x: Inputs) -> tuple[Any, ...]:
     q, k, v, dout = (a.transpose(1, 2).contiguous() for a in x)
     results: list[Any] = []
-    for of in PASSES.values():
+    for of in (FORWARD, BACKWARD):
         candidate = peers.LOADERS["efficient"]()(peers.Case(q, k, v, dout, causal=False), of)
         with candidate.context():
             results += [a.transpose(1, 2) for a in candidate.call()]
@@ -203,7 +204,8 @@ def ours(x: Inputs, family: str | None) -> tuple[Any, ...]:
 
 
 def tables(data: dict[str, Any]) -> str:
-    """A results file as Markdown: for each dtype a line for each result of each kind of inputs, with all of ERRORS in a cell."""
+    """A results file as Markdown: for each dtype a line for each result of each kind of inputs, with all of ERRORS in a
+    cell."""
     lines = []
     for dtype in dict.fromkeys(row["problem"]["dtype"] for row in data["rows"]):
         rows = [row for row in data["rows"] if row["problem"]["dtype"] == dtype]

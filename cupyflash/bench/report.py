@@ -11,8 +11,8 @@ from typing import Any
 from rich.text import Text
 
 from ..folders import written_whole
-from ..timing import best, geomean, ratio, significant
-from . import models
+from ..tools.timing import best, geomean, ratio, significant
+from . import derivatives, models
 
 Row = dict[str, Any]
 
@@ -36,6 +36,9 @@ NAMES = {
     "jax-cudnn": "cuDNN (JAX, jitted)",
     "flex": "FlexAttention (torch.compile)",
     "alone": "what it stands on, alone",
+    "by-hand": "by hand (PyTorch)",
+    "jax-xla": "JAX, jitted (XLA)",
+    "jvp-flash": "jvp_flash_attention (Triton)",
 }
 
 OWN = ("eight", "bf16")  # ours in another form, shown beside the peers
@@ -46,7 +49,8 @@ def make_row(
 ) -> Row:
     """One row of a results file. Who has a note but no value is null; ratios are better when larger.
 
-    Where our own attention with a causal mask alone was measured beside it, "ours_causal", the row has the ratio to that too.
+    Where our own attention with a causal mask alone was measured beside it, "ours_causal", the row has the ratio to
+    that too; where our own without the derivative was, "ours_alone", how many times that ours takes.
     """
     rounded = {name: significant(value) for name, value in values.items()}
     row: Row = {
@@ -60,6 +64,9 @@ def make_row(
     if "ours_causal" in rounded:
         row["ours_causal"] = rounded["ours_causal"]
         row["ratio_to_causal"] = significant(ratio(row["ours"], row["ours_causal"], unit))
+    if "ours_alone" in rounded:
+        row["ours_alone"] = rounded["ours_alone"]
+        row["times_alone"] = significant(ratio(row["ours_alone"], row["ours"], unit))
     if notes:
         row["notes"] = dict(notes)
     return row
@@ -132,7 +139,7 @@ def ratio_text(value: float | None) -> Text:
 def summary(rows: Sequence[Row]) -> list[str]:
     """Geometric means against each peer and the best one, the worst row, short sequences, each head dimension."""
     lines = []
-    rows = [row for row in rows if row["unit"] == rows[0]["unit"]]
+    every, rows = rows, [row for row in rows if row["unit"] == rows[0]["unit"]]
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     means = [(NAMES.get(name, name), geomean(_against(rows, name))) for name in peers]
     if any(mean is not None for _, mean in means):
@@ -162,7 +169,9 @@ def summary(rows: Sequence[Row]) -> list[str]:
     if "model" in rows[0]["problem"]:
         kinds = {kind: _where(rows, lambda p, n=names: p["model"] in n) for kind, names in models.KINDS.items()}
         lines += _kinds(rows, kinds)
-    if len(dtypes := _values(rows, "dtype")) > 1 and "bias" in rows[0]["problem"]:
+    if "beside" in rows[0]["problem"]:
+        lines += derivatives.lines(every)
+    elif len(dtypes := _values(rows, "dtype")) > 1 and "bias" in rows[0]["problem"]:
         kinds = {x: _where(rows, lambda p, x=x: p["dtype"] == x and not p["bias"]) for x in dtypes}
         lines += _kinds(rows, kinds | {"with a bias": _where(rows, lambda p: p["bias"])})
     if wrong := [row for row in rows if row["ours"] is None]:

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..console import Console
 from ..problem import FLOATS
+from ..tools.console import Console
 from . import machine, numpy_path, peers, report
 from .suite import Options
 from .suites import GROUPS, SUITES
@@ -139,7 +139,8 @@ def _run_suite(
     for peer, why in absent.items():
         console.print(Text(f"{peer} is not measured: {why}"), style="dim", soft_wrap=True)
     widths = [max(len(key), *(len(report.cell(p[key])) for p in problems)) for key in keys]
-    ratios = {"ratio_to_best": "vs best", **({"ratio_to_causal": "vs causal"} if name == "scores" else {})}
+    more = {"scores": {"ratio_to_causal": "vs causal"}, "derivatives": {"times_alone": "x alone"}}
+    ratios = {"ratio_to_best": "vs best", **more.get(name, {})}
     widths += [max(7, len(heading)) for heading in ("ours", *present, *ratios.values())]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

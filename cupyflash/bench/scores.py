@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 from .. import block_mask
 from ..passes import BACKWARD, PASSES, Pass
-from ..timing import flops, gpu_sampler, interleave
+from ..tools.timing import flops, gpu_sampler, interleave
 from . import peers
 from .suite import Measured, Options, Problem, case_of, compare, importable, relative_error
 
 
 class Row(NamedTuple):
-    """Who else takes it, who of them so slowly that the GPU cools for whoever follows, and the gradients beside dq, dk, dv."""
+    """Who else takes it, who of them so slowly that the GPU cools for whoever follows, and the gradients beside dq, dk,
+    dv."""
 
     peers: tuple[str, ...]
     slow: tuple[str, ...] = ()
@@ -48,15 +49,16 @@ ROWS = {
     "dbias-bhss": _BIASED._replace(wrt=("bias",)),
     "mask-b1ss": _BIASED,
     "padding-b11s": _BIASED,
-    # Block masks, of sequences so long. Causal documents; 1024 keys before and 4 first ones; blocks of 128, so many of 100.
+    # Block masks, of sequences so long. Causal documents; 1024 keys before and 4 first ones; blocks of 128, so many of
+    # 100.
     **{f"{name}-{seq // 1024}k": _SPARSE._replace(seq=seq) for name, seq in itertools.product(SPARSE, (8192, 32768))},
     "evoformer": Row(("efficient", "cudnn", "flex"), slow=("math",), wrt=("bias",)),
 }
 
 
 def problems(options: Options) -> list[Problem]:
-    """16k tokens (32k of one sequence that is so long), hidden 2048; for `evoformer` 256 rows of 256 residues. Of `dbias` the
-    backward: its forward is `bias`."""
+    """16k tokens (32k of one sequence that is so long), hidden 2048; for `evoformer` 256 rows of 256 residues. Of
+    `dbias` the backward: its forward is `bias`."""
     dims = (128,) if options.quick else (64, 128)
     usual = [{"dtype": options.dtype, "dim": dim, "heads": 2048 // dim} for dim in dims]
     dtypes = dict.fromkeys((options.dtype,) if options.quick else ("float32", options.dtype))
@@ -117,15 +119,16 @@ def draw(problem: Problem, device: str = "cuda") -> peers.Case:
 
 
 def relative(kind: str, seq: int) -> Any:
-    """A score function of ours and of FlexAttention alike: a learned bias by distance, `t5` for buckets of distances."""
+    """A score function of ours and of FlexAttention alike: a learned bias by distance, `t5` for buckets of
+    distances."""
     if kind == "relative":
         return lambda s, b, h, i, j, table: s + table[h, j - i + (seq - 1)]
     return lambda s, b, h, i, j, table, bucket: s + table[h, bucket[j - i + (seq - 1)]]
 
 
 def t5_bucket(distance: Any) -> Any:
-    """Which of 32 learned numbers a key so far to the right has (Raffel et al. 2020): in both directions 8 distances have
-    their own, and 8 grow with the logarithm up to 128."""
+    """Which of 32 learned numbers a key so far to the right has (Raffel et al. 2020): in both directions 8 distances
+    have their own, and 8 grow with the logarithm up to 128."""
     far = distance.abs()
     by_log = (far.clamp(min=1) / 8).log() / math.log(128 / 8) * 8
     within = far.where(far < 8, (8 + by_log.long()).clamp(max=15))
@@ -151,7 +154,8 @@ def pattern(kind: str, seq: int, device: str) -> Any:
 
 
 def measure(problem: Problem, options: Options) -> Measured:
-    """TFLOP/s of what the masks leave. "ours_causal" is our own attention with a causal mask alone, in turn with all others."""
+    """TFLOP/s of what the masks leave. "ours_causal" is our own attention with a causal mask alone, in turn with all
+    others."""
     row, of = ROWS[problem["scores"]], PASSES[problem["pass"]]
     case = draw(problem)
     prepares = importable(row.peers + (row.slow if options.slow else ()))
@@ -186,8 +190,8 @@ def expected(case: peers.Case, of: Pass) -> tuple[tuple[Any, ...], tuple[float, 
 
 
 def exact(case: peers.Case, of: Pass) -> tuple[Any, ...]:
-    """Standard attention in float32, from the formula; its gradients are PyTorch's. As many batch entries at a time as have
-    1 GB of scores; with block masks a head at a time."""
+    """Standard attention in float32, from the formula; its gradients are PyTorch's. As many batch entries at a time as
+    have 1 GB of scores; with block masks a head at a time."""
     import torch
 
     wide = torch.promote_types(case.q.dtype, torch.float32)

@@ -1,7 +1,7 @@
 """The suite `gpt`: training steps of a 12-layer GPT with one attention or another, in compiled PyTorch and in JAX.
 
-Everybody starts from the same weights, sees the same tokens and takes the same number of steps, a few at a time and in turn; who
-loses something else than the first of them is wrong.
+Everybody starts from the same weights, sees the same tokens and takes the same number of steps, a few at a time and in
+turn; who loses something else than the first of them is wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..timing import interleave, reason
+from ..tools.timing import interleave, reason
 from . import jitted
 from .suite import TOLERANCE, Measured, Options, Problem, importable
 
@@ -26,8 +26,8 @@ WARM_UP, STEPS = 3, 10  # steps before anything is timed, and of a sample
 
 
 class Trainer(NamedTuple):
-    """`put` brings tokens (B, S + 1) to where they are needed; `step` takes those and returns the loss; `wait` until all that was
-    asked for is done."""
+    """`put` brings tokens (B, S + 1) to where they are needed; `step` takes those and returns the loss; `wait` until
+    all that was asked for is done."""
 
     put: Callable[[np.ndarray], Any]
     step: Callable[[Any], Any]
@@ -166,7 +166,7 @@ def _in_jax(
 
     from .gpt import SIZES
 
-    made = importlib.import_module("cupyflash.bench." + ("gpt_flax" if library == FLAX else "gpt_jax"))
+    made = importlib.import_module("cupyflash.bench.gpt_flax" if library == FLAX else "cupyflash.bench.gpt_jax")
     dtype = jax.numpy.bfloat16 if device == "cuda" else jax.numpy.float32
     # Every result of a program is there when its last kernel has run.
     step = made.stepper(weights, SIZES[model], jitted.attend(name, True, family), dtype)

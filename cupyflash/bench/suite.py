@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..passes import Pass
-from ..timing import Candidate, flops, gpu_sampler, interleave, reason
+from ..tools.timing import Candidate, flops, gpu_sampler, interleave, reason
 from . import machine, peers
 
 Problem = dict[str, Any]
@@ -27,8 +27,8 @@ TOLERANCE = 2e-2  # relative Frobenius error above which a result is wrong and i
 class Options:
     """How to measure: the family to force, the dtype to use, rounds, and the least time of a sample.
 
-    `only` has names of rows, or how they begin; `slow` asks for the slow peers too; `sustained` for a second of everybody
-    on end, with clock and power.
+    `only` has names of rows, or how they begin; `slow` asks for the slow peers too; `sustained` for a second of
+    everybody on end, with clock and power.
     """
 
     family: str | None = None
@@ -42,8 +42,8 @@ class Options:
 
 
 class Suite(NamedTuple):
-    """What a suite measures, and who beside us; `names` are those of its rows, where they have some; `sustained`: whether
-    everybody can be run for a second on end."""
+    """What a suite measures, and who beside us; `names` are those of its rows, where they have some; `sustained`:
+    whether everybody can be run for a second on end."""
 
     unit: str
     peers: tuple[str, ...]
@@ -63,8 +63,8 @@ def compare(
 ) -> tuple[dict[str, Candidate], dict[str, str]]:
     """Run everyone once. Whoever fails, or disagrees with `exact`, is left out with a note.
 
-    Where `exact` is not given, it is what the first that works has found. `noise`: how far from it each result must be, since
-    it is random; else 0.
+    Where `exact` is not given, it is what the first that works has found. `noise`: how far from it each result must be,
+    since it is random; else 0.
     """
     import torch
 

@@ -11,8 +11,8 @@ import math
 from ..gpu.plan import KernelPlan, plan
 from ..passes import BACKWARD, FORWARD, PASSES, Pass
 from ..problem import AttentionProblem
-from ..timing import gpu_sampler, interleave, reason
-from . import eight, first_call, host, jitted, models, numpy_path, peers, precision, scores, steps
+from ..tools.timing import gpu_sampler, interleave, reason
+from . import derivatives, eight, first_call, host, jitted, models, numpy_path, peers, precision, scores, steps
 from .suite import Measured, Options, Problem, Suite, case_of, compare, flops_of, importable, take_turns
 
 DENSE = ("math", "standard")  # peers that build the S x S matrix
@@ -110,7 +110,8 @@ BIAS_PEERS = ("math", "efficient")  # those that give a bias' gradient
 
 
 def _wide_speed(problem: Problem, options: Options) -> Measured:
-    """As any; a row with a bias is an Evoformer's, `evoformer` of the suite `scores`: with its gradient and a key mask."""
+    """As any; a row with a bias is an Evoformer's, `evoformer` of the suite `scores`: with its gradient and a
+    key mask."""
     if not problem["bias"]:
         return _speed(WIDE_PEERS, 8192, problem, options)
     of = PASSES[problem["pass"]]
@@ -153,7 +154,8 @@ def _imports(options: Options) -> list[Problem]:
 
 
 def _import_time(problem: Problem, options: Options) -> Measured:
-    """Seconds; each process finds the files in the machine's memory. Our note names the array libraries that came along."""
+    """Seconds; each process finds the files in the machine's memory. Our note names the array libraries that came
+    along."""
     came: list[str] = []
 
     def sample(name: str) -> float:
@@ -336,6 +338,7 @@ SUITES: dict[str, Suite] = {
     "gpt": Suite("tokens/s", steps.PEERS, steps.problems, steps.measure),
     "ladder": Suite("ms", LADDER, _ladder, _ladder_rung),
     "scores": Suite("TFLOP/s", scores.PEERS, scores.problems, scores.measure, names=tuple(scores.ROWS)),
+    "derivatives": Suite("ms", derivatives.PEERS, derivatives.problems, derivatives.measure, names=derivatives.NAMES),
     "cpu": Suite("GFLOP/s", numpy_path.PEERS, numpy_path.problems, numpy_path.measure, needs_gpu=False),
 }
 GROUPS = {"all": tuple(name for name in SUITES if SUITES[name].needs_gpu), "paper": ("figures", "memory", "training")}

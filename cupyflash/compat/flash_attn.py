@@ -1,14 +1,13 @@
 """The functions of the package flash-attn (2.x): change `from flash_attn import` to `from cupyflash.compat.flash_attn
 import`.
 
-Shapes and options as there; any dtype, head dimension and device that `cupyflash.attention` takes. Packed sequences are
-padded to the longest one inside. What is not served (a key/value cache, pages) raises NotImplementedError.
+Shapes and options as there; any dtype, head dimension and device that `cupyflash.attention` takes. Lengths are
+read where they are, on the device. What is not served raises NotImplementedError.
 """
 
 from __future__ import annotations
 
 import inspect
-import operator
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +15,8 @@ import torch
 from .. import api
 from ..other_names import renaming
 from ..torch.dropout import check_tensors, dropout_options
+from . import kvcache
+from .windows import check_causal, window_of
 
 __all__ = [
     "_wrapped_flash_attn_backward", "_wrapped_flash_attn_forward",
@@ -55,19 +56,21 @@ def flash_attn_func(
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
     window_size: tuple[int, int], softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool,
-    key_mask: torch.Tensor | None = None,
+    **lengths: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    if isinstance(causal, str):  # "top_left" means nothing there, and "no" would be yes
-        raise TypeError(f"causal is {causal!r}; it must be True or False")
+    check_causal(causal)
     out, lse = api.attention(
         q, k, v, scale=softmax_scale, causal=bool(causal), window=window_of(window_size), softcap=softcap,
-        alibi_slopes=alibi_slopes, key_mask=key_mask, deterministic=deterministic, return_lse=True,
-        **dropout_options("dropout_p", dropout_p, q),
+        alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=True,
+        **dropout_options("dropout_p", dropout_p, q), **lengths,
     )  # fmt: skip
     return out, lse
 
 
-@renaming(torch.compiler.is_compiling, scale="softmax_scale", window="window_size")
+@renaming(
+    torch.compiler.is_compiling, scale="softmax_scale", window="window_size", page_table="block_table",
+    seqlens_k="cu_seqlens_k.diff()",
+)  # fmt: skip
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -88,52 +91,30 @@ def flash_attn_varlen_func(
 ) -> Any:
     """`flash_attn_func` of sequences one after another: q (total_q, Hq, D), k and v (total_k, Hk, D).
 
-    cu_seqlens_q, cu_seqlens_k: (B + 1,) integers, where each of them begins, and the end. max_seqlen_q, max_seqlen_k:
-    the greatest lengths; B sequences of these lengths are computed. lse is (Hq, total_q). block_table must be None.
+    cu_seqlens_q, cu_seqlens_k: (B + 1,) integers, where each of them begins, and the end; rows behind that get 0.
+    max_seqlen_q, max_seqlen_k: the greatest lengths, which choose tiles and never change what comes out. lse is
+    (Hq, total_q). block_table: (B, pages of one) integers; k and v are (pages, page, Hk, D) then, of which sequence n
+    has the first cu_seqlens_k[n + 1] - cu_seqlens_k[n] rows; no gradients.
     """
     check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    if block_table is not None:
-        raise NotImplementedError("block_table is given; pages are not served yet: it must be None")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 3:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (rows of all sequences, heads, dim)")
-    of_q, of_k = _Packed("q", q, cu_seqlens_q, max_seqlen_q), _Packed("k", k, cu_seqlens_k, max_seqlen_k)
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    if block_table is None:
+        lengths["cu_seqlens_k"] = cu_seqlens_k
+    else:
+        check_tensors(block_table=block_table)
+        lengths |= {"seqlens_k": _lengths_of(cu_seqlens_k), "page_table": block_table}
     out, lse = _attention(
-        of_q.padded(q), of_k.padded(k), of_k.padded(v), dropout_p, softmax_scale, causal, window_size, softcap,
-        alibi_slopes, deterministic, of_k.there,
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, **lengths
     )  # fmt: skip
-    rows = out[of_q.places]
-    return (rows, lse.transpose(1, 2)[of_q.places].transpose(0, 1), None) if return_attn_probs else rows
+    return (out, lse, None) if return_attn_probs else out
 
 
-class _Packed:
-    """Where the rows of packed sequences are in a batch that is padded at the left: there the ends are aligned, as
-    causal and window_size are. Nothing of it waits for a GPU."""
-
-    def __init__(self, name: str, x: torch.Tensor, ends: torch.Tensor, longest: int) -> None:
-        if ends.dim() != 1 or not len(ends) or ends.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"cu_seqlens_{name} is {ends.dtype} of shape {tuple(ends.shape)}; it must be integers, (batch + 1,)"
-            )
-        self.longest, ends = operator.index(longest), ends.long()
-        lengths = ends.diff()
-        if ends.device.type == "cpu" and not torch.compiler.is_compiling():
-            if ends[0] != 0 or ends[-1] != len(x) or (lengths < 0).any():
-                raise ValueError(
-                    f"cu_seqlens_{name} is {ends.tolist()}; it must rise from 0 to {len(x)}, the rows of {name}"
-                )
-            if (lengths > self.longest).any():
-                raise ValueError(
-                    f"max_seqlen_{name} is {longest}; it must be {int(lengths.max())}, the greatest length, or more"
-                )
-        row = torch.arange(len(x), device=x.device)
-        batch = torch.searchsorted(ends[1:].contiguous(), row, right=True)
-        self.places = batch, row - ends[1:][batch] + self.longest
-        self.there = torch.arange(self.longest, device=x.device) >= (self.longest - lengths)[:, None]
-
-    def padded(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, longest, heads, dim) of rows."""
-        return x.new_zeros(len(self.there), self.longest, *x.shape[1:]).index_put(self.places, x)
+def _lengths_of(ends: torch.Tensor) -> torch.Tensor:
+    if ends.dim() != 1 or not len(ends) or ends.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens_k is {ends.dtype} of shape {tuple(ends.shape)}; it must be int32 or int64, (sequences + 1,)"
+        )
+    return ends.diff()
 
 
 def _taking(function: Any, *tensors: str) -> Any:
@@ -184,15 +165,71 @@ def _unpacked(name: str, x: torch.Tensor, parts: int, before: str = "batch, sequ
     return x.unbind(axis)
 
 
-def window_of(window: tuple[int, int]) -> tuple[int | None, int | None]:
-    try:
-        left, right = map(operator.index, window)
-    except (TypeError, ValueError):
-        raise TypeError(f"window_size is {window!r}; it must be two integers, -1 where a side is unbounded") from None
-    return None if left < 0 else left, None if right < 0 else right
+@renaming(
+    torch.compiler.is_compiling, scale="softmax_scale", window="window_size", page_table="block_table",
+    seqlens_k="cache_seqlens",
+)  # fmt: skip
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention of q, (B, Sq, Hq, D), to caches that are filled in part, after new rows are written behind what is
+    there, in place. No gradients.
+
+    Parameters
+    ----------
+    k_cache, v_cache : (B, S, Hk, D)
+        With cache_batch_idx (entries, S, Hk, D), with block_table (pages, page, Hk, D), page being any number.
+    k, v : (B, new, Hk, D), optional
+        New rows, which become those from cache_seqlens on; a row without room is refused on a CPU and left out on a
+        GPU.
+    rotary_cos, rotary_sin : (positions, half), optional
+        Turn k and q by the angles of their positions in the sequence, their first 2 half columns, pairs being (2 i,
+        2 i + 1), or with rotary_interleaved=False (i, i + half). Without causal and window_size all queries of a
+        sequence have the position of the first one.
+    cache_seqlens : int or (B,) int32 or int64, optional
+        Rows that are filled before the call; default all. Below 0 nothing is written, and the result is 0.
+    cache_batch_idx : (B,) int32 or int64, optional
+        The entry of the caches that is each sequence's.
+    cache_leftpad : (B,) int32 or int64, optional
+        The first row of each sequence that is attended.
+    block_table : (B, pages of one) int32 or int64, optional
+        The pages of each sequence; -1 where none is reached.
+    num_splits : int
+        Ignored: it changes no more than the time.
+    softmax_scale, causal, window_size, softcap, alibi_slopes : as of flash_attn_func
+
+    Returns
+    -------
+    (B, Sq, Hq, D), or with return_softmax_lse=True (that, lse): lse is (B, Hq, Sq)
+    """
+    out, lse = kvcache.attend(
+        q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad, table=block_table, table_name="block_table", softmax_scale=softmax_scale,
+        causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
 
 
-def _later(name: str, what: str, instead: str = "give the keys and values as k and v") -> Any:
+def _later(name: str, what: str, instead: str) -> Any:
     def refused(*args: Any, **options: Any) -> NoReturn:
         raise NotImplementedError(f"{name}: {what} are not served yet; {instead}")
 
@@ -201,9 +238,6 @@ def _later(name: str, what: str, instead: str = "give the keys and values as k a
     return refused
 
 
-flash_attn_with_kvcache = _taking(flash_attn_func, "q", "k_cache", "v_cache")(
-    _later("flash_attn_with_kvcache", "key/value caches")
-)
 # diffusers imports these two by name with the others; it calls them for parts of a sequence on several GPUs.
 _wrapped_flash_attn_forward, _wrapped_flash_attn_backward = (
     _later(f"_wrapped_flash_attn_{x}", "parts of a sequence on several GPUs", "call flash_attn_func on the whole one")

@@ -1,6 +1,6 @@
 """FlashAttention-3's names (its module is flash_attn_interface), with its arguments.
 
-What is not served (a key/value cache, qv, chunks, seqused) raises NotImplementedError.
+What is not served (qv, chunks) raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from .. import api
+from ..other_names import renaming
 from ..torch.dropout import check_tensors
-from . import flash_attn
-from .flash_attn import flash_attn_with_kvcache, window_of
+from . import flash_attn, kvcache
+from .windows import check_causal, window_of
 
-__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata"]
 
 
 def flash_attn_func(
@@ -43,6 +44,7 @@ def flash_attn_func(
     With return_attn_probs=True returns (out, lse): lse is (B, Hq, Sq).
     """
     check_tensors(q=q, k=k, v=v)
+    check_causal(causal)
     _refuse(attention_chunk, qv=qv)
     descales: dict[str, Any] = {}
     for name, x, of in (("q_descale", q_descale, q), ("k_descale", k_descale, k), ("v_descale", v_descale, v)):
@@ -81,16 +83,132 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_func` of sequences one after another, as `cupyflash.compat.flash_attn.flash_attn_varlen_func` has
-    them. With return_attn_probs=True returns (out, lse): lse is (Hq, total_q). Inputs of 8 bits are not served."""
-    _refuse(
-        attention_chunk, qv=qv, seqused_q=seqused_q, seqused_k=seqused_k, q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale,
-    )  # fmt: skip
-    found = flash_attn.flash_attn_varlen_func(
+    them.
+
+    seqused_q, seqused_k: (B,) integers, how many rows of each sequence there are, from its first; those behind them get
+    0 and are not attended. k and v are copied then, or q and the result. With return_attn_probs=True returns
+    (out, lse): lse is (Hq, total_q). Inputs of 8 bits are not served.
+    """
+    check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _refuse(attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    back = None
+    if seqused_q is not None:
+        order, cu_seqlens_q = _used("q", q, cu_seqlens_q, seqused_q)
+        q, back = q[order], order.argsort()
+    if seqused_k is not None:
+        order, cu_seqlens_k = _used("k", k, cu_seqlens_k, seqused_k)
+        k, v = k[order], v[order]
+    out, lse, _ = flash_attn.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size,
-        softcap, None, deterministic, return_attn_probs,
+        softcap, None, deterministic, True,
     )  # fmt: skip
-    return found[:2] if return_attn_probs else found
+    if back is not None:
+        out, lse = out[back], lse[:, back]
+    return (out, lse) if return_attn_probs else out
+
+
+def _used(side: str, x: torch.Tensor, ends: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of x in another order, those that are used first, and where each sequence begins among these."""
+    name, sequences = f"seqused_{side}", len(ends) - 1
+    check_tensors(**{name: used})
+    if used.shape != (sequences,) or used.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{name} is {used.dtype} of shape {tuple(used.shape)}; it must be int32 or int64 of shape ({sequences},)"
+        )
+    lengths = ends.diff()
+    if used.device.type == "cpu" and not torch.compiler.is_compiling() and (wrong := (used > lengths)).any():
+        n = int(wrong.int().argmax())
+        raise ValueError(
+            f"{name}[{n}] is {int(used[n])}; it must be at most {int(lengths[n])}, as cu_seqlens_{side} say"
+        )
+    row = torch.arange(len(x), device=x.device)
+    if not sequences:
+        return row, ends
+    of = torch.searchsorted(ends[1:].contiguous(), row.to(ends.dtype), right=True)
+    own = of.clamp(max=sequences - 1)
+    there = (of < sequences) & (row - ends[own] < used[own])
+    kept = torch.minimum(used.clamp(min=0).to(ends.dtype), lengths).cumsum(0, dtype=ends.dtype)
+    return (~there).to(torch.uint8).argsort(stable=True), torch.nn.functional.pad(kept, (1, 0))
+
+
+@renaming(
+    torch.compiler.is_compiling, scale="softmax_scale", window="window_size", seqlens_k="cache_seqlens",
+)  # fmt: skip
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: torch.Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """As `cupyflash.compat.flash_attn.flash_attn_with_kvcache`, where page_table is called block_table.
+
+    With cu_seqlens_q, (B + 1,), q and the result are packed, (total_q, Hq, D), and lse is (Hq, total_q); with
+    cu_seqlens_k_new k and v are. rotary_seqlens, (B,): the positions of the first new rows and queries, if they are not
+    cache_seqlens. scheduler_metadata, num_splits, pack_gqa and sm_margin, which change no result, are ignored.
+    """
+    _refuse(attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    out, lse = kvcache.attend(
+        q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad, table=page_table, table_name="page_table", softmax_scale=softmax_scale,
+        causal=causal, window_size=window_size, softcap=softcap, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, rotary_seqlens=rotary_seqlens,
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: torch.Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> torch.Tensor:
+    """No numbers, (0,) int32, on the device of cache_seqlens: a call needs none made before it, and none grow stale."""
+    check_tensors(cache_seqlens=cache_seqlens)
+    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 
 def _refuse(attention_chunk: int, **tensors: torch.Tensor | None) -> None:

@@ -12,6 +12,7 @@ import torch
 from .. import api
 from ..other_names import renaming
 from ..torch.dropout import check_tensors, dropout_options
+from . import xformers_blocks
 
 __all__ = [
     "AttentionBias", "LocalAttentionFromBottomRightMask", "LowerTriangularFromBottomRightLocalAttentionMask",
@@ -87,8 +88,9 @@ def memory_efficient_attention(
 
     (B, M, K) has one head; (B, M, G, H, K) has H query heads for each of G heads of key and value, which are expanded
     to that shape and not copied. attn_bias: a tensor added to the scores, (B, H, M, N), or one of the biases of this
-    module or of xFormers with the same name. op is ignored. Returns (B, M, H, Kv), in the dtype of query or
-    output_dtype.
+    module or of xFormers with the same name, or of the block-diagonal ones of xFormers: query is (1, M, ...) then,
+    sequences one after another, and the log-sum-exp (1, H, M). op is ignored. Returns (B, M, H, Kv), in the dtype of
+    query or output_dtype.
     """
     return memory_efficient_attention_forward_requires_grad(
         query, key, value, attn_bias, p, scale, op=op, output_dtype=output_dtype
@@ -115,6 +117,9 @@ def memory_efficient_attention_forward_requires_grad(
     if not query.dim() == key.dim() == value.dim():
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("query", query), ("key", key), ("value", value)))
         raise ValueError(f"the shapes are {shapes}; query, key and value must have as many dimensions")
+    placed = xformers_blocks.placed(attn_bias, query, key, value)
+    if placed is not None:
+        return _of_blocks(placed, query.shape, p, scale, output_dtype)
     options = _options(attn_bias) | dropout_options("p", p, query)
     shape = query.shape
     if query.dim() == 3:
@@ -131,6 +136,19 @@ def memory_efficient_attention_forward_requires_grad(
         raise ValueError(f"query has shape {tuple(shape)}; it must have 3, 4 or 5 dimensions")
     out, lse = api.attention(query, key, value, scale=scale, return_lse=True, **options)
     out = out.reshape(*shape[:-1], value.shape[-1])
+    lse = lse.unflatten(1, shape[2:4]) if len(shape) == 5 else lse
+    return (out if output_dtype is None else out.to(output_dtype)), lse
+
+
+def _of_blocks(
+    placed: xformers_blocks.Placed, shape: Any, p: float, scale: float | None, output_dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of sequences one after another, (1, M, ..., H, K)."""
+    out, lse = api.attention(
+        placed.q, placed.k, placed.v, scale=scale, return_lse=True, **placed.options,
+        **dropout_options("p", p, placed.q),
+    )  # fmt: skip
+    out, lse = out.reshape(*shape[:-1], placed.v.shape[-1]), lse[None]
     lse = lse.unflatten(1, shape[2:4]) if len(shape) == 5 else lse
     return (out if output_dtype is None else out.to(output_dtype)), lse
 
@@ -153,6 +171,5 @@ def _options(attn_bias: Any) -> dict[str, Any]:
     if isinstance(attn_bias, torch.Tensor) and not hasattr(attn_bias, "HOLDS_DENSE_TENSOR"):
         return {"mask" if attn_bias.dtype is torch.bool else "bias": attn_bias}
     name = f"the class {attn_bias.__name__}" if isinstance(attn_bias, type) else f"a {name}"
-    raise NotImplementedError(
-        f"attn_bias is {name}; it must be None, a tensor or one of {', '.join(x for x in __all__ if 'Mask' in x)}"
-    )
+    served = ", ".join([*(x for x in __all__ if "Mask" in x), *xformers_blocks.MASKS])
+    raise NotImplementedError(f"attn_bias is {name}; it must be None, a tensor or one of {served}")

@@ -1,4 +1,5 @@
-"""NumPy's BLAS library, held to the thread that calls it while a crew works: heads and tiles already occupy every core."""
+"""NumPy's BLAS library, held to the thread that calls it while a crew works: heads and tiles already occupy
+every core."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from typing import Any
 class OneThread:
     """A context in which products stay on the thread that calls them; each thread of a crew enters it.
 
-    Most BLAS libraries have one number of threads for the whole process, so the first who enters notes it, and the last who
-    leaves brings it back. Accelerate (macOS) has no such number and does without. An interrupt must not come between, so
-    only threads of our own enter: Python raises it in the main thread.
+    Most BLAS libraries have one number of threads for the whole process, so the first who enters notes it, and the last
+    who leaves brings it back. Accelerate (macOS) has no such number and does without. An interrupt must not come
+    between, so only threads of our own enter: Python raises it in the main thread.
     """
 
     def __init__(self) -> None:

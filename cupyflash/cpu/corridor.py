@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from .. import problem as rules
+from .. import rules
 from ..call import Call
+from ..gradients import Gradients
 from ..interop.protocol import CpuAdapter
 from ..overlap import check_targets
-from ..passes import BACKWARD, PER_QUERY
-from ..problem import ARRAYS, FLOAT8, AttentionProblem, Gradients, View
-from . import float8
+from ..passes import BACKWARD, BY_ROWS, FORWARD, JVP, PER_QUERY
+from ..problem import FLOAT8, AttentionProblem, View
+from . import float8, ragged
 from .backward import backward as _backward
+from .backward_jvp import backward_jvp as _backward_jvp
 from .forward import forward as _forward
+from .jvp import jvp as _jvp
 
 
 def run(call: Call) -> Any:
-    """out and (where asked for) lse of a forward; the `Gradients` of a backward."""
+    """out and (where asked for) lse of a forward; tout and tlse of a jvp; `Gradients`."""
     lib = call.lib
     problem, given, shapes = _checked(call)
-    if call.of is BACKWARD:
-        grads = _backward(problem, wrt=call.wrt, **given)
-        dq, dk, dv = (_returned(call, name, x, shapes) for name, x in grads._asdict().items())
+    if call.of.of_gradients:
+        compute = _backward if call.of is BACKWARD else _backward_jvp
+        if problem.ragged:
+            grads = ragged.run(compute, call.of, problem, given, call.wrt)
+        else:
+            grads = compute(problem, wrt=call.wrt, **given)
+        dq, dk, dv = (_returned(call, name, x, shapes) for name, x in zip(call.of.results, grads))
         return Gradients(dq, dk, dv, {name: lib.from_numpy(grads.of_arrays[name]) for name in call.wrt})
-    out, lse = (float8.forward if problem.dtype == FLOAT8 else _forward)(problem, **given)
-    rows = lib.from_numpy(lse.reshape(rules.lse_shape(len(shapes["out"]), problem))) if call.return_lse else None
-    return _returned(call, "out", out, shapes), rows
+    forward = float8.forward if problem.dtype == FLOAT8 else _forward
+    of_rows = forward if call.of is FORWARD else _jvp
+    out, lse = ragged.run(of_rows, call.of, problem, given) if problem.ragged else of_rows(problem, **given)
+    (name,) = call.of.results
+    asked = call.return_lse or call.of is JVP
+    rows = lib.from_numpy(lse.reshape(rules.lse_shape(len(shapes[name]), problem))) if asked else None
+    return _returned(call, name, out, shapes), rows
 
 
 def _checked(call: Call) -> tuple[AttentionProblem, dict[str, Any], dict[str, tuple[int, ...]]]:
     """The problem, its arrays as (B, S, H, D), lse as (B, H, S), and the shapes of the results."""
     lib = call.lib
     arrays, targets, options = call.arrays, call.targets, call.options
-    if call.family is not None:
-        refuse_family(call.family, lib.kind)
     views = {name: lib.view(x) for name, x in arrays.items()}
     into = {name: lib.view(x) for name, x in targets.items()}
     problem, shapes = rules.state(views, into, options, call.of)
@@ -44,6 +54,8 @@ def _checked(call: Call) -> tuple[AttentionProblem, dict[str, Any], dict[str, tu
             {name: _in_memory(lib, targets[name], x) for name, x in into.items()},
             {name: _in_memory(lib, arrays[name], x) for name, x in views.items()},
         )
+    if call.add and problem.dtype in ("float16", "bfloat16"):  # rounded once, with what is there
+        problem = replace(problem, out_dtype="float32")
     layout = options["layout"]
     given: dict[str, Any] = {} if call.seed is None else {"seed": np.array(call.seed, np.uint64)}
     if options["block_mask"] is not None:
@@ -51,13 +63,11 @@ def _checked(call: Call) -> tuple[AttentionProblem, dict[str, Any], dict[str, tu
     for name in views:
         x = lib.to_numpy(arrays[name])
         if name in PER_QUERY:
-            given[name] = x.reshape(problem.batch, problem.heads_q, problem.seq_q)
+            packed = problem.rows_q is not None
+            given[name] = x[None] if packed else x.reshape(problem.batch, problem.heads_q, problem.seq_q)
         else:
-            given[name] = x if name in _OPTIONAL or problem.reads(name) else _four(x, layout)
+            given[name] = _four(x, layout) if name in BY_ROWS else x
     return problem, given, shapes
-
-
-_OPTIONAL = [row.name for row in ARRAYS]
 
 
 def _in_memory(lib: CpuAdapter, x: Any, view: View) -> View:
@@ -66,13 +76,6 @@ def _in_memory(lib: CpuAdapter, x: Any, view: View) -> View:
     if not any(stride % memory.itemsize for stride in memory.strides):
         return view
     return view._replace(shape=(*view.shape, memory.itemsize), strides=(*memory.strides, 1), dtype="bool")
-
-
-def refuse_family(family: str, kind: str) -> None:
-    from ..gpu.plan import check_family
-
-    check_family(family)
-    raise ValueError(f"family is {family!r}, a family of GPU kernels, but q is a {kind} array on the CPU")
 
 
 def _four(x: np.ndarray, layout: str) -> np.ndarray:
@@ -95,5 +98,7 @@ def _returned(call: Call, name: str, x: np.ndarray, shapes: dict[str, tuple[int,
         x = x[0] if len(shapes[name]) == 3 else x
     if target is None:
         return lib.from_numpy(np.ascontiguousarray(x))  # as on a GPU
-    lib.to_numpy(target)[...] = x
+    memory = lib.to_numpy(target)
+    with np.errstate(over="ignore"):
+        memory[...] = memory.astype(x.dtype) + x if call.add else x
     return target

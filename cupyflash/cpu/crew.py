@@ -16,29 +16,39 @@ T = TypeVar("T")
 
 # Below so many multiplications a call ends sooner than threads start.
 WORTH_THREADS = 1 << 22
-# And below so many BLAS libraries keep a product on the thread that calls them (OpenBLAS: up to this): there is nothing to hold.
+# And below so many BLAS libraries keep a product on the thread that calls them (OpenBLAS: up to this): there is nothing
+# to hold.
 WORTH_HOLDING = 1 << 18
 MOST_THREADS = 256  # BLAS libraries have such a number, too
 
 
 def worth_threads(problem: AttentionProblem) -> bool:
-    return _multiplications(problem) >= WORTH_THREADS
+    return multiplications(problem) >= WORTH_THREADS
 
 
-def _multiplications(problem: AttentionProblem) -> int:
+def multiplications(problem: AttentionProblem) -> int:
     pairs = problem.batch * problem.heads_q * problem.seq_q * problem.seq_k
     return pairs * (problem.dim + problem.dim_v)
 
 
+class _Member(threading.local):
+    of_a_crew = False  # whether this thread is one: what it calls needs none, nor to hold BLAS
+
+
+_member = _Member()
+
+
 class Crew:
-    """Threads for one call; the caller waits. NumPy lets go of the interpreter lock in products and element loops.
+    """Threads for one call, or for so many multiplications; the caller waits. NumPy lets go of the interpreter lock in
+    products and element loops.
 
     An interrupt, or an error in one thread, ends them all at their next step.
     """
 
-    def __init__(self, problem: AttentionProblem) -> None:
-        self.size = threads() if worth_threads(problem) else 1
-        small = self.size == 1 and _multiplications(problem) < WORTH_HOLDING
+    def __init__(self, work: AttentionProblem | int) -> None:
+        count = work if isinstance(work, int) else multiplications(work)
+        self.size = threads() if count >= WORTH_THREADS else 1
+        small = self.size == 1 and (count < WORTH_HOLDING or _member.of_a_crew)
         self._own = 0 if small else self.size  # threads to begin; none: the caller's
         self._error: BaseException | None = None
 
@@ -59,6 +69,7 @@ class Crew:
 
         def alone() -> None:
             inside.append(None)
+            _member.of_a_crew = True
             if not self.stopped:
                 with one_thread:
                     work()
@@ -106,8 +117,8 @@ class Crew:
 class Turns:
     """Visits to places that tasks of a crew share: each goes over its place behind the one before it.
 
-    `visits`, as (place, visit), are in the order in which the crew takes up their tasks: so the first task that is not done
-    never waits, and all come to their turn.
+    `visits`, as (place, visit), are in the order in which the crew takes up their tasks: so the first task that is not
+    done never waits, and all come to their turn.
     """
 
     def __init__(self, crew: Crew, visits: Iterable[tuple[Hashable, Hashable]]) -> None:

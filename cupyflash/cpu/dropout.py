@@ -10,7 +10,8 @@ _WEYL = 0x9E3779B9, 0xBB67AE85
 
 
 def philox(counter: tuple[np.ndarray | int, ...], key: tuple[int, int], rounds: int = ROUNDS) -> tuple[np.ndarray, ...]:
-    """Philox4x32 (Salmon et al. 2011): four random words of 32 bits, as uint64, for each counter of four and a key of two.
+    """Philox4x32 (Salmon et al. 2011): four random words of 32 bits, as uint64, for each counter of four and a key of
+    two.
 
     Words of the counter broadcast against each other; while some depend on one axis alone, so do the products.
     """
@@ -29,8 +30,8 @@ def kept(
 ) -> np.ndarray:
     """Booleans, (queries, keys), for queries and keys [begin, end).
 
-    One counter stands for eight pairs: queries that differ in bit 3, keys that differ in bits 3 and 0. Its words are (key,
-    batch entry, query, head) without these bits; its result is 16 bits for each pair.
+    One counter stands for eight pairs: queries that differ in bit 3, keys that differ in bits 3 and 0. Its words are
+    (key, batch entry, query, head) without these bits; its result is 16 bits for each pair.
     """
     (i, i_end), (j, j_end) = queries, keys
     rows = np.arange(i // 16, -(-i_end // 16))[:, None] * 8 + np.arange(8)  # (blocks of 16, 8)

@@ -11,7 +11,7 @@ import numpy as np
 from ..problem import BLOCK, DESCALES, FLOAT8, AttentionProblem
 from .forward import forward as _forward
 
-_DTYPES = {FLOAT8: ml_dtypes.float8_e4m3fn, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+DTYPES = {FLOAT8: ml_dtypes.float8_e4m3fn, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
 def forward(
@@ -41,4 +41,4 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == FLOAT8:
         x = np.clip(x, -448, 448)
     with np.errstate(over="ignore"):
-        return x.astype(_DTYPES[dtype])
+        return x.astype(DTYPES[dtype])

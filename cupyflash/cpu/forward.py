@@ -1,4 +1,5 @@
-"""Attention forward on NumPy arrays: Dao 2023 (FlashAttention-2), Algorithm 1, one query tile of one or some heads per task."""
+"""Attention forward on NumPy arrays: Dao 2023 (FlashAttention-2), Algorithm 1, one query tile of one or some heads per
+task."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import numpy as np
 
 from ..problem import AttentionProblem
 from .crew import Crew
-from .entries import Entries, all_entries
+from .entries import Entries, of_queries
 from .pairs import Pairs, Place
-from .tiles import TERMS, Tiling, key_tiles, pieces, product, query_tiles, row_sums, rows_of, work_dtype
+from .tiles import TERMS, Tiling, key_tiles, product, result_dtype, row_sums, rows_of, work_dtype
 
 
 def forward(
@@ -22,10 +23,12 @@ def forward(
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), any strides; `given`: the optional arrays of the problem, and
     its block mask.
-    Returns out (B, Sq, Hq, Dv) in the dtype of q, and lse (B, Hq, Sq) in float32, float64 for float64.
+    Returns out (B, Sq, Hq, Dv) in the dtype of q, float32 where the problem is `widened`, and lse (B, Hq, Sq) in
+    float32, float64 for float64.
     """
     work, crew = work_dtype(problem), Crew(problem)
-    out = np.empty_like(q, shape=(*q.shape[:-1], problem.dim_v))  # with the axes of q in memory
+    # With the axes of q in memory.
+    out = np.empty_like(q, result_dtype(problem), shape=(*q.shape[:-1], problem.dim_v))
     lse = np.empty((problem.batch, problem.heads_q, problem.seq_q), problem.lse_dtype)
     tiling = Tiling.of(problem, queries_apart=True)
 
@@ -55,15 +58,7 @@ def forward(
         out[batches, rows, heads] = mean.transpose(0, 2, 1, 3)
         lse[batches, heads, rows] = (top + np.log(total))[..., 0]
 
-    crew.run(
-        task,
-        (
-            (of, heads, rows)
-            for of in all_entries(problem, tiling.batches, k, v, given)
-            for heads in pieces(problem.heads_q, tiling.heads)
-            for rows in query_tiles(problem, tiling)
-        ),
-    )
+    crew.run(task, of_queries(problem, tiling, k, v, given))
     return out, lse
 
 

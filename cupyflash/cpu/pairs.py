@@ -27,13 +27,16 @@ class Place(NamedTuple):
 
 
 class Pairs:
-    """The pairs of queries and keys of some batch entries. `given` holds the optional arrays, of shapes that broadcast, and
-    perhaps a block mask. Tiles are (batches, heads, queries, keys)."""
+    """The pairs of queries and keys of some batch entries. `given` holds the optional arrays, of shapes that broadcast,
+    and perhaps a block mask. Tiles are (batches, heads, queries, keys)."""
 
     def __init__(self, problem: AttentionProblem, batches: slice, given: dict[str, np.ndarray]) -> None:
         self.problem, self.batches = problem, batches
         rules = [rule for rule in ARRAYS if rule.axes and problem.has(rule.name)]
         self.given = {rule.name: np.broadcast_to(given[rule.name], rule.shape(problem)) for rule in rules}
+        moved = [rule for rule in rules if problem.moves(rule.name)]
+        self.given |= {f"t{rule.name}": np.broadcast_to(given[f"t{rule.name}"], rule.shape(problem)) for rule in moved}
+        self._terms, self._moving = ([rule.name for rule in x if rule.adds] for x in (rules, moved))
         # Keys that nobody may see are dropped at once: no tile ever holds them.
         self.keys: Any = slice(problem.seq_k)
         if problem.has("key_mask"):
@@ -41,12 +44,14 @@ class Pairs:
         self.blocks: Any = given.get("block_mask")
         self.positions = np.arange(problem.seq_k)[self.keys]
         self.factor_q, self.factor_k = _factors(problem.scale)
+        self.first = problem.at or (0, 0, 0, 0)  # of a part: where its entries, heads, queries and keys begin
         self.kept = problem.kept  # the share of the probabilities that dropout keeps
         self.seed = int(np.asarray(given["seed"]).reshape(())) % 2**64 if problem.dropout else 0
         work = np.float64 if problem.dtype == "float64" else np.float32
         self._function = ScoreFunction(problem, given, work) if problem.score is not None else None
         self.scores_hide = self._function is not None or problem.has("bias")
-        # Maxima and sums over keys are quick where the keys are rows in memory; arrays over pairs have them side by side.
+        # Maxima and sums over keys are quick where the keys are rows in memory; arrays over pairs have them side by
+        # side.
         self._keys_first = not problem.has("bias") and not problem.has("mask")
 
     def tile(self, stack: Sequence[int], queries: int, keys: int, work: Any) -> np.ndarray:
@@ -61,13 +66,10 @@ class Pairs:
             np.multiply(self._capped(s), s.dtype.type(self.problem.softcap), out=s)
         if self._function is not None:
             s[...] = self._function.new(s, self._place(at))
-        if self.problem.has("alibi_slopes"):
-            slopes = self.given["alibi_slopes"][self.batches, at.heads, None, None].astype(s.dtype)
-            s -= slopes * self._distance(at).astype(s.dtype)
-        if self.problem.has("bias"):
-            # What a score function hides stays so, whatever the bias is there.
+        for name in self._terms:
+            # What a score function hides stays so, whatever is added there.
             where = s != -np.inf if self._function is not None else True
-            np.add(s, self._tile("bias", at).astype(s.dtype, copy=False), out=s, where=where)
+            np.add(s, self._added(name, self.given[name], at, s.dtype), out=s, where=where)
 
     def slope(self, s: np.ndarray, at: Place) -> np.ndarray | None:
         """Derivative of the scores with respect to the products s; None where it is 1."""
@@ -78,20 +80,77 @@ class Pairs:
         capped = self._capped(s)
         return 1 - capped * capped
 
+    def tangent(self, s: np.ndarray, ts: np.ndarray | None, at: Place) -> np.ndarray | None:
+        """What the scores change by where the products s do by ts (None: 0), and what else is given by its tangent;
+        None: 0."""
+        if self._function is not None:
+            found = self._function.tangent(s, ts, self._place(at))
+        else:
+            slope = self.slope(s, at)
+            found = ts if slope is None or ts is None else slope * ts
+        for name in self._moving:
+            added = self._added(name, self.given[f"t{name}"], at, s.dtype)
+            found = added if found is None else found + added
+        return found
+
+    def _added(self, name: str, x: np.ndarray, at: Place, work: Any) -> np.ndarray:
+        """What an array adds to the scores of a tile, or its tangent to their tangents: sums are linear."""
+        if name == "alibi_slopes":
+            slopes = x[self.batches, at.heads, None, None].astype(work)
+            return -slopes * self._distance(at).astype(work)
+        if name == "bias":
+            return self._tile(x, at).astype(work, copy=False)
+        raise NotImplementedError(name)
+
+    def bend(self, s: np.ndarray, ts: np.ndarray | None, at: Place) -> np.ndarray | None:
+        """What `slope` changes by along the same tangents; None: 0."""
+        if self._function is not None:
+            return self._function.bend(s, ts, self._place(at))
+        if self.problem.softcap is None or ts is None:
+            return None
+        capped = self._capped(s)
+        return capped * (1 - capped * capped) * (ts * s.dtype.type(-2 / self.problem.softcap))
+
     def through(self, name: str, ds: np.ndarray, at: Place) -> np.ndarray:
         """From the gradient of each score to that of the element of the array `name` which it reads."""
         return -self._distance(at).astype(ds.dtype) * ds if name == "alibi_slopes" else ds
 
     def through_function(self, key: str, total: np.ndarray, ds: np.ndarray, s: np.ndarray, at: Place) -> None:
-        """Add what the elements of an array that the score function reads get of the scores' gradients; s: the products."""
+        """Add what the elements of an array that the score function reads get of the scores' gradients; s: the
+        products."""
         assert self._function is not None
         self._function.add(key, total, ds, s, self._place(at))
+
+    def through_tangent(
+        self,
+        key: str,
+        total: np.ndarray,
+        tds: np.ndarray,
+        ds: np.ndarray | None,
+        s: np.ndarray,
+        ts: np.ndarray | None,
+        at: Place,
+    ) -> None:
+        """The same for tangents: tds of the scores' gradients ds, ts of the products."""
+        assert self._function is not None
+        self._function.add(key, total, tds, s, self._place(at), ts, ds)
+
+    def probabilities(self, s: np.ndarray, norm: np.ndarray, at: Place) -> tuple[np.ndarray, np.ndarray]:
+        """In place, from products to probabilities, where `norm` is lse (infinite: of a row that sees no key); and
+        where they are not 0. What is 0 adds nothing to tangents, whatever they hold there."""
+        self.score(s, at)
+        seen = self.visible(at)
+        np.subtract(s, norm, out=s)
+        p = np.exp(s, out=s)
+        if seen is not None:
+            np.copyto(p, 0, where=~seen)
+        return p, p != 0
 
     def visible(self, at: Place) -> np.ndarray | None:
         """Which of these pairs may meet, in a shape that broadcasts to the tile's; None where all may."""
         seen = self._band(at)
         if self.problem.has("mask"):
-            own = self._tile("mask", at)
+            own = self._tile(self.given["mask"], at)
             seen = own if seen is None else seen & own
         if self.blocks is not None:
             own = self._blocks(at)
@@ -126,14 +185,29 @@ class Pairs:
             return None
         positions = self.positions[at.keys]
         first, end = int(positions[0]), int(positions[-1]) + 1
-        rows = at.rows.start, at.rows.stop
-        found = self._each(lambda b, h: kept(self.seed, b, h, rows, (first, end), self.problem.dropped_below), at)
+        batch, head, query, key = self.first
+        rows, keys = (at.rows.start + query, at.rows.stop + query), (first + key, end + key)
+        below = self.problem.dropped_below
+        found = self._each(lambda b, h: kept(self.seed, batch + b, head + h, rows, keys, below), at)
         all_between = np.array(found)
         return all_between if len(positions) == end - first else all_between[..., positions - first]
 
+    def dropped(self, dp: np.ndarray, keeps: np.ndarray | None) -> np.ndarray:
+        """In place: gradients of probabilities from those of what dropout makes of them."""
+        if keeps is not None:
+            dp *= dp.dtype.type(1 / self.kept)
+            np.copyto(dp, 0, where=~keeps)
+        return dp
+
     def sink(self, heads: slice) -> np.ndarray | None:
         """A score more in the denominator of every row of a head, where there is one."""
-        return self.given["sinks"][heads, None, None] if self.problem.has("sinks") else None
+        return self._of_heads("sinks", heads)
+
+    def tangent_of_sink(self, heads: slice) -> np.ndarray | None:
+        return self._of_heads("tsinks", heads)
+
+    def _of_heads(self, name: str, heads: slice) -> np.ndarray | None:
+        return self.given[name][heads, None, None] if name in self.given else None
 
     def each(self, heads: slice) -> Iterator[tuple[int, int]]:
         """The batch entries and heads of a tile, by their numbers."""
@@ -159,7 +233,7 @@ class Pairs:
             "h": np.arange(at.heads.start, at.heads.stop)[:, None, None],
             "i": np.arange(at.rows.start, at.rows.stop)[:, None], "j": self.positions[at.keys][None, :],
         }  # fmt: skip
-        return {name: np.asarray(x, np.int32) for name, x in numbers.items()}
+        return {name: np.asarray(x + first, np.int32) for (name, x), first in zip(numbers.items(), self.first)}
 
     def _capped(self, s: np.ndarray) -> np.ndarray:
         return np.tanh(s / s.dtype.type(self.problem.softcap))
@@ -176,9 +250,9 @@ class Pairs:
         """Where the keys of a tile stand among all, as an index."""
         return at.keys if isinstance(self.keys, slice) else self.keys[at.keys]
 
-    def _tile(self, name: str, at: Place) -> np.ndarray:
+    def _tile(self, x: np.ndarray, at: Place) -> np.ndarray:
         """The part of an array over pairs that a tile is about."""
-        return self.given[name][self.batches, at.heads, at.rows][..., self.columns(at)]
+        return x[self.batches, at.heads, at.rows][..., self.columns(at)]
 
     def walk(self, rows: slice) -> tuple[int, int]:
         """The first key and the last but one, among those left, that some query of `rows` may see."""
@@ -219,7 +293,8 @@ def _numbers(x: slice) -> range:
 
 
 def _factors(scale: float) -> tuple[float, float]:
-    """What Q and what K is multiplied by. A scale far from 1 is shared between them, so that neither leaves its range."""
+    """What Q and what K is multiplied by. A scale far from 1 is shared between them, so that neither leaves its
+    range."""
     if scale == 0 or 2.0**-20 <= abs(scale) <= 2.0**20:
         return scale, 1.0
     half = 2.0 ** (math.frexp(scale)[1] // 2)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..problem import AttentionProblem
-from ..score.derivative import reads, slope
-from ..score.graph import Node
+from ..score.derivative import moved, reads, slope
+from ..score.graph import TANGENT, Node
 
 _KINDS = {"bool": np.bool_, "int": np.int32, "long": np.int64}
 _OPERATIONS: dict[str, Any] = {
@@ -24,15 +24,18 @@ _OPERATIONS: dict[str, Any] = {
 
 
 class ScoreFunction:
-    """The score function of a problem, its derivatives, and the arrays that it reads, by what they are called in a call."""
+    """The score function of a problem, its derivatives, and the arrays that it reads, by what they are called in a
+    call."""
 
     def __init__(self, problem: AttentionProblem, given: dict[str, np.ndarray], work: Any) -> None:
         score = problem.score
         assert score is not None
         self.score, self._work = score, work
-        self._arrays = [given[x.key] for x in score.arrays]
+        moves = ("s",) * problem.moves("q", "k") + tuple(x for x in score.keys if problem.moves(x))
+        self._arrays: list[Any] = [given[x.key] for x in score.arrays] + [given.get(f"t{x.key}") for x in score.arrays]
         self._slope = slope(score)
-        self._reads = {x.key: reads(score, n) for n, x in enumerate(score.arrays) if x.kind == "float"}
+        self._moved = moved(score, moves)
+        self._reads = {x.key: reads(score, n, moves) for n, x in enumerate(score.arrays) if x.kind == "float"}
 
     def new(self, s: np.ndarray, place: dict[str, np.ndarray]) -> np.ndarray:
         """Scores from the scaled products s; `place`: b, h, i and j, of shapes that broadcast."""
@@ -43,12 +46,42 @@ class ScoreFunction:
         found = (0.0,) if self._slope is None else self._compute(self._slope[0], (self._slope[1],), s, place)
         return np.broadcast_to(np.asarray(found[0], self._work), s.shape)
 
-    def add(self, key: str, total: np.ndarray, ds: np.ndarray, s: np.ndarray, place: dict[str, np.ndarray]) -> None:
-        """Add what the elements of an array get of the scores' gradients to `total`, which is flat."""
+    def tangent(self, s: np.ndarray, ts: np.ndarray | None, place: dict[str, np.ndarray]) -> np.ndarray | None:
+        """What the scores change by where the products do by ts, and the arrays by their tangents; None where that is
+        0."""
+        return self._of_moved(self._moved.tangent, s, ts, place)
+
+    def bend(self, s: np.ndarray, ts: np.ndarray | None, place: dict[str, np.ndarray]) -> np.ndarray | None:
+        """What `slope` changes by."""
+        return self._of_moved(self._moved.bend, s, ts, place)
+
+    def _of_moved(
+        self, n: int | None, s: np.ndarray, ts: np.ndarray | None, place: dict[str, np.ndarray]
+    ) -> np.ndarray | None:
+        if n is None:
+            return None
+        return np.broadcast_to(self._compute(self._moved.nodes, (n,), s, place, ts)[0], s.shape)
+
+    def add(
+        self,
+        key: str,
+        total: np.ndarray,
+        ds: np.ndarray,
+        s: np.ndarray,
+        place: dict[str, np.ndarray],
+        ts: np.ndarray | None = None,
+        before: np.ndarray | None = None,
+    ) -> None:
+        """Add what the elements of an array get of the scores' gradients to `total`, which is flat. Where ds is the
+        tangent of gradients, these are `before`, and ts is that of the products s."""
         shape = self._arrays[[x.key for x in self.score.arrays].index(key)].shape
-        for nodes, changed, index in self._reads[key]:
-            change, *at = self._compute(nodes, (changed, *index), s, place)
-            values = np.where(ds == 0, 0, ds * change)  # hidden pairs add nothing, whatever the derivative is there
+        for nodes, change, index, bend in self._reads[key]:
+            wanted = (change, *index) if bend is None else (change, *index, bend)
+            found = self._compute(nodes, wanted, s, place, ts)
+            values = np.where(ds == 0, 0, ds * found[0])  # hidden pairs add nothing, whatever the derivative is there
+            if bend is not None and before is not None:
+                values = values + np.where(before == 0, 0, before * found[-1])
+            at = found[1 : len(index) + 1]
             flat = np.ravel_multi_index(tuple(np.broadcast_arrays(*_clipped(at, shape))), shape)
             # Along an axis on which the index does not depend, values are summed first.
             flat = flat.reshape((1,) * (values.ndim - flat.ndim) + flat.shape)
@@ -61,9 +94,14 @@ class ScoreFunction:
                 np.add.at(total, flat, values.ravel())
 
     def _compute(
-        self, nodes: tuple[Node, ...], wanted: Sequence[int], s: np.ndarray, place: dict[str, np.ndarray]
+        self,
+        nodes: tuple[Node, ...],
+        wanted: Sequence[int],
+        s: np.ndarray,
+        place: dict[str, np.ndarray],
+        ts: np.ndarray | None = None,
     ) -> list[Any]:
-        return compute(nodes, wanted, {"s": s, **place}, self._arrays, self._work)
+        return compute(nodes, wanted, {"s": s, TANGENT: ts, **place}, self._arrays, self._work)
 
 
 def compute(

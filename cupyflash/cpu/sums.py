@@ -38,7 +38,8 @@ class Long:
 
 
 class InOrder:
-    """The gradient of an array that a score function reads: a part of it from each task, added in the order of the tasks."""
+    """The gradient of an array that a score function reads: a part of it from each task, added in the order of the
+    tasks."""
 
     def __init__(self, x: np.ndarray) -> None:
         self._x, self._sum = x, np.zeros(x.size)
@@ -63,9 +64,9 @@ class InOrder:
 class Sum:
     """The gradient of one array, to which the tasks of a crew add.
 
-    Of an array without a key axis a number for each query is kept, of one without a query axis a row of keys for each task
-    and head: nobody else adds to these. What has both axes may be as large as the scores, so that there is but one of it, and
-    who adds to the same queries of it does so in turn, as `visits` are ordered.
+    Of an array without a key axis a number for each query is kept, of one without a query axis a row of keys for each
+    task and head: nobody else adds to these. What has both axes may be as large as the scores, so that there is but one
+    of it, and who adds to the same queries of it does so in turn, as `visits` are ordered.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """What forward and backward share: the tiles that they walk over, and products of stacks of tiles.
 
-A tile of scores stays in a core's L2 cache, so that the passes of the softmax over it are cheap. Where sequences are short it
-is those of several heads, and of several batch entries, so that it is worth what Python takes for a step.
+A tile of scores stays in a core's L2 cache, so that the passes of the softmax over it are cheap. Where sequences are
+short it is those of several heads, and of several batch entries, so that it is worth what Python takes for a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +20,8 @@ QUERIES = 512
 KEYS = 512
 # Times as many of one where there are few of the other: rows of Q, K and their gradients take room, too.
 LONGEST = 8
-# Numbers of one sign drift when they are added one by one, since each rounding may have the same sign. So many are; their sums
-# are added in float64, or, of matrices of products, as a few more.
+# Numbers of one sign drift when they are added one by one, since each rounding may have the same sign. So many are;
+# their sums are added in float64, or, of matrices of products, as a few more.
 TERMS = 16
 IN_A_ROW = 64
 IN_A_PRODUCT = 512
@@ -33,14 +33,19 @@ def work_dtype(problem: AttentionProblem) -> type[np.floating[Any]]:
     return np.float64 if problem.dtype == "float64" else np.float32
 
 
+def result_dtype(problem: AttentionProblem) -> type[np.floating[Any]] | None:
+    """Of out and of gradients; None: that of the inputs."""
+    return np.float32 if problem.widened else None
+
+
 def group_of(problem: AttentionProblem) -> int:
     """Query heads that share one of K and V; 1 where there are none."""
     return problem.group if problem.heads_k else 1
 
 
 class Tiling(NamedTuple):
-    """How much of each axis of the scores a tile has at most. The numbers of cores do not enter, so that results are the same
-    bits on any."""
+    """How much of each axis of the scores a tile has at most. The numbers of cores do not enter, so that results are
+    the same bits on any."""
 
     batches: int
     heads: int  # a divisor of the heads that share K and V, or a multiple of their number
@@ -77,8 +82,8 @@ def query_tiles(problem: AttentionProblem, tiling: Tiling) -> list[slice]:
 
 
 def key_tiles(pairs: Pairs, heads: slice, rows: slice, tiling: Tiling) -> Iterator[Place]:
-    """The tiles that the queries `rows` of some heads visit; those outside the band (causal and window), and those that a block
-    mask hides, are left out."""
+    """The tiles that the queries `rows` of some heads visit; those outside the band (causal and window), and those that
+    a block mask hides, are left out."""
     begin, end = pairs.walk(rows)
     for j in range(begin, end, tiling.keys):
         at = Place(heads, rows, slice(j, min(j + tiling.keys, end)))
@@ -121,6 +126,29 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, seen: np.ndarray | No
     np.matmul(a[..., first], b[..., first, :], out=out)
     for some in others:
         out += a[..., some] @ b[..., some, :]
+
+
+def products(
+    terms: Iterable[tuple[np.ndarray | None, np.ndarray | None]], out: np.ndarray, seen: np.ndarray | None = None
+) -> np.ndarray | None:
+    """out = the sum of `product` of each; those of which one is not there are 0. None where all are."""
+    room = None
+    for a, b in terms:
+        if a is None or b is None:
+            continue
+        if room is None:
+            product(a, b, out=out, seen=seen)
+            room = out
+        else:
+            room = np.empty_like(out) if room is out else room
+            product(a, b, out=room, seen=seen)
+            out += room
+    return None if room is None else out
+
+
+def turned(x: np.ndarray | None, at: Place | None = None) -> Any:
+    """The last two axes exchanged, of the keys of a tile or of all; None of what is not there."""
+    return None if x is None else (x if at is None else x[..., at.keys, :]).swapaxes(-1, -2)
 
 
 def row_sums(x: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from rich.progress import (
 )
 from rich.text import Text as Styled
 
-from ..console import Console
+from ..tools.console import Console
 from .check import Check, check_layer
 from .model import Model
 from .picture import Lesson

@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text as Styled
 
-from ..console import Console
+from ..tools.console import Console
 from .beside import Cell, Row, Way, duration, measure, of_pytorch, ours_and_plain, runs_out, size, times
 from .check import Check, check_attention
 from .picture import Lesson, draw

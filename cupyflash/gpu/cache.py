@@ -1,9 +1,9 @@
 """Compiled programs on disk: one file each, named by its key, in one folder.
 
 Whatever happens to the folder costs a compilation, never an error: it may be read-only, full, corrupt, shared by many
-processes, or deleted at any moment. A program is code that a GPU will run, so it is believed only where this user or root
-owns its file and the folder, which is no link, where nobody else may write to them, and where its digest, which covers its
-key, is right. What is removed has a name that only this module gives.
+processes, or deleted at any moment. A program is code that a GPU will run, so it is believed only where this user or
+root owns its file and the folder, which is no link, where nobody else may write to them, and where its digest, which
+covers its key, is right. What is removed has a name that only this module gives.
 
 New files can be read by whom the umask lets read them (with the usual 022: everybody), so that root fills the cache of
 a container and another user runs it.
@@ -185,16 +185,16 @@ def _ours(status: os.stat_result) -> bool:
 
 def _foreign() -> str:
     return (
-        f"compiled kernels in {_folder()} are not used, since other users can write there or own them, or it is a link: it and "
-        "its files must be yours or root's and writable by nobody else (chmod -R go-w, or CUPYFLASH_CACHE_DIR names another "
-        "folder)"
+        f"compiled kernels in {_folder()} are not used, since other users can write there or own them, or it is a "
+        "link: it and its files must be yours or root's and writable by nobody else (chmod -R go-w, or "
+        "CUPYFLASH_CACHE_DIR names another folder)"
     )
 
 
 def _unreadable() -> str:
     return (
-        f"compiled kernels in {_folder()} cannot be read by this user, so they are compiled anew: give all users the right to "
-        "read them (chmod -R a+rX), or let CUPYFLASH_CACHE_DIR name another folder"
+        f"compiled kernels in {_folder()} cannot be read by this user, so they are compiled anew: give all users the "
+        "right to read them (chmod -R a+rX), or let CUPYFLASH_CACHE_DIR name another folder"
     )
 
 

@@ -1,7 +1,8 @@
-"""CUDA source to cubin with NVRTC, kept on disk (`cache.py`); needs neither a GPU nor a driver. `load` alone needs them.
+"""CUDA source to cubin with NVRTC, kept on disk (`cache.py`); needs neither a GPU nor a driver. `load` alone needs
+them.
 
-With the environment variable CUPYFLASH_LINEINFO=1 programs carry line numbers, so that Nsight Compute and cuda-gdb show the
-lines of our files. They run as fast, and lie in the cache beside those without.
+With the environment variable CUPYFLASH_LINEINFO=1 programs carry line numbers, so that Nsight Compute and cuda-gdb show
+the lines of our files. They run as fast, and lie in the cache beside those without.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import cache
-from .device import INSTALL, import_cupy, version_text
+from .device import import_cupy, install, version_text
 from .source import kernels_folder
 
 # The errors of a driver that is too old for a cubin, or of another kind of GPU.
@@ -94,7 +95,9 @@ def _nvrtc(source: str, arch: str) -> tuple[Any, bytes, str]:
         version = nvrtc_version()
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise ImportError(f"compiling kernels needs NVRTC, which cannot be loaded ({reason}); run {INSTALL}") from error
+        raise ImportError(
+            f"compiling kernels needs NVRTC, which cannot be loaded ({reason}); run {install()}"
+        ) from error
     program = None
     try:
         program = core.Program(source, "c++", _options(arch))
@@ -122,7 +125,7 @@ def _cuda_core() -> Any:
             import cuda.core
             from cuda.core.utils import make_program_cache_key  # noqa: F401  (old releases have none)
     except ImportError as error:
-        raise ImportError(f"compiling kernels needs cuda-core 1.2 or newer ({error}); run {INSTALL}") from error
+        raise ImportError(f"compiling kernels needs cuda-core 1.2 or newer ({error}); run {install()}") from error
     return cuda.core
 
 
@@ -133,8 +136,8 @@ def _options(arch: str) -> Any:
         std="c++17",
         ptxas_options=["-v"],
         lineinfo=_with_lines(),
-        # A product and a sum are rounded once where the source says fma(), and twice elsewhere. Left to the compiler, that
-        # differs between two inlined copies of one line, so between two tiles of one call.
+        # A product and a sum are rounded once where the source says fma(), and twice elsewhere. Left to the compiler,
+        # that differs between two inlined copies of one line, so between two tiles of one call.
         fma=False,
         device_as_default_execution_space=True,  # NVRTC 13.0 takes generic lambdas for host functions otherwise
     )
@@ -176,9 +179,10 @@ def parse_resources(log: str) -> dict[str, Resources]:
 
 
 def _key(source: str, arch: str) -> bytes:
-    return _cuda_core().utils.make_program_cache_key(
+    key: bytes = _cuda_core().utils.make_program_cache_key(
         code=source, code_type="c++", options=_options(arch), target_type="cubin"
     )
+    return key
 
 
 def _kept(key: bytes, arch: str) -> Compiled | None:
@@ -214,5 +218,5 @@ def _load_error(error: Exception, arch: str, driver: int) -> RuntimeError:
     text = f"the NVIDIA driver (for CUDA {version_text(driver)}) cannot load a kernel for {arch} "
     text += f"that NVRTC {nvrtc_version()} compiled ({error})"
     if any(refusal in str(error) for refusal in _REFUSALS):
-        text += f"; update the driver, or choose the packages that match it: {INSTALL}"
+        text += f"; update the driver, or choose the packages that match it: {install()}"
     return RuntimeError(text)

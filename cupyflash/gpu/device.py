@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-INSTALL = 'pip install "cupyflash[cuda13]" (NVIDIA driver 580 or newer) or pip install "cupyflash[cuda12]"'
+from ..pip_line import pip_line
+
 OLDEST = 75
 
 # compute capability: multiprocessors of a typical GPU, largest shared memory of one block in bytes
@@ -84,16 +85,21 @@ def current(ordinal: int) -> Arch:
     return Arch(_target(cc), cc, sms, shared_memory)
 
 
+def install() -> str:
+    """What to type where CuPy, cuda-core or NVRTC is missing."""
+    return f"{pip_line('cuda13')} (NVIDIA driver 580 or newer) or {pip_line('cuda12')}"
+
+
 def import_cupy() -> Any:
     """CuPy, or an ImportError that says how to install it."""
     try:
         import cupy
     except ImportError as error:
-        raise ImportError(f"arrays on a GPU need CuPy, which cannot be imported ({error}); run {INSTALL}") from error
+        raise ImportError(f"arrays on a GPU need CuPy, which cannot be imported ({error}); run {install()}") from error
     except OSError as error:  # it makes a folder in the user's home, which a container may not have
         raise ImportError(
-            f"arrays on a GPU need CuPy, which cannot be imported ({error}); let CUPY_CACHE_DIR name a folder that can be "
-            "written"
+            f"arrays on a GPU need CuPy, which cannot be imported ({error}); let CUPY_CACHE_DIR name a folder that can "
+            "be written"
         ) from error
     return cupy
 
@@ -104,7 +110,7 @@ def _target(cc: int) -> str:
 
 def _count(runtime: Any) -> int:
     try:
-        return runtime.getDeviceCount()
+        return int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
         driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
         if driver == 0:
@@ -114,7 +120,7 @@ def _count(runtime: Any) -> int:
             found += "with its GPUs), or pass NumPy arrays to compute on the CPU"
         elif driver // 1000 < needed // 1000:
             found = f"the NVIDIA driver is for CUDA {version_text(driver)} but this CuPy is for CUDA "
-            found += f"{version_text(needed)}; update the driver or choose the packages for it: {INSTALL}"
+            found += f"{version_text(needed)}; update the driver or choose the packages for it: {install()}"
         else:
             found = "CUDA sees no GPU; look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
         raise RuntimeError(f"{found} ({error})") from error

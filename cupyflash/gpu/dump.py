@@ -1,8 +1,8 @@
 """CUPYFLASH_DUMP=folder: every program that a process uses, in files that a person can read.
 
-Each program is four files, named as in sm_90a-sm90-forward-bfloat16-d128-1f0c93aa: `.cu`, the one source that was compiled;
-`.ptx`; `.cubin`, for cuobjdump, nvdisasm and Nsight; and `.txt`, what it is for and what each kernel takes. PTX is not
-needed to run, so it is compiled for the dump alone, which takes as long as the program did.
+Each program is four files, named as in sm_90a-sm90-forward-bfloat16-d128-1f0c93aa: `.cu`, the one source that was
+compiled; `.ptx`; `.cubin`, for cuobjdump, nvdisasm and Nsight; and `.txt`, what it is for and what each kernel takes.
+PTX is not needed to run, so it is compiled for the dump alone, which takes as long as the program did.
 """
 
 from __future__ import annotations

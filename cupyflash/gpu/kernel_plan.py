@@ -1,4 +1,5 @@
-"""What a plan is: the kernels that answer a problem, as plain data. The families make it, the rest of the corridor reads it."""
+"""What a plan is: the kernels that answer a problem, as plain data. The families make it, the rest of the corridor
+reads it."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
+from ..blockmask.tile_lists import ListUse
 from ..passes import Pass
 from ..problem import ARRAYS, AXES, ITEMSIZE, OPTIONS, AttentionProblem, Given
 from ..score import Score
-from ..tile_lists import ListUse
 
 PAIRWISE = tuple(rule.name for rule in ARRAYS if rule.axes == AXES)  # arrays over pairs of a query and a key
+MOVING = ("q", "k", "v", "dout", *(rule.name for rule in ARRAYS if rule.gradient))  # what may have tangents
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,17 @@ class KernelPlan:
     maps: tuple[Box, ...] = ()  # how the copy engine moves arrays, in the order in which the kernels take their maps
     scalars: tuple[tuple[str, int], ...] = ()  # fields of Params that this plan alone has, with their values
     given: tuple[Given, ...] = ()  # optional arrays of the problem
+    tangents: tuple[Given, ...] = ()  # of the problem, by what they are tangents of
     score: Score | None = None  # the user's own
     lists: tuple[ListUse, ...] = ()  # of a block mask, what the kernels walk by
-    wrt: tuple[str, ...] = ()  # optional arrays whose gradients it gives, in place of those of q, k and v
+    wrt: tuple[str, ...] = ()  # optional arrays: gradients, or their tangents, are of these and not of q, k and v
     passed_over: tuple[str, ...] = ()  # why faster families were not taken
     out_dtype: str | None = None  # of what the kernels write; None: dtype
     found: tuple[str, ...] = ()  # the part of the workspace that is taken as the plan that runs before has left it
 
     def after(self, first: KernelPlan) -> KernelPlan:
-        """This plan where `first`, of the same problem, has run on the same arrays: what that has filled is not again."""
+        """This plan where `first`, of the same problem, has run on the same arrays: what that has filled is not
+        again."""
         here = set(self.workspace) & set(first.workspace)
         names = {space.name for space in here}
         done = [launch for launch in self.launches if launch.fills and names.issuperset(launch.fills)]
@@ -93,7 +97,8 @@ Tile = TypeVar("Tile")
 
 @dataclass(frozen=True)
 class Tiles(Generic[Tile]):
-    """The tiles of a family for one pass. A tile is a dataclass: the fields named in `tried`, then what limits its use."""
+    """The tiles of a family for one pass. A tile is a dataclass: the fields named in `tried`, then what limits
+    its use."""
 
     table: tuple[Tile, ...]  # in order of preference
     tried: Mapping[str, tuple[int, ...]]  # what `tune` combines
@@ -122,21 +127,42 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
     return (
         ("LEFT", problem.left is not None),
         ("RIGHT", problem.right is not None),
-        *((rule.name.upper(), problem.has(rule.name)) for rule in ARRAYS),
+        *((rule.name.upper(), problem.has(rule.name)) for rule in ARRAYS if not rule.ragged),
         *((rule.name.upper(), getattr(problem, rule.name) != rule.default) for rule in OPTIONS if rule.adds),
         *(
             (f"{x}_BLOCKS", "key_block" in of.axes if (of := problem.array(f"{x.lower()}_descale")) else False)
             for x in "KV"
         ),
+        ("PACKED_Q", problem.rows_q is not None),
+        ("PACKED_K", problem.rows_k is not None),
+        ("LENGTHS", problem.has("seqlens_k")),
+        ("PAGED", problem.page is not None),
+        ("TOP_LEFT", problem.ragged and problem.causal == "top_left"),  # else lengths say where the diagonal is
+        *((f"{name.upper()}_LINES", by_line(problem, name)) for name in PAIRWISE),
         ("BLOCK_MASK", problem.block_mask is not None),
         ("SOFTCAP", problem.softcap is not None),
         ("SCORE", problem.score is not None),
         ("ADDED", len(added(problem))),  # attention/terms.cuh has a term for each
         ("DROPOUT", problem.dropout > 0),
+        ("AT", placed(problem)),
+        ("ADDS", problem.add),
         ("NEGATIVE_SCALE", problem.scale < 0),
         # Whether ALiBi's distances are all of keys behind the query.
         ("ALIBI_BEHIND", problem.has("alibi_slopes") and None not in (problem.causal, problem.right)),
+        *((f"T{name.upper()}", problem.moves(name)) for name in MOVING),
+        ("TSCORE", problem.moves(*(x.key for x in problem.score.arrays)) if problem.score else False),
+        ("ADDED_MOVES", sum(problem.moves(name) for name in added(problem))),  # whose terms have tangents
     )
+
+
+def placed(problem: AttentionProblem) -> bool:
+    """Whether kernels ask where a part stands in its whole: of a mask the diagonal says it."""
+    return problem.at is not None and (problem.score is not None or problem.dropout > 0)
+
+
+def by_line(problem: AttentionProblem, name: str) -> bool:
+    """Whether an array over pairs has a line for each packed query."""
+    return (given := problem.array(name)) is not None and "line" in given.axes
 
 
 def added(problem: AttentionProblem) -> list[str]:
@@ -153,6 +179,44 @@ def scored(problem: AttentionProblem) -> bool:
 def lists(problem: AttentionProblem, *uses: ListUse) -> tuple[ListUse, ...]:
     """What a plan asks of a block mask, where there is one."""
     return uses if problem.block_mask is not None else ()
+
+
+def both_ways(problem: AttentionProblem, rows: int, keys: int, bits: str) -> tuple[ListUse, ...]:
+    """What a backward asks of a block mask whose blocks own tiles of keys: also which of them add to dQ of a tile of
+    queries."""
+    return lists(problem, ListUse("query_lists", rows, keys, bits), ListUse("key_lists", rows, keys, None))
+
+
+def query_tiles(problem: AttentionProblem, size: int) -> int:
+    """How many numbers tiles of so many queries have, over all heads: of packed sequences, whatever their lengths
+    (kernels_cu/attention/tiles.cuh)."""
+    return problem.heads_q * _of_heads(problem, problem.rows_q, problem.seq_q, size)
+
+
+def key_tiles(problem: AttentionProblem, size: int) -> int:
+    """The same of keys, and heads of these."""
+    return problem.heads_k * _of_heads(problem, problem.rows_k, problem.cache or problem.seq_k, size)
+
+
+def _of_heads(problem: AttentionProblem, packed: int | None, rows: int, size: int) -> int:
+    return problem.batch * ceil(rows, size) if packed is None else places(problem, packed, size)
+
+
+def places(problem: AttentionProblem, rows: int, size: int) -> int:
+    """For tiles of packed sequences, of a head: room for each one's, and for what is left behind the last."""
+    return rows // size + problem.batch + 1
+
+
+def query_numbers(problem: AttentionProblem) -> tuple[int, int]:
+    """Shape of an array that holds a number for each query of each head."""
+    packed = problem.rows_q
+    return (problem.batch * problem.heads_q, problem.seq_q) if packed is None else (problem.heads_q, packed)
+
+
+def key_numbers(problem: AttentionProblem) -> tuple[int, int]:
+    """The same for each key of each of its heads."""
+    packed = problem.rows_k
+    return (problem.batch * problem.heads_k, problem.seq_k) if packed is None else (problem.heads_k, packed)
 
 
 def ceil(n: int, step: int) -> int:

@@ -47,7 +47,8 @@ _thread = _Thread()
 
 
 class Arguments:
-    """A kernel's parameters, and at `address` where each of them lies, as the driver wants them. A launch copies them."""
+    """A kernel's parameters, and at `address` where each of them lies, as the driver wants them. A launch
+    copies them."""
 
     __slots__ = ("_kept", "address")
 
@@ -60,8 +61,8 @@ class Arguments:
 class Launcher:
     """A plan with its kernels loaded on one device and everything packed that a call does not change.
 
-    `strides` as `params.Packer` takes them. `slots` says where each array's pointer, and a seed's keys, stand in what a call
-    is given.
+    `strides` as `params.Packer` takes them. `slots` says where each array's pointer, and a seed's keys, stand in what a
+    call is given.
     """
 
     def __init__(
@@ -132,8 +133,8 @@ def on_device(pointer: int, view: View, device: int) -> cupy.ndarray:
 
 
 def copy_of(lib: GpuAdapter, pointer: int, view: View, copy: View, device: int, stream: int) -> Any:
-    """Copy the array `view` at `pointer` to where `strides.padded` says, `copy`, in memory from the caller's allocator, on
-    its stream. Returns what holds it.
+    """Copy the array `view` at `pointer` to where `strides.padded` says, `copy`, in memory from the caller's allocator,
+    on its stream. Returns what holds it.
     """
     buffer = lib.empty((copy.strides[0] * copy.shape[0],), view.dtype, device)
     at = lib.pointer(buffer)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..passes import BY_ROWS
-from ..problem import ARRAYS, AXES, FLOAT8, OPTIONS, ArrayRule, AttentionProblem, View
+from ..problem import ARRAY_RULES, ARRAYS, AXES, FLOAT8, OPTIONS, ArrayRule, AttentionProblem, View
 from ..score import ScoreArray
 from .kernel_plan import KernelPlan
 from .score import cuda_name
@@ -63,7 +63,8 @@ def _cap_inverse(problem: AttentionProblem) -> float:
 
 
 class NearZero(NamedTuple):
-    """What stands for tanh(x) where |x| < bound: x (1 + tanh[0] x^2 + tanh[1] x^4). Its slope is 1 + slope[0] x^2 + slope[1] x^4.
+    """What stands for tanh(x) where |x| < bound: x (1 + tanh[0] x^2 + tanh[1] x^4). Its slope is 1 + slope[0] x^2 +
+    slope[1] x^4.
 
     Of least absolute and least relative error.
     """
@@ -73,7 +74,8 @@ class NearZero(NamedTuple):
     slope: tuple[float, float]
 
 
-# Off by 9e-5 and by a part in 40,000 (the special-function unit's tanh: a part in 2,000); by 9e-6 and by a part in 5,000.
+# Off by 9e-5 and by a part in 40,000 (the special-function unit's tanh: a part in 2,000); by 9e-6 and by a part in
+# 5,000.
 NEAR_ZERO = {
     "bfloat16": NearZero(0.35, (-0.31975756, 0), (-0.9977361, 0.60618494)),  # pairs.cuh knows of the 0
     "float16": NearZero(0.5, (-0.33185084, 0.11544082), (-0.99126475, 0.55077579)),
@@ -81,7 +83,8 @@ NEAR_ZERO = {
 
 
 def _near(n: int, slope: bool = False) -> Callable[[AttentionProblem], float]:
-    """What s^(2n + 1) is multiplied by in an exponent of 2, of a product s that is near 0 beside the cap, or s^2n in the slope."""
+    """What s^(2n + 1) is multiplied by in an exponent of 2, of a product s that is near 0 beside the cap, or s^2n in
+    the slope."""
 
     def coefficient(problem: AttentionProblem) -> float:
         if problem.softcap is None or not _near_bound(problem):
@@ -95,8 +98,8 @@ def _near(n: int, slope: bool = False) -> Callable[[AttentionProblem], float]:
 
 
 def _near_bound(problem: AttentionProblem) -> float:
-    """The absolute value up to which products are near 0. The limits keep powers of them inside float32, and what a score is off
-    by, of float16 1e-5 of the cap, under what rounds P."""
+    """The absolute value up to which products are near 0. The limits keep powers of them inside float32, and what a
+    score is off by, of float16 1e-5 of the cap, under what rounds P."""
     inverse, largest = _cap_inverse(problem), 64 if problem.dtype == "float16" else 1e6
     if problem.softcap is None or problem.dtype not in NEAR_ZERO or not 1e-4 <= problem.softcap <= largest:
         return 0.0
@@ -134,8 +137,9 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "dim": ("int", lambda p: p.dim),
     "dim_v": ("int", lambda p: p.dim_v),
     "diagonal": ("int", lambda p: p.diagonal),  # query i stands on key i + diagonal
-    "left": ("int", lambda p: p.left or 0),  # keys that it sees before and after that one, where there is a bound
-    "right": ("int", lambda p: p.right or 0),
+    # Keys that it sees before and after that one, where there is a bound; sums of positions fit.
+    "left": ("int", lambda p: min(p.left or 0, max(p.seq_q, p.seq_k) + abs(p.diagonal))),
+    "right": ("int", lambda p: min(p.right or 0, max(p.seq_q, p.seq_k) + abs(p.diagonal))),
     # Which of a block mask's patterns is that of a batch entry and head: batch * lists_batch + head * lists_head.
     "lists": ("int", lambda p: _lists(p, "batch", p.batch) * _lists(p, "head", p.heads_q)),
     "lists_batch": ("int", lambda p: _lists(p, "head", p.heads_q) if "batch" in (p.block_mask or ()) else 0),
@@ -144,7 +148,8 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "log_kept": ("Accum", lambda p: math.log(p.kept)),
     "drop_below": ("unsigned", lambda p: p.dropped_below << 16),
     "out_scale": ("Accum", lambda p: p.out_scale),
-    # The same without tanh, where s^2 < near_cap_squared: s (near_cap_0 + s^2 (near_cap_1 + s^2 near_cap_2)). And its slope.
+    # The same without tanh, where s^2 < near_cap_squared: s (near_cap_0 + s^2 (near_cap_1 + s^2 near_cap_2)). And its
+    # slope.
     "near_cap_squared": ("Accum", lambda p: _near_bound(p) ** 2),
     **{f"near_cap_{n}": ("Accum", _near(n)) for n in range(3)},
     **{f"near_slope_{n}": ("Accum", _near(n, slope=True)) for n in (1, 2)},
@@ -156,11 +161,25 @@ STRIDES = {  # in elements; broadcast axes of an array over pairs have stride 0
     "Strides": ("batch", "row", "head"),
     "PairStrides": AXES,
     "ScoreShape": tuple(f"{what}{axis}" for what in ("stride", "length") for axis in range(4)),
+    "ScoreStrides": tuple(f"stride{axis}" for axis in range(4)),  # of a tangent, as long as what it is the tangent of
 }
 _PACKED: dict[str, Any] = {
     "int": "<i4", "unsigned": "<u4", "float": "<f4", "double": "<f8",
     **{name: np.dtype([(axis, "<i8") for axis in axes], align=True) for name, axes in STRIDES.items()},
 }  # fmt: skip
+
+
+# Where lengths are data: rows of all sequences together (of a cache, of each), and of a page, and how many of these.
+RAGGED: dict[str, Callable[[AttentionProblem], int]] = {
+    "rows_q": lambda p: p.rows_q or 0,
+    "rows_k": lambda p: p.rows_k or p.cache or p.seq_k,
+    "page": lambda p: p.page or 0,
+    "pages": lambda p: p.pages,
+}
+
+
+# Of a part of a whole, for what asks where it stands.
+AT = tuple(f"at_{axis}" for axis in AXES)
 
 
 class Field(NamedTuple):
@@ -175,22 +194,53 @@ def pointers(plan: KernelPlan) -> dict[str, str]:
     rows = [x for x in plan.of.rows if not (plan.wrt and x.result)]
     given, of_arrays = {x.name: x.type if x.result else f"const {x.type}" for x in rows}, {}
     if plan.wrt:
-        of_arrays = {f"d{name}": arrays[name].removeprefix("const ") for name in GRADIENTS}
+        of_arrays = {f"{_d(plan)}{name}": arrays[name].removeprefix("const ") for name in GRADIENTS}
     read = {x.key: "const In" if x.dtype == plan.dtype else OPTIONAL[x.dtype] for x in _score_arrays(plan)}
-    of_read = {f"d{name}": type.removeprefix("const ") for name, type in read.items() if name in plan.wrt}
+    of_read = {f"{_d(plan)}{name}": type.removeprefix("const ") for name, type in read.items() if name in plan.wrt}
+    tangents = {f"t{x.name}": (arrays | read)[x.name] for x in plan.tangents if x.name in arrays | read}
     return {
         **given,
         **arrays,
         **of_arrays,
         **read,
         **of_read,
+        **tangents,
         **dict.fromkeys(LISTS, "const int"),
         **{space.name: WORKSPACE[space.dtype] for space in plan.workspace},
     }
 
 
+def ragged(plan: KernelPlan) -> bool:
+    """Whether lengths are data. Other programs' Params have no room for what is said of these."""
+    return any(ARRAY_RULES[x.name].ragged for x in plan.given)
+
+
+def _absent(plan: KernelPlan) -> list[str]:
+    """What kernels may name though Params have it not."""
+    names = [row.name for row in ARRAYS if row.ragged and row not in _rules(plan)]
+    lines = [f"static constexpr const int* {name} = nullptr;" for name in names]
+    lines += [f"static constexpr PairStrides {name}_strides = {{}};" for name in names]
+    numbers = [*(() if ragged(plan) else RAGGED), *(() if _placed(plan) else AT)]
+    return lines + [f"static constexpr int {name} = 0;" for name in numbers]
+
+
+def _placed(plan: KernelPlan) -> bool:
+    """`kernel_plan.placed` of its problem."""
+    return bool(dict(plan.constants)["AT"])
+
+
+def _d(plan: KernelPlan) -> str:
+    """What stands before the name of an array in that of what is computed with respect to it."""
+    return "td" if plan.of.moved else "d"
+
+
 def _rules(plan: KernelPlan) -> list[ArrayRule]:
-    return [rule for rule in ARRAYS if not rule.of_float8 or plan.dtype == FLOAT8]
+    given = [x.name for x in plan.given]  # dense programs have no room for lengths
+    return [
+        rule
+        for rule in ARRAYS
+        if (not rule.of_float8 or plan.dtype == FLOAT8) and (not rule.ragged or rule.name in given)
+    ]
 
 
 def _score_arrays(plan: KernelPlan) -> tuple[ScoreArray, ...]:
@@ -198,9 +248,13 @@ def _score_arrays(plan: KernelPlan) -> tuple[ScoreArray, ...]:
 
 
 def _in_cuda(plan: KernelPlan) -> dict[str, str]:
-    """The names of pointers that are not called in CUDA as they are here."""
+    """The names of pointers that are not called in CUDA as they are here. (The tangent of a gradient is written as
+    that.)"""
     names = {x.key: cuda_name(n) for n, x in enumerate(_score_arrays(plan))}
-    return names | {f"d{name}": f"d{other}" for name, other in names.items()}
+    of_arrays = {
+        f"{_d(plan)}{name}": f"d{names.get(name, name)}" for name in plan.wrt + (GRADIENTS if plan.wrt else ())
+    }
+    return names | of_arrays | {f"t{x.name}": f"t{names[x.name]}" for x in plan.tangents if x.name in names}
 
 
 def score_shape(view: View) -> tuple[int, ...]:
@@ -221,19 +275,29 @@ def _values(
     strides = strides or {}
     named = pointers(plan)
     shaped = [rule.name for rule in _rules(plan) if rule.axes]
-    over_pairs = [name for name in (*shaped, *(f"d{name}" for name in GRADIENTS)) if name in named]
+    of_shaped = [f"{d}{name}" for d in (_d(plan), "t") for name in GRADIENTS]
+    over_pairs = [name for name in (*shaped, *of_shaped) if name in named]
+    read = [x.key for x in _score_arrays(plan)]
+    in_cuda = _in_cuda(plan)
     return [
         *(
             Field(f"{name}_strides", "Strides", tuple(strides.get(name, (0, 0, 0))))
             for name in named
             if name in BY_ROWS
         ),
-        *(Field(f"{name}_strides", "PairStrides", tuple(strides.get(name, (0, 0, 0, 0)))) for name in over_pairs),
         *(
-            Field(f"{cuda_name(n)}_shape", "ScoreShape", tuple(strides.get(x.key, (0,) * 8)))
-            for n, x in enumerate(_score_arrays(plan))
+            Field(f"{in_cuda.get(name, name)}_strides", "PairStrides", tuple(strides.get(name, (0, 0, 0, 0))))
+            for name in over_pairs
+        ),
+        *(Field(f"{in_cuda[name]}_shape", "ScoreShape", tuple(strides.get(name, (0,) * 8))) for name in read),
+        *(
+            Field(f"{in_cuda[name]}_strides", "ScoreStrides", tuple(strides.get(name, (0,) * 8)[:4]))
+            for name in (f"t{key}" for key in read)
+            if name in named
         ),
         *(Field(name, type, value(problem) if problem else 0) for name, (type, value) in SCALARS.items()),
+        *(Field(name, "int", value(problem) if problem else 0) for name, value in RAGGED.items() if ragged(plan)),
+        *(Field(name, "int", n) for name, n in zip(AT, (problem and problem.at) or (0,) * 4) if _placed(plan)),
         *(Field(name, "int", value) for name, value in plan.scalars),
     ]
 
@@ -247,6 +311,7 @@ def text(plan: KernelPlan) -> str:
     keys = f"unsigned round_keys[{2 * ROUNDS}]"
     # Not asked for, they take no room in a launch.
     lines.append(f"    alignas(8) {keys};" if _keys(plan) else f"    static constexpr {keys} = {{}};")
+    lines += [f"    {line}" for line in _absent(plan)]
     return "\n".join([*lines, "};"]) + "\n"
 
 
@@ -282,8 +347,8 @@ def round_keys(seed: int) -> tuple[int, ...]:
 class Packer:
     """Packs the Params of a plan and a problem.
 
-    `strides` has, by the name of an array, its (batch, row, head), or (batch, head, query, key) of an optional one; of one
-    that a score function reads, its `score_shape`.
+    `strides` has, by the name of an array, its (batch, row, head), or (batch, head, query, key) of an optional one; of
+    one that a score function reads, its `score_shape`.
     """
 
     def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, Sequence[int]]) -> None:

@@ -1,7 +1,7 @@
 """From a problem to the kernels that answer it: which family, and that family's plan. Pure; tested without a GPU.
 
-A family is a module of `gpu/families`, a row in `FAMILIES`. The order is the preference; the first family with nothing to
-object is chosen, and the objections of the others are kept for `explain`.
+A family is a module of `gpu/families`, a row in `FAMILIES`. The order is the preference; the first family with nothing
+to object is chosen, and the objections of the others are kept for `explain`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from ..passes import FORWARD, Pass
 from ..problem import AttentionProblem
 from .array_gradient import Lengths
 from .device import Arch
-from .families import flash1, simt, sm80, sm90, sm90_gradients
+from .families import flash1, simt, sm80, sm90
 from .kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil
-from .score import BEYOND, tables
+from .params import layout
+from .score import BEYOND, moves, tables
 
 __all__ = ["FAMILIES", "ON_REQUEST", "Family", "KernelPlan", "plan"]
 
@@ -32,15 +33,15 @@ class Family(Protocol):
     def plan(self, problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> KernelPlan:
         """The plan of a problem that it takes, with this tile where that fits, else with one from the table."""
 
+    def gradients(self, problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan | None:
+        """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key), or the
+        tangents of the gradients where tangents are given. None: it leaves that to the next family."""
+
 
 FAMILIES: dict[str, Family] = {"sm90": sm90, "sm80": sm80, "simt": simt, "flash1": flash1}
 ON_REQUEST = ("flash1",)  # families that are taken only where they are named
 
-# Who gives the gradients of arrays, for the problems of a family.
-GRADIENTS = {"sm90": sm90_gradients.gradients, "sm80": sm80.gradients, "simt": simt.gradients}
-
-# And of those that a score function reads.
-SCORE_GRADIENTS = {"sm90": sm80.gradients, "sm80": sm80.gradients, "simt": simt.gradients}
+PARAMETERS = 4096  # bytes of them that every driver takes
 
 # Bytes that kernels may spill more than their tiles declare, with a score function like those of the tests.
 SCORE_SPILLS = 448
@@ -63,36 +64,62 @@ def plan(
     """Choose the family (or take the one named) and plan the problem on `arch`.
 
     `tiles` are those that were timed for such a problem on this GPU, by family; they are tried before the table's. With
-    `lengths` of arrays along (batch, head, query, key), it is the backward with respect to these alone. Raises ValueError where the family named, or every family, objects to the problem.
+    `lengths` of arrays along (batch, head, query, key), it is the backward with respect to these alone. Raises
+    ValueError where the family named, or every family, objects to the problem.
     """
     check_family(family)
-    for name, length in (("q", problem.seq_q), ("k", problem.seq_k)):  # positions in the kernels have 32 bits
-        if length >= 2**30:
-            raise ValueError(f"{name} has a sequence of {length}; the kernels take less than 2**30")
+    # Positions in the kernels have 32 bits, and so have sums of those whose diagonal is data.
+    limit = 29 if problem.ragged else 30
+    for name, length, rows in (("q", problem.seq_q, problem.rows_q), ("k", problem.seq_k, problem.rows_k)):
+        if (longest := max(length, rows or 0)) >= 2**limit:
+            raise ValueError(f"{name} has a sequence of {longest}; the kernels take less than 2**{limit}")
+    if problem.at is not None and abs(problem.diagonal) >= 2**limit:
+        _, _, query, key = problem.at
+        raise ValueError(
+            f"at has query {query} and key {key}, {abs(problem.diagonal)} apart; the kernels take less than 2**{limit}"
+        )
     objections: list[str] = []
     for name, room in FAMILIES.items():
         if family == name or (family is None and name not in ON_REQUEST):
             why = room.objection(problem, arch, of)
             if why is None:
                 if lengths:
-                    of_score = any(problem.reads(x) for x in lengths)
-                    made = (SCORE_GRADIENTS if of_score else GRADIENTS)[name](problem, arch, lengths)
+                    made = _gradients(name, problem, arch, lengths)
                 else:
                     made = room.plan(problem, arch, of, (tiles or {}).get(name))
                 blocks = max(x.grid for x in made.launches)
                 if blocks >= 2**31:
                     size = f"batch {problem.batch} and {problem.heads_q} heads"
                     raise ValueError(f"q has {size}: {blocks} tiles; less than 2**31 fit")
-                return with_tables(dataclasses.replace(made, passed_over=tuple(objections)), problem)
+                made = dataclasses.replace(made, passed_over=tuple(objections), tangents=problem.tangents)
+                return _checked(with_tables(made, problem))
             objections.append(f"{name} {why}")
     raise ValueError(f"no kernel family takes this problem: {'; '.join(objections)}")
+
+
+def _checked(made: KernelPlan) -> KernelPlan:
+    """With tangents of arrays that a score function reads parameters may be more than older drivers take."""
+    read = [x.name for x in made.tangents if made.score is not None and made.score.array(x.name)]
+    if read and (size := layout(made).itemsize) > PARAMETERS:
+        raise ValueError(
+            f"tangents has {len(read)} arrays that score reads: kernels have {size} bytes of parameters then, but "
+            f"{PARAMETERS} fit: stack some"
+        )
+    return made
+
+
+def _gradients(family: str, problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
+    """From this family, or from the first after it that gives them."""
+    names, problem = list(FAMILIES), dataclasses.replace(problem, add=False)  # these have no targets
+    found = (FAMILIES[name].gradients(problem, arch, lengths) for name in names[names.index(family) :])
+    return next(made for made in found if made is not None)
 
 
 def with_tables(made: KernelPlan, problem: AttentionProblem) -> KernelPlan:
     """A plan with the problem's score function, and with what is computed of that before (gpu/score.py)."""
     if problem.score is None:
         return made
-    found = tables(problem.score)
+    found = tables(problem.score, moves(problem.score, problem.tangents))
     made = dataclasses.replace(made, score=problem.score, spills=made.spills + SCORE_SPILLS)
     if not found.tabled:
         return made

@@ -35,6 +35,7 @@ def functions(plan: KernelPlan, ordinal: int) -> list[Any]:
         plan.out_dtype,
         plan.constants,
         plan.given,
+        plan.tangents,
         plan.score,
         plan.wrt,
         kernels,

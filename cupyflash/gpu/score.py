@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from ..problem import Given
 from ..score import Score
-from ..score.derivative import derivative, reads
-from ..score.graph import VARIABLES, Graph, Node, number
+from ..score.derivative import along, changes, derivative, reads
+from ..score.graph import TANGENT, VARIABLES, Graph, Node, number
 
 _NOTHING: Mapping[int, str] = MappingProxyType({})
 
@@ -20,25 +21,31 @@ _OPERATORS = {
 }  # fmt: skip
 _FUNCTIONS = {  # of kernels_cu/attention/score_functions.cuh, but for C's own
     "abs": "fabs", "minimum": "fmin", "maximum": "fmax", "floordiv": "floor_divide", "mod": "modulo",
-    "truncdiv": "divide", "truncmod": "remainder", "pow": "pow", "exp": "exp", "log": "log", "log2": "log2", "sqrt": "sqrt",
+    "truncdiv": "divide", "truncmod": "remainder", "pow": "pow", "exp": "exp", "log": "log", "log2": "log2",
+    "sqrt": "sqrt",
     "tanh": "hyperbolic_tangent<In>", "sigmoid": "sigmoid", "sin": "sin", "cos": "cos", "floor": "floor",
 }  # fmt: skip
 _WHOLE = ("add", "sub", "mul", "neg", "abs", "shl", "shr")  # of integers, in namespace whole there
 _HEAVY = (
-    "read", "div", "pow", "exp", "log", "log2", "sqrt", "tanh", "sigmoid", "sin", "cos", "floordiv", "mod", "truncdiv", "truncmod"
+    "read", "div", "pow", "exp", "log", "log2", "sqrt", "tanh", "sigmoid", "sin", "cos", "floordiv", "mod", "truncdiv",
+    "truncmod"
 )  # fmt: skip
-_PARAMETERS = "const Params& p, Accum s, int b, int h, int i, int j"
+_OF_PAIR = "int b, int h, int i, int j"
+_PARAMETERS = f"const Params& p, Accum s, {_OF_PAIR}"
+_MOVING = f"const Params& p, Accum s, Accum {TANGENT}, {_OF_PAIR}"
 BEYOND = 256  # how far behind the last query or key kernels ask for scores, at most
 
 
 class Tables(NamedTuple):
-    """Scores and their slopes, and what is computed before for all i - j, instead of for each pair: what depends on b, h and
-    that alone.
+    """Scores and their slopes, what these change by, and what is computed before for all i - j, instead of for each
+    pair: what depends on b, h and that alone.
     """
 
     nodes: tuple[Node, ...]
     score: int
     slope: int | None  # None: it is 0
+    tangent: int | None
+    bend: int | None
     tabled: tuple[int, ...]
     by_batch: bool  # whether what is tabled depends on b, on h
     by_head: bool
@@ -48,14 +55,22 @@ class Tables(NamedTuple):
         return (batch if self.by_batch else 1) * (heads if self.by_head else 1)
 
 
+def moves(score: Score, tangents: Sequence[Given]) -> tuple[str, ...]:
+    """What of that moves, as `score.derivative` has it."""
+    given = [x.name for x in tangents]
+    return (*["s"] * ("q" in given or "k" in given), *(x.key for x in score.arrays if x.key in given))
+
+
 @functools.lru_cache(256)
-def tables(score: Score) -> Tables:
+def tables(score: Score, moving: tuple[str, ...] = ()) -> Tables:
     graph = Graph(score.nodes)
-    changed = derivative(graph, score.root, graph.variable("s"))
-    roots = [score.root] if changed is None else [score.root, changed]
-    nodes, (root, *slopes) = graph.pruned(*roots)
-    on = _variables(nodes)
-    found, seen, todo = [], set(), [root, *slopes]
+    by, slope = changes(graph, score, moving), derivative(graph, score.root, graph.variable("s"))
+    every = (score.root, slope, along(graph, score.root, by), None if slope is None else along(graph, slope, by))
+    nodes, numbers = graph.pruned(*(n for n in every if n is not None))
+    left, on = iter(numbers), _variables(nodes)
+    root, slope, tangent, bend = (None if n is None else next(left) for n in every)
+    assert root is not None
+    found, seen, todo = [], set(), [*numbers]
     while todo:
         n = todo.pop()
         if n in seen:
@@ -65,12 +80,13 @@ def tables(score: Score) -> Tables:
             found.append(n)
         else:
             todo += nodes[n].args
-    every = set().union(*(on[n] for n in found))
-    return Tables(nodes, root, slopes[0] if slopes else None, tuple(sorted(found)), "b" in every, "h" in every)
+    varied = set().union(*(on[n] for n in found))
+    return Tables(nodes, root, slope, tangent, bend, tuple(sorted(found)), "b" in varied, "h" in varied)
 
 
 def light(score: Score) -> bool:
-    """Whether what is left for each pair is arithmetic: nothing is read for it, and no function is computed but the simplest."""
+    """Whether what is left for each pair is arithmetic: nothing is read for it, and no function is computed but the
+    simplest."""
     made = tables(score)
     seen, todo = set(made.tabled), [made.score, *([] if made.slope is None else [made.slope])]
     while todo:
@@ -96,19 +112,20 @@ class Read(NamedTuple):
     by_key: bool
     diagonal: bool  # on i and j through their difference alone
     weighted: bool  # whether the change depends on s
+    bend: int | None  # what the change changes by; None: it is 0
 
 
-def reads_of(score: Score, wanted: Sequence[str]) -> tuple[Read, ...]:
+def reads_of(score: Score, wanted: Sequence[str], moving: tuple[str, ...] = ()) -> tuple[Read, ...]:
     """Those of the arrays that are called so."""
     found = []
     for n, array in enumerate(score.arrays):
-        for nodes, change, index in reads(score, n) if array.key in wanted else ():
+        for nodes, change, index, bend in reads(score, n, moving) if array.key in wanted else ():
             on = _depends(nodes, index)
             diagonal = "d" in on and not on & {"i", "j"}
             found.append(
                 Read(
                     n, nodes, change, index, "b" in on, "h" in on, bool(on & {"i", "d"}), bool(on & {"j", "d"}),
-                    diagonal, "s" in _depends(nodes, (change,)),
+                    diagonal, "s" in _depends(nodes, (change,)), bend,
                 )
             )  # fmt: skip
     return tuple(found)
@@ -131,7 +148,7 @@ def _variables(nodes: tuple[Node, ...]) -> list[set[str]]:
         if line is not None and line[0] == -line[1] != 0:
             found.append({"d"})
         else:
-            found.append({op} if op in VARIABLES else set().union(*(found[m] for m in args)))
+            found.append({op} if op in (*VARIABLES, TANGENT) else set().union(*(found[m] for m in args)))
     return found
 
 
@@ -140,23 +157,29 @@ def _depends(nodes: tuple[Node, ...], roots: Sequence[int]) -> set[str]:
     return set().union(*(on[n] for n in roots))
 
 
-def text(score: Score | None, wanted: Sequence[str] = ()) -> str:
+def text(score: Score | None, wanted: Sequence[str] = (), tangents: Sequence[Given] = ()) -> str:
     """`namespace user`. `wanted`: arrays whose gradients are to be summed, by what they are called in a call."""
-    made = tables(score) if score else Tables((), 0, None, (), False, False)
+    moving = moves(score, tangents) if score else ()
+    made = tables(score, moving) if score else Tables((), 0, None, None, None, (), False, False)
     constant = made.slope is None or made.nodes[made.slope].op == "const"
     lines = [
         "namespace user {", f"constexpr bool CONSTANT_SLOPE = {str(constant).lower()};",
+        f"constexpr bool BENDS = {str(made.bend is not None).lower()};  // whether the slope moves",
         f"constexpr int TABLES = {len(made.tabled)};",
         "// What is tabled of a pair begins here.",
         "__device__ inline const Accum* tabled(const Params& p, int b, int h, int i, int j) {",
-        f"return p.score_tables + {_line_of(made)} * p.score_span + (j - i + p.score_origin);" if made.tabled else "return nullptr;",
+        f"return p.score_tables + {_line_of(made)} * p.score_span + (j - i + p.score_origin);" if made.tabled
+        else "return nullptr;",
         "}",
     ]  # fmt: skip
     values = {n: f"tabled[{k} * (long long)p.score_plane]" if k else "tabled[0]" for k, n in enumerate(made.tabled)}
-    for name, root in (("score", made.score if score else None), ("slope", made.slope)):
-        lines.append(f"__device__ inline Accum {name}({_PARAMETERS}, const Accum* tabled) {{")
+    for name, root in (
+        ("score", made.score if score else None), ("slope", made.slope), ("tangent", made.tangent), ("bend", made.bend)
+    ):  # fmt: skip
+        parameters = _MOVING if name in ("tangent", "bend") else _PARAMETERS
+        lines.append(f"__device__ inline Accum {name}({parameters}, const Accum* tabled) {{")
         lines += ["return 0;" if score is None or root is None else _body(score, made.nodes, root, values), "}"]
-    lines += [*_of_gradients(score, wanted), "}"]
+    lines += [*_of_gradients(score, wanted, moving), "}"]
     if score and made.tabled:
         lines += _tabulate(score, made)
     return "\n".join(lines) + "\n"
@@ -175,9 +198,9 @@ def _tabulate(score: Score, made: Tables) -> list[str]:
         'extern "C" __global__ void __launch_bounds__(128) attention_score_tables(const __grid_constant__ Params p) {',
         "const int blocks = (p.score_span + 127) / 128, n = blockIdx.x % blocks * 128 + threadIdx.x;",
         "const int line = blockIdx.x / blocks;",
-        f"const int h = {'line % p.heads_q' if made.by_head else '0'};",
-        f"const int b = {('line / p.heads_q' if made.by_head else 'line') if made.by_batch else '0'};",
-        "const int i = 0, j = n - p.score_origin;",
+        f"int h = {'line % p.heads_q' if made.by_head else '0'};",
+        f"int b = {('line / p.heads_q' if made.by_head else 'line') if made.by_batch else '0'};",
+        "int i = 0, j = n - p.score_origin;",
         "if (n >= p.score_span) return;",
         "Accum* const to = p.score_tables + (long long)line * p.score_span + n;",
         *_statements(score, made.nodes, made.tabled),
@@ -185,17 +208,17 @@ def _tabulate(score: Score, made: Tables) -> list[str]:
     return [*lines, *(f"to[{k} * (long long)p.score_plane] = x{n};" for k, n in enumerate(made.tabled)), "}"]
 
 
-def _of_gradients(score: Score | None, wanted: Sequence[str]) -> list[str]:
+def _of_gradients(score: Score | None, wanted: Sequence[str], moving: tuple[str, ...]) -> list[str]:
     """What is read of the arrays that are wanted, and where their gradients go: all sums lie one behind the other."""
     lines, first, stores = ["template <int N>", "struct Read;"], {}, []
     before = "0LL"
     for n, array in enumerate(score.arrays if score else ()):
         if array.key in wanted:
-            count = " * ".join(f"p.{_shape(n)}.length{axis}" for axis in range(array.rank))
+            count = " * ".join(f"p.{cuda_name(n)}_shape.length{axis}" for axis in range(array.rank))
             first[n], before = before, f"{before} + {count}"
             target = f"p.d{cuda_name(n)}"
             stores.append(f"if (n < {before}) {target}[n - ({first[n]})] = from_float<Pointed<decltype({target})>>(x);")
-    found = reads_of(score, wanted) if score else ()
+    found = reads_of(score, wanted, moving) if score else ()
     for n, read in enumerate(found):
         assert score is not None
         lines += ["template <>", f"struct Read<{n}> {{"]
@@ -205,9 +228,12 @@ def _of_gradients(score: Score | None, wanted: Sequence[str]) -> list[str]:
             f"__device__ static int splits(const Params& p) {{ return p.score_splits_{n}; }}",
             f"__device__ static int blocks(const Params& p) {{ return p.score_blocks_{n}; }}",
             f"__device__ static Accum change({_PARAMETERS}) {{", _body(score, read.nodes, read.change), "}",
+            f"__device__ static Accum bend({_MOVING}) {{",
+            "return 0;" if read.bend is None else _body(score, read.nodes, read.bend), "}",
             "// The number, among all sums, of the element that a pair reads.",
             f"__device__ static long long element({_PARAMETERS}) {{",
-            *_statements(score, read.nodes, read.element), f"return {first[read.array]} + {_element(score, read)};", "}", "};",
+            *_statements(score, read.nodes, read.element), f"return {first[read.array]} + {_element(score, read)};",
+            "}", "};",
         ]  # fmt: skip
     lines += [
         f"constexpr int READS = {len(found)};",
@@ -218,12 +244,14 @@ def _of_gradients(score: Score | None, wanted: Sequence[str]) -> list[str]:
 
 
 def cuda_name(array: int) -> str:
-    """What the n-th array of a score function is called in Params."""
+    """What the n-th array of a score function is called in Params; its tangent has a t in front."""
     return f"score_array_{array}"
 
 
-def _shape(array: int) -> str:
-    return f"{cuda_name(array)}_shape"
+def _read(score: Score, value: str) -> tuple[int, bool]:
+    """Which array a node reads, and whether its tangent."""
+    array, count = int(value), len(score.arrays)
+    return array % count, array >= count
 
 
 def _body(score: Score, nodes: tuple[Node, ...], root: int, known: Mapping[int, str] = _NOTHING) -> str:
@@ -233,8 +261,8 @@ def _body(score: Score, nodes: tuple[Node, ...], root: int, known: Mapping[int, 
 def _statements(
     score: Score, nodes: tuple[Node, ...], roots: Sequence[int], known: Mapping[int, str] = _NOTHING
 ) -> list[str]:
-    """A line for each operation that the roots need but for what is `known`. Products that are added once become part of the
-    sum.
+    """A line for each operation that the roots need but for what is `known`. Products that are added once become part
+    of the sum.
     """
     needed, uses = set(), dict.fromkeys(range(len(nodes)), 0)
     todo = list(roots)
@@ -252,7 +280,8 @@ def _statements(
             if products and node.args[0] != node.args[1]:
                 fused[n] = products[0]
     inside = set(fused.values())
-    return [
+    placed = any(nodes[n].op in VARIABLES and nodes[n].op != "s" for n in needed if n not in known)
+    return ["of_whole(p, b, h, i, j);"] * placed + [
         f"const {_TYPES[nodes[n].kind]} x{n} = {known.get(n) or _operation(score, nodes, n, fused.get(n))};"
         for n in sorted(needed)
         if n not in inside
@@ -262,7 +291,7 @@ def _statements(
 def _operation(score: Score, nodes: tuple[Node, ...], n: int, product: int | None) -> str:
     op, kind, args, value = nodes[n]
     x = [f"x{m}" for m in args]
-    if op in VARIABLES:
+    if op in (*VARIABLES, TANGENT):
         return op
     if op == "const":
         return _literal(kind, value)
@@ -272,7 +301,8 @@ def _operation(score: Score, nodes: tuple[Node, ...], n: int, product: int | Non
             return f"fma({a}, {b}, {x[1] if args[0] == product else x[0]})"
         return f"fma({a}, {b}, -{x[1]})" if args[0] == product else f"fma(-{a}, {b}, {x[0]})"
     if op == "read":
-        element = f"p.{cuda_name(int(value))}[{_offset(score, int(value), args)}]"
+        array, moved = _read(score, value)
+        element = f"p.{'t' * moved}{cuda_name(array)}[{_offset(score, value, args)}]"
         return {"float": f"to_float({element})", "bool": f"{element} != 0"}.get(kind, element)
     if op == "where":
         return f"{x[0]} ? {x[1]} : {x[2]}"
@@ -311,16 +341,18 @@ def _literal(kind: str, value: str) -> str:
     return f"{_TYPES[kind]}({x}LL)" if kind == "int" else f"{x}LL"
 
 
-def _offset(score: Score, array: int, args: Sequence[int]) -> str:
+def _offset(score: Score, value: str, args: Sequence[int]) -> str:
     """Of the element with these indices, each moved to the nearest that there is."""
-    shape, step = f"p.{_shape(array)}", "" if score.arrays[array].wide else "int"
-    terms = [f"nearest(x{m}, {shape}.length{axis}) * {step}({shape}.stride{axis})" for axis, m in enumerate(args)]
+    array, moved = _read(score, value)
+    shape, step = f"p.{cuda_name(array)}_shape", "" if moved or score.arrays[array].wide else "int"
+    strides = f"p.t{cuda_name(array)}_strides" if moved else shape
+    terms = [f"nearest(x{m}, {shape}.length{axis}) * {step}({strides}.stride{axis})" for axis, m in enumerate(args)]
     return " + ".join(terms)
 
 
 def _element(score: Score, read: Read) -> str:
     """The number of the element in a contiguous array."""
-    shape = f"p.{_shape(read.array)}"
+    shape = f"p.{cuda_name(read.array)}_shape"
     number = "0LL"
     for axis, m in enumerate(read.element):
         number = f"({number}) * {shape}.length{axis} + nearest(x{m}, {shape}.length{axis})"

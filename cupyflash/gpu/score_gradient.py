@@ -1,4 +1,5 @@
-"""Launches of the kernels that sum the gradients of arrays that a score function reads (kernels_cu/attention/score_gradient.cuh)."""
+"""Launches of the kernels that sum the gradients of arrays that a score function reads
+(kernels_cu/attention/score_gradient.cuh)."""
 
 from __future__ import annotations
 

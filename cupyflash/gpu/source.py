@@ -16,12 +16,8 @@ from .kernel_plan import KernelPlan
 
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*(?://.*)?$')
 _SCORE = "user/score.cuh"  # where the user's score function stands, which is no file
-# Packages that a call on a GPU goes through, and modules beside them.
-_WALKED = ("gpu", "interop", "score", "torch", "jax")
-_MODULES = (
-    "__init__.py", "api.py", "blocks.py", "folders.py", "call.py", "dispatch.py", "folding.py", "masks.py", "merging.py", "other_names.py", "overlap.py",
-    "passes.py", "problem.py", "signature.py", "tile_lists.py", "tuned.py",
-)  # fmt: skip
+# Packages that a call on a GPU goes through; modules beside them it may all meet.
+_WALKED = ("gpu", "interop", "score", "torch", "jax", "blockmask")
 
 
 @functools.cache
@@ -47,7 +43,7 @@ def generate(plan: KernelPlan) -> str:
         *(f"constexpr {_declare(name, value)};" for name, value in plan.constants),
         "}",
     ]
-    function = f'#line 1 "{_SCORE}"\n' + score.text(plan.score, plan.wrt)
+    function = f'#line 1 "{_SCORE}"\n' + score.text(plan.score, plan.wrt, plan.tangents)
     return (
         "\n".join(lines) + "\n" + params.text(plan) + _inline(plan.source).replace(f'#include "{_SCORE}"\n', function)
     )
@@ -78,6 +74,14 @@ def _inline(name: str) -> str:
     return "\n".join(text(name)) + "\n"
 
 
+@functools.cache
+def code_digest(name: str) -> str:
+    """SHA-256 over the code of a kernel file and of what it includes: comments, and where a line stands, do not
+    count."""
+    lines = (line.partition("//")[0].split() for line in _inline(name).splitlines())
+    return hashlib.sha256("\n".join(" ".join(x) for x in lines if x and x[0] != "#line").encode()).hexdigest()
+
+
 def _declare(name: str, value: bool | float) -> str:
     if isinstance(value, bool):
         return f"bool {name} = {str(value).lower()}"
@@ -85,9 +89,10 @@ def _declare(name: str, value: bool | float) -> str:
 
 
 def sources() -> dict[str, Path]:
-    """What a run on a GPU vouches for, by name: the kernels, and every module that a call with GPU arrays walks through."""
+    """What a run on a GPU vouches for, by name: the kernels, and every module that a call with GPU arrays walks
+    through."""
     package = Path(__file__).resolve().parent.parent
-    found = [*(package / name for name in _MODULES), *(x for room in _WALKED for x in (package / room).rglob("*.py"))]
+    found = [*package.glob("*.py"), *(x for room in _WALKED for x in (package / room).rglob("*.py"))]
     named = {f"cupyflash/{path.relative_to(package).as_posix()}": path for path in found}
     kernels = kernels_folder()
     named |= {

@@ -1,4 +1,5 @@
-"""Which arrays the kernels read where they are, and what a copy of the others looks like. Pure; tested without a GPU."""
+"""Which arrays the kernels read where they are, and what a copy of the others looks like. Pure; tested without
+a GPU."""
 
 from __future__ import annotations
 
@@ -28,13 +29,14 @@ def params_strides(view: View, layout: str) -> tuple[int, int, int]:
 def to_copy(
     name: str, view: View, problem: AttentionProblem, rank: int, plan: KernelPlan, misaligned: bool
 ) -> Copy | None:
-    """The copy that kernels want of an input, if they cannot read it where it is. `misaligned`: where it begins, to 16 bytes."""
-    mapped = bool(plan.maps)
+    """The copy that kernels want of an input, if they cannot read it where it is. `misaligned`: where it begins, to 16
+    bytes."""
+    mapped, of = bool(plan.maps), name.removeprefix("t")  # tangents are read as what they are tangents of
     if name in PER_QUERY:
         return None if view.strides == contiguous(view.shape) else Copy(view, 1, "it is not contiguous")
-    if problem.reads(name):
+    if problem.reads(of):
         return None
-    rule, alignment = _OPTIONAL.get(name), plan.alignment
+    rule, alignment = _OPTIONAL.get(of), plan.alignment
     if rule is not None:
         full = rule.to_copy(view, problem, rank)
         if full is not None:
@@ -51,8 +53,8 @@ def to_copy(
 def needs_copy(view: View, alignment: int, maps: bool = False, padded: bool = True) -> str | None:
     """Why kernels that need `alignment` cannot read this array where it is, or None. The pointer is not looked at.
 
-    `maps`: they read it by the copy engine (TMA), whose strides are positive and less than 2**40 bytes. `padded`: they read
-    whole multiples of `alignment`.
+    `maps`: they read it by TMA, whose strides are positive and less than 2**40 bytes. `padded`: they
+    read whole multiples of `alignment`.
     """
     if 0 in view.shape:
         return None
@@ -65,7 +67,7 @@ def needs_copy(view: View, alignment: int, maps: bool = False, padded: bool = Tr
         if extent > 1 and stride * size % alignment:
             return f"its rows are not {alignment}-byte aligned (a stride of {stride} elements)"
         if maps and extent > 1 and not 0 < stride * size < 2**40:
-            return f"the copy engine takes strides of 1 to 2**40 bytes, not {stride * size}"
+            return f"TMA of Hopper takes strides of 1 to 2**40 bytes, not {stride * size}"
     return None
 
 

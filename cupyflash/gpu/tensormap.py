@@ -1,4 +1,4 @@
-"""Tensor maps: what the copy engine of Hopper (TMA) wants to know of an array, encoded by the driver. Needs a GPU."""
+"""Tensor maps: what TMA wants to know of an array, encoded by the driver. Needs a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..problem import ITEMSIZE, AttentionProblem
-from .kernel_plan import Box, KernelPlan
+from .kernel_plan import Box, KernelPlan, by_line
 
 BYTES = 128  # of one map
 ROW = 128  # bytes of a box: as the swizzle of tile/swizzled.cuh takes them
@@ -20,24 +20,30 @@ _KEPT = 256  # addresses of an array whose maps are kept
 class Maps:
     """The maps that a plan's kernels take as their second parameter: those of `plan.maps`, in order.
 
-    Outputs come last, and behind them stands whether they are there: where one lies as no map can tell (rows that do not
-    begin and end at 16 bytes, negative strides) the kernel stores them by itself.
+    Outputs come last, and behind them stands whether they are there: where one lies as no map can tell (rows that do
+    not begin and end at 16 bytes, negative strides) the kernel stores them by itself.
     """
 
     def __init__(self, plan: KernelPlan, problem: AttentionProblem, strides: Mapping[str, Sequence[int]]) -> None:
         p = problem
-        # Of inputs the rows that are dead by position are left out: whatever they hold, they come as zeros (attention/head.cuh).
+        # Of inputs the rows that are dead by position are left out: whatever they hold, they come as zeros
+        # (attention/head.cuh).
+        # A tangent is as what it is the tangent of.
         queries, keys = p.live
         firsts = {"q": queries.start, "dout": queries.start, "k": keys.start, "v": keys.start}
+        # Rows and entries: packed sequences have one, and pages are entries of a pool.
+        of_q, of_k = _entries(p, p.rows_q, p.seq_q), _entries(p, p.rows_k, p.cache or p.seq_k)
+        seen_q = of_q if p.ragged else (len(queries), p.batch)
+        seen_k = (p.page, p.pages) if p.page is not None else of_k if p.ragged else (len(keys), p.batch)
         shapes = {
-            "q": (p.dim, len(queries), p.heads_q, p.batch),
-            "k": (p.dim, len(keys), p.heads_k, p.batch),
-            "v": (p.dim_v, len(keys), p.heads_k, p.batch),
-            "out": (p.dim_v, p.seq_q, p.heads_q, p.batch),
-            "dout": (p.dim_v, len(queries), p.heads_q, p.batch),
-            "dk": (p.dim, p.seq_k, p.heads_k, p.batch),
-            "dv": (p.dim_v, p.seq_k, p.heads_k, p.batch),
-            "dq": (p.dim, p.seq_q, p.heads_q, p.batch),
+            "q": (p.dim, seen_q[0], p.heads_q, seen_q[1]),
+            "k": (p.dim, seen_k[0], p.heads_k, seen_k[1]),
+            "v": (p.dim_v, seen_k[0], p.heads_k, seen_k[1]),
+            "out": (p.dim_v, of_q[0], p.heads_q, of_q[1]),
+            "dout": (p.dim_v, seen_q[0], p.heads_q, seen_q[1]),
+            "dk": (p.dim, of_k[0], p.heads_k, of_k[1]),
+            "dv": (p.dim_v, of_k[0], p.heads_k, of_k[1]),
+            "dq": (p.dim, of_q[0], p.heads_q, of_q[1]),
         }
         self._arrays = []
         self._skipped: list[int] = []  # bytes before the first row
@@ -46,22 +52,24 @@ class Maps:
                 dtype = next(x.dtype for x in plan.given if x.name == box.array)
                 batch, head, row, _ = strides[box.array]
                 # Along an axis that it is broadcast along, an array has one entry.
-                lengths = ((p.seq_q, row), (p.heads_q, head), (p.batch, batch))
+                lines = (p.rows_q or 0, 1) if by_line(p, box.array) else (p.seq_q, p.batch)
+                lengths = ((lines[0], row), (p.heads_q, head), (lines[1], batch))
                 shape: tuple[int, ...] = (p.seq_k, *(n if stride else 1 for n, stride in lengths))
             elif space := next((x for x in plan.workspace if x.name == box.array), None):
                 dtype, shape = space.dtype, space.shape[::-1]
                 row, head, batch = (math.prod(shape[: n + 1]) for n in range(3))
             else:
                 dtype = plan.out_dtype or plan.dtype if box.array in plan.of.results else plan.dtype
-                shape, (batch, row, head) = shapes[box.array], strides[box.array]
+                shape, (batch, row, head) = shapes[box.array.removeprefix("t")], strides[box.array]
             # The stride of an axis with one entry says nothing, and may be anything.
             size = ITEMSIZE[dtype]
             apart = tuple(size * stride if n > 1 else 16 for n, stride in zip(shape[1:], (row, head, batch)))
             self._arrays.append((dtype, shape, apart, box))
-            self._skipped.append(size * row * firsts.get(box.array, 0))
+            self._skipped.append(size * row * firsts.get(box.array.removeprefix("t"), 0))
         self._inputs = sum(box.array not in plan.of.results for box in plan.maps)
         outputs = self._arrays[self._inputs :]
-        # A store is cut at 16 bytes of a row, not at an element: it would write what follows a row that ends in between.
+        # A store is cut at 16 bytes of a row, not at an element: it would write what follows a row that ends in
+        # between.
         sizes = [n for dtype, shape, apart, _ in outputs for n in (shape[0] * ITEMSIZE[dtype], *apart)]
         self._mappable = all(0 < n < 2**40 and n % 16 == 0 for n in sizes)
         # One by one: a caller that allocates its results has them at other addresses, and the rest where it was.
@@ -75,6 +83,10 @@ class Maps:
         last = len(pointers) if mapped else self._inputs
         maps = map(self._map, range(last), pointers)
         return b"".join((*maps, bytes(BYTES * (len(pointers) - last)), int(mapped).to_bytes(64, "little")))
+
+
+def _entries(problem: AttentionProblem, packed: int | None, rows: int) -> tuple[int, int]:
+    return (rows, problem.batch) if packed is None else (packed, 1)
 
 
 def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: Box) -> bytes:
@@ -107,7 +119,7 @@ def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int,
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(
             f"the driver cannot describe an array of shape {shape} with strides of {strides} bytes at {pointer:#x} "
-            f"to the copy engine ({status.name})"
+            f"to TMA ({status.name})"
         )
     return ctypes.string_at(found.getPtr(), BYTES)
 

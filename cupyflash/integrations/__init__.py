@@ -1,1 +1,11 @@
 """These kernels under the names by which other packages choose an attention."""
+
+from typing import TYPE_CHECKING
+
+from ..later import later
+
+if TYPE_CHECKING:
+    from . import diffusers as diffusers
+    from . import transformers as transformers
+else:
+    __getattr__, __dir__ = later(__name__, "diffusers", "transformers")

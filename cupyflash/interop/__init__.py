@@ -1,9 +1,9 @@
 """Arrays in, arrays of the same library out, without copies.
 
 Each library has one adapter, a plain module of functions (`numpy_`, `cupy_`, `torch_`, `jax_`), imported when the first
-array of that library arrives: importing cupyflash imports none of them. `protocol` says what an adapter has. Arrays of other
-libraries that speak DLPack or the CUDA array interface (Numba, Warp, ...) become CuPy arrays on a GPU and NumPy arrays on a
-CPU, and results become arrays of theirs again (`foreign`).
+array of that library arrives: importing cupyflash imports none of them. `protocol` says what an adapter has. Arrays of
+other libraries that speak DLPack or the CUDA array interface (Numba, Warp, ...) become CuPy arrays on a GPU and NumPy
+arrays on a CPU, and results become arrays of theirs again (`foreign`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from importlib import import_module
 from typing import Any, cast
 
 from ..call import Arrays
-from ..problem import View, target_name
+from ..problem import View
+from ..rules import argument_name, target_name
 from .protocol import Adapter, Library
 
 _ADAPTERS = {"numpy": "numpy_", "cupy": "cupy_", "torch": "torch_", "jax": "jax_", "jaxlib": "jax_"}
@@ -36,7 +37,7 @@ def adopt(lib: Library, arrays: Arrays, targets: Arrays) -> tuple[Arrays, Arrays
     Arrays of that library pass through untouched; those of other DLPack and CUDA array interface producers are wrapped.
     TypeError names the argument that is no array, or that comes from another library than q.
     """
-    arrays = adopted(lib, arrays)
+    arrays = adopted(lib, arrays, argument_name)
     if targets:
         targets = adopted(lib, targets, target_name)
         for name, x in targets.items():
@@ -45,7 +46,8 @@ def adopt(lib: Library, arrays: Arrays, targets: Arrays) -> tuple[Arrays, Arrays
 
 
 def adopted(lib: Library, arrays: Arrays, called: Callable[[str], str] = str) -> Arrays:
-    """The arrays, with those of producers that have no adapter wrapped. `called`: what one was given as, by its name here."""
+    """The arrays, with those of producers that have no adapter wrapped. `called`: what one was given as, by its name
+    here."""
     for x in arrays.values():
         if _by_type.get(type(x)) is not lib:
             return {name: _adopt_one(lib, called(name), x, arrays.get("q")) for name, x in arrays.items()}
@@ -78,7 +80,8 @@ def inlined(lib: Library) -> bool:
 
 def name_unreadable(lib: Adapter, arrays: Arrays, targets: Arrays) -> None:
     """Once a call has failed: raise what `view` says of the array that is to blame, if one is."""
-    for name, x in (arrays | {target_name(name): x for name, x in targets.items()}).items():
+    named = {argument_name(name): x for name, x in arrays.items()}
+    for name, x in (named | {target_name(name): x for name, x in targets.items()}).items():
         view(lib, name, x)
         if isinstance(x, getattr(lib, "WITHOUT_MEMORY", ())):
             raise TypeError(f"{name} is a {type(x).__name__}, which has no memory, but q is none; all must be, or none")
@@ -114,7 +117,8 @@ def _find(name: str, x: Any) -> Library:
 
 
 def _of_class(cls: type) -> tuple[str, str | None]:
-    """The module that is the adapter for a class, imported, and its objection; "" for a class of no library that has one."""
+    """The module that is the adapter for a class, imported, and its objection; "" for a class of no library that has
+    one."""
     for base in cls.__mro__:  # subclasses, such as torch.nn.Parameter, may come from anywhere
         root = base.__module__.partition(".")[0]
         if root in _ADAPTERS:

@@ -7,7 +7,8 @@ from typing import Any
 
 
 def like(q: Any) -> Callable[[Any], Any]:
-    """What makes an array of ours (NumPy's or CuPy's) one of q's library; it stays ours where that library is unknown."""
+    """What makes an array of ours (NumPy's or CuPy's) one of q's library; it stays ours where that library is
+    unknown."""
     package = type(q).__module__.partition(".")[0]
     if hasattr(q, "__array_namespace__"):
         xp, device = q.__array_namespace__(), q.device

@@ -9,10 +9,9 @@ from typing import Any
 import cupy
 import jax
 
-from .. import problem as rules
 from ..call import Call
 from ..gpu import corridor
-from ..problem import ITEMSIZE, View, contiguous
+from ..problem import ITEMSIZE, View, contiguous, mask_kind
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
@@ -65,7 +64,8 @@ class Memory:
         address, self.scratch = self.scratch, self.scratch + -(-size // 256) * 256
         if self.scratch <= self._end:
             return Buffer(address, view._replace(ptr=address))
-        # More than was planned: inputs that start at no multiple of 16 bytes are copied. CuPy's pool reuses on this stream alone.
+        # More than was planned: inputs that start at no multiple of 16 bytes are copied. CuPy's pool reuses on this
+        # stream alone.
         with cupy.cuda.Device(device), cupy.cuda.ExternalStream(self._stream):
             own = cupy.empty(size, "uint8")
         return Buffer(own.data.ptr, view._replace(ptr=own.data.ptr), own)
@@ -75,7 +75,7 @@ class Memory:
 
 
 class Callback:
-    """One call, planned and compiled while JAX traces it: the forward of arrays like `views`, or, with `wrt`, the gradients."""
+    """One call of a pass on arrays like `views`, planned and compiled while JAX traces it."""
 
     def __init__(self, call: Call, views: dict[str, View]) -> None:
         self._call = call
@@ -84,17 +84,13 @@ class Callback:
         self._views = {name: x._replace(device=f"cuda:{self._device}") for name, x in views.items()}
         arrays = {name: Buffer(0, view) for name, view in self._views.items()}
         traced = call.but(lib=Memory(self._device), arrays=arrays)
-        self._passes = corridor.prepare_all(traced, [0] * len(views), self._device)
-        together = sum if corridor.finds(self._passes) else max
-        self.scratch = together([x.scratch for x in self._passes])
-        self._lists(self._passes)
-        self.plain = not any(x.empty or x.copies for x in self._passes)  # launches alone, of kernels that are loaded
-
-    def _lists(self, passes: list[corridor.Prepared]) -> None:
-        """Make what the kernels read of a block mask now: in the callback nothing may wait for the GPU."""
-        mask = self._call.options["block_mask"]
-        for x in passes:
-            for use in () if mask is None or x.empty else x.plan.lists:
+        self._prepared = corridor.prepare(traced, [0] * len(views), self._device)
+        self.scratch = self._prepared.scratch
+        steps = self._prepared.steps
+        self.plain = all(x.plan and not x.copies for x in steps)  # launches alone, of kernels that are loaded
+        mask = call.options["block_mask"]
+        if mask is not None:  # what the kernels read of it is made now: in the callback nothing may wait for the GPU
+            for use in [use for x in steps if x.plan for use in x.plan.lists]:
                 mask.list_for(use)
 
     def __call__(self, ctx: Any, out: Sequence[Any], *inputs: Any) -> None:
@@ -103,24 +99,24 @@ class Callback:
         *results, scratch = [_address(x) for x in out]
         lib: Any = Memory(ordinal, ctx.stream, scratch, self.scratch)
         arrays = {name: Buffer(at, view) for (name, view), at in zip(self._views.items(), addresses)}
-        mask = rules.mask_kind(self._call.options["block_mask"])
+        mask = mask_kind(self._call.options["block_mask"])
         if mask is not None and mask.device != f"cuda:{ordinal}":  # not known when this was traced
             raise ValueError(f"block_mask is on {mask.device} but q is on cuda:{ordinal}; make it with like=q")
         other = ordinal != self._device or any(at & 15 for at in addresses)
         call = self._call.but(lib=lib, arrays=arrays)
-        passes = corridor.prepare_all(call, addresses, ordinal) if other else self._passes
-        keeps, workspace = corridor.finds(passes), None
-        for prepared in passes:
-            count = len(prepared.shapes) + call.return_lse
+        prepared, workspace = corridor.prepare(call, addresses, ordinal) if other else self._prepared, None
+        for step in prepared.steps:
+            count = len(step.shapes) + (call.return_lse or step.always_rows)
             lib.results, results = results[:count][::-1], results[count:]
-            ran = prepared.run(call, addresses, workspace)
-            if keeps:
+            ran = step.run(call, addresses, workspace)
+            if prepared.keeps:
                 workspace = workspace or ran.workspace
             else:
                 lib.scratch = scratch  # is the next one's: kernels run one after the other
 
 
 def _address(buffer: Any) -> int:
-    """Where a buffer of XLA's lies: the first field of what DLPack hands over (bfloat16 has no CUDA array interface)."""
+    """Where a buffer of XLA's lies: the first field of what DLPack hands over (bfloat16 has no CUDA array
+    interface)."""
     capsule = buffer.__dlpack__()  # owns what it points to
     return ctypes.c_void_p.from_address(_pointer(capsule, b"dltensor")).value or 0

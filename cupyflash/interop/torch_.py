@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from ..problem import View, contiguous
-from . import torch_operators, torch_ops
+from . import torch_nested, torch_ops, torch_schema
 
 kind = "torch"
 _DTYPES = {
@@ -35,7 +36,7 @@ def objection(cls: type) -> str | None:
     if not issubclass(cls, torch.Tensor):
         return "it must be a tensor"
     plain = cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    if not plain and not issubclass(cls, WITHOUT_MEMORY):  # distributed, jagged, ...
+    if not plain and not issubclass(cls, (*WITHOUT_MEMORY, NestedTensor)):  # distributed, ...
         return "it must be a plain tensor"
     return None
 
@@ -45,10 +46,10 @@ def on_gpu(x: torch.Tensor) -> bool:
 
 
 def view(x: torch.Tensor) -> View:
-    if torch_ops.followed(x):
-        return torch_operators.view(x)
     if x.is_nested:
-        raise TypeError("is a nested tensor; it must be a dense one: pad it, and hide the padding with key_mask")
+        raise TypeError(f"is {torch_nested.REFUSED}")
+    if torch_ops.followed(x):
+        return torch_schema.view(x)
     if x.layout is not torch.strided:
         raise TypeError(f"has layout {x.layout}; it must be strided (dense)")
     if x.is_neg():
@@ -82,7 +83,8 @@ def empty(shape: tuple[int, ...], dtype: str, device: int) -> torch.Tensor:
 
 @functools.lru_cache(1024)
 def _maker(shape: tuple[int, ...], dtype: str, device: int) -> tuple[Any, tuple[int, ...]]:
-    """Of a tensor without elements: it costs 0.7 us less than torch.empty, which reads dtype and device from its arguments."""
+    """Of a tensor without elements: it costs 0.7 us less than torch.empty, which reads dtype and device from its
+    arguments."""
     return torch.empty(0, dtype=_DTYPES[dtype], device=device).new_empty_strided, contiguous(shape)
 
 
@@ -93,8 +95,8 @@ inlined = torch.compiler.is_dynamo_compiling
 def check_target(name: str, x: torch.Tensor) -> None:
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name} requires grad, and autograd cannot follow a write into it; leave it out, pass its detach(), or call "
-            "under torch.no_grad()"
+            f"{name} requires grad, and autograd cannot follow a write into it; leave it out, pass its detach(), or "
+            "call under torch.no_grad()"
         )
 
 

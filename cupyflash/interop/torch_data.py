@@ -1,7 +1,7 @@
 """What the operators get of a score function and of a block mask: an operator takes numbers, texts and tensors.
 
-A score function goes as the operations that were traced, beside the tensors that it reads; a block mask as two tensors that
-share its memory, so that another one of the same shape is another input of the same program.
+A score function goes as the operations that were traced, beside the tensors that it reads; a block mask as two tensors
+that share its memory, so that another one of the same shape is another input of the same program.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import problem as rules
-from ..blocks import BlockMask
-from ..problem import MaskKind, View
+from .. import rules
+from ..blockmask.blocks import BlockMask
+from ..problem import MaskKind, View, mask_kind
 from ..score import Score
 from ..score.trace import decoded
 
@@ -31,7 +31,7 @@ def score(data: str, views: Iterable[View]) -> Score:
 
 def of_mask(mask: BlockMask | None, q: torch.Tensor) -> tuple[list[torch.Tensor] | None, list[int] | None]:
     """Its tensors, and the numbers (batch, heads, queries, keys, and queries and keys of a block), for a call on q."""
-    if rules.mask_kind(mask) is None or mask is None:
+    if mask_kind(mask) is None or mask is None:
         return None, None
     mask.make_tensors()
     tensors = list(mask.tensors)
@@ -75,8 +75,8 @@ def _copied(form: BlockMask, slots: torch.Tensor, bits: torch.Tensor) -> BlockMa
     """On a GPU, in memory of its own: if it held that of the tensors, neither would ever go."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "block_mask is seen for the first time while a CUDA graph is captured, where lists for kernels cannot be made; call "
-            "before, with this mask, and do not compile with mode='reduce-overhead'"
+            "block_mask is seen for the first time while a CUDA graph is captured, where lists for kernels cannot be "
+            "made; call before, with this mask, and do not compile with mode='reduce-overhead'"
         )
     import cupy
 

@@ -1,8 +1,8 @@
 """How a call on tensors finds who runs it, where PyTorch follows it.
 
-What is traced (torch.compile, torch.export, fake tensors, dispatch modes) becomes an operator (`torch_operators`), what is
-transformed (torch.func) an autograd function of the form that transforms ask for. What runs at once under autograd is an
-autograd function, and what needs no gradient goes straight to the corridor: both cost the host less than the dispatcher.
+What is traced (torch.compile, torch.export, fake tensors, dispatch modes), transformed (torch.func), or differentiated
+in forward mode or again becomes an operator (`torch_operators`). What runs at once under autograd is an autograd
+function, and what needs no gradient goes straight to the corridor: both cost the host less than the dispatcher.
 """
 
 from __future__ import annotations
@@ -10,23 +10,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
-from .. import dispatch, folding
+from .. import dispatch
 from ..call import Arrays, Call
+from ..gradients import Gradients
 from ..passes import BACKWARD, FORWARD
-from ..problem import FLOAT8, Gradients, lasting
-from . import torch_operators
+from ..problem import FLOAT8
+from ..rules import lasting
+from . import torch_derivatives, torch_nested, torch_operators, torch_schema
 from .protocol import Recorder
 
 
 def recorder(call: Call) -> Recorder | None:
-    """None where a call may simply run: it is neither traced nor transformed, and autograd and autocast have no part in it."""
+    """None where a call may simply run: it is neither traced nor transformed, and autograd and autocast have no part in
+    it."""
     arrays, forward = call.arrays, call.of is FORWARD
     q = arrays["q"]
-    if followed(q) or torch_operators.any_dual(arrays.values()) or (forward and _autocast_dtype(q) is not None):
+    if followed(q) or _any_dual(arrays) or (forward and _autocast_dtype(q) is not None):
         return run
     if not forward:
-        return run if _any_batched(arrays) or torch.are_deterministic_algorithms_enabled() else None
+        return run if _by_operator(call) or torch.are_deterministic_algorithms_enabled() else None
     return _record if torch.is_grad_enabled() and _any_requires_grad(arrays) else None
 
 
@@ -57,17 +61,33 @@ def _any_requires_grad(arrays: Arrays) -> bool:
     return False
 
 
+def _any_dual(arrays: Arrays) -> bool:
+    """Whether forward mode follows one of them. (Where a compiled program has its level, operators ask by
+    themselves.)"""
+    if forward_ad._current_level < 0:
+        return False
+    return torch_derivatives.any_dual([x for x in arrays.values() if isinstance(x, torch.Tensor)])
+
+
 _is_batched = torch_operators.is_batched
 
 
-def _any_batched(arrays: Arrays) -> bool:
-    """Whether autograd's own vmap (is_grads_batched=True) maps what a backward gets."""
-    return _is_batched(arrays["dout"]) or ("dlse" in arrays and _is_batched(arrays["dlse"]))
+def _by_operator(call: Call) -> bool:
+    """Of a pass that takes results: whether it is to be differentiated (again), or mapped by autograd's own vmap
+    (is_grads_batched=True)."""
+    arrays = call.arrays
+    if torch.is_grad_enabled() and not call.targets and _any_requires_grad(arrays):
+        return True
+    if not call.of.moved:  # then gradients alone may be
+        return _is_batched(arrays["dout"]) or ("dlse" in arrays and _is_batched(arrays["dlse"]))
+    return any(map(_is_batched, arrays.values()))
 
 
 def run(call: Call) -> Any:
     """As `dispatch.run`, followed by whoever traces, transforms or records."""
-    return _forward(call) if call.of is FORWARD else _backward(call)
+    if call.arrays["q"].is_nested:
+        return torch_nested.run(call, lambda packed: (recorder(packed) or dispatch.run)(packed))
+    return (_forward if call.of is FORWARD else _derivative)(call)
 
 
 def _forward(call: Call) -> Any:
@@ -76,66 +96,55 @@ def _forward(call: Call) -> Any:
         call = call.but(arrays=_autocast(call.arrays, dtype))
     arrays = call.arrays
     recorded = torch.is_grad_enabled() and _any_requires_grad(arrays)
-    traced = _traced(arrays["q"])
-    transformed = torch._C._are_functorch_transforms_active()
-    if not traced and not transformed:
-        # (In forward mode there is no derivative, which an autograd function says.)
-        return (_record if recorded or torch_operators.any_dual(arrays.values()) else dispatch.run)(call)
-    _check_float8(arrays["q"], recorded)
+    if not followed(arrays["q"]) and not _any_dual(arrays):
+        return (_record if recorded else dispatch.run)(call)
+    if recorded:
+        _check_gradient(arrays)
     if call.targets:
         raise ValueError(f"out is {_NO_WRITING}")
-    if not traced:
-        return _Transformed.apply(_lasting(call), tuple(arrays), *arrays.values())
-    return torch_operators.attention(call)
+    return torch_schema.run(call)
 
 
-def _lasting(call: Call) -> Call:
-    """A call for a backward that comes later: it takes what the forward took."""
-    kept = call.without_arrays()
-    kept.options = lasting(kept.options)
-    return kept
+def _derivative(call: Call) -> Any:
+    arrays = call.arrays
+    traced = followed(arrays["q"]) or ("dout" in arrays and _traced(arrays["dout"]))
+    if not traced and not _any_dual(arrays) and not _by_operator(call):
+        return torch_operators.at_once(call)
+    if call.targets:
+        raise ValueError(f"{'grads' if call.of.of_gradients else 'tout'} is {_NO_WRITING}")
+    results = torch_schema.run(call)
+    if not call.of.of_gradients:
+        return results
+    dq, dk, dv, *others = results
+    return Gradients(dq, dk, dv, dict(zip(call.wrt, others)))
+
+
+_NO_WRITING = (
+    "given but the call is traced or transformed (torch.compile, torch.func, fake tensors), where nothing can be "
+    "written into; leave it out"
+)
 
 
 def _record(call: Call) -> tuple[Any, Any]:
     """As `dispatch.run`, run at once under autograd."""
     arrays = call.arrays
-    _check_float8(arrays["q"], True)
+    _check_gradient(arrays)
     if call.targets:
         raise ValueError(
             "out is given but a gradient is wanted, and autograd cannot follow a write into out; leave it out, or call "
             "under torch.no_grad()"
         )
-    kept = _lasting(call)
+    kept = call.without_arrays()  # for a backward that comes later, and takes what the forward took
+    kept.options = lasting(kept.options)
     tensors = map(_unwrapped, arrays.values())
     return _both(kept, tuple(arrays), *tensors) if call.return_lse else (_out(kept, tuple(arrays), *tensors), None)
 
 
-def _check_float8(q: torch.Tensor, recorded: bool) -> None:
-    if recorded and q.dtype is _FLOAT8:
-        raise TypeError(
-            f"q has dtype {FLOAT8}, of which there is a forward alone, but a gradient is wanted; call under torch.no_grad()"
-        )
-
-
-def _backward(call: Call) -> Gradients:
-    arrays, wrt = call.arrays, call.wrt
-    traced = _traced(arrays["q"]) or _traced(arrays["dout"]) or _any_batched(arrays)
-    if not traced and not torch._C._are_functorch_transforms_active() and not torch_operators.any_dual(arrays.values()):
-        return torch_operators.gradients(call)
-    if call.targets:
-        raise ValueError(f"grads is {_NO_WRITING}")
-    if traced:
-        grads = torch_operators.attention_backward(call)
-    else:
-        grads = _AttentionBackward.apply(call.without_arrays(), tuple(arrays), *arrays.values())
-    dq, dk, dv, *others = grads
-    return Gradients(dq, dk, dv, dict(zip(wrt, others)))
-
-
-_NO_WRITING = (
-    "given but the call is traced or transformed (torch.compile, torch.func, fake tensors), where nothing can be written into; "
-    "leave it out"
-)
+def _check_gradient(arrays: Arrays) -> None:
+    """TypeError where a gradient is wanted of what has a forward alone."""
+    if arrays["q"].dtype is _FLOAT8 or "page_table" in arrays:
+        what = f"q has dtype {FLOAT8}, of which" if arrays["q"].dtype is _FLOAT8 else "page_table is given, with which"
+        raise TypeError(f"{what} there is a forward alone, but a gradient is wanted; call under torch.no_grad()")
 
 
 _FLOAT8 = torch.float8_e4m3fn
@@ -148,14 +157,15 @@ def _autocast_dtype(q: torch.Tensor) -> torch.dtype | None:
 
 
 def _autocast(arrays: Arrays, dtype: torch.dtype) -> Arrays:
-    """As autocast does to PyTorch's own attention: q, k and v in its dtype, float64 left alone. Others may stay float32."""
+    """As autocast does to PyTorch's own attention: q, k and v in its dtype, float64 left alone. Others may stay
+    float32."""
 
     def cast(name: str, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype is torch.float64:
             return x
         return (
             x
-            if name not in ("q", "k", "v") and (x.dtype is torch.float32 or name not in torch_operators.INPUTS)
+            if name not in ("q", "k", "v") and (x.dtype is torch.float32 or name not in torch_schema.INPUTS)
             else x.to(dtype)
         )
 
@@ -167,21 +177,30 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, names: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        result = dispatch.run(call.but(arrays=dict(zip(names, tensors)), return_lse=True))
-        _Transformed.setup_context(ctx, (call, names, *tensors), result)
+        result: tuple[torch.Tensor, torch.Tensor] = dispatch.run(
+            call.but(arrays=dict(zip(names, tensors)), return_lse=True)
+        )
+        ctx.call, ctx.names = call, names
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *result)
         return result
 
     @staticmethod
     def backward(
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(torch_operators.ONCE)
-        return _Transformed.backward(ctx, dout, dlse)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> None:
-        raise NotImplementedError(torch_operators.FORWARD_MODE)
+        dout, dlse = torch_derivatives.other_than_zero((dout, dlse))
+        if dout is None and dlse is None:
+            return (None,) * (2 + len(ctx.names))
+        *tensors, out, lse = ctx.saved_tensors
+        wanted = zip(ctx.names, ctx.needs_input_grad[2:])
+        wrt = tuple([name for name, needed in wanted if needed and name not in ("q", "k", "v")])
+        arrays = dict(zip(ctx.names, tensors))
+        arrays |= {"dout": torch.zeros_like(out) if dout is None else dout, "out": out, "lse": lse}
+        if dlse is not None:
+            arrays["dlse"] = dlse
+        grads = _derivative(ctx.call.but(of=BACKWARD, arrays=arrays, wrt=wrt))
+        return None, None, *map(grads.of_call, ctx.names)
 
 
 class _Out(_Attention):
@@ -199,70 +218,3 @@ _both, _out = (super(torch.autograd.Function, x).apply for x in (_Attention, _Ou
 def _unwrapped(x: Any) -> Any:
     """What a transform that is over has left wrapped; as Function.apply does."""
     return torch._C._functorch.unwrap_if_dead(x) if isinstance(x, torch.Tensor) else x
-
-
-class _Transformed(torch.autograd.Function):
-    """The same in the form that torch.func asks for, which costs the host 11 us more."""
-
-    @staticmethod
-    def forward(call: Call, names: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return dispatch.run(call.but(arrays=dict(zip(names, tensors)), return_lse=True))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        ctx.call, ctx.names, *tensors = inputs
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *output)
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if dout is None and dlse is None:
-            return (None,) * (2 + len(ctx.names))
-        # A pullback of torch.func.vjp is called when its transform is over: what it kept is wrapped for nothing.
-        *tensors, out, lse = map(_unwrapped, ctx.saved_tensors)
-        wanted = zip(ctx.names, ctx.needs_input_grad[2:])
-        wrt = tuple([name for name, needed in wanted if needed and name not in ("q", "k", "v")])
-        arrays = dict(zip(ctx.names, tensors))
-        arrays |= {"dout": torch.zeros_like(out) if dout is None else dout, "out": out, "lse": lse}
-        if dlse is not None:
-            arrays["dlse"] = dlse
-        grads = _backward(ctx.call.but(of=BACKWARD, arrays=arrays, wrt=wrt))
-        return None, None, *map(grads.of_call, ctx.names)
-
-    jvp = _Attention.jvp
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, names: tuple[str, ...], *tensors: Any) -> tuple[Any, Any]:
-        def run(arrays: Arrays, options: dict[str, Any]) -> tuple[Any, Any]:
-            return _Transformed.apply(call.but(options=options), tuple(arrays), *arrays.values())
-
-        arrays, has = torch_operators.in_front(names, tensors, in_dims[2:])
-        return folding.forward(torch, run, arrays, has, info.batch_size, call.options), (0, 0)
-
-
-class _AttentionBackward(torch.autograd.Function):
-    """Its gradients under torch.func, which transforms these too."""
-
-    @staticmethod
-    def forward(call: Call, names: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, ...]:
-        grads = torch_operators.gradients(call.but(arrays=dict(zip(names, tensors))))
-        return (*grads, *(grads.of_arrays[name] for name in call.wrt))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> None:
-        raise RuntimeError(torch_operators.ONCE)
-
-    jvp = _Attention.jvp
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, names: tuple[str, ...], *tensors: Any) -> tuple[Any, Any]:
-        def run(arrays: Arrays, options: dict[str, Any], wrt: tuple[str, ...]) -> Any:
-            return _AttentionBackward.apply(call.but(options=options, wrt=wrt), tuple(arrays), *arrays.values())
-
-        arrays, has = torch_operators.in_front(names, tensors, in_dims[2:])
-        grads = folding.backward(torch, run, arrays, has, info.batch_size, call.options, call.wrt)
-        return tuple(grads), (0,) * len(grads)

@@ -1,7 +1,8 @@
 """Attention for JAX: `attention`, and `dot_product_attention` in the place of jax.nn's, on CPU and GPU.
 
-Under jit, grad, value_and_grad, vmap (the mapped axis becomes a part of the batch), scan, remat and shard_map. XLA calls back into
-Python, on its own stream and with its own memory (`jax.experimental.buffer_callback`), so what is traced cannot be exported.
+Under jit, grad, jvp, hessian, vmap (the mapped axis becomes a part of the batch), scan, remat and shard_map. XLA calls
+back into Python, on its own stream and with its own memory (`jax.experimental.buffer_callback`), so what is traced
+cannot be exported.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ __all__ = ["attention", "dot_product_attention"]
 
 @like(api.attention, without=("out",))
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = False, **options: Any) -> Any:
-    """Exact attention on JAX arrays, traced or not, differentiable by q, k, v, bias, alibi_slopes, sinks and
-    what is in score_arrays.
+    """Exact attention on JAX arrays, traced or not, twice differentiable by q, k, v, bias, alibi_slopes, sinks and
+    what is in score_arrays: in forward mode, in reverse mode, or in both.
 
     Takes and returns what `cupyflash.attention` does, out and lse both differentiable, but for `out`, as JAX arrays are
-    immutable. Gradients cannot be differentiated again, and there is no forward mode (jvp). What is wrong with a call is said
-    while it is traced.
+    immutable. What is wrong with a call is said while it is traced.
 
     Raises
     ------
     TypeError, ValueError
         q, k or v is no JAX array, or another one neither that nor NumPy's; and as `cupyflash.attention` does.
+    NotImplementedError
+        A third derivative; one of second order in forward mode alone, when it is compiled; sinks, their tangents or
+        their gradients that have an axis of vmap, in forward mode or in a second derivative.
     """
     check_flag("return_lse", return_lse)
     arrays = {"q": q, "k": k, "v": v, **{row.name: options.get(row.name) for row in ARRAYS}}

@@ -1,14 +1,15 @@
 """The ladder from the formula to the kernel: every algorithm as its paper has it, on NumPy or CuPy arrays, and counted.
 
-Nothing here is fast: tiles are Python loops, so that each line of a paper is a line of code. `cupyflash.attention` is the
-function to use; these are the functions to read. Inputs are finite, float32 or float64, all of one library and
+Nothing here is fast: tiles are Python loops, so that each line of a paper is a line of code. `cupyflash.attention` is
+the function to use; these are the functions to read. Inputs are finite, float32 or float64, all of one library and
 dtype, and no dimension is empty.
 
-Shapes: `standard_attention` and `flash2_*` take q (B, Sq, H, D), k (B, Sk, H, D) and v (B, Sk, H, Dv) like the rest of the
-package. The other rungs are about one head and take q (Sq, D), k (Sk, D), v (Sk, Dv). The scale is 1/sqrt(D) unless given.
+Shapes: `standard_attention` and `flash2_*` take q (B, Sq, H, D), k (B, Sk, H, D) and v (B, Sk, H, Dv) like the rest of
+the package. The other rungs are about one head and take q (Sq, D), k (Sk, D), v (Sk, Dv). The scale is 1/sqrt(D) unless
+given.
 
-With `trace=True` a function returns one more value: a `Trace` of the elements it moved and the operations it did. Given a
-`Trace`, it works on that one: a subclass sees every tile that passes (docs/tutorial_plots.py draws its pictures so).
+With `trace=True` a function returns one more value: a `Trace` of the elements it moved and the operations it did. Given
+a `Trace`, it works on that one: a subclass sees every tile that passes (docs/tutorial_plots.py draws its pictures so).
 
 Papers
 ------

@@ -28,8 +28,8 @@ def flash1_forward(
     scale: float | None = None,
     trace: bool | Trace = False,
 ) -> Any:
-    """FlashAttention's Algorithm 1 for one head: each tile of K and V is loaded once, O, ℓ and m are rescaled and stored
-    at every step. Θ(N²d²/M) HBM accesses (Theorem 2).
+    """FlashAttention's Algorithm 1 for one head: each tile of K and V is loaded once, O, ℓ and m are rescaled and
+    stored at every step. Θ(N²d²/M) HBM accesses (Theorem 2).
 
     Parameters
     ----------

@@ -1,4 +1,5 @@
-"""FlashAttention-2 (Dao 2023): queries in the outer loop, O scaled once, one number kept for each row; and split keys."""
+"""FlashAttention-2 (Dao 2023): queries in the outer loop, O scaled once, one number kept for each row; and
+split keys."""
 
 from __future__ import annotations
 
@@ -147,7 +148,8 @@ def flash2_backward(
 def split_kv(
     q: Array, k: Array, v: Array, parts: int, *, scale: float | None = None, trace: bool | Trace = False
 ) -> Any:
-    """Attention over `parts` ranges of keys, each on its own, combined by their log-sum-exps (Flash-Decoding, Dao et al.
+    """Attention over `parts` ranges of keys, each on its own, combined by their log-sum-exps (Flash-Decoding, Dao et
+    al.
     2023): with few queries the key ranges are what keeps a GPU busy.
 
     Parameters

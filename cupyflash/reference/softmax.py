@@ -77,8 +77,8 @@ def flash_one_pass(q: Array, k: Array, v: Array, *, scale: float | None = None, 
 
         o ← o · (d · e^(m - m_new) / d_new) + v · (e^(x - m_new) / d_new)
 
-    That is line 12 of FlashAttention's Algorithm 1 with Br = Bc = 1 and the loops exchanged. Rabe & Staats 2021 have the
-    same pass with one division, at the end.
+    That is line 12 of FlashAttention's Algorithm 1 with Br = Bc = 1 and the loops exchanged. Rabe & Staats 2021 have
+    the same pass with one division, at the end.
 
     Parameters
     ----------

@@ -19,7 +19,8 @@ def standard_attention(
     """softmax(scale · Q K^T) V, with S and P written to memory and read back.
 
     Vaswani et al. 2017, equation 1; the reads and writes are those of FlashAttention's Algorithm 0. Its Theorem 2:
-    Θ(Nd + N²) HBM accesses. How its matrix products are blocked is left open; the trace's `on_chip` is a row of softmax.
+    Θ(Nd + N²) HBM accesses. How its matrix products are blocked is left open; the trace's `on_chip` is a row of
+    softmax.
 
     Parameters
     ----------

@@ -16,8 +16,8 @@ Array = Any
 class Trace:
     """A model of one processor beside a large memory (HBM): it does the arithmetic of an algorithm and counts it.
 
-    The algorithms move data by `load` and `store` and compute by `matmul`, `times`, `rescale` and `exp`, so that the counts
-    are of what was done and not of what a formula says. Additions and maxima are not counted.
+    The algorithms move data by `load` and `store` and compute by `matmul`, `times`, `rescale` and `exp`, so that the
+    counts are of what was done and not of what a formula says. Additions and maxima are not counted.
     """
 
     read: int = 0  # elements read from HBM

@@ -1,7 +1,8 @@
 """Score functions: what `attention(score=...)` computes with.
 
-A score function is an ordinary Python function of (s, b, h, i, j, arrays ...) that is run once, on numbers that write down what is
-done to them: operators, comparisons, the functions here, and NumPy's of the same names. Branches by `where`.
+A score function is an ordinary Python function of (s, b, h, i, j, arrays ...) that is run once, on numbers that write
+down what is done to them: operators, comparisons, the functions here, and NumPy's of the same names. Branches by
+`where`.
 """
 
 from .graph import Score, ScoreArray
@@ -24,6 +25,7 @@ from .value import (
 )
 
 __all__ = [
-    "Score", "ScoreArray", "absolute", "clip", "cos", "exp", "floor", "log", "log2", "maximum", "minimum", "sigmoid", "sin",
+    "Score", "ScoreArray", "absolute", "clip", "cos", "exp", "floor", "log", "log2", "maximum", "minimum", "sigmoid",
+    "sin",
     "sqrt", "tanh", "trace", "where",
 ]  # fmt: skip

@@ -1,23 +1,31 @@
 """Derivatives of a graph, node by node from the operands to the result (forward mode).
 
-A derivative by one number only follows what depends on it, and what `where` does not choose never reaches the result: nothing
-is multiplied by 0 that might be infinite. Where a function has a corner, its derivative there is PyTorch's: 0 of abs (JAX has 1),
-half each of equal minima and maxima.
+A derivative by one number only follows what depends on it, and what `where` does not choose never reaches the result:
+nothing is multiplied by 0 that might be infinite. Where a function has a corner, its derivative there is PyTorch's: 0
+of abs (JAX has 1), half each of equal minima and maxima.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
-from .graph import Graph, Node, Score
+from .graph import TANGENT, Graph, Node, Score
+
+
+def along(graph: Graph, root: int, changes: Mapping[int, int]) -> int | None:
+    """The node of what root changes by where each node of `changes` changes by the one beside it; None where
+    that is 0."""
+    found: dict[int, int | None] = {}
+    for n in range(root + 1):
+        found[n] = changes[n] if n in changes else _of(graph, n, graph.nodes[n], found)
+    return found[root]
 
 
 def derivative(graph: Graph, root: int, by: int) -> int | None:
     """The node of d root / d by; None where root does not depend on it."""
-    found: dict[int, int | None] = {}
-    for n in range(root + 1):
-        found[n] = graph.constant(1.0) if n == by else _of(graph, n, graph.nodes[n], found)
-    return found[root]
+    return along(graph, root, {by: graph.constant(1.0)})
 
 
 @functools.lru_cache(256)
@@ -27,10 +35,50 @@ def slope(score: Score) -> tuple[tuple[Node, ...], int] | None:
     return _pruned(graph, derivative(graph, score.root, graph.variable("s")))
 
 
+def changes(graph: Graph, score: Score, moves: tuple[str, ...]) -> dict[int, int]:
+    """What `along` takes where these move: "s", by the variable TANGENT, and arrays by what they are called in a call.
+    Elements of the n-th of the arrays change by what is read of an array behind all of them, the n-th of these.
+    """
+    found = {graph.variable("s"): graph.add(Node(TANGENT, "float"))} if "s" in moves else {}
+    for n, node in enumerate(score.nodes):
+        if node.op == "read" and score.arrays[int(node.value)].key in moves:
+            found[n] = graph.read(len(score.arrays) + int(node.value), node.kind, node.args)
+    return found
+
+
+class Moved(NamedTuple):
+    """Nodes, and the numbers among them of what a score and its slope change by; None of a number that is 0."""
+
+    nodes: tuple[Node, ...]
+    tangent: int | None
+    bend: int | None
+
+
 @functools.lru_cache(256)
-def reads(score: Score, array: int) -> list[tuple[tuple[Node, ...], int, tuple[int, ...]]]:
-    """For each element of an array that the score of a pair reads: nodes that compute d score / d element and its index, and
-    the numbers of these among them. Elements that the score does not depend on are left out.
+def moved(score: Score, moves: tuple[str, ...]) -> Moved:
+    """Of a score function, where these move (`changes`)."""
+    graph = Graph(score.nodes)
+    by = changes(graph, score, moves)
+    slope = derivative(graph, score.root, graph.variable("s"))
+    found = (along(graph, score.root, by), None if slope is None else along(graph, slope, by))
+    nodes, numbers = graph.pruned(*(n for n in found if n is not None))
+    left = iter(numbers)
+    return Moved(nodes, *(None if n is None else next(left) for n in found))
+
+
+class Read(NamedTuple):
+    """An element of an array that the score of a pair reads: nodes, and the numbers of these among them."""
+
+    nodes: tuple[Node, ...]
+    change: int  # d score / d element
+    element: tuple[int, ...]  # its indices
+    bend: int | None  # what the change changes by, if anything
+
+
+@functools.lru_cache(256)
+def reads(score: Score, array: int, moves: tuple[str, ...] = ()) -> list[Read]:
+    """For each element of an array that the score of a pair reads, where these move (`changes`). Elements that the
+    score does not depend on are left out.
     """
     found = []
     for n, node in enumerate(score.nodes):
@@ -38,8 +86,9 @@ def reads(score: Score, array: int) -> list[tuple[tuple[Node, ...], int, tuple[i
             graph = Graph(score.nodes)
             changed = derivative(graph, score.root, n)
             if changed is not None:
-                nodes, (first, *index) = graph.pruned(changed, *node.args)
-                found.append((nodes, first, tuple(index)))
+                bend = along(graph, changed, changes(graph, score, moves))
+                nodes, (first, *rest) = graph.pruned(changed, *([] if bend is None else [bend]), *node.args)
+                found.append(Read(nodes, first, tuple(rest[bend is not None :]), None if bend is None else rest[0]))
     return found
 
 
@@ -101,7 +150,7 @@ def _of(graph: Graph, n: int, node: Node, found: dict[int, int | None]) -> int |
     if op == "floor":
         return None
     one = number(1.0)
-    factor = {
+    factors: dict[str, Callable[[], int]] = {
         "exp": lambda: n,
         "log": lambda: apply("div", one, x),
         "log2": lambda: apply("div", number(1.4426950408889634), x),
@@ -110,5 +159,5 @@ def _of(graph: Graph, n: int, node: Node, found: dict[int, int | None]) -> int |
         "sigmoid": lambda: apply("mul", n, apply("sub", one, n)),
         "sin": lambda: apply("cos", x),
         "cos": lambda: apply("neg", apply("sin", x)),
-    }[op]
-    return times(d[0], factor())
+    }
+    return times(d[0], factors[op]())

@@ -1,6 +1,7 @@
 """Score functions as an expression in C: `s + 0.1f * (i - j)`, `j <= i ? s : -INFINITY`, `s + table[h][j - i + 127]`.
 
-The same graph comes of it as of a Python function, so that it runs on a CPU and has derivatives. Integers are divided as in C.
+The same graph comes of it as of a Python function, so that it runs on a CPU and has derivatives. Integers are divided
+as in C.
 """
 
 from __future__ import annotations

@@ -13,10 +13,12 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-# Libraries of whose own functions it is known that they give the same for the same, but for what their callers put on them.
+# Libraries of whose own functions it is known that they give the same for the same, but for what their callers put on
+# them.
 _LIBRARIES = ("math", "numpy", "jax", "torch", "cupyflash", "operator", "_operator", "builtins")
 _ELSEWHERE = {  # what these give, or find, is not seen here
-    "eval", "exec", "globals", "locals", "vars", "getattr", "attrgetter", "methodcaller", "__dict__", "__getattribute__",
+    "eval", "exec", "globals", "locals", "vars", "getattr", "attrgetter", "methodcaller", "__dict__",
+    "__getattribute__",
     "__import__", "open", "input", "random",
 }  # fmt: skip
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
@@ -137,7 +139,8 @@ class _Walk:
 
 @functools.lru_cache(_KEPT)
 def _names(code: types.CodeType) -> tuple[str, ...] | None:
-    """Global names that the code, and functions inside it, may look up; None where it finds things in other ways too."""
+    """Global names that the code, and functions inside it, may look up; None where it finds things in other
+    ways too."""
     names = [*code.co_names]
     if not _ELSEWHERE.isdisjoint(names) or any(x.opname == "IMPORT_NAME" for x in dis.get_instructions(code)):
         return None

@@ -1,7 +1,7 @@
 """A score function as data: operations on numbers, in the order in which they are computed.
 
-A graph knows nothing of Python functions, CUDA or NumPy. Equal operations are one node, and what is known already is computed
-while it is built.
+A graph knows nothing of Python functions, CUDA or NumPy. Equal operations are one node, and what is known already is
+computed while it is built.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 KINDS = ("bool", "int", "long", "float")  # 32 and 64 bits; float is what scores are computed in
 VARIABLES = {"s": "float", "b": "int", "h": "int", "i": "int", "j": "int"}
+TANGENT = "ts"  # of s: a variable of what is derived from a score function (score/derivative.py)
 _KINDS_OF = {  # dtypes of arrays
-    "bool": "bool", "int32": "int", "int64": "long", "float16": "float", "bfloat16": "float", "float32": "float", "float64": "float"
+    "bool": "bool", "int32": "int", "int64": "long", "float16": "float", "bfloat16": "float", "float32": "float",
+    "float64": "float"
 }  # fmt: skip
 _RANKS = range(1, 5)
 
@@ -54,7 +56,8 @@ _KEY = "score_arrays["
 
 
 def name_of(key: str) -> str | None:
-    """The name of an array that a score function reads, from what it is called among those of a call; None for others."""
+    """The name of an array that a score function reads, from what it is called among those of a call; None for
+    others."""
     return key[len(_KEY) + 1 : -2] if key.startswith(_KEY) else None
 
 
@@ -62,8 +65,8 @@ def kind_of(dtype: str) -> str:
     return _KINDS_OF.get(dtype, "float")
 
 
-# Of operations: what they take and give. "same": the widest kind of their operands, "int" at least; "whole": that, but no
-# float; "float"; "truth": booleans, or bits of integers; "compare": from the widest kind to bool.
+# Of operations: what they take and give. "same": the widest kind of their operands, "int" at least; "whole": that, but
+# no float; "float"; "truth": booleans, or bits of integers; "compare": from the widest kind to bool.
 RULES = {
     **dict.fromkeys(("add", "sub", "mul", "minimum", "maximum", "neg", "abs"), "same"),
     **dict.fromkeys(("floordiv", "mod", "truncdiv", "truncmod", "shl", "shr"), "whole"),
@@ -93,9 +96,12 @@ def _few(bits: int) -> int:
 _FOLD: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "minimum": min, "maximum": max, "neg": operator.neg,
     "abs": abs, "floordiv": operator.floordiv, "mod": operator.mod, "truncdiv": _truncdiv,
-    "truncmod": lambda x, y: x - y * _truncdiv(x, y), "shl": lambda x, y: x << _few(y), "shr": lambda x, y: x >> _few(y),
-    "div": operator.truediv, "pow": operator.pow, "exp": math.exp, "log": math.log, "log2": math.log2, "sqrt": math.sqrt,
-    "tanh": math.tanh, "sigmoid": lambda x: 1 / (1 + math.exp(-x)), "sin": math.sin, "cos": math.cos, "floor": math.floor,
+    "truncmod": lambda x, y: x - y * _truncdiv(x, y), "shl": lambda x, y: x << _few(y),
+    "shr": lambda x, y: x >> _few(y),
+    "div": operator.truediv, "pow": operator.pow, "exp": math.exp, "log": math.log, "log2": math.log2,
+    "sqrt": math.sqrt,
+    "tanh": math.tanh, "sigmoid": lambda x: 1 / (1 + math.exp(-x)), "sin": math.sin, "cos": math.cos,
+    "floor": math.floor,
     "and": operator.and_, "or": operator.or_, "xor": operator.xor, "lt": operator.lt, "le": operator.le,
     "eq": operator.eq, "ne": operator.ne,
 }  # fmt: skip
@@ -236,6 +242,8 @@ class Score:
     root: int  # the new score
     keys: tuple[str, ...] = field(init=False)  # what the arrays are called among those of a call
     data: str = field(init=False)  # all of it but `wide`, which follows from the arrays of a call
+    if TYPE_CHECKING:
+        _hash: int = field(init=False)  # for mypy alone: it is no field
 
     def __post_init__(self) -> None:
         _check(self.arrays, self.nodes, self.root)
@@ -244,7 +252,7 @@ class Score:
         object.__setattr__(self, "data", json.dumps([[x[:3] for x in self.arrays], self.nodes, self.root]))
 
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined]
+        return self._hash
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -352,8 +360,8 @@ def _written(kind: str, text: str) -> bool:
 
 @functools.lru_cache(256)
 def folded(score: Score, batch: int, mapped: tuple[str, ...]) -> Score:
-    """The same for a call whose batch is that of several calls, of `batch` entries each, one behind the other. Arrays called as
-    in `mapped` have one entry for each of these calls in front."""
+    """The same for a call whose batch is that of several calls, of `batch` entries each, one behind the other. Arrays
+    called as in `mapped` have one entry for each of these calls in front."""
     graph, numbers = Graph(), list[int]()
     b, size = graph.variable("b"), graph.constant(batch)
     call, entry = graph.apply("floordiv", b, size), graph.apply("mod", b, size)

@@ -1,4 +1,5 @@
-"""From a Python function, or an expression, to a `Score`. A function is run once, on numbers that write down what is done."""
+"""From a Python function, or an expression, to a `Score`. A function is run once, on numbers that write down what is
+done."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ _same: dict[Score, Score] = {}
 def trace(
     score: Callable[..., Any] | str | Score, arrays: Mapping[str, tuple[str, int, bool]], inlined: bool = False
 ) -> Score:
-    """The score function as data. `arrays` says of each that it reads its dtype, the number of its dimensions, and whether
-    offsets in it may have more than 32 bits. `inlined`: torch.compile reads this code, and calls what is marked for it.
+    """The score function as data. `arrays` says of each that it reads its dtype, the number of its dimensions, and
+    whether offsets in it may have more than 32 bits. `inlined`: torch.compile reads this code, and calls what is marked
+    for it.
 
     TypeError or ValueError for what is no score function of these arrays, or cannot be traced: saying what and where.
     """
@@ -89,8 +91,8 @@ def _fitting(score: Score, arrays: tuple[ScoreArray, ...]) -> Score:
         y = given[name]
         if (x.dtype, x.rank) != (y.dtype, y.rank):
             raise TypeError(
-                f"{x.key} is of {y.dtype} and {y.rank} dimensions, but score was traced for {x.dtype} and {x.rank}; it must be "
-                "traced for these arrays, or be the function itself"
+                f"{x.key} is of {y.dtype} and {y.rank} dimensions, but score was traced for {x.dtype} and {x.rank}; it "
+                "must be traced for these arrays, or be the function itself"
             )
     wide = tuple([x._replace(wide=x.wide or given[x.name].wide) for x in score.arrays])
     return score if wide == score.arrays else replace(score, arrays=wide)

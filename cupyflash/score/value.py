@@ -61,8 +61,8 @@ def refusal_of_others(error: TypeError | IndexError) -> TypeError | None:
         return None
     place_ = _line(at.tb_frame.f_code.co_filename, at.tb_lineno)
     return TypeError(
-        "score hands a number of the pair to what does not take it; it must use functions of cupyflash.score, or NumPy's, and "
-        f"{_GIVEN}{place_}: {str(error).splitlines()[0]}"
+        "score hands a number of the pair to what does not take it; it must use functions of cupyflash.score, or "
+        f"NumPy's, and {_GIVEN}{place_}: {str(error).splitlines()[0]}"
     )
 
 
@@ -89,14 +89,14 @@ class Traced:
 
     def __bool__(self) -> bool:
         raise refusal(
-            "decides by a number that depends on the pair, with if, and, or, not, or a comparison of three; it must choose "
-            "with cupyflash.score.where, and combine with &, | and ~"
+            "decides by a number that depends on the pair, with if, and, or, not, or a comparison of three; it must "
+            "choose with cupyflash.score.where, and combine with &, | and ~"
         )
 
     def __float__(self) -> float:
         refuse(
-            "hands a number of the pair to a function that wants a plain float; it must use those of cupyflash.score, or "
-            "NumPy's"
+            "hands a number of the pair to a function that wants a plain float; it must use those of cupyflash.score, "
+            "or NumPy's"
         )
 
     def __int__(self) -> int:
@@ -107,8 +107,8 @@ class Traced:
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         refuse(
-            "hands a number of the pair to a function that wants an array; it must use those of cupyflash.score, or NumPy's, "
-            f"and {_GIVEN}"
+            "hands a number of the pair to a function that wants an array; it must use those of cupyflash.score, or "
+            f"NumPy's, and {_GIVEN}"
         )
 
     def __iter__(self) -> Any:
@@ -149,106 +149,106 @@ class Traced:
         return name(*args)
 
     def __add__(self, x: Any) -> Traced:
-        return apply("add", self, x)
+        return _traced("add", self, x)
 
     def __radd__(self, x: Any) -> Traced:
-        return apply("add", x, self)
+        return _traced("add", x, self)
 
     def __sub__(self, x: Any) -> Traced:
-        return apply("sub", self, x)
+        return _traced("sub", self, x)
 
     def __rsub__(self, x: Any) -> Traced:
-        return apply("sub", x, self)
+        return _traced("sub", x, self)
 
     def __mul__(self, x: Any) -> Traced:
-        return apply("mul", self, x)
+        return _traced("mul", self, x)
 
     def __rmul__(self, x: Any) -> Traced:
-        return apply("mul", x, self)
+        return _traced("mul", x, self)
 
     def __truediv__(self, x: Any) -> Traced:
-        return apply("div", self, x)
+        return _traced("div", self, x)
 
     def __rtruediv__(self, x: Any) -> Traced:
-        return apply("div", x, self)
+        return _traced("div", x, self)
 
     def __floordiv__(self, x: Any) -> Traced:
-        return apply("floordiv", self, x)
+        return _traced("floordiv", self, x)
 
     def __rfloordiv__(self, x: Any) -> Traced:
-        return apply("floordiv", x, self)
+        return _traced("floordiv", x, self)
 
     def __mod__(self, x: Any) -> Traced:
-        return apply("mod", self, x)
+        return _traced("mod", self, x)
 
     def __rmod__(self, x: Any) -> Traced:
-        return apply("mod", x, self)
+        return _traced("mod", x, self)
 
-    def __pow__(self, x: Any) -> Traced:
+    def __pow__(self, x: Any) -> Any:
         return power(self, x)
 
-    def __rpow__(self, x: Any) -> Traced:
+    def __rpow__(self, x: Any) -> Any:
         return power(x, self)
 
     def __lshift__(self, x: Any) -> Traced:
-        return apply("shl", self, x)
+        return _traced("shl", self, x)
 
     def __rlshift__(self, x: Any) -> Traced:
-        return apply("shl", x, self)
+        return _traced("shl", x, self)
 
     def __rshift__(self, x: Any) -> Traced:
-        return apply("shr", self, x)
+        return _traced("shr", self, x)
 
     def __rrshift__(self, x: Any) -> Traced:
-        return apply("shr", x, self)
+        return _traced("shr", x, self)
 
     def __and__(self, x: Any) -> Traced:
-        return apply("and", self, x)
+        return _traced("and", self, x)
 
     def __rand__(self, x: Any) -> Traced:
-        return apply("and", x, self)
+        return _traced("and", x, self)
 
     def __or__(self, x: Any) -> Traced:
-        return apply("or", self, x)
+        return _traced("or", self, x)
 
     def __ror__(self, x: Any) -> Traced:
-        return apply("or", x, self)
+        return _traced("or", x, self)
 
     def __xor__(self, x: Any) -> Traced:
-        return apply("xor", self, x)
+        return _traced("xor", self, x)
 
     def __rxor__(self, x: Any) -> Traced:
-        return apply("xor", x, self)
+        return _traced("xor", x, self)
 
     def __invert__(self) -> Traced:
-        return apply("not", self)
+        return _traced("not", self)
 
     def __neg__(self) -> Traced:
-        return apply("neg", self)
+        return _traced("neg", self)
 
     def __pos__(self) -> Traced:
         return self
 
     def __abs__(self) -> Traced:
-        return apply("abs", self)
+        return _traced("abs", self)
 
     def __lt__(self, x: Any) -> Traced:
-        return apply("lt", self, x)
+        return _traced("lt", self, x)
 
     def __le__(self, x: Any) -> Traced:
-        return apply("le", self, x)
+        return _traced("le", self, x)
 
     def __gt__(self, x: Any) -> Traced:
-        return apply("lt", x, self)
+        return _traced("lt", x, self)
 
     def __ge__(self, x: Any) -> Traced:
-        return apply("le", x, self)
+        return _traced("le", x, self)
 
     def __eq__(self, x: object) -> Traced:  # type: ignore[override]
-        return apply("eq", self, x)
+        return _traced("eq", self, x)
 
     def __ne__(self, x: object) -> Traced:  # type: ignore[override]
-        return apply("ne", self, x)
+        return _traced("ne", self, x)
 
 
 class TracedArray:
@@ -322,11 +322,15 @@ def _graph_of(args: tuple[Any, ...]) -> Graph | None:
 
 def apply(op: str, *args: Any) -> Any:
     """An operation on numbers of which some are traced."""
-    graph = _graph_of(args)
-    if graph is None:  # plain numbers: what it would be
+    if _graph_of(args) is None:  # plain numbers: what it would be
         graph = Graph()
-        n = _apply(graph, op, args)
-        return graph.known(n)
+        return graph.known(_apply(graph, op, args))
+    return _traced(op, *args)
+
+
+def _traced(op: str, *args: Any) -> Traced:
+    graph = _graph_of(args)
+    assert graph is not None
     return Traced(graph, _apply(graph, op, args))
 
 
@@ -387,7 +391,8 @@ minimum = _function("minimum", "The smaller of two; where they are equal, each h
 maximum = _function("maximum", "The larger of two; where they are equal, each has half of the derivative.")
 
 _UFUNCS: dict[str, Any] = {
-    **{op: _function(op, "") for op in ("exp", "log", "log2", "sqrt", "tanh", "sin", "cos", "floor", "minimum", "maximum")},
+    **{op: _function(op, "") for op in ("exp", "log", "log2", "sqrt", "tanh", "sin", "cos", "floor", "minimum",
+        "maximum")},
     "add": _function("add", ""), "subtract": _function("sub", ""), "multiply": _function("mul", ""),
     "divide": _function("div", ""), "true_divide": _function("div", ""), "floor_divide": _function("floordiv", ""),
     "remainder": _function("mod", ""), "negative": _function("neg", ""), "absolute": absolute, "fabs": absolute,
@@ -395,8 +400,10 @@ _UFUNCS: dict[str, Any] = {
     "equal": _function("eq", ""), "not_equal": _function("ne", ""), "greater": lambda x, y: apply("lt", y, x),
     "greater_equal": lambda x, y: apply("le", y, x), "bitwise_and": _function("and", ""),
     "bitwise_or": _function("or", ""), "bitwise_xor": _function("xor", ""), "invert": _function("not", ""),
-    "logical_and": lambda x, y: apply("and", truth(x), truth(y)), "logical_or": lambda x, y: apply("or", truth(x), truth(y)),
-    "logical_not": lambda x: apply("not", truth(x)), "left_shift": _function("shl", ""), "right_shift": _function("shr", ""),
+    "logical_and": lambda x, y: apply("and", truth(x), truth(y)),
+    "logical_or": lambda x, y: apply("or", truth(x), truth(y)),
+    "logical_not": lambda x: apply("not", truth(x)), "left_shift": _function("shl", ""),
+    "right_shift": _function("shr", ""),
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Attention for PyTorch: `attention` on tensors, and drop-ins for torch.nn's, on CPU and CUDA tensors.
 
-`cupyflash.attention` does on tensors what `attention` here does; this entry takes tensors only. Either is a custom operator
-(torch.ops.cupyflash.attention) to torch.compile, torch.export, torch.func and dispatch modes.
+`cupyflash.attention` does on tensors what `attention` here does; this entry takes tensors only. Either is a custom
+operator (torch.ops.cupyflash.attention) to torch.compile, torch.export, torch.func and dispatch modes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,19 @@ from .. import api, interop
 from ..signature import like
 from .multihead import MultiheadAttention
 from .sdpa import scaled_dot_product_attention
+from .varlen import varlen_attn, varlen_attn_out
 
 if TYPE_CHECKING:
     from .flex import flex_attention
 
-__all__ = ["MultiheadAttention", "attention", "flex_attention", "scaled_dot_product_attention"]
+__all__ = [
+    "MultiheadAttention",
+    "attention",
+    "flex_attention",
+    "scaled_dot_product_attention",
+    "varlen_attn",
+    "varlen_attn_out",
+]
 
 interop.library("q", torch.empty(0))  # makes the operators known, for programs that were exported
 
@@ -27,9 +35,10 @@ interop.library("q", torch.empty(0))  # makes the operators known, for programs 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
     """Exact attention on tensors, differentiable with respect to q, k, v, bias, alibi_slopes, sinks and score_arrays.
 
-    Takes and returns what `cupyflash.attention` does, out and lse both differentiable, also under torch.compile, torch.export,
-    torch.func (grad, vjp, vmap: the mapped axis becomes a part of the batch), activation checkpointing and torch.autocast,
-    which casts q, k and v as it does for PyTorch's own attention.
+    Takes and returns what `cupyflash.attention` does, out and lse both differentiable, also under torch.compile,
+    torch.export, torch.func (grad, vjp, vmap: the mapped axis becomes a part of the batch), activation checkpointing
+    and torch.autocast, which casts q, k and v as it does for PyTorch's own attention. q, k and v may be jagged nested
+    tensors, (N, sequence, heads, dim): packed sequences, of which out is nested as q is, and lse is (Hq, T).
 
     Raises
     ------
@@ -37,8 +46,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any)
         q, k or v is no tensor.
     ValueError
         `out` is given although a gradient is wanted, or the call is traced: nobody could follow a write into it.
-    RuntimeError
-        Where gradients are differentiated again.
+    RuntimeError, NotImplementedError
+        For a third derivative, and for forward mode of forward mode.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):

@@ -10,8 +10,8 @@ import torch
 def dropout_options(name: str, p: float, q: torch.Tensor) -> dict[str, Any]:
     """Options of `attention` on q for the probability p, given as `name`; the seed is drawn from PyTorch's generator.
 
-    It is a tensor on q's device, so that nothing waits for the GPU, torch.compile follows it, and a CUDA graph draws another in
-    each run.
+    It is a tensor on q's device, so that nothing waits for the GPU, torch.compile follows it, and a CUDA graph draws
+    another in each run.
     """
     if isinstance(p, str) or p is None:
         raise TypeError(f"{name} is {p!r}; it must be a number, 0 or more and less than 1")

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from .. import api
-from ..blocks import BlockMask
-from ..interop.torch_operators import refuse_script
+from ..blockmask.blocks import BlockMask
+from ..interop.torch_schema import refuse_script
 from ..score.fingerprint import Same, fingerprint
 from .score_mod import Watch, traced
 
@@ -49,13 +50,15 @@ def flex_attention(
     key, value : (B, H, S, E), (B, H, S, Ev)
         float16, bfloat16, float32 or float64. Their batch may be 1.
     score_mod : function of (score, b, h, q_idx, kv_idx), optional
-        The new score, from tensors without dimensions, b to kv_idx of int32 as in PyTorch's compiled kernels. It is run once and followed operator by operator; elements of tensors
-        that it captures are read, as in bias[h, q_idx - kv_idx], and get gradients. A function that is called again is known by
-        its code and by what it looks up, if that is numbers, tensors and functions; else it is run in each call (10 ms).
+        The new score, from tensors without dimensions, b to kv_idx of int32 as in PyTorch's compiled kernels. It is run
+        once and followed operator by operator; elements of tensors that it captures are read, as in bias[h, q_idx -
+        kv_idx], and get gradients. A function that is called again is known by its code and by what it looks up, if
+        that is numbers, tensors and functions; else it is run in each call (10 ms).
     block_mask : torch.nn.attention.flex_attention.BlockMask, optional
-        Converted at its first call, and again where its lists, what its mask_mod looks up, or an element of a tensor that it
-        captures has changed; in each call where mask_mod looks up other things than numbers, tensors and functions. Of tensors made
-        in torch.inference_mode, and through .data, PyTorch tells no changes: make another mask there.
+        Converted at its first call, and again where its lists, what its mask_mod looks up, or an element of a tensor
+        that it captures has changed; in each call where mask_mod looks up other things than numbers, tensors and
+        functions. Of tensors made in torch.inference_mode, and through .data, PyTorch tells no changes: make another
+        mask there.
     scale : float, optional
         Default 1 / sqrt(E).
     enable_gqa : bool
@@ -86,7 +89,8 @@ def flex_attention(
     for name, x in (("key", key), ("value", value)):
         if not enable_gqa and x.shape[1] != query.shape[1]:
             raise ValueError(
-                f"{name} has {x.shape[1]} heads but query has {query.shape[1]}; they must be the same, or enable_gqa=True given"
+                f"{name} has {x.shape[1]} heads but query has {query.shape[1]}; they must be the same, or "
+                "enable_gqa=True given"
             )
     if return_aux is not None:
         if return_lse:
@@ -112,7 +116,8 @@ def _attend(
     if score_mod is not None:
         options["score"], options["score_arrays"] = traced(score_mod, query, key.shape[2])
     if block_mask is not None:
-        options["block_mask"] = _converted(block_mask, query, key.shape[2])
+        with temporarily_clear_interpreter_stack():  # transforms of torch.func have no part in it
+            options["block_mask"] = _converted(block_mask, query, key.shape[2])
     return api.attention(query, key, value, return_lse=True, **options)
 
 
@@ -120,15 +125,15 @@ def _converted(mask: Any, query: torch.Tensor, keys: int) -> BlockMask:
     for name in ("kv_num_blocks", "kv_indices", "BLOCK_SIZE", "mask_mod"):
         if not hasattr(mask, name):
             raise TypeError(
-                f"block_mask is a {type(mask).__name__}; it must be a torch.nn.attention.flex_attention.BlockMask, or None "
-                "(cupyflash.attention takes those of cupyflash.block_mask)"
+                f"block_mask is a {type(mask).__name__}; it must be a torch.nn.attention.flex_attention.BlockMask, or "
+                "None (cupyflash.attention takes those of cupyflash.block_mask)"
             )
     lengths = (query.shape[2], keys)
     everything = min(mask.BLOCK_SIZE) >= 1 << 30  # PyTorch's own for no mask
     if not everything and tuple(mask.seq_lengths) != lengths:
         raise ValueError(
-            f"block_mask is for {mask.seq_lengths[0]} queries and {mask.seq_lengths[1]} keys, but query has {lengths[0]} and key "
-            f"{lengths[1]}; make one for these lengths"
+            f"block_mask is for {mask.seq_lengths[0]} queries and {mask.seq_lengths[1]} keys, but query has "
+            f"{lengths[0]} and key {lengths[1]}; make one for these lengths"
         )
     if mask.kv_num_blocks.device != query.device:
         raise ValueError(f"block_mask is on {mask.kv_num_blocks.device} but query is on {query.device}; make it there")
@@ -201,8 +206,8 @@ def _made(mask: Any, query: torch.Tensor, lengths: tuple[int, int], size: tuple[
 
     shape = (batch, heads, *lengths)
     if all(n % 16 == 0 and n <= _LARGEST for n in sizes):
-        return api.block_mask(seen, shape=shape, block=sizes, blocks=partial | full, full=full, like=query.detach())
-    return api.block_mask(seen_in_blocks, shape=shape, like=query.detach())
+        return api.block_mask(seen, shape=shape, block=sizes, blocks=partial | full, full=full, like=mask.kv_num_blocks)
+    return api.block_mask(seen_in_blocks, shape=shape, like=mask.kv_num_blocks)
 
 
 def _listed(counts: torch.Tensor, numbers: torch.Tensor, columns: int) -> torch.Tensor:

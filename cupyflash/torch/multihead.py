@@ -17,8 +17,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     """Multi-head attention between (N, L, E) sequences with projections (Vaswani et al. 2017), in the place of
     torch.nn.MultiheadAttention.
 
-    Constructor, parameters, state dict and the arguments of forward are those of the stock module, but that probabilities are
-    never returned: need_weights is False unless said, and must be. add_bias_kv and add_zero_attn are not served:
+    Constructor, parameters, state dict and the arguments of forward are those of the stock module, but that
+    probabilities are never returned: need_weights is False unless said, and must be. add_bias_kv and add_zero_attn are
+    not served:
     NotImplementedError.
     """
 
@@ -42,9 +43,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ) -> tuple[Tensor, None]:
         """Attend from query, (N, L, E) with batch_first, else (L, N, E), or (L, E), to key and value, of S keys.
 
-        key_padding_mask, (N, S) or (S,), and attn_mask, (L, S) or (N · heads, L, S): booleans, True where a key is hidden, or
-        numbers added to the scores. is_causal says that attn_mask is the causal one, which then is not read: query i sees keys
-        j <= i. Returns the result, shaped as query, and None.
+        key_padding_mask, (N, S) or (S,), and attn_mask, (L, S) or (N · heads, L, S): booleans, True where a key is
+        hidden, or numbers added to the scores. is_causal says that attn_mask is the causal one, which then is not read:
+        query i sees keys j <= i. Returns the result, shaped as query, and None.
         """
         if need_weights:
             raise NotImplementedError(
@@ -66,8 +67,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         queries, keys, heads = q.shape[-3], k.shape[-3], self.num_heads * (q.shape[0] if batched else 1)
         if attn_mask is not None and tuple(attn_mask.shape) not in ((queries, keys), (heads, queries, keys)):
             raise ValueError(
-                f"attn_mask has shape {tuple(attn_mask.shape)}; it must be (L, S), {(queries, keys)}, or (N · heads, L, S), "
-                f"{(heads, queries, keys)}"
+                f"attn_mask has shape {tuple(attn_mask.shape)}; it must be (L, S), {(queries, keys)}, or (N · heads, "
+                f"L, S), {(heads, queries, keys)}"
             )
         of_keys = (q.shape[0], keys) if batched else (keys,)
         if key_padding_mask is not None and tuple(key_padding_mask.shape) != of_keys:
@@ -95,8 +96,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         for name, x, width in widths:
             if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != width:
                 raise ValueError(
-                    f"{name} has shape {tuple(x.shape)}; it must be {query.dim() if query.dim() == 2 else 3}-dimensional, with "
-                    f"{width} as its last length"
+                    f"{name} has shape {tuple(x.shape)}; it must be "
+                    f"{query.dim() if query.dim() == 2 else 3}-dimensional, with {width} as its last length"
                 )
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:

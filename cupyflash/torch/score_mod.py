@@ -1,7 +1,7 @@
 """PyTorch's score_mod as a score function: run once on tensors without dimensions, and followed operator by operator.
 
-What does not depend on the pair (tensors that it captures, and what it makes of them) is computed by PyTorch in each call, and
-read as an array, so that it gets its gradient.
+What does not depend on the pair (tensors that it captures, and what it makes of them) is computed by PyTorch in each
+call, and read as an array, so that it gets its gradient.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from ..interop import torch_
-from ..problem import score_of
+from ..rules import score_of
 from ..score.fingerprint import fingerprint
 from ..score.graph import Graph, Score
 from ..score.value import Traced, apply, power, truth, where
@@ -31,8 +32,8 @@ def traced(score_mod: Callable[..., Any], query: torch.Tensor, keys: int) -> tup
     """score_mod for this query, (B, H, L, E), and so many keys, as `score` and `score_arrays` of attention."""
     if torch._C._are_functorch_transforms_active():  # which wrap the tensors that a trace would follow
         raise NotImplementedError(
-            "score_mod is given under torch.func (grad, vjp, vmap); give the function to cupyflash.attention as score, with the "
-            "tensors that it reads as score_arrays"
+            "score_mod is given under torch.func (grad, vjp, vmap); give the function to cupyflash.attention as score, "
+            "with the tensors that it reads as score_arrays"
         )
     captured: list[torch.Tensor] = []
 
@@ -71,7 +72,8 @@ def _check(score_mod: Any) -> None:
 
 
 class Watch(TorchFunctionMode):
-    """While a score_mod runs: table[h] reads an element, as under PyTorch's own vmap, and who looks at a number is noticed."""
+    """While a score_mod runs: table[h] reads an element, as under PyTorch's own vmap, and who looks at a number is
+    noticed."""
 
     looked = False
 
@@ -109,14 +111,15 @@ class Plan:
         place = [torch.zeros((), dtype=torch.int32, device=query.device) for _ in range(4)]
         watch = Watch()
         try:
-            with torch.inference_mode(False), torch.no_grad(), watch:
+            # (Tangents are for `call` to follow.)
+            with torch.inference_mode(False), torch.no_grad(), forward_ad._set_fwd_grad_enabled(False), watch:
                 module = make_fx(lambda *x: score_mod(*x))(torch.zeros((), dtype=number, device=query.device), *place)
         except RuntimeError as error:
             if "trying to get value out of a tracing tensor" not in str(error):
                 raise
             raise TypeError(
-                "score_mod decides by a number that depends on the pair (with if, and, or, not, int() or item()); it must choose "
-                "with torch.where, and combine with &, | and ~"
+                "score_mod decides by a number that depends on the pair (with if, and, or, not, int() or item()); it "
+                "must choose with torch.where, and combine with &, | and ~"
             ) from None
         self.lasts = not watch.looked  # else another value of a tensor may be another function
         self.nodes = list(module.graph.nodes)
@@ -200,8 +203,8 @@ def _readable(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     if x.device != query.device:
         if x.dim():
             raise ValueError(
-                f"score_mod reads a tensor of shape {tuple(x.shape)} on {x.device}, but query is on {query.device}; both must "
-                "be on one device"
+                f"score_mod reads a tensor of shape {tuple(x.shape)} on {x.device}, but query is on {query.device}; "
+                "both must be on one device"
             )
         x = x.to(query.device)  # as PyTorch takes numbers from the CPU
     if x.is_floating_point() and x.dtype not in (query.dtype, torch.float32):
@@ -259,9 +262,9 @@ class _Run:
             return self._element(n, name, *args)
         if name not in _OPERATORS:
             raise NotImplementedError(
-                f"score_mod calls {n.target}, which is not known here; it can use + - * / // % **, comparisons, & | ^ ~, abs, "
-                "where, minimum, maximum, clamp, exp, log, sqrt, tanh, sigmoid, sin, cos, tan, floor and indexing, and anything "
-                "on tensors before they are indexed"
+                f"score_mod calls {n.target}, which is not known here; it can use + - * / // % **, comparisons, & | ^ "
+                "~, abs, where, minimum, maximum, clamp, exp, log, sqrt, tanh, sigmoid, sin, cos, tan, floor and "
+                "indexing, and anything on tensors before they are indexed"
             )
         args = torch.fx.map_arg(n.args, lambda m: _plain(n, known[m]))
         kwargs = {key: x for key, x in n.kwargs.items() if key in ("alpha", "rounding_mode", "dtype") and x is not None}
@@ -370,8 +373,8 @@ class _Run:
 def _plain(n: Any, x: Any) -> Any:
     if isinstance(x, _Element):
         raise NotImplementedError(
-            f"score_mod computes ({n.target}) with a tensor of shape {x.shape} after it was read at {len(x.index) - len(x.free)} "
-            "indices that depend on the pair; it must read elements, as in table[h, i]"
+            f"score_mod computes ({n.target}) with a tensor of shape {x.shape} after it was read at "
+            f"{len(x.index) - len(x.free)} indices that depend on the pair; it must read elements, as in table[h, i]"
         )
     return x
 
@@ -450,7 +453,8 @@ def _cast(x: Any, dtype: torch.dtype | None = None) -> Any:
 
 _CASTS = {
     torch.bool: "bool", torch.int8: "int32", torch.uint8: "int32", torch.int16: "int32", torch.int32: "int32",
-    torch.int64: "int64", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64",
+    torch.int64: "int64", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32",
+    torch.float64: "float64",
 }  # fmt: skip
 _KINDS = {torch.bool: "bool", torch.int64: "long"}
 
@@ -460,16 +464,20 @@ def _simple(op: str) -> Any:
 
 
 _OPERATORS: dict[str, Any] = {
-    **{op: _simple(op) for op in ("mul", "neg", "abs", "minimum", "maximum", "exp", "log", "log2", "sqrt", "tanh", "sigmoid",
+    **{op: _simple(op) for op in ("mul", "neg", "abs", "minimum", "maximum", "exp", "log", "log2", "sqrt", "tanh",
+        "sigmoid",
                                   "sin", "cos", "floor", "lt", "le", "eq", "ne")},
     "add": _add, "sub": _sub, "rsub": lambda x, y, alpha=1: _sub(y, x, alpha), "div": _div,
     "floor_divide": lambda x, y: _div(x, y, "floor"), "remainder": _remainder, "fmod": _fmod, "pow": _pow,
     "gt": lambda x, y: apply("lt", y, x), "ge": lambda x, y: apply("le", y, x),
-    "bitwise_and": _simple("and"), "bitwise_or": _simple("or"), "bitwise_xor": _simple("xor"), "bitwise_not": _simple("not"),
-    "logical_and": lambda x, y: apply("and", truth(x), truth(y)), "logical_or": lambda x, y: apply("or", truth(x), truth(y)),
+    "bitwise_and": _simple("and"), "bitwise_or": _simple("or"), "bitwise_xor": _simple("xor"),
+    "bitwise_not": _simple("not"),
+    "logical_and": lambda x, y: apply("and", truth(x), truth(y)),
+    "logical_or": lambda x, y: apply("or", truth(x), truth(y)),
     "logical_xor": lambda x, y: apply("xor", truth(x), truth(y)), "logical_not": lambda x: apply("not", truth(x)),
     "bitwise_left_shift": _simple("shl"), "bitwise_right_shift": _simple("shr"), "lshift": _simple("shl"),
-    "rshift": _simple("shr"), "and": _simple("and"), "or": _simple("or"), "xor": _simple("xor"), "where": where, "masked_fill": lambda x, mask, value: where(mask, value, x),
+    "rshift": _simple("shr"), "and": _simple("and"), "or": _simple("or"), "xor": _simple("xor"), "where": where,
+    "masked_fill": lambda x, mask, value: where(mask, value, x),
     "clamp": _clamp, "clamp_min": _clamp, "clamp_max": lambda x, high: _clamp(x, None, high),
     "relu": lambda x: where(apply("lt", 0, x), x, 0), "silu": lambda x: apply("mul", x, apply("sigmoid", x)),
     "exp2": lambda x: apply("pow", 2.0, x), "log10": lambda x: apply("div", apply("log", x), math.log(10)),

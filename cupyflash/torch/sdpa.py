@@ -31,11 +31,12 @@ def scaled_dot_product_attention(
     value : (..., H, S, Ev)
         float16, bfloat16, float32 or float64. Axes before the heads, none or more, broadcast.
     attn_mask : broadcasts to (..., Hq, L, S), optional
-        Booleans, True where a query may attend a key, or numbers added to the scores (float32 or query's dtype; they get
-        gradients). Queries that may attend no key get 0. Or causal_upper_left or causal_lower_right of torch.nn.attention.bias.
+        Booleans, True where a query may attend a key, or numbers added to the scores (float32 or query's dtype; they
+        get gradients). Queries that may attend no key get 0. Or causal_upper_left or causal_lower_right of
+        torch.nn.attention.bias.
     dropout_p : float
-        Probabilities become 0 with this chance, less than 1, and the others are divided by 1 - dropout_p. Which ones follows from
-        a number drawn from PyTorch's generator of query's device, so torch.manual_seed repeats it.
+        Probabilities become 0 with this chance, less than 1, and the others are divided by 1 - dropout_p. Which ones
+        follows from a number drawn from PyTorch's generator of query's device, so torch.manual_seed repeats it.
     is_causal : bool
         Query i attends keys j <= i (aligned at the top left). Not together with attn_mask.
     scale : float, optional
@@ -87,8 +88,8 @@ def _spread(query: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, .
             lead = torch.broadcast_shapes(lead, x.shape[:-3])
         except RuntimeError:
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)} but query has {tuple(query.shape)}; their axes before the heads must be the "
-                "same, or broadcast"
+                f"{name} has shape {tuple(x.shape)} but query has {tuple(query.shape)}; their axes before the heads "
+                "must be the same, or broadcast"
             ) from None
     rank = max(x.dim() for x in (query, *others))
     whole = [x[(None,) * (rank - x.dim())] for x in (query, *others)]
@@ -99,7 +100,7 @@ def _diagonal(bias: Any, queries: int, keys: int) -> str:
     """Of a bias of torch.nn.attention.bias, a tensor that is known by its kind and has no elements."""
     if (bias.seq_len_q, bias.seq_len_kv) != (queries, keys):
         raise ValueError(
-            f"attn_mask is for {bias.seq_len_q} queries and {bias.seq_len_kv} keys, but query has {queries} and key {keys}; make "
-            "one for these lengths"
+            f"attn_mask is for {bias.seq_len_q} queries and {bias.seq_len_kv} keys, but query has {queries} and key "
+            f"{keys}; make one for these lengths"
         )
     return "top_left" if bias.variant.name == "UPPER_LEFT" else "bottom_right"

@@ -1,7 +1,7 @@
-// A block mask as kernels read it (cupyflash/tile_lists.py makes it): for each tile of one side the tiles of the other side
-// that it visits, in order, and of those of which only some pairs are visible a bit for each pair.
+// A block mask as kernels read it (cupyflash/blockmask/tile_lists.py makes it): for each tile of one side the tiles of
+// the other side that it visits, in order, and of those of which only some pairs are visible a bit for each pair.
 #pragma once
-#include "attention/head.cuh"
+#include "attention/tiles.cuh"
 
 // Which pairs of a tile a block mask leaves: rows of words with a bit for each of 16 columns, the lowest first.
 struct TileBits {
@@ -26,6 +26,7 @@ struct Visits {
 
     __device__ Visits() {}
     __device__ Visits(const Params& p, const Head& head, const int* list, int tiles, int tile) : list(list) {
+        if (RAGGED && tile >= tiles) return;  // none of the mask's
         int count = p.lists * tiles, n = number(p, head) * tiles + tile;
         visits = list + 2 * count + 1;
         steps = {list[n], list[n + 1]};

@@ -1,6 +1,7 @@
 // Dropout (Srivastava et al. 2014) of probabilities. Whether one is kept is a function of the seed, the batch entry, the head,
 // the query and the key alone: the same in every kernel, in the forward, the backward and on a CPU, and nothing is stored.
 #pragma once
+#include "attention/origin.cuh"
 #include "attention/pairs.cuh"
 
 // Philox4x32 (Salmon et al. 2011): a counter of four words becomes four random words. 7 rounds are the fewest that pass BigCrush
@@ -64,12 +65,19 @@ struct Dropout {
 
     __device__ Dropout(const Params& p) : philox(p) {}
 
+    // Of a part queries and keys begin at multiples of 16: with whole groups.
+    __device__ Origin origin() const { return Origin::of(philox.p); }
+
     // A query, or key, without the bits in which those of a group differ.
     __device__ static unsigned group_of_query(unsigned i) { return i / 16 * 8 + i % 8; }
     __device__ static unsigned group_of_key(unsigned j) { return j / 16 * 4 + j / 2 % 4; }
 
-    __device__ Philox::Side of_query(unsigned group, int batch) const { return philox.of_query(group, batch); }
-    __device__ Philox::Side of_key(unsigned group, int head) const { return philox.of_key(group, head); }
+    __device__ Philox::Side of_query(unsigned group, int batch) const {
+        return philox.of_query(group + group_of_query(origin().query), batch + origin().batch);
+    }
+    __device__ Philox::Side of_key(unsigned group, int head) const {
+        return philox.of_key(group + group_of_key(origin().key), head + origin().head);
+    }
 
     // What is dropped has a number below this one, where that is the upper half of a word.
     __device__ unsigned below() const { return philox.p.drop_below; }

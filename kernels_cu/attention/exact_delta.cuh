@@ -76,26 +76,35 @@ __device__ Accumulator<1, 2> product_of_rows(const SixteenRows<T>& o, const Sixt
     return sum;
 }
 
-// As prepare_rows, which it is for 16-bit numbers.
-template <int SIZE>
-__device__ void prepare_queries(const Params& p, const Head& head, int tile) {
+// f(i, rowsum(O * dO)) for the queries i of a tile, by a block of 128 threads, of this O and the dO that Of stands for.
+template <int SIZE, class Of, class F>
+__device__ void for_exact_row_sums(const Params& p, const Head& head, int tile, const In* out, const Strides& strides,
+                                   F f) {
+    Given given = Of::given(p);
     if constexpr (!EXACT_LSE) {
-        prepare_rows<SIZE>(p, head, tile);
+        for_row_sums<SIZE>(p, head, tile, out, strides, given.array, given.strides, f);
     } else {
         int lane = threadIdx.x % 32, first = tile * SIZE;
-        Accum* rows = prepared_rows<SIZE>(p, query_tile_number<SIZE>(p, head, tile));
-        float d_unit = operand_unit<OfDO>(p, head, tile);
+        float d_unit = operand_unit<Of>(p, head, tile);
         for (int i = first + threadIdx.x / 32 * 16; i < first + SIZE; i += 64) {
             int there = head.queries(p) - i;
-            SixteenRows<Out> o{head.query_row(p.out, p.out_strides, i), p.out_strides.row, there, p.dim_v};
-            SixteenRows<In> d{head.query_row(p.dout, p.dout_strides, i), p.dout_strides.row, there, p.dim_v};
+            SixteenRows<In> o{head.query_row(out, strides, i), strides.row, there, p.dim_v};
+            SixteenRows<In> d{head.query_row(given.array, given.strides, i), given.strides.row, there, p.dim_v};
             Accumulator<1, 2> product = product_of_rows(o, d, d_unit);
             if (lane % 4 != lane / 8) continue;  // no part of the diagonal
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 Accum sum = lane / 4 % 2 == 0 ? product.x[0][h][2 * h] : product.x[0][h][2 * h + 1];
-                write_prepared<SIZE>(p, head, rows, first, i + lane / 4 + 8 * h, sum);
+                f(i + lane / 4 + 8 * h, sum);
             }
         }
     }
+}
+
+// As prepare_rows, which it is for 16-bit numbers.
+template <int SIZE>
+__device__ void prepare_queries(const Params& p, const Head& head, int tile) {
+    Accum* rows = prepared_rows<SIZE>(p, head, tile);
+    for_exact_row_sums<SIZE, OfDO>(p, head, tile, p.out, p.out_strides,
+                                   [&](int i, Accum sum) { write_prepared<SIZE>(p, head, rows, tile * SIZE, i, sum); });
 }

@@ -1,136 +1,85 @@
-// One head of the problem: how long its sequences are, where its rows lie in memory, and how tiles of all heads are numbered.
-// With walk.cuh the only place that reads lengths: those of packed sequences, or a part of the keys, would come in here.
+// One head of a sequence: where its rows lie, in memory and for the copy engine.
 #pragma once
-
-// Keys or queries by position: [begin, end).
-struct Range {
-    int begin, end;
-
-    // The n-th of so many shares, as large as each other but for the last ones.
-    __device__ Range share(int n, int of) const {
-        int each = (end - begin + of - 1) / of;
-        return {min(end, begin + n * each), min(end, begin + (n + 1) * each)};
-    }
-    // What of another one lies in this one; where nothing does, none of its begin.
-    __device__ Range common(Range other) const {
-        int from = max(begin, other.begin), to = min(end, other.end);
-        return from < to ? Range{from, to} : Range{begin, begin};
-    }
-};
-
-// Tiles of `size` that hold n.
-__device__ inline constexpr int tiles_in(int n, int size) { return (n + size - 1) / size; }
+#include "attention/sequence.cuh"
 
 // Query heads that share a head of K and V.
 __device__ inline int group_of(const Params& p) { return p.heads_q / p.heads_k; }
 
-struct Head {
-    int batch, q, k;  // which head of Q, and which of K and V
+struct Head : Sequence {
+    int q, k;  // which head of Q, and which of K and V
 
+    __device__ static Head of(const Params& p, int batch, int q, int k) {
+        if constexpr (!RAGGED) return {{{}, batch}, q, k};  // (a call more, and code is laid out otherwise)
+        return {Sequence::of<true>(p, batch), q, k};
+    }
     // By the head of Q, or by that of K and V with the first of the heads that share it.
-    __device__ static Head of_q(const Params& p, int batch, int q) { return {batch, q, q / group_of(p)}; }
-    __device__ static Head of_k(const Params& p, int batch, int k) { return {batch, k * group_of(p), k}; }
-
-    __device__ int queries(const Params& p) const { return p.seq_q; }
-    __device__ int keys(const Params& p) const { return p.seq_k; }
-    // Of these, by position, some query sees each key, and each query sees some. The others may hold anything.
-    __device__ Range live_queries(const Params& p) const { return {p.first_q, p.end_q}; }
-    __device__ Range live_keys(const Params& p) const { return {p.first_k, p.end_k}; }
-    // So many come before those that tensor maps know of (gpu/tensormap.py).
-    __device__ int unmapped_queries(const Params& p) const { return p.first_q; }
-    __device__ int unmapped_keys(const Params& p) const { return p.first_k; }
-    // Query i stands on key i + diagonal.
-    __device__ int diagonal(const Params& p) const { return p.diagonal; }
-
-    // The queries, or keys, of tile `n` of SIZE.
-    template <int SIZE>
-    __device__ Range query_tile(const Params& p, int n) const {
-        return {n * SIZE, min(queries(p), (n + 1) * SIZE)};
+    __device__ static Head of_q(const Params& p, int batch, int q) {
+        if constexpr (!RAGGED) return {{{}, batch}, q, q / group_of(p)};
+        return {Sequence::of<true>(p, batch), q, q / group_of(p)};
     }
-    template <int SIZE>
-    __device__ Range key_tile(const Params& p, int n) const {
-        return {n * SIZE, min(keys(p), (n + 1) * SIZE)};
+    __device__ static Head of_k(const Params& p, int batch, int k) {
+        if constexpr (!RAGGED) return {{{}, batch}, k * group_of(p), k};
+        return {Sequence::of<false>(p, batch), k * group_of(p), k};
     }
+    // The same of packed sequences, where the rows are known.
+    __device__ static Head of_packed_q(const Params& p, const Packed& at, int q) {
+        return {Sequence::of<true>(p, at.n, at.rows), q, q / group_of(p)};
+    }
+    __device__ static Head of_packed_k(const Params& p, const Packed& at, int k) {
+        return {Sequence::of<false>(p, at.n, at.rows), k * group_of(p), k};
+    }
+    // The same from what a thread that made it tells of it.
+    __device__ static Head told(const Params& p, int n, int q, int k, Range rows_q, Range rows_k) {
+        return {{Lengths<RAGGED>::of(n, rows_q, rows_k), min(n, p.batch - 1)}, q, k};
+    }
+    // Another head of Q that shares K and V with it.
+    __device__ Head other(int q) const { return {*this, q, k}; }
 
     // Row i of an array that has rows for queries (Q, O, dO, dQ), row j of one that has rows for keys (K, V, dK, dV).
     template <class T>
     __device__ T* query_row(T* array, const Strides& strides, int i = 0) const {
-        return array + batch * strides.batch + q * strides.head + i * strides.row;
+        return array + batch * strides.batch + q * strides.head + query_at(i) * strides.row;
     }
     template <class T>
     __device__ T* key_row(T* array, const Strides& strides, int j = 0) const {
-        return array + batch * strides.batch + k * strides.head + j * strides.row;
+        return array + batch * strides.batch + k * strides.head + key_at(j) * strides.row;
     }
 
-    // Where query i has its number in an array (B, Hq, Sq): lse, dlse, delta.
-    __device__ long long row_number(const Params& p, int i = 0) const {
-        return ((long long)batch * p.heads_q + q) * p.seq_q + i;
+    // Which page of K and V in pages has row j; -1: none.
+    template <class Given>
+    __device__ int page_of(const Given& p, int j) const {
+        long long page = p.page_table[batch * p.page_table_strides.batch + j / p.page];
+        return page < 0 || page >= p.pages ? -1 : int(page);
     }
-    // And key j in one (B, Hk, Sk).
-    __device__ long long key_row_number(const Params& p, int j = 0) const {
-        return ((long long)batch * p.heads_k + k) * p.seq_k + j;
+    // The row there of one array, in `pool`; null for a page that is none.
+    template <class Given, class T>
+    __device__ T* paged_row(const Given& p, T* pool, const Strides& strides, int j) const {
+        int page = page_of(p, j);
+        return page < 0 ? nullptr : pool + page * strides.batch + k * strides.head + j % p.page * strides.row;
+    }
+
+    // Where query i has its number in an array (B, Hq, Sq): lse, dlse, delta. And key j in one (B, Hk, Sk).
+    __device__ long long row_number(const Params& p, int i = 0) const { return query_number(p, q, i); }
+    __device__ long long key_row_number(const Params& p, int j = 0) const { return key_number(p, k, j); }
+
+    // Packed arrays have one entry for all sequences.
+    __device__ int entry_q() const { return config::PACKED_Q ? 0 : batch; }
+    __device__ int entry_k() const { return config::PACKED_K ? 0 : batch; }
+    // The same for the copy engine, from a column on: in a map of an input, and in that of a result.
+    __device__ InMap at_query(const Params& p, int i, int column = 0) const { return {mapped_query(p, i), q, entry_q(), column}; }
+    __device__ InMap at_key(const Params& p, int j, int column = 0) const { return {mapped_key(p, j), k, entry_k(), column}; }
+    // Of pages, whose rows behind the end may be asked for, too. What is no page lies outside of the map.
+    template <class Given>
+    __device__ InMap at_paged_key(const Given& p, int j) const {
+        return {j % p.page, k, j < keys(p) ? page_of(p, j) : -1, 0};
+    }
+    __device__ InMap to_query(int i, int column = 0) const { return {query_at(i), q, entry_q(), column}; }
+    __device__ InMap to_key(int j, int column = 0) const { return {key_at(j), k, entry_k(), column}; }
+    // In that of an array whose rows keys lie along.
+    __device__ InMap at_turned_key(int j) const { return {0, k, batch, j}; }
+    // In that of an array over pairs, which has one entry along an axis that it is broadcast along.
+    template <bool BY_LINE = false>
+    __device__ InMap at_pair(const PairStrides& strides, int i, int j) const {
+        return {BY_LINE ? query_at(i) : i, strides.head ? q : 0, strides.batch ? batch : 0, j};
     }
 };
-
-// How many tiles of SIZE a head has.
-template <int SIZE>
-__device__ int query_tiles(const Params& p) {
-    return tiles_in(p.seq_q, SIZE);
-}
-template <int SIZE>
-__device__ int key_tiles(const Params& p) {
-    return tiles_in(p.seq_k, SIZE);
-}
-
-// Bytes of K and V of a head.
-__device__ inline long long bytes_of_kv(const Params& p) { return (long long)sizeof(In) * p.seq_k * (p.dim + p.dim_v); }
-
-// Where a tile of SIZE queries, or keys, stands among those of all heads, head by head.
-template <int SIZE>
-__device__ long long query_tile_number(const Params& p, const Head& head, int tile) {
-    return ((long long)head.batch * p.heads_q + head.q) * query_tiles<SIZE>(p) + tile;
-}
-template <int SIZE>
-__device__ long long key_tile_number(const Params& p, const Head& head, int tile) {
-    return ((long long)head.batch * p.heads_k + head.k) * key_tiles<SIZE>(p) + tile;
-}
-
-// What number n stands for where the tiles of all heads are numbered, tile by tile of a head, head by head of a batch entry.
-struct Place {
-    int tile, head, batch;
-};
-__device__ inline Place place(int n, int tiles, int heads) { return {n % tiles, n / tiles % heads, n / tiles / heads}; }
-
-// The query that number n of an array (B, Hq, Sq) is of, as `tile`.
-__device__ inline Place query_place(const Params& p, long long n) {
-    return {int(n % p.seq_q), int(n / p.seq_q % p.heads_q), int(n / p.seq_q / p.heads_q)};
-}
-
-// The same where heads come first: in the usual layout rows of all heads lie side by side.
-__device__ inline Place place_heads_first(int n, int tiles, int heads) {
-    return {n / heads % tiles, n % heads, n / heads / tiles};
-}
-
-// The same where the tiles of `together` heads (of all batch entries) are dealt out at once, first tiles first: so many `groups`
-// at most, then those of all heads that are left.
-struct Dealt {
-    int head, tile;
-};
-constexpr int ANY_NUMBER = 0x7fffffff;
-__device__ inline Dealt deal(int n, int tiles, int heads, int together, int groups = ANY_NUMBER) {
-    int group = min(n / (together * tiles), groups), first = group * together, rest = n - first * tiles;
-    int these = group < groups ? min(together, heads - first) : heads - first;
-    return {first + rest % these, rest / these};
-}
-
-// The same where the first tiles of a head may be far longer than all others: a few of each head before everything else.
-__device__ inline Dealt deal_longest_first(int n, int tiles, int heads, int together) {
-    int longest = tiles_in(tiles, 64);
-    if (n < longest * heads) return {n % heads, n / heads};
-    Dealt at = deal(n - longest * heads, tiles - longest, heads, together);
-    return {at.head, at.tile + longest};
-}
-__device__ inline Place longest_first(int n, int tiles, int heads, int batch) {
-    Dealt at = deal_longest_first(n, tiles, heads * batch, 1);
-    return {at.tile, at.head % heads, at.head / heads};
-}

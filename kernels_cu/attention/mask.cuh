@@ -24,8 +24,8 @@ struct InMemory {
             first.head = real_head(p, first.head);
             int queries = pairs.head.queries(p) - first.i, keys = pairs.head.keys(p) - first.j;
             counts[line] = min(queries, keys) > 0 ? (TRANSPOSED ? queries : keys) : 0;
-            if (config::MASK) masks[line] = at_pair(p.mask, p.mask_strides, pairs.head.batch, first);
-            if (config::BIAS) biases[line] = at_pair(p.bias, p.bias_strides, pairs.head.batch, first);
+            if (config::MASK) masks[line] = at_pair<config::MASK_LINES>(p.mask, p.mask_strides, pairs.head, first);
+            if (config::BIAS) biases[line] = at_pair<config::BIAS_LINES>(p.bias, p.bias_strides, pairs.head, first);
         }
     }
 
@@ -81,7 +81,7 @@ struct Lines {
     // Both elements of a line from column n on.
     template <bool NEAR>
     __device__ void score(Accum& first, Accum& second, int line, int n) const {
-        if constexpr (Terms::GIVEN == 0) {  // (with more to see through, the compiler would leave a worker's run as a function)
+        if constexpr (Terms::GIVEN == Terms::IN_PRODUCT) {  // (with more to see through, the compiler would leave a worker's run as a function)
             first = sum<NEAR>(first, line, n);
             second = sum<NEAR>(second, line, n + 1);
         } else {

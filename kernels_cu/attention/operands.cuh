@@ -3,42 +3,27 @@
 // ones; every tile has a power of two of its own, so that the whole range of float32 has room.
 #pragma once
 #include "attention/pairs.cuh"
+#include "attention/tiles.cuh"
 #include "tile/fragment.cuh"
 
 // Arrays with rows for queries, which come in tiles of ROWS, and for keys, in tiles of KEYS.
-struct OfQueries {
-    static constexpr int SIZE = config::ROWS;
-
-    __device__ static int heads(const Params& p) { return p.heads_q; }
-    __device__ static int tiles(const Params& p) { return query_tiles<SIZE>(p); }
-    __device__ static Head head(const Params& p, Place at) { return Head::of_q(p, at.batch, at.head); }
+struct OfQueries : QueryTiles<config::ROWS> {
     __device__ static int rows(const Params& p, const Head& head) { return head.queries(p); }
     __device__ static const In* row(const Head& head, const In* array, const Strides& s, int i) {
         return head.query_row(array, s, i);
     }
     static constexpr bool ALL_LIVE = !config::KEY_MASK && !config::LEFT && !config::RIGHT;
     __device__ static bool live(const Params& p, const Head& head, int i) { return Pairs(p, head).sees(i); }
-    __device__ static long long number(const Params& p, const Head& head, int i) { return head.row_number(p, i); }
-    __device__ static long long tile_number(const Params& p, const Head& head, int tile) {
-        return query_tile_number<SIZE>(p, head, tile);
-    }
+    __device__ static long long row_number(const Params& p, const Head& head, int i) { return head.row_number(p, i); }
 };
-struct OfKeys {
-    static constexpr int SIZE = config::KEYS;
-
-    __device__ static int heads(const Params& p) { return p.heads_k; }
-    __device__ static int tiles(const Params& p) { return key_tiles<SIZE>(p); }
-    __device__ static Head head(const Params& p, Place at) { return Head::of_k(p, at.batch, at.head); }
+struct OfKeys : KeyTiles<config::KEYS> {
     __device__ static int rows(const Params& p, const Head& head) { return head.keys(p); }
     __device__ static const In* row(const Head& head, const In* array, const Strides& s, int j) {
         return head.key_row(array, s, j);
     }
     static constexpr bool ALL_LIVE = OfQueries::ALL_LIVE;
     __device__ static bool live(const Params& p, const Head& head, int j) { return Pairs(p, head).is_seen(j); }
-    __device__ static long long number(const Params& p, const Head& head, int j) { return head.key_row_number(p, j); }
-    __device__ static long long tile_number(const Params& p, const Head& head, int tile) {
-        return key_tile_number<SIZE>(p, head, tile);
-    }
+    __device__ static long long row_number(const Params& p, const Head& head, int j) { return head.key_row_number(p, j); }
 };
 
 // What Params knows of an array: where it is, and where its halves and the units of its tiles are.
@@ -52,65 +37,46 @@ struct Halves {
     float* units;
 };
 
-// Q, K, V and dO. (Templates, because not every plan's Params has all of it.)
-struct OfQ : OfQueries {
-    static constexpr int COLUMNS = config::DIM;
+// Arrays by name: their rows, their columns in a tile and in memory, and whether they are given. (Templates, because not
+// every plan's Params has all of it.)
+#define OPERAND(NAME, ROWED, OF_TILE, ARRAY, IN_MEMORY, IS_GIVEN)                                                      \
+    struct NAME : ROWED {                                                                                              \
+        static constexpr bool GIVEN = IS_GIVEN;                                                                        \
+        static constexpr int COLUMNS = OF_TILE;                                                                        \
+                                                                                                                       \
+        template <class P>                                                                                             \
+        __device__ static Given given(const P& p) { return {p.ARRAY, p.ARRAY##_strides, p.IN_MEMORY}; }                \
+        template <class P>                                                                                             \
+        __device__ static Halves halves(const P& p) { return {p.ARRAY##_halves, p.ARRAY##_units}; }                    \
+    };
 
-    template <class P>
-    __device__ static Given given(const P& p) { return {p.q, p.q_strides, p.dim}; }
-    template <class P>
-    __device__ static Halves halves(const P& p) { return {p.q_halves, p.q_units}; }
-};
+OPERAND(OfQ, OfQueries, config::DIM, q, dim, true)
+OPERAND(OfK, OfKeys, config::DIM, k, dim, true)
+OPERAND(OfV, OfKeys, config::DIM_V, v, dim_v, true)
+OPERAND(OfDO, OfQueries, config::DIM_V, dout, dim_v, true)
+OPERAND(OfTQ, OfQueries, config::DIM, tq, dim, config::TQ)
+OPERAND(OfTK, OfKeys, config::DIM, tk, dim, config::TK)
+OPERAND(OfTV, OfKeys, config::DIM_V, tv, dim_v, config::TV)
+OPERAND(OfTDO, OfQueries, config::DIM_V, tdout, dim_v, config::TDOUT)
 
-struct OfK : OfKeys {
-    static constexpr int COLUMNS = config::DIM;
-
-    template <class P>
-    __device__ static Given given(const P& p) { return {p.k, p.k_strides, p.dim}; }
-    template <class P>
-    __device__ static Halves halves(const P& p) { return {p.k_halves, p.k_units}; }
-};
-
-struct OfV : OfKeys {
-    static constexpr int COLUMNS = config::DIM_V;
-
-    template <class P>
-    __device__ static Given given(const P& p) { return {p.v, p.v_strides, p.dim_v}; }
-    template <class P>
-    __device__ static Halves halves(const P& p) { return {p.v_halves, p.v_units}; }
-};
-
-struct OfDO : OfQueries {
-    static constexpr int COLUMNS = config::DIM_V;
-
-    template <class P>
-    __device__ static Given given(const P& p) { return {p.dout, p.dout_strides, p.dim_v}; }
-    template <class P>
-    __device__ static Halves halves(const P& p) { return {p.dout_halves, p.dout_units}; }
-};
-
-// Rows of an operand, from one on.
-struct Rows {
-    const Product* from;
-    long long stride;
-    int columns;
-};
-
+// Rows of an operand, from one on: so many, or as many as the caller says then.
 template <class Of, class P>
-__device__ Rows operand_rows(const P& p, const Head& head, int i) {
-    if constexpr (PARTS == 2) {
+__device__ Rows<const Product> operand_rows(const P& p, const Head& head, int i, int count = 0) {
+    if constexpr (!Of::GIVEN) {
+        return {};
+    } else if constexpr (PARTS == 2) {
         constexpr int WIDTH = 2 * Of::COLUMNS;
-        return {Of::halves(p).rows + Of::number(p, head, i) * WIDTH, WIDTH, WIDTH};
+        return {Of::halves(p).rows + Of::row_number(p, head, i) * WIDTH, WIDTH, count, WIDTH};
     } else {
         Given given = Of::given(p);
-        return {Of::row(head, given.array, given.strides, i), given.strides.row, given.columns};
+        return {Of::row(head, given.array, given.strides, i), given.strides.row, count, given.columns};
     }
 }
 
 // What a tile's operand is to be multiplied by.
 template <class Of, class P>
 __device__ float operand_unit(const P& p, const Head& head, int tile) {
-    if constexpr (PARTS == 2) return Of::halves(p).units[Of::tile_number(p, head, tile)];
+    if constexpr (PARTS == 2 && Of::GIVEN) return Of::halves(p).units[Of::number(p, head, tile)];
     return 1;
 }
 
@@ -177,11 +143,11 @@ __device__ void split_tile(const P& p, int n) {
     __shared__ float maxima[SPLIT_THREADS / 32];
     __shared__ bool live[Of::ALL_LIVE ? 1 : Of::SIZE];
     constexpr int CHUNKS = Of::COLUMNS / 4;
-    Place at = place(n, Of::tiles(p), Of::heads(p));
-    Head head = Of::head(p, at);
+    auto [head, tile] = numbered<Of>(p, n);
+    if (Of::PACKED && tile < 0) return;
     Given given = Of::given(p);
     Halves halves = Of::halves(p);
-    int first = at.tile * Of::SIZE, rows = min(Of::SIZE, Of::rows(p, head) - first);
+    int first = tile * Of::SIZE, rows = min(Of::SIZE, Of::rows(p, head) - first);
     const In* from = Of::row(head, given.array, given.strides, first);
     bool vectors = (unsigned long long)from % 16 == 0 && given.strides.row % 4 == 0;
     auto numbers = [&](int i) {
@@ -203,7 +169,7 @@ __device__ void split_tile(const P& p, int n) {
     }
     PowerOfTwo power(largest_of_block<SPLIT_THREADS / 32>(largest, shared_address(maxima)));
     if (threadIdx.x == 0) halves.units[n] = power.unit;
-    Product* to = halves.rows + Of::number(p, head, first) * (2 * Of::COLUMNS);
+    Product* to = halves.rows + Of::row_number(p, head, first) * (2 * Of::COLUMNS);
 #pragma unroll 4
     for (int i = threadIdx.x; i < rows * CHUNKS; i += SPLIT_THREADS) {
         float4 x = numbers(i);
@@ -215,12 +181,12 @@ __device__ void split_tile(const P& p, int n) {
     }
 }
 
-// The tiles of all these arrays, one after the other.
+// The tiles of all these arrays that are given, one after the other.
 template <class Of, class... Others, class P>
 __device__ void split_operands(const P& p, int n) {
-    int tiles = p.batch * Of::heads(p) * Of::tiles(p);
+    int tiles = Of::GIVEN ? int(Of::count(p)) : 0;
     if (n < tiles) {
-        split_tile<Of>(p, n);
+        if constexpr (Of::GIVEN) split_tile<Of>(p, n);
     } else if constexpr (sizeof...(Others) > 0) {
         split_operands<Others...>(p, n - tiles);
     }

@@ -120,18 +120,24 @@ struct Pairs {
         return sign * fma(-t, t, Accum(1));
     }
 
-    // The logit that a row's denominator has beside those of its keys (Xiao et al. 2023), in natural units.
-    __device__ Accum sink(int of_head) const { return to_float(p.sinks[real_head(p, of_head) * p.sinks_strides.head]); }
+    // The logit that a row's denominator has beside those of its keys (Xiao et al. 2023), in natural units. Rows behind packed
+    // sequences have none.
+    __device__ Accum sink(int of_head) const {
+        if (head.behind_all(p)) return MINUS_INFINITY;
+        return to_float(p.sinks[real_head(p, of_head) * p.sinks_strides.head]);
+    }
 
     // Whether the query may see the key.
     __device__ bool visible(Pair at) const {
         return Band{p, head}.contains(at.i, at.j) && key_seen(at.j) &&
-               (!config::MASK || *at_pair(p.mask, p.mask_strides, head.batch, at)) &&
+               (!config::MASK || *at_pair<config::MASK_LINES>(p.mask, p.mask_strides, head, at)) &&
                (!config::BLOCK_MASK || bits.visible(at.i, at.j));
     }
 
-    // What is said of a key for all queries.
-    __device__ bool key_seen(int j) const { return !config::KEY_MASK || keys[j]; }
+    // What is said of a key for all queries. (A sequence that arrays are too short for may be asked about, too.)
+    __device__ bool key_seen(int j) const {
+        return !config::KEY_MASK || ((!RAGGED || j < Sequence::most_keys(p)) && keys[j]);
+    }
 
     // The keys among which those are that a query may see, and the queries among which those are that may see a key.
     __device__ Range keys_of(int i) const { return Band{p, head}.keys_of(i); }
@@ -162,7 +168,7 @@ struct Pairs {
         return (config::BLOCK_MASK && bits.partial()) || Band{p, head}.tests_backward(queries, of_keys);
     }
 
-   private:
+   protected:
     __device__ Accum function(Accum s, Pair at, const Accum* tabled) const {
         return user::score(p, natural(s), head.batch, at.head, at.i, at.j, tabled);
     }

@@ -3,6 +3,7 @@
 #include "attention/dead_rows.cuh"
 #include "attention/dropout.cuh"
 #include "attention/exact_lse.cuh"
+#include "attention/tiles.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/math.cuh"
 
@@ -10,6 +11,10 @@
 template <int SIZE>
 __device__ Accum* prepared_rows(const Params& p, long long tile_number) {
     return p.delta + tile_number * (2 * SIZE);
+}
+template <int SIZE>
+__device__ Accum* prepared_rows(const Params& p, const Head& head, int tile) {
+    return prepared_rows<SIZE>(p, QueryTiles<SIZE>::number(p, head, tile));
 }
 
 // Fill in those of query i, from its sum = rowsum(dO * O): delta is that, less the gradient of lse where there is one, since
@@ -34,14 +39,15 @@ __device__ void write_prepared(const Params& p, const Head& head, Accum* rows, i
 // The largest number up to `most` that n is a multiple of.
 constexpr int largest_divisor(int n, int most) { return n % most == 0 ? most : largest_divisor(n, most - 1); }
 
-// All of them, by a block of 128 threads, of 16-bit numbers (others: exact_delta.cuh).
-template <int SIZE>
-__device__ void prepare_rows(const Params& p, const Head& head, int tile) {
+// f(i, rowsum(O * dO)) for the queries i of a tile, by a block of 128 threads, of 16-bit numbers (others: exact_delta.cuh). O and
+// dO: these two arrays.
+template <int SIZE, class F>
+__device__ void for_row_sums(const Params& p, const Head& head, int tile, const In* out, const Strides& out_strides,
+                             const In* dout, const Strides& dout_strides, F f) {
     constexpr int LANES = config::DIM_V <= 64 ? 8 : config::DIM_V <= 128 ? 16 : 32;  // of 8 columns, for one row
     int lane = threadIdx.x % LANES, first = tile * SIZE, queries = head.queries(p);
-    const Out* o = head.query_row(p.out, p.out_strides);
-    const In* d = head.query_row(p.dout, p.dout_strides);
-    Accum* rows = prepared_rows<SIZE>(p, query_tile_number<SIZE>(p, head, tile));
+    const In* o = head.query_row(out, out_strides);
+    const In* d = head.query_row(dout, dout_strides);
     // Rows at once: the time is that of memory to answer.
     constexpr int STEP = 128 / LANES, EACH = largest_divisor(SIZE / STEP, 8);
     static_assert(SIZE % STEP == 0);
@@ -51,8 +57,8 @@ __device__ void prepare_rows(const Params& p, const Head& head, int tile) {
 #pragma unroll
         for (int r = 0; r < EACH; r++) {
             int row = i + r * STEP;
-            const Out* oi = o + row * p.out_strides.row + 8 * lane;
-            const In* di = d + row * p.dout_strides.row + 8 * lane;
+            const In* oi = o + row * out_strides.row + 8 * lane;
+            const In* di = d + row * dout_strides.row + 8 * lane;
             a[r] = b[r] = make_uint4(0, 0, 0, 0);
             if (row >= queries) continue;
             if (columns == 8) {
@@ -60,7 +66,7 @@ __device__ void prepare_rows(const Params& p, const Head& head, int tile) {
             } else {
 #pragma unroll
                 for (int c = 0; c < 8; c++)
-                    if (c < columns) ((Out*)&a[r])[c] = oi[c], ((In*)&b[r])[c] = di[c];
+                    if (c < columns) ((In*)&a[r])[c] = oi[c], ((In*)&b[r])[c] = di[c];
             }
         }
         float own = 0;  // of the row that the lane writes
@@ -68,11 +74,19 @@ __device__ void prepare_rows(const Params& p, const Head& head, int tile) {
         for (int r = 0; r < EACH; r++) {
             float sum = 0;
 #pragma unroll
-            for (int c = 0; c < 8; c++) sum = fma(to_float(((const Out*)&a[r])[c]), to_float(((const In*)&b[r])[c]), sum);
+            for (int c = 0; c < 8; c++) sum = fma(to_float(((const In*)&a[r])[c]), to_float(((const In*)&b[r])[c]), sum);
 #pragma unroll
             for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
             if (lane == r) own = sum;
         }
-        if (lane < EACH) write_prepared<SIZE>(p, head, rows, first, i + lane * STEP, own);
+        if (lane < EACH) f(i + lane * STEP, own);
     }
+}
+
+// All of them, by a block of 128 threads.
+template <int SIZE>
+__device__ void prepare_rows(const Params& p, const Head& head, int tile) {
+    Accum* rows = prepared_rows<SIZE>(p, head, tile);
+    for_row_sums<SIZE>(p, head, tile, p.out, p.out_strides, p.dout, p.dout_strides,
+                       [&](int i, Accum sum) { write_prepared<SIZE>(p, head, rows, tile * SIZE, i, sum); });
 }

@@ -1,95 +1,74 @@
-// Which tile of queries a persistent thread block works on next. Tiles are numbered in the order in which they should
-// start; a block begins with the one of its own number.
+// Which tile a thread block works on: those of all heads are numbered in the order in which they should start.
 #pragma once
+#include "attention/tiles.cuh"
 #include "attention/walk.cuh"
-#include "ptx/flag.cuh"
 
-struct Tile {
-    Head head;  // the first of those whose queries it has
-    Range queries;
-    int share = 0;  // of the keys that it visits, where they are dealt out
+// In which order the tiles of a head start.
+enum class Order { AS_NUMBERED, LAST_FIRST, LONGEST_FIRST };
+
+// Of queries: where later ones see more keys these first; of a list those with most tiles to visit. (Its lists do not know how
+// many of these there are where lengths are data.)
+constexpr Order QUERY_ORDER =
+    walk::LISTED && !RAGGED ? Order::LONGEST_FIRST : walk::GROWING ? Order::LAST_FIRST : Order::AS_NUMBERED;
+
+// Of keys, whose tiles add to dQ, in turn (KeyWalk::rank) or as they come.
+constexpr Order key_order(bool in_turn) {
+    if (in_turn) return walk::TURNS_FROM_LAST ? Order::LAST_FIRST : Order::AS_NUMBERED;
+    return walk::LISTED && !RAGGED ? Order::LONGEST_FIRST : Order::AS_NUMBERED;
+}
+
+// The n-th tile of `heads` heads, where those of `together` heads are dealt out at once, first tiles first: so many `groups` at
+// most, then those of all heads that are left.
+struct Dealt {
+    int head, tile;
 };
+constexpr int ANY_NUMBER = 0x7fffffff;
+__device__ inline Dealt deal(int n, int tiles, int heads, int together, int groups = ANY_NUMBER) {
+    int group = min(n / (together * tiles), groups), first = group * together, rest = n - first * tiles;
+    int these = group < groups ? min(together, heads - first) : heads - first;
+    return {first + rest % these, rest / these};
+}
 
-// Tiles of ROWS queries of PACK heads each, which share K and V; the last of those that do may have heads beyond them.
-template <int ROWS, int PACK>
+// The same where the first tiles of a head may be far longer than all others: a few of each head before everything else.
+__device__ inline Dealt deal_longest_first(int n, int tiles, int heads, int together) {
+    int longest = tiles_in(tiles, 64);
+    if (n < longest * heads) return {n % heads, n / heads};
+    Dealt at = deal(n - longest * heads, tiles - longest, heads, together);
+    return {at.head, at.tile + longest};
+}
+
+// Which tile of all heads is the n-th to start. GROUPED: tiles of `together` heads at once.
+template <class Tiles, Order ORDER, bool GROUPED = false>
 struct Schedule {
-    // Heads whose K and V together stay in the L2 cache, while their Q and O pass through it. Heads of a few tiles wait for memory
-    // rather than for products: of half as many, so that long tiles of some are beside short ones of others.
-    static constexpr long long CACHE = 16 << 20;
-    static constexpr int FEW_TILES = 8;
-    // Tiles of the last group for each thread block, at least: with few the end would come to some sooner than to others. But no more
-    // than twice the cache asks for it. (Less than a group comes on top.)
-    static constexpr int LAST = 2;
-
     const Params& p;
-    int tiles;     // of a head
-    int packs;     // of the heads that share K and V
-    int heads;     // packs of all heads
-    int together;  // of these, whose tiles are worked on together
-    int groups;    // of so many; those that are left are the last group
+    int tiles;  // of a head
 
-    __device__ Schedule(const Params& p) : p(p), tiles(query_tiles<ROWS>(p)) {
-        packs = tiles_in(group_of(p), PACK);
-        heads = p.heads_k * packs;
-        together = heads_in(tiles > FEW_TILES ? CACHE : CACHE / 2);
-        groups = max(0, heads * p.batch - min(tiles_in(LAST * gridDim.x, tiles), heads_in(2 * CACHE))) / together;
+    __device__ Schedule(const Params& p) : p(p), tiles(Tiles::of_head(p)) {}
+
+    // Of so many heads in all.
+    __device__ Dealt dealt(int n, int heads, int together = 1, int groups = ANY_NUMBER) const {
+        if (ORDER == Order::LONGEST_FIRST) return deal_longest_first(n, tiles, heads, together);
+        return GROUPED ? deal(n, tiles, heads, together, groups) : Dealt{n / tiles, n % tiles};
+    }
+    // Which tile of a head that is; of a list, which of those with most to visit, and which tile.
+    __device__ int ordered(int n) const { return ORDER == Order::LAST_FIRST ? tiles - 1 - n : n; }
+    __device__ HeadTile ordered(HeadTile at) const {
+        if constexpr (Tiles::PACKED)
+            at.number = at.number < 0 || ORDER == Order::AS_NUMBERED ? at.number : Tiles::of(p, at.head) - 1 - at.number;
+        else
+            at.number = ordered(at.number);
+        return at;
+    }
+    __device__ int listed(const Head& head, int n) const {
+        return ORDER == Order::LONGEST_FIRST ? Visits::nth(p, head, Tiles::lists(p), tiles, n) : n;
     }
 
-    // Packs of heads whose K and V take so many bytes; one head at least.
-    __device__ int heads_in(long long bytes) const {
-        float fit =
-            float(bytes) / float(bytes_of_kv(p));  // every thread comes to the same, and faster than by integers
-        return int(fmaxf(1, fminf(fit, float(p.heads_k * p.batch)))) * packs;
-    }
-
-    __device__ int total() const { return tiles * heads * p.batch; }
-
-    // Where later tiles see more keys they come first, in a group of heads; of a list those with most. Else head by head.
-    __device__ Tile tile(int number) const {
-        Dealt at{number / tiles, number % tiles};
-        if (walk::LISTED) at = deal_longest_first(number, tiles, heads * p.batch, together);
-        if (walk::GROWING) {
-            at = deal(number, tiles, heads * p.batch, together, groups);
-            at.tile = tiles - 1 - at.tile;
+    __device__ HeadTile tile(int n, int together = 1) const {
+        if (ORDER != Order::LONGEST_FIRST && !GROUPED) {
+            return ordered(numbered<Tiles>(p, n, tiles));
         }
-        int pack = at.head % heads, head_k = pack / packs;
-        Head head{at.head / heads, PACK > 1 ? head_k * group_of(p) + pack % packs * PACK : pack, head_k};
-        if (walk::LISTED) at.tile = Visits::nth(p, head, p.key_lists, tiles, at.tile);
-        return {head, head.query_tile<ROWS>(p, at.tile)};
-    }
-};
-
-// Deals out the numbers 0, 1, ... to the thread blocks of a launch in the order of asking. N numbers are wanted; each block
-// asks until it is told N or more, so that they ask N + blocks times in all, and `last` is that less one. The memory (3
-// words) comes uninitialised, and nothing before this launch could set it: the first block that asks does, under a pair of
-// marks that memory does not hold by chance; the last one that asks removes them, so that another launch on the same memory
-// starts afresh.
-struct Tickets {
-    static constexpr unsigned long long SETTING = 0x9d3f6a1cc5e2704bull, READY = 0x71b8e40a2f96d35dull;
-
-    unsigned* workspace;
-
-    // `first`: the thread has not asked before.
-    __device__ int take(bool first) const {
-        if (first) set();
-        return atomicAdd(workspace + 2, 1);
-    }
-
-    // With the last ticket a thread took.
-    __device__ void settle(int ticket, int last) const {
-        if (ticket == last) store_release(mark(), 0);
-    }
-
-   private:
-    __device__ unsigned long long* mark() const { return (unsigned long long*)workspace; }
-
-    __device__ void set() const {
-        unsigned long long seen = load_acquire(mark());
-        if (seen != READY && seen != SETTING && atomicCAS(mark(), seen, SETTING) == seen) {
-            workspace[2] = 0;
-            store_release(mark(), READY);
-        }
-        while (load_acquire(mark()) != READY) {
-        }
+        Dealt at = dealt(n, Tiles::all_heads(p), together);
+        HeadTile tile = ordered(of_all_heads<Tiles>(p, at.head, at.tile));
+        return {tile.head, listed(tile.head, tile.number)};
     }
 };

@@ -1,5 +1,6 @@
 // What score functions of the user's own are made of, beside C's operators and mathematics. cupyflash/gpu/score.py writes them.
 #pragma once
+#include "attention/origin.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/math.cuh"
 
@@ -43,6 +44,14 @@ __device__ T shr(T x, T y) {
     return x >> (bits(y) < 8 * sizeof(T) ? y : T(8 * sizeof(T) - 1));
 }
 }  // namespace whole
+
+// A pair of a part as the whole has it. (Behind the last one too, where a sum may not fit.)
+__device__ inline void of_whole(const Params& p, int& b, int& h, int& i, int& j) {
+    if constexpr (config::AT) {
+        Origin at = Origin::of(p);
+        b = whole::add(b, at.batch), h = whole::add(h, at.head), i = whole::add(i, at.query), j = whole::add(j, at.key);
+    }
+}
 
 // Division of integers as Python has it, rounding down; by 0 it is 0, and so is its remainder.
 template <class T>

@@ -25,15 +25,20 @@ struct FixedPoint {
 template <int N, bool LARGEST>
 struct OfRead : user::Read<N> {
     using Read = user::Read<N>;
-    static constexpr bool BIAS = false;
+    static constexpr bool BIAS = false, LINES = false;
     static constexpr bool BY_PAIR = Read::BY_QUERY && Read::BY_KEY && !Read::DIAGONAL;
 
     // As of an array over pairs: 0 along axes on which the index does not depend.
     __device__ static PairStrides strides(const Params&) {
         return {Read::BY_BATCH, Read::BY_HEAD, Read::BY_QUERY, Read::BY_KEY};
     }
+    __device__ static int queries(const Params& p) { return Sequence::most_queries(p); }
+    __device__ static int keys(const Params& p) { return Sequence::most_keys(p); }
     __device__ static Accum change(const Pairs& pairs, Pair at, Accum s) {
         return Read::change(pairs.p, pairs.natural(s), pairs.head.batch, at.head, at.i, at.j);
+    }
+    __device__ static Accum bend(const Pairs& pairs, Pair at, Accum s, Accum ts) {
+        return Read::bend(pairs.p, pairs.natural(s), pairs.natural(ts), pairs.head.batch, at.head, at.i, at.j);
     }
 
     __device__ static void add(const Params& p, Accum x, int batch, Pair at) {

@@ -3,20 +3,21 @@
 // `attention_combine` makes one row of each: with lse = log sum exp(lse_n), O = sum exp(lse_n - lse) O_n.
 #pragma once
 #include "attention/pairs.cuh"
+#include "attention/tiles.cuh"
 #include "tile/rows.cuh"
 
 using namespace config;
 
 // The place, among the rows of all shares, of a row of one of them.
 __device__ inline long long share_row(const Params& p, int share, long long row) {
-    return (long long)share * p.batch * p.heads_q * p.seq_q + row;
+    return Sequence::all_query_numbers(p, share) + row;
 }
 
 // One row, by a warp.
 __device__ inline void combine_shares(const Params& p, long long row) {
     static_assert(DIM_V % 4 == 0);
     int lane = threadIdx.x % 32;
-    Place at = query_place(p, row);
+    QueryOf at = Sequence::numbered_query(p, row);
     Head head = Head::of_q(p, at.batch, at.head);
     Accum alone = MINUS_INFINITY;
     if constexpr (SINKS) alone = Pairs(p, head).sink(head.q);
@@ -57,7 +58,7 @@ __device__ inline void combine_shares(const Params& p, long long row) {
         }
     }
 
-    Out* out = head.query_row(p.out, p.out_strides, at.tile);
+    Out* out = head.query_row(p.out, p.out_strides, at.query);
     bool vectors = sizeof(Out) == 2 && (unsigned long long)out % 8 == 0 && p.dim_v % 4 == 0;
 #pragma unroll
     for (int i = 0; i < PASSES; i++) {
@@ -77,6 +78,6 @@ __device__ inline void combine_shares(const Params& p, long long row) {
 __device__ inline void combine_all_shares(const Params& p) {
     if constexpr (SHARES) {
         long long row = blockIdx.x * 4ll + threadIdx.x / 32;
-        if (row < (long long)p.batch * p.heads_q * p.seq_q) combine_shares(p, row);
+        if (row < Sequence::all_query_numbers(p)) combine_shares(p, row);
     }
 }

@@ -1,5 +1,6 @@
 // What is added to the product of Q and K: a list of terms. All families ask it, pair by pair (`onto`) or along the lines of a
-// warp's accumulator (`Along`). A new one is a class here, its name in `Terms` below, and `adds` in its row of cupyflash/problem.py.
+// warp's accumulator (`Along`). A new one is a class here, its name in `Terms` below, and `adds` in its row of
+// cupyflash/rules.py.
 #pragma once
 #include "attention/walk.cuh"
 #include "ptx/convert.cuh"
@@ -20,6 +21,13 @@ constexpr Accum LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
 template <class T>
 __device__ T* at_pair(T* array, const PairStrides& strides, int batch, Pair at) {
     return array + batch * strides.batch + at.head * strides.head + at.i * strides.query + at.j * strides.key;
+}
+
+// BY_LINE: of an array with a line for each packed query, and no axis of sequences.
+template <bool BY_LINE, class T>
+__device__ T* at_pair(T* array, const PairStrides& strides, const Head& head, Pair at) {
+    if (BY_LINE) at.i = head.query_at(at.i);
+    return at_pair(array, strides, head.batch, at);
 }
 
 // A tile of several heads may reach beyond the last.
@@ -62,11 +70,13 @@ struct NoColumns {
     __device__ NotGiven operator[](int) const { return {}; }
 };
 
-// What all terms have that do not say more: their lines ask `onto` for each pair.
+// What all terms have that do not say more: their lines ask `onto` for each pair. Where a term MOVES, `tangent` is by
+// how much what it adds changes, in natural units: a template, since few kernels' Params have tangents.
 template <class Of>
 struct Term {
     static constexpr bool GROWS = true;        // whether a row's scores may grow by it on the way from its last key to its first
     static constexpr bool IN_PRODUCT = false;  // whether its lines have a `number` instead, which goes into the product's multiplication
+    static constexpr bool MOVES = false;       // whether what it adds has a tangent
 
     // Of the lines that a lane has of an accumulator of M row fragments, of such as Tile.
     template <int M, class Tile, bool TRANSPOSED>
@@ -101,8 +111,18 @@ struct Alibi : Term<Alibi> {
         return plus(x, Added{-slope(p, head, at.head), Accum(abs(at.i + head.diagonal(p) - at.j))});
     }
     __device__ static Accum slope(const Params& p, const Head& head, int of_head) {
-        long long at = head.batch * p.alibi_slopes_strides.batch + real_head(p, of_head) * p.alibi_slopes_strides.head;
-        return to_float(p.alibi_slopes[at]) * LOG2E;
+        return read(p, head, of_head, p.alibi_slopes, p.alibi_slopes_strides) * LOG2E;
+    }
+    static constexpr bool MOVES = config::TALIBI_SLOPES;
+    template <class Given>
+    __device__ static Accum tangent(const Given& p, const Head& head, Pair at) {
+        Accum distance = abs(at.i + head.diagonal(p) - at.j);
+        return -read(p, head, at.head, p.talibi_slopes, p.talibi_slopes_strides) * distance;
+    }
+    template <class T>
+    __device__ static Accum read(const Params& p, const Head& head, int of_head, const T* slopes,
+                                 const PairStrides& strides) {
+        return to_float(slopes[head.batch * strides.batch + real_head(p, of_head) * strides.head]);
     }
 
     template <int M, class Tile, bool TRANSPOSED>
@@ -138,8 +158,14 @@ struct Bias : Term<Bias> {
 
     __device__ static Accum onto(Accum x, const Params& p, const Head& head, Pair at) {
         if (at.i < head.queries(p) && at.j < head.keys(p))
-            x = plus(x, Added{to_float(*at_pair(p.bias, p.bias_strides, head.batch, at)), LOG2E});
+            x = plus(x, Added{to_float(*at_pair<config::BIAS_LINES>(p.bias, p.bias_strides, head, at)), LOG2E});
         return x;
+    }
+    static constexpr bool MOVES = config::TBIAS;
+    template <class Given>
+    __device__ static Accum tangent(const Given& p, const Head& head, Pair at) {
+        if (at.i >= head.queries(p) || at.j >= head.keys(p)) return 0;
+        return to_float(*at_pair<config::BIAS_LINES>(p.tbias, p.tbias_strides, head, at));
     }
 
     template <int M, class Tile, bool TRANSPOSED>
@@ -196,6 +222,18 @@ struct TermList {
         return x;
     }
 
+    // What these change by, in natural units.
+    static constexpr int MOVING = (0 + ... + All::MOVES);
+    template <class Given>
+    __device__ static Accum tangent(const Given& p, const Head& head, Pair at) {
+        return (Accum(0) + ... + tangent_of<All>(p, head, at));
+    }
+    template <class Of, class Given>
+    __device__ static Accum tangent_of(const Given& p, const Head& head, Pair at) {
+        if constexpr (Of::MOVES) return Of::tangent(p, head, at);
+        return 0;
+    }
+
     // The same for the lines that a lane has of an accumulator of M row fragments.
     template <int M, class Tile, bool TRANSPOSED>
     struct Along : AlongIfGiven<All, All::GIVEN, M, Tile, TRANSPOSED>... {
@@ -225,3 +263,4 @@ struct TermList {
 
 using Terms = TermList<Alibi, Bias>;
 static_assert(Terms::GIVEN == config::ADDED, "an array or option that `adds` to scores has no term");
+static_assert(Terms::MOVING == config::ADDED_MOVES, "the term of an array that `adds` to scores has no tangent");

@@ -11,6 +11,9 @@ constexpr bool ALIKE = !config::LEFT && !config::RIGHT && !LISTED;  // every til
 constexpr bool GROWING = config::RIGHT && !LISTED;                  // later tiles of queries visit more keys
 // Whether a query's keys have a first one, and a last one, but those of the sequence.
 constexpr bool BOUND_FIRST = config::LEFT, BOUND_LAST = config::RIGHT;
+// Whether key tiles that add to dQ in turn do so from the last to the first: under a causal mask they begin where the diagonal is
+// then, and none needs to wait.
+constexpr bool TURNS_FROM_LAST = config::RIGHT;
 // Where in a walk over keys, from the last to the first, tiles need tests (the very first one always may: it may hang over
 // the end).
 constexpr bool TESTS_FIRST = config::RIGHT, TESTS_LAST = config::LEFT, TESTS_ANY = config::KEY_MASK || config::MASK;
@@ -32,6 +35,7 @@ struct Band {
     // Queries that may see any key of [k.begin, k.end).
     __device__ Range queries_of(Range k) const {
         int queries = head.queries(p), diagonal = head.diagonal(p);
+        if (config::LENGTHS && k.begin >= head.keys(p)) return {0, 0};
         int begin = config::RIGHT ? max(0, k.begin - diagonal - p.right) : 0;
         int end = config::LEFT ? min(queries, k.end - diagonal + p.left) : queries;
         return {begin, max(begin, end)};
@@ -107,8 +111,8 @@ struct KeyWalk {
     __device__ int before(const KeyWalk& part) const { return tiles.end - part.tiles.end; }
     __device__ int behind(const KeyWalk& part) const { return part.tiles.begin - tiles.begin; }
 
-    // Where tiles add in turn: how many of them come before this one. (See key_tile_in_turn.)
-    __device__ int rank(int tile) const { return config::RIGHT ? tiles.end - 1 - tile : tile - tiles.begin; }
+    // Where tiles add in turn: how many of them come before this one.
+    __device__ int rank(int tile) const { return walk::TURNS_FROM_LAST ? tiles.end - 1 - tile : tile - tiles.begin; }
 };
 
 // The same of a list.
@@ -118,7 +122,7 @@ struct KeyWalk<SIZE, OWNED, true> {
 
     __device__ KeyWalk() {}
     __device__ KeyWalk(const Params& p, const Head& head, Range queries)
-        : visits(p, head, p.key_lists, query_tiles<OWNED>(p), queries.begin / OWNED) {
+        : visits(p, head, p.key_lists, tiles_in(Sequence::most_queries(p), OWNED), queries.begin / OWNED) {
         keep(Band{p, head}.keys_of(queries));
     }
 
@@ -154,7 +158,7 @@ struct KeyWalk<SIZE, OWNED, true> {
 
     __device__ int rank(int tile) const {
         int step = visits.find(tile);
-        return config::RIGHT ? visits.steps.end - 1 - step : step - visits.steps.begin;
+        return walk::TURNS_FROM_LAST ? visits.steps.end - 1 - step : step - visits.steps.begin;
     }
 
    private:
@@ -164,13 +168,9 @@ struct KeyWalk<SIZE, OWNED, true> {
         return walk;
     }
     __device__ void keep(Range keys) {
-        if (config::LEFT || config::RIGHT) visits.steps = visits.within(covering<SIZE>(keys));
+        if (config::LEFT || config::RIGHT || RAGGED) visits.steps = visits.within(covering<SIZE>(keys));
     }
 };
-
-// Where key tiles add to dQ in turn, the n-th to start. Under a causal mask those of the last keys start first: they begin
-// where the diagonal is, and none needs to wait.
-__device__ inline int key_tile_in_turn(int n, int tiles) { return config::RIGHT ? tiles - 1 - n : n; }
 
 // The tiles of SIZE queries that visit some keys, a tile of OWNED, from the first to the last.
 template <int SIZE, int OWNED, bool LISTED = walk::LISTED>
@@ -202,8 +202,8 @@ struct QueryWalk<SIZE, OWNED, true> {
     Visits visits;
 
     __device__ QueryWalk(const Params& p, const Head& head, Range keys)
-        : visits(p, head, p.query_lists, key_tiles<OWNED>(p), keys.begin / OWNED) {
-        if (config::LEFT || config::RIGHT) visits.steps = visits.within(covering<SIZE>(Band{p, head}.queries_of(keys)));
+        : visits(p, head, p.query_lists, tiles_in(Sequence::most_keys(p), OWNED), keys.begin / OWNED) {
+        if (config::LEFT || config::RIGHT || RAGGED) visits.steps = visits.within(covering<SIZE>(Band{p, head}.queries_of(keys)));
     }
 
     __device__ QueryWalk(const Params& p, const Head& head, Range keys, Range) : QueryWalk(p, head, keys) {}

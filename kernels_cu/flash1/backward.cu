@@ -12,15 +12,14 @@
 #include "flash1/on_chip.cuh"
 
 struct Tiles {
-    Rows q, dout, k, v;  // O comes to the place of Q, and is gone before it
+    TileRows q, dout, k, v;  // O comes to the place of Q, and is gone before it
     Weights weights;
     Accum d[TILE];
 };
 static_assert(sizeof(Tiles) <= config::ON_CHIP, "the launch asks for as much");
 
 extern "C" __global__ void __launch_bounds__(config::THREADS, 1) attention_backward(const __grid_constant__ Params p) {
-    const Place at = place(blockIdx.x, 1, p.heads_k);
-    const Head first = Head::of_k(p, at.batch, at.head);  // of those that share the keys
+    const Head first = numbered_head<KeyTiles<TILE>>(p, blockIdx.x);  // of those that share the keys
     const int end = first.q + group_of(p), seq_q = first.queries(p);
     const Matrix k = key_matrix(p, first, p.k, p.k_strides, p.dim);
     const Matrix v = key_matrix(p, first, p.v, p.v_strides, p.dim_v);
@@ -29,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, 1) attention_backw
 
     for (Head head = first; head.q < end; ++head.q) clear(between_steps(p, head, p.dq, p.dq_strides, p.dq_sum, p.dim));
 
-    for (int tile_k = 0; tile_k < key_tiles<TILE>(p); ++tile_k) {
+    for (int tile_k = 0; tile_k < first.key_tiles<TILE>(p); ++tile_k) {
         const Range keys = first.key_tile<TILE>(p, tile_k);
         const int key = keys.begin;
         __syncthreads();

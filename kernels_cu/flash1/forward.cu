@@ -13,14 +13,13 @@
 #include "flash1/on_chip.cuh"
 
 struct Tiles {
-    Rows q, k, v;
+    TileRows q, k, v;
     Weights p;
 };
 static_assert(sizeof(Tiles) <= config::ON_CHIP, "the launch asks for as much");
 
 extern "C" __global__ void __launch_bounds__(config::THREADS, 1) attention_forward(const __grid_constant__ Params p) {
-    const Place at = place(blockIdx.x, 1, p.heads_q);
-    const Head head = Head::of_q(p, at.batch, at.head);
+    const Head head = numbered_head<QueryTiles<TILE>>(p, blockIdx.x);
     const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);
     const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
     const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
@@ -37,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, 1) attention_forwa
     clear(o);  // line 2
     for (int i = threadIdx.x; i < seq_q; i += config::THREADS) m[i] = -infinity(), l[i] = 0;
 
-    for (int tile_k = 0; tile_k < key_tiles<TILE>(p); ++tile_k) {  // line 5
+    for (int tile_k = 0; tile_k < head.key_tiles<TILE>(p); ++tile_k) {  // line 5
         const Range keys = head.key_tile<TILE>(p, tile_k);
         const int key = keys.begin;
         __syncthreads();

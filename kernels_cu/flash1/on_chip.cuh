@@ -6,7 +6,7 @@
 static_assert(config::OWNED == config::VISITED, "scores are used as they are and transposed: tiles are square");
 constexpr int TILE = config::OWNED;
 
-using Rows = SharedTile<TILE, config::COLUMNS>;  // of Q, K, V or dO, all columns of the head
+using TileRows = SharedTile<TILE, config::COLUMNS>;  // of Q, K, V or dO, all columns of the head
 using Weights = SharedTile<TILE, TILE>;
 
 extern __shared__ __align__(16) char on_chip[];
@@ -68,7 +68,7 @@ __device__ inline void share_transposed(Weights& to, ScoreTile& scores) {
 }
 
 // sum += weights B. `tested`: some pairs are hidden, and 0 times what a hidden row holds may be NaN; see simt/tile.cuh.
-__device__ inline void add_product(ResultTile& sum, const Weights& weights, const Rows& b, bool tested) {
+__device__ inline void add_product(ResultTile& sum, const Weights& weights, const TileRows& b, bool tested) {
     if (tested)
         add_piece<true>(sum, weights, 0, b);
     else

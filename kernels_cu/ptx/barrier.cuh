@@ -6,7 +6,13 @@ __device__ void sync_threads(int number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }
 
-// The same, and whether all of them say yes.
+// To be one of them without waiting for the others.
+template <int THREADS>
+__device__ void arrive_threads(int number) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
+}
+
+// As sync_threads, and whether all of them say yes.
 template <int THREADS>
 __device__ bool all_threads(int number, bool yes) {
     unsigned all;

@@ -6,7 +6,7 @@ __device__ inline void mbarrier_init(unsigned barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// After the inits, before the block's threads meet: the copy engine sees them too.
+// After the inits, before the block's threads meet: TMA sees them too.
 __device__ inline void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ inline void mbarrier_arrive(unsigned barrier) {

@@ -1,4 +1,4 @@
-// The copy engine of Hopper moves boxes of a 4-dimensional array (column, row, head, batch), and consecutive bytes. What a
+// TMA moves boxes of a 4-dimensional array (column, row, head, batch), and consecutive bytes. What a
 // box has outside of the array is read as zeros. It is not written either, but along a row only from the next 16 bytes on:
 // a store fills the last 16 of which a row has some (triton-lang/triton#11583). So rows of a result that end in between have no
 // map (gpu/tensormap.py).
@@ -64,8 +64,8 @@ __device__ void tma_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
-// Between a thread's own stores to shared memory and their use by the copy engine or wgmma.
+// Between a thread's own stores to shared memory and their use by TMA or wgmma.
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Between stores to global memory by threads and by the copy engine, with a flag in between.
+// Between stores to global memory by threads and by TMA, with a flag in between.
 __device__ inline void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

@@ -57,59 +57,68 @@ __device__ void wgmma_wait() {
 
 // wgmma_start: D = A B;  wgmma: D += A B, both operands in shared memory. TRANSPOSED_A: columns of A are contiguous, not
 // rows ("M-major" instead of "K-major"); TRANSPOSED_B: rows of B, not columns.
-// wgmma with A in registers: rows of B contiguous. I to M number the operands after those of D.
-#define WGMMA(N, TYPE, NAME, I, J, K, L, M)                                                                             \
-    template <int TRANSPOSED_A = 0, int TRANSPOSED_B = 0>                                                               \
-    __device__ void wgmma_start(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, TYPE) {               \
-        asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0; "                                                        \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, %" #I ", %" #J  \
-                     ", add, 1, 1, %" #K ", %" #L "; }"                                                                 \
-                     : D_##N("=f")                                                                                      \
-                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));                                           \
-    }                                                                                                                   \
-    template <int TRANSPOSED_A = 0, int TRANSPOSED_B = 0>                                                               \
-    __device__ void wgmma(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, TYPE) {                     \
-        asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                        \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, %" #I ", %" #J  \
-                     ", add, 1, 1, %" #K ", %" #L "; }"                                                                 \
-                     : D_##N("+f")                                                                                      \
-                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));                                           \
-    }                                                                                                                   \
-    __device__ inline void wgmma(float (&d)[N / 8][4], const unsigned (&a)[4], unsigned long long b, TYPE) {            \
-        asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                        \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, {%" #I ", %" #J \
-                     ", %" #K ", %" #L "}, %" #M ", add, 1, 1, 1; }"                                                    \
-                     : D_##N("+f")                                                                                      \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                             \
+// With A in registers rows of B are contiguous by default. I to O number the operands after those of D.
+#define WGMMA(N, TYPE, NAME, I, J, K, L, M, O)                                                                         \
+    template <int TRANSPOSED_A = 0, int TRANSPOSED_B = 0>                                                              \
+    __device__ void wgmma_start(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, TYPE) {              \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0; "                                                       \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, %" #I ", %" #J \
+                     ", add, 1, 1, %" #K ", %" #L "; }"                                                                \
+                     : D_##N("=f")                                                                                     \
+                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));                                          \
+    }                                                                                                                  \
+    template <int TRANSPOSED_A = 0, int TRANSPOSED_B = 0>                                                              \
+    __device__ void wgmma(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, TYPE) {                    \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                       \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, %" #I ", %" #J \
+                     ", add, 1, 1, %" #K ", %" #L "; }"                                                                \
+                     : D_##N("+f")                                                                                     \
+                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));                                          \
+    }                                                                                                                  \
+    template <int TRANSPOSED_B = 1>                                                                                    \
+    __device__ void wgmma_start(float (&d)[N / 8][4], const unsigned (&a)[4], unsigned long long b, TYPE) {            \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0; "                                                       \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, {%" #I ", %" #J\
+                     ", %" #K ", %" #L "}, %" #M ", add, 1, 1, %" #O "; }"                                             \
+                     : D_##N("=f")                                                                                     \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED_B));                         \
+    }                                                                                                                  \
+    template <int TRANSPOSED_B = 1>                                                                                    \
+    __device__ void wgmma(float (&d)[N / 8][4], const unsigned (&a)[4], unsigned long long b, TYPE) {                  \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                       \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, {%" #I ", %" #J\
+                     ", %" #K ", %" #L "}, %" #M ", add, 1, 1, %" #O "; }"                                             \
+                     : D_##N("+f")                                                                                     \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED_B));                         \
     }
 #define WGMMA_BOTH_TYPES(N, ...)                \
     WGMMA(N, half_t, "f16", __VA_ARGS__)        \
     WGMMA(N, bfloat16_t, "bf16", __VA_ARGS__)
 
 // Of numbers of 8 bits, 32 of K at once; both operands "K-major".
-#define WGMMA_8(N, I, J, K, L, M)                                                                                       \
-    template <int = 0, int = 0>                                                                                         \
-    __device__ void wgmma_start(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, float8_t) {           \
-        asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0; "                                                        \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" NAMES_##N "}, %" #I ", %" #J          \
-                     ", add, 1, 1; }"                                                                                   \
-                     : D_##N("=f")                                                                                      \
-                     : "l"(a), "l"(b));                                                                                 \
-    }                                                                                                                   \
-    template <int = 0, int = 0>                                                                                         \
-    __device__ void wgmma(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, float8_t) {                 \
-        asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                        \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" NAMES_##N "}, %" #I ", %" #J          \
-                     ", add, 1, 1; }"                                                                                   \
-                     : D_##N("+f")                                                                                      \
-                     : "l"(a), "l"(b));                                                                                 \
-    }                                                                                                                   \
-    __device__ inline void wgmma(float (&d)[N / 8][4], const unsigned (&a)[4], unsigned long long b, float8_t) {        \
-        asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                        \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" NAMES_##N "}, {%" #I ", %" #J         \
-                     ", %" #K ", %" #L "}, %" #M ", add, 1, 1; }"                                                       \
-                     : D_##N("+f")                                                                                      \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                             \
+#define WGMMA_8(N, I, J, K, L, M)                                                                                      \
+    template <int = 0, int = 0>                                                                                        \
+    __device__ void wgmma_start(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, float8_t) {          \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0; "                                                       \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" NAMES_##N "}, %" #I ", %" #J         \
+                     ", add, 1, 1; }"                                                                                  \
+                     : D_##N("=f")                                                                                     \
+                     : "l"(a), "l"(b));                                                                                \
+    }                                                                                                                  \
+    template <int = 0, int = 0>                                                                                        \
+    __device__ void wgmma(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, float8_t) {                \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                       \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" NAMES_##N "}, %" #I ", %" #J         \
+                     ", add, 1, 1; }"                                                                                  \
+                     : D_##N("+f")                                                                                     \
+                     : "l"(a), "l"(b));                                                                                \
+    }                                                                                                                  \
+    __device__ inline void wgmma(float (&d)[N / 8][4], const unsigned (&a)[4], unsigned long long b, float8_t) {       \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                       \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" NAMES_##N "}, {%" #I ", %" #J        \
+                     ", %" #K ", %" #L "}, %" #M ", add, 1, 1; }"                                                      \
+                     : D_##N("+f")                                                                                     \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                            \
     }
 
 WGMMA_8(64, 32, 33, 34, 35, 36)
@@ -119,12 +128,12 @@ WGMMA_8(128, 64, 65, 66, 67, 68)
 WGMMA_8(192, 96, 97, 98, 99, 100)
 WGMMA_8(256, 128, 129, 130, 131, 132)
 
-WGMMA_BOTH_TYPES(32, 16, 17, 18, 19, 20)
-WGMMA_BOTH_TYPES(40, 20, 21, 22, 23, 24)
-WGMMA_BOTH_TYPES(48, 24, 25, 26, 27, 28)
-WGMMA_BOTH_TYPES(64, 32, 33, 34, 35, 36)
-WGMMA_BOTH_TYPES(80, 40, 41, 42, 43, 44)
-WGMMA_BOTH_TYPES(96, 48, 49, 50, 51, 52)
-WGMMA_BOTH_TYPES(128, 64, 65, 66, 67, 68)
-WGMMA_BOTH_TYPES(192, 96, 97, 98, 99, 100)
-WGMMA_BOTH_TYPES(256, 128, 129, 130, 131, 132)
+WGMMA_BOTH_TYPES(32, 16, 17, 18, 19, 20, 21)
+WGMMA_BOTH_TYPES(40, 20, 21, 22, 23, 24, 25)
+WGMMA_BOTH_TYPES(48, 24, 25, 26, 27, 28, 29)
+WGMMA_BOTH_TYPES(64, 32, 33, 34, 35, 36, 37)
+WGMMA_BOTH_TYPES(80, 40, 41, 42, 43, 44, 45)
+WGMMA_BOTH_TYPES(96, 48, 49, 50, 51, 52, 53)
+WGMMA_BOTH_TYPES(128, 64, 65, 66, 67, 68, 69)
+WGMMA_BOTH_TYPES(192, 96, 97, 98, 99, 100, 101)
+WGMMA_BOTH_TYPES(256, 128, 129, 130, 131, 132, 133)

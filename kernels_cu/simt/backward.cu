@@ -7,11 +7,7 @@
 //
 //     delta = rowsum(dO * O) - dlse    dP = dO V^T    dS = P * (dP - delta)
 //     dV = P^T dO    dK = scale * dS^T Q    dQ = scale * dS K
-#include "simt/derivative.cuh"
-
-__device__ inline void scale_by(ResultTile& tile, Accum scale) {
-    for_each(tile, [=](Accum& x, int, int) { x *= scale; });
-}
+#include "simt/delta.cuh"
 
 extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     attention_backward_dk_dv(const __grid_constant__ Params p) {
@@ -19,9 +15,10 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const int parts = tiles_in(max(max(p.dim, p.dim_v), 1), config::COLUMNS);
     const int column = blockIdx.x % parts * config::COLUMNS;
     // First first: under a causal mask most queries see them.
-    const Place at = place(blockIdx.x / parts, key_tiles<config::OWNED>(p), p.heads_k);
-    Head head = Head::of_k(p, at.batch, at.head);
-    const Range keys = head.key_tile<config::OWNED>(p, at.tile);
+    const HeadTile at = numbered<KeyTiles<config::OWNED>>(p, blockIdx.x / parts);
+    if (config::PACKED_K && at.none()) return;
+    Head head = at.head;
+    const Range keys = head.key_tile<config::OWNED>(p, at.number);
     const int row = keys.begin;
 
     const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
@@ -63,18 +60,20 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     }
 
     scale_by(dk_sum, p.scale);
-    store(key_matrix(p, head, p.dk, p.dk_strides, p.dim), dk_sum, row, column);
-    store(key_matrix(p, head, p.dv, p.dv_strides, p.dim_v), dv_sum, row, column);
+    store(all_key_rows(p, head, p.dk, p.dk_strides, p.dim), dk_sum, row, column);
+    store(all_key_rows(p, head, p.dv, p.dv_strides, p.dim_v), dv_sum, row, column);
 }
 
 extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     attention_backward_dq(const __grid_constant__ Params p) {
     // This block owns OWNED queries and COLUMNS columns of dQ, as in the forward.
-    const int parts = tiles_in(p.dim, config::COLUMNS), tiles = query_tiles<config::OWNED>(p);
+    const int parts = tiles_in(p.dim, config::COLUMNS);
+    const Schedule<QueryTiles<config::OWNED>, Order::LAST_FIRST> schedule(p);
     const int column = blockIdx.x % parts * config::COLUMNS;
-    const Place at = place(blockIdx.x / parts, tiles, p.heads_q);
-    const Head head = Head::of_q(p, at.batch, at.head);
-    const Range queries = head.query_tile<config::OWNED>(p, tiles - 1 - at.tile);
+    const auto at = schedule.tile(blockIdx.x / parts);
+    if (config::PACKED_Q && at.none()) return;
+    const Head& head = at.head;
+    const Range queries = head.query_tile<config::OWNED>(p, at.number);
     const int row = queries.begin;
 
     const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);

@@ -14,12 +14,13 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     attention_forward(const __grid_constant__ Params p) {
     // Which part of the output is this block's: OWNED queries of a head, COLUMNS of its columns. Where Dv is larger than
     // COLUMNS, several blocks compute the same scores, each for its columns: a register tile cannot be any wider.
-    const int parts = tiles_in(max(p.dim_v, 1), config::COLUMNS), tiles = query_tiles<config::OWNED>(p);
+    const int parts = tiles_in(max(p.dim_v, 1), config::COLUMNS);
+    const Schedule<QueryTiles<config::OWNED>, Order::LAST_FIRST> schedule(p);  // under a causal mask they see most keys
     const int column = blockIdx.x % parts * config::COLUMNS;
-    const Place at = place(blockIdx.x / parts, tiles, p.heads_q);
-    const Head head = Head::of_q(p, at.batch, at.head);
-    // Last first: under a causal mask they see most keys.
-    const Range queries = head.query_tile<config::OWNED>(p, tiles - 1 - at.tile);
+    const HeadTile at = schedule.tile(blockIdx.x / parts);
+    if (config::PACKED_Q && at.none()) return;
+    const Head head = at.head;
+    const Range queries = head.query_tile<config::OWNED>(p, at.number);
     const int row = queries.begin;
 
     const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);

@@ -5,6 +5,7 @@
 // 1 / 16 of the columns of each tile. The 16 threads of a row are half a warp, so that row reductions are shuffles.
 #pragma once
 #include "attention/dropout.cuh"
+#include "attention/schedule.cuh"
 #include "ptx/convert.cuh"
 
 constexpr int ACROSS = 16;                         // threads along a row
@@ -36,16 +37,33 @@ struct alignas(sizeof(T) * COUNT) Vector {
     T at[COUNT];
 };
 
+// Where rows of K and V lie where these are pools of pages.
+template <class T, bool = config::PAGED>
+struct Paged {
+    __device__ bool in_pages() const { return false; }
+    __device__ T* paged(int) const { return nullptr; }
+};
+template <class T>
+struct Paged<T, true> {
+    const Params* p = nullptr;
+    const Head* head;
+    T* pool;
+    const Strides* strides;
+
+    __device__ bool in_pages() const { return p != nullptr; }
+    __device__ T* paged(int r) const { return head->paged_row(*p, pool, *strides, r); }
+};
+
 // One head of one batch entry of an array in global memory.
 template <class T>
-struct Matrix {
+struct Matrix : Paged<T> {
     T* at;
     long long stride;
     int rows, columns;
     bool vectors;  // every row starts where WIDTH elements can be moved at once, and is a multiple of them long
 
-    __device__ Matrix(T* at, long long stride, int rows, int columns)
-        : at(at), stride(stride), rows(rows), columns(columns) {
+    __device__ Matrix(T* at, long long stride, int rows, int columns, Paged<T> pages = {})
+        : Paged<T>(pages), at(at), stride(stride), rows(rows), columns(columns) {
         vectors = reinterpret_cast<unsigned long long>(at) % (WIDTH * sizeof(T)) == 0 && stride % WIDTH == 0 &&
                   columns % WIDTH == 0;
     }
@@ -58,7 +76,19 @@ __device__ Matrix<T> query_matrix(const Params& p, const Head& head, T* array, c
 }
 template <class T>
 __device__ Matrix<T> key_matrix(const Params& p, const Head& head, T* array, const Strides& strides, int columns) {
-    return {head.key_row(array, strides), strides.row, head.keys(p), columns};
+    if constexpr (config::PAGED) {
+        T* first = array + head.k * strides.head;
+        Matrix<T> matrix{first, strides.row, head.keys(p), columns, {&p, &head, array, &strides}};
+        matrix.vectors = matrix.vectors && strides.batch % WIDTH == 0;
+        return matrix;
+    } else {
+        return {head.key_row(array, strides), strides.row, head.keys(p), columns};
+    }
+}
+// Results for keys have the rows of a cache that hold none, too: what is summed there is 0.
+template <class T>
+__device__ Matrix<T> all_key_rows(const Params& p, const Head& head, T* array, const Strides& strides, int columns) {
+    return {head.key_row(array, strides), strides.row, head.key_rows(p), columns};
 }
 
 // A tile in shared memory. The pad spreads a column over all banks, and keeps rows on 16 bytes.
@@ -82,7 +112,13 @@ struct SharedTile {
 #pragma unroll
         for (int r = 0; r < ROWS; r += STEP, source += STEP * from.stride) {
             Vector<In, WIDTH> x = {};
-            const int inside = row + first + r < from.rows ? left : 0;
+            int inside = row + first + r < from.rows ? left : 0;
+            if constexpr (config::PAGED)
+                if (inside > 0 && from.in_pages()) {
+                    const In* at = from.paged(row + first + r);
+                    source = at + column + c;
+                    if (at == nullptr) inside = 0;
+                }
             if (VECTORS) {
                 if (inside > 0) x = *reinterpret_cast<const Vector<In, WIDTH>*>(source);
             } else {
@@ -143,10 +179,9 @@ __device__ void add_products(ScoreTile& s, const SharedTile<config::OWNED, COLUM
     }
 }
 
-// s = A B^T for OWNED rows of A and VISITED rows of B, in pieces of DEPTH columns: any head dimension fits.
-__device__ inline void dot_products(ScoreTile& s, const Matrix<const In>& a, int row_a,
-                                    const Matrix<const In>& b, int row_b, Shared& shared) {
-    for_each(s, [](Accum& x, int, int) { x = 0; });
+// s += A B^T for OWNED rows of A and VISITED rows of B, in pieces of DEPTH columns: any head dimension fits.
+__device__ inline void add_dot_products(ScoreTile& s, const Matrix<const In>& a, int row_a,
+                                        const Matrix<const In>& b, int row_b, Shared& shared) {
     for (int column = 0; column < a.columns; column += config::DEPTH) {
         __syncthreads();  // nobody reads the piece before any more
         shared.owned.load(a, row_a, column);
@@ -154,6 +189,13 @@ __device__ inline void dot_products(ScoreTile& s, const Matrix<const In>& a, int
         __syncthreads();
         add_products(s, shared.owned, shared.visited);
     }
+}
+
+// s = A B^T.
+__device__ inline void dot_products(ScoreTile& s, const Matrix<const In>& a, int row_a,
+                                    const Matrix<const In>& b, int row_b, Shared& shared) {
+    for_each(s, [](Accum& x, int, int) { x = 0; });
+    add_dot_products(s, a, row_a, b, row_b, shared);
 }
 
 // sum += weights B for ROWS rows of B; `from` is the column of the weights that belongs to the first.
@@ -207,6 +249,13 @@ __device__ void store(const Matrix<T>& to, const ResultTile& tile, int row, int 
     for (int i = 0; i < M; ++i) {
         if (row + row_of(i) >= to.rows) continue;
         T* target = to.at + (row + row_of(i)) * to.stride;
+        if constexpr (config::ADDS) {  // rounded once, with what is there
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                if (const int c = column + result_column_of(j); c < to.columns)
+                    target[c] = from_float<T>(tile[i][j] + to_float(target[c]));
+            continue;
+        }
 #pragma unroll
         for (int j = 0; j < N; j += TOGETHER) {
             Vector<T, TOGETHER> x;

@@ -32,11 +32,11 @@ struct BiasTile {
 
     __device__ void load(const Params& p, char* memory, const Share<OfBias, ROWS, KEYS>& share) const {
         const PairStrides& s = p.bias_strides;
-        Head any{0, 0, 0};
         const Number* from = p.bias + share.batch * s.batch + share.head * s.head;
         for (int n = threadIdx.x; n < ROWS * KEYS; n += THREADS) {
             int row = n / KEYS, column = n % KEYS, i = share.tile_q * ROWS + row, j = share.tile_k * KEYS + column;
-            bool there = (i < any.queries(p) || s.query == 0) && (j < any.keys(p) || s.key == 0);
+            if constexpr (BIAS_LINES) i = share.lines.begin + row;
+            bool there = (i < (BIAS_LINES ? share.lines.end : Sequence::most_queries(p)) || s.query == 0) && (j < Sequence::most_keys(p) || s.key == 0);
             ((Number*)memory)[row * PITCH + column] = there ? from[i * s.query + j * s.key] : Number();
         }
     }
@@ -128,13 +128,14 @@ struct Cursor {
     }
     template <class Array, class Piece>
     __device__ void copy(const Params& p, Piece piece, int row, int column) {
-        Rows from = operand_rows<Array>(p, step.tile.head, row);
-        int columns = PARTS == 2 ? Array::COLUMNS : from.columns, rows = Array::rows(p, step.tile.head) - row;
+        auto from = operand_rows<Array>(p, step.tile.head, row);
+        from.count = Array::rows(p, step.tile.head) - row;
+        int columns = PARTS == 2 ? Array::COLUMNS : from.columns;
 #pragma unroll
-        for (int part = 0; part < PARTS; part++)
-            AsyncCopy<THREADS, Array::SIZE, DEPTH, Piece>(piece, from.from + part * columns + column, from.stride, rows,
-                                                          columns - column, part * DEPTH)
-                .all();
+        for (int part = 0; part < PARTS; part++) {
+            Rows<const Product> own{from.from + part * columns + column, from.stride, from.count, columns - column};
+            AsyncCopy<THREADS, Array::SIZE, DEPTH, Piece>(piece, own, part * DEPTH).all();
+        }
     }
 };
 
@@ -199,7 +200,7 @@ struct Block {
         Placement<> place{at.head.q, at.i + warp_row, at.j + warp_key};
         int tile_q = at.i / ROWS, tile_k = at.j / KEYS;
         // What its rows and keys have in memory, while the first pieces arrive.
-        const float* rows = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, at.head, tile_q));
+        const float* rows = prepared_rows<ROWS>(p, at.head, tile_q);
         float minus_lse[2 * M], minus_delta[2 * M];
         read_rows(minus_lse, rows);
         read_rows(minus_delta, rows + ROWS);
@@ -247,8 +248,9 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
 
 // What each query brings: see attention/exact_delta.cuh.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
-    Place at = place_heads_first(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
-    prepare_queries<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
+    HeadTile at = numbered_heads_first<QueryTiles<ROWS>>(p, blockIdx.x);
+    if (config::PACKED_Q && at.none()) return;
+    prepare_queries<ROWS>(p, at.head, at.number);
 }
 
 // Kernels of arrays whose gradients nobody asks for are empty.
@@ -267,18 +269,17 @@ __device__ void add_parts(const Params& p) {
     if constexpr (WANTED) Share<Of, ROWS, KEYS>(p, 0).template add_parts<128>();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias(const __grid_constant__ Params p) {
-    gather<D_BIAS, OfBias>(p);
-}
-extern "C" __global__ void __launch_bounds__(128) attention_backward_bias_add(const __grid_constant__ Params p) {
-    add_parts<D_BIAS, OfBias>(p);
-}
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_alibi_slopes(const __grid_constant__ Params p) {
-    gather<D_ALIBI_SLOPES, OfSlopes>(p);
-}
-extern "C" __global__ void __launch_bounds__(128) attention_backward_alibi_slopes_add(const __grid_constant__ Params p) {
-    add_parts<D_ALIBI_SLOPES, OfSlopes>(p);
-}
+#define KERNELS(ARRAY, WANTED, OF)                                                               \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                     \
+        attention_backward_##ARRAY(const __grid_constant__ Params p) {                           \
+        gather<WANTED, OF>(p);                                                                   \
+    }                                                                                            \
+    extern "C" __global__ void __launch_bounds__(128)                                            \
+        attention_backward_##ARRAY##_add(const __grid_constant__ Params p) {                     \
+        add_parts<WANTED, OF>(p);                                                                \
+    }
+ARRAYS_OVER_PAIRS(KERNELS)
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_score(const __grid_constant__ Params p) {
     if constexpr (D_SCORE) gather_reads<false>(p);
 }
@@ -293,6 +294,6 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_score_finis
 }
 extern "C" __global__ void __launch_bounds__(256) attention_backward_sinks(const __grid_constant__ Params p) {
     gather_sink<D_SINKS, 256>(p, blockIdx.x, [&](const Head& head, int i) {
-        return prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, head, i / ROWS))[ROWS + i % ROWS] / kept(p);
+        return prepared_rows<ROWS>(p, head, i / ROWS)[ROWS + i % ROWS] / kept(p);
     });
 }

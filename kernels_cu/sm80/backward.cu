@@ -12,12 +12,8 @@
 #include "attention/exact_delta.cuh"
 #include "attention/mask.cuh"
 #include "attention/operands.cuh"
-#include "ptx/flag.cuh"
-#include "ptx/reduce.cuh"
-#include "tile/doubles.cuh"
-#include "tile/rows.cuh"
-
-using namespace config;
+#include "attention/schedule.cuh"
+#include "sm80/dq_sums.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int KEY_WARPS = WARPS / COLUMN_WARPS;
@@ -31,14 +27,6 @@ constexpr int SIZE = sizeof(Accum);  // of lse and delta
 constexpr bool ALONG = DIM > 64;  // exponentials are taken along the product for dP (of few steps: slower, measured)
 static_assert(KEYS % (16 * KEY_WARPS) == 0 && WARP_QUERIES % 16 == 0 && COLUMN_WARPS % QUERY_WARPS == 0 &&
               DIM % (16 * COLUMN_WARPS) == 0 && DIM_V % (16 * COLUMN_WARPS) == 0);
-
-// dQ of a tile, ROWS x DIM, is shared out among the warps as DQ_ROW_WARPS x DQ_COLUMN_WARPS.
-constexpr int DQ_ROW_WARPS = ROWS % 32 == 0 ? ROWS / 32 : 1;
-constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS;
-constexpr int DQ_M = ROWS / 16 / DQ_ROW_WARPS;
-constexpr int DQ_N = (DIM / 16 + DQ_COLUMN_WARPS - 1) / DQ_COLUMN_WARPS * 2;  // the last warp may have fewer columns
-constexpr bool DQ_EVEN = DIM / 16 % DQ_COLUMN_WARPS == 0;
-constexpr int DQ_TILE = ROWS * DIM;                                            // numbers of one tile in dq_sum
 
 using QTile = OperandTile<ROWS, DIM>;
 using DOTile = OperandTile<ROWS, DIM_V>;
@@ -69,20 +57,6 @@ struct Shared {
     // -lse of a tile's queries, then minus what is subtracted from dP.
     __device__ unsigned row_values(int stage) const { return q_tile(stage).base + ROW_VALUES; }
 };
-
-// One fragment of dq_sum is stored as its 32 lanes hold it: four floats of a lane side by side, so that every addition is 16
-// bytes wide, or four times a double of each lane.
-__device__ inline Accum* dq_fragment(const Params& p, long long tile, int m, int n) {
-    constexpr int OF_LANE = SIZE == 8 ? 1 : 4;  // side by side
-    return p.dq_sum + tile * DQ_TILE + ((m * (DIM / 8) + n) * (128 / OF_LANE) + threadIdx.x % 32) * OF_LANE;
-}
-__device__ inline void read_dq(Accumulator<1, 1>& dq, const float* sum) {
-    float4 x = *(const float4*)sum;
-    dq = {{{{x.x, x.y, x.z, x.w}}}};
-}
-__device__ inline void read_dq(Accumulator<1, 1>& dq, const double* sum) {
-    dq = {{{{sum[0], sum[32], sum[64], sum[96]}}}};
-}
 
 // Where dead rows may come in a tile with others; behind the live ones of a sequence nothing is loaded. (Of float32 they are 0.)
 constexpr bool CLEARS_KEYS = PARTS == 1 && (KEY_MASK || DEAD_KEYS), CLEARS_QUERIES = PARTS == 1 && (KEY_MASK || DEAD_QUERIES);
@@ -147,7 +121,7 @@ struct Block {
     __device__ Step next(const Step& at) const {
         int step = walk.next(at.step);
         bool has = walk::LISTED ? step < at.end : walk.has(step);
-        return has ? Step{at.head, step, at.end} : first_of({at.head.batch, at.head.q + 1, at.head.k});
+        return has ? Step{at.head, step, at.end} : first_of(at.head.other(at.head.q + 1));
     }
 
     // along(copy of Q, copy of dO), with what else a step brings.
@@ -155,12 +129,12 @@ struct Block {
     __device__ void load_queries(const Step& at, int stage, F along) const {
         int tile_q = walk::LISTED && !has(at) ? 0 : walk.tile(at.step);
         int i = tile_q * ROWS, rows = has(at) ? at.head.live_queries(p).end - i : 0;
-        Rows q = operand_rows<OfQ>(p, at.head, i), d = operand_rows<OfDO>(p, at.head, i);
-        along(AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(s.q_tile(stage), q.from, q.stride, rows, q.columns),
-              AsyncCopy<THREADS, ROWS, DOTile::COLUMNS>(s.do_tile(stage), d.from, d.stride, rows, d.columns));
+        auto q = operand_rows<OfQ>(p, at.head, i, rows), d = operand_rows<OfDO>(p, at.head, i, rows);
+        along(AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(s.q_tile(stage), q),
+              AsyncCopy<THREADS, ROWS, DOTile::COLUMNS>(s.do_tile(stage), d));
         constexpr int EACH = VECTOR<Accum>, COPIES = 2 * ROWS / EACH;
         static_assert(COPIES <= THREADS);
-        const Accum* values = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, at.head, tile_q));
+        const Accum* values = prepared_rows<ROWS>(p, at.head, tile_q);
         if (threadIdx.x < COPIES) cp_async_16(s.row_values(stage) + 16 * threadIdx.x, values + EACH * threadIdx.x, rows > 0);
     }
     __device__ void load_queries(const Step& at, int stage) const {
@@ -170,10 +144,10 @@ struct Block {
 
     // K and V, and the first Q and dO.
     __device__ void load_first() const {
-        Rows k = operand_rows<OfK>(p, keys_head, keys.begin), v = operand_rows<OfV>(p, keys_head, keys.begin);
         int rows = keys_head.live_keys(p).end - keys.begin;
-        AsyncCopy<THREADS, KEYS, KTile::COLUMNS>(s.k_tile(), k.from, k.stride, rows, k.columns).all();
-        AsyncCopy<THREADS, KEYS, VTile::COLUMNS>(s.v_tile(), v.from, v.stride, rows, v.columns).all();
+        auto k = operand_rows<OfK>(p, keys_head, keys.begin, rows), v = operand_rows<OfV>(p, keys_head, keys.begin, rows);
+        AsyncCopy<THREADS, KEYS, KTile::COLUMNS>(s.k_tile(), k).all();
+        AsyncCopy<THREADS, KEYS, VTile::COLUMNS>(s.v_tile(), v).all();
         load_queries(first(), 0);
         if constexpr (CLEARS_KEYS) {
             if (!KEY_MASK && keys.begin >= keys_head.live_keys(p).begin) return;
@@ -287,8 +261,8 @@ struct Block {
             mma_AB<KEYS>(dq, FromTransposed<STile>{s.ds_tile(), 16 * dq_row}, s.k_tile(), 8 * dq_column, Nothing(),
                          k_unit * ds_power.unit);
         }
-        long long number = query_tile_number<ROWS>(p, at.head, tile_q);
-        if (DETERMINISTIC) wait_for_turn(at.head, tile_q, number);
+        long long number = QueryTiles<ROWS>::number(p, at.head, tile_q);
+        if (DETERMINISTIC) wait_for_turn(p, at.head, tile_q, number, tile);
         Accum* dq_sum = dq_fragment(p, number, dq_row, dq_column);
         auto add_dq = [&](int step, auto steps) {
             constexpr int FRAGMENTS = DQ_M * DQ_N, EACH = (FRAGMENTS + steps.value - 1) / steps.value;
@@ -330,23 +304,15 @@ struct Block {
         return 1;
     }
 
-    // Key tiles add to a tile of queries in order.
-    __device__ void wait_for_turn(const Head& head, int tile_q, long long number) const {
-        unsigned others = KeyWalk<KEYS, ROWS>(p, head, head.query_tile<ROWS>(p, tile_q)).rank(tile);
-        if (threadIdx.x == 0)
-            while (load_acquire(p.counters + number) != others) __nanosleep(32);
-        __syncthreads();
-    }
-
     // dK and dV, through shared memory, where K and V were, for whole rows.
     __device__ void finish() {
         cp_async_wait<0>();
         __syncthreads();
         dk.each([&](Accum& x, int, int) { x *= p.scale; });
-        int rows = keys_head.keys(p) - keys.begin;
+        int rows = keys_head.key_rows(p) - keys.begin;
         Out* dk_rows = keys_head.key_row(p.dk, p.dk_strides, keys.begin);
         Out* dv_rows = keys_head.key_row(p.dv, p.dv_strides, keys.begin);
-        if constexpr (PARTS == 2) {
+        if constexpr (FROM_REGISTERS) {
             store_floats(dk, dk_rows, p.dk_strides.row, warp_key, column_warp * (DIM / COLUMN_WARPS), rows, p.dim);
             store_floats(dv, dv_rows, p.dv_strides.row, warp_key, column_warp * (DIM_V / COLUMN_WARPS), rows, p.dim_v);
         } else {
@@ -367,32 +333,20 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
 
 // What each query brings (attention/exact_delta.cuh); zeros where the dQ of this tile will be summed.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
-    Place at = place(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
-    float4* sums = (float4*)(p.dq_sum + blockIdx.x * (long long)DQ_TILE);
-    for (int i = threadIdx.x; i < DQ_TILE / VECTOR<Accum>; i += 128) sums[i] = make_float4(0, 0, 0, 0);
-    if (DETERMINISTIC && threadIdx.x == 0) {
-        p.counters[blockIdx.x] = 0;
-        if (blockIdx.x == 0) p.counters[gridDim.x] = 0;
-    }
-    prepare_queries<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
+    HeadTile at = numbered<QueryTiles<ROWS>>(p, blockIdx.x);
+    clear_dq(p, blockIdx.x);
+    if (config::PACKED_Q && at.none()) return;
+    prepare_queries<ROWS>(p, at.head, at.number);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) char shared[];
-    int number = blockIdx.x, tiles = key_tiles<KEYS>(p);
-    if (DETERMINISTIC) {
-        // Blocks wait for those with smaller numbers: numbers given in the order of starting cannot wait for ever.
-        __shared__ int ticket;
-        if (threadIdx.x == 0) ticket = atomicAdd(p.counters + (long long)p.batch * p.heads_q * query_tiles<ROWS>(p), 1u);
-        __syncthreads();
-        number = ticket;
-    }
-    Place at = place(number, tiles, p.heads_k);
-    if (walk::LISTED && !DETERMINISTIC) at = longest_first(number, tiles, p.heads_k, p.batch);
-    Head head = Head::of_k(p, at.batch, at.head);
-    if (DETERMINISTIC) at.tile = key_tile_in_turn(at.tile, tiles);
-    if (walk::LISTED && !DETERMINISTIC) at.tile = Visits::nth(p, head, p.query_lists, tiles, at.tile);
-    Block block(p, Shared{shared_address(shared)}, head, at.tile);
+    Schedule<KeyTiles<KEYS>, key_order(DETERMINISTIC)> schedule(p);
+    int number = blockIdx.x;
+    if (DETERMINISTIC) number = number_in_turn(p);
+    HeadTile at = schedule.tile(number);
+    if (config::PACKED_K && at.none()) return;
+    Block block(p, Shared{shared_address(shared)}, at.head, at.number);
     block.load_first();
     int stage = 0;
     for (Step step = block.first(); block.has(step); step = block.next(step)) {
@@ -402,32 +356,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     block.finish();
 }
 
-// dQ = scale * dq_sum, from fragment order to rows.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_finish(const __grid_constant__ Params p) {
-    constexpr int PART = SIZE == 8 ? 16 : ROWS;  // rows at a time
-    using Tile = SharedTile<PART, DIM>;
-    __shared__ alignas(16) char shared[PARTS == 2 ? 16 : Tile::BYTES];
-    Tile dq_tile{shared_address(shared)};
-    Place at = place(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
-    Head head = Head::of_q(p, at.batch, at.head);
-    for (int first = 0; first < ROWS; first += PART) {
-        int i0 = at.tile * ROWS + first, count = head.queries(p) - i0;
-        Out* rows = head.query_row(p.dq, p.dq_strides, i0);
-        if (first > 0) __syncthreads();
-#pragma unroll 4
-        for (int f = threadIdx.x / 32; f < PART / 16 * (DIM / 8); f += 4) {
-            int m = f / (DIM / 8), n = f % (DIM / 8);
-            Accumulator<1, 1> dq;
-            read_dq(dq, dq_fragment(p, blockIdx.x, first / 16 + m, n));
-            dq.each([&](Accum& x, int, int) { x *= p.scale; });
-            if constexpr (PARTS == 2)
-                store_floats(dq, rows, p.dq_strides.row, 16 * m, 8 * n, count, p.dim);
-            else
-                dq.store(dq_tile, 16 * m, 8 * n);
-        }
-        if constexpr (PARTS == 1) {
-            __syncthreads();
-            store_rows<PART / 4>(dq_tile, threadIdx.x / 32 * (PART / 4), rows, p.dq_strides.row, count, p.dim);
-        }
-    }
+    finish_dq(p, p.dq, p.dq_strides);
 }

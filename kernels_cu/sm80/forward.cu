@@ -11,6 +11,7 @@
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/operands.cuh"
+#include "attention/schedule.cuh"
 #include "attention/shares.cuh"
 #include "attention/softmax.cuh"
 #include "ptx/barrier.cuh"
@@ -120,9 +121,9 @@ struct Block {
     template <class Of, class Tile>
     __device__ auto copy_keys(Tile tile, int step) const {
         int row = walk.tile(step) * KEYS;
-        Rows from = operand_rows<Of>(p, head, row);
-        return AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, from.from, from.stride,
-                                                       walk.has(step) ? head.live_keys(p).end - row : 0, from.columns);
+        auto from = operand_rows<Of>(p, head, row);
+        from.count = walk.has(step) ? head.live_keys(p).end - row : 0;
+        return AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, from);
     }
     __device__ auto copy_k(int step, int stage) const {
         return copy_keys<OfK>(s.k_tile(stage), step);
@@ -133,8 +134,9 @@ struct Block {
 
     // Q, and the first K and V.
     __device__ void load_first() const {
-        Rows q = operand_rows<OfQ>(p, head, queries.begin);
-        AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(s.q_tile(), q.from, q.stride, head.queries(p) - queries.begin, q.columns).all();
+        auto q = operand_rows<OfQ>(p, head, queries.begin);
+        q.count = head.queries(p) - queries.begin;
+        AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(s.q_tile(), q).all();
         copy_k(walk.start(), 0).all();
         if (STAGES == 2) copy_v(walk.start(), 0).all();
         cp_async_commit();
@@ -268,7 +270,7 @@ struct Block {
         if constexpr (SHARES) {
             Accum* to = p.share_out + share_row(p, share, head.row_number(p, queries.begin)) * DIM_V + column_warp * WARP_COLUMNS;
             store_float_rows(o, true, WARP_COLUMNS, [&](int r) -> Accum* { return warp_row + r < rows ? to + (warp_row + r) * DIM_V : nullptr; });
-        } else if constexpr (PARTS == 2) {
+        } else if constexpr (FROM_REGISTERS) {
             store_floats(o, out, p.out_strides.row, warp_row, column_warp * WARP_COLUMNS, rows, p.dim_v);
         } else {
             // Through shared memory, where Q was, for whole rows; where Q's rows have another length than O's, the warps'
@@ -298,14 +300,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     extern __shared__ __align__(16) char shared[];
     // The tiles of a head one after the other, so that they share its K and V in the cache; where later ones see more keys,
     // those first.
-    int tiles = query_tiles<ROWS>(p), number = blockIdx.x, share = 0;
+    Schedule<QueryTiles<ROWS>, QUERY_ORDER> schedule(p);
+    int number = blockIdx.x, share = 0;
     if constexpr (SHARES) share = number % p.shares, number /= p.shares;
-    Place at = place(number, tiles, p.heads_q);
-    if (walk::LISTED) at = longest_first(number, tiles, p.heads_q, p.batch);
-    Head head = Head::of_q(p, at.batch, at.head);
-    if (walk::GROWING) at.tile = tiles - 1 - at.tile;
-    if (walk::LISTED) at.tile = Visits::nth(p, head, p.key_lists, tiles, at.tile);
-    Block block(p, Shared{shared_address(shared)}, head, at.tile, share);
+    HeadTile at = schedule.tile(number);
+    if (config::PACKED_Q && at.none()) return;
+    Block block(p, Shared{shared_address(shared)}, at.head, at.number, share);
     block.load_first();
     int stage = 0;
     for (int step = block.walk.start(); block.walk.has(step); step = block.walk.next(step)) {

@@ -2,7 +2,7 @@
 // pairs after the other is added up, with the engines of a multiprocessor working at once.
 //
 // One thread block stays on each multiprocessor and takes tile after tile of the gradient, ROWS queries by KEYS keys.
-// Its first warpgroup loads: the copy engine (TMA) brings the operands of S = Q K^T and dP = dO V^T in pieces of DEPTH
+// Its first warpgroup loads: TMA brings the operands of S = Q K^T and dP = dO V^T in pieces of DEPTH
 // columns, without a break from one tile to the next, so that any head dimension fits. The others own 64 queries each,
 // multiply in the background (wgmma) and keep their sums in registers.
 #include "attention/array_gradient.cuh"
@@ -18,7 +18,7 @@ using namespace config;
 
 constexpr int GROUPS = ROWS / 64;
 constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int WORKERS = 4 * GROUPS;  // warps
+constexpr int CONSUMER_WARPS = 4 * GROUPS;
 static_assert(GROUPS == 2);          // the numbers of registers below
 
 constexpr int DEPTH = 64;
@@ -43,14 +43,14 @@ constexpr bool PAIRS_PER_SHARE = PAIR_ARRAYS && !PAIRS_PER_STEP<Of>;
 // Whether many queries read an element: their sum is added up at the end.
 template <class Of>
 __device__ bool over_queries(const Params& p) {
-    return !Of::BIAS || (Of::strides(p).query == 0 && Head{0, 0, 0}.queries(p) > 1);
+    return !Of::BY_KEY || (Of::strides(p).query == 0 && Sequence::most_queries(p) > 1);
 }
 
 struct TensorMaps : PairMaps {
     TensorMap q, k, v, dout;
 };
 
-// What the loading thread tells of a tile of pairs, with its first piece.
+// What the producer tells of a tile of pairs, with its first piece.
 struct Note {
     static constexpr int BYTES = 32;
     // FIRST, LAST: of those that a block sums for a tile of the gradient. Where no query sees a key, the LAST is not visited.
@@ -80,8 +80,8 @@ struct Note {
 
 // Shared memory, and one thread's place in its rings.
 struct Shared {
-    using PieceRing = Ring<STAGES, WORKERS>;
-    using PairRing = Ring<PAIR_STAGES, WORKERS>;
+    using PieceRing = Ring<STAGES, CONSUMER_WARPS>;
+    using PairRing = Ring<PAIR_STAGES, CONSUMER_WARPS>;
 
     // Offsets.
     static constexpr int STAGE = QueryPiece::BYTES + KeyPiece::BYTES;
@@ -104,9 +104,9 @@ struct Shared {
     __device__ unsigned note() const { return base + NOTES + pieces.stage * Note::BYTES; }
 };
 
-// The loading thread.
+// The producer.
 template <class Of>
-struct Loader {
+struct Producer {
     const Params& p;
     const TensorMaps& maps;
     Shared s;
@@ -114,9 +114,8 @@ struct Loader {
     // A piece of both operands.
     __device__ void load(const PairsTile& at, const TensorMap& of_queries, const TensorMap& of_keys, int column) {
         mbarrier_arrive_expect(s.pieces.full(), Shared::STAGE);
-        int query = at.i - at.head.unmapped_queries(p), key = at.j - at.head.unmapped_keys(p);
-        s.queries().load(of_queries, s.pieces.full(), query, at.head.q, at.head.batch, column);
-        s.keys().load(of_keys, s.pieces.full(), key, at.head.k, at.head.batch, column);
+        s.queries().load(of_queries, s.pieces.full(), at.head.at_query(p, at.i, column));
+        s.keys().load(of_keys, s.pieces.full(), at.head.at_key(p, at.j, column));
         s.pieces.advance();
         s.pieces.wait_empty();
     }
@@ -154,21 +153,21 @@ struct Loader {
                 visit({at.head, at.i, at.j, share.split, flags | (share.has(step) ? 0 : Note::LAST)});
             }
         }
-        tell({Head{0, 0, 0}, 0, 0, 0, Note::END});
+        tell({{}, 0, 0, 0, Note::END});
     }
 };
 
 // A warpgroup that computes.
 template <class Of>
-struct Worker {
+struct Consumer {
     const Params& p;
     Shared s;
-    Shared::PieceRing done;  // with pieces: their slots are freed later than they are asked for
+    Shared::PieceRing done;  // with pieces: their stages are freed later than they are asked for
     int group, first_row;    // of the warp in a tile
     Dropout dropout;
     Sums sums;
 
-    __device__ Worker(const Params& p, const Shared& s, int group)
+    __device__ Consumer(const Params& p, const Shared& s, int group)
         : p(p), s(s), done(s.pieces), group(group), first_row(64 * group + 16 * (threadIdx.x / 32 % 4)), dropout(p) {}
 
     __device__ void release() {
@@ -199,7 +198,7 @@ struct Worker {
     __device__ void visit(const Note& note) {
         Pairs pairs(p, note.head);
         Placement<> at{note.head.q, note.i + first_row, note.j};
-        const float* rows = prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, note.head, note.i / ROWS)) + first_row;
+        const float* rows = prepared_rows<ROWS>(p, note.head, note.i / ROWS) + first_row;
         float minus_lse[2], minus_delta[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -248,7 +247,7 @@ struct Worker {
         Pair at{note.head.q, note.i + first_row, note.j};
         int queries = note.head.queries(p) - at.i, keys = note.head.keys(p) - at.j;
         if (over_queries<Of>(p)) {
-            float* part = Of::parts(p) + (note.split * WORKERS + first_row / 16) * Shares<Of>::elements(p);
+            float* part = Of::parts(p) + (note.split * CONSUMER_WARPS + first_row / 16) * Shares<Of>::elements(p);
             add_up(at_pair(part, strides, note.head.batch, {at.head, 0, at.j}), keys);
             return;
         }
@@ -267,7 +266,7 @@ struct Worker {
             store(Of::parts(p) + note.split * Shares<Of>::elements(p));
     }
 
-    // Where the array is broadcast along queries: a warp's sums to a part of their own; along keys too where it is no bias.
+    // Where the array is broadcast along queries: a warp's sums to a part of their own; along keys too where it has none.
     __device__ void add_up(float* to, int keys) {
         int lane = threadIdx.x % 32;
         auto over_lanes = [](float x, int from) {
@@ -281,14 +280,14 @@ struct Worker {
             for (int e = 0; e < 2; e++) {
                 float x = sums.x[0][n][e] + sums.x[0][n][e + 2];
                 int column = sums.column(n, e);
-                if (Of::BIAS) {
+                if (Of::BY_KEY) {
                     x = over_lanes(x, 4);
                     if (lane < 4 && column < keys) to[column] = x;
                 } else {
                     all += x;
                 }
             }
-        if (!Of::BIAS) {
+        if (!Of::BY_KEY) {
             all = over_lanes(all, 1);
             if (lane == 0) *to = all;
         }
@@ -315,8 +314,8 @@ struct Worker {
 };
 
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
-    Place at = place_heads_first(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
-    prepare_rows<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
+    HeadTile at = numbered_heads_first<QueryTiles<ROWS>>(p, blockIdx.x);
+    prepare_rows<ROWS>(p, at.head, at.number);
 }
 
 // Kernels of arrays whose gradients nobody asks for are empty.
@@ -338,35 +337,30 @@ __device__ void gather(const Params& p, const TensorMaps& maps) {
         int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
         if (group == -1) {
             shrink_registers<40>();
-            if (threadIdx.x == 0) Loader<Of>{p, maps, s}.run();
+            if (threadIdx.x == 0) Producer<Of>{p, maps, s}.run();
         } else {
             grow_registers<232>();
-            Worker<Of>(p, s, group).run();
+            Consumer<Of>(p, s, group).run();
         }
     }
 }
 template <bool WANTED, class Of>
 __device__ void add_parts(const Params& p) {
-    if constexpr (WANTED) Shares<Of>(p, 0).template add_parts<128>(over_queries<Of>(p) ? WORKERS : 1);
+    if constexpr (WANTED) Shares<Of>(p, 0).template add_parts<128>(over_queries<Of>(p) ? CONSUMER_WARPS : 1);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_bias(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
-    gather<D_BIAS, OfBias>(p, maps);
-}
-extern "C" __global__ void __launch_bounds__(128) attention_backward_bias_add(const __grid_constant__ Params p) {
-    add_parts<D_BIAS, OfBias>(p);
-}
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_alibi_slopes(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
-    gather<D_ALIBI_SLOPES, OfSlopes>(p, maps);
-}
-extern "C" __global__ void __launch_bounds__(128)
-    attention_backward_alibi_slopes_add(const __grid_constant__ Params p) {
-    add_parts<D_ALIBI_SLOPES, OfSlopes>(p);
-}
+#define KERNELS(ARRAY, WANTED, OF)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                   \
+        attention_backward_##ARRAY(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {                \
+        gather<WANTED, OF>(p, maps);                                                                                           \
+    }                                                                                                                          \
+    extern "C" __global__ void __launch_bounds__(128) attention_backward_##ARRAY##_add(const __grid_constant__ Params p) {     \
+        add_parts<WANTED, OF>(p);                                                                                              \
+    }
+ARRAYS_OVER_PAIRS(KERNELS)
+
 extern "C" __global__ void __launch_bounds__(256) attention_backward_sinks(const __grid_constant__ Params p) {
     gather_sink<D_SINKS, 256>(p, blockIdx.x, [&](const Head& head, int i) {
-        return prepared_rows<ROWS>(p, query_tile_number<ROWS>(p, head, i / ROWS))[ROWS + i % ROWS] / kept(p);
+        return prepared_rows<ROWS>(p, head, i / ROWS)[ROWS + i % ROWS] / kept(p);
     });
 }

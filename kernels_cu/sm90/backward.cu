@@ -2,7 +2,7 @@
 // (kernels_cu/sm80/backward.cu) with the engines of a multiprocessor working at once.
 //
 // One thread block stays on each multiprocessor and takes tile after tile of KEYS keys. Its first warpgroup moves
-// data (backward_tiles.cuh): the copy engine (TMA) brings K and V, and Q and dO of query tile after query tile of
+// data (backward_tiles.cuh): TMA brings K and V, and Q and dO of query tile after query tile of
 // every head that shares these keys; dQ leaves by backward_dq.cuh. The other warpgroups compute,
 // with the tensor cores in the background (wgmma): backward_narrow.cuh for head dimensions up to 128,
 // backward_wide.cuh above; above 192 the two blocks of a cluster share the work on dQ.
@@ -14,16 +14,16 @@
 
 // What each query brings (attention/prepare.cuh), and zeros in the counters.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
-    Place at = place_heads_first(blockIdx.x, query_tiles<ROWS>(p), p.heads_q);
+    HeadTile at = numbered_heads_first<QueryTiles<ROWS>>(p, blockIdx.x);
     DQCounters counters(p);
     if (threadIdx.x == 0) {
         if (blockIdx.x == 0) p.counters[0] = *counters.ticket = 0;
         if (blockIdx.x < Share::count(p)) counters.clear[blockIdx.x] = 0;
         counters.added[blockIdx.x] = 0;
-        int sums = SHARES ? key_tiles<CLUSTER_KEYS>(p) * p.heads_k * p.batch * CLUSTER * GROUPS : 0;
+        int sums = SHARES ? KeyTiles<CLUSTER_KEYS>::of_head(p) * p.heads_k * p.batch * CLUSTER * GROUPS : 0;
         for (int i = blockIdx.x; i < sums; i += gridDim.x) counters.left[i] = 0;
     }
-    prepare_rows<ROWS>(p, Head::of_q(p, at.batch, at.head), at.tile);
+    prepare_rows<ROWS>(p, at.head, at.number);
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, BLOCKS)
@@ -52,7 +52,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (CLUSTERED) sync_cluster();
     int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     if (group == -1) {
-        shrink_registers<MOVER_REGISTERS>();
+        shrink_registers<PRODUCER_REGISTERS>();
         int warp = threadIdx.x / 32;
         if (warp >= 2 && warp - 2 < FINISHERS) {
             finish_dq(p, s, warp - 2);
@@ -64,11 +64,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             add_dq(p, s);
         }
     } else {
-        grow_registers<WORKER_REGISTERS>();
+        grow_registers<CONSUMER_REGISTERS>();
         if constexpr (WIDE)
-            WideWorker(p, maps, s, group).run();
+            WideConsumer(p, maps, s, group).run();
         else
-            NarrowWorker(p, maps, s, group).run();
+            NarrowConsumer(p, maps, s, group).run();
     }
     if (CLUSTERED) sync_cluster();  // shared memory goes with the block
 }

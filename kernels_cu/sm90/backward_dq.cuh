@@ -8,7 +8,7 @@
 #include "sm90/backward_tiles.cuh"
 
 // dq_sum lies in memory as dQ^T lies in registers, four numbers of a lane side by side: fragments of 16 columns by 8
-// queries, in twos that share the queries, PART_ROWS / 8 twos for each 32 columns. A worker's part, of 64 columns, lies
+// queries, in twos that share the queries, PART_ROWS / 8 twos for each 32 columns. A consumer's part, of 64 columns, lies
 // in one piece.
 constexpr int ROW8S = PART_ROWS / 8;
 
@@ -31,7 +31,7 @@ __device__ inline void wait_for_turn(const Params& p, const DQCounters& counters
 
 // The thread that adds parts of dQ to memory, and tells what has been added.
 __device__ inline void add_dq(const Params& p, Shared& s) {
-    Shared::DQRing dq = s.dq(0);  // all workers are at the same place in theirs
+    Shared::DQRing dq = s.dq(0);  // all consumers are at the same place in theirs
     DQCounters counters(p);
     while (true) {
         KeyTile t = s.next_tile();
@@ -89,7 +89,7 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
             });
             tma_wait<0>();
             tell(owed);
-        } else if constexpr (DETERMINISTIC) {  // the workers add when this thread says that it is their turn
+        } else if constexpr (DETERMINISTIC) {  // the consumers add when this thread says that it is their turn
             for_query_tiles(p, t, [&](const Head& head, int i, int n, TileBits) {
                 wait_for_turn(p, counters, t, head, i, n);
 #pragma unroll
@@ -102,7 +102,7 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
                 dq.advance();
                 add_release(counters.added + n, 1);
             });
-        } else {  // the workers have added, and say so once a key tile
+        } else {  // the consumers have added, and say so once a key tile
 #pragma unroll
             for (int group = 0; group < GROUPS; group++) {
                 dq.barriers = s.dq(group).barriers;
@@ -116,7 +116,7 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
     }
 }
 
-// A worker's part of dQ^T, to shared memory.
+// A consumer's part of dQ^T, to shared memory.
 __device__ inline void put(const Accumulator<1, PART_ROWS / 8>& dq, unsigned part) {
 #pragma unroll
     for (int n = 0; n < ROW8S; n++)
@@ -137,14 +137,14 @@ __device__ inline int place_in_sums(int block) {
     return fragment_in_part(4 * block + threadIdx.x / 32 % 4, 0) * (FRAGMENT_BYTES / 4) + threadIdx.x % 32 * 4;
 }
 
-// A worker's part of dQ^T, or COUNT times 8 of its queries, to memory, four additions of a lane at once.
+// A consumer's part of dQ^T, or COUNT times 8 of its queries, to memory, four additions of a lane at once.
 template <int FIRST, int COUNT>
 __device__ void add_part(const Accumulator<1, PART_ROWS / 8>& dq, float* to) {
 #pragma unroll
     for (int n = FIRST; n < FIRST + COUNT; n++) red_add_4(to + n * (FRAGMENT_BYTES / 2), dq.x[0][n]);
 }
 
-// WHOLE_DQ: a worker's part, rounded, as rows of queries in shared memory.
+// WHOLE_DQ: a consumer's part, rounded, as rows of queries in shared memory.
 using DQTile = SwizzledTile<PART_ROWS, 64>;
 
 __device__ inline void put_rows(Accumulator<1, PART_ROWS / 8>& dq, unsigned part, float scale) {
@@ -155,7 +155,7 @@ __device__ inline void put_rows(Accumulator<1, PART_ROWS / 8>& dq, unsigned part
 // And the warp that sends it on to memory. (A template since other kernels have no map of dQ.)
 template <class Maps>
 __device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
-    Shared::DQRing dq = s.dq(0);  // all workers are at the same place in theirs
+    Shared::DQRing dq = s.dq(0);  // all consumers are at the same place in theirs
     bool first = threadIdx.x % 32 == 0;
     while (true) {
         s.k.wait_full();
@@ -174,7 +174,7 @@ __device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
                     store_rows<PART_ROWS>(tile, 0, head.query_row(p.dq, p.dq_strides, row) + column, p.dq_strides.row,
                                           head.queries(p) - row, p.dim - column);
                 else if constexpr (WHOLE_DQ)
-                    tma_store(maps.dq, tile.base, column, row, head.q, head.batch, first);
+                    tile.store(maps.dq, head.to_query(row, column), first);
             }
             tma_commit();
             tma_wait_read();
@@ -241,11 +241,10 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
             }
             n = share.first(p) + nth;
         }
-        Place at = place(n, query_tiles<ROWS>(p), p.heads_q);
-        Head head = Head::of_q(p, at.batch, at.head);
+        auto [head, tile] = numbered<QueryTiles<ROWS>>(p, n);
         bool none = false;
         if (lane == 0) {
-            unsigned adding = CLUSTER * adding_to(p, head, at.tile).count();
+            unsigned adding = CLUSTER * adding_to(p, head, tile).count();
             while (load_acquire(counters.added + n) != adding) __nanosleep(32);
             // Where no key is seen the sums are zeros, once what lay here before is finished.
             none = adding == 0;
@@ -263,7 +262,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
             for (int c = 0; c < min(FINISH_STAGES, FETCHES); c++) fetch(sums + c * (FINISH_BYTES / 16), fetched + c);
         }
         int before = part * (FETCHES / DOWN);  // columns by 32
-        int row = at.tile * ROWS + (SHARE_ROWS ? before / ACROSS * PART_ROWS : 0) + lane / 4;
+        int row = tile * ROWS + (SHARE_ROWS ? before / ACROSS * PART_ROWS : 0) + lane / 4;
         int column = (SHARE_ROWS ? before % ACROSS : before) * 32 + lane % 4 * 8;
         Out* to = head.query_row(p.dq, p.dq_strides, row) + column;
         int rows = head.queries(p) - row, columns = p.dim - column;  // from there on
@@ -275,11 +274,17 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
             auto value = [&](int i, int e) {
                 return __uint_as_float(load_shared(slot + 2 * i * FRAGMENT_BYTES + 64 * e)) * p.scale;
             };
-            if (vectors) {
+            if constexpr (FROM_REGISTERS) {
+#pragma unroll
+                for (int i = 0; i < TWOS; i++, to += 8 * p.dq_strides.row)
+#pragma unroll
+                    for (int e = 0; e < 8; e++)
+                        if (8 * i < rows && e < columns) put_result(to + e, value(i, e));
+            } else if (vectors) {
                 int seen = columns > 0 ? rows : 0;
 #pragma unroll
                 for (int i = 0; i < TWOS; i++, to += 8 * p.dq_strides.row) {
-                    auto two = [&](int e) { return pack2<Out>(value(i, e), value(i, e + 1)); };
+                    auto two = [&](int e) { return pack2<In>(value(i, e), value(i, e + 1)); };
                     uint4 w = make_uint4(two(0), two(2), two(4), two(6));
                     if (8 * i < seen) store_global_16(to, w);
                 }
@@ -299,7 +304,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
 #pragma unroll
                 for (int i = 0; i < FINISH_BYTES / 512; i++) sums[32 * i] = make_float4(0, 0, 0, 0);
             }
-            __syncwarp();  // the slot has been read
+            __syncwarp();  // the stage has been read
             if (lane == 0 && c + FINISH_STAGES <= FETCHES)
                 fetch(sums + FINISH_STAGES * (FINISH_BYTES / 16), fetched + FINISH_STAGES);
         }

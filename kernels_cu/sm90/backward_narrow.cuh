@@ -1,5 +1,5 @@
-// Workers that each own 64 keys: S^T = K Q^T and dP^T = V dO^T leave P^T and dS^T in registers as the A operands of
-// dV += P^T dO and dK += dS^T Q. dS goes through shared memory as well, for dQ^T = K^T dS^T, of which each worker
+// Consumers that each own 64 keys: S^T = K Q^T and dP^T = V dO^T leave P^T and dS^T in registers as the A operands of
+// dV += P^T dO and dK += dS^T Q. dS goes through shared memory as well, for dQ^T = K^T dS^T, of which each consumer
 // computes its part.
 #pragma once
 #include "sm90/backward_dq.cuh"
@@ -15,7 +15,7 @@ static_assert(!HALF_STEPS || FIRST == SECOND);
 constexpr bool DELTA_FIRST = !HALF_STEPS && !DROPOUT;
 
 // What a warpgroup with 64 keys of every tile has at hand.
-struct NarrowWorker {
+struct NarrowConsumer {
     const Params& p;
     const TensorMaps& maps;
     Shared& s;
@@ -30,7 +30,7 @@ struct NarrowWorker {
     Accumulator<1, DIM / 8> dk;
     Accumulator<1, DIM_V / 8> dv;
 
-    __device__ NarrowWorker(const Params& p, const TensorMaps& maps, Shared& s, int group)
+    __device__ NarrowConsumer(const Params& p, const TensorMaps& maps, Shared& s, int group)
         : p(p),
           maps(maps),
           s(s),
@@ -189,7 +189,7 @@ struct NarrowWorker {
         s.q.release();
     }
 
-    // dK and dV of a tile, out through shared memory and the copy engine, which goes on by itself.
+    // dK and dV of a tile, out through shared memory and TMA, which goes on by itself.
     static_assert(WIDE || SHARE_SUMS == 32 * (sizeof(dk) + sizeof(dv)), "the plan asks for another number of sums");
     __device__ void store(const KeyTile& t, const Head& head, int key) {
         dq_ring.go_to(steps);
@@ -197,23 +197,29 @@ struct NarrowWorker {
         sync_threads<128 * GROUPS>(1);  // nobody reads dS any more
         if (SHARES && !add_shares(p, s, t, group, dv, dk)) return;
         dk.each([&](float& x, int, int) { x *= p.scale; });
-        SwizzledTile<64, DIM> dk_tile{s.out_tile(group)};
-        SwizzledTile<64, DIM_V> dv_tile{dk_tile.base + dk_tile.BYTES};
-        static_assert(WIDE || dk_tile.BYTES + dv_tile.BYTES <= 2 * STile::BYTES / GROUPS + PART_BYTES);
-        store_rounded(dk, dk_tile, 16 * warp(), 0);
-        store_rounded(dv, dv_tile, 16 * warp(), 0);
-        fence_async();
-        sync_threads<128>(3 + group);
-        if (maps.map_out) {
-            if (threadIdx.x % 128 == 0) {
-                dk_tile.store(maps.dk, 0, key, head.k, head.batch);
-                dv_tile.store(maps.dv, 0, key, head.k, head.batch);
-                tma_commit();
-            }
+        if constexpr (FROM_REGISTERS) {
+            int rows = head.keys(p) - key, row = 16 * warp();
+            store_floats(dk, head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, row, 0, rows, p.dim);
+            store_floats(dv, head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, row, 0, rows, p.dim_v);
         } else {
-            int rows = head.keys(p) - key;
-            store_rows<16>(dk_tile, 16 * warp(), head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, rows, p.dim);
-            store_rows<16>(dv_tile, 16 * warp(), head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, rows, p.dim_v);
+            SwizzledTile<64, DIM> dk_tile{s.out_tile(group)};
+            SwizzledTile<64, DIM_V> dv_tile{dk_tile.base + dk_tile.BYTES};
+            static_assert(WIDE || dk_tile.BYTES + dv_tile.BYTES <= 2 * STile::BYTES / GROUPS + PART_BYTES);
+            store_rounded(dk, dk_tile, 16 * warp(), 0);
+            store_rounded(dv, dv_tile, 16 * warp(), 0);
+            fence_async();
+            sync_threads<128>(3 + group);
+            if (maps.map_out) {
+                if (threadIdx.x % 128 == 0) {
+                    dk_tile.store(maps.dk, head.to_key(key));
+                    dv_tile.store(maps.dv, head.to_key(key));
+                    tma_commit();
+                }
+            } else {
+                int rows = head.keys(p) - key;
+                store_rows<16>(dk_tile, 16 * warp(), head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, rows, p.dim);
+                store_rows<16>(dv_tile, 16 * warp(), head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, rows, p.dim_v);
+            }
         }
     }
 

@@ -5,7 +5,7 @@
 #pragma once
 #include "sm90/backward_tiles.cuh"
 
-// f(x, n) for each fragment of a worker's sums, x[4]; n counts from `first` on. Returns how far.
+// f(x, n) for each fragment of a consumer's sums, x[4]; n counts from `first` on. Returns how far.
 template <int N, class F>
 __device__ int for_fragments(Accumulator<1, N>& sum, int first, F f) {
 #pragma unroll
@@ -19,13 +19,13 @@ __device__ int for_fragments(Accumulator<1, N> (&sums)[COUNT], int first, F f) {
     return first;
 }
 
-// A worker's sums of a key tile are done. True for who has to store them: then they are those of all shares. By its 128
+// A consumer's sums of a key tile are done. True for who has to store them: then they are those of all shares. By its 128
 // threads, each of which finds what its like in other blocks have left.
 template <class DV, class DK>
 __device__ bool add_shares(const Params& p, const Shared& s, const KeyTile& t, int group, DV& dv, DK& dk) {
     Share share(p, t.share);
     int thread = threadIdx.x % 128;
-    int number = ((share.kv_head * key_tiles<CLUSTER_KEYS>(p) + t.number) * CLUSTER + s.rank) * GROUPS + group;
+    int number = ((share.kv_head * KeyTiles<CLUSTER_KEYS>::of_head(p) + t.number) * CLUSTER + s.rank) * GROUPS + group;
     float* sums = p.share_sums + (long long)number * p.shares * SHARE_SUMS + 4 * thread;
     auto each = [&](auto f) { for_fragments(dk, for_fragments(dv, 0, f), f); };
     float* own = sums + share.number * SHARE_SUMS;

@@ -5,6 +5,7 @@
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/prepare.cuh"
+#include "attention/schedule.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/flag.cuh"
@@ -16,21 +17,21 @@
 
 using namespace config;
 
-// The workers share out the columns of dK, dV (backward_wide.cuh), not the keys (backward_narrow.cuh).
+// The consumers share out the columns of dK, dV (backward_wide.cuh), not the keys (backward_narrow.cuh).
 constexpr bool WIDE = KEYS < 64 * GROUPS;
 
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int BLOCKS = GROUPS == 1 ? 2 : 1;  // of a multiprocessor
-constexpr int WORKERS = 4 * GROUPS;  // warps
+constexpr int CONSUMER_WARPS = 4 * GROUPS;
 
 // Per thread. What the moving warpgroup gives away the others take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
-// Sums alone (dK, dV, S and dP) leave a worker few registers.
+// Sums alone (dK, dV, S and dP) leave a consumer few registers.
 constexpr int SUMS = ROWS + (DIM + DIM_V) / 2;
 constexpr bool TIGHT = !WIDE && (SUMS > 192 || (SUMS == 192 && DIM == 64));
-constexpr int MOVER_REGISTERS = GROUPS == 3 ? 32 : TIGHT ? 24 : 40;
-constexpr int WORKER_REGISTERS = GROUPS == 1 ? 216 : GROUPS == 3 ? 160 : TIGHT ? 240 : 232;
-static_assert(MOVER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);
+constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : TIGHT ? 24 : 40;
+constexpr int CONSUMER_REGISTERS = GROUPS == 1 ? 216 : GROUPS == 3 ? 160 : TIGHT ? 240 : 232;
+static_assert(PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using DOTile = SwizzledTile<ROWS, DIM_V>;
@@ -48,8 +49,8 @@ static_assert(CLUSTER == 1 || CLUSTERED && WIDE);
 static_assert(!SHARES || !walk::LISTED);
 static_assert(!FIRST_STORES || !CLUSTERED && !SHARES && !WHOLE_DQ && !walk::LISTED);
 
-// dQ^T of a tile is computed in parts of 64 columns by PART_ROWS queries, one for each worker of a cluster. Where there are
-// 64 columns only, two workers share out the rows.
+// dQ^T of a tile is computed in parts of 64 columns by PART_ROWS queries, one for each consumer of a cluster. Where there are
+// 64 columns only, two consumers share out the rows.
 constexpr bool SHARE_ROWS = !WIDE && DIM <= 64;
 constexpr int PART_ROWS = SHARE_ROWS ? ROWS / GROUPS : ROWS;
 constexpr int PART_BYTES = 4 * 64 * PART_ROWS;
@@ -76,7 +77,7 @@ struct TensorMaps : InputMaps, ResultMaps<WHOLE_DQ> {
 };
 
 using Queries = QueryWalk<ROWS, CLUSTER_KEYS>;
-using KeyTiles = KeyWalk<CLUSTER_KEYS, ROWS>;  // of a tile of queries: those that add to its dQ
+using AddingTiles = KeyWalk<CLUSTER_KEYS, ROWS>;  // of a tile of queries: those of keys that add to its dQ
 
 // Of a head of K and V, the query tiles of all heads that share it, head by head; SHARES: some of them (backward_shares.cuh).
 struct Share {
@@ -85,7 +86,7 @@ struct Share {
     Range tiles;  // of queries
 
     // `n` numbers the shares of all heads.
-    __device__ Share(const Params& p, int n) : kv_head(n), number(0), tiles{0, query_tiles<ROWS>(p) * group_of(p)} {
+    __device__ Share(const Params& p, int n) : kv_head(n), number(0), tiles{0, query_tiles(p)} {
         if (!SHARES) return;
         kv_head = n / p.shares, number = n % p.shares;
         long long all = tiles.end;
@@ -95,11 +96,14 @@ struct Share {
     // How many there are, and the most query tiles that one has.
     __device__ static int count(const Params& p) { return p.heads_k * p.batch * (SHARES ? p.shares : 1); }
     __device__ static int most_tiles(const Params& p) {
-        return tiles_in(query_tiles<ROWS>(p) * group_of(p), SHARES ? p.shares : 1);
+        return tiles_in(query_tiles(p), SHARES ? p.shares : 1);
     }
 
     // Its first query tile, among those of all heads.
-    __device__ int first(const Params& p) const { return kv_head * (query_tiles<ROWS>(p) * group_of(p)) + tiles.begin; }
+    __device__ int first(const Params& p) const { return kv_head * query_tiles(p) + tiles.begin; }
+
+    // Those of all heads that share the head of K and V.
+    __device__ static int query_tiles(const Params& p) { return QueryTiles<ROWS>::of_head(p) * group_of(p); }
 };
 
 // A tile of keys of a head of K and V, and the query tiles of a share that visit it. One thread hands it to the others through
@@ -130,10 +134,10 @@ struct KeyTile {
     __device__ void for_heads(const Params& p, F f) const {
         Head keys_of = head(p);
         Range own = Share(p, share).tiles;
-        int tiles = query_tiles<ROWS>(p);
+        int tiles = keys_of.query_tiles<ROWS>(p);
 #pragma unroll 1
         for (int h = SHARES ? own.begin / tiles : 0; SHARES ? h * tiles < own.end : h < group_of(p); h++) {
-            Head of{keys_of.batch, keys_of.q + h, keys_of.k};
+            Head of = keys_of.other(keys_of.q + h);
             Range some = queries;
             if (SHARES) {
                 some.begin = max(some.begin, own.begin - h * tiles);
@@ -156,13 +160,13 @@ struct KeyTile {
 
 // Shared memory, and one thread's place in its rings.
 struct Shared {
-    using KRing = Ring<1, WORKERS + 1>;  // the thread that adds dQ reads the KeyTile that comes with K
-    using VRing = Ring<1, WORKERS>;
-    using QRing = Ring<STAGES, WORKERS>;  // with -lse and -delta of its rows
-    using DORing = Ring<DO_STAGES, WORKERS>;
-    using PairRing = Ring<PAIR_STAGES, WORKERS>;
+    using KRing = Ring<1, CONSUMER_WARPS + 1>;  // the thread that adds dQ reads the KeyTile that comes with K
+    using VRing = Ring<1, CONSUMER_WARPS>;
+    using QRing = Ring<STAGES, CONSUMER_WARPS>;  // with -lse and -delta of its rows
+    using DORing = Ring<DO_STAGES, CONSUMER_WARPS>;
+    using PairRing = Ring<PAIR_STAGES, CONSUMER_WARPS>;
     using DQRing = Ring<1, 1, 4>;
-    using FarDSRing = Ring<2, WORKERS, WORKERS>;
+    using FarDSRing = Ring<2, CONSUMER_WARPS, CONSUMER_WARPS>;
     using TicketRing = Ring<1, 1>;
     using FinishRing = Ring<FINISH_STAGES, 1>;
 
@@ -220,7 +224,7 @@ struct Shared {
     // The block's own first key, and the other block's.
     __device__ int first_key(const KeyTile& t) const { return t.number * CLUSTER_KEYS + rank * KEYS; }
     __device__ int far_key(const KeyTile& t) const { return t.number * CLUSTER_KEYS + (1 - rank) * KEYS; }
-    // Which 64 columns of dQ are a worker's.
+    // Which 64 columns of dQ are a consumer's.
     __device__ int dq_block(int group) const { return rank * GROUPS + group; }
 
     // For a moving thread that does not read K, alone in its warp.
@@ -250,8 +254,8 @@ struct Shared {
     __device__ STile p_tile() const { return {base + P_TILE}; }
     __device__ unsigned row_values() const { return base + ROW_VALUES + q.stage * 8 * ROWS; }
     __device__ unsigned part(int group) const { return base + PARTS + group * PART_BYTES; }
-    // What dK and dV leave through. Narrow: all of a worker's, where dS and parts of dQ are. Wide: 64 columns of a
-    // worker's at a time, where its dS (CLUSTERED) or its part of dQ is.
+    // What dK and dV leave through. Narrow: all of a consumer's, where dS and parts of dQ are. Wide: 64 columns of a
+    // consumer's at a time, where its dS (CLUSTERED) or its part of dQ is.
     __device__ unsigned out_tile(int group) const {
         if (!WIDE) return base + DS_TILES + group * ((PAIR_TILES - DS_TILES) / GROUPS);
         return CLUSTERED ? base + DS_TILES + group * STile::BYTES : part(group);
@@ -265,26 +269,23 @@ struct Shared {
 // queries: in a group of heads whose Q, dO and dQ stay in the L2 cache, tiles with much to do come first. The
 // deterministic backward adds to a dQ tile in the order of the numbers, and FIRST_STORES has the first of them store. Of a
 // list those with most to do come first.
+using KeySchedule = Schedule<KeyTiles<CLUSTER_KEYS>, key_order(DETERMINISTIC || FIRST_STORES), true>;
+
 __device__ inline KeyTile key_tile(const Params& p, int number) {
-    int tiles = key_tiles<CLUSTER_KEYS>(p), heads = Share::count(p);
-    Dealt at = walk::LISTED && !DETERMINISTIC
-                   ? deal_longest_first(number, tiles, heads, p.together)
-                   : deal(number, tiles, heads, p.together);
+    KeySchedule schedule(p);
+    Dealt at = schedule.dealt(number, Share::count(p), p.together);
     KeyTile t(at.head, at.tile, Range{0, 0});
     Head head = t.head(p);
-    if (DETERMINISTIC || FIRST_STORES)
-        t.number = key_tile_in_turn(at.tile, tiles);
-    else if (walk::LISTED)
-        t.number = Visits::nth(p, head, p.query_lists, tiles, at.tile);
+    t.number = schedule.listed(head, schedule.ordered(at.tile));
     // (WHOLE_DQ: queries without a key have a dQ, too.)
-    t.queries = WHOLE_DQ ? Range{0, query_tiles<ROWS>(p)} : Queries(p, head, t.keys(p)).extent();
+    t.queries = WHOLE_DQ ? Range{0, head.query_tiles<ROWS>(p)} : Queries(p, head, t.keys(p)).extent();
     for (int h = 1; walk::LISTED && h < group_of(p); h++)
-        t.queries.end += Queries(p, {head.batch, head.q + h, head.k}, t.keys(p)).count();
+        t.queries.end += Queries(p, head.other(head.q + h), t.keys(p)).count();
     return t;
 }
 
 // The key tiles that add to dQ of a tile of queries.
-__device__ inline KeyTiles adding_to(const Params& p, const Head& head, int tile_q) {
+__device__ inline AddingTiles adding_to(const Params& p, const Head& head, int tile_q) {
     return {p, head, head.query_tile<ROWS>(p, tile_q)};
 }
 
@@ -292,7 +293,7 @@ __device__ inline KeyTiles adding_to(const Params& p, const Head& head, int tile
 // all heads, `bits` says what a block mask leaves of the tile.
 template <class F>
 __device__ void for_query_tiles(const Params& p, const KeyTile& t, F f) {
-    int group = group_of(p), tiles = query_tiles<ROWS>(p);
+    int group = group_of(p), tiles = QueryTiles<ROWS>::of_head(p);
     t.for_heads(p, [&](int h, const Head& head, const Queries& walk) {
 #pragma unroll 1
         for (int step = walk.start(); walk.has(step); step = walk.next(step)) {
@@ -312,7 +313,7 @@ struct DQCounters {
         clear = ticket + 1;               // of a share, tiles of queries (parts) in whose place are zeros
         added = clear + Share::count(p);  // thread blocks, with a key tile each, that have added to a tile of queries
         tiles = Share::most_tiles(p);
-        left = added + query_tiles<ROWS>(p) * p.heads_q * p.batch;  // SHARES: of a worker's keys, shares that left their sums
+        left = added + QueryTiles<ROWS>::of_head(p) * p.heads_q * p.batch;  // SHARES: of a consumer's keys, shares that left their sums
     }
 
     // The first tile of a share's sums, less that of its queries.
@@ -332,7 +333,7 @@ struct DQCounters {
 // Rows may hold anything where key_mask hides a key, or leaves a query none. (What is dead by position no map knows of.)
 constexpr bool CLEARS = KEY_MASK;
 
-// Zeros in K and V of a key tile that has arrived; by all workers together.
+// Zeros in K and V of a key tile that has arrived; by all consumers together.
 __device__ inline void clear_keys(const Params& p, const Shared& s, const KeyTile& t) {
     if constexpr (CLEARS) {
         Pairs pairs(p, t.head(p));
@@ -340,12 +341,12 @@ __device__ inline void clear_keys(const Params& p, const Shared& s, const KeyTil
         DeadRows<KEYS> dead = unseen_keys<KEYS>(pairs, s.first_key(t));
         bool any = dead.any();
         if (any) {
-            dead.clear<WORKERS>(s.k_tile(), warp);
-            dead.clear<WORKERS>(s.v_tile(), warp);
+            dead.clear<CONSUMER_WARPS>(s.k_tile(), warp);
+            dead.clear<CONSUMER_WARPS>(s.v_tile(), warp);
         }
         if constexpr (CLUSTERED) {
             DeadRows<KEYS> far = unseen_keys<KEYS>(pairs, s.far_key(t));
-            far.clear<WORKERS>(s.far_k_tile(), warp);
+            far.clear<CONSUMER_WARPS>(s.far_k_tile(), warp);
             any = any || far.any();
         }
         if (!any) return;
@@ -354,7 +355,7 @@ __device__ inline void clear_keys(const Params& p, const Shared& s, const KeyTil
     }
 }
 
-// Zeros in arrays of a query tile whose numbers have arrived, the arrays at the latest when wait() returns; by each worker for itself,
+// Zeros in arrays of a query tile whose numbers have arrived, the arrays at the latest when wait() returns; by each consumer for itself,
 // before its products.
 template <class F, class... Tiles>
 __device__ void clear_queries(unsigned numbers, int group, F wait, Tiles... tiles) {
@@ -389,7 +390,7 @@ __device__ inline int next_number(const Params& p, Shared& s) {
 // The thread that deals out the tiles, and loads. Two numbers tell its place in every ring.
 __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) {
     DQCounters counters(p);
-    int number = next_number(p, s), total = key_tiles<CLUSTER_KEYS>(p) * Share::count(p);
+    int number = next_number(p, s), total = KeyTiles<CLUSTER_KEYS>::of_head(p) * Share::count(p);
     unsigned steps = 0, tiles = 0;
     auto wait_for_key_tile = [&](const KeyTile& t) {
         if (!WHOLE_DQ) counters.wait_for_room(t.share);
@@ -406,12 +407,12 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
             s.q.go_to(steps);
             s.q.wait_empty();
             mbarrier_arrive_expect(s.q.full(), QTile::BYTES + 8 * ROWS);
-            s.q_tile().load(maps.q, s.q.full(), i * ROWS - head.unmapped_queries(p), head.q, head.batch);
+            s.q_tile().load(maps.q, s.q.full(), head.at_query(p, i * ROWS));
             bulk_load(s.row_values(), prepared_rows<ROWS>(p, n), 8 * ROWS, s.q.full());
             s.d.go_to(steps);
             s.d.wait_empty();
             mbarrier_arrive_expect(s.d.full(), DOTile::BYTES);
-            s.do_tile().load(maps.dout, s.d.full(), i * ROWS - head.unmapped_queries(p), head.q, head.batch);
+            s.do_tile().load(maps.dout, s.d.full(), head.at_query(p, i * ROWS));
             if constexpr (PAIR_ARRAYS) {
                 s.pairs.go_to(steps);
                 s.pairs.wait_empty();
@@ -422,12 +423,12 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
                 first = false;
                 wait_for_key_tile(t);
                 mbarrier_arrive_expect(s.k.full(), KTile::BYTES + CLUSTERED * FarKTile::BYTES);
-                int first = head.unmapped_keys(p), key = s.first_key(t) - first, far_key = s.far_key(t) - first;
-                s.k_tile().load(maps.k, s.k.full(), key, head.k, head.batch);
-                if (CLUSTERED) s.far_k_tile().load(maps.k, s.k.full(), far_key, head.k, head.batch, 64 * s.dq_block(0));
+                InMap keys = head.at_key(p, 0), key = keys.down(s.first_key(t)), far_key = keys.down(s.far_key(t), 64 * s.dq_block(0));
+                s.k_tile().load(maps.k, s.k.full(), key);
+                if (CLUSTERED) s.far_k_tile().load(maps.k, s.k.full(), far_key);
                 s.v.wait_empty();
                 mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
-                s.v_tile().load(maps.v, s.v.full(), key, head.k, head.batch);
+                s.v_tile().load(maps.v, s.v.full(), key);
             }
         });
         if (first) {  // nobody visits it

@@ -1,16 +1,16 @@
-// Workers that share out the columns of dK and dV, where 64 keys are too many for one worker's registers. Each
+// Consumers that share out the columns of dK and dV, where 64 keys are too many for one consumer's registers. Each
 // computes S and dP of all queries of a tile and its part of the keys; P and dS go through shared memory, and from
-// there every worker takes both for its own columns: dV^T += dO^T P, dK^T += Q^T dS, dQ^T = K^T dS^T. CLUSTERED: dQ is that
+// there every consumer takes both for its own columns: dV^T += dO^T P, dK^T += Q^T dS, dQ^T = K^T dS^T. CLUSTERED: dQ is that
 // of two blocks' keys, and half as much is added to memory.
 #pragma once
 #include "sm90/backward_dq.cuh"
 #include "sm90/backward_shares.cuh"
 
-struct WideWorker {
+struct WideConsumer {
     static constexpr bool IN_TURN = DETERMINISTIC && CLUSTERED;  // the adding thread says when a step's part may be added
     static constexpr int PART_KEYS = KEYS / GROUPS;
     static constexpr int BLOCKS = (DIM + 63) / 64, BLOCKS_V = (DIM_V + 63) / 64;  // of 64 columns
-    static constexpr int PARTS = (BLOCKS + GROUPS - 1) / GROUPS, PARTS_V = (BLOCKS_V + GROUPS - 1) / GROUPS;  // a worker's
+    static constexpr int PARTS = (BLOCKS + GROUPS - 1) / GROUPS, PARTS_V = (BLOCKS_V + GROUPS - 1) / GROUPS;  // a consumer's
     static_assert(!WIDE || ROWS == 64 && STAGES == 2 && PARTS <= 2 && PARTS_V <= 2 && BLOCKS <= GROUPS * CLUSTER);
 
     using Scores = Accumulator<1, PART_KEYS / 8>;
@@ -20,12 +20,12 @@ struct WideWorker {
     const Params& p;
     const TensorMaps& maps;
     Shared& s;
-    int group, first_key;  // of the worker's keys in a tile
+    int group, first_key;  // of the consumer's keys in a tile
     float factor;
     Dropout dropout;
     Shared::DQRing dq_ring;
     KTile my_keys;
-    int dq_block, dq_place;  // which columns of dQ are the worker's, and where a thread's numbers lie in a tile of sums
+    int dq_block, dq_place;  // which columns of dQ are the consumer's, and where a thread's numbers lie in a tile of sums
     bool has_dq;
     // Two numbers tell the place in every ring: registers are scarce here.
     unsigned tiles = 0, steps = 0;
@@ -41,7 +41,7 @@ struct WideWorker {
     bool owing;
     int last, shift;  // the query tile whose dQ is owed; from query tiles to tiles of sums
 
-    __device__ WideWorker(const Params& p, const TensorMaps& maps, Shared& s, int group)
+    __device__ WideConsumer(const Params& p, const TensorMaps& maps, Shared& s, int group)
         : p(p),
           maps(maps),
           s(s),
@@ -58,7 +58,7 @@ struct WideWorker {
     __device__ static int warp() { return threadIdx.x / 32 % 4; }
     __device__ static int first_row() { return 16 * warp(); }
 
-    // Which 64 columns are the worker's. One for whom none are left computes the last ones again, and nobody takes them.
+    // Which 64 columns are the consumer's. One for whom none are left computes the last ones again, and nobody takes them.
     __device__ int block(int part) const { return min(group * PARTS + part, BLOCKS - 1); }
     __device__ int block_v(int part) const { return min(group * PARTS_V + part, BLOCKS_V - 1); }
 
@@ -162,16 +162,16 @@ struct WideWorker {
         fence_async();
         if (CLUSTERED) {
             s.far_ds.go_to(steps);
-            if (threadIdx.x % 32 == 0) mbarrier_arrive_expect(s.far_ds.full(), STile::BYTES / WORKERS);
+            if (threadIdx.x % 32 == 0) mbarrier_arrive_expect(s.far_ds.full(), STile::BYTES / CONSUMER_WARPS);
         }
         sync_threads<128 * GROUPS>(6);
         if constexpr (CLUSTERED) {  // dS to the other block; half of dQ of the step before to memory
             s.far_ds.wait_empty();
             unsigned own = 16 * (threadIdx.x - 128), full = s.far(s.far_ds.full());
             unsigned far = s.far(s.far_ds_tile() + own);
-            static_assert(STile::BYTES % (16 * 32 * WORKERS) == 0);
+            static_assert(STile::BYTES % (16 * 32 * CONSUMER_WARPS) == 0);
 #pragma unroll
-            for (int n = 0; n < STile::BYTES; n += 16 * 32 * WORKERS)
+            for (int n = 0; n < STile::BYTES; n += 16 * 32 * CONSUMER_WARPS)
                 store_far_16(far + n, load_shared_16(ds_tile.base + own + n), full);
             if (owing) {
                 release_far_ds();
@@ -220,9 +220,31 @@ struct WideWorker {
 
     static_assert(!WIDE || SHARE_SUMS == 32 * (sizeof(dk) + sizeof(dv)), "the plan asks for another number of sums");
 
-    // 64 columns of dK or dV, through shared memory and the copy engine.
+    // 64 columns of dK or dV, through shared memory and TMA.
     __device__ void store(const Accumulator<1, KEYS / 8>& sum, const TensorMap& map, Out* to, const Strides& strides,
                           const KeyTile& t, int column, int columns) {
+        if constexpr (FROM_REGISTERS)
+            return put_turned(sum, to, strides, t, column, columns);
+        else
+            store_through(sum, map, to, strides, t, column, columns);
+    }
+    // As registers hold them: rows of the sum are columns of the result.
+    __device__ void put_turned(const Accumulator<1, KEYS / 8>& sum, Out* to, const Strides& strides, const KeyTile& t, int column,
+                               int columns) {
+        Head head = t.head(p);
+        int first = s.first_key(t), rows = head.keys(p) - first;
+        to = head.key_row(to, strides, first) + column;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                int c = 16 * warp() + sum.row(0, e), row = sum.column(n, e);
+                if (row < rows && c < columns - column) put_result(to + row * strides.row + c, sum.x[0][n][e]);
+            }
+    }
+    template <class T>
+    __device__ void store_through(const Accumulator<1, KEYS / 8>& sum, const TensorMap& map, T* to, const Strides& strides,
+                                  const KeyTile& t, int column, int columns) {
         SwizzledTile<KEYS, 64> tile{s.out_tile(group)};
         tma_wait_read();
         sync_threads<128>(3 + group);
@@ -234,7 +256,7 @@ struct WideWorker {
         Head head = t.head(p);
         int first = s.first_key(t);
         if (maps.map_out) {
-            tma_store(map, tile.base, column, first, head.k, head.batch, threadIdx.x % 128 == 0);
+            tile.store(map, head.to_key(first, column), threadIdx.x % 128 == 0);
             tma_commit();
         } else {
             store_rows<KEYS / 4>(tile, warp() * (KEYS / 4), head.key_row(to, strides, first) + column, strides.row,
@@ -301,7 +323,7 @@ struct WideWorker {
                 dq_ring.wait_empty();
             }
             if (CLUSTERED) {
-                if (!IN_TURN) dq_ring.filled();  // this worker has added all its parts
+                if (!IN_TURN) dq_ring.filled();  // this consumer has added all its parts
                 sync_threads<128 * GROUPS>(1);  // nobody reads P and dS of the last step any more
             }
             if (SHARES && !add_shares(p, s, t, group, dv, dk)) continue;

@@ -4,45 +4,26 @@
 // One thread block stays on each multiprocessor and takes tile after tile of queries. Its first warpgroup only loads
 // (forward_tiles.cuh). The others each own 64 rows: the tensor cores compute S = Q K^T of one key tile and O += P V of the
 // tile before in the background (wgmma), and under P V the threads do the softmax of S. O leaves through shared memory
-// where there is room for it, by the copy engine again if there is room for all of it.
+// where there is room for it, by TMA again if there is room for all of it.
 #include "attention/dead_rows.cuh"
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/shares.cuh"
-#include "attention/softmax.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
-#include "sm90/descale.cuh"
-#include "sm90/forward_tiles.cuh"
+#include "sm90/forward_steps.cuh"
 #include "tile/rows.cuh"
 
-// Per thread. What the loading warpgroup gives away the others take: together no more than at the start.
+// Per thread. What the producer warpgroup gives away the others take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
-constexpr int LOADER_REGISTERS = ROOMY ? 40 : 32;
-constexpr int WORKER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - LOADER_REGISTERS) / GROUPS / 8 * 8;
-
-// Exponentials are taken before their maximum is known (softmax.cuh), where registers allow it and the maximum is not
-// expected to grow. Two warpgroups have some to spare for a warp to do what overflowed again by itself; three do it together.
-// (With dropout and slopes, or a seed in memory, they do not.)
-constexpr bool BLIND =
-    !TURNED && DIM <= 192 && DIM_V <= 128 && !GROWING_SCORES && !PAIR_ARRAYS && !(DROPOUT && (ALIBI_SLOPES || SEED));
-constexpr bool WARP_VOTE = ROOMY;
-
-// Whether O += P V is issued in slices of 16 keys between these exponentials, SLICES_AHEAD of them with S. At 128 columns that
-// costs power, and pays only where a block has one tile, a long one (LONE), whose warpgroups may stay in step. (With what else is between
-// exponentials the compiler would make the products wait for each other.)
-constexpr bool SLICED = BLIND && !NEAR_CAPS && !DROPOUT && ((DIM < 128 && DIM_V < 128) || LONE);
-constexpr int SLICES_AHEAD = 2;
-
-// Whether a warpgroup that sees no more than half of its first key tile computes only that.
-constexpr bool CUT_FIRST = walk::TESTS_FIRST && KEYS == 128 && !walk::LISTED;
-static_assert((CUT_FIRST ? KEYS / 2 : KEYS) / 16 >= SLICES_AHEAD);
+constexpr int PRODUCER_REGISTERS = ROOMY ? 40 : 32;
+constexpr int CONSUMER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - PRODUCER_REGISTERS) / GROUPS / 8 * 8;
 
 // Whether V may hold anything where key_mask hides keys. (Turned it is 0 there; what is dead by position no map knows of.)
 constexpr bool CLEARS = KEY_MASK && !TURNED;
 
 // A warpgroup with 64 rows of every tile.
-struct Worker {
+struct Consumer {
     using ScorePlacement = Placement<false, PACK == 1 ? 0 : HEAD_ROWS>;
 
     const Params& p;
@@ -64,7 +45,7 @@ struct Worker {
     Operand<KEYS> probabilities;
     unsigned unseen = 0;  // CLEARS: of the keys of these the lane's own (32 n + lane) that key_mask hides, in bits n
 
-    __device__ Worker(const Params& p, const TensorMaps& maps, Shared& s, int group)
+    __device__ Consumer(const Params& p, const TensorMaps& maps, Shared& s, int group)
         : p(p),
           maps(maps),
           s(s),
@@ -137,6 +118,7 @@ struct Worker {
         ScorePlacement at = placement(tile, own.tile(step) * KEYS);
         descale_scores(scores, p, tile.head, tile.queries.begin + first_row, tile_k * KEYS);
         if (PAIR_ARRAYS) s.pairs.wait_full();
+        if constexpr (PAIR_ARRAYS && Q_ENDS) clear_pairs();
         InTiles<false, Pairwise> arrays(s.pair_tiles(), warp_row, 0);
         score(scores, at, pairs, arrays);
         if (tests) {
@@ -168,7 +150,34 @@ struct Worker {
     __device__ void clear_values() {
         DeadRows<KEYS> dead([&](int key) { return unseen >> key / 32 & 1; });
         if (!dead.any()) return;
-        dead.clear<4>(s.v_tile(), threadIdx.x / 32 % 4);
+        dead.clear_many<4>(s.v_tile(), threadIdx.x / 32 % 4);
+        fence_async();
+        sync_threads<128>(1 + group);
+    }
+    // And behind the end of a sequence, as tensor maps have them behind that of an array. Of Q, mask and bias that is for the
+    // votes of a warp's rows alone: no row's bits follow from another sequence.
+    __device__ void clear_queries() {
+        int queries = tile.head.queries(p) - tile.queries.begin;
+        if (queries >= HEAD_ROWS) return;
+        clear_behind<64>(s.q_tile().from(first_row), [&](int row) { return (first_row + row) % HEAD_ROWS >= queries; });
+    }
+    __device__ void clear_pairs() {
+        int begin = max(warp_row, tile.head.queries(p) - tile.queries.begin);
+        if (begin >= warp_row + 16) return;
+        s.pair_tiles().clear(begin, warp_row + 16);
+        fence_async();  // what the next tile overwrites
+        __syncwarp();
+    }
+    // Of V, or K, of the one tile that may hang over the end: the first of a walk.
+    __device__ bool hangs_over(int step) const { return K_ENDS && tile.head.keys(p) < (own.tile(step) + 1) * KEYS; }
+    template <class Tile>
+    __device__ void clear_keys(int step, Tile of) {
+        int keys = tile.head.keys(p) - own.tile(step) * KEYS;
+        clear_behind<KEYS>(of, [&](int key) { return key >= keys; });
+    }
+    template <int COUNT, class Tile, class F>
+    __device__ void clear_behind(Tile tile, F behind) {
+        DeadRows<COUNT>(behind).template clear_many<4>(tile, threadIdx.x / 32 % 4);
         fence_async();
         sync_threads<128>(1 + group);
     }
@@ -216,6 +225,7 @@ struct Worker {
             wgmma_wait<0>();
             changed(o);
         }
+        if (NEAR_CAPS && hangs_over(step)) clear_keys(step, s.k_tile());  // a warp votes on all of its products
         start_scores(scores);
         between();
         wgmma_wait<0>();
@@ -231,100 +241,29 @@ struct Worker {
         weigh(scores, p, tile.head, own.tile(step) * KEYS, largest_value);
         if (own.after(step) > 0) s.k.wait_full();
         probabilities.template take<0, KEYS, DROPOUT>(scores);
+        if (hangs_over(step)) {
+            s.v.wait_full();
+            clear_keys(step, s.v_tile());
+        }
     }
 
-    // What `exponentiate_blindly` takes of a score.
-    __device__ static float exponent_of(float s, float factor, float x) { return fmaf(s, factor, x); }
-
-    // Exponentials, and between them O += P V of the first COUNT keys of the tile before, but for SLICES_AHEAD: a warp that
-    // issues a product stands still while the one before runs.
-    template <int COUNT, int N>
-    __device__ bool exponentiate_and_add(Accumulator<1, N>& scores, float (&added)[1][2]) {
-        auto values = s.v_tile();
-        wgmma_fence();
-        bool fits = softmax.template exponentiate_blindly<COUNT / 16>(scores, added, exponent_of, [&](auto part) {
-            constexpr int n = part.value + SLICES_AHEAD;
-            if constexpr (n < COUNT / 16) wgmma(o.x[0], probabilities.x[n], values.down_columns(n), Product());
-        });
-        wgmma_commit();
-        return fits;
-    }
-
-    // A key tile, whose K is there: S = Q K^T, its softmax, and O += P V of the tile before. The next K is waited for before
-    // P V is: that branch also keeps the compiler from moving the softmax behind the wait for P V.
+    // A key tile, whose K is there: S = Q K^T, its softmax, and O += P V of the tile before. The next K is waited for
+    // before P V is: that branch also keeps the compiler from moving the softmax behind the wait for P V.
     __device__ void visit(int step, bool tests) {
         Accumulator<1, KEYS / 8> scores;
         start_scores(scores);
         bool last = OWN_Q && own.after(step) == 0;
         ScorePlacement at = placement(tile, own.tile(step) * KEYS);
-        float largest[1][2], shrink[1][2];
+        float shrink[1][2];
         bool grown = false, full = SUM_TILES > 0 && sums.full(own.after(step));
-        auto look = [&] {
-            mask(scores, step, tests);
-            softmax.row_maximum(scores, largest);
-            grown = softmax.raise(largest, shrink);
-            softmax.exponentiate(scores);
-            drop(scores, at, tile.head.batch, dropout);
-            weigh(scores, p, tile.head, own.tile(step) * KEYS, largest_value);
-        };
-        auto add_all = [&] {
-            add_values(half);
-            wgmma_wait<1>();
-            changed(scores);
-            if (last) release_q();
-        };
-        if constexpr (!SLICED) add_all();
-        if (tests || !BLIND || last) {  // (the last scores cannot be computed again)
-            if constexpr (SLICED) add_all();
-            release_k();
-            look();
-        } else if constexpr (BLIND) {
-            float added[1][2];
-            bool fits;
-            if constexpr (NEAR_CAPS) {  // capped on the way
-                Pairs pairs(p, tile.head);
-                near = near && near_zero(scores, pairs);
-                as_near(near, [&](auto how) {
-                    auto exponent = [&](float s, float, float x) {
-                        return pairs.capped_and<decltype(how)::value>(s, x);
-                    };
-                    fits = softmax.template exponentiate_blindly<1>(scores, added, exponent, [](auto) {});
-                });
-            } else if constexpr (!SLICED) {
-                mask(scores, step, false);
-                fits = softmax.template exponentiate_blindly<1>(scores, added, exponent_of, [](auto) {});
-            } else {
-                s.v.wait_full();
-                start_values<16 * SLICES_AHEAD>();
-                wgmma_wait<1>();
-                changed(scores);
-                mask(scores, step, false);
-                if (CUT_FIRST && half)
-                    fits = exponentiate_and_add<CUT_FIRST ? KEYS / 2 : KEYS>(scores, added);
-                else
-                    fits = exponentiate_and_add<KEYS>(scores, added);
-            }
-            drop(scores, at, tile.head.batch, dropout);
-            if constexpr (WARP_VOTE) {
-                if (__builtin_expect(__all_sync(~0u, fits), true)) {
-                    softmax.add(added);
-                } else {
-                    warp_ABt<DOT>(scores, s.q_tile(), warp_row, s.k_tile());
-                    look();
-                }
-            } else {
-                if (__builtin_expect(all_threads<128>(1 + group, fits), true)) {
-                    softmax.add(added);
-                } else {
-                    start_scores(scores);
-                    wgmma_wait<0>();
-                    changed(o);
-                    changed(scores);
-                    look();
-                }
-            }
-            release_k();
-        }
+        Step<Consumer> x{*this, step, at, tests, last, scores, shrink, grown};
+        if constexpr (!SLICED) x.add_values();
+        if (tests || !BLIND || last)  // (the last scores cannot be computed again)
+            LookedAt::run(x);
+        else if constexpr (SLICED)
+            Sliced::run(x);
+        else if constexpr (BLIND)
+            Together::run(x);
         half = false;
         if (own.after(step) > 0) s.k.wait_full();
         values_added();
@@ -375,7 +314,15 @@ struct Worker {
                 bool real = x.head - of.head.q < heads && x.i < queries;
                 return real ? p.share_out + share_row(p, of.share, row_number(of, x)) * DIM_V : nullptr;
             });
-        } else if (O_STAGED && maps.map_out) {
+        } else if constexpr (FROM_REGISTERS) {
+            bool pairs = p.dim_v % 2 == 0 && p.out_strides.row % 2 == 0 && p.out_strides.head % 2 == 0;
+            Out* out = of.head.query_row(p.out, p.out_strides);
+            store_float_rows(o, pairs && (unsigned long long)out % 8 == 0, p.dim_v, [&](int row) -> Out* {
+                Pair x = at(row, 0);
+                int n = x.head - of.head.q;
+                return n < heads && x.i < queries ? out + n * p.out_strides.head + x.i * p.out_strides.row : nullptr;
+            });
+        } else if (O_STAGED && maps.map_out && whole(of)) {
             bool storer = threadIdx.x % 128 == 0;
             if (storer) tma_wait_read();
             sync_threads<128>(1 + group);
@@ -383,7 +330,7 @@ struct Worker {
             fence_async();
             sync_threads<128>(1 + group);
             if (storer) {
-                s.o_tile().store(maps.out, first_row, of.queries.begin + first_row, of.head.q, of.head.batch);
+                s.o_tile().from(first_row).store(maps.out, of.head.to_query(of.queries.begin + first_row));
                 tma_commit();
             }
         } else {
@@ -401,8 +348,12 @@ struct Worker {
                 store_rows(o, vectors, p.dim_v, target);
         }
     }
+    // Whether all of the warpgroup's rows are the tile's: a box has nothing of another sequence.
+    __device__ bool whole(const Tile& of) const {
+        return !Q_ENDS || of.queries.begin + first_row + 64 <= of.head.queries(p);
+    }
     __device__ long long row_number(const Tile& of, const Pair& x) const {
-        return Head{of.head.batch, x.head, of.head.k}.row_number(p, x.i);
+        return of.head.other(x.head).row_number(p, x.i);
     }
 
     __device__ void run() {
@@ -417,6 +368,7 @@ struct Worker {
             s.q.wait_full();
             if (NEXT_Q) before = tile, softmax_before = softmax, sums_before = sums;
             more = s.told(p, tile, schedule);
+            if (Q_ENDS && more) clear_queries();
             Range q{queries().begin, min(queries().end, tile.head.queries(p))};
             Range keys = Band{p, tile.head}.keys_of(q);
             all = walk_of(p, tile);
@@ -511,10 +463,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     __syncthreads();
     int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     if (group == -1) {
-        shrink_registers<LOADER_REGISTERS>();
+        shrink_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) load(p, maps, s);
     } else {
-        grow_registers<WORKER_REGISTERS>();
-        Worker(p, maps, s, group).run();
+        grow_registers<CONSUMER_REGISTERS>();
+        Consumer(p, maps, s, group).run();
     }
 }

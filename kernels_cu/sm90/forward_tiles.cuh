@@ -1,10 +1,11 @@
-// The Hopper forward's tiles in shared memory, what a launch is made of, and the loading thread (the producer): the copy
-// engine (TMA) brings Q, K and V tiles as far ahead as the rings in shared memory reach.
+// The Hopper forward's tiles in shared memory, what a launch is made of, and the producer: TMA
+// brings Q, K and V tiles as far ahead as the rings in shared memory reach.
 #pragma once
 #include "attention/pairs.cuh"
-#include "attention/schedule.cuh"
 #include "sm90/long_sums.cuh"
 #include "sm90/pair_tiles.cuh"
+#include "sm90/tangent_maps.cuh"
+#include "sm90/tile_schedule.cuh"
 #include "sm90/turned_values.cuh"
 #include "tile/ring.cuh"
 #include "tile/swizzled.cuh"
@@ -14,29 +15,31 @@ using namespace config;
 constexpr int ROWS = 64 * GROUPS;
 constexpr int HEAD_ROWS = ROWS / PACK;  // where queries are few, heads that share K and V share a tile: rows of each
 constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int READERS = 4 * GROUPS;  // warps that read what is loaded
+constexpr int CONSUMER_WARPS = 4 * GROUPS;  // warps that read what is loaded
 
-// Whether threads have registers to spare: no more than two warpgroups compute on a multiprocessor, in BLOCKS thread blocks.
+// Whether threads have registers to spare: no more than two warpgroups compute on a multiprocessor, in BLOCKS thread
+// blocks.
 constexpr bool ROOMY = GROUPS * BLOCKS < 3;
 
-// OWN_Q, where Q has one place in shared memory: each warpgroup gives its rows back with its own last scores of a tile, before
-// their softmax, and goes on when it has those of the next tile.
+// OWN_Q, where Q has one place in shared memory: each warpgroup gives its rows back with its own last scores of a tile,
+// before their softmax, and goes on when it has those of the next tile.
 static_assert(!OWN_Q || Q_STAGES == 1 && PACK == 1);
 constexpr int Q_PARTS = OWN_Q ? GROUPS : 1;
 
 // Key tiles at the end of a tile's walk that a warpgroup's rows do not see and another's do, at most.
 constexpr int BEHIND = walk::BOUND_FIRST ? tiles_in(64 * (GROUPS - 1), KEYS) : 0;
 
-// Whether the next tile is looked at while O of a tile is still to be stored: then that is done under the next tile's first scores. It
-// asks for registers, for the next Q to be there, and, since what is behind is passed on after that, for rings that hold it.
+// Whether the next tile is looked at while O of a tile is still to be stored: then that is done under the next tile's
+// first scores. It asks for registers, for the next Q to be there, and, since what is behind is passed on after that,
+// for rings that hold it.
 constexpr bool NEXT_Q = ROOMY && (Q_STAGES > 1 || OWN_Q) && !SHARES && !(PACK > 1 && (SCORE || DIM > 128)) &&
                         BEHIND < STAGES && (!PAIR_ARRAYS || BEHIND <= PAIR_STAGES);
 
-// Whether the next tile's Q is asked for before the end of a tile: all thread blocks may change heads at once, and it would come
-// late. (Beside three warpgroups the loading thread has no registers for that.)
+// Whether the next tile's Q is asked for before the end of a tile: all thread blocks may change heads at once, and it
+// would come late. (Beside three warpgroups the producer has no registers for that.)
 constexpr bool EARLY = ROOMY && Q_STAGES > 1 && !SHARES;
 
-// Whether the loading thread tells the others all of a tile, so that they need no divisions between two tiles, or only
+// Whether the producer tells the others all of a tile, so that they need no divisions between two tiles, or only
 // its number: beside three warpgroups it has no registers for more.
 constexpr bool TELL = ROOMY && !SHARES;
 
@@ -44,29 +47,48 @@ using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
 using OTile = SwizzledTile<ROWS, DIM_V, Out>;
 
+// Whether rows behind the end of a tile may be those of another sequence, or stale: of Q, and of K and V. (Else none are there,
+// and the tensor map has zeros.)
+constexpr bool Q_ENDS = PACKED_Q, K_ENDS = PACKED_K || LENGTHS;
+
+// A tile of K or V, from a key on; of pages in boxes of which none has rows of two.
+template <class Tile>
+__device__ void load_keys(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
+    if constexpr (PAGED) {
+#pragma unroll 1
+        for (int n = 0; n < KEYS; n += KEY_BOX) tile.from(n).load(map, barrier, head.at_paged_key(p, key + n));
+    } else {
+        tile.load(map, barrier, head.at_key(p, key));
+    }
+}
+
 // Tensor cores take numbers of 8 bits along rows alone: there V comes turned, a row for each of its columns.
 template <bool TURNED>
 struct Values {
     using Tile = SwizzledTile<KEYS, DIM_V>;
     __device__ static void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
-        tile.load(map, barrier, key - head.unmapped_keys(p), head.k, head.batch);
+        load_keys(p, tile, map, barrier, key, head);
     }
 };
 template <>
 struct Values<true> {
     using Tile = SwizzledTile<DIM_V, KEYS>;
     __device__ static void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
-        tile.load(map, barrier, 0, head.k, head.batch, key);
+        tile.load(map, barrier, head.at_turned_key(key));
     }
 };
 constexpr bool TURNED = sizeof(In) == 1;
 using VTile = Values<TURNED>::Tile;
 
+// With a tile come those of its tangent (jvp.cu), where there is one; V itself is not asked for where it alone has one.
+constexpr bool WITH_V = TQ || TK || !TV;
+constexpr int Q_BYTES = (1 + TQ) * QTile::BYTES, K_BYTES = (1 + TK) * KTile::BYTES, V_BYTES = (WITH_V + TV) * VTile::BYTES;
+
 using TileWalk = KeyWalk<KEYS, ROWS>;  // (what is listed is not packed)
 
 // SHARES: each tile so many times, with a share of its keys.
-struct TileSchedule : Schedule<HEAD_ROWS, PACK> {
-    using Whole = Schedule<HEAD_ROWS, PACK>;
+struct TileSchedule : PackSchedule<HEAD_ROWS, PACK> {
+    using Whole = PackSchedule<HEAD_ROWS, PACK>;
 
     __device__ TileSchedule(const Params& p) : Whole(p) {}
     __device__ int total() const { return Whole::total() * (SHARES ? p.shares : 1); }
@@ -89,21 +111,21 @@ static_assert(!(PAIR_ARRAYS || walk::LISTED || DROPOUT) || PACK == 1);
 static_assert(!O_STRIPS || !O_STAGED && SUM_TILES == 0 && Q_STAGES == 1);
 static_assert(!TURNED || KEYS % 32 == 0);  // P V takes so many at once
 
-struct TensorMaps : PairMaps {
-    TensorMap q, k, v, out;
+struct TensorMaps : PairMaps, QTangentMap<TQ>, KTangentMap<TK>, VTangentMap<TV> {
+    TensorMap q, k, v, out;  // (of tO where there are tangents)
     int map_out;  // 0 where `out` lies as no map can tell
 };
 
 // Shared memory, and one thread's place in its rings.
 struct Shared {
-    using QRing = Ring<Q_STAGES, READERS / Q_PARTS>;
-    using KVRing = Ring<STAGES, READERS>;
-    using PairRing = Ring<PAIR_STAGES, READERS>;
+    using QRing = Ring<Q_STAGES, CONSUMER_WARPS / Q_PARTS>;
+    using KVRing = Ring<STAGES, CONSUMER_WARPS>;
+    using PairRing = Ring<PAIR_STAGES, CONSUMER_WARPS>;
 
     // Offsets.
-    static constexpr int K_TILES = Q_STAGES * QTile::BYTES;
-    static constexpr int V_TILES = K_TILES + STAGES * KTile::BYTES;
-    static constexpr int O_TILE = V_TILES + STAGES * VTile::BYTES;
+    static constexpr int K_TILES = Q_STAGES * Q_BYTES;
+    static constexpr int V_TILES = K_TILES + STAGES * K_BYTES;
+    static constexpr int O_TILE = V_TILES + STAGES * V_BYTES;
     static constexpr int O_BYTES = O_STAGED ? OTile::BYTES : O_STRIPS ? 4 * GROUPS * Strip::BYTES : 0;
     static constexpr int PAIR_TILES = O_TILE + (O_BYTES > LongSums::BYTES ? O_BYTES : LongSums::BYTES);
     static constexpr int Q_RING = PAIR_TILES + PAIR_STAGES * Pairwise::BYTES;
@@ -111,7 +133,8 @@ struct Shared {
     static constexpr int V_RING = K_RING + KVRing::BYTES;
     static constexpr int PAIR_RING = V_RING + KVRing::BYTES;
     static constexpr int NOTES = PAIR_RING + (PAIR_ARRAYS ? PairRing::BYTES : 0);
-    static constexpr int END = NOTES + 16 * Q_STAGES * Q_PARTS;
+    static constexpr int NOTES_BYTES = 16 * Q_STAGES * Q_PARTS;  // and as many for lengths
+    static constexpr int END = NOTES + (1 + (TELL && RAGGED)) * NOTES_BYTES;
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
@@ -122,15 +145,19 @@ struct Shared {
     __device__ Shared(unsigned base)
         : base(base), q(base + Q_RING), k(base + K_RING), v(base + V_RING), pairs(base + PAIR_RING) {}
 
-    __device__ QTile q_tile() const { return {base + q.stage * QTile::BYTES}; }
-    __device__ KTile k_tile() const { return {base + K_TILES + k.stage * KTile::BYTES}; }
-    __device__ VTile v_tile() const { return {base + V_TILES + v.stage * VTile::BYTES}; }
+    __device__ QTile q_tile() const { return {base + q.stage * Q_BYTES}; }
+    __device__ KTile k_tile() const { return {base + K_TILES + k.stage * K_BYTES}; }
+    __device__ VTile v_tile() const { return {base + V_TILES + v.stage * V_BYTES}; }
+    __device__ QTile tq_tile() const { return {q_tile().base + QTile::BYTES}; }
+    __device__ KTile tk_tile() const { return {k_tile().base + KTile::BYTES}; }
+    __device__ VTile tv_tile() const { return {v_tile().base + WITH_V * VTile::BYTES}; }
     __device__ Pairwise pair_tiles() const { return {base + PAIR_TILES + pairs.stage * Pairwise::BYTES}; }
     // Only where O_STAGED; O_STRIPS; SUM_TILES.
     __device__ OTile o_tile() const { return {base + O_TILE}; }
     __device__ Strip o_strip() const { return {base + O_TILE + (threadIdx.x / 32 - 4) * Strip::BYTES}; }
     __device__ unsigned sums() const { return base + O_TILE; }
-    // What the slot of Q tells of its tile; as far from the first note as its ring is from the first ring (of one stage, else there is one).
+    // What the stage of Q tells of its tile; as far from the first note as its ring is from the first ring (of one
+    // stage, else there is one).
     __device__ unsigned note() const { return q.barriers - Q_RING + NOTES + 16 * q.stage; }
 
     // To the ring of a warpgroup's rows of Q, where each has its own; all are at the same place in them.
@@ -144,23 +171,37 @@ struct Shared {
         }
     }
 
-    // The loading thread tells of a tile, or that there are no more, and the others are told: a batch of -1.
-    __device__ void tell(const Tile& tile, int number) const {
+    // The producer tells of a tile, or that there are no more, and the others are told: a batch of -1.
+    __device__ void tell(const Params& p, const Tile& tile, int number) const {
         if constexpr (TELL) {
-            store_shared(note(), tile.head.batch);
+            store_shared(note(), RAGGED ? tile.head.number() : tile.head.batch);
             store_shared(note() + 4, tile.head.q);
             store_shared(note() + 8, tile.head.k);
             store_shared(note() + 12, tile.queries.begin);
+            if constexpr (RAGGED) {
+                store_shared(note() + NOTES_BYTES, tile.head.first_query());
+                store_shared(note() + NOTES_BYTES + 4, tile.head.queries(p));
+                store_shared(note() + NOTES_BYTES + 8, tile.head.first_key());
+                store_shared(note() + NOTES_BYTES + 12, tile.head.keys(p));
+            }
         } else {
             store_shared(note(), number);
         }
+    }
+    __device__ Head told_head(const Params& p, int n, int q, int k) const {
+        if constexpr (!RAGGED) return Head::of(p, n, q, k);
+        uint4 x = load_shared_16(note() + NOTES_BYTES);
+        auto all = [](unsigned word) { return __shfl_sync(~0u, int(word), 0); };
+        int first_q = all(x.x), first_k = all(x.z);
+        return Head::told(p, n, q, k, {first_q, first_q + all(x.y)}, {first_k, first_k + all(x.w)});
     }
     __device__ void tell_end() const { store_shared(note(), unsigned(-1)); }
     __device__ bool told(const Params& p, Tile& tile, const TileSchedule& schedule) const {
         if constexpr (TELL) {
             uint4 x = load_shared_16(note());
-            Head head{__shfl_sync(~0u, int(x.x), 0), __shfl_sync(~0u, int(x.y), 0), __shfl_sync(~0u, int(x.z), 0)};
-            int row = __shfl_sync(~0u, int(x.w), 0);
+            auto all = [](unsigned word) { return __shfl_sync(~0u, int(word), 0); };
+            Head head = told_head(p, all(x.x), all(x.y), all(x.z));
+            int row = all(x.w);
             if (head.batch == -1) return false;
             tile = {head, {row, min(head.queries(p), row + HEAD_ROWS)}};
         } else {
@@ -172,20 +213,30 @@ struct Shared {
     }
 };
 
-// The loading thread. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too.
-__device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) {
+// The producer. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A template since not
+// all kernels have maps of tangents.)
+template <class Maps>
+__device__ void load(const Params& p, const Maps& maps, Shared& s) {
     TileSchedule schedule(p);
     Tickets tickets{p.counters};
     auto load_k = [&](const Tile& tile, int tile_k) {
         s.k.wait_empty();
-        mbarrier_arrive_expect(s.k.full(), KTile::BYTES);
-        s.k_tile().load(maps.k, s.k.full(), tile_k * KEYS - tile.head.unmapped_keys(p), tile.head.k, tile.head.batch);
+        mbarrier_arrive_expect(s.k.full(), K_BYTES);
+        auto fill = [&](KTile to, const TensorMap& map) {
+            load_keys(p, to, map, s.k.full(), tile_k * KEYS, tile.head);
+        };
+        fill(s.k_tile(), maps.k);
+        if constexpr (TK) fill(s.tk_tile(), maps.tk);
         s.k.advance();
     };
     auto load_v = [&](const Tile& tile, int tile_k) {
         s.v.wait_empty();
-        mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
-        Values<TURNED>::load(p, s.v_tile(), maps.v, s.v.full(), tile_k * KEYS, tile.head);
+        mbarrier_arrive_expect(s.v.full(), V_BYTES);
+        auto fill = [&](VTile to, const TensorMap& map) {
+            Values<TURNED>::load(p, to, map, s.v.full(), tile_k * KEYS, tile.head);
+        };
+        if constexpr (WITH_V) fill(s.v_tile(), maps.v);
+        if constexpr (TV) fill(s.tv_tile(), maps.tv);
         s.v.advance();
     };
     auto load_pairs = [&](const Tile& tile, int tile_k) {
@@ -198,11 +249,12 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
     auto load_q = [&](const Tile& tile, int number) {
         s.for_parts([&](int part) {
             s.q.wait_empty();
-            s.tell(tile, number);
-            mbarrier_arrive_expect(s.q.full(), QTile::BYTES / Q_PARTS);
+            s.tell(p, tile, number);
+            mbarrier_arrive_expect(s.q.full(), Q_BYTES / Q_PARTS);
             int first = ROWS / Q_PARTS * part;
-            int query = tile.queries.begin + first - tile.head.unmapped_queries(p);
-            s.q_tile().load_rows(maps.q, s.q.full(), first, query, tile.head.q, tile.head.batch);
+            InMap at = tile.head.at_query(p, tile.queries.begin + first);
+            s.q_tile().from(first).load(maps.q, s.q.full(), at);
+            if constexpr (TQ) s.tq_tile().from(first).load(maps.tq, s.q.full(), at);
         });
         s.q.advance();
     };
@@ -216,6 +268,12 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
     };
     while (number < total) {
         Tile tile = early ? next : schedule.tile(number);
+        if (tile.none()) {
+            int ticket = dynamic ? tickets.take(number < gridDim.x) : number;
+            if (dynamic) tickets.settle(ticket, total - 1);
+            number = gridDim.x + ticket;
+            continue;
+        }
         TileWalk walk = walk_of(p, tile);
         int step = walk.start();
         bool any = walk.has(step);
@@ -239,8 +297,8 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
             int after = gridDim.x + ticket;
             if (EARLY && !early && walk.after(step) <= 2 && after < total) {
                 next = schedule.tile(after);
-                load_q(next, after);
-                early = true;
+                if (!next.none()) load_q(next, after);
+                early = !next.none();
             }
         }
         ask();

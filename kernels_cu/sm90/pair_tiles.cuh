@@ -1,9 +1,10 @@
-// Tiles of the arrays over pairs, mask and bias, in shared memory: the copy engine brings them as it brings K and V, and
+// Tiles of the arrays over pairs, mask and bias, in shared memory: TMA brings them as it brings K and V, and
 // lanes read what is at the elements that they hold.
 #pragma once
 #include "attention/mask.cuh"
-#include "tile/ring.cuh"
 #include "ptx/tma.cuh"
+#include "tile/places.cuh"
+#include "tile/ring.cuh"
 
 // QUERIES by KEYS elements; not BY_QUERY: the same row for all queries. Blocks of 128 bytes a row, as SwizzledTile.
 template <class T, int QUERIES, int KEYS, bool BY_QUERY>
@@ -17,10 +18,19 @@ struct PairTile {
 
     unsigned base;
 
-    __device__ void load(const TensorMap& map, unsigned barrier, int key, int query, int head, int batch) const {
+    __device__ void load(const TensorMap& map, unsigned barrier, InMap at) const {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
-            tma_load(base + b * BLOCK_BYTES, map, barrier, key + b * COLUMNS, BY_QUERY ? query : 0, head, batch);
+            tma_load(base + b * BLOCK_BYTES, map, barrier, at.column + b * COLUMNS, BY_QUERY ? at.row : 0, at.head, at.batch);
+    }
+
+    // Zeros in rows [begin, end), by a warp.
+    __device__ void clear(int begin, int end) const {
+        constexpr float ZEROS[4] = {};
+        if (!BY_QUERY) return;
+        for (int b = 0; b < BLOCKS; b++)
+            for (int n = 8 * begin + threadIdx.x % 32; n < 8 * end; n += 32)
+                store_shared_16(base + b * BLOCK_BYTES + 16 * n, ZEROS);
     }
 
     // Where the elements of a fragment's lane begin. A lane's further ones are a constant away, but for the swizzle: rows
@@ -76,16 +86,19 @@ struct PairTiles {
 
     __device__ Mask mask() const { return {base}; }
     __device__ Bias bias() const { return {base + MASK_BYTES}; }
+    __device__ void clear(int begin, int end) const {
+        if constexpr (config::MASK) mask().clear(begin, end);
+        if constexpr (config::BIAS) bias().clear(begin, end);
+    }
 
-    // The loading thread: from a query and a key on. Of an axis that it is broadcast along, an array has one entry.
+    // The producer: from a query and a key on. Of an axis that it is broadcast along, an array has one entry.
     template <class Maps>
     __device__ void load(const Params& p, const Maps& maps, unsigned barrier, const Head& head, int query, int key) const {
         mbarrier_arrive_expect(barrier, ARRIVING);
-        auto fill = [&](auto tile, const TensorMap& map, const PairStrides& strides) {
-            tile.load(map, barrier, key, query, strides.head ? head.q : 0, strides.batch ? head.batch : 0);
-        };
-        if constexpr (config::MASK) fill(mask(), maps.mask, p.mask_strides);
-        if constexpr (config::BIAS) fill(bias(), maps.bias, p.bias_strides);
+        if constexpr (config::MASK)
+            mask().load(maps.mask, barrier, head.at_pair<config::MASK_LINES>(p.mask_strides, query, key));
+        if constexpr (config::BIAS)
+            bias().load(maps.bias, barrier, head.at_pair<config::BIAS_LINES>(p.bias_strides, query, key));
     }
 };
 

@@ -2,6 +2,7 @@
 // product S = Q K^T holds them (tile/swizzled.cuh, Operand). By a kernel before, into the plan's own memory.
 #pragma once
 #include "attention/pairs.cuh"
+#include "attention/tiles.cuh"
 #include "ptx/shared.cuh"
 
 constexpr int TURNED_KEYS = 128;  // of a block; as many are there, zeros where there is no key
@@ -17,10 +18,9 @@ template <int DIM_V, class P>
 __device__ void turn_values(const P& p, int block) {
     constexpr int WORDS = DIM_V / 4, PITCH = WORDS + 1;
     __shared__ unsigned words[TURNED_KEYS * PITCH];
-    int tiles = tiles_in(p.seq_k, TURNED_KEYS);
-    Place at = place(block, tiles, p.heads_k);
-    Head head = Head::of_k(p, at.batch, at.head);
-    int first = at.tile * TURNED_KEYS, keys = head.keys(p) - first;
+    int tiles = KeyTiles<TURNED_KEYS>::of_head(p);
+    auto [head, tile] = numbered<KeyTiles<TURNED_KEYS>>(p, block, tiles);
+    int first = tile * TURNED_KEYS, keys = head.keys(p) - first;
     Pairs pairs(p, head);
     const unsigned char* v = (const unsigned char*)head.key_row(p.v, p.v_strides, first);
 #pragma unroll 4
@@ -40,7 +40,7 @@ __device__ void turn_values(const P& p, int block) {
         for (int i = 0; i < 4; i++) words[key * PITCH + column / 4 + i] = x[i];
     }
     __syncthreads();
-    unsigned* to = (unsigned*)p.turned + ((long long)(at.batch * p.heads_k + at.head) * DIM_V * tiles + at.tile) * (TURNED_KEYS / 4);
+    unsigned* to = (unsigned*)p.turned + ((long long)(head.batch * p.heads_k + head.k) * DIM_V * tiles + tile) * (TURNED_KEYS / 4);
 #pragma unroll 4
     for (int n = threadIdx.x; n < TURNED_KEYS / 4 * WORDS; n += 256) {
         int four = n % (TURNED_KEYS / 4), word = n / (TURNED_KEYS / 4);

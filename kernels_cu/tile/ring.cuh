@@ -1,4 +1,4 @@
-// A ring of STAGES slots in shared memory that one thread (or FILLERS warps) fills and WARPS warps read. Each slot has two
+// A ring of STAGES stages in shared memory that one thread (or FILLERS warps) fills and WARPS warps read. Each stage has two
 // barriers: "full", on which the bytes of a fill arrive, and "empty", on which every warp says that it is done with them.
 // Either side keeps its own place in the ring.
 #pragma once
@@ -24,10 +24,10 @@ struct Ring {
     __device__ unsigned full() const { return barriers + 8 * stage; }
     __device__ unsigned empty() const { return barriers + 8 * (STAGES + stage); }
 
-    // The filling thread: wait until the slot is free.
+    // The filling thread: wait until the stage is free.
     __device__ void wait_empty() const { mbarrier_wait(empty(), parity ^ 1); }
 
-    // The same where the reading thread says first when the slot may be filled.
+    // The same where the reading thread says first when the stage may be filled.
     __device__ void wait_turn() const { mbarrier_wait(empty(), parity); }
 
     // A filling warp, where warps fill by themselves: say that it is done.
@@ -36,7 +36,7 @@ struct Ring {
         if (threadIdx.x % 32 == 0) mbarrier_arrive(full());
     }
 
-    // A reading warp: wait until the slot is full; and say that the warp is done with it.
+    // A reading warp: wait until the stage is full; and say that the warp is done with it.
     __device__ void wait_full() const { mbarrier_wait(full(), parity); }
     __device__ void release() const {
         __syncwarp();
@@ -50,7 +50,7 @@ struct Ring {
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 
-    // A reading warp that has no use for the slot.
+    // A reading warp that has no use for the stage.
     __device__ void pass() {
         wait_full();
         release();

@@ -19,6 +19,16 @@ __device__ inline void transpose_quad(unsigned (&w)[4]) {
     }
 }
 
+// Whether a lane writes what it holds of a result, and not through shared memory, which has tiles of rounded numbers.
+constexpr bool FROM_REGISTERS = sizeof(Out) == 4 || config::ADDS;
+
+// A number of a result, or with what is there, rounded once.
+template <class T>
+__device__ void put_result(T* to, Accum x) {
+    if constexpr (config::ADDS) x += to_float(*to);
+    *to = from_float<T>(x);
+}
+
 // As registers hold them, two at a time where they are so aligned.
 template <int M, int N, class F>
 __device__ void store_float_rows(const Accumulator<M, N>& sum, bool vectors, int cols, F at) {
@@ -34,11 +44,11 @@ __device__ void store_float_rows(const Accumulator<M, N>& sum, bool vectors, int
             int col = sum.column(n, 0);
             Accum x = sum.x[m][n][2 * h], y = sum.x[m][n][2 * h + 1];
             if (to == nullptr || col >= cols) continue;
-            if (vectors) {
+            if (vectors && !config::ADDS) {
                 *(Two*)(to + col) = {x, y};
             } else {
-                to[col] = x;
-                if (col + 1 < cols) to[col + 1] = y;
+                put_result(to + col, x);
+                if (col + 1 < cols) put_result(to + col + 1, y);
             }
         }
     }

@@ -3,6 +3,7 @@
 #pragma once
 #include "ptx/cp_async.cuh"
 #include "ptx/shared.cuh"
+#include "tile/places.cuh"
 
 // Elements of 16 bytes.
 template <class T>
@@ -51,12 +52,12 @@ struct AsyncCopy {
     int rows, tile_rows;  // of the source and of the tile, from this thread's first on
 
     // Into a tile's columns from `column` on.
-    __device__ AsyncCopy(Tile tile, const Product* from, long long row_stride, int rows, int cols, int column = 0) {
+    __device__ AsyncCopy(Tile tile, const Rows<const Product>& from, int column = 0) {
         int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
         target = tile.column(first, column + EACH * chunk);
-        source = from + first * row_stride + EACH * chunk;
-        stride = STEP * row_stride;
-        this->rows = (EACH * chunk < cols ? rows : 0) - first;
+        source = from.from + first * from.stride + EACH * chunk;
+        stride = STEP * from.stride;
+        rows = (EACH * chunk < from.columns ? from.count : 0) - first;
         tile_rows = first < STEP ? ROWS - first : 0;
     }
 

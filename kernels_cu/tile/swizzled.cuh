@@ -8,6 +8,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
+#include "tile/places.cuh"
 #include "tile/rows.cuh"
 
 // A row of 32 bytes of K is what a product takes at once.
@@ -32,22 +33,21 @@ struct SwizzledTile {
         return base + col / WIDTH * BLOCK_BYTES + 128 * row + (col / CHUNK % 8 ^ row % 8) * 16 + col % CHUNK * SIZE;
     }
 
-    // Fill the tile from a row (and column) of the array on; BYTES arrive on the barrier.
-    __device__ void load(const TensorMap& map, unsigned barrier, int row, int head, int batch, int column = 0) const {
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++) tma_load(base + b * BLOCK_BYTES, map, barrier, column + WIDTH * b, row, head, batch);
-    }
+    // Its rows from `first` on.
+    __device__ SwizzledTile from(int first) const { return {base + 128 * first}; }
 
-    // Fill a box of rows, from `first` of the tile on.
-    __device__ void load_rows(const TensorMap& map, unsigned barrier, int first, int row, int head, int batch) const {
-        SwizzledTile{base + 128 * first}.load(map, barrier, row, head, batch);
-    }
-
-    // Store a box of rows, from `first` of the tile to `row` of the array on. By one thread.
-    __device__ void store(const TensorMap& map, int first, int row, int head, int batch) const {
+    // Fill the tile, or a box of rows, from there of the array on; its bytes arrive on the barrier.
+    __device__ void load(const TensorMap& map, unsigned barrier, InMap at) const {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
-            tma_store(map, base + b * BLOCK_BYTES + 128 * first, WIDTH * b, row, head, batch);
+            tma_load(base + b * BLOCK_BYTES, map, barrier, at.column + WIDTH * b, at.row, at.head, at.batch);
+    }
+
+    // And store it, by one thread, which says `yes`.
+    __device__ void store(const TensorMap& map, InMap at, bool yes = true) const {
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++)
+            tma_store(map, base + b * BLOCK_BYTES, at.column + WIDTH * b, at.row, at.head, at.batch, yes);
     }
 
     // Operand of a product whose sum runs along the rows: STEP columns at STEP k, rows from `row` on. (Its address is that
@@ -78,6 +78,41 @@ __device__ void changed(Accumulator<1, N>& sum) {
         for (int e = 0; e < 4; e++) mark_changed(sum.x[0][n][e]);
 }
 
+// A 64 x K operand in registers, rounded to Product. Of 8 bits, a lane's four numbers of a row that follow each other in K are
+// two and two of the accumulator, eight columns apart: K is in that order (sm90/turned_values.cuh).
+template <int K>
+struct Operand {
+    static constexpr int EACH = STEP<Product>;
+
+    unsigned x[K / EACH][4];
+
+    // A warp's 16 rows of a tile of 16-bit numbers, from `row` on.
+    template <class Tile>
+    __device__ void load(Tile tile, int row) {
+#pragma unroll
+        for (int k = 0; k < K / 16; k++) FromShared<Tile>{tile, row}(x[k], 0, k);
+    }
+
+    // Its first columns, or COUNT from FIRST on.
+    template <int FIRST = 0, int COUNT = K, bool RELU = false, int N>
+    __device__ void take(const Accumulator<1, N>& sum) {
+        if constexpr (EACH == 32) {
+#pragma unroll
+            for (int k = FIRST / 32; k < (FIRST + COUNT) / 32 && k < N / 4; k++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float(&a)[4] = sum.x[0][4 * k + i / 2 * 2], (&b)[4] = sum.x[0][4 * k + i / 2 * 2 + 1];
+                    int h = i % 2 * 2;
+                    x[k][i] = pack4<RELU>(a[h], a[h + 1], b[h], b[h + 1]);
+                }
+        } else {
+            FromRegisters<1, N, RELU> rounded{sum};
+#pragma unroll
+            for (int k = FIRST / 16; k < (FIRST + COUNT) / 16 && k < N / 2; k++) rounded(x[k], 0, k);
+        }
+    }
+};
+
 // Products in the background: `sum` = A B or, with ADD, += A B, over K; a(k) and b(k) describe STEP of K.
 constexpr bool ADD = true;
 
@@ -96,6 +131,17 @@ __device__ void start_ABt(Accumulator<1, N>& sum, SwizzledTile<ROWS, COLS, T> a,
     static_assert(8 * N <= ROWS_B);
     start_product<K, ADD, 0, 0>(
         sum, [&](int k) { return a.along_rows(row, k); }, [&](int k) { return b.along_rows(0, k); });
+}
+
+// The same with A in registers, of 16-bit numbers.
+template <int K, bool ADD = false, int N, int HELD, class Tile>
+__device__ void start_ABt(Accumulator<1, N>& sum, const Operand<HELD>& a, Tile b) {
+    static_assert(K <= HELD && 8 * N <= Tile::BLOCK_BYTES / 128);
+    wgmma_fence();
+    if constexpr (!ADD) wgmma_start<0>(sum.x[0], a.x[0], b.along_rows(0, 0), Product());
+#pragma unroll
+    for (int k = ADD ? 0 : 1; k < K / 16; k++) wgmma<0>(sum.x[0], a.x[k], b.along_rows(0, k), Product());
+    wgmma_commit();
 }
 
 // A^T B^T over K: 64 columns of A, block `a_block`, by 8 N rows of B, from `b_row` on.
@@ -130,34 +176,6 @@ __device__ void warp_ABt(Accumulator<1, N>& sum, TileA tile, int row, TileB b) {
         }
     }
 }
-
-// A 64 x K operand in registers, rounded to Product. Of 8 bits, a lane's four numbers of a row that follow each other in K are
-// two and two of the accumulator, eight columns apart: K is in that order (sm90/turned_values.cuh).
-template <int K>
-struct Operand {
-    static constexpr int EACH = STEP<Product>;
-
-    unsigned x[K / EACH][4];
-
-    // Its first columns, or COUNT from FIRST on.
-    template <int FIRST = 0, int COUNT = K, bool RELU = false, int N>
-    __device__ void take(const Accumulator<1, N>& sum) {
-        if constexpr (EACH == 32) {
-#pragma unroll
-            for (int k = FIRST / 32; k < (FIRST + COUNT) / 32 && k < N / 4; k++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float(&a)[4] = sum.x[0][4 * k + i / 2 * 2], (&b)[4] = sum.x[0][4 * k + i / 2 * 2 + 1];
-                    int h = i % 2 * 2;
-                    x[k][i] = pack4<RELU>(a[h], a[h + 1], b[h], b[h + 1]);
-                }
-        } else {
-            FromRegisters<1, N, RELU> rounded{sum};
-#pragma unroll
-            for (int k = FIRST / 16; k < (FIRST + COUNT) / 16 && k < N / 2; k++) rounded(x[k], 0, k);
-        }
-    }
-};
 
 // sum += A B over K columns of A and rows of B, from FIRST on, in the background; A and the sum in registers.
 template <int K, int FIRST = 0, int N, int COLS, int ROWS>

@@ -32,5 +32,6 @@ inline void cp_async_16(unsigned shared, const void* global, bool read) {
 inline void cp_async_commit() { on_cpu::me->copies.commit(); }
 template <int PENDING>
 void cp_async_wait() {
+    if (on_cpu::now.last_first) on_cpu::spin("cp.async.wait");  // others may be ahead, or not have asked yet
     on_cpu::me->copies.finish(PENDING);
 }

@@ -59,7 +59,7 @@ inline int box_bytes(const TensorMap& map, unsigned shared, int column) {
     return bytes;
 }
 
-// A store of the copy engine: it reads shared memory, and some time later writes.
+// A store of TMA: it reads shared memory, and some time later writes.
 template <class R, class W>
 void store_later(R read, W write) {
     auto is_read = std::make_shared<bool>(false);

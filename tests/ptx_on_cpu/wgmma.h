@@ -139,7 +139,11 @@ template <int TRANSPOSED_A = 0, int TRANSPOSED_B = 0, int N, class T>
 void wgmma(float (&d)[N][4], unsigned long long a, unsigned long long b, T) {
     on_cpu::start_product<T>("wgmma", 8 * N, d[0], nullptr, a, b, true, TRANSPOSED_A, TRANSPOSED_B);
 }
-template <int N, class T>
+template <int TRANSPOSED_B = 1, int N, class T>
+void wgmma_start(float (&d)[N][4], const unsigned (&a)[4], unsigned long long b, T) {
+    on_cpu::start_product<T>("wgmma_start", 8 * N, d[0], a, 0, b, false, false, TRANSPOSED_B && sizeof(T) > 1);
+}
+template <int TRANSPOSED_B = 1, int N, class T>
 void wgmma(float (&d)[N][4], const unsigned (&a)[4], unsigned long long b, T) {
-    on_cpu::start_product<T>("wgmma", 8 * N, d[0], a, 0, b, true, false, sizeof(T) > 1);
+    on_cpu::start_product<T>("wgmma", 8 * N, d[0], a, 0, b, true, false, TRANSPOSED_B && sizeof(T) > 1);
 }

@@ -5,8 +5,8 @@ import numpy.typing as npt
 from typing_extensions import assert_type
 
 import cupyflash
-from cupyflash.autotune import Tuning
-from cupyflash.explanation import Explanation
+from cupyflash.tools.autotune import Tuning
+from cupyflash.tools.explanation import Explanation
 
 Floats = npt.NDArray[np.float32]
 
@@ -21,6 +21,10 @@ def right(q: Floats, rows: npt.NDArray[np.float64], seen: npt.NDArray[np.bool_],
     grads = cupyflash.attention_backward(out, q, q, q, out, lse, dlse=rows, causal=True, grads=(q, q, q))
     dq, dk, dv = grads
     print(grads.dq + dq, dk, dv)
+    tout, tlse = cupyflash.attention_jvp({"q": q, "sinks": rows}, q, q, q, out, lse, causal=True, tout=q)
+    assert_type(tout, Floats)
+    hessian = cupyflash.attention_backward_jvp({"dlse": rows}, q, q, q, q, out, lse, jvp=(tout, tlse), wrt=("bias",))
+    print(hessian.dq, hessian.dbias)
     merged, norm = cupyflash.merge([out, out], (rows, rows))
     assert_type(merged, Floats)
     assert_type(norm, npt.NDArray[np.float64])
@@ -37,4 +41,6 @@ def wrong(q: Floats) -> None:
     cupyflash.attention(q, q, q, key_mask=[True])  # type: ignore[call-overload]
     cupyflash.attention_backward(q, q, q, q, q)  # type: ignore[call-arg]
     cupyflash.attention_backward(q, q, q, q, q, q, is_causal=True)  # type: ignore[arg-type]
+    cupyflash.attention_jvp({"q": [1.0]}, q, q, q, q, q)  # type: ignore[dict-item]
+    cupyflash.attention_jvp({"q": q}, q, q, q, q, q, is_causal=True)  # type: ignore[call-arg]
     cupyflash.merge([[1.0]], [q])  # type: ignore[type-var]

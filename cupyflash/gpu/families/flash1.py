@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...lengths import untaken
 from ...passes import BACKWARD, Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
+from ..array_gradient import Lengths
 from ..device import Arch
 from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, features
 
@@ -16,6 +18,16 @@ THREADS = 256
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
+    if why := untaken(problem):
+        return why
+    if problem.at is not None:
+        return "takes no `at`"
+    if problem.widened:
+        return f"has no results of float32 beside inputs of {problem.dtype}"
+    if problem.add:
+        return "does not add to gradients"
+    if of.moved:
+        return f"has no {of}"
     if problem.dtype == FLOAT8:
         return f"takes no {problem.dtype}"
     if problem.dtype == "float64":
@@ -30,6 +42,10 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
     if others:
         return f"takes no {' and no '.join(others)}"
     return None
+
+
+def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> None:
+    return None  # it takes no array that has one
 
 
 def shared_memory(tile: int, columns: int, of: Pass) -> int:

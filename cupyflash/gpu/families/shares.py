@@ -1,15 +1,18 @@
-"""Where query tiles of a forward leave multiprocessors idle, the keys of each are dealt out in shares (kernels_cu/attention/shares.cuh)."""
+"""Where query tiles of a forward leave multiprocessors idle, the keys of each are dealt out in shares
+(kernels_cu/attention/shares.cuh)."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ...problem import AttentionProblem
-from ..kernel_plan import Launch, Workspace, ceil
+from ..kernel_plan import Launch, Workspace, ceil, query_numbers
+from ..measured import number
 
-# They are, if that takes no more than GAIN of the time without. Measured on an H200: seconds of the kernel that combines shares, and
-# of each share there; bytes per second of what they leave in memory.
-COMBINE_SECONDS, SHARE_SECONDS, LEFT_RATE = 2.5e-6, 6.5e-8, 2.3e12
+COMBINE_SECONDS, SHARE_SECONDS = number("shares.combine"), number("shares.share")
+LEFT_RATE, ENDS_SECONDS = number("shares.left"), number("shares.ends")
+# They are, if that takes no more than GAIN of the time without.
 GAIN, MOST, MOST_LEFT = 0.85, 128, 1 << 28
 LONG_KEYS = 1024  # with fewer they are not
 STRIP, SAMPLES = 64, 64
@@ -37,7 +40,7 @@ class Tiles(NamedTuple):
     keys: int
     blocks: int  # of a multiprocessor, at most
     visit: Visit
-    ends: float = 3e-6  # seconds of a tile's begin and end
+    ends: float = ENDS_SECONDS  # seconds of a tile's begin and end
 
 
 def shares(problem: AttentionProblem, tiles: Tiles, sms: int) -> Dealt:
@@ -104,7 +107,7 @@ def _visits(problem: AttentionProblem, rows: int, keys: int) -> Visits:
 
 def left(problem: AttentionProblem, n: int, dim_v: int) -> tuple[Workspace, ...]:
     """What n shares leave in memory."""
-    rows = n * problem.batch * problem.heads_q * problem.seq_q if n > 1 else 0
+    rows = n * math.prod(query_numbers(problem)) if n > 1 else 0
     return (
         Workspace("share_out", problem.lse_dtype, (rows, dim_v)),
         Workspace("share_lse", problem.lse_dtype, (rows,)),
@@ -113,5 +116,5 @@ def left(problem: AttentionProblem, n: int, dim_v: int) -> tuple[Workspace, ...]
 
 def combine(problem: AttentionProblem, n: int) -> tuple[Launch, ...]:
     """The launch that makes one result of n shares."""
-    rows = problem.batch * problem.heads_q * problem.seq_q
+    rows = math.prod(query_numbers(problem))
     return (Launch("attention_combine", ceil(rows, ROWS), 32 * ROWS),) if n > 1 else ()

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...passes import BACKWARD, FORWARD, Pass
+from ...blockmask.tile_lists import ListUse
+from ...passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
-from ...tile_lists import ListUse
 from ..array_gradient import Lengths, work
 from ..device import Arch
-from ..kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, scored
+from ..kernel_plan import (
+    KernelPlan,
+    Launch,
+    Tiles,
+    Workspace,
+    ceil,
+    features,
+    key_tiles,
+    lists,
+    query_numbers,
+    query_tiles,
+    scored,
+)
 from ..score_gradient import score_work
 
 MAX_DIM = 4096
@@ -28,7 +41,8 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
 
 @dataclass(frozen=True)
 class Tile:
-    """A block owns `owned` rows and `columns` columns of the result, and visits the other side `visited` rows at a time.
+    """A block owns `owned` rows and `columns` columns of the result, and visits the other side `visited` rows at a
+    time.
 
     Operands come to shared memory in pieces of `depth` columns (of Q, K) or rows (of V).
     """
@@ -67,6 +81,24 @@ BACKWARD_TILES = (
     Tile(32, 32, 64, 16, 2, dim=64, sums=8),
     Tile(32, 32, 128, 16, 2, spills=64, sums=8),
 )
+JVP_TILES = (
+    Tile(64, 64, 32, 32, 2, dim=32, sums=4),
+    Tile(64, 64, 64, 32, 2, dim=64, sums=4),
+    Tile(64, 64, 128, 16, 2, dim=128, sums=4),
+    Tile(64, 32, 256, 16, 2, spills=176, sums=4),
+    Tile(64, 32, 32, 16, 2, dim=32, sums=8),
+    Tile(32, 32, 64, 16, 3, spills=16, dim=64, sums=8),
+    Tile(32, 32, 128, 16, 3, spills=64, sums=8),
+)
+BACKWARD_JVP_TILES = (
+    Tile(32, 64, 32, 32, 4, dim=32, sums=4, scored=True),
+    Tile(64, 32, 32, 32, 2, dim=32, sums=4),
+    Tile(64, 32, 64, 32, 3, spills=160, dim=64, sums=4),
+    Tile(64, 32, 128, 32, 2, spills=104, sums=4),
+    Tile(32, 32, 32, 16, 3, spills=64, dim=32, sums=8),
+    Tile(32, 32, 64, 16, 2, dim=64, sums=8),
+    Tile(32, 32, 128, 16, 2, spills=128, sums=8),
+)
 TRIED = {
     "owned": (32, 64), "visited": (32, 64), "columns": (32, 64, 128, 256), "depth": (16, 32), "blocks": (2, 3, 4),
     "spills": (0,), "threads": (128,),
@@ -74,7 +106,8 @@ TRIED = {
 
 
 def _possible(t: Tile, problem: AttentionProblem, sides: int) -> bool:
-    """Do the pieces come out even, and have the tile's sums room in the registers? The backward has two of each."""
+    """Do the pieces come out even, and have the tile's sums room in the registers? `sides`: how many of each
+    there are."""
     sums = sides * t.owned * (t.columns + t.visited) // t.threads * (ITEMSIZE[problem.lse_dtype] // 4)
     return t.visited % t.depth == 0 and sums + 30 <= min(255, 65536 // (t.threads * t.blocks))
 
@@ -82,57 +115,54 @@ def _possible(t: Tile, problem: AttentionProblem, sides: int) -> bool:
 TILES = {
     FORWARD: Tiles(FORWARD_TILES, TRIED, functools.partial(_possible, sides=1)),
     BACKWARD: Tiles(BACKWARD_TILES, TRIED, functools.partial(_possible, sides=2)),
+    JVP: Tiles(JVP_TILES, TRIED, functools.partial(_possible, sides=2)),
+    BACKWARD_JVP: Tiles(BACKWARD_JVP_TILES, TRIED, functools.partial(_possible, sides=2)),
 }
 
 
 def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> KernelPlan:
     t = next(row for row in TILES[of].rows(tile) if row.fits(problem))
-    pairs = problem.batch * problem.heads_q
-    tiles_q, tiles_k = ceil(problem.seq_q, t.owned), ceil(problem.seq_k, t.owned)
+    tiles_q, tiles_k = query_tiles(problem, t.owned), key_tiles(problem, t.owned)
     # A block owns t.columns columns of the result: a wider one takes several blocks, which share their rows.
     parts, parts_v = ceil(problem.dim, t.columns), max(1, ceil(problem.dim_v, t.columns))
     constants = (*_tile_constants(t), *features(problem))
-    common = _common(problem, arch, of, t)
-    if of is FORWARD:
-        launch = Launch("attention_forward", pairs * tiles_q * parts_v, t.threads)
+    common = _common(problem, arch, of, t) | {"out_dtype": problem.out_dtype}
+    if not of.of_gradients:
+        launch = Launch(f"attention_{of}", tiles_q * parts_v, t.threads)
         return KernelPlan(
             **common,
-            source="simt/forward.cu",
+            source=f"simt/{of}.cu",
             constants=constants,
             launches=(launch,),
             lists=lists(problem, _by_query(t)),
         )
-    pairs_k = problem.batch * problem.heads_k
     launches: tuple[Launch, ...] = (
-        Launch("attention_backward_delta", ceil(pairs * problem.seq_q, t.threads), t.threads),
-        Launch("attention_backward_dk_dv", pairs_k * tiles_k * max(parts, parts_v), t.threads),
+        _of_rows(problem, of, t),
+        Launch(f"attention_{of}_dk_dv", tiles_k * max(parts, parts_v), t.threads),
     )
     if problem.dim:  # else dQ has no elements, and no block
-        launches += (Launch("attention_backward_dq", pairs * tiles_q * parts, t.threads),)
-    workspace = (Workspace("delta", problem.lse_dtype, (pairs, problem.seq_q)),)
+        launches += (Launch(f"attention_{of}_dq", tiles_q * parts, t.threads),)
     return KernelPlan(
         **common,
-        source="simt/backward.cu",
+        source=f"simt/{of}.cu",
         constants=constants,
-        launches=launches,
-        workspace=workspace,
+        launches=tuple(x for x in launches if x.grid),
+        workspace=_workspace(problem, of),
         lists=lists(problem, _by_query(t), ListUse("query_lists", t.visited, t.owned, "queries")),
     )
 
 
 def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
-    """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
-    t = next(row for row in TILES[BACKWARD].table if row.fits(problem))
+    of = BACKWARD_JVP if problem.tangents else BACKWARD
+    t = next(row for row in TILES[of].table if row.fits(problem))
     of_arrays = work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
     of_arrays += score_work(problem, lengths, t.owned, t.visited, t.threads, 0, arch.sms)
-    pairs = problem.batch * problem.heads_q
-    delta = Launch("attention_backward_delta", ceil(pairs * problem.seq_q, t.threads), t.threads, fills=("delta",))
     return KernelPlan(
-        **_common(problem, arch, BACKWARD, t),
-        source="simt/array_gradient.cu",
+        **_common(problem, arch, of, t),
+        source=f"simt/array_gradient{'_jvp' * of.moved}.cu",
         constants=(*_tile_constants(t), *of_arrays.constants, *features(problem)),
-        launches=(delta, *of_arrays.launches),
-        workspace=(Workspace("delta", problem.lse_dtype, (pairs, problem.seq_q)), *of_arrays.workspace),
+        launches=(_of_rows(problem, of, t), *of_arrays.launches),
+        workspace=(*_workspace(problem, of), *of_arrays.workspace),
         scalars=of_arrays.scalars,
         lists=lists(problem, _by_query(t)),
         wrt=tuple(lengths),
@@ -150,6 +180,20 @@ def _common(problem: AttentionProblem, arch: Arch, of: Pass, t: Tile) -> dict[st
         "spills": _spills(t, problem),
         "given": problem.given,
     }
+
+
+def _of_rows(problem: AttentionProblem, of: Pass, t: Tile) -> Launch:
+    """What comes before a backward: a number for each query, or two."""
+    rows = math.prod(query_numbers(problem))
+    return Launch(f"attention_{of}_delta", ceil(rows, t.threads), t.threads, fills=_deltas(of))
+
+
+def _workspace(problem: AttentionProblem, of: Pass) -> tuple[Workspace, ...]:
+    return tuple(Workspace(name, problem.lse_dtype, query_numbers(problem)) for name in _deltas(of))
+
+
+def _deltas(of: Pass) -> tuple[str, ...]:
+    return ("delta", "tdelta") if of.moved else ("delta",)
 
 
 def _by_query(t: Tile) -> ListUse:

@@ -1,41 +1,69 @@
-"""sm90: wgmma tensor cores and the copy engine of Hopper."""
+"""sm90: wgmma tensor cores and TMA."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from ...passes import BACKWARD, FORWARD, Pass
+from ...lengths import untaken
+from ...passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from ...problem import FLOAT8, AttentionProblem
 from ..device import Arch
 from ..kernel_plan import PAIRWISE, KernelPlan, Tiles
-from . import sm90_backward, sm90_forward
+from . import sm90_backward, sm90_backward_jvp, sm90_forward, sm90_gradients, sm90_jvp
 from .sm90_memory import paired
+
+PAGE_ROWS = 8  # of which pages are made: after so many rows the swizzle of shared memory begins anew
+MOVED = ("q", "k", "v", "dout", "dlse")  # what these kernels take tangents of
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
+    if (why := untaken(problem)) and (of is not FORWARD or problem.batch_invariant or problem.dtype == FLOAT8):
+        return f"{why} with {FLOAT8}" if problem.dtype == FLOAT8 else why
+    if problem.page is not None and problem.page % PAGE_ROWS:
+        return f"takes pages of a multiple of {PAGE_ROWS} rows, not {problem.page}"
+    if problem.ragged and (problem.seq_k == 0 or (problem.page is not None and problem.pages == 0)):
+        return "takes no k without rows"
+    if problem.widened:
+        return f"has no results of float32 beside inputs of {problem.dtype}"
     if problem.dtype not in ("float16", "bfloat16", FLOAT8):
         return f"takes float16, bfloat16 and float8, not {problem.dtype}"
-    if of is BACKWARD and problem.dtype == FLOAT8:
+    if of is not FORWARD and problem.dtype == FLOAT8:
         return f"has a forward alone of {FLOAT8}"
     if arch.cc != 90:
         return f"is for compute capability 9.0, this GPU has {arch.cc / 10}"
+    if others := [x.name for x in problem.tangents if x.name not in MOVED]:
+        return f"takes no tangent of {' and '.join(others)}"
+    if of is BACKWARD_JVP:
+        dims = (problem.dim, problem.dim_v)
+        fits = min(dims) > 0 and sm90_backward_jvp.fit(problem, arch, None) is not None
+        return None if fits else f"has no {of} of head dimensions {problem.dim} and {problem.dim_v}"
     for name in PAIRWISE:
         if (x := problem.array(name)) and "key" not in x.axes and problem.seq_k > 1:
             return f"takes a {name} that differs between keys"
     if not 0 < min(problem.dim, problem.dim_v) or max(problem.dim, problem.dim_v) > 256:
         return f"takes head dimensions from 1 to 256, not {problem.dim} and {problem.dim_v}"
-    if paired(problem) and _planner(of).fit(problem, arch, None) is None:
+    if (paired(problem) or of is JVP) and _planner(of).fit(problem, arch, None) is None:
         return f"has no shared memory for {' and '.join(paired(problem))} beside head dimension {problem.dim}"
     return None
 
 
-TILES: dict[Pass, Tiles[Any]] = {FORWARD: sm90_forward.TILES, BACKWARD: sm90_backward.TILES}
+_PLANNERS: dict[Pass, Any] = {
+    FORWARD: sm90_forward,
+    BACKWARD: sm90_backward,
+    JVP: sm90_jvp,
+    BACKWARD_JVP: sm90_backward_jvp,
+}
+TILES: dict[Pass, Tiles[Any]] = {of: room.TILES for of, room in _PLANNERS.items()}
 
 
 def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> KernelPlan:
-    return _planner(of).plan(problem, arch, tile)
+    made: KernelPlan = _planner(of).plan(problem, arch, tile)
+    return made
+
+
+gradients = sm90_gradients.gradients
 
 
 def _planner(of: Pass) -> Any:
-    return {FORWARD: sm90_forward, BACKWARD: sm90_backward}[of]
+    return _PLANNERS[of]

@@ -1,4 +1,4 @@
-"""Gradients of arrays for the problems of sm90, on wgmma and the copy engine."""
+"""Gradients of arrays for the problems of sm90, on wgmma and TMA."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from ...problem import AttentionProblem
 from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features
-from . import sm80
-from .sm90_memory import BARRIERS, PairTiles
+from .sm90_memory import BARRIERS, PairTiles, common
 
 ROWS, KEYS = 128, 128  # a thread block's tile: 64 queries for each of two warpgroups that compute
 WORKERS = 8  # their warps
 DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these
 DEPTH = 64  # columns of a piece of the operands
-NOTE = 32  # bytes that the loading thread tells with each
+NOTE = 32  # bytes that the producer tells with each
 SPILLS = 400  # of addresses, with everything at once 376, without dropout 144; a bias alone none
 # Pieces in flight, and tiles of mask and bias: the first that there is room for.
 STAGES = ((5, 2), (4, 2), (5, 1), (4, 1))
@@ -25,11 +24,10 @@ def shared_memory(stages: int, pairs: PairTiles) -> int:
     return stages * (2 * DEPTH * (ROWS + KEYS) + NOTE) + pairs.memory(ROWS, KEYS) + BARRIERS
 
 
-def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan:
-    """The plan that gives the gradients of arrays, of these lengths along (batch, head, query, key)."""
+def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan | None:
     # Lists of a block mask would have to reach the workers with each tile. Of K without rows there is no tensor map.
-    if problem.block_mask is not None or not problem.seq_k:
-        return sm80.gradients(problem, arch, lengths)
+    if problem.block_mask is not None or not problem.seq_k or problem.tangents or any(map(problem.reads, lengths)):
+        return None
     rows = ((stages, PairTiles(problem, n)) for stages, n in STAGES)
     stages, pairs = next((n, x) for n, x in rows if shared_memory(n, x) <= arch.shared_memory)
     size = shared_memory(stages, pairs)
@@ -43,18 +41,12 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     prepare = Launch("attention_backward_prepare", heads * tiles_q, 128, fills=("delta",))
     maps = (*pairs.boxes(ROWS), Box("q", ROWS), Box("k", KEYS), Box("v", KEYS), Box("dout", ROWS))
     return KernelPlan(
-        family="sm90",
-        arch=arch.name,
-        dtype=problem.dtype,
-        of=BACKWARD,
-        source="sm90/array_gradient.cu",
+        **common(problem, arch, BACKWARD) | {"source": "sm90/array_gradient.cu"},
         constants=constants,
         launches=(prepare, *of_arrays.launches),
-        alignment=16,
         workspace=(Workspace("delta", "float32", (heads, tiles_q, 2, ROWS), ROWS), *of_arrays.workspace),
         spills=SPILLS,
         maps=maps,
         scalars=of_arrays.scalars,
-        given=problem.given,
         wrt=tuple(lengths),
     )

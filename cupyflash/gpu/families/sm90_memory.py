@@ -1,18 +1,33 @@
-"""What the Hopper forward and backward lay out alike in shared memory."""
+"""What the plans of the Hopper kernels say alike, and lay out alike in shared memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from ...passes import Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..device import Arch
 from ..kernel_plan import PAIRWISE, Box, ceil, pad
 
-DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these; the copy engine fills in zeros
+DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these; TMA fills in zeros
 FEW = 64  # queries, or keys: fewer than most tiles have
 PAIR_STAGES = (2, 1)  # tiles of mask and bias in flight: the first that there is room for
 RESERVED = 1024  # bytes of a multiprocessor's shared memory that each thread block takes for itself
 BARRIERS = 256  # bytes for barriers, more than any ring takes
+
+
+def common(problem: AttentionProblem, arch: Arch, of: Pass) -> dict[str, Any]:
+    """What all plans of this family say alike."""
+    return {
+        "family": "sm90",
+        "arch": arch.name,
+        "dtype": problem.dtype,
+        "of": of,
+        "source": f"sm90/{of}.cu",
+        "alignment": 16,
+        "given": problem.given,
+    }
 
 
 def padded(problem: AttentionProblem) -> tuple[int, int]:
@@ -23,7 +38,8 @@ def padded(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def dots(problem: AttentionProblem) -> tuple[tuple[str, int], ...]:
-    """Columns that a product's sum runs along, of Q and K and of dO and V, as constants: less padding, in steps of 32 bytes."""
+    """Columns that a product's sum runs along, of Q and K and of dO and V, as constants: less padding, in steps of 32
+    bytes."""
     step = 32 // ITEMSIZE[problem.dtype]
     return ("DOT", pad(problem.dim, step)), ("DOT_V", pad(problem.dim_v, step))
 
@@ -53,7 +69,7 @@ class PairTiles:
     def _given(self) -> list[tuple[str, int, bool]]:
         """Name, bytes of an element, and whether queries differ."""
         found = [x for x in self.problem.given if x.name in PAIRWISE]
-        return [(x.name, ITEMSIZE[x.dtype], "query" in x.axes) for x in found]
+        return [(x.name, ITEMSIZE[x.dtype], "query" in x.axes or "line" in x.axes) for x in found]
 
     def memory(self, rows: int, keys: int) -> int:
         """Bytes of all: blocks of 128 bytes a row."""

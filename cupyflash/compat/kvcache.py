@@ -1,0 +1,226 @@
+"""What flash-attn's functions of caches share: new rows go behind those that are there, and queries attend to all."""
+
+from __future__ import annotations
+
+import operator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from .. import api, caches
+from ..other_names import renaming
+from ..rotary import check_tables, rotate
+from ..torch.dropout import check_tensors
+from .windows import check_causal, window_of
+
+_INTEGERS = torch.int32, torch.int64
+
+
+def attend(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, *,
+    rotary_cos: torch.Tensor | None, rotary_sin: torch.Tensor | None, rotary_interleaved: bool,
+    cache_seqlens: int | torch.Tensor | None, cache_batch_idx: torch.Tensor | None, cache_leftpad: torch.Tensor | None,
+    table: torch.Tensor | None, table_name: str, softmax_scale: float | None, causal: bool,
+    window_size: tuple[int, int], softcap: float, alibi_slopes: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None, rotary_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out and lse of `flash_attn_with_kvcache`, whose arguments these are; `table` has the name `table_name` there.
+
+    Where all is well, rows are written to k_cache and v_cache: k and v, in the places behind cache_seqlens.
+    """
+    named = {
+        "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad, table_name: table, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k_new": cu_seqlens_k_new, "rotary_seqlens": rotary_seqlens, "alibi_slopes": alibi_slopes,
+    }  # fmt: skip
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | {n: x for n, x in named.items() if x is not None}
+    check_tensors(**given)
+    check_causal(causal)
+    window = window_of(window_size)
+    for name, x in given.items():
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError(
+                f"{name} requires grad, and flash_attn_with_kvcache has no gradient; call it under torch.no_grad(), or "
+                "pass its detach()"
+            )
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} but q is on {q.device}; all must be on one device")
+    _check_together(given, table_name, cache_seqlens)
+    sequences = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    for name in ("cache_batch_idx", "cache_leftpad", "rotary_seqlens"):
+        if name in given:
+            _check_integers(name, given[name], sequences)
+    if cu_seqlens_k_new is not None:
+        _check_integers("cu_seqlens_k_new", cu_seqlens_k_new, sequences + 1)
+    if table is not None:
+        _check_integers(table_name, table, sequences, "pages of one")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dim() != 4 or cache.shape[:3] != k_cache.shape[:3] or cache.dtype != k_cache.dtype:
+            raise ValueError(
+                f"{name} is {cache.dtype} of shape {tuple(cache.shape)}; it must have 4 dimensions, (entries, rows, "
+                f"heads, dim), and be as k_cache, {k_cache.dtype} of {tuple(k_cache.shape)}"
+            )
+
+    entries, rows = k_cache.shape[:2]
+    if cache_batch_idx is not None:  # a sequence has one page: its entry of the cache
+        _check_entries(cache_batch_idx, entries)
+        table = cache_batch_idx[:, None]
+    reach = rows if table is None else rows * table.shape[1]
+    filled = _filled(cache_seqlens, sequences, reach if table is not None else None, q)
+    options: dict[str, Any] = {
+        "scale": softmax_scale, "causal": bool(causal), "window": window, "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+    }  # fmt: skip
+    if k is not None and v is not None and filled is not None and sequences:
+        paged = {} if table is None else {"page_table": table}
+        where = SimpleNamespace(batch=sequences, seq_k=reach, page=None if table is None else rows, pages=entries)
+        lengths = {"seqlens_k": filled, **paged}
+        if cu_seqlens_k_new is not None:
+            lengths["cu_seqlens_q"] = cu_seqlens_k_new
+        _check_rows(given, sequences)
+        _check_places(where, lengths, new := k.shape[-3], cu_seqlens_k_new is not None)
+        found = caches.behind(torch, where, new, lengths)  # type: ignore[arg-type]
+        if rotary_cos is not None:
+            by: dict[str, Any] = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": rotary_interleaved}
+            base = filled if rotary_seqlens is None else rotary_seqlens
+            k = _turned(k, _positions(base, new, cu_seqlens_k_new), **by)
+            together = not causal and window == (None, None)  # then all queries stand where the first one does
+            q = _turned(q, _positions(base, q.shape[-3], cu_seqlens_q, together), **by)
+        for cache, x in ((k_cache, k), (v_cache, v)):
+            caches.write(torch, cache, found.places, x)
+        filled = found.totals
+    if filled is not None:
+        options |= {"seqlens_k": filled.clamp(min=0), "page_table": table}
+    if cu_seqlens_q is not None:
+        options |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+    if cache_leftpad is not None:
+        options["key_mask"] = torch.arange(reach, device=q.device) >= cache_leftpad[:, None]
+    return _attention(q, k_cache, v_cache, **options)
+
+
+@renaming(torch.compiler.is_compiling, k="k_cache", v="v_cache")
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    return api.attention(q, k, v, return_lse=True, **options)
+
+
+def _check_together(given: dict[str, torch.Tensor], table_name: str, cache_seqlens: Any) -> None:
+    for one, other in (("k", "v"), ("v", "k"), ("rotary_cos", "rotary_sin"), ("rotary_sin", "rotary_cos")):
+        if one in given and other not in given:
+            raise ValueError(f"{one} is given without {other}; give both, or none")
+    for name in ("rotary_cos", "cu_seqlens_k_new"):
+        if name in given and "k" not in given:
+            raise ValueError(f"{name} is given without k and v, the new rows; it must be None")
+    if "rotary_seqlens" in given and "rotary_cos" not in given:
+        raise ValueError("rotary_seqlens is given without rotary_cos and rotary_sin; it must be None")
+    if "cache_batch_idx" in given and table_name in given:
+        raise ValueError(f"cache_batch_idx is given with {table_name}, which says where each sequence is; give one")
+    if cache_seqlens is None and ("k" in given or "cu_seqlens_q" in given):
+        name = "k" if "k" in given else "cu_seqlens_q"
+        raise ValueError(
+            f"cache_seqlens is None, but {name} is given; it must be the rows that each sequence has filled, "
+            "(sequences,), or an integer"
+        )
+
+
+def _check_integers(name: str, x: torch.Tensor, n: int, second: str = "") -> None:
+    if x.dtype not in _INTEGERS or x.dim() != (2 if second else 1) or len(x) != n:
+        raise ValueError(
+            f"{name} is {x.dtype} of shape {tuple(x.shape)}; it must be int32 or int64 of shape ({n}, {second})"
+        )
+
+
+def _read(x: torch.Tensor) -> bool:
+    """Whether what x holds may be looked at: nothing here waits for a device."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _check_entries(indices: torch.Tensor, entries: int) -> None:
+    if _read(indices) and (wrong := (indices < 0) | (indices >= entries)).any():
+        n = int(wrong.int().argmax())
+        raise ValueError(
+            f"cache_batch_idx[{n}] is {int(indices[n])}; it must be an entry of k_cache, 0 to {entries - 1}"
+        )
+
+
+def _filled(x: Any, sequences: int, reach: int | None, like: torch.Tensor) -> torch.Tensor | None:
+    """(sequences,) how many rows each has; None where all have what a cache has."""
+    if isinstance(x, torch.Tensor):
+        if x.device != like.device:
+            raise ValueError(f"cache_seqlens is on {x.device} but q is on {like.device}; all must be on one device")
+        _check_integers("cache_seqlens", x, sequences)
+        return x
+    if x is None and reach is None:
+        return None
+    try:
+        n = reach if x is None else operator.index(x)
+    except TypeError:
+        raise TypeError(
+            f"cache_seqlens is a {type(x).__name__}; it must be an integer, a tensor of them, (sequences,), or None"
+        ) from None
+    return torch.full((sequences,), n or 0, dtype=torch.int32, device=like.device)
+
+
+def _check_rows(given: dict[str, torch.Tensor], sequences: int) -> None:
+    """ValueError where new rows and caches do not belong together."""
+    packed = "cu_seqlens_k_new" in given
+    k = given["k"]
+    for name in ("k", "v"):
+        x, cache = given[name], given[f"{name}_cache"]
+        front = k.shape[:1] if packed else (sequences, *k.shape[1:2])
+        if tuple(x.shape) != (want := (*front, *cache.shape[2:])):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {want}, as k and {name}_cache say")
+        if x.dtype != cache.dtype:
+            raise TypeError(f"{name} is {x.dtype}; it must be that of {name}_cache, {cache.dtype}")
+    if "rotary_cos" in given:
+        q = given["q"]
+        if q.shape[-1] != k.shape[-1] or q.dim() != (3 if "cu_seqlens_q" in given else 4):
+            raise ValueError(f"q has shape {tuple(q.shape)}; it must have the {k.shape[-1]} columns of k, to be turned")
+        view = {
+            name: SimpleNamespace(shape=tuple(x.shape), dtype=str(x.dtype).removeprefix("torch."))
+            for name, x in given.items()
+        }
+        _check_angles(view["rotary_cos"], view["rotary_sin"], k.shape[-1], view["k"].dtype)
+
+
+def _check_angles(*given: Any) -> None:
+    try:
+        check_tables(*given)
+    except (TypeError, ValueError) as error:
+        message = str(error).replace("rotary[0]", "rotary_cos").replace("rotary[1]", "rotary_sin")
+        raise type(error)(message) from None
+
+
+@renaming(cu_seqlens_q="cu_seqlens_k_new")
+def _check_places(where: Any, lengths: dict[str, torch.Tensor], rows: int, packed: bool) -> None:
+    """ValueError, naming the place, where new rows have none, if that can be read. A length below 0 is nobody's."""
+    import numpy as np
+
+    if not _read(lengths["seqlens_k"]):
+        return
+    held = {name: x.numpy().astype(np.int64) for name, x in lengths.items()}
+    filled = held["seqlens_k"]
+    real = filled >= 0
+    if not packed or not real.all():
+        new = np.diff(held["cu_seqlens_q"]) if packed else np.full(len(filled), rows)
+        held["cu_seqlens_q"] = np.concatenate([[0], np.cumsum(np.where(real, new, 0))])
+    held["seqlens_k"] = np.maximum(filled, 0)
+    all_rows = rows if packed else rows * len(filled)
+    problem: Any = SimpleNamespace(**vars(where), rows_q=all_rows, seq_q=all_rows, given=(), block_mask=None)
+    caches.check_behind(problem, held, rows, None)
+
+
+def _positions(base: torch.Tensor, rows: int, ends: torch.Tensor | None, together: bool = False) -> torch.Tensor:
+    """Of each row in its sequence, (sequences, rows) or, packed, (rows,); `base` is that of the first one."""
+    number = torch.arange(rows, device=base.device)
+    if ends is None:
+        return base[:, None] + (torch.zeros_like(number) if together else number)
+    of = torch.searchsorted(ends[1:].contiguous(), number.to(ends.dtype), right=True).clamp(max=len(base) - 1)
+    return base[of] if together else base[of] + number - ends[of]
+
+
+def _turned(x: torch.Tensor, positions: torch.Tensor, cos: Any, sin: Any, interleaved: bool) -> torch.Tensor:
+    if _read(positions) and positions.numel() and (last := int(positions.max())) >= len(cos):
+        raise ValueError(f"rotary_cos has angles for {len(cos)} positions; it must have those of position {last} too")
+    return rotate(torch, x, cos, sin, positions, interleaved)

@@ -1,0 +1,112 @@
+"""What the Hopper backward's tiles cost: in how many shares queries are dealt out, and in which order key tiles."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+
+from ...problem import AttentionProblem
+from ..kernel_plan import ceil
+from ..measured import number
+from .sm90_backward_tiles import BackwardTile, has_all_keys
+
+# The backward's order of key tiles, and room for sums of dQ.
+CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
+LONG = 1024  # longer than this, in queries
+APART = 2  # deterministic, no causal mask: steps between two key tiles of a head
+# Shares of a head's query tiles: at most so many; for each multiprocessor at most so many key tiles of them; what is
+# not the visit of a query tile, in visits: a key tile's beginning and end, and its sums on their way to memory or back.
+MOST_SHARES, SHARED_TILES = 32, 32
+SHARE_COST, SUMS_COST = number("sm90_backward.tile"), number("sm90_backward.sums")
+# A visit takes so much longer for each doubling of what Q, dO and dQ of the shares under work take beyond what the L2
+# cache holds.
+SPILLED_COST, HELD = number("sm90_backward.spilled"), number("sm90_backward.held")
+ENOUGH = 1.02  # times the least
+LONG_WALK, WORTH_SHARING = 24, 1.08  # from so many visits on, and where so much is gained by that reckoning
+WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
+
+
+def shares(problem: AttentionProblem, t: BackwardTile, clusters: int) -> int:
+    """In how many shares the query tiles of a head of K and V are dealt out."""
+    keys, queries = t.keys * t.cluster, problem.group * ceil(problem.seq_q, t.rows)
+    all_tiles = problem.batch * problem.heads_k * ceil(problem.seq_k, keys)
+    most = min(MOST_SHARES, SHARED_TILES * clusters // max(1, all_tiles), queries)
+    if most < 2 or problem.block_mask is not None:  # whose visits are not known here
+        return 1
+    walks = walks_of(problem, t.rows, keys)
+    if problem.group * max(map(len, walks), default=0) < LONG_WALK:
+        return 1
+    tried = [n for n in range(1, most + 1) if n <= 8 or n % 4 == 0]
+    times = {n: time_of(problem, t, walks, n, clusters) for n in tried}
+    least = min(times.values())
+    best = next(n for n in tried if times[n] <= ENOUGH * least)  # the fewest: their sums take memory
+    return best if times[best] * WORTH_SHARING < times[1] else 1
+
+
+def walks_of(problem: AttentionProblem, rows: int, keys: int) -> list[range]:
+    """The tiles of `rows` queries of a head that visit each tile of `keys` keys."""
+    found = []
+    for begin in range(0, problem.seq_k, keys):
+        first, end = 0, problem.seq_q
+        if problem.right is not None:
+            first = max(0, begin - problem.diagonal - problem.right)
+        if problem.left is not None:
+            end = min(end, min(begin + keys, problem.seq_k) - problem.diagonal + problem.left)
+        found.append(range(first // rows, ceil(end, rows)) if first < end else range(0))
+    return found
+
+
+def time_of(problem: AttentionProblem, t: BackwardTile, walks: list[range], shares: int, clusters: int) -> float:
+    """How long the backward takes, in visits of a query tile: clusters take key tiles in the order of their tickets."""
+    tiles, heads = ceil(problem.seq_q, t.rows), problem.batch * problem.heads_k * shares
+    together, _ = dealt_out(problem, t, shares, clusters)
+
+    def before(n: int, walk: range) -> int:
+        """How many of the first n query tiles, head by head, visit a key tile."""
+        return n // tiles * len(walk) + min(max(0, n % tiles - walk.start), len(walk))
+
+    bounds = [problem.group * tiles * n // shares for n in range(shares + 1)]
+    costs = [
+        [before(end, x) - before(begin, x) + SHARE_COST + (shares > 1) * SUMS_COST for x in walks]
+        for begin, end in itertools.pairwise(bounds)
+    ]
+    costs[-1] = [cost + (shares > 1) * shares * SUMS_COST for cost in costs[-1]]
+    busy = [0.0] * clusters
+    for first in range(0, heads, together):
+        for tile in range(len(walks)):
+            for n in range(first, min(first + together, heads)):
+                heapq.heapreplace(busy, busy[0] + costs[n % shares][tile])
+    under_work = min(heads, max(together, ceil(clusters, len(walks)))) * _traffic(problem, shares)
+    if has_all_keys(problem, t):  # each is read once, and there are no sums
+        return max(busy)
+    return max(busy) * (1 + SPILLED_COST * max(0.0, math.log2(max(1, under_work) / HELD)))
+
+
+def _traffic(problem: AttentionProblem, shares: int) -> int:
+    """Bytes of Q, dO and the sums of dQ of a share."""
+    return ceil(problem.group * problem.seq_q, shares) * (6 * problem.dim + 2 * problem.dim_v)
+
+
+def dealt_out(problem: AttentionProblem, t: BackwardTile, shares: int, clusters: int) -> tuple[int, int]:
+    """Heads of K and V, or shares of their queries, whose key tiles are dealt out as one, and for how many there is
+    room for sums of dQ."""
+    heads, key_tiles = problem.batch * problem.heads_k * shares, ceil(problem.seq_k, t.keys * t.cluster)
+    tiles = ceil(problem.group * ceil(problem.seq_q, t.rows), shares)  # of them
+    # A causal mask makes key tiles of different length: those of some heads are dealt out together, long ones first. Of
+    # one long head the first tile takes as long as all others do on all multiprocessors: at the end they would stand
+    # idle.
+    traffic = _traffic(problem, shares)
+    together, spare = 1, ceil(WAVES * clusters, key_tiles)
+    if problem.block_mask is not None and not problem.deterministic:  # the longest tiles of all heads are the first
+        return min(heads, max(2, ceil(2 * CACHE, traffic))), heads
+    if problem.right is not None:
+        long = problem.seq_q > LONG
+        together = min(heads, max(2, ceil(2 * CACHE, traffic)) if long else max(1, CACHE // traffic))
+    # The key tiles of a head add to dQ in order. Taken at once, each would wait for the one before: all but one stand
+    # idle for some steps. So they are taken some steps apart, and in between those of other heads.
+    elif problem.deterministic:
+        groups = ceil(heads, ceil(APART * clusters, tiles))
+        together = ceil(heads, groups)
+        spare = max(0, spare - together)  # a head is under work for as long as all of them
+    return together, min(heads, 2 * together + spare)

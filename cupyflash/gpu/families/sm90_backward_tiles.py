@@ -1,0 +1,95 @@
+"""The tiles of the Hopper backward: the table, and what `tune` may try. Their cost is beside (sm90_backward_cost)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...problem import AttentionProblem
+from ..kernel_plan import Tiles, ceil
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """A thread block has one warpgroup that moves data and `groups` that compute; it owns `keys` keys and visits `rows`
+    queries at a time. The blocks of a cluster visit the same queries, and add to dQ once for all their keys.
+    """
+
+    rows: int
+    keys: int
+    groups: int
+    stages: int  # Q tiles in flight
+    do_stages: int  # dO tiles in flight
+    spills: int = 0
+    dim: int = 256  # for head dimensions up to this
+    scored: bool | None = None  # as of the forward, and a mask
+
+    @property
+    def wide(self) -> bool:
+        """Whether warpgroups share out the columns of dK and dV (and P goes through shared memory too), not the
+        keys."""
+        return self.keys < 64 * self.groups
+
+    @property
+    def clustered(self) -> bool:
+        """Where two warpgroups share out the columns, what they add to dQ is what binds: half of it with twice the
+        keys."""
+        return self.wide and self.groups == 2
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks of a multiprocessor. One warpgroup that computes alone would leave it idle between two
+        tiles."""
+        return 2 if self.groups == 1 else 1
+
+    @property
+    def cluster(self) -> int:
+        """Thread blocks of a cluster."""
+        return 2 if self.clustered else 1
+
+    def shares_rows(self, dim: int) -> bool:
+        """Whether warpgroups share out the rows of dQ; else its columns."""
+        return not self.wide and dim <= 64
+
+    def part_rows(self, dim: int) -> int:
+        """Rows of a warpgroup's part of dQ."""
+        return self.rows // self.groups if self.shares_rows(dim) else self.rows
+
+    def sums(self, dim: int, dim_v: int) -> int:
+        """Sums of dK and dV that a thread holds."""
+        if not self.wide:
+            return (dim + dim_v) // 2
+        return sum(ceil(ceil(n, 64), self.groups) for n in (dim, dim_v)) * self.keys // 2
+
+
+# What may be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
+BACKWARD_TILES = (
+    BackwardTile(128, 128, 2, 2, 2, spills=184, dim=64, scored=False),
+    BackwardTile(64, 128, 2, 2, 2, spills=32, dim=64),
+    BackwardTile(64, 128, 2, 2, 2, dim=128, scored=False),
+    BackwardTile(64, 128, 2, 2, 2, spills=352, dim=128),  # with everything at once; a soft cap or a bias alone 64
+    BackwardTile(64, 96, 3, 2, 1, spills=32, dim=192, scored=False),
+    BackwardTile(64, 96, 3, 2, 1, spills=224, dim=192),
+    BackwardTile(64, 64, 2, 2, 1, spills=32, scored=False),
+    BackwardTile(64, 64, 2, 2, 1, spills=200),
+)
+# Of short sequences, where a head is one tile: two warpgroups of 128 queries and keys would have three quarters of it
+# in vain.
+SHORT_BACKWARD = (BackwardTile(64, 64, 1, 2, 2, dim=64),)
+
+
+def _possible(t: BackwardTile, problem: AttentionProblem) -> bool:
+    """How the warpgroups share out the keys is in the table."""
+    return (t.keys, t.groups) in {(row.keys, row.groups) for row in BACKWARD_TILES}
+
+
+TILES = Tiles(BACKWARD_TILES, {
+    "rows": (64, 80, 96, 128), "keys": (64, 80, 96, 128), "groups": (2, 3), "stages": (1, 2), "do_stages": (1, 2),
+    "spills": (0,),
+}, _possible)  # fmt: skip
+
+
+def has_all_keys(problem: AttentionProblem, t: BackwardTile) -> bool:
+    """Whether a tile has all keys of a head: then its part of dQ is all of it, and leaves, rounded, without float32
+    sums."""
+    rounded = not problem.widened and not problem.add
+    return rounded and not t.wide and 0 < problem.seq_k <= t.keys and problem.block_mask is None

@@ -1,0 +1,60 @@
+"""What was measured of GPUs, and plans choose by. No result depends on it; on another GPU another choice may be faster.
+
+Who measures anew changes rows here. What a choice must gain, or may take at most, is no measurement and stands where it
+is made.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Measured(NamedTuple):
+    number: float
+    unit: str
+    gpu: str
+    date: str
+    what: str
+
+
+# By the module of gpu/families that asks.
+TABLE = {
+    # A forward whose keys are dealt out in shares
+    "shares.combine": Measured(2.5e-6, "s", "H200", "2026-11-23", "the kernel that combines shares"),
+    "shares.share": Measured(6.5e-8, "s", "H200", "2026-11-23", "and each share there"),
+    "shares.left": Measured(2.3e12, "B/s", "H200", "2026-11-23", "what shares leave in memory, to there or back"),
+    "shares.ends": Measured(3e-6, "s", "H200", "2026-11-23", "begin and end of a tile, on mma.sync"),
+    # Of a multiprocessor, on mma.sync
+    "sm80.rate_2": Measured(2e12, "FLOP/s", "RTX 4090, H200", "2026-11-23", "numbers of 2 bytes; between the two"),
+    "sm80.rate_4": Measured(7e11, "FLOP/s", "RTX 4090, H200", "2026-11-23", "of 4"),
+    "sm80.rate_8": Measured(3e11, "FLOP/s", "H200", "2026-11-23", "of 8"),
+    "sm80.crowding": Measured(0.9, "", "H200", "2026-11-24",
+        "two blocks together take 1.7 to 1.9 times as long as one"),
+    # Of a multiprocessor in the Hopper forward: fitted to 100 calls of one round, within 10 % (docs/hopper-forward.md)
+    "sm90_forward.rate": Measured(5.9e12, "FLOP/s", "H200", "2026-11-24", "products"),
+    "sm90_forward.score": Measured(5.2e-11, "s", "H200", "2026-11-24", "a score at least: its exponential"),
+    "sm90_forward.visit": Measured(6e-7, "s", "H200", "2026-11-24", "a visit of 64 keys at least"),
+    "sm90_forward.ends": Measured(2e-6, "s", "H200", "2026-11-24", "begin and end of a tile"),
+    "sm90_forward.group": Measured(1.4e-6, "s", "H200", "2026-11-24", "and more for each warpgroup"),
+    "sm90_forward.small": Measured(1.15, "rows", "H200", "2026-11-23", "of one warpgroup, 64 keys, three blocks; to 64 "
+                                                                       "columns"),
+    "sm90_forward.middle": Measured(1.12, "rows", "H200", "2026-11-23", "of four warpgroups, 64 keys; to 64 columns"),
+    "sm90_forward.wider": Measured(0.92, "rows", "H200", "2026-11-23", "of three warpgroups, 96 keys; to 96 columns"),
+    "sm90_forward.few_keys": Measured(1.3, "rows", "H200", "2026-11-23",
+        "of two warpgroups where one tile has all keys"),
+    # The Hopper jvp
+    "sm90_jvp.narrow": Measured(0.93, "rows", "H100", "2026-11-25", "of three warpgroups, 64 keys; to 64 columns"),
+    "sm90_jvp.middle": Measured(0.9, "rows", "H100", "2026-11-25", "of three warpgroups, 48 keys; to 96 columns"),
+    # The Hopper backward, in visits of a query tile
+    "sm90_backward.tile": Measured(1.5, "visits", "H200", "2026-11-22", "begin and end of a key tile"),
+    "sm90_backward.sums": Measured(0.5, "visits", "H200", "2026-11-22", "its sums on their way to memory or back"),
+    "sm90_backward.spilled": Measured(
+        0.08, "", "H200", "2026-11-23",
+        "so much longer is a visit for each doubling of what Q, dO and dQ of the shares under work take beyond `held`",
+    ),
+    "sm90_backward.held": Measured(6 << 24, "B", "H200", "2026-11-23", "of these that the L2 cache holds"),
+}  # fmt: skip
+
+
+def number(name: str) -> float:
+    return TABLE[name].number

@@ -1,0 +1,42 @@
+"""Where the heads stand, and what is told where they seem to stand elsewhere: most wrong calls are wrong in this."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from .problem import LAYOUTS, AttentionProblem, View
+
+
+def of_layout(error: ValueError, layout: Any, retry: Callable[[str], Any]) -> ValueError:
+    """The error; where shapes are right in the other layout, by which `retry` checks them, its message says so."""
+    if type(error) is ValueError and isinstance(layout, str) and layout in LAYOUTS:
+        with contextlib.suppress(TypeError, ValueError):
+            retry(_other(layout))
+            return ValueError(f'{error}; with layout="{_other(layout)}" the shapes fit')
+    return error
+
+
+def doubt(problem: AttentionProblem, q: View, layout: str) -> None:
+    """Warn of heads that nobody has: they are rows, in the place where heads stand.
+
+    No error: each such problem could be meant, and of fewer heads nobody knows.
+    """
+    n, rank = problem.heads_k, len(q.shape)
+    if any(type(x) is not int for x in (*q.shape, n, problem.seq_k)):  # symbols: they stay open
+        return
+    if n == problem.heads_q and (
+        (rank == 4 and n > max(128, problem.seq_k)) or (rank == 3 and n > 32 and problem.dim > 256)
+    ):
+        axes = ("batch", *(("sequence", "heads") if layout == "bshd" else ("heads", "sequence")), "dim")[4 - rank :]
+        warnings.warn(
+            f"q of shape {q.shape} is read as ({', '.join(axes)}): {n} heads of dimension {problem.dim}, with "
+            f'{problem.seq_q} queries each; if these are rows, give layout="{_other(layout)}"',
+            stacklevel=2,
+        )
+
+
+def _other(layout: str) -> str:
+    return LAYOUTS[1 - LAYOUTS.index(layout)]

@@ -1,0 +1,35 @@
+"""From what a caller gives as `group` to the protocol."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .groups import Group
+
+
+def of(group: Any) -> Group:
+    """The group that a caller gave; TypeError for what is none."""
+    if group is None:
+        raise TypeError("group is None; it must be a group: parallel.simulated, an mpi4py communicator, ...")
+    if all(hasattr(group, name) for name in ("rank", "size", "exchange", "all_gather", "eager")):
+        found: Group = group
+        return found
+    if type(group).__module__.partition(".")[0] == "mpi4py":
+        from .mpi import MpiGroup
+
+        return MpiGroup(group)
+    if type(group).__module__.partition(".")[0] == "torch":
+        from .torch_group import TorchGroup
+
+        return TorchGroup(group)
+    name = f"{type(group).__module__}.{type(group).__qualname__}".removeprefix("builtins.")
+    raise TypeError(f"group is a {name}; it must be parallel.simulated(n)'s, an mpi4py communicator or PyTorch's")
+
+
+def named(group: Any, library: str | None = None) -> Any:
+    """Of PyTorch, what a mesh or None (for tensors: the default group) stands for; else the group as it is."""
+    if (group is None and library == "torch") or type(group).__module__.partition(".")[0] == "torch":
+        from .torch_group import groups
+
+        return groups(group)
+    return group

@@ -1,0 +1,295 @@
+"""A call over several ranks, checked: its arrays as (B, S, H, D), its rows, what its queries see, and how it is shared
+out."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import interop, rules
+from ..api import present, trace_score
+from ..dispatch import refuse_family
+from ..gradients import check_wrt
+from ..other_names import unexpected
+from ..passes import BACKWARD, FORWARD
+from ..problem import ARRAY_RULES, ARRAYS, FLOAT8, AttentionProblem, check_flag, check_layout, complete
+from ..rules import seed_of
+from .adapters import of
+from .arrays import four, three
+from .groups import Alone, Group
+from .masks import RowsMask
+from .rows import Rows, Span
+from .steps import Band, Blocks, Sight
+
+EXCHANGES = ("keys", "heads")
+ALIGNED = 16  # rows at whose multiples parts begin under dropout
+_RANKS = (2, 3, 4)  # of q, k and v
+_PARALLEL = ("rows", "key_rows", "exchange", "groups", "stretches")
+_LATER = (  # of `attention`, and not taken here
+    "at", "out_dtype", "out_scale", "q_descale", "k_descale", "v_descale", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k",
+    "page_table", "max_seqlen_q", "max_seqlen_k", "batch_invariant", "check", "out", "grads", "add",
+)  # fmt: skip
+
+
+@dataclass
+class Asked:
+    """What `check` makes of the arguments."""
+
+    team: Group  # whose ranks deal out heads
+    group: Group  # whose ranks share out keys
+    rows: Rows
+    key_rows: Rows
+    groups: int  # of key heads
+    stretches: int
+    layout: str
+    options: dict[str, Any]  # of each step, but for what stands for a part of a whole
+    arrays: dict[str, Any]  # optional arrays, by the names of ARRAYS
+    operands: dict[str, Any]  # q, k, v, dout, out as (B, S, H, D), lse and dlse as (B, H, S): views of what was given
+    problem: AttentionProblem  # of this rank's rows with all keys
+    sight: Sight
+    shift: tuple[int, int] = (0, 0)  # what positions of queries and of keys get, so that a query stands on its own key
+    block: int = ALIGNED
+    mask: RowsMask | None = None
+    wrt: tuple[str, ...] = ()
+    reduce: bool = False
+    said: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """Among all."""
+        return self.group.rank * self.team.size + self.team.rank
+
+
+def groups_of(group: Any, exchange: Any) -> tuple[Any, Any]:
+    """That of heads and that of keys, of which one may be None: the caller's, as they are."""
+    if isinstance(group, (tuple, list)):
+        if len(group) != 2:
+            raise ValueError(f"group holds {len(group)}; it must be one, or two: (heads, keys)")
+        if exchange is not None:
+            raise ValueError(f"exchange is {exchange!r}, and group holds two; with (heads, keys) it must be None")
+        return tuple(group)
+    if exchange not in (None, *EXCHANGES):
+        raise ValueError(f"exchange is {exchange!r}; it must be 'keys', 'heads' or None")
+    return (group, None) if exchange == "heads" else (None, group)
+
+
+def usual_exchange(group: Any, exchange: Any, given: dict[str, Any], k: Any, rows: Any) -> str | None:
+    """ "heads" where the key heads can be dealt out and no array over pairs has, or may have, rows of its own."""
+    if exchange is not None or isinstance(group, (tuple, list)):
+        return exchange
+    single = isinstance(rows, Rows) and any(rows.count(r) == 1 for r in range(rows.size))  # then one may be its own
+    arrays: list[Any] = [x for x in (given.get("mask"), given.get("bias")) if hasattr(x, "shape")]
+    own = [x for x in arrays if own_rows(x) or (single and rows.length > 1 and len(x.shape) > 1)]
+    heads = four(k, given.get("layout", "bshd")).shape[2] if hasattr(k, "shape") and len(k.shape) in _RANKS else 1
+    fits = heads and heads % of(group).size == 0 and not own and given.get("block_mask") is None
+    return "heads" if fits else "keys"
+
+
+def own_rows(x: Any) -> bool:
+    """Whether an array over pairs has rows of its own, and not one for all queries."""
+    return len(x.shape) > 1 and x.shape[-2] != 1
+
+
+def _check_one_each(views: dict[str, Any], names: Sequence[str], rows: Rows, what: str) -> None:
+    """ValueError where no rank has more than one row, so that arrays of one do not say whose it is."""
+    if rows.length == 1 or max(rows.count(r) for r in range(rows.size)) != 1:
+        return
+    for name in names:
+        if name in views and len(shape := views[name].shape) > 1 and shape[-2] == 1:
+            raise ValueError(
+                f"{name} has shape {shape}, and no rank has more than one row: it may be that row's or one for all; "
+                f"{what}"
+            )
+
+
+def check(
+    function: str, group: Any, operands: dict[str, Any], plan: dict[str, Any], given: dict[str, Any], wrt: Any = ()
+) -> Asked:
+    """TypeError or ValueError, naming the argument. operands: of the pass, by name; plan: rows, key_rows, exchange,
+    groups, stretches, reduce; given: what `attention` takes by name."""
+    exchange = usual_exchange(group, plan["exchange"], given, operands["k"], plan["rows"])
+    team, keys = (Alone() if x is None else of(x) for x in groups_of(group, exchange))
+    known = [*complete({}), *(row.name for row in ARRAYS), "score_arrays", "family"]
+    for name, value in given.items():
+        if name in _LATER and value is not None and value is not False and not (name == "out_scale" and value == 1):
+            raise ValueError(f"{name} is given; parallel.{function} does not take it yet, it must be left out")
+        if name not in known:
+            raise unexpected(f"parallel.{function}", name, [*known, *_PARALLEL])
+    options, layout = complete(given), check_layout(given.get("layout", "bshd"))
+    backward = "dout" in operands
+    seed, number = seed_of(given.get("seed"), options["dropout"])
+    optional = {row.name: given.get(row.name) for row in ARRAYS} | {"seed": seed}
+    required = [name for name in operands if name != "dlse"]
+    arrays = present(required, operands | optional)
+    lib: Any = interop.library("q", arrays["q"])
+    reads, mask = given.get("score_arrays"), options["block_mask"]
+    stated = dict(options)
+    if options["score"] is not None or reads is not None:
+        trace_score(lib, arrays, stated, reads)
+    arrays = interop.adopted(lib, arrays)
+    views = {name: interop.view(lib, name, x) for name, x in arrays.items()}
+    if views["q"].dtype == FLOAT8:
+        raise TypeError(f"q has dtype {FLOAT8}; parallel.{function} takes float16, bfloat16, float32 and float64")
+    if given.get("family") is not None and not lib.on_gpu(arrays["q"]):
+        refuse_family(given["family"], lib.kind)
+    size = team.size * keys.size
+    rows, key_rows = _rows(plan, size, keys.rank * team.size + team.rank, views, layout)
+    if mask is not None and not isinstance(mask, RowsMask):
+        raise TypeError(
+            f"block_mask is a {type(mask).__name__}; it must be what parallel.block_mask made of the same rows"
+        )
+    if mask is not None:
+        _check_mask(mask, rows, key_rows, team)
+        stated["block_mask"] = mask.own
+    axis = 0 if len(views["k"].shape) == 2 else -3 if layout == "bshd" else -2
+    for name in "kv":
+        shape = list(views[name].shape)
+        if len(shape) in _RANKS:  # others are refused below
+            shape[axis] = key_rows.length
+            views[name] = views[name]._replace(shape=tuple(shape))
+    problem, _ = rules.state(views, {}, stated, BACKWARD if backward else FORWARD)
+    if team.size > 1:
+        _check_heads(problem, team, views, rows)
+    wanted = check_wrt(wrt, arrays, stated["score"])
+    reduce = check_flag("reduce", plan.get("reduce", False))
+    if reduce and "bias" in wanted:
+        _check_one_each(views, ("bias",), rows, "reduce must be False, with a sum by the caller where it is for all")
+    sight, shift = _sight(problem, options, rows, key_rows)
+    asked = Asked(
+        team, keys, rows, key_rows, *_shares(plan, problem, team, keys), layout,
+        {name: x for name, x in options.items() if name not in ("layout", "block_mask", *_LATER)}
+        | {"seed": number if seed is None else seed, "score_arrays": reads, "family": given.get("family")},
+        {row.name: arrays[row.name] for row in ARRAYS if row.name in arrays and row.name != "seed"},
+        {name: three(x) if name in ("lse", "dlse") else four(x, layout)
+            for name in operands if (x := arrays.get(name)) is not None},
+        problem, sight, shift, wrt=wanted, reduce=reduce,
+    )  # fmt: skip
+    if mask is not None:
+        asked.mask, asked.block = mask, math.lcm(mask.own.block[1], ALIGNED)
+        asked.sight = Blocks(sight, mask.own.block[0], mask.hulls)
+    if problem.dropout:
+        for name, x in (("rows", rows), ("key_rows", key_rows)):
+            odd = [a for spans in x.chunks for a, b in spans if b > a and a % ALIGNED]
+            if odd:
+                raise ValueError(
+                    f"{name} begins a chunk at {odd[0]}; with dropout chunks must begin at multiples of 16"
+                )
+    told: Any = number
+    if seed is not None:
+        told = "an array" if lib.on_gpu(arrays["q"]) else lib.to_numpy(arrays["seed"]).item()
+    asked.said = _said(asked, views, stated, exchange, function, told)
+    return asked
+
+
+def _rows(plan: dict[str, Any], size: int, rank: int, views: dict[str, Any], layout: str) -> tuple[Rows, Rows]:
+    rows = plan["rows"]
+    key_rows = rows if plan["key_rows"] is None else plan["key_rows"]
+    for name, x, of_array in (("rows", rows, "q"), ("key_rows", key_rows, "k")):
+        if not isinstance(x, Rows):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a parallel.Rows")
+        if x.size != size:
+            raise ValueError(f"{name} is of {x.size} ranks; it must be of {size}, as the group is")
+        shape = views[of_array].shape
+        if len(shape) not in _RANKS:
+            continue
+        count = shape[0] if len(shape) == 2 else shape[-3 if layout == "bshd" else -2]
+        if count != x.count(rank):
+            raise ValueError(
+                f"{of_array} has {count} rows, shape {shape}; it must have those of rank {rank} in {name}, "
+                f"{x.count(rank)}"
+            )
+    return rows, key_rows
+
+
+def _check_mask(mask: RowsMask, rows: Rows, key_rows: Rows, team: Group) -> None:
+    if mask.rows != rows or mask.key_rows != key_rows:
+        raise ValueError("block_mask is of other rows; it must be what parallel.block_mask made of the same")
+    if team.size > 1:
+        raise ValueError("block_mask is given with an exchange of heads; it must be None, or exchange 'keys'")
+
+
+def _check_heads(problem: AttentionProblem, team: Group, views: dict[str, Any], rows: Rows) -> None:
+    if problem.heads_k % team.size:
+        raise ValueError(
+            f"k has {problem.heads_k} heads, which cannot be dealt out to {team.size} ranks; with exchange 'heads' it "
+            "must be a multiple of them"
+        )
+    _check_one_each(views, ("mask", "bias"), rows, "exchange must be 'keys', which takes both")
+    for name in ("mask", "bias"):
+        if name in views and ARRAY_RULES[name].lengths(views[name].shape)[2] > 1:
+            raise ValueError(
+                f"{name} has shape {views[name].shape}, with this rank's rows; with an exchange of heads each rank has "
+                "all rows of some heads: its queries must be 1, or exchange 'keys'"
+            )
+
+
+def _sight(
+    problem: AttentionProblem, options: dict[str, Any], rows: Rows, key_rows: Rows
+) -> tuple[Band, tuple[int, int]]:
+    """What queries see by position, and what positions are shifted by where queries stand on other keys."""
+    left, right = options["window"] or (None, None)
+    if problem.causal is not None:
+        right = 0 if right is None else min(right, 0)
+    diagonal = 0 if problem.causal == "top_left" else key_rows.length - rows.length
+    stands = not (left is None and right is None) or problem.has("alibi_slopes")
+    if diagonal and stands and (problem.dropout or problem.score is not None):
+        what = "dropout" if problem.dropout else "score"
+        raise ValueError(
+            f"{what} is given with rows of {rows.length} and key_rows of {key_rows.length}, where causal, window or "
+            "alibi_slopes put query i on another key than i; lengths must be equal then, or causal 'top_left'"
+        )
+    shift = (max(diagonal, 0), max(-diagonal, 0)) if diagonal and stands else (0, 0)
+    return Band(key_rows.length, left, right, diagonal), shift
+
+
+def _shares(plan: dict[str, Any], problem: AttentionProblem, team: Group, keys: Group) -> tuple[int, int]:
+    """Groups of key heads, and stretches of the keys."""
+    heads = max(1, problem.heads_k // team.size)
+    usual = heads if keys.size > 1 else 1
+    found = []
+    for name, default, most in (("groups", usual, heads), ("stretches", 1, 1 << 20)):
+        n = plan[name]
+        n = default if n is None else n
+        number = int(n) if isinstance(n, numbers.Integral) and not isinstance(n, bool) else 0
+        if not 1 <= number <= most:
+            raise ValueError(f"{name} is {n!r}; it must be None or an integer from 1 to {most}")
+        found.append(number)
+    return found[0], found[1]
+
+
+def index(name: str, shape: Sequence[int], heads: Span, rows: Span, keys: Span) -> tuple[slice, ...]:
+    """The part of an optional array that a step is about."""
+    at = {"head": heads, "query": rows, "key": keys}
+    axes = ARRAY_RULES[name].axes[len(ARRAY_RULES[name].axes) - len(shape) :]
+    return tuple(slice(*at[x]) if n > 1 and x in at else slice(None) for x, n in zip(axes, shape))
+
+
+def _said(
+    asked: Asked, views: dict[str, Any], options: dict[str, Any], exchange: str | None, function: str, seed: Any
+) -> dict[str, str]:
+    """What must be the same on all ranks, by the name of the argument."""
+    said = {name: f"of {x.dtype}" for name, x in views.items()}
+    for name in asked.operands:
+        if name not in ("lse", "dlse"):
+            b, _, h, d = asked.operands[name].shape
+            said[name] += f", batch {b}, {h} heads of {d}"
+    for name, x in asked.arrays.items():
+        axes = ARRAY_RULES[name].axes[-len(x.shape) :] if len(x.shape) else ()
+        lengths = ["rows" if axis == "query" else str(n) for axis, n in zip(axes, x.shape)]
+        said[name] += f", shape ({', '.join(lengths)})"
+    for name, value in options.items():
+        if name == "score":
+            value = None if value is None else hashlib.sha256(repr(value.data).encode()).hexdigest()[:12]
+        elif name == "block_mask":
+            value = None if asked.mask is None else f"{asked.mask.own.shape[:2]}, blocks of {asked.mask.own.block}"
+        said[name] = repr(value)
+    said["seed"] = str(seed)
+    for name in ("rows", "key_rows"):
+        x = getattr(asked, name)
+        said[name] = f"{x.length} rows ({hashlib.sha256(repr(x.chunks).encode()).hexdigest()[:12]})"
+    said |= {"exchange": repr(exchange), "groups": str(asked.groups), "stretches": str(asked.stretches)}
+    return said | {"wrt": repr(asked.wrt), "reduce": str(asked.reduce), "function": function}

@@ -1,0 +1,200 @@
+"""The public functions: attention over the rows of a sequence that several ranks share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import api
+from ..gradients import Gradients
+from . import run
+from .adapters import of
+from .agree import agree
+from .arrays import empty, four, three, wide
+from .asked import Asked, check, groups_of, usual_exchange
+from .rows import Rows
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    group: Any,
+    *,
+    rows: Rows,
+    key_rows: Rows | None = None,
+    exchange: str | None = None,
+    groups: int | None = None,
+    stretches: int | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    """`cupyflash.attention` of a sequence whose rows several ranks hold: each calls it with its own, and gets the
+    result of these.
+
+    Parameters
+    ----------
+    q : (B, own rows, Hq, D)
+    k, v : (B, own rows, Hk, D), (B, own rows, Hk, Dv)
+        This rank's rows, as `rows` says, in the ranks and layouts that `attention` takes. NumPy arrays, or tensors on
+        the CPU.
+    group : a group, or (heads, keys)
+        `parallel.simulated`'s, or an mpi4py communicator. Two: each rank of the first gets some heads of all their rows
+        (inside a host); ranks of the second get the keys that those rows see. Rank n of `rows` is then keys.rank *
+        heads.size + heads.rank.
+    rows, key_rows : Rows
+        Who holds which queries, and which keys (default: the same).
+    exchange : "keys", "heads", optional
+        "keys": each rank gets the keys that its rows see, in groups of key heads, of which the next travels while one
+        is computed. "heads": each rank gets all rows of some heads (DeepSpeed Ulysses); results are the bits of one
+        device, but on a CPU those of dk and dv in large calls. Default: "heads" where the key heads can be dealt out
+        and no mask or bias has rows of its own.
+    groups : int, optional
+        Of key heads, in the exchange of keys. Default: one for each.
+    stretches : int, optional
+        Keys come in so many parts of the sequence, which takes less memory; parts are merged in float32. Default: 1.
+    return_lse : bool
+    options : as of `attention`
+        They mean what they mean for the whole: positions, score functions and dropout are those of one device. key_mask
+        is for all keys; mask and bias have this rank's rows, or one for all, and all keys; alibi_slopes, sinks and
+        score_arrays are the same on all ranks; block_mask is what `parallel.block_mask` made. With dropout chunks begin
+        at multiples of 16.
+
+    Returns
+    -------
+    out : (B, own rows, Hq, Dv)
+    lse : (B, Hq, own rows), only with return_lse=True
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what it is and what it must be; on all ranks, where one of them is given what it cannot
+        take, or two are given what differs. A rank that raises anything else leaves the others waiting until their
+        group's own time-out.
+    """
+    plan = {"rows": rows, "key_rows": key_rows, "exchange": exchange, "groups": groups, "stretches": stretches}
+    asked = _agreed("attention", group, {"q": q, "k": k, "v": v}, plan, options, {"return_lse": return_lse})
+    out = empty((*q.shape[:-1], v.shape[-1]), q)
+    lse = empty(_lse_shape(q, asked), q, wide(q))
+    run.forward(asked, four(out, asked.layout), three(lse))
+    return (out, lse) if return_lse else out
+
+
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    group: Any,
+    *,
+    rows: Rows,
+    key_rows: Rows | None = None,
+    exchange: str | None = None,
+    groups: int | None = None,
+    stretches: int | None = None,
+    dlse: Any = None,
+    wrt: Any = (),
+    reduce: bool = False,
+    **options: Any,
+) -> Gradients:
+    """Gradients of `parallel.attention`: those of this rank's rows of q, k and v.
+
+    Parameters
+    ----------
+    dout, q, k, v, out, lse, dlse
+        As of `cupyflash.attention_backward`, of this rank's rows.
+    group, rows, key_rows, exchange, groups, stretches : as of `parallel.attention`
+    wrt : names, or one name
+        Optional arrays whose gradients are wanted too. That of a bias with this rank's rows is for these; of what all
+        ranks share each gets its part, whose sum over the ranks is the gradient, as with other weights.
+    reduce : bool
+        Return that sum, on all ranks.
+    options : as given to `parallel.attention`
+
+    Returns
+    -------
+    dq, dk, dv, and those that `wrt` names
+        As `cupyflash.attention_backward` has them. What ranks add to dk and dv is added in the order of ranks: the same
+        bits in every run, if each rank's own are (deterministic=True).
+    """
+    plan = {"rows": rows, "key_rows": key_rows, "exchange": exchange, "groups": groups, "stretches": stretches}
+    operands = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
+    asked = _agreed("attention_backward", group, operands, plan | {"reduce": reduce}, options, {}, wrt)
+    dq, dk, dv = (empty(tuple(x.shape), x) for x in (q, k, v))
+    found = run.backward(asked, *(four(x, asked.layout) for x in (dq, dk, dv)))
+    return Gradients(dq, dk, dv, found)
+
+
+def merge(out: Any, lse: Any, group: Any, *, layout: str = "bshd") -> tuple[Any, Any]:
+    """Each rank attended with the same queries to keys of its own; the result of all keys, on all ranks.
+
+    For decoding over a cache that is shared out. out (B, Sq, Hq, Dv) and lse (B, Hq, Sq) as `attention(...,
+    return_lse=True)` returned them, all ranks' shaped alike; parts are merged in the order of ranks, in float32 where
+    they are of 16 bits.
+    """
+    ranks = of(group)
+    error: Exception | None = None
+    said = {}
+    try:
+        api.merge([out], [lse], layout=layout)  # says what is wrong
+        said = {"out": f"{out.dtype}, shape {tuple(out.shape)}", "layout": layout}
+    except Exception as wrong:  # noqa: BLE001 - raised on all ranks
+        error = _renamed(wrong)
+    agree([ranks], said, error)
+    kind = wide(out)
+    own = out if kind is None else out.astype(kind) if isinstance(out, np.ndarray) else out.float()
+    parts = [_gathered(ranks, x) for x in (own, lse)]
+    found, norm = api.merge(*parts, layout=layout)
+    if kind is not None:
+        found = found.astype(out.dtype) if isinstance(out, np.ndarray) else found.to(out.dtype)
+    return found, norm
+
+
+def _renamed(error: Exception) -> Exception:
+    """What `merge` of lists says of their only entry."""
+    return type(error)(str(error).replace("outs[0]", "out").replace("lses[0]", "lse"))
+
+
+def _gathered(ranks: Any, x: Any) -> list[Any]:
+    from .arrays import packed
+
+    own, others = packed(x), [r for r in range(ranks.size) if r != ranks.rank]
+    rooms = {r: empty(tuple(x.shape), x) for r in others} | {ranks.rank: own}
+    ranks.exchange([(r, own) for r in others], [(r, rooms[r]) for r in others]).wait()
+    return [rooms[r] for r in range(ranks.size)]
+
+
+def _agreed(
+    function: str,
+    group: Any,
+    operands: dict[str, Any],
+    plan: dict[str, Any],
+    options: dict[str, Any],
+    flags: dict[str, Any],
+    wrt: Any = (),
+) -> Asked:
+    """What is asked, once all ranks say the same."""
+    exchange = plan["exchange"] if plan["exchange"] in (None, "keys", "heads") else None
+    try:
+        chosen = usual_exchange(group, exchange, options, operands["k"], plan["rows"])
+    except Exception:  # noqa: BLE001 - named by `check`
+        chosen = exchange
+    ranks = [of(x) for x in groups_of(group, chosen) if x is not None]
+    asked, error = None, None
+    try:
+        for name, x in flags.items():
+            api.check_flag(name, x)
+        asked = check(function, group, operands, plan, options, wrt)
+    except Exception as wrong:  # noqa: BLE001 - raised on all ranks
+        error = wrong
+    agree(ranks, asked.said if asked is not None else {}, error)
+    assert asked is not None
+    return asked
+
+
+def _lse_shape(q: Any, asked: Asked) -> tuple[int, ...]:
+    b, s, h, _ = asked.operands["q"].shape
+    return (b, h, s)[4 - len(q.shape) :]

@@ -1,0 +1,170 @@
+"""What a call over several ranks comes to, without making it: who computes what with whose keys, what is sent, and how
+long that takes on paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..problem import ITEMSIZE, check_layout, float_name
+from .asked import EXCHANGES
+from .rows import Rows, Span
+from .steps import Band, Round, rounds
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a reckoning rests on: what a GPU computes, and bytes a second of each GPU, both ways at once."""
+
+    forward: float = 600e12  # FLOP/s
+    backward: float = 500e12
+    host: int = 8  # GPUs of one host
+    inside: float = 350e9  # bytes/s, in a host
+    between: float = 50e9  # and between hosts
+    start: float = 15e-6  # seconds until a transfer has begun
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Of one rank, forward and backward, of all batch entries."""
+
+    rows: int
+    pairs: int  # of a head, that its rows see
+    calls: int
+    sent: int  # bytes
+    memory: int  # bytes of keys beyond its own arrays: two groups
+    computing: float  # seconds
+    exposed: float  # of transfers, that computing does not hide
+
+
+@dataclass(frozen=True)
+class Explanation:
+    exchange: str
+    ranks: tuple[Rank, ...]
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def explain(
+    shape: tuple[int, int, int, int],
+    *,
+    rows: Rows,
+    key_rows: Rows | None = None,
+    heads_k: int | None = None,
+    dtype: Any = "bfloat16",
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    exchange: str | None = None,
+    groups: int | None = None,
+    stretches: int = 1,
+    layout: str = "bshd",
+    machine: Machine | None = None,
+) -> Explanation:
+    """Who computes what with whose keys, bytes that are sent, the work of each rank, and memory: `print` it.
+
+    Parameters
+    ----------
+    shape : (B, S, Hq, D) of the whole q, or (B, Hq, S, D) with layout "bhsd"
+    rows, key_rows, exchange, groups, stretches, causal, window : as of `parallel.attention`
+    heads_k : int, optional
+        Key heads; default: those of q.
+    machine : Machine, optional
+        What seconds are reckoned by; default: H100s, eight to a host. They are of paper, not measured.
+    """
+    check_layout(layout)
+    batch, length, heads, dim = shape if layout == "bshd" else (shape[0], shape[2], shape[1], shape[3])
+    keys, hk, size, m = key_rows or rows, heads_k or heads, rows.size, machine or Machine()
+    if length != rows.length:
+        raise ValueError(f"shape is {shape}, with {length} rows; it must have those of rows, {rows.length}")
+    if heads % hk:
+        raise ValueError(f"heads_k is {hk}, beside {heads} heads of q; these must be a multiple of it")
+    if exchange not in (None, *EXCHANGES):
+        raise ValueError(f"exchange is {exchange!r}; it must be 'keys', 'heads' or None")
+    if exchange == "heads" and hk % size:
+        raise ValueError(f"heads_k is {hk}, which cannot be dealt out to {size} ranks; it must be a multiple of them")
+    kind = exchange or ("heads" if hk % size == 0 and size <= m.host else "keys")
+    left, right = window or (None, None)
+    right = (0 if right is None else min(right, 0)) if causal else right
+    band = Band(keys.length, left, right, 0 if causal == "top_left" else keys.length - length)
+    groups = groups or hk
+    plans = [rounds(rows, keys, band, r, hk, groups=groups, stretches=stretches, block=16) for r in range(size)]
+    pairs = [sum(_pairs(band, span) for span in rows.chunks[r]) for r in range(size)]
+    if kind == "heads":
+        pairs = [sum(pairs) // size] * size
+    item = ITEMSIZE[float_name(dtype) or "bfloat16"]
+    wide = max(item, 4)
+    found = []
+    for r in range(size):
+        if kind == "heads":
+            own = rows.count(r) * heads + keys.count(r) * hk
+            sent = batch * dim * (size - 1) * (own * 2 * item * 3 // size)  # Q, K, V, O; dO and all again; dQ, dK, dV
+            memory, calls, steps = batch * dim * item * (length * heads * 2 + keys.length * hk * 2) // size, 1, 1
+        else:
+            there, back = _sent(plans[r])
+            sent = batch * dim * hk // groups * (there * 2 * item * 2 + back * 2 * wide)
+            memory = batch * dim * hk // groups * 2 * 2 * item * max((x.length for x in plans[r]), default=0)
+            calls, steps = sum(len(x.steps) for x in plans[r]), len(plans[r])
+        work = 4 * batch * heads * pairs[r] * dim
+        computing = work / m.forward + 2.5 * work / m.backward
+        travelling = sent / (m.inside if size <= m.host else m.between)
+        # All but the first step travel while others are computed, where computing takes as long.
+        exposed = travelling if kind == "heads" else max(travelling / steps, travelling - computing * (1 - 1 / steps))
+        exposed += m.start * (steps + 2) if size > 1 else 0.0
+        found.append(Rank(rows.count(r), pairs[r], calls, sent, memory, computing, exposed if size > 1 else 0.0))
+    return Explanation(kind, tuple(found), tuple(_lines(kind, rows, plans, found, groups, stretches, m)))
+
+
+def _lines(
+    kind: str, rows: Rows, plans: list[list[Round]], found: list[Rank], groups: int, stretches: int, m: Machine
+) -> list[str]:
+    size = rows.size
+    how = f", {groups} groups of key heads, {stretches} stretches" if kind == "keys" else ""
+    lines = [f"{rows.length:,} rows over {size} ranks, exchange of {kind}{how}"]
+    for r, x in enumerate(found[:16]):
+        chunks = ", ".join(f"{a:,} to {b:,}" for a, b in rows.chunks[r][:4]) + (
+            ", ..." if len(rows.chunks[r]) > 4 else ""
+        )
+        sources = sorted({y.source for of in plans[r] for y in of.receives} - {r}) if kind == "keys" else []
+        whose = f"; keys of ranks {', '.join(map(str, sources[:8]))}{', ...' * (len(sources) > 8)}" if sources else ""
+        lines.append(
+            f"  rank {r}: rows {chunks}; {x.pairs:,} pairs a head in {x.calls} calls{whose}; sends "
+            f"{x.sent / 1e6:,.1f} MB, {x.memory / 1e6:,.1f} MB of keys"
+        )
+    if size > 16:
+        lines.append(f"  ... and {size - 16} more")
+    mean = sum(x.pairs for x in found) / size
+    computing, total = max(x.computing for x in found), max(x.computing + x.exposed for x in found)
+    even = sum(x.computing for x in found) / size
+    share = even / total if total else 1.0
+    lines.append(f"The busiest rank has {max(x.pairs for x in found) / mean if mean else 1:.3f} times the mean work.")
+    lines.append(
+        f"On paper (forward and backward; {m.forward / 1e12:.0f} and {m.backward / 1e12:.0f} TFLOP/s, "
+        f"{(m.inside if size <= m.host else m.between) / 1e9:.0f} GB/s): computing {computing * 1e3:.2f} ms, transfers "
+        f"that are not hidden {(total - computing) * 1e3:.2f} ms, {share:.2f} of {size} times one GPU."
+    )
+    return lines
+
+
+def _sent(plan: list[Round]) -> tuple[int, int]:
+    """Rows of K that a rank sends, and rows of gradients that it sends back."""
+    there = sum(b - a for of in plan for x in of.sends for a, b in x.rows)
+    back = sum(b - a for of in plan for x in of.receives if x.source != x.target for a, b in x.rows)
+    return there, back
+
+
+def _pairs(band: Band, rows: Span) -> int:
+    """Of a head."""
+    a, b = rows
+    if band.left is None and band.right is None:
+        return (b - a) * band.length
+    n, total = 1 << 16, 0
+    import numpy as np
+
+    for first in range(a, b, n):
+        i = np.arange(first, min(first + n, b)) + band.diagonal
+        lo = np.zeros_like(i) if band.left is None else np.clip(i - band.left, 0, band.length)
+        hi = np.full_like(i, band.length) if band.right is None else np.clip(i + band.right + 1, 0, band.length)
+        total += int(np.maximum(hi - lo, 0).sum())
+    return total

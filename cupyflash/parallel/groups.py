@@ -1,0 +1,67 @@
+"""What a plan asks of the ranks that share the work: transfers, each started and waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> None:
+        """Until what is received is there, for who computes next, and what is sent may be written to."""
+
+
+class Group(Protocol):
+    """Some ranks. Each makes the same calls, in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process, from 0."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def eager(self) -> bool:
+        """Whether a small message costs little, so that every call compares what the ranks were asked for."""
+
+    @property
+    def known(self) -> set[bytes]:
+        """Where it costs more: what was compared already, to be added to."""
+
+    def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Pending:
+        """Start to send contiguous arrays to ranks, and to receive such. What two ranks send each other comes in the
+        order in which it is sent."""
+
+    def all_gather(self, x: np.ndarray) -> np.ndarray:
+        """The same number of bytes of each rank, uint8 (n,), as (size, n): of plans, never of data."""
+
+
+class Alone:
+    """The only rank."""
+
+    rank, size, eager = 0, 1, True
+    known: ClassVar[set[bytes]] = set()
+
+    def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Pending:
+        assert not sends and not receives
+        return Done()
+
+    def all_gather(self, x: np.ndarray) -> np.ndarray:
+        return x[None]
+
+
+class Done:
+    """A transfer that is over."""
+
+    def wait(self) -> None:
+        pass
+
+
+def bytes_of(x: np.ndarray) -> np.ndarray:
+    """A contiguous array as uint8 (n,), sharing its memory: any dtype can be sent so."""
+    return x.reshape(-1).view(np.uint8)

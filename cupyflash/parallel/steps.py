@@ -1,0 +1,202 @@
+"""The plan of a call over several ranks, as plain data: who computes what with whose keys, and what is sent.
+
+Two exchanges, one inside the other. "heads": the ranks of a team hand each other rows, so that each has all rows of the
+team for some of the heads. "keys": rounds, each of some key heads and a stretch of the keys, in which each rank gets
+the keys that its rows see. Nothing here names a library, and every rank makes the same plan of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .rows import Rows, Span, common, cut, joined
+
+STRETCH = 128  # rows at whose multiples stretches of the keys begin
+
+
+class Sight(Protocol):
+    """Which keys some queries may see."""
+
+    def keys(self, rows: Span) -> Span:
+        """The hull of those; perhaps empty."""
+
+    def full(self, rows: Span, keys: Span) -> bool:
+        """Whether each of these queries sees each of these keys."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """By position: query i stands on key i + diagonal, and sees `left` keys before it and `right` behind; None: all."""
+
+    length: int  # of the keys
+    left: int | None = None
+    right: int | None = None
+    diagonal: int = 0
+
+    def keys(self, rows: Span) -> Span:
+        if rows[1] <= rows[0]:
+            return 0, 0
+        begin = 0 if self.left is None else rows[0] + self.diagonal - self.left
+        end = self.length if self.right is None else rows[1] + self.diagonal + self.right
+        return common((0, self.length), (begin, max(begin, end)))
+
+    def full(self, rows: Span, keys: Span) -> bool:
+        (a, b), (lo, hi) = rows, keys
+        before = self.left is None or b - 1 + self.diagonal - self.left <= lo
+        return before and (self.right is None or a + self.diagonal + self.right >= hi - 1)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """By a block mask inside a band: for each block of rows the first key and the last but one that it leaves."""
+
+    band: Band
+    block: int
+    hulls: tuple[Span, ...]
+
+    def keys(self, rows: Span) -> Span:
+        if rows[1] <= rows[0]:
+            return 0, 0
+        some = [x for x in self.hulls[rows[0] // self.block : -(-rows[1] // self.block)] if x[1] > x[0]]
+        hull = (min(a for a, _ in some), max(b for _, b in some)) if some else (0, 0)
+        return common(self.band.keys(rows), hull)
+
+    def full(self, rows: Span, keys: Span) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call: queries, of the whole and of the rank's arrays, with keys, of the whole and of those of the round."""
+
+    rows: Span
+    local: Span
+    keys: Span
+    here: Span
+    full: bool
+
+
+@dataclass(frozen=True)
+class Message:
+    """Rows of K and V that go from one rank to another, and their gradients back: of the whole, in the array of who
+    holds them, and among the keys that the other has in this round."""
+
+    source: int
+    target: int
+    rows: tuple[Span, ...]
+    held: tuple[Span, ...]
+    here: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Round:
+    """Of some key heads, and a stretch of the keys."""
+
+    heads: Span  # of the keys
+    first: bool  # of its heads: results are merged into those of the rounds before
+    has: tuple[Span, ...]  # the keys that this rank then has, one span behind the other
+    steps: tuple[Step, ...]
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]  # that from itself too
+
+    @property
+    def length(self) -> int:
+        return sum(b - a for a, b in self.has)
+
+
+def wanted(rows: Rows, sight: Sight, rank: int, stretch: Span, block: int = 1) -> list[Span]:
+    """The keys that a rank's rows see of a stretch, from block to block."""
+    found = []
+    for span, _ in rows.local(rank):
+        a, b = common(sight.keys(span), stretch)
+        if b > a:
+            found.append(common((a // block * block, -(-b // block) * block), stretch))
+    return joined(found)
+
+
+def message(key_rows: Rows, has: Sequence[Span], source: int, target: int) -> Message | None:
+    """What the source holds of the keys that the target wants."""
+    rows, held, here = [], [], []
+    for span, own in key_rows.local(source):
+        at = 0
+        for want in has:
+            a, b = common(span, want)
+            if b > a:
+                rows.append((a, b))
+                held.append((own[0] + a - span[0], own[0] + b - span[0]))
+                here.append((at + a - want[0], at + b - want[0]))
+            at += want[1] - want[0]
+    return Message(source, target, tuple(rows), tuple(held), tuple(here)) if rows else None
+
+
+def rounds(
+    rows: Rows, key_rows: Rows, sight: Sight, rank: int, heads: int, *, groups: int, stretches: int = 1, block: int = 1
+) -> list[Round]:
+    """What a rank does in the exchange of keys: groups of key heads, each over all stretches of the keys.
+
+    block: the keys of a step begin at multiples of it, as those of a block mask do.
+    """
+    found = []
+    multiple = math.lcm(STRETCH, block)
+    parts = [x for x in cut(key_rows.length, stretches, multiple) if x[1] > x[0]] or [(0, 0)]
+    plans = [_stretch(rows, key_rows, sight, rank, x, block, n == 0) for n, x in enumerate(parts)]
+    for some in cut(heads, min(groups, max(1, heads))):
+        for n, (has, steps, sends, receives) in enumerate(plans):
+            found.append(Round(some, n == 0, has, steps, sends, receives))
+    return found
+
+
+_Plan = tuple[tuple[Span, ...], tuple[Step, ...], tuple[Message, ...], tuple[Message, ...]]
+
+
+def _stretch(rows: Rows, key_rows: Rows, sight: Sight, rank: int, stretch: Span, block: int, first: bool) -> _Plan:
+    all_wanted = [wanted(rows, sight, r, stretch, block) for r in range(rows.size)]
+    has, steps = all_wanted[rank], []
+    for span, local in rows.local(rank):
+        a, b = common(sight.keys(span), stretch)
+        keys = common((a // block * block, -(-b // block) * block), stretch) if b > a else (stretch[0], stretch[0])
+        if keys[1] > keys[0] or first:  # rows that see nothing have a result too
+            here = _here(has, keys)
+            steps.append(Step(span, local, keys, here, keys[1] > keys[0] and sight.full(span, keys)))
+    sends = [x for r in range(rows.size) if r != rank and (x := message(key_rows, all_wanted[r], rank, r))]
+    receives = [x for r in range(rows.size) if (x := message(key_rows, has, r, rank))]
+    return tuple(has), tuple(steps), tuple(sends), tuple(receives)
+
+
+def _here(has: Sequence[Span], keys: Span) -> Span:
+    """Where keys that lie in one of these spans stand, of the spans one behind the other."""
+    at = 0
+    for a, b in has:
+        if keys[1] > keys[0] and a <= keys[0] < b:
+            return at + keys[0] - a, at + keys[1] - a
+        at += b - a
+    return 0, 0
+
+
+@dataclass(frozen=True)
+class Deal:
+    """The exchange of heads, of one rank of a team: rows that each member holds, in the team's rows, and its heads."""
+
+    heads: tuple[Span, ...]  # of each member
+    rows: tuple[tuple[tuple[Span, Span], ...], ...]  # of each member: (in its own array, in the team's)
+    length: int  # of the team's rows
+
+
+def deal(rows: Rows, team: range, heads: int) -> Deal:
+    """Of the ranks `team`, who hold these rows and deal out so many heads."""
+    of_team = rows.together(len(team)).local(team.start // len(team))
+    found = []
+    for rank in team:
+        own = []
+        for span, local in rows.local(rank):
+            for whole, at in of_team:
+                a, b = common(span, whole)
+                if b > a:
+                    own.append(
+                        ((local[0] + a - span[0], local[0] + b - span[0]), (at[0] + a - whole[0], at[0] + b - whole[0]))
+                    )
+        found.append(tuple(own))
+    return Deal(tuple(cut(heads, len(team))), tuple(found), sum(b - a for _, (a, b) in of_team))

@@ -1,0 +1,89 @@
+"""Attention over several ranks that PyTorch's autograd follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import calls
+from .arrays import packed
+
+
+@torch.compiler.disable
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any, *, return_lse: bool = False, **options: Any
+) -> Any:
+    """`calls.attention`, which autograd follows.
+
+    Gradients of bias, alibi_slopes, sinks and score_arrays are this rank's part of them, as those of other weights that
+    all ranks share are: what sums gradients over the group (DDP, FSDP) sums them. (DDP divides by the number of ranks:
+    a loss is a mean over all ranks' tokens.)
+    """
+    plan = {name: options.pop(name, None) for name in ("rows", "key_rows", "exchange", "groups", "stretches")}
+    reads = dict(options.pop("score_arrays", None) or {})
+    named = {name: options.pop(name) for name in _FOLLOWED if options.get(name) is not None}
+    how = _How(group, plan, options, tuple(named), tuple(reads))
+    tensors = (q, k, v, *named.values(), *reads.values())
+    out, lse = _Attention.apply(how, *tensors)
+    return (out, lse) if return_lse else out
+
+
+_FOLLOWED = ("bias", "alibi_slopes", "sinks")
+
+
+class _How:
+    """What is asked, but for the tensors that autograd follows."""
+
+    def __init__(
+        self, ranks: Any, plan: dict[str, Any], options: dict[str, Any], named: tuple[str, ...], reads: tuple[str, ...]
+    ) -> None:
+        self.ranks, self.plan, self.options, self.named, self.reads = ranks, plan, options, named, reads
+
+    def given(self, tensors: Sequence[Any]) -> dict[str, Any]:
+        arrays = dict(zip(self.named, tensors))
+        reads = dict(zip(self.reads, tensors[len(self.named) :]))
+        return self.plan | self.options | arrays | ({"score_arrays": reads} if reads else {})
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, how: _How, q: Any, k: Any, v: Any, *tensors: Any) -> Any:
+        given = how.given([x.detach() for x in tensors])
+        q, k, v = (x.detach() for x in (q, k, v))
+        out, lse = calls.attention(q, k, v, how.ranks, return_lse=True, **given)
+        ctx.how = how
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        q, k, v, out, lse, *tensors = (x.detach() for x in ctx.saved_tensors)
+        how, names = ctx.how, (*ctx.how.named, *ctx.how.reads)
+        needs = ctx.needs_input_grad[1:]
+        wanted = [name for name, need in zip(names, needs[3:]) if need]
+        dout = torch.zeros_like(out) if dout is None else dout
+        arrays = (dout, q, k, v, out, lse)
+        # All ranks say the same of dlse, or the call would differ between them.
+        dlse = torch.zeros_like(lse) if dlse is None else packed(dlse)
+        grads = calls.attention_backward(*arrays, how.ranks, dlse=dlse, wrt=wanted, **how.given(tensors))
+        of_reads = grads.dscore_arrays
+        more = [
+            (of_reads[name] if name in of_reads else getattr(grads, f"d{name}")) if name in wanted else None
+            for name in names
+        ]
+        return None, *(x if need else None for x, need in zip(grads, needs)), *more
+
+
+def attention_backward(*arrays: Any, dlse: Any = None, **given: Any) -> Any:
+    """`calls.attention_backward`, which autograd does not follow."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*arrays[:6], dlse) if isinstance(x, torch.Tensor)):
+        raise NotImplementedError(
+            "an argument requires grad, but parallel.attention_backward has no derivative; detach it, or call under "
+            "torch.no_grad()"
+        )
+    with torch.no_grad():
+        return calls.attention_backward(*arrays, dlse=dlse, **given)

@@ -1,0 +1,121 @@
+// How the tiles of all heads are numbered: tile by tile of a head, head by head of a sequence.
+#pragma once
+#include "attention/head.cuh"
+
+// A tile of a head.
+struct HeadTile {
+    Head head;
+    int number;
+
+    // Where sequences are packed some numbers are those of no tile.
+    __device__ bool none() const { return (config::PACKED_Q || config::PACKED_K) && number < 0; }
+};
+
+// Tiles of packed sequences have places, whatever the lengths: those of number n begin at (its first row) / SIZE + n, and there is
+// room for all of them before those of the next. So many there are in all, with what is left behind the last one.
+template <int SIZE>
+__device__ int places_of(const Params& p, int rows) {
+    return rows / SIZE + p.batch + 1;
+}
+
+// Tiles of COUNT queries, or (below) keys.
+template <int COUNT>
+struct QueryTiles {
+    static constexpr int SIZE = COUNT;
+    static constexpr bool PACKED = config::PACKED_Q;
+
+    __device__ static int heads(const Params& p) { return p.heads_q; }
+    __device__ static Head head(const Params& p, int batch, int head) { return Head::of_q(p, batch, head); }
+    // What of a block mask they walk by.
+    __device__ static const int* lists(const Params& p) { return p.key_lists; }
+
+    // How many a head has (of packed sequences: places for them), a head of a sequence, and how many there are in all.
+    __device__ static int of_head(const Params& p) {
+        return PACKED ? places_of<SIZE>(p, p.rows_q) : tiles_in(Sequence::most_queries(p), SIZE);
+    }
+    __device__ static int of(const Params& p, const Head& head) { return head.query_tiles<SIZE>(p); }
+    __device__ static int all_heads(const Params& p) { return PACKED ? p.heads_q : p.heads_q * p.batch; }
+    __device__ static long long count(const Params& p) {
+        if (PACKED) return (long long)p.heads_q * of_head(p);
+        return (long long)p.batch * p.heads_q * of_head(p);
+    }
+
+    __device__ static long long number(const Params& p, const Head& head, int tile) {
+        if constexpr (PACKED) return (long long)head.q * of_head(p) + head.first_query() / SIZE + head.number() + tile;
+        return ((long long)head.batch * p.heads_q + head.q) * of_head(p) + tile;
+    }
+    // What has a place of packed sequences.
+    __device__ static HeadTile placed(const Params& p, int place, int head) {
+        Packed at = find_queries(p, [=](int n, int begin) { return begin / SIZE + n <= place; });
+        int tile = place - (at.rows.begin / SIZE + at.n);
+        return {Head::of_packed_q(p, at, head), tile < tiles_in(at.rows.end - at.rows.begin, SIZE) ? tile : -1};
+    }
+};
+template <int COUNT>
+struct KeyTiles {
+    static constexpr int SIZE = COUNT;
+    static constexpr bool PACKED = config::PACKED_K;
+
+    __device__ static int heads(const Params& p) { return p.heads_k; }
+    __device__ static Head head(const Params& p, int batch, int head) { return Head::of_k(p, batch, head); }
+    __device__ static const int* lists(const Params& p) { return p.query_lists; }
+
+    __device__ static int of_head(const Params& p) {
+        return PACKED ? places_of<SIZE>(p, p.rows_k) : tiles_in(Sequence::most_key_rows(p), SIZE);
+    }
+    __device__ static int of(const Params& p, const Head& head) { return tiles_in(head.key_rows(p), SIZE); }
+    __device__ static int all_heads(const Params& p) { return PACKED ? p.heads_k : p.heads_k * p.batch; }
+    __device__ static long long count(const Params& p) {
+        if (PACKED) return (long long)p.heads_k * of_head(p);
+        return (long long)p.batch * p.heads_k * of_head(p);
+    }
+
+    __device__ static long long number(const Params& p, const Head& head, int tile) {
+        if constexpr (PACKED) return (long long)head.k * of_head(p) + head.first_key() / SIZE + head.number() + tile;
+        return ((long long)head.batch * p.heads_k + head.k) * of_head(p) + tile;
+    }
+    __device__ static HeadTile placed(const Params& p, int place, int head) {
+        Packed at = find_keys(p, [=](int n, int begin) { return begin / SIZE + n <= place; });
+        int tile = place - (at.rows.begin / SIZE + at.n);
+        return {Head::of_packed_k(p, at, head), tile < tiles_in(at.rows.end - at.rows.begin, SIZE) ? tile : -1};
+    }
+};
+
+struct Place {
+    int tile, head, batch;
+};
+__device__ inline Place place(int n, int tiles, int heads) { return {n % tiles, n / tiles % heads, n / tiles / heads}; }
+
+// Which one a number says, of so many tiles of a head.
+template <class Tiles>
+__device__ HeadTile numbered(const Params& p, int n, int tiles) {
+    if constexpr (Tiles::PACKED) return Tiles::placed(p, n % tiles, n / tiles);
+    int heads = Tiles::heads(p);
+    int tile = n % tiles, head = n / tiles % heads, batch = n / tiles / heads;
+    return {Tiles::head(p, batch, head), tile};
+}
+template <class Tiles>
+__device__ HeadTile numbered(const Params& p, int n) {
+    return numbered<Tiles>(p, n, Tiles::of_head(p));
+}
+// Tile `tile` (or what has that place) of head number `head` of all.
+template <class Tiles>
+__device__ HeadTile of_all_heads(const Params& p, int head, int tile) {
+    if constexpr (Tiles::PACKED) return Tiles::placed(p, tile, head);
+    int heads = Tiles::heads(p);
+    return {Tiles::head(p, head / heads, head % heads), tile};
+}
+// The head, where a thread block has all tiles of one.
+template <class Tiles>
+__device__ Head numbered_head(const Params& p, int n) {
+    Place at = place(n, 1, Tiles::heads(p));
+    return Tiles::head(p, at.batch, at.head);
+}
+// The same where heads come first: in the usual layout rows of all heads lie side by side.
+template <class Tiles>
+__device__ HeadTile numbered_heads_first(const Params& p, int n) {
+    int tiles = Tiles::of_head(p), heads = Tiles::heads(p);
+    if constexpr (Tiles::PACKED) return Tiles::placed(p, n / heads, n % heads);
+    int tile = n / heads % tiles, head = n % heads, batch = n / heads / tiles;
+    return {Tiles::head(p, batch, head), tile};
+}

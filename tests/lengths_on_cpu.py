@@ -1,0 +1,370 @@
+"""Sequences whose lengths are data, on kernels that run without a GPU: each as it comes out by itself, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from cuda_on_cpu import as_cpp, compile_all
+from on_cpu import Guarded, run
+from reference import state
+
+from cupyflash.gpu.device import Arch
+from cupyflash.gpu.kernel_plan import KernelPlan
+from cupyflash.gpu.plan import plan
+from cupyflash.gpu.source import generate
+from cupyflash.passes import BACKWARD, FORWARD
+from cupyflash.problem import ARRAYS, AttentionProblem
+
+WIDTH = {"float16": "f2", "float32": "f4", "float64": "f8"}
+GRADIENTS = [row.name for row in ARRAYS if row.gradient]
+
+
+@dataclass
+class Sequences:
+    """What each has, and how all lie in arrays.
+
+    `q`: "packed" or "dense"; `k`: "packed", "dense", "cache" or "paged". `behind`: rows of packed arrays, and of each
+    cache, that belong to nobody. What nobody reads is NaN, or as bad.
+    """
+
+    rng: np.random.Generator
+    queries: list[int]
+    keys: list[int]
+    q: str = "packed"
+    k: str = "packed"
+    dtype: str = "float32"
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (32, 32)
+    behind: int = 5
+    page: int = 8
+    offsets: str = "int32"
+    lines: tuple[str, ...] = ()  # arrays over pairs that have a line for each packed query
+    own: dict[str, list[np.ndarray]] = field(default_factory=dict)  # of each sequence: q, k, v, dout, dlse
+
+    def __post_init__(self) -> None:
+        (heads_q, heads_k), (dim, dim_v) = self.heads, self.dims
+        shapes = {
+            "q": lambda i, j: (i, heads_q, dim),
+            "k": lambda i, j: (j, heads_k, dim),
+            "v": lambda i, j: (j, heads_k, dim_v),
+            "dout": lambda i, j: (i, heads_q, dim_v),
+            "dlse": lambda i, j: (heads_q, i),
+        }
+        for name, shape in shapes.items():
+            dtype = {"float16": "f4"}.get(self.dtype, WIDTH[self.dtype]) if name == "dlse" else WIDTH[self.dtype]
+            self.own[name] = [self.normal(shape(i, j)).astype(dtype) for i, j in zip(self.queries, self.keys)]
+        for name, values in (("q", self.queries), ("k", self.keys)):
+            assert getattr(self, name) != "dense" or len(set(values)) == 1
+
+    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        return self.rng.standard_normal(shape).astype(WIDTH[self.dtype])
+
+    @property
+    def count(self) -> int:
+        return len(self.queries)
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        return max(self.queries), max(self.keys)
+
+    def bad(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.full(shape, np.nan, dtype)
+
+    # ---- all of them -------------------------------------------------------------------------------------------------
+
+    def of_queries(self, name: str) -> np.ndarray:
+        rows = self.own[name]
+        if self.q == "dense":
+            return np.stack(rows)
+        return np.concatenate([*rows, self.bad((self.behind, *rows[0].shape[1:]), rows[0].dtype)])
+
+    def of_keys(self, name: str) -> np.ndarray:
+        rows = self.own[name]
+        rest = rows[0].shape[1:]
+        if self.k == "dense":
+            return np.stack(rows)
+        if self.k == "packed":
+            return np.concatenate([*rows, self.bad((self.behind, *rest), rows[0].dtype)])
+        cached = self.bad((self.count, self.longest[1] + self.behind, *rest), rows[0].dtype)
+        for n, x in enumerate(rows):
+            cached[n, : len(x)] = x
+        if self.k == "cache":
+            return cached
+        pool = self.bad((self.pages, self.page, *rest), rows[0].dtype)
+        for n, x in enumerate(rows):
+            for j, row in enumerate(x):
+                pool[self.table[n, j // self.page], j % self.page] = row
+        return pool
+
+    @property
+    def pages(self) -> int:
+        return self.table.size + 3
+
+    @property
+    def table(self) -> np.ndarray:
+        """Which page has which rows, in no order; of those behind a sequence nonsense."""
+        each = -(-(self.longest[1] + self.behind) // self.page)
+        order = np.random.default_rng(5).permutation(self.count * each + 3)[: self.count * each]
+        table = order.reshape(self.count, each).astype(self.offsets)
+        for n, length in enumerate(self.keys):
+            table[n, -(-length // self.page) :] = 2147480000 if n % 2 else -1
+        return table
+
+    def lengths(self) -> dict[str, np.ndarray]:
+        given = {}
+        if self.q == "packed":
+            given["cu_seqlens_q"] = np.cumsum([0, *self.queries])
+        if self.k == "packed":
+            given["cu_seqlens_k"] = np.cumsum([0, *self.keys])
+        if self.k in ("cache", "paged"):
+            given["seqlens_k"] = np.array(self.keys)
+        given = {name: x.astype(self.offsets) for name, x in given.items()}
+        return given | ({"page_table": self.table} if self.k == "paged" else {})
+
+    def own_dlse(self) -> np.ndarray:
+        rows = self.own["dlse"]
+        if self.q == "dense":
+            return np.stack(rows)
+        behind = self.bad((rows[0].shape[0], self.behind), rows[0].dtype)
+        return np.ascontiguousarray(np.concatenate([*rows, behind], axis=1))
+
+    # ---- one of them -------------------------------------------------------------------------------------------------
+
+    def first_query(self, n: int) -> int:
+        return sum(self.queries[:n])
+
+    def alone(self, n: int, name: str, x: np.ndarray) -> np.ndarray:
+        """Of an optional array given for all what a batch has in which each entry has the shape of number n."""
+        axes = next(row.axes for row in ARRAYS if row.name == name)
+        if name in self.lines:
+            x = x[None, :, self.first_query(n) : self.first_query(n) + self.queries[n]]
+        cut = {"query": self.queries[n], "key": self.keys[n]}
+        for axis, of in enumerate(axes):
+            if of in cut and x.shape[axis] > 1:
+                x = x.take(range(cut[of]), axis)
+            if of == "batch" and x.shape[axis] > 1:
+                x = x.take([n] * self.count, axis)
+        return np.ascontiguousarray(x)
+
+
+class Ran:
+    """A problem's plans, compiled: forward, backward and the gradients of arrays."""
+
+    def __init__(self, plans: list[KernelPlan]) -> None:
+        self.plans = plans
+        self.libraries = compile_all(*[as_cpp(generate(x), self.kernels(x)) for x in plans])
+
+    @staticmethod
+    def kernels(of: KernelPlan) -> list[str]:
+        """Also what is launched for other lengths alone."""
+        return list(
+            dict.fromkeys(
+                [x.name for x in of.launches] + [f"attention_backward_{x}_add" for x in of.wrt if x != "sinks"]
+            )
+        )
+
+    def __call__(
+        self,
+        problem: AttentionProblem,
+        plans: list[KernelPlan],
+        given: dict[str, np.ndarray],
+        shapes: dict[str, tuple[int, ...]],
+        last_first: bool = False,
+        seed: int | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Results by name. Programs are those compiled; the plans say grids and workspaces."""
+        mapped = bool(self.plans[0].maps)  # TMA wants rows that begin at 16 bytes, as the corridor copies them
+        inputs = {name: Guarded(x.shape, x.dtype, x, rows_aligned=mapped) for name, x in given.items()}
+        of = {name: given.get(name.removeprefix("d"), given["q"]).dtype for name in shapes}
+        results = {name: Guarded(shape, of[name], None) for name, shape in shapes.items()}
+        results["lse"] = Guarded(shapes["lse"], problem.lse_dtype)
+        for n, (library, kernels) in enumerate(zip(self.libraries, plans)):
+            assert kernels.constants == self.plans[n].constants, "another program"
+            spaces = {x.name: Guarded(x.shape, x.dtype) for x in kernels.workspace if x.nbytes}
+            if n == 0:
+                run(library, kernels, problem, results | inputs | spaces, last_first, 2, seed)
+                for name in ("out", "lse"):
+                    inputs[name] = Guarded(results[name].array.shape, results[name].array.dtype, results[name].array)
+            else:
+                run(library, kernels, problem, results | inputs | spaces, last_first, 2, seed)
+        return {name: x.array.copy() for name, x in results.items()}
+
+
+def plans_of(
+    problem: AttentionProblem,
+    arch: Arch,
+    family: str,
+    backward: bool,
+    arrays: dict[str, tuple[int, ...]],
+    tiles: dict[str, Any],
+) -> list[KernelPlan]:
+    made = [plan(problem, arch, FORWARD, family, tiles.get("forward") and {family: tiles["forward"]})]
+    if backward:
+        made.append(plan(problem, arch, BACKWARD, family, tiles.get("backward") and {family: tiles["backward"]}))
+    if arrays:
+        lengths = {name: next(x for x in ARRAYS if x.name == name).lengths(shape) for name, shape in arrays.items()}
+        made.append(plan(problem, arch, BACKWARD, family, lengths=lengths))
+    return made
+
+
+def check(
+    family: str,
+    arch: Arch,
+    of: Sequences,
+    options: dict[str, Any] | None = None,
+    others: dict[str, np.ndarray] | None = None,
+    backward: bool = True,
+    tiles: dict[str, Any] | None = None,
+    last_first: bool = False,
+    seed: int | None = None,
+) -> dict[str, np.ndarray]:
+    """Forward and backward of all at once, and of each by itself: out, lse, dq, dk and dv are to the bit the same, and
+    0, or -inf, what belongs to nobody."""
+    options, others, tiles = options or {}, others or {}, tiles or {}
+    backward = backward and of.k != "paged"
+    arrays = {name: others[name].shape for name in GRADIENTS if name in others} if backward else {}
+    q, k, v, dout, dlse = of.of_queries("q"), of.of_keys("k"), of.of_keys("v"), of.of_queries("dout"), of.own_dlse()
+    problem = state(q, k, v, **options, **others, **of.lengths())
+    seeds = {name: others[name] for name in others if name == "seed" and seed is not None}
+    if seed is not None:
+        others = {name: x for name, x in others.items() if name != "seed"}
+    given = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, **others, **of.lengths()}
+    shapes = {"out": dout.shape, "lse": dlse.shape, "dq": q.shape, "dk": k.shape, "dv": v.shape}
+    shapes |= {f"d{name}": shape for name, shape in arrays.items()}
+    if seed is not None:
+        problem = replace(problem, given=tuple(x for x in problem.given if x.name != "seed"))
+    if not backward:
+        shapes = {name: shapes[name] for name in ("out", "lse")}
+    plans = plans_of(problem, arch, family, backward, arrays, tiles)
+    found = Ran(plans)(problem, plans, given, shapes, last_first, seed)
+
+    sums = {name: np.zeros(shape) for name, shape in arrays.items()}
+    dense: dict[Any, Ran] = {}  # programs may follow from lengths
+    for n in range(of.count):
+        own = {name: of.alone(n, name, x) for name, x in others.items()}
+        batch = {name: np.stack([rows[n]] * of.count) for name, rows in of.own.items()}
+        bounds = {"left": problem.left, "right": problem.right}
+        one = replace(state(batch["q"], batch["k"], batch["v"], **options, **own, **seeds), **bounds)
+        shape = {name: batch[name].shape for name in ("q", "k", "v")}
+        want = {"out": batch["dout"].shape, "lse": batch["dlse"].shape} | {f"d{name}": x for name, x in shape.items()}
+        want |= {f"d{name}": own[name].shape for name in arrays}
+        want = {name: x for name, x in want.items() if name in shapes}
+        if one.empty:
+            results = {name: np.zeros(x, "f4") for name, x in want.items()}
+            results["lse"][:] = own["sinks"].reshape(1, -1, 1) if "sinks" in own else -np.inf
+        else:
+            if seed is not None:
+                one = replace(one, given=tuple(x for x in one.given if x.name != "seed"))
+            made = plans_of(one, arch, family, backward, {name: own[name].shape for name in arrays}, tiles)
+            program = tuple(x.constants for x in made)
+            if program not in dense:
+                dense[program] = Ran(made)
+            results = dense[program](one, made, batch | own, want, last_first, seed)
+        compare(of, n, found, results, want)
+        add_gradients(of, n, sums, results, others)
+    for name, exact in sums.items():
+        np.testing.assert_allclose(
+            found[f"d{name}"],
+            exact,
+            rtol=2e-2 if of.dtype == "float16" else 2e-4,
+            atol=1e-2 if of.dtype == "float16" else 2e-4,
+            err_msg=f"d{name}",
+        )
+    nobodys(of, found)
+    return found
+
+
+def compare(of: Sequences, n: int, found: dict[str, np.ndarray], results: dict[str, np.ndarray], want: Any) -> None:
+    first_q, first_k = of.first_query(n), sum(of.keys[:n])
+    for name in want:
+        if name == "lse":
+            got = found["lse"][n] if of.q == "dense" else found["lse"][:, first_q : first_q + of.queries[n]]
+        elif name in ("out", "dq"):
+            got = found[name][n] if of.q == "dense" else found[name][first_q : first_q + of.queries[n]]
+        elif name in ("dk", "dv"):
+            got = found[name][first_k : first_k + of.keys[n]] if of.k == "packed" else found[name][n, : of.keys[n]]
+        else:
+            continue
+        assert np.array_equal(got, results[name][n], equal_nan=False), f"{name} of sequence {n}, of {want}"
+
+
+def add_gradients(
+    of: Sequences, n: int, sums: dict[str, np.ndarray], results: dict[str, np.ndarray], others: dict[str, np.ndarray]
+) -> None:
+    """What sequence n alone adds to gradients of arrays: entry n of a batch in which all are that one."""
+    for name, total in sums.items():
+        part = results[f"d{name}"].astype("f8")
+        by_sequence = name != "sinks" and part.shape[0] > 1
+        part = part[n : n + 1] if by_sequence else part / of.count
+        if name in of.lines:
+            rows = slice(of.first_query(n), of.first_query(n) + of.queries[n])
+            total[:, rows, : part.shape[3]] += part[0]
+            continue
+        where = [slice(0, x) for x in part.shape]
+        if by_sequence:
+            where[0] = slice(n, n + 1)
+        total[tuple(where)] += part
+
+
+def nobodys(of: Sequences, found: dict[str, np.ndarray]) -> None:
+    if of.q == "packed" and of.behind:
+        rows = slice(sum(of.queries), None)
+        assert not found["out"][rows].any() and np.all(found["lse"][:, rows] == -np.inf), "out or lse of nobody's rows"
+        assert "dq" not in found or not found["dq"][rows].any(), "dq of nobody's rows"
+    for name in ("dk", "dv"):
+        if name in found and of.k == "packed":
+            assert not found[name][sum(of.keys) :].any(), f"{name} of nobody's rows"
+        if name in found and of.k == "cache":
+            for n, length in enumerate(of.keys):
+                assert not found[name][n, length:].any(), f"{name} behind a cache's length"
+
+
+def nonsense(rng: np.random.Generator, shape: tuple[int, ...], rows: int, dtype: str) -> np.ndarray:
+    """What should be offsets, lengths or pages and is not."""
+    kind, most = rng.integers(6), np.iinfo(dtype)
+    x = rng.integers(-rows, 2 * rows + 1, shape)
+    if kind == 0:
+        x = rng.integers(most.min, most.max, shape)
+    elif kind == 1:
+        x = np.sort(x)[..., ::-1]
+    elif kind == 2:
+        x = rng.choice([most.min, -1, 0, 1, rows, rows + 1, most.max], shape)
+    elif kind == 3:
+        x = np.sort(np.clip(x, 0, rows))
+    elif kind == 4:
+        x = np.full(shape, rng.choice([most.min, -1, 0, rows - 1, most.max]))
+    return x.astype(dtype)
+
+
+def check_nonsense(
+    family: str,
+    arch: Arch,
+    of: Sequences,
+    times: int,
+    options: dict[str, Any] | None = None,
+    others: dict[str, np.ndarray] | None = None,
+) -> None:
+    """Whatever arrays of lengths hold, nothing outside of arrays is read or written, and all results are written."""
+    options, others = options or {}, others or {}
+    backward = of.k != "paged"
+    arrays = {name: others[name].shape for name in GRADIENTS if name in others} if backward else {}
+    lengths = of.lengths()
+    given = {name: np.nan_to_num(x) for name, x in (
+        ("q", of.of_queries("q")), ("k", of.of_keys("k")), ("v", of.of_keys("v")), ("dout", of.of_queries("dout")),
+        ("dlse", of.own_dlse()))} | others  # fmt: skip
+    problem = state(given["q"], given["k"], given["v"], **options, **others, **lengths)
+    shapes = {"out": given["dout"].shape, "lse": given["dlse"].shape}
+    if backward:
+        shapes |= {f"d{name}": given[name].shape for name in "qkv"} | {f"d{name}": x for name, x in arrays.items()}
+    plans = plans_of(problem, arch, family, backward, arrays, {})
+    ran = Ran(plans)
+    for _ in range(times):
+        bad = {}
+        for name, x in lengths.items():
+            rows = {"cu_seqlens_q": problem.rows_q, "cu_seqlens_k": problem.rows_k, "seqlens_k": problem.seq_k}
+            bad[name] = nonsense(of.rng, x.shape, rows.get(name) or problem.pages, of.offsets)
+        results = ran(problem, plans, given | bad, shapes)
+        for name, x in results.items():
+            assert not np.isnan(x).any(), f"{name} is not written, with {bad}"

@@ -1,0 +1,478 @@
+"""attention_append: what it writes, where, and what it attends to; and what it refuses before it writes anything."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from criterion import assert_as_good
+from ragged import Case, draw_case, expected
+from reference import DTYPES, draw
+
+from cupyflash import attention, attention_append
+
+A = (slice(None),)
+
+
+def turned(x: np.ndarray, angles: np.ndarray, interleaved: bool) -> np.ndarray:
+    """Rows x (rows, heads, D) by angles (rows, half), as it is told in words: pair by pair."""
+    wide = np.float64 if x.dtype == np.float64 else np.float32
+    found, half = x.copy(), angles.shape[1]
+    cos, sin = np.cos(angles).astype(wide), np.sin(angles).astype(wide)
+    for i in range(half):
+        one, other = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        a, b = x[..., one].astype(wide), x[..., other].astype(wide)
+        found[..., one] = (a * cos[:, i, None] - b * sin[:, i, None]).astype(x.dtype)
+        found[..., other] = (a * sin[:, i, None] + b * cos[:, i, None]).astype(x.dtype)
+    return found
+
+
+class Appended:
+    """A case whose last rows are still to be written: `before` is what caches are then, `after` what they must become.
+
+    `angles`: (positions, half) of rotary.
+    """
+
+    def __init__(self, case: Case, angles: np.ndarray | None = None, interleaved: bool = False) -> None:
+        q = case.arrays["q"].copy()
+        lens = [len(q[of]) for of in case.queries]
+        totals = case.lengths["seqlens_k"]
+        self.filled = totals - np.array(lens, totals.dtype)
+        nan = q.dtype.type(np.nan)
+        self.before, self.new, self.after = {}, {}, {}
+        for name in "kv":
+            x = case.arrays[name]
+            self.new[name] = np.full((*q.shape[:-2], *x.shape[-2:]), nan, q.dtype)
+            self.before[name], self.after[name] = x.copy(), x.copy()
+        for n, (of_q, of_k) in enumerate(zip(case.queries, case.keys)):
+            behind = np.arange(int(self.filled[n]), int(totals[n]))
+            rows = of_k[0], np.arange(x.shape[1])[of_k[1]]
+            rows = (rows[0][behind] if np.ndim(rows[0]) else rows[0], rows[1][behind])
+            for name in "kv":
+                self.new[name][of_q] = case.arrays[name][rows]
+                self.before[name][rows] = nan
+            if angles is not None:
+                self.after["k"][rows] = turned(case.arrays["k"][rows], angles[behind], interleaved)
+                q[of_q] = turned(q[of_q], angles[behind], interleaved)
+        self.q = case.arrays["q"]
+        self.case = case._replace(arrays=case.arrays | {"q": q, **self.after})
+        self.options = {**case.options, **case.given, **case.lengths} | {"seqlens_k": self.filled}
+        if angles is not None:
+            wide = np.float64 if q.dtype == np.float64 else np.float32
+            self.options["rotary"] = np.cos(angles).astype(wide), np.sin(angles).astype(wide)
+            self.options["rotary_interleaved"] = interleaved
+
+    def run(self, layout: str = "bshd", put: Any = lambda x: x, back: Any = lambda x: x, **how: Any) -> None:
+        """Append, and judge caches, to the bit, and results."""
+
+        def laid(x: np.ndarray) -> Any:
+            return put(np.ascontiguousarray(x.swapaxes(-3, -2)) if layout == "bhsd" else x.copy())
+
+        q, k, v, *caches = (laid(x) for x in (self.q, *self.new.values(), *self.before.values()))
+        given = {name: tuple(map(put, x)) if name == "rotary" else x for name, x in self.options.items()}
+        given = {name: put(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+        filled = given.pop("seqlens_k")
+        out, lse, *changed = attention_append(q, k, v, *caches, filled, return_lse=True, layout=layout, **given, **how)
+        caches = changed or caches
+        exact, own = expected(self.case, False, False), expected(self.case, True, False)
+        first = (lambda x: x.swapaxes(-3, -2)) if layout == "bhsd" else (lambda x: x)
+        for name, x in zip("kv", caches):
+            assert_same(first(back(x)), self.after[name])
+        assert_as_good(first(back(out)), exact["out"], own["out"], "out", len(exact["out"]) ** 0.5)
+        assert_as_good(back(lse), exact["lse"], own["lse"], "lse")
+        assert_same(back(filled), self.filled)
+
+
+def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
+    """To the bit, NaN too."""
+    assert np.ascontiguousarray(found).tobytes() == np.ascontiguousarray(expected).tobytes()
+
+
+LENGTHS = {"packed": ([3, 0, 1, 20], [30, 5, 1, 41]), "dense": ([2] * 4, [30, 2, 9, 41])}
+FORMS = tuple(itertools.product(LENGTHS, ("filled", "paged")))
+
+
+def appended(rng: np.random.Generator, form_q: str, form_k: str, half: int = 0, **how: Any) -> Appended:
+    interleaved = bool(rng.integers(2))
+    case = draw_case(rng, *LENGTHS[form_q], form_q=form_q, form_k=form_k, page=how.pop("page", 8), **how)
+    angles = rng.uniform(0, 6, (50, half)) if half else None
+    return Appended(case, angles, interleaved)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("form_q", "form_k"), FORMS)
+def test_rows_are_written_turned_and_attended(form_q: str, form_k: str, dtype: str, rng: np.random.Generator) -> None:
+    for layout, half in (("bshd", 0), ("bhsd", 6), ("bshd", 8)):
+        one = appended(rng, form_q, form_k, half, dtype=dtype, dims=(16, 24), options={"causal": bool(half)})
+        one.run(layout)
+
+
+@pytest.mark.parametrize("page", [1, 3, 16, 64])
+def test_pages_of_any_size(page: int, rng: np.random.Generator) -> None:
+    lens = ([2, 1, 30], [70, 1, 100]) if page < 64 else ([2, 1, 30], [68, 1, 100])
+    Appended(draw_case(rng, *lens, form_k="paged", page=page, integers=np.int32)).run()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"options": {"window": (3, 2)}}, "softcap": {"options": {"softcap": 0.7}},
+    "key_mask": {"given": ("key_mask",)}, "mask": {"given": ("mask",)}, "bias": {"given": ("bias",)},
+    "alibi": {"given": ("alibi_slopes",)}, "sinks": {"given": ("sinks",)},
+    "dropout": {"given": ("seed",), "options": {"dropout": 0.3}}, "scale": {"options": {"scale": -0.4}},
+    "invariant": {"options": {"batch_invariant": True}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_as_in_attention(name: str, rng: np.random.Generator) -> None:
+    for form_k in ("filled", "paged"):
+        appended(rng, "packed", form_k, 4, **OPTIONS[name]).run(max_seqlen_k=7, max_seqlen_q=1)
+
+
+def test_score_functions_and_targets(rng: np.random.Generator) -> None:
+    one = appended(rng, "packed", "paged", 4)
+    q, k, v, *caches = (x.copy() for x in (one.q, *one.new.values(), *one.before.values()))
+    given = {name: x for name, x in one.options.items() if name != "seqlens_k"}
+    out, table = np.full((*q.shape[:-1], 16), np.nan, q.dtype), rng.standard_normal(60).astype(np.float32)
+    score = {"score": lambda s, b, h, i, j, table: s + table[j] * b, "score_arrays": {"table": table}}
+    assert attention_append(q, k, v, *caches, one.filled, out=out, **score, **given) is out
+    seen = {name: one.case.lengths[name] for name in ("cu_seqlens_q", "seqlens_k", "page_table")}
+    again = attention(one.case.arrays["q"], *one.after.values(), **score, **seen)
+    assert_same(out, again)
+
+
+def test_the_rotation_is_that_of_complex_numbers(rng: np.random.Generator) -> None:
+    k, v = rng.standard_normal((2, 1, 7, 2, 16))
+    caches, angles = np.zeros((2, 1, 20, 2, 16)), rng.uniform(0, 6, (20, 5))
+    rotary = np.cos(angles), np.sin(angles)
+    attention_append(None, k, v, *caches, np.array([4]), rotary=rotary, rotary_interleaved=True)
+    as_complex = (k[0, ..., 0:10:2] + 1j * k[0, ..., 1:10:2]) * np.exp(1j * angles[4:11, None])
+    found = caches[0][0, 4:11]
+    np.testing.assert_allclose(found[..., 0:10:2] + 1j * found[..., 1:10:2], as_complex, rtol=1e-12)
+    assert (found[..., 10:] == k[0, ..., 10:]).all() and (caches[1][0, 4:11] == v[0]).all()
+    halves = np.zeros((2, 1, 20, 2, 16))
+    order = [*range(0, 10, 2), *range(1, 10, 2), *range(10, 16)]
+    attention_append(None, k[..., order], v, *halves, np.array([4]), rotary=rotary)
+    np.testing.assert_array_equal(halves[0], caches[0][..., order])
+
+
+def test_token_by_token_is_all_at_once(rng: np.random.Generator) -> None:
+    """In chunks of any lengths, to the bit; nothing but new rows is written."""
+    n, s, angles = 3, 23, rng.uniform(0, 6, (30, 8))
+    q, k, v = rng.standard_normal((3, n, s, 2, 16)).astype(np.float32)
+    rotary = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    whole = np.full((2, n, 30, 2, 16), np.nan, np.float32)
+    none = np.zeros(n, np.int64)
+    out = attention_append(q, k, v, *whole, none, rotary=rotary, causal=True)
+    parts, at = np.full_like(whole, np.nan), 0
+    for step in (1, 5, 1, 1, 9, 2, 4):
+        rows = A + (slice(at, at + step),)
+        found = attention_append(q[rows], k[rows], v[rows], *parts, none + at, rotary=rotary, causal=True)
+        np.testing.assert_allclose(found, out[rows], rtol=1e-5, atol=1e-6)
+        at += step
+    assert at == s
+    assert_same(parts, whole)
+
+
+def test_views_of_one_pool(rng: np.random.Generator) -> None:
+    """(pages, 2, page, heads, dim), and what lies between is left alone."""
+    one = appended(rng, "packed", "paged")
+    pool = np.full((len(one.before["k"]), 3, 8, 2, 32), 7, np.float32)
+    pool[:, 0, :, :, ::2], pool[:, 2, :, :, ::2] = one.before["k"], one.before["v"]
+    k, v = pool[:, 0, :, :, ::2], pool[:, 2, :, :, ::2]
+    given = {name: x for name, x in one.options.items() if name != "seqlens_k"}
+    attention_append(one.q, *one.new.values(), k, v, one.filled, **given)
+    assert_same(k, one.after["k"])
+    assert_same(v, one.after["v"])
+    assert (pool[:, 1] == 7).all() and (pool[..., 1::2] == 7).all()
+
+
+def test_new_rows_may_lie_in_the_cache(rng: np.random.Generator) -> None:
+    caches = rng.standard_normal((2, 1, 9, 2, 8))
+    rows = caches[:, :, :3].copy()
+    attention_append(None, caches[0, :, :3], caches[1, :, :3], *caches, np.array([1]))
+    np.testing.assert_array_equal(caches[:, :, 1:4], rows)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_slots(layout: str, rng: np.random.Generator) -> None:
+    for shape in ((7,), (2, 5)):
+        pool = draw(rng, "bfloat16", 2, 6, 4, 2, 16)
+        k, v = draw(rng, "bfloat16", 2, *shape, 2, 16)
+        slots = rng.permutation(24)[: np.prod(shape)].reshape(shape).astype(np.int32)
+        slots.flat[::3] = -1
+        want = pool.copy()
+        for x, whole in ((k, want[0]), (v, want[1])):
+            for place in np.ndindex(*shape):
+                if slots[place] >= 0:
+                    whole[slots[place] // 4, slots[place] % 4] = x[place]
+
+        def laid(x: np.ndarray) -> np.ndarray:
+            return np.ascontiguousarray(x.swapaxes(-3, -2)) if layout == "bhsd" else x.copy()
+
+        caches = laid(pool[0]), laid(pool[1])
+        assert attention_append(None, laid(k), laid(v), *caches, slots=slots, layout=layout) is None
+        for x, whole in zip(caches, want):
+            assert_same(x.swapaxes(-3, -2) if layout == "bhsd" else x, whole)
+    nowhere = pool.copy()
+    attention_append(None, k, v, *nowhere, slots=np.full(shape, -1))
+    assert_same(nowhere, pool)
+
+
+def test_nothing_to_do(rng: np.random.Generator) -> None:
+    """No sequence, no row, no room, a row of nobody."""
+    for n, rows, room in ((0, 3, 4), (2, 0, 4), (2, 0, 0), (0, 0, 0)):
+        q, k, v = np.full((3, n, rows, 2, 8), np.nan, np.float32)
+        caches = np.zeros((2, n, room, 2, 8), np.float32)
+        assert attention_append(q, k, v, *caches, np.zeros(n, np.int32)).shape == q.shape
+        assert not caches.any()
+    q = np.full((4, 2, 8), np.nan, np.float32)
+    caches = np.zeros((2, 2, 4, 2, 8), np.float32)
+    out = attention_append(q, q, q, *caches, np.array([0, 3]), cu_seqlens_q=np.zeros(3, int))
+    assert not out.any() and not caches.any()
+
+
+# ---- other libraries ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("form_q", "form_k"), FORMS)
+def test_pytorch(form_q: str, form_k: str, rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    for layout in ("bshd", "bhsd"):
+        one = appended(rng, form_q, form_k, 6, options={"causal": True}, given=("bias",))
+        one.run(layout, torch.from_numpy, lambda x: x.numpy())
+    caches = torch.zeros(2, 1, 4, 2, 8, dtype=torch.bfloat16)
+    new = torch.ones(2, 1, 3, 2, 8, dtype=torch.bfloat16)
+    attention_append(None, *new, *caches, slots=torch.tensor([[2, -1, 0]], dtype=torch.int32))
+    assert caches[:, 0].float().mean((0, 2, 3)).tolist() == [1, 0, 1, 0]
+
+
+def test_pytorch_follows_no_gradient() -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = torch.randn(3, 1, 2, 2, 8)
+    caches, filled = torch.zeros(2, 1, 4, 2, 8), torch.zeros(1, dtype=torch.int64)
+    k.requires_grad_()
+    with pytest.raises(ValueError, match=r"^k_new requires grad, and attention_append, .* torch\.no_grad\(\)"):
+        attention_append(q, k, v, *caches, filled)
+    assert not caches.any()
+    with torch.no_grad():
+        attention_append(q, k, v, *caches, filled)
+    assert (caches[0][:, :2] == k).all()
+    version = caches._version
+    attention_append(q, k.detach(), v, *caches, filled)
+    assert caches._version > version
+
+
+def test_pytorch_does_not_compile_it() -> None:
+    """It is left out of what is compiled; a whole graph says so."""
+    torch = pytest.importorskip("torch")
+    q, k, v = torch.randn(3, 1, 2, 2, 8)
+    filled = torch.zeros(1, dtype=torch.int64)
+
+    def step(caches: Any) -> Any:
+        return attention_append(q * 2, k, v, *caches, filled) + 1
+
+    one, other = torch.zeros(2, 1, 4, 2, 8), torch.zeros(2, 1, 4, 2, 8)
+    out = torch.compile(step, backend="eager")(one)
+    torch.testing.assert_close(out, step(other))
+    assert torch.equal(one, other) and one.any()
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="attention_append"):
+        torch.compile(step, backend="eager", fullgraph=True)(one)
+
+
+@pytest.mark.parametrize(("form_q", "form_k"), FORMS)
+def test_jax_returns_the_caches(form_q: str, form_k: str, rng: np.random.Generator) -> None:
+    jax = pytest.importorskip("jax")
+    one = appended(rng, form_q, form_k, 6, options={"causal": True}, integers=np.int32)
+    one.run("bshd", jax.numpy.asarray, np.asarray)
+    one.run("bhsd", lambda x: jax.numpy.asarray(x) if x.dtype.kind == "f" else x, np.asarray)
+
+
+def test_jax_traced_and_donated(rng: np.random.Generator) -> None:
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+    q, k, v = jnp.asarray(rng.standard_normal((3, 2, 1, 2, 8)), jnp.float32)
+    new = functools.partial(jnp.zeros, (2, 6, 2, 8))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(k_cache: Any, v_cache: Any, filled: Any) -> Any:
+        return attention_append(q, k, v, k_cache, v_cache, filled)
+
+    out, k_cache, v_cache = step(new(), new(), jnp.array([2, 5]))
+    eager = attention_append(q, k, v, new(), new(), jnp.array([2, 5]))
+    for x, y in zip((out, k_cache, v_cache), eager):
+        np.testing.assert_array_equal(x, y)
+    assert (k_cache[0, 2] == k[0, 0]).all() and (k_cache[1, 5] == k[1, 0]).all()
+    alone = jax.jit(lambda c, f: attention_append(None, k, v, c, c, f))(new(), jnp.array([6, -1]))
+    assert not np.asarray(alone).any()  # full, and none: dropped
+    filled = jnp.array([2, 3])
+    step = jax.jit(lambda c, f: attention_append(None, k, v, c, c, f)[0])
+    assert (step(step(new(), filled), filled + 1)[0, 3] == k[0, 0]).all()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
+def test_nonsense_that_nobody_looks_at_writes_nothing_outside(kind: str, rng: np.random.Generator) -> None:
+    """What lengths on a device hold is not known: rows go to their own places, or nowhere."""
+    from cupyflash import caches
+    from cupyflash.namespaces import namespace
+    from cupyflash.passes import FORWARD
+    from cupyflash.problem import View, complete, contiguous
+    from cupyflash.rules import state
+
+    pytest.importorskip(kind)
+    xp, put = namespace(kind), {"torch": lambda x: namespace("torch").from_numpy(x)}.get(kind, lambda x: x)
+    put = namespace("jax").asarray if kind == "jax" else put
+
+    def view(x: Any) -> View:
+        return View(x.shape, contiguous(x.shape), x.dtype.name, "cpu", "numpy")
+
+    for turn in (1, 1, 1, 2, 2, 2) if kind == "jax" else range(60):  # JAX compiles for each shape
+        n, page, pages, t = (int(rng.integers(1, 5)) for _ in range(4)) if kind != "jax" else (3, 2, 4, 3)
+        some = np.array([-(2**31), -2, -1, 0, 1, 2, 3, 5, 9, 2**31 - 1])
+        lengths = {"seqlens_k": rng.choice(some, n).astype(np.int32)}
+        if turn % 3:
+            lengths["page_table"] = rng.choice(some, (n, int(rng.integers(0, 4)) if kind != "jax" else 2)).astype(
+                np.int32
+            )
+        if turn % 2:
+            lengths["cu_seqlens_q"] = rng.choice(some, n + 1).astype(np.int32)
+        entries = pages if turn % 3 else n
+        cache = rng.standard_normal((entries, page, 2, 4)).astype(np.float32)
+        q = np.zeros((t, 2, 4) if turn % 2 else (n, t, 2, 4), np.float32)
+        new = rng.standard_normal(q.shape).astype(np.float32)
+        views = {"q": view(q), "k": view(cache), "v": view(cache)} | {name: view(x) for name, x in lengths.items()}
+        problem, _ = state(views, {}, complete({}), FORWARD)
+        want = cache.copy()
+        for place in np.ndindex(q.shape[:-2]):
+            if turn % 2:
+                ends = lengths["cu_seqlens_q"].astype(int)
+                of = min(int(np.searchsorted(ends[1:], place[0], side="right")), n - 1)
+                if not ends[of] <= place[0] < ends[of + 1]:
+                    continue
+                at = int(lengths["seqlens_k"][of]) + place[0] - ends[of]
+            else:
+                of, at = place[0], int(lengths["seqlens_k"][place[0]]) + place[1]
+            if lengths["seqlens_k"][of] < 0 or at >= problem.seq_k:
+                continue
+            entry = of if "page_table" not in lengths else int(lengths["page_table"][of, at // page])
+            if 0 <= entry < entries:
+                want[entry, at % page if "page_table" in lengths else at] = new[place]
+        told = {name: put(x) for name, x in lengths.items()}
+        found = caches.behind(xp, problem, t, told)
+        guarded = np.full((entries + 2, page, 2, 4), 7, np.float32)
+        guarded[1:-1] = cache
+        changed = caches.write(xp, put(guarded)[1:-1], found.places, put(new))
+        if kind == "jax":
+            guarded[1:-1] = changed
+        if len({*map(bytes, np.stack([*map(np.asarray, found.places[:2])], -1)[np.asarray(found.places.real)])}) < int(
+            np.asarray(found.places.real).sum()
+        ):
+            continue  # two rows in one place: whoever is last
+        assert (guarded[[0, -1]] == 7).all()
+        assert_same(guarded[1:-1], want)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def given(**changes: Any) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 2, 3, 4, 8)).astype(np.float32)
+    arrays = {"q": q, "k_new": k[:, :, :2], "v_new": v[:, :, :2]}
+    arrays |= dict(zip(("k_cache", "v_cache"), rng.standard_normal((2, 2, 9, 2, 8)).astype(np.float32)))
+    return arrays | {"seqlens_k": np.array([2, 6])} | changes
+
+
+def paged(table: Any, **changes: Any) -> dict[str, Any]:
+    pool = np.zeros((2, 6, 4, 2, 8), np.float32)
+    return given(k_cache=pool[0], v_cache=pool[1], page_table=np.array(table), **changes)
+
+
+F32 = np.float32
+SLOTS = {"q": None, "seqlens_k": None}
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"k_new": None}, TypeError, "^k_new is a NoneType; it must be an array"),
+    ({"seqlens_k": None}, ValueError, "^seqlens_k is None; it must be the rows that each sequence has filled"),
+    ({"seqlens_k": [2, 6]}, TypeError, "^seqlens_k is a list; it must be an array"),
+    ({"seqlens_k": np.array([2.0, 6.0])}, TypeError, "^seqlens_k has dtype float64; it must be int32 or int64"),
+    ({"seqlens_k": np.array([2])}, ValueError, "^q has 2 sequences, .* as many as seqlens_k, 1"),
+    ({"seqlens_k": np.array([2, 7])}, ValueError, r"^seqlens_k\[1\] is 7, and 3 rows come behind .* room for 9$"),
+    ({"seqlens_k": np.array([-1, 6])}, ValueError, r"^seqlens_k\[0\] is -1; it must be 0 or more"),
+    ({"seqlens_k": np.array([0, 10])}, ValueError, r"^seqlens_k\[1\] is 10; it must be at most 9, the rows of a cache"),
+    ({"k_new": np.zeros((2, 2, 2, 8), F32)}, ValueError,
+     r"^k_new has shape \(2, 2, 2, 8\); it must be \(2, 3, 2, 8\), as q and k_cache say"),
+    ({"v_new": np.zeros((2, 3, 2, 9), F32)}, ValueError, r"^v_new .* must be \(2, 3, 2, 8\), as q and v_cache say"),
+    ({"v_new": np.zeros((2, 3, 2, 8))}, TypeError, "^v_new has dtype float64; it must be that of k_cache, float32"),
+    ({"v_cache": np.zeros((2, 8, 2, 8), F32)}, ValueError, r"^v_cache has shape .*; it must be \(2, 9, 2, 8\)"),
+    ({"k_cache": np.zeros((9, 2, 8), F32)}, ValueError,
+     r"^k_cache has 3 dimensions, shape .* have 4, \(sequences, rows, heads, dim\)"),
+    ({"k_cache": np.zeros((2, 9, 2, 8), int), "v_cache": np.zeros((2, 9, 2, 8), int)}, TypeError,
+     "^k_cache has dtype int64; it must be one of float16"),
+    ({"q": np.zeros((6, 4, 8), F32)}, ValueError,
+     r"^q has 3 dimensions, .*; without cu_seqlens_q it must have 4, \(sequences, rows, heads, dim\)"),
+    ({"cu_seqlens_q": np.array([0, 3, 6])}, ValueError, r"^q has 4 .*; with cu_seqlens_q it must have 3"),
+    ({"q": np.zeros((2, 3, 4, 8))}, TypeError, "^k_cache has dtype float32"),
+    ({"bias": np.zeros((4, 9), F32)}, ValueError, r"^bias has shape \(4, 9\); it must be \(2, 4, 3, longest\)"),
+    ({"causal": "down"}, ValueError, "^causal is 'down'"),
+    ({"dropout": 0.5}, ValueError, "^dropout is 0.5, but seed is not given"),
+    ({"softmax_scale": 1.0}, TypeError, "^attention_append.. got .* 'softmax_scale'; here it is scale"),
+    ({"cu_seqlens_k": np.array([0, 3, 6])}, TypeError, "^attention_append.. got an unexpected keyword argument"),
+    ({"cache_seqlens": 3}, TypeError, "here it is seqlens_k"),
+    ({"rotary": np.zeros((9, 4), F32)}, TypeError, r"^rotary is a ndarray; it must be \(cos, sin\)"),
+    ({"rotary": (np.zeros((9, 5), F32),) * 2}, ValueError, r"^rotary\[0\] .* half of 1 to 4 for rows of 8 columns"),
+    ({"rotary": (np.zeros((9, 4), F32), np.zeros((9, 3), F32))}, ValueError, r"^rotary\[1\] has shape \(9, 3\)"),
+    ({"rotary": (np.zeros((9, 4)),) * 2}, TypeError, r"^rotary\[0\] has dtype float64; it must be float32"),
+    ({"rotary": (np.zeros((8, 4), F32),) * 2}, ValueError,
+     r"^seqlens_k\[1\] is 6, and 3 rows come behind these; rotary has angles for 8"),
+    ({"rotary_interleaved": 1}, TypeError, "^rotary_interleaved is 1; it must be True or False"),
+    ({"key_mask": np.ones((2, 8), bool)}, ValueError, r"^seqlens_k\[1\] is 6, and 3 rows .* room for 8"),
+    ({"q": None, "causal": True}, ValueError, "^causal is given, but q is None"),
+    ({"q": None, "return_lse": True}, ValueError, "^return_lse is given, but q is None"),
+    ({"slots": np.zeros((2, 3), int)}, ValueError, "^q is given with slots"),
+    (SLOTS | {"slots": np.array([[0, 1, 2], [3, 18, 5]])}, ValueError,
+     r"^slots\[1, 1\] is 18; it must be a row of k_cache, 0 to 17, or -1"),
+    (SLOTS | {"slots": np.array([[0, 1, 2], [3, 1, -1]])}, ValueError, r"^slots\[1, 1\] is 1, as another is"),
+    (SLOTS | {"slots": np.array([0, 1, 2])}, ValueError, r"^k_new has shape .*; it must be \(3, 2, 8\), as slots and"),
+    (SLOTS | {"slots": np.zeros((2, 3), bool)}, TypeError, "^slots has dtype bool"),
+    (SLOTS | {"slots": np.zeros((2, 3), int), "causal": True}, ValueError, "^causal is given with slots"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "match"), REFUSED, ids=range(len(REFUSED)))
+def test_bad_input_is_told_before_anything_is_written(changes: Any, error: Any, match: str) -> None:
+    arguments = given(**changes)
+    before = {name: x.tobytes() for name, x in arguments.items() if isinstance(x, np.ndarray)}
+    with pytest.raises(error, match=match):
+        attention_append(**arguments)
+    assert all(arguments[name].tobytes() == x for name, x in before.items())
+
+
+def test_pages_that_rows_cannot_come_to() -> None:
+    for table, match in (
+        (
+            [[0, 1, -1], [2, 3, -1]],
+            r"^page_table\[1, 2\] is -1; it must be a page of k_cache, .* seqlens_k\[1\], 6, reach",
+        ),
+        ([[0, 6, 1], [2, 3, 4]], r"^page_table\[0, 1\] is 6; it must be a page of k_cache, 0 to 5"),
+        ([[0, 3, 1], [2, 3, 4]], r"^page_table\[1, 1\] is 3, a page that rows of sequence 0 are written to as well"),
+        ([[-1, 3], [2, 4]], r"^page_table\[0, 0\] is -1; it must be a page of k_cache, 0 to 5: seqlens_k\[0\], 2"),
+        ([[0], [2]], r"^seqlens_k\[1\] is 6; it must be at most 4, the reach of page_table"),
+        ([[0, 1], [2, 3]], r"^seqlens_k\[1\] is 6, and 3 rows come behind these; k_cache has room for 8"),
+    ):
+        arguments = paged(table)
+        with pytest.raises(ValueError, match=match):
+            attention_append(**arguments)
+        assert not arguments["k_cache"].any()
+    read = paged([[0, 1, -1], [0, 3, 4]])  # page 0 of sequence 1 is full, and read alone
+    read["seqlens_k"] = np.array([4, 6])
+    attention_append(**read)
+
+
+def test_caches_that_cannot_be_written() -> None:
+    arguments = given()
+    arguments["v_cache"].flags.writeable = False
+    with pytest.raises(ValueError, match="^v_cache is read-only"):
+        attention_append(**arguments)

@@ -1,0 +1,119 @@
+"""Lengths in memory, in kernels that run without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from cuda_on_cpu import cases, needs_compiler
+from lengths_on_cpu import Sequences, check, check_nonsense
+
+from cupyflash.gpu.device import Arch
+from cupyflash.gpu.kernel_plan import key_tiles, places, query_tiles
+
+pytestmark = needs_compiler
+ARCHS = {"simt": Arch("sm_75", 75, 2, 65536), "sm80": Arch("sm_80", 80, 2, 166912)}
+QUERIES, KEYS = [40, 0, 65, 1], [33, 5, 64, 90]  # tiles have 64 rows, or 32
+N, HEADS, ROWS = 4, 4, 106 + 5  # with those behind
+Case = Callable[[np.random.Generator], tuple[Sequences, dict[str, Any], dict[str, np.ndarray]]]
+
+
+def packed(rng: np.random.Generator, queries: list[int] = QUERIES, keys: list[int] = KEYS, **how: Any) -> Sequences:
+    return Sequences(rng, queries, keys, **how)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def drawn(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.random(shape) < 0.75
+
+
+OF_KEYS = [7] * 4, KEYS
+CASES: dict[str, Case] = {
+    "packed": lambda r: (packed(r, [70, 0, 1, 64, 33], [80, 3, 0, 64, 130]), {}, {}),
+    "packed, a window": lambda r: (packed(r, offsets="int64"), {"causal": True, "window": (20, None)}, {}),
+    "packed, both sides": lambda r: (packed(r), {"window": (11, 7)}, {}),
+    "packed on caches": lambda r: (packed(r, keys=[33, 0, 64, 90], k="cache"), {"causal": True}, {}),
+    "packed on keys for each": lambda r: (packed(r, keys=[37] * 4, k="dense"), {"causal": True}, {}),
+    "queries for each on packed": lambda r: (packed(r, [9] * 4, q="dense"), {"causal": "top_left"}, {}),
+    "queries for each on caches": lambda r: (packed(r, *OF_KEYS, q="dense", k="cache"), {"causal": True}, {}),
+    "pages": lambda r: (packed(r, k="paged", offsets="int64"), {"causal": True, "window": (30, None)}, {}),
+    "pages of 1": lambda r: (packed(r, [1] * 4, q="dense", k="paged", page=1), {}, {}),
+    "float16": lambda r: (packed(r, dtype="float16", dims=(40, 24)), {"causal": True}, {}),
+    "float16, caches, a window": lambda r: (packed(r, dtype="float16", k="cache"), {"window": (9, 4)}, {}),
+    "float64": lambda r: (packed(r, dtype="float64", dims=(24, 40), k="cache"), {"window": (10, 10)}, {}),
+    "bias": lambda r: (
+        packed(r), {"causal": True}, {"bias": normal(r, N, HEADS, 70, 95), "mask": drawn(r, 1, HEADS, 65, 90)},
+    ),
+    "bias for all": lambda r: (packed(r), {}, {"bias": normal(r, 1, 1, 65, 100)}),
+    "bias of keys": lambda r: (packed(r), {}, {"bias": normal(r, 1, HEADS, 1, 100)}),
+    "bias by line": lambda r: (
+        packed(r, lines=("bias", "mask")), {"causal": True},
+        {"bias": normal(r, HEADS, ROWS, 95), "mask": drawn(r, 1, ROWS, 90)},
+    ),
+    "a bias for each line": lambda r: (packed(r, lines=("bias",)), {}, {"bias": normal(r, 1, ROWS, 1)}),
+    "slopes, sinks, key mask": lambda r: (
+        packed(r), {"causal": True},
+        {"alibi_slopes": abs(normal(r, N, HEADS)), "sinks": normal(r, HEADS), "key_mask": drawn(r, N, 95)},
+    ),
+    "slopes for all, soft cap": lambda r: (
+        packed(r), {"window": (20, 3), "softcap": 5.0},
+        {"alibi_slopes": abs(normal(r, 1, HEADS)), "sinks": normal(r, HEADS)},
+    ),
+    "dropout": lambda r: (packed(r), {"dropout": 0.3, "causal": True}, {"seed": np.array(5)}),
+    "score function": lambda r: (packed(r), {"score": "s * (1 + 0.1 * b) + 0.01 * (i - j) * h", "causal": True}, {}),
+}  # fmt: skip
+
+
+@cases([f"{family}: {case}" for family in ARCHS for case in CASES if family == "simt" or "pages" not in case],
+       "simt: packed", "simt: pages", "sm80: packed on caches")  # fmt: skip
+def test_each_as_by_itself(case: str, rng: np.random.Generator) -> None:
+    family, case = case.split(": ")
+    of, options, others = CASES[case](rng)
+    check(family, ARCHS[family], of, options, others, seed=5 if "seed" in others else None)
+
+
+SMALL: dict[str, Any] = {"dims": (8, 8), "heads": (2, 1)}
+NONSENSE: dict[str, Case] = {
+    "packed": lambda r: (
+        packed(r, **SMALL), {"causal": True, "window": (20, None)},
+        {
+            "bias": normal(r, N, 2, 65, 90), "alibi_slopes": normal(r, N, 2), "key_mask": drawn(r, N, 90),
+            "mask": drawn(r, 1, 2, 65, 90), "sinks": normal(r, 2),
+        },
+    ),
+    "pages": lambda r: (
+        packed(r, k="paged", offsets="int64", lines=("bias",), **SMALL), {"causal": True},
+        {"bias": normal(r, 2, ROWS, 90), "alibi_slopes": normal(r, N, 2)},
+    ),
+    "caches": lambda r: (
+        packed(r, k="cache", offsets="int64", **SMALL), {"causal": "top_left"}, {"bias": normal(r, N, 2, 65, 90)},
+    ),
+}  # fmt: skip
+
+
+@cases([f"{family}: {case}" for family in ARCHS for case in NONSENSE if family == "simt" or case != "pages"])
+def test_nonsense_stays_inside(case: str, rng: np.random.Generator) -> None:
+    family, case = case.split(": ")
+    of, options, others = NONSENSE[case](rng)
+    check_nonsense(family, ARCHS[family], of, 60, options, others)
+
+
+def test_tiles_have_room() -> None:
+    """Each sequence's tiles begin at their place, whatever the lengths, and none reaches into the next one's."""
+    from reference import state
+
+    rng = np.random.default_rng(0)
+    for size in (1, 16, 64):
+        lengths = rng.integers(0, 3 * size + 2, 20)
+        of = packed(rng, list(lengths), list(lengths), **SMALL)
+        problem = state(of.of_queries("q"), of.of_keys("k"), of.of_keys("v"), **of.lengths())
+        begins = np.cumsum([0, *lengths])
+        first = begins // size + np.arange(21)
+        assert np.all(first[:-1] + -(-lengths // size) <= first[1:])
+        rest = -(-of.behind // size)
+        assert first[-1] + rest <= places(problem, problem.rows_q, size)
+        assert query_tiles(problem, size) == 2 * key_tiles(problem, size) == 2 * places(problem, problem.rows_q, size)

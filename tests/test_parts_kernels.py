@@ -1,0 +1,57 @@
+"""A part of a whole (`at`), and results in float32, on kernels that run without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from cuda_on_cpu import cases, needs_compiler
+from parts_on_cpu import Whole, check
+
+from cupyflash.gpu.device import Arch
+
+pytestmark = needs_compiler
+
+PLAIN, A100, H200 = Arch("sm_75", 75, 2, 65536), Arch("sm_80", 80, 3, 166912), Arch("sm_90a", 90, 3, 232448)
+SIMT: tuple[str, Arch, str] = ("simt", PLAIN, "float32")
+SM80: tuple[str, Arch, str] = ("sm80", A100, "float16")
+SM90: tuple[str, Arch, str] = ("sm90", H200, "bfloat16")
+CUTS = {"queries": [0, 64, 160], "keys": [0, 96, 224]}  # some see nothing of a part, or all
+
+ASKED: dict[str, dict[str, Any]] = {
+    "causal": {"options": {"causal": "top_left"}},
+    "window": {"options": {"window": (40, 9)}, "slopes": True},
+    "dropout": {"options": {"causal": "top_left", "dropout": 0.3, "seed": np.array(77)}},
+    "table": {"options": {"window": (50, None)}, "table": True},
+}
+CASES = {f"{family[0]}-{name}": (family, name) for family in (SIMT, SM80, SM90) for name in ASKED}
+
+
+@cases(CASES, "simt-causal", "simt-dropout", "sm80-dropout", "sm90-table")
+def test_parts_are_the_whole(case: str, rng: np.random.Generator) -> None:
+    family, name = CASES[case]
+    check(Whole(*family, rng, **ASKED[name]), **CUTS)
+
+
+WIDE: dict[str, tuple[tuple[str, Arch, str], tuple[int, int]]] = {
+    "simt": (("simt", PLAIN, "bfloat16"), (64, 48)),
+    "sm80": (SM80, (64, 48)),
+    "sm80-dims": (SM80, (47, 33)),
+}
+
+
+@cases(WIDE, "simt", "sm80")
+def test_results_in_float32_are_what_is_rounded_else(case: str, rng: np.random.Generator) -> None:
+    """To the bit."""
+    family, dims = WIDE[case]
+    whole = Whole(*family, rng, options={"causal": "top_left"}, dims=dims)
+    rows, others, at = whole.cut(1, slice(0, 4), slice(48, 160), slice(32, 200))
+    forward = whole.run(rows, others, at)
+    out, lse = forward["out"], forward["lse"]
+    rounded = forward | whole.run(rows, others, at, out, lse)
+    whole.out_dtype = "float32"
+    wide = whole.run(rows, others, at) | whole.run(rows, others, at, out, lse)
+    for name, x in rounded.items():
+        assert wide[name].dtype == np.float32
+        assert np.array_equal(wide[name].astype(x.dtype), x), name
+        assert name == "lse" or not np.array_equal(wide[name], x.astype("f4")), name

@@ -1,0 +1,193 @@
+"""Lengths in memory, in the Hopper forward without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_on_cpu import cases, needs_compiler
+from lengths_on_cpu import Ran, Sequences, check, check_nonsense, plans_of
+from reference import state
+
+from cupyflash.gpu.device import Arch
+from cupyflash.gpu.families import sm90_forward, sm90_forward_cost
+from cupyflash.gpu.families.likely import as_dense
+from cupyflash.gpu.families.shares import Dealt
+from cupyflash.gpu.kernel_plan import KernelPlan
+from cupyflash.gpu.plan import plan
+from cupyflash.passes import FORWARD
+
+pytestmark = needs_compiler
+
+GPU = Arch("sm_90a", 90, 2, 232448)  # two blocks take tile after tile, and find places that are empty
+QUERIES, KEYS = [70, 0, 1, 130], [80, 3, 0, 140]
+N, HEADS, ROWS = 4, 4, 201 + 5  # with those behind
+Case = Callable[[np.random.Generator], tuple[Sequences, dict[str, Any], dict[str, np.ndarray], tuple[int, ...] | None]]
+USUAL = (2, 128, 2, 1)  # warpgroups, keys, stages, blocks
+
+
+def packed(r: np.random.Generator, queries: list[int] = QUERIES, keys: list[int] = KEYS, **how: Any) -> Sequences:
+    return Sequences(r, queries, keys, **({"dtype": "float16", "dims": (64, 64)} | how))
+
+
+def normal(r: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return r.standard_normal(shape).astype(dtype)
+
+
+def drawn(r: np.random.Generator, *shape: int) -> np.ndarray:
+    return r.random(shape) < 0.75
+
+
+CASES: dict[str, Case] = {
+    "packed": lambda r: (packed(r, [70, 0, 1, 64, 300], [80, 3, 0, 64, 333]), {"causal": True}, {}, USUAL),
+    "a window": lambda r: (packed(r, offsets="int64"), {"causal": True, "window": (20, None)}, {}, USUAL),
+    "three warpgroups": lambda r: (packed(r, [70, 0, 1, 200], [80, 3, 0, 256]), {}, {}, (3, 128, 3, 1)),
+    "one in each of three blocks": lambda r: (
+        packed(r, dims=(64, 40), heads=(2, 2)), {"causal": True}, {}, (1, 64, 3, 3),
+    ),
+    "32": lambda r: (packed(r, dims=(32, 24)), {}, {}, (4, 64, 4, 1)),
+    "128 on caches": lambda r: (packed(r, dims=(128, 128), k="cache"), {"causal": True}, {}, USUAL),
+    "192": lambda r: (packed(r, dims=(192, 128)), {"causal": True}, {}, None),
+    "256": lambda r: (packed(r, dims=(256, 200), heads=(2, 1)), {"causal": True}, {}, None),
+    "pages of 16": lambda r: (packed(r, k="paged", page=16), {"causal": True}, {}, USUAL),
+    "pages of 24": lambda r: (packed(r, k="paged", page=24, offsets="int64"), {}, {}, USUAL),
+    "pages of 64, a few queries each": lambda r: (packed(r, [7] * 4, k="paged", page=64, q="dense"), {}, {}, None),
+    "pages of 256": lambda r: (packed(r, k="paged", page=256), {"causal": "top_left"}, {}, (2, 96, 2, 1)),
+    "few queries on caches": lambda r: (
+        packed(r, [5] * 4, [80, 3, 200, 140], k="cache", q="dense", heads=(8, 1)), {"causal": True}, {}, (2, 128, 4, 1),
+    ),
+    "few packed queries": lambda r: (
+        packed(r, [1, 3, 1, 0], [80, 3, 200, 140], heads=(8, 1), behind=2), {"causal": True}, {"sinks": normal(r, 8)},
+        (2, 128, 4, 1),
+    ),
+    "queries for each on packed": lambda r: (packed(r, [90] * 4, q="dense"), {"causal": "top_left"}, {}, USUAL),
+    "packed on keys for each": lambda r: (packed(r, keys=[137] * 4, k="dense"), {"causal": True}, {}, USUAL),
+    "bias and mask": lambda r: (
+        packed(r), {"causal": True},
+        {"bias": normal(r, N, HEADS, 136, 144, dtype=np.float16), "mask": drawn(r, 1, HEADS, 136, 144)}, (2, 64, 2, 1),
+    ),
+    "bias and mask by line": lambda r: (
+        packed(r, lines=("bias", "mask")), {"causal": True},
+        {"bias": normal(r, HEADS, ROWS, 144), "mask": drawn(r, 1, ROWS, 144)}, (2, 64, 2, 1),
+    ),
+    "slopes, sinks, key mask": lambda r: (
+        packed(r), {"causal": True},
+        {"alibi_slopes": abs(normal(r, N, HEADS)), "sinks": normal(r, HEADS), "key_mask": drawn(r, N, 160)}, USUAL,
+    ),
+    "slopes for all, soft cap": lambda r: (
+        packed(r), {"window": (20, 3), "softcap": 5.0},
+        {"alibi_slopes": abs(normal(r, 1, HEADS)), "sinks": normal(r, HEADS)}, USUAL,
+    ),
+    "soft cap": lambda r: (packed(r), {"softcap": 5.0, "causal": True}, {}, USUAL),
+    "dropout": lambda r: (packed(r), {"dropout": 0.3, "causal": True}, {"seed": np.array(5)}, USUAL),
+    "score function": lambda r: (
+        packed(r), {"score": "s * (1 + 0.1 * b) + 0.01 * (i - j) * h", "causal": True}, {}, USUAL,
+    ),
+}  # fmt: skip
+
+
+@cases(CASES, "packed", "pages of 16")
+def test_each_as_by_itself(case: str, rng: np.random.Generator) -> None:
+    of, options, others, tile = CASES[case](rng)
+    seed = 5 if "seed" in others else None
+    check("sm90", GPU, of, options, others, backward=False, tiles={"forward": tile} if tile else {}, seed=seed)
+
+
+SHARED: dict[str, Case] = {
+    "packed": lambda r: (packed(r, [70, 0, 1, 90], [300, 3, 0, 140]), {"causal": True}, {}, USUAL),
+    "tokens on pages": lambda r: (
+        packed(r, [1] * 4, [300, 3, 500, 140], k="paged", page=32, q="dense", heads=(8, 2)), {},
+        {"sinks": normal(r, 8)}, (2, 128, 4, 1),
+    ),
+    "packed tokens on caches": lambda r: (
+        packed(r, [1, 3, 1, 0], [300, 3, 500, 140], k="cache", heads=(8, 2)), {"causal": True},
+        {"sinks": normal(r, 8)}, (2, 128, 4, 1),
+    ),
+}  # fmt: skip
+
+
+@cases(SHARED, "tokens on pages")
+def test_keys_in_shares(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each sequence by its own length; of short ones some are empty."""
+    seen: list[KernelPlan] = []
+    make = sm90_forward.plan
+    monkeypatch.setattr(sm90_forward, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
+    monkeypatch.setattr(sm90_forward_cost, "dealt", lambda *_: Dealt(3, 0))
+    of, options, others, tile = SHARED[case](rng)
+    check("sm90", GPU, of, options, others, backward=False, tiles={"forward": tile})
+    assert dict(seen[0].constants)["SHARES"] and dict(seen[0].scalars)["shares"] == 3
+
+
+POISONED: dict[str, Case] = {
+    "packed": lambda r: (packed(r, [70, 33, 130], [80, 50, 140]), {}, {}, USUAL),
+    "soft cap": lambda r: (packed(r, [70, 33, 130], [80, 50, 140]), {"softcap": 5.0}, {}, USUAL),
+    "bias by line": lambda r: (
+        packed(r, [70, 33, 130], [80, 50, 140], lines=("bias",)), {"causal": True},
+        {"bias": normal(r, HEADS, 233 + 5, 144, dtype=np.float16)}, (2, 64, 2, 1),
+    ),
+    "three warpgroups": lambda r: (packed(r, [70, 33, 200], [80, 50, 256]), {}, {}, (3, 128, 3, 1)),
+}  # fmt: skip
+
+
+@cases(POISONED, "packed", "soft cap")
+def test_no_bit_follows_from_another_sequence(case: str, rng: np.random.Generator) -> None:
+    """Whatever the sequence in the middle holds: NaN, or scores so large that all maxima would grow."""
+    of, options, others, tile = POISONED[case](rng)
+    given = {name: of.of_queries(name) if name == "q" else of.of_keys(name) for name in "qkv"}
+    problem = state(**given, **options, **others, **of.lengths())
+    plans = plans_of(problem, GPU, "sm90", False, {}, {"forward": tile})
+    ran, results = Ran(plans), []
+    rows_q, rows_k = (slice(n[0], n[0] + n[1]) for n in (of.queries, of.keys))  # of the one in the middle
+    for bad in (1.0, 300.0, np.nan):
+        these = {name: x.copy() for name, x in given.items()}
+        for name, rows in (("q", rows_q), ("k", rows_k), ("v", rows_k)):
+            these[name][rows] *= bad
+        arrays = {name: x.copy() for name, x in others.items()}
+        for name in of.lines:
+            arrays[name][:, rows_q] *= bad
+        shapes = {"out": given["q"].shape, "lse": (HEADS, len(given["q"]))}
+        found = ran(problem, plans, these | arrays | of.lengths(), shapes)
+        results.append([np.delete(found["out"], range(rows_q.start, rows_q.stop), 0),
+                        np.delete(found["lse"], range(rows_q.start, rows_q.stop), 1)])  # fmt: skip
+    for other in results[1:]:
+        for x, y in zip(results[0], other):
+            assert not np.isnan(x).any() and np.array_equal(x, y)
+
+
+SMALL: dict[str, Any] = {"dims": (32, 32), "heads": (2, 1)}
+NONSENSE: dict[str, Case] = {
+    "packed": lambda r: (
+        packed(r, **SMALL), {"causal": True, "window": (20, None)},
+        {"alibi_slopes": normal(r, N, 2), "key_mask": drawn(r, N, 140), "sinks": normal(r, 2)}, None,
+    ),
+    "bias by line": lambda r: (
+        packed(r, lines=("bias",), **SMALL), {"causal": True}, {"bias": normal(r, 2, ROWS, 144)}, None,
+    ),
+    "pages": lambda r: (packed(r, k="paged", page=24, offsets="int64", **SMALL), {"causal": True}, {}, None),
+    "caches": lambda r: (packed(r, k="cache", offsets="int64", **SMALL), {"causal": "top_left"}, {}, None),
+}  # fmt: skip
+
+
+@cases(NONSENSE, "pages")
+def test_nonsense_stays_inside(case: str, rng: np.random.Generator) -> None:
+    of, options, others, _ = NONSENSE[case](rng)
+    check_nonsense("sm90", GPU, of, 25, options, others)
+
+
+def test_what_is_not_served_is_named(rng: np.random.Generator) -> None:
+    of = packed(rng, k="paged", page=12)
+    problem = state(of.of_queries("q"), of.of_keys("k"), of.of_keys("v"), **of.lengths())
+    with pytest.raises(ValueError, match="sm90 takes pages of a multiple of 8 rows, not 12"):
+        plan(problem, Arch.of("sm_90a"), FORWARD, "sm90")
+
+
+def test_planners_reckon_with_likely_lengths(rng: np.random.Generator) -> None:
+    of = packed(rng)
+    arrays = (of.of_queries("q"), of.of_keys("k"), of.of_keys("v"))
+    likely = as_dense(state(*arrays, causal=True, **of.lengths()))
+    assert (likely.batch, likely.seq_q, likely.seq_k, likely.ragged) == (4, 52, 57, False)
+    assert likely.diagonal == 5
+    hinted = as_dense(state(*arrays, max_seqlen_q=128, max_seqlen_k=64, **of.lengths()))
+    assert (hinted.batch, hinted.seq_q, hinted.seq_k) == (2, 128, 64)
