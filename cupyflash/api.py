@@ -335,7 +335,7 @@ def attention_backward(
     dout : (B, Sq, Hq, Dv)
         Gradient of the loss with respect to `out`, in the dtype of q.
     q, k, v : as given to `attention`
-    out, lse : as `attention(..., return_lse=True)` returned them
+    out, lse : as `attention(..., return_lse=True)` returned them, out in the dtype of q
     causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, at,
     dropout, seed, layout, cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k, batch_invariant, check :
     as given to `attention`

@@ -58,7 +58,7 @@ def attention_jvp(
         Those of "q", "k", "v", "bias", "alibi_slopes", "sinks" and the names in score_arrays (of arrays of floats) that
         are not 0; at least one. Each has shape and dtype of what it is the tangent of, and any strides.
     q, k, v : as given to `attention`
-    out, lse : as `attention(..., return_lse=True)` returned them
+    out, lse : as `attention(..., return_lse=True)` returned them, out in the dtype of q
     causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, at,
     dropout, seed, layout, cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k, batch_invariant, check,
     deterministic : as given to `attention`
@@ -120,7 +120,7 @@ def attention_backward_jvp(
     dout : (B, Sq, Hq, Dv)
         Gradient of the loss with respect to `out`, in the dtype of q.
     q, k, v : as given to `attention`
-    out, lse : as `attention(..., return_lse=True)` returned them
+    out, lse : as `attention(..., return_lse=True)` returned them, out in the dtype of q
     causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, at,
     dropout, seed, layout, cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k, batch_invariant, check :
     as given to `attention`

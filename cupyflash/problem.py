@@ -18,7 +18,8 @@ from .passes import BACKWARD, FORWARD, Pass
 from .reals import positive, real
 from .score import Score
 
-FLOATS = ("float16", "bfloat16", "float32", "float64")
+HALVES = ("float16", "bfloat16")
+FLOATS = (*HALVES, "float32", "float64")
 FLOAT8 = "float8_e4m3fn"
 INPUTS = (*FLOATS, FLOAT8)
 OF_FLOAT8 = ("bfloat16", "float16", FLOAT8)  # what results of it may be, the first unless asked for
@@ -397,7 +398,7 @@ class AttentionProblem:
     @property
     def widened(self) -> bool:
         """Whether results of 16-bit inputs go to arrays of float32, and are not rounded."""
-        return self.dtype in ("float16", "bfloat16") and self.out_dtype == "float32"
+        return self.dtype in HALVES and self.out_dtype == "float32"
 
     @property
     def lse_dtype(self) -> str:

@@ -22,6 +22,7 @@ from .problem import (
     DROPOUT_STEPS,
     FLOAT8,
     FLOATS,
+    HALVES,
     INPUTS,
     LAYOUTS,
     OF_FLOAT8,
@@ -140,6 +141,7 @@ def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
         problem = _described(q, k, v, **given)
     except ValueError as error:
         raise of_layout(error, layout, lambda other: _described(q, k, v, **given | {"layout": other})) from None
+    _check_place(problem)
     doubt(problem, q, layout)
     return problem
 
@@ -187,7 +189,7 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
 
     diagonal = 0 if ragged or options["causal"] == "top_left" else sk - sq
     if options["at"] is not None:
-        diagonal = _diagonal_at(options["at"], options["dropout"], (fields["batch"], hq, sq, sk))
+        diagonal = options["at"][2] - options["at"][3]  # query i of all stands on key i
     if options["causal"] is not None:
         right = 0 if right is None else min(right, 0)
     if not ragged:
@@ -238,14 +240,16 @@ def _spread(row: ArrayRule, x: View, rank: int, packed: bool | None) -> tuple[st
     return row.spread(x, rank) if packed is None else lengths.spread(row, x, packed)
 
 
-def _diagonal_at(at: tuple[int, int, int, int], dropout: float, lengths: tuple[int, int, int, int]) -> int:
-    """Of a part of a whole: query i of all stands on key i."""
-    for axis, first, n in zip(AXES, at, lengths):
+def _check_place(problem: AttentionProblem) -> None:
+    """Of a part of a whole. (Nothing of layout: another one does not make it right.)"""
+    for axis, first in zip(AXES, problem.at or ()):
+        n = problem.extent(axis)
         if first + n > 2**31:
-            raise ValueError(f"at is {at}: the last {axis} would stand at {first + n - 1}; it must be less than 2**31")
-        if dropout and axis in ("query", "key") and first % 16:
-            raise ValueError(f"at is {at}; with dropout its {axis}, {first}, must be a multiple of 16")
-    return at[2] - at[3]
+            raise ValueError(
+                f"at is {problem.at}: the last {axis} would stand at {first + n - 1}; it must be less than 2**31"
+            )
+        if problem.dropout and axis in ("query", "key") and first % 16:
+            raise ValueError(f"at is {problem.at}; with dropout its {axis}, {first}, must be a multiple of 16")
 
 
 def _check_mask_kind(kind: MaskKind, problem: AttentionProblem, q: View) -> None:
@@ -340,6 +344,7 @@ def state(
         stated = _stated(views, targets, options, of)
     except ValueError as error:
         raise of_layout(error, layout, lambda other: _stated(views, targets, options | {"layout": other}, of)) from None
+    _check_place(stated[0])
     doubt(stated[0], views["q"], layout)
     return stated
 
@@ -359,6 +364,8 @@ def _stated(
         for name in of.inputs:  # dout, out, lse and dlse, and what a jvp gave
             if name in views and name not in "qkv" and name not in _TANGENTS:
                 shape, dtype = (lse, problem.lse_dtype) if name in PER_QUERY else (out, problem.dtype)
+                if name == "out" and dtype in HALVES and views[name].dtype == "float32":  # a forward may write it so
+                    raise TypeError(f"out has dtype float32; it must be {dtype}, that of q: round it for a backward")
                 check_like(argument_name(name), views[name], shape, dtype, q)
     if of.moved:
         problem = replace(problem, tangents=_check_tangents(views, problem, lse))
@@ -373,7 +380,7 @@ def _stated(
 def _into(targets: dict[str, View], problem: AttentionProblem, of: Pass) -> AttentionProblem:
     """Results of 16-bit inputs are not rounded where they go to arrays of float32."""
     dtypes = list(dict.fromkeys(x.dtype for x in targets.values()))
-    if of.moved or problem.dtype not in ("float16", "bfloat16") or dtypes in ([], [problem.dtype]):
+    if of.moved or problem.dtype not in HALVES or dtypes in ([], [problem.dtype]):
         return problem
     for name, x in targets.items():
         if x.dtype not in (problem.dtype, "float32"):

@@ -218,6 +218,8 @@ def test_merge_names_its_own_arguments() -> None:
         (lambda: Rows.zigzag(4, "2"), "size is '2'; it must be 1 or more, an integer"),  # type: ignore[arg-type]
         (lambda: Rows.balanced(4, 2, [1, 2, -1, 3]), "mask says -1.0 of a row"),
         (lambda: ROWS.take(X, -1), "rank is -1; it must be from 0 to 2"),
+        (lambda: ROWS.take(X, 0, axis=9), "axis is 9; it must be one of the 4 axes of x, shape"),
+        (lambda: ROWS.join([X] * 3, axis=-5), "axis is -5; it must be one of the 4 axes of parts[0], shape"),
         (lambda: ROWS.positions(3), "rank is 3; it must be from 0 to 2"),
         (lambda: parallel.simulated(0), "size is 0; it must be 1 or more, an integer"),
     ],

@@ -390,6 +390,22 @@ def test_of_nested_tensors_is_refused() -> None:
         (lambda: attention(q, k, other), ValueError, "^v is a nested tensor of other lengths than k; it must be "),
         (lambda: attention(q, k, v, layout="bhsd"), ValueError, r"axis 1 has the lengths; with layout='bhsd' it must"),
         (lambda: attention(q, k, v, out=q), ValueError, "^out is given, but q is a nested tensor, whose results are n"),
+        (lambda: attention(q, k, v, at=(0, 0, 0, 0)), ValueError, r"^at is .*, and q is a nested tensor; it must be N"),
+        (
+            lambda: attention(q, k, v, page_table=q.offsets()),
+            ValueError,
+            r"^page_table is given with k.offsets\(\), which says that",
+        ),
+        (
+            lambda: attention(q, k, v, key_mask=torch.ones(4, 2, dtype=torch.bool)),
+            ValueError,
+            r"more than k.offsets\(\)\[\d\]; it must be at most 2 more, as long as key_mask",
+        ),
+        (
+            lambda: cupyflash.attention_backward(q, q, k, v, q, x, grads=(q, k, v)),
+            ValueError,
+            "^grads is given, but q is a nested tensor",
+        ),
         (lambda: attention(holes, k, v), ValueError, r"^q is a nested tensor with holes; pass its contiguous\(\)"),
         (lambda: attention(torch.nested.nested_tensor([x[0]]), k, v), TypeError, f"^q is a nested tensor; {one}"),
         (lambda: cupyflash.merge([x, q], [x[..., 0], x[..., 0]]), TypeError, "is a nested tensor; it must be a dense"),

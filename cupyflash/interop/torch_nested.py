@@ -14,8 +14,12 @@ from torch.nested._internal.nested_tensor import NestedTensor
 
 from ..call import Arrays, Call
 from ..gradients import Gradients
+from ..other_names import renaming
 from ..passes import BY_ROWS
 from ..rules import argument_name
+
+# Errors name what is wrong of offsets by where these come from.
+_named = renaming(torch.compiler.is_compiling, cu_seqlens_q="q.offsets()", cu_seqlens_k="k.offsets()")
 
 OF_KEYS = frozenset(x for x in BY_ROWS if x.endswith(("k", "v")))  # k, v and their tangents
 REFUSED = "a nested tensor; it must be a dense one, or q, k and v all of layout torch.jagged"
@@ -23,11 +27,14 @@ REFUSED = "a nested tensor; it must be a dense one, or q, k and v all of layout 
 
 def run(call: Call, packed: Callable[[Call], Any]) -> Any:
     """The results of a call whose q is nested, by `packed`, which runs one of packed sequences."""
-    if call.targets:
-        raise ValueError(f"{next(iter(call.targets))} is given, but q is a nested tensor, whose results are new ones")
+    for name in call.targets:
+        given = "grads" if call.of.of_gradients else name
+        raise ValueError(f"{given} is given, but q is a nested tensor, whose results are new ones; it must be None")
+    if call.options["at"] is not None:
+        raise ValueError(f"at is {call.options['at']}, and q is a nested tensor; it must be None there")
     axis = 1 if call.options["layout"] == "bshd" else 2
     arrays = _packed(call.arrays, axis, call.options["layout"])
-    results = packed(call.but(arrays=arrays))
+    results = _named(packed)(call.but(arrays=arrays))
     q, k, v = (call.arrays[name] for name in "qkv")
     if not call.of.of_gradients:
         return _like(q, results[0], axis), results[1]

@@ -95,6 +95,7 @@ class Rows:
 
     def take(self, x: Any, rank: int, axis: int = 1) -> Any:
         """The rows of a rank of a whole array of any library, along `axis`: a copy."""
+        _check_axis("x", x, axis)
         if x.shape[axis] != self.length:
             raise ValueError(
                 f"x has {x.shape[axis]} rows along axis {axis}, shape {x.shape}; it must have {self.length}"
@@ -111,10 +112,12 @@ class Rows:
         """The whole, of what each rank has: the inverse of `take`."""
         if len(parts) != self.size:
             raise ValueError(f"parts holds {len(parts)} arrays; it must hold one for each of {self.size} ranks")
-        before, found = (slice(None),) * (axis % len(parts[0].shape)), []
+        found = []
         for rank, x in enumerate(parts):
+            _check_axis(f"parts[{rank}]", x, axis)
             if x.shape[axis] != self.count(rank):
                 raise ValueError(f"parts[{rank}] has {x.shape[axis]} rows; it must have {self.count(rank)}")
+            before = (slice(None),) * (axis % len(x.shape))
             found += [(span, x[(*before, slice(*own))]) for span, own in self.local(rank)]
         return concatenate([x for _, x in sorted(found, key=lambda y: y[0])] or [parts[0]], axis)
 
@@ -122,6 +125,12 @@ class Rows:
         """Of groups of so many neighbouring ranks, as one rank each: rows in their order."""
         groups = [self.chunks[n : n + ranks] for n in range(0, self.size, ranks)]
         return Rows(self.length, tuple(tuple(joined(x for spans in some for x in spans)) for some in groups))
+
+
+def _check_axis(name: str, x: Any, axis: int) -> None:
+    rank = len(x.shape)
+    if not -rank <= axis < rank:
+        raise ValueError(f"axis is {axis}; it must be one of the {rank} axes of {name}, shape {tuple(x.shape)}")
 
 
 def cut(length: int, parts: int, multiple: int = 1) -> list[Span]:
