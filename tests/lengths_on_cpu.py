@@ -9,7 +9,9 @@ import numpy as np
 from cuda_on_cpu import as_cpp, compile_all
 from on_cpu import Guarded, run
 from reference import state
+from semantics import Blocks
 
+from cupyflash import BlockMask
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import KernelPlan
 from cupyflash.gpu.plan import plan
@@ -148,6 +150,11 @@ class Sequences:
                 x = x.take([n] * self.count, axis)
         return np.ascontiguousarray(x)
 
+    def alone_blocks(self, n: int, blocks: Blocks) -> Blocks:
+        """The same of a block mask."""
+        seen = blocks.seen[n : n + 1].repeat(self.count, 0) if len(blocks.seen) > 1 else blocks.seen
+        return Blocks(np.ascontiguousarray(seen[:, :, : self.queries[n], : self.keys[n]]), blocks.block)
+
 
 class Ran:
     """A problem's plans, compiled: forward, backward and the gradients of arrays."""
@@ -173,6 +180,7 @@ class Ran:
         shapes: dict[str, tuple[int, ...]],
         last_first: bool = False,
         seed: int | None = None,
+        mask: BlockMask | None = None,
     ) -> dict[str, np.ndarray]:
         """Results by name. Programs are those compiled; the plans say grids and workspaces."""
         mapped = bool(self.plans[0].maps)  # TMA wants rows that begin at 16 bytes, as the corridor copies them
@@ -183,6 +191,9 @@ class Ran:
         for n, (library, kernels) in enumerate(zip(self.libraries, plans)):
             assert kernels.constants == self.plans[n].constants, "another program"
             spaces = {x.name: Guarded(x.shape, x.dtype) for x in kernels.workspace if x.nbytes}
+            for use in kernels.lists:
+                found = mask.list_for(use)
+                spaces[use.name] = Guarded(found.shape, found.dtype, found)
             if n == 0:
                 run(library, kernels, problem, results | inputs | spaces, last_first, 2, seed)
                 for name in ("out", "lse"):
@@ -219,10 +230,15 @@ def check(
     tiles: dict[str, Any] | None = None,
     last_first: bool = False,
     seed: int | None = None,
+    blocks: Blocks | None = None,
 ) -> dict[str, np.ndarray]:
     """Forward and backward of all at once, and of each by itself: out, lse, dq, dk and dv are to the bit the same, and
-    0, or -inf, what belongs to nobody."""
+    0, or -inf, what belongs to nobody. `blocks`: a block mask, as long as any sequence or longer."""
     options, others, tiles = options or {}, others or {}, tiles or {}
+    mask = None
+    if blocks is not None:
+        mask = blocks.mask()
+        options = options | {"block_mask": mask}
     backward = backward and of.k != "paged"
     arrays = {name: others[name].shape for name in GRADIENTS if name in others} if backward else {}
     q, k, v, dout, dlse = of.of_queries("q"), of.of_keys("k"), of.of_keys("v"), of.of_queries("dout"), of.own_dlse()
@@ -238,7 +254,7 @@ def check(
     if not backward:
         shapes = {name: shapes[name] for name in ("out", "lse")}
     plans = plans_of(problem, arch, family, backward, arrays, tiles)
-    found = Ran(plans)(problem, plans, given, shapes, last_first, seed)
+    found = Ran(plans)(problem, plans, given, shapes, last_first, seed, mask)
 
     sums = {name: np.zeros(shape) for name, shape in arrays.items()}
     dense: dict[Any, Ran] = {}  # programs may follow from lengths
@@ -246,6 +262,9 @@ def check(
         own = {name: of.alone(n, name, x) for name, x in others.items()}
         batch = {name: np.stack([rows[n]] * of.count) for name, rows in of.own.items()}
         bounds = {"left": problem.left, "right": problem.right}
+        if blocks is not None:
+            mask = of.alone_blocks(n, blocks).mask()
+            options = options | {"block_mask": mask}
         one = replace(state(batch["q"], batch["k"], batch["v"], **options, **own, **seeds), **bounds)
         shape = {name: batch[name].shape for name in ("q", "k", "v")}
         want = {"out": batch["dout"].shape, "lse": batch["dlse"].shape} | {f"d{name}": x for name, x in shape.items()}
@@ -261,7 +280,7 @@ def check(
             program = tuple(x.constants for x in made)
             if program not in dense:
                 dense[program] = Ran(made)
-            results = dense[program](one, made, batch | own, want, last_first, seed)
+            results = dense[program](one, made, batch | own, want, last_first, seed, mask)
         compare(of, n, found, results, want)
         add_gradients(of, n, sums, results, others)
     for name, exact in sums.items():

@@ -311,6 +311,10 @@ def test_lists(use: ListUse, rng: np.random.Generator) -> None:
         block = tuple(int(16 * n) for n in rng.integers(1, 9, 2))
         blocks = draw_blocks(rng, shape, block)
         assert_list_says(blocks.mask().list_for(use), use, blocks.seen)
+        # Where sequences are shorter than the mask: of what they can have.
+        some = tuple(int(rng.integers(1, n + 1)) for n in shape[2:])
+        part = use._replace(seq=some)
+        assert_list_says(blocks.mask().list_for(part), part, blocks.seen[:, :, : some[0], : some[1]])
 
 
 def assert_list_says(found: np.ndarray, use: ListUse, seen: np.ndarray) -> None:

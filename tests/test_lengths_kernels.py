@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 from cuda_on_cpu import cases, needs_compiler
-from lengths_on_cpu import Sequences, check, check_nonsense
+from lengths_on_cpu import WIDTH, Sequences, check, check_nonsense
+from semantics import draw_blocks
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import key_tiles, places, query_tiles
@@ -74,6 +75,32 @@ def test_each_as_by_itself(case: str, rng: np.random.Generator) -> None:
     family, case = case.split(": ")
     of, options, others = CASES[case](rng)
     check(family, ARCHS[family], of, options, others, seed=5 if "seed" in others else None)
+
+
+# Queries and keys of a block mask, and whether a bias that is shorter stands beside it.
+MASKS = {
+    "longer than all rows": ({"k": "packed"}, (150, 230), False),
+    "longer than caches, beside a bias": ({"k": "cache"}, (140, 130), True),
+    "as long as sequences": ({"k": "packed"}, (70, 92), False),
+    "beside a bias that is shorter": ({"k": "packed", "dtype": "float16"}, (90, 190), True),
+}  # fmt: skip
+
+
+@cases([f"{family}: {case}" for family in ARCHS for case in MASKS], "simt: beside a bias that is shorter")
+def test_a_block_mask_of_any_length(case: str, rng: np.random.Generator) -> None:
+    """It is by sequence and position, and what no sequence reaches does not count; as NumPy's, too."""
+    from cupyflash import attention
+
+    family, case = case.split(": ")
+    how, longest, biased = MASKS[case]
+    of = packed(rng, **how)
+    blocks = draw_blocks(rng, (N, HEADS, *longest), (16, 32))
+    others = {"bias": rng.standard_normal((1, HEADS, 66, 91)).astype(WIDTH[of.dtype])} if biased else {}
+    found = check(family, ARCHS[family], of, {"window": (60, 9)}, others, blocks=blocks)
+    q, k, v = of.of_queries("q"), of.of_keys("k"), of.of_keys("v")
+    want = attention(q, k, v, window=(60, 9), block_mask=blocks.mask(), **others, **of.lengths())
+    tolerance = 1e-2 if of.dtype == "float16" else 1e-5
+    np.testing.assert_allclose(found["out"], want, rtol=tolerance, atol=tolerance)
 
 
 SMALL: dict[str, Any] = {"dims": (8, 8), "heads": (2, 1)}

@@ -115,7 +115,7 @@ class BlockMask:
         found = self._lists.get(use)
         if found is None:
             with _on(self.kind.device) as xp:
-                found = tile_lists.make(xp, self._slots, self._bits, self.block, self.shape[2:], use)
+                found = tile_lists.make(xp, self._slots, self._bits, self.block, use.seq or self.shape[2:], use)
                 # Another thread may have made it too, and launched with it: that one is kept.
                 found = self._lists.setdefault(use, found if xp is np else _of_its_own(found))
         return found

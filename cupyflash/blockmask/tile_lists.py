@@ -28,6 +28,7 @@ class ListUse(NamedTuple):
     bits: (
         str | None
     )  # of partial tiles: "queries" by "keys" (rows are queries), or the other way round; None: not asked
+    seq: tuple[int, int] | None = None  # of how many of the mask's queries and keys, the first ones; None: of all
 
 
 def make(xp: ModuleType, slots: Any, bits: Any, block: tuple[int, int], seq: tuple[int, ...], use: ListUse) -> Any:

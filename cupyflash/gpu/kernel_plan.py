@@ -177,8 +177,10 @@ def scored(problem: AttentionProblem) -> bool:
 
 
 def lists(problem: AttentionProblem, *uses: ListUse) -> tuple[ListUse, ...]:
-    """What a plan asks of a block mask, where there is one."""
-    return uses if problem.block_mask is not None else ()
+    """What a plan asks of a block mask, where there is one: of what is longer than a sequence may be, the part that
+    sequences have."""
+    seq = (problem.seq_q, problem.seq_k) if problem.ragged else None
+    return tuple(use._replace(seq=seq) for use in uses) if problem.block_mask is not None else ()
 
 
 def both_ways(problem: AttentionProblem, rows: int, keys: int, bits: str) -> tuple[ListUse, ...]:
