@@ -139,7 +139,7 @@ def assert_equal(problem: Problem, found: list[Any], expected: tuple[Any, ...], 
 
 PLANS = {
     "keys": {"exchange": "keys"},
-    "groups": {"exchange": "keys", "groups": 1},
+    "groups": {"exchange": "keys", "groups": 4},
     "stretches": {"exchange": "keys", "stretches": 2},
 }
 
@@ -160,7 +160,8 @@ def test_heads_have_the_bits_of_one_device(name: str) -> None:
     for size in (2, 4):
         rows = Rows.zigzag(144, size, multiple=16)
         problem = Problem(rng, rows, rows, WHAT[name])
-        found, (out, lse, grads) = problem.on(parallel.simulated(size), {"exchange": "heads"}), problem.one()
+        plan = {"exchange": "heads", "groups": 4 // size}
+        found, (out, lse, grads) = problem.on(parallel.simulated(size, delay=1e-4), plan), problem.one()
         whole = problem.joined(found)
         for x, y in [("out", out), ("lse", lse), ("dq", grads.dq), ("dk", grads.dk), ("dv", grads.dv)]:
             np.testing.assert_array_equal(whole[x], y, err_msg=x)
@@ -209,7 +210,7 @@ def test_random_combinations() -> None:
         problem = Problem(rng, make(sq), make(sk), what, heads=((8, 8), (6, 2), (4, 1))[rng.integers(3)])
         plan = list(PLANS.values())[rng.integers(3)]
         if plan.get("groups", 1) > problem.k.shape[2]:
-            plan = {"exchange": "keys"}
+            plan = {"exchange": "keys", "groups": problem.k.shape[2]}
         assert_equal(problem, problem.on(parallel.simulated(size), plan), problem.one())
 
 
@@ -242,10 +243,11 @@ def test_the_same_bits_in_every_run_in_whichever_order_messages_come() -> None:
     problem = Problem(rng, rows, rows, WHAT["causal"], heads=(4, 2))
     for name in ("q", "k", "v", "dout"):
         setattr(problem, name, getattr(problem, name).astype(np.float32))
-    first = problem.joined(problem.on(parallel.simulated(size, seed=0), {"exchange": "keys"}, deterministic=True))
+    how = {"exchange": "keys", "groups": 2}
+    first = problem.joined(problem.on(parallel.simulated(size, seed=0), how, deterministic=True))
     for seed in range(1, 6):
         ranks = parallel.simulated(size, seed=seed, delay=1e-3)
-        again = problem.joined(problem.on(ranks, {"exchange": "keys"}, deterministic=True))
+        again = problem.joined(problem.on(ranks, how, deterministic=True))
         for name, x in first.items():
             np.testing.assert_array_equal(again[name], x, err_msg=name)
 

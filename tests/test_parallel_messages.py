@@ -98,7 +98,7 @@ def test_what_is_wrong_on_all_ranks(call: Callable[[Any, Any], Any], message: st
         ({"scale": 0.5}, r"scale is None on rank 0 and 0\.5 on rank 1"),
         ({"dropout": 0.5, "seed": 1}, "dropout is 0.0 on rank 0 and 0.5 on rank 1"),
         ({"exchange": "heads"}, "exchange is 'keys' on rank 0 and 'heads' on rank 1"),
-        ({"groups": 1}, "groups is 6 on rank 0 and 1 on rank 1"),
+        ({"groups": 2}, "groups is 1 on rank 0 and 2 on rank 1"),
         ({"sinks": np.zeros(6, np.float32)}, "sinks is not given on rank 0 and of float32"),
         ({"score": lambda s, b, h, i, j: 2 * s}, "score is None on rank 0 and '"),
         ({"rows": Rows(48, (ROWS.chunks[2], ROWS.chunks[1], ROWS.chunks[0]))}, "rows is 48 rows .* on rank 0 and 48"),

@@ -22,8 +22,14 @@ def of(group: Any) -> Group:
         from .torch_group import TorchGroup
 
         return TorchGroup(group)
+    if type(group).__module__.partition(".")[0] in ("cupy", "cupyx", "cupy_backends"):
+        from .nccl import NcclGroup
+
+        return NcclGroup(group)
     name = f"{type(group).__module__}.{type(group).__qualname__}".removeprefix("builtins.")
-    raise TypeError(f"group is a {name}; it must be parallel.simulated(n)'s, an mpi4py communicator or PyTorch's")
+    raise TypeError(
+        f"group is a {name}; it must be parallel.simulated(n)'s, PyTorch's, an mpi4py communicator or CuPy's of NCCL"
+    )
 
 
 def named(group: Any, library: str | None = None) -> Any:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from .rows import Span
+from ..namespaces import namespace
 
 SIXTEEN = ("float16", "bfloat16")
 
 
+def library(x: Any) -> str:
+    """ "numpy", "torch", "cupy", ...: whose array it is."""
+    return "numpy" if isinstance(x, np.ndarray) else type(x).__module__.partition(".")[0]
+
+
 def empty(shape: tuple[int, ...], like: Any, dtype: Any = None) -> Any:
     """Room of the library, the device and (unless another is named) the dtype of `like`."""
-    if isinstance(like, np.ndarray):
-        return np.empty(shape, like.dtype if dtype is None else dtype)
-    import torch
-
-    return torch.empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype), device=like.device)
+    kind = library(like)
+    if kind == "torch":
+        torch = namespace(kind)
+        return torch.empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype), device=like.device)
+    return namespace(kind).empty(shape, like.dtype if dtype is None else dtype)
 
 
 def zeros(shape: tuple[int, ...], like: Any, dtype: Any = None) -> Any:
@@ -31,15 +37,34 @@ def wide(x: Any) -> str | None:
     return "float32" if str(x.dtype).removeprefix("torch.") in SIXTEEN else None
 
 
+def beside(x: Any) -> bool:
+    """Whether its elements lie side by side, in their order."""
+    return bool(x.is_contiguous() if library(x) == "torch" else x.flags.c_contiguous)
+
+
 def packed(x: Any) -> Any:
     """x, or a copy, with its elements side by side."""
-    return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x.contiguous()
+    return x if beside(x) else x.contiguous() if library(x) == "torch" else namespace(library(x)).ascontiguousarray(x)
 
 
 def put(target: Any, x: Any) -> None:
     """Write, rounded to the target's dtype."""
     with np.errstate(over="ignore"):
         target[...] = x
+
+
+def put_sum(target: Any, parts: Sequence[Any]) -> None:
+    """Write the sum of arrays of one dtype, added in their order and rounded once."""
+    if len(parts) == 1:
+        put(target, parts[0])
+        return
+    total = parts[0]
+    for x in parts[1:-1]:
+        total = total + x
+    if library(target) == "torch":
+        namespace("torch").add(total, parts[-1], out=target)
+    else:
+        put(target, total + parts[-1])
 
 
 def four(x: Any, layout: str) -> Any:
@@ -53,27 +78,3 @@ def four(x: Any, layout: str) -> Any:
 def three(lse: Any) -> Any:
     """A number for each row, (B, H, S), of what the caller has."""
     return lse[(None,) * (3 - len(lse.shape))]
-
-
-def rows_of(x: Any, spans: tuple[Span, ...], heads: slice) -> Any:
-    """Some rows and heads of (B, S, H, D), side by side."""
-    count = sum(b - a for a, b in spans)
-    if len(spans) == 1:
-        return packed(x[:, slice(*spans[0]), heads])
-    found, at = empty((x.shape[0], count, len(range(x.shape[2])[heads]), x.shape[3]), x), 0
-    for a, b in spans:
-        found[:, at : at + b - a] = x[:, a:b, heads]
-        at += b - a
-    return found
-
-
-def spread(target: Any, spans: tuple[Span, ...], x: Any, add: bool = False) -> None:
-    """Such rows to where they belong: written there, or added."""
-    at = 0
-    for a, b in spans:
-        part = x[:, at : at + b - a]
-        if add:
-            target[:, a:b] += part
-        else:
-            put(target[:, a:b], part)
-        at += b - a

@@ -23,7 +23,7 @@ from .arrays import four, three
 from .groups import Alone, Group
 from .masks import RowsMask
 from .rows import Rows, Span
-from .steps import Band, Blocks, Sight
+from .steps import Band, Blocks, Sight, reach, usual_groups
 
 EXCHANGES = ("keys", "heads")
 ALIGNED = 16  # rows at whose multiples parts begin under dropout
@@ -136,6 +136,8 @@ def check(
         raise TypeError(f"q has dtype {FLOAT8}; parallel.{function} takes float16, bfloat16, float32 and float64")
     if given.get("family") is not None and not lib.on_gpu(arrays["q"]):
         refuse_family(given["family"], lib.kind)
+    for ranks in (team, keys):
+        _check_place(ranks, lib, arrays["q"], views["q"].device)
     size = team.size * keys.size
     rows, key_rows = _rows(plan, size, keys.rank * team.size + team.rank, views, layout)
     if mask is not None and not isinstance(mask, RowsMask):
@@ -160,7 +162,7 @@ def check(
         _check_one_each(views, ("bias",), rows, "reduce must be False, with a sum by the caller where it is for all")
     sight, shift = _sight(problem, options, rows, key_rows)
     asked = Asked(
-        team, keys, rows, key_rows, *_shares(plan, problem, team, keys), layout,
+        team, keys, rows, key_rows, *_shares(plan, problem, team, keys, sight, rows), layout,
         {name: x for name, x in options.items() if name not in ("layout", "block_mask", *_LATER)}
         | {"seed": number if seed is None else seed, "score_arrays": reads, "family": given.get("family")},
         {row.name: arrays[row.name] for row in ARRAYS if row.name in arrays and row.name != "seed"},
@@ -183,6 +185,14 @@ def check(
         told = "an array" if lib.on_gpu(arrays["q"]) else lib.to_numpy(arrays["seed"]).item()
     asked.said = _said(asked, views, stated, exchange, function, told)
     return asked
+
+
+def _check_place(group: Any, lib: Any, q: Any, device: str) -> None:
+    """TypeError for arrays that a group does not send."""
+    if hasattr(group, "refuses"):
+        on_gpu = lib.on_gpu(q)
+        if must := group.refuses(lib.kind, on_gpu, lib.device(q) if on_gpu else None):
+            raise TypeError(f"q is a {lib.kind} array on {device}; it must be {must}")
 
 
 def _rows(plan: dict[str, Any], size: int, rank: int, views: dict[str, Any], layout: str) -> tuple[Rows, Rows]:
@@ -246,10 +256,13 @@ def _sight(
     return Band(key_rows.length, left, right, diagonal), shift
 
 
-def _shares(plan: dict[str, Any], problem: AttentionProblem, team: Group, keys: Group) -> tuple[int, int]:
+def _shares(
+    plan: dict[str, Any], problem: AttentionProblem, team: Group, keys: Group, sight: Sight, rows: Rows
+) -> tuple[int, int]:
     """Groups of key heads, and stretches of the keys."""
-    heads = max(1, problem.heads_k // team.size)
-    usual = heads if keys.size > 1 else 1
+    heads, size = max(1, problem.heads_k // team.size), team.size * keys.size
+    work = 2 * (problem.dim + problem.dim_v) * problem.batch * problem.heads_q * reach(rows, sight) / size
+    usual = usual_groups(heads, work) if size > 1 else 1
     found = []
     for name, default, most in (("groups", usual, heads), ("stretches", 1, 1 << 20)):
         n = plan[name]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from .. import api
 from ..gradients import Gradients
+from ..namespaces import cast, namespace
 from . import run
 from .adapters import of
 from .agree import agree
-from .arrays import empty, four, three, wide
+from .arrays import empty, four, library, packed, three, wide
 from .asked import Asked, check, groups_of, usual_exchange
 from .rows import Rows
 
@@ -144,13 +144,21 @@ def merge(out: Any, lse: Any, group: Any, *, layout: str = "bshd") -> tuple[Any,
     except Exception as wrong:  # noqa: BLE001 - raised on all ranks
         error = _renamed(wrong)
     agree([ranks], said, error)
+    _prepare([ranks], out)
     kind = wide(out)
-    own = out if kind is None else out.astype(kind) if isinstance(out, np.ndarray) else out.float()
+    own = out if kind is None else cast(out, getattr(namespace(library(out)), kind))
     parts = [_gathered(ranks, x) for x in (own, lse)]
     found, norm = api.merge(*parts, layout=layout)
     if kind is not None:
-        found = found.astype(out.dtype) if isinstance(out, np.ndarray) else found.to(out.dtype)
+        found = cast(found, out.dtype)
     return found, norm
+
+
+def _prepare(ranks: Sequence[Any], x: Any) -> None:
+    """Have groups make what they need to send such arrays: all ranks do it at once."""
+    for group in ranks:
+        if hasattr(group, "prepare"):
+            group.prepare(library(x))
 
 
 def _renamed(error: Exception) -> Exception:
@@ -159,8 +167,6 @@ def _renamed(error: Exception) -> Exception:
 
 
 def _gathered(ranks: Any, x: Any) -> list[Any]:
-    from .arrays import packed
-
     own, others = packed(x), [r for r in range(ranks.size) if r != ranks.rank]
     rooms = {r: empty(tuple(x.shape), x) for r in others} | {ranks.rank: own}
     ranks.exchange([(r, own) for r in others], [(r, rooms[r]) for r in others]).wait()
@@ -192,6 +198,7 @@ def _agreed(
         error = wrong
     agree(ranks, asked.said if asked is not None else {}, error)
     assert asked is not None
+    _prepare(ranks, operands["q"])
     return asked
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..problem import ITEMSIZE, check_layout, float_name
 from .asked import EXCHANGES
 from .rows import Rows, Span
-from .steps import Band, Round, rounds
+from .steps import Band, Round, reach, rounds, usual_groups
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ def explain(
     left, right = window or (None, None)
     right = (0 if right is None else min(right, 0)) if causal else right
     band = Band(keys.length, left, right, 0 if causal == "top_left" else keys.length - length)
-    groups = groups or hk
+    work = 4 * batch * heads * dim * reach(rows, band) / size
+    groups = groups or usual_groups(hk // size if kind == "heads" else hk, work)
     plans = [rounds(rows, keys, band, r, hk, groups=groups, stretches=stretches, block=16) for r in range(size)]
     pairs = [sum(_pairs(band, span) for span in rows.chunks[r]) for r in range(size)]
     if kind == "heads":
@@ -117,7 +118,7 @@ def explain(
 
 
 def _lines(
-    kind: str, rows: Rows, plans: list[list[Round]], found: list[Rank], groups: int, stretches: int, m: Machine
+    kind: str, rows: Rows, plans: list[tuple[Round, ...]], found: list[Rank], groups: int, stretches: int, m: Machine
 ) -> list[str]:
     size = rows.size
     how = f", {groups} groups of key heads, {stretches} stretches" if kind == "keys" else ""
@@ -147,7 +148,7 @@ def _lines(
     return lines
 
 
-def _sent(plan: list[Round]) -> tuple[int, int]:
+def _sent(plan: tuple[Round, ...]) -> tuple[int, int]:
     """Rows of K that a rank sends, and rows of gradients that it sends back."""
     there = sum(b - a for of in plan for x in of.sends for a, b in x.rows)
     back = sum(b - a for of in plan for x in of.receives if x.source != x.target for a, b in x.rows)

@@ -16,7 +16,11 @@ class Pending(Protocol):
 
 
 class Group(Protocol):
-    """Some ranks. Each makes the same calls, in the same order."""
+    """Some ranks. Each makes the same calls, in the same order.
+
+    It may also have `refuses(kind, on_gpu, ordinal)`, which says of arrays of a library on a device what they must be
+    in their place, or None; and `prepare(kind)`, which all ranks call before such arrays are sent.
+    """
 
     @property
     def rank(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,9 @@ import numpy as np
 from ..api import attention, attention_backward, merge
 from .arrays import empty, put, wide, zeros
 from .asked import Asked, index, own_rows
-from .rows import Rows, Span
+from .rows import Rows, Span, cut, joined
 from .steps import Deal, Round, Step, deal, rounds
-from .transfers import Keys, Returns, from_heads, summed, to_heads
+from .transfers import Dealt, FromHeads, Keys, Returns, ToHeads, summed
 
 
 @dataclass
@@ -24,25 +24,36 @@ class Part:
     rows: Rows
     key_rows: Rows
     heads: Span  # of the keys, among all
+    groups: int
 
     @classmethod
     def of(cls, asked: Asked) -> Part:
-        size, heads = asked.team.size, asked.problem.heads_k
-        if size == 1:
-            return cls(asked, asked.rows, asked.key_rows, (0, heads))
-        first = asked.team.rank * (heads // size)
-        return cls(asked, asked.rows.together(size), asked.key_rows.together(size), (first, first + heads // size))
+        size = asked.team.size
+        heads = asked.problem.heads_k // size
+        first = asked.team.rank * heads
+        rows, key_rows = (x if size == 1 else x.together(size) for x in (asked.rows, asked.key_rows))
+        return cls(asked, rows, key_rows, (first, first + heads), asked.groups)
 
     @property
     def group_of(self) -> int:
         """Query heads of a key head."""
         return self.asked.problem.group if self.asked.problem.heads_k else 1
 
-    def rounds(self) -> list[Round]:
+    def dealt(self) -> list[tuple[Part, Span]]:
+        """In which groups heads are handed over, and which of the rank's they are: while one is computed, the next
+        comes. Where keys travel too, it is theirs that do so."""
+        first, last = self.heads
+        if self.asked.group.size > 1:
+            return [(self, (0, last - first))]
+        return [
+            (replace(self, heads=(first + a, first + b), groups=1), (a, b)) for a, b in cut(last - first, self.groups)
+        ]
+
+    def rounds(self) -> Sequence[Round]:
         asked = self.asked
         return rounds(
             self.rows, self.key_rows, asked.sight, asked.group.rank, self.heads[1] - self.heads[0],
-            groups=asked.groups, stretches=asked.stretches, block=asked.block,
+            groups=self.groups, stretches=asked.stretches, block=asked.block,
         )  # fmt: skip
 
     def query_heads(self, of: Round) -> slice:
@@ -71,26 +82,62 @@ class Part:
         ranks, heads = range(first, first + team.size), self.asked.problem.heads_k
         return deal(self.asked.rows, ranks, heads), deal(self.asked.key_rows, ranks, heads)
 
+    def to_heads(self, xs: dict[str, Any], some: Span) -> ToHeads:
+        of_q, of_k = self.deals()
+        found = [
+            Dealt(of_k, 1, x) if name in ("k", "v") else Dealt(of_q, self.group_of, _of_rows(name, x))
+            for name, x in xs.items()
+        ]
+        return ToHeads(self.asked.team, found, some)
+
+    def from_heads(self, xs: dict[str, Any], targets: dict[str, Any], some: Span) -> FromHeads:
+        of_q, of_k = self.deals()
+        found = [
+            Dealt(of_k, 1, x) if name in ("k", "v") else Dealt(of_q, self.group_of, _of_rows(name, x))
+            for name, x in xs.items()
+        ]
+        return FromHeads(self.asked.team, found, some, [_of_rows(name, x) for name, x in targets.items()])
+
 
 def forward(asked: Asked, out: Any, lse: Any) -> None:
     """Writes out (B, S, H, Dv) and lse (B, H, S) of this rank's rows."""
-    part, (q, k, v) = Part.of(asked), (asked.operands[x] for x in "qkv")
+    part, xs = Part.of(asked), {x: asked.operands[x] for x in "qkv"}
     if asked.team.size == 1:
-        _forward(part, q, k, v, out, lse)
+        _forward(part, xs, out, lse)
         return
-    of_q, of_k = part.deals()
-    (q,) = to_heads(asked.team, of_q, part.group_of, [q])
-    k, v = to_heads(asked.team, of_k, 1, [k, v])
-    own, own_lse = empty((*q.shape[:3], out.shape[3]), out), empty((q.shape[0], q.shape[2], q.shape[1]), lse)
-    _forward(part, q, k, v, own, own_lse)
-    from_heads(asked.team, of_q, part.group_of, [own], [out])
-    from_heads(asked.team, of_q, part.group_of, [_as_rows(own_lse)], [_as_rows(lse)])
+
+    def run(some: Part, moved: dict[str, Any]) -> dict[str, Any]:
+        q = moved["q"]
+        own = empty((*q.shape[:3], out.shape[3]), out)
+        own_lse = empty((q.shape[0], q.shape[2], q.shape[1]), lse)
+        _forward(some, moved, own, own_lse)
+        return {"out": own, "lse": own_lse}
+
+    _in_heads(part, xs, {"out": out, "lse": lse}, run)
 
 
-def _forward(part: Part, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
-    merging = part.asked.stretches > 1
+def _in_heads(
+    part: Part, xs: dict[str, Any], targets: dict[str, Any], run: Callable[[Part, dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Hand rows over for heads, `run` with them, and hand its results back: those of the next group of heads, and of
+    the one before, travel meanwhile."""
+    groups = part.dealt()
+    back = []
+    coming = part.to_heads(xs, groups[0][1]) if groups else None
+    for n, (some, heads) in enumerate(groups):
+        assert coming is not None
+        here = coming
+        coming = part.to_heads(xs, groups[n + 1][1]) if n + 1 < len(groups) else None
+        moved = {name: _of_rows(name, x) for name, x in zip(xs, here.wait())}
+        back.append(part.from_heads(run(some, moved), targets, heads))
+    for x in back:
+        x.wait()
+
+
+def _forward(part: Part, xs: dict[str, Any], out: Any, lse: Any) -> None:
+    q, merging = xs["q"], part.asked.stretches > 1
     sums = empty(tuple(out.shape), out, wide(out)) if merging else out
-    for of, k_of, v_of in _rounds(part, k, v):
+    for of, k_of, v_of in _rounds(part, xs["k"], xs["v"]):
         heads = part.query_heads(of)
         for step in of.steps:
             options, _ = part.options(of, step)
@@ -110,23 +157,20 @@ def _forward(part: Part, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
 
 def backward(asked: Asked, dq: Any, dk: Any, dv: Any) -> dict[str, Any]:
     """Writes the gradients of this rank's rows; those of the arrays that `wrt` names, this rank's part of them."""
-    part = Part.of(asked)
+    part, grads = Part.of(asked), {"q": dq, "k": dk, "v": dv}
     names: list[str] = [x for x in ("q", "dout", "out", "k", "v", "lse", "dlse") if x in asked.operands]
     xs = {name: asked.operands[name] for name in names}
     of_arrays = {name: zeros(tuple(x.shape), x, wide(x)) for name, x in _of_wrt(asked).items()}
     if asked.team.size == 1:
-        _backward(part, xs, (dq, dk, dv), of_arrays)
+        _backward(part, xs, grads, of_arrays)
     else:
-        of_q, of_k = part.deals()
-        of_queries = [name for name in names if name not in ("k", "v")]
-        given = [_as_rows(xs[x]) if x in ("lse", "dlse") else xs[x] for x in of_queries]
-        found = to_heads(asked.team, of_q, part.group_of, given)
-        moved = {n: _as_rows(x) if n in ("lse", "dlse") else x for n, x in zip(of_queries, found)}
-        moved |= zip("kv", to_heads(asked.team, of_k, 1, [xs["k"], xs["v"]]))
-        grads = tuple(empty(tuple(moved[x].shape), moved[x]) for x in "qkv")
-        _backward(part, moved, grads, of_arrays)
-        from_heads(asked.team, of_q, part.group_of, [grads[0]], [dq])
-        from_heads(asked.team, of_k, 1, list(grads[1:]), [dk, dv])
+
+        def run(some: Part, moved: dict[str, Any]) -> dict[str, Any]:
+            own = {x: empty(tuple(moved[x].shape), moved[x]) for x in "qkv"}
+            _backward(some, moved, own, of_arrays)
+            return own
+
+        _in_heads(part, xs, grads, run)
     if asked.reduce:
         for name, x in of_arrays.items():
             if name != "bias" or not _any(asked, own_rows(asked.arrays[name])):  # with rows of its own it is whole
@@ -134,36 +178,87 @@ def backward(asked: Asked, dq: Any, dk: Any, dv: Any) -> dict[str, Any]:
     return {name: _rounded(x, _of_wrt(asked)[name]) for name, x in of_arrays.items()}
 
 
-def _backward(part: Part, xs: dict[str, Any], grads: Any, of_arrays: dict[str, Any]) -> None:
-    asked = part.asked
-    dq, dk, dv = grads
-    wide_q, wide_k, wide_v = (x if wide(x) is None else empty(tuple(x.shape), x, wide(x)) for x in grads)
-    for x in (wide_q, wide_k, wide_v):
-        x[...] = 0
-    returns: list[Returns] = []
+def _backward(part: Part, xs: dict[str, Any], grads: dict[str, Any], of_arrays: dict[str, Any]) -> None:
+    dq, dk, dv = (grads[x] for x in "qkv")
+    plan = part.rounds()
+    if _unseen(part, dk.shape[1]):
+        dk[...] = 0
+        dv[...] = 0
+    returns: Returns | None = None
     for of, k_of, v_of in _rounds(part, xs["k"], xs["v"]):
         heads = part.query_heads(of)
-        own = tuple(zeros(tuple(x.shape), x, wide(x)) for x in (k_of, v_of))
+        whole = len(plan) == 1 and _alone(part, of, dk.shape[1])  # nothing is added to anything
+        if whole:
+            sums, own = dq[:, :, heads], (dk, dv)
+        else:
+            if of.first:
+                sums = empty(tuple(dq[:, :, heads].shape), dq, wide(dq))
+            own = (empty(tuple(k_of.shape), dk, wide(dk)), empty(tuple(v_of.shape), dv, wide(dv)))
+        written = _Written(own)
         for step in of.steps:
             options, places = part.options(of, step)
             rows, keys = slice(*step.local), slice(*step.here)
             of_q = {n: x[:, heads, rows] if n in ("lse", "dlse") else x[:, rows, heads]
                 for n, x in xs.items() if n not in ("k", "v")}  # fmt: skip
+            into = (sums[:, rows] if of.first else empty(tuple(of_q["q"].shape), sums), *written.room(step.here))
             found = attention_backward(
                 of_q["dout"], of_q["q"], k_of[:, keys], v_of[:, keys], of_q["out"], of_q["lse"],
-                dlse=of_q.get("dlse"), grads=(wide_q[:, rows, heads], own[0][:, keys], own[1][:, keys]), add=True,
-                wrt=[_called(x) for x in asked.wrt if x != "sinks" or of.first], **options,
+                dlse=of_q.get("dlse"), grads=into, wrt=[_called(x) for x in part.asked.wrt if x != "sinks" or of.first],
+                **options,
             )  # fmt: skip
+            if not of.first:
+                sums[:, rows] += into[0]
+            written.add(step.here, into[1:])
             for name, x in found.of_arrays.items():
                 of_arrays[name][places.get(name, ...)] += x
-        returns.append(Returns(asked.group, of, own))
-        if len(returns) > 1:  # these travelled while the last was computed
-            returns.pop(0).add_to(wide_k, wide_v)
-    for x in returns:
-        x.add_to(wide_k, wide_v)
-    for target, x in zip((dq, dk, dv), (wide_q, wide_k, wide_v)):
-        if target is not x:
-            put(target, x)
+        if whole:
+            return
+        if of.last:
+            put(dq[:, :, heads], sums)
+        sent = Returns(part.asked.group, of, own)
+        if returns is not None:  # these travelled while the last was computed
+            returns.write(dk, dv)
+        returns = sent
+    if returns is not None:
+        returns.write(dk, dv)
+
+
+class _Written:
+    """Sums of gradients of a round's keys, of which not all need be there: the first of them are written, others added
+    to them."""
+
+    def __init__(self, sums: tuple[Any, Any]) -> None:
+        self._sums, self._begun = sums, False
+
+    def room(self, keys: Span) -> list[Any]:
+        """Where a call is to write its part: of the sums, if it is the first and has all keys, or beside them."""
+        if not self._begun and keys == (0, self._sums[0].shape[1]):
+            return list(self._sums)
+        if not self._begun:
+            for x in self._sums:
+                x[...] = 0
+            self._begun = True
+        return [empty((x.shape[0], keys[1] - keys[0], *x.shape[2:]), x) for x in self._sums]
+
+    def add(self, keys: Span, parts: Sequence[Any]) -> None:
+        if not self._begun:
+            self._begun = True
+            return
+        for x, part in zip(self._sums, parts):
+            x[:, slice(*keys)] += part
+
+
+def _alone(part: Part, of: Round, count: int) -> bool:
+    """Whether one call gives all of a round's gradients, of all `count` rows of k."""
+    return part.asked.group.size == 1 and len(of.steps) == 1 and of.steps[0].here == (0, count)
+
+
+def _unseen(part: Part, count: int) -> bool:
+    """Whether a row of k is in no call, so that its gradient, zero, comes from none."""
+    plan = part.rounds()
+    rank = part.asked.group.rank
+    held = joined(x for of in plan for m in (*of.sends, *of.receives) if m.source == rank for x in m.held)
+    return held != ([(0, count)] if count else [])
 
 
 def _rounds(part: Part, k: Any, v: Any) -> Iterator[tuple[Round, Any, Any]]:
@@ -205,6 +300,8 @@ def _rounded(x: Any, like: Any) -> Any:
     return found
 
 
-def _as_rows(x: Any) -> Any:
-    """A number for each row, (B, H, S), as (B, S, H, 1), and back."""
+def _of_rows(name: str, x: Any) -> Any:
+    """A number for each row, (B, H, S), as (B, S, H, 1), and back; others as they are."""
+    if name not in ("lse", "dlse"):
+        return x
     return x.swapaxes(1, 2)[..., None] if len(x.shape) == 3 else x[..., 0].swapaxes(1, 2)

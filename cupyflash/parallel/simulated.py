@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..namespaces import namespace
+from .arrays import library
 from .groups import bytes_of
 from .rows import positive
 
@@ -119,8 +121,14 @@ class _Rank:
 
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> _Waiting:
         for rank, x in sends:
-            self._post.send(self._label("data", self.rank, rank), np.array(_numpy(x)))
-        return _Waiting(self._post, [(self._label("data", rank, self.rank), _numpy(x)) for rank, x in receives])
+            self._post.send(self._label("data", self.rank, rank), _to_host(x))
+        return _Waiting(self._post, [(self._label("data", rank, self.rank), x) for rank, x in receives])
+
+    def refuses(self, kind: str, on_gpu: bool, ordinal: int | None) -> str | None:
+        """Why such arrays cannot be sent: what they must be."""
+        return (
+            None if kind in ("numpy", "torch", "cupy") else "a NumPy or CuPy array or a tensor, as group is simulated"
+        )
 
     def all_gather(self, x: np.ndarray) -> np.ndarray:
         for rank in range(self.size):
@@ -136,7 +144,7 @@ class _Rank:
 
 
 class _Waiting:
-    def __init__(self, post: _Post, receives: list[tuple[Any, np.ndarray]]) -> None:
+    def __init__(self, post: _Post, receives: list[tuple[Any, Any]]) -> None:
         self._post, self._receives = post, receives
 
     def wait(self) -> None:
@@ -144,15 +152,28 @@ class _Waiting:
             found = self._post.receive(label)
             if found.nbytes != x.nbytes:
                 raise ValueError(f"a message of {found.nbytes} bytes came where {x.nbytes} were waited for")
-            x[...] = found
+            _from_host(x, found)
         self._receives = []
 
 
-def _numpy(x: Any) -> np.ndarray:
-    """A contiguous array as bytes, sharing its memory."""
-    if isinstance(x, np.ndarray):
-        return bytes_of(x)
-    import torch
+def _to_host(x: Any) -> np.ndarray:
+    """A copy of a contiguous array as bytes in the host's memory."""
+    kind = library(x)
+    if kind == "torch":
+        torch = namespace(kind)
+        x = x.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+    elif kind == "cupy":
+        x = x.get()
+    return np.array(bytes_of(x))
 
-    found: np.ndarray = x.detach().reshape(-1).view(torch.uint8).numpy()
-    return found
+
+def _from_host(x: Any, found: np.ndarray) -> None:
+    """Such bytes, written to a contiguous array."""
+    kind = library(x)
+    if kind == "torch":
+        torch = namespace(kind)
+        x.detach().reshape(-1).view(torch.uint8).copy_(torch.from_numpy(found))
+    elif kind == "cupy":
+        x.set(found.view(x.dtype).reshape(x.shape))
+    else:
+        bytes_of(x)[...] = found

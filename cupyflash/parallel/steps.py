@@ -7,6 +7,7 @@ the keys that its rows see. Nothing here names a library, and every rank makes t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Protocol
 from .rows import Rows, Span, common, cut, joined
 
 STRETCH = 128  # rows at whose multiples stretches of the keys begin
+GROUP_WORK = 1e11  # operations of a group of heads: some 0.2 ms of a GPU, in which its launches and transfers hide
 
 
 class Sight(Protocol):
@@ -25,6 +27,8 @@ class Sight(Protocol):
 
     def full(self, rows: Span, keys: Span) -> bool:
         """Whether each of these queries sees each of these keys."""
+
+    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class Round:
 
     heads: Span  # of the keys
     first: bool  # of its heads: results are merged into those of the rounds before
+    last: bool
     has: tuple[Span, ...]  # the keys that this rank then has, one span behind the other
     steps: tuple[Step, ...]
     sends: tuple[Message, ...]
@@ -132,9 +137,28 @@ def message(key_rows: Rows, has: Sequence[Span], source: int, target: int) -> Me
     return Message(source, target, tuple(rows), tuple(held), tuple(here)) if rows else None
 
 
+@functools.lru_cache(maxsize=256)
+def reach(rows: Rows, sight: Sight) -> int:
+    """Of a query and a key that the calls of all ranks are about: masks may hide some of them."""
+    found = 0
+    for spans in rows.chunks:
+        for a, b in spans:
+            lo, hi = sight.keys((a, b))
+            found += (b - a) * (hi - lo)
+    return found
+
+
+def usual_groups(heads: int, work: float) -> int:
+    """Into how many groups a rank's key heads are cut, of so many operations: as many, all alike, as have enough to do
+    for what the next one needs to come."""
+    most = max(1, min(heads, int(work / GROUP_WORK)))
+    return max(n for n in range(1, most + 1) if heads % n == 0)
+
+
+@functools.lru_cache(maxsize=256)
 def rounds(
     rows: Rows, key_rows: Rows, sight: Sight, rank: int, heads: int, *, groups: int, stretches: int = 1, block: int = 1
-) -> list[Round]:
+) -> tuple[Round, ...]:
     """What a rank does in the exchange of keys: groups of key heads, each over all stretches of the keys.
 
     block: the keys of a step begin at multiples of it, as those of a block mask do.
@@ -145,8 +169,8 @@ def rounds(
     plans = [_stretch(rows, key_rows, sight, rank, x, block, n == 0) for n, x in enumerate(parts)]
     for some in cut(heads, min(groups, max(1, heads))):
         for n, (has, steps, sends, receives) in enumerate(plans):
-            found.append(Round(some, n == 0, has, steps, sends, receives))
-    return found
+            found.append(Round(some, n == 0, n == len(plans) - 1, has, steps, sends, receives))
+    return tuple(found)
 
 
 _Plan = tuple[tuple[Span, ...], tuple[Step, ...], tuple[Message, ...], tuple[Message, ...]]
@@ -163,6 +187,7 @@ def _stretch(rows: Rows, key_rows: Rows, sight: Sight, rank: int, stretch: Span,
             steps.append(Step(span, local, keys, here, keys[1] > keys[0] and sight.full(span, keys)))
     sends = [x for r in range(rows.size) if r != rank and (x := message(key_rows, all_wanted[r], rank, r))]
     receives = [x for r in range(rows.size) if (x := message(key_rows, has, r, rank))]
+    steps.sort(key=lambda x: x.keys[0] - x.keys[1])  # the longest first: others add to what it wrote
     return tuple(has), tuple(steps), tuple(sends), tuple(receives)
 
 
@@ -185,6 +210,7 @@ class Deal:
     length: int  # of the team's rows
 
 
+@functools.lru_cache(maxsize=256)
 def deal(rows: Rows, team: range, heads: int) -> Deal:
     """Of the ranks `team`, who hold these rows and deal out so many heads."""
     of_team = rows.together(len(team)).local(team.start // len(team))

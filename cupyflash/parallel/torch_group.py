@@ -19,9 +19,11 @@ class TorchGroup:
     def __init__(self, group: Any) -> None:
         self._group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
         self._ranks = distributed.get_process_group_ranks(group)
-        self.eager = distributed.get_backend(group) == "gloo"
+        self._backend = distributed.get_backend(group)
+        self.eager = self._backend == "gloo" or not torch.cuda.is_available()
         self.known: set[bytes] = _known.setdefault(group, set())
-        self._device = "cpu" if self.eager else f"cuda:{torch.cuda.current_device()}"
+        self._bound = getattr(group, "bound_device_id", None)  # the device that its communicator was made for
+        self._device = torch.device("cpu") if self.eager else self._bound or torch.device("cuda")
 
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> _Works:
         of_two: dict[int, int] = {}
@@ -37,6 +39,16 @@ class TorchGroup:
                     operations.append(operation(what, x, rank, of_two.setdefault(rank, 0)))
                     of_two[rank] += 1
         return _Works(distributed.batch_isend_irecv(operations) if operations else [])
+
+    def refuses(self, kind: str, on_gpu: bool, ordinal: int | None) -> str | None:
+        """Why such arrays cannot be sent: what they must be."""
+        if kind != "torch":
+            return "a tensor, as group is PyTorch's"
+        if on_gpu == (self._backend == "gloo") and self._backend in ("gloo", "nccl"):
+            return f"on {'the CPU' if on_gpu else 'a GPU'}, as group is one of {self._backend}"
+        if on_gpu and self._bound is not None and self._bound.index not in (None, ordinal):
+            return f"on {self._bound}, as group is"
+        return None
 
     def all_gather(self, x: np.ndarray) -> np.ndarray:
         own = torch.from_numpy(x.copy()).to(self._device)

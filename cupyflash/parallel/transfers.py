@@ -1,115 +1,168 @@
-"""Rows and heads on their way: messages of a plan, packed, sent, and put where they belong."""
+"""Rows and heads on their way: messages of a plan, sent from where they lie and received where they belong, as far as
+these rows lie side by side."""
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from .arrays import empty, packed, put, rows_of, spread, zeros
+from .arrays import beside, empty, packed, put, put_sum, zeros
 from .groups import Group
 from .rows import Span
-from .steps import Deal, Message, Round
+from .steps import Deal, Round
 
 
 class Keys:
     """K and V of a round, under way to whose rows see them."""
 
     def __init__(self, group: Group, of: Round, k: Any, v: Any) -> None:
-        self._group, self._of, self._own = group, of, (k, v)
-        self._heads = slice(*of.heads)
-        sends = [(m.target, rows_of(x, m.held, self._heads)) for m in of.sends for x in (k, v)]
+        own = [pair for m in of.receives if m.source == group.rank for pair in zip(m.held, m.here)]
         foreign = [m for m in of.receives if m.source != group.rank]
-        self._received = [(m, [self._room(m, x) for x in (k, v)]) for m in foreign]
-        self._sent = sends  # they stay until they have arrived
-        self._pending = group.exchange(sends, [(m.source, x) for m, both in self._received for x in both])
-
-    def _room(self, m: Message, x: Any) -> Any:
-        count = sum(b - a for a, b in m.here)
-        return empty((x.shape[0], count, self._of.heads[1] - self._of.heads[0], x.shape[3]), x)
+        heads = slice(*of.heads)
+        self._sent, receives, self._late, found = [], [], [], []
+        for x in (k, v):
+            mine = x[:, :, heads]
+            if own == [((0, of.length), (0, of.length))] and x.shape[1] == of.length:
+                found.append(mine)  # there is nothing else to see
+            else:
+                found.append(empty((x.shape[0], of.length, *mine.shape[2:]), x))
+                for held, at in own:
+                    put(found[-1][:, slice(*at)], mine[:, slice(*held)])
+            for m in of.sends:
+                self._sent += [(m.target, _packed_part(found[-1], mine, own, held)) for held in m.held]
+            for m in foreign:
+                for at in m.here:
+                    room, late = _room(found[-1][:, slice(*at)])
+                    receives.append((m.source, room))
+                    self._late += late
+        self._found = found[0], found[1]
+        self._pending = group.exchange(self._sent, receives)
 
     def wait(self) -> tuple[Any, Any]:
         """K and V, (B, keys of the round, heads, D)."""
         self._pending.wait()
-        own = [m for m in self._of.receives if m.source == self._group.rank]
-        alone = not self._received and self._own[0].shape[1] == self._of.length
-        if alone and len(own) == 1 and own[0].held == ((0, self._of.length),):
-            return self._own[0][:, :, self._heads], self._own[1][:, :, self._heads]
-        heads = self._of.heads[1] - self._of.heads[0]
-        found = []
-        for n, x in enumerate(self._own):
-            room = empty((x.shape[0], self._of.length, heads, x.shape[3]), x)
-            for m in own:
-                spread(room, m.here, rows_of(x, m.held, self._heads))
-            for m, both in self._received:
-                spread(room, m.here, both[n])
-            found.append(room)
-        return found[0], found[1]
+        for target, x in self._late:
+            put(target, x)
+        return self._found
+
+
+def _packed_part(room: Any, x: Any, own: Sequence[tuple[Span, Span]], held: Span) -> Any:
+    """Rows that this rank holds: from the room of the round, where they lie side by side there."""
+    for (a, b), (c, _) in own:
+        if a <= held[0] and held[1] <= b and beside(part := room[:, c + held[0] - a : c + held[1] - a]):
+            return part
+    return packed(x[:, slice(*held)])
+
+
+def _room(target: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """Where a message is received, and what is to be written after that: (target, from where)."""
+    if beside(target):
+        return target, []
+    x = empty(tuple(target.shape), target)
+    return x, [(target, x)]
 
 
 class Returns:
     """Gradients of a round's keys, in wide numbers, under way to who holds these."""
 
     def __init__(self, group: Group, of: Round, grads: tuple[Any, Any]) -> None:
-        self._group, self._of, self._grads = group, of, grads
-        every = slice(None)
-        sends = [(m.source, rows_of(x, m.here, every)) for m in of.receives if m.source != group.rank for x in grads]
-        self._received = {
-            m.target: (m, [empty((x.shape[0], sum(b - a for a, b in m.held), *x.shape[2:]), x) for x in grads])
-            for m in of.sends
-        }
-        self._sent = sends
-        self._pending = group.exchange(sends, [(r, x) for r, (_, both) in self._received.items() for x in both])
+        self._heads = slice(*of.heads)
+        foreign = [m for m in of.receives if m.source != group.rank]
+        own = [m for m in of.receives if m.source == group.rank]
+        self._sent = [(m.source, packed(x[:, slice(*at)])) for x in grads for m in foreign for at in m.here]
+        self._parts: list[list[tuple[Span, Any]]] = []  # of k and of v: of the rows held, in the order of ranks
+        receives = []
+        for x in grads:
+            of_rank: dict[int, list[tuple[Span, Any]]] = {
+                group.rank: [(held, x[:, slice(*at)]) for m in own for held, at in zip(m.held, m.here)]
+            }
+            for m in of.sends:
+                of_rank[m.target] = [(a, empty((x.shape[0], a[1] - a[0], *x.shape[2:]), x)) for a in m.held]
+                receives += [(m.target, room) for _, room in of_rank[m.target]]
+            self._parts.append([part for r in sorted(of_rank) for part in of_rank[r]])
+        self._pending = group.exchange(self._sent, receives)
 
-    def add_to(self, dk: Any, dv: Any) -> None:
-        """In the order of ranks, whoever came first: the same bits in every run."""
+    def write(self, dk: Any, dv: Any) -> None:
+        """Sums, added in the order of ranks, whoever came first, and rounded once: the same bits in every run. Rows of
+        which nobody saw a key are left as they are."""
         self._pending.wait()
-        own = [m for m in self._of.receives if m.source == self._group.rank]
-        for rank in range(self._group.size):
-            for n, target in enumerate((dk, dv)):
-                part = target[:, :, slice(*self._of.heads)]
-                if rank == self._group.rank:
-                    for m in own:
-                        spread(part, m.held, rows_of(self._grads[n], m.here, slice(None)), add=True)
-                elif rank in self._received:
-                    m, both = self._received[rank]
-                    spread(part, m.held, both[n], add=True)
+        for target, parts in zip((dk, dv), self._parts):
+            ends = sorted({x for span, _ in parts for x in span})
+            for a, b in itertools.pairwise(ends):
+                some = [x[:, a - span[0] : b - span[0]] for span, x in parts if span[0] <= a and b <= span[1]]
+                if some:
+                    put_sum(target[:, a:b, self._heads], some)
 
 
-def to_heads(group: Group, deal: Deal, group_of: int, xs: list[Any]) -> list[Any]:
-    """(B, own rows, all heads, D) of each rank of a team to (B, rows of the team, own heads, D).
+class Dealt(NamedTuple):
+    """An array whose heads are dealt out: who holds which of its rows, and how many of its heads belong to one that is
+    dealt out."""
 
-    group_of: heads of x for each that is dealt out.
+    deal: Deal
+    group_of: int
+    x: Any
+
+    def heads(self, some: Span) -> list[slice]:
+        """Of each rank: the `some` of those that it gets."""
+        return [slice((a + some[0]) * self.group_of, (a + some[1]) * self.group_of) for a, _ in self.deal.heads]
+
+
+class ToHeads:
+    """(B, own rows, all heads, D) of each rank of a team, under way to (B, rows of the team, own heads, D).
+
+    some: which of the heads that a rank gets.
     """
-    spans = _spans(deal, group_of)
-    own = spans[group.rank]
-    counts = [sum(b - a for (a, b), _ in some) for some in deal.rows]
-    others = [r for r in range(group.size) if r != group.rank]
-    sends = [(r, packed(x[:, :, slice(*spans[r])])) for r in others for x in xs]
-    rooms = {r: [empty((x.shape[0], counts[r], own[1] - own[0], x.shape[3]), x) for x in xs] for r in others}
-    pending = group.exchange(sends, [(r, x) for r, some in rooms.items() for x in some])
-    rooms[group.rank] = [x[:, :, slice(*own)] for x in xs]
-    pending.wait()
-    found = [empty((x.shape[0], deal.length, own[1] - own[0], x.shape[3]), x) for x in xs]
-    for r, some in rooms.items():
-        for target, x in zip(found, some):
-            for (a, b), (c, d) in deal.rows[r]:
-                put(target[:, c:d], x[:, a:b])
-    return found
+
+    def __init__(self, group: Group, arrays: Sequence[Dealt], some: Span) -> None:
+        self._late, self._sent, receives, self._found = [], [], [], []
+        others = [r for r in range(group.size) if r != group.rank]
+        for array in arrays:
+            x, heads, rows = array.x, array.heads(some), array.deal.rows
+            own = x[:, :, heads[group.rank]]
+            found = empty((x.shape[0], array.deal.length, *own.shape[2:]), x)
+            for r in others:
+                self._sent += [(r, packed(x[:, a:b, heads[r]])) for (a, b), _ in rows[group.rank]]
+                for _, (a, b) in rows[r]:
+                    room, late = _room(found[:, a:b])
+                    receives.append((r, room))
+                    self._late += late
+            for (a, b), (c, d) in rows[group.rank]:
+                put(found[:, c:d], own[:, a:b])
+            self._found.append(found)
+        self._pending = group.exchange(self._sent, receives)
+
+    def wait(self) -> list[Any]:
+        self._pending.wait()
+        for target, x in self._late:
+            put(target, x)
+        return self._found
 
 
-def from_heads(group: Group, deal: Deal, group_of: int, xs: list[Any], targets: list[Any]) -> None:
-    """Back again: (B, rows of the team, own heads, D) to (B, own rows, all heads, D), which are written."""
-    spans = _spans(deal, group_of)
-    others = [r for r in range(group.size) if r != group.rank]
-    sends = [(r, rows_of(x, tuple(at for _, at in deal.rows[r]), slice(None))) for r in others for x in xs]
-    mine = deal.rows[group.rank]
-    count = sum(b - a for (a, b), _ in mine)
-    rooms = {r: [empty((x.shape[0], count, spans[r][1] - spans[r][0], x.shape[3]), x) for x in xs] for r in others}
-    pending = group.exchange(sends, [(r, x) for r, some in rooms.items() for x in some])
-    rooms[group.rank] = [rows_of(x, tuple(at for _, at in mine), slice(None)) for x in xs]
-    pending.wait()
-    for r, some in rooms.items():
-        for target, x in zip(targets, some):
-            spread(target[:, :, slice(*spans[r])], tuple(own for own, _ in mine), x)
+class FromHeads:
+    """Back again: (B, rows of the team, own heads, D), under way to arrays of (B, own rows, all heads, D)."""
+
+    def __init__(self, group: Group, arrays: Sequence[Dealt], some: Span, targets: Sequence[Any]) -> None:
+        self._late, self._sent, receives = [], [], []
+        others = [r for r in range(group.size) if r != group.rank]
+        for array, target in zip(arrays, targets):
+            x, heads, rows = array.x, array.heads(some), array.deal.rows
+            for r in others:
+                self._sent += [(r, packed(x[:, a:b])) for _, (a, b) in rows[r]]
+                for (a, b), _ in rows[group.rank]:
+                    part = target[:, a:b, heads[r]]
+                    room = empty(tuple(part.shape), x)
+                    receives.append((r, room))
+                    self._late.append((part, room))
+            for (a, b), (c, d) in rows[group.rank]:
+                put(target[:, a:b, heads[group.rank]], x[:, c:d])
+        self._pending = group.exchange(self._sent, receives)
+
+    def wait(self) -> None:
+        """Until the targets are written."""
+        self._pending.wait()
+        for target, x in self._late:
+            put(target, x)
 
 
 def summed(group: Group, x: Any) -> Any:
@@ -126,7 +179,3 @@ def summed(group: Group, x: Any) -> Any:
     for r in range(group.size):
         total += rooms[r]
     return total
-
-
-def _spans(deal: Deal, group_of: int) -> list[Span]:
-    return [(a * group_of, b * group_of) for a, b in deal.heads]
