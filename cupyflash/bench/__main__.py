@@ -21,7 +21,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="samples of each candidate")
     parser.add_argument("--min-ms", type=float, help="least duration of a sample")
     parser.add_argument(
-        "--only", action="append", default=[], help="suites scores, models, derivatives: rows, or how their names begin"
+        "--only",
+        action="append",
+        default=[],
+        help="suites scores, models, derivatives, decode, varlen, paged: rows, or how their names begin",
     )
     parser.add_argument("--slow", action="store_true", help="suite scores: the slow peers too")
     parser.add_argument(

@@ -297,6 +297,12 @@ def fa3() -> Prepare:
     return prepare
 
 
+def flashinfer() -> Prepare:
+    from . import serving_peers
+
+    return serving_peers.flashinfer()
+
+
 def standard(case: Case, of: Pass) -> Candidate:
     """Attention as CuPy or NumPy users write it: the score matrix in memory, BLAS for the products."""
     import torch
@@ -380,6 +386,7 @@ LOADERS: dict[str, Callable[[], Prepare]] = {
     "cudnn": functools.partial(sdpa, "CUDNN_ATTENTION"),
     "fa3": fa3,
     "fa4": fa4,
+    "flashinfer": flashinfer,
     "efficient": functools.partial(sdpa, "EFFICIENT_ATTENTION"),
     "math": functools.partial(sdpa, "MATH"),
     "flex": flex,
@@ -401,6 +408,7 @@ PACKAGES = (
     "triton",
     "flash-attn-3",
     "flash-attn",
+    "flashinfer-python",
     "nvidia-cudnn-frontend",
 )
 

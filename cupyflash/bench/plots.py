@@ -32,6 +32,10 @@ COLOURS = {
     "by-hand": "#bcbd22",
     "jax-xla": "#1b6e1b",
     "jvp-flash": "#393b79",
+    "flashinfer": "#17becf",
+    "lengths": "#ff9896",
+    "dense": "#c49c94",
+    "read": "#7f7f7f",
 }
 STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
@@ -61,6 +65,9 @@ TITLES = {
     "scores": "Masks, biases and score options",
     "models": "Attention calls of models",
     "derivatives": "Further derivatives",
+    "decode": "Decoding: a token on caches",
+    "varlen": "Packed sequences",
+    "paged": "Pages",
     "cpu": "NumPy path",
 }
 INTRO = """# Benchmarks
@@ -78,7 +85,9 @@ alone, in the same rounds. – is what a peer cannot do or what has no room. Fur
 and tangent, `step` a MeanFlow step's attention (jvp, then backward through the value), `double` forward, backward and its
 backward, `hvp` a Hessian product, each as PyTorch's users write it; `Ju` and `Hu` are `attention_jvp` and `attention_backward_jvp`
 of a kernel family; "times alone" is how many of our own forwards (`jvp`, `Ju`), backwards (`Hu`), or both (others) that takes, in
-the same rounds; megabytes are the peak beyond inputs and results. Suites that name other kernel sources were measured on another state of the kernels; the report of the
+the same rounds; megabytes are the peak beyond inputs and results. Decoding, pages and packed sequences are replayed from CUDA graphs, from more
+copies of the arrays than the L2 cache holds; "reading K and V" is a sum over their bytes, and neither that nor ours in another form
+is a peer. Suites that name other kernel sources were measured on another state of the kernels; the report of the
 tests on a GPU, `tests/gpu_report.json`, names those of the checkout. `bench/README.md` tells how to run it.
 """
 
@@ -159,7 +168,7 @@ def figure(data: dict[str, Any]) -> Any:
         if data["suite"] == "cpu":  # (of both masks it would be too high)
             full = [row for row in data["rows"] if not row["problem"]["causal"]]
             return _named_bars({**data, "rows": full}, "dtype", ("seq", "dim"))
-        if "model" in data["rows"][0]["problem"]:
+        if {"model", "row"} & {*data["rows"][0]["problem"]}:
             return _ratios(data)
         if data["suite"] == "derivatives":
             return _bars({**data, "rows": [row for row in shown(data) if row["peers"]] or shown(data)})
@@ -269,10 +278,10 @@ def _named_bars(data: dict[str, Any], apart: str = "dim", named: Sequence[str] =
 
 
 def _ratios(data: dict[str, Any]) -> Any:
-    """A panel for each pass: how many times as fast as the best peer each model's call is."""
+    """A panel for each pass: how many times as fast as the best peer each call is."""
     from matplotlib.figure import Figure
 
-    rows = data["rows"]
+    rows, name_of = data["rows"], "model" if data["suite"] == "models" else "row"
     passes = _distinct(rows, ["pass"])
     panels = [[row for row in rows if _is(row, ["pass"], name) and row["ratio_to_best"]] for name in passes]
     figure = Figure(figsize=(5.2 * len(passes), 0.2 * max(map(len, panels)) + 1.4), layout="constrained")
@@ -285,7 +294,7 @@ def _ratios(data: dict[str, Any]) -> Any:
         for at, ratio in enumerate(ratios):  # not on the line
             end = (max(ratio, 1), at)
             axis.annotate(f"{ratio:.2f}", end, (3, 0), textcoords="offset points", va="center", fontsize=7)
-        axis.set_yticks(range(len(panel)), [row["problem"]["model"] for row in panel], fontsize=7)
+        axis.set_yticks(range(len(panel)), [row["problem"][name_of] for row in panel], fontsize=7)
         axis.set_ylim(len(panel) - 0.4, -0.6)
         axis.margins(x=0.1)
         axis.grid(visible=False, axis="y")

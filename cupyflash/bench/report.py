@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..folders import written_whole
 from ..tools.timing import best, geomean, ratio, significant
-from . import derivatives, models
+from . import derivatives, models, serving
 
 Row = dict[str, Any]
 
@@ -39,9 +39,14 @@ NAMES = {
     "by-hand": "by hand (PyTorch)",
     "jax-xla": "JAX, jitted (XLA)",
     "jvp-flash": "jvp_flash_attention (Triton)",
+    "flashinfer": "FlashInfer",
+    "lengths": "cupyflash, lengths on the device",
+    "dense": "cupyflash, dense call",
+    "read": "reading K and V",
 }
 
-OWN = ("eight", "bf16")  # ours in another form, shown beside the peers
+# Ours in another form, and what nobody who computes can reach: shown beside the peers.
+OWN = ("eight", "bf16", "lengths", "dense", "read")
 
 
 def make_row(
@@ -169,6 +174,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
     if "model" in rows[0]["problem"]:
         kinds = {kind: _where(rows, lambda p, n=names: p["model"] in n) for kind, names in models.KINDS.items()}
         lines += _kinds(rows, kinds)
+    if "row" in rows[0]["problem"]:
+        lines += serving.lines(rows)
     if "beside" in rows[0]["problem"]:
         lines += derivatives.lines(every)
     elif len(dtypes := _values(rows, "dtype")) > 1 and "bias" in rows[0]["problem"]:

@@ -12,7 +12,7 @@ from ..gpu.plan import KernelPlan, plan
 from ..passes import BACKWARD, FORWARD, PASSES, Pass
 from ..problem import AttentionProblem
 from ..tools.timing import gpu_sampler, interleave, reason
-from . import derivatives, eight, first_call, host, jitted, models, numpy_path, peers, precision, scores, steps
+from . import derivatives, eight, first_call, host, jitted, models, numpy_path, peers, precision, scores, serving, steps
 from .suite import Measured, Options, Problem, Suite, case_of, compare, flops_of, importable, take_turns
 
 DENSE = ("math", "standard")  # peers that build the S x S matrix
@@ -339,6 +339,16 @@ SUITES: dict[str, Suite] = {
     "ladder": Suite("ms", LADDER, _ladder, _ladder_rung),
     "scores": Suite("TFLOP/s", scores.PEERS, scores.problems, scores.measure, names=tuple(scores.ROWS)),
     "derivatives": Suite("ms", derivatives.PEERS, derivatives.problems, derivatives.measure, names=derivatives.NAMES),
+    **{
+        name: Suite(
+            "TFLOP/s" if name == "varlen" else "us",
+            serving.PEERS[name],
+            functools.partial(serving.problems, name),
+            functools.partial(serving.measure, name),
+            names=tuple(calls),
+        )
+        for name, calls in serving.CALLS.items()
+    },
     "cpu": Suite("GFLOP/s", numpy_path.PEERS, numpy_path.problems, numpy_path.measure, needs_gpu=False),
 }
 GROUPS = {"all": tuple(name for name in SUITES if SUITES[name].needs_gpu), "paper": ("figures", "memory", "training")}

@@ -1,0 +1,398 @@
+"""The suites `decode`, `varlen` and `paged`: what serving and packed training ask, with lengths on the device.
+
+Everybody is replayed from a CUDA graph: who calls has the host's time as well, which the suite `host` measures. One
+graph goes through several copies of the arrays, which are larger than any L2 cache together.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..passes import BACKWARD, FORWARD, PASSES, Pass
+from ..problem import OFFSETS, View, contiguous
+from ..rules import describe
+from ..tools.timing import Candidate, geomean, ratio
+from . import peers, serving_peers
+from .suite import Measured, Options, Problem, compare, importable, take_turns
+
+COLD = 256 << 20  # bytes of q, k and v in all copies; L2 caches have up to 126 MB
+MOST_CALLS, LEAST_CALLS = 64, 6  # of one graph
+SCORES = 2**28  # of standard attention at a time
+ROUND = 256  # rows; caches have a multiple of it
+LARGE = 200e6  # bytes of k and v; such rows are told in shares of the bandwidth
+
+
+class Call(NamedTuple):
+    """Queries and keys of each sequence. `held`: all of one length, "dense"; "packed"; in "caches"; in "pages" of
+    `page` rows."""
+
+    held: str
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    heads: int
+    heads_k: int
+    dim: int
+    page: int = 0
+
+    @property
+    def causal(self) -> bool:
+        return max(self.queries) > 1
+
+    @property
+    def even(self) -> bool:
+        """Whether all sequences are of one length."""
+        return len({*zip(self.queries, self.keys)}) == 1
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of K and V of 16 bits, as far as they are filled."""
+        return 4 * sum(self.keys) * self.heads_k * self.dim
+
+    @property
+    def pairs(self) -> int:
+        """Of a query and a key in a head that the mask leaves; the last query stands on the last key."""
+        of = zip(self.queries, self.keys)
+        return sum(n * m - n * (n - 1) // 2 if self.causal else n * m for n, m in of)
+
+    def __str__(self) -> str:
+        queries, keys = ({*x} for x in (self.queries, self.keys))
+        rows = _span(queries) if self.queries == self.keys else f"{_span(queries)} on {_span(keys)}"
+        pages = f", pages of {self.page}" if self.page else ""
+        return f"{len(self.keys)} x {rows}, {self.heads}/{self.heads_k} x {self.dim}{', causal' * self.causal}{pages}"
+
+
+def _span(lengths: set[int]) -> str:
+    return str(*lengths) if len(lengths) == 1 else f"{min(lengths)} to {max(lengths)}"
+
+
+def lognormal(n: int, median: float, sigma: float, least: int, most: int) -> tuple[int, ...]:
+    """Lengths as those of texts are spread; the same in every run."""
+    draw = random.Random(n)
+    return tuple(int(min(most, max(least, draw.lognormvariate(math.log(median), sigma)))) for _ in range(n))
+
+
+_LLAMA = 32, 8, 128  # heads, heads of keys, dimension
+_DENSE = {
+    f"{batch}x{keys}-{heads}/{heads_k}-d{dim}": Call("dense", (1,) * batch, (keys,) * batch, heads, heads_k, dim)
+    for (heads, heads_k, dim), (batch, keys) in itertools.product(
+        (_LLAMA, (32, 1, 128), (32, 32, 128), (64, 8, 64)),
+        ((1, 16384), (1, 131072), (16, 4096), (16, 16384), (64, 4096)),
+    )
+}
+_RAGGED = {
+    name: Call("caches", (1,) * len(keys), keys, *sizes)
+    for name, keys, sizes in (
+        ("long-32", (65536, *(256,) * 31), _LLAMA),
+        ("ragged-64", lognormal(64, 2048, 1, 16, 16384), _LLAMA),
+        ("ragged-128", lognormal(128, 512, 1, 16, 8192), _LLAMA),
+        ("ragged-16", lognormal(16, 8192, 1, 16, 65536), (64, 8, 128)),
+        ("ragged-64-32/32", lognormal(64, 1024, 1, 16, 8192), (32, 32, 128)),
+        ("ragged-256", lognormal(256, 512, 1, 16, 4096), (64, 8, 64)),
+    )
+}
+_FEW = {
+    f"{batch}x{n}on{keys}-{heads}/{heads_k}": Call("dense", (n,) * batch, (keys,) * batch, heads, heads_k, 128)
+    for batch, n, keys, heads, heads_k in (
+        (1, 4, 32768, 32, 8), (16, 4, 4096, 32, 8), (16, 8, 4096, 32, 8), (64, 2, 4096, 64, 8), (16, 16, 4096, 32, 32)
+    )
+}  # fmt: skip
+_PACKED = {
+    f"{name}-d{dim}": Call("packed", rows, rows, heads, heads, dim)
+    for dim, heads in ((128, 16), (64, 32))
+    for name, rows in {
+        "8x2048": (2048,) * 8,
+        "lognormal": lognormal(24, 665, 0.9, 16, 8192),
+        "64x256": (256,) * 64,
+        "long": (8192, *(128,) * 64),
+        "short": lognormal(512, 28, 0.6, 8, 96),
+    }.items()
+} | {"chunk": Call("packed", (2048, *(1,) * 31), (16384, *(4096,) * 31), *_LLAMA)}
+_IN_PAGES = {"16x4096": (4096,) * 16, "64x4096": (4096,) * 64, "ragged": _RAGGED["ragged-64"].keys}
+_PAGED = {
+    f"{name}-p{page}": Call("pages", (1,) * len(keys), keys, *_LLAMA, page)
+    for (name, keys), page in itertools.product(_IN_PAGES.items(), (16, 64, 256))
+}
+
+CALLS: dict[str, dict[str, Call]] = {"decode": _DENSE | _RAGGED | _FEW, "varlen": _PACKED, "paged": _PAGED}
+QUICK = ("16x4096-32/8", "1x16384-32/8", "ragged-64", "long", "8x2048", "lognormal", "16x4096-p64")
+# What `lines` sums up: the rows of a kind.
+KINDS = {
+    "a token, caches of one length": (*_DENSE,),
+    "ragged caches": (*_RAGGED,),
+    "2 to 16 queries": (*_FEW,),
+    "packed, one length": tuple(name for name, x in _PACKED.items() if x.even),
+    "packed, ragged": tuple(name for name, x in _PACKED.items() if x.queries == x.keys and not x.even),
+    "a chunk beside tokens": ("chunk",),
+    "pages": tuple(name for name, x in _PAGED.items() if x.even),
+    "ragged pages": tuple(name for name, x in _PAGED.items() if not x.even),
+}
+# Beside the peers stand ours in another form, and what reading K and V takes.
+PEERS = {
+    "decode": ("fa3", "flashinfer", "cudnn", "fa2", "lengths", "read"),
+    "varlen": ("fa3", "flashinfer", "fa2", "dense"),
+    "paged": ("fa3", "flashinfer", "cudnn", "dense", "read"),
+}
+OWN = {"lengths": "lengths on the device", "dense": "against our dense call", "read": "against reading K and V"}
+
+
+def problems(suite: str, options: Options) -> list[Problem]:
+    """The rows of a suite, those of packed sequences in both passes where queries and keys are as many."""
+    wanted = options.only or (QUICK if options.quick else ())
+    return [
+        {"pass": direction, "row": name, "call": str(call), "dtype": options.dtype}
+        for direction in ("forward", "backward")
+        for name, call in CALLS[suite].items()
+        if name.startswith(wanted or "") and (direction == "forward" or call.held == "packed" and name != "chunk")
+    ]
+
+
+def call_of(problem: Mapping[str, Any]) -> Call:
+    return next(calls[problem["row"]] for calls in CALLS.values() if problem["row"] in calls)
+
+
+# ---- inputs ---------------------------------------------------------------------------------------------------------
+
+
+def shapes(call: Call) -> dict[str, tuple[int, ...]]:
+    """Of q, of k and v, and of the arrays that say where they lie."""
+    batch, queries, keys = len(call.keys), max(call.queries), max(call.keys)
+    of_q, of_k = (call.heads, call.dim), (call.heads_k, call.dim)
+    if call.held == "packed":
+        ends = {"cu_seqlens_q": (batch + 1,), "cu_seqlens_k": (batch + 1,)}
+        return {"q": (sum(call.queries), *of_q), "k": (sum(call.keys), *of_k), **ends}
+    q = (batch, queries, *of_q)
+    if call.held == "pages":
+        pages = _pages(call)
+        table = batch, max(pages)
+        return {"q": q, "k": (sum(pages), call.page, *of_k), "seqlens_k": (batch,), "page_table": table}
+    if call.held == "caches":
+        return {"q": q, "k": (batch, -(-keys // ROUND) * ROUND, *of_k), "seqlens_k": (batch,)}
+    return {"q": q, "k": (batch, keys, *of_k)}
+
+
+def _pages(call: Call) -> list[int]:
+    return [-(-n // call.page) for n in call.keys]
+
+
+def draw(call: Call, dtype: str, seed: int, device: str = "cuda") -> peers.Case:
+    """Random normal inputs; the pages of a sequence lie anywhere."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(seed)
+    given: dict[str, Any] = {"generator": generator, "device": device, "dtype": getattr(torch, dtype)}
+    lengths = {name: shape for name, shape in shapes(call).items() if name not in "qk"}
+    q, k = (shapes(call)[x] for x in "qk")
+    a, b, c, dout = (torch.randn(shape, **given) for shape in (q, k, k, q))
+    values: dict[str, Any] = {"seqlens_k": call.keys}
+    values |= {f"cu_seqlens_{x}": (0, *itertools.accumulate(n)) for x, n in (("q", call.queries), ("k", call.keys))}
+    if "page_table" in lengths:
+        order = torch.randperm(k[0], generator=torch.Generator().manual_seed(seed)).tolist()
+        taken = iter(order)
+        lines = [[*itertools.islice(taken, n)] for n in _pages(call)]
+        values["page_table"] = [line + [0] * (lengths["page_table"][1] - len(line)) for line in lines]
+    scores = {name: torch.tensor(values[name], dtype=torch.int32, device=device) for name in lengths}
+    return peers.Case(a, b, c, dout, call.causal, scores)
+
+
+def in_other_form(case: peers.Case, call: Call) -> dict[str, tuple[Call, peers.Case]]:
+    """The same for ours in the form to compare with: dense caches with their lengths; without, what has one length."""
+    dense = call._replace(held="dense", page=0)
+    if call.held == "dense":
+        import torch
+
+        lengths = torch.tensor(call.keys, dtype=torch.int32, device=case.q.device)
+        return {"lengths": (call._replace(held="caches"), case._replace(scores={"seqlens_k": lengths}))}
+    if not call.even or call.held == "caches":
+        return {}
+    if call.held == "packed":
+        rows = (len(call.keys), call.keys[0])
+        q, k, v, dout = (x.view(*rows, *x.shape[1:]) for x in case[:4])
+        return {"dense": (dense, peers.Case(q, k, v, dout, call.causal))}
+    k, v = (x[case.scores["page_table"]].flatten(1, 2)[:, : call.keys[0]] for x in (case.k, case.v))
+    return {"dense": (dense, peers.Case(case.q, k, v, case.dout, call.causal))}
+
+
+def exact(case: peers.Case, call: Call, of: Pass) -> tuple[Any, ...]:
+    """Standard attention in float32, sequence by sequence; its gradients are PyTorch's."""
+    import torch
+
+    found = []
+    for n, (queries, keys) in enumerate(zip(call.queries, call.keys)):
+        if call.held == "packed":
+            own = slice(first := sum(call.queries[:n]), first + queries)
+            theirs = slice(first := sum(call.keys[:n]), first + keys)
+            rows = case.q[own], case.k[theirs], case.v[theirs], case.dout[own]
+        elif call.held == "pages":
+            pages = case.scores["page_table"][n, : -(-keys // call.page)]
+            k, v = (x[pages].flatten(0, 1)[:keys] for x in (case.k, case.v))
+            rows = case.q[n], k, v, case.dout[n]
+        else:
+            rows = case.q[n], case.k[n, :keys], case.v[n, :keys], case.dout[n]
+        found.append(_standard(*rows, call.causal, of))
+    join = torch.cat if call.held == "packed" else torch.stack
+    return tuple(join(x) for x in zip(*found))
+
+
+def _standard(q: Any, k: Any, v: Any, dout: Any, causal: bool, of: Pass) -> tuple[Any, ...]:
+    """One sequence, (rows, heads, dim), some heads at a time."""
+    import torch
+
+    heads_k, group = k.shape[1], q.shape[1] // k.shape[1]
+    step = max(1, SCORES // (len(q) * len(k) * group))
+    hidden = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
+    parts = []
+    for first in range(0, heads_k, step):
+        theirs = slice(first, first + step)
+        own = slice(first * group, (first + step) * group)
+        leaves = [x.detach().float().requires_grad_(of is BACKWARD) for x in (q[:, own], k[:, theirs], v[:, theirs])]
+        a, b, c = leaves
+        s = torch.einsum("ihgd,jhd->hgij", a.unflatten(1, (-1, group)), b) * a.shape[-1] ** -0.5
+        p = (s.masked_fill(hidden, -torch.inf) if causal else s).softmax(-1)
+        out = torch.einsum("hgij,jhd->ihgd", p, c).flatten(1, 2)
+        parts.append(torch.autograd.grad(out, leaves, dout[:, own].float()) if of is BACKWARD else (out,))
+    return tuple(torch.cat(x, 1) for x in zip(*parts))
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+def measure(suite: str, problem: Problem, options: Options) -> Measured:
+    """Microseconds, or TFLOP/s of packed sequences, of calls replayed from CUDA graphs; each result is that of a
+    replay."""
+    call, of = call_of(problem), PASSES[problem["pass"]]
+    compile_ahead(suite, options)
+    seed = zlib.crc32(repr(problem).encode())
+    first = draw(call, problem["dtype"], seed)
+    size = sum(x.nbytes for x in first[:3]) if call.held == "packed" else call.cache_bytes
+    copies = min(MOST_CALLS, -(-COLD // size))
+    cases = [*(draw(call, problem["dtype"], seed + n) for n in range(1, copies)), first]  # the last one is looked at
+    cases *= -(-LEAST_CALLS // copies)
+    ours = peers.ours(options.family)
+    ways: dict[str, tuple[peers.Prepare, list[peers.Case]]] = {"ours": (ours, cases)}
+    ways |= {name: (prepare, cases) for name, prepare in others(suite, call).items()}
+    forms = [in_other_form(case, call) for case in cases[:copies]] * (len(cases) // copies)
+    ways |= {name: (ours, [form[name][1] for form in forms]) for name in forms[0]}
+    prepares: dict[str, peers.Prepare] = {name: functools.partial(_replayed, *way) for name, way in ways.items()}
+    candidates, notes = compare(prepares, first, of, exact(first, call, of))
+    if "read" in PEERS[suite]:
+        candidates["read"] = _replayed(functools.partial(_reading, call), cases, first, of)
+    seconds, more = take_turns(candidates, options)
+    each = {name: t / len(cases) for name, t in seconds.items()}
+    if suite != "varlen":
+        return {name: 1e6 * t for name, t in each.items()}, notes | more
+    work = 4 * call.dim * call.heads * call.pairs * (2.5 if of is BACKWARD else 1) / 1e12
+    return {name: work / t for name, t in each.items()}, notes | more
+
+
+def others(suite: str, call: Call) -> dict[str, peers.Prepare]:
+    """The peers of a suite that are there, as they take such a call."""
+    found = importable(tuple(name for name in PEERS[suite] if name in peers.LOADERS))
+    if "fa3" in found:
+        found["fa3"] = functools.partial(serving_peers.fa3, peers.fa3_operators())
+    if call.held != "dense":
+        of_lengths = {"fa2": serving_peers.fa2, "cudnn": serving_peers.cudnn}
+        found |= {name: prepare for name, prepare in of_lengths.items() if name in found}
+    return found
+
+
+def _replayed(prepare: peers.Prepare, cases: Sequence[peers.Case], case: peers.Case, of: Pass) -> Candidate:
+    """Calls on all the cases as one CUDA graph, with the results of the last one."""
+    import torch
+
+    made = {id(x): prepare(x, of) for x in cases}
+    order = [made[id(x)] for x in cases]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with order[0].context(), torch.cuda.stream(side):
+        for x in made.values():  # so that nothing is compiled, and no workspace made, while the graph is
+            x.call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with order[0].context(), torch.cuda.graph(graph):
+        for x in order:
+            results = x.call()
+
+    return Candidate(functools.partial(_replay, graph, results, order))
+
+
+def _replay(graph: Any, results: tuple[Any, ...], kept: Any) -> tuple[Any, ...]:
+    """`kept`: whose arrays the graph reads."""
+    graph.replay()
+    return results
+
+
+def _reading(call: Call, case: peers.Case, of: Pass) -> Candidate:
+    """Sums over as many bytes of K and of V as are filled: what reading them takes."""
+    import torch
+
+    filled = sum(call.keys) * call.heads_k * call.dim
+    rows = [x.flatten()[:filled].view(torch.int64) for x in (case.k, case.v)]
+    return Candidate(lambda: tuple(x.sum() for x in rows))
+
+
+@functools.cache
+def compile_ahead(suite: str, options: Options) -> None:
+    """Compile what a suite's rows run, on all cores: one by one it would take longer than they do."""
+    from ..gpu.device import current
+    from ..gpu.source import generate
+    from ..tools.precompile import compile_all
+
+    arch = current(0)
+    work = {generate(job.plan): job for x in problems(suite, options) for job in jobs_of(x, arch, options.family)}
+    for _ in compile_all([*work.values()]):
+        pass
+
+
+def jobs_of(problem: Mapping[str, Any], arch: Any, family: str | None) -> Iterable[Any]:
+    """What `compile_all` takes, of ours in a row; nothing of what a family objects to."""
+    from ..gpu.plan import plan
+    from ..tools.precompile import Job
+
+    call, of = call_of(problem), PASSES[problem["pass"]]
+    forms = [call, *([call._replace(held="caches")] if call.held == "dense" else [])]
+    if call.even and call.held in ("packed", "pages"):
+        forms.append(call._replace(held="dense", page=0))
+    for form, each in itertools.product(forms, dict.fromkeys((FORWARD, of))):
+        views = {
+            name: View(x, contiguous(x), problem["dtype"] if name in "qk" else OFFSETS[0], "cuda:0", "torch")
+            for name, x in shapes(form).items()
+        }
+        q, k = views.pop("q"), views.pop("k")
+        try:
+            asked = describe(q, k, k, causal=form.causal, **views)
+            yield Job(asked, each, plan(asked, arch, each, family))
+        except (TypeError, ValueError):  # it is told where the row is measured
+            continue
+
+
+# ---- what is shown --------------------------------------------------------------------------------------------------
+
+
+def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What `report.summary` says of each kind of row: the best peer, ours in another form, and of large caches how much
+    of the time is reading."""
+    found = []
+    for (kind, names), of in itertools.product(KINDS.items(), ("forward", "backward")):
+        group = [row for row in rows if row["problem"]["row"] in names and row["problem"]["pass"] == of]
+        said = []
+        against = {"the best peer": [(row["ratio_to_best"], row) for row in group]}
+        for name, words in OWN.items():
+            large = [row for row in group if name != "read" or call_of(row["problem"]).cache_bytes > LARGE]
+            pairs = [(ratio(row["ours"], row["peers"].get(name), row["unit"]), row) for row in large]
+            if name == "lengths":
+                words, pairs = f"{words}, against without", [(x and 1 / x, row) for x, row in pairs]
+            against[words.removeprefix("against ")] = pairs
+        for words, pairs in against.items():
+            known = [(x, row["problem"]["row"]) for x, row in pairs if x]
+            if known:
+                least, name = min(known)
+                said.append(f"{words} {geomean(x for x, _ in known):.2f}x, worst {least:.2f}x ({name})")
+        if said:
+            found.append(f"{kind}, {of}: {'; '.join(said)}")
+    return found
