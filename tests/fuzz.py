@@ -260,6 +260,10 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
         if change is not None or options["dropout"] > 0.6:
             options["moving"] = ()  # what tangents may be off by is known of ordinary numbers
         options |= {"targets": bool(rng.random() < 0.7), "again": bool(rng.random() < 0.15), "alike": alike}
+        if alike:  # each query's own key takes nearly all
+            options["large_scores"] = True
+        if change == "infinite":  # 0 times infinity: some kernels leave out what has no weight, others do not
+            options |= {"backward": False, "scale": scale or None}
     shapes = " ".join(f"{name}{tuple(x.shape)}" for name, x in zip("qkv", inputs))
     given = {name: f"{x.dtype}{x.shape}" for name, x in inputs.given.items()}
     said = {name: x for name, x in options.items() if name != "blocks"} | {"score": kind.score}

@@ -19,6 +19,7 @@ from criterion import (
     assert_as_good,
     assert_mean_errors,
     far_units,
+    group_units,
     large_score_units,
     one_key_units,
 )
@@ -403,12 +404,21 @@ class Judge:
         return standard_in_own_precision(self.problem, *self.arrays, **self.inputs.given)
 
     @functools.cached_property
+    def published(self) -> dict[str, np.ndarray]:
+        q, k, v, dout, key_mask, dlse, others = self.inputs
+        return flash2_in_own_precision(self.problem, q, k, v, key_mask, dout, dlse, **others)
+
+    @functools.cached_property
     def units(self) -> dict[str, float]:
         q, k, v, dout = self.inputs[:4]
         if self.large_scores:
             given = self.inputs.given
             return large_score_units(self.problem, q, k, given.get("bias"), given.get("alibi_slopes"))
-        return one_key_units(self.problem, q, k, v, dout) | far_units(self.problem, self.inputs.given)
+        found = [
+            one_key_units(self.problem, q, k, v, dout), far_units(self.problem, self.inputs.given),
+            group_units(self.problem),
+        ]  # fmt: skip
+        return {name: max(x.get(name, 1.0) for x in found) for name in {*found[0], *found[1], *found[2]}}
 
     def __call__(self, name: str, actual: np.ndarray) -> None:
         right = getattr(self.exact, name)
@@ -416,23 +426,24 @@ class Judge:
             assert actual.dtype == self.problem.lse_dtype, f"lse has dtype {actual.dtype}"
             actual = actual.reshape(right.shape)
         if self.thorough and name in ("out", "dq", "dk", "dv") and not self.large_scores:
-            assert_mean_errors(actual, right, getattr(self.own, name), name)
+            try:
+                assert_mean_errors(actual, right, getattr(self.own, name), name)
+            except AssertionError:
+                if name in ("out", "dv"):
+                    raise
+                assert_mean_errors(actual, right, self.published[name], name)
         if as_good_as_rounding(actual, right):
             return
         own = getattr(self.own, name)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", ByLuck)
-            with contextlib.suppress(AssertionError, ByLuck):
-                return assert_as_good(actual, right, own, name)
+        with contextlib.suppress(AssertionError):
+            return assert_as_good(actual, right, own, name, luck=False)
         try:
             unit = max(self.units.get(name, 1.0), self.exact.unit(name))
             assert_as_good(actual, right, own, name, unit)
         except AssertionError:
             if name in ("out", "lse", "dv"):
                 raise
-            q, k, v, dout, key_mask, dlse, others = self.inputs
-            published = flash2_in_own_precision(self.problem, q, k, v, key_mask, dout, dlse, **others)[name]
-            error, of_published = (np.abs(x.astype(np.float64) - right).max() for x in (actual, published))
+            error, of_published = (np.abs(x.astype(np.float64) - right).max() for x in (actual, self.published[name]))
             if not error <= 3 * of_published:  # luck's factor, as in `assert_as_good`
                 raise
             text = f"{name} is off by {error:.4e}, FlashAttention-2's algorithm in this precision by {of_published:.4e}"
