@@ -81,7 +81,7 @@ struct Lines {
     // Both elements of a line from column n on.
     template <bool NEAR>
     __device__ void score(Accum& first, Accum& second, int line, int n) const {
-        if constexpr (Terms::GIVEN == Terms::IN_PRODUCT) {  // (with more to see through, the compiler would leave a worker's run as a function)
+        if constexpr (Terms::GIVEN == Terms::IN_PRODUCT) {  // (with more to see through, the compiler would leave a consumer's run as a function)
             first = sum<NEAR>(first, line, n);
             second = sum<NEAR>(second, line, n + 1);
         } else {

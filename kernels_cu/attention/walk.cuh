@@ -1,5 +1,5 @@
-// The walk: which tiles of the other side a tile visits, in which order, and whether their elements need tests. Loaders and
-// workers, forward and backward, ordered additions and completion counts all ask it. It is a band around the diagonal (causal,
+// The walk: which tiles of the other side a tile visits, in which order, and whether their elements need tests. Producers and
+// consumers, forward and backward, ordered additions and completion counts all ask it. It is a band around the diagonal (causal,
 // window), or what of a block mask's list lies in that band: two answers to the same questions.
 #pragma once
 #include "attention/block_list.cuh"

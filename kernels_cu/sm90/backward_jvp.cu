@@ -24,7 +24,7 @@ struct SecondSum<false> {};
 
 // A warpgroup with 64 rows of what the block owns.
 template <bool OWNS_KEYS>
-struct Worker {
+struct Consumer {
     using Of = Sides<OWNS_KEYS>;
     static constexpr int VISITED = Of::VISITED, N = VISITED / 8;
     static constexpr bool OWN_FIRST_MOVES = Of::Own::FIRST_MOVES, OWN_SECOND_MOVES = Of::Own::SECOND_MOVES;
@@ -60,7 +60,7 @@ struct Worker {
     bool owed = false;              // whether that is still to be done
     unsigned owed_tile, owed_slot;  // where it lies, and its barrier
 
-    __device__ Worker(const Params& p, Of& s, const OwnTile<OWNS_KEYS>& tile, int group)
+    __device__ Consumer(const Params& p, Of& s, const OwnTile<OWNS_KEYS>& tile, int group)
         : p(p),
           s(s),
           tile(tile),
@@ -331,11 +331,11 @@ __device__ void work(const Params& p, const TensorMaps& maps, unsigned memory) {
     OwnTile<OWNS_KEYS> tile(p, blockIdx.x);
     int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     if (group == -1) {
-        shrink_registers<LOADER_REGISTERS>();
+        shrink_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) load(p, maps, s, tile);
     } else {
-        grow_registers<WORKER_REGISTERS>();
-        Worker<OWNS_KEYS>(p, s, tile, group).run();
+        grow_registers<CONSUMER_REGISTERS>();
+        Consumer<OWNS_KEYS>(p, s, tile, group).run();
     }
 }
 

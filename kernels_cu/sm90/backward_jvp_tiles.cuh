@@ -13,9 +13,9 @@ using namespace config;
 
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int OWNED = 64 * GROUPS;
-constexpr int LOADER_REGISTERS = GROUPS == 3 ? 32 : 24;
-constexpr int WORKER_REGISTERS = GROUPS == 3 ? 160 : 240;
-static_assert(LOADER_REGISTERS + GROUPS * WORKER_REGISTERS <= (GROUPS + 1) * (65536 / THREADS / 8 * 8));
+constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24;
+constexpr int CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 240;
+static_assert(PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <= (GROUPS + 1) * (65536 / THREADS / 8 * 8));
 
 struct TensorMaps : QTangentMap<TQ>, KTangentMap<TK>, VTangentMap<TV>, DOTangentMap<TDOUT> {
     TensorMap q, k, v, dout;

@@ -20,10 +20,10 @@
 #include "sm90/turns.cuh"
 #include "tile/rows.cuh"
 
-// Per thread. What the loading warpgroup gives away the others take: together no more than at the start.
+// Per thread. What the producer gives away the others take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
-constexpr int LOADER_REGISTERS = ROOMY ? 40 : 32;
-constexpr int WORKER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - LOADER_REGISTERS) / GROUPS / 8 * 8;
+constexpr int PRODUCER_REGISTERS = ROOMY ? 40 : 32;
+constexpr int CONSUMER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - PRODUCER_REGISTERS) / GROUPS / 8 * 8;
 
 constexpr bool WEIGHED = TQ || TK;  // whether scores have a tangent: else tO = P tV
 constexpr int PRODUCTS = TQ + TK;   // that make it
@@ -34,7 +34,7 @@ static_assert(PACK == 1 && !SHARES && !NEXT_Q && SUM_TILES == 0);
 constexpr bool CLEARS = KEY_MASK;
 
 // A warpgroup with 64 rows of every tile.
-struct Worker {
+struct Consumer {
     using Scores = Accumulator<1, KEYS / 8>;
 
     const Params& p;
@@ -58,7 +58,7 @@ struct Worker {
     Operand<KEYS> probabilities, weights;
     Operand<HELD ? DOT : 16> held;  // the warpgroup's rows of Q, where there are registers for them
 
-    __device__ Worker(const Params& p, const TensorMaps& maps, Shared& s, int group)
+    __device__ Consumer(const Params& p, const TensorMaps& maps, Shared& s, int group)
         : p(p),
           maps(maps),
           s(s),
@@ -371,10 +371,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     __syncthreads();
     int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     if (group == -1) {
-        shrink_registers<LOADER_REGISTERS>();
+        shrink_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) load(p, maps, s);
     } else {
-        grow_registers<WORKER_REGISTERS>();
-        Worker(p, maps, s, group).run();
+        grow_registers<CONSUMER_REGISTERS>();
+        Consumer(p, maps, s, group).run();
     }
 }

@@ -105,7 +105,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     together, resident = cost.dealt_out(problem, t, shares, clusters)
     summed = (
         kv_heads * key_tiles * cluster * t.groups if shares > 1 else 0
-    )  # workers' keys whose sums are left in memory
+    )  # consumers' keys whose sums are left in memory
     share_sums = 128 * t.sums(dim, dim_v)  # numbers of one of them
     first_stores = not whole and shares == 1 and cluster == 1 and _few_add(problem, t)
     parts = 1 if whole else _finish_parts(t, dim, kv_heads * tiles, max(1, finish.warps) * clusters * cluster)

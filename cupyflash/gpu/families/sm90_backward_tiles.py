@@ -61,7 +61,7 @@ class BackwardTile:
         return sum(ceil(ceil(n, 64), self.groups) for n in (dim, dim_v)) * self.keys // 2
 
 
-# What may be spilled are addresses: the moving warps', and a worker's, once per tile or where it adds to dQ in turn.
+# What may be spilled are addresses: the producer warps', and a consumer's, once per tile or where it adds to dQ in turn.
 BACKWARD_TILES = (
     BackwardTile(128, 128, 2, 2, 2, spills=184, dim=64, scored=False),
     BackwardTile(64, 128, 2, 2, 2, spills=32, dim=64),

@@ -36,8 +36,8 @@ class ForwardTile:
     def registers(self) -> int:
         """Of a thread that computes, as kernels_cu/sm90/forward.cu shares them out."""
         at_start = 65536 // (128 * (self.groups + 1) * self.blocks) // 8 * 8
-        loader = 40 if self.groups * self.blocks < 3 else 32
-        return ((self.groups + 1) * at_start - loader) // self.groups // 8 * 8
+        producer = 40 if self.groups * self.blocks < 3 else 32
+        return ((self.groups + 1) * at_start - producer) // self.groups // 8 * 8
 
 
 FORWARD_TILES = (

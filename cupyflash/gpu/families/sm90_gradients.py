@@ -25,7 +25,7 @@ def shared_memory(stages: int, pairs: PairTiles) -> int:
 
 
 def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan | None:
-    # Lists of a block mask would have to reach the workers with each tile. Of K without rows there is no tensor map.
+    # Lists of a block mask would have to reach the consumers with each tile. Of K without rows there is no tensor map.
     if problem.block_mask is not None or not problem.seq_k or problem.tangents or any(map(problem.reads, lengths)):
         return None
     rows = ((stages, PairTiles(problem, n)) for stages, n in STAGES)
