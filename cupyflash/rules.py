@@ -192,7 +192,7 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
         diagonal = options["at"][2] - options["at"][3]  # query i of all stands on key i
     if options["causal"] is not None:
         right = 0 if right is None else min(right, 0)
-    if not ragged:
+    if not (ragged or options["batch_invariant"]):
         left, right = bounds(left, right, diagonal, sq, sk)
     options["scale"] = _in_range("scale", q.dtype, options["scale"], 1.0 / math.sqrt(d) if d else 1.0)
     options["softcap"] = _in_range("softcap", q.dtype, options["softcap"], None)

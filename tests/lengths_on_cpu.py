@@ -134,6 +134,33 @@ class Sequences:
 
     # ---- one of them -------------------------------------------------------------------------------------------------
 
+    def rows_of(self, n: int, name: str, x: np.ndarray) -> np.ndarray:
+        """Of a result what is of number n."""
+        first = self.first_query(n)
+        if name == "lse":
+            return x[n] if self.q == "dense" else x[:, first : first + self.queries[n]]
+        if name in ("out", "dq"):
+            return x[n] if self.q == "dense" else x[first : first + self.queries[n]]
+        first = sum(self.keys[:n])
+        return x[first : first + self.keys[n]] if self.k == "packed" else x[n, : self.keys[n]]
+
+    def made_of(self, own: list[dict[str, np.ndarray]]) -> Sequences:
+        """Sequences that lie as these do."""
+        made = replace(self, queries=[len(x["q"]) for x in own], keys=[len(x["k"]) for x in own], own={})
+        made.own = {name: [x[name] for x in own] for name in self.own}
+        return made
+
+    def of(self, numbers: list[int]) -> Sequences:
+        return self.made_of([{name: rows[n] for name, rows in self.own.items()} for n in numbers])
+
+    def cut(self, n: int, at: int) -> list[dict[str, np.ndarray]]:
+        """Its first `at` queries with the keys that there were under a causal mask, and the others with all."""
+        x = {name: rows[n] for name, rows in self.own.items()}
+        keys = max(0, self.keys[n] - (self.queries[n] - at))
+        first = {name: x[name][:at] for name in ("q", "dout")} | {name: x[name][:keys] for name in ("k", "v")}
+        rest = {name: x[name][at:] for name in ("q", "dout")} | {name: x[name] for name in ("k", "v")}
+        return [first | {"dlse": x["dlse"][:, :at]}, rest | {"dlse": x["dlse"][:, at:]}]
+
     def first_query(self, n: int) -> int:
         return sum(self.queries[:n])
 
@@ -295,18 +322,56 @@ def check(
     return found
 
 
+def check_invariant(
+    family: str,
+    arch: Arch,
+    of: Sequences,
+    cuts: list[int],
+    options: dict[str, Any],
+    others: dict[str, np.ndarray],
+) -> None:
+    """With batch_invariant=True each comes out to the bit the same beside others, in another order and alone; and out
+    and lse also where its queries are cut in two calls' worth, after so many, each with the keys that were there."""
+    options = options | {"batch_invariant": True, "causal": True}
+    programs: dict[Any, Ran] = {}
+
+    def results(of: Sequences, backward: bool) -> list[dict[str, bytes]]:
+        q, k, v, dout, dlse = of.of_queries("q"), of.of_keys("k"), of.of_keys("v"), of.of_queries("dout"), of.own_dlse()
+        problem = state(q, k, v, **options, **others, **of.lengths())
+        shapes = {"out": dout.shape, "lse": dlse.shape}
+        if backward:
+            shapes |= {"dq": q.shape, "dk": k.shape, "dv": v.shape}
+        plans = plans_of(problem, arch, family, backward, {}, {"forward": None})
+        program = tuple(x.constants for x in plans)
+        if program not in programs:
+            programs[program] = Ran(plans)
+        given = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse, **others, **of.lengths()}
+        found = programs[program](problem, plans, given, shapes, len(of.queries) % 2 == 0)
+        return [{name: of.rows_of(n, name, x).tobytes() for name, x in found.items()} for n in range(of.count)]
+
+    wanted = results(of, True)
+    orders = [list(range(of.count))[::-1][1:], *([n] for n in range(of.count))]
+    for order in orders:
+        for n, found in zip(order, results(of.of(order), True)):
+            for name, bits in found.items():
+                assert bits == wanted[n][name], f"{name} of sequence {n} in {order}"
+    assert len(programs) == 1, "they follow from lengths"
+    pieces = [piece for n, cut in enumerate(cuts) for piece in of.cut(n, cut)]
+    found = results(of.made_of(pieces), False)
+    for n in range(of.count):
+        for name, axis in (("out", 0), ("lse", 1)):
+            rows = [np.frombuffer(x[name], np.uint8) for x in found[2 * n : 2 * n + 2]]
+            whole = np.frombuffer(wanted[n][name], np.uint8)
+            if axis == 1:
+                rows, whole = [x.reshape(of.heads[0], -1) for x in rows], whole.reshape(of.heads[0], -1)
+            assert np.array_equal(np.concatenate(rows, axis=axis), whole), f"{name} of sequence {n}, cut at {cuts[n]}"
+
+
 def compare(of: Sequences, n: int, found: dict[str, np.ndarray], results: dict[str, np.ndarray], want: Any) -> None:
-    first_q, first_k = of.first_query(n), sum(of.keys[:n])
     for name in want:
-        if name == "lse":
-            got = found["lse"][n] if of.q == "dense" else found["lse"][:, first_q : first_q + of.queries[n]]
-        elif name in ("out", "dq"):
-            got = found[name][n] if of.q == "dense" else found[name][first_q : first_q + of.queries[n]]
-        elif name in ("dk", "dv"):
-            got = found[name][first_k : first_k + of.keys[n]] if of.k == "packed" else found[name][n, : of.keys[n]]
-        else:
-            continue
-        assert np.array_equal(got, results[name][n], equal_nan=False), f"{name} of sequence {n}, of {want}"
+        if name in ("out", "lse", "dq", "dk", "dv"):
+            got = of.rows_of(n, name, found[name])
+            assert np.array_equal(got, results[name][n], equal_nan=False), f"{name} of sequence {n}, of {want}"
 
 
 def add_gradients(

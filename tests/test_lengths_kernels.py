@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from cuda_on_cpu import cases, needs_compiler
-from lengths_on_cpu import WIDTH, Sequences, check, check_nonsense
+from lengths_on_cpu import WIDTH, Sequences, check, check_invariant, check_nonsense
 from semantics import draw_blocks
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import key_tiles, places, query_tiles
+from cupyflash.gpu.plan import plan
+from cupyflash.passes import BACKWARD, FORWARD, Pass
+from cupyflash.problem import View
+from cupyflash.rules import describe
 
 pytestmark = needs_compiler
 ARCHS = {"simt": Arch("sm_75", 75, 2, 65536), "sm80": Arch("sm_80", 80, 2, 166912)}
@@ -26,6 +32,11 @@ def packed(rng: np.random.Generator, queries: list[int] = QUERIES, keys: list[in
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(np.float32)
+
+
+def view(shape: tuple[int, ...], dtype: str = "float16") -> View:
+    strides = [math.prod(shape[n + 1 :]) for n in range(len(shape))]
+    return View(shape, tuple(strides), dtype, "cuda:0", "cupy")
 
 
 def drawn(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -103,6 +114,32 @@ def test_a_block_mask_of_any_length(case: str, rng: np.random.Generator) -> None
     np.testing.assert_allclose(found["out"], want, rtol=tolerance, atol=tolerance)
 
 
+INVARIANT: dict[str, Case] = {
+    "float16": lambda r: (packed(r, *CHUNKED, dtype="float16", dims=(40, 24)), {}, {"sinks": half(r, HEADS)}),
+    "float16, caches, a soft cap": lambda r: (
+        packed(r, *CHUNKED, dtype="float16", k="cache"), {"softcap": 30.0, "window": (250, None)}, {}),
+    "float64": lambda r: (packed(r, *CHUNKED, dtype="float64", dims=(24, 40)), {}, {}),
+    "float32": lambda r: (packed(r, *CHUNKED), {}, {}),
+}  # fmt: skip
+CHUNKED, CUTS = ([90, 33, 65, 1], [290, 100, 70, 240]), [37, 16, 1, 0]
+
+
+def half(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return normal(rng, *shape).astype(np.float16)
+
+
+@cases([f"{family}: {case}" for family in ARCHS for case in INVARIANT if (family, case) != ("sm80", "float32")],
+       "sm80: float16")  # fmt: skip
+def test_a_sequences_bits_do_not_depend_on_others(case: str, rng: np.random.Generator) -> None:
+    """With batch_invariant=True, nor on how its queries are cut."""
+    family, case = case.split(": ")
+    of, options, others = INVARIANT[case](rng)
+    for q in of.own["q"]:  # small scores, and such as grow in some rows and not in others
+        q[:40] /= 16
+        q[40:] *= rng.choice([1, 4, 16], (len(q[40:]), 1, 1)).astype(q.dtype)
+    check_invariant(family, ARCHS[family], of, CUTS, options, others)
+
+
 SMALL: dict[str, Any] = {"dims": (8, 8), "heads": (2, 1)}
 NONSENSE: dict[str, Case] = {
     "packed": lambda r: (
@@ -127,6 +164,25 @@ def test_nonsense_stays_inside(case: str, rng: np.random.Generator) -> None:
     family, case = case.split(": ")
     of, options, others = NONSENSE[case](rng)
     check_nonsense(family, ARCHS[family], of, 60, options, others)
+
+
+@pytest.mark.parametrize("of", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("form", ["packed", "caches", "dense"])
+def test_one_program_whatever_the_others(form: str, of: Pass) -> None:
+    """With batch_invariant=True, and no shares of keys; a tile that was timed for other lengths is not taken."""
+
+    def made(invariant: bool, n: int, rows: int, tiles: dict[str, Any] | None = None) -> tuple[Any, ...]:
+        q = view((n * rows, 8, 64) if form != "dense" else (n, rows, 8, 64))
+        k = view({"packed": (n * 4096, 1, 64), "caches": (n, 4096, 1, 64), "dense": (n, 4096, 1, 64)}[form])
+        counts = {"packed": ("cu_seqlens_q", "cu_seqlens_k"), "caches": ("cu_seqlens_q", "seqlens_k"), "dense": ()}
+        lengths = {x: view((n + x.startswith("cu"),), "int32") for x in counts[form]}
+        problem = describe(q, k, k, batch_invariant=invariant, causal=True, **lengths)
+        x = plan(problem, Arch.of("sm_80"), of, "sm80", tiles)
+        return x.constants, dict(x.scalars).get("shares")
+
+    timed = {"sm80": (64, 64, 4, 1, 1, 1)}
+    assert len({made(True, 1, 1), made(True, 70, 1), made(True, 2, 3000), made(True, 2, 3000, timed)}) == 1
+    assert len({made(False, 1, 1), made(False, 2, 3000), made(False, 2, 3000, timed)}) > 1
 
 
 def test_tiles_have_room() -> None:

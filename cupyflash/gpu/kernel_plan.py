@@ -139,6 +139,7 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("PAGED", problem.page is not None),
         ("TOP_LEFT", problem.ragged and problem.causal == "top_left"),  # else lengths say where the diagonal is
         *((f"{name.upper()}_LINES", by_line(problem, name)) for name in PAIRWISE),
+        ("BATCH_INVARIANT", problem.batch_invariant),
         ("BLOCK_MASK", problem.block_mask is not None),
         ("SOFTCAP", problem.softcap is not None),
         ("SCORE", problem.score is not None),

@@ -86,7 +86,8 @@ def plan(
                 if lengths:
                     made = _gradients(name, problem, arch, lengths)
                 else:
-                    made = room.plan(problem, arch, of, (tiles or {}).get(name))
+                    tuned = {} if problem.batch_invariant else tiles or {}  # which follow from lengths
+                    made = room.plan(problem, arch, of, tuned.get(name))
                 blocks = max(x.grid for x in made.launches)
                 if blocks >= 2**31:
                     size = f"batch {problem.batch} and {problem.heads_q} heads"

@@ -44,7 +44,8 @@ constexpr bool SCORED = config::SOFTCAP || config::SCORE || Terms::GIVEN > 0;
 
 // Whether soft caps of a tile whose products are all near 0 are reckoned without the special-function unit, which they keep
 // busier than the exponentials do: a polynomial is as exact as 16 bits ask.
-constexpr bool NEAR_CAPS = config::SOFTCAP && !config::SCORE && !Terms::IN_PRODUCT && sizeof(In) == 2;
+constexpr bool NEAR_CAPS =
+    config::SOFTCAP && !config::SCORE && !Terms::IN_PRODUCT && sizeof(In) == 2 && !config::BATCH_INVARIANT;
 
 // Whether that has a term with s^5. bfloat16 asks for none.
 template <class T>

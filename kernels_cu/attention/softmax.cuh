@@ -77,6 +77,8 @@ struct OnlineSoftmax {
                 for (int h = 0; h < 2; h++) {
                     // (with TOP not a row that is above it: another of the warp may have grown)
                     Accum raised = TOP == 0 ? largest[m][h] : larger(maximum[m][h], largest[m][h] - TOP / factor);
+                    // What the other rows of the warp are follows from how a sequence's queries are cut.
+                    if (config::BATCH_INVARIANT && !((largest[m][h] - maximum[m][h]) * factor > 8)) raised = maximum[m][h];
                     // a row that has seen no key has nothing to rescale, and -inf - -inf would be NaN
                     shrink[m][h] =
                         maximum[m][h] == MINUS_INFINITY ? Accum(0) : exp2_approx((maximum[m][h] - raised) * factor);

@@ -40,6 +40,8 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
         return "takes no page_table"
     if problem.dtype == FLOAT8:
         return f"takes no {problem.dtype}"
+    if problem.batch_invariant and parts_of(problem.dtype) > 1:  # the rows of a tile are split in one unit
+        return f"takes no batch_invariant=True with {problem.dtype}"
     if arch.cc < 80:
         return f"needs compute capability 8.0, this GPU has {arch.cc / 10}"
     if problem.dtype == "float64" and arch.cc / 10 not in FAST_DOUBLES:
@@ -60,10 +62,11 @@ CROWDING = number("sm80.crowding")
 def _fitting(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> Tile | None:
     """The first tile that the problem and the GPU's shared memory admit; of a size, for as many blocks as it is made
     for."""
+    seq_q = ANY if problem.batch_invariant else problem.seq_q
     for t in TILES[of].rows(tile):
         size = shared_memory(t, problem, of)
         if (
-            t.size in (None, ITEMSIZE[problem.dtype]) and max(t.dims(problem, of)) <= t.dim and problem.seq_q <= t.seq_q
+            t.size in (None, ITEMSIZE[problem.dtype]) and max(t.dims(problem, of)) <= t.dim and seq_q <= t.seq_q
             and size <= arch.shared_memory and (t.size is None
             or t.min_blocks * (size + 1024) <= arch.shared_memory + 1024)
         ):  # fmt: skip
@@ -101,7 +104,7 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
         flops = 2 * t.rows * t.keys * (problem.dim + problem.dim_v)
         visit = shares.Visit(flops / RATES[ITEMSIZE[problem.dtype]], crowding=CROWDING)
         tiles = shares.Tiles(tiles_q, t.rows, t.keys, t.min_blocks, visit)
-        share = shares.shares(problem, tiles, arch.sms).number
+        share = 1 if problem.batch_invariant else shares.shares(problem, tiles, arch.sms).number
         launch = Launch("attention_forward", tiles_q * share, 32 * t.warps, size)
         launches = (*split, launch, *shares.combine(problem, share))
         return KernelPlan(
@@ -120,14 +123,15 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
         Launch(f"attention_{of}", key_tiles(problem, t.keys), 32 * t.warps, size),
         Launch(f"attention_{of}_finish", tiles_q, 128),
     )
+    in_turn = problem.deterministic or problem.batch_invariant  # whether tiles of keys add to dQ in a fixed order
     numbers = 4 if of.moved else 2  # of each query: lse and delta, and what these change by
     workspace = (
         Workspace("delta", problem.lse_dtype, (*_tiles_of_heads(problem, t.rows), numbers, t.rows), t.rows),
         Workspace("dq_sum", problem.lse_dtype, (*_tiles_of_heads(problem, t.rows), t.rows * dim)),
-        Workspace("counters", "uint32", (tiles_q + 1 if problem.deterministic else 0,)),
+        Workspace("counters", "uint32", (tiles_q + 1 if in_turn else 0,)),
         *halves,
     )
-    constants += (("DETERMINISTIC", problem.deterministic), ("VECTOR_RED", arch.cc >= 90))
+    constants += (("DETERMINISTIC", in_turn), ("VECTOR_RED", arch.cc >= 90))
     return KernelPlan(
         **common,
         source=f"sm80/{of}.cu",
