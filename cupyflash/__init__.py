@@ -9,7 +9,7 @@ from .later import later
 __version__ = "0.1.0"
 __all__ = [
     "BlockMask", "Pages", "__version__", "attention", "attention_append", "attention_backward",
-    "attention_backward_jvp", "attention_jvp", "block_mask",
+    "attention_backward_jvp", "attention_jvp", "attention_vjp", "attention_weights", "block_mask",
     "explain", "merge", "tune",
 ]  # fmt: skip
 
@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     from .paging import Pages
     from .tools.autotune import tune
     from .tools.explanation import explain
+    from .vjp import attention_vjp
+    from .weights import attention_weights
 else:
     # What needs an array library, and tools.
     __getattr__, __dir__ = later(
         __name__, "compat", "float8", "integrations", "jax", "masks", "parallel", "torch",
-        BlockMask=".blockmask.blocks", Pages=".paging", attention_append=".appending", explain=".tools.explanation",
+        BlockMask=".blockmask.blocks", Pages=".paging", attention_append=".appending",
+        attention_vjp=".vjp", attention_weights=".weights", explain=".tools.explanation",
         tune=".tools.autotune",
     )  # fmt: skip

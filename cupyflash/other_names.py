@@ -20,6 +20,7 @@ _FILLED = "here it is seqlens_k, how many rows of its cache each sequence has fi
 _LENGTHS = f"{_FILLED}, or key_mask, (batch, keys) booleans"
 _PACKED = "here it is cu_seqlens_q and cu_seqlens_k, where each packed sequence begins"
 _PAGES = "here it is page_table, (sequences, pages of one), with seqlens_k"
+_ROTARY = "attention_append takes rotary=(cos, sin)"
 _BIAS = "here it is mask where it holds booleans (True: may be attended), and bias where it is added to the score"
 
 HERE = {
@@ -44,8 +45,8 @@ HERE = {
     "enable_gqa": "k and v may always have fewer heads than q; leave it out",
     "return_softmax_lse": "here it is return_lse",
     "return_residual": "here it is return_lse, (batch, heads, queries)",
-    "return_attn_probs": "here it is return_lse; the probabilities are never in memory",
-    "need_weights": "the probabilities are never in memory; leave it out",
+    "return_attn_probs": "here it is return_lse; attention_weights makes probabilities",
+    "need_weights": "attention_weights makes them, all or some",
     "query_seq_lengths": "here it is cu_seqlens_q, of packed queries",
     "key_value_seq_lengths": _LENGTHS,
     "cu_seqlens": _PACKED,
@@ -67,6 +68,8 @@ HERE = {
     "page_indices": _PAGES,
     "cache_batch_idx": "here it is page_table with one page for each sequence, with seqlens_k",
     "cache_leftpad": "here it is key_mask, where False hides the key",
+    "rotary_cos": _ROTARY,
+    "rotary_sin": _ROTARY,
     "score_mod": "here it is score, which gets arrays by name; cupyflash.torch.flex_attention takes yours as it is",
     "mask_mod": "here it is block_mask, which cupyflash.block_mask makes of it",
     "implementation": "the fastest kernels are taken by themselves; family names others",
@@ -78,6 +81,15 @@ ELSEWHERE = {
     ("attention_backward", "return_lse"): "it takes the lse that attention(..., return_lse=True) returned",
     ("attention_jvp", "return_lse"): "tout and tlse always come back, both",
     ("attention_backward_jvp", "return_lse"): "it takes the lse that attention(..., return_lse=True) returned",
+    ("attention_vjp", "return_lse"): "what it returns has lse, as backward.lse",
+    ("attention_vjp", "out"): "the result is a new array",
+    ("attention_weights", "dropout"): "weights are those before dropout; leave it out",
+    ("attention_weights", "seed"): "weights are those before dropout; leave it out",
+    ("attention_weights", "v"): "weights do not depend on it",
+    **{
+        ("attention_weights", name): "ask for the weights of one sequence at a time, as a dense call"
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "max_seqlen_q", "max_seqlen_k")
+    },
     ("attention_jvp", "dout"): "that belongs to attention_backward_jvp",
     ("attention_jvp", "dlse"): "that belongs to attention_backward_jvp",
     ("attention_jvp", "wrt"): "tangents say what moves; wrt belongs to attention_backward and attention_backward_jvp",
