@@ -31,6 +31,16 @@ def no_gpu() -> str | None:
     return None
 
 
+@functools.cache
+def gpu_count() -> int:
+    """GPUs that are there."""
+    if no_gpu():
+        return 0
+    import cupy
+
+    return cupy.cuda.runtime.getDeviceCount()
+
+
 @dataclass(frozen=True)
 class Backend:
     name: str

@@ -20,7 +20,7 @@ os.environ["CUPYFLASH_CONFIG_DIR"] = os.devnull
 
 import numpy as np
 import pytest
-from backends import no_gpu
+from backends import gpu_count, no_gpu
 from criterion import ByLuck, luck_explains
 from gpu_report import GpuReport, count_as
 from reference import fresh_rng
@@ -81,6 +81,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             count_as(item)
             if no_gpu():
                 item.add_marker(pytest.mark.skip(reason=f"no GPU to run on: {no_gpu()}"))
+        if item.get_closest_marker("gpus") and gpu_count() < 2:
+            item.add_marker(pytest.mark.skip(reason=f"two GPUs are needed, {gpu_count()} are there"))
 
 
 @pytest.fixture

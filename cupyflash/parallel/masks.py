@@ -10,8 +10,10 @@ import numpy as np
 
 from ..api import block_mask as _block_mask
 from ..blockmask.blocks import check_block
-from .adapters import of
+from ..namespaces import namespace
+from .adapters import named, of
 from .agree import agree
+from .arrays import library
 from .rows import Rows, Span
 
 
@@ -63,7 +65,7 @@ def block_mask(
     For `parallel.attention(..., block_mask=)`; and for `Rows.balanced`, which wants to know where the work is: make one
     of contiguous rows first.
     """
-    found, error, ranks = None, None, of(group)
+    found, error, ranks = None, None, of(named(group, None if like is None else library(like)))
     keys = rows if key_rows is None else key_rows
     try:
         found = _own(source, rows, keys, ranks, batch, heads, block, like)
@@ -108,8 +110,10 @@ def _as(where: np.ndarray, i: Any) -> Any:
     """Numbers in the whole of those in this rank's array, of the same library."""
     if isinstance(i, np.ndarray):
         return where[i]
-    if type(i).__module__.startswith("torch"):
-        import torch
-
-        return torch.as_tensor(where, device=i.device)[i]
-    raise TypeError("like is of a library whose masks are not shared out; it must be a NumPy array or a tensor")
+    if (kind := library(i)) == "torch":
+        return namespace(kind).as_tensor(where, device=i.device)[i]
+    if kind == "cupy":
+        return namespace(kind).asarray(where)[i]
+    raise TypeError(
+        "like is of a library whose masks are not shared out; it must be an array of NumPy or CuPy, or a tensor"
+    )

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..api import attention, attention_backward, merge
-from .arrays import empty, put, wide, zeros
+from ..namespaces import cast, namespace
+from .arrays import empty, library, put, wide, zeros
 from .asked import Asked, index, own_rows
 from .rows import Rows, Span, cut, joined
 from .steps import Deal, Round, Step, deal, rounds
@@ -160,7 +161,9 @@ def backward(asked: Asked, dq: Any, dk: Any, dv: Any) -> dict[str, Any]:
     part, grads = Part.of(asked), {"q": dq, "k": dk, "v": dv}
     names: list[str] = [x for x in ("q", "dout", "out", "k", "v", "lse", "dlse") if x in asked.operands]
     xs = {name: asked.operands[name] for name in names}
-    of_arrays = {name: zeros(tuple(x.shape), x, wide(x)) for name, x in _of_wrt(asked).items()}
+    like = _of_wrt(asked)
+    of_arrays = {name: zeros(tuple(x.shape), x, wide(x)) for name, x in like.items()}
+    _widen(asked)
     if asked.team.size == 1:
         _backward(part, xs, grads, of_arrays)
     else:
@@ -175,7 +178,14 @@ def backward(asked: Asked, dq: Any, dk: Any, dv: Any) -> dict[str, Any]:
         for name, x in of_arrays.items():
             if name != "bias" or not _any(asked, own_rows(asked.arrays[name])):  # with rows of its own it is whole
                 of_arrays[name] = summed(asked.group, summed(asked.team, x))
-    return {name: _rounded(x, _of_wrt(asked)[name]) for name, x in of_arrays.items()}
+    return {name: _rounded(x, like[name]) for name, x in of_arrays.items()}
+
+
+def _widen(asked: Asked) -> None:
+    """Of 16-bit arrays of which several calls have a gradient none is to be rounded: these are given in float32."""
+    for name in asked.wrt:
+        if (x := asked.arrays.get(name)) is not None and (kind := wide(x)) and not own_rows(x):
+            asked.arrays[name] = cast(x, getattr(namespace(library(x)), kind))
 
 
 def _backward(part: Part, xs: dict[str, Any], grads: dict[str, Any], of_arrays: dict[str, Any]) -> None:

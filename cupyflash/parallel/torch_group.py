@@ -22,8 +22,11 @@ class TorchGroup:
         self._backend = distributed.get_backend(group)
         self.eager = self._backend == "gloo" or not torch.cuda.is_available()
         self.known: set[bytes] = _known.setdefault(group, set())
-        self._bound = getattr(group, "bound_device_id", None)  # the device that its communicator was made for
-        self._device = torch.device("cpu") if self.eager else self._bound or torch.device("cuda")
+
+    @property
+    def _bound(self) -> torch.device | None:
+        """The device that its communicator was made for, where it was made for one."""
+        return getattr(self._group, "bound_device_id", None)
 
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> _Works:
         of_two: dict[int, int] = {}
@@ -51,7 +54,7 @@ class TorchGroup:
         return None
 
     def all_gather(self, x: np.ndarray) -> np.ndarray:
-        own = torch.from_numpy(x.copy()).to(self._device)
+        own = torch.from_numpy(x.copy()).to("cpu" if self.eager else self._bound or "cuda")
         parts = [torch.empty_like(own) for _ in range(self.size)]
         distributed.all_gather(parts, own, group=self._group)
         return torch.stack(parts).cpu().numpy()
