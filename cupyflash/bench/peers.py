@@ -297,10 +297,10 @@ def fa3() -> Prepare:
     return prepare
 
 
-def flashinfer() -> Prepare:
+def flashinfer(tensor_cores: bool = False) -> Prepare:
     from . import serving_peers
 
-    return serving_peers.flashinfer()
+    return serving_peers.flashinfer(tensor_cores)
 
 
 def standard(case: Case, of: Pass) -> Candidate:
@@ -387,6 +387,7 @@ LOADERS: dict[str, Callable[[], Prepare]] = {
     "fa3": fa3,
     "fa4": fa4,
     "flashinfer": flashinfer,
+    "flashinfer-tc": functools.partial(flashinfer, tensor_cores=True),
     "efficient": functools.partial(sdpa, "EFFICIENT_ATTENTION"),
     "math": functools.partial(sdpa, "MATH"),
     "flex": flex,

@@ -33,6 +33,7 @@ COLOURS = {
     "jax-xla": "#1b6e1b",
     "jvp-flash": "#393b79",
     "flashinfer": "#17becf",
+    "flashinfer-tc": "#9edae5",
     "lengths": "#ff9896",
     "dense": "#c49c94",
     "read": "#7f7f7f",

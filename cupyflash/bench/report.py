@@ -40,6 +40,7 @@ NAMES = {
     "jax-xla": "JAX, jitted (XLA)",
     "jvp-flash": "jvp_flash_attention (Triton)",
     "flashinfer": "FlashInfer",
+    "flashinfer-tc": "FlashInfer, tensor cores",
     "lengths": "cupyflash, lengths on the device",
     "dense": "cupyflash, dense call",
     "read": "reading K and V",

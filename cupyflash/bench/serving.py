@@ -120,7 +120,10 @@ _PAGED = {
 }
 
 CALLS: dict[str, dict[str, Call]] = {"decode": _DENSE | _RAGGED | _FEW, "varlen": _PACKED, "paged": _PAGED}
-QUICK = ("16x4096-32/8", "1x16384-32/8", "ragged-64", "long", "8x2048", "lognormal", "16x4096-p64")
+QUICK = (  # or how they begin
+    "16x4096-", "1x131072-32/8", "1x16384-32", "64x4096-64/8", "long", "ragged-64", "ragged-p", "16x4on",
+    "8x2048", "lognormal", "64x256-d128", "short-d128", "chunk",
+)  # fmt: skip
 # What `lines` sums up: the rows of a kind.
 KINDS = {
     "a token, caches of one length": (*_DENSE,),
@@ -134,9 +137,9 @@ KINDS = {
 }
 # Beside the peers stand ours in another form, and what reading K and V takes.
 PEERS = {
-    "decode": ("fa3", "flashinfer", "cudnn", "fa2", "lengths", "read"),
+    "decode": ("fa3", "flashinfer", "flashinfer-tc", "cudnn", "fa2", "lengths", "read"),
     "varlen": ("fa3", "flashinfer", "fa2", "dense"),
-    "paged": ("fa3", "flashinfer", "cudnn", "dense", "read"),
+    "paged": ("fa3", "flashinfer", "flashinfer-tc", "cudnn", "dense", "read"),
 }
 OWN = {"lengths": "lengths on the device", "dense": "against our dense call", "read": "against reading K and V"}
 

@@ -64,9 +64,9 @@ def fa2(case: Case, of: Pass) -> Candidate:
     return Candidate(lambda: tuple(backward(dout, q, k, v, out, lse, *known, *state)))
 
 
-def flashinfer() -> Prepare:
-    """FlashInfer: its decoding with pages, on tensor cores for 4 query heads or more to one, as serving engines have
-    it, and its prefill of packed sequences. CUPYFLASH_PEER_FLASHINFER: a folder that has the package."""
+def flashinfer(tensor_cores: bool = False) -> Prepare:
+    """FlashInfer: its decoding with pages, without tensor cores or with these, and its prefill of packed sequences.
+    CUPYFLASH_PEER_FLASHINFER: a folder that has the package."""
     if (folder := os.environ.get("CUPYFLASH_PEER_FLASHINFER")) and folder not in sys.path:
         sys.path.append(folder)  # behind what is installed
     package = importlib.import_module("flashinfer")
@@ -85,9 +85,8 @@ def flashinfer() -> Prepare:
         if q.shape[1] > 1:
             raise NotImplementedError("FlashInfer decodes one query of a sequence")
         k, v, *whose = _in_pages(case)
-        decode = package.BatchDecodeWithPagedKVCacheWrapper(
-            _workspace(str(q.device)), "NHD", use_tensor_cores=heads >= 4 * heads_k
-        )
+        workspace = _workspace(str(q.device))
+        decode = package.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
         decode.plan(*whose, heads, heads_k, q.shape[-1], k.shape[1], **dtypes)
         return Candidate(lambda: (decode.run(q[:, 0], (k, v)),))
 
