@@ -218,8 +218,8 @@ def attention(
     max_seqlen_q, max_seqlen_k : int, optional
         How long packed queries, and keys, are at most: hints for tiles. A wrong one costs time, never the result.
     batch_invariant : bool
-        What comes of a sequence does not depend, to the bit, on the others of the call, nor on how its queries are cut:
-        on a CPU it never does. (Gradients of arrays that sequences share are sums over these.)
+        What comes of a sequence does not depend, to the bit, on the others of the call: on a CPU it never does. Kernels
+        give the same out and lse, too, however its queries are cut.
     check : bool
         Look at the values of these arrays first, as is always done on a CPU; CUPYFLASH_CHECK=1 asks it of all calls. On
         a GPU that waits for the device. Unchecked values are clamped there: nothing outside of the arrays is read or

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import ragged
 from cuda_on_cpu import as_cpp, compile_all
 from on_cpu import Guarded, run
 from reference import state
 from semantics import Blocks
 
-from cupyflash import BlockMask
+from cupyflash import BlockMask, block_mask
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import KernelPlan
 from cupyflash.gpu.plan import plan
@@ -195,7 +196,8 @@ class Ran:
         """Also what is launched for other lengths alone."""
         return list(
             dict.fromkeys(
-                [x.name for x in of.launches] + [f"attention_backward_{x}_add" for x in of.wrt if x != "sinks"]
+                [x.name for x in of.launches]
+                + [f"attention_backward_{x}_add" for x in of.wrt if x in GRADIENTS and x != "sinks"]
             )
         )
 
@@ -320,6 +322,30 @@ def check(
         )
     nobodys(of, found)
     return found
+
+
+def check_case(family: str, arch: Arch, case: ragged.Case) -> None:
+    """Forward and backward of a case, and all its gradients, judged; where these are deterministic blocks run in two
+    orders, and every result is the same."""
+    mask = None if case.blocks is None else block_mask(case.blocks, block=16)
+    options = case.options | ({} if mask is None else {"block_mask": mask})
+    named = case.arrays | case.given | case.lengths
+    q, k, v = (named[name] for name in "qkv")
+    problem = state(q, k, v, **options, **case.given, **case.lengths)
+    floats = {name: x.shape for name, x in case.given.items() if x.dtype.kind == "f"}
+    asked = [{x: floats[x] for x in floats if x in GRADIENTS}, {x: floats[x] for x in floats if problem.reads(x)}]
+    plans = [plan(problem, arch, of, family) for of in (FORWARD, BACKWARD)]
+    for names in filter(None, asked):
+        lengths = {x: next((row.lengths(y) for row in ARRAYS if row.name == x), y) for x, y in names.items()}
+        plans.append(plan(problem, arch, BACKWARD, family, lengths=lengths))
+    shapes = {"out": case.arrays["dout"].shape, "lse": case.arrays["dlse"].shape}
+    shapes |= {f"d{name}": named[name].shape for name in ("q", "k", "v", *asked[0], *asked[1])}
+    ran, before = Ran(plans), None
+    for last_first in (False, True) if problem.deterministic else (True,):
+        found = ran(problem, plans, named, shapes, last_first, None, mask)
+        ragged.judge(case, found, True)
+        before = before or found
+        assert all(before[name].tobytes() == x.tobytes() for name, x in found.items()), "in another order other bits"
 
 
 def check_invariant(

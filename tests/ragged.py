@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from backends import CPU, Backend
 from criterion import assert_as_good
 from reference import DTYPES, draw, standard, standard_in_own_precision, state
 from score_functions import WRITTEN, key, of_dtype
@@ -230,38 +231,55 @@ def arguments(case: Case, layout: str = "bshd", put: Any = lambda x: x) -> tuple
         read = {name: put(x) for name, x in case.given.items() if name.startswith("score_arrays[")}
         named["score_arrays"] = {name[len("score_arrays['") : -2]: x for name, x in read.items()}
     if case.blocks is not None:
-        named["block_mask"] = block_mask(case.blocks, block=16, like=arrays["q"])
+        named["block_mask"] = block_mask(put(case.blocks), block=16, like=arrays["q"])
     return arrays, named | case.options | {"layout": layout}
 
 
-def check_case(case: Case, backward: bool = True, layout: str = "bshd", targets: bool = False) -> dict[str, np.ndarray]:
-    """Run a call, with NaN in all that belongs to nobody, and judge it. Its results, heads last but one."""
-    arrays, named = arguments(case, layout)
+def check_case(
+    case: Case,
+    backward: bool = True,
+    layout: str = "bshd",
+    targets: bool = False,
+    on: Backend = CPU,
+) -> dict[str, np.ndarray]:
+    """Run a call, with NaN in all that belongs to nobody, and judge it. Its results, heads last but one.
+
+    What the family of `on` has no backward of lengths for, another one computes.
+    """
+    arrays, named = arguments(case, layout, on.put)
     backward = backward and "page_table" not in case.lengths
     q, k, v = (arrays[name] for name in "qkv")
     shape = (*q.shape[:-1], v.shape[-1])
-    into = np.full(shape, np.nan, q.dtype) if targets else None
-    out, lse = attention(q, k, v, return_lse=True, out=into, **named)
+    into = on.nan(shape, case.arrays["q"].dtype.name) if targets else None
+    out, lse = attention(q, k, v, return_lse=True, out=into, family=on.family, **named)
     assert into is None or out is into
     found = {"out": out, "lse": lse}
     if backward:
         read = {name: x for name, x in case.given.items() if name.startswith("score_arrays[") and _is_float(x)}
         wrt = [name for name in case.given if name in GRADIENTS] + [name[len("score_arrays['") : -2] for name in read]
-        grads = tuple(np.full_like(arrays[name], np.nan) for name in "qkv") if targets else None
+        dtype = case.arrays["q"].dtype.name
+        grads = tuple(on.nan(arrays[name].shape, dtype) for name in "qkv") if targets else None
         taken = _poisoned(case, out, layout == "bhsd"), _poisoned(case, lse, True)
         named["dlse"] = _poisoned(case, arrays["dlse"], True)
-        results = attention_backward(arrays["dout"], q, k, v, *taken, wrt=wrt, grads=grads, **named)
+        family = on.family if on.family in (None, "sm80", "simt") else None
+        results = attention_backward(arrays["dout"], q, k, v, *taken, wrt=wrt, grads=grads, family=family, **named)
         found |= dict(zip(("dq", "dk", "dv"), results)) | {f"d{x}": y for x, y in results.of_arrays.items()}
         assert grads is None or all(x is y for x, y in zip(results, grads))
+    found = {name: on.get(x) for name, x in found.items()}
     if layout == "bhsd":
         found |= {name: found[name].swapaxes(-3, -2) for name in ("out", "dq", "dk", "dv") if name in found}
+    judge(case, found, backward)
+    return found
+
+
+def judge(case: Case, found: dict[str, np.ndarray], backward: bool) -> None:
+    """Whether these results are as good as the reference's."""
     luck: dict[str, float] = {}
     exact, own = expected(case, False, backward, luck), expected(case, True, backward)
     assert found.keys() == exact.keys()
     units = _units(case, {name: x / 1e-5 for name, x in luck.items()})
     for name, x in found.items():
         assert_as_good(x, exact[name], own[name], name, units.get(name, 1.0))
-    return found
 
 
 def _units(case: Case, luck: dict[str, float]) -> dict[str, float]:
@@ -278,7 +296,7 @@ def _units(case: Case, luck: dict[str, float]) -> dict[str, float]:
     return units
 
 
-def _poisoned(case: Case, x: np.ndarray, heads_first: bool) -> np.ndarray:
+def _poisoned(case: Case, x: Any, heads_first: bool) -> Any:
     """A copy with NaN in rows that belong to nobody."""
     x = x.copy()
     if case.packed:

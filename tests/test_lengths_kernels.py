@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu import cases, needs_compiler
-from lengths_on_cpu import WIDTH, Sequences, check, check_invariant, check_nonsense
+from lengths_on_cpu import WIDTH, Sequences, check, check_case, check_invariant, check_nonsense
+from ragged import draw_case
 from semantics import draw_blocks
 
 from cupyflash.gpu.device import Arch
@@ -112,6 +113,27 @@ def test_a_block_mask_of_any_length(case: str, rng: np.random.Generator) -> None
     want = attention(q, k, v, window=(60, 9), block_mask=blocks.mask(), **others, **of.lengths())
     tolerance = 1e-2 if of.dtype == "float16" else 1e-5
     np.testing.assert_allclose(found["out"], want, rtol=tolerance, atol=tolerance)
+
+
+# Gradients of what scores read; deterministic ones in two orders. `along`: axes along which arrays have all numbers.
+GRADIENTS: dict[str, dict[str, Any]] = {
+    "one bias for all": {"given": ("bias", "alibi_slopes", "sinks"), "along": "qk"},
+    "a bias for each, of caches": {"given": ("bias", "mask"), "form_k": "filled"},
+    "a bias by line": {"given": ("bias", "alibi_slopes"), "lines": ("bias",), "along": "bhqk"},
+    "relative": {"score": "relative", "given": ("key_mask",)},
+    "documents, of caches": {"score": "documents", "form_k": "filled"},
+    "by key, by query": {"score": "without_s", "form_q": "dense"},
+    "relative, a block mask": {"score": "relative", "blocks": "b", "given": ("sinks",)},
+    "float16": {"score": "relative", "dtype": "float16", "given": ("bias", "sinks"), "along": "hqk"},
+}
+LENGTHS_OF = {"packed": [70, 0, 1, 64], "dense": [33] * 4}
+
+
+@cases([f"{family}: {case}" for family in ARCHS for case in GRADIENTS], "simt: relative")
+def test_gradients_and_their_order(case: str, rng: np.random.Generator) -> None:
+    family, case = case.split(": ")
+    how = {"dims": (16, 16), "options": {"causal": True, "deterministic": True}} | GRADIENTS[case]
+    check_case(family, ARCHS[family], draw_case(rng, LENGTHS_OF[how.get("form_q", "packed")], [80, 3, 0, 130], **how))
 
 
 INVARIANT: dict[str, Case] = {
