@@ -147,7 +147,8 @@ def test_merge_in_cupy(rank: int, ranks: Any) -> None:
 
 @pytest.mark.parametrize("case", IN_JAX)
 def test_jax(case: str, ranks: Any) -> None:
-    judge(found(ranks["jax"][0], case), IN_JAX[case] | {"bits": False})
+    """Parts of dk and dv are rounded to 16 bits there."""
+    judge(found(ranks["jax"][0], case), IN_JAX[case])
 
 
 def test_there_are_two_gpus() -> None:
