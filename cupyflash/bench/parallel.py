@@ -47,9 +47,28 @@ USUAL = 6  # cases of a run that names none
 
 
 def run(
-    out: Any = None, seconds: float = SECONDS, only: Sequence[str] = (), groups: Sequence[int] = (), ranks: int = 0
+    out: Any = None,
+    seconds: float = SECONDS,
+    only: Sequence[str] = (),
+    groups: Sequence[int] = (),
+    ranks: int = 0,
+    refused: Sequence[str] = (),
 ) -> int:
-    """Start the processes, and wait for them. groups: of heads, besides the usual number. ranks: default all GPUs."""
+    """Start the processes, and wait for them. groups: of heads, besides the usual number. ranks: default all GPUs.
+    refused: options that were given and are not of this suite."""
+    try:
+        for name in refused:
+            raise machine.Unavailable(f"{name} is given; bench suite 'parallel' takes out and only")
+        for name in only:
+            if not any(x.name.startswith(name) for x in CASES):
+                known = ", ".join(x.name for x in CASES)
+                raise machine.Unavailable(
+                    f"only is {name!r}; for bench suite 'parallel' it must be, or begin, one of {known}"
+                )
+        machine.require_gpu("parallel")
+    except machine.Unavailable as error:
+        print(error)
+        return 2
     import torch
 
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
