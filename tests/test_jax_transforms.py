@@ -434,10 +434,12 @@ def test_dot_product_attention_says_more() -> None:
     out, lse = dot_product_attention(q, k, v, return_residual=True)
     expected = attention(q, k, v, return_lse=True)
     close((out, lse), (expected[0], expected[1].swapaxes(1, 2)))
+    for name in ("xla", "cudnn"):  # as Keras gives it
+        close(dot_product_attention(q, k, v, implementation=name), expected[0])
     hidden = dot_product_attention(q, k, v, mask=jnp.zeros((1, 1, 5, 7), bool))
     assert not hidden.any()
     for options, message in (
-        ({"implementation": "cudnn"}, "^implementation is 'cudnn'; it must be None"),
+        ({"implementation": "triton"}, "^implementation is 'triton'; it must be None, 'xla' or 'cudnn'"),
         (
             {"query_seq_lengths": jnp.ones(2)},
             r"^query_seq_lengths has shape \(2,\) and dtype float64; it must be \(2,\) and int32",

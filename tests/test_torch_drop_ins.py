@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from torch.nn import functional as F
 
 from cupyflash.compat import flash_attn, xformers
-from cupyflash.torch import MultiheadAttention, scaled_dot_product_attention
+from cupyflash.torch import MultiheadAttention, multihead, scaled_dot_product_attention
 
 
 def numbers(*shape: int, seed: int = 0, grad: bool = False) -> Any:
@@ -100,6 +100,37 @@ def test_grouped_queries() -> None:
         scaled_dot_product_attention(q, k, v)
 
 
+@pytest.mark.parametrize("mask", [numbers(5, 7), numbers(5, 7) > 0])
+def test_causal_beside_a_mask(mask: Any) -> None:
+    q, k = numbers(2, 4, 5, 8, grad=True), numbers(2, 4, 7, 8, grad=True)
+    below = torch.ones(5, 7, dtype=torch.bool).tril()
+    both = mask & below if mask.dtype is torch.bool else mask.masked_fill(~below, -torch.inf)
+    same(
+        lambda: scaled_dot_product_attention(q, k, k, mask, is_causal=True),
+        lambda: F.scaled_dot_product_attention(q, k, k, both).nan_to_num(),
+        [q, k],
+    )
+
+
+def test_a_mask_for_all_along_some_leading_axes() -> None:
+    """As Evoformers have them: (B, N, H, S, S) of (B, 1, H, S, S)."""
+    q, mask = numbers(2, 3, 4, 5, 8, grad=True), numbers(2, 1, 4, 5, 5, grad=True)
+    same(
+        lambda: scaled_dot_product_attention(q, q, q, mask),
+        lambda: F.scaled_dot_product_attention(q, q, q, mask.expand(2, 3, 4, 5, 5)),
+        [q, mask],
+    )
+
+
+def test_of_dropout_that_drops_all_nothing_is_left() -> None:
+    q = numbers(2, 4, 5, 8, grad=True)
+    out = scaled_dot_product_attention(q, q, q, torch.ones(5, 5, dtype=torch.bool), dropout_p=1.0)
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    assert not out.any() and not dq.any()
+    module, x = MultiheadAttention(16, 4, dropout=1.0, bias=False), torch.ones(5, 2, 16)
+    assert not module(x, x, x, torch.zeros(2, 5, dtype=torch.bool))[0].any()
+
+
 def test_rows_that_see_nothing_are_zeros() -> None:
     q = numbers(2, 4, 5, 8)
     hidden = torch.ones(5, 5, dtype=torch.bool)
@@ -111,12 +142,17 @@ def test_rows_that_see_nothing_are_zeros() -> None:
 
 def test_what_is_refused() -> None:
     q, k = numbers(2, 4, 5, 8), numbers(2, 4, 7, 8)
-    with pytest.raises(ValueError, match="^is_causal is True and attn_mask is given"):
-        scaled_dot_product_attention(q, k, k, numbers(5, 7), is_causal=True)
+    from torch.nn.attention.bias import causal_upper_left
+
+    with pytest.raises(
+        ValueError,
+        match="^is_causal is True and attn_mask is one of torch.nn.attention.bias; it must be one or the other",
+    ):
+        scaled_dot_product_attention(q, k, k, causal_upper_left(5, 7), is_causal=True)
     with pytest.raises(TypeError, match="^is_causal is 'no'; it must be True or False"):
         scaled_dot_product_attention(q, k, k, is_causal="no")
-    for p in (1.0, -0.1, 2.0):
-        with pytest.raises(ValueError, match=f"^dropout_p is {p}; it must be 0 or more and less than 1"):
+    for p in (-0.1, 2.0):
+        with pytest.raises(ValueError, match=f"^dropout_p is {p}; it must be from 0 to 1"):
             scaled_dot_product_attention(q, k, k, dropout_p=p)
     with pytest.raises(
         ValueError, match=r"^key has shape \(3, 4, 7, 8\) but query has \(2, 4, 5, 8\); their axes before"
@@ -270,15 +306,21 @@ def test_in_a_stock_layer() -> None:
     torch.testing.assert_close(layer(x), expected)
 
 
-def test_what_the_module_does_not_serve() -> None:
-    for options, message in (
-        ({"add_bias_kv": True}, "^add_bias_kv is True"), ({"add_zero_attn": True}, "^add_zero_attn is True"),
-    ):  # fmt: skip
-        with pytest.raises(NotImplementedError, match=message):
-            MultiheadAttention(16, 4, **options)
-    module, x = MultiheadAttention(16, 4), torch.ones(5, 16)
-    with pytest.raises(NotImplementedError, match="^need_weights is True; the probabilities are never in memory"):
-        module(x, x, x, need_weights=True)
+def test_what_the_stock_module_computes(recwarn: pytest.WarningsRecorder) -> None:
+    """And that a warning says so once."""
+    multihead._say.cache_clear()
+    x, rest = numbers(5, 2, 16), {"dtype": torch.float64}
+    for options in ({}, {"add_bias_kv": True}, {"add_zero_attn": True}):
+        stock = torch.nn.MultiheadAttention(16, 4, **options, **rest)
+        ours = MultiheadAttention(16, 4, **options, **rest)
+        ours.load_state_dict(stock.state_dict())
+        for given in ({"need_weights": True}, {"need_weights": True, "average_attn_weights": False}):
+            torch.testing.assert_close(ours(x, x, x, **given), stock(x, x, x, **given))
+        torch.testing.assert_close(ours(x, x, x), stock(x, x, x, need_weights=False))
+    told = [str(w.message) for w in recwarn if "cupyflash" in str(w.message)]
+    assert [x.partition(" is True: torch.nn.MultiheadAttention's own")[0] for x in told] == [
+        "need_weights", "add_bias_kv", "add_zero_attn"
+    ]  # fmt: skip
 
 
 # ---- flash-attn, as its documentation defines it --------------------------------------------------------------------
@@ -538,7 +580,7 @@ def test_what_of_xformers_is_refused() -> None:
             NotImplementedError,
             "^attn_bias is a PagedBlockDiagonalGappyKeysMask; it must be None, a tensor or one of",
         ),
-        ({"p": 1.0}, ValueError, "^p is 1.0; it must be 0 or more and less than 1"),
+        ({"p": 1.5}, ValueError, "^p is 1.5; it must be from 0 to 1"),
     ):
         with pytest.raises(error, match=message):
             xformers.memory_efficient_attention(q, q, q, **options)

@@ -26,7 +26,7 @@ def dot_product_attention(
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: None = None,
+    implementation: str | None = None,
     return_residual: bool = False,
 ) -> Any:
     """Exact attention in the place of jax.nn.dot_product_attention.
@@ -48,8 +48,8 @@ def dot_product_attention(
         Queries from there on get 0; keys from there on are not attended.
     local_window_size : int or (left, right), optional
         Keys that a query attends beside its own position.
-    implementation : None
-        There is one; another name is refused.
+    implementation : None, "xla" or "cudnn"
+        What jax.nn takes; these kernels compute in any case.
     return_residual : bool
         Also return the log-sum-exp of each row, (B, T, N), in the dtype of query, through which no gradient flows.
 
@@ -62,9 +62,9 @@ def dot_product_attention(
     ValueError, TypeError
         Naming the argument, what it is and what it must be.
     """
-    if implementation is not None:
+    if implementation not in (None, "xla", "cudnn"):
         raise ValueError(
-            f"implementation is {implementation!r}; it must be None: there is one, for any shape and dtype"
+            f"implementation is {implementation!r}; it must be None, 'xla' or 'cudnn', beside which nothing changes"
         )
     for name, flag in (("is_causal", is_causal), ("return_residual", return_residual)):
         if isinstance(flag, str):  # "no" would be yes

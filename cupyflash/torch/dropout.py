@@ -11,14 +11,16 @@ def dropout_options(name: str, p: float, q: torch.Tensor) -> dict[str, Any]:
     """Options of `attention` on q for the probability p, given as `name`; the seed is drawn from PyTorch's generator.
 
     It is a tensor on q's device, so that nothing waits for the GPU, torch.compile follows it, and a CUDA graph draws
-    another in each run.
+    another in each run. Of p = 1 nothing is left: no key is seen.
     """
     if isinstance(p, str) or p is None:
-        raise TypeError(f"{name} is {p!r}; it must be a number, 0 or more and less than 1")
-    if not 0 <= p < 1:
-        raise ValueError(f"{name} is {p}; it must be 0 or more and less than 1")
+        raise TypeError(f"{name} is {p!r}; it must be a number from 0 to 1")
+    if not 0 <= p <= 1:
+        raise ValueError(f"{name} is {p}; it must be from 0 to 1")
     if not p:
         return {}
+    if p == 1:
+        return {"key_mask": torch.zeros(1, dtype=torch.bool, device=q.device)}
     return {"dropout": p, "seed": torch.randint(2**63 - 1, (1,), device=q.device)}
 
 

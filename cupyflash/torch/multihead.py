@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 import torch
@@ -13,21 +15,26 @@ from ..other_names import renaming
 from .dropout import check_tensors, dropout_options
 
 
+@functools.cache
+def _say(why: str) -> None:
+    warnings.warn(f"{why}: torch.nn.MultiheadAttention's own forward computes that, not cupyflash", stacklevel=3)
+
+
 class MultiheadAttention(torch.nn.MultiheadAttention):
     """Multi-head attention between (N, L, E) sequences with projections (Vaswani et al. 2017), in the place of
     torch.nn.MultiheadAttention.
 
     Constructor, parameters, state dict and the arguments of forward are those of the stock module, but that
-    probabilities are never returned: need_weights is False unless said, and must be. add_bias_kv and add_zero_attn are
-    not served:
-    NotImplementedError.
+    need_weights is False unless said: where it is True, and with add_bias_kv or add_zero_attn, PyTorch's own forward
+    computes, and a warning says so once.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for name, given in (("add_bias_kv", self.bias_k is not None), ("add_zero_attn", self.add_zero_attn)):
-            if given:
-                raise NotImplementedError(f"{name} is True; it must be False here: keys are those of the sequence")
+        more = {"add_bias_kv": self.bias_k is not None, "add_zero_attn": self.add_zero_attn}
+        self._theirs = next((f"{name} is True" for name, given in more.items() if given), None)
+        if self._theirs:
+            _say(self._theirs)
 
     @renaming(torch.compiler.is_compiling, q="query", k="key", v="value", mask="attn_mask", key_mask="key_padding_mask")
     def forward(
@@ -40,16 +47,19 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend from query, (N, L, E) with batch_first, else (L, N, E), or (L, E), to key and value, of S keys.
 
         key_padding_mask, (N, S) or (S,), and attn_mask, (L, S) or (N · heads, L, S): booleans, True where a key is
         hidden, or numbers added to the scores. is_causal says that attn_mask is the causal one, which then is not read:
-        query i sees keys j <= i. Returns the result, shaped as query, and None.
+        query i sees keys j <= i. Returns the result, shaped as query, and None, or with need_weights the
+        probabilities, averaged over heads or not.
         """
-        if need_weights:
-            raise NotImplementedError(
-                "need_weights is True; the probabilities are never in memory, so it must be False"
+        if need_weights or self._theirs:
+            if not self._theirs:
+                _say("need_weights is True")
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
         self._check(query, key, value)
         for name, x in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
@@ -83,7 +93,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         elif attn_mask is not None:
             bias = attn_mask
         if key_padding_mask is not None and key_padding_mask.dtype is torch.bool:
-            options["key_mask"] = ~key_padding_mask
+            options.setdefault("key_mask", ~key_padding_mask)
         elif key_padding_mask is not None:
             hides = key_padding_mask[:, None, None] if batched else key_padding_mask
             bias = hides if bias is None else bias + hides

@@ -35,10 +35,10 @@ def scaled_dot_product_attention(
         get gradients). Queries that may attend no key get 0. Or causal_upper_left or causal_lower_right of
         torch.nn.attention.bias.
     dropout_p : float
-        Probabilities become 0 with this chance, less than 1, and the others are divided by 1 - dropout_p. Which ones
-        follows from a number drawn from PyTorch's generator of query's device, so torch.manual_seed repeats it.
+        Probabilities become 0 with this chance, and the others are divided by 1 - dropout_p; of 1 nothing is left.
+        Which follows from a number drawn from PyTorch's generator of query's device, so torch.manual_seed repeats it.
     is_causal : bool
-        Query i attends keys j <= i (aligned at the top left). Not together with attn_mask.
+        Query i attends keys j <= i (aligned at the top left), of those that attn_mask leaves.
     scale : float, optional
         Default 1 / sqrt(E).
     enable_gqa : bool
@@ -55,8 +55,6 @@ def scaled_dot_product_attention(
     """
     if isinstance(is_causal, str):  # "no" would be yes
         raise TypeError(f"is_causal is {is_causal!r}; it must be True or False")
-    if is_causal and attn_mask is not None:
-        raise ValueError("is_causal is True and attn_mask is given; at most one of them can be")
     check_tensors(query=query, key=key, value=value, **({} if attn_mask is None else {"attn_mask": attn_mask}))
     if not (query.dim() == key.dim() == value.dim() and query.shape[:-3] == key.shape[:-3] == value.shape[:-3]):
         query, key, value = _spread(query, key, value)
@@ -69,7 +67,14 @@ def scaled_dot_product_attention(
     options: dict[str, Any] = dropout_options("dropout_p", dropout_p, query)
     causal: bool | str = "top_left" if is_causal else False
     if type(attn_mask).__name__ == "CausalBias":
+        if is_causal:
+            raise ValueError(
+                "is_causal is True and attn_mask is one of torch.nn.attention.bias; it must be one or the other"
+            )
         causal, attn_mask = _diagonal(attn_mask, query.shape[-2], key.shape[-2]), None
+    if attn_mask is not None and _stands_for_some(attn_mask, lead):  # it would be copied for each
+        each = zip(query, key, value, attn_mask)
+        return torch.stack([scaled_dot_product_attention(*x, dropout_p, is_causal, scale, enable_gqa) for x in each])
     if query.dim() > 4:
         query, key, value = (x.flatten(0, -4) for x in (query, key, value))
         if attn_mask is not None and attn_mask.dim() > 3:
@@ -78,6 +83,12 @@ def scaled_dot_product_attention(
         options["mask" if attn_mask.dtype is torch.bool else "bias"] = attn_mask
     out: torch.Tensor = api.attention(query, key, value, causal=causal, scale=scale, layout="bhsd", **options)
     return out.unflatten(0, lead) if len(lead) > 1 else out
+
+
+def _stands_for_some(mask: torch.Tensor, lead: Any) -> bool:
+    """Whether a mask has entries of its own along the first axis before the heads, and one for all along another."""
+    own = mask.shape[:-3]
+    return len(own) == len(lead) > 1 and own[0] > 1 and any(n == 1 < m for n, m in zip(own, lead))
 
 
 def _spread(query: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
