@@ -22,8 +22,6 @@ def run(call: Call) -> Any:
         on_gpu = adapter.on_gpu(arrays["q"])
         if call.family is not None and not on_gpu:
             refuse_family(call.family, adapter.kind)
-        if call.add and on_gpu:
-            raise ValueError("add is True, but q is on a GPU, whose kernels do not add to gradients; it must be False")
         if call.check and on_gpu:
             _values().check(call)
         results = (_gpu() if on_gpu else _cpu()).run(call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +14,7 @@ from reference import fresh_rng
 import cupyflash
 from cupyflash import attention, attention_backward, attention_jvp, merge
 from cupyflash.derivatives import attention_backward_jvp
+from cupyflash.passes import BACKWARD
 
 B, S, HQ, HK, D = 2, 96, 4, 2, 8
 CUTS = (0, 16, 48, 96)  # with dropout boundaries are multiples of 16
@@ -220,6 +222,8 @@ def test_families_object() -> None:
     q = View((1, 32, 2, 8), (512, 16, 8, 1), "float16", "cuda:0", "cupy")
     with pytest.raises(ValueError, match="flash1 takes no `at`"):
         plan(describe(q, q, q, at=(0, 0, 16, 0)), Arch.of("sm_90a"), family="flash1")
+    with pytest.raises(ValueError, match="flash1 does not add to gradients"):
+        plan(replace(describe(q, q, q), add=True), Arch.of("sm_90a"), BACKWARD, "flash1")
     far = describe(q, q, q, causal=True, at=(0, 0, 0, 2**30))
     with pytest.raises(ValueError, match=r"at has query 0 and key 1073741824, 1073741824 apart; .* less than 2\*\*30"):
         plan(far, Arch.of("sm_90a"))

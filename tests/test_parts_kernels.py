@@ -1,4 +1,4 @@
-"""A part of a whole (`at`), and results in float32, on kernels that run without a GPU."""
+"""A part of a whole (`at`), results in float32 and gradients that are added, on kernels that run without a GPU."""
 
 from __future__ import annotations
 
@@ -37,15 +37,18 @@ WIDE: dict[str, tuple[tuple[str, Arch, str], tuple[int, int]]] = {
     "simt": (("simt", PLAIN, "bfloat16"), (64, 48)),
     "sm80": (SM80, (64, 48)),
     "sm80-dims": (SM80, (47, 33)),
+    "sm90": (SM90, (64, 48)),
+    "sm90-dims": (SM90, (100, 90)),
+    "sm90-wide": (SM90, (256, 200)),
 }
 
 
-@cases(WIDE, "simt", "sm80")
+@cases(WIDE, "simt", "sm80", "sm90")
 def test_results_in_float32_are_what_is_rounded_else(case: str, rng: np.random.Generator) -> None:
-    """To the bit."""
+    """To the bit; and with what targets hold they are added up before they are rounded."""
     family, dims = WIDE[case]
     whole = Whole(*family, rng, options={"causal": "top_left"}, dims=dims)
-    rows, others, at = whole.cut(1, slice(0, 4), slice(48, 160), slice(32, 200))
+    rows, others, at = whole.cut(1, slice(0, 4), slice(0, 160), slice(80, 224))  # with tiles that see nothing
     forward = whole.run(rows, others, at)
     out, lse = forward["out"], forward["lse"]
     rounded = forward | whole.run(rows, others, at, out, lse)
@@ -55,3 +58,11 @@ def test_results_in_float32_are_what_is_rounded_else(case: str, rng: np.random.G
         assert wide[name].dtype == np.float32
         assert np.array_equal(wide[name].astype(x.dtype), x), name
         assert name == "lse" or not np.array_equal(wide[name], x.astype("f4")), name
+    for dtype in (None, "float32"):
+        whole.out_dtype = dtype
+        kind = np.dtype(dtype) if dtype else rows["q"].dtype
+        whole.before = {name: rng.standard_normal(wide[name].shape).astype(kind) for name in ("dq", "dk", "dv")}
+        added = whole.run(rows, others, at, out, lse)
+        for name, x in whole.before.items():
+            assert added[name].dtype == kind
+            assert np.array_equal(added[name], (x.astype("f4") + wide[name]).astype(kind)), name

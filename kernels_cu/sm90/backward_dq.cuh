@@ -170,11 +170,13 @@ __device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
                 int row = tile_q * ROWS + (SHARE_ROWS ? group * PART_ROWS : 0), column = SHARE_ROWS ? 0 : 64 * group;
                 dq.barriers = s.dq(group).barriers;
                 dq.wait_full();
-                if (!maps.map_out)
-                    store_rows<PART_ROWS>(tile, 0, head.query_row(p.dq, p.dq_strides, row) + column, p.dq_strides.row,
-                                          head.queries(p) - row, p.dim - column);
-                else if constexpr (WHOLE_DQ)
-                    tile.store(maps.dq, head.to_query(row, column), first);
+                if constexpr (WHOLE_DQ) {
+                    if (!maps.map_out)
+                        store_rows<PART_ROWS>(tile, 0, head.query_row(p.dq, p.dq_strides, row) + column, p.dq_strides.row,
+                                              head.queries(p) - row, p.dim - column);
+                    else
+                        tile.store(maps.dq, head.to_query(row, column), first);
+                }
             }
             tma_commit();
             tma_wait_read();
@@ -274,25 +276,26 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
             auto value = [&](int i, int e) {
                 return __uint_as_float(load_shared(slot + 2 * i * FRAGMENT_BYTES + 64 * e)) * p.scale;
             };
-            if constexpr (FROM_REGISTERS) {
-#pragma unroll
-                for (int i = 0; i < TWOS; i++, to += 8 * p.dq_strides.row)
-#pragma unroll
-                    for (int e = 0; e < 8; e++)
-                        if (8 * i < rows && e < columns) put_result(to + e, value(i, e));
-            } else if (vectors) {
+            if (vectors) {
                 int seen = columns > 0 ? rows : 0;
 #pragma unroll
                 for (int i = 0; i < TWOS; i++, to += 8 * p.dq_strides.row) {
-                    auto two = [&](int e) { return pack2<In>(value(i, e), value(i, e + 1)); };
-                    uint4 w = make_uint4(two(0), two(2), two(4), two(6));
-                    if (8 * i < seen) store_global_16(to, w);
+                    if constexpr (FROM_REGISTERS) {
+                        constexpr int EACH = VECTOR<Out>;
+#pragma unroll
+                        for (int e = 0; e < 8; e += EACH)
+                            if (8 * i < seen && e < columns) put_results(to + e, [&](int c) { return value(i, e + c); });
+                    } else {
+                        auto two = [&](int e) { return pack2<In>(value(i, e), value(i, e + 1)); };
+                        uint4 w = make_uint4(two(0), two(2), two(4), two(6));
+                        if (8 * i < seen) store_global_16(to, w);
+                    }
                 }
             } else {
 #pragma unroll 1
                 for (int i = 0; i < TWOS; i++, to += 8 * p.dq_strides.row)
 #pragma unroll 1
-                    for (int e = 0; 8 * i < rows && e < min(columns, 8); e++) to[e] = from_float<Out>(value(i, e));
+                    for (int e = 0; 8 * i < rows && e < min(columns, 8); e++) put_result(to + e, value(i, e));
             }
             rows -= 8 * TWOS;
             if (c % DOWN == 0) {  // on to the next columns

@@ -29,6 +29,22 @@ __device__ void put_result(T* to, Accum x) {
     *to = from_float<T>(x);
 }
 
+// The same of as many as 16 bytes hold, and are aligned.
+template <class T, class F>
+__device__ void put_results(T* to, F value) {
+    struct alignas(16) Vector {
+        T at[16 / sizeof(T)];
+    } x;
+    if constexpr (config::ADDS) x = *(const Vector*)to;
+#pragma unroll
+    for (int c = 0; c < 16 / sizeof(T); c++) {
+        Accum result = value(c);
+        if constexpr (config::ADDS) result += to_float(x.at[c]);
+        x.at[c] = from_float<T>(result);
+    }
+    *(Vector*)to = x;
+}
+
 // As registers hold them, two at a time where they are so aligned.
 template <int M, int N, class F>
 __device__ void store_float_rows(const Accumulator<M, N>& sum, bool vectors, int cols, F at) {

@@ -24,8 +24,6 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
         return f"takes pages of a multiple of {PAGE_ROWS} rows, not {problem.page}"
     if problem.ragged and (problem.seq_k == 0 or (problem.page is not None and problem.pages == 0)):
         return "takes no k without rows"
-    if problem.widened:
-        return f"has no results of float32 beside inputs of {problem.dtype}"
     if problem.dtype not in ("float16", "bfloat16", FLOAT8):
         return f"takes float16, bfloat16 and float8, not {problem.dtype}"
     if of is not FORWARD and problem.dtype == FLOAT8:
