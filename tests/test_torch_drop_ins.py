@@ -146,7 +146,7 @@ def test_what_is_refused() -> None:
 
     with pytest.raises(
         ValueError,
-        match="^is_causal is True and attn_mask is one of torch.nn.attention.bias; it must be one or the other",
+        match="^is_causal is True and attn_mask is a CausalBias; it must be one or the other",
     ):
         scaled_dot_product_attention(q, k, k, causal_upper_left(5, 7), is_causal=True)
     with pytest.raises(TypeError, match="^is_causal is 'no'; it must be True or False"):

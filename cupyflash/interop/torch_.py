@@ -36,7 +36,12 @@ def objection(cls: type) -> str | None:
     if not issubclass(cls, torch.Tensor):
         return "it must be a tensor"
     plain = cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    if not plain and not issubclass(cls, (*WITHOUT_MEMORY, NestedTensor)):  # distributed, ...
+    if not plain and not issubclass(cls, (*WITHOUT_MEMORY, NestedTensor)):
+        if cls.__name__ == "DTensor":
+            return (
+                "it must be a plain tensor: where batch or heads are shared out each rank calls with its to_local(), as "
+                "torch.distributed.tensor.experimental.local_map does"
+            )
         return "it must be a plain tensor"
     return None
 
@@ -89,6 +94,7 @@ def _maker(shape: tuple[int, ...], dtype: str, device: int) -> tuple[Any, tuple[
 
 
 recorder = torch_ops.recorder
+recorded = torch_ops.recorded
 inlined = torch.compiler.is_dynamo_compiling
 
 

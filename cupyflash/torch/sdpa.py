@@ -68,9 +68,7 @@ def scaled_dot_product_attention(
     causal: bool | str = "top_left" if is_causal else False
     if type(attn_mask).__name__ == "CausalBias":
         if is_causal:
-            raise ValueError(
-                "is_causal is True and attn_mask is one of torch.nn.attention.bias; it must be one or the other"
-            )
+            raise ValueError("is_causal is True and attn_mask is a CausalBias; it must be one or the other")
         causal, attn_mask = _diagonal(attn_mask, query.shape[-2], key.shape[-2]), None
     if attn_mask is not None and _stands_for_some(attn_mask, lead):  # it would be copied for each
         each = zip(query, key, value, attn_mask)
