@@ -128,13 +128,6 @@ def test_generates_the_same(name: str, cache: str | None) -> None:
     assert torch.equal(tokens["cupy"], tokens["eager"])
 
 
-def test_what_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="^name is 'cupyflash'; it must not hold 'flash', which transformers takes for"
-    ):
-        register("cupyflash")
-
-
 @pytest.mark.parametrize("chosen", ["made", "later"])
 @pytest.mark.parametrize(
     "name", ["Bloom", "Mpt", "Falcon", "GPTNeo", "XLNet", "Deberta", "Funnel", "BigBird", "NllbMoe", "PegasusX"]

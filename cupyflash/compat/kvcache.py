@@ -19,14 +19,16 @@ _INTEGERS = torch.int32, torch.int64
 
 def attend(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, *,
-    rotary_cos: torch.Tensor | None, rotary_sin: torch.Tensor | None, rotary_interleaved: bool,
-    cache_seqlens: int | torch.Tensor | None, cache_batch_idx: torch.Tensor | None, cache_leftpad: torch.Tensor | None,
-    table: torch.Tensor | None, table_name: str, softmax_scale: float | None, causal: bool,
-    window_size: tuple[int, int], softcap: float, alibi_slopes: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None, table: torch.Tensor | None, table_name: str, softmax_scale: float | None,
+    causal: bool, window_size: tuple[int, int], softcap: float, alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
+    rotary_interleaved: bool = True, rotary_seqlens: torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k_new: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None, rotary_seqlens: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out and lse of `flash_attn_with_kvcache`, whose arguments these are; `table` has the name `table_name` there.
+    """out and lse of `flash_attn_with_kvcache`, whose arguments these are; `table` has the name `table_name` there, and
+    `sinks`, a score more in the denominator of each row, (Hq,), is s_aux.
 
     Where all is well, rows are written to k_cache and v_cache: k and v, in the places behind cache_seqlens.
     """
@@ -34,6 +36,7 @@ def attend(
         "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx,
         "cache_leftpad": cache_leftpad, table_name: table, "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k_new": cu_seqlens_k_new, "rotary_seqlens": rotary_seqlens, "alibi_slopes": alibi_slopes,
+        "s_aux": sinks,
     }  # fmt: skip
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | {n: x for n, x in named.items() if x is not None}
     check_tensors(**given)
@@ -71,7 +74,7 @@ def attend(
     filled = _filled(cache_seqlens, sequences, reach if table is not None else None, q)
     options: dict[str, Any] = {
         "scale": softmax_scale, "causal": bool(causal), "window": window, "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
+        "alibi_slopes": alibi_slopes, "sinks": sinks,
     }  # fmt: skip
     if k is not None and v is not None and filled is not None and sequences:
         paged = {} if table is None else {"page_table": table}

@@ -23,27 +23,31 @@ _names: set[str] = set()
 
 
 def register(name: str = "cupy") -> None:
-    """Make `name` an attention implementation of transformers, with the masks that "sdpa" gets.
+    """Make `name` an attention implementation of transformers: with the masks that "sdpa" gets, or, where the name
+    holds "flash", with lengths and pages, as transformers uses flash-attn: `register("cupyflash2")`.
 
-    The name may not hold "flash": transformers takes every such name for a build of the package flash-attn
-    (ValueError).
+    Names with "flash" serve continuous batching (`generate_batch`; its decoding with block tables where a 2 or 3 stands
+    behind "flash"), packed training (position_ids that start anew) and padded batches, whose padding is left out;
+    others serve what lengths do not say, such as position biases and masks for each pair.
 
     For models of every kind that choose their attention: causal and bidirectional, with soft caps (Gemma 2), sinks
     (gpt-oss), position biases (T5), windows, padded batches, and any cache. ValueError where a model is made or
     chooses, if it computes attention by itself (Bloom, XLNet, Falcon) or does not say what these masks leave out
     (NLLB-MoE); where it runs, if it gives its attention an argument that is not understood. Probabilities
-    (output_attentions) are never in memory:
-    None.
+    (output_attentions) are never in memory: None. ImportError where a name holds "flash" and transformers has no place
+    to answer for it.
     """
-    if "flash" in name:
-        raise ValueError(
-            f"name is {name!r}; it must not hold 'flash', which transformers takes for the package flash-attn"
-        )
     from transformers import AttentionInterface, PreTrainedModel
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, attention_mask)
+    functions: Any = attention_forward, attention_mask
+    if "flash" in name:
+        from . import transformers_flash as flash
+
+        flash.answer(name)
+        functions = flash.attention_forward, flash.attention_mask
+    AttentionInterface.register(name, functions[0])
+    AttentionMaskInterface.register(name, functions[1])
     if not _names:
         _check_classes_of(PreTrainedModel)
     _names.add(name)
@@ -56,7 +60,7 @@ def _check_classes_of(base: Any) -> None:
     @functools.wraps(chosen)
     def get_correct_attn_implementation(self: Any, requested_attention: Any, *args: Any, **kwargs: Any) -> Any:
         if requested_attention in _names:
-            _check(type(self))
+            _check(type(self), requested_attention)
         return chosen(self, requested_attention, *args, **kwargs)
 
     @functools.wraps(choose)
@@ -64,20 +68,41 @@ def _check_classes_of(base: Any) -> None:
         if isinstance(attn_implementation, str) and attn_implementation in _names:
             for model in self.modules():  # transformers leaves out, with a warning, what has no choice
                 if isinstance(model, base):
-                    _check(type(model))
+                    _check(type(model), attn_implementation)
         return choose(self, attn_implementation, *args, **kwargs)
 
     base.get_correct_attn_implementation = get_correct_attn_implementation
     base.set_attn_implementation = set_attn_implementation
+    if (adjust := getattr(base, "_check_and_adjust_attn_implementation", None)) is None:
+        return
+
+    @functools.wraps(adjust)
+    def check_and_adjust(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        """Without what models of sinks do, which have a list of all names with "flash" that they take."""
+        if attn_implementation in _names and "flash" in attn_implementation:
+            from . import transformers_flash as flash
+
+            found = self.get_correct_attn_implementation(attn_implementation)
+            flash.answer(found)  # loaded before torch.compile reads the model
+            return found
+        return adjust(self, attn_implementation, *args, **kwargs)
+
+    base._check_and_adjust_attn_implementation = check_and_adjust
 
 
-def _check(model: Any) -> None:
-    """ValueError unless a class of models lets its attention be chosen, and says what "sdpa" has to know."""
+def _check(model: Any, name: str) -> None:
+    """ValueError unless a class of models lets its attention be chosen, and says what `name` has to know."""
     source = sys.modules.get(model.__module__)
     if source is None:
         return
     if _computes_itself(source):
         raise _refused(f"{model.__name__} computes attention by itself")
+    if "flash" in name:
+        from .transformers_flash import refused
+
+        if not model._supports_flash_attn:
+            raise refused(f"{model.__name__} has _supports_flash_attn = False")
+        return
     if hasattr(source, "ALL_ATTENTION_FUNCTIONS") and not (model._supports_sdpa or model._supports_attention_backend):
         raise _refused(
             f"{model.__name__} has _supports_sdpa = _supports_attention_backend = False: its layers need not say what "
