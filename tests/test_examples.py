@@ -17,7 +17,7 @@ NEEDS = {
     "train_gpt.py": ["torch"], "torch_module.py": ["torch"], "relative_positions.py": ["torch"],
     "from_flex_attention.py": ["torch"], "jax_training.py": ["jax"], "transformers_model.py": ["transformers"],
     "flax_attention.py": ["flax"], "equinox_attention.py": ["equinox", "optax"], "meanflow.py": ["torch"],
-    "forces.py": ["torch"], "parallel_gpt.py": ["torch"],
+    "forces.py": ["torch"], "parallel_gpt.py": ["torch"], "parallel_jax.py": ["jax"],
 }  # fmt: skip
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 
@@ -165,6 +165,25 @@ def test_parallel_gpt(one_thread: None) -> None:
     one, two = (re.findall(r"loss ([\d.]+)", x) for x in said)
     assert len(one) == 2 and float(one[1]) < float(one[0])
     np.testing.assert_allclose([float(x) for x in two], [float(x) for x in one], atol=1e-4)
+
+
+@pytest.mark.slow
+def test_parallel_jax() -> None:
+    """Two devices have the losses of one. (In a process of its own: as many are there only where it says so first.)"""
+    pytest.importorskip("jax")
+    small = ["--steps", "6", "--length", "64", "--width", "32", "--batch", "2"]
+    command = [sys.executable, str(FOLDER / "parallel_jax.py"), *small]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    over, one = (re.findall(pattern, said) for pattern in (r"loss ([\d.]+)", r"devices, ([\d.]+)"))
+    assert len(one) == 3 and float(one[-1]) < float(one[0])
+    np.testing.assert_allclose([float(x) for x in over], [float(x) for x in one], atol=1e-4)
+
+
+def test_parallel_cupy(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bandwidths that are learned from all samples, over GPUs or simulated ranks."""
+    errors, h = load("parallel_cupy").main(["--points", "1500", "--queries", "400", "--steps", "10"])
+    assert errors[-1] < 0.1 * errors[0] and h[0] < h[1] < h[2]
+    assert "1,500 samples, 400 queries, float64" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
