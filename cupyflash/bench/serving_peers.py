@@ -53,7 +53,7 @@ def fa2(case: Case, of: Pass) -> Candidate:
     import torch
 
     if "cu_seqlens_k" not in case.scores:
-        raise NotImplementedError("PyTorch's FlashAttention-2 takes packed sequences alone")
+        raise NotImplementedError("lengths of caches are not asked of PyTorch's FlashAttention-2")
     q, k, v, dout, causal = case[:5]
     known = (*_packed(case).values(), 0.0, causal)
     forward = functools.partial(torch.ops.aten._flash_attention_forward, q, k, v, *known, False)
@@ -98,7 +98,7 @@ def cudnn(case: Case, of: Pass) -> Candidate:
     import torch
 
     if of is BACKWARD or case.causal or "page_table" not in case.scores:
-        raise NotImplementedError("cuDNN is asked for decoding on pages alone")
+        raise NotImplementedError("lengths are asked of cuDNN for decoding on pages alone")
     frontend = importlib.import_module("cudnn")
     half = {torch.bfloat16: frontend.data_type.BFLOAT16, torch.float16: frontend.data_type.HALF}[case.q.dtype]
     single = frontend.data_type.FLOAT
