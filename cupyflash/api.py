@@ -415,7 +415,9 @@ def attention_backward(
     return found
 
 
-def merge(outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd") -> tuple[A, L]:
+def merge(
+    outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd", out: tuple[A, L] | None = None
+) -> tuple[A, L]:
     """Combine attention over disjoint sets of keys into attention over their union.
 
     out = Σ outᵢ · exp(lseᵢ - lse), lse = log Σ exp(lseᵢ): associative and commutative, which split-KV decoding, ring
@@ -429,15 +431,23 @@ def merge(outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd") -> tupl
         Their log-sum-exps, in the same order.
     layout : "bshd" or "bhsd"
         Layout of outs.
+    out : (out, lse), optional
+        Arrays to write the result to, shaped and of the dtypes of a part: (O, lse) so far, with a part more. They may
+        be those of a part. Not of JAX; autograd does not follow the write.
 
     Returns
     -------
     out, lse
         As one `attention(..., return_lse=True)` over all the keys would return. Rows that no part sees: 0 and -inf.
+
+    Notes
+    -----
+    On a GPU (CuPy; PyTorch where nothing follows the call) one launch puts up to 60 parts together, 240 of them where
+    all lie alike.
     """
     from .merging import merge as _merge
 
-    return _merge(outs, lses, layout=layout)
+    return _merge(outs, lses, layout=layout, out=out)
 
 
 def block_mask(

@@ -4,28 +4,78 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from typing import cast as cast_to
 
 import numpy as np
 
 from . import interop
 from .interop.protocol import Library
 from .namespaces import cast, namespace
+from .overlap import overlap, overlaps_itself
 from .problem import FLOATS, LAYOUTS, check_layout
 
 Array = Any
 
 
-def merge(outs: Any, lses: Any, *, layout: str = "bshd") -> tuple[Array, Array]:
+def merge(outs: Any, lses: Any, *, layout: str = "bshd", out: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
     """out = Σ outᵢ · exp(lseᵢ - lse) and lse = log Σ exp(lseᵢ); see `cupyflash.merge`."""
-    given = outs
+    given, into = outs, out
     lib, outs, lses = _checked(outs, lses, layout)
-    xp = namespace(lib.kind)
-    with np.errstate(all="ignore"):  # an lse of +inf gives NaN, as IEEE says
-        out, lse = _merged(xp, outs, lses, layout)
+    targets = [] if into is None else _targets(lib, into, outs, lses)
+    if _by_kernel(lib, [*outs, *targets[:1]], [*lses, *targets[1:]]):
+        from .gpu.merge import merge as on_gpu
+
+        found = on_gpu(lib, outs, lses, targets, layout)
+    else:
+        with np.errstate(all="ignore"):  # an lse of +inf gives NaN, as IEEE says
+            found = _merged(namespace(lib.kind), outs, lses, layout)
+        for x, y in zip(targets, found):
+            x[...] = y
+    if into is not None:
+        for x in targets:
+            cast_to(Any, lib).written(x)
+        return into[0], into[1]
     if outs[0] is not given[0]:  # of a library that has no adapter
         like = interop.like(given[0])
-        out, lse = like(out), like(lse)
-    return out, lse
+        return like(found[0]), like(found[1])
+    return found
+
+
+def _by_kernel(lib: Any, outs: list[Array], lses: list[Array]) -> bool:
+    """Whether they lie on a GPU, and nobody follows what becomes of them: else the library's own functions serve."""
+    if lib.kind == "cupy" or (lib.kind == "torch" and outs[0].is_cuda and not lib.recorded([*outs, *lses])):
+        from .gpu.merge import takes
+
+        return takes([lib.view(x) for x in outs])
+    return False
+
+
+def _targets(lib: Any, into: Any, outs: list[Array], lses: list[Array]) -> list[Array]:
+    """The arrays to write, which may be those of a part."""
+    if not isinstance(into, (list, tuple)) or len(into) != 2:
+        raise TypeError(f"out is a {type(into).__name__}; it must be None or two arrays to write to, (out, lse)")
+    if lib.kind == "jax":
+        raise TypeError("out is given, but arrays of JAX cannot be written; it must be None")
+    targets: list[Array] = []
+    for name, x, parts in (("out[0]", into[0], outs), ("out[1]", into[1], lses)):
+        if interop.library(name, x) is not lib:
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be of the library of outs[0], {lib.kind}")
+        x = interop.adopted(lib, {name: x})[name]
+        lib.check_target(name, x)
+        view, like = interop.view(lib, name, x), lib.view(parts[0])
+        if (view.shape, view.dtype, view.device) != (like.shape, like.dtype, like.device):
+            raise ValueError(
+                f"{name} has shape {view.shape}, dtype {view.dtype}, on {view.device}; they must be those of the parts,"
+                f" {like.shape}, {like.dtype}, on {like.device}"
+            )
+        if overlaps_itself(view):
+            raise ValueError(f"{name} has elements that share memory; each must have its own")
+        for part in (*outs, *lses, *targets):
+            other = lib.view(part)
+            if overlap(view, other) and view != other:
+                raise ValueError(f"{name} shares some memory with a part; it must be one of the parts, or have its own")
+        targets.append(x)
+    return targets
 
 
 def _merged(xp: Any, outs: list[Array], lses: list[Array], layout: str) -> tuple[Array, Array]:

@@ -49,7 +49,7 @@ def asked_of(of: Pass, dim: int = 64, **fields: object) -> AttentionProblem:
 
 def forget() -> None:
     """As a new process knows it: neither the file nor the kernels."""
-    for kept in (source._inline, source.code_digest, tuned.stored):
+    for kept in (source.inlined, source.code_digest, tuned.stored):
         kept.cache_clear()
 
 

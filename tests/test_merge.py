@@ -153,6 +153,20 @@ def test_an_lse_of_plus_infinity_is_nan_without_a_warning():
     assert np.isnan(out[0, 0, 0]).all() and np.isnan(lse[0, 0, 0]) and np.isfinite(out[0, 1:]).all()
 
 
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_into_arrays_that_are_given(name):
+    """Of their own, or those of a part."""
+    _, outs, lses = parts_of(fresh_rng())
+    whole = merge(outs, lses)
+    if name == "torch":
+        torch = pytest.importorskip("torch")
+        outs, lses = ([torch.from_numpy(x) for x in xs] for xs in (outs, lses))
+    for into in ((outs[0] * np.nan, lses[0] * np.nan), (outs[1], lses[1])):
+        found = merge(outs, lses, out=into)
+        assert found[0] is into[0] and found[1] is into[1]
+        same(into, whole)
+
+
 OUT, LSE = np.zeros((2, 5, 3, 4), np.float32), np.zeros((2, 3, 5), np.float32)
 
 
@@ -177,6 +191,29 @@ OUT, LSE = np.zeros((2, 5, 3, 4), np.float32), np.zeros((2, 3, 5), np.float32)
 def test_bad_input(outs, lses, layout, error, message):
     with pytest.raises(error, match=f"(?s){message}"):
         merge(outs, lses, layout=layout)
+
+
+@pytest.mark.parametrize(
+    "out, error, message",
+    [
+        (OUT, TypeError, "out is a ndarray; it must be None or two arrays to write to"),
+        ((OUT,), TypeError, "out is a tuple; it must be None or two arrays"),
+        ((OUT.astype("f8"), LSE.copy()), ValueError, r"out\[0\] has shape .* float64, on cpu; they must be those of"),
+        ((OUT.copy(), LSE[:, :2].copy()), ValueError, r"out\[1\] has shape \(2, 2, 5\)"),
+        ((np.broadcast_to(OUT[:1], OUT.shape), LSE.copy()), ValueError, r"out\[0\] is read-only"),
+        ((OUT[::-1], LSE.copy()), ValueError, r"out\[0\] shares some memory with a part"),
+    ],
+)
+def test_what_out_must_be(out, error, message):
+    with pytest.raises(error, match=message):
+        merge([OUT], [LSE], out=out)
+
+
+def test_arrays_of_jax_cannot_be_written():
+    jnp = pytest.importorskip("jax.numpy")
+    out, lse = jnp.asarray(OUT), jnp.asarray(LSE)
+    with pytest.raises(TypeError, match="out is given, but arrays of JAX cannot be written"):
+        merge([out], [lse], out=(out, lse))
 
 
 def test_mixed_libraries():

@@ -45,12 +45,12 @@ def generate(plan: KernelPlan) -> str:
     ]
     function = f'#line 1 "{_SCORE}"\n' + score.text(plan.score, plan.wrt, plan.tangents)
     return (
-        "\n".join(lines) + "\n" + params.text(plan) + _inline(plan.source).replace(f'#include "{_SCORE}"\n', function)
+        "\n".join(lines) + "\n" + params.text(plan) + inlined(plan.source).replace(f'#include "{_SCORE}"\n', function)
     )
 
 
 @functools.cache
-def _inline(name: str) -> str:
+def inlined(name: str) -> str:
     """A kernel file with every `#include "..."` of ours replaced by that file's text, each file once."""
     seen: set[str] = set()
 
@@ -78,7 +78,7 @@ def _inline(name: str) -> str:
 def code_digest(name: str) -> str:
     """SHA-256 over the code of a kernel file and of what it includes: comments, and where a line stands, do not
     count."""
-    lines = (line.partition("//")[0].split() for line in _inline(name).splitlines())
+    lines = (line.partition("//")[0].split() for line in inlined(name).splitlines())
     return hashlib.sha256("\n".join(" ".join(x) for x in lines if x and x[0] != "#line").encode()).hexdigest()
 
 

@@ -7,6 +7,7 @@ function, and what needs no gradient goes straight to the corridor: both cost th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,12 @@ def recorder(call: Call) -> Recorder | None:
 def followed(x: torch.Tensor) -> bool:
     """Whether calls on x are traced or transformed, so that it may have no memory."""
     return _traced(x) or torch._C._are_functorch_transforms_active()
+
+
+def recorded(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether somebody follows what becomes of one of them: autograd, a compiler, a transform."""
+    arrays = {str(n): x for n, x in enumerate(tensors)}
+    return followed(tensors[0]) or _any_dual(arrays) or (torch.is_grad_enabled() and _any_requires_grad(arrays))
 
 
 # By names of their own, since each call asks them.
