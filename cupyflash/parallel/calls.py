@@ -13,6 +13,7 @@ from .adapters import of
 from .agree import agree
 from .arrays import empty, four, library, packed, three, wide
 from .asked import Asked, check, groups_of, usual_exchange
+from .kinds import keep, kind_of, recalled
 from .rows import Rows
 
 
@@ -189,6 +190,10 @@ def _agreed(
     except Exception:  # noqa: BLE001 - named by `check`
         chosen = exchange
     ranks = [of(x) for x in groups_of(group, chosen) if x is not None]
+    more = (function, chosen, *plan.values(), *flags.values(), tuple(wrt) if isinstance(wrt, list) else wrt)
+    kind = kind_of(ranks, operands, options, *more)
+    if (known := recalled(kind, ranks, operands, options)) is not None:
+        return known
     asked, error = None, None
     try:
         for name, x in flags.items():
@@ -199,6 +204,7 @@ def _agreed(
     agree(ranks, asked.said if asked is not None else {}, error)
     assert asked is not None
     _prepare(ranks, operands["q"])
+    keep(kind, ranks, asked)
     return asked
 
 

@@ -34,7 +34,7 @@ class Group(Protocol):
         """Whether a small message costs little, so that every call compares what the ranks were asked for."""
 
     @property
-    def known(self) -> set[bytes]:
+    def known(self) -> set[Any]:
         """Where it costs more: what was compared already, to be added to."""
 
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Pending:
@@ -49,7 +49,7 @@ class Alone:
     """The only rank."""
 
     rank, size, eager = 0, 1, True
-    known: ClassVar[set[bytes]] = set()
+    known: ClassVar[set[Any]] = set()
 
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Pending:
         assert not sends and not receives

@@ -17,7 +17,7 @@ class MpiGroup:
     """The ranks of a communicator, or of one that was made of it: whoever else sends over it should have his own."""
 
     eager = True
-    known: ClassVar[set[bytes]] = set()  # of an eager group nobody asks
+    known: ClassVar[set[Any]] = set()  # of an eager group nobody asks
 
     def __init__(self, comm: Any) -> None:
         self._comm, self.rank, self.size = comm, comm.Get_rank(), comm.Get_size()

@@ -10,7 +10,7 @@ import numpy as np
 from cupy.cuda import nccl
 
 _streams: dict[int, Any] = {}  # of each device: transfers go first where both they and kernels could start
-_known: dict[int, tuple[Any, set[bytes]]] = {}  # communicators, and what their ranks compared
+_known: dict[int, tuple[Any, set[Any]]] = {}  # communicators, and what their ranks compared
 _PRIORITY = -5  # the highest that there is; a driver takes the nearest that it has
 
 

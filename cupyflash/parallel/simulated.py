@@ -108,7 +108,7 @@ class _Rank:
     """The group as one rank has it."""
 
     eager = True
-    known: ClassVar[set[bytes]] = set()  # of an eager group nobody asks
+    known: ClassVar[set[Any]] = set()  # of an eager group nobody asks
 
     def __init__(self, post: _Post, rank: int, ranks: Sequence[int] | None = None) -> None:
         self._post, self._ranks = post, tuple(range(post.size) if ranks is None else ranks)

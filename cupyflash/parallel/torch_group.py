@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-_known: weakref.WeakKeyDictionary[Any, set[bytes]] = weakref.WeakKeyDictionary()  # what ranks compared, by their group
+_known: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()  # what ranks compared, by their group
 
 
 class TorchGroup:
@@ -21,7 +21,7 @@ class TorchGroup:
         self._ranks = distributed.get_process_group_ranks(group)
         self._backend = distributed.get_backend(group)
         self.eager = self._backend == "gloo" or not torch.cuda.is_available()
-        self.known: set[bytes] = _known.setdefault(group, set())
+        self.known: set[Any] = _known.setdefault(group, set())
 
     @property
     def _bound(self) -> torch.device | None:

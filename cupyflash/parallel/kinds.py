@@ -1,0 +1,70 @@
+"""Calls of a kind that was checked before: on a GPU the host's time is what short calls wait for."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from .. import interop
+from ..problem import ARRAY_RULES, ARRAYS
+from .arrays import four, three
+from .asked import Asked
+from .groups import Group
+
+_PLAIN = (str, int, float, bool, type(None))
+_KEPT = 256
+_templates: OrderedDict[Hashable, Asked] = OrderedDict()  # without their arrays
+
+
+def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str, Any], *more: Any) -> Hashable | None:
+    """A key that says all that is asked but for the values of arrays; None where that cannot be said, or where ranks
+    compare every call."""
+    if any(x.eager for x in ranks):
+        return None
+    try:
+        lib = interop.library("q", operands["q"])
+        key: list[Any] = [(x.rank, x.size) for x in ranks]
+        for name, x in (*operands.items(), *options.items()):
+            if type(x) in _PLAIN or (type(x) is tuple and all(type(y) in _PLAIN for y in x)):
+                key.append((name, type(x), x))
+            elif (name in operands or (name in ARRAY_RULES and name != "seed")) and interop.library(name, x) is lib:
+                key.append((name, lib.view(x)._replace(ptr=0)))
+            else:
+                return None
+        found = (*key, *more)
+        hash(found)
+    except Exception:  # noqa: BLE001 - `check` says what is wrong
+        return None
+    return found
+
+
+def recalled(
+    kind: Hashable | None, ranks: Sequence[Group], operands: dict[str, Any], options: dict[str, Any]
+) -> Asked | None:
+    """What `check` made of such a call, with these arrays; None where it did not yet."""
+    if kind is None or kind not in _templates or not all(kind in x.known for x in ranks):
+        return None
+    _templates.move_to_end(kind)
+    found = copy.copy(_templates[kind])
+    found.arrays = {row.name: options[row.name] for row in ARRAYS if options.get(row.name) is not None}
+    found.operands = {
+        name: three(x) if name in ("lse", "dlse") else four(x, found.layout)
+        for name, x in operands.items()
+        if x is not None
+    }
+    return found
+
+
+def keep(kind: Hashable | None, ranks: Sequence[Group], asked: Asked) -> None:
+    """Of a call that all ranks agreed on."""
+    if kind is None:
+        return
+    template = copy.copy(asked)
+    template.operands, template.arrays = {}, {}
+    _templates[kind] = template
+    if len(_templates) > _KEPT:
+        _templates.popitem(last=False)
+    for x in ranks:
+        x.known.add(kind)

@@ -1,0 +1,58 @@
+"""Calls of a kind that was checked before: they compute with their own arrays, and what differs is checked again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from reference import fresh_rng
+
+torch = pytest.importorskip("torch")
+
+from cupyflash import attention, parallel
+from cupyflash.parallel import Rows, asked, calls
+
+ROWS = Rows.zigzag(64, 2, multiple=16)
+
+
+class Costly:
+    """A group over which the first call of a kind alone is compared."""
+
+    eager = False
+
+    def __init__(self, group: Any) -> None:
+        self._group, self.rank, self.size, self.known = group, group.rank, group.size, set()
+        self.exchange, self.gathered = group.exchange, 0
+
+    def all_gather(self, x: np.ndarray) -> np.ndarray:
+        self.gathered += 1
+        return self._group.all_gather(x)
+
+
+def test_the_second_call_of_a_kind_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, checked = fresh_rng(), []
+    inputs = [torch.from_numpy(rng.standard_normal((3, 1, 64, 2, 8))) for _ in range(3)]
+    slopes = [torch.from_numpy(rng.random(2)) for _ in range(3)]
+
+    def counted(*x: Any) -> Any:
+        checked.append(x[0])
+        return asked.check(*x)
+
+    monkeypatch.setattr(calls, "check", counted)
+
+    def work(plain: Any) -> Any:
+        group, found = Costly(plain), []
+        for x, y in zip(inputs, slopes):
+            own = [ROWS.take(z, group.rank) for z in x]
+            found.append(parallel.attention(*own, group, rows=ROWS, causal=True, alibi_slopes=y, exchange="keys"))
+        before = group.gathered
+        with pytest.raises(ValueError, match="scale is .* it must be the same on all ranks"):
+            parallel.attention(*own, group, rows=ROWS, causal=True, scale=1.0 + plain.rank)
+        return found, before
+
+    found = parallel.simulated(2).run(work)
+    assert len(checked) == 2 * 2 and all(gathered == 1 for _, gathered in found)
+    for n, (x, y) in enumerate(zip(inputs, slopes)):
+        whole = ROWS.join([some[n] for some, _ in found])
+        torch.testing.assert_close(whole, attention(*x, causal=True, alibi_slopes=y))
