@@ -38,21 +38,22 @@ def attention(
     ----------
     q : (B, own rows, Hq, D)
     k, v : (B, own rows, Hk, D), (B, own rows, Hk, Dv)
-        This rank's rows, as `rows` says, in the ranks and layouts that `attention` takes. NumPy arrays, or tensors on
-        the CPU.
+        This rank's rows, as `rows` says, in the ranks and layouts that `attention` takes. NumPy or CuPy arrays, or
+        tensors, where the group is.
     group : a group, or (heads, keys)
-        `parallel.simulated`'s, or an mpi4py communicator. Two: each rank of the first gets some heads of all their rows
-        (inside a host); ranks of the second get the keys that those rows see. Rank n of `rows` is then keys.rank *
-        heads.size + heads.rank.
+        Of tensors a `torch.distributed.ProcessGroup`, a `DeviceMesh` of one dimension or of two, (keys, heads), or
+        None, the default group. Of CuPy arrays a `cupyx.distributed.NCCLBackend` or a
+        `cupy.cuda.nccl.NcclCommunicator`. Of CuPy's and NumPy's an mpi4py communicator. Of any `parallel.simulated`'s.
+        Two: each rank of the first gets some heads of all their rows (inside a host); ranks of the second get the keys
+        that those rows see. Rank n of `rows` is then keys.rank * heads.size + heads.rank.
     rows, key_rows : Rows
         Who holds which queries, and which keys (default: the same).
     exchange : "keys", "heads", optional
-        "keys": each rank gets the keys that its rows see, in groups of key heads, of which the next travels while one
-        is computed. "heads": each rank gets all rows of some heads (DeepSpeed Ulysses); results are the bits of one
-        device, but on a CPU those of dk and dv in large calls. Default: "heads" where the key heads can be dealt out
-        and no mask or bias has rows of its own.
+        "keys": each rank gets the keys that its rows see. "heads": each rank gets all rows of some heads (DeepSpeed
+        Ulysses); results are the bits of one device, but on a CPU those of dk and dv in large calls. Default: "heads"
+        where the key heads can be dealt out and no mask or bias has rows of its own.
     groups : int, optional
-        Of key heads, in the exchange of keys. Default: one for each.
+        Of key heads: the next group travels while one is computed. Default: as many as leave each enough to compute.
     stretches : int, optional
         Keys come in so many parts of the sequence, which takes less memory; parts are merged in float32. Default: 1.
     return_lse : bool
