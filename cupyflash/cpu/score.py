@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +13,14 @@ from ..score.derivative import moved, reads, slope
 from ..score.graph import TANGENT, Node
 
 _KINDS = {"bool": np.bool_, "int": np.int32, "long": np.int64}
+_ERF = np.vectorize(math.erf, otypes=[np.float64])  # NumPy has none
 _OPERATIONS: dict[str, Any] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "pow": np.power, "neg": np.negative,
     "abs": np.abs, "minimum": np.minimum, "maximum": np.maximum, "floordiv": np.floor_divide, "mod": np.remainder,
     "truncdiv": lambda x, y: np.where(y == 0, 0, (x - np.fmod(x, y)) // np.where(y == 0, 1, y)), "truncmod": np.fmod,
     "shl": np.left_shift, "shr": np.right_shift, "exp": np.exp, "log": np.log, "log2": np.log2, "sqrt": np.sqrt,
     "tanh": np.tanh, "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "sin": np.sin, "cos": np.cos, "floor": np.floor,
+    "erf": lambda x: _ERF(x).astype(np.asarray(x).dtype), "atan2": np.arctan2,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "lt": np.less,
     "le": np.less_equal, "eq": np.equal, "ne": np.not_equal, "where": np.where,
 }  # fmt: skip

@@ -24,11 +24,12 @@ _FUNCTIONS = {  # of kernels_cu/attention/score_functions.cuh, but for C's own
     "truncdiv": "divide", "truncmod": "remainder", "pow": "pow", "exp": "exp", "log": "log", "log2": "log2",
     "sqrt": "sqrt",
     "tanh": "hyperbolic_tangent<In>", "sigmoid": "sigmoid", "sin": "sin", "cos": "cos", "floor": "floor",
+    "erf": "erf", "atan2": "atan2",
 }  # fmt: skip
 _WHOLE = ("add", "sub", "mul", "neg", "abs", "shl", "shr")  # of integers, in namespace whole there
 _HEAVY = (
     "read", "div", "pow", "exp", "log", "log2", "sqrt", "tanh", "sigmoid", "sin", "cos", "floordiv", "mod", "truncdiv",
-    "truncmod"
+    "truncmod", "erf", "atan2",
 )  # fmt: skip
 _OF_PAIR = "int b, int h, int i, int j"
 _PARAMETERS = f"const Params& p, Accum s, {_OF_PAIR}"

@@ -9,23 +9,27 @@ from .graph import Score, ScoreArray
 from .trace import trace
 from .value import (
     absolute,
+    atan2,
     clip,
     cos,
+    erf,
     exp,
     floor,
+    gelu,
     log,
     log2,
     maximum,
     minimum,
     sigmoid,
     sin,
+    softplus,
     sqrt,
     tanh,
     where,
 )
 
 __all__ = [
-    "Score", "ScoreArray", "absolute", "clip", "cos", "exp", "floor", "log", "log2", "maximum", "minimum", "sigmoid",
-    "sin",
+    "Score", "ScoreArray", "absolute", "atan2", "clip", "cos", "erf", "exp", "floor", "gelu", "log", "log2", "maximum",
+    "minimum", "sigmoid", "sin", "softplus",
     "sqrt", "tanh", "trace", "where",
 ]  # fmt: skip

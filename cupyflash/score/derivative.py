@@ -8,6 +8,7 @@ of abs (JAX has 1), half each of equal minima and maxima.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -149,6 +150,9 @@ def _of(graph: Graph, n: int, node: Node, found: dict[int, int | None]) -> int |
         return chosen(apply("lt", zero, x), d[0], chosen(apply("lt", x, zero), minus(d[0]), None))
     if op == "floor":
         return None
+    if op == "atan2":  # of (x, y): (x' y - y' x) / (x² + y²)
+        inner = plus(times(d[0], y), minus(times(d[1], x)))
+        return None if inner is None else apply("div", inner, apply("add", apply("mul", x, x), apply("mul", y, y)))
     one = number(1.0)
     factors: dict[str, Callable[[], int]] = {
         "exp": lambda: n,
@@ -157,6 +161,7 @@ def _of(graph: Graph, n: int, node: Node, found: dict[int, int | None]) -> int |
         "sqrt": lambda: apply("div", number(0.5), n),
         "tanh": lambda: apply("sub", one, apply("mul", n, n)),
         "sigmoid": lambda: apply("mul", n, apply("sub", one, n)),
+        "erf": lambda: apply("mul", number(2 / math.sqrt(math.pi)), apply("exp", apply("neg", apply("mul", x, x)))),
         "sin": lambda: apply("cos", x),
         "cos": lambda: apply("neg", apply("sin", x)),
     }

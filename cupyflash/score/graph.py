@@ -71,12 +71,13 @@ RULES = {
     **dict.fromkeys(("add", "sub", "mul", "minimum", "maximum", "neg", "abs"), "same"),
     **dict.fromkeys(("floordiv", "mod", "truncdiv", "truncmod", "shl", "shr"), "whole"),
     **dict.fromkeys(
-        ("div", "pow", "exp", "log", "log2", "sqrt", "tanh", "sigmoid", "sin", "cos", "floor"), "float"
+        ("div", "pow", "exp", "log", "log2", "sqrt", "tanh", "sigmoid", "sin", "cos", "floor", "erf", "atan2"),
+        "float"
     ),
     **dict.fromkeys(("and", "or", "xor", "not"), "truth"),
     **dict.fromkeys(("lt", "le", "eq", "ne"), "compare"),
 }  # fmt: skip
-_OF_ONE = ("neg", "abs", "not", "exp", "log", "log2", "sqrt", "tanh", "sigmoid", "sin", "cos", "floor")
+_OF_ONE = ("neg", "abs", "not", "exp", "log", "log2", "sqrt", "tanh", "sigmoid", "sin", "cos", "floor", "erf")
 _TAKEN = {  # kinds of operands, by rule
     "same": KINDS[1:], "whole": ("int", "long"), "float": ("float",), "truth": KINDS[:3], "compare": KINDS[1:]
 }  # fmt: skip
@@ -101,7 +102,7 @@ _FOLD: dict[str, Callable[..., Any]] = {
     "div": operator.truediv, "pow": operator.pow, "exp": math.exp, "log": math.log, "log2": math.log2,
     "sqrt": math.sqrt,
     "tanh": math.tanh, "sigmoid": lambda x: 1 / (1 + math.exp(-x)), "sin": math.sin, "cos": math.cos,
-    "floor": math.floor,
+    "floor": math.floor, "erf": math.erf, "atan2": math.atan2,
     "and": operator.and_, "or": operator.or_, "xor": operator.xor, "lt": operator.lt, "le": operator.le,
     "eq": operator.eq, "ne": operator.ne,
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import numbers
 import sys
 import types
@@ -366,6 +367,18 @@ def clip(x: Any, low: Any, high: Any) -> Any:
     return minimum(maximum(x, low), high)
 
 
+def softplus(x: Any) -> Any:
+    """log(1 + exp(x))."""
+    return maximum(x, 0) + log(1 + exp(-absolute(x)))
+
+
+def gelu(x: Any, approximate: str = "none") -> Any:
+    """x times the share of a normal distribution that lies below x; approximate="tanh": PyTorch's and JAX's other."""
+    if approximate == "none":
+        return x * (0.5 + 0.5 * erf(x * 0.5**0.5))
+    return x * (0.5 + 0.5 * tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x * x * x)))
+
+
 def _function(op: str, says: str) -> Any:
     def function(*args: Any) -> Any:
         return apply(op, *args)
@@ -386,6 +399,8 @@ cos = _function("cos", "Cosine.")
 floor = _function(
     "floor", "The largest whole number that is not above x, as a float; astype(int) makes an integer of it."
 )
+erf = _function("erf", "The error function.")
+atan2 = _function("atan2", "The angle of the point (y, x), as atan2(y, x); NumPy's arctan2.")
 absolute = _function("abs", "|x|; its derivative at 0 is 0.")
 minimum = _function("minimum", "The smaller of two; where they are equal, each has half of the derivative.")
 maximum = _function("maximum", "The larger of two; where they are equal, each has half of the derivative.")
@@ -396,6 +411,7 @@ _UFUNCS: dict[str, Any] = {
     "add": _function("add", ""), "subtract": _function("sub", ""), "multiply": _function("mul", ""),
     "divide": _function("div", ""), "true_divide": _function("div", ""), "floor_divide": _function("floordiv", ""),
     "remainder": _function("mod", ""), "negative": _function("neg", ""), "absolute": absolute, "fabs": absolute,
+    "arctan2": atan2,
     "power": power, "float_power": power, "less": _function("lt", ""), "less_equal": _function("le", ""),
     "equal": _function("eq", ""), "not_equal": _function("ne", ""), "greater": lambda x, y: apply("lt", y, x),
     "greater_equal": lambda x, y: apply("le", y, x), "bitwise_and": _function("and", ""),

@@ -21,7 +21,7 @@ from ..interop import torch_
 from ..rules import score_of
 from ..score.fingerprint import fingerprint
 from ..score.graph import Graph, Score
-from ..score.value import Traced, apply, power, truth, where
+from ..score.value import Traced, apply, gelu, power, softplus, truth, where
 
 _KEPT = 256
 _plans: dict[Any, Plan] = {}
@@ -263,11 +263,12 @@ class _Run:
         if name not in _OPERATORS:
             raise NotImplementedError(
                 f"score_mod calls {n.target}, which is not known here; it can use + - * / // % **, comparisons, & | ^ "
-                "~, abs, where, minimum, maximum, clamp, exp, log, sqrt, tanh, sigmoid, sin, cos, tan, floor and "
-                "indexing, and anything on tensors before they are indexed"
+                "~, abs, where, minimum, maximum, clamp, exp, log, sqrt, tanh, sigmoid, sin, cos, tan, atan2, "
+                "erf, gelu, softplus, floor and indexing, and anything on tensors before they are indexed: "
+                "x.sum(-1)[h] for x[h].sum()"
             )
         args = torch.fx.map_arg(n.args, lambda m: _plain(n, known[m]))
-        kwargs = {key: x for key, x in n.kwargs.items() if key in ("alpha", "rounding_mode", "dtype") and x is not None}
+        kwargs = {key: x for key, x in n.kwargs.items() if key in _KEYWORDS and x is not None}
         wanted = n.meta["val"].dtype
         if wanted is torch.int64 and name in ("add", "sub", "rsub", "mul"):  # of booleans and numbers, too
             args = tuple(x.astype("int64") if isinstance(x, Traced) else x for x in args)
@@ -456,6 +457,7 @@ _CASTS = {
     torch.int64: "int64", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32",
     torch.float64: "float64",
 }  # fmt: skip
+_KEYWORDS = ("alpha", "rounding_mode", "dtype", "approximate")
 _KINDS = {torch.bool: "bool", torch.int64: "long"}
 
 
@@ -466,7 +468,7 @@ def _simple(op: str) -> Any:
 _OPERATORS: dict[str, Any] = {
     **{op: _simple(op) for op in ("mul", "neg", "abs", "minimum", "maximum", "exp", "log", "log2", "sqrt", "tanh",
         "sigmoid",
-                                  "sin", "cos", "floor", "lt", "le", "eq", "ne")},
+                                  "sin", "cos", "floor", "erf", "atan2", "lt", "le", "eq", "ne")},
     "add": _add, "sub": _sub, "rsub": lambda x, y, alpha=1: _sub(y, x, alpha), "div": _div,
     "floor_divide": lambda x, y: _div(x, y, "floor"), "remainder": _remainder, "fmod": _fmod, "pow": _pow,
     "gt": lambda x, y: apply("lt", y, x), "ge": lambda x, y: apply("le", y, x),
@@ -479,7 +481,9 @@ _OPERATORS: dict[str, Any] = {
     "rshift": _simple("shr"), "and": _simple("and"), "or": _simple("or"), "xor": _simple("xor"), "where": where,
     "masked_fill": lambda x, mask, value: where(mask, value, x),
     "clamp": _clamp, "clamp_min": _clamp, "clamp_max": lambda x, high: _clamp(x, None, high),
-    "relu": lambda x: where(apply("lt", 0, x), x, 0), "silu": lambda x: apply("mul", x, apply("sigmoid", x)),
+    "relu": lambda x: where(apply("lt", 0, x), x, 0), "gelu": gelu,
+    "softplus": lambda x, beta=1, _=20: apply("div", softplus(apply("mul", x, beta)), beta),
+    "silu": lambda x: apply("mul", x, apply("sigmoid", x)),
     "exp2": lambda x: apply("pow", 2.0, x), "log10": lambda x: apply("div", apply("log", x), math.log(10)),
     "log1p": lambda x: apply("log", apply("add", x, 1)), "expm1": lambda x: apply("sub", apply("exp", x), 1),
     "rsqrt": lambda x: apply("div", 1, apply("sqrt", x)), "reciprocal": lambda x: apply("div", 1, x),
