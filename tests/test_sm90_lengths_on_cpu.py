@@ -95,6 +95,38 @@ def test_each_as_by_itself(case: str, rng: np.random.Generator) -> None:
     check("sm90", GPU, of, options, others, backward=False, tiles={"forward": tile} if tile else {}, seed=seed)
 
 
+# Queries and keys of which positions leave some keys unseen: before a window of the first query, behind the last one's.
+UNSEEN: dict[str, Case] = {
+    "before a window": lambda r: (
+        packed(r, [3, 1, 20, 130], [300, 137, 3, 200]), {"causal": True, "window": (11, None)}, {}, USUAL,
+    ),
+    "behind the last query's, in pages": lambda r: (
+        packed(r, [20, 1, 70, 0], [140, 16, 300, 5], k="paged", page=16), {"causal": "top_left", "window": (3, None)},
+        {}, USUAL,
+    ),
+    "under a soft cap, on caches": lambda r: (
+        packed(r, [70, 20, 33, 40], [300, 23, 140, 200], k="cache"), {"window": (11, 9), "softcap": 5.0}, {}, USUAL,
+    ),
+    "of keys for each": lambda r: (
+        packed(r, [3, 1, 20, 130], [200] * 4, k="dense"), {"window": (20, 3)}, {"key_mask": drawn(r, N, 200)}, USUAL,
+    ),
+}  # fmt: skip
+
+
+@cases(UNSEEN, "before a window")
+def test_keys_that_no_query_sees_may_hold_anything(case: str, rng: np.random.Generator) -> None:
+    of, options, others, tile = UNSEEN[case](rng)
+    left, right = options["window"]
+    right = 0 if "causal" in options else right
+    for n, (queries, keys) in enumerate(zip(of.queries, of.keys)):
+        first = 0 if options.get("causal") == "top_left" else keys - queries  # on which the first query stands
+        seen = np.zeros(keys, bool)
+        seen[max(0, first - left) : max(0, first + queries + right) if queries else 0] = True
+        for name in "kv":
+            of.own[name][n][~seen] = np.nan
+    check("sm90", GPU, of, options, others, backward=False, tiles={"forward": tile})
+
+
 SHARED: dict[str, Case] = {
     "packed": lambda r: (packed(r, [70, 0, 1, 90], [300, 3, 0, 140]), {"causal": True}, {}, USUAL),
     "tokens on pages": lambda r: (

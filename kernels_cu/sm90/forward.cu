@@ -168,12 +168,22 @@ struct Consumer {
         fence_async();  // what the next tile overwrites
         __syncwarp();
     }
-    // Of V, or K, of the one tile that may hang over the end: the first of a walk.
-    __device__ bool hangs_over(int step) const { return K_ENDS && tile.head.keys(p) < (own.tile(step) + 1) * KEYS; }
+    // Of V, or K, of a tile that has keys that no query sees by position, or others behind the end: the first of a walk, or the last.
+    __device__ bool hangs_over(int step) const {
+        if (!K_ENDS) return false;
+        Range live = tile.head.live_keys(p);
+        return live.end < (own.tile(step) + 1) * KEYS || (walk::BOUND_FIRST && own.tile(step) * KEYS < live.begin);
+    }
+    __device__ bool ends_a_walk(int step) const {
+        return K_ENDS && walk::BOUND_FIRST && own.after(step) == 0 && hangs_over(step);
+    }
     template <class Tile>
     __device__ void clear_keys(int step, Tile of) {
-        int keys = tile.head.keys(p) - own.tile(step) * KEYS;
-        clear_behind<KEYS>(of, [&](int key) { return key >= keys; });
+        Range live = tile.head.live_keys(p);
+        int first = own.tile(step) * KEYS;
+        clear_behind<KEYS>(of, [&](int key) {
+            return first + key >= live.end || (walk::BOUND_FIRST && first + key < live.begin);
+        });
     }
     template <int COUNT, class Tile, class F>
     __device__ void clear_behind(Tile tile, F behind) {
@@ -251,6 +261,7 @@ struct Consumer {
     // before P V is: that branch also keeps the compiler from moving the softmax behind the wait for P V.
     __device__ void visit(int step, bool tests) {
         Accumulator<1, KEYS / 8> scores;
+        if (NEAR_CAPS && ends_a_walk(step)) clear_keys(step, s.k_tile());
         start_scores(scores);
         bool last = OWN_Q && own.after(step) == 0;
         ScorePlacement at = placement(tile, own.tile(step) * KEYS);
@@ -276,6 +287,10 @@ struct Consumer {
             }
         }
         probabilities.template take<0, KEYS, DROPOUT>(scores);
+        if (ends_a_walk(step)) {
+            s.v.wait_full();
+            clear_keys(step, s.v_tile());
+        }
     }
 
     // When the last probabilities of the tile are taken: its lse, and what O is to be multiplied by.
