@@ -23,6 +23,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(con
         int sums = SHARES ? KeyTiles<CLUSTER_KEYS>::of_head(p) * p.heads_k * p.batch * CLUSTER * GROUPS : 0;
         for (int i = blockIdx.x; i < sums; i += gridDim.x) counters.left[i] = 0;
     }
+    if (config::PACKED_Q && at.none()) return;
     prepare_rows<ROWS>(p, at.head, at.number);
 }
 

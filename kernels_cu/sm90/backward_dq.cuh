@@ -244,6 +244,10 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
             n = share.first(p) + nth;
         }
         auto [head, tile] = numbered<QueryTiles<ROWS>>(p, n);
+        if (PACKED_Q && tile < 0) {  // no tile has this place, which is never added to
+            if (again) cleared();
+            continue;
+        }
         bool none = false;
         if (lane == 0) {
             unsigned adding = CLUSTER * adding_to(p, head, tile).count();

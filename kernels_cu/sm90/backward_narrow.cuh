@@ -198,7 +198,7 @@ struct NarrowConsumer {
         if (SHARES && !add_shares(p, s, t, group, dv, dk)) return;
         dk.each([&](float& x, int, int) { x *= p.scale; });
         if constexpr (FROM_REGISTERS) {
-            int rows = head.keys(p) - key, row = 16 * warp();
+            int rows = head.key_rows(p) - key, row = 16 * warp();
             store_floats(dk, head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, row, 0, rows, p.dim);
             store_floats(dv, head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, row, 0, rows, p.dim_v);
         } else {
@@ -209,14 +209,14 @@ struct NarrowConsumer {
             store_rounded(dv, dv_tile, 16 * warp(), 0);
             fence_async();
             sync_threads<128>(3 + group);
-            if (maps.map_out) {
+            if (maps.map_out && is_whole<64>(p, head, key)) {
                 if (threadIdx.x % 128 == 0) {
                     dk_tile.store(maps.dk, head.to_key(key));
                     dv_tile.store(maps.dv, head.to_key(key));
                     tma_commit();
                 }
             } else {
-                int rows = head.keys(p) - key;
+                int rows = head.key_rows(p) - key;
                 store_rows<16>(dk_tile, 16 * warp(), head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, rows, p.dim);
                 store_rows<16>(dv_tile, 16 * warp(), head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, rows, p.dim_v);
             }

@@ -48,6 +48,8 @@ using FarKTile = SwizzledTile<KEYS, 64 * GROUPS>;
 static_assert(CLUSTER == 1 || CLUSTERED && WIDE);
 static_assert(!SHARES || !walk::LISTED);
 static_assert(!FIRST_STORES || !CLUSTERED && !SHARES && !WHOLE_DQ && !walk::LISTED);
+// Where lengths are data, both sides are packed or none, so that the queries that see a head's keys are those of heads of its own.
+static_assert(!RAGGED || PACKED_Q == PACKED_K && !SHARES && !FIRST_STORES && !WHOLE_DQ);
 
 // dQ^T of a tile is computed in parts of 64 columns by PART_ROWS queries, one for each consumer of a cluster. Where there are
 // 64 columns only, two consumers share out the rows.
@@ -79,7 +81,8 @@ struct TensorMaps : InputMaps, ResultMaps<WHOLE_DQ> {
 using Queries = QueryWalk<ROWS, CLUSTER_KEYS>;
 using AddingTiles = KeyWalk<CLUSTER_KEYS, ROWS>;  // of a tile of queries: those of keys that add to its dQ
 
-// Of a head of K and V, the query tiles of all heads that share it, head by head; SHARES: some of them (backward_shares.cuh).
+// Of a head of K and V, the query tiles of all heads that share it, head by head; SHARES: some of them (backward_shares.cuh). Packed
+// sequences are one, and what is said of its tiles is said of their places.
 struct Share {
     int kv_head;  // over all batch entries
     int number;   // which share of it
@@ -94,7 +97,7 @@ struct Share {
     }
 
     // How many there are, and the most query tiles that one has.
-    __device__ static int count(const Params& p) { return p.heads_k * p.batch * (SHARES ? p.shares : 1); }
+    __device__ static int count(const Params& p) { return KeyTiles<CLUSTER_KEYS>::all_heads(p) * (SHARES ? p.shares : 1); }
     __device__ static int most_tiles(const Params& p) {
         return tiles_in(query_tiles(p), SHARES ? p.shares : 1);
     }
@@ -106,27 +109,80 @@ struct Share {
     __device__ static int query_tiles(const Params& p) { return QueryTiles<ROWS>::of_head(p) * group_of(p); }
 };
 
+// What a tile is told with where lengths are data: those of its sequence, so that nobody else has to look for it.
+template <bool DATA>
+struct ToldLengths {
+    static constexpr int BYTES = 0;
+
+    __device__ void store(unsigned) const {}
+    template <class F>
+    __device__ static ToldLengths load(unsigned, F) {
+        return {};
+    }
+    __device__ static ToldLengths of(const Params&, const Head&) { return {}; }
+    // The sequence's head of K and V, by its number among all.
+    __device__ Head head(const Params& p, int kv_head) const { return Head::of_k(p, kv_head / p.heads_k, kv_head % p.heads_k); }
+};
+template <>
+struct ToldLengths<true> {
+    static constexpr int BYTES = 32;
+
+    int n;  // of the sequence
+    Range rows_q, rows_k;
+
+    __device__ void store(unsigned address) const {
+        store_shared(address, n);
+        store_shared(address + 16, rows_q.begin);
+        store_shared(address + 20, rows_q.end);
+        store_shared(address + 24, rows_k.begin);
+        store_shared(address + 28, rows_k.end);
+    }
+    template <class F>
+    __device__ static ToldLengths load(unsigned address, F settled) {
+        uint4 rows = load_shared_16(address + 16);
+        return {settled(load_shared(address)), {settled(rows.x), settled(rows.y)}, {settled(rows.z), settled(rows.w)}};
+    }
+    __device__ static ToldLengths of(const Params& p, const Head& head) {
+        int q = head.first_query(), k = head.first_key();
+        return {head.number(), {q, q + head.queries(p)}, {k, k + head.keys(p)}};
+    }
+    __device__ Head head(const Params& p, int kv_head) const {
+        int k = kv_head % p.heads_k;
+        return Head::told(p, n, k * group_of(p), k, rows_q, rows_k);
+    }
+};
+
 // A tile of keys of a head of K and V, and the query tiles of a share that visit it. One thread hands it to the others through
-// shared memory, as the four words that it is.
+// shared memory, as the four words that it is, and what is told of its lengths.
 struct KeyTile {
+    static constexpr int BYTES = 16 + ToldLengths<RAGGED>::BYTES;
+
     int share;      // among those of all heads of K and V; -1: there is no tile any more
     int number;     // keys from CLUSTER_KEYS * number on
     Range queries;  // tiles of queries that visit it, from each head; LISTED: {0, how many from all heads together}
+    ToldLengths<RAGGED> lengths{};
 
     __device__ KeyTile(int share, int number, Range queries) : share(share), number(number), queries(queries) {}
-
-    __device__ KeyTile(uint4 words) : KeyTile(words.x, words.y, Range{int(words.z), int(words.w)}) {}
 
     __device__ void store(unsigned address) const {
         store_shared(address, share);
         store_shared(address + 4, number);
         store_shared(address + 8, queries.begin);
         store_shared(address + 12, queries.end);
+        lengths.store(address + 16);
+    }
+    // From there, with what lanes of a warp have in common `settled`.
+    template <class F>
+    __device__ static KeyTile load(unsigned address, F settled) {
+        uint4 words = load_shared_16(address);
+        KeyTile t(settled(words.x), settled(words.y), Range{settled(words.z), settled(words.w)});
+        t.lengths = ToldLengths<RAGGED>::load(address + 16, settled);
+        return t;
     }
 
     __device__ bool none() const { return share == -1; }
     __device__ int kv_head(const Params& p) const { return SHARES ? share / p.shares : share; }
-    __device__ Head head(const Params& p) const { return Head::of_k(p, kv_head(p) / p.heads_k, kv_head(p) % p.heads_k); }
+    __device__ Head head(const Params& p) const { return lengths.head(p, kv_head(p)); }
     __device__ Range keys(const Params& p) const { return head(p).key_tile<CLUSTER_KEYS>(p, number); }
 
     // f(h, walk) for the h-th query head of the group, and so on: of the share's query tiles those that visit the keys.
@@ -188,7 +244,7 @@ struct Shared {
     static constexpr int PAIR_RING = DO_RING + DORing::BYTES;
     static constexpr int DQ_RINGS = PAIR_RING + (PAIR_ARRAYS ? PairRing::BYTES : 0);
     static constexpr int TILE = DQ_RINGS + GROUPS * DQRing::BYTES;
-    static constexpr int FAR_DS_RING = TILE + 16;
+    static constexpr int FAR_DS_RING = TILE + KeyTile::BYTES;
     static constexpr int TICKET_RING = FAR_DS_RING + FarDSRing::BYTES;
     static constexpr int TICKET = TICKET_RING + TicketRing::BYTES;
     static constexpr int FINISH_RINGS = CLUSTERED ? TICKET + 16 : FAR_DS_RING;
@@ -230,7 +286,7 @@ struct Shared {
     // For a moving thread that does not read K, alone in its warp.
     __device__ KeyTile next_tile() {
         k.wait_full();
-        KeyTile t = load_shared_16(base + TILE);
+        KeyTile t = KeyTile::load(base + TILE, [](unsigned word) { return int(word); });
         mbarrier_arrive(k.empty());
         k.advance();
         return t;
@@ -238,9 +294,7 @@ struct Shared {
 
     // For whole warps, after a wait for K. (The shuffles tell the compiler that all lanes have the same.)
     __device__ KeyTile this_tile() const {
-        uint4 words = load_shared_16(base + TILE);
-        return {__shfl_sync(~0u, int(words.x), 0), __shfl_sync(~0u, int(words.y), 0),
-                Range{__shfl_sync(~0u, int(words.z), 0), __shfl_sync(~0u, int(words.w), 0)}};
+        return KeyTile::load(base + TILE, [](unsigned word) { return __shfl_sync(~0u, int(word), 0); });
     }
 
     __device__ KTile k_tile() const { return {base}; }
@@ -275,8 +329,14 @@ __device__ inline KeyTile key_tile(const Params& p, int number) {
     KeySchedule schedule(p);
     Dealt at = schedule.dealt(number, Share::count(p), p.together);
     KeyTile t(at.head, at.tile, Range{0, 0});
+    if constexpr (RAGGED) {
+        HeadTile found = schedule.ordered(of_all_heads<KeyTiles<CLUSTER_KEYS>>(p, at.head, at.tile));
+        t.lengths = ToldLengths<RAGGED>::of(p, found.head);
+        t.number = found.number;
+        if (found.none()) return t;
+    }
     Head head = t.head(p);
-    t.number = schedule.listed(head, schedule.ordered(at.tile));
+    if constexpr (!RAGGED) t.number = schedule.listed(head, schedule.ordered(at.tile));
     // (WHOLE_DQ: queries without a key have a dQ, too.)
     t.queries = WHOLE_DQ ? Range{0, head.query_tiles<ROWS>(p)} : Queries(p, head, t.keys(p)).extent();
     for (int h = 1; walk::LISTED && h < group_of(p); h++)
@@ -294,11 +354,12 @@ __device__ inline AddingTiles adding_to(const Params& p, const Head& head, int t
 template <class F>
 __device__ void for_query_tiles(const Params& p, const KeyTile& t, F f) {
     int group = group_of(p), tiles = QueryTiles<ROWS>::of_head(p);
+    int first = PACKED_Q ? int(QueryTiles<ROWS>::number(p, t.head(p).other(0), 0)) : 0;
     t.for_heads(p, [&](int h, const Head& head, const Queries& walk) {
 #pragma unroll 1
         for (int step = walk.start(); walk.has(step); step = walk.next(step)) {
             int tile = walk.tile(step);
-            f(head, tile, (t.kv_head(p) * group + h) * tiles + tile, walk.template bits<!WIDE>(step, t.keys(p)));
+            f(head, tile, (t.kv_head(p) * group + h) * tiles + first + tile, walk.template bits<!WIDE>(step, t.keys(p)));
         }
     });
 }
@@ -330,22 +391,32 @@ struct DQCounters {
     }
 };
 
-// Rows may hold anything where key_mask hides a key, or leaves a query none. (What is dead by position no map knows of.)
-constexpr bool CLEARS = KEY_MASK;
+// Rows may hold anything where key_mask hides a key, or leaves a query none. (What is dead by position no map knows of; where
+// lengths are data, maps know of all, also of the rows behind a sequence's end.)
+constexpr bool CLEARS = KEY_MASK || RAGGED;
+
+// Which of a block's keys, from `first` on, nobody sees.
+__device__ inline DeadRows<KEYS> dead_keys(const Pairs& pairs, int first) {
+    if constexpr (!RAGGED) return unseen_keys<KEYS>(pairs, first);
+    Range live = pairs.head.live_keys(pairs.p);
+    return DeadRows<KEYS>([&](int j) {
+        return first + j < live.begin || first + j >= live.end || !pairs.key_seen(first + j);
+    });
+}
 
 // Zeros in K and V of a key tile that has arrived; by all consumers together.
 __device__ inline void clear_keys(const Params& p, const Shared& s, const KeyTile& t) {
     if constexpr (CLEARS) {
         Pairs pairs(p, t.head(p));
         int warp = threadIdx.x / 32 - 4;
-        DeadRows<KEYS> dead = unseen_keys<KEYS>(pairs, s.first_key(t));
+        DeadRows<KEYS> dead = dead_keys(pairs, s.first_key(t));
         bool any = dead.any();
         if (any) {
             dead.clear<CONSUMER_WARPS>(s.k_tile(), warp);
             dead.clear<CONSUMER_WARPS>(s.v_tile(), warp);
         }
         if constexpr (CLUSTERED) {
-            DeadRows<KEYS> far = unseen_keys<KEYS>(pairs, s.far_key(t));
+            DeadRows<KEYS> far = dead_keys(pairs, s.far_key(t));
             far.clear<CONSUMER_WARPS>(s.far_k_tile(), warp);
             any = any || far.any();
         }
@@ -360,6 +431,8 @@ __device__ inline void clear_keys(const Params& p, const Shared& s, const KeyTil
 template <class F, class... Tiles>
 __device__ void clear_queries(unsigned numbers, int group, F wait, Tiles... tiles) {
     if constexpr (CLEARS) {
+        // Of rows that are dead by position the first is one, or the last.
+        if (!KEY_MASK && !__any_sync(~0u, is_blind(numbers, threadIdx.x % 32 < 16 ? 0 : ROWS - 1))) return;
         DeadRows<ROWS> dead([&](int i) { return is_blind(numbers, i); });
         if (!dead.any()) return;
         wait();
@@ -367,6 +440,12 @@ __device__ void clear_queries(unsigned numbers, int group, F wait, Tiles... tile
         fence_async();
         sync_threads<128>(3 + group);
     }
+}
+
+// Whether so many keys from one on are all of a sequence: then a box of results has nothing of another one.
+template <int COUNT>
+__device__ bool is_whole(const Params& p, const Head& head, int key) {
+    return !PACKED_K || key + COUNT <= head.keys(p);
 }
 
 // The number of the next key tile. Of a cluster, block 0 draws it and hands it on.
@@ -402,6 +481,10 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
     };
     while (number < total) {
         KeyTile t = key_tile(p, number);
+        if (PACKED_K && t.number < 0) {  // no tile has this place
+            number = next_number(p, s);
+            continue;
+        }
         bool first = true;
         for_query_tiles(p, t, [&](const Head& head, int i, int n, TileBits) {
             s.q.go_to(steps);

@@ -232,7 +232,7 @@ struct WideConsumer {
     __device__ void put_turned(const Accumulator<1, KEYS / 8>& sum, Out* to, const Strides& strides, const KeyTile& t, int column,
                                int columns) {
         Head head = t.head(p);
-        int first = s.first_key(t), rows = head.keys(p) - first;
+        int first = s.first_key(t), rows = head.key_rows(p) - first;
         to = head.key_row(to, strides, first) + column;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n++)
@@ -255,12 +255,12 @@ struct WideConsumer {
         sync_threads<128>(3 + group);
         Head head = t.head(p);
         int first = s.first_key(t);
-        if (maps.map_out) {
+        if (maps.map_out && is_whole<KEYS>(p, head, first)) {
             tile.store(map, head.to_key(first, column), threadIdx.x % 128 == 0);
             tma_commit();
         } else {
             store_rows<KEYS / 4>(tile, warp() * (KEYS / 4), head.key_row(to, strides, first) + column, strides.row,
-                                 head.keys(p) - first, columns - column);
+                                 head.key_rows(p) - first, columns - column);
         }
     }
     __device__ void store_dv(const KeyTile& t, int part) {

@@ -18,8 +18,11 @@ MOVED = ("q", "k", "v", "dout", "dlse")  # what these kernels take tangents of
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
-    if (why := untaken(problem)) and (of is not FORWARD or problem.batch_invariant or problem.dtype == FLOAT8):
+    known = of in (FORWARD, BACKWARD) and not problem.batch_invariant and problem.dtype != FLOAT8
+    if (why := untaken(problem)) and not known:
         return f"{why} with {FLOAT8}" if problem.dtype == FLOAT8 else why
+    if of is BACKWARD and (problem.rows_q is None) != (problem.rows_k is None):
+        return "has no backward of packed sequences on one side alone"
     if problem.page is not None and problem.page % PAGE_ROWS:
         return f"takes pages of a multiple of {PAGE_ROWS} rows, not {problem.page}"
     if problem.ragged and (problem.seq_k == 0 or (problem.page is not None and problem.pages == 0)):

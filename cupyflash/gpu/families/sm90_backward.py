@@ -9,12 +9,26 @@ from typing import NamedTuple
 from ...passes import BACKWARD
 from ...problem import AttentionProblem
 from ..device import Arch
-from ..kernel_plan import Box, KernelPlan, Launch, Workspace, both_ways, ceil, features, pad, scored
+from ..kernel_plan import (
+    Box,
+    KernelPlan,
+    Launch,
+    Workspace,
+    both_ways,
+    ceil,
+    features,
+    key_tiles,
+    pad,
+    query_tiles,
+    scored,
+)
 from . import sm90_backward_cost as cost
+from .likely import as_dense
 from .sm90_backward_tiles import SHORT_BACKWARD, TILES, BackwardTile, has_all_keys
 from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages, room
 
 LISTED_SPILLS = 192  # more, with a block mask: its addresses
+LENGTHS_SPILLS = 160  # more, where lengths are data: those of a tile's sequence
 SHARE_SPILLS = 128  # bytes: where a share begins
 WHOLE_SPILLS = 48  # where the warp that sends dQ begins with a head
 FINISH_TICKETS = 4  # for each finishing warp, where tiles of dQ are taken in parts
@@ -69,7 +83,8 @@ class BackwardFit(NamedTuple):
 def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> BackwardFit | None:
     dim, dim_v = padded(problem)
     busy = scored(problem) or problem.has("mask") or problem.dropout > 0
-    short = max(problem.seq_q, problem.seq_k) <= FEW
+    likely = as_dense(problem)
+    short = max(likely.seq_q, likely.seq_k) <= FEW
     rows: tuple[BackwardTile, ...] = TILES.rows(tile, SHORT_BACKWARD if short else ())
     ways = (
         (t, n, finish)
@@ -94,18 +109,16 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     dim, dim_v = padded(problem)
     whole = has_all_keys(problem, t)
     cluster, clusters = t.cluster, t.blocks * arch.sms // t.cluster  # those at work at once
-    kv_heads, key_tiles = problem.batch * problem.heads_k, ceil(problem.seq_k, cluster * t.keys)
-    tiles = problem.group * ceil(problem.seq_q, t.rows)  # of queries, for one head of K and V
-    for name, heads, n in (("k", problem.heads_k, key_tiles), ("q", problem.heads_q, tiles)):
-        if kv_heads * n >= 2**30:
-            raise ValueError(
-                f"{name} has batch {problem.batch} and {heads} heads: {kv_heads * n} tiles; less than 2**30 fit"
-            )
+    # Of all heads; packed sequences are one entry of a batch.
+    all_keys, all_queries = key_tiles(problem, cluster * t.keys), query_tiles(problem, t.rows)
+    kv_heads = problem.heads_k * (problem.batch if problem.rows_k is None else 1)
+    tiles = all_queries // max(1, kv_heads)  # of queries, for one head of K and V
+    for name, heads, n in (("k", problem.heads_k, all_keys), ("q", problem.heads_q, all_queries)):
+        if n >= 2**30:
+            raise ValueError(f"{name} has batch {problem.batch} and {heads} heads: {n} tiles; less than 2**30 fit")
     shares = cost.shares(problem, t, clusters)
     together, resident = cost.dealt_out(problem, t, shares, clusters)
-    summed = (
-        kv_heads * key_tiles * cluster * t.groups if shares > 1 else 0
-    )  # consumers' keys whose sums are left in memory
+    summed = all_keys * cluster * t.groups if shares > 1 else 0  # consumers' keys whose sums are left in memory
     share_sums = 128 * t.sums(dim, dim_v)  # numbers of one of them
     first_stores = not whole and shares == 1 and cluster == 1 and _few_add(problem, t)
     parts = 1 if whole else _finish_parts(t, dim, kv_heads * tiles, max(1, finish.warps) * clusters * cluster)
@@ -120,17 +133,13 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         ("SHARES", shares > 1), ("SHARE_SUMS", share_sums), ("WHOLE_DQ", whole),
     )  # fmt: skip
     launches = (
-        Launch("attention_backward_prepare", kv_heads * tiles, 128),
-        Launch(
-            "attention_backward", cluster * min(kv_heads * key_tiles * shares, clusters), 128 * (t.groups + 1), size
-        ),
+        Launch("attention_backward_prepare", all_queries, 128),
+        Launch("attention_backward", cluster * min(all_keys * shares, clusters), 128 * (t.groups + 1), size),
     )
     workspace = (
-        Workspace(
-            "delta", "float32", (problem.batch * problem.heads_q, ceil(problem.seq_q, t.rows), 2, t.rows), t.rows
-        ),  # and lse
+        Workspace("delta", "float32", (kv_heads * problem.group, tiles // problem.group, 2, t.rows), t.rows),  # and lse
         Workspace("dq_sum", "float32", (0 if whole else resident * ceil(tiles, shares), t.rows * dim)),
-        Workspace("counters", "uint32", (2 + kv_heads * shares + kv_heads * tiles + max(summed, first_stores),)),
+        Workspace("counters", "uint32", (2 + kv_heads * shares + all_queries + max(summed, first_stores),)),
         Workspace("share_sums", "float32", (summed * shares, share_sums)),
     )
     out_rows = t.keys if t.wide else 64  # of dK and dV that leave at once: all, or a warpgroup's own
@@ -140,7 +149,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         Box("dv", out_rows), *([Box("dq", t.part_rows(dim))] if whole else []),
     )  # fmt: skip
     spills = t.spills + (shares > 1) * SHARE_SPILLS + whole * WHOLE_SPILLS
-    spills += LISTED_SPILLS * (problem.block_mask is not None)
+    spills += LISTED_SPILLS * (problem.block_mask is not None) + LENGTHS_SPILLS * problem.ragged
     return KernelPlan(
         **common(problem, arch, BACKWARD),
         constants=constants,
@@ -156,7 +165,9 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
 
 def _few_add(problem: AttentionProblem, t: BackwardTile) -> bool:
     """Whether a window lets few key tiles add to each tile of dQ: then the first stores, and there need be no zeros."""
-    if problem.left is None or problem.right is None or problem.block_mask is not None or problem.deterministic:
+    if problem.left is None or problem.right is None or problem.block_mask is not None:
+        return False
+    if problem.deterministic or problem.ragged:
         return False
     # (Short beside the sequence: key tiles start from the last one, which under a causal mask has the fewest queries.)
     return problem.left + problem.right <= min(FEW_ADD * t.keys, problem.seq_k // FEW_ADD)

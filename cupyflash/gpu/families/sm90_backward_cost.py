@@ -7,8 +7,9 @@ import itertools
 import math
 
 from ...problem import AttentionProblem
-from ..kernel_plan import ceil
+from ..kernel_plan import ceil, places
 from ..measured import number
+from .likely import as_dense
 from .sm90_backward_tiles import BackwardTile, has_all_keys
 
 # The backward's order of key tiles, and room for sums of dQ.
@@ -32,7 +33,7 @@ def shares(problem: AttentionProblem, t: BackwardTile, clusters: int) -> int:
     keys, queries = t.keys * t.cluster, problem.group * ceil(problem.seq_q, t.rows)
     all_tiles = problem.batch * problem.heads_k * ceil(problem.seq_k, keys)
     most = min(MOST_SHARES, SHARED_TILES * clusters // max(1, all_tiles), queries)
-    if most < 2 or problem.block_mask is not None:  # whose visits are not known here
+    if most < 2 or problem.block_mask is not None or problem.ragged:  # whose visits are not known here
         return 1
     walks = walks_of(problem, t.rows, keys)
     if problem.group * max(map(len, walks), default=0) < LONG_WALK:
@@ -91,6 +92,8 @@ def _traffic(problem: AttentionProblem, shares: int) -> int:
 def dealt_out(problem: AttentionProblem, t: BackwardTile, shares: int, clusters: int) -> tuple[int, int]:
     """Heads of K and V, or shares of their queries, whose key tiles are dealt out as one, and for how many there is
     room for sums of dQ."""
+    if problem.rows_k is not None:
+        return _packed(problem, t, clusters)
     heads, key_tiles = problem.batch * problem.heads_k * shares, ceil(problem.seq_k, t.keys * t.cluster)
     tiles = ceil(problem.group * ceil(problem.seq_q, t.rows), shares)  # of them
     # A causal mask makes key tiles of different length: those of some heads are dealt out together, long ones first. Of
@@ -110,3 +113,18 @@ def dealt_out(problem: AttentionProblem, t: BackwardTile, shares: int, clusters:
         together = ceil(heads, groups)
         spare = max(0, spare - together)  # a head is under work for as long as all of them
     return together, min(heads, 2 * together + spare)
+
+
+def _packed(problem: AttentionProblem, t: BackwardTile, clusters: int) -> tuple[int, int]:
+    """The same of packed sequences, all of which are one head's: they pass one after the other, so that what of few
+    heads is under work is in the cache, whatever their lengths. Sums of dQ are of all of them."""
+    heads, likely = problem.heads_k, as_dense(problem)
+    # The first tile of a long sequence takes long: another head's are beside it. That none is long a hint says.
+    together = 1 if problem.max_seqlen_q is not None and likely.seq_q <= LONG else 2
+    if problem.deterministic and problem.right is None:  # some steps apart, as above
+        tiles = max(1, problem.group * ceil(likely.seq_q, t.rows))
+        together = ceil(heads, ceil(heads, ceil(APART * clusters, tiles)))
+    spare = ceil(WAVES * clusters, places(problem, problem.rows_k or 0, t.keys * t.cluster))
+    sums = 4 * problem.group * places(problem, problem.rows_q or 0, t.rows) * t.rows * problem.dim  # bytes of a head
+    room = max(2 * together + 1, min(2 * together + spare, 2 * CACHE // max(1, sums)))
+    return min(heads, together), min(heads, room)

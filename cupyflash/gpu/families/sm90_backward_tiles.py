@@ -61,7 +61,7 @@ class BackwardTile:
         return sum(ceil(ceil(n, 64), self.groups) for n in (dim, dim_v)) * self.keys // 2
 
 
-# What may be spilled are addresses: the producer warps', and a consumer's, once per tile or where it adds to dQ in turn.
+# What may be spilled are addresses: the producer warps', and a consumer's, once a tile or where it adds to dQ in turn.
 BACKWARD_TILES = (
     BackwardTile(128, 128, 2, 2, 2, spills=184, dim=64, scored=False),
     BackwardTile(64, 128, 2, 2, 2, spills=32, dim=64),
@@ -91,5 +91,5 @@ TILES = Tiles(BACKWARD_TILES, {
 def has_all_keys(problem: AttentionProblem, t: BackwardTile) -> bool:
     """Whether a tile has all keys of a head: then its part of dQ is all of it, and leaves, rounded, without float32
     sums."""
-    rounded = not problem.widened and not problem.add
+    rounded = not (problem.widened or problem.add or problem.ragged)
     return rounded and not t.wide and 0 < problem.seq_k <= t.keys and problem.block_mask is None

@@ -25,8 +25,11 @@ def shared_memory(stages: int, pairs: PairTiles) -> int:
 
 
 def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> KernelPlan | None:
-    # Lists of a block mask would have to reach the consumers with each tile. Of K without rows there is no tensor map.
-    if problem.block_mask is not None or not problem.seq_k or problem.tangents or any(map(problem.reads, lengths)):
+    # Lists of a block mask, and lengths, would have to reach the consumers with each tile. Of K without rows there is
+    # no tensor map.
+    if problem.block_mask is not None or problem.ragged or not problem.seq_k or problem.tangents:
+        return None
+    if any(map(problem.reads, lengths)):
         return None
     rows = ((stages, PairTiles(problem, n)) for stages, n in STAGES)
     stages, pairs = next((n, x) for n, x in rows if shared_memory(n, x) <= arch.shared_memory)

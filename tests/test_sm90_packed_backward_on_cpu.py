@@ -1,0 +1,162 @@
+"""Lengths in memory, in the Hopper backward without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_on_cpu import cases, needs_compiler
+from lengths_on_cpu import Sequences, check, check_nonsense
+from reference import state
+
+from cupyflash.gpu.device import Arch
+from cupyflash.gpu.plan import plan
+from cupyflash.passes import BACKWARD
+
+pytestmark = needs_compiler
+
+# Two blocks, or two clusters, take tile after tile, and find places that are empty.
+GPU, WIDE = (Arch("sm_90a", 90, sms, 232448) for sms in (2, 4))
+QUERIES, KEYS = [70, 0, 1, 130], [80, 3, 0, 140]
+N, HEADS, ROWS = 4, 4, 201 + 5  # with those behind
+USUAL = (2, 128, 2, 1)  # of the forward
+# Of the backward, by columns: queries, keys, warpgroups that compute, stages of Q and of dO, and spills.
+TILES = {
+    64: (128, 128, 2, 2, 2, 184),
+    128: (64, 128, 2, 2, 2, 352),
+    192: (64, 96, 3, 2, 1, 224),
+    256: (64, 64, 2, 2, 1, 200),
+}
+Case = Callable[[np.random.Generator], tuple[Sequences, dict[str, Any], dict[str, np.ndarray]]]
+
+
+def packed(r: np.random.Generator, queries: list[int] = QUERIES, keys: list[int] = KEYS, **how: Any) -> Sequences:
+    return Sequences(r, queries, keys, **({"dtype": "float16", "dims": (64, 64), "heads": (4, 2)} | how))
+
+
+def normal(r: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return r.standard_normal(shape).astype(dtype)
+
+
+def drawn(r: np.random.Generator, *shape: int) -> np.ndarray:
+    return r.random(shape) < 0.75
+
+
+EDGES = [127, 0, 128, 1, 129], [127, 5, 129, 0, 128]  # a tile of 64 columns has 128 of each
+EDGES_128 = [63, 0, 64, 1, 65], [127, 5, 129, 0, 128]
+IN_ORDER = {"causal": True, "deterministic": True}
+
+CASES: dict[str, Case] = {
+    "64": lambda r: (packed(r, *EDGES, heads=(2, 1)), {}, {}),
+    "64 in order": lambda r: (packed(r, [300, 0, 70], [333, 3, 80], heads=(2, 2)), {"deterministic": True}, {}),
+    "64 causal": lambda r: (packed(r, *EDGES, heads=(2, 2), offsets="int64"), IN_ORDER, {}),
+    "128": lambda r: (packed(r, *EDGES_128, heads=(2, 1), dims=(128, 104)), {}, {}),
+    "128 causal": lambda r: (packed(r, *EDGES_128, heads=(2, 2), dims=(128, 128)), IN_ORDER, {}),
+    "128 in order": lambda r: (
+        packed(r, [200, 0, 70], [300, 3, 80], heads=(2, 1), dims=(128, 128)), {"deterministic": True}, {},
+    ),
+    "more queries than keys": lambda r: (packed(r, [140, 200], [20, 130], heads=(2, 1)), {"causal": True}, {}),
+    "more queries than keys, sinks": lambda r: (
+        packed(r, [140, 200], [20, 130], heads=(2, 1), dims=(128, 128)), {"causal": True}, {"sinks": normal(r, 2)},
+    ),
+    "192": lambda r: (packed(r, [63, 0, 130], [95, 3, 97], heads=(2, 1), dims=(192, 128)), IN_ORDER, {}),
+    "256": lambda r: (packed(r, *EDGES_128, heads=(2, 1), dims=(256, 200)), {"causal": True}, {}),
+    "256 in order": lambda r: (packed(r, [65, 1, 130], [300, 60, 64], heads=(1, 1), dims=(256, 256)), IN_ORDER, {}),
+    "more heads than sums of dQ": lambda r: (packed(r, [70, 0, 140], [80, 3, 140], heads=(9, 9)), {"causal": True}, {}),
+    "a window": lambda r: (packed(r), {"window": (20, 9)}, {}),
+    "a window, 128": lambda r: (packed(r, dims=(128, 128)), {"window": (20, 9), "causal": "top_left"}, {}),
+    "queries for each on caches": lambda r: (
+        packed(r, [70] * 4, [80, 3, 0, 140], q="dense", k="cache"), {"causal": True}, {},
+    ),
+    "queries for each on caches, 256": lambda r: (
+        packed(r, [70] * 4, [80, 3, 0, 140], q="dense", k="cache", dims=(256, 256), heads=(1, 1)), {}, {},
+    ),
+    "slopes, sinks, key mask": lambda r: (
+        packed(r), {"causal": True},
+        {"alibi_slopes": abs(normal(r, N, HEADS)), "sinks": normal(r, HEADS), "key_mask": drawn(r, N, 160)},
+    ),
+    "bias and mask": lambda r: (
+        packed(r, dims=(128, 128)), {"causal": True},
+        {"bias": normal(r, N, HEADS, 136, 144, dtype=np.float16), "mask": drawn(r, 1, HEADS, 136, 144)},
+    ),
+    "bias and mask by line": lambda r: (
+        packed(r, dims=(128, 128), lines=("bias", "mask")), {"causal": True},
+        {"bias": normal(r, HEADS, ROWS, 144, dtype=np.float16), "mask": drawn(r, 1, ROWS, 144)},
+    ),
+    "soft cap": lambda r: (packed(r), {"softcap": 5.0, "causal": True}, {}),
+    "dropout": lambda r: (packed(r), {"dropout": 0.3, "causal": True}, {"seed": np.array(5)}),
+    "score function": lambda r: (
+        packed(r), {"score": "s * (1 + 0.1 * b) + 0.01 * (i - j) * h", "causal": True}, {},
+    ),
+}  # fmt: skip
+
+
+@cases(CASES, "64 causal", "128")
+def test_each_as_by_itself(case: str, rng: np.random.Generator) -> None:
+    of, options, others = CASES[case](rng)
+    seed = 5 if "seed" in others else None
+    dim = max(of.dims)
+    forward = None if dim > 128 or "bias" in others else USUAL
+    tiles = {"forward": forward, "backward": TILES[dim]}
+    check("sm90", WIDE if dim == 256 else GPU, of, options, others, tiles=tiles, seed=seed)
+
+
+def test_short_ones(rng: np.random.Generator) -> None:
+    """Of sequences of up to 64 rows, as the planner takes them to be, and one that is longer."""
+    of = packed(rng, [60, 1, 64, 0, 9, 100], [64, 2, 63, 3, 7, 130], heads=(2, 1))
+    problem = state(of.of_queries("q"), of.of_keys("k"), of.of_keys("v"), **of.lengths())
+    assert dict(plan(problem, GPU, BACKWARD, "sm90").constants)["GROUPS"] == 1
+    check("sm90", GPU, of, {"deterministic": True}, tiles={"forward": USUAL, "backward": (64, 64, 1, 2, 2, 0)})
+
+
+SMALL: dict[str, Any] = {"dims": (32, 32), "heads": (2, 1)}
+NONSENSE: dict[str, Case] = {
+    "packed": lambda r: (
+        packed(r, offsets="int64", **SMALL), {"causal": True, "window": (20, None)},
+        {"key_mask": drawn(r, N, 140), "sinks": normal(r, 2)},
+    ),
+    "in order": lambda r: (packed(r, **SMALL), {"deterministic": True}, {}),
+    "256": lambda r: (packed(r, dims=(256, 256), heads=(1, 1)), {"causal": True}, {}),
+    "caches": lambda r: (packed(r, [70] * 4, q="dense", k="cache", **SMALL), {"causal": "top_left"}, {}),
+}  # fmt: skip
+
+
+@cases(NONSENSE, "packed")
+def test_nonsense_stays_inside(case: str, rng: np.random.Generator) -> None:
+    of, options, others = NONSENSE[case](rng)
+    check_nonsense("sm90", WIDE if case == "256" else GPU, of, 12, options, others)
+
+
+def test_what_is_not_served_is_named(rng: np.random.Generator) -> None:
+    hopper = Arch.of("sm_90a")
+    for how, message in (
+        ({"k": "cache"}, "sm90 has no backward of packed sequences on one side alone"),
+        ({"queries": [90] * 4, "q": "dense"}, "sm90 has no backward of packed sequences on one side alone"),
+    ):
+        of = packed(rng, **how)
+        problem = state(of.of_queries("q"), of.of_keys("k"), of.of_keys("v"), **of.lengths())
+        with pytest.raises(ValueError, match=message):
+            plan(problem, hopper, BACKWARD, "sm90")
+        assert plan(problem, hopper, BACKWARD).family == "sm80"
+    of = packed(rng)
+    arrays = (of.of_queries("q"), of.of_keys("k"), of.of_keys("v"))
+    assert plan(state(*arrays, **of.lengths()), hopper, BACKWARD).family == "sm90"
+    problem = state(*arrays, **of.lengths(), batch_invariant=True)
+    with pytest.raises(ValueError, match="sm90 takes no .*batch_invariant=True"):
+        plan(problem, hopper, BACKWARD, "sm90")
+
+
+def test_heads_together() -> None:
+    """Few, since each has all sequences; fewer where a hint says that none is long."""
+    arch = Arch.of("sm_90a")
+    x = {name: np.zeros((16384, 16, 128), np.float16) for name in "qkv"}
+    ends = {f"cu_seqlens_{side}": np.arange(0, 16385, 256, dtype=np.int32) for side in "qk"}
+
+    def scalars(**hint: int) -> dict[str, int]:
+        return dict(plan(state(**x, causal=True, **ends, **hint), arch, BACKWARD, "sm90").scalars)
+
+    assert [scalars()[name] for name in ("together", "resident", "shares")] == [2, 5, 1]
+    hinted = scalars(max_seqlen_q=256, max_seqlen_k=256)
+    assert (hinted["together"], hinted["resident"]) == (1, 3)
