@@ -55,6 +55,11 @@ CASES: dict[str, Case] = {
     "queries for each on caches": lambda r: (packed(r, *OF_KEYS, q="dense", k="cache"), {"causal": True}, {}),
     "pages": lambda r: (packed(r, k="paged", offsets="int64"), {"causal": True, "window": (30, None)}, {}),
     "pages of 1": lambda r: (packed(r, [1] * 4, q="dense", k="paged", page=1), {}, {}),
+    "float16, pages": lambda r: (
+        packed(r, k="paged", dtype="float16", dims=(40, 24), page=3), {"causal": True, "window": (30, None)},
+        {"key_mask": drawn(r, N, 95)},
+    ),
+    "float64, pages": lambda r: (packed(r, k="paged", dtype="float64", page=16), {"causal": True}, {}),
     "float16": lambda r: (packed(r, dtype="float16", dims=(40, 24)), {"causal": True}, {}),
     "float16, caches, a window": lambda r: (packed(r, dtype="float16", k="cache"), {"window": (9, 4)}, {}),
     "float64": lambda r: (packed(r, dtype="float64", dims=(24, 40), k="cache"), {"window": (10, 10)}, {}),
@@ -81,7 +86,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@cases([f"{family}: {case}" for family in ARCHS for case in CASES if family == "simt" or "pages" not in case],
+@cases([f"{family}: {case}" for family in ARCHS for case in CASES],
        "simt: packed", "simt: pages", "sm80: packed on caches")  # fmt: skip
 def test_each_as_by_itself(case: str, rng: np.random.Generator) -> None:
     family, case = case.split(": ")
@@ -181,7 +186,7 @@ NONSENSE: dict[str, Case] = {
 }  # fmt: skip
 
 
-@cases([f"{family}: {case}" for family in ARCHS for case in NONSENSE if family == "simt" or case != "pages"])
+@cases([f"{family}: {case}" for family in ARCHS for case in NONSENSE])
 def test_nonsense_stays_inside(case: str, rng: np.random.Generator) -> None:
     family, case = case.split(": ")
     of, options, others = NONSENSE[case](rng)

@@ -8,6 +8,7 @@
 
 // Arrays with rows for queries, which come in tiles of ROWS, and for keys, in tiles of KEYS.
 struct OfQueries : QueryTiles<config::ROWS> {
+    static constexpr bool IN_PAGES = false;
     __device__ static int rows(const Params& p, const Head& head) { return head.queries(p); }
     __device__ static const In* row(const Head& head, const In* array, const Strides& s, int i) {
         return head.query_row(array, s, i);
@@ -17,6 +18,7 @@ struct OfQueries : QueryTiles<config::ROWS> {
     __device__ static long long row_number(const Params& p, const Head& head, int i) { return head.row_number(p, i); }
 };
 struct OfKeys : KeyTiles<config::KEYS> {
+    static constexpr bool IN_PAGES = config::PAGED;
     __device__ static int rows(const Params& p, const Head& head) { return head.keys(p); }
     __device__ static const In* row(const Head& head, const In* array, const Strides& s, int j) {
         return head.key_row(array, s, j);
@@ -71,6 +73,13 @@ __device__ Rows<const Product> operand_rows(const P& p, const Head& head, int i,
         Given given = Of::given(p);
         return {Of::row(head, given.array, given.strides, i), given.strides.row, count, given.columns};
     }
+}
+
+// Where row i of an operand in pages lies; null: in none.
+template <class Of, class P>
+__device__ const In* paged_operand_row(const P& p, const Head& head, int i) {
+    Given given = Of::given(p);
+    return head.paged_row(p, given.array, given.strides, i);
 }
 
 // What a tile's operand is to be multiplied by.
@@ -145,14 +154,20 @@ __device__ void split_tile(const P& p, int n) {
     constexpr int CHUNKS = Of::COLUMNS / 4;
     auto [head, tile] = numbered<Of>(p, n);
     if (Of::PACKED && tile < 0) return;
+    const Head& its = head;  // a structured binding cannot be captured
     Given given = Of::given(p);
     Halves halves = Of::halves(p);
     int first = tile * Of::SIZE, rows = min(Of::SIZE, Of::rows(p, head) - first);
-    const In* from = Of::row(head, given.array, given.strides, first);
+    const In* from = Of::IN_PAGES ? given.array : Of::row(head, given.array, given.strides, first);
     bool vectors = (unsigned long long)from % 16 == 0 && given.strides.row % 4 == 0;
     auto numbers = [&](int i) {
         int row = i / CHUNKS, column = i % CHUNKS * 4;
         if (!Of::ALL_LIVE && !live[row]) return float4{};
+        if constexpr (Of::IN_PAGES) {
+            const In* at = paged_operand_row<Of>(p, its, first + row);
+            if (at == nullptr) return float4{};
+            return load_4(at + column, given.columns - column, (unsigned long long)at % 16 == 0);
+        }
         return load_4(from + row * given.strides.row + column, given.columns - column, vectors);
     };
 

@@ -121,9 +121,14 @@ struct Block {
     template <class Of, class Tile>
     __device__ auto copy_keys(Tile tile, int step) const {
         int row = walk.tile(step) * KEYS;
-        auto from = operand_rows<Of>(p, head, row);
+        auto from = operand_rows<Of>(p, head, PAGED && PARTS == 1 ? 0 : row);  // pages are looked up
         from.count = walk.has(step) ? head.live_keys(p).end - row : 0;
-        return AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, from);
+        if constexpr (PAGED && PARTS == 1) {
+            auto in_pages = [this, row](int n) { return paged_operand_row<Of>(p, head, row + n); };
+            return RowsCopy<THREADS, KEYS, Tile::COLUMNS, Tile, decltype(in_pages)>(tile, from, in_pages);
+        } else {
+            return AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, from);
+        }
     }
     __device__ auto copy_k(int step, int stage) const {
         return copy_keys<OfK>(s.k_tile(stage), step);

@@ -75,6 +75,29 @@ struct AsyncCopy {
     }
 };
 
+// The same of rows that lie wherever row(n) says; null: zeros. From `columns` columns of them.
+template <int THREADS, int ROWS, int COLS, class Tile, class F>
+struct RowsCopy : AsyncCopy<THREADS, ROWS, COLS, Tile> {
+    using Whole = AsyncCopy<THREADS, ROWS, COLS, Tile>;
+    F row;
+
+    __device__ RowsCopy(Tile tile, const Rows<const Product>& from, F row) : Whole(tile, from), row(row) {}
+
+    __device__ void all() { part<1>(0); }
+
+    template <int STEPS>
+    __device__ void part(int k) {
+        constexpr int STEP = Whole::STEP, NOW = (Whole::PIECES + STEPS - 1) / STEPS;
+        int column = threadIdx.x % Whole::CHUNKS * Whole::EACH, first = threadIdx.x / Whole::CHUNKS;
+#pragma unroll
+        for (int i = k * NOW; i < (k + 1) * NOW && i < Whole::PIECES; i++) {
+            if (!Whole::EVEN && i * STEP >= this->tile_rows) continue;
+            const Product* at = i * STEP < this->rows ? row(first + i * STEP) : nullptr;
+            cp_async_16(this->target(i * STEP), at == nullptr ? this->source : at + column, at != nullptr);
+        }
+    }
+};
+
 // Whether rows of `cols` elements from `target` on can be written 16 bytes at once.
 __device__ inline bool aligned(const Out* target, long long row_stride, int cols) {
     return cols % VECTOR<Out> == 0 && row_stride % VECTOR<Out> == 0 && (unsigned long long)target % 16 == 0;

@@ -36,8 +36,8 @@ FAST_DOUBLES = (8.0, 9.0, 10.0)
 
 
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
-    if problem.page is not None:
-        return "takes no page_table"
+    if problem.page is not None and of is not FORWARD:
+        return f"takes no page_table in a {of}"
     if problem.dtype == FLOAT8:
         return f"takes no {problem.dtype}"
     if problem.batch_invariant and parts_of(problem.dtype) > 1:  # the rows of a tile are split in one unit
