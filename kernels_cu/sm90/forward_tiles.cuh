@@ -49,7 +49,7 @@ using OTile = SwizzledTile<ROWS, DIM_V, Out>;
 
 // Whether rows behind the end of a tile may be those of another sequence, or stale: of Q, and of K and V, among which are also
 // those that no query of their sequence sees. (Else none are there, and the tensor map has zeros.)
-constexpr bool Q_ENDS = PACKED_Q, K_ENDS = PACKED_K || LENGTHS || (RAGGED && (LEFT || RIGHT));
+constexpr bool Q_ENDS = PACKED_Q, K_ENDS = PACKED_K || LENGTHS || (RAGGED && (walk::BOUND_FIRST || walk::BOUND_LAST));
 
 // A tile of K or V, from a key on; of pages in boxes of which none has rows of two.
 template <class Tile>
