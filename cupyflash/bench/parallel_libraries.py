@@ -31,7 +31,8 @@ def row(library: str, of: str, dtype: str, size: int, one: float, each: dict[str
         "unit": "ms", "one": significant(one), "ours": significant(usual),
         "each": {name: significant(t) for name, t in each.items()},
         "share": {name: significant(one / size / t) for name, t in each.items()},
-        "peers": {name: significant(t) for name, t in peers.items()}, "notes": {}, "ratio_to_best": None if best is None else significant(best / usual),
+        "peers": {name: significant(t) for name, t in peers.items()}, "notes": {},
+        "ratio_to_best": None if best is None else significant(best / usual),
     }  # fmt: skip
 
 
