@@ -5,11 +5,11 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-from . import eight, ladder, papers, plots, precision, report
+from . import eight, ladder, papers, parallel_page, plots, precision, report
 
-FILLED = {
-    "precision": ("precision.md", precision.tables)
-}  # suites that have tables in a page of their own, and no picture
+FILLED = {  # suites that have tables in a page of their own, and no picture
+    "precision": ("precision.md", precision.tables), "parallel": ("parallel.md", parallel_page.tables),
+}  # fmt: skip
 DRAWN = {"ladder": ("tutorial.md", ladder.table), "fp8": ("float8.md", eight.tables)}  # and those that have one as well
 
 
