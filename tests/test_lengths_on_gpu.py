@@ -156,3 +156,64 @@ def test_deterministic_gradients_are_the_same_in_every_run(family: str, kind: st
 
     want = grads()
     assert all(grads() == want for _ in range(20))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_mask_longer_than_all_rows(family: str, rng: np.random.Generator) -> None:
+    """Beside a bias that is shorter; what no sequence reaches may hide or show what it likes."""
+    case = draw_case(
+        rng, QUERIES, KEYS, dims=(64, 64), dtype="float16", blocks="bh", given=("bias",), along="hqk",
+        options={"window": (150, 30)},
+    )  # fmt: skip
+    assert case.blocks is not None
+    longer = rng.random((*case.blocks.shape[:2], 600, 1000)) < 0.5
+    longer[:, :, : case.blocks.shape[2], : case.blocks.shape[3]] = case.blocks
+    check_case(case._replace(blocks=longer), on=FAMILIES[family])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("form_k", ["packed", "filled", "paged"])
+def test_a_captured_call_serves_all_later_lengths(family: str, form_k: str, rng: np.random.Generator) -> None:
+    """Arrays of lengths are changed in place, and the graph is run again; hints are those of the capture."""
+    import cupy
+
+    on, draws = FAMILIES[family], []
+    for lens_q, lens_k in ((QUERIES, KEYS), ([30, 0, 200, 1, 100, 2], [250, 1, 0, 500, 60, 2])):
+        rest = 500 - sum(lens_q), 1000 - sum(lens_k)
+        case = draw_case(
+            rng, lens_q, lens_k, form_k=form_k, dims=(64, 64), dtype="float16", rest=0, options={"causal": True}
+        )
+        arrays, named = dict(case.arrays), dict(case.lengths)
+        for name, behind in (("q", rest[0]), *((x, rest[1]) for x in "kv" if form_k == "packed")):
+            arrays[name] = np.concatenate([arrays[name], np.full((behind, *arrays[name].shape[1:]), np.nan, "f2")])
+        draws.append((arrays, named))
+    if form_k == "paged":  # of one size
+        pages = max(len(x["k"]) for x, _ in draws)
+        width = max(y["page_table"].shape[1] for _, y in draws)
+        for x, y in draws:
+            for name in "kv":
+                x[name] = np.concatenate([x[name], np.full((pages - len(x[name]), *x[name].shape[1:]), np.nan, "f2")])
+            table = np.full((len(QUERIES), width), -1)
+            table[:, : y["page_table"].shape[1]] = y["page_table"]
+            y["page_table"] = table
+    put = {name: on.put(draws[0][0][name]) for name in "qkv"} | {x: on.put(y) for x, y in draws[0][1].items()}
+    hints = {"max_seqlen_q": 200, "max_seqlen_k": 100}
+
+    def run(out: Any = None) -> Any:
+        return attention(**put, causal=True, family=family, out=out, return_lse=True, **hints)
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        out = run()[0]
+        stream.begin_capture()
+        _, lse = run(out)
+        graph = stream.end_capture()
+        for n in (1, 0, 1):
+            for name, x in put.items():
+                x.set((draws[n][0] | draws[n][1])[name])
+            out.fill(np.nan)
+            graph.launch(stream)
+            stream.synchronize()
+            found = bits(on, out, lse)
+            assert found == bits(on, *run()), n
+            assert not np.isnan(on.get(out)).any()
