@@ -42,4 +42,4 @@ def test_the_table_of_a_page() -> None:
     assert (
         "2 x a GPU, 2026-11-26, torch 2; kernel sources abc. Send and receive at once, into each GPU: 80 GB/s" in text
     )
-    assert "| 16k 16/16 | forward | 20.0 | 12.5 (0.80) | 10.0 (1.00) | 12.0 | 1.20x |" in text
+    assert "| 16k 16/16 | forward | 20 | 12.5 (0.80) | 10 (1.00) | 12 | 1.20x |" in text

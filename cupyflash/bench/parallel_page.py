@@ -8,8 +8,8 @@ from .report import cell
 
 HEADINGS = {
     "keys": "keys", "heads": "heads", "fa3 gather": "FlashAttention-3, gather", "fa3 ring": "FlashAttention-3, ring",
-    "fa3 ulysses": "FlashAttention-3, Ulysses", "torch allgather": "PyTorch, all-gather", "torch alltoall": "PyTorch, ring",
-    "cudnn heads": "cuDNN, all_to_all",
+    "fa3 ulysses": "FlashAttention-3, Ulysses", "torch allgather": "PyTorch, all-gather",
+    "torch alltoall": "PyTorch, ring", "cudnn heads": "cuDNN, all_to_all",
 }  # fmt: skip
 
 
