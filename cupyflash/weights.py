@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 from . import interop
 from .api import attention, attention_backward
@@ -35,6 +35,32 @@ class _Asked(TypedDict):
     keys: range
 
 
+@overload
+def attention_weights(
+    q: A,
+    k: A,
+    *,
+    queries: Which = None,
+    keys: Which = None,
+    heads: Which = None,
+    reduce: str | None = None,
+    largest: None = None,
+    lse: Array | None = None,
+    **options: Unpack[Shared],
+) -> A: ...
+@overload
+def attention_weights(
+    q: A,
+    k: A,
+    *,
+    queries: Which = None,
+    keys: Which = None,
+    heads: Which = None,
+    reduce: None = None,
+    largest: int,
+    lse: Array | None = None,
+    **options: Unpack[Shared],
+) -> tuple[A, A]: ...
 @sharing(
     attention_backward,
     without=(
@@ -53,7 +79,7 @@ def attention_weights(
     largest: int | None = None,
     lse: Array | None = None,
     **options: Unpack[Shared],
-) -> A | tuple[A, Any]:
+) -> Any:
     """The weights of `attention`, softmax(score(Q Kᵀ)): those of some queries and keys, or a sum over them.
 
     Costs about an attention for each 128 keys asked for, or a backward for each 128 queries, whichever is less; a sum

@@ -157,6 +157,23 @@ def test_compiled_in_one_graph(padded: bool) -> None:
     torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(**given).logits, expected)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_probabilities_where_they_are_asked_for(name: str) -> None:
+    model, given = made(name).eval(), batch(name)
+    given |= {"decoder_input_ids": given["input_ids"]} if name.startswith("T5") else {}
+    given.pop("attention_mask", None)  # a query of padding attends to what it likes
+    found = []
+    for implementation in ("eager", "cupy"):
+        model.set_attn_implementation(implementation)
+        found.append(model(**given, output_attentions=True))
+    kinds = [x for x in found[0] if x.endswith("attentions")]
+    assert kinds
+    for kind in kinds:
+        for expected, weights in zip(found[0][kind], found[1][kind], strict=True):
+            torch.testing.assert_close(weights, expected)
+    assert getattr(model(**given), kinds[0], None) is None
+
+
 def test_masks_are_refused_where_nobody_asked_when_the_model_was_made() -> None:
     register()
     config = transformers.BloomConfig(hidden_size=64, n_layer=1, n_head=4, vocab_size=100)

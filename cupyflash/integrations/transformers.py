@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from .. import api
 from ..torch.dropout import dropout_options
+from ..weights import attention_weights
 
 # What transformers hands through to every attention, and what no result of attention depends on: positions are in q, k
 # and the mask, the longest sequence is in cu_seq_lens.
@@ -33,8 +35,9 @@ def register(name: str = "cupy") -> None:
     For models of every kind that choose their attention: causal and bidirectional, with soft caps (Gemma 2), sinks
     (gpt-oss), position biases (T5), windows, padded batches, and any cache. ValueError where a model is made or
     chooses, if it computes attention by itself (Bloom, XLNet, Falcon) or does not say what these masks leave out
-    (NLLB-MoE); where it runs, if it gives its attention an argument that is not understood. Probabilities
-    (output_attentions) are never in memory: None. ImportError where a name holds "flash" and transformers has no place
+    (NLLB-MoE); where it runs, if it gives its attention an argument that is not understood. With
+    output_attentions=True `attention_weights` makes the probabilities, those before dropout (None where the name holds
+    "flash"). ImportError where a name holds "flash" and transformers has no place
     to answer for it.
     """
     from transformers import AttentionInterface, PreTrainedModel
@@ -188,8 +191,9 @@ def attention_forward(
     seq_idx: torch.Tensor | None = None,
     deterministic: bool | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls: query (B, Hq, S, D), key and value (B, Hk, T, D) -> (B, S, Hq, D), None.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What transformers calls: query (B, Hq, S, D), key and value (B, Hk, T, D) -> (B, S, Hq, D), and None or, where
+    output_attentions is asked for, the probabilities, (B, Hq, S, T).
 
     attention_mask: booleans, True where a key may be attended, or numbers added to the scores, (B, 1 or Hq, S, T). It
     holds the window. Without one a causal module (is_causal, or its attribute) hides keys after the query; it must have
@@ -222,7 +226,31 @@ def attention_forward(
     if packed is not None:
         options["mask"] = packed & options["mask"] if "mask" in options else packed
     out = api.attention(query, key, value, layout="bhsd", **options)
-    return out.transpose(1, 2).contiguous(), None
+    weights = _weights(layer, query, key, options) if _asked_for_weights(kwargs) else None
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _asked_for_weights(given: dict[str, Any]) -> bool:
+    """By the call of the model, which some hand through, and of which others know where they collect results."""
+    if given.get("output_attentions"):
+        return True
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collected = getattr(capturing, "_active_collector", None)
+    return any(name.endswith("attentions") for name in (collected and collected.get()) or ())
+
+
+def _weights(layer: str, query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    options = {name: x for name, x in options.items() if name not in ("dropout", "seed")}
+    shape = (*query.shape[:3], key.shape[2])
+    try:
+        weights: torch.Tensor = attention_weights(query, key, layout="bhsd", **options)
+    except torch.OutOfMemoryError as error:
+        gigabytes = math.prod(shape) * query.element_size() / 2**30
+        raise torch.OutOfMemoryError(
+            f"output_attentions is True, and the probabilities of each {layer}, {shape}, take {gigabytes:.1f} GiB; "
+            "cupyflash.attention_weights makes some of them, or sums"
+        ) from error
+    return weights
 
 
 def _packed(layer: str, query: Any, key: Any, cu_q: Any, cu_k: Any, seq_idx: Any) -> Any:
