@@ -146,12 +146,10 @@ def _forward(part: Part, xs: dict[str, Any], out: Any, lse: Any) -> None:
             qi, target, norm = q[:, rows, heads], sums[:, rows, heads], lse[:, heads, rows]
             operands = (qi, k_of[:, keys], v_of[:, keys])
             if of.first:
-                _, found = attention(*operands, return_lse=True, out=target, **options)
+                put(norm, attention(*operands, return_lse=True, out=target, **options)[1])
             else:
                 more, found = attention(*operands, return_lse=True, out=empty(tuple(target.shape), target), **options)
-                more, found = merge([target, more], [norm, found])
-                put(target, more)
-            put(norm, found)
+                merge([target, more], [norm, found], out=(target, norm))
     if merging:
         put(out, sums)
 
