@@ -13,7 +13,7 @@ from reference import DTYPES
 
 from cupyflash import merge
 from cupyflash.gpu import compiler
-from cupyflash.gpu.merge import MOST, MOST_STRIDED, NAME, WARPS, Merging
+from cupyflash.gpu.merge import MOST, MOST_STRIDED, NAME, WARPS, Merging, Prepared
 from cupyflash.problem import View
 
 CLOSE = {"float16": 1e-3, "bfloat16": 1e-2, "float32": 2e-6, "float64": 1e-14}
@@ -78,12 +78,44 @@ def test_parts_make_the_whole(case: str, form: str, rng: np.random.Generator) ->
     )
     assert merging.strided == (form == "strided")
     (library,) = compile_all(as_cpp(merging.source(), [NAME]))
-    wrong = launch(library, NAME, Launch(merging.blocks, 32 * WARPS, 1, 2, 1024, 0, form == "wide"), merging.params)
+    params = merging.params([x.pointer for x in (*given, *norms, to, lse)])
+    wrong = launch(library, NAME, Launch(merging.blocks, 32 * WARPS, 1, 2, 1024, 0, form == "wide"), params)
     assert wrong is None, wrong
     compare((to.array, lse.array), expected(outs, lses, layout), dtype if of_result != np.float32 else "float32")
     for n, x in enumerate((*given, *norms, to, lse)):
         if form != "in place" or x not in (to, lse):
             x.check(f"array {n}")
+
+
+class OnCpu:
+    """As an adapter of a GPU has it, on NumPy arrays."""
+
+    device, stream, signature = (lambda x: 0), (lambda n: 0), (lambda x: (x.shape, x.strides, x.dtype))
+    pointer, view = (lambda x: x.ctypes.data), (lambda x: view(x, x.ctypes.data))
+    empty = lambda shape, dtype, n: np.full(shape, np.nan, DTYPES[dtype])
+
+
+@needs_compiler
+@pytest.mark.parametrize(("parts", "strided", "launches"), [(70, False, [1]), (70, True, [2, 1]), (500, False, [3, 1])])
+def test_many_parts_take_several_launches(
+    parts: int, strided: bool, launches: list[int], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_cpu(self: Merging, addresses: list[int], *_: int) -> None:
+        (library,) = compile_all(as_cpp(self.source(), [NAME]))
+        how = Launch(self.blocks, 32 * WARPS, 1, 2, 1024, 0, False)
+        assert launch(library, NAME, how, self.params(addresses)) is None
+
+    monkeypatch.setattr(Merging, "launch", on_cpu)
+    outs, lses = draw(rng, "bfloat16", parts, 12, "bshd")
+    given = [np.repeat(x, 2, 1)[:, ::2] if strided and n % 2 else x for n, x in enumerate(outs)]
+    want = expected(outs, lses, "bshd")
+    prepared = Prepared(OnCpu, given, lses, [], "bshd")
+    assert [len(step) for step in prepared.steps] == launches
+    found = prepared.run(OnCpu, given, lses, [])
+    assert found[0].dtype == outs[0].dtype
+    compare(found, want, "bfloat16")
+    into = [given[1], lses[1]]
+    compare(Prepared(OnCpu, given, lses, into, "bshd").run(OnCpu, given, lses, into), want, "bfloat16")
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..problem import ITEMSIZE, View, to_bshd
+from ..problem import ITEMSIZE, View, contiguous, to_bshd
 from . import compiler, device
 from .params import TYPES
 from .source import inlined
@@ -29,11 +29,10 @@ class Merging(NamedTuple):
     strided: bool  # whether parts lie otherwise than the first
     vectors: bool  # whether EACH numbers are read and written at once
     rows: int
-    params: bytes
+    behind: bytes  # what stands in its parameters behind the addresses
 
     @classmethod
     def of(cls, parts: Sequence[Part], into: Part, layout: str) -> Merging:
-        """`params` has the addresses of the views."""
         outs, lses = ([x[n] for x in (*parts, into)] for n in range(2))
         of_outs, of_lses = [_axes(x, layout) for x in outs], [_lse_axes(x) for x in lses]
         order = sorted(range(3), key=lambda axis: -of_outs[0][axis])  # neighbours in memory are neighbours in a launch
@@ -44,12 +43,12 @@ class Merging(NamedTuple):
         lengths = (batch, rows, heads)
         aligned = all(x.ptr % (EACH * ITEMSIZE[x.dtype]) == 0 for x in outs)
         vectors = aligned and columns % EACH == 0 and not any(n % EACH for x in strides for n in x)
-        numbers = [x.ptr for x in (*outs[:-1], *lses[:-1], outs[-1], lses[-1])]
+        numbers = []
         for xs in (strides[:of_each], lse_strides[:of_each], strides[-1:], lse_strides[-1:]):
             numbers += [n % 2**64 for x in xs for n in x]  # they may be negative
         numbers += [lengths[axis] for axis in order]
-        params = struct.pack(f"<{len(numbers)}Qi4x", *numbers, columns)
-        return cls(outs[0].dtype, outs[-1].dtype, len(parts), strided, vectors, batch * rows * heads, params)
+        behind = struct.pack(f"<{len(numbers)}Qi4x", *numbers, columns)
+        return cls(outs[0].dtype, outs[-1].dtype, len(parts), strided, vectors, batch * rows * heads, behind)
 
     @property
     def blocks(self) -> int:
@@ -82,45 +81,68 @@ class Merging(NamedTuple):
         ]
         return "\n".join(lines) + "\n" + inlined("merge/merge.cu")
 
-    def launch(self, ordinal: int, stream: int) -> None:
+    def params(self, addresses: Sequence[int]) -> bytes:
+        """The kernel's parameter, for the addresses of all outs, then of all lses, then of what is written."""
+        return struct.pack(f"<{len(addresses)}Q", *addresses) + self.behind
+
+    def launch(self, addresses: Sequence[int], ordinal: int, stream: int) -> None:
         from cupy.cuda import Device, driver, runtime
 
         from .launch import Arguments
 
-        arguments = Arguments(self.params)
+        if self.rows == 0:
+            return
+        arguments = Arguments(self.params(addresses))
         with Device(ordinal):
             runtime.setDevice(ordinal)  # the driver wants a context, on this thread too
-            function = _function(self._replace(rows=2**31 * (self.rows >= 2**31), params=b""), ordinal)
+            function = _function(self._replace(rows=2**31 * (self.rows >= 2**31), behind=b""), ordinal)
             driver.launchKernel(function.ptr, self.blocks, 1, 1, 32 * WARPS, 1, 1, 0, stream, arguments.address, 0)
 
 
-def merge(lib: Any, outs: list[Any], lses: list[Any], into: Sequence[Any], layout: str) -> tuple[Any, Any]:
-    """(out, lse), `into` where these are given, on the current stream of the arrays' library.
+class Prepared:
+    """A class of calls: parts, and arrays to write, of the same shapes, strides, dtypes and alignments.
 
     What many parts make is of float32 until the last launch (of float64 where they are).
     """
-    ordinal, dtype = lib.device(outs[0]), lib.view(outs[0]).dtype
-    kept = "float64" if dtype == "float64" else "float32"
-    shapes = tuple(outs[0].shape), tuple(lses[0].shape)
-    most = MOST_STRIDED
-    if len(outs) > most and len({(lib.signature(x), lib.signature(y)) for x, y in zip(outs, lses)}) == 1:
-        most = MOST
-    while True:
-        last = len(outs) <= most
-        made = []
-        for n in range(0, len(outs), most):
+
+    def __init__(self, lib: Any, outs: list[Any], lses: list[Any], into: list[Any], layout: str) -> None:
+        self.ordinal, dtype = lib.device(outs[0]), lib.view(outs[0]).dtype
+        kept = "float64" if dtype == "float64" else "float32"
+        shapes = tuple(outs[0].shape), tuple(lses[0].shape)
+        self._last = (shapes[0], dtype, self.ordinal), (shapes[1], kept, self.ordinal)
+        self._kept = (shapes[0], kept, self.ordinal), self._last[1]
+        parts = [(lib.view(x), lib.view(y)) for x, y in zip(outs, lses)]
+        alike = len({(lib.signature(x), lib.signature(y)) for x, y in zip(outs, lses)}) == 1
+        self.steps: list[list[Merging]] = []  # launches on what those of the step before have made
+        while not self.steps or len(parts) > 1:
+            most = MOST if alike or self.steps else MOST_STRIDED
+            last = len(parts) <= most
+            to = tuple(_view(*x) for x in (self._last if last else self._kept))
             if last and into:
-                to = into[0], into[1]
-            else:
-                to = (lib.empty(shapes[0], dtype if last else kept, ordinal), lib.empty(shapes[1], kept, ordinal))
-            made.append(to)
-            parts = [(lib.view(x), lib.view(y)) for x, y in zip(outs[n : n + most], lses[n : n + most])]
-            merging = Merging.of(parts, (lib.view(to[0]), lib.view(to[1])), layout)
-            if merging.rows:
-                merging.launch(ordinal, lib.stream(ordinal))
-        if last:
-            return made[0]
-        outs, lses, most = [x for x, _ in made], [y for _, y in made], MOST
+                to = lib.view(into[0]), lib.view(into[1])
+            step = [Merging.of(parts[n : n + most], (to[0], to[1]), layout) for n in range(0, len(parts), most)]
+            self.steps.append(step)
+            parts = [(to[0], to[1])] * len(step)
+
+    def run(self, lib: Any, outs: Sequence[Any], lses: Sequence[Any], into: Sequence[Any]) -> tuple[Any, Any]:
+        """(out, lse), `into` where these are given, on the current stream of the arrays' library."""
+        stream, empty, pointer = lib.stream(self.ordinal), lib.empty, lib.pointer
+        for step in self.steps:
+            made, n = [], 0
+            for merging in step:
+                last = step is self.steps[-1]
+                to = into if last and into else [empty(*x) for x in (self._last if last else self._kept)]
+                end = n + merging.parts
+                merging.launch([*map(pointer, (*outs[n:end], *lses[n:end], *to))], self.ordinal, stream)
+                made.append(to)
+                n = end
+            outs, lses = [x for x, _ in made], [y for _, y in made]
+        return outs[0], lses[0]
+
+
+def _view(shape: tuple[int, ...], dtype: str, ordinal: int) -> View:
+    """Of an array that a library makes, which is aligned for all."""
+    return View(shape, contiguous(shape), dtype, f"cuda:{ordinal}", "")
 
 
 def takes(views: Sequence[View]) -> bool:

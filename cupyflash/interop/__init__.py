@@ -31,6 +31,11 @@ def library(name: str, x: Any) -> Library:
     return found if found is not None else _find(name, x)
 
 
+def known(cls: type) -> Library | None:
+    """The adapter for arrays of a class, of which one has arrived."""
+    return _by_type.get(cls)
+
+
 def adopt(lib: Library, arrays: Arrays, targets: Arrays) -> tuple[Arrays, Arrays]:
     """Bring the arrays of one call, and those given to be written, into one library: `lib`, that of q.
 

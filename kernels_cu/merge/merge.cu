@@ -4,7 +4,8 @@
 #include "ptx/convert.cuh"
 #include "ptx/math.cuh"
 
-constexpr int WARPS = 4, EACH = 4;  // rows of a block, and numbers of a lane
+constexpr int WARPS = 4, EACH = 4;               // rows of a block, and numbers of a lane
+constexpr int TOGETHER = PARTS < 8 ? PARTS : 8;  // parts that are on their way at once
 
 struct alignas(EACH * sizeof(In)) Ins {
     In at[EACH];
@@ -22,35 +23,52 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_merge(const _
     auto lse_of = [&](int part) { return p.lses[part][place(p.lse_strides[STRIDED ? part : 0])]; };
     auto row_of = [&](int part) { return p.outs[part] + place(p.strides[STRIDED ? part : 0]); };
 
+    struct Fetched {
+        Ins of[TOGETHER];
+    };
+    auto fetch = [&](int begin, int column) {
+        Fetched some;
+#pragma unroll
+        for (int n = 0; n < TOGETHER; n++) {
+            some.of[n] = Ins{};
+            if (begin + n >= PARTS || column >= p.columns) continue;
+            const In* from = row_of(begin + n) + column;
+            if constexpr (VECTORS) {
+                some.of[n] = *(const Ins*)from;
+            } else {
+#pragma unroll
+                for (int c = 0; c < EACH; c++)
+                    if (column + c < p.columns) some.of[n].at[c] = from[c];
+            }
+        }
+        return some;
+    };
+    Fetched some = fetch(0, lane * EACH);  // the first are under way while weights are found
+
     // A lane has each 32nd part. Of parts that see nothing the weight is 0; where all do lse is -inf, and the result 0. What
     // is NaN makes the sum NaN.
-    Accum top = MINUS_INFINITY, sum = 0;
-    for (int part = lane; part < PARTS; part += 32) top = larger(top, lse_of(part));
+    Accum first_lse = lane < PARTS ? lse_of(lane) : Accum(MINUS_INFINITY), top = first_lse;
+    for (int part = lane + 32; part < PARTS; part += 32) top = larger(top, lse_of(part));
     for (int step = 1; step < 32; step *= 2) top = larger(top, __shfl_xor_sync(~0u, top, step));
     Accum base = top == MINUS_INFINITY ? Accum(0) : top;
-    for (int part = lane; part < PARTS; part += 32) sum += exp(lse_of(part) - base);
+    Accum first_weight = exp(first_lse - base), sum = first_weight;
+    for (int part = lane + 32; part < PARTS; part += 32) sum += exp(lse_of(part) - base);
     for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
     Accum share = sum == 0 ? Accum(0) : 1 / sum;
 
     Out* to = p.out + place(p.out_strides);
     for (int first = 0; first < p.columns; first += 32 * EACH) {
         int column = first + lane * EACH;
-        Accum x[EACH] = {};
-        for (int begin = 0; begin < PARTS; begin += 32) {
-            Accum weights = begin + lane < PARTS ? exp(lse_of(begin + lane) - base) * share : Accum(0);
-#pragma unroll 8
-            for (int part = begin; part < min(begin + 32, PARTS); part++) {
-                Accum weight = __shfl_sync(~0u, weights, part - begin);
-                const In* from = row_of(part) + column;
-                Ins ins = {};
-                if constexpr (VECTORS) {
-                    if (column < p.columns) ins = *(const Ins*)from;
-                } else {
-                    for (int c = 0; c < EACH; c++)
-                        if (column + c < p.columns) ins.at[c] = from[c];
-                }
+        Accum x[EACH] = {}, weights = first_weight;
+        for (int begin = 0; begin < PARTS; begin += TOGETHER) {
+            if (begin > 0 || first > 0) some = fetch(begin, column);
+            if (begin > 0 && begin % 32 == 0) weights = begin + lane < PARTS ? exp(lse_of(begin + lane) - base) : Accum(0);
 #pragma unroll
-                for (int c = 0; c < EACH; c++) x[c] = fma(weight, Accum(to_float(ins.at[c])), x[c]);
+            for (int n = 0; n < TOGETHER; n++) {
+                if (begin + n >= PARTS) continue;
+                Accum weight = __shfl_sync(~0u, weights, (begin + n) % 32) * share;
+#pragma unroll
+                for (int c = 0; c < EACH; c++) x[c] = fma(weight, Accum(to_float(some.of[n].at[c])), x[c]);
             }
         }
         if (column >= p.columns) continue;
