@@ -27,8 +27,78 @@ def alone(q: Any, k: Any, v: Any, causal: Any, window: Any) -> Any:
     return torch.einsum("hqk,khd->qhd", s.softmax(-1), v), s.logsumexp(-1)
 
 
+def constructed(name: str, starts: Any, tables: Any) -> Any:
+    """One of here, of the same lengths."""
+    made, on = getattr(xformers, name), {"device": "cpu"}
+    _, local = MASKS[name]
+    window = ((2,) if MASKS[name][0] else (2, 1)) if local else ()
+    if name.startswith("Paged"):
+        by = made.from_seqlens_local if local else made.from_seqlens
+        mask = by(OF_Q, torch.tensor(OF_K), tables, PAGE, *window)
+        if not local:
+            of = "BlockDiagonalCausalWithOffsetPaddedKeysMask" if "Causal" in name else "BlockDiagonalPaddedKeysMask"
+            other = getattr(xformers, of).from_seqlens(OF_Q, PADDING, OF_K, **on).make_paged(tables, PAGE, made)
+            assert type(other) is made and other.k_seqinfo.padding == mask.k_seqinfo.padding == tables.shape[1] * PAGE
+        return mask.to("cpu")
+    if "Padded" in name:
+        by = made.from_seqlens_local if local else made.from_seqlens
+        return by(OF_Q, PADDING, OF_K, *window, **on)
+    if "Gappy" in name:
+        return made.from_seqlens(OF_Q, starts, OF_K, **on)
+    plain = xformers.BlockDiagonalMask.from_seqlens(OF_Q, OF_K, **on)
+    make = {
+        "BlockDiagonalMask": lambda: plain, "BlockDiagonalCausalMask": plain.make_causal,
+        "BlockDiagonalCausalFromBottomRightMask": plain.make_causal_from_bottomright,
+        "BlockDiagonalCausalLocalAttentionMask": lambda: plain.make_local_attention(2),
+        "BlockDiagonalCausalLocalAttentionFromBottomRightMask": lambda: plain.make_local_attention_from_bottomright(2),
+    }[name]  # fmt: skip
+    return make()
+
+
+def test_lists_of_tensors_and_back() -> None:
+    tensors = [drawn(2, 3, 2, 8), drawn(1, 5, 2, 8, seed=1)]
+    mask, rows = xformers.BlockDiagonalMask.from_tensor_list(tensors)
+    assert mask.q_seqinfo.seqlen_py == [3, 3, 5] and rows.shape == (1, 11, 2, 8)
+    assert list(mask.q_seqinfo.intervals()) == [(0, 3), (3, 6), (6, 11)] and mask.q_seqinfo.max_seqlen == 5
+    out = xformers.memory_efficient_attention(rows, rows, rows, mask)
+    for x, y in zip(tensors, mask.split(out), strict=True):
+        torch.testing.assert_close(y, xformers.memory_efficient_attention(x, x, x))
+    both, q, k, v = xformers.BlockDiagonalMask.from_tensor_lists_qkv(tensors, [x[:, :2] for x in tensors])
+    assert v is None and both.k_seqinfo.seqlen_py == [2, 2, 2] and [len(x) for x in both.split_kv(k)] == [2, 1]
+    with pytest.raises(ValueError, match="^queries and keys have other lengths; call split_queries or split_kv"):
+        both.split(q)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: xformers.BlockDiagonalMask.from_seqlens([3, -1]), r"^q_seqlen is \[3, -1\]; it must hold integers"),
+        (
+            lambda: xformers.BlockDiagonalMask.from_seqlens([3], [1, 2]),
+            "^kv_seqlen has 2 sequences; it must have as ma",
+        ),
+        (
+            lambda: xformers.BlockDiagonalPaddedKeysMask.from_seqlens([1], 4, [5]),
+            "^kv_seqlen has 5; it must be at most kv_padding, 4",
+        ),
+        (
+            lambda: xformers.BlockDiagonalGappyKeysMask.from_seqlens([1], [0], [5]),
+            "^kv_seqstarts has 1 numbers; it must have 2, one more than kv_seqlen",
+        ),
+        (
+            lambda: xformers.BlockDiagonalMask.from_seqlens([1]).make_local_attention(0),
+            "^window_size is 0; it must be 1",
+        ),
+    ],
+)
+def test_what_lengths_cannot_be(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize("name", MASKS)
-def test_each_sequence_attends_to_its_own(name: str) -> None:
+def test_each_sequence_attends_to_its_own(name: str, ours: bool) -> None:
     causal, local = MASKS[name]
     starts = torch.tensor([0, *OF_K]).cumsum(0).int()
     rows = sum(OF_K)
@@ -45,6 +115,8 @@ def test_each_sequence_attends_to_its_own(name: str) -> None:
         place = [list(range(int(starts[n]), int(starts[n]) + x)) for n, x in enumerate(OF_K)]
     bias.q_seqinfo = SimpleNamespace(seqstart=torch.tensor([0, *OF_Q]).cumsum(0).int())
     bias.k_seqinfo = SimpleNamespace(seqstart=starts, **seqinfo)
+    if ours:
+        bias = constructed(name, starts, getattr(bias, "block_tables", None))
     window = ((1, 0) if causal else (2, 1)) if local else (1000, 1000)
     q, k, v = drawn(1, 6, 2, 8), drawn(1, rows, 2, 8, seed=1), drawn(1, rows, 2, 8, seed=2)
     given = [x.requires_grad_() for x in (q, k, v)]
@@ -64,7 +136,7 @@ def test_each_sequence_attends_to_its_own(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["BlockDiagonalCausalLocalAttentionMask", "PagedBlockDiagonalGappyKeysMask", "BlockDiagonalLocalAttentionFromBot"],
+    ["PagedBlockDiagonalGappyKeysMask", "BlockDiagonalLocalAttentionFromBot"],
 )
 def test_others_are_refused_by_name(name: str) -> None:
     q = drawn(1, 6, 2, 8)

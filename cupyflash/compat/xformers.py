@@ -13,21 +13,41 @@ from .. import api
 from ..other_names import renaming
 from ..torch.dropout import check_tensors, dropout_options
 from . import xformers_blocks
+from .xformers_masks import (
+    AttentionBias,
+    BlockDiagonalCausalFromBottomRightMask,
+    BlockDiagonalCausalLocalAttentionFromBottomRightMask,
+    BlockDiagonalCausalLocalAttentionMask,
+    BlockDiagonalCausalLocalAttentionPaddedKeysMask,
+    BlockDiagonalCausalMask,
+    BlockDiagonalCausalWithOffsetGappyKeysMask,
+    BlockDiagonalCausalWithOffsetPaddedKeysMask,
+    BlockDiagonalGappyKeysMask,
+    BlockDiagonalLocalAttentionPaddedKeysMask,
+    BlockDiagonalMask,
+    BlockDiagonalPaddedKeysMask,
+    PagedBlockDiagonalCausalLocalPaddedKeysMask,
+    PagedBlockDiagonalCausalWithOffsetPaddedKeysMask,
+    PagedBlockDiagonalPaddedKeysMask,
+)
 
 __all__ = [
-    "AttentionBias", "LocalAttentionFromBottomRightMask", "LowerTriangularFromBottomRightLocalAttentionMask",
-    "LowerTriangularFromBottomRightMask", "LowerTriangularMask", "LowerTriangularMaskWithTensorBias",
-    "MemoryEfficientAttentionCutlassOp", "MemoryEfficientAttentionFlashAttentionOp",
+    "AttentionBias", "BlockDiagonalCausalFromBottomRightMask",
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask", "BlockDiagonalCausalLocalAttentionMask",
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask", "BlockDiagonalCausalMask",
+    "BlockDiagonalCausalWithOffsetGappyKeysMask", "BlockDiagonalCausalWithOffsetPaddedKeysMask",
+    "BlockDiagonalGappyKeysMask", "BlockDiagonalLocalAttentionPaddedKeysMask", "BlockDiagonalMask",
+    "BlockDiagonalPaddedKeysMask", "LocalAttentionFromBottomRightMask",
+    "LowerTriangularFromBottomRightLocalAttentionMask", "LowerTriangularFromBottomRightMask",
+    "LowerTriangularMask", "LowerTriangularMaskWithTensorBias", "MemoryEfficientAttentionCutlassOp",
+    "MemoryEfficientAttentionFlashAttentionOp", "PagedBlockDiagonalCausalLocalPaddedKeysMask",
+    "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask", "PagedBlockDiagonalPaddedKeysMask",
     "memory_efficient_attention", "memory_efficient_attention_forward",
     "memory_efficient_attention_forward_requires_grad", "unbind",
 ]  # fmt: skip
 
 unbind = torch.unbind
 MemoryEfficientAttentionCutlassOp = MemoryEfficientAttentionFlashAttentionOp = None  # for op, which is ignored
-
-
-class AttentionBias:
-    """A mask that is known by its kind, not by its elements."""
 
 
 class LowerTriangularMask(AttentionBias):
@@ -88,9 +108,8 @@ def memory_efficient_attention(
 
     (B, M, K) has one head; (B, M, G, H, K) has H query heads for each of G heads of key and value, which are expanded
     to that shape and not copied. attn_bias: a tensor added to the scores, (B, H, M, N), or one of the biases of this
-    module or of xFormers with the same name, or of the block-diagonal ones of xFormers: query is (1, M, ...) then,
-    sequences one after another, and the log-sum-exp (1, H, M). op is ignored. Returns (B, M, H, Kv), in the dtype of
-    query or output_dtype.
+    module or of xFormers with the same name; with a block-diagonal one query is (1, M, ...), sequences one after
+    another, and the log-sum-exp (1, H, M). op is ignored. Returns (B, M, H, Kv), in the dtype of query or output_dtype.
     """
     return memory_efficient_attention_forward_requires_grad(
         query, key, value, attn_bias, p, scale, op=op, output_dtype=output_dtype
@@ -171,5 +190,5 @@ def _options(attn_bias: Any) -> dict[str, Any]:
     if isinstance(attn_bias, torch.Tensor) and not hasattr(attn_bias, "HOLDS_DENSE_TENSOR"):
         return {"mask" if attn_bias.dtype is torch.bool else "bias": attn_bias}
     name = f"the class {attn_bias.__name__}" if isinstance(attn_bias, type) else f"a {name}"
-    served = ", ".join([*(x for x in __all__ if "Mask" in x), *xformers_blocks.MASKS])
+    served = ", ".join(x for x in __all__ if "Mask" in x)
     raise NotImplementedError(f"attn_bias is {name}; it must be None, a tensor or one of {served}")

@@ -15,6 +15,7 @@ MASKS: dict[str, tuple[bool | str, bool]] = {
     "BlockDiagonalMask": (False, False),
     "BlockDiagonalCausalMask": ("top_left", False),
     "BlockDiagonalCausalFromBottomRightMask": (True, False),
+    "BlockDiagonalCausalLocalAttentionMask": ("top_left", True),
     "BlockDiagonalCausalLocalAttentionFromBottomRightMask": (True, True),
     "BlockDiagonalPaddedKeysMask": (False, False),
     "BlockDiagonalCausalWithOffsetPaddedKeysMask": (True, False),
