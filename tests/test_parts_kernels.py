@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from cuda_on_cpu import cases, needs_compiler
+from kernel_cover import problem
 from parts_on_cpu import Whole, check
 
+from cupyflash.gpu.compiler import compile_source
 from cupyflash.gpu.device import Arch
+from cupyflash.gpu.plan import plan
+from cupyflash.gpu.source import generate
+from cupyflash.passes import BACKWARD, FORWARD
 
 pytestmark = needs_compiler
 
@@ -66,3 +73,24 @@ def test_results_in_float32_are_what_is_rounded_else(case: str, rng: np.random.G
         for name, x in whole.before.items():
             assert added[name].dtype == kind
             assert np.array_equal(added[name], (x.astype("f4") + wide[name]).astype(kind)), name
+
+
+COMPILED = [
+    ("sm90", "sm_90a", 64),
+    ("sm90", "sm_90a", 128),
+    ("sm90", "sm_90a", 256),
+    ("sm80", "sm_80", 128),
+    ("simt", "sm_75", 64),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize(("family", "arch", "dim"), COMPILED)
+def test_they_spill_no_more_than_is_declared(family: str, arch: str, dim: int, added: bool) -> None:
+    wide = replace(problem("float16", dim, right=0, causal="bottom_right"), out_dtype="float32", add=added)
+    for of in (BACKWARD,) if added else (FORWARD, BACKWARD):
+        made = plan(wide, Arch.of(arch), of, family)
+        compiled = compile_source(generate(made), arch)
+        assert max(x.spill_stores for x in compiled.resources.values()) <= made.spills
+        assert "serialized" not in compiled.log
