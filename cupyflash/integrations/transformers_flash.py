@@ -20,8 +20,8 @@ from .transformers import HARMLESS
 # What layers give that transformers' own function of flash-attn reads, or that changes no result.
 _TAKEN = {
     "dropout", "scaling", "sliding_window", "softcap", "is_causal", "s_aux", "deterministic", "cu_seq_lens_q",
-    "cu_seq_lens_k", "max_length_q", "max_length_k", "cache", "block_table", "read_index", "write_index",
-    "logits_indices", "logits_processor_args",
+    "cu_seq_lens_k", "max_length_q", "max_length_k", "cache", "block_table", "k_cache", "v_cache", "read_index",
+    "write_index", "logits_indices", "logits_processor_args",
 }  # fmt: skip
 _THEIRS = {"scale": "softmax_scale", "window": "window_size", "sinks": "s_aux"}
 _names: set[str] = set()
@@ -153,7 +153,7 @@ def answer(name: str) -> None:
         vars(theirs).update(own)
         raise ImportError(
             f"transformers {transformers.__version__} does not ask modeling_flash_attention_utils._lazy_imports for "
-            f"three functions of flash-attn and two of padding, as those do that this works with (5.23): name is "
+            f"three functions of flash-attn and two of padding, as 5.23 does: name is "
             f"{name!r}; it must not hold 'flash' here"
         )
 
