@@ -76,8 +76,8 @@ def test_what_would_take_too_long_is_not_run(monkeypatch: pytest.MonkeyPatch) ->
     rows = rows_of(place, [place.way("a", 0.01), place.way("b", 0.1, needs=4)], 8.0)
     assert [row.rows for row in rows][-1] == 16384
     assert [bool(row.cells[1].seconds) for row in rows] == [True] * 4 + [False] * 2
-    assert rows[4].cells[1] == Cell(None, 4 * 8192**2, why="would take 6.4 s")
-    assert rows[5].cells[1].why == "would take 25.6 s" and rows[5].cells[0].seconds == pytest.approx(0.01 * 256)
+    assert rows[4].cells[1] == Cell(None, 4 * 8192**2, why="b would take 6.4 s")
+    assert rows[5].cells[1].why == "b would take 25.6 s" and rows[5].cells[0].seconds == pytest.approx(0.01 * 256)
     assert not rows[5].cells[1].ran_out and place.now < 9
 
 

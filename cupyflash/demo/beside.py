@@ -127,7 +127,7 @@ def measure(place: Place, ways: Sequence[Way], seconds: float) -> Iterator[tuple
             if free is not None and needs > free:
                 cell = Cell(None, needs, why=f"out of memory: {size(free)} free")
             elif before[i] > max(left, 0.0) and rows > FEWEST:
-                cell = Cell(None, needs, why=f"would take {duration(before[i])}")
+                cell = Cell(None, needs or None, why=f"{way.name} would take {duration(before[i])}")
             else:
                 cell, out = _measured(place, way, given, expected)
                 expected = out if expected is None else expected
