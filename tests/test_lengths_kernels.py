@@ -100,6 +100,7 @@ MASKS = {
     "longer than caches, beside a bias": ({"k": "cache"}, (140, 130), True),
     "as long as sequences": ({"k": "packed"}, (70, 92), False),
     "beside a bias that is shorter": ({"k": "packed", "dtype": "float16"}, (90, 190), True),
+    "shorter than what is left behind all": ({"k": "packed", "dtype": "float16", "behind": 300}, (70, 92), False),
 }  # fmt: skip
 
 
