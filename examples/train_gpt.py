@@ -2,7 +2,7 @@
 
     python examples/train_gpt.py --model 1.3B --context 8192 --attention ours
     python examples/train_gpt.py --model 1.3B --context 8192 --attention math --checkpoint
-    python examples/train_gpt.py --model tiny --context 64 --device cpu
+    python examples/train_gpt.py --device cpu
 
 The model and the loop are in `cupyflash/bench/gpt.py`; tokens are synthetic. `cupyflash bench training` runs the table.
 """
@@ -20,9 +20,9 @@ from cupyflash.bench.gpt import SIZES, WAYS, Trained, model_flops, train
 def main(arguments: list[str] | None = None) -> Trained:
     """Train for some steps; print the loss, tokens per second and model TFLOP/s."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SIZES, default="125M")
-    parser.add_argument("--context", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--batch", type=int, help="sequences of a step; default: 8192 tokens' worth")
+    parser.add_argument("--model", choices=SIZES, help="default: 125M, on a CPU tiny")
+    parser.add_argument("--context", type=int, help="tokens of a sequence; default: 2048, on a CPU 64")
+    parser.add_argument("--batch", type=int, help="sequences of a step; default: 8192 tokens' worth, on a CPU 1024")
     parser.add_argument(
         "--attention", choices=WAYS, default="ours", help="ours; PyTorch's fa2, cudnn or math backend; fa3"
     )
@@ -31,19 +31,19 @@ def main(arguments: list[str] | None = None) -> Trained:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     args = parser.parse_args(arguments)
 
-    size, batch = SIZES[args.model], args.batch or max(1, 8192 // args.context)
+    model, context, tokens = ("tiny", 64, 1024) if args.device == "cpu" else ("125M", 2048, 8192)
+    model, context = args.model or model, args.context or context
+    size, batch = SIZES[model], args.batch or max(1, tokens // context)
     with Progress() as progress:
-        bar = progress.add_task(f"{args.model}, {args.context} tokens, {args.attention}", total=args.steps)
+        bar = progress.add_task(f"{model}, {context} tokens, {args.attention}", total=args.steps)
         done = train(
-            size, args.context, batch, args.attention, args.steps, checkpoint=args.checkpoint,
+            size, context, batch, args.attention, args.steps, checkpoint=args.checkpoint,
             warm_up=min(3, args.steps - 1), device=args.device, told=lambda step: progress.advance(bar),
         )  # fmt: skip
-    flops = model_flops(done.parameters, size.layers, size.width, args.context)
+    flops = model_flops(done.parameters, size.layers, size.width, context)
     digits = 0 if done.parameters >= 1e7 else 1  # the tiny one has 0.1 million
     print(f"{done.parameters / 1e6:,.{digits}f} million parameters; loss {done.losses[0]:.2f} -> {done.losses[-1]:.2f}")
-    print(
-        f"{batch * args.context / done.seconds:,.0f} tokens/s, {batch * flops / done.seconds / 1e12:.3g} model TFLOP/s"
-    )
+    print(f"{batch * context / done.seconds:,.0f} tokens/s, {batch * flops / done.seconds / 1e12:.3g} model TFLOP/s")
     return done
 
 

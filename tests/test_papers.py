@@ -143,6 +143,9 @@ def test_train_gpt(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tiny, 32 tokens, ours" in printed and "tokens/s" in printed and "model TFLOP/s" in printed
     assert "0.1 million parameters" in printed
     assert len(example.main([*told, "--steps", "1"]).losses) == 1
+    capsys.readouterr()
+    example.main(["--device", "cpu", "--batch", "1", "--steps", "1"])  # by default what a CPU computes in seconds
+    assert "tiny, 64 tokens, ours" in capsys.readouterr().out
 
 
 # --- the page -----------------------------------------------------------------------------------------------------
