@@ -67,15 +67,13 @@ def flash_attn_varlen_func(
 ) -> torch.Tensor:
     """The same of sequences one after another: q (total_q, Hq, D), k and v (total_k, Hk, D).
 
-    cu_seqlens_q, cu_seqlens_k: (B + 1,) integers. max_seqlen_q, max_seqlen_k: hints, read only where they are numbers:
-    in training they are tensors of no axis, and reading one would wait for the device.
+    cu_seqlens_q, cu_seqlens_k: (B + 1,) integers. max_seqlen_q, max_seqlen_k: hints; in training they are tensors of no
+    axis, which are not read: that would wait for the device.
     """
     check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    hints = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     return _out(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, deterministic, s_aux,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        **{name: x for name, x in hints.items() if isinstance(x, int)},
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
 
 
