@@ -2,15 +2,14 @@
 
     python examples/flax_attention.py [--steps N]
 
-Its argument `attention_fn` takes `attend` below; parameters, dropout, decoding caches and all else are the stock
-layer's. Two models with the same weights, one with either attention, learn to say which token stood three places
-before. Needs `flax`.
+Its argument `attention_fn` takes ours; parameters, dropout, decoding caches and all else are the stock layer's. Two
+models with the same weights, one with either attention, learn to say which token stood three places before. Needs
+`flax`.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 from typing import Any
 
 import jax
@@ -18,45 +17,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from cupyflash.jax import attention
+from cupyflash.integrations.flax import attention_fn
 
 TOKENS, LENGTH, WIDTH, HEADS, BACK = 12, 24, 32, 2, 3
-
-
-def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
-    module: Any = None,
-    promote_dtype: Any = nnx.nn.dtypes.promote_dtype,
-    is_causal: bool = False,
-) -> jax.Array:
-    """nnx.dot_product_attention, of (..., length, heads, dim). Dropout draws for each batch entry and head."""
-    if module is not None:
-        raise NotImplementedError("sow_weights is True; it must be False: the weights are never in memory")
-    query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    lead = query.shape[:-3]
-
-    def folded(x: jax.Array) -> jax.Array:  # axes before the last three as one
-        return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) if len(lead) > 1 else x
-
-    options: dict[str, Any] = {"causal": "top_left" if is_causal else False}
-    if mask is not None:
-        options["mask"] = folded(mask.astype(bool))
-    if bias is not None:
-        options["bias"] = folded(bias)
-    if dropout_rate > 0 and not deterministic:
-        options |= {"dropout": dropout_rate, "seed": jax.random.bits(dropout_rng, (1,), "uint32")}
-    out = attention(folded(query), folded(key), folded(value), **options)
-    return out.reshape(*lead, *out.shape[-3:])
 
 
 class Model(nnx.Module):
@@ -92,7 +55,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[float]]:
     parser.add_argument("--steps", type=int, default=150)
     args = parser.parse_args(arguments)
 
-    models = {"flax": Model(nnx.Rngs(0)), "cupyflash": Model(nnx.Rngs(0), attention_fn=attend)}
+    models = {"flax": Model(nnx.Rngs(0)), "cupyflash": Model(nnx.Rngs(0), attention_fn=attention_fn)}
     optimizers = {name: nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param) for name, model in models.items()}
     losses: dict[str, list[float]] = {name: [] for name in models}
     for n in range(1, args.steps + 1):

@@ -232,14 +232,21 @@ def test_flax_layer() -> None:
     import jax
     from flax import nnx
 
-    attend = load("flax_attention").attend
+    from cupyflash.integrations.flax import attention_fn as attend
+
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 3, 5, 4, 8))
     mask = jax.random.bernoulli(jax.random.key(1), 0.7, (2, 3, 4, 5, 5)).at[..., 0].set(True)
     bias = jax.random.normal(jax.random.key(2), (2, 3, 4, 5, 5))
     for options in ({}, {"mask": mask}, {"bias": bias, "mask": mask, "is_causal": True}):
         np.testing.assert_allclose(attend(q, k, v, **options), nnx.dot_product_attention(q, k, v, **options), atol=1e-5)
-    with pytest.raises(NotImplementedError, match="^sow_weights is True"):
-        attend(q, k, v, module=nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+    with pytest.raises(NotImplementedError, match="^sow_weights is True and dropout_rate is 0.1"):
+        attend(q, k, v, module=nnx.Linear(1, 1, rngs=nnx.Rngs(0)), dropout_rate=0.1)
+    kept = []
+    for f in (attend, nnx.dot_product_attention):
+        module = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+        f(q, k, v, mask=mask, module=module)
+        kept.append(nnx.state(module, nnx.Intermediate)["attention_weights"][0])
+    np.testing.assert_allclose(*kept, atol=1e-6)
     x = jax.random.normal(jax.random.key(3), (2, 6, 16))
     layers = [
         nnx.MultiHeadAttention(4, 16, rngs=nnx.Rngs(0), num_kv_heads=2, attention_fn=f)
