@@ -24,7 +24,7 @@ FLOORS = (
     ("gpu", "cpu", "interop"),
     ("dispatch", "merging", "blockmask", "tangents"),
     ("interop.torch_*", "interop.jax_*"),
-    ("api derivatives given appending", "interop.conformance", "masks", "paging"),
+    ("api derivatives vjp weights given appending", "interop.conformance", "masks", "paging"),
     ("torch integrations", "jax", "compat", "reference", "tools", "parallel"),
     ("", "jax.parallel"),
     ("bench", "demo"),
