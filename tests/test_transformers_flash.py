@@ -275,6 +275,18 @@ def test_what_a_layer_may_not_ask(mask: Any, options: dict[str, Any], why: str) 
         flash.attention_forward(Layer(), *qkv(), mask, **options)
 
 
+def test_a_window_to_both_sides_that_the_mask_has_wider() -> None:
+    """T5Gemma's encoder: transformers' masks there show sliding_window keys to each side, its flash-attn one less."""
+    layer = Layer(False)
+    layer.config = transformers.LlamaConfig(attn_implementation=NAME, sliding_window=4)
+    given = [x.double() for x in qkv()]
+    with pytest.raises(ValueError, match="^Layer shows sliding_window - 1 = 3 keys to each side, and its mask one more"):
+        flash.attention_forward(layer, *given, None, sliding_window=4)
+    register(NAME)
+    flash.attention_forward(layer, *given, None, sliding_window=5)  # as ModernBERT says it
+    flash.attention_forward(layer, *given, None, sliding_window=4, is_causal=True)
+
+
 @pytest.mark.parametrize("name", ["flash_attention_2", "me/flash2", "paged|flash2"])
 def test_names_that_are_not_ours_to_give(name: str) -> None:
     with pytest.raises(ValueError, match="^name is '.*'; it must be letters, digits and _, and none of transformers'"):

@@ -212,6 +212,9 @@ def attention_forward(
         raise refused(f"{layer} has a mask of shape {tuple(attention_mask.shape)}{beside}")
     if query.dtype is torch.float32 and not any(isinstance(x, torch.nn.Linear) for x in module.modules()):
         raise refused(f"{layer} is given float32 and has no torch.nn.Linear, by which transformers sees what was meant")
+    window, causal = given.get("sliding_window"), given.get("is_causal", getattr(module, "is_causal", True))
+    if window is not None and not causal and window == vars(module.config).get("sliding_window"):
+        raise refused(f"{layer} shows sliding_window - 1 = {window - 1} keys to each side, and its mask one more")
     if packed:  # longest lengths are hints, but without them the offsets are not looked at
         for name, x in (("max_length_q", query), ("max_length_k", key)):
             if options.get(name) is None:
