@@ -280,7 +280,9 @@ def test_a_window_to_both_sides_that_the_mask_has_wider() -> None:
     layer = Layer(False)
     layer.config = transformers.LlamaConfig(attn_implementation=NAME, sliding_window=4)
     given = [x.double() for x in qkv()]
-    with pytest.raises(ValueError, match="^Layer shows sliding_window - 1 = 3 keys to each side, and its mask one more"):
+    with pytest.raises(
+        ValueError, match="^Layer shows sliding_window - 1 = 3 keys to each side, and its mask one more"
+    ):
         flash.attention_forward(layer, *given, None, sliding_window=4)
     register(NAME)
     flash.attention_forward(layer, *given, None, sliding_window=5)  # as ModernBERT says it
