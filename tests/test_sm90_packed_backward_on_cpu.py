@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu import cases, needs_compiler
-from lengths_on_cpu import Sequences, check, check_nonsense
+from lengths_on_cpu import Ran, Sequences, check, check_nonsense, plans_of
 from reference import state
 
 from cupyflash.gpu.device import Arch
@@ -61,6 +61,7 @@ CASES: dict[str, Case] = {
     "more queries than keys, sinks": lambda r: (
         packed(r, [140, 200], [20, 130], heads=(2, 1), dims=(128, 128)), {"causal": True}, {"sinks": normal(r, 2)},
     ),
+    "a long one before short ones": lambda r: (packed(r, [500, 60, 30], [3, 60, 40], heads=(1, 1)), {}, {}),
     "192": lambda r: (packed(r, [63, 0, 130], [95, 3, 97], heads=(2, 1), dims=(192, 128)), IN_ORDER, {}),
     "256": lambda r: (packed(r, *EDGES_128, heads=(2, 1), dims=(256, 200)), {"causal": True}, {}),
     "256 in order": lambda r: (packed(r, [65, 1, 130], [300, 60, 64], heads=(1, 1), dims=(256, 256)), IN_ORDER, {}),
@@ -109,6 +110,48 @@ def test_short_ones(rng: np.random.Generator) -> None:
     problem = state(of.of_queries("q"), of.of_keys("k"), of.of_keys("v"), **of.lengths())
     assert dict(plan(problem, GPU, BACKWARD, "sm90").constants)["GROUPS"] == 1
     check("sm90", GPU, of, {"deterministic": True}, tiles={"forward": USUAL, "backward": (64, 64, 1, 2, 2, 0)})
+
+
+# And which rows hold anything: of q and dout, of k and v.
+Bad = tuple[slice, slice]
+POISONED: dict[str, tuple[Case, Bad]] = {
+    "64": (lambda r: (packed(r, [70, 33, 130], [80, 50, 140]), IN_ORDER, {}), (slice(70, 103), slice(80, 130))),
+    "128": (
+        lambda r: (packed(r, [70, 33, 130], [80, 50, 140], dims=(128, 128), heads=(2, 1)), IN_ORDER, {}),
+        (slice(70, 103), slice(80, 130)),
+    ),
+    "256": (
+        lambda r: (packed(r, [70, 33, 80], [80, 50, 70], dims=(256, 256), heads=(1, 1)), IN_ORDER, {}),
+        (slice(70, 103), slice(80, 130)),
+    ),
+    "queries without a key": (
+        lambda r: (packed(r, [140, 100], [30, 130], heads=(2, 1)), IN_ORDER, {"sinks": normal(r, 2)}),
+        (slice(110), slice(0)),
+    ),
+}  # fmt: skip
+
+
+@cases(POISONED, "64")
+def test_no_bit_follows_from_rows_that_do_not_matter(case: str, rng: np.random.Generator) -> None:
+    """Those of another sequence, and queries that see no key: they are NaN."""
+    make, bad = POISONED[case]
+    of, options, others = make(rng)
+    given = {name: of.of_queries(name) for name in ("q", "dout")} | {name: of.of_keys(name) for name in "kv"}
+    given |= {"dlse": of.own_dlse()} | others | of.lengths()
+    problem = state(given["q"], given["k"], given["v"], **options, **others, **of.lengths())
+    dim, arch = of.dims[0], WIDE if of.dims[0] == 256 else GPU
+    tiles = {"forward": USUAL if dim < 256 else None, "backward": TILES[dim]}
+    plans = plans_of(problem, arch, "sm90", True, {}, tiles)
+    shapes = {"out": given["dout"].shape, "lse": given["dlse"].shape} | {f"d{x}": given[x].shape for x in "qkv"}
+    ran, found = Ran(plans), []
+    for factor in (1, np.nan):
+        these = {name: x.copy() for name, x in given.items()}
+        for name, rows in zip(("q", "dout", "k", "v"), (bad[0], bad[0], bad[1], bad[1])):
+            these[name][rows] *= factor
+        results = ran(problem, plans, these, shapes)
+        found.append([np.delete(results[x], np.r_[bad[x != "dq"]], 0) for x in ("dq", "dk", "dv")])
+    for x, y in zip(*found):
+        assert not np.isnan(y).any() and np.array_equal(x, y)
 
 
 SMALL: dict[str, Any] = {"dims": (32, 32), "heads": (2, 1)}
