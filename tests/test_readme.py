@@ -20,7 +20,7 @@ COMMANDS = (TOP / "docs" / "command-line.md").read_text(encoding="utf-8")
 RUN = (
     "README.md", "docs/start.md", "docs/recipes.md", "docs/serving.md", "docs/packed-training.md",
     "docs/block-masks.md", "docs/score_functions.md",
-    "docs/frameworks.md",
+    "docs/frameworks.md", "docs/float8.md",
     "docs/options.md", "docs/derivatives.md", "docs/parallel.md",
 )  # fmt: skip
 
