@@ -26,6 +26,13 @@ CODE = (".cu", ".cuh", ".py")
 _LINK = re.compile(r"\]\(([^)#:]+)(#[^)]*)?\)")
 
 
+def on_config(config: Any) -> Any:
+    """Every page says which version it is of."""
+    found = re.search(r'__version__ = "(.*)"', (TOP / "cupyflash" / "__init__.py").read_text(encoding="utf-8"))
+    config.copyright = f"cupyflash {found[1] if found else ''}, MIT licence"
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     for path, on_site in PAGES.items():
         files.append(File.generated(config, on_site, content=(TOP / path).read_text(encoding="utf-8")))
