@@ -72,6 +72,10 @@ MASKS = {"mask": np.ones((1, 1, 48, 48), bool), "bias": np.ones((6, 48, 48), np.
         (lambda g, x: attend(g, x, window=(1,)), "window is .*; it must be None or a pair"),
         (lambda g, x: attend(None, x), "group is None; it must be a group"),
         (lambda g, x: attend("world", x), "group is a str; it must be parallel.simulated"),
+        (
+            lambda g, x: attend(parallel.simulated(2), x),
+            r"group is a Simulated, all of its ranks; it must be what its run\(function\) gives",
+        ),
         (lambda g, x: attend((g,), x), "group holds 1; it must be one, or two"),
         (lambda g, x: attend((g, g), x, exchange="keys"), "exchange is 'keys', and group holds two"),
         (lambda g, x: attend(g, list(x)), "q is a list"),

@@ -26,6 +26,10 @@ def of(group: Any) -> Group:
         from .nccl import NcclGroup
 
         return NcclGroup(group)
+    if hasattr(group, "run"):
+        raise TypeError(
+            f"group is a {type(group).__name__}, all of its ranks; it must be what its run(function) gives to function"
+        )
     name = f"{type(group).__module__}.{type(group).__qualname__}".removeprefix("builtins.")
     raise TypeError(
         f"group is a {name}; it must be parallel.simulated(n)'s, PyTorch's, an mpi4py communicator or CuPy's of NCCL"
