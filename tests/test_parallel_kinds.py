@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from cupyflash import attention, parallel
 from cupyflash.parallel import Rows, asked, calls
 
+OPTIONS: dict[str, Any] = {"causal": True, "dropout": 0.2, "seed": 3}
 ROWS = Rows.zigzag(64, 2, multiple=16)
 
 
@@ -45,7 +46,7 @@ def test_the_second_call_of_a_kind_is_not_checked(monkeypatch: pytest.MonkeyPatc
         group, found = Costly(plain), []
         for x, y in zip(inputs, slopes):
             own = [ROWS.take(z, group.rank) for z in x]
-            found.append(parallel.attention(*own, group, rows=ROWS, causal=True, alibi_slopes=y, exchange="keys"))
+            found.append(parallel.attention(*own, group, rows=ROWS, alibi_slopes=y, **OPTIONS, exchange="keys"))
         before = group.gathered
         with pytest.raises(ValueError, match="scale is .* it must be the same on all ranks"):
             parallel.attention(*own, group, rows=ROWS, causal=True, scale=1.0 + plain.rank)
@@ -55,4 +56,4 @@ def test_the_second_call_of_a_kind_is_not_checked(monkeypatch: pytest.MonkeyPatc
     assert len(checked) == 2 * 2 and all(gathered == 1 for _, gathered in found)
     for n, (x, y) in enumerate(zip(inputs, slopes)):
         whole = ROWS.join([some[n] for some, _ in found])
-        torch.testing.assert_close(whole, attention(*x, causal=True, alibi_slopes=y))
+        torch.testing.assert_close(whole, attention(*x, alibi_slopes=y, **OPTIONS))

@@ -48,7 +48,8 @@ def recalled(
         return None
     _templates.move_to_end(kind)
     found = copy.copy(_templates[kind])
-    found.arrays = {row.name: options[row.name] for row in ARRAYS if options.get(row.name) is not None}
+    names = [row.name for row in ARRAYS if row.name != "seed" and options.get(row.name) is not None]
+    found.arrays = {name: options[name] for name in names}
     found.operands = {
         name: three(x) if name in ("lse", "dlse") else four(x, found.layout)
         for name, x in operands.items()
