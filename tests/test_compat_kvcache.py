@@ -132,6 +132,23 @@ def test_rotary(interleaved: bool, causal: bool) -> None:
         same(packed[3 * n : 3 * n + 3], alone(turned(q[n], cos, sin, at, interleaved), keys, values, causal)[0])
 
 
+def test_lines_of_a_table_that_entries_name() -> None:
+    """FlashAttention-3's cache_batch_idx beside page_table; rotary_seqlens without angles changes nothing."""
+    q, k, lines = drawn(3, NEW, HEADS, DIM), drawn(3, NEW, HEADS_K, DIM, seed=1), torch.tensor([2, 0, 1])
+    cache, lengths = drawn(3, CACHE, HEADS_K, DIM, seed=3), torch.tensor(FILLED)
+    pools, table = paged([cache, cache], 4)
+    given = {"cache_seqlens": lengths, "page_table": table, "cache_batch_idx": lines, "rotary_seqlens": lengths}
+    out = flash_attn_interface.flash_attn_with_kvcache(q, *pools, k, k, **given)
+    for n, filled in enumerate(FILLED):
+        same(out[n], alone(q[n], *[torch.cat([cache[lines[n], :filled], k[n]])] * 2)[0])
+    with pytest.raises(ValueError, match=r"^cache_batch_idx\[2\] is 3; it must be a line of page_table, 0 to 2"):
+        flash_attn_interface.flash_attn_with_kvcache(q, *pools, **{**given, "cache_batch_idx": torch.tensor([0, 1, 3])})
+    with pytest.raises(ValueError, match="^cache_batch_idx is given with block_table, which says where each sequence"):
+        flash_attn.flash_attn_with_kvcache(
+            q, *pools, cache_seqlens=lengths, block_table=table, cache_batch_idx=lines
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("third", [False, True])
 def test_lengths_below_zero_and_numbers(third: bool) -> None:
     """What pads a graph: nothing is written, nothing attended."""

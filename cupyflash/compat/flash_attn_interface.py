@@ -170,7 +170,8 @@ def flash_attn_with_kvcache(
 
     With cu_seqlens_q, (B + 1,), q and the result are packed, (total_q, Hq, D), and lse is (Hq, total_q); with
     cu_seqlens_k_new k and v are. rotary_seqlens, (B,): the positions of the first new rows and queries, if they are not
-    cache_seqlens. scheduler_metadata, num_splits, pack_gqa and sm_margin, which change no result, are ignored.
+    cache_seqlens; ignored without rotary_cos. cache_batch_idx beside page_table: the line of it that is each
+    sequence's. scheduler_metadata, num_splits, pack_gqa and sm_margin, which change no result, are ignored.
     """
     _refuse(attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     out, lse = kvcache.attend(

@@ -58,7 +58,7 @@ def attend(
     if cu_seqlens_k_new is not None:
         _check_integers("cu_seqlens_k_new", cu_seqlens_k_new, sequences + 1)
     if table is not None:
-        _check_integers(table_name, table, sequences, "pages of one")
+        _check_integers(table_name, table, sequences if cache_batch_idx is None else len(table), "pages of one")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.dim() != 4 or cache.shape[:3] != k_cache.shape[:3] or cache.dtype != k_cache.dtype:
             raise ValueError(
@@ -67,8 +67,11 @@ def attend(
             )
 
     entries, rows = k_cache.shape[:2]
-    if cache_batch_idx is not None:  # a sequence has one page: its entry of the cache
-        _check_entries(cache_batch_idx, entries)
+    if cache_batch_idx is not None and table is not None:  # FlashAttention-3: whose line of the table it is
+        _check_entries(cache_batch_idx, len(table), f"a line of {table_name}")
+        table = table[cache_batch_idx.clamp(0, max(len(table) - 1, 0)).long()]
+    elif cache_batch_idx is not None:  # a sequence has one page: its entry of the cache
+        _check_entries(cache_batch_idx, entries, "an entry of k_cache")
         table = cache_batch_idx[:, None]
     reach = rows if table is None else rows * table.shape[1]
     filled = _filled(cache_seqlens, sequences, reach if table is not None else None, q)
@@ -115,9 +118,7 @@ def _check_together(given: dict[str, torch.Tensor], table_name: str, cache_seqle
     for name in ("rotary_cos", "cu_seqlens_k_new"):
         if name in given and "k" not in given:
             raise ValueError(f"{name} is given without k and v, the new rows; it must be None")
-    if "rotary_seqlens" in given and "rotary_cos" not in given:
-        raise ValueError("rotary_seqlens is given without rotary_cos and rotary_sin; it must be None")
-    if "cache_batch_idx" in given and table_name in given:
+    if "cache_batch_idx" in given and table_name in given and table_name == "block_table":
         raise ValueError(f"cache_batch_idx is given with {table_name}, which says where each sequence is; give one")
     if cache_seqlens is None and ("k" in given or "cu_seqlens_q" in given):
         name = "k" if "k" in given else "cu_seqlens_q"
@@ -139,12 +140,10 @@ def _read(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def _check_entries(indices: torch.Tensor, entries: int) -> None:
+def _check_entries(indices: torch.Tensor, entries: int, what: str) -> None:
     if _read(indices) and (wrong := (indices < 0) | (indices >= entries)).any():
         n = int(wrong.int().argmax())
-        raise ValueError(
-            f"cache_batch_idx[{n}] is {int(indices[n])}; it must be an entry of k_cache, 0 to {entries - 1}"
-        )
+        raise ValueError(f"cache_batch_idx[{n}] is {int(indices[n])}; it must be {what}, 0 to {entries - 1}")
 
 
 def _filled(x: Any, sequences: int, reach: int | None, like: torch.Tensor) -> torch.Tensor | None:
