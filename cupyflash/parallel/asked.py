@@ -262,7 +262,8 @@ def _shares(
     """Groups of key heads, and stretches of the keys."""
     heads, size = max(1, problem.heads_k // team.size), team.size * keys.size
     work = 2 * (problem.dim + problem.dim_v) * problem.batch * problem.heads_q * reach(rows, sight) / size
-    usual = usual_groups(heads, work) if size > 1 else 1
+    own = problem.batch * problem.heads_q * rows.length // size
+    usual = usual_groups(heads, work, own) if size > 1 else 1
     found = []
     for name, default, most in (("groups", usual, heads), ("stretches", 1, 1 << 20)):
         n = plan[name]

@@ -89,7 +89,7 @@ def explain(
     right = (0 if right is None else min(right, 0)) if causal else right
     band = Band(keys.length, left, right, 0 if causal == "top_left" else keys.length - length)
     work = 4 * batch * heads * dim * reach(rows, band) / size
-    groups = groups or usual_groups(hk // size if kind == "heads" else hk, work)
+    groups = groups or usual_groups(hk // size if kind == "heads" else hk, work, batch * heads * length // size)
     plans = [rounds(rows, keys, band, r, hk, groups=groups, stretches=stretches, block=16) for r in range(size)]
     pairs = [sum(_pairs(band, span) for span in rows.chunks[r]) for r in range(size)]
     if kind == "heads":

@@ -17,6 +17,7 @@ from .rows import Rows, Span, common, cut, joined
 
 STRETCH = 128  # rows at whose multiples stretches of the keys begin
 GROUP_WORK = 1e11  # operations of a group of heads: some 0.2 ms of a GPU, in which its launches and transfers hide
+GROUP_ROWS = 1 << 16  # rows of a group's query heads: some tiles for each multiprocessor
 
 
 class Sight(Protocol):
@@ -148,10 +149,10 @@ def reach(rows: Rows, sight: Sight) -> int:
     return found
 
 
-def usual_groups(heads: int, work: float) -> int:
-    """Into how many groups a rank's key heads are cut, of so many operations: as many, all alike, as have enough to do
-    for what the next one needs to come."""
-    most = max(1, min(heads, int(work / GROUP_WORK)))
+def usual_groups(heads: int, work: float, rows: int) -> int:
+    """Into how many groups a rank's key heads are cut, of so many operations and rows of query heads: as many, all
+    alike, as have enough to do for what the next one needs to come, and fill a GPU."""
+    most = max(1, min(heads, int(work / GROUP_WORK), rows // GROUP_ROWS))
     return max(n for n in range(1, most + 1) if heads % n == 0)
 
 
