@@ -275,6 +275,18 @@ def test_what_a_layer_may_not_ask(mask: Any, options: dict[str, Any], why: str) 
         flash.attention_forward(Layer(), *qkv(), mask, **options)
 
 
+def test_a_mask_of_keys_that_are_not_those_of_the_queries() -> None:
+    """Cross-attention: transformers' flash-attn leaves out queries where the keys' mask says padding."""
+    layer = Layer(False)
+    layer.config = transformers.LlamaConfig(attn_implementation=NAME)
+    given, mask = [x.double() for x in qkv(5, 7)], MASK.clone()
+    mask[:, 5:] = False
+    with pytest.raises(ValueError, match="^Layer has 5 queries beside a mask of keys, which transformers reads as the"):
+        flash.attention_forward(layer, *given, mask)
+    register(NAME)
+    flash.attention_forward(layer, given[0][:, :, :1], *given[1:], mask)
+
+
 def test_a_window_to_both_sides_that_the_mask_has_wider() -> None:
     """T5Gemma's encoder: transformers' masks there show sliding_window keys to each side, its flash-attn one less."""
     layer = Layer(False)

@@ -215,6 +215,10 @@ def attention_forward(
     window, causal = given.get("sliding_window"), given.get("is_causal", getattr(module, "is_causal", True))
     if window is not None and not causal and window == vars(module.config).get("sliding_window"):
         raise refused(f"{layer} shows sliding_window - 1 = {window - 1} keys to each side, and its mask one more")
+    queries, keys = query.shape[2], key.shape[2]
+    others = queries != keys or getattr(module, "is_decoder", False)  # queries of another sequence than keys
+    if attention_mask is not None and not causal and queries > 1 and others:
+        raise refused(f"{layer} has {queries} queries beside a mask of keys, which transformers reads as theirs too")
     if packed:  # longest lengths are hints, but without them the offsets are not looked at
         for name, x in (("max_length_q", query), ("max_length_k", key)):
             if options.get(name) is None:
