@@ -14,6 +14,7 @@ pytest.importorskip("rich")
 
 from cupyflash import bench
 from cupyflash.bench import machine, peers, plots, report, suites
+from cupyflash.bench.case import make_case
 from cupyflash.bench.suites import SUITES, Options
 from cupyflash.passes import BACKWARD, FORWARD
 from cupyflash.pip_line import pip_line
@@ -172,7 +173,7 @@ def test_every_suite_tells_its_problems_apart():
 @pytest.fixture
 def case():
     pytest.importorskip("torch")
-    return peers.make_case(2, 64, 2, 16, causal=True, dtype="float32", seed=7, device="cpu")
+    return make_case(2, 64, 2, 16, causal=True, dtype="float32", seed=7, device="cpu")
 
 
 def attention_by_hand(case):

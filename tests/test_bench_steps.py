@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from cupyflash import bench
 from cupyflash.bench import fa3, first_call, gpt, jitted, machine, peers, runner, steps, suites
+from cupyflash.bench.case import make_case
 from cupyflash.bench.suites import SUITES, Options
 from cupyflash.passes import BACKWARD, FORWARD
 
@@ -139,7 +140,7 @@ def _backward(dout, q, k, v, out, lse, dq, dk, dv, is_causal):
 def test_flash_attention_3_is_differentiated(monkeypatch):
     operators = types.SimpleNamespace(fwd=_forward, bwd=_backward)
     monkeypatch.setattr(peers, "fa3_operators", lambda: operators)
-    case = peers.make_case(2, 24, 2, 16, causal=True, dtype="float32", seed=1, device="cpu")
+    case = make_case(2, 24, 2, 16, causal=True, dtype="float32", seed=1, device="cpu")
     found = peers.differentiable(lambda case: fa3.causal(*case[:3]), torch.no_grad, case, FORWARD).call()
     for x, y in zip(found, peers.load("math")(case, FORWARD).call(), strict=True):
         assert torch.allclose(x, y, atol=1e-5)

@@ -25,7 +25,7 @@ FLOORS = (
     ("dispatch", "merging", "blockmask", "tangents"),
     ("interop.torch_*", "interop.jax_*"),
     ("api derivatives vjp weights given appending", "interop.conformance", "masks", "paging"),
-    ("torch integrations", "jax integrations.flax", "compat", "reference", "tools", "parallel"),
+    ("torch compat integrations", "jax integrations.flax", "reference", "tools", "parallel"),
     ("", "jax.parallel"),
     ("bench", "demo"),
     ("tools.commands tools.cli tools.info __main__ bench.__main__",),

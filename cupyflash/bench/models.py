@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ..passes import PASSES, Pass
 from ..problem import AttentionProblem
 from . import peers
+from .case import make_case
 from .suite import Measured, Options, Problem, compare, importable, take_turns
 
 
@@ -151,7 +152,7 @@ def draw(call: Call, dtype: str, seed: int, device: str = "cuda") -> peers.Case:
         name: getattr(call, name) for name in ("batch", "seq", "heads", "dim", "causal", "seq_k", "heads_k", "dim_v")
     }
     window = None if call.window is None else (call.window, 0)
-    return peers.make_case(**sizes, dtype=dtype, seed=seed, device=device, window=window)
+    return make_case(**sizes, dtype=dtype, seed=seed, device=device, window=window)
 
 
 def work(call: Call, of: Pass) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..passes import BACKWARD, FORWARD, Pass
 from ..tools.timing import Candidate
-from .peers import Case, Prepare
+from .case import Case, Prepare
 
 FEW = 16  # queries; so many and less are what decoding asks
 PAGE = 64  # FlashInfer takes caches as pages of so many rows

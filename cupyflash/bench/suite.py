@@ -15,6 +15,7 @@ import numpy as np
 from ..passes import Pass
 from ..tools.timing import Candidate, flops, gpu_sampler, interleave, reason
 from . import machine, peers
+from .case import make_case
 
 Problem = dict[str, Any]
 Measured = tuple[dict[str, float], dict[str, str]]  # values by name ("ours" and the peers), notes by name
@@ -147,4 +148,4 @@ def flops_of(problem: Problem, of: Pass) -> float:
 def case_of(problem: Problem, device: str = "cuda") -> peers.Case:
     seed = zlib.crc32(repr(problem).encode())  # other data for every problem, the same in every run
     sizes = {key: problem[key] for key in ("batch", "seq", "heads", "dim", "causal", "dtype")}
-    return peers.make_case(**sizes, seed=seed, device=device)
+    return make_case(**sizes, seed=seed, device=device)

@@ -14,13 +14,8 @@ import torch
 from .. import api
 from ..torch.dropout import dropout_options
 from ..weights import attention_weights
+from .transformers_arguments import HARMLESS
 
-# What transformers hands through to every attention, and what no result of attention depends on: positions are in q, k
-# and the mask, the longest sequence is in cu_seq_lens.
-HARMLESS = {
-    "position_ids", "max_length_q", "max_length_k", "num_items_in_batch", "output_attentions", "output_hidden_states",
-    "output_router_logits", "return_dict", "use_cache", "logits_to_keep",
-}  # fmt: skip
 _names: set[str] = set()
 
 

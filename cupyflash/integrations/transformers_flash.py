@@ -15,7 +15,7 @@ import torch
 from ..compat import flash_attn, kvcache
 from ..other_names import renaming
 from ..torch.dropout import check_tensors
-from .transformers import HARMLESS
+from .transformers_arguments import HARMLESS
 
 # What layers give that transformers' own function of flash-attn reads, or that changes no result.
 _TAKEN = {
