@@ -68,6 +68,7 @@ def test_more_misses_than_luck_explains_are_wrong(
         warnings.warn("off by little", ByLuck, stacklevel=1)
 
     monkeypatch.setattr(fuzz, "run_cupy_or_numpy", missed)
+    monkeypatch.setattr(fuzz, "run_ragged", lambda *_: ("", missed()))
     these = ["--cpu", "--jobs", "1", "--kinds", "1", "--library", "numpy", "--dtype", "float32"]
     assert fuzz.main([*these, "--problems", "3"]) == 0
     assert fuzz.main([*these, "--problems", "4"]) == 1
