@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import warnings
+import zlib
 from collections.abc import Callable
 
 # Workers share one GPU, and JAX would take three quarters of it.
@@ -28,6 +29,10 @@ from reference import fresh_rng
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-report", metavar="PATH", help="write what a run on a GPU passed, as tests/gpu_report.json")
+    parser.addoption(
+        "--one-in", type=int, default=1, metavar="N", help="of the slow tests one in so many: others for each --turn"
+    )
+    parser.addoption("--turn", default="", metavar="TEXT", help="which ones; a commit, say")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,7 +80,7 @@ def pytest_report_header() -> str:
     return f"GPU tests are skipped: {no_gpu()}" if no_gpu() else "GPU tests run"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             count_as(item)
@@ -83,6 +88,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"no GPU to run on: {no_gpu()}"))
         if item.get_closest_marker("gpus") and gpu_count() < 2:
             item.add_marker(pytest.mark.skip(reason=f"two GPUs are needed, {gpu_count()} are there"))
+    count, turn = config.getoption("--one-in"), config.getoption("--turn")
+    left = [x for x in items if x.get_closest_marker("slow") and zlib.crc32(f"{turn} {x.nodeid}".encode()) % count]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        out = {id(x) for x in left}
+        items[:] = [x for x in items if id(x) not in out]
 
 
 @pytest.fixture

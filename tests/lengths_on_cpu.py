@@ -455,10 +455,11 @@ def check_nonsense(
     times: int,
     options: dict[str, Any] | None = None,
     others: dict[str, np.ndarray] | None = None,
+    backward: bool = True,
 ) -> None:
     """Whatever arrays of lengths hold, nothing outside of arrays is read or written, and all results are written."""
     options, others = options or {}, others or {}
-    backward = of.k != "paged"
+    backward = backward and of.k != "paged"
     arrays = {name: others[name].shape for name in GRADIENTS if name in others} if backward else {}
     lengths = of.lengths()
     given = {name: np.nan_to_num(x) for name, x in (
