@@ -11,10 +11,11 @@ from ..namespaces import cast, namespace
 from . import run
 from .adapters import of
 from .agree import agree
-from .arrays import empty, four, library, packed, three, wide
+from .arrays import empty, four, library, three, wide
 from .asked import Asked, check, groups_of, usual_exchange
 from .kinds import keep, kind_of, recalled
 from .rows import Rows
+from .transfers import gathered
 
 
 def attention(
@@ -149,7 +150,7 @@ def merge(out: Any, lse: Any, group: Any, *, layout: str = "bshd") -> tuple[Any,
     _prepare([ranks], out)
     kind = wide(out)
     own = out if kind is None else cast(out, getattr(namespace(library(out)), kind))
-    parts = [_gathered(ranks, x) for x in (own, lse)]
+    parts = [gathered(ranks, x) for x in (own, lse)]
     found, norm = api.merge(*parts, layout=layout)
     if kind is not None:
         found = cast(found, out.dtype)
@@ -166,13 +167,6 @@ def _prepare(ranks: Sequence[Any], x: Any) -> None:
 def _renamed(error: Exception) -> Exception:
     """What `merge` of lists says of their only entry."""
     return type(error)(str(error).replace("outs[0]", "out").replace("lses[0]", "lse"))
-
-
-def _gathered(ranks: Any, x: Any) -> list[Any]:
-    own, others = packed(x), [r for r in range(ranks.size) if r != ranks.rank]
-    rooms = {r: empty(tuple(x.shape), x) for r in others} | {ranks.rank: own}
-    ranks.exchange([(r, own) for r in others], [(r, rooms[r]) for r in others]).wait()
-    return [rooms[r] for r in range(ranks.size)]
 
 
 def _agreed(

@@ -83,21 +83,19 @@ class Part:
         ranks, heads = range(first, first + team.size), self.asked.problem.heads_k
         return deal(self.asked.rows, ranks, heads), deal(self.asked.key_rows, ranks, heads)
 
-    def to_heads(self, xs: dict[str, Any], some: Span) -> ToHeads:
+    def _dealt(self, xs: dict[str, Any]) -> list[Dealt]:
         of_q, of_k = self.deals()
-        found = [
+        return [
             Dealt(of_k, 1, x) if name in ("k", "v") else Dealt(of_q, self.group_of, _of_rows(name, x))
             for name, x in xs.items()
         ]
-        return ToHeads(self.asked.team, found, some)
+
+    def to_heads(self, xs: dict[str, Any], some: Span) -> ToHeads:
+        return ToHeads(self.asked.team, self._dealt(xs), some)
 
     def from_heads(self, xs: dict[str, Any], targets: dict[str, Any], some: Span) -> FromHeads:
-        of_q, of_k = self.deals()
-        found = [
-            Dealt(of_k, 1, x) if name in ("k", "v") else Dealt(of_q, self.group_of, _of_rows(name, x))
-            for name, x in xs.items()
-        ]
-        return FromHeads(self.asked.team, found, some, [_of_rows(name, x) for name, x in targets.items()])
+        into = [_of_rows(name, x) for name, x in targets.items()]
+        return FromHeads(self.asked.team, self._dealt(xs), some, into)
 
 
 def forward(asked: Asked, out: Any, lse: Any) -> None:

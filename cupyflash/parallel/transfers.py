@@ -165,17 +165,20 @@ class FromHeads:
             put(target, x)
 
 
+def gathered(group: Group, x: Any) -> list[Any]:
+    """Those of all ranks, in their order."""
+    own = packed(x)
+    rooms = {r: empty(tuple(x.shape), x) for r in range(group.size) if r != group.rank}
+    group.exchange([(r, own) for r in rooms], list(rooms.items())).wait()
+    rooms[group.rank] = own
+    return [rooms[r] for r in range(group.size)]
+
+
 def summed(group: Group, x: Any) -> Any:
     """The sum over all ranks, added in their order."""
     if group.size == 1:
         return x
-    own = packed(x)
-    others = [r for r in range(group.size) if r != group.rank]
-    rooms = {r: empty(tuple(x.shape), x) for r in others}
-    pending = group.exchange([(r, own) for r in others], list(rooms.items()))
-    pending.wait()
-    rooms[group.rank] = own
     total = zeros(tuple(x.shape), x)
-    for r in range(group.size):
-        total += rooms[r]
+    for part in gathered(group, x):
+        total += part
     return total
