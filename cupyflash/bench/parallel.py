@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..tools.timing import reason, significant
-from . import machine, report
+from ..tools.timing import reason
+from . import machine, parallel_page, report
 
 SECONDS = 140  # that a run may take, of which whole cases are left out
 DIM = 128
@@ -308,20 +308,14 @@ def rows_of(case: Case, size: int, found: dict[str, Any]) -> list[dict[str, Any]
     """As they stand in the file."""
     rows = []
     for of, ms in found["ms"].items():
-        one = ms["one"]
         ours = {name: t for name, t in ms.items() if name not in ("one", *PEERS)}
         peers = {name: ms.get(name) for name in PEERS if name in ms or name in found["notes"]}
         usual = min(ours[x] for x in ("keys", "heads") if x in ours)
-        best = min((t for t in peers.values() if t), default=None)
-        rows.append({
-            "problem": {"case": case.name, "pass": of, "seq": case.length, "heads_q": case.heads_q,
-                "heads_k": case.heads_k, "dim": DIM, "window": case.window, "ranks": size, "dtype": "bfloat16"},
-            "unit": "ms", "one": significant(one), "ours": significant(usual),
-            "each": {name: significant(t) for name, t in ours.items()},
-            "share": {name: significant(one / size / t) for name, t in ours.items()},
-            "peers": {name: significant(t) for name, t in peers.items()}, "notes": found["notes"],
-            "ratio_to_best": None if best is None else significant(best / usual),
-        })  # fmt: skip
+        problem = {
+            "case": case.name, "pass": of, "seq": case.length, "heads_q": case.heads_q, "heads_k": case.heads_k,
+            "dim": DIM, "window": case.window, "ranks": size, "dtype": "bfloat16",
+        }  # fmt: skip
+        rows.append(parallel_page.row(problem, ms["one"], ours, usual, peers, found["notes"]))
     return rows
 
 

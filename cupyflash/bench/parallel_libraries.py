@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..tools.timing import significant
-from . import report
+from . import parallel_page, report
 
 LENGTH, HEADS, DIM, ROUNDS = 65536, 16, 128, 3
 
@@ -24,16 +23,11 @@ LENGTH, HEADS, DIM, ROUNDS = 65536, 16, 128, 3
 def row(library: str, of: str, dtype: str, size: int, one: float, each: dict[str, float]) -> dict[str, Any]:
     usual = min(t for name, t in each.items() if not name.startswith("cudnn"))
     peers = {name: t for name, t in each.items() if name.startswith("cudnn")}
-    best = min(peers.values(), default=None)
-    return {
-        "problem": {"case": f"{library} 64k", "pass": of, "seq": LENGTH, "heads_q": HEADS, "heads_k": HEADS, "dim": DIM,
-            "window": None, "ranks": size, "dtype": dtype},
-        "unit": "ms", "one": significant(one), "ours": significant(usual),
-        "each": {name: significant(t) for name, t in each.items()},
-        "share": {name: significant(one / size / t) for name, t in each.items()},
-        "peers": {name: significant(t) for name, t in peers.items()}, "notes": {},
-        "ratio_to_best": None if best is None else significant(best / usual),
+    problem = {
+        "case": f"{library} 64k", "pass": of, "seq": LENGTH, "heads_q": HEADS, "heads_k": HEADS, "dim": DIM,
+        "window": None, "ranks": size, "dtype": dtype,
     }  # fmt: skip
+    return parallel_page.row(problem, one, each, usual, peers, {})
 
 
 def keep(out: str, rows: list[dict[str, Any]]) -> None:

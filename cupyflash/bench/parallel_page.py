@@ -1,9 +1,11 @@
-"""The tables of docs/parallel.md, of what `cupyflash bench parallel` wrote."""
+"""The rows that `cupyflash bench parallel` writes, and the tables of docs/parallel.md, which are made of them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from ..tools.timing import significant
 from .report import cell
 
 HEADINGS = {
@@ -11,6 +13,21 @@ HEADINGS = {
     "fa3 ulysses": "FlashAttention-3, Ulysses", "torch allgather": "PyTorch, all-gather",
     "torch alltoall": "PyTorch, ring", "cudnn heads": "cuDNN, all_to_all",
 }  # fmt: skip
+
+
+def row(
+    problem: dict[str, Any], one: float, each: Mapping[str, float], usual: float, peers: Mapping[str, float | None],
+    notes: dict[str, str],
+) -> dict[str, Any]:  # fmt: skip
+    """Of milliseconds: of the whole on one GPU, of each way over several, of the one that a call takes, of others."""
+    best = min((t for t in peers.values() if t), default=None)
+    return {
+        "problem": problem, "unit": "ms", "one": significant(one), "ours": significant(usual),
+        "each": {name: significant(t) for name, t in each.items()},
+        "share": {name: significant(one / problem["ranks"] / t) for name, t in each.items()},
+        "peers": {name: significant(t) for name, t in peers.items()}, "notes": notes,
+        "ratio_to_best": None if best is None else significant(best / usual),
+    }  # fmt: skip
 
 
 def tables(data: dict[str, Any]) -> str:

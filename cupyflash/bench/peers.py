@@ -233,10 +233,6 @@ def fa3() -> Prepare:
     return prepare
 
 
-def flashinfer(tensor_cores: bool = False) -> Prepare:
-    return serving_peers.flashinfer(tensor_cores)
-
-
 def standard(case: Case, of: Pass) -> Candidate:
     """Attention as CuPy or NumPy users write it: the score matrix in memory, BLAS for the products."""
     import torch
@@ -320,8 +316,8 @@ LOADERS: dict[str, Callable[[], Prepare]] = {
     "cudnn": functools.partial(sdpa, "CUDNN_ATTENTION"),
     "fa3": fa3,
     "fa4": fa4,
-    "flashinfer": flashinfer,
-    "flashinfer-tc": functools.partial(flashinfer, tensor_cores=True),
+    "flashinfer": serving_peers.flashinfer,
+    "flashinfer-tc": functools.partial(serving_peers.flashinfer, tensor_cores=True),
     "efficient": functools.partial(sdpa, "EFFICIENT_ATTENTION"),
     "math": functools.partial(sdpa, "MATH"),
     "flex": flex,
