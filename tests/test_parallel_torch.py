@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from processes import together
 
 torch = pytest.importorskip("torch")
 
@@ -185,19 +184,7 @@ def test_zigzag_is_the_head_tail_order(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_over_gloo(tmp_path: Path, size: int) -> None:
     code = "import sys, test_parallel_torch as t; t.in_a_group(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(size), str(tmp_path / "meeting")], cwd=Path(__file__).parent,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * size, "\n".join(said)[-4000:]
+    together(code, *((rank, size, tmp_path / "meeting") for rank in range(size)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import together
 
 torch = pytest.importorskip("torch")
 
@@ -94,16 +93,4 @@ def one_process(rank: int, file: str) -> None:
 def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
     """Each process has half of the batch, of which DDP and FSDP2 average the gradients."""
     code = "import sys, test_torch_parallel; test_torch_parallel.one_process(int(sys.argv[1]), sys.argv[2])"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(tmp_path / "meeting")], cwd=Path(__file__).parent,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)[-4000:]
+    together(code, *((rank, tmp_path / "meeting") for rank in range(2)))
