@@ -46,26 +46,37 @@ class Tangents(dict[str, np.ndarray]):
             return max(1.0, self._of.reckon().get(name, 0.0) / 1e-5) if self[name].size < 2000 else 1.0
 
 
-def tangents(problem: AttentionProblem, arrays: Arrays, moved: Arrays, own: bool = False) -> Tangents:
+def tangents(
+    problem: AttentionProblem, arrays: Arrays, moved: Arrays, own: bool = False, by_out: bool = False
+) -> Tangents:
     """Every result by name, in float64; with `own` as standard tensor operations give it in the dtype of q.
 
     `arrays`: q, k, v, dout and all optional arrays that are given, perhaps dlse, in the shapes of the reference.
     `moved`: the tangents of some of them by the same names. What has no tangent has one of 0.
+    `by_out`: row sums of P * dP are those of dO * O, as FlashAttention-2 has them: they carry the rounding of O and tO,
+    which in rows with a handful of keys is most of what a difference of dP and them is off by.
     """
     dtype = np.dtype(DTYPES[problem.dtype])
     if not own or dtype.itemsize == 8:
-        return Tangents(_Tangents(problem, arrays, moved, np.dtype(np.float64), _exactly))
+        return Tangents(_Tangents(problem, arrays, moved, np.dtype(np.float64), _exactly, by_out))
     if dtype.itemsize == 4:
-        return Tangents(_Tangents(problem, arrays, moved, dtype, _exactly))
+        return Tangents(_Tangents(problem, arrays, moved, dtype, _exactly, by_out))
     work = np.dtype(np.float32)
-    return Tangents(_Tangents(problem, arrays, moved, work, lambda x: x.astype(dtype).astype(work)))
+    return Tangents(_Tangents(problem, arrays, moved, work, lambda x: x.astype(dtype).astype(work), by_out))
 
 
 class _Tangents:
     def __init__(
-        self, problem: AttentionProblem, arrays: Arrays, moved: Arrays, work: np.dtype, rounded: Rounding
+        self,
+        problem: AttentionProblem,
+        arrays: Arrays,
+        moved: Arrays,
+        work: np.dtype,
+        rounded: Rounding,
+        by_out: bool,
     ) -> None:
         self.problem, self.arrays, self.moved, self.work, self.rounded = problem, arrays, moved, work, rounded
+        self.by_out = by_out
         self.reckon: Callable[[], dict[str, float]] = dict
 
     def rows(self, of: Arrays, name: str, like: str) -> np.ndarray:
@@ -120,8 +131,15 @@ class _Tangents:
         dp = rounded(drop * rounded(do @ turned(v)))
         tdp = rounded(drop * rounded(rounded(do @ turned(tv)) + rounded(tdo @ turned(v))))
         of_lse, moved_lse = (np.where(unseen, 0, x.get("dlse", 0)).astype(self.work) for x in (self.arrays, self.moved))
-        delta = rounded((prob * dp).sum(-1, keepdims=True)) - of_lse[..., None]
-        tdelta = rounded((tp * dp + prob * tdp).sum(-1, keepdims=True)) - moved_lse[..., None]
+        if self.by_out:
+            out = rounded(rounded(drop * prob) @ v)
+            sums, moved_sums = do * out, tdo * out + do * tout
+        else:
+            sums, moved_sums = prob * dp, tp * dp + prob * tdp
+        delta, tdelta = (x.sum(-1, keepdims=True) for x in (sums, moved_sums))
+        if not self.by_out:
+            delta, tdelta = rounded(delta), rounded(tdelta)
+        delta, tdelta = delta - of_lse[..., None], tdelta - moved_lse[..., None]
         ds = shown(prob * (dp - delta))
         tds = shown(rounded(tp * rounded(dp - delta)) + rounded(prob * rounded(tdp - tdelta)))
         dx, tdx = rounded(shown(ds * slope)), rounded(shown(tds * slope + bend * ds))

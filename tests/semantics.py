@@ -437,6 +437,9 @@ class Judge:
         own = getattr(self.own, name)
         with contextlib.suppress(AssertionError):
             return assert_as_good(actual, right, own, name, luck=False)
+        if name not in ("out", "lse", "dv"):
+            with contextlib.suppress(AssertionError):
+                return assert_as_good(actual, right, self.published[name], name, luck=False)
         try:
             unit = max(self.units.get(name, 1.0), self.exact.unit(name))
             assert_as_good(actual, right, own, name, unit)

@@ -54,6 +54,11 @@ class Moving:
             return self.exact
         return tangents(self.problem, self.arrays, self.moved, own=True)
 
+    @functools.cached_property
+    def published(self) -> Tangents:
+        """By FlashAttention-2's row sums, in own precision."""
+        return tangents(self.problem, self.arrays, self.moved, own=True, by_out=True)
+
     def judge(self, name: str, actual: np.ndarray) -> None:
         """`criterion`; as `semantics.Judge`."""
         exact = self.exact[name]
@@ -62,6 +67,9 @@ class Moving:
             return
         with contextlib.suppress(AssertionError):
             return assert_as_good(actual, exact, self.own[name], named, luck=False)
+        if name not in ("tout", "tlse", "tdv"):
+            with contextlib.suppress(AssertionError):
+                return assert_as_good(actual, exact, self.published[name], named, luck=False)
         assert_as_good(actual, exact, self.own[name], named, self.exact.unit(name))
 
 
