@@ -27,5 +27,14 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, gr
     return torch_.attention_backward(dout, q, k, v, out, lse, named(group, "torch"), **given)
 
 
+@functools.wraps(calls.merge)
+def merge(out: Any, lse: Any, group: Any = None, **given: Any) -> tuple[Any, Any]:
+    if not _tensor(out):
+        return calls.merge(out, lse, named(group), **given)
+    from . import torch_
+
+    return torch_.merge(out, lse, named(group, "torch"), **given)
+
+
 def _tensor(x: Any) -> bool:
     return type(x).__module__.partition(".")[0] == "torch"
