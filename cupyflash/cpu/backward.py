@@ -10,6 +10,7 @@ import numpy as np
 from ..gradients import Gradients
 from ..problem import AttentionProblem
 from .gradients import Gathering, Task, of_row
+from .hiding import silence
 from .sums import Long
 from .tiles import product, rows_of
 
@@ -71,8 +72,8 @@ def backward(
             ds -= delta
             ds *= p
             if seen is not None:
-                np.copyto(p, 0, where=~seen)
-                np.copyto(ds, 0, where=~seen)
+                silence(p, seen)
+                silence(ds, seen)
             task.add_of_pairs(at, ds)
             for name, total in task.of_function.items():
                 pairs.through_function(name, total, ds, products, at)
@@ -80,7 +81,7 @@ def backward(
                 where = p != 0 if problem.score is not None else True if seen is None else seen
                 np.multiply(ds, slope, out=ds, where=where)
             if keeps is not None:
-                np.copyto(p, 0, where=~keeps)
+                silence(p, keeps)
             of_keys = None if seen is None else seen.swapaxes(-1, -2)
             product(p.swapaxes(-1, -2), do, out=dv_part[..., :m, :], seen=of_keys)
             product(ds, kh[..., at.keys, :], out=dq_part, seen=seen)

@@ -10,6 +10,7 @@ import numpy as np
 from ..gradients import Gradients
 from ..problem import AttentionProblem
 from .gradients import Gathering, Task, of_row
+from .hiding import silence
 from .sums import Long
 from .tiles import product, products, rows_of, turned
 
@@ -97,7 +98,7 @@ def backward_jvp(
                 ds *= p
             for x in (tp, ds, tds):
                 if x is not None:
-                    np.copyto(x, 0, where=~live)
+                    silence(x, live)
             task.add_of_pairs(at, tds)
             for name, total in task.of_function.items():
                 pairs.through_tangent(name, total, tds, ds, of_products, ts, at)
@@ -110,7 +111,7 @@ def backward_jvp(
             if keeps is not None:
                 for x in (p, tp):
                     if x is not None:
-                        np.copyto(x, 0, where=~keeps)
+                        silence(x, keeps)
             of_keys = turned(live)
             if products(((turned(tp), do), (turned(p), tdo)), out=dv_part[..., :m, :], seen=of_keys) is None:
                 dv_part[...] = 0

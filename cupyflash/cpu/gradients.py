@@ -81,7 +81,8 @@ class Gathering:
 
         # A task sums dK and dV over query tiles of its key/value heads: over all of them if there are tasks enough for
         # the threads, else over every parts-th.
-        entries = all_entries(problem, self.tiling.batches, k, v, given)
+        with np.errstate(all="ignore"):
+            entries = all_entries(problem, self.tiling.batches, k, v, given)
         self._stacks = [(of, own) for of in entries for own in pieces(problem.heads_k, heads_k)]
         self._parts = -(-(PARTS if problem.deterministic else self.crew.size) // max(1, len(self._stacks)))
         self._tasks = [(of, own, part) for of, own in self._stacks for part in range(self._parts)]
@@ -103,7 +104,6 @@ class Gathering:
         get."""
         sums: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
-        @np.errstate(all="ignore")  # infinities and NaN in the inputs do what IEEE says
         def run(number: int, of: Entries, own: slice, part: int) -> None:
             task = Task(self, of, own, part)
             for heads, rows in self._visits(own, part):
