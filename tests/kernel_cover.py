@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations_with_replacement
 from typing import Any
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.kernel_plan import MOVING
+from cupyflash.gpu.kernel_plan import MOVING, KernelPlan
 from cupyflash.gpu.plan import FAMILIES
 from cupyflash.passes import FORWARD
 from cupyflash.problem import ARRAYS, AXES, FLOAT8, FLOATS, ITEMSIZE, OF_FLOAT8, AttentionProblem, Given
@@ -183,3 +185,44 @@ FAMILY_ARCHS = [  # architectures from the oldest on
     for arch in ARCHS
     if room.objection(problem("float16"), Arch.of(arch), FORWARD) is None
 ]
+
+
+def together(plans: Sequence[KernelPlan]) -> list[int]:
+    """What meets in each plan, as bits: every two constants of its kernel file, of those that differ between plans; and
+    its dtype and what it declares to spill.
+
+    Dtypes, the architecture and what a gradient is of are constants, too. Shared memory is not: it follows from others.
+    """
+    stated = [
+        {k: v for k, v in x.constants if k != "SHARED_MEMORY"}
+        | {"dtype": x.dtype, "out": x.out_dtype, "arch": x.arch, "wrt": x.wrt[:1]}
+        for x in plans
+    ]
+    values = defaultdict(set)
+    for x, constants in zip(plans, stated):
+        for name, value in constants.items():
+            values[x.source, name].add(value)
+    bits: dict[Any, int] = {}
+    found = []
+    for x, constants in zip(plans, stated):
+        differing = [item for item in constants.items() if len(values[x.source, item[0]]) > 1]
+        met = [*combinations_with_replacement([("file", x.source), *differing], 2), (x.dtype, x.spills)]
+        found.append(sum(1 << bits.setdefault((x.source, *both), len(bits)) for both in met))
+    return found
+
+
+def few(plans: Sequence[KernelPlan], before: Sequence[KernelPlan] = ()) -> list[KernelPlan]:
+    """Some of these plans, in which every two constants meet that meet in all of them, but for those that have met in
+    `before`. The one in which most meet anew comes first."""
+    met = together([*plans, *before])
+    left = 0
+    for bits in met:
+        left |= bits
+    for bits in met[len(plans) :]:
+        left &= ~bits
+    found = []
+    while left:
+        best = max(range(len(plans)), key=lambda n: (met[n] & left).bit_count())
+        found.append(plans[best])
+        left &= ~met[best]
+    return found
