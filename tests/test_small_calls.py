@@ -236,3 +236,20 @@ def test_sums_of_values_near_the_largest_number():
     q, k, v = arrays(fresh_rng(), "bfloat16")
     v[...] = 0.9 * float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
     np.testing.assert_allclose(attention(q, k, v).astype("float64"), v[0, 0, 0, 0].astype("float64"), rtol=1e-2)
+
+
+def test_what_has_one_thread_is_not_held(monkeypatch):
+    """With one core, or as somebody has asked of BLAS: then no thread has to begin that holds it."""
+    from cupyflash.cpu import blas, crew
+
+    begun, plain = [], threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: begun.append(self) or plain(self))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    x = fresh_rng().standard_normal((1, 90, 2, 64), "float32")
+    assert 90 * 90 * 64 > crew.WORTH_HOLDING
+    for threads, expected in (([1, 1], 0), ([1, 2], 1)):
+        libraries = [type("Library", (), {"num_threads": n, "set_num_threads": print})() for n in threads]
+        monkeypatch.setattr(blas, "_libraries", lambda found=libraries: found)
+        begun.clear()
+        attention(x, x, x)
+        assert len(begun) == expected

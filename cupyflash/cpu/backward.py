@@ -39,11 +39,10 @@ def backward(
 
     def visit(task: Task, heads: slice, rows: slice) -> np.ndarray:
         pairs, batches, (kh, vh) = task.pairs, task.pairs.batches, task.of.of_heads(heads)
-        qi = rows_of(q, batches, heads, rows, work)
-        qi *= work(pairs.factor_q)
+        qi = rows_of(q, batches, heads, rows, work, pairs.factor_q)
         do = rows_of(dout, batches, heads, rows, work)
         norm = lse[batches, heads, rows, None]
-        unseen = np.isneginf(norm)  # no key, or all scores -inf: every probability is 0
+        unseen = norm == -np.inf  # no key, or all scores -inf: every probability is 0
         delta = of_row(do, rows_of(out, batches, heads, rows, work))
         finite = task.of.finite and not (pairs.scores_hide and any(not np.isfinite(x).all() for x in (qi, do)))
         if dlse is not None:

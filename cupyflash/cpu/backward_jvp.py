@@ -47,13 +47,13 @@ def backward_jvp(
         pairs, batches = task.pairs, task.pairs.batches
         (kh, vh), (tkh, tvh) = task.of.of_heads(heads), task.of.tangents_of_heads(heads)
 
-        def of_rows(x: np.ndarray | None, factor: float = 1.0) -> Any:
-            return None if x is None else rows_of(x, batches, heads, rows, work) * work(factor)
+        def of_rows(x: np.ndarray | None, factor: float | None = None) -> Any:
+            return None if x is None else rows_of(x, batches, heads, rows, work, factor)
 
         qi, tqi, do, tdo = of_rows(q, pairs.factor_q), of_rows(tq, pairs.factor_q), of_rows(dout), of_rows(tdout)
         of_out, moved_out = of_rows(out), of_rows(tout)
         norm, mean = lse[batches, heads, rows, None], tlse[batches, heads, rows, None]
-        unseen = np.isneginf(norm)
+        unseen = norm == -np.inf
         delta, tdelta = of_row(do, of_out), of_row(do, moved_out)
         if tdo is not None:
             tdelta += of_row(tdo, of_out)

@@ -60,7 +60,7 @@ class Crew:
     def __init__(self, work: AttentionProblem | int) -> None:
         count, of_one = (work, work) if isinstance(work, int) else (multiplications(work), _of_a_product(work))
         self.size = threads() if count >= WORTH_THREADS else 1
-        small = self.size == 1 and (of_one <= WORTH_HOLDING or _member.of_a_crew)
+        small = self.size == 1 and (of_one <= WORTH_HOLDING or _member.of_a_crew or one_thread.needless())
         self._own = 0 if small else self.size  # threads to begin; none: the caller's
         self._error: BaseException | None = None
 

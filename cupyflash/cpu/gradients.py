@@ -55,8 +55,10 @@ class Task:
     def totals(self) -> tuple[np.ndarray, np.ndarray]:
         """dk and dv."""
         dk, dv = self._dk.total(), self._dv.total()
-        dk *= self._of.work(self.pairs.factor_k)
-        dv *= self._of.work(1 / self.pairs.kept)
+        if self.pairs.factor_k != 1:
+            dk *= self._of.work(self.pairs.factor_k)
+        if self.pairs.kept != 1:
+            dv *= self._of.work(1 / self.pairs.kept)
         return dk, dv
 
 
@@ -93,7 +95,9 @@ class Gathering:
             for b, h in of.pairs.each(heads)
         ]
         wanted = {
-            x.name: Sum(x, given[x.name], problem, self.crew, self._parts, order) for x in ARRAYS if x.name in wrt
+            x.name: Sum(x, given[x.name], problem, self.crew, self._parts, order)
+            for x in (ARRAYS if wrt else ())
+            if x.name in wrt
         }
         self.of_sinks = wanted.pop("sinks", None)
         self.of_pairs = wanted

@@ -40,13 +40,10 @@ def jvp(
     def task(of: Entries, heads: slice, rows: slice) -> None:
         pairs, batches = of.pairs, of.pairs.batches
         (kh, vh), (tkh, tvh) = of.of_heads(heads), of.tangents_of_heads(heads)
-        qi = rows_of(q, batches, heads, rows, work)
-        qi *= work(pairs.factor_q)
-        tqi = None if tq is None else rows_of(tq, batches, heads, rows, work)
-        if tqi is not None:
-            tqi *= work(pairs.factor_q)
+        qi = rows_of(q, batches, heads, rows, work, pairs.factor_q)
+        tqi = None if tq is None else rows_of(tq, batches, heads, rows, work, pairs.factor_q)
         norm = lse[batches, heads, rows, None]
-        unseen = np.isneginf(norm)
+        unseen = norm == -np.inf
         norm = np.where(unseen, np.inf, norm)
         size, n = qi.shape[:2], qi.shape[2]
         scores, tangents = (pairs.tile(size, n, tiling.keys, work) for _ in range(2))
