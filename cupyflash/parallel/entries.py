@@ -37,4 +37,11 @@ def merge(out: Any, lse: Any, group: Any = None, **given: Any) -> tuple[Any, Any
 
 
 def _tensor(x: Any) -> bool:
-    return type(x).__module__.partition(".")[0] == "torch"
+    """Whether it is PyTorch's; TypeError for JAX's, which have functions of their own."""
+    module = type(x).__module__.partition(".")[0]
+    if module in ("jax", "jaxlib"):
+        raise TypeError(
+            "an array of JAX is given; it must be another library's, or the call that of cupyflash.jax.parallel (from "
+            "cupyflash.jax import parallel), inside shard_map"
+        )
+    return module == "torch"
