@@ -39,9 +39,10 @@ def row(
     return parallel_page.row(problem, one, each, ms.get("heads", ms.get("keys")), peers, notes)
 
 
-def keep(out: str, rows: list[dict[str, Any]]) -> None:
+def keep(out: str, rows: list[dict[str, Any]], fresh: int = 2) -> None:
+    """Write them, and say the last, which are new."""
     parallel_page.keep(Path(out), rows)
-    for x in rows:
+    for x in rows[-fresh:]:
         print(parallel_page.told(x), flush=True)
 
 
