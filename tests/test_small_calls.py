@@ -190,9 +190,11 @@ def test_tensors_without_memory_are_refused_behind_such_that_have_it():
     torch = pytest.importorskip("torch")
     q, k, v = (torch.from_numpy(x) for x in arrays(fresh_rng()))
     attention(q, k, v)
+    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
+        fake = mode.from_tensor(k)
     for wrong, what in (
-        ((q, k.to("meta"), v), "k"), ((q.to("meta"), k, v), "q"), ((q, k, torch._neg_view(v)), "v"),
-        ((q, k.to_sparse(), v), "k"),
+        ((q, fake, v), "k"), ((q, k.to("meta"), v), "k"), ((q.to("meta"), k, v), "q"),
+        ((q, k, torch._neg_view(v)), "v"), ((q, k.to_sparse(), v), "k"),
     ):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=f"^{what} "):
             attention(*wrong)
