@@ -11,7 +11,7 @@ from itertools import combinations_with_replacement
 from typing import Any
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.kernel_plan import MOVING, KernelPlan
+from cupyflash.gpu.kernel_plan import MOVING, KernelPlan, features
 from cupyflash.gpu.plan import FAMILIES
 from cupyflash.passes import FORWARD
 from cupyflash.problem import ARRAYS, AXES, FLOAT8, FLOATS, ITEMSIZE, OF_FLOAT8, AttentionProblem, Given
@@ -192,6 +192,9 @@ FAMILY_ARCHS = [  # architectures from the oldest on
 FOLLOWS = re.compile("SHARED_MEMORY.*|ADDED.*|SUM_TILES|PACK|DOT|KEY_BOX|SHARES")
 
 
+ASKED = {name for name, _ in features(problem("float16"))}  # constants of the mask and the score
+
+
 def tile(plan: KernelPlan) -> tuple[Any, ...]:
     """Its tile, head dimensions among it; the two 16-bit formats share one."""
     numbers = [(k, v) for k, v in plan.constants if not isinstance(v, bool) and not FOLLOWS.fullmatch(k)]
@@ -200,7 +203,8 @@ def tile(plan: KernelPlan) -> tuple[Any, ...]:
 
 def together(plans: Sequence[KernelPlan]) -> list[int]:
     """What meets in each plan, as bits: every two constants of its kernel file, of those that differ between plans; its
-    dtype and what it declares to spill; and a tile with the most that is switched on beside it.
+    dtype and what it declares to spill; and a tile with the most that is switched on beside it, on Hopper with each set
+    of features.
 
     Dtypes, the architecture and what a gradient is of are constants, too. Shared memory is not: it follows from others.
     """
@@ -223,6 +227,8 @@ def together(plans: Sequence[KernelPlan]) -> list[int]:
         differing = [item for item in constants.items() if len(values[x.source, item[0]]) > 1]
         met = [*combinations_with_replacement([("file", x.source), *differing], 2), (x.dtype, x.spills)]
         met += [("most", tile(x))] if number == most[tile(x)] else []
+        if x.family == "sm90":  # whose rows say what one set of features spills
+            met.append((tile(x), tuple(value for name, value in x.constants if name in ASKED)))
         found.append(sum(1 << bits.setdefault((x.source, *both), len(bits)) for both in met))
     return found
 
