@@ -228,7 +228,7 @@ def together(plans: Sequence[KernelPlan]) -> list[int]:
         met = [*combinations_with_replacement([("file", x.source), *differing], 2), (x.dtype, x.spills)]
         met += [("most", tile(x))] if number == most[tile(x)] else []
         if x.family == "sm90":  # whose rows say what one set of features spills
-            met.append((tile(x), tuple(value for name, value in x.constants if name in ASKED)))
+            met.append((tile(x), x.spills, tuple(value for name, value in x.constants if name in ASKED)))
         found.append(sum(1 << bits.setdefault((x.source, *both), len(bits)) for both in met))
     return found
 
