@@ -479,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     if (group == -1) {
         shrink_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x == 0) load(p, maps, s);
+        if (threadIdx.x < LOADERS) load(p, maps, s);
     } else {
         grow_registers<CONSUMER_REGISTERS>();
         Consumer(p, maps, s, group).run();

@@ -51,29 +51,60 @@ using OTile = SwizzledTile<ROWS, DIM_V, Out>;
 // those that no query of their sequence sees. (Else none are there, and the tensor map has zeros.)
 constexpr bool Q_ENDS = PACKED_Q, K_ENDS = PACKED_K || LENGTHS || (RAGGED && (walk::BOUND_FIRST || walk::BOUND_LAST));
 
-// A tile of K or V, from a key on; of pages in boxes of which none has rows of two.
-template <class Tile>
-__device__ void load_keys(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
-    if constexpr (PAGED) {
-#pragma unroll 1
-        for (int n = 0; n < KEYS; n += KEY_BOX) tile.from(n).load(map, barrier, head.at_paged_key(p, key + n));
-    } else {
+// Threads that load: of pages a warp, of which the first thread alone waits and asks. (Others that waited could come so
+// late that a phase of the same parity is the next but one.)
+constexpr int LOADERS = PAGED ? 32 : 1;
+__device__ inline bool leads() { return LOADERS == 1 || threadIdx.x == 0; }
+
+// Where the keys of a tile lie, of K as of V. In pages they are so many boxes of which none has rows of two, and a lane looks up
+// the page of one.
+template <bool IN_PAGES>
+struct KeyPlaces {
+    __device__ static KeyPlaces of(const Params&, const Head&, int) { return {}; }
+    template <class Tile>
+    __device__ void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) const {
         tile.load(map, barrier, head.at_key(p, key));
     }
-}
+};
+template <>
+struct KeyPlaces<true> {
+    static constexpr int BOXES = KEYS / KEY_BOX;
+    static_assert(BOXES <= LOADERS && KEYS % KEY_BOX == 0);
+
+    int row, page;
+
+    template <class Given>
+    __device__ static KeyPlaces of(const Given& p, const Head& head, int key) {
+        int lane = threadIdx.x % 32;
+        if (lane >= BOXES) return {0, -1};
+        InMap at = head.at_paged_key(p, key + lane * KEY_BOX);
+        return {at.row, at.batch};
+    }
+    template <class Tile>
+    __device__ void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int, const Head& head) const {
+#pragma unroll 4
+        for (int n = 0; n < BOXES; n++) {
+            InMap at{__shfl_sync(~0u, row, n), head.k, __shfl_sync(~0u, page, n), 0};
+            if (leads()) tile.from(n * KEY_BOX).load(map, barrier, at);
+        }
+    }
+};
+using KeyPlace = KeyPlaces<PAGED>;
 
 // Tensor cores take numbers of 8 bits along rows alone: there V comes turned, a row for each of its columns.
 template <bool TURNED>
 struct Values {
     using Tile = SwizzledTile<KEYS, DIM_V>;
-    __device__ static void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
-        load_keys(p, tile, map, barrier, key, head);
+    __device__ static void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head,
+                                const KeyPlace& place) {
+        place.load(p, tile, map, barrier, key, head);
     }
 };
 template <>
 struct Values<true> {
     using Tile = SwizzledTile<DIM_V, KEYS>;
-    __device__ static void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
+    __device__ static void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head,
+                                const KeyPlace&) {
         tile.load(map, barrier, head.at_turned_key(key));
     }
 };
@@ -213,27 +244,37 @@ struct Shared {
     }
 };
 
-// The producer. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A template since not
-// all kernels have maps of tangents.)
+// The producer, LOADERS threads. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A template since
+// not all kernels have maps of tangents.)
 template <class Maps>
 __device__ void load(const Params& p, const Maps& maps, Shared& s) {
     TileSchedule schedule(p);
     Tickets tickets{p.counters};
+    auto take = [&](bool first) {
+        int ticket = leads() ? tickets.take(first) : 0;
+        return LOADERS == 1 ? ticket : __shfl_sync(~0u, ticket, 0);
+    };
     auto load_k = [&](const Tile& tile, int tile_k) {
-        s.k.wait_empty();
-        mbarrier_arrive_expect(s.k.full(), K_BYTES);
+        KeyPlace place = KeyPlace::of(p, tile.head, tile_k * KEYS);  // (read while the stage is waited for)
+        if (leads()) {
+            s.k.wait_empty();
+            mbarrier_arrive_expect(s.k.full(), K_BYTES);
+        }
         auto fill = [&](KTile to, const TensorMap& map) {
-            load_keys(p, to, map, s.k.full(), tile_k * KEYS, tile.head);
+            place.load(p, to, map, s.k.full(), tile_k * KEYS, tile.head);
         };
         fill(s.k_tile(), maps.k);
         if constexpr (TK) fill(s.tk_tile(), maps.tk);
         s.k.advance();
+        return place;
     };
-    auto load_v = [&](const Tile& tile, int tile_k) {
-        s.v.wait_empty();
-        mbarrier_arrive_expect(s.v.full(), V_BYTES);
+    auto load_v = [&](const Tile& tile, int tile_k, const KeyPlace& place) {
+        if (leads()) {
+            s.v.wait_empty();
+            mbarrier_arrive_expect(s.v.full(), V_BYTES);
+        }
         auto fill = [&](VTile to, const TensorMap& map) {
-            Values<TURNED>::load(p, to, map, s.v.full(), tile_k * KEYS, tile.head);
+            Values<TURNED>::load(p, to, map, s.v.full(), tile_k * KEYS, tile.head, place);
         };
         if constexpr (WITH_V) fill(s.v_tile(), maps.v);
         if constexpr (TV) fill(s.tv_tile(), maps.tv);
@@ -241,13 +282,16 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
     };
     auto load_pairs = [&](const Tile& tile, int tile_k) {
         if constexpr (PAIR_ARRAYS) {
-            s.pairs.wait_empty();
-            s.pair_tiles().load(p, maps, s.pairs.full(), tile.head, tile.queries.begin, tile_k * KEYS);
+            if (leads()) {
+                s.pairs.wait_empty();
+                s.pair_tiles().load(p, maps, s.pairs.full(), tile.head, tile.queries.begin, tile_k * KEYS);
+            }
             s.pairs.advance();
         }
     };
     auto load_q = [&](const Tile& tile, int number) {
         s.for_parts([&](int part) {
+            if (!leads()) return;
             s.q.wait_empty();
             s.tell(p, tile, number);
             mbarrier_arrive_expect(s.q.full(), Q_BYTES / Q_PARTS);
@@ -262,22 +306,24 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
     bool dynamic = p.counters != nullptr;  // tiles differ in length: each is asked for
     Tile before, next;
     int last_before = -1;  // with NEXT_Q: the key tile of `before` whose V is still to come
-    bool early = false;    // Q of the next tile is asked for
+    KeyPlace place_before;
+    bool early = false;  // Q of the next tile is asked for
     auto load_before = [&] {
-        if (NEXT_Q && last_before >= 0) load_v(before, last_before);
+        if (NEXT_Q && last_before >= 0) load_v(before, last_before, place_before);
     };
     while (number < total) {
         Tile tile = early ? next : schedule.tile(number);
         if (tile.none()) {
-            int ticket = dynamic ? tickets.take(number < gridDim.x) : number;
-            if (dynamic) tickets.settle(ticket, total - 1);
+            int ticket = dynamic ? take(number < gridDim.x) : number;
+            if (dynamic && leads()) tickets.settle(ticket, total - 1);
             number = gridDim.x + ticket;
             continue;
         }
         TileWalk walk = walk_of(p, tile);
         int step = walk.start();
         bool any = walk.has(step);
-        if (any) load_k(tile, walk.tile(step));
+        KeyPlace place;
+        if (any) place = load_k(tile, walk.tile(step));
         load_before();
         if (!early) load_q(tile, number);
         early = false;
@@ -286,13 +332,14 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
         bool asked = !dynamic;
         // Late, since blocks that had little to do so far should ask first; early enough for the answer to come.
         auto ask = [&] {
-            if (!asked) ticket = tickets.take(number < gridDim.x);
+            if (!asked) ticket = take(number < gridDim.x);
             asked = true;
         };
         for (; walk.after(step) > 0; step = walk.next(step)) {
-            load_k(tile, walk.tile(walk.next(step)));
+            KeyPlace after_this = load_k(tile, walk.tile(walk.next(step)));
             if (walk.after(step) <= (EARLY ? 3 : 2)) ask();
-            load_v(tile, walk.tile(step));
+            load_v(tile, walk.tile(step), place);
+            place = after_this;
             load_pairs(tile, walk.tile(walk.next(step)));
             int after = gridDim.x + ticket;
             if (EARLY && !early && walk.after(step) <= 2 && after < total) {
@@ -303,14 +350,15 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
         }
         ask();
         if (NEXT_Q)
-            before = tile, last_before = any ? walk.tile(step) : -1;
+            before = tile, last_before = any ? walk.tile(step) : -1, place_before = place;
         else if (any)
-            load_v(tile, walk.tile(step));
-        if (dynamic) tickets.settle(ticket, total - 1);
+            load_v(tile, walk.tile(step), place);
+        if (dynamic && leads()) tickets.settle(ticket, total - 1);
         number = gridDim.x + ticket;
     }
     load_before();
     s.for_parts([&](int) {
+        if (!leads()) return;
         s.q.wait_empty();
         s.tell_end();
         mbarrier_arrive(s.q.full());
