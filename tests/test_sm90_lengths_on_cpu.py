@@ -12,7 +12,7 @@ from lengths_on_cpu import Ran, Sequences, check, check_nonsense, plans_of
 from reference import state
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.families import sm90_forward, sm90_forward_cost
+from cupyflash.gpu.families import shares, sm90_forward, sm90_forward_cost
 from cupyflash.gpu.families.likely import as_dense
 from cupyflash.gpu.families.shares import Dealt
 from cupyflash.gpu.kernel_plan import KernelPlan
@@ -150,6 +150,34 @@ def test_keys_in_shares(case: str, rng: np.random.Generator, monkeypatch: pytest
     of, options, others, tile = SHARED[case](rng)
     check("sm90", GPU, of, options, others, backward=False, tiles={"forward": tile})
     assert dict(seen[0].constants)["SHARES"] and dict(seen[0].scalars)["shares"] == 3
+
+
+CUT: dict[str, Case] = {
+    "tokens on pages": lambda r: (
+        packed(r, [1] * 4, [300, 3, 600, 0], k="paged", page=32, q="dense", heads=(8, 2)), {},
+        {"sinks": normal(r, 8)}, (2, 128, 4, 1),
+    ),
+    "a few on caches": lambda r: (
+        packed(r, [3] * 4, [300, 3, 600, 140], k="cache", q="dense", heads=(4, 2)), {"causal": True}, {},
+        (2, 128, 4, 1),
+    ),
+}  # fmt: skip
+
+
+@cases(CUT, "tokens on pages")
+def test_keys_in_shares_by_length(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile of keys each, so that long sequences have many; alone each is cut in as many."""
+    seen: list[KernelPlan] = []
+    make = sm90_forward.plan
+    monkeypatch.setattr(sm90_forward, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
+    for name, tiles in (("LENGTH_TILES", 1), ("LONG_TILES", 2)):
+        monkeypatch.setattr(shares, name, tiles)
+    of, options, others, tile = CUT[case](rng)
+    alone = {n: Dealt(max(2, -(-n // 128)), 0) for n in of.keys}  # (sinks are added where shares are combined)
+    monkeypatch.setattr(sm90_forward_cost, "dealt", lambda x, *_: alone.get(x.seq_k, Dealt(1, 0)))
+    check("sm90", GPU, of, options, others, backward=False, tiles={"forward": tile})
+    constants = dict(seen[0].constants)
+    assert constants["SHARES"] and constants["SHARE_TILES"] == 1 and dict(seen[0].scalars)["shares"] >= 5
 
 
 POISONED: dict[str, Case] = {

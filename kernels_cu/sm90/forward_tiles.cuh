@@ -4,6 +4,7 @@
 #include "attention/pairs.cuh"
 #include "sm90/long_sums.cuh"
 #include "sm90/pair_tiles.cuh"
+#include "sm90/shares_by_length.cuh"
 #include "sm90/tangent_maps.cuh"
 #include "sm90/tile_schedule.cuh"
 #include "sm90/turned_values.cuh"
@@ -51,18 +52,21 @@ using OTile = SwizzledTile<ROWS, DIM_V, Out>;
 // those that no query of their sequence sees. (Else none are there, and the tensor map has zeros.)
 constexpr bool Q_ENDS = PACKED_Q, K_ENDS = PACKED_K || LENGTHS || (RAGGED && (walk::BOUND_FIRST || walk::BOUND_LAST));
 
-// Threads that load: of pages a warp, of which the first thread alone waits and asks. (Others that waited could come so
-// late that a phase of the same parity is the next but one.)
-constexpr int LOADERS = PAGED ? 32 : 1;
+static_assert(!BY_LENGTH || SHARES && LENGTHS && !PACKED_Q && !walk::LISTED);
+
+// Threads that load: a warp where it looks up pages, or counts shares; then its first thread alone waits and asks. (Others
+// that waited could come so late that a phase of the same parity is the next but one.)
+constexpr int LOADERS = PAGED || BY_LENGTH ? 32 : 1;
 __device__ inline bool leads() { return LOADERS == 1 || threadIdx.x == 0; }
 
-// Where the keys of a tile lie, of K as of V. In pages they are so many boxes of which none has rows of two, and a lane looks up
-// the page of one.
+// Where the keys of a tile lie, of K as of V. In pages they are so many boxes of which none has rows of two, and a lane
+// looks up the page of one.
 template <bool IN_PAGES>
 struct KeyPlaces {
     __device__ static KeyPlaces of(const Params&, const Head&, int) { return {}; }
     template <class Tile>
-    __device__ void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) const {
+    __device__ void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key,
+                         const Head& head) const {
         tile.load(map, barrier, head.at_key(p, key));
     }
 };
@@ -81,7 +85,8 @@ struct KeyPlaces<true> {
         return {at.row, at.batch};
     }
     template <class Tile>
-    __device__ void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int, const Head& head) const {
+    __device__ void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int,
+                         const Head& head) const {
 #pragma unroll 4
         for (int n = 0; n < BOXES; n++) {
             InMap at{__shfl_sync(~0u, row, n), head.k, __shfl_sync(~0u, page, n), 0};
@@ -95,16 +100,16 @@ using KeyPlace = KeyPlaces<PAGED>;
 template <bool TURNED>
 struct Values {
     using Tile = SwizzledTile<KEYS, DIM_V>;
-    __device__ static void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head,
-                                const KeyPlace& place) {
+    __device__ static void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key,
+                                const Head& head, const KeyPlace& place) {
         place.load(p, tile, map, barrier, key, head);
     }
 };
 template <>
 struct Values<true> {
     using Tile = SwizzledTile<DIM_V, KEYS>;
-    __device__ static void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head,
-                                const KeyPlace&) {
+    __device__ static void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int key,
+                                const Head& head, const KeyPlace&) {
         tile.load(map, barrier, head.at_turned_key(key));
     }
 };
@@ -122,7 +127,7 @@ struct TileSchedule : PackSchedule<HEAD_ROWS, PACK> {
     using Whole = PackSchedule<HEAD_ROWS, PACK>;
 
     __device__ TileSchedule(const Params& p) : Whole(p) {}
-    __device__ int total() const { return Whole::total() * (SHARES ? p.shares : 1); }
+    __device__ int total() const { return Whole::total() * (SHARES ? p.shares : 1); }  // (not BY_LENGTH)
     __device__ Tile tile(int number) const {
         if constexpr (!SHARES) return Whole::tile(number);
         Tile tile = Whole::tile(number / p.shares);
@@ -131,10 +136,48 @@ struct TileSchedule : PackSchedule<HEAD_ROWS, PACK> {
     }
 };
 
+// Which of them a thread block works on next: the one of a number, where there is one.
+template <bool BY_LENGTH>
+struct Numbered {
+    const TileSchedule& schedule;
+    int total;
+
+    __device__ Numbered(const Params&, const TileSchedule& schedule) : schedule(schedule), total(schedule.total()) {}
+    __device__ bool has(int number) { return number < total; }
+    __device__ Tile tile(int number) const { return schedule.tile(number); }
+};
+template <>
+struct Numbered<true> {
+    const TileSchedule& schedule;
+    SharesByLength shares;
+    SharesByLength::Found found;
+    int total = 0;  // where has() has said no
+
+    __device__ Numbered(const Params& p, const TileSchedule& schedule)
+        : schedule(schedule), shares{p, schedule.tiles * schedule.heads} {}
+    __device__ bool has(int number) {
+        bool is = shares.find(number, found);
+        if (!is) total = shares.before;
+        return is;
+    }
+    // Of the number that has() has found.
+    __device__ Tile tile(int) const {
+        int heads = schedule.heads;
+        Tile tile = schedule.Whole::tile(Dealt{found.batch * heads + found.tile % heads, found.tile / heads});
+        tile.share = found.share;
+        return tile;
+    }
+};
+
+// Into how many shares the keys of a head are cut.
+__device__ inline int shares_of(const Params& p, const Head& head) {
+    return BY_LENGTH ? shares_of_keys(head.keys(p)) : p.shares;
+}
+
 // Over the key tiles of a tile, or of its share.
 __device__ inline TileWalk walk_of(const Params& p, const Tile& tile) {
     TileWalk walk(p, tile.head, tile.queries);
-    return SHARES ? walk.share(tile.share, p.shares) : walk;
+    return SHARES ? walk.share(tile.share, shares_of(p, tile.head)) : walk;
 }
 
 using Pairwise = PairTiles<ROWS>;  // mask and bias
@@ -215,6 +258,11 @@ struct Shared {
                 store_shared(note() + NOTES_BYTES + 8, tile.head.first_key());
                 store_shared(note() + NOTES_BYTES + 12, tile.head.keys(p));
             }
+        } else if constexpr (BY_LENGTH) {
+            store_shared(note(), tile.head.batch);
+            store_shared(note() + 4, tile.head.q);
+            store_shared(note() + 8, tile.queries.begin);
+            store_shared(note() + 12, tile.share);
         } else {
             store_shared(note(), number);
         }
@@ -235,6 +283,13 @@ struct Shared {
             int row = all(x.w);
             if (head.batch == -1) return false;
             tile = {head, {row, min(head.queries(p), row + HEAD_ROWS)}};
+        } else if constexpr (BY_LENGTH) {
+            uint4 x = load_shared_16(note());
+            auto all = [](unsigned word) { return __shfl_sync(~0u, int(word), 0); };
+            int batch = all(x.x), row = all(x.z);
+            if (batch == -1) return false;
+            Head head = Head::of_q(p, batch, all(x.y));
+            tile = {head, {row, min(head.queries(p), row + HEAD_ROWS)}, all(x.w)};
         } else {
             int number = __shfl_sync(~0u, int(load_shared(note())), 0);
             if (number == -1) return false;
@@ -244,8 +299,8 @@ struct Shared {
     }
 };
 
-// The producer, LOADERS threads. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A template since
-// not all kernels have maps of tangents.)
+// The producer, LOADERS threads. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A template
+// since not all kernels have maps of tangents.)
 template <class Maps>
 __device__ void load(const Params& p, const Maps& maps, Shared& s) {
     TileSchedule schedule(p);
@@ -302,7 +357,8 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
         });
         s.q.advance();
     };
-    int total = schedule.total(), number = blockIdx.x;
+    Numbered<BY_LENGTH> numbered(p, schedule);
+    int number = blockIdx.x;
     bool dynamic = p.counters != nullptr;  // tiles differ in length: each is asked for
     Tile before, next;
     int last_before = -1;  // with NEXT_Q: the key tile of `before` whose V is still to come
@@ -311,11 +367,11 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
     auto load_before = [&] {
         if (NEXT_Q && last_before >= 0) load_v(before, last_before, place_before);
     };
-    while (number < total) {
-        Tile tile = early ? next : schedule.tile(number);
+    while (numbered.has(number)) {
+        Tile tile = early ? next : numbered.tile(number);
         if (tile.none()) {
             int ticket = dynamic ? take(number < gridDim.x) : number;
-            if (dynamic && leads()) tickets.settle(ticket, total - 1);
+            if (dynamic && leads()) tickets.settle(ticket, numbered.total - 1);
             number = gridDim.x + ticket;
             continue;
         }
@@ -342,8 +398,8 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
             place = after_this;
             load_pairs(tile, walk.tile(walk.next(step)));
             int after = gridDim.x + ticket;
-            if (EARLY && !early && walk.after(step) <= 2 && after < total) {
-                next = schedule.tile(after);
+            if (EARLY && !early && walk.after(step) <= 2 && numbered.has(after)) {
+                next = numbered.tile(after);
                 if (!next.none()) load_q(next, after);
                 early = !next.none();
             }
@@ -353,9 +409,11 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
             before = tile, last_before = any ? walk.tile(step) : -1, place_before = place;
         else if (any)
             load_v(tile, walk.tile(step), place);
-        if (dynamic && leads()) tickets.settle(ticket, total - 1);
+        if (!BY_LENGTH && dynamic && leads()) tickets.settle(ticket, numbered.total - 1);
         number = gridDim.x + ticket;
     }
+    // (How many there are is known when there are no more: who took the last ticket comes here with it.)
+    if (BY_LENGTH && dynamic && leads()) tickets.settle(number - int(gridDim.x), numbered.total - 1);
     load_before();
     s.for_parts([&](int) {
         if (!leads()) return;

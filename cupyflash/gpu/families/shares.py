@@ -17,6 +17,9 @@ GAIN, MOST, MOST_LEFT = 0.85, 128, 1 << 28
 LONG_KEYS = 1024  # with fewer they are not
 STRIP, SAMPLES = 64, 64
 ROWS = 4  # of a block that combines
+# Where lengths are data each sequence's are dealt out by its own length, if one may have more than LONG_TILES tiles of
+# keys: in shares of LENGTH_TILES, or more where they would leave too much in memory.
+LENGTH_TILES, LONG_TILES = 16, 64
 
 
 class Dealt(NamedTuple):
@@ -68,6 +71,21 @@ def _seconds(problem: AttentionProblem, tiles: Tiles, visits: Visits, sms: int, 
     longest = tile(ceil(visits.most, n), min(tiles.blocks, ceil(number, sms)))
     seconds = max(longest, number / slots * tile(visits.mean / n, tiles.blocks), rounds(ceil(visits.least, n)))
     return seconds + (COMBINE_SECONDS + n * (SHARE_SECONDS + 2 * _left(problem) / LEFT_RATE) if n > 1 else 0)
+
+
+def by_length(problem: AttentionProblem, likely: AttentionProblem, keys: int) -> tuple[int, int]:
+    """Where each sequence is cut by its own length: of how many tiles of `keys` keys a share is at most, and how many
+    the longest has; (0, 1) where they are not. For caches, and one tile of queries of a head."""
+    cached = problem.has("seqlens_k") and problem.rows_q is None and problem.batch > 1
+    if not cached or problem.left is not None or problem.block_mask is not None:
+        return 0, 1
+    if ceil(likely.seq_k, keys) <= LONG_TILES:
+        return 0, 1
+    size, tiles = LENGTH_TILES, ceil(problem.seq_k, keys)
+    most = min(MOST, MOST_LEFT // max(1, _left(problem)))
+    while size < tiles and ceil(tiles, size) > most:
+        size *= 2
+    return (size, ceil(tiles, size)) if size < tiles else (0, 1)
 
 
 def _left(problem: AttentionProblem) -> int:

@@ -137,7 +137,9 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
     # Where tiles differ in length, thread blocks ask for their next one.
     alike = not problem.ragged and (problem.seq_q <= t.rows or not (banded or problem.seq_q % t.rows))
-    parts = cost.dealt(likely, t, pack, arch).number
+    share_tiles, parts = 0, cost.dealt(likely, t, pack, arch).number
+    if parts == 1 and problem.seq_q <= span:
+        share_tiles, parts = shares.by_length(problem, likely, t.keys)
     grid = min(tiles * parts, t.blocks * arch.sms)
     dynamic = not alike and tiles * parts > grid
     # One tile for each block, and a long one: where products between exponentials pay at 128 columns, and can be.
@@ -147,7 +149,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     key_box = t.keys if problem.page is None else math.gcd(problem.page, t.keys)
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys),
-        ("STAGES", t.stages), ("KEY_BOX", key_box),
+        ("STAGES", t.stages), ("KEY_BOX", key_box), ("SHARE_TILES", share_tiles),
         ("Q_STAGES", q_stages), ("OWN_Q", own_q), ("O_STAGED", output == STAGED), ("O_STRIPS", output == STRIPS),
         ("PACK", pack), ("SHARES", parts > 1), ("LONE", lone), ("SHARED_MEMORY", size), *pairs.constants(),
         *features(problem), ("SUM_TILES", sum_keys // t.keys),
