@@ -10,6 +10,7 @@ H(G) is symmetric, and Jᵀ the transpose of J: all second derivatives are made 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -168,7 +169,7 @@ def attention_backward_jvp(
 
 def _call(function: Callable[..., Any], of: Pass, operands: Arrays, tangents: Any, given: dict[str, Any]) -> Call:
     """A call of a function that was `given` these options and optional arrays by name."""
-    known = inspect.signature(function).parameters
+    known = _parameters(function)
     for name in given:
         if name not in known:
             raise unexpected(function.__name__, name, known)
@@ -183,6 +184,11 @@ def _call(function: Callable[..., Any], of: Pass, operands: Arrays, tangents: An
     arrays = arrays | _of_tangents(tangents, arrays, options["score"], of)
     call = Call(lib, of, arrays, options, seed=number, family=given.get("family"))
     return with_check(call, given.get("check", False))
+
+
+@functools.cache  # to read a signature costs more than all else here
+def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
+    return inspect.signature(function).parameters
 
 
 def _of_tangents(tangents: Any, arrays: Arrays, score: Score | None, of: Pass) -> Arrays:

@@ -1,8 +1,9 @@
 """How a call on tensors finds who runs it, where PyTorch follows it.
 
-What is traced (torch.compile, torch.export, fake tensors, dispatch modes), transformed (torch.func), or differentiated
-in forward mode or again becomes an operator (`torch_operators`). What runs at once under autograd is an autograd
-function, and what needs no gradient goes straight to the corridor: both cost the host less than the dispatcher.
+What is traced (torch.compile, torch.export, fake tensors, dispatch modes) or mapped (vmap) becomes an operator
+(`torch_operators`). What is differentiated by torch.func, in forward mode or again is taken apart here
+(`torch_levels`), what runs at once under autograd is an autograd function, and what needs no gradient goes straight to
+the corridor: all of these cost the host less than the dispatcher.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from .. import dispatch
+from .. import dispatch, interop
 from ..call import Arrays, Call
 from ..gradients import Gradients
 from ..passes import BACKWARD, FORWARD
 from ..problem import FLOAT8
 from ..rules import lasting
-from . import torch_derivatives, torch_nested, torch_operators, torch_schema
+from . import torch_derivatives, torch_levels, torch_nested, torch_operators, torch_schema
 from .protocol import Recorder
 
 
@@ -109,16 +110,25 @@ def _forward(call: Call) -> Any:
         _check_gradient(arrays)
     if call.targets:
         raise ValueError(f"out is {_NO_WRITING}")
-    return torch_schema.run(call)
+    return torch_schema.run(call) if _traced(arrays["q"]) or not torch_levels.served() else _taken_apart(call)
+
+
+def _taken_apart(call: Call) -> Any:
+    """By derivatives of its own, without an operator."""
+    arrays = {name: _unwrapped(x) for name, x in interop.adopted(call.lib, call.arrays).items()}
+    return torch_levels.run(call.but(arrays=arrays), run)
 
 
 def _derivative(call: Call) -> Any:
     arrays = call.arrays
-    traced = followed(arrays["q"]) or ("dout" in arrays and _traced(arrays["dout"]))
-    if not traced and not _any_dual(arrays) and not _by_operator(call):
+    q, dout = arrays["q"], arrays.get("dout")
+    traced = _traced(q) or (dout is not None and _traced(dout))
+    if not traced and not followed(q) and not _any_dual(arrays) and not _by_operator(call):
         return torch_operators.at_once(call)
     if call.targets:
         raise ValueError(f"{'grads' if call.of.of_gradients else 'tout'} is {_NO_WRITING}")
+    if not traced and torch_levels.served() and not any(map(_is_batched, arrays.values())):
+        return _taken_apart(call)
     results = torch_schema.run(call)
     if not call.of.of_gradients:
         return results

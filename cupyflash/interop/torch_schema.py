@@ -162,6 +162,8 @@ def _encoded(options: dict[str, Any]) -> dict[str, Any]:
 class Arguments:
     """Those of the operator of a pass: the arrays that are given, by name, and the others."""
 
+    with_rows = True  # operators have both results
+
     def __init__(self, of: Pass, args: Sequence[Any]) -> None:
         self.of = of
         names, lists = names_of(of), lists_of(of)
@@ -202,6 +204,11 @@ class Arguments:
     def run(self, of: Pass, arrays: Arrays, wrt: Iterable[str] = (), score: Score | None = None) -> Any:
         """By its operator."""
         return operator(of)(*self.others(of, arrays, wrt, score))
+
+    def below(self, of: Pass, arrays: Arrays, wrt: Iterable[str] = ()) -> Any:
+        """By its operator, whose derivatives nobody asks for: at this level of torch.func, or without."""
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(of)(*self.others(of, arrays, wrt))
 
     def in_front(self, in_dims: Sequence[Any]) -> tuple[Arrays, set[str]]:
         """The arrays with a mapped axis in front, and the names of those that have it; `in_dims` has the form of the
