@@ -14,7 +14,7 @@ from typing import Any
 
 from . import lengths
 from .layouts import doubt, of_layout
-from .passes import BACKWARD, FORWARD, PER_QUERY, Pass
+from .passes import FORWARD, PER_QUERY, Pass
 from .problem import (
     ARRAY_RULES,
     ARRAYS,
@@ -34,7 +34,6 @@ from .problem import (
     MaskKind,
     View,
     check_dropout,
-    check_flag,
     check_options,
     check_out_scale,
     check_scale,
@@ -105,11 +104,6 @@ def fold_descales(options: dict[str, Any], q: Any, descales: dict[str, Any]) -> 
         if names:
             _in_range(option + names, FLOAT8, options[option], None)
     return arrays
-
-
-def pass_of(backward: Any) -> Pass:
-    """What `backward=` asks for."""
-    return BACKWARD if check_flag("backward", backward) else FORWARD
 
 
 _NUMBERED = [(row.name, row.check) for row in OPTIONS if row.number]
@@ -394,7 +388,7 @@ def for_pass(problem: AttentionProblem, of: Pass) -> AttentionProblem:
     """Without the options that a pass does not look at."""
     if of.of_gradients:
         return problem
-    return replace(problem, **{row.name: row.default for row in OPTIONS if row.backward})
+    return replace(problem, **{row.name: row.default for row in OPTIONS if row.of_gradients})
 
 
 def tangents_in(views: dict[str, Any]) -> list[str]:

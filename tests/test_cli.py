@@ -97,7 +97,7 @@ def test_help_cuts_no_summary(run: Run, monkeypatch: pytest.MonkeyPatch, columns
 def test_explain_fits_a_terminal(run: Run) -> None:
     """What kernels are compiled with is told where it is asked for."""
     asked = ("explain", "--shape", "2,8192,16,128", "--causal", "--arch", "sm_90a")
-    for also in ((), ("--backward",)):
+    for also in ((), ("--of", "backward")):
         _, out, _ = run(*asked, *also)
         assert "constants" not in out and max(map(len, out.splitlines())) <= 80
         _, told, _ = run(*asked, *also, "--verbose")
@@ -138,7 +138,7 @@ def test_every_row_of_the_tables_is_an_option(run: Run, command: str) -> None:
     for row in (*OPTIONS, *ARRAYS):
         if (
             getattr(row, "written", True)
-            and not (command == "attend" and getattr(row, "backward", False))
+            and not (command == "attend" and getattr(row, "of_gradients", False))
             and (command, row.name)
             != (
                 "compile",
@@ -626,7 +626,7 @@ def test_explain_plans_without_a_gpu(no_gpu: None, cache: Path) -> None:
     assert (split.family, split.workspace["q_halves"]) == ("sm80", 4 * 64 * 16)
     assert any("two of float16" in note for note in split.notes) and not split.copies
 
-    back = cupyflash.explain((1, 64, 1, 16), dtype="float32", arch="sm_75", backward=True)
+    back = cupyflash.explain((1, 64, 1, 16), dtype="float32", arch="sm_75", of="backward")
     assert back.family == "simt"
     assert any("sm80 needs compute capability 8.0, this GPU has 7.5" in why for why in back.passed_over)
     assert back.workspace["delta"] == 64 * 4
@@ -659,7 +659,7 @@ SHAPE_64 = (2, 64, 4, 64)
 def test_explain_shows_what_gradients_of_arrays_cost() -> None:
     """Kernels of their own, the products that these compute once more, and what is written."""
     given = {"bias": (4, 64, 64), "sinks": (4,), "score": "s + t[h][j - i + 63]", "score_arrays": {"t": (4, 127)}}
-    options = {"dtype": "bf16", "arch": "sm_90a", "backward": True, **given}
+    options = {"dtype": "bf16", "arch": "sm_90a", "of": "backward", **given}
     plain = cupyflash.explain(SHAPE_64, **options)
     told = cupyflash.explain(SHAPE_64, **options, wrt=("bias", "t", "sinks"))
     more = [x.name for x in told.kernels[len(plain.kernels) :]]
@@ -671,13 +671,16 @@ def test_explain_shows_what_gradients_of_arrays_cost() -> None:
     assert "of which bias 32 KiB, sinks 8 B, t 1.984 KiB, dbias 32 KiB" in str(told)
     only_sinks = cupyflash.explain(SHAPE_64, **options, wrt="sinks")
     assert only_sinks.flops == plain.flops and len(only_sinks.kernels) > len(plain.kernels)
-    with pytest.raises(ValueError, match="wrt is 'bias', but backward is False"):
+    with pytest.raises(
+        ValueError,
+        match="wrt is 'bias', but of is 'forward', which has no gradients; it must be 'backward' or 'backward_jvp'",
+    ):
         cupyflash.explain(SHAPE_64, dtype="bf16", **given, wrt="bias")
     with pytest.raises(ValueError, match="wrt holds 'alibi_slopes', but alibi_slopes is not given"):
         cupyflash.explain(SHAPE_64, **options, wrt="alibi_slopes")
     x = np.zeros((1, 64, 2, 16), np.float32)
-    on_cpu = cupyflash.explain(x, bias=np.zeros((64, 64), np.float32), backward=True, wrt="bias")
-    assert on_cpu.flops == cupyflash.explain(x, backward=True).flops * 7 // 5
+    on_cpu = cupyflash.explain(x, bias=np.zeros((64, 64), np.float32), of="backward", wrt="bias")
+    assert on_cpu.flops == cupyflash.explain(x, of="backward").flops * 7 // 5
 
 
 def test_explain_of_nothing() -> None:
@@ -722,7 +725,28 @@ def test_explain_prints_without_rich() -> None:
             ValueError,
             "family is 'simt', but no GPU can be used",
         ),
-        ((X, None, None, {"backward": "no"}), TypeError, "backward is 'no'; it must be True or False"),
+        ((X, None, None, {"backward": True}), TypeError, "argument 'backward'; here it is of='backward'"),
+        (
+            (X, None, None, {"of": "back"}),
+            ValueError,
+            "of is 'back'; it must be one of 'forward', 'backward', 'jvp', 'backward_jvp'",
+        ),
+        ((X, None, None, {"of": True}), ValueError, "of is True; it must be one of 'forward'"),
+        (
+            (X, None, None, {"of": "jvp"}),
+            ValueError,
+            "of is 'jvp', but tangents is (); it must name what moves, as in ('q', 'k')",
+        ),
+        (
+            (X, None, None, {"of": "backward", "tangents": ("q",)}),
+            ValueError,
+            "tangents are given, but of is 'backward'; it must be 'backward_jvp'",
+        ),
+        (
+            (X, None, None, {"of": "forward", "tangents": ("q",)}),
+            ValueError,
+            "tangents are given, but of is 'forward'; it must be 'jvp'",
+        ),
         (
             ((1, 1 << 31, 1, 64), None, None, {"dtype": "bf16", "arch": "sm_90a"}),
             ValueError,
@@ -772,11 +796,13 @@ def test_explain_command(run: Run, cache: Path) -> None:
     assert (code, err) == (0, "")
     for expected in ("2 x 8192 x 16 x 128 bfloat16", "sm_90a", "sm80", "registers", "549.8 GFLOP", "workspace"):
         assert expected in out
-    other = ("--kv-shape", "2,4096,4,128", "--v-shape", "2,4096,4,64", "--key-mask", "--window", "100,0", "--backward")
-    code, out, err = run("explain", *shape, *other)
+    other = ("--kv-shape", "2,4096,4,128", "--v-shape", "2,4096,4,64", "--key-mask", "--window", "100,0")
+    code, out, err = run("explain", *shape, *other, "--of", "backward")
     assert (code, err) == (0, "")
     assert "2 x 4096 x 4 x 128, 64" in out
     assert "key mask" in out and "window (100 keys to the left" in out and "dq_sum" in out
+    code, out, err = run("explain", *shape, "--tangents", "q,v", "--of", "backward_jvp")
+    assert (code, err) == (0, "") and re.search(r"^pass +backward_jvp$", out, re.MULTILINE)
     code, out, err = run("explain", *shape, "--softcap", "30", "--mask", "--bias", "--alibi-slopes", "--sinks")
     assert (code, err) == (0, "")
     assert "causal (bottom right), mask: " in out
@@ -827,7 +853,7 @@ def test_info_tells_of_a_cache_that_is_not_used(run: Run, cache: Path) -> None:
 
 
 def test_compile_fills_the_cache(run: Run, cache: Path) -> None:
-    only = ("--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--causal", "--forward")
+    only = ("--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--causal", "--of", "forward")
     code, out, err = run("compile", *only)
     assert (code, err) == (0, "")
     assert "sm80" in out and "forward" in out and "3 programs" in out  # few queries, too, with shares and without
@@ -868,7 +894,7 @@ def test_compiled_kernels_are_told_as_they_come(
             yield Done(job, 1.0, compiler.Compiled("sm_80", b"", "", found, True))
 
     monkeypatch.setattr(precompile, "compile_all", slow)
-    code, out, _ = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--forward", "--full")
+    code, out, _ = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--of", "forward", "--full")
     assert code == 0 and out.count("\n") > 1
     first, second, *_ = seen
     assert first.startswith("2 programs to compile or to find in the cache, on ") and first.count("\n") == 1
@@ -878,7 +904,7 @@ def test_compiled_kernels_are_told_as_they_come(
 
 def test_compile_that_keeps_nothing_fails(run: Run, cache: Path) -> None:
     cache.write_text("a file where the folder should be")
-    code, out, err = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--forward")
+    code, out, err = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--of", "forward")
     assert code == 2 and "registers" not in out
     assert f"nothing can be kept in the cache folder {cache}" in err and err.count("\n") == 1
 
@@ -888,7 +914,7 @@ def test_compile_without_nvrtc_has_no_table(run: Run, cache: Path, monkeypatch: 
         raise ImportError("compiling kernels needs NVRTC, which cannot be loaded")
 
     monkeypatch.setattr(compiler, "compile_uncached", missing)
-    code, out, err = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--forward")
+    code, out, err = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--of", "forward")
     assert code == 2 and "needs NVRTC" in err and err.count("\n") == 1
     assert out.count("\n") == 1 and "registers" not in out
 
@@ -904,8 +930,8 @@ def test_compiled_is_what_a_call_needs(cache: Path) -> None:
         for causal in (False, True):
             arrays = {name: np.empty((3, 1000, 6, dim), DTYPES[dtype]) for name in "qkv"}
             problem = problem_of(arrays, causal=causal)
-            for backward in (FORWARD, BACKWARD):
-                assert generate(plan(problem, Arch.of("sm_90a"), backward)) in ready, (dtype, dim, causal, backward)
+            for of in (FORWARD, BACKWARD):
+                assert generate(plan(problem, Arch.of("sm_90a"), of)) in ready, (dtype, dim, causal, of)
             for length, heads, heads_k in ((1, 32, 8), (1, 32, 32), (512, 8, 8)):
                 shapes = {"q": (1, length, heads, dim), "k": (1, 9000, heads_k, dim), "v": (1, 9000, heads_k, dim)}
                 problem = problem_of(
@@ -918,6 +944,7 @@ def test_compiled_is_what_a_call_needs(cache: Path) -> None:
     ("arguments", "message"),
     [
         (["--arch", "sm_42"], "arch is 'sm_42'"),
+        (["--arch", "sm_80", "--of", "jvp"], "of is 'jvp'; it must be one of 'forward', 'backward'"),
         (["--arch", "sm_80", "--dtype", "int8"], "dtype is 'int8'; it must be one of"),
         (["--arch", "sm_80", "--family", "sm1"], "family is 'sm1'"),
         (["--arch", "sm_75", "--family", "sm80", "--dtype", "fp16"], "needs compute capability 8.0"),
@@ -933,7 +960,7 @@ def test_compile_tells_of_a_refused_source(run: Run, cache: Path, monkeypatch: p
     from cupyflash.gpu import programs
 
     monkeypatch.setattr(programs, "generate", lambda plan: "this is no CUDA")
-    code, out, _ = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--forward", "--full")
+    code, out, _ = run("compile", "--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--of", "forward", "--full")
     assert code == 1
     assert "failed" in out and "cannot compile for sm_80" in out
 

@@ -368,11 +368,11 @@ def test_each_share_has_keys(seq_q: int, seq_k: int) -> None:
 def test_explain_tells_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explanation, "_compiled", lambda chosen: ({}, ()))
     q, k = (1, 4096, 32, 128), (1, 4096, 1, 128)
-    (note,) = explanation.explain(q, k, k, dtype="bfloat16", arch="sm_90a", backward=True).notes
+    (note,) = explanation.explain(q, k, k, dtype="bfloat16", arch="sm_90a", of="backward").notes
     assert note.startswith("the queries of a head of keys are dealt out in 8 shares")
     (note,) = explanation.explain((1, 1, 32, 128), k, k, dtype="bfloat16", arch="sm_90a").notes
     assert note == "the keys of a query tile are dealt out in 16 shares: query tiles are few"
-    assert explanation.explain(q, q, q, dtype="bfloat16", arch="sm_90a", backward=True).notes == ()
+    assert explanation.explain(q, q, q, dtype="bfloat16", arch="sm_90a", of="backward").notes == ()
 
 
 def test_sums_of_shares_are_as_many_as_a_thread_holds() -> None:
