@@ -68,7 +68,8 @@ struct Block : KeyBlock<Shared> {
         FromShared<KTile> k_operand{s.k_tile(), warp_key};
         if constexpr (STAGES == 2) {
             load_queries(next(at), 1 - stage, [&](auto next_q, auto next_do) {
-                constexpr int LATER = ALONG && DIM / 16 > next_q.PIECES && DIM / 16 > next_do.PIECES, STEPS = DIM / 16 - LATER;
+                constexpr int LATER = ALONG && DIM / 16 > next_q.PIECES && DIM / 16 > next_do.PIECES,
+                              STEPS = DIM / 16 - LATER;
                 mma_ABt<DIM, true>(probabilities, k_operand, s.q_tile(stage), warp_query, [&](int k) {
                     if (k < LATER) return;
                     next_q.template part<STEPS>(k - LATER);
@@ -122,34 +123,23 @@ struct Block : KeyBlock<Shared> {
 
         // dQ += dS K. The additions in memory ride along the products that follow, dV += P^T dO and dK += dS^T Q: in one
         // burst they would hold up the loads of those.
-        int dq_row = warp % DQ_ROW_WARPS * DQ_M, dq_column = warp / DQ_ROW_WARPS * DQ_N;  // in fragments
-        Accumulator<DQ_M, DQ_N> dq;
-        dq.clear();
-        if (DQ_EVEN || dq_column < DIM / 8) {
-            mma_AB<KEYS>(dq, FromTransposed<STile>{s.ds_tile(), 16 * dq_row}, s.k_tile(), 8 * dq_column, Nothing(),
-                         k_unit * ds_power.unit);
-        }
+        DqPart dq(warp);
+        dq.multiply(s.ds_tile(), s.k_tile(), k_unit * ds_power.unit);
         long long number = QueryTiles<ROWS>::number(p, at.head, tile_q);
         if (DETERMINISTIC) wait_for_turn(p, at.head, tile_q, number, tile);
-        Accum* dq_sum = dq_fragment(p, number, dq_row, dq_column);
-        auto add_dq = [&](int step, auto steps) {
-            constexpr int FRAGMENTS = DQ_M * DQ_N, EACH = (FRAGMENTS + steps.value - 1) / steps.value;
-#pragma unroll
-            for (int f = step * EACH; f < (step + 1) * EACH && f < FRAGMENTS; f++) {
-                int m = f / DQ_N, n = f % DQ_N;
-                if (DQ_EVEN || dq_column + n < DIM / 8) red_add_4(dq_sum + 128 * (m * (DIM / 8) + n), dq.x[m][n]);
-            }
+        Accum* dq_sum = dq.place(p, number);
+        constexpr int OF_PRODUCT = ROWS / 16, STEPS = OF_PRODUCT * (1 + SHARE);
+        auto along = [&](int product) {
+            return [&, product](int k) { dq.add<STEPS>(dq_sum, OF_PRODUCT * product + k); };
         };
-        constexpr int STEPS = ROWS / 16;
         if constexpr (SHARE) {
             mma_AB<ROWS>(dv, FromShared<STile>{s.p_tile(), warp_key}, s.do_tile(stage),
-                         column_warp * (DIM_V / COLUMN_WARPS), [&](int k) { add_dq(k, Constant<2 * STEPS>()); },
-                         do_unit / p_times);
-            mma_AB<ROWS>(dk, FromShared<STile>{s.ds_tile(), warp_key}, s.q_tile(stage), column_warp * (DIM / COLUMN_WARPS),
-                         [&](int k) { add_dq(STEPS + k, Constant<2 * STEPS>()); }, q_unit * ds_power.unit);
+                         column_warp * (DIM_V / COLUMN_WARPS), along(0), do_unit / p_times);
+            mma_AB<ROWS>(dk, FromShared<STile>{s.ds_tile(), warp_key}, s.q_tile(stage),
+                         column_warp * (DIM / COLUMN_WARPS), along(1), q_unit * ds_power.unit);
         } else {
-            mma_AB<ROWS>(dk, FromRegisters<M, WARP_QUERIES / 8>{ds, ds_power.times}, s.q_tile(stage), 0,
-                         [&](int k) { add_dq(k, Constant<STEPS>()); }, q_unit * ds_power.unit);
+            mma_AB<ROWS>(dk, FromRegisters<M, WARP_QUERIES / 8>{ds, ds_power.times}, s.q_tile(stage), 0, along(0),
+                         q_unit * ds_power.unit);
         }
         leave(at, number);
     }
