@@ -8,6 +8,9 @@
 // With COLUMN_WARPS of 2 or 4, that many warps share their keys: each computes the scores of its part of the queries,
 // P and dS both go through shared memory, and each warp owns its part of the columns of dK and dV. The tiles of a warp
 // are nearer to squares then, so that shared memory, which is what binds, is read less often.
+//
+// WIDE heads fill shared memory with one stage, and registers with dK and dV: dQ is added up half after half, dK comes before
+// dV, and the next Q arrives under dV, the next dO under S (docs/notes/wide-heads.md).
 #include "attention/dropped.cuh"
 #include "attention/exact_delta.cuh"
 #include "attention/mask.cuh"
@@ -26,7 +29,7 @@ constexpr bool SHARE = COLUMN_WARPS > 1;
 constexpr int SIZE = sizeof(Accum);  // of lse and delta
 constexpr bool ALONG = DIM > 64;  // exponentials are taken along the product for dP (of few steps: slower, measured)
 static_assert(KEYS % (16 * KEY_WARPS) == 0 && WARP_QUERIES % 16 == 0 && COLUMN_WARPS % QUERY_WARPS == 0 &&
-              DIM % (16 * COLUMN_WARPS) == 0 && DIM_V % (16 * COLUMN_WARPS) == 0);
+              DIM % (16 * COLUMN_WARPS) == 0 && DIM_V % (16 * COLUMN_WARPS) == 0 && (!WIDE || (SHARE && STAGES == 1)));
 
 using QTile = OperandTile<ROWS, DIM>;
 using DOTile = OperandTile<ROWS, DIM_V>;
@@ -124,21 +127,29 @@ struct Block {
         return has ? Step{at.head, step, at.end} : first_of(at.head.other(at.head.q + 1));
     }
 
-    // along(copy of Q, copy of dO), with what else a step brings.
+    // along(copy of Q, copy of dO), with what else a step brings, which comes with Q where that is before dO.
     template <class F>
     __device__ void load_queries(const Step& at, int stage, F along) const {
         int tile_q = walk::LISTED && !has(at) ? 0 : walk.tile(at.step);
         int i = tile_q * ROWS, rows = has(at) ? at.head.live_queries(p).end - i : 0;
         auto q = operand_rows<OfQ>(p, at.head, i, rows), d = operand_rows<OfDO>(p, at.head, i, rows);
+        auto load_values = [&] {
+            constexpr int EACH = VECTOR<Accum>, COPIES = 2 * ROWS / EACH;
+            static_assert(COPIES <= THREADS);
+            const Accum* values = prepared_rows<ROWS>(p, at.head, tile_q);
+            if (threadIdx.x < COPIES) cp_async_16(s.row_values(stage) + 16 * threadIdx.x, values + EACH * threadIdx.x, rows > 0);
+        };
+        if (WIDE) load_values();
         along(AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(s.q_tile(stage), q),
               AsyncCopy<THREADS, ROWS, DOTile::COLUMNS>(s.do_tile(stage), d));
-        constexpr int EACH = VECTOR<Accum>, COPIES = 2 * ROWS / EACH;
-        static_assert(COPIES <= THREADS);
-        const Accum* values = prepared_rows<ROWS>(p, at.head, tile_q);
-        if (threadIdx.x < COPIES) cp_async_16(s.row_values(stage) + 16 * threadIdx.x, values + EACH * threadIdx.x, rows > 0);
+        if (!WIDE) load_values();
     }
     __device__ void load_queries(const Step& at, int stage) const {
-        load_queries(at, stage, [](auto q, auto d) { q.all(), d.all(); });
+        load_queries(at, stage, [](auto q, auto d) {
+            q.all();
+            if (WIDE) cp_async_commit();
+            d.all();
+        });
         cp_async_commit();
     }
 
@@ -160,15 +171,16 @@ struct Block {
         }
     }
 
-    // Q, dO and the queries' numbers of a tile have arrived.
+    // These of Q and dO, and the queries' numbers, of a tile have arrived.
+    template <bool Q, bool DO>
     __device__ void clear_queries(const Head& head, int first, int stage) const {
         if constexpr (CLEARS_QUERIES) {
             if (!KEY_MASK && first >= head.live_queries(p).begin) return;
             int live = head.live_queries(p).begin - first;
             DeadRows<ROWS> dead([&](int i) { return i < live || is_blind(s.row_values(stage), i); });
             if (!dead.any()) return;
-            dead.clear<WARPS>(s.q_tile(stage), warp);
-            dead.clear<WARPS>(s.do_tile(stage), warp);
+            if (Q) dead.clear<WARPS>(s.q_tile(stage), warp);
+            if (DO) dead.clear<WARPS>(s.do_tile(stage), warp);
             __syncthreads();
         }
     }
@@ -183,9 +195,9 @@ struct Block {
         // What the tile's Q, dO and the keys have in memory, while it arrives.
         float q_unit = operand_unit<OfQ>(p, at.head, tile_q), do_unit = operand_unit<OfDO>(p, at.head, tile_q);
         KeysSeen<WARP_KEYS> seen(pairs, j0);
-        cp_async_wait<0>();
-        __syncthreads();  // the tile has arrived, and everybody is done with the one before
-        clear_queries(at.head, tile_q * ROWS, stage);
+        cp_async_wait<WIDE ? 1 : 0>();
+        __syncthreads();  // the tile has arrived (of WIDE, Q), and everybody is done with the one before
+        clear_queries<true, !WIDE>(at.head, tile_q * ROWS, stage);
 
         // S^T = K Q^T. The copies of the next tile ride along from the second step on, where there are steps enough: their
         // addresses are not to be reckoned between the arrival of this tile and its first product.
@@ -231,6 +243,11 @@ struct Block {
             probabilities.each(exponential, slopes);
             settle();
         }
+        if constexpr (WIDE) {
+            cp_async_wait<0>();
+            __syncthreads();  // dO has arrived
+            clear_queries<false, true>(at.head, tile_q * ROWS, stage);
+        }
         ds.clear();
         mma_ABt<DIM_V>(ds, FromShared<VTile>{s.v_tile(), warp_key}, s.do_tile(stage), warp_query, [&](int k) {
             if constexpr (ALONG) probabilities.template part<DIM_V / 16>(k, exponential, slopes);
@@ -256,11 +273,14 @@ struct Block {
         // burst they would hold up the loads of those.
         int dq_row = warp % DQ_ROW_WARPS * DQ_M, dq_column = warp / DQ_ROW_WARPS * DQ_N;  // in fragments
         Accumulator<DQ_M, DQ_N> dq;
-        dq.clear();
-        if (DQ_EVEN || dq_column < DIM / 8) {
-            mma_AB<KEYS>(dq, FromTransposed<STile>{s.ds_tile(), 16 * dq_row}, s.k_tile(), 8 * dq_column, Nothing(),
-                         k_unit * ds_power.unit);
-        }
+        auto multiply_dq = [&] {
+            dq.clear();
+            if (DQ_EVEN || dq_column < DIM / 8) {
+                mma_AB<KEYS>(dq, FromTransposed<STile>{s.ds_tile(), 16 * dq_row}, s.k_tile(), 8 * dq_column, Nothing(),
+                             k_unit * ds_power.unit);
+            }
+        };
+        multiply_dq();
         long long number = QueryTiles<ROWS>::number(p, at.head, tile_q);
         if (DETERMINISTIC) wait_for_turn(p, at.head, tile_q, number, tile);
         Accum* dq_sum = dq_fragment(p, number, dq_row, dq_column);
@@ -273,7 +293,25 @@ struct Block {
             }
         };
         constexpr int STEPS = ROWS / 16;
-        if constexpr (SHARE) {
+        if constexpr (WIDE) {
+            mma_AB<ROWS>(dk, FromShared<STile>{s.ds_tile(), warp_key}, s.q_tile(stage), column_warp * (DIM / COLUMN_WARPS),
+                         [&](int k) { add_dq(k, Constant<STEPS>()); });
+            __syncthreads();  // everybody is done with Q
+            dq_column += DQ_COLUMN_WARPS * DQ_N;
+            dq_sum = dq_fragment(p, number, dq_row, dq_column);
+            multiply_dq();
+            load_queries(next(at), stage, [&](auto next_q, auto next_do) {
+                mma_AB<ROWS>(dv, FromShared<STile>{s.p_tile(), warp_key}, s.do_tile(stage),
+                             column_warp * (DIM_V / COLUMN_WARPS), [&](int k) {
+                                 next_q.template part<STEPS>(k);
+                                 add_dq(k, Constant<STEPS>());
+                             });
+                cp_async_commit();
+                __syncthreads();  // everybody is done with dO
+                next_do.all();
+            });
+            cp_async_commit();
+        } else if constexpr (SHARE) {
             mma_AB<ROWS>(dv, FromShared<STile>{s.p_tile(), warp_key}, s.do_tile(stage),
                          column_warp * (DIM_V / COLUMN_WARPS), [&](int k) { add_dq(k, Constant<2 * STEPS>()); },
                          do_unit / p_times);
@@ -283,7 +321,7 @@ struct Block {
             mma_AB<ROWS>(dk, FromRegisters<M, WARP_QUERIES / 8>{ds, ds_power.times}, s.q_tile(stage), 0,
                          [&](int k) { add_dq(k, Constant<STEPS>()); }, q_unit * ds_power.unit);
         }
-        if (STAGES == 1) {
+        if (STAGES == 1 && !WIDE) {
             __syncthreads();
             load_queries(next(at), 0);
         }
