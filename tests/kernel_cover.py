@@ -146,7 +146,7 @@ def wide() -> Iterator[AttentionProblem]:
 
 
 def cover(family: str, arch: str) -> Iterator[AttentionProblem]:
-    if family == "sm80" and arch in (*THOROUGH[family], "sm_90a"):  # each has tiles of its own
+    if family in ("sm80", "sm90") and arch in (*THOROUGH[family], "sm_90a"):  # each has tiles of its own
         yield from wide()
     if arch in THOROUGH[family]:
         yield from problems()

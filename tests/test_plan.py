@@ -61,10 +61,12 @@ def test_family(dtype: str, dims: tuple[int, int], arch: Arch, family: str) -> N
 
 @pytest.mark.parametrize("arch", [A100, L40, H200])
 def test_wide_heads_are_for_tensor_cores(arch: Arch) -> None:
-    """Of 16 bits, up to 576, forward and backward; whatever the GPU's shared memory."""
+    """Of 16 bits, up to 576, forward and backward; whatever the GPU's shared memory. On Hopper the forward up to 512
+    columns of V is its own."""
     for dims in ((257, 257), (512, 512), (576, 576), (64, 512), (576, 8)):
         for of in (FORWARD, BACKWARD):
-            assert plan(problem("bfloat16", *dims), arch, of).family == "sm80"
+            own = arch is H200 and of is FORWARD and dims[1] <= 512
+            assert plan(problem("bfloat16", *dims), arch, of).family == ("sm90" if own else "sm80")
             assert plan(problem("float32", *dims), arch, of).family == "simt"
     assert plan(problem("bfloat16", 577), arch).family == "simt"
     reason = "sm80 takes head dimensions up to 256 in a jvp of float16, not 512 and 512"
@@ -79,6 +81,20 @@ def test_tiles_of_wide_heads_have_one_order_of_products() -> None:
     assert not tiles.possible(tiles.tile((32, 32, 8, 1, 1, 1)), problem("float16", 64, 257))
 
 
+@pytest.mark.parametrize(("dim_v", "parts", "columns"), [(256, 1, 256), (257, 2, 192), (400, 2, 256), (512, 2, 256)])
+def test_hopper_shares_out_columns_of_values(dim_v: int, parts: int, columns: int) -> None:
+    """Over thread blocks, each with its part of them; a row that keys' shares leave has all."""
+    told, few = (plan(problem("bfloat16", 512, dim_v, seq_q=n, seq_k=8192), H200) for n in (1000, 1))
+    assert (constants(told)["V_PARTS"], constants(told)["DIM_V"]) == (parts, columns)
+    one = plan(problem("bfloat16", 512, 256, seq_q=1000, seq_k=8192), replace(H200, sms=10**6))
+    many = plan(problem("bfloat16", 512, dim_v, seq_q=1000, seq_k=8192), replace(H200, sms=10**6))
+    assert (
+        many.launches[0].grid // dict(many.scalars)["shares"]
+        == parts * one.launches[0].grid // dict(one.scalars)["shares"]
+    )
+    assert next(x.shape for x in few.workspace if x.name == "share_out")[1] == parts * columns
+
+
 @pytest.mark.parametrize("dims", [(8, 8), (64, 64), (59, 111), (128, 128), (192, 128), (256, 256)])
 def test_hopper_has_its_own_kernels(dims: tuple[int, int]) -> None:
     for dtype in ("float16", "bfloat16"):
@@ -90,7 +106,7 @@ def test_hopper_has_its_own_kernels(dims: tuple[int, int]) -> None:
 def test_reasons_of_the_families_passed_over() -> None:
     reasons = {
         ("float16", 64, A100): "sm90 is for compute capability 9.0, this GPU has 8.0",
-        ("float16", 0, H200): "sm90 takes head dimensions from 1 to 256, not 0 and 0",
+        ("float16", 0, H200): "sm90 takes head dimensions from 1 to 576 and 512 in a forward, not 0 and 0",
         ("float16", 64, T4): "sm80 needs compute capability 8.0, this GPU has 7.5",
         ("float16", 600, A100): "sm80 takes head dimensions up to 576 in a forward of float16, not 600 and 600",
         ("float32", 512, A100): "sm80 takes head dimensions up to 256 in a forward of float32, not 512 and 512",
