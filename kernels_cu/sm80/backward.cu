@@ -8,9 +8,13 @@
 // With COLUMN_WARPS of 2 or 4, that many warps share their keys: each computes the scores of its part of the queries,
 // P and dS both go through shared memory, and each warp owns its part of the columns of dK and dV. The tiles of a warp
 // are nearer to squares then, so that shared memory, which is what binds, is read less often.
+//
+// WIDE heads fill shared memory with one stage, and registers with dK and dV: dQ is added up half after half, dK comes before
+// dV, and the next Q arrives under dV, the next dO under S (docs/notes/wide-heads.md).
 #include "sm80/key_block.cuh"
 
 constexpr bool ALONG = DIM > 64;  // exponentials are taken along the product for dP (of few steps: slower, measured)
+static_assert(!WIDE || (SHARE && STAGES == 1));
 
 // Where things lie in shared memory.
 struct Shared {
@@ -51,9 +55,9 @@ struct Block : KeyBlock<Shared> {
         // What the tile's Q, dO and the keys have in memory, while it arrives.
         float q_unit = operand_unit<OfQ>(p, at.head, tile_q), do_unit = operand_unit<OfDO>(p, at.head, tile_q);
         KeysSeen<WARP_KEYS> seen(pairs, j0);
-        cp_async_wait<0>();
-        __syncthreads();  // the tile has arrived, and everybody is done with the one before
-        clear_queries(at.head, tile_q * ROWS, stage);
+        cp_async_wait<WIDE ? 1 : 0>();
+        __syncthreads();  // the tile has arrived (of WIDE, Q), and everybody is done with the one before
+        clear_queries<true, !WIDE>(at.head, tile_q * ROWS, stage);
 
         // S^T = K Q^T. The copies of the next tile ride along from the second step on, where there are steps enough: their
         // addresses are not to be reckoned between the arrival of this tile and its first product.
@@ -100,6 +104,11 @@ struct Block : KeyBlock<Shared> {
             probabilities.each(exponential, slopes);
             settle();
         }
+        if constexpr (WIDE) {
+            cp_async_wait<0>();
+            __syncthreads();  // dO has arrived
+            clear_queries<false, true>(at.head, tile_q * ROWS, stage);
+        }
         ds.clear();
         mma_ABt<DIM_V>(ds, FromShared<VTile>{s.v_tile(), warp_key}, s.do_tile(stage), warp_query, [&](int k) {
             if constexpr (ALONG) probabilities.template part<DIM_V / 16>(k, exponential, slopes);
@@ -132,7 +141,25 @@ struct Block : KeyBlock<Shared> {
         auto along = [&](int product) {
             return [&, product](int k) { dq.add<STEPS>(dq_sum, OF_PRODUCT * product + k); };
         };
-        if constexpr (SHARE) {
+        if constexpr (WIDE) {
+            mma_AB<ROWS>(dk, FromShared<STile>{s.ds_tile(), warp_key}, s.q_tile(stage),
+                         column_warp * (DIM / COLUMN_WARPS), [&](int k) { dq.add<OF_PRODUCT>(dq_sum, k); });
+            __syncthreads();  // everybody is done with Q
+            dq.next();
+            dq_sum = dq.place(p, number);
+            dq.multiply(s.ds_tile(), s.k_tile(), k_unit * ds_power.unit);
+            load_queries(next(at), stage, [&](auto next_q, auto next_do) {
+                mma_AB<ROWS>(dv, FromShared<STile>{s.p_tile(), warp_key}, s.do_tile(stage),
+                             column_warp * (DIM_V / COLUMN_WARPS), [&](int k) {
+                                 next_q.template part<OF_PRODUCT>(k);
+                                 dq.add<OF_PRODUCT>(dq_sum, k);
+                             });
+                cp_async_commit();
+                __syncthreads();  // everybody is done with dO
+                next_do.all();
+            });
+            cp_async_commit();
+        } else if constexpr (SHARE) {
             mma_AB<ROWS>(dv, FromShared<STile>{s.p_tile(), warp_key}, s.do_tile(stage),
                          column_warp * (DIM_V / COLUMN_WARPS), along(0), do_unit / p_times);
             mma_AB<ROWS>(dk, FromShared<STile>{s.ds_tile(), warp_key}, s.q_tile(stage),

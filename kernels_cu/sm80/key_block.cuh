@@ -104,13 +104,21 @@ struct KeyBlock {
     __device__ auto copy_queries(const Step& at, Tile tile, int i, int rows) const {
         return AsyncCopy<THREADS, ROWS, Tile::COLUMNS>(tile, operand_rows<Of>(p, at.head, i, rows));
     }
-    // along(copies of Q, dO and their tangents), with what else a step brings.
+    // along(copies of Q, dO and their tangents), with what else a step brings, which comes with Q where that is before dO.
     template <class F>
     __device__ void load_queries(const Step& at, int stage, F along) const {
         int tile_q = walk::LISTED && !has(at) ? 0 : walk.tile(at.step);
         int i = tile_q * ROWS, rows = has(at) ? at.head.live_queries(p).end - i : 0;
         auto q = copy_queries<OfQ>(at, s.q_tile(stage), i, rows);
         auto d = copy_queries<OfDO>(at, s.do_tile(stage), i, rows);
+        auto load_values = [&] {
+            constexpr int EACH = VECTOR<Accum>, COPIES = Shared::NUMBERS * ROWS / EACH;
+            static_assert(COPIES <= THREADS);
+            const Accum* values = Shared::numbers(p, QueryTiles<ROWS>::number(p, at.head, tile_q));
+            if (threadIdx.x < COPIES)
+                cp_async_16(s.row_values(stage) + 16 * threadIdx.x, values + EACH * threadIdx.x, rows > 0);
+        };
+        if (WIDE) load_values();
         auto with_d = [&](auto... others) {
             if constexpr (TDOUT)
                 along(q, d, copy_queries<OfTDO>(at, s.tdo_tile(stage), i, rows), others...);
@@ -121,14 +129,14 @@ struct KeyBlock {
             with_d(copy_queries<OfTQ>(at, s.tq_tile(stage), i, rows));
         else
             with_d();
-        constexpr int EACH = VECTOR<Accum>, COPIES = Shared::NUMBERS * ROWS / EACH;
-        static_assert(COPIES <= THREADS);
-        const Accum* values = Shared::numbers(p, QueryTiles<ROWS>::number(p, at.head, tile_q));
-        if (threadIdx.x < COPIES)
-            cp_async_16(s.row_values(stage) + 16 * threadIdx.x, values + EACH * threadIdx.x, rows > 0);
+        if (!WIDE) load_values();
     }
     __device__ void load_queries(const Step& at, int stage) const {
-        load_queries(at, stage, [](auto... copies) { (copies.all(), ...); });
+        load_queries(at, stage, [](auto q, auto... others) {
+            q.all();
+            if (WIDE) cp_async_commit();
+            (others.all(), ...);
+        });
         cp_async_commit();
     }
 
@@ -157,15 +165,16 @@ struct KeyBlock {
         }
     }
 
-    // Q, dO and the queries' numbers of a tile have arrived.
+    // These of Q and dO, and the queries' numbers, of a tile have arrived.
+    template <bool Q = true, bool DO = true>
     __device__ void clear_queries(const Head& head, int first, int stage) const {
         if constexpr (CLEARS_QUERIES) {
             if (!KEY_MASK && first >= head.live_queries(p).begin) return;
             int live = head.live_queries(p).begin - first;
             DeadRows<ROWS> dead([&](int i) { return i < live || is_blind(s.row_values(stage), i); });
             if (!dead.any()) return;
-            dead.clear<WARPS>(s.q_tile(stage), warp);
-            dead.clear<WARPS>(s.do_tile(stage), warp);
+            if (Q) dead.clear<WARPS>(s.q_tile(stage), warp);
+            if (DO) dead.clear<WARPS>(s.do_tile(stage), warp);
             if constexpr (TQ) dead.clear<WARPS>(s.tq_tile(stage), warp);
             if constexpr (TDOUT) dead.clear<WARPS>(s.tdo_tile(stage), warp);
             __syncthreads();
@@ -174,7 +183,7 @@ struct KeyBlock {
 
     // This warp is done with the tile of queries that has this number.
     __device__ void leave(const Step& at, long long number) const {
-        if (STAGES == 1) {
+        if (STAGES == 1 && !WIDE) {
             __syncthreads();
             load_queries(next(at), 0);
         }

@@ -42,7 +42,7 @@ constexpr bool EARLY = ROOMY && Q_STAGES > 1 && !SHARES;
 
 // Whether the producer tells the others all of a tile, so that they need no divisions between two tiles, or only
 // its number: beside three warpgroups it has no registers for more.
-constexpr bool TELL = ROOMY && !SHARES;
+constexpr bool TELL = ROOMY && !SHARES && V_PARTS == 1;
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
@@ -65,9 +65,9 @@ template <bool IN_PAGES>
 struct KeyPlaces {
     __device__ static KeyPlaces of(const Params&, const Head&, int) { return {}; }
     template <class Tile>
-    __device__ void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key,
-                         const Head& head) const {
-        tile.load(map, barrier, head.at_key(p, key));
+    __device__ void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head,
+                         int column = 0) const {
+        tile.load(map, barrier, head.at_key(p, key, column));
     }
 };
 template <>
@@ -85,11 +85,11 @@ struct KeyPlaces<true> {
         return {at.row, at.batch};
     }
     template <class Tile>
-    __device__ void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int,
-                         const Head& head) const {
+    __device__ void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int, const Head& head,
+                         int column = 0) const {
 #pragma unroll 4
         for (int n = 0; n < BOXES; n++) {
-            InMap at{__shfl_sync(~0u, row, n), head.k, __shfl_sync(~0u, page, n), 0};
+            InMap at{__shfl_sync(~0u, row, n), head.k, __shfl_sync(~0u, page, n), column};
             if (leads()) tile.from(n * KEY_BOX).load(map, barrier, at);
         }
     }
@@ -101,15 +101,15 @@ template <bool TURNED>
 struct Values {
     using Tile = SwizzledTile<KEYS, DIM_V>;
     __device__ static void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key,
-                                const Head& head, const KeyPlace& place) {
-        place.load(p, tile, map, barrier, key, head);
+                                const Head& head, const KeyPlace& place, int column) {
+        place.load(p, tile, map, barrier, key, head, column);
     }
 };
 template <>
 struct Values<true> {
     using Tile = SwizzledTile<DIM_V, KEYS>;
     __device__ static void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int key,
-                                const Head& head, const KeyPlace&) {
+                                const Head& head, const KeyPlace&, int) {
         tile.load(map, barrier, head.at_turned_key(key));
     }
 };
@@ -122,16 +122,21 @@ constexpr int Q_BYTES = (1 + TQ) * QTile::BYTES, K_BYTES = (1 + TK) * KTile::BYT
 
 using TileWalk = KeyWalk<KEYS, ROWS>;  // (what is listed is not packed)
 
-// SHARES: each tile so many times, with a share of its keys.
+// V_PARTS: wide rows of V and O come in parts of DIM_V columns, each of a thread block that computes S by itself. Where it begins:
+__device__ inline int first_column(const Tile& tile) { return V_PARTS > 1 ? tile.part * DIM_V : 0; }
+
+// Each tile so many times, with a part of the columns of V; SHARES: with a share of its keys.
 struct TileSchedule : PackSchedule<HEAD_ROWS, PACK> {
     using Whole = PackSchedule<HEAD_ROWS, PACK>;
 
     __device__ TileSchedule(const Params& p) : Whole(p) {}
-    __device__ int total() const { return Whole::total() * (SHARES ? p.shares : 1); }  // (not BY_LENGTH)
+    __device__ int total() const { return Whole::total() * V_PARTS * (SHARES ? p.shares : 1); }  // (not BY_LENGTH)
     __device__ Tile tile(int number) const {
-        if constexpr (!SHARES) return Whole::tile(number);
-        Tile tile = Whole::tile(number / p.shares);
-        tile.share = number % p.shares;
+        if constexpr (!SHARES && V_PARTS == 1) return Whole::tile(number);
+        int of_part = number / V_PARTS, shares = SHARES ? p.shares : 1;
+        Tile tile = Whole::tile(of_part / shares);
+        tile.part = number % V_PARTS;
+        if (SHARES) tile.share = of_part % shares;
         return tile;
     }
 };
@@ -184,6 +189,7 @@ using Pairwise = PairTiles<ROWS>;  // mask and bias
 static_assert(!(PAIR_ARRAYS || walk::LISTED || DROPOUT) || PACK == 1);
 static_assert(!O_STRIPS || !O_STAGED && SUM_TILES == 0 && Q_STAGES == 1);
 static_assert(!TURNED || KEYS % 32 == 0);  // P V takes so many at once
+static_assert(V_PARTS == 1 || !(TURNED || BY_LENGTH));
 
 struct TensorMaps : PairMaps, QTangentMap<TQ>, KTangentMap<TK>, VTangentMap<TV> {
     TensorMap q, k, v, out;  // (of tO where there are tangents)
@@ -329,7 +335,7 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
             mbarrier_arrive_expect(s.v.full(), V_BYTES);
         }
         auto fill = [&](VTile to, const TensorMap& map) {
-            Values<TURNED>::load(p, to, map, s.v.full(), tile_k * KEYS, tile.head, place);
+            Values<TURNED>::load(p, to, map, s.v.full(), tile_k * KEYS, tile.head, place, first_column(tile));
         };
         if constexpr (WITH_V) fill(s.v_tile(), maps.v);
         if constexpr (TV) fill(s.tv_tile(), maps.tv);

@@ -8,6 +8,7 @@ struct Tile {
     Head head;  // the first of those whose queries it has
     Range queries;
     int share = 0;  // of the keys that it visits, where they are dealt out
+    int part = 0;   // of the columns of V, where these are
 
     // Whether it is the place of no tile, among those of packed sequences.
     __device__ bool none() const { return config::PACKED_Q && queries.end == 0; }
