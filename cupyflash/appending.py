@@ -1,6 +1,7 @@
 """Appending to caches in place: new rows of k and v behind those that are there, and attention to all of them.
 
-It is put together from array operations that write, and `attention`; nothing waits for the device.
+It is put together from a launch that writes (gpu/append.py), elsewhere from array operations, and `attention`; nothing
+waits for the device.
 """
 
 from __future__ import annotations
@@ -138,6 +139,10 @@ def _in_slots(lib: Library, arrays: Arrays, views: Views, layout: str, check: bo
     held = _on_host(lib, arrays, views, ("slots",), check)
     if held is not None:
         caches.check_slots(held["slots"], entries * rows)
+    if (kernel := _kernel(lib, arrays)) is not None:
+        place = kernel.Place.in_slots(views["slots"].shape, (entries, rows))
+        if kernel.append(lib, arrays, place, layout, False) is not None:
+            return ()
     with _device_of(lib, arrays["k_cache"]):
         places = caches.at_slots(xp, arrays["slots"], entries, rows)
         return _written(lib, xp, arrays, places, layout)
@@ -157,20 +162,41 @@ def _behind(
     if held is not None:
         turned = views["rotary[0]"].shape[0] if "rotary[0]" in views else None
         caches.check_behind(problem, held, rows, turned)
-    with _device_of(lib, arrays["k_cache"]):
-        found = caches.behind(xp, problem, rows, {name: arrays[name] for name in lengths})
-        q, arrays = adopted["q"], dict(arrays)
-        if "rotary[0]" in arrays:
-            by = arrays["rotary[0]"], arrays["rotary[1]"], found.positions, interleaved
-            arrays["k_new"] = _rows_first(rotate(xp, _rows_first(arrays["k_new"], layout), *by), layout)
-            q = _rows_first(rotate(xp, _rows_first(q, layout), *by), layout) if attends else q
-        changed = _written(lib, xp, arrays, found.places, layout)
+    turns = attends and "rotary[0]" in arrays
+    q, arrays = adopted["q"], {name: x for name, x in arrays.items() if name != "q"}
+    changed: tuple[Array, ...] = ()
+    done = None
+    if (kernel := _kernel(lib, arrays)) is not None:
+        place = kernel.Place.behind(problem, rows, to_bshd(views["k_cache"].shape, layout)[:2])
+        done = kernel.append(lib, arrays | ({"q": q} if turns else {}), place, layout, interleaved)
+    if done is not None:
+        totals, q = done[0], done[1] if turns else q
+    else:
+        with _device_of(lib, arrays["k_cache"]):
+            found = caches.behind(xp, problem, rows, {name: arrays[name] for name in lengths})
+            totals = found.totals
+            if "rotary[0]" in arrays:
+                by = arrays["rotary[0]"], arrays["rotary[1]"], found.positions, interleaved
+                arrays["k_new"] = _rows_first(rotate(xp, _rows_first(arrays["k_new"], layout), *by), layout)
+                q = _rows_first(rotate(xp, _rows_first(q, layout), *by), layout) if turns else q
+            changed = _written(lib, xp, arrays, found.places, layout)
     if not attends:
         return changed
     k, v = changed or (arrays["k_cache"], arrays["v_cache"])
-    call = call.but(arrays=adopted | {"q": q, "k": k, "v": v, "seqlens_k": found.totals}, targets=targets)
+    call = call.but(arrays=adopted | {"q": q, "k": k, "v": v, "seqlens_k": totals}, targets=targets)
     out, lse = (lib.recorder(call) or dispatch.run)(call)
     return (out, *((lse,) if call.return_lse else ()), *changed)
+
+
+def _kernel(lib: Any, arrays: Arrays) -> Any:
+    """The module that launches, where arrays lie on a GPU and nobody follows them."""
+    if lib.kind == "cupy" or (
+        lib.kind == "torch" and arrays["k_cache"].is_cuda and not lib.recorded([*arrays.values()])
+    ):
+        from .gpu import append
+
+        return append
+    return None
 
 
 def _written(lib: Library, xp: Any, arrays: Arrays, places: caches.Places, layout: str) -> tuple[Array, ...]:

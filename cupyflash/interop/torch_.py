@@ -22,6 +22,8 @@ _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
     "bool": torch.bool,
+    "int32": torch.int32,
+    "int64": torch.int64,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
 _BITS = {  # of those that NumPy knows by no name
