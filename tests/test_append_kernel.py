@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,48 +13,53 @@ from ragged import draw_case
 from reference import DTYPES, draw
 from test_appending import Appended, assert_same
 
-from cupyflash import appending, attention_append
+from cupyflash import appending, attention_append, interop
 from cupyflash.gpu import append, compiler
 from cupyflash.gpu.append import NAME, THREADS, Appending, Place, Program, planned
+from cupyflash.interop import numpy_
 from cupyflash.problem import View
 
 
 class OnCpu:
-    """As an adapter of a GPU has it, on NumPy arrays."""
+    """As an adapter of a GPU has it, on NumPy arrays: in the place of NumPy's."""
 
-    launches: ClassVar[list[Appending]] = []
-    made: ClassVar[list[Any]] = []
+    device, stream = staticmethod(lambda x: 0), staticmethod(lambda n: 0)
+    signature = staticmethod(lambda x: (x.shape, x.strides, x.dtype))
+    pointer = staticmethod(lambda x: x.ctypes.data)
 
-    device, stream, written = (lambda x: 0), (lambda n: 0), (lambda x: None)
-    pointer = lambda x: x.ctypes.data
+    def __init__(self) -> None:
+        self.launches: list[Appending] = []
+        self.made: list[Guarded] = []
+        self.told: list[Any] = []  # of which it was said that they are written to
 
-    @staticmethod
-    def view(x: np.ndarray) -> View:
-        return View(x.shape, tuple(n // x.itemsize for n in x.strides), x.dtype.name, "cuda:0", "cupy", x.ctypes.data)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(numpy_, name)
 
-    @staticmethod
-    def empty(shape: tuple[int, ...], dtype: str, device: int) -> np.ndarray:
-        OnCpu.made.append(Guarded(shape, DTYPES.get(dtype, dtype)))  # NaN, or -1
-        return OnCpu.made[-1].array
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> np.ndarray:
+        self.made.append(Guarded(shape, DTYPES.get(dtype, dtype)))  # NaN, or -1
+        return self.made[-1].array
 
+    def written(self, x: Any) -> None:
+        self.told.append(x)
 
-def run(self: Appending, addresses: list[int], *_: int) -> None:
-    (library,) = compile_all(as_cpp(self.program.source(), [NAME]))
-    how = Launch(self.blocks, THREADS, 1, 2, 1024, 0, len(OnCpu.launches) % 2 == 1)
-    OnCpu.launches.append(self)
-    assert launch(library, NAME, how, self.params(addresses)) is None
+    def launch(self, appending: Appending, addresses: list[int], *_: int) -> None:
+        (library,) = compile_all(as_cpp(appending.program.source(), [NAME]))
+        how = Launch(appending.blocks, THREADS, 1, 2, 1024, 0, len(self.launches) % 2 == 1)
+        self.launches.append(appending)
+        assert launch(library, NAME, how, appending.params(addresses)) is None
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """NumPy arrays go to the kernel; how often it ran."""
-    monkeypatch.setattr(Appending, "launch", run)
-    by = SimpleNamespace(Place=Place, append=lambda lib, *given: append.append(OnCpu, *given))
-    monkeypatch.setattr(appending, "_kernel", lambda lib, arrays: by)
-    OnCpu.launches.clear()
-    OnCpu.made.clear()
-    yield OnCpu.launches
-    for x in OnCpu.made:
+    """NumPy arrays go to the kernel."""
+    lib = OnCpu()
+    monkeypatch.setattr(Appending, "launch", lambda *given: lib.launch(*given))
+    monkeypatch.setattr(appending, "_kernel", lambda lib, arrays: append)
+    monkeypatch.setattr(appending, "_on_host", lambda *_: None)
+    monkeypatch.setattr(appending, "_alike", {})
+    monkeypatch.setitem(interop._by_type, np.ndarray, lib)
+    yield lib
+    for x in lib.made:
         x.check("what was made")
 
 
@@ -110,7 +114,7 @@ def test_it_writes_what_array_operations_do(
         for x in given[3:]:
             x._is_input = False
             x.check("a cache")
-    assert len(kernel) == 1
+    assert len(kernel.launches) == 1
     for x, y in zip(*found):
         assert_same(x, y)
     first = (lambda x: x.swapaxes(-3, -2)) if layout == "bhsd" else (lambda x: x)
@@ -135,7 +139,7 @@ def test_vectors_are_as_wide_as_all_allow(kernel: Any, rng: np.random.Generator)
         assert_same(v, one.after["v"])
         k[...], v[...] = 7, 7
         assert (pool == 7).all()
-    assert [x.program.width for x in kernel] == [8, 1, 1]
+    assert [x.program.width for x in kernel.launches] == [8, 1, 1]
 
 
 @needs_compiler
@@ -149,13 +153,13 @@ def test_slots(layout: str, kernel: Any, rng: np.random.Generator) -> None:
         laid = (lambda x: np.ascontiguousarray(x.swapaxes(-3, -2))) if layout == "bhsd" else np.copy
         caches, want = [*map(laid, pool)], [*map(laid, pool)]
         attention_append(None, *map(laid, new), *caches, slots=wide, layout=layout)
-        assert len(kernel) == 1
+        assert len(kernel.launches) == 1
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(appending, "_kernel", lambda lib, arrays: None)
             attention_append(None, *map(laid, new), *want, slots=slots, layout=layout)
         for x, y in zip(caches, want):
             assert_same(x, y)
-        kernel.clear()
+        kernel.launches.clear()
 
 
 def test_what_it_leaves_to_others(kernel: Any, rng: np.random.Generator) -> None:
@@ -169,7 +173,53 @@ def test_what_it_leaves_to_others(kernel: Any, rng: np.random.Generator) -> None
     empty = np.zeros((2, 1, 0, 2, 8))
     attention_append(None, *empty, *caches, np.array([1]))
     attention_append(None, *empty, *empty, np.array([0]))
-    assert not kernel
+    assert not kernel.launches
+
+
+@needs_compiler
+def test_the_next_call_like_it_is_planned_no_more(kernel: Any, rng: np.random.Generator, monkeypatch: Any) -> None:
+    """What may differ does: lengths, pages, addresses. What each call must look at is looked at."""
+    plans: list[Any] = []
+    monkeypatch.setattr(append, "planned", lambda *given: (plans.append(given), planned(*given))[1])
+    q, k, v = rng.standard_normal((3, 2, 1, 2, 16)).astype(np.float32)
+    angles, pools = rng.standard_normal((40, 8)).astype(np.float32), np.zeros((4, 8, 5, 2, 16), np.float32)
+    options: dict[str, Any] = {"rotary": (angles, angles[::-1].copy())}
+
+    def both(k: np.ndarray, v: np.ndarray, filled: Any, table: Any, **more: Any) -> None:
+        """By the kernel and by array operations; caches begin alike."""
+        given = {"q": q, "page_table": np.array(table), "seqlens_k": np.array(filled), **options, **more}
+        found = attention_append(k_new=k, v_new=v, k_cache=pools[0], v_cache=pools[1], **given)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(appending, "_kernel", lambda lib, arrays: None)
+            want = attention_append(k_new=k.copy(), v_new=v.copy(), k_cache=pools[2], v_cache=pools[3], **given)
+        assert_same(pools[:2], pools[2:])
+        for x, y in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, want))):
+            assert x is y is None or x.tobytes() == y.tobytes()
+
+    for turn in range(3):
+        both(k + turn, v - turn, [turn, 2 * turn], [[turn, 1], [5, 7 - turn]])
+    assert len(plans) == 1 and len(kernel.launches) == 3
+    assert [x.ctypes.data for x in kernel.told] == [x.ctypes.data for x in pools[:2]] * 3
+    for n, more in enumerate(({"causal": True}, {"return_lse": True}, {"rotary_interleaved": True}, {"q": None}), 2):
+        for _ in range(2):
+            both(k, v, [3, 4], [[0, 1], [2, 3]], **more)
+        assert len(plans) == n
+    off = np.zeros(k.size + 1, np.float32)[1:].reshape(k.shape)
+    off[...] = k
+    both(off, v, [3, 4], [[0, 1], [2, 3]])
+    assert len(plans) == 6 and kernel.launches[-1].program.width < kernel.launches[0].program.width
+    before = len(kernel.launches)
+    with pytest.raises(TypeError, match="rotary_interleaved is 1"):  # a class of its own
+        both(k, v, [3, 4], [[0, 1], [2, 3]], rotary_interleaved=1)
+    inside = pools[0, :2, :1]  # rows of a cache: of the same class, and not for the kernel
+    same = np.empty_like(pools[0])[:2, :1]
+    same[...] = 5
+    for new in (same, inside):
+        want = new.copy()
+        attention_append(None, new, new, *pools[:2], np.array([1, 2]), page_table=np.array([[0], [1]]))
+        for x in pools[:2]:
+            assert_same(x[[0, 1], [1, 2]], want[:, 0])
+    assert len(kernel.launches) == before + 1
 
 
 # ---- nonsense -------------------------------------------------------------------------------------------------------
@@ -226,7 +276,8 @@ def test_nonsense_writes_nothing_outside(case: str, form: str, kernel: Any, rng:
                     places += [(entry, at % page, i)] * (0 <= entry < entries)
         for entry, row, i in places:
             want[:, entry, row] = new[:, i]
-        made = append.append(OnCpu, given, place, "bshd", False)
+        prepared = append.prepare(kernel, given, place, "bshd", False)
+        made = prepared and prepared.run(given)
         assert made
         for x in (cache, other):
             x.check("a cache")
@@ -237,7 +288,7 @@ def test_nonsense_writes_nothing_outside(case: str, form: str, kernel: Any, rng:
         if len({x[:2] for x in places}) == len(places):  # else whoever is last
             written += len(places)
             assert_same(np.stack((cache.array, other.array)), want)
-    assert written > 10 and len(kernel) == 100
+    assert written > 10 and len(kernel.launches) == 100
 
 
 @needs_compiler
@@ -252,13 +303,13 @@ def test_pools_of_more_than_two_to_the_31(kernel: Any) -> None:
     assert_same(pools[1][last, 4], -new[0, 0])
     attention_append(None, new, -new, *pools, slots=np.array([[last * 16 + 5]]))
     assert_same(pools[0][last, 5], new[0, 0])
-    assert len(kernel) == 2 and not pools[0][:3].any()
+    assert len(kernel.launches) == 2 and not pools[0][:3].any()
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_launch_is_planned_once_for_all_addresses(rng: np.random.Generator) -> None:
+def test_blocks_and_widths_follow_from_memory(rng: np.random.Generator) -> None:
     def given(dim: int, at: int = 0, kind: str = "float16") -> tuple[tuple[str, View], ...]:
         def view(*shape: int, dtype: str = kind) -> View:
             strides = tuple(int(np.prod(shape[n + 1 :])) for n in range(len(shape)))
@@ -278,7 +329,6 @@ def test_a_launch_is_planned_once_for_all_addresses(rng: np.random.Generator) ->
         assert found and found.program.width == width
         of_row = -(-(dim // 2 // width * 12) // THREADS)
         assert found.blocks == 6 * of_row + 1
-        assert planned(given(dim, at, kind), place, "bshd", False) is found
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"])

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..overlap import overlap
+from ..overlap import extent, overlap
 from ..problem import ITEMSIZE, AttentionProblem, View, contiguous, to_bshd
 from . import alone
 from .params import TYPES
@@ -17,6 +16,7 @@ from .source import FORMATS, inlined
 THREADS = 128
 NAME = "attention_append"
 MOST = 2**31 - 1  # blocks of a launch
+_MOST_KEPT = 256
 _INTEGERS = {"int32": "int", "int64": "long long"}
 _MADE = {"seqlens_k": "Length", "cu_seqlens_q": "Offset", "page_table": "Page", "slots": "Slot"}
 _GIVEN = ("rotary[0]", "rotary[1]", *_MADE)
@@ -101,9 +101,8 @@ class Appending(NamedTuple):
         alone.launch(self.program, NAME, self.params(addresses), (self.blocks, THREADS), ordinal, stream)
 
 
-@functools.lru_cache(1024)
-def planned(given: tuple[tuple[str, View], ...], place: Place, layout: str, interleaved: bool) -> Appending | None:
-    """`given`: the arrays by name, q among them where it is turned; of their pointers the last bits matter. None where
+def planned(given: Sequence[tuple[str, View]], place: Place, layout: str, interleaved: bool) -> Appending | None:
+    """`given`: the arrays by name, q among them where it is turned; of pointers the last 4 bits matter. None where
     there is nothing to write, or too much."""
     views = dict(given)
     of = [views["k_new"], views["v_new"], *([views["q"]] if "q" in views else [])]
@@ -142,45 +141,55 @@ def planned(given: tuple[tuple[str, View], ...], place: Place, layout: str, inte
     return Appending(program, whole, behind)
 
 
-def append(
-    lib: Any, arrays: Mapping[str, Any], place: Place, layout: str, interleaved: bool
-) -> tuple[Any | None, Any | None] | None:
-    """Write, on the current stream of the arrays' library. Lengths behind the call, where there are lengths, and q
-    turned, where it is given; None, and nothing is done, where this is for others to do.
+class Prepared:
+    """A class of calls: arrays of the same shapes, strides, dtypes and alignments."""
 
-    `arrays`: new rows, caches, what says where they belong, and q where it is to be turned.
-    """
+    def __init__(self, lib: Any, views: Mapping[str, View], appending: Appending) -> None:
+        self._lib, self._views, self._appending = lib, views, appending
+        self._read = ("k_new", "v_new", *(["q"] if "q" in views else []))
+        self._pairs = [("k_cache", "v_cache"), *((x, y) for x in self._read for y in ("k_cache", "v_cache"))]
+        self._reach = {name: extent(views[name]._replace(ptr=0)) for name in (*self._read, "k_cache", "v_cache")}
+        self._shared: dict[tuple[str, str, int], bool] = {}
+
+    def run(self, arrays: Mapping[str, Any]) -> tuple[Any | None, Any | None] | None:
+        """Write, on the current stream of the arrays' library. Lengths behind the call, where there are lengths, and
+        the q that is given, turned; None, and nothing is done, where arrays share memory."""
+        lib, views, ordinal = self._lib, self._views, self._lib.device(arrays["k_cache"])
+        at = {name: lib.pointer(arrays[name]) for name in views}
+        if any(self._share(x, y, at) for x, y in self._pairs):
+            return None  # one thread waits for no other
+        totals, q = (
+            lib.empty(views[name].shape, views[name].dtype, ordinal) if name in views else None
+            for name in ("seqlens_k", "q")
+        )
+        given = [at.get(name, 0) for name in ("k_new", "v_new", "q", "k_cache", "v_cache")]
+        given += [0 if q is None else lib.pointer(q), *(at.get(name, 0) for name in _GIVEN)]
+        given.append(0 if totals is None else lib.pointer(totals))
+        self._appending.launch(given, ordinal, lib.stream(ordinal))
+        lib.written(arrays["k_cache"])
+        lib.written(arrays["v_cache"])
+        return totals, q
+
+    def _share(self, x: str, y: str, at: Mapping[str, int]) -> bool:
+        """Whether an element of one lies where one of the other does."""
+        (first, end), (other_first, other_end) = self._reach[x], self._reach[y]
+        apart = at[y] - at[x]
+        if other_first + apart >= end or first >= other_end + apart:
+            return False
+        key = x, y, apart
+        if key not in self._shared:
+            if len(self._shared) >= _MOST_KEPT:
+                self._shared.clear()
+            self._shared[key] = overlap(*(self._views[name]._replace(ptr=at[name]) for name in (x, y)))
+        return self._shared[key]
+
+
+def prepare(lib: Any, arrays: Mapping[str, Any], place: Place, layout: str, interleaved: bool) -> Prepared | None:
+    """Of new rows, caches, what says where they belong, and q where it is to be turned. None where there is nothing to
+    write, or too much."""
     views = {name: lib.view(x) for name, x in arrays.items()}
-    if not _apart(views):
-        return None
-    kept = tuple((name, x._replace(ptr=x.ptr % 16)) for name, x in views.items())
-    appending = planned(kept, place, layout, interleaved)
-    if appending is None:
-        return None
-    ordinal = lib.device(arrays["k_cache"])
-    q = lib.empty(views["q"].shape, views["q"].dtype, ordinal) if "q" in views else None
-    lengths = views.get("seqlens_k")
-    totals = lib.empty(lengths.shape, lengths.dtype, ordinal) if lengths else None
-    addresses = [views[name].ptr if name in views else 0 for name in ("k_new", "v_new", "q", "k_cache", "v_cache")]
-    addresses += [lib.pointer(q) if q is not None else 0]
-    addresses += [views[name].ptr if name in views else 0 for name in _GIVEN]
-    addresses += [lib.pointer(totals) if totals is not None else 0]
-    appending.launch(addresses, ordinal, lib.stream(ordinal))
-    for name in ("k_cache", "v_cache"):
-        lib.written(arrays[name])
-    return totals, q
-
-
-def _apart(views: Mapping[str, View]) -> bool:
-    """Whether nothing is written that is read, or written, as something else: one thread waits for no other."""
-    k, v = views["k_cache"], views["v_cache"]
-    new = [views[name] for name in ("k_new", "v_new", "q") if name in views]
-    return not (_share(k, v) or any(_share(x, cache) for x in new for cache in (k, v)))
-
-
-@functools.lru_cache(1024)
-def _share(x: View, y: View) -> bool:
-    return overlap(x, y)
+    appending = planned([*views.items()], place, layout, interleaved)
+    return None if appending is None else Prepared(lib, views, appending)
 
 
 def _made(x: View) -> View:
