@@ -13,7 +13,7 @@ from ragged import draw_case
 from reference import DTYPES, draw
 from test_appending import Appended, assert_same
 
-from cupyflash import appending, attention_append, interop
+from cupyflash import appending, attention_append, interop, writing
 from cupyflash.gpu import append, compiler
 from cupyflash.gpu.append import NAME, THREADS, Appending, Place, Program, planned
 from cupyflash.interop import numpy_
@@ -54,8 +54,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     """NumPy arrays go to the kernel."""
     lib = OnCpu()
     monkeypatch.setattr(Appending, "launch", lambda *given: lib.launch(*given))
-    monkeypatch.setattr(appending, "_kernel", lambda lib, arrays: append)
-    monkeypatch.setattr(appending, "_on_host", lambda *_: None)
+    monkeypatch.setattr(writing, "on_kernel", lambda lib, arrays: append)
+    monkeypatch.setattr(writing, "_on_host", lambda *_: None)
     monkeypatch.setattr(appending, "_alike", {})
     monkeypatch.setitem(interop._by_type, np.ndarray, lib)
     yield lib
@@ -104,7 +104,7 @@ def test_it_writes_what_array_operations_do(
         options = {name: x for name, x in one.options.items() if name != "seqlens_k"}
         with pytest.MonkeyPatch.context() as patch:
             if not by_kernel:
-                patch.setattr(appending, "_kernel", lambda lib, arrays: None)
+                patch.setattr(writing, "on_kernel", lambda lib, arrays: None)
             out, lse = attention_append(
                 *(x.array for x in given), one.filled, return_lse=True, layout=layout, **options
             )
@@ -155,7 +155,7 @@ def test_slots(layout: str, kernel: Any, rng: np.random.Generator) -> None:
         attention_append(None, *map(laid, new), *caches, slots=wide, layout=layout)
         assert len(kernel.launches) == 1
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(appending, "_kernel", lambda lib, arrays: None)
+            patch.setattr(writing, "on_kernel", lambda lib, arrays: None)
             attention_append(None, *map(laid, new), *want, slots=slots, layout=layout)
         for x, y in zip(caches, want):
             assert_same(x, y)
@@ -190,7 +190,7 @@ def test_the_next_call_like_it_is_planned_no_more(kernel: Any, rng: np.random.Ge
         given = {"q": q, "page_table": np.array(table), "seqlens_k": np.array(filled), **options, **more}
         found = attention_append(k_new=k, v_new=v, k_cache=pools[0], v_cache=pools[1], **given)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(appending, "_kernel", lambda lib, arrays: None)
+            patch.setattr(writing, "on_kernel", lambda lib, arrays: None)
             want = attention_append(k_new=k.copy(), v_new=v.copy(), k_cache=pools[2], v_cache=pools[3], **given)
         assert_same(pools[:2], pools[2:])
         for x, y in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, want))):

@@ -13,7 +13,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from ..problem import View, contiguous
-from . import torch_nested, torch_ops, torch_schema
+from . import torch_append, torch_nested, torch_ops, torch_schema
 
 kind = "torch"
 _DTYPES = {
@@ -97,6 +97,8 @@ def _maker(shape: tuple[int, ...], dtype: str, device: int) -> tuple[Any, tuple[
 
 recorder = torch_ops.recorder
 recorded = torch_ops.recorded
+traced = torch_ops.traced
+append = torch_append.append
 inlined = torch.compiler.is_dynamo_compiling
 
 
