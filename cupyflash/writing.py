@@ -10,7 +10,7 @@ from .call import Arrays
 from .interop.protocol import Library
 from .lengths import check_integers
 from .namespaces import namespace
-from .problem import FLOATS, OFFSETS, AttentionProblem, View, to_bshd
+from .problem import EIGHT, FLOATS, OFFSETS, AttentionProblem, View, to_bshd
 from .rotary import check_tables, rotate
 
 Array = Any
@@ -110,7 +110,8 @@ def check_rows(views: Views, layout: str) -> None:
     entries, rows, heads, dim = to_bshd(cache.shape, layout)
     dim_v = views["v_cache"].shape[-1]
     if cache.dtype not in FLOATS:
-        raise TypeError(f"k_cache has dtype {cache.dtype}; it must be one of {', '.join(FLOATS)}")
+        eight = "caches of 8 bits are not served: " if cache.dtype in EIGHT else ""
+        raise TypeError(f"k_cache has dtype {cache.dtype}; {eight}it must be one of {', '.join(FLOATS)}")
     for name in INTEGERS:
         if name in views and name != "slots":
             check_integers(name, views[name])

@@ -333,6 +333,8 @@ def test_pytorch_exports_it() -> None:
 
 def test_the_operator_is_what_pytorch_is_told() -> None:
     torch = pytest.importorskip("torch")
+    from cupyflash.interop import torch_append  # noqa: F401  # the operator comes with it
+
     q, new = torch.randn(5, 4, 8), torch.randn(2, 5, 2, 8)
     lengths = torch.tensor([1, 6], dtype=torch.int32), torch.tensor([0, 2, 5]), torch.tensor([[0, 1, 2], [3, 4, 5]])
     angles, pool = torch.rand(12, 3), torch.randn(2, 6, 4, 2, 8)
@@ -499,6 +501,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
      r"^k_cache has 3 dimensions, shape .* have 4, \(sequences, rows, heads, dim\)"),
     ({"k_cache": np.zeros((2, 9, 2, 8), int), "v_cache": np.zeros((2, 9, 2, 8), int)}, TypeError,
      "^k_cache has dtype int64; it must be one of float16"),
+    ({"k_cache": np.zeros((2, 9, 2, 8), np.int8), "v_cache": np.zeros((2, 9, 2, 8), np.int8)}, TypeError,
+     "^k_cache has dtype int8; caches of 8 bits are not served: it must be one of float16"),
     ({"q": np.zeros((6, 4, 8), F32)}, ValueError,
      r"^q has 3 dimensions, .*; without cu_seqlens_q it must have 4, \(sequences, rows, heads, dim\)"),
     ({"cu_seqlens_q": np.array([0, 3, 6])}, ValueError, r"^q has 4 .*; with cu_seqlens_q it must have 3"),
