@@ -81,6 +81,14 @@ def _any_dual(arrays: Arrays) -> bool:
 _is_batched = torch_operators.is_batched
 
 
+def _any_batched_tangent(arrays: Arrays) -> bool:
+    """Whether a tangent of forward mode is mapped by autograd's own vmap (jacobian with strategy="forward-mode")."""
+    if forward_ad._current_level < 0:
+        return False
+    tensors = [x for x in arrays.values() if isinstance(x, torch.Tensor)]
+    return any(_is_batched(forward_ad.unpack_dual(x).tangent) for x in tensors)
+
+
 def _by_operator(call: Call) -> bool:
     """Of a pass that takes results: whether it is to be differentiated (again), or mapped by autograd's own vmap
     (is_grads_batched=True)."""
@@ -111,7 +119,8 @@ def _forward(call: Call) -> Any:
         _check_gradient(arrays)
     if call.targets:
         raise ValueError(f"out is {_NO_WRITING}")
-    return torch_schema.run(call) if traced(arrays["q"]) or not torch_levels.served() else _taken_apart(call)
+    by_operator = traced(arrays["q"]) or not torch_levels.served() or _any_batched_tangent(arrays)
+    return torch_schema.run(call) if by_operator else _taken_apart(call)
 
 
 def _taken_apart(call: Call) -> Any:
