@@ -21,6 +21,7 @@ from .score import Score
 HALVES = ("float16", "bfloat16")
 FLOATS = (*HALVES, "float32", "float64")
 FLOAT8 = "float8_e4m3fn"
+EIGHT = (FLOAT8, "int8")  # what caches of 8 bits hold elsewhere
 INPUTS = (*FLOATS, FLOAT8)
 OF_FLOAT8 = ("bfloat16", "float16", FLOAT8)  # what results of it may be, the first unless asked for
 INTEGERS = ("int64", "uint64", "int32", "uint32")

@@ -20,6 +20,7 @@ from .problem import (
     ARRAYS,
     AXES,
     DROPOUT_STEPS,
+    EIGHT,
     FLOAT8,
     FLOATS,
     HALVES,
@@ -148,6 +149,11 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     named, ragged = {"q": q, "k": k, "v": v}, bool(lengths.stated(given))
     lengths.check_options(options, given)
     for name, x in named.items():
+        if x.dtype in EIGHT and q.dtype in HALVES:
+            raise TypeError(
+                f"{name} has dtype {x.dtype} beside q of {q.dtype}; caches of 8 bits are not served: it must be "
+                f"{q.dtype}, or q, k and v all {FLOAT8}"
+            )
         if x.dtype not in INPUTS:
             raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {', '.join(INPUTS)}")
         if not ragged and len(x.shape) not in (2, 3, 4):

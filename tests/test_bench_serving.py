@@ -106,6 +106,22 @@ def test_gradients_that_are_expected_are_right(name: str) -> None:
             np.testing.assert_allclose(x.reshape(y.shape), y.numpy(), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["dense", "few", "caches", "pages"])
+def test_appending_attends_to_the_same(name: str) -> None:
+    """The rows are written anew; without them the result would be another."""
+    call, case = SMALL[name], cache()[name]
+    (want,) = serving.exact(case, call, FORWARD)
+    for _, other in serving.in_other_form(case, call).values():
+        case = other
+    candidate = serving.appending(None)(case, FORWARD)
+    k, v = case.k.clone(), case.v.clone()
+    case.k.zero_()
+    assert not torch.allclose(candidate.call()[0], want, atol=1e-4)
+    case.k.copy_(k)
+    torch.testing.assert_close(candidate.call()[0], want, rtol=0, atol=1e-5)
+    assert torch.equal(case.k, k) and torch.equal(case.v, v)
+
+
 def test_a_result_of_other_lengths_is_not_what_is_expected() -> None:
     call, case = SMALL["caches"], cache()["caches"]
     (want,) = serving.exact(case, call, FORWARD)

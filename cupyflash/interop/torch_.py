@@ -13,7 +13,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from ..problem import View, contiguous
-from . import torch_nested, torch_ops, torch_schema
+from . import torch_append, torch_nested, torch_ops, torch_schema
 
 kind = "torch"
 _DTYPES = {
@@ -22,6 +22,8 @@ _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
     "bool": torch.bool,
+    "int32": torch.int32,
+    "int64": torch.int64,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
 _BITS = {  # of those that NumPy knows by no name
@@ -95,6 +97,8 @@ def _maker(shape: tuple[int, ...], dtype: str, device: int) -> tuple[Any, tuple[
 
 recorder = torch_ops.recorder
 recorded = torch_ops.recorded
+traced = torch_ops.traced
+append = torch_append.append
 inlined = torch.compiler.is_dynamo_compiling
 
 

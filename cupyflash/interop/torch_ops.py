@@ -38,7 +38,7 @@ def recorder(call: Call) -> Recorder | None:
 
 def followed(x: torch.Tensor) -> bool:
     """Whether calls on x are traced or transformed, so that it may have no memory."""
-    return _traced(x) or torch._C._are_functorch_transforms_active()
+    return traced(x) or torch._C._are_functorch_transforms_active()
 
 
 def recorded(tensors: Sequence[torch.Tensor]) -> bool:
@@ -52,7 +52,8 @@ _modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torc
 _scripted = torch._C._is_tracing
 
 
-def _traced(q: torch.Tensor) -> bool:
+def traced(q: torch.Tensor) -> bool:
+    """Whether q is followed by a compiler or the like: calls become operators."""
     return (
         torch.compiler.is_compiling()
         or _modes() > 0
@@ -78,6 +79,14 @@ def _any_dual(arrays: Arrays) -> bool:
 
 
 _is_batched = torch_operators.is_batched
+
+
+def _any_batched_tangent(arrays: Arrays) -> bool:
+    """Whether a tangent of forward mode is mapped by autograd's own vmap (jacobian with strategy="forward-mode")."""
+    if forward_ad._current_level < 0:
+        return False
+    tensors = [x for x in arrays.values() if isinstance(x, torch.Tensor)]
+    return any(_is_batched(forward_ad.unpack_dual(x).tangent) for x in tensors)
 
 
 def _by_operator(call: Call) -> bool:
@@ -110,7 +119,8 @@ def _forward(call: Call) -> Any:
         _check_gradient(arrays)
     if call.targets:
         raise ValueError(f"out is {_NO_WRITING}")
-    return torch_schema.run(call) if _traced(arrays["q"]) or not torch_levels.served() else _taken_apart(call)
+    by_operator = traced(arrays["q"]) or not torch_levels.served() or _any_batched_tangent(arrays)
+    return torch_schema.run(call) if by_operator else _taken_apart(call)
 
 
 def _taken_apart(call: Call) -> Any:
@@ -122,12 +132,12 @@ def _taken_apart(call: Call) -> Any:
 def _derivative(call: Call) -> Any:
     arrays = call.arrays
     q, dout = arrays["q"], arrays.get("dout")
-    traced = _traced(q) or (dout is not None and _traced(dout))
-    if not traced and not followed(q) and not _any_dual(arrays) and not _by_operator(call):
+    by_operator = traced(q) or (dout is not None and traced(dout))
+    if not by_operator and not followed(q) and not _any_dual(arrays) and not _by_operator(call):
         return torch_operators.at_once(call)
     if call.targets:
         raise ValueError(f"{'grads' if call.of.of_gradients else 'tout'} is {_NO_WRITING}")
-    if not traced and torch_levels.served() and not any(map(_is_batched, arrays.values())):
+    if not by_operator and torch_levels.served() and not any(map(_is_batched, arrays.values())):
         return _taken_apart(call)
     results = torch_schema.run(call)
     if not call.of.of_gradients:
