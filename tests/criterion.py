@@ -39,6 +39,9 @@ def assert_as_good(
     actual_dtype = np.asarray(actual).dtype
     actual, exact, own = (np.asarray(x).astype(np.float64, copy=False) for x in (actual, exact, own_precision))
     assert actual.shape == exact.shape, f"{name} has shape {actual.shape}, not {exact.shape}"
+    with np.errstate(over="ignore"):  # what is too large for the dtype is rightly infinite
+        over = np.isinf(actual) & (exact.astype(actual_dtype).astype(np.float64) == actual)
+    exact = np.where(over, actual, exact)
     if not (np.isfinite(actual).all() and np.isfinite(exact).all()):
         for what, test in (("NaN", np.isnan), ("inf", np.isposinf), ("-inf", np.isneginf)):
             wrong = test(actual) != test(exact)
@@ -156,7 +159,7 @@ def far_units(problem: AttentionProblem, given: dict[str, np.ndarray]) -> dict[s
 def one_key_units(
     problem: AttentionProblem, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray
 ) -> dict[str, float]:
-    """`unit` of dq and dk where queries see one key only.
+    """`unit` of dq, dk and what pairs of their own get where queries see one key only.
 
     There dP = rowsum(dO · O), and standard attention gives exactly 0. Two float32 sums over the columns of V differ in
     their rounding; for dk that adds up over the queries.
@@ -166,9 +169,11 @@ def one_key_units(
     q_size, k_size, v_size, dout_size = (
         float(np.sqrt(np.mean(np.square(x.astype(np.float64))))) if x.size else 0.0 for x in (q, k, v, dout)
     )
-    left = 8 * float(np.finfo(np.float32).eps) * problem.dim_v**0.5 * v_size * dout_size * abs(problem.scale) / 1e-5
-    queries = max(1, problem.group * problem.seq_q)
-    return {"dq": max(1.0, left * k_size), "dk": max(1.0, left * q_size * queries**0.5)}
+    left = 8 * float(np.finfo(np.float32).eps) * problem.dim_v**0.5 * v_size * dout_size / 1e-5
+    scale, queries = abs(problem.scale), max(1, problem.group * problem.seq_q)
+    found = {"dq": left * scale * k_size, "dk": left * scale * q_size * queries**0.5, "dbias": left}
+    found |= {f"d{x.key}": left for x in problem.score.arrays} if problem.score else {}
+    return {name: max(1.0, unit) for name, unit in found.items()}
 
 
 def group_units(problem: AttentionProblem) -> dict[str, float]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations_with_replacement
 from typing import Any
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.kernel_plan import MOVING
+from cupyflash.gpu.kernel_plan import MOVING, KernelPlan, features
 from cupyflash.gpu.plan import FAMILIES
 from cupyflash.passes import FORWARD
 from cupyflash.problem import ARRAYS, AXES, FLOAT8, FLOATS, ITEMSIZE, OF_FLOAT8, AttentionProblem, Given
@@ -196,3 +199,65 @@ FAMILY_ARCHS = [  # architectures from the oldest on
     for arch in ARCHS
     if room.objection(problem("float16"), Arch.of(arch), FORWARD) is None
 ]
+
+
+# Numbers that are no part of a tile: they follow from it, or from what is asked.
+FOLLOWS = re.compile("SHARED_MEMORY.*|ADDED.*|SUM_TILES|PACK|DOT|KEY_BOX|SHARES")
+
+
+ASKED = {name for name, _ in features(problem("float16"))}  # constants of the mask and the score
+
+
+def tile(plan: KernelPlan) -> tuple[Any, ...]:
+    """Its tile, head dimensions among it; the two 16-bit formats share one."""
+    numbers = [(k, v) for k, v in plan.constants if not isinstance(v, bool) and not FOLLOWS.fullmatch(k)]
+    return (plan.source, plan.dtype.replace("bfloat16", "float16"), bool(plan.wrt), *numbers)
+
+
+def together(plans: Sequence[KernelPlan]) -> list[int]:
+    """What meets in each plan, as bits: every two constants of its kernel file, of those that differ between plans; its
+    dtype and what it declares to spill; and a tile with the most that is switched on beside it, on Hopper with each set
+    of features.
+
+    Dtypes, the architecture and what a gradient is of are constants, too. Shared memory is not: it follows from others.
+    """
+    stated = [
+        {k: v for k, v in x.constants if k != "SHARED_MEMORY"}
+        | {"dtype": x.dtype, "out": x.out_dtype, "arch": x.arch, "wrt": x.wrt[:1]}
+        for x in plans
+    ]
+    values = defaultdict(set)
+    for x, constants in zip(plans, stated):
+        for name, value in constants.items():
+            values[x.source, name].add(value)
+    switched_on = [sum(value is True for _, value in x.constants) for x in plans]
+    most: dict[Any, int] = {}
+    for x, number in zip(plans, switched_on):
+        most[tile(x)] = max(number, most.get(tile(x), 0))
+    bits: dict[Any, int] = {}
+    found = []
+    for x, constants, number in zip(plans, stated, switched_on):
+        differing = [item for item in constants.items() if len(values[x.source, item[0]]) > 1]
+        met = [*combinations_with_replacement([("file", x.source), *differing], 2), (x.dtype, x.spills)]
+        met += [("most", tile(x))] if number == most[tile(x)] else []
+        if x.family == "sm90":  # whose rows say what one set of features spills
+            met.append((tile(x), x.spills, tuple(value for name, value in x.constants if name in ASKED)))
+        found.append(sum(1 << bits.setdefault((x.source, *both), len(bits)) for both in met))
+    return found
+
+
+def few(plans: Sequence[KernelPlan], before: Sequence[KernelPlan] = ()) -> list[KernelPlan]:
+    """Some of these plans, in which everything meets that meets in all of them (`together`), but for what has met in
+    `before`. The one in which most meets anew comes first."""
+    met = together([*plans, *before])
+    left = 0
+    for bits in met:
+        left |= bits
+    for bits in met[len(plans) :]:
+        left &= ~bits
+    found = []
+    while left:
+        best = max(range(len(plans)), key=lambda n: (met[n] & left).bit_count())
+        found.append(plans[best])
+        left &= ~met[best]
+    return found

@@ -447,7 +447,7 @@ class Judge:
             if name in ("out", "lse", "dv"):
                 raise
             error, of_published = (np.abs(x.astype(np.float64) - right).max() for x in (actual, self.published[name]))
-            if not error <= 3 * of_published:  # luck's factor, as in `assert_as_good`
+            if not error <= 3 * of_published < np.inf:  # luck's factor, as in `assert_as_good`
                 raise
             text = f"{name} is off by {error:.4e}, FlashAttention-2's algorithm in this precision by {of_published:.4e}"
             warnings.warn(text, ByLuck, stacklevel=2)

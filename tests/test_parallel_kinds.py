@@ -10,8 +10,9 @@ from reference import fresh_rng
 
 torch = pytest.importorskip("torch")
 
-from cupyflash import attention, parallel
+from cupyflash import attention, merge, parallel
 from cupyflash.parallel import Rows, asked, calls
+from cupyflash.parallel.groups import Alone
 
 OPTIONS: dict[str, Any] = {"causal": True, "dropout": 0.2, "seed": 3}
 ROWS = Rows.zigzag(64, 2, multiple=16)
@@ -57,3 +58,25 @@ def test_the_second_call_of_a_kind_is_not_checked(monkeypatch: pytest.MonkeyPatc
     for n, (x, y) in enumerate(zip(inputs, slopes)):
         whole = ROWS.join([some[n] for some, _ in found])
         torch.testing.assert_close(whole, attention(*x, alibi_slopes=y, **OPTIONS))
+
+
+def test_the_second_merge_of_a_kind_compares_nothing_and_rounds_once() -> None:
+    rng = fresh_rng()
+    outs = [torch.from_numpy(rng.standard_normal((2, 1, 4, 8))).half() for _ in range(2)]
+    lses = [torch.from_numpy(rng.standard_normal((2, 4, 1))).float() for _ in range(2)]
+    wide = merge([x.float() for x in outs], lses)[0]
+
+    def work(plain: Any) -> Any:
+        group, own = Costly(plain), (outs[plain.rank], lses[plain.rank])
+        found = [parallel.merge(*own, group) for _ in range(3)]
+        before = group.gathered
+        with pytest.raises(ValueError, match="out is .* it must be the same on all ranks"):
+            parallel.merge(own[0][:, :, : 2 + plain.rank], own[1][:, : 2 + plain.rank], group)
+        return found, before
+
+    for found, gathered in parallel.simulated(2).run(work):
+        assert gathered == 1
+        for x, _ in found:
+            torch.testing.assert_close(x, wide.half(), atol=0, rtol=0)
+    with pytest.raises(NotImplementedError, match=r"parallel\.merge has no derivative"):
+        parallel.merge(outs[0].requires_grad_(), lses[0], Costly(Alone()))

@@ -235,3 +235,15 @@ def test_what_rows_cannot_be(make: Callable[[], Any], message: str) -> None:
 
 def test_rows_of_lists_are_those_of_tuples() -> None:
     assert hash(Rows(3, [[[0, 2]], [[2, 3]]])) == hash(Rows(3, (((0, 2),), ((2, 3),))))  # type: ignore[arg-type]
+
+
+def test_arrays_of_jax_have_functions_of_their_own() -> None:
+    jax = pytest.importorskip("jax")
+    x = jax.numpy.ones((1, 8, 2, 4))
+    for call in (
+        lambda: parallel.attention(x, x, x, rows=ROWS),
+        lambda: parallel.attention_backward(x, x, x, x, x, x, rows=ROWS),
+        lambda: parallel.merge(x, x),
+    ):
+        with pytest.raises(TypeError, match=r"that of cupyflash\.jax\.parallel"):
+            call()

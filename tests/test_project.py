@@ -56,6 +56,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in headings(target.read_text(encoding="utf-8")), f"{page.name} links to {link}"
 
 
+def test_the_site_has_no_more_tabs_than_a_row_shows() -> None:
+    """At 1440 pixels, where what is beyond is cut; and every page of docs/ is in one of them."""
+    nav = (TOP / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2].partition("\n\n")[0]
+    assert 3 < len(re.findall(r"^  - ", nav, re.MULTILINE)) <= 8
+    linked = {*re.findall(r"([\w-]+\.md)$", nav, re.MULTILINE)}
+    assert {path.name for path in (TOP / "docs").glob("*.md")} <= linked
+
+
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     for needed in ("material", "mkdocstrings_handlers.python"):
         pytest.importorskip(needed)

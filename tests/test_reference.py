@@ -1,5 +1,6 @@
 """The criterion itself: what it lets pass, what it counts as luck, what it refuses."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -38,6 +39,13 @@ def test_float64_knows_no_luck():
     assert_as_good(EXACT + 9e-12, EXACT, EXACT)
     with pytest.raises(AssertionError):
         assert_as_good(EXACT + 1.1e-11, EXACT, EXACT)
+
+
+@pytest.mark.parametrize("value, right", [(1e5, True), (-1e5, False), (6e4, False)])
+def test_infinity_is_right_where_the_dtype_has_no_such_number(value: float, right: bool):
+    exact, actual = np.array([1.0, value]), np.array([1.0, np.inf], np.float16)
+    with contextlib.nullcontext() if right else pytest.raises(AssertionError):
+        assert_as_good(actual, exact, exact)
 
 
 @pytest.mark.parametrize("missed, status", [(3, pytest.ExitCode.OK), (4, pytest.ExitCode.TESTS_FAILED)])

@@ -30,7 +30,7 @@ def run(
         "forward", "backward" (the papers' grid), "host", "jax", "jit", "import", "memory", "fp32", "fp8", "figures",
         "training", "gpt", "ladder", "scores", "models", "precision", "derivatives", "decode", "varlen", "paged", "cpu";
         "paper" (figures, memory and training: what the papers report), or "all": those that need a GPU. "parallel" goes
-        alone: over the GPUs of a host, with processes of its own; of the options it takes out and only.
+        alone: over the GPUs of a host, with processes of its own; of the options it takes out, only and resume.
     family : str, optional
         Force this kernel family; the file is then `<family>_<suite>.json`. Of "fp32" the problems that it takes.
     out : folder, optional
@@ -65,8 +65,8 @@ def run(
         from .parallel import run as over_gpus
 
         given = {"family": family, "dtype": dtype, "rounds": rounds, "min_ms": min_ms}
-        flags = {"quick": quick, "slow": slow, "sustained": sustained, "resume": resume}
-        return over_gpus(out, only=only, refused=[name for name, x in (given | flags).items() if x])
+        flags = {"quick": quick, "slow": slow, "sustained": sustained}
+        return over_gpus(out, only=only, resume=resume, refused=[name for name, x in (given | flags).items() if x])
     from .runner import run as _run
 
     return _run(suites, family, out, quick, dtype, rounds, min_ms, only, slow, sustained, resume)

@@ -44,7 +44,9 @@ TABLE_1 = {
 }
 INTRO = """# The papers' tables
 
-Made by `cupyflash bench plot` from the JSON files in `bench/results/`; do not edit. `cupyflash bench paper` measures them:
+<!-- Made by `cupyflash bench plot` from the JSON files in `bench/results/`; do not edit. -->
+
+`cupyflash bench paper` measures them:
 the suites `figures`, `memory` and `training`, each of which can be run alone.
 
 The papers are FlashAttention (Dao et al. 2022, https://arxiv.org/abs/2205.14135) and FlashAttention-2 (Dao 2023,

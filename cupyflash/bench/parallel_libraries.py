@@ -1,44 +1,49 @@
 """Of `cupyflash bench parallel`: CuPy over NCCL, and JAX inside shard_map, at 64k. Rows join those of PyTorch's in the
-file, which each process of a part finds in --out.
+file of the folder OUT.
 
-python -m cupyflash.bench.parallel_libraries cupy|jax OUT RANK SIZE PORT
+python -m cupyflash.bench.parallel_libraries cupy|jax OUT RANK SIZE PORT [cpu]
 """
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import parallel_page, report
+from ..tools.timing import reason
+from . import parallel_page
 
 LENGTH, HEADS, DIM, ROUNDS = 65536, 16, 128, 3
+PEERS = ("cudnn heads",)
+WRONG = 2e-2  # of the largest value: a result that is further off is none
 
 
-def row(library: str, of: str, dtype: str, size: int, one: float, each: dict[str, float]) -> dict[str, Any]:
-    usual = min(t for name, t in each.items() if not name.startswith("cudnn"))
-    peers = {name: t for name, t in each.items() if name.startswith("cudnn")}
+def row(
+    library: str, of: str, dtype: str, size: int, ms: dict[str, float], notes: dict[str, str],
+    shape: tuple[int, int, int] = (LENGTH, HEADS, DIM),
+) -> dict[str, Any]:  # fmt: skip
+    """Ours is what a call takes that does not name an exchange: that of heads."""
+    one, each = ms["one"], {name: t for name, t in ms.items() if name in ("keys", "heads")}
+    peers = {name: ms.get(name) for name in PEERS if name in ms or name in notes}
     problem = {
-        "case": f"{library} 64k", "pass": of, "seq": LENGTH, "heads_q": HEADS, "heads_k": HEADS, "dim": DIM,
-        "window": None, "ranks": size, "dtype": dtype,
+        "case": f"{library} 64k", "pass": of, "seq": shape[0], "heads_q": shape[1], "heads_k": shape[1],
+        "dim": shape[2], "what": library, "ranks": size, "dtype": dtype,
     }  # fmt: skip
-    return parallel_page.row(problem, one, each, usual, peers, {})
+    return parallel_page.row(problem, one, each, ms.get("heads", ms.get("keys")), peers, notes)
 
 
-def keep(out: str, rows: list[dict[str, Any]]) -> None:
-    path = Path(out, "parallel.json")
-    results: dict[str, Any] = report.read(path) if path.exists() else {"suite": "parallel", "rows": []}
-    names = {x["problem"]["case"] for x in rows}
-    results["rows"] = [x for x in results["rows"] if x["problem"]["case"] not in names] + rows
-    report.save(path, results)
-    for x in rows:
-        each = ", ".join(f"{name} {t:g} ({x['share'][name]:.3f})" for name, t in x["each"].items())
-        print(f"{x['problem']['case']} {x['problem']['pass']} {x['problem']['dtype']}: one GPU {x['one']:g} ms; {each}")
+def keep(out: str, rows: list[dict[str, Any]], fresh: int = 2) -> None:
+    """Write them, and say the last, which are new."""
+    parallel_page.keep(Path(out), rows)
+    for x in rows[-fresh:]:
+        print(parallel_page.told(x), flush=True)
 
 
 def in_turn(calls: dict[str, Callable[[], float]]) -> dict[str, float]:
@@ -97,12 +102,12 @@ def cupy_rank(out: str, rank: int, size: int, port: int) -> None:
                 both[n]()
             number = (3, 1)[n]
             ms = in_turn({name: partial(milliseconds, both[n], number) for name, both in calls.items()})
-            rows.append(row("cupy", of, dtype, size, ms.pop("one"), ms))
-    if rank == 0:
-        keep(out, rows)
+            rows.append(row("cupy", of, dtype, size, ms, {}))
+        if rank == 0:
+            keep(out, rows)
 
 
-def jax_devices(out: str) -> None:
+def jax_devices(out: str, cpu: bool) -> None:
     import jax
     import numpy as np
     from jax import numpy as jnp
@@ -115,11 +120,12 @@ def jax_devices(out: str) -> None:
 
     size = jax.device_count()
     mesh, spec = Mesh(np.array(jax.devices()), ("sp",)), P(None, "sp")
-    held = Rows.zigzag(LENGTH, size)
+    length, heads, dim, kind = (512, 4, 16, jnp.float32) if cpu else (LENGTH, HEADS, DIM, jnp.bfloat16)
+    held = Rows.zigzag(length, size)
     order = np.concatenate([held.positions(r) for r in range(size)])
     with jax.default_device(jax.devices()[0]):
         keys = jax.random.split(jax.random.key(0), 4)
-        x = [jax.random.normal(key, (1, LENGTH, HEADS, DIM), jnp.bfloat16) for key in keys]
+        x = [jax.random.normal(key, (1, length, heads, dim), kind) for key in keys]
     placed = [jax.device_put(y[:, order], NamedSharding(mesh, spec)) for y in x]
     straight = [jax.device_put(y, NamedSharding(mesh, spec)) for y in x]
 
@@ -131,13 +137,17 @@ def jax_devices(out: str) -> None:
     def spread(f: Any) -> Any:
         return jax.shard_map(f, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
 
-    functions: dict[str, tuple[Any, list[Any]]] = {"one": (partial(attention, causal=True), x)}
+    # Each with its arrays, and how their rows come in their order.
+    back = np.argsort(order)
+    functions: dict[str, tuple[Any, list[Any], Any]] = {"one": (partial(attention, causal=True), x, slice(None))}
     for exchange in ("keys", "heads"):
         ours = partial(over.attention, axis="sp", rows=held, exchange=exchange, causal=True)
-        functions[exchange] = (spread(ours), placed)
-    functions["cudnn heads"] = (spread(cudnn), straight)
+        functions[exchange] = (spread(ours), placed, back)
+    functions["cudnn heads"] = (spread(cudnn), straight, slice(None))
     calls: dict[str, Callable[[], float]] = {}
-    for name, (f, (dout, *given)) in functions.items():
+    notes: dict[str, str] = {}
+    reference: list[Any] = []
+    for name, (f, (dout, *given), rows) in functions.items():
 
         def both(dout: Any, *given: Any, f: Any = f) -> Any:
             found, pull = jax.vjp(f, *given)
@@ -145,14 +155,20 @@ def jax_devices(out: str) -> None:
 
         run = partial(jax.jit(both), dout, *given)
         try:
-            jax.block_until_ready(run())
+            found, grads = jax.block_until_ready(run())
         except Exception as error:  # noqa: BLE001 - cuDNN may not be there
-            print(f"jax {name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            notes[name] = reason(error)
+            print(f"jax {name}: {notes[name]}", flush=True)
             continue
-
+        whole = [jax.device_put(y, jax.devices()[0])[:, rows] for y in (found, *grads)]
+        reference = reference or whole
+        off = max(float(jnp.abs(y - z).max() / jnp.abs(z).max()) for y, z in zip(whole, reference))
+        if not off < WRONG:
+            notes[name] = f"wrong: off by {off:.2g} of the largest value"
+            continue
         calls[name] = partial(_milliseconds, run, jax.block_until_ready)
     ms = in_turn(calls)
-    keep(out, [row("jax", "both", "bfloat16", size, ms.pop("one"), ms)])
+    keep(out, [row("jax", "both", str(x[0].dtype), size, ms, notes, (length, heads, dim))])
 
 
 def _milliseconds(run: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
@@ -163,11 +179,19 @@ def _milliseconds(run: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
     return (time.perf_counter() - start) / 2 * 1e3
 
 
-def main(part: str, out: str, rank: str, size: str, port: str) -> None:
-    if part == "cupy":
-        cupy_rank(out, int(rank), int(size), int(port))
-    else:
-        jax_devices(out)
+def main(part: str, out: str, rank: str, size: str, port: str, *cpu: str) -> None:
+    code = 1
+    try:
+        if part == "cupy":
+            cupy_rank(out, int(rank), int(size), int(port))
+        else:
+            jax_devices(out, bool(cpu))
+        code = 0
+    except BaseException:  # noqa: BLE001 - said, and then the process ends
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # CuPy's NCCLBackend has a process of its own, and others may still wait for a transfer
 
 
 if __name__ == "__main__":

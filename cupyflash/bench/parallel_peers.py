@@ -1,5 +1,5 @@
 """Attention over several GPUs by others: FlashAttention-3's operators in the exchanges that people write around them,
-and PyTorch's `context_parallel`. Causal, batch 1, (1, S, H, D), rows in zigzag.
+and PyTorch's `context_parallel`. Batch 1, (1, S, H, D); causal with rows in zigzag, or of no mask with rows in a piece.
 
 Each has `forward`, which returns out, and `backward` of the last forward: dq, dk, dv.
 """
@@ -7,41 +7,66 @@ Each has `forward`, which returns out, and `backward` of the last forward: dq, d
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed
 
+from .. import attention, attention_backward
 from ..parallel import Rows
 from . import peers
+from .parallel_world import World
+
+NAMES = (
+    "fa3 gather", "fa3 ring", "fa3 ulysses", "torch allgather", "torch alltoall", "flash allgather", "flash alltoall",
+)  # fmt: skip
+GROUPS = 4  # of key heads, of which the next travels while one is computed
+
+
+def makers(held: Held, causal: bool) -> dict[str, Callable[[], Any]]:
+    """By name, those that can share out so many heads."""
+    heads = held.k.shape[2]
+    found: dict[str, Callable[[], Any]] = {}
+    if heads % GROUPS == 0:
+        found["fa3 gather"] = partial(Gather, held, causal)
+    found["fa3 ring"] = partial(Ring, held, causal)
+    if heads % held.size == 0:
+        found["fa3 ulysses"] = partial(Ulysses, held, causal)
+    for name, backend in (("torch", "CUDNN_ATTENTION"), ("flash", "FLASH_ATTENTION")):
+        for rotate in ("allgather", "alltoall"):
+            found[f"{name} {rotate}"] = partial(ContextParallel, held, causal, rotate, backend)
+    return found
 
 
 class Fa3:
-    """A call of the operators on one GPU."""
+    """A call of the operators on one GPU; on a CPU ours in their place, to try the exchanges."""
 
-    def __init__(self) -> None:
-        self._op = peers.fa3_operators()
+    def __init__(self, cpu: bool) -> None:
+        self._op = None if cpu else peers.fa3_operators()
 
-    def forward(self, q: Any, k: Any, v: Any, causal: bool = True) -> tuple[Any, Any]:
+    def forward(self, q: Any, k: Any, v: Any, causal: bool) -> Any:
+        if self._op is None:
+            return attention(q, k, v, causal=causal, return_lse=True)
         out, lse = self._op.fwd(q, k, v, is_causal=causal, num_splits=1)[:2]
         return out, lse
 
-    def backward(
-        self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool = True
-    ) -> tuple[Any, Any, Any]:
+    def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool) -> Any:
+        if self._op is None:
+            return tuple(attention_backward(dout, q, k, v, out, lse, causal=causal))
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         self._op.bwd(dout, q, k, v, out, lse, dq, dk, dv, is_causal=causal)
         return dq, dk, dv
 
 
 class Held:
-    """What a rank holds, and where its two chunks stand."""
+    """What a rank holds, and where its chunks stand."""
 
-    def __init__(self, rank: int, rows: Rows, dout: Any, q: Any, k: Any, v: Any) -> None:
-        self.rank, self.size, self.rows = rank, rows.size, rows
-        self.dout, self.q, self.k, self.v = (rows.take(x, rank).contiguous() for x in (dout, q, k, v))
-        self.chunks = rows.local(rank)
+    def __init__(self, w: World, rows: Rows, dout: Any, q: Any, k: Any, v: Any) -> None:
+        self.rank, self.size, self.rows, self.cpu = w.rank, w.size, rows, w.cpu
+        self.dout, self.q, self.k, self.v = (rows.take(x, w.rank).contiguous() for x in (dout, q, k, v))
+        self.chunks = rows.local(w.rank)
 
     def exchanged(self, sends: list[tuple[int, Any]], receives: list[tuple[int, Any]]) -> list[Any]:
         operations = [distributed.P2POp(distributed.isend, x, r) for r, x in sends]
@@ -57,8 +82,10 @@ def _wait(works: list[Any]) -> None:
 class Gather:
     """All keys come to each rank, in groups of heads of which the next travels while one is computed."""
 
-    def __init__(self, held: Held, groups: int) -> None:
-        self.h, self.fa3, self.groups = held, Fa3(), groups
+    def __init__(self, held: Held, causal: bool) -> None:
+        self.h, self.fa3, self.causal, self.groups = held, Fa3(held.cpu), causal, GROUPS
+        # Each chunk of queries, with how many keys it sees.
+        self.seen = [(end if causal else held.rows.length, own) for (_, end), own in held.chunks]
         self.kept: list[Any] = []
 
     def _heads(self, n: int) -> tuple[slice, slice]:
@@ -90,8 +117,8 @@ class Gather:
         out = torch.empty_like(h.q)
         for n, (k, v) in self._rounds():
             _, heads = self._heads(n)
-            for (_, end), (c, d) in h.chunks:
-                part, lse = self.fa3.forward(h.q[:, c:d, heads], k[:, :end], v[:, :end])
+            for end, (c, d) in self.seen:
+                part, lse = self.fa3.forward(h.q[:, c:d, heads], k[:, :end], v[:, :end], self.causal)
                 out[:, c:d, heads] = part
                 self.kept.append((part, lse))
         return out
@@ -103,10 +130,10 @@ class Gather:
         for n, (k, v) in self._rounds():
             _, heads = self._heads(n)
             sums = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)]
-            for (_, end), (c, d) in h.chunks:
+            for end, (c, d) in self.seen:
                 part, lse = next(kept)
                 operands = (h.dout[:, c:d, heads], h.q[:, c:d, heads], k[:, :end], v[:, :end])
-                found = self.fa3.backward(*operands, part, lse)
+                found = self.fa3.backward(*operands, part, lse, self.causal)
                 dq[:, c:d, heads] = found[0]
                 for x, y in zip(sums, found[1:]):
                     x[:, :end] += y
@@ -132,10 +159,10 @@ class Gather:
 
 
 class Ring:
-    """Keys go round, in zigzag; parts are merged, and gradients of the keys travel with them."""
+    """Keys go round; parts are merged, and gradients of the keys travel with them."""
 
-    def __init__(self, held: Held) -> None:
-        self.h, self.fa3 = held, Fa3()
+    def __init__(self, held: Held, causal: bool) -> None:
+        self.h, self.fa3, self.causal = held, Fa3(held.cpu), causal
         self.half = held.q.shape[1] // 2
 
     def _pass(self, xs: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -145,8 +172,8 @@ class Ring:
 
     def _step(self, hop: int) -> tuple[slice, slice, bool]:
         """Queries, keys, causal: of the keys of the rank `hop` before this one."""
-        if hop == 0:
-            return slice(None), slice(None), True
+        if hop == 0 or not self.causal:
+            return slice(None), slice(None), self.causal
         early = hop <= self.h.rank
         return (slice(None), slice(0, self.half), False) if early else (slice(self.half, None), slice(None), False)
 
@@ -194,8 +221,8 @@ class Ring:
 class Ulysses:
     """Each rank gets all rows of some heads: all_to_all around one call."""
 
-    def __init__(self, held: Held) -> None:
-        self.h, self.fa3 = held, Fa3()
+    def __init__(self, held: Held, causal: bool) -> None:
+        self.h, self.fa3, self.causal = held, Fa3(held.cpu), causal
         self.order = torch.cat([torch.arange(a, b) for r in range(held.size) for (a, b), _ in held.rows.local(r)])
         self.order = self.order.to(held.q.device)
 
@@ -216,22 +243,27 @@ class Ulysses:
 
     def forward(self) -> Any:
         self.moved = [self._to_heads(x) for x in (self.h.q, self.h.k, self.h.v)]
-        self.out, self.lse = self.fa3.forward(*self.moved)
+        q, k, v = self.moved
+        self.out, self.lse = self.fa3.forward(q, k, v, self.causal)
         return self._from_heads(self.out)
 
     def backward(self) -> Any:
         q, k, v = self.moved
-        found = self.fa3.backward(self._to_heads(self.h.dout), q, k, v, self.out, self.lse)
+        found = self.fa3.backward(self._to_heads(self.h.dout), q, k, v, self.out, self.lse, self.causal)
         return tuple(self._from_heads(x) for x in found)
 
 
 class ContextParallel:
-    """torch.distributed.tensor.experimental.context_parallel around scaled_dot_product_attention by cuDNN."""
+    """torch.distributed.tensor.experimental.context_parallel around scaled_dot_product_attention."""
 
-    def __init__(self, held: Held, rotate: str) -> None:
+    def __init__(self, held: Held, causal: bool, rotate: str, backend: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        self.mesh, self.rotate = init_device_mesh("cuda", (held.size,)), rotate
+        if held.cpu:
+            raise NotImplementedError("context_parallel takes no attention of a CPU")
+        self.mesh, self.causal, self.rotate, self.backend = (
+            init_device_mesh("cuda", (held.size,)), causal, rotate, backend,
+        )  # fmt: skip
         q, k, v, self.dout = (x.transpose(1, 2).contiguous() for x in (held.q, held.k, held.v, held.dout))
         self.x = [x.requires_grad_() for x in (q, k, v)]
         self.group = q.shape[1] // k.shape[1]
@@ -240,22 +272,26 @@ class ContextParallel:
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        from torch.distributed.tensor.experimental import context_parallel
-        from torch.distributed.tensor.experimental._attention import set_rotate_method
+        from torch.distributed.tensor.experimental import _attention, context_parallel
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        set_rotate_method(self.rotate)
-        with (
-            sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
-            context_parallel(self.mesh, buffers=[self.dummy], buffer_seq_dims=[1]),
-        ):
-            yield
+        _attention.set_rotate_method(self.rotate)
+        options = _attention._cp_options
+        before, options.enable_load_balance = options.enable_load_balance, self.causal  # it takes no other mask
+        try:
+            with (
+                sdpa_kernel(getattr(SDPBackend, self.backend)),
+                context_parallel(self.mesh, buffers=[self.dummy], buffer_seq_dims=[1]),
+            ):
+                yield
+        finally:
+            options.enable_load_balance = before
 
     def _call(self) -> Any:
         from torch.nn import functional  # looked up in the call: the context replaces it
 
         q, k, v = self.x
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.group > 1)
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.group > 1)
 
     def forward(self) -> Any:
         with torch.no_grad():

@@ -74,7 +74,7 @@ TITLES = {
 }
 INTRO = """# Benchmarks
 
-Made by `cupyflash bench plot` from the JSON files in `bench/results/`; do not edit.
+<!-- Made by `cupyflash bench plot` from the JSON files in `bench/results/`; do not edit. -->
 
 How it is measured: everybody in a table runs in the same process on the same random normal inputs, results are compared
 with each other before anything is timed, and samples are taken in turn, in a new order each round, because clocks and power

@@ -159,7 +159,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
         lines.append(f"worst row {worst['ratio_to_best']:.2f}x ({where or fixed([worst['problem']])})")
     groups = {f"dim {dim}": _where(rows, lambda p, dim=dim: p.get("dim") == dim) for dim in _values(rows, "dim")}
     if len(_values(rows, "seq")) > 1:
-        groups["sequences up to 1k"] = _where(rows, lambda p: p["seq"] <= 1024)
+        groups["sequences up to 1k"] = _where(rows, lambda p: p.get("seq", 1 << 62) <= 1024)
     named = "scores" in rows[0]["problem"]
     if named:
         names = dict.fromkeys(row["problem"]["scores"] for row in rows)

@@ -10,6 +10,7 @@ import numpy as np
 from ..gradients import Gradients
 from ..problem import AttentionProblem
 from .gradients import Gathering, Task, of_row
+from .hiding import silence
 from .sums import Long
 from .tiles import product, rows_of
 
@@ -38,11 +39,10 @@ def backward(
 
     def visit(task: Task, heads: slice, rows: slice) -> np.ndarray:
         pairs, batches, (kh, vh) = task.pairs, task.pairs.batches, task.of.of_heads(heads)
-        qi = rows_of(q, batches, heads, rows, work)
-        qi *= work(pairs.factor_q)
+        qi = rows_of(q, batches, heads, rows, work, pairs.factor_q)
         do = rows_of(dout, batches, heads, rows, work)
         norm = lse[batches, heads, rows, None]
-        unseen = np.isneginf(norm)  # no key, or all scores -inf: every probability is 0
+        unseen = norm == -np.inf  # no key, or all scores -inf: every probability is 0
         delta = of_row(do, rows_of(out, batches, heads, rows, work))
         finite = task.of.finite and not (pairs.scores_hide and any(not np.isfinite(x).all() for x in (qi, do)))
         if dlse is not None:
@@ -71,8 +71,8 @@ def backward(
             ds -= delta
             ds *= p
             if seen is not None:
-                np.copyto(p, 0, where=~seen)
-                np.copyto(ds, 0, where=~seen)
+                silence(p, seen)
+                silence(ds, seen)
             task.add_of_pairs(at, ds)
             for name, total in task.of_function.items():
                 pairs.through_function(name, total, ds, products, at)
@@ -80,7 +80,7 @@ def backward(
                 where = p != 0 if problem.score is not None else True if seen is None else seen
                 np.multiply(ds, slope, out=ds, where=where)
             if keeps is not None:
-                np.copyto(p, 0, where=~keeps)
+                silence(p, keeps)
             of_keys = None if seen is None else seen.swapaxes(-1, -2)
             product(p.swapaxes(-1, -2), do, out=dv_part[..., :m, :], seen=of_keys)
             product(ds, kh[..., at.keys, :], out=dq_part, seen=seen)

@@ -10,6 +10,7 @@ import numpy as np
 from ..gradients import Gradients
 from ..problem import AttentionProblem
 from .gradients import Gathering, Task, of_row
+from .hiding import silence
 from .sums import Long
 from .tiles import product, products, rows_of, turned
 
@@ -46,13 +47,13 @@ def backward_jvp(
         pairs, batches = task.pairs, task.pairs.batches
         (kh, vh), (tkh, tvh) = task.of.of_heads(heads), task.of.tangents_of_heads(heads)
 
-        def of_rows(x: np.ndarray | None, factor: float = 1.0) -> Any:
-            return None if x is None else rows_of(x, batches, heads, rows, work) * work(factor)
+        def of_rows(x: np.ndarray | None, factor: float | None = None) -> Any:
+            return None if x is None else rows_of(x, batches, heads, rows, work, factor)
 
         qi, tqi, do, tdo = of_rows(q, pairs.factor_q), of_rows(tq, pairs.factor_q), of_rows(dout), of_rows(tdout)
         of_out, moved_out = of_rows(out), of_rows(tout)
         norm, mean = lse[batches, heads, rows, None], tlse[batches, heads, rows, None]
-        unseen = np.isneginf(norm)
+        unseen = norm == -np.inf
         delta, tdelta = of_row(do, of_out), of_row(do, moved_out)
         if tdo is not None:
             tdelta += of_row(tdo, of_out)
@@ -97,7 +98,7 @@ def backward_jvp(
                 ds *= p
             for x in (tp, ds, tds):
                 if x is not None:
-                    np.copyto(x, 0, where=~live)
+                    silence(x, live)
             task.add_of_pairs(at, tds)
             for name, total in task.of_function.items():
                 pairs.through_tangent(name, total, tds, ds, of_products, ts, at)
@@ -110,7 +111,7 @@ def backward_jvp(
             if keeps is not None:
                 for x in (p, tp):
                     if x is not None:
-                        np.copyto(x, 0, where=~keeps)
+                        silence(x, keeps)
             of_keys = turned(live)
             if products(((turned(tp), do), (turned(p), tdo)), out=dv_part[..., :m, :], seen=of_keys) is None:
                 dv_part[...] = 0

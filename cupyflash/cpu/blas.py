@@ -38,6 +38,10 @@ class OneThread:
         for x, n in zip(_libraries(), self._before):
             _set(x, n)
 
+    def needless(self) -> bool:
+        """Whether products stay on one thread as it is. (Who enters meanwhile only makes it less sure.)"""
+        return not self._inside and all(x.num_threads == 1 for x in _libraries()) and not self._inside
+
     def at_forks(self) -> None:
         """From now on a forked process begins with the number that was there before: the threads inside stay behind."""
         if hasattr(os, "register_at_fork"):  # not on Windows

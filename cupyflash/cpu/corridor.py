@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,12 +13,27 @@ from ..gradients import Gradients
 from ..interop.protocol import CpuAdapter
 from ..overlap import check_targets
 from ..passes import BACKWARD, BY_ROWS, FORWARD, JVP, PER_QUERY
-from ..problem import FLOAT8, AttentionProblem, View
+from ..problem import FLOAT8, AttentionProblem, MaskKind, View, mask_kind
+from ..score import Score
 from . import float8, ragged
 from .backward import backward as _backward
 from .backward_jvp import backward_jvp as _backward_jvp
 from .forward import forward as _forward
 from .jvp import jvp as _jvp
+
+
+class Stated(NamedTuple):
+    """A class of calls as the rules have it. `shapes`: of its results, by name."""
+
+    problem: AttentionProblem
+    shapes: dict[str, tuple[int, ...]]
+
+
+_stated: dict[Any, Stated] = {}
+_MAX_STATED = 4096
+# Options of other types are no keys: what they hold may change, or the rules have yet to refuse it.
+_PLAIN = frozenset((bool, int, float, str, tuple, type(None), Score, MaskKind))
+_WHOLE = frozenset((int, type(None)))  # in a tuple
 
 
 def run(call: Call) -> Any:
@@ -44,30 +59,69 @@ def run(call: Call) -> Any:
 
 def _checked(call: Call) -> tuple[AttentionProblem, dict[str, Any], dict[str, tuple[int, ...]]]:
     """The problem, its arrays as (B, S, H, D), lse as (B, H, S), and the shapes of the results."""
-    lib = call.lib
-    arrays, targets, options = call.arrays, call.targets, call.options
-    views = {name: lib.view(x) for name, x in arrays.items()}
-    into = {name: lib.view(x) for name, x in targets.items()}
-    problem, shapes = rules.state(views, into, options, call.of)
-    if into:
-        check_targets(
-            {name: _in_memory(lib, targets[name], x) for name, x in into.items()},
-            {name: _in_memory(lib, arrays[name], x) for name, x in views.items()},
-        )
-    if call.add and problem.dtype in ("float16", "bfloat16"):  # rounded once, with what is there
-        problem = replace(problem, out_dtype="float32")
-    layout = options["layout"]
+    lib, options = call.lib, call.options
+    problem, shapes = _state(call)
+    layout, block_mask = options["layout"], options["block_mask"]
     given: dict[str, Any] = {} if call.seed is None else {"seed": np.array(call.seed, np.uint64)}
-    if options["block_mask"] is not None:
-        given["block_mask"] = options["block_mask"]
-    for name in views:
-        x = lib.to_numpy(arrays[name])
-        if name in PER_QUERY:
+    if block_mask is not None:
+        given["block_mask"] = block_mask
+    for name, x in call.arrays.items():
+        x = lib.to_numpy(x)
+        if name in BY_ROWS:
+            given[name] = _four(x, layout)
+        elif name in PER_QUERY:
             packed = problem.rows_q is not None
             given[name] = x[None] if packed else x.reshape(problem.batch, problem.heads_q, problem.seq_q)
         else:
-            given[name] = _four(x, layout) if name in BY_ROWS else x
+            given[name] = x
     return problem, given, shapes
+
+
+def _state(call: Call) -> Stated:
+    """What the rules say of a call; of one like those before, what they said then."""
+    key = _key(call)
+    found = None if key is None else _stated.get(key)
+    if found is not None:
+        return found
+    lib = call.lib
+    views = {name: lib.view(x) for name, x in call.arrays.items()}
+    into = {name: lib.view(x) for name, x in call.targets.items()}
+    problem, shapes = rules.state(views, into, call.options, call.of)
+    if into:
+        check_targets(
+            {name: _in_memory(lib, call.targets[name], x) for name, x in into.items()},
+            {name: _in_memory(lib, call.arrays[name], x) for name, x in views.items()},
+        )
+    if call.add and problem.dtype in ("float16", "bfloat16"):  # rounded once, with what is there
+        problem = replace(problem, out_dtype="float32")
+    found = Stated(problem, shapes)
+    if key is not None:
+        if len(_stated) >= _MAX_STATED:
+            _stated.clear()
+        _stated[key] = found
+    return found
+
+
+def _key(call: Call) -> tuple[Any, ...] | None:
+    """Calls of one key are one to the rules. None: of a call that they are to look at whatever came before."""
+    if call.targets:  # where these lie is asked of each
+        return None
+    options, arrays = call.options, call.arrays
+    if options["block_mask"] is not None:
+        options = options | {"block_mask": mask_kind(options["block_mask"])}
+    kinds = (*map(type, options.values()),)  # True and 1 are equal, but not the same option
+    if not _PLAIN.issuperset(kinds):
+        return None
+    if tuple in kinds and any(not _WHOLE.issuperset(map(type, x)) for x in options.values() if type(x) is tuple):
+        return None
+    return (
+        call.of, *options, *options.values(), *kinds, *arrays, *[_described(call.lib, x) for x in arrays.values()],
+    )  # fmt: skip
+
+
+def _described(lib: CpuAdapter, x: Any) -> tuple[Any, ...]:
+    """All but the address."""
+    return (x.shape, x.strides, x.dtype) if type(x) is np.ndarray else lib.view(x)[:-1]
 
 
 def _in_memory(lib: CpuAdapter, x: Any, view: View) -> View:

@@ -9,15 +9,17 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ..problem import AttentionProblem
 from .blas import one_thread
 
 T = TypeVar("T")
 
 # Below so many multiplications a call ends sooner than threads start.
-WORTH_THREADS = 1 << 22
-# And below so many BLAS libraries keep a product on the thread that calls them (OpenBLAS: up to this): there is nothing
-# to hold.
+WORTH_THREADS = 1 << 23
+# And up to so many of one product BLAS libraries (OpenBLAS) keep it on the thread that calls them: there is nothing to
+# hold.
 WORTH_HOLDING = 1 << 18
 MOST_THREADS = 256  # BLAS libraries have such a number, too
 
@@ -29,6 +31,16 @@ def worth_threads(problem: AttentionProblem) -> bool:
 def multiplications(problem: AttentionProblem) -> int:
     pairs = problem.batch * problem.heads_q * problem.seq_q * problem.seq_k
     return pairs * (problem.dim + problem.dim_v)
+
+
+def _of_a_product(problem: AttentionProblem) -> int:
+    """Multiplications of the largest product of two matrices, at most."""
+    return problem.seq_q * problem.seq_k * max(problem.dim, problem.dim_v)
+
+
+def stays_here(problem: AttentionProblem) -> bool:
+    """Whether a problem is so small that BLAS and we keep it on the thread that calls, whatever others do."""
+    return not worth_threads(problem) and _of_a_product(problem) <= WORTH_HOLDING
 
 
 class _Member(threading.local):
@@ -46,24 +58,40 @@ class Crew:
     """
 
     def __init__(self, work: AttentionProblem | int) -> None:
-        count = work if isinstance(work, int) else multiplications(work)
+        count, of_one = (work, work) if isinstance(work, int) else (multiplications(work), _of_a_product(work))
         self.size = threads() if count >= WORTH_THREADS else 1
-        small = self.size == 1 and (count < WORTH_HOLDING or _member.of_a_crew)
+        small = self.size == 1 and (of_one <= WORTH_HOLDING or _member.of_a_crew or one_thread.needless())
         self._own = 0 if small else self.size  # threads to begin; none: the caller's
         self._error: BaseException | None = None
 
     def run(self, task: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> None:
-        """task(*a) for each a, taken in order."""
-        lock, waiting, inside, process = threading.Lock(), iter(arguments), list[None](), os.getpid()
+        """task(*a) for each a, taken in order. Infinities and NaN in the inputs do what IEEE says."""
+        process = os.getpid()
+        if self._own:
+            self._share(task, arguments, process)
+        else:
+            with np.errstate(all="ignore"):
+                for a in arguments:
+                    task(*a)
+        if os.getpid() != process:
+            raise RuntimeError(
+                "the process was forked while attention computed; its threads are not in the new process"
+            )
+        if self._error is not None:
+            raise self._error
+
+    def _share(self, task: Callable[..., None], arguments: Iterable[tuple[Any, ...]], process: int) -> None:
+        lock, waiting, inside = threading.Lock(), iter(arguments), list[None]()
 
         def work() -> None:
             try:
-                while not self.stopped:
-                    with lock:
-                        a = next(waiting, None)
-                    if a is None:
-                        return
-                    task(*a)
+                with np.errstate(all="ignore"):
+                    while not self.stopped:
+                        with lock:
+                            a = next(waiting, None)
+                        if a is None:
+                            return
+                        task(*a)
             except BaseException as error:  # noqa: BLE001 (raised again in the caller's thread)
                 self._error = self._error or error
 
@@ -80,9 +108,7 @@ class Crew:
         begun = 0
         try:
             for thread in crew:
-                try:
-                    thread.start()
-                except RuntimeError:  # no more threads can be had: those that are there do it
+                if not _start(thread):  # those that are there do it
                     break
                 begun += 1
             if not begun:
@@ -94,17 +120,11 @@ class Crew:
             while inside and os.getpid() == process:
                 time.sleep(0.001)  # an interrupted join (Python 3.11) takes its thread for ended
             raise
-        if os.getpid() != process:
-            raise RuntimeError(
-                "the process was forked while attention computed; its threads are not in the new process"
-            )
-        if self._error is not None:
-            raise self._error
 
     def steps(self, of: Iterable[T]) -> Iterator[T]:
         """The steps of a task; none after an interrupt."""
         for step in of:
-            if self.stopped:
+            if self._error is not None:
                 return
             yield step
 
@@ -112,6 +132,15 @@ class Crew:
     def stopped(self) -> bool:
         """After an interrupt or an error."""
         return self._error is not None
+
+
+def _start(thread: threading.Thread) -> bool:
+    """False where no more threads can be had. (Apart: Python leaves a gap in the `try` around another.)"""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
 
 
 class Turns:

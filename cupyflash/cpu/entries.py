@@ -20,19 +20,16 @@ class Entries:
     ) -> None:
         work = work_dtype(problem)
         self.pairs = Pairs(problem, batches, given)
-        keys, values = (operand(x[batches][:, self.pairs.keys].transpose(0, 2, 1, 3), work) for x in (k, v))
+        keys, values = (self._operand(x, work) for x in (k, v))
         self._keys = keys if self.pairs.factor_k == 1 else keys * work(self.pairs.factor_k)
         self._values, self._group = values, group_of(problem)
-        moved = {
-            name: operand(given[name][batches][:, self.pairs.keys].transpose(0, 2, 1, 3), work)
-            for name in ("tk", "tv")
-            if name in given
-        }
-        if "tk" in moved and self.pairs.factor_k != 1:
-            moved["tk"] = moved["tk"] * work(self.pairs.factor_k)
-        self._tangents = moved.get("tk"), moved.get("tv")
+        tk, tv = (self._operand(given[name], work) if name in given else None for name in ("tk", "tv"))
+        self._tangents = tk if tk is None or self.pairs.factor_k == 1 else tk * work(self.pairs.factor_k), tv
         # Whether what a score of -inf hides may be multiplied by 0.
         self.finite = not self.pairs.scores_hide or all(bool(np.isfinite(x).all()) for x in (keys, values))
+
+    def _operand(self, x: np.ndarray, work: Any) -> np.ndarray:
+        return operand(x[self.pairs.batches, self.pairs.keys].transpose(0, 2, 1, 3), work)
 
     def of_heads(self, heads: slice) -> tuple[np.ndarray, np.ndarray]:
         """K and V, (batches, heads_k, keys, ...), for the query heads `heads`: whole groups, or a part of one."""
@@ -53,8 +50,7 @@ def all_entries(
     problem: AttentionProblem, size: int, k: np.ndarray, v: np.ndarray, given: dict[str, Any]
 ) -> list[Entries]:
     """The whole batch, `size` of it together."""
-    with np.errstate(all="ignore"):
-        return [Entries(problem, batches, k, v, given) for batches in pieces(problem.batch, size)]
+    return [Entries(problem, batches, k, v, given) for batches in pieces(problem.batch, size)]
 
 
 def of_queries(

@@ -55,8 +55,10 @@ class Task:
     def totals(self) -> tuple[np.ndarray, np.ndarray]:
         """dk and dv."""
         dk, dv = self._dk.total(), self._dv.total()
-        dk *= self._of.work(self.pairs.factor_k)
-        dv *= self._of.work(1 / self.pairs.kept)
+        if self.pairs.factor_k != 1:
+            dk *= self._of.work(self.pairs.factor_k)
+        if self.pairs.kept != 1:
+            dv *= self._of.work(1 / self.pairs.kept)
         return dk, dv
 
 
@@ -81,7 +83,8 @@ class Gathering:
 
         # A task sums dK and dV over query tiles of its key/value heads: over all of them if there are tasks enough for
         # the threads, else over every parts-th.
-        entries = all_entries(problem, self.tiling.batches, k, v, given)
+        with np.errstate(all="ignore"):
+            entries = all_entries(problem, self.tiling.batches, k, v, given)
         self._stacks = [(of, own) for of in entries for own in pieces(problem.heads_k, heads_k)]
         self._parts = -(-(SUMS if problem.deterministic else self.crew.size) // max(1, len(self._stacks)))
         self._tasks = [(of, own, part) for of, own in self._stacks for part in range(self._parts)]
@@ -92,7 +95,9 @@ class Gathering:
             for b, h in of.pairs.each(heads)
         ]
         wanted = {
-            x.name: Sum(x, given[x.name], problem, self.crew, self._parts, order) for x in ARRAYS if x.name in wrt
+            x.name: Sum(x, given[x.name], problem, self.crew, self._parts, order)
+            for x in (ARRAYS if wrt else ())
+            if x.name in wrt
         }
         self.of_sinks = wanted.pop("sinks", None)
         self.of_pairs = wanted
@@ -103,7 +108,6 @@ class Gathering:
         get."""
         sums: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
-        @np.errstate(all="ignore")  # infinities and NaN in the inputs do what IEEE says
         def run(number: int, of: Entries, own: slice, part: int) -> None:
             task = Task(self, of, own, part)
             for heads, rows in self._visits(own, part):

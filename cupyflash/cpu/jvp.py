@@ -9,6 +9,7 @@ import numpy as np
 from ..problem import AttentionProblem
 from .crew import Crew
 from .entries import Entries, of_queries
+from .hiding import silence
 from .sums import Long
 from .tiles import Tiling, key_tiles, product, products, row_sums, rows_of, turned, work_dtype
 
@@ -36,17 +37,13 @@ def jvp(
         return tout, tlse
     tiling = Tiling.of(problem, queries_apart=True)
 
-    @np.errstate(all="ignore")  # infinities and NaN in the inputs do what IEEE says
     def task(of: Entries, heads: slice, rows: slice) -> None:
         pairs, batches = of.pairs, of.pairs.batches
         (kh, vh), (tkh, tvh) = of.of_heads(heads), of.tangents_of_heads(heads)
-        qi = rows_of(q, batches, heads, rows, work)
-        qi *= work(pairs.factor_q)
-        tqi = None if tq is None else rows_of(tq, batches, heads, rows, work)
-        if tqi is not None:
-            tqi *= work(pairs.factor_q)
+        qi = rows_of(q, batches, heads, rows, work, pairs.factor_q)
+        tqi = None if tq is None else rows_of(tq, batches, heads, rows, work, pairs.factor_q)
         norm = lse[batches, heads, rows, None]
-        unseen = np.isneginf(norm)
+        unseen = norm == -np.inf
         norm = np.where(unseen, np.inf, norm)
         size, n = qi.shape[:2], qi.shape[2]
         scores, tangents = (pairs.tile(size, n, tiling.keys, work) for _ in range(2))
@@ -68,15 +65,15 @@ def jvp(
                     np.copyto(center, mean, where=fresh & (own > 0), casting="same_kind")
                 w = np.subtract(ts, center)
                 np.multiply(w, p, out=w)
-                np.copyto(w, 0, where=~live)
+                silence(w, live)
                 total += row_sums(w)
                 if keeps is not None:
-                    np.copyto(w, 0, where=~keeps)
+                    silence(w, keeps)
                 product(w, vh[..., at.keys, :], out=part, seen=live)
                 acc.recent += part
             if tvh is not None:
                 if keeps is not None:
-                    np.copyto(p, 0, where=~keeps)
+                    silence(p, keeps)
                 product(p, tvh[..., at.keys, :], out=part, seen=live)
                 acc.recent += part
             acc.step()

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..problem import ARRAYS, AttentionProblem
+from ..problem import ARRAY_RULES, AttentionProblem
 from .dropout import kept
+from .hiding import silence
 from .score import ScoreFunction
 
 T = TypeVar("T")
@@ -32,27 +33,33 @@ class Pairs:
 
     def __init__(self, problem: AttentionProblem, batches: slice, given: dict[str, np.ndarray]) -> None:
         self.problem, self.batches = problem, batches
-        rules = [rule for rule in ARRAYS if rule.axes and problem.has(rule.name)]
-        self.given = {rule.name: np.broadcast_to(given[rule.name], rule.shape(problem)) for rule in rules}
-        moved = [rule for rule in rules if problem.moves(rule.name)]
-        self.given |= {f"t{rule.name}": np.broadcast_to(given[f"t{rule.name}"], rule.shape(problem)) for rule in moved}
-        self._terms, self._moving = ([rule.name for rule in x if rule.adds] for x in (rules, moved))
+        self.given: dict[str, np.ndarray] = {}
+        self._terms, self._moving = list[str](), list[str]()
+        for x in problem.given:
+            rule = ARRAY_RULES[x.name]
+            names = (x.name, f"t{x.name}") if problem.moves(x.name) else (x.name,)
+            if rule.axes:
+                self.given |= {name: np.broadcast_to(given[name], rule.shape(problem)) for name in names}
+            if rule.adds:
+                self._terms.append(x.name)
+                self._moving += names[1:] and (x.name,)
         # Keys that nobody may see are dropped at once: no tile ever holds them.
         self.keys: Any = slice(problem.seq_k)
-        if problem.has("key_mask"):
+        self.positions = np.arange(problem.seq_k)
+        if "key_mask" in self.given:
             self.keys = np.flatnonzero(self.given["key_mask"][batches.start])  # then there is one batch entry
+            self.positions = self.positions[self.keys]
         self.blocks: Any = given.get("block_mask")
-        self.positions = np.arange(problem.seq_k)[self.keys]
         self.factor_q, self.factor_k = _factors(problem.scale)
         self.first = problem.at or (0, 0, 0, 0)  # of a part: where its entries, heads, queries and keys begin
         self.kept = problem.kept  # the share of the probabilities that dropout keeps
         self.seed = int(np.asarray(given["seed"]).reshape(())) % 2**64 if problem.dropout else 0
         work = np.float64 if problem.dtype == "float64" else np.float32
         self._function = ScoreFunction(problem, given, work) if problem.score is not None else None
-        self.scores_hide = self._function is not None or problem.has("bias")
+        self.scores_hide = self._function is not None or "bias" in self.given
         # Maxima and sums over keys are quick where the keys are rows in memory; arrays over pairs have them side by
         # side.
-        self._keys_first = not problem.has("bias") and not problem.has("mask")
+        self._keys_first = "bias" not in self.given and "mask" not in self.given
 
     def tile(self, stack: Sequence[int], queries: int, keys: int, work: Any) -> np.ndarray:
         """Room for scores, (batches, heads, queries, keys); `stack`: how many of the first two."""
@@ -143,13 +150,13 @@ class Pairs:
         np.subtract(s, norm, out=s)
         p = np.exp(s, out=s)
         if seen is not None:
-            np.copyto(p, 0, where=~seen)
+            silence(p, seen)
         return p, p != 0
 
     def visible(self, at: Place) -> np.ndarray | None:
         """Which of these pairs may meet, in a shape that broadcasts to the tile's; None where all may."""
         seen = self._band(at)
-        if self.problem.has("mask"):
+        if "mask" in self.given:
             own = self._tile(self.given["mask"], at)
             seen = own if seen is None else seen & own
         if self.blocks is not None:
@@ -176,8 +183,8 @@ class Pairs:
         return self._over(at, _within(left, right))
 
     def empty(self, at: Place) -> bool:
-        """Whether a block mask hides the whole tile."""
-        return self.blocks is not None and self._blocks(at) is False
+        """Whether the block mask hides the whole tile."""
+        return self._blocks(at) is False
 
     def keeps(self, at: Place) -> np.ndarray | None:
         """Which probabilities dropout keeps, or None where it keeps all."""
@@ -196,7 +203,7 @@ class Pairs:
         """In place: gradients of probabilities from those of what dropout makes of them."""
         if keeps is not None:
             dp *= dp.dtype.type(1 / self.kept)
-            np.copyto(dp, 0, where=~keeps)
+            silence(dp, keeps)
         return dp
 
     def sink(self, heads: slice) -> np.ndarray | None:

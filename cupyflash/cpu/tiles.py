@@ -6,13 +6,14 @@ short it is those of several heads, and of several batch entries, so that it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..problem import AttentionProblem
-from .crew import worth_threads
+from . import crew
 from .pairs import Pairs, Place
 
 # Of float32; float64 has half as many queries.
@@ -55,24 +56,36 @@ class Tiling(NamedTuple):
     @classmethod
     def of(cls, problem: AttentionProblem, queries_apart: bool) -> Tiling:
         """`queries_apart`: whether query tiles are tasks, and not heads alone."""
-        most = QUERIES * 4 // np.dtype(work_dtype(problem)).itemsize
-        size, group = most * KEYS, group_of(problem)
-        queries = min(max(1, problem.seq_q), most)
-        keys = min(max(1, problem.seq_k), max(KEYS, size // queries), LONGEST * KEYS)
-        if problem.right is None:  # else tiles are not to stand out far beyond the diagonal
-            queries = min(max(1, problem.seq_q), max(most, size // keys), LONGEST * most)
-        fit = min(size // (queries * keys), LONGEST * most // queries, LONGEST * KEYS // keys)
-        if fit < group:
-            return cls(1, max(n for n in range(1, fit + 1) if group % n == 0), queries, keys)
-        tasks = problem.batch * problem.heads_k * (-(-problem.seq_q // queries) if queries_apart else 1)
-        heads_k = min(fit // group, max(1, tasks // TASKS) if worth_threads(problem) else fit)
-        # Keys that key_mask hides are left out, others in each batch entry.
-        batches = 1 if problem.has("key_mask") else max(1, heads_k // max(1, problem.heads_k))
-        return cls(batches, group * max(1, min(heads_k, problem.heads_k)), queries, keys)
+        return _tiling(problem, queries_apart, *limits())
+
+
+def limits() -> tuple[int, ...]:
+    """What decides how a problem is shared out, besides itself."""
+    return QUERIES, KEYS, LONGEST, crew.WORTH_THREADS
+
+
+@functools.lru_cache(256)
+def _tiling(problem: AttentionProblem, queries_apart: bool, most: int, most_keys: int, longest: int, _: int) -> Tiling:
+    most = most * 4 // np.dtype(work_dtype(problem)).itemsize
+    size, group = most * most_keys, group_of(problem)
+    queries = min(max(1, problem.seq_q), most)
+    keys = min(max(1, problem.seq_k), max(most_keys, size // queries), longest * most_keys)
+    if problem.right is None:  # else tiles are not to stand out far beyond the diagonal
+        queries = min(max(1, problem.seq_q), max(most, size // keys), longest * most)
+    fit = min(size // (queries * keys), longest * most // queries, longest * most_keys // keys)
+    if fit < group:
+        return Tiling(1, max(n for n in range(1, fit + 1) if group % n == 0), queries, keys)
+    tasks = problem.batch * problem.heads_k * (-(-problem.seq_q // queries) if queries_apart else 1)
+    heads_k = min(fit // group, max(1, tasks // TASKS) if crew.worth_threads(problem) else fit)
+    # Keys that key_mask hides are left out, others in each batch entry.
+    batches = 1 if problem.has("key_mask") else max(1, heads_k // max(1, problem.heads_k))
+    return Tiling(batches, group * max(1, min(heads_k, problem.heads_k)), queries, keys)
 
 
 def pieces(length: int, size: int) -> list[slice]:
     """An axis in slices of `size`."""
+    if 0 < length <= size:
+        return [slice(0, length)]
     return [slice(x, min(x + size, length)) for x in range(0, length, max(1, size))]
 
 
@@ -81,19 +94,22 @@ def query_tiles(problem: AttentionProblem, tiling: Tiling) -> list[slice]:
     return pieces(problem.seq_q, tiling.queries)[::-1]
 
 
-def key_tiles(pairs: Pairs, heads: slice, rows: slice, tiling: Tiling) -> Iterator[Place]:
+def key_tiles(pairs: Pairs, heads: slice, rows: slice, tiling: Tiling) -> list[Place]:
     """The tiles that the queries `rows` of some heads visit; those outside the band (causal and window), and those that
     a block mask hides, are left out."""
     begin, end = pairs.walk(rows)
-    for j in range(begin, end, tiling.keys):
-        at = Place(heads, rows, slice(j, min(j + tiling.keys, end)))
-        if not pairs.empty(at):
-            yield at
+    places = [Place(heads, rows, slice(j, min(j + tiling.keys, end))) for j in range(begin, end, tiling.keys)]
+    return places if pairs.blocks is None else [at for at in places if not pairs.empty(at)]
 
 
-def rows_of(x: np.ndarray, entries: slice, heads: slice, rows: slice, work: Any) -> np.ndarray:
-    """A copy of a part of a (B, S, H, D) array, as (batches, heads, rows, D)."""
-    return np.array(x[entries, rows, heads].transpose(0, 2, 1, 3), work, order="C")
+def rows_of(
+    x: np.ndarray, entries: slice, heads: slice, rows: slice, work: Any, factor: float | None = None
+) -> np.ndarray:
+    """A copy of a part of a (B, S, H, D) array, as (batches, heads, rows, D); times a factor."""
+    part = x[entries, rows, heads].transpose(0, 2, 1, 3)
+    if factor is None:
+        return np.array(part, work, order="C")
+    return np.multiply(part.astype(work, copy=False), work(factor), order="C")
 
 
 def operand(x: np.ndarray, work: Any) -> np.ndarray:
@@ -111,8 +127,9 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, seen: np.ndarray | No
     """
     group = a.shape[1] // max(1, b.shape[1])
     if seen is not None:
-        finite = np.isfinite(b).all(axis=-1)
+        finite = np.isfinite(b)
         if not finite.all():
+            finite = finite.all(axis=-1)
             b, finite, seen = b.repeat(group, 1), finite.repeat(group, 1), np.broadcast_to(seen, a.shape)
             np.matmul(a, np.where(finite[..., None], b, 0), out=out)
             for j in np.flatnonzero(~finite.all(axis=(0, 1))):
@@ -122,7 +139,10 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, seen: np.ndarray | No
     if group > 1:
         heads = a.shape[0], b.shape[1], group
         a, out, b = a.reshape(*heads, *a.shape[2:]), out.reshape(*heads, *out.shape[2:]), b[:, :, None]
-    first, *others = pieces(a.shape[-1], IN_A_PRODUCT) or [slice(0)]
+    if a.shape[-1] <= IN_A_PRODUCT:
+        np.matmul(a, b, out=out)
+        return
+    first, *others = pieces(a.shape[-1], IN_A_PRODUCT)
     np.matmul(a[..., first], b[..., first, :], out=out)
     for some in others:
         out += a[..., some] @ b[..., some, :]
@@ -151,13 +171,25 @@ def turned(x: np.ndarray | None, at: Place | None = None) -> Any:
     return None if x is None else (x if at is None else x[..., at.keys, :]).swapaxes(-1, -2)
 
 
-def row_sums(x: np.ndarray) -> np.ndarray:
-    """Sums over the last axis, which stays, in float64."""
-    n = x.shape[-1] // IN_A_ROW * IN_A_ROW
-    ones = np.ones((IN_A_ROW, 1), x.dtype)
-    parts = x[..., :n].reshape(*x.shape[:-1], -1, IN_A_ROW).swapaxes(-2, -3) @ ones  # BLAS is faster than sum
+def row_sums(x: np.ndarray, dtype: Any = np.float64) -> np.ndarray:
+    """Sums over the last axis, which stays, in float64, and then as `dtype`."""
+    length = x.shape[-1]
+    ones = _ones(x.dtype)
+    if length <= IN_A_ROW:  # BLAS is faster than sum
+        return (x @ ones[:length]).astype(dtype, copy=False)
+    n = length // IN_A_ROW * IN_A_ROW
+    parts = x[..., :n].reshape(*x.shape[:-1], -1, IN_A_ROW).swapaxes(-2, -3) @ ones
     total = parts.sum(axis=-3, dtype=np.float64)
-    return total + x[..., n:] @ ones[: x.shape[-1] - n] if n < x.shape[-1] else total
+    if n < length:
+        total += x[..., n:] @ ones[: length - n]
+    return total.astype(dtype, copy=False)
+
+
+@functools.cache
+def _ones(dtype: np.dtype) -> np.ndarray:
+    ones = np.ones((IN_A_ROW, 1), dtype)
+    ones.flags.writeable = False
+    return ones
 
 
 def over_groups(x: np.ndarray, heads_k: int) -> np.ndarray:

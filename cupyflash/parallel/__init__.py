@@ -4,8 +4,7 @@ rows = parallel.Rows.zigzag(length, group.size)
 out = parallel.attention(q, k, v, group, rows=rows, causal=True)     # q, k, v, out: this rank's rows
 """
 
-from .calls import merge
-from .entries import attention, attention_backward
+from .entries import attention, attention_backward, merge
 from .explain import explain
 from .masks import block_mask
 from .rows import Rows

@@ -136,7 +136,7 @@ def check(
     if given.get("family") is not None and not lib.on_gpu(arrays["q"]):
         refuse_family(given["family"], lib.kind)
     for ranks in (team, keys):
-        _check_place(ranks, lib, arrays["q"], views["q"].device)
+        check_place(ranks, lib, "q", arrays["q"])
     size = team.size * keys.size
     rows, key_rows = _rows(plan, size, keys.rank * team.size + team.rank, views, layout)
     if mask is not None and not isinstance(mask, RowsMask):
@@ -186,12 +186,12 @@ def check(
     return asked
 
 
-def _check_place(group: Any, lib: Any, q: Any, device: str) -> None:
+def check_place(group: Any, lib: Any, name: str, x: Any) -> None:
     """TypeError for arrays that a group does not send."""
     if hasattr(group, "refuses"):
-        on_gpu = lib.on_gpu(q)
-        if must := group.refuses(lib.kind, on_gpu, lib.device(q) if on_gpu else None):
-            raise TypeError(f"q is a {lib.kind} array on {device}; it must be {must}")
+        on_gpu = lib.on_gpu(x)
+        if must := group.refuses(lib.kind, on_gpu, lib.device(x) if on_gpu else None):
+            raise TypeError(f"{name} is a {lib.kind} array on {lib.view(x).device}; it must be {must}")
 
 
 def _rows(plan: dict[str, Any], size: int, rank: int, views: dict[str, Any], layout: str) -> tuple[Rows, Rows]:

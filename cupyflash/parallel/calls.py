@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .. import api
+from .. import api, interop
 from ..gradients import Gradients
-from ..namespaces import cast, namespace
 from . import run
 from .adapters import of
 from .agree import agree
 from .arrays import empty, four, library, three, wide
-from .asked import Asked, check, groups_of, usual_exchange
+from .asked import Asked, check, check_place, groups_of, usual_exchange
 from .kinds import keep, kind_of, recalled
 from .rows import Rows
 from .transfers import gathered
@@ -136,25 +135,24 @@ def merge(out: Any, lse: Any, group: Any, *, layout: str = "bshd") -> tuple[Any,
 
     For decoding over a cache that is shared out. out (B, Sq, Hq, Dv) and lse (B, Hq, Sq) as `attention(...,
     return_lse=True)` returned them, all ranks' shaped alike; parts are merged in the order of ranks, in float32 where
-    they are of 16 bits.
+    they are of 16 bits. Autograd does not follow: tensors that require grad are refused.
     """
     ranks = of(group)
-    error: Exception | None = None
-    said = {}
-    try:
-        api.merge([out], [lse], layout=layout)  # says what is wrong
-        said = {"out": f"{out.dtype}, shape {tuple(out.shape)}", "layout": layout}
-    except Exception as wrong:  # noqa: BLE001 - raised on all ranks
-        error = _renamed(wrong)
-    agree([ranks], said, error)
-    _prepare([ranks], out)
-    kind = wide(out)
-    own = out if kind is None else cast(out, getattr(namespace(library(out)), kind))
-    parts = [gathered(ranks, x) for x in (own, lse)]
-    found, norm = api.merge(*parts, layout=layout)
-    if kind is not None:
-        found = cast(found, out.dtype)
-    return found, norm
+    kind = kind_of([ranks], {"q": out, "lse": lse}, {}, "merge", layout)
+    if kind is None or kind not in ranks.known:
+        error: Exception | None = None
+        said = {}
+        try:
+            api.merge([out], [lse], layout=layout)  # says what is wrong
+            check_place(ranks, interop.library("out", out), "out", out)
+            said = {"out": f"{out.dtype}, shape {tuple(out.shape)}", "layout": layout}
+        except Exception as wrong:  # noqa: BLE001 - raised on all ranks
+            error = _renamed(wrong)
+        agree([ranks], said, error)
+        _prepare([ranks], out)
+        if kind is not None:
+            ranks.known.add(kind)
+    return api.merge(*gathered(ranks, out, lse), layout=layout)
 
 
 def _prepare(ranks: Sequence[Any], x: Any) -> None:

@@ -80,10 +80,21 @@ class _Attention(torch.autograd.Function):
 
 def attention_backward(*arrays: Any, dlse: Any = None, **given: Any) -> Any:
     """`calls.attention_backward`, which autograd does not follow."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*arrays[:6], dlse) if isinstance(x, torch.Tensor)):
-        raise NotImplementedError(
-            "an argument requires grad, but parallel.attention_backward has no derivative; detach it, or call under "
-            "torch.no_grad()"
-        )
+    _refuse_followed("attention_backward", (*arrays[:6], dlse))
     with torch.no_grad():
         return calls.attention_backward(*arrays, dlse=dlse, **given)
+
+
+def merge(out: Any, lse: Any, group: Any, **given: Any) -> tuple[Any, Any]:
+    """`calls.merge`, which autograd does not follow."""
+    _refuse_followed("merge", (out, lse))
+    with torch.no_grad():
+        return calls.merge(out, lse, group, **given)
+
+
+def _refuse_followed(function: str, arrays: Sequence[Any]) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in arrays if isinstance(x, torch.Tensor)):
+        raise NotImplementedError(
+            f"an argument requires grad, but parallel.{function} has no derivative; detach it, or call under "
+            "torch.no_grad()"
+        )

@@ -165,13 +165,14 @@ class FromHeads:
             put(target, x)
 
 
-def gathered(group: Group, x: Any) -> list[Any]:
-    """Those of all ranks, in their order."""
-    own = packed(x)
-    rooms = {r: empty(tuple(x.shape), x) for r in range(group.size) if r != group.rank}
-    group.exchange([(r, own) for r in rooms], list(rooms.items())).wait()
+def gathered(group: Group, *xs: Any) -> list[list[Any]]:
+    """Of each array those of all ranks, in their order."""
+    own = [packed(x) for x in xs]
+    rooms = {r: [empty(tuple(x.shape), x) for x in xs] for r in range(group.size) if r != group.rank}
+    sends, receives = [(r, x) for r in rooms for x in own], [(r, x) for r, some in rooms.items() for x in some]
+    group.exchange(sends, receives).wait()
     rooms[group.rank] = own
-    return [rooms[r] for r in range(group.size)]
+    return [[rooms[r][n] for r in range(group.size)] for n in range(len(xs))]
 
 
 def summed(group: Group, x: Any) -> Any:
@@ -179,6 +180,6 @@ def summed(group: Group, x: Any) -> Any:
     if group.size == 1:
         return x
     total = zeros(tuple(x.shape), x)
-    for part in gathered(group, x):
+    for part in gathered(group, x)[0]:
         total += part
     return total
