@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from cuda_on_cpu import cases, needs_compiler
+from cuda_on_cpu import as_cpp, cases, compile_all, needs_compiler
 from kernel_cover import problem as problem_of
 from lengths_on_cpu import Ran, Sequences, check, check_nonsense, plans_of
 from on_cpu import Guarded, run
@@ -19,6 +21,7 @@ from cupyflash.gpu.families.likely import as_dense
 from cupyflash.gpu.families.shares import Dealt
 from cupyflash.gpu.kernel_plan import KernelPlan
 from cupyflash.gpu.plan import plan
+from cupyflash.gpu.source import generate
 from cupyflash.passes import FORWARD
 from cupyflash.problem import Given
 
@@ -301,6 +304,36 @@ def test_planners_reckon_with_likely_lengths(rng: np.random.Generator) -> None:
     assert likely.diagonal == 5
     hinted = as_dense(state(*arrays, max_seqlen_q=128, max_seqlen_k=64, **of.lengths()))
     assert (hinted.batch, hinted.seq_q, hinted.seq_k) == (2, 128, 64)
+
+
+ORDER = """
+extern "C" __global__ void attention_order(const Params p) {
+    TileSchedule schedule(p);
+    for (int n = blockIdx.x * 32 + threadIdx.x; n < schedule.total(); n += gridDim.x * 32) {
+        Tile tile = schedule.tile(n);
+        p.lse[n] = tile.none() ? 0 : walk_of(p, tile).count();
+    }
+}
+"""
+
+
+def test_no_thread_block_ends_much_later_than_others(rng: np.random.Generator) -> None:
+    """Packed sequences under a causal mask: the last tiles to start are short, of whichever sequence they are."""
+    of = packed(rng, [1024] * 8, [1024] * 8, heads=(16, 16), dims=(128, 128), behind=0)
+    given = {name: of.of_queries(name) if name == "q" else of.of_keys(name) for name in "qkv"} | of.lengths()
+    problem = state(**given, causal=True)
+    made = sm90_forward.plan(problem, Arch.of("sm_90a"), None)
+    [library] = compile_all(as_cpp(generate(made) + ORDER, ["attention_order"]))
+    made = replace(made, launches=(replace(made.launches[0], name="attention_order", grid=132, threads=32),))
+    arrays = {name: Guarded(x.shape, x.dtype, x, rows_aligned=True) for name, x in given.items()}
+    arrays |= {"out": Guarded(given["q"].shape, "f2"), "lse": Guarded((16, 8192), "f4")}
+    run(library, made, problem, arrays, False, 2)
+    steps = arrays["lse"].array.ravel()
+    steps = steps[np.isfinite(steps)]
+    ends = [0.0] * made.launches[0].grid
+    for n in steps[steps > 0]:
+        heapq.heapreplace(ends, ends[0] + n + 1)
+    assert steps.sum() == 16 * 8 * sum(range(1, 9)) and max(ends) < 1.04 * np.mean(ends)
 
 
 def cached(batch: int, rows: int, heads: tuple[int, int] = (32, 8), seq_q: int = 1, **options: Any) -> Any:

@@ -41,8 +41,8 @@ constexpr bool NEXT_Q = ROOMY && (Q_STAGES > 1 || OWN_Q) && !SHARES && !(PACK > 
 constexpr bool EARLY = ROOMY && Q_STAGES > 1 && !SHARES;
 
 // Whether the producer tells the others all of a tile, so that they need no divisions between two tiles, or only
-// its number: beside three warpgroups it has no registers for more.
-constexpr bool TELL = ROOMY && !SHARES;
+// its number: beside three warpgroups it has no registers for more. (Of packed queries it has, and they search no offsets.)
+constexpr bool TELL = (ROOMY || PACKED_Q) && !SHARES;
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
@@ -88,7 +88,7 @@ struct KeyPlaces<true> {
                          const Head& head) const {
 #pragma unroll 4
         for (int n = 0; n < BOXES; n++) {
-            InMap at{__shfl_sync(~0u, row, n), head.k, __shfl_sync(~0u, page, n), 0};
+            InMap at = head.in_page(__shfl_sync(~0u, row, n), __shfl_sync(~0u, page, n));
             if (leads()) tile.from(n * KEY_BOX).load(map, barrier, at);
         }
     }
@@ -349,7 +349,7 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
     bool dynamic = p.counters != nullptr;  // tiles differ in length: each is asked for
     Tile before, next;
     int last_before = -1;  // with NEXT_Q: the key tile of `before` whose V is still to come
-    bool early = false;  // Q of the next tile is asked for
+    bool early = false;    // Q of the next tile is asked for
     auto load_before = [&] {
         if (NEXT_Q && last_before >= 0) load_v(before, last_before);
     };
