@@ -291,7 +291,11 @@ def _on_gpu(
         notes += (
             f"a {problem.dtype} number is multiplied as two of float16, of 22 bits together; sums are {problem.dtype}",
         )
-    if (shares := dict(chosen.scalars).get("shares", 1)) > 1:
+    constants = dict(chosen.constants)
+    if most := constants.get("SHARE_TILES", 0):
+        keys = f"{most * constants['KEYS']} keys at most"
+        notes += (f"the keys of each sequence are dealt out by its own length, in shares of {keys}",)
+    elif (shares := dict(chosen.scalars).get("shares", 1)) > 1:
         why = (
             f"the queries of a head of keys are dealt out in {shares} shares: key tiles are few, or some have many "
             "more queries"

@@ -20,17 +20,17 @@ __device__ inline void combine_shares(const Params& p, long long row, F of) {
     int lane = threadIdx.x % 32;
     QueryOf at = Sequence::numbered_query(p, row);
     Head head = Head::of_q(p, at.batch, at.head);
-    int shares = of(head);
+    auto shares = [&] { return of(head); };
     Accum alone = MINUS_INFINITY;
     if constexpr (SINKS) alone = Pairs(p, head).sink(head.q);
     auto lse = [&](int n) { return p.share_lse[share_row(p, n, row)]; };
     Accum top = alone, sum = 0;
-    for (int n = lane; n < shares; n += 32) top = larger(top, lse(n));
+    for (int n = lane; n < shares(); n += 32) top = larger(top, lse(n));
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) top = larger(top, __shfl_xor_sync(~0u, top, step));
     if (top == MINUS_INFINITY) top = 0;  // no share has a key that the query sees
     auto weight = [&](Accum of) { return exp2_approx((of - top) * LOG2_E); };
-    for (int n = lane; n < shares; n += 32) sum += weight(lse(n));
+    for (int n = lane; n < shares(); n += 32) sum += weight(lse(n));
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if constexpr (SINKS) sum += weight(alone);
@@ -42,8 +42,8 @@ __device__ inline void combine_shares(const Params& p, long long row, F of) {
         Accum x[4];
     };
     Four result[PASSES] = {};
-    for (int first = 0; first < shares; first += 32) {
-        int count = min(32, shares - first);
+    for (int first = 0; first < shares(); first += 32) {
+        int count = min(32, shares() - first);
         Accum own = lane < count ? weight(lse(first + lane)) * inverse : 0;
         const Accum* from = p.share_out + share_row(p, first, row) * COLUMNS + 4 * lane;
         long long next = share_row(p, 1, 0) * COLUMNS;

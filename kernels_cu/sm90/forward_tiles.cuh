@@ -41,8 +41,8 @@ constexpr bool NEXT_Q = ROOMY && (Q_STAGES > 1 || OWN_Q) && !SHARES && !(PACK > 
 constexpr bool EARLY = ROOMY && Q_STAGES > 1 && !SHARES;
 
 // Whether the producer tells the others all of a tile, so that they need no divisions between two tiles, or only
-// its number: beside three warpgroups it has no registers for more.
-constexpr bool TELL = ROOMY && !SHARES && V_PARTS == 1;
+// its number: beside three warpgroups it has no registers for more. (Of packed queries it has, and they search no offsets.)
+constexpr bool TELL = (ROOMY || PACKED_Q) && !SHARES && V_PARTS == 1;
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
@@ -63,11 +63,11 @@ __device__ inline bool leads() { return LOADERS == 1 || threadIdx.x == 0; }
 // looks up the page of one.
 template <bool IN_PAGES>
 struct KeyPlaces {
-    __device__ static KeyPlaces of(const Params&, const Head&, int) { return {}; }
+    __device__ void look_up(const Params&, const Head&, int) {}
     template <class Tile>
     __device__ void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head,
                          int column = 0) const {
-        tile.load(map, barrier, head.at_key(p, key, column));
+        if (leads()) tile.load(map, barrier, head.at_key(p, key, column));
     }
 };
 template <>
@@ -78,18 +78,17 @@ struct KeyPlaces<true> {
     int row, page;
 
     template <class Given>
-    __device__ static KeyPlaces of(const Given& p, const Head& head, int key) {
+    __device__ void look_up(const Given& p, const Head& head, int key) {
         int lane = threadIdx.x % 32;
-        if (lane >= BOXES) return {0, -1};
-        InMap at = head.at_paged_key(p, key + lane * KEY_BOX);
-        return {at.row, at.batch};
+        InMap at = head.at_paged_key(p, key + min(lane, BOXES - 1) * KEY_BOX);
+        row = at.row, page = at.batch;
     }
     template <class Tile>
     __device__ void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int, const Head& head,
                          int column = 0) const {
 #pragma unroll 4
         for (int n = 0; n < BOXES; n++) {
-            InMap at{__shfl_sync(~0u, row, n), head.k, __shfl_sync(~0u, page, n), column};
+            InMap at = head.in_page(__shfl_sync(~0u, row, n), __shfl_sync(~0u, page, n)).down(0, column);
             if (leads()) tile.from(n * KEY_BOX).load(map, barrier, at);
         }
     }
@@ -141,37 +140,24 @@ struct TileSchedule : PackSchedule<HEAD_ROWS, PACK> {
     }
 };
 
-// Which of them a thread block works on next: the one of a number, where there is one.
-template <bool BY_LENGTH>
-struct Numbered {
-    const TileSchedule& schedule;
-    int total;
-
-    __device__ Numbered(const Params&, const TileSchedule& schedule) : schedule(schedule), total(schedule.total()) {}
-    __device__ bool has(int number) { return number < total; }
-    __device__ Tile tile(int number) const { return schedule.tile(number); }
-};
-template <>
-struct Numbered<true> {
+// BY_LENGTH: the same by numbers that only grow, of which there are so many as lengths say.
+struct SharesInTurn {
     const TileSchedule& schedule;
     SharesByLength shares;
     SharesByLength::Found found;
-    int total = 0;  // where has() has said no
 
-    __device__ Numbered(const Params& p, const TileSchedule& schedule)
+    __device__ SharesInTurn(const Params& p, const TileSchedule& schedule)
         : schedule(schedule), shares{p, schedule.tiles * schedule.heads} {}
-    __device__ bool has(int number) {
-        bool is = shares.find(number, found);
-        if (!is) total = shares.before;
-        return is;
-    }
+    __device__ bool has(int number) { return shares.find(number, found); }
     // Of the number that has() has found.
-    __device__ Tile tile(int) const {
+    __device__ Tile tile() const {
         int heads = schedule.heads;
         Tile tile = schedule.Whole::tile(Dealt{found.batch * heads + found.tile % heads, found.tile / heads});
         tile.share = found.share;
         return tile;
     }
+    // Where has() has said no.
+    __device__ int total() const { return shares.before; }
 };
 
 // Into how many shares the keys of a head are cut.
@@ -221,6 +207,7 @@ struct Shared {
     QRing q;
     KVRing k, v;
     PairRing pairs;
+    KeyPlace places;  // of who loads
 
     __device__ Shared(unsigned base)
         : base(base), q(base + Q_RING), k(base + K_RING), v(base + V_RING), pairs(base + PAIR_RING) {}
@@ -316,26 +303,26 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
         return LOADERS == 1 ? ticket : __shfl_sync(~0u, ticket, 0);
     };
     auto load_k = [&](const Tile& tile, int tile_k) {
-        KeyPlace place = KeyPlace::of(p, tile.head, tile_k * KEYS);  // (read while the stage is waited for)
+        s.places.look_up(p, tile.head, tile_k * KEYS);  // (while the stage is waited for)
         if (leads()) {
             s.k.wait_empty();
             mbarrier_arrive_expect(s.k.full(), K_BYTES);
         }
         auto fill = [&](KTile to, const TensorMap& map) {
-            place.load(p, to, map, s.k.full(), tile_k * KEYS, tile.head);
+            s.places.load(p, to, map, s.k.full(), tile_k * KEYS, tile.head);
         };
         fill(s.k_tile(), maps.k);
         if constexpr (TK) fill(s.tk_tile(), maps.tk);
         s.k.advance();
-        return place;
     };
-    auto load_v = [&](const Tile& tile, int tile_k, const KeyPlace& place) {
+    auto load_v = [&](const Tile& tile, int tile_k) {
+        s.places.look_up(p, tile.head, tile_k * KEYS);
         if (leads()) {
             s.v.wait_empty();
             mbarrier_arrive_expect(s.v.full(), V_BYTES);
         }
         auto fill = [&](VTile to, const TensorMap& map) {
-            Values<TURNED>::load(p, to, map, s.v.full(), tile_k * KEYS, tile.head, place, first_column(tile));
+            Values<TURNED>::load(p, to, map, s.v.full(), tile_k * KEYS, tile.head, s.places, first_column(tile));
         };
         if constexpr (WITH_V) fill(s.v_tile(), maps.v);
         if constexpr (TV) fill(s.tv_tile(), maps.tv);
@@ -363,29 +350,27 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
         });
         s.q.advance();
     };
-    Numbered<BY_LENGTH> numbered(p, schedule);
-    int number = blockIdx.x;
+    SharesInTurn shares(p, schedule);
+    int total = schedule.total(), number = blockIdx.x;
     bool dynamic = p.counters != nullptr;  // tiles differ in length: each is asked for
     Tile before, next;
     int last_before = -1;  // with NEXT_Q: the key tile of `before` whose V is still to come
-    KeyPlace place_before;
-    bool early = false;  // Q of the next tile is asked for
+    bool early = false;    // Q of the next tile is asked for
     auto load_before = [&] {
-        if (NEXT_Q && last_before >= 0) load_v(before, last_before, place_before);
+        if (NEXT_Q && last_before >= 0) load_v(before, last_before);
     };
-    while (numbered.has(number)) {
-        Tile tile = early ? next : numbered.tile(number);
+    while (BY_LENGTH ? shares.has(number) : number < total) {
+        Tile tile = early ? next : BY_LENGTH ? shares.tile() : schedule.tile(number);
         if (tile.none()) {
             int ticket = dynamic ? take(number < gridDim.x) : number;
-            if (dynamic && leads()) tickets.settle(ticket, numbered.total - 1);
+            if (dynamic && leads()) tickets.settle(ticket, total - 1);
             number = gridDim.x + ticket;
             continue;
         }
         TileWalk walk = walk_of(p, tile);
         int step = walk.start();
         bool any = walk.has(step);
-        KeyPlace place;
-        if (any) place = load_k(tile, walk.tile(step));
+        if (any) load_k(tile, walk.tile(step));
         load_before();
         if (!early) load_q(tile, number);
         early = false;
@@ -398,28 +383,27 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
             asked = true;
         };
         for (; walk.after(step) > 0; step = walk.next(step)) {
-            KeyPlace after_this = load_k(tile, walk.tile(walk.next(step)));
+            load_k(tile, walk.tile(walk.next(step)));
             if (walk.after(step) <= (EARLY ? 3 : 2)) ask();
-            load_v(tile, walk.tile(step), place);
-            place = after_this;
+            load_v(tile, walk.tile(step));
             load_pairs(tile, walk.tile(walk.next(step)));
             int after = gridDim.x + ticket;
-            if (EARLY && !early && walk.after(step) <= 2 && numbered.has(after)) {
-                next = numbered.tile(after);
+            if (EARLY && !early && walk.after(step) <= 2 && after < total) {
+                next = schedule.tile(after);
                 if (!next.none()) load_q(next, after);
                 early = !next.none();
             }
         }
         ask();
         if (NEXT_Q)
-            before = tile, last_before = any ? walk.tile(step) : -1, place_before = place;
+            before = tile, last_before = any ? walk.tile(step) : -1;
         else if (any)
-            load_v(tile, walk.tile(step), place);
-        if (!BY_LENGTH && dynamic && leads()) tickets.settle(ticket, numbered.total - 1);
+            load_v(tile, walk.tile(step));
+        if (!BY_LENGTH && dynamic && leads()) tickets.settle(ticket, total - 1);
         number = gridDim.x + ticket;
     }
     // (How many there are is known when there are no more: who took the last ticket comes here with it.)
-    if (BY_LENGTH && dynamic && leads()) tickets.settle(number - int(gridDim.x), numbered.total - 1);
+    if (BY_LENGTH && dynamic && leads()) tickets.settle(number - int(gridDim.x), shares.total() - 1);
     load_before();
     s.for_parts([&](int) {
         if (!leads()) return;

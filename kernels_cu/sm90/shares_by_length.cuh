@@ -17,7 +17,7 @@ __device__ inline int shares_of_keys(int keys) {
 // one by shares. A warp finds a number, and later only larger ones.
 struct SharesByLength {
     const Params& p;
-    int tiles;       // of queries, of all heads of a sequence
+    int wide;        // tiles of queries of all heads of a sequence
     int place = 0;   // all sequences, as those that are cut, and again, as those that are not
     int before = 0;  // numbers of the places in front
 
@@ -30,7 +30,7 @@ struct SharesByLength {
     __device__ bool find(int number, Found& found) {
         int lane = threadIdx.x % 32;
         for (; place < 2 * p.batch; place += 32) {
-            int own = tiles * shares_at(place + lane), sum = own;
+            int own = wide * shares_at(place + lane), sum = own;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
                 int lower = __shfl_sync(~0u, sum, max(0, lane - step));
@@ -41,7 +41,7 @@ struct SharesByLength {
                 int first = __ffs(behind) - 1;
                 place += first;
                 before += __shfl_sync(~0u, sum - own, first);
-                found = {place % p.batch, (number - before) % tiles, (number - before) / tiles};
+                found = {place % p.batch, (number - before) % wide, (number - before) / wide};
                 return true;
             }
             before += __shfl_sync(~0u, sum, 31);

@@ -33,10 +33,14 @@ struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING> {
     __device__ PackSchedule(const Params& p)
         : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING>(p), packs(tiles_in(group_of(p), PACK)) {
         heads = p.heads_k * packs;
-        together = heads_in(this->tiles > FEW_TILES ? CACHE : CACHE / 2);
+        together = heads_in(of_sequence() > FEW_TILES ? CACHE : CACHE / 2);
         if (walk::GROWING)
-            groups = max(0, heads * entries() - min(tiles_in(LAST * gridDim.x, this->tiles), heads_in(2 * CACHE))) / together;
+            groups = max(0, heads * entries() - min(tiles_in(LAST * gridDim.x, of_sequence()), heads_in(2 * CACHE))) /
+                     together;
     }
+
+    // Tiles of a head of one sequence: of packed ones, which come one after the other, in the mean.
+    __device__ int of_sequence() const { return config::PACKED_Q ? max(1, this->tiles / this->p.batch) : this->tiles; }
 
     // Of the batch; packed sequences are one.
     __device__ int entries() const { return config::PACKED_Q ? 1 : this->p.batch; }

@@ -138,8 +138,8 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     # Where tiles differ in length, thread blocks ask for their next one.
     alike = not problem.ragged and (problem.seq_q <= t.rows or not (banded or problem.seq_q % t.rows))
     share_tiles, parts, v_parts = 0, cost.dealt(likely, t, pack, arch).number, value_parts(problem)
-    if parts == 1 and v_parts == 1 and problem.seq_q <= span:
-        share_tiles, parts = shares.by_length(problem, likely, t.keys)
+    if v_parts == 1 and problem.seq_q <= span:
+        share_tiles, parts = shares.by_length(problem, likely, t.keys, parts)
     grid = min(tiles * parts, t.blocks * arch.sms)
     dynamic = not alike and tiles * parts > grid
     # One tile for each block, and a long one: where products between exponentials pay at 128 columns, and can be.
