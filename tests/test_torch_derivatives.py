@@ -22,7 +22,6 @@ from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 from torch_standard import standard
 
-from cupyflash.interop import torch_schema
 from cupyflash.torch import attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -325,44 +324,6 @@ def test_trained_forces(checkpointed: bool, ran: list[str], monkeypatch: pytest.
     assert [x for x in ran if x != "forward"] == once[1:] and ran.count("forward") == (3 if checkpointed else 1)
     monkeypatch.setitem(globals(), "attention", standard)
     same(found, trained())
-
-
-def test_eager_derivatives_go_by_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through PyTorch's dispatcher they would cost the host some 50 us for each level and pass more."""
-    q, k, v, *u = (numbers(1, 3, 2, 4, seed=n) for n in range(6))
-    given = q, k, v
-    f = functools.partial(attention, causal=True)
-
-    def loss(q: Any, k: Any, v: Any) -> Any:
-        return f(q, k, v).square().sum()
-
-    def dual(g: Any) -> Any:
-        with forward_ad.dual_level():
-            found = g(*map(forward_ad.make_dual, given, u))
-            return [forward_ad.unpack_dual(x).tangent for x in (found if isinstance(found, tuple) else (found,))]
-
-    def gradients(*inputs: Any) -> Any:
-        inputs = tuple(x.detach().requires_grad_() for x in inputs)
-        grads = torch.autograd.grad(loss(*inputs), inputs, create_graph=True)
-        return torch.autograd.grad(grads, inputs, u)
-
-    gradient = grad(loss, (0, 1, 2))
-    ways: dict[str, Callable[[], Any]] = {
-        "jvp": lambda: jvp(f, given, tuple(u)),
-        "forward_ad": lambda: dual(f),
-        "again": lambda: gradients(*given),
-        "hvp": lambda: torch.autograd.functional.hvp(loss, given, tuple(u)),
-        "jvp of grad": lambda: jvp(gradient, given, tuple(u)),
-        "grad of jvp": lambda: grad(lambda *x: jvp(f, x, tuple(u))[1].square().sum(), (0, 1, 2))(*given),
-        "grad of grad": lambda: grad(lambda *x: sum((a * b).sum() for a, b in zip(gradient(*x), u)), (0, 1, 2))(*given),
-    }
-    expected = gradients(*given)
-    monkeypatch.setattr(torch_schema, "operator", lambda of: pytest.fail(f"{of} goes by an operator"))
-    found = {name: way() for name, way in ways.items()}
-    for of_hessian in (found["again"], found["hvp"][1], found["jvp of grad"][1], found["grad of grad"]):
-        for x, y in zip(of_hessian, expected):
-            torch.testing.assert_close(x, y)
-    torch.testing.assert_close(found["jvp"][1], found["forward_ad"][0])
 
 
 def test_what_has_no_tangent_costs_nothing(ran: list[str]) -> None:

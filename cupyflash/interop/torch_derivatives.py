@@ -22,23 +22,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from .. import rules
 from ..call import Arrays
 from ..passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
+from ..problem import FLOAT8
 from ..reals import FOLLOWS
 from .torch_schema import INPUTS, Arguments, lists_of, names_of, operator
 
 Found = dict[str, Any]
-Run = Callable[..., Any]  # Given.run, or Given.below
+Run = Callable[..., Any]  # Given.run, or the same below a level
 Names = tuple[str, ...]
+_functorch: Any = torch._C._functorch
 
 TWICE = "attention can be differentiated twice, not three times"
 FORWARD_TWICE = (
@@ -59,12 +60,13 @@ class Given(Protocol):
     wrt: tuple[str, ...]
     keys: tuple[str, ...]  # what the arrays that a score function reads are called
     with_rows: bool  # whether lse, or its tangent, is asked for
+    last: bool  # whether nobody follows below
 
     def run(self, of: Pass, arrays: Arrays, wrt: Iterable[str] = ()) -> Any:
         """A pass on these arrays, followed by whoever follows them at this level."""
 
-    def below(self, of: Pass, arrays: Arrays, wrt: Iterable[str] = ()) -> Any:
-        """The same below this level."""
+    def below(self, work: Callable[..., list[Any]], *arrays: Arrays) -> list[Any]:
+        """What `work` makes of a function as `run` and of these arrays, both below this level."""
 
 
 def following(of: Pass) -> Callable[..., Any]:
@@ -77,7 +79,7 @@ def following(of: Pass) -> Callable[..., Any]:
         if any_dual(tensors):
             _refuse_fused()
             given = Arguments(of, args)
-            return _in_forward_mode(given, *_apart(given.arrays))
+            return _in_forward_mode(given, *apart(given.arrays))
         if _wanted(tensors):
             given = Arguments(of, args)
             return _recorded(given, given.arrays)
@@ -87,34 +89,41 @@ def following(of: Pass) -> Callable[..., Any]:
     return kernel
 
 
-def follow(given: Given) -> Any:
-    """The same for what comes without an operator."""
-    if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
-        plain, moves = _apart(given.arrays)
-        if moves:
-            return _in_forward_mode(given, plain, moves)
-    if _wanted(given.arrays.values()):
-        return _recorded(given, given.arrays)
-    return given.below(given.of, given.arrays, given.wrt)
+def follow(given: Given, plain: Arrays, moves: Arrays) -> Any:
+    """The same for what comes without an operator: `apart` from its tangents."""
+    if moves:
+        return _in_forward_mode(given, plain, moves)
+    return _recorded(given, plain) if _wanted(plain.values()) else _once(given, plain)
+
+
+def _once(given: Given, arrays: Arrays) -> list[Any]:
+    """Below this level."""
+    return given.below(lambda run, arrays: run(given.of, arrays, given.wrt), arrays)
 
 
 def _wanted(tensors: Iterable[Any]) -> bool:
     """Whether gradients may be asked for."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x.requires_grad:
+                return True
+    return False
 
 
 # ---- forward mode ---------------------------------------------------------------------------------------------------
 
 # There is one level, 0, of which PyTorch's Python does not know where a compiled program has entered it.
 _unpack, _make = torch._VF._unpack_dual, torch._VF._make_dual
-_functorch: Any = torch._C._functorch
 
 
 def any_dual(tensors: Iterable[Any]) -> bool:
     """Whether forward mode follows one of them; with or without requires_grad, also under torch.no_grad()."""
     if not torch._C._is_fwd_grad_enabled():  # as in the forward of an autograd function, which has a jvp of its own
         return False
-    return any(x.is_floating_point() and _unpack(x, level=0)[1] is not None for x in tensors)
+    for x in tensors:
+        if x.is_floating_point() and _unpack(x, level=0)[1] is not None:
+            return True
+    return False
 
 
 def followed(scalar: Any) -> bool:
@@ -130,7 +139,7 @@ FOLLOWS.append(followed)
 @torch._disable_dynamo
 def _followed(scalar: Any) -> bool:
     """At any level."""
-    scalar = _unwrapped(scalar)
+    scalar = unwrapped(scalar)
     if scalar.requires_grad or _functorch.is_batchedtensor(scalar) or any_dual((scalar,)):
         return True
     if _functorch.peek_interpreter_stack() is None:
@@ -153,7 +162,7 @@ def _refuse_fused() -> None:
         frame = frame.f_back
 
 
-def _apart(arrays: Arrays) -> tuple[Arrays, Arrays]:
+def apart(arrays: Arrays) -> tuple[Arrays, Arrays]:
     """The arrays without tangents, and these."""
     plain, moves = dict(arrays), {}
     for name, x in arrays.items():
@@ -165,18 +174,24 @@ def _apart(arrays: Arrays) -> tuple[Arrays, Arrays]:
 
 
 def _in_forward_mode(given: Given, plain: Arrays, moves: Arrays) -> Any:
-    dual, run = [*given.arrays.values()], given.run
+    of, wrt = given.of, given.wrt
     if _wanted((*plain.values(), *moves.values())):
+        dual = [*given.arrays.values()]
         results = _recorded(given, plain, dual)  # a backward at this level of forward mode gives tangents, too
         for arrays in (plain, moves):  # of which there are gradients when it is over: no third derivatives
             arrays |= _guarded(arrays, list(arrays), dual)
+        tangents = _ALONG[of](given.run, wrt, plain, results, moves)
     else:
-        run = given.below  # nobody follows at this level what has been taken apart
-        results = run(given.of, plain, given.wrt)
-    tangents = _ALONG[given.of](run, given.wrt, plain, results, moves)
+
+        def both(run: Run, plain: Arrays, moves: Arrays) -> list[Any]:
+            results = run(of, plain, wrt)
+            return [*results, *_ALONG[of](run, wrt, plain, results, moves)]
+
+        found = given.below(both, plain, moves)  # nobody follows at this level what has been taken apart
+        results, tangents = found[: len(found) // 2], found[len(found) // 2 :]
     wanted = results if given.with_rows else results[:1]
-    both = [_make(x, tangent, level=0) for x, tangent in zip(wanted, tangents)]
-    return both if given.of.of_gradients else tuple(both)
+    duals = [_make(x, tangent, level=0) for x, tangent in zip(wanted, tangents)]
+    return duals if of.of_gradients else tuple(duals)
 
 
 def _moving(moves: Arrays) -> Arrays:
@@ -184,7 +199,8 @@ def _moving(moves: Arrays) -> Arrays:
 
 
 def _of_forward(run: Run, wrt: Names, plain: Arrays, results: Any, moves: Arrays) -> Any:
-    rules.refuse_float8(str(plain["q"].dtype).removeprefix("torch."), JVP)
+    if plain["q"].dtype is torch.float8_e4m3fn:
+        rules.refuse_float8(FLOAT8, JVP)
     return run(JVP, plain | dict(zip(("out", "lse"), results)) | _moving(moves))
 
 
@@ -251,8 +267,7 @@ def _recorded(given: Given, arrays: Arrays, dual: list[Any] | None = None) -> An
     if given.of is BACKWARD_JVP:
         arrays = arrays | _guarded(arrays, [name for name in arrays if not name.startswith("t")])
     forward_mode = torch._C._is_fwd_grad_enabled()
-    with enable_single_level_autograd_function():
-        results = _record(given, tuple(arrays), forward_mode, dual, *map(_unwrapped, arrays.values()))
+    results = _at_one_level(_record, given, tuple(arrays), forward_mode, dual, *map(unwrapped, arrays.values()))
     return list(results) if given.of.of_gradients else results
 
 
@@ -263,12 +278,30 @@ def _guarded(arrays: Arrays, names: Iterable[str], dual: list[Any] | None = None
     if not wanted:
         return {}
     forward_mode = torch._C._is_fwd_grad_enabled()
-    with enable_single_level_autograd_function():
-        return dict(zip(wanted, _guard(forward_mode, dual, *[_unwrapped(arrays[name]) for name in wanted])))
+    return dict(zip(wanted, _at_one_level(_guard, forward_mode, dual, *[unwrapped(arrays[name]) for name in wanted])))
 
 
-# What a transform that is over has left wrapped; as Function.apply does.
-_unwrapped = _functorch.unwrap_if_dead
+_set_one_level = _functorch.set_single_level_autograd_function_allowed
+
+
+def _at_one_level(function: Callable[..., Any], *args: Any) -> Any:
+    """An autograd function applied, which levels of torch.func allow where they have said so."""
+    before = _functorch.get_single_level_autograd_function_allowed()
+    _set_one_level(True)
+    try:
+        return function(*args)
+    finally:
+        _set_one_level(before)
+
+
+def unwrapped(x: Any) -> Any:
+    """What transforms that are over have left wrapped; as PyTorch's own functions do."""
+    while _is_dead(x):
+        x = _unwrap_dead(x)
+    return x
+
+
+_is_dead, _unwrap_dead = _functorch.is_dead_tensor_wrapper, _functorch.unwrap_if_dead
 
 
 @contextmanager
@@ -279,6 +312,9 @@ def _below(forward_mode: bool) -> Iterator[None]:
         yield
 
 
+_nothing = nullcontext()
+
+
 class _Recorded(torch.autograd.Function):
     """A pass, with its gradients by those of others."""
 
@@ -286,8 +322,8 @@ class _Recorded(torch.autograd.Function):
     def forward(
         ctx: Any, given: Given, names: tuple[str, ...], forward_mode: bool, dual: list[Any] | None, *tensors: Any
     ) -> tuple[torch.Tensor, ...]:
-        with _below(forward_mode):
-            results = tuple(given.below(given.of, dict(zip(names, tensors)), given.wrt))
+        with _nothing if given.last else _below(forward_mode):
+            results = tuple(_once(given, dict(zip(names, tensors))))
         ctx.set_materialize_grads(False)
         ctx.given, ctx.names = given, names
         ctx.save_for_backward(*(dual or tensors), *(() if given.of.of_gradients else results))
@@ -301,7 +337,7 @@ class _Recorded(torch.autograd.Function):
         grads = other_than_zero(grads)
         if all(x is None for x in grads):
             return (None,) * (4 + n)
-        saved = ctx.saved_tensors
+        saved = [*map(unwrapped, ctx.saved_tensors)]
         found = _BY[given.of](given, dict(zip(ctx.names, saved)), saved[n:], grads, needed)
         return None, None, None, None, *map(found.get, ctx.names)
 
@@ -330,8 +366,9 @@ _guard: Any = super(torch.autograd.Function, _Guard).apply
 
 
 def other_than_zero(grads: Iterable[Any]) -> tuple[Any, ...]:
-    """None in the place of those that PyTorch knows to be 0, which have no memory."""
-    return tuple([None if x is None or x._is_zerotensor() else x for x in grads])
+    """None in the place of those that PyTorch knows to be 0, which have no memory; those that it has yet to negate,
+    negated."""
+    return tuple([None if x is None or x._is_zerotensor() else x.resolve_neg() if x.is_neg() else x for x in grads])
 
 
 def _gradients(given: Given, of: Pass, arrays: Arrays, wanted: Iterable[str], t: str = "") -> Found:

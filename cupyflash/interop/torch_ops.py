@@ -16,7 +16,6 @@ from torch.autograd import forward_ad
 
 from .. import dispatch, interop
 from ..call import Arrays, Call
-from ..gradients import Gradients
 from ..passes import BACKWARD, FORWARD
 from ..problem import FLOAT8
 from ..rules import lasting
@@ -73,20 +72,12 @@ def _any_requires_grad(arrays: Arrays) -> bool:
 def _any_dual(arrays: Arrays) -> bool:
     """Whether forward mode follows one of them. (Where a compiled program has its level, operators ask by
     themselves.)"""
-    if forward_ad._current_level < 0:
+    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
         return False
     return torch_derivatives.any_dual([x for x in arrays.values() if isinstance(x, torch.Tensor)])
 
 
-_is_batched = torch_operators.is_batched
-
-
-def _any_batched_tangent(arrays: Arrays) -> bool:
-    """Whether a tangent of forward mode is mapped by autograd's own vmap (jacobian with strategy="forward-mode")."""
-    if forward_ad._current_level < 0:
-        return False
-    tensors = [x for x in arrays.values() if isinstance(x, torch.Tensor)]
-    return any(_is_batched(forward_ad.unpack_dual(x).tangent) for x in tensors)
+_is_batched, _is_legacy_batched = torch_operators.is_batched, torch._C._functorch.is_legacy_batchedtensor
 
 
 def _by_operator(call: Call) -> bool:
@@ -113,37 +104,38 @@ def _forward(call: Call) -> Any:
         call = call.but(arrays=_autocast(call.arrays, dtype))
     arrays = call.arrays
     recorded = torch.is_grad_enabled() and _any_requires_grad(arrays)
-    if not followed(arrays["q"]) and not _any_dual(arrays):
+    traced = _traced(arrays["q"])
+    if not traced and not torch._C._are_functorch_transforms_active() and not _any_dual(arrays):
         return (_record if recorded else dispatch.run)(call)
     if recorded:
         _check_gradient(arrays)
     if call.targets:
         raise ValueError(f"out is {_NO_WRITING}")
-    by_operator = traced(arrays["q"]) or not torch_levels.served() or _any_batched_tangent(arrays)
-    return torch_schema.run(call) if by_operator else _taken_apart(call)
-
-
-def _taken_apart(call: Call) -> Any:
-    """By derivatives of its own, without an operator."""
-    arrays = {name: _unwrapped(x) for name, x in interop.adopted(call.lib, call.arrays).items()}
-    return torch_levels.run(call.but(arrays=arrays), run)
+    return _followed_by_pytorch(call, traced)
 
 
 def _derivative(call: Call) -> Any:
     arrays = call.arrays
     q, dout = arrays["q"], arrays.get("dout")
-    by_operator = traced(q) or (dout is not None and traced(dout))
-    if not by_operator and not followed(q) and not _any_dual(arrays) and not _by_operator(call):
+    traced = _traced(q) or (dout is not None and _traced(dout))
+    transformed = traced or torch._C._are_functorch_transforms_active()
+    if not transformed and not _any_dual(arrays) and not _by_operator(call):
         return torch_operators.at_once(call)
     if call.targets:
         raise ValueError(f"{'grads' if call.of.of_gradients else 'tout'} is {_NO_WRITING}")
-    if not by_operator and torch_levels.served() and not any(map(_is_batched, arrays.values())):
-        return _taken_apart(call)
-    results = torch_schema.run(call)
-    if not call.of.of_gradients:
-        return results
-    dq, dk, dv, *others = results
-    return Gradients(dq, dk, dv, dict(zip(call.wrt, others)))
+    return _followed_by_pytorch(call, traced)
+
+
+def _followed_by_pytorch(call: Call, traced: bool) -> Any:
+    """By an operator, or where its derivatives alone are asked for taken apart."""
+    if traced or not torch_levels.served() or any(map(_by_dispatcher, call.arrays.values())):
+        return torch_levels.in_form(call, torch_schema.run(call))
+    return torch_levels.run(call, interop.adopted(call.lib, call.arrays), recorder)
+
+
+def _by_dispatcher(x: Any) -> bool:
+    """Whether PyTorch's dispatcher has to do something before a tensor is read: split an axis off, or negate it."""
+    return isinstance(x, torch.Tensor) and (_is_legacy_batched(x) or x.is_neg())
 
 
 _NO_WRITING = (
@@ -226,8 +218,9 @@ class _Attention(torch.autograd.Function):
         arrays |= {"dout": torch.zeros_like(out) if dout is None else dout, "out": out, "lse": lse}
         if dlse is not None:
             arrays["dlse"] = dlse
-        grads = _derivative(ctx.call.but(of=BACKWARD, arrays=arrays, wrt=wrt))
-        return None, None, *map(grads.of_call, ctx.names)
+        dq, dk, dv = grads = _derivative(ctx.call.but(of=BACKWARD, arrays=arrays, wrt=wrt))
+        found = {"q": dq, "k": dk, "v": dv} | grads.of_arrays
+        return None, None, *map(found.get, ctx.names)
 
 
 class _Out(_Attention):
@@ -244,4 +237,4 @@ _both, _out = (super(torch.autograd.Function, x).apply for x in (_Attention, _Ou
 
 def _unwrapped(x: Any) -> Any:
     """What a transform that is over has left wrapped; as Function.apply does."""
-    return torch._C._functorch.unwrap_if_dead(x) if isinstance(x, torch.Tensor) else x
+    return torch_derivatives.unwrapped(x) if isinstance(x, torch.Tensor) else x
