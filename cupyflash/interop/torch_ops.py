@@ -104,31 +104,31 @@ def _forward(call: Call) -> Any:
         call = call.but(arrays=_autocast(call.arrays, dtype))
     arrays = call.arrays
     recorded = torch.is_grad_enabled() and _any_requires_grad(arrays)
-    traced = _traced(arrays["q"])
-    if not traced and not torch._C._are_functorch_transforms_active() and not _any_dual(arrays):
+    compiled = traced(arrays["q"])
+    if not compiled and not torch._C._are_functorch_transforms_active() and not _any_dual(arrays):
         return (_record if recorded else dispatch.run)(call)
     if recorded:
         _check_gradient(arrays)
     if call.targets:
         raise ValueError(f"out is {_NO_WRITING}")
-    return _followed_by_pytorch(call, traced)
+    return _followed_by_pytorch(call, compiled)
 
 
 def _derivative(call: Call) -> Any:
     arrays = call.arrays
     q, dout = arrays["q"], arrays.get("dout")
-    traced = _traced(q) or (dout is not None and _traced(dout))
-    transformed = traced or torch._C._are_functorch_transforms_active()
+    compiled = traced(q) or (dout is not None and traced(dout))
+    transformed = compiled or torch._C._are_functorch_transforms_active()
     if not transformed and not _any_dual(arrays) and not _by_operator(call):
         return torch_operators.at_once(call)
     if call.targets:
         raise ValueError(f"{'grads' if call.of.of_gradients else 'tout'} is {_NO_WRITING}")
-    return _followed_by_pytorch(call, traced)
+    return _followed_by_pytorch(call, compiled)
 
 
-def _followed_by_pytorch(call: Call, traced: bool) -> Any:
+def _followed_by_pytorch(call: Call, compiled: bool) -> Any:
     """By an operator, or where its derivatives alone are asked for taken apart."""
-    if traced or not torch_levels.served() or any(map(_by_dispatcher, call.arrays.values())):
+    if compiled or not torch_levels.served() or any(map(_by_dispatcher, call.arrays.values())):
         return torch_levels.in_form(call, torch_schema.run(call))
     return torch_levels.run(call, interop.adopted(call.lib, call.arrays), recorder)
 
