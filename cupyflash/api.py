@@ -415,9 +415,7 @@ def attention_backward(
     return found
 
 
-def merge(
-    outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd", out: tuple[A, L] | None = None
-) -> tuple[A, L]:
+def merge(outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd", out: tuple[A, L] | None = None) -> tuple[A, L]:
     """Combine attention over disjoint sets of keys into attention over their union.
 
     out = Σ outᵢ · exp(lseᵢ - lse), lse = log Σ exp(lseᵢ): associative and commutative, which split-KV decoding, ring

@@ -21,6 +21,7 @@ from .score import Score
 HALVES = ("float16", "bfloat16")
 FLOATS = (*HALVES, "float32", "float64")
 FLOAT8 = "float8_e4m3fn"
+EIGHT = (FLOAT8, "int8")  # what caches of 8 bits hold elsewhere
 INPUTS = (*FLOATS, FLOAT8)
 OF_FLOAT8 = ("bfloat16", "float16", FLOAT8)  # what results of it may be, the first unless asked for
 INTEGERS = ("int64", "uint64", "int32", "uint32")
@@ -95,7 +96,7 @@ class OptionRule:
     default: Any
     help: str
     check: Callable[[Any], Any]  # the value as the problem has it; TypeError or ValueError
-    backward: bool = False  # changes nothing but the gradients
+    of_gradients: bool = False  # changes nothing but the gradients
     adds: bool = False  # a number that makes a term of scores (kernels_cu/attention/terms.cuh)
     number: bool = False  # may be an array of no dimensions
     written: bool = True  # whether a command line can say it
@@ -257,7 +258,7 @@ OPTIONS = (
     OptionRule("max_seqlen_q", None, "A hint: how many queries a packed sequence has at most.", _check_most_q),
     OptionRule("max_seqlen_k", None, "A hint: how many keys a sequence has at most.", _check_most_k),
     OptionRule("batch_invariant", False, "A sequence's bits do not depend on the others.", _check_invariant),
-    OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),
+    OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, of_gradients=True),
 )
 ARRAYS = (
     ArrayRule("key_mask", ("batch", "key"), ("bool",), "key mask", "True: the key may be attended", rows=True),

@@ -14,12 +14,13 @@ from typing import Any
 
 from . import lengths
 from .layouts import doubt, of_layout
-from .passes import BACKWARD, FORWARD, PER_QUERY, Pass
+from .passes import FORWARD, PER_QUERY, Pass
 from .problem import (
     ARRAY_RULES,
     ARRAYS,
     AXES,
     DROPOUT_STEPS,
+    EIGHT,
     FLOAT8,
     FLOATS,
     HALVES,
@@ -34,7 +35,6 @@ from .problem import (
     MaskKind,
     View,
     check_dropout,
-    check_flag,
     check_options,
     check_out_scale,
     check_scale,
@@ -107,11 +107,6 @@ def fold_descales(options: dict[str, Any], q: Any, descales: dict[str, Any]) -> 
     return arrays
 
 
-def pass_of(backward: Any) -> Pass:
-    """What `backward=` asks for."""
-    return BACKWARD if check_flag("backward", backward) else FORWARD
-
-
 _NUMBERED = [(row.name, row.check) for row in OPTIONS if row.number]
 _CHECK_WINDOW = next(row.check for row in OPTIONS if row.name == "window")
 _NUMBERS = (float, int, type(None))
@@ -154,6 +149,11 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     named, ragged = {"q": q, "k": k, "v": v}, bool(lengths.stated(given))
     lengths.check_options(options, given)
     for name, x in named.items():
+        if x.dtype in EIGHT and q.dtype in HALVES:
+            raise TypeError(
+                f"{name} has dtype {x.dtype} beside q of {q.dtype}; caches of 8 bits are not served: it must be "
+                f"{q.dtype}, or q, k and v all {FLOAT8}"
+            )
         if x.dtype not in INPUTS:
             raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {', '.join(INPUTS)}")
         if not ragged and len(x.shape) not in (2, 3, 4):
@@ -394,7 +394,7 @@ def for_pass(problem: AttentionProblem, of: Pass) -> AttentionProblem:
     """Without the options that a pass does not look at."""
     if of.of_gradients:
         return problem
-    return replace(problem, **{row.name: row.default for row in OPTIONS if row.backward})
+    return replace(problem, **{row.name: row.default for row in OPTIONS if row.of_gradients})
 
 
 def tangents_in(views: dict[str, Any]) -> list[str]:

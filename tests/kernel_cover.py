@@ -137,7 +137,20 @@ def of_pairs() -> Iterator[AttentionProblem]:
 THOROUGH = {"sm90": ("sm_90a",), "sm80": ("sm_80", "sm_86"), "simt": ("sm_75", "sm_90a"), "flash1": ("sm_75",)}
 
 
+def wide() -> Iterator[AttentionProblem]:
+    """Beyond 256 columns, which tiles fill shared memory with."""
+    for dims in ((288, 288), (320, 320), (384, 384), (512, 512), (576, 512), (576, 576)):
+        for name in ("nothing", "hidden", "everything"):
+            yield problem("bfloat16" if name == "everything" else "float16", *dims, **FEATURES[name])
+    for dims in ((64, 512), (512, 64)):
+        yield problem("bfloat16", *dims, **FEATURES["causal"])
+    yield problem("bfloat16", 512, **FEATURES["score"])
+    yield problem("bfloat16", 512, batch=1, seq_q=100, seq_k=16384)
+
+
 def cover(family: str, arch: str) -> Iterator[AttentionProblem]:
+    if family in ("sm80", "sm90") and arch in (*THOROUGH[family], "sm_90a"):  # each has tiles of its own
+        yield from wide()
     if arch in THOROUGH[family]:
         yield from problems()
         yield from moving_problems()

@@ -70,12 +70,13 @@ def check(
         seed = int(others.pop("seed")) % 2**64
         problem = replace(problem, given=tuple(x for x in problem.given if x.name != "seed"))
 
-    plans = [plan(problem, arch, of, family, tile and {family: tile}) for of, tile in zip((FORWARD, BACKWARD), tiles)]
+    passes = (FORWARD, BACKWARD) if backward else (FORWARD,)
+    plans = [plan(problem, arch, of, family, tile and {family: tile}) for of, tile in zip(passes, tiles)]
     lengths = {row.name: row.lengths(others[row.name].shape) for row in ARRAYS if row.gradient and row.name in others}
     of_score = {
         x.key: others[x.key].shape for x in (problem.score.arrays if problem.score else ()) if x.kind == "float"
     }
-    asked = [names for names in (lengths, of_score) if names]
+    asked = [names for names in (lengths, of_score) if names and backward]
     plans += [plan(problem, arch, BACKWARD, family, lengths=names).after(plans[1]) for names in asked]
     # What is dead may hold anything.
     blind, unseen = dead_rows(problem, key_mask, seen, {(use.queries, use.keys) for x in plans for use in x.lists})

@@ -65,7 +65,14 @@ class Appended:
             self.options["rotary"] = np.cos(angles).astype(wide), np.sin(angles).astype(wide)
             self.options["rotary_interleaved"] = interleaved
 
-    def run(self, layout: str = "bshd", put: Any = lambda x: x, back: Any = lambda x: x, **how: Any) -> None:
+    def run(
+        self,
+        layout: str = "bshd",
+        put: Any = lambda x: x,
+        back: Any = lambda x: x,
+        by: Any = attention_append,
+        **how: Any,
+    ) -> None:
         """Append, and judge caches, to the bit, and results."""
 
         def laid(x: np.ndarray) -> Any:
@@ -75,7 +82,7 @@ class Appended:
         given = {name: tuple(map(put, x)) if name == "rotary" else x for name, x in self.options.items()}
         given = {name: put(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
         filled = given.pop("seqlens_k")
-        out, lse, *changed = attention_append(q, k, v, *caches, filled, return_lse=True, layout=layout, **given, **how)
+        out, lse, *changed = by(q, k, v, *caches, filled, return_lse=True, layout=layout, **given, **how)
         caches = changed or caches
         exact, own = expected(self.case, False, False), expected(self.case, True, False)
         first = (lambda x: x.swapaxes(-3, -2)) if layout == "bhsd" else (lambda x: x)
@@ -265,22 +272,105 @@ def test_pytorch_follows_no_gradient() -> None:
     assert caches._version > version
 
 
-def test_pytorch_does_not_compile_it() -> None:
-    """It is left out of what is compiled; a whole graph says so."""
+@pytest.mark.parametrize(("form_q", "form_k"), FORMS)
+def test_pytorch_compiles_it(form_q: str, form_k: str, rng: np.random.Generator) -> None:
+    """In one graph, which writes to the caches that it is given."""
     torch = pytest.importorskip("torch")
-    q, k, v = torch.randn(3, 1, 2, 2, 8)
-    filled = torch.zeros(1, dtype=torch.int64)
-
-    def step(caches: Any) -> Any:
-        return attention_append(q * 2, k, v, *caches, filled) + 1
-
-    one, other = torch.zeros(2, 1, 4, 2, 8), torch.zeros(2, 1, 4, 2, 8)
-    out = torch.compile(step, backend="eager")(one)
-    torch.testing.assert_close(out, step(other))
-    assert torch.equal(one, other) and one.any()
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="attention_append"):
-        torch.compile(step, backend="eager", fullgraph=True)(one)
+    layout = "bhsd" if form_q == "packed" else "bshd"
+    one = appended(rng, form_q, form_k, 6, options={"causal": True}, given=("sinks",))
+    one.run(
+        layout,
+        torch.from_numpy,
+        lambda x: x.numpy(),
+        by=torch.compile(attention_append, fullgraph=True, backend="aot_eager"),
+    )
+    torch._dynamo.reset()
+
+
+def test_pytorch_compiles_writing_alone_and_lengths_that_change() -> None:
+    torch = pytest.importorskip("torch")
+    torch._dynamo.reset()
+    pool, new = torch.zeros(2, 3, 4, 2, 8), torch.ones(2, 5, 2, 8)
+    write = torch.compile(
+        lambda c, slots: attention_append(None, *new, *c, slots=slots), fullgraph=True, backend="eager"
+    )
+    write(pool.unbind(), torch.tensor([2, -1, 0, 11, 7]))
+    assert pool.mean((0, 3, 4)).flatten().nonzero().flatten().tolist() == [0, 2, 7, 11]
+    q, caches, seen = torch.randn(3, 2, 2, 8), torch.zeros(2, 3, 40, 2, 8), []
+
+    def count(module: Any, _: Any) -> Any:
+        seen.append(module)
+        return module
+
+    step = torch.compile(lambda q, c, n: attention_append(q, q, q, *c, n, causal=True), dynamic=True, backend=count)
+    for rows in (5, 6, 7):
+        q, filled, other = torch.randn(3, rows, 2, 8), torch.tensor([0, 5, 33 - rows]), caches.clone()
+        torch.testing.assert_close(
+            step(q, caches.unbind(), filled), attention_append(q, q, q, *other, filled, causal=True)
+        )
+        assert torch.equal(caches, other)
+    assert len(seen) == 1
+    torch._dynamo.reset()
+
+
+def test_pytorch_exports_it() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Step(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any, filled: Any) -> Any:
+            return attention_append(q, q, q, k, v, filled)
+
+    def given() -> tuple[Any, ...]:
+        return torch.ones(2, 1, 2, 8), torch.zeros(2, 6, 2, 8), torch.zeros(2, 6, 2, 8), torch.tensor([0, 5])
+
+    with torch.no_grad():
+        program = torch.export.export(Step(), given())
+    found, want = given(), given()
+    torch.testing.assert_close(program.module()(*found), attention_append(want[0], want[0], want[0], *want[1:]))
+    assert torch.equal(found[1], want[1]) and torch.equal(found[2], want[2]) and found[1].any()
+
+
+def test_the_operator_is_what_pytorch_is_told() -> None:
+    torch = pytest.importorskip("torch")
+    from cupyflash.interop import torch_append  # noqa: F401  # the operator comes with it
+
+    q, new = torch.randn(5, 4, 8), torch.randn(2, 5, 2, 8)
+    lengths = torch.tensor([1, 6], dtype=torch.int32), torch.tensor([0, 2, 5]), torch.tensor([[0, 1, 2], [3, 4, 5]])
+    angles, pool = torch.rand(12, 3), torch.randn(2, 6, 4, 2, 8)
+    for tail in ((*lengths, None, angles.cos(), angles.sin()), (*lengths, None, None, None)):
+        torch.library.opcheck(torch.ops.cupyflash.append.default, (q, *new, *pool, *tail, "bshd", False, False))
+    slots = torch.tensor([3, -1, 20, 7, 0])
+    tail = None, None, None, slots, None, None, "bshd", False, False
+    torch.library.opcheck(torch.ops.cupyflash.append.default, (None, *new, *pool, *tail))
+
+
+def test_what_pytorch_traces_is_refused_before_anything_is_written() -> None:
+    torch = pytest.importorskip("torch")
+    q, caches, filled = torch.randn(1, 2, 2, 8), torch.zeros(2, 1, 4, 2, 8), torch.zeros(1, dtype=torch.int64)
+
+    def step(q: Any, k: Any, n: Any, **more: Any) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(lambda: attention_append(q, k, q, *caches, n, **more), fullgraph=True, backend="eager")()
+
+    for match, call in {
+        r"k_new has shape \(1, 1, 2, 8\)": lambda: step(q, q[:, :1], filled),
+        "k_new requires grad": lambda: step(q, q.clone().requires_grad_(), filled),
+        "seqlens_k has dtype torch.float32|seqlens_k has dtype float32": lambda: step(q, q, filled.float()),
+        r"seqlens_k\[0\] is 3, and 2 rows come behind": lambda: step(q, q, filled + 3),
+        "rotary_interleaved is 1": lambda: step(q, q, filled, rotary_interleaved=1),
+    }.items():
+        with pytest.raises(Exception, match=match):
+            call()
+    assert not caches.any()
+    tensors = q, *map(torch.clone, caches), filled
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake_q, k, v, n = map(mode.from_tensor, tensors)
+        assert attention_append(fake_q, fake_q, fake_q, k, v, n).shape == q.shape
+        assert attention_append(None, fake_q, fake_q, k, v, n) is None
+        with pytest.raises(ValueError, match=r"^v_new has shape"):
+            attention_append(fake_q, fake_q, fake_q[:, :1], k, v, n)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(("form_q", "form_k"), FORMS)
@@ -411,6 +501,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
      r"^k_cache has 3 dimensions, shape .* have 4, \(sequences, rows, heads, dim\)"),
     ({"k_cache": np.zeros((2, 9, 2, 8), int), "v_cache": np.zeros((2, 9, 2, 8), int)}, TypeError,
      "^k_cache has dtype int64; it must be one of float16"),
+    ({"k_cache": np.zeros((2, 9, 2, 8), np.int8), "v_cache": np.zeros((2, 9, 2, 8), np.int8)}, TypeError,
+     "^k_cache has dtype int8; caches of 8 bits are not served: it must be one of float16"),
     ({"q": np.zeros((6, 4, 8), F32)}, ValueError,
      r"^q has 3 dimensions, .*; without cu_seqlens_q it must have 4, \(sequences, rows, heads, dim\)"),
     ({"cu_seqlens_q": np.array([0, 3, 6])}, ValueError, r"^q has 4 .*; with cu_seqlens_q it must have 3"),

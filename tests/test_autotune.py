@@ -530,6 +530,8 @@ def test_messages(clock: SimpleNamespace) -> None:
         cupyflash.tune(SHAPE, dtype="float16", family="sm1")
     with pytest.raises(TypeError, match="store is 'no'; it must be True or False"):
         cupyflash.tune(SHAPE, dtype="float16", store="no")
+    with pytest.raises(ValueError, match="of is 'jvp'; it must be one of 'forward', 'backward'$"):
+        cupyflash.tune(SHAPE, dtype="float16", of="jvp")
 
 
 def test_difference_is_relative() -> None:
@@ -558,7 +560,7 @@ def test_tiles_are_timed_and_used(
     tiles = FAMILIES[family].TILES
     few = {name: values[:1] for name, values in tiles[of].tried.items()}
     monkeypatch.setitem(tiles, of, dataclasses.replace(tiles[of], tried=few))
-    result = cupyflash.tune(shape, dtype=dtype, backward=of is BACKWARD, family=family, rounds=2, min_ms=1)
+    result = cupyflash.tune(shape, dtype=dtype, of=of.name, family=family, rounds=2, min_ms=1)
     timed = [trial for trial in result.trials if trial.seconds]
     assert timed[0] is result.trials[0] and all(0 < trial.seconds < 1 for trial in timed) and len(timed) > 1
     assert not [trial.note for trial in result.trials if trial.note.startswith("wrong")]
@@ -577,7 +579,7 @@ def test_tiles_are_timed_and_used(
         corridor.forget()
         for x, y in zip(call(), before):
             assert autotune.difference(x, y) < autotune.TOLERANCE["float16"]
-        explained = cupyflash.explain(shape, dtype="float16", backward=of is BACKWARD, family=family)
+        explained = cupyflash.explain(shape, dtype="float16", of=of.name, family=family)
         assert explained.tiles == dict(timed[1].plan.constants) and "tiles tuned on" in explained.notes[0]
     finally:
         monkeypatch.setenv("CUPYFLASH_CONFIG_DIR", os.devnull)

@@ -43,7 +43,7 @@ def cache(dtype: str = "float32") -> dict[str, peers.Case]:
 
 
 def test_rows_are_those_that_serving_and_packed_training_ask() -> None:
-    assert [len(calls) for calls in CALLS.values()] == [31, 11, 9]
+    assert [len(calls) for calls in CALLS.values()] == [34, 11, 9]
     assert {name for calls in CALLS.values() for name in calls} == {
         x for names in serving.KINDS.values() for x in names
     }
@@ -104,6 +104,22 @@ def test_gradients_that_are_expected_are_right(name: str) -> None:
         found = attention_backward(dout, q, k, v, out, lse, **given)
         for x, y in zip(found, want):
             np.testing.assert_allclose(x.reshape(y.shape), y.numpy(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dense", "few", "caches", "pages"])
+def test_appending_attends_to_the_same(name: str) -> None:
+    """The rows are written anew; without them the result would be another."""
+    call, case = SMALL[name], cache()[name]
+    (want,) = serving.exact(case, call, FORWARD)
+    for _, other in serving.in_other_form(case, call).values():
+        case = other
+    candidate = serving.appending(None)(case, FORWARD)
+    k, v = case.k.clone(), case.v.clone()
+    case.k.zero_()
+    assert not torch.allclose(candidate.call()[0], want, atol=1e-4)
+    case.k.copy_(k)
+    torch.testing.assert_close(candidate.call()[0], want, rtol=0, atol=1e-5)
+    assert torch.equal(case.k, k) and torch.equal(case.v, v)
 
 
 def test_a_result_of_other_lengths_is_not_what_is_expected() -> None:

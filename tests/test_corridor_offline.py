@@ -747,7 +747,7 @@ def test_what_explain_tells_is_what_runs(gpu: Gpu, name: str, backward: bool, mo
         out, lse = gpu.array((B, rows, HQ, dim_v), dtype), gpu.array((B, HQ, rows), wide)
         more = {"dlse": lse} if dlse else {}
         attention_backward(out, q, k, v, out, lse, **asked, **optional, **more, wrt=wrt)
-        told = explain(q, k, v, **asked, **optional, **more, wrt=wrt, backward=True)
+        told = explain(q, k, v, **asked, **optional, **more, wrt=wrt, of="backward")
     else:
         attention(q, k, v, **asked, **optional)
         told = explain(q, k, v, **asked, **optional)

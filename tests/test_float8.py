@@ -153,7 +153,7 @@ def test_explained(rng: np.random.Generator) -> None:
     assert on_cpu.family == "numpy" and "float8_e4m3fn is computed in float32, tile by tile" in on_cpu.notes
     for arch in (None, "sm_90a"):
         with pytest.raises(TypeError, match="^q has dtype float8_e4m3fn, of which there is a forward alone"):
-            explain(shape, dtype="fp8", arch=arch, backward=True)
+            explain(shape, dtype="fp8", arch=arch, of="backward")
     for arch, cc in (("sm_80", "8.0"), ("sm_89", "8.9"), ("sm_100", "10.0")):
         why = f"sm90 is for compute capability 9.0, this GPU has {cc}; sm80 takes no float8_e4m3fn; simt takes no"
         with pytest.raises(ValueError, match=f"^no kernel family takes this problem: {why}"):

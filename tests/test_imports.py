@@ -22,7 +22,7 @@ FLOORS = (
     ("problem rules lengths layouts gradients", "call", "arrays"),
     ("interop.protocol", "overlap", "folding", "float8", "rotary caches"),
     ("gpu", "cpu", "interop"),
-    ("dispatch", "merging", "blockmask", "tangents"),
+    ("dispatch", "merging", "blockmask", "tangents", "writing"),
     ("interop.torch_*", "interop.jax_*"),
     ("api derivatives vjp weights given appending", "interop.conformance", "masks", "paging"),
     ("torch compat integrations", "jax integrations.flax", "reference", "tools", "parallel"),

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_cover import ARCHS, BIAS, FAMILY_ARCHS, FEATURES, GIVEN, problem, problems
+from kernel_cover import ARCHS, BIAS, FAMILY_ARCHS, FEATURES, GIVEN, moving, problem, problems
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import sm90_backward_cost
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 from cupyflash.gpu.source import generate
-from cupyflash.passes import BACKWARD, FORWARD
+from cupyflash.passes import BACKWARD, FORWARD, JVP
 from cupyflash.problem import AttentionProblem, Given
 from cupyflash.tools import explanation
 
@@ -40,8 +40,8 @@ def constants(kernel_plan: KernelPlan) -> dict[str, int | bool | float]:
         ("bfloat16", (256, 256), A100, "sm80"),
         ("float16", (59, 111), A100, "sm80"),
         ("float16", (64, 64), T4, "simt"),
-        ("float16", (264, 64), A100, "simt"),
-        ("float16", (64, 264), A100, "simt"),
+        ("float16", (577, 64), A100, "simt"),
+        ("float16", (64, 577), A100, "simt"),
         ("float32", (64, 64), H200, "sm80"),
         ("float32", (64, 64), T4, "simt"),
         ("float64", (64, 64), H200, "sm80"),
@@ -59,6 +59,42 @@ def test_family(dtype: str, dims: tuple[int, int], arch: Arch, family: str) -> N
         assert plan(problem(dtype, *dims), arch, backward, family).source == chosen.source
 
 
+@pytest.mark.parametrize("arch", [A100, L40, H200])
+def test_wide_heads_are_for_tensor_cores(arch: Arch) -> None:
+    """Of 16 bits, up to 576, forward and backward; whatever the GPU's shared memory. On Hopper the forward up to 512
+    columns of V is its own."""
+    for dims in ((257, 257), (512, 512), (576, 576), (64, 512), (576, 8)):
+        for of in (FORWARD, BACKWARD):
+            own = arch is H200 and of is FORWARD and dims[1] <= 512
+            assert plan(problem("bfloat16", *dims), arch, of).family == ("sm90" if own else "sm80")
+            assert plan(problem("float32", *dims), arch, of).family == "simt"
+    assert plan(problem("bfloat16", 577), arch).family == "simt"
+    reason = "sm80 takes head dimensions up to 256 in a jvp of float16, not 512 and 512"
+    assert reason in plan(moving(problem("float16", 512)), arch, JVP).passed_over
+
+
+def test_tiles_of_wide_heads_have_one_order_of_products() -> None:
+    """What `tune` may try, too."""
+    tiles, asked = FAMILIES["sm80"].TILES[BACKWARD], problem("float16", 512)
+    assert tiles.possible(tiles.tile((64, 32, 8, 4, 1, 1)), asked)
+    assert not tiles.possible(tiles.tile((32, 32, 8, 4, 2, 1)), asked)
+    assert not tiles.possible(tiles.tile((32, 32, 8, 1, 1, 1)), problem("float16", 64, 257))
+
+
+@pytest.mark.parametrize(("dim_v", "parts", "columns"), [(256, 1, 256), (257, 2, 192), (400, 2, 256), (512, 2, 256)])
+def test_hopper_shares_out_columns_of_values(dim_v: int, parts: int, columns: int) -> None:
+    """Over thread blocks, each with its part of them; a row that keys' shares leave has all."""
+    told, few = (plan(problem("bfloat16", 512, dim_v, seq_q=n, seq_k=8192), H200) for n in (1000, 1))
+    assert (constants(told)["V_PARTS"], constants(told)["DIM_V"]) == (parts, columns)
+    one = plan(problem("bfloat16", 512, 256, seq_q=1000, seq_k=8192), replace(H200, sms=10**6))
+    many = plan(problem("bfloat16", 512, dim_v, seq_q=1000, seq_k=8192), replace(H200, sms=10**6))
+    assert (
+        many.launches[0].grid // dict(many.scalars)["shares"]
+        == parts * one.launches[0].grid // dict(one.scalars)["shares"]
+    )
+    assert next(x.shape for x in few.workspace if x.name == "share_out")[1] == parts * columns
+
+
 @pytest.mark.parametrize("dims", [(8, 8), (64, 64), (59, 111), (128, 128), (192, 128), (256, 256)])
 def test_hopper_has_its_own_kernels(dims: tuple[int, int]) -> None:
     for dtype in ("float16", "bfloat16"):
@@ -70,9 +106,10 @@ def test_hopper_has_its_own_kernels(dims: tuple[int, int]) -> None:
 def test_reasons_of_the_families_passed_over() -> None:
     reasons = {
         ("float16", 64, A100): "sm90 is for compute capability 9.0, this GPU has 8.0",
-        ("float16", 0, H200): "sm90 takes head dimensions from 1 to 256, not 0 and 0",
+        ("float16", 0, H200): "sm90 takes head dimensions from 1 to 576 and 512 in a forward, not 0 and 0",
         ("float16", 64, T4): "sm80 needs compute capability 8.0, this GPU has 7.5",
-        ("float16", 512, A100): "sm80 takes head dimensions up to 256, not 512 and 512",
+        ("float16", 600, A100): "sm80 takes head dimensions up to 576 in a forward of float16, not 600 and 600",
+        ("float32", 512, A100): "sm80 takes head dimensions up to 256 in a forward of float32, not 512 and 512",
         (
             "float64",
             64,
@@ -127,7 +164,7 @@ def test_flash1_keeps_o_l_and_m_in_memory() -> None:
 
 
 def test_nothing_takes_it() -> None:
-    with pytest.raises(ValueError, match="sm80 takes head dimensions up to 256.*; simt takes head dimensions up to"):
+    with pytest.raises(ValueError, match="sm80 takes head dimensions up to 576.*; simt takes head dimensions up to"):
         plan(problem("float16", 10_000), A100)
 
 
@@ -136,7 +173,8 @@ def test_fits_the_gpu(family: str, arch: str) -> None:
     """Every head dimension, not only those compiled in test_kernels_compile: shared memory, threads, grid."""
     gpu = Arch.of(arch)
     for dtype in ("float16", "float32", "float64"):
-        for dim, dim_v in [(d, d) for d in range(1, 520, 3)] + [(8, 256), (256, 8), (192, 128), (100, 512), (512, 4)]:
+        alike, others = range(1, 590, 3), [(576, 512), (8, 256), (256, 8), (192, 128), (100, 512), (512, 4)]
+        for dim, dim_v in [(d, d) for d in alike] + others:
             asked = problem(dtype, dim, dim_v)
             for backward in directions(family, asked, gpu):
                 for launch in plan(asked, gpu, backward, family).launches:
@@ -368,11 +406,15 @@ def test_each_share_has_keys(seq_q: int, seq_k: int) -> None:
 def test_explain_tells_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explanation, "_compiled", lambda chosen: ({}, ()))
     q, k = (1, 4096, 32, 128), (1, 4096, 1, 128)
-    (note,) = explanation.explain(q, k, k, dtype="bfloat16", arch="sm_90a", backward=True).notes
+    (note,) = explanation.explain(q, k, k, dtype="bfloat16", arch="sm_90a", of="backward").notes
     assert note.startswith("the queries of a head of keys are dealt out in 8 shares")
     (note,) = explanation.explain((1, 1, 32, 128), k, k, dtype="bfloat16", arch="sm_90a").notes
     assert note == "the keys of a query tile are dealt out in 16 shares: query tiles are few"
-    assert explanation.explain(q, q, q, dtype="bfloat16", arch="sm_90a", backward=True).notes == ()
+    one, cache = (np.empty(x, "f2") for x in ((2, 1, 32, 128), (2, 8192, 8, 128)))
+    told = explanation.explain(one, cache, cache, arch="sm_90a", seqlens_k=np.array([8192, 5]))
+    (note,) = told.notes
+    assert note == "the keys of each sequence are dealt out by its own length, in shares of 1024 keys at most"
+    assert explanation.explain(q, q, q, dtype="bfloat16", arch="sm_90a", of="backward").notes == ()
 
 
 def test_sums_of_shares_are_as_many_as_a_thread_holds() -> None:

@@ -471,8 +471,8 @@ def test_a_score_that_is_a_number(score: Any, rng: np.random.Generator) -> None:
     np.testing.assert_allclose(out, np.broadcast_to(v.mean(axis=1, keepdims=True), v.shape), atol=1e-14)
     grads = attention_backward(q, q, k, v, out, lse, score=score)
     assert not grads.dq.any() and not grads.dk.any() and grads.dv.any()
-    for backward in (False, True):
-        assert explain((1, 9, 2, 64), dtype="bf16", arch="sm_80", backward=backward, score=score).family == "sm80"
+    for of in ("forward", "backward"):
+        assert explain((1, 9, 2, 64), dtype="bf16", arch="sm_80", of=of, score=score).family == "sm80"
 
 
 def test_a_number_of_another_call() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -375,6 +376,16 @@ def test_deterministic_algorithms(entry: str, rng: np.random.Generator, monkeypa
         finally:
             torch.use_deterministic_algorithms(False)
     assert asked == [False, True]
+
+
+def test_numpy_keeps_the_tensor() -> None:
+    x = torch.ones(5)
+    lib, alive = interop.library("q", x), weakref.ref(x)
+    part = lib.to_numpy(x)[1:]
+    del x
+    assert alive() is not None and part.sum() == 4
+    del part
+    assert alive() is None
 
 
 def test_signature_tells_apart_what_view_does() -> None:

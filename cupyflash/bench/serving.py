@@ -94,6 +94,9 @@ _RAGGED = {
         ("ragged-16", lognormal(16, 8192, 1, 16, 65536), (64, 8, 128)),
         ("ragged-64-32/32", lognormal(64, 1024, 1, 16, 8192), (32, 32, 128)),
         ("ragged-256", lognormal(256, 512, 1, 16, 4096), (64, 8, 64)),
+        ("ragged-8", lognormal(8, 4096, 1, 16, 16384), _LLAMA),
+        ("long-4", (65536, *(256,) * 3), _LLAMA),
+        ("long-32-8/1", (65536, *(256,) * 31), (8, 1, 128)),
     )
 }
 _FEW = {
@@ -137,11 +140,16 @@ KINDS = {
 }
 # Beside the peers stand ours in another form, and what reading K and V takes.
 PEERS = {
-    "decode": ("fa3", "flashinfer", "flashinfer-tc", "cudnn", "fa2", "lengths", "read"),
+    "decode": ("fa3", "flashinfer", "flashinfer-tc", "cudnn", "fa2", "lengths", "append", "read"),
     "varlen": ("fa3", "flashinfer", "fa2", "dense"),
-    "paged": ("fa3", "flashinfer", "flashinfer-tc", "cudnn", "dense", "read"),
+    "paged": ("fa3", "flashinfer", "flashinfer-tc", "cudnn", "dense", "append", "read"),
 }
-OWN = {"lengths": "lengths on the device", "dense": "against our dense call", "read": "against reading K and V"}
+OWN = {
+    "lengths": "lengths on the device",
+    "append": "appending",
+    "dense": "against our dense call",
+    "read": "against reading K and V",
+}
 
 
 def problems(suite: str, options: Options) -> list[Problem]:
@@ -221,6 +229,28 @@ def in_other_form(case: peers.Case, call: Call) -> dict[str, tuple[Call, peers.C
     return {"dense": (dense, peers.Case(case.q, k, v, case.dout, call.causal))}
 
 
+def appending(family: str | None) -> peers.Prepare:
+    """Ours, which write the rows that belong to the queries first, turned by an angle of 0: the same is attended to."""
+    import torch
+
+    from .. import attention_append
+
+    def prepare(case: peers.Case, of: Pass) -> Candidate:
+        q, k, v = case[:3]
+        table, filled = case.scores.get("page_table"), case.scores["seqlens_k"] - q.shape[1]
+        at = filled[:, None] + torch.arange(q.shape[1], device=q.device)
+        number = torch.arange(len(filled), device=q.device)[:, None]
+        k_new, v_new = (
+            x[number if table is None else table[number, at // x.shape[1]], at % x.shape[1]] for x in (k, v)
+        )
+        angles = torch.zeros(k.shape[1] if table is None else table.shape[1] * k.shape[1], q.shape[-1] // 2)
+        rotary = angles.cos().to(q.device), angles.to(q.device)
+        given: dict[str, Any] = {"page_table": table, "causal": case.causal, "family": family, "rotary": rotary}
+        return Candidate(lambda: (attention_append(q, k_new, v_new, k, v, filled, **given),))
+
+    return prepare
+
+
 def exact(case: peers.Case, call: Call, of: Pass) -> tuple[Any, ...]:
     """Standard attention in float32, sequence by sequence; its gradients are PyTorch's."""
     import torch
@@ -281,6 +311,9 @@ def measure(suite: str, problem: Problem, options: Options) -> Measured:
     ways |= {name: (prepare, cases) for name, prepare in others(suite, call).items()}
     forms = [in_other_form(case, call) for case in cases[:copies]] * (len(cases) // copies)
     ways |= {name: (ours, [form[name][1] for form in forms]) for name in forms[0]}
+    if "append" in PEERS[suite]:
+        on_caches = [form["lengths"][1] if "lengths" in form else x for form, x in zip(forms, cases)]
+        ways["append"] = (appending(options.family), on_caches)
     prepares: dict[str, peers.Prepare] = {name: functools.partial(_replayed, *way) for name, way in ways.items()}
     candidates, notes = compare(prepares, first, of, exact(first, call, of))
     if "read" in PEERS[suite]:
@@ -388,7 +421,7 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
         for name, words in OWN.items():
             large = [row for row in group if name != "read" or call_of(row["problem"]).cache_bytes > LARGE]
             pairs = [(ratio(row["ours"], row["peers"].get(name), row["unit"]), row) for row in large]
-            if name == "lengths":
+            if name in ("lengths", "append"):
                 words, pairs = f"{words}, against without", [(x and 1 / x, row) for x, row in pairs]
             against[words.removeprefix("against ")] = pairs
         for words, pairs in against.items():

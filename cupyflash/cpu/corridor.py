@@ -115,13 +115,8 @@ def _key(call: Call) -> tuple[Any, ...] | None:
     if tuple in kinds and any(not _WHOLE.issuperset(map(type, x)) for x in options.values() if type(x) is tuple):
         return None
     return (
-        call.of, *options, *options.values(), *kinds, *arrays, *[_described(call.lib, x) for x in arrays.values()],
+        call.of, *options, *options.values(), *kinds, *arrays, *map(call.lib.signature, arrays.values()),
     )  # fmt: skip
-
-
-def _described(lib: CpuAdapter, x: Any) -> tuple[Any, ...]:
-    """All but the address."""
-    return (x.shape, x.strides, x.dtype) if type(x) is np.ndarray else lib.view(x)[:-1]
 
 
 def _in_memory(lib: CpuAdapter, x: Any, view: View) -> View:

@@ -7,7 +7,7 @@ options, the family, whether values of lengths are looked at, and of a pass that
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -162,6 +162,8 @@ def _encoded(options: dict[str, Any]) -> dict[str, Any]:
 class Arguments:
     """Those of the operator of a pass: the arrays that are given, by name, and the others."""
 
+    with_rows, last = True, False  # operators have both results
+
     def __init__(self, of: Pass, args: Sequence[Any]) -> None:
         self.of = of
         names, lists = names_of(of), lists_of(of)
@@ -202,6 +204,12 @@ class Arguments:
     def run(self, of: Pass, arrays: Arrays, wrt: Iterable[str] = (), score: Score | None = None) -> Any:
         """By its operator."""
         return operator(of)(*self.others(of, arrays, wrt, score))
+
+    def below(self, work: Callable[..., list[Any]], *arrays: Arrays) -> list[Any]:
+        """What `work` makes of a function as `run` and of these arrays, where autograd follows nothing: below this
+        level of torch.func, or where there is none."""
+        with torch._C._AutoDispatchBelowAutograd():
+            return work(self.run, *arrays)
 
     def in_front(self, in_dims: Sequence[Any]) -> tuple[Arrays, set[str]]:
         """The arrays with a mapped axis in front, and the names of those that have it; `in_dims` has the form of the

@@ -11,7 +11,7 @@ from typing import Any
 from .. import interop, lengths, rules
 from .. import tangents as of_tangents
 from ..gradients import apart, check_wrt
-from ..passes import BACKWARD_JVP, FORWARD, JVP, Pass
+from ..passes import FORWARD, JVP, PASSES, Pass, pass_named
 from ..problem import (
     ARRAYS,
     DESCALES,
@@ -60,10 +60,6 @@ class Explanation:
     passed_over: tuple[str, ...]  # faster families that do not take this problem, and why
     notes: tuple[str, ...] = ()
     optional: dict[str, int] = field(default_factory=dict)  # of bytes_moved, by array
-
-    @property
-    def backward(self) -> bool:
-        return self.of == "backward"
 
     @property
     def intensity(self) -> float:
@@ -122,7 +118,7 @@ def explain(
     *,
     dtype: Any = None,
     arch: str | None = None,
-    backward: bool = False,
+    of: str | None = None,
     tangents: Iterable[str] = (),
     family: str | None = None,
     **options: Any,
@@ -138,11 +134,11 @@ def explain(
         NumPy, PyTorch or JAX.
     arch : str, optional
         Plan for this architecture ("sm_80", "sm_90a", ...) instead of the GPU at hand; no GPU is needed then.
-    backward : bool
-        Explain `attention_backward`.
+    of : "forward", "backward", "jvp", "backward_jvp", optional
+        Which pass: `attention`, `attention_backward`, `attention_jvp`, `attention_backward_jvp`. Default: "forward",
+        with `tangents` "jvp".
     tangents : names of arrays, optional
-        Explain `attention_jvp`, or with `backward` `attention_backward_jvp`, along tangents of these; or a mapping of
-        arrays, as those are given.
+        What moves, for "jvp" and "backward_jvp"; or a mapping of arrays, as those are given.
     family, **options
         As for `attention`, and `wrt` of `attention_backward`; an optional array may be a shape too.
 
@@ -151,13 +147,13 @@ def explain(
     Explanation
         Prints as a table; its fields are plain data.
     """
-    of, given = rules.pass_of(backward), options
-    if tangents:
-        of = BACKWARD_JVP if of.of_gradients else JVP
+    given = options
     check_options("explain", given, (*NO_PLAN, "score_arrays", "wrt"))
+    what = _pass(of, tangents)
     wrt = given.pop("wrt", ())
-    if wrt and not of.of_gradients:
-        raise ValueError(f"wrt is {wrt!r}, but backward is False; a forward has no gradients")
+    if wrt and not what.of_gradients:
+        able = " or ".join(repr(x.name) for x in PASSES.values() if x.of_gradients)
+        raise ValueError(f"wrt is {wrt!r}, but of is {what.name!r}, which has no gradients; it must be {able}")
     k = q if k is None else k
     array, _ = rules.seed_of(given.get("seed"), 0.0)  # none is needed, and a number is compiled nowhere
     given["seed"] = array
@@ -167,24 +163,24 @@ def explain(
     arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in _OPTIONAL}}
     views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
     read = views_of_score(given.get("score_arrays"), arch)
-    problem = rules.for_pass(rules.describe(**views, **asked, score_arrays=read), of)
-    if of is not FORWARD:
-        rules.refuse_float8(problem.dtype, of)
-        lengths.refuse_pages(problem, of)
+    problem = rules.for_pass(rules.describe(**views, **asked, score_arrays=read), what)
+    if what is not FORWARD:
+        rules.refuse_float8(problem.dtype, what)
+        lengths.refuse_pages(problem, what)
     wanted = check_wrt(wrt, arrays, problem.score)
     views |= {x.key: read[x.name] for x in (problem.score.arrays if problem.score else ())}
     if tangents:
-        problem, views = _moving(problem, views, tangents, of)
+        problem, views = _moving(problem, views, tangents, what)
     device = views["q"].device
     notes = _of_blocks(asked.get("block_mask"))
     if device == "cpu" and arch is None:
         if family is not None:
             _refuse_family(family, views["q"])
-        found = _on_cpu(problem, views, of, shapes=isinstance(q, tuple))
+        found = _on_cpu(problem, views, what, shapes=isinstance(q, tuple))
     else:
         ordinal = 0 if device == "cpu" else int(device.partition(":")[2])
         through_lse = given.get("dlse") is not None or problem.moves("dlse")
-        found = _on_gpu(problem, views, of, family, arch, ordinal, wanted, through_lse)
+        found = _on_gpu(problem, views, what, family, arch, ordinal, wanted, through_lse)
     optional = optional_bytes(problem, views)
     flops = found.flops + sum(problem.flops() for names in apart(wanted) if set(names) != {"sinks"})
     # An array that a score function reads goes by its own name.
@@ -192,6 +188,19 @@ def explain(
     gradients = {f"d{name}": optional[name] for name in names}
     moved = found.bytes_moved + sum(gradients.values())
     return replace(found, flops=flops, bytes_moved=moved, notes=found.notes + notes, optional=optional | gradients)
+
+
+def _pass(of: str | None, tangents: Any) -> Pass:
+    """The one that is asked for, with tangents where it takes them."""
+    if of is None:
+        return JVP if tangents else FORWARD
+    found = pass_named(of)
+    if found.moved and not tangents:
+        raise ValueError(f"of is {of!r}, but tangents is {tangents!r}; it must name what moves, as in ('q', 'k')")
+    if tangents and not found.moved:
+        moved = next(x.name for x in PASSES.values() if x.moved and x.of_gradients == found.of_gradients)
+        raise ValueError(f"tangents are given, but of is {of!r}; it must be {moved!r}")
+    return found
 
 
 def _moving(
@@ -282,7 +291,11 @@ def _on_gpu(
         notes += (
             f"a {problem.dtype} number is multiplied as two of float16, of 22 bits together; sums are {problem.dtype}",
         )
-    if (shares := dict(chosen.scalars).get("shares", 1)) > 1:
+    constants = dict(chosen.constants)
+    if most := constants.get("SHARE_TILES", 0):
+        keys = f"{most * constants['KEYS']} keys at most"
+        notes += (f"the keys of each sequence are dealt out by its own length, in shares of {keys}",)
+    elif (shares := dict(chosen.scalars).get("shares", 1)) > 1:
         why = (
             f"the queries of a head of keys are dealt out in {shares} shares: key tiles are few, or some have many "
             "more queries"

@@ -2,9 +2,9 @@
 //
 // A thread block owns ROWS queries of one head; each warp owns its part of them for good ("split Q"), so the warps never
 // exchange anything but the K and V tiles that they load together. Where the output is so wide that a warp's registers
-// hold only 16 rows of it, two warps share 32 rows instead (COLUMN_WARPS = 2): each takes half of the keys of S and half
-// of the columns of O, they exchange row maxima and P through shared memory, and K and V are read from shared memory a
-// third less often. With two STAGES
+// hold only 16 rows of it, or not even these, COLUMN_WARPS warps share rows instead: each takes its part of the keys of S
+// and its part of the columns of O, they exchange row maxima and P through shared memory, and K and V are read from shared
+// memory less often. Where shared memory has room for 16 keys alone, each of them computes all of S. With two STAGES
 // the next K and V tiles are on their way while these are worked on; with one, V arrives under S = Q K^T and the next
 // K under the softmax and P V, in half the shared memory, so that two thread blocks share a multiprocessor.
 #include "attention/dead_rows.cuh"
@@ -23,12 +23,13 @@ using namespace config;
 constexpr int THREADS = 32 * WARPS;
 constexpr int ROW_WARPS = WARPS / COLUMN_WARPS;
 constexpr int WARP_ROWS = ROWS / ROW_WARPS;
-constexpr int WARP_KEYS = KEYS / COLUMN_WARPS, WARP_COLUMNS = DIM_V / COLUMN_WARPS;
-constexpr bool SHARE = COLUMN_WARPS == 2;
+constexpr bool SHARE = COLUMN_WARPS > 1 && KEYS >= 16 * COLUMN_WARPS;  // S among the warps that share rows
+constexpr bool AGAIN = COLUMN_WARPS > 1 && !SHARE;                     // each of these has all of S
+constexpr int WARP_KEYS = SHARE ? KEYS / COLUMN_WARPS : KEYS, WARP_COLUMNS = DIM_V / COLUMN_WARPS;
 constexpr int SIZE = sizeof(Accum);  // of row maxima and sums
 constexpr int M = WARP_ROWS / 16;  // row fragments of a warp
 static_assert(ROWS % (16 * ROW_WARPS) == 0 && WARP_KEYS % 16 == 0 && DIM % 16 == 0 && WARP_COLUMNS % 16 == 0 &&
-              (STAGES == 1 || STAGES == 2));
+              (STAGES == 1 || STAGES == 2) && COLUMN_WARPS <= 4);
 
 using QTile = OperandTile<ROWS, DIM>;
 using OTile = SharedTile<ROWS, DIM_V>;  // takes Q's place at the end
@@ -39,7 +40,7 @@ using PTile = OperandTile<ROWS, KEYS>;  // only where P is shared
 // What P is multiplied by where it is split: at most 2^8 (OnlineSoftmax::raise), it stays below float16's largest.
 constexpr float P_TIMES = 0x1p6f;
 
-// One number for each row from each of the two warps that share it.
+// One number for each row from each of the warps that share it.
 struct Exchange {
     unsigned base;
     int row, column_warp;
@@ -54,7 +55,12 @@ struct Exchange {
     __device__ void combine(Accum (&x)[M][2], F f) const {
         each([&](int m, int h, unsigned address) {
             auto both = load_shared_pair<Accum>(address);
-            x[m][h] = f(both.x, both.y);
+            Accum all = f(both.x, both.y);
+            if constexpr (COLUMN_WARPS == 4) {
+                auto others = load_shared_pair<Accum>(address + 2 * SIZE);
+                all = f(all, f(others.x, others.y));
+            }
+            x[m][h] = all;
         });
     }
 
@@ -63,7 +69,7 @@ struct Exchange {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) f(m, h, base + 2 * SIZE * (row + 16 * m + 8 * h + threadIdx.x % 32 / 4));
+            for (int h = 0; h < 2; h++) f(m, h, base + COLUMN_WARPS * SIZE * (row + 16 * m + 8 * h + threadIdx.x % 32 / 4));
     }
 };
 
@@ -73,7 +79,7 @@ struct Shared {
     static constexpr int STAGE = KTile::BYTES + VTile::BYTES;
     static constexpr int P_TILE = RING + STAGES * STAGE;
     static constexpr int EXCHANGE = P_TILE + PTile::BYTES;
-    static constexpr int END = SHARE ? EXCHANGE + 2 * SIZE * ROWS : P_TILE;
+    static constexpr int END = SHARE ? EXCHANGE + COLUMN_WARPS * SIZE * ROWS : P_TILE;
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
@@ -109,7 +115,7 @@ struct Block {
           row_warp(threadIdx.x / 32 % ROW_WARPS),
           column_warp(threadIdx.x / 32 / ROW_WARPS),
           warp_row(row_warp * WARP_ROWS),
-          warp_key(column_warp * WARP_KEYS),
+          warp_key(AGAIN ? 0 : column_warp * WARP_KEYS),
           q_unit(operand_unit<OfQ>(p, head, tile)),
           dropout(p),
           softmax(Pairs(p, head).factor()) {
@@ -232,7 +238,8 @@ struct Block {
             sync_sharers();
             mma_AB<KEYS>(o, FromShared<PTile>{s.p_tile(), warp_row}, s.v_tile(stage), column_warp * WARP_COLUMNS, along, unit);
         } else {
-            mma_AB<KEYS>(o, FromRegisters<M, WARP_KEYS / 8, DROPOUT>{scores, P_TIMES}, s.v_tile(stage), 0, along, unit);
+            mma_AB<KEYS>(o, FromRegisters<M, WARP_KEYS / 8, DROPOUT>{scores, P_TIMES}, s.v_tile(stage),
+                         AGAIN ? column_warp * WARP_COLUMNS : 0, along, unit);
         }
         cp_async_commit();
     }
@@ -280,9 +287,9 @@ struct Block {
         } else {
             // Through shared memory, where Q was, for whole rows; where Q's rows have another length than O's, the warps'
             // shares of the two tiles overlap.
-            if (DIM != DIM_V || walk.count() == 0) __syncthreads();
+            if (AGAIN || DIM != DIM_V || walk.count() == 0) __syncthreads();
             o.store(s.o_tile(), warp_row, column_warp * WARP_COLUMNS);
-            if (SHARE) sync_sharers();
+            if (COLUMN_WARPS > 1) sync_sharers();
             __syncwarp();
             constexpr int OUT_ROWS = WARP_ROWS / COLUMN_WARPS;
             store_rows<OUT_ROWS>(s.o_tile(), warp_row + column_warp * OUT_ROWS, out, p.out_strides.row, rows, p.dim_v);
@@ -290,7 +297,7 @@ struct Block {
     }
 
     // The warps that share rows wait for each other.
-    __device__ void sync_sharers() const { sync_threads<64>(1 + row_warp); }
+    __device__ void sync_sharers() const { sync_threads<32 * COLUMN_WARPS>(1 + row_warp); }
 };
 
 // Launched where there are two parts.
@@ -299,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
 }
 
 // Launched where keys are dealt out in shares.
-extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Params p) { combine_all_shares(p); }
+extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Params p) { combine_all_shares<DIM_V>(p); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) char shared[];

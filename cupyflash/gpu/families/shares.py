@@ -17,6 +17,10 @@ GAIN, MOST, MOST_LEFT = 0.85, 128, 1 << 28
 LONG_KEYS = 1024  # with fewer they are not
 STRIP, SAMPLES = 64, 64
 ROWS = 4  # of a block that combines
+# Where lengths are data each sequence's are dealt out by its own length: where query tiles leave multiprocessors idle
+# in shares of FEW_TILES key tiles at most; else in shares of LENGTH_TILES, if one may have more than LONG_TILES. In
+# larger ones where they would leave too much in memory.
+FEW_TILES, LENGTH_TILES, LONG_TILES = 8, 16, 64
 
 
 class Dealt(NamedTuple):
@@ -68,6 +72,23 @@ def _seconds(problem: AttentionProblem, tiles: Tiles, visits: Visits, sms: int, 
     longest = tile(ceil(visits.most, n), min(tiles.blocks, ceil(number, sms)))
     seconds = max(longest, number / slots * tile(visits.mean / n, tiles.blocks), rounds(ceil(visits.least, n)))
     return seconds + (COMBINE_SECONDS + n * (SHARE_SECONDS + 2 * _left(problem) / LEFT_RATE) if n > 1 else 0)
+
+
+def by_length(problem: AttentionProblem, likely: AttentionProblem, keys: int, parts: int) -> tuple[int, int]:
+    """Where each sequence is cut by its own length: of how many tiles of `keys` keys a share is at most, and how many
+    the longest has; 0 and `parts`, what a likely one is cut in, where all are cut in as many. For caches, and one tile
+    of queries of a head."""
+    cached = problem.has("seqlens_k") and problem.rows_q is None and problem.batch > 1
+    tiles, expected = ceil(problem.seq_k, keys), ceil(likely.seq_k, keys)
+    if not cached or problem.left is not None or problem.block_mask is not None:
+        return 0, parts
+    if parts == 1 and expected <= LONG_TILES:
+        return 0, 1
+    size = min(FEW_TILES, ceil(expected, parts)) if parts > 1 else LENGTH_TILES
+    most = MOST_LEFT // max(1, _left(problem))
+    while size < tiles and ceil(tiles, size) > most:
+        size *= 2
+    return (size, ceil(tiles, size)) if size < tiles else (0, parts)
 
 
 def _left(problem: AttentionProblem) -> int:

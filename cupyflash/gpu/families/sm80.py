@@ -28,7 +28,7 @@ from ..kernel_plan import (
 from ..measured import number
 from ..score_gradient import score_work
 from . import shares, sm80_tiles
-from .sm80_tiles import ANY, PAD, Tile, parts_of, shared_memory, spills
+from .sm80_tiles import ANY, PAD, WIDEST, Tile, parts_of, shared_memory, spills
 
 TILES = sm80_tiles.TILES
 # Compute capabilities whose tensor cores multiply doubles at full rate. Elsewhere `simt` is as fast.
@@ -46,8 +46,10 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
         return f"needs compute capability 8.0, this GPU has {arch.cc / 10}"
     if problem.dtype == "float64" and arch.cc / 10 not in FAST_DOUBLES:
         return f"takes float64 where double precision is fast {FAST_DOUBLES}, not on compute capability {arch.cc / 10}"
-    if max(problem.dim, problem.dim_v) > 256:
-        return f"takes head dimensions up to 256, not {problem.dim} and {problem.dim_v}"
+    widest = WIDEST if ITEMSIZE[problem.dtype] == 2 and not of.moved else 256
+    if max(problem.dim, problem.dim_v) > widest:
+        dims = f"{problem.dim} and {problem.dim_v}"
+        return f"takes head dimensions up to {widest} in a {of} of {problem.dtype}, not {dims}"
     if _fitting(problem, arch, of, None) is None:
         dims = f"{problem.dim} and {problem.dim_v}"
         return f"has no {problem.dtype} {of} for head dimensions {dims} in {arch.shared_memory} bytes"
@@ -235,7 +237,8 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     size, threads = t.shared_memory(depth, bias, parts), 32 * t.row_warps * t.column_warps
     # Operands come in pieces, whatever the head dimension; those that are split have rows of their own.
     dim, dim_v = (
-        pad(n, 16) if parts > 1 else next(x for x in (64, 128, 256) if n <= x) for n in (problem.dim, problem.dim_v)
+        pad(n, 16) if parts > 1 else next(x for x in (64, 128, 256, WIDEST) if n <= x)
+        for n in (problem.dim, problem.dim_v)
     )
     if t.shares and main is not None:
         dim, dim_v = main.dims(problem, BACKWARD)

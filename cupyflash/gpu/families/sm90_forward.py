@@ -28,7 +28,7 @@ from .sm90_forward_tiles import (
     tiles_of,
     weighed,
 )
-from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages, paired, room
+from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages, paired, room, value_parts
 
 SHARE_SPILLS = 560  # more, with scores or dropout: addresses of a share, where tiles are tested
 LENGTHS_SPILLS = 160  # more, where lengths are data: those of a tile, and of the one before
@@ -137,7 +137,9 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
     # Where tiles differ in length, thread blocks ask for their next one.
     alike = not problem.ragged and (problem.seq_q <= t.rows or not (banded or problem.seq_q % t.rows))
-    parts = cost.dealt(likely, t, pack, arch).number
+    share_tiles, parts, v_parts = 0, cost.dealt(likely, t, pack, arch).number, value_parts(problem)
+    if v_parts == 1 and problem.seq_q <= span:
+        share_tiles, parts = shares.by_length(problem, likely, t.keys, parts)
     grid = min(tiles * parts, t.blocks * arch.sms)
     dynamic = not alike and tiles * parts > grid
     # One tile for each block, and a long one: where products between exponentials pay at 128 columns, and can be.
@@ -147,13 +149,13 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     key_box = t.keys if problem.page is None else math.gcd(problem.page, t.keys)
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys),
-        ("STAGES", t.stages), ("KEY_BOX", key_box),
+        ("STAGES", t.stages), ("KEY_BOX", key_box), ("SHARE_TILES", share_tiles),
         ("Q_STAGES", q_stages), ("OWN_Q", own_q), ("O_STAGED", output == STAGED), ("O_STRIPS", output == STRIPS),
-        ("PACK", pack), ("SHARES", parts > 1), ("LONE", lone), ("SHARED_MEMORY", size), *pairs.constants(),
-        *features(problem), ("SUM_TILES", sum_keys // t.keys),
+        ("PACK", pack), ("SHARES", parts > 1), ("V_PARTS", v_parts), ("LONE", lone), ("SHARED_MEMORY", size),
+        *pairs.constants(), *features(problem), ("SUM_TILES", sum_keys // t.keys),
     )  # fmt: skip
     launches = [Launch("attention_forward", grid, 128 * (t.groups + 1), size)]
-    spaces = [Workspace("counters", "uint32", (3 if dynamic else 0,)), *shares.left(problem, parts, dim_v)]
+    spaces = [Workspace("counters", "uint32", (3 if dynamic else 0,)), *shares.left(problem, parts, v_parts * dim_v)]
     launches += shares.combine(problem, parts)
     values = Box("v", key_box)
     if problem.dtype == FLOAT8:  # V is turned before

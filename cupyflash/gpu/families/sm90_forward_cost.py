@@ -8,7 +8,7 @@ from ..kernel_plan import ceil, pad
 from ..measured import number
 from . import shares
 from .sm90_forward_tiles import NARROW, PACKED, ForwardTile, pack_of, tiles_of
-from .sm90_memory import padded
+from .sm90_memory import padded, value_parts
 
 RATE, SCORE_SECONDS, LEAST_SECONDS = (
     number("sm90_forward.rate"),
@@ -24,7 +24,7 @@ TIMED_OVERLOAD = 1.08  # where it is reckoned in seconds, which are right within
 def dealt(problem: AttentionProblem, t: ForwardTile, pack: int, arch: Arch) -> shares.Dealt:
     """In how many shares the keys of a tile with so many heads are dealt out."""
     asked = min(problem.seq_q, t.rows // pack) * min(problem.group, pack)  # rows of a tile
-    score = max(2 * (problem.dim + problem.dim_v) / RATE, SCORE_SECONDS)
+    score = max(2 * (problem.dim + problem.dim_v / value_parts(problem)) / RATE, SCORE_SECONDS)
     visit = shares.Visit(pad(asked, 64) * t.keys * score, LEAST_SECONDS * t.keys / 64)
     ends = ENDS_SECONDS + t.groups * GROUP_SECONDS
     tiles = shares.Tiles(tiles_of(problem, t, pack), t.rows, t.keys, t.blocks, visit, ends)

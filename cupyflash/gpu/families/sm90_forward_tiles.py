@@ -9,7 +9,7 @@ from ...problem import AttentionProblem
 from ..kernel_plan import Tiles, ceil, pad, query_tiles, scored
 from ..measured import number
 from ..score import light
-from .sm90_memory import padded, paired
+from .sm90_memory import PART, WIDEST, padded, paired, value_parts
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ForwardTile:
     stages: int  # K and V tiles in flight
     blocks: int = 1  # thread blocks of a multiprocessor
     spills: int = 0
-    dim: int = 256  # for head dimensions up to this
+    dim: int = WIDEST[0]  # for head dimensions up to this (of V, those of a part)
     banded: bool | None = None  # causal or a window; None: either
     scored: bool | None = None  # more than the scaled product, or dropout, which ask for registers; None: either
     crowded: bool | None = None  # as the function of that name says; None: either
@@ -52,13 +52,17 @@ FORWARD_TILES = (
     ForwardTile(2, 128, 2, spills=96, dim=192),
     ForwardTile(2, 96, 2, dim=192, scored=False),
     ForwardTile(2, 96, 2, spills=144, dim=192),
-    ForwardTile(2, 64, 2, spills=64, banded=True, scored=False),  # with a window and a key mask; else none
-    ForwardTile(2, 64, 2, spills=208, banded=True),
-    ForwardTile(2, 80, 2, spills=64, scored=False),  # where Q and K are narrow and V is not; else none
-    ForwardTile(2, 80, 2, spills=64),
-    # Where a mask or a bias leaves less room.
+    ForwardTile(2, 64, 2, spills=64, dim=PART, banded=True, scored=False),  # with a window and a key mask; else none
+    ForwardTile(2, 64, 2, spills=208, dim=PART, banded=True),
+    ForwardTile(2, 80, 2, spills=64, dim=PART, scored=False),  # where Q and K are narrow and V is not; else none
+    ForwardTile(2, 80, 2, spills=64, dim=PART),
+    # Where a mask or a bias leaves less room, or heads are wide.
     ForwardTile(2, 64, 2, spills=168),
     ForwardTile(2, 48, 2, spills=168),
+    # Wide heads: reckoned, not timed (docs/notes/wide-heads.md).
+    ForwardTile(2, 64, 1, spills=168),
+    ForwardTile(2, 48, 1, spills=168),
+    ForwardTile(2, 32, 1, spills=168),
 )
 # Up to 32, those that are tried first, the cheapest in front (`weighed`): four warpgroups with 64 keys at a time hide
 # the exponentials, too. With a bias they alone: beside its tiles for 128 keys there would be no room for the next
@@ -139,11 +143,13 @@ def busy(problem: AttentionProblem) -> bool:
 
 def _possible(t: ForwardTile, problem: AttentionProblem) -> bool:
     """Have scores, their 16-bit copy and the output room in what the kernel gives a thread that computes?"""
-    return t.registers <= 256 and t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= t.registers - 32
+    columns = ceil(problem.dim_v, value_parts(problem))
+    return t.registers <= 256 and t.keys * 3 // 4 + pad(columns, 16) // 2 <= t.registers - 32
 
 
 TILES = Tiles(FORWARD_TILES, {
-    "groups": (1, 2, 3, 4), "keys": (64, 80, 96, 128, 192), "stages": (2, 3, 4), "blocks": (1, 2, 3, 4), "spills": (0,),
+    "groups": (1, 2, 3, 4), "keys": (48, 64, 80, 96, 128, 192), "stages": (1, 2, 3, 4), "blocks": (1, 2, 3, 4),
+    "spills": (0,),
 }, _possible)  # fmt: skip
 
 
@@ -166,6 +172,6 @@ def pack_of(problem: AttentionProblem, t: ForwardTile) -> int:
 
 
 def tiles_of(problem: AttentionProblem, t: ForwardTile, pack: int) -> int:
-    """How many tiles there are, of so many heads each."""
+    """How many tiles there are, of so many heads and a part of the columns of V each."""
     packs = problem.heads_k * ceil(problem.group, pack)
-    return packs * (query_tiles(problem, t.rows // pack) // problem.heads_q)
+    return value_parts(problem) * packs * (query_tiles(problem, t.rows // pack) // problem.heads_q)
