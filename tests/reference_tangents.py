@@ -133,12 +133,9 @@ class _Tangents:
         of_lse, moved_lse = (np.where(unseen, 0, x.get("dlse", 0)).astype(self.work) for x in (self.arrays, self.moved))
         if self.by_out:
             out = rounded(rounded(drop * prob) @ v)
-            sums, moved_sums = do * out, tdo * out + do * tout
+            delta, tdelta = row_sums(do * out), row_sums(tdo * out + do * tout)
         else:
-            sums, moved_sums = prob * dp, tp * dp + prob * tdp
-        delta, tdelta = (x.sum(-1, keepdims=True) for x in (sums, moved_sums))
-        if not self.by_out:
-            delta, tdelta = rounded(delta), rounded(tdelta)
+            delta, tdelta = rounded(row_sums(prob * dp)), rounded(row_sums(tp * dp + prob * tdp))
         delta, tdelta = delta - of_lse[..., None], tdelta - moved_lse[..., None]
         ds = shown(prob * (dp - delta))
         tds = shown(rounded(tp * rounded(dp - delta)) + rounded(prob * rounded(tdp - tdelta)))
@@ -237,3 +234,7 @@ class _Tangents:
 
 def turned(x: np.ndarray) -> np.ndarray:
     return x.swapaxes(-1, -2)
+
+
+def row_sums(x: np.ndarray) -> np.ndarray:
+    return x.sum(-1, keepdims=True)
