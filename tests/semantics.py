@@ -495,6 +495,8 @@ def as_reference_has_it(x: np.ndarray, rank: int, layout: str) -> np.ndarray:
 
 def _placed(backend: Backend, x: np.ndarray, lay: Lay) -> tuple[Any, Any]:
     """The base array on the backend and the view of it that has the values of x."""
+    if lay is CONTIGUOUS:
+        return (backend.put(x),) * 2
     host = np.full(lay.around(x.shape), np.nan, x.dtype)
     lay.view(host)[...] = x
     base = backend.put(host)
