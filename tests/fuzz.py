@@ -38,7 +38,7 @@ from backends import CPU, Backend, no_gpu
 from criterion import ByLuck
 from frameworks import framework
 from fuzz_runs import FAILURES, Result, Work, go_over
-from fuzz_ways import CHANGES, LARGE_SCORES, ByFunction, changes_for, draw_lays, drop_in, run_cupy_or_numpy
+from fuzz_ways import CHANGES, LARGE_SCORES, ByFunction, changes_for, draw_lays, drop_in, run_cupy_or_numpy, with_tiles
 from reference import DTYPES, Windows
 from score_functions import WRITTEN
 from semantics import CONTIGUOUS, LAYS, Inputs, draw_blocks, draw_inputs
@@ -88,6 +88,7 @@ class Kind:
     result: str | None = None  # and what out is
     named: bool = True  # is the family? Else it is the plan's choice
     lengths: int = 0  # where they are data: what draws in which form; else 0
+    tiles: int = 0  # the number of tiles that were tuned, if any
 
 
 def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: str) -> Kind:
@@ -126,6 +127,7 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
         **_of_8_bits(rng) if dtype == FLOAT8 else {},
         lengths=int(rng.integers(1, 1000)) * (backend.family != "flash1" and library in ("numpy", "cupy")
                                               and dtype != FLOAT8 and bool(rng.random() < OF_LENGTHS)),
+        tiles=int(rng.integers(1, 1000)) * bool(backend.family is not None and rng.random() < 0.15),
     )  # fmt: skip
 
 
@@ -264,7 +266,11 @@ def _short(rng: np.random.Generator, low: int, high: int) -> int:
 
 def run_one(kind: Kind, seed: tuple[int, ...]) -> tuple[str, str | None]:
     """One problem of a kind: what it was, and what is wrong with what came of it."""
-    rng = Windows(seed)
+    with with_tiles(kind.tiles):
+        return _run_one(kind, Windows(seed))
+
+
+def _run_one(kind: Kind, rng: Windows) -> tuple[str, str | None]:
     if kind.lengths:
         return run_ragged(rng, kind)
     problem, way = draw_problem(rng, kind), ""

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import queue
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import float8_problems
 import fuzz
 import fuzz_lengths
 import fuzz_runs
+import fuzz_ways
 import numpy as np
 import pytest
 import semantics
-from backends import Backend, apart, pairs
+from backends import CPU, Backend, apart, pairs
 from criterion import ByLuck, as_good_as_rounding, assert_as_good
 from reference import DTYPES, Windows, draw, state, sum_over_visible
 
@@ -25,7 +31,7 @@ from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
 from cupyflash.passes import BACKWARD, FORWARD
-from cupyflash.problem import FLOATS, OPTIONS
+from cupyflash.problem import FLOATS, OPTIONS, AttentionProblem
 
 SMALL = ["--cpu", "--jobs", "1", "--kinds", "12"]
 
@@ -249,3 +255,85 @@ def test_nor_do_lengths_make_it_more(family: str, rng: np.random.Generator) -> N
             if problem.page is None:
                 sources.add(generate(plan(problem, arch, BACKWARD, named if named in ("sm80", "simt") else None)))
         assert len(sources) <= 8, kind
+
+
+def test_tiles_that_were_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each family has another one, of which classes of calls that were planned before know."""
+    asked: list[dict[str, tuple[int, ...]]] = []
+    problem, arch = AttentionProblem("float16", 1, 300, 300, 4, 4, 64, 64, 0.125), Arch.of("sm_90a")
+    forgotten = []
+    monkeypatch.setattr(fuzz_ways.corridor, "forget", lambda: forgotten.append(1))
+    real = fuzz_ways.tuned.tiles
+    for number in (0, 7, 7, 8, 0):
+        with fuzz_ways.with_tiles(number):
+            asked.append(dict(fuzz_ways.tuned.tiles(problem, arch, FORWARD)))
+        assert fuzz_ways.tuned.tiles is real
+    assert not asked[0] and not asked[4] and asked[1] == asked[2] != asked[3] and len(forgotten) == 3
+    own = plan(problem, arch, FORWARD, "sm80").constants
+    found = {
+        plan(problem, arch, FORWARD, "sm80", fuzz_ways.tiles_of(n, problem, arch, FORWARD)).constants
+        for n in range(1, 40)
+    }
+    assert len(found - {own}) > 5
+
+
+class Stream:
+    """As CuPy's, on NumPy: what is captured runs once more."""
+
+    replayed: list[Callable[[], object]]
+
+    def __init__(self, **_: object) -> None: ...
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def begin_capture(self) -> None:
+        Stream.replayed = []
+
+    def end_capture(self) -> Stream:
+        self.captured = Stream.replayed[:]
+        return self
+
+    def launch(self, stream: Stream) -> None:
+        for call in self.captured:
+            call()
+
+    def synchronize(self) -> None: ...
+
+
+class Graphs(Backend):
+    @property
+    def xp(self) -> Any:
+        return SimpleNamespace(cuda=SimpleNamespace(Stream=Stream, get_current_stream=Stream))
+
+    def put(self, a: np.ndarray) -> np.ndarray:
+        return np.array(a)
+
+    def nan(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        return CPU.nan(shape, dtype)
+
+    def get_all(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        return [x.copy() for x in arrays]
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_what_a_graph_does_not_write_is_seen(stale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    Stream.replayed = []
+
+    def call(real: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
+        if not (stale and options.get("grads")):
+            Stream.replayed.append(lambda: real(*arrays, **options))
+        return real(*arrays, **options)
+
+    for name in ("attention", "attention_backward"):
+        monkeypatch.setattr(fuzz_ways, name, functools.partial(call, getattr(fuzz_ways, name)))
+    drawn = dataclasses.replace(
+        fuzz.draw_kind(np.random.default_rng(0), CPU, "float32", "numpy"), blocks=None, few=None
+    )
+    kind = dataclasses.replace(drawn, deterministic=True, dropout=False, given=())
+    inputs, options, _ = fuzz.draw_problem(Windows((3,)), kind)
+    options["rank"] = 4
+    with pytest.raises(AssertionError, match="other bits") if stale else contextlib.nullcontext():
+        fuzz_ways.check_graph(Graphs("cpu"), inputs, options)
