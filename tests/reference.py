@@ -312,9 +312,8 @@ def _standard(
         of_rounded = products if exactly else rounded(rounded(scaled) @ kh.swapaxes(-1, -2))
         s, slope = scores(problem, of_rounded, given, rounded)
         p, lse = _softmax(np.where(seen, s, -np.inf), sinks)
-        # In float64 and of finite numbers, what is 0 in P stays 0.
-        finite = exactly and work == np.float64 and all(np.isfinite(x).all() for x in (qh, kh, vh, slope))
-        finite = finite and bool((lse < np.inf).all())
+        # Of finite numbers, what is 0 in P stays 0.
+        finite = all(np.isfinite(x).all() for x in (qh, kh, vh, slope)) and bool((lse < np.inf).all())
 
         def shown(x: np.ndarray) -> np.ndarray:
             return x if finite else np.where(seen, x, 0)
@@ -334,7 +333,9 @@ def _standard(
         dp = rounded(do @ vh.swapaxes(-1, -2))
         if keeps is not True:
             dp = rounded(np.where(keeps, dp * inverse, 0))
-        mean = np.einsum("...j,...j->...", p, dp)[..., None] if finite else shown(p * dp).sum(-1, keepdims=True)
+        finite = finite and bool(np.isfinite(dp).all())  # it may be too large for 16 bits
+        by_einsum = finite and work == np.float64  # which adds one after the other: too coarse elsewhere
+        mean = np.einsum("...j,...j->...", p, dp)[..., None] if by_einsum else shown(p * dp).sum(-1, keepdims=True)
         through_lse = 0 if dlse is None else np.where(np.isneginf(lse), 0, dlse).astype(work)[..., None]
         of_sink_scores = through_lse - mean
         of_scores = dp + of_sink_scores
