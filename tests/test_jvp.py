@@ -5,6 +5,7 @@ What every option does to them, on every backend, `semantics.check` asks.
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 from collections.abc import Mapping
 from typing import Any
@@ -297,6 +298,25 @@ def test_tangents_that_all_keys_share(dtype: str, rng: np.random.Generator) -> N
 
 # ---- corners
 # ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_whose_first_keys_lie_in_different_tiles(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is judged from the mean of its own first tile on, whatever others begin to see."""
+    monkeypatch.setattr(sys.modules["cupyflash.cpu.tiles"], "QUERIES", 16)
+    monkeypatch.setattr(sys.modules["cupyflash.cpu.tiles"], "KEYS", 16)
+    monkeypatch.setattr(sys.modules["cupyflash.cpu.tiles"], "LONGEST", 1)
+    mask = np.arange(64) >= rng.integers(0, 60, (1, 1, 20, 1))
+    arrays = dict(zip(("q", "k", "v", "dout"), draw(rng, "float64", 4, 1, 64, 2, 8)))
+    arrays["q"], arrays["dout"] = (arrays[name][:, :20] for name in ("q", "dout"))
+    problem = state(*(arrays[name] for name in "qkv"), mask=mask)
+    moved = draw_tangents(rng, arrays, ["q", "k", "v"])
+    given = [arrays[name] for name in "qkv"]
+    out, lse = attention(*given, mask=mask, return_lse=True)
+    tout, tlse = attention_jvp(moved, *given, out, lse, mask=mask)
+    exact = tangents(problem, arrays | {"mask": mask}, moved)
+    assert np.abs(tout - exact["tout"]).max() < 1e-12 and np.abs(tlse - exact["tlse"]).max() < 1e-12
 
 
 def test_rows_that_see_nothing(rng: np.random.Generator) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu import cases, needs_compiler
-from lengths_on_cpu import WIDTH, Sequences, check, check_case, check_invariant, check_nonsense
+from lengths_on_cpu import WIDTH, Ran, Sequences, check, check_case, check_invariant, check_nonsense, plans_of
 from ragged import draw_case
+from reference import state
 from semantics import draw_blocks
 
 from cupyflash.gpu.device import Arch
@@ -191,11 +192,31 @@ NONSENSE: dict[str, Case] = {
 }  # fmt: skip
 
 
-@cases([f"{family}: {case}" for family in ARCHS for case in NONSENSE])
+@cases([f"{family}: {case}" for family in ARCHS for case in NONSENSE], "simt: packed")
 def test_nonsense_stays_inside(case: str, rng: np.random.Generator) -> None:
     family, case = case.split(": ")
     of, options, others = NONSENSE[case](rng)
     check_nonsense(family, ARCHS[family], of, 60, options, others)
+
+
+@cases([*ARCHS], "simt")
+def test_a_sequence_that_is_longer_than_arrays_over_pairs_sees_nothing(case: str, rng: np.random.Generator) -> None:
+    """They end before it does, and the last sequence's with them."""
+    of = packed(rng, **SMALL)
+    given = {name: np.nan_to_num(x) for name, x in (
+        ("q", of.of_queries("q")), ("k", of.of_keys("k")), ("v", of.of_keys("v")))}  # fmt: skip
+    given |= {"key_mask": drawn(rng, N, 90), "bias": normal(rng, N, 1, 1, 90)}
+    lengths = of.lengths()
+    problem = state(**given, **lengths)
+    plans = plans_of(problem, ARCHS[case], case, False, {}, {})
+    ends = lengths["cu_seqlens_k"].copy()
+    ends[1:-1] = ends[1]  # all but the first one's keys are the last one's
+    assert ends[-1] - ends[-2] > problem.seq_k == 90
+    shapes = {"out": given["q"].shape, "lse": (2, len(given["q"]))}
+    found = Ran(plans)(problem, plans, given | lengths | {"cu_seqlens_k": ends}, shapes)
+    first, last = lengths["cu_seqlens_q"][[1, -2]]
+    assert found["out"][:first].any() and not found["out"][last:].any()
+    assert np.isneginf(found["lse"][:, last:]).all()
 
 
 @pytest.mark.parametrize("of", [FORWARD, BACKWARD])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from reference import visible
 
+from cupyflash.counts import check_hint
 from cupyflash.gradients import Gradients, check_wrt
 from cupyflash.passes import BACKWARD, FORWARD
 from cupyflash.problem import (
@@ -344,3 +345,11 @@ def test_numbers_of_others_become_pythons(number: Any) -> None:
     """Before anything is kept of them: an array may hold another one later."""
     for name in ("scale", "softcap"):
         assert type(lasting({name: number})[name]) in (int, float)
+
+
+@pytest.mark.parametrize(
+    ("longest", "plan"), [(0, 1), (1, 1), (2, 2), (3, 4), (16, 16), (17, 32), (np.int64(128), 128)]
+)
+def test_a_longest_length_is_the_next_power_of_two(longest: int, plan: int) -> None:
+    """A power of two is one already: twice as many would give tiles of other shapes, and more shares."""
+    assert check_hint("max_seqlen_q", longest) == plan
