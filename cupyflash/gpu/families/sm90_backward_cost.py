@@ -23,6 +23,7 @@ SHARE_COST, SUMS_COST = number("sm90_backward.tile"), number("sm90_backward.sums
 # A visit takes so much longer for each doubling of what Q, dO and dQ of the shares under work take beyond what the L2
 # cache holds.
 SPILLED_COST, HELD = number("sm90_backward.spilled"), number("sm90_backward.held")
+ENDS, WAVE = number("sm90_backward.ends"), number("sm90_backward.wave")  # of `effort`
 ENOUGH = 1.02  # times the least
 LONG_WALK, WORTH_SHARING = 24, 1.08  # from so many visits on, and where so much is gained by that reckoning
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
@@ -43,6 +44,15 @@ def shares(problem: AttentionProblem, t: BackwardTile, clusters: int) -> int:
     least = min(times.values())
     best = next(n for n in tried if times[n] <= ENOUGH * least)  # the fewest: their sums take memory
     return best if times[best] * WORTH_SHARING < times[1] else 1
+
+
+def effort(problem: AttentionProblem, t: BackwardTile, sms: int) -> float:
+    """What a multiprocessor does, in pairs of a query and a key with those in vain: to weigh tiles with."""
+    walks = [problem.group * len(x) for x in walks_of(problem, t.rows, t.keys * t.cluster)]
+    tiles, at_once = problem.batch * problem.heads_k * len(walks), t.blocks * sms / t.cluster
+    waves = (1 - WAVE) * tiles / at_once + WAVE * math.ceil(tiles / at_once)
+    visits = max(waves * (sum(walks) / len(walks) + ENDS), max(walks) + ENDS)
+    return visits * t.blocks * t.rows * t.keys * t.cost
 
 
 def walks_of(problem: AttentionProblem, rows: int, keys: int) -> list[range]:
