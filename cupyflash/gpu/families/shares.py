@@ -71,7 +71,12 @@ def _seconds(problem: AttentionProblem, tiles: Tiles, visits: Visits, sms: int, 
     # The longest come first, and short ones fill up what is left.
     longest = tile(ceil(visits.most, n), min(tiles.blocks, ceil(number, sms)))
     seconds = max(longest, number / slots * tile(visits.mean / n, tiles.blocks), rounds(ceil(visits.least, n)))
-    return seconds + (COMBINE_SECONDS + n * (SHARE_SECONDS + 2 * _left(problem) / LEFT_RATE) if n > 1 else 0)
+    return seconds + combine_seconds(problem, n)
+
+
+def combine_seconds(problem: AttentionProblem, n: int) -> float:
+    """What it takes to make one result of n shares."""
+    return COMBINE_SECONDS + n * (SHARE_SECONDS + 2 * _left(problem) / LEFT_RATE) if n > 1 else 0.0
 
 
 def by_length(problem: AttentionProblem, likely: AttentionProblem, keys: int, parts: int) -> tuple[int, int]:

@@ -48,25 +48,24 @@ def shared_when_packed(problem: AttentionProblem, arch: Arch) -> bool:
 
 
 def by_seconds(problem: AttentionProblem, arch: Arch) -> tuple[tuple[ForwardTile, int], ...]:
-    """Tiles, and of how many heads that share K and V each has rows, the fastest first. () where `seconds` does not
-    tell: of long sequences, whose tiles are alike, and where keys are dealt out in shares."""
+    """Tiles, and of how many heads that share K and V each has rows, the fastest first; () of few queries, and of long
+    sequences, whose tiles are alike."""
     keys = problem.seq_k
     if problem.left is not None and problem.right is not None:
         keys = min(keys, problem.left + problem.right + 1)
     if problem.seq_q <= FEW_QUERIES or problem.seq_q > MOST_QUERIES and keys > MOST_KEYS:
         return ()
-    found = sorted(choices(problem), key=lambda x: seconds(problem, x[0], x[1], arch))
-    if any(dealt(problem, t, pack, arch).number > 1 for t, pack in found[:1] + found[-1:]):
-        return ()
-    return tuple(found)
+    return tuple(sorted(choices(problem), key=lambda x: seconds(problem, x[0], x[1], arch)))
 
 
 def seconds(problem: AttentionProblem, t: ForwardTile, pack: int, arch: Arch) -> float:
-    """What a forward takes, each of whose tiles has rows of `pack` heads and all keys. Each multiprocessor has so many
-    tiles at a time; a visit of keys is bound by products, by what must come before what, or by copies; begin and end of
-    a tile are seen of the first alone, since the next one's keys come meanwhile."""
-    seen = shares.seen(problem, t.rows // pack, t.keys)
-    number, slots = tiles_of(problem, t, pack), t.blocks * arch.sms
+    """What a forward takes, each of whose tiles has rows of `pack` heads. Each multiprocessor has so many tiles at a
+    time; a visit of keys is bound by products, by what must come before what, or by copies; begin and end of a tile
+    are seen of the first alone, since the next one's keys come meanwhile."""
+    seen, tiles = shares.seen(problem, t.rows // pack, t.keys), tiles_of(problem, t, pack)
+    few = tiles < t.blocks * arch.sms and problem.seq_k >= shares.LONG_KEYS
+    parts = dealt(problem, t, pack, arch).number if few else 1
+    number, slots = tiles * parts, t.blocks * arch.sms
     row = LINE * (_lines(2 * problem.dim) + _lines(2 * problem.dim_v))  # bytes of K and V, or of Q and O
     product = 2 * (pad(problem.dim, 16) + padded(problem)[1]) * t.keys * t.rows / PRODUCTS
     alone = ALONE_SECONDS * (1 + PACK_COST * (pack > 1))
@@ -76,11 +75,12 @@ def seconds(problem: AttentionProblem, t: ForwardTile, pack: int, arch: Arch) ->
         return visits * visit + together * t.rows * row / COPIES
 
     full, rest = divmod(number, slots)
-    mean, most = sum(seen) / len(seen), max(seen)
+    mean, most = sum(seen) / len(seen) / parts, ceil(max(seen), parts)
     time = full * tile(mean, t.blocks) + (tile(mean, ceil(rest, arch.sms)) if rest else 0)
     time = max(time, tile(most, min(t.blocks, ceil(number, arch.sms))))
     all_rows = problem.heads_q * problem.seq_q + problem.heads_k * problem.seq_k
-    return time + alone + problem.batch * all_rows * 2 * (problem.dim + problem.dim_v) / BYTES
+    time += problem.batch * all_rows * 2 * (problem.dim + problem.dim_v) / BYTES
+    return time + alone + shares.combine_seconds(problem, parts)
 
 
 def _lines(size: int) -> float:

@@ -111,15 +111,18 @@ BRIEF = {
         PACKED[0],
         ForwardTile(1, 64, 4, 2, dim=64),
     ),
-    96: (FORWARD_TILES[1], ForwardTile(3, 96, 2, dim=96), ForwardTile(2, 96, 3, dim=96)),
+    96: (FORWARD_TILES[1], ForwardTile(3, 96, 2, spills=16, dim=96), ForwardTile(2, 96, 3, dim=96)),
     128: (FORWARD_TILES[1], ForwardTile(1, 64, 2, 2, dim=128), ForwardTile(2, 96, 2, dim=128)),
-    192: (FORWARD_TILES[3], FORWARD_TILES[5], *(ForwardTile(2, n, 2, dim=192) for n in (80, 64))),
+    192: (FORWARD_TILES[3], FORWARD_TILES[5], *(ForwardTile(2, n, 2, spills=16, dim=192) for n in (80, 64))),
 }
 # and of few keys
 BRIEF_KEYS = {
-    64: (*(ForwardTile(3, n, 3, dim=64) for n in (64, 80, 96)), *(ForwardTile(2, n, 3, dim=64) for n in (80, 96))),
-    96: (ForwardTile(3, 80, 2, dim=96), ForwardTile(2, 80, 2, dim=96), ForwardTile(3, 64, 2, dim=96)),
-    128: (ForwardTile(3, 80, 2, dim=128), ForwardTile(2, 80, 2, dim=128), ForwardTile(3, 64, 2, dim=128)),
+    64: (
+        *(ForwardTile(3, n, 3, spills=16, dim=64) for n in (80, 96)),
+        *(ForwardTile(2, n, 3, dim=64) for n in (80, 96)),
+    ),
+    96: (ForwardTile(3, 80, 2, spills=16, dim=96), ForwardTile(2, 80, 2, dim=96)),
+    128: (*(ForwardTile(3, n, 2, spills=32, dim=128) for n in (64, 80)), ForwardTile(2, 80, 2, dim=128)),
 }
 BRIEF_MOST_KEYS = 400
 BRIEF_PACKS, BRIEF_PACKED = (2, 4, 8), 1024  # heads that share K and V may share a tile of so many queries
