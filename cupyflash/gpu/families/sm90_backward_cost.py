@@ -24,9 +24,11 @@ SHARE_COST, SUMS_COST = number("sm90_backward.tile"), number("sm90_backward.sums
 # cache holds.
 SPILLED_COST, HELD = number("sm90_backward.spilled"), number("sm90_backward.held")
 ENDS, WAVE = number("sm90_backward.ends"), number("sm90_backward.wave")  # of `effort`
-FEW_WAVES, WORTH_ALL = 12, 1.03  # of key tiles, with which all heads may be together, if so much is gained
+# All heads may be together where their Q, dO and dQ take no more than this, if so much is gained by that reckoning.
+# (Measured on an H100: with 70 MB and more 10 to 34 % are lost, with 36 to 53 MB 11 to 27 % gained.)
+ALL_CACHE, WORTH_ALL = 56 << 20, 1.03
 ENOUGH = 1.02  # times the least
-LONG_WALK, WORTH_SHARING = 24, 1.08  # from so many visits on, and where so much is gained by that reckoning
+LONG_WALK, WORTH_SHARING = 24, 1.05  # from so many visits on, and where so much is gained by that reckoning
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
 
 
@@ -128,19 +130,18 @@ def dealt_out(problem: AttentionProblem, t: BackwardTile, shares: int, clusters:
 
 def _orders(problem: AttentionProblem, t: BackwardTile, shares: int, clusters: int) -> tuple[int, ...]:
     """Of how many heads key tiles may be dealt out as one: what is weighed."""
-    heads, key_tiles = problem.batch * problem.heads_k * shares, ceil(problem.seq_k, t.keys * t.cluster)
+    heads = problem.batch * problem.heads_k * shares
     tiles = ceil(problem.group * ceil(problem.seq_q, t.rows), shares)  # of them
     # A causal mask makes key tiles of different length: those of some heads are dealt out together, long ones first. Of
     # one long head the first tile takes as long as all others do on all multiprocessors: at the end they would stand
-    # idle. Where they are few, as may those of the last heads of all.
+    # idle; so they do, for less long, at the end of the last heads of all.
     traffic = _traffic(problem, shares)
     if problem.block_mask is not None and not problem.deterministic:  # the longest tiles of all heads are the first
         return (min(heads, max(2, ceil(2 * CACHE, traffic))),)
     if problem.right is not None:
         long = problem.seq_q > LONG
         together = min(heads, max(2, ceil(2 * CACHE, traffic)) if long else max(1, CACHE // traffic))
-        all_heads = together < heads and heads * key_tiles <= FEW_WAVES * clusters
-        return (together, heads) if all_heads else (together,)
+        return (together, heads) if together < heads and heads * traffic <= ALL_CACHE else (together,)
     # The key tiles of a head add to dQ in order. Taken at once, each would wait for the one before: all but one stand
     # idle for some steps. So they are taken some steps apart, and in between those of other heads.
     if problem.deterministic:
