@@ -28,7 +28,7 @@ ENDS, WAVE = number("sm90_backward.ends"), number("sm90_backward.wave")  # of `e
 # (Measured on an H100: with 70 MB and more 10 to 34 % are lost, with 36 to 53 MB 11 to 27 % gained.)
 ALL_CACHE, WORTH_ALL = 56 << 20, 1.03
 ENOUGH = 1.02  # times the least
-LONG_WALK, WORTH_SHARING = 24, 1.05  # from so many visits on, and where so much is gained by that reckoning
+LONG_WALK, WORTH_SHARING = 24, 1.08  # from so many visits on, and where so much is gained by that reckoning
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
 
 
