@@ -64,8 +64,9 @@ TABLE = {
     "sm90_backward.few_keys": Measured(0.95, "", "H100", "2026-11-26", "of a pair, 64 by 64 beside 64 by 96"),
     "sm90_backward.sums": Measured(0.5, "visits", "H200", "2026-11-22", "its sums on their way to memory or back"),
     "sm90_backward.spilled": Measured(
-        0.12, "", "H100", "2026-11-26",
-        "so much longer is a visit for each doubling of what Q, dO and dQ of the shares under work take beyond `held`",
+        0.08, "", "H200", "2026-11-23",
+        "so much longer is a visit of 128 keys for each doubling of what Q, dO and dQ of the shares under work take beyond "
+        "`held`",
     ),
     "sm90_backward.held": Measured(6 << 24, "B", "H200", "2026-11-23", "of these that the L2 cache holds"),
 }  # fmt: skip

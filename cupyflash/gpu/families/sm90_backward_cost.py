@@ -20,9 +20,9 @@ APART = 2  # deterministic, no causal mask: steps between two key tiles of a hea
 # not the visit of a query tile, in visits: a key tile's beginning and end, and its sums on their way to memory or back.
 MOST_SHARES, SHARED_TILES = 32, 32
 SHARE_COST, SUMS_COST = number("sm90_backward.tile"), number("sm90_backward.sums")
-# A visit takes so much longer for each doubling of what Q, dO and dQ of the shares under work take beyond what the L2
+# A visit of SPILLED_KEYS keys takes so much longer for each doubling of what Q, dO and dQ of the shares under work take beyond what the L2
 # cache holds.
-SPILLED_COST, HELD = number("sm90_backward.spilled"), number("sm90_backward.held")
+SPILLED_COST, SPILLED_KEYS, HELD = number("sm90_backward.spilled"), 128, number("sm90_backward.held")
 ENDS, WAVE = number("sm90_backward.ends"), number("sm90_backward.wave")  # of `effort`
 # All heads may be together where their Q, dO and dQ take no more than this, if so much is gained by that reckoning.
 # (Measured on an H100: with 70 MB and more 10 to 34 % are lost, with 36 to 53 MB 11 to 27 % gained.)
@@ -101,7 +101,8 @@ def _time(
     under_work = min(heads, max(together, ceil(clusters, len(walks)))) * _traffic(problem, shares)
     if has_all_keys(problem, t):  # each is read once, and there are no sums
         return max(busy)
-    return max(busy) * (1 + SPILLED_COST * max(0.0, math.log2(max(1, under_work) / HELD)))
+    spilled = SPILLED_COST * SPILLED_KEYS / (t.keys * t.cluster)  # fewer keys are fewer products of the same bytes
+    return max(busy) * (1 + spilled * max(0.0, math.log2(max(1, under_work) / HELD)))
 
 
 def _traffic(problem: AttentionProblem, shares: int) -> int:
