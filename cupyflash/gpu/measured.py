@@ -65,8 +65,8 @@ TABLE = {
     "sm90_backward.sums": Measured(0.5, "visits", "H200", "2026-11-22", "its sums on their way to memory or back"),
     "sm90_backward.spilled": Measured(
         0.08, "", "H200", "2026-11-23",
-        "so much longer is a visit of 128 keys for each doubling of what Q, dO and dQ of the shares under work take beyond "
-        "`held`",
+        "so much longer is a visit of 128 keys for each doubling of what Q, dO and dQ of the shares under work take "
+        "beyond `held`",
     ),
     "sm90_backward.held": Measured(6 << 24, "B", "H200", "2026-11-23", "of these that the L2 cache holds"),
 }  # fmt: skip

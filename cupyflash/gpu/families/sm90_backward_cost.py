@@ -20,8 +20,8 @@ APART = 2  # deterministic, no causal mask: steps between two key tiles of a hea
 # not the visit of a query tile, in visits: a key tile's beginning and end, and its sums on their way to memory or back.
 MOST_SHARES, SHARED_TILES = 32, 32
 SHARE_COST, SUMS_COST = number("sm90_backward.tile"), number("sm90_backward.sums")
-# A visit of SPILLED_KEYS keys takes so much longer for each doubling of what Q, dO and dQ of the shares under work take beyond what the L2
-# cache holds.
+# A visit of SPILLED_KEYS keys takes so much longer for each doubling of what Q, dO and dQ of the shares under work take
+# beyond what the L2 cache holds.
 SPILLED_COST, SPILLED_KEYS, HELD = number("sm90_backward.spilled"), 128, number("sm90_backward.held")
 ENDS, WAVE = number("sm90_backward.ends"), number("sm90_backward.wave")  # of `effort`
 # All heads may be together where their Q, dO and dQ take no more than this, if so much is gained by that reckoning.
