@@ -56,7 +56,7 @@ class Backend:
 
     def put(self, a: np.ndarray) -> Any:
         """A contiguous array of this backend with the values of `a`."""
-        return self.xp.asarray(np.array(a, order="C"))
+        return self.xp.asarray(np.array(a, order="C", copy=True if self.family is None else None))
 
     def get(self, x: Any) -> np.ndarray:
         return x if self.family is None else self.xp.asnumpy(x)
@@ -71,7 +71,8 @@ class Backend:
 
     def nan(self, shape: tuple[int, ...], dtype: str) -> Any:
         """What outputs hold before they are written."""
-        return self.put(np.full(shape, np.nan, DTYPES[dtype]))
+        dtype = np.dtype(DTYPES[dtype])
+        return self.xp.full(math.prod(shape) * dtype.itemsize, 255, np.uint8).view(dtype).reshape(shape)  # all bits
 
     def poison(self) -> None:
         """Fill the memory that the next allocations get with NaN, so that nothing right can come of it by chance."""
@@ -86,13 +87,13 @@ class Backend:
         if self.family is None:
             return True
         problem = AttentionProblem(dtype, 1, 16, 16, 1, 1, dim, dim_v, 1 / math.sqrt(max(1, dim)), **fields)
-        return not any(FAMILIES[self.family].objection(problem, _arch(), of) for of in passes(dtype))
+        return not any(FAMILIES[self.family].objection(problem, the_arch(), of) for of in passes(dtype))
 
     def family_for(self, problem: AttentionProblem) -> str | None:
         """The family to name for a problem; None where this one leaves a mask or bias to others, which are
         judged then."""
         if self.family and any(problem.has(name) for name in PAIRWISE):
-            room, arch = FAMILIES[self.family], _arch()
+            room, arch = FAMILIES[self.family], the_arch()
             if any(room.objection(problem, arch, of) for of in passes(problem.dtype)):
                 return None
         return self.family
@@ -120,7 +121,8 @@ def passes(dtype: str) -> tuple[Pass, ...]:
 CPU = Backend("cpu")
 
 
-def _arch() -> device.Arch:
+def the_arch() -> device.Arch:
+    """Of this machine's GPU; without one, of the newest that the suite knows."""
     return device.current(0) if no_gpu() is None else device.Arch.of("sm_90a")
 
 

@@ -2,6 +2,7 @@
 
     python tests/fuzz.py --problems 2000                     # NumPy, PyTorch and JAX on the CPU
     python tests/fuzz.py --problems 1000000 --record tests/fuzz_runs.json    # every kernel family, where there is a GPU
+    python tests/fuzz.py --problems 1000000 --seconds 500 --go-on --record tests/fuzz_runs.json    # a million in parts
     python tests/fuzz.py --seed 7 --only 12:345              # one problem again
 
 On a GPU what is asked becomes constants of a kernel, which takes seconds to compile. So kinds are drawn first: all that
@@ -13,21 +14,15 @@ Problem n of kind k is drawn from (seed, k, n), and from nothing else.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
-import json
 import math
-import multiprocessing
 import os
 import sys
 import time
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 TOP = Path(__file__).resolve().parent.parent
@@ -40,15 +35,15 @@ import float8_problems
 import fuzz_lengths
 import numpy as np
 from backends import CPU, Backend, no_gpu
-from criterion import ByLuck, luck_explains
+from criterion import ByLuck
 from frameworks import framework
-from fuzz_ways import CHANGES, LARGE_SCORES, ByFunction, changes_for, draw_lays, drop_in, run_cupy_or_numpy
-from reference import DTYPES
+from fuzz_runs import FAILURES, Result, Work, go_over
+from fuzz_ways import CHANGES, LARGE_SCORES, ByFunction, changes_for, draw_lays, drop_in, run_cupy_or_numpy, with_tiles
+from reference import DTYPES, Windows
 from score_functions import WRITTEN
 from semantics import CONTIGUOUS, LAYS, Inputs, draw_blocks, draw_inputs
 
 from cupyflash.gpu.plan import FAMILIES
-from cupyflash.gpu.source import sources_digest
 from cupyflash.problem import ARRAYS, FLOAT8, FLOATS, ITEMSIZE, OF_FLOAT8, AttentionProblem
 
 # Head dimensions from one of these (and not it) to the next have a kernel in common, in every family.
@@ -57,17 +52,15 @@ EDGES = (*range(0, 257, 16), 300)
 FEW = ((1, 2), (3, 8), (9, 16), (17, 32), (33, 64))
 # Tiles have up to 256 rows or keys, and one in 30 problems may have more: in thousands of each kind, all edges and
 # several tiles.
-MANY_OR_FAR = 0.004, 0.004  # how often heads are hundreds, or keys thousands
+MANY_OR_FAR = 0.001, 0.001  # how often heads are hundreds, or keys thousands
 LONGEST = ((20, 60, 130, 300, 1100), (10, 20, 50, 150, 600))  # and where queries are few, of many heads
 HOW_OFTEN = (0.45, 0.4, 0.12, 0.028, 0.002)
 GROUPED = 64  # with more queries than this there is no packing; nor with as many heads or fewer on a GPU of some size
 PROBLEMS_OF_A_KIND = {"cpu": 10, "gpu": 4000}  # nothing is compiled on a CPU
 # Times as many: of JAX, where XLA compiles for each shape; where queries are few, of as many heads as a GPU has room
-# for; and of block masks, whose lists wait for the GPU several times.
-OF_JAX, OF_FEW, OF_BLOCKS = 0.05, 0.2, 0.4
+# for; of block masks, whose lists wait for the GPU several times; and of lengths, each of which is judged by itself.
+OF_JAX, OF_FEW, OF_BLOCKS, OF_RAGGED = 0.03, 0.2, 0.4, 0.2
 OF_LENGTHS = 0.2  # how often lengths are data
-FAILURES = 20  # and then it ends
-SECONDS_BETWEEN_LINES = 10
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,8 @@ class Kind:
     by: str | None = None  # of 8 bits: what inputs are scaled by
     result: str | None = None  # and what out is
     named: bool = True  # is the family? Else it is the plan's choice
-    lengths: bool = False  # are they data?
+    lengths: int = 0  # where they are data: what draws in which form; else 0
+    tiles: int = 0  # the number of tiles that were tuned, if any
 
 
 def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: str) -> Kind:
@@ -131,7 +125,9 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
         few=FEW[rng.integers(len(FEW))] if rng.random() < 0.12 else None,
         named=bool(backend.family is None or rng.random() < 0.85),
         **_of_8_bits(rng) if dtype == FLOAT8 else {},
-        lengths=bool(library == "numpy" and dtype != FLOAT8 and rng.random() < OF_LENGTHS),
+        lengths=int(rng.integers(1, 1000)) * (backend.family != "flash1" and library in ("numpy", "cupy")
+                                              and dtype != FLOAT8 and bool(rng.random() < OF_LENGTHS)),
+        tiles=int(rng.integers(1, 1000)) * bool(backend.family is not None and rng.random() < 0.15),
     )  # fmt: skip
 
 
@@ -140,19 +136,6 @@ def _of_8_bits(rng: np.random.Generator) -> dict[str, Any]:
         "by": float8_problems.BY[rng.integers(len(float8_problems.BY))],
         "result": OF_FLOAT8[rng.integers(len(OF_FLOAT8))],
     }
-
-
-class Drawn(np.random.Generator):
-    """Draws normal numbers from a table of as many as 16 bits can tell apart: that takes a seventh of the time."""
-
-    TABLE = np.random.default_rng(0).standard_normal(1 << 16)
-    TABLES = MappingProxyType({"float32": TABLE.astype(np.float32), "float64": TABLE})
-
-    def __init__(self, seed: tuple[int, ...]) -> None:
-        super().__init__(np.random.SFC64(seed))
-
-    def standard_normal(self, size: Any = None, dtype: Any = "float64", out: Any = None) -> Any:
-        return self.TABLES[np.dtype(dtype).name].take(self.integers(1 << 16, size=size, dtype=np.uint16))
 
 
 class Problem(NamedTuple):
@@ -283,7 +266,11 @@ def _short(rng: np.random.Generator, low: int, high: int) -> int:
 
 def run_one(kind: Kind, seed: tuple[int, ...]) -> tuple[str, str | None]:
     """One problem of a kind: what it was, and what is wrong with what came of it."""
-    rng = Drawn(seed)
+    with with_tiles(kind.tiles):
+        return _run_one(kind, Windows(seed))
+
+
+def _run_one(kind: Kind, rng: Windows) -> tuple[str, str | None]:
     if kind.lengths:
         return run_ragged(rng, kind)
     problem, way = draw_problem(rng, kind), ""
@@ -310,7 +297,7 @@ def run_one(kind: Kind, seed: tuple[int, ...]) -> tuple[str, str | None]:
     return problem.text, None
 
 
-def run_ragged(rng: Drawn, kind: Kind) -> tuple[str, str | None]:
+def run_ragged(rng: Windows, kind: Kind) -> tuple[str, str | None]:
     """The same where lengths are data."""
     dims = tuple(int(rng.integers(EDGES[EDGES.index(edge) - 1] + 1, edge + 1)) for edge in kind.dims)
     said: list[str] = []
@@ -339,16 +326,6 @@ class Unnamed(Sparing):
 
 
 # ---- the script -----------------------------------------------------------------------------------------------------
-
-
-class Result(NamedTuple):
-    """Of a kind's problems."""
-
-    index: int
-    kind: Kind
-    problems: int
-    failures: list[str]
-    by_luck: int  # results that missed the criterion by little
 
 
 def libraries(on_gpu: bool) -> list[str]:
@@ -380,12 +357,14 @@ def kind_of(args: argparse.Namespace, k: int, names: list[str]) -> Kind:
     return draw_kind(rng, backend, dtype, library)
 
 
-def run_kind(work: tuple[argparse.Namespace, int, range, list[str]]) -> Result:
-    args, k, numbers, names = work
-    kind = kind_of(args, k, names)
+def run_kind(work: Work) -> Result:
+    args, k = work.args, work.kind
+    kind = kind_of(args, k, work.libraries)
     failures: list[str] = []
     done = by_luck = 0
-    for n in numbers:
+    for n in work.numbers:
+        if time.time() > work.until or len(failures) >= FAILURES:
+            break
         done += 1
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", ByLuck)
@@ -400,29 +379,24 @@ def run_kind(work: tuple[argparse.Namespace, int, range, list[str]]) -> Result:
             print(f"{kind}\n{text}")
         if wrong:
             failures.append(f"--seed {args.seed} --only {k}:{n}: {kind}\n  {text}\n  {wrong}")
-            if len(failures) >= FAILURES:
-                break
-    return Result(k, kind, done, failures, by_luck)
+    return Result(k, f"{kind.family or 'cpu'}/{kind.dtype}/{kind.library}", done, failures, by_luck)
 
 
 def weight(kind: Kind) -> float:
     """How many problems of a kind there are beside others, so that none takes most of the time."""
-    slow = {OF_JAX: kind.library == "jax", OF_FEW: kind.few, OF_BLOCKS: kind.blocks is not None}
-    return math.prod(share for share, applies in slow.items() if applies)
-
-
-def spread(problems: int, weights: list[float]) -> Iterator[tuple[int, range]]:
-    """The numbers of the problems of each kind, as many as its weight is large."""
-    ends = [round(problems * x / sum(weights)) for x in itertools.accumulate(weights, initial=0)]
-    for k, (start, end) in enumerate(itertools.pairwise(ends)):
-        yield k, range(end - start)
+    slow = [
+        (OF_JAX, kind.library == "jax"), (OF_FEW, kind.few), (OF_BLOCKS, kind.blocks is not None),
+        (OF_RAGGED, kind.lengths),
+    ]  # fmt: skip
+    return math.prod(share for share, applies in slow if applies)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="end then, whatever is done")
     parser.add_argument("--kinds", type=int, help="default: one for every 4000 problems (CPU: 10), 20 at least")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
+    parser.add_argument("--seed", type=int, help="default: the time")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; default: the cores")
     parser.add_argument("--cpu", action="store_true", help="NumPy's way even where there is a GPU")
     parser.add_argument("--family", choices=FAMILIES, help="only these kernels")
@@ -432,79 +406,31 @@ def main(arguments: list[str] | None = None) -> int:
         "--only", metavar="K:N", help="problem N of kind K of that seed; the other options as they were"
     )
     parser.add_argument("--record", type=Path, metavar="PATH", help="add what was run to this list (JSON)")
+    parser.add_argument("--go-on", action="store_true", help="where the record's runs of these sources ended, until "
+                        "there are as many PROBLEMS in all")  # fmt: skip
     args = parser.parse_args(arguments)
     if not args.cpu and no_gpu():
         print(f"on the CPU: {no_gpu()}")
         args.cpu = True
     if args.cpu and args.family:
         parser.error(f"--family {args.family} needs a GPU")
+    if args.go_on and not args.record:
+        parser.error("--go-on needs --record PATH")
+    if args.only and args.seed is None:
+        parser.error("--only needs --seed")
     names = [x for x in libraries(not args.cpu) if args.library in (None, x)]
     if not names:
         parser.error(f"--library: {args.library} is not there, or not for this device")
     if args.only:
         k, n = map(int, args.only.split(":"))
-        result = run_kind((args, k, range(n, n + 1), names))
+        result = run_kind(Work(args, k, range(n, n + 1), names))
         print("\n".join(result.failures) or "right")
         return bool(result.failures)
 
-    each = PROBLEMS_OF_A_KIND["cpu" if args.cpu else "gpu"]
-    kinds = min(args.problems, args.kinds or max(20, args.problems // each))
-    weights = [1 if args.cpu else weight(kind_of(args, k, names)) for k in range(kinds)]
-    work = [(args, k, numbers, names) for k, numbers in spread(args.problems, weights) if numbers]
-    print(f"seed {args.seed}: {args.problems:,} problems of {kinds} kinds, arrays of {', '.join(names)}", flush=True)
-    done, by_luck, counts, failures = 0, 0, Counter[str](), []
-    start = told = time.monotonic()
-    try:
-        for result in results(work, args.jobs):
-            done, by_luck = done + result.problems, by_luck + result.by_luck
-            counts[f"{result.kind.family or 'cpu'}/{result.kind.dtype}/{result.kind.library}"] += result.problems
-            failures += result.failures
-            now = time.monotonic()
-            if result.failures or now - told > SECONDS_BETWEEN_LINES:
-                told = now
-                print(
-                    f"{done:,} problems, {len(failures)} wrong, {done / (now - start):,.0f}/s",
-                    *result.failures,
-                    sep="\n",
-                )
-                sys.stdout.flush()
-            if len(failures) >= FAILURES:
-                break
-    except KeyboardInterrupt:  # what is done counts
-        print("interrupted")
-    if args.record:
-        record(args, done, kinds, counts, failures, by_luck)
-    too_many = by_luck > luck_explains(done)
-    if too_many:
-        print(f"{by_luck} results missed the criterion by little: luck explains {luck_explains(done)}")
-    print(f"seed {args.seed}: {done:,} problems of {kinds} kinds, {len(failures)} wrong")
-    return bool(failures) or too_many
+    def of(k: int) -> float:
+        return 1 if args.cpu else weight(kind_of(args, k, names))
 
-
-def results(work: list[Any], jobs: int) -> Iterator[Result]:
-    """In the order in which they are done. A process for each job: those that share a GPU each have their own kinds."""
-    if jobs == 1:
-        yield from map(run_kind, work)
-        return
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes, which have a core each
-    with multiprocessing.get_context("spawn").Pool(min(jobs, len(work))) as pool:
-        yield from pool.imap_unordered(run_kind, work)
-
-
-def record(
-    args: argparse.Namespace, problems: int, kinds: int, counts: Counter[str], failures: list[str], by_luck: int
-) -> None:
-    from gpu_report import machine
-
-    runs = json.loads(args.record.read_text(encoding="utf-8")) if args.record.exists() else []
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    facts = {"gpu": None} if args.cpu else machine()
-    filters = {name: getattr(args, name) for name in ("family", "dtype", "library") if getattr(args, name)}
-    runs.append(
-        {**facts, "date": now, "sources": sources_digest(), "seed": args.seed, "problems": problems, "kinds": kinds,
-         **filters, "wrong": len(failures), "by_luck": by_luck, "counts": dict(sorted(counts.items()))}
-    )  # fmt: skip
-    args.record.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+    return go_over(args, run_kind, names, of, PROBLEMS_OF_A_KIND["cpu" if args.cpu else "gpu"])
 
 
 if __name__ == "__main__":

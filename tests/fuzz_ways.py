@@ -12,10 +12,15 @@ from typing import Any
 
 import numpy as np
 from backends import Backend
-from reference import DTYPES
-from semantics import LAYS, Blocks, Inputs, Judge, Lay, check
+from reference import DTYPES, state
+from semantics import LAYS, Blocks, Inputs, Judge, Lay, as_arguments, as_given, check, wrt_of
 
-from cupyflash import attention, block_mask, merge
+from cupyflash import attention, attention_backward, block_mask, merge
+from cupyflash.gpu import corridor, tuned
+from cupyflash.gpu.device import Arch
+from cupyflash.gpu.plan import FAMILIES
+from cupyflash.passes import Pass
+from cupyflash.problem import AttentionProblem
 
 # ---- values ---------------------------------------------------------------------------------------------------------
 
@@ -152,6 +157,36 @@ def red_zones(backend: Backend) -> Iterator[None]:
     arena.check()
 
 
+_tiles = 0  # of the kind before
+
+
+@contextlib.contextmanager
+def with_tiles(number: int) -> Iterator[None]:
+    """Where that is not 0, kernels have tiles as `tune` stores them, those of this number."""
+    global _tiles
+    if number != _tiles:
+        corridor.forget()
+        _tiles = number
+    before = tuned.tiles
+    tuned.tiles = functools.partial(tiles_of, number) if number else before
+    try:
+        yield
+    finally:
+        tuned.tiles = before
+
+
+def tiles_of(number: int, problem: AttentionProblem, arch: Arch, of: Pass) -> dict[str, tuple[int, ...]]:
+    """One of each family that `tune` would try, the same for problems that take the same ones."""
+    found = {}
+    for name, room in FAMILIES.items():
+        if (tiles := room.TILES.get(of)) is not None:
+            tried = list(dict.fromkeys([*tiles.listed(), *itertools.product(*tiles.tried.values())]))
+            start = number % len(tiles.table if number % 2 else tried)  # half of the time a tile of the table
+            in_turn = (*tried[start:], *tried[:start])
+            found[name] = next((tile for tile in in_turn if tiles.possible(tiles.tile(tile), problem)), tried[0])
+    return found
+
+
 class Plain(Backend):
     """Which leaves free memory as it is: it may be few."""
 
@@ -185,6 +220,8 @@ def run_cupy_or_numpy(rng: np.random.Generator, backend: Backend, inputs: Inputs
         ways += ["merge"] * 2
     if backend.family is not None:
         ways += ["stream"] * 2
+        if options["rank"] == 4 and "blocks" not in options:
+            ways += ["graph"]
         if 64 * (inputs.q.nbytes + inputs.k.nbytes + inputs.v.nbytes) < 32 << 20:
             ways += ["red zones"] * 2
     way = ways[rng.integers(len(ways))]
@@ -195,12 +232,51 @@ def run_cupy_or_numpy(rng: np.random.Generator, backend: Backend, inputs: Inputs
     elif way == "stream":
         with a_stream(backend):
             check(backend, inputs, **options)
+    elif way == "graph":
+        check(backend, inputs, **options)
+        check_graph(backend, inputs, options)
     elif way == "red zones":
         with red_zones(backend):
             check(Plain(backend.name, backend.family), inputs, **options)
     else:
         check(backend, inputs, **options)
     return way
+
+
+OF_A_CALL = ("causal", "window", "scale", "softcap", "score", "dropout")
+
+
+def check_graph(backend: Backend, inputs: Inputs, options: dict[str, Any]) -> None:
+    """Captured, and replayed into what holds NaN: the bits of a call."""
+    own = {name: options[name] for name in OF_A_CALL}
+    problem = state(*inputs[:3], inputs.key_mask, **own, **inputs.given)
+    given = inputs.given if inputs.key_mask is None else inputs.given | {"key_mask": inputs.key_mask}
+    own |= as_arguments({name: as_given(name, x, backend.put) for name, x in given.items()})
+    own["family"] = backend.family_for(problem)
+    q, k, v, dout = (backend.put(x) for x in inputs[:4])
+    targets = [backend.nan(x.shape, problem.dtype) for x in (dout, q, k, v)]
+    how = {"deterministic": options["deterministic"], "wrt": wrt_of(problem, inputs.given)}
+    if inputs.dlse is not None:
+        how["dlse"] = backend.put(inputs.dlse)
+
+    def run(out: Any = None, *grads: Any) -> tuple[Any, ...]:
+        out, lse = attention(q, k, v, out=out, return_lse=True, **own)
+        results = attention_backward(dout, q, k, v, out, lse, grads=grads or None, **how, **own)
+        return (out, lse, *results) if options["deterministic"] else (out, lse)
+
+    stream = backend.xp.cuda.Stream(non_blocking=True)
+    backend.xp.cuda.get_current_stream().synchronize()
+    with stream:
+        first = backend.get_all(list(run(*targets)))  # and memory is in the pool
+        stream.begin_capture()
+        captured = run(*targets)
+        graph = stream.end_capture()
+        for x in targets:
+            x.view(np.uint8)[...] = 255  # NaN
+        graph.launch(stream)
+        stream.synchronize()
+        for n, (x, y) in enumerate(zip(first, backend.get_all(list(captured)))):
+            assert x.tobytes() == y.tobytes(), f"result {n} of a graph has other bits than that of a call"
 
 
 def _merges(inputs: Inputs, options: dict[str, Any]) -> bool:

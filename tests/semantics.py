@@ -259,9 +259,7 @@ def check(
     if backward:
         grads = tuple(target(name) for name in ("dq", "dk", "dv")) if targets else None
         read = {x.key: x for x in judge.problem.score.arrays} if judge.problem.score else {}
-        if wrt is None:
-            wrt = [row.name for row in ARRAYS if row.gradient and row.name in others]
-            wrt += [x.name for x in read.values() if x.kind == "float"]
+        wrt = wrt_of(judge.problem, others) if wrt is None else wrt
         backend.poison()
         if inputs.dlse is not None:
             options["dlse"] = backend.put(inputs.dlse.reshape(lse.shape))
@@ -306,6 +304,13 @@ def check(
         else:
             assert x.dtype == others[name[1:]].dtype
             judge(name, x.reshape(others[name[1:]].shape))
+
+
+def wrt_of(problem: AttentionProblem, given: Collection[str]) -> list[str]:
+    """All optional arrays that have a gradient."""
+    read = problem.score.arrays if problem.score else ()
+    names = [row.name for row in ARRAYS if row.gradient and row.name in given]
+    return names + [x.name for x in read if x.kind == "float"]
 
 
 def _assert_same_bits(backend: Backend, what: str, first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
@@ -495,6 +500,8 @@ def as_reference_has_it(x: np.ndarray, rank: int, layout: str) -> np.ndarray:
 
 def _placed(backend: Backend, x: np.ndarray, lay: Lay) -> tuple[Any, Any]:
     """The base array on the backend and the view of it that has the values of x."""
+    if lay is CONTIGUOUS:
+        return (backend.put(x),) * 2
     host = np.full(lay.around(x.shape), np.nan, x.dtype)
     lay.view(host)[...] = x
     base = backend.put(host)

@@ -13,6 +13,8 @@ from ragged import Case, draw_case, expected
 from reference import DTYPES, draw
 
 from cupyflash import attention, attention_append
+from cupyflash.namespaces import namespace
+from cupyflash.rotary import rotate
 
 A = (slice(None),)
 
@@ -163,6 +165,20 @@ def test_the_rotation_is_that_of_complex_numbers(rng: np.random.Generator) -> No
     order = [*range(0, 10, 2), *range(1, 10, 2), *range(10, 16)]
     attention_append(None, k[..., order], v, *halves, np.array([4]), rotary=rotary)
     np.testing.assert_array_equal(halves[0], caches[0][..., order])
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_rows_that_stand_nowhere_are_turned_by_some_angle(kind: str, rng: np.random.Generator) -> None:
+    """They are not written, but what their lengths say is no place in the tables."""
+    pytest.importorskip(kind)
+    xp = namespace(kind)
+    put = xp.from_numpy if kind == "torch" else np.asarray
+    x, table = put(rng.standard_normal((4, 2, 6))), put(rng.standard_normal((5, 3)))
+    found = rotate(xp, x, table, table, put(np.array([-7, 2, 5, 2**40])), False)
+    assert np.isfinite(np.asarray(found)).all()
+    assert np.array_equal(
+        np.asarray(found[1:2]), np.asarray(rotate(xp, x[1:2], table, table, put(np.array([2])), False))
+    )
 
 
 def test_token_by_token_is_all_at_once(rng: np.random.Generator) -> None:
@@ -407,7 +423,6 @@ def test_jax_traced_and_donated(rng: np.random.Generator) -> None:
 def test_nonsense_that_nobody_looks_at_writes_nothing_outside(kind: str, rng: np.random.Generator) -> None:
     """What lengths on a device hold is not known: rows go to their own places, or nowhere."""
     from cupyflash import caches
-    from cupyflash.namespaces import namespace
     from cupyflash.passes import FORWARD
     from cupyflash.problem import View, complete, contiguous
     from cupyflash.rules import state

@@ -446,9 +446,11 @@ class Recorded:
         )
 
 
-@pytest.mark.parametrize("producer", [None, 9, 5])
-def test_a_producers_stream_is_waited_for(producer: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("producer", "ours"), [(None, 9), (9, 9), (5, 9), (1, 0), (5, 0)])
+def test_a_producers_stream_is_waited_for(producer: int | None, ours: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(The default stream is 1 to producers, and 0 to us.)"""
     fake = Recorded()
+    fake.stream.ptr = ours
     monkeypatch.setattr(cupy_, "cupy", fake.cupy)
     monkeypatch.setattr(cupy_, "get_current_stream", lambda: fake.stream)
     foreign = SimpleNamespace(__cuda_array_interface__={"shape": (1,), "stream": producer})

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import threadpoolctl
@@ -88,6 +89,23 @@ def test_products_stay_on_the_thread_that_calls_them(threads_of_blas, workers, m
         cpu.forward(state(q, k, v), q, k, v)
     assert threads_of_blas() == {3}
     assert seen and all(x == {1} for x in seen)
+
+
+def test_after_an_error_nothing_is_begun(workers):
+    """By those that work beside."""
+    done, all_there = [], threading.Barrier(workers)
+
+    def task(number):
+        done.append(number)
+        if number < workers:
+            all_there.wait(60)
+        if number == 0:
+            raise ZeroDivisionError
+        time.sleep(0.001)
+
+    with pytest.raises(ZeroDivisionError):
+        crew.Crew(1 << 40).run(task, ((n,) for n in range(2000)))
+    assert len(done) < 1000
 
 
 def test_who_leaves_last_brings_the_threads_back(threads_of_blas, workers):

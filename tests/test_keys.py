@@ -35,7 +35,7 @@ HALF, SINGLE = np.float16, np.float32
 CHANGED_OPTIONS: dict[str, Any] = {
     "causal": [True, "top_left"], "window": [(0, None), (None, 0), (0, 0)], "scale": [0.5, -0.5],
     "softcap": [2.0, 3.0], "score": [lambda s, b, h, i, j: 2 * s, lambda s, b, h, i, j: 3 * s], "dropout": [0.1, 0.2],
-    "layout": ["bhsd"], "deterministic": [True],
+    "layout": ["bhsd"], "deterministic": [True], "at": [(0, 0, 0, 0), (0, 0, 0, 64)],
 }  # fmt: skip
 CHANGED_ARRAYS: dict[str, list[tuple[tuple[int, ...], Any]]] = {
     "key_mask": [((B, SK), bool), ((1, SK), bool)], "mask": [((B, HQ, SQ, SK), bool), ((SK,), bool)],
@@ -47,7 +47,7 @@ CHANGED_ARRAYS: dict[str, list[tuple[tuple[int, ...], Any]]] = {
 
 def test_every_option_and_array_is_changed() -> None:
     assert {row.name for row in OPTIONS} == CHANGED_OPTIONS.keys() | {
-        "block_mask", "at", "out_dtype", "out_scale", "max_seqlen_q", "max_seqlen_k", "batch_invariant",
+        "block_mask", "out_dtype", "out_scale", "max_seqlen_q", "max_seqlen_k", "batch_invariant",
     }  # fmt: skip
     assert {row.name for row in ARRAYS if not (row.of_float8 or row.ragged)} == CHANGED_ARRAYS.keys() | {"seed"}
 
@@ -85,6 +85,10 @@ def calls(gpu: Gpu, backward: bool) -> list[tuple[str, Callable[[], Any]]]:
         both = {"bias": gpu.array((HQ, SQ, SK)), "sinks": gpu.array((HQ,))}
         changes += [(f"wrt {wrt}", both | {"wrt": wrt}) for wrt in ((), ("bias",), ("sinks",), ("bias", "sinks"))]
         targets = [like(base[n]) for n in "qkv"]
+        changes += [
+            ("targets", {"grads": tuple(targets)}),
+            ("what is added to", {"grads": tuple(targets), "add": True}),
+        ]
         wide = [gpu.array((*x.shape[:3], 2 * D))[..., :D] for x in targets]
         for n in range(3):
             mixed = tuple(wide[i] if i == n else targets[i] for i in range(3))

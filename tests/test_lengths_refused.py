@@ -149,6 +149,12 @@ SHAPES: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "it must be (2, 4, longest, longest), (sequence, head, query, key)",
     ),
+    (
+        {"q": ones(2, 5, 4, 8), "k": CACHE, "v": CACHE, "seqlens_k": np.array([7, 16])}
+        | {"block_mask": block_mask(np.ones((2, 1, 6, 16), bool))},
+        ValueError,
+        "block_mask has shape (2, 1, 6, 16); it must be (2, 4, 5, longest), (sequence, head, query, key)",
+    ),
     (PACKED | {"max_seqlen_q": 2.5}, ValueError, "max_seqlen_q is 2.5; it must be None or how many rows"),
     (PACKED | {"max_seqlen_k": True}, ValueError, "max_seqlen_k is True; it must be None or how many rows"),
     (PACKED | {"max_seqlen_k": -1}, ValueError, "max_seqlen_k is -1; it must be None or how many rows"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from criterion import assert_as_good, large_score_units
 from reference import DTYPES, draw, fresh_rng, standard, standard_in_own_precision, state
 
-from cupyflash import cpu, merge
+from cupyflash import cpu, merge, merging
 
 
 def parts_of(rng, dtype="float32", cuts=(3, 40, 41), seq_k=70, scale=None):
@@ -230,3 +231,25 @@ def test_many_parts_do_not_drift():
     exact_out, exact_lse = merge([x.astype(np.float64) for x in outs], [x.astype(np.float64) for x in lses])
     np.testing.assert_allclose(lse, exact_lse, atol=1e-6)
     np.testing.assert_allclose(out, exact_out, atol=1e-6)
+
+
+def test_what_kernels_are_kept_under(monkeypatch):
+    """How many parts there are, in which layout, and whether all of them begin where vectors may."""
+
+    class Array:
+        def __init__(self, at, shape=(1, 4, 2, 8)):
+            self.at, self.shape = at, shape
+
+    lib = SimpleNamespace(kind="cupy", pointer=lambda x: x.at, signature=lambda x: x.shape)
+    monkeypatch.setattr(merging.interop, "known", lambda cls: lib)
+
+    def key(addresses, layout="bshd", into=None):
+        return merging._class([Array(x) for x in addresses], [Array(64) for _ in addresses], layout, into)
+
+    assert key([64, 128]) == key([256, 512])
+    target = Array(64), Array(128)
+    others = [
+        key([64, 128], "bhsd"), key([64, 128, 256]), key([64, 136]), key([66, 128]), key([64, 128], into=target),
+        key([64, 128], into=target[::-1]), merging._class([Array(64, (1, 4, 2, 9))] * 2, [Array(64)] * 2, "bshd", None),
+    ]  # fmt: skip
+    assert len({key([64, 128]), *others}) == 8

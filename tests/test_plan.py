@@ -13,7 +13,7 @@ import pytest
 from kernel_cover import ARCHS, BIAS, FAMILY_ARCHS, FEATURES, GIVEN, moving, problem, problems
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.families import sm90_backward_cost
+from cupyflash.gpu.families import shares, sm90_backward_cost
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 from cupyflash.gpu.source import generate
 from cupyflash.passes import BACKWARD, FORWARD, JVP, Pass
@@ -461,6 +461,52 @@ def test_visits_of_key_tiles_are_those_of_the_band(window: tuple[int | None, int
     by_tile = seen.reshape(8, 64, 6, 128).any((1, 3)).sum(0)
     # (A row may be cut off at both ends of the sequence: then tiles between are visited all the same.)
     assert [len(x) for x in sm90_backward_cost.walks_of(asked, 64, 128)] == [*by_tile]
+
+
+@pytest.mark.parametrize("window", [(None, 0), (200, 0), (30, 77), (0, None)])
+@pytest.mark.parametrize("diagonal", [0, 200, -200])
+def test_visits_of_query_tiles_are_those_of_the_band(window: tuple[int | None, int | None], diagonal: int) -> None:
+    left, right = window
+    asked = problem("float16", seq_q=512, seq_k=768, diagonal=diagonal, left=left, right=right)
+    i, j = np.arange(512)[:, None] + diagonal, np.arange(768)
+    seen = (j - i <= (10**6 if right is None else right)) & (i - j <= (10**6 if left is None else left))
+    by_tile = [np.maximum(1, seen.reshape(512 // n, n, 12, 64).any((1, 3)).sum(1)) for n in (128, shares.STRIP)]
+    found = shares._visits(asked, 128, 64)
+    assert (found.most, found.least) == (by_tile[0].max(), by_tile[0].min())
+    assert found.mean == min(found.most, by_tile[1].mean())
+
+
+def test_products_stand_between_exponentials_where_a_lone_tile_is_long() -> None:
+    """In a forward of 128 columns with a block for each tile: shorter tiles are slower for it."""
+    for keys, dropout, tiles, lone in (
+        (8192, 0.0, 132, True), (6144, 0.0, 132, False), (8192, 0.2, 132, False), (8192, 0.0, 264, False),
+    ):  # fmt: skip
+        asked = problem("bfloat16", dim=128, batch=1, heads_q=1, heads_k=1, seq_q=128 * tiles, seq_k=keys)
+        asked = replace(asked, dropout=dropout, given=tuple(x for x in GIVEN if x.name == "seed") if dropout else ())
+        assert constants(plan(asked, H200))["LONE"] is lone
+
+
+@pytest.mark.parametrize("more", [{}, {"deterministic": True}, {"block_mask": ()}, {"left": None}, {"right": None}])
+def test_the_first_key_tile_stores_dq_where_few_add_in_no_order(more: dict[str, Any]) -> None:
+    asked = problem("bfloat16", dim=64, seq_q=8192, seq_k=8192, left=100, right=100)
+    assert constants(plan(replace(asked, **more), H200, BACKWARD))["FIRST_STORES"] is (not more)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_tiles_that_are_made_for_several_blocks_leave_them_room(dtype: str) -> None:
+    """On each GPU: else its registers are shared out for blocks that are not there."""
+    several = set()
+    for arch in (A100, H200, B200, L40):
+        for dim in range(16, 257, 16):
+            for of in (FORWARD, BACKWARD):
+                asked = problem(dtype, dim, dim)
+                if FAMILIES["sm80"].objection(asked, arch, of):
+                    continue
+                chosen = plan(asked, arch, of, "sm80")
+                blocks = constants(chosen)["MIN_BLOCKS"]
+                assert blocks * (max(x.shared_memory for x in chosen.launches) + 1024) <= arch.shared_memory + 1024
+                several.add(blocks)
+    assert len(several) > 1
 
 
 def test_a_sequence_of_many_keys_is_planned_at_once() -> None:

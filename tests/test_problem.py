@@ -24,7 +24,7 @@ from cupyflash.problem import (
     contiguous,
     to_bshd,
 )
-from cupyflash.rules import check_like, describe, lse_shape, out_shape, state, whole
+from cupyflash.rules import check_like, describe, lasting, lse_shape, out_shape, state, whole
 
 
 def stated(sq: int = 6, sk: int = 9, **options: Any) -> AttentionProblem:
@@ -337,3 +337,10 @@ def test_range_of_the_scale(dtype: str, largest: float) -> None:
             ValueError, match=f"scale is .*; for {dtype} inputs its size must be from 1e-.* to 1e.*, or 0"
         ):
             describe(q, q, q, scale=scale)
+
+
+@pytest.mark.parametrize("number", [np.float64(0.3), np.float32(0.3), np.array(0.3), np.int8(2)])
+def test_numbers_of_others_become_pythons(number: Any) -> None:
+    """Before anything is kept of them: an array may hold another one later."""
+    for name in ("scale", "softcap"):
+        assert type(lasting({name: number})[name]) in (int, float)

@@ -146,6 +146,21 @@ def test_pinned_memory_of_the_host_is_taken(type: int, rng: np.random.Generator)
     assert np.array_equal(attention(given, given, given), attention(x, x, x))
 
 
+class OldProducer(Producer):
+    """One whose DLPack is too old to say that it may be written to: NumPy takes it for read-only."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return self.held.__array_interface__
+
+
+def test_what_dlpack_takes_for_read_only_is_written_where_numpy_may(rng: np.random.Generator) -> None:
+    x, held = rng.standard_normal((1, 5, 2, 4)), np.zeros((1, 5, 2, 4))
+    assert not np.from_dlpack(OldProducer(held, 1)).flags.writeable
+    attention(x, x, x, out=OldProducer(held, 1))
+    assert np.array_equal(held, attention(x, x, x))
+
+
 def test_an_array_of_several_devices_is_refused() -> None:
     pytest.importorskip("jax")
     from cupyflash.interop import jax_
@@ -185,6 +200,25 @@ def test_results_lie_as_their_shape_says(name: str, rank: int, layout: str, rng:
         assert all(x.is_contiguous() for x in results)
         found.append([(tuple(x.shape), x.dtype, x.stride()) for x in results])
     assert found[0] == found[1]
+
+
+def test_operators_give_contiguous_results_whatever_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch.compile was told."""
+    torch = pytest.importorskip("torch")
+    from cupyflash.interop import torch_operators
+
+    real = torch_operators.at_once
+
+    def turned(call: Any) -> Any:
+        results = real(call)
+        if call.of.of_gradients:
+            return results
+        return tuple(x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in results)
+
+    monkeypatch.setattr(torch_operators, "at_once", turned)
+    q = torch.randn(1, 5, 3, 8)
+    out, lse = torch.compile(lambda q: attention(q, q, q, return_lse=True), backend="eager")(q)
+    assert out.is_contiguous() and lse.is_contiguous()
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------

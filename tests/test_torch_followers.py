@@ -30,6 +30,7 @@ def numbers(*shape: int, seed: int = 0) -> Any:
 
 Q, K, V, X = (numbers(2, 4, 4, 8, seed=n) for n in range(4))
 LSE = numbers(2, 4, 4)
+ENDS = torch.tensor([0, 3, 4], dtype=torch.int32)
 
 
 class Layer(torch.nn.Module):
@@ -67,6 +68,15 @@ LAYERS: dict[str, Callable[[], Any]] = {
         lambda x: flex_attention(x, K, V, score_mod=lambda s, b, h, i, j: s + i - j)
     ),
     "MultiheadAttention": WithModule,
+    "lengths": lambda: Layer(lambda x: attention(x[0], K[0], V[0], cu_seqlens_q=ENDS, cu_seqlens_k=ENDS)),
+    "flash_attn, lengths": lambda: Layer(
+        lambda x: flash_attn.flash_attn_varlen_func(x[0].float(), K[0].float(), V[0].float(), ENDS, ENDS, 5, 5)
+    ),
+    "flash_attn, a cache": lambda: Layer(
+        lambda x: flash_attn.flash_attn_with_kvcache(
+            x.detach(), K.clone(), V.clone(), K[:, :1], V[:, :1], cache_seqlens=ENDS[:2]
+        )
+    ),
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import api, caches
+from ..interop.torch_schema import refuse_script
 from ..other_names import renaming
 from ..rotary import check_tables, rotate
 from ..torch.dropout import check_tensors
@@ -39,6 +40,7 @@ def attend(
         "s_aux": sinks,
     }  # fmt: skip
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | {n: x for n, x in named.items() if x is not None}
+    refuse_script()
     check_tensors(**given)
     check_causal(causal)
     window = window_of(window_size)
