@@ -61,6 +61,8 @@ class Given(Protocol):
     keys: tuple[str, ...]  # what the arrays that a score function reads are called
     with_rows: bool  # whether lse, or its tangent, is asked for
     last: bool  # whether nobody follows below
+    looked: bool  # whether all tangents at this level are known
+    settled: bool  # whether inputs and results of attention, as a node has kept them, have none at this level
 
     def run(self, of: Pass, arrays: Arrays, wrt: Iterable[str] = ()) -> Any:
         """A pass on these arrays, followed by whoever follows them at this level."""
@@ -162,11 +164,11 @@ def _refuse_fused() -> None:
         frame = frame.f_back
 
 
-def apart(arrays: Arrays) -> tuple[Arrays, Arrays]:
-    """The arrays without tangents, and these."""
+def apart(arrays: Arrays, settled: bool = False) -> tuple[Arrays, Arrays]:
+    """The arrays without tangents, and these. `settled`: inputs and results of attention have none."""
     plain, moves = dict(arrays), {}
     for name, x in arrays.items():
-        if x.is_floating_point():
+        if x.is_floating_point() and not (settled and name[0] != "t" and name not in ("dout", "dlse")):
             primal, tangent = _unpack(x, level=0)
             if tangent is not None:
                 plain[name], moves[name] = primal, tangent
@@ -346,7 +348,7 @@ class _Recorded(torch.autograd.Function):
         with _nothing if given.last else _below(forward_mode):
             results = tuple(_once(given, dict(zip(names, tensors))))
         ctx.set_materialize_grads(False)
-        ctx.given, ctx.names = given, names
+        ctx.given, ctx.names, ctx.plain = given, names, given.looked and dual is None
         ctx.save_for_backward(*(dual or tensors), *(() if given.of.of_gradients else results))
         given.arrays = {}
         return results
@@ -358,7 +360,10 @@ class _Recorded(torch.autograd.Function):
         grads = other_than_zero(grads)
         if all(x is None for x in grads):
             return (None,) * (4 + n)
-        saved = [*map(unwrapped, ctx.saved_tensors)]
+        saved = ctx.saved_tensors
+        # (What lies in the wrapper of a level that is over may have tangents at that below.)
+        given.settled = ctx.plain and not any(map(_is_dead, saved))
+        saved = [*map(unwrapped, saved)]
         found = _BY[given.of](given, dict(zip(ctx.names, saved)), saved[n:], grads, needed)
         return None, None, None, None, *map(found.get, ctx.names)
 

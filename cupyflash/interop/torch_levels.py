@@ -20,7 +20,6 @@ from ..gradients import Gradients
 from ..passes import FORWARD, Pass
 from ..rules import lasting
 from . import torch_operators, torch_schema
-from .protocol import Recorder
 from .torch_derivatives import Modes, apart, follow, unwrapped
 from .torch_operators import is_batched
 
@@ -39,10 +38,13 @@ def served() -> bool:
 
 
 @torch._disable_dynamo  # which reads what a transform calls piece by piece
-def run(call: Call, arrays: Arrays, recorder: Callable[[Call], Recorder | None]) -> Any:
-    """The results of a call on these arrays. `recorder` says who runs those that it is made of."""
-    given = OfCall(call, arrays, recorder)
-    plain, moves = apart(given.arrays) if given.moving() else (given.arrays, {})
+def run(call: Call, arrays: Arrays, part: Callable[..., Any], settled: bool = False) -> Any:
+    """The results of a call on these arrays. `part` runs those that it is made of, as this; `settled`: a node of
+    autograd has kept inputs and results of attention, which have no tangents."""
+    given = OfCall(call, arrays, part)
+    moving = given.moving()
+    plain, moves = apart(given.arrays, settled) if moving else (given.arrays, {})
+    given.looked = moving or forward_ad._current_level < 0  # forward mode may be off for a while
     if any(map(is_batched, moves.values())):  # autograd's own vmap of forward mode (strategy="forward-mode")
         return in_form(call, torch_schema.run(call))
     return in_form(call, follow(given, plain, moves))
@@ -51,8 +53,10 @@ def run(call: Call, arrays: Arrays, recorder: Callable[[Call], Recorder | None])
 class OfCall:
     """A call, in the place of an operator's `Arguments`, at the level of torch.func that is asked first, or without."""
 
-    def __init__(self, call: Call, arrays: Arrays, recorder: Callable[[Call], Recorder | None]) -> None:
-        self._recorder, self._call = recorder, call.without_arrays()
+    looked = settled = False
+
+    def __init__(self, call: Call, arrays: Arrays, part: Callable[..., Any]) -> None:
+        self._part, self._call = part, call.without_arrays()
         self._call.options, self._call.check = lasting(call.options), call.check
         score = call.options["score"]
         self.of, self.wrt = call.of, call.wrt
@@ -76,7 +80,7 @@ class OfCall:
 
     def run(self, of: Pass, arrays: Arrays, wrt: Iterable[str] = ()) -> list[torch.Tensor]:
         call = self._with(of, arrays, wrt)
-        return _results(call, (self._recorder(call) or torch_operators.at_once)(call))
+        return _results(call, self._part(call, self.settled))
 
     def below(self, work: Callable[..., list[Any]], *arrays: Arrays) -> list[Any]:
         if self.last:
