@@ -34,7 +34,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def served() -> bool:
     """Whether the level of torch.func that is asked first, if any, is one of derivatives."""
     interpreter = _interpreter()
-    return interpreter is None or interpreter.key() in (_GRAD, _JVP)
+    return interpreter is None or interpreter.key() in (_JVP, _GRAD)
 
 
 @torch._disable_dynamo  # which reads what a transform calls piece by piece
@@ -67,7 +67,7 @@ class OfCall:
         if interpreter is None:
             self.arrays = {name: unwrapped(x) for name, x in arrays.items()}
         else:
-            self._kind, self._level = interpreter.key(), interpreter.level()
+            self._of_jvp, self._level = interpreter.key() == _JVP, interpreter.level()
             self.arrays = {name: self._here(x) for name, x in arrays.items()}
 
     def _here(self, x: Any) -> Any:
@@ -76,7 +76,7 @@ class OfCall:
 
     def moving(self) -> bool:
         """Whether forward mode may follow: at a level of its own, or where the one level is open that PyTorch has."""
-        return _forward_mode() or (not self.last and self._kind == _JVP and torch._C._is_fwd_grad_enabled())
+        return _forward_mode() or (not self.last and self._of_jvp and torch._C._is_fwd_grad_enabled())
 
     def run(self, of: Pass, arrays: Arrays, wrt: Iterable[str] = ()) -> list[torch.Tensor]:
         call = self._with(of, arrays, wrt)
@@ -87,7 +87,7 @@ class OfCall:
             return work(self._at_once, *arrays)
         level = self._level
         inside = [{name: _unwrap(x, level) for name, x in some.items()} for some in arrays]
-        with _Below(self._interpreter, self._kind, level):
+        with _Below(self._interpreter, self._of_jvp, level):
             lone = level == 1 and not _forward_mode() and not any(map(_may_be_followed, inside))
             results = work(self._at_once if lone else self.run, *inside)
         return [_wrap(x, level) for x in results]
@@ -108,12 +108,12 @@ class _Below(Modes):
 
     __slots__ = ("_stack",)
 
-    def __init__(self, interpreter: Any, kind: TransformType, level: int) -> None:
+    def __init__(self, interpreter: Any, of_jvp: bool, level: int) -> None:
         grad, forward_mode = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
-        if kind == _GRAD:
-            grad = grad and _OfGrad(interpreter).prevGradMode()
-        else:  # PyTorch has one level of forward mode: outside of the first one of torch.func is none
+        if of_jvp:  # PyTorch has one level of it: outside of the first one of torch.func is none
             forward_mode = forward_mode and level > 1 and _OfJvp(interpreter).prevFwdGradMode()
+        else:
+            grad = grad and _OfGrad(interpreter).prevGradMode()
         super().__init__(grad, forward_mode)
 
     def __enter__(self) -> None:
