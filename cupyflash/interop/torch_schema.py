@@ -162,7 +162,7 @@ def _encoded(options: dict[str, Any]) -> dict[str, Any]:
 class Arguments:
     """Those of the operator of a pass: the arrays that are given, by name, and the others."""
 
-    with_rows, last = True, False  # operators have both results
+    with_rows, last, looked, settled = True, False, False, False  # operators have both results
 
     def __init__(self, of: Pass, args: Sequence[Any]) -> None:
         self.of = of
