@@ -72,8 +72,11 @@ class Explanation:
         p = self.problem
         rows = [
             ("pass", self.of),
-            ("q", f"{_shape(self.rank, _rows_of_q(p), p.heads_q, p.dim)} {p.dtype} {_axes(p, self.rank)}"),
-            ("k, v", _shape(self.rank, _rows_of_k(p), p.heads_k, p.dim) + f", {p.dim_v}" * (p.dim_v != p.dim)),
+            ("q", f"{_as_given(self.rank, ' x ', *_rows_of_q(p), p.heads_q, p.dim)} {p.dtype} {_axes(p, self.rank)}"),
+            (
+                "k, v",
+                _as_given(self.rank, " x ", *_rows_of_k(p), p.heads_k, p.dim) + f", {p.dim_v}" * (p.dim_v != p.dim),
+            ),
             ("mask", _mask(p)),
             *([("score", _score(p))] if _score(p) else []),
             ("device", self.device),
@@ -450,24 +453,18 @@ def _rows_of_q(p: AttentionProblem) -> tuple[int, ...]:
 
 
 def _rows_of_k(p: AttentionProblem) -> tuple[int, ...]:
-    if p.page is not None:
-        return p.pages or 0, p.page
-    return (p.batch, p.seq_k) if p.rows_k is None else (p.rows_k,)
+    return (p.pages or 0, p.page) if p.page is not None else (p.batch, p.seq_k) if p.rows_k is None else (p.rows_k,)
 
 
-def _shape(rank: int, rows: tuple[int, ...], heads: int, dim: int) -> str:
-    return " x ".join(map(str, _as_given(rank, (*rows, heads, dim))))
-
-
-def _as_given(rank: int, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+def _as_given(rank: int, between: str, *axes: Any) -> str:
     """Without those that an array of fewer dimensions has not."""
-    return {4: axes, 3: axes[1:], 2: axes[1::2]}[rank]
+    return between.join(map(str, {4: axes, 3: axes[1:], 2: axes[1::2]}[rank]))
 
 
 def _axes(p: AttentionProblem, rank: int) -> str:
     """What the numbers of q are, and how those of k and v are known."""
     if not p.ragged:
-        named = ", ".join(_as_given(rank, ("batch", "sequence", "heads", "dim")))
+        named = _as_given(rank, ", ", "batch", "sequence", "heads", "dim")
         heads = f"{p.heads_q} head{'s' * (p.heads_q != 1)}"
         return f"({named})" + {4: "", 3: f": no batch, {heads}", 2: ": no batch, no heads"}[rank]
     own = ", ".join(_OPTIONAL[x.name].label for x in p.given if _OPTIONAL[x.name].ragged)
