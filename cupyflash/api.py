@@ -17,7 +17,7 @@ from .other_names import unexpected
 from .passes import BACKWARD, FORWARD
 from .problem import check_flag
 from .rules import fold_descales, seed_of
-from .signature import A, Array, L, closed
+from .signature import A, Array, L, closed, unscripted
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -415,6 +415,7 @@ def attention_backward(
     return found
 
 
+@unscripted
 def merge(outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd", out: tuple[A, L] | None = None) -> tuple[A, L]:
     """Combine attention over disjoint sets of keys into attention over their union.
 

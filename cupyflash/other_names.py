@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from .signature import unscripted
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _DROPOUT = "here it is dropout, which needs a seed"
@@ -127,6 +129,6 @@ def renaming(traced: Callable[[], bool] = lambda: False, **theirs: str) -> Calla
                     raise
                 raise type(error)(ours.sub(lambda x: theirs[x[1]], str(error))) from error
 
-        return call
+        return unscripted(call)
 
     return of

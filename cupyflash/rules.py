@@ -158,9 +158,10 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
             raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {', '.join(INPUTS)}")
         if not ragged and len(x.shape) not in (2, 3, 4):
             axes = "(batch, sequence, heads, dim)" if layout == "bshd" else "(batch, heads, sequence, dim)"
+            folded = f"; fold axes before these into the batch: {name}.reshape(-1, *{name}.shape[-3:])"
             raise ValueError(
                 f"{name} has {len(x.shape)} dimensions, shape {x.shape}; it must have 4 {axes}, "
-                "3 (the same without batch) or 2 (sequence, dim)"
+                "3 (the same without batch) or 2 (sequence, dim)" + folded * (len(x.shape) > 4)
             )
     for name, x in (("k", k), ("v", v)):
         if not ragged and len(x.shape) != len(q.shape):

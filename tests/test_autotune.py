@@ -592,11 +592,11 @@ def test_tiles_are_timed_and_used(
 
 @pytest.mark.parametrize(("family", "of"), TUNED)
 def test_exported_rows_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch, family: str, of: Pass) -> None:
-    # Where tiles are not chosen by load before the table is asked.
-    dim = {FORWARD: 128, JVP: 192}.get(of, 64) if family == "sm90" else 64
-    asked = asked_of(of, dim, seq_q=1024)
+    # Where tiles are not weighed before the table is asked.
+    dim = {FORWARD: 128, BACKWARD: 128, JVP: 192}.get(of, 64) if family == "sm90" else 64
+    asked = asked_of(of, dim, seq_q=4096, seq_k=4096)
     *_, last = candidates(asked, H200, of, family)
-    comment, row = autotune.export((entry(last.tile, H200, of, family, dim=dim, seq_q=1024),))
+    comment, row = autotune.export((entry(last.tile, H200, of, family, dim=dim, seq_q=4096),))
     assert comment.startswith(f"# {family} {of}: sm_90a")
     tiles = FAMILIES[family].TILES
     home = sys.modules[type(tiles[of].table[0]).__module__]
@@ -609,7 +609,7 @@ def test_exported_rows_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch, fa
             monkeypatch.setattr(module, "TILES", longer)
     assert plan(asked, H200, of, family) == last.plan
     if family != "simt":  # in whose table the widest is the limit of the kernels
-        assert plan(asked_of(of, dim + 64, seq_q=1024), H200, of, family) != last.plan
+        assert plan(asked_of(of, dim + 64, seq_q=4096, seq_k=4096), H200, of, family) != last.plan
 
 
 @pytest.mark.parametrize(

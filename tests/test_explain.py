@@ -39,6 +39,19 @@ def test_public_functions_are_not_hidden_by_modules() -> None:
     assert modules.isdisjoint(cupyflash.__all__)
 
 
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [
+        ((2, 200, 3, 64), "2 x 200 x 3 x 64 float32 (batch, sequence, heads, dim)"),
+        ((2, 200, 64), "2 x 200 x 64 float32 (sequence, heads, dim): no batch, 200 heads"),
+        ((200, 64), "200 x 64 float32 (sequence, dim): no batch, no heads"),
+    ],
+)
+def test_explain_says_what_the_axes_are(shape: tuple[int, ...], told: str, no_gpu: None) -> None:
+    rows = dict(cupyflash.explain(shape, dtype="float32").rows())
+    assert rows["q"] == told and rows["k, v"] == " x ".join(map(str, shape))
+
+
 def test_explain_plans_without_a_gpu(no_gpu: None, cache: Path) -> None:
     told = cupyflash.explain((2, 300, 4, 59), (2, 500, 2, 59), dtype="bfloat16", arch="sm_80", family="sm80")
     assert (told.device, told.family) == ("sm_80", "sm80")

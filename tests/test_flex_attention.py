@@ -430,7 +430,7 @@ def test_messages(rng: np.random.Generator) -> None:
         ({"score_mod": lambda s, b, h, i, j: torch.nn.functional.logsigmoid(s)}, NotImplementedError,
             "^score_mod calls aten.log_sig"),
         ({"score_mod": lambda s, b, h, i, j: s + table[h].sum()}, NotImplementedError,
-            r"^score_mod calls aten.sum.* x.sum\(-1\)\[h\] for x\[h\].sum\(\)"),
+            r"^score_mod computes \(aten.sum.* x.sum\(-1\)\[h\] for x\[h\].sum\(\)"),
         ({"score_mod": lambda s, b, h, i, j: s + table[h] * 2}, NotImplementedError,
             r"computes \(aten.mul.Tensor\) with a tensor of"),
         ({"score_mod": lambda s, b, h, i, j: s + table[h, i / 2]}, (TypeError, IndexError), "ind"),

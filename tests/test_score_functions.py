@@ -407,7 +407,7 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {  # score, score_arra
     "float-index": (lambda s, b, h, i, j, table: s + table[h, i / 2], {"table": TABLE}, TypeError,
         "reads table at a float"),
     "indices": (lambda s, b, h, i, j, table: s + table[h], {"table": TABLE}, TypeError,
-        "reads table with 1 indices; it must have 2"),
+        "reads table with 1 indices; it must have 2.* a sum over a row is written out"),
     "whole-array": (lambda s, b, h, i, j, table: s + table, {"table": TABLE}, TypeError,
         "computes with table as a whole"),
     "array-length": (lambda s, b, h, i, j, table: s + len(table), {"table": TABLE}, TypeError,

@@ -76,6 +76,7 @@ WAYS: dict[str, Function] = {
     "jvp of a grad, by another": lambda a: jvp(lambda x: grad(lambda s: (a(x, K, V) * s).sum())(U), (X,), (W,)),
     "vjp of a pullback": lambda a: vjp(lambda w: pulled(a, X, w), W)[1](U),
     "vjp of a pullback, by both": lambda a: vjp(functools.partial(pulled, a), X, W)[1](U),
+    "jvp of a pullback": lambda a: jvp(lambda x: pulled(a, x, W), (X,), (U,)),
     "vmap of a pullback": lambda a: vmap(vjp(lambda x: a(x, K, x), X)[1])(torch.stack((U, W))),
     "jvp along what moves": lambda a: jvp(lambda u: jvp(lambda x: a(x, K, x), (X,), (u,))[1], (U,), (W,)),
     "vmap of grad of vmap of jvp": lambda a: vmap(
@@ -176,6 +177,26 @@ def test_what_operators_say(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert found == expected
     else:
         torch.testing.assert_close(found, expected)
+
+
+def test_recorded_while_forward_mode_was_off() -> None:
+    """Whether what a node has kept has tangents was not looked at then."""
+
+    def tangent(x: Any, through: Function) -> Any:
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(x, U)
+            with forward_ad._set_fwd_grad_enabled(False):
+                made = through(x)
+            (g,) = torch.autograd.grad(made, x, W, create_graph=True)
+            return forward_ad.unpack_dual(g).tangent
+
+    found, _ = vjp(lambda x: tangent(x, lambda x: attention(x, K, x)), X)
+    torch.testing.assert_close(found, jvp(lambda x: pulled(attention, x, W), (X,), (U,))[1])
+    with pytest.raises(NotImplementedError, match=FORWARD_TWICE):
+        tangent(
+            X.clone().requires_grad_(),
+            lambda x: torch.autograd.grad(attention(x, K, x), x, W, create_graph=True),
+        )
 
 
 def test_what_outlives_all_of_its_levels() -> None:

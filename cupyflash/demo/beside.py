@@ -112,10 +112,10 @@ def measure(place: Place, ways: Sequence[Way], seconds: float) -> Iterator[tuple
     Rows are doubled up to MOST, and on while every way runs. A way is not run where it would take too long, as four
     times the seconds of half the rows say, or more memory than is free.
     """
-    end = time.perf_counter() + seconds
     before = [0.0] * len(ways)  # seconds for half as many rows
     for way in ways:
         _run(place, way, place.make(FEWEST))  # what only a first call does
+    end = time.perf_counter() + seconds
     rows, all_ran = FEWEST, True
     while rows <= MOST or (all_ran and rows <= FARTHEST and time.perf_counter() + 4 * sum(before) < end):
         given = place.make(rows)

@@ -19,7 +19,7 @@ class Library(Protocol):
     """One array library: a plain module of functions."""
 
     @property
-    def kind(self) -> str: ...  # "numpy", "cupy", "torch" or "jax"
+    def kind(self) -> str: ...  # "numpy", "cupy", "torch", "jax" or "DTensor"
 
     def objection(self, cls: type) -> str | None:
         """Why instances of this class of the library are no arrays for us; None where they are."""

@@ -40,11 +40,6 @@ def objection(cls: type) -> str | None:
         return "it must be a tensor"
     plain = cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     if not plain and not issubclass(cls, (*WITHOUT_MEMORY, NestedTensor)):
-        if cls.__name__ == "DTensor":
-            return (
-                "it must be a plain tensor: where batch or heads are shared out each rank calls with its to_local(), "
-                "as torch.distributed.tensor.experimental.local_map does"
-            )
         return "it must be a plain tensor"
     return None
 

@@ -21,8 +21,8 @@ neither traced nor mapped comes here as a call, without an operator (`torch_leve
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -61,6 +61,8 @@ class Given(Protocol):
     keys: tuple[str, ...]  # what the arrays that a score function reads are called
     with_rows: bool  # whether lse, or its tangent, is asked for
     last: bool  # whether nobody follows below
+    looked: bool  # whether all tangents at this level are known
+    settled: bool  # whether inputs and results of attention, as a node has kept them, have none at this level
 
     def run(self, of: Pass, arrays: Arrays, wrt: Iterable[str] = ()) -> Any:
         """A pass on these arrays, followed by whoever follows them at this level."""
@@ -162,11 +164,11 @@ def _refuse_fused() -> None:
         frame = frame.f_back
 
 
-def apart(arrays: Arrays) -> tuple[Arrays, Arrays]:
-    """The arrays without tangents, and these."""
+def apart(arrays: Arrays, settled: bool = False) -> tuple[Arrays, Arrays]:
+    """The arrays without tangents, and these. `settled`: inputs and results of attention have none."""
     plain, moves = dict(arrays), {}
     for name, x in arrays.items():
-        if x.is_floating_point():
+        if x.is_floating_point() and not (settled and name[0] != "t" and name not in ("dout", "dlse")):
             primal, tangent = _unpack(x, level=0)
             if tangent is not None:
                 plain[name], moves[name] = primal, tangent
@@ -286,6 +288,8 @@ _set_one_level = _functorch.set_single_level_autograd_function_allowed
 
 def _at_one_level(function: Callable[..., Any], *args: Any) -> Any:
     """An autograd function applied, which levels of torch.func allow where they have said so."""
+    if not torch._C._are_functorch_transforms_active():
+        return function(*args)
     before = _functorch.get_single_level_autograd_function_allowed()
     _set_one_level(True)
     try:
@@ -304,12 +308,31 @@ def unwrapped(x: Any) -> Any:
 _is_dead, _unwrap_dead = _functorch.is_dead_tensor_wrapper, _functorch.unwrap_if_dead
 
 
-@contextmanager
-def _below(forward_mode: bool) -> Iterator[None]:
+class Modes:
+    """With gradients and forward mode enabled, or not: PyTorch's own two contexts in a quarter of their time."""
+
+    __slots__ = ("_before", "_within")
+
+    def __init__(self, grad: bool, forward_mode: bool) -> None:
+        self._within = grad, forward_mode
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        _set_modes(*self._within)
+
+    def __exit__(self, *_: object) -> None:
+        _set_modes(*self._before)
+
+
+def _set_modes(grad: bool, forward_mode: bool) -> None:
+    torch._C._set_grad_enabled(grad)
+    torch._C._set_fwd_grad_enabled(forward_mode)
+
+
+def _below(forward_mode: bool) -> Modes:
     """For the forward of an autograd function: the other levels of torch.func come there, to record and to move as they
     would have done outside."""
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(forward_mode):
-        yield
+    return Modes(True, forward_mode)
 
 
 _nothing = nullcontext()
@@ -325,7 +348,7 @@ class _Recorded(torch.autograd.Function):
         with _nothing if given.last else _below(forward_mode):
             results = tuple(_once(given, dict(zip(names, tensors))))
         ctx.set_materialize_grads(False)
-        ctx.given, ctx.names = given, names
+        ctx.given, ctx.names, ctx.plain = given, names, given.looked and dual is None
         ctx.save_for_backward(*(dual or tensors), *(() if given.of.of_gradients else results))
         given.arrays = {}
         return results
@@ -337,7 +360,10 @@ class _Recorded(torch.autograd.Function):
         grads = other_than_zero(grads)
         if all(x is None for x in grads):
             return (None,) * (4 + n)
-        saved = [*map(unwrapped, ctx.saved_tensors)]
+        saved = ctx.saved_tensors
+        # (What lies in the wrapper of a level that is over may have tangents at that below.)
+        given.settled = ctx.plain and not any(map(_is_dead, saved))
+        saved = [*map(unwrapped, saved)]
         found = _BY[given.of](given, dict(zip(ctx.names, saved)), saved[n:], grads, needed)
         return None, None, None, None, *map(found.get, ctx.names)
 

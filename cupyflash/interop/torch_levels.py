@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import coerce_cinterpreter
 from torch.autograd import forward_ad
 
 from ..call import Arrays, Call
@@ -21,28 +20,31 @@ from ..gradients import Gradients
 from ..passes import FORWARD, Pass
 from ..rules import lasting
 from . import torch_operators, torch_schema
-from .protocol import Recorder
-from .torch_derivatives import apart, follow, unwrapped
+from .torch_derivatives import Modes, apart, follow, unwrapped
 from .torch_operators import is_batched
 
 _functorch: Any = torch._C._functorch
 _interpreter, _level_of = _functorch.peek_interpreter_stack, _functorch.maybe_get_level
 _wrap, _unwrap = _functorch._wrap_for_grad, _functorch._unwrap_for_grad
 _GRAD, _JVP = TransformType.Grad, TransformType.Jvp
+_OfGrad, _OfJvp = _functorch.CGradInterpreterPtr, _functorch.CJvpInterpreterPtr
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def served() -> bool:
     """Whether the level of torch.func that is asked first, if any, is one of derivatives."""
     interpreter = _interpreter()
-    return interpreter is None or interpreter.key() in (_GRAD, _JVP)
+    return interpreter is None or interpreter.key() in (_JVP, _GRAD)
 
 
 @torch._disable_dynamo  # which reads what a transform calls piece by piece
-def run(call: Call, arrays: Arrays, recorder: Callable[[Call], Recorder | None]) -> Any:
-    """The results of a call on these arrays. `recorder` says who runs those that it is made of."""
-    given = OfCall(call, arrays, recorder)
-    plain, moves = apart(given.arrays) if given.moving() else (given.arrays, {})
+def run(call: Call, arrays: Arrays, part: Callable[..., Any], settled: bool = False) -> Any:
+    """The results of a call on these arrays. `part` runs those that it is made of, as this; `settled`: a node of
+    autograd has kept inputs and results of attention, which have no tangents."""
+    given = OfCall(call, arrays, part)
+    moving = given.moving()
+    plain, moves = apart(given.arrays, settled) if moving else (given.arrays, {})
+    given.looked = moving or forward_ad._current_level < 0  # forward mode may be off for a while
     if any(map(is_batched, moves.values())):  # autograd's own vmap of forward mode (strategy="forward-mode")
         return in_form(call, torch_schema.run(call))
     return in_form(call, follow(given, plain, moves))
@@ -51,8 +53,10 @@ def run(call: Call, arrays: Arrays, recorder: Callable[[Call], Recorder | None])
 class OfCall:
     """A call, in the place of an operator's `Arguments`, at the level of torch.func that is asked first, or without."""
 
-    def __init__(self, call: Call, arrays: Arrays, recorder: Callable[[Call], Recorder | None]) -> None:
-        self._recorder, self._call = recorder, call.without_arrays()
+    looked = settled = False
+
+    def __init__(self, call: Call, arrays: Arrays, part: Callable[..., Any]) -> None:
+        self._part, self._call = part, call.without_arrays()
         self._call.options, self._call.check = lasting(call.options), call.check
         score = call.options["score"]
         self.of, self.wrt = call.of, call.wrt
@@ -63,7 +67,7 @@ class OfCall:
         if interpreter is None:
             self.arrays = {name: unwrapped(x) for name, x in arrays.items()}
         else:
-            self._kind, self._level = interpreter.key(), interpreter.level()
+            self._of_jvp, self._level = interpreter.key() == _JVP, interpreter.level()
             self.arrays = {name: self._here(x) for name, x in arrays.items()}
 
     def _here(self, x: Any) -> Any:
@@ -72,24 +76,20 @@ class OfCall:
 
     def moving(self) -> bool:
         """Whether forward mode may follow: at a level of its own, or where the one level is open that PyTorch has."""
-        may = forward_ad._current_level >= 0 or (not self.last and self._kind == _JVP)
-        return may and torch._C._is_fwd_grad_enabled()
+        return _forward_mode() or (not self.last and self._of_jvp and torch._C._is_fwd_grad_enabled())
 
     def run(self, of: Pass, arrays: Arrays, wrt: Iterable[str] = ()) -> list[torch.Tensor]:
         call = self._with(of, arrays, wrt)
-        return _results(call, (self._recorder(call) or torch_operators.at_once)(call))
+        return _results(call, self._part(call, self.settled))
 
     def below(self, work: Callable[..., list[Any]], *arrays: Arrays) -> list[Any]:
         if self.last:
             return work(self._at_once, *arrays)
         level = self._level
         inside = [{name: _unwrap(x, level) for name, x in some.items()} for some in arrays]
-        with coerce_cinterpreter(self._interpreter).lower():
-            if level > 1 or self._kind != _JVP:
-                results = work(self.run, *inside)
-            else:  # PyTorch has one level of forward mode: outside of the first one of torch.func is none
-                with forward_ad._set_fwd_grad_enabled(False):
-                    results = work(self.run if any(map(_may_be_followed, inside)) else self._at_once, *inside)
+        with _Below(self._interpreter, self._of_jvp, level):
+            lone = level == 1 and not _forward_mode() and not any(map(_may_be_followed, inside))
+            results = work(self._at_once if lone else self.run, *inside)
         return [_wrap(x, level) for x in results]
 
     def _at_once(self, of: Pass, arrays: Arrays, wrt: Iterable[str] = ()) -> list[torch.Tensor]:
@@ -100,6 +100,34 @@ class OfCall:
         call, looks = self._call, self._call.check and of is self.of
         rows = of is FORWARD
         return Call(call.lib, of, arrays, call.options, {}, call.seed, call.family, rows, tuple(wrt), check=looks)
+
+
+class _Below(Modes):
+    """Below a level of torch.func, in the modes that were outside of it: as its interpreter in Python goes there, in a
+    sixth of the time."""
+
+    __slots__ = ("_stack",)
+
+    def __init__(self, interpreter: Any, of_jvp: bool, level: int) -> None:
+        grad, forward_mode = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        if of_jvp:  # PyTorch has one level of it: outside of the first one of torch.func is none
+            forward_mode = forward_mode and level > 1 and _OfJvp(interpreter).prevFwdGradMode()
+        else:
+            grad = grad and _OfGrad(interpreter).prevGradMode()
+        super().__init__(grad, forward_mode)
+
+    def __enter__(self) -> None:
+        self._stack = _functorch.pop_dynamic_layer_stack()
+        super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        _functorch.push_dynamic_layer_stack(self._stack)
+
+
+def _forward_mode() -> bool:
+    """Whether the one level of forward mode is open that PyTorch has."""
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 def _may_be_followed(arrays: Arrays) -> bool:

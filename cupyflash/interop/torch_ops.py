@@ -91,14 +91,14 @@ def _by_operator(call: Call) -> bool:
     return any(map(_is_batched, arrays.values()))
 
 
-def run(call: Call) -> Any:
-    """As `dispatch.run`, followed by whoever traces, transforms or records."""
+def run(call: Call, settled: bool = False) -> Any:
+    """As `dispatch.run`, followed by whoever traces, transforms or records. `settled` as `torch_levels.run` has it."""
     if call.arrays["q"].is_nested:
         return torch_nested.run(call, lambda packed: (recorder(packed) or dispatch.run)(packed))
-    return (_forward if call.of is FORWARD else _derivative)(call)
+    return (_forward if call.of is FORWARD else _derivative)(call, settled)
 
 
-def _forward(call: Call) -> Any:
+def _forward(call: Call, settled: bool) -> Any:
     dtype = _autocast_dtype(call.arrays["q"])
     if dtype is not None:
         call = call.but(arrays=_autocast(call.arrays, dtype))
@@ -111,10 +111,10 @@ def _forward(call: Call) -> Any:
         _check_gradient(arrays)
     if call.targets:
         raise ValueError(f"out is {_NO_WRITING}")
-    return _followed_by_pytorch(call, compiled)
+    return _followed_by_pytorch(call, compiled, settled)
 
 
-def _derivative(call: Call) -> Any:
+def _derivative(call: Call, settled: bool = False) -> Any:
     arrays = call.arrays
     q, dout = arrays["q"], arrays.get("dout")
     compiled = traced(q) or (dout is not None and traced(dout))
@@ -123,19 +123,22 @@ def _derivative(call: Call) -> Any:
         return torch_operators.at_once(call)
     if call.targets:
         raise ValueError(f"{'grads' if call.of.of_gradients else 'tout'} is {_NO_WRITING}")
-    return _followed_by_pytorch(call, compiled)
+    return _followed_by_pytorch(call, compiled, settled)
 
 
-def _followed_by_pytorch(call: Call, compiled: bool) -> Any:
+def _followed_by_pytorch(call: Call, compiled: bool, settled: bool) -> Any:
     """By an operator, or where its derivatives alone are asked for taken apart."""
-    if compiled or not torch_levels.served() or any(map(_by_dispatcher, call.arrays.values())):
+    if compiled or not torch_levels.served() or _by_dispatcher(call.arrays):
         return torch_levels.in_form(call, torch_schema.run(call))
-    return torch_levels.run(call, interop.adopted(call.lib, call.arrays), recorder)
+    return torch_levels.run(call, interop.adopted(call.lib, call.arrays), run, settled)
 
 
-def _by_dispatcher(x: Any) -> bool:
-    """Whether PyTorch's dispatcher has to do something before a tensor is read: split an axis off, or negate it."""
-    return isinstance(x, torch.Tensor) and (_is_legacy_batched(x) or x.is_neg())
+def _by_dispatcher(arrays: Arrays) -> bool:
+    """Whether PyTorch's dispatcher has to do something before they are read: split an axis off, or negate one."""
+    for x in arrays.values():
+        if isinstance(x, torch.Tensor) and (x.is_neg() or _is_legacy_batched(x)):
+            return True
+    return False
 
 
 _NO_WRITING = (

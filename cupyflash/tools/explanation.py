@@ -60,6 +60,7 @@ class Explanation:
     passed_over: tuple[str, ...]  # faster families that do not take this problem, and why
     notes: tuple[str, ...] = ()
     optional: dict[str, int] = field(default_factory=dict)  # of bytes_moved, by array
+    rank: int = 4  # of q, as it was given without lengths
 
     @property
     def intensity(self) -> float:
@@ -71,8 +72,11 @@ class Explanation:
         p = self.problem
         rows = [
             ("pass", self.of),
-            ("q", f"{_rows_of_q(p)} x {p.heads_q} x {p.dim} {p.dtype} {_axes(p)}"),
-            ("k, v", f"{_rows_of_k(p)} x {p.heads_k} x {p.dim}" + (f", {p.dim_v}" if p.dim_v != p.dim else "")),
+            ("q", f"{_as_given(self.rank, ' x ', *_rows_of_q(p), p.heads_q, p.dim)} {p.dtype} {_axes(p, self.rank)}"),
+            (
+                "k, v",
+                _as_given(self.rank, " x ", *_rows_of_k(p), p.heads_k, p.dim) + f", {p.dim_v}" * (p.dim_v != p.dim),
+            ),
             ("mask", _mask(p)),
             *([("score", _score(p))] if _score(p) else []),
             ("device", self.device),
@@ -187,7 +191,8 @@ def explain(
     names = [of_score.name if problem.score and (of_score := problem.score.array(key)) else key for key in wanted]
     gradients = {f"d{name}": optional[name] for name in names}
     moved = found.bytes_moved + sum(gradients.values())
-    return replace(found, flops=flops, bytes_moved=moved, notes=found.notes + notes, optional=optional | gradients)
+    found = replace(found, rank=4 if problem.ragged else len(views["q"].shape), optional=optional | gradients)
+    return replace(found, flops=flops, bytes_moved=moved, notes=found.notes + notes)
 
 
 def _pass(of: str | None, tangents: Any) -> Pass:
@@ -443,20 +448,25 @@ def _mask(p: AttentionProblem) -> str:
     return (", ".join(parts) or "none") + ("" if p.ragged else f": {share:.1%} of the scores are computed")
 
 
-def _rows_of_q(p: AttentionProblem) -> str:
-    return f"{p.batch} x {p.seq_q}" if p.rows_q is None else f"{p.rows_q}"
+def _rows_of_q(p: AttentionProblem) -> tuple[int, ...]:
+    return (p.batch, p.seq_q) if p.rows_q is None else (p.rows_q,)
 
 
-def _rows_of_k(p: AttentionProblem) -> str:
-    if p.page is not None:
-        return f"{p.pages} x {p.page}"
-    return f"{p.batch} x {p.seq_k}" if p.rows_k is None else f"{p.rows_k}"
+def _rows_of_k(p: AttentionProblem) -> tuple[int, ...]:
+    return (p.pages or 0, p.page) if p.page is not None else (p.batch, p.seq_k) if p.rows_k is None else (p.rows_k,)
 
 
-def _axes(p: AttentionProblem) -> str:
+def _as_given(rank: int, between: str, *axes: Any) -> str:
+    """Without those that an array of fewer dimensions has not."""
+    return between.join(map(str, {4: axes, 3: axes[1:], 2: axes[1::2]}[rank]))
+
+
+def _axes(p: AttentionProblem, rank: int) -> str:
     """What the numbers of q are, and how those of k and v are known."""
     if not p.ragged:
-        return "(batch, sequence, heads, dim)"
+        named = _as_given(rank, ", ", "batch", "sequence", "heads", "dim")
+        heads = f"{p.heads_q} head{'s' * (p.heads_q != 1)}"
+        return f"({named})" + {4: "", 3: f": no batch, {heads}", 2: ": no batch, no heads"}[rank]
     own = ", ".join(_OPTIONAL[x.name].label for x in p.given if _OPTIONAL[x.name].ragged)
     rows = "rows" if p.rows_q is not None else "sequences, rows"
     return f"({rows}, heads, dim) of {p.batch} sequences, by {own}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...problem import AttentionProblem
+from ...problem import FLOAT8, AttentionProblem
 from ..kernel_plan import Tiles, ceil, pad, query_tiles, scored
 from ..measured import number
 from ..score import light
@@ -101,6 +101,31 @@ PACKED = (
     ForwardTile(2, 128, 4, dim=64),
     ForwardTile(2, 128, 2, spills=192, dim=128),
 )
+# Of short sequences, of which `choices` are judged by what they are reckoned to take: tiles of few rows or keys leave
+# less of them in vain. Of plain ones; with scores or dropout they would spill.
+BRIEF = {
+    64: (
+        FORWARD_TILES[0],
+        MIDDLE[1],
+        SMALL,
+        PACKED[0],
+        ForwardTile(1, 64, 4, 2, dim=64),
+    ),
+    96: (FORWARD_TILES[1], ForwardTile(3, 96, 2, spills=16, dim=96), ForwardTile(2, 96, 3, dim=96)),
+    128: (FORWARD_TILES[1], ForwardTile(1, 64, 2, 2, dim=128), ForwardTile(2, 96, 2, dim=128)),
+    192: (FORWARD_TILES[3], FORWARD_TILES[5], *(ForwardTile(2, n, 2, spills=16, dim=192) for n in (80, 64))),
+}
+# and of few keys
+BRIEF_KEYS = {
+    64: (
+        *(ForwardTile(3, n, 3, spills=16, dim=64) for n in (80, 96)),
+        *(ForwardTile(2, n, 3, dim=64) for n in (80, 96)),
+    ),
+    96: (ForwardTile(3, 80, 2, spills=16, dim=96), ForwardTile(2, 80, 2, dim=96)),
+    128: (*(ForwardTile(3, n, 2, spills=32, dim=128) for n in (64, 80)), ForwardTile(2, 80, 2, dim=128)),
+}
+BRIEF_MOST_KEYS = 400
+BRIEF_PACKS, BRIEF_PACKED = (2, 4, 8), 1024  # heads that share K and V may share a tile of so many queries
 # Of 8 bits. Where keys or columns are no more than 64, the upper half of a row of shared memory is empty.
 EIGHT = (
     ForwardTile(3, 128, 3, spills=400, dim=64, crowded=False),
@@ -164,6 +189,22 @@ def weighed(problem: AttentionProblem) -> tuple[ForwardTile, ...]:
         rows = tuple(t for t in FEW_KEYS if t.keys >= problem.seq_k and t.dim >= dim)
         return tuple(t for t in rows if t.keys == rows[0].keys) if rows else ()
     return MIDDLE if dim <= 64 else WIDER
+
+
+def choices(problem: AttentionProblem) -> tuple[tuple[ForwardTile, int], ...]:
+    """Tiles of a short plain problem, and of how many heads that share K and V each has rows; () where it has none."""
+    dim = next((n for n in BRIEF if max(padded(problem)) <= n), 0)
+    plain = not (
+        busy(problem) or paired(problem) or problem.block_mask is not None or problem.ragged or problem.dtype == FLOAT8
+    )
+    if not dim or not plain or max(padded(problem)) <= NARROW[0].dim:
+        return ()
+    found = BRIEF[dim] + (BRIEF_KEYS.get(dim, ()) if problem.seq_k <= BRIEF_MOST_KEYS else ())
+    packs = [n for n in BRIEF_PACKS if n <= problem.group] if dim <= 128 and problem.seq_q <= BRIEF_PACKED else []
+    return (
+        *((t, 1) for t in found),
+        *((t, n) for n in packs for t in found if (t.groups, t.keys) == (2, 128) or t.groups == 1 and n < 8),
+    )
 
 
 def pack_of(problem: AttentionProblem, t: ForwardTile) -> int:
