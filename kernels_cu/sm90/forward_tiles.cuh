@@ -157,7 +157,7 @@ struct SharesInTurn {
     // Of the number that has() has found.
     __device__ Tile tile() const {
         int heads = schedule.heads;
-        Tile tile = schedule.Whole::tile(Dealt{found.batch * heads + found.tile % heads, found.tile / heads});
+        Tile tile = schedule.Whole::tile(TileIndex{found.batch * heads + found.tile % heads, found.tile / heads});
         tile.share = found.share;
         return tile;
     }
