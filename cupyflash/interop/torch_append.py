@@ -54,9 +54,8 @@ def _run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     done = writing.behind(lib, given, views, problem, layout, interleaved, asked_for(check))
     totals = done.totals
     assert totals is not None
-    return totals.clone() if totals is arrays["seqlens_k"] else totals, none(
-        0
-    ) if done.q is None else done.q.contiguous()
+    q = none(0) if done.q is None else done.q.contiguous()
+    return totals.clone() if totals is arrays["seqlens_k"] else totals, q
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@
 #include "sm80/key_block.cuh"
 
 constexpr bool ALONG = DIM > 64;  // exponentials are taken along the product for dP (of few steps: slower, measured)
-static_assert(!WIDE || (SHARE && STAGES == 1));
+static_assert(!WIDE || (SPLIT_QUERIES && STAGES == 1));
 
 // Where things lie in shared memory.
 struct Shared {
@@ -23,7 +23,7 @@ struct Shared {
     static constexpr int V_TILE = KTile::BYTES;
     static constexpr int DS_TILE = V_TILE + VTile::BYTES;
     static constexpr int P_TILE = DS_TILE + STile::BYTES;  // only where P is shared
-    static constexpr int RING = SHARE ? P_TILE + STile::BYTES : P_TILE;
+    static constexpr int RING = SPLIT_QUERIES ? P_TILE + STile::BYTES : P_TILE;
     static constexpr int ROW_VALUES = QTile::BYTES + DOTile::BYTES;  // of a stage
     static constexpr int STAGE = ROW_VALUES + NUMBERS * ROWS * SIZE;
     static constexpr int MAXIMA = RING + STAGES * STAGE;  // of the warps, in two parts
@@ -97,7 +97,7 @@ struct Block : KeyBlock<Shared> {
                 keep_branch();
                 hide(probabilities, placement, pairs, seen, arrays, 0);
             }
-            if constexpr (SHARE) probabilities.store<DROPOUT>(s.p_tile(), warp_key, warp_query, p_times);
+            if constexpr (SPLIT_QUERIES) probabilities.store<DROPOUT>(s.p_tile(), warp_key, warp_query, p_times);
         };
         if (!ALONG) {
             minus_lse.load(lse_address);
@@ -125,7 +125,7 @@ struct Block : KeyBlock<Shared> {
             probabilities, slopes);
         PowerOfTwo ds_power(ds_size(ds));
         ds.store(s.ds_tile(), warp_key, warp_query, ds_power.times);
-        if constexpr (!SHARE)
+        if constexpr (!SPLIT_QUERIES)
             mma_AB<ROWS>(dv, FromRegisters<M, WARP_QUERIES / 8, DROPOUT>{probabilities, p_times}, s.do_tile(stage), 0,
                          Nothing(), do_unit / p_times);
         __syncthreads();
@@ -137,7 +137,7 @@ struct Block : KeyBlock<Shared> {
         long long number = QueryTiles<ROWS>::number(p, at.head, tile_q);
         if (DETERMINISTIC) wait_for_turn(p, at.head, tile_q, number, tile);
         Accum* dq_sum = dq.place(p, number);
-        constexpr int OF_PRODUCT = ROWS / 16, STEPS = OF_PRODUCT * (1 + SHARE);
+        constexpr int OF_PRODUCT = ROWS / 16, STEPS = OF_PRODUCT * (1 + SPLIT_QUERIES);
         auto along = [&](int product) {
             return [&, product](int k) { dq.add<STEPS>(dq_sum, OF_PRODUCT * product + k); };
         };
@@ -159,7 +159,7 @@ struct Block : KeyBlock<Shared> {
                 next_do.all();
             });
             cp_async_commit();
-        } else if constexpr (SHARE) {
+        } else if constexpr (SPLIT_QUERIES) {
             mma_AB<ROWS>(dv, FromShared<STile>{s.p_tile(), warp_key}, s.do_tile(stage),
                          column_warp * (DIM_V / COLUMN_WARPS), along(0), do_unit / p_times);
             mma_AB<ROWS>(dk, FromShared<STile>{s.ds_tile(), warp_key}, s.q_tile(stage),

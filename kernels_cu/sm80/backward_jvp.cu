@@ -16,7 +16,7 @@
 constexpr bool APART = SIZE == 8 && QUERY_WARPS < COLUMN_WARPS;
 
 // Which of these go through shared memory: tdx, for tdQ; dx; tP and P, where warps share keys.
-constexpr bool DX_STORED = TK || (SHARE && TQ) || APART, TP_STORED = SHARE && MOVES, P_STORED = SHARE && TDOUT;
+constexpr bool DX_STORED = TK || (SPLIT_QUERIES && TQ) || APART, TP_STORED = SPLIT_QUERIES && MOVES, P_STORED = SPLIT_QUERIES && TDOUT;
 
 // Where things lie in shared memory.
 struct Shared {
@@ -165,7 +165,7 @@ struct Block : KeyBlock<Shared> {
             store();
         }
         float tp_unit = do_unit * powers.tp.unit, p_unit = tdo_unit / p_times;
-        if constexpr (!SHARE) {
+        if constexpr (!SPLIT_QUERIES) {
             FromRegisters<M, WARP_QUERIES / 8> of_tp{tx, powers.tp.times};
             FromRegisters<M, WARP_QUERIES / 8, DROPOUT> of_p{x, p_times};
             if constexpr (MOVES) mma_AB<ROWS>(dv, of_tp, s.do_tile(stage), 0, Nothing(), tp_unit);
@@ -186,7 +186,7 @@ struct Block : KeyBlock<Shared> {
             return [&, product](int k) { dq.add<STEPS>(dq_sum, ROWS / 16 * product + k); };
         };
         float tdx_unit = q_unit * powers.tdx.unit, dx_unit = tq_unit * powers.dx.unit;
-        if constexpr (SHARE) {
+        if constexpr (SPLIT_QUERIES) {
             using Operand = FromShared<STile>;
             Operand of_tp{s.tp_tile(), warp_key}, of_p{s.p_tile(), warp_key};
             int column = column_warp * (DIM_V / COLUMN_WARPS);

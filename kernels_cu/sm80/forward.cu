@@ -7,35 +7,10 @@
 // memory less often. Where shared memory has room for 16 keys alone, each of them computes all of S. With two STAGES
 // the next K and V tiles are on their way while these are worked on; with one, V arrives under S = Q K^T and the next
 // K under the softmax and P V, in half the shared memory, so that two thread blocks share a multiprocessor.
-#include "attention/dead_rows.cuh"
-#include "attention/dropped.cuh"
-#include "attention/mask.cuh"
-#include "attention/operands.cuh"
-#include "attention/schedule.cuh"
 #include "attention/shares.cuh"
 #include "attention/softmax.cuh"
-#include "ptx/barrier.cuh"
+#include "sm80/query_block.cuh"
 #include "tile/doubles.cuh"
-#include "tile/rows.cuh"
-
-using namespace config;
-
-constexpr int THREADS = 32 * WARPS;
-constexpr int ROW_WARPS = WARPS / COLUMN_WARPS;
-constexpr int WARP_ROWS = ROWS / ROW_WARPS;
-constexpr bool SHARE = COLUMN_WARPS > 1 && KEYS >= 16 * COLUMN_WARPS;  // S among the warps that share rows
-constexpr bool AGAIN = COLUMN_WARPS > 1 && !SHARE;                     // each of these has all of S
-constexpr int WARP_KEYS = SHARE ? KEYS / COLUMN_WARPS : KEYS, WARP_COLUMNS = DIM_V / COLUMN_WARPS;
-constexpr int SIZE = sizeof(Accum);  // of row maxima and sums
-constexpr int M = WARP_ROWS / 16;  // row fragments of a warp
-static_assert(ROWS % (16 * ROW_WARPS) == 0 && WARP_KEYS % 16 == 0 && DIM % 16 == 0 && WARP_COLUMNS % 16 == 0 &&
-              (STAGES == 1 || STAGES == 2) && COLUMN_WARPS <= 4);
-
-using QTile = OperandTile<ROWS, DIM>;
-using OTile = SharedTile<ROWS, DIM_V>;  // takes Q's place at the end
-using KTile = OperandTile<KEYS, DIM>;
-using VTile = OperandTile<KEYS, DIM_V>;
-using PTile = OperandTile<ROWS, KEYS>;  // only where P is shared
 
 // What P is multiplied by where it is split: at most 2^8 (OnlineSoftmax::raise), it stays below float16's largest.
 constexpr float P_TIMES = 0x1p6f;
@@ -79,7 +54,7 @@ struct Shared {
     static constexpr int STAGE = KTile::BYTES + VTile::BYTES;
     static constexpr int P_TILE = RING + STAGES * STAGE;
     static constexpr int EXCHANGE = P_TILE + PTile::BYTES;
-    static constexpr int END = SHARE ? EXCHANGE + COLUMN_WARPS * SIZE * ROWS : P_TILE;
+    static constexpr int END = SPLIT_K ? EXCHANGE + COLUMN_WARPS * SIZE * ROWS : P_TILE;
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
@@ -91,34 +66,14 @@ struct Shared {
     __device__ PTile p_tile() const { return {base + P_TILE}; }
 };
 
-// A thread block with the queries of one tile.
-struct Block {
-    const Params& p;
-    Shared s;
-    Head head;
-    Range queries;
+struct Block : QueryBlock<Shared> {
     int share;  // of the keys that its rows see
-    KeyWalk<KEYS, ROWS> walk;
-    int row_warp, column_warp, warp_row, warp_key;  // the warp's first row and key in a tile
-    float q_unit;
     Dropout dropout;
     OnlineSoftmax<M> softmax;
-    Accumulator<M, WARP_COLUMNS / 8> o;
+    Output o;
 
     __device__ Block(const Params& p, Shared s, Head head, int tile, int share)
-        : p(p),
-          s(s),
-          head(head),
-          queries(head.query_tile<ROWS>(p, tile)),
-          share(share),
-          walk(p, head, queries),
-          row_warp(threadIdx.x / 32 % ROW_WARPS),
-          column_warp(threadIdx.x / 32 / ROW_WARPS),
-          warp_row(row_warp * WARP_ROWS),
-          warp_key(AGAIN ? 0 : column_warp * WARP_KEYS),
-          q_unit(operand_unit<OfQ>(p, head, tile)),
-          dropout(p),
-          softmax(Pairs(p, head).factor()) {
+        : QueryBlock<Shared>(p, s, head, tile), share(share), dropout(p), softmax(Pairs(p, head).factor()) {
         if (SHARES) walk = walk.share(share, p.shares);
         o.clear();
     }
@@ -153,15 +108,8 @@ struct Block {
         cp_async_commit();
     }
 
-    // V of a tile has arrived. (Of float32 what is dead is 0 there. Scores of dead keys are hidden, whatever K is.)
     __device__ void clear_values(int tile, int stage) const {
-        if constexpr (PARTS == 1 && (KEY_MASK || DEAD_KEYS)) {
-            if (!KEY_MASK && tile * KEYS >= head.live_keys(p).begin) return;
-            DeadRows<KEYS> dead = unseen_keys<KEYS>(Pairs(p, head), tile * KEYS);
-            if (!dead.any()) return;
-            dead.clear<WARPS>(s.v_tile(stage), threadIdx.x / 32);
-            __syncthreads();
-        }
+        clear_dead_keys(tile, [&](const DeadRows<KEYS>& dead) { dead.clear<WARPS>(s.v_tile(stage), threadIdx.x / 32); });
     }
 
     // Products become scores, hidden ones -inf.
@@ -213,15 +161,15 @@ struct Block {
         // Online softmax
         Accum largest[M][2];
         softmax.row_maximum(scores, largest);
-        if (SHARE) exchange.put(largest);
+        if (SPLIT_K) exchange.put(largest);
         if (STAGES == 1) {
             cp_async_wait<0>();
             __syncthreads();  // V has arrived, and everybody is done with K
             clear_values(tile, stage);
-        } else if (SHARE) {
-            sync_sharers();
+        } else if (SPLIT_K) {
+            sync_row_warps();
         }
-        if (SHARE) exchange.combine(largest, [](Accum x, Accum y) { return larger(x, y); });
+        if (SPLIT_K) exchange.combine(largest, [](Accum x, Accum y) { return larger(x, y); });
         softmax.rescale(largest, o);
         softmax.exponentiate(scores);
         Placement<> at{head.q, queries.begin + warp_row, tile * KEYS + warp_key};
@@ -233,9 +181,9 @@ struct Block {
             if (STAGES == 1) next_k.template part<KEYS / 16>(k);
         };
         float unit = v_unit / P_TIMES;
-        if constexpr (SHARE) {
+        if constexpr (SPLIT_K) {
             scores.store<DROPOUT>(s.p_tile(), warp_row, warp_key, P_TIMES);
-            sync_sharers();
+            sync_row_warps();
             mma_AB<KEYS>(o, FromShared<PTile>{s.p_tile(), warp_row}, s.v_tile(stage), column_warp * WARP_COLUMNS, along, unit);
         } else {
             mma_AB<KEYS>(o, FromRegisters<M, WARP_KEYS / 8, DROPOUT>{scores, P_TIMES}, s.v_tile(stage),
@@ -249,10 +197,10 @@ struct Block {
         Exchange exchange{s.base + Shared::EXCHANGE, warp_row, column_warp};
         cp_async_wait<0>();
         softmax.add_lanes();
-        if (SHARE) {
+        if (SPLIT_K) {
             __syncthreads();  // everybody is done with Q and the exchange
             exchange.put(softmax.sum);
-            sync_sharers();
+            sync_row_warps();
             exchange.combine(softmax.sum, [](Accum x, Accum y) { return x + y; });
         }
         Pairs pairs(p, head);
@@ -289,15 +237,12 @@ struct Block {
             // shares of the two tiles overlap.
             if (AGAIN || DIM != DIM_V || walk.count() == 0) __syncthreads();
             o.store(s.o_tile(), warp_row, column_warp * WARP_COLUMNS);
-            if (COLUMN_WARPS > 1) sync_sharers();
+            if (COLUMN_WARPS > 1) sync_row_warps();
             __syncwarp();
             constexpr int OUT_ROWS = WARP_ROWS / COLUMN_WARPS;
             store_rows<OUT_ROWS>(s.o_tile(), warp_row + column_warp * OUT_ROWS, out, p.out_strides.row, rows, p.dim_v);
         }
     }
-
-    // The warps that share rows wait for each other.
-    __device__ void sync_sharers() const { sync_threads<32 * COLUMN_WARPS>(1 + row_warp); }
 };
 
 // Launched where there are two parts.
@@ -309,20 +254,8 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
 extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Params p) { combine_all_shares<DIM_V>(p); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forward(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) char shared[];
-    // The tiles of a head one after the other, so that they share its K and V in the cache; where later ones see more keys,
-    // those first.
-    Schedule<QueryTiles<ROWS>, QUERY_ORDER> schedule(p);
+    QuerySchedule schedule(p);
     int number = blockIdx.x, share = 0;
     if constexpr (SHARES) share = number % p.shares, number /= p.shares;
-    HeadTile at = schedule.tile(number);
-    if (config::PACKED_Q && at.none()) return;
-    Block block(p, Shared{shared_address(shared)}, at.head, at.number, share);
-    block.load_first();
-    int stage = 0;
-    for (int step = block.walk.start(); block.walk.has(step); step = block.walk.next(step)) {
-        block.visit(step, stage);
-        if (STAGES == 2) stage = 1 - stage;
-    }
-    block.finish();
+    visit_keys<Block>(p, schedule.tile(number), share);
 }

@@ -16,7 +16,7 @@ constexpr int M = WARP_KEYS / 16;  // row fragments of a warp
 // Where there are not 16 queries for each, some compute the same scores: wide rows of doubles leave room for so few.
 constexpr int QUERY_WARPS = ROWS / 16 < COLUMN_WARPS ? ROWS / 16 : COLUMN_WARPS;
 constexpr int WARP_QUERIES = ROWS / QUERY_WARPS;
-constexpr bool SHARE = COLUMN_WARPS > 1;
+constexpr bool SPLIT_QUERIES = COLUMN_WARPS > 1;
 constexpr int SIZE = sizeof(Accum);  // of lse and delta
 static_assert(KEYS % (16 * KEY_WARPS) == 0 && WARP_QUERIES % 16 == 0 && COLUMN_WARPS % QUERY_WARPS == 0 &&
               DIM % (16 * COLUMN_WARPS) == 0 && DIM_V % (16 * COLUMN_WARPS) == 0);

@@ -14,11 +14,6 @@
 #include "sm90/forward_steps.cuh"
 #include "tile/rows.cuh"
 
-// Per thread. What the producer warpgroup gives away the others take: together no more than at the start.
-constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = ROOMY ? 40 : 32;
-constexpr int CONSUMER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - PRODUCER_REGISTERS) / GROUPS / 8 * 8;
-
 // Whether V may hold anything where key_mask hides keys. (Turned it is 0 there; what is dead by position no map knows of.)
 constexpr bool CLEARS = KEY_MASK && !TURNED;
 

@@ -22,6 +22,11 @@ constexpr int CONSUMER_WARPS = 4 * GROUPS;  // warps that read what is loaded
 // blocks.
 constexpr bool ROOMY = GROUPS * BLOCKS < 3;
 
+// Per thread. What the producer warpgroup gives away the consumers take: together no more than at the start.
+constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
+constexpr int PRODUCER_REGISTERS = ROOMY ? 40 : 32;
+constexpr int CONSUMER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - PRODUCER_REGISTERS) / GROUPS / 8 * 8;
+
 // OWN_Q, where Q has one place in shared memory: each warpgroup gives its rows back with its own last scores of a tile,
 // before their softmax, and goes on when it has those of the next tile.
 static_assert(!OWN_Q || Q_STAGES == 1 && PACK == 1);
@@ -152,7 +157,7 @@ struct SharesInTurn {
     // Of the number that has() has found.
     __device__ Tile tile() const {
         int heads = schedule.heads;
-        Tile tile = schedule.Whole::tile(Dealt{found.batch * heads + found.tile % heads, found.tile / heads});
+        Tile tile = schedule.Whole::tile(TileIndex{found.batch * heads + found.tile % heads, found.tile / heads});
         tile.share = found.share;
         return tile;
     }

@@ -54,8 +54,8 @@ struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING> {
         return int(fmaxf(1, fminf(fit, float(p.heads_k * entries())))) * packs;
     }
 
-    __device__ Tile tile(int number) const { return tile(this->dealt(number, heads * entries(), together, groups)); }
-    __device__ Tile tile(Dealt at) const {
+    __device__ Tile tile(int number) const { return tile(this->index(number, heads * entries(), together, groups)); }
+    __device__ Tile tile(TileIndex at) const {
         const Params& p = this->p;
         int pack = at.head % heads, head_k = pack / packs;
         int head_q = PACK > 1 ? head_k * group_of(p) + pack % packs * PACK : pack;

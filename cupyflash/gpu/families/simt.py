@@ -94,7 +94,7 @@ BACKWARD_JVP_TILES = (
     Tile(32, 64, 32, 32, 4, dim=32, sums=4, scored=True),
     Tile(32, 64, 32, 32, 3, dim=32, sums=4),
     Tile(32, 32, 64, 32, 4, spills=16, dim=64, sums=4),
-    Tile(64, 32, 128, 32, 2, spills=104, sums=4),
+    Tile(64, 32, 128, 32, 2, spills=120, sums=4),
     Tile(32, 32, 32, 16, 3, spills=64, dim=32, sums=8),
     Tile(32, 32, 64, 16, 2, dim=64, sums=8),
     Tile(32, 32, 128, 16, 2, spills=128, sums=8),
