@@ -52,10 +52,10 @@ STYLE: dict[Any, Any] = {
     "figure.constrained_layout.h_pad": 0.08,
 }
 TITLES = {
-    "fp8": "forward, float8",
     "forward": "Attention forward",
     "backward": "Attention backward",
     "fp32": "float32 and float64",
+    "fp8": "Attention forward, float8",
     "both": "Attention forward and backward",
     "memory": "Memory beyond inputs and results",
     "host": "Host time of a call",
