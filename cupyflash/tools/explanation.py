@@ -72,7 +72,7 @@ class Explanation:
         rows = [
             ("pass", self.of),
             ("q", f"{_rows_of_q(p)} x {p.heads_q} x {p.dim} {p.dtype} {_axes(p)}"),
-            ("k, v", f"{_rows_of_k(p)} x {p.heads_k} x {p.dim}" + (f", {p.dim_v}" if p.dim_v != p.dim else "")),
+            ("k, v", f"{_rows_of_k(p)} x {p.heads_k} x {_columns(p)}" + (f" {p.cache_dtype}" if p.cache_dtype else "")),
             ("mask", _mask(p)),
             *([("score", _score(p))] if _score(p) else []),
             ("device", self.device),
@@ -159,13 +159,14 @@ def explain(
     given["seed"] = array
     asked = {name: given[name] for name in complete({}) if name in given}
     descales = {name: given.pop(name, None) for name in DESCALES}
-    given |= rules.fold_descales(asked, as_view("q", q, dtype, arch), descales)
+    of_q, of_k = as_view("q", q, dtype, arch), as_view("k", k, dtype, arch)
+    given |= rules.fold_descales(asked, of_q, of_k, descales)
     arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in _OPTIONAL}}
     views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
     read = views_of_score(given.get("score_arrays"), arch)
     problem = rules.for_pass(rules.describe(**views, **asked, score_arrays=read), what)
     if what is not FORWARD:
-        rules.refuse_float8(problem.dtype, what)
+        rules.refuse_float8(problem.dtype, what, problem.cache_dtype)
         lengths.refuse_pages(problem, what)
     wanted = check_wrt(wrt, arrays, problem.score)
     views |= {x.key: read[x.name] for x in (problem.score.arrays if problem.score else ())}
@@ -237,6 +238,10 @@ def _of_blocks(block_mask: Any) -> tuple[str, ...]:
     said = ", ".join(f"{n:,} {name}" for name, n in counts.items())
     share = 1 - counts["empty"] / max(1, sum(counts.values()))
     return (f"block mask: {said} blocks, so that {share:.1%} of what is counted here is computed",)
+
+
+def _columns(p: AttentionProblem) -> str:
+    return f"{p.dim}" + (f", {p.dim_v}" if p.dim_v != p.dim else "")
 
 
 def _refuse_family(family: str, q: View) -> None:
