@@ -6,10 +6,11 @@ It is put together from what writes (writing.py) and `attention`; nothing waits 
 from __future__ import annotations
 
 import inspect
+import numbers as numbers_module
 import sys
 from typing import Any, NamedTuple
 
-from . import dispatch, interop, writing
+from . import cached, dispatch, interop, writing
 from .api import attention
 from .call import Arrays, Call
 from .given import present, trace_score, with_check
@@ -17,9 +18,10 @@ from .interop.protocol import Library
 from .lengths import asked_for
 from .other_names import renaming, unexpected
 from .passes import FORWARD
-from .problem import ARRAYS, DESCALES, OPTIONS, check_flag, check_layout, complete
+from .problem import ARRAYS, DESCALES, EIGHT, OPTIONS, check_flag, check_layout, complete
+from .reals import positive
 from .rotary import tables
-from .rules import argument_name, seed_of, state
+from .rules import argument_name, fold_descales, seed_of, state
 from .signature import sharing
 from .writing import INTEGERS
 
@@ -45,6 +47,8 @@ def attention_append(
     slots: Array | None = None,
     rotary: tuple[Array, Array] | None = None,
     rotary_interleaved: bool = False,
+    k_descale: float | Array | None = None,
+    v_descale: float | Array | None = None,
     return_lse: bool = False,
     check: bool = False,
     **options: Any,
@@ -58,7 +62,8 @@ def attention_append(
     k_new, v_new : (N, L, Hk, D) and (N, L, Hk, Dv), or (T, Hk, D) and (T, Hk, Dv)
         New rows, as many of each sequence as it has queries. They are not written to.
     k_cache, v_cache : (N, S, Hk, D) and (N, S, Hk, Dv); with page_table (pages, page, Hk, D) and (pages, page, Hk, Dv)
-        Of any strides. They are written to, but in JAX, where arrays are immutable; give them to `jax.jit` as donated.
+        Of any strides; of 8 bits, float8_e4m3fn or int8, beside new rows of 16. They are written to, but in JAX, where
+        arrays are immutable; give them to `jax.jit` as donated.
     seqlens_k : (N,) int32 or int64
         Rows that each sequence has before the call: the first new row becomes row seqlens_k[n], counted from 0.
     cu_seqlens_q : (N + 1,) int32 or int64, optional
@@ -73,6 +78,11 @@ def attention_append(
         half), in float32 or the caches' dtype, for the first 2 half columns, an even number up to D.
     rotary_interleaved : bool
         Pairs of columns are (2 i, 2 i + 1), in the place of (i, i + half).
+    k_descale, v_descale : float, (Hk,) or the cache's shape without its last axis, in float32, optional
+        What numbers of caches of 8 bits are multiplied by: a number, 1 if left out, or an array with one or one for
+        each head, by which new rows are divided; or an array with one for each row of a head, which is written too,
+        with what makes the row's largest number the largest of 8 bits. What is too large becomes the largest; NaN in
+        int8 becomes 0, beside a scale of NaN if the row has its own.
     check : bool
         As of `attention`: look at what lengths, pages and slots on a device hold, before anything is written.
     return_lse, causal, window, ... : as of `attention`
@@ -81,7 +91,7 @@ def attention_append(
     -------
     out : shaped like q, with Dv columns
     lse : only with return_lse=True
-    k_cache, v_cache : in JAX alone
+    k_cache, v_cache, and arrays of scales of rows : in JAX alone
         As one result where it is one, else as a tuple; None where there is none.
 
     Raises
@@ -94,6 +104,14 @@ def attention_append(
     arrays |= {"seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q, "page_table": page_table, "slots": slots}
     if rotary is not None:
         arrays |= tables(rotary)
+    numbers = {}
+    for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if isinstance(x, numbers_module.Real):
+            numbers[name] = positive(name, x)
+        else:
+            arrays[name] = x
+    if numbers:
+        options["numbers"] = numbers
     given = options | {"rotary_interleaved": rotary_interleaved, "return_lse": return_lse, "check": check}
     lib: Any = interop.library("k_cache", k_cache)
     traced = lib.kind == "torch" and lib.traced(k_cache)
@@ -109,24 +127,36 @@ class _Asked(NamedTuple):
     interleaved: bool
     return_lse: bool
     check: Any
+    numbers: dict[str, float]  # of scales that are no arrays
 
     @classmethod
     def of(cls, arrays: Arrays, given: dict[str, Any]) -> _Asked:
-        own = ("rotary_interleaved", "return_lse", "check")
+        own = ("rotary_interleaved", "return_lse", "check", "numbers")
         options = {name: x for name, x in given.items() if name not in own}
         interleaved, return_lse = (check_flag(name, given[name]) for name in own[:2])
+        numbers = given.get("numbers", {})
         for name in options:
             if name not in (*_OPTIONS, *_ARRAYS, "score_arrays", "family", "out"):
                 raise unexpected("attention_append", name, inspect.signature(attention_append).parameters)
         layout = check_layout(options.get("layout", "bshd"))
         arrays = present(_ROWS, arrays)
         _check_together(arrays, [*options, *["return_lse"] * return_lse])
-        return cls(arrays, options, layout, interleaved, return_lse, given["check"])
+        if numbers and not cached.of_eight(arrays["k_cache"]):
+            raise TypeError(
+                f"{next(iter(numbers))} is given with k_cache of {arrays['k_cache'].dtype}; it is for caches of "
+                f"{' or '.join(EIGHT)}"
+            )
+        return cls(arrays, options, layout, interleaved, return_lse, given["check"], numbers)
 
 
 def _traced(arrays: Arrays, given: dict[str, Any]) -> Any:
     """Where PyTorch follows the call: by an operator that writes, and that of attention."""
     asked = _Asked.of(arrays, given)
+    if cached.of_eight(arrays["k_cache"]):
+        raise TypeError(
+            f"k_cache has dtype {cached.name_of(arrays['k_cache'])}; attention_append to caches of 8 bits is not "
+            "traced by torch.compile: call it outside"
+        )
     lib, arrays = _of_one_library(asked.arrays)
     check = check_flag("check", asked.check)
     totals, turned = lib.append(arrays, asked.layout, asked.interleaved, check)  # type: ignore[attr-defined]
@@ -150,7 +180,7 @@ def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
     views = {name: interop.view(lib, name, x) for name, x in arrays.items()}
     writing.check_rows(views, asked.layout)
     if "slots" in arrays:
-        done = writing.in_slots(lib, arrays, views, asked.layout, asked_for(asked.check))
+        done = writing.in_slots(lib, arrays, views, asked.layout, asked_for(asked.check), asked.numbers)
         _keep(key, done, None, False)
         found = done.changed
     else:
@@ -164,17 +194,18 @@ def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
 def _behind(lib: Library, arrays: Arrays, views: writing.Views, asked: _Asked, key: Any) -> tuple[Array, ...]:
     attends, layout = "q" in arrays, asked.layout
     turns = attends and "rotary[0]" in arrays
-    call = _call(lib, arrays, asked.options, asked.return_lse, asked.check)
+    call = _call(lib, arrays, asked)
     adopted, targets = interop.adopt(lib, call.arrays, call.targets)
     seen = {name: interop.view(lib, argument_name(name), x) for name, x in adopted.items()}
     problem, _ = state(seen, {name: lib.view(x) for name, x in targets.items()}, call.options, FORWARD)
     given = {name: x for name, x in arrays.items() if turns or name != "q"}
-    done = writing.behind(lib, given, views, problem, layout, asked.interleaved, call.check)
+    done = writing.behind(lib, given, views, problem, layout, asked.interleaved, call.check, asked.numbers)
     _keep(key, done, call.but(arrays={}) if attends else None, turns)
     if not attends:
         return done.changed
-    k, v = done.changed or (arrays["k_cache"], arrays["v_cache"])
+    k, v, *scales = done.changed or (arrays["k_cache"], arrays["v_cache"])
     of = adopted | {"q": done.q if turns else adopted["q"], "k": k, "v": v, "seqlens_k": done.totals}
+    of |= zip([name for name in cached.SCALES if cached.of_rows(arrays.get(name), k)], scales)
     return (*_attended(call.but(arrays=of, targets=targets)), *done.changed)
 
 
@@ -246,9 +277,10 @@ def _attended(call: Call) -> tuple[Array, ...]:
 # ---- what is asked --------------------------------------------------------------------------------------------------
 
 
-def _call(lib: Library, arrays: Arrays, options: dict[str, Any], return_lse: bool, check: bool) -> Call:
+def _call(lib: Library, arrays: Arrays, asked: _Asked) -> Call:
     """The attention that is asked for, of lengths as they are before the call; of new rows alone where there is no
     q."""
+    options = asked.options
     seed, number = seed_of(options.get("seed"), options.get("dropout", 0.0))
     named = {name: options.get(name) for name in _ARRAYS} | {"seed": seed}
     named |= {name: arrays.get(name) for name in ("seqlens_k", "cu_seqlens_q", "page_table")}
@@ -257,9 +289,11 @@ def _call(lib: Library, arrays: Arrays, options: dict[str, Any], return_lse: boo
     values = complete({name: x for name, x in options.items() if name in _OPTIONS})
     if values["score"] is not None or options.get("score_arrays") is not None:
         trace_score(lib, of_call, values, options.get("score_arrays"))
+    scales = {name: asked.numbers.get(name, arrays.get(name)) for name in cached.SCALES}
+    of_call |= fold_descales(values, q, arrays["k_cache"], scales)
     targets = {} if options.get("out") is None else {"out": options["out"]}
-    call = Call(lib, FORWARD, of_call, values, targets, number, options.get("family"), return_lse)
-    return with_check(call, check)
+    call = Call(lib, FORWARD, of_call, values, targets, number, options.get("family"), asked.return_lse)
+    return with_check(call, asked.check)
 
 
 def _of_one_library(arrays: Arrays) -> tuple[Library, Arrays]:
@@ -281,7 +315,11 @@ def _of_one_library(arrays: Arrays) -> tuple[Library, Arrays]:
                     "under torch.no_grad(), or pass its detach()"
                 )
     if lib.kind != "jax":
-        for name in ("k_cache", "v_cache"):
+        for name in (
+            "k_cache",
+            "v_cache",
+            *(x for x in cached.SCALES if cached.of_rows(found.get(x), found["k_cache"])),
+        ):
             lib.check_target(name, found[name])
     return lib, found
 

@@ -16,7 +16,7 @@ class Row:
     """An array of a pass."""
 
     name: str
-    type: str  # of its elements, as kernels call it: In, Out or Accum
+    type: str  # of its elements, as kernels call it: In, Kept (of caches), Out or Accum
     result: bool = False
     per_query: bool = False  # one number for each query, (B, H, Sq), contiguous; else rows of elements, (B, S, H, D)
     optional: bool = False
@@ -56,7 +56,7 @@ class Pass:
 
 
 FORWARD = Pass("forward", (
-    Row("q", "In"), Row("k", "In"), Row("v", "In"),
+    Row("q", "In"), Row("k", "Kept"), Row("v", "Kept"),
     Row("out", "Out", result=True), Row("lse", "Accum", result=True, per_query=True),
 ))  # fmt: skip
 BACKWARD = Pass("backward", (

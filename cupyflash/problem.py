@@ -21,14 +21,14 @@ from .score import Score
 HALVES = ("float16", "bfloat16")
 FLOATS = (*HALVES, "float32", "float64")
 FLOAT8 = "float8_e4m3fn"
-EIGHT = (FLOAT8, "int8")  # what caches of 8 bits hold elsewhere
+EIGHT = (FLOAT8, "int8")  # what k and v may be beside q of 16 bits
 INPUTS = (*FLOATS, FLOAT8)
 OF_FLOAT8 = ("bfloat16", "float16", FLOAT8)  # what results of it may be, the first unless asked for
 INTEGERS = ("int64", "uint64", "int32", "uint32")
 OFFSETS = ("int32", "int64")
 ITEMSIZE = {
-    "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int64": 8, "uint64": 8,
-    "int32": 4, "uint32": 4,
+    "float8_e4m3fn": 1, "int8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int64": 8,
+    "uint64": 8, "int32": 4, "uint32": 4,
 }  # fmt: skip
 SHORT = {"fp8": FLOAT8, "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 LAYOUTS = ("bshd", "bhsd")
@@ -330,6 +330,7 @@ class AttentionProblem:
     at: tuple[int, int, int, int] | None = None  # where the first batch entry, head, query and key stand among all
     dropout: float = 0.0  # the share of the probabilities that become 0
     out_dtype: str | None = None  # of results; None: that of q
+    cache_dtype: str | None = None  # of k and v, where that is of 8 bits beside q of 16 (cached.py)
     out_scale: float = 1.0  # what it is multiplied by before it is rounded
     deterministic: bool = False
     add: bool = False  # whether gradients are added to what their targets hold

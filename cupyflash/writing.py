@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any, NamedTuple
 
-from . import caches
+from . import cached, caches
 from .call import Arrays
 from .interop.protocol import Library
 from .lengths import check_integers
 from .namespaces import namespace
-from .problem import EIGHT, FLOATS, OFFSETS, AttentionProblem, View, to_bshd
+from .problem import EIGHT, FLOATS, HALVES, OFFSETS, AttentionProblem, View, to_bshd
 from .rotary import check_tables, rotate
 
 Array = Any
@@ -21,12 +21,15 @@ INTEGERS = ("seqlens_k", "cu_seqlens_q", "page_table", "slots")
 class Written(NamedTuple):
     totals: Array | None  # lengths behind the call, where there are lengths
     q: Array | None  # turned, where it was given
-    changed: tuple[Array, ...]  # the caches, where those that are given cannot be written to
+    changed: tuple[Array, ...]  # the caches, and scales of rows, where those that are given cannot be written to
     prepared: Any  # what runs the next call like it (gpu.append.Prepared), if something does
 
 
-def in_slots(lib: Library, arrays: Arrays, views: Views, layout: str, check: bool) -> Written:
-    """At rows that slots name. `arrays`: new rows, caches and slots."""
+def in_slots(
+    lib: Library, arrays: Arrays, views: Views, layout: str, check: bool, numbers: dict[str, float] | None = None
+) -> Written:
+    """At rows that slots name. `arrays`: new rows, caches and slots, scales of caches of 8 bits among them; `numbers`:
+    those of such scales that are no arrays."""
     xp, (entries, rows, _, _) = namespace(lib.kind), to_bshd(views["k_cache"].shape, layout)
     held = _on_host(lib, arrays, views, ("slots",), check)
     if held is not None:
@@ -38,14 +41,21 @@ def in_slots(lib: Library, arrays: Arrays, views: Views, layout: str, check: boo
             return Written(None, None, (), prepared)
     with _device_of(lib, arrays["k_cache"]):
         places = caches.at_slots(xp, arrays["slots"], entries, rows)
-        return Written(None, None, _write(lib, xp, arrays, places, layout), None)
+        return Written(None, None, _write(lib, xp, arrays, places, layout, numbers or {}), None)
 
 
 def behind(
-    lib: Library, arrays: Arrays, views: Views, problem: AttentionProblem, layout: str, interleaved: bool, check: bool
+    lib: Library,
+    arrays: Arrays,
+    views: Views,
+    problem: AttentionProblem,
+    layout: str,
+    interleaved: bool,
+    check: bool,
+    numbers: dict[str, float] | None = None,
 ) -> Written:
     """Behind the rows that sequences have. `arrays`: new rows, caches, lengths, tables of angles, and q where it is to
-    be turned by them. `problem`: of the attention that follows."""
+    be turned by them. `problem`: of the attention that follows; `numbers` as of `in_slots`."""
     xp, rows = namespace(lib.kind), to_bshd(views["k_new"].shape, layout)[1]
     lengths = [name for name in ("seqlens_k", "cu_seqlens_q", "page_table") if name in arrays]
     held = _on_host(lib, arrays, views, lengths, check)
@@ -66,11 +76,15 @@ def behind(
             for name in ("k_new", "q"):
                 if name in arrays:
                     arrays[name] = _rows_first(rotate(xp, _rows_first(arrays[name], layout), *by), layout)
-        return Written(found.totals, arrays.get("q"), _write(lib, xp, arrays, found.places, layout), None)
+        return Written(
+            found.totals, arrays.get("q"), _write(lib, xp, arrays, found.places, layout, numbers or {}), None
+        )
 
 
 def on_kernel(lib: Any, arrays: Arrays) -> Any:
-    """The module that launches, where arrays lie on a GPU and nobody follows them."""
+    """The module that launches, where arrays lie on a GPU and nobody follows them. (Not for caches of 8 bits.)"""
+    if cached.of_eight(arrays["k_cache"]):
+        return None
     if lib.kind == "cupy" or (
         lib.kind == "torch" and arrays["k_cache"].is_cuda and not lib.recorded([*arrays.values()])
     ):
@@ -80,13 +94,23 @@ def on_kernel(lib: Any, arrays: Arrays) -> Any:
     return None
 
 
-def _write(lib: Library, xp: Any, arrays: Arrays, places: caches.Places, layout: str) -> tuple[Array, ...]:
-    """Nothing, or the caches where those that are given cannot be written to."""
-    found = []
+def _write(
+    lib: Library, xp: Any, arrays: Arrays, places: caches.Places, layout: str, numbers: dict[str, float]
+) -> tuple[Array, ...]:
+    """Nothing, or the caches, and their scales of rows, where those that are given cannot be written to."""
+    found, of_rows = [], []
     for name in "kv":
-        cache, new = (_rows_first(arrays[f"{name}_{x}"], layout) for x in ("cache", "new"))
+        whole = arrays[f"{name}_cache"]
+        cache, new = _rows_first(whole, layout), _rows_first(arrays[f"{name}_new"], layout)
+        if cached.of_eight(whole):
+            given: Any = numbers.get(f"{name}_descale", arrays.get(f"{name}_descale", 1.0))
+            rows = cached.of_rows(given, whole)
+            new, scale = cached.quantised(xp, new, cached.name_of(whole), None if rows else given)
+            if rows:
+                scales = _rows_first(given[..., None], layout)
+                of_rows.append(_rows_first(caches.write(xp, scales, places, scale[..., None]), layout)[..., 0])
         found.append(_rows_first(caches.write(xp, cache, places, new), layout))
-    return tuple(found) if lib.kind == "jax" else ()
+    return (*found, *of_rows) if lib.kind == "jax" else ()
 
 
 def _rows_first(x: Array, layout: str) -> Array:
@@ -109,9 +133,9 @@ def check_rows(views: Views, layout: str) -> None:
             )
     entries, rows, heads, dim = to_bshd(cache.shape, layout)
     dim_v = views["v_cache"].shape[-1]
-    if cache.dtype not in FLOATS:
-        eight = "caches of 8 bits are not served: " if cache.dtype in EIGHT else ""
-        raise TypeError(f"k_cache has dtype {cache.dtype}; {eight}it must be one of {', '.join(FLOATS)}")
+    if cache.dtype not in (*FLOATS, *EIGHT):
+        raise TypeError(f"k_cache has dtype {cache.dtype}; it must be one of {', '.join((*FLOATS, *EIGHT))}")
+    dtype = _dtype_of_new(views)
     for name in INTEGERS:
         if name in views and name != "slots":
             check_integers(name, views[name])
@@ -125,15 +149,32 @@ def check_rows(views: Views, layout: str) -> None:
             raise ValueError(
                 f"{name} has shape {views[name].shape}; it must be {shape}, as {of} say" + "s" * (of == "k_cache")
             )
-        if views[name].dtype != cache.dtype:
-            raise TypeError(f"{name} has dtype {views[name].dtype}; it must be that of k_cache, {cache.dtype}")
+        if views[name].dtype != (must := cache.dtype if name == "v_cache" else dtype):
+            of = "k_cache" if must == cache.dtype else "k_new"
+            raise TypeError(f"{name} has dtype {views[name].dtype}; it must be that of {of}, {must}")
     if "rotary[0]" in views:
-        check_tables(views["rotary[0]"], views["rotary[1]"], dim, cache.dtype)
+        check_tables(views["rotary[0]"], views["rotary[1]"], dim, dtype)
+    for name in cached.SCALES:
+        if name in views:
+            cached.check(name, views[name], cache.shape, layout)
     first = views.get("q", cache)
     for name, view in views.items():
         if view.device != first.device and view.device and first.device:  # traced JAX arrays have none yet
             where = "q" if "q" in views else "k_cache"
             raise ValueError(f"{name} is on {view.device} but {where} is on {first.device}; all must be on one device")
+
+
+def _dtype_of_new(views: Views) -> str:
+    """That of new rows: the caches', but beside these of 8 bits one of 16."""
+    dtype, new = views["k_cache"].dtype, views["k_new"].dtype
+    if dtype not in EIGHT:
+        for name in cached.SCALES:
+            if name in views:
+                raise TypeError(f"{name} is given with k_cache of {dtype}; it is for caches of {' or '.join(EIGHT)}")
+        return dtype
+    if new not in HALVES:
+        raise TypeError(f"k_new has dtype {new}; beside k_cache of {dtype} it must be {' or '.join(HALVES)}")
+    return new
 
 
 def _leader(views: Views) -> str:

@@ -517,7 +517,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k_cache": np.zeros((2, 9, 2, 8), int), "v_cache": np.zeros((2, 9, 2, 8), int)}, TypeError,
      "^k_cache has dtype int64; it must be one of float16"),
     ({"k_cache": np.zeros((2, 9, 2, 8), np.int8), "v_cache": np.zeros((2, 9, 2, 8), np.int8)}, TypeError,
-     "^k_cache has dtype int8; caches of 8 bits are not served: it must be one of float16"),
+     "^k_new has dtype float32; beside k_cache of int8 it must be float16 or bfloat16"),
     ({"q": np.zeros((6, 4, 8), F32)}, ValueError,
      r"^q has 3 dimensions, .*; without cu_seqlens_q it must have 4, \(sequences, rows, heads, dim\)"),
     ({"cu_seqlens_q": np.array([0, 3, 6])}, ValueError, r"^q has 4 .*; with cu_seqlens_q it must have 3"),

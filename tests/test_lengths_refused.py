@@ -60,9 +60,9 @@ VALUES = [
 SHAPES: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(
         (
-            FILLED | {"q": Q.astype(np.float16), "k": CACHE.astype(kind), "v": CACHE.astype(kind)},
+            FILLED | {"q": Q.astype(np.float32), "k": CACHE.astype(kind), "v": CACHE.astype(kind)},
             TypeError,
-            f"k has dtype {np.dtype(kind)} beside q of float16; caches of 8 bits are not served: it must be float16",
+            f"k has dtype {np.dtype(kind)} beside q of float32; k and v of 8 bits are for q of float16 or bfloat16",
         )
         for kind in (np.int8, ml_dtypes.float8_e4m3fn)
     ),

@@ -39,6 +39,7 @@ class Call(NamedTuple):
     heads_k: int
     dim: int
     page: int = 0
+    eight: str = ""  # dtype of k and v, where they are of 8 bits
 
     @property
     def causal(self) -> bool:
@@ -51,8 +52,8 @@ class Call(NamedTuple):
 
     @property
     def cache_bytes(self) -> int:
-        """Of K and V of 16 bits, as far as they are filled."""
-        return 4 * sum(self.keys) * self.heads_k * self.dim
+        """Of K and V, as far as they are filled."""
+        return (2 if self.eight else 4) * sum(self.keys) * self.heads_k * self.dim
 
     @property
     def pairs(self) -> int:
@@ -64,7 +65,9 @@ class Call(NamedTuple):
         queries, keys = ({*x} for x in (self.queries, self.keys))
         rows = _span(queries) if self.queries == self.keys else f"{_span(queries)} on {_span(keys)}"
         pages = f", pages of {self.page}" if self.page else ""
-        return f"{len(self.keys)} x {rows}, {self.heads}/{self.heads_k} x {self.dim}{', causal' * self.causal}{pages}"
+        sizes = f"{self.heads}/{self.heads_k} x {self.dim}"
+        eight = f", {self.eight}" if self.eight else ""
+        return f"{len(self.keys)} x {rows}, {sizes}{', causal' * self.causal}{pages}{eight}"
 
 
 def _span(lengths: set[int]) -> str:
@@ -122,16 +125,24 @@ _PAGED = {
     for (name, keys), page in itertools.product(_IN_PAGES.items(), (16, 64, 256))
 }
 
-CALLS: dict[str, dict[str, Call]] = {"decode": _DENSE | _RAGGED | _FEW, "varlen": _PACKED, "paged": _PAGED}
+_EIGHT = {
+    f"{name}-fp8": call._replace(held="pages" if call.page else "caches", eight="float8_e4m3fn")
+    for name, call in (_DENSE | _RAGGED | _PAGED).items()
+    if name in ("16x16384-32/8-d128", "64x4096-32/8-d128", "1x131072-32/8-d128", "64x4096-64/8-d64", "ragged-64",
+        "64x4096-p16")
+}  # fmt: skip
+
+CALLS: dict[str, dict[str, Call]] = {"decode": _DENSE | _RAGGED | _FEW | _EIGHT, "varlen": _PACKED, "paged": _PAGED}
 QUICK = (  # or how they begin
     "16x4096-", "1x131072-32/8", "1x16384-32", "64x4096-64/8", "long", "ragged-64", "ragged-p", "16x4on",
-    "8x2048", "lognormal", "64x256-d128", "short-d128", "chunk",
+    "8x2048", "lognormal", "64x256-d128", "short-d128", "chunk", "16x16384-32/8-d128-fp8",
 )  # fmt: skip
 # What `lines` sums up: the rows of a kind.
 KINDS = {
     "a token, caches of one length": (*_DENSE,),
     "ragged caches": (*_RAGGED,),
     "2 to 16 queries": (*_FEW,),
+    "caches of 8 bits": (*_EIGHT,),
     "packed, one length": tuple(name for name, x in _PACKED.items() if x.even),
     "packed, ragged": tuple(name for name, x in _PACKED.items() if x.queries == x.keys and not x.even),
     "a chunk beside tokens": ("chunk",),
@@ -140,12 +151,13 @@ KINDS = {
 }
 # Beside the peers stand ours in another form, and what reading K and V takes.
 PEERS = {
-    "decode": ("fa3", "flashinfer", "flashinfer-tc", "cudnn", "fa2", "lengths", "append", "read"),
+    "decode": ("fa3", "flashinfer", "flashinfer-tc", "cudnn", "fa2", "lengths", "sixteen", "append", "read"),
     "varlen": ("fa3", "flashinfer", "fa2", "dense"),
     "paged": ("fa3", "flashinfer", "flashinfer-tc", "cudnn", "dense", "append", "read"),
 }
 OWN = {
     "lengths": "lengths on the device",
+    "sixteen": "against our call on 16 bits",
     "append": "appending",
     "dense": "against our dense call",
     "read": "against reading K and V",
@@ -200,6 +212,8 @@ def draw(call: Call, dtype: str, seed: int, device: str = "cuda") -> peers.Case:
     lengths = {name: shape for name, shape in shapes(call).items() if name not in "qk"}
     q, k = (shapes(call)[x] for x in "qk")
     a, b, c, dout = (torch.randn(shape, **given) for shape in (q, k, k, q))
+    if call.eight:
+        b, c = (x.to(getattr(torch, call.eight)) for x in (b, c))
     values: dict[str, Any] = {"seqlens_k": call.keys}
     values |= {f"cu_seqlens_{x}": (0, *itertools.accumulate(n)) for x, n in (("q", call.queries), ("k", call.keys))}
     if "page_table" in lengths:
@@ -212,7 +226,11 @@ def draw(call: Call, dtype: str, seed: int, device: str = "cuda") -> peers.Case:
 
 
 def in_other_form(case: peers.Case, call: Call) -> dict[str, tuple[Call, peers.Case]]:
-    """The same for ours in the form to compare with: dense caches with their lengths; without, what has one length."""
+    """The same for ours in the form to compare with: numbers of 8 bits in 16; dense caches with their lengths; without,
+    what has one length."""
+    if call.eight:
+        wide = case._replace(k=case.k.to(case.q.dtype), v=case.v.to(case.q.dtype))
+        return {"sixteen": (call._replace(eight=""), wide)}
     dense = call._replace(held="dense", page=0)
     if call.held == "dense":
         import torch
@@ -241,7 +259,7 @@ def appending(family: str | None) -> peers.Prepare:
         at = filled[:, None] + torch.arange(q.shape[1], device=q.device)
         number = torch.arange(len(filled), device=q.device)[:, None]
         k_new, v_new = (
-            x[number if table is None else table[number, at // x.shape[1]], at % x.shape[1]] for x in (k, v)
+            x[number if table is None else table[number, at // x.shape[1]], at % x.shape[1]].to(q.dtype) for x in (k, v)
         )
         angles = torch.zeros(k.shape[1] if table is None else table.shape[1] * k.shape[1], q.shape[-1] // 2)
         rotary = angles.cos().to(q.device), angles.to(q.device)
@@ -368,7 +386,7 @@ def _reading(call: Call, case: peers.Case, of: Pass) -> Candidate:
     import torch
 
     filled = sum(call.keys) * call.heads_k * call.dim
-    rows = torch.cat([x.flatten()[:filled] for x in (case.k, case.v)]).view(torch.int64)
+    rows = torch.cat([x.flatten()[:filled].view(torch.uint8) for x in (case.k, case.v)]).view(torch.int64)
     return Candidate(lambda: (rows.sum(),))
 
 
@@ -392,11 +410,13 @@ def jobs_of(problem: Mapping[str, Any], arch: Any, family: str | None) -> Iterab
 
     call, of = call_of(problem), PASSES[problem["pass"]]
     forms = [call, *([call._replace(held="caches")] if call.held == "dense" else [])]
+    forms += [call._replace(eight="")] if call.eight else []
     if call.even and call.held in ("packed", "pages"):
         forms.append(call._replace(held="dense", page=0))
     for form, each in itertools.product(forms, dict.fromkeys((FORWARD, of))):
+        dtypes = {"q": problem["dtype"], "k": form.eight or problem["dtype"]}
         views = {
-            name: View(x, contiguous(x), problem["dtype"] if name in "qk" else OFFSETS[0], "cuda:0", "torch")
+            name: View(x, contiguous(x), dtypes.get(name, OFFSETS[0]), "cuda:0", "torch")
             for name, x in shapes(form).items()
         }
         q, k = views.pop("q"), views.pop("k")

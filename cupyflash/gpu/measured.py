@@ -30,6 +30,7 @@ TABLE = {
     "sm80.rate_8": Measured(3e11, "FLOP/s", "H200", "2026-11-23", "of 8"),
     "sm80.crowding": Measured(0.9, "", "H200", "2026-11-24",
         "two blocks together take 1.7 to 1.9 times as long as one"),
+    "sm80.bytes": Measured(2.34e10, "B/s", "H100", "2026-11-26", "of what reading large caches reaches"),
     # Of a multiprocessor in the Hopper forward: fitted to 100 calls of one round, within 10 % (docs/hopper-forward.md)
     "sm90_forward.rate": Measured(5.9e12, "FLOP/s", "H200", "2026-11-24", "products"),
     "sm90_forward.score": Measured(5.2e-11, "s", "H200", "2026-11-24", "a score at least: its exponential"),

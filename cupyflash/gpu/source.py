@@ -23,6 +23,7 @@ FORMATS = (
     "struct half_t { unsigned short bits; };",
     "struct bfloat16_t { unsigned short bits; };",
     "struct float8_t { unsigned char bits; };  // e4m3: no infinities, at most 448",
+    "struct integer8_t { signed char bits; };",
 )
 
 
@@ -38,7 +39,7 @@ def kernels_folder() -> Path:
 
 def generate(plan: KernelPlan) -> str:
     """The whole CUDA source of a plan, as one string."""
-    types = zip(("In", "Product", "Out", "Accum"), params.types(plan))
+    types = zip(("In", "Product", "Out", "Accum", "Kept"), (*params.types(plan), params.kept_type(plan)))
     lines = [
         *FORMATS,
         *(f"using {name} = {type};" for name, type in types),

@@ -27,6 +27,7 @@ _DTYPES = {
     "int32": torch.int32,
     "int64": torch.int64,
     "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }
 _OF_NUMPY: dict[torch.dtype, np.dtype] = {
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16), torch.float8_e4m3fn: np.dtype(ml_dtypes.float8_e4m3fn),

@@ -15,9 +15,9 @@ import torch
 from torch.autograd import forward_ad
 
 from .. import dispatch, interop
+from ..cached import name_of, of_eight
 from ..call import Arrays, Call
 from ..passes import BACKWARD, FORWARD
-from ..problem import FLOAT8
 from ..rules import lasting
 from . import torch_derivatives, torch_levels, torch_nested, torch_operators, torch_schema
 from .protocol import Recorder
@@ -164,8 +164,9 @@ def _record(call: Call) -> tuple[Any, Any]:
 
 def _check_gradient(arrays: Arrays) -> None:
     """TypeError where a gradient is wanted of what has a forward alone."""
-    if arrays["q"].dtype is _FLOAT8 or "page_table" in arrays:
-        what = f"q has dtype {FLOAT8}, of which" if arrays["q"].dtype is _FLOAT8 else "page_table is given, with which"
+    eight = next((name for name in "qk" if of_eight(arrays[name])), None)
+    if eight or "page_table" in arrays:
+        what = f"{eight} has dtype {name_of(arrays[eight])}, of which" if eight else "page_table is given, with which"
         raise TypeError(f"{what} there is a forward alone, but a gradient is wanted; call under torch.no_grad()")
 
 
@@ -183,7 +184,7 @@ def _autocast(arrays: Arrays, dtype: torch.dtype) -> Arrays:
     float32."""
 
     def cast(name: str, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype is torch.float64:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype is torch.float64 or of_eight(x):
             return x
         return (
             x

@@ -73,10 +73,7 @@ class Explanation:
         rows = [
             ("pass", self.of),
             ("q", f"{_as_given(self.rank, ' x ', *_rows_of_q(p), p.heads_q, p.dim)} {p.dtype} {_axes(p, self.rank)}"),
-            (
-                "k, v",
-                _as_given(self.rank, " x ", *_rows_of_k(p), p.heads_k, p.dim) + f", {p.dim_v}" * (p.dim_v != p.dim),
-            ),
+            ("k, v", _keys_and_values(p, self.rank)),
             ("mask", _mask(p)),
             *([("score", _score(p))] if _score(p) else []),
             ("device", self.device),
@@ -163,13 +160,14 @@ def explain(
     given["seed"] = array
     asked = {name: given[name] for name in complete({}) if name in given}
     descales = {name: given.pop(name, None) for name in DESCALES}
-    given |= rules.fold_descales(asked, as_view("q", q, dtype, arch), descales)
+    of_q, of_k = as_view("q", q, dtype, arch), as_view("k", k, dtype, arch)
+    given |= rules.fold_descales(asked, of_q, of_k, descales)
     arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in _OPTIONAL}}
     views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
     read = views_of_score(given.get("score_arrays"), arch)
     problem = rules.for_pass(rules.describe(**views, **asked, score_arrays=read), what)
     if what is not FORWARD:
-        rules.refuse_float8(problem.dtype, what)
+        rules.refuse_float8(problem.dtype, what, problem.cache_dtype)
         lengths.refuse_pages(problem, what)
     wanted = check_wrt(wrt, arrays, problem.score)
     views |= {x.key: read[x.name] for x in (problem.score.arrays if problem.score else ())}
@@ -242,6 +240,12 @@ def _of_blocks(block_mask: Any) -> tuple[str, ...]:
     said = ", ".join(f"{n:,} {name}" for name, n in counts.items())
     share = 1 - counts["empty"] / max(1, sum(counts.values()))
     return (f"block mask: {said} blocks, so that {share:.1%} of what is counted here is computed",)
+
+
+def _keys_and_values(p: AttentionProblem, rank: int) -> str:
+    columns = f"{p.dim}, {p.dim_v}" if p.dim_v != p.dim else p.dim
+    of = _as_given(rank, " x ", *_rows_of_k(p), p.heads_k, columns)
+    return f"{of} {p.cache_dtype}" if p.cache_dtype else of
 
 
 def _refuse_family(family: str, q: View) -> None:

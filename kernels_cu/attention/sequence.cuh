@@ -181,7 +181,7 @@ struct Sequence : Lengths<RAGGED> {
     __device__ static int most_keys(const Params& p) { return p.seq_k; }
     __device__ static int most_key_rows(const Params& p) { return config::LENGTHS ? p.rows_k : p.seq_k; }
     __device__ static long long bytes_of_kv(const Params& p) {
-        return (long long)sizeof(In) * (config::PACKED_K ? max(1, p.rows_k / p.batch) : p.seq_k) * (p.dim + p.dim_v);
+        return (long long)sizeof(Kept) * (config::PACKED_K ? max(1, p.rows_k / p.batch) : p.seq_k) * (p.dim + p.dim_v);
     }
 
    private:

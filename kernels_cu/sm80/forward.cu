@@ -7,10 +7,30 @@
 // memory less often. Where shared memory has room for 16 keys alone, each of them computes all of S. With two STAGES
 // the next K and V tiles are on their way while these are worked on; with one, V arrives under S = Q K^T and the next
 // K under the softmax and P V, in half the shared memory, so that two thread blocks share a multiprocessor.
+// K and V of 8 bits (EIGHT) arrive as they are, so many STAGES ahead, and become tiles of 16 before they are multiplied.
+#include "attention/cached.cuh"
 #include "attention/shares.cuh"
 #include "attention/softmax.cuh"
 #include "sm80/query_block.cuh"
+#include "tile/bytes.cuh"
 #include "tile/doubles.cuh"
+
+constexpr bool LATE_V = STAGES == 1 && !EIGHT;  // V of a tile arrives after its K
+
+// As what K and V arrive.
+template <bool BYTES>
+struct Arriving {
+    using Element = Product;
+    using K = KTile;
+    using V = VTile;
+};
+template <>
+struct Arriving<true> {
+    using Element = Kept;
+    using K = ByteTile<KEYS, DIM>;
+    using V = ByteTile<KEYS, DIM_V>;
+};
+using Arrives = Arriving<EIGHT>;
 
 // What P is multiplied by where it is split: at most 2^8 (OnlineSoftmax::raise), it stays below float16's largest.
 constexpr float P_TIMES = 0x1p6f;
@@ -52,9 +72,11 @@ struct Exchange {
 struct Shared {
     static constexpr int RING = QTile::BYTES > OTile::BYTES || PARTS == 2 ? QTile::BYTES : OTile::BYTES;
     static constexpr int STAGE = KTile::BYTES + VTile::BYTES;
-    static constexpr int P_TILE = RING + STAGES * STAGE;
+    static constexpr int P_TILE = RING + (EIGHT ? 1 : STAGES) * STAGE;
     static constexpr int EXCHANGE = P_TILE + PTile::BYTES;
-    static constexpr int END = SPLIT_K ? EXCHANGE + COLUMN_WARPS * SIZE * ROWS : P_TILE;
+    static constexpr int BYTES = SPLIT_K ? EXCHANGE + COLUMN_WARPS * SIZE * ROWS : P_TILE;
+    static constexpr int SCALES = Arrives::K::BYTES + Arrives::V::BYTES;  // of K's rows and of V's
+    static constexpr int END = EIGHT ? BYTES + STAGES * (SCALES + 8 * KEYS) : BYTES;
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
@@ -64,6 +86,15 @@ struct Shared {
     __device__ KTile k_tile(int stage) const { return {base + RING + stage * STAGE}; }
     __device__ VTile v_tile(int stage) const { return {k_tile(stage).base + KTile::BYTES}; }
     __device__ PTile p_tile() const { return {base + P_TILE}; }
+
+    __device__ unsigned arriving(int stage) const {
+        if constexpr (!EIGHT) return k_tile(stage).base;
+        return base + BYTES + stage * (SCALES + 8 * KEYS);
+    }
+    __device__ Arrives::K k_arriving(int stage) const { return {arriving(stage)}; }
+    __device__ Arrives::V v_arriving(int stage) const { return {arriving(stage) + Arrives::K::BYTES}; }
+    __device__ unsigned k_scales(int stage) const { return arriving(stage) + SCALES; }
+    __device__ unsigned v_scales(int stage) const { return k_scales(stage) + 4 * KEYS; }
 };
 
 struct Block : QueryBlock<Shared> {
@@ -86,16 +117,41 @@ struct Block : QueryBlock<Shared> {
         from.count = walk.has(step) ? head.live_keys(p).end - row : 0;
         if constexpr (PAGED && PARTS == 1) {
             auto in_pages = [this, row](int n) { return paged_operand_row<Of>(p, head, row + n); };
-            return RowsCopy<THREADS, KEYS, Tile::COLUMNS, Tile, decltype(in_pages)>(tile, from, in_pages);
+            return RowsCopy<THREADS, KEYS, Tile::COLUMNS, Tile, decltype(in_pages), Arrives::Element>(tile, from, in_pages);
         } else {
-            return AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, from);
+            return AsyncCopy<THREADS, KEYS, Tile::COLUMNS, Tile, Arrives::Element>(tile, from);
         }
     }
     __device__ auto copy_k(int step, int stage) const {
-        return copy_keys<OfK>(s.k_tile(stage), step);
+        return copy_keys<OfK>(s.k_arriving(stage), step);
     }
     __device__ auto copy_v(int step, int stage) const {
-        return copy_keys<OfV>(s.v_tile(stage), step);
+        return copy_keys<OfV>(s.v_arriving(stage), step);
+    }
+
+    // What rows of 8 bits are multiplied by; 0 of rows that are not there.
+    __device__ void copy_scales(int step, int stage) const {
+        copy_scales_of<ScalesOfK>(s.k_scales(stage), step);
+        copy_scales_of<ScalesOfV>(s.v_scales(stage), step);
+    }
+    template <class Scales>
+    __device__ void copy_scales_of(unsigned to, int step) const {
+        if constexpr (Scales::GIVEN) {
+            int first = walk.tile(step) * KEYS, end = walk.has(step) ? head.live_keys(p).end : 0;
+            for (int n = threadIdx.x; n < KEYS; n += THREADS) {
+                const float* from = first + n < end ? Scales::of_row(p, head, first + n) : nullptr;
+                cp_async_float(to + 4 * n, from, from != nullptr);
+            }
+        }
+    }
+    // The step after one; behind the end of the walk the same.
+    __device__ int after(int step) const { return walk.has(step) ? walk.next(step) : step; }
+    // The bytes of a stage have arrived: they become the tile that is multiplied.
+    template <class K, class V>
+    __device__ void widen_keys(K k, V v, int stage) const {
+        widen<THREADS, ScalesOfK::GIVEN, Kept>(k, s.k_scales(stage), s.k_tile(0));
+        widen<THREADS, ScalesOfV::GIVEN, Kept>(v, s.v_scales(stage), s.v_tile(0));
+        __syncthreads();
     }
 
     // Q, and the first K and V.
@@ -104,8 +160,16 @@ struct Block : QueryBlock<Shared> {
         q.count = head.queries(p) - queries.begin;
         AsyncCopy<THREADS, ROWS, QTile::COLUMNS>(s.q_tile(), q).all();
         copy_k(walk.start(), 0).all();
-        if (STAGES == 2) copy_v(walk.start(), 0).all();
+        if (!LATE_V) copy_v(walk.start(), 0).all();
+        if constexpr (EIGHT) copy_scales(walk.start(), 0);
         cp_async_commit();
+        if constexpr (EIGHT && STAGES == 2) {
+            int next = after(walk.start());
+            copy_k(next, 1).all();
+            copy_v(next, 1).all();
+            copy_scales(next, 1);
+            cp_async_commit();
+        }
     }
 
     __device__ void clear_values(int tile, int stage) const {
@@ -127,27 +191,30 @@ struct Block : QueryBlock<Shared> {
     }
 
     // A tile of keys, under whose products the next K and V are on their way.
-    __device__ void visit(int step, int stage) {
+    __device__ void visit(int step, int arrived) {
         Exchange exchange{s.base + Shared::EXCHANGE, warp_row, column_warp};
-        int next = walk.next(step), tile = walk.tile(step);
+        int next = walk.next(step), tile = walk.tile(step), stage = EIGHT ? 0 : arrived;
         // What the tile's K, V and keys have in memory, while it arrives.
         float k_unit = operand_unit<OfK>(p, head, tile), v_unit = operand_unit<OfV>(p, head, tile);
         KeysSeen<WARP_KEYS> seen(Pairs(p, head), tile * KEYS + warp_key);
-        cp_async_wait<0>();
+        cp_async_wait<EIGHT ? STAGES - 1 : 0>();
         __syncthreads();  // the tile has arrived, and everybody is done with the one before
-        if (STAGES == 2) clear_values(tile, stage);
+        if constexpr (EIGHT) widen_keys(s.k_arriving(arrived), s.v_arriving(arrived), arrived);
+        if (!LATE_V) clear_values(tile, stage);
 
         // S = Q K^T
         Accumulator<M, WARP_KEYS / 8> scores;
         scores.clear();
         FromShared<QTile> q_operand{s.q_tile(), warp_row};
-        if constexpr (STAGES == 1) {
+        if constexpr (LATE_V) {
             auto next_v = copy_v(step, 0);
             mma_ABt<DIM>(scores, q_operand, s.k_tile(stage), warp_key,
                          [&](int k) { next_v.template part<(DIM + 31) / 32>(k); });
         } else {
-            auto next_k = copy_k(next, 1 - stage);
-            auto next_v = copy_v(next, 1 - stage);
+            int later = EIGHT && STAGES == 2 ? after(next) : next, into = EIGHT ? arrived : 1 - stage;
+            auto next_k = copy_k(later, into);
+            auto next_v = copy_v(later, into);
+            if constexpr (EIGHT) copy_scales(later, into);
             mma_ABt<DIM>(scores, q_operand, s.k_tile(stage), warp_key, [&](int k) {
                 next_k.template part<DIM / 16>(k);
                 next_v.template part<DIM / 16>(k);
@@ -162,7 +229,7 @@ struct Block : QueryBlock<Shared> {
         Accum largest[M][2];
         softmax.row_maximum(scores, largest);
         if (SPLIT_K) exchange.put(largest);
-        if (STAGES == 1) {
+        if (LATE_V) {
             cp_async_wait<0>();
             __syncthreads();  // V has arrived, and everybody is done with K
             clear_values(tile, stage);
@@ -178,7 +245,7 @@ struct Block : QueryBlock<Shared> {
         // O += P V
         auto next_k = copy_k(next, 0);
         auto along = [&](int k) {
-            if (STAGES == 1) next_k.template part<KEYS / 16>(k);
+            if (LATE_V) next_k.template part<KEYS / 16>(k);
         };
         float unit = v_unit / P_TIMES;
         if constexpr (SPLIT_K) {
@@ -189,7 +256,7 @@ struct Block : QueryBlock<Shared> {
             mma_AB<KEYS>(o, FromRegisters<M, WARP_KEYS / 8, DROPOUT>{scores, P_TIMES}, s.v_tile(stage),
                          AGAIN ? column_warp * WARP_COLUMNS : 0, along, unit);
         }
-        cp_async_commit();
+        if (!EIGHT) cp_async_commit();
     }
 
     // O divided by the sums, and lse.
@@ -209,6 +276,7 @@ struct Block : QueryBlock<Shared> {
             return pairs.sink(head.q);
         });
         softmax.scale_rows(o, softmax.sum);
+        if (EIGHT) o.each([&](Accum& x, int, int) { x *= p.out_scale; });
 
         store_result();
         Accum* lse = p.lse;

@@ -59,13 +59,15 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
 # FLOP/s of a multiprocessor, by bytes of a number.
 RATES = {2: number("sm80.rate_2"), 4: number("sm80.rate_4"), 8: number("sm80.rate_8")}
 CROWDING = number("sm80.crowding")
+BYTES = number("sm80.bytes")
+ALONE = 2.0  # so many times what its bytes take a block needs that has a multiprocessor to itself: reckoned
 
 
 def _fitting(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> Tile | None:
     """The first tile that the problem and the GPU's shared memory admit; of a size, for as many blocks as it is made
     for."""
     seq_q = ANY if problem.batch_invariant else problem.seq_q
-    for t in TILES[of].rows(tile):
+    for t in sm80_tiles.EIGHT_TILES if problem.cache_dtype else TILES[of].rows(tile):
         size = shared_memory(t, problem, of)
         if (
             t.size in (None, ITEMSIZE[problem.dtype]) and max(t.dims(problem, of)) <= t.dim and seq_q <= t.seq_q
@@ -105,6 +107,9 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
     if of is FORWARD:
         flops = 2 * t.rows * t.keys * (problem.dim + problem.dim_v)
         visit = shares.Visit(flops / RATES[ITEMSIZE[problem.dtype]], crowding=CROWDING)
+        if problem.cache_dtype:  # few rows wait for the bytes of their keys
+            arrive = t.keys * (problem.dim + problem.dim_v) / BYTES
+            visit = visit._replace(seconds=max(visit.seconds, arrive), least=ALONE * arrive)
         tiles = shares.Tiles(tiles_q, t.rows, t.keys, t.min_blocks, visit)
         share = 1 if problem.batch_invariant else shares.shares(problem, tiles, arch.sms).number
         launch = Launch("attention_forward", tiles_q * share, 32 * t.warps, size)
@@ -165,6 +170,7 @@ def _common(problem: AttentionProblem, arch: Arch, of: Pass) -> dict[str, Any]:
         "family": "sm80",
         "arch": arch.name,
         "dtype": problem.dtype,
+        "cache_dtype": problem.cache_dtype,
         "of": of,
         "alignment": 16 if parts_of(problem.dtype) == 1 else ITEMSIZE[problem.dtype],
         "given": problem.given,

@@ -65,6 +65,19 @@ FORWARD_TILES = (
     Tile(64, 16, 8, 2, 1, 1, size=2),
     Tile(32, 16, 4, 2, 1, 1, size=2),
 )
+# Of k and v of 8 bits, `stages` tiles of which are in flight as bytes, and one has become 16 bits. A few rows are those
+# of the heads that share a head of k.
+EIGHT_TILES = (
+    Tile(16, 64, 4, 4, 2, 3, dim=128, seq_q=16, size=2),
+    Tile(16, 64, 4, 4, 2, 2, dim=128, seq_q=16, size=2),
+    Tile(16, 64, 4, 4, 2, 1, dim=256, seq_q=16, size=2),
+    Tile(64, 64, 4, 1, 1, 2, dim=128, size=2),
+    Tile(64, 64, 4, 2, 1, 1, dim=256, size=2),
+    Tile(64, 32, 4, 2, 1, 1, dim=256, size=2),
+    Tile(64, 32, 8, 2, 1, 1, size=2),
+    Tile(64, 16, 8, 2, 1, 1, size=2),
+    Tile(32, 16, 4, 2, 1, 1, size=2),
+)
 BACKWARD_TILES = (
     Tile(64, 64, 4, 1, 1, 3, dim=32, size=4),
     Tile(64, 128, 8, 2, 1, 1, dim=64, size=4),
@@ -226,7 +239,10 @@ def shared_memory(t: Tile, problem: AttentionProblem, of: Pass) -> int:
         weighed = moving_scores(problem)
         of_v, of_p = (v - 1 + weighed, v - 1 + weighed) if of.moved else (1, 1)
         queries = max(q * row(dim), 0 if parts > 1 else row(dim_v))  # float32 does not leave through shared memory
-        size = t.rows * queries + t.stages * t.keys * (k * row(dim) + of_v * row(dim_v))
+        stages = 1 if problem.cache_dtype else t.stages
+        size = t.rows * queries + stages * t.keys * (k * row(dim) + of_v * row(dim_v))
+        if problem.cache_dtype:  # as they arrive, with a scale for each row of both
+            size += t.stages * t.keys * (dim + dim_v + 8)
         exchanged = t.rows * (of_p * row(t.keys) + t.column_warps * accum) + maxima * of.moved  # P and row values
         return size + (exchanged if t.column_warps > 1 and t.keys >= 16 * t.column_warps else 0)
     tiles = 2 if t.column_warps > 1 else 1  # of P and dS

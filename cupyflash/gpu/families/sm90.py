@@ -33,6 +33,8 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
         return f"has a forward alone of {FLOAT8}"
     if arch.cc != 90:
         return f"is for compute capability 9.0, this GPU has {arch.cc / 10}"
+    if problem.cache_dtype is not None:
+        return f"takes no k and v of {problem.cache_dtype} beside q of {problem.dtype}"
     if others := [x.name for x in problem.tangents if x.name not in MOVED]:
         return f"takes no tangent of {' and '.join(others)}"
     if of is BACKWARD_JVP:
