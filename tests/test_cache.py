@@ -339,6 +339,19 @@ def test_files_of_others_stay(cache, monkeypatch):
 
 
 @posix
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a right there")
+@pytest.mark.parametrize("planted", ["link", "file"])
+def test_what_lies_where_a_file_is_to_be_written_stays(tmp_path, monkeypatch, planted):
+    """Whoever guessed the name of one that is being written."""
+    monkeypatch.setattr(folders.secrets, "token_hex", lambda _: "0" * 16)
+    victim, there = tmp_path / "victim", tmp_path / (".cupyflash-" + "0" * 16)
+    victim.write_text("own")
+    there.symlink_to(victim) if planted == "link" else there.write_text("own")
+    with pytest.raises(FileExistsError), folders.written_whole(tmp_path / "result") as file:
+        file.write(b"other")
+    assert victim.read_text() == there.read_text() == "own" and not (tmp_path / "result").exists()
+
+
 def test_a_link_in_the_place_of_the_folder_is_not_used(cache, tmp_path, monkeypatch):
     """Who can write in CUPYFLASH_CACHE_DIR could have it lead to anybody's files."""
     disk.write(b"key", b"value")
