@@ -29,6 +29,8 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "a token, by head": (INT8, "head", TOKEN | {"dims": (128, 128), "heads": (4, 1)}),
     "a token, a number, a key mask": (E4M3, "number", TOKEN | {"given": ("key_mask",)}),
     "a token, a key mask": (E4M3, "row", TOKEN | {"lens_k": [90, 64, 130, 5], "given": ("key_mask",), "along": "bk"}),
+    # What a tile before the first one would hold lies beyond the page before the array.
+    "a token, many heads": (E4M3, "row", TOKEN | {"heads": (64, 32), "dims": (16, 16), "lens_k": [130, 64, 70, 5]}),
     "a token, sinks": (E4M3, None, TOKEN | {"given": ("sinks", "bias")}),
     "a token, a window": (E4M3, "row", TOKEN | {"options": {"window": (20, None)}}),
     "a token, wide": (INT8, "row", TOKEN | {"dims": (256, 192), "heads": (2, 1)}),
@@ -43,7 +45,8 @@ APART = ("a token, sinks", "a token, a window")  # heads differ there, or positi
 
 
 @cases([f"{family}: {name}" for family in ARCHS for name in CASES],
-       "sm80: a token", "sm80: a token, int8, pages", "simt: a token", "sm80: chunks")  # fmt: skip
+       "sm80: a token", "sm80: a token, int8, pages", "sm80: a token, many heads", "simt: a token",
+       "sm80: chunks")  # fmt: skip
 def test_exact_on_what_is_meant(case: str, rng: np.random.Generator) -> None:
     family, name = case.split(": ")
     eight, by, how = CASES[name]

@@ -137,9 +137,9 @@ struct Block : QueryBlock<Shared> {
     template <class Scales>
     __device__ void copy_scales_of(unsigned to, int step) const {
         if constexpr (Scales::GIVEN) {
-            int first = walk.tile(step) * KEYS, end = walk.has(step) ? head.live_keys(p).end : 0;
+            int first = walk.tile(step) * KEYS, count = walk.has(step) ? head.live_keys(p).end - first : 0;
             for (int n = threadIdx.x; n < KEYS; n += THREADS) {
-                const float* from = first + n < end ? Scales::of_row(p, head, first + n) : nullptr;
+                const float* from = n < count ? Scales::of_row(p, head, first + n) : nullptr;
                 cp_async_float(to + 4 * n, from, from != nullptr);
             }
         }
