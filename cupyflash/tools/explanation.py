@@ -29,6 +29,7 @@ from ..problem import (
 
 NO_PLAN = ("return_lse", "out", "grads", "dlse")  # options of a call that change no plan
 _OPTIONAL = {row.name: row for row in ARRAYS}
+_YES = {"True": "yes", "False": "no"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Explanation:
             *[("  passed over", why) for why in self.passed_over],
         ]
         if self.tiles and verbose:
-            rows.append(("constants", ", ".join(f"{name} {_plain(value)}" for name, value in self.tiles.items())))
+            rows.append(("constants", ", ".join(f"{name} {_YES.get(str(x), x)}" for name, x in self.tiles.items())))
         for kernel in self.kernels:
             rows.append(("kernel", f"{kernel.name}: {kernel.grid:,} blocks of {kernel.threads} threads"))
             rows.append(("  resources", _resources(kernel)))
@@ -489,10 +490,6 @@ def _resources(kernel: Kernel) -> str:
         return "unknown"
     spills = f"{kernel.spills} bytes spilled" if kernel.spills else "no spills"
     return f"{kernel.registers} registers, {spills}, {_si(kernel.shared_memory or 0)}B of shared memory"
-
-
-def _plain(value: bool | float) -> str:
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
 def _si(n: float, base: int = 1024) -> str:
