@@ -25,7 +25,7 @@ ELSEWHERE = {on_site: path for path, on_site in PAGES.items()}
 CODE = (".cu", ".cuh", ".py")
 _UNTOLD = re.compile(
     r"(?:<li class=.doc-section-item field-body.>(?:(?!</li>|<code>as ).)*"
-    r"<div class=.doc-md-description.>\s*</div>\s*</li>\s*)+",
+    r"<div class=.doc-md-description.>\s*</div>\s*</li>\s*){6,}",
     re.DOTALL,
 )
 _LINK = re.compile(r"\]\(([^)#:]+)(#[^)]*)?\)")
@@ -59,10 +59,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Options of which a docstring says no more than that `attention` takes them are one line, not one each."""
-    return _UNTOLD.sub(
-        '<li class="doc-section-item field-body">options – as given to <code>attention</code></li>', html
-    )
+    """Many options of which a docstring says no more than that `attention` takes them are one line, not one each."""
+    return _UNTOLD.sub('<li class="doc-section-item">options – as given to <code>attention</code></li>', html)
 
 
 def _pages(files: Any) -> list[Any]:
