@@ -23,6 +23,11 @@ PAGES = {
 }
 ELSEWHERE = {on_site: path for path, on_site in PAGES.items()}
 CODE = (".cu", ".cuh", ".py")
+_UNTOLD = re.compile(
+    r"(?:<li class=.doc-section-item field-body.>(?:(?!</li>|<code>as ).)*"
+    r"<div class=.doc-md-description.>\s*</div>\s*</li>\s*){6,}",
+    re.DOTALL,
+)
 _LINK = re.compile(r"\]\(([^)#:]+)(#[^)]*)?\)")
 
 
@@ -51,6 +56,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"]({posixpath.relpath(_on_site(path), here or '.')}{match[2] or ''})"
 
     return _LINK.sub(put, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Many options of which a docstring says no more than that `attention` takes them are one line, not one each."""
+    return _UNTOLD.sub('<li class="doc-section-item">options – as given to <code>attention</code></li>', html)
 
 
 def _pages(files: Any) -> list[Any]:
