@@ -273,7 +273,7 @@ def test_compiled_is_what_a_call_needs(cache: Path) -> None:
     ready = {generate(job.plan) for job in jobs(["sm_90a"])}
     for dtype, dim in (("float16", 64), ("bfloat16", 128), ("bfloat16", 256), ("float32", 64), ("float64", 128)):
         for causal in (False, True):
-            arrays = {name: np.empty((3, 1000, 6, dim), DTYPES[dtype]) for name in "qkv"}
+            arrays = {name: np.empty((8, 1000, 16, dim), DTYPES[dtype]) for name in "qkv"}
             problem = problem_of(arrays, causal=causal)
             for of in (FORWARD, BACKWARD):
                 assert generate(plan(problem, Arch.of("sm_90a"), of)) in ready, (dtype, dim, causal, of)

@@ -13,7 +13,7 @@ from .. import tangents as of_tangents
 from ..gradients import apart, check_wrt
 from ..passes import FORWARD, JVP, PASSES, Pass, pass_named
 from ..problem import (
-    ARRAYS,
+    ARRAY_RULES,
     DESCALES,
     FLOAT8,
     INPUTS,
@@ -26,10 +26,10 @@ from ..problem import (
     contiguous,
     float_name,
 )
+from . import wording
+from .wording import plain, si
 
 NO_PLAN = ("return_lse", "out", "grads", "dlse")  # options of a call that change no plan
-_OPTIONAL = {row.name: row for row in ARRAYS}
-_YES = {"True": "yes", "False": "no"}
 
 
 @dataclass(frozen=True)
@@ -73,24 +73,24 @@ class Explanation:
         p = self.problem
         rows = [
             ("pass", self.of),
-            ("q", f"{_as_given(self.rank, ' x ', *_rows_of_q(p), p.heads_q, p.dim)} {p.dtype} {_axes(p, self.rank)}"),
-            ("k, v", _keys_and_values(p, self.rank)),
-            ("mask", _mask(p)),
-            *([("score", _score(p))] if _score(p) else []),
+            ("q", wording.queries(p, self.rank)),
+            ("k, v", wording.keys_and_values(p, self.rank)),
+            ("mask", wording.mask(p)),
+            *([("score", scores)] if (scores := wording.scores(p)) else []),
             ("device", self.device),
             ("family", self.family),
             *[("  passed over", why) for why in self.passed_over],
         ]
         if self.tiles and verbose:
-            rows.append(("constants", ", ".join(f"{name} {_YES.get(str(x), x)}" for name, x in self.tiles.items())))
+            rows.append(("constants", ", ".join(f"{name} {plain(value)}" for name, value in self.tiles.items())))
         for kernel in self.kernels:
             rows.append(("kernel", f"{kernel.name}: {kernel.grid:,} blocks of {kernel.threads} threads"))
-            rows.append(("  resources", _resources(kernel)))
+            rows.append(("  resources", wording.resources(kernel.registers, kernel.spills, kernel.shared_memory)))
         rows += [
-            ("FLOPs", f"{'at most ' * p.ragged}{_si(self.flops, 1000)}FLOP"),
-            ("bytes moved", f"at least {_si(self.bytes_moved)}B" + _of_which(self.optional)),
+            ("FLOPs", f"{'at most ' * p.ragged}{si(self.flops, 1000)}FLOP"),
+            ("bytes moved", f"at least {si(self.bytes_moved)}B" + wording.of_which(self.optional)),
             ("intensity", f"{self.intensity:,.1f} FLOP per byte"),
-            ("workspace", ", ".join(f"{name} {_si(size)}B" for name, size in self.workspace.items()) or "none"),
+            ("workspace", ", ".join(f"{name} {si(size)}B" for name, size in self.workspace.items()) or "none"),
             *[("copy", why) for why in self.copies or ("none: every input is read where it is",)],
             *[("note", note) for note in self.notes],
         ]
@@ -163,7 +163,7 @@ def explain(
     descales = {name: given.pop(name, None) for name in DESCALES}
     of_q, of_k = as_view("q", q, dtype, arch), as_view("k", k, dtype, arch)
     given |= rules.fold_descales(asked, of_q, of_k, descales)
-    arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in _OPTIONAL}}
+    arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in ARRAY_RULES}}
     views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
     read = views_of_score(given.get("score_arrays"), arch)
     problem = rules.for_pass(rules.describe(**views, **asked, score_arrays=read), what)
@@ -225,13 +225,9 @@ def _moving(
             view = view._replace(strides=contiguous(view.shape), ptr=0)
         else:
             view = as_view(rules.argument_name(name), x, None, None)
-        moved[name], rule = view, _OPTIONAL.get(name[1:])
+        moved[name], rule = view, ARRAY_RULES.get(name[1:])
         found.append(Given(name[1:], view.dtype, rule.spread(view, rank) if rule else ()))
     return replace(problem, tangents=tuple(found)), moved
-
-
-def _of_which(optional: dict[str, int]) -> str:
-    return f", of which {', '.join(f'{name} {_si(size)}B' for name, size in optional.items())}" if optional else ""
 
 
 def _of_blocks(block_mask: Any) -> tuple[str, ...]:
@@ -241,12 +237,6 @@ def _of_blocks(block_mask: Any) -> tuple[str, ...]:
     said = ", ".join(f"{n:,} {name}" for name, n in counts.items())
     share = 1 - counts["empty"] / max(1, sum(counts.values()))
     return (f"block mask: {said} blocks, so that {share:.1%} of what is counted here is computed",)
-
-
-def _keys_and_values(p: AttentionProblem, rank: int) -> str:
-    columns = f"{p.dim}, {p.dim_v}" if p.dim_v != p.dim else p.dim
-    of = _as_given(rank, " x ", *_rows_of_k(p), p.heads_k, columns)
-    return f"{of} {p.cache_dtype}" if p.cache_dtype else of
 
 
 def _refuse_family(family: str, q: View) -> None:
@@ -368,7 +358,7 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
     if not isinstance(x, (tuple, list)):
         lib = interop.library(name, x)
         view = interop.view(lib, name, interop.adopted(lib, {name: x})[name])
-        if name not in _OPTIONAL and float_name(dtype) not in (None, view.dtype):
+        if name not in ARRAY_RULES and float_name(dtype) not in (None, view.dtype):
             raise ValueError(f"dtype is {dtype!r}, but {name} is an array of {view.dtype}; dtype is for shapes alone")
         return view
     dtype = dtype_name(dtype)
@@ -378,8 +368,8 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
         raise TypeError(f"{name} is {x!r}; it must be an array or a shape, a tuple of integers") from None
     if not all(0 <= n < 2**63 for n in shape):
         raise ValueError(f"{name} has shape {shape}; its lengths must be 0 or more, and less than 2**63")
-    if name in _OPTIONAL and (dtype is not None or _OPTIONAL[name].dtypes[0] != "q"):
-        dtype = _OPTIONAL[name].taken(dtype or "")[0]
+    if name in ARRAY_RULES and (dtype is not None or ARRAY_RULES[name].dtypes[0] != "q"):
+        dtype = ARRAY_RULES[name].taken(dtype or "")[0]
     elif dtype is None:
         raise TypeError(f"{name} is a shape, {shape}; dtype must be given with it, as in dtype='bfloat16'")
     where = "cuda:0" if arch is not None or _gpu_at_hand() else "cpu"
@@ -420,8 +410,8 @@ def bytes_moved(problem: AttentionProblem, views: dict[str, View], of: Pass) -> 
     q, o = rows * p.dim, rows * p.dim_v
     keys = p.rows_k if p.rows_k is not None else 0 if p.has("seqlens_k") else p.batch * p.seq_k  # of caches unknown
     k, v = (keys * p.heads_k * d for d in (p.dim, p.dim_v))
-    size, of_out = ITEMSIZE[p.dtype], o * ITEMSIZE[p.result_dtype]
-    sizes = {"q": q * size, "k": k * size, "v": v * size, "out": of_out, "lse": rows * ITEMSIZE[p.lse_dtype]}
+    size, of_k, of_out = ITEMSIZE[p.dtype], ITEMSIZE[p.cache_dtype or p.dtype], o * ITEMSIZE[p.result_dtype]
+    sizes = {"q": q * size, "k": k * of_k, "v": v * of_k, "out": of_out, "lse": rows * ITEMSIZE[p.lse_dtype]}
     sizes |= {f"{d}{name}": n for d in ("d", "t", "td") for name, n in sizes.items()}
     there = (row.name for row in of.rows if not row.optional or p.moves(row.name[1:]))
     return sum(sizes[name] for name in there) + sum(optional_bytes(problem, views).values())
@@ -437,65 +427,6 @@ def optional_bytes(problem: AttentionProblem, views: dict[str, View]) -> dict[st
         found[x.name] = math.prod(views[x.key].shape) * ITEMSIZE[x.dtype]
     for name, dtype, _ in problem.tangents:
         read = problem.score.array(name) if problem.score else None
-        if read or name in _OPTIONAL:
+        if read or name in ARRAY_RULES:
             found[f"tangent of {read.name if read else name}"] = math.prod(views[f"t{name}"].shape) * ITEMSIZE[dtype]
     return found
-
-
-def _mask(p: AttentionProblem) -> str:
-    parts = [] if p.causal is None else [f"causal ({p.causal.replace('_', ' ')})"]
-    left, right = ("all" if n is None else n for n in (p.left, p.right))
-    if p.left is not None or (p.right is not None and p.causal is None):
-        parts.append(f"window ({left} keys to the left, {right} to the right)")
-    parts += ["block mask"] * (p.block_mask is not None)
-    parts += [_OPTIONAL[x.name].label for x in p.given if x.dtype == "bool"]
-    share = p.visible / max(1, p.seq_q * p.seq_k)
-    return (", ".join(parts) or "none") + ("" if p.ragged else f": {share:.1%} of the scores are computed")
-
-
-def _rows_of_q(p: AttentionProblem) -> tuple[int, ...]:
-    return (p.batch, p.seq_q) if p.rows_q is None else (p.rows_q,)
-
-
-def _rows_of_k(p: AttentionProblem) -> tuple[int, ...]:
-    return (p.pages or 0, p.page) if p.page is not None else (p.batch, p.seq_k) if p.rows_k is None else (p.rows_k,)
-
-
-def _as_given(rank: int, between: str, *axes: Any) -> str:
-    """Without those that an array of fewer dimensions has not."""
-    return between.join(map(str, {4: axes, 3: axes[1:], 2: axes[1::2]}[rank]))
-
-
-def _axes(p: AttentionProblem, rank: int) -> str:
-    """What the numbers of q are, and how those of k and v are known."""
-    if not p.ragged:
-        named = _as_given(rank, ", ", "batch", "sequence", "heads", "dim")
-        heads = f"{p.heads_q} head{'s' * (p.heads_q != 1)}"
-        return f"({named})" + {4: "", 3: f": no batch, {heads}", 2: ": no batch, no heads"}[rank]
-    own = ", ".join(_OPTIONAL[x.name].label for x in p.given if _OPTIONAL[x.name].ragged)
-    rows = "rows" if p.rows_q is not None else "sequences, rows"
-    return f"({rows}, heads, dim) of {p.batch} sequences, by {own}"
-
-
-def _score(p: AttentionProblem) -> str:
-    parts = [] if p.softcap is None else [f"soft cap {p.softcap:g}"]
-    parts += [] if p.score is None else [f"score function {p.score}"]
-    others = (x for x in p.given if not (x.dtype == "bool" or x.name == "seed" or _OPTIONAL[x.name].ragged))
-    parts += [_OPTIONAL[x.name].label for x in others]
-    return ", ".join(parts + [f"dropout {p.dropout:g}"] * (p.dropout > 0))
-
-
-def _resources(kernel: Kernel) -> str:
-    if kernel.registers is None:
-        return "unknown"
-    spills = f"{kernel.spills} bytes spilled" if kernel.spills else "no spills"
-    return f"{kernel.registers} registers, {spills}, {_si(kernel.shared_memory or 0)}B of shared memory"
-
-
-def _si(n: float, base: int = 1024) -> str:
-    """A number with the prefix that leaves 1 to 4 digits: 2.5 Ki (base 1024) or 2.6 k (base 1000)."""
-    prefix, larger = "", iter("kMGTPE")
-    while n >= base and prefix != "E":
-        n, prefix = n / base, next(larger)
-    i = "i" if base == 1024 and prefix else ""
-    return f"{n:,.4g} {prefix.upper() if i else prefix}{i}"
