@@ -62,6 +62,48 @@ def test_shares_of_a_long_cache(rng: np.random.Generator) -> None:
         judge(draw(rng, "float8_e4m3fn", "row", **long, **form), on=on_gpu(None))
 
 
+@pytest.mark.parametrize("page", [0, 16, 64])
+@pytest.mark.parametrize("lengths", [(40000, 3), (20000, 5), (9000, 700), (2048, 2048)], ids=str)
+def test_shares_read_nothing_that_others_left(lengths: tuple[int, int], page: int) -> None:
+    """Often, each time after other numbers lay in the memory that results and shares come into."""
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(sum(lengths) + page)
+    rows, of = -(-max(lengths) // 64) * 64, {"device": "cuda", "generator": generator}
+    q = torch.randn(2, 1, 8, 128, dtype=torch.float16, **of)
+    k, v = (torch.randn(2, rows, 2, 128, **of).to(torch.float8_e4m3fn) for _ in "kv")
+    scales = [0.5 + torch.rand(2, rows, 2, **of) for _ in "kv"]
+    wide = [x.float() * scale[..., None] for x, scale in zip((k, v), scales)]
+    parts = [
+        torch.einsum("kgd,skd->kgs", q[n, 0].float().view(2, 4, 128), wide[0][n, :length]) * 128**-0.5
+        for n, length in enumerate(lengths)
+    ]
+    exact = torch.stack(
+        [torch.einsum("kgs,skd->kgd", s.softmax(-1), wide[1][n, : s.shape[-1]]) for n, s in enumerate(parts)]
+    ).view(2, 1, 8, 128)
+    for n, length in enumerate(lengths):
+        for x in (k, v):
+            x[n, length:].view(torch.uint8).fill_(0x7F)  # NaN
+        for scale in scales:
+            scale[n, length:] = float("nan")
+    given = [k, v, *scales]
+    options: dict[str, Any] = {"seqlens_k": torch.tensor(lengths, dtype=torch.int32, device="cuda")}
+    if page:
+        number = 2 * rows // page
+        order = torch.randperm(number, **of)
+        options["page_table"] = order.view(2, -1).int()
+        for i, x in enumerate(given):
+            pool = torch.empty_like(x.view(number, page, *x.shape[2:]))
+            pool.view(torch.uint8)[order] = x.view(number, page, *x.shape[2:]).view(torch.uint8)
+            given[i] = pool
+    k, v, k_scales, v_scales = given
+    for turn in range(40):
+        left = [torch.full((1 << n,), (123.0, -50.0, float("nan"))[turn % 3], device="cuda") for n in range(8, 24, 2)]
+        del left
+        out = attention(q, k, v, k_descale=k_scales, v_descale=v_scales, **options)
+        assert (out - exact).abs().max() < 0.01 * exact.abs().max(), turn
+
+
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("eight", EIGHT)
 def test_appending(eight: str, by: str | None, rng: np.random.Generator) -> None:
