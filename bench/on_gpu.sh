@@ -30,7 +30,7 @@ suite() { # the tests that need a GPU; where a run of these sources was stopped 
 import json, sys
 from cupyflash.gpu.source import sources_digest
 report = json.load(open(sys.argv[1]))
-tests = [name for name in report["failures"] if name.partition("::")[0].endswith(".py")]
+tests = [name for name in report["failures"] if "::" in name]
 if report["sources"] == sources_digest() and len(tests) == len(report["failures"]):
     print(*tests, sep="\n", end="\n" if tests else "")
 END

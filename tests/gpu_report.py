@@ -2,8 +2,7 @@
 
 What a run that was stopped (Ctrl-C, or SIGINT at a time limit) did not reach counts as failed. A run of nothing but
 tests that the report at PATH counts as failed, on the same kernel sources, amends that report (after a test was put
-right, or to go on where a run was stopped), and stays listed in it. A file that could not be imported stands for its
-tests.
+right, or to go on where a run was stopped), and stays listed in it.
 """
 
 from __future__ import annotations
@@ -107,13 +106,10 @@ class GpuReport:
         if not self.path.is_file():
             return None
         before: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
-        ran, failed = {*self.passes, *self.failures, *self.skips}, {*before["failures"]}
-        known = {name for name in ran if not failed.isdisjoint((name, _file(name)))}
-        if before["sources"] != self.sources or not ran or ran != known:
+        ran = {*self.passes, *self.failures, *self.skips}
+        if before["sources"] != self.sources or not ran or not ran <= {*before["failures"]}:
             return None
-        right = {*self.passes, *self.skips, *map(_file, ran)} - {*self.failures}
-        failures = [name for name in before["failures"] if name not in right]
-        failures += [name for name in self.failures if name not in failures]
+        failures = [name for name in before["failures"] if name not in {*self.passes, *self.skips}]
         return before | {
             "passed": before["passed"] + len(self.passes),
             "skipped": before["skipped"] + len(self.skips),
@@ -124,10 +120,6 @@ class GpuReport:
             "counts": dict(sorted((Counter(before["counts"]) + self.counts).items())),
             "again": [*before.get("again", ()), {"date": facts["date"], "tests": sorted(ran)}],
         }
-
-
-def _file(test: str) -> str:
-    return test.partition("::")[0]
 
 
 def machine() -> dict[str, str | None]:
