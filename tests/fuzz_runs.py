@@ -93,15 +93,23 @@ class Before(NamedTuple):
 
 def before(args: argparse.Namespace) -> Before:
     """Of the seed that is given, or of the last one; with the same filters."""
-    filters = {name: getattr(args, name) for name in FILTERS if getattr(args, name)}
     runs = [
-        run for run in read(args.record)
-        if run["sources"] == sources_digest() and "to" in run and bool(run["gpu"]) != args.cpu
-        and {name: run[name] for name in FILTERS if name in run} == filters and args.seed in (None, run["seed"])
+        run for run in of_these_sources(read(args.record), args)
+        if "to" in run and args.seed in (None, run["seed"])
+        and {name: run[name] for name in FILTERS if name in run} == filters_of(args)
     ]  # fmt: skip
     seed = runs[-1]["seed"] if runs else None
     runs = [run for run in runs if run["seed"] == seed]
     return Before(seed, max((run["to"] for run in runs), default=0), sum(run["problems"] for run in runs))
+
+
+def filters_of(args: argparse.Namespace) -> dict[str, str]:
+    return {name: getattr(args, name) for name in FILTERS if getattr(args, name)}
+
+
+def of_these_sources(runs: list[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """On a GPU or on a CPU, as this one."""
+    return [run for run in runs if run["sources"] == sources_digest() and bool(run["gpu"]) != args.cpu]
 
 
 def read(path: Path | None) -> list[dict[str, Any]]:
@@ -116,14 +124,13 @@ def record(args: argparse.Namespace, first: int, end: int, problems: int, counts
     runs = read(args.record)
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     facts = {"gpu": None} if args.cpu else machine() | {"gpus": gpu_count()}
-    filters = {name: getattr(args, name) for name in FILTERS if getattr(args, name)}
     runs.append(
         {**facts, "date": now, "sources": sources_digest(), "seed": args.seed, "problems": problems,
-         "from": first, "to": end, **filters, "wrong": len(failures), "by_luck": by_luck,
+         "from": first, "to": end, **filters_of(args), "wrong": len(failures), "by_luck": by_luck,
          "counts": dict(sorted(counts.items()))}
     )  # fmt: skip
     args.record.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
-    same = [run for run in runs if run["sources"] == sources_digest() and bool(run["gpu"]) != args.cpu]
+    same = of_these_sources(runs, args)
     problems, wrong = (sum(run[name] for run in same) for name in ("problems", "wrong"))
     return f"these sources: {problems:,} problems in {len(same)} runs, {wrong} wrong"
 
