@@ -62,6 +62,13 @@ def test_shares_of_a_long_cache(rng: np.random.Generator) -> None:
         judge(draw(rng, "float8_e4m3fn", "row", **long, **form), on=on_gpu(None))
 
 
+@pytest.mark.parametrize("family", ["sm80", "simt"])
+def test_both_dtypes_in_one_process(family: str, rng: np.random.Generator) -> None:
+    """Each has kernels of its own, though all else is the same."""
+    for eight in (*EIGHT, *EIGHT):
+        judge(draw(rng, eight, "row", **TOKENS, dims=(128, 128)), on=on_gpu(family))
+
+
 @pytest.mark.parametrize("page", [0, 16, 64])
 @pytest.mark.parametrize("lengths", [(40000, 3), (20000, 5), (9000, 700), (2048, 2048)], ids=str)
 def test_shares_read_nothing_that_others_left(lengths: tuple[int, int], page: int) -> None:
