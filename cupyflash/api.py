@@ -17,7 +17,7 @@ from .other_names import unexpected
 from .passes import BACKWARD, FORWARD
 from .problem import check_flag
 from .rules import fold_descales, seed_of
-from .signature import A, Array, L, closed
+from .signature import A, Array, L, closed, unscripted
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -133,8 +133,9 @@ def attention(
         Keys. Hq must be a multiple of Hk (multi-head, grouped-query or multi-query attention): query head h reads
         key/value head h // (Hq // Hk).
     v : (B, Sk, Hk, Dv)
-        Values. Dv may differ from D. On a GPU their size times Sk must stay below the largest number of the format that
-        sums are kept in (float32; float64 for float64).
+        Values. Dv may differ from D. Beside q of float16 or bfloat16 k and v may both be float8_e4m3fn or int8, as
+        caches of 8 bits are: there is a forward of these alone. On a GPU their size times Sk must stay below the
+        largest number of the format that sums are kept in (float32; float64 for float64).
     causal : False, True, "bottom_right" or "top_left"
         Hide keys to the right of the diagonal. True is "bottom_right": query i sees keys j <= i + Sk - Sq, so the
         last query sees the last key. "top_left": j <= i.
@@ -191,11 +192,13 @@ def attention(
     q_descale, k_descale, v_descale : float, or array (B, Hq, blocks) for q and (B, Hk, blocks) for k and v, optional
         What inputs of float8_e4m3fn are multiplied by, more than 0: a number, or in float32 one for each head, (Hq, 1)
         or (B, Hq, 1), or for each block of 128 rows. (Shah et al. 2024, section 3.3, has blocks.) Bias, slopes, sinks
-        and arrays of a score function are float32 then.
+        and arrays of a score function are float32 then. Of k and v of 8 bits beside q of 16: a number, or in float32
+        an array that holds one, (Hk,) for each of their heads, or, laid out as k without its last axis, one for each
+        row of a head; tensor cores take what an array multiplies rounded to the dtype of q.
     out_dtype : dtype, optional
         Of the result, for inputs of float8_e4m3fn: bfloat16, which is the default, float16 or float8_e4m3fn.
     out_scale : float
-        What the result is multiplied by before it is rounded, for inputs of float8_e4m3fn; what is beyond 448 then
+        What the result is multiplied by before it is rounded, for k and v of 8 bits; what is beyond 448 then
         becomes 448 in a result of 8 bits.
     layout : "bshd" or "bhsd"
         Where the heads stand. Without the batch axis (S, H, D) and without heads (S, D) are accepted too.
@@ -271,7 +274,7 @@ def attention(
         "deterministic": deterministic,
     }  # fmt: skip
     if not (q_descale is k_descale is v_descale is None):
-        arrays |= fold_descales(options, q, {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale})
+        arrays |= fold_descales(options, q, k, {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale})
     if return_lse is not True and return_lse is not False:
         check_flag("return_lse", return_lse)
     lib = interop.library("q", q)
@@ -415,9 +418,8 @@ def attention_backward(
     return found
 
 
-def merge(
-    outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd", out: tuple[A, L] | None = None
-) -> tuple[A, L]:
+@unscripted
+def merge(outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd", out: tuple[A, L] | None = None) -> tuple[A, L]:
     """Combine attention over disjoint sets of keys into attention over their union.
 
     out = Σ outᵢ · exp(lseᵢ - lse), lse = log Σ exp(lseᵢ): associative and commutative, which split-KV decoding, ring

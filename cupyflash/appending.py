@@ -1,33 +1,31 @@
 """Appending to caches in place: new rows of k and v behind those that are there, and attention to all of them.
 
-It is put together from array operations that write, and `attention`; nothing waits for the device.
+It is put together from what writes (writing.py) and `attention`; nothing waits for the device.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
+import numbers as numbers_module
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
-from . import caches, dispatch, interop
+from . import cached, dispatch, interop, writing
 from .api import attention
 from .call import Arrays, Call
-from .given import asked_for, present, trace_score, with_check
+from .given import present, trace_score, with_check
 from .interop.protocol import Library
-from .lengths import check_integers
-from .namespaces import namespace
+from .lengths import asked_for
 from .other_names import renaming, unexpected
 from .passes import FORWARD
-from .problem import ARRAYS, DESCALES, FLOATS, OFFSETS, OPTIONS, View, check_flag, check_layout, complete, to_bshd
-from .rotary import check_tables, rotate, tables
-from .rules import argument_name, seed_of, state
+from .problem import ARRAYS, DESCALES, EIGHT, OPTIONS, check_flag, check_layout, complete
+from .reals import positive
+from .rotary import tables
+from .rules import argument_name, fold_descales, seed_of, state
 from .signature import sharing
+from .writing import INTEGERS
 
 Array = Any
-Views = dict[str, View]
-_INTEGERS = ("seqlens_k", "cu_seqlens_q", "page_table", "slots")
-_KEPT: dict[str, Any] = {}
 _ROWS = ("k_new", "v_new", "k_cache", "v_cache")
 _NOT_HERE = ("cu_seqlens_k", "at", "out_dtype", "out_scale", *DESCALES)
 _OPTIONS = [row.name for row in OPTIONS if row.name not in _NOT_HERE]
@@ -49,6 +47,8 @@ def attention_append(
     slots: Array | None = None,
     rotary: tuple[Array, Array] | None = None,
     rotary_interleaved: bool = False,
+    k_descale: float | Array | None = None,
+    v_descale: float | Array | None = None,
     return_lse: bool = False,
     check: bool = False,
     **options: Any,
@@ -62,7 +62,8 @@ def attention_append(
     k_new, v_new : (N, L, Hk, D) and (N, L, Hk, Dv), or (T, Hk, D) and (T, Hk, Dv)
         New rows, as many of each sequence as it has queries. They are not written to.
     k_cache, v_cache : (N, S, Hk, D) and (N, S, Hk, Dv); with page_table (pages, page, Hk, D) and (pages, page, Hk, Dv)
-        Of any strides. They are written to, but in JAX, where arrays are immutable; give them to `jax.jit` as donated.
+        Of any strides; of 8 bits, float8_e4m3fn or int8, beside new rows of 16. They are written to, but in JAX, where
+        arrays are immutable; give them to `jax.jit` as donated.
     seqlens_k : (N,) int32 or int64
         Rows that each sequence has before the call: the first new row becomes row seqlens_k[n], counted from 0.
     cu_seqlens_q : (N + 1,) int32 or int64, optional
@@ -77,6 +78,11 @@ def attention_append(
         half), in float32 or the caches' dtype, for the first 2 half columns, an even number up to D.
     rotary_interleaved : bool
         Pairs of columns are (2 i, 2 i + 1), in the place of (i, i + half).
+    k_descale, v_descale : float, (Hk,) or the cache's shape without its last axis, in float32, optional
+        What numbers of caches of 8 bits are multiplied by: a number, 1 if left out, or an array with one or one for
+        each head, by which new rows are divided; or an array with one for each row of a head, which is written too,
+        with what makes the row's largest number the largest of 8 bits. What is too large becomes the largest; NaN in
+        int8 becomes 0, beside a scale of NaN if the row has its own.
     check : bool
         As of `attention`: look at what lengths, pages and slots on a device hold, before anything is written.
     return_lse, causal, window, ... : as of `attention`
@@ -85,7 +91,7 @@ def attention_append(
     -------
     out : shaped like q, with Dv columns
     lse : only with return_lse=True
-    k_cache, v_cache : in JAX alone
+    k_cache, v_cache, and arrays of scales of rows : in JAX alone
         As one result where it is one, else as a tuple; None where there is none.
 
     Raises
@@ -98,101 +104,183 @@ def attention_append(
     arrays |= {"seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q, "page_table": page_table, "slots": slots}
     if rotary is not None:
         arrays |= tables(rotary)
+    numbers = {}
+    for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if isinstance(x, numbers_module.Real):
+            numbers[name] = positive(name, x)
+        else:
+            arrays[name] = x
+    if numbers:
+        options["numbers"] = numbers
     given = options | {"rotary_interleaved": rotary_interleaved, "return_lse": return_lse, "check": check}
-    return _appended(arrays, given) if "torch" not in sys.modules else _not_compiled()(arrays, given)
+    lib: Any = interop.library("k_cache", k_cache)
+    traced = lib.kind == "torch" and lib.traced(k_cache)
+    return _traced(arrays, given) if traced else _appended(arrays, given)
 
 
-def _not_compiled() -> Any:
-    """For who may stand in the middle of what torch.compile reads: writes in place are none of its operators."""
-    if "torch" not in _KEPT:
-        _KEPT["torch"] = sys.modules["torch"].compiler.disable(_appended)
-    return _KEPT["torch"]
+class _Asked(NamedTuple):
+    """What is asked, as far as it is checked before arrays are looked at."""
+
+    arrays: Arrays  # those that are given
+    options: dict[str, Any]  # of the attention
+    layout: str
+    interleaved: bool
+    return_lse: bool
+    check: Any
+    numbers: dict[str, float]  # of scales that are no arrays
+
+    @classmethod
+    def of(cls, arrays: Arrays, given: dict[str, Any]) -> _Asked:
+        own = ("rotary_interleaved", "return_lse", "check", "numbers")
+        options = {name: x for name, x in given.items() if name not in own}
+        interleaved, return_lse = (check_flag(name, given[name]) for name in own[:2])
+        numbers = given.get("numbers", {})
+        for name in options:
+            if name not in (*_OPTIONS, *_ARRAYS, "score_arrays", "family", "out"):
+                raise unexpected("attention_append", name, inspect.signature(attention_append).parameters)
+        layout = check_layout(options.get("layout", "bshd"))
+        arrays = present(_ROWS, arrays)
+        _check_together(arrays, [*options, *["return_lse"] * return_lse])
+        if numbers and not cached.of_eight(arrays["k_cache"]):
+            raise TypeError(
+                f"{next(iter(numbers))} is given with k_cache of {arrays['k_cache'].dtype}; it is for caches of "
+                f"{' or '.join(EIGHT)}"
+            )
+        return cls(arrays, options, layout, interleaved, return_lse, given["check"], numbers)
+
+
+def _traced(arrays: Arrays, given: dict[str, Any]) -> Any:
+    """Where PyTorch follows the call: by an operator that writes, and that of attention."""
+    asked = _Asked.of(arrays, given)
+    if cached.of_eight(arrays["k_cache"]):
+        raise TypeError(
+            f"k_cache has dtype {cached.name_of(arrays['k_cache'])}; attention_append to caches of 8 bits is not "
+            "traced by torch.compile: call it outside"
+        )
+    lib, arrays = _of_one_library(asked.arrays)
+    check = check_flag("check", asked.check)
+    totals, turned = lib.append(arrays, asked.layout, asked.interleaved, check)  # type: ignore[attr-defined]
+    if "q" not in arrays:
+        return None
+    q = turned if "rotary[0]" in arrays else arrays["q"]
+    of: dict[str, Any] = {name: arrays[name] for name in ("cu_seqlens_q", "page_table") if name in arrays}
+    of |= {"seqlens_k": totals, "return_lse": asked.return_lse}
+    return attention(q, arrays["k_cache"], arrays["v_cache"], **of, **asked.options)
 
 
 def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
     """As `attention_append`, of its arrays and everything else by name."""
-    interleaved, return_lse = (check_flag(name, options.pop(name)) for name in ("rotary_interleaved", "return_lse"))
-    check = options.pop("check")
-    for name in options:
-        if name not in (*_OPTIONS, *_ARRAYS, "score_arrays", "family", "out"):
-            raise unexpected("attention_append", name, inspect.signature(attention_append).parameters)
-    layout = check_layout(options.get("layout", "bshd"))
-    q, arrays = arrays["q"], present(_ROWS, arrays)
-    _check_together(arrays, [*options, *["return_lse"] * return_lse])
-    lib, arrays = _of_one_library(arrays)
+    key = _class(arrays, options)
+    known = None if key is None else _alike.get(key)
+    if known is not None and (done := known.run(arrays)) is not None:
+        return _one_or_all(done)
+    asked = _Asked.of(arrays, options)
+    q = arrays["q"]
+    lib, arrays = _of_one_library(asked.arrays)
     views = {name: interop.view(lib, name, x) for name, x in arrays.items()}
-    _check_rows(views, layout)
+    writing.check_rows(views, asked.layout)
     if "slots" in arrays:
-        found = _in_slots(lib, arrays, views, layout, asked_for(check))
+        done = writing.in_slots(lib, arrays, views, asked.layout, asked_for(asked.check), asked.numbers)
+        _keep(key, done, None, False)
+        found = done.changed
     else:
-        call = _call(lib, arrays, options, return_lse, check)
-        found = _behind(lib, arrays, views, call, interleaved, q is not None)
+        found = _behind(lib, arrays, views, asked, key)
     if q is not None and arrays["q"] is not q:  # of a library that has no adapter
         like = interop.like(q)
         found = tuple(None if x is None else like(x) for x in found)
-    return found[0] if len(found) == 1 else found or None
+    return _one_or_all(found)
 
 
-def _in_slots(lib: Library, arrays: Arrays, views: Views, layout: str, check: bool) -> tuple[Array, ...]:
-    xp, (entries, rows, _, _) = namespace(lib.kind), to_bshd(views["k_cache"].shape, layout)
-    held = _on_host(lib, arrays, views, ("slots",), check)
-    if held is not None:
-        caches.check_slots(held["slots"], entries * rows)
-    with _device_of(lib, arrays["k_cache"]):
-        places = caches.at_slots(xp, arrays["slots"], entries, rows)
-        return _written(lib, xp, arrays, places, layout)
-
-
-def _behind(
-    lib: Library, arrays: Arrays, views: Views, call: Call, interleaved: bool, attends: bool
-) -> tuple[Array, ...]:
-    xp, layout = namespace(lib.kind), call.options["layout"]
+def _behind(lib: Library, arrays: Arrays, views: writing.Views, asked: _Asked, key: Any) -> tuple[Array, ...]:
+    attends, layout = "q" in arrays, asked.layout
+    turns = attends and "rotary[0]" in arrays
+    call = _call(lib, arrays, asked)
     adopted, targets = interop.adopt(lib, call.arrays, call.targets)
     seen = {name: interop.view(lib, argument_name(name), x) for name, x in adopted.items()}
     problem, _ = state(seen, {name: lib.view(x) for name, x in targets.items()}, call.options, FORWARD)
-    k_new = views["k_new"].shape
-    rows = to_bshd(k_new, layout)[1]
-    lengths = [name for name in ("seqlens_k", "cu_seqlens_q", "page_table") if name in arrays]
-    held = _on_host(lib, arrays, views, lengths, call.check)
-    if held is not None:
-        turned = views["rotary[0]"].shape[0] if "rotary[0]" in views else None
-        caches.check_behind(problem, held, rows, turned)
-    with _device_of(lib, arrays["k_cache"]):
-        found = caches.behind(xp, problem, rows, {name: arrays[name] for name in lengths})
-        q, arrays = adopted["q"], dict(arrays)
-        if "rotary[0]" in arrays:
-            by = arrays["rotary[0]"], arrays["rotary[1]"], found.positions, interleaved
-            arrays["k_new"] = _rows_first(rotate(xp, _rows_first(arrays["k_new"], layout), *by), layout)
-            q = _rows_first(rotate(xp, _rows_first(q, layout), *by), layout) if attends else q
-        changed = _written(lib, xp, arrays, found.places, layout)
+    given = {name: x for name, x in arrays.items() if turns or name != "q"}
+    done = writing.behind(lib, given, views, problem, layout, asked.interleaved, call.check, asked.numbers)
+    _keep(key, done, call.but(arrays={}) if attends else None, turns)
     if not attends:
-        return changed
-    k, v = changed or (arrays["k_cache"], arrays["v_cache"])
-    call = call.but(arrays=adopted | {"q": q, "k": k, "v": v, "seqlens_k": found.totals}, targets=targets)
-    out, lse = (lib.recorder(call) or dispatch.run)(call)
-    return (out, *((lse,) if call.return_lse else ()), *changed)
+        return done.changed
+    k, v, *scales = done.changed or (arrays["k_cache"], arrays["v_cache"])
+    of = adopted | {"q": done.q if turns else adopted["q"], "k": k, "v": v, "seqlens_k": done.totals}
+    of |= zip([name for name in cached.SCALES if cached.of_rows(arrays.get(name), k)], scales)
+    return (*_attended(call.but(arrays=of, targets=targets)), *done.changed)
 
 
-def _written(lib: Library, xp: Any, arrays: Arrays, places: caches.Places, layout: str) -> tuple[Array, ...]:
-    """Nothing, or the caches where those that are given cannot be written to."""
-    found = []
-    for name in "kv":
-        cache, new = (_rows_first(arrays[f"{name}_{x}"], layout) for x in ("cache", "new"))
-        found.append(_rows_first(caches.write(xp, cache, places, new), layout))
-    return tuple(found) if lib.kind == "jax" else ()
+def _one_or_all(found: tuple[Array, ...]) -> Any:
+    return found[0] if len(found) == 1 else found or None
 
 
-def _rows_first(x: Array, layout: str) -> Array:
-    """A view in which rows stand before heads, of one in this layout; and back again."""
-    return x if layout == "bshd" else x.swapaxes(-2, -3)
+class _Alike(NamedTuple):
+    """Calls that run as one before them has: a launch that writes and, where something is attended to, a call but for
+    its arrays. `turns`: whether that is q turned."""
+
+    writes: Any
+    call: Call | None
+    turns: bool
+
+    def run(self, arrays: Arrays) -> tuple[Array, ...] | None:
+        """None where this is for others to do."""
+        done = self.writes.run(arrays)
+        if done is None or self.call is None:
+            return done and ()
+        totals, turned = done
+        of = {"q": turned if self.turns else arrays["q"], "k": arrays["k_cache"], "v": arrays["v_cache"]}
+        of |= {name: arrays[name] for name in ("cu_seqlens_q", "page_table") if arrays[name] is not None}
+        return _attended(self.call.but(arrays=of | {"seqlens_k": totals}))
+
+
+_alike: dict[Any, _Alike] = {}
+_MOST = 1024
+_PLAIN = frozenset((bool, int, float, str, type(None), tuple))
+
+
+def _class(arrays: Arrays, options: dict[str, Any]) -> Any:
+    """What is the same of calls that run alike; None where there is something that each call must look at."""
+    cls, given = type(arrays["k_cache"]), {name: x for name, x in arrays.items() if x is not None}
+    lib: Any = interop.known(cls)
+    if (
+        lib is None
+        or "seed" in options
+        or options["check"] is not False
+        or any(type(x) is not cls for x in given.values())
+    ):
+        return None
+    kinds = (*map(type, options.values()),)
+    if not _PLAIN.issuperset(kinds) or writing.on_kernel(lib, given) is None or asked_for(False):
+        return None
+    bits = [0, 0]
+    try:
+        for name, x in given.items():
+            bits[name.startswith("rotary")] |= 0 if name in INTEGERS else lib.pointer(x)
+        key = cls, *options.items(), *kinds, *given, *map(lib.signature, given.values()), bits[0] & 15, bits[1] & 15
+        hash(key)
+    except (RuntimeError, TypeError):  # of a sparse tensor; of a list in a tuple
+        return None
+    return key
+
+
+def _keep(key: Any, done: writing.Written, call: Call | None, turns: bool) -> None:
+    if key is not None and done.prepared is not None:
+        if len(_alike) >= _MOST:
+            _alike.clear()
+        _alike[key] = _Alike(done.prepared, call, turns)
+
+
+def _attended(call: Call) -> tuple[Array, ...]:
+    out, lse = (call.lib.recorder(call) or dispatch.run)(call)
+    return (out, lse) if call.return_lse else (out,)
 
 
 # ---- what is asked --------------------------------------------------------------------------------------------------
 
 
-def _call(lib: Library, arrays: Arrays, options: dict[str, Any], return_lse: bool, check: bool) -> Call:
+def _call(lib: Library, arrays: Arrays, asked: _Asked) -> Call:
     """The attention that is asked for, of lengths as they are before the call; of new rows alone where there is no
     q."""
+    options = asked.options
     seed, number = seed_of(options.get("seed"), options.get("dropout", 0.0))
     named = {name: options.get(name) for name in _ARRAYS} | {"seed": seed}
     named |= {name: arrays.get(name) for name in ("seqlens_k", "cu_seqlens_q", "page_table")}
@@ -201,9 +289,11 @@ def _call(lib: Library, arrays: Arrays, options: dict[str, Any], return_lse: boo
     values = complete({name: x for name, x in options.items() if name in _OPTIONS})
     if values["score"] is not None or options.get("score_arrays") is not None:
         trace_score(lib, of_call, values, options.get("score_arrays"))
+    scales = {name: asked.numbers.get(name, arrays.get(name)) for name in cached.SCALES}
+    of_call |= fold_descales(values, q, arrays["k_cache"], scales)
     targets = {} if options.get("out") is None else {"out": options["out"]}
-    call = Call(lib, FORWARD, of_call, values, targets, number, options.get("family"), return_lse)
-    return with_check(call, check)
+    call = Call(lib, FORWARD, of_call, values, targets, number, options.get("family"), asked.return_lse)
+    return with_check(call, asked.check)
 
 
 def _of_one_library(arrays: Arrays) -> tuple[Library, Arrays]:
@@ -211,7 +301,7 @@ def _of_one_library(arrays: Arrays) -> tuple[Library, Arrays]:
     lib = interop.library(first, arrays[first])
     for name, x in arrays.items():
         kind = interop.library(name, x).kind
-        if kind != lib.kind and not (lib.kind == "jax" and kind == "numpy" and name in _INTEGERS):
+        if kind != lib.kind and not (lib.kind == "jax" and kind == "numpy" and name in INTEGERS):
             raise TypeError(
                 f"{name} is a {kind} array but {first} is a {lib.kind} array; all arrays must come from one library"
             )
@@ -225,7 +315,11 @@ def _of_one_library(arrays: Arrays) -> tuple[Library, Arrays]:
                     "under torch.no_grad(), or pass its detach()"
                 )
     if lib.kind != "jax":
-        for name in ("k_cache", "v_cache"):
+        for name in (
+            "k_cache",
+            "v_cache",
+            *(x for x in cached.SCALES if cached.of_rows(found.get(x), found["k_cache"])),
+        ):
             lib.check_target(name, found[name])
     return lib, found
 
@@ -246,105 +340,3 @@ def _check_together(arrays: Arrays, options: list[str]) -> None:
     for name in options:
         if "q" not in arrays and name != "layout":
             raise ValueError(f"{name} is given, but q is None, so that nothing is attended; leave it out")
-
-
-def _check_rows(views: Views, layout: str) -> None:
-    """TypeError or ValueError where caches and new rows do not belong together."""
-    cache = views["k_cache"]
-    what = "pages, rows" if "page_table" in views else "entries, rows" if "slots" in views else "sequences, rows"
-    for name in ("k_cache", "v_cache"):
-        if len(views[name].shape) != 4:
-            raise ValueError(
-                f"{name} has {len(views[name].shape)} dimensions, shape {views[name].shape}; it must have 4, "
-                f"({_in_layout((*what.split(', '), 'heads', 'dim'), layout)})"
-            )
-    entries, rows, heads, dim = to_bshd(cache.shape, layout)
-    dim_v = views["v_cache"].shape[-1]
-    if cache.dtype not in FLOATS:
-        raise TypeError(f"k_cache has dtype {cache.dtype}; it must be one of {', '.join(FLOATS)}")
-    for name in _INTEGERS:
-        if name in views and name != "slots":
-            check_integers(name, views[name])
-    front = _front(views, layout)
-    want = {
-        "v_cache": (entries, rows, heads, dim_v), "k_new": (*front, heads, dim), "v_new": (*front, heads, dim_v)
-    }  # fmt: skip
-    for name, shape in want.items():
-        if views[name].shape != (shape := tuple(_placed(shape, layout))):
-            of = "k_cache" if name == "v_cache" else f"{_leader(views)} and {name[0]}_cache"
-            raise ValueError(
-                f"{name} has shape {views[name].shape}; it must be {shape}, as {of} say" + "s" * (of == "k_cache")
-            )
-        if views[name].dtype != cache.dtype:
-            raise TypeError(f"{name} has dtype {views[name].dtype}; it must be that of k_cache, {cache.dtype}")
-    if "rotary[0]" in views:
-        check_tables(views["rotary[0]"], views["rotary[1]"], dim, cache.dtype)
-    first = views.get("q", cache)
-    for name, view in views.items():
-        if view.device != first.device and view.device and first.device:  # traced JAX arrays have none yet
-            where = "q" if "q" in views else "k_cache"
-            raise ValueError(f"{name} is on {view.device} but {where} is on {first.device}; all must be on one device")
-
-
-def _leader(views: Views) -> str:
-    """Which array says how many new rows there are."""
-    return next(name for name in ("q", "slots", "k_new") if name in views)
-
-
-def _front(views: Views, layout: str) -> tuple[int, ...]:
-    """(sequences, rows) or (rows,) of what is new."""
-    name = _leader(views)
-    x = views[name].shape
-    if name == "slots":
-        if views[name].dtype not in OFFSETS:
-            raise TypeError(f"slots has dtype {views[name].dtype}; it must be {' or '.join(OFFSETS)}")
-        if len(x) not in (1, 2):
-            raise ValueError(f"slots has shape {x}; it must be (rows,) or (sequences, rows), a row of k_cache for each")
-        return x
-    packed = "cu_seqlens_q" in views
-    if len(x) != (3 if packed else 4):
-        form = ("rows", "heads", "dim") if packed else ("sequences", "rows", "heads", "dim")
-        why = "with" if packed else "without"
-        raise ValueError(
-            f"{name} has {len(x)} dimensions, shape {x}; {why} cu_seqlens_q it must have {len(form)}, "
-            f"({_in_layout(form, layout)})"
-        )
-    sequences, rows, _, _ = to_bshd(x, layout)
-    n = views["seqlens_k"].shape[0]
-    if not packed and sequences != n:
-        raise ValueError(f"{name} has {sequences} sequences, shape {x}; it must have as many as seqlens_k, {n}")
-    return (rows,) if packed else (sequences, rows)
-
-
-def _placed(shape: tuple[Any, ...], layout: str) -> tuple[Any, ...]:
-    return shape if layout == "bshd" else (*shape[:-3], shape[-2], shape[-3], shape[-1])
-
-
-def _in_layout(axes: tuple[str, ...], layout: str) -> str:
-    return ", ".join(_placed(axes, layout))
-
-
-# ---- where it is ----------------------------------------------------------------------------------------------------
-
-
-def _on_host(lib: Library, arrays: Arrays, views: Views, names: Any, check: bool) -> dict[str, Any] | None:
-    """Arrays of integers as NumPy's, of int64: those on a CPU always, those on a device where a check is asked for."""
-    device = views["k_cache"].device
-    if any(not views[name].device for name in names) or not device or (device != "cpu" and not check):
-        return None
-    if lib.kind != "jax" and device != "cpu":
-        from .gpu import values
-
-        return values.read(lib, {name: arrays[name] for name in names}, arrays["k_cache"])
-    import numpy as np
-
-    read: Any = np.asarray if lib.kind == "jax" else lib.to_numpy  # type: ignore[attr-defined]
-    return {name: read(arrays[name]).astype(np.int64) for name in names}
-
-
-def _device_of(lib: Library, x: Array) -> Any:
-    """The context in which CuPy computes where x is."""
-    return x.device if lib.kind == "cupy" else contextlib.nullcontext()
-
-
-attention_append._torchdynamo_disable = True  # type: ignore[attr-defined]  # writes in place are for its own operators

@@ -54,7 +54,8 @@ def behind(xp: Any, problem: AttentionProblem, rows: int, lengths: dict[str, Arr
         of = xp.clip(cast(xp.searchsorted(ends[1:], number, side="right"), filled.dtype), 0, problem.batch - 1)
         positions, new = filled[of] + number - ends[of], xp.clip(ends[1:] - ends[:-1], 0, rows)
         real = (number >= ends[of]) & (number < ends[of + 1]) & (filled[of] >= 0) & (positions >= 0)
-    totals = xp.where(filled < 0, xp.zeros_like(filled), filled + new)
+    totals = xp.clip(xp.clip(filled, None, problem.seq_k) + new, None, problem.seq_k)
+    totals = xp.where(filled < 0, xp.zeros_like(filled), totals)
     totals = totals if _of_jax(xp) else cast(totals, lengths["seqlens_k"].dtype)
     real = real & (positions < problem.seq_k)
     at = xp.clip(positions, 0, max(problem.seq_k - 1, 0))
@@ -87,8 +88,9 @@ def write(xp: Any, cache: Array, places: Places, new: Array) -> Array:
     entry, row, real = (x.reshape(-1) for x in places)
     if not len(real) or not cache.shape[0] * cache.shape[1]:
         return cache
-    if not _of_jax(xp) and xp.__name__ != "torch":
-        new, cache = _bits(new), _bits(cache)
+    whole = cache
+    if not _of_jax(xp):
+        new, cache = _bits(xp, new), _bits(xp, cache)
     # Who must not write does what the first one does that must, so that no two differ in what a row becomes; where
     # nobody must, all write what is there.
     own = xp.where(real, arange(xp, len(real), entry), xp.argmax(cast(real, xp.int32)))
@@ -98,11 +100,13 @@ def write(xp: Any, cache: Array, places: Places, new: Array) -> Array:
     if _of_jax(xp):
         return cache.at[entry, row].set(rows)
     cache[entry, row] = rows
-    return cache
+    return whole
 
 
-def _bits(x: Array) -> Array:
-    """Numbers of NumPy and CuPy that are moved, not computed with, as integers."""
+def _bits(xp: Any, x: Array) -> Array:
+    """Numbers of NumPy and CuPy that are moved, not computed with, as integers; of PyTorch those of 8 bits."""
+    if xp.__name__ == "torch":
+        return x.view(xp.uint8) if x.dtype.itemsize == 1 else x
     return x.view(f"uint{8 * x.dtype.itemsize}")
 
 

@@ -28,7 +28,13 @@ class Call:
 
     def but(self, **fields: Any) -> Call:
         """The same call with other fields."""
-        return Call(**{name: getattr(self, name) for name in self.__slots__} | fields)
+        call = Call(
+            self.lib, self.of, self.arrays, self.options, self.targets, self.seed, self.family, self.return_lse,
+            self.wrt, self.add, self.check,
+        )  # fmt: skip
+        for name, x in fields.items():
+            setattr(call, name, x)
+        return call
 
     def without_arrays(self) -> Call:
         """What outlives its arrays: for who keeps those in his own way."""

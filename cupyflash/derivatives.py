@@ -10,6 +10,7 @@ H(G) is symmetric, and Jᵀ the transpose of J: all second derivatives are made 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,10 @@ from .api import Shared, attention_backward
 from .call import Arrays, Call
 from .given import placed, present, trace_score, with_check
 from .gradients import Gradients, check_wrt
-from .other_names import no_tangent, unexpected
+from .other_names import unexpected
 from .passes import BACKWARD_JVP, JVP, Pass
 from .problem import ARRAYS, complete
 from .rules import seed_of
-from .score import Score
 from .signature import A, Array, sharing
 from .tangents import jvp_of, of_call
 
@@ -168,7 +168,7 @@ def attention_backward_jvp(
 
 def _call(function: Callable[..., Any], of: Pass, operands: Arrays, tangents: Any, given: dict[str, Any]) -> Call:
     """A call of a function that was `given` these options and optional arrays by name."""
-    known = inspect.signature(function).parameters
+    known = _parameters(function)
     for name in given:
         if name not in known:
             raise unexpected(function.__name__, name, known)
@@ -180,24 +180,14 @@ def _call(function: Callable[..., Any], of: Pass, operands: Arrays, tangents: An
     lib = interop.library("q", arrays["q"])
     if options["score"] is not None or score_arrays is not None:
         trace_score(lib, arrays, options, score_arrays)
-    arrays = arrays | _of_tangents(tangents, arrays, options["score"], of)
+    arrays = arrays | of_call(tangents, arrays, options["score"], of)
     call = Call(lib, of, arrays, options, seed=number, family=given.get("family"))
     return with_check(call, given.get("check", False))
 
 
-def _of_tangents(tangents: Any, arrays: Arrays, score: Score | None, of: Pass) -> Arrays:
-    """`of_call`, with what may have been meant by a name that it does not know."""
-    reads = [x.name for x in score.arrays] if score else []
-    own = ["q", "k", "v", *(("dout", "dlse") if of is BACKWARD_JVP else ()), *[x.name for x in ARRAYS if x.gradient]]
-    try:
-        return of_call(tangents, arrays, score, of)
-    except TypeError as error:
-        text = str(error)
-        for name in tangents if isinstance(tangents, Mapping) else ():
-            if text.startswith(f"tangents has {name!r}, which has none"):
-                meant = no_tangent(name, own + reads, of is BACKWARD_JVP)
-                raise TypeError(f"{text}; {meant}" if meant else text) from None
-        raise
+@functools.cache  # to read a signature costs more than all else here
+def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
+    return inspect.signature(function).parameters
 
 
 def _run(call: Call) -> Any:

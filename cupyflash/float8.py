@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .problem import BLOCK, FLOAT8, FLOATS, check_layout, float_name
+from .namespaces import float8_of
+from .problem import BLOCK, FLOATS, check_layout, float_name
 
 LARGEST = 448.0  # of e4m3
 _SMALLEST = 1e-30  # that `attention` takes for a descale
@@ -79,7 +80,7 @@ def quantize(x: Any, by: str | None = "block", *, layout: str = "bshd") -> tuple
     if by == "block":
         per_row = xp.broadcast_to(per_row, (*outer, blocks, BLOCK)).reshape((*outer, blocks * BLOCK))[..., :seq, None]
     eight = xp.where(finite, xp.clip(rows / per_row, -LARGEST, LARGEST), math.nan)
-    eight = _cast(eight, _float8(xp))
+    eight = _cast(eight, float8_of(xp))
     return (xp.swapaxes(eight, -3, -2) if seq_first else eight), descale
 
 
@@ -106,14 +107,6 @@ def rotation(dim: int, seed: int = 0) -> np.ndarray:
 def _largest(xp: Any, x: Any) -> Any:
     """Along the last axis; 0 of nothing."""
     return xp.amax(x, -1) if x.shape[-1] else x.sum(-1)
-
-
-def _float8(xp: Any) -> Any:
-    if xp is not np:
-        return getattr(xp, FLOAT8)
-    import ml_dtypes
-
-    return ml_dtypes.float8_e4m3fn
 
 
 def _cast(x: Any, dtype: Any) -> Any:

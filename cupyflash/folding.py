@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from .cached import SCALES, of_eight
 from .passes import PASSES, PER_QUERY
 from .problem import ARRAYS, PLACES, ArrayRule, mask_kind
 from .score.graph import folded as folded_score
@@ -121,12 +122,15 @@ def _refuse(arrays: Arrays, options: dict[str, Any]) -> None:
 
 
 def _refuse_packed(arrays: Arrays, has: Collection[str]) -> None:
-    """What has no axis of sequences that another could become a part of: packed rows, and pools of pages."""
+    """What has no axis of sequences that another could become a part of: packed rows, pools of pages, scales of k and v
+    of 8 bits."""
     packed, pools = "pack the sequences of all entries", not {"k", "v"}.isdisjoint(map(_base, has))
+    scales = of_eight(arrays["k"]) and not of_eight(arrays["q"])
     for name, refused, what, instead in (
         ("cu_seqlens_q", True, "q is packed", packed),
         ("cu_seqlens_k", True, "k and v are packed", packed),
         ("page_table", pools, "k and v are a pool of pages", "put the pages of all into one pool"),
+        *((name, scales, "scales lie as rows of k do", "make that axis the batch") for name in SCALES),
     ):
         if name in arrays and refused:
             raise NotImplementedError(

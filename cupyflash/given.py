@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,8 +9,8 @@ from . import interop
 from .call import Arrays, Call
 from .counts import check_at
 from .interop.protocol import Library
-from .lengths import stated
-from .problem import INTEGERS, check_flag
+from .lengths import asked_for, stated
+from .problem import INTEGERS
 from .rules import score_of
 
 
@@ -63,10 +62,3 @@ def with_check(call: Call, check: Any) -> Call:
     """A call that knows whether values on a device shall be looked at: for it alone, or for all of the process."""
     asked = asked_for(check)
     return call.but(check=True) if asked and stated(call.arrays) else call
-
-
-def asked_for(check: Any) -> bool:
-    asked = os.environ.get("CUPYFLASH_CHECK", "")
-    if asked not in ("", "0", "1"):
-        raise ValueError(f"CUPYFLASH_CHECK is {asked!r}; it must be 1, 0 or empty")
-    return check_flag("check", check) or asked == "1"

@@ -22,6 +22,9 @@ def later(package: str, *modules: str, **places: str) -> tuple[Callable[[str], A
         try:
             return import_module(f".{name}", package)
         except ImportError as error:
-            raise AttributeError(f"{package}.{name} cannot be imported: {error}") from error
+            why = f"cannot be imported: {error}"
+            if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
+                why = f"needs {error.name}, which is not installed; run pip install {error.name}"
+            raise AttributeError(f"{package}.{name} {why}") from error
 
     return get, lambda: sorted({*vars(sys.modules[package]), *modules, *places})

@@ -7,11 +7,23 @@ values nothing is known then, so that one plan serves them all. `check_values` i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .passes import Pass
-from .problem import ARRAY_RULES, ARRAYS, BLOCK, PLACES, ArrayRule, AttentionProblem, MaskKind, View, to_bshd
+from .problem import (
+    ARRAY_RULES,
+    ARRAYS,
+    BLOCK,
+    PLACES,
+    ArrayRule,
+    AttentionProblem,
+    MaskKind,
+    View,
+    check_flag,
+    to_bshd,
+)
 
 if TYPE_CHECKING:  # NumPy takes longer to import than all of this package
     import numpy as np
@@ -226,6 +238,14 @@ def refuse_pages(problem: AttentionProblem, of: Pass) -> None:
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
+
+
+def asked_for(check: Any) -> bool:
+    """Whether values on a device shall be looked at: for a call alone, or for all of the process."""
+    asked = os.environ.get("CUPYFLASH_CHECK", "")
+    if asked not in ("", "0", "1"):
+        raise ValueError(f"CUPYFLASH_CHECK is {asked!r}; it must be 1, 0 or empty")
+    return check_flag("check", check) or asked == "1"
 
 
 def check_values(problem: AttentionProblem, arrays: Mapping[str, np.ndarray]) -> None:

@@ -17,6 +17,11 @@ def cast(x: Any, dtype: Any) -> Any:
     return x.to(dtype) if hasattr(x, "to") else x.astype(dtype)  # PyTorch's name for it
 
 
+def float8_of(xp: Any) -> Any:
+    """The dtype of e4m3 numbers. (CuPy has none.)"""
+    return importlib.import_module("ml_dtypes" if xp.__name__ == "numpy" else xp.__name__).float8_e4m3fn
+
+
 def arange(xp: Any, n: int, like: Any) -> Any:
     """0 to n - 1, in the dtype of `like` and on its device."""
     return cast(xp.arange(n, **({"device": like.device} if xp.__name__ == "torch" else {})), like.dtype)

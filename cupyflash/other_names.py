@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from .signature import unscripted
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _DROPOUT = "here it is dropout, which needs a seed"
@@ -90,6 +92,7 @@ ELSEWHERE = {
         ("attention_weights", name): "ask for the weights of one sequence at a time, as a dense call"
         for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "max_seqlen_q", "max_seqlen_k")
     },
+    **{(name, "backward"): "here it is of='backward'" for name in ("explain", "tune")},
     ("attention_jvp", "dout"): "that belongs to attention_backward_jvp",
     ("attention_jvp", "dlse"): "that belongs to attention_backward_jvp",
     ("attention_jvp", "wrt"): "tangents say what moves; wrt belongs to attention_backward and attention_backward_jvp",
@@ -104,17 +107,6 @@ def unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:
     meant = HERE.get(name) or ELSEWHERE.get((function, name)) or forward
     meant = meant or (f"did you mean {near[0]!r}?" if near else "")
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}" + (f"; {meant}" if meant else ""))
-
-
-def no_tangent(name: Any, known: Iterable[str], backward: bool) -> str:
-    """What may have been meant by a name in `tangents` that none can have; "" where nobody knows."""
-    if name in ("dout", "dlse") and not backward:
-        return f"{name} belongs to attention_backward_jvp"
-    if name in ("out", "lse"):
-        return f"{name} follows from the others: leave it out"
-    text, known = str(name).lower(), list(known)
-    near = [x for x in (text, text[1:]) if x in known] or difflib.get_close_matches(text, known, 1)
-    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def renaming(traced: Callable[[], bool] = lambda: False, **theirs: str) -> Callable[[F], F]:
@@ -137,6 +129,6 @@ def renaming(traced: Callable[[], bool] = lambda: False, **theirs: str) -> Calla
                     raise
                 raise type(error)(ours.sub(lambda x: theirs[x[1]], str(error))) from error
 
-        return call
+        return unscripted(call)
 
     return of

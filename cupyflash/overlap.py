@@ -33,7 +33,7 @@ def overlap(x: View, y: View) -> bool:
     """Whether some element of x lies where one of y does."""
     if 0 in x.shape or 0 in y.shape:
         return False
-    (x_first, x_end), (y_first, y_end) = _extent(x), _extent(y)
+    (x_first, x_end), (y_first, y_end) = extent(x), extent(y)
     return x_first < y_end and y_first < x_end and _share(_array(x), _array(y))
 
 
@@ -57,8 +57,8 @@ def overlaps_itself(x: View) -> bool:
     return False
 
 
-def _extent(x: View) -> tuple[int, int]:
-    """The first byte and the last but one."""
+def extent(x: View) -> tuple[int, int]:
+    """The first byte, and the one behind the last."""
     size = ITEMSIZE[x.dtype]
     reach = [stride * (length - 1) * size for stride, length in zip(x.strides, x.shape)]
     return x.ptr + sum(r for r in reach if r < 0), x.ptr + sum(r for r in reach if r > 0) + size

@@ -5,8 +5,10 @@ Beside these a pass takes what `problem.ARRAYS` has. Whoever allocates, packs, c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,7 @@ class Row:
     """An array of a pass."""
 
     name: str
-    type: str  # of its elements, as kernels call it: In, Out or Accum
+    type: str  # of its elements, as kernels call it: In, Kept (of caches), Out or Accum
     result: bool = False
     per_query: bool = False  # one number for each query, (B, H, Sq), contiguous; else rows of elements, (B, S, H, D)
     optional: bool = False
@@ -54,7 +56,7 @@ class Pass:
 
 
 FORWARD = Pass("forward", (
-    Row("q", "In"), Row("k", "In"), Row("v", "In"),
+    Row("q", "In"), Row("k", "Kept"), Row("v", "Kept"),
     Row("out", "Out", result=True), Row("lse", "Accum", result=True, per_query=True),
 ))  # fmt: skip
 BACKWARD = Pass("backward", (
@@ -78,3 +80,11 @@ BACKWARD_JVP = Pass("backward_jvp", (  # those of a backward's, which take what 
 PASSES = {x.name: x for x in (FORWARD, BACKWARD, JVP, BACKWARD_JVP)}
 PER_QUERY = frozenset(row.name for x in PASSES.values() for row in x.rows if row.per_query)
 BY_ROWS = tuple(dict.fromkeys(row.name for x in PASSES.values() for row in x.rows if not row.per_query))
+
+
+def pass_named(of: Any, among: Sequence[Pass] = tuple(PASSES.values())) -> Pass:
+    """The pass that `of=` asks for by name. ValueError where it is none of these."""
+    found = next((x for x in among if isinstance(of, str) and x.name == of), None)
+    if found is None:
+        raise ValueError(f"of is {of!r}; it must be one of {', '.join(repr(x.name) for x in among)}")
+    return found

@@ -21,13 +21,14 @@ from .score import Score
 HALVES = ("float16", "bfloat16")
 FLOATS = (*HALVES, "float32", "float64")
 FLOAT8 = "float8_e4m3fn"
+EIGHT = (FLOAT8, "int8")  # what k and v may be beside q of 16 bits
 INPUTS = (*FLOATS, FLOAT8)
 OF_FLOAT8 = ("bfloat16", "float16", FLOAT8)  # what results of it may be, the first unless asked for
 INTEGERS = ("int64", "uint64", "int32", "uint32")
 OFFSETS = ("int32", "int64")
 ITEMSIZE = {
-    "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int64": 8, "uint64": 8,
-    "int32": 4, "uint32": 4,
+    "float8_e4m3fn": 1, "int8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int64": 8,
+    "uint64": 8, "int32": 4, "uint32": 4,
 }  # fmt: skip
 SHORT = {"fp8": FLOAT8, "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 LAYOUTS = ("bshd", "bhsd")
@@ -95,7 +96,7 @@ class OptionRule:
     default: Any
     help: str
     check: Callable[[Any], Any]  # the value as the problem has it; TypeError or ValueError
-    backward: bool = False  # changes nothing but the gradients
+    of_gradients: bool = False  # changes nothing but the gradients
     adds: bool = False  # a number that makes a term of scores (kernels_cu/attention/terms.cuh)
     number: bool = False  # may be an array of no dimensions
     written: bool = True  # whether a command line can say it
@@ -257,7 +258,7 @@ OPTIONS = (
     OptionRule("max_seqlen_q", None, "A hint: how many queries a packed sequence has at most.", _check_most_q),
     OptionRule("max_seqlen_k", None, "A hint: how many keys a sequence has at most.", _check_most_k),
     OptionRule("batch_invariant", False, "A sequence's bits do not depend on the others.", _check_invariant),
-    OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, backward=True),
+    OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, of_gradients=True),
 )
 ARRAYS = (
     ArrayRule("key_mask", ("batch", "key"), ("bool",), "key mask", "True: the key may be attended", rows=True),
@@ -329,6 +330,7 @@ class AttentionProblem:
     at: tuple[int, int, int, int] | None = None  # where the first batch entry, head, query and key stand among all
     dropout: float = 0.0  # the share of the probabilities that become 0
     out_dtype: str | None = None  # of results; None: that of q
+    cache_dtype: str | None = None  # of k and v, where that is of 8 bits beside q of 16 (cached.py)
     out_scale: float = 1.0  # what it is multiplied by before it is rounded
     deterministic: bool = False
     add: bool = False  # whether gradients are added to what their targets hold

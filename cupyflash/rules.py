@@ -12,9 +12,9 @@ import numbers
 from dataclasses import replace
 from typing import Any
 
-from . import lengths
+from . import cached, lengths
 from .layouts import doubt, of_layout
-from .passes import BACKWARD, FORWARD, PER_QUERY, Pass
+from .passes import FORWARD, PER_QUERY, Pass
 from .problem import (
     ARRAY_RULES,
     ARRAYS,
@@ -34,7 +34,6 @@ from .problem import (
     MaskKind,
     View,
     check_dropout,
-    check_flag,
     check_options,
     check_out_scale,
     check_scale,
@@ -73,10 +72,10 @@ def _may_be_array(x: Any) -> bool:
     return not isinstance(x, (str, bytes, list, dict, set))
 
 
-def fold_descales(options: dict[str, Any], q: Any, descales: dict[str, Any]) -> dict[str, Any]:
+def fold_descales(options: dict[str, Any], q: Any, k: Any, descales: dict[str, Any]) -> dict[str, Any]:
     """The arrays of DESCALES, by name. A number becomes a part of the options `scale` or `out_scale`.
 
-    q: an array or a `View`, of which shape and dtype are asked.
+    q, k: arrays or `View`s, of which shape and dtype are asked.
     """
     arrays, folded = {}, {"scale": "", "out_scale": ""}
     for name, x in descales.items():
@@ -89,8 +88,9 @@ def fold_descales(options: dict[str, Any], q: Any, descales: dict[str, Any]) -> 
                 )
             arrays[name] = x
             continue
-        if (dtype := float_name(getattr(q, "dtype", None))) in FLOATS:
-            raise TypeError(f"{name} is given with q of {dtype}; it is for inputs of {FLOAT8}")
+        dtype = float_name(getattr(q, "dtype", None))
+        if dtype in FLOATS and (name == "q_descale" or not cached.of_eight(k)):
+            raise TypeError(_of_float8(name, dtype))
         value = positive(name, x)
         if name == "v_descale":
             option, before = "out_scale", check_out_scale(options.get("out_scale"))
@@ -107,9 +107,9 @@ def fold_descales(options: dict[str, Any], q: Any, descales: dict[str, Any]) -> 
     return arrays
 
 
-def pass_of(backward: Any) -> Pass:
-    """What `backward=` asks for."""
-    return BACKWARD if check_flag("backward", backward) else FORWARD
+def _of_float8(name: str, dtype: str | None) -> str:
+    also = "" if name == "q_descale" else ", and for k and v of 8 bits beside q of 16"
+    return f"{name} is given with q of {dtype}; it is for inputs of {FLOAT8}{also}"
 
 
 _NUMBERED = [(row.name, row.check) for row in OPTIONS if row.number]
@@ -153,14 +153,17 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     layout, (left, right) = options.pop("layout"), options.pop("window")
     named, ragged = {"q": q, "k": k, "v": v}, bool(lengths.stated(given))
     lengths.check_options(options, given)
+    cache_dtype, scales = cached.taken(q, k, v, given)
+    given = {name: x for name, x in given.items() if name not in scales}
     for name, x in named.items():
-        if x.dtype not in INPUTS:
+        if x.dtype not in INPUTS and not (cache_dtype and name != "q"):
             raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {', '.join(INPUTS)}")
         if not ragged and len(x.shape) not in (2, 3, 4):
             axes = "(batch, sequence, heads, dim)" if layout == "bshd" else "(batch, heads, sequence, dim)"
+            folded = f"; fold axes before these into the batch: {name}.reshape(-1, *{name}.shape[-3:])"
             raise ValueError(
                 f"{name} has {len(x.shape)} dimensions, shape {x.shape}; it must have 4 {axes}, "
-                "3 (the same without batch) or 2 (sequence, dim)"
+                "3 (the same without batch) or 2 (sequence, dim)" + folded * (len(x.shape) > 4)
             )
     for name, x in (("k", k), ("v", v)):
         if not ragged and len(x.shape) != len(q.shape):
@@ -168,10 +171,11 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
                 f"{name} has {len(x.shape)} dimensions, shape {x.shape}, but q has {len(q.shape)}, shape {q.shape}; "
                 "they must have the same number"
             )
-        _same(name, x, "q", q)
-    fields: dict[str, Any] = {}
+        _same(name, x, "q", q, dtype=not cache_dtype)
+    fields: dict[str, Any] = {"cache_dtype": cache_dtype}
     if ragged:
-        fields, ((sq, hq, d), (sk, hk, dk), (sv, hv, dv)) = lengths.extents(named, given, layout)
+        of_lengths, ((sq, hq, d), (sk, hk, dk), (sv, hv, dv)) = lengths.extents(named, given, layout)
+        fields |= of_lengths
     else:
         (batch, sq, hq, d), (bk, sk, hk, dk), (bv, sv, hv, dv) = (to_bshd(x.shape, layout) for x in named.values())
         fields["batch"] = batch
@@ -203,7 +207,7 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
             "the cap into that, as c * tanh(s / c)"
         )
     for name, given_, usual in (("out_dtype", options["out_dtype"], None), ("out_scale", options["out_scale"], 1.0)):
-        if q.dtype != FLOAT8 and given_ != usual:
+        if q.dtype != FLOAT8 and given_ != usual and not (cache_dtype and name == "out_scale"):
             raise ValueError(
                 f"{name} is {given_}; with q of {q.dtype} it must be {usual}: it is for inputs of {FLOAT8}"
             )
@@ -215,8 +219,10 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     spread = (Given(row.name, x.dtype, _spread(row, x, len(q.shape), packed)) for row, x in arrays)
     problem = AttentionProblem(
         dtype=q.dtype, seq_q=sq, seq_k=sk, heads_q=hq, heads_k=hk, dim=d, dim_v=dv, diagonal=diagonal, left=left,
-        right=right, **fields, **options, given=tuple(spread),
+        right=right, **fields, **options, given=(*spread, *cached.stated(scales, k, layout)),
     )  # fmt: skip
+    for name, x in scales.items():
+        _same(name, x, "q", q, dtype=False)
     for row in _arrays_in(given):
         _check_array(row, given[row.name], problem, q)
     if (kind := mask_kind(given.get("block_mask"))) is not None:
@@ -300,7 +306,7 @@ def _arrays_in(given: dict[str, Any]) -> list[ArrayRule]:
 
 def _check_array(row: ArrayRule, x: View, problem: AttentionProblem, q: View) -> None:
     if row.of_float8 and q.dtype != FLOAT8:
-        raise TypeError(f"{row.name} is given with q of {q.dtype}; it is for inputs of {FLOAT8}")
+        raise TypeError(_of_float8(row.name, q.dtype))
     dtypes = row.taken(q.dtype)
     if x.dtype not in dtypes:
         raise TypeError(f"{row.name} has dtype {x.dtype}; it must be {' or '.join(dtypes)} ({row.entry})")
@@ -360,7 +366,7 @@ def _stated(
     out, lse = out_shape(q.shape, problem), lse_shape(len(q.shape), problem)
     if of is not FORWARD:
         lengths.refuse_pages(problem, of)
-        refuse_float8(problem.dtype, of)
+        refuse_float8(problem.dtype, of, problem.cache_dtype)
         for name in of.inputs:  # dout, out, lse and dlse, and what a jvp gave
             if name in views and name not in "qkv" and name not in _TANGENTS:
                 shape, dtype = (lse, problem.lse_dtype) if name in PER_QUERY else (out, problem.dtype)
@@ -394,7 +400,7 @@ def for_pass(problem: AttentionProblem, of: Pass) -> AttentionProblem:
     """Without the options that a pass does not look at."""
     if of.of_gradients:
         return problem
-    return replace(problem, **{row.name: row.default for row in OPTIONS if row.backward})
+    return replace(problem, **{row.name: row.default for row in OPTIONS if row.of_gradients})
 
 
 def tangents_in(views: dict[str, Any]) -> list[str]:
@@ -426,7 +432,12 @@ _TANGENTS = frozenset(
 _OF_SCORE = "score_arrays["
 
 
-def refuse_float8(dtype: str, of: Pass) -> None:
+def refuse_float8(dtype: str, of: Pass, cache_dtype: str | None = None) -> None:
+    if cache_dtype is not None:
+        raise TypeError(
+            f"k has dtype {cache_dtype} beside q of {dtype}, of which there is a forward alone; attention_{of} takes k "
+            f"and v of {dtype}"
+        )
     if dtype == FLOAT8:
         raise TypeError(
             f"q has dtype {FLOAT8}, of which there is a forward alone; attention_{of} takes {', '.join(FLOATS)}"

@@ -1,10 +1,11 @@
-"""The public signatures: what they say of arrays, and functions that show another one than they have."""
+"""The public functions: what their signatures say of arrays, functions that show another one than they have, and
+TorchScript, which can read none."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 
 class DLPackArray(Protocol):
@@ -25,6 +26,20 @@ A = TypeVar("A", bound=Array)  # results are of the type of q
 L = TypeVar("L", bound=Array)  # lse has a dtype and a shape of its own
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def unscripted(function: F) -> F:
+    """Let torch.jit.script refuse a function, and say what to use, in the place of its own error about some line of
+    it."""
+    function.__prepare_scriptable__ = refuse_jit_script  # type: ignore[attr-defined]  # what it asks first
+    return function
+
+
+def refuse_jit_script(_: Any = None) -> NoReturn:
+    raise NotImplementedError(f"torch.jit.script compiles a call of attention, {NO_SCRIPT}")
+
+
+NO_SCRIPT = "but attention has no form in TorchScript; use torch.compile or torch.export"
 
 
 def like(shown: F, without: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], F]:
@@ -48,7 +63,7 @@ def sharing(other: Callable[..., Any], without: Collection[str] = ()) -> Callabl
         shown = [x for x in own if x.kind is x.POSITIONAL_OR_KEYWORD] + [x for x in theirs if x.name not in names]
         signature = inspect.Signature([*shown, *(x for x in own if x.kind is x.KEYWORD_ONLY)])
         function.__signature__ = signature  # type: ignore[attr-defined]
-        return function
+        return unscripted(function)
 
     return decorate
 
@@ -57,4 +72,4 @@ def _show(function: Any, shown: Callable[..., Any], without: Collection[str]) ->
     signature = inspect.signature(shown)
     kept = [x for x in signature.parameters.values() if x.name not in without]
     function.__signature__ = signature.replace(parameters=kept)
-    return function
+    return unscripted(function)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .call import Arrays, Call
@@ -28,13 +29,26 @@ def of_call(tangents: Any, arrays: Arrays, score: Score | None, of: Pass) -> Arr
     for name, x in tangents.items():
         if name not in can:
             why = f"but {name} is not given" if name in optional else "which has none"
-            raise TypeError(f"tangents has {name!r}, {why}; it may have {', '.join(can)}")
+            text = f"tangents has {name!r}, {why}; it may have {', '.join(can)}"
+            meant = "" if name in optional else _meant(name, (*rows, *optional, *reads), of)
+            raise TypeError(f"{text}; {meant}" if meant else text)
         if name in reads and can[name] != reads[name]:
             raise ValueError(
                 f"tangents has {name!r}, which is {name} and an array of score_arrays; give that another name"
             )
         found[f"t{can[name]}"] = x
     return found
+
+
+def _meant(name: Any, known: Iterable[str], of: Pass) -> str:
+    """What may have been meant by a name that no tangent has; "" where nobody knows."""
+    if name in ("dout", "dlse") and not of.of_gradients:
+        return f"{name} belongs to attention_backward_jvp"
+    if name in ("out", "lse"):
+        return f"{name} follows from the others: leave it out"
+    text, known = str(name).lower(), list(known)
+    near = [x for x in (text, text[1:]) if x in known] or difflib.get_close_matches(text, known, 1)
+    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def jvp_of(call: Call) -> Call:

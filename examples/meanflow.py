@@ -62,6 +62,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw samples beside the noise (needs matplotlib)")
     args = parser.parse_args(arguments)
     torch.manual_seed(0)
     angle = torch.arange(16, device=args.device) / 16 * 2 * torch.pi
@@ -82,7 +83,24 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     noise, spread = (x.norm(dim=-1).std(1).mean().item() for x in (z, sample))
     print(f"loss {losses[0]:.2f}, after {args.steps} steps {losses[-1]:.2f}")
     print(f"radii of a sample differ by {spread:.2f} (of the noise: {noise:.2f})")
+    if args.plot:
+        plot(args.plot, {"noise": z[:6].cpu(), "one step later": sample[:6].cpu()}, losses)
     return {"first": losses[0], "last": sum(losses[-10:]) / 10, "noise": noise, "sample": spread}
+
+
+def plot(path: str, points: dict[str, Tensor], losses: list[float]) -> None:
+    """Each sample's 16 points in a colour of its own, and the loss by step."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    *pairs, last = figure.subplots(1, len(points) + 1)
+    for axes, (name, samples) in zip(pairs, points.items()):
+        for sample in samples.numpy():
+            axes.plot(*sample.T, "o", markersize=4)
+        axes.set(title=name, aspect="equal", xlim=(-3, 3), ylim=(-3, 3))
+    last.plot(losses, color="#0b4f8a")
+    last.set(title="loss", xlabel="step", yscale="log")
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ A pixel becomes the mean of all pixels, weighted by how alike the patches around
 
 which is attention of patches to patches, with the pixels as values. Of n pixels the n x n weights are never in memory.
 
-    python examples/non_local_means.py [--size N] [--device cpu|gpu]
+    python examples/non_local_means.py [--size N] [--device cpu|gpu] [--plot FILE.png]
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=96, help="pixels of a side")
     parser.add_argument("--device", choices=["cpu", "gpu"], help="default: a GPU if there is one")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the three images (needs matplotlib)")
     given = parser.parse_args(arguments)
     xp = array_module(given.device)
     clean = picture(given.size)
@@ -63,7 +64,20 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     found = on_host(denoise(xp.asarray(noisy), h=0.3))
     errors = {name: float(np.sqrt(((x - clean) ** 2).mean())) for name, x in (("noisy", noisy), ("denoised", found))}
     print(f"{clean.size // 3:,} pixels on {xp.__name__}: error {errors['noisy']:.3f} -> {errors['denoised']:.3f}")
+    if given.plot:
+        plot(given.plot, {"the image": clean, "with noise": noisy, "denoised": found})
     return errors
+
+
+def plot(path: str, images: dict[str, np.ndarray]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    for axes, (name, image) in zip(figure.subplots(1, len(images)), images.items()):
+        axes.imshow(image.clip(0, 1), interpolation="nearest")
+        axes.set_title(name, fontsize=11)
+        axes.axis("off")
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import os
 import sys
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 # Workers share one GPU, and JAX would take three quarters of it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -115,3 +116,25 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def rng() -> np.random.Generator:
     """A fresh seed for every test, shown where it fails; CUPYFLASH_TEST_SEED brings one back."""
     return fresh_rng()
+
+
+@pytest.fixture(name="no_gpu")
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine without CuPy, whatever this one has."""
+    from cupyflash.gpu import device
+
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    device.current.cache_clear()
+    yield
+    device.current.cache_clear()
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A compile cache of the test's own."""
+    pytest.importorskip("cuda.core")
+    from cupyflash.gpu import compiler
+
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    compiler.compile_source.cache_clear()
+    return tmp_path / "cache"

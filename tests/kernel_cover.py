@@ -104,6 +104,7 @@ def some_problems(turn: int | None = None) -> Iterator[AttentionProblem]:
         yield moving(problem(dtype, 128 if turn is None else (64, 128)[(turn + n) % 2], **FEATURES[name]))
     yield problem("bfloat16", 128, given=BIAS)
     yield in_8_bits(128, "causal", True)
+    yield next(of_caches())
 
 
 def in_8_bits(dim: int, name: str, by_block: bool, result: str = OF_FLOAT8[0]) -> AttentionProblem:
@@ -122,6 +123,19 @@ def of_8_bits() -> Iterator[AttentionProblem]:
     yield in_8_bits(192, "hidden", False, "float16")
 
 
+def of_caches() -> Iterator[AttentionProblem]:
+    """k and v of 8 bits beside q of 16, with a scale for each row of both, or none."""
+    scales = tuple(Given(f"{x}_descale", "float32", ("row", "key_head")) for x in "kv")
+    for dim, eight in ((64, "int8"), (128, FLOAT8), (256, "int8"), (512, FLOAT8)):
+        for dtype, name, seq_q, own in (
+            ("bfloat16", "nothing", 1, scales), ("float16", "nothing", 16, ()), ("float16", "hidden", 1000, scales),
+            ("bfloat16", "everything", 16, scales), ("bfloat16", "score", 1000, scales),
+        ):  # fmt: skip
+            fields = dict(FEATURES[name])
+            given = (*fields.pop("given", ()), *own)
+            yield problem(dtype, dim, batch=10, seq_q=seq_q, cache_dtype=eight, given=given, **fields)
+
+
 def of_pairs() -> Iterator[AttentionProblem]:
     both = (*MASK, Given("bias", "float32", AXES))
     for dim in (32, 64, 96, 128, 144, 192, 208, 256):
@@ -137,11 +151,25 @@ def of_pairs() -> Iterator[AttentionProblem]:
 THOROUGH = {"sm90": ("sm_90a",), "sm80": ("sm_80", "sm_86"), "simt": ("sm_75", "sm_90a"), "flash1": ("sm_75",)}
 
 
+def wide() -> Iterator[AttentionProblem]:
+    """Beyond 256 columns, which tiles fill shared memory with."""
+    for dims in ((288, 288), (320, 320), (384, 384), (512, 512), (576, 512), (576, 576)):
+        for name in ("nothing", "hidden", "everything"):
+            yield problem("bfloat16" if name == "everything" else "float16", *dims, **FEATURES[name])
+    for dims in ((64, 512), (512, 64)):
+        yield problem("bfloat16", *dims, **FEATURES["causal"])
+    yield problem("bfloat16", 512, **FEATURES["score"])
+    yield problem("bfloat16", 512, batch=1, seq_q=100, seq_k=16384)
+
+
 def cover(family: str, arch: str) -> Iterator[AttentionProblem]:
+    if family in ("sm80", "sm90") and arch in (*THOROUGH[family], "sm_90a"):  # each has tiles of its own
+        yield from wide()
     if arch in THOROUGH[family]:
         yield from problems()
         yield from moving_problems()
         yield from of_8_bits()
+        yield from of_caches()
         if family == "sm90":  # where these take room that tiles have elsewhere
             yield from of_pairs()
         return

@@ -17,6 +17,8 @@ from cuda_on_cpu import Launch, as_cpp, compile_all, launch
 from reference import Standard, references, state
 from semantics import Inputs, dead_rows, draw_blocks, draw_inputs, spoil
 
+from cupyflash import cached
+from cupyflash.gpu import grouping
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import Box, KernelPlan
 from cupyflash.gpu.params import KEYS, Packer, round_keys, score_shape
@@ -70,12 +72,13 @@ def check(
         seed = int(others.pop("seed")) % 2**64
         problem = replace(problem, given=tuple(x for x in problem.given if x.name != "seed"))
 
-    plans = [plan(problem, arch, of, family, tile and {family: tile}) for of, tile in zip((FORWARD, BACKWARD), tiles)]
+    passes = (FORWARD, BACKWARD) if backward else (FORWARD,)
+    plans = [plan(problem, arch, of, family, tile and {family: tile}) for of, tile in zip(passes, tiles)]
     lengths = {row.name: row.lengths(others[row.name].shape) for row in ARRAYS if row.gradient and row.name in others}
     of_score = {
         x.key: others[x.key].shape for x in (problem.score.arrays if problem.score else ()) if x.kind == "float"
     }
-    asked = [names for names in (lengths, of_score) if names]
+    asked = [names for names in (lengths, of_score) if names and backward]
     plans += [plan(problem, arch, BACKWARD, family, lengths=names).after(plans[1]) for names in asked]
     # What is dead may hold anything.
     blind, unseen = dead_rows(problem, key_mask, seen, {(use.queries, use.keys) for x in plans for use in x.lists})
@@ -213,13 +216,18 @@ def run(
         for name in {f"{of}{row.name}" for of in ("", "d", "t", "td")} & given.keys():
             x = given[name].array
             own = tuple(s // x.itemsize for s in x.strides)
-            strides[name] = row.strides(View(x.shape, own, x.dtype.name, "cpu", "numpy"), problem)
+            view = View(x.shape, own, x.dtype.name, "cpu", "numpy")
+            scales = problem.cache_dtype and name in cached.SCALES
+            strides[name] = cached.strides(problem, name, view, "bshd") if scales else row.strides(view, problem)
     keys = [x.key for x in (problem.score.arrays if problem.score else ())]
     for name in (name for key in keys for name in (key, f"t{key}") if name in given):
         x = given[name].array
         strides[name] = score_shape(
             View(x.shape, tuple(s // x.itemsize for s in x.strides), x.dtype.name, "cpu", "numpy")
         )
+    if kernels.grouped:
+        strides |= {name: grouping.strides(problem.group, strides[name]) for name in ("q", "out")}
+        problem = grouping.grouped(problem) or problem
     addresses = {name: x.pointer for name, x in given.items()} | dict(zip(KEYS, round_keys(seed or 0)))
     params = Packer(kernels, problem, strides)([addresses.get(name, 0) for name in slots])
     maps = tensor_maps(kernels, problem, given, strides) if kernels.maps else None

@@ -67,7 +67,14 @@ class Appended:
             self.options["rotary"] = np.cos(angles).astype(wide), np.sin(angles).astype(wide)
             self.options["rotary_interleaved"] = interleaved
 
-    def run(self, layout: str = "bshd", put: Any = lambda x: x, back: Any = lambda x: x, **how: Any) -> None:
+    def run(
+        self,
+        layout: str = "bshd",
+        put: Any = lambda x: x,
+        back: Any = lambda x: x,
+        by: Any = attention_append,
+        **how: Any,
+    ) -> None:
         """Append, and judge caches, to the bit, and results."""
 
         def laid(x: np.ndarray) -> Any:
@@ -77,7 +84,7 @@ class Appended:
         given = {name: tuple(map(put, x)) if name == "rotary" else x for name, x in self.options.items()}
         given = {name: put(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
         filled = given.pop("seqlens_k")
-        out, lse, *changed = attention_append(q, k, v, *caches, filled, return_lse=True, layout=layout, **given, **how)
+        out, lse, *changed = by(q, k, v, *caches, filled, return_lse=True, layout=layout, **given, **how)
         caches = changed or caches
         exact, own = expected(self.case, False, False), expected(self.case, True, False)
         first = (lambda x: x.swapaxes(-3, -2)) if layout == "bhsd" else (lambda x: x)
@@ -281,22 +288,105 @@ def test_pytorch_follows_no_gradient() -> None:
     assert caches._version > version
 
 
-def test_pytorch_does_not_compile_it() -> None:
-    """It is left out of what is compiled; a whole graph says so."""
+@pytest.mark.parametrize(("form_q", "form_k"), FORMS)
+def test_pytorch_compiles_it(form_q: str, form_k: str, rng: np.random.Generator) -> None:
+    """In one graph, which writes to the caches that it is given."""
     torch = pytest.importorskip("torch")
-    q, k, v = torch.randn(3, 1, 2, 2, 8)
-    filled = torch.zeros(1, dtype=torch.int64)
-
-    def step(caches: Any) -> Any:
-        return attention_append(q * 2, k, v, *caches, filled) + 1
-
-    one, other = torch.zeros(2, 1, 4, 2, 8), torch.zeros(2, 1, 4, 2, 8)
-    out = torch.compile(step, backend="eager")(one)
-    torch.testing.assert_close(out, step(other))
-    assert torch.equal(one, other) and one.any()
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="attention_append"):
-        torch.compile(step, backend="eager", fullgraph=True)(one)
+    layout = "bhsd" if form_q == "packed" else "bshd"
+    one = appended(rng, form_q, form_k, 6, options={"causal": True}, given=("sinks",))
+    one.run(
+        layout,
+        torch.from_numpy,
+        lambda x: x.numpy(),
+        by=torch.compile(attention_append, fullgraph=True, backend="aot_eager"),
+    )
+    torch._dynamo.reset()
+
+
+def test_pytorch_compiles_writing_alone_and_lengths_that_change() -> None:
+    torch = pytest.importorskip("torch")
+    torch._dynamo.reset()
+    pool, new = torch.zeros(2, 3, 4, 2, 8), torch.ones(2, 5, 2, 8)
+    write = torch.compile(
+        lambda c, slots: attention_append(None, *new, *c, slots=slots), fullgraph=True, backend="eager"
+    )
+    write(pool.unbind(), torch.tensor([2, -1, 0, 11, 7]))
+    assert pool.mean((0, 3, 4)).flatten().nonzero().flatten().tolist() == [0, 2, 7, 11]
+    q, caches, seen = torch.randn(3, 2, 2, 8), torch.zeros(2, 3, 40, 2, 8), []
+
+    def count(module: Any, _: Any) -> Any:
+        seen.append(module)
+        return module
+
+    step = torch.compile(lambda q, c, n: attention_append(q, q, q, *c, n, causal=True), dynamic=True, backend=count)
+    for rows in (5, 6, 7):
+        q, filled, other = torch.randn(3, rows, 2, 8), torch.tensor([0, 5, 33 - rows]), caches.clone()
+        torch.testing.assert_close(
+            step(q, caches.unbind(), filled), attention_append(q, q, q, *other, filled, causal=True)
+        )
+        assert torch.equal(caches, other)
+    assert len(seen) == 1
+    torch._dynamo.reset()
+
+
+def test_pytorch_exports_it() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Step(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any, filled: Any) -> Any:
+            return attention_append(q, q, q, k, v, filled)
+
+    def given() -> tuple[Any, ...]:
+        return torch.ones(2, 1, 2, 8), torch.zeros(2, 6, 2, 8), torch.zeros(2, 6, 2, 8), torch.tensor([0, 5])
+
+    with torch.no_grad():
+        program = torch.export.export(Step(), given())
+    found, want = given(), given()
+    torch.testing.assert_close(program.module()(*found), attention_append(want[0], want[0], want[0], *want[1:]))
+    assert torch.equal(found[1], want[1]) and torch.equal(found[2], want[2]) and found[1].any()
+
+
+def test_the_operator_is_what_pytorch_is_told() -> None:
+    torch = pytest.importorskip("torch")
+    from cupyflash.interop import torch_append  # noqa: F401  # the operator comes with it
+
+    q, new = torch.randn(5, 4, 8), torch.randn(2, 5, 2, 8)
+    lengths = torch.tensor([1, 6], dtype=torch.int32), torch.tensor([0, 2, 5]), torch.tensor([[0, 1, 2], [3, 4, 5]])
+    angles, pool = torch.rand(12, 3), torch.randn(2, 6, 4, 2, 8)
+    for tail in ((*lengths, None, angles.cos(), angles.sin()), (*lengths, None, None, None)):
+        torch.library.opcheck(torch.ops.cupyflash.append.default, (q, *new, *pool, *tail, "bshd", False, False))
+    slots = torch.tensor([3, -1, 20, 7, 0])
+    tail = None, None, None, slots, None, None, "bshd", False, False
+    torch.library.opcheck(torch.ops.cupyflash.append.default, (None, *new, *pool, *tail))
+
+
+def test_what_pytorch_traces_is_refused_before_anything_is_written() -> None:
+    torch = pytest.importorskip("torch")
+    q, caches, filled = torch.randn(1, 2, 2, 8), torch.zeros(2, 1, 4, 2, 8), torch.zeros(1, dtype=torch.int64)
+
+    def step(q: Any, k: Any, n: Any, **more: Any) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(lambda: attention_append(q, k, q, *caches, n, **more), fullgraph=True, backend="eager")()
+
+    for match, call in {
+        r"k_new has shape \(1, 1, 2, 8\)": lambda: step(q, q[:, :1], filled),
+        "k_new requires grad": lambda: step(q, q.clone().requires_grad_(), filled),
+        "seqlens_k has dtype torch.float32|seqlens_k has dtype float32": lambda: step(q, q, filled.float()),
+        r"seqlens_k\[0\] is 3, and 2 rows come behind": lambda: step(q, q, filled + 3),
+        "rotary_interleaved is 1": lambda: step(q, q, filled, rotary_interleaved=1),
+    }.items():
+        with pytest.raises(Exception, match=match):
+            call()
+    assert not caches.any()
+    tensors = q, *map(torch.clone, caches), filled
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake_q, k, v, n = map(mode.from_tensor, tensors)
+        assert attention_append(fake_q, fake_q, fake_q, k, v, n).shape == q.shape
+        assert attention_append(None, fake_q, fake_q, k, v, n) is None
+        with pytest.raises(ValueError, match=r"^v_new has shape"):
+            attention_append(fake_q, fake_q, fake_q[:, :1], k, v, n)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(("form_q", "form_k"), FORMS)
@@ -404,90 +494,3 @@ def given(**changes: Any) -> dict[str, Any]:
 def paged(table: Any, **changes: Any) -> dict[str, Any]:
     pool = np.zeros((2, 6, 4, 2, 8), np.float32)
     return given(k_cache=pool[0], v_cache=pool[1], page_table=np.array(table), **changes)
-
-
-F32 = np.float32
-SLOTS = {"q": None, "seqlens_k": None}
-REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"k_new": None}, TypeError, "^k_new is a NoneType; it must be an array"),
-    ({"seqlens_k": None}, ValueError, "^seqlens_k is None; it must be the rows that each sequence has filled"),
-    ({"seqlens_k": [2, 6]}, TypeError, "^seqlens_k is a list; it must be an array"),
-    ({"seqlens_k": np.array([2.0, 6.0])}, TypeError, "^seqlens_k has dtype float64; it must be int32 or int64"),
-    ({"seqlens_k": np.array([2])}, ValueError, "^q has 2 sequences, .* as many as seqlens_k, 1"),
-    ({"seqlens_k": np.array([2, 7])}, ValueError, r"^seqlens_k\[1\] is 7, and 3 rows come behind .* room for 9$"),
-    ({"seqlens_k": np.array([-1, 6])}, ValueError, r"^seqlens_k\[0\] is -1; it must be 0 or more"),
-    ({"seqlens_k": np.array([0, 10])}, ValueError, r"^seqlens_k\[1\] is 10; it must be at most 9, the rows of a cache"),
-    ({"k_new": np.zeros((2, 2, 2, 8), F32)}, ValueError,
-     r"^k_new has shape \(2, 2, 2, 8\); it must be \(2, 3, 2, 8\), as q and k_cache say"),
-    ({"v_new": np.zeros((2, 3, 2, 9), F32)}, ValueError, r"^v_new .* must be \(2, 3, 2, 8\), as q and v_cache say"),
-    ({"v_new": np.zeros((2, 3, 2, 8))}, TypeError, "^v_new has dtype float64; it must be that of k_cache, float32"),
-    ({"v_cache": np.zeros((2, 8, 2, 8), F32)}, ValueError, r"^v_cache has shape .*; it must be \(2, 9, 2, 8\)"),
-    ({"k_cache": np.zeros((9, 2, 8), F32)}, ValueError,
-     r"^k_cache has 3 dimensions, shape .* have 4, \(sequences, rows, heads, dim\)"),
-    ({"k_cache": np.zeros((2, 9, 2, 8), int), "v_cache": np.zeros((2, 9, 2, 8), int)}, TypeError,
-     "^k_cache has dtype int64; it must be one of float16"),
-    ({"q": np.zeros((6, 4, 8), F32)}, ValueError,
-     r"^q has 3 dimensions, .*; without cu_seqlens_q it must have 4, \(sequences, rows, heads, dim\)"),
-    ({"cu_seqlens_q": np.array([0, 3, 6])}, ValueError, r"^q has 4 .*; with cu_seqlens_q it must have 3"),
-    ({"q": np.zeros((2, 3, 4, 8))}, TypeError, "^k_cache has dtype float32"),
-    ({"bias": np.zeros((4, 9), F32)}, ValueError, r"^bias has shape \(4, 9\); it must be \(2, 4, 3, longest\)"),
-    ({"causal": "down"}, ValueError, "^causal is 'down'"),
-    ({"dropout": 0.5}, ValueError, "^dropout is 0.5, but seed is not given"),
-    ({"softmax_scale": 1.0}, TypeError, "^attention_append.. got .* 'softmax_scale'; here it is scale"),
-    ({"cu_seqlens_k": np.array([0, 3, 6])}, TypeError, "^attention_append.. got an unexpected keyword argument"),
-    ({"cache_seqlens": 3}, TypeError, "here it is seqlens_k"),
-    ({"rotary": np.zeros((9, 4), F32)}, TypeError, r"^rotary is a ndarray; it must be \(cos, sin\)"),
-    ({"rotary": (np.zeros((9, 5), F32),) * 2}, ValueError, r"^rotary\[0\] .* half of 1 to 4 for rows of 8 columns"),
-    ({"rotary": (np.zeros((9, 4), F32), np.zeros((9, 3), F32))}, ValueError, r"^rotary\[1\] has shape \(9, 3\)"),
-    ({"rotary": (np.zeros((9, 4)),) * 2}, TypeError, r"^rotary\[0\] has dtype float64; it must be float32"),
-    ({"rotary": (np.zeros((8, 4), F32),) * 2}, ValueError,
-     r"^seqlens_k\[1\] is 6, and 3 rows come behind these; rotary has angles for 8"),
-    ({"rotary_interleaved": 1}, TypeError, "^rotary_interleaved is 1; it must be True or False"),
-    ({"key_mask": np.ones((2, 8), bool)}, ValueError, r"^seqlens_k\[1\] is 6, and 3 rows .* room for 8"),
-    ({"q": None, "causal": True}, ValueError, "^causal is given, but q is None"),
-    ({"q": None, "return_lse": True}, ValueError, "^return_lse is given, but q is None"),
-    ({"slots": np.zeros((2, 3), int)}, ValueError, "^q is given with slots"),
-    (SLOTS | {"slots": np.array([[0, 1, 2], [3, 18, 5]])}, ValueError,
-     r"^slots\[1, 1\] is 18; it must be a row of k_cache, 0 to 17, or -1"),
-    (SLOTS | {"slots": np.array([[0, 1, 2], [3, 1, -1]])}, ValueError, r"^slots\[1, 1\] is 1, as another is"),
-    (SLOTS | {"slots": np.array([0, 1, 2])}, ValueError, r"^k_new has shape .*; it must be \(3, 2, 8\), as slots and"),
-    (SLOTS | {"slots": np.zeros((2, 3), bool)}, TypeError, "^slots has dtype bool"),
-    (SLOTS | {"slots": np.zeros((2, 3), int), "causal": True}, ValueError, "^causal is given with slots"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "error", "match"), REFUSED, ids=range(len(REFUSED)))
-def test_bad_input_is_told_before_anything_is_written(changes: Any, error: Any, match: str) -> None:
-    arguments = given(**changes)
-    before = {name: x.tobytes() for name, x in arguments.items() if isinstance(x, np.ndarray)}
-    with pytest.raises(error, match=match):
-        attention_append(**arguments)
-    assert all(arguments[name].tobytes() == x for name, x in before.items())
-
-
-def test_pages_that_rows_cannot_come_to() -> None:
-    for table, match in (
-        (
-            [[0, 1, -1], [2, 3, -1]],
-            r"^page_table\[1, 2\] is -1; it must be a page of k_cache, .* seqlens_k\[1\], 6, reach",
-        ),
-        ([[0, 6, 1], [2, 3, 4]], r"^page_table\[0, 1\] is 6; it must be a page of k_cache, 0 to 5"),
-        ([[0, 3, 1], [2, 3, 4]], r"^page_table\[1, 1\] is 3, a page that rows of sequence 0 are written to as well"),
-        ([[-1, 3], [2, 4]], r"^page_table\[0, 0\] is -1; it must be a page of k_cache, 0 to 5: seqlens_k\[0\], 2"),
-        ([[0], [2]], r"^seqlens_k\[1\] is 6; it must be at most 4, the reach of page_table"),
-        ([[0, 1], [2, 3]], r"^seqlens_k\[1\] is 6, and 3 rows come behind these; k_cache has room for 8"),
-    ):
-        arguments = paged(table)
-        with pytest.raises(ValueError, match=match):
-            attention_append(**arguments)
-        assert not arguments["k_cache"].any()
-    read = paged([[0, 1, -1], [0, 3, 4]])  # page 0 of sequence 1 is full, and read alone
-    read["seqlens_k"] = np.array([4, 6])
-    attention_append(**read)
-
-
-def test_caches_that_cannot_be_written() -> None:
-    arguments = given()
-    arguments["v_cache"].flags.writeable = False
-    with pytest.raises(ValueError, match="^v_cache is read-only"):
-        attention_append(**arguments)

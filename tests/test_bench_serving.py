@@ -43,7 +43,7 @@ def cache(dtype: str = "float32") -> dict[str, peers.Case]:
 
 
 def test_rows_are_those_that_serving_and_packed_training_ask() -> None:
-    assert [len(calls) for calls in CALLS.values()] == [31, 11, 9]
+    assert [len(calls) for calls in CALLS.values()] == [40, 11, 9]
     assert {name for calls in CALLS.values() for name in calls} == {
         x for names in serving.KINDS.values() for x in names
     }
@@ -75,6 +75,24 @@ def test_every_row_has_programs_on_hopper(suite: str) -> None:
     assert not any(job.problem.ragged for job in serving.jobs_of(problem, Arch.of("sm_90a"), "flash1"))  # it objects
 
 
+def test_a_row_of_8_bits_is_that_of_16_with_half_the_bytes() -> None:
+    call = SMALL["pages"]._replace(eight="float8_e4m3fn")
+    assert 2 * call.cache_bytes == SMALL["pages"].cache_bytes and str(call).endswith("pages of 16, float8_e4m3fn")
+    case = serving.draw(call, "bfloat16", 1, "cpu")
+    assert case.k.dtype is torch.float8_e4m3fn and case.q.dtype is torch.bfloat16
+    ((form, wide),) = serving.in_other_form(case, call).values()
+    assert not form.eight and wide.k.dtype is torch.bfloat16
+    (exact,) = serving.exact(case, call, FORWARD)
+    prepare = peers.ours(None)
+    for x in (case, wide, case):
+        torch.testing.assert_close(prepare(x, FORWARD).call()[0].float(), exact, atol=2e-2, rtol=2e-2)
+        (appended,) = serving.appending(None)(x, FORWARD).call()
+        torch.testing.assert_close(appended.float(), exact, atol=2e-2, rtol=2e-2)
+    problem = {"pass": "forward", "row": "64x4096-p16-fp8", "dtype": "bfloat16"}
+    kinds = {(job.problem.cache_dtype, job.plan.family) for job in serving.jobs_of(problem, Arch.of("sm_90a"), None)}
+    assert {("float8_e4m3fn", "sm80"), (None, "sm90")} <= kinds
+
+
 # --- inputs and results -------------------------------------------------------------------------------------------
 
 
@@ -104,6 +122,22 @@ def test_gradients_that_are_expected_are_right(name: str) -> None:
         found = attention_backward(dout, q, k, v, out, lse, **given)
         for x, y in zip(found, want):
             np.testing.assert_allclose(x.reshape(y.shape), y.numpy(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dense", "few", "caches", "pages"])
+def test_appending_attends_to_the_same(name: str) -> None:
+    """The rows are written anew; without them the result would be another."""
+    call, case = SMALL[name], cache()[name]
+    (want,) = serving.exact(case, call, FORWARD)
+    for _, other in serving.in_other_form(case, call).values():
+        case = other
+    candidate = serving.appending(None)(case, FORWARD)
+    k, v = case.k.clone(), case.v.clone()
+    case.k.zero_()
+    assert not torch.allclose(candidate.call()[0], want, atol=1e-4)
+    case.k.copy_(k)
+    torch.testing.assert_close(candidate.call()[0], want, rtol=0, atol=1e-5)
+    assert torch.equal(case.k, k) and torch.equal(case.v, v)
 
 
 def test_a_result_of_other_lengths_is_not_what_is_expected() -> None:

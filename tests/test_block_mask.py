@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +14,8 @@ from semantics import CONTIGUOUS, check, draw_blocks, draw_inputs
 
 import cupyflash
 from cupyflash import BlockMask, attention, attention_backward, block_mask, masks
-from cupyflash.blockmask import blocks, tile_lists
-from cupyflash.blockmask.tile_lists import WORD, ListUse
+from cupyflash.blockmask import blocks
+from cupyflash.blockmask.tile_lists import ListUse
 from cupyflash.problem import MaskKind
 
 
@@ -304,19 +302,6 @@ USES = [
 ]
 
 
-@pytest.mark.parametrize("use", USES, ids=str)
-def test_lists(use: ListUse, rng: np.random.Generator) -> None:
-    for _ in range(4):
-        shape = (*(int(n) for n in rng.integers(1, 3, 2)), *(int(n) for n in rng.integers(1, 400, 2)))
-        block = tuple(int(16 * n) for n in rng.integers(1, 9, 2))
-        blocks = draw_blocks(rng, shape, block)
-        assert_list_says(blocks.mask().list_for(use), use, blocks.seen)
-        # Where sequences are shorter than the mask: of what they can have.
-        some = tuple(int(rng.integers(1, n + 1)) for n in shape[2:])
-        part = use._replace(seq=some)
-        assert_list_says(blocks.mask().list_for(part), part, blocks.seen[:, :, : some[0], : some[1]])
-
-
 def assert_list_says(found: np.ndarray, use: ListUse, seen: np.ndarray) -> None:
     """By the format that kernels read. A tile is there if some pair is visible, and has bits if some is hidden."""
     batch, heads, *seq = seen.shape
@@ -349,31 +334,6 @@ def assert_list_says(found: np.ndarray, use: ListUse, seen: np.ndarray) -> None:
                 bits = np.unpackbits(bits, bitorder="little").astype(bool)
                 shown = bits.reshape(use.queries, -1) if use.bits == "queries" else bits.reshape(use.keys, -1).T
                 assert (shown[real] == want[real]).all()
-
-
-def test_what_a_word_is() -> None:
-    """Kernels rely on it."""
-    assert WORD == 16
-
-
-def test_lists_are_made_once() -> None:
-    mask = block_mask(masks.causal(), shape=(256, 256), block=64)
-    assert mask.list_for(USES[0]) is mask.list_for(ListUse(*USES[0])) is not mask.list_for(USES[1])
-
-
-def test_threads_share_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first that is made stays, since a kernel may be reading it already."""
-    mask, both = block_mask(masks.causal(), shape=(256, 256), block=64), threading.Barrier(2)
-    make = tile_lists.make
-
-    def together(*given: Any) -> Any:
-        both.wait(60)
-        return make(*given)
-
-    monkeypatch.setattr(tile_lists, "make", together)
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(mask.list_for, [USES[0]] * 2)
-    assert first is second is mask.list_for(USES[0])
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------

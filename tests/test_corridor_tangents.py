@@ -12,6 +12,7 @@ import test_corridor_offline as offline
 from test_corridor_offline import HK, HQ, SK, SQ, B, D, Gpu, for_backward, strides
 
 from cupyflash import attention_backward_jvp, attention_jvp, explain
+from cupyflash.passes import BACKWARD_JVP, JVP, Pass
 
 gpu = offline.gpu
 
@@ -147,17 +148,17 @@ def test_misaligned(gpu: Gpu) -> None:
     assert gpu.last()["tk"] == tk.data.ptr and not gpu.copied
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_what_explain_tells_is_what_runs(gpu: Gpu, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of", [JVP, BACKWARD_JVP])
+def test_what_explain_tells_is_what_runs(gpu: Gpu, of: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
     from cupyflash.tools import explanation
 
     monkeypatch.setattr(explanation, "_compiled", lambda plan: ({}, ()))
     given, asked = for_backward(gpu), {"family": "simt", "causal": True, "softcap": 20.0}
     moved = {"q": gpu.array((B, SQ, HQ, 2 * D))[..., ::2], "bias": gpu.array((SQ, SK))}
     qkv, bias = [given[name] for name in "qkv"], gpu.array((SQ, SK))
-    wrt = {"wrt": "bias"} if backward else {}
-    told = explain(*qkv, **asked, bias=bias, tangents=moved, backward=backward, **wrt)
-    if backward:
+    wrt = {"wrt": "bias"} if of.of_gradients else {}
+    told = explain(*qkv, **asked, bias=bias, tangents=moved, of=of.name, **wrt)
+    if of.of_gradients:
         jvp = given["out"], given["lse"]
         attention_backward_jvp(moved, given["dout"], *qkv, *jvp, jvp=jvp, **asked, bias=bias, **wrt)
     else:
@@ -165,22 +166,23 @@ def test_what_explain_tells_is_what_runs(gpu: Gpu, backward: bool, monkeypatch: 
     launches = [(x.name, x.grid, x.threads) for plan, _, _ in gpu.launched for x in plan.launches]
     assert launches == [(x.name, x.grid, x.threads) for x in told.kernels] and told.family == "simt"
     assert told.copies == ("tq, because its last dimension has stride 2, not 1",) and len(gpu.copied) >= 1
-    by_name = explain(*qkv, **asked, bias=bias, tangents=("q", "bias"), backward=backward, **wrt)
+    by_name = explain(*qkv, **asked, bias=bias, tangents=("q", "bias"), of=of.name, **wrt)
     assert by_name.kernels == told.kernels and not by_name.copies
     rows, keys, of_lse = B * SQ * HQ * D * 2, B * SK * HK * D * 2, B * HQ * SQ * 4
     read, of_bias = 2 * rows + 2 * keys + of_lse + rows, 2 * SQ * SK * 2
-    rest = (3 * rows + of_lse) + (2 * keys + SQ * SK * 2) if backward else rows + of_lse  # dout, tout, tlse; results
+    # dout, tout, tlse; results
+    rest = (3 * rows + of_lse) + (2 * keys + SQ * SK * 2) if of.of_gradients else rows + of_lse
     assert told.bytes_moved == read + of_bias + rest
     pairs = B * HQ * told.problem.visible
-    of_wrt = 4 * pairs * D if backward else 0
-    assert told.flops == 2 * pairs * (7 if backward else 3) * D + of_wrt
+    of_wrt = 4 * pairs * D if of.of_gradients else 0
+    assert told.flops == 2 * pairs * (7 if of.of_gradients else 3) * D + of_wrt
 
 
 def test_explain_refuses_what_a_call_would() -> None:
     shape = {"q": (1, 4, 2, 8), "dtype": "float16", "arch": "sm_80"}
     with pytest.raises(TypeError, match="tangents has 'bias', but bias is not given"):
         explain(**shape, tangents=("bias",))
-    with pytest.raises(ValueError, match="wrt is 'bias', but backward is False"):
+    with pytest.raises(ValueError, match="wrt is 'bias', but of is 'jvp', which has no gradients"):
         explain(**shape, tangents=("q",), wrt="bias", bias=(4, 4))
     with pytest.raises(TypeError, match="of which there is a forward alone"):
         explain(**shape | {"dtype": "float8_e4m3fn"}, tangents=("q",))

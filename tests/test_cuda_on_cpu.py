@@ -19,6 +19,7 @@ SOURCE = """
 struct half_t { unsigned short bits; };
 struct bfloat16_t { unsigned short bits; };
 struct float8_t { unsigned char bits; };
+struct integer8_t { signed char bits; };
 #line 1 "ptx/barrier.cuh"
 #line 1 "ptx/cp_async.cuh"
 #line 1 "ptx/flag.cuh"

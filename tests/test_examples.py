@@ -73,10 +73,12 @@ def test_kernel_regression_is_the_formula(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_non_local_means(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_non_local_means(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The formula, and an image whose noise goes."""
     example = load("non_local_means")
-    errors = example.main(["--size", "48", "--device", device])
+    plot = tmp_path / "plot.png"
+    errors = example.main(["--size", "48", "--device", device, "--plot", str(plot)])
+    assert plot.read_bytes().startswith(b"\x89PNG")
     assert errors["denoised"] < 0.7 * errors["noisy"]
     assert "2,304 pixels" in capsys.readouterr().out
     image = example.picture(12) + np.random.default_rng(0).random((12, 12, 3), dtype=np.float32)
@@ -140,8 +142,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_meanflow(one_thread: None, capsys: pytest.CaptureFixture[str]) -> None:
-    result = load("meanflow").main(["--steps", "40", "--device", "cpu"])
+def test_meanflow(one_thread: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "plot.png"
+    result = load("meanflow").main(["--steps", "40", "--device", "cpu", "--plot", str(plot)])
+    assert plot.read_bytes().startswith(b"\x89PNG")
     assert result["first"] > 1.5 and result["last"] < 0.8 and result["sample"] < 0.8 * result["noise"]
     assert "after 40 steps" in capsys.readouterr().out
 

@@ -141,3 +141,52 @@ def test_a_mask_that_does_not_change_is_converted_once(inference: bool, monkeypa
         for _ in range(3):
             flex_attention(x, x, x, block_mask=mask)
     assert len(made) == 1
+
+
+TABLE, WEIGHTS = torch.from_numpy(_RNG.normal(size=(N, 3))), torch.from_numpy(_RNG.normal(size=3))
+ROWS: dict[str, Callable[..., Any]] = {
+    "dot": lambda s, b, h, i, j: s + (TABLE[i] * TABLE[j]).sum(),
+    "matmul": lambda s, b, h, i, j: s + TABLE[i] @ TABLE[j],
+    "distance": lambda s, b, h, i, j: s - (((TABLE[i] - TABLE[j]) ** 2).sum(-1) + 0.1).sqrt(),
+    "mean": lambda s, b, h, i, j: s * TABLE[i].mean() + TABLE[j].mean(0),
+    "largest": lambda s, b, h, i, j: s + (TABLE[i] * TABLE[j]).amax() - TABLE[j].amin(-1),
+    "by a row for all": lambda s, b, h, i, j: s + (TABLE[i] * s * WEIGHTS).tanh().sum(),
+    "kept": lambda s, b, h, i, j: s + (TABLE[i] / TABLE[j].abs().sum(-1, keepdim=True)).sum(),
+    "booleans": lambda s, b, h, i, j: s + (TABLE[i] > TABLE[j]).sum() + torch.where(TABLE[i] > 0, TABLE[j], 0.5).sum(),
+    "a number": lambda s, b, h, i, j: s.sum() + 1,
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows(name: str) -> None:
+    """What is computed of a row is what PyTorch computes of it."""
+    q, k, v = (torch.from_numpy(_RNG.normal(size=(1, 2, N, 4))) for _ in range(3))
+    expected = flex.flex_attention(q, k, v, score_mod=ROWS[name])
+    torch.testing.assert_close(flex_attention(q, k, v, score_mod=ROWS[name]), expected)
+
+
+def test_gradients_of_rows() -> None:
+    q, k, v, dout = (torch.from_numpy(_RNG.normal(size=(1, 2, N, 4))) for _ in range(4))
+    table = TABLE.clone().requires_grad_()
+    out = flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + (table[i] * table[j]).sum())
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=table @ table.T)
+    for found, same in zip(torch.autograd.grad(out, table, dout), torch.autograd.grad(expected, table, dout)):
+        torch.testing.assert_close(found, same)
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "message"),
+    [
+        (lambda s, b, h, i, j: s + TABLE[i], "returns 3 numbers; it must return the new score"),
+        (lambda s, b, h, i, j: s + (torch.zeros(N, 65)[i] * s).sum(), r"or rows of up to 64 numbers"),
+        (
+            lambda s, b, h, i, j: s + (torch.zeros(2, N, 3)[h] * s).sum(),
+            r"shape \(2, 12, 3\) .*\[h, i\], or rows",
+        ),
+        (lambda s, b, h, i, j: s + TABLE[i].prod(), r"aten\.prod.* sum, mean, amax, amin and dot of rows"),
+    ],
+)
+def test_of_rows_that_are_refused(score_mod: Callable[..., Any], message: str) -> None:
+    q = torch.zeros(1, 2, N, 4)
+    with pytest.raises((TypeError, NotImplementedError), match=message):
+        flex_attention(q, q, q, score_mod=score_mod)

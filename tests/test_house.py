@@ -22,8 +22,8 @@ CODE = {
 }
 CUDA = {path: text for path, text in CODE.items() if KERNELS in path.parents}
 MADE_UP = ("sheets", "tried")  # by the recipes
-WIDE = 289  # lines of kernels with more than 120 columns: no more than these; `ruff check` looks at Python
-LONG: dict[str, int] = {}  # files of more than 500 lines: how many they may have
+WIDE = 284  # lines of kernels with more than 120 columns: no more than these; `ruff check` looks at Python
+LONG = {"tests/reference.py": 530, "tests/semantics.py": 530}  # files of more than 500 lines: how many they may have
 
 
 def places(pages: dict[str, str], pattern: str) -> list[str]:
@@ -137,6 +137,5 @@ def test_lines_are_up_to_120_columns() -> None:
 
 def test_files_are_up_to_500_lines() -> None:
     for path, text in CODE.items():
-        if TOP / "tests" not in path.parents:
-            name = path.relative_to(TOP).as_posix()
-            assert len(text.splitlines()) <= LONG.get(name, 500), name
+        name = path.relative_to(TOP).as_posix()
+        assert len(text.splitlines()) <= LONG.get(name, 500), name

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_jax_transforms import PLATFORMS, as_good, close, double_precision, numbers
+from test_jax_drop_in import as_good
+from test_jax_transforms import PLATFORMS, close, double_precision, numbers
 
 jax = pytest.importorskip("jax")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,11 @@ from kernel_cover import SCORE, moving_problems, problem, problems
 from cupyflash import attention, attention_backward
 from cupyflash.gpu import programs
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.kernel_plan import KernelPlan
+from cupyflash.gpu.kernel_plan import KernelPlan, Workspace
 from cupyflash.gpu.plan import FAMILIES, plan
 from cupyflash.gpu.source import generate
 from cupyflash.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP
-from cupyflash.problem import ARRAYS, AXES, OPTIONS, Given
+from cupyflash.problem import ARRAYS, AXES, EIGHT, OPTIONS, Given
 from cupyflash.score import trace
 
 # ---- the corridor: what a call is planned for -----------------------------------------------------------------------
@@ -133,6 +133,7 @@ def plans() -> list[KernelPlan]:
         for name in ("bias", "sinks", "alibi_slopes")
         for dtype in ("bfloat16", "float32")
     ]
+    forms += [problem("float16", dim=64, cache_dtype=dtype) for dtype in EIGHT]
     some = itertools.chain(
         forms, itertools.islice(problems(), 0, None, 5), itertools.islice(moving_problems(), 0, None, 3)
     )
@@ -150,8 +151,13 @@ def plans() -> list[KernelPlan]:
 CODE: dict[str, Any] = {  # fields of a plan that its program follows from, and another value
     "source": "simt/forward.cu", "arch": "sm_86", "dtype": "bfloat16", "out_dtype": "float32", "constants": (("A", 1),),
     "given": (Given("sinks", "float32", ("head",)),), "tangents": (Given("q", "", ()),), "score": SCORE,
-    "wrt": ("bias",), "launches": (),
+    "wrt": ("bias",), "launches": (), "of": BACKWARD, "cache_dtype": "int8",
+    "workspace": (Workspace("shares", "float32", (1,)),), "scalars": (("other", 1),), "family": "simt",
 }  # fmt: skip
+
+
+def test_every_field_of_a_plan_is_of_its_program_or_of_a_launch() -> None:
+    assert {*CODE, *programs.OF_A_LAUNCH} == {x.name for x in fields(KernelPlan)}
 
 
 @pytest.mark.parametrize("field", [*CODE, "ordinal", "shared_memory"])

@@ -62,6 +62,10 @@ CASES: dict[str, Case] = {
     ),
     "float64, pages": lambda r: (packed(r, k="paged", dtype="float64", page=16), {"causal": True}, {}),
     "float16": lambda r: (packed(r, dtype="float16", dims=(40, 24)), {"causal": True}, {}),
+    "float16, wide": lambda r: (packed(r, dtype="float16", dims=(320, 288), heads=(2, 1)), {"causal": True}, {}),
+    "float16, wide, pages": lambda r: (
+        packed(r, k="paged", dtype="float16", dims=(512, 264), heads=(2, 1), page=3), {"window": (30, 9)}, {},
+    ),
     "float16, caches, a window": lambda r: (packed(r, dtype="float16", k="cache"), {"window": (9, 4)}, {}),
     "float64": lambda r: (packed(r, dtype="float64", dims=(24, 40), k="cache"), {"window": (10, 10)}, {}),
     "bias": lambda r: (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -57,6 +58,14 @@ VALUES = [
 ]
 
 SHAPES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    *(
+        (
+            FILLED | {"q": Q.astype(np.float32), "k": CACHE.astype(kind), "v": CACHE.astype(kind)},
+            TypeError,
+            f"k has dtype {np.dtype(kind)} beside q of float32; k and v of 8 bits are for q of float16 or bfloat16",
+        )
+        for kind in (np.int8, ml_dtypes.float8_e4m3fn)
+    ),
     (
         PACKED | {"cu_seqlens_q": CU.astype(np.float32)},
         TypeError,

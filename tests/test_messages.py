@@ -263,7 +263,7 @@ def test_a_cpu_array_among_gpu_arrays(name: str) -> None:
 def test_a_head_dimension_that_the_family_does_not_take(family: str) -> None:
     import cupy
 
-    dim = {"sm90": 264, "sm80": 264, "simt": 5000}[family]
+    dim = {"sm90": 584, "sm80": 584, "simt": 5000}[family]
     x = cupy.ones((1, 4, 1, dim), np.float16)
     with pytest.raises(ValueError, match=f"no kernel family takes.*{family} takes head dimensions.*{dim}"):
         attention(x, x, x, family=family)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,15 +17,11 @@ import pytest
 from backends import gpu_count
 from gpus_parallel import CASES, IN_AUTOGRAD, IN_CUPY, IN_JAX, SIZE
 
+from cupyflash.bench.parallel import free_port
+
 pytestmark = pytest.mark.gpus
 SECONDS = float(os.environ.get("CUPYFLASH_GPUS_SECONDS", "240"))  # of one kind of processes
 RANKS = list(range(SIZE))
-
-
-def _port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
 
 
 def processes(kinds: dict[str, int], folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -37,7 +32,7 @@ def processes(kinds: dict[str, int], folder: Path) -> dict[str, list[dict[str, A
     env |= {"TORCH_NCCL_HIGH_PRIORITY": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     started = {kind: [] for kind in kinds}
     for kind, number in kinds.items():
-        port = _port()
+        port = str(free_port())
         for n in range(number):
             command = [sys.executable, "gpus_parallel.py", kind, str(n), str(number), str(folder), port]
             log = (folder / f"{kind}-{n}.log").open("w")

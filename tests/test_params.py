@@ -53,7 +53,7 @@ def declared(kernel_plan: KernelPlan) -> list[tuple[str, str]]:
 
 def test_the_fields_of_a_forward() -> None:
     assert declared(plan(asked("float16"), H200, family="sm80")) == [
-        ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("Out*", "out"), ("Accum*", "lse"),
+        ("const In*", "q"), ("const Kept*", "k"), ("const Kept*", "v"), ("Out*", "out"), ("Accum*", "lse"),
         ("const unsigned char*", "key_mask"), ("const unsigned char*", "mask"), ("const In*", "bias"),
         ("const float*", "alibi_slopes"), ("const In*", "sinks"), ("const long long*", "seed"),
         ("const int*", "key_lists"), ("const int*", "query_lists"), ("float*", "share_out"), ("float*", "share_lse"),
@@ -232,7 +232,7 @@ def test_a_compiler_lays_it_out_alike(tmp_path: Path) -> None:
         kernel_plan = plan(asked(dtype, family), H200, of, family)  # type: ignore[arg-type]
         kernel_plan = dataclasses.replace(kernel_plan, scalars=(*kernel_plan.scalars, *more))
         record = params.layout(kernel_plan)
-        types = zip(("In", "Product", "Out", "Accum"), params.TYPES[kernel_plan.dtype])
+        types = [*zip(("In", "Product", "Out", "Accum"), params.TYPES[kernel_plan.dtype]), ("Kept", "In")]
         offsets = [(f"offsetof(Params, {name})", record.fields[name][1]) for name in record.names]  # type: ignore[index]
         offsets += [("sizeof(Params)", record.itemsize), ("offsetof(PairStrides, key)", 24), ("sizeof(Strides)", 24)]
         checks += [

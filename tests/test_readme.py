@@ -28,6 +28,7 @@ RUN = (
 def example(page: str, number: int, block: str) -> Any:
     """The block as a test parameter, named by its page and the libraries it imports."""
     imports = re.findall(r"^(?:import|from) (\w+)", block, re.MULTILINE)
+    imports += ["torch"] * ("cupyflash.compat" in block)  # on which that stands
     marks = [pytest.mark.gpu] if "cupy" in imports else []
     return pytest.param(
         block, imports, marks=marks, id=f"{Path(page).stem}-{number}-{'+'.join(dict.fromkeys(imports))}"

@@ -125,7 +125,7 @@ def test_explain_with_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     paged = [*shape, "--seqlens-k", "--page-table"]
     assert "of 16 sequences, by lengths of caches, page table" in said(paged)
     with pytest.raises(TypeError, match="page_table is given to attention_backward; k and v in pages have a forward"):
-        said([*paged, "--backward"])
+        said([*paged, "--of", "backward"])
 
 
 def test_programs_with_lengths() -> None:

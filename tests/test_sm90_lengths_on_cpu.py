@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from cuda_on_cpu import cases, needs_compiler
+from cuda_on_cpu import as_cpp, cases, compile_all, needs_compiler
+from kernel_cover import problem as problem_of
 from lengths_on_cpu import Ran, Sequences, check, check_nonsense, plans_of
+from on_cpu import Guarded, run
 from reference import state
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.families import sm90_forward, sm90_forward_cost
+from cupyflash.gpu.families import shares, sm90_forward, sm90_forward_cost
 from cupyflash.gpu.families.likely import as_dense
 from cupyflash.gpu.families.shares import Dealt
 from cupyflash.gpu.kernel_plan import KernelPlan
 from cupyflash.gpu.plan import plan
+from cupyflash.gpu.source import generate
 from cupyflash.passes import FORWARD
+from cupyflash.problem import Given
 
 pytestmark = needs_compiler
 
@@ -142,14 +148,89 @@ SHARED: dict[str, Case] = {
 
 @cases(SHARED, "tokens on pages")
 def test_keys_in_shares(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each sequence by its own length; of short ones some are empty."""
+    """As many of each sequence; of short ones some are empty."""
     seen: list[KernelPlan] = []
     make = sm90_forward.plan
     monkeypatch.setattr(sm90_forward, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
     monkeypatch.setattr(sm90_forward_cost, "dealt", lambda *_: Dealt(3, 0))
+    monkeypatch.setattr(shares, "by_length", lambda *_: (0, 3))
     of, options, others, tile = SHARED[case](rng)
     check("sm90", GPU, of, options, others, backward=False, tiles={"forward": tile})
     assert dict(seen[0].constants)["SHARES"] and dict(seen[0].scalars)["shares"] == 3
+
+
+CUT: dict[str, Case] = {
+    "tokens on pages": lambda r: (
+        packed(r, [1] * 4, [300, 3, 600, 0], k="paged", page=32, q="dense", heads=(8, 2)), {},
+        {"sinks": normal(r, 8)}, (2, 128, 4, 1),
+    ),
+    "a few on caches": lambda r: (
+        packed(r, [3] * 4, [300, 3, 600, 140], k="cache", q="dense", heads=(4, 2)), {"causal": True}, {},
+        (2, 128, 4, 1),
+    ),
+    "bias and mask": lambda r: (
+        packed(r, [3] * 4, [150, 3, 0, 70], k="cache", q="dense"), {"causal": True},
+        {"bias": normal(r, 1, HEADS, 3, 160, dtype=np.float16), "mask": drawn(r, N, HEADS, 3, 160)}, (2, 64, 2, 1),
+    ),
+}  # fmt: skip
+
+
+@cases(CUT, "tokens on pages")
+def test_keys_in_shares_by_length(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile of keys each, so that long sequences have many; alone each is cut in as many."""
+    seen: list[KernelPlan] = []
+    make = sm90_forward.plan
+    monkeypatch.setattr(sm90_forward, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
+    for name, tiles in (("LENGTH_TILES", 1), ("LONG_TILES", 2)):
+        monkeypatch.setattr(shares, name, tiles)
+    of, options, others, tile = CUT[case](rng)
+    alone = {n: Dealt(max(2, -(-n // tile[1])), 0) for n in of.keys}  # (sinks are added where shares are combined)
+    monkeypatch.setattr(sm90_forward_cost, "dealt", lambda x, *_: alone.get(x.seq_k, Dealt(1, 0)))
+    check("sm90", GPU, of, options, others, backward=False, tiles={"forward": tile})
+    constants = dict(seen[0].constants)
+    assert constants["SHARES"] and constants["SHARE_TILES"] == 1 and dict(seen[0].scalars)["shares"] >= 3
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_shares_are_found_again_for_other_lengths(
+    last_first: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More sequences than lanes, launched again and again on the same memory: all follows from the lengths there."""
+    for name, tiles in (("LENGTH_TILES", 1), ("LONG_TILES", 2)):
+        monkeypatch.setattr(shares, name, tiles)
+    count, most = 37, 300
+    of = packed(rng, [2] * count, [most] * count, k="cache", q="dense", heads=(2, 1), behind=0, offsets="int64")
+    given = {name: of.of_queries(name) if name == "q" else of.of_keys(name) for name in "qkv"} | of.lengths()
+    problem = state(**given, causal=True)
+    [made] = plans_of(problem, GPU, "sm90", False, {}, {"forward": (2, 128, 4, 1)})
+    scalars, constants = dict(made.scalars), dict(made.constants)
+    assert constants["SHARE_TILES"] == 1 and scalars["shares"] == 3 and made.workspace[0].nbytes
+    [library] = Ran([made]).libraries
+    inputs = {name: Guarded(x.shape, x.dtype, x, rows_aligned=True) for name, x in given.items()}
+    spaces = {x.name: Guarded(x.shape, x.dtype) for x in made.workspace}
+    long = np.zeros(count, "i8")
+    long[[3, 34]] = most, 129
+    for lengths in (np.full(count, most), np.zeros(count), long, rng.integers(-9, 500, count), np.full(count, 1 << 40)):
+        inputs["seqlens_k"] = Guarded((count,), lengths.astype("i8").dtype, lengths.astype("i8"))
+        results = {"out": Guarded(given["q"].shape, "f2"), "lse": Guarded((count, 2, 2), "f4")}
+        run(library, made, problem, results | inputs | spaces, last_first, 2)
+        for n, keys in enumerate(np.clip(lengths, 0, most).astype(int)):
+            out, lse = exact(given["q"][n], given["k"][n, :keys, 0], given["v"][n, :keys, 0])
+            np.testing.assert_allclose(results["out"].array[n], out, rtol=0, atol=4e-3, err_msg=f"{n} of {lengths}")
+            np.testing.assert_allclose(results["lse"].array[n], lse, rtol=0, atol=4e-3, err_msg=f"{n} of {lengths}")
+
+
+def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A sequence whose heads share K and V, under a causal mask."""
+    scores = np.einsum("ihd,jd->hij", q.astype("f8"), k.astype("f8")) / np.sqrt(q.shape[-1])
+    i, j = np.arange(len(q)), np.arange(len(k))
+    scores[:, j > i[:, None] + len(k) - len(q)] = -np.inf
+    top = scores.max(-1, keepdims=True, initial=-1e30)
+    sums = np.exp(scores - top).sum(-1)
+    with np.errstate(divide="ignore"):
+        lse = np.log(sums) + top[..., 0]
+    out = np.einsum("hij,jd->ihd", np.exp(scores - top), v.astype("f8")) / np.where(sums > 0, sums, 1).T[..., None]
+    return out, lse
 
 
 POISONED: dict[str, Case] = {
@@ -223,3 +304,67 @@ def test_planners_reckon_with_likely_lengths(rng: np.random.Generator) -> None:
     assert likely.diagonal == 5
     hinted = as_dense(state(*arrays, max_seqlen_q=128, max_seqlen_k=64, **of.lengths()))
     assert (hinted.batch, hinted.seq_q, hinted.seq_k) == (2, 128, 64)
+
+
+ORDER = """
+extern "C" __global__ void attention_order(const Params p) {
+    TileSchedule schedule(p);
+    for (int n = blockIdx.x * 32 + threadIdx.x; n < schedule.total(); n += gridDim.x * 32) {
+        Tile tile = schedule.tile(n);
+        p.lse[n] = tile.none() ? 0 : walk_of(p, tile).count();
+    }
+}
+"""
+
+
+def test_no_thread_block_ends_much_later_than_others(rng: np.random.Generator) -> None:
+    """Packed sequences under a causal mask: the last tiles to start are short, of whichever sequence they are."""
+    of = packed(rng, [1024] * 8, [1024] * 8, heads=(16, 16), dims=(128, 128), behind=0)
+    given = {name: of.of_queries(name) if name == "q" else of.of_keys(name) for name in "qkv"} | of.lengths()
+    problem = state(**given, causal=True)
+    made = sm90_forward.plan(problem, Arch.of("sm_90a"), None)
+    [library] = compile_all(as_cpp(generate(made) + ORDER, ["attention_order"]))
+    made = replace(made, launches=(replace(made.launches[0], name="attention_order", grid=132, threads=32),))
+    arrays = {name: Guarded(x.shape, x.dtype, x, rows_aligned=True) for name, x in given.items()}
+    arrays |= {"out": Guarded(given["q"].shape, "f2"), "lse": Guarded((16, 8192), "f4")}
+    run(library, made, problem, arrays, False, 2)
+    steps = arrays["lse"].array.ravel()
+    steps = steps[np.isfinite(steps)]
+    ends = [0.0] * made.launches[0].grid
+    for n in steps[steps > 0]:
+        heapq.heapreplace(ends, ends[0] + n + 1)
+    assert steps.sum() == 16 * 8 * sum(range(1, 9)) and max(ends) < 1.04 * np.mean(ends)
+
+
+def cached(batch: int, rows: int, heads: tuple[int, int] = (32, 8), seq_q: int = 1, **options: Any) -> Any:
+    given = (Given("seqlens_k", "int32", ("sequence",)),)
+    return problem_of(
+        "bfloat16", 128, batch=batch, seq_q=seq_q, seq_k=rows, heads_q=heads[0], heads_k=heads[1], cache=rows,
+        diagonal=0, given=given, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("problem", "share_tiles", "parts"),
+    [
+        (cached(32, 65536), 16, 32),  # query tiles for all multiprocessors, and one cache may be longer than others
+        (cached(16, 8192), 0, 1),  # not much longer
+        (cached(32, 65536, max_seqlen_k=4096), 0, 1),  # not likely
+        (cached(4, 65536), 8, 64),  # multiprocessors would be idle
+        (cached(32, 65536, (8, 1)), 8, 64),
+        (cached(2, 2048), 2, 8),  # in no fewer than where all are as long
+        (cached(4, 2**20), 8, 1024),
+        (cached(64, 2**20), 32, 256),  # more would take too much memory
+        (cached(1, 65536), 0, 16),  # nothing to differ from
+        (cached(32, 65536, left=4000), 0, 1),
+        (cached(32, 65536, block_mask=("batch", "head")), 0, 1),
+        (cached(8, 65536, seq_q=300), 0, 1),
+        (cached(8, 65536, seq_q=8, rows_q=64), 0, 2),
+    ],
+)
+def test_where_each_cache_is_cut_by_its_own_length(problem: Any, share_tiles: int, parts: int) -> None:
+    made = sm90_forward.plan(problem, Arch.of("sm_90a"), None)
+    assert (dict(made.constants)["SHARE_TILES"], dict(made.scalars)["shares"]) == (share_tiles, parts)
+    if share_tiles:
+        assert share_tiles * parts * dict(made.constants)["KEYS"] >= problem.seq_k, "of the longest something is left"
+        assert max(x.nbytes for x in made.workspace) <= shares.MOST_LEFT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import io
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
-from cupyflash.compat import flash_attn, xformers
+from cupyflash.compat import flash_attn, flash_attn_interface, xformers
 from cupyflash.torch import MultiheadAttention, attention, flex_attention, scaled_dot_product_attention
 
 Function = Callable[[Any], Any]
@@ -89,13 +90,29 @@ def test_torchscript_is_refused(name: str, grad: bool) -> None:
     """A trace would hold the example's result as a constant."""
     layer, x = LAYERS[name](), X.clone().requires_grad_(grad)
     layer(x)
-    for call in (
-        lambda: torch.jit.trace(layer, x),
-        lambda: torch.onnx.export(layer, (x,), io.BytesIO(), dynamo=False),
-    ):
-        with pytest.raises(NotImplementedError, match=r"TorchScript; use torch\.compile or torch\.export"):
-            call()
+    with pytest.raises(NotImplementedError, match=r"TorchScript; use torch\.compile or torch\.export"):
+        torch.jit.trace(layer, x)
+    with pytest.raises(NotImplementedError, match=NO_ONNX):
+        torch.onnx.export(layer, (x,), io.BytesIO(), dynamo=False)
     layer(x)  # goes on
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_onnx_is_refused(monkeypatch: pytest.MonkeyPatch, strict: bool) -> None:
+    """By the exporter that reads programs of torch.export: what it tells of itself stands in for it, as it needs
+    packages of its own."""
+    layer = Layer(FUNCTIONS["attention"])
+    torch.export.export(layer, (X,), strict=strict)
+    monkeypatch.setattr("torch.onnx._internal.exporter._flags._is_onnx_exporting", True)
+    with pytest.raises(Exception, match=NO_ONNX):  # of Dynamo's, where it is strict
+        torch.export.export(layer, (X,), strict=strict)
+
+
+NO_ONNX = r"no operator in ONNX; export the model with torch\.nn\.functional\.scaled_dot_product_attention"
+OTHERS = {  # that compute no attention
+    cupyflash.block_mask, cupyflash.explain, cupyflash.tune, flash_attn_interface.get_scheduler_metadata,
+    xformers.unbind,
+}  # fmt: skip
 
 
 def scripted(x: torch.Tensor) -> torch.Tensor:
@@ -103,8 +120,15 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_torchscript_cannot_compile_it() -> None:
-    with pytest.raises(torch.jit.frontend.NotSupportedError, match="variable number of arguments"):
-        torch.jit.script(scripted)
+    """Whoever scripts a function or a module that holds a call is told by us, not by some line of ours."""
+    layer = torch.nn.Sequential(MultiheadAttention(8, 2))
+    functions = (cupyflash, cupyflash.torch, flash_attn, flash_attn_interface, xformers)
+    public = [getattr(module, name) for module in functions for name in module.__all__ if not name.startswith("_")]
+    ours = {f for f in public if inspect.isfunction(f)} - OTHERS
+    assert len(ours) > 20
+    for given in (scripted, layer, *ours):
+        with pytest.raises(NotImplementedError, match=r"^torch\.jit\.script compiles .* use torch\.compile or"):
+            torch.jit.script(given)
     program = torch.export.export(Layer(FUNCTIONS["attention"]), (X,)).module()
     with pytest.raises(RuntimeError, match="unsupported input list type"):
         torch.jit.trace(program, X)

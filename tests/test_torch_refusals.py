@@ -25,17 +25,6 @@ def of_q(q: Any) -> Any:
     return attention(q, K, V).square().sum()
 
 
-def test_a_dtensor_is_told_where_its_parts_are() -> None:
-    class DTensor(torch.Tensor):  # by its name, as torch.distributed's
-        @classmethod
-        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            raise AssertionError("nothing is asked of it")
-
-    whole = torch.Tensor._make_wrapper_subclass(DTensor, (2, 5, 4, 8))
-    with pytest.raises(TypeError, match=r"DTensor; it must be a plain tensor: .*local_map does$"):
-        attention(whole, whole, whole)
-
-
 def test_third_derivatives_are_refused() -> None:
     q = Q.clone().requires_grad_()
     (g,) = torch.autograd.grad(of_q(q), q, create_graph=True)

@@ -7,8 +7,10 @@ our own call for the whole on one GPU, over the number of GPUs x the time here: 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -93,7 +95,7 @@ def run(
     for library in others:
         command = ["cupyflash.bench.parallel_libraries", library, str(folder)]
         processes = number if library == "cupy" else 1
-        port = str(_port())
+        port = str(free_port())
         each = [[*command, str(r), str(number), port, *["cpu"] * cpu] for r in range(processes)]
         if cpu and library == "cupy":
             print("cupy: needs GPUs")
@@ -137,15 +139,18 @@ def _folder(circumstances: dict[str, Any]) -> Path:
     return Path("bench", "results", f"{circumstances['ranks']}x{machine.short_name(circumstances['gpu'])}")
 
 
-def _port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+def free_port() -> int:
+    """One that is free, and that no socket is given by itself until it is bound: those are from 32768 on."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as s:
+            port = random.randrange(15000, 32000)
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def _together(commands: list[list[str]], end: float, more: dict[str, str] | None = None) -> int:
     """Run modules, one for each rank; where one has failed, or time is over, all are ended. 0: none had to be."""
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port()), "WORLD_SIZE": str(len(commands))}
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(commands))}
     env |= more or {}
     env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # else kernels that fill a GPU start before transfers
     env.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

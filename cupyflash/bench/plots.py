@@ -35,6 +35,7 @@ COLOURS = {
     "flashinfer": "#17becf",
     "flashinfer-tc": "#9edae5",
     "lengths": "#ff9896",
+    "append": "#f7b6d2",
     "dense": "#c49c94",
     "read": "#7f7f7f",
 }

@@ -39,6 +39,7 @@ class Call(NamedTuple):
     heads_k: int
     dim: int
     page: int = 0
+    eight: str = ""  # dtype of k and v, where they are of 8 bits
 
     @property
     def causal(self) -> bool:
@@ -51,8 +52,8 @@ class Call(NamedTuple):
 
     @property
     def cache_bytes(self) -> int:
-        """Of K and V of 16 bits, as far as they are filled."""
-        return 4 * sum(self.keys) * self.heads_k * self.dim
+        """Of K and V, as far as they are filled."""
+        return (2 if self.eight else 4) * sum(self.keys) * self.heads_k * self.dim
 
     @property
     def pairs(self) -> int:
@@ -64,7 +65,9 @@ class Call(NamedTuple):
         queries, keys = ({*x} for x in (self.queries, self.keys))
         rows = _span(queries) if self.queries == self.keys else f"{_span(queries)} on {_span(keys)}"
         pages = f", pages of {self.page}" if self.page else ""
-        return f"{len(self.keys)} x {rows}, {self.heads}/{self.heads_k} x {self.dim}{', causal' * self.causal}{pages}"
+        sizes = f"{self.heads}/{self.heads_k} x {self.dim}"
+        eight = f", {self.eight}" if self.eight else ""
+        return f"{len(self.keys)} x {rows}, {sizes}{', causal' * self.causal}{pages}{eight}"
 
 
 def _span(lengths: set[int]) -> str:
@@ -94,6 +97,9 @@ _RAGGED = {
         ("ragged-16", lognormal(16, 8192, 1, 16, 65536), (64, 8, 128)),
         ("ragged-64-32/32", lognormal(64, 1024, 1, 16, 8192), (32, 32, 128)),
         ("ragged-256", lognormal(256, 512, 1, 16, 4096), (64, 8, 64)),
+        ("ragged-8", lognormal(8, 4096, 1, 16, 16384), _LLAMA),
+        ("long-4", (65536, *(256,) * 3), _LLAMA),
+        ("long-32-8/1", (65536, *(256,) * 31), (8, 1, 128)),
     )
 }
 _FEW = {
@@ -119,16 +125,24 @@ _PAGED = {
     for (name, keys), page in itertools.product(_IN_PAGES.items(), (16, 64, 256))
 }
 
-CALLS: dict[str, dict[str, Call]] = {"decode": _DENSE | _RAGGED | _FEW, "varlen": _PACKED, "paged": _PAGED}
+_EIGHT = {
+    f"{name}-fp8": call._replace(held="pages" if call.page else "caches", eight="float8_e4m3fn")
+    for name, call in (_DENSE | _RAGGED | _PAGED).items()
+    if name in ("16x16384-32/8-d128", "64x4096-32/8-d128", "1x131072-32/8-d128", "64x4096-64/8-d64", "ragged-64",
+        "64x4096-p16")
+}  # fmt: skip
+
+CALLS: dict[str, dict[str, Call]] = {"decode": _DENSE | _RAGGED | _FEW | _EIGHT, "varlen": _PACKED, "paged": _PAGED}
 QUICK = (  # or how they begin
     "16x4096-", "1x131072-32/8", "1x16384-32", "64x4096-64/8", "long", "ragged-64", "ragged-p", "16x4on",
-    "8x2048", "lognormal", "64x256-d128", "short-d128", "chunk",
+    "8x2048", "lognormal", "64x256-d128", "short-d128", "chunk", "16x16384-32/8-d128-fp8",
 )  # fmt: skip
 # What `lines` sums up: the rows of a kind.
 KINDS = {
     "a token, caches of one length": (*_DENSE,),
     "ragged caches": (*_RAGGED,),
     "2 to 16 queries": (*_FEW,),
+    "caches of 8 bits": (*_EIGHT,),
     "packed, one length": tuple(name for name, x in _PACKED.items() if x.even),
     "packed, ragged": tuple(name for name, x in _PACKED.items() if x.queries == x.keys and not x.even),
     "a chunk beside tokens": ("chunk",),
@@ -137,11 +151,17 @@ KINDS = {
 }
 # Beside the peers stand ours in another form, and what reading K and V takes.
 PEERS = {
-    "decode": ("fa3", "flashinfer", "flashinfer-tc", "cudnn", "fa2", "lengths", "read"),
+    "decode": ("fa3", "flashinfer", "flashinfer-tc", "cudnn", "fa2", "lengths", "sixteen", "append", "read"),
     "varlen": ("fa3", "flashinfer", "fa2", "dense"),
-    "paged": ("fa3", "flashinfer", "flashinfer-tc", "cudnn", "dense", "read"),
+    "paged": ("fa3", "flashinfer", "flashinfer-tc", "cudnn", "dense", "append", "read"),
 }
-OWN = {"lengths": "lengths on the device", "dense": "against our dense call", "read": "against reading K and V"}
+OWN = {
+    "lengths": "lengths on the device",
+    "sixteen": "against our call on 16 bits",
+    "append": "appending",
+    "dense": "against our dense call",
+    "read": "against reading K and V",
+}
 
 
 def problems(suite: str, options: Options) -> list[Problem]:
@@ -192,6 +212,8 @@ def draw(call: Call, dtype: str, seed: int, device: str = "cuda") -> peers.Case:
     lengths = {name: shape for name, shape in shapes(call).items() if name not in "qk"}
     q, k = (shapes(call)[x] for x in "qk")
     a, b, c, dout = (torch.randn(shape, **given) for shape in (q, k, k, q))
+    if call.eight:
+        b, c = (x.to(getattr(torch, call.eight)) for x in (b, c))
     values: dict[str, Any] = {"seqlens_k": call.keys}
     values |= {f"cu_seqlens_{x}": (0, *itertools.accumulate(n)) for x, n in (("q", call.queries), ("k", call.keys))}
     if "page_table" in lengths:
@@ -204,7 +226,11 @@ def draw(call: Call, dtype: str, seed: int, device: str = "cuda") -> peers.Case:
 
 
 def in_other_form(case: peers.Case, call: Call) -> dict[str, tuple[Call, peers.Case]]:
-    """The same for ours in the form to compare with: dense caches with their lengths; without, what has one length."""
+    """The same for ours in the form to compare with: numbers of 8 bits in 16; dense caches with their lengths; without,
+    what has one length."""
+    if call.eight:
+        wide = case._replace(k=case.k.to(case.q.dtype), v=case.v.to(case.q.dtype))
+        return {"sixteen": (call._replace(eight=""), wide)}
     dense = call._replace(held="dense", page=0)
     if call.held == "dense":
         import torch
@@ -219,6 +245,28 @@ def in_other_form(case: peers.Case, call: Call) -> dict[str, tuple[Call, peers.C
         return {"dense": (dense, peers.Case(q, k, v, dout, call.causal))}
     k, v = (x[case.scores["page_table"]].flatten(1, 2)[:, : call.keys[0]] for x in (case.k, case.v))
     return {"dense": (dense, peers.Case(case.q, k, v, case.dout, call.causal))}
+
+
+def appending(family: str | None) -> peers.Prepare:
+    """Ours, which write the rows that belong to the queries first, turned by an angle of 0: the same is attended to."""
+    import torch
+
+    from .. import attention_append
+
+    def prepare(case: peers.Case, of: Pass) -> Candidate:
+        q, k, v = case[:3]
+        table, filled = case.scores.get("page_table"), case.scores["seqlens_k"] - q.shape[1]
+        at = filled[:, None] + torch.arange(q.shape[1], device=q.device)
+        number = torch.arange(len(filled), device=q.device)[:, None]
+        k_new, v_new = (
+            x[number if table is None else table[number, at // x.shape[1]], at % x.shape[1]].to(q.dtype) for x in (k, v)
+        )
+        angles = torch.zeros(k.shape[1] if table is None else table.shape[1] * k.shape[1], q.shape[-1] // 2)
+        rotary = angles.cos().to(q.device), angles.to(q.device)
+        given: dict[str, Any] = {"page_table": table, "causal": case.causal, "family": family, "rotary": rotary}
+        return Candidate(lambda: (attention_append(q, k_new, v_new, k, v, filled, **given),))
+
+    return prepare
 
 
 def exact(case: peers.Case, call: Call, of: Pass) -> tuple[Any, ...]:
@@ -281,6 +329,9 @@ def measure(suite: str, problem: Problem, options: Options) -> Measured:
     ways |= {name: (prepare, cases) for name, prepare in others(suite, call).items()}
     forms = [in_other_form(case, call) for case in cases[:copies]] * (len(cases) // copies)
     ways |= {name: (ours, [form[name][1] for form in forms]) for name in forms[0]}
+    if "append" in PEERS[suite]:
+        on_caches = [form["lengths"][1] if "lengths" in form else x for form, x in zip(forms, cases)]
+        ways["append"] = (appending(options.family), on_caches)
     prepares: dict[str, peers.Prepare] = {name: functools.partial(_replayed, *way) for name, way in ways.items()}
     candidates, notes = compare(prepares, first, of, exact(first, call, of))
     if "read" in PEERS[suite]:
@@ -335,7 +386,7 @@ def _reading(call: Call, case: peers.Case, of: Pass) -> Candidate:
     import torch
 
     filled = sum(call.keys) * call.heads_k * call.dim
-    rows = torch.cat([x.flatten()[:filled] for x in (case.k, case.v)]).view(torch.int64)
+    rows = torch.cat([x.flatten()[:filled].view(torch.uint8) for x in (case.k, case.v)]).view(torch.int64)
     return Candidate(lambda: (rows.sum(),))
 
 
@@ -359,11 +410,13 @@ def jobs_of(problem: Mapping[str, Any], arch: Any, family: str | None) -> Iterab
 
     call, of = call_of(problem), PASSES[problem["pass"]]
     forms = [call, *([call._replace(held="caches")] if call.held == "dense" else [])]
+    forms += [call._replace(eight="")] if call.eight else []
     if call.even and call.held in ("packed", "pages"):
         forms.append(call._replace(held="dense", page=0))
     for form, each in itertools.product(forms, dict.fromkeys((FORWARD, of))):
+        dtypes = {"q": problem["dtype"], "k": form.eight or problem["dtype"]}
         views = {
-            name: View(x, contiguous(x), problem["dtype"] if name in "qk" else OFFSETS[0], "cuda:0", "torch")
+            name: View(x, contiguous(x), dtypes.get(name, OFFSETS[0]), "cuda:0", "torch")
             for name, x in shapes(form).items()
         }
         q, k = views.pop("q"), views.pop("k")
@@ -388,7 +441,7 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
         for name, words in OWN.items():
             large = [row for row in group if name != "read" or call_of(row["problem"]).cache_bytes > LARGE]
             pairs = [(ratio(row["ours"], row["peers"].get(name), row["unit"]), row) for row in large]
-            if name == "lengths":
+            if name in ("lengths", "append"):
                 words, pairs = f"{words}, against without", [(x and 1 / x, row) for x, row in pairs]
             against[words.removeprefix("against ")] = pairs
         for words, pairs in against.items():

@@ -14,6 +14,7 @@ import torch
 
 from .. import api
 from ..other_names import renaming
+from ..signature import unscripted
 from ..torch.dropout import check_tensors, dropout_options
 from . import kvcache
 from .windows import check_causal, window_of
@@ -125,7 +126,7 @@ def _taking(function: Any, *tensors: str) -> Any:
         first = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in tensors]
         given = [x for x in signature.parameters.values() if x.default is not x.empty]
         own.__signature__ = signature.replace(parameters=[*first, *given])
-        return own
+        return unscripted(own)
 
     return shown
 

@@ -11,6 +11,7 @@ import torch
 
 from .. import api
 from ..other_names import renaming
+from ..signature import unscripted
 from ..torch.dropout import check_tensors
 from . import flash_attn, kvcache
 from .windows import check_causal, window_of
@@ -18,6 +19,7 @@ from .windows import check_causal, window_of
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata"]
 
 
+@unscripted
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -57,6 +59,7 @@ def flash_attn_func(
     return (out, lse) if return_attn_probs else out
 
 
+@unscripted
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -11,6 +11,7 @@ import torch
 
 from .. import api
 from ..other_names import renaming
+from ..signature import unscripted
 from ..torch.dropout import check_tensors, dropout_options
 from . import xformers_blocks
 from .xformers_masks import (
@@ -93,6 +94,7 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
         self.window_left, self.window_right = window_left, window_right
 
 
+@unscripted
 def memory_efficient_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -13,7 +13,7 @@ from ..gradients import Gradients
 from ..interop.protocol import CpuAdapter
 from ..overlap import check_targets
 from ..passes import BACKWARD, BY_ROWS, FORWARD, JVP, PER_QUERY
-from ..problem import FLOAT8, AttentionProblem, MaskKind, View, mask_kind
+from ..problem import DESCALES, FLOAT8, AttentionProblem, MaskKind, View, mask_kind
 from ..score import Score
 from . import float8, ragged
 from .backward import backward as _backward
@@ -48,7 +48,7 @@ def run(call: Call) -> Any:
             grads = compute(problem, wrt=call.wrt, **given)
         dq, dk, dv = (_returned(call, name, x, shapes) for name, x in zip(call.of.results, grads))
         return Gradients(dq, dk, dv, {name: lib.from_numpy(grads.of_arrays[name]) for name in call.wrt})
-    forward = float8.forward if problem.dtype == FLOAT8 else _forward
+    forward = float8.forward if problem.dtype == FLOAT8 else float8.cached if problem.cache_dtype else _forward
     of_rows = forward if call.of is FORWARD else _jvp
     out, lse = ragged.run(of_rows, call.of, problem, given) if problem.ragged else of_rows(problem, **given)
     (name,) = call.of.results
@@ -72,6 +72,10 @@ def _checked(call: Call) -> tuple[AttentionProblem, dict[str, Any], dict[str, tu
         elif name in PER_QUERY:
             packed = problem.rows_q is not None
             given[name] = x[None] if packed else x.reshape(problem.batch, problem.heads_q, problem.seq_q)
+        elif problem.cache_dtype and name in DESCALES:  # as rows of one number
+            cache = call.arrays["k"].shape[:-1]
+            rows = x if x.shape == tuple(cache) else np.broadcast_to(_of_heads(x, len(cache), layout), tuple(cache))
+            given[name] = _four(rows[..., None], layout)
         else:
             given[name] = x
     return problem, given, shapes
@@ -115,13 +119,8 @@ def _key(call: Call) -> tuple[Any, ...] | None:
     if tuple in kinds and any(not _WHOLE.issuperset(map(type, x)) for x in options.values() if type(x) is tuple):
         return None
     return (
-        call.of, *options, *options.values(), *kinds, *arrays, *[_described(call.lib, x) for x in arrays.values()],
+        call.of, *options, *options.values(), *kinds, *arrays, *map(call.lib.signature, arrays.values()),
     )  # fmt: skip
-
-
-def _described(lib: CpuAdapter, x: Any) -> tuple[Any, ...]:
-    """All but the address."""
-    return (x.shape, x.strides, x.dtype) if type(x) is np.ndarray else lib.view(x)[:-1]
 
 
 def _in_memory(lib: CpuAdapter, x: Any, view: View) -> View:
@@ -139,6 +138,11 @@ def _four(x: np.ndarray, layout: str) -> np.ndarray:
     if x.ndim == 3:
         x = x[None]
     return x if layout == "bshd" else x.transpose(0, 2, 1, 3)
+
+
+def _of_heads(x: np.ndarray, axes: int, layout: str) -> np.ndarray:
+    """A number for each head, to be broadcast to a cache of so many axes but its columns."""
+    return x[:, None] if layout == "bhsd" and axes > 1 and x.ndim else x
 
 
 def _returned(call: Call, name: str, x: np.ndarray, shapes: dict[str, tuple[int, ...]]) -> Any:

@@ -1,4 +1,4 @@
-"""Attention forward on NumPy arrays of 8 bits (e4m3): that of the numbers which they stand for, in float32."""
+"""Attention forward on NumPy arrays of 8 bits: that of the numbers which they stand for, in float32."""
 
 from __future__ import annotations
 
@@ -24,6 +24,17 @@ def forward(
         replace(problem, dtype="float32", out_dtype=None, out_scale=1.0, given=left), **numbers, **given
     )
     return rounded(out * np.float32(problem.out_scale), problem.result_dtype), lse
+
+
+def cached(
+    problem: AttentionProblem, q: np.ndarray, k: np.ndarray, v: np.ndarray, **given: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same of k and v of 8 bits beside q of 16, whose scales (B, Sk, Hk, 1) have one for each row."""
+    one = np.float32(1)
+    k = k.astype(np.float32) * given.pop("k_descale", one)
+    v = v.astype(np.float32) * (given.pop("v_descale", one) * np.float32(problem.out_scale))
+    left = tuple(x for x in problem.given if x.name not in DESCALES)
+    return _forward(replace(problem, cache_dtype=None, out_scale=1.0, given=left), q, k, v, **given)
 
 
 def _meant(x: np.ndarray, descale: np.ndarray | None) -> np.ndarray:

@@ -15,7 +15,7 @@ from .pairs import Place
 from .sums import InOrder, Long, Sum
 from .tiles import Tiling, group_of, key_tiles, over_groups, pieces, query_tiles, result_dtype, work_dtype
 
-PARTS = 8  # sums of dK and dV that deterministic gradients are made of, on however many cores
+SUMS = 8  # of dK and dV that deterministic gradients are made of, on however many cores
 
 
 class Task:
@@ -86,7 +86,7 @@ class Gathering:
         with np.errstate(all="ignore"):
             entries = all_entries(problem, self.tiling.batches, k, v, given)
         self._stacks = [(of, own) for of in entries for own in pieces(problem.heads_k, heads_k)]
-        self._parts = -(-(PARTS if problem.deterministic else self.crew.size) // max(1, len(self._stacks)))
+        self._parts = -(-(SUMS if problem.deterministic else self.crew.size) // max(1, len(self._stacks)))
         self._tasks = [(of, own, part) for of, own in self._stacks for part in range(self._parts)]
         order = [
             (b, h, rows.start)

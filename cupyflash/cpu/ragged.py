@@ -22,7 +22,8 @@ from .crew import Crew, multiplications, worth_threads
 from .tiles import result_dtype
 
 Dense = Callable[..., Any]  # what computes a dense problem
-OF_KEYS = frozenset(x for x in BY_ROWS if x.endswith(("k", "v")))  # k, v, their gradients and tangents: rows of keys
+# k, v, their gradients and tangents, scales of rows of caches: rows of keys
+OF_KEYS = frozenset((*(x for x in BY_ROWS if x.endswith(("k", "v"))), "k_descale", "v_descale"))
 
 
 class Rows(NamedTuple):
@@ -126,7 +127,7 @@ def _part(name: str, x: Any, rows: Rows, problem: AttentionProblem) -> Any:
     """Of an array of the call what a sequence has of it; all of what a score function reads, or of a seed."""
     if name == "block_mask":
         return OfSequence(x, rows.number)
-    if name in BY_ROWS or name in PER_QUERY:
+    if name in BY_ROWS or name in PER_QUERY or (problem.cache_dtype and name in OF_KEYS):
         return _of_rows(name, x, rows, problem)
     return _of_array(name.removeprefix("t"), x, rows, problem)
 

@@ -11,14 +11,14 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from .. import rules
+from .. import cached, rules
 from ..call import Arrays, Call
 from ..gradients import Gradients, apart
 from ..interop.protocol import GpuAdapter
 from ..overlap import check_targets
 from ..passes import FORWARD, PER_QUERY
 from ..problem import ARRAYS, ITEMSIZE, AttentionProblem, View, contiguous, mask_kind
-from . import device, launch, tuned
+from . import device, grouping, launch, tuned
 from .kernel_plan import KernelPlan
 from .params import KEYS, round_keys, score_shape
 from .plans import plans
@@ -148,7 +148,9 @@ class Kernels(Step):
                 view = padded(copy.source, copy.alignment)
                 self.copies.append((name, copy.source, view))
             of = name.removeprefix("t")  # a tangent lies as what it is the tangent of may lie
-            if of in _OPTIONAL:
+            if problem.cache_dtype and of in cached.SCALES:
+                strides[name] = cached.strides(problem, of, view, layout)
+            elif of in _OPTIONAL:
                 strides[name] = _OPTIONAL[of].strides(view, problem, rank)
             elif problem.reads(of):
                 strides[name] = score_shape(view)
@@ -167,6 +169,10 @@ class Kernels(Step):
                 else:
                     view = into[name]
             strides[name] = params_strides(view, layout)
+        if plan.grouped:
+            for name in ("q", "out"):
+                strides[name] = grouping.strides(problem.group, strides[name])
+            problem = grouping.grouped(problem) or problem
         self._launcher = launch.Launcher(plan, functions(plan, ordinal), problem, strides, ordinal)
         copied = [copy.strides[0] * copy.shape[0] * ITEMSIZE[source.dtype] for _, source, copy in self.copies]
         self.scratch = sum(-(-size // 256) * 256 for size in (*copied, self._launcher.workspace))

@@ -79,6 +79,8 @@ class KernelPlan:
     wrt: tuple[str, ...] = ()  # optional arrays: gradients, or their tangents, are of these and not of q, k and v
     passed_over: tuple[str, ...] = ()  # why faster families were not taken
     out_dtype: str | None = None  # of what the kernels write; None: dtype
+    cache_dtype: str | None = None  # of k and v, where that is another than dtype
+    grouped: bool = False  # whether it is of the problem's `grouped`
     found: tuple[str, ...] = ()  # the part of the workspace that is taken as the plan that runs before has left it
 
     def after(self, first: KernelPlan) -> KernelPlan:
@@ -133,6 +135,7 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
             (f"{x}_BLOCKS", "key_block" in of.axes if (of := problem.array(f"{x.lower()}_descale")) else False)
             for x in "KV"
         ),
+        ("EIGHT", problem.cache_dtype is not None),
         ("PACKED_Q", problem.rows_q is not None),
         ("PACKED_K", problem.rows_k is not None),
         ("LENGTHS", problem.has("seqlens_k")),

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..problem import ITEMSIZE, View, contiguous, to_bshd
-from . import compiler, device
+from . import alone
 from .params import TYPES
-from .source import inlined
+from .source import FORMATS, inlined
 
 WARPS = 4  # rows of a block
 EACH = 4  # numbers of a lane
@@ -58,20 +57,18 @@ class Merging(NamedTuple):
         given, _, _, accum = TYPES[self.dtype]
         of_each = self.parts if self.strided else 1
         lines = [
-            "struct half_t { unsigned short bits; };",
-            "struct bfloat16_t { unsigned short bits; };",
-            "struct float8_t { unsigned char bits; };",
+            *FORMATS,
             f"using In = {given};",
             f"using Product = {given};",
             f"using Out = {TYPES[self.out_dtype][2]};",
             f"using Accum = {accum};",
             f"using Number = unsigned{' long long' * (self.rows >= 2**31)};  // of a row",
-            f"constexpr int PARTS = {self.parts};",
+            f"constexpr int MERGED = {self.parts};",
             f"constexpr bool STRIDED = {str(self.strided).lower()}, VECTORS = {str(self.vectors).lower()};",
             "struct Axes { long long at[3]; };",
             "struct Params {",
-            "    const In* outs[PARTS];",
-            "    const Accum* lses[PARTS];",
+            "    const In* outs[MERGED];",
+            "    const Accum* lses[MERGED];",
             "    Out* out;",
             "    Accum* lse;",
             f"    Axes strides[{of_each}], lse_strides[{of_each}], out_strides, new_lse_strides;",
@@ -86,17 +83,10 @@ class Merging(NamedTuple):
         return struct.pack(f"<{len(addresses)}Q", *addresses) + self.behind
 
     def launch(self, addresses: Sequence[int], ordinal: int, stream: int) -> None:
-        from cupy.cuda import Device, driver, runtime
-
-        from .launch import Arguments
-
         if self.rows == 0:
             return
-        arguments = Arguments(self.params(addresses))
-        with Device(ordinal):
-            runtime.setDevice(ordinal)  # the driver wants a context, on this thread too
-            function = _function(self._replace(rows=2**31 * (self.rows >= 2**31), behind=b""), ordinal)
-            driver.launchKernel(function.ptr, self.blocks, 1, 1, 32 * WARPS, 1, 1, 0, stream, arguments.address, 0)
+        program = self._replace(rows=2**31 * (self.rows >= 2**31), behind=b"")  # without what a launch has of its own
+        alone.launch(program, NAME, self.params(addresses), (self.blocks, 32 * WARPS), ordinal, stream)
 
 
 class Prepared:
@@ -159,10 +149,3 @@ def _lse_axes(x: View) -> tuple[int, int, int]:
     """The same of an array (B, H, S), or without the first axes."""
     batch, head, row = (*(0,) * (3 - len(x.strides)), *x.strides)
     return batch, row, head
-
-
-@functools.lru_cache(64)
-def _function(merging: Merging, ordinal: int) -> Any:
-    """`merging` without what a launch has of its own."""
-    compiled = compiler.compile_source(merging.source(), device.current(ordinal).name)
-    return compiler.load(compiled, [(NAME, 0)], ordinal)[0]

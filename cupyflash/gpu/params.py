@@ -35,6 +35,12 @@ def types(plan: KernelPlan) -> tuple[str, str, str, str]:
     return given, product, TYPES[plan.out_dtype or plan.dtype][2], accum
 
 
+def kept_type(plan: KernelPlan) -> str:
+    """What k and v are."""
+    return EIGHT[plan.cache_dtype] if plan.cache_dtype else TYPES[plan.dtype][0]
+
+
+EIGHT = {FLOAT8: "float8_t", "int8": "integer8_t"}  # of k and v beside q of 16 bits
 OPTIONAL = {  # by the dtype of an optional array; one with that of q is const In
     "bool": "const unsigned char", "float32": "const float", "float64": "const double", "int64": "const long long",
     "uint64": "const unsigned long long", "int32": "const int", "uint32": "const unsigned",
@@ -239,7 +245,7 @@ def _rules(plan: KernelPlan) -> list[ArrayRule]:
     return [
         rule
         for rule in ARRAYS
-        if (not rule.of_float8 or plan.dtype == FLOAT8) and (not rule.ragged or rule.name in given)
+        if (not rule.of_float8 or plan.dtype == FLOAT8 or plan.cache_dtype) and (not rule.ragged or rule.name in given)
     ]
 
 

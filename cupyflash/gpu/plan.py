@@ -15,6 +15,7 @@ from ..problem import AttentionProblem
 from .array_gradient import Lengths
 from .device import Arch
 from .families import flash1, simt, sm80, sm90
+from .grouping import grouped
 from .kernel_plan import KernelPlan, Launch, Tiles, Workspace, ceil
 from .params import layout
 from .score import BEYOND, moves, tables
@@ -87,7 +88,9 @@ def plan(
                     made = _gradients(name, problem, arch, lengths)
                 else:
                     tuned = {} if problem.batch_invariant else tiles or {}  # which follow from lengths
-                    made = room.plan(problem, arch, of, tuned.get(name))
+                    together = grouped(problem)
+                    made = room.plan(together or problem, arch, of, tuned.get(name))
+                    made = dataclasses.replace(made, grouped=together is not None)
                 blocks = max(x.grid for x in made.launches)
                 if blocks >= 2**31:
                     size = f"batch {problem.batch} and {problem.heads_q} heads"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from . import compiler
@@ -24,23 +25,18 @@ def program(plan: KernelPlan) -> Compiled:
 
 _loaded: dict[tuple[Any, ...], list[Any]] = {}
 
+# Fields of a plan that say how a program is launched, not what it is; of `workspace` and `scalars` it has the names.
+OF_A_LAUNCH = (
+    "launches", "alignment", "workspace", "spills", "maps", "scalars", "lists", "passed_over", "grouped", "found",
+)  # fmt: skip
+_OF_A_PROGRAM = tuple(x.name for x in fields(KernelPlan) if x.name not in OF_A_LAUNCH)
+
 
 def functions(plan: KernelPlan, ordinal: int) -> list[Any]:
     """The plan's kernels as functions on the GPU `ordinal`, one for each launch, loaded once."""
     kernels = tuple((x.name, x.shared_memory) for x in plan.launches)
-    key = (
-        plan.source,
-        plan.arch,
-        plan.dtype,
-        plan.out_dtype,
-        plan.constants,
-        plan.given,
-        plan.tangents,
-        plan.score,
-        plan.wrt,
-        kernels,
-        ordinal,
-    )
+    names = (*((x.name, x.dtype) for x in plan.workspace), *(name for name, _ in plan.scalars))
+    key = (*(getattr(plan, name) for name in _OF_A_PROGRAM), names, kernels, ordinal)
     if key not in _loaded:
         _loaded[key] = compiler.load(program(plan), kernels, ordinal)
     return _loaded[key]

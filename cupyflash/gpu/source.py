@@ -18,6 +18,13 @@ _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*(?://.*)?$')
 _SCORE = "user/score.cuh"  # where the user's score function stands, which is no file
 # Packages that a call on a GPU goes through; modules beside them it may all meet.
 _WALKED = ("gpu", "interop", "score", "torch", "jax", "blockmask")
+FORMATS = (
+    "// Distinct types for the formats of 16 and 8 bits; only ptx/convert.cuh looks inside.",
+    "struct half_t { unsigned short bits; };",
+    "struct bfloat16_t { unsigned short bits; };",
+    "struct float8_t { unsigned char bits; };  // e4m3: no infinities, at most 448",
+    "struct integer8_t { signed char bits; };",
+)
 
 
 @functools.cache
@@ -32,12 +39,9 @@ def kernels_folder() -> Path:
 
 def generate(plan: KernelPlan) -> str:
     """The whole CUDA source of a plan, as one string."""
-    types = zip(("In", "Product", "Out", "Accum"), params.types(plan))
+    types = zip(("In", "Product", "Out", "Accum", "Kept"), (*params.types(plan), params.kept_type(plan)))
     lines = [
-        "// Distinct types for the formats of 16 and 8 bits; only ptx/convert.cuh looks inside.",
-        "struct half_t { unsigned short bits; };",
-        "struct bfloat16_t { unsigned short bits; };",
-        "struct float8_t { unsigned char bits; };  // e4m3: no infinities, at most 448",
+        *FORMATS,
         *(f"using {name} = {type};" for name, type in types),
         "namespace config {",
         *(f"constexpr {_declare(name, value)};" for name, value in plan.constants),

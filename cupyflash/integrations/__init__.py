@@ -6,6 +6,7 @@ from ..later import later
 
 if TYPE_CHECKING:
     from . import diffusers as diffusers
+    from . import flax as flax
     from . import transformers as transformers
 else:
     __getattr__, __dir__ = later(__name__, "diffusers", "flax", "transformers")

@@ -19,6 +19,7 @@ from ..rules import argument_name, target_name
 from .protocol import Adapter, Library
 
 _ADAPTERS = {"numpy": "numpy_", "cupy": "cupy_", "torch": "torch_", "jax": "jax_", "jaxlib": "jax_"}
+_SHARDS = "torch.distributed.tensor"  # whose tensors are parts of one
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_HOST, _DLPACK_CUDA_MANAGED = 1, 2, 3, 13
 _by_type: dict[type, Library] = {}
 OPERANDS = ("q", "k", "v", "dout", "out", "lse")  # the library of these is that of the call
@@ -127,7 +128,8 @@ def _of_class(cls: type) -> tuple[str, str | None]:
     for base in cls.__mro__:  # subclasses, such as torch.nn.Parameter, may come from anywhere
         root = base.__module__.partition(".")[0]
         if root in _ADAPTERS:
-            return _ADAPTERS[root], _adapter(_ADAPTERS[root]).objection(cls)
+            module = "torch_shards" if base.__module__.startswith(_SHARDS) else _ADAPTERS[root]
+            return module, _adapter(module).objection(cls)
     return "", None
 
 

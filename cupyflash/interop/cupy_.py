@@ -21,7 +21,7 @@ except (ImportError, OSError):
     raise
 
 kind = "cupy"
-_DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64", "bool")}
+_DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64", "bool", "int8", "int32", "int64")}
 _DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
 
 

@@ -31,6 +31,10 @@ def view(x: np.ndarray) -> View:
     return View(x.shape, strides, dtype_name(x.dtype), "cpu", kind, x.__array_interface__["data"][0])
 
 
+def signature(x: np.ndarray) -> tuple[Any, ...]:
+    return x.shape, x.strides, x.dtype
+
+
 def recorder(call: Call) -> None:
     return None
 

@@ -19,7 +19,7 @@ class Library(Protocol):
     """One array library: a plain module of functions."""
 
     @property
-    def kind(self) -> str: ...  # "numpy", "cupy", "torch" or "jax"
+    def kind(self) -> str: ...  # "numpy", "cupy", "torch", "jax" or "DTensor"
 
     def objection(self, cls: type) -> str | None:
         """Why instances of this class of the library are no arrays for us; None where they are."""
@@ -48,6 +48,9 @@ class Adapter(Protocol):
 
     def view(self, x: Any) -> View: ...
 
+    def signature(self, x: Any) -> tuple[Any, ...]:
+        """Hashable; arrays of one device with equal signatures have views equal in all but the pointer."""
+
     def written(self, x: Any) -> None:
         """Tell the library that the caller's array x has been written to."""
 
@@ -55,16 +58,14 @@ class Adapter(Protocol):
 class CpuAdapter(Adapter, Protocol):
     """Arrays on the CPU. Memory is shared; bfloat16 is that of ml_dtypes."""
 
-    def to_numpy(self, x: Any) -> np.ndarray: ...
+    def to_numpy(self, x: Any) -> np.ndarray:
+        """ValueError for what is on no CPU, as PyTorch's meta tensors; TypeError for what has no memory."""
 
     def from_numpy(self, a: np.ndarray) -> Any: ...
 
 
 class GpuAdapter(Adapter, Protocol):
     """Arrays on a GPU. This is the hot path: each well under a microsecond."""
-
-    def signature(self, x: Any) -> tuple[Any, ...]:
-        """Hashable; arrays with equal signatures have views equal in all but the pointer."""
 
     def pointer(self, x: Any) -> int:
         """Address of the first element."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -13,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from ..problem import View, contiguous
-from . import torch_nested, torch_ops, torch_schema
+from . import torch_append, torch_nested, torch_ops, torch_schema
 
 kind = "torch"
 _DTYPES = {
@@ -22,14 +24,16 @@ _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
     "bool": torch.bool,
+    "int32": torch.int32,
+    "int64": torch.int64,
     "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }
-_BITS = {  # of those that NumPy knows by no name
-    torch.bfloat16: (np.int16, ml_dtypes.bfloat16),
-    torch.float8_e4m3fn: (np.int8, ml_dtypes.float8_e4m3fn),
-}
+_OF_NUMPY: dict[torch.dtype, np.dtype] = {
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16), torch.float8_e4m3fn: np.dtype(ml_dtypes.float8_e4m3fn),
+}  # fmt: skip
+_BITS = {_OF_NUMPY[torch.bfloat16]: np.int16, _OF_NUMPY[torch.float8_e4m3fn]: np.int8}  # torch takes these alone
 WITHOUT_MEMORY = (FakeTensor, FunctionalTensor)
-_OF_BITS = {np.dtype(named): (bits, dtype) for dtype, (bits, named) in _BITS.items()}
 
 
 def objection(cls: type) -> str | None:
@@ -37,11 +41,6 @@ def objection(cls: type) -> str | None:
         return "it must be a tensor"
     plain = cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     if not plain and not issubclass(cls, (*WITHOUT_MEMORY, NestedTensor)):
-        if cls.__name__ == "DTensor":
-            return (
-                "it must be a plain tensor: where batch or heads are shared out each rank calls with its to_local(), as "
-                "torch.distributed.tensor.experimental.local_map does"
-            )
         return "it must be a plain tensor"
     return None
 
@@ -95,6 +94,8 @@ def _maker(shape: tuple[int, ...], dtype: str, device: int) -> tuple[Any, tuple[
 
 recorder = torch_ops.recorder
 recorded = torch_ops.recorded
+traced = torch_ops.traced
+append = torch_append.append
 inlined = torch.compiler.is_dynamo_compiling
 
 
@@ -115,28 +116,31 @@ def wrap(name: str, x: Any) -> torch.Tensor:
     raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor, as q is")
 
 
-class _Memory:
-    """A tensor as NumPy reads it. `numpy()` would forbid its storage to be resized ever after, which FSDP does."""
+class _Memory(ctypes.Array[ctypes.c_char]):
+    """All memory from a tensor on, as NumPy takes it. `numpy()` would forbid its storage to be resized ever after,
+    which FSDP does."""
 
-    __slots__ = ("__array_interface__", "owner")
-
-    def __init__(self, x: torch.Tensor, dtype: np.dtype) -> None:
-        strides = tuple([stride * dtype.itemsize for stride in x.stride()])
-        data = (x.data_ptr(), False)
-        self.owner, self.__array_interface__ = x, {
-            "shape": tuple(x.shape), "strides": strides, "typestr": dtype.str, "data": data, "version": 3,
-        }  # fmt: skip
+    _type_, _length_ = ctypes.c_char, sys.maxsize
+    owner: torch.Tensor
 
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:
-    if x.dtype in _BITS:
-        bits, named = _BITS[x.dtype]
-        return np.asarray(_Memory(x, np.dtype(bits))).view(named)
-    return np.asarray(_Memory(x, np.dtype(str(x.dtype).removeprefix("torch."))))
+    if not x.is_cpu:
+        raise ValueError(f"a tensor is on {x.device}; it must be on the CPU")
+    dtype = _OF_NUMPY.get(x.dtype)
+    if dtype is None:
+        dtype = _OF_NUMPY[x.dtype] = np.dtype(str(x.dtype).removeprefix("torch."))
+    size, at = dtype.itemsize, x.data_ptr()
+    if not at:
+        if x.numel():
+            raise TypeError(f"a {type(x).__name__} has no memory")
+        return np.empty(x.shape, dtype)
+    memory = _Memory.from_address(at)
+    memory.owner = x
+    strides = [stride * size for stride in x.stride()]
+    return np.ndarray(x.shape, dtype, memory, 0, strides)  # type: ignore[arg-type]  # a buffer
 
 
 def from_numpy(a: np.ndarray) -> torch.Tensor:
-    if a.dtype in _OF_BITS:
-        bits, dtype = _OF_BITS[a.dtype]
-        return torch.from_numpy(a.view(bits)).view(dtype)
-    return torch.from_numpy(a)
+    bits = _BITS.get(a.dtype)
+    return torch.from_numpy(a) if bits is None else torch.from_numpy(a.view(bits)).view(_DTYPES[a.dtype.name])

@@ -14,28 +14,32 @@
 out and lse count as functions of the inputs, here and there: they get no gradients of their own.
 
 PyTorch drops tangents of operators in silence, and has no second derivative of `torch.library.register_autograd` under
-torch.func. So each operator has a kernel of its own in the place of autograd, which every transform comes by.
+torch.func. So each operator has a kernel of its own in the place of autograd, which every transform comes by. What is
+neither traced nor mapped comes here as a call, without an operator (`torch_levels`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from .. import rules
 from ..call import Arrays
 from ..passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
+from ..problem import FLOAT8
 from ..reals import FOLLOWS
 from .torch_schema import INPUTS, Arguments, lists_of, names_of, operator
 
 Found = dict[str, Any]
+Run = Callable[..., Any]  # Given.run, or the same below a level
+Names = tuple[str, ...]
+_functorch: Any = torch._C._functorch
 
 TWICE = "attention can be differentiated twice, not three times"
 FORWARD_TWICE = (
@@ -48,6 +52,25 @@ _RESULTS = (
 )
 
 
+class Given(Protocol):
+    """What is differentiated, at one level of torch.func, or without: `Arguments` of an operator, or a call."""
+
+    of: Pass
+    arrays: Arrays
+    wrt: tuple[str, ...]
+    keys: tuple[str, ...]  # what the arrays that a score function reads are called
+    with_rows: bool  # whether lse, or its tangent, is asked for
+    last: bool  # whether nobody follows below
+    looked: bool  # whether all tangents at this level are known
+    settled: bool  # whether inputs and results of attention, as a node has kept them, have none at this level
+
+    def run(self, of: Pass, arrays: Arrays, wrt: Iterable[str] = ()) -> Any:
+        """A pass on these arrays, followed by whoever follows them at this level."""
+
+    def below(self, work: Callable[..., list[Any]], *arrays: Arrays) -> list[Any]:
+        """What `work` makes of a function as `run` and of these arrays, both below this level."""
+
+
 def following(of: Pass) -> Callable[..., Any]:
     """What autograd does for the operator of a pass, at one level of torch.func, or without."""
     op, size = operator(of), len(names_of(of))
@@ -57,33 +80,52 @@ def following(of: Pass) -> Callable[..., Any]:
         tensors = [x for x in (*args[:size], *(x for n in lists for x in args[n])) if x is not None]
         if any_dual(tensors):
             _refuse_fused()
-            return _in_forward_mode(keys, Arguments(of, args))
+            given = Arguments(of, args)
+            return _in_forward_mode(given, *apart(given.arrays))
         if _wanted(tensors):
             given = Arguments(of, args)
-            return _recorded(keys, given, given.arrays)
+            return _recorded(given, given.arrays)
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
     return kernel
 
 
+def follow(given: Given, plain: Arrays, moves: Arrays) -> Any:
+    """The same for what comes without an operator: `apart` from its tangents."""
+    if moves:
+        return _in_forward_mode(given, plain, moves)
+    return _recorded(given, plain) if _wanted(plain.values()) else _once(given, plain)
+
+
+def _once(given: Given, arrays: Arrays) -> list[Any]:
+    """Below this level."""
+    return given.below(lambda run, arrays: run(given.of, arrays, given.wrt), arrays)
+
+
 def _wanted(tensors: Iterable[Any]) -> bool:
     """Whether gradients may be asked for."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x.requires_grad:
+                return True
+    return False
 
 
 # ---- forward mode ---------------------------------------------------------------------------------------------------
 
 # There is one level, 0, of which PyTorch's Python does not know where a compiled program has entered it.
 _unpack, _make = torch._VF._unpack_dual, torch._VF._make_dual
-_functorch: Any = torch._C._functorch
 
 
 def any_dual(tensors: Iterable[Any]) -> bool:
     """Whether forward mode follows one of them; with or without requires_grad, also under torch.no_grad()."""
     if not torch._C._is_fwd_grad_enabled():  # as in the forward of an autograd function, which has a jvp of its own
         return False
-    return any(x.is_floating_point() and _unpack(x, level=0)[1] is not None for x in tensors)
+    for x in tensors:
+        if x.is_floating_point() and _unpack(x, level=0)[1] is not None:
+            return True
+    return False
 
 
 def followed(scalar: Any) -> bool:
@@ -99,7 +141,7 @@ FOLLOWS.append(followed)
 @torch._disable_dynamo
 def _followed(scalar: Any) -> bool:
     """At any level."""
-    scalar = _unwrapped(scalar)
+    scalar = unwrapped(scalar)
     if scalar.requires_grad or _functorch.is_batchedtensor(scalar) or any_dual((scalar,)):
         return True
     if _functorch.peek_interpreter_stack() is None:
@@ -122,44 +164,52 @@ def _refuse_fused() -> None:
         frame = frame.f_back
 
 
-def _apart(arrays: Arrays) -> tuple[Arrays, Arrays]:
-    """The arrays without tangents, and these."""
+def apart(arrays: Arrays, settled: bool = False) -> tuple[Arrays, Arrays]:
+    """The arrays without tangents, and these. `settled`: inputs and results of attention have none."""
     plain, moves = dict(arrays), {}
     for name, x in arrays.items():
-        if x.is_floating_point():
-            plain[name], tangent = _unpack(x, level=0)
+        if x.is_floating_point() and not (settled and name[0] != "t" and name not in ("dout", "dlse")):
+            primal, tangent = _unpack(x, level=0)
             if tangent is not None:
-                moves[name] = tangent
+                plain[name], moves[name] = primal, tangent
     return plain, moves
 
 
-def _in_forward_mode(keys: Any, given: Arguments) -> Any:
-    dual = [*given.arrays.values()]
-    plain, moves = _apart(given.arrays)
+def _in_forward_mode(given: Given, plain: Arrays, moves: Arrays) -> Any:
+    of, wrt = given.of, given.wrt
     if _wanted((*plain.values(), *moves.values())):
-        results = _recorded(keys, given, plain, dual)  # a backward at this level of forward mode gives tangents, too
+        dual = [*given.arrays.values()]
+        results = _recorded(given, plain, dual)  # a backward at this level of forward mode gives tangents, too
         for arrays in (plain, moves):  # of which there are gradients when it is over: no third derivatives
             arrays |= _guarded(arrays, list(arrays), dual)
+        tangents = _ALONG[of](given.run, wrt, plain, results, moves)
     else:
-        results = given.run(given.of, plain, given.wrt)
-    tangents = _ALONG[given.of](given, plain, results, moves)
-    both = [_make(x, tangent, level=0) for x, tangent in zip(results, tangents)]
-    return both if given.of.of_gradients else tuple(both)
+
+        def both(run: Run, plain: Arrays, moves: Arrays) -> list[Any]:
+            results = run(of, plain, wrt)
+            return [*results, *_ALONG[of](run, wrt, plain, results, moves)]
+
+        found = given.below(both, plain, moves)  # nobody follows at this level what has been taken apart
+        results, tangents = found[: len(found) // 2], found[len(found) // 2 :]
+    wanted = results if given.with_rows else results[:1]
+    duals = [_make(x, tangent, level=0) for x, tangent in zip(wanted, tangents)]
+    return duals if of.of_gradients else tuple(duals)
 
 
 def _moving(moves: Arrays) -> Arrays:
     return {f"t{name}": x for name, x in moves.items()}
 
 
-def _of_forward(given: Arguments, plain: Arrays, results: Any, moves: Arrays) -> Any:
-    rules.refuse_float8(str(plain["q"].dtype).removeprefix("torch."), JVP)
-    return given.run(JVP, plain | dict(zip(("out", "lse"), results)) | _moving(moves))
+def _of_forward(run: Run, wrt: Names, plain: Arrays, results: Any, moves: Arrays) -> Any:
+    if plain["q"].dtype is torch.float8_e4m3fn:
+        rules.refuse_float8(FLOAT8, JVP)
+    return run(JVP, plain | dict(zip(("out", "lse"), results)) | _moving(moves))
 
 
-def _of_jvp(given: Arguments, plain: Arrays, results: Any, moves: Arrays) -> Any:
+def _of_jvp(run: Run, wrt: Names, plain: Arrays, results: Any, moves: Arrays) -> Any:
     if not all(name.startswith("t") for name in moves):
         raise NotImplementedError(FORWARD_TWICE)
-    return given.run(JVP, _fixed(plain) | moves)
+    return run(JVP, _fixed(plain) | moves)
 
 
 def _fixed(arrays: Arrays) -> Arrays:
@@ -167,30 +217,30 @@ def _fixed(arrays: Arrays) -> Arrays:
     return {name: x for name, x in arrays.items() if not name.startswith("t")}
 
 
-def _of_backward(given: Arguments, plain: Arrays, results: Any, moves: Arrays) -> Any:
+def _of_backward(run: Run, wrt: Names, plain: Arrays, results: Any, moves: Arrays) -> Any:
     of_g: Arrays = {name: moves.pop(name) for name in ("dout", "dlse") if name in moves}
     of_results = [moves.pop(name, None) for name in ("out", "lse")]
     if not moves:
         if not of_g:
             raise NotImplementedError(_RESULTS)
-        return given.run(BACKWARD, _with_g(plain, of_g.get("dout"), of_g.get("dlse")), given.wrt)
+        return run(BACKWARD, _with_g(plain, of_g.get("dout"), of_g.get("dlse")), wrt)
     arrays = plain | _moving(moves)
     if any(x is None for x in of_results):
-        of_results = given.run(JVP, _without_g(arrays))
-    return given.run(BACKWARD_JVP, arrays | _moving(of_g) | _jvp(of_results), given.wrt)
+        of_results = run(JVP, _without_g(arrays))
+    return run(BACKWARD_JVP, arrays | _moving(of_g) | _jvp(of_results), wrt)
 
 
-def _of_backward_jvp(given: Arguments, plain: Arrays, results: Any, moves: Arrays) -> Any:
+def _of_backward_jvp(run: Run, wrt: Names, plain: Arrays, results: Any, moves: Arrays) -> Any:
     if not all(name.startswith("t") for name in moves):
         raise RuntimeError(TWICE)
     of_g = {name: moves[name] for name in ("tdout", "tdlse") if name in moves}
     if len(moves) == len(of_g):
-        return given.run(BACKWARD, _with_g(_fixed(plain), of_g.get("tdout"), of_g.get("tdlse")), given.wrt)
+        return run(BACKWARD, _with_g(_fixed(plain), of_g.get("tdout"), of_g.get("tdlse")), wrt)
     of_results = [moves.pop(name, None) for name in ("tout", "tlse")]
     arrays = _fixed(plain) | moves
     if any(x is None for x in of_results):
-        of_results = given.run(JVP, _without_g(arrays))
-    return given.run(BACKWARD_JVP, arrays | _jvp(of_results), given.wrt)
+        of_results = run(JVP, _without_g(arrays))
+    return run(BACKWARD_JVP, arrays | _jvp(of_results), wrt)
 
 
 _ALONG = {FORWARD: _of_forward, JVP: _of_jvp, BACKWARD: _of_backward, BACKWARD_JVP: _of_backward_jvp}
@@ -214,13 +264,12 @@ def _with_g(arrays: Arrays, dout: Any, dlse: Any) -> Arrays:
 # ---- reverse mode ---------------------------------------------------------------------------------------------------
 
 
-def _recorded(keys: Any, given: Arguments, arrays: Arrays, dual: list[Any] | None = None) -> Any:
+def _recorded(given: Given, arrays: Arrays, dual: list[Any] | None = None) -> Any:
     """The results for these arrays. `dual`: the same with tangents."""
     if given.of is BACKWARD_JVP:
         arrays = arrays | _guarded(arrays, [name for name in arrays if not name.startswith("t")])
-    below = _below(torch._C._is_fwd_grad_enabled())
-    with enable_single_level_autograd_function():
-        results = _record(given, keys, below, dual, *map(_unwrapped, arrays.values()))
+    forward_mode = torch._C._is_fwd_grad_enabled()
+    results = _at_one_level(_record, given, tuple(arrays), forward_mode, dual, *map(unwrapped, arrays.values()))
     return list(results) if given.of.of_gradients else results
 
 
@@ -230,39 +279,76 @@ def _guarded(arrays: Arrays, names: Iterable[str], dual: list[Any] | None = None
     wanted = [name for name in names if arrays[name].requires_grad]
     if not wanted:
         return {}
-    below = _below(torch._C._is_fwd_grad_enabled())
-    with enable_single_level_autograd_function():
-        return dict(zip(wanted, _guard(below, dual, *[_unwrapped(arrays[name]) for name in wanted])))
+    forward_mode = torch._C._is_fwd_grad_enabled()
+    return dict(zip(wanted, _at_one_level(_guard, forward_mode, dual, *[unwrapped(arrays[name]) for name in wanted])))
 
 
-# What a transform that is over has left wrapped; as Function.apply does.
-_unwrapped = _functorch.unwrap_if_dead
+_set_one_level = _functorch.set_single_level_autograd_function_allowed
 
 
-def _below(forward_mode: bool) -> Callable[[], AbstractContextManager[None]]:
+def _at_one_level(function: Callable[..., Any], *args: Any) -> Any:
+    """An autograd function applied, which levels of torch.func allow where they have said so."""
+    if not torch._C._are_functorch_transforms_active():
+        return function(*args)
+    before = _functorch.get_single_level_autograd_function_allowed()
+    _set_one_level(True)
+    try:
+        return function(*args)
+    finally:
+        _set_one_level(before)
+
+
+def unwrapped(x: Any) -> Any:
+    """What transforms that are over have left wrapped; as PyTorch's own functions do."""
+    while _is_dead(x):
+        x = _unwrap_dead(x)
+    return x
+
+
+_is_dead, _unwrap_dead = _functorch.is_dead_tensor_wrapper, _functorch.unwrap_if_dead
+
+
+class Modes:
+    """With gradients and forward mode enabled, or not: PyTorch's own two contexts in a quarter of their time."""
+
+    __slots__ = ("_before", "_within")
+
+    def __init__(self, grad: bool, forward_mode: bool) -> None:
+        self._within = grad, forward_mode
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        _set_modes(*self._within)
+
+    def __exit__(self, *_: object) -> None:
+        _set_modes(*self._before)
+
+
+def _set_modes(grad: bool, forward_mode: bool) -> None:
+    torch._C._set_grad_enabled(grad)
+    torch._C._set_fwd_grad_enabled(forward_mode)
+
+
+def _below(forward_mode: bool) -> Modes:
     """For the forward of an autograd function: the other levels of torch.func come there, to record and to move as they
     would have done outside."""
+    return Modes(True, forward_mode)
 
-    @contextmanager
-    def below() -> Iterator[None]:
-        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(forward_mode), torch._C._AutoDispatchBelowAutograd():
-            yield
 
-    return below
+_nothing = nullcontext()
 
 
 class _Recorded(torch.autograd.Function):
-    """The operator of a pass, with its gradients by those of others."""
+    """A pass, with its gradients by those of others."""
 
     @staticmethod
     def forward(
-        ctx: Any, given: Arguments, keys: Any, below: Any, dual: list[Any] | None, *tensors: Any
+        ctx: Any, given: Given, names: tuple[str, ...], forward_mode: bool, dual: list[Any] | None, *tensors: Any
     ) -> tuple[torch.Tensor, ...]:
-        with below():
-            args = given.others(given.of, dict(zip(given.arrays, tensors)), given.wrt)
-            results = tuple(operator(given.of).redispatch(keys & torch._C._after_autograd_keyset, *args))
+        with _nothing if given.last else _below(forward_mode):
+            results = tuple(_once(given, dict(zip(names, tensors))))
         ctx.set_materialize_grads(False)
-        ctx.given, ctx.names = given, tuple(given.arrays)
+        ctx.given, ctx.names, ctx.plain = given, names, given.looked and dual is None
         ctx.save_for_backward(*(dual or tensors), *(() if given.of.of_gradients else results))
         given.arrays = {}
         return results
@@ -275,6 +361,9 @@ class _Recorded(torch.autograd.Function):
         if all(x is None for x in grads):
             return (None,) * (4 + n)
         saved = ctx.saved_tensors
+        # (What lies in the wrapper of a level that is over may have tangents at that below.)
+        given.settled = ctx.plain and not any(map(_is_dead, saved))
+        saved = [*map(unwrapped, saved)]
         found = _BY[given.of](given, dict(zip(ctx.names, saved)), saved[n:], grads, needed)
         return None, None, None, None, *map(found.get, ctx.names)
 
@@ -283,11 +372,11 @@ class _Guard(torch.autograd.Function):
     """A node for itself in front of another, whose backward is run for other gradients, too."""
 
     @staticmethod
-    def forward(ctx: Any, below: Any, dual: list[Any] | None, *tensors: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, forward_mode: bool, dual: list[Any] | None, *tensors: Any) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         ctx.always = dual is None
         ctx.save_for_backward(*dual or ())
-        with below():
+        with _below(forward_mode), torch._C._AutoDispatchBelowAutograd():
             return tuple(torch.ops.aten.alias(x) for x in tensors)
 
     @staticmethod
@@ -303,26 +392,27 @@ _guard: Any = super(torch.autograd.Function, _Guard).apply
 
 
 def other_than_zero(grads: Iterable[Any]) -> tuple[Any, ...]:
-    """None in the place of those that PyTorch knows to be 0, which have no memory."""
-    return tuple([None if x is None or x._is_zerotensor() else x for x in grads])
+    """None in the place of those that PyTorch knows to be 0, which have no memory; those that it has yet to negate,
+    negated."""
+    return tuple([None if x is None or x._is_zerotensor() else x.resolve_neg() if x.is_neg() else x for x in grads])
 
 
-def _gradients(given: Arguments, of: Pass, arrays: Arrays, wanted: Iterable[str], t: str = "") -> Found:
+def _gradients(given: Given, of: Pass, arrays: Arrays, wanted: Iterable[str], t: str = "") -> Found:
     """Those of q, k, v and of what else is wanted, by name."""
     wrt = [name for name in wanted if name not in ("q", "k", "v")]
     return {f"{t}{name}": x for name, x in zip(("q", "k", "v", *wrt), given.run(of, arrays, wrt))}
 
 
-def _inputs(given: Arguments, needed: list[str]) -> list[str]:
+def _inputs(given: Given, needed: list[str]) -> list[str]:
     """Those of attention: q, k, v and optional arrays."""
     return [name for name in needed if name in INPUTS or name in given.keys]
 
 
-def _by_forward(given: Arguments, arrays: Arrays, results: Any, grads: Any, needed: list[str]) -> Found:
+def _by_forward(given: Given, arrays: Arrays, results: Any, grads: Any, needed: list[str]) -> Found:
     return _gradients(given, BACKWARD, _with_g(arrays | dict(zip(("out", "lse"), results)), *grads), needed)
 
 
-def _by_jvp(given: Arguments, arrays: Arrays, results: Any, grads: Any, needed: list[str]) -> Found:
+def _by_jvp(given: Given, arrays: Arrays, results: Any, grads: Any, needed: list[str]) -> Found:
     moved, inputs = [name[1:] for name in needed if name.startswith("t")], _inputs(given, needed)
     if not moved and not inputs:
         raise RuntimeError(_RESULTS)
@@ -332,7 +422,7 @@ def _by_jvp(given: Arguments, arrays: Arrays, results: Any, grads: Any, needed: 
     return found
 
 
-def _by_backward(given: Arguments, arrays: Arrays, results: Any, grads: Any, needed: list[str]) -> Found:
+def _by_backward(given: Given, arrays: Arrays, results: Any, grads: Any, needed: list[str]) -> Found:
     inputs = _inputs(given, needed)
     if not inputs and not {"dout", "dlse"} & set(needed):
         raise RuntimeError(_RESULTS)
@@ -342,7 +432,7 @@ def _by_backward(given: Arguments, arrays: Arrays, results: Any, grads: Any, nee
     return found | dict(zip(("dout", "dlse"), of_g))
 
 
-def _by_backward_jvp(given: Arguments, arrays: Arrays, results: Any, grads: Any, needed: list[str]) -> Found:
+def _by_backward_jvp(given: Given, arrays: Arrays, results: Any, grads: Any, needed: list[str]) -> Found:
     moved = [name[1:] for name in needed if name.startswith("t") and name not in ("tout", "tlse")]
     if not moved:
         raise RuntimeError(TWICE)
@@ -353,7 +443,7 @@ def _by_backward_jvp(given: Arguments, arrays: Arrays, results: Any, grads: Any,
     return found | dict(zip(("tdout", "tdlse"), of_g))
 
 
-def _moves(given: Arguments, grads: Any) -> Arrays:
+def _moves(given: Given, grads: Any) -> Arrays:
     """Gradients of gradients, as tangents of what those are for."""
     return {f"t{name}": x for name, x in zip(("q", "k", "v", *given.wrt), grads) if x is not None}
 

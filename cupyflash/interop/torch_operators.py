@@ -1,7 +1,6 @@
 """The operators torch.ops.cupyflash.attention, attention_backward, attention_jvp and attention_backward_jvp: what
 PyTorch knows of a call by a schema, with shapes, derivatives (`torch_derivatives`) and vmap. For calls that are traced
-(torch.compile, torch.export, fake tensors, dispatch modes), transformed (torch.func), or differentiated in forward mode
-or again."""
+(torch.compile, torch.export, fake tensors, dispatch modes) or mapped (vmap)."""
 
 from __future__ import annotations
 

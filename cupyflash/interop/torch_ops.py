@@ -1,8 +1,9 @@
 """How a call on tensors finds who runs it, where PyTorch follows it.
 
-What is traced (torch.compile, torch.export, fake tensors, dispatch modes), transformed (torch.func), or differentiated
-in forward mode or again becomes an operator (`torch_operators`). What runs at once under autograd is an autograd
-function, and what needs no gradient goes straight to the corridor: both cost the host less than the dispatcher.
+What is traced (torch.compile, torch.export, fake tensors, dispatch modes) or mapped (vmap) becomes an operator
+(`torch_operators`). What is differentiated by torch.func, in forward mode or again is taken apart here
+(`torch_levels`), what runs at once under autograd is an autograd function, and what needs no gradient goes straight to
+the corridor: all of these cost the host less than the dispatcher.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from .. import dispatch
+from .. import dispatch, interop
+from ..cached import name_of, of_eight
 from ..call import Arrays, Call
-from ..gradients import Gradients
 from ..passes import BACKWARD, FORWARD
-from ..problem import FLOAT8
 from ..rules import lasting
-from . import torch_derivatives, torch_nested, torch_operators, torch_schema
+from . import torch_derivatives, torch_levels, torch_nested, torch_operators, torch_schema
 from .protocol import Recorder
 
 
@@ -37,7 +37,7 @@ def recorder(call: Call) -> Recorder | None:
 
 def followed(x: torch.Tensor) -> bool:
     """Whether calls on x are traced or transformed, so that it may have no memory."""
-    return _traced(x) or torch._C._are_functorch_transforms_active()
+    return traced(x) or torch._C._are_functorch_transforms_active()
 
 
 def recorded(tensors: Sequence[torch.Tensor]) -> bool:
@@ -51,7 +51,8 @@ _modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torc
 _scripted = torch._C._is_tracing
 
 
-def _traced(q: torch.Tensor) -> bool:
+def traced(q: torch.Tensor) -> bool:
+    """Whether q is followed by a compiler or the like: calls become operators."""
     return (
         torch.compiler.is_compiling()
         or _modes() > 0
@@ -71,12 +72,12 @@ def _any_requires_grad(arrays: Arrays) -> bool:
 def _any_dual(arrays: Arrays) -> bool:
     """Whether forward mode follows one of them. (Where a compiled program has its level, operators ask by
     themselves.)"""
-    if forward_ad._current_level < 0:
+    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
         return False
     return torch_derivatives.any_dual([x for x in arrays.values() if isinstance(x, torch.Tensor)])
 
 
-_is_batched = torch_operators.is_batched
+_is_batched, _is_legacy_batched = torch_operators.is_batched, torch._C._functorch.is_legacy_batchedtensor
 
 
 def _by_operator(call: Call) -> bool:
@@ -90,40 +91,54 @@ def _by_operator(call: Call) -> bool:
     return any(map(_is_batched, arrays.values()))
 
 
-def run(call: Call) -> Any:
-    """As `dispatch.run`, followed by whoever traces, transforms or records."""
+def run(call: Call, settled: bool = False) -> Any:
+    """As `dispatch.run`, followed by whoever traces, transforms or records. `settled` as `torch_levels.run` has it."""
     if call.arrays["q"].is_nested:
         return torch_nested.run(call, lambda packed: (recorder(packed) or dispatch.run)(packed))
-    return (_forward if call.of is FORWARD else _derivative)(call)
+    return (_forward if call.of is FORWARD else _derivative)(call, settled)
 
 
-def _forward(call: Call) -> Any:
+def _forward(call: Call, settled: bool) -> Any:
     dtype = _autocast_dtype(call.arrays["q"])
     if dtype is not None:
         call = call.but(arrays=_autocast(call.arrays, dtype))
     arrays = call.arrays
     recorded = torch.is_grad_enabled() and _any_requires_grad(arrays)
-    if not followed(arrays["q"]) and not _any_dual(arrays):
+    compiled = traced(arrays["q"])
+    if not compiled and not torch._C._are_functorch_transforms_active() and not _any_dual(arrays):
         return (_record if recorded else dispatch.run)(call)
     if recorded:
         _check_gradient(arrays)
     if call.targets:
         raise ValueError(f"out is {_NO_WRITING}")
-    return torch_schema.run(call)
+    return _followed_by_pytorch(call, compiled, settled)
 
 
-def _derivative(call: Call) -> Any:
+def _derivative(call: Call, settled: bool = False) -> Any:
     arrays = call.arrays
-    traced = followed(arrays["q"]) or ("dout" in arrays and _traced(arrays["dout"]))
-    if not traced and not _any_dual(arrays) and not _by_operator(call):
+    q, dout = arrays["q"], arrays.get("dout")
+    compiled = traced(q) or (dout is not None and traced(dout))
+    transformed = compiled or torch._C._are_functorch_transforms_active()
+    if not transformed and not _any_dual(arrays) and not _by_operator(call):
         return torch_operators.at_once(call)
     if call.targets:
         raise ValueError(f"{'grads' if call.of.of_gradients else 'tout'} is {_NO_WRITING}")
-    results = torch_schema.run(call)
-    if not call.of.of_gradients:
-        return results
-    dq, dk, dv, *others = results
-    return Gradients(dq, dk, dv, dict(zip(call.wrt, others)))
+    return _followed_by_pytorch(call, compiled, settled)
+
+
+def _followed_by_pytorch(call: Call, compiled: bool, settled: bool) -> Any:
+    """By an operator, or where its derivatives alone are asked for taken apart."""
+    if compiled or not torch_levels.served() or _by_dispatcher(call.arrays):
+        return torch_levels.in_form(call, torch_schema.run(call))
+    return torch_levels.run(call, interop.adopted(call.lib, call.arrays), run, settled)
+
+
+def _by_dispatcher(arrays: Arrays) -> bool:
+    """Whether PyTorch's dispatcher has to do something before they are read: split an axis off, or negate one."""
+    for x in arrays.values():
+        if isinstance(x, torch.Tensor) and (x.is_neg() or _is_legacy_batched(x)):
+            return True
+    return False
 
 
 _NO_WRITING = (
@@ -149,8 +164,9 @@ def _record(call: Call) -> tuple[Any, Any]:
 
 def _check_gradient(arrays: Arrays) -> None:
     """TypeError where a gradient is wanted of what has a forward alone."""
-    if arrays["q"].dtype is _FLOAT8 or "page_table" in arrays:
-        what = f"q has dtype {FLOAT8}, of which" if arrays["q"].dtype is _FLOAT8 else "page_table is given, with which"
+    eight = next((name for name in "qk" if of_eight(arrays[name])), None)
+    if eight or "page_table" in arrays:
+        what = f"{eight} has dtype {name_of(arrays[eight])}, of which" if eight else "page_table is given, with which"
         raise TypeError(f"{what} there is a forward alone, but a gradient is wanted; call under torch.no_grad()")
 
 
@@ -168,7 +184,7 @@ def _autocast(arrays: Arrays, dtype: torch.dtype) -> Arrays:
     float32."""
 
     def cast(name: str, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype is torch.float64:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype is torch.float64 or of_eight(x):
             return x
         return (
             x
@@ -206,8 +222,9 @@ class _Attention(torch.autograd.Function):
         arrays |= {"dout": torch.zeros_like(out) if dout is None else dout, "out": out, "lse": lse}
         if dlse is not None:
             arrays["dlse"] = dlse
-        grads = _derivative(ctx.call.but(of=BACKWARD, arrays=arrays, wrt=wrt))
-        return None, None, *map(grads.of_call, ctx.names)
+        dq, dk, dv = grads = _derivative(ctx.call.but(of=BACKWARD, arrays=arrays, wrt=wrt))
+        found = {"q": dq, "k": dk, "v": dv} | grads.of_arrays
+        return None, None, *map(found.get, ctx.names)
 
 
 class _Out(_Attention):
@@ -224,4 +241,4 @@ _both, _out = (super(torch.autograd.Function, x).apply for x in (_Attention, _Ou
 
 def _unwrapped(x: Any) -> Any:
     """What a transform that is over has left wrapped; as Function.apply does."""
-    return torch._C._functorch.unwrap_if_dead(x) if isinstance(x, torch.Tensor) else x
+    return torch_derivatives.unwrapped(x) if isinstance(x, torch.Tensor) else x

@@ -7,7 +7,8 @@ options, the family, whether values of lengths are looked at, and of a pass that
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..gradients import check_wanted
 from ..passes import FORWARD, PASSES, Pass
 from ..problem import ARRAYS, OPTIONS, View, complete
 from ..score import Score
+from ..signature import NO_SCRIPT
 from . import torch_data
 
 INPUTS = ("q", "k", "v", *(row.name for row in ARRAYS))
@@ -112,13 +114,24 @@ def _check_fake(arrays: Arrays) -> None:
 
 
 def refuse_script() -> None:
-    """NotImplementedError under torch.jit.trace, for which what is computed is a constant: it has no form for the
-    operators."""
-    if torch.jit.is_tracing():
+    """NotImplementedError under torch.jit.trace, for which what is computed is a constant, and under torch.onnx.export:
+    neither has a form for the operators."""
+    if torch.onnx.is_in_onnx_export() or (_is_exporting() and _in_onnx_export()):
         raise NotImplementedError(
-            "torch.jit.trace (or torch.onnx.export by way of it) follows the call, but attention has no form in "
-            "TorchScript; use torch.compile or torch.export"
+            "torch.onnx.export follows the call, but attention has no operator in ONNX; export the model with "
+            "torch.nn.functional.scaled_dot_product_attention in its place"
         )
+    if torch.jit.is_tracing():
+        raise NotImplementedError(f"torch.jit.trace follows the call, {NO_SCRIPT}")
+
+
+_is_exporting = getattr(torch.compiler, "is_exporting", bool)  # PyTorch 2.6 may have none
+
+
+def _in_onnx_export() -> bool:
+    """What torch.onnx.is_in_onnx_export() says, for Dynamo too, which takes that for False."""
+    flags = sys.modules.get("torch.onnx._internal.exporter._flags")
+    return getattr(flags, "_is_onnx_exporting", False)
 
 
 _UNKNOWN = (
@@ -162,6 +175,8 @@ def _encoded(options: dict[str, Any]) -> dict[str, Any]:
 class Arguments:
     """Those of the operator of a pass: the arrays that are given, by name, and the others."""
 
+    with_rows, last, looked, settled = True, False, False, False  # operators have both results
+
     def __init__(self, of: Pass, args: Sequence[Any]) -> None:
         self.of = of
         names, lists = names_of(of), lists_of(of)
@@ -202,6 +217,12 @@ class Arguments:
     def run(self, of: Pass, arrays: Arrays, wrt: Iterable[str] = (), score: Score | None = None) -> Any:
         """By its operator."""
         return operator(of)(*self.others(of, arrays, wrt, score))
+
+    def below(self, work: Callable[..., list[Any]], *arrays: Arrays) -> list[Any]:
+        """What `work` makes of a function as `run` and of these arrays, where autograd follows nothing: below this
+        level of torch.func, or where there is none."""
+        with torch._C._AutoDispatchBelowAutograd():
+            return work(self.run, *arrays)
 
     def in_front(self, in_dims: Sequence[Any]) -> tuple[Arrays, set[str]]:
         """The arrays with a mapped axis in front, and the names of those that have it; `in_dims` has the form of the

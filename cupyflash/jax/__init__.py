@@ -9,17 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from .. import api
+from ..later import later
 from ..problem import ARRAYS, check_flag
 from ..signature import like
 from .dot_product import dot_product_attention
 
 __all__ = ["attention", "dot_product_attention"]
+
+if TYPE_CHECKING:
+    from . import parallel as parallel
+else:
+    __getattr__, __dir__ = later(__name__, "parallel")
 
 
 @like(api.attention, without=("out",))

@@ -120,7 +120,6 @@ def check(
         if name not in known:
             raise unexpected(f"parallel.{function}", name, [*known, *_PARALLEL])
     options, layout = complete(given), check_layout(given.get("layout", "bshd"))
-    backward = "dout" in operands
     seed, number = seed_of(given.get("seed"), options["dropout"])
     optional = {row.name: given.get(row.name) for row in ARRAYS} | {"seed": seed}
     required = [name for name in operands if name != "dlse"]
@@ -153,7 +152,7 @@ def check(
         if len(shape) in _RANKS:  # others are refused below
             shape[axis] = key_rows.length
             views[name] = views[name]._replace(shape=tuple(shape))
-    problem, _ = rules.state(views, {}, stated, BACKWARD if backward else FORWARD)
+    problem, _ = rules.state(views, {}, stated, BACKWARD if "dout" in operands else FORWARD)
     if team.size > 1:
         _check_heads(problem, team, views, rows)
     wanted = check_wrt(wrt, arrays, stated["score"])

@@ -14,7 +14,7 @@ from .arrays import empty, library, put, wide, zeros
 from .asked import Asked, index, own_rows
 from .rows import Rows, Span, cut, joined
 from .steps import Deal, Round, Step, deal, rounds
-from .transfers import Dealt, FromHeads, Keys, Returns, ToHeads, summed
+from .transfers import ByHeads, FromHeads, Keys, Returns, ToHeads, summed
 
 
 @dataclass
@@ -83,19 +83,19 @@ class Part:
         ranks, heads = range(first, first + team.size), self.asked.problem.heads_k
         return deal(self.asked.rows, ranks, heads), deal(self.asked.key_rows, ranks, heads)
 
-    def _dealt(self, xs: dict[str, Any]) -> list[Dealt]:
+    def _by_heads(self, xs: dict[str, Any]) -> list[ByHeads]:
         of_q, of_k = self.deals()
         return [
-            Dealt(of_k, 1, x) if name in ("k", "v") else Dealt(of_q, self.group_of, _of_rows(name, x))
+            ByHeads(of_k, 1, x) if name in ("k", "v") else ByHeads(of_q, self.group_of, _of_rows(name, x))
             for name, x in xs.items()
         ]
 
     def to_heads(self, xs: dict[str, Any], some: Span) -> ToHeads:
-        return ToHeads(self.asked.team, self._dealt(xs), some)
+        return ToHeads(self.asked.team, self._by_heads(xs), some)
 
     def from_heads(self, xs: dict[str, Any], targets: dict[str, Any], some: Span) -> FromHeads:
         into = [_of_rows(name, x) for name, x in targets.items()]
-        return FromHeads(self.asked.team, self._dealt(xs), some, into)
+        return FromHeads(self.asked.team, self._by_heads(xs), some, into)
 
 
 def forward(asked: Asked, out: Any, lse: Any) -> None:

@@ -95,9 +95,9 @@ class Returns:
                     put_sum(target[:, a:b, self._heads], some)
 
 
-class Dealt(NamedTuple):
-    """An array whose heads are dealt out: who holds which of its rows, and how many of its heads belong to one that is
-    dealt out."""
+class ByHeads(NamedTuple):
+    """An array of which each rank gets all rows of some heads: who holds which of its rows, and how many of its heads
+    belong to one that is handed over."""
 
     deal: Deal
     group_of: int
@@ -114,7 +114,7 @@ class ToHeads:
     some: which of the heads that a rank gets.
     """
 
-    def __init__(self, group: Group, arrays: Sequence[Dealt], some: Span) -> None:
+    def __init__(self, group: Group, arrays: Sequence[ByHeads], some: Span) -> None:
         self._late, self._sent, receives, self._found = [], [], [], []
         others = [r for r in range(group.size) if r != group.rank]
         for array in arrays:
@@ -142,7 +142,7 @@ class ToHeads:
 class FromHeads:
     """Back again: (B, rows of the team, own heads, D), under way to arrays of (B, own rows, all heads, D)."""
 
-    def __init__(self, group: Group, arrays: Sequence[Dealt], some: Span, targets: Sequence[Any]) -> None:
+    def __init__(self, group: Group, arrays: Sequence[ByHeads], some: Span, targets: Sequence[Any]) -> None:
         self._late, self._sent, receives = [], [], []
         others = [r for r in range(group.size) if r != group.rank]
         for array, target in zip(arrays, targets):

@@ -264,7 +264,9 @@ class TracedArray:
         index = index if isinstance(index, tuple) else (index,)
         name, rank = self._array.name, self._array.rank
         if len(index) != rank:
-            refuse(f"reads {name} with {len(index)} indices; it must have {rank}, as many as {name} has dimensions")
+            row = f"; a sum over a row is written out, as sum({name}[i, n] * {name}[j, n] for n in range(8))"
+            said = f"reads {name} with {len(index)} indices; it must have {rank}, as many as {name} has dimensions"
+            refuse(said + row * (len(index) < rank))
         numbers_ = []
         for x in index:
             n = lift(self._graph, x, f"an index of {name}")

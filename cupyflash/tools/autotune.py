@@ -23,7 +23,7 @@ from ..gpu.device import Arch
 from ..gpu.plan import FAMILIES, KernelPlan
 from ..gpu.plans import plans
 from ..gpu.tuned import Tuned
-from ..passes import BACKWARD, FORWARD, PASSES, Pass
+from ..passes import BACKWARD, FORWARD, PASSES, Pass, pass_named
 from ..problem import FLOAT8, AttentionProblem, check_flag, check_options, complete
 from .explanation import as_view, views_of_score
 from .precompile import Job, compile_all
@@ -32,6 +32,7 @@ from .timing import Candidate, cupy_event, gpu_sampler, interleave, reason
 
 Progress = Callable[[str, int, int], object]  # what is being done, how many are done, of how many
 TOLERANCE = {"float16": 1e-2, "bfloat16": 2e-2, "float32": 1e-4, "float64": 1e-10}  # relative, Frobenius
+TUNED = (FORWARD, BACKWARD)  # tangents have the tables' own tiles
 GAIN = 1.01  # a tile that is less faster than the table's is the same within what a measurement tells
 
 
@@ -57,10 +58,6 @@ class Tuning:
     path: str | None  # the file that holds it now; None where nothing was stored
 
     @property
-    def backward(self) -> bool:
-        return self.of == "backward"
-
-    @property
     def gain(self) -> float:
         """How many times faster the best is than the table's own."""
         own, best = self.trials[0].seconds, self.best.seconds
@@ -73,7 +70,7 @@ def tune(
     v: Any = None,
     *,
     dtype: Any = None,
-    backward: bool = False,
+    of: str = "forward",
     family: str | None = None,
     store: bool = True,
     rounds: int = 5,
@@ -94,8 +91,8 @@ def tune(
     dtype : optional
         For shapes: "float16", "bfloat16", "float32", "float64", a short name ("bf16") or a dtype of NumPy, PyTorch or
         JAX.
-    backward : bool
-        Tune `attention_backward`.
+    of : "forward", "backward"
+        Which pass: `attention` or `attention_backward`. Tiles of tangents are the tables' own.
     family : "sm90", "sm80", "simt", optional
         Default: the one that such a call takes.
     store : bool
@@ -120,7 +117,7 @@ def tune(
     ValueError
         For a family that has nothing to tune.
     """
-    of, given = rules.pass_of(backward), options
+    what, given = pass_named(of, TUNED), options
     progress = progress or (lambda *_: None)
     check_options("tune", given, ("score_arrays",))
     check_flag("store", store)
@@ -135,20 +132,20 @@ def tune(
     read = views_of_score(given.pop("score_arrays", None), arch.name)
     arrays = {"q": q, "k": k, "v": k if v is None else v, **given}
     views = {name: as_view(name, x, dtype, arch.name) for name, x in arrays.items() if x is not None}
-    problem = rules.for_pass(rules.describe(**views, **asked, score_arrays=read), of)
+    problem = rules.for_pass(rules.describe(**views, **asked, score_arrays=read), what)
     asked["score"] = problem.score
     if problem.empty:
         raise ValueError(f"q has shape {views['q'].shape} and k {views['k'].shape}: no score, so nothing to tune")
-    trials = list(candidates(problem, arch, of, family))
-    compiled = list(_compiled(problem, of, trials, progress))
+    trials = list(candidates(problem, arch, what, family))
+    compiled = list(_compiled(problem, what, trials, progress))
     shapes = {x.key: read[x.name].shape for x in (problem.score.arrays if problem.score else ())}
-    timed = _timed(problem, of, ordinal, asked, shapes, compiled, rounds, min_ms, progress)
+    timed = _timed(problem, what, ordinal, asked, shapes, compiled, rounds, min_ms, progress)
     own, others = timed[0], sorted(timed[1:], key=lambda trial: trial.seconds or float("inf"))
     if own.seconds is None:
         raise RuntimeError(f"the table's own tile cannot be timed: {own.note}")
     faster = [trial for trial in others[:1] if trial.seconds and trial.seconds * GAIN < own.seconds]
     best = faster[0] if faster else own
-    entry = tuned.entry(problem, arch, own.plan.family, of, best.tile)
+    entry = tuned.entry(problem, arch, own.plan.family, what, best.tile)
     path = None
     if store:
         assert best.seconds is not None
@@ -157,7 +154,7 @@ def tune(
         if best is not own or entry.key in {x.key for x in tuned.stored().entries}:  # else there is nothing to change
             path = str(tuned.replace([entry] if best is not own else [], [entry.key]))
             _forget()
-    return Tuning(problem, of.name, own.plan.family, (own, *others), best, path)
+    return Tuning(problem, what.name, own.plan.family, (own, *others), best, path)
 
 
 def candidates(problem: AttentionProblem, arch: Arch, of: Pass, family: str | None) -> Iterator[Trial]:

@@ -29,7 +29,9 @@ def asked(files: bool = False, of: Pass = BACKWARD, without: tuple[str, ...] = (
     given by name, else the names of those that shall be there. `of`: of the backward also what changes the gradients
     alone. With `files` an array of one number may be that number, which is among the `options` then.
     """
-    rows = [row for row in OPTIONS if row.written and row.name not in without and (of is BACKWARD or not row.backward)]
+    rows = [
+        row for row in OPTIONS if row.written and row.name not in without and (of.of_gradients or not row.of_gradients)
+    ]
     further = {name: x for name, x in FURTHER.items() if any(row.name == x[0] for row in rows)}
     numbers = [array.name for array in ARRAYS if files and not array.axes]  # or files of them
 

@@ -15,9 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from .. import __version__
-from ..passes import BACKWARD, FORWARD
+from ..passes import BACKWARD, FORWARD, pass_named
 from ..problem import float_name
-from ..rules import pass_of
 from .command_options import asked, flag
 from .console import Console
 from .tables import KernelLines, pairs, say, show, tuning_table
@@ -51,7 +50,6 @@ Sequences = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu or gpu. Default: the GPU where one can be used.")]
 Family = Annotated[str | None, typer.Option(help="Take this kernel family instead of the fastest.")]
-Backward = Annotated[bool, typer.Option("--backward", help="Explain the gradients instead.")]
 
 
 def _version(asked_for: bool) -> None:
@@ -171,7 +169,11 @@ def explain(
     v_shape: VShape = None,
     sequences: Sequences = None,
     arch: Annotated[str | None, typer.Option(help="Plan for sm_80, sm_90a, ...; no GPU is needed.")] = None,
-    backward: Backward = False,
+    of: Annotated[
+        str | None,
+        typer.Option(help="forward, backward, jvp or backward_jvp. Default: forward, with --tangents jvp."),
+    ] = None,
+    tangents: Annotated[str | None, typer.Option(help="The arrays that move, as in q,k,v.")] = None,
     family: Family = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Also the constants that kernels are compiled with.")
@@ -181,7 +183,8 @@ def explain(
     from .. import explain as _explain
 
     (q, k, v), others = _shapes(shape, kv_shape, v_shape, arrays, options, sequences)
-    told = _explain(q, k, v, **others, **options, dtype=dtype, arch=arch, backward=backward, family=family)
+    moved = tuple(tangents.split(",")) if tangents is not None else ()
+    told = _explain(q, k, v, **others, **options, dtype=dtype, arch=arch, of=of, tangents=moved, family=family)
     pairs(told.rows(verbose))
 
 
@@ -202,7 +205,7 @@ def compile_(
     dtype: Annotated[list[str] | None, typer.Option(help="Default: all but fp8.")] = None,
     head_dim: Annotated[list[int] | None, typer.Option(min=1, help="Default: 64, 128 and, up to 16 bits, 256.")] = None,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="Default: both.")] = None,
-    backward: Annotated[bool | None, typer.Option("--backward/--forward", help="Default: both.")] = None,
+    of: Annotated[str | None, typer.Option(help="forward or backward. Default: both.")] = None,
     family: Family = None,
 ) -> None:
     """Fill the cache with compiled kernels; no GPU is needed, so a container can be built with them.
@@ -213,10 +216,10 @@ def compile_(
     from ..gpu.cache import cache_info
     from .precompile import HEAD_DIMS, Done, compile_all, jobs, kept
 
-    both = (False, True)
+    both, both_passes = (False, True), (FORWARD, BACKWARD)
     work = jobs(
         arch, dtype or tuple(HEAD_DIMS), head_dim or (), both if causal is None else (causal,),
-        (FORWARD, BACKWARD) if backward is None else (pass_of(backward),), arrays, family, **options,
+        both_passes if of is None else (pass_named(of, both_passes),), arrays, family, **options,
     )  # fmt: skip
     console = Console(highlight=False)
     lines = KernelLines(work)
@@ -260,7 +263,7 @@ def tune(
     kv_shape: KvShape = None,
     v_shape: VShape = None,
     sequences: Sequences = None,
-    backward: Annotated[bool, typer.Option("--backward", help="Tune the gradients instead.")] = False,
+    of: Annotated[str, typer.Option(help="forward or backward.")] = "forward",
     family: Family = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each tile is timed.")] = 5,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing.")] = False,
@@ -287,7 +290,7 @@ def tune(
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("compile", total=None)
         result = _tune(
-            q, k, v, **others, **options, dtype=dtype, backward=backward, family=family,
+            q, k, v, **others, **options, dtype=dtype, of=of, family=family,
             rounds=rounds, store=not dry_run,
             progress=lambda what, done, total: progress.update(bar, description=what, completed=done, total=total),
         )  # fmt: skip

@@ -11,9 +11,9 @@ from typing import Any
 from .. import interop, lengths, rules
 from .. import tangents as of_tangents
 from ..gradients import apart, check_wrt
-from ..passes import BACKWARD_JVP, FORWARD, JVP, Pass
+from ..passes import FORWARD, JVP, PASSES, Pass, pass_named
 from ..problem import (
-    ARRAYS,
+    ARRAY_RULES,
     DESCALES,
     FLOAT8,
     INPUTS,
@@ -26,9 +26,10 @@ from ..problem import (
     contiguous,
     float_name,
 )
+from . import wording
+from .wording import plain, si
 
 NO_PLAN = ("return_lse", "out", "grads", "dlse")  # options of a call that change no plan
-_OPTIONAL = {row.name: row for row in ARRAYS}
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,7 @@ class Explanation:
     passed_over: tuple[str, ...]  # faster families that do not take this problem, and why
     notes: tuple[str, ...] = ()
     optional: dict[str, int] = field(default_factory=dict)  # of bytes_moved, by array
-
-    @property
-    def backward(self) -> bool:
-        return self.of == "backward"
+    rank: int = 4  # of q, as it was given without lengths
 
     @property
     def intensity(self) -> float:
@@ -75,24 +73,24 @@ class Explanation:
         p = self.problem
         rows = [
             ("pass", self.of),
-            ("q", f"{_rows_of_q(p)} x {p.heads_q} x {p.dim} {p.dtype} {_axes(p)}"),
-            ("k, v", f"{_rows_of_k(p)} x {p.heads_k} x {p.dim}" + (f", {p.dim_v}" if p.dim_v != p.dim else "")),
-            ("mask", _mask(p)),
-            *([("score", _score(p))] if _score(p) else []),
+            ("q", wording.queries(p, self.rank)),
+            ("k, v", wording.keys_and_values(p, self.rank)),
+            ("mask", wording.mask(p)),
+            *([("score", scores)] if (scores := wording.scores(p)) else []),
             ("device", self.device),
             ("family", self.family),
             *[("  passed over", why) for why in self.passed_over],
         ]
         if self.tiles and verbose:
-            rows.append(("constants", ", ".join(f"{name} {_plain(value)}" for name, value in self.tiles.items())))
+            rows.append(("constants", ", ".join(f"{name} {plain(value)}" for name, value in self.tiles.items())))
         for kernel in self.kernels:
             rows.append(("kernel", f"{kernel.name}: {kernel.grid:,} blocks of {kernel.threads} threads"))
-            rows.append(("  resources", _resources(kernel)))
+            rows.append(("  resources", wording.resources(kernel.registers, kernel.spills, kernel.shared_memory)))
         rows += [
-            ("FLOPs", f"{'at most ' * p.ragged}{_si(self.flops, 1000)}FLOP"),
-            ("bytes moved", f"at least {_si(self.bytes_moved)}B" + _of_which(self.optional)),
+            ("FLOPs", f"{'at most ' * p.ragged}{si(self.flops, 1000)}FLOP"),
+            ("bytes moved", f"at least {si(self.bytes_moved)}B" + wording.of_which(self.optional)),
             ("intensity", f"{self.intensity:,.1f} FLOP per byte"),
-            ("workspace", ", ".join(f"{name} {_si(size)}B" for name, size in self.workspace.items()) or "none"),
+            ("workspace", ", ".join(f"{name} {si(size)}B" for name, size in self.workspace.items()) or "none"),
             *[("copy", why) for why in self.copies or ("none: every input is read where it is",)],
             *[("note", note) for note in self.notes],
         ]
@@ -122,7 +120,7 @@ def explain(
     *,
     dtype: Any = None,
     arch: str | None = None,
-    backward: bool = False,
+    of: str | None = None,
     tangents: Iterable[str] = (),
     family: str | None = None,
     **options: Any,
@@ -138,11 +136,11 @@ def explain(
         NumPy, PyTorch or JAX.
     arch : str, optional
         Plan for this architecture ("sm_80", "sm_90a", ...) instead of the GPU at hand; no GPU is needed then.
-    backward : bool
-        Explain `attention_backward`.
+    of : "forward", "backward", "jvp", "backward_jvp", optional
+        Which pass: `attention`, `attention_backward`, `attention_jvp`, `attention_backward_jvp`. Default: "forward",
+        with `tangents` "jvp".
     tangents : names of arrays, optional
-        Explain `attention_jvp`, or with `backward` `attention_backward_jvp`, along tangents of these; or a mapping of
-        arrays, as those are given.
+        What moves, for "jvp" and "backward_jvp"; or a mapping of arrays, as those are given.
     family, **options
         As for `attention`, and `wrt` of `attention_backward`; an optional array may be a shape too.
 
@@ -151,47 +149,62 @@ def explain(
     Explanation
         Prints as a table; its fields are plain data.
     """
-    of, given = rules.pass_of(backward), options
-    if tangents:
-        of = BACKWARD_JVP if of.of_gradients else JVP
+    given = options
     check_options("explain", given, (*NO_PLAN, "score_arrays", "wrt"))
+    what = _pass(of, tangents)
     wrt = given.pop("wrt", ())
-    if wrt and not of.of_gradients:
-        raise ValueError(f"wrt is {wrt!r}, but backward is False; a forward has no gradients")
+    if wrt and not what.of_gradients:
+        able = " or ".join(repr(x.name) for x in PASSES.values() if x.of_gradients)
+        raise ValueError(f"wrt is {wrt!r}, but of is {what.name!r}, which has no gradients; it must be {able}")
     k = q if k is None else k
     array, _ = rules.seed_of(given.get("seed"), 0.0)  # none is needed, and a number is compiled nowhere
     given["seed"] = array
     asked = {name: given[name] for name in complete({}) if name in given}
     descales = {name: given.pop(name, None) for name in DESCALES}
-    given |= rules.fold_descales(asked, as_view("q", q, dtype, arch), descales)
-    arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in _OPTIONAL}}
+    of_q, of_k = as_view("q", q, dtype, arch), as_view("k", k, dtype, arch)
+    given |= rules.fold_descales(asked, of_q, of_k, descales)
+    arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in ARRAY_RULES}}
     views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
     read = views_of_score(given.get("score_arrays"), arch)
-    problem = rules.for_pass(rules.describe(**views, **asked, score_arrays=read), of)
-    if of is not FORWARD:
-        rules.refuse_float8(problem.dtype, of)
-        lengths.refuse_pages(problem, of)
+    problem = rules.for_pass(rules.describe(**views, **asked, score_arrays=read), what)
+    if what is not FORWARD:
+        rules.refuse_float8(problem.dtype, what, problem.cache_dtype)
+        lengths.refuse_pages(problem, what)
     wanted = check_wrt(wrt, arrays, problem.score)
     views |= {x.key: read[x.name] for x in (problem.score.arrays if problem.score else ())}
     if tangents:
-        problem, views = _moving(problem, views, tangents, of)
+        problem, views = _moving(problem, views, tangents, what)
     device = views["q"].device
     notes = _of_blocks(asked.get("block_mask"))
     if device == "cpu" and arch is None:
         if family is not None:
             _refuse_family(family, views["q"])
-        found = _on_cpu(problem, views, of, shapes=isinstance(q, tuple))
+        found = _on_cpu(problem, views, what, shapes=isinstance(q, tuple))
     else:
         ordinal = 0 if device == "cpu" else int(device.partition(":")[2])
         through_lse = given.get("dlse") is not None or problem.moves("dlse")
-        found = _on_gpu(problem, views, of, family, arch, ordinal, wanted, through_lse)
+        found = _on_gpu(problem, views, what, family, arch, ordinal, wanted, through_lse)
     optional = optional_bytes(problem, views)
     flops = found.flops + sum(problem.flops() for names in apart(wanted) if set(names) != {"sinks"})
     # An array that a score function reads goes by its own name.
     names = [of_score.name if problem.score and (of_score := problem.score.array(key)) else key for key in wanted]
     gradients = {f"d{name}": optional[name] for name in names}
     moved = found.bytes_moved + sum(gradients.values())
-    return replace(found, flops=flops, bytes_moved=moved, notes=found.notes + notes, optional=optional | gradients)
+    found = replace(found, rank=4 if problem.ragged else len(views["q"].shape), optional=optional | gradients)
+    return replace(found, flops=flops, bytes_moved=moved, notes=found.notes + notes)
+
+
+def _pass(of: str | None, tangents: Any) -> Pass:
+    """The one that is asked for, with tangents where it takes them."""
+    if of is None:
+        return JVP if tangents else FORWARD
+    found = pass_named(of)
+    if found.moved and not tangents:
+        raise ValueError(f"of is {of!r}, but tangents is {tangents!r}; it must name what moves, as in ('q', 'k')")
+    if tangents and not found.moved:
+        moved = next(x.name for x in PASSES.values() if x.moved and x.of_gradients == found.of_gradients)
+        raise ValueError(f"tangents are given, but of is {of!r}; it must be {moved!r}")
+    return found
 
 
 def _moving(
@@ -212,13 +225,9 @@ def _moving(
             view = view._replace(strides=contiguous(view.shape), ptr=0)
         else:
             view = as_view(rules.argument_name(name), x, None, None)
-        moved[name], rule = view, _OPTIONAL.get(name[1:])
+        moved[name], rule = view, ARRAY_RULES.get(name[1:])
         found.append(Given(name[1:], view.dtype, rule.spread(view, rank) if rule else ()))
     return replace(problem, tangents=tuple(found)), moved
-
-
-def _of_which(optional: dict[str, int]) -> str:
-    return f", of which {', '.join(f'{name} {_si(size)}B' for name, size in optional.items())}" if optional else ""
 
 
 def _of_blocks(block_mask: Any) -> tuple[str, ...]:
@@ -282,7 +291,11 @@ def _on_gpu(
         notes += (
             f"a {problem.dtype} number is multiplied as two of float16, of 22 bits together; sums are {problem.dtype}",
         )
-    if (shares := dict(chosen.scalars).get("shares", 1)) > 1:
+    constants = dict(chosen.constants)
+    if most := constants.get("SHARE_TILES", 0):
+        keys = f"{most * constants['KEYS']} keys at most"
+        notes += (f"the keys of each sequence are dealt out by its own length, in shares of {keys}",)
+    elif (shares := dict(chosen.scalars).get("shares", 1)) > 1:
         why = (
             f"the queries of a head of keys are dealt out in {shares} shares: key tiles are few, or some have many "
             "more queries"
@@ -345,7 +358,7 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
     if not isinstance(x, (tuple, list)):
         lib = interop.library(name, x)
         view = interop.view(lib, name, interop.adopted(lib, {name: x})[name])
-        if name not in _OPTIONAL and float_name(dtype) not in (None, view.dtype):
+        if name not in ARRAY_RULES and float_name(dtype) not in (None, view.dtype):
             raise ValueError(f"dtype is {dtype!r}, but {name} is an array of {view.dtype}; dtype is for shapes alone")
         return view
     dtype = dtype_name(dtype)
@@ -355,8 +368,8 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
         raise TypeError(f"{name} is {x!r}; it must be an array or a shape, a tuple of integers") from None
     if not all(0 <= n < 2**63 for n in shape):
         raise ValueError(f"{name} has shape {shape}; its lengths must be 0 or more, and less than 2**63")
-    if name in _OPTIONAL and (dtype is not None or _OPTIONAL[name].dtypes[0] != "q"):
-        dtype = _OPTIONAL[name].taken(dtype or "")[0]
+    if name in ARRAY_RULES and (dtype is not None or ARRAY_RULES[name].dtypes[0] != "q"):
+        dtype = ARRAY_RULES[name].taken(dtype or "")[0]
     elif dtype is None:
         raise TypeError(f"{name} is a shape, {shape}; dtype must be given with it, as in dtype='bfloat16'")
     where = "cuda:0" if arch is not None or _gpu_at_hand() else "cpu"
@@ -397,8 +410,8 @@ def bytes_moved(problem: AttentionProblem, views: dict[str, View], of: Pass) -> 
     q, o = rows * p.dim, rows * p.dim_v
     keys = p.rows_k if p.rows_k is not None else 0 if p.has("seqlens_k") else p.batch * p.seq_k  # of caches unknown
     k, v = (keys * p.heads_k * d for d in (p.dim, p.dim_v))
-    size, of_out = ITEMSIZE[p.dtype], o * ITEMSIZE[p.result_dtype]
-    sizes = {"q": q * size, "k": k * size, "v": v * size, "out": of_out, "lse": rows * ITEMSIZE[p.lse_dtype]}
+    size, of_k, of_out = ITEMSIZE[p.dtype], ITEMSIZE[p.cache_dtype or p.dtype], o * ITEMSIZE[p.result_dtype]
+    sizes = {"q": q * size, "k": k * of_k, "v": v * of_k, "out": of_out, "lse": rows * ITEMSIZE[p.lse_dtype]}
     sizes |= {f"{d}{name}": n for d in ("d", "t", "td") for name, n in sizes.items()}
     there = (row.name for row in of.rows if not row.optional or p.moves(row.name[1:]))
     return sum(sizes[name] for name in there) + sum(optional_bytes(problem, views).values())
@@ -414,64 +427,6 @@ def optional_bytes(problem: AttentionProblem, views: dict[str, View]) -> dict[st
         found[x.name] = math.prod(views[x.key].shape) * ITEMSIZE[x.dtype]
     for name, dtype, _ in problem.tangents:
         read = problem.score.array(name) if problem.score else None
-        if read or name in _OPTIONAL:
+        if read or name in ARRAY_RULES:
             found[f"tangent of {read.name if read else name}"] = math.prod(views[f"t{name}"].shape) * ITEMSIZE[dtype]
     return found
-
-
-def _mask(p: AttentionProblem) -> str:
-    parts = [] if p.causal is None else [f"causal ({p.causal.replace('_', ' ')})"]
-    left, right = ("all" if n is None else n for n in (p.left, p.right))
-    if p.left is not None or (p.right is not None and p.causal is None):
-        parts.append(f"window ({left} keys to the left, {right} to the right)")
-    parts += ["block mask"] * (p.block_mask is not None)
-    parts += [_OPTIONAL[x.name].label for x in p.given if x.dtype == "bool"]
-    share = p.visible / max(1, p.seq_q * p.seq_k)
-    return (", ".join(parts) or "none") + ("" if p.ragged else f": {share:.1%} of the scores are computed")
-
-
-def _rows_of_q(p: AttentionProblem) -> str:
-    return f"{p.batch} x {p.seq_q}" if p.rows_q is None else f"{p.rows_q}"
-
-
-def _rows_of_k(p: AttentionProblem) -> str:
-    if p.page is not None:
-        return f"{p.pages} x {p.page}"
-    return f"{p.batch} x {p.seq_k}" if p.rows_k is None else f"{p.rows_k}"
-
-
-def _axes(p: AttentionProblem) -> str:
-    """What the numbers of q are, and how those of k and v are known."""
-    if not p.ragged:
-        return "(batch, sequence, heads, dim)"
-    own = ", ".join(_OPTIONAL[x.name].label for x in p.given if _OPTIONAL[x.name].ragged)
-    rows = "rows" if p.rows_q is not None else "sequences, rows"
-    return f"({rows}, heads, dim) of {p.batch} sequences, by {own}"
-
-
-def _score(p: AttentionProblem) -> str:
-    parts = [] if p.softcap is None else [f"soft cap {p.softcap:g}"]
-    parts += [] if p.score is None else [f"score function {p.score}"]
-    others = (x for x in p.given if not (x.dtype == "bool" or x.name == "seed" or _OPTIONAL[x.name].ragged))
-    parts += [_OPTIONAL[x.name].label for x in others]
-    return ", ".join(parts + [f"dropout {p.dropout:g}"] * (p.dropout > 0))
-
-
-def _resources(kernel: Kernel) -> str:
-    if kernel.registers is None:
-        return "unknown"
-    spills = f"{kernel.spills} bytes spilled" if kernel.spills else "no spills"
-    return f"{kernel.registers} registers, {spills}, {_si(kernel.shared_memory or 0)}B of shared memory"
-
-
-def _plain(value: bool | float) -> str:
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
-
-
-def _si(n: float, base: int = 1024) -> str:
-    """A number with the prefix that leaves 1 to 4 digits: 2.5 Ki (base 1024) or 2.6 k (base 1000)."""
-    prefix, larger = "", iter("kMGTPE")
-    while n >= base and prefix != "E":
-        n, prefix = n / base, next(larger)
-    i = "i" if base == 1024 and prefix else ""
-    return f"{n:,.4g} {prefix.upper() if i else prefix}{i}"

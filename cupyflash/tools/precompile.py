@@ -25,7 +25,7 @@ from .shapes import of_lengths, placed
 
 HEAD_DIMS = {"float16": (64, 128, 256), "bfloat16": (64, 128, 256), "float32": (64, 128), "float64": (64, 128)}
 # Queries, keys, heads, and heads of keys: no kernel is compiled for these, but tiles may differ, and who shares them.
-_SIZES = ((1024, 1024, 16, 16), (8192, 8192, 16, 16), (8192, 8192, 16, 1))
+_SIZES = ((1024, 1024, 16, 16), (1024, 1024, 128, 128), (8192, 8192, 16, 16), (8192, 8192, 16, 1))
 _FEW = ((1, 8192, 16, 16), (1, 8192, 16, 4), (512, 8192, 8, 8))  # a token, a late part of a prompt: forward alone
 
 

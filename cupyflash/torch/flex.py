@@ -13,6 +13,7 @@ from .. import api
 from ..blockmask.blocks import BlockMask
 from ..interop.torch_schema import refuse_script
 from ..score.fingerprint import Same, fingerprint
+from ..signature import unscripted
 from .score_mod import Watch, traced
 
 _LARGEST = 512  # blocks beyond that are cut up
@@ -29,6 +30,7 @@ class _Kept(NamedTuple):
 _masks: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
 
 
+@unscripted
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,

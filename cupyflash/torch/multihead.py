@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 
 from .. import api
 from ..other_names import renaming
+from ..signature import refuse_jit_script
 from .dropout import check_tensors, dropout_options
 
 
@@ -35,6 +36,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         self._theirs = next((f"{name} is True" for name, given in more.items() if given), None)
         if self._theirs:
             _say(self._theirs)
+
+    __prepare_scriptable__ = refuse_jit_script
 
     @renaming(torch.compiler.is_compiling, q="query", k="key", v="value", mask="attn_mask", key_mask="key_padding_mask")
     def forward(

@@ -22,6 +22,7 @@ from ..rules import score_of
 from ..score.fingerprint import fingerprint
 from ..score.graph import Graph, Score
 from ..score.value import Traced, apply, gelu, power, softplus, truth, where
+from .rows import LONGEST, REDUCTIONS, Element, Row, each
 
 _KEPT = 256
 _plans: dict[Any, Plan] = {}
@@ -214,20 +215,6 @@ def _readable(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return x[None] if x.dim() == 0 else x
 
 
-class _Element:
-    """A tensor that is read, with those of its indices that are known so far."""
-
-    def __init__(self, array: Any, shape: tuple[int, ...], index: tuple[Any, ...]) -> None:
-        self.array, self.shape, self.index = array, shape, index
-        self.free = [n for n, x in enumerate(index) if x is None]
-
-    def at(self, n: int, index: Any) -> _Element:
-        return _Element(self.array, self.shape, (*self.index[:n], index, *self.index[n + 1 :]))
-
-    def number(self) -> Any:
-        return self if self.free else self.array[self.index or (0,)]
-
-
 class _Run:
     """The operators of a plan on the numbers of a score function."""
 
@@ -240,17 +227,19 @@ class _Run:
         known: dict[Any, Any] = dict(self.plan.numbers)
         for n, name in self.plan.reads.items():
             shape = self.shapes[name]
-            known[n] = _Element(arrays[name], shape, (None,) * len(shape)).number()
+            known[n] = Element(arrays[name], shape, (None,) * len(shape)).number()
         variables = iter((s, b, h, i, j))
         for n in self.plan.nodes:
             if n.op == "placeholder":
                 known[n] = next(variables)
             elif n.op == "output":
-                if not isinstance(n.args[0], torch.fx.Node):
+                found = _plain(n, known[n.args[0]]) if isinstance(n.args[0], torch.fx.Node) else None
+                if found is None or isinstance(found, Row):
+                    what = repr(n.args[0]) if found is None else f"{len(found)} numbers"
                     raise TypeError(
-                        f"score_mod returns {n.args[0]!r}; it must return the new score, a tensor without dimensions"
+                        f"score_mod returns {what}; it must return the new score, a tensor without dimensions"
                     )
-                return _plain(n, known[n.args[0]])
+                return found
             elif n in self.plan.pair:
                 known[n] = self._operator(n, known)
         raise AssertionError("a graph without output")
@@ -260,23 +249,30 @@ class _Run:
         if name == "index" or name == "select":
             args = torch.fx.map_arg(n.args, known.__getitem__)
             return self._element(n, name, *args)
-        if name not in _OPERATORS:
+        function = _OPERATORS.get(name) or REDUCTIONS.get(name)
+        if function is None:
             raise NotImplementedError(
                 f"score_mod calls {n.target}, which is not known here; it can use + - * / // % **, comparisons, & | ^ "
                 "~, abs, where, minimum, maximum, clamp, exp, log, sqrt, tanh, sigmoid, sin, cos, tan, atan2, "
-                "erf, gelu, softplus, floor and indexing, and anything on tensors before they are indexed: "
-                "x.sum(-1)[h] for x[h].sum()"
+                "erf, gelu, softplus, floor, indexing, sum, mean, amax, amin and dot of rows, and anything on tensors "
+                "before they are indexed: x.prod(-1)[h] for x[h].prod()"
             )
         args = torch.fx.map_arg(n.args, lambda m: _plain(n, known[m]))
         kwargs = {key: x for key, x in n.kwargs.items() if key in _KEYWORDS and x is not None}
         wanted = n.meta["val"].dtype
-        if wanted is torch.int64 and name in ("add", "sub", "rsub", "mul"):  # of booleans and numbers, too
-            args = tuple(x.astype("int64") if isinstance(x, Traced) else x for x in args)
+
+        def whole(x: Any) -> Any:
+            return self._as(wanted, x) if isinstance(x, Traced) else x
+
+        def run(*args: Any) -> Any:
+            if wanted is torch.int64 and name in ("add", "sub", "rsub", "mul"):  # of booleans and numbers, too
+                args = tuple(x.astype("int64") if isinstance(x, Traced) else x for x in args)
+            return whole(function(*args, **kwargs))
+
         try:
-            result = _OPERATORS[name](*args, **kwargs)
+            return each(run, args) if name in _OPERATORS else each(whole, (function(*args),))
         except TypeError as error:  # of kinds of numbers that do not fit
             raise TypeError(f"score_mod calls {n.target}, and {error}") from None
-        return self._as(wanted, result) if isinstance(result, Traced) else result
 
     def _as(self, dtype: torch.dtype, x: Traced) -> Traced:
         """A number as one of this dtype: integers keep the bits that it has, as PyTorch's do."""
@@ -293,13 +289,13 @@ class _Run:
 
     def _element(self, n: Any, name: str, x: Any, *rest: Any) -> Any:
         """Of indexing by numbers: x[i, ...] or x.select(axis, i)."""
-        if not isinstance(x, _Element):
+        if not isinstance(x, Element):
             raise NotImplementedError(
                 "score_mod indexes what depends on the pair; it must index tensors that it captures"
             )
         given = zip(x.free, rest[0]) if name == "index" else [(x.free[rest[0]], rest[1])]
         for axis, index in given:
-            if isinstance(index, _Element):
+            if isinstance(index, Element):
                 raise NotImplementedError(
                     f"score_mod indexes by a tensor of shape {index.shape}; indices must be numbers"
                 )
@@ -372,10 +368,14 @@ class _Run:
 
 
 def _plain(n: Any, x: Any) -> Any:
-    if isinstance(x, _Element):
+    if isinstance(x, Element):
+        if (row := x.row()) is not None:
+            return row
         raise NotImplementedError(
             f"score_mod computes ({n.target}) with a tensor of shape {x.shape} after it was read at "
-            f"{len(x.index) - len(x.free)} indices that depend on the pair; it must read elements, as in table[h, i]"
+            f"{len(x.index) - len(x.free)} indices that depend on the pair; it must read elements, as in table[h, i], "
+            f"or rows of up to {LONGEST} numbers; what it computes of tensors before they are indexed may be anything: "
+            "x.sum(-1)[h] for x[h].sum()"
         )
     return x
 

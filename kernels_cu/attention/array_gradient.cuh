@@ -79,7 +79,7 @@ struct CountOf<true> {
 // What a thread block sums: tiles of ROWS queries by KEYS keys, in order. Strides of 0 are those of axes that the array is
 // broadcast along: all tiles along them are summed. Of what is alike along diagonals it has a diagonal of tiles.
 template <class Of, int ROWS, int KEYS>
-struct Share {
+struct SummedTiles {
     static constexpr bool DIAGONAL = Of::DIAGONAL && ROWS == KEYS, LINES = Of::LINES;
     using Count = typename CountOf<RAGGED>::type;
 
@@ -90,7 +90,7 @@ struct Share {
     Count begin, end;  // of the tiles, numbered
     Range lines;       // LINES: those of the array that are its own
 
-    __device__ Share(const Params& p, int block) : p(p) {
+    __device__ SummedTiles(const Params& p, int block) : p(p) {
         const PairStrides& s = Of::strides(p);
         int all_q = tiles_q_of(p, s.query != 0), all_k = tiles_k_of(p, s.key != 0);
         auto own = [&](bool broadcast, int count, int& summed, int& first) {
@@ -258,8 +258,8 @@ struct Share {
 
 // What a block has summed becomes the gradient, or a part of it.
 template <int THREADS, class Of, int ROWS, int KEYS, class F>
-__device__ void write_sums(const Share<Of, ROWS, KEYS>& share, F value, Accum* scratch) {
-    share.template write<THREADS>(value, scratch);
+__device__ void write_sums(const SummedTiles<Of, ROWS, KEYS>& tiles, F value, Accum* scratch) {
+    tiles.template write<THREADS>(value, scratch);
 }
 
 // The gradient of a head's sink, by a block of THREADS threads: a score whose value counts for nothing, dS = -P delta.

@@ -80,7 +80,7 @@ __device__ Accumulator<1, 2> product_of_rows(const SixteenRows<T>& o, const Sixt
 template <int SIZE, class Of, class F>
 __device__ void for_exact_row_sums(const Params& p, const Head& head, int tile, const In* out, const Strides& strides,
                                    F f) {
-    Given given = Of::given(p);
+    auto given = Of::given(p);
     if constexpr (!EXACT_LSE) {
         for_row_sums<SIZE>(p, head, tile, out, strides, given.array, given.strides, f);
     } else {

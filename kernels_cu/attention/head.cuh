@@ -69,9 +69,10 @@ struct Head : Sequence {
     __device__ InMap at_query(const Params& p, int i, int column = 0) const { return {mapped_query(p, i), q, entry_q(), column}; }
     __device__ InMap at_key(const Params& p, int j, int column = 0) const { return {mapped_key(p, j), k, entry_k(), column}; }
     // Of pages, whose rows behind the end may be asked for, too. What is no page lies outside of the map.
+    __device__ InMap in_page(int row, int page) const { return {row, k, page, 0}; }
     template <class Given>
     __device__ InMap at_paged_key(const Given& p, int j) const {
-        return {j % p.page, k, j < keys(p) ? page_of(p, j) : -1, 0};
+        return in_page(j % p.page, j < keys(p) ? page_of(p, j) : -1);
     }
     __device__ InMap to_query(int i, int column = 0) const { return {query_at(i), q, entry_q(), column}; }
     __device__ InMap to_key(int j, int column = 0) const { return {key_at(j), k, entry_k(), column}; }

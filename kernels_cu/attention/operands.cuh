@@ -20,7 +20,8 @@ struct OfQueries : QueryTiles<config::ROWS> {
 struct OfKeys : KeyTiles<config::KEYS> {
     static constexpr bool IN_PAGES = config::PAGED;
     __device__ static int rows(const Params& p, const Head& head) { return head.keys(p); }
-    __device__ static const In* row(const Head& head, const In* array, const Strides& s, int j) {
+    template <class T>
+    __device__ static const T* row(const Head& head, const T* array, const Strides& s, int j) {
         return head.key_row(array, s, j);
     }
     static constexpr bool ALL_LIVE = OfQueries::ALL_LIVE;
@@ -29,11 +30,14 @@ struct OfKeys : KeyTiles<config::KEYS> {
 };
 
 // What Params knows of an array: where it is, and where its halves and the units of its tiles are.
+template <class T>
 struct Given {
-    const In* array;
+    T* array;
     const Strides& strides;
     int columns;
 };
+template <class T>
+Given(T*, const Strides&, int) -> Given<T>;
 struct Halves {
     Product* rows;
     float* units;
@@ -47,7 +51,7 @@ struct Halves {
         static constexpr int COLUMNS = OF_TILE;                                                                        \
                                                                                                                        \
         template <class P>                                                                                             \
-        __device__ static Given given(const P& p) { return {p.ARRAY, p.ARRAY##_strides, p.IN_MEMORY}; }                \
+        __device__ static auto given(const P& p) { return Given{p.ARRAY, p.ARRAY##_strides, p.IN_MEMORY}; }            \
         template <class P>                                                                                             \
         __device__ static Halves halves(const P& p) { return {p.ARRAY##_halves, p.ARRAY##_units}; }                    \
     };
@@ -63,22 +67,22 @@ OPERAND(OfTDO, OfQueries, config::DIM_V, tdout, dim_v, config::TDOUT)
 
 // Rows of an operand, from one on: so many, or as many as the caller says then.
 template <class Of, class P>
-__device__ Rows<const Product> operand_rows(const P& p, const Head& head, int i, int count = 0) {
+__device__ auto operand_rows(const P& p, const Head& head, int i, int count = 0) {
     if constexpr (!Of::GIVEN) {
-        return {};
+        return Rows<const Product>{};
     } else if constexpr (PARTS == 2) {
         constexpr int WIDTH = 2 * Of::COLUMNS;
-        return {Of::halves(p).rows + Of::row_number(p, head, i) * WIDTH, WIDTH, count, WIDTH};
+        return Rows<const Product>{Of::halves(p).rows + Of::row_number(p, head, i) * WIDTH, WIDTH, count, WIDTH};
     } else {
-        Given given = Of::given(p);
-        return {Of::row(head, given.array, given.strides, i), given.strides.row, count, given.columns};
+        auto given = Of::given(p);
+        return Rows{Of::row(head, given.array, given.strides, i), given.strides.row, count, given.columns};
     }
 }
 
 // Where row i of an operand in pages lies; null: in none.
 template <class Of, class P>
-__device__ const In* paged_operand_row(const P& p, const Head& head, int i) {
-    Given given = Of::given(p);
+__device__ auto paged_operand_row(const P& p, const Head& head, int i) {
+    auto given = Of::given(p);
     return head.paged_row(p, given.array, given.strides, i);
 }
 
@@ -155,7 +159,7 @@ __device__ void split_tile(const P& p, int n) {
     auto [head, tile] = numbered<Of>(p, n);
     if (Of::PACKED && tile < 0) return;
     const Head& its = head;  // a structured binding cannot be captured
-    Given given = Of::given(p);
+    auto given = Of::given(p);
     Halves halves = Of::halves(p);
     int first = tile * Of::SIZE, rows = min(Of::SIZE, Of::rows(p, head) - first);
     const In* from = Of::IN_PAGES ? given.array : Of::row(head, given.array, given.strides, first);

@@ -45,28 +45,34 @@ template <int SIZE, class F>
 __device__ void for_row_sums(const Params& p, const Head& head, int tile, const In* out, const Strides& out_strides,
                              const In* dout, const Strides& dout_strides, F f) {
     constexpr int LANES = config::DIM_V <= 64 ? 8 : config::DIM_V <= 128 ? 16 : 32;  // of 8 columns, for one row
+    constexpr int PIECES = (config::DIM_V + 8 * LANES - 1) / (8 * LANES);            // of a row
     int lane = threadIdx.x % LANES, first = tile * SIZE, queries = head.queries(p);
     const In* o = head.query_row(out, out_strides);
     const In* d = head.query_row(dout, dout_strides);
     // Rows at once: the time is that of memory to answer.
-    constexpr int STEP = 128 / LANES, EACH = largest_divisor(SIZE / STEP, 8);
+    constexpr int STEP = 128 / LANES, EACH = largest_divisor(SIZE / STEP, 8 / PIECES);
     static_assert(SIZE % STEP == 0);
-    int columns = min(p.dim_v - 8 * lane, 8);
+    int columns[PIECES];
+#pragma unroll
+    for (int n = 0; n < PIECES; n++) columns[n] = min(p.dim_v - 8 * (lane + LANES * n), 8);
     for (int i = first + threadIdx.x / LANES; i < first + SIZE; i += EACH * STEP) {
-        uint4 a[EACH], b[EACH];
+        uint4 a[EACH][PIECES], b[EACH][PIECES];
 #pragma unroll
         for (int r = 0; r < EACH; r++) {
             int row = i + r * STEP;
-            const In* oi = o + row * out_strides.row + 8 * lane;
-            const In* di = d + row * dout_strides.row + 8 * lane;
-            a[r] = b[r] = make_uint4(0, 0, 0, 0);
-            if (row >= queries) continue;
-            if (columns == 8) {
-                a[r] = *(const uint4*)oi, b[r] = *(const uint4*)di;
-            } else {
 #pragma unroll
-                for (int c = 0; c < 8; c++)
-                    if (c < columns) ((In*)&a[r])[c] = oi[c], ((In*)&b[r])[c] = di[c];
+            for (int n = 0; n < PIECES; n++) {
+                const In* oi = o + row * out_strides.row + 8 * (lane + LANES * n);
+                const In* di = d + row * dout_strides.row + 8 * (lane + LANES * n);
+                a[r][n] = b[r][n] = make_uint4(0, 0, 0, 0);
+                if (row >= queries) continue;
+                if (columns[n] == 8) {
+                    a[r][n] = *(const uint4*)oi, b[r][n] = *(const uint4*)di;
+                } else {
+#pragma unroll
+                    for (int c = 0; c < 8; c++)
+                        if (c < columns[n]) ((In*)&a[r][n])[c] = oi[c], ((In*)&b[r][n])[c] = di[c];
+                }
             }
         }
         float own = 0;  // of the row that the lane writes
@@ -74,7 +80,10 @@ __device__ void for_row_sums(const Params& p, const Head& head, int tile, const 
         for (int r = 0; r < EACH; r++) {
             float sum = 0;
 #pragma unroll
-            for (int c = 0; c < 8; c++) sum = fma(to_float(((const In*)&a[r])[c]), to_float(((const In*)&b[r])[c]), sum);
+            for (int n = 0; n < PIECES; n++)
+#pragma unroll
+                for (int c = 0; c < 8; c++)
+                    sum = fma(to_float(((const In*)&a[r][n])[c]), to_float(((const In*)&b[r][n])[c]), sum);
 #pragma unroll
             for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
             if (lane == r) own = sum;

@@ -19,21 +19,21 @@ constexpr Order key_order(bool in_turn) {
 
 // The n-th tile of `heads` heads, where those of `together` heads are dealt out at once, first tiles first: so many `groups` at
 // most, then those of all heads that are left.
-struct Dealt {
+struct TileIndex {
     int head, tile;
 };
 constexpr int ANY_NUMBER = 0x7fffffff;
-__device__ inline Dealt deal(int n, int tiles, int heads, int together, int groups = ANY_NUMBER) {
+__device__ inline TileIndex index_in_turn(int n, int tiles, int heads, int together, int groups = ANY_NUMBER) {
     int group = min(n / (together * tiles), groups), first = group * together, rest = n - first * tiles;
     int these = group < groups ? min(together, heads - first) : heads - first;
     return {first + rest % these, rest / these};
 }
 
 // The same where the first tiles of a head may be far longer than all others: a few of each head before everything else.
-__device__ inline Dealt deal_longest_first(int n, int tiles, int heads, int together) {
+__device__ inline TileIndex index_longest_first(int n, int tiles, int heads, int together) {
     int longest = tiles_in(tiles, 64);
     if (n < longest * heads) return {n % heads, n / heads};
-    Dealt at = deal(n - longest * heads, tiles - longest, heads, together);
+    TileIndex at = index_in_turn(n - longest * heads, tiles - longest, heads, together);
     return {at.head, at.tile + longest};
 }
 
@@ -46,9 +46,9 @@ struct Schedule {
     __device__ Schedule(const Params& p) : p(p), tiles(Tiles::of_head(p)) {}
 
     // Of so many heads in all.
-    __device__ Dealt dealt(int n, int heads, int together = 1, int groups = ANY_NUMBER) const {
-        if (ORDER == Order::LONGEST_FIRST) return deal_longest_first(n, tiles, heads, together);
-        return GROUPED ? deal(n, tiles, heads, together, groups) : Dealt{n / tiles, n % tiles};
+    __device__ TileIndex index(int n, int heads, int together = 1, int groups = ANY_NUMBER) const {
+        if (ORDER == Order::LONGEST_FIRST) return index_longest_first(n, tiles, heads, together);
+        return GROUPED ? index_in_turn(n, tiles, heads, together, groups) : TileIndex{n / tiles, n % tiles};
     }
     // Which tile of a head that is; of a list, which of those with most to visit, and which tile.
     __device__ int ordered(int n) const { return ORDER == Order::LAST_FIRST ? tiles - 1 - n : n; }
@@ -67,7 +67,7 @@ struct Schedule {
         if (ORDER != Order::LONGEST_FIRST && !GROUPED) {
             return ordered(numbered<Tiles>(p, n, tiles));
         }
-        Dealt at = dealt(n, Tiles::all_heads(p), together);
+        TileIndex at = index(n, Tiles::all_heads(p), together);
         HeadTile tile = ordered(of_all_heads<Tiles>(p, at.head, at.tile));
         return {tile.head, listed(tile.head, tile.number)};
     }

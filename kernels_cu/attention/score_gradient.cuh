@@ -57,11 +57,11 @@ struct OfRead : user::Read<N> {
 
 // Of the tile that a block has summed, value(row, column).
 template <int THREADS, int N, bool LARGEST, int ROWS, int KEYS, class F>
-__device__ void write_sums(const Share<OfRead<N, LARGEST>, ROWS, KEYS>& share, F value, Accum*) {
+__device__ void write_sums(const SummedTiles<OfRead<N, LARGEST>, ROWS, KEYS>& tiles, F value, Accum*) {
     using Of = OfRead<N, LARGEST>;
     constexpr bool DIAGONAL = Of::DIAGONAL, COLUMNS = Of::BY_KEY && !DIAGONAL;
     auto add = [&](Accum x, int r, int c) {
-        Of::add(share.p, x, share.batch, {share.head, share.tile_q * ROWS + r, share.tile_k * KEYS + c});
+        Of::add(tiles.p, x, tiles.batch, {tiles.head, tiles.tile_q * ROWS + r, tiles.tile_k * KEYS + c});
     };
     if constexpr (Of::BY_PAIR) {
         for (int n = threadIdx.x; n < ROWS * KEYS; n += THREADS) add(value(n / KEYS, n % KEYS), n / KEYS, n % KEYS);

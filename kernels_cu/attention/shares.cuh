@@ -13,44 +13,46 @@ __device__ inline long long share_row(const Params& p, int share, long long row)
     return Sequence::all_query_numbers(p, share) + row;
 }
 
-// One row, by a warp.
-__device__ inline void combine_shares(const Params& p, long long row) {
-    static_assert(DIM_V % 4 == 0);
+// One row of COLUMNS, by a warp; of(head): how many shares there are of its keys.
+template <int COLUMNS, class F>
+__device__ inline void combine_shares(const Params& p, long long row, F of) {
+    static_assert(COLUMNS % 4 == 0);
     int lane = threadIdx.x % 32;
     QueryOf at = Sequence::numbered_query(p, row);
     Head head = Head::of_q(p, at.batch, at.head);
+    auto shares = [&] { return of(head); };
     Accum alone = MINUS_INFINITY;
     if constexpr (SINKS) alone = Pairs(p, head).sink(head.q);
     auto lse = [&](int n) { return p.share_lse[share_row(p, n, row)]; };
     Accum top = alone, sum = 0;
-    for (int n = lane; n < p.shares; n += 32) top = larger(top, lse(n));
+    for (int n = lane; n < shares(); n += 32) top = larger(top, lse(n));
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) top = larger(top, __shfl_xor_sync(~0u, top, step));
     if (top == MINUS_INFINITY) top = 0;  // no share has a key that the query sees
     auto weight = [&](Accum of) { return exp2_approx((of - top) * LOG2_E); };
-    for (int n = lane; n < p.shares; n += 32) sum += weight(lse(n));
+    for (int n = lane; n < shares(); n += 32) sum += weight(lse(n));
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if constexpr (SINKS) sum += weight(alone);
     Accum inverse = sum == 0 ? 0 : 1 / sum;
     if (p.lse != nullptr && lane == 0) p.lse[row] = sum == 0 ? MINUS_INFINITY : top + log(sum);
 
-    constexpr int PASSES = (DIM_V + 127) / 128;  // of 4 columns for each lane
+    constexpr int PASSES = (COLUMNS + 127) / 128;  // of 4 columns for each lane
     struct alignas(16) Four {
         Accum x[4];
     };
     Four result[PASSES] = {};
-    for (int first = 0; first < p.shares; first += 32) {
-        int count = min(32, p.shares - first);
+    for (int first = 0; first < shares(); first += 32) {
+        int count = min(32, shares() - first);
         Accum own = lane < count ? weight(lse(first + lane)) * inverse : 0;
-        const Accum* from = p.share_out + share_row(p, first, row) * DIM_V + 4 * lane;
-        long long next = share_row(p, 1, 0) * DIM_V;
+        const Accum* from = p.share_out + share_row(p, first, row) * COLUMNS + 4 * lane;
+        long long next = share_row(p, 1, 0) * COLUMNS;
 #pragma unroll 8
         for (int n = 0; n < count; n++, from += next) {
             Accum w = __shfl_sync(~0u, own, n);
 #pragma unroll
             for (int i = 0; i < PASSES; i++) {
-                if (128 * i + 4 * lane >= DIM_V) continue;
+                if (128 * i + 4 * lane >= COLUMNS) continue;
                 Four more = *(const Four*)(from + 128 * i);
 #pragma unroll
                 for (int c = 0; c < 4; c++) result[i].x[c] = fma(w, more.x[c], result[i].x[c]);
@@ -75,9 +77,14 @@ __device__ inline void combine_shares(const Params& p, long long row) {
 }
 
 // What is launched where keys are dealt out: a warp for each row.
-__device__ inline void combine_all_shares(const Params& p) {
+template <int COLUMNS, class F>
+__device__ inline void combine_all_shares(const Params& p, F of) {
     if constexpr (SHARES) {
         long long row = blockIdx.x * 4ll + threadIdx.x / 32;
-        if (row < Sequence::all_query_numbers(p)) combine_shares(p, row);
+        if (row < Sequence::all_query_numbers(p)) combine_shares<COLUMNS>(p, row, of);
     }
+}
+template <int COLUMNS>
+__device__ inline void combine_all_shares(const Params& p) {
+    combine_all_shares<COLUMNS>(p, [&](const Head&) { return p.shares; });
 }

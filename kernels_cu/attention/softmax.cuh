@@ -135,11 +135,11 @@ struct OnlineSoftmax {
 
     // The same without a look at their maximum, where it was raised before; `added` is to be added to the sum. False where
     // that overflows, or a row has seen no key so far: the scores are lost then, and nothing else has changed.
-    // exponent(s, factor, x): factor * s + x, or of what is no score yet its score's. Columns are taken in PARTS, and part(n)
-    // is done before those of part n.
-    template <int PARTS, int N, class F, class G>
-    __device__ bool exponentiate_blindly(Accumulator<M, N>& scores, Accum (&added)[M][2], F exponent, G part) const {
-        static_assert(N % PARTS == 0);
+    // exponent(s, factor, x): factor * s + x, or of what is no score yet its score's. Columns are taken in SLICES, and
+    // slice(n) is done before those of slice n.
+    template <int SLICES, int N, class F, class G>
+    __device__ bool exponentiate_blindly(Accumulator<M, N>& scores, Accum (&added)[M][2], F exponent, G slice) const {
+        static_assert(N % SLICES == 0);
         Accum factor[M][2], offset[M][2];
 #pragma unroll
         for (int m = 0; m < M; m++)
@@ -149,20 +149,20 @@ struct OnlineSoftmax {
                 offset[m][h] = maximum[m][h] * -factor[m][h];  // -inf gives inf or NaN below
                 added[m][h] = 0;
             }
-        for_constants<PARTS>([&](auto n_part) {
-            part(n_part);
-            constexpr int FIRST = N / PARTS * n_part.value;
+        for_constants<SLICES>([&](auto n_slice) {
+            slice(n_slice);
+            constexpr int FIRST = N / SLICES * n_slice.value;
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int n = FIRST; n < FIRST + N / PARTS; n++)
+                for (int n = FIRST; n < FIRST + N / SLICES; n++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
                         Accum& x = scores.x[m][n][e];
                         x = exp2_approx(exponent(x, factor[m][e / 2], offset[m][e / 2]));
                         added[m][e / 2] += x;
                     }
-            if constexpr (PARTS > 1) {  // so that exponentials stay between their parts, more or less
+            if constexpr (SLICES > 1) {  // so that exponentials stay between their slices, more or less
 #pragma unroll
                 for (int m = 0; m < M; m++)
 #pragma unroll

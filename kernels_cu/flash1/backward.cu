@@ -87,17 +87,17 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, 1) attention_backw
                     }
                 }
 
-                share_transposed(tiles.weights, s);
+                store_transposed(tiles.weights, s);
                 __syncthreads();
                 add_product(dv, tiles.weights, tiles.dout, tested);
 
                 __syncthreads();
-                share_transposed(tiles.weights, dp);
+                store_transposed(tiles.weights, dp);
                 __syncthreads();
                 add_product(dk, tiles.weights, tiles.q, tested);
 
                 __syncthreads();
-                share(tiles.weights, dp);
+                store(tiles.weights, dp);
                 __syncthreads();
                 ResultTile dsk = {}, dq_i;
                 add_product(dsk, tiles.weights, tiles.k, tested);

@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, 1) attention_forwa
                 before[i] /= divisor, weight[i] /= divisor;
             }
 
-            share(tiles.p, s);
+            store(tiles.p, s);
             __syncthreads();
             ResultTile pv = {}, o_i;
             add_product(pv, tiles.p, tiles.v, tested);

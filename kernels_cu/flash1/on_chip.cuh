@@ -60,10 +60,10 @@ __device__ inline void finish(const Matrix<Out>& to, const Matrix<Accum>& result
 }
 
 // The threads of a row exchange its scores through shared memory, where a product can take them as its left operand.
-__device__ inline void share(Weights& to, ScoreTile& scores) {
+__device__ inline void store(Weights& to, ScoreTile& scores) {
     for_each(scores, [&](Accum x, int i, int j) { to.at[row_of(i)][score_column_of(j)] = x; });
 }
-__device__ inline void share_transposed(Weights& to, ScoreTile& scores) {
+__device__ inline void store_transposed(Weights& to, ScoreTile& scores) {
     for_each(scores, [&](Accum x, int i, int j) { to.at[score_column_of(j)][row_of(i)] = x; });
 }
 

@@ -5,7 +5,7 @@
 #include "ptx/math.cuh"
 
 constexpr int WARPS = 4, EACH = 4;               // rows of a block, and numbers of a lane
-constexpr int TOGETHER = PARTS < 8 ? PARTS : 8;  // parts that are on their way at once
+constexpr int TOGETHER = MERGED < 8 ? MERGED : 8;  // parts that are on their way at once
 
 struct alignas(EACH * sizeof(In)) Ins {
     In at[EACH];
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_merge(const _
 #pragma unroll
         for (int n = 0; n < TOGETHER; n++) {
             some.of[n] = Ins{};
-            if (begin + n >= PARTS || column >= p.columns) continue;
+            if (begin + n >= MERGED || column >= p.columns) continue;
             const In* from = row_of(begin + n) + column;
             if constexpr (VECTORS) {
                 some.of[n] = *(const Ins*)from;
@@ -47,12 +47,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_merge(const _
 
     // A lane has each 32nd part. Of parts that see nothing the weight is 0; where all do lse is -inf, and the result 0. What
     // is NaN makes the sum NaN.
-    Accum first_lse = lane < PARTS ? lse_of(lane) : Accum(MINUS_INFINITY), top = first_lse;
-    for (int part = lane + 32; part < PARTS; part += 32) top = larger(top, lse_of(part));
+    Accum first_lse = lane < MERGED ? lse_of(lane) : Accum(MINUS_INFINITY), top = first_lse;
+    for (int part = lane + 32; part < MERGED; part += 32) top = larger(top, lse_of(part));
     for (int step = 1; step < 32; step *= 2) top = larger(top, __shfl_xor_sync(~0u, top, step));
     Accum base = top == MINUS_INFINITY ? Accum(0) : top;
     Accum first_weight = exp(first_lse - base), sum = first_weight;
-    for (int part = lane + 32; part < PARTS; part += 32) sum += exp(lse_of(part) - base);
+    for (int part = lane + 32; part < MERGED; part += 32) sum += exp(lse_of(part) - base);
     for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
     Accum share = sum == 0 ? Accum(0) : 1 / sum;
 
@@ -60,12 +60,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_merge(const _
     for (int first = 0; first < p.columns; first += 32 * EACH) {
         int column = first + lane * EACH;
         Accum x[EACH] = {}, weights = first_weight;
-        for (int begin = 0; begin < PARTS; begin += TOGETHER) {
+        for (int begin = 0; begin < MERGED; begin += TOGETHER) {
             if (begin > 0 || first > 0) some = fetch(begin, column);
-            if (begin > 0 && begin % 32 == 0) weights = begin + lane < PARTS ? exp(lse_of(begin + lane) - base) : Accum(0);
+            if (begin > 0 && begin % 32 == 0)
+                weights = begin + lane < MERGED ? exp(lse_of(begin + lane) - base) : Accum(0);
 #pragma unroll
             for (int n = 0; n < TOGETHER; n++) {
-                if (begin + n >= PARTS) continue;
+                if (begin + n >= MERGED) continue;
                 Accum weight = __shfl_sync(~0u, weights, (begin + n) % 32) * share;
 #pragma unroll
                 for (int c = 0; c < EACH; c++) x[c] = fma(weight, Accum(to_float(some.of[n].at[c])), x[c]);

@@ -11,10 +11,19 @@ __device__ inline float to_float(half_t x) {
 }
 
 __device__ inline float to_float(float8_t x) {
+#if __CUDA_ARCH__ >= 890
     unsigned pair;  // of float16
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((unsigned short)x.bits));
     return to_float(half_t{(unsigned short)pair});
+#else
+    // Where float16 has exponent and mantissa its bits mean 2^-8 of what they mean here; but for NaN.
+    unsigned size = x.bits & 0x7f;
+    float y = to_float(half_t{(unsigned short)((x.bits & 0x80) << 8 | size << 7)}) * 256;
+    return size == 0x7f ? __int_as_float(0x7fffffff) : y;
+#endif
 }
+
+__device__ inline float to_float(integer8_t x) { return x.bits; }
 
 // float and double are computed in as they are.
 __device__ inline float to_float(float x) { return x; }
@@ -116,7 +125,24 @@ __device__ inline unsigned pack2<bfloat16_t, true>(float low, float high) {
 }
 #endif
 
+#if __CUDA_ARCH__ >= 800
+// Four numbers of 8 bits that lie side by side as numbers of 16, with SCALED times a float, rounded once.
+template <class To, class From, bool SCALED>
+__device__ uint2 widen4(unsigned four, float times) {
+    auto number = [=](int n) { return to_float(From{decltype(From::bits)(four >> 8 * n)}) * (SCALED ? times : 1); };
+    return {pack2<To>(number(0), number(1)), pack2<To>(number(2), number(3))};
+}
+#endif
+
 #if __CUDA_ARCH__ >= 890
+template <>
+__device__ inline uint2 widen4<half_t, float8_t, false>(unsigned four, float) {
+    uint2 x;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(x.x) : "h"((unsigned short)four));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(x.y) : "h"((unsigned short)(four >> 16)));
+    return x;
+}
+
 // Four floats as one register of four numbers of 8 bits, the first in the lowest byte; what is too large becomes 448.
 template <bool RELU = false>
 __device__ unsigned pack4(float a, float b, float c, float d) {

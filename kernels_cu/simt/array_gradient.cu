@@ -7,16 +7,10 @@ using config::OWNED, config::VISITED;
 template <class Of>
 __device__ void add_tile(ScoreTile& sums, const Params& p, const PairsTile& at, const Dropout& dropout,
                          Shared& shared) {
-    const Matrix q = query_matrix(p, at.head, p.q, p.q_strides, p.dim);
-    const Matrix k = key_matrix(p, at.head, p.k, p.k_strides, p.dim);
-    const Matrix v = key_matrix(p, at.head, p.v, p.v_strides, p.dim_v);
-    const Matrix dout = query_matrix(p, at.head, p.dout, p.dout_strides, p.dim_v);
+    Products tile;
+    tile.multiply<false>(QueryArrays(p, at.head), at.i, KeyArrays(p, at.head), at.j, shared);
+
     const Pairs pairs(p, at.head, at.bits);
-
-    ScoreTile s, dp;
-    dot_products(s, q, at.i, k, at.j, shared);
-    dot_products(dp, dout, at.i, v, at.j, shared);
-
     const bool tested = pairs.tests_backward({at.i, at.i + OWNED}, {at.j, at.j + VISITED});
 #pragma unroll
     for (int i = 0; i < M; ++i) {
@@ -24,8 +18,8 @@ __device__ void add_tile(ScoreTile& sums, const Params& p, const PairsTile& at, 
 #pragma unroll
         for (int j = 0; j < SCORES; ++j) {
             const Pair pair = {at.head.q, at.i + row_of(i), at.j + score_column_of(j)};
-            const Accum ds = of_score(s[i][j], dp[i][j], of_query, pairs, dropout, tested, pair);
-            if (ds != 0) sums[i][j] = fma(ds, Of::change(pairs, pair, s[i][j]), sums[i][j]);
+            const Accum ds = of_score(tile.s[i][j], tile.dp[i][j], of_query, pairs, dropout, tested, pair);
+            if (ds != 0) sums[i][j] = fma(ds, Of::change(pairs, pair, tile.s[i][j]), sums[i][j]);
         }
     }
 }

@@ -7,8 +7,8 @@ using config::OWNED, config::VISITED;
 template <class Of>
 __device__ void add_tile(ScoreTile& sums, const Params& p, const PairsTile& at, const Dropout& dropout,
                          Shared& shared) {
-    ScoreTile s, ts, dp, tdp;
-    products(s, ts, dp, tdp, p, at.head, at.i, at.j, shared);
+    MovingProducts tile;
+    tile.multiply<false>(MovingQueryArrays(p, at.head), at.i, MovingKeyArrays(p, at.head), at.j, shared);
 
     const MovingPairs pairs(p, at.head, at.bits);
     const bool tested = pairs.tests_backward({at.i, at.i + OWNED}, {at.j, at.j + VISITED});
@@ -19,8 +19,10 @@ __device__ void add_tile(ScoreTile& sums, const Params& p, const PairsTile& at, 
         for (int j = 0; j < SCORES; ++j) {
             const Pair pair = {at.head.q, at.i + row_of(i), at.j + score_column_of(j)};
             const bool keeps = dropout.keeps(at.head.batch, pair);
-            const Accum x = s[i][j], tx = ts[i][j], weight = seen_probability(x, of_query, pairs, tested, pair);
-            const MovedPair moved(weight, x, tx, keeps ? dp[i][j] : 0, keeps ? tdp[i][j] : 0, of_query, pairs, pair);
+            const Accum x = tile.s[i][j], tx = tile.ts[i][j];
+            const Accum dp = keeps ? tile.dp[i][j] : 0, tdp = keeps ? tile.tdp[i][j] : 0;
+            const Accum weight = seen_probability(x, of_query, pairs, tested, pair);
+            const MovedPair moved(weight, x, tx, dp, tdp, of_query, pairs, pair);
             if (moved.tdz != 0) sums[i][j] = fma(moved.tdz, Of::change(pairs, pair, x), sums[i][j]);
             if (moved.dz != 0) sums[i][j] = fma(moved.dz, Of::bend(pairs, pair, x, tx), sums[i][j]);
         }

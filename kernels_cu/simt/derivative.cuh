@@ -18,14 +18,50 @@ __device__ inline Accum of_score(Accum s, Accum dp, const Row& row, const Pairs&
     return probability(s, row.lse, pairs, pair) * ((dropout.keeps(pairs.head.batch, pair) ? dp : 0) - row.delta);
 }
 
-// From S and dP of one pair to P and dS, the derivative with respect to the product, in place.
-__device__ inline void differentiate(Accum& s, Accum& dp, const Row& row, const Pairs& pairs, const Dropout& dropout,
-                                     bool tested, Pair pair) {
-    const bool hidden = tested && !pairs.visible(pair), keeps = dropout.keeps(pairs.head.batch, pair);
-    const Accum weight = probability(s, row.lse, pairs, pair);
-    dp = hidden ? 0 : weight * ((keeps ? dp : 0) - row.delta) * Pairs::settled(pairs.slope(s, pair), weight);
-    s = hidden || !keeps ? 0 : weight;
+// s = A B^T, s += A B^T, of queries (A) and keys (B). KEYS_DOWN: transposed.
+template <bool KEYS_DOWN>
+__device__ void add_pair_products(ScoreTile& s, const Matrix<const In>& a, int query, const Matrix<const In>& b,
+                                  int key, Shared& shared) {
+    if constexpr (KEYS_DOWN)
+        add_dot_products(s, b, key, a, query, shared);
+    else
+        add_dot_products(s, a, query, b, key, shared);
 }
+template <bool KEYS_DOWN>
+__device__ void pair_products(ScoreTile& s, const Matrix<const In>& a, int query, const Matrix<const In>& b, int key,
+                              Shared& shared) {
+    for_each(s, [](Accum& x, int, int) { x = 0; });
+    add_pair_products<KEYS_DOWN>(s, a, query, b, key, shared);
+}
+
+// The arrays of a head, made where they are needed: kept over a loop they would take registers that sums need.
+struct QueryArrays {
+    const Params& p;
+    const Head& head;
+
+    __device__ QueryArrays(const Params& p, const Head& head) : p(p), head(head) {}
+    __device__ Matrix<const In> q() const { return query_matrix(p, head, p.q, p.q_strides, p.dim); }
+    __device__ Matrix<const In> dout() const { return query_matrix(p, head, p.dout, p.dout_strides, p.dim_v); }
+};
+struct KeyArrays {
+    const Params& p;
+    const Head& head;
+
+    __device__ KeyArrays(const Params& p, const Head& head) : p(p), head(head) {}
+    __device__ Matrix<const In> k() const { return key_matrix(p, head, p.k, p.k_strides, p.dim); }
+    __device__ Matrix<const In> v() const { return key_matrix(p, head, p.v, p.v_strides, p.dim_v); }
+};
+
+// S and dP of a tile of queries and one of keys.
+struct Products {
+    ScoreTile s, dp;
+
+    template <bool KEYS_DOWN>
+    __device__ void multiply(const QueryArrays& a, int query, const KeyArrays& b, int key, Shared& shared) {
+        pair_products<KEYS_DOWN>(s, a.q(), query, b.k(), key, shared);
+        pair_products<KEYS_DOWN>(dp, a.dout(), query, b.v(), key, shared);
+    }
+};
 
 // sum + the product of two rows of a query. One thread adds a row, in the order in which dot_products adds dP: where one
 // key has all the weight, O is its V, and dP - delta is then 0 to the last bit, as it should.

@@ -24,8 +24,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const int row = queries.begin;
 
     const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);
-    const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
-    const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
+    const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim, Scaled<ScalesOfK>{p, head});
+    const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v, Scaled<ScalesOfV>{p, head});
 
     const Dropout dropout(p);
     const KeyWalk<config::VISITED, config::OWNED> walk(p, head, queries);
@@ -86,7 +86,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
             any = exponent < 127;
             sum[i] = any ? sum[i] + exp2(exponent) : 1;
         }
-        const Accum inverse = any ? 1 / (sum[i] * kept(p)) : 0;
+        Accum inverse = any ? 1 / (sum[i] * kept(p)) : 0;
+        if (config::EIGHT) inverse *= p.out_scale;
         for (Accum& x : o[i]) x *= inverse;
 
         // One number a row is all that the backward needs of the softmax.

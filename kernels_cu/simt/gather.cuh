@@ -18,18 +18,18 @@ __device__ inline Memory& block_memory() {
 
 template <class Of>
 __device__ void gather_pairs(const Params& p, int block) {
-    const Share<Of, OWNED, VISITED> share(p, block);
+    const SummedTiles<Of, OWNED, VISITED> tiles(p, block);
     const Dropout dropout(p);
     Shared& shared = block_memory().shared;
     ScoreTile sums = {};
 
-    for (auto step = share.first(); share.has(step); share.advance(step))
+    for (auto step = tiles.first(); tiles.has(step); tiles.advance(step))
         add_tile<Of>(sums, p, step.tile, dropout, shared);
 
     __syncthreads();
     for_each(sums, [&](Accum x, int i, int j) { shared.weights.at[row_of(i)][score_column_of(j)] = x; });
     __syncthreads();
-    write_sums<config::THREADS>(share, [&](int r, int c) { return shared.weights.at[r][c]; }, block_memory().scratch);
+    write_sums<config::THREADS>(tiles, [&](int r, int c) { return shared.weights.at[r][c]; }, block_memory().scratch);
 }
 
 // Kernels of arrays whose gradients nobody asks for are empty.
@@ -43,7 +43,7 @@ __device__ void gather_reads(const Params& p) {
 }
 template <bool WANTED, class Of>
 __device__ void add_parts(const Params& p) {
-    if constexpr (WANTED) Share<Of, OWNED, VISITED>(p, 0).template add_parts<128>();
+    if constexpr (WANTED) SummedTiles<Of, OWNED, VISITED>(p, 0).template add_parts<128>();
 }
 
 #define KERNELS(ARRAY, WANTED, OF)                                                               \

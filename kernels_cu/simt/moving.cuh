@@ -15,26 +15,31 @@ __device__ inline Accum seen_probability(Accum s, const MovingRow& row, const Pa
     return tested && !pairs.visible(pair) ? 0 : probability(s, row.lse, pairs, pair);
 }
 
-// The products of a tile of queries and one of keys: S, tS, dP and tdP.
-__device__ inline void products(ScoreTile& s, ScoreTile& ts, ScoreTile& dp, ScoreTile& tdp, const Params& p,
-                                const Head& head, int query, int key, Shared& shared) {
-    const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);
-    const Matrix tq = query_matrix(p, head, p.tq, p.tq_strides, p.dim);
-    const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
-    const Matrix tk = key_matrix(p, head, p.tk, p.tk_strides, p.dim);
-    const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
-    const Matrix tv = key_matrix(p, head, p.tv, p.tv_strides, p.dim_v);
-    const Matrix dout = query_matrix(p, head, p.dout, p.dout_strides, p.dim_v);
-    const Matrix tdout = query_matrix(p, head, p.tdout, p.tdout_strides, p.dim_v);
-    for_each(ts, [](Accum& x, int, int) { x = 0; });
-    for_each(tdp, [](Accum& x, int, int) { x = 0; });
-    dot_products(s, q, query, k, key, shared);
-    if (config::TQ) add_dot_products(ts, tq, query, k, key, shared);
-    if (config::TK) add_dot_products(ts, q, query, tk, key, shared);
-    dot_products(dp, dout, query, v, key, shared);
-    if (config::TV) add_dot_products(tdp, dout, query, tv, key, shared);
-    if (config::TDOUT) add_dot_products(tdp, tdout, query, v, key, shared);
-}
+struct MovingQueryArrays : QueryArrays {
+    using QueryArrays::QueryArrays;
+    __device__ Matrix<const In> tq() const { return query_matrix(p, head, p.tq, p.tq_strides, p.dim); }
+    __device__ Matrix<const In> tdout() const { return query_matrix(p, head, p.tdout, p.tdout_strides, p.dim_v); }
+};
+struct MovingKeyArrays : KeyArrays {
+    using KeyArrays::KeyArrays;
+    __device__ Matrix<const In> tk() const { return key_matrix(p, head, p.tk, p.tk_strides, p.dim); }
+    __device__ Matrix<const In> tv() const { return key_matrix(p, head, p.tv, p.tv_strides, p.dim_v); }
+};
+
+// S, tS, dP and tdP of a tile of queries and one of keys.
+struct MovingProducts : Products {
+    ScoreTile ts = {}, tdp = {};
+
+    template <bool KEYS_DOWN>
+    __device__ void multiply(const MovingQueryArrays& a, int query, const MovingKeyArrays& b, int key, Shared& shared) {
+        pair_products<KEYS_DOWN>(s, a.q(), query, b.k(), key, shared);
+        if (config::TQ) add_pair_products<KEYS_DOWN>(ts, a.tq(), query, b.k(), key, shared);
+        if (config::TK) add_pair_products<KEYS_DOWN>(ts, a.q(), query, b.tk(), key, shared);
+        pair_products<KEYS_DOWN>(dp, a.dout(), query, b.v(), key, shared);
+        if (config::TV) add_pair_products<KEYS_DOWN>(tdp, a.dout(), query, b.tv(), key, shared);
+        if (config::TDOUT) add_pair_products<KEYS_DOWN>(tdp, a.tdout(), query, b.v(), key, shared);
+    }
+};
 
 // delta, and what it changes by: rowsum(dO * tO + tdO * O) - tdlse.
 extern "C" __global__ void __launch_bounds__(config::THREADS)

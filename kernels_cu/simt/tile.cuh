@@ -4,6 +4,7 @@
 // threads stand in a grid of THREADS / 16 by 16, and each holds, in registers, every (THREADS / 16)-th row and
 // 1 / 16 of the columns of each tile. The 16 threads of a row are half a warp, so that row reductions are shuffles.
 #pragma once
+#include "attention/cached.cuh"
 #include "attention/dropout.cuh"
 #include "attention/schedule.cuh"
 #include "ptx/convert.cuh"
@@ -54,16 +55,29 @@ struct Paged<T, true> {
     __device__ T* paged(int r) const { return head->paged_row(*p, pool, *strides, r); }
 };
 
+// What rows of a matrix are multiplied by: nothing, or what `Of` (attention/cached.cuh) says.
+struct Unscaled {
+    static constexpr bool GIVEN = false;
+};
+template <class Of>
+struct Scaled {
+    static constexpr bool GIVEN = Of::GIVEN;
+    const Params& p;
+    const Head& head;
+    __device__ Accum operator()(int r) const { return *Of::of_row(p, head, r); }
+};
+
 // One head of one batch entry of an array in global memory.
-template <class T>
+template <class T, class Scale = Unscaled>
 struct Matrix : Paged<T> {
     T* at;
     long long stride;
     int rows, columns;
     bool vectors;  // every row starts where WIDTH elements can be moved at once, and is a multiple of them long
+    Scale scale;
 
-    __device__ Matrix(T* at, long long stride, int rows, int columns, Paged<T> pages = {})
-        : Paged<T>(pages), at(at), stride(stride), rows(rows), columns(columns) {
+    __device__ Matrix(T* at, long long stride, int rows, int columns, Paged<T> pages = {}, Scale scale = {})
+        : Paged<T>(pages), at(at), stride(stride), rows(rows), columns(columns), scale(scale) {
         vectors = reinterpret_cast<unsigned long long>(at) % (WIDTH * sizeof(T)) == 0 && stride % WIDTH == 0 &&
                   columns % WIDTH == 0;
     }
@@ -74,15 +88,16 @@ template <class T>
 __device__ Matrix<T> query_matrix(const Params& p, const Head& head, T* array, const Strides& strides, int columns) {
     return {head.query_row(array, strides), strides.row, head.queries(p), columns};
 }
-template <class T>
-__device__ Matrix<T> key_matrix(const Params& p, const Head& head, T* array, const Strides& strides, int columns) {
+template <class T, class Scale = Unscaled>
+__device__ Matrix<T, Scale> key_matrix(const Params& p, const Head& head, T* array, const Strides& strides, int columns,
+                                       Scale scale = {}) {
     if constexpr (config::PAGED) {
         T* first = array + head.k * strides.head;
-        Matrix<T> matrix{first, strides.row, head.keys(p), columns, {&p, &head, array, &strides}};
+        Matrix<T, Scale> matrix{first, strides.row, head.keys(p), columns, {&p, &head, array, &strides}, scale};
         matrix.vectors = matrix.vectors && strides.batch % WIDTH == 0;
         return matrix;
     } else {
-        return {head.key_row(array, strides), strides.row, head.keys(p), columns};
+        return {head.key_row(array, strides), strides.row, head.keys(p), columns, {}, scale};
     }
 }
 // Results for keys have the rows of a cache that hold none, too: what is summed there is 0.
@@ -97,36 +112,42 @@ struct SharedTile {
     alignas(16) Accum at[ROWS][COLUMNS + WIDTH];
 
     // Fetch the tile whose corner is (row, column), with zeros where it hangs over the edge of the matrix.
-    __device__ void load(const Matrix<const In>& from, int row, int column) {
+    template <class T, class Scale>
+    __device__ void load(const Matrix<const T, Scale>& from, int row, int column) {
         if (from.vectors)
             load_by<true>(from, row, column);
         else
             load_by<false>(from, row, column);
     }
 
-    template <bool VECTORS>
-    __device__ void load_by(const Matrix<const In>& from, int row, int column) {
+    template <bool VECTORS, class T, class Scale>
+    __device__ void load_by(const Matrix<const T, Scale>& from, int row, int column) {
         constexpr int ALONG = COLUMNS / WIDTH, STEP = config::THREADS / ALONG;  // threads along a row, rows at once
         const int first = threadIdx.x / ALONG, c = threadIdx.x % ALONG * WIDTH, left = from.columns - column - c;
-        const In* source = from.at + (row + first) * from.stride + column + c;
+        const T* source = from.at + (row + first) * from.stride + column + c;
 #pragma unroll
         for (int r = 0; r < ROWS; r += STEP, source += STEP * from.stride) {
-            Vector<In, WIDTH> x = {};
+            Vector<T, WIDTH> x = {};
             int inside = row + first + r < from.rows ? left : 0;
             if constexpr (config::PAGED)
                 if (inside > 0 && from.in_pages()) {
-                    const In* at = from.paged(row + first + r);
+                    const T* at = from.paged(row + first + r);
                     source = at + column + c;
                     if (at == nullptr) inside = 0;
                 }
             if (VECTORS) {
-                if (inside > 0) x = *reinterpret_cast<const Vector<In, WIDTH>*>(source);
+                if (inside > 0) x = *reinterpret_cast<const Vector<T, WIDTH>*>(source);
             } else {
                 for (int e = 0; e < WIDTH; ++e)
                     if (e < inside) x.at[e] = source[e];
             }
             if (ROWS % STEP == 0 || first + r < ROWS)
                 for (int e = 0; e < WIDTH; ++e) at[first + r][c + e] = to_float(x.at[e]);
+            if constexpr (Scale::GIVEN)
+                if (inside > 0 && (ROWS % STEP == 0 || first + r < ROWS)) {
+                    const Accum times = from.scale(row + first + r);
+                    for (int e = 0; e < WIDTH; ++e) at[first + r][c + e] *= times;
+                }
         }
     }
 
@@ -180,8 +201,8 @@ __device__ void add_products(ScoreTile& s, const SharedTile<config::OWNED, COLUM
 }
 
 // s += A B^T for OWNED rows of A and VISITED rows of B, in pieces of DEPTH columns: any head dimension fits.
-__device__ inline void add_dot_products(ScoreTile& s, const Matrix<const In>& a, int row_a,
-                                        const Matrix<const In>& b, int row_b, Shared& shared) {
+template <class B>
+__device__ void add_dot_products(ScoreTile& s, const Matrix<const In>& a, int row_a, const B& b, int row_b, Shared& shared) {
     for (int column = 0; column < a.columns; column += config::DEPTH) {
         __syncthreads();  // nobody reads the piece before any more
         shared.owned.load(a, row_a, column);
@@ -192,8 +213,8 @@ __device__ inline void add_dot_products(ScoreTile& s, const Matrix<const In>& a,
 }
 
 // s = A B^T.
-__device__ inline void dot_products(ScoreTile& s, const Matrix<const In>& a, int row_a,
-                                    const Matrix<const In>& b, int row_b, Shared& shared) {
+template <class B>
+__device__ void dot_products(ScoreTile& s, const Matrix<const In>& a, int row_a, const B& b, int row_b, Shared& shared) {
     for_each(s, [](Accum& x, int, int) { x = 0; });
     add_dot_products(s, a, row_a, b, row_b, shared);
 }
@@ -224,8 +245,9 @@ __device__ void add_piece(ResultTile& sum, const SharedTile<config::OWNED, confi
 
 // sum += weights B for VISITED rows of B and COLUMNS columns of it. `tested` says that some pairs are hidden: their
 // weight is 0, but 0 times what a hidden row holds may be NaN, so such terms are left out.
-__device__ inline void add_weighted(ResultTile& sum, ScoreTile& weights, const Matrix<const In>& b, int row,
-                                    int column, bool tested, Shared& shared) {
+template <class B>
+__device__ void add_weighted(ResultTile& sum, ScoreTile& weights, const B& b, int row, int column, bool tested,
+                             Shared& shared) {
     if (column >= b.columns) return;  // this block's columns exist in another result only (Dv > D, or D > Dv)
     __syncthreads();
     // A thread holds other columns of the weights than it multiplies, so the 16 threads of a row exchange them.

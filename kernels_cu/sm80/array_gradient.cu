@@ -30,13 +30,13 @@ struct BiasTile {
 
     unsigned base;
 
-    __device__ void load(const Params& p, char* memory, const Share<OfBias, ROWS, KEYS>& share) const {
+    __device__ void load(const Params& p, char* memory, const SummedTiles<OfBias, ROWS, KEYS>& tiles) const {
         const PairStrides& s = p.bias_strides;
-        const Number* from = p.bias + share.batch * s.batch + share.head * s.head;
+        const Number* from = p.bias + tiles.batch * s.batch + tiles.head * s.head;
         for (int n = threadIdx.x; n < ROWS * KEYS; n += THREADS) {
-            int row = n / KEYS, column = n % KEYS, i = share.tile_q * ROWS + row, j = share.tile_k * KEYS + column;
-            if constexpr (BIAS_LINES) i = share.lines.begin + row;
-            bool there = (i < (BIAS_LINES ? share.lines.end : Sequence::most_queries(p)) || s.query == 0) && (j < Sequence::most_keys(p) || s.key == 0);
+            int row = n / KEYS, column = n % KEYS, i = tiles.tile_q * ROWS + row, j = tiles.tile_k * KEYS + column;
+            if constexpr (BIAS_LINES) i = tiles.lines.begin + row;
+            bool there = (i < (BIAS_LINES ? tiles.lines.end : Sequence::most_queries(p)) || s.query == 0) && (j < Sequence::most_keys(p) || s.key == 0);
             ((Number*)memory)[row * PITCH + column] = there ? from[i * s.query + j * s.key] : Number();
         }
     }
@@ -93,19 +93,19 @@ struct Shared {
 // Where the copies are: a piece of a tile of pairs; those of S come first, then those of dP.
 template <class Of>
 struct Cursor {
-    using Shares = Share<Of, ROWS, KEYS>;
+    using Tiles = SummedTiles<Of, ROWS, KEYS>;
 
-    typename Shares::Step step;
+    typename Tiles::Step step;
     int piece = 0;
 
-    __device__ Cursor(const Shares& share) : step(share.first()) {}
+    __device__ Cursor(const Tiles& tiles) : step(tiles.first()) {}
 
     __device__ static int of_scores(const Params& p) { return tiles_in(p.dim, DEPTH); }
     __device__ static int of_values(const Params& p) { return tiles_in(p.dim_v, DEPTH); }
 
     // Start the copies of the next piece, as one group; behind the last there is nothing.
-    __device__ void load(const Params& p, const Shares& share, Shared s, int stage) {
-        if (share.has(step)) {
+    __device__ void load(const Params& p, const Tiles& tiles, Shared s, int stage) {
+        if (tiles.has(step)) {
             int pieces = of_scores(p);
             if (piece < pieces)
                 copy<OfQ, OfK>(p, s, stage, piece * DEPTH);
@@ -113,7 +113,7 @@ struct Cursor {
                 copy<OfDO, OfV>(p, s, stage, (piece - pieces) * DEPTH);
             if (++piece == pieces + of_values(p)) {
                 piece = 0;
-                share.advance(step);
+                tiles.advance(step);
             }
         }
         cp_async_commit();
@@ -143,7 +143,7 @@ template <class Of>
 struct Block {
     const Params& p;
     Shared s;
-    Share<Of, ROWS, KEYS> share;
+    SummedTiles<Of, ROWS, KEYS> tiles;
     Cursor<Of> ahead;
     int warp_row, warp_key, stage = 0;
     Dropout dropout;
@@ -152,8 +152,8 @@ struct Block {
     __device__ Block(const Params& p, Shared s, int block)
         : p(p),
           s(s),
-          share(p, block),
-          ahead(share),
+          tiles(p, block),
+          ahead(tiles),
           warp_row(threadIdx.x / 32 / COLUMN_WARPS * WARP_ROWS),
           warp_key(threadIdx.x / 32 % COLUMN_WARPS * WARP_KEYS),
           dropout(p) {
@@ -167,7 +167,7 @@ struct Block {
         for (int n = 0; n < pieces; n++) {
             cp_async_wait<STAGES - 2>();
             __syncthreads();  // the piece has arrived, and everybody is done with the one before
-            ahead.load(p, share, s, (stage + STAGES - 1) % STAGES);
+            ahead.load(p, tiles, s, (stage + STAGES - 1) % STAGES);
             mma_ABt<DEPTH>(product, sums, FromShared<QueryPiece>{s.queries(stage), warp_row}, s.keys(stage), warp_key);
             stage = (stage + 1) % STAGES;
         }
@@ -227,17 +227,17 @@ struct Block {
 
     __device__ void run() {
         if constexpr (Of::BIAS) {
-            s.bias().load(p, s.memory + Shared::BIAS_TILE, share);
+            s.bias().load(p, s.memory + Shared::BIAS_TILE, tiles);
             __syncthreads();  // (with head dimension 0 no barrier of a product comes before it is read)
         }
-        for (int n = 0; n < STAGES - 1; n++) ahead.load(p, share, s, n);
-        for (auto step = share.first(); share.has(step); share.advance(step)) visit(step.tile);
+        for (int n = 0; n < STAGES - 1; n++) ahead.load(p, tiles, s, n);
+        for (auto step = tiles.first(); tiles.has(step); tiles.advance(step)) visit(step.tile);
         cp_async_wait<0>();
         __syncthreads();  // everybody is done with the ring
         float* out = (float*)s.memory;
         sums.each([&](float& x, int r, int c) { out[(warp_row + r) * Shared::PITCH + warp_key + c] = x; });
         __syncthreads();
-        write_sums<THREADS>(share, [&](int r, int c) { return out[r * Shared::PITCH + c]; }, out + ROWS * Shared::PITCH);
+        write_sums<THREADS>(tiles, [&](int r, int c) { return out[r * Shared::PITCH + c]; }, out + ROWS * Shared::PITCH);
     }
 };
 
@@ -266,7 +266,7 @@ __device__ void gather_reads(const Params& p) {
 }
 template <bool WANTED, class Of>
 __device__ void add_parts(const Params& p) {
-    if constexpr (WANTED) Share<Of, ROWS, KEYS>(p, 0).template add_parts<128>();
+    if constexpr (WANTED) SummedTiles<Of, ROWS, KEYS>(p, 0).template add_parts<128>();
 }
 
 #define KERNELS(ARRAY, WANTED, OF)                                                               \

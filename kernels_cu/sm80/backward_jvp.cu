@@ -8,45 +8,20 @@
 //
 // Thread blocks, warps and stages are those of the backward (backward.cu), with the tangents that are given beside Q,
 // K, V and dO. What is not given has no place in shared memory, and no products.
-#include "attention/dropped.cuh"
-#include "attention/exact_delta.cuh"
-#include "attention/mask.cuh"
-#include "attention/schedule.cuh"
 #include "attention/tangents.cuh"
-#include "sm80/dq_sums.cuh"
+#include "sm80/key_block.cuh"
 #include "sm80/tangents.cuh"
 
-constexpr int THREADS = 32 * WARPS;
-constexpr int KEY_WARPS = WARPS / COLUMN_WARPS;
-constexpr int WARP_KEYS = KEYS / KEY_WARPS;
-constexpr int M = WARP_KEYS / 16;  // row fragments of a warp
-// Where there are not 16 queries for each, some compute the same scores; or, in double precision, S and dP apart.
-constexpr int QUERY_WARPS = ROWS / 16 < COLUMN_WARPS ? ROWS / 16 : COLUMN_WARPS;
-constexpr int WARP_QUERIES = ROWS / QUERY_WARPS;
-constexpr bool SHARE = COLUMN_WARPS > 1;
-constexpr int SIZE = sizeof(Accum);
+// Where some warps would compute the same scores, they compute S and dP apart in double precision.
 constexpr bool APART = SIZE == 8 && QUERY_WARPS < COLUMN_WARPS;
-static_assert(KEYS % (16 * KEY_WARPS) == 0 && WARP_QUERIES % 16 == 0 && COLUMN_WARPS % QUERY_WARPS == 0 &&
-              DIM % (16 * COLUMN_WARPS) == 0 && DIM_V % (16 * COLUMN_WARPS) == 0);
-
-using QTile = OperandTile<ROWS, DIM>;
-using DOTile = OperandTile<ROWS, DIM_V>;
-using KTile = OperandTile<KEYS, DIM>;
-using VTile = OperandTile<KEYS, DIM_V>;
-using STile = OperandTile<KEYS, ROWS>;  // tdx^T and others like it
-using Scores = Accumulator<M, WARP_QUERIES / 8>;
 
 // Which of these go through shared memory: tdx, for tdQ; dx; tP and P, where warps share keys.
-constexpr bool DX_STORED = TK || (SHARE && TQ) || APART, TP_STORED = SHARE && MOVES, P_STORED = SHARE && TDOUT;
-
-// What is known of a tile's queries: -lse and -delta as the backward has them, tlse and tdelta.
-constexpr int NUMBERS = 4;
-__device__ inline Accum* numbers_of_queries(const Params& p, long long tile) {
-    return p.delta + tile * (NUMBERS * ROWS);
-}
+constexpr bool DX_STORED = TK || (SPLIT_QUERIES && TQ) || APART, TP_STORED = SPLIT_QUERIES && MOVES, P_STORED = SPLIT_QUERIES && TDOUT;
 
 // Where things lie in shared memory.
 struct Shared {
+    static constexpr int NUMBERS = 4;  // of a query: -lse and -delta as the backward has them, tlse and tdelta
+    static constexpr bool CLEARS_V = false;
     static constexpr int V_TILES = (1 + TK) * KTile::BYTES;
     static constexpr int S_TILES = V_TILES + (1 + TV) * VTile::BYTES;
     static constexpr int RING = S_TILES + (1 + DX_STORED + TP_STORED + P_STORED) * STile::BYTES;
@@ -72,20 +47,7 @@ struct Shared {
     __device__ DOTile do_tile(int stage) const { return {q_tile(stage).base + DO_TILES}; }
     __device__ DOTile tdo_tile(int stage) const { return {do_tile(stage).base + TDOUT * DOTile::BYTES}; }
     __device__ unsigned row_values(int stage) const { return q_tile(stage).base + ROW_VALUES; }
-};
-
-// Where dead rows may come in a tile with others; behind the live ones of a sequence nothing is loaded. (Of float32
-// they are 0.)
-constexpr bool CLEARS_KEYS = PARTS == 1 && (KEY_MASK || DEAD_KEYS);
-constexpr bool CLEARS_QUERIES = PARTS == 1 && (KEY_MASK || DEAD_QUERIES);
-
-using Queries = QueryWalk<ROWS, KEYS>;
-
-// A tile of queries of one of the heads that share the block's keys.
-struct Step {
-    Head head;
-    int step;     // in the head's walk
-    int end = 0;  // of that, where heads differ
+    __device__ static Accum* numbers(const Params& p, long long tile) { return p.delta + tile * (NUMBERS * ROWS); }
 };
 
 // The powers of two with which these are split.
@@ -93,131 +55,8 @@ struct Powers {
     PowerOfTwo tdx{1}, dx{1}, tp{1};
 };
 
-// A thread block with the keys of one tile.
-struct Block {
-    const Params& p;
-    Shared s;
-    Head keys_head;  // the first of the heads that share the keys
-    int tile;        // of keys
-    Range keys;
-    Queries walk;  // of the first head, or of all
-    int end_head;
-    int warp, warp_key, column_warp, warp_query;  // the warp's first key and query in a tile
-    Accum factor;
-    float k_unit, tk_unit, v_unit, tv_unit;
-    float p_times;  // what P is multiplied by where it is split; it is at most 1 / kept
-    Dropout dropout;
-    Accumulator<M, DIM / 8 / COLUMN_WARPS> dk;
-    Accumulator<M, DIM_V / 8 / COLUMN_WARPS> dv;
-
-    __device__ Block(const Params& p, Shared s, Head head, int tile)
-        : p(p),
-          s(s),
-          keys_head(head),
-          tile(tile),
-          keys(head.key_tile<KEYS>(p, tile)),
-          walk(p, head, keys),
-          end_head(head.q + (walk::LISTED || walk.count() > 0 ? group_of(p) : 0)),
-          warp(threadIdx.x / 32),
-          warp_key(warp % KEY_WARPS * WARP_KEYS),
-          column_warp(warp / KEY_WARPS),
-          warp_query((QUERY_WARPS == COLUMN_WARPS ? column_warp : column_warp % QUERY_WARPS) * WARP_QUERIES),
-          factor(exponent_factor(Pairs(p, head))),
-          k_unit(operand_unit<OfK>(p, head, tile)),
-          tk_unit(operand_unit<OfTK>(p, head, tile)),
-          v_unit(operand_unit<OfV>(p, head, tile)),
-          tv_unit(operand_unit<OfTV>(p, head, tile)),
-          p_times(PowerOfTwo(1 / kept(p)).times),
-          dropout(p) {
-        dk.clear();
-        dv.clear();
-    }
-
-    __device__ Step first() const { return first_of(keys_head); }
-    // The first step of a head, or of the next one that has any.
-    __device__ Step first_of(Head head) const {
-        for (; walk::LISTED && head.q < end_head; head.q++) {
-            Queries own(p, head, keys);
-            if (own.count() > 0) return {head, own.start(), own.end()};
-        }
-        return {head, walk.start()};
-    }
-    __device__ bool has(const Step& at) const { return at.head.q < end_head; }
-    __device__ Step next(const Step& at) const {
-        int step = walk.next(at.step);
-        bool has = walk::LISTED ? step < at.end : walk.has(step);
-        return has ? Step{at.head, step, at.end} : first_of(at.head.other(at.head.q + 1));
-    }
-
-    template <class Of, class Tile>
-    __device__ auto copy_queries(const Step& at, Tile tile, int i, int rows) const {
-        return AsyncCopy<THREADS, ROWS, Tile::COLUMNS>(tile, operand_rows<Of>(p, at.head, i, rows));
-    }
-    // along(copies of Q, dO and their tangents), with what else a step brings.
-    template <class F>
-    __device__ void load_queries(const Step& at, int stage, F along) const {
-        int tile_q = walk::LISTED && !has(at) ? 0 : walk.tile(at.step);
-        int i = tile_q * ROWS, rows = has(at) ? at.head.live_queries(p).end - i : 0;
-        auto q = copy_queries<OfQ>(at, s.q_tile(stage), i, rows);
-        auto d = copy_queries<OfDO>(at, s.do_tile(stage), i, rows);
-        auto with_d = [&](auto... others) {
-            if constexpr (TDOUT)
-                along(q, d, copy_queries<OfTDO>(at, s.tdo_tile(stage), i, rows), others...);
-            else
-                along(q, d, others...);
-        };
-        if constexpr (TQ)
-            with_d(copy_queries<OfTQ>(at, s.tq_tile(stage), i, rows));
-        else
-            with_d();
-        constexpr int EACH = VECTOR<Accum>, COPIES = NUMBERS * ROWS / EACH;
-        static_assert(COPIES <= THREADS);
-        const Accum* values = numbers_of_queries(p, QueryTiles<ROWS>::number(p, at.head, tile_q));
-        if (threadIdx.x < COPIES)
-            cp_async_16(s.row_values(stage) + 16 * threadIdx.x, values + EACH * threadIdx.x, rows > 0);
-    }
-    __device__ void load_queries(const Step& at, int stage) const {
-        load_queries(at, stage, [](auto... copies) { (copies.all(), ...); });
-        cp_async_commit();
-    }
-
-    template <class Of, class Tile>
-    __device__ void load_keys(Tile tile) const {
-        int rows = keys_head.live_keys(p).end - keys.begin;
-        AsyncCopy<THREADS, KEYS, Tile::COLUMNS>(tile, operand_rows<Of>(p, keys_head, keys.begin, rows)).all();
-    }
-    // K and V, and the first Q and dO.
-    __device__ void load_first() const {
-        load_keys<OfK>(s.k_tile());
-        load_keys<OfV>(s.v_tile());
-        if constexpr (TK) load_keys<OfTK>(s.tk_tile());
-        if constexpr (TV) load_keys<OfTV>(s.tv_tile());
-        load_queries(first(), 0);
-        if constexpr (CLEARS_KEYS) {
-            if (!KEY_MASK && keys.begin >= keys_head.live_keys(p).begin) return;
-            DeadRows<KEYS> dead = unseen_keys<KEYS>(Pairs(p, keys_head), keys.begin);
-            if (!dead.any()) return;
-            cp_async_wait<0>();
-            __syncthreads();
-            dead.clear<WARPS>(s.k_tile(), warp);
-            if (TK) dead.clear<WARPS>(s.tk_tile(), warp);
-        }
-    }
-
-    // Q, dO and the queries' numbers of a tile have arrived.
-    __device__ void clear_queries(const Head& head, int first, int stage) const {
-        if constexpr (CLEARS_QUERIES) {
-            if (!KEY_MASK && first >= head.live_queries(p).begin) return;
-            int live = head.live_queries(p).begin - first;
-            DeadRows<ROWS> dead([&](int i) { return i < live || is_blind(s.row_values(stage), i); });
-            if (!dead.any()) return;
-            dead.clear<WARPS>(s.q_tile(stage), warp);
-            dead.clear<WARPS>(s.do_tile(stage), warp);
-            if (TQ) dead.clear<WARPS>(s.tq_tile(stage), warp);
-            if (TDOUT) dead.clear<WARPS>(s.tdo_tile(stage), warp);
-            __syncthreads();
-        }
-    }
+struct Block : KeyBlock<Shared> {
+    using KeyBlock::KeyBlock;
 
     // A tile of queries.
     __device__ void visit(const Step& at, int stage) {
@@ -326,7 +165,7 @@ struct Block {
             store();
         }
         float tp_unit = do_unit * powers.tp.unit, p_unit = tdo_unit / p_times;
-        if constexpr (!SHARE) {
+        if constexpr (!SPLIT_QUERIES) {
             FromRegisters<M, WARP_QUERIES / 8> of_tp{tx, powers.tp.times};
             FromRegisters<M, WARP_QUERIES / 8, DROPOUT> of_p{x, p_times};
             if constexpr (MOVES) mma_AB<ROWS>(dv, of_tp, s.do_tile(stage), 0, Nothing(), tp_unit);
@@ -347,7 +186,7 @@ struct Block {
             return [&, product](int k) { dq.add<STEPS>(dq_sum, ROWS / 16 * product + k); };
         };
         float tdx_unit = q_unit * powers.tdx.unit, dx_unit = tq_unit * powers.dx.unit;
-        if constexpr (SHARE) {
+        if constexpr (SPLIT_QUERIES) {
             using Operand = FromShared<STile>;
             Operand of_tp{s.tp_tile(), warp_key}, of_p{s.p_tile(), warp_key};
             int column = column_warp * (DIM_V / COLUMN_WARPS);
@@ -362,14 +201,7 @@ struct Block {
             mma_AB<ROWS>(dk, of_tdx, s.q_tile(stage), 0, along(0), tdx_unit);
             if constexpr (TQ) mma_AB<ROWS>(dk, of_dx, s.tq_tile(stage), 0, along(1), dx_unit);
         }
-        if (STAGES == 1) {
-            __syncthreads();
-            load_queries(next(at), 0);
-        }
-        if (DETERMINISTIC) {
-            __syncthreads();
-            if (threadIdx.x == 0) add_release(p.counters + number, 1);
-        }
+        leave(at, number);
     }
 
     // What another warp has stored for the same scores.
@@ -399,26 +231,7 @@ struct Block {
         return {largest[0], largest[1], largest[2]};
     }
 
-    // tdK and tdV, through shared memory, where K and V were, for whole rows.
-    __device__ void finish() {
-        cp_async_wait<0>();
-        __syncthreads();
-        dk.each([&](Accum& x, int, int) { x *= p.scale; });
-        int rows = keys_head.key_rows(p) - keys.begin;
-        Out* dk_rows = keys_head.key_row(p.tdk, p.tdk_strides, keys.begin);
-        Out* dv_rows = keys_head.key_row(p.tdv, p.tdv_strides, keys.begin);
-        if constexpr (PARTS == 2) {
-            store_floats(dk, dk_rows, p.tdk_strides.row, warp_key, column_warp * (DIM / COLUMN_WARPS), rows, p.dim);
-            store_floats(dv, dv_rows, p.tdv_strides.row, warp_key, column_warp * (DIM_V / COLUMN_WARPS), rows, p.dim_v);
-        } else {
-            dk.store(s.k_tile(), warp_key, column_warp * (DIM / COLUMN_WARPS));
-            dv.store(s.v_tile(), warp_key, column_warp * (DIM_V / COLUMN_WARPS));
-            __syncthreads();
-            constexpr int OUT_ROWS = KEYS / WARPS;
-            store_rows<OUT_ROWS>(s.k_tile(), warp * OUT_ROWS, dk_rows, p.tdk_strides.row, rows, p.dim);
-            store_rows<OUT_ROWS>(s.v_tile(), warp * OUT_ROWS, dv_rows, p.tdv_strides.row, rows, p.dim_v);
-        }
-    }
+    __device__ void finish() { KeyBlock::finish(p.tdk, p.tdk_strides, p.tdv, p.tdv_strides); }
 };
 
 // Launched where there are two parts.
@@ -432,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_jvp_prepare
     HeadTile at = numbered<QueryTiles<ROWS>>(p, blockIdx.x);
     if (config::PACKED_Q && at.none()) return;
     const Head& head = at.head;
-    Accum* numbers = numbers_of_queries(p, blockIdx.x);
+    Accum* numbers = Shared::numbers(p, blockIdx.x);
     int first = at.number * ROWS;
     for_exact_row_sums<ROWS, OfDO>(p, head, at.number, p.out, p.out_strides,
                                    [&](int i, Accum sum) { write_prepared<ROWS>(p, head, numbers, first, i, sum); });
@@ -452,20 +265,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_jvp_prepare
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_backward_jvp(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) char shared[];
-    Schedule<KeyTiles<KEYS>, key_order(DETERMINISTIC)> schedule(p);
-    int number = blockIdx.x;
-    if (DETERMINISTIC) number = number_in_turn(p);
-    HeadTile at = schedule.tile(number);
-    if (config::PACKED_K && at.none()) return;
-    Block block(p, Shared{shared_address(shared)}, at.head, at.number);
-    block.load_first();
-    int stage = 0;
-    for (Step step = block.first(); block.has(step); step = block.next(step)) {
-        block.visit(step, stage);
-        if (STAGES == 2) stage = 1 - stage;
-    }
-    block.finish();
+    visit_queries<Block>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(128) attention_backward_jvp_finish(const __grid_constant__ Params p) {

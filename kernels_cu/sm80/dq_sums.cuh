@@ -13,8 +13,11 @@ using namespace config;
 constexpr int DQ_ROW_WARPS = ROWS % 32 == 0 ? ROWS / 32 : 1;
 constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS;
 constexpr int DQ_M = ROWS / 16 / DQ_ROW_WARPS;
-constexpr int DQ_N = (DIM / 16 + DQ_COLUMN_WARPS - 1) / DQ_COLUMN_WARPS * 2;  // the last warp may have fewer columns
-constexpr bool DQ_EVEN = DIM / 16 % DQ_COLUMN_WARPS == 0;
+// Of wide heads half of the columns at a time: registers have no room for more beside dK and dV.
+constexpr bool WIDE = DIM > 256 || DIM_V > 256;
+constexpr int DQ_PARTS = WIDE ? 2 : 1;
+constexpr int DQ_N = (DIM / 16 + DQ_COLUMN_WARPS * DQ_PARTS - 1) / (DQ_COLUMN_WARPS * DQ_PARTS) * 2;  // the last may have fewer
+constexpr bool DQ_EVEN = DIM / 16 % (DQ_COLUMN_WARPS * DQ_PARTS) == 0;
 constexpr int DQ_TILE = ROWS * DIM;                                            // numbers of one tile in dq_sum
 
 // One fragment of dq_sum is stored as its 32 lanes hold it: four floats of a lane side by side, so that every addition
@@ -46,6 +49,11 @@ struct DqPart {
             mma_AB<KEYS>(sum, FromTransposed<STile>{transposed, 16 * row}, k, 8 * column, Nothing(), unit);
     }
 
+    // To the columns of the next half.
+    __device__ void next() {
+        column += DQ_COLUMN_WARPS * DQ_N;
+        sum.clear();
+    }
     // Where it goes.
     __device__ Accum* place(const Params& p, long long tile) const { return dq_fragment(p, tile, row, column); }
     // Add what belongs to a step of STEPS, in order.
@@ -89,7 +97,7 @@ __device__ inline int number_in_turn(const Params& p) {
 
 // dQ = scale * dq_sum, from fragment order to rows, of the tile that a block of 128 threads has the number of.
 __device__ inline void finish_dq(const Params& p, Out* dq, const Strides& strides) {
-    constexpr int PART = sizeof(Accum) == 8 ? 16 : ROWS;  // rows at a time
+    constexpr int PART = sizeof(Accum) == 8 || WIDE ? 16 : ROWS;  // rows at a time
     using Tile = SharedTile<PART, DIM>;
     __shared__ alignas(16) char shared[FROM_REGISTERS ? 16 : Tile::BYTES];
     Tile dq_tile{shared_address(shared)};

@@ -9,39 +9,19 @@
 //
 // Thread blocks, warps and stages are those of the forward (forward.cu), with tQ, tK, tV beside Q, K, V. What is not
 // given has no place in shared memory, and no products.
-#include "attention/dead_rows.cuh"
-#include "attention/dropped.cuh"
 #include "attention/exact_lse.cuh"
-#include "attention/mask.cuh"
-#include "attention/schedule.cuh"
 #include "attention/shift.cuh"
 #include "attention/tangents.cuh"
-#include "ptx/barrier.cuh"
+#include "sm80/query_block.cuh"
 #include "sm80/tangents.cuh"
-#include "tile/rows.cuh"
 
-using namespace config;
-
-constexpr int THREADS = 32 * WARPS;
-constexpr int ROW_WARPS = WARPS / COLUMN_WARPS;
-constexpr int WARP_ROWS = ROWS / ROW_WARPS;
-constexpr int WARP_KEYS = KEYS / COLUMN_WARPS, WARP_COLUMNS = DIM_V / COLUMN_WARPS;
-constexpr bool SHARE = COLUMN_WARPS == 2;
-constexpr int SIZE = sizeof(Accum);
-constexpr int M = WARP_ROWS / 16;  // row fragments of a warp
-constexpr int LINES = 2 * M;       // rows of a lane
-static_assert(ROWS % (16 * ROW_WARPS) == 0 && WARP_KEYS % 16 == 0 && DIM % 16 == 0 && WARP_COLUMNS % 16 == 0 &&
-              (STAGES == 1 || STAGES == 2));
+constexpr int LINES = 2 * M;  // rows of a lane
+static_assert(COLUMN_WARPS <= 2 && !AGAIN);
 
 constexpr bool WEIGHED = SCORES_MOVE;  // else tO = P tV
 // P sums to 1 but for what rounds lse. Where that shows, tlse is divided by the sum. (tO is as exact as P is.)
 constexpr bool DIVIDED = WEIGHED && sizeof(In) == 4;
 
-using QTile = OperandTile<ROWS, DIM>;
-using OTile = SharedTile<ROWS, DIM_V>;  // takes Q's place at the end
-using KTile = OperandTile<KEYS, DIM>;
-using VTile = OperandTile<KEYS, DIM_V>;
-using PTile = OperandTile<ROWS, KEYS>;  // only where P is shared
 using Scores = Accumulator<M, WARP_KEYS / 8>;
 
 // One number for each row from each of the two warps that share it.
@@ -85,7 +65,7 @@ struct Shared {
     static constexpr int W_TILE = P_TILE + TV * PTile::BYTES;
     static constexpr int EXCHANGE = W_TILE + WEIGHED * PTile::BYTES;
     static constexpr int MAXIMA = EXCHANGE + 2 * SIZE * ROWS;  // of the warps
-    static constexpr int END = SHARE ? MAXIMA + (PARTS == 2 ? 4 * WARPS : 0) : P_TILE;
+    static constexpr int END = SPLIT_K ? MAXIMA + (PARTS == 2 ? 4 * WARPS : 0) : P_TILE;
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
@@ -101,34 +81,17 @@ struct Shared {
     __device__ PTile w_tile() const { return {base + W_TILE}; }
 };
 
-// A thread block with the queries of one tile.
-struct Block {
-    const Params& p;
-    Shared s;
-    Head head;
-    Range queries;
-    KeyWalk<KEYS, ROWS> walk;
-    int row_warp, column_warp, warp_row, warp_key;  // the warp's first row and key in a tile
-    float q_unit, tq_unit;
-    float p_times;  // what P is multiplied by where it is split; it is at most 1 / kept
+struct Block : QueryBlock<Shared> {
+    float tq_unit, p_times;  // what P is multiplied by where it is split; it is at most 1 / kept
     Dropout dropout;
     Accum factor;
     // Of the lane's rows: -lse; c; rowsum(w) and rowsum(P), of this lane's columns.
     Accum minus_lse[LINES], centre[LINES], sum[LINES], mass[LINES];
     unsigned waiting = 0;  // rows that have no c so far, as bits
-    Accumulator<M, WARP_COLUMNS / 8> o;
+    Output o;
 
     __device__ Block(const Params& p, Shared s, Head head, int tile)
-        : p(p),
-          s(s),
-          head(head),
-          queries(head.query_tile<ROWS>(p, tile)),
-          walk(p, head, queries),
-          row_warp(threadIdx.x / 32 % ROW_WARPS),
-          column_warp(threadIdx.x / 32 / ROW_WARPS),
-          warp_row(row_warp * WARP_ROWS),
-          warp_key(column_warp * WARP_KEYS),
-          q_unit(operand_unit<OfQ>(p, head, tile)),
+        : QueryBlock<Shared>(p, s, head, tile),
           tq_unit(operand_unit<OfTQ>(p, head, tile)),
           p_times(PowerOfTwo(1 / kept(p)).times),
           dropout(p),
@@ -193,16 +156,11 @@ struct Block {
         cp_async_commit();
     }
 
-    // V of a tile has arrived. (Of float32 what is dead is 0 there. Scores of dead keys are hidden, whatever K is.)
     __device__ void clear_values(int tile, int stage) const {
-        if constexpr (PARTS == 1 && (KEY_MASK || DEAD_KEYS)) {
-            if (!KEY_MASK && tile * KEYS >= head.live_keys(p).begin) return;
-            DeadRows<KEYS> dead = unseen_keys<KEYS>(Pairs(p, head), tile * KEYS);
-            if (!dead.any()) return;
+        clear_dead_keys(tile, [&](const DeadRows<KEYS>& dead) {
             if (WEIGHED) dead.clear<WARPS>(s.v_tile(stage), threadIdx.x / 32);
             if (TV) dead.clear<WARPS>(s.tv_tile(stage), threadIdx.x / 32);
-            __syncthreads();
-        }
+        });
     }
 
     // Products become probabilities, hidden ones 0, and their tangents those of the scores.
@@ -240,7 +198,7 @@ struct Block {
                 }
         add_lanes(mass);
         add_lanes(mean);
-        if (SHARE) {
+        if (SPLIT_K) {
             exchange.add(mass);
             exchange.add(mean);
         }
@@ -329,10 +287,10 @@ struct Block {
             if constexpr (!TV && !WEIGHED) for_constants<KEYS / 16>([&](auto k) { along(k.value); });
         };
         auto add_along = [&](auto... copies) {
-            if constexpr (SHARE) {
+            if constexpr (SPLIT_K) {
                 if (TV) scores.store<DROPOUT>(s.p_tile(), warp_row, warp_key, p_times);
                 if (WEIGHED) tangents.store(s.w_tile(), warp_row, warp_key, power.times);
-                sync_threads<64>(1 + row_warp);
+                sync_row_warps();
                 add(FromShared<PTile>{s.p_tile(), warp_row}, FromShared<PTile>{s.w_tile(), warp_row}, copies...);
             } else {
                 add(FromRegisters<M, WARP_KEYS / 8, DROPOUT>{scores, p_times},
@@ -350,7 +308,7 @@ struct Block {
     __device__ float largest(Scores& weights) const {
         float found = 0;
         weights.each([&](Accum& w, int, int) { found = fmaxf(found, finite_size(w)); });
-        if constexpr (SHARE) return largest_of_block<WARPS>(found, s.base + Shared::MAXIMA);
+        if constexpr (SPLIT_K) return largest_of_block<WARPS>(found, s.base + Shared::MAXIMA);
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes /= 2) found = fmaxf(found, __shfl_xor_sync(~0u, found, lanes));
         return found;
@@ -362,8 +320,8 @@ struct Block {
         cp_async_wait<0>();
         add_lanes(sum);
         if (DIVIDED) add_lanes(mass);
-        if (SHARE) exchange.add(sum);
-        if (SHARE && DIVIDED) exchange.add(mass);
+        if (SPLIT_K) exchange.add(sum);
+        if (SPLIT_K && DIVIDED) exchange.add(mass);
         Pairs pairs(p, head);
         const Out* out = head.query_row(p.out, p.out_strides, queries.begin);
         int rows = head.queries(p) - queries.begin;
@@ -403,7 +361,7 @@ struct Block {
             // Through shared memory, where Q was, for whole rows.
             __syncthreads();
             o.store(s.o_tile(), warp_row, column_warp * WARP_COLUMNS);
-            if (SHARE) sync_threads<64>(1 + row_warp);
+            if (COLUMN_WARPS > 1) sync_row_warps();
             __syncwarp();
             constexpr int OUT_ROWS = WARP_ROWS / COLUMN_WARPS;
             store_rows<OUT_ROWS>(s.o_tile(), warp_row + column_warp * OUT_ROWS, to, p.tout_strides.row, rows, p.dim_v);
@@ -417,17 +375,5 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_jvp(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) char shared[];
-    // The tiles of a head one after the other, so that they share its K and V in the cache; where later ones see more
-    // keys, those first.
-    HeadTile at = Schedule<QueryTiles<ROWS>, QUERY_ORDER>(p).tile(blockIdx.x);
-    if (config::PACKED_Q && at.none()) return;
-    Block block(p, Shared{shared_address(shared)}, at.head, at.number);
-    block.load_first();
-    int stage = 0;
-    for (int step = block.walk.start(); block.walk.has(step); step = block.walk.next(step)) {
-        block.visit(step, stage);
-        if (STAGES == 2) stage = 1 - stage;
-    }
-    block.finish();
+    visit_keys<Block>(p, QuerySchedule(p).tile(blockIdx.x));
 }

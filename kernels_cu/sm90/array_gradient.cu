@@ -32,7 +32,7 @@ using KeyPiece = SwizzledTile<KEYS, DEPTH>;    // of K or V
 using Sums = Accumulator<1, KEYS / 8>;
 
 template <class Of>
-using Shares = Share<Of, ROWS, KEYS>;
+using Tiles = SummedTiles<Of, ROWS, KEYS>;
 using Pairwise = PairTiles<ROWS>;  // mask and bias
 // The bias of a block's own tile of its gradient is the same along the axes that are summed; a mask need not be.
 template <class Of>
@@ -141,16 +141,16 @@ struct Producer {
     }
 
     __device__ void run() {
-        int shares = Shares<Of>::count(p);
-        for (int n = blockIdx.x; n < shares; n += gridDim.x) {
-            Shares<Of> share(p, n);
-            auto step = share.first();
+        int count = Tiles<Of>::count(p);
+        for (int n = blockIdx.x; n < count; n += gridDim.x) {
+            Tiles<Of> tiles(p, n);
+            auto step = tiles.first();
             PairsTile at = step.tile;
-            if (!share.has(step)) tell({at.head, at.i, at.j, share.split, Note::LAST});
-            for (int flags = Note::VISIT | Note::FIRST; share.has(step); flags = Note::VISIT) {
+            if (!tiles.has(step)) tell({at.head, at.i, at.j, tiles.split, Note::LAST});
+            for (int flags = Note::VISIT | Note::FIRST; tiles.has(step); flags = Note::VISIT) {
                 at = step.tile;
-                share.advance(step);
-                visit({at.head, at.i, at.j, share.split, flags | (share.has(step) ? 0 : Note::LAST)});
+                tiles.advance(step);
+                visit({at.head, at.i, at.j, tiles.split, flags | (tiles.has(step) ? 0 : Note::LAST)});
             }
         }
         tell({{}, 0, 0, 0, Note::END});
@@ -247,7 +247,7 @@ struct Consumer {
         Pair at{note.head.q, note.i + first_row, note.j};
         int queries = note.head.queries(p) - at.i, keys = note.head.keys(p) - at.j;
         if (over_queries<Of>(p)) {
-            float* part = Of::parts(p) + (note.split * CONSUMER_WARPS + first_row / 16) * Shares<Of>::elements(p);
+            float* part = Of::parts(p) + (note.split * CONSUMER_WARPS + first_row / 16) * Tiles<Of>::elements(p);
             add_up(at_pair(part, strides, note.head.batch, {at.head, 0, at.j}), keys);
             return;
         }
@@ -263,7 +263,7 @@ struct Consumer {
         if (Of::splits(p) == 1)
             store(Of::target(p));
         else
-            store(Of::parts(p) + note.split * Shares<Of>::elements(p));
+            store(Of::parts(p) + note.split * Tiles<Of>::elements(p));
     }
 
     // Where the array is broadcast along queries: a warp's sums to a part of their own; along keys too where it has none.
@@ -346,7 +346,7 @@ __device__ void gather(const Params& p, const TensorMaps& maps) {
 }
 template <bool WANTED, class Of>
 __device__ void add_parts(const Params& p) {
-    if constexpr (WANTED) Shares<Of>(p, 0).template add_parts<128>(over_queries<Of>(p) ? CONSUMER_WARPS : 1);
+    if constexpr (WANTED) Tiles<Of>(p, 0).template add_parts<128>(over_queries<Of>(p) ? CONSUMER_WARPS : 1);
 }
 
 #define KERNELS(ARRAY, WANTED, OF)                                                                                             \

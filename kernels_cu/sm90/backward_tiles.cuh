@@ -285,7 +285,7 @@ using KeySchedule = Schedule<KeyTiles<CLUSTER_KEYS>, key_order(DETERMINISTIC || 
 
 __device__ inline KeyTile key_tile(const Params& p, int number) {
     KeySchedule schedule(p);
-    Dealt at = schedule.dealt(number, Share::count(p), p.together);
+    TileIndex at = schedule.index(number, Share::count(p), p.together);
     KeyTile t(at.head, at.tile, Range{0, 0});
     if constexpr (RAGGED) {
         HeadTile found = schedule.ordered(of_all_heads<KeyTiles<CLUSTER_KEYS>>(p, at.head, at.tile));

@@ -14,11 +14,6 @@
 #include "sm90/forward_steps.cuh"
 #include "tile/rows.cuh"
 
-// Per thread. What the producer warpgroup gives away the others take: together no more than at the start.
-constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = ROOMY ? 40 : 32;
-constexpr int CONSUMER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - PRODUCER_REGISTERS) / GROUPS / 8 * 8;
-
 // Whether V may hold anything where key_mask hides keys. (Turned it is 0 there; what is dead by position no map knows of.)
 constexpr bool CLEARS = KEY_MASK && !TURNED;
 
@@ -107,7 +102,13 @@ struct Consumer {
     __device__ void start_scores(Accumulator<1, N>& scores) const {
         // Else the addresses of its rows of Q are held in uniform registers, and more than there are (192 / 128 columns).
         mark_read(group);
-        start_ABt<DOT>(scores, s.q_tile(), first_row, s.k_tile());
+        QTile q = s.q_tile();
+        KTile k = s.k_tile();
+        if constexpr (STAGES == 1 && !TURNED) {  // and those of K, which never moves
+            mark_changed(q.base);
+            mark_changed(k.base);
+        }
+        start_ABt<DOT>(scores, q, first_row, k);
     }
 
     // Products become scores, hidden ones -inf.
@@ -308,7 +309,7 @@ struct Consumer {
         int heads = heads_of(tile), queries = tile.head.queries(p);
         float* lse = p.lse;
         if constexpr (SHARES) lse = p.share_lse + share_row(p, tile.share, 0);
-        if (lse != nullptr && threadIdx.x % 4 == 0) {
+        if (lse != nullptr && threadIdx.x % 4 == 0 && (V_PARTS == 1 || tile.part == 0)) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 Pair x = at(8 * h + threadIdx.x % 32 / 4, 0);
@@ -322,17 +323,17 @@ struct Consumer {
         if constexpr (SUM_TILES > 0) sums.collect(s.sums(), group, o);
         softmax.scale_rows(o, softmax.sum);
         ScorePlacement at = placement(of);
-        int heads = heads_of(of), queries = of.head.queries(p);
+        int heads = heads_of(of), queries = of.head.queries(p), column = first_column(of);
         if constexpr (SHARES) {
             store_float_rows(o, true, DIM_V, [&](int row) -> float* {
                 Pair x = at(row, 0);
                 bool real = x.head - of.head.q < heads && x.i < queries;
-                return real ? p.share_out + share_row(p, of.share, row_number(of, x)) * DIM_V : nullptr;
+                return real ? p.share_out + share_row(p, of.share, row_number(of, x)) * (V_PARTS * DIM_V) + column : nullptr;
             });
         } else if constexpr (FROM_REGISTERS) {
             bool pairs = p.dim_v % 2 == 0 && p.out_strides.row % 2 == 0 && p.out_strides.head % 2 == 0;
-            Out* out = of.head.query_row(p.out, p.out_strides);
-            store_float_rows(o, pairs && (unsigned long long)out % 8 == 0, p.dim_v, [&](int row) -> Out* {
+            Out* out = of.head.query_row(p.out, p.out_strides) + column;
+            store_float_rows(o, pairs && (unsigned long long)out % 8 == 0, p.dim_v - column, [&](int row) -> Out* {
                 Pair x = at(row, 0);
                 int n = x.head - of.head.q;
                 return n < heads && x.i < queries ? out + n * p.out_strides.head + x.i * p.out_strides.row : nullptr;
@@ -345,22 +346,22 @@ struct Consumer {
             fence_async();
             sync_threads<128>(1 + group);
             if (storer) {
-                s.o_tile().from(first_row).store(maps.out, of.head.to_query(of.queries.begin + first_row));
+                s.o_tile().from(first_row).store(maps.out, of.head.to_query(of.queries.begin + first_row, column));
                 tma_commit();
             }
         } else {
             const Strides& to = p.out_strides;
-            Out* out = of.head.query_row(p.out, to);
-            bool vectors = (PACK == 1 || to.head % 8 == 0) && aligned(out, to.row, p.dim_v);
+            Out* out = of.head.query_row(p.out, to) + column;
+            bool vectors = (PACK == 1 || to.head % 8 == 0) && aligned(out, to.row, p.dim_v - column);
             auto target = [&](int row) {
                 Pair x = at(row, 0);
                 int n = x.head - of.head.q;
                 return n < heads && x.i < queries ? out + n * to.head + x.i * to.row : nullptr;
             };
             if constexpr (O_STRIPS)
-                store_rows_through(s.o_strip(), o, vectors, p.dim_v, target);
+                store_rows_through(s.o_strip(), o, vectors, p.dim_v - column, target);
             else
-                store_rows(o, vectors, p.dim_v, target);
+                store_rows(o, vectors, p.dim_v - column, target);
         }
     }
     // Whether all of the warpgroup's rows are the tile's: a box has nothing of another sequence.
@@ -458,7 +459,10 @@ extern "C" __global__ void __launch_bounds__(256) attention_turn(const __grid_co
 
 // Launched where keys are dealt out in shares.
 extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Params p) {
-    combine_all_shares(p);
+    if constexpr (BY_LENGTH)
+        combine_all_shares<DIM_V>(p, [&](const Head& head) { return shares_of(p, head); });
+    else
+        combine_all_shares<V_PARTS * DIM_V>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -479,7 +483,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     if (group == -1) {
         shrink_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x == 0) load(p, maps, s);
+        if (threadIdx.x < LOADERS) load(p, maps, s);
     } else {
         grow_registers<CONSUMER_REGISTERS>();
         Consumer(p, maps, s, group).run();

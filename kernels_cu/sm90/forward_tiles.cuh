@@ -4,6 +4,7 @@
 #include "attention/pairs.cuh"
 #include "sm90/long_sums.cuh"
 #include "sm90/pair_tiles.cuh"
+#include "sm90/shares_by_length.cuh"
 #include "sm90/tangent_maps.cuh"
 #include "sm90/tile_schedule.cuh"
 #include "sm90/turned_values.cuh"
@@ -20,6 +21,11 @@ constexpr int CONSUMER_WARPS = 4 * GROUPS;  // warps that read what is loaded
 // Whether threads have registers to spare: no more than two warpgroups compute on a multiprocessor, in BLOCKS thread
 // blocks.
 constexpr bool ROOMY = GROUPS * BLOCKS < 3;
+
+// Per thread. What the producer warpgroup gives away the consumers take: together no more than at the start.
+constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
+constexpr int PRODUCER_REGISTERS = ROOMY ? 40 : 32;
+constexpr int CONSUMER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - PRODUCER_REGISTERS) / GROUPS / 8 * 8;
 
 // OWN_Q, where Q has one place in shared memory: each warpgroup gives its rows back with its own last scores of a tile,
 // before their softmax, and goes on when it has those of the next tile.
@@ -40,8 +46,8 @@ constexpr bool NEXT_Q = ROOMY && (Q_STAGES > 1 || OWN_Q) && !SHARES && !(PACK > 
 constexpr bool EARLY = ROOMY && Q_STAGES > 1 && !SHARES;
 
 // Whether the producer tells the others all of a tile, so that they need no divisions between two tiles, or only
-// its number: beside three warpgroups it has no registers for more.
-constexpr bool TELL = ROOMY && !SHARES;
+// its number: beside three warpgroups it has no registers for more. (Of packed queries it has, and they search no offsets.)
+constexpr bool TELL = (ROOMY || PACKED_Q) && !SHARES && V_PARTS == 1;
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
@@ -51,29 +57,63 @@ using OTile = SwizzledTile<ROWS, DIM_V, Out>;
 // those that no query of their sequence sees. (Else none are there, and the tensor map has zeros.)
 constexpr bool Q_ENDS = PACKED_Q, K_ENDS = PACKED_K || LENGTHS || (RAGGED && (walk::BOUND_FIRST || walk::BOUND_LAST));
 
-// A tile of K or V, from a key on; of pages in boxes of which none has rows of two.
-template <class Tile>
-__device__ void load_keys(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
-    if constexpr (PAGED) {
-#pragma unroll 1
-        for (int n = 0; n < KEYS; n += KEY_BOX) tile.from(n).load(map, barrier, head.at_paged_key(p, key + n));
-    } else {
-        tile.load(map, barrier, head.at_key(p, key));
+static_assert(!BY_LENGTH || SHARES && LENGTHS && !PACKED_Q && !walk::LISTED);
+
+// Threads that load: a warp where it looks up pages, or counts shares; then its first thread alone waits and asks. (Others
+// that waited could come so late that a phase of the same parity is the next but one.)
+constexpr int LOADERS = PAGED || BY_LENGTH ? 32 : 1;
+__device__ inline bool leads() { return LOADERS == 1 || threadIdx.x == 0; }
+
+// Where the keys of a tile lie, of K as of V. In pages they are so many boxes of which none has rows of two, and a lane
+// looks up the page of one.
+template <bool IN_PAGES>
+struct KeyPlaces {
+    __device__ void look_up(const Params&, const Head&, int) {}
+    template <class Tile>
+    __device__ void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head,
+                         int column = 0) const {
+        if (leads()) tile.load(map, barrier, head.at_key(p, key, column));
     }
-}
+};
+template <>
+struct KeyPlaces<true> {
+    static constexpr int BOXES = KEYS / KEY_BOX;
+    static_assert(BOXES <= LOADERS && KEYS % KEY_BOX == 0);
+
+    int row, page;
+
+    template <class Given>
+    __device__ void look_up(const Given& p, const Head& head, int key) {
+        int lane = threadIdx.x % 32;
+        InMap at = head.at_paged_key(p, key + min(lane, BOXES - 1) * KEY_BOX);
+        row = at.row, page = at.batch;
+    }
+    template <class Tile>
+    __device__ void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int, const Head& head,
+                         int column = 0) const {
+#pragma unroll 4
+        for (int n = 0; n < BOXES; n++) {
+            InMap at = head.in_page(__shfl_sync(~0u, row, n), __shfl_sync(~0u, page, n)).down(0, column);
+            if (leads()) tile.from(n * KEY_BOX).load(map, barrier, at);
+        }
+    }
+};
+using KeyPlace = KeyPlaces<PAGED>;
 
 // Tensor cores take numbers of 8 bits along rows alone: there V comes turned, a row for each of its columns.
 template <bool TURNED>
 struct Values {
     using Tile = SwizzledTile<KEYS, DIM_V>;
-    __device__ static void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
-        load_keys(p, tile, map, barrier, key, head);
+    __device__ static void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key,
+                                const Head& head, const KeyPlace& place, int column) {
+        place.load(p, tile, map, barrier, key, head, column);
     }
 };
 template <>
 struct Values<true> {
     using Tile = SwizzledTile<DIM_V, KEYS>;
-    __device__ static void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head) {
+    __device__ static void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int key,
+                                const Head& head, const KeyPlace&, int) {
         tile.load(map, barrier, head.at_turned_key(key));
     }
 };
@@ -86,30 +126,61 @@ constexpr int Q_BYTES = (1 + TQ) * QTile::BYTES, K_BYTES = (1 + TK) * KTile::BYT
 
 using TileWalk = KeyWalk<KEYS, ROWS>;  // (what is listed is not packed)
 
-// SHARES: each tile so many times, with a share of its keys.
+// V_PARTS: wide rows of V and O come in parts of DIM_V columns, each of a thread block that computes S by itself. Where it begins:
+__device__ inline int first_column(const Tile& tile) { return V_PARTS > 1 ? tile.part * DIM_V : 0; }
+
+// Each tile so many times, with a part of the columns of V; SHARES: with a share of its keys.
 struct TileSchedule : PackSchedule<HEAD_ROWS, PACK> {
     using Whole = PackSchedule<HEAD_ROWS, PACK>;
 
     __device__ TileSchedule(const Params& p) : Whole(p) {}
-    __device__ int total() const { return Whole::total() * (SHARES ? p.shares : 1); }
+    __device__ int total() const { return Whole::total() * V_PARTS * (SHARES ? p.shares : 1); }  // (not BY_LENGTH)
     __device__ Tile tile(int number) const {
-        if constexpr (!SHARES) return Whole::tile(number);
-        Tile tile = Whole::tile(number / p.shares);
-        tile.share = number % p.shares;
+        if constexpr (!SHARES && V_PARTS == 1) return Whole::tile(number);
+        int of_part = number / V_PARTS, shares = SHARES ? p.shares : 1;
+        Tile tile = Whole::tile(of_part / shares);
+        tile.part = number % V_PARTS;
+        if (SHARES) tile.share = of_part % shares;
         return tile;
     }
 };
 
+// BY_LENGTH: the same by numbers that only grow, of which there are so many as lengths say.
+struct SharesInTurn {
+    const TileSchedule& schedule;
+    SharesByLength shares;
+    SharesByLength::Found found;
+
+    __device__ SharesInTurn(const Params& p, const TileSchedule& schedule)
+        : schedule(schedule), shares{p, schedule.tiles * schedule.heads} {}
+    __device__ bool has(int number) { return shares.find(number, found); }
+    // Of the number that has() has found.
+    __device__ Tile tile() const {
+        int heads = schedule.heads;
+        Tile tile = schedule.Whole::tile(TileIndex{found.batch * heads + found.tile % heads, found.tile / heads});
+        tile.share = found.share;
+        return tile;
+    }
+    // Where has() has said no.
+    __device__ int total() const { return shares.before; }
+};
+
+// Into how many shares the keys of a head are cut.
+__device__ inline int shares_of(const Params& p, const Head& head) {
+    return BY_LENGTH ? shares_of_keys(head.keys(p)) : p.shares;
+}
+
 // Over the key tiles of a tile, or of its share.
 __device__ inline TileWalk walk_of(const Params& p, const Tile& tile) {
     TileWalk walk(p, tile.head, tile.queries);
-    return SHARES ? walk.share(tile.share, p.shares) : walk;
+    return SHARES ? walk.share(tile.share, shares_of(p, tile.head)) : walk;
 }
 
 using Pairwise = PairTiles<ROWS>;  // mask and bias
 static_assert(!(PAIR_ARRAYS || walk::LISTED || DROPOUT) || PACK == 1);
 static_assert(!O_STRIPS || !O_STAGED && SUM_TILES == 0 && Q_STAGES == 1);
 static_assert(!TURNED || KEYS % 32 == 0);  // P V takes so many at once
+static_assert(V_PARTS == 1 || !(TURNED || BY_LENGTH));
 
 struct TensorMaps : PairMaps, QTangentMap<TQ>, KTangentMap<TK>, VTangentMap<TV> {
     TensorMap q, k, v, out;  // (of tO where there are tangents)
@@ -141,6 +212,7 @@ struct Shared {
     QRing q;
     KVRing k, v;
     PairRing pairs;
+    KeyPlace places;  // of who loads
 
     __device__ Shared(unsigned base)
         : base(base), q(base + Q_RING), k(base + K_RING), v(base + V_RING), pairs(base + PAIR_RING) {}
@@ -184,6 +256,11 @@ struct Shared {
                 store_shared(note() + NOTES_BYTES + 8, tile.head.first_key());
                 store_shared(note() + NOTES_BYTES + 12, tile.head.keys(p));
             }
+        } else if constexpr (BY_LENGTH) {
+            store_shared(note(), tile.head.batch);
+            store_shared(note() + 4, tile.head.q);
+            store_shared(note() + 8, tile.queries.begin);
+            store_shared(note() + 12, tile.share);
         } else {
             store_shared(note(), number);
         }
@@ -204,6 +281,13 @@ struct Shared {
             int row = all(x.w);
             if (head.batch == -1) return false;
             tile = {head, {row, min(head.queries(p), row + HEAD_ROWS)}};
+        } else if constexpr (BY_LENGTH) {
+            uint4 x = load_shared_16(note());
+            auto all = [](unsigned word) { return __shfl_sync(~0u, int(word), 0); };
+            int batch = all(x.x), row = all(x.z);
+            if (batch == -1) return false;
+            Head head = Head::of_q(p, batch, all(x.y));
+            tile = {head, {row, min(head.queries(p), row + HEAD_ROWS)}, all(x.w)};
         } else {
             int number = __shfl_sync(~0u, int(load_shared(note())), 0);
             if (number == -1) return false;
@@ -213,27 +297,37 @@ struct Shared {
     }
 };
 
-// The producer. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A template since not
-// all kernels have maps of tangents.)
+// The producer, LOADERS threads. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A template
+// since not all kernels have maps of tangents.)
 template <class Maps>
 __device__ void load(const Params& p, const Maps& maps, Shared& s) {
     TileSchedule schedule(p);
     Tickets tickets{p.counters};
+    auto take = [&](bool first) {
+        int ticket = leads() ? tickets.take(first) : 0;
+        return LOADERS == 1 ? ticket : __shfl_sync(~0u, ticket, 0);
+    };
     auto load_k = [&](const Tile& tile, int tile_k) {
-        s.k.wait_empty();
-        mbarrier_arrive_expect(s.k.full(), K_BYTES);
+        s.places.look_up(p, tile.head, tile_k * KEYS);  // (while the stage is waited for)
+        if (leads()) {
+            s.k.wait_empty();
+            mbarrier_arrive_expect(s.k.full(), K_BYTES);
+        }
         auto fill = [&](KTile to, const TensorMap& map) {
-            load_keys(p, to, map, s.k.full(), tile_k * KEYS, tile.head);
+            s.places.load(p, to, map, s.k.full(), tile_k * KEYS, tile.head);
         };
         fill(s.k_tile(), maps.k);
         if constexpr (TK) fill(s.tk_tile(), maps.tk);
         s.k.advance();
     };
     auto load_v = [&](const Tile& tile, int tile_k) {
-        s.v.wait_empty();
-        mbarrier_arrive_expect(s.v.full(), V_BYTES);
+        s.places.look_up(p, tile.head, tile_k * KEYS);
+        if (leads()) {
+            s.v.wait_empty();
+            mbarrier_arrive_expect(s.v.full(), V_BYTES);
+        }
         auto fill = [&](VTile to, const TensorMap& map) {
-            Values<TURNED>::load(p, to, map, s.v.full(), tile_k * KEYS, tile.head);
+            Values<TURNED>::load(p, to, map, s.v.full(), tile_k * KEYS, tile.head, s.places, first_column(tile));
         };
         if constexpr (WITH_V) fill(s.v_tile(), maps.v);
         if constexpr (TV) fill(s.tv_tile(), maps.tv);
@@ -241,13 +335,16 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
     };
     auto load_pairs = [&](const Tile& tile, int tile_k) {
         if constexpr (PAIR_ARRAYS) {
-            s.pairs.wait_empty();
-            s.pair_tiles().load(p, maps, s.pairs.full(), tile.head, tile.queries.begin, tile_k * KEYS);
+            if (leads()) {
+                s.pairs.wait_empty();
+                s.pair_tiles().load(p, maps, s.pairs.full(), tile.head, tile.queries.begin, tile_k * KEYS);
+            }
             s.pairs.advance();
         }
     };
     auto load_q = [&](const Tile& tile, int number) {
         s.for_parts([&](int part) {
+            if (!leads()) return;
             s.q.wait_empty();
             s.tell(p, tile, number);
             mbarrier_arrive_expect(s.q.full(), Q_BYTES / Q_PARTS);
@@ -258,6 +355,7 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
         });
         s.q.advance();
     };
+    SharesInTurn shares(p, schedule);
     int total = schedule.total(), number = blockIdx.x;
     bool dynamic = p.counters != nullptr;  // tiles differ in length: each is asked for
     Tile before, next;
@@ -266,11 +364,11 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
     auto load_before = [&] {
         if (NEXT_Q && last_before >= 0) load_v(before, last_before);
     };
-    while (number < total) {
-        Tile tile = early ? next : schedule.tile(number);
+    while (BY_LENGTH ? shares.has(number) : number < total) {
+        Tile tile = early ? next : BY_LENGTH ? shares.tile() : schedule.tile(number);
         if (tile.none()) {
-            int ticket = dynamic ? tickets.take(number < gridDim.x) : number;
-            if (dynamic) tickets.settle(ticket, total - 1);
+            int ticket = dynamic ? take(number < gridDim.x) : number;
+            if (dynamic && leads()) tickets.settle(ticket, total - 1);
             number = gridDim.x + ticket;
             continue;
         }
@@ -286,7 +384,7 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
         bool asked = !dynamic;
         // Late, since blocks that had little to do so far should ask first; early enough for the answer to come.
         auto ask = [&] {
-            if (!asked) ticket = tickets.take(number < gridDim.x);
+            if (!asked) ticket = take(number < gridDim.x);
             asked = true;
         };
         for (; walk.after(step) > 0; step = walk.next(step)) {
@@ -306,11 +404,14 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
             before = tile, last_before = any ? walk.tile(step) : -1;
         else if (any)
             load_v(tile, walk.tile(step));
-        if (dynamic) tickets.settle(ticket, total - 1);
+        if (!BY_LENGTH && dynamic && leads()) tickets.settle(ticket, total - 1);
         number = gridDim.x + ticket;
     }
+    // (How many there are is known when there are no more: who took the last ticket comes here with it.)
+    if (BY_LENGTH && dynamic && leads()) tickets.settle(number - int(gridDim.x), shares.total() - 1);
     load_before();
     s.for_parts([&](int) {
+        if (!leads()) return;
         s.q.wait_empty();
         s.tell_end();
         mbarrier_arrive(s.q.full());

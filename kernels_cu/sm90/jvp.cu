@@ -20,11 +20,6 @@
 #include "sm90/turns.cuh"
 #include "tile/rows.cuh"
 
-// Per thread. What the producer gives away the others take: together no more than at the start.
-constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = ROOMY ? 40 : 32;
-constexpr int CONSUMER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - PRODUCER_REGISTERS) / GROUPS / 8 * 8;
-
 constexpr bool WEIGHED = TQ || TK;  // whether scores have a tangent: else tO = P tV
 constexpr int PRODUCTS = TQ + TK;   // that make it
 constexpr int ADDED_PRODUCTS = WEIGHED + TV;

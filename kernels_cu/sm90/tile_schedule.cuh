@@ -8,6 +8,7 @@ struct Tile {
     Head head;  // the first of those whose queries it has
     Range queries;
     int share = 0;  // of the keys that it visits, where they are dealt out
+    int part = 0;   // of the columns of V, where these are
 
     // Whether it is the place of no tile, among those of packed sequences.
     __device__ bool none() const { return config::PACKED_Q && queries.end == 0; }
@@ -32,10 +33,14 @@ struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING> {
     __device__ PackSchedule(const Params& p)
         : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING>(p), packs(tiles_in(group_of(p), PACK)) {
         heads = p.heads_k * packs;
-        together = heads_in(this->tiles > FEW_TILES ? CACHE : CACHE / 2);
+        together = heads_in(of_sequence() > FEW_TILES ? CACHE : CACHE / 2);
         if (walk::GROWING)
-            groups = max(0, heads * entries() - min(tiles_in(LAST * gridDim.x, this->tiles), heads_in(2 * CACHE))) / together;
+            groups = max(0, heads * entries() - min(tiles_in(LAST * gridDim.x, of_sequence()), heads_in(2 * CACHE))) /
+                     together;
     }
+
+    // Tiles of a head of one sequence: of packed ones, which come one after the other, in the mean.
+    __device__ int of_sequence() const { return config::PACKED_Q ? max(1, this->tiles / this->p.batch) : this->tiles; }
 
     // Of the batch; packed sequences are one.
     __device__ int entries() const { return config::PACKED_Q ? 1 : this->p.batch; }
@@ -49,9 +54,9 @@ struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING> {
         return int(fmaxf(1, fminf(fit, float(p.heads_k * entries())))) * packs;
     }
 
-    __device__ Tile tile(int number) const {
+    __device__ Tile tile(int number) const { return tile(this->index(number, heads * entries(), together, groups)); }
+    __device__ Tile tile(TileIndex at) const {
         const Params& p = this->p;
-        Dealt at = this->dealt(number, heads * entries(), together, groups);
         int pack = at.head % heads, head_k = pack / packs;
         int head_q = PACK > 1 ? head_k * group_of(p) + pack % packs * PACK : pack;
         if constexpr (config::PACKED_Q) {

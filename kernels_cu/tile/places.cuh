@@ -8,6 +8,8 @@ struct Rows {
     long long stride;
     int count, columns;
 };
+template <class T>
+Rows(T*, long long, int, int) -> Rows<T>;
 
 // A place in a tensor map (ptx/tma.cuh).
 struct InMap {

@@ -38,21 +38,21 @@ using OperandTile = SharedTile<ROWS, PARTS * COLS>;
 // in PIECES, 16 bytes for each thread, so that it can ride along a product: in one burst they would fill the queue that
 // the product's own loads wait in. Where cols is no multiple of 16 bytes, the memory must hold zeros up to the next (the
 // host sees to it).
-template <int THREADS, int ROWS, int COLS, class Tile = SharedTile<ROWS, COLS>>
+template <int THREADS, int ROWS, int COLS, class Tile = SharedTile<ROWS, COLS>, class T = Product>
 struct AsyncCopy {
-    static constexpr int EACH = VECTOR<Product>;        // elements of a chunk
+    static constexpr int EACH = VECTOR<T>;         // elements of a chunk
     static constexpr int CHUNKS = COLS / EACH;     // of 16 bytes in a row
     static constexpr int STEP = THREADS / CHUNKS;  // rows that the block copies at once
     static constexpr int PIECES = (ROWS + STEP - 1) / STEP;
     static constexpr bool EVEN = THREADS % CHUNKS == 0 && ROWS % STEP == 0;
 
     typename Tile::Column target;
-    const Product* source;
+    const T* source;
     long long stride;     // between pieces
     int rows, tile_rows;  // of the source and of the tile, from this thread's first on
 
     // Into a tile's columns from `column` on.
-    __device__ AsyncCopy(Tile tile, const Rows<const Product>& from, int column = 0) {
+    __device__ AsyncCopy(Tile tile, const Rows<const T>& from, int column = 0) {
         int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
         target = tile.column(first, column + EACH * chunk);
         source = from.from + first * from.stride + EACH * chunk;
@@ -76,12 +76,12 @@ struct AsyncCopy {
 };
 
 // The same of rows that lie wherever row(n) says; null: zeros. From `columns` columns of them.
-template <int THREADS, int ROWS, int COLS, class Tile, class F>
-struct RowsCopy : AsyncCopy<THREADS, ROWS, COLS, Tile> {
-    using Whole = AsyncCopy<THREADS, ROWS, COLS, Tile>;
+template <int THREADS, int ROWS, int COLS, class Tile, class F, class T = Product>
+struct RowsCopy : AsyncCopy<THREADS, ROWS, COLS, Tile, T> {
+    using Whole = AsyncCopy<THREADS, ROWS, COLS, Tile, T>;
     F row;
 
-    __device__ RowsCopy(Tile tile, const Rows<const Product>& from, F row) : Whole(tile, from), row(row) {}
+    __device__ RowsCopy(Tile tile, const Rows<const T>& from, F row) : Whole(tile, from), row(row) {}
 
     __device__ void all() { part<1>(0); }
 
@@ -92,7 +92,7 @@ struct RowsCopy : AsyncCopy<THREADS, ROWS, COLS, Tile> {
 #pragma unroll
         for (int i = k * NOW; i < (k + 1) * NOW && i < Whole::PIECES; i++) {
             if (!Whole::EVEN && i * STEP >= this->tile_rows) continue;
-            const Product* at = i * STEP < this->rows ? row(first + i * STEP) : nullptr;
+            const T* at = i * STEP < this->rows ? row(first + i * STEP) : nullptr;
             cp_async_16(this->target(i * STEP), at == nullptr ? this->source : at + column, at != nullptr);
         }
     }

@@ -58,6 +58,7 @@ inline float float_of(bfloat16_t, unsigned short bits) { return __uint_as_float(
 }  // namespace on_cpu
 
 inline float to_float(float8_t x) { return on_cpu::float8_to_float(x.bits); }
+inline float to_float(integer8_t x) { return x.bits; }
 inline float to_float(bfloat16_t x) { return on_cpu::float_of(x, x.bits); }
 inline float to_float(half_t x) { return on_cpu::float_of(x, x.bits); }
 inline float to_float(float x) { return x; }
@@ -103,6 +104,12 @@ template <class T, bool RELU = false>
 unsigned pack2(float low, float high) {
     if (RELU) low = low < 0 ? 0 : low, high = high < 0 ? 0 : high;
     return from_float<T>(low).bits | unsigned(from_float<T>(high).bits) << 16;
+}
+
+template <class To, class From, bool SCALED>
+uint2 widen4(unsigned four, float times) {
+    auto number = [=](int n) { return to_float(From{decltype(From::bits)(four >> 8 * n)}) * (SCALED ? times : 1); };
+    return {pack2<To>(number(0), number(1)), pack2<To>(number(2), number(3))};
 }
 
 template <bool RELU = false>

@@ -3,10 +3,9 @@
 
 namespace on_cpu {
 
-constexpr unsigned CHUNK = 16;
-
 // The source is to be aligned also where nothing is read.
-inline void copy_later(unsigned shared, const void* global, bool read) {
+template <unsigned CHUNK>
+void copy_later(unsigned shared, const void* global, bool read) {
     char* to = at(shared, CHUNK);
     if ((unsigned long long)global % CHUNK) fail("cp.async of %u bytes from %p", CHUNK, global);
     auto& landing = me->block->landing;
@@ -27,7 +26,10 @@ inline void copy_later(unsigned shared, const void* global, bool read) {
 }  // namespace on_cpu
 
 inline void cp_async_16(unsigned shared, const void* global, bool read) {
-    on_cpu::copy_later(shared, global, read);
+    on_cpu::copy_later<16>(shared, global, read);
+}
+inline void cp_async_float(unsigned shared, const float* global, bool read) {
+    on_cpu::copy_later<4>(shared, global, read);
 }
 inline void cp_async_commit() { on_cpu::me->copies.commit(); }
 template <int PENDING>

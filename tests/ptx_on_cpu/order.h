@@ -2,4 +2,5 @@
 #pragma once
 
 inline void mark_changed(float&) {}
+inline void mark_changed(unsigned&) {}
 inline void mark_read(int) {}

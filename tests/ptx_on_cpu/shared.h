@@ -19,6 +19,7 @@ inline void store_shared_16(unsigned address, const float (&x)[4]) {
     on_cpu::note_store(*on_cpu::me->block, address, 16, threadIdx.x);
 }
 
+inline void store_shared_16(unsigned address, uint4 x) { on_cpu::shared<uint4>(address) = x; }
 inline void store_shared_number(unsigned address, float x) { store_shared(address, __float_as_uint(x)); }
 inline void store_shared_number(unsigned address, double x) {
     on_cpu::shared<double>(address) = x;

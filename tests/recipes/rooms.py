@@ -48,6 +48,10 @@ def view(x: Any) -> View:
     return numpy_.view(x)._replace(kind=kind)
 
 
+def signature(x: Any) -> tuple[Any, ...]:
+    return numpy_.signature(x)
+
+
 def recorder(call: Call) -> None:
     return None
 

@@ -30,6 +30,8 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
         return f"has no {of}"
     if problem.dtype == FLOAT8:
         return f"takes no {problem.dtype}"
+    if problem.cache_dtype is not None:
+        return f"takes no k and v of {problem.cache_dtype} beside q of {problem.dtype}"
     if problem.dtype == "float64":
         return "takes float16, bfloat16 and float32, not float64"
     largest = COLUMNS[-1]  # all columns of a tile are on the chip at once

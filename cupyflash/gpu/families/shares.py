@@ -17,6 +17,10 @@ GAIN, MOST, MOST_LEFT = 0.85, 128, 1 << 28
 LONG_KEYS = 1024  # with fewer they are not
 STRIP, SAMPLES = 64, 64
 ROWS = 4  # of a block that combines
+# Where lengths are data each sequence's are dealt out by its own length: where query tiles leave multiprocessors idle
+# in shares of FEW_TILES key tiles at most; else in shares of LENGTH_TILES, if one may have more than LONG_TILES. In
+# larger ones where they would leave too much in memory.
+FEW_TILES, LENGTH_TILES, LONG_TILES = 16, 32, 64
 
 
 class Dealt(NamedTuple):
@@ -67,7 +71,29 @@ def _seconds(problem: AttentionProblem, tiles: Tiles, visits: Visits, sms: int, 
     # The longest come first, and short ones fill up what is left.
     longest = tile(ceil(visits.most, n), min(tiles.blocks, ceil(number, sms)))
     seconds = max(longest, number / slots * tile(visits.mean / n, tiles.blocks), rounds(ceil(visits.least, n)))
-    return seconds + (COMBINE_SECONDS + n * (SHARE_SECONDS + 2 * _left(problem) / LEFT_RATE) if n > 1 else 0)
+    return seconds + combine_seconds(problem, n)
+
+
+def combine_seconds(problem: AttentionProblem, n: int) -> float:
+    """What it takes to make one result of n shares."""
+    return COMBINE_SECONDS + n * (SHARE_SECONDS + 2 * _left(problem) / LEFT_RATE) if n > 1 else 0.0
+
+
+def by_length(problem: AttentionProblem, likely: AttentionProblem, keys: int, parts: int) -> tuple[int, int]:
+    """Where each sequence is cut by its own length: of how many tiles of `keys` keys a share is at most, and how many
+    the longest has; 0 and `parts`, what a likely one is cut in, where all are cut in as many. For caches, and one tile
+    of queries of a head."""
+    cached = problem.has("seqlens_k") and problem.rows_q is None and problem.batch > 1
+    tiles, expected = ceil(problem.seq_k, keys), ceil(likely.seq_k, keys)
+    if not cached or problem.left is not None or problem.block_mask is not None:
+        return 0, parts
+    if parts == 1 and expected <= LONG_TILES:
+        return 0, 1
+    size = min(FEW_TILES, ceil(expected, parts)) if parts > 1 else LENGTH_TILES
+    most = MOST_LEFT // max(1, _left(problem))
+    while size < tiles and ceil(tiles, size) > most:
+        size *= 2
+    return (size, ceil(tiles, size)) if size < tiles else (0, parts)
 
 
 def _left(problem: AttentionProblem) -> int:
@@ -85,8 +111,16 @@ class Visits(NamedTuple):
 
 def _visits(problem: AttentionProblem, rows: int, keys: int) -> Visits:
     """The mean is that of STRIP rows: warps pass over tiles that they do not see."""
+    whole, strips = seen(problem, rows, keys), seen(problem, STRIP, keys)
+    return Visits(max(whole), min(max(whole), sum(strips) / len(strips)), min(whole))
 
-    def seen(first: int, rows: int) -> int:
+
+def seen(problem: AttentionProblem, rows: int, keys: int) -> list[int]:
+    """How many tiles of keys each tile of a head's queries visits; of a long sequence not all, but the last one."""
+    if problem.right is None and problem.left is None:
+        return [max(1, ceil(problem.seq_k, keys))]
+
+    def visits(first: int) -> int:
         last = min(first + rows, problem.seq_q) - 1
         end = (
             problem.seq_k if problem.right is None else min(problem.seq_k, problem.diagonal + last + problem.right + 1)
@@ -94,15 +128,8 @@ def _visits(problem: AttentionProblem, rows: int, keys: int) -> Visits:
         start = 0 if problem.left is None else max(0, problem.diagonal + first - problem.left)
         return max(1, ceil(end, keys) - start // keys)
 
-    def some(size: int) -> list[int]:  # of a long sequence not all; the last is one of them
-        tiles = ceil(problem.seq_q, size)
-        return [seen(n * size, size) for n in range(tiles - 1, -1, -max(1, tiles // SAMPLES))]
-
-    if problem.right is None and problem.left is None:
-        number = max(1, ceil(problem.seq_k, keys))
-        return Visits(number, number, number)
-    whole, strips = some(rows), some(STRIP)
-    return Visits(max(whole), min(max(whole), sum(strips) / len(strips)), min(whole))
+    tiles = ceil(problem.seq_q, rows)
+    return [visits(n * rows) for n in range(tiles - 1, -1, -max(1, tiles // SAMPLES))]
 
 
 def left(problem: AttentionProblem, n: int, dim_v: int) -> tuple[Workspace, ...]:

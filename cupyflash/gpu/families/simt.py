@@ -92,9 +92,9 @@ JVP_TILES = (
 )
 BACKWARD_JVP_TILES = (
     Tile(32, 64, 32, 32, 4, dim=32, sums=4, scored=True),
-    Tile(64, 32, 32, 32, 2, dim=32, sums=4),
-    Tile(64, 32, 64, 32, 3, spills=160, dim=64, sums=4),
-    Tile(64, 32, 128, 32, 2, spills=104, sums=4),
+    Tile(32, 64, 32, 32, 3, dim=32, sums=4),
+    Tile(32, 32, 64, 32, 4, spills=16, dim=64, sums=4),
+    Tile(64, 32, 128, 32, 2, spills=120, sums=4),
     Tile(32, 32, 32, 16, 3, spills=64, dim=32, sums=8),
     Tile(32, 32, 64, 16, 2, dim=64, sums=8),
     Tile(32, 32, 128, 16, 2, spills=128, sums=8),
@@ -176,7 +176,8 @@ def _common(problem: AttentionProblem, arch: Arch, of: Pass, t: Tile) -> dict[st
         "arch": arch.name,
         "dtype": problem.dtype,
         "of": of,
-        "alignment": ITEMSIZE[problem.dtype],
+        "alignment": ITEMSIZE[problem.cache_dtype or problem.dtype],
+        "cache_dtype": problem.cache_dtype,
         "spills": _spills(t, problem),
         "given": problem.given,
     }
@@ -204,7 +205,8 @@ SCORED_SPILLS = 600  # more, with arrays that scores read: their addresses. And 
 
 
 def _spills(t: Tile, problem: AttentionProblem) -> int:
-    return t.spills + SCORED_SPILLS * (scored(problem) or problem.dropout > 0)
+    of_scales = 8 * (problem.cache_dtype is not None)  # addresses of what rows of caches are multiplied by
+    return t.spills + of_scales + SCORED_SPILLS * (scored(problem) or problem.dropout > 0)
 
 
 def _tile_constants(t: Tile) -> tuple[tuple[str, int], ...]:

@@ -28,7 +28,7 @@ from ..kernel_plan import (
 from ..measured import number
 from ..score_gradient import score_work
 from . import shares, sm80_tiles
-from .sm80_tiles import ANY, PAD, Tile, parts_of, shared_memory, spills
+from .sm80_tiles import ANY, PAD, WIDEST, Tile, parts_of, shared_memory, spills
 
 TILES = sm80_tiles.TILES
 # Compute capabilities whose tensor cores multiply doubles at full rate. Elsewhere `simt` is as fast.
@@ -46,8 +46,10 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
         return f"needs compute capability 8.0, this GPU has {arch.cc / 10}"
     if problem.dtype == "float64" and arch.cc / 10 not in FAST_DOUBLES:
         return f"takes float64 where double precision is fast {FAST_DOUBLES}, not on compute capability {arch.cc / 10}"
-    if max(problem.dim, problem.dim_v) > 256:
-        return f"takes head dimensions up to 256, not {problem.dim} and {problem.dim_v}"
+    widest = WIDEST if ITEMSIZE[problem.dtype] == 2 and not of.moved else 256
+    if max(problem.dim, problem.dim_v) > widest:
+        dims = f"{problem.dim} and {problem.dim_v}"
+        return f"takes head dimensions up to {widest} in a {of} of {problem.dtype}, not {dims}"
     if _fitting(problem, arch, of, None) is None:
         dims = f"{problem.dim} and {problem.dim_v}"
         return f"has no {problem.dtype} {of} for head dimensions {dims} in {arch.shared_memory} bytes"
@@ -57,13 +59,15 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
 # FLOP/s of a multiprocessor, by bytes of a number.
 RATES = {2: number("sm80.rate_2"), 4: number("sm80.rate_4"), 8: number("sm80.rate_8")}
 CROWDING = number("sm80.crowding")
+BYTES = number("sm80.bytes")
+ALONE = 2.0  # so many times what its bytes take a block needs that has a multiprocessor to itself: reckoned
 
 
 def _fitting(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> Tile | None:
     """The first tile that the problem and the GPU's shared memory admit; of a size, for as many blocks as it is made
     for."""
     seq_q = ANY if problem.batch_invariant else problem.seq_q
-    for t in TILES[of].rows(tile):
+    for t in sm80_tiles.EIGHT_TILES if problem.cache_dtype else TILES[of].rows(tile):
         size = shared_memory(t, problem, of)
         if (
             t.size in (None, ITEMSIZE[problem.dtype]) and max(t.dims(problem, of)) <= t.dim and seq_q <= t.seq_q
@@ -103,6 +107,9 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
     if of is FORWARD:
         flops = 2 * t.rows * t.keys * (problem.dim + problem.dim_v)
         visit = shares.Visit(flops / RATES[ITEMSIZE[problem.dtype]], crowding=CROWDING)
+        if problem.cache_dtype:  # few rows wait for the bytes of their keys
+            arrive = t.keys * (problem.dim + problem.dim_v) / BYTES
+            visit = visit._replace(seconds=max(visit.seconds, arrive), least=ALONE * arrive)
         tiles = shares.Tiles(tiles_q, t.rows, t.keys, t.min_blocks, visit)
         share = 1 if problem.batch_invariant else shares.shares(problem, tiles, arch.sms).number
         launch = Launch("attention_forward", tiles_q * share, 32 * t.warps, size)
@@ -163,6 +170,7 @@ def _common(problem: AttentionProblem, arch: Arch, of: Pass) -> dict[str, Any]:
         "family": "sm80",
         "arch": arch.name,
         "dtype": problem.dtype,
+        "cache_dtype": problem.cache_dtype,
         "of": of,
         "alignment": 16 if parts_of(problem.dtype) == 1 else ITEMSIZE[problem.dtype],
         "given": problem.given,
@@ -235,7 +243,8 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     size, threads = t.shared_memory(depth, bias, parts), 32 * t.row_warps * t.column_warps
     # Operands come in pieces, whatever the head dimension; those that are split have rows of their own.
     dim, dim_v = (
-        pad(n, 16) if parts > 1 else next(x for x in (64, 128, 256) if n <= x) for n in (problem.dim, problem.dim_v)
+        pad(n, 16) if parts > 1 else next(x for x in (64, 128, 256, WIDEST) if n <= x)
+        for n in (problem.dim, problem.dim_v)
     )
     if t.shares and main is not None:
         dim, dim_v = main.dims(problem, BACKWARD)

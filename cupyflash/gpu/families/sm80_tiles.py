@@ -9,12 +9,14 @@ from ...problem import ITEMSIZE, AttentionProblem
 from ..kernel_plan import Tiles, pad, scored
 
 ANY = 1 << 30
+WIDEST = 576  # head dimensions of 16 bits, forward and backward; of all else 256
 
 
 @dataclass(frozen=True)
 class Tile:
     """Forward: a thread block owns `rows` queries and visits `keys` keys at a time. Backward: it owns `keys` keys and
-    visits `rows` queries at a time. `column_warps` warps share 16-row fragments, each with its part of the columns.
+    visits `rows` queries at a time. `column_warps` warps share 16-row fragments, each with its part of the columns, and
+    of the other side 16 rows or more, if there are so many: else they compute the same scores.
     """
 
     rows: int
@@ -23,7 +25,7 @@ class Tile:
     column_warps: int
     stages: int  # tiles in flight: 2, or 1 where another thread block hides the wait
     min_blocks: int  # thread blocks on a multiprocessor: bounds the registers
-    dim: int = 256  # for head dimensions up to this
+    dim: int = WIDEST  # for head dimensions up to this
     seq_q: int = ANY  # and this many queries
     size: int | None = None  # and elements of so many bytes; None: any
     spills: int = 0  # bytes per thread that ptxas may spill beside SPILLS
@@ -55,8 +57,26 @@ FORWARD_TILES = (
     Tile(128, 128, 4, 1, 2, 2, dim=64),
     Tile(128, 64, 4, 1, 2, 2, dim=128),
     Tile(128, 32, 4, 1, 2, 2, dim=128),
-    Tile(64, 64, 4, 2, 1, 2),
-    Tile(64, 32, 4, 1, 1, 2),
+    Tile(64, 64, 4, 2, 1, 2, dim=256),
+    Tile(64, 32, 4, 1, 1, 2, dim=256),
+    Tile(128, 64, 8, 2, 1, 1, dim=320, size=2),
+    Tile(64, 64, 8, 4, 1, 1, size=2, spills=64),  # with a window and a key mask; else none
+    Tile(64, 32, 8, 2, 1, 1, size=2, spills=32),
+    Tile(64, 16, 8, 2, 1, 1, size=2),
+    Tile(32, 16, 4, 2, 1, 1, size=2),
+)
+# Of k and v of 8 bits, `stages` tiles of which are in flight as bytes, and one has become 16 bits. A few rows are those
+# of the heads that share a head of k.
+EIGHT_TILES = (
+    Tile(16, 64, 4, 4, 2, 3, dim=128, seq_q=16, size=2),
+    Tile(16, 64, 4, 4, 2, 2, dim=128, seq_q=16, size=2),
+    Tile(16, 64, 4, 4, 2, 1, dim=256, seq_q=16, size=2),
+    Tile(64, 64, 4, 1, 1, 2, dim=128, size=2),
+    Tile(64, 64, 4, 2, 1, 1, dim=256, size=2),
+    Tile(64, 32, 4, 2, 1, 1, dim=256, size=2),
+    Tile(64, 32, 8, 2, 1, 1, size=2),
+    Tile(64, 16, 8, 2, 1, 1, size=2),
+    Tile(32, 16, 4, 2, 1, 1, size=2),
 )
 BACKWARD_TILES = (
     Tile(64, 64, 4, 1, 1, 3, dim=32, size=4),
@@ -78,9 +98,14 @@ BACKWARD_TILES = (
     Tile(64, 128, 8, 2, 2, 1, dim=128),
     Tile(64, 64, 8, 4, 1, 1, dim=128),
     Tile(64, 64, 8, 2, 2, 1, dim=192),
-    Tile(64, 64, 8, 4, 2, 1),
-    Tile(32, 64, 8, 2, 1, 1),
-    Tile(32, 32, 4, 2, 1, 1),
+    Tile(64, 64, 8, 4, 2, 1, dim=256),
+    Tile(32, 64, 8, 2, 1, 1, dim=256),
+    Tile(32, 32, 4, 2, 1, 1, dim=256),
+    Tile(64, 64, 8, 4, 1, 1, dim=320, size=2),
+    Tile(64, 32, 8, 4, 1, 1, size=2),
+    Tile(32, 32, 8, 4, 1, 1, size=2),
+    Tile(32, 16, 4, 4, 1, 1, size=2),
+    Tile(16, 16, 4, 4, 1, 1, size=2),
 )
 JVP_TILES = (
     Tile(64, 48, 4, 1, 1, 2, dim=64, size=4),
@@ -163,12 +188,14 @@ def _backward_possible(t: Tile, problem: AttentionProblem) -> bool:
     even = t.keys % (16 * t.warps // t.column_warps) == 0 and t.rows % (16 * query_warps) == 0
     sums = d + dv + (1 + parts_of(problem.dtype)) * t.rows
     fits = t.keys * sums // (32 * t.warps) <= _registers(t, problem)
+    if max(d, dv) > 256:  # one order of products, see WIDE in the kernel
+        even = even and t.stages == 1 and t.column_warps > 1
     return even and t.warps % down == 0 and fits and _of_size(t, problem, 32)
 
 
 TILES = {
     FORWARD: Tiles(FORWARD_TILES, {
-        "rows": (32, 64, 128), "keys": (16, 32, 48, 64, 96, 128), "warps": (4, 8), "column_warps": (1, 2),
+        "rows": (32, 64, 128), "keys": (16, 32, 48, 64, 96, 128), "warps": (4, 8), "column_warps": (1, 2, 4),
         "stages": (1, 2),
         "min_blocks": (1, 2, 3),
     }, _forward_possible),
@@ -212,9 +239,12 @@ def shared_memory(t: Tile, problem: AttentionProblem, of: Pass) -> int:
         weighed = moving_scores(problem)
         of_v, of_p = (v - 1 + weighed, v - 1 + weighed) if of.moved else (1, 1)
         queries = max(q * row(dim), 0 if parts > 1 else row(dim_v))  # float32 does not leave through shared memory
-        size = t.rows * queries + t.stages * t.keys * (k * row(dim) + of_v * row(dim_v))
-        exchanged = t.rows * (of_p * row(t.keys) + 2 * accum) + maxima * of.moved  # P and row values
-        return size + (exchanged if t.column_warps > 1 else 0)
+        stages = 1 if problem.cache_dtype else t.stages
+        size = t.rows * queries + stages * t.keys * (k * row(dim) + of_v * row(dim_v))
+        if problem.cache_dtype:  # as they arrive, with a scale for each row of both
+            size += t.stages * t.keys * (dim + dim_v + 8)
+        exchanged = t.rows * (of_p * row(t.keys) + t.column_warps * accum) + maxima * of.moved  # P and row values
+        return size + (exchanged if t.column_warps > 1 and t.keys >= 16 * t.column_warps else 0)
     tiles = 2 if t.column_warps > 1 else 1  # of P and dS
     if of.moved:
         tiles = scores_in_memory(t, problem)

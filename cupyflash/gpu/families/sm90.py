@@ -11,7 +11,7 @@ from ...problem import FLOAT8, AttentionProblem
 from ..device import Arch
 from ..kernel_plan import PAIRWISE, KernelPlan, Tiles
 from . import sm90_backward, sm90_backward_jvp, sm90_forward, sm90_gradients, sm90_jvp
-from .sm90_memory import paired
+from .sm90_memory import PART, WIDEST, paired
 
 PAGE_ROWS = 8  # of which pages are made: after so many rows the swizzle of shared memory begins anew
 MOVED = ("q", "k", "v", "dout", "dlse")  # what these kernels take tangents of
@@ -33,17 +33,21 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
         return f"has a forward alone of {FLOAT8}"
     if arch.cc != 90:
         return f"is for compute capability 9.0, this GPU has {arch.cc / 10}"
+    if problem.cache_dtype is not None:
+        return f"takes no k and v of {problem.cache_dtype} beside q of {problem.dtype}"
     if others := [x.name for x in problem.tangents if x.name not in MOVED]:
         return f"takes no tangent of {' and '.join(others)}"
     if of is BACKWARD_JVP:
         dims = (problem.dim, problem.dim_v)
-        fits = min(dims) > 0 and sm90_backward_jvp.fit(problem, arch, None) is not None
+        fits = 0 < min(dims) <= max(dims) <= PART and sm90_backward_jvp.fit(problem, arch, None) is not None
         return None if fits else f"has no {of} of head dimensions {problem.dim} and {problem.dim_v}"
     for name in PAIRWISE:
         if (x := problem.array(name)) and "key" not in x.axes and problem.seq_k > 1:
             return f"takes a {name} that differs between keys"
-    if not 0 < min(problem.dim, problem.dim_v) or max(problem.dim, problem.dim_v) > 256:
-        return f"takes head dimensions from 1 to 256, not {problem.dim} and {problem.dim_v}"
+    dim, dim_v = WIDEST if of is FORWARD and problem.dtype != FLOAT8 else (PART, PART)
+    if not (0 < problem.dim <= dim and 0 < problem.dim_v <= dim_v):
+        most = f"{dim}" if dim == dim_v else f"{dim} and {dim_v}"
+        return f"takes head dimensions from 1 to {most} in a {of}, not {problem.dim} and {problem.dim_v}"
     if (paired(problem) or of is JVP) and _planner(of).fit(problem, arch, None) is None:
         return f"has no shared memory for {' and '.join(paired(problem))} beside head dimension {problem.dim}"
     return None

@@ -24,7 +24,7 @@ from ..kernel_plan import (
 )
 from . import sm90_backward_cost as cost
 from .likely import as_dense
-from .sm90_backward_tiles import SHORT_BACKWARD, TILES, BackwardTile, has_all_keys
+from .sm90_backward_tiles import SHORT_BACKWARD, TILES, BackwardTile, has_all_keys, weighed
 from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages, room
 
 LISTED_SPILLS = 192  # more, with a block mask: its addresses
@@ -85,7 +85,8 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Ba
     busy = scored(problem) or problem.has("mask") or problem.dropout > 0
     likely = as_dense(problem)
     short = max(likely.seq_q, likely.seq_k) <= FEW
-    rows: tuple[BackwardTile, ...] = TILES.rows(tile, SHORT_BACKWARD if short else ())
+    first = sorted(weighed(likely, max(dim, dim_v)), key=lambda t: cost.effort(likely, t, arch.sms))
+    rows: tuple[BackwardTile, ...] = TILES.rows(tile, SHORT_BACKWARD if short else tuple(first))
     ways = (
         (t, n, finish)
         for t in rows

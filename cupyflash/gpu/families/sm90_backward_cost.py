@@ -20,9 +20,13 @@ APART = 2  # deterministic, no causal mask: steps between two key tiles of a hea
 # not the visit of a query tile, in visits: a key tile's beginning and end, and its sums on their way to memory or back.
 MOST_SHARES, SHARED_TILES = 32, 32
 SHARE_COST, SUMS_COST = number("sm90_backward.tile"), number("sm90_backward.sums")
-# A visit takes so much longer for each doubling of what Q, dO and dQ of the shares under work take beyond what the L2
-# cache holds.
-SPILLED_COST, HELD = number("sm90_backward.spilled"), number("sm90_backward.held")
+# A visit of SPILLED_KEYS keys takes so much longer for each doubling of what Q, dO and dQ of the shares under work take
+# beyond what the L2 cache holds.
+SPILLED_COST, SPILLED_KEYS, HELD = number("sm90_backward.spilled"), 128, number("sm90_backward.held")
+ENDS, WAVE = number("sm90_backward.ends"), number("sm90_backward.wave")  # of `effort`
+# All heads may be together where their Q, dO and dQ take no more than this, if so much is gained by that reckoning.
+# (Measured on an H100: with 70 MB and more 10 to 34 % are lost, with 36 to 53 MB 11 to 27 % gained.)
+ALL_CACHE, WORTH_ALL = 56 << 20, 1.03
 ENOUGH = 1.02  # times the least
 LONG_WALK, WORTH_SHARING = 24, 1.08  # from so many visits on, and where so much is gained by that reckoning
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
@@ -45,6 +49,15 @@ def shares(problem: AttentionProblem, t: BackwardTile, clusters: int) -> int:
     return best if times[best] * WORTH_SHARING < times[1] else 1
 
 
+def effort(problem: AttentionProblem, t: BackwardTile, sms: int) -> float:
+    """What a multiprocessor does, in pairs of a query and a key with those in vain: to weigh tiles with."""
+    walks = [problem.group * len(x) for x in walks_of(problem, t.rows, t.keys * t.cluster)]
+    tiles, at_once = problem.batch * problem.heads_k * len(walks), t.blocks * sms / t.cluster
+    waves = (1 - WAVE) * tiles / at_once + WAVE * math.ceil(tiles / at_once)
+    visits = max(waves * (sum(walks) / len(walks) + ENDS), max(walks) + ENDS)
+    return visits * t.blocks * t.rows * t.keys * t.cost
+
+
 def walks_of(problem: AttentionProblem, rows: int, keys: int) -> list[range]:
     """The tiles of `rows` queries of a head that visit each tile of `keys` keys."""
     found = []
@@ -60,8 +73,15 @@ def walks_of(problem: AttentionProblem, rows: int, keys: int) -> list[range]:
 
 def time_of(problem: AttentionProblem, t: BackwardTile, walks: list[range], shares: int, clusters: int) -> float:
     """How long the backward takes, in visits of a query tile: clusters take key tiles in the order of their tickets."""
+    orders = _orders(problem, t, shares, clusters)
+    return min(_time(problem, t, walks, shares, clusters, together) for together in orders)
+
+
+def _time(
+    problem: AttentionProblem, t: BackwardTile, walks: list[range], shares: int, clusters: int, together: int
+) -> float:
+    """The same where key tiles of so many heads are dealt out as one."""
     tiles, heads = ceil(problem.seq_q, t.rows), problem.batch * problem.heads_k * shares
-    together, _ = dealt_out(problem, t, shares, clusters)
 
     def before(n: int, walk: range) -> int:
         """How many of the first n query tiles, head by head, visit a key tile."""
@@ -81,7 +101,8 @@ def time_of(problem: AttentionProblem, t: BackwardTile, walks: list[range], shar
     under_work = min(heads, max(together, ceil(clusters, len(walks)))) * _traffic(problem, shares)
     if has_all_keys(problem, t):  # each is read once, and there are no sums
         return max(busy)
-    return max(busy) * (1 + SPILLED_COST * max(0.0, math.log2(max(1, under_work) / HELD)))
+    spilled = SPILLED_COST * SPILLED_KEYS / (t.keys * t.cluster)  # fewer keys are fewer products of the same bytes
+    return max(busy) * (1 + spilled * max(0.0, math.log2(max(1, under_work) / HELD)))
 
 
 def _traffic(problem: AttentionProblem, shares: int) -> int:
@@ -95,24 +116,38 @@ def dealt_out(problem: AttentionProblem, t: BackwardTile, shares: int, clusters:
     if problem.rows_k is not None:
         return _packed(problem, t, clusters)
     heads, key_tiles = problem.batch * problem.heads_k * shares, ceil(problem.seq_k, t.keys * t.cluster)
+    together, *others = _orders(problem, t, shares, clusters)
+    if problem.block_mask is not None and not problem.deterministic:
+        return together, heads
+    if others:
+        walks = walks_of(problem, t.rows, t.keys * t.cluster)
+        times = {n: _time(problem, t, walks, shares, clusters, n) for n in (together, *others)}
+        together = min(times, key=lambda n: times[n] * (1 if n == together else WORTH_ALL))
+    spare = ceil(WAVES * clusters, key_tiles)
+    if problem.deterministic and problem.right is None:
+        spare = max(0, spare - together)  # a head is under work for as long as all of them
+    return together, min(heads, 2 * together + spare)
+
+
+def _orders(problem: AttentionProblem, t: BackwardTile, shares: int, clusters: int) -> tuple[int, ...]:
+    """Of how many heads key tiles may be dealt out as one: what is weighed."""
+    heads = problem.batch * problem.heads_k * shares
     tiles = ceil(problem.group * ceil(problem.seq_q, t.rows), shares)  # of them
     # A causal mask makes key tiles of different length: those of some heads are dealt out together, long ones first. Of
     # one long head the first tile takes as long as all others do on all multiprocessors: at the end they would stand
-    # idle.
+    # idle; so they do, for less long, at the end of the last heads of all.
     traffic = _traffic(problem, shares)
-    together, spare = 1, ceil(WAVES * clusters, key_tiles)
     if problem.block_mask is not None and not problem.deterministic:  # the longest tiles of all heads are the first
-        return min(heads, max(2, ceil(2 * CACHE, traffic))), heads
+        return (min(heads, max(2, ceil(2 * CACHE, traffic))),)
     if problem.right is not None:
         long = problem.seq_q > LONG
         together = min(heads, max(2, ceil(2 * CACHE, traffic)) if long else max(1, CACHE // traffic))
+        return (together, heads) if together < heads and heads * traffic <= ALL_CACHE else (together,)
     # The key tiles of a head add to dQ in order. Taken at once, each would wait for the one before: all but one stand
     # idle for some steps. So they are taken some steps apart, and in between those of other heads.
-    elif problem.deterministic:
-        groups = ceil(heads, ceil(APART * clusters, tiles))
-        together = ceil(heads, groups)
-        spare = max(0, spare - together)  # a head is under work for as long as all of them
-    return together, min(heads, 2 * together + spare)
+    if problem.deterministic:
+        return (ceil(heads, ceil(heads, ceil(APART * clusters, tiles))),)
+    return (1,)
 
 
 def _packed(problem: AttentionProblem, t: BackwardTile, clusters: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...problem import AttentionProblem
 from ..kernel_plan import Tiles, ceil
+from ..measured import number
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class BackwardTile:
     spills: int = 0
     dim: int = 256  # for head dimensions up to this
     scored: bool | None = None  # as of the forward, and a mask
+    cost: float = 1.0  # of a pair of a query and a key, beside those that it is weighed with
 
     @property
     def wide(self) -> bool:
@@ -64,17 +66,28 @@ class BackwardTile:
 # What may be spilled are addresses: the producer warps', and a consumer's, once a tile or where it adds to dQ in turn.
 BACKWARD_TILES = (
     BackwardTile(128, 128, 2, 2, 2, spills=184, dim=64, scored=False),
-    BackwardTile(64, 128, 2, 2, 2, spills=32, dim=64),
+    BackwardTile(64, 128, 2, 2, 2, spills=32, dim=64, cost=number("sm90_backward.few_rows")),
     BackwardTile(64, 128, 2, 2, 2, dim=128, scored=False),
     BackwardTile(64, 128, 2, 2, 2, spills=352, dim=128),  # with everything at once; a soft cap or a bias alone 64
     BackwardTile(64, 96, 3, 2, 1, spills=32, dim=192, scored=False),
     BackwardTile(64, 96, 3, 2, 1, spills=224, dim=192),
-    BackwardTile(64, 64, 2, 2, 1, spills=32, scored=False),
+    BackwardTile(64, 64, 2, 2, 1, spills=32, scored=False, cost=number("sm90_backward.few_keys")),
     BackwardTile(64, 64, 2, 2, 1, spills=200),
 )
 # Of short sequences, where a head is one tile: two warpgroups of 128 queries and keys would have three quarters of it
 # in vain.
 SHORT_BACKWARD = (BackwardTile(64, 64, 1, 2, 2, dim=64),)
+
+# Weighed with each other, for head dimensions up to these: tiles of few rows or keys leave less of them in vain.
+WEIGHED = {64: BACKWARD_TILES[:2], 192: (BACKWARD_TILES[4], BACKWARD_TILES[6])}
+WEIGHED_KEYS = {192: 704}  # not with more
+
+
+def weighed(problem: AttentionProblem, dim: int) -> tuple[BackwardTile, ...]:
+    """Those of which the one that takes least is tried first; () where the table's order holds."""
+    least = {64: 0, 192: 128}
+    found = next((n for n in WEIGHED if least[n] < dim <= n and problem.seq_k <= WEIGHED_KEYS.get(n, problem.seq_k)), 0)
+    return WEIGHED[found] if found and not problem.ragged and problem.block_mask is None else ()
 
 
 def _possible(t: BackwardTile, problem: AttentionProblem) -> bool:

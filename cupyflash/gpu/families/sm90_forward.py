@@ -28,7 +28,7 @@ from .sm90_forward_tiles import (
     tiles_of,
     weighed,
 )
-from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages, paired, room
+from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages, paired, room, value_parts
 
 SHARE_SPILLS = 560  # more, with scores or dropout: addresses of a share, where tiles are tested
 LENGTHS_SPILLS = 160  # more, where lengths are data: those of a tile, and of the one before
@@ -68,7 +68,7 @@ class ForwardFit(NamedTuple):
     q_stages: int
     output: str | None
     pairs: PairTiles
-    packed: bool
+    pack: int  # heads that share K and V, of which a tile has rows
     sum_keys: int  # of how many keys there are sums of O; 0: of all
     memory: int  # bytes of shared memory
 
@@ -101,22 +101,24 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
     rows: tuple[ForwardTile, ...] = (
         (*([TILES.tile(tile)] if tile else ()), *EIGHT) if eight else TILES.rows(tile, first)
     )
+    tried = [(t, pack_of(likely, t) if packed else 1) for t in rows if not packed or pack_of(likely, t) > 1]
+    if not tile and not (short and dim <= SHORT[0].dim):
+        tried = [*cost.by_seconds(problem, arch), *tried]
     sum_keys = SUM_KEYS if eight and 2 * problem.seq_k > 3 * SUM_KEYS else 0
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And what shared memory has the
     # output to leave through? All of it leaves in boxes of one head, and of 16-bit numbers. (Beside two of Q strips
     # would spill.)
     sixteen = problem.result_dtype != FLOAT8 and not problem.widened
-    staged = STAGED if sixteen and not packed else None
     strips = STRIPS if sixteen and not sum_keys else None
-    places = ((2, staged), (2, None), (1, strips), (1, None))
-    beside = [(q, o, n) for n in pair_stages(problem) for q, o in places]
-    for t, (q_stages, output, in_flight) in itertools.product(rows, beside):
-        pairs = PairTiles(problem, in_flight)
-        size = forward_memory(t, dim, dim_v, q_stages, output, pairs, ITEMSIZE[problem.dtype], sum_keys > 0)
-        fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, asks)
-        fits = fits and t.crowded in (None, too_many) and (not packed or pack_of(likely, t) > 1)
-        if fits and size <= room(arch, t.blocks):
-            return ForwardFit(t, q_stages, output, pairs, packed, sum_keys, size)
+    for t, pack in tried:
+        staged = STAGED if sixteen and pack == 1 else None
+        places = ((2, staged), (2, None), (1, strips), (1, None))
+        for in_flight, (q_stages, output) in itertools.product(pair_stages(problem), places):
+            pairs = PairTiles(problem, in_flight)
+            size = forward_memory(t, dim, dim_v, q_stages, output, pairs, ITEMSIZE[problem.dtype], sum_keys > 0)
+            fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, asks)
+            if fits and t.crowded in (None, too_many) and size <= room(arch, t.blocks):
+                return ForwardFit(t, q_stages, output, pairs, pack, sum_keys, size)
     return None
 
 
@@ -124,11 +126,10 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     found = fit(problem, arch, tile)
     if found is None:
         raise ValueError(f"no sm90 forward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
-    t, q_stages, output, pairs, packed, sum_keys, size = found
+    t, q_stages, output, pairs, pack, sum_keys, size = found
     dim, dim_v, likely = *padded(problem), as_dense(problem)
     listed = problem.block_mask is not None
     banded = listed or problem.left is not None or problem.right is not None
-    pack = pack_of(likely, t) if packed else 1
     span = t.rows // pack  # queries of each of `pack` heads
     # Whether warpgroups have their rows of Q each by itself. Of three the producer has no registers for it.
     own_q = q_stages == 1 and pack == 1 and t.groups * t.blocks < 3
@@ -136,8 +137,10 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     if tiles >= 2**30:
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
     # Where tiles differ in length, thread blocks ask for their next one.
-    alike = not problem.ragged and (problem.seq_q <= t.rows or not (banded or problem.seq_q % t.rows))
-    parts = cost.dealt(likely, t, pack, arch).number
+    alike = not problem.ragged and (problem.seq_q <= span or not (banded or problem.seq_q % span))
+    share_tiles, parts, v_parts = 0, cost.dealt(likely, t, pack, arch).number, value_parts(problem)
+    if v_parts == 1 and problem.seq_q <= span:
+        share_tiles, parts = shares.by_length(problem, likely, t.keys, parts)
     grid = min(tiles * parts, t.blocks * arch.sms)
     dynamic = not alike and tiles * parts > grid
     # One tile for each block, and a long one: where products between exponentials pay at 128 columns, and can be.
@@ -147,13 +150,13 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     key_box = t.keys if problem.page is None else math.gcd(problem.page, t.keys)
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys),
-        ("STAGES", t.stages), ("KEY_BOX", key_box),
+        ("STAGES", t.stages), ("KEY_BOX", key_box), ("SHARE_TILES", share_tiles),
         ("Q_STAGES", q_stages), ("OWN_Q", own_q), ("O_STAGED", output == STAGED), ("O_STRIPS", output == STRIPS),
-        ("PACK", pack), ("SHARES", parts > 1), ("LONE", lone), ("SHARED_MEMORY", size), *pairs.constants(),
-        *features(problem), ("SUM_TILES", sum_keys // t.keys),
+        ("PACK", pack), ("SHARES", parts > 1), ("V_PARTS", v_parts), ("LONE", lone), ("SHARED_MEMORY", size),
+        *pairs.constants(), *features(problem), ("SUM_TILES", sum_keys // t.keys),
     )  # fmt: skip
     launches = [Launch("attention_forward", grid, 128 * (t.groups + 1), size)]
-    spaces = [Workspace("counters", "uint32", (3 if dynamic else 0,)), *shares.left(problem, parts, dim_v)]
+    spaces = [Workspace("counters", "uint32", (3 if dynamic else 0,)), *shares.left(problem, parts, v_parts * dim_v)]
     launches += shares.combine(problem, parts)
     values = Box("v", key_box)
     if problem.dtype == FLOAT8:  # V is turned before

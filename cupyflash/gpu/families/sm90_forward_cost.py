@@ -7,8 +7,8 @@ from ..device import Arch
 from ..kernel_plan import ceil, pad
 from ..measured import number
 from . import shares
-from .sm90_forward_tiles import NARROW, PACKED, ForwardTile, pack_of, tiles_of
-from .sm90_memory import padded
+from .sm90_forward_tiles import NARROW, PACKED, ForwardTile, choices, pack_of, tiles_of
+from .sm90_memory import padded, value_parts
 
 RATE, SCORE_SECONDS, LEAST_SECONDS = (
     number("sm90_forward.rate"),
@@ -19,12 +19,22 @@ ENDS_SECONDS, GROUP_SECONDS = number("sm90_forward.ends"), number("sm90_forward.
 # Times the least that a multiprocessor may have to compute: up to that they are taken in their order.
 NARROW_OVERLOAD, OVERLOAD = 1.25, 1.03
 TIMED_OVERLOAD = 1.08  # where it is reckoned in seconds, which are right within 10 %
+# Of `seconds`
+PRODUCTS, COPIES, BYTES = number("sm90_forward.products"), number("sm90_forward.copies"), number("sm90_forward.bytes")
+WAIT_SECONDS, WAIT_KEY, ALONE_SECONDS = (
+    number("sm90_forward.wait"),
+    number("sm90_forward.wait_key"),
+    number("sm90_forward.alone"),
+)
+PACK_COST = number("sm90_forward.pack")
+LINE = 128  # bytes of memory that come together
+FEW_QUERIES, MOST_QUERIES, MOST_KEYS = 16, 2048, 512  # what `by_seconds` is for
 
 
 def dealt(problem: AttentionProblem, t: ForwardTile, pack: int, arch: Arch) -> shares.Dealt:
     """In how many shares the keys of a tile with so many heads are dealt out."""
     asked = min(problem.seq_q, t.rows // pack) * min(problem.group, pack)  # rows of a tile
-    score = max(2 * (problem.dim + problem.dim_v) / RATE, SCORE_SECONDS)
+    score = max(2 * (problem.dim + problem.dim_v / value_parts(problem)) / RATE, SCORE_SECONDS)
     visit = shares.Visit(pad(asked, 64) * t.keys * score, LEAST_SECONDS * t.keys / 64)
     ends = ENDS_SECONDS + t.groups * GROUP_SECONDS
     tiles = shares.Tiles(tiles_of(problem, t, pack), t.rows, t.keys, t.blocks, visit, ends)
@@ -35,6 +45,51 @@ def dealt(problem: AttentionProblem, t: ForwardTile, pack: int, arch: Arch) -> s
 def shared_when_packed(problem: AttentionProblem, arch: Arch) -> bool:
     t = next((t for t in PACKED if max(padded(problem)) <= t.dim), PACKED[-1])
     return dealt(problem, t, pack_of(problem, t), arch).number > 1
+
+
+def by_seconds(problem: AttentionProblem, arch: Arch) -> tuple[tuple[ForwardTile, int], ...]:
+    """Tiles, and of how many heads that share K and V each has rows, the fastest first; () of few queries, and of long
+    sequences, whose tiles are alike."""
+    keys = problem.seq_k
+    if problem.left is not None and problem.right is not None:
+        keys = min(keys, problem.left + problem.right + 1)
+    if problem.seq_q <= FEW_QUERIES or problem.seq_q > MOST_QUERIES and keys > MOST_KEYS:
+        return ()
+    return tuple(sorted(choices(problem), key=lambda x: seconds(problem, x[0], x[1], arch)))
+
+
+def seconds(problem: AttentionProblem, t: ForwardTile, pack: int, arch: Arch) -> float:
+    """What a forward takes, each of whose tiles has rows of `pack` heads. Each multiprocessor has so many tiles at a
+    time; a visit of keys is bound by products, by what must come before what, or by copies; begin and end of a tile
+    are seen of the first alone, since the next one's keys come meanwhile."""
+    seen, tiles = shares.seen(problem, t.rows // pack, t.keys), tiles_of(problem, t, pack)
+    few = tiles < t.blocks * arch.sms and problem.seq_k >= shares.LONG_KEYS
+    parts = dealt(problem, t, pack, arch).number if few else 1
+    number, slots = tiles * parts, t.blocks * arch.sms
+    row = LINE * (_lines(2 * problem.dim) + _lines(2 * problem.dim_v))  # bytes of K and V, or of Q and O
+    product = 2 * (pad(problem.dim, 16) + padded(problem)[1]) * t.keys * t.rows / PRODUCTS
+    alone = ALONE_SECONDS * (1 + PACK_COST * (pack > 1))
+
+    def tile(visits: float, together: int) -> float:
+        visit = max(together * product, WAIT_SECONDS + WAIT_KEY * t.keys, together * t.keys * row / COPIES)
+        return visits * visit + together * t.rows * row / COPIES
+
+    full, rest = divmod(number, slots)
+    mean, most = sum(seen) / len(seen) / parts, ceil(max(seen), parts)
+    time = full * tile(mean, t.blocks) + (tile(mean, ceil(rest, arch.sms)) if rest else 0)
+    time = max(time, tile(most, min(t.blocks, ceil(number, arch.sms))))
+    all_rows = problem.heads_q * problem.seq_q + problem.heads_k * problem.seq_k
+    time += problem.batch * all_rows * 2 * (problem.dim + problem.dim_v) / BYTES
+    return time + alone + shares.combine_seconds(problem, parts)
+
+
+def _lines(size: int) -> float:
+    """Lines of memory that a row of so many bytes takes in the mean, in pieces of a line each; rows lie one behind the
+    other, each at a multiple of 16 bytes."""
+    whole, rest = divmod(size, LINE)
+    if not rest:
+        return whole
+    return whole * (2 - 16 / LINE) + 1 + (rest - 16) / LINE
 
 
 def by_load(problem: AttentionProblem, arch: Arch, rows: tuple[ForwardTile, ...]) -> tuple[ForwardTile, ...]:

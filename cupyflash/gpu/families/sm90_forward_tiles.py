@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...problem import AttentionProblem
+from ...problem import FLOAT8, AttentionProblem
 from ..kernel_plan import Tiles, ceil, pad, query_tiles, scored
 from ..measured import number
 from ..score import light
-from .sm90_memory import padded, paired
+from .sm90_memory import PART, WIDEST, padded, paired, value_parts
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ForwardTile:
     stages: int  # K and V tiles in flight
     blocks: int = 1  # thread blocks of a multiprocessor
     spills: int = 0
-    dim: int = 256  # for head dimensions up to this
+    dim: int = WIDEST[0]  # for head dimensions up to this (of V, those of a part)
     banded: bool | None = None  # causal or a window; None: either
     scored: bool | None = None  # more than the scaled product, or dropout, which ask for registers; None: either
     crowded: bool | None = None  # as the function of that name says; None: either
@@ -52,13 +52,17 @@ FORWARD_TILES = (
     ForwardTile(2, 128, 2, spills=96, dim=192),
     ForwardTile(2, 96, 2, dim=192, scored=False),
     ForwardTile(2, 96, 2, spills=144, dim=192),
-    ForwardTile(2, 64, 2, spills=64, banded=True, scored=False),  # with a window and a key mask; else none
-    ForwardTile(2, 64, 2, spills=208, banded=True),
-    ForwardTile(2, 80, 2, spills=64, scored=False),  # where Q and K are narrow and V is not; else none
-    ForwardTile(2, 80, 2, spills=64),
-    # Where a mask or a bias leaves less room.
+    ForwardTile(2, 64, 2, spills=64, dim=PART, banded=True, scored=False),  # with a window and a key mask; else none
+    ForwardTile(2, 64, 2, spills=208, dim=PART, banded=True),
+    ForwardTile(2, 80, 2, spills=64, dim=PART, scored=False),  # where Q and K are narrow and V is not; else none
+    ForwardTile(2, 80, 2, spills=64, dim=PART),
+    # Where a mask or a bias leaves less room, or heads are wide.
     ForwardTile(2, 64, 2, spills=168),
     ForwardTile(2, 48, 2, spills=168),
+    # Wide heads: reckoned, not timed (docs/notes/wide-heads.md).
+    ForwardTile(2, 64, 1, spills=168),
+    ForwardTile(2, 48, 1, spills=168),
+    ForwardTile(2, 32, 1, spills=168),
 )
 # Up to 32, those that are tried first, the cheapest in front (`weighed`): four warpgroups with 64 keys at a time hide
 # the exponentials, too. With a bias they alone: beside its tiles for 128 keys there would be no room for the next
@@ -97,6 +101,31 @@ PACKED = (
     ForwardTile(2, 128, 4, dim=64),
     ForwardTile(2, 128, 2, spills=192, dim=128),
 )
+# Of short sequences, of which `choices` are judged by what they are reckoned to take: tiles of few rows or keys leave
+# less of them in vain. Of plain ones; with scores or dropout they would spill.
+BRIEF = {
+    64: (
+        FORWARD_TILES[0],
+        MIDDLE[1],
+        SMALL,
+        PACKED[0],
+        ForwardTile(1, 64, 4, 2, dim=64),
+    ),
+    96: (FORWARD_TILES[1], ForwardTile(3, 96, 2, spills=16, dim=96), ForwardTile(2, 96, 3, dim=96)),
+    128: (FORWARD_TILES[1], ForwardTile(1, 64, 2, 2, dim=128), ForwardTile(2, 96, 2, dim=128)),
+    192: (FORWARD_TILES[3], FORWARD_TILES[5], *(ForwardTile(2, n, 2, spills=16, dim=192) for n in (80, 64))),
+}
+# and of few keys
+BRIEF_KEYS = {
+    64: (
+        *(ForwardTile(3, n, 3, spills=16, dim=64) for n in (80, 96)),
+        *(ForwardTile(2, n, 3, dim=64) for n in (80, 96)),
+    ),
+    96: (ForwardTile(3, 80, 2, spills=16, dim=96), ForwardTile(2, 80, 2, dim=96)),
+    128: (*(ForwardTile(3, n, 2, spills=32, dim=128) for n in (64, 80)), ForwardTile(2, 80, 2, dim=128)),
+}
+BRIEF_MOST_KEYS = 400
+BRIEF_PACKS, BRIEF_PACKED = (2, 4, 8), 1024  # heads that share K and V may share a tile of so many queries
 # Of 8 bits. Where keys or columns are no more than 64, the upper half of a row of shared memory is empty.
 EIGHT = (
     ForwardTile(3, 128, 3, spills=400, dim=64, crowded=False),
@@ -139,11 +168,13 @@ def busy(problem: AttentionProblem) -> bool:
 
 def _possible(t: ForwardTile, problem: AttentionProblem) -> bool:
     """Have scores, their 16-bit copy and the output room in what the kernel gives a thread that computes?"""
-    return t.registers <= 256 and t.keys * 3 // 4 + pad(problem.dim_v, 16) // 2 <= t.registers - 32
+    columns = ceil(problem.dim_v, value_parts(problem))
+    return t.registers <= 256 and t.keys * 3 // 4 + pad(columns, 16) // 2 <= t.registers - 32
 
 
 TILES = Tiles(FORWARD_TILES, {
-    "groups": (1, 2, 3, 4), "keys": (64, 80, 96, 128, 192), "stages": (2, 3, 4), "blocks": (1, 2, 3, 4), "spills": (0,),
+    "groups": (1, 2, 3, 4), "keys": (48, 64, 80, 96, 128, 192), "stages": (1, 2, 3, 4), "blocks": (1, 2, 3, 4),
+    "spills": (0,),
 }, _possible)  # fmt: skip
 
 
@@ -160,12 +191,28 @@ def weighed(problem: AttentionProblem) -> tuple[ForwardTile, ...]:
     return MIDDLE if dim <= 64 else WIDER
 
 
+def choices(problem: AttentionProblem) -> tuple[tuple[ForwardTile, int], ...]:
+    """Tiles of a short plain problem, and of how many heads that share K and V each has rows; () where it has none."""
+    dim = next((n for n in BRIEF if max(padded(problem)) <= n), 0)
+    plain = not (
+        busy(problem) or paired(problem) or problem.block_mask is not None or problem.ragged or problem.dtype == FLOAT8
+    )
+    if not dim or not plain or max(padded(problem)) <= NARROW[0].dim:
+        return ()
+    found = BRIEF[dim] + (BRIEF_KEYS.get(dim, ()) if problem.seq_k <= BRIEF_MOST_KEYS else ())
+    packs = [n for n in BRIEF_PACKS if n <= problem.group] if dim <= 128 and problem.seq_q <= BRIEF_PACKED else []
+    return (
+        *((t, 1) for t in found),
+        *((t, n) for n in packs for t in found if (t.groups, t.keys) == (2, 128) or t.groups == 1 and n < 8),
+    )
+
+
 def pack_of(problem: AttentionProblem, t: ForwardTile) -> int:
     """How many heads that share keys have room in a tile with all of their queries; 1: no two."""
     return next((n for n in PACKS if t.rows // n >= problem.seq_q), 1)
 
 
 def tiles_of(problem: AttentionProblem, t: ForwardTile, pack: int) -> int:
-    """How many tiles there are, of so many heads each."""
+    """How many tiles there are, of so many heads and a part of the columns of V each."""
     packs = problem.heads_k * ceil(problem.group, pack)
-    return packs * (query_tiles(problem, t.rows // pack) // problem.heads_q)
+    return value_parts(problem) * packs * (query_tiles(problem, t.rows // pack) // problem.heads_q)

@@ -11,6 +11,8 @@ from ..device import Arch
 from ..kernel_plan import PAIRWISE, Box, ceil, pad
 
 DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these; TMA fills in zeros
+WIDEST = (576, 512)  # columns of Q and K, and of V, of the forward of 16 bits; elsewhere as many as the last of these
+PART = DIMS[-1]  # columns of V that a thread block has, at most
 FEW = 64  # queries, or keys: fewer than most tiles have
 PAIR_STAGES = (2, 1)  # tiles of mask and bias in flight: the first that there is room for
 RESERVED = 1024  # bytes of a multiprocessor's shared memory that each thread block takes for itself
@@ -31,10 +33,17 @@ def common(problem: AttentionProblem, arch: Arch, of: Pass) -> dict[str, Any]:
 
 
 def padded(problem: AttentionProblem) -> tuple[int, int]:
-    """The head dimensions that kernels are compiled for: 32 where both are, of 16-bit numbers."""
+    """The head dimensions that kernels are compiled for: 32 where both are, of 16-bit numbers; that of V of one of its
+    parts."""
     least = DIMS[0] if max(problem.dim, problem.dim_v) <= DIMS[0] and problem.dtype != FLOAT8 else 64
-    dim, dim_v = (next(d for d in DIMS if max(n, least) <= d) for n in (problem.dim, problem.dim_v))
+    columns = ceil(problem.dim_v, value_parts(problem))
+    dim, dim_v = (next((d for d in DIMS if max(n, least) <= d), pad(n, 64)) for n in (problem.dim, columns))
     return dim, dim_v
+
+
+def value_parts(problem: AttentionProblem) -> int:
+    """In how many parts the columns of V, and so of O, are shared out over thread blocks."""
+    return max(1, ceil(problem.dim_v, PART))
 
 
 def dots(problem: AttentionProblem) -> tuple[tuple[str, int], ...]:

@@ -1,0 +1,143 @@
+"""Shapes drawn at random, bf16, beside the peers that are there; or, with --regret, beside every tile of ours.
+
+    python bench/shapes.py --seed 7 --count 50 [--pass forward] [--regret] [--seconds 300] [--out FILE]
+
+Beside peers everybody is replayed from a CUDA graph, in turn; a row has the best peer's time over ours. The regret of a
+row is the time of the planner's tile over that of the fastest one. Then geometric means, worst rows, and how many are
+behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from cupyflash import rules
+from cupyflash.bench import models, peers
+from cupyflash.bench.models import Call
+from cupyflash.bench.serving import _replayed
+from cupyflash.bench.suite import Options, compare, importable, take_turns
+from cupyflash.gpu.device import current
+from cupyflash.gpu.plans import plans
+from cupyflash.gpu.source import generate
+from cupyflash.passes import PASSES, Pass
+from cupyflash.problem import View, contiguous
+from cupyflash.tools.precompile import Job, compile_all
+from cupyflash.tools.timing import geomean
+
+DIMS = (40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 128, 144, 160, 176, 192, 224, 256)
+WORK = 2e9, 1.5e12  # floating-point operations of a forward: from calls that a launch bounds to some milliseconds
+PEERS = ("cudnn", "fa3")
+CALLS = 8  # in one CUDA graph
+
+
+def drawn(draw: random.Random) -> Call:
+    """1 to 96 heads, 1 to 16 of them for each of K and V, 48 to 24k rows; a third is causal, a tenth has a window, a
+    quarter other keys than queries."""
+
+    def rows(least: int, most: int) -> int:
+        return int(least * (most / least) ** draw.random())
+
+    while True:
+        dim = draw.choice(DIMS if draw.random() < 0.6 else (64, 128))
+        heads_k = rows(1, 97)
+        heads = heads_k * draw.choice((1, 1, 1, 2, 4, 5, 6, 8, 16))
+        seq, kind = rows(48, 24576), draw.random()
+        seq_k = rows(48, 24576) if draw.random() < 0.25 else None
+        if draw.random() < 0.5:  # most lengths that people have are even
+            seq = max(64, seq // 64 * 64)
+        batch = max(1, int(draw.choice((4096, 8192, 16384, 32768)) / seq))
+        window = rows(32, 4096) if kind > 0.9 else None
+        causal = kind < 0.35 or window is not None
+        if (causal and seq_k is not None and seq_k < seq) or heads > 96 or (window and window >= (seq_k or seq)):
+            continue
+        call = Call(batch, seq, heads, heads_k, dim, causal=causal, seq_k=seq_k, window=window)
+        if WORK[0] <= models.work(call, PASSES["forward"]) <= WORK[1]:
+            return call
+
+
+def compile_ahead(calls: list[Call], passes: list[Pass]) -> None:
+    """What ours run, on all cores: one by one it would take longer than they do."""
+    arch, work = current(0), {}
+    for call, of in itertools.product(calls, dict.fromkeys((PASSES["forward"], *passes))):
+        shapes = {"q": (call.batch, call.seq, call.heads, call.dim)}
+        shapes |= dict.fromkeys("kv", (call.batch, call.keys, call.heads_k, call.dim))
+        views = {name: View(x, contiguous(x), "bfloat16", "cuda:0", "torch") for name, x in shapes.items()}
+        window = None if call.window is None else (call.window, 0)
+        problem = rules.for_pass(rules.describe(**views, causal=call.causal, window=window), of)
+        work |= {generate(x): Job(problem, of, x) for x in plans(problem, arch, of, None) if x}
+    for _ in compile_all([*work.values()]):
+        pass
+
+
+def beside_peers(call: Call, of: Pass, names: tuple[str, ...]) -> tuple[dict[str, float], dict[str, str]]:
+    """Seconds of ours and the peers'."""
+    case = models.draw(call, "bfloat16", 0)
+    prepares: dict[str, peers.Prepare] = {"ours": peers.ours()} | importable(names)
+    graphs = {name: functools.partial(_replayed, prepare, [case] * CALLS) for name, prepare in prepares.items()}
+    candidates, notes = compare(graphs, case, of)
+    seconds, more = take_turns(candidates, Options(rounds=5, min_ms=4), patience=0.1)
+    return {name: t / CALLS for name, t in seconds.items()}, notes | more
+
+
+def beside_tiles(call: Call, of: Pass) -> tuple[dict[str, float], dict[str, str]]:
+    """Seconds of the planner's tile and of each other, as it is named."""
+    from cupyflash import tune
+
+    q = call.batch, call.seq, call.heads, call.dim
+    k = call.batch, call.keys, call.heads_k, call.dim
+    window = (call.window, 0) if call.window is not None else None
+    found = tune(q, k, dtype="bfloat16", of=of.name, causal=call.causal and window is None, window=window, store=False,
+                 rounds=3, min_ms=3.0)  # fmt: skip
+    seconds = {"ours" if not x.tile else str(x.tile): x.seconds for x in found.trials if x.seconds}
+    return seconds, {str(x.tile): x.note for x in found.trials if x.note.startswith("wrong")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--pass", dest="of", choices=("forward", "backward"), action="append")
+    parser.add_argument("--regret", action="store_true")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no new row after so many")
+    parser.add_argument("--out", type=Path, help="JSON of all rows")
+    args = parser.parse_args()
+    draw, passes = random.Random(args.seed), [PASSES[name] for name in args.of or ("forward", "backward")]
+    calls = [drawn(draw) for _ in range(args.count)]
+    compile_ahead(calls, passes)
+    rows: list[dict[str, Any]] = []
+    begin = time.monotonic()
+    for call, of in itertools.product(calls, passes):
+        if time.monotonic() - begin > args.seconds:
+            break
+        seconds, notes = beside_tiles(call, of) if args.regret else beside_peers(call, of, PEERS)
+        us = {name: 1e6 * t for name, t in seconds.items()}
+        others = {name: t for name, t in us.items() if name != "ours"}
+        what = f"{of.name:8} {call!s:44}"
+        for name, note in notes.items():
+            if name == "ours" or "wrong" in note:
+                print(f"       {what} {name}: {note}", flush=True)
+        if "ours" not in us or not others:
+            continue
+        best = min(others, key=others.__getitem__)
+        ratio = us["ours"] / min(us.values()) if args.regret else others[best] / us["ours"]
+        rows.append({"pass": of.name, "call": str(call), "ratio": ratio, "us": us})
+        print(f"{ratio:6.3f} {what} {us['ours']:9.1f} us, {best} {others[best]:9.1f}", flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(rows, indent=1))
+    for of in passes:
+        ratios = sorted(row["ratio"] for row in rows if row["pass"] == of.name)
+        if ratios:
+            behind = f"{sum(x < 1 for x in ratios)} below 1, {sum(x < 0.95 for x in ratios)} below 0.95, "
+            worst = f"worst {ratios[-1]:.3f}" if args.regret else f"{behind}worst {ratios[0]:.3f}"
+            print(f"{of}: {len(ratios)} shapes, geometric mean {geomean(ratios):.3f}, {worst}")
+
+
+if __name__ == "__main__":
+    main()

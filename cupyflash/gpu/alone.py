@@ -1,0 +1,34 @@
+"""Kernels that no plan is needed for: a program with Params of its own, and its launch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+from . import compiler, device
+
+
+class Program(Hashable, Protocol):
+    """Equal ones are compiled once."""
+
+    def source(self) -> str: ...
+
+
+def launch(program: Program, name: str, params: bytes, grid: tuple[int, int], ordinal: int, stream: int) -> None:
+    """Run the kernel of this name, on `grid`, blocks and the threads of each."""
+    from cupy.cuda import Device, driver, runtime
+
+    from .launch import Arguments
+
+    arguments = Arguments(params)
+    with Device(ordinal):
+        runtime.setDevice(ordinal)  # the driver wants a context, on this thread too
+        function = _function(program, name, ordinal)
+        driver.launchKernel(function.ptr, grid[0], 1, 1, grid[1], 1, 1, 0, stream, arguments.address, 0)
+
+
+@functools.lru_cache(128)
+def _function(program: Program, name: str, ordinal: int) -> Any:
+    compiled = compiler.compile_source(program.source(), device.current(ordinal).name)
+    return compiler.load(compiled, [(name, 0)], ordinal)[0]

@@ -1,0 +1,214 @@
+"""The kernel that writes new rows of K and V to caches in place, and turns Q, in one launch
+(kernels_cu/append/append.cu)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..overlap import extent, overlap
+from ..problem import ITEMSIZE, AttentionProblem, View, contiguous, to_bshd
+from . import alone
+from .params import TYPES
+from .source import FORMATS, inlined
+
+THREADS = 128
+NAME = "attention_append"
+MOST = 2**31 - 1  # blocks of a launch
+_MOST_KEPT = 256
+_INTEGERS = {"int32": "int", "int64": "long long"}
+_MADE = {"seqlens_k": "Length", "cu_seqlens_q": "Offset", "page_table": "Page", "slots": "Slot"}
+_GIVEN = ("rotary[0]", "rotary[1]", *_MADE)
+
+
+class Program(NamedTuple):
+    """What the kernel is compiled with."""
+
+    dtype: str
+    width: int  # numbers that a thread reads and writes at once
+    of_angles: str  # dtype of the tables; "" without
+    interleaved: bool
+    integers: tuple[tuple[str, str], ...]  # those that are given, with their dtypes
+
+    def source(self) -> str:
+        given, _, _, accum = TYPES[self.dtype]
+        integers = dict(self.integers)
+        flags = {
+            "PACKED": "cu_seqlens_q" in integers, "PAGED": "page_table" in integers, "SLOTS": "slots" in integers,
+            "ROTARY": bool(self.of_angles), "INTERLEAVED": self.interleaved,
+        }  # fmt: skip
+        lines = [
+            *FORMATS,
+            f"using In = {given};",
+            f"using Accum = {accum};",
+            f"using Table = {TYPES[self.of_angles or 'float32'][0]};",
+            *(f"using {name} = {_INTEGERS[integers.get(of, 'int32')]};" for of, name in _MADE.items()),
+            f"constexpr int THREADS = {THREADS}, WIDTH = {self.width};",
+            *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),
+            "struct Strides { long long entry, row, head, column; };",
+            "struct Params {",
+            "    const In* from[3];  // K, V, Q",
+            "    In* to[3];",
+            "    const Table *cos, *sin;",
+            *(f"    const {name}* {of};" for of, name in _MADE.items()),
+            "    Length* totals;",
+            "    Strides from_strides[3], to_strides[3];",
+            "    long long cos_strides[2], sin_strides[2], length_stride, offset_stride;",
+            "    long long table_strides[2], slot_strides[2];",
+            "    long long entries, page, most, positions;",
+            "    unsigned blocks, blocks_of_row, rows, pieces[3], pieces_of_head[3];",
+            "    int columns[3], half, sequences;",
+            "};",
+        ]
+        return "\n".join(lines) + "\n" + inlined("append/append.cu")
+
+
+class Place(NamedTuple):
+    """How large everything is that rows are looked up in."""
+
+    groups: int  # of new rows, each of a sequence; 1 where they are packed, or slots say where they belong
+    rows: int  # of each
+    sequences: int
+    entries: int  # of a cache: sequences, or pages
+    page: int  # rows of each
+    most: int  # that a sequence may have
+
+    @classmethod
+    def behind(cls, problem: AttentionProblem, rows: int, cache: tuple[int, int]) -> Place:
+        """Behind those that sequences have; `cache`: the first two axes of one."""
+        groups = 1 if problem.rows_q is not None else problem.batch
+        return cls(groups, rows, problem.batch, *cache, problem.seq_k)
+
+    @classmethod
+    def in_slots(cls, slots: tuple[int, ...], cache: tuple[int, int]) -> Place:
+        return cls((1, *slots)[-2], slots[-1], 0, *cache, 0)
+
+
+class Appending(NamedTuple):
+    """A launch but for the addresses."""
+
+    program: Program
+    blocks: int
+    behind: bytes  # what stands in its parameters behind the addresses
+
+    def params(self, addresses: Sequence[int]) -> bytes:
+        """For the addresses of new K, V and Q, of the caches and turned Q, of what is given of `_GIVEN`, and of the
+        lengths that are made."""
+        return struct.pack(f"<{len(addresses)}Q", *addresses) + self.behind
+
+    def launch(self, addresses: Sequence[int], ordinal: int, stream: int) -> None:
+        alone.launch(self.program, NAME, self.params(addresses), (self.blocks, THREADS), ordinal, stream)
+
+
+def planned(given: Sequence[tuple[str, View]], place: Place, layout: str, interleaved: bool) -> Appending | None:
+    """`given`: the arrays by name, q among them where it is turned; of pointers the last 4 bits matter. None where
+    there is nothing to write, or too much."""
+    views = dict(given)
+    of = [views["k_new"], views["v_new"], *([views["q"]] if "q" in views else [])]
+    to = [views["k_cache"], views["v_cache"], *(_made(x) for x in of[2:])]
+    shapes = [to_bshd(x.shape, layout) for x in of]
+    columns, heads = [x[3] for x in shapes], [x[2] for x in shapes]
+    cos = views.get("rotary[0]")
+    half = cos.shape[1] if cos else 0
+    strides = [[_strides(x, layout) for x in xs] for xs in (of, to)]
+    width = 16 // ITEMSIZE[of[0].dtype]
+    while width > 1 and not (
+        not any(n % width for n in (*columns, half))
+        and all(_in_vectors(x, width) for x in (*of, *to))
+        and all(_in_vectors(x, min(width, 16 // ITEMSIZE[x.dtype])) for x in (cos, views.get("rotary[1]")) if x)
+    ):
+        width //= 2
+    of_head = [-(-n // (2 * width)) for n in columns]
+    pieces = [n * m for n, m in zip(heads, of_head)]
+    blocks_of_row = -(-sum(pieces) // THREADS)
+    blocks = place.groups * place.rows * blocks_of_row
+    lengths = "seqlens_k" in views
+    whole = blocks + (-(-place.sequences // THREADS) if lengths else 0)
+    if not blocks or not place.entries * place.page or not (place.most or not lengths) or whole > MOST:
+        return None
+    numbers = [n for side in strides for n in _flat(side, 12)]
+    for name in _GIVEN:
+        axes = 1 if name in ("seqlens_k", "cu_seqlens_q") else 2
+        own = views[name].strides if name in views else ()
+        numbers += [*(0,) * (axes - len(own)), *own]
+    numbers += [place.entries, place.page, place.most, cos.shape[0] if cos else 0]
+    small = [blocks, blocks_of_row, place.rows, *_flat([pieces], 3), *_flat([of_head], 3, 1)]
+    small += [*_flat([columns], 3), half, place.sequences]
+    behind = struct.pack(f"<{len(numbers)}Q{len(small)}I", *(n % 2**64 for n in numbers), *small)
+    integers = tuple((name, views[name].dtype) for name in _MADE if name in views)
+    program = Program(of[0].dtype, width, cos.dtype if cos else "", interleaved and cos is not None, integers)
+    return Appending(program, whole, behind)
+
+
+class Prepared:
+    """A class of calls: arrays of the same shapes, strides, dtypes and alignments."""
+
+    def __init__(self, lib: Any, views: Mapping[str, View], appending: Appending) -> None:
+        self._lib, self._views, self._appending = lib, views, appending
+        self._read = ("k_new", "v_new", *(["q"] if "q" in views else []))
+        self._pairs = [("k_cache", "v_cache"), *((x, y) for x in self._read for y in ("k_cache", "v_cache"))]
+        self._reach = {name: extent(views[name]._replace(ptr=0)) for name in (*self._read, "k_cache", "v_cache")}
+        self._shared: dict[tuple[str, str, int], bool] = {}
+
+    def run(self, arrays: Mapping[str, Any]) -> tuple[Any | None, Any | None] | None:
+        """Write, on the current stream of the arrays' library. Lengths behind the call, where there are lengths, and
+        the q that is given, turned; None, and nothing is done, where arrays share memory."""
+        lib, views, ordinal = self._lib, self._views, self._lib.device(arrays["k_cache"])
+        at = {name: lib.pointer(arrays[name]) for name in views}
+        if any(self._share(x, y, at) for x, y in self._pairs):
+            return None  # one thread waits for no other
+        totals, q = (
+            lib.empty(views[name].shape, views[name].dtype, ordinal) if name in views else None
+            for name in ("seqlens_k", "q")
+        )
+        given = [at.get(name, 0) for name in ("k_new", "v_new", "q", "k_cache", "v_cache")]
+        given += [0 if q is None else lib.pointer(q), *(at.get(name, 0) for name in _GIVEN)]
+        given.append(0 if totals is None else lib.pointer(totals))
+        self._appending.launch(given, ordinal, lib.stream(ordinal))
+        lib.written(arrays["k_cache"])
+        lib.written(arrays["v_cache"])
+        return totals, q
+
+    def _share(self, x: str, y: str, at: Mapping[str, int]) -> bool:
+        """Whether an element of one lies where one of the other does."""
+        (first, end), (other_first, other_end) = self._reach[x], self._reach[y]
+        apart = at[y] - at[x]
+        if other_first + apart >= end or first >= other_end + apart:
+            return False
+        key = x, y, apart
+        if key not in self._shared:
+            if len(self._shared) >= _MOST_KEPT:
+                self._shared.clear()
+            self._shared[key] = overlap(*(self._views[name]._replace(ptr=at[name]) for name in (x, y)))
+        return self._shared[key]
+
+
+def prepare(lib: Any, arrays: Mapping[str, Any], place: Place, layout: str, interleaved: bool) -> Prepared | None:
+    """Of new rows, caches, what says where they belong, and q where it is to be turned. None where there is nothing to
+    write, or too much."""
+    views = {name: lib.view(x) for name, x in arrays.items()}
+    appending = planned([*views.items()], place, layout, interleaved)
+    return None if appending is None else Prepared(lib, views, appending)
+
+
+def _made(x: View) -> View:
+    """Of an array like x that a library makes, which is aligned for all."""
+    return View(x.shape, contiguous(x.shape), x.dtype, x.device, x.kind)
+
+
+def _strides(x: View, layout: str) -> tuple[int, int, int, int]:
+    """Of entry (or sequence), row, head and column."""
+    return to_bshd(x.strides, layout, fill=0)
+
+
+def _in_vectors(x: View, width: int) -> bool:
+    """Whether columns of x are read so many at once."""
+    *outer, columns = zip(x.shape, x.strides)
+    alone = columns[0] < 2 or columns[1] == 1
+    return alone and x.ptr % (width * ITEMSIZE[x.dtype]) == 0 and not any(n > 1 and s % width for n, s in outer)
+
+
+def _flat(rows: Sequence[Sequence[int]], most: int, fill: int = 0) -> list[int]:
+    found = [n for row in rows for n in row]
+    return found + [fill] * (most - len(found))

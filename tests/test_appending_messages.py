@@ -1,0 +1,103 @@
+"""What attention_append refuses, and what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from test_appending import given, paged
+
+from cupyflash import attention_append
+
+F32 = np.float32
+
+
+SLOTS = {"q": None, "seqlens_k": None}
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"k_new": None}, TypeError, "^k_new is a NoneType; it must be an array"),
+    ({"seqlens_k": None}, ValueError, "^seqlens_k is None; it must be the rows that each sequence has filled"),
+    ({"seqlens_k": [2, 6]}, TypeError, "^seqlens_k is a list; it must be an array"),
+    ({"seqlens_k": np.array([2.0, 6.0])}, TypeError, "^seqlens_k has dtype float64; it must be int32 or int64"),
+    ({"seqlens_k": np.array([2])}, ValueError, "^q has 2 sequences, .* as many as seqlens_k, 1"),
+    ({"seqlens_k": np.array([2, 7])}, ValueError, r"^seqlens_k\[1\] is 7, and 3 rows come behind .* room for 9$"),
+    ({"seqlens_k": np.array([-1, 6])}, ValueError, r"^seqlens_k\[0\] is -1; it must be 0 or more"),
+    ({"seqlens_k": np.array([0, 10])}, ValueError, r"^seqlens_k\[1\] is 10; it must be at most 9, the rows of a cache"),
+    ({"k_new": np.zeros((2, 2, 2, 8), F32)}, ValueError,
+     r"^k_new has shape \(2, 2, 2, 8\); it must be \(2, 3, 2, 8\), as q and k_cache say"),
+    ({"v_new": np.zeros((2, 3, 2, 9), F32)}, ValueError, r"^v_new .* must be \(2, 3, 2, 8\), as q and v_cache say"),
+    ({"v_new": np.zeros((2, 3, 2, 8))}, TypeError, "^v_new has dtype float64; it must be that of k_cache, float32"),
+    ({"v_cache": np.zeros((2, 8, 2, 8), F32)}, ValueError, r"^v_cache has shape .*; it must be \(2, 9, 2, 8\)"),
+    ({"k_cache": np.zeros((9, 2, 8), F32)}, ValueError,
+     r"^k_cache has 3 dimensions, shape .* have 4, \(sequences, rows, heads, dim\)"),
+    ({"k_cache": np.zeros((2, 9, 2, 8), int), "v_cache": np.zeros((2, 9, 2, 8), int)}, TypeError,
+     "^k_cache has dtype int64; it must be one of float16"),
+    ({"k_cache": np.zeros((2, 9, 2, 8), np.int8), "v_cache": np.zeros((2, 9, 2, 8), np.int8)}, TypeError,
+     "^k_new has dtype float32; beside k_cache of int8 it must be float16 or bfloat16"),
+    ({"q": np.zeros((6, 4, 8), F32)}, ValueError,
+     r"^q has 3 dimensions, .*; without cu_seqlens_q it must have 4, \(sequences, rows, heads, dim\)"),
+    ({"cu_seqlens_q": np.array([0, 3, 6])}, ValueError, r"^q has 4 .*; with cu_seqlens_q it must have 3"),
+    ({"q": np.zeros((2, 3, 4, 8))}, TypeError, "^k_cache has dtype float32"),
+    ({"bias": np.zeros((4, 9), F32)}, ValueError, r"^bias has shape \(4, 9\); it must be \(2, 4, 3, longest\)"),
+    ({"causal": "down"}, ValueError, "^causal is 'down'"),
+    ({"dropout": 0.5}, ValueError, "^dropout is 0.5, but seed is not given"),
+    ({"softmax_scale": 1.0}, TypeError, "^attention_append.. got .* 'softmax_scale'; here it is scale"),
+    ({"cu_seqlens_k": np.array([0, 3, 6])}, TypeError, "^attention_append.. got an unexpected keyword argument"),
+    ({"cache_seqlens": 3}, TypeError, "here it is seqlens_k"),
+    ({"rotary": np.zeros((9, 4), F32)}, TypeError, r"^rotary is a ndarray; it must be \(cos, sin\)"),
+    ({"rotary": (np.zeros((9, 5), F32),) * 2}, ValueError, r"^rotary\[0\] .* half of 1 to 4 for rows of 8 columns"),
+    ({"rotary": (np.zeros((9, 4), F32), np.zeros((9, 3), F32))}, ValueError, r"^rotary\[1\] has shape \(9, 3\)"),
+    ({"rotary": (np.zeros((9, 4)),) * 2}, TypeError, r"^rotary\[0\] has dtype float64; it must be float32"),
+    ({"rotary": (np.zeros((8, 4), F32),) * 2}, ValueError,
+     r"^seqlens_k\[1\] is 6, and 3 rows come behind these; rotary has angles for 8"),
+    ({"rotary_interleaved": 1}, TypeError, "^rotary_interleaved is 1; it must be True or False"),
+    ({"key_mask": np.ones((2, 8), bool)}, ValueError, r"^seqlens_k\[1\] is 6, and 3 rows .* room for 8"),
+    ({"q": None, "causal": True}, ValueError, "^causal is given, but q is None"),
+    ({"q": None, "return_lse": True}, ValueError, "^return_lse is given, but q is None"),
+    ({"slots": np.zeros((2, 3), int)}, ValueError, "^q is given with slots"),
+    (SLOTS | {"slots": np.array([[0, 1, 2], [3, 18, 5]])}, ValueError,
+     r"^slots\[1, 1\] is 18; it must be a row of k_cache, 0 to 17, or -1"),
+    (SLOTS | {"slots": np.array([[0, 1, 2], [3, 1, -1]])}, ValueError, r"^slots\[1, 1\] is 1, as another is"),
+    (SLOTS | {"slots": np.array([0, 1, 2])}, ValueError, r"^k_new has shape .*; it must be \(3, 2, 8\), as slots and"),
+    (SLOTS | {"slots": np.zeros((2, 3), bool)}, TypeError, "^slots has dtype bool"),
+    (SLOTS | {"slots": np.zeros((2, 3), int), "causal": True}, ValueError, "^causal is given with slots"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "match"), REFUSED, ids=range(len(REFUSED)))
+def test_bad_input_is_told_before_anything_is_written(changes: Any, error: Any, match: str) -> None:
+    arguments = given(**changes)
+    before = {name: x.tobytes() for name, x in arguments.items() if isinstance(x, np.ndarray)}
+    with pytest.raises(error, match=match):
+        attention_append(**arguments)
+    assert all(arguments[name].tobytes() == x for name, x in before.items())
+
+
+def test_pages_that_rows_cannot_come_to() -> None:
+    for table, match in (
+        (
+            [[0, 1, -1], [2, 3, -1]],
+            r"^page_table\[1, 2\] is -1; it must be a page of k_cache, .* seqlens_k\[1\], 6, reach",
+        ),
+        ([[0, 6, 1], [2, 3, 4]], r"^page_table\[0, 1\] is 6; it must be a page of k_cache, 0 to 5"),
+        ([[0, 3, 1], [2, 3, 4]], r"^page_table\[1, 1\] is 3, a page that rows of sequence 0 are written to as well"),
+        ([[-1, 3], [2, 4]], r"^page_table\[0, 0\] is -1; it must be a page of k_cache, 0 to 5: seqlens_k\[0\], 2"),
+        ([[0], [2]], r"^seqlens_k\[1\] is 6; it must be at most 4, the reach of page_table"),
+        ([[0, 1], [2, 3]], r"^seqlens_k\[1\] is 6, and 3 rows come behind these; k_cache has room for 8"),
+    ):
+        arguments = paged(table)
+        with pytest.raises(ValueError, match=match):
+            attention_append(**arguments)
+        assert not arguments["k_cache"].any()
+    read = paged([[0, 1, -1], [0, 3, 4]])  # page 0 of sequence 1 is full, and read alone
+    read["seqlens_k"] = np.array([4, 6])
+    attention_append(**read)
+
+
+def test_caches_that_cannot_be_written() -> None:
+    arguments = given()
+    arguments["v_cache"].flags.writeable = False
+    with pytest.raises(ValueError, match="^v_cache is read-only"):
+        attention_append(**arguments)

@@ -1,0 +1,285 @@
+"""k and v of 8 bits beside q of 16, as caches hold them: calls, appending, refusals."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from backends import CPU, Backend
+from cached_problems import BY, EIGHT, Cached, draw
+from ragged import arguments
+from reference import DTYPES
+
+from cupyflash import attention, attention_append, attention_backward, attention_jvp
+
+LENGTHS = [5, 0, 40, 24]
+FORMS: dict[str, dict[str, Any]] = {
+    "caches": {"lens_q": [1] * 4, "options": {"causal": True}},
+    "a key mask": {"lens_q": [1] * 4, "given": ("key_mask",), "along": "bk"},
+    "pages": {"lens_q": [3] * 4, "form_k": "paged", "page": 7, "options": {"causal": True}, "dtype": "bfloat16"},
+    "chunks on pages": {"lens_q": [9, 1, 0, 3], "form_q": "packed", "form_k": "paged", "options": {"window": (9, 3)}},
+    "packed": {"lens_q": [9, 1, 0, 3], "form_q": "packed", "form_k": "packed", "given": ("sinks", "bias")},
+}
+
+
+def judge(drawn: Cached, layout: str = "bshd", on: Backend = CPU, put: Any = None) -> None:
+    """A call, with NaN in all that belongs to nobody."""
+    put = put or on.put
+    arrays, named = arguments(drawn.case, layout, put)
+    scales = {name: laid_scale(x, layout, put) for name, x in drawn.scales.items()}
+    q, k, v = (arrays[name] for name in "qkv")
+    found = dict(zip(("out", "lse"), attention(q, k, v, return_lse=True, family=on.family, **named, **scales)))
+    found = {name: on.get(x) for name, x in found.items()}
+    if layout == "bhsd":
+        found["out"] = found["out"].swapaxes(-3, -2)
+    drawn.judge(found)
+
+
+def laid_scale(x: Any, layout: str, put: Any) -> Any:
+    if isinstance(x, float):
+        return x
+    return put(np.ascontiguousarray(x.swapaxes(-2, -1)) if layout == "bhsd" and x.ndim > 1 else x)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("eight", EIGHT)
+@pytest.mark.parametrize("form", FORMS)
+def test_exact_on_what_is_meant(form: str, eight: str, by: str | None, layout: str, rng: np.random.Generator) -> None:
+    judge(draw(rng, eight, by, lens_k=LENGTHS, **FORMS[form]), layout)
+
+
+def half(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float16)
+
+
+def eight_bits(rng: np.random.Generator, eight: str, *shape: int) -> np.ndarray:
+    x = rng.standard_normal(shape)
+    return (np.rint(30 * x) if eight == "int8" else x).astype(EIGHT[eight])
+
+
+@pytest.mark.parametrize("eight", EIGHT)
+def test_without_lengths_and_without_a_batch(eight: str, rng: np.random.Generator) -> None:
+    """As with k and v of 16 bits that hold the same numbers."""
+    for front in ((2,), ()):
+        q, (k, v) = half(rng, *front, 5, 4, 16), (eight_bits(rng, eight, *front, 9, 2, 16) for _ in "kv")
+        scales = [rng.uniform(0.5, 2, k.shape[:-1]).astype("f4") for _ in "kv"]
+        wide = [x.astype("f8") * s[..., None] for x, s in zip((k, v), scales)]
+        want = attention(q.astype("f8"), *wide, causal=True)
+        got = attention(q, k, v, k_descale=scales[0], v_descale=scales[1], causal=True)
+        np.testing.assert_allclose(got.astype("f8"), want, atol=2e-3 * np.abs(want).max())
+    one = attention(q, k, v, k_descale=np.array(0.5, "f4"))
+    np.testing.assert_allclose(one, attention(q, k, v, k_descale=0.5), atol=0.05)
+    alone = attention(q[:, 0], k[:, 0], v[:, 0], k_descale=scales[0][:, 0], v_descale=scales[1][:, 0])
+    heads = attention(q[:, :1], k[:, :1], v[:, :1], k_descale=scales[0][:, :1], v_descale=scales[1][:, :1])
+    np.testing.assert_array_equal(alone, heads[:, 0])
+
+
+def appended(
+    rng: np.random.Generator,
+    eight: str,
+    by: str | None,
+    put: Any = np.array,
+    get: Any = np.asarray,
+    layout: str = "bshd",
+) -> None:
+    """Into pages: what was written is what rounding makes of the new rows, and attention to it follows."""
+    n, new, page, heads, dim = 3, 2, 4, 2, 16
+    filled, table = np.array([3, 0, 9], np.int32), rng.permutation(12).reshape(3, 4).astype(np.int32)
+    q, k_new, v_new = half(rng, n, new, 4, dim), half(rng, n, new, heads, dim), half(rng, n, new, heads, dim)
+    caches = {name: eight_bits(rng, eight, 12, page, heads, dim) for name in ("k_cache", "v_cache")}
+    unit = 1 / 30 if eight == "int8" else 1.0
+    scales: dict[str, Any] = {}
+    for name in ("k_descale", "v_descale"):
+        if by == "number":
+            scales[name] = unit * 1.5
+        elif by == "array":
+            scales[name] = np.array([unit * 1.5], "f4")
+        elif by == "head":
+            scales[name] = (unit * rng.uniform(1, 2, heads)).astype("f4")
+        elif by == "row":
+            scales[name] = (unit * rng.uniform(1, 2, (12, page, heads))).astype("f4")
+    places = [(table[b, (filled[b] + i) // page], (filled[b] + i) % page) for b in range(n) for i in range(new)]
+
+    def lay(x: np.ndarray) -> Any:
+        return put(np.ascontiguousarray(x.swapaxes(1, 2)) if layout == "bhsd" and x.ndim > 2 else x)
+
+    given = {name: lay(x) for name, x in caches.items()}
+    of = {name: x if isinstance(x, float) else lay(x) for name, x in scales.items()}
+    found = attention_append(
+        lay(q), lay(k_new), lay(v_new), *given.values(), put(filled), page_table=put(table), causal=True,
+        layout=layout, **of,
+    )  # fmt: skip
+    if isinstance(found, tuple):  # JAX's arrays are others then
+        found, *changed = found
+        given = dict(zip(given, changed))
+        of |= zip(of if by == "row" else (), changed[2:])
+    rows = {"k_cache": k_new, "v_cache": v_new}
+    most = 127 if eight == "int8" else 448
+    for (name, was), scale_name in zip(caches.items(), ("k_descale", "v_descale")):
+        scale = scales.get(scale_name, 1.0)
+        whole = get(given[name])
+        whole = whole.swapaxes(1, 2) if layout == "bhsd" else whole
+        want, x = was.copy(), rows[name].astype("f4").reshape(-1, heads, dim)
+        if by == "row":
+            want_scale, scale = scale.copy(), np.abs(x).max(-1) / np.float32(most)
+            for at, s in zip(places, scale):
+                want_scale[at] = s
+            own = get(of[scale_name])
+            np.testing.assert_allclose(own.swapaxes(1, 2) if layout == "bhsd" else own, want_scale, rtol=1e-6)
+            scale = scale[..., None]
+        elif by == "head":
+            scale = scale[:, None]
+        numbers = np.clip(x / np.float32(scale), -most, most)
+        numbers = (np.rint(numbers) if eight == "int8" else numbers).astype(EIGHT[eight])
+        for at, row in zip(places, numbers):
+            want[at] = row
+        close = 1 if eight == "int8" else 2.0**-3  # a quotient may be rounded otherwise, by another library
+        np.testing.assert_allclose(
+            whole.astype("f4"), want.astype("f4"), rtol=close, atol=2**-9 if eight != "int8" else 1
+        )
+        assert (whole.view(np.uint8) != want.view(np.uint8)).mean() < 0.01
+    again = attention(
+        lay(q), given["k_cache"], given["v_cache"], seqlens_k=put(filled + new), page_table=put(table), causal=True,
+        layout=layout, **of,
+    )  # fmt: skip
+    np.testing.assert_array_equal(get(found), get(again))
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("eight", EIGHT)
+def test_appending_rounds_new_rows(eight: str, by: str | None, rng: np.random.Generator) -> None:
+    appended(rng, eight, by)
+
+
+def test_appending_with_heads_first(rng: np.random.Generator) -> None:
+    appended(rng, "int8", "row", layout="bhsd")
+
+
+@pytest.mark.parametrize("eight", EIGHT)
+def test_slots_and_what_is_not_finite(eight: str) -> None:
+    new = np.zeros((3, 1, 8), np.float16)
+    new[0], new[1, 0, 3], new[2] = 4.0, np.nan, 60000
+    k, v = (np.zeros((2, 3, 1, 8), EIGHT[eight]) for _ in "kv")
+    scales = {name: np.ones((2, 3, 1), np.float32) for name in ("k_descale", "v_descale")}
+    attention_append(None, new, new, k, v, slots=np.array([4, 0, -1]), v_descale=scales["v_descale"], k_descale=0.5)
+    largest = 127 if eight == "int8" else 448
+    assert (k[1, 1].astype("f4") == 8).all() and (v[1, 1].astype("f4") == largest).all()
+    assert scales["v_descale"][1, 1] == np.float32(4 / largest) and np.isnan(scales["v_descale"][0, 0])
+    assert np.isnan(k[0, 0, 0, 3].astype("f4")) == (eight != "int8")
+    assert (scales["v_descale"].ravel() == 1).sum() == 4  # -1 is nowhere
+    attention_append(None, new, new, k, v, slots=np.array([-1, -1, 2]))
+    assert (k[0, 2].astype("f4") == largest).all()
+
+
+Q, K8, K16 = (np.zeros((2, 4, 2, 8), x) for x in (np.float16, np.int8, np.float16))
+F8 = K8.view(EIGHT["float8_e4m3fn"])
+REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], type, str]] = {
+    "v of 16": ((Q, K8, K16), {}, TypeError, "^v has dtype float16, and the other of k and v is of 8 bits"),
+    "k of 16": ((Q, K16, F8), {}, TypeError, "^k has dtype float16, and the other of k and v is of 8 bits"),
+    "another": ((Q, K8, F8), {}, TypeError, "^v has dtype float8_e4m3fn but k has int8; both must have one dtype"),
+    "float32": ((Q.astype("f4"), K8, K8), {}, TypeError, "^k has dtype int8 beside q of float32; k and v of 8"),
+    "int8 alone": ((K8, K8, K8), {}, TypeError, "^k has dtype int8 beside q of int8"),
+    "shape": ((Q, K8, K8), {"k_descale": np.ones(4, "f4")}, ValueError,
+        r"^k_descale has shape \(4,\); it must be \(2,\), one for each head of k, or \(2, 4, 2\), one for each"),
+    "dtype": ((Q, K8, K8), {"v_descale": np.ones(2)}, TypeError, "^v_descale has dtype float64; it must be float32"),
+    "of q": ((Q, K8, K8), {"q_descale": 2.0}, TypeError, "^q_descale is given with q of float16; it is for inputs of"),
+    "of q, an array": ((Q, K8, K8), {"q_descale": np.ones((2, 1), "f4")}, TypeError, "^q_descale is given with q of"),
+    "of 16": ((Q, Q, Q), {"k_descale": 2.0}, TypeError,
+        "^k_descale is given with q of float16; .* and for k and v of 8 bits beside q of 16"),
+    "number": ((Q, K8, K8), {"k_descale": -1.0}, ValueError, "^k_descale is -1.0"),
+    "out_dtype": ((Q, K8, K8), {"out_dtype": "bfloat16"}, ValueError, "^out_dtype is bfloat16; with q of float16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    arrays, given, kind, message = REFUSED[case]
+    with pytest.raises(kind, match=message):
+        attention(*arrays, **given)
+
+
+def test_there_is_a_forward_alone() -> None:
+    lse = np.zeros((2, 2, 4), np.float32)
+    with pytest.raises(TypeError, match="^k has dtype int8 beside q of float16, of which there is a forward alone"):
+        attention_backward(Q, Q, K8, K8, Q, lse)
+    with pytest.raises(TypeError, match="^k has dtype int8 beside q of float16, of which there is a forward alone"):
+        attention_jvp({"q": Q}, Q, K8, K8, Q, lse)
+
+
+def test_appending_refused() -> None:
+    new, filled = np.zeros((2, 1, 2, 8), np.float16), np.zeros(2, np.int32)
+
+    def append(new: np.ndarray, k: np.ndarray, v: np.ndarray, **given: Any) -> None:
+        attention_append(None, new, new, k, v, filled, **given)
+
+    with pytest.raises(TypeError, match="^k_new has dtype int8; beside k_cache of int8 it must be float16 or bfloat16"):
+        append(new.astype(np.int8), K8.copy(), K8.copy())
+    with pytest.raises(TypeError, match="^k_descale is given with k_cache of float16; it is for caches of float8"):
+        append(new, K16.copy(), K16.copy(), k_descale=2.0)
+    with pytest.raises(TypeError, match="^v_descale is given with k_cache of float16; it is for caches of float8"):
+        append(new, K16.copy(), K16.copy(), v_descale=np.ones(2, "f4"))
+    with pytest.raises(ValueError, match=r"^v_descale has shape \(3,\); it must be \(2,\), one for each head of k"):
+        append(new, K8.copy(), K8.copy(), v_descale=np.ones(3, "f4"))
+    with pytest.raises(TypeError, match="^v_cache has dtype int8; it must be that of k_cache, float8_e4m3fn"):
+        append(new, F8.copy(), K8.copy())
+    scales = np.ones((2, 4, 2), "f4")
+    scales.flags.writeable = False
+    with pytest.raises(ValueError, match="^k_descale is read-only"):
+        append(new, K8.copy(), K8.copy(), k_descale=scales)
+
+
+def tensor(x: np.ndarray) -> Any:
+    torch = pytest.importorskip("torch")
+    bits = {"float8_e4m3fn": (np.uint8, torch.float8_e4m3fn), "bfloat16": (np.int16, torch.bfloat16)}
+    as_bits, dtype = bits.get(x.dtype.name, (x.dtype, None))
+    made = torch.from_numpy(np.array(x, order="C").view(as_bits))
+    return made if dtype is None else made.view(dtype)
+
+
+def of_tensor(x: Any) -> np.ndarray:
+    import torch
+
+    eight, half = np.dtype(EIGHT["float8_e4m3fn"]), np.dtype(DTYPES["bfloat16"])
+    if x.dtype is torch.float8_e4m3fn:
+        return x.cpu().view(torch.uint8).numpy().view(eight)
+    return x.cpu().view(torch.int16).numpy().view(half) if x.dtype is torch.bfloat16 else x.cpu().numpy()
+
+
+def _jax(x: np.ndarray) -> Any:
+    return pytest.importorskip("jax.numpy").asarray(x)
+
+
+LIBRARIES = {"torch": (tensor, of_tensor), "jax": (_jax, np.asarray)}
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("eight", EIGHT)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_other_libraries(library: str, eight: str, by: str | None, rng: np.random.Generator) -> None:
+    put, get = LIBRARIES[library]
+    on = SimpleNamespace(family=None, put=put, get=get)
+    judge(draw(rng, eight, by, lens_k=LENGTHS, **FORMS["caches"]), on=on)  # type: ignore[arg-type]
+    judge(draw(rng, eight, by, lens_k=LENGTHS, **FORMS["pages"]), "bhsd", on=on)  # type: ignore[arg-type]
+    appended(rng, eight, by, put, get)
+
+
+def test_torch_refuses_gradients_and_vmap_and_casts_none() -> None:
+    torch = pytest.importorskip("torch")
+    q, k = torch.ones(2, 1, 4, 8, dtype=torch.float16), torch.ones(2, 5, 2, 8, dtype=torch.int8)
+    with pytest.raises(
+        TypeError, match="^k has dtype int8, of which there is a forward alone, but a gradient is wanted"
+    ):
+        attention(q.clone().requires_grad_(), k, k)
+    scales = torch.ones(2, 5, 2)
+    with pytest.raises(NotImplementedError, match="^k_descale is given under vmap"):
+        torch.func.vmap(lambda q, k, s: attention(q, k, k, k_descale=s))(q, k, scales)
+    small = k.to(torch.float8_e4m3fn)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(q.float(), small, small, k_descale=scales).dtype is torch.bfloat16
+    if hasattr(torch, "compile"):
+        with pytest.raises(Exception, match="caches of 8 bits is not traced"):
+            torch.compile(lambda new, k: attention_append(None, new, new, k, k.clone(), slots=torch.tensor([[0], [5]])),
+                          backend="eager", fullgraph=True)(q[:, :, :2], k)  # fmt: skip
