@@ -162,16 +162,19 @@ def one_key_units(
     """`unit` of dq, dk and what pairs of their own get where queries see one key only.
 
     There dP = rowsum(dO · O), and standard attention gives exactly 0. Two float32 sums over the columns of V differ in
-    their rounding; for dk that adds up over the queries.
+    their rounding, in the row where the sum is largest by the most; for dk that adds up over the queries.
     """
     if 0 in (q.size, k.size):
         return {}
-    q_size, k_size, v_size, dout_size = (
-        float(np.sqrt(np.mean(np.square(x.astype(np.float64))))) if x.size else 0.0 for x in (q, k, v, dout)
+    q_size, v_size, dout_size = (
+        float(np.sqrt(np.mean(np.square(x.astype(np.float64))))) if x.size else 0.0 for x in (q, v, dout)
     )
-    left = 8 * float(np.finfo(np.float32).eps) * problem.dim_v**0.5 * v_size * dout_size / 1e-5
+    k_most, q_most = (float(np.abs(_finite(x)).max()) for x in (k, q))
+    rows = max(2, dout.size // max(1, dout.shape[-1]))
+    largest = (2 * np.log(rows)) ** 0.5 * problem.dim_v**0.5 * v_size * dout_size  # of so many random dP
+    left = 4 * float(np.finfo(np.float32).eps) * largest / 1e-5
     scale, queries = abs(problem.scale), max(1, problem.group * problem.seq_q)
-    found = {"dq": left * scale * k_size, "dk": left * scale * q_size * queries**0.5, "dbias": left}
+    found = {"dq": left * scale * k_most, "dk": left * scale * max(q_most, q_size * queries**0.5), "dbias": left}
     found |= {f"d{x.key}": left for x in problem.score.arrays} if problem.score else {}
     return {name: max(1.0, unit) for name, unit in found.items()}
 
