@@ -347,13 +347,13 @@ def cached(batch: int, rows: int, heads: tuple[int, int] = (32, 8), seq_q: int =
 @pytest.mark.parametrize(
     ("problem", "share_tiles", "parts"),
     [
-        (cached(32, 65536), 16, 32),  # query tiles for all multiprocessors, and one cache may be longer than others
+        (cached(32, 65536), 32, 16),  # query tiles for all multiprocessors, and one cache may be longer than others
         (cached(16, 8192), 0, 1),  # not much longer
         (cached(32, 65536, max_seqlen_k=4096), 0, 1),  # not likely
-        (cached(4, 65536), 8, 64),  # multiprocessors would be idle
-        (cached(32, 65536, (8, 1)), 8, 64),
+        (cached(4, 65536), 16, 32),  # multiprocessors would be idle
+        (cached(32, 65536, (8, 1)), 16, 32),
         (cached(2, 2048), 2, 8),  # in no fewer than where all are as long
-        (cached(4, 2**20), 8, 1024),
+        (cached(4, 2**20), 16, 512),
         (cached(64, 2**20), 32, 256),  # more would take too much memory
         (cached(1, 65536), 0, 16),  # nothing to differ from
         (cached(32, 65536, left=4000), 0, 1),
