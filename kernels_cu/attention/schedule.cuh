@@ -6,8 +6,8 @@
 // In which order the tiles of a head start.
 enum class Order { AS_NUMBERED, LAST_FIRST, LONGEST_FIRST };
 
-// Of queries: where later ones see more keys these first; of a list those with most tiles to visit. (Its lists do not know how
-// many of these there are where lengths are data.)
+// Of queries: where later ones see more keys these first; of a list those with most tiles to visit. (Its lists do not
+// know how many of these there are where lengths are data.)
 constexpr Order QUERY_ORDER =
     walk::LISTED && !RAGGED ? Order::LONGEST_FIRST : walk::GROWING ? Order::LAST_FIRST : Order::AS_NUMBERED;
 
@@ -17,8 +17,8 @@ constexpr Order key_order(bool in_turn) {
     return walk::LISTED && !RAGGED ? Order::LONGEST_FIRST : Order::AS_NUMBERED;
 }
 
-// The n-th tile of `heads` heads, where those of `together` heads are dealt out at once, first tiles first: so many `groups` at
-// most, then those of all heads that are left.
+// The n-th tile of `heads` heads, where those of `together` heads are dealt out at once, first tiles first: so many
+// `groups` at most, then those of all heads that are left.
 struct TileIndex {
     int head, tile;
 };
@@ -29,7 +29,8 @@ __device__ inline TileIndex index_in_turn(int n, int tiles, int heads, int toget
     return {first + rest % these, rest / these};
 }
 
-// The same where the first tiles of a head may be far longer than all others: a few of each head before everything else.
+// The same where the first tiles of a head may be far longer than all others: a few of each head before everything
+// else.
 __device__ inline TileIndex index_longest_first(int n, int tiles, int heads, int together) {
     int longest = tiles_in(tiles, 64);
     if (n < longest * heads) return {n % heads, n / heads};
@@ -54,7 +55,8 @@ struct Schedule {
     __device__ int ordered(int n) const { return ORDER == Order::LAST_FIRST ? tiles - 1 - n : n; }
     __device__ HeadTile ordered(HeadTile at) const {
         if constexpr (Tiles::PACKED)
-            at.number = at.number < 0 || ORDER == Order::AS_NUMBERED ? at.number : Tiles::of(p, at.head) - 1 - at.number;
+            at.number =
+                at.number < 0 || ORDER == Order::AS_NUMBERED ? at.number : Tiles::of(p, at.head) - 1 - at.number;
         else
             at.number = ordered(at.number);
         return at;

@@ -53,7 +53,8 @@ struct TensorMaps : PairMaps {
 // What the producer tells of a tile of pairs, with its first piece.
 struct Note {
     static constexpr int BYTES = 32;
-    // FIRST, LAST: of those that a block sums for a tile of the gradient. Where no query sees a key, the LAST is not visited.
+    // FIRST, LAST: of those that a block sums for a tile of the gradient. Where no query sees a key, the LAST is not
+    // visited.
     static constexpr int VISIT = 1, FIRST = 2, LAST = 4, END = 8;
 
     Head head;
@@ -266,7 +267,8 @@ struct Consumer {
             store(Of::parts(p) + note.split * Tiles<Of>::elements(p));
     }
 
-    // Where the array is broadcast along queries: a warp's sums to a part of their own; along keys too where it has none.
+    // Where the array is broadcast along queries: a warp's sums to a part of their own; along keys too where it has
+    // none.
     __device__ void add_up(float* to, int keys) {
         int lane = threadIdx.x % 32;
         auto over_lanes = [](float x, int from) {
@@ -349,13 +351,14 @@ __device__ void add_parts(const Params& p) {
     if constexpr (WANTED) Tiles<Of>(p, 0).template add_parts<128>(over_queries<Of>(p) ? CONSUMER_WARPS : 1);
 }
 
-#define KERNELS(ARRAY, WANTED, OF)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                   \
-        attention_backward_##ARRAY(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {                \
-        gather<WANTED, OF>(p, maps);                                                                                           \
-    }                                                                                                                          \
-    extern "C" __global__ void __launch_bounds__(128) attention_backward_##ARRAY##_add(const __grid_constant__ Params p) {     \
-        add_parts<WANTED, OF>(p);                                                                                              \
+#define KERNELS(ARRAY, WANTED, OF)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                           \
+        attention_backward_##ARRAY(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {        \
+        gather<WANTED, OF>(p, maps);                                                                                   \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(128)                                                                  \
+        attention_backward_##ARRAY##_add(const __grid_constant__ Params p) {                                           \
+        add_parts<WANTED, OF>(p);                                                                                      \
     }
 ARRAYS_OVER_PAIRS(KERNELS)
 

@@ -11,7 +11,8 @@ constexpr bool HALF_STEPS = SHARE_ROWS;
 constexpr int FIRST = ROWS / 32 * 16, SECOND = ROWS - FIRST;  // queries
 static_assert(!HALF_STEPS || FIRST == SECOND);
 
-// Whether the sums of dP start at -delta: registers are filled faster than added to. (What is dropped of dP is not delta.)
+// Whether the sums of dP start at -delta: registers are filled faster than added to. (What is dropped of dP is not
+// delta.)
 constexpr bool DELTA_FIRST = !HALF_STEPS && !DROPOUT;
 
 // What a warpgroup with 64 keys of every tile has at hand.
@@ -129,7 +130,9 @@ struct NarrowConsumer {
             };
             auto both = [&](auto n, auto how) {  // exponentials of the second half, dS of the first
                 probabilities.template each<HALF + n.value, HALF + n.value + 1>(
-                    [&](float& x, int r, int c, float& slope) { exponential(how, x, r, c, slope, minus_lse_2[c - FIRST]); },
+                    [&](float& x, int r, int c, float& slope) {
+                        exponential(how, x, r, c, slope, minus_lse_2[c - FIRST]);
+                    },
                     slopes);
                 ds.template each<n.value, n.value + 1>(subtract);
                 ds.template each<n.value, n.value + 1>(derive, probabilities, slopes);
@@ -217,8 +220,10 @@ struct NarrowConsumer {
                 }
             } else {
                 int rows = head.key_rows(p) - key;
-                store_rows<16>(dk_tile, 16 * warp(), head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, rows, p.dim);
-                store_rows<16>(dv_tile, 16 * warp(), head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, rows, p.dim_v);
+                store_rows<16>(dk_tile, 16 * warp(), head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, rows,
+                               p.dim);
+                store_rows<16>(dv_tile, 16 * warp(), head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, rows,
+                               p.dim_v);
             }
         }
     }

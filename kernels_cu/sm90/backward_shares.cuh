@@ -1,7 +1,8 @@
-// Where key tiles are too few for all multiprocessors, some take much longer than others, or the queries of a head of K and V
-// are too many for the L2 cache, its query tiles (those of all heads that share it) are dealt out in shares, each as if it had a
-// head of K and V by itself. Thread blocks leave their sums of dK and dV in memory, in float32, and who is done last with a key
-// tile adds up those of all shares, in their order: so dK and dV are the same bits in every run.
+// Where key tiles are too few for all multiprocessors, some take much longer than others, or the queries of a head of K
+// and V are too many for the L2 cache, its query tiles (those of all heads that share it) are dealt out in shares, each
+// as if it had a head of K and V by itself. Thread blocks leave their sums of dK and dV in memory, in float32, and who
+// is done last with a key tile adds up those of all shares, in their order: so dK and dV are the same bits in every
+// run.
 #pragma once
 #include "sm90/backward_tiles.cuh"
 
@@ -19,8 +20,8 @@ __device__ int for_fragments(Accumulator<1, N> (&sums)[COUNT], int first, F f) {
     return first;
 }
 
-// A consumer's sums of a key tile are done. True for who has to store them: then they are those of all shares. By its 128
-// threads, each of which finds what its like in other blocks have left.
+// A consumer's sums of a key tile are done. True for who has to store them: then they are those of all shares. By its
+// 128 threads, each of which finds what its like in other blocks have left.
 template <class DV, class DK>
 __device__ bool add_shares(const Params& p, const Shared& s, const KeyTile& t, int group, DV& dv, DK& dk) {
     Share share(p, t.share);

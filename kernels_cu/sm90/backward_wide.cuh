@@ -1,16 +1,18 @@
 // Consumers that share out the columns of dK and dV, where 64 keys are too many for one consumer's registers. Each
 // computes S and dP of all queries of a tile and its part of the keys; P and dS go through shared memory, and from
-// there every consumer takes both for its own columns: dV^T += dO^T P, dK^T += Q^T dS, dQ^T = K^T dS^T. CLUSTERED: dQ is that
-// of two blocks' keys, and half as much is added to memory.
+// there every consumer takes both for its own columns: dV^T += dO^T P, dK^T += Q^T dS, dQ^T = K^T dS^T. CLUSTERED: dQ
+// is that of two blocks' keys, and half as much is added to memory.
 #pragma once
 #include "sm90/backward_dq.cuh"
 #include "sm90/backward_shares.cuh"
 
 struct WideConsumer {
-    static constexpr bool IN_TURN = DETERMINISTIC && CLUSTERED;  // the adding thread says when a step's part may be added
+    // The adding thread says when a step's part may be added.
+    static constexpr bool IN_TURN = DETERMINISTIC && CLUSTERED;
     static constexpr int PART_KEYS = KEYS / GROUPS;
     static constexpr int BLOCKS = (DIM + 63) / 64, BLOCKS_V = (DIM_V + 63) / 64;  // of 64 columns
-    static constexpr int PARTS = (BLOCKS + GROUPS - 1) / GROUPS, PARTS_V = (BLOCKS_V + GROUPS - 1) / GROUPS;  // a consumer's
+    // Of these a consumer's.
+    static constexpr int PARTS = (BLOCKS + GROUPS - 1) / GROUPS, PARTS_V = (BLOCKS_V + GROUPS - 1) / GROUPS;
     static_assert(!WIDE || ROWS == 64 && STAGES == 2 && PARTS <= 2 && PARTS_V <= 2 && BLOCKS <= GROUPS * CLUSTER);
 
     using Scores = Accumulator<1, PART_KEYS / 8>;
@@ -25,7 +27,8 @@ struct WideConsumer {
     Dropout dropout;
     Shared::DQRing dq_ring;
     KTile my_keys;
-    int dq_block, dq_place;  // which columns of dQ are the consumer's, and where a thread's numbers lie in a tile of sums
+    // Which columns of dQ are the consumer's, and where a thread's numbers lie in a tile of sums.
+    int dq_block, dq_place;
     bool has_dq;
     // Two numbers tell the place in every ring: registers are scarce here.
     unsigned tiles = 0, steps = 0;
@@ -36,8 +39,8 @@ struct WideConsumer {
     // threads the tensor cores have something to do. After the last tile it is computed of whatever lies in the ring.
     Scores scores;
     int left;  // steps
-    // CLUSTERED: dQ of a query tile is computed a step late, when the other block's dS has come. At the first step it is
-    // computed of whatever lies there and does not leave: products in a branch are put in series by ptxas.
+    // CLUSTERED: dQ of a query tile is computed a step late, when the other block's dS has come. At the first step it
+    // is computed of whatever lies there and does not leave: products in a branch are put in series by ptxas.
     bool owing;
     int last, shift;  // the query tile whose dQ is owed; from query tiles to tiles of sums
 
@@ -58,7 +61,8 @@ struct WideConsumer {
     __device__ static int warp() { return threadIdx.x / 32 % 4; }
     __device__ static int first_row() { return 16 * warp(); }
 
-    // Which 64 columns are the consumer's. One for whom none are left computes the last ones again, and nobody takes them.
+    // Which 64 columns are the consumer's. One for whom none are left computes the last ones again, and nobody takes
+    // them.
     __device__ int block(int part) const { return min(group * PARTS + part, BLOCKS - 1); }
     __device__ int block_v(int part) const { return min(group * PARTS_V + part, BLOCKS_V - 1); }
 
@@ -229,8 +233,8 @@ struct WideConsumer {
             store_through(sum, map, to, strides, t, column, columns);
     }
     // As registers hold them: rows of the sum are columns of the result.
-    __device__ void put_turned(const Accumulator<1, KEYS / 8>& sum, Out* to, const Strides& strides, const KeyTile& t, int column,
-                               int columns) {
+    __device__ void put_turned(const Accumulator<1, KEYS / 8>& sum, Out* to, const Strides& strides, const KeyTile& t,
+                               int column, int columns) {
         Head head = t.head(p);
         int first = s.first_key(t), rows = head.key_rows(p) - first;
         to = head.key_row(to, strides, first) + column;
@@ -243,8 +247,8 @@ struct WideConsumer {
             }
     }
     template <class T>
-    __device__ void store_through(const Accumulator<1, KEYS / 8>& sum, const TensorMap& map, T* to, const Strides& strides,
-                                  const KeyTile& t, int column, int columns) {
+    __device__ void store_through(const Accumulator<1, KEYS / 8>& sum, const TensorMap& map, T* to,
+                                  const Strides& strides, const KeyTile& t, int column, int columns) {
         SwizzledTile<KEYS, 64> tile{s.out_tile(group)};
         tma_wait_read();
         sync_threads<128>(3 + group);

@@ -2,9 +2,9 @@
 // multiprocessor working at once.
 //
 // One thread block stays on each multiprocessor and takes tile after tile of queries. Its first warpgroup only loads
-// (forward_tiles.cuh). The others each own 64 rows: the tensor cores compute S = Q K^T of one key tile and O += P V of the
-// tile before in the background (wgmma), and under P V the threads do the softmax of S. O leaves through shared memory
-// where there is room for it, by TMA again if there is room for all of it.
+// (forward_tiles.cuh). The others each own 64 rows: the tensor cores compute S = Q K^T of one key tile and O += P V of
+// the tile before in the background (wgmma), and under P V the threads do the softmax of S. O leaves through shared
+// memory where there is room for it, by TMA again if there is room for all of it.
 #include "attention/dead_rows.cuh"
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
@@ -14,7 +14,8 @@
 #include "sm90/forward_steps.cuh"
 #include "tile/rows.cuh"
 
-// Whether V may hold anything where key_mask hides keys. (Turned it is 0 there; what is dead by position no map knows of.)
+// Whether V may hold anything where key_mask hides keys. (Turned it is 0 there; what is dead by position no map knows
+// of.)
 constexpr bool CLEARS = KEY_MASK && !TURNED;
 
 // A warpgroup with 64 rows of every tile.
@@ -35,7 +36,8 @@ struct Consumer {
     bool near = true;         // whether soft caps of the tile's keys so far were near 0: then it is asked again
     LongSums sums;            // of O
 
-    // P V is added while the scores after those of P are computed, at the end of a tile while the next tile is looked at.
+    // P V is added while the scores after those of P are computed, at the end of a tile while the next tile is looked
+    // at.
     Accumulator<1, DIM_V / 8> o;
     Operand<KEYS> probabilities;
     unsigned unseen = 0;  // CLEARS: of the keys of these the lane's own (32 n + lane) that key_mask hides, in bits n
@@ -100,7 +102,8 @@ struct Consumer {
     // S = Q K^T, or its first columns, in the background.
     template <int N>
     __device__ void start_scores(Accumulator<1, N>& scores) const {
-        // Else the addresses of its rows of Q are held in uniform registers, and more than there are (192 / 128 columns).
+        // Else the addresses of its rows of Q are held in uniform registers, and more than there are (192 / 128
+        // columns).
         mark_read(group);
         QTile q = s.q_tile();
         KTile k = s.k_tile();
@@ -155,8 +158,8 @@ struct Consumer {
         fence_async();
         sync_threads<128>(1 + group);
     }
-    // And behind the end of a sequence, as tensor maps have them behind that of an array. Of Q, mask and bias that is for the
-    // votes of a warp's rows alone: no row's bits follow from another sequence.
+    // And behind the end of a sequence, as tensor maps have them behind that of an array. Of Q, mask and bias that is
+    // for the votes of a warp's rows alone: no row's bits follow from another sequence.
     __device__ void clear_queries() {
         int queries = tile.head.queries(p) - tile.queries.begin;
         if (queries >= HEAD_ROWS) return;
@@ -169,7 +172,8 @@ struct Consumer {
         fence_async();  // what the next tile overwrites
         __syncwarp();
     }
-    // Of V, or K, of a tile that has keys that no query sees by position, or others behind the end: the first of a walk, or the last.
+    // Of V, or K, of a tile that has keys that no query sees by position, or others behind the end: the first of a
+    // walk, or the last.
     __device__ bool hangs_over(int step) const {
         if (!K_ENDS) return false;
         Range live = tile.head.live_keys(p);
@@ -328,7 +332,8 @@ struct Consumer {
             store_float_rows(o, true, DIM_V, [&](int row) -> float* {
                 Pair x = at(row, 0);
                 bool real = x.head - of.head.q < heads && x.i < queries;
-                return real ? p.share_out + share_row(p, of.share, row_number(of, x)) * (V_PARTS * DIM_V) + column : nullptr;
+                return real ? p.share_out + share_row(p, of.share, row_number(of, x)) * (V_PARTS * DIM_V) + column
+                            : nullptr;
             });
         } else if constexpr (FROM_REGISTERS) {
             bool pairs = p.dim_v % 2 == 0 && p.out_strides.row % 2 == 0 && p.out_strides.head % 2 == 0;

@@ -46,21 +46,22 @@ constexpr bool NEXT_Q = ROOMY && (Q_STAGES > 1 || OWN_Q) && !SHARES && !(PACK > 
 constexpr bool EARLY = ROOMY && Q_STAGES > 1 && !SHARES;
 
 // Whether the producer tells the others all of a tile, so that they need no divisions between two tiles, or only
-// its number: beside three warpgroups it has no registers for more. (Of packed queries it has, and they search no offsets.)
+// its number: beside three warpgroups it has no registers for more. (Of packed queries it has, and they search no
+// offsets.)
 constexpr bool TELL = (ROOMY || PACKED_Q) && !SHARES && V_PARTS == 1;
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
 using OTile = SwizzledTile<ROWS, DIM_V, Out>;
 
-// Whether rows behind the end of a tile may be those of another sequence, or stale: of Q, and of K and V, among which are also
-// those that no query of their sequence sees. (Else none are there, and the tensor map has zeros.)
+// Whether rows behind the end of a tile may be those of another sequence, or stale: of Q, and of K and V, among which
+// are also those that no query of their sequence sees. (Else none are there, and the tensor map has zeros.)
 constexpr bool Q_ENDS = PACKED_Q, K_ENDS = PACKED_K || LENGTHS || (RAGGED && (walk::BOUND_FIRST || walk::BOUND_LAST));
 
 static_assert(!BY_LENGTH || SHARES && LENGTHS && !PACKED_Q && !walk::LISTED);
 
-// Threads that load: a warp where it looks up pages, or counts shares; then its first thread alone waits and asks. (Others
-// that waited could come so late that a phase of the same parity is the next but one.)
+// Threads that load: a warp where it looks up pages, or counts shares; then its first thread alone waits and asks.
+// (Others that waited could come so late that a phase of the same parity is the next but one.)
 constexpr int LOADERS = PAGED || BY_LENGTH ? 32 : 1;
 __device__ inline bool leads() { return LOADERS == 1 || threadIdx.x == 0; }
 
@@ -122,11 +123,13 @@ using VTile = Values<TURNED>::Tile;
 
 // With a tile come those of its tangent (jvp.cu), where there is one; V itself is not asked for where it alone has one.
 constexpr bool WITH_V = TQ || TK || !TV;
-constexpr int Q_BYTES = (1 + TQ) * QTile::BYTES, K_BYTES = (1 + TK) * KTile::BYTES, V_BYTES = (WITH_V + TV) * VTile::BYTES;
+constexpr int Q_BYTES = (1 + TQ) * QTile::BYTES, K_BYTES = (1 + TK) * KTile::BYTES,
+              V_BYTES = (WITH_V + TV) * VTile::BYTES;
 
 using TileWalk = KeyWalk<KEYS, ROWS>;  // (what is listed is not packed)
 
-// V_PARTS: wide rows of V and O come in parts of DIM_V columns, each of a thread block that computes S by itself. Where it begins:
+// V_PARTS: wide rows of V and O come in parts of DIM_V columns, each of a thread block that computes S by itself. Where
+// it begins:
 __device__ inline int first_column(const Tile& tile) { return V_PARTS > 1 ? tile.part * DIM_V : 0; }
 
 // Each tile so many times, with a part of the columns of V; SHARES: with a share of its keys.
@@ -297,8 +300,8 @@ struct Shared {
     }
 };
 
-// The producer, LOADERS threads. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A template
-// since not all kernels have maps of tangents.)
+// The producer, LOADERS threads. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A
+// template since not all kernels have maps of tangents.)
 template <class Maps>
 __device__ void load(const Params& p, const Maps& maps, Shared& s) {
     TileSchedule schedule(p);

@@ -1,6 +1,7 @@
-// O over many keys of 8 bits. Tensor cores align the products of a step to what they are added to and keep 13 bits of them: beside a
-// sum over thousands of keys a product becomes 0. So the accumulator takes some SUM_TILES key tiles, and what is summed so far goes to
-// shared memory, in bfloat16; what that rounds off stays behind. (In float32 there is not always room, and compilers spill.)
+// O over many keys of 8 bits. Tensor cores align the products of a step to what they are added to and keep 13 bits of
+// them: beside a sum over thousands of keys a product becomes 0. So the accumulator takes some SUM_TILES key tiles, and
+// what is summed so far goes to shared memory, in bfloat16; what that rounds off stays behind. (In float32 there is not
+// always room, and compilers spill.)
 #pragma once
 #include "ptx/convert.cuh"
 #include "ptx/shared.cuh"
@@ -13,8 +14,8 @@ struct LongSums {
     // Of a thread block; O may leave from the same place.
     static constexpr int BYTES = config::SUM_TILES > 0 ? config::GROUPS * ((config::DIM_V + 63) / 64) * 8192 : 0;
 
-    // Another key tile comes, and `after` come after it: whether the accumulator is full with it. (Asked early: nothing is to
-    // be waited for between two products.)
+    // Another key tile comes, and `after` come after it: whether the accumulator is full with it. (Asked early: nothing
+    // is to be waited for between two products.)
     __device__ bool full(int after) { return ++tiles >= config::SUM_TILES && after >= config::SUM_TILES / 2; }
 
     // To memory. Where nothing is kept yet, `free` waits until there is room.
@@ -60,8 +61,8 @@ struct LongSums {
     }
 
   private:
-    // f(address, n) for each 8 columns, where a thread has a word, and another behind 512 bytes. Of 64 rows and columns a
-    // warpgroup has 8 KiB side by side.
+    // f(address, n) for each 8 columns, where a thread has a word, and another behind 512 bytes. Of 64 rows and columns
+    // a warpgroup has 8 KiB side by side.
     template <int N, class F>
     __device__ static void for_columns(unsigned base, int group, F f) {
         unsigned own = base + group * 8192 + threadIdx.x % 128 * 4;

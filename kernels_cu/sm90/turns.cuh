@@ -1,5 +1,5 @@
-// Warpgroups that compute take turns to issue the products of their scores. Left alone they would fall into step: all wait for the
-// tensor cores, then all leave them idle. (FlashAttention-3's "ping-pong", Shah et al. 2024, section 3.1.)
+// Warpgroups that compute take turns to issue the products of their scores. Left alone they would fall into step: all
+// wait for the tensor cores, then all leave them idle. (FlashAttention-3's "ping-pong", Shah et al. 2024, section 3.1.)
 #pragma once
 #include "ptx/barrier.cuh"
 
