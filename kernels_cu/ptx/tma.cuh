@@ -60,10 +60,10 @@ __device__ inline void tma_commit() { asm volatile("cp.async.bulk.commit_group;"
 // Wait until the thread's stores have read shared memory.
 __device__ inline void tma_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// Wait until they have been written, but for the last GROUPS groups.
-template <int GROUPS = 0>
+// Wait until they have been written, but for the last PENDING groups.
+template <int PENDING = 0>
 __device__ void tma_wait() {
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(GROUPS) : "memory");
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // Between a thread's own stores to shared memory and their use by TMA or wgmma.

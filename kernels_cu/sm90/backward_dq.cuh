@@ -56,24 +56,24 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
                     fence_async_global();
                 }
 #pragma unroll
-                for (int group = 0; group < GROUPS; group++) {
-                    int column16 = SHARE_ROWS ? 0 : 4 * group;
+                for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) {
+                    int column16 = SHARE_ROWS ? 0 : 4 * warpgroup;
                     int bytes = 4 * PART_ROWS * min(DIM - 16 * column16, 64);
-                    dq.barriers = s.dq(group).barriers;
+                    dq.barriers = s.dq(warpgroup).barriers;
                     dq.wait_full();
-                    float* sums = dq_fragment(p, n + shift, column16, SHARE_ROWS ? group * ROW8S : 0);
+                    float* sums = dq_fragment(p, n + shift, column16, SHARE_ROWS ? warpgroup * ROW8S : 0);
                     if (bytes > 0 && first)
-                        bulk_store(sums, s.part(group), bytes);
+                        bulk_store(sums, s.part(warpgroup), bytes);
                     else if (bytes > 0)
-                        bulk_add(sums, s.part(group), bytes);
+                        bulk_add(sums, s.part(warpgroup), bytes);
                 }
                 tma_commit();
                 // A look ahead while that leaves. (Behind the last tile there is one more counter.)
                 if (FIRST_STORES) begun = load_acquire(counters.added + n + 1) != 0 ? n + 1 : -1;
                 tma_wait_read();
 #pragma unroll
-                for (int group = 0; group < GROUPS; group++) {
-                    dq.barriers = s.dq(group).barriers;
+                for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) {
+                    dq.barriers = s.dq(warpgroup).barriers;
                     mbarrier_arrive(dq.empty());
                 }
                 dq.advance();
@@ -94,10 +94,10 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
             for_query_tiles(p, t, [&](const Head& head, int i, int n, TileBits) {
                 wait_for_turn(p, counters, t, head, i, n);
 #pragma unroll
-                for (int group = 0; group < GROUPS; group++) mbarrier_arrive(s.dq(group).empty());
+                for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) mbarrier_arrive(s.dq(warpgroup).empty());
 #pragma unroll
-                for (int group = 0; group < GROUPS; group++) {
-                    dq.barriers = s.dq(group).barriers;
+                for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) {
+                    dq.barriers = s.dq(warpgroup).barriers;
                     dq.wait_full();
                 }
                 dq.advance();
@@ -105,8 +105,8 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
             });
         } else {  // the consumers have added, and say so once a key tile
 #pragma unroll
-            for (int group = 0; group < GROUPS; group++) {
-                dq.barriers = s.dq(group).barriers;
+            for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) {
+                dq.barriers = s.dq(warpgroup).barriers;
                 dq.wait_full();
                 mbarrier_arrive(dq.empty());
             }
@@ -166,10 +166,11 @@ __device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
         if (t.none()) break;
         for_query_tiles(p, t, [&](const Head& head, int tile_q, int, TileBits) {
 #pragma unroll 1
-            for (int group = 0; group < GROUPS; group++) {
-                DQTile tile{s.part(group)};
-                int row = tile_q * ROWS + (SHARE_ROWS ? group * PART_ROWS : 0), column = SHARE_ROWS ? 0 : 64 * group;
-                dq.barriers = s.dq(group).barriers;
+            for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) {
+                DQTile tile{s.part(warpgroup)};
+                int row = tile_q * ROWS + (SHARE_ROWS ? warpgroup * PART_ROWS : 0),
+                    column = SHARE_ROWS ? 0 : 64 * warpgroup;
+                dq.barriers = s.dq(warpgroup).barriers;
                 dq.wait_full();
                 if constexpr (WHOLE_DQ) {
                     if (!maps.map_out)
@@ -182,8 +183,8 @@ __device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
             tma_commit();
             tma_wait_read();
 #pragma unroll
-            for (int group = 0; group < GROUPS; group++) {
-                dq.barriers = s.dq(group).barriers;
+            for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) {
+                dq.barriers = s.dq(warpgroup).barriers;
                 dq.release();
             }
             dq.advance();

@@ -19,20 +19,20 @@
 using namespace config;
 
 // The consumers share out the columns of dK, dV (backward_wide.cuh), not the keys (backward_narrow.cuh).
-constexpr bool WIDE = KEYS < 64 * GROUPS;
+constexpr bool WIDE = KEYS < 64 * WARPGROUPS;
 
-constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int BLOCKS = GROUPS == 1 ? 2 : 1;  // of a multiprocessor
-constexpr int CONSUMER_WARPS = 4 * GROUPS;
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr int BLOCKS = WARPGROUPS == 1 ? 2 : 1;  // of a multiprocessor
+constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;
 
 // Per thread. What the moving warpgroup gives away the others take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
 // Sums alone (dK, dV, S and dP) leave a consumer few registers.
 constexpr int SUMS = ROWS + (DIM + DIM_V) / 2;
 constexpr bool TIGHT = !WIDE && (SUMS > 192 || (SUMS == 192 && DIM == 64));
-constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : TIGHT ? 24 : 40;
-constexpr int CONSUMER_REGISTERS = GROUPS == 1 ? 216 : GROUPS == 3 ? 160 : TIGHT ? 240 : 232;
-static_assert(PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);
+constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : TIGHT ? 24 : 40;
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 216 : WARPGROUPS == 3 ? 160 : TIGHT ? 240 : 232;
+static_assert(PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= (WARPGROUPS + 1) * START_REGISTERS);
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using DOTile = SwizzledTile<ROWS, DIM_V>;
@@ -45,7 +45,7 @@ using STile = SwizzledTile<WIDE ? KEYS : ROWS, WIDE ? ROWS : KEYS>;
 // both, for half of the columns: it has those columns of the other's K, and is sent the other's dS ("far").
 constexpr bool CLUSTERED = CLUSTER == 2;
 constexpr int CLUSTER_KEYS = CLUSTER * KEYS;
-using FarKTile = SwizzledTile<KEYS, 64 * GROUPS>;
+using FarKTile = SwizzledTile<KEYS, 64 * WARPGROUPS>;
 static_assert(CLUSTER == 1 || CLUSTERED && WIDE);
 static_assert(!SHARES || !walk::LISTED);
 static_assert(!FIRST_STORES || !CLUSTERED && !SHARES && !WHOLE_DQ && !walk::LISTED);
@@ -56,7 +56,7 @@ static_assert(!RAGGED || PACKED_Q == PACKED_K && !SHARES && !FIRST_STORES && !WH
 // dQ^T of a tile is computed in parts of 64 columns by PART_ROWS queries, one for each consumer of a cluster. Where
 // there are 64 columns only, two consumers share out the rows.
 constexpr bool SHARE_ROWS = !WIDE && DIM <= 64;
-constexpr int PART_ROWS = SHARE_ROWS ? ROWS / GROUPS : ROWS;
+constexpr int PART_ROWS = SHARE_ROWS ? ROWS / WARPGROUPS : ROWS;
 constexpr int PART_BYTES = 4 * 64 * PART_ROWS;
 static_assert(!WHOLE_DQ || !WIDE && !walk::LISTED);
 constexpr int DQ_TILE = ROWS * DIM;          // floats of one tile in dq_sum
@@ -196,7 +196,7 @@ struct Shared {
     static constexpr int P_TILE = DS_TILES + (CLUSTERED ? 2 : 1) * STile::BYTES;  // narrow: dS of the other step
     static constexpr int FAR_DS_TILES = P_TILE + STile::BYTES;
     static constexpr int PARTS = P_TILE + STile::BYTES;
-    static constexpr int PAIR_TILES = CLUSTERED ? FAR_DS_TILES + 2 * STile::BYTES : PARTS + GROUPS * PART_BYTES;
+    static constexpr int PAIR_TILES = CLUSTERED ? FAR_DS_TILES + 2 * STile::BYTES : PARTS + WARPGROUPS * PART_BYTES;
     static constexpr int ROW_VALUES = PAIR_TILES + PAIR_STAGES * Pairwise::BYTES;
     static constexpr int K_RING = ROW_VALUES + STAGES * 8 * ROWS;
     static constexpr int V_RING = K_RING + KRing::BYTES;
@@ -204,7 +204,7 @@ struct Shared {
     static constexpr int DO_RING = Q_RING + QRing::BYTES;
     static constexpr int PAIR_RING = DO_RING + DORing::BYTES;
     static constexpr int DQ_RINGS = PAIR_RING + (PAIR_ARRAYS ? PairRing::BYTES : 0);
-    static constexpr int TILE = DQ_RINGS + GROUPS * DQRing::BYTES;
+    static constexpr int TILE = DQ_RINGS + WARPGROUPS * DQRing::BYTES;
     static constexpr int FAR_DS_RING = TILE + KeyTile::BYTES;
     static constexpr int TICKET_RING = FAR_DS_RING + FarDSRing::BYTES;
     static constexpr int TICKET = TICKET_RING + TicketRing::BYTES;
@@ -242,7 +242,7 @@ struct Shared {
     __device__ int first_key(const KeyTile& t) const { return t.number * CLUSTER_KEYS + rank * KEYS; }
     __device__ int far_key(const KeyTile& t) const { return t.number * CLUSTER_KEYS + (1 - rank) * KEYS; }
     // Which 64 columns of dQ are a consumer's.
-    __device__ int dq_block(int group) const { return rank * GROUPS + group; }
+    __device__ int dq_block(int warpgroup) const { return rank * WARPGROUPS + warpgroup; }
 
     // For a moving thread that does not read K, alone in its warp.
     __device__ KeyTile next_tile() {
@@ -268,16 +268,16 @@ struct Shared {
     __device__ unsigned far_ds_tile() const { return base + FAR_DS_TILES + far_ds.stage * STile::BYTES; }
     __device__ STile p_tile() const { return {base + P_TILE}; }
     __device__ unsigned row_values() const { return base + ROW_VALUES + q.stage * 8 * ROWS; }
-    __device__ unsigned part(int group) const { return base + PARTS + group * PART_BYTES; }
+    __device__ unsigned part(int warpgroup) const { return base + PARTS + warpgroup * PART_BYTES; }
     // What dK and dV leave through. Narrow: all of a consumer's, where dS and parts of dQ are. Wide: 64 columns of a
     // consumer's at a time, where its dS (CLUSTERED) or its part of dQ is.
-    __device__ unsigned out_tile(int group) const {
-        if (!WIDE) return base + DS_TILES + group * ((PAIR_TILES - DS_TILES) / GROUPS);
-        return CLUSTERED ? base + DS_TILES + group * STile::BYTES : part(group);
+    __device__ unsigned out_tile(int warpgroup) const {
+        if (!WIDE) return base + DS_TILES + warpgroup * ((PAIR_TILES - DS_TILES) / WARPGROUPS);
+        return CLUSTERED ? base + DS_TILES + warpgroup * STile::BYTES : part(warpgroup);
     }
     __device__ FinishRing finish_ring(int i) const { return {base + FINISH_RINGS + i * FinishRing::BYTES}; }
     __device__ unsigned finish_slots(int i) const { return base + FINISH_SLOTS + i * FINISH_STAGES * FINISH_BYTES; }
-    __device__ DQRing dq(int group) const { return {base + DQ_RINGS + group * DQRing::BYTES}; }
+    __device__ DQRing dq(int warpgroup) const { return {base + DQ_RINGS + warpgroup * DQRing::BYTES}; }
 };
 
 // The thread blocks take tiles in the order of their numbers. With a causal mask later keys are seen by fewer
@@ -385,14 +385,14 @@ __device__ inline void clear_keys(const Params& p, const Shared& s, const KeyTil
         }
         if (!any) return;
         fence_async();
-        sync_threads<128 * GROUPS>(1);
+        sync_threads<128 * WARPGROUPS>(1);
     }
 }
 
 // Zeros in arrays of a query tile whose numbers have arrived, the arrays at the latest when wait() returns; by each
 // consumer for itself, before its products.
 template <class F, class... Tiles>
-__device__ void clear_queries(unsigned numbers, int group, F wait, Tiles... tiles) {
+__device__ void clear_queries(unsigned numbers, int warpgroup, F wait, Tiles... tiles) {
     if constexpr (CLEARS) {
         // Of rows that are dead by position the first is one, or the last.
         if (!KEY_MASK && !__any_sync(~0u, is_blind(numbers, threadIdx.x % 32 < 16 ? 0 : ROWS - 1))) return;
@@ -401,7 +401,7 @@ __device__ void clear_queries(unsigned numbers, int group, F wait, Tiles... tile
         wait();
         (dead.template clear<4>(tiles, threadIdx.x / 32 % 4), ...);
         fence_async();
-        sync_threads<128>(3 + group);
+        sync_threads<128>(3 + warpgroup);
     }
 }
 

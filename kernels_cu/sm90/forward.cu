@@ -25,7 +25,7 @@ struct Consumer {
     const Params& p;
     const TensorMaps& maps;
     Shared& s;
-    int group, first_row, warp_row;  // rows: of the tile
+    int warpgroup, first_row, warp_row;  // rows: of the tile
 
     Tile tile{};               // whose scores are computed
     TileWalk own;              // over the key tiles that the warpgroup's rows see
@@ -42,16 +42,16 @@ struct Consumer {
     Operand<KEYS> probabilities;
     unsigned unseen = 0;  // CLEARS: of the keys of these the lane's own (32 n + lane) that key_mask hides, in bits n
 
-    __device__ Consumer(const Params& p, const TensorMaps& maps, Shared& s, int group)
+    __device__ Consumer(const Params& p, const TensorMaps& maps, Shared& s, int warpgroup)
         : p(p),
           maps(maps),
           s(s),
-          group(group),
-          first_row(64 * group),
+          warpgroup(warpgroup),
+          first_row(64 * warpgroup),
           warp_row(first_row + threadIdx.x / 32 % 4 * 16),
           softmax(new_softmax()),
           dropout(p) {
-        s.of_part(group);
+        s.of_part(warpgroup);
     }
 
     __device__ OnlineSoftmax<1> new_softmax() const { return {factor(tile)}; }
@@ -104,7 +104,7 @@ struct Consumer {
     __device__ void start_scores(Accumulator<1, N>& scores) const {
         // Else the addresses of its rows of Q are held in uniform registers, and more than there are (192 / 128
         // columns).
-        mark_read(group);
+        mark_read(warpgroup);
         QTile q = s.q_tile();
         KTile k = s.k_tile();
         if constexpr (STAGES == 1 && !TURNED) {  // and those of K, which never moves
@@ -156,7 +156,7 @@ struct Consumer {
         if (!dead.any()) return;
         dead.clear_many<4>(s.v_tile(), threadIdx.x / 32 % 4);
         fence_async();
-        sync_threads<128>(1 + group);
+        sync_threads<128>(1 + warpgroup);
     }
     // And behind the end of a sequence, as tensor maps have them behind that of an array. Of Q, mask and bias that is
     // for the votes of a warp's rows alone: no row's bits follow from another sequence.
@@ -194,7 +194,7 @@ struct Consumer {
     __device__ void clear_behind(Tile tile, F behind) {
         DeadRows<COUNT>(behind).template clear_many<4>(tile, threadIdx.x / 32 % 4);
         fence_async();
-        sync_threads<128>(1 + group);
+        sync_threads<128>(1 + warpgroup);
     }
     template <int COUNT>
     __device__ void start_values() {
@@ -213,10 +213,10 @@ struct Consumer {
 
     // O so far, where sums are long.
     __device__ void put_away() {
-        sums.put_away(s.sums(), group, o, [&] {
+        sums.put_away(s.sums(), warpgroup, o, [&] {
             if (!O_STAGED || !maps.map_out) return;  // else the tile before leaves from there
             if (threadIdx.x % 128 == 0) tma_wait_read();
-            sync_threads<128>(1 + group);
+            sync_threads<128>(1 + warpgroup);
         });
     }
 
@@ -287,7 +287,7 @@ struct Consumer {
         if (__builtin_expect(grown || full, false)) {
             if (grown) softmax.scale_rows(o, shrink);
             if constexpr (SUM_TILES > 0) {
-                if (grown) sums.scale_rows(s.sums(), group, o, shrink);
+                if (grown) sums.scale_rows(s.sums(), warpgroup, o, shrink);
                 if (full) put_away();
             }
         }
@@ -324,7 +324,7 @@ struct Consumer {
 
     // O of a tile, which is closed and whole.
     __device__ void store(const Tile& of, const OnlineSoftmax<1>& softmax, const LongSums& sums) {
-        if constexpr (SUM_TILES > 0) sums.collect(s.sums(), group, o);
+        if constexpr (SUM_TILES > 0) sums.collect(s.sums(), warpgroup, o);
         softmax.scale_rows(o, softmax.sum);
         ScorePlacement at = placement(of);
         int heads = heads_of(of), queries = of.head.queries(p), column = first_column(of);
@@ -346,10 +346,10 @@ struct Consumer {
         } else if (O_STAGED && maps.map_out && whole(of)) {
             bool storer = threadIdx.x % 128 == 0;
             if (storer) tma_wait_read();
-            sync_threads<128>(1 + group);
+            sync_threads<128>(1 + warpgroup);
             store_rounded(o, s.o_tile(), warp_row, 0);
             fence_async();
-            sync_threads<128>(1 + group);
+            sync_threads<128>(1 + warpgroup);
             if (storer) {
                 s.o_tile().from(first_row).store(maps.out, of.head.to_query(of.queries.begin + first_row, column));
                 tma_commit();
@@ -485,12 +485,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         tma_prefetch(maps.v);
     }
     __syncthreads();
-    int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
-    if (group == -1) {
+    int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
+    if (warpgroup == -1) {
         shrink_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x < LOADERS) load(p, maps, s);
     } else {
         grow_registers<CONSUMER_REGISTERS>();
-        Consumer(p, maps, s, group).run();
+        Consumer(p, maps, s, warpgroup).run();
     }
 }

@@ -13,27 +13,27 @@
 
 using namespace config;
 
-constexpr int ROWS = 64 * GROUPS;
+constexpr int ROWS = 64 * WARPGROUPS;
 constexpr int HEAD_ROWS = ROWS / PACK;  // where queries are few, heads that share K and V share a tile: rows of each
-constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int CONSUMER_WARPS = 4 * GROUPS;  // warps that read what is loaded
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;  // warps that read what is loaded
 
 // Whether threads have registers to spare: no more than two warpgroups compute on a multiprocessor, in BLOCKS thread
 // blocks.
-constexpr bool ROOMY = GROUPS * BLOCKS < 3;
+constexpr bool ROOMY = WARPGROUPS * BLOCKS < 3;
 
 // Per thread. What the producer warpgroup gives away the consumers take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
 constexpr int PRODUCER_REGISTERS = ROOMY ? 40 : 32;
-constexpr int CONSUMER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - PRODUCER_REGISTERS) / GROUPS / 8 * 8;
+constexpr int CONSUMER_REGISTERS = ((WARPGROUPS + 1) * START_REGISTERS - PRODUCER_REGISTERS) / WARPGROUPS / 8 * 8;
 
 // OWN_Q, where Q has one place in shared memory: each warpgroup gives its rows back with its own last scores of a tile,
 // before their softmax, and goes on when it has those of the next tile.
 static_assert(!OWN_Q || Q_STAGES == 1 && PACK == 1);
-constexpr int Q_PARTS = OWN_Q ? GROUPS : 1;
+constexpr int Q_PARTS = OWN_Q ? WARPGROUPS : 1;
 
 // Key tiles at the end of a tile's walk that a warpgroup's rows do not see and another's do, at most.
-constexpr int BEHIND = walk::BOUND_FIRST ? tiles_in(64 * (GROUPS - 1), KEYS) : 0;
+constexpr int BEHIND = walk::BOUND_FIRST ? tiles_in(64 * (WARPGROUPS - 1), KEYS) : 0;
 
 // Whether the next tile is looked at while O of a tile is still to be stored: then that is done under the next tile's
 // first scores. It asks for registers, for the next Q to be there, and, since what is behind is passed on after that,
@@ -200,7 +200,7 @@ struct Shared {
     static constexpr int K_TILES = Q_STAGES * Q_BYTES;
     static constexpr int V_TILES = K_TILES + STAGES * K_BYTES;
     static constexpr int O_TILE = V_TILES + STAGES * V_BYTES;
-    static constexpr int O_BYTES = O_STAGED ? OTile::BYTES : O_STRIPS ? 4 * GROUPS * Strip::BYTES : 0;
+    static constexpr int O_BYTES = O_STAGED ? OTile::BYTES : O_STRIPS ? 4 * WARPGROUPS * Strip::BYTES : 0;
     static constexpr int PAIR_TILES = O_TILE + (O_BYTES > LongSums::BYTES ? O_BYTES : LongSums::BYTES);
     static constexpr int Q_RING = PAIR_TILES + PAIR_STAGES * Pairwise::BYTES;
     static constexpr int K_RING = Q_RING + Q_PARTS * QRing::BYTES;

@@ -3,18 +3,18 @@
 #pragma once
 #include "ptx/barrier.cuh"
 
-template <int GROUPS, int FIRST_BARRIER>
+template <int WARPGROUPS, int FIRST_BARRIER>
 struct Turns {
-    int group;
+    int warpgroup;
 
     // Once, before the first turn.
     __device__ void start() const {
-        if (GROUPS > 1 && group == GROUPS - 1) arrive_threads<256>(FIRST_BARRIER);
+        if (WARPGROUPS > 1 && warpgroup == WARPGROUPS - 1) arrive_threads<256>(FIRST_BARRIER);
     }
     __device__ void wait() const {
-        if (GROUPS > 1) sync_threads<256>(FIRST_BARRIER + group);
+        if (WARPGROUPS > 1) sync_threads<256>(FIRST_BARRIER + warpgroup);
     }
     __device__ void pass() const {
-        if (GROUPS > 1) arrive_threads<256>(FIRST_BARRIER + (group + 1) % GROUPS);
+        if (WARPGROUPS > 1) arrive_threads<256>(FIRST_BARRIER + (warpgroup + 1) % WARPGROUPS);
     }
 };
