@@ -18,14 +18,14 @@ constexpr Order key_order(bool in_turn) {
 }
 
 // The n-th tile of `heads` heads, where those of `together` heads are dealt out at once, first tiles first: so many
-// `groups` at most, then those of all heads that are left.
+// `rounds` at most, then those of all heads that are left.
 struct TileIndex {
     int head, tile;
 };
 constexpr int ANY_NUMBER = 0x7fffffff;
-__device__ inline TileIndex index_in_turn(int n, int tiles, int heads, int together, int groups = ANY_NUMBER) {
-    int group = min(n / (together * tiles), groups), first = group * together, rest = n - first * tiles;
-    int these = group < groups ? min(together, heads - first) : heads - first;
+__device__ inline TileIndex index_in_turn(int n, int tiles, int heads, int together, int rounds = ANY_NUMBER) {
+    int round = min(n / (together * tiles), rounds), first = round * together, rest = n - first * tiles;
+    int these = round < rounds ? min(together, heads - first) : heads - first;
     return {first + rest % these, rest / these};
 }
 
@@ -38,8 +38,8 @@ __device__ inline TileIndex index_longest_first(int n, int tiles, int heads, int
     return {at.head, at.tile + longest};
 }
 
-// Which tile of all heads is the n-th to start. GROUPED: tiles of `together` heads at once.
-template <class Tiles, Order ORDER, bool GROUPED = false>
+// Which tile of all heads is the n-th to start. IN_ROUNDS: tiles of `together` heads at once.
+template <class Tiles, Order ORDER, bool IN_ROUNDS = false>
 struct Schedule {
     const Params& p;
     int tiles;  // of a head
@@ -47,9 +47,9 @@ struct Schedule {
     __device__ Schedule(const Params& p) : p(p), tiles(Tiles::of_head(p)) {}
 
     // Of so many heads in all.
-    __device__ TileIndex index(int n, int heads, int together = 1, int groups = ANY_NUMBER) const {
+    __device__ TileIndex index(int n, int heads, int together = 1, int rounds = ANY_NUMBER) const {
         if (ORDER == Order::LONGEST_FIRST) return index_longest_first(n, tiles, heads, together);
-        return GROUPED ? index_in_turn(n, tiles, heads, together, groups) : TileIndex{n / tiles, n % tiles};
+        return IN_ROUNDS ? index_in_turn(n, tiles, heads, together, rounds) : TileIndex{n / tiles, n % tiles};
     }
     // Which tile of a head that is; of a list, which of those with most to visit, and which tile.
     __device__ int ordered(int n) const { return ORDER == Order::LAST_FIRST ? tiles - 1 - n : n; }
@@ -66,7 +66,7 @@ struct Schedule {
     }
 
     __device__ HeadTile tile(int n, int together = 1) const {
-        if (ORDER != Order::LONGEST_FIRST && !GROUPED) {
+        if (ORDER != Order::LONGEST_FIRST && !IN_ROUNDS) {
             return ordered(numbered<Tiles>(p, n, tiles));
         }
         TileIndex at = index(n, Tiles::all_heads(p), together);

@@ -117,7 +117,7 @@ struct OwnTile {
     Head head;
     int first;
 
-    // Long ones first, in groups of heads that stay in the L2 cache.
+    // Long ones first, in rounds of heads that stay in the L2 cache.
     __device__ OwnTile(const Params& p, int number) {
         constexpr Order ORDER = walk::GROWING ? Order::LAST_FIRST : Order::AS_NUMBERED;
         HeadTile at = OWNS_KEYS ? Schedule<KeyTiles<OWNED>, Order::AS_NUMBERED, true>(p).tile(number, p.together)

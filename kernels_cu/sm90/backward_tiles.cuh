@@ -281,7 +281,7 @@ struct Shared {
 };
 
 // The thread blocks take tiles in the order of their numbers. With a causal mask later keys are seen by fewer
-// queries: in a group of heads whose Q, dO and dQ stay in the L2 cache, tiles with much to do come first. The
+// queries: in a round of heads whose Q, dO and dQ stay in the L2 cache, tiles with much to do come first. The
 // deterministic backward adds to a dQ tile in the order of the numbers, and FIRST_STORES has the first of them store.
 // Of a list those with most to do come first.
 using KeySchedule = Schedule<KeyTiles<CLUSTER_KEYS>, key_order(DETERMINISTIC || FIRST_STORES), true>;
@@ -345,7 +345,7 @@ struct DQCounters {
         return SHARES ? share % p.resident * tiles - Share(p, share).first(p) : (share % p.resident - share) * tiles;
     }
 
-    // Wait until there are zeros where the sums of a share will be. Before, sums of a share of an earlier group lie
+    // Wait until there are zeros where the sums of a share will be. Before, sums of a share of an earlier round lie
     // there (resident >= 2 * together): all its tickets are taken, and none of them waits for one that came later.
     __device__ void wait_for_room(int share) const {
         while (load_acquire(clear + share) != tiles * FINISH_PARTS) {
